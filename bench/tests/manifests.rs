@@ -14,7 +14,7 @@ use penstock_sources::api_server::Access;
 
 use http::Method;
 use k8s_openapi::api::apps::v1::DaemonSet;
-use k8s_openapi::api::core::v1::{ConfigMap, Container, ServiceAccount};
+use k8s_openapi::api::core::v1::{ConfigMap, Container, PodSpec, ServiceAccount};
 use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -25,7 +25,12 @@ fn directory() -> PathBuf {
 
 /// All objects: the output of `kubectl kustomize`, or the files themselves without it.
 fn objects() -> Vec<Value> {
-    let rendered = Command::new("kubectl").arg("kustomize").arg(directory()).output();
+    objects_of(&directory(), &["rbac.yaml", "daemonset.yaml"])
+}
+
+/// The same of a directory whose files are these.
+fn objects_of(directory: &Path, files: &[&str]) -> Vec<Value> {
+    let rendered = Command::new("kubectl").arg("kustomize").arg(directory).output();
     let text = match rendered {
         Ok(output) => {
             assert!(output.status.success(), "kubectl kustomize: {}", String::from_utf8_lossy(&output.stderr));
@@ -34,11 +39,22 @@ fn objects() -> Vec<Value> {
         }
         Err(_) => {
             eprintln!("manifests: as they are in the files (kubectl is not there to put them together)");
-            let read = |name: &str| std::fs::read_to_string(directory().join(name)).unwrap();
-            format!("{}\n---\n{}", read("rbac.yaml"), read("daemonset.yaml"))
+            let read = |name: &&str| std::fs::read_to_string(directory.join(name)).unwrap();
+            files.iter().map(read).collect::<Vec<_>>().join("\n---\n")
         }
     };
     text.split("\n---\n").map(|document| serde_saphyr::from_str(document).unwrap()).collect()
+}
+
+/// The pod of the DaemonSet in these objects.
+fn pod_of(objects: &[Value]) -> PodSpec {
+    let set: DaemonSet = typed(objects.iter().find(|object| object["kind"] == "DaemonSet").unwrap());
+    set.spec.template.spec.unwrap()
+}
+
+/// Those of `configs/kubernetes/uninstall`.
+fn uninstall() -> Vec<Value> {
+    objects_of(&directory().join("uninstall"), &["daemonset.yaml"])
 }
 
 /// Deserializes an object into its type and fails on unknown fields.
@@ -75,7 +91,7 @@ fn every_field_exists_in_its_type_and_no_kind_is_missing() {
 }
 
 #[test]
-fn the_role_allows_reading_five_kinds_and_nothing_else() {
+fn the_role_allows_reading_seven_kinds_and_nothing_else() {
     let objects = objects();
     let role: ClusterRole = typed(objects.iter().find(|object| object["kind"] == "ClusterRole").unwrap());
     let mut rights = Vec::new();
@@ -92,6 +108,8 @@ fn the_role_allows_reading_five_kinds_and_nothing_else() {
         "/namespaces",
         "/nodes",
         "/pods",
+        "/services",
+        "discovery.k8s.io/endpointslices",
         "networking.k8s.io/networkpolicies",
         "policy.networking.k8s.io/clusternetworkpolicies",
     ];
@@ -119,6 +137,91 @@ fn the_container_lists_its_capabilities_and_every_mount_has_a_volume() {
         assert!(volumes.contains(&&mount.name), "no volume {}", mount.name);
     }
     assert!(liveness_probe.is_some() && readiness_probe.is_some() && resources.is_some());
+}
+
+#[test]
+fn only_the_init_container_that_mounts_bpffs_is_privileged_and_all_use_the_runtimes_seccomp_profile() {
+    for (objects, privileged) in [(objects(), vec!["bpffs"]), (uninstall(), vec![])] {
+        let spec = pod_of(&objects);
+        let profile = spec.security_context.as_ref().unwrap().seccomp_profile.as_ref().unwrap();
+        assert_eq!(profile.type_, "RuntimeDefault");
+        let volumes: Vec<&String> = spec.volumes.iter().flatten().map(|volume| &volume.name).collect();
+        let mut found = Vec::new();
+        for container in spec.init_containers.iter().flatten().chain(&spec.containers) {
+            let security = container.security_context.as_ref().unwrap();
+            assert_eq!(security.read_only_root_filesystem, Some(true), "{}", container.name);
+            for mount in container.volume_mounts.iter().flatten() {
+                assert!(volumes.contains(&&mount.name), "{}: no volume {}", container.name, mount.name);
+            }
+            match security.privileged {
+                Some(true) => found.push(container.name.as_str()),
+                _ => {
+                    let capabilities = security.capabilities.as_ref().unwrap();
+                    assert_eq!(capabilities.drop.as_deref(), Some(&["ALL".to_owned()][..]), "{}", container.name);
+                    let own = start_capabilities();
+                    assert!(capabilities.add.iter().flatten().all(|name| own.contains(name)), "{}", container.name);
+                    assert_eq!(security.allow_privilege_escalation, Some(false), "{}", container.name);
+                    let outward = container
+                        .volume_mounts
+                        .iter()
+                        .flatten()
+                        .any(|mount| mount.mount_propagation.as_deref() == Some("Bidirectional"));
+                    assert!(!outward, "{}: only a privileged container may", container.name);
+                }
+            }
+        }
+        assert_eq!(found, privileged);
+    }
+}
+
+#[test]
+fn the_bpf_file_system_of_the_node_is_mounted_before_the_daemon_needs_it() {
+    let spec = pod_of(&objects());
+    let propagation = |container: &Container| {
+        let mounts = container.volume_mounts.iter().flatten();
+        mounts.filter(|mount| mount.mount_path == "/sys/fs/bpf").find_map(|mount| mount.mount_propagation.clone())
+    };
+    let containers = spec.init_containers.iter().flatten().chain(&spec.containers);
+    let seen: Vec<(&str, Option<String>)> =
+        containers.map(|container| (container.name.as_str(), propagation(container))).collect();
+    let (out, from_node) = (Some("Bidirectional".to_owned()), Some("HostToContainer".to_owned()));
+    assert_eq!(seen, [("bpffs", out), ("check", from_node.clone()), ("penstock", from_node)]);
+    let check = spec.init_containers.unwrap()[1].args.clone().unwrap();
+    assert_eq!(check[check.len() - 2..], ["--or-last-good", "--offline"], "neither keeps the daemon from starting");
+}
+
+#[test]
+fn uninstalling_reads_the_same_names_as_the_daemon() {
+    let files = [directory().join("penstock.toml"), directory().join("uninstall/penstock.toml")];
+    let [daemon, uninstall] = files.map(|file| Config::load(&file).unwrap());
+    assert_eq!((&uninstall.host_veth, &uninstall.fail.pins), (&daemon.host_veth, &daemon.fail.pins));
+    assert_eq!(uninstall.conntrack.mapping.to_string(), format!("/host{}", daemon.conntrack.mapping));
+    assert_eq!(uninstall.admin.socket.to_string(), format!("/host{}", daemon.admin.socket));
+    let image = |name: &str| {
+        std::fs::read_to_string(directory().join(name))
+            .unwrap()
+            .split("images:")
+            .nth(1)
+            .unwrap()
+            .lines()
+            .filter(|line| line.contains("new"))
+            .map(|line| line.trim().to_owned())
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(image("kustomization.yaml"), image("uninstall/kustomization.yaml"));
+}
+
+#[test]
+fn the_containerfile_names_registries_and_its_context_has_what_the_build_needs() {
+    let text = std::fs::read_to_string(directory().join("Containerfile")).unwrap();
+    let images: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("FROM ")).collect();
+    assert!(!images.is_empty() && images.iter().all(|image| image.starts_with("docker.io/library/")), "{images:?}");
+    let ignored = std::fs::read_to_string(directory().join("../../.containerignore")).unwrap();
+    let ignored: Vec<&str> = ignored.lines().filter(|line| !line.starts_with('#')).collect();
+    assert!(ignored.contains(&"target") && ignored.contains(&".git"), "{ignored:?}");
+    for needed in ["Cargo.toml", "Cargo.lock", "control", "dataplane", "xdp-redirect", "bench", "pcap-tests"] {
+        assert!(!ignored.contains(&needed), "{needed}");
+    }
 }
 
 /// The capabilities that the daemon starts with, without the prefix `CAP_`.
@@ -178,7 +281,7 @@ fn an_api_server_accepts_all_manifests() {
         // It does not know these kinds; another test checks their fields.
         return;
     }
-    for object in objects() {
+    for object in objects().into_iter().chain(uninstall()) {
         let url = match object["kind"].as_str().unwrap() {
             "ServiceAccount" => "/api/v1/namespaces/kube-system/serviceaccounts",
             "ConfigMap" => "/api/v1/namespaces/kube-system/configmaps",

@@ -98,7 +98,8 @@ fn the_inventory_reports_own_leftovers_and_ignores_other_processes() {
     let looking = std::thread::spawn(move || {
         unshare(CloneFlags::CLONE_NEWNS).unwrap();
         let private = MsFlags::MS_REC | MsFlags::MS_PRIVATE;
-        mount(None::<&str>, "/", None::<&str>, private, None::<&str>).unwrap();
+        // Not `/`, which is no mount point in a chroot.
+        mount(None::<&str>, "/sys", None::<&str>, private, None::<&str>).unwrap();
         let root = Path::new("/sys/fs/bpf");
         mount(Some("none"), root, Some("tmpfs"), MsFlags::empty(), None::<&str>).unwrap();
         let before = Inventory::take().unwrap();

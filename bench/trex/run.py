@@ -8,14 +8,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from penstock_trex import arguments, document, library, measure, stateless  # noqa: E402
-from penstock_trex.failure import FELL_SHORT, MEASURED, NO_SERVER, Failure, bad_input  # noqa: E402
+from penstock_trex.failure import FELL_SHORT, MEASURED, NO_SERVER, Failure, bad_input, interrupted  # noqa: E402
 
 
 def main(words):
     args = arguments.parser().parse_args(words)
     try:
         return check(args) if args.command == 'check' else run(args)
-    except Failure as failure:
+    except (Failure, KeyboardInterrupt) as error:
+        failure = interrupted(error) or error
         print(f'run.py: {failure}', file=sys.stderr)
         return failure.code
 
@@ -56,38 +57,52 @@ def run(args):
         document.read(args.output)
     api = library.load(args.command, args.trex_dir)
     client = stateless.connect(api, api.STLClient if args.command == 'stl' else api.ASTFClient, args.server, ports)
+    profiles, whole = [], True
     try:
-        found = described(args, ports, client)
-        short = False
+        found = {**described(args, ports, client), 'profiles': profiles}
         for text in texts:
             print(f'{args.command} {text}')
-            entry = measured(api, client, ports, args, text)
-            short |= 'error' in entry
-            found['profiles'].append(entry)
+            entry = {'profile': text.split()[0], 'asked': text}
+            try:
+                whole &= measured(api, client, ports, args, entry)
+            except (api.TRexError, KeyboardInterrupt):
+                if 'ndr' in entry:
+                    profiles.append({**entry, 'error': 'not finished: the run ended here'})
+                    document.write(args.output, found)
+                raise
+            profiles.append(entry)
             document.write(args.output, found)
-    except api.TRexError as error:
-        raise Failure(NO_SERVER, f'the TRex server at {args.server} gave up: {error}') from error
+    except (api.TRexError, KeyboardInterrupt) as error:
+        failure = interrupted(error) or Failure(NO_SERVER, f'the TRex server at {args.server} gave up: {error}')
+        kept = f'; what was measured until then is in {args.output}' if profiles else ''
+        raise Failure(failure.code, f'{failure}{kept}') from error
     finally:
         client.disconnect()
     print(f'written to {args.output}')
-    return FELL_SHORT if short else MEASURED
+    return MEASURED if whole else FELL_SHORT
 
 
-def measured(api, client, ports, args, text):
-    """The results of one profile, or why there are none."""
-    entry = {'profile': text.split()[0], 'asked': text}
+def measured(api, client, ports, args, entry):
+    """Puts a profile's results into its entry, or why there are none; says whether every figure is there."""
     try:
-        tunables, result = getattr(measure, {'stl': 'stateless', 'astf': 'stateful'}[args.command])(
-            api, client, ports, args, text)
+        of_mode = {'stl': measure.stateless, 'astf': measure.stateful}[args.command]
+        of_mode(api, client, ports, args, entry['asked'], entry)
     except measure.Refused as refused:
         print(f'  not measured: {refused}')
-        return {**entry, 'error': str(refused)}
-    for name in ('ndr', 'pdr', 'no_loss'):
-        if name in result:
-            rates = result[name]
-            print(f'  {name:8} {rates["median"]:12,.0f} {result["rate_unit"]}  ({rates["lowest"]:,.0f} to '
-                  f'{rates["highest"]:,.0f}), limited by {", ".join(rates["limited_by"])}')
-    return {**entry, 'tunables': tunables, **result}
+        # A figure that was there before the check failed is no more valid.
+        for figure in entry.keys() - {'profile', 'asked'}:
+            del entry[figure]
+        entry['error'] = str(refused)
+        return False
+    rates = [(name, entry[name]) for name in ('ndr', 'pdr', 'no_loss') if name in entry]
+    for name, found in rates:
+        rate = (f'{found["median"]:12,.0f} {entry["rate_unit"]}  ({found["lowest"]:,.0f} to {found["highest"]:,.0f})'
+                if found['median'] else 'no rate found')
+        print(f'  {name:8} {rate}, limited by {", ".join(found["limited_by"])}')
+    for point in entry.get('latency', []):
+        if 'error' in point:
+            print(f'  latency at {point["offered"]:,.0f} packets/s: {point["error"]}')
+    return all(found['median'] or 'generator' not in found['limited_by'] for _, found in rates)
 
 
 def described(args, ports, client):
@@ -97,11 +112,10 @@ def described(args, ports, client):
             'server': {'address': args.server, 'version': client.get_server_version(),
                        'host': system.get('hostname'), 'cores': system.get('dp_core_count'),
                        'processor': system.get('core_type')},
-            'ports': [{**port.as_json(), **{key: system['ports'][port.number].get(key) for key in ('driver', 'speed')}}
-                      for port in ports],
+            'ports': [{**port.as_json(), 'driver': system['ports'][port.number].get('driver'),
+                       'speed': client.get_port_attr(port.number)['speed']} for port in ports],
             'trials': {'short_s': args.short, 'long_s': args.long, 'repetitions': args.repetitions,
-                       'precision': args.precision},
-            'profiles': []}
+                       'precision': args.precision}}
 
 
 if __name__ == '__main__':

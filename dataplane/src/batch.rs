@@ -17,4 +17,24 @@ pub trait Frames {
 
     /// The bytes of frame `index`, which is below [`Frames::len`].
     fn bytes(&mut self, index: usize) -> &mut [u8];
+
+    /// Who sent frame `index`, which came from the node's stack.
+    fn stack_sender(&mut self, _index: usize) -> StackSender {
+        StackSender::Unknown
+    }
+}
+
+/// Who sent a packet that came from the node's stack. Kubernetes exempts the node's own processes from policy, such as the
+/// kubelet with its probes, but not what the node forwards, even if it has given it an address of its own.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum StackSender {
+    /// Not known: by its source address.
+    #[default]
+    Unknown,
+    /// A process of the node.
+    Process,
+    /// Another machine, or a pod.
+    Forwarded,
+    /// The same, and the node has translated its source (masquerade).
+    Translated,
 }

@@ -1,8 +1,8 @@
 //! Penstock's dataplane: everything that processes packets. It does not know Kubernetes.
 //!
 //! Path of a packet: [`io`] passes a batch of frames to a [`worker`], which runs the [`pipeline`]: parse ([`packet`]),
-//! find the connection ([`conntrack`]) or evaluate policy ([`policy`]), then rewrite and forward ([`forward`]). Policy
-//! and forwarding tables are one immutable [`Snapshot`].
+//! find the connection ([`conntrack`]), choose the backend of a Service ([`services`]), evaluate policy ([`policy`]),
+//! then rewrite and forward ([`forward`]). Tables of policy, Services and forwarding are one immutable [`Snapshot`].
 
 mod batch;
 mod clocks;
@@ -15,6 +15,7 @@ pub mod pipeline;
 pub mod policy;
 mod prefetch;
 pub mod reply;
+pub mod services;
 mod snapshot;
 pub mod worker;
 

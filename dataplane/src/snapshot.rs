@@ -3,6 +3,7 @@
 use crate::forward::{Forwarding, PortId};
 use crate::packet::Address;
 use crate::policy::PolicySet;
+use crate::services::ServiceSet;
 
 /// Sequence number of published snapshots. A connection stores the low 23 bits of the epoch under which it was last
 /// evaluated; under a later epoch it is evaluated again at its next packet.
@@ -22,7 +23,7 @@ impl Epoch {
     }
 }
 
-/// Policy and forwarding tables at one time. Workers load it once per batch and never mix two snapshots.
+/// Tables of policy, forwarding and Services at one time. Workers load it once per batch and never mix two snapshots.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Snapshot {
@@ -32,6 +33,8 @@ pub struct Snapshot {
     pub policy: PolicySet,
     /// Forwarding table.
     pub forwarding: Forwarding,
+    /// Services that workers translate; `None` if the node's kernel translates them.
+    pub services: Option<ServiceSet>,
 }
 
 impl Snapshot {
@@ -40,7 +43,13 @@ impl Snapshot {
     pub fn new(epoch: Epoch, policy: PolicySet, forwarding: Forwarding) -> Self {
         let mut update = policy.update();
         update.set_local(&forwarding);
-        Self { epoch, policy: update.finish(), forwarding }
+        Self { epoch, policy: update.finish(), forwarding, services: None }
+    }
+
+    /// Sets the Services that workers translate.
+    #[must_use]
+    pub fn with_services(self, services: Option<ServiceSet>) -> Self {
+        Self { services, ..self }
     }
 
     /// The port of the local pod with this address.

@@ -101,16 +101,16 @@ const ENTRIES: usize = 128;
 
 impl Node {
     fn new() -> Self {
-        let KernelMapSizes { groups, entries } = KernelMapSizes::of(ENTRIES);
+        let KernelMapSizes { groups, entries, with_links } = KernelMapSizes::of(ENTRIES);
         let sizes = ConnectionMapSizes {
             version: KernelMapSizes::VERSION,
             table: KernelMapSizes::TABLE,
             tags: (groups, KernelMapSizes::TAGS),
-            entries: (entries, KernelMapSizes::ENTRY),
-            usage: KernelMapSizes::USE,
+            entries: (with_links, KernelMapSizes::ENTRY),
+            usage: (entries, KernelMapSizes::USE),
         };
         let maps = ConnectionMaps::open(None, &sizes).unwrap();
-        let options = TcxOptions { pairs: vec![1], open_without_workers: false, pins: None };
+        let options = TcxOptions { pairs: vec![1], ..TcxOptions::default() };
         let programs = TcxPrograms::load(&options, Some(&maps)).unwrap();
         let veths = [A, B].map(|port| {
             let name = format!("v{}", port.0);

@@ -9,9 +9,13 @@ use etherparse::{IpNumber, Ipv4Header, PacketBuilder};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::io::MemoryFrames;
-use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
+use penstock_dataplane::packet::{Address, Flow};
+use penstock_dataplane::pipeline::{
+    BATCH, DropReason, EvaluationReason, Frames, Observer, OriginalSources, Pipeline, PipelineMode, StackSender,
+    Verdict,
+};
 use penstock_dataplane::policy::{
-    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable,
+    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, PolicyVerdict, RuleTable,
 };
 use penstock_dataplane::reply::OnRevoke;
 use penstock_dataplane::{Epoch, Snapshot};
@@ -269,4 +273,124 @@ fn tunnel_packets_from_pods_to_nodes_are_dropped() {
     // Policy would have allowed it; it is not evaluated.
     node.snapshot.forwarding = node.snapshot.forwarding.clone().with_encapsulation(Arc::default());
     assert_eq!(node.verdict(A, &udp((A_IPS[0], 1), (NODE_IPS[0], 8472), 10)), Verdict::Forward(HOST));
+}
+
+/// A frame that the node's stack sent, and for whom.
+struct OfStack(MemoryFrames, StackSender);
+
+impl Frames for OfStack {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn bytes(&mut self, index: usize) -> &mut [u8] {
+        self.0.bytes(index)
+    }
+
+    fn stack_sender(&mut self, _: usize) -> StackSender {
+        self.1
+    }
+}
+
+/// The node gives this machine's packets its own address.
+const CLIENT: [&str; 2] = ["203.0.113.7", "2001:db8::7"];
+
+/// Connections from the node's port 40000 to `b` are the client's.
+#[derive(Debug)]
+struct OfClient;
+
+impl OriginalSources for OfClient {
+    fn source_of(&self, flow: &Flow) -> Option<Address> {
+        let v6 = usize::from(!flow.src.is_v4());
+        let is_known =
+            flow.src == ip(NODE_IPS[v6]).into() && flow.dst == ip(B_IPS[v6]).into() && flow.src_port == 40_000;
+        is_known.then(|| ip(CLIENT[v6]).into())
+    }
+}
+
+/// Sources and destinations of the flows that were evaluated.
+#[derive(Default)]
+struct Evaluated(Vec<(IpAddr, IpAddr)>);
+
+impl Observer for Evaluated {
+    fn evaluated(&mut self, _: usize, flow: &Flow, _: &PolicyVerdict, _: EvaluationReason) {
+        self.0.push((flow.src.into(), flow.dst.into()));
+    }
+}
+
+/// A node that knows whose packets it translates.
+fn masquerading() -> Node {
+    let mut node = Node::new(false);
+    let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
+    node.pipeline = Pipeline::new(connections, PipelineMode::Full).with_sources(Some(Arc::new(OfClient)));
+    node
+}
+
+impl Node {
+    /// The verdict on a frame of the stack or of a pod, and the flows that were evaluated for it.
+    fn evaluate(&mut self, port: PortId, sender: StackSender, frame: Vec<u8>) -> (Verdict, Vec<(IpAddr, IpAddr)>) {
+        let mut frames = OfStack(MemoryFrames::new(), sender);
+        frames.0.push(frame).unwrap();
+        let (mut verdicts, mut evaluated) = ([Verdict::Drop(DropReason::NotReady); BATCH], Evaluated::default());
+        let now = Timestamp::from_millis(1_000_000);
+        self.pipeline.process_batch(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut evaluated);
+        (verdicts[0], evaluated.0)
+    }
+}
+
+#[test]
+fn policy_is_evaluated_for_who_sent_what_the_node_forwards_and_only_its_processes_are_exempt() {
+    let (passes, denied) = (Verdict::Forward(B), Verdict::Drop(DropReason::IngressDenied));
+    for v6 in [0, 1] {
+        let (own, client) = (ip(NODE_IPS[v6]), ip(CLIENT[v6]));
+        for (sender, port, source, when_closed) in [
+            (StackSender::Unknown, 40_000, own, passes),
+            (StackSender::Process, 40_000, own, passes),
+            (StackSender::Translated, 40_000, client, denied),
+            // Forwarded, and nobody knows for whom.
+            (StackSender::Translated, 40_001, own, denied),
+            (StackSender::Forwarded, 40_000, own, denied),
+        ] {
+            for open in [true, false] {
+                let mut node = masquerading();
+                node.publish(open);
+                let frame = udp((NODE_IPS[v6], port), (B_IPS[v6], 53), 10);
+                let expected = if open { passes } else { when_closed };
+                assert_eq!(
+                    node.evaluate(HOST, sender, frame),
+                    (expected, vec![(source, ip(B_IPS[v6]))]),
+                    "{sender:?} from port {port}, open: {open}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_translated_connection_is_evaluated_again_for_its_client_whichever_side_sends() {
+    for v6 in [0, 1] {
+        let there = |port| udp((NODE_IPS[v6], port), (B_IPS[v6], 53), 10);
+        let back = udp((B_IPS[v6], 53), (NODE_IPS[v6], 40_000), 10);
+        let of_client = vec![(ip(CLIENT[v6]), ip(B_IPS[v6]))];
+        for reply_first in [false, true] {
+            let mut node = masquerading();
+            assert_eq!(node.evaluate(HOST, StackSender::Translated, there(40_000)).0, Verdict::Forward(B));
+            assert_eq!(node.evaluate(B, StackSender::Unknown, back.clone()), (Verdict::Forward(HOST), vec![]));
+            for (open, expected) in [(true, None), (false, Some(Verdict::Drop(DropReason::ConnectionRevoked)))] {
+                node.publish(open);
+                let (verdict, evaluated) = if reply_first {
+                    node.evaluate(B, StackSender::Unknown, back.clone())
+                } else {
+                    node.evaluate(HOST, StackSender::Translated, there(40_000))
+                };
+                let passes = Verdict::Forward(if reply_first { HOST } else { B });
+                assert_eq!((verdict, evaluated), (expected.unwrap_or(passes), of_client.clone()), "{reply_first}");
+            }
+        }
+        // The table was lost, and the reply comes first.
+        let mut node = masquerading();
+        node.publish(false);
+        let (verdict, evaluated) = node.evaluate(B, StackSender::Unknown, back);
+        assert_eq!((verdict, evaluated), (Verdict::Drop(DropReason::IngressDenied), of_client));
+    }
 }

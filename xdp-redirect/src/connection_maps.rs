@@ -3,9 +3,8 @@
 //! They are pinned, so that the programs of a daemon that has ended and the next daemon use the same table. Only root can
 //! open a pinned map: the files have mode 0600, in a directory with mode 0700.
 
-use std::fs;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 
 use libbpf_rs::{MapCore, MapHandle, MapType, libbpf_sys};
@@ -21,10 +20,10 @@ pub struct ConnectionMapSizes {
     pub table: u32,
     /// Number of groups, and bytes of their tags.
     pub tags: (u32, u32),
-    /// Number of connections, and bytes of an entry.
+    /// Number of elements with entries or behind them, and bytes of an entry.
     pub entries: (u32, u32),
-    /// Bytes that the programs write for each connection.
-    pub usage: u32,
+    /// Number of connections, and bytes that the programs write for each.
+    pub usage: (u32, u32),
 }
 
 /// The arrays could not be made.
@@ -46,8 +45,7 @@ pub struct ConnectionMaps {
     uses: MapHandle,
 }
 
-/// Prefix of the pins: `conntrack_tags_2_1` are the tags in version 2 of the network namespace with cookie 1. The directory is
-/// named after the namespace's inode, which may be another's later.
+/// Prefix of the pins: `conntrack_tags_2_1` are the tags in version 2 of the network namespace with cookie 1.
 const PREFIX: &str = "conntrack_";
 
 impl ConnectionMaps {
@@ -102,12 +100,11 @@ impl ConnectionMaps {
 impl ConnectionMapSizes {
     /// Name, number of elements and bytes of an element of each array.
     fn all(&self) -> [(&'static str, u32, u32); 4] {
-        let (entries, entry) = self.entries;
         [
             ("ct_table", 1, self.table),
             ("ct_tags", self.tags.0, self.tags.1),
-            ("ct_entries", entries, entry),
-            ("ct_uses", entries, self.usage),
+            ("ct_entries", self.entries.0, self.entries.1),
+            ("ct_uses", self.usage.0, self.usage.1),
         ]
     }
 }
@@ -130,29 +127,9 @@ fn create(name: &str, count: u32, size: u32) -> Result<MapHandle, libbpf_rs::Err
 }
 
 fn path(pins: &Pins, name: &str, sizes: &ConnectionMapSizes) -> PathBuf {
-    let name = name.trim_start_matches("ct_");
-    // bpffs has no file names with a dot (bpf_lookup in kernel/bpf/inode.c).
-    pins.directory().join(format!("{PREFIX}{name}_{}_{:x}", sizes.version, namespace_cookie().unwrap_or_default()))
-}
-
-/// A number of the calling thread's network namespace that no other one has until the next boot (Linux 5.14).
-fn namespace_cookie() -> io::Result<u64> {
-    let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::DGRAM, None)?;
-    let (mut cookie, mut length) = (0_u64, size_of::<u64>() as libc::socklen_t);
-    // SAFETY: the option is a number of 64 bits, to which the pointer and the length refer.
-    let result = unsafe {
-        let to = (&raw mut cookie).cast();
-        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_NETNS_COOKIE, to, &raw mut length)
-    };
-    if result == 0 { Ok(cookie) } else { Err(io::Error::last_os_error()) }
+    pins.map_path(&format!("{PREFIX}{}_{}", name.trim_start_matches("ct_"), sizes.version))
 }
 
 fn remove(pins: &Pins) {
-    for entry in fs::read_dir(pins.directory()).into_iter().flatten().flatten() {
-        if entry.file_name().to_str().is_some_and(|name| name.starts_with(PREFIX))
-            && let Err(error) = fs::remove_file(entry.path())
-        {
-            tracing::warn!(path = %entry.path().display(), %error, "a pinned connection table could not be taken away");
-        }
-    }
+    pins.remove_maps(PREFIX);
 }

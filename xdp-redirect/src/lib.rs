@@ -19,6 +19,7 @@ mod pins;
 mod program;
 mod tag;
 mod tcx;
+mod translated_sources;
 mod translation;
 
 pub use attach::{Attached, XdpMode};
@@ -33,8 +34,9 @@ pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
 pub use tcx::{
     MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount,
-    TriedFrame, WorkerPair,
+    TriedFrame, WaitingArray, WorkerPair,
 };
+pub use translated_sources::TranslatedSources;
 pub use translation::can_find_translated;
 
 use std::fmt;
@@ -166,6 +168,11 @@ impl Redirect {
     /// Like [`Redirect::new`], with all links pinned: links that an earlier process left in these pins are taken over.
     pub fn pinned(pins: Pins) -> Result<Self, LoadError> {
         Ok(Self { pins: Some(pins), ..Self::new()? })
+    }
+
+    /// The program of [`Attached::check_sources_on`] notes here whose packets the node has translated.
+    pub fn with_sources(self, sources: TranslatedSources) -> Self {
+        Self { shared: SharedMaps { sources: Some(sources), ..self.shared }, ..self }
     }
 
     /// The pins, if links are pinned.

@@ -39,11 +39,13 @@ pub enum XdpOutcome {
     NotReady,
     /// At a pod's veth, by tcx: sent to the pod by the node's stack, and redirected to a worker.
     FromStack,
+    /// At a pod's veth, by tcx: the pod's share of the workers' queues is used up. Dropped.
+    ShareUsed,
 }
 
 impl XdpOutcome {
     /// All outcomes, in the order of their numbers.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Redirected,
         Self::NoSocket,
         Self::Arp,
@@ -58,6 +60,7 @@ impl XdpOutcome {
         Self::Undecided,
         Self::NotReady,
         Self::FromStack,
+        Self::ShareUsed,
     ];
 
     /// Its name in counters and logs.
@@ -77,6 +80,7 @@ impl XdpOutcome {
             Self::Undecided => "undecided",
             Self::NotReady => "not_ready",
             Self::FromStack => "from_stack",
+            Self::ShareUsed => "share_used",
         }
     }
 }

@@ -150,6 +150,7 @@ impl Pins {
             // A connection table belongs to links.
             if others.links().is_empty() {
                 others.remove_connection_maps();
+                others.remove_translated_sources();
             }
             others.close();
         }
@@ -186,8 +187,21 @@ impl Pins {
         Ok(Self { directory: root.join(inode.to_string()), _lock: None })
     }
 
-    pub(crate) fn directory(&self) -> &Path {
-        &self.directory
+    /// Where a map is pinned. The directory is named after the namespace's inode, which may be another's later, so the name
+    /// ends with the namespace's cookie. bpffs has no file names with a dot (`bpf_lookup` in kernel/bpf/inode.c).
+    pub(crate) fn map_path(&self, name: &str) -> PathBuf {
+        self.directory.join(format!("{name}_{:x}", namespace_cookie().unwrap_or_default()))
+    }
+
+    /// Removes the pinned maps whose names begin like this. Programs that use them keep them until they end.
+    pub(crate) fn remove_maps(&self, prefix: &str) {
+        for entry in fs::read_dir(&self.directory).into_iter().flatten().flatten() {
+            if entry.file_name().to_str().is_some_and(|name| name.starts_with(prefix))
+                && let Err(error) = fs::remove_file(entry.path())
+            {
+                tracing::warn!(path = %entry.path().display(), %error, "a pinned map could not be taken away");
+            }
+        }
     }
 
     fn make_directory(&self) -> io::Result<()> {
@@ -272,6 +286,18 @@ fn parse(name: &str) -> Option<Pinned> {
     let (program, interface) = name.rsplit_once('-')?;
     let program = PinnedProgram::ALL.into_iter().find(|known| known.name() == program)?;
     Some(Pinned { program, interface: interface.parse().ok()? })
+}
+
+/// A number of the calling thread's network namespace that no other one has until the next boot (Linux 5.14).
+fn namespace_cookie() -> io::Result<u64> {
+    let socket = socket2::Socket::new(socket2::Domain::UNIX, socket2::Type::DGRAM, None)?;
+    let (mut cookie, mut length) = (0_u64, size_of::<u64>() as libc::socklen_t);
+    // SAFETY: the option is a number of 64 bits, to which the pointer and the length refer.
+    let result = unsafe {
+        let to = (&raw mut cookie).cast();
+        libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_NETNS_COOKIE, to, &raw mut length)
+    };
+    if result == 0 { Ok(cookie) } else { Err(io::Error::last_os_error()) }
 }
 
 fn is_bpffs(path: &Path) -> bool {

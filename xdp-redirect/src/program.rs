@@ -7,7 +7,7 @@ use libbpf_rs::MapHandle;
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 
 use crate::liveness::ProcessLiveness;
-use crate::{AttachOptions, LoadError, LocalPods, OnMiss, Role};
+use crate::{AttachOptions, LoadError, LocalPods, OnMiss, Role, TranslatedSources};
 
 /// For pods' ports.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -30,11 +30,13 @@ pub const MAX_QUEUES: u32 = 64;
 pub(crate) struct SharedMaps {
     pub(crate) local_pods: LocalPods,
     pub(crate) liveness: ProcessLiveness,
+    /// Otherwise each program has a map of its own, which nothing reads.
+    pub(crate) sources: Option<TranslatedSources>,
 }
 
 impl SharedMaps {
     pub(crate) fn create() -> Result<Self, LoadError> {
-        Ok(Self { local_pods: LocalPods::create()?, liveness: ProcessLiveness::create()? })
+        Ok(Self { local_pods: LocalPods::create()?, liveness: ProcessLiveness::create()?, sources: None })
     }
 }
 
@@ -97,6 +99,9 @@ impl Program {
             return loaded!(open.load().map_err(failed)?, |_: &pod::RedirectSkel<'_>| Ok(None));
         }
         let mut open = open!(node::RedirectSkelBuilder, &mut storage, options, shared);
+        if let Some(sources) = &shared.sources {
+            open.maps.sources.reuse_fd(sources.map().as_fd()).map_err(failed)?;
+        }
         let is_host = options.role == Role::Host;
         open.progs.penstock_leave.set_autoload(is_host);
         loaded!(open.load().map_err(failed)?, |loaded: &node::RedirectSkel<'_>| {

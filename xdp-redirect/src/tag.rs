@@ -11,7 +11,7 @@ use libbpf_rs::libbpf_sys;
 
 use crate::pins::{Pinned, Pins, link_info};
 use crate::program::{Program, SharedMaps};
-use crate::{AttachOptions, LoadError, Role};
+use crate::{AttachOptions, LoadError, Role, TcxOptions, TcxPrograms};
 
 /// A program's tag (`bpf_prog_info.tag`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -29,6 +29,14 @@ impl ProgramTag {
     pub fn own(role: Role) -> Result<Self, LoadError> {
         let program = Program::load(AttachOptions::new(role), &SharedMaps::create()?)?;
         Self::of(program.fd.as_fd()).map_err(|error| LoadError::new("the program's tag", error.into()))
+    }
+
+    /// The tags of this binary's tcx programs: on what a pod sends, and on what the node's stack sends to it.
+    pub fn own_tcx() -> Result<[Self; 2], LoadError> {
+        let programs = TcxPrograms::load(&TcxOptions { pairs: vec![1], ..TcxOptions::default() }, None)?;
+        let tag = |program| Self::of(program).map_err(|error| LoadError::new("the program's tag", error.into()));
+        let [from_pod, to_pod] = programs.at_pod().map(tag);
+        Ok([from_pod?, to_pod?])
     }
 
     fn of(program: BorrowedFd<'_>) -> io::Result<Self> {

@@ -21,7 +21,10 @@ use crate::connection_maps::ConnectionMaps;
 use crate::liveness::ProcessLiveness;
 use crate::local_pods::key;
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins, detach};
-use crate::{AttachError, Interface, LoadError, OwnAddressesError, XdpOutcome, XdpOutcomeCounts, own_addresses};
+use crate::{
+    AttachError, Interface, LoadError, OwnAddressesError, TranslatedSources, XdpOutcome, XdpOutcomeCounts,
+    own_addresses,
+};
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
 mod skeleton {
@@ -36,7 +39,7 @@ pub const MAX_TCX_WORKERS: usize = 64;
 const MAX_OWN_ADDRESSES: u32 = 32;
 
 /// How to load the programs.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct TcxOptions {
     /// By worker: interface index of the node's end of its pair. From 1 to [`MAX_TCX_WORKERS`].
     pub pairs: Vec<u32>,
@@ -44,6 +47,28 @@ pub struct TcxOptions {
     pub open_without_workers: bool,
     /// Where links are pinned, so that they outlast the process.
     pub pins: Option<Pins>,
+    /// Where programs note whose packets the node has translated.
+    pub sources: Option<TranslatedSources>,
+    /// Where programs count what they send to workers, and how many packets of a pod may wait there; more are dropped.
+    pub waiting: Option<(WaitingArray, u32)>,
+}
+
+/// The array in which programs and workers count the packets that wait for a worker: `waiting` in `src/bpf/tcx.bpf.c`.
+#[derive(Clone, Debug)]
+pub struct WaitingArray(Arc<MapHandle>);
+
+impl WaitingArray {
+    /// A new array with an element of so many bytes for each port, [`MAX_TCX_PORTS`]. Needs CAP_BPF (or root).
+    pub fn create(element: u32) -> Result<Self, LoadError> {
+        let options = libbpf_sys::bpf_map_create_opts { map_flags: libbpf_sys::BPF_F_MMAPABLE, ..map_options() };
+        let map = MapHandle::create(MapType::Array, Some("waiting"), 4, element, MAX_TCX_PORTS.into(), &options);
+        Ok(Self(Arc::new(map.map_err(|source| LoadError::new("the array of waiting packets", source))?)))
+    }
+
+    /// Its descriptor, for mapping it.
+    pub fn descriptor(&self) -> io::Result<OwnedFd> {
+        self.0.as_fd().try_clone_to_owned()
+    }
 }
 
 /// A pod as the programs must know it.
@@ -126,6 +151,13 @@ impl TcxPrograms {
             open.maps.ct_tags.reuse_fd(tags.as_fd()).map_err(failed)?;
             open.maps.ct_entries.reuse_fd(entries.as_fd()).map_err(failed)?;
             open.maps.ct_uses.reuse_fd(uses.as_fd()).map_err(failed)?;
+        }
+        if let Some((waiting, share)) = &options.waiting {
+            constants.share = *share;
+            open.maps.waiting.reuse_fd(waiting.0.as_fd()).map_err(failed)?;
+        }
+        if let Some(sources) = &options.sources {
+            open.maps.sources.reuse_fd(sources.map().as_fd()).map_err(failed)?;
         }
         let (own, outcomes) = (new_own_addresses().map_err(failed)?, new_outcomes().map_err(failed)?);
         open.maps.own_addresses.set_inner_map_fd(own.as_fd()).map_err(failed)?;
@@ -220,6 +252,11 @@ impl TcxPrograms {
             [*count] = sums(&self.maps.offloaded, way)?;
         }
         Ok(counts)
+    }
+
+    /// The programs at a pod's veth: on what it sends, and on what the node's stack sends to it.
+    pub(crate) fn at_pod(&self) -> [BorrowedFd<'_>; 2] {
+        [self.from_pod.as_fd(), self.to_pod.as_fd()]
     }
 
     /// As long as this socket is open in any process, [`TcxOptions::open_without_workers`] passes nothing.

@@ -3,6 +3,7 @@
 //! A packet socket on the worker's end of a pair stands for the worker.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::os::fd::AsRawFd;
 use std::panic::resume_unwind;
 use std::path::Path;
 use std::process::Command;
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
-    Interface, PinnedProgram, Pins, PodVeth, ServedPort, TcxOptions, TcxPrograms, WorkerPair, XdpOutcome,
+    Interface, PinnedProgram, Pins, PodVeth, ServedPort, TcxOptions, TcxPrograms, WaitingArray, WorkerPair, XdpOutcome,
 };
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
 
@@ -171,16 +172,16 @@ struct Node {
 
 impl Node {
     fn new() -> Self {
-        Self::with(false)
+        Self::with(TcxOptions::default())
     }
 
-    fn with(open_without_workers: bool) -> Self {
+    fn with(options: TcxOptions) -> Self {
         ip("link add name pn0 type veth peer name px0");
         ip("link set dev pn0 up");
         ip("link set dev px0 up");
         ip("addr add 10.0.0.254/32 dev lo");
         let pair = Interface::by_name("pn0").unwrap();
-        let options = TcxOptions { pairs: vec![pair.index], open_without_workers, pins: None };
+        let options = TcxOptions { pairs: vec![pair.index], ..options };
         let programs = TcxPrograms::load(&options, None).unwrap();
         let attached = programs.attach_worker(&pair).unwrap();
         let pods = [1, 2].map(|number| {
@@ -292,6 +293,51 @@ fn what_the_nodes_stack_sends_to_a_pod_reaches_the_worker_first() {
     });
 }
 
+/// A worker has received so many packets of this port, of `sent` ones.
+fn set_received(array: &WaitingArray, port: u32, [sent, received]: [u64; 2]) {
+    let mut element = [0_u64; 16];
+    (element[0], element[8]) = (sent, received);
+    let array = array.descriptor().unwrap();
+    // SAFETY: key and value live across the call and have the array's sizes.
+    let result = unsafe {
+        let (key, value) = ((&raw const port).cast(), element.as_ptr().cast());
+        libbpf_rs::libbpf_sys::bpf_map_update_elem(array.as_raw_fd(), key, value, 0)
+    };
+    assert_eq!(result, 0);
+}
+
+#[test]
+fn a_pod_sends_no_more_than_its_share_until_a_worker_has_received_some_and_others_are_not_affected() {
+    in_namespace(|| {
+        let array = WaitingArray::create(128).unwrap();
+        let node = Node::with(TcxOptions { waiting: Some((array.clone(), 3)), ..TcxOptions::default() });
+        let [one, other] = [0, 1].map(|index| node.pods[index].address());
+        let send = |pod: usize, count: usize| {
+            let (from, to) = if pod == 0 { (one, other) } else { (other, one) };
+            node.pods[pod].run(move || {
+                let socket = udp(from);
+                for _ in 0..count {
+                    socket.send_to(b"hello", SocketAddr::new(to, 4000)).unwrap();
+                }
+            });
+        };
+        send(0, 5);
+        expect(&node.veths[0], XdpOutcome::Redirected, 3);
+        expect(&node.veths[0], XdpOutcome::ShareUsed, 2);
+        send(1, 2);
+        expect(&node.veths[1], XdpOutcome::Redirected, 2);
+        set_received(&array, 5, [3, 2]);
+        send(0, 3);
+        expect(&node.veths[0], XdpOutcome::Redirected, 5);
+        expect(&node.veths[0], XdpOutcome::ShareUsed, 3);
+        // More received than sent: the difference is negative, not huge.
+        set_received(&array, 5, [5, 6]);
+        send(0, 5);
+        expect(&node.veths[0], XdpOutcome::Redirected, 9);
+        expect(&node.veths[0], XdpOutcome::ShareUsed, 4);
+    });
+}
+
 #[test]
 fn a_veth_that_is_not_served_drops_all_but_address_resolution() {
     in_namespace(|| {
@@ -316,7 +362,8 @@ fn a_veth_that_is_not_served_drops_all_but_address_resolution() {
 fn without_the_process_packets_pass_only_where_the_setting_says_so() {
     for open in [false, true] {
         in_namespace(|| {
-            let Node { programs, worker, pods: [a, _b], veths: [veth, _other], .. } = Node::with(open);
+            let options = TcxOptions { open_without_workers: open, ..TcxOptions::default() };
+            let Node { programs, worker, pods: [a, _b], veths: [veth, _other], .. } = Node::with(options);
             let from = a.address();
             let send = move || udp(from).send_to(b"hello", "10.0.0.254:4000").unwrap();
             let socket = udp(IpAddr::from([10, 0, 0, 254]));
@@ -340,7 +387,7 @@ fn pinned_programs_stay_and_the_next_process_takes_them_over() {
         let root = Path::new("/sys/fs/bpf/penstock-test-tcx");
         let pins = Pins::open(root).unwrap();
         let load = || {
-            let options = TcxOptions { pairs: vec![1], open_without_workers: false, pins: Some(pins.clone()) };
+            let options = TcxOptions { pairs: vec![1], pins: Some(pins.clone()), ..TcxOptions::default() };
             TcxPrograms::load(&options, None).unwrap()
         };
         ip("addr add 10.0.0.254/32 dev lo");

@@ -25,7 +25,7 @@ use crate::load::{
     Flood, FloodPackets, FloodSources, Harness, ProbeMode, Traffic, Trial, TrialResult, UdpSink, pin, raise_priority,
     route_default_to,
 };
-use crate::testbed::{Daemon, DaemonConfig, Namespace, Node, Outside, Pod, ScratchDir, ServiceProcess};
+use crate::testbed::{Attach, Daemon, DaemonConfig, Namespace, Node, Outside, Pod, ScratchDir, ServiceProcess};
 
 pub use churn::{PodChurn, churn, times_until_in_force};
 use huge_pages::HugePages;
@@ -83,6 +83,11 @@ impl Peer {
     /// Penstock with its default configuration.
     pub fn penstock() -> Self {
         Self::Penstock { enforces: true, sections: String::new() }
+    }
+
+    /// The same by tcx. `offload`: whether its programs forward packets of established connections by themselves.
+    pub fn penstock_by_tcx(offload: bool) -> Self {
+        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload {offload}\n") }
     }
 
     /// Penstock without policy and connection tracking.
@@ -448,6 +453,8 @@ fn daemon_config(
             Some(("workers", line)) => workers += &format!("{line}\n"),
             Some(("umem", line)) => umem += &format!("{line}\n"),
             Some(("xdp", line)) => xdp += &format!("{line}\n"),
+            Some(("attach", _)) => config.attach = Attach::Tcx,
+            Some(("offload", value)) => config.offload = value == "true",
             // Replaces the default section.
             Some(("conntrack", line)) => conntrack = format!("{line}\n"),
             _ => {}

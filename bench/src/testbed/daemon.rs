@@ -49,6 +49,8 @@ pub struct DaemonConfig {
 /// Where programs take pods' packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Attach {
+    /// As the daemon decides by itself.
+    Auto,
     /// By XDP on their veths.
     Xdp,
     /// By tcx on their veths.
@@ -68,8 +70,10 @@ impl Attach {
         }
     }
 
-    const fn name(self) -> &'static str {
+    /// Its name in the configuration.
+    pub const fn name(self) -> &'static str {
         match self {
+            Self::Auto => "auto",
             Self::Xdp => "xdp",
             Self::Tcx => "tcx",
         }

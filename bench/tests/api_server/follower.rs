@@ -44,9 +44,11 @@ impl Follower {
         let health = Arc::new(SourceHealth::default());
         let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
         let opened = runtime.block_on(async {
-            tokio::time::timeout(TIMEOUT, Source::open(&access, TIMEOUTS, Arc::clone(&health))).await
+            let mut source = Source::start(&access, TIMEOUTS, Arc::clone(&health)).await.unwrap();
+            let objects = tokio::time::timeout(TIMEOUT, source.first()).await;
+            (source, objects)
         });
-        let (source, objects) = opened.expect("all kinds are listed in time").unwrap();
+        let (source, objects) = (opened.0, opened.1.expect("all kinds are listed in time"));
         assert!(health.is_synced(), "nothing is reported from a partial list");
         let mut engine = Engine::new(EngineSettings::for_node("here"));
         engine.apply(objects.iter().cloned().map(ObjectChange::Set));
@@ -152,6 +154,10 @@ fn objects_of(server: &ApiServer) -> BTreeMap<ObjectRef, Object> {
         Resource::Namespaces => convert::namespace(&typed(value), settings).map(Object::Namespace),
         Resource::Nodes => convert::node(&typed(value)).map(Object::Node),
         Resource::Pods => convert::pod(&typed(value)).map(Object::Pod),
+        Resource::Services => convert::service(&typed(value)).map(|(service, _)| Object::Service(service)),
+        Resource::EndpointSlices => {
+            convert::endpoint_slice(&typed(value)).map(|(slice, _)| Object::EndpointSlice(slice))
+        }
         Resource::NetworkPolicies => convert::network_policy(&typed(value)).map(Object::NetworkPolicy),
         Resource::ClusterNetworkPolicies => {
             convert::cluster_network_policy(&typed(value)).map(Object::ClusterNetworkPolicy)

@@ -105,7 +105,7 @@ pub(crate) fn sum_to(fixture: &Fixture, pod: &str, causes: &[&str], expected: u6
     }
 }
 
-/// Packets that the kernel dropped at a port's socket; `rx_dropped` includes those with an empty fill ring.
+/// Packets that the kernel dropped at a port's socket.
 pub(crate) fn kernel_lost(port: &PortStatus) -> u64 {
-    ["rx_dropped", "rx_ring_full"].iter().filter_map(|cause| port.kernel_drops.get(*cause)).sum()
+    ["rx_dropped", "rx_ring_full", "fill_ring_empty"].iter().filter_map(|cause| port.kernel_drops.get(*cause)).sum()
 }

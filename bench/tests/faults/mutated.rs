@@ -179,7 +179,7 @@ fn send_mutated(frames: u64) {
         Attach::Xdp => {
             assert_eq!(after.redirected, after.received + after.kernel, "each is received, or dropped with a reason");
         }
-        Attach::Tcx => assert_pair_adds_up(&fixture),
+        Attach::Tcx | Attach::Auto => assert_pair_adds_up(&fixture),
     }
     assert!(after.dropped > before.dropped && after.dropped <= after.received, "{:?}", port.drops);
     for cause in ["spoofed_source", "truncated", "malformed", "ingress_denied", "header_checksum"] {

@@ -23,11 +23,9 @@ fn a_syn_does_not_restore_a_revoked_connection() {
     let mut server = listener.accept().unwrap().0;
     client.write_all(b"x").unwrap();
     server.read_exact(&mut [0]).unwrap();
-    let seen = fixture.daemon.log().len();
     // pod-1 admits nobody any more and may still open connections.
     let closed = policy("of-1", "pod-1", "  policyTypes: [Ingress]\n  ingress: []\n");
-    fixture.save("all.yaml", &(pods(2) + &closed));
-    fixture.daemon.log().wait_for_after(seen, "published", TIMEOUT).unwrap();
+    fixture.enforce(&(pods(2) + &closed));
     // The server's stack retransmits this from now on.
     server.write_all(b"secret").unwrap();
     let dropped = |pod: &str, reason: &str| fixture.port(pod).drops.get(reason).copied().unwrap_or(0);

@@ -79,6 +79,12 @@ fn an_empty_fill_ring_drops_by_reason_and_other_ports_lose_nothing() {
         after.kernel_drops
     );
     assert!(after.kernel_drops.contains_key("fill_ring_empty"), "{:?}", after.kernel_drops);
+    let status = fixture.status();
+    assert_eq!(
+        status.kernel_drops.get("fill_ring_empty"),
+        after.kernel_drops.get("fill_ring_empty"),
+        "in the node's total"
+    );
     for name in ["test/pod-0", "test/pod-1"] {
         assert!(fixture.port(name).kernel_drops.values().all(|&count| count == 0), "{name}");
     }

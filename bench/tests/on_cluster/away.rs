@@ -25,11 +25,7 @@ fn changes_during_a_minute_of_api_server_outage_are_in_force_within_two_seconds_
 }
 
 fn away_for(length: Duration) {
-    let mut fixture = Fixture::start("");
-    for (name, address) in [("web", "10.244.1.10"), ("db", "10.244.1.11"), ("lab", "10.244.1.12")] {
-        fixture.add_pod(name, address);
-    }
-    fixture.server.admin().create(&policy("db", "web")).unwrap();
+    let mut fixture = Fixture::with_three_pods();
     if fixture.server.fake().is_none() {
         eprintln!("SKIPPED: nobody can change the objects of a real API server while it is away");
         return;

@@ -108,6 +108,51 @@ fn a_thousand_created_and_deleted_pods_leak_nothing() {
     assert!(grown < 8 * 1024, "memory grew by {grown} KiB");
 }
 
+/// Pods at a time, and rounds, of the test that reads the log.
+const FEW: usize = 8;
+const FEW_ROUNDS: usize = 4;
+
+#[test]
+fn pods_that_come_and_go_cause_no_warning() {
+    let mut fixture = Fixture::start("");
+    let seen = fixture.daemon.log().len();
+    for number in 0..FEW_ROUNDS {
+        let begun = fixture.daemon.log().len();
+        let pods: Vec<_> = (0..FEW)
+            .map(|place| {
+                let (name, address) = (format!("pod-{number}-{place}"), format!("10.244.1.{}", 10 + place));
+                // Of some the object comes first, of others the interface.
+                if place % 2 == 0 {
+                    fixture.add_pod(&name, &address);
+                } else {
+                    fixture.server.admin().create(&pod(&name, &address)).unwrap();
+                    fixture.wire_pod(&name, &address);
+                }
+                (name.clone(), pod(&name, &address))
+            })
+            .collect();
+        fixture.daemon.log().wait_for_after(begun, "pods=8 ", Duration::from_secs(30)).unwrap();
+        // As kubelet does, and as a forced deletion does.
+        for (place, (name, object)) in pods.iter().enumerate() {
+            if place % 2 == 0 {
+                fixture.node.remove_pod(&format!("test/{name}")).unwrap();
+                std::thread::sleep(Duration::from_millis(100));
+                fixture.server.admin().delete(object).unwrap();
+            } else {
+                fixture.server.admin().delete(object).unwrap();
+                fixture.node.remove_pod(&format!("test/{name}")).unwrap();
+            }
+        }
+        wait(&fixture, begun, FEW, "ports to be closed", |fixture| {
+            fixture.daemon.log().lines()[begun..].iter().filter(|line| line.contains("closed interface=")).count()
+        });
+    }
+    let lines = fixture.daemon.log().lines().split_off(seen);
+    let loud: Vec<&String> = lines.iter().filter(|line| line.contains(" WARN ") || line.contains("ERROR ")).collect();
+    assert!(loud.is_empty(), "{loud:#?}");
+    assert!(lines.len() < FEW_ROUNDS * FEW * 12, "{} lines:\n{}", lines.len(), lines.join("\n"));
+}
+
 /// Creates pods, waits until they are served, and deletes them. Returns how long it took until all were served.
 fn round(fixture: &mut Fixture, number: usize) -> Duration {
     let names: Vec<String> = (0..AT_ONCE).map(|pod| format!("pod-{number}-{pod}")).collect();

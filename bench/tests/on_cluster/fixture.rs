@@ -1,12 +1,12 @@
 //! Test fixture: a node with a daemon that follows an API server on the node's loopback.
 
 use std::net::IpAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use penstock_bench::testbed::api_server::{Account, ApiServer};
-use penstock_bench::testbed::{Daemon, Node, Privileges, ScratchDir};
+use penstock_bench::testbed::{Attach, Daemon, Node, Privileges, ScratchDir};
 use serde_json::{Value, json};
 
 pub(crate) struct Fixture {
@@ -14,8 +14,8 @@ pub(crate) struct Fixture {
     pub(crate) node: Node,
     pub(crate) server: ApiServer,
     toml: String,
-    /// Directory of the connection table, which outlasts a daemon.
-    _scratch: ScratchDir,
+    /// Directory of the connection table and what stands beside it, which outlasts a daemon.
+    scratch: ScratchDir,
 }
 
 impl Fixture {
@@ -29,7 +29,17 @@ impl Fixture {
         let mapping = scratch.path().join("conntrack").display().to_string();
         let toml = configuration(&server.kubeconfig(Account::Penstock), &mapping, sections);
         let daemon = launch(&node, &toml);
-        Self { daemon, node, server, toml, _scratch: scratch }
+        Self { daemon, node, server, toml, scratch }
+    }
+
+    /// A cluster with the pods `web`, `db` and `lab` in `test`, of which only `web` may reach `db`.
+    pub(crate) fn with_three_pods() -> Self {
+        let mut fixture = Self::start("");
+        for (name, address) in [("web", "10.244.1.10"), ("db", "10.244.1.11"), ("lab", "10.244.1.12")] {
+            fixture.add_pod(name, address);
+        }
+        fixture.server.admin().create(&policy("db", "web")).unwrap();
+        fixture
     }
 
     /// Kills the daemon and waits until it has ended.
@@ -41,6 +51,16 @@ impl Fixture {
     /// Starts the next daemon with the same configuration.
     pub(crate) fn restart(&mut self) {
         self.daemon = launch(&self.node, &self.toml);
+    }
+
+    /// The same, and does not wait until it is ready.
+    pub(crate) fn restart_without_waiting(&mut self) {
+        self.daemon = Daemon::launch(self.node.namespace(), &self.toml, Privileges::All).unwrap();
+    }
+
+    /// A file of the state directory.
+    pub(crate) fn state(&self, name: &str) -> PathBuf {
+        self.scratch.path().join(name)
     }
 
     /// Wires a pod as its CNI plugin does, then creates it in the API as the scheduler and kubelet do.
@@ -68,8 +88,9 @@ fn launch(node: &Node, toml: &str) -> Daemon {
 /// daemon could use too. `mapping` is the connection table's file, or `off`.
 pub(crate) fn configuration(kubeconfig: &Path, mapping: &str, sections: &str) -> String {
     format!(
-        "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n\
+        "node = \"node\"\nattach = \"{}\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n\
          [conntrack]\nmapping = \"{mapping}\"\nentries = 65536\n{sections}",
+        Attach::of_run().name(),
         kubeconfig.display()
     )
 }

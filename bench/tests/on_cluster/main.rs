@@ -7,4 +7,5 @@ mod enforced;
 mod fixture;
 mod killed;
 mod scale;
+mod stale;
 mod stream;

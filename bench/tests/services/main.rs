@@ -8,7 +8,9 @@ mod fixture;
 #[path = "../faults/forger.rs"]
 #[allow(dead_code, reason = "the faults' tests use the rest of it")]
 mod forger;
+mod masquerade;
 mod names;
 mod service;
 mod translated;
 mod tunnels;
+mod workers;

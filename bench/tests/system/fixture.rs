@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::io::{Read, Write as _};
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use penstock_admin::client::Client;
@@ -79,6 +79,19 @@ impl Fixture {
     /// Saves a manifest atomically.
     pub(crate) fn save(&self, file: &str, content: &str) {
         self.scratch.save(&self.manifests.join(file), content).unwrap();
+    }
+
+    /// Saves all manifests and waits until the change is in force, with tcx some milliseconds after it is published.
+    pub(crate) fn enforce(&self, yaml: &str) {
+        const LIMIT: Duration = Duration::from_secs(20);
+        let seen = self.daemon.log().len();
+        self.save("all.yaml", yaml);
+        self.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
+        let deadline = Instant::now() + LIMIT;
+        while !self.status().in_force {
+            assert!(Instant::now() < deadline, "the change is not in force");
+            std::thread::sleep(Duration::from_millis(2));
+        }
     }
 
     /// Evaluates the current manifests and sends all probes.

@@ -7,8 +7,10 @@ examples:
   # Do the profiles load with the TRex in TREX_DIR? No server is needed.
   run.py check
 
-  # Between two pods of a node (configs/trex/veth.yaml; the server was started with: t-rex-64 -i --software)
-  run.py stl --port 0=10.244.1.10,10.244.1.1 --port 1=10.244.1.11,10.244.1.1
+  # Between two pods of a node (configs/trex/veth.yaml; the server was started with:
+  # t-rex-64 -i --software --no-scapy-server), quickly: with the defaults it takes one to two hours
+  run.py stl --port 0=10.244.1.10,10.244.1.1 --port 1=10.244.1.11,10.244.1.1 \\
+      --repetitions 1 --short 1 --long 3 --precision 0.1 --highest 300000 --latency-pps 100
 
   # One profile with tunables of its own; from a machine outside to a pod
   run.py stl --server 192.0.2.7 --port 0=198.18.0.2,198.18.0.1 --port 1=10.244.1.11,10.244.1.1 \\
@@ -17,8 +19,8 @@ examples:
   # TCP connections (the server was started with: t-rex-64 -i --astf)
   run.py astf --port 0=10.244.1.10,10.244.1.1 --port 1=10.244.1.11,10.244.1.1 --profile 'connections --denied-port 9090'
 
-exit codes: 0 measured; 1 a check failed or a profile could not be measured; 2 bad input; 3 no TRex client in TREX_DIR;
-4 no TRex server, or its ports cannot be used
+exit codes: 0 measured; 1 a check failed, or a profile could not be measured or the generator allowed no rate; 2 bad input;
+3 no TRex client in TREX_DIR; 4 no TRex server, its ports cannot be used, or it gave up; 130 interrupted
 """
 
 STATELESS = ['udp --size 64', 'imix', 'flows --flows 10000', 'flows --flows 1000000 --dport 8192', 'mix --denied 0.3',
@@ -41,7 +43,7 @@ def parser():
     stl.add_argument('--loss', type=share, default=0.005, metavar='SHARE',
                      help='loss of the partial-drop rate (default 0.005)')
     stl.add_argument('--latency-pps', type=int, default=1_000, metavar='N',
-                     help='packets a second of the latency streams (default 1000)')
+                     help='packets a second of each latency stream, less at low rates (default 1000)')
     return top
 
 

@@ -1,7 +1,8 @@
 """Search for the highest rate with at most a given share lost: short trials find it, long ones confirm it.
 
-A trial that the generator could not send as fast as it was asked to says nothing about what is measured: it bounds the search
-like a loss, and the result says that the generator was its limit.
+A trial whose result is the generator's own says nothing about what is measured: one that it could not send as fast as it was
+asked to, or whose packets it lost itself. Such a trial bounds the search like a loss, and the result says that the generator was
+its limit.
 """
 
 import statistics
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 
 # If a trial sent less than this share of the requested rate, the generator is the limit.
 SHORT_OF = 0.98
+# Start and end of a trial take up to this many seconds more than its traffic.
+OVERHEAD = 0.05
 
 
 @dataclass
@@ -16,12 +19,23 @@ class Trial:
     """The counts of a trial at one rate. `sent` and `received` count only packets that policy allows."""
 
     offered: float
+    # Its length, as asked for.
     seconds: float
     sent: int
     received: int
     denied_sent: int = 0
     denied_received: int = 0
+    # From the start to the end of the traffic; as asked for, if not given.
+    took: float = None
+    # Packets that the generator itself lost.
+    generator_lost: int = 0
+    # First segments of connections that were sent again.
+    again: int = 0
     details: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.took is None:
+            self.took = self.seconds
 
     @property
     def lost(self):
@@ -29,21 +43,42 @@ class Trial:
 
     @property
     def loss(self):
-        return self.lost / self.sent if self.sent else 1.0
+        """The share that was lost, or had to be sent again."""
+        return self.share(self.lost + self.again) if self.sent else 1.0
+
+    @property
+    def loss_of_others(self):
+        """The same without what the generator itself may have lost."""
+        return self.share(max(self.lost + self.again - self.generator_lost, 0)) if self.sent else 0.0
+
+    def share(self, number):
+        # A first segment may be sent again several times.
+        return min(number / self.sent, 1.0)
 
     @property
     def rate(self):
         """Packets or connections sent per second, denied ones included."""
-        return (self.sent + self.denied_sent) / self.seconds
+        return (self.sent + self.denied_sent) / self.took
+
+    @property
+    def late(self):
+        return self.took > self.seconds / SHORT_OF + OVERHEAD
 
     @property
     def short(self):
-        return self.rate < SHORT_OF * self.offered
+        return self.late or self.sent + self.denied_sent < SHORT_OF * self.offered * self.seconds
+
+    def limit(self, allowed):
+        """What kept this trial from passing with this share lost: loss, generator, or nothing."""
+        if self.loss_of_others > allowed:
+            return 'loss'
+        return 'generator' if self.short or self.loss > allowed else None
 
     def as_json(self):
-        return {'offered': self.offered, 'seconds': self.seconds, 'sent': self.sent, 'received': self.received,
-                'lost': self.lost, 'loss': self.loss, 'denied_sent': self.denied_sent,
-                'denied_received': self.denied_received, 'generator_short': self.short, **self.details}
+        return {'offered': self.offered, 'seconds': self.seconds, 'took_seconds': round(self.took, 3), 'sent': self.sent,
+                'received': self.received, 'lost': self.lost, 'sent_again': self.again, 'loss': self.loss,
+                'denied_sent': self.denied_sent, 'denied_received': self.denied_received, 'generator_short': self.short,
+                'generator_lost': self.generator_lost, **self.details}
 
 
 @dataclass
@@ -83,10 +118,9 @@ class Search:
         # The key is the requested rate: the search compares its bounds.
         trial.offered = rate
         self.trials.append(trial)
-        good = not trial.short and trial.loss <= self.allowed
-        if not good:
-            self.limited_by = 'generator' if trial.short and trial.loss <= self.allowed else 'loss'
-        return good
+        limit = trial.limit(self.allowed)
+        self.limited_by = limit or self.limited_by
+        return limit is None
 
     def narrow(self, low, high, seconds):
         """Bisects between a rate that passes and one that does not."""

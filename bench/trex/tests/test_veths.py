@@ -141,6 +141,38 @@ class VethsTest(unittest.TestCase):
         command(script, 'down', 'nic', env=environment)
         self.assertIn('nic', [link['ifname'] for link in json.loads(command(*within(node), 'ip', '-j', 'link'))])
 
+    def test_offloads_are_off_at_both_ends(self):
+        """With a stand-in for ethtool that writes down what it is asked for."""
+        environment = {**os.environ, 'NAME': self.name}
+        veths = str(FOLDER.parent / 'veths')
+        asked = self.folder / 'asked'
+        ethtool = self.folder / 'ethtool'
+        ethtool.write_text(f'#!/bin/sh\necho "$@" >> {asked}\n')
+        ethtool.chmod(0o755)
+        command(veths, 'down', env=environment)
+        command(veths, 'up', env={**environment, 'PATH': f'{self.folder}:{os.environ["PATH"]}'})
+        self.assertEqual(asked.read_text().splitlines(),
+                         [line for port in (0, 1) for line in (f'-K trex{port} tx off gro off',
+                                                               f'-K veth-trex{port} tso off gso off gro off')])
+
+    def test_without_ethtool_it_says_what_is_not_measured(self):
+        environment = {**os.environ, 'NAME': self.name}
+        veths = str(FOLDER.parent / 'veths')
+        command(veths, 'down', env=environment)
+        # All that the script needs, without ethtool.
+        for tool in ('bash', 'sh', 'ip', 'nsenter'):
+            (self.folder / tool).symlink_to(shutil.which(tool))
+        up = subprocess.run([veths, 'up'], check=True, capture_output=True, text=True, timeout=LIMIT,
+                            env={**environment, 'PATH': str(self.folder)})
+        self.assertIn('there is no ethtool', up.stderr)
+
+    @unittest.skipUnless(shutil.which('ethtool'), 'ethtool is not installed: offloads are not tested')
+    def test_no_packet_leaves_the_node_longer_than_on_a_wire(self):
+        for port in (0, 1):
+            features = command(*within(f'{self.name}-node'), 'ethtool', '-k', f'veth-trex{port}')
+            for feature in ('tcp-segmentation-offload', 'generic-segmentation-offload', 'generic-receive-offload'):
+                self.assertIn(f'{feature}: off', features)
+
     def test_no_stack_answers_in_the_place_of_trex(self):
         for port in (0, 1):
             addresses = json.loads(command(*within(f'{self.name}-trex'), 'ip', '-j', 'address', 'show', f'trex{port}'))

@@ -31,15 +31,40 @@ pub struct Status {
     pub ports: Vec<PortStatus>,
     /// The pods of this node.
     pub pods: Vec<PodStatus>,
-    /// Packets dropped by reason, of all ports, including closed ones.
+    /// Packets that workers dropped by reason, of all ports, including closed ones.
     pub drops: BTreeMap<String, u64>,
+    /// Packets that the kernel lost at the sockets of all ports, including closed ones, by kind; none of them is in `drops`.
+    #[serde(default)]
+    pub kernel_drops: BTreeMap<String, u64>,
     /// Where the frames of the UMEM are.
     pub frames: FrameCounts,
     /// The connection table.
     pub connections: TableStatus,
+    /// Why the configuration was refused at the start, if the last good one is in force instead; one line per problem.
+    #[serde(default)]
+    pub configuration_refused: Vec<String>,
+    /// Set while the objects of an earlier run are in force, because the source has not been read yet.
+    #[serde(default)]
+    pub stale: Option<StaleObjects>,
     /// State of the object source, by resource.
     #[serde(default)]
     pub source: BTreeMap<String, SourceStatus>,
+}
+
+impl Status {
+    /// Packets lost by reason, of all ports: `drops`, and `kernel_drops` with `kernel_` before each kind.
+    pub fn all_drops(&self) -> BTreeMap<String, u64> {
+        with_kernel(&self.drops, &self.kernel_drops)
+    }
+}
+
+/// Objects of an earlier run.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct StaleObjects {
+    /// When they were recorded, as in RFC 3339.
+    pub recorded: String,
+    /// How many there are.
+    pub objects: usize,
 }
 
 /// State of the object source for one resource.
@@ -118,12 +143,24 @@ pub struct PortStatus {
     pub rate: PortRates,
     /// Packets that came in here and were dropped, by reason.
     pub drops: BTreeMap<String, u64>,
-    /// Packets that the kernel lost at its sockets (`struct xdp_statistics`), by kind.
+    /// Packets that the kernel lost at its sockets (`struct xdp_statistics`), by kind; each packet is in one kind only.
     pub kernel_drops: BTreeMap<String, u64>,
     /// What the XDP program did with packets, by outcome.
     pub xdp: BTreeMap<String, u64>,
     /// Frames in its rings.
     pub queue: RingDepth,
+}
+
+impl PortStatus {
+    /// Packets that came in here and were lost, by reason, as [`Status::all_drops`] names them.
+    pub fn all_drops(&self) -> BTreeMap<String, u64> {
+        with_kernel(&self.drops, &self.kernel_drops)
+    }
+}
+
+fn with_kernel(drops: &BTreeMap<String, u64>, kernel: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+    let kernel = kernel.iter().map(|(name, count)| (format!("kernel_{name}"), *count));
+    drops.clone().into_iter().chain(kernel).collect()
 }
 
 /// Packets and bytes.

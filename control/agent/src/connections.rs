@@ -9,22 +9,28 @@ use std::fs;
 use std::io::{self, Write};
 use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::mpsc;
 
 use penstock_dataplane::conntrack::{ConnTable, OpenError, OwnerId, TableOrigin};
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Address;
-use penstock_policy::model::ObjectKey;
+use penstock_policy::model::{Object, ObjectKey, Pod};
 
-use super::RunError;
 use super::config::{Config, TableMapping};
+use super::{RunError, last_good, recorded_objects};
+use crate::discovery::NetworkState;
+use crate::state_file::with_suffix;
 
 /// The owner of each address: the pod, and the index of its interface; a recreated pod has a new one.
 pub(super) type AddressOwners = BTreeMap<IpAddr, (ObjectKey, u32)>;
 
 /// Suffix of the owners' file, after the name of the table's file.
 const PODS: &str = ".pods";
+const NEW_PODS: &str = ".pods.new";
+/// Suffix of the file that locks a table in the kernel.
+const LOCK: &str = ".lock";
 
 /// Makes the directory of the connection table's file, if there is one.
 pub(super) fn make_directory(mapping: &TableMapping) -> Result<(), RunError> {
@@ -45,7 +51,7 @@ pub(super) fn lock(config: &Config) -> Result<Option<fs::File>, RunError> {
     if !config.offloads() {
         return Ok(None);
     }
-    let name = beside(path, ".lock");
+    let name = with_suffix(path, LOCK);
     let unusable = |error: io::Error| RunError::bad_input(format!("{}: {error}", name.display()));
     let file =
         fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&name).map_err(unusable)?;
@@ -60,6 +66,48 @@ pub(super) fn lock(config: &Config) -> Result<Option<fs::File>, RunError> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(unusable(error)),
         _ => Ok(Some(file)),
     }
+}
+
+/// Suffixes of all files that may stand beside the table's file, and of their temporary files.
+const BESIDE: [&str; 8] =
+    ["", PODS, NEW_PODS, LOCK, last_good::SUFFIX, ".config.new", recorded_objects::SUFFIX, ".objects.new"];
+
+/// Locks the files of the connection table against a daemon that starts, to remove them. Fails if one runs.
+pub(super) fn lock_for_removal(config: &Config) -> Result<Vec<fs::File>, RunError> {
+    let TableMapping::File(path) = &config.conntrack.mapping else { return Ok(Vec::new()) };
+    let mut locked = Vec::new();
+    for name in [path.clone(), with_suffix(path, LOCK)] {
+        let Ok(file) = fs::File::open(&name) else { continue };
+        match file.try_lock() {
+            Ok(()) => locked.push(file),
+            Err(_) => return Err(RunError::bad_input(OpenError::InUse { path: name })),
+        }
+    }
+    Ok(locked)
+}
+
+/// Removes the state directory's files and the admin socket, and the directories that are empty then. Returns how many files.
+pub(super) fn remove_state(config: &Config, _locked: Vec<fs::File>) -> Result<usize, RunError> {
+    let mut names = Vec::new();
+    if let TableMapping::File(path) = &config.conntrack.mapping {
+        names.extend(BESIDE.map(|suffix| with_suffix(path, suffix)));
+    }
+    // A daemon of another network namespace may listen there.
+    let unused = |path: &&Path| UnixStream::connect(path).is_err();
+    names.extend(config.admin.socket.path().filter(unused).map(Path::to_owned));
+    let mut removed = 0;
+    for name in &names {
+        match fs::remove_file(name) {
+            Ok(()) => removed += 1,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(RunError::bad_input(format!("{}: cannot be removed: {error}", name.display()))),
+        }
+    }
+    for directory in names.iter().filter_map(|name| name.parent()) {
+        // One that has other files stays, and one that a container mounts.
+        let _ = fs::remove_dir(directory);
+    }
+    Ok(removed)
 }
 
 /// Tracks which pods' connections the table holds.
@@ -181,6 +229,32 @@ impl ConnectionOwners {
     }
 }
 
+/// Leaves out this node's pods of an earlier run whose address is behind another interface now: another pod may have it, which
+/// must not count as theirs. Without the owners' file that is every pod with an interface.
+pub(super) fn without_moved_pods(config: &Config, netstate: &NetworkState, objects: Vec<Object>) -> Vec<Object> {
+    let before = read(&config.conntrack.mapping).unwrap_or_else(|error| {
+        tracing::warn!(%error, "cannot read the owners of pods' addresses");
+        BTreeMap::new()
+    });
+    let behind = netstate.behind();
+    let has_moved = |pod: &Pod| {
+        let is_served = pod.node.as_deref() == Some(config.node.as_str()) && !pod.host_network && !pod.finished;
+        let elsewhere = |address: &IpAddr| {
+            behind.get(address).is_some_and(|&link| before.get(address) != Some(&name(&(pod.key.clone(), link))))
+        };
+        is_served && pod.addresses.iter().any(elsewhere)
+    };
+    let stays = |object: &Object| match object {
+        Object::Pod(pod) if has_moved(pod) => {
+            let pod = &pod.key;
+            tracing::warn!(%pod, "its address is behind another interface than in the last run: closed until the API server is read");
+            false
+        }
+        _ => true,
+    };
+    objects.into_iter().filter(stays).collect()
+}
+
 /// Work on the connection table after a snapshot is published.
 #[derive(Debug)]
 struct ClearingJob {
@@ -237,23 +311,16 @@ impl ClearingJobs {
     }
 }
 
-/// A file beside the table's file.
-fn beside(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
-    name.into()
-}
-
 fn read(mapping: &TableMapping) -> io::Result<BTreeMap<IpAddr, String>> {
     let TableMapping::File(path) = mapping else { return Ok(BTreeMap::new()) };
-    Ok(serde_json::from_slice(&fs::read(beside(path, PODS))?)?)
+    Ok(serde_json::from_slice(&fs::read(with_suffix(path, PODS))?)?)
 }
 
 /// Writes a temporary file and renames it, so that nobody reads half a file.
 fn write(mapping: &TableMapping, owners: &AddressOwners) -> io::Result<()> {
     let TableMapping::File(path) = mapping else { return Ok(()) };
     let names: BTreeMap<&IpAddr, String> = owners.iter().map(|(address, owner)| (address, name(owner))).collect();
-    let (path, temporary) = (beside(path, PODS), beside(path, ".pods.new"));
+    let (path, temporary) = (with_suffix(path, PODS), with_suffix(path, NEW_PODS));
     let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
     file.write_all(&serde_json::to_vec(&names)?)?;
     fs::rename(temporary, path)
@@ -360,7 +427,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("conntrack");
         enter(&open(&path), &flow(1, 2), 1);
-        fs::write(beside(&path, PODS), "{\"10.0.0.1\": ").unwrap();
+        fs::write(with_suffix(&path, PODS), "{\"10.0.0.1\": ").unwrap();
         let table = open(&path);
         let (owners, forwarding) = node(&[(1, "web", 11, 1), (2, "db", 12, 2)]);
         let (clearing, jobs) = ClearingQueue::new();

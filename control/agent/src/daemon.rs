@@ -1,11 +1,12 @@
 //! The daemon: starts its parts (`start`), keeps ports and routes up to date (`reconcile`), answers queries (`queries`)
 //! and shuts down in order.
 
+mod problem_log;
 mod queries;
 mod reconcile;
 mod start;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -23,21 +24,27 @@ use tokio::time::MissedTickBehavior;
 use super::close_first::CloseFirstFds;
 use super::config::{Attach, Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
 use super::connections::{self, ClearingQueue};
+use super::last_good::RejectedConfig;
 use super::node_path::NodePath;
 use super::objects::NodeObjects;
 use super::operation::{Listeners, Operation};
-use super::policy_thread::PolicyThread;
+use super::policy_thread::{FollowedChanges, PolicyThread};
 use super::ports::OpenPorts;
 use super::preflight::{self, Level, PreflightFinding};
 use super::publisher::Publisher;
+use super::recorded_objects::{ObjectFile, ObjectRecorder, RecordedLines, StaleObjects};
 use super::signals::{Signal, Signals};
-use super::{RunError, logging};
-use crate::discovery::{Events, Netlink, NetworkState, PodProblem};
-pub(super) use start::{clear_pins, connection_map_sizes};
+use super::{RunError, last_good, logging};
+use crate::discovery::{Events, Netlink, NetworkState};
+use problem_log::ProblemLog;
 use start::{
-    connection_maps, leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread, start_dataplane,
+    SharedMaps, leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread, start_dataplane,
 };
+pub(super) use start::{clear_pins, connection_map_sizes};
 
+/// How long a start waits for the API server before it takes the objects of the last run. Pods are closed meanwhile; a server
+/// that is there lists all objects faster.
+const SOURCE_PATIENCE: Duration = Duration::from_secs(2);
 /// How often the network is read without an event, to catch changes that no event reported.
 const RECONCILE_INTERVAL: Duration = Duration::from_secs(3);
 /// How often the workers are checked for a panic.
@@ -52,18 +59,33 @@ const MAX_DEBOUNCE: Duration = Duration::from_millis(20);
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Runs until a signal ends it or a worker dies. Restores the node in either case, unless `fail` says otherwise.
-pub(super) async fn run(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), RunError> {
+pub(super) async fn run(
+    layers: &ConfigLayers,
+    loaded: &LoadedConfig,
+    rejected: Option<RejectedConfig>,
+) -> Result<(), RunError> {
     let config = &loaded.config;
     let mut signals = Signals::listen().context("cannot listen to signals")?;
     let (netlink, events) = Netlink::open(config.host_veth.table).map_err(RunError::bad_input)?;
     fail_on_errors(preflight::network(config, &netlink).await)?;
     // Before the source, which may take long to open.
     let listeners = Listeners::open(loaded).await?;
-    let Some((source, objects)) = open_source(config, &mut signals).await? else { return Ok(()) };
-    let health = source.health();
-    let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, health, dataplane);
-    let mut daemon = Daemon::start(config, netlink, objects, operation).await?;
-    let outcome = match PolicyThread::start(source, Arc::clone(&daemon.publisher)) {
+    let record = ObjectFile::of(config);
+    let Some(OpenedSource { source, objects, stale }) = open_source(config, record.as_ref(), &mut signals).await?
+    else {
+        return Ok(());
+    };
+    let (health, is_good) = (source.health(), rejected.is_none());
+    let lines = match &record {
+        Some(_) => RecordedLines::of(&objects),
+        None => RecordedLines::default(),
+    };
+    let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, rejected, health, dataplane);
+    let mut daemon = Daemon::start(config, netlink, (objects, stale), operation).await?;
+    if is_good {
+        keep_as_last_good(layers, loaded);
+    }
+    let outcome = match follow(source, record, lines, stale.is_some(), Arc::clone(&daemon.publisher)) {
         Ok(mut policy_thread) => {
             let outcome = daemon.serve(&mut policy_thread, &events, &mut signals).await;
             policy_thread.end();
@@ -81,10 +103,40 @@ pub(super) async fn run(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<
     outcome.and(ended)
 }
 
-/// Opens the source and reads all objects; `None` if a signal ended the wait for that.
-async fn open_source(config: &Config, signals: &mut Signals) -> Result<Option<(Source, Vec<Object>)>, RunError> {
-    let location = config.source.location();
-    let mut opening = std::pin::pin!(Source::open(&location));
+/// Publishes and records the source's changes from now on. `lines` are the objects in force; `are_stale` if they are those of
+/// an earlier run.
+fn follow(
+    source: Source,
+    record: Option<ObjectFile>,
+    lines: RecordedLines,
+    are_stale: bool,
+    publisher: Arc<Publisher>,
+) -> io::Result<PolicyThread> {
+    let stale = are_stale.then(|| lines.references());
+    let recorder = record.map(|file| ObjectRecorder::start(file, lines, are_stale)).transpose()?;
+    PolicyThread::start(FollowedChanges { source, recorder, stale }, publisher)
+}
+
+/// A source, and the objects to start with.
+struct OpenedSource {
+    source: Source,
+    objects: Vec<Object>,
+    /// Set if they are those of an earlier run.
+    stale: Option<StaleObjects>,
+}
+
+/// Opens the source and reads all objects, or those of the last run if the API server does not list them soon. `None` if a
+/// signal ended the wait for that.
+async fn open_source(
+    config: &Config,
+    record: Option<&ObjectFile>,
+    signals: &mut Signals,
+) -> Result<Option<OpenedSource>, RunError> {
+    let opened = Source::start(&config.source.location()).await;
+    let mut source =
+        opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
+    let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));
+    let mut record = record;
     loop {
         tokio::select! {
             biased;
@@ -92,11 +144,23 @@ async fn open_source(config: &Config, signals: &mut Signals) -> Result<Option<(S
                 tracing::info!(signal = name, "stopped before any policy was in force");
                 return Ok(None);
             },
-            opened = &mut opening => return match opened {
-                Ok(opened) => Ok(Some(opened)),
-                Err(error) => Err(RunError::BadInput(error.to_string().lines().map(str::to_owned).collect())),
-            },
+            objects = source.first() => return Ok(Some(OpenedSource { source, objects, stale: None })),
+            () = &mut patience, if record.is_some() => {
+                let Some((recorded, objects)) = record.take().and_then(ObjectFile::read) else { continue };
+                tracing::warn!(
+                    "the API server has not listed all objects: those of the last run, recorded at {recorded}, are in force until it does"
+                );
+                let stale = Some(StaleObjects { recorded, objects: objects.len() });
+                return Ok(Some(OpenedSource { source, objects, stale }));
+            }
         }
+    }
+}
+
+/// Keeps the configuration for a start with one that is refused.
+fn keep_as_last_good(layers: &ConfigLayers, loaded: &LoadedConfig) {
+    if let Err(error) = last_good::keep(layers, loaded) {
+        tracing::warn!("cannot keep the configuration for a start with a bad one: {error}");
     }
 }
 
@@ -113,6 +177,21 @@ pub(super) fn fail_on_errors(findings: Vec<PreflightFinding>) -> Result<(), RunE
     }
 }
 
+/// One line about what starts here. Not before the last check: what is refused is said in one line of its own.
+fn log_start(config: &Config) {
+    tracing::info!(
+        target: logging::MILESTONES,
+        node = %config.node,
+        cores = ?preflight::worker_cores(config).unwrap_or_default(),
+        attach = config.attach_by.name(),
+        source = config.source.location().to_string(),
+        admin = %config.admin.socket,
+        metrics = %config.metrics.listen,
+        "penstock {} starts",
+        env!("CARGO_PKG_VERSION")
+    );
+}
+
 struct Daemon<'a> {
     config: &'a Config,
     netlink: Netlink,
@@ -125,7 +204,7 @@ struct Daemon<'a> {
     dataplane: Arc<Dataplane>,
     ports: OpenPorts,
     node_path: NodePath,
-    problems: BTreeSet<PodProblem>,
+    problems: ProblemLog,
     /// Pod addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
     operation: Operation,
@@ -138,16 +217,21 @@ impl<'a> Daemon<'a> {
     async fn start(
         config: &'a Config,
         netlink: Netlink,
-        initial: Vec<Object>,
+        (initial, stale): (Vec<Object>, Option<StaleObjects>),
         operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
     ) -> Result<Self, RunError> {
         let started = Instant::now();
         let netstate = netlink.network_state().await.map_err(RunError::failed)?;
         let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
+        let initial = match stale {
+            Some(_) => connections::without_moved_pods(config, &netstate, initial),
+            None => initial,
+        };
         objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.
         let unfit = preflight::pods(config, &netstate, objects.resolved_pods());
         fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
+        log_start(config);
         if config.dataplane.mode == Mode::Forward {
             tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
         }
@@ -158,19 +242,19 @@ impl<'a> Daemon<'a> {
         let was_closed = pins.as_ref().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
         let table_lock = connections::lock(config)?;
-        let maps = connection_maps(config, pins.as_ref())?;
+        let maps = SharedMaps::open(config, pins.as_ref())?;
         // Threads that exist before the workers: manifest reader and API server client.
         leave_cores_to_workers(config, &other_threads());
-        let dataplane = start_dataplane(config, maps.as_ref())?;
+        let dataplane = start_dataplane(config, &maps)?;
         let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
         leave_cores_to_workers(config, &others);
         let operation = operation(&dataplane)?;
         let (programs, node_path) =
-            open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins, maps.as_ref()).await?;
+            open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins, &maps).await?;
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
-        let publisher = Arc::new(Publisher::new(config, objects, &dataplane, clearing));
+        let publisher = Arc::new(Publisher::new(config, objects, stale, &dataplane, clearing));
         let clearing_thread = start_clearing_thread(jobs, config, &dataplane, &publisher).map_err(RunError::failed)?;
         let mut daemon = Self {
             config,
@@ -182,7 +266,7 @@ impl<'a> Daemon<'a> {
             dataplane,
             ports,
             node_path,
-            problems: BTreeSet::new(),
+            problems: ProblemLog::default(),
             unrouted: BTreeMap::new(),
             operation,
             close_first: CloseFirstFds::default(),
@@ -220,7 +304,7 @@ impl<'a> Daemon<'a> {
         }
         self.arrange_close_order().context("cannot duplicate a descriptor").map_err(RunError::Failed)?;
         // With tcx the programs on pods' veths see what comes from outside.
-        let uplinks = if self.config.attach == Attach::Xdp { &self.config.uplinks[..] } else { &[] };
+        let uplinks = if self.config.attach_by == Attach::Xdp { &self.config.uplinks[..] } else { &[] };
         for name in uplinks {
             let link = self.netstate.link(name.as_str()).cloned();
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
@@ -235,10 +319,11 @@ impl<'a> Daemon<'a> {
         let inputs = self.publisher.inputs();
         tracing::info!(
             target: logging::MILESTONES,
-            "ready: {} pods, {} policies, epoch {}",
+            "ready: {} pods, {} policies, epoch {}{}",
             self.ports.pods(),
             inputs.objects.policies(),
-            inputs.epoch.0
+            inputs.epoch.0,
+            if inputs.stale.is_some() { ", by the objects of the last run" } else { "" }
         );
         Ok(())
     }

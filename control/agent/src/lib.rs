@@ -18,6 +18,7 @@ mod connections;
 mod daemon;
 pub mod discovery;
 mod exporter;
+pub mod last_good;
 pub mod logging;
 mod metrics;
 mod node_context;
@@ -32,10 +33,12 @@ pub mod preflight;
 mod progress;
 mod publisher;
 mod query;
+mod recorded_objects;
 mod report;
 mod samples;
 mod scans;
 mod signals;
+mod state_file;
 mod verdicts;
 mod view;
 
@@ -50,6 +53,7 @@ use penstock_sources::{Location, Source};
 use anyhow::Context;
 use config::{Config, ConfigLayers, LoadedConfig};
 use discovery::{Netlink, clear_leftovers};
+use last_good::{LastGood, RejectedConfig};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use objects::NodeObjects;
 use preflight::{Level, PreflightFinding};
@@ -81,31 +85,95 @@ impl RunError {
 
 /// Runs the service until SIGINT or SIGTERM. SIGHUP reloads the configuration layers.
 ///
-/// Restores everything that it changed on the node before it returns, also after a failed start.
-pub fn run(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), RunError> {
+/// If the configuration is refused, or the daemon cannot start with it, the last good one takes its place
+/// ([`last_good`]). Restores everything that it changed on the node before it returns, also after a failed start.
+pub fn run(layers: &ConfigLayers) -> Result<(), RunError> {
     raise_open_file_limit();
-    daemon::fail_on_errors(preflight::machine(&loaded.config))?;
-    privileges::drop_to_startup().context("privileges cannot be given up")?;
-    let runtime = runtime().map_err(RunError::failed)?;
-    logging::use_nonblocking_writers();
-    let ended = runtime.block_on(daemon::run(layers, loaded));
+    let ended = match layers.load() {
+        Ok(loaded) => {
+            logging::start(&loaded.config.log);
+            run_or_last_good(layers, &loaded)
+        }
+        Err(error) => run_last_good(layers, None, vec![error.to_string()]),
+    };
     logging::finish();
     ended
 }
 
+fn run_or_last_good(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), RunError> {
+    match run_with(layers, loaded, None) {
+        // The daemon was not ready yet.
+        Err(RunError::BadInput(reasons)) => run_last_good(layers, Some(loaded), reasons),
+        ended => ended,
+    }
+}
+
+/// Runs with the last good configuration, if there is one, and it is not the `refused` one.
+fn run_last_good(layers: &ConfigLayers, refused: Option<&LoadedConfig>, reasons: Vec<String>) -> Result<(), RunError> {
+    let last_good = match last_good::find(layers) {
+        Ok(Some(found)) if refused.is_none_or(|refused| refused.values != found.loaded.values) => found,
+        Ok(_) => return Err(RunError::BadInput(reasons)),
+        Err(error) => return Err(RunError::BadInput(reasons.into_iter().chain([error.to_string()]).collect())),
+    };
+    let LastGood { loaded, since } = last_good;
+    logging::start(&loaded.config.log);
+    for reason in &reasons {
+        tracing::error!(target: logging::MILESTONES, "configuration refused: {reason}");
+    }
+    tracing::error!(
+        target: logging::MILESTONES,
+        "starting with the last good configuration instead, which was in force at {since}: correct {} and restart penstock",
+        layers.file().display()
+    );
+    match run_with(layers, &loaded, Some(RejectedConfig { reasons: reasons.clone() })) {
+        Err(RunError::BadInput(again)) => {
+            let again = again.into_iter().map(|line| format!("the last good configuration fails, too: {line}"));
+            Err(RunError::BadInput(reasons.into_iter().chain(again).collect()))
+        }
+        ended => ended,
+    }
+}
+
+fn run_with(layers: &ConfigLayers, loaded: &LoadedConfig, rejected: Option<RejectedConfig>) -> Result<(), RunError> {
+    daemon::fail_on_errors(preflight::machine(&loaded.config))?;
+    privileges::drop_to_startup().context("privileges cannot be given up")?;
+    let mut loaded = loaded.clone();
+    let (attach, not_tcx) = preflight::choose_attach(&loaded.config);
+    loaded.config.attach_by = attach;
+    if let Some(reason) = not_tcx {
+        tracing::info!("attach: xdp, not tcx ({reason})");
+    }
+    let runtime = runtime().map_err(RunError::failed)?;
+    logging::use_nonblocking_writers();
+    runtime.block_on(daemon::run(layers, &loaded, rejected))
+}
+
+/// Which objects [`check`] reads.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum CheckedSource {
+    /// Those of the configured source.
+    Any,
+    /// Those of manifests only: an API server may be away, and a daemon would wait for it.
+    Manifests,
+}
+
 /// Checks whether this machine can run this configuration. Changes nothing.
-pub fn check(config: &Config) -> io::Result<Vec<PreflightFinding>> {
+pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<PreflightFinding>> {
+    let (attach_by, not_tcx) = preflight::choose_attach(config);
+    let config = &Config { attach_by, ..config.clone() };
     let mut findings = preflight::machine(config);
     let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
     let runtime = runtime()?;
-    runtime.block_on(read_source(config, &mut objects, &mut findings));
+    if source == CheckedSource::Any || matches!(config.source.location(), Location::Manifests(_)) {
+        runtime.block_on(read_source(config, &mut objects, &mut findings));
+    }
     runtime.block_on(async {
         match Netlink::open(config.host_veth.table) {
             Err(error) => findings.push(PreflightFinding::error(error.to_string())),
             Ok((netlink, _)) => {
                 findings.extend(preflight::network(config, &netlink).await);
                 findings.extend(preflight::programs(config));
-                findings.extend(preflight::attachable(config));
+                findings.extend(preflight::attachable(config, not_tcx));
                 match netlink.network_state().await {
                     Ok(netstate) => findings.extend(preflight::pods(config, &netstate, objects.resolved_pods())),
                     Err(error) => findings.push(PreflightFinding::error(error.to_string())),
@@ -124,17 +192,21 @@ pub struct CleanedUp {
     pub programs: usize,
     /// Whether the host veth pair or its rules existed.
     pub host_veth: bool,
+    /// How many files of the state directory: the connection table, what stands beside it, and the admin socket.
+    pub files: usize,
 }
 
-/// Removes what a killed daemon, or one with `fail.on_exit = "keep"`, left in this network namespace. Fails while a
-/// daemon runs.
+/// Removes what a killed daemon, or one with `fail.on_exit = "keep"`, left in this network namespace, and the files of
+/// `conntrack.mapping` and `admin.socket`. Fails while a daemon runs.
 pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
     runtime().map_err(RunError::failed)?.block_on(async {
         let (netlink, _) = Netlink::open(config.host_veth.table).map_err(RunError::bad_input)?;
+        let in_use = connections::lock_for_removal(config)?;
         let host_veth = clear_leftovers(&netlink, &config.host_veth).await.map_err(RunError::bad_input)?;
         let programs = daemon::clear_pins(&config.fail.pins)
             .map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
-        Ok(CleanedUp { programs, host_veth })
+        let files = connections::remove_state(config, in_use)?;
+        Ok(CleanedUp { programs, host_veth, files })
     })
 }
 

@@ -7,6 +7,7 @@ use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::policy::PolicySet;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
+use penstock_policy::render::services::ServiceProblem;
 use penstock_policy::state::PodOrNode;
 
 use crate::discovery::PodProblem;
@@ -27,6 +28,8 @@ pub(super) struct NodeObjects {
     others: BTreeMap<String, Vec<IpAddr>>,
     /// NetworkPolicies and ClusterNetworkPolicies.
     policies: BTreeSet<ObjectRef>,
+    /// Problems of Services that were logged.
+    service_problems: BTreeSet<ServiceProblem>,
 }
 
 /// What a batch of changes affects.
@@ -51,6 +54,7 @@ impl NodeObjects {
             pods: BTreeMap::new(),
             others: BTreeMap::new(),
             policies: BTreeSet::new(),
+            service_problems: BTreeSet::new(),
         }
     }
 
@@ -98,6 +102,15 @@ impl NodeObjects {
         others.extend(self.own_node(interfaces));
         nodes |= before != self.addresses;
         ChangeEffect { policy: self.engine.apply(others), pods, nodes }
+    }
+
+    /// Logs once what of the Services cannot be as written.
+    pub(super) fn log_service_problems(&mut self) {
+        let problems = self.engine.service_problems();
+        for problem in problems.difference(&self.service_problems) {
+            tracing::warn!("{problem}");
+        }
+        self.service_problems = problems;
     }
 
     /// Applies the addresses on the node's interfaces. Returns whether the policy may differ.

@@ -12,6 +12,7 @@ use super::RunError;
 use super::admin::{AdminListener, AdminServer};
 use super::config::{ConfigLayers, LoadedConfig};
 use super::exporter::MetricsListener;
+use super::last_good::RejectedConfig;
 use super::query::{self, QueryHandle, StateQueries, StateQuery};
 use super::samples::{self, CounterSample, CounterSamples};
 use super::verdicts::VerdictWriter;
@@ -57,6 +58,8 @@ pub(super) struct Operation {
     queries: StateQueries,
     pub(super) layers: ConfigLayers,
     pub(super) loaded: LoadedConfig,
+    /// If the last good configuration took the place of one that is refused.
+    pub(super) rejected: Option<RejectedConfig>,
     pub(super) source: Arc<SourceHealth>,
     pub(super) samples: CounterSamples,
     pub(super) verdicts: VerdictWriter,
@@ -72,6 +75,7 @@ impl Operation {
         listeners: Listeners,
         layers: &ConfigLayers,
         loaded: &LoadedConfig,
+        rejected: Option<RejectedConfig>,
         source: Arc<SourceHealth>,
         dataplane: &Dataplane,
     ) -> Result<Self, RunError> {
@@ -86,6 +90,7 @@ impl Operation {
             queries: listeners.queries,
             layers: layers.clone(),
             loaded: loaded.clone(),
+            rejected,
             source,
             samples: CounterSamples::new(CounterSample::first(dataplane)),
             verdicts: verdicts.map_err(RunError::bad_input)?,

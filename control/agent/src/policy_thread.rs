@@ -1,17 +1,20 @@
 //! The thread that follows the objects: it compiles and publishes their changes at once, whatever the control thread
 //! does meanwhile. It has no capabilities and makes no blocking call.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use penstock_policy::model::{ObjectChange, ObjectRef};
 use penstock_privileges as privileges;
 use penstock_sources::Source;
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, oneshot};
 
 use super::publisher::Publisher;
+use super::recorded_objects::{self, ObjectRecorder};
 
 /// How often an awaited snapshot is checked for being in force.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
@@ -24,8 +27,8 @@ pub(super) struct PolicyThread {
 }
 
 impl PolicyThread {
-    /// Starts publishing the changes of the source.
-    pub(super) fn start(source: Source, publisher: Arc<Publisher>) -> io::Result<Self> {
+    /// Starts publishing the changes of the source, and recording them.
+    pub(super) fn start(changes: FollowedChanges, publisher: Arc<Publisher>) -> io::Result<Self> {
         let (stop, (end_sender, ended)) = (Arc::new(Notify::new()), oneshot::channel());
         let stopped = Arc::clone(&stop);
         let runtime = Builder::new_current_thread().enable_time().on_thread_start(privileges::drop_all).build()?;
@@ -33,7 +36,7 @@ impl PolicyThread {
             privileges::drop_all();
             // Dropped at the end, also by a panic.
             let _says_ended = end_sender;
-            runtime.block_on(publish_changes(source, &publisher, &stopped));
+            runtime.block_on(publish_changes(changes, &publisher, &stopped));
         })?;
         Ok(Self { stop, ended, thread })
     }
@@ -51,18 +54,45 @@ impl PolicyThread {
     }
 }
 
-async fn publish_changes(mut source: Source, publisher: &Publisher, stop: &Notify) {
+/// The changes of a source, and what follows from them beside publishing.
+pub(super) struct FollowedChanges {
+    pub(super) source: Source,
+    /// Records objects for a start while the source is away.
+    pub(super) recorder: Option<ObjectRecorder>,
+    /// The objects of an earlier run that are in force, until the source is read: its first changes are all of its objects.
+    pub(super) stale: Option<BTreeSet<ObjectRef>>,
+}
+
+async fn publish_changes(mut followed: FollowedChanges, publisher: &Publisher, stop: &Notify) {
     loop {
         let is_awaiting = publisher.is_awaiting();
         tokio::select! {
             biased;
             () = stop.notified() => return,
-            changes = source.next() => match changes {
-                Some(changes) => publisher.apply_changes(changes, Instant::now()),
+            changes = followed.source.next() => match changes {
+                Some(changes) => followed.publish(changes, publisher, Instant::now()),
                 None => return,
             },
             () = publisher.awaited.notified() => {}
             () = tokio::time::sleep(CHECK_INTERVAL), if is_awaiting => publisher.check_in_force(),
+        }
+    }
+}
+
+impl FollowedChanges {
+    fn publish(&mut self, changes: Vec<ObjectChange>, publisher: &Publisher, seen: Instant) {
+        let stale = self.stale.take();
+        let changes = match &stale {
+            Some(recorded) => recorded_objects::replacing(recorded, changes),
+            None => changes,
+        };
+        let recorded = self.recorder.as_ref().map(|recorder| (recorder, changes.clone()));
+        match stale {
+            Some(_) => publisher.replace_stale(changes, seen),
+            None => publisher.apply_changes(changes, seen),
+        }
+        if let Some((recorder, changes)) = recorded {
+            recorder.record(changes);
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Checks whether this machine can run this configuration, before anything is changed.
 
+mod bpffs;
 mod interfaces;
 mod kernel;
 
@@ -17,11 +18,11 @@ use penstock_policy::model::Pod;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_xdp_redirect::{
-    ConnectionMaps, MINIMUM_KERNEL, Pins, ProgramTag, Role, TcxOptions, TcxPrograms, can_find_translated,
-    try_source_check,
+    ConnectionMaps, MINIMUM_KERNEL, PinnedProgram, Pins, ProgramTag, Role, TcxOptions, TcxPrograms,
+    can_find_translated, try_source_check,
 };
 
-use super::config::{Attach, Config, MidstreamPickup};
+use super::config::{Attach, AttachSetting, Config, MidstreamPickup};
 use super::daemon::connection_map_sizes;
 use crate::discovery::{Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
 
@@ -128,7 +129,7 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<PreflightFinding
             Err(error) => findings.push(PreflightFinding::error(format!("uplinks: {name}: {error}; run as root"))),
         }
     }
-    if !config.uplinks.is_empty() && config.attach == Attach::Tcx {
+    if !config.uplinks.is_empty() && config.attach_by == Attach::Tcx {
         findings.push(PreflightFinding::ok(
             "uplinks: not used with attach = \"tcx\": the programs on pods' veths see what comes from outside",
         ));
@@ -158,56 +159,82 @@ pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
     }
     let at = config.fail.pins.display();
     let tags = Pins::at(&config.fail.pins).ok()?.tags();
-    let (own, of_node) = match (ProgramTag::own(Role::Pod), ProgramTag::own(Role::Host)) {
-        (Ok(own), Ok(of_node)) => (own, of_node),
-        (Err(error), _) | (_, Err(error)) => return Some(PreflightFinding::error(error.to_string())),
+    let own = match config.attach_by {
+        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok([pod, ProgramTag::own(Role::Host)?])),
+        Attach::Tcx => ProgramTag::own_tcx(),
+    };
+    let [first, second] = match own {
+        Ok(own) => own,
+        Err(error) => return Some(PreflightFinding::error(error.to_string())),
+    };
+    // Of programs that belong to the other setting of `attach` there is none.
+    let own = |program| match (program, config.attach_by) {
+        (PinnedProgram::Xdp(Role::Pod), Attach::Xdp) | (PinnedProgram::FromPod, Attach::Tcx) => Some(first),
+        (PinnedProgram::Xdp(_), Attach::Xdp) | (PinnedProgram::ToPod, Attach::Tcx) => Some(second),
+        (PinnedProgram::Xdp(_), Attach::Tcx) | (PinnedProgram::FromPod | PinnedProgram::ToPod, Attach::Xdp) => None,
     };
     for (pinned, tag) in &tags {
-        let own = if pinned.program.is_at_pod() { own } else { of_node };
-        match tag {
-            Ok(tag) if *tag == own => {}
-            Ok(tag) => {
-                return Some(PreflightFinding::warning(format!(
-                    "{at}: the program on interface {} differs from this binary's ({tag}, not {own}); restart penstock to replace it",
-                    pinned.interface
-                )));
+        let problem = match (tag, own(pinned.program)) {
+            (Ok(tag), Some(own)) if *tag == own => continue,
+            (Ok(tag), Some(own)) => {
+                format!("differs from this binary's ({tag}, not {own}); restart penstock to replace it")
             }
-            Err(error) => {
-                return Some(PreflightFinding::warning(format!(
-                    "{at}: the program on interface {} cannot be read ({error}); run as root",
-                    pinned.interface
-                )));
-            }
-        }
+            (Ok(_), None) => "belongs to another setting of attach; restart penstock to replace it".to_owned(),
+            (Err(error), _) => format!("cannot be read ({error}); run as root"),
+        };
+        return Some(PreflightFinding::warning(format!(
+            "{at}: the program on interface {} {problem}",
+            pinned.interface
+        )));
     }
+    let kind = if config.attach_by == Attach::Tcx { "tcx" } else { "XDP" };
     Some(PreflightFinding::ok(match tags.len() {
-        0 => format!("XDP programs: {own} and {of_node}; none is pinned"),
-        count => format!("XDP programs: {own} and {of_node}, and so are all {count} that are pinned"),
+        0 => format!("{kind} programs: {first} and {second}; none is pinned"),
+        count => format!("{kind} programs: {first} and {second}, and so are all {count} that are pinned"),
     }))
 }
 
-/// Checks that the kernel accepts the programs that it is configured to attach.
-pub(super) fn attachable(config: &Config) -> Option<PreflightFinding> {
-    match config.attach {
-        Attach::Xdp => source_check(),
-        Attach::Tcx => Some(tcx(config.offloads())),
-    }
+/// Decides where programs take pods' packets; and why not by tcx, where the setting leaves it open.
+pub(super) fn choose_attach(config: &Config) -> (Attach, Option<String>) {
+    let reason = match config.attach {
+        AttachSetting::Xdp => return (Attach::Xdp, None),
+        AttachSetting::Tcx => None,
+        AttachSetting::Auto if !config.uplinks.is_empty() => Some("uplinks are set, which are XDP".to_owned()),
+        AttachSetting::Auto if !cfg!(target_arch = "x86_64") => Some("not on x86-64".to_owned()),
+        AttachSetting::Auto => try_tcx(config.offload).err(),
+    };
+    (if reason.is_some() { Attach::Xdp } else { Attach::Tcx }, reason)
 }
 
-fn tcx(offloads: bool) -> PreflightFinding {
-    let options = TcxOptions { pairs: vec![1], open_without_workers: false, pins: None };
-    let load = |maps: Option<&ConnectionMaps>| TcxPrograms::load(&options, maps).map_err(|error| error.to_string());
-    let accepted = if offloads {
-        let sizes = connection_map_sizes(conntrack::Config::MIN_ENTRIES);
-        let maps = ConnectionMaps::open(None, &sizes).map_err(|error| error.to_string());
-        maps.and_then(|maps| load(Some(&maps)))
-    } else {
-        load(None)
-    };
-    match accepted {
-        Ok(_) => PreflightFinding::ok("attach: the kernel accepts the tcx programs"),
-        Err(error) => PreflightFinding::error(format!("attach = \"tcx\": {error}; or write attach = \"xdp\"")),
+/// Checks that the kernel accepts the programs that are attached. `not_tcx`: why not those of tcx, where they would be
+/// preferred.
+pub(super) fn attachable(config: &Config, not_tcx: Option<String>) -> Vec<PreflightFinding> {
+    if config.attach_by == Attach::Tcx {
+        return vec![match try_tcx(config.offloads()) {
+            Ok(()) => PreflightFinding::ok("attach: tcx; the kernel accepts the programs"),
+            Err(error) => PreflightFinding::error(format!("attach = \"tcx\": {error}; or write attach = \"xdp\"")),
+        }];
     }
+    let by_xdp = match not_tcx {
+        Some(reason) => PreflightFinding::ok(format!("attach: xdp, not tcx ({reason})")),
+        None => PreflightFinding::ok("attach: xdp"),
+    };
+    std::iter::once(by_xdp).chain(source_check()).collect()
+}
+
+/// Loads the tcx programs, and removes them again.
+fn try_tcx(offloads: bool) -> Result<(), String> {
+    let options = TcxOptions { pairs: vec![1], ..TcxOptions::default() };
+    let load = |maps: Option<&ConnectionMaps>| match TcxPrograms::load(&options, maps) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(error.to_string()),
+    };
+    if !offloads {
+        return load(None);
+    }
+    let sizes = connection_map_sizes(conntrack::Config::MIN_ENTRIES);
+    let maps = ConnectionMaps::open(None, &sizes).map_err(|error| error.to_string())?;
+    load(Some(&maps))
 }
 
 /// Checks that the kernel accepts the program that verifies sources.

@@ -20,12 +20,15 @@ use super::node_context::{NodeContext, NodeNetwork};
 use super::objects::{ChangeEffect, NodeObjects};
 use super::port_layout::PortLayout;
 use super::progress::EnforcementProgress;
+use super::recorded_objects::StaleObjects;
 
 /// Publishes snapshots of its [`SnapshotInputs`].
 pub(super) struct Publisher {
     inputs: Mutex<SnapshotInputs>,
     dataplane: Arc<Dataplane>,
     services: Vec<IpNet>,
+    /// Whether workers translate what pods send to Services.
+    translates: bool,
     encapsulation: Encapsulation,
     /// This node's pods may have changed: ports have to follow.
     pub(super) pods: Notify,
@@ -36,6 +39,8 @@ pub(super) struct Publisher {
 /// Everything that a snapshot is made of.
 pub(super) struct SnapshotInputs {
     pub(super) objects: NodeObjects,
+    /// Set while the objects are those of an earlier run.
+    pub(super) stale: Option<StaleObjects>,
     pub(super) epoch: Epoch,
     /// Whether nothing was published yet.
     is_first: bool,
@@ -53,11 +58,13 @@ impl Publisher {
     pub(super) fn new(
         config: &Config,
         objects: NodeObjects,
+        stale: Option<StaleObjects>,
         dataplane: &Arc<Dataplane>,
         clearing: ClearingQueue,
     ) -> Self {
         let inputs = SnapshotInputs {
             objects,
+            stale,
             epoch: dataplane.connections().last_epoch(),
             is_first: true,
             progress: EnforcementProgress::new(),
@@ -70,6 +77,7 @@ impl Publisher {
             inputs: Mutex::new(inputs),
             dataplane: Arc::clone(dataplane),
             services: config.service_cidrs.clone(),
+            translates: config.services.enabled,
             encapsulation: config.encapsulation.clone(),
             pods: Notify::new(),
             awaited: Notify::new(),
@@ -87,13 +95,24 @@ impl Publisher {
         if changes.is_empty() {
             return;
         }
-        let what = summary(&changes);
+        self.apply(&mut self.inputs(), changes, seen);
+    }
+
+    /// Applies all objects of the source, as changes of those of an earlier run, which are stale no more.
+    pub(super) fn replace_stale(&self, changes: Vec<ObjectChange>, seen: Instant) {
         let mut inputs = self.inputs();
-        let inputs = &mut *inputs;
+        inputs.stale = None;
+        tracing::info!("the API server has been read: objects of the last run are replaced by its own");
+        self.apply(&mut inputs, changes, seen);
+    }
+
+    fn apply(&self, inputs: &mut SnapshotInputs, changes: Vec<ObjectChange>, seen: Instant) {
+        let what = summary(&changes);
         inputs.progress.times.changes.inc_by(changes.len() as u64);
         let began = Instant::now();
         let ChangeEffect { policy, pods, nodes } = inputs.objects.apply(changes, &inputs.network.addresses);
         inputs.progress.times.compile.observe(began.elapsed().as_secs_f64());
+        inputs.objects.log_service_problems();
         // Even if a local pod has no port yet: from this snapshot on nobody else may use its address.
         let context_changed = (pods || nodes) && inputs.refresh_node_context(&self.encapsulation);
         if policy || context_changed {
@@ -157,7 +176,8 @@ impl Publisher {
         inputs.connections.take_over(self.dataplane.connections(), &forwarding);
         let served = inputs.layout.served(inputs.connections.owners());
         inputs.progress.published(inputs.epoch, &policy, served, seen);
-        self.dataplane.publish(Snapshot::new(inputs.epoch, policy, forwarding));
+        let services = self.translates.then(|| inputs.objects.engine().service_set().clone());
+        self.dataplane.publish(Snapshot::new(inputs.epoch, policy, forwarding).with_services(services));
         inputs.connections.published();
         inputs.progress.times.publish.observe(began.elapsed().as_secs_f64());
         inputs.progress.wait_in_force(&self.dataplane);

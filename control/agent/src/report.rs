@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use penstock_admin::table::align_columns;
 use penstock_dataplane::io::FrameAccount;
-use penstock_dataplane::worker::{DataplaneStatistics, KernelDrops};
+use penstock_dataplane::worker::DataplaneStatistics;
 use penstock_xdp_redirect::{XdpOutcome, XdpOutcomeCounts};
 
 use super::ports::{PortRole, PortXdpCounters};
@@ -27,9 +27,9 @@ pub(super) fn statistics(
             _ => "(no pod)".to_owned(),
         };
         let outcomes = port.and_then(|port| port.outcomes);
-        let kernel = kernel_drops(&counters.kernel);
+        let kernel = counters.kernel.iter().map(|(cause, count)| (format!("kernel_{cause}"), count));
         let dropped = counters.traffic.dropped_packets() + counters.kernel.packets();
-        let causes = counters.traffic.drops().map(|(cause, count)| (cause.name(), count)).chain(kernel);
+        let causes = counters.traffic.drops().map(|(cause, count)| (cause.name().to_owned(), count)).chain(kernel);
         rows.push(vec![
             counters.port.to_string(),
             counters.interface.clone(),
@@ -77,19 +77,6 @@ pub(super) fn frames(frames: &FrameAccount) -> String {
     let FrameAccount { total, free, fill, in_flight } = frames;
     let verdict = if frames.is_balanced() { "balanced" } else { "NOT balanced" };
     format!("frames: total {total}, free {free}, fill {fill}, in_flight {in_flight}: {verdict}\n")
-}
-
-/// Packets that the kernel lost at a port's sockets, named in the style of the drop reasons.
-fn kernel_drops(kernel: &KernelDrops) -> Vec<(&'static str, u64)> {
-    [
-        ("kernel_rx_dropped", kernel.rx_dropped),
-        ("kernel_rx_ring_full", kernel.rx_ring_full),
-        ("kernel_fill_ring_empty", kernel.fill_ring_empty),
-        ("kernel_invalid_descriptors", kernel.invalid_descriptors),
-    ]
-    .into_iter()
-    .filter(|(_, count)| *count > 0)
-    .collect()
 }
 
 /// `name count` of every counter that is not zero.

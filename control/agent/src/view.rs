@@ -10,9 +10,11 @@ use penstock_policy::flow;
 use penstock_sources::SourceHealth;
 
 use crate::config::Config;
+use crate::last_good::RejectedConfig;
 use crate::objects::NodeObjects;
 use crate::ports::{OpenPorts, PortXdpCounters};
 use crate::progress::EnforcementProgress;
+use crate::recorded_objects::StaleObjects;
 use crate::samples::{CounterSample, CounterSamples};
 
 /// The daemon's state.
@@ -24,6 +26,10 @@ pub(crate) struct DaemonView<'a> {
     pub(crate) epoch: Epoch,
     pub(crate) progress: &'a EnforcementProgress,
     pub(crate) source: &'a SourceHealth,
+    /// A configuration that was refused, while the last good one is in force.
+    pub(crate) rejected: Option<&'a RejectedConfig>,
+    /// Set while the objects of an earlier run are in force.
+    pub(crate) stale: Option<StaleObjects>,
     pub(crate) samples: &'a CounterSamples,
     /// Verdict log lines that could not be written.
     pub(crate) unwritten: u64,

@@ -1,8 +1,12 @@
 //! `penstock check`: whether a configuration is valid, and this machine can run it.
 
+use std::fmt::Display;
 use std::io::{self, Write};
 
-use penstock_agent::preflight::Level;
+use penstock_agent::CheckedSource;
+use penstock_agent::config::LoadedConfig;
+use penstock_agent::last_good::{self, LastGood};
+use penstock_agent::preflight::{Level, PreflightFinding};
 
 use super::Failure;
 use super::configuration::ConfigArgs;
@@ -13,29 +17,66 @@ use super::configuration::ConfigArgs;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
-  0  no errors; there may be warnings
+  0  no errors; there may be warnings. With --or-last-good also if the last good configuration has none
   1  a check could not be made
   2  bad input: an error in the configuration, or a machine that cannot run it
 
 Examples:
   penstock check --config /etc/penstock/penstock.toml
+  penstock check --config /etc/penstock/penstock.toml --or-last-good --offline
   PENSTOCK_NODE=worker-1 penstock check --config penstock.toml --set umem.memory=1GiB")]
 pub(super) struct Args {
     #[command(flatten)]
     config: ConfigArgs,
+    /// Accept errors if `penstock run` can start with the last good configuration instead
+    #[arg(long)]
+    or_last_good: bool,
+    /// Do not ask an API server, and so do not check pods' interfaces: `penstock run` waits for one that is away
+    #[arg(long)]
+    offline: bool,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let (_, loaded) = args.config.load()?;
-    let findings = penstock_agent::check(&loaded.config).map_err(|error| Failure::Failed(error.into()))?;
-    let mut answer = format!("{:<8} {}\n", Level::Ok, args.config.config.display());
-    for finding in &findings {
-        answer.push_str(&format!("{:<8} {}\n", finding.level, finding.line));
+    let layers = args.config.layers()?;
+    let file = args.config.config.display().to_string();
+    let source = if args.offline { CheckedSource::Manifests } else { CheckedSource::Any };
+    let errors = match layers.load() {
+        Ok(loaded) => checked(&file, &loaded, source)?,
+        Err(error) if args.or_last_good => {
+            print(&[PreflightFinding { level: Level::Error, line: error.to_string() }])?;
+            1
+        }
+        Err(error) => return Err(Failure::bad_input(error)),
+    };
+    if errors == 0 {
+        return Ok(());
     }
-    io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)?;
-    match findings.iter().filter(|finding| finding.level == Level::Error).count() {
+    let fix = match errors {
+        1 => "1 error: fix it and check again".to_owned(),
+        errors => format!("{errors} errors: fix them and check again"),
+    };
+    if !args.or_last_good {
+        return Err(Failure::bad_input(fix));
+    }
+    let no_other = |reason: &dyn Display| Failure::bad_input(format_args!("{fix} ({reason})"));
+    let last_good = last_good::find(&layers).map_err(|error| no_other(&error))?;
+    let LastGood { loaded, since } = last_good.ok_or_else(|| no_other(&"there is no last good configuration"))?;
+    match checked(&format!("the last good configuration, in force at {since}"), &loaded, source)? {
         0 => Ok(()),
-        1 => Err(Failure::bad_input("1 error: fix it and check again")),
-        errors => Err(Failure::bad_input(format!("{errors} errors: fix them and check again"))),
+        _ => Err(no_other(&"the last good configuration has errors, too")),
     }
+}
+
+/// Checks a configuration and prints what was found. Returns the number of errors.
+fn checked(name: &str, loaded: &LoadedConfig, source: CheckedSource) -> Result<usize, Failure> {
+    let findings = penstock_agent::check(&loaded.config, source).map_err(|error| Failure::Failed(error.into()))?;
+    print(&[PreflightFinding { level: Level::Ok, line: name.to_owned() }])?;
+    print(&findings)?;
+    Ok(findings.iter().filter(|finding| finding.level == Level::Error).count())
+}
+
+fn print(findings: &[PreflightFinding]) -> Result<(), Failure> {
+    let lines: String =
+        findings.iter().map(|PreflightFinding { level, line }| format!("{level:<8} {line}\n")).collect();
+    io::stdout().write_all(lines.as_bytes()).or_else(Failure::from_output)
 }

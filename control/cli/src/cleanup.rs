@@ -1,17 +1,17 @@
 //! `penstock cleanup`: removes what a daemon left behind.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 
-use penstock_agent::config::Config;
 use penstock_agent::{self as agent, CleanedUp, RunError};
 
 use super::Failure;
+use super::configuration::ConfigArgs;
 
 /// Remove what a killed daemon, or one with fail.on_exit = "keep", left on the node
 ///
-/// Removes the XDP programs from pods' interfaces, the host veth, and its routes and rules. From then on the kernel forwards
-/// pods' packets, and NO POLICY IS ENFORCED. Rejected while a daemon runs. It is no error if nothing is left.
+/// Removes the XDP programs from pods' interfaces, the host veth, its routes and rules, and the files of conntrack.mapping (the
+/// connections among them) and admin.socket. From then on the kernel forwards pods' packets, and NO POLICY IS ENFORCED.
+/// Rejected while a daemon runs. It is no error if nothing is left.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
@@ -22,18 +22,17 @@ Exit codes:
 Examples:
   penstock cleanup --config /etc/penstock/penstock.toml")]
 pub(super) struct Args {
-    /// The daemon's configuration file (TOML)
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
+    #[command(flatten)]
+    config: ConfigArgs,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let config = Config::load(&args.config).map_err(Failure::bad_input)?;
-    let CleanedUp { programs, host_veth } = agent::cleanup(&config).map_err(|error| match error {
+    let config = args.config.load()?.config;
+    let CleanedUp { programs, host_veth, files } = agent::cleanup(&config).map_err(|error| match error {
         RunError::BadInput(lines) => Failure::BadInput(lines),
         RunError::Failed(error) => Failure::Failed(error),
     })?;
     let host_veth = if host_veth { "the host veth" } else { "no host veth" };
-    let answer = format!("removed: {programs} XDP programs, {host_veth}\n");
+    let answer = format!("removed: {programs} XDP programs, {host_veth}, {files} files\n");
     io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
 }

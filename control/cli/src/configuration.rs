@@ -18,10 +18,13 @@ pub(super) struct ConfigArgs {
 }
 
 impl ConfigArgs {
+    /// The layers, not read yet.
+    pub(super) fn layers(&self) -> Result<ConfigLayers, Failure> {
+        ConfigLayers::new(&self.config, &self.settings).map_err(Failure::bad_input)
+    }
+
     /// Reads all layers.
-    pub(super) fn load(&self) -> Result<(ConfigLayers, LoadedConfig), Failure> {
-        let layers = ConfigLayers::new(&self.config, &self.settings).map_err(Failure::bad_input)?;
-        let loaded = layers.load().map_err(Failure::bad_input)?;
-        Ok((layers, loaded))
+    pub(super) fn load(&self) -> Result<LoadedConfig, Failure> {
+        self.layers()?.load().map_err(Failure::bad_input)
     }
 }

@@ -1,7 +1,7 @@
 //! `penstock dump`: a support bundle.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -22,13 +22,14 @@ use super::daemon::DaemonArgs;
 Exit codes:
   0  written
   1  the file cannot be written in full, or the daemon sent no valid answer
-  2  bad input: a file that exists or cannot be created, or no daemon listens at the socket
+  2  bad input: a file that exists or cannot be created, a terminal, or no daemon listens at the socket
 
 Examples:
   penstock dump penstock.tar.gz
+  penstock dump - > penstock.tar.gz
   penstock dump /tmp/node-1.tar.gz --socket /run/penstock/admin.sock && tar tzf /tmp/node-1.tar.gz")]
 pub(super) struct Args {
-    /// The file to write; an existing file is not overwritten
+    /// The file to write, or - for standard output; an existing file is not overwritten
     #[arg(value_name = "FILE")]
     file: PathBuf,
     #[command(flatten)]
@@ -36,15 +37,27 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let dump: Dump = args.daemon.get("/v1/dump", &())?;
-    let file = File::create_new(&args.file).map_err(|error| match error.kind() {
-        io::ErrorKind::AlreadyExists => {
-            Failure::bad_input(format_args!("{}: exists already; give another name", args.file.display()))
+    if args.file == Path::new("-") {
+        let mut stdout = io::stdout();
+        if stdout.is_terminal() {
+            return Err(Failure::bad_input(
+                "standard output is a terminal: write the bundle to a file (penstock dump - > FILE)",
+            ));
         }
-        _ => Failure::bad_input(format_args!(
-            "{}: cannot be created ({error}); give a path that can be written",
-            args.file.display()
-        )),
+        return write(&args.daemon.get("/v1/dump", &())?, &mut stdout).or_else(Failure::from_output);
+    }
+    let dump: Dump = args.daemon.get("/v1/dump", &())?;
+    let file = File::create_new(&args.file).map_err(|error| {
+        let name = args.file.display();
+        Failure::bad_input(match error.kind() {
+            io::ErrorKind::AlreadyExists => format!("{name}: exists already; give another name"),
+            io::ErrorKind::ReadOnlyFilesystem => {
+                format!("{name}: the file system is read-only; write to standard output (penstock dump - > FILE)")
+            }
+            _ => format!(
+                "{name}: cannot be created ({error}); give a path that can be written, or - for standard output"
+            ),
+        })
     })?;
     let written = write(&dump, file);
     written.with_context(|| format!("cannot write {}", args.file.display()))?;

@@ -2,13 +2,15 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, BufWriter, Write};
+use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use penstock_dataplane::packet::Protocol;
+use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::describe;
-use penstock_policy::engine::{DirectionExplanation, Engine, TierOutcome, TierStep};
-use penstock_policy::flow::{self, FlowError, ProtocolPort};
+use penstock_policy::engine::{DirectionExplanation, Engine, Explanation, TierOutcome, TierStep};
+use penstock_policy::flow::{self, FlowEndpoint, FlowError, ProtocolPort};
 use penstock_policy::render::tables::PodScope;
+use penstock_policy::service_flows::{ServiceFlows, describe_without, service_flows};
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
@@ -19,7 +21,10 @@ use super::cluster::ManifestArgs;
 /// Each line of the queries is a JSON object: "from" and "to" (NAMESPACE/POD or an address; the address of a pod stands for
 /// that pod), "port" (a number, or a name of the destination pod's ports) and "protocol" (default: TCP). Each answer is one
 /// line: the query's fields, "verdict", "egress" and "ingress". Both sides are evaluated, on whatever node the pods are,
-/// with the tables that the workers use.
+/// with the tables that the workers use. Every pair of the ends' addresses is evaluated, and "allow" means all of them. Where
+/// they differ, "families" has an answer for each, and the others are those of one that is denied. "to" may be a Service
+/// (svc/NAMESPACE/SERVICE, with a port of its own): the answer then has the verdict for each backend, and is "partial" where
+/// they differ.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
@@ -61,6 +66,49 @@ enum Port {
 struct Answer<'a> {
     #[serde(flatten)]
     query: &'a Query,
+    #[serde(flatten)]
+    answer: FlowAnswer,
+    /// An answer for each pair of addresses, where they differ.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    families: Vec<FamilyAnswer>,
+}
+
+#[derive(Serialize, Debug)]
+struct FamilyAnswer {
+    family: &'static str,
+    from: String,
+    to: String,
+    #[serde(flatten)]
+    answer: FlowAnswer,
+}
+
+#[derive(Serialize, Debug)]
+struct FlowAnswer {
+    verdict: Verdict,
+    egress: DirectionAnswer,
+    ingress: DirectionAnswer,
+}
+
+/// The answer about a Service: one for each backend that a connection may get.
+#[derive(Serialize, Debug)]
+struct ServiceAnswer<'a> {
+    #[serde(flatten)]
+    query: &'a Query,
+    verdict: Verdict,
+    /// The cluster address and port.
+    frontend: SocketAddr,
+    backends: Vec<BackendAnswer>,
+    /// What happens without a backend.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<&'static str>,
+}
+
+#[derive(Serialize, Debug)]
+struct BackendAnswer {
+    /// The pod or node, if it is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    address: SocketAddr,
     verdict: Verdict,
     egress: DirectionAnswer,
     ingress: DirectionAnswer,
@@ -106,6 +154,8 @@ impl From<&TierStep> for TierAnswer {
 enum Verdict {
     Allow,
     Deny,
+    /// Some backends of a Service are allowed, and others not.
+    Partial,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
@@ -168,14 +218,52 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
         Some(Port::Text(text)) => Some(text.parse()?),
     };
     let service = ProtocolPort::new(protocol, port)?;
-    let flow = flow::flow(engine.state(), &query.from.parse()?, &query.to.parse()?, &service)?;
-    let explanation = engine.explain(&flow);
-    let (egress, ingress) = (DirectionAnswer::from(&explanation.egress), DirectionAnswer::from(&explanation.ingress));
-    let verdict = match (egress.verdict, ingress.verdict) {
-        (Verdict::Allow, Verdict::Allow) => Verdict::Allow,
-        _ => Verdict::Deny,
+    let to: FlowEndpoint = query.to.parse()?;
+    if let FlowEndpoint::Service(key) = &to {
+        return answer_service(engine, &query, &service_flows(engine.state(), &query.from.parse()?, key, &service)?);
+    }
+    let flows = flow::flows(engine.state(), &query.from.parse()?, &to, &service)?;
+    let explained: Vec<Explanation> = flows.iter().map(|flow| engine.explain(flow)).collect();
+    let differ = explained.iter().any(|explanation| !explanation.is_same(&explained[0]));
+    let decides = explained.iter().find(|explanation| !explanation.verdict.is_allowed()).unwrap_or(&explained[0]);
+    let each = flows.iter().zip(&explained).filter(|_| differ);
+    let families = each.map(|(flow, explanation)| FamilyAnswer {
+        family: if flow.dst.is_v4() { "IPv4" } else { "IPv6" },
+        from: flow.src.to_string(),
+        to: flow.dst.to_string(),
+        answer: FlowAnswer::from(explanation),
+    });
+    let answer = Answer { query: &query, answer: FlowAnswer::from(decides), families: families.collect() };
+    serde_json::to_string(&answer).map_err(BadQuery::Syntax)
+}
+
+fn answer_service(engine: &Engine, query: &Query, to: &ServiceFlows) -> Result<String, BadQuery> {
+    let answer = |flow: &Flow| {
+        let FlowAnswer { verdict, egress, ingress } = FlowAnswer::from(&engine.explain(flow));
+        let address = IpAddr::from(flow.dst);
+        let name = flow::name(engine.state(), address);
+        BackendAnswer { name, address: SocketAddr::new(address, flow.dst_port), verdict, egress, ingress }
     };
-    serde_json::to_string(&Answer { query: &query, verdict, egress, ingress }).map_err(BadQuery::Syntax)
+    let backends: Vec<BackendAnswer> = to.flows.iter().map(answer).collect();
+    let is_allowed = |backend: &BackendAnswer| backend.verdict == Verdict::Allow;
+    let verdict = match (backends.iter().all(is_allowed), backends.iter().any(is_allowed)) {
+        (true, true) => Verdict::Allow,
+        (false, true) => Verdict::Partial,
+        (_, false) => Verdict::Deny,
+    };
+    let reason = backends.is_empty().then(|| describe_without(to.without));
+    let frontend = SocketAddr::new(to.address, to.port);
+    serde_json::to_string(&ServiceAnswer { query, verdict, frontend, backends, reason }).map_err(BadQuery::Syntax)
+}
+
+impl From<&Explanation> for FlowAnswer {
+    fn from(explanation: &Explanation) -> Self {
+        Self {
+            verdict: if explanation.verdict.is_allowed() { Verdict::Allow } else { Verdict::Deny },
+            egress: DirectionAnswer::from(&explanation.egress),
+            ingress: DirectionAnswer::from(&explanation.ingress),
+        }
+    }
 }
 
 impl From<&DirectionExplanation> for DirectionAnswer {

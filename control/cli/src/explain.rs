@@ -39,10 +39,10 @@ pub(super) struct Args {
     /// The source: NAMESPACE/POD or an address
     #[arg(long, value_name = "END")]
     from: FlowEndpoint,
-    /// The destination: NAMESPACE/POD or an address
+    /// The destination: NAMESPACE/POD, an address, or svc/NAMESPACE/SERVICE, whose backends are explained each
     #[arg(long, value_name = "END")]
     to: FlowEndpoint,
-    /// PORT/PROTOCOL, the port by number or by name; or a protocol without ports
+    /// PORT/PROTOCOL, the port by number or by name (of a Service its own); or a protocol without ports
     #[arg(long, value_name = "PORT/PROTOCOL")]
     port: ProtocolPort,
 }

@@ -10,6 +10,8 @@ use super::configuration::ConfigArgs;
 /// Enforces policy for the pods of this node until SIGINT or SIGTERM, in the network namespace that it is started in.
 /// At the end it restores what it changed on the node (a veth pair, routing rules, settings of pods' interfaces), unless
 /// fail.on_exit is "keep". After a crash, pods' interfaces drop everything until the next start, unless fail.mode is "open".
+///
+/// If the configuration is refused, it starts with the one with which it was ready last, and does not get ready.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Signals:
@@ -33,9 +35,7 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let (layers, loaded) = args.config.load()?;
-    agent::logging::start(&loaded.config.log);
-    agent::run(&layers, &loaded).map_err(|error| match error {
+    agent::run(&args.config.layers()?).map_err(|error| match error {
         RunError::BadInput(lines) => Failure::BadInput(lines),
         RunError::Failed(error) => Failure::Failed(error),
     })

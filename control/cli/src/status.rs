@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
-use penstock_admin::types::{PodStatus, PortStatus, Status};
+use penstock_admin::types::{PodStatus, PortStatus, StaleObjects, Status};
 use penstock_dataplane::worker::Stage;
 
 use super::Failure;
@@ -60,7 +60,7 @@ fn text(status: &Status) -> String {
     );
     let connections = &status.connections;
     line(&mut text, &format!("connections: {} of {}", connections.entries, connections.capacity));
-    let drops = pairs(&status.drops);
+    let drops = pairs(&status.all_drops());
     line(&mut text, &format!("dropped since the start: {}", if drops.is_empty() { "nothing" } else { &drops }));
     text
 }
@@ -78,7 +78,16 @@ fn heading(status: &Status) -> String {
         _ => format!("{} h", uptime / 3600),
     };
     let node = style::strong(node);
-    format!("penstock {version} on {node}, process {process}, up {uptime}, {policies} policies; {force}\n")
+    let mut text =
+        format!("penstock {version} on {node}, process {process}, up {uptime}, {policies} policies; {force}\n");
+    for reason in &status.configuration_refused {
+        line(&mut text, &style::bad(format!("configuration refused, the last good one is in force: {reason}")));
+    }
+    if let Some(StaleObjects { recorded, objects }) = &status.stale {
+        let stale = format!("stale: {objects} objects as recorded at {recorded}; the API server has not been read yet");
+        line(&mut text, &style::bad(stale));
+    }
+    text
 }
 
 fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
@@ -136,8 +145,6 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
     ];
     let rows = ports.iter().map(|port| {
         let behind = port.pod.clone().unwrap_or_else(|| format!("({})", port.kind));
-        let kernel = port.kernel_drops.iter().map(|(name, count)| (format!("kernel_{name}"), *count));
-        let drops: BTreeMap<String, u64> = port.drops.clone().into_iter().chain(kernel).collect();
         vec![
             port.port.to_string(),
             port.interface.clone(),
@@ -149,7 +156,7 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
             short(port.rate.tx_bytes * 8.0),
             short(port.rate.dropped_packets),
             format!("{}/{} {}/{}", port.queue.receiving, port.queue.size, port.queue.sending, port.queue.size),
-            pairs(&drops),
+            pairs(&port.all_drops()),
         ]
     });
     std::iter::once(row(heading)).chain(rows).collect()
@@ -185,4 +192,44 @@ fn pairs(counts: &BTreeMap<String, u64>) -> String {
 fn line(text: &mut String, line: &str) {
     // Writing to a string does not fail.
     let _ = writeln!(text, "{line}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As a daemon sends it, with what the tables leave out left out.
+    const STATUS: &str = r#"{
+        "version": "1", "node": "n", "process": 1, "uptime_seconds": 1, "policies": 0, "published": 1, "in_force": true,
+        "workers": [], "pods": [], "drops": {"ingress_denied": 3}, "kernel_drops": {"fill_ring_empty": 40, "rx_dropped": 2},
+        "ports": [{
+            "port": 1, "interface": "veth-a", "kind": "pod", "pod": "test/a",
+            "total": {"rx_packets": 9, "rx_bytes": 0, "tx_packets": 0, "tx_bytes": 0, "dropped_packets": 45},
+            "rate": {"rx_packets": 0, "rx_bytes": 0, "tx_packets": 0, "tx_bytes": 0, "dropped_packets": 0},
+            "drops": {"ingress_denied": 3}, "kernel_drops": {"fill_ring_empty": 40, "rx_dropped": 2}, "xdp": {},
+            "queue": {"receiving": 0, "sending": 0, "size": 0}}],
+        "frames": {"total": 0, "free": 0, "fill": 0, "in_flight": 0},
+        "connections": {"entries": 0, "capacity": 0, "events": {}}}"#;
+
+    #[test]
+    fn dropped_since_the_start_has_what_the_kernel_lost_too() {
+        let mut status: Status = serde_json::from_str(STATUS).unwrap();
+        let all = "ingress_denied 3, kernel_fill_ring_empty 40, kernel_rx_dropped 2";
+        let shown = text(&status);
+        assert!(shown.ends_with(&format!("dropped since the start: {all}\n")), "{shown}");
+        let port = shown.lines().find(|line| line.contains("veth-a")).unwrap();
+        assert!(port.ends_with(all), "{port}");
+        assert_eq!(status.ports[0].all_drops().values().sum::<u64>(), status.ports[0].total.dropped_packets);
+        status.drops.clear();
+        status.kernel_drops.clear();
+        assert!(text(&status).ends_with("dropped since the start: nothing\n"));
+    }
+
+    #[test]
+    fn an_older_daemons_status_is_read() {
+        let older = STATUS.replacen(r#""kernel_drops": {"fill_ring_empty": 40, "rx_dropped": 2},"#, "", 1);
+        assert!(older.len() < STATUS.len());
+        let status: Status = serde_json::from_str(&older).unwrap();
+        assert!(text(&status).ends_with("dropped since the start: ingress_denied 3\n"));
+    }
 }

@@ -115,7 +115,7 @@ impl View {
 
     fn update(&mut self, status: Status) {
         let seconds = (status.uptime_seconds - self.status.uptime_seconds).max(1e-3);
-        self.drops = drop_rates(&self.status.drops, &status.drops, seconds);
+        self.drops = drop_rates(&self.status.all_drops(), &status.all_drops(), seconds);
         self.status = status;
     }
 
@@ -293,8 +293,11 @@ mod tests {
             ports: vec![port("quiet", 1.0, 0.0), port("loud", 5_000.0, 0.0), port("lossy", 20.0, 9.0)],
             pods: Vec::new(),
             drops: BTreeMap::from([("ingress_denied".to_owned(), denied)]),
+            kernel_drops: BTreeMap::from([("rx_ring_full".to_owned(), 2 * denied)]),
             frames: FrameCounts { total: 100, free: 75, fill: 25, in_flight: 0 },
             connections: TableStatus::default(),
+            configuration_refused: Vec::new(),
+            stale: None,
             source: BTreeMap::new(),
         }
     }
@@ -325,6 +328,10 @@ mod tests {
         assert!(
             shown.lines().any(|line| line.contains("ingress_denied") && line.contains("30")),
             "60 in 2 s:\n{shown}"
+        );
+        assert!(
+            shown.lines().any(|line| line.contains("kernel_rx_ring_full") && line.contains("60")),
+            "120 in 2 s:\n{shown}"
         );
         let place = |shown: &str, pod: &str| shown.lines().position(|line| line.contains(pod)).expect(pod);
         assert!(place(&shown, "shop/loud") < place(&shown, "shop/lossy"), "{shown}");

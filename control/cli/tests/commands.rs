@@ -256,11 +256,11 @@ fn lint_finds_the_mistakes_and_nothing_else() {
     for kind in ["[no-namespace]", "[no-node]"] {
         assert!(alone.contains(kind), "{alone}");
     }
-    let other = "apiVersion: v1\nkind: Service\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\n\
+    let other = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\n\
                  apiVersion: v1\nkind: Namespace\nmetadata: {name: default, annotations: {net.beta.kubernetes.io/network-policy: x}}\n";
     let found = penstock_with(&["lint", "--manifests", "-"], other, &[]).out;
     for line in [
-        "standard input:1: Service default/a: is of a kind that is not read [not-read]",
+        "standard input:1: ConfigMap default/a: is of a kind that is not read [not-read]",
         "standard input:5: Pod default/a: has no address: nothing matches it, and no policy is enforced for it [no-address]",
         "standard input:11: Namespace default: metadata.annotations[net.beta.kubernetes.io/network-policy]: has no effect without --v1beta1 [no-effect]",
     ] {
@@ -374,6 +374,90 @@ fn bad_manifests_exit_with_2_and_name_file_and_line() {
 }
 
 #[test]
+fn policies_of_other_engines_are_refused_and_never_ignored() {
+    for (version, kind, name) in [
+        ("policy.networking.k8s.io/v1alpha1", "AdminNetworkPolicy", "AdminNetworkPolicy p"),
+        ("policy.networking.k8s.io/v1alpha1", "BaselineAdminNetworkPolicy", "BaselineAdminNetworkPolicy p"),
+        ("policy.networking.k8s.io/v2", "SomethingNew", "SomethingNew default/p"),
+        ("cilium.io/v2", "CiliumNetworkPolicy", "CiliumNetworkPolicy p"),
+        ("cilium.io/v2", "CiliumClusterwideNetworkPolicy", "CiliumClusterwideNetworkPolicy p"),
+        ("crd.projectcalico.org/v1", "NetworkPolicy", "NetworkPolicy default/p"),
+        ("projectcalico.org/v3", "GlobalNetworkPolicy", "GlobalNetworkPolicy p"),
+        ("crd.antrea.io/v1beta1", "ClusterNetworkPolicy", "ClusterNetworkPolicy p"),
+        ("network.openshift.io/v1", "EgressNetworkPolicy", "EgressNetworkPolicy p"),
+        ("k8s.ovn.org/v1", "EgressFirewall", "EgressFirewall default/p"),
+    ] {
+        let policy = format!("apiVersion: {version}\nkind: {kind}\nmetadata: {{name: p}}\nspec: {{}}\n");
+        for arguments in [
+            &["evaluate", "--manifests", "-", "--queries", "/dev/null"][..],
+            &["explain", "--manifests", "-", "--from", "10.0.0.1", "--to", "10.0.0.2", "--port", "1"],
+            &["matrix", "--manifests", "-"],
+            &["render", "--manifests", "-", "--format", "json"],
+        ] {
+            let line = error_line(arguments, &policy);
+            let start =
+                format!("standard input:1: {name}: {kind} of apiVersion {version} is a kind of policy that is not");
+            assert!(
+                line.starts_with(&start) && line.contains("keep it out of these manifests"),
+                "{arguments:?}: {line}"
+            );
+        }
+        let found = penstock_with(&["lint", "--manifests", "-"], &policy, &[]).out;
+        assert!(
+            found.contains("is a policy of a kind that is not understood: every other command refuses it"),
+            "{found}"
+        );
+    }
+}
+
+/// Two dual-stack pods, and a policy that admits the first by its IPv4 address alone.
+const DUAL_STACK: &str = "
+{apiVersion: v1, kind: Pod, metadata: {name: x, namespace: a}, status: {podIPs: [{ip: 10.0.0.1}, {ip: 'fd00::1'}]}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: y, namespace: a, labels: {app: y}}, status: {podIPs: [{ip: 'fd00::2'}, {ip: 10.0.0.2}]}}
+---
+{apiVersion: networking.k8s.io/v1, kind: NetworkPolicy, metadata: {name: in, namespace: a}, spec: {podSelector: {matchLabels: {app: y}}, ingress: [{from: [{ipBlock: {cidr: 10.0.0.0/24}}]}]}}
+";
+
+#[test]
+fn every_address_of_both_ends_is_judged_and_families_that_differ_are_answered_each() {
+    let manifests = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
+    fs::write(&manifests, DUAL_STACK).unwrap();
+    let manifests = manifests.path().to_str().unwrap();
+    let answer = |from: &str, to: &str| -> Value {
+        let query = format!("{{\"from\": \"{from}\", \"to\": \"{to}\", \"port\": 80}}\n");
+        let outcome = penstock_with(&["evaluate", "--manifests", manifests, "--queries", "-"], &query, &[]);
+        assert_eq!(outcome.out.lines().count(), 1, "one line a query: {} {}", outcome.out, outcome.error);
+        serde_json::from_str(&outcome.out).unwrap()
+    };
+    let both = answer("a/x", "a/y");
+    assert_eq!((&both["verdict"], &both["ingress"]["verdict"]), (&"deny".into(), &"deny".into()), "{both}");
+    let families: Vec<String> = both["families"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|family| {
+            let text = |field: &str| family[field].as_str().unwrap().to_owned();
+            [text("family"), text("from"), text("to"), text("verdict")].join(" ")
+        })
+        .collect();
+    assert_eq!(families, ["IPv4 10.0.0.1 10.0.0.2 allow", "IPv6 fd00::1 fd00::2 deny"]);
+    for (from, to, verdict) in [("a/y", "a/x", "allow"), ("10.0.0.1", "a/y", "allow"), ("fd00::1", "a/y", "deny")] {
+        let same = answer(from, to);
+        assert_eq!((&same["verdict"], same.get("families")), (&verdict.into(), None), "{from} to {to}");
+    }
+    let explained = output(&["explain", "--manifests", manifests, "--from", "a/x", "--to", "a/y", "--port", "80/TCP"]);
+    for line in ["allowed: a/x (10.0.0.1) -> a/y (10.0.0.2), 80/TCP", "denied: a/x (fd00::1) -> a/y (fd00::2), 80/TCP"]
+    {
+        assert!(explained.lines().any(|explained| explained == line), "{line}: {explained}");
+    }
+    let once = output(&["explain", "--manifests", manifests, "--from", "a/y", "--to", "a/x", "--port", "80/TCP"]);
+    assert_eq!(once.matches(" -> ").count(), 1, "{once}");
+    let matrix = output(&["matrix", "--manifests", manifests, "--port", "80/TCP"]);
+    assert!(matrix.contains(" in one address family "), "{matrix}");
+}
+
+#[test]
 fn v1beta1_and_cluster_wide_are_opt_in() {
     let manifests = "
 {apiVersion: v1, kind: Namespace, metadata: {name: a, annotations: {net.beta.kubernetes.io/network-policy: '{\"ingress\": {\"isolation\": \"DefaultDeny\"}}'}}}
@@ -416,4 +500,67 @@ fn every_command_has_help_with_examples() {
         assert!(output(&["completion", shell]).contains("evaluate"), "{shell}");
     }
     assert_eq!(penstock(&["no-such-command"]).code, 2);
+}
+
+/// A Service with two backends, of which an egress policy of the client allows one.
+const WITH_SERVICE: &str = "
+{apiVersion: v1, kind: Service, metadata: {name: api, namespace: shop}, spec: {clusterIP: 10.96.0.1, selector: {app: api}, ports: [{name: http, port: 80, targetPort: 8080}, {name: none, port: 81, targetPort: absent}]}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: client, namespace: shop, labels: {app: client}}, status: {podIPs: [{ip: 10.0.0.1}]}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: api-0, namespace: shop, labels: {app: api, good: 'yes'}}, status: {podIPs: [{ip: 10.0.0.2}]}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: api-1, namespace: shop, labels: {app: api}}, status: {podIPs: [{ip: 10.0.0.3}]}}
+---
+{apiVersion: networking.k8s.io/v1, kind: NetworkPolicy, metadata: {name: out, namespace: shop}, spec: {podSelector: {matchLabels: {app: client}}, policyTypes: [Egress], egress: [{to: [{podSelector: {matchLabels: {good: 'yes'}}}], ports: [{port: 8080}]}]}}
+";
+
+#[test]
+fn questions_about_a_service_are_answered_for_each_backend() {
+    let queries = tempfile::NamedTempFile::new().unwrap();
+    let lines = [
+        r#"{"from":"shop/client","to":"svc/shop/api","port":80}"#,
+        r#"{"from":"shop/api-0","to":"svc/shop/api","port":"http"}"#,
+        r#"{"from":"shop/client","to":"svc/shop/api","port":81}"#,
+    ];
+    std::fs::write(queries.path(), lines.join("\n")).unwrap();
+    let path = queries.path().to_str().unwrap();
+    let found = penstock_with(&["evaluate", "--manifests", "-", "--queries", path], WITH_SERVICE, &[]);
+    assert_eq!(found.error, "penstock: no EndpointSlices: derived those of 1 Service from selectors and ready pods\n");
+    let answers: Vec<serde_json::Value> = found.out.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!((&answers[0]["verdict"], &answers[0]["frontend"]), (&"partial".into(), &"10.96.0.1:80".into()));
+    let backends: Vec<_> = answers[0]["backends"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|it| ["name", "address", "verdict"].map(|field| it[field].as_str().unwrap()))
+        .collect();
+    assert_eq!(backends, [["shop/api-0", "10.0.0.2:8080", "allow"], ["shop/api-1", "10.0.0.3:8080", "deny"]]);
+    assert_eq!(answers[0]["backends"][0]["egress"]["rule"].as_str().unwrap(), "shop-egress-out-0-podSelector-0-0");
+    assert_eq!(answers[1]["verdict"], "allow", "no policy isolates it, and it is one of its own backends");
+    assert_eq!(answers[2]["verdict"], "deny");
+    assert_eq!(answers[2]["reason"], "no backend anywhere: refused");
+    let explain = |to: &str, port: &str| {
+        let arguments = ["explain", "--manifests", "-", "--from", "shop/client", "--to", to, "--port", port];
+        penstock_with(&arguments, WITH_SERVICE, &[])
+    };
+    let text = explain("svc/shop/api", "http/TCP").out;
+    assert!(
+        text.starts_with("partial: Service shop/api:http at 10.96.0.1:80/TCP, 2 backends, 1 of them allowed\n"),
+        "{text}"
+    );
+    for line in [
+        "allowed: shop/client (10.0.0.1) -> shop/api-0 (10.0.0.2), 8080/TCP",
+        "denied: shop/client (10.0.0.1) -> shop/api-1 (10.0.0.3), 8080/TCP",
+    ] {
+        assert!(text.lines().any(|found| found == line), "{text}");
+    }
+    for (to, port, error) in [
+        ("svc/shop/web", "80", "Service shop/web is unknown"),
+        ("svc/shop/api", "8080", "Service shop/api has no port 8080/TCP"),
+    ] {
+        let found = explain(to, port);
+        assert_eq!(found.code, 2);
+        assert!(found.error.contains(error), "{}", found.error);
+    }
 }

@@ -39,7 +39,7 @@ const DRAWN: [(&str, &[&str]); 9] = [
 ];
 
 /// All that policy needs of others: what compiles is a computation, without input, output, threads or clock.
-const OF_POLICY: [&str; 5] = ["ipnet", "rustc-hash", "serde", "serde_json", "thiserror"];
+const OF_POLICY: [&str; 6] = ["ipnet", "rustc-hash", "serde", "serde_json", "siphasher", "thiserror"];
 
 /// Libraries that read command lines, draw on terminals or colour text.
 const TERMINAL: [&str; 10] = [

@@ -1,13 +1,16 @@
 //! Why a flow is allowed or denied, as text.
 
 use std::fmt::{Display, Write as _};
+use std::net::SocketAddr;
 
+use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{Direction, DirectionVerdict, RuleAction};
 
 use crate::compile::{Mismatch, PolicyName, Provenance, Tier, cluster_rules_of, rules_of};
-use crate::engine::{DirectionExplanation, Engine, NearestRule, TierOutcome, TierStep};
+use crate::engine::{DirectionExplanation, Engine, Explanation, NearestRule, TierOutcome, TierStep};
 use crate::flow::{FlowEndpoint, FlowError, ProtocolPort};
 use crate::model::{NetworkPolicy, ObjectKey, Rule};
+use crate::service_flows::{describe_without, service_flows};
 use crate::{describe, flow};
 
 /// How to highlight words. The default is no highlighting.
@@ -39,7 +42,8 @@ pub struct PlainText;
 
 impl TextStyle for PlainText {}
 
-/// Whether a flow is allowed, and the explanation as text.
+/// Whether the flow between each pair of the ends' addresses is allowed, and the explanation as text: one, or one for each
+/// pair if they differ.
 pub fn text(
     engine: &Engine,
     style: &dyn TextStyle,
@@ -47,12 +51,23 @@ pub fn text(
     to: &FlowEndpoint,
     port: &ProtocolPort,
 ) -> Result<(bool, String), FlowError> {
+    if let FlowEndpoint::Service(key) = to {
+        return service_text(engine, style, from, key, port);
+    }
+    let flows = flow::flows(engine.state(), from, to, port)?;
+    let explained: Vec<(Flow, Explanation)> = flows.into_iter().map(|flow| (flow, engine.explain(&flow))).collect();
+    let is_allowed = explained.iter().all(|(_, explanation)| explanation.verdict.is_allowed());
+    let differ = explained.iter().any(|(_, explanation)| !explanation.is_same(&explained[0].1));
+    let shown = if differ { &explained[..] } else { &explained[..1] };
+    let texts: Vec<String> =
+        shown.iter().map(|(flow, explanation)| of_flow(engine, style, flow, explanation)).collect();
+    Ok((is_allowed, texts.join("\n")))
+}
+
+fn of_flow(engine: &Engine, style: &dyn TextStyle, flow: &Flow, explanation: &Explanation) -> String {
     let state = engine.state();
-    let flow = flow::flow(state, from, to, port)?;
     let (src, dst) = (flow::describe(state, flow.src.into()), flow::describe(state, flow.dst.into()));
-    let explanation = engine.explain(&flow);
-    let is_allowed = explanation.egress.verdict.is_allowed() && explanation.ingress.verdict.is_allowed();
-    let verdict = if is_allowed { style.good(&"allowed") } else { style.bad(&"denied") };
+    let verdict = if explanation.verdict.is_allowed() { style.good(&"allowed") } else { style.bad(&"denied") };
     let port = match flow.protocol.has_ports() {
         true => format!("{}/{}", flow.dst_port, flow.protocol),
         false => flow.protocol.to_string(),
@@ -61,7 +76,43 @@ pub fn text(
     let ends = (src.as_str(), dst.as_str());
     explain_direction(&mut text, engine, style, Direction::Egress, ends, &explanation.egress);
     explain_direction(&mut text, engine, style, Direction::Ingress, ends, &explanation.ingress);
-    Ok((is_allowed, text))
+    text
+}
+
+/// Whether a flow to a Service is allowed to each backend, and the explanation for each.
+fn service_text(
+    engine: &Engine,
+    style: &dyn TextStyle,
+    from: &FlowEndpoint,
+    key: &ObjectKey,
+    port: &ProtocolPort,
+) -> Result<(bool, String), FlowError> {
+    let to = service_flows(engine.state(), from, key, port)?;
+    let mut allowed = 0;
+    let mut of_backends = String::new();
+    for flow in &to.flows {
+        let (from, to) = (FlowEndpoint::Address(flow.src.into()), FlowEndpoint::Address(flow.dst.into()));
+        let port = ProtocolPort::number(flow.protocol, flow.dst_port);
+        // Through a Service, no NetworkPolicy keeps a pod from itself; directly, neither does any other policy.
+        let (is_allowed, text) = self::text(engine, style, &from, &to, &port)?;
+        allowed += usize::from(is_allowed);
+        of_backends += &format!("\n{text}");
+    }
+    let count = to.flows.len();
+    let verdict = match (allowed, count) {
+        (0, _) => style.bad(&"denied"),
+        _ if allowed == count => style.good(&"allowed"),
+        _ => style.mixed(&"partial"),
+    };
+    let frontend = SocketAddr::new(to.address, to.port);
+    let backends = match count {
+        0 => describe_without(to.without).to_owned(),
+        1 => "1 backend".to_owned(),
+        _ => format!("{count} backends, {allowed} of them allowed"),
+    };
+    let head =
+        format!("{}: Service {} at {frontend}/{}, {backends}\n", style.strong(&verdict), to.name, port.protocol());
+    Ok((count > 0 && allowed == count, head + &of_backends))
 }
 
 fn explain_direction(

@@ -10,7 +10,7 @@ use crate::model::{ObjectKey, Pod, PortProtocol};
 use crate::state::{ClusterState, PodOrNode};
 
 /// The source port of flows that users ask about; policies do not match on it.
-const ANY_SOURCE_PORT: u16 = 49152;
+pub(crate) const ANY_SOURCE_PORT: u16 = 49152;
 
 /// One end of a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -19,6 +19,8 @@ pub enum FlowEndpoint {
     Pod(ObjectKey),
     /// An address. If a pod has it, the endpoint is that pod.
     Address(IpAddr),
+    /// A Service by namespace and name, as a destination.
+    Service(ObjectKey),
 }
 
 /// A protocol, with a port where the protocol has ports.
@@ -41,7 +43,7 @@ pub enum PortRef {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FlowError {
     /// Neither a pod's name nor an address.
-    #[error("{0:?} is not an endpoint: write NAMESPACE/POD or an address")]
+    #[error("{0:?} is not an endpoint: write NAMESPACE/POD, an address, or svc/NAMESPACE/SERVICE as a destination")]
     Endpoint(String),
     /// An IPv4-mapped IPv6 address, which no packet carries.
     #[error("{0} is an IPv4-mapped IPv6 address: write it as IPv4")]
@@ -55,6 +57,23 @@ pub enum FlowError {
     /// The pod has no address.
     #[error("pod {0} has no address yet: set status.podIPs")]
     NoAddress(ObjectKey),
+    /// No Service has this name.
+    #[error("Service {0} is unknown: correct its name, or add its manifest")]
+    NoService(ObjectKey),
+    /// The Service is headless, or of type ExternalName.
+    #[error("Service {0} has no cluster address: ask about its pods")]
+    NoClusterAddress(ObjectKey),
+    /// The Service has no such port.
+    #[error("Service {service} has no port {port}: use one of its own, by number or by name")]
+    NoServicePort {
+        /// The Service.
+        service: ObjectKey,
+        /// The port.
+        port: String,
+    },
+    /// A Service where it is no destination.
+    #[error("Service {0} is no single end: use a pod or an address")]
+    ServiceIsNoEnd(ObjectKey),
     /// One end has IPv4 addresses only, the other IPv6 addresses only.
     #[error("{0} and {1} have no address family in common: use endpoints of one family")]
     Families(String, String),
@@ -94,12 +113,14 @@ impl FromStr for FlowEndpoint {
                 _ => Ok(Self::Address(address)),
             };
         }
-        match text.split_once('/') {
+        let key = |text: &str| match text.split_once('/') {
             Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
-                Ok(Self::Pod(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() }))
+                Some(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() })
             }
-            _ => Err(FlowError::Endpoint(text.to_owned())),
-        }
+            _ => None,
+        };
+        let service = text.strip_prefix("svc/").and_then(key).map(Self::Service);
+        service.or_else(|| key(text).map(Self::Pod)).ok_or_else(|| FlowError::Endpoint(text.to_owned()))
     }
 }
 
@@ -108,6 +129,7 @@ impl fmt::Display for FlowEndpoint {
         match self {
             Self::Pod(key) => key.fmt(f),
             Self::Address(address) => address.fmt(f),
+            Self::Service(key) => write!(f, "svc/{key}"),
         }
     }
 }
@@ -148,6 +170,16 @@ impl ProtocolPort {
         }
     }
 
+    /// The protocol.
+    pub fn protocol(&self) -> Protocol {
+        self.protocol
+    }
+
+    /// The port, where the protocol has ports.
+    pub fn port(&self) -> Option<&PortRef> {
+        self.port.as_ref()
+    }
+
     /// A numbered port.
     pub fn number(protocol: Protocol, number: u16) -> Self {
         Self { protocol, port: Some(PortRef::Number(number)) }
@@ -183,20 +215,30 @@ impl fmt::Display for ProtocolPort {
     }
 }
 
-/// The flow between two endpoints. Of several address pairs it takes the source's first address for which the destination
-/// has one of the same family.
-pub fn flow(
+/// The flows between two endpoints: one for each pair of their addresses of one family, in the order of the addresses. At
+/// least one. Policy may decide differently by family, so each must be evaluated.
+pub fn flows(
     state: &ClusterState,
     from: &FlowEndpoint,
     to: &FlowEndpoint,
     port: &ProtocolPort,
-) -> Result<Flow, FlowError> {
+) -> Result<Vec<Flow>, FlowError> {
     let (sources, destinations) = (addresses(state, from)?, addresses(state, to)?);
     let pairs = sources.iter().flat_map(|src| destinations.iter().map(move |dst| (*src, *dst)));
-    let (src, dst) = pairs
-        .into_iter()
-        .find(|(src, dst)| src.is_ipv4() == dst.is_ipv4())
-        .ok_or_else(|| FlowError::Families(from.to_string(), to.to_string()))?;
+    let pairs = pairs.filter(|(src, dst)| src.is_ipv4() == dst.is_ipv4());
+    let flows: Vec<Flow> = pairs.map(|(src, dst)| flow(state, to, (src, dst), port)).collect::<Result<_, _>>()?;
+    match flows.is_empty() {
+        true => Err(FlowError::Families(from.to_string(), to.to_string())),
+        false => Ok(flows),
+    }
+}
+
+fn flow(
+    state: &ClusterState,
+    to: &FlowEndpoint,
+    (src, dst): (IpAddr, IpAddr),
+    port: &ProtocolPort,
+) -> Result<Flow, FlowError> {
     // ICMP between IPv6 addresses means ICMPv6.
     let protocol = match port.protocol {
         Protocol::ICMP if dst.is_ipv6() => Protocol::ICMPV6,
@@ -214,6 +256,7 @@ pub fn flow(
 pub fn addresses(state: &ClusterState, end: &FlowEndpoint) -> Result<Vec<IpAddr>, FlowError> {
     let key = match end {
         FlowEndpoint::Address(address) => return Ok(vec![*address]),
+        FlowEndpoint::Service(key) => return Err(FlowError::ServiceIsNoEnd(key.clone())),
         FlowEndpoint::Pod(key) => key,
     };
     let pod = state.find_pod(key).and_then(|pod| state.pod(pod)).ok_or_else(|| FlowError::NoPod(key.clone()))?;
@@ -239,7 +282,7 @@ fn resolve(
 }
 
 /// The pod that owns an address; `None` for a node's address (its host-network pods included) and an unknown one.
-fn pod_at(state: &ClusterState, address: IpAddr) -> Option<&Pod> {
+pub(crate) fn pod_at(state: &ClusterState, address: IpAddr) -> Option<&Pod> {
     match state.owner(&address)? {
         PodOrNode::Pod(pod) => state.pod(pod),
         PodOrNode::Node(_) => None,
@@ -292,6 +335,9 @@ mod tests {
             FlowEndpoint::Pod(ObjectKey { namespace: namespace.into(), name: name.into() })
         };
         assert_eq!("shop/web-1".parse(), Ok(pod("shop", "web-1")));
+        let service = ObjectKey { namespace: "shop".into(), name: "api".into() };
+        assert_eq!("svc/shop/api".parse(), Ok(FlowEndpoint::Service(service)));
+        assert_eq!("svc/api".parse(), Ok(pod("svc", "api")), "a namespace may have this name");
         assert_eq!("10.0.0.1".parse(), Ok(FlowEndpoint::Address([10, 0, 0, 1].into())));
         for text in ["", "web-1", "/web", "shop/", "a/b/c", "10.0.0.0/8x/y", "10.0.0.256"] {
             assert!(text.parse::<FlowEndpoint>().is_err(), "{text}");

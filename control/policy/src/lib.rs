@@ -17,4 +17,5 @@ pub mod flow;
 pub mod listing;
 pub mod model;
 pub mod render;
+pub mod service_flows;
 pub mod state;

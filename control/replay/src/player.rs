@@ -75,7 +75,7 @@ impl Observer for VerdictObserver<'_> {
 }
 
 /// Counts over a replay.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct PacketCounters {
     /// Packets that passed.
     pub allowed: u64,
@@ -87,6 +87,13 @@ pub struct PacketCounters {
     pub connections: u64,
     /// Connections revoked by a policy change.
     pub revoked: u64,
+}
+
+impl Default for PacketCounters {
+    fn default() -> Self {
+        let kernel = [0; XdpOutcome::ALL.len()];
+        Self { allowed: 0, denied: [0; DropReason::COUNT], kernel, connections: 0, revoked: 0 }
+    }
 }
 
 /// Plays a capture under one set of objects.

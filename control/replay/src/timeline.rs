@@ -219,7 +219,8 @@ fn changes(
 fn reference(text: &str) -> Result<ObjectRef, String> {
     let wrong = || {
         format!(
-            "delete: {text:?} is not an object: write \"NetworkPolicy NAMESPACE/NAME\", Pod, or \"Namespace NAME\", Node, \
+            "delete: {text:?} is not an object: write \"NetworkPolicy NAMESPACE/NAME\", Pod, Service, \
+             EndpointSlice, or \"Namespace NAME\", Node, \
              ClusterNetworkPolicy"
         )
     };
@@ -233,6 +234,8 @@ fn reference(text: &str) -> Result<ObjectRef, String> {
         "Node" => Ok(ObjectRef::Node(name.to_owned())),
         "ClusterNetworkPolicy" => Ok(ObjectRef::ClusterNetworkPolicy(name.to_owned())),
         "Pod" => key().map(ObjectRef::Pod),
+        "Service" => key().map(ObjectRef::Service),
+        "EndpointSlice" => key().map(ObjectRef::EndpointSlice),
         "NetworkPolicy" => key().map(ObjectRef::NetworkPolicy),
         _ => Err(wrong()),
     }

@@ -16,12 +16,23 @@ pub enum ObjectKind {
     NetworkPolicy,
     /// ClusterNetworkPolicies. A cluster that does not serve them has none.
     ClusterNetworkPolicy,
+    /// Services.
+    Service,
+    /// EndpointSlices.
+    EndpointSlice,
 }
 
 impl ObjectKind {
     /// All kinds.
-    pub const ALL: [Self; 5] =
-        [Self::Namespace, Self::Node, Self::Pod, Self::NetworkPolicy, Self::ClusterNetworkPolicy];
+    pub const ALL: [Self; 7] = [
+        Self::Namespace,
+        Self::Node,
+        Self::Pod,
+        Self::NetworkPolicy,
+        Self::ClusterNetworkPolicy,
+        Self::Service,
+        Self::EndpointSlice,
+    ];
 
     /// The `kind` in manifests.
     pub fn name(self) -> &'static str {
@@ -31,6 +42,8 @@ impl ObjectKind {
             Self::Pod => "Pod",
             Self::NetworkPolicy => "NetworkPolicy",
             Self::ClusterNetworkPolicy => "ClusterNetworkPolicy",
+            Self::Service => "Service",
+            Self::EndpointSlice => "EndpointSlice",
         }
     }
 
@@ -42,6 +55,8 @@ impl ObjectKind {
             Self::Pod => "pods",
             Self::NetworkPolicy => "networkpolicies",
             Self::ClusterNetworkPolicy => "clusternetworkpolicies",
+            Self::Service => "services",
+            Self::EndpointSlice => "endpointslices",
         }
     }
 }

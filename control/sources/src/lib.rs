@@ -13,6 +13,7 @@ mod health;
 pub mod manifest;
 mod typed;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -34,6 +35,21 @@ pub enum Location {
     ApiServer(Access),
 }
 
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Manifests(path) => write!(f, "manifests in {}", path.display()),
+            Self::ApiServer(Access::Kubeconfig { path, context: None }) => {
+                write!(f, "API server of {}", path.display())
+            }
+            Self::ApiServer(Access::Kubeconfig { path, context: Some(context) }) => {
+                write!(f, "API server of {}, context {context}", path.display())
+            }
+            Self::ApiServer(Access::InCluster) => f.write_str("API server of this cluster"),
+        }
+    }
+}
+
 /// A source: all objects first, then changes.
 #[derive(Debug)]
 pub struct Source {
@@ -43,7 +59,12 @@ pub struct Source {
 
 #[derive(Debug)]
 enum Backend {
-    Manifests(ManifestDirectory, ObjectCount),
+    Manifests {
+        directory: ManifestDirectory,
+        /// Its first objects, until they are asked for.
+        first: Vec<Object>,
+        count: ObjectCount,
+    },
     ApiServer(ApiServer),
 }
 
@@ -64,8 +85,15 @@ impl Source {
     /// Waits for an API server, for any time, until every kind is listed: partial state is never reported. Drop the
     /// future to give up.
     pub async fn open(location: &Location) -> Result<(Self, Vec<Object>), SourceError> {
+        let mut source = Self::start(location).await?;
+        let objects = source.first().await;
+        Ok((source, objects))
+    }
+
+    /// Opens a source without waiting for an API server.
+    pub async fn start(location: &Location) -> Result<Self, SourceError> {
         let health = Arc::new(SourceHealth::default());
-        let (backend, objects) = match location {
+        let backend = match location {
             Location::Manifests(path) => {
                 let (directory, objects) = ManifestDirectory::open(path, ConversionSettings::default())?;
                 ObjectKind::ALL.into_iter().for_each(|kind| {
@@ -75,15 +103,22 @@ impl Source {
                 let mut count = ObjectCount::default();
                 objects.iter().for_each(|object| count.set(object.reference()));
                 count.report(&health);
-                (Backend::Manifests(directory, count), objects)
+                Backend::Manifests { directory, first: objects, count }
             }
             Location::ApiServer(access) => {
-                let (server, objects) =
-                    ApiServer::open(access, ApiServerTimeouts::default(), Arc::clone(&health)).await?;
-                (Backend::ApiServer(server), objects)
+                Backend::ApiServer(ApiServer::start(access, ApiServerTimeouts::default(), Arc::clone(&health)).await?)
             }
         };
-        Ok((Self { backend, health }, objects))
+        Ok(Self { backend, health })
+    }
+
+    /// All objects, once every kind is listed: the first call's answer. Cancel-safe. If it is not called, an API server's
+    /// objects are the first changes.
+    pub async fn first(&mut self) -> Vec<Object> {
+        match &mut self.backend {
+            Backend::Manifests { first, .. } => std::mem::take(first),
+            Backend::ApiServer(server) => server.first().await,
+        }
     }
 
     /// The next changes; related changes arrive together. Cancel-safe: dropping the future loses none. `None` once the
@@ -91,7 +126,7 @@ impl Source {
     pub async fn next(&mut self) -> Option<Vec<ObjectChange>> {
         match &mut self.backend {
             Backend::ApiServer(server) => server.next().await,
-            Backend::Manifests(directory, count) => {
+            Backend::Manifests { directory, count, .. } => {
                 let changes = directory.next().await?.changes;
                 changes.iter().for_each(|change| {
                     count.apply(change);
@@ -142,6 +177,8 @@ fn kind_of(change: &ObjectChange) -> ObjectKind {
         ObjectChange::Set(Object::Pod(_)) => ObjectKind::Pod,
         ObjectChange::Set(Object::NetworkPolicy(_)) => ObjectKind::NetworkPolicy,
         ObjectChange::Set(Object::ClusterNetworkPolicy(_)) => ObjectKind::ClusterNetworkPolicy,
+        ObjectChange::Set(Object::Service(_)) => ObjectKind::Service,
+        ObjectChange::Set(Object::EndpointSlice(_)) => ObjectKind::EndpointSlice,
         ObjectChange::Delete(reference) => kind_of_reference(reference),
     }
 }
@@ -153,5 +190,7 @@ fn kind_of_reference(reference: &ObjectRef) -> ObjectKind {
         ObjectRef::Pod(_) => ObjectKind::Pod,
         ObjectRef::NetworkPolicy(_) => ObjectKind::NetworkPolicy,
         ObjectRef::ClusterNetworkPolicy(_) => ObjectKind::ClusterNetworkPolicy,
+        ObjectRef::Service(_) => ObjectKind::Service,
+        ObjectRef::EndpointSlice(_) => ObjectKind::EndpointSlice,
     }
 }

@@ -90,18 +90,22 @@ metadata: {name: web, namespace: shop}
 apiVersion: v1
 kind: List
 items:
-- {apiVersion: v1, kind: Service, metadata: {name: web, namespace: shop}}
-- {apiVersion: projectcalico.org/v3, kind: NetworkPolicy, metadata: {name: other}}
-- {apiVersion: discovery.k8s.io/v1, kind: EndpointSliceList, items: []}
+- {apiVersion: v1, kind: ConfigMap, metadata: {name: web, namespace: shop}}
+- {apiVersion: projectcalico.org/v3, kind: GlobalNetworkSet, metadata: {name: other, namespace: shop}}
+- {apiVersion: projectcalico.org/v3, kind: StagedNetworkPolicy, metadata: {name: later, namespace: shop}}
+- {apiVersion: cilium.io/v2, kind: CiliumNetworkPolicyList, items: []}
+- {apiVersion: apps/v1, kind: ReplicaSetList, items: []}
 ";
     let read = read_as("a.yaml", text, ConversionSettings::default());
     assert!(read.documents.is_empty());
     let ignored: Vec<_> = read.ignored.iter().map(|i| (i.origin.line.unwrap(), i.object.as_str())).collect();
     let expected = [
         (2, "Deployment shop/web"),
-        (9, "Service shop/web"),
-        (10, "NetworkPolicy default/other"),
-        (11, "EndpointSliceList without a name"),
+        (9, "ConfigMap shop/web"),
+        (10, "GlobalNetworkSet shop/other"),
+        (11, "StagedNetworkPolicy shop/later"),
+        (12, "CiliumNetworkPolicyList without a name"),
+        (13, "ReplicaSetList without a name"),
     ];
     assert_eq!(ignored, expected);
 }

@@ -6,7 +6,7 @@ use super::counters::TableEvent;
 use super::entry::{ControlWord, EpochTag, OwnerId, TableEntry, Tracking};
 use super::hash::PreparedFlow;
 use super::state::{State, TcpState};
-use super::table::ConnTable;
+use super::table::{ConnTable, SlotRef};
 use super::tcp::Window;
 use super::time::{TICK, Tick, Timestamp};
 use super::track::{self, PacketEffect};
@@ -108,6 +108,27 @@ impl<'t> Conn<'t> {
             }
         }
         false
+    }
+
+    /// Whether it is one of the two entries of a connection to a Service.
+    #[inline(always)]
+    pub(crate) fn is_translated(&self) -> bool {
+        self.control.is_translated()
+    }
+
+    /// Its entry, as it was found.
+    pub(super) fn place(&self) -> SlotRef {
+        (self.slot, self.control)
+    }
+
+    /// Whether both are the same connection.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.slot == other.slot && self.control.is_same_generation(other.control)
+    }
+
+    /// The flow by which it was found.
+    pub(super) fn hashed(&self) -> &PreparedFlow {
+        &self.hashed
     }
 
     /// Its state when it was found or last updated through this handle.

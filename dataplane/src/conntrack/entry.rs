@@ -62,9 +62,10 @@ impl EpochTag {
 /// | 7 | via host: its packets traverse the node's own stack |
 /// | 8–29 | tick of the last packet |
 /// | 30–52 | tag of the epoch under which policy was last evaluated |
-/// | 53–63 | generation: number of times the entry was claimed |
+/// | 53–62 | generation: number of times the entry was claimed |
+/// | 63 | translated: one of the two entries of a connection to a Service |
 ///
-/// The generation wraps after 2¹¹ claims. A compare-and-swap delayed that long would also have to find the same state,
+/// The generation wraps after 2¹⁰ claims. A compare-and-swap delayed that long would also have to find the same state,
 /// epoch and tick to go wrong.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct ControlWord(pub(super) u64);
@@ -80,12 +81,16 @@ const TICK: u64 = (Tick::MASK as u64) << TICK_AT;
 const EPOCH_AT: u32 = TICK_AT + Tick::BITS;
 const EPOCH: u64 = (EpochTag::MASK as u64) << EPOCH_AT;
 const GENERATION_AT: u32 = EPOCH_AT + EpochTag::BITS;
-const _: () = assert!(GENERATION_AT == 53);
+const GENERATION: u64 = (1 << 10) - 1;
+const TRANSLATED: u64 = 1 << 63;
+const _: () = assert!(GENERATION_AT == 53 && GENERATION << GENERATION_AT & TRANSLATED == 0);
 
 /// State number of a free entry.
 pub(super) const FREE: u8 = 0;
 /// State number of an entry that one thread is writing or clearing.
 pub(super) const CLAIMED: u8 = 1;
+/// State number of the entry of a translated connection's frontend: no connection has this state.
+pub(super) const FRONTEND: u8 = 15;
 
 impl ControlWord {
     /// A tentative connection in an entry claimed at this generation.
@@ -142,6 +147,22 @@ impl ControlWord {
         Self(if via_host { self.0 | VIA_HOST } else { self.0 & !VIA_HOST })
     }
 
+    /// Whether this is one of the two entries of a translated connection.
+    #[inline]
+    pub(super) const fn is_translated(self) -> bool {
+        self.0 & TRANSLATED != 0
+    }
+
+    pub(super) const fn with_translated(self, translated: bool) -> Self {
+        Self(if translated { self.0 | TRANSLATED } else { self.0 & !TRANSLATED })
+    }
+
+    /// Whether this is the entry of a translated connection's frontend.
+    #[inline]
+    pub(super) const fn is_frontend(self) -> bool {
+        self.state() == FRONTEND
+    }
+
     /// Whether the connection is in the state of this number and not revoked.
     #[inline]
     pub(super) const fn is_in(self, state: u8) -> bool {
@@ -165,7 +186,7 @@ impl ControlWord {
 
     #[inline]
     pub(super) const fn generation(self) -> u64 {
-        self.0 >> GENERATION_AT
+        self.0 >> GENERATION_AT & GENERATION
     }
 
     /// Whether both belong to one connection, between one claim of the entry and the next.
@@ -203,7 +224,7 @@ impl ControlWord {
 
     /// Claimed by one thread for a new connection, in the next generation.
     pub(super) const fn claimed_anew(self) -> Self {
-        Self((self.generation() + 1) << GENERATION_AT | CLAIMED as u64)
+        Self(((self.generation() + 1) & GENERATION) << GENERATION_AT | CLAIMED as u64)
     }
 
     /// Free, in the same generation.
@@ -465,25 +486,31 @@ mod tests {
 
     #[test]
     fn fields_of_the_control_word_do_not_overlap() {
-        let claimed = ControlWord(0x5ef << 53 | 0xfffff << 20).claimed_anew();
-        assert_eq!((claimed.generation(), claimed.state()), (0x5f0, CLAIMED));
+        let claimed = ControlWord(0x1ef << 53 | 0xfffff << 20).claimed_anew();
+        assert_eq!((claimed.generation(), claimed.state()), (0x1f0, CLAIMED));
         let (tick, epoch) = (Tick(0x2a_5a5a), EpochTag::of(Epoch(0x12ab_cdef)));
         let control = ControlWord::tentative(claimed, 11, Orientation::HighToLow, epoch, tick);
         assert!(control.is_tentative() && control.is_written() && !control.is_live());
         let control = control.confirmed();
         assert!(control.is_live() && !control.is_revoked() && control.is_in(11));
         assert_eq!((control.state(), control.tick(), control.epoch()), (11, tick, epoch));
-        assert_eq!((control.original(), control.generation()), (Orientation::HighToLow, 0x5f0));
+        assert_eq!((control.original(), control.generation()), (Orientation::HighToLow, 0x1f0));
         let other = control.with(3, Tick(Tick::MASK)).with_verdict(EpochTag::of(Epoch(1)), false);
         assert_eq!((other.state(), other.tick(), other.epoch()), (3, Tick(Tick::MASK), EpochTag(1)));
         assert!(other.is_revoked() && !other.is_in(3));
-        assert_eq!((other.original(), other.generation()), (Orientation::HighToLow, 0x5f0));
+        assert_eq!((other.original(), other.generation()), (Orientation::HighToLow, 0x1f0));
         assert_eq!(other.with_original(Orientation::LowToHigh).original(), Orientation::LowToHigh);
         assert!(!other.with_verdict(EpochTag::of(Epoch(2)), true).is_revoked());
         let by_host = other.with_via_host(true);
         assert!(!other.is_via_host() && by_host.is_via_host() && by_host.with_via_host(false) == other);
         assert!(by_host.with(5, tick).is_via_host() && !by_host.claimed().is_via_host());
         assert!(control.is_same_generation(other) && !control.is_same_generation(control.claimed()));
+        let translated = by_host.with_translated(true);
+        assert!(!by_host.is_translated() && translated.is_translated() && translated.with_translated(false) == by_host);
+        assert!(
+            translated.with(5, tick).with_verdict(epoch, true).is_translated() && !translated.claimed().is_translated()
+        );
+        assert_eq!(translated.generation(), 0x1f0);
         assert_eq!(ControlWord(u64::MAX).claimed_anew().generation(), 0, "the generation wraps");
     }
 

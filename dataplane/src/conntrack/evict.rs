@@ -38,7 +38,10 @@ impl ConnTable {
     pub(super) fn evict(&self, hashed: &PreparedFlow, owner: Option<OwnerId>, now: Tick) -> Option<SlotRef> {
         loop {
             let (rank, slot, control) = self.victim(hashed, owner, now)?;
+            let partner = self.partner((slot, control)).filter(|_| control.is_frontend());
             if self.entry(slot).exchange(control, control.claimed()).is_ok() {
+                // Without its frontend's entry, a connection's packets would open another one.
+                partner.into_iter().for_each(|other| self.remove_entry(other));
                 self.forget(slot);
                 self.counters.count(match (rank.liveness, rank.class, owner) {
                     (Liveness::Expired, ..) => TableEvent::Expired,
@@ -90,6 +93,17 @@ impl ConnTable {
         if !control.is_live() {
             return None;
         }
+        if control.is_frontend() {
+            return match self.partner((slot, control)) {
+                Some((other, control)) => self.rank(other, control, source, now),
+                None => Some(EvictionRank {
+                    liveness: Liveness::Expired,
+                    is_of_another: false,
+                    class: EvictionClass::Closing,
+                    freshness: 0,
+                }),
+            };
+        }
         let entry = self.entry(slot);
         let protocol = entry.protocol();
         // A revoked connection ranks by its previous state: one that both sides had confirmed is kept while either may
@@ -98,6 +112,8 @@ impl ConnTable {
         let (liveness, class) = match class {
             _ if self.is_expired(protocol, (slot, control), now) => (Liveness::Expired, EvictionClass::Closing),
             EvictionClass::Kept => return None,
+            // The entry of its frontend is about to be inserted, perhaps here.
+            _ if control.is_translated() && self.partner((slot, control)).is_none() => return None,
             EvictionClass::Closing => (Liveness::Closing, class),
             EvictionClass::Unanswered | EvictionClass::Answered => (Liveness::Open, class),
         };

@@ -1,6 +1,6 @@
 //! The memory of a table: anonymous, a file that outlasts the process, or BPF arrays that programs in the kernel read.
 //!
-//! A file is a page with the [`FileHeader`], the tags, then the entries. It is created under another name and renamed
+//! A file is a page with the [`FileHeader`], the tags, the entries, then their links. It is created under another name and renamed
 //! when complete. Every change to the table is one atomic word and an entry describes itself, so the file is usable
 //! after a process died at any point; [`super::recover`] clears operations in progress.
 
@@ -21,6 +21,7 @@ use super::origin::{OpenError, TableOrigin, UnusableFile};
 use super::path::KernelUse;
 use super::shared::{KernelMaps, SharedMaps};
 use super::tags::{LANES, Tags};
+use super::translation::Link;
 
 /// Entries and tags in mappings that are initially zero: free.
 pub(super) struct Storage {
@@ -54,7 +55,7 @@ impl Storage {
                 let bytes = table_len(groups);
                 let map =
                     MmapOptions::new().len(bytes).map_anon().map_err(|source| OpenError::Memory { bytes, source })?;
-                advise(&map);
+                advise(&map, used_len(groups));
                 return Ok((Self::new(map, None, 0, groups), Seed::random(), TableOrigin::New));
             }
             TableMemory::File(path) => path,
@@ -89,7 +90,7 @@ impl Storage {
             Err(error) => return Err(error.into()),
             Ok(file) => {
                 lock(&file)?;
-                let map = map(&file)?;
+                let map = map(&file, groups)?;
                 match check(&map, groups) {
                     Ok(seed) => return Ok((Self::new(map, Some(file), HEADER_LEN, groups), seed, TableOrigin::Found)),
                     Err(reason) => TableOrigin::Remade(reason),
@@ -124,6 +125,15 @@ impl Storage {
         unsafe { std::slice::from_raw_parts(self.tags.as_ptr(), self.groups) }
     }
 
+    /// The link of each entry, behind the entries.
+    #[inline]
+    pub(super) fn links(&self) -> &[Link] {
+        let entries = self.groups * LANES as usize;
+        // SAFETY: the mapping contains this many links behind the entries (`table_len`, `KernelMapSizes::of`), aligned to
+        // 64 bytes, and any bit pattern is a valid atomic.
+        unsafe { std::slice::from_raw_parts(self.entries.as_ptr().add(entries).cast(), entries) }
+    }
+
     /// What the kernel forwarded of each entry, if its programs read the table.
     #[inline]
     pub(super) fn uses(&self) -> Option<&[KernelUse]> {
@@ -143,8 +153,13 @@ impl Storage {
 }
 
 /// Bytes of tags and entries.
-fn table_len(groups: u32) -> usize {
+fn used_len(groups: u32) -> usize {
     groups as usize * (size_of::<Tags>() + LANES as usize * size_of::<TableEntry>())
+}
+
+/// Bytes of tags, entries and links.
+fn table_len(groups: u32) -> usize {
+    used_len(groups) + groups as usize * LANES as usize * size_of::<Link>()
 }
 
 enum FileError {
@@ -174,20 +189,21 @@ fn lock(file: &File) -> Result<(), FileError> {
     }
 }
 
-fn map(file: &File) -> io::Result<MmapMut> {
+fn map(file: &File, groups: u32) -> io::Result<MmapMut> {
     // SAFETY: other processes that respect the lock do not change the file. While the mapping is shared, only atomics
     // are read from it, for which any bit pattern is valid, and the header, which is verified before use.
     let map = unsafe { MmapOptions::new().map_mut(file)? };
-    advise(&map);
+    advise(&map, HEADER_LEN + used_len(groups));
     Ok(map)
 }
 
-/// Asks for huge pages, so that there are fewer translations to look up, and for all pages now, so that no worker waits
-/// for one to be cleared. If the kernel has none of the first kind or does not know the second wish (before 5.14), the
-/// table works all the same.
-fn advise(map: &MmapMut) {
-    let _ = map.advise(memmap2::Advice::HugePage);
-    let _ = map.advise(memmap2::Advice::PopulateWrite);
+/// Asks for huge pages, so that there are fewer translations to look up, and for the first `used` bytes now, so that no worker
+/// waits for a page to be cleared; the links behind them take memory only where there are connections to Services. If the kernel
+/// has none of the first kind or does not know the second wish (before 5.14), the table works all the same.
+fn advise(map: &MmapMut, used: usize) {
+    let used = used.min(map.len());
+    let _ = map.advise_range(memmap2::Advice::HugePage, 0, used);
+    let _ = map.advise_range(memmap2::Advice::PopulateWrite, 0, used);
 }
 
 /// Creates an empty table and renames it to `path`.
@@ -211,7 +227,7 @@ fn fill(groups: u32, new: &Path) -> Result<(File, MmapMut, Seed), FileError> {
     // Allocate now rather than on the first write to a hole: a full file system is an error here instead of a SIGBUS
     // later.
     nix::fcntl::posix_fallocate(&file, 0, len as i64).map_err(io::Error::from)?;
-    let mut map = map(&file)?;
+    let mut map = map(&file, groups)?;
     let seed = Seed::random();
     map[..size_of::<FileHeader>()].copy_from_slice(&FileHeader::new(groups, &seed)?.to_bytes());
     Ok((file, map, seed))

@@ -11,11 +11,14 @@
 //!   recently used first; never those that both sides have confirmed. An owner (pod) has a share, limited to what
 //!   others leave free, within which it evicts its own connections.
 //!
+//! A connection to a Service has two entries, one under each of its flows (`translation`).
+//!
 //! For a batch: [`ConnTable::prepare`] every packet, [`ConnTable::locate`] every packet, then [`ConnTable::find`] for
 //! each. On a hit, evaluate policy again unless it was [evaluated under the current epoch](Conn::is_evaluated_under),
 //! then [update](Conn::update) the connection. On a miss, evaluate policy and [insert](ConnTable::insert) the
 //! connection.
 
+mod affinity;
 mod config;
 mod conn;
 mod counters;
@@ -42,6 +45,7 @@ mod tags;
 mod tcp;
 mod time;
 mod track;
+mod translation;
 
 pub use config::{Config, ConfigError, MidStreamPickup, TableMemory, Timeouts};
 pub use conn::{Conn, Reevaluation, Update};
@@ -56,6 +60,7 @@ pub(crate) use sweep::ForwardedConnection;
 pub use sweep::{ConnectionInfo, SweepCursor, SweepResult};
 pub use table::{ConnTable, InsertError, Insertion, NewConnection};
 pub use time::Timestamp;
+pub(crate) use translation::{Translated, TranslatedInsertError};
 
 #[cfg(all(test, not(feature = "loom")))]
 mod model;

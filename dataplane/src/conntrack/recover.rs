@@ -33,6 +33,7 @@ impl ConnTable {
                 }
             }
         }
+        self.recover_translated();
     }
 
     /// The content of an entry, if it is consistent and at a valid position.
@@ -40,7 +41,8 @@ impl ConnTable {
         let loaded = self.entry(slot).load()?;
         let hash = self.seed.hash(&loaded.key);
         let is_home = [home(hash, self.groups), alternate(hash, self.groups)].contains(&(slot / LANES));
-        let is_state = State::from_code(key_of(&loaded.key).protocol, loaded.control.state()).is_some();
+        let is_frontend = loaded.control.is_frontend() && loaded.control.is_translated();
+        let is_state = is_frontend || State::from_code(key_of(&loaded.key).protocol, loaded.control.state()).is_some();
         (loaded.control.is_live() && is_home && is_state).then_some(loaded)
     }
 

@@ -12,6 +12,7 @@ use super::entry::TableEntry;
 use super::header::FileHeader;
 use super::path::KernelUse;
 use super::tags::{LANES, Tags};
+use super::translation::Link;
 use crate::snapshot::Epoch;
 
 /// BPF arrays for a table (`BPF_MAP_TYPE_ARRAY` with `BPF_F_MMAPABLE`), of the sizes that [`KernelMapSizes`] says.
@@ -25,7 +26,7 @@ pub struct KernelMapFds {
     pub table: OwnedFd,
     /// `struct tags` of each group.
     pub tags: OwnedFd,
-    /// `struct entry` of each connection.
+    /// `struct entry` of each connection; behind them their links, which only workers read.
     pub entries: OwnedFd,
     /// `struct kernel_use` of each connection.
     pub uses: OwnedFd,
@@ -46,6 +47,8 @@ pub struct KernelMapSizes {
     pub groups: u32,
     /// Number of entries.
     pub entries: u32,
+    /// Number of elements of the array of entries: the entries, and then their links.
+    pub with_links: u32,
 }
 
 impl KernelMapSizes {
@@ -63,9 +66,18 @@ impl KernelMapSizes {
     /// Those of a table for this many connections.
     pub fn of(connections: usize) -> Self {
         let groups = super::table::group_count(connections);
-        Self { groups, entries: groups * LANES }
+        let entries = groups * LANES;
+        Self { groups, entries, with_links: entries + entries / LINKS }
     }
 }
+
+/// Links in an element of the array of entries.
+const LINKS: u32 = 8;
+const _: () = assert!(
+    cfg!(all(test, feature = "loom")) || LINKS as usize * size_of::<Link>() == size_of::<TableEntry>(),
+    "links fill whole elements"
+);
+const _: () = assert!(cfg!(all(test, feature = "loom")) || LANES.is_multiple_of(LINKS), "so do those of a group");
 
 /// `struct table`.
 #[repr(C)]
@@ -96,7 +108,7 @@ impl SharedMaps {
         Ok(Self {
             table: map(&maps.0.table, size_of::<TablePage>())?,
             tags: map(&maps.0.tags, groups * size_of::<Tags>())?,
-            entries: map(&maps.0.entries, entries * size_of::<TableEntry>())?,
+            entries: map(&maps.0.entries, entries * (size_of::<TableEntry>() + size_of::<Link>()))?,
             uses: map(&maps.0.uses, entries * size_of::<KernelUse>())?,
             groups,
         })

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering as CountOrdering};
 
 use crossbeam::utils::CachePadded;
 
+use super::affinity::AffinityTable;
 use super::config::{Config, MidStreamPickup, TimeoutTicks};
 use super::conn::Conn;
 use super::counters::{ConnTableStatistics, Counters, TableEvent};
@@ -37,6 +38,7 @@ pub struct ConnTable {
     /// Number of connections of all owners. It may be off by the few that are being inserted or removed.
     total: CachePadded<AtomicU32>,
     fragments: Fragments,
+    affinities: AffinityTable,
     entries: u32,
     quota: u32,
     midstream_pickup: MidStreamPickup,
@@ -116,6 +118,7 @@ impl ConnTable {
             owners: (0..OWNERS).map(|_| AtomicU32::new(0)).collect(),
             total: CachePadded::new(AtomicU32::new(0)),
             fragments: Fragments::new(),
+            affinities: AffinityTable::new(config.entries),
             entries: config.entries as u32,
             quota: config.quota(),
             midstream_pickup: config.midstream_pickup,
@@ -143,10 +146,11 @@ impl ConnTable {
         self.storage.entries().len()
     }
 
-    /// Bytes of the table: entries and tags.
+    /// Bytes of the table: entries, tags and links.
     pub fn memory(&self) -> usize {
         let uses = self.storage.uses().map_or(0, size_of_val);
-        size_of_val(self.storage.entries()) + size_of_val(self.storage.tags()) + uses
+        let storage = &self.storage;
+        size_of_val(storage.entries()) + size_of_val(storage.tags()) + size_of_val(storage.links()) + uses
     }
 
     /// Whether programs in the kernel read the table.
@@ -183,7 +187,7 @@ impl ConnTable {
     /// stack): the kernel's programs may forward the next ones of this direction as long as that is the epoch.
     pub fn take_path(&self, hashed: &PreparedFlow, (from, to): (u32, u32), epoch: Epoch) {
         let Some(uses) = self.storage.uses() else { return };
-        let Some((slot, control)) = self.lookup(hashed) else { return };
+        let Some((slot, control)) = self.lookup(hashed).filter(|(_, control)| !control.is_translated()) else { return };
         let epoch = EpochTag::of(epoch);
         uses[slot as usize].take_path(hashed.orientation, (from, to), epoch, || {
             let now = self.entry(slot).control();
@@ -214,6 +218,11 @@ impl ConnTable {
     /// Fragmented datagrams.
     pub fn fragments(&self) -> &Fragments {
         &self.fragments
+    }
+
+    /// Clients' backends of Services with affinity.
+    pub(crate) fn affinities(&self) -> &AffinityTable {
+        &self.affinities
     }
 
     /// Prepares a flow: hashes it and prefetches the tags of its group. With a batch, prepare all packets first, then
@@ -265,6 +274,15 @@ impl ConnTable {
     /// # Errors
     /// Why it was rejected; each reason is counted.
     pub fn insert(&self, new: &NewConnection<'_>) -> Result<Insertion<'_>, InsertError> {
+        self.insert_flagged(new, false)
+    }
+
+    /// [`ConnTable::insert`], with the flag of translated connections or without.
+    pub(super) fn insert_flagged(
+        &self,
+        new: &NewConnection<'_>,
+        is_translated: bool,
+    ) -> Result<Insertion<'_>, InsertError> {
         let hashed = new.hashed;
         let now = new.now.tick();
         let midstream_pickup = self.allows_pickup(new.owner, new.now);
@@ -276,6 +294,10 @@ impl ConnTable {
         let contents = EntryContents { owner: new.owner, tracking };
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
+                if control.is_translated() && self.partner((slot, control)).is_none() {
+                    self.remove_entry((slot, control));
+                    continue;
+                }
                 if !self.is_expired(hashed.protocol(), (slot, control), new.now.tick()) {
                     self.counters.count(TableEvent::Raced);
                     return Ok(Insertion::Found(Conn::new(self, hashed, slot, control)));
@@ -287,7 +309,7 @@ impl ConnTable {
             let (slot, claimed) = self.make_room(new)?;
             let epoch = EpochTag::of(new.epoch);
             let control = ControlWord::tentative(claimed, state.code(), hashed.orientation, epoch, now);
-            let control = control.with_via_host(new.via_host);
+            let control = control.with_via_host(new.via_host).with_translated(is_translated);
             self.publish((slot, control), hashed, contents);
             match self.confirm_one(hashed, (slot, control)) {
                 Some((winner, found)) if winner == slot && found.is_same_generation(control) => {
@@ -313,7 +335,7 @@ impl ConnTable {
     }
 
     /// A claimed entry for a new connection, counted for its owner.
-    fn make_room(&self, new: &NewConnection<'_>) -> Result<SlotRef, InsertError> {
+    pub(super) fn make_room(&self, new: &NewConnection<'_>) -> Result<SlotRef, InsertError> {
         let now = new.now.tick();
         let limit = self.limit();
         if self.count(new.owner) >= limit {
@@ -375,7 +397,7 @@ impl ConnTable {
     }
 
     /// Writes a connection into a claimed entry and publishes it to other inserts as tentative.
-    fn publish(&self, (slot, control): SlotRef, hashed: &PreparedFlow, contents: EntryContents) {
+    pub(super) fn publish(&self, (slot, control): SlotRef, hashed: &PreparedFlow, contents: EntryContents) {
         // The tag first: a thread that sees the written entry and scans the tags finds it.
         self.tags(slot / LANES).set(slot % LANES, hashed.tag());
         if let Some(uses) = self.storage.uses() {
@@ -395,7 +417,7 @@ impl ConnTable {
     ///    had become live, and gave up p. P saw q live: it gave up p.
     ///
     /// No thread waits: one that finds another's candidate completes that insert instead.
-    fn confirm_one(&self, hashed: &PreparedFlow, mut candidate: SlotRef) -> Option<SlotRef> {
+    pub(super) fn confirm_one(&self, hashed: &PreparedFlow, mut candidate: SlotRef) -> Option<SlotRef> {
         'candidates: loop {
             // Between the publication of the candidate (ours, or another's that we have seen) and the scan.
             fence(Ordering::SeqCst);
@@ -482,6 +504,9 @@ impl ConnTable {
         // No timeout is that short, and a busy connection's last packet was just now.
         if age == 0 {
             return false;
+        }
+        if control.is_frontend() {
+            return self.partner((slot, control)).is_none();
         }
         let timeout = self.timeout_ticks.of(protocol, control);
         age > timeout && self.kernel_age(slot, now).is_none_or(|age| age > timeout)

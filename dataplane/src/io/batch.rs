@@ -2,8 +2,8 @@
 
 use xsk_rs::FrameDesc;
 
-use super::Umem;
-use crate::batch::{BATCH, Frames};
+use super::{Umem, tag};
+use crate::batch::{BATCH, Frames, StackSender};
 use crate::prefetch::prefetch;
 
 /// Frames received on one queue. They belong to the worker that received them until it passes them on.
@@ -73,5 +73,10 @@ impl Frames for RxBatch<'_> {
         // SAFETY: by the contract of `new` this is a frame of this UMEM that nobody else has. The borrow of `self`
         // prevents a second view of it while the result lives.
         unsafe { self.umem.bytes_mut(&mut self.frames[index]) }
+    }
+
+    #[inline]
+    fn stack_sender(&mut self, index: usize) -> StackSender {
+        tag::stack_sender(self.bytes(index))
     }
 }

@@ -10,6 +10,7 @@ mod fill;
 mod gso;
 mod interface;
 mod memory;
+pub(crate) mod tag;
 mod umem;
 mod xsk;
 

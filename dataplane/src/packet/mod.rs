@@ -8,6 +8,7 @@ mod icmp;
 mod mac;
 mod parse;
 mod rewrite;
+mod translate;
 mod transport;
 
 pub use address::{Address, AddressScope};
@@ -18,4 +19,5 @@ pub use mac::Mac;
 pub(crate) use parse::parse_into;
 pub use parse::{ETHERNET_LEN, Fragment, Layout, Packet, parse, quoted_flow};
 pub use rewrite::{NextHop, OpenChecksum, finish_open, rewrite};
+pub(crate) use translate::{can_translate, translate};
 pub use transport::{SctpChunk, TcpFlags, TcpSegment, Transport};

@@ -458,6 +458,11 @@ fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, DropReason> {
 /// `quoted_at` is the offset of the quoted IP header. RFC 792 only guarantees eight bytes behind it: ports and echo
 /// identifiers, but not a whole header, so nothing else is parsed.
 pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow> {
+    quoted(frame, packet, quoted_at).map(|(flow, _)| flow)
+}
+
+/// [`quoted_flow`], and where in the frame the quoted transport header starts.
+pub(super) fn quoted(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<(Flow, usize)> {
     let frame = frame.get(..usize::from(packet.layout.end))?;
     let at = usize::from(quoted_at);
     let quoted = frame.get(at..)?;
@@ -484,7 +489,7 @@ pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow
         Protocol::ICMP | Protocol::ICMPV6 => _ = icmp::query(bytes, &mut flow),
         _ => {}
     }
-    Some(flow)
+    Some((flow, transport))
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! Last stage: selects the egress port of an allowed packet.
 
+use super::translate::Translation;
 use crate::forward::{PathPorts, Port, PortId, PortKind};
-use crate::packet::{NextHop, OpenChecksum, Packet, rewrite};
+use crate::packet::{NextHop, OpenChecksum, Packet, rewrite, translate};
 use crate::{DropReason, Snapshot};
 
 /// Path of a packet that may pass.
@@ -16,15 +17,15 @@ pub(super) enum PacketPath {
     ViaHost,
 }
 
-/// The ports towards the two ends of a packet received on `ingress`: its destination and its sender.
+/// The ports towards the two ends of a packet received on `ingress`: its destination, as it would leave, and its sender.
 pub(super) fn path_ports(
     snapshot: &Snapshot,
     ingress: PortId,
     from: &Port,
-    packet: &Packet,
+    (packet, leaving): (&Packet, &Packet),
     route: PacketPath,
 ) -> PathPorts {
-    let ahead = egress(snapshot, packet, route);
+    let ahead = egress(snapshot, leaving, route);
     // If the node translates a sender's packets, the sender only knows the node's translation of the reply.
     let back = if from.kind == PortKind::Host { Some(ingress) } else { snapshot.next_hop(packet.flow.src) };
     PathPorts { ahead, back }
@@ -54,6 +55,37 @@ pub(super) fn dispatch(
     route: PacketPath,
     open: OpenChecksum,
 ) -> Result<PortId, DropReason> {
+    let (egress, hop) = way(snapshot, from, packet, route, open)?;
+    rewrite(frame, packet, hop);
+    Ok(egress)
+}
+
+/// [`dispatch`] for a packet that leaves with another flow than it came with.
+#[inline(never)]
+pub(super) fn dispatch_translated(
+    snapshot: &Snapshot,
+    from: &Port,
+    frame: &mut [u8],
+    (packet, translation): (&Packet, &Translation),
+    route: PacketPath,
+    open: OpenChecksum,
+) -> Result<PortId, DropReason> {
+    let leaving = translation.leaving(packet);
+    let (egress, hop) = way(snapshot, from, &leaving, route, open)?;
+    translate(frame, packet, &translation.out, translation.quote.as_ref());
+    rewrite(frame, &leaving, hop);
+    Ok(egress)
+}
+
+/// The egress port of a packet, and what is rewritten for it.
+#[inline(always)]
+fn way(
+    snapshot: &Snapshot,
+    from: &Port,
+    packet: &Packet,
+    route: PacketPath,
+    open: OpenChecksum,
+) -> Result<(PortId, NextHop), DropReason> {
     let egress = egress(snapshot, packet, route).ok_or(DropReason::NoPort)?;
     let port = snapshot.forwarding.port(egress).ok_or(DropReason::PortGone)?;
     let (from_host, to_host) = (from.kind == PortKind::Host, port.kind == PortKind::Host);
@@ -68,6 +100,5 @@ pub(super) fn dispatch(
     if packet.ip_len() > port.mtu {
         return Err(DropReason::TooBig);
     }
-    rewrite(frame, packet, NextHop { peer: port.peer_mac, own: port.own_mac, spend_ttl, open });
-    Ok(egress)
+    Ok((egress, NextHop { peer: port.peer_mac, own: port.own_mac, spend_ttl, open }))
 }

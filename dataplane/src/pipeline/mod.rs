@@ -1,8 +1,8 @@
 //! From a batch of frames to a verdict for each: the path shared by workers, replay, benchmarks and the fuzzer. It
 //! needs no socket and no privilege.
 //!
-//! The stages are the modules in order: `admit` (parse, spoofing, scope), `track` (connection, otherwise policy),
-//! `dispatch` (port, MTU, rewrite). Each either passes the packet on or returns the [`DropReason`]; some drops get a
+//! The stages are the modules in order: `admit` (parse, spoofing, scope), `translate` (Services), `track` (connection,
+//! otherwise policy), `dispatch` (port, MTU, rewrite). Each either passes the packet on or returns the [`DropReason`]; some drops get a
 //! reply (`reply`). Where the kernel's programs read the connection table, `offload` then leaves them the next packets.
 //!
 //! Code that every packet executes is marked `inline(always)`, down to parser and connection table:
@@ -13,18 +13,24 @@ mod admit;
 mod dispatch;
 mod offload;
 mod reply;
+mod sources;
 mod timed;
 mod track;
+mod translate;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 pub use crate::DropReason;
-pub use crate::batch::{BATCH, Frames};
+pub use crate::batch::{BATCH, Frames, StackSender};
 use dispatch::PacketPath;
 pub use offload::keep_offloaded;
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+pub use sources::OriginalSources;
 pub use timed::StageClocks;
 use timed::{StageStopwatch, StageTimer};
+use translate::Translation;
 
 use crate::Snapshot;
 use crate::conntrack::{ConnTable, PreparedFlow, Timestamp};
@@ -87,7 +93,12 @@ impl Observer for () {
 struct AdmittedPacket {
     index: usize,
     packet: Packet,
+    /// Of its flow between client and backend once it is translated.
     hashed: PreparedFlow,
+    /// Whether it leaves with another flow than it came with. It is beside what every packet touches; the flows are not.
+    is_translated: bool,
+    /// Valid only if it is translated.
+    flows: Translation,
 }
 
 /// Why a packet is dropped, with the data for its reply.
@@ -117,13 +128,22 @@ pub struct Pipeline {
     tracked: Vec<Result<PacketPath, DroppedPacket>>,
     replies: Replies,
     open: OpenChecksum,
+    sources: Option<Arc<dyn OriginalSources>>,
+    /// Chooses backends.
+    rng: StdRng,
 }
 
 impl Pipeline {
     /// A pipeline with the connection table shared by all workers.
     pub fn new(connections: Arc<ConnTable>, mode: PipelineMode) -> Self {
         let packet = Packet::default();
-        let slot = AdmittedPacket { index: 0, hashed: connections.prepare(&packet.flow), packet };
+        let slot = AdmittedPacket {
+            index: 0,
+            hashed: connections.prepare(&packet.flow),
+            packet,
+            is_translated: false,
+            flows: Translation::default(),
+        };
         Self {
             connections,
             mode,
@@ -131,6 +151,8 @@ impl Pipeline {
             tracked: vec![Ok(PacketPath::Direct); BATCH],
             replies: Replies::new(OnRevoke::default()),
             open: OpenChecksum::Finish,
+            sources: None,
+            rng: StdRng::from_os_rng(),
         }
     }
 
@@ -144,6 +166,12 @@ impl Pipeline {
     #[must_use]
     pub fn leaving_open(self) -> Self {
         Self { open: OpenChecksum::Leave, ..self }
+    }
+
+    /// Evaluates connections whose source the node has translated for their original source.
+    #[must_use]
+    pub fn with_sources(self, sources: Option<Arc<dyn OriginalSources>>) -> Self {
+        Self { sources, ..self }
     }
 
     /// Replies to the last batch.
@@ -210,24 +238,39 @@ impl Pipeline {
         timer.parsed();
         let connections = &*self.connections;
         let from_host = port.kind == PortKind::Host;
-        let mut tracker = track::Tracker { connections, snapshot, now, ingress, index: 0, observer, timer, from_host };
+        let translates = port.kind == PortKind::Pod && snapshot.services.is_some();
+        let (sources, rng) = (self.sources.as_deref(), &mut self.rng);
+        let mut tracker = track::Tracker {
+            frames,
+            sources,
+            connections,
+            snapshot,
+            now,
+            ingress,
+            index: 0,
+            observer,
+            timer,
+            from_host,
+            translates,
+            rng,
+        };
         if T::WHOLE_BATCH {
-            for (entry, tracked) in self.slots[..admitted].iter().zip(&mut self.tracked) {
-                *tracked = tracker.track_in(self.mode, frames.bytes(entry.index), entry);
+            for (entry, tracked) in self.slots[..admitted].iter_mut().zip(&mut self.tracked) {
+                *tracked = tracker.track_in(self.mode, entry);
             }
             tracker.timer.tracked();
             for (entry, &allowed) in self.slots[..admitted].iter().zip(&self.tracked) {
-                let frame = frames.bytes(entry.index);
+                let frame = tracker.frames.bytes(entry.index);
                 verdicts[entry.index] =
-                    conclude(&mut self.replies, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
+                    conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, self.open, allowed);
             }
             tracker.timer.dispatched();
         } else {
-            for entry in &self.slots[..admitted] {
-                let frame = frames.bytes(entry.index);
-                let allowed = tracker.track_in(self.mode, frame, entry);
+            for entry in &mut self.slots[..admitted] {
+                let allowed = tracker.track_in(self.mode, entry);
+                let frame = tracker.frames.bytes(entry.index);
                 verdicts[entry.index] =
-                    conclude(&mut self.replies, snapshot, (ingress, port), frame, &entry.packet, self.open, allowed);
+                    conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, self.open, allowed);
             }
         }
         if self.connections.is_shared() && self.mode == PipelineMode::Full {
@@ -252,6 +295,7 @@ impl Pipeline {
             match admit::admit(snapshot, port, frames.bytes(index), &mut slot.packet) {
                 Ok(()) => {
                     slot.index = index;
+                    slot.is_translated = false;
                     slot.hashed = self.connections.prepare(&slot.packet.flow);
                     admitted += 1;
                     if admitted == located + 2 * FETCH {
@@ -282,17 +326,24 @@ fn conclude(
     snapshot: &Snapshot,
     (ingress, port): (PortId, &Port),
     frame: &mut [u8],
-    packet: &Packet,
+    entry: &AdmittedPacket,
     open: OpenChecksum,
     allowed: Result<PacketPath, DroppedPacket>,
 ) -> Verdict {
+    let packet = &entry.packet;
     let dropped = match allowed {
-        Ok(route) => match dispatch::dispatch(snapshot, port, frame, packet, route, open) {
-            Ok(egress) => return Verdict::Forward(egress),
-            Err(reason) => DroppedPacket { reason, revoked_at: None, route },
-        },
+        Ok(route) => {
+            let dispatched = match entry.translation() {
+                None => dispatch::dispatch(snapshot, port, frame, packet, route, open),
+                Some(it) => dispatch::dispatch_translated(snapshot, port, frame, (packet, it), route, open),
+            };
+            match dispatched {
+                Ok(egress) => return Verdict::Forward(egress),
+                Err(reason) => DroppedPacket { reason, revoked_at: None, route },
+            }
+        }
         Err(dropped) => dropped,
     };
-    reply::reply(replies, snapshot, (ingress, port), frame, packet, dropped);
+    reply::reply(replies, snapshot, (ingress, port), frame, entry, dropped);
     Verdict::Drop(dropped.reason)
 }

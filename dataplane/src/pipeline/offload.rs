@@ -48,7 +48,12 @@ pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Durat
         snapshot.epoch,
         || Instant::now() >= until,
         |found| {
-            let verdict = snapshot.policy.evaluate_between(&found.original, snapshot.policy.ends(&found.original));
+            let ends = snapshot.policy.ends(&found.original);
+            // The node may have translated its source, for which a worker asks.
+            if [ends.src, ends.dst].iter().any(|end| end.is_node()) || found.via_host && !ends.src.is_local_pod() {
+                return false;
+            }
+            let verdict = snapshot.policy.evaluate_between(&found.original, ends);
             verdict.drop_reason().is_none() && has_same_path(snapshot, found)
         },
     )

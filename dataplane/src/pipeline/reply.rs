@@ -1,7 +1,7 @@
 //! Which drops get a reply, and which one.
 
-use super::DroppedPacket;
 use super::dispatch::path_ports;
+use super::{AdmittedPacket, DroppedPacket};
 use crate::forward::{Forwarding, PathPorts, Port, PortId};
 use crate::packet::Packet;
 use crate::reply::{IcmpError, Replies};
@@ -20,16 +20,30 @@ pub(super) fn reply(
     snapshot: &Snapshot,
     (ingress, port): (PortId, &Port),
     frame: &[u8],
-    packet: &Packet,
+    entry: &AdmittedPacket,
     dropped: DroppedPacket,
 ) {
     let forwarding = &snapshot.forwarding;
-    if !matches!(dropped.reason, DropReason::ConnectionRevoked | DropReason::TtlExpired | DropReason::TooBig) {
+    let has_reply = matches!(
+        dropped.reason,
+        DropReason::ConnectionRevoked
+            | DropReason::TtlExpired
+            | DropReason::TooBig
+            | DropReason::NoBackend
+            | DropReason::NoServicePort
+    );
+    if !has_reply {
         return;
     }
-    let path_ports = path_ports(snapshot, ingress, port, packet, dropped.route);
+    let packet = &entry.packet;
+    let leaving = entry.translation().map_or(*packet, |translation| translation.leaving(packet));
+    let path_ports = path_ports(snapshot, ingress, port, (packet, &leaving), dropped.route);
     match dropped.reason {
-        DropReason::ConnectionRevoked => replies.revoked(forwarding, path_ports, frame, packet, dropped.revoked_at),
+        DropReason::ConnectionRevoked => {
+            let next = dropped.revoked_at.map(|next| (leaving.flow, next));
+            replies.revoked(forwarding, path_ports, frame, packet, next);
+        }
+        DropReason::NoBackend | DropReason::NoServicePort => replies.refused(forwarding, path_ports, frame, packet),
         DropReason::TtlExpired => replies.error(forwarding, path_ports, frame, packet, IcmpError::TtlExpired),
         DropReason::TooBig => {
             if let Some(mtu) = mtu(forwarding, path_ports, packet) {

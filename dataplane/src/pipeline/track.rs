@@ -1,10 +1,16 @@
-//! Second stage: an existing connection allows the packet, otherwise policy is evaluated.
+//! After translation: an existing connection allows the packet, otherwise policy is evaluated.
+
+use rand::rngs::StdRng;
 
 use super::dispatch::PacketPath;
+use super::sources::{self, OriginalSources};
 use super::timed::StageTimer;
+use super::translate::{Translation, policy_flow};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer, PipelineMode};
+use crate::batch::{Frames, StackSender};
 use crate::conntrack::{
-    Conn, ConnTable, InsertError, Insertion, NewConnection, OwnerId, PreparedFlow, Reevaluation, Timestamp, Update,
+    Conn, ConnTable, InsertError, Insertion, NewConnection, OwnerId, Reevaluation, Timestamp, TranslatedInsertError,
+    Update,
 };
 use crate::forward::PortId;
 use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
@@ -12,7 +18,9 @@ use crate::policy::{AddressEntry, FlowEnds};
 use crate::{DropReason, Snapshot};
 
 /// The stage for one batch, with the current packet.
-pub(super) struct Tracker<'a, O, T> {
+pub(super) struct Tracker<'a, F, O, T> {
+    pub(super) frames: &'a mut F,
+    pub(super) sources: Option<&'a dyn OriginalSources>,
     pub(super) connections: &'a ConnTable,
     pub(super) snapshot: &'a Snapshot,
     pub(super) now: Timestamp,
@@ -22,38 +30,40 @@ pub(super) struct Tracker<'a, O, T> {
     pub(super) timer: &'a mut T,
     /// Whether the batch came from the node's own stack.
     pub(super) from_host: bool,
+    /// Whether packets of the batch to Services are translated.
+    pub(super) translates: bool,
+    pub(super) rng: &'a mut StdRng,
 }
 
-impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
+impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// Tracks a packet of the batch, if the mode wants it.
     #[inline(always)]
     pub(super) fn track_in(
         &mut self,
         mode: PipelineMode,
-        frame: &[u8],
-        entry: &AdmittedPacket,
+        entry: &mut AdmittedPacket,
     ) -> Result<PacketPath, DroppedPacket> {
         self.index = entry.index;
         match mode {
-            PipelineMode::Full => self.track(frame, &entry.packet, &entry.hashed),
+            PipelineMode::Full => self.track(entry),
             PipelineMode::ForwardOnly => Ok(PacketPath::Direct),
         }
     }
 
     /// Returns the path of the packet if it may pass.
     #[inline(always)]
-    fn track(&mut self, frame: &[u8], packet: &Packet, hashed: &PreparedFlow) -> Result<PacketPath, DroppedPacket> {
-        match packet.transport {
-            Transport::IcmpError { quoted_at } => return self.related(frame, packet, quoted_at),
-            Transport::LaterFragment => return self.later_fragment(packet),
+    fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
+        match entry.packet.transport {
+            Transport::IcmpError { quoted_at } => return self.related(entry, quoted_at),
+            Transport::LaterFragment => return self.later_fragment(entry),
             _ => {}
         }
-        let route = match self.connections.find(hashed, self.now) {
-            Some(connection) => self.follow(connection, packet, hashed)?,
-            None => self.open(packet, hashed)?,
+        let route = match self.find(entry)? {
+            Some(connection) => self.follow(connection, entry)?,
+            None => self.open(entry)?,
         };
-        if packet.fragment.is_some() {
-            self.connections.fragments().remember(packet, self.ingress, self.now);
+        if entry.packet.fragment.is_some() {
+            self.connections.fragments().remember(&entry.packet, self.ingress, self.now);
         }
         Ok(route)
     }
@@ -61,28 +71,28 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
     /// A later fragment belongs to the connection of its first fragment, which has the ports.
     #[cold]
     #[inline(never)]
-    fn later_fragment(&mut self, packet: &Packet) -> Result<PacketPath, DroppedPacket> {
-        let flow = self.connections.fragments().flow_of(packet, self.ingress, self.now).ok_or(DropReason::Fragment)?;
-        let hashed = self.connections.prepare(&flow);
-        let connection = self.connections.find(&hashed, self.now).ok_or(DropReason::Fragment)?;
-        self.follow(connection, packet, &hashed)
+    fn later_fragment(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
+        let fragments = self.connections.fragments();
+        let flow = fragments.flow_of(&entry.packet, self.ingress, self.now).ok_or(DropReason::Fragment)?;
+        entry.hashed = self.connections.prepare(&flow);
+        let mut connection = self.connections.find(&entry.hashed, self.now).ok_or(DropReason::Fragment)?;
+        if connection.is_translated() {
+            let translated = self.connections.translated(&connection, self.now).ok_or(DropReason::Fragment)?;
+            connection = self.turn(translated, entry)?;
+        }
+        self.follow(connection, entry)
     }
 
     /// A packet of a known connection.
     #[inline(always)]
-    fn follow(
-        &mut self,
-        mut connection: Conn<'_>,
-        packet: &Packet,
-        hashed: &PreparedFlow,
-    ) -> Result<PacketPath, DroppedPacket> {
+    fn follow(&mut self, mut connection: Conn<'_>, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         if !connection.is_evaluated_under(self.snapshot.epoch) {
-            return self.follow_again(connection, packet, hashed);
+            return self.follow_again(connection, entry);
         }
-        let route = self.route_of(&mut connection, packet);
-        match connection.update(hashed.orientation(), &packet.transport, self.now) {
+        let route = self.route_of(&mut connection, &entry.packet);
+        match connection.update(entry.hashed.orientation(), &entry.packet.transport, self.now) {
             Update::Accepted(_) => Ok(route),
-            other => self.follow_exception(other, connection, packet, hashed, route),
+            other => self.follow_exception(other, connection, entry, route),
         }
     }
 
@@ -93,8 +103,7 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
         &mut self,
         update: Update,
         connection: Conn<'_>,
-        packet: &Packet,
-        hashed: &PreparedFlow,
+        entry: &mut AdmittedPacket,
         route: PacketPath,
     ) -> Result<PacketPath, DroppedPacket> {
         let rejected = |reason| Err(DroppedPacket { reason, revoked_at: None, route });
@@ -102,53 +111,52 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
             Update::Accepted(_) => Ok(route),
             Update::Invalid => rejected(DropReason::InvalidState),
             Update::Revoked => rejected(DropReason::ConnectionRevoked),
-            Update::Removed => self.open(packet, hashed),
-            Update::Opens => self.open_in_place(connection, packet, hashed),
-            Update::ReverseSyn => self.ask_in_reverse(connection, packet, hashed).map(|()| route),
-            Update::Restarts => self.restart(connection, packet, hashed).map(|()| route),
+            // Ended within the same instant, or by an end that knows nothing of a Service: the sender will try again.
+            Update::Removed | Update::ReverseSyn if connection.is_translated() => rejected(DropReason::InvalidState),
+            Update::Removed => self.open(entry),
+            Update::Opens => self.open_in_place(connection, entry),
+            Update::ReverseSyn => self.ask_in_reverse(connection, entry).map(|()| route),
+            Update::Restarts => self.restart(connection, entry).map(|()| route),
         }
     }
 
     /// A packet that opens a connection in place of one that has ended or was revoked. Policy is evaluated first: if
     /// the old one were removed for a packet that is then denied, the next packet of its other side could bring it
-    /// back.
-    fn open_in_place(
-        &mut self,
-        old: Conn<'_>,
-        packet: &Packet,
-        hashed: &PreparedFlow,
-    ) -> Result<PacketPath, DroppedPacket> {
-        let ends = self.snapshot.policy.ends(&packet.flow);
-        self.evaluate(&packet.flow, ends, EvaluationReason::Opened)?;
-        if !old.replace(hashed.orientation(), &packet.transport, self.now) {
+    /// back. A new connection to a Service chooses its backend again; one from a former backend is no Service's.
+    fn open_in_place(&mut self, old: Conn<'_>, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
+        let orientation = entry.hashed.orientation();
+        if entry.is_translated {
+            self.open_anew(entry, &old)?;
+        }
+        let (flow, ends) = self.evaluate_first(entry)?;
+        if !old.replace(orientation, &entry.packet.transport, self.now) {
             return Err(DropReason::InvalidState.into());
         }
-        self.enter(packet, hashed, ends)
+        self.enter(entry, &flow, ends)
     }
 
     /// A SYN on a live connection from the answering side.
-    fn ask_in_reverse(
-        &mut self,
-        mut connection: Conn<'_>,
-        packet: &Packet,
-        hashed: &PreparedFlow,
-    ) -> Result<(), DroppedPacket> {
-        self.evaluate_flow(&packet.flow, EvaluationReason::Opened)?;
-        match connection.hold_syn(hashed.orientation(), &packet.transport, self.now) {
+    fn ask_in_reverse(&mut self, mut connection: Conn<'_>, entry: &AdmittedPacket) -> Result<(), DroppedPacket> {
+        let opener = Opener::Sender(self.sender());
+        self.evaluate(
+            &entry.packet.flow,
+            self.snapshot.policy.ends(&entry.packet.flow),
+            opener,
+            EvaluationReason::Opened,
+        )?;
+        match connection.hold_syn(entry.hashed.orientation(), &entry.packet.transport, self.now) {
             Update::Accepted(_) => Ok(()),
             _ => Err(DropReason::InvalidState.into()),
         }
     }
 
     /// A SYN-ACK by which both ends restart a connection that is still live in the table.
-    fn restart(
-        &mut self,
-        mut connection: Conn<'_>,
-        packet: &Packet,
-        hashed: &PreparedFlow,
-    ) -> Result<(), DroppedPacket> {
-        self.evaluate_flow(&packet.flow.reversed(), EvaluationReason::Opened)?;
-        let restarted = connection.restart(self.snapshot.epoch, hashed.orientation(), &packet.transport, self.now);
+    fn restart(&mut self, mut connection: Conn<'_>, entry: &AdmittedPacket) -> Result<(), DroppedPacket> {
+        let frontend = entry.translation().map(|translation| &translation.frontend);
+        let flow = policy_flow(entry.inner().reversed(), frontend);
+        self.evaluate_opener(&connection, &flow, frontend.is_some(), EvaluationReason::Opened)?;
+        let (orientation, transport) = (entry.hashed.orientation(), &entry.packet.transport);
+        let restarted = connection.restart(self.snapshot.epoch, orientation, transport, self.now);
         if restarted { Ok(()) } else { Err(DropReason::InvalidState.into()) }
     }
 
@@ -160,7 +168,7 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
             (false, true) => PacketPath::ViaHost,
             (true, false) => {
                 // The pod now reaches this end through another address, from the same port.
-                if packet.transport.may_open() && self.is_pod(packet.flow.src) {
+                if packet.transport.may_open() && self.is_pod(packet.flow.src) && !connection.is_translated() {
                     connection.set_via_host();
                 }
                 PacketPath::Direct
@@ -170,13 +178,19 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
     }
 
     /// Whether the connection that this packet opens goes through the node's own stack in both directions. A pod's packet
-    /// that comes from the stack was translated there. For a mid-stream pick-up between two local pods this is unknown;
-    /// the stack forwards it either way, if there is a port into it.
-    fn enters_via_host(&self, packet: &Packet, ends: FlowEnds<'_>) -> bool {
+    /// that comes from the stack was translated there, and so was what the stack forwards with an address of the node. For
+    /// a mid-stream pick-up between two local pods this is unknown; the stack forwards it either way, if there is a port
+    /// into it.
+    fn enters_via_host(&self, packet: &Packet, ends: FlowEnds<'_>, sender: StackSender) -> bool {
         let is_pod = |end: &AddressEntry| end.port().is_some();
         let known = packet.transport.may_open();
         let has_host = self.snapshot.forwarding.host().is_some();
-        has_host && is_pod(ends.src) && (self.from_host || !known && is_pod(ends.dst))
+        let is_translated = match sender {
+            StackSender::Translated => true,
+            StackSender::Forwarded => ends.src.is_node(),
+            StackSender::Process | StackSender::Unknown => false,
+        };
+        has_host && (is_translated || is_pod(ends.src) && (self.from_host || !known && is_pod(ends.dst)))
     }
 
     fn is_pod(&self, address: Address) -> bool {
@@ -190,38 +204,42 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
     fn follow_again(
         &mut self,
         mut connection: Conn<'_>,
-        packet: &Packet,
-        hashed: &PreparedFlow,
+        entry: &mut AdmittedPacket,
     ) -> Result<PacketPath, DroppedPacket> {
         let mut revoked_at = None;
         if self.reevaluate(&mut connection) == Reevaluation::Revoked
-            && let Transport::Tcp(segment) = packet.transport
+            && let Transport::Tcp(segment) = entry.packet.transport
         {
             // After a restart the segment's own number is the best known.
-            revoked_at = connection.next_sequence(hashed.orientation(), self.now).or(Some(segment.seq));
+            revoked_at = connection.next_sequence(entry.hashed.orientation(), self.now).or(Some(segment.seq));
         }
-        let route = self.route_of(&mut connection, packet);
-        let update = connection.update(hashed.orientation(), &packet.transport, self.now);
-        let followed = self.follow_exception(update, connection, packet, hashed, route);
+        let route = self.route_of(&mut connection, &entry.packet);
+        let update = connection.update(entry.hashed.orientation(), &entry.packet.transport, self.now);
+        let followed = self.follow_exception(update, connection, entry, route);
         followed.map_err(|dropped| DroppedPacket { revoked_at, ..dropped })
     }
 
     /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
     #[inline(never)]
-    fn open(&mut self, packet: &Packet, hashed: &PreparedFlow) -> Result<PacketPath, DroppedPacket> {
-        let ends = self.snapshot.policy.ends(&packet.flow);
-        self.evaluate(&packet.flow, ends, EvaluationReason::Opened)?;
-        self.enter(packet, hashed, ends)
+    fn open(&mut self, entry: &AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
+        let (flow, ends) = self.evaluate_first(entry)?;
+        self.enter(entry, &flow, ends)
+    }
+
+    /// Evaluates policy for a packet that opens a connection. Returns the flow that it was asked about.
+    fn evaluate_first(&mut self, entry: &AdmittedPacket) -> Result<(Flow, FlowEnds<'a>), DropReason> {
+        let flow = policy_flow(entry.inner(), entry.translation().map(|translation| &translation.frontend));
+        let ends = self.snapshot.policy.ends(&flow);
+        let opener = if entry.is_translated { Opener::ClientOfService } else { Opener::Sender(self.sender()) };
+        self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
+        Ok((flow, ends))
     }
 
     /// Enters the connection that an allowed packet opens.
-    fn enter(
-        &mut self,
-        packet: &Packet,
-        hashed: &PreparedFlow,
-        ends: FlowEnds<'_>,
-    ) -> Result<PacketPath, DroppedPacket> {
-        let via_host = self.enters_via_host(packet, ends);
+    fn enter(&mut self, entry: &AdmittedPacket, flow: &Flow, ends: FlowEnds<'_>) -> Result<PacketPath, DroppedPacket> {
+        let AdmittedPacket { packet, hashed, is_translated, .. } = entry;
+        let sender = self.sender();
+        let via_host = !is_translated && self.enters_via_host(packet, ends, sender);
         let route = match ends.dst.port() {
             _ if via_host && !self.from_host => PacketPath::ViaHost,
             Some(port) => PacketPath::At(port),
@@ -235,9 +253,13 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
             epoch: self.snapshot.epoch,
             now: self.now,
         };
+        if let Some(translation) = entry.translation() {
+            return self.enter_translated(&new, translation, flow).map(|()| route);
+        }
         match self.connections.insert(&new) {
             Ok(Insertion::Created(_)) => Ok(route),
             // Another worker was first, perhaps with a packet of the other direction.
+            Ok(Insertion::Found(connection)) if connection.is_translated() => Err(DropReason::FlowInUse.into()),
             Ok(Insertion::Found(mut connection)) => {
                 let route = self.route_of(&mut connection, packet);
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
@@ -249,22 +271,46 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
                     _ => Err(DropReason::InvalidState.into()),
                 }
             }
-            Err(InsertError::Full) => Err(DropReason::TableFull.into()),
-            Err(InsertError::Quota) => Err(DropReason::QuotaExceeded.into()),
-            Err(InsertError::CannotOpen) => Err(DropReason::NoConnection.into()),
+            Err(error) => Err(not_entered(error).into()),
         }
+    }
+
+    /// Enters a connection to a Service under both of its flows.
+    #[inline(never)]
+    fn enter_translated(
+        &mut self,
+        new: &NewConnection<'_>,
+        translation: &Translation,
+        flow: &Flow,
+    ) -> Result<(), DroppedPacket> {
+        let frontend = self.connections.prepare(&translation.frontend);
+        self.connections.insert_translated(new, &frontend).map_err(|error| match error {
+            TranslatedInsertError::Other(error) => not_entered(error),
+            TranslatedInsertError::InUse => DropReason::FlowInUse,
+        })?;
+        if let Some((affinity, backend)) = &translation.affinity {
+            self.connections.affinities().remember(affinity, flow.src, backend, self.now);
+        }
+        Ok(())
     }
 
     /// An ICMP error: it passes for a live connection, to the sender of the quoted packet. Routers send them, and the
     /// packet's destination; a pod is no router, so it may not send errors about other pods' connections.
     #[inline(never)]
-    fn related(&mut self, frame: &[u8], packet: &Packet, quoted_at: u16) -> Result<PacketPath, DroppedPacket> {
+    fn related(&mut self, entry: &mut AdmittedPacket, quoted_at: u16) -> Result<PacketPath, DroppedPacket> {
+        let (packet, frame) = (&entry.packet, self.frames.bytes(self.index));
         let quoted = quoted_flow(frame, packet, quoted_at).ok_or(DropReason::NoConnection)?;
         let is_router = !self.is_pod(packet.flow.src);
         if quoted.src != packet.flow.dst || !(is_router || quoted.dst == packet.flow.src) {
             return Err(DropReason::NoConnection.into());
         }
         let mut connection = self.connections.related(&quoted, self.now).ok_or(DropReason::NoConnection)?;
+        if connection.is_translated() {
+            let translated = self.connections.translated(&connection, self.now).ok_or(DropReason::NoConnection)?;
+            let turned = self.turn_error(packet, &quoted, &translated);
+            entry.set_translation(turned);
+            connection = translated.connection;
+        }
         if !connection.is_evaluated_under(self.snapshot.epoch) {
             self.reevaluate(&mut connection);
         }
@@ -284,26 +330,55 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
     /// if that side had opened it, and might bring back what policy has revoked.
     #[cold]
     fn reevaluate(&mut self, connection: &mut Conn<'_>) -> Reevaluation {
-        let allowed = self.evaluate_flow(&connection.original_flow(), EvaluationReason::Reevaluated).is_ok();
+        let frontend = self.connections.frontend_of(connection);
+        let flow = policy_flow(connection.original_flow(), frontend.as_ref());
+        let allowed =
+            self.evaluate_opener(connection, &flow, frontend.is_some(), EvaluationReason::Reevaluated).is_ok();
         connection.set_verdict(self.snapshot.epoch, allowed)
     }
 
-    /// Evaluates policy in the direction in which the connection is opened.
-    fn evaluate_flow(&mut self, flow: &Flow, evaluation_reason: EvaluationReason) -> Result<(), DropReason> {
-        self.evaluate(flow, self.snapshot.policy.ends(flow), evaluation_reason)
+    /// Who sent the packet, if it came from the node's stack.
+    fn sender(&mut self) -> StackSender {
+        if self.from_host { self.frames.stack_sender(self.index) } else { StackSender::Unknown }
     }
 
-    /// The same, with what is known of the flow's ends.
+    /// Evaluates policy for a known connection, in the direction in which it is opened.
+    fn evaluate_opener(
+        &mut self,
+        connection: &Conn<'_>,
+        flow: &Flow,
+        is_to_service: bool,
+        evaluation_reason: EvaluationReason,
+    ) -> Result<(), DropReason> {
+        let ends = self.snapshot.policy.ends(flow);
+        let opener = if is_to_service {
+            Opener::ClientOfService
+        } else if connection.via_host() && !ends.src.is_local_pod() {
+            // Of no pod, and translated: so was its source.
+            Opener::Sender(StackSender::Translated)
+        } else {
+            Opener::Sender(StackSender::Unknown)
+        };
+        self.evaluate(flow, ends, opener, evaluation_reason)
+    }
+
+    /// Evaluates policy in the direction in which the connection is opened.
     fn evaluate(
         &mut self,
         flow: &Flow,
         ends: FlowEnds<'_>,
+        opener: Opener,
         evaluation_reason: EvaluationReason,
     ) -> Result<(), DropReason> {
+        let policy = &self.snapshot.policy;
         self.timer.before_evaluation();
-        let policy_verdict = self.snapshot.policy.evaluate_between(flow, ends);
+        let (flow, policy_verdict) = match opener {
+            Opener::Sender(sender) => sources::evaluate(policy, self.sources, flow, ends, sender),
+            Opener::ClientOfService if flow.src == flow.dst => (*flow, policy.evaluate_hairpin(flow)),
+            Opener::ClientOfService => (*flow, policy.evaluate_between(flow, ends)),
+        };
         self.timer.evaluated();
-        self.observer.evaluated(self.index, flow, &policy_verdict, evaluation_reason);
+        self.observer.evaluated(self.index, &flow, &policy_verdict, evaluation_reason);
         match policy_verdict.drop_reason() {
             None => Ok(()),
             Some(DropReason::EgressDenied) if self.snapshot.forwarding.is_service(flow.dst) => {
@@ -314,7 +389,24 @@ impl<O: Observer, T: StageTimer> Tracker<'_, O, T> {
     }
 }
 
+/// Who opens a connection.
+#[derive(Clone, Copy)]
+enum Opener {
+    /// The packet's sender; `Unknown` for one that did not come from the node's stack.
+    Sender(StackSender),
+    /// A pod that the workers send on to a Service's backend.
+    ClientOfService,
+}
+
 /// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.
 fn owner(ends: FlowEnds<'_>) -> OwnerId {
     OwnerId(ends.src.port().or(ends.dst.port()).map_or(u16::MAX, |port| port.0))
+}
+
+const fn not_entered(error: InsertError) -> DropReason {
+    match error {
+        InsertError::Full => DropReason::TableFull,
+        InsertError::Quota => DropReason::QuotaExceeded,
+        InsertError::CannotOpen => DropReason::NoConnection,
+    }
 }

@@ -90,7 +90,7 @@ impl AddressEntry {
 
     /// Whether it is a node's own address.
     #[inline]
-    pub(super) const fn is_node(&self) -> bool {
+    pub(crate) const fn is_node(&self) -> bool {
         self.identity == 0 && self.node != NONE
     }
 

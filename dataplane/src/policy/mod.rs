@@ -195,6 +195,16 @@ impl PolicySet {
         if is_exempt(src, dst) {
             return self.evaluate_exempt(flow, src, dst);
         }
+        self.evaluate_rules(flow, FlowEnds { src, dst })
+    }
+
+    /// The same for a flow that the node's stack forwards: its source has no exemption as the node's.
+    pub(crate) fn evaluate_forwarded(&self, flow: &Flow, ends: FlowEnds<'_>) -> PolicyVerdict {
+        if ends.src.is_node() { self.evaluate_rules(flow, ends) } else { self.evaluate_between(flow, ends) }
+    }
+
+    #[inline]
+    fn evaluate_rules(&self, flow: &Flow, FlowEnds { src, dst }: FlowEnds<'_>) -> PolicyVerdict {
         let egress = self.evaluate_direction(src, Direction::Egress, dst, flow.dst, flow);
         let ingress = self.evaluate_direction(dst, Direction::Ingress, src, flow.src, flow);
         match self.rule_scope {
@@ -215,6 +225,27 @@ impl PolicySet {
             egress = tiered(outcome, src.endpoint, Direction::Egress);
         }
         PolicyVerdict { egress, ingress: exempt(dst) }
+    }
+
+    /// Evaluates policy for a flow of a pod to itself through a Service. NetworkPolicies do not apply, as between a pod and
+    /// its node; ClusterNetworkPolicies do.
+    #[cold]
+    pub(crate) fn evaluate_hairpin(&self, flow: &Flow) -> PolicyVerdict {
+        let own = self.find(flow.src);
+        let Some(endpoint) = self.endpoints.find(own.endpoint).filter(|_| own.endpoint != NONE) else {
+            return PolicyVerdict { egress: own.without_endpoint(), ingress: own.without_endpoint() };
+        };
+        let evaluate = |policy: &EndpointPolicy, direction| match policy {
+            EndpointPolicy::Tiered(tiers) => {
+                let outcome = tiers.evaluate(own.identity, flow.src, flow.protocol, flow.dst_port, true);
+                tiered(outcome, own.endpoint, direction)
+            }
+            EndpointPolicy::Open | EndpointPolicy::Isolated(_) => DirectionVerdict::Exempt,
+        };
+        PolicyVerdict {
+            egress: evaluate(&endpoint.egress, Direction::Egress),
+            ingress: evaluate(&endpoint.ingress, Direction::Ingress),
+        }
     }
 
     /// A NetworkPolicy's rule of one direction overrules the isolation of the other.

@@ -1,4 +1,5 @@
-//! Packets that the node generates in reply to dropped ones: ICMP errors, and TCP resets for revoked connections.
+//! Packets that the node generates in reply to dropped ones: ICMP errors, and TCP resets for revoked connections and
+//! Services that nobody serves.
 //!
 //! The dropped packet is counted as usual. Its reply is built beside the batch in a preallocated store. The caller of
 //! the pipeline [takes](Replies::take) the replies and sends them in frames of its own, or ignores them (replay). Their
@@ -12,7 +13,7 @@ use token_bucket::TokenBucket;
 
 use crate::conntrack::Timestamp;
 use crate::forward::{Forwarding, PathPorts, PortId, PortKind};
-use crate::packet::{Address, ETHERNET_LEN, Flow, Packet, Protocol, TcpFlags, Transport};
+use crate::packet::{Address, ETHERNET_LEN, Flow, Packet, Protocol, TcpFlags, TcpSegment, Transport};
 
 /// What happens when policy revokes a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -88,8 +89,9 @@ impl Replies {
 
     /// Replies to a packet of a revoked connection, if configured.
     ///
-    /// `next` is the sequence number that the packet's destination expects from its source. It is given if this packet
-    /// caused the revocation, so that the other end is notified too. Later packets notify only their sender.
+    /// `next` is the flow with which the packet would leave, and the sequence number that its destination expects from its
+    /// source. It is given if this packet caused the revocation, so that the other end is notified too. Later packets notify
+    /// only their sender.
     #[cold]
     pub(crate) fn revoked(
         &mut self,
@@ -97,7 +99,7 @@ impl Replies {
         path_ports: PathPorts,
         frame: &[u8],
         packet: &Packet,
-        next: Option<u32>,
+        next: Option<(Flow, u32)>,
     ) {
         if self.on_revoke == OnRevoke::Drop {
             return;
@@ -108,14 +110,22 @@ impl Replies {
         if segment.flags.contains(TcpFlags::RST) {
             return;
         }
-        let acknowledges = segment.flags.contains(TcpFlags::ACK);
-        // RFC 9293 section 3.5.2: a reset takes its number from the acknowledgement that it replies to, so that it is
-        // exactly the next one that the sender expects (RFC 5961 section 3.2); without an acknowledgement it
-        // acknowledges.
-        let numbers = if acknowledges { (segment.ack, None) } else { (0, Some(segment.end())) };
-        self.reset(forwarding, path_ports.back, &packet.flow.reversed(), numbers);
-        if let Some(next) = next {
-            self.reset(forwarding, path_ports.ahead, &packet.flow, (next, acknowledges.then_some(segment.ack)));
+        self.reset(forwarding, path_ports.back, &packet.flow.reversed(), answer_to(&segment));
+        if let Some((leaving, next)) = next {
+            let acknowledged = segment.flags.contains(TcpFlags::ACK).then_some(segment.ack);
+            self.reset(forwarding, path_ports.ahead, &leaving, (next, acknowledged));
+        }
+    }
+
+    /// Refuses a packet to a Service: nobody serves there.
+    #[cold]
+    pub(crate) fn refused(&mut self, forwarding: &Forwarding, path_ports: PathPorts, frame: &[u8], packet: &Packet) {
+        match packet.transport {
+            Transport::Tcp(segment) if segment.flags.contains(TcpFlags::RST) => {}
+            Transport::Tcp(segment) => {
+                self.reset(forwarding, path_ports.back, &packet.flow.reversed(), answer_to(&segment));
+            }
+            _ => self.error(forwarding, path_ports, frame, packet, IcmpError::PortUnreachable),
         }
     }
 
@@ -161,6 +171,14 @@ impl Replies {
             self.count -= 1;
         }
     }
+}
+
+/// Sequence and acknowledgement number of the reset that answers a segment.
+///
+/// RFC 9293 section 3.5.2: a reset takes its number from the acknowledgement that it replies to, so that it is exactly the
+/// next one that the sender expects (RFC 5961 section 3.2); without an acknowledgement it acknowledges.
+fn answer_to(segment: &TcpSegment) -> (u32, Option<u32>) {
+    if segment.flags.contains(TcpFlags::ACK) { (segment.ack, None) } else { (0, Some(segment.end())) }
 }
 
 /// Storage for one more reply, if the limits allow it.

@@ -1,11 +1,12 @@
 //! Configuration of a dataplane.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use super::Priority;
+use super::{Priority, WaitingPackets};
 use crate::conntrack;
 use crate::io::HugePages;
-use crate::pipeline::PipelineMode;
+use crate::pipeline::{OriginalSources, PipelineMode};
 use crate::reply::OnRevoke;
 
 /// A CPU core by the kernel's number, as in `/proc/cpuinfo`.
@@ -63,6 +64,10 @@ pub struct Config {
     pub mode: PipelineMode,
     /// What happens to a revoked connection.
     pub on_revoke: OnRevoke,
+    /// Original sources of what the node's stack translates; without, policy sees the node's address.
+    pub sources: Option<Arc<dyn OriginalSources>>,
+    /// Where workers count what they have received through their pairs.
+    pub waiting: Option<WaitingPackets>,
     /// Prefix of thread names, followed by a dash and the worker's number; the system truncates names to 15 bytes.
     pub thread_name: String,
 }
@@ -84,6 +89,8 @@ impl Default for Config {
             connections: conntrack::Config::default(),
             mode: PipelineMode::Full,
             on_revoke: OnRevoke::default(),
+            sources: None,
+            waiting: None,
             thread_name: "worker".to_owned(),
         }
     }

@@ -11,8 +11,8 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use super::dataplane::{PortPath, PortRequest};
 use super::inbox::{Command, WorkerInbox, WorkerPath};
 use super::ports::{OpenPort, OpenQueue, PortTable};
-use super::statistics::{PortCounters, QueueDepths, Traffic, WorkerCounters};
-use super::{MAX_PORTS, WorkerDied};
+use super::statistics::{KernelDrops, PortCounters, QueueDepths, Traffic, WorkerCounters};
+use super::{MAX_PORTS, WaitingPackets, WorkerDied};
 use crate::Snapshot;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, GsoPort, GsoSocket, GsoSockets, InterfaceFacts, PortError, Umem, XskQueue};
@@ -23,6 +23,7 @@ pub(super) struct WorkerShared {
     pub(super) umem: Umem,
     pub(super) tx_budget: u32,
     pub(super) gso: bool,
+    pub(super) waiting: Option<WaitingPackets>,
     pub(super) snapshot: Arc<ArcSwap<Snapshot>>,
     /// By worker.
     pub(super) inboxes: Vec<WorkerInbox>,
@@ -43,6 +44,7 @@ pub(super) struct PortControl {
     pub(super) ends: Vec<Receiver<()>>,
     pub(super) ports: PortTable,
     pub(super) closed: Traffic,
+    pub(super) closed_kernel: KernelDrops,
     pub(super) gso: GsoSockets,
 }
 
@@ -247,6 +249,7 @@ impl PortControl {
             for counters in &port.counters {
                 self.closed.add(counters);
             }
+            self.closed_kernel.add_all(&port.kernel_drops());
             // If a socket may still be open, keep its frames, number and slots: the kernel may still write to them.
             if closed {
                 self.reclaim(port.queues);

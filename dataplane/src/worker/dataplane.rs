@@ -24,10 +24,10 @@ use super::statistics::{
     WorkerStatistics,
 };
 use super::verdicts::VerdictLog;
-use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied, tag};
+use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
 use crate::conntrack::ConnTable;
 use crate::forward::{Mac, PortId};
-use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue};
+use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, tag};
 use crate::{Epoch, Snapshot};
 
 /// A request to open a port.
@@ -111,11 +111,11 @@ impl Dataplane {
     /// Maps the UMEM, creates the connection table and starts a worker on each core. No packet passes until a snapshot
     /// is published.
     pub fn start(config: Config) -> Result<Self, StartError> {
-        let (mode, on_revoke) = (config.mode, config.on_revoke);
+        let (mode, on_revoke, sources) = (config.mode, config.on_revoke, config.sources.clone());
         let verdicts = Arc::new(VerdictLog::new(config.cores.len()));
         let log = verdicts.clone();
         let evaluate = move |worker, connections: &Arc<ConnTable>| {
-            PolicyProcessor::new(connections.clone(), mode, on_revoke, worker, log.clone())
+            PolicyProcessor::new(connections.clone(), mode, on_revoke, worker, log.clone(), sources.clone())
         };
         let mut this = Self::start_with(config, evaluate)?;
         this.verdicts = verdicts;
@@ -143,6 +143,7 @@ impl Dataplane {
             ends: Vec::new(),
             ports: PortTable::default(),
             closed: Traffic::default(),
+            closed_kernel: KernelDrops::default(),
             gso: GsoSockets::default(),
         };
         let mut this = Self {
@@ -279,17 +280,13 @@ impl Dataplane {
         let ports = control.ports.iter().map(|(id, port)| {
             let by_worker: Vec<Traffic> = port.counters.iter().map(|counters| traffic(counters)).collect();
             let mut total = Traffic::default();
-            let mut kernel = KernelDrops::default();
             by_worker.iter().for_each(|traffic| total.add_all(traffic));
-            for queue in &port.queues {
-                if let Ok(statistics) = XskQueue::statistics(queue.socket.as_fd()) {
-                    kernel.add(&statistics);
-                }
-            }
+            let kernel = port.kernel_drops();
             PortStatistics { port: id, interface: port.interface.clone(), traffic: total, by_worker, kernel }
         });
         let workers = self.shared.counters.iter().map(|counters| WorkerStatistics::read(counters, running));
-        DataplaneStatistics { ports: ports.collect(), closed, workers: workers.collect() }
+        let closed_kernel = control.closed_kernel;
+        DataplaneStatistics { ports: ports.collect(), closed, closed_kernel, workers: workers.collect() }
     }
 
     /// Where all frames are. Exact when no packet moves. Queries the workers and wakes them if they sleep.
@@ -440,6 +437,7 @@ fn share(umem: Umem, config: &Config) -> Result<WorkerShared, UmemError> {
         umem,
         tx_budget: config.tx_budget,
         gso: config.gso,
+        waiting: config.waiting.clone(),
         snapshot: Arc::new(ArcSwap::from_pointee(Snapshot::default())),
         inboxes: inboxes.map_err(|error| UmemError::Kernel { step: "making an eventfd", source: error.into() })?,
         counters: (0..workers).map(|_| WorkerCounters::default()).collect(),

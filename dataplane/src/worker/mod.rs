@@ -23,8 +23,8 @@ mod run;
 mod stages;
 mod state;
 mod statistics;
-mod tag;
 mod verdicts;
+mod waiting;
 
 pub use config::{Config, CoreId, Polling};
 pub use dataplane::{Dataplane, PortPath, PortRequest, available_cores};
@@ -36,6 +36,7 @@ pub use statistics::{
     DataplaneStatistics, KernelDrops, PortStatistics, QueueDepth, QueueDepths, Traffic, WorkerStatistics,
 };
 pub use verdicts::{LoggedEvaluation, LoggedOutcome, VerdictBudget, VerdictLog, VerdictRecord};
+pub use waiting::WaitingPackets;
 
 /// Maximum number of workers.
 pub const MAX_WORKERS: usize = 64;

@@ -2,14 +2,14 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use super::MAX_PORTS;
-use super::statistics::PortCounters;
+use super::statistics::{KernelDrops, PortCounters};
 use crate::Snapshot;
 use crate::forward::PortId;
-use crate::io::{GsoSocket, QueueSlot};
+use crate::io::{GsoSocket, QueueSlot, XskQueue};
 
 /// One queue of an open port.
 #[derive(Debug)]
@@ -33,6 +33,19 @@ pub(super) struct OpenPort {
     pub(super) queues: Vec<OpenQueue>,
     /// By worker.
     pub(super) counters: Vec<Arc<PortCounters>>,
+}
+
+impl OpenPort {
+    /// What the kernel dropped at its sockets until now.
+    pub(super) fn kernel_drops(&self) -> KernelDrops {
+        let mut drops = KernelDrops::default();
+        for queue in &self.queues {
+            if let Ok(statistics) = XskQueue::statistics(queue.socket.as_fd()) {
+                drops.add(&statistics);
+            }
+        }
+        drops
+    }
 }
 
 /// Open ports by number, and the free numbers and slots.

@@ -7,7 +7,7 @@ use super::verdicts::{Recorder, VerdictLog};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
-use crate::pipeline::{BATCH, Observer, Pipeline, PipelineMode, StageClocks, Verdict};
+use crate::pipeline::{BATCH, Observer, OriginalSources, Pipeline, PipelineMode, StageClocks, Verdict};
 use crate::reply::{OnRevoke, Replies};
 use crate::{Epoch, Snapshot};
 
@@ -64,10 +64,11 @@ impl PolicyProcessor {
         on_revoke: OnRevoke,
         worker: usize,
         verdicts: Arc<VerdictLog>,
+        sources: Option<Arc<dyn OriginalSources>>,
     ) -> Self {
         let now = Instant::now();
         let sweep = (worker == 0).then(|| TableSweep { cursor: SweepCursor::default(), last: now });
-        let pipeline = Pipeline::new(connections, mode).on_revoke(on_revoke).leaving_open();
+        let pipeline = Pipeline::new(connections, mode).on_revoke(on_revoke).leaving_open().with_sources(sources);
         Self { pipeline, origin: (now, Timestamp::now()), sweep, recorder: Recorder::new(verdicts, worker) }
     }
 

@@ -15,9 +15,10 @@ use super::inbox::Command;
 use super::processor::Processor;
 use super::stages::{StageTimer, TimedIteration};
 use super::state::{PollIteration, WorkerState};
-use super::tag::FrameTag;
+use super::waiting;
 use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
+use crate::io::tag::FrameTag;
 use crate::io::{RxBatch, XskQueue};
 use crate::pipeline::{StageClocks, Verdict};
 use crate::{DropReason, Snapshot};
@@ -105,6 +106,7 @@ impl<P: Processor> Worker<P> {
             if !iteration.busy || until_housekeeping == 0 {
                 self.path.processor.housekeeping(epoch, now, iteration.busy);
                 self.path.state.unwatch_busy(&self.epoll);
+                self.path.state.waiting.sweep(now);
                 until_housekeeping = HOUSEKEEPING;
             }
             if iteration.busy {
@@ -116,7 +118,8 @@ impl<P: Processor> Worker<P> {
             self.path.state.counters().empty_rounds.add(1);
             match self.polling {
                 Polling::Adaptive { spin } if now.duration_since(last_busy) >= spin => {
-                    self.sleep(if iteration.stalled { stalled_sleep } else { LONGEST_SLEEP });
+                    let longest = if self.path.state.waiting.may_wait() { waiting::SLEEP } else { LONGEST_SLEEP };
+                    self.sleep(if iteration.stalled { stalled_sleep } else { longest });
                     stalled_sleep = (2 * stalled_sleep).min(STALLED_SLEEP.1);
                 }
                 _ => std::hint::spin_loop(),
@@ -224,10 +227,18 @@ impl<P: Processor> PacketPath<P> {
         let host = self.snapshot.load().forwarding.host();
         let mut ports = [pair.0; BATCH];
         let ports = &mut ports[..batch.len()];
+        let (mut last, mut run) = (None, 0);
         for (index, port) in ports.iter_mut().enumerate() {
-            let ingress = FrameTag::read(batch.bytes(index)).and_then(|tag| self.state.ingress_of(tag, host));
-            *port = ingress.unwrap_or(pair).0;
+            let tag = FrameTag::read(batch.bytes(index));
+            let of = tag.map(|tag| tag.port);
+            if of != last {
+                self.state.count_waiting(last, run);
+                (last, run) = (of, 0);
+            }
+            run += 1;
+            *port = tag.and_then(|tag| self.state.ingress_of(tag, host)).unwrap_or(pair).0;
         }
+        self.state.count_waiting(last, run);
         if ports.iter().any(|port| *port != ports[0]) {
             batch.sort_by(ports);
         }

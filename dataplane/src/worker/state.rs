@@ -10,10 +10,11 @@ use super::inbox::{HandOff, HeldFrames, WorkerInbox, WorkerPath};
 use super::queue::{PairTraffic, PortQueue};
 use super::stages::TimedIteration;
 use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
-use super::tag::{self, FrameTag};
+use super::waiting::WaitingSweep;
 use crate::DropReason;
 use crate::batch::BATCH;
 use crate::forward::PortId;
+use crate::io::tag::{self, FrameTag};
 use crate::io::{FrameCache, FrameOwner, Kick, XskQueue};
 
 /// Missing frames at which a fill ring is refilled while packets arrive.
@@ -66,6 +67,7 @@ pub(super) struct WorkerState {
     rejected: Vec<(FrameDesc, PortId)>,
     /// The timing of this iteration, if it is timed.
     pub(super) timed: Option<TimedIteration>,
+    pub(super) waiting: WaitingSweep,
 }
 
 /// Result of one poll iteration.
@@ -79,6 +81,7 @@ pub(super) struct PollIteration {
 
 impl WorkerState {
     pub(super) fn new(index: usize, shared: Arc<WorkerShared>) -> Self {
+        let waiting = WaitingSweep::new(shared.waiting.clone());
         let hand_off_queues = shared.inboxes.iter().map(|_| Vec::with_capacity(BATCH)).collect();
         Self {
             index,
@@ -92,6 +95,7 @@ impl WorkerState {
             hand_off_queues,
             rejected: Vec::with_capacity(BATCH),
             timed: None,
+            waiting,
         }
     }
 
@@ -296,6 +300,7 @@ impl WorkerState {
             }
             WorkerPath::PodThroughPair(at) => {
                 interface = Some(at);
+                self.waiting.add(port);
                 self.through_pair()
             }
             WorkerPath::NodeThroughPair => {
@@ -351,6 +356,14 @@ impl WorkerState {
             host
         } else {
             Some(tag.port)
+        }
+    }
+
+    /// Counts packets of a port that have arrived through the pair: they wait no longer.
+    #[inline]
+    pub(super) fn count_waiting(&self, port: Option<PortId>, packets: u64) {
+        if let (Some(waiting), Some(port)) = (self.waiting.packets(), port) {
+            waiting.received(port, packets);
         }
     }
 

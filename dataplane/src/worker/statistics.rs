@@ -32,7 +32,7 @@ impl Counter {
 
 /// Counters of one worker for one port. Aligned so that no two workers write to the same cache line (or to a pair of
 /// lines that the CPU prefetches together).
-#[derive(Default, Debug)]
+#[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct PortCounters {
     pub(crate) rx_packets: Counter,
@@ -41,6 +41,20 @@ pub(crate) struct PortCounters {
     pub(crate) tx_bytes: Counter,
     dropped_bytes: Counter,
     drops: [Counter; DropReason::COUNT],
+}
+
+impl Default for PortCounters {
+    fn default() -> Self {
+        let counter = Counter::default;
+        Self {
+            rx_packets: counter(),
+            rx_bytes: counter(),
+            tx_packets: counter(),
+            tx_bytes: counter(),
+            dropped_bytes: counter(),
+            drops: std::array::from_fn(|_| counter()),
+        }
+    }
 }
 
 impl PortCounters {
@@ -157,14 +171,14 @@ impl Traffic {
 }
 
 /// Packets that the kernel dropped at a port's sockets (`struct xdp_statistics` in linux/if_xdp.h), all queues
-/// together.
+/// together. Each packet is in one counter only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct KernelDrops {
-    /// Packets longer than a frame, or that found the fill ring empty.
+    /// Packets longer than a frame. The kernel's counter of this name has those of an empty fill ring, too.
     pub rx_dropped: u64,
     /// Packets that found the RX ring full: the worker is too slow.
     pub rx_ring_full: u64,
-    /// How often the fill ring was empty: frames are short. These packets are in `rx_dropped` too.
+    /// Packets that found the fill ring empty: frames are short, or the worker is too slow.
     pub fill_ring_empty: u64,
     /// Descriptors that the kernel rejected: a bug of this program.
     pub invalid_descriptors: u64,
@@ -173,7 +187,7 @@ pub struct KernelDrops {
 impl KernelDrops {
     /// Total number of dropped packets.
     pub fn packets(&self) -> u64 {
-        self.rx_dropped + self.rx_ring_full
+        self.rx_dropped + self.rx_ring_full + self.fill_ring_empty
     }
 
     /// Each counter with its name.
@@ -196,9 +210,11 @@ impl KernelDrops {
     }
 
     pub(crate) fn add(&mut self, statistics: &XskStatistics) {
-        self.rx_dropped += statistics.rx_dropped;
+        // The kernel counts a packet that found the fill ring empty in both.
+        let fill_ring_empty = statistics.fill_ring_empty.min(statistics.rx_dropped);
+        self.rx_dropped += statistics.rx_dropped - fill_ring_empty;
         self.rx_ring_full += statistics.rx_ring_full;
-        self.fill_ring_empty += statistics.fill_ring_empty;
+        self.fill_ring_empty += fill_ring_empty;
         self.invalid_descriptors += statistics.invalid_descriptors;
     }
 }
@@ -307,6 +323,8 @@ pub struct DataplaneStatistics {
     pub ports: Vec<PortStatistics>,
     /// Counters of closed ports, and of packets whose port was closed while they were in transit.
     pub closed: Traffic,
+    /// Drops by the kernel at the sockets of closed ports.
+    pub closed_kernel: KernelDrops,
     /// The workers in the order of `Config::cores`.
     pub workers: Vec<WorkerStatistics>,
 }
@@ -324,5 +342,38 @@ impl DataplaneStatistics {
             total.add_all(&port.traffic);
         }
         total
+    }
+
+    /// Drops by the kernel at the sockets of all ports, closed ones included.
+    pub fn total_kernel(&self) -> KernelDrops {
+        let mut total = self.closed_kernel;
+        for port in &self.ports {
+            total.add_all(&port.kernel);
+        }
+        total
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_packet_that_found_the_fill_ring_empty_is_counted_once() {
+        let mut drops = KernelDrops::default();
+        let socket = |rx_dropped, fill_ring_empty| XskStatistics {
+            rx_dropped,
+            rx_ring_full: 5,
+            fill_ring_empty,
+            invalid_descriptors: 1,
+        };
+        drops.add(&socket(10, 7));
+        // The kernel adds to the two counters one after the other.
+        drops.add(&socket(2, 3));
+        let expected = KernelDrops { rx_dropped: 3, rx_ring_full: 10, fill_ring_empty: 9, invalid_descriptors: 2 };
+        assert_eq!(drops, expected);
+        assert_eq!(drops.packets(), 22);
+        let statistics = DataplaneStatistics { closed_kernel: drops, ..DataplaneStatistics::default() };
+        assert_eq!(statistics.total_kernel(), expected, "closed ports count, too");
     }
 }

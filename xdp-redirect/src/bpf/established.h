@@ -156,52 +156,51 @@ static __always_inline __u64 half(const __u32 *words)
 	return (__u64)bpf_ntohl(words[0]) << 32 | bpf_ntohl(words[1]);
 }
 
-struct pair_of_ports { __be16 from, to; };
+struct addresses { __u64 from[2], to[2]; /* in numeric order, IPv4 as ::ffff:a.b.c.d */ };
 
-/* Reads a TCP segment without SYN, FIN and RST, or a UDP datagram, that is neither a fragment nor has options or extension
- * headers. Any other packet: 0. */
-static __always_inline int read_packet(struct __sk_buff *skb, struct packet *packet)
+/* Reads an IP header; returns its length in bytes, or 0 for a packet that is for a worker. */
+static __always_inline __u32 read_network(struct __sk_buff *skb, struct packet *packet, struct addresses *addresses)
 {
 	const void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	const struct iphdr *ip4 = data + ETH_HLEN;
 	const struct ipv6hdr *ip6 = data + ETH_HLEN;
-	const struct pair_of_ports *ports;
-	const __u8 *transport;
-	__u64 from[2], to[2];
-	__u16 from_port, to_port;
-	__u32 network, length;
 
-	if (skb->protocol == bpf_htons(ETH_P_IP)) {
+	packet->is_v4 = skb->protocol == bpf_htons(ETH_P_IP);
+	if (packet->is_v4) {
 		if ((const void *)(ip4 + 1) > end || *(const __u8 *)ip4 != 0x45 || ip4->frag_off & bpf_htons(0x3fff) || !is_sound(ip4))
 			return 0;
-		packet->is_v4 = 1;
 		packet->protocol = ip4->protocol;
 		packet->hops = ip4->ttl;
 		packet->length = bpf_ntohs(ip4->tot_len);
-		from[0] = to[0] = 0;
-		from[1] = 0xffff00000000ULL | bpf_ntohl(ip4->saddr);
-		to[1] = 0xffff00000000ULL | bpf_ntohl(ip4->daddr);
-		network = sizeof(*ip4);
-	} else {
-		if ((const void *)(ip6 + 1) > end || (*(const __u8 *)ip6 & 0xf0) != 0x60)
-			return 0;
-		packet->is_v4 = 0;
-		packet->protocol = ip6->nexthdr;
-		packet->hops = ip6->hop_limit;
-		packet->length = sizeof(*ip6) + bpf_ntohs(ip6->payload_len);
-		from[0] = half(ip6->saddr.s6_addr32);
-		from[1] = half(ip6->saddr.s6_addr32 + 2);
-		to[0] = half(ip6->daddr.s6_addr32);
-		to[1] = half(ip6->daddr.s6_addr32 + 2);
-		/* RFC 4942 section 2.2: mapped addresses must not appear on the wire. */
-		if ((!from[0] && from[1] >> 32 == 0xffff) || (!to[0] && to[1] >> 32 == 0xffff))
-			return 0;
-		network = sizeof(*ip6);
+		addresses->from[0] = addresses->to[0] = 0;
+		addresses->from[1] = 0xffff00000000ULL | bpf_ntohl(ip4->saddr);
+		addresses->to[1] = 0xffff00000000ULL | bpf_ntohl(ip4->daddr);
+		return sizeof(*ip4);
 	}
-	if (packet->length > skb->len - ETH_HLEN || packet->length < network)
+	if ((const void *)(ip6 + 1) > end || (*(const __u8 *)ip6 & 0xf0) != 0x60)
 		return 0;
-	length = packet->length - network;
-	transport = data + ETH_HLEN + network;
+	packet->protocol = ip6->nexthdr;
+	packet->hops = ip6->hop_limit;
+	packet->length = sizeof(*ip6) + bpf_ntohs(ip6->payload_len);
+	addresses->from[0] = half(ip6->saddr.s6_addr32);
+	addresses->from[1] = half(ip6->saddr.s6_addr32 + 2);
+	addresses->to[0] = half(ip6->daddr.s6_addr32);
+	addresses->to[1] = half(ip6->daddr.s6_addr32 + 2);
+	/* RFC 4942 section 2.2: mapped addresses must not appear on the wire. */
+	if ((!addresses->from[0] && addresses->from[1] >> 32 == 0xffff) || (!addresses->to[0] && addresses->to[1] >> 32 == 0xffff))
+		return 0;
+	return sizeof(*ip6);
+}
+
+struct pair_of_ports { __be16 from, to; };
+
+/* The ports of a TCP segment without SYN, FIN and RST, or of a UDP datagram; of any other packet 0. */
+static __always_inline const struct pair_of_ports *read_transport(struct __sk_buff *skb, struct packet *packet, __u32 network)
+{
+	const void *end = (void *)(long)skb->data_end;
+	const __u8 *transport = (void *)(long)skb->data + ETH_HLEN + network;
+	const __u32 length = packet->length - network;
+
 	if (packet->protocol == IPPROTO_TCP) {
 		const __u32 header = (const void *)(transport + 20) > end ? 0 : (transport[12] >> 4) * 4;
 
@@ -218,7 +217,23 @@ static __always_inline int read_packet(struct __sk_buff *skb, struct packet *pac
 	} else {
 		return 0;
 	}
-	ports = (const void *)transport;
+	return (const void *)transport;
+}
+
+/* Reads a packet that a program may forward: neither a fragment nor with options or extension headers. Any other: 0. */
+static __always_inline int read_packet(struct __sk_buff *skb, struct packet *packet)
+{
+	struct addresses addresses;
+	const struct pair_of_ports *ports;
+	const __u64 *from = addresses.from, *to = addresses.to;
+	__u16 from_port, to_port;
+	__u32 network = read_network(skb, packet, &addresses);
+
+	if (!network || packet->length > skb->len - ETH_HLEN || packet->length < network)
+		return 0;
+	ports = read_transport(skb, packet, network);
+	if (!ports)
+		return 0;
 	from_port = bpf_ntohs(ports->from);
 	to_port = bpf_ntohs(ports->to);
 	/* The end with the lower address, then port, comes first. */

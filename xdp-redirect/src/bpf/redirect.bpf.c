@@ -159,15 +159,26 @@ int penstock(struct xdp_md *ctx)
  * packets, which return because the node translated their destination, from packets with a spoofed source: those from
  * outside or out of a tunnel arrived on another interface, and those of a process on the node have 0. */
 #ifdef ASKS_THE_KERNEL
+enum { LOCAL_PROCESS = 4, SOURCE_TRANSLATED = 8 };
+
+/* Writes into the Ethernet destination who sent a packet to the workers (dataplane/src/io/tag.rs). */
+static __always_inline int tell_sender(struct __sk_buff *skb, const struct origin *origin)
+{
+	__u8 tag[3] = { 0x02, 0xfa, 2 /* from the node */ };
+
+	tag[2] |= !skb->ingress_ifindex ? LOCAL_PROCESS : note_origin(origin) ? SOURCE_TRANSLATED : 0;
+	return bpf_skb_store_bytes(skb, 0, tag, sizeof(tag), 0) ? TC_ACT_SHOT : TC_ACT_OK;
+}
+
 SEC("tc")
 int penstock_leave(struct __sk_buff *skb)
 {
 	struct in6_addr from = {};
+	struct origin origin = {};
+	const int is_back = skb->ingress_ifindex == skb->ifindex; /* of a pod, checked by the workers */
 	__be16 kind;
 	long unread;
 
-	if (skb->ingress_ifindex == skb->ifindex)
-		return TC_ACT_OK;
 	if (bpf_skb_load_bytes(skb, offsetof(struct ethhdr, h_proto), &kind, sizeof(kind)))
 		return TC_ACT_OK; /* not IP */
 	switch (kind) {
@@ -181,11 +192,12 @@ int penstock_leave(struct __sk_buff *skb)
 	default:
 		return TC_ACT_OK; /* the workers only receive IP */
 	}
-	if (unread || bpf_map_lookup_elem(&local_pods, &from))
+	if (unread || (!is_back && bpf_map_lookup_elem(&local_pods, &from)))
 		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
-	if (source_before(skb, kind == bpf_htons(ETH_P_IP), &from) && bpf_map_lookup_elem(&local_pods, &from))
+	find_origin(skb, kind == bpf_htons(ETH_P_IP), &origin);
+	if (!is_back && origin.known && bpf_map_lookup_elem(&local_pods, &origin.source))
 		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
-	return TC_ACT_OK;
+	return tell_sender(skb, &origin);
 }
 #endif
 

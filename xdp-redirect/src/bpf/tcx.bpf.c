@@ -35,6 +35,7 @@ const volatile __u32 open_without_workers = 0; /* pass packets to the kernel whi
 const volatile __u32 workers = 1;              /* in use of `pairs` */
 const volatile __u32 pairs[MAX_WORKERS] = {};  /* interface index of the node's end of each worker's pair */
 const volatile __u32 passed = 0;               /* mark of a packet that from_worker hands to the node's stack; random */
+const volatile __u32 share = 0;                /* most packets of a port that wait for workers; 0: any number */
 const volatile __u32 offload = 0;              /* forward packets of established connections without a worker */
 
 struct interface { /* the node's end of a pod's veth */
@@ -76,6 +77,14 @@ struct { /* a socket of the serving process while it lives */
 	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
 } alive SEC(".maps");
 
+struct waiting { /* packets to workers; their difference waits (dataplane/src/worker/waiting.rs) */
+	__u64 sent, unused[7], received, padding[7];
+};
+struct { /* by port; workers count what they receive */
+	__uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, MAX_PORTS); __uint(map_flags, BPF_F_MMAPABLE);
+	__type(key, __u32); __type(value, struct waiting);
+} waiting SEC(".maps");
+
 struct traffic { __u64 packets, bytes; };
 struct of_port { struct traffic sent, received; };
 struct { /* by port: what the pod sent and received without a worker, as segments */
@@ -106,6 +115,7 @@ enum { /* flags of a frame to a worker */
 	CHECKSUM_OPEN = 1, /* the transport checksum is that of the pseudo header */
 	FROM_NODE = 2,     /* from the node's stack to the pod, otherwise from the pod */
 	LOCAL_PROCESS = 4, /* sent by the node itself, not forwarded */
+	SOURCE_TRANSLATED = 8, /* forwarded, with an entry in `sources` */
 };
 enum { /* flags of a frame from a worker */
 	TO_NODE = 1, /* to the node's stack: as the pod's, or with port NO_PORT as the pair's */
@@ -154,6 +164,17 @@ static __always_inline __u32 pair_of(struct __sk_buff *skb)
 	return index < MAX_WORKERS ? pairs[index] : pairs[0];
 }
 
+/* Counts a packet of this port to a worker, unless its share is used up. */
+static __always_inline int takes_share(struct __sk_buff *skb, __u32 port)
+{
+	struct waiting *counters = bpf_map_lookup_elem(&waiting, &port);
+
+	if (!counters || (share && (__s64)(counters->sent - *(volatile __u64 *)&counters->received) >= (__s64)share))
+		return 0;
+	__sync_fetch_and_add(&counters->sent, skb->gso_segs ? skb->gso_segs : 1);
+	return 1;
+}
+
 static __always_inline int redirect_to_worker(struct __sk_buff *skb, const struct interface *at, __u8 flags, __u32 outcome)
 {
 	struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
@@ -162,6 +183,8 @@ static __always_inline int redirect_to_worker(struct __sk_buff *skb, const struc
 		.from_local = LOCAL, .from_kind = TO_WORKER, .interface = bpf_htonl(skb->ifindex),
 	};
 
+	if (!takes_share(skb, at->port))
+		return count(skb->ifindex, SHARE_USED, TC_ACT_SHOT);
 	tag.flags = flags | (BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL ? CHECKSUM_OPEN : 0);
 	if (bpf_skb_store_bytes(skb, 0, &tag, sizeof(tag), 0))
 		return count(skb->ifindex, NOT_IP, TC_ACT_SHOT);
@@ -357,7 +380,7 @@ static __always_inline int is_another_pods(struct __sk_buff *skb, const struct i
 /* Whether a packet that the node's stack sends has the source of a local pod, now or before the node translated it, but did
  * not come from that pod. A pod's packets enter the stack by its interface, after the workers have checked them. The kernel
  * records that interface, which forwarding and translation keep; it is 0 for what the node itself sends. */
-static __always_inline int is_spoofed(struct __sk_buff *skb)
+static __always_inline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 {
 	struct in6_addr from = {};
 	long unread;
@@ -372,8 +395,8 @@ static __always_inline int is_spoofed(struct __sk_buff *skb)
 		return 1;
 	if (is_another_pods(skb, &from))
 		return 1;
-	/* A reply spoofed as a Service's backend would leave with the Service's address. */
-	return source_before(skb, skb->protocol == bpf_htons(ETH_P_IP), &from) && is_another_pods(skb, &from);
+	find_origin(skb, skb->protocol == bpf_htons(ETH_P_IP), origin);
+	return origin->known && is_another_pods(skb, &origin->source);
 }
 
 /* What the node's stack sends to a pod: of its own processes, or forwarded and translated. */
@@ -382,9 +405,10 @@ int to_pod(struct __sk_buff *skb)
 {
 	__u32 interface = skb->ifindex;
 	const struct interface *at = bpf_map_lookup_elem(&interfaces, &interface);
+	struct origin origin = {};
 	struct ipv6hdr ip6;
+	__u8 type, sender;
 	int action;
-	__u8 type;
 
 	if (is_open())
 		return count(interface, NO_SOCKET, TC_ACT_OK);
@@ -403,14 +427,15 @@ int to_pod(struct __sk_buff *skb)
 	}
 	if (!at)
 		return count(interface, NOT_READY, TC_ACT_SHOT);
-	if (is_spoofed(skb))
+	if (is_spoofed(skb, &origin))
 		return count(interface, SPOOFED_SOURCE, TC_ACT_SHOT);
 	if (offload) {
 		action = forward_to_pod(skb, at);
 		if (action >= 0)
 			return action;
 	}
-	return redirect_to_worker(skb, at, FROM_NODE | (skb->ingress_ifindex ? 0 : LOCAL_PROCESS), FROM_STACK);
+	sender = !skb->ingress_ifindex ? LOCAL_PROCESS : note_origin(&origin) ? SOURCE_TRANSLATED : 0;
+	return redirect_to_worker(skb, at, FROM_NODE | sender, FROM_STACK);
 }
 
 /* What a worker sends, at the node's end of its pair. */

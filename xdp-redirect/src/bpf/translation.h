@@ -146,56 +146,104 @@ static __always_inline enum outcome of_translation(struct xdp_md *ctx, const voi
 
 struct heads { union { struct iphdr ip4; struct ipv6hdr ip6; }; };
 
-/* The source of an outgoing packet when it entered the node, which may have translated it since. A reply spoofed as a Service's
- * backend would leave with the Service's address. */
-static __always_inline int source_before(struct __sk_buff *skb, int is_v4, struct in6_addr *from)
+struct sent_flow { /* a flow after its translation, in network byte order; IPv4 as ::ffff:a.b.c.d */
+	struct in6_addr from, to;
+	struct ports ports;
+	__u32 protocol;
+};
+struct { /* the source before it was translated, by flow; shared by all, and read by the workers */
+	__uint(type, BPF_MAP_TYPE_LRU_HASH); __uint(max_entries, 16384);
+	__type(key, struct sent_flow); __type(value, struct in6_addr);
+} sources SEC(".maps");
+
+/* What connection tracking knows of an outgoing packet's source. */
+struct origin {
+	struct sent_flow flow;  /* as it leaves */
+	struct in6_addr source; /* as it entered the node */
+	int known, opens;       /* it is tracked; and in the direction in which its connection was opened */
+};
+
+static __always_inline void to_in6(struct in6_addr *address, const union nf_inet_addr *known, int is_v4)
+{
+	*address = (struct in6_addr){};
+	if (is_v4) {
+		address->s6_addr32[2] = bpf_htonl(0xffff);
+		address->s6_addr32[3] = known->all[0];
+	} else {
+		address->s6_addr32[0] = known->all[0];
+		address->s6_addr32[1] = known->all[1];
+		address->s6_addr32[2] = known->all[2];
+		address->s6_addr32[3] = known->all[3];
+	}
+}
+
+/* Finds the source of an outgoing packet when it entered the node, which may have translated it since. A reply spoofed as a
+ * Service's backend would leave with the Service's address. */
+static __always_inline void find_origin(struct __sk_buff *skb, int is_v4, struct origin *origin)
 {
 	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS };
 	struct bpf_sock_tuple tuple = {};
-	struct ports ports;
+	struct sent_flow *flow = &origin->flow;
 	struct heads heads;
 	struct nf_conn *connection;
-	const struct nf_conntrack_tuple *came;
-	__u32 offset = ETH_HLEN, length;
+	__u32 offset = ETH_HLEN;
 
 	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
-		return 0;
+		return;
 	if (bpf_skb_load_bytes(skb, offset, &heads, is_v4 ? sizeof(heads.ip4) : sizeof(heads.ip6)))
-		return 0;
+		return;
 	if (is_v4 && heads.ip4.frag_off & bpf_htons(0x1fff))
-		return 0; /* no ports; without its first fragment it is not reassembled */
+		return; /* no ports; without its first fragment it is not reassembled */
 	options.l4proto = is_v4 ? heads.ip4.protocol : heads.ip6.nexthdr;
 	offset += is_v4 ? heads.ip4.ihl * 4 : sizeof(heads.ip6);
 	if ((options.l4proto != IPPROTO_TCP && options.l4proto != IPPROTO_UDP) ||
-	    bpf_skb_load_bytes(skb, offset, &ports, sizeof(ports)))
-		return 0;
+	    bpf_skb_load_bytes(skb, offset, &flow->ports, sizeof(flow->ports)))
+		return;
+	flow->protocol = options.l4proto;
 	/* Reversed: the table finds it in either direction. */
 	if (is_v4) {
-		tuple.ipv4.saddr = heads.ip4.daddr;
-		tuple.ipv4.daddr = heads.ip4.saddr;
-		tuple.ipv4.sport = ports.to;
-		tuple.ipv4.dport = ports.from;
+		flow->from.s6_addr32[2] = flow->to.s6_addr32[2] = bpf_htonl(0xffff);
+		flow->from.s6_addr32[3] = tuple.ipv4.daddr = heads.ip4.saddr;
+		flow->to.s6_addr32[3] = tuple.ipv4.saddr = heads.ip4.daddr;
+		tuple.ipv4.sport = flow->ports.to;
+		tuple.ipv4.dport = flow->ports.from;
+		connection = bpf_skb_ct_lookup(skb, &tuple, sizeof(tuple.ipv4), &options, sizeof(options));
 	} else {
+		flow->from = heads.ip6.saddr;
+		flow->to = heads.ip6.daddr;
 		__builtin_memcpy(tuple.ipv6.saddr, &heads.ip6.daddr, sizeof(tuple.ipv6.saddr));
 		__builtin_memcpy(tuple.ipv6.daddr, &heads.ip6.saddr, sizeof(tuple.ipv6.daddr));
-		tuple.ipv6.sport = ports.to;
-		tuple.ipv6.dport = ports.from;
+		tuple.ipv6.sport = flow->ports.to;
+		tuple.ipv6.dport = flow->ports.from;
+		connection = bpf_skb_ct_lookup(skb, &tuple, sizeof(tuple.ipv6), &options, sizeof(options));
 	}
-	length = is_v4 ? sizeof(tuple.ipv4) : sizeof(tuple.ipv6);
-	connection = bpf_skb_ct_lookup(skb, &tuple, length, &options, sizeof(options));
 	if (!connection)
-		return 0;
-	came = options.dir ? &connection->tuplehash[0].tuple : &connection->tuplehash[1].tuple;
-	*from = (struct in6_addr){};
-	if (is_v4) {
-		from->s6_addr32[2] = bpf_htonl(0xffff);
-		from->s6_addr32[3] = came->src.u3.all[0];
-	} else {
-		from->s6_addr32[0] = came->src.u3.all[0];
-		from->s6_addr32[1] = came->src.u3.all[1];
-		from->s6_addr32[2] = came->src.u3.all[2];
-		from->s6_addr32[3] = came->src.u3.all[3];
-	}
+		return;
+	origin->known = 1;
+	origin->opens = options.dir;
+	if (options.dir)
+		to_in6(&origin->source, &connection->tuplehash[0].tuple.src.u3, is_v4);
+	else
+		to_in6(&origin->source, &connection->tuplehash[1].tuple.src.u3, is_v4);
 	bpf_ct_release(connection);
-	return 1;
+}
+
+static __always_inline int is_same_address(const struct in6_addr *one, const struct in6_addr *other)
+{
+	return one->s6_addr32[0] == other->s6_addr32[0] && one->s6_addr32[1] == other->s6_addr32[1] &&
+	       one->s6_addr32[2] == other->s6_addr32[2] && one->s6_addr32[3] == other->s6_addr32[3];
+}
+
+/* Tells the workers who opens this connection if the node has translated its source. Returns whether it has. */
+static __always_inline int note_origin(const struct origin *origin)
+{
+	const struct in6_addr *noted;
+
+	if (!origin->known || !origin->opens || is_same_address(&origin->source, &origin->flow.from))
+		return 0;
+	/* Without writing for each packet, which takes a lock. */
+	noted = bpf_map_lookup_elem(&sources, &origin->flow);
+	if (noted && is_same_address(noted, &origin->source))
+		return 1;
+	return !bpf_map_update_elem(&sources, &origin->flow, &origin->source, BPF_ANY);
 }

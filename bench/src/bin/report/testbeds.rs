@@ -39,6 +39,8 @@ impl TestbedSpec {
     /// The peer's name in reports.
     pub(crate) fn peer_name(&self) -> &'static str {
         match &self.peer {
+            peer if *peer == Peer::penstock_by_tcx(true) => "Penstock, tcx",
+            peer if *peer == Peer::penstock_by_tcx(false) => "Penstock, tcx, all by workers",
             Peer::Penstock { enforces: true, .. } => "Penstock",
             Peer::Penstock { enforces: false, .. } => "Penstock, raw forward",
             Peer::Kernel => "kernel routing",

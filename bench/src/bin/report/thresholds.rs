@@ -105,6 +105,46 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_most("clocks of an established packet outside of system calls", "stages", "outside system calls", 200.0),
     at_most("packets lost in a swap of 10,000 rules", "swap", "lost", 0.0),
     at_least("new connections opened during an ACK flood from outside, of those without", "ack-flood", "share", 0.99),
+    at_least("one UDP connection by tcx, 64 bytes, against kernel routing", "pps", "received", 1.15)
+        .of("Penstock, tcx")
+        .against("kernel routing"),
+    at_most("what a packet of it costs the core, against kernel routing", "pps", "generator core", 0.9)
+        .of("Penstock, tcx")
+        .against("kernel routing"),
+    at_least("one UDP connection by tcx against kernel + nftables sets + conntrack", "pps", "received", 1.5)
+        .of("Penstock, tcx")
+        .against("nftables, sets + conntrack"),
+    at_least("all by workers through their pairs, against XDP", "pps", "received", 0.65)
+        .of("Penstock, tcx, all by workers")
+        .against("Penstock"),
+    at_least("bulk TCP by tcx, one stream, against kernel with GSO, MTU 1,500", "bulk", "one stream", 0.97)
+        .of("Penstock, tcx")
+        .against("kernel routing"),
+    at_least("bulk TCP by tcx, eight streams, against the same", "bulk", "eight streams", 0.97)
+        .of("Penstock, tcx")
+        .against("kernel routing"),
+    at_least(
+        "new TCP connections a second by tcx against kernel + nftables + conntrack",
+        "tcp-connections",
+        "opened",
+        0.9,
+    )
+    .of("Penstock, tcx")
+    .against("nftables, sets + conntrack"),
+    at_least("10,000 UDP connections by tcx against kernel routing", "connections", "received", 1.0)
+        .of("10000: Penstock, tcx")
+        .against("10000: kernel routing"),
+    at_least("100,000 UDP connections by tcx against kernel routing", "connections", "received", 0.85)
+        .of("100000: Penstock, tcx")
+        .against("100000: kernel routing"),
+    at_least(
+        "100,000 UDP connections by tcx against kernel + nftables sets + conntrack",
+        "connections",
+        "received",
+        1.4,
+    )
+    .of("100000: Penstock, tcx")
+    .against("100000: nftables, sets + conntrack"),
 ];
 
 /// Whether a threshold uses this case.

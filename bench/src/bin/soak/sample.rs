@@ -43,8 +43,6 @@ pub(crate) struct Sampler {
 
 /// Drop reasons that policy and the pods' own behaviour explain.
 const MEANT: [&str; 5] = ["ingress_denied", "egress_denied", "no_connection", "multicast", "not_routable"];
-/// Also included in `rx_dropped`.
-const COUNTED_TWICE: &str = "fill_ring_empty";
 
 impl Sampler {
     pub(crate) fn new(fixture: &Fixture) -> Result<Self> {
@@ -132,7 +130,7 @@ impl Sampler {
 fn losses(status: &Status) -> BTreeMap<String, u64> {
     let mut losses = BTreeMap::new();
     for (cause, count) in status.ports.iter().flat_map(|port| port.drops.iter().chain(&port.kernel_drops)) {
-        if cause != COUNTED_TWICE && !MEANT.contains(&cause.as_str()) {
+        if !MEANT.contains(&cause.as_str()) {
             *losses.entry(cause.clone()).or_default() += count;
         }
     }

@@ -253,7 +253,12 @@ struct ApiRequest {
 impl ApiRequest {
     fn read(request: &Request<Incoming>) -> Option<Self> {
         let path = request.uri().path().trim_matches('/');
-        let groups = ["api/v1/", "apis/networking.k8s.io/v1/", "apis/policy.networking.k8s.io/v1alpha2/"];
+        let groups = [
+            "api/v1/",
+            "apis/networking.k8s.io/v1/",
+            "apis/discovery.k8s.io/v1/",
+            "apis/policy.networking.k8s.io/v1alpha2/",
+        ];
         let rest = groups.into_iter().find_map(|group| path.strip_prefix(group))?;
         let mut parts: Vec<&str> = rest.split('/').collect();
         let namespace = match parts[..] {

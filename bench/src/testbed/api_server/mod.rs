@@ -33,12 +33,23 @@ pub enum Resource {
     NetworkPolicies,
     /// ClusterNetworkPolicies, which a server serves only once they are defined.
     ClusterNetworkPolicies,
+    /// Services.
+    Services,
+    /// EndpointSlices.
+    EndpointSlices,
 }
 
 impl Resource {
     /// All of them.
-    pub const ALL: [Self; 5] =
-        [Self::Namespaces, Self::Nodes, Self::Pods, Self::NetworkPolicies, Self::ClusterNetworkPolicies];
+    pub const ALL: [Self; 7] = [
+        Self::Namespaces,
+        Self::Nodes,
+        Self::Pods,
+        Self::NetworkPolicies,
+        Self::ClusterNetworkPolicies,
+        Self::Services,
+        Self::EndpointSlices,
+    ];
 
     /// Its API group; empty for the core group.
     pub fn group(self) -> &'static str {
@@ -48,7 +59,8 @@ impl Resource {
     /// The `apiVersion` of its objects.
     pub fn api_version(self) -> &'static str {
         match self {
-            Self::Namespaces | Self::Nodes | Self::Pods => "v1",
+            Self::Namespaces | Self::Nodes | Self::Pods | Self::Services => "v1",
+            Self::EndpointSlices => "discovery.k8s.io/v1",
             Self::NetworkPolicies => "networking.k8s.io/v1",
             Self::ClusterNetworkPolicies => "policy.networking.k8s.io/v1alpha2",
         }
@@ -60,6 +72,8 @@ impl Resource {
             Self::Namespaces => "Namespace",
             Self::Nodes => "Node",
             Self::Pods => "Pod",
+            Self::Services => "Service",
+            Self::EndpointSlices => "EndpointSlice",
             Self::NetworkPolicies => "NetworkPolicy",
             Self::ClusterNetworkPolicies => "ClusterNetworkPolicy",
         }
@@ -71,6 +85,8 @@ impl Resource {
             Self::Namespaces => "namespaces",
             Self::Nodes => "nodes",
             Self::Pods => "pods",
+            Self::Services => "services",
+            Self::EndpointSlices => "endpointslices",
             Self::NetworkPolicies => "networkpolicies",
             Self::ClusterNetworkPolicies => "clusternetworkpolicies",
         }

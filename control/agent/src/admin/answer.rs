@@ -42,6 +42,7 @@ impl DaemonView<'_> {
             ports: self.port_list(counters, before),
             pods: self.pods(),
             drops: total.drops().map(|(cause, count)| (cause.name().to_owned(), count)).collect(),
+            kernel_drops: kernel_drops(&now.statistics.total_kernel()),
             frames: types::FrameCounts {
                 total: depths.frames.total,
                 free: depths.frames.free,
@@ -49,6 +50,10 @@ impl DaemonView<'_> {
                 in_flight: depths.frames.in_flight,
             },
             connections: self.connections(),
+            configuration_refused: self.rejected.map(|rejected| rejected.reasons.clone()).unwrap_or_default(),
+            stale: self
+                .stale
+                .map(|stale| types::StaleObjects { recorded: stale.recorded.to_string(), objects: stale.objects }),
             source: ObjectKind::ALL.into_iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }

@@ -72,7 +72,7 @@ impl ConfigLayers {
     }
 
     /// The same for a file with this text.
-    pub(super) fn parse(&self, text: &str) -> Result<LoadedConfig, ConfigError> {
+    pub(crate) fn parse(&self, text: &str) -> Result<LoadedConfig, ConfigError> {
         let text = ConfigText { path: &self.file, text, overrides: &self.overrides };
         let mut values = text.table()?;
         let mut deprecated = rename_deprecated(&mut values);
@@ -84,6 +84,29 @@ impl ConfigLayers {
         deprecated.dedup();
         let config = text.config(&values, deprecated)?;
         Ok(LoadedConfig { config, values })
+    }
+
+    /// The text at a key that the environment or the command line sets.
+    pub(crate) fn overridden(&self, key: &[&str]) -> Option<String> {
+        let set = self.overrides.iter().rev().find(|setting| setting.path == key)?;
+        set.value.as_str().map(str::to_owned)
+    }
+
+    /// The text at a key of any layer, also if other keys are wrong.
+    pub(crate) fn text_of(&self, key: &[&str]) -> Option<String> {
+        let in_file = || {
+            let mut value: Value = fs::read_to_string(&self.file).ok()?.parse::<Table>().ok()?.into();
+            for part in key {
+                value = value.as_table_mut()?.remove(*part)?;
+            }
+            value.as_str().map(str::to_owned)
+        };
+        self.overridden(key).or_else(in_file)
+    }
+
+    /// The same file alone.
+    pub(crate) fn without_overrides(&self) -> Self {
+        Self::file_only(&self.file)
     }
 
     /// The file without other layers.

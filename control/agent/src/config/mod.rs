@@ -42,17 +42,20 @@ pub struct Config {
     /// Addresses of this node, in addition to those on its interfaces and in its Node object.
     #[serde(default)]
     pub node_addresses: Vec<IpAddr>,
-    /// Address blocks of Services. What egress policy denies there is counted as `service_denied`.
+    /// Address blocks of Services. What egress policy denies there is counted as `service_denied`; where workers translate
+    /// Services, packets to an address there that no Service has are dropped.
     #[serde(default)]
     #[schemars(with = "Vec<String>")]
     pub service_cidrs: Vec<IpNet>,
     /// NICs and tunnel devices on which packets for local pods arrive. Needs Linux 5.18 with connection tracking.
     #[serde(default)]
     pub uplinks: Vec<InterfaceName>,
-    /// Where programs take pods' packets: `"xdp"` on their veths, or `"tcx"` there, which leaves packets whole and the
-    /// node's routes as they are. `"tcx"` needs Linux 6.6.
+    /// Where programs take pods' packets. `"tcx"` leaves packets whole and the node's routes as they are.
     #[serde(default)]
-    pub attach: Attach,
+    pub attach: AttachSetting,
+    /// The same, decided.
+    #[serde(skip)]
+    pub attach_by: Attach,
     /// With `attach = "tcx"`: whether the programs forward packets of established connections by themselves. Otherwise all
     /// packets go through the workers. Only on x86-64.
     #[serde(default = "yes")]
@@ -83,6 +86,9 @@ pub struct Config {
     /// The veth pair into the node's network stack.
     #[serde(default)]
     pub host_veth: HostVeth,
+    /// Services.
+    #[serde(default)]
+    pub services: Services,
     /// Which encapsulated packets pods may send to nodes.
     #[serde(default)]
     pub encapsulation: Encapsulation,
@@ -127,7 +133,7 @@ impl Config {
     /// Whether the kernel's programs forward packets of established connections. They read the connection table in an
     /// order that x86-64 keeps without barriers.
     pub(crate) fn offloads(&self) -> bool {
-        self.offload && self.attach == Attach::Tcx && cfg!(target_arch = "x86_64")
+        self.offload && self.attach_by == Attach::Tcx && cfg!(target_arch = "x86_64")
     }
 
     /// Makes relative paths start at `directory`.
@@ -180,6 +186,15 @@ pub enum StartupMode {
     Open,
 }
 
+/// Services (`[services]`).
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Services {
+    /// Whether workers translate what pods send to cluster addresses, and evaluate policy for the backend. Otherwise the
+    /// node's kernel translates it, and egress policy sees the cluster address.
+    pub enabled: bool,
+}
+
 fn yes() -> bool {
     true
 }
@@ -195,12 +210,34 @@ fn default_pod_bridges() -> Vec<InterfacePattern> {
 /// Where programs take pods' packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
-pub enum Attach {
-    /// By XDP on their veths, with a socket for each.
+pub enum AttachSetting {
+    /// By tcx on x86-64, if the kernel accepts the programs and `uplinks` is empty; otherwise by XDP.
     #[default]
-    Xdp,
+    Auto,
     /// By tcx on their veths; Linux 6.6 or newer.
     Tcx,
+    /// By XDP on their veths, with a socket for each.
+    Xdp,
+}
+
+/// Where programs take pods' packets, decided.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Attach {
+    /// By XDP.
+    #[default]
+    Xdp,
+    /// By tcx.
+    Tcx,
+}
+
+impl Attach {
+    /// Its name in the configuration.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Xdp => "xdp",
+            Self::Tcx => "tcx",
+        }
+    }
 }
 
 /// What applies while no daemon runs (`[fail]`).
@@ -346,7 +383,7 @@ pub enum HugePages {
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Conntrack {
-    /// Connections that the table holds; about 74 bytes each, allocated at start.
+    /// Connections that the table holds; about 82 bytes each, allocated at start.
     #[schemars(range(min = MIN_CONNECTIONS))]
     pub entries: u32,
     /// Maximum connections of one pod. Default: a quarter of `entries`.
@@ -354,8 +391,9 @@ pub struct Conntrack {
     /// How long after a start that found no table a mid-stream TCP segment may open a connection: a time, `"0s"` for
     /// never, or `"always"`.
     pub midstream_pickup: MidstreamPickup,
-    /// The table's file by its absolute path, best on a tmpfs: a restarted daemon finds its connections there. `"off"`:
-    /// after a restart all connections are new.
+    /// The table's file by its absolute path, best on a tmpfs: a restarted daemon finds its connections there, and beside it
+    /// the last good configuration and the API server's objects. `"off"`: after a restart all connections are new, and
+    /// neither is kept.
     pub mapping: TableMapping,
     /// What happens to a connection that a policy change revokes.
     pub on_revoke: OnRevoke,

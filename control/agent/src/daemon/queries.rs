@@ -3,12 +3,13 @@
 use penstock_admin::types::{ConnectionFlow, Dump};
 use penstock_dataplane::conntrack::ConnectionInfo;
 
-use super::Daemon;
+use super::{Daemon, keep_as_last_good};
 use crate::config::{LoadedConfig, changed_keys};
 use crate::metrics::Scrape;
 use crate::operation::OperationEvent;
 use crate::publisher::SnapshotInputs;
 use crate::query::StateQuery;
+use crate::recorded_objects::StaleObjects;
 use crate::samples::CounterSample;
 use crate::view::{DaemonView, LiveCounters};
 use crate::{logging, preflight, report};
@@ -31,6 +32,8 @@ impl Daemon<'_> {
             epoch: inputs.epoch,
             progress: &inputs.progress,
             source: &self.operation.source,
+            stale: inputs.stale,
+            rejected: self.operation.rejected.as_ref(),
             samples: &self.operation.samples,
             unwritten: self.operation.verdicts.unwritten(),
             started: self.operation.started,
@@ -130,10 +133,18 @@ impl Daemon<'_> {
 
     fn readiness(&self) -> Result<(), String> {
         self.health()?;
+        if let Some(rejected) = &self.operation.rejected {
+            let reason = rejected.reasons.first().map_or("", String::as_str);
+            return Err(format!("the configuration is refused, and the last good one is in force: {reason}"));
+        }
+        let inputs = self.publisher.inputs();
+        if let Some(StaleObjects { recorded, .. }) = inputs.stale {
+            return Err(format!("the API server has not been read yet; what was recorded at {recorded} is in force"));
+        }
         if !self.operation.source.is_synced() {
             return Err("not all objects have been read yet".to_owned());
         }
-        match self.publisher.inputs().progress.is_programmed() {
+        match inputs.progress.is_programmed() {
             true => Ok(()),
             false => Err("no policy is in force on every worker yet".to_owned()),
         }
@@ -155,7 +166,13 @@ impl Daemon<'_> {
             if taken.is_empty() { "nothing changed that applies at run time".to_owned() } else { taken.join(", ") };
         tracing::info!(target: logging::MILESTONES, "configuration reloaded: {taken}");
         // Keys that need a restart keep their old value, so that the next reload reports them again.
-        copy_reloadable(&mut self.operation.loaded.values, loaded.values);
+        copy_reloadable(&mut self.operation.loaded.values, loaded.values.clone());
+        if kept.is_empty() {
+            keep_as_last_good(&self.operation.layers, &loaded);
+            if self.operation.rejected.take().is_some() {
+                tracing::info!(target: logging::MILESTONES, "the configuration is good again, and in force");
+            }
+        }
     }
 
     fn take(&mut self, loaded: &LoadedConfig) {

@@ -7,6 +7,8 @@ use std::time::Instant;
 use penstock_dataplane::forward::PortId;
 use penstock_policy::model::{ObjectKey, Pod};
 
+use tracing::Level;
+
 use super::Daemon;
 use crate::RunError;
 use crate::discovery::{PodProblem, pod_ports};
@@ -45,7 +47,7 @@ impl Daemon<'_> {
         let (wanted, more) = pod_ports(&self.netstate, &pods, self.config.node.as_str(), largest);
         problems.extend(more);
         self.solicit_neighbours(&pods, &problems).await;
-        self.log_problems(problems);
+        self.log_problems(&pods, &problems);
         self.ports.update(&self.dataplane, &self.netstate, wanted);
         let gone = self.ports.remove_gone(&self.netstate);
         let unserved = self.publisher.inputs().objects.pod_addresses();
@@ -95,19 +97,16 @@ impl Daemon<'_> {
         }
     }
 
-    /// Logs problems that are new and problems that are over.
-    fn log_problems(&mut self, problems: BTreeSet<PodProblem>) {
-        for problem in problems.difference(&self.problems) {
-            match problem {
-                // Every pod has these for a moment when it starts and when it ends.
-                PodProblem::NoRoute { .. } | PodProblem::NoMac { .. } => tracing::info!("{problem}"),
-                _ => tracing::warn!("{problem}"),
+    /// Logs problems that are new, that last, and that are over.
+    fn log_problems(&mut self, pods: &[Pod], problems: &BTreeSet<PodProblem>) {
+        let leaving = pods.iter().filter(|pod| pod.lifetime.leaving).map(|pod| pod.key.clone()).collect();
+        for (level, line) in self.problems.update(problems, &leaving, Instant::now()) {
+            match level {
+                Level::WARN => tracing::warn!("{line}"),
+                Level::INFO => tracing::info!("{line}"),
+                _ => tracing::debug!("{line}"),
             }
         }
-        for problem in self.problems.difference(&problems) {
-            tracing::info!("resolved: {problem}");
-        }
-        self.publisher.inputs().progress.note_problems(&problems);
-        self.problems = problems;
+        self.publisher.inputs().progress.note_problems(problems);
     }
 }

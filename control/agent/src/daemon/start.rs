@@ -1,6 +1,7 @@
 //! Starts the daemon's parts as configured.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -8,10 +9,14 @@ use std::thread::{self, JoinHandle};
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
 use penstock_dataplane::conntrack::{KernelMapFds, KernelMapSizes, KernelMaps, TableMemory};
-use penstock_dataplane::pipeline;
-use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError};
+use penstock_dataplane::packet::{Address, Flow};
+use penstock_dataplane::pipeline::{self, OriginalSources};
+use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
 use penstock_privileges as privileges;
-use penstock_xdp_redirect::{ConnectionMapSizes, ConnectionMaps, PinError, Pins, Redirect, TcxOptions, TcxPrograms};
+use penstock_xdp_redirect::{
+    ConnectionMapSizes, ConnectionMaps, MAX_TCX_PORTS, PinError, Pins, Redirect, TcxOptions, TcxPrograms,
+    TranslatedSources, WaitingArray,
+};
 
 use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping};
 use crate::connections::ClearingJobs;
@@ -61,19 +66,19 @@ pub(super) async fn open_programs(
     netstate: &NetworkState,
     workers: usize,
     pins: Option<Pins>,
-    maps: Option<&ConnectionMaps>,
+    maps: &SharedMaps,
 ) -> Result<(Programs, NodePath), RunError> {
     let mtu = pair_mtu(config, netstate);
     let failed = |error| match error {
         HostVethError::Running | HostVethError::NameTaken(_) => RunError::bad_input(error),
         other => RunError::failed(other),
     };
-    if config.attach == Attach::Xdp {
+    if config.attach_by == Attach::Xdp {
         let redirect = match pins {
             Some(pins) => Redirect::pinned(pins),
             None => Redirect::new(),
         };
-        let redirect = redirect.map_err(RunError::bad_input)?;
+        let redirect = redirect.map_err(RunError::bad_input)?.with_sources(maps.sources.clone());
         let lifetime = match config.fail.mode {
             FailMode::Closed => Lifetime::Node,
             FailMode::Open => Lifetime::Daemon,
@@ -86,8 +91,11 @@ pub(super) async fn open_programs(
         pairs: pairs.pairs().iter().map(|pair| pair.node.index).collect(),
         open_without_workers: config.fail.mode == FailMode::Open,
         pins,
+        sources: Some(maps.sources.clone()),
+        waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(config))),
     };
-    let loaded = TcxPrograms::load(&options, maps).and_then(|tcx| Ok(Programs::Tcx { tcx, xdp: Redirect::new()? }));
+    let loaded = TcxPrograms::load(&options, maps.connections.as_ref())
+        .and_then(|tcx| Ok(Programs::Tcx { tcx, xdp: Redirect::new()? }));
     match loaded {
         Ok(programs) => Ok((programs, NodePath::Pairs(pairs))),
         Err(error) => {
@@ -106,25 +114,64 @@ pub(crate) fn clear_pins(root: &Path) -> Result<usize, PinError> {
     let links = pins.links();
     links.iter().for_each(|&pinned| pins.remove(pinned));
     pins.remove_connection_maps();
+    pins.remove_translated_sources();
     pins.close();
     Ok(links.len())
 }
 
 /// Sizes of the BPF maps of a table for this many connections.
 pub(crate) fn connection_map_sizes(connections: usize) -> ConnectionMapSizes {
-    let KernelMapSizes { groups, entries } = KernelMapSizes::of(connections);
+    let KernelMapSizes { groups, entries, with_links } = KernelMapSizes::of(connections);
     ConnectionMapSizes {
         version: KernelMapSizes::VERSION,
         table: KernelMapSizes::TABLE,
         tags: (groups, KernelMapSizes::TAGS),
-        entries: (entries, KernelMapSizes::ENTRY),
-        usage: KernelMapSizes::USE,
+        entries: (with_links, KernelMapSizes::ENTRY),
+        usage: (entries, KernelMapSizes::USE),
+    }
+}
+
+/// BPF maps that programs and workers share.
+pub(super) struct SharedMaps {
+    connections: Option<ConnectionMaps>,
+    sources: TranslatedSources,
+    waiting: Option<WaitingArray>,
+}
+
+impl SharedMaps {
+    pub(super) fn open(config: &Config, pins: Option<&Pins>) -> Result<Self, RunError> {
+        // What outlasts the process without its connection table would be of no use.
+        let lasting = pins.filter(|_| matches!(config.conntrack.mapping, TableMapping::File(_)));
+        let sources = TranslatedSources::open(lasting).map_err(RunError::bad_input)?;
+        let by_pairs = config.attach_by == Attach::Tcx;
+        let waiting = by_pairs.then(|| WaitingArray::create(WaitingPackets::ELEMENT)).transpose();
+        let waiting = waiting.map_err(RunError::bad_input)?;
+        Ok(Self { connections: connection_maps(config, pins)?, sources, waiting })
+    }
+
+    /// The counters of packets that wait for workers.
+    fn waiting(&self) -> Result<Option<WaitingPackets>, RunError> {
+        let Some(array) = &self.waiting else { return Ok(None) };
+        let mapped = array.descriptor().and_then(|array| WaitingPackets::map(&array, MAX_TCX_PORTS.into()));
+        Ok(Some(mapped.map_err(RunError::failed)?))
+    }
+}
+
+/// The senders that the programs note, for the workers.
+#[derive(Debug)]
+struct NotedSources(TranslatedSources);
+
+impl OriginalSources for NotedSources {
+    fn source_of(&self, flow: &Flow) -> Option<Address> {
+        let end = |address: Address, port| SocketAddr::new(address.into(), port);
+        let (from, to) = (end(flow.src, flow.src_port), end(flow.dst, flow.dst_port));
+        self.0.source_of(flow.protocol.0, from, to).map(Address::from)
     }
 }
 
 /// The BPF maps of the connection table, where the tcx programs forward packets of established connections. Removes what an
 /// earlier daemon pinned where this one has none.
-pub(super) fn connection_maps(config: &Config, pins: Option<&Pins>) -> Result<Option<ConnectionMaps>, RunError> {
+fn connection_maps(config: &Config, pins: Option<&Pins>) -> Result<Option<ConnectionMaps>, RunError> {
     if !config.offloads() {
         if let Some(pins) = pins {
             pins.remove_connection_maps();
@@ -136,9 +183,9 @@ pub(super) fn connection_maps(config: &Config, pins: Option<&Pins>) -> Result<Op
     Ok(Some(ConnectionMaps::open(pins, &sizes).map_err(RunError::bad_input)?))
 }
 
-pub(super) fn start_dataplane(config: &Config, maps: Option<&ConnectionMaps>) -> Result<Dataplane, RunError> {
+pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Dataplane, RunError> {
     let mut connections = config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?;
-    if let Some(maps) = maps {
+    if let Some(maps) = &maps.connections {
         let [table, tags, entries, uses] = maps.descriptors().map_err(RunError::failed)?;
         connections.memory = TableMemory::Kernel(KernelMaps(Arc::new(KernelMapFds { table, tags, entries, uses })));
     }
@@ -168,6 +215,8 @@ pub(super) fn start_dataplane(config: &Config, maps: Option<&ConnectionMaps>) ->
             OnRevoke::Drop => penstock_dataplane::reply::OnRevoke::Drop,
             OnRevoke::Reset => penstock_dataplane::reply::OnRevoke::Reset,
         },
+        sources: Some(Arc::new(NotedSources(maps.sources.clone()))),
+        waiting: maps.waiting()?,
         mode: match config.dataplane.mode {
             Mode::Full => pipeline::PipelineMode::Full,
             Mode::Forward => pipeline::PipelineMode::ForwardOnly,
@@ -190,10 +239,16 @@ pub(super) fn start_dataplane(config: &Config, maps: Option<&ConnectionMaps>) ->
 /// Entries of a ring. A worker's pair carries the packets of all pods: it may fill a quarter of the frames.
 fn ring_size(config: &Config) -> u32 {
     let configured = config.umem.ring_size.entries();
-    match config.attach {
+    match config.attach_by {
         Attach::Xdp => configured,
         Attach::Tcx => configured.max(1 << (config.umem.frame_count() / 4).clamp(1, PAIR_RING).ilog2()),
     }
+}
+
+/// Most packets of one pod that wait in the workers' pairs. Where programs forward established connections, few packets need a
+/// worker, and the others wait the less for them. Otherwise a pod's bulk transfers go through a pair.
+fn share_of_pod(config: &Config) -> u32 {
+    ring_size(config) / if config.offloads() { 16 } else { 4 }
 }
 
 /// Most entries of a pair's ring that are not configured.

@@ -7,9 +7,7 @@ use std::time::{Duration, Instant};
 
 use penstock_dataplane::conntrack::ConnTable;
 use penstock_dataplane::policy;
-use penstock_dataplane::worker::{
-    DataplaneStatistics, Histogram, KernelDrops, LoggedOutcome, PortStatistics, QueueDepths,
-};
+use penstock_dataplane::worker::{DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths};
 use penstock_sources::{KindHealth, ObjectKind};
 use penstock_xdp_redirect::TrafficCount;
 use prometheus_client::collector::Collector;
@@ -18,6 +16,7 @@ use prometheus_client::encoding::DescriptorEncoder;
 use super::exposition::{Exposition, FamilyType};
 use crate::ports::PortRole;
 use crate::progress::StepTimes;
+use crate::recorded_objects::StaleObjects;
 use crate::scans::StateCounts;
 use crate::view::{DaemonView, LiveCounters};
 
@@ -44,6 +43,8 @@ pub(crate) struct Scrape {
     pub(super) by_state: Arc<StateCounts>,
     verdicts: VerdictLogCounts,
     source: Vec<(ObjectKind, KindHealth)>,
+    config_rejected: bool,
+    stale: Option<StaleObjects>,
     uptime: Duration,
     pub(super) times: StepTimes,
 }
@@ -109,6 +110,8 @@ impl Scrape {
                 lost: log.lost() + view.unwritten,
             },
             source: ObjectKind::ALL.into_iter().map(|kind| (kind, view.source.of(kind))).collect(),
+            config_rejected: view.rejected.is_some(),
+            stale: view.stale,
             uptime: Instant::now().saturating_duration_since(view.started),
             times: view.progress.times.clone(),
         }
@@ -232,10 +235,9 @@ impl Scrape {
         to.family(
             FamilyType::Counter,
             "penstock_kernel_drops",
-            "Packets that the kernel lost at the open AF_XDP sockets, by reason",
+            "Packets that the kernel lost at AF_XDP sockets, by reason; closed ports included",
             |add| {
-                let mut all = KernelDrops::default();
-                self.statistics.ports.iter().for_each(|port| all.add_all(&port.kernel));
+                let all = self.statistics.total_kernel();
                 all.iter().try_for_each(|(reason, count)| add.count(&[("reason", reason)], count))
             },
         )
@@ -433,6 +435,22 @@ impl Scrape {
         to.gauge("penstock_policy_tables", "Different rule tables", self.tables.tables as f64)?;
         to.gauge("penstock_policy_rules", "Rules in them", self.tables.rules as f64)?;
         to.gauge("penstock_policy_memory_bytes", "Memory of the policy tables", self.tables.bytes as f64)?;
+        to.gauge(
+            "penstock_config_rejected",
+            "1 if the configuration was refused and the last good one is in force",
+            u8::from(self.config_rejected).into(),
+        )?;
+        to.gauge(
+            "penstock_objects_stale",
+            "1 while the objects of an earlier run are in force, because the source has not been read yet",
+            u8::from(self.stale.is_some()).into(),
+        )?;
+        to.family(
+            FamilyType::Gauge,
+            "penstock_objects_recorded_timestamp_seconds",
+            "When stale objects were recorded; absent if none are in force",
+            |add| self.stale.map_or(Ok(()), |stale| add.value(&[], stale.recorded.as_second() as f64)),
+        )?;
         to.gauge("penstock_epoch", "The snapshot that was published last", self.published.into())?;
         to.gauge("penstock_uptime_seconds", "How long the daemon has been running", self.uptime.as_secs_f64())?;
         to.family(

@@ -2,6 +2,7 @@
 //! on the interface that lead to the workers' pairs.
 
 use std::collections::BTreeSet;
+use std::io;
 
 use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
@@ -57,7 +58,10 @@ impl OpenPorts {
             Programs::Xdp(_) => {
                 let open = self.open(dataplane, link, options, forwarding_port(&port, None))?;
                 for name in std::iter::once(&port.name).chain(&port.bridge) {
-                    if let Err(error) = keep_answering_arp(&mut self.settings, name, self.found_leftovers) {
+                    // An interface that is gone already needs no setting.
+                    if let Err(error) = keep_answering_arp(&mut self.settings, name, self.found_leftovers)
+                        && error.kind() != io::ErrorKind::NotFound
+                    {
                         tracing::warn!(interface = name, %error, "cannot loosen rp_filter: the pod's ARP may go unanswered");
                     }
                 }

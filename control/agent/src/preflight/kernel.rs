@@ -1,12 +1,9 @@
 //! Checks the kernel and its limits: version, bpffs, locked memory.
 
-use std::path::Path;
-
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
-use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 use penstock_xdp_redirect::MINIMUM_KERNEL;
 
-use super::{PreflightFinding, effective_capabilities};
+use super::{PreflightFinding, bpffs, effective_capabilities};
 use crate::config::{Config, FailMode, OnExit, XdpMode};
 
 /// The first kernel that can send more than 32 packets per wake-up (`XDP_MAX_TX_SKB_BUDGET`).
@@ -22,9 +19,7 @@ pub(super) fn findings(config: &Config, permitted: bool) -> Vec<PreflightFinding
         return findings;
     }
     if config.fail.mode == FailMode::Closed || config.fail.on_exit == OnExit::Keep {
-        let root = Path::new("/sys/fs/bpf");
-        let mounted = statfs(root).is_ok_and(|found| found.filesystem_type() == BPF_FS_MAGIC);
-        findings.push(bpffs(mounted, effective_capabilities() >> super::SYS_ADMIN & 1 == 1));
+        findings.push(bpffs::finding(effective_capabilities() >> super::SYS_ADMIN & 1 == 1));
     }
     let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.bytes());
     let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(RLIM_INFINITY, |(soft, _)| soft);
@@ -79,16 +74,6 @@ fn mode(mode: XdpMode) -> Option<PreflightFinding> {
             "xdp.mode = \"generic\": GSO packets of a pod's stack that are longer than a frame are lost, so that bulk TCP stalls; switch segmentation offload off in every pod (ethtool -K eth0 tso off gso off), or use \"native\"",
         )
     })
-}
-
-fn bpffs(mounted: bool, may_mount: bool) -> PreflightFinding {
-    match (mounted, may_mount) {
-        (true, _) => PreflightFinding::ok("/sys/fs/bpf: a BPF file system"),
-        (false, true) => PreflightFinding::ok("/sys/fs/bpf: no BPF file system yet; the start mounts it"),
-        (false, false) => PreflightFinding::error(
-            "/sys/fs/bpf: no BPF file system, which fail.mode = \"closed\" needs; mount it (mount -t bpf bpf /sys/fs/bpf)",
-        ),
-    }
 }
 
 /// The UMEM counts against the limit of the process that registers it (`xdp_umem_account_pages` in net/xdp/xdp_umem.c).
@@ -159,13 +144,5 @@ mod tests {
         );
         assert_eq!(memlock(256 << 20, Some(256 << 20)).level, Level::Ok);
         assert_eq!(memlock(256 << 20, None).level, Level::Ok);
-    }
-
-    #[test]
-    fn a_bpf_file_system_that_is_missing_and_cannot_be_mounted_is_an_error() {
-        assert_eq!(
-            [bpffs(true, false), bpffs(false, true), bpffs(false, false)].map(|found| found.level),
-            [Level::Ok, Level::Ok, Level::Error]
-        );
     }
 }

@@ -53,7 +53,10 @@ pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Fin
             object: ignored.object.clone(),
             field: FieldPath::default(),
             kind: FindingKind::NotRead,
-            message: "is of a kind that is not read".to_owned(),
+            message: match ignored.is_policy {
+                true => "is a policy of a kind that is not understood: every other command refuses it".to_owned(),
+                false => "is of a kind that is not read".to_owned(),
+            },
         });
     }
     for document in &manifests.documents {
@@ -112,6 +115,8 @@ fn undefined(manifests: &Manifests, findings: &mut Vec<Finding>) {
         let (key, node) = match &document.object {
             Object::Pod(pod) => (&pod.key, pod.node.as_deref()),
             Object::NetworkPolicy(policy) => (&policy.key, None),
+            Object::Service(service) => (&service.key, None),
+            Object::EndpointSlice(slice) => (&slice.key, None),
             Object::Namespace(_) | Object::Node(_) | Object::ClusterNetworkPolicy(_) => continue,
         };
         let namespace = key.namespace.as_str();

@@ -61,8 +61,12 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
         places.clone().flat_map(|row| places.clone().map(move |column| (row, column))).collect();
     let mut cells_of = |service: &ProtocolPort| -> Vec<i64> {
         let cell = |(row, column): &(usize, usize)| {
-            let Some(flow) = matrix.flow(engine, *row, *column, service) else { return -1 };
-            let explanation = engine.explain(&flow);
+            let flows = matrix.flows(engine, *row, *column, service);
+            let explained = flows.iter().map(|flow| engine.explain(flow));
+            // Of several address families, one that is denied.
+            let Some(explanation) = explained.min_by_key(|explanation| explanation.verdict.is_allowed()) else {
+                return -1;
+            };
             let (egress, ingress) = (reason(&explanation.egress), reason(&explanation.ingress));
             let outcome = (explanation.verdict.is_allowed(), reasons.place(egress), reasons.place(ingress));
             outcomes.place(outcome) as i64

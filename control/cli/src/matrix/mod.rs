@@ -84,11 +84,11 @@ impl Matrix {
         Self { pods, unseen, services }
     }
 
-    /// The flow from one of the pods to another. `None` where there can be none: the two have no address family in
-    /// common, or the receiver has no port of this name.
-    fn flow(&self, engine: &Engine, from: usize, to: usize, service: &ProtocolPort) -> Option<Flow> {
+    /// The flows from one of the pods to another, by each pair of their addresses. None where there can be none: the two
+    /// have no address family in common, or the receiver has no port of this name.
+    fn flows(&self, engine: &Engine, from: usize, to: usize, service: &ProtocolPort) -> Vec<Flow> {
         let end = |pod: usize| FlowEndpoint::Pod(self.pods[pod].clone());
-        flow::flow(engine.state(), &end(from), &end(to), service).ok()
+        flow::flows(engine.state(), &end(from), &end(to), service).unwrap_or_default()
     }
 }
 

@@ -27,18 +27,19 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
     let services = matrix.services.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let mut text = format!("From each pod (row) to each pod (column) on {services}:\n\n");
     text += &format!("{margin}{}\n", style::faint(&numbers));
-    let mut namespace = None;
+    let (mut namespace, mut partly) = (None, false);
     for (row, pod) in matrix.pods.iter().enumerate() {
         if namespace != Some(&pod.namespace) {
             namespace = Some(&pod.namespace);
             text += &format!("{}\n", style::strong(&pod.namespace));
         }
-        let cells: String = (0..matrix.pods.len())
-            .map(|column| format!("  {}{}", " ".repeat(digits - 1), symbol(cell(engine, matrix, row, column))))
-            .collect();
+        let cells: Vec<Cell> = (0..matrix.pods.len()).map(|column| cell(engine, matrix, row, column)).collect();
+        partly |= cells.contains(&Cell::Some);
+        let cells: String =
+            cells.into_iter().map(|cell| format!("  {}{}", " ".repeat(digits - 1), symbol(cell))).collect();
         text += &format!("  {:>digits$} {:width$}{cells}\n", row + 1, pod.name);
     }
-    text += &legend(matrix.services.len());
+    text += &legend(matrix.services.len(), partly);
     for (pod, why) in &matrix.unseen {
         let ObjectKey { namespace, name } = pod;
         text += &style::faint(format!("not shown: {namespace}/{name} {why}"));
@@ -47,9 +48,10 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
     text
 }
 
-fn legend(services: usize) -> String {
+fn legend(services: usize, partly: bool) -> String {
     let (every, some, no) = (symbol(Cell::Every), symbol(Cell::Some), symbol(Cell::No));
     match services {
+        1 if partly => format!("\n{every} allowed  {some} in one address family  {no} denied  = itself\n"),
         1 => format!("\n{every} allowed  {no} denied  = itself\n"),
         _ => format!(
             "\n{every} all ports allowed  {some} some  {no} none  = itself   (--port PORT/PROTOCOL for one of them)\n"
@@ -61,7 +63,7 @@ fn cell(engine: &Engine, matrix: &Matrix, row: usize, column: usize) -> Cell {
     if row == column {
         return Cell::Itself;
     }
-    let flows = matrix.services.iter().filter_map(|service| matrix.flow(engine, row, column, service));
+    let flows = matrix.services.iter().flat_map(|service| matrix.flows(engine, row, column, service));
     let (mut allowed, mut denied) = (false, false);
     for flow in flows {
         match engine.evaluate(&flow).is_allowed() {

@@ -44,7 +44,7 @@ fn bad_input_is_a_one_line_error_with_exit_code_2_and_leaves_nothing() {
         let bad =
             "apiVersion: v1\nkind: Pod\nmetadata: {name: web, namespace: shop}\nstatus: {podIPs: [{ip: 10.1.1.300}]}\n";
         let cases = [
-            ("on_mis = \"drop\"", good(), "penstock.toml:9: on_mis: unknown key; remove it, or use one of: node,"),
+            ("on_mis = \"drop\"", good(), "penstock.toml:10: on_mis: unknown key; remove it, or use one of: node,"),
             (
                 "workers.cores = [999]",
                 good(),
@@ -115,6 +115,16 @@ fn check_reports_every_problem_and_changes_nothing() {
         }
         assert_restored(&before);
 
+        let attach = |keys: &str| {
+            let checked = Files::new(keys, &[]).command("check").output().unwrap();
+            let text = String::from_utf8(checked.stdout).unwrap();
+            text.lines().find_map(|line| line.strip_prefix("ok       attach: ").map(str::to_owned)).unwrap_or(text)
+        };
+        assert_eq!(attach(""), "xdp");
+        assert_eq!(attach("attach = \"auto\"\nuplinks = [\"lo\"]"), "xdp, not tcx (uplinks are set, which are XDP)");
+        // Where the kernel has no tcx, it says so.
+        let chosen = attach("attach = \"auto\"");
+        assert!(chosen.starts_with("tcx") || chosen.starts_with("xdp, not tcx ("), "{chosen}");
         assert_rejected(
             Files::new("uplinks = [\"nowhere0\"]", &[]).command("check"),
             "uplinks: interface nowhere0 does not exist",

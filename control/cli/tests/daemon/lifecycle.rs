@@ -1,7 +1,7 @@
 //! The daemon dies, ends, and follows another: what is open and what is closed meanwhile.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, UdpSocket};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -81,11 +81,107 @@ fn cleanup_removes_what_a_killed_daemon_left() {
         assert_eq!(reaches(&web, &db), [false; 2]);
         let said = output(files.command("cleanup"));
         assert_eq!(said.status.code(), Some(0));
-        assert_eq!(String::from_utf8_lossy(&said.stdout), "removed: 2 XDP programs, the host veth\n");
+        assert_eq!(String::from_utf8_lossy(&said.stdout), "removed: 2 XDP programs, the host veth, 0 files\n");
         assert_restored(&before);
         assert_forwarded_by_kernel(&web, &db);
         let again = output(files.command("cleanup"));
-        assert_eq!(String::from_utf8_lossy(&again.stdout), "removed: 0 XDP programs, no host veth\n");
+        assert_eq!(String::from_utf8_lossy(&again.stdout), "removed: 0 XDP programs, no host veth, 0 files\n");
+    });
+}
+
+#[test]
+fn cleanup_leaves_nothing_of_the_state_directory() {
+    on_a_node(|| {
+        let top = tempfile::tempdir().unwrap();
+        let state = top.path().join("run/penstock");
+        let [table, socket] = ["conntrack", "admin.sock"].map(|name| state.join(name).display().to_string());
+        let (_pods, files) = two_pods(&format!("conntrack.mapping = \"{table}\"\nadmin.socket = \"{socket}\""));
+        let before = node_state();
+        let daemon = Daemon::start(&files);
+        let refusal = output(files.command("cleanup"));
+        assert_eq!(refusal.status.code(), Some(2), "not under a running daemon");
+        assert!(state.join("conntrack.config").exists() && state.join("conntrack").exists());
+        daemon.end(Signal::SIGKILL);
+        let said = output(files.command("cleanup"));
+        assert_eq!(said.status.code(), Some(0), "{said:?}");
+        assert!(!state.exists(), "{:?}", fs::read_dir(&state).map(Vec::from_iter));
+        assert_restored(&before);
+    });
+}
+
+/// A page of the daemon's HTTP server, with its status line.
+fn page(address: &str, path: &str) -> String {
+    let mut stream = std::net::TcpStream::connect(address).unwrap();
+    write!(stream, "GET {path} HTTP/1.0\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
+}
+
+#[test]
+fn with_a_bad_configuration_the_last_good_one_is_in_force_and_says_so() {
+    const METRICS: &str = "127.0.0.1:19469";
+    on_a_node(|| {
+        ip("link set lo up");
+        let state = tempfile::tempdir().unwrap();
+        let path = |name: &str| state.path().join(name).display().to_string();
+        let keys = format!(
+            "conntrack.mapping = \"{}\"\nadmin.socket = \"{}\"\nmetrics.listen = \"{METRICS}\"\nfail.on_exit = \"keep\"",
+            path("conntrack"),
+            path("admin.sock")
+        );
+        let ([web, db], files) = two_pods(&keys);
+        let good = fs::read_to_string(files.path("penstock.toml")).unwrap();
+        let status = || {
+            let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_penstock"));
+            command.args(["status", "--socket", &path("admin.sock")]).env("NO_COLOR", "1");
+            String::from_utf8(output(command).stdout).unwrap()
+        };
+        let bad = [
+            (good.replace("[0]", "[\"0\"]"), "workers.cores"),
+            (good.replace("[0]", "[999]"), "core 999 does not exist"),
+            (format!("{good}uplinks = [\"nowhere0\"]\n"), "interface nowhere0 does not exist"),
+        ];
+        // Nothing is known as good yet.
+        fs::write(files.path("penstock.toml"), &bad[0].0).unwrap();
+        assert_eq!(output(files.command("run")).status.code(), Some(2));
+        let mut check = files.command("check");
+        check.arg("--or-last-good");
+        assert_eq!(output(check).status.code(), Some(2));
+
+        fs::write(files.path("penstock.toml"), &good).unwrap();
+        let daemon = Daemon::start(&files);
+        assert!(page(METRICS, "/metrics").contains("\npenstock_config_rejected 0"));
+        assert!(page(METRICS, "/readyz").starts_with("HTTP/1.0 200"));
+        daemon.end(Signal::SIGTERM);
+        for (text, reason) in bad {
+            fs::write(files.path("penstock.toml"), text).unwrap();
+            assert_eq!(output(files.command("check")).status.code(), Some(2), "{reason}");
+            let mut check = files.command("check");
+            check.arg("--or-last-good");
+            let check = output(check);
+            let said = String::from_utf8(check.stdout).unwrap();
+            assert_eq!(check.status.code(), Some(0), "{said}");
+            assert!(said.contains(reason) && said.contains("the last good configuration, in force at "), "{said}");
+            let daemon = Daemon::start(&files);
+            assert_eq!(reaches(&web, &db), [true; 2], "{reason}");
+            assert!(page(METRICS, "/metrics").contains("\npenstock_config_rejected 1"), "{reason}");
+            let ready = page(METRICS, "/readyz");
+            assert!(ready.starts_with("HTTP/1.0 503") && ready.contains(reason), "{ready}");
+            assert!(page(METRICS, "/healthz").starts_with("HTTP/1.0 200"));
+            let status = status();
+            assert!(
+                status.contains("configuration refused, the last good one is in force: ") && status.contains(reason),
+                "{status}"
+            );
+            let (.., said) = daemon.end(Signal::SIGTERM);
+            assert!(said.contains("ended"), "{said}");
+        }
+        fs::write(files.path("penstock.toml"), &good).unwrap();
+        let daemon = Daemon::start(&files);
+        assert!(page(METRICS, "/readyz").starts_with("HTTP/1.0 200"), "good again");
+        daemon.end(Signal::SIGTERM);
+        assert_eq!(output(files.command("cleanup")).status.code(), Some(0));
     });
 }
 

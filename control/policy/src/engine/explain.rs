@@ -22,6 +22,14 @@ pub struct Explanation {
     pub ingress: DirectionExplanation,
 }
 
+impl Explanation {
+    /// Whether both have the same verdicts, by the same rules. Which rule comes nearest to allowing a denied flow, and the
+    /// numbers of rules in the tables, may differ.
+    pub fn is_same(&self, other: &Self) -> bool {
+        self.egress.is_same(&other.egress) && self.ingress.is_same(&other.ingress)
+    }
+}
+
 /// The reasons of one direction.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DirectionExplanation {
@@ -41,6 +49,14 @@ pub struct DirectionExplanation {
     pub rule: Option<Provenance>,
     /// Where NetworkPolicies deny it, their rule that came closest to allowing it.
     pub nearest: Option<NearestRule>,
+}
+
+impl DirectionExplanation {
+    fn is_same(&self, other: &Self) -> bool {
+        let kind = |side: &Self| std::mem::discriminant(&side.verdict);
+        let alike = Self { verdict: self.verdict, nearest: self.nearest.clone(), ..other.clone() };
+        kind(self) == kind(other) && *self == alike
+    }
 }
 
 /// What one tier did with a flow.

@@ -5,12 +5,16 @@
 
 mod explain;
 
+use std::collections::BTreeSet;
+
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{PolicySet, PolicyVerdict, RuleRef, RuleScope};
+use penstock_dataplane::services::ServiceSet;
 
 use crate::compile::{Provenance, compare};
 use crate::model::ObjectChange;
+use crate::render::services::{ServiceProblem, ServiceTables};
 use crate::render::tables::{self, PodScope, Tables};
 use crate::state::{self, ClusterState};
 
@@ -42,23 +46,43 @@ impl EngineSettings {
 pub struct Engine {
     state: ClusterState,
     tables: Tables,
+    services: ServiceTables,
 }
 
 impl Engine {
     /// An engine of an empty cluster.
     pub fn new(settings: EngineSettings) -> Self {
-        Self { state: ClusterState::default(), tables: Tables::new(settings.scope, settings.reach) }
+        let node = match &settings.scope {
+            PodScope::Node(name) => name.as_str(),
+            PodScope::AllPods => "",
+        };
+        let services = ServiceTables::new(node);
+        Self { state: ClusterState::default(), tables: Tables::new(settings.scope, settings.reach), services }
     }
 
-    /// Applies changes atomically: the next [`Engine::policy_set`] contains all of them. Returns whether the set may differ.
+    /// Applies changes atomically: the next [`Engine::policy_set`] and [`Engine::service_set`] contain all of them. Returns
+    /// whether either may differ.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> bool {
         changes.into_iter().for_each(|change| self.state.apply(change));
-        self.tables.update(&mut self.state)
+        let services = self.state.take_outdated_services();
+        let has_other_services = self.services.update(&self.state, &services);
+        self.tables.update(&mut self.state) || has_other_services
     }
 
     /// The tables after the last change. A clone is cheap and does not change.
     pub fn policy_set(&self) -> &PolicySet {
         self.tables.policy_set()
+    }
+
+    /// The Services as clients of this node reach them, after the last change. A clone is cheap and does not change. For
+    /// all pods, no client is close to a backend.
+    pub fn service_set(&self) -> &ServiceSet {
+        self.services.set()
+    }
+
+    /// What of the Services cannot be as written, in order.
+    pub fn service_problems(&self) -> BTreeSet<ServiceProblem> {
+        self.services.problems()
     }
 
     /// Enters the ports of this node's pods into the map of addresses, so that a snapshot of the next

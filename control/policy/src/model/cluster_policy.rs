@@ -3,11 +3,12 @@
 use std::fmt;
 
 use penstock_dataplane::policy::RuleAction;
+use serde::{Deserialize, Serialize};
 
 use super::{Rule, Selector};
 
 /// A ClusterNetworkPolicy.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct ClusterNetworkPolicy {
     /// Its name.
     pub name: String,
@@ -24,7 +25,7 @@ pub struct ClusterNetworkPolicy {
 }
 
 /// The tier of a ClusterNetworkPolicy.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum ClusterTier {
     /// Evaluated before NetworkPolicy.
     Admin,
@@ -42,7 +43,7 @@ impl fmt::Display for ClusterTier {
 }
 
 /// The pods to which a ClusterNetworkPolicy applies: both selectors must match.
-#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct Subject {
     /// Selects the namespaces.
     pub namespaces: Selector,
@@ -54,11 +55,12 @@ pub struct Subject {
 ///
 /// A rule that is not fully understood keeps its place and has its most restrictive meaning: an Accept matches nothing,
 /// everything else becomes a Deny that matches everything.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct ClusterRule {
     /// Its name, for people; need not be unique.
     pub name: Option<String>,
     /// What it does.
+    #[serde(with = "RuleActionForm")]
     pub action: RuleAction,
     /// What it matches.
     pub matches: Rule,
@@ -71,4 +73,13 @@ impl ClusterNetworkPolicy {
     pub fn order(&self) -> impl Ord + '_ {
         (self.tier, self.priority, self.name.as_str())
     }
+}
+
+/// How a [`RuleAction`] is written.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "RuleAction")]
+enum RuleActionForm {
+    Accept,
+    Deny,
+    Pass,
 }

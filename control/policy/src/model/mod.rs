@@ -4,21 +4,24 @@
 //! values it needs. The conversion from the API's types reports errors with their field.
 
 mod cluster_policy;
+mod service;
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
+use serde::{Deserialize, Serialize};
 
 pub use cluster_policy::{ClusterNetworkPolicy, ClusterRule, ClusterTier, Subject};
 pub use penstock_dataplane::policy::RuleAction;
+pub use service::{AddressFamily, EndpointPort, EndpointSlice, Service, ServiceEndpoint, ServicePort, TargetPort};
 
 /// Labels of an object.
 pub type Labels = BTreeMap<String, String>;
 
 /// Namespace and name of an object.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct ObjectKey {
     /// Its namespace.
     pub namespace: String,
@@ -33,7 +36,7 @@ impl fmt::Display for ObjectKey {
 }
 
 /// A Namespace.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Namespace {
     /// Its name.
     pub name: String,
@@ -44,7 +47,7 @@ pub struct Namespace {
 }
 
 /// A Node.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Node {
     /// Its name.
     pub name: String,
@@ -58,7 +61,7 @@ pub struct Node {
 }
 
 /// A Pod, reduced to what policy needs.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Pod {
     /// Namespace and name.
     pub key: ObjectKey,
@@ -93,7 +96,7 @@ impl Pod {
 }
 
 /// The times that decide which of two pods owns an address. Seconds of Unix time.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct PodLifetime {
     /// Whether `metadata.deletionTimestamp` is set.
     pub leaving: bool,
@@ -104,7 +107,7 @@ pub struct PodLifetime {
 }
 
 /// A named port of a pod's container.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct NamedPort {
     /// Its name.
     pub name: String,
@@ -115,7 +118,7 @@ pub struct NamedPort {
 }
 
 /// A protocol that a NetworkPolicy port can name.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
 pub enum PortProtocol {
     /// TCP, the default.
     #[default]
@@ -127,7 +130,7 @@ pub enum PortProtocol {
 }
 
 /// A NetworkPolicy, `policyTypes` resolved.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct NetworkPolicy {
     /// Namespace and name.
     pub key: ObjectKey,
@@ -143,7 +146,7 @@ pub struct NetworkPolicy {
 }
 
 /// One rule: matches a flow if a peer *and* a port match. A NetworkPolicy's rule allows what it matches.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Rule {
     /// Which peers.
     pub peers: Peers,
@@ -152,7 +155,7 @@ pub struct Rule {
 }
 
 /// The peers of a rule.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Peers {
     /// None listed: every peer.
     Every,
@@ -161,7 +164,7 @@ pub enum Peers {
 }
 
 /// The ports of a rule.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum PolicyPorts {
     /// None listed: every port and every protocol, ICMP included.
     Every,
@@ -170,7 +173,7 @@ pub enum PolicyPorts {
 }
 
 /// One peer of a rule.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Peer {
     /// `podSelector` alone: pods of the policy's own namespace.
     Pods(Selector),
@@ -192,7 +195,7 @@ pub enum Peer {
 }
 
 /// An `ipBlock`: addresses in `cidr` and in none of `except`.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct IpBlock {
     /// The block, host bits cleared.
     pub cidr: IpNet,
@@ -201,7 +204,7 @@ pub struct IpBlock {
 }
 
 /// One port of a rule.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct PolicyPort {
     /// Its protocol.
     pub protocol: PortProtocol,
@@ -210,7 +213,7 @@ pub struct PolicyPort {
 }
 
 /// Which port numbers match.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum PortMatch {
     /// No port listed: all of the protocol.
     Every,
@@ -226,14 +229,14 @@ pub enum PortMatch {
 }
 
 /// A label selector: all requirements must hold; an empty one matches everything.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
 pub struct Selector {
     /// `matchLabels` as `In` with one value, then `matchExpressions`; sorted.
     pub requirements: Vec<Requirement>,
 }
 
 /// One requirement on a label.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct Requirement {
     /// The label's key.
     pub key: String,
@@ -242,7 +245,7 @@ pub struct Requirement {
 }
 
 /// The operator of a requirement, with its values.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum LabelOperator {
     /// Present, with one of these values (sorted, at least one).
     In(Vec<String>),
@@ -270,7 +273,7 @@ impl Selector {
 }
 
 /// A change to one object, as every source reports it.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum ObjectChange {
     /// Created or replaced.
     Set(Object),
@@ -279,7 +282,7 @@ pub enum ObjectChange {
 }
 
 /// Any object that the control plane keeps.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Object {
     /// A Namespace.
     Namespace(Namespace),
@@ -291,10 +294,14 @@ pub enum Object {
     NetworkPolicy(NetworkPolicy),
     /// A ClusterNetworkPolicy.
     ClusterNetworkPolicy(ClusterNetworkPolicy),
+    /// A Service.
+    Service(Service),
+    /// An EndpointSlice.
+    EndpointSlice(EndpointSlice),
 }
 
 /// Identifies any object.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum ObjectRef {
     /// A Namespace by its name.
     Namespace(String),
@@ -306,6 +313,10 @@ pub enum ObjectRef {
     NetworkPolicy(ObjectKey),
     /// A ClusterNetworkPolicy by its name.
     ClusterNetworkPolicy(String),
+    /// A Service.
+    Service(ObjectKey),
+    /// An EndpointSlice.
+    EndpointSlice(ObjectKey),
 }
 
 impl Object {
@@ -317,6 +328,8 @@ impl Object {
             Self::Pod(pod) => ObjectRef::Pod(pod.key.clone()),
             Self::NetworkPolicy(policy) => ObjectRef::NetworkPolicy(policy.key.clone()),
             Self::ClusterNetworkPolicy(policy) => ObjectRef::ClusterNetworkPolicy(policy.name.clone()),
+            Self::Service(service) => ObjectRef::Service(service.key.clone()),
+            Self::EndpointSlice(slice) => ObjectRef::EndpointSlice(slice.key.clone()),
         }
     }
 }
@@ -329,6 +342,8 @@ impl fmt::Display for ObjectRef {
             Self::Pod(key) => write!(f, "Pod {key}"),
             Self::NetworkPolicy(key) => write!(f, "NetworkPolicy {key}"),
             Self::ClusterNetworkPolicy(name) => write!(f, "ClusterNetworkPolicy {name}"),
+            Self::Service(key) => write!(f, "Service {key}"),
+            Self::EndpointSlice(key) => write!(f, "EndpointSlice {key}"),
         }
     }
 }

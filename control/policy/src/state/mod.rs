@@ -10,6 +10,7 @@ mod objects;
 mod peer_set;
 mod pods;
 mod registry;
+mod services;
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use crate::model::{
 use cluster_policies::ClusterPolicyRecord;
 use peer_set::{NamespaceSelection, PeerSetIndex, PeerSetRecord, PeerSets, PodIndex};
 pub(crate) use registry::Registry;
+use services::ServiceRecord;
 
 pub use peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
 
@@ -42,11 +44,15 @@ pub struct ClusterState {
     pods: Registry<ObjectKey, PodRecord>,
     policies: Registry<ObjectKey, PolicyRecord>,
     cluster_policies: Registry<String, ClusterPolicyRecord>,
+    services: FxHashMap<ObjectKey, ServiceRecord>,
+    /// The Service of each EndpointSlice.
+    slice_services: FxHashMap<ObjectKey, ObjectKey>,
     claims: FxHashMap<IpAddr, Claim>,
     index: PodIndex,
     peer_sets: PeerSets,
     revision: u64,
     outdated: Outdated,
+    outdated_services: FxHashSet<ObjectKey>,
 }
 
 /// What changes made outdated since the last call of [`ClusterState::take_outdated`].
@@ -133,17 +139,26 @@ impl ClusterState {
             ObjectChange::Set(Object::Pod(pod)) => self.set_pod(pod),
             ObjectChange::Set(Object::NetworkPolicy(policy)) => self.set_policy(policy),
             ObjectChange::Set(Object::ClusterNetworkPolicy(policy)) => self.set_cluster_policy(policy),
+            ObjectChange::Set(Object::Service(service)) => self.set_service(service),
+            ObjectChange::Set(Object::EndpointSlice(slice)) => self.set_endpoint_slice(slice),
             ObjectChange::Delete(ObjectRef::Namespace(name)) => self.delete_namespace(&name),
             ObjectChange::Delete(ObjectRef::Node(name)) => self.delete_node(&name),
             ObjectChange::Delete(ObjectRef::Pod(key)) => self.delete_pod(&key),
             ObjectChange::Delete(ObjectRef::NetworkPolicy(key)) => self.delete_policy(&key),
             ObjectChange::Delete(ObjectRef::ClusterNetworkPolicy(name)) => self.delete_cluster_policy(&name),
+            ObjectChange::Delete(ObjectRef::Service(key)) => self.delete_service(&key),
+            ObjectChange::Delete(ObjectRef::EndpointSlice(key)) => self.delete_endpoint_slice(&key),
         }
     }
 
     /// What changed since the last call.
     pub fn take_outdated(&mut self) -> Outdated {
         std::mem::take(&mut self.outdated)
+    }
+
+    /// The Services whose addresses or backends may have changed since the last call; one may no longer exist.
+    pub fn take_outdated_services(&mut self) -> FxHashSet<ObjectKey> {
+        std::mem::take(&mut self.outdated_services)
     }
 
     /// The number of a pod.
@@ -340,6 +355,7 @@ impl ClusterState {
             pods: self.pods.len(),
             policies: self.policies.len(),
             cluster_policies: self.cluster_policies.len(),
+            services: self.services().count(),
             peer_sets: self.peer_sets.registry.len() - 1,
         }
     }
@@ -412,6 +428,8 @@ pub struct StateStatistics {
     pub policies: usize,
     /// ClusterNetworkPolicies.
     pub cluster_policies: usize,
+    /// Services.
+    pub services: usize,
     /// Peer sets that rules use.
     pub peer_sets: usize,
 }

@@ -11,5 +11,6 @@ mod incremental;
 mod naive;
 mod nft;
 mod random;
+mod services;
 mod tiers;
 mod v1beta1;

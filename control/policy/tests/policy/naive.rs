@@ -84,6 +84,9 @@ impl ClusterObjects {
             ObjectChange::Set(Object::ClusterNetworkPolicy(it)) => {
                 drop(self.cluster_policies.insert(it.name.clone(), it));
             }
+            // No verdict of policy depends on them.
+            ObjectChange::Set(Object::Service(_) | Object::EndpointSlice(_))
+            | ObjectChange::Delete(ObjectRef::Service(_) | ObjectRef::EndpointSlice(_)) => {}
             ObjectChange::Delete(ObjectRef::ClusterNetworkPolicy(name)) => drop(self.cluster_policies.remove(&name)),
             ObjectChange::Delete(ObjectRef::Namespace(name)) => drop(self.namespaces.remove(&name)),
             ObjectChange::Delete(ObjectRef::Node(name)) => drop(self.nodes.remove(&name)),

@@ -1,6 +1,7 @@
 //! Converts API objects to the model. Does not keep the originals.
 
 use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::discovery::v1 as discovery;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DynamicObject;
 use penstock_policy::model::{Object, ObjectKey, ObjectRef};
@@ -67,6 +68,41 @@ pub(super) fn cluster_network_policy(object: DynamicObject) -> ConvertedObject {
     }
 }
 
+/// What of a Service is not valid is left out.
+pub(super) fn service(object: core::Service) -> ConvertedObject {
+    let converted = convert::service(&object).map(|(service, wrong)| (Object::Service(service), wrong));
+    ConvertedObject {
+        reference: ObjectRef::Service(key(&object.metadata)),
+        version: version(&object.metadata),
+        content: partly(converted, ObjectKind::Service),
+    }
+}
+
+/// What of an EndpointSlice is not valid is left out.
+pub(super) fn endpoint_slice(object: discovery::EndpointSlice) -> ConvertedObject {
+    let converted = convert::endpoint_slice(&object).map(|(slice, wrong)| (Object::EndpointSlice(slice), wrong));
+    ConvertedObject {
+        reference: ObjectRef::EndpointSlice(key(&object.metadata)),
+        version: version(&object.metadata),
+        content: partly(converted, ObjectKind::EndpointSlice),
+    }
+}
+
+type PartlyConverted = Result<(Object, Vec<convert::FieldError>), convert::FieldError>;
+
+fn partly(converted: PartlyConverted, kind: ObjectKind) -> Interpretation {
+    match converted {
+        Ok((object, wrong)) if !wrong.is_empty() => {
+            let wrong: Vec<String> = wrong.iter().map(ToString::to_string).collect();
+            Interpretation::Restricted {
+                object,
+                problem: format!("{}; until then it counts without", wrong.join("; ")),
+            }
+        }
+        converted => content(converted.map(|(object, _)| object), kind),
+    }
+}
+
 fn content(converted: Result<Object, convert::FieldError>, kind: ObjectKind) -> Interpretation {
     converted.map_or_else(
         |invalid| {
@@ -75,6 +111,8 @@ fn content(converted: Result<Object, convert::FieldError>, kind: ObjectKind) -> 
                 ObjectKind::Node => "its addresses are not treated as a node's",
                 ObjectKind::Pod => "no selector matches it, and its packets are dropped on its node",
                 ObjectKind::NetworkPolicy | ObjectKind::ClusterNetworkPolicy => "it selects nothing",
+                ObjectKind::Service => "it has no address",
+                ObjectKind::EndpointSlice => "it has no endpoints",
             };
             Interpretation::Unusable { problem: format!("{invalid}; until then {meaning}") }
         },

@@ -21,9 +21,9 @@ use crate::typed;
 pub(super) enum Interpretation {
     /// Fully understood.
     Full(Object),
-    /// A policy that is partly understood; the rest allows nothing.
+    /// Partly understood. The rest of a policy allows nothing; the rest of a Service or EndpointSlice is left out.
     Restricted {
-        /// The restricted policy.
+        /// The object without the rest.
         object: Object,
         /// What is not understood, and the consequence.
         problem: String,

@@ -1,6 +1,6 @@
 //! The API server as a source: lists and watches every kind.
 //!
-//! Its own thread follows the five kinds, so that large responses do not delay other work. Known objects stay known while
+//! Its own thread follows all kinds, so that large responses do not delay other work. Known objects stay known while
 //! the server is unreachable.
 
 mod access;
@@ -13,6 +13,7 @@ mod outages;
 mod request_error;
 mod store;
 
+use std::convert::Infallible;
 use std::fmt::Write;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -130,12 +131,12 @@ impl Shared {
 }
 
 impl ApiServer {
-    /// Follows an API server; waits until all kinds are listed.
-    pub async fn open(
+    /// Follows an API server, and does not wait for it.
+    pub async fn start(
         access: &Access,
         timeouts: ApiServerTimeouts,
         health: Arc<SourceHealth>,
-    ) -> Result<(Self, Vec<Object>), ApiServerError> {
+    ) -> Result<Self, ApiServerError> {
         let (sender, batches) = mpsc::channel(1);
         let (stop, stopped) = oneshot::channel();
         let (started, start) = oneshot::channel();
@@ -159,17 +160,12 @@ impl ApiServer {
         };
         let thread =
             thread::Builder::new().name("api-server".to_owned()).spawn(body).map_err(ApiServerError::Thread)?;
-        let mut server = Self { batches, stop: Some(stop), thread: Some(thread) };
-        let first = match start.await {
-            Ok(shared) => server.first(&*shared?).await,
-            // It panicked; the next batch shows it.
-            Err(_) => Vec::new(),
-        };
-        let objects = first.into_iter().filter_map(|change| match change {
-            ObjectChange::Set(object) => Some(object),
-            ObjectChange::Delete(_) => None,
-        });
-        Ok((server, objects.collect()))
+        let server = Self { batches, stop: Some(stop), thread: Some(thread) };
+        // Without an answer it has panicked; the next batch shows it.
+        if let Ok(shared) = start.await {
+            shared?;
+        }
+        Ok(server)
     }
 
     /// The next changes. Cancel-safe: dropping the future loses none. `None` once the source has ended.
@@ -177,19 +173,14 @@ impl ApiServer {
         self.batches.recv().await
     }
 
-    /// All objects, once every kind is listed.
-    async fn first(&mut self, shared: &Shared) -> Vec<ObjectChange> {
-        let mut log = tokio::time::interval(LOG_AWAITED);
-        log.tick().await;
-        loop {
-            tokio::select! {
-                batch = self.batches.recv() => return batch.unwrap_or_default(),
-                _ = log.tick() => {
-                    let awaited: Vec<&str> = shared.store().awaited().iter().map(|kind| kind.resource()).collect();
-                    tracing::info!("API server: waiting for the first list of {}", awaited.join(", "));
-                }
-            }
-        }
+    /// All objects, once every kind is listed: the first batch. Cancel-safe.
+    pub async fn first(&mut self) -> Vec<Object> {
+        let first = self.next().await.unwrap_or_default();
+        let objects = first.into_iter().filter_map(|change| match change {
+            ObjectChange::Set(object) => Some(object),
+            ObjectChange::Delete(_) => None,
+        });
+        objects.collect()
     }
 }
 
@@ -219,13 +210,29 @@ async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>, stop
         follower(ObjectKind::ClusterNetworkPolicy)
             .run_while_served(CLUSTER_POLICIES, converted::cluster_network_policy),
     );
+    tasks.spawn(follower(ObjectKind::Service).run(Api::all, converted::service));
+    tasks.spawn(follower(ObjectKind::EndpointSlice).run(Api::all, converted::endpoint_slice));
     tasks.spawn(send_changes(Arc::clone(&shared), batches));
+    let log = log_awaited(&shared);
     tokio::select! {
         _ = stopped => {}
+        never = log => match never {},
         // They never return, so one has panicked; the owner sees the channel close.
         _ = tasks.join_next() => tracing::error!("API server: stopped following it after an internal error"),
     }
     // Dropping the tasks ends them.
+}
+
+/// Says from time to time which kinds are not listed yet. Never returns.
+async fn log_awaited(shared: &Shared) -> Infallible {
+    loop {
+        tokio::time::sleep(LOG_AWAITED).await;
+        let awaited: Vec<&str> = shared.store().awaited().iter().map(|kind| kind.resource()).collect();
+        if awaited.is_empty() {
+            return std::future::pending().await;
+        }
+        tracing::info!("API server: waiting for the first list of {}", awaited.join(", "));
+    }
 }
 
 /// Sends changes. Accumulates them while the receiver is busy.

@@ -180,8 +180,8 @@ impl Store {
         (objects.known.len(), objects.invalid)
     }
 
-    /// The changes not yet sent: deletions, then namespaces, nodes, pods and policies, each in order of arrival. `None`
-    /// without changes, or until all kinds are listed; the first result has all objects and may be empty.
+    /// The changes not yet sent: deletions, then namespaces, nodes, pods, policies, Services and EndpointSlices, each in order
+    /// of arrival. `None` without changes, or until all kinds are listed; the first result has all objects and may be empty.
     pub(super) fn take(&mut self) -> Option<Vec<ObjectChange>> {
         if !self.awaited().is_empty() || (self.started && self.unsent.is_empty()) {
             return None;
@@ -261,6 +261,8 @@ fn rank(change: &ObjectChange) -> u8 {
         ObjectChange::Set(Object::Node(_)) => 2,
         ObjectChange::Set(Object::Pod(_)) => 3,
         ObjectChange::Set(Object::NetworkPolicy(_) | Object::ClusterNetworkPolicy(_)) => 4,
+        ObjectChange::Set(Object::Service(_)) => 5,
+        ObjectChange::Set(Object::EndpointSlice(_)) => 6,
     }
 }
 

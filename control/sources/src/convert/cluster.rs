@@ -151,7 +151,7 @@ fn named_ports(pod: &Pod) -> Result<Vec<NamedPort>, FieldError> {
     Ok(found)
 }
 
-fn unicast(text: &str, at: &FieldPathRef<'_>) -> Result<IpAddr, FieldError> {
+pub(super) fn unicast(text: &str, at: &FieldPathRef<'_>) -> Result<IpAddr, FieldError> {
     let address: IpAddr = text.parse().map_err(|_| at.invalid(FieldProblem::Address(text.to_owned())))?;
     if let IpAddr::V6(v6) = address
         && v6.to_ipv4_mapped().is_some()

@@ -161,6 +161,31 @@ pub enum FieldProblem {
     /// Domain names of a rule that does not accept.
     #[error("is for rules with action Accept only: use networks")]
     DomainNamesAction,
+    /// A second cluster address of a family.
+    #[error("{second} is of the same family as {first}: a Service has at most one address of each")]
+    SecondOfFamily {
+        /// The address that counts.
+        first: IpAddr,
+        /// The one that does not.
+        second: IpAddr,
+    },
+    /// An endpoint of another family than its EndpointSlice.
+    #[error("{address} is not {family}, which is the addressType: put it into an EndpointSlice of its own family")]
+    OtherFamily {
+        /// The endpoint's address.
+        address: IpAddr,
+        /// The slice's family.
+        family: &'static str,
+    },
+    /// An address type that does not exist.
+    #[error("{0:?} is not an address type: use IPv4, IPv6 or FQDN")]
+    AddressType(String),
+    /// A session affinity that does not exist.
+    #[error("{0:?} is not a session affinity: use ClientIP or None")]
+    Affinity(String),
+    /// An affinity's time out of range.
+    #[error("{0} is not a time of session affinity: use 1 to 86400 seconds")]
+    AffinitySeconds(i32),
     /// Domain names, whose addresses are not followed.
     #[error("is not supported: use networks")]
     DomainNamesUnsupported,

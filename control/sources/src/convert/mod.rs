@@ -11,6 +11,7 @@ mod names;
 mod path;
 mod policy;
 mod port;
+mod service;
 mod v1beta1;
 
 pub use cluster::ISOLATION_ANNOTATION;
@@ -24,6 +25,7 @@ pub(crate) use cluster_policy::{
 pub use field_error::{FieldError, FieldProblem};
 pub use path::{FieldPath, FieldPathRef, PathElement};
 pub use policy::network_policy;
+pub use service::{endpoint_slice, service};
 pub use v1beta1::network_policy as v1beta1_network_policy;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;

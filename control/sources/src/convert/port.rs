@@ -55,7 +55,7 @@ pub(super) fn number(number: i32, at: &FieldPathRef<'_>) -> Result<u16, FieldErr
     }
 }
 
-fn protocol(name: Option<&str>, at: &FieldPathRef<'_>) -> Result<PortProtocol, FieldError> {
+pub(super) fn protocol(name: Option<&str>, at: &FieldPathRef<'_>) -> Result<PortProtocol, FieldError> {
     match name {
         None | Some("TCP") => Ok(PortProtocol::Tcp),
         Some("UDP") => Ok(PortProtocol::Udp),

@@ -92,6 +92,8 @@ pub(crate) fn implied_namespaces<'a>(objects: impl Iterator<Item = &'a Object>) 
             Object::Namespace(namespace) => defined.insert(namespace.name.as_str()),
             Object::Pod(pod) => used.insert(pod.key.namespace.as_str()),
             Object::NetworkPolicy(policy) => used.insert(policy.key.namespace.as_str()),
+            Object::Service(service) => used.insert(service.key.namespace.as_str()),
+            Object::EndpointSlice(slice) => used.insert(slice.key.namespace.as_str()),
             Object::Node(_) | Object::ClusterNetworkPolicy(_) => continue,
         };
     }

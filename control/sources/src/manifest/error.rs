@@ -87,6 +87,16 @@ pub enum ManifestProblem {
         /// What is supported.
         remedy: &'static str,
     },
+    /// A policy of a kind that is not supported: what it denies would count as allowed.
+    #[error(
+        "{kind} of apiVersion {version} is a kind of policy that is not understood: write it as a NetworkPolicy or ClusterNetworkPolicy, or keep it out of these manifests"
+    )]
+    ForeignPolicy {
+        /// The kind.
+        kind: String,
+        /// Its group and version.
+        version: String,
+    },
     /// A list whose items are not a list.
     #[error("is not a list of objects")]
     NotAList,

@@ -4,6 +4,7 @@
 //! object and field. Other kinds are skipped and listed in [`Manifests::ignored`].
 
 mod check;
+mod derive;
 mod error;
 mod object;
 mod tree;
@@ -13,7 +14,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use penstock_policy::model::Object;
+use penstock_policy::model::{EndpointSlice, Object};
 
 pub(crate) use check::{conflicts, implied_namespaces};
 pub use error::{ManifestError, ManifestErrors, ManifestProblem, Origin};
@@ -31,7 +32,7 @@ pub struct Options {
     pub unknown_fields: UnknownFields,
 }
 
-/// How to treat a field in a policy's spec that this version does not know. Elsewhere an unknown field changes no meaning
+/// How to treat a kind of policy, and a field in a policy's spec, that this version does not know. Elsewhere an unknown field changes no meaning
 /// and is only noted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum UnknownFields {
@@ -49,13 +50,25 @@ pub struct Manifests {
     pub documents: Vec<Document>,
     /// Objects of other kinds.
     pub ignored: Vec<Ignored>,
+    /// EndpointSlices that no manifest has ([`Manifests::derive_endpoint_slices`]).
+    derived: Vec<EndpointSlice>,
 }
 
 impl Manifests {
     /// All objects, plus the namespaces that they use and none of them defines, with their name as the only label.
     pub fn objects(&self) -> impl Iterator<Item = Object> {
         let written = || self.documents.iter().map(|document| &document.object);
-        implied_namespaces(written()).into_iter().chain(written().cloned())
+        let derived = self.derived.iter().cloned().map(Object::EndpointSlice);
+        implied_namespaces(written()).into_iter().chain(written().cloned()).chain(derived)
+    }
+
+    /// If no manifest is an EndpointSlice: derives those of Services with a selector from their pods, as the cluster would.
+    /// [`Manifests::objects`] then has them. Returns of how many Services.
+    pub fn derive_endpoint_slices(&mut self) -> usize {
+        let has_slices = self.documents.iter().any(|document| matches!(document.object, Object::EndpointSlice(_)));
+        let (derived, services) = if has_slices { (Vec::new(), 0) } else { derive::endpoint_slices(&self.documents) };
+        self.derived = derived;
+        services
     }
 }
 
@@ -88,8 +101,10 @@ impl Document {
 pub struct Ignored {
     /// Where it starts.
     pub origin: Origin,
-    /// Its kind and name: `Service shop/web`.
+    /// Its kind and name: `Deployment shop/web`.
     pub object: String,
+    /// Whether it is a policy; with [`UnknownFields::Refuse`] such an object is an error.
+    pub is_policy: bool,
 }
 
 /// Reads manifests. Each path is a file, a directory (its `*.yaml`, `*.yml` and `*.json`, sorted by name, without

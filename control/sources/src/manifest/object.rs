@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use k8s_openapi::api::{core::v1 as core, networking::v1 as networking};
+use k8s_openapi::api::{core::v1 as core, discovery::v1 as discovery, networking::v1 as networking};
 use penstock_policy::model::Object;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -23,6 +23,8 @@ enum ManifestKind {
     NetworkPolicy,
     NetworkPolicyV1Beta1,
     ClusterNetworkPolicy,
+    Service,
+    EndpointSlice,
 }
 
 impl ManifestKind {
@@ -36,9 +38,26 @@ enum Declared {
     One(ManifestKind),
     /// A list; items without a type of their own have this kind.
     List(Option<ManifestKind>),
+    /// A policy of a kind that is not supported, by itself or in a list.
+    ForeignPolicy(ManifestProblem),
     /// Another kind.
     Other,
 }
+
+/// Kinds of policy in other groups whose names do not say so.
+const FOREIGN_POLICIES: [(&str, &str); 1] = [("k8s.ovn.org", "EgressFirewall")];
+
+/// Whether objects of this kind restrict packets of pods, in whatever engine. To leave one out would show as allowed what it
+/// denies.
+fn is_foreign_policy(version: &str, kind: &str) -> bool {
+    let group = version.split_once('/').map_or("", |(group, _)| group);
+    // Calico's staged policies are in force nowhere.
+    let is_named_policy = kind.ends_with("NetworkPolicy") && !kind.starts_with("Staged");
+    is_named_policy || group == POLICY_GROUP || FOREIGN_POLICIES.contains(&(group, kind))
+}
+
+/// The group of AdminNetworkPolicy, BaselineAdminNetworkPolicy and ClusterNetworkPolicy.
+const POLICY_GROUP: &str = "policy.networking.k8s.io";
 
 /// Converts the documents of a file into `manifests`, and collects errors in `errors`.
 pub(super) struct DocumentReader<'a> {
@@ -70,8 +89,12 @@ impl DocumentReader<'_> {
                 }
                 Ok(())
             }
-            Declared::Other => {
-                self.manifests.ignored.push(Ignored { origin: self.origin(&tree), object: describe(&tree) });
+            Declared::ForeignPolicy(problem) if self.options.unknown_fields == UnknownFields::Refuse => {
+                Err(self.error(&tree, &[], problem))
+            }
+            declared @ (Declared::Other | Declared::ForeignPolicy(_)) => {
+                let is_policy = matches!(declared, Declared::ForeignPolicy(_));
+                self.manifests.ignored.push(Ignored { origin: self.origin(&tree), object: describe(&tree), is_policy });
                 Ok(())
             }
         }
@@ -113,9 +136,18 @@ impl DocumentReader<'_> {
             ("ClusterNetworkPolicy", version) if version.starts_with("policy.networking.k8s.io/") => {
                 return unread("policy.networking.k8s.io/v1alpha2");
             }
+            ("Service", "v1") => ManifestKind::Service,
+            ("EndpointSlice", "discovery.k8s.io/v1") => ManifestKind::EndpointSlice,
+            ("EndpointSlice", version) if version.starts_with("discovery.k8s.io/") => {
+                return unread("discovery.k8s.io/v1");
+            }
             // Other groups have kinds of the same names. In these groups a wrong version is an error.
-            ("Namespace" | "Node" | "Pod" | "", version) if !version.contains('/') => return unread("v1"),
+            ("Namespace" | "Node" | "Pod" | "Service" | "", version) if !version.contains('/') => return unread("v1"),
             ("NetworkPolicy", version) if is_policy_group(version) => return unread("networking.k8s.io/v1"),
+            (kind, version) if is_foreign_policy(version, kind) && !(is_list && tree.is_empty_list("items")) => {
+                let (kind, version) = (kind.to_owned(), version.to_owned());
+                return Ok(Declared::ForeignPolicy(ManifestProblem::ForeignPolicy { kind, version }));
+            }
             _ => return Ok(Declared::Other),
         };
         Ok(if is_list { Declared::List(Some(kind)) } else { Declared::One(kind) })
@@ -137,6 +169,12 @@ impl DocumentReader<'_> {
             }),
             ManifestKind::ClusterNetworkPolicy => self.typed(&tree, kind, |o: &convert::ClusterNetworkPolicy| {
                 convert::cluster_network_policy(o).map(Object::ClusterNetworkPolicy)
+            }),
+            ManifestKind::Service => {
+                self.typed(&tree, kind, |o: &core::Service| whole(convert::service(o)).map(Object::Service))
+            }
+            ManifestKind::EndpointSlice => self.typed(&tree, kind, |o: &discovery::EndpointSlice| {
+                whole(convert::endpoint_slice(o)).map(Object::EndpointSlice)
             }),
         }?;
         let origin = self.origin(&tree);
@@ -186,6 +224,12 @@ impl DocumentReader<'_> {
     }
 }
 
+/// An object without an invalid part: a file's author can correct it.
+fn whole<T>(converted: Result<(T, Vec<FieldError>), FieldError>) -> Result<T, FieldError> {
+    let (object, wrong) = converted?;
+    wrong.into_iter().next().map_or(Ok(object), Err)
+}
+
 const ITEMS: &[&str] = &["items"];
 
 /// Whether a version is of a group in which Kubernetes has or had NetworkPolicy.
@@ -201,10 +245,12 @@ fn describe(tree: &YamlNode) -> String {
     let kind = tree.get("kind").and_then(YamlNode::as_str).unwrap_or("object");
     let text = |field| tree.get("metadata").and_then(|meta| meta.get(field)).and_then(YamlNode::as_str);
     let is_clustered = matches!(kind, "Namespace" | "Node" | "ClusterNetworkPolicy");
+    // Whether another engine's policy without a namespace belongs to the cluster is not known here.
+    let may_be_clustered = kind.ends_with("NetworkPolicy") && kind != "NetworkPolicy";
     match (text("namespace"), text("name")) {
-        (_, Some(name)) if is_clustered => format!("{kind} {name}"),
-        (Some(namespace), Some(name)) => format!("{kind} {namespace}/{name}"),
-        (None, Some(name)) => format!("{kind} default/{name}"),
+        (Some(namespace), Some(name)) if !is_clustered => format!("{kind} {namespace}/{name}"),
+        (None, Some(name)) if !is_clustered && !may_be_clustered => format!("{kind} default/{name}"),
+        (_, Some(name)) => format!("{kind} {name}"),
         (_, None) => format!("{kind} without a name"),
     }
 }

@@ -134,6 +134,11 @@ impl YamlNode {
         }
     }
 
+    /// Whether the value of `key` is a list without items.
+    pub(crate) fn is_empty_list(&self, key: &str) -> bool {
+        self.get(key).is_some_and(|list| matches!(&list.kind, NodeValue::Sequence(items) if items.is_empty()))
+    }
+
     /// Whether this is a mapping.
     pub(crate) fn is_mapping(&self) -> bool {
         matches!(self.kind, NodeValue::Mapping(_))

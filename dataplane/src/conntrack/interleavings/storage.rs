@@ -7,12 +7,14 @@ use crate::conntrack::origin::{OpenError, TableOrigin};
 use crate::conntrack::path::KernelUse;
 use crate::conntrack::shared::SharedMaps;
 use crate::conntrack::tags::{LANES, Tags};
+use crate::conntrack::translation::Link;
 
 pub(in crate::conntrack) struct Storage {
     entries: Box<[TableEntry]>,
     tags: Box<[Tags]>,
     /// Only of a table whose configuration names a file: fewer words, fewer interleavings.
     uses: Option<Box<[KernelUse]>>,
+    links: Box<[Link]>,
 }
 
 impl Storage {
@@ -26,7 +28,8 @@ impl Storage {
         let seed = Seed::from_words(&[3, 5, 7, 11, 13, 17, 19, 23].map(|n: u64| n.wrapping_mul(0x2545_f491_4f6c_dd1d)));
         let has_uses = matches!(memory, TableMemory::File(_));
         let uses = has_uses.then(|| (0..groups * LANES).map(|_| KernelUse::new()).collect());
-        Ok((Self { entries, tags, uses }, seed, TableOrigin::New))
+        let links = (0..groups * LANES).map(|_| Link::default()).collect();
+        Ok((Self { entries, tags, uses, links }, seed, TableOrigin::New))
     }
 
     pub(in crate::conntrack) fn entries(&self) -> &[TableEntry] {
@@ -39,6 +42,10 @@ impl Storage {
 
     pub(in crate::conntrack) fn uses(&self) -> Option<&[KernelUse]> {
         self.uses.as_deref()
+    }
+
+    pub(in crate::conntrack) fn links(&self) -> &[Link] {
+        &self.links
     }
 
     pub(in crate::conntrack) fn shared(&self) -> Option<&SharedMaps> {

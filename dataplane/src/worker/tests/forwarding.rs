@@ -152,6 +152,28 @@ fn the_longest_packet_of_a_frame_passes_and_a_larger_mtu_is_rejected() {
 }
 
 #[test]
+fn what_the_kernel_dropped_stays_in_the_total_when_its_port_is_closed() {
+    in_namespace(|| {
+        veth("a");
+        let bench = Bench::start(config(&[0]));
+        let (a, attached) = bench.open("a");
+        // Raised after the port was opened: such packets are longer than a frame.
+        for name in ["a", "ap"] {
+            ip(&format!("link set dev {name} mtu 2400"));
+        }
+        let frames: Vec<_> = (0..10).map(|index| frame(index, 2300)).collect();
+        Raw::open("ap").send_all(&frames);
+        let dropped = KernelDrops { rx_dropped: 10, ..KernelDrops::default() };
+        let statistics = bench.dataplane.statistics();
+        assert_eq!((statistics.port(a).unwrap().kernel, statistics.total_kernel()), (dropped, dropped));
+        drop(attached);
+        bench.dataplane.close_port(a).unwrap();
+        let statistics = bench.dataplane.statistics();
+        assert_eq!((statistics.ports.len(), statistics.total_kernel()), (0, dropped));
+    });
+}
+
+#[test]
 fn drops_are_counted_by_reason_on_the_ingress_port() {
     in_namespace(|| {
         veth("a");

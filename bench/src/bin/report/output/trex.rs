@@ -1,5 +1,7 @@
 //! Results of `bench/trex/run.py`; docs/trex.md describes the document's format.
 
+use std::net::IpAddr;
+
 use serde_json::Value;
 
 use super::tables::ReportPart;
@@ -32,14 +34,26 @@ fn origin(run: &Value) -> String {
     let drivers: Vec<String> =
         run["ports"].as_array().into_iter().flatten().map(|port| text(&port["driver"])).collect();
     format!(
-        "TRex {}, {} mode, on {} at {}, {} cores, ports of {}; not in the same run as the figures above, and on its own machine.",
+        "TRex {}, {} mode, on {} at {}, {} cores, ports of {}; not in the same run as the figures above, and {}.",
         text(&run["server"]["version"]["version"]),
         text(&run["mode"]),
         text(&run["server"]["host"]),
         text(&run["time"]),
         run["server"]["cores"],
         drivers.join(" and "),
+        server(run["server"]["address"].as_str()),
     )
+}
+
+/// Where the server was, as far as its address tells: a run from the node may have had it on the node itself.
+fn server(address: Option<&str>) -> String {
+    match address {
+        None => "it is not known on which machine".to_owned(),
+        Some(address) if address == "localhost" || address.parse().is_ok_and(|ip: IpAddr| ip.is_loopback()) => {
+            "on the machine that the runner ran on".to_owned()
+        }
+        Some(address) => format!("with the server at {address}"),
+    }
 }
 
 fn profiles(run: &Value) -> Vec<Vec<String>> {
@@ -47,15 +61,19 @@ fn profiles(run: &Value) -> Vec<Vec<String>> {
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     for profile in run["profiles"].as_array().into_iter().flatten() {
         let mut row = vec![profile["asked"].as_str().unwrap_or("?").to_owned()];
-        if let Some(error) = profile["error"].as_str() {
-            row.push(format!("not measured: {error}"));
-            row.resize(heading.len(), String::new());
-        } else {
-            let found = if profile["no_loss"].is_object() { &profile["no_loss"] } else { &profile["ndr"] };
-            let unit = profile["rate_unit"].as_str().unwrap_or_default();
-            let limits = found["limited_by"].as_array().into_iter().flatten().filter_map(Value::as_str);
-            row.extend([rate(found, unit), rate(&profile["pdr"], unit), limits.collect::<Vec<_>>().join(", ")]);
-            row.extend([latency(&profile["latency"]), sustained(&profile["sustained"])]);
+        let found = if profile["no_loss"].is_object() { &profile["no_loss"] } else { &profile["ndr"] };
+        match profile["error"].as_str() {
+            Some(error) if !found.is_object() => {
+                row.push(format!("not measured: {error}"));
+                row.resize(heading.len(), String::new());
+            }
+            unfinished => {
+                let unit = profile["rate_unit"].as_str().unwrap_or_default();
+                let limits = found["limited_by"].as_array().into_iter().flatten().filter_map(Value::as_str);
+                let limits: Vec<&str> = limits.chain(unfinished).collect();
+                row.extend([rate(found, unit), rate(&profile["pdr"], unit), limits.join(", ")]);
+                row.extend([latency(&profile["latency"]), sustained(&profile["sustained"])]);
+            }
         }
         rows.push(row);
     }
@@ -66,6 +84,7 @@ fn profiles(run: &Value) -> Vec<Vec<String>> {
 fn rate(found: &Value, unit: &str) -> String {
     let number = |key: &str| found[key].as_f64();
     match (number("median"), number("lowest"), number("highest")) {
+        (Some(0.0), ..) => "none found".to_owned(),
         (Some(median), Some(lowest), Some(highest)) => format!("{median:.0} {unit} ({lowest:.0} to {highest:.0})"),
         _ => String::new(),
     }
@@ -73,10 +92,18 @@ fn rate(found: &Value, unit: &str) -> String {
 
 /// Average and maximum of every stream.
 fn latency(points: &Value) -> String {
-    let half = points.as_array().into_iter().flatten().find(|point| point["share_of_ndr"] == 0.5);
-    let streams = half.and_then(|point| point["streams"].as_array()).into_iter().flatten();
-    let reason = streams.map(|stream| format!("{} µs, at most {} µs", stream["average_us"], stream["most_us"]));
-    reason.collect::<Vec<_>>().join("; ")
+    let Some(half) = points.as_array().into_iter().flatten().find(|point| point["share_of_ndr"] == 0.5) else {
+        return String::new();
+    };
+    if let Some(error) = half["error"].as_str() {
+        return error.to_owned();
+    }
+    let streams = half["streams"].as_array().into_iter().flatten();
+    let figures = streams.map(|stream| match (stream["average_us"].as_f64(), stream["most_us"].as_f64()) {
+        (Some(average), Some(most)) => format!("{average} µs, at most {most} µs"),
+        _ => "nothing arrived".to_owned(),
+    });
+    figures.collect::<Vec<_>>().join("; ")
 }
 
 /// The median run of a profile without a rate search.
@@ -87,7 +114,12 @@ fn sustained(runs: &Value) -> String {
         values.get(values.len() / 2).copied()
     };
     match (of("established_at_most"), of("received_by_clients_bit_s")) {
-        (Some(held), Some(bits)) => format!("{held:.0} connections, {:.2} Gbit/s to clients", bits / 1e9),
+        (Some(held), Some(bits)) => {
+            let lost: u64 =
+                runs.as_array().into_iter().flatten().filter_map(|run| run["generator_lost"].as_u64()).sum();
+            let lost = if lost > 0 { format!(", {lost} packets lost by TRex itself") } else { String::new() };
+            format!("{held:.0} connections, {:.2} Gbit/s to clients{lost}", bits / 1e9)
+        }
         _ => String::new(),
     }
 }
@@ -98,7 +130,7 @@ mod tests {
 
     const DOCUMENT: &str = r#"{"format": 1, "runs": [{
         "mode": "stl", "time": "2026-01-01T00:00:00+00:00",
-        "server": {"version": {"version": "v3.08"}, "host": "generator", "cores": 4},
+        "server": {"address": "192.0.2.7", "version": {"version": "v3.08"}, "host": "generator", "cores": 4},
         "ports": [{"driver": "net_i40e"}, {"driver": "net_i40e"}],
         "profiles": [
             {"profile": "udp", "asked": "udp --size 64", "rate_unit": "packets/s",
@@ -106,8 +138,16 @@ mod tests {
              "pdr": {"median": 1100000, "lowest": 1090000, "highest": 1110000, "limited_by": ["loss"]},
              "latency": [{"share_of_ndr": 0.5, "streams": [{"average_us": 12.5, "most_us": 80}]}]},
             {"profile": "mix", "asked": "mix", "error": "3 packets arrived that policy should deny"},
+            {"profile": "imix", "asked": "imix", "error": "not finished: the run ended here", "rate_unit": "packets/s",
+             "ndr": {"median": 0, "lowest": 0, "highest": 0, "limited_by": ["generator"]},
+             "latency": [{"share_of_ndr": 0.5, "streams": [{"average_us": null, "most_us": null}]}]},
             {"profile": "bulk", "asked": "bulk", "sustained": [
-                {"established_at_most": 8, "received_by_clients_bit_s": 2500000000.0}]}
+                {"established_at_most": 8, "received_by_clients_bit_s": 2500000000.0, "generator_lost": 0}]},
+            {"profile": "held", "asked": "held", "sustained": [
+                {"established_at_most": 9, "received_by_clients_bit_s": 1000000000.0, "generator_lost": 70}]},
+            {"profile": "pods", "asked": "pods", "rate_unit": "packets/s",
+             "ndr": {"median": 1, "lowest": 1, "highest": 1, "limited_by": ["loss"]},
+             "latency": [{"share_of_ndr": 0.5, "error": "no room for a latency stream at this rate", "streams": []}]}
         ]}]}"#;
 
     #[test]
@@ -127,8 +167,25 @@ mod tests {
             ]
         );
         assert_eq!(rows[2][1], "not measured: 3 packets arrived that policy should deny");
-        assert_eq!(rows[3][5], "8 connections, 2.50 Gbit/s to clients");
+        assert_eq!(rows[3][1..5], ["none found", "", "generator, not finished: the run ended here", "nothing arrived"]);
+        assert_eq!(rows[4][5], "8 connections, 2.50 Gbit/s to clients");
+        assert_eq!(rows[5][5], "9 connections, 1.00 Gbit/s to clients, 70 packets lost by TRex itself");
+        assert_eq!(rows[6][4], "no room for a latency stream at this rate");
         assert!(rows.iter().all(|row| row.len() == rows[0].len()));
+    }
+
+    #[test]
+    fn only_what_the_servers_address_tells_is_said_of_its_machine() {
+        for (address, end) in [
+            (Some("192.0.2.7"), "and with the server at 192.0.2.7."),
+            (Some("127.0.0.1"), "and on the machine that the runner ran on."),
+            (Some("::1"), "and on the machine that the runner ran on."),
+            (Some("localhost"), "and on the machine that the runner ran on."),
+            (None, "and it is not known on which machine."),
+        ] {
+            let said = origin(&serde_json::json!({"mode": "stl", "server": {"address": address}}));
+            assert!(said.ends_with(end), "{said}");
+        }
     }
 
     #[test]

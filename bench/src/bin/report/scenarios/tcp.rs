@@ -33,8 +33,16 @@ pub(crate) fn connections() -> Scenario {
         about: "Two threads open connections and close them, one accepts and closes. They run on both cores, wherever the \
                 scheduler puts them, with whoever forwards.",
         metrics: OPENED,
-        cases: FEW_MORE.map(|peer| ScenarioCase::of(peer(), measure)).into(),
+        cases: FEW_MORE
+            .into_iter()
+            .chain([by_tcx as fn() -> Peer])
+            .map(|peer| ScenarioCase::of(peer(), measure))
+            .collect(),
     }
+}
+
+fn by_tcx() -> Peer {
+    Peer::penstock_by_tcx(true)
 }
 
 pub(crate) fn new_udp() -> Scenario {
@@ -92,13 +100,15 @@ pub(crate) fn bulk() -> Scenario {
         name: "bulk",
         title: "Bulk TCP between two pods of a node",
         about: "What arrives of one stream and of eight. Native XDP on a veth turns segmentation offload of its other end \
-                off, so that Penstock's packets are as long as the MTU; the kernel's peers hand super-packets over unless that \
+                off, so that Penstock's packets are as long as the MTU, except by tcx; the kernel's peers hand super-packets over unless that \
                 is turned off, too. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096.",
         metrics: BULK,
         cases: vec![
             ScenarioCase::of(Peer::penstock(), rates(true)),
             large(large_frames(), "Penstock"),
             ScenarioCase::of(Peer::forward(), rates(true)),
+            ScenarioCase::of(Peer::penstock_by_tcx(true), rates(true)),
+            ScenarioCase::of(Peer::penstock_by_tcx(false), rates(true)),
             ScenarioCase::of(Peer::Kernel, rates(true)),
             ScenarioCase::of(Peer::Kernel, rates(false)).named("kernel routing, without GSO"),
             large(Peer::Kernel, "kernel routing"),

@@ -62,6 +62,8 @@ pub(crate) fn one_connection() -> Scenario {
             plain(Peer::penstock()),
             plain(Peer::penstock()).with(|spec| spec.policies(10_000)).named("Penstock, 10,000 policies"),
             plain(Peer::forward()),
+            plain(Peer::penstock_by_tcx(true)),
+            plain(Peer::penstock_by_tcx(false)),
             plain(Peer::Kernel),
             ScenarioCase::of(Peer::Kernel, steered(traffic)).named("kernel routing, RPS"),
             plain(Peer::Nftables),
@@ -119,27 +121,29 @@ pub(crate) fn lengths() -> Scenario {
 }
 
 pub(crate) fn connections() -> Scenario {
-    let cases = [10_000, 1_000_000].into_iter().flat_map(|connections| {
-        [Peer::penstock(), Peer::Kernel, Peer::Nftables, Peer::Iptables, Peer::OpenVSwitch].into_iter().map(
-            move |peer| {
-                let traffic = Traffic { connections, ..Traffic::SMALLEST };
-                let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
-                    // Every connection is opened before the counted part.
-                    let opening = std::time::Duration::from_secs_f64(f64::from(connections) / 300e3);
-                    let mut trial = Trial::flat_out(traffic, plan.length);
-                    trial.warm_up = trial.warm_up.max(opening);
-                    figures(&testbed.run(&trial)?, plan)
-                };
-                let case = ScenarioCase::of(peer, measure);
-                let name = format!("{connections}: {}", case.spec.peer_name());
-                case.named(name)
-            },
-        )
-    });
+    let case = |connections: u32, peer: Peer| {
+        let traffic = Traffic { connections, ..Traffic::SMALLEST };
+        let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
+            // Every connection is opened before the counted part.
+            let opening = std::time::Duration::from_secs_f64(f64::from(connections) / 300e3);
+            let mut trial = Trial::flat_out(traffic, plan.length);
+            trial.warm_up = trial.warm_up.max(opening);
+            figures(&testbed.run(&trial)?, plan)
+        };
+        let case = ScenarioCase::of(peer, measure);
+        let name = format!("{connections}: {}", case.spec.peer_name());
+        case.named(name)
+    };
+    let most = || [Peer::penstock_by_tcx(true), Peer::Kernel, Peer::Nftables];
+    let all = || [Peer::penstock()].into_iter().chain(most()).chain([Peer::Iptables, Peer::OpenVSwitch]);
+    let cases = all()
+        .map(|peer| case(10_000, peer))
+        .chain(most().map(|peer| case(100_000, peer)))
+        .chain(all().map(|peer| case(1_000_000, peer)));
     Scenario {
         name: "connections",
         title: "Many UDP connections, 64 bytes, flat out",
-        about: "10,000 and 1,000,000 connections take turns, packet by packet. Every peer has room for 4 million.",
+        about: "10,000 to 1,000,000 connections take turns, packet by packet. Every peer has room for 4 million.",
         metrics: METRICS,
         cases: cases.collect(),
     }

@@ -9,6 +9,11 @@ class TRexError(Exception):
     pass
 
 
+class TRexTimeoutError(TRexError):
+    def __init__(self, timeout):
+        super().__init__(f"Timeout: operation took more than '{timeout}' seconds")
+
+
 def profile(filename, make, **arguments):
     """What `make` makes of the module's `register()`; nothing where the tunables ask for help."""
     if not os.path.isfile(filename):

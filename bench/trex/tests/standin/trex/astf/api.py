@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from ..loading import TRexError, profile  # noqa: F401
+from ..loading import TRexError, TRexTimeoutError, profile  # noqa: F401
 
 
 class ASTFProgram:
@@ -123,6 +123,12 @@ class ASTFClient:
     def get_server_system_info(self):
         raise NotImplementedError
 
+    def get_port_attr(self, port):
+        raise NotImplementedError
+
+    def get_util_stats(self):
+        raise NotImplementedError
+
     def set_l2_mode(self, port, dst_mac):
         raise NotImplementedError
 
@@ -143,6 +149,12 @@ class ASTFClient:
 
     def start(self, mult=1, duration=-1, nc=False, block=True, latency_pps=0, ipv6=False, pid_input='_',
               client_mask=0xFFFFFFFF, e_duration=0, t_duration=0, dump_interval=0):
+        raise NotImplementedError
+
+    def stop(self, block=True, pid_input='_', is_remove=False):
+        raise NotImplementedError
+
+    def get_stats(self, ports=None, sync_now=True, skip_zero=True, pid_input='_', is_sum=False):
         raise NotImplementedError
 
     def wait_on_traffic(self, timeout=None, profile_id=None):

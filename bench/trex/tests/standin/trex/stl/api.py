@@ -2,7 +2,7 @@
 
 import base64
 
-from ..loading import TRexError, profile
+from ..loading import TRexError, TRexTimeoutError, profile  # noqa: F401
 from ..packets import IP, UDP, Ether, IPv6  # noqa: F401
 
 
@@ -112,6 +112,12 @@ class STLClient:
     def get_server_system_info(self):
         raise NotImplementedError
 
+    def get_port_attr(self, port):
+        raise NotImplementedError
+
+    def get_util_stats(self):
+        raise NotImplementedError
+
     def set_l2_mode(self, port, dst_mac):
         raise NotImplementedError
 
@@ -135,6 +141,9 @@ class STLClient:
         raise NotImplementedError
 
     def start(self, ports=None, mult='1', force=False, duration=-1, total=False, core_mask=None, synchronized=False):
+        raise NotImplementedError
+
+    def stop(self, ports=None, rx_delay_ms=None):
         raise NotImplementedError
 
     def wait_on_traffic(self, ports=None, timeout=None, rx_delay_ms=None):

@@ -7,12 +7,15 @@
 //! |---|---|---|
 //! | 0 | `02`: locally administered, unicast | `02` |
 //! | 1 | `fa` | `fb` |
-//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 sent by a process of the node | flags: 1 [`TO_NODE`] |
+//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`] | flags: 1 [`TO_NODE`] |
 //! | 3 | 0 | 0 |
 //! | 4–5 | number of the pod's port, in network byte order | the same; `ffff`: none |
 //! | 6–7 | `02fa` | – |
 //! | 8–11 | index of the interface at which the frame was, in network byte order | – |
+//!
+//! With XDP at pods' veths, frames on the host veth carry the first three bytes: which of them the node's stack forwarded.
 
+use crate::batch::StackSender;
 use crate::forward::{Mac, PortId};
 
 const LOCAL: u8 = 0x02;
@@ -22,12 +25,13 @@ const FROM_WORKER: u8 = 0xfb;
 /// The transport checksum is that of the pseudo header: the sender's stack left it to the device. The pipeline
 /// recognises such a checksum by itself.
 #[cfg(test)]
-pub(super) const CHECKSUM_OPEN: u8 = 1;
+pub(crate) const CHECKSUM_OPEN: u8 = 1;
 /// Sent to the pod by the node's stack; otherwise by the pod.
-pub(super) const FROM_NODE: u8 = 2;
+pub(crate) const FROM_NODE: u8 = 2;
 /// Sent by a process of the node, not forwarded.
-#[cfg(test)]
-pub(super) const LOCAL_PROCESS: u8 = 4;
+pub(crate) const LOCAL_PROCESS: u8 = 4;
+/// Forwarded, and its source translated: who sent it is known by its flow ([`crate::pipeline::OriginalSources`]).
+pub(crate) const TRANSLATED: u8 = 8;
 
 /// To the node's stack, as a packet of the port; without a port as one of the pair.
 const TO_NODE: u8 = 1;
@@ -36,19 +40,19 @@ const NO_PORT: PortId = PortId(0xffff);
 
 /// Where a frame came from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct FrameTag {
+pub(crate) struct FrameTag {
     /// The port of the pod at whose veth it was.
-    pub(super) port: PortId,
+    pub(crate) port: PortId,
     /// Index of that veth's interface.
-    pub(super) interface: u32,
+    pub(crate) interface: u32,
     /// Whether the node's stack sent it to the pod.
-    pub(super) from_node: bool,
+    pub(crate) from_node: bool,
 }
 
 impl FrameTag {
     /// The tag of a frame that a program sent to a worker; `None` for any other frame.
     #[inline]
-    pub(super) fn read(frame: &[u8]) -> Option<Self> {
+    pub(crate) fn read(frame: &[u8]) -> Option<Self> {
         let head: &[u8; 12] = frame.first_chunk()?;
         let [LOCAL, TO_WORKER, flags, _, p, q, LOCAL, TO_WORKER, a, b, c, d] = *head else { return None };
         Some(Self {
@@ -59,28 +63,41 @@ impl FrameTag {
     }
 }
 
+/// Who sent a frame that came from the node's stack.
+#[inline]
+pub(crate) fn stack_sender(frame: &[u8]) -> StackSender {
+    match frame {
+        [LOCAL, TO_WORKER, flags, ..] if flags & FROM_NODE != 0 => match flags & (LOCAL_PROCESS | TRANSLATED) {
+            LOCAL_PROCESS => StackSender::Process,
+            TRANSLATED => StackSender::Translated,
+            _ => StackSender::Forwarded,
+        },
+        _ => StackSender::Unknown,
+    }
+}
+
 /// Destination address by which a frame from a worker goes to the pod behind this port.
-pub(super) const fn to_pod(port: PortId) -> Mac {
+pub(crate) const fn to_pod(port: PortId) -> Mac {
     let [p, q] = port.0.to_be_bytes();
     Mac([LOCAL, FROM_WORKER, 0, 0, p, q])
 }
 
 /// Destination address by which a frame from a worker goes to the node's stack, as received on the pair.
-pub(super) const fn to_node() -> Mac {
+pub(crate) const fn to_node() -> Mac {
     let [p, q] = NO_PORT.0.to_be_bytes();
     Mac([LOCAL, FROM_WORKER, TO_NODE, 0, p, q])
 }
 
 /// Makes a frame with the address of [`to_node`] one that the node's stack receives as a packet of this port.
 #[inline]
-pub(super) fn set_port(frame: &mut [u8], port: PortId) {
+pub(crate) fn set_port(frame: &mut [u8], port: PortId) {
     if let Some(bytes) = frame.get_mut(4..6) {
         bytes.copy_from_slice(&port.0.to_be_bytes());
     }
 }
 
 /// Source address of every frame from a worker; the programs ignore it.
-pub(super) const FROM: Mac = Mac([LOCAL, FROM_WORKER, 0, 0, 0, 0]);
+pub(crate) const FROM: Mac = Mac([LOCAL, FROM_WORKER, 0, 0, 0, 0]);
 
 #[cfg(test)]
 mod tests {
@@ -100,6 +117,23 @@ mod tests {
             assert_eq!(FrameTag::read(&other), None, "{other:02x?}");
         }
         assert_eq!(FrameTag::read(&tagged[..11]), None);
+    }
+
+    #[test]
+    fn who_sent_a_frame_of_the_stack_is_in_its_flags() {
+        for (flags, sender) in [
+            (FROM_NODE | LOCAL_PROCESS, StackSender::Process),
+            (FROM_NODE | CHECKSUM_OPEN, StackSender::Forwarded),
+            (FROM_NODE | TRANSLATED, StackSender::Translated),
+            // Contradictory: without the exemption of the node's processes.
+            (FROM_NODE | TRANSLATED | LOCAL_PROCESS, StackSender::Forwarded),
+            (LOCAL_PROCESS, StackSender::Unknown),
+        ] {
+            assert_eq!(stack_sender(&[2, 0xfa, flags, 0]), sender, "{flags:#x}");
+        }
+        for frame in [&[][..], &[2, 0xfa], &[2, 0xfb, FROM_NODE | LOCAL_PROCESS]] {
+            assert_eq!(stack_sender(frame), StackSender::Unknown);
+        }
     }
 
     #[test]

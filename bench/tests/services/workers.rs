@@ -1,0 +1,192 @@
+//! Services that the workers translate, without any rule in the node's kernel: TCP and UDP, both families, with the backend
+//! on the same node, elsewhere, or in the client itself.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::time::{Duration, Instant};
+
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
+use penstock_bench::testbed::Outside;
+
+use crate::fixture::{Fixture, SERVICES, pods, policy};
+use crate::service::{BackendPath, CLOSED, OWN, WEB, service};
+
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// Identity of the server elsewhere.
+const ELSEWHERE: u32 = 77;
+/// `pod-1` admits only `pod-0`.
+const POLICY: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
+/// `pod-2` may send only to `pod-1`, on the port behind the Service's.
+const EGRESS: &str =
+    "  policyTypes: [Egress]\n  egress: [{to: [{podSelector: {matchLabels: {app: pod-1}}}], ports: [{port: 9090}]}]\n";
+
+/// The Service, with its ports at each backend: as [`crate::service::translate`] makes the kernel translate them.
+fn manifest(backends: [&str; 2]) -> String {
+    let mut yaml = String::from(
+        "---\napiVersion: v1\nkind: Service\nmetadata: {namespace: test, name: api}\n\
+         spec:\n  clusterIPs: [10.96.0.10, 'fd00:10:96::10']\n  ports:\n",
+    );
+    let ports =
+        [("web", "TCP", WEB, 8080), ("dns", "UDP", WEB, 53), ("own", "TCP", OWN, OWN), ("owns", "UDP", OWN, OWN)];
+    for (name, protocol, number, _) in ports {
+        yaml += &format!("  - {{name: {name}, protocol: {protocol}, port: {number}}}\n");
+    }
+    yaml += &format!("  - {{name: none, port: {CLOSED}}}\n");
+    for (family, backend) in [("IPv4", backends[0]), ("IPv6", backends[1])] {
+        yaml += &format!(
+            "---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+             metadata: {{namespace: test, name: api-{}, labels: {{kubernetes.io/service-name: api}}}}\n\
+             addressType: {family}\nendpoints: [{{addresses: ['{backend}']}}]\nports:\n",
+            family.to_lowercase(),
+        );
+        for (name, protocol, _, target) in ports {
+            yaml += &format!("- {{name: {name}, protocol: {protocol}, port: {target}}}\n");
+        }
+    }
+    yaml
+}
+
+struct WorkersFixture {
+    fixture: Fixture,
+    backend: Site,
+    identity: u32,
+    _outside: Outside,
+    _servers: Option<probe::EchoServers>,
+}
+
+impl WorkersFixture {
+    fn new(path: BackendPath) -> Self {
+        let (mut outside, mut found) = (None, None);
+        let yaml = pods(3) + &policy("served", "pod-1", POLICY);
+        let fixture = Fixture::of(&yaml, |cluster, config| {
+            let machine = cluster.node.add_outside("outside").unwrap();
+            if let BackendPath::ByUplink = path {
+                config.keys += &format!("uplinks = [\"{}\"]\n", machine.interface());
+            }
+            config.keys += "service_cidrs = [\"10.96.0.0/16\", \"fd00:10:96::/112\"]\n";
+            config.sections += "[services]\nenabled = true\n";
+            let site = match path {
+                BackendPath::Here => cluster.sites[cluster.site("test/pod-1").unwrap()].clone(),
+                BackendPath::Elsewhere | BackendPath::ByUplink => Site::from(&machine),
+            };
+            let address = |v6| site.address(v6).unwrap().to_string();
+            let backends = [address(false), address(true)];
+            std::fs::write(config.manifests.join("service.yaml"), manifest([&backends[0], &backends[1]])).unwrap();
+            (outside, found) = (Some(machine), Some(site));
+        });
+        let backend: Site = found.unwrap();
+        let servers = match path {
+            BackendPath::Here => None,
+            _ => Some(probe::EchoServers::start(&backend, ELSEWHERE, &SERVICES).unwrap()),
+        };
+        let identity = fixture.cluster.site(&backend.name).map_or(ELSEWHERE, |index| index as u32);
+        Self { fixture, backend, identity, _outside: outside.unwrap(), _servers: servers }
+    }
+
+    fn probe(&self, pod: &str, v6: bool, protocol: Protocol) -> ProbeOutcome {
+        let patience = RetryPolicy { attempts: 4, ..RetryPolicy::default() };
+        probe::run_one(self.fixture.site(pod), (self.identity, service(v6)), protocol, patience).unwrap()
+    }
+
+    fn logs(&self) -> String {
+        [self.fixture.daemon.log().lines(), self.fixture.statistics()].concat().join("\n")
+    }
+}
+
+/// S9 and S10: over TCP and UDP, both families.
+#[test]
+fn workers_translate_services_and_ingress_policy_sees_the_client() {
+    for path in [BackendPath::Here, BackendPath::Elsewhere, BackendPath::ByUplink] {
+        let setup = WorkersFixture::new(path);
+        for (v6, protocol) in
+            [false, true].into_iter().flat_map(|v6| [(v6, Protocol::Tcp(WEB)), (v6, Protocol::Udp(WEB))])
+        {
+            let what = format!("{protocol}, v6: {v6}, backend {path:?}");
+            assert_eq!(setup.probe("test/pod-0", v6, protocol), ProbeOutcome::Reached, "{what}\n{}", setup.logs());
+            let other = if let BackendPath::Here = path { ProbeOutcome::Silent } else { ProbeOutcome::Reached };
+            assert_eq!(setup.probe("test/pod-2", v6, protocol), other, "{what}\n{}", setup.logs());
+        }
+        setup.fixture.assert_as_expected(&setup.fixture.matrix());
+    }
+}
+
+/// S10 in bulk: long segments, whose checksums their sender left open, in both directions.
+#[test]
+fn bulk_transfers_through_a_service_arrive_as_they_were_sent() {
+    for (path, v6) in [(BackendPath::Here, false), (BackendPath::Here, true), (BackendPath::Elsewhere, false)] {
+        let setup = WorkersFixture::new(path);
+        let here = SocketAddr::new(setup.backend.address(v6).unwrap(), OWN);
+        let listener = setup.backend.namespace.run(|| TcpListener::bind(here)).unwrap();
+        let there = SocketAddr::new(service(v6), OWN);
+        let pod = setup.fixture.site("test/pod-0");
+        let client = pod.namespace.run(|| TcpStream::connect_timeout(&there, TIMEOUT));
+        let client = client.unwrap_or_else(|error| panic!("{error}\n{}", setup.logs()));
+        let (server, from) = listener.accept().unwrap();
+        assert_eq!(from.ip(), pod.address(v6).unwrap(), "the server sees the pod");
+        for (mut from, mut to) in
+            [(&client, &server), (&server, &client)].map(|(a, b)| (a.try_clone().unwrap(), b.try_clone().unwrap()))
+        {
+            to.set_read_timeout(Some(TIMEOUT)).unwrap();
+            let sent: Vec<u8> = (0..8_000_000).map(|at: usize| (at * 7 + at / 251) as u8).collect();
+            let mut received = vec![0; sent.len()];
+            std::thread::scope(|scope| {
+                let writer = scope.spawn(|| from.write_all(&sent));
+                to.read_exact(&mut received).unwrap_or_else(|error| panic!("{error}\n{}", setup.logs()));
+                writer.join().unwrap().unwrap();
+            });
+            assert!(sent == received, "{} bytes arrive as they were sent", sent.len());
+        }
+    }
+}
+
+/// S7 and S8: refused at once.
+#[test]
+fn a_port_without_a_backend_and_one_of_no_service_refuse_at_once() {
+    let setup = WorkersFixture::new(BackendPath::Here);
+    let pod = setup.fixture.site("test/pod-0");
+    for (v6, port) in [(false, CLOSED), (true, CLOSED), (false, 4444), (true, 4444)] {
+        let there = SocketAddr::new(service(v6), port);
+        let error = pod.namespace.run(|| TcpStream::connect_timeout(&there, TIMEOUT)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{there}\n{}", setup.logs());
+        let here = SocketAddr::new(pod.address(v6).unwrap(), 0);
+        let socket = pod.namespace.run(|| UdpSocket::bind(here)).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        socket.connect(there).unwrap();
+        socket.send(b"anyone?").unwrap();
+        let error = socket.recv(&mut [0; 8]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{there} over UDP\n{}", setup.logs());
+    }
+}
+
+/// S11.
+#[test]
+fn a_pod_that_is_its_own_backend_reaches_itself() {
+    let setup = WorkersFixture::new(BackendPath::Here);
+    for v6 in [false, true] {
+        for protocol in [Protocol::Tcp(WEB), Protocol::Udp(WEB)] {
+            let outcome = setup.probe("test/pod-1", v6, protocol);
+            assert_eq!(outcome, ProbeOutcome::Reached, "{protocol}, v6: {v6}\n{}", setup.logs());
+        }
+    }
+}
+
+/// S9 on the client's side: the rule names the backend and its port.
+#[test]
+fn egress_policy_names_the_backend_and_not_the_services_address() {
+    let setup = WorkersFixture::new(BackendPath::Here);
+    let open = "  ingress: [{}]\n";
+    let block = "  policyTypes: [Egress]\n  egress: [{to: [{ipBlock: {cidr: 10.96.0.0/16}}]}]\n";
+    for (rule, expected) in [
+        (EGRESS.replace("9090", "8080"), ProbeOutcome::Reached),
+        (EGRESS.to_owned(), ProbeOutcome::Silent),
+        (block.to_owned(), ProbeOutcome::Silent),
+    ] {
+        setup.fixture.save("more.yaml", &(policy("open", "pod-1", open) + &policy("client", "pod-2", &rule)));
+        let until = Instant::now() + TIMEOUT;
+        let mut outcome = setup.probe("test/pod-2", false, Protocol::Tcp(WEB));
+        while outcome != expected && Instant::now() < until {
+            outcome = setup.probe("test/pod-2", false, Protocol::Tcp(WEB));
+        }
+        assert_eq!(outcome, expected, "{rule}\n{}", setup.logs());
+    }
+}

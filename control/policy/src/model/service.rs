@@ -1,0 +1,117 @@
+//! Services and EndpointSlices, reduced to what decides where a packet to a cluster address goes.
+
+use std::net::IpAddr;
+
+use serde::{Deserialize, Serialize};
+
+use super::{ObjectKey, PortProtocol, Selector};
+
+/// A Service.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct Service {
+    /// Namespace and name.
+    pub key: ObjectKey,
+    /// Its cluster addresses, of each family at most one. Empty if it is headless, of type ExternalName, or left to
+    /// another proxy.
+    pub addresses: Vec<IpAddr>,
+    /// Its ports; a name occurs once, and a number once for each protocol.
+    pub ports: Vec<ServicePort>,
+    /// `internalTrafficPolicy: Local`: only backends of the client's node serve.
+    pub local_only: bool,
+    /// `sessionAffinity: ClientIP`: how long a client keeps its backend after its last new connection, in seconds.
+    pub affinity_seconds: Option<u32>,
+    /// The pods behind it, where EndpointSlices do not say; `None` without a selector.
+    pub selector: Option<Selector>,
+}
+
+/// A port of a Service.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct ServicePort {
+    /// Its name, by which EndpointSlices refer to it; empty if it is the only one.
+    pub name: String,
+    /// Its protocol.
+    pub protocol: PortProtocol,
+    /// Its number at the cluster address.
+    pub number: u16,
+    /// Its number at the pods that the selector names.
+    pub target: TargetPort,
+}
+
+/// A Service's port at a pod.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub enum TargetPort {
+    /// This number.
+    Number(u16),
+    /// The container port of this name.
+    Name(String),
+}
+
+/// The family of an EndpointSlice's addresses.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub enum AddressFamily {
+    /// IPv4.
+    V4,
+    /// IPv6.
+    V6,
+}
+
+impl AddressFamily {
+    /// The family of an address.
+    pub const fn of(address: IpAddr) -> Self {
+        match address {
+            IpAddr::V4(_) => Self::V4,
+            IpAddr::V6(_) => Self::V6,
+        }
+    }
+
+    /// The `addressType` in manifests.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::V4 => "IPv4",
+            Self::V6 => "IPv6",
+        }
+    }
+}
+
+/// An EndpointSlice: some of the backends of a Service, of one family.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct EndpointSlice {
+    /// Namespace and name.
+    pub key: ObjectKey,
+    /// The Service in its namespace whose backends it lists: label `kubernetes.io/service-name`.
+    pub service: Option<String>,
+    /// Its ports; each is one at all endpoints.
+    pub ports: Vec<EndpointPort>,
+    /// Its endpoints, all of one family.
+    pub endpoints: Vec<ServiceEndpoint>,
+}
+
+/// A port of an EndpointSlice.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct EndpointPort {
+    /// The name of the Service's port.
+    pub name: String,
+    /// Its protocol.
+    pub protocol: PortProtocol,
+    /// Its number at the endpoints.
+    pub number: u16,
+}
+
+/// One endpoint: a backend's address.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct ServiceEndpoint {
+    /// Its address: the first one of a list whose entries are the same endpoint.
+    pub address: IpAddr,
+    /// Takes new connections.
+    pub ready: bool,
+    /// Answers, whether terminating or not.
+    pub serving: bool,
+    /// Is terminating.
+    pub terminating: bool,
+    /// The node on which it runs, if it says so.
+    pub node: Option<String>,
+    /// The nodes that should prefer it (`hints.forNodes`).
+    pub node_hints: Vec<String>,
+    /// The zones that should prefer it (`hints.forZones`).
+    pub zone_hints: Vec<String>,
+}

@@ -1,0 +1,400 @@
+//! Services: which backends a node's clients may get, against a plain list of kube-proxy's decisions.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use penstock_dataplane::packet::Protocol;
+use penstock_dataplane::services::{Backend, Frontend, WithoutBackend};
+use penstock_policy::engine::{Engine, EngineSettings};
+use penstock_policy::model::*;
+use proptest::prelude::*;
+
+const NODES: [&str; 3] = ["n0", "n1", "n2"];
+const ZONES: [&str; 2] = ["east", "west"];
+
+fn key(name: &str) -> ObjectKey {
+    ObjectKey { namespace: "shop".to_owned(), name: name.to_owned() }
+}
+
+fn address(text: &str) -> IpAddr {
+    text.parse().unwrap()
+}
+
+fn node(name: &str, zone: Option<&str>) -> Object {
+    let labels = zone.map(|zone| ("topology.kubernetes.io/zone".to_owned(), zone.to_owned())).into_iter().collect();
+    Object::Node(Node { name: name.to_owned(), labels, addresses: Vec::new(), status_addresses: Vec::new() })
+}
+
+fn port(name: &str, protocol: PortProtocol, number: u16) -> ServicePort {
+    ServicePort { name: name.to_owned(), protocol, number, target: TargetPort::Number(number) }
+}
+
+/// A Service on 10.96.0.`number` and fd00:96::`number`, with port 80/TCP `http` and 53/UDP `dns`.
+fn service(name: &str, number: u8, local_only: bool) -> Service {
+    Service {
+        key: key(name),
+        addresses: vec![address(&format!("10.96.0.{number}")), address(&format!("fd00:96::{number:x}"))],
+        ports: vec![port("http", PortProtocol::Tcp, 80), port("dns", PortProtocol::Udp, 53)],
+        local_only,
+        affinity_seconds: None,
+        selector: None,
+    }
+}
+
+fn endpoint(text: &str) -> ServiceEndpoint {
+    ServiceEndpoint {
+        address: address(text),
+        ready: true,
+        serving: true,
+        terminating: false,
+        node: None,
+        node_hints: Vec::new(),
+        zone_hints: Vec::new(),
+    }
+}
+
+fn slice(name: &str, service: &str, endpoints: Vec<ServiceEndpoint>) -> EndpointSlice {
+    let port = |name: &str, protocol, number| EndpointPort { name: name.to_owned(), protocol, number };
+    EndpointSlice {
+        key: key(name),
+        service: Some(service.to_owned()),
+        ports: vec![port("http", PortProtocol::Tcp, 8080), port("dns", PortProtocol::Udp, 5353)],
+        endpoints,
+    }
+}
+
+fn set(object: Object) -> ObjectChange {
+    ObjectChange::Set(object)
+}
+
+fn engine() -> Engine {
+    Engine::new(EngineSettings::for_node("n0"))
+}
+
+fn frontend(engine: &Engine, text: &str) -> Option<Frontend> {
+    let key =
+        penstock_dataplane::services::FrontendKey { address: address(text).into(), protocol: Protocol::TCP, port: 80 };
+    engine.service_set().frontend(&key).map(|frontend| Frontend::clone(frontend))
+}
+
+fn backends(frontend: &Frontend) -> Vec<String> {
+    let text = |backend: &Backend| format!("{}:{}", IpAddr::from(backend.address), backend.port);
+    frontend.backends.iter().map(text).collect()
+}
+
+/// kube-proxy's decision, written as its list of cases (`CategorizeEndpoints`): the backends, and whether a packet is
+/// dropped where there are none.
+fn oracle(
+    slices: &[&EndpointSlice],
+    port_name: &str,
+    protocol: PortProtocol,
+    v4: bool,
+    local_only: bool,
+    zone: Option<&str>,
+) -> (BTreeSet<(IpAddr, u16)>, bool) {
+    let mut all: BTreeMap<(IpAddr, u16), &ServiceEndpoint> = BTreeMap::new();
+    for slice in slices {
+        for port in &slice.ports {
+            if port.name != port_name || port.protocol != protocol {
+                continue;
+            }
+            for endpoint in &slice.endpoints {
+                if endpoint.address.is_ipv4() != v4 {
+                    continue;
+                }
+                let key = (endpoint.address, port.number);
+                if !all.contains_key(&key) || !endpoint.terminating {
+                    all.insert(key, endpoint);
+                }
+            }
+        }
+    }
+    let pick = |wanted: &dyn Fn(&ServiceEndpoint) -> bool| -> BTreeSet<(IpAddr, u16)> {
+        all.iter().filter(|(_, endpoint)| wanted(endpoint)).map(|(key, _)| *key).collect()
+    };
+    let is_local = |endpoint: &ServiceEndpoint| endpoint.node.as_deref() == Some("n0");
+    if local_only {
+        let any = !pick(&|it| it.ready || it.serving && it.terminating).is_empty();
+        let local_ready = pick(&|it| it.ready && is_local(it));
+        let local_leaving = pick(&|it| it.serving && it.terminating && is_local(it));
+        let chosen = if local_ready.is_empty() { local_leaving } else { local_ready };
+        return (chosen, any);
+    }
+    let ready: Vec<&&ServiceEndpoint> = all.values().filter(|it| it.ready).collect();
+    if ready.is_empty() {
+        return (pick(&|it| it.serving && it.terminating), false);
+    }
+    if ready.iter().all(|it| !it.node_hints.is_empty())
+        && ready.iter().any(|it| it.node_hints.contains(&"n0".to_owned()))
+    {
+        return (pick(&|it| it.ready && it.node_hints.contains(&"n0".to_owned())), false);
+    }
+    if let Some(zone) = zone.map(str::to_owned)
+        && ready.iter().all(|it| !it.zone_hints.is_empty())
+        && ready.iter().any(|it| it.zone_hints.contains(&zone))
+    {
+        return (pick(&|it| it.ready && it.zone_hints.contains(&zone)), false);
+    }
+    (pick(&|it| it.ready), false)
+}
+
+prop_compose! {
+    fn any_endpoint(always_hinted: bool)(
+        number in 1u8..7, v6 in prop::bool::weighted(0.3), ready in prop::bool::weighted(0.6),
+        serving in prop::bool::weighted(0.7), terminating in prop::bool::weighted(0.3), node in prop::option::of(0usize..3),
+        nodes in prop::collection::vec(0usize..3, 0..3), zones in prop::collection::vec(0usize..2, 0..3),
+    ) -> ServiceEndpoint {
+        let hints = |numbers: Vec<usize>, names: &[&str]| -> Vec<String> {
+            let numbers = if numbers.is_empty() && always_hinted { vec![1] } else { numbers };
+            numbers.into_iter().map(|number| names[number].to_owned()).collect()
+        };
+        let text = if v6 { format!("fd00::{number}") } else { format!("10.0.0.{number}") };
+        ServiceEndpoint {
+            ready, serving, terminating,
+            node: node.map(|node| NODES[node].to_owned()),
+            node_hints: hints(nodes, &NODES),
+            zone_hints: hints(zones, &ZONES),
+            ..endpoint(&text)
+        }
+    }
+}
+
+fn any_endpoints() -> impl Strategy<Value = Vec<ServiceEndpoint>> {
+    any::<bool>().prop_flat_map(|hinted| prop::collection::vec(any_endpoint(hinted), 0..6))
+}
+
+/// A step of a history: of Services `a` and `b`, their slices, and the own node's zone.
+#[derive(Clone, Debug)]
+enum Step {
+    Service(usize, bool),
+    NoService(usize),
+    Slice(usize, usize, Vec<ServiceEndpoint>),
+    NoSlice(usize),
+    Zone(Option<usize>),
+}
+
+fn any_step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        2 => (0usize..2, any::<bool>()).prop_map(|(of, local)| Step::Service(of, local)),
+        1 => (0usize..2).prop_map(Step::NoService),
+        6 => (0usize..4, 0usize..2, any_endpoints()).prop_map(|(slice, of, endpoints)| Step::Slice(slice, of, endpoints)),
+        1 => (0usize..4).prop_map(Step::NoSlice),
+        1 => prop::option::of(0usize..2).prop_map(Step::Zone),
+    ]
+}
+
+const SERVICES: [&str; 2] = ["a", "b"];
+
+#[derive(Default)]
+struct Plain {
+    services: BTreeMap<usize, bool>,
+    slices: BTreeMap<usize, EndpointSlice>,
+    zone: Option<&'static str>,
+}
+
+impl Plain {
+    fn take(&mut self, step: &Step) -> ObjectChange {
+        match step {
+            Step::Service(of, local) => {
+                self.services.insert(*of, *local);
+                set(Object::Service(service(SERVICES[*of], *of as u8 + 1, *local)))
+            }
+            Step::NoService(of) => {
+                self.services.remove(of);
+                ObjectChange::Delete(ObjectRef::Service(key(SERVICES[*of])))
+            }
+            Step::Slice(number, of, endpoints) => {
+                let it = slice(&format!("slice-{number}"), SERVICES[*of], endpoints.clone());
+                self.slices.insert(*number, it.clone());
+                set(Object::EndpointSlice(it))
+            }
+            Step::NoSlice(number) => {
+                self.slices.remove(number);
+                ObjectChange::Delete(ObjectRef::EndpointSlice(key(&format!("slice-{number}"))))
+            }
+            Step::Zone(zone) => {
+                self.zone = zone.map(|zone| ZONES[zone]);
+                set(node("n0", self.zone))
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn any_history_gives_the_backends_that_kube_proxy_would_use(steps in prop::collection::vec(any_step(), 1..25)) {
+        let (mut engine, mut plain) = (engine(), Plain::default());
+        for step in &steps {
+            engine.apply([plain.take(step)]);
+        }
+        let mut count = 0;
+        for (of, local_only) in &plain.services {
+            let slices: Vec<&EndpointSlice> =
+                plain.slices.values().filter(|it| it.service.as_deref() == Some(SERVICES[*of])).collect();
+            let object = service(SERVICES[*of], *of as u8 + 1, *local_only);
+            for cluster in &object.addresses {
+                for port in &object.ports {
+                    let protocol = if port.protocol == PortProtocol::Tcp { Protocol::TCP } else { Protocol::UDP };
+                    let found = match engine.service_set().find((*cluster).into(), protocol, port.number) {
+                        penstock_dataplane::services::Destination::Frontend(found) => found,
+                        other => return Err(TestCaseError::fail(format!("{other:?}"))),
+                    };
+                    let (expected, dropped) =
+                        oracle(&slices, &port.name, port.protocol, cluster.is_ipv4(), *local_only, plain.zone);
+                    let chosen: BTreeSet<(IpAddr, u16)> =
+                        found.backends.iter().map(|it| (it.address.into(), it.port)).collect();
+                    prop_assert_eq!(&chosen, &expected);
+                    prop_assert_eq!(chosen.len(), found.backends.len(), "each once");
+                    prop_assert!(found.backends.iter().all(|backend| found.may_choose(backend)));
+                    if expected.is_empty() {
+                        prop_assert_eq!(found.without == WithoutBackend::Dropped, dropped);
+                    }
+                    count += 1;
+                }
+            }
+        }
+        prop_assert_eq!(engine.service_set().len(), count);
+        // A history makes no difference.
+        let mut fresh = self::engine();
+        let mut last = plain.slices.values().cloned().map(Object::EndpointSlice).collect::<Vec<_>>();
+        last.extend(plain.services.iter().map(|(of, local)| {
+            Object::Service(service(SERVICES[*of], *of as u8 + 1, *local))
+        }));
+        last.push(node("n0", plain.zone));
+        fresh.apply(last.into_iter().map(set));
+        prop_assert_eq!(fresh.service_set(), engine.service_set());
+    }
+}
+
+/// S1: each address, port and protocol; none for a Service without addresses.
+#[test]
+fn every_cluster_address_and_port_is_a_frontend() {
+    let mut engine = engine();
+    engine.apply([set(Object::Service(service("api", 1, false)))]);
+    assert_eq!(engine.service_set().len(), 4);
+    assert!(frontend(&engine, "10.96.0.1").is_some() && frontend(&engine, "fd00:96::1").is_some());
+    let headless = Service { addresses: Vec::new(), ..service("api", 1, false) };
+    assert!(engine.apply([set(Object::Service(headless))]));
+    assert!(engine.service_set().is_empty());
+}
+
+/// S2: by port name; ready ones, else those that serve while they terminate.
+#[test]
+fn terminating_backends_serve_only_where_none_is_ready() {
+    let mut engine = engine();
+    let leaving = ServiceEndpoint { ready: false, terminating: true, ..endpoint("10.0.0.2") };
+    let silent = ServiceEndpoint { ready: false, serving: false, terminating: true, ..endpoint("10.0.0.3") };
+    let of = |endpoints| set(Object::EndpointSlice(slice("one", "api", endpoints)));
+    engine.apply([
+        set(Object::Service(service("api", 1, false))),
+        of(vec![endpoint("10.0.0.1"), leaving.clone(), silent.clone()]),
+    ]);
+    let found = frontend(&engine, "10.96.0.1").unwrap();
+    assert_eq!(backends(&found), ["10.0.0.1:8080"]);
+    assert_eq!(found.serving.len(), 2);
+    engine.apply([of(vec![leaving, silent])]);
+    assert_eq!(backends(&frontend(&engine, "10.96.0.1").unwrap()), ["10.0.0.2:8080"]);
+    engine.apply([of(vec![])]);
+    let found = frontend(&engine, "10.96.0.1").unwrap();
+    assert_eq!((backends(&found).len(), found.without), (0, WithoutBackend::Refused));
+}
+
+/// S3: internalTrafficPolicy Local.
+#[test]
+fn a_local_service_uses_only_backends_of_the_node() {
+    let mut engine = engine();
+    let on = |text: &str, node: &str| ServiceEndpoint { node: Some(node.to_owned()), ..endpoint(text) };
+    let of = |endpoints| set(Object::EndpointSlice(slice("one", "api", endpoints)));
+    engine.apply([set(Object::Service(service("api", 1, true))), of(vec![on("10.0.0.1", "n0"), on("10.0.0.2", "n1")])]);
+    assert_eq!(backends(&frontend(&engine, "10.96.0.1").unwrap()), ["10.0.0.1:8080"]);
+    for (endpoints, without) in
+        [(vec![on("10.0.0.2", "n1")], WithoutBackend::Dropped), (vec![], WithoutBackend::Refused)]
+    {
+        engine.apply([of(endpoints)]);
+        let found = frontend(&engine, "10.96.0.1").unwrap();
+        assert_eq!((backends(&found).len(), found.without), (0, without));
+    }
+}
+
+/// S4: hints for the node, then for its zone; only if every ready endpoint has some.
+#[test]
+fn hints_choose_close_backends_where_all_have_them() {
+    let mut engine = engine();
+    let hinted = |text: &str, node: &str, zone: &str| ServiceEndpoint {
+        node_hints: vec![node.to_owned()],
+        zone_hints: vec![zone.to_owned()],
+        ..endpoint(text)
+    };
+    let own = hinted("10.0.0.1", "n0", "east");
+    let near = hinted("10.0.0.2", "n1", "east");
+    let far = hinted("10.0.0.3", "n2", "west");
+    let of = |endpoints: &[&ServiceEndpoint]| {
+        set(Object::EndpointSlice(slice("one", "api", endpoints.iter().map(|it| (*it).clone()).collect())))
+    };
+    engine.apply([set(Object::Service(service("api", 1, false))), set(node("n0", Some("east")))]);
+    let plain = endpoint("10.0.0.4");
+    let only_zone = ServiceEndpoint { node_hints: Vec::new(), ..near.clone() };
+    for (endpoints, expected) in [
+        (&[&own, &near, &far][..], &["10.0.0.1:8080"][..]),
+        (&[&near, &far], &["10.0.0.2:8080"]),
+        (&[&own, &only_zone, &far], &["10.0.0.1:8080", "10.0.0.2:8080"]),
+        (&[&own, &near, &far, &plain], &["10.0.0.1:8080", "10.0.0.2:8080", "10.0.0.3:8080", "10.0.0.4:8080"]),
+        (&[&far], &["10.0.0.3:8080"]),
+    ] {
+        engine.apply([of(endpoints)]);
+        assert_eq!(backends(&frontend(&engine, "10.96.0.1").unwrap()), expected);
+    }
+    engine.apply([of(&[&near, &far])]);
+    assert!(engine.apply([set(node("n0", Some("west")))]), "the zone decides again");
+    assert_eq!(backends(&frontend(&engine, "10.96.0.1").unwrap()), ["10.0.0.3:8080"]);
+}
+
+/// Bad input: two Services with one address.
+#[test]
+fn of_two_services_with_one_address_the_first_by_name_keeps_it_and_both_are_named() {
+    for names in [["a", "b"], ["b", "a"]] {
+        let mut engine = engine();
+        for name in names {
+            engine.apply([
+                set(Object::Service(service(name, 1, false))),
+                set(Object::EndpointSlice(slice(&format!("of-{name}"), name, vec![endpoint("10.0.0.1")]))),
+            ]);
+        }
+        assert_eq!(&*frontend(&engine, "10.96.0.1").unwrap().name, "shop/a:http");
+        let problems: Vec<String> = engine.service_problems().iter().map(ToString::to_string).collect();
+        assert_eq!(problems.len(), 4, "{problems:?}");
+        assert!(
+            problems[0].starts_with("Service shop/b: spec.clusterIPs: 10.96.0.1 port 53/UDP is that of Service shop/a"),
+            "{}",
+            problems[0]
+        );
+        engine.apply([ObjectChange::Delete(ObjectRef::Service(key("a")))]);
+        assert_eq!(&*frontend(&engine, "10.96.0.1").unwrap().name, "shop/b:http");
+        assert!(engine.service_problems().is_empty());
+    }
+}
+
+/// S17: what is not of the changed Service stays as it is.
+#[test]
+fn a_change_of_one_service_leaves_the_tables_of_others_in_place() {
+    let mut engine = engine();
+    for (number, name) in [(1, "a"), (2, "b")] {
+        engine.apply([
+            set(Object::Service(service(name, number, false))),
+            set(Object::EndpointSlice(slice(name, name, vec![endpoint("10.0.0.1")]))),
+        ]);
+    }
+    let other = |engine: &Engine| {
+        let (_, found) = engine.service_set().iter().find(|(_, found)| &*found.name == "shop/b:http").unwrap();
+        found.clone()
+    };
+    let before = other(&engine);
+    assert!(engine.apply([set(Object::EndpointSlice(slice("a", "a", vec![endpoint("10.0.0.2")])))]));
+    assert!(std::sync::Arc::ptr_eq(&before, &other(&engine)));
+    assert!(!engine.apply([set(Object::EndpointSlice(slice("a", "a", vec![endpoint("10.0.0.2")])))]), "the same again");
+    let stranger = slice("x", "unknown", vec![endpoint("10.0.0.9")]);
+    assert!(!engine.apply([set(Object::EndpointSlice(stranger))]), "a slice of no known Service has no effect");
+    assert_eq!(engine.state().slices_without_service().count(), 1);
+}

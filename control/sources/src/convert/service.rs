@@ -1,0 +1,258 @@
+//! Service and EndpointSlice.
+//!
+//! What of such an object is not valid is left out and reported; the rest of it counts. The rules are those of
+//! `pkg/apis/core/validation` and `pkg/apis/discovery/validation`.
+
+use std::net::IpAddr;
+
+use k8s_openapi::api::core::v1 as core;
+use k8s_openapi::api::discovery::v1 as discovery;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
+use penstock_policy::model::{
+    AddressFamily, EndpointPort, EndpointSlice, LabelOperator, Requirement, Selector, Service, ServiceEndpoint,
+    ServicePort, TargetPort,
+};
+
+use super::cluster::unicast;
+use super::{FieldError, FieldPathRef, FieldProblem, names, port};
+
+/// A Service with this label belongs to another proxy.
+const PROXY_LABEL: &str = "service.kubernetes.io/service-proxy-name";
+/// The Service of an EndpointSlice.
+const SERVICE_LABEL: &str = "kubernetes.io/service-name";
+/// Default of `sessionAffinityConfig.clientIP.timeoutSeconds`.
+const AFFINITY_SECONDS: i32 = 10_800;
+/// Its maximum: a day.
+const MOST_AFFINITY_SECONDS: i32 = 86_400;
+
+/// An object and its parts that are not valid, which are left out of it.
+type Partly<T> = (T, Vec<FieldError>);
+
+/// Converts a Service.
+///
+/// # Errors
+/// Its name is not valid.
+pub fn service(service: &core::Service) -> Result<Partly<Service>, FieldError> {
+    let key = super::key(&service.metadata)?;
+    let mut wrong = Vec::new();
+    let empty = core::ServiceSpec::default();
+    let spec = service.spec.as_ref().unwrap_or(&empty);
+    let at = FieldPathRef::OBJECT;
+    let spec_at = at.field("spec");
+    let converted = Service {
+        key,
+        addresses: if has_label(&service.metadata, PROXY_LABEL) {
+            Vec::new()
+        } else {
+            cluster_addresses(spec, &spec_at, &mut wrong)
+        },
+        ports: service_ports(spec, &spec_at.field("ports"), &mut wrong),
+        local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
+        affinity_seconds: affinity(spec, &spec_at, &mut wrong),
+        selector: spec.selector.as_ref().filter(|labels| !labels.is_empty()).map(|labels| Selector {
+            requirements: labels
+                .iter()
+                .map(|(key, value)| Requirement { key: key.clone(), operator: LabelOperator::In(vec![value.clone()]) })
+                .collect(),
+        }),
+    };
+    Ok((converted, wrong))
+}
+
+fn has_label(meta: &ObjectMeta, label: &str) -> bool {
+    meta.labels.as_ref().is_some_and(|labels| labels.contains_key(label))
+}
+
+/// `spec.clusterIPs`, or else `spec.clusterIP`.
+fn cluster_addresses(spec: &core::ServiceSpec, at: &FieldPathRef<'_>, wrong: &mut Vec<FieldError>) -> Vec<IpAddr> {
+    let mut addresses: Vec<IpAddr> = Vec::new();
+    if spec.type_.as_deref() == Some("ExternalName") {
+        return addresses;
+    }
+    let list_at = at.field("clusterIPs");
+    let mut take = |text: &str, at: &FieldPathRef<'_>| {
+        if matches!(text, "" | "None") {
+            return;
+        }
+        match unicast(text, at) {
+            Ok(address) if addresses.contains(&address) => {}
+            Ok(address) => match addresses.iter().find(|known| known.is_ipv4() == address.is_ipv4()) {
+                Some(&first) => wrong.push(at.invalid(FieldProblem::SecondOfFamily { first, second: address })),
+                None => addresses.push(address),
+            },
+            Err(error) => wrong.push(error),
+        }
+    };
+    for (i, text) in spec.cluster_ips.iter().flatten().enumerate() {
+        take(text, &list_at.index(i));
+    }
+    if spec.cluster_ips.as_ref().is_none_or(Vec::is_empty) {
+        take(spec.cluster_ip.as_deref().unwrap_or_default(), &at.field("clusterIP"));
+    }
+    addresses
+}
+
+fn service_ports(spec: &core::ServiceSpec, at: &FieldPathRef<'_>, wrong: &mut Vec<FieldError>) -> Vec<ServicePort> {
+    let mut ports: Vec<ServicePort> = Vec::new();
+    for (i, given) in spec.ports.iter().flatten().enumerate() {
+        let port_at = at.index(i);
+        match service_port(given, &port_at, &ports) {
+            Ok(port) => ports.push(port),
+            Err(error) => wrong.push(error),
+        }
+    }
+    ports
+}
+
+fn service_port(
+    port: &core::ServicePort,
+    at: &FieldPathRef<'_>,
+    before: &[ServicePort],
+) -> Result<ServicePort, FieldError> {
+    let name = port.name.clone().unwrap_or_default();
+    let number = port::number(port.port, &at.field("port"))?;
+    let protocol = port::protocol(port.protocol.as_deref(), &at.field("protocol"))?;
+    let target_at = at.field("targetPort");
+    let target = match &port.target_port {
+        None | Some(IntOrString::Int(0)) => TargetPort::Number(number),
+        Some(IntOrString::Int(number)) => TargetPort::Number(port::number(*number, &target_at)?),
+        Some(IntOrString::String(name)) if name.is_empty() => TargetPort::Number(number),
+        Some(IntOrString::String(name)) => {
+            names::port_name(name).map_err(|problem| target_at.invalid(problem))?;
+            TargetPort::Name(name.clone())
+        }
+    };
+    if !name.is_empty() {
+        names::dns_label(&name).map_err(|problem| at.field("name").invalid(problem))?;
+    }
+    if before.iter().any(|port| port.name == name) {
+        return Err(at.field("name").invalid(FieldProblem::Repeated(name)));
+    }
+    if before.iter().any(|port| (port.number, port.protocol) == (number, protocol)) {
+        return Err(at.field("port").invalid(FieldProblem::Repeated(number.to_string())));
+    }
+    Ok(ServicePort { name, protocol, number, target })
+}
+
+/// How long `sessionAffinity: ClientIP` lasts.
+fn affinity(spec: &core::ServiceSpec, at: &FieldPathRef<'_>, wrong: &mut Vec<FieldError>) -> Option<u32> {
+    match spec.session_affinity.as_deref() {
+        Some("ClientIP") => {}
+        None | Some("" | "None") => return None,
+        Some(other) => {
+            wrong.push(at.field("sessionAffinity").invalid(FieldProblem::Affinity(other.to_owned())));
+            return None;
+        }
+    }
+    let config = spec.session_affinity_config.as_ref().and_then(|config| config.client_ip.as_ref());
+    let seconds = config.and_then(|config| config.timeout_seconds).unwrap_or(AFFINITY_SECONDS);
+    if (1..=MOST_AFFINITY_SECONDS).contains(&seconds) {
+        return Some(seconds as u32);
+    }
+    let config_at = at.field("sessionAffinityConfig");
+    let client_at = config_at.field("clientIP");
+    wrong.push(client_at.field("timeoutSeconds").invalid(FieldProblem::AffinitySeconds(seconds)));
+    Some(AFFINITY_SECONDS as u32)
+}
+
+/// Converts an EndpointSlice. One of another `addressType` than an IP family has no endpoints.
+///
+/// # Errors
+/// Its name is not valid.
+pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> Result<Partly<EndpointSlice>, FieldError> {
+    let key = super::key(&slice.metadata)?;
+    let (mut wrong, at) = (Vec::new(), FieldPathRef::OBJECT);
+    let labels = slice.metadata.labels.as_ref();
+    let service = labels.and_then(|labels| labels.get(SERVICE_LABEL)).filter(|name| !name.is_empty()).cloned();
+    let family = match slice.address_type.as_str() {
+        "IPv4" => Some(AddressFamily::V4),
+        "IPv6" => Some(AddressFamily::V6),
+        "FQDN" => None,
+        other => {
+            wrong.push(at.field("addressType").invalid(FieldProblem::AddressType(other.to_owned())));
+            None
+        }
+    };
+    let ports = endpoint_ports(slice, &at.field("ports"), &mut wrong);
+    let mut endpoints = Vec::new();
+    let list_at = at.field("endpoints");
+    for (i, given) in slice.endpoints.iter().flatten().enumerate().filter(|_| !has_label(&slice.metadata, PROXY_LABEL))
+    {
+        let Some(family) = family else { break };
+        match endpoint(given, family, &list_at.index(i)) {
+            Ok(endpoint) => endpoints.extend(endpoint),
+            Err(error) => wrong.push(error),
+        }
+    }
+    Ok((EndpointSlice { key, service, ports, endpoints }, wrong))
+}
+
+fn endpoint_ports(
+    slice: &discovery::EndpointSlice,
+    at: &FieldPathRef<'_>,
+    wrong: &mut Vec<FieldError>,
+) -> Vec<EndpointPort> {
+    let mut ports: Vec<EndpointPort> = Vec::new();
+    for (i, given) in slice.ports.iter().flatten().enumerate() {
+        let port_at = at.index(i);
+        // Without a number it means every port, which no Service's port does.
+        let Some(number) = given.port else { continue };
+        let name = given.name.clone().unwrap_or_default();
+        let port = port::number(number, &port_at.field("port")).and_then(|number| {
+            let protocol = port::protocol(given.protocol.as_deref(), &port_at.field("protocol"))?;
+            match ports.iter().any(|port| port.name == name) {
+                true => Err(port_at.field("name").invalid(FieldProblem::Repeated(name.clone()))),
+                false => Ok(EndpointPort { name: name.clone(), protocol, number }),
+            }
+        });
+        match port {
+            Ok(port) => ports.push(port),
+            Err(error) => wrong.push(error),
+        }
+    }
+    ports
+}
+
+/// One endpoint; `None` if it has no address.
+fn endpoint(
+    endpoint: &discovery::Endpoint,
+    family: AddressFamily,
+    at: &FieldPathRef<'_>,
+) -> Result<Option<ServiceEndpoint>, FieldError> {
+    // The addresses of an endpoint are interchangeable; every known proxy uses the first one.
+    let Some(text) = endpoint.addresses.first() else { return Ok(None) };
+    let list_at = at.field("addresses");
+    let address_at = list_at.index(0);
+    let address = unicast(text, &address_at)?;
+    if AddressFamily::of(address) != family {
+        return Err(address_at.invalid(FieldProblem::OtherFamily { address, family: family.name() }));
+    }
+    if is_link_local(address) {
+        return Err(address_at.invalid(FieldProblem::NotUnicast(address)));
+    }
+    let conditions = endpoint.conditions.as_ref();
+    let hints = endpoint.hints.as_ref();
+    Ok(Some(ServiceEndpoint {
+        address,
+        ready: conditions.and_then(|conditions| conditions.ready).unwrap_or(true),
+        serving: conditions.and_then(|conditions| conditions.serving).unwrap_or(true),
+        terminating: conditions.and_then(|conditions| conditions.terminating).unwrap_or(false),
+        node: endpoint.node_name.clone(),
+        node_hints: hints
+            .and_then(|hints| hints.for_nodes.as_ref())
+            .map(|nodes| nodes.iter().map(|node| node.name.clone()).collect())
+            .unwrap_or_default(),
+        zone_hints: hints
+            .and_then(|hints| hints.for_zones.as_ref())
+            .map(|zones| zones.iter().map(|zone| zone.name.clone()).collect())
+            .unwrap_or_default(),
+    }))
+}
+
+fn is_link_local(address: IpAddr) -> bool {
+    match address {
+        IpAddr::V4(address) => address.is_link_local(),
+        IpAddr::V6(address) => address.is_unicast_link_local(),
+    }
+}

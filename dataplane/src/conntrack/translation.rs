@@ -1,0 +1,209 @@
+//! Connections to Services: two entries that live and die together.
+//!
+//! A translated connection has the ordinary entry under its *inner* flow, between client and backend, with state and
+//! verdict; replies find it. A second entry stands under the *frontend* flow, between client and cluster address, and has
+//! neither: it only leads to the first. Both have the flag of translated connections, and a [`Link`] in each names the
+//! other by slot and generation. They belong together only while each names the other, so that neither needs to be removed
+//! together with the other: an entry whose partner is gone is not found, and is removed by the next who sees it.
+//!
+//! What leaves is always the flow of the partner: a packet of the client leaves under the inner flow, one of the backend
+//! under the frontend flow turned round.
+
+use super::conn::Conn;
+use super::counters::TableEvent;
+use super::entry::{ControlWord, EntryContents, EpochTag, FRONTEND};
+use super::hash::{PreparedFlow, key_of};
+use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
+use super::table::{ConnTable, InsertError, Insertion, NewConnection, SlotRef};
+use super::time::Timestamp;
+use crate::packet::Flow;
+
+/// Names the other entry of a translated connection: slot in the low 32 bits, generation above, bit 63 set. It is valid
+/// only if that entry names this one; what an earlier connection of the slot left is not.
+#[repr(transparent)]
+pub(super) struct Link(AtomicU64);
+
+const GENERATION_AT: u32 = 32;
+const IS_LINK: u64 = 1 << 63;
+
+impl Default for Link {
+    fn default() -> Self {
+        Self(AtomicU64::new(0))
+    }
+}
+
+impl Link {
+    fn to((slot, control): SlotRef) -> u64 {
+        u64::from(slot) | control.generation() << GENERATION_AT | IS_LINK
+    }
+
+    fn set(&self, other: SlotRef) {
+        overwrite(&self.0, Self::to(other), Ordering::Release);
+    }
+
+    fn word(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+
+    /// Removes it if it names this entry.
+    fn clear(&self, other: SlotRef) {
+        let _ = self.0.compare_exchange(Self::to(other), 0, EXCHANGE, Ordering::Relaxed);
+    }
+}
+
+/// A translated connection as one of its packets found it.
+pub(crate) struct Translated<'t> {
+    /// The ordinary entry.
+    pub(crate) connection: Conn<'t>,
+    /// The packet's flow between client and backend.
+    pub(crate) inner: PreparedFlow,
+    /// The flow of the packet that opened it, as the client sent it.
+    pub(crate) frontend: Flow,
+    /// Whether the packet was found under the frontend flow.
+    pub(crate) by_frontend: bool,
+}
+
+impl ConnTable {
+    /// What a found entry with the flag is part of. `None` if the connection has ended.
+    pub(crate) fn translated<'t>(&'t self, found: &Conn<'t>, now: Timestamp) -> Option<Translated<'t>> {
+        let (slot, control) = found.place();
+        let (other, other_control) = self.partner((slot, control))?;
+        let partner = self.entry(other).load().filter(|partner| partner.control.is_same_generation(other_control))?;
+        let key = key_of(&partner.key);
+        let orientation = found.hashed().orientation();
+        if !control.is_frontend() {
+            let frontend = key.flow(partner.control.original());
+            return Some(Translated { connection: *found, inner: *found.hashed(), frontend, by_frontend: false });
+        }
+        // A client's packet is in the original direction of both.
+        let is_original = orientation == control.original();
+        let original = partner.control.original();
+        let inner = key.flow(if is_original { original } else { original.opposite() });
+        let inner = self.prepare(&inner);
+        if self.is_expired(inner.protocol(), (other, partner.control), now.tick()) {
+            return None;
+        }
+        let connection = Conn::new(self, &inner, other, partner.control);
+        Some(Translated { connection, inner, frontend: found.original_flow(), by_frontend: true })
+    }
+
+    /// The frontend flow of a connection, as the client sent it; `None` if it is not translated.
+    pub(crate) fn frontend_of(&self, connection: &Conn<'_>) -> Option<Flow> {
+        let (other, control) = self.partner(connection.place()).filter(|_| connection.is_translated())?;
+        let frontend = self.entry(other).load().filter(|frontend| frontend.control.is_same_generation(control))?;
+        Some(key_of(&frontend.key).flow(frontend.control.original()))
+    }
+
+    /// The other entry of a translated connection, if each names the other.
+    pub(super) fn partner(&self, place: SlotRef) -> Option<SlotRef> {
+        let links = self.storage.links();
+        let word = links.get(place.0 as usize)?.word();
+        let other = word as u32;
+        let back = links.get(other as usize)?.word();
+        let control = self.entry(other).control();
+        let is_mutual = word & IS_LINK != 0
+            && back == Link::to(place)
+            && control.is_live()
+            && control.is_translated()
+            && control.is_frontend() != place.1.is_frontend()
+            && word == Link::to((other, control));
+        is_mutual.then_some((other, control))
+    }
+
+    /// Inserts a connection that is translated: `new` is its first packet under the inner flow, `frontend` the flow under
+    /// which the client sent it.
+    ///
+    /// # Errors
+    /// As for [`ConnTable::insert`]. [`TranslatedInsertError::InUse`]: another connection has one of the two flows.
+    pub(crate) fn insert_translated(
+        &self,
+        new: &NewConnection<'_>,
+        frontend: &PreparedFlow,
+    ) -> Result<(), TranslatedInsertError> {
+        let inner = match self.insert_flagged(new, true)? {
+            Insertion::Created(inner) => inner,
+            Insertion::Found(_) => return Err(TranslatedInsertError::InUse),
+        };
+        self.insert_frontend(new, frontend, inner.place()).inspect_err(|_| _ = inner.remove())
+    }
+
+    fn insert_frontend(
+        &self,
+        new: &NewConnection<'_>,
+        frontend: &PreparedFlow,
+        inner: SlotRef,
+    ) -> Result<(), TranslatedInsertError> {
+        let new = NewConnection { hashed: frontend, ..*new };
+        loop {
+            if let Some(found) = self.lookup(frontend) {
+                // What a connection left that has ended.
+                if found.1.is_frontend() && self.partner(found).is_none() {
+                    self.remove_entry(found);
+                    continue;
+                }
+                return Err(TranslatedInsertError::InUse);
+            }
+            let (slot, claimed) = self.make_room(&new)?;
+            let (epoch, tick) = (EpochTag::of(new.epoch), new.now.tick());
+            let control = ControlWord::tentative(claimed, FRONTEND, frontend.orientation, epoch, tick);
+            let control = control.with_translated(true);
+            self.publish((slot, control), frontend, EntryContents { owner: new.owner, tracking: [0, 0] });
+            // Before it can be found: without its partner it would count as one that is left over.
+            let links = self.storage.links();
+            links[slot as usize].set(inner);
+            links[inner.0 as usize].set((slot, control));
+            match self.confirm_one(frontend, (slot, control)) {
+                Some((winner, found)) if winner == slot && found.is_same_generation(control) => {
+                    return Ok(());
+                }
+                Some(_) => return Err(TranslatedInsertError::InUse),
+                None => self.counters.count(TableEvent::Retried),
+            }
+        }
+    }
+
+    /// Ends a translated connection.
+    pub(crate) fn remove_translated(&self, connection: &Conn<'_>) {
+        let place = connection.place();
+        if let Some(other) = self.partner(place) {
+            self.storage.links()[place.0 as usize].clear(other);
+            self.remove_entry(other);
+        }
+        connection.remove();
+    }
+
+    /// Removes the entry of this control word, unless it has changed.
+    pub(super) fn remove_entry(&self, (slot, control): SlotRef) {
+        if self.entry(slot).exchange(control, control.claimed()).is_ok() {
+            self.release(slot, control);
+            self.counters.count(TableEvent::Removed);
+        }
+    }
+
+    /// Removes what is translated and has no partner: a process may end between its steps. Only before other threads use
+    /// the table.
+    pub(super) fn recover_translated(&self) {
+        let occupied = (0..self.groups).flat_map(|group| self.occupied(group));
+        for slot in occupied {
+            let control = self.entry(slot).control();
+            if control.is_live() && control.is_translated() && self.partner((slot, control)).is_none() {
+                self.remove_entry((slot, control));
+            }
+        }
+    }
+}
+
+/// Why a translated connection was not inserted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum TranslatedInsertError {
+    /// As for any connection.
+    Other(InsertError),
+    /// Another connection has one of its flows.
+    InUse,
+}
+
+impl From<InsertError> for TranslatedInsertError {
+    fn from(error: InsertError) -> Self {
+        Self::Other(error)
+    }
+}

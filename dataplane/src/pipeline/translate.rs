@@ -1,0 +1,250 @@
+//! Between admit and track: a packet to a Service gets a backend, and packets of such connections the flow that the
+//! connection table and policy know.
+//!
+//! A packet has up to three flows: the one it came with, the *inner* one between client and backend, and the one it leaves
+//! with. A client's packet to a Service leaves with the inner flow, a backend's comes with it. What leaves is written only
+//! after the last stage has found a way, so that an ICMP error about a drop quotes what the sender sent.
+
+use rand::Rng;
+
+use super::timed::StageTimer;
+use super::track::Tracker;
+use super::{AdmittedPacket, DroppedPacket, Observer};
+use crate::DropReason;
+use crate::batch::Frames;
+use crate::conntrack::{Conn, PreparedFlow, Translated};
+use crate::packet::{Flow, Packet, Protocol, can_translate};
+use crate::services::{Affinity, Backend, Destination, Frontend, FrontendKey, WithoutBackend};
+
+/// Backends that are tried if the client's address and port have a connection to the chosen one already.
+const ATTEMPTS: usize = 8;
+
+/// The flows of a packet that is translated.
+#[derive(Clone, Default, Debug)]
+pub(super) struct Translation {
+    /// The flow of the connection's first packet, as the client sent it.
+    pub(super) frontend: Flow,
+    /// This packet's flow between client and backend.
+    pub(super) inner: Flow,
+    /// The flow with which it leaves; of an ICMP error only the addresses.
+    pub(super) out: Flow,
+    /// Of an ICMP error: the flow of the packet that it quotes, as its receiver knows it.
+    pub(super) quote: Option<Flow>,
+    /// For the first packet to a Service with affinity.
+    pub(super) affinity: Option<(Affinity, Backend)>,
+}
+
+impl Translation {
+    /// The packet as it leaves.
+    pub(super) fn leaving(&self, packet: &Packet) -> Packet {
+        Packet { flow: self.out, ..*packet }
+    }
+}
+
+impl AdmittedPacket {
+    /// Its flows, if it is translated.
+    #[inline(always)]
+    pub(super) fn translation(&self) -> Option<&Translation> {
+        self.is_translated.then_some(&self.flows)
+    }
+
+    pub(super) fn set_translation(&mut self, translation: Option<Translation>) {
+        self.is_translated = translation.is_some();
+        translation.into_iter().for_each(|translation| self.flows = translation);
+    }
+
+    /// The packet's flow for policy and the connection table.
+    pub(super) fn inner(&self) -> Flow {
+        self.translation().map_or(self.packet.flow, |translation| translation.inner)
+    }
+}
+
+/// The flow that policy is asked about, in the direction of a connection's opener: the client's own address stands for the
+/// Service's where the client is its own backend.
+pub(super) fn policy_flow(inner: Flow, frontend: Option<&Flow>) -> Flow {
+    match frontend {
+        Some(frontend) => Flow { src: frontend.src, src_port: frontend.src_port, ..inner },
+        None => inner,
+    }
+}
+
+impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
+    /// The stage: the connection of a packet, if there is one. A packet that is translated has its flows afterwards.
+    #[inline(always)]
+    pub(super) fn find(&mut self, entry: &mut AdmittedPacket) -> Result<Option<Conn<'a>>, DroppedPacket> {
+        match self.connections.find(&entry.hashed, self.now) {
+            Some(found) if !found.is_translated() => Ok(Some(found)),
+            None if !self.translates => Ok(None),
+            found => self.translate(found, entry),
+        }
+    }
+
+    #[inline(never)]
+    fn translate(
+        &mut self,
+        found: Option<Conn<'a>>,
+        entry: &mut AdmittedPacket,
+    ) -> Result<Option<Conn<'a>>, DroppedPacket> {
+        match found.and_then(|found| self.connections.translated(&found, self.now)) {
+            Some(translated) if self.has_lost_its_backend(&translated) => {
+                self.connections.remove_translated(&translated.connection);
+                self.ask_services(entry, None).map(|()| None)
+            }
+            Some(translated) => self.turn(translated, entry).map(Some),
+            None => self.ask_services(entry, None).map(|()| None),
+        }
+    }
+
+    /// Gives a packet the flows of its connection.
+    pub(super) fn turn(
+        &self,
+        translated: Translated<'a>,
+        entry: &mut AdmittedPacket,
+    ) -> Result<Conn<'a>, DroppedPacket> {
+        let Translated { connection, inner, frontend, by_frontend } = translated;
+        let is_of_client = !connection.is_reply(inner.orientation());
+        let out = match (by_frontend, is_of_client) {
+            (true, true) => inner.flow(),
+            (false, false) => frontend.reversed(),
+            // Between the same ends without the Service, or from its address by someone else.
+            _ => return Err(DropReason::FlowInUse.into()),
+        };
+        let flows = Translation { frontend, inner: inner.flow(), out, quote: None, affinity: None };
+        entry.set_translation(Some(flows));
+        entry.hashed = inner;
+        Ok(connection)
+    }
+
+    /// Whether a connection without a handshake must get another backend, or ends with its Service: it is checked once under
+    /// each snapshot.
+    fn has_lost_its_backend(&self, translated: &Translated<'_>) -> bool {
+        let Translated { connection, frontend, .. } = translated;
+        let Some(services) = &self.snapshot.services else { return false };
+        if connection.is_evaluated_under(self.snapshot.epoch)
+            || matches!(frontend.protocol, Protocol::TCP | Protocol::SCTP)
+        {
+            return false;
+        }
+        let key = FrontendKey { address: frontend.dst, protocol: frontend.protocol, port: frontend.dst_port };
+        let Flow { dst, dst_port, .. } = connection.original_flow();
+        let backend = Backend { address: dst, port: dst_port };
+        self.snapshot.forwarding.is_node(frontend.dst)
+            || services
+                .frontend(&key)
+                .is_none_or(|frontend| !frontend.serving.is_empty() && !frontend.is_serving(&backend))
+    }
+
+    /// A pod's packet without a connection: if it is to a Service, chooses its backend.
+    /// It may have the flow of `old`, which ends.
+    fn ask_services(&mut self, entry: &mut AdmittedPacket, old: Option<&Conn<'_>>) -> Result<(), DroppedPacket> {
+        let Flow { dst, dst_port, protocol, .. } = entry.packet.flow;
+        let Some(services) = self.snapshot.services.as_ref().filter(|_| self.translates) else { return Ok(()) };
+        // An address that the node has itself is answered there.
+        if self.snapshot.forwarding.is_node(dst) {
+            return Ok(());
+        }
+        match services.find(dst, protocol, dst_port) {
+            Destination::Frontend(frontend) => self.choose(frontend, entry, old),
+            Destination::NoSuchPort => Err(DropReason::NoServicePort.into()),
+            Destination::NotService if self.snapshot.forwarding.is_service(dst) => Err(DropReason::NoService.into()),
+            Destination::NotService => Ok(()),
+        }
+    }
+
+    /// Chooses the backend of a new connection. It may have the flow of `old`, which ends.
+    fn choose(
+        &mut self,
+        frontend: &Frontend,
+        entry: &mut AdmittedPacket,
+        old: Option<&Conn<'_>>,
+    ) -> Result<(), DroppedPacket> {
+        let packet = &entry.packet;
+        if !packet.transport.may_open() {
+            return Err(DropReason::NoConnection.into());
+        }
+        if frontend.backends.is_empty() {
+            return Err(match frontend.without {
+                WithoutBackend::Refused => DropReason::NoBackend.into(),
+                WithoutBackend::Dropped => DropReason::NoLocalBackend.into(),
+            });
+        }
+        let affinities = self.connections.affinities();
+        let client = packet.flow.src;
+        let last = frontend
+            .affinity
+            .as_ref()
+            .and_then(|it| affinities.find(it, client, &frontend.backends, self.now))
+            .copied();
+        let count = frontend.backends.len();
+        let first = self.rng.random_range(0..count);
+        let others = (0..count.min(ATTEMPTS)).map(|number| frontend.backends[(first + number) % count]);
+        for backend in last.into_iter().chain(others) {
+            let inner = inner_flow(&packet.flow, &backend);
+            let hashed = self.connections.prepare(&inner);
+            if self.is_in_use(&hashed, old) {
+                continue;
+            }
+            self.check(packet, &inner)?;
+            let affinity = frontend.affinity.map(|affinity| (affinity, backend));
+            let translation = Translation { frontend: packet.flow, inner, out: inner, quote: None, affinity };
+            entry.set_translation(Some(translation));
+            entry.hashed = hashed;
+            return Ok(());
+        }
+        Err(DropReason::FlowInUse.into())
+    }
+
+    /// A packet that opens a connection in place of a translated one that has ended. A client's packet to the Service chooses
+    /// again; one from a former backend is no Service's.
+    pub(super) fn open_anew(&mut self, entry: &mut AdmittedPacket, old: &Conn<'_>) -> Result<(), DroppedPacket> {
+        let is_of_client = entry.translation().is_some_and(|translation| entry.packet.flow == translation.frontend);
+        entry.set_translation(None);
+        entry.hashed = self.connections.prepare(&entry.packet.flow);
+        if is_of_client { self.ask_services(entry, Some(old)) } else { Ok(()) }
+    }
+
+    fn is_in_use(&self, hashed: &PreparedFlow, old: Option<&Conn<'_>>) -> bool {
+        let Some(found) = self.connections.find(hashed, self.now) else { return false };
+        // What is left of a translated connection that has ended gives way.
+        let is_left = found.is_translated() && self.connections.translated(&found, self.now).is_none();
+        !is_left && !old.is_some_and(|old| old.is_same(&found))
+    }
+
+    /// What holds for a packet to a backend as for one that a pod sends there directly.
+    fn check(&self, packet: &Packet, inner: &Flow) -> Result<(), DropReason> {
+        let direct = Packet { flow: *inner, ..*packet };
+        if self.snapshot.forwarding.would_be_decapsulated(&direct) && self.snapshot.pod_port(inner.dst).is_none() {
+            return Err(DropReason::Encapsulation);
+        }
+        if can_translate(packet, inner) { Ok(()) } else { Err(DropReason::Fragment) }
+    }
+
+    /// The flows of an ICMP error about a connection to a Service, whose packet it quotes with the flow `quoted`. `None`: its
+    /// receiver knows what is quoted.
+    pub(super) fn turn_error(
+        &self,
+        packet: &Packet,
+        quoted: &Flow,
+        translated: &Translated<'_>,
+    ) -> Option<Translation> {
+        let Translated { connection, inner, frontend, by_frontend } = translated;
+        let is_of_client = !connection.is_reply(inner.orientation());
+        let quote = match (by_frontend, is_of_client) {
+            // About what the client sent, by a router or the backend: the client knows the Service.
+            (false, true) => *frontend,
+            // About what it got, by the client: the backend knows the inner flow.
+            (true, false) => inner.flow(),
+            _ => return None,
+        };
+        let src = if packet.flow.src == quoted.dst { quote.dst } else { packet.flow.src };
+        let out = Flow { src, dst: quote.src, ..packet.flow };
+        Some(Translation { frontend: *frontend, inner: inner.flow(), out, quote: Some(quote), affinity: None })
+    }
+}
+
+/// The flow to a backend of a packet to a Service. If the client is its own backend, its stack would not accept a packet
+/// from its own address: it gets one from the Service's, and its reply comes back to a worker.
+fn inner_flow(flow: &Flow, backend: &Backend) -> Flow {
+    let src = if backend.address == flow.src { flow.dst } else { flow.src };
+    Flow { src, dst: backend.address, dst_port: backend.port, ..*flow }
+}
