@@ -76,7 +76,7 @@ soak: build ## Mixed traffic, churn and restarts for SOAK_MINUTES=30; a plot and
 .PHONY: test-apiserver
 test-apiserver: build ## What follows an API server, against a real one: built once from Debian's source package, then kept
 	@./scripts/setup etcd-server openssl dpkg-dev golang-1.19-go
-	assets=$$(./scripts/apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked -p penstock-bench --test api_server --test on_cluster -- --nocapture
+	assets=$$(./scripts/kubernetes kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked -p penstock-bench --test api_server --test on_cluster -- --nocapture
 
 .PHONY: manifests-check
 manifests-check: setup ## The manifests of configs/kubernetes: built by kubectl, then accepted by an API server

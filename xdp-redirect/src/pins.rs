@@ -146,12 +146,8 @@ impl Pins {
             let others = Self { directory: entry.path(), _lock: None };
             // Locked: a process of that namespace uses it, and may be about to pin something.
             let Some(_lock) = others.lock() else { continue };
+            // A connection table stays: its namespace may be between two daemons, of which the first restored the node.
             others.sweep();
-            // A connection table belongs to links.
-            if others.links().is_empty() {
-                others.remove_connection_maps();
-                others.remove_translated_sources();
-            }
             others.close();
         }
         pins.sweep();

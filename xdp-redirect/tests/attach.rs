@@ -1,5 +1,6 @@
 //! Tests on real interfaces. They need root; each has its own temporary network namespace.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::net::Ipv6Addr;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -10,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, LARGEST_NATIVE_MTU, ModeChoice, OnMiss, Pinned, Pins, ProgramTag,
-    Redirect, Role, SocketError, XdpMode, XdpOutcome,
+    AttachError, AttachOptions, Attached, ConnectionMapSizes, ConnectionMaps, Interface, LARGEST_NATIVE_MTU, ModeChoice,
+    OnMiss, Pinned, Pins, ProgramTag, Redirect, Role, SocketError, TranslatedSources, XdpMode, XdpOutcome,
 };
 
 /// Runs a test in a temporary network namespace.
@@ -359,6 +360,26 @@ fn pins_of_removed_interfaces_and_namespaces_are_swept() {
             thread::sleep(Duration::from_millis(20));
         }
         assert_eq!(directories(), 1, "only this namespace's own");
+    });
+}
+
+#[test]
+fn a_start_in_another_namespace_keeps_a_connection_table_that_waits_for_its_next_daemon() {
+    let root = PinRoot::new("table");
+    let sizes = ConnectionMapSizes { version: 1, table: 64, tags: (1, 64), entries: (1, 64), usage: (1, 64) };
+    in_namespace(|| {
+        let pins = root.open();
+        ConnectionMaps::open(Some(&pins), &sizes).unwrap();
+        TranslatedSources::open(Some(&pins)).unwrap();
+        let names = || {
+            let directory = std::fs::read_dir(&root.0).unwrap().next().unwrap().unwrap().path();
+            std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().file_name()).collect::<BTreeSet<_>>()
+        };
+        let pinned = names();
+        assert_eq!(pinned.len(), 5, "four arrays and the sources: {pinned:?}");
+        drop(pins);
+        in_namespace(|| root.open().close());
+        assert_eq!(names(), pinned);
     });
 }
 

@@ -336,7 +336,7 @@ impl Log {
                 bail!("it ended without a line that has \"{text}\" in it");
             }
             if Instant::now() > deadline {
-                bail!("no line that has \"{text}\" in it came within {limit:?}");
+                bail!("no line that has \"{text}\" in it came within {limit:?}:\n{}", state.lines.join("\n"));
             }
             let waited = self.changed.wait_timeout(state, Duration::from_millis(20));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
