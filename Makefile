@@ -78,6 +78,22 @@ test-apiserver: build ## What follows an API server, against a real one: built o
 	@./scripts/setup etcd-server openssl dpkg-dev golang-1.19-go
 	assets=$$(./scripts/kubernetes kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked -p penstock-bench --test api_server --test on_cluster -- --nocapture
 
+KUBERNETES := kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
+CLUSTER_PACKAGES := etcd-server openssl dpkg-dev golang-1.19-go containerd runc containernetworking-plugins buildah busybox-static iptables python3
+
+.PHONY: image
+image: build ## The container image that the DaemonSet runs, from the binary in target/release
+	@./scripts/setup buildah busybox-static ca-certificates
+	./scripts/image
+
+.PHONY: test-cluster
+test-cluster: build ## Penstock in a real cluster of two nodes on this machine   (Kubernetes is built once, then kept)
+	@./scripts/setup $(CLUSTER_PACKAGES)
+	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
+	programs=$$(./scripts/kubernetes $(KUBERNETES)) && \
+		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
+		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored
+
 .PHONY: manifests-check
 manifests-check: setup ## The manifests of configs/kubernetes: built by kubectl, then accepted by an API server
 	@./scripts/manifests-check

@@ -14,6 +14,7 @@ use std::thread::JoinHandle;
 use anyhow::{Context, Result};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
+use nix::unistd::Pid;
 
 use super::cleanup::CleanupGuard;
 use super::netlink::Netlink;
@@ -39,8 +40,11 @@ pub struct Namespace {
 
 struct Inner {
     name: String,
+    /// Where it is bound, or its process's.
+    path: PathBuf,
     file: Arc<File>,
-    _guard: CleanupGuard,
+    /// Of one that was made here.
+    _guard: Option<CleanupGuard>,
 }
 
 /// Inodes of all namespaces made by this process.
@@ -64,9 +68,17 @@ impl Namespace {
             format!("cannot make the network namespace {name}; it needs root (CAP_SYS_ADMIN): run it with sudo")
         })?;
         MADE.lock().unwrap_or_else(PoisonError::into_inner).insert(file.metadata()?.ino());
-        let namespace = Self { inner: Arc::new(Inner { name, file: Arc::new(file), _guard: guard }) };
+        let namespace = Self { inner: Arc::new(Inner { name, path, file: Arc::new(file), _guard: Some(guard) }) };
         namespace.prepare()?;
         Ok(namespace)
+    }
+
+    /// The namespace of a process, such as a pod's that a kubelet has started. It lives as long as this value, even if the
+    /// process ends, and is not changed.
+    pub fn of_process(id: Pid, name: &str) -> Result<Self> {
+        let path = PathBuf::from(format!("/proc/{id}/ns/net"));
+        let file = File::open(&path).with_context(|| format!("cannot open the network namespace of {name}"))?;
+        Ok(Self { inner: Arc::new(Inner { name: name.to_owned(), path, file: Arc::new(file), _guard: None }) })
     }
 
     fn prepare(&self) -> Result<()> {
@@ -80,7 +92,7 @@ impl Namespace {
         netlink.set_up(netlink.index("lo")?)
     }
 
-    /// Its name under [`DIRECTORY`].
+    /// Its name; under [`DIRECTORY`] if it was made here.
     pub fn name(&self) -> &str {
         &self.inner.name
     }
@@ -90,9 +102,9 @@ impl Namespace {
         Ok(self.inner.file.metadata()?.ino())
     }
 
-    /// Path of the file it is bound to.
+    /// Path of the file it is bound to, or of its process.
     pub fn path(&self) -> PathBuf {
-        Path::new(DIRECTORY).join(&self.inner.name)
+        self.inner.path.clone()
     }
 
     /// Runs `work` inside, on a separate thread, and waits for it. Panics propagate to the caller.

@@ -1,0 +1,74 @@
+//! Penstock in a real cluster of two nodes on this machine: Kubernetes 1.20 with kubelet, kube-proxy (iptables), containerd,
+//! runc and CNI plugins, and Penstock's image and manifests. `make test-cluster` builds the parts and runs it.
+
+mod control_plane;
+mod node;
+mod real_cluster;
+mod restarts;
+mod services;
+mod shell;
+mod uninstall;
+mod whole;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+
+use node::Cni;
+use real_cluster::{Parts, RealCluster};
+
+type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
+
+/// The tests in their order; each finds Penstock installed and leaves it so.
+const TESTS: [(&str, Test); 13] = [
+    ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
+    ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
+    ("a_deleted_pod_leaves_no_warning", whole::a_deleted_pod_leaves_no_warning),
+    ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
+    ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
+    ("the_node_reaches_services", services::the_node_reaches_services),
+    ("policy_holds_for_clients_of_a_node_port", services::policy_holds_for_clients_of_a_node_port),
+    ("connections_outlast_a_killed_daemon", restarts::connections_outlast_a_killed_daemon),
+    ("connections_outlast_a_rolling_restart", restarts::connections_outlast_a_rolling_restart),
+    ("policy_is_in_force_after_a_restart_without_api_server", restarts::policy_is_in_force_without_api_server),
+    ("a_wrong_configuration_leaves_the_last_good_one", restarts::a_wrong_configuration_leaves_the_last_good_one),
+    ("removed_and_installed_again", uninstall::removed_and_installed_again),
+    ("nothing_is_left_on_a_node_after_uninstall", uninstall::nothing_is_left_on_a_node),
+];
+
+fn main() -> ExitCode {
+    let arguments = Arguments::from_args();
+    let folder = |variable: &str| std::env::var_os(variable).map(PathBuf::from);
+    let parts = folder("PENSTOCK_KUBERNETES").zip(folder("PENSTOCK_IMAGES"));
+    let parts = parts.map(|(programs, images)| Parts { programs, images });
+    // One cluster at a time: the one of the tests that run. It ends with the process that the last test leaves.
+    let running: Arc<Mutex<Option<RealCluster>>> = Arc::default();
+    let mut trials = Vec::new();
+    for cni in [Cni::Ptp, Cni::Bridge] {
+        for (name, test) in TESTS {
+            let (running, parts) = (Arc::clone(&running), parts.clone());
+            let run = move || run(&running, parts.as_ref(), cni, test);
+            trials.push(Trial::test(format!("{}::{name}", cni.name()), run).with_ignored_flag(true));
+        }
+    }
+    // In order, and on this thread: the cluster's processes end with the thread that has started them.
+    let conclusion = libtest_mimic::run(&Arguments { test_threads: Some(1), ..arguments }, trials);
+    drop(running.lock().unwrap_or_else(PoisonError::into_inner).take());
+    conclusion.exit_code()
+}
+
+/// Runs a test in the cluster with this CNI plugin, which is started if it does not run.
+fn run(running: &Mutex<Option<RealCluster>>, parts: Option<&Parts>, cni: Cni, test: Test) -> Result<(), Failed> {
+    let parts = parts.ok_or("PENSTOCK_KUBERNETES and PENSTOCK_IMAGES are not set: run it by `make test-cluster`")?;
+    let mut running = running.lock().unwrap_or_else(PoisonError::into_inner);
+    if running.as_ref().is_none_or(|cluster| cluster.cni != cni) {
+        *running = None;
+        let cluster = RealCluster::start(parts, cni)?;
+        cluster.install()?;
+        *running = Some(cluster);
+    }
+    let cluster = running.as_mut().ok_or("no cluster")?;
+    test(cluster).map_err(|error| format!("{error:#}").into())
+}

@@ -1,0 +1,316 @@
+//! A node: namespaces with containerd, kubelet and kube-proxy in them.
+//!
+//! It has a network, a mount and a process namespace. Killing the first process of the last ends all that runs there.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use nix::unistd::Pid;
+use penstock_bench::testbed::{CleanupGuard, Namespace, ServiceProcess};
+
+use crate::control_plane::{API, ControlPlane, PODS, kubeconfig};
+use crate::shell::{eventually, ip, output, start};
+
+/// The CNI plugin that wires pods.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Cni {
+    /// A route to each pod's veth.
+    Ptp,
+    /// All pods on a Linux bridge, as flannel sets it up.
+    Bridge,
+}
+
+impl Cni {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Ptp => "ptp",
+            Self::Bridge => "bridge",
+        }
+    }
+}
+
+/// What is fixed for a node of this number.
+#[derive(Clone, Copy)]
+pub(crate) struct NodeNumber(pub(crate) u8);
+
+impl NodeNumber {
+    pub(crate) const ALL: [Self; 2] = [Self(1), Self(2)];
+
+    pub(crate) fn name(self) -> String {
+        format!("n{}", self.0)
+    }
+
+    pub(crate) fn address(self) -> String {
+        format!("10.99.0.{}", 10 + self.0)
+    }
+
+    fn address6(self) -> String {
+        format!("fd99::{}", 10 + self.0)
+    }
+
+    fn pods(self) -> String {
+        format!("10.244.{}.0/24", self.0)
+    }
+
+    fn pods6(self) -> String {
+        format!("fd00:10:244:{}::/64", self.0)
+    }
+}
+
+pub(crate) struct RealNode {
+    pub(crate) number: NodeNumber,
+    pub(crate) namespace: Namespace,
+    /// First process of the node's process namespace, as seen from outside.
+    init: Pid,
+    /// Ended first: with it everything on the node.
+    _holder: ServiceProcess,
+    _others: Vec<ServiceProcess>,
+    _control_groups: CleanupGuard,
+    state: PathBuf,
+}
+
+impl RealNode {
+    /// Starts it, with these image archives in its containerd.
+    pub(crate) fn start(
+        plane: &ControlPlane,
+        number: NodeNumber,
+        cni: Cni,
+        (programs, images, directory): (&Path, &[PathBuf], &Path),
+    ) -> Result<Self> {
+        let name = number.name();
+        let state = directory.join(&name);
+        fs::create_dir_all(state.join("cgroup"))?;
+        let namespace = join(&plane.world, number)?;
+        let groups = control_groups(&name)?;
+        let mut holder = namespace.command("unshare");
+        holder.args(["--mount", "--propagation", "private", "--pid", "--fork", "--kill-child=SIGKILL"]);
+        // A shell, since it reaps what is left to it.
+        holder.args(["bash", "-c", "sleep infinity & while :; do wait; done"]);
+        let holder = start(holder, &state.join("init.log"))?;
+        let init = eventually(Duration::from_secs(5), || child_of(holder.id()))?;
+        let mut node =
+            Self { number, namespace, init, _holder: holder, _others: Vec::new(), _control_groups: groups, state };
+        let mut mounts = node.command("bash");
+        output(mounts.args(["-c", include_str!("node-mounts.sh")]).env("STATE", &node.state).env("BPFFS", "yes"))?;
+        node.start_containerd(images, cni)?;
+        node.start_kubelet(programs, directory)?;
+        node.start_kube_proxy(programs, directory)?;
+        Ok(node)
+    }
+
+    /// A program on the node.
+    pub(crate) fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new("nsenter");
+        command.args(["--mount", "--net", "--pid", "--target", &self.init.to_string(), "--"]).arg(program);
+        command
+    }
+
+    /// A path of the node as it is seen from outside.
+    pub(crate) fn path(&self, path: &str) -> PathBuf {
+        PathBuf::from(format!("/proc/{}/root{path}", self.init))
+    }
+
+    /// Processes of the pod with this UID.
+    pub(crate) fn processes_of(&self, uid: &str) -> Vec<Pid> {
+        let node = format!("/{}/", control_group(&self.number.name()));
+        let is_of_pod = |process: &Pid| {
+            let groups = fs::read_to_string(format!("/proc/{process}/cgroup")).unwrap_or_default();
+            groups.contains(&node) && groups.contains(uid)
+        };
+        processes().into_iter().filter(is_of_pod).collect()
+    }
+
+    fn start_containerd(&mut self, images: &[PathBuf], cni: Cni) -> Result<()> {
+        fs::write(self.state.join("etc/cni/net.d/10-pods.conflist"), conflist(cni, self.number))?;
+        let config = self.state.join("containerd.toml");
+        fs::write(&config, containerd_config(&self.runtime()?))?;
+        let mut containerd = self.command("containerd");
+        containerd.arg("--config").arg(&config);
+        self._others.push(start(containerd, &self.state.join("containerd.log"))?);
+        eventually(Duration::from_secs(30), || output(self.command("ctr").arg("version")))?;
+        for image in images {
+            output(self.command("ctr").args(["-n", "k8s.io", "images", "import"]).arg(image))?;
+        }
+        Ok(())
+    }
+
+    /// runc, or a script before it where root lacks CAP_SYS_RESOURCE: the kernel refuses it a lower oom_score_adj and higher
+    /// limits then, and runc fails.
+    fn runtime(&self) -> Result<PathBuf> {
+        let runc = PathBuf::from("/usr/sbin/runc");
+        if caps::has_cap(None, caps::CapSet::Effective, caps::Capability::CAP_SYS_RESOURCE)? {
+            return Ok(runc);
+        }
+        let wrapper = self.state.join("runc");
+        fs::write(&wrapper, include_str!("runc-without-sys-resource.py"))?;
+        fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755))?;
+        Ok(wrapper)
+    }
+
+    fn start_kubelet(&mut self, programs: &Path, directory: &Path) -> Result<()> {
+        let (name, config) = (self.number.name(), self.state.join("kubelet.yaml"));
+        fs::write(self.state.join("resolv.conf"), format!("nameserver {API}\n"))?;
+        fs::write(&config, kubelet_config(self.number, &self.state))?;
+        let mut kubelet = self.command(programs.join("kubelet"));
+        kubelet.arg("--config").arg(&config);
+        kubelet.arg("--kubeconfig").arg(kubeconfig(directory, &format!("system:node:{name}")));
+        kubelet.args(["--hostname-override", &name, "--node-ip", &self.number.address()]);
+        kubelet.args(["--container-runtime=remote", "--feature-gates=IPv6DualStack=true"]);
+        kubelet.arg("--container-runtime-endpoint=unix:///run/containerd/containerd.sock");
+        self._others.push(start(kubelet, &self.state.join("kubelet.log"))?);
+        Ok(())
+    }
+
+    fn start_kube_proxy(&mut self, programs: &Path, directory: &Path) -> Result<()> {
+        let (name, address) = (self.number.name(), self.number.address());
+        let mut proxy = self.command(programs.join("kube-proxy"));
+        proxy.arg("--kubeconfig").arg(kubeconfig(directory, "system:kube-proxy"));
+        proxy.args(["--hostname-override", &name, "--bind-address", &address, "--cluster-cidr", PODS]);
+        // The machine's own limit of connections stays as it is.
+        proxy.args(["--proxy-mode=iptables", "--feature-gates=IPv6DualStack=true", "--conntrack-max-per-core=0"]);
+        self._others.push(start(proxy, &self.state.join("kube-proxy.log"))?);
+        Ok(())
+    }
+}
+
+/// Makes the node's network namespace and joins it to the bridge of `world`.
+fn join(world: &Namespace, number: NodeNumber) -> Result<Namespace> {
+    let namespace = Namespace::new(&number.name())?;
+    let (address, address6) = (number.address(), number.address6());
+    ip(world, &format!("link add node{0} type veth peer name eth0 netns {1}\nlink set node{0} master br0 up", number.0, namespace.name()))?;
+    ip(
+        &namespace,
+        &format!(
+            "link set eth0 up
+            addr add {address}/24 dev eth0
+            addr add {address6}/64 dev eth0 nodad
+            route add default via {API}
+            route add default via fd99::1"
+        ),
+    )?;
+    namespace.set_sysctl("net/ipv4/ip_forward", "1")?;
+    namespace.set_sysctl("net/ipv6/conf/all/forwarding", "1")?;
+    ip(world, &format!("route add {} via {address}\nroute add {} via {address6}", number.pods(), number.pods6()))?;
+    for other in NodeNumber::ALL.into_iter().filter(|other| other.0 != number.0) {
+        ip(
+            &namespace,
+            &format!(
+                "route add {} via {}\nroute add {} via {}",
+                other.pods(),
+                other.address(),
+                other.pods6(),
+                other.address6()
+            ),
+        )?;
+    }
+    Ok(namespace)
+}
+
+/// Name of the node's control group in each hierarchy.
+fn control_group(node: &str) -> String {
+    format!("penstock-test-{}-{node}", std::process::id())
+}
+
+/// Makes the node's control groups, which the guard removes with all below them.
+fn control_groups(node: &str) -> Result<CleanupGuard> {
+    let root = Path::new("/sys/fs/cgroup");
+    ensure!(
+        root.join("cpuset/cpuset.cpus").exists(),
+        "{} has no hierarchies of version 1, which a kubelet 1.20 needs: boot with systemd.unified_cgroup_hierarchy=0",
+        root.display()
+    );
+    let hierarchies: Vec<PathBuf> =
+        fs::read_dir(root)?.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).collect();
+    let groups: Vec<PathBuf> = hierarchies.iter().map(|path| path.join(control_group(node))).collect();
+    let guard = CleanupGuard::new({
+        let groups = groups.clone();
+        move || groups.iter().for_each(|group| remove_control_group(group))
+    });
+    for (hierarchy, group) in hierarchies.iter().zip(&groups) {
+        fs::create_dir_all(group).with_context(|| format!("cannot make {}", group.display()))?;
+        for file in ["cpuset.cpus", "cpuset.mems"].iter().filter(|file| hierarchy.join(file).exists()) {
+            fs::copy(hierarchy.join(file), group.join(file)).with_context(|| format!("cannot set {file}"))?;
+        }
+    }
+    Ok(guard)
+}
+
+/// Removes a control group. Its processes have been killed and may not be gone yet.
+fn remove_control_group(group: &Path) {
+    for below in fs::read_dir(group).into_iter().flatten().flatten().filter(|entry| entry.path().is_dir()) {
+        remove_control_group(&below.path());
+    }
+    // Errors are ignored: an empty group that is left does no harm.
+    let _ = eventually(Duration::from_secs(5), || Ok(fs::remove_dir(group)?));
+}
+
+fn processes() -> Vec<Pid> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| Some(Pid::from_raw(entry.file_name().to_str()?.parse().ok()?))).collect()
+}
+
+fn child_of(parent: Pid) -> Result<Pid> {
+    let is_child = |process: &&Pid| {
+        let status = fs::read_to_string(format!("/proc/{process}/status")).unwrap_or_default();
+        status.lines().any(|line| line.split_whitespace().eq(["PPid:", &parent.to_string()]))
+    };
+    processes().iter().find(is_child).copied().with_context(|| format!("process {parent} has no child"))
+}
+
+fn conflist(cni: Cni, number: NodeNumber) -> String {
+    let ranges = format!(r#"[[{{"subnet":"{}"}}],[{{"subnet":"{}"}}]]"#, number.pods(), number.pods6());
+    let plugin = match cni {
+        Cni::Ptp => format!(
+            r#"{{"type":"ptp","ipMasq":false,"mtu":1500,"ipam":{{"type":"host-local","ranges":{ranges},"routes":[{{"dst":"0.0.0.0/0"}},{{"dst":"::/0"}}]}}}}"#
+        ),
+        Cni::Bridge => format!(
+            r#"{{"type":"bridge","bridge":"cni0","isGateway":true,"isDefaultGateway":true,"hairpinMode":true,"ipMasq":false,"mtu":1450,"ipam":{{"type":"host-local","ranges":{ranges}}}}}"#
+        ),
+    };
+    format!(
+        r#"{{"cniVersion":"0.4.0","name":"pods","plugins":[{plugin},{{"type":"portmap","capabilities":{{"portMappings":true}}}}]}}"#
+    )
+}
+
+fn containerd_config(runtime: &Path) -> String {
+    format!(
+        r#"version = 2
+[grpc]
+address = "/run/containerd/containerd.sock"
+[plugins."io.containerd.grpc.v1.cri"]
+sandbox_image = "docker.io/library/penstock-test-pause:1"
+[plugins."io.containerd.grpc.v1.cri".cni]
+bin_dir = "/usr/lib/cni"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+runtime_type = "io.containerd.runc.v2"
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+BinaryName = "{}"
+"#,
+        runtime.display()
+    )
+}
+
+fn kubelet_config(number: NodeNumber, state: &Path) -> String {
+    format!(
+        "apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+address: {}
+authentication: {{anonymous: {{enabled: true}}, webhook: {{enabled: false}}}}
+authorization: {{mode: AlwaysAllow}}
+cgroupDriver: cgroupfs
+cgroupRoot: /{}
+failSwapOn: false
+resolvConf: {}/resolv.conf
+evictionHard: {{memory.available: 100Mi}}
+imageGCHighThresholdPercent: 100
+imageGCLowThresholdPercent: 99
+",
+        number.address(),
+        control_group(&number.name()),
+        state.display()
+    )
+}

@@ -1,0 +1,236 @@
+//! A Kubernetes cluster of two nodes: real parts in namespaces of this machine.
+
+use std::fs;
+use std::net::IpAddr;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use penstock_bench::cluster::read_objects;
+use penstock_bench::probe::{EchoServers, EchoService, Site};
+use penstock_bench::testbed::{CleanupGuard, Namespace, ScratchDir};
+use penstock_policy::model::Object;
+use serde_json::Value;
+
+use crate::control_plane::ControlPlane;
+use crate::node::{Cni, NodeNumber, RealNode};
+use crate::shell::{eventually, output};
+
+/// What every pod of the workload serves.
+const SERVED: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(5353)];
+/// For pods to start, once their images are there.
+const START: Duration = Duration::from_secs(180);
+
+/// Folders with what is built once.
+#[derive(Clone)]
+pub(crate) struct Parts {
+    /// `PENSTOCK_KUBERNETES`: the programs of Kubernetes, and etcd.
+    pub(crate) programs: PathBuf,
+    /// `PENSTOCK_IMAGES`: archives of images.
+    pub(crate) images: PathBuf,
+}
+
+pub(crate) struct RealCluster {
+    pub(crate) plane: ControlPlane,
+    pub(crate) nodes: Vec<RealNode>,
+    /// The workload's pods. Their servers' identities are their indices.
+    pub(crate) sites: Vec<Site>,
+    servers: Vec<EchoServers>,
+    pub(crate) cni: Cni,
+    scratch: ScratchDir,
+    _settings: CleanupGuard,
+}
+
+impl RealCluster {
+    /// Starts the cluster and the workload, without Penstock.
+    pub(crate) fn start(parts: &Parts, cni: Cni) -> Result<Self> {
+        let began = Instant::now();
+        let settings = keep_settings();
+        let scratch = ScratchDir::new()?;
+        let plane = ControlPlane::start(&parts.programs, scratch.path())?;
+        let images: Vec<PathBuf> = fs::read_dir(&parts.images)
+            .with_context(|| format!("cannot read {}", parts.images.display()))?
+            .flatten()
+            .map(|entry| entry.path())
+            .collect();
+        let start = |number| RealNode::start(&plane, number, cni, (&parts.programs, &images, scratch.path()));
+        let nodes = NodeNumber::ALL.into_iter().map(start).collect::<Result<Vec<_>>>()?;
+        let mut cluster =
+            Self { plane, nodes, sites: Vec::new(), servers: Vec::new(), cni, scratch, _settings: settings };
+        cluster.wait_for_nodes()?;
+        cluster.apply(include_str!("workload.yaml"))?;
+        cluster.kubectl(&["wait", "--for=condition=Ready", "pods", "--all", "--all-namespaces", "--timeout=180s"])?;
+        cluster.enter_pods()?;
+        eprintln!("cluster with {}: started in {:.0?}", cni.name(), began.elapsed());
+        Ok(cluster)
+    }
+
+    /// Runs `kubectl` with full rights.
+    pub(crate) fn kubectl(&self, arguments: &[&str]) -> Result<String> {
+        output(self.plane.kubectl().args(arguments))
+    }
+
+    /// An object, as the API server has it.
+    pub(crate) fn get(&self, arguments: &[&str]) -> Result<Value> {
+        let text = self.kubectl(&[&["get", "-o", "json"], arguments].concat())?;
+        Ok(serde_json::from_str(&text)?)
+    }
+
+    /// Creates or changes objects.
+    pub(crate) fn apply(&self, yaml: &str) -> Result<()> {
+        let file = self.scratch.path().join("applied.yaml");
+        fs::write(&file, yaml)?;
+        self.kubectl(&["apply", "-f", &file.display().to_string()]).map(drop)
+    }
+
+    /// The objects that policy depends on, read back as `penstock evaluate` reads them.
+    pub(crate) fn objects(&self) -> Result<Vec<Object>> {
+        let directory = self.scratch.path().join("objects");
+        fs::create_dir_all(&directory)?;
+        let kinds = "namespaces,pods,nodes,networkpolicies";
+        fs::write(directory.join("cluster.yaml"), self.kubectl(&["get", kinds, "-A", "-o", "yaml"])?)?;
+        read_objects(&directory)
+    }
+
+    /// The pod `NAMESPACE/NAME` of the workload.
+    pub(crate) fn site(&self, name: &str) -> &Site {
+        &self.sites[self.index(name)]
+    }
+
+    /// Identity and address of a pod of the workload.
+    pub(crate) fn target(&self, name: &str, v6: bool) -> (u32, IpAddr) {
+        let index = self.index(name);
+        (index as u32, self.sites[index].address(v6).expect("every pod has both families"))
+    }
+
+    fn index(&self, name: &str) -> usize {
+        self.sites.iter().position(|site| site.name == name).unwrap_or_else(|| panic!("no pod {name}"))
+    }
+
+    /// The clusterIP of a Service.
+    pub(crate) fn cluster_ip(&self, namespace: &str, name: &str) -> Result<IpAddr> {
+        let service = self.get(&["service", "-n", namespace, name])?;
+        Ok(service["spec"]["clusterIP"].as_str().context("no clusterIP")?.parse()?)
+    }
+
+    /// The machine outside of the nodes.
+    pub(crate) fn outside(&self) -> Site {
+        Site { name: "outside".into(), namespace: self.plane.world.clone(), addresses: Vec::new() }
+    }
+
+    /// A node, as the origin of probes.
+    pub(crate) fn node(&self, number: usize) -> Site {
+        let node = &self.nodes[number];
+        let address = node.number.address().parse().expect("an address");
+        Site { name: node.number.name(), namespace: node.namespace.clone(), addresses: vec![address] }
+    }
+
+    /// Installs Penstock with the kustomization of this repository and waits until it is ready on every node.
+    pub(crate) fn install(&self) -> Result<()> {
+        self.kubectl(&["apply", "-k", &self.manifests("install", "")?])?;
+        self.wait_for_penstock()
+    }
+
+    /// Waits until the newest daemons are ready.
+    pub(crate) fn wait_for_penstock(&self) -> Result<()> {
+        let status = self.kubectl(&["-n", "kube-system", "rollout", "status", "daemonset/penstock", "--timeout=180s"]);
+        status.map(drop).map_err(|error| {
+            let pods = self.kubectl(&["-n", "kube-system", "describe", "pods", "-l", "app.kubernetes.io/name=penstock"]);
+            let logs = self.kubectl(&["-n", "kube-system", "logs", "--tail=20", "-l", "app.kubernetes.io/name=penstock"]);
+            error.context(format!("{}\n{}", pods.unwrap_or_default(), logs.unwrap_or_default()))
+        })
+    }
+
+    /// Copies `configs/kubernetes` for a test that may change it; returns the path of its folder `below`.
+    pub(crate) fn manifests(&self, name: &str, below: &str) -> Result<String> {
+        let target = self.scratch.path().join(name);
+        if !target.exists() {
+            copy(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/kubernetes"), &target)?;
+        }
+        Ok(target.join(below).display().to_string())
+    }
+
+    /// Name of the Penstock pod of a node.
+    pub(crate) fn penstock_on(&self, node: usize) -> Result<String> {
+        let name = self.nodes[node].number.name();
+        let selected = ["-n", "kube-system", "-l", "app.kubernetes.io/name=penstock"];
+        let field = format!("--field-selector=spec.nodeName={name},status.phase=Running");
+        let pods = self.get(&[&["pods", &field], selected.as_slice()].concat())?;
+        Ok(pods["items"][0]["metadata"]["name"].as_str().with_context(|| format!("no Penstock on {name}"))?.to_owned())
+    }
+
+    /// Runs the binary in the Penstock pod of a node.
+    pub(crate) fn penstock(&self, node: usize, arguments: &[&str]) -> Result<String> {
+        let pod = self.penstock_on(node)?;
+        self.kubectl(&[&["-n", "kube-system", "exec", &pod, "-c", "penstock", "--", "penstock"], arguments].concat())
+    }
+
+    /// What the daemon of a node has logged; `since`: such as `60s`.
+    pub(crate) fn log_of_penstock(&self, node: usize, since: &str) -> Result<String> {
+        let pod = self.penstock_on(node)?;
+        self.kubectl(&["-n", "kube-system", "logs", &pod, "-c", "penstock", &format!("--since={since}")])
+    }
+
+    fn wait_for_nodes(&self) -> Result<()> {
+        eventually(START, || {
+            let nodes = self.get(&["nodes"])?;
+            let ready = nodes["items"].as_array().into_iter().flatten().filter(|node| is_ready(node)).count();
+            match ready == self.nodes.len() {
+                true => Ok(()),
+                false => bail!("{ready} of {} nodes are ready; see the logs in {}", self.nodes.len(), self.scratch.path().display()),
+            }
+        })
+    }
+
+    /// Starts servers in the network namespaces of the workload's pods.
+    fn enter_pods(&mut self) -> Result<()> {
+        let pods = self.get(&["pods", "-A", "-l", "part-of=workload"])?;
+        for pod in pods["items"].as_array().into_iter().flatten() {
+            let text = |pointer: &str| pod.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
+            let name = format!("{}/{}", text("/metadata/namespace"), text("/metadata/name"));
+            let on = text("/spec/nodeName");
+            let node = self.nodes.iter().find(|node| node.number.name() == on).with_context(|| format!("{name} is on {on:?}"))?;
+            let processes = node.processes_of(text("/metadata/uid"));
+            let process = processes.first().with_context(|| format!("{name} has no process"))?;
+            let namespace = Namespace::of_process(*process, &name)?;
+            let addresses = pod["status"]["podIPs"].as_array().into_iter().flatten();
+            let addresses = addresses.filter_map(|ip| ip["ip"].as_str()?.parse().ok()).collect();
+            let site = Site { name, namespace, addresses };
+            self.servers.push(EchoServers::start(&site, self.sites.len() as u32, &SERVED)?);
+            self.sites.push(site);
+        }
+        Ok(())
+    }
+}
+
+fn is_ready(node: &Value) -> bool {
+    let conditions = node["status"]["conditions"].as_array();
+    conditions.into_iter().flatten().any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
+}
+
+/// What the kubelet sets for the whole machine is put back at the end.
+fn keep_settings() -> CleanupGuard {
+    let names = [
+        "vm/overcommit_memory",
+        "vm/panic_on_oom",
+        "kernel/panic",
+        "kernel/panic_on_oops",
+        "kernel/keys/root_maxkeys",
+        "kernel/keys/root_maxbytes",
+    ];
+    let files = names.map(|name| Path::new("/proc/sys").join(name));
+    let before: Vec<_> = files.into_iter().filter_map(|file| Some((fs::read_to_string(&file).ok()?, file))).collect();
+    CleanupGuard::new(move || before.iter().for_each(|(value, file)| drop(fs::write(file, value.trim()))))
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)?.flatten() {
+        let target = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy(&entry.path(), &target)?,
+            false => drop(fs::copy(entry.path(), target)?),
+        }
+    }
+    Ok(())
+}

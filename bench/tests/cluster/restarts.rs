@@ -1,0 +1,120 @@
+//! The daemon is restarted in several ways while pods talk.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use penstock_bench::probe::EchoConnection;
+use serde_json::Value;
+
+use crate::real_cluster::RealCluster;
+use crate::shell::eventually;
+use crate::whole::expect_reached;
+
+/// A connection without an answer for this long counts as cut.
+const SILENCE: Duration = Duration::from_secs(30);
+/// What a connection may wait: a retransmission or two of TCP (RFC 6298: the first after 200 ms on Linux).
+const MOST_WAIT: Duration = Duration::from_secs(1);
+
+/// Connections on one node and between both.
+fn connections(cluster: &RealCluster) -> Result<Vec<(&'static str, EchoConnection)>> {
+    let pairs = [("shop/web", "shop/api", 8080), ("lab/guest", "ops/monitor", 8080), ("ops/monitor", "ops/dash", 9090)];
+    let open = |(from, to, port)| {
+        let namespace = &cluster.site(from).namespace;
+        Ok((from, EchoConnection::open(namespace, cluster.target(to, false), port, SILENCE)?))
+    };
+    pairs.into_iter().map(open).collect()
+}
+
+/// Fails if a connection was cut, or stood still for longer than [`MOST_WAIT`].
+fn expect_undisturbed(connections: &[(&str, EchoConnection)]) -> Result<()> {
+    for (from, connection) in connections {
+        connection.wait_for(100, Duration::from_secs(10)).with_context(|| format!("the connection of {from}"))?;
+        let slowest = connection.take_slowest();
+        ensure!(slowest < MOST_WAIT, "the connection of {from} stood still for {slowest:?}");
+    }
+    Ok(())
+}
+
+/// The daemon's process on a node, as seen from outside.
+fn daemon_on(cluster: &RealCluster, node: usize) -> Result<Pid> {
+    let pod = cluster.get(&["pod", "-n", "kube-system", &cluster.penstock_on(node)?])?;
+    let uid = pod["metadata"]["uid"].as_str().context("a pod has a UID")?;
+    cluster.nodes[node].processes_of(uid).into_iter().find(|process| {
+        let command = fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+        command.starts_with(b"/usr/local/bin/penstock\0run\0")
+    }).context("no daemon there")
+}
+
+/// How often the daemon's container was restarted.
+fn restarts(cluster: &RealCluster, node: usize) -> Result<u64> {
+    let pod = cluster.get(&["pod", "-n", "kube-system", &cluster.penstock_on(node)?])?;
+    let containers = pod["status"]["containerStatuses"].as_array().into_iter().flatten();
+    let daemon = containers.into_iter().find(|container| container["name"] == "penstock");
+    daemon.and_then(|container| container["restartCount"].as_u64()).context("no status of the daemon")
+}
+
+pub(crate) fn connections_outlast_a_killed_daemon(cluster: &mut RealCluster) -> Result<()> {
+    let connections = connections(cluster)?;
+    let before = restarts(cluster, 0)?;
+    kill(daemon_on(cluster, 0)?, Signal::SIGKILL)?;
+    eventually(Duration::from_secs(60), || match restarts(cluster, 0)? > before {
+        true => Ok(()),
+        false => bail!("the kubelet does not start it again"),
+    })?;
+    cluster.wait_for_penstock()?;
+    expect_undisturbed(&connections)?;
+    expect_reached(cluster, "shop/web", "shop/api", 8080, true)?;
+    expect_reached(cluster, "lab/guest", "shop/api", 8080, false)
+}
+
+pub(crate) fn connections_outlast_a_rolling_restart(cluster: &mut RealCluster) -> Result<()> {
+    let connections = connections(cluster)?;
+    let began = Instant::now();
+    cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "daemonset/penstock"])?;
+    cluster.wait_for_penstock()?;
+    eprintln!("a rolling restart of {} nodes: {:.1?}", cluster.nodes.len(), began.elapsed());
+    expect_undisturbed(&connections)?;
+    expect_reached(cluster, "shop/web", "shop/api", 8080, true)?;
+    expect_reached(cluster, "lab/guest", "shop/api", 8080, false)
+}
+
+pub(crate) fn policy_is_in_force_without_api_server(cluster: &mut RealCluster) -> Result<()> {
+    let connections = connections(cluster)?;
+    let daemon = daemon_on(cluster, 0)?;
+    cluster.plane.stop_api_server();
+    kill(daemon, Signal::SIGKILL)?;
+    // The kubelet restarts a container without the API server.
+    let result = expect_reached(cluster, "ops/monitor", "shop/web", 8080, true)
+        .and_then(|()| expect_reached(cluster, "lab/guest", "shop/api", 8080, false));
+    cluster.plane.start_api_server()?;
+    result?;
+    cluster.wait_for_penstock()?;
+    expect_undisturbed(&connections)
+}
+
+pub(crate) fn a_wrong_configuration_leaves_the_last_good_one(cluster: &mut RealCluster) -> Result<()> {
+    let connections = connections(cluster)?;
+    let folder = cluster.manifests("wrong", "")?;
+    fs::write(format!("{folder}/penstock.toml"), "node = \"set-by-the-environment\"\n[source]\nin_clustr = true\n")?;
+    cluster.kubectl(&["apply", "-k", &folder])?;
+    // One node has the new pod, which runs with the last good configuration and says so; the other one waits for it.
+    eventually(Duration::from_secs(90), || {
+        let pods = cluster.get(&["pods", "-n", "kube-system", "-l", "app.kubernetes.io/name=penstock"])?;
+        let is_waiting = |pod: &&Value| {
+            let containers = pod["status"]["containerStatuses"].as_array().into_iter().flatten();
+            containers.into_iter().any(|one| one["ready"] == false && one["state"]["running"].is_object())
+        };
+        match pods["items"].as_array().into_iter().flatten().filter(is_waiting).count() {
+            1 => Ok(()),
+            other => bail!("{other} daemons run without being ready"),
+        }
+    })?;
+    for (from, to, reached) in [("shop/web", "shop/api", true), ("ops/dash", "shop/web", true), ("lab/guest", "shop/api", false)] {
+        expect_reached(cluster, from, to, 8080, reached)?;
+    }
+    cluster.install()?;
+    expect_undisturbed(&connections)
+}

@@ -1,0 +1,78 @@
+//! Services, with kube-proxy on the nodes.
+
+use std::net::IpAddr;
+
+use anyhow::{Result, bail, ensure};
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
+
+use crate::real_cluster::RealCluster;
+
+/// A probe of `from` to `address`, behind which the pod `to` answers.
+fn outcome(cluster: &RealCluster, from: &Site, to: &str, address: IpAddr, protocol: Protocol) -> Result<ProbeOutcome> {
+    let (identity, _) = cluster.target(to, false);
+    probe::run_one(from, (identity, address), protocol, RetryPolicy::default())
+}
+
+fn expect(cluster: &RealCluster, rows: &[(&Site, &str, IpAddr, Protocol, bool)]) -> Result<()> {
+    let mut wrong = Vec::new();
+    for &(from, to, address, protocol, reached) in rows {
+        let outcome = outcome(cluster, from, to, address, protocol)?;
+        if (outcome == ProbeOutcome::Reached) != reached {
+            let expected = if reached { "reached" } else { "denied" };
+            wrong.push(format!("{} to {to} by {address}, {protocol}: {outcome}, expected: {expected}", from.name));
+        }
+    }
+    if !wrong.is_empty() {
+        bail!("{} of {}:\n{}", wrong.len(), rows.len(), wrong.join("\n"));
+    }
+    Ok(())
+}
+
+pub(crate) fn a_cluster_ip_reaches_its_pod(cluster: &mut RealCluster) -> Result<()> {
+    let (near, far) = (cluster.cluster_ip("ops", "near")?, cluster.cluster_ip("ops", "far")?);
+    let web = cluster.cluster_ip("shop", "web")?;
+    let (tcp, dns) = (Protocol::Tcp(80), Protocol::Udp(53));
+    let mut rows = Vec::new();
+    // One pod of each node, and one whose egress policy allows these pods by their labels.
+    for from in ["shop/web", "lab/guest", "lab/builder"] {
+        let from = cluster.site(from);
+        for (to, address) in [("ops/monitor", near), ("ops/dash", far)] {
+            rows.extend([(from, to, address, tcp, true), (from, to, address, dns, true)]);
+        }
+    }
+    // Its egress policy does not allow the Service's pod.
+    rows.push((cluster.site("lab/builder"), "shop/web", web, tcp, false));
+    expect(cluster, &rows)
+}
+
+pub(crate) fn a_pod_reaches_itself_through_its_service(cluster: &mut RealCluster) -> Result<()> {
+    let web = cluster.cluster_ip("shop", "web")?;
+    expect(cluster, &[(cluster.site("shop/web"), "shop/web", web, Protocol::Tcp(80), true)])
+}
+
+pub(crate) fn the_node_reaches_services(cluster: &mut RealCluster) -> Result<()> {
+    let near = cluster.cluster_ip("ops", "near")?;
+    let (first, second) = (cluster.node(0), cluster.node(1));
+    let rows = [&first, &second]
+        .map(|node| [Protocol::Tcp(80), Protocol::Udp(53)].map(|protocol| (node, "ops/monitor", near, protocol, true)));
+    expect(cluster, rows.as_flattened())
+}
+
+/// kube-proxy masquerades what comes by a node port, so that the pod sees the node. Policy is for who sent it.
+pub(crate) fn policy_holds_for_clients_of_a_node_port(cluster: &mut RealCluster) -> Result<()> {
+    let outside = cluster.outside();
+    let (guest, monitor) = (cluster.site("lab/guest"), cluster.site("ops/monitor"));
+    let nodes: Vec<IpAddr> =
+        cluster.nodes.iter().map(|node| node.number.address().parse()).collect::<Result<_, _>>()?;
+    let mut rows = Vec::new();
+    // From outside by the other node, its masquerade makes the client that node, which is no node of the pod.
+    for &node in &nodes {
+        rows.push((&outside, "shop/web", node, Protocol::Tcp(30080), true));
+        rows.push((guest, "shop/web", node, Protocol::Tcp(30080), true));
+        rows.push((&outside, "shop/api", node, Protocol::Tcp(30082), false));
+        rows.push((guest, "shop/api", node, Protocol::Tcp(30082), false));
+        rows.push((monitor, "shop/api", node, Protocol::Tcp(30082), false));
+    }
+    ensure!(!rows.is_empty());
+    expect(cluster, &rows)
+}

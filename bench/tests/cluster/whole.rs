@@ -1,0 +1,83 @@
+//! What anyone expects of Penstock in a cluster.
+
+use std::time::Duration;
+
+use anyhow::{Result, bail, ensure};
+use penstock_bench::expectation::{Expectation, PolicyOracle};
+use penstock_bench::probe::{self, Protocol, RetryPolicy};
+
+use crate::real_cluster::RealCluster;
+use crate::shell::eventually;
+
+/// Of each pod to each pod, both families, three ports: as the engine evaluates the objects that the API server has.
+pub(crate) fn pods_reach_each_other_as_policy_says(cluster: &mut RealCluster) -> Result<()> {
+    let oracle = PolicyOracle::new(&cluster.objects()?);
+    let probes = probe::all_pairs(&cluster.sites, &[Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(5353)]);
+    let outcomes = probe::run(&cluster.sites, &probes, RetryPolicy::default())?;
+    let (mut allowed, mut wrong) = (0, Vec::new());
+    for (probe, outcome) in probes.iter().zip(&outcomes) {
+        let from = &cluster.sites[probe.from];
+        let source = from.address(probe.destination.is_ipv6()).expect("every pod has both families");
+        let expected = oracle.expect(source, probe);
+        allowed += usize::from(expected == Expectation::Allowed);
+        if (expected == Expectation::Allowed) != outcome.arrived() {
+            let to = &cluster.sites[probe.to].name;
+            wrong.push(format!("{} to {to} {} {}: {outcome}, but {expected}", from.name, probe.destination, probe.protocol));
+        }
+    }
+    ensure!(wrong.is_empty(), "{} of {} probes:\n{}", wrong.len(), probes.len(), wrong.join("\n"));
+    ensure!(allowed > 20 && probes.len() - allowed > 20, "{allowed} of {} are allowed: both outcomes occur", probes.len());
+    Ok(())
+}
+
+/// What docs and README show: status, flows and a bundle, by `kubectl exec`.
+pub(crate) fn commands_answer_in_the_pods(cluster: &mut RealCluster) -> Result<()> {
+    for node in 0..cluster.nodes.len() {
+        let status = cluster.penstock(node, &["status"])?;
+        ensure!(status.contains("attach") && status.contains("tcx"), "the default attach mode: {status}");
+        cluster.penstock(node, &["flows"])?;
+        cluster.penstock(node, &["dump", "/tmp/bundle.tar.gz"])?;
+    }
+    Ok(())
+}
+
+/// Ordinary churn is nothing that anyone must look at.
+pub(crate) fn a_deleted_pod_leaves_no_warning(cluster: &mut RealCluster) -> Result<()> {
+    let image = "docker.io/library/penstock-test-pause:1";
+    for node in &cluster.nodes {
+        let name = node.number.name();
+        cluster.apply(&format!(
+            "{{apiVersion: v1, kind: Pod, metadata: {{namespace: lab, name: short-{name}}}, spec: {{nodeName: {name}, \
+             terminationGracePeriodSeconds: 0, containers: [{{name: main, image: \"{image}\", imagePullPolicy: Never}}]}}}}"
+        ))?;
+    }
+    for node in 0..cluster.nodes.len() {
+        let pod = format!("pod/short-{}", cluster.nodes[node].number.name());
+        cluster.kubectl(&["-n", "lab", "wait", "--for=condition=Ready", &pod, "--timeout=60s"])?;
+        cluster.kubectl(&["-n", "lab", "delete", &pod, "--wait=true", "--timeout=60s"])?;
+    }
+    // The daemon hears of the interface and of the object one after the other.
+    std::thread::sleep(Duration::from_secs(2));
+    for node in 0..cluster.nodes.len() {
+        let log = cluster.log_of_penstock(node, "60s")?;
+        let warnings: Vec<&str> = log.lines().filter(|line| line.contains("WARN") || line.contains("ERROR")).collect();
+        ensure!(warnings.is_empty(), "{}", warnings.join("\n"));
+    }
+    Ok(())
+}
+
+/// Waits until a probe of `from` has the outcome that policy gives it, and fails otherwise.
+pub(crate) fn expect_reached(cluster: &RealCluster, from: &str, to: &str, port: u16, reached: bool) -> Result<()> {
+    eventually(Duration::from_secs(20), || {
+        let outcome = probe::run_one(
+            cluster.site(from),
+            cluster.target(to, false),
+            Protocol::Tcp(port),
+            RetryPolicy::default(),
+        )?;
+        match outcome.arrived() == reached {
+            true => Ok(()),
+            false => bail!("{from} to {to}, TCP {port}: {outcome}"),
+        }
+    })
+}
