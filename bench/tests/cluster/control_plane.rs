@@ -51,15 +51,21 @@ impl ControlPlane {
         )?;
         world.set_sysctl("net/ipv4/ip_forward", "1")?;
         world.set_sysctl("net/ipv6/conf/all/forwarding", "1")?;
-        let tokens: String = USERS.iter().map(|(user, groups)| format!("{user},{user},{user},\"{groups}\"\n")).collect();
+        let tokens: String =
+            USERS.iter().map(|(user, groups)| format!("{user},{user},{user},\"{groups}\"\n")).collect();
         fs::write(directory.join("tokens.csv"), tokens)?;
         let key = directory.join("accounts.key");
         output(Command::new("openssl").args(["genrsa", "-out"]).arg(&key).arg("2048"))?;
         for (user, _) in USERS {
             fs::write(kubeconfig(directory, user), kubeconfig_of(user, directory))?;
         }
-        let mut plane =
-            Self { api_server: None, _others: Vec::new(), world, programs: programs.into(), directory: directory.into() };
+        let mut plane = Self {
+            api_server: None,
+            _others: Vec::new(),
+            world,
+            programs: programs.into(),
+            directory: directory.into(),
+        };
         plane._others.push(plane.spawn_etcd()?);
         plane.start_api_server()?;
         plane._others.push(plane.spawn_controllers()?);

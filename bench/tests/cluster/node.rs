@@ -181,7 +181,14 @@ impl RealNode {
 fn join(world: &Namespace, number: NodeNumber) -> Result<Namespace> {
     let namespace = Namespace::new(&number.name())?;
     let (address, address6) = (number.address(), number.address6());
-    ip(world, &format!("link add node{0} type veth peer name eth0 netns {1}\nlink set node{0} master br0 up", number.0, namespace.name()))?;
+    ip(
+        world,
+        &format!(
+            "link add node{0} type veth peer name eth0 netns {1}\nlink set node{0} master br0 up",
+            number.0,
+            namespace.name()
+        ),
+    )?;
     ip(
         &namespace,
         &format!(

@@ -135,8 +135,10 @@ impl RealCluster {
     pub(crate) fn wait_for_penstock(&self) -> Result<()> {
         let status = self.kubectl(&["-n", "kube-system", "rollout", "status", "daemonset/penstock", "--timeout=180s"]);
         status.map(drop).map_err(|error| {
-            let pods = self.kubectl(&["-n", "kube-system", "describe", "pods", "-l", "app.kubernetes.io/name=penstock"]);
-            let logs = self.kubectl(&["-n", "kube-system", "logs", "--tail=20", "-l", "app.kubernetes.io/name=penstock"]);
+            let pods =
+                self.kubectl(&["-n", "kube-system", "describe", "pods", "-l", "app.kubernetes.io/name=penstock"]);
+            let logs =
+                self.kubectl(&["-n", "kube-system", "logs", "--tail=20", "-l", "app.kubernetes.io/name=penstock"]);
             error.context(format!("{}\n{}", pods.unwrap_or_default(), logs.unwrap_or_default()))
         })
     }
@@ -177,7 +179,11 @@ impl RealCluster {
             let ready = nodes["items"].as_array().into_iter().flatten().filter(|node| is_ready(node)).count();
             match ready == self.nodes.len() {
                 true => Ok(()),
-                false => bail!("{ready} of {} nodes are ready; see the logs in {}", self.nodes.len(), self.scratch.path().display()),
+                false => bail!(
+                    "{ready} of {} nodes are ready; see the logs in {}",
+                    self.nodes.len(),
+                    self.scratch.path().display()
+                ),
             }
         })
     }
@@ -189,7 +195,11 @@ impl RealCluster {
             let text = |pointer: &str| pod.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
             let name = format!("{}/{}", text("/metadata/namespace"), text("/metadata/name"));
             let on = text("/spec/nodeName");
-            let node = self.nodes.iter().find(|node| node.number.name() == on).with_context(|| format!("{name} is on {on:?}"))?;
+            let node = self
+                .nodes
+                .iter()
+                .find(|node| node.number.name() == on)
+                .with_context(|| format!("{name} is on {on:?}"))?;
             let processes = node.processes_of(text("/metadata/uid"));
             let process = processes.first().with_context(|| format!("{name} has no process"))?;
             let namespace = Namespace::of_process(*process, &name)?;

@@ -42,10 +42,14 @@ fn expect_undisturbed(connections: &[(&str, EchoConnection)]) -> Result<()> {
 fn daemon_on(cluster: &RealCluster, node: usize) -> Result<Pid> {
     let pod = cluster.get(&["pod", "-n", "kube-system", &cluster.penstock_on(node)?])?;
     let uid = pod["metadata"]["uid"].as_str().context("a pod has a UID")?;
-    cluster.nodes[node].processes_of(uid).into_iter().find(|process| {
-        let command = fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
-        command.starts_with(b"/usr/local/bin/penstock\0run\0")
-    }).context("no daemon there")
+    cluster.nodes[node]
+        .processes_of(uid)
+        .into_iter()
+        .find(|process| {
+            let command = fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+            command.starts_with(b"/usr/local/bin/penstock\0run\0")
+        })
+        .context("no daemon there")
 }
 
 /// How often the daemon's container was restarted.
@@ -112,7 +116,9 @@ pub(crate) fn a_wrong_configuration_leaves_the_last_good_one(cluster: &mut RealC
             other => bail!("{other} daemons run without being ready"),
         }
     })?;
-    for (from, to, reached) in [("shop/web", "shop/api", true), ("ops/dash", "shop/web", true), ("lab/guest", "shop/api", false)] {
+    for (from, to, reached) in
+        [("shop/web", "shop/api", true), ("ops/dash", "shop/web", true), ("lab/guest", "shop/api", false)]
+    {
         expect_reached(cluster, from, to, 8080, reached)?;
     }
     cluster.install()?;

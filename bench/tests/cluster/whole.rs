@@ -22,11 +22,18 @@ pub(crate) fn pods_reach_each_other_as_policy_says(cluster: &mut RealCluster) ->
         allowed += usize::from(expected == Expectation::Allowed);
         if (expected == Expectation::Allowed) != outcome.arrived() {
             let to = &cluster.sites[probe.to].name;
-            wrong.push(format!("{} to {to} {} {}: {outcome}, but {expected}", from.name, probe.destination, probe.protocol));
+            wrong.push(format!(
+                "{} to {to} {} {}: {outcome}, but {expected}",
+                from.name, probe.destination, probe.protocol
+            ));
         }
     }
     ensure!(wrong.is_empty(), "{} of {} probes:\n{}", wrong.len(), probes.len(), wrong.join("\n"));
-    ensure!(allowed > 20 && probes.len() - allowed > 20, "{allowed} of {} are allowed: both outcomes occur", probes.len());
+    ensure!(
+        allowed > 20 && probes.len() - allowed > 20,
+        "{allowed} of {} are allowed: both outcomes occur",
+        probes.len()
+    );
     Ok(())
 }
 
@@ -34,7 +41,10 @@ pub(crate) fn pods_reach_each_other_as_policy_says(cluster: &mut RealCluster) ->
 pub(crate) fn commands_answer_in_the_pods(cluster: &mut RealCluster) -> Result<()> {
     for node in 0..cluster.nodes.len() {
         let status = cluster.penstock(node, &["status"])?;
-        ensure!(status.contains("attach") && status.contains("tcx"), "the default attach mode: {status}");
+        ensure!(
+            status.contains("is in force on every worker") && status.contains("tcx"),
+            "the default attach mode: {status}"
+        );
         cluster.penstock(node, &["flows"])?;
         cluster.penstock(node, &["dump", "/tmp/bundle.tar.gz"])?;
     }
@@ -47,8 +57,9 @@ pub(crate) fn a_deleted_pod_leaves_no_warning(cluster: &mut RealCluster) -> Resu
     for node in &cluster.nodes {
         let name = node.number.name();
         cluster.apply(&format!(
-            "{{apiVersion: v1, kind: Pod, metadata: {{namespace: lab, name: short-{name}}}, spec: {{nodeName: {name}, \
-             terminationGracePeriodSeconds: 0, containers: [{{name: main, image: \"{image}\", imagePullPolicy: Never}}]}}}}"
+            "apiVersion: v1\nkind: Pod\nmetadata: {{namespace: lab, name: short-{name}}}\n\
+             spec: {{nodeName: {name}, terminationGracePeriodSeconds: 0, \
+             containers: [{{name: main, image: \"{image}\", imagePullPolicy: Never}}]}}\n"
         ))?;
     }
     for node in 0..cluster.nodes.len() {
@@ -69,12 +80,8 @@ pub(crate) fn a_deleted_pod_leaves_no_warning(cluster: &mut RealCluster) -> Resu
 /// Waits until a probe of `from` has the outcome that policy gives it, and fails otherwise.
 pub(crate) fn expect_reached(cluster: &RealCluster, from: &str, to: &str, port: u16, reached: bool) -> Result<()> {
     eventually(Duration::from_secs(20), || {
-        let outcome = probe::run_one(
-            cluster.site(from),
-            cluster.target(to, false),
-            Protocol::Tcp(port),
-            RetryPolicy::default(),
-        )?;
+        let outcome =
+            probe::run_one(cluster.site(from), cluster.target(to, false), Protocol::Tcp(port), RetryPolicy::default())?;
         match outcome.arrived() == reached {
             true => Ok(()),
             false => bail!("{from} to {to}, TCP {port}: {outcome}"),

@@ -1,0 +1,233 @@
+//! Closes an interface: a tcx program on each direction that drops everything, pinned where the daemon pins its own.
+//!
+//! The three bpf(2) commands are made here without libbpf, so that the plugin needs no library on the node: it runs there
+//! outside of any image.
+
+use std::ffi::CString;
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
+
+use crate::plugin::Veth;
+
+/// An interface cannot be closed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CloseError {
+    #[error("{}: no BPF file system: mount one on the node (mount -t bpf bpf /sys/fs/bpf)", .0.display())]
+    NoBpffs(PathBuf),
+    #[error("{}: {source}", .path.display())]
+    File { path: PathBuf, source: io::Error },
+    #[error("cannot load the closing program: {0}; it needs CAP_BPF and CAP_NET_ADMIN")]
+    Load(io::Error),
+    #[error("cannot close {interface}: {source}; tcx needs Linux 6.6")]
+    Attach { interface: String, source: io::Error },
+}
+
+/// A direction, seen from the node's end: its attach type in `enum bpf_attach_type` (include/uapi/linux/bpf.h), and what the
+/// daemon calls the pin.
+struct Direction {
+    attach_type: u32,
+    pin: &'static str,
+}
+
+/// What the pod sends first: until both are closed, nothing that it sends passes.
+const DIRECTIONS: [Direction; 2] =
+    [Direction { attach_type: 46, pin: "from_pod" }, Direction { attach_type: 47, pin: "to_pod" }];
+
+/// Closes an interface in this network namespace, unless a daemon has got there first.
+pub(crate) fn close(root: &Path, veth: &Veth) -> Result<(), CloseError> {
+    check(root)?;
+    let directory = directory(root)?;
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(&directory);
+    made.map_err(|source| CloseError::File { path: directory.clone(), source })?;
+    for Direction { attach_type, pin } in DIRECTIONS {
+        let failed = |source| CloseError::Attach { interface: veth.name.clone(), source };
+        let path = directory.join(format!("{pin}-{}", veth.index));
+        let program = bpf::load_dropping_program(attach_type).map_err(CloseError::Load)?;
+        let link = bpf::create_link(&program, veth.index, attach_type).map_err(failed)?;
+        match bpf::pin(&link, &path) {
+            // The daemon's, which has seen the interface meanwhile. The link here ends with its descriptor.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && bpf::is_of(&path, veth.index) => {}
+            // Of an interface of this index that is gone.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                fs::remove_file(&path).and_then(|()| bpf::pin(&link, &path)).map_err(failed)?;
+            }
+            other => other.map_err(failed)?,
+        }
+    }
+    Ok(())
+}
+
+/// Whether both directions have a program that is pinned for this interface: the closing one, or the daemon's.
+pub(crate) fn is_closed_or_served(root: &Path, veth: &Veth) -> Result<bool, CloseError> {
+    let directory = directory(root)?;
+    let has = |pin: &str| bpf::is_of(&directory.join(format!("{pin}-{}", veth.index)), veth.index);
+    Ok(DIRECTIONS.iter().all(|direction| has(direction.pin)))
+}
+
+/// Whether interfaces can be closed on this node.
+pub(crate) fn check(root: &Path) -> Result<(), CloseError> {
+    let existing = root.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    match statfs(existing).is_ok_and(|found| found.filesystem_type() == BPF_FS_MAGIC) {
+        true => Ok(()),
+        false => Err(CloseError::NoBpffs(root.to_owned())),
+    }
+}
+
+/// Where the pins of this network namespace are: the daemon names the directory after the namespace's inode.
+fn directory(root: &Path) -> Result<PathBuf, CloseError> {
+    let namespace = Path::new("/proc/self/ns/net");
+    let inode = fs::metadata(namespace).map_err(|source| CloseError::File { path: namespace.into(), source })?.ino();
+    Ok(root.join(inode.to_string()))
+}
+
+/// bpf(2): <https://docs.kernel.org/userspace-api/ebpf/syscall.html>. Each structure is the part of `union bpf_attr` that the
+/// command reads; what is behind it is zero for the kernel.
+mod bpf {
+    use super::*;
+
+    const PROG_LOAD: u32 = 5;
+    const OBJ_PIN: u32 = 6;
+    const OBJ_GET: u32 = 7;
+    const OBJ_GET_INFO: u32 = 15;
+    const LINK_CREATE: u32 = 28;
+    /// `BPF_PROG_TYPE_SCHED_CLS`.
+    const SCHED_CLS: u32 = 3;
+    /// `BPF_LINK_TYPE_TCX`.
+    const TCX: u32 = 11;
+    /// `r0 = 2` (`TCX_DROP`), `exit`: `struct bpf_insn` as in Documentation/bpf/standardization/instruction-set.rst.
+    const DROP: [u64; 2] = [2 << 32 | 0xb7, 0x95];
+
+    #[repr(C)]
+    struct ProgramLoad {
+        program_type: u32,
+        instruction_count: u32,
+        instructions: u64,
+        license: u64,
+        log_level: u32,
+        log_size: u32,
+        log: u64,
+        kernel_version: u32,
+        flags: u32,
+        name: [u8; 16],
+        interface: u32,
+        expected_attach_type: u32,
+    }
+
+    #[repr(C)]
+    struct LinkCreate {
+        program: u32,
+        interface: u32,
+        attach_type: u32,
+        flags: u32,
+        relative: u32,
+        padding: u32,
+        expected_revision: u64,
+    }
+
+    #[repr(C)]
+    struct Object {
+        path: u64,
+        descriptor: u32,
+        flags: u32,
+    }
+
+    #[repr(C)]
+    struct GetInfo {
+        descriptor: u32,
+        length: u32,
+        info: u64,
+    }
+
+    /// The beginning of `struct bpf_link_info` for a link of tcx.
+    #[repr(C)]
+    #[derive(Default)]
+    struct LinkInfo {
+        link_type: u32,
+        id: u32,
+        program: u32,
+        padding: u32,
+        interface: u32,
+        attach_type: u32,
+    }
+
+    pub(super) fn load_dropping_program(attach_type: u32) -> io::Result<OwnedFd> {
+        let mut name = [0; 16];
+        name[..14].copy_from_slice(b"penstock_close");
+        // The program calls nothing of the kernel, so its licence is the project's own.
+        let license = c"Apache-2.0";
+        let attributes = ProgramLoad {
+            program_type: SCHED_CLS,
+            instruction_count: DROP.len() as u32,
+            instructions: DROP.as_ptr() as u64,
+            license: license.as_ptr() as u64,
+            log_level: 0,
+            log_size: 0,
+            log: 0,
+            kernel_version: 0,
+            flags: 0,
+            name,
+            interface: 0,
+            expected_attach_type: attach_type,
+        };
+        // SAFETY: the instructions and the licence outlive the call, and their counts are given.
+        unsafe { descriptor(PROG_LOAD, &attributes) }
+    }
+
+    pub(super) fn create_link(program: &OwnedFd, interface: u32, attach_type: u32) -> io::Result<OwnedFd> {
+        let program = program.as_raw_fd().cast_unsigned();
+        let attributes =
+            LinkCreate { program, interface, attach_type, flags: 0, relative: 0, padding: 0, expected_revision: 0 };
+        // SAFETY: the structure has no pointer.
+        unsafe { descriptor(LINK_CREATE, &attributes) }
+    }
+
+    pub(super) fn pin(link: &OwnedFd, path: &Path) -> io::Result<()> {
+        let path = CString::new(path.as_os_str().as_bytes())?;
+        let descriptor = link.as_raw_fd().cast_unsigned();
+        let attributes = Object { path: path.as_ptr() as u64, descriptor, flags: 0 };
+        // SAFETY: the path is a NUL-terminated string that outlives the call.
+        unsafe { call(OBJ_PIN, &attributes) }.map(drop)
+    }
+
+    /// Whether this is a pinned tcx link of an interface.
+    pub(super) fn is_of(path: &Path, interface: u32) -> bool {
+        let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return false };
+        let attributes = Object { path: path.as_ptr() as u64, descriptor: 0, flags: 0 };
+        // SAFETY: as above.
+        let Ok(link) = (unsafe { descriptor(OBJ_GET, &attributes) }) else { return false };
+        let mut info = LinkInfo::default();
+        let attributes = GetInfo {
+            descriptor: link.as_raw_fd().cast_unsigned(),
+            length: size_of::<LinkInfo>() as u32,
+            info: (&raw mut info) as u64,
+        };
+        // SAFETY: the kernel writes at most the given length to the structure, which outlives the call.
+        let found = unsafe { call(OBJ_GET_INFO, &attributes) };
+        found.is_ok() && info.link_type == TCX && info.interface == interface
+    }
+
+    /// A command that returns a descriptor.
+    ///
+    /// # Safety
+    /// As for [`call`].
+    unsafe fn descriptor<T>(command: u32, attributes: &T) -> io::Result<OwnedFd> {
+        // SAFETY: the caller's promise.
+        let descriptor = unsafe { call(command, attributes) }?;
+        // SAFETY: the kernel has just returned it, and nothing else owns it.
+        Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
+    }
+
+    /// # Safety
+    /// `attributes` is the structure of this command, and its pointers are valid for what the command does with them.
+    unsafe fn call<T>(command: u32, attributes: &T) -> io::Result<i32> {
+        // SAFETY: the structure lives across the call and its size is given; the rest is the caller's promise.
+        let result = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_ref(attributes), size_of::<T>()) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
+    }
+}
