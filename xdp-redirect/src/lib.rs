@@ -33,7 +33,7 @@ pub use pins::{PinError, Pinned, PinnedProgram, Pins};
 pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
 pub use tcx::{
-    MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount,
+    Entrances, MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount,
     TriedFrame, WaitingArray, WorkerPair,
 };
 pub use translated_sources::TranslatedSources;

@@ -338,10 +338,14 @@ impl TcxPrograms {
         Ok(InterfaceLink::new(link, Some((pins.clone(), pinned))))
     }
 
-    /// Marks this address as a local pod's, whose packets enter the node's stack by this interface: with any other, or if
-    /// the node itself sends it, a packet to a pod with this source is dropped. `None`: no packet may have it.
-    pub fn set_pod_address(&self, address: IpAddr, enters_by: Option<u32>) -> Result<(), TcxMapError> {
-        let set = self.maps.pod_addresses.update(&key(address), &enters_by.unwrap_or(0).to_ne_bytes(), MapFlags::ANY);
+    /// Marks this address as a local pod's, whose packets come in by these interfaces: by any other, or if the node itself
+    /// sends it, a packet to a pod with this source is dropped. `None`: no packet may have it.
+    pub fn set_pod_address(&self, address: IpAddr, by: Option<Entrances>) -> Result<(), TcxMapError> {
+        let Entrances { veth, stack } = by.unwrap_or(Entrances { veth: 0, stack: 0 });
+        let mut value = [0; 8];
+        value[..4].copy_from_slice(&veth.to_ne_bytes());
+        value[4..].copy_from_slice(&stack.to_ne_bytes());
+        let set = self.maps.pod_addresses.update(&key(address), &value, MapFlags::ANY);
         set.map_err(|source| TcxMapError { thing: format!("address {address}"), source })
     }
 
@@ -354,6 +358,15 @@ impl TcxPrograms {
             _ => Ok(()),
         }
     }
+}
+
+/// Indices of the interfaces by which a pod's packets come to another pod.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Entrances {
+    /// The node's end of its veth: a bridge forwards by it, also what br_netfilter has translated.
+    pub veth: u32,
+    /// By which they enter the node's stack: the veth, or the bridge of which it is a port.
+    pub stack: u32,
 }
 
 /// Packets, as segments on a wire, and their bytes, Ethernet headers of long segments counted once.

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
-    Interface, PinnedProgram, Pins, PodVeth, ServedPort, TcxOptions, TcxPrograms, WaitingArray, WorkerPair, XdpOutcome,
+    Entrances, Interface, PinnedProgram, Pins, PodVeth, ServedPort, TcxOptions, TcxPrograms, WaitingArray, WorkerPair,
+    XdpOutcome,
 };
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
 
@@ -193,7 +194,9 @@ impl Node {
         let mut veths = [0, 1].map(|index| programs.attach_pod(&pods[index].interface()).unwrap());
         for (index, veth) in veths.iter_mut().enumerate() {
             veth.serve(&pods[index].served(5 + index as u16)).unwrap();
-            programs.set_pod_address(pods[index].address(), Some(pods[index].interface().index)).unwrap();
+            let index_of = pods[index].interface().index;
+            let by = Entrances { veth: index_of, stack: index_of };
+            programs.set_pod_address(pods[index].address(), Some(by)).unwrap();
         }
         Self { programs, worker: Raw::open("px0"), _pair: attached, pods, veths }
     }

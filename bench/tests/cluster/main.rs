@@ -22,10 +22,11 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 13] = [
+const TESTS: [(&str, Test); 14] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
     ("a_deleted_pod_leaves_no_warning", whole::a_deleted_pod_leaves_no_warning),
+    ("a_pod_that_starts_without_a_daemon_is_closed", whole::a_pod_that_starts_without_a_daemon_is_closed),
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
     ("the_node_reaches_services", services::the_node_reaches_services),
@@ -70,5 +71,10 @@ fn run(running: &Mutex<Option<RealCluster>>, parts: Option<&Parts>, cni: Cni, te
         *running = Some(cluster);
     }
     let cluster = running.as_mut().ok_or("no cluster")?;
-    test(cluster).map_err(|error| format!("{error:#}").into())
+    test(cluster).map_err(|error| {
+        if std::env::var_os("KEEP").is_some() {
+            cluster.keep(&error);
+        }
+        format!("{error:#}").into()
+    })
 }

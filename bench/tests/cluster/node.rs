@@ -95,7 +95,7 @@ impl RealNode {
         let mut node =
             Self { number, namespace, init, _holder: holder, _others: Vec::new(), _control_groups: groups, state };
         let mut mounts = node.command("bash");
-        output(mounts.args(["-c", include_str!("node-mounts.sh")]).env("STATE", &node.state).env("BPFFS", "yes"))?;
+        output(mounts.args(["-c", include_str!("node-mounts.sh")]).env("STATE", &node.state).env("BPFFS", if number.0 == 1 { "yes" } else { "no" }))?;
         node.start_containerd(images, cni)?;
         node.start_kubelet(programs, directory)?;
         node.start_kube_proxy(programs, directory)?;
@@ -291,7 +291,7 @@ address = "/run/containerd/containerd.sock"
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "docker.io/library/penstock-test-pause:1"
 [plugins."io.containerd.grpc.v1.cri".cni]
-bin_dir = "/usr/lib/cni"
+bin_dir = "/opt/cni/bin"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
 runtime_type = "io.containerd.runc.v2"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]

@@ -173,6 +173,18 @@ impl RealCluster {
         self.kubectl(&["-n", "kube-system", "logs", &pod, "-c", "penstock", &format!("--since={since}")])
     }
 
+    /// Leaves the cluster up until SIGINT, and says how to look into it.
+    pub(crate) fn keep(&self, error: &anyhow::Error) {
+        eprintln!("\n{error:#}\n\nKEEP is set: the cluster stays until Ctrl-C.\n  {:?}", self.plane.kubectl());
+        eprintln!("  ip netns exec {} bash", self.plane.world.name());
+        for node in &self.nodes {
+            eprintln!("  {:?}", node.command("bash"));
+        }
+        loop {
+            std::thread::park();
+        }
+    }
+
     fn wait_for_nodes(&self) -> Result<()> {
         eventually(START, || {
             let nodes = self.get(&["nodes"])?;
@@ -192,24 +204,34 @@ impl RealCluster {
     fn enter_pods(&mut self) -> Result<()> {
         let pods = self.get(&["pods", "-A", "-l", "part-of=workload"])?;
         for pod in pods["items"].as_array().into_iter().flatten() {
-            let text = |pointer: &str| pod.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
-            let name = format!("{}/{}", text("/metadata/namespace"), text("/metadata/name"));
-            let on = text("/spec/nodeName");
-            let node = self
-                .nodes
-                .iter()
-                .find(|node| node.number.name() == on)
-                .with_context(|| format!("{name} is on {on:?}"))?;
-            let processes = node.processes_of(text("/metadata/uid"));
-            let process = processes.first().with_context(|| format!("{name} has no process"))?;
-            let namespace = Namespace::of_process(*process, &name)?;
-            let addresses = pod["status"]["podIPs"].as_array().into_iter().flatten();
-            let addresses = addresses.filter_map(|ip| ip["ip"].as_str()?.parse().ok()).collect();
-            let site = Site { name, namespace, addresses };
+            let site = self.enter(pod)?;
             self.servers.push(EchoServers::start(&site, self.sites.len() as u32, &SERVED)?);
             self.sites.push(site);
         }
         Ok(())
+    }
+
+    /// A pod's object, once its containers run.
+    pub(crate) fn running(&self, namespace: &str, name: &str) -> Result<Value> {
+        let pod = self.get(&["pod", "-n", namespace, name])?;
+        match pod["status"]["phase"] == "Running" {
+            true => Ok(pod),
+            false => bail!("{namespace}/{name} does not run: {}", pod["status"]),
+        }
+    }
+
+    /// The network namespace and the addresses of a pod that runs.
+    pub(crate) fn enter(&self, pod: &Value) -> Result<Site> {
+        let text = |pointer: &str| pod.pointer(pointer).and_then(Value::as_str).unwrap_or_default();
+        let name = format!("{}/{}", text("/metadata/namespace"), text("/metadata/name"));
+        let on = text("/spec/nodeName");
+        let node = self.nodes.iter().find(|node| node.number.name() == on);
+        let node = node.with_context(|| format!("{name} is on {on:?}"))?;
+        let processes = node.processes_of(text("/metadata/uid"));
+        let process = processes.first().with_context(|| format!("{name} has no process"))?;
+        let namespace = Namespace::of_process(*process, &name)?;
+        let addresses = pod["status"]["podIPs"].as_array().into_iter().flatten();
+        Ok(Site { name, namespace, addresses: addresses.filter_map(|ip| ip["ip"].as_str()?.parse().ok()).collect() })
     }
 }
 

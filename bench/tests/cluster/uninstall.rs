@@ -28,6 +28,15 @@ pub(crate) fn nothing_is_left_on_a_node(cluster: &mut RealCluster) -> Result<()>
         for path in ["/run/penstock", "/sys/fs/bpf/penstock"] {
             ensure!(!node.path(path).exists(), "{path} is left on {}", node.number.name());
         }
+        for folder in ["/opt/cni/bin", "/etc/cni/net.d"] {
+            for file in std::fs::read_dir(node.path(folder))?.flatten() {
+                let text = std::fs::read(file.path())?;
+                let is_configuration = folder.starts_with("/etc");
+                let names_it = file.file_name().to_string_lossy().contains("penstock")
+                    || is_configuration && String::from_utf8_lossy(&text).contains("penstock");
+                ensure!(!names_it, "{} on {}", file.path().display(), node.number.name());
+            }
+        }
         let links = crate::shell::output(node.namespace.command("ip").args(["-o", "link"]))?;
         ensure!(!links.contains("penstock") && !links.contains("xdp"), "{links}");
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use penstock_bench::expectation::{Expectation, PolicyOracle};
-use penstock_bench::probe::{self, Protocol, RetryPolicy};
+use penstock_bench::probe::{self, EchoServers, EchoService, Protocol, RetryPolicy, Site};
 
 use crate::real_cluster::RealCluster;
 use crate::shell::eventually;
@@ -53,14 +53,9 @@ pub(crate) fn commands_answer_in_the_pods(cluster: &mut RealCluster) -> Result<(
 
 /// Ordinary churn is nothing that anyone must look at.
 pub(crate) fn a_deleted_pod_leaves_no_warning(cluster: &mut RealCluster) -> Result<()> {
-    let image = "docker.io/library/penstock-test-pause:1";
     for node in &cluster.nodes {
         let name = node.number.name();
-        cluster.apply(&format!(
-            "apiVersion: v1\nkind: Pod\nmetadata: {{namespace: lab, name: short-{name}}}\n\
-             spec: {{nodeName: {name}, terminationGracePeriodSeconds: 0, \
-             containers: [{{name: main, image: \"{image}\", imagePullPolicy: Never}}]}}\n"
-        ))?;
+        cluster.apply(&waiting_pod("lab", &format!("short-{name}"), &name))?;
     }
     for node in 0..cluster.nodes.len() {
         let pod = format!("pod/short-{}", cluster.nodes[node].number.name());
@@ -75,6 +70,62 @@ pub(crate) fn a_deleted_pod_leaves_no_warning(cluster: &mut RealCluster) -> Resu
         ensure!(warnings.is_empty(), "{}", warnings.join("\n"));
     }
     Ok(())
+}
+
+/// A pod that starts while no daemon runs, as at boot: its first packet is policy's.
+pub(crate) fn a_pod_that_starts_without_a_daemon_is_closed(cluster: &mut RealCluster) -> Result<()> {
+    let selector = |value: &str| {
+        let patch =
+            format!(r#"{{"spec":{{"template":{{"spec":{{"nodeSelector":{{"kubernetes.io/os":"{value}"}}}}}}}}}}"#);
+        cluster.kubectl(&["-n", "kube-system", "patch", "daemonset/penstock", "-p", &patch])
+    };
+    selector("none")?;
+    let daemons = ["-n", "kube-system", "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/name=penstock"];
+    cluster.kubectl(&[daemons.as_slice(), &["--timeout=120s"]].concat())?;
+    // The namespace denies all that its policies do not allow; both pods are new, and on one node.
+    let node = &cluster.nodes[0];
+    for name in ["early", "open"] {
+        let namespace = if name == "early" { "shop" } else { "lab" };
+        cluster.apply(&waiting_pod(namespace, name, &node.number.name()))?;
+    }
+    let enter = |namespace, name| {
+        let pod = eventually(Duration::from_secs(60), || cluster.running(namespace, name))?;
+        cluster.enter(&pod)
+    };
+    let (early, open) = (enter("shop", "early")?, enter("lab", "open")?);
+    let servers = [(&early, EARLY), (&open, OPEN)]
+        .map(|(site, identity)| EchoServers::start(site, identity, &[EchoService::Tcp(8080)]));
+    let (to_early, to_open) = ((EARLY, early.addresses[0]), (OPEN, open.addresses[0]));
+    let guest = cluster.site("lab/guest");
+    let reaches = |from: &Site, to| -> Result<bool> {
+        Ok(probe::run_one(from, to, Protocol::Tcp(8080), RetryPolicy::default())?.arrived())
+    };
+    ensure!(!reaches(guest, to_early)? && !reaches(guest, to_open)?, "without a daemon a new pod is closed");
+    ensure!(!reaches(&open, cluster.target("ops/monitor", false))?, "and sends nothing");
+    selector("linux")?;
+    cluster.wait_for_penstock()?;
+    eventually(Duration::from_secs(20), || match reaches(guest, to_open)? {
+        true => Ok(()),
+        false => bail!("a pod without policies stays closed"),
+    })?;
+    ensure!(!reaches(guest, to_early)?, "policy denies it");
+    ensure!(reaches(&open, cluster.target("ops/monitor", false))?, "no policy denies it");
+    drop(servers);
+    cluster.kubectl(&["delete", "pod", "-n", "shop", "early"])?;
+    cluster.kubectl(&["delete", "pod", "-n", "lab", "open"]).map(drop)
+}
+
+/// Identities of servers in pods that are not the workload's.
+const EARLY: u32 = 1_000;
+const OPEN: u32 = 1_001;
+
+/// A pod whose container only waits.
+fn waiting_pod(namespace: &str, name: &str, node: &str) -> String {
+    format!(
+        "apiVersion: v1\nkind: Pod\nmetadata: {{namespace: {namespace}, name: {name}}}\n\
+         spec: {{nodeName: {node}, terminationGracePeriodSeconds: 0, containers: \
+         [{{name: main, image: \"docker.io/library/penstock-test-pause:1\", imagePullPolicy: Never}}]}}\n"
+    )
 }
 
 /// Waits until a probe of `from` has the outcome that policy gives it, and fails otherwise.

@@ -39,9 +39,31 @@ struct Direction {
 const DIRECTIONS: [Direction; 2] =
     [Direction { attach_type: 46, pin: "from_pod" }, Direction { attach_type: 47, pin: "to_pod" }];
 
+/// What the daemon calls the pin of its XDP program, where `attach` is `xdp`.
+const XDP_PIN: &str = "pod";
+
 /// Closes an interface in this network namespace, unless a daemon has got there first.
 pub(crate) fn close(root: &Path, veth: &Veth) -> Result<(), CloseError> {
     check(root)?;
+    if is_pinned(root, veth, XDP_PIN)? {
+        return Ok(());
+    }
+    close_by_tcx(root, veth)?;
+    // A daemon pins its XDP program, then removes these pins. If it did both before they were here, they must go.
+    if is_pinned(root, veth, XDP_PIN)? {
+        for Direction { pin, .. } in DIRECTIONS {
+            let path = directory(root)?.join(format!("{pin}-{}", veth.index));
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                done => done.map_err(|source| CloseError::File { path, source })?,
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Each link ends with its pin.
+fn close_by_tcx(root: &Path, veth: &Veth) -> Result<(), CloseError> {
     let directory = directory(root)?;
     let made = DirBuilder::new().recursive(true).mode(0o700).create(&directory);
     made.map_err(|source| CloseError::File { path: directory.clone(), source })?;
@@ -65,9 +87,12 @@ pub(crate) fn close(root: &Path, veth: &Veth) -> Result<(), CloseError> {
 
 /// Whether both directions have a program that is pinned for this interface: the closing one, or the daemon's.
 pub(crate) fn is_closed_or_served(root: &Path, veth: &Veth) -> Result<bool, CloseError> {
-    let directory = directory(root)?;
-    let has = |pin: &str| bpf::is_of(&directory.join(format!("{pin}-{}", veth.index)), veth.index);
-    Ok(DIRECTIONS.iter().all(|direction| has(direction.pin)))
+    let [from_pod, to_pod] = DIRECTIONS;
+    Ok(is_pinned(root, veth, XDP_PIN)? || is_pinned(root, veth, from_pod.pin)? && is_pinned(root, veth, to_pod.pin)?)
+}
+
+fn is_pinned(root: &Path, veth: &Veth, pin: &str) -> Result<bool, CloseError> {
+    Ok(bpf::is_of(&directory(root)?.join(format!("{pin}-{}", veth.index)), veth.index))
 }
 
 /// Whether interfaces can be closed on this node.
@@ -98,8 +123,8 @@ mod bpf {
     const LINK_CREATE: u32 = 28;
     /// `BPF_PROG_TYPE_SCHED_CLS`.
     const SCHED_CLS: u32 = 3;
-    /// `BPF_LINK_TYPE_TCX`.
-    const TCX: u32 = 11;
+    /// `BPF_LINK_TYPE_XDP`, `BPF_LINK_TYPE_TCX`.
+    const OF_INTERFACES: [u32; 2] = [6, 11];
     /// `r0 = 2` (`TCX_DROP`), `exit`: `struct bpf_insn` as in Documentation/bpf/standardization/instruction-set.rst.
     const DROP: [u64; 2] = [2 << 32 | 0xb7, 0x95];
 
@@ -144,7 +169,7 @@ mod bpf {
         info: u64,
     }
 
-    /// The beginning of `struct bpf_link_info` for a link of tcx.
+    /// The beginning of `struct bpf_link_info` for a link of XDP, and that of tcx but for its attach type.
     #[repr(C)]
     #[derive(Default)]
     struct LinkInfo {
@@ -153,7 +178,6 @@ mod bpf {
         program: u32,
         padding: u32,
         interface: u32,
-        attach_type: u32,
     }
 
     pub(super) fn load_dropping_program(attach_type: u32) -> io::Result<OwnedFd> {
@@ -195,7 +219,7 @@ mod bpf {
         unsafe { call(OBJ_PIN, &attributes) }.map(drop)
     }
 
-    /// Whether this is a pinned tcx link of an interface.
+    /// Whether this is a pinned link of this interface.
     pub(super) fn is_of(path: &Path, interface: u32) -> bool {
         let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return false };
         let attributes = Object { path: path.as_ptr() as u64, descriptor: 0, flags: 0 };
@@ -209,7 +233,7 @@ mod bpf {
         };
         // SAFETY: the kernel writes at most the given length to the structure, which outlives the call.
         let found = unsafe { call(OBJ_GET_INFO, &attributes) };
-        found.is_ok() && info.link_type == TCX && info.interface == interface
+        found.is_ok() && OF_INTERFACES.contains(&info.link_type) && info.interface == interface
     }
 
     /// A command that returns a descriptor.

@@ -68,9 +68,16 @@ struct { /* by interface index: packets by outcome */
 	__array(values, struct counters);
 } outcomes SEC(".maps");
 
-struct { /* local pods' addresses (IPv4 as ::ffff:a.b.c.d): the interface by which their packets enter the node's stack, or 0 */
+/* The interfaces by which a pod's packets come to another pod, 0 for none: its veth, if a bridge forwards them (also what
+ * br_netfilter has translated); the veth or the bridge, if the node's stack does. */
+struct entrances {
+	__u32 veth;
+	__u32 stack;
+};
+
+struct { /* local pods' addresses (IPv4 as ::ffff:a.b.c.d) */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8192); __uint(map_flags, BPF_F_NO_PREALLOC);
-	__type(key, struct in6_addr); __type(value, __u32);
+	__type(key, struct in6_addr); __type(value, struct entrances);
 } pod_addresses SEC(".maps");
 
 struct { /* a socket of the serving process while it lives */
@@ -369,12 +376,12 @@ int from_pod(struct __sk_buff *skb)
 	return redirect_to_worker(skb, at, 0, REDIRECTED);
 }
 
-/* Whether this is a local pod's address, and the packet did not enter the stack by that pod's interface. */
+/* Whether this is a local pod's address, and the packet did not come in by that pod's interface. */
 static __always_inline int is_another_pods(struct __sk_buff *skb, const struct in6_addr *from)
 {
-	const __u32 *enters = bpf_map_lookup_elem(&pod_addresses, from);
+	const struct entrances *by = bpf_map_lookup_elem(&pod_addresses, from);
 
-	return enters && (!*enters || *enters != skb->ingress_ifindex);
+	return by && (!skb->ingress_ifindex || (skb->ingress_ifindex != by->veth && skb->ingress_ifindex != by->stack));
 }
 
 /* Whether a packet that the node's stack sends has the source of a local pod, now or before the node translated it, but did

@@ -3,6 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 
+use penstock_xdp_redirect::Entrances;
+
 use super::open::mtu;
 use super::{ETHERNET_HEADER, OpenPorts};
 use crate::discovery::{PodPort, PodRoute};
@@ -12,8 +14,8 @@ use crate::discovery::{PodPort, PodRoute};
 pub(super) struct Announced {
     /// The longest frame for it, with its Ethernet header; 0 if its pod is not served.
     longest: u16,
-    /// Index of the interface by which its packets enter the node's stack.
-    enters_by: Option<u32>,
+    /// The interfaces by which its packets come in.
+    by: Option<Entrances>,
 }
 
 impl OpenPorts {
@@ -23,7 +25,7 @@ impl OpenPorts {
     pub(crate) fn announce(&mut self, unserved: &BTreeSet<IpAddr>) {
         let of = |route: PodRoute| Announced {
             longest: self.longest.min(mtu(route.mtu.saturating_add(ETHERNET_HEADER))),
-            enters_by: Some(route.enters_by),
+            by: Some(Entrances { veth: route.link, stack: route.enters_by }),
         };
         let mut wanted: BTreeMap<IpAddr, Announced> =
             unserved.iter().map(|&address| (address, Announced::default())).collect();
@@ -31,7 +33,7 @@ impl OpenPorts {
         for (&address, announced) in
             wanted.iter().filter(|&(address, announced)| self.announced.get(address) != Some(announced))
         {
-            if let Err(error) = self.programs.announce(address, announced.longest, announced.enters_by) {
+            if let Err(error) = self.programs.announce(address, announced.longest, announced.by) {
                 tracing::error!(%error, "cannot announce a pod's address: packets from outside do not reach it, and may use it as their source");
             }
         }

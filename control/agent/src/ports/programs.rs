@@ -7,8 +7,8 @@ use std::os::fd::BorrowedFd;
 
 use penstock_dataplane::forward::{Mac, PortId};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, OwnAddressesError, Pins, PodVeth, Redirect, ServedPort,
-    TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode, XdpOutcomeCounts,
+    AttachError, AttachOptions, Attached, Entrances, Interface, OwnAddressesError, Pinned, PinnedProgram, Pins,
+    PodVeth, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode, XdpOutcomeCounts,
 };
 
 /// The loaded programs.
@@ -53,7 +53,16 @@ impl Programs {
         options: AttachOptions,
     ) -> Result<InterfacePrograms, AttachError> {
         Ok(match self {
-            Self::Xdp(redirect) => InterfacePrograms::Xdp(redirect.attach(interface, options)?),
+            Self::Xdp(redirect) => {
+                let attached = redirect.attach(interface, options)?;
+                // penstock-cni closes new interfaces by tcx.
+                if let Some(pins) = redirect.pins() {
+                    for program in [PinnedProgram::FromPod, PinnedProgram::ToPod] {
+                        pins.remove(Pinned { program, interface: interface.index });
+                    }
+                }
+                InterfacePrograms::Xdp(attached)
+            }
             Self::Tcx { tcx, .. } => InterfacePrograms::Tcx { veth: tcx.attach_pod(interface)?, options },
         })
     }
@@ -79,16 +88,16 @@ impl Programs {
     }
 
     /// Marks an address as a local pod's. The longest frame for it matters to uplinks, and is 0 for a pod without a port.
-    /// `enters_by`: the interface by which the pod's packets enter the node's stack.
+    /// `by`: the interfaces by which the pod's packets come in.
     pub(super) fn announce(
         &self,
         address: IpAddr,
         longest: u16,
-        enters_by: Option<u32>,
+        by: Option<Entrances>,
     ) -> Result<(), Box<dyn std::error::Error>> {
         match self {
             Self::Xdp(redirect) => Ok(redirect.local_pods().insert(address, longest)?),
-            Self::Tcx { tcx, .. } => Ok(tcx.set_pod_address(address, enters_by)?),
+            Self::Tcx { tcx, .. } => Ok(tcx.set_pod_address(address, by)?),
         }
     }
 
