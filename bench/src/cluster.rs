@@ -23,13 +23,24 @@ pub struct Cluster {
 impl Cluster {
     /// Builds the only node of the manifests, and a network namespace for each of its pods that has an address.
     pub fn build(objects: &[Object]) -> Result<Self> {
+        Self::build_wired(objects, |node, pod| node.add_pod(&pod.key.to_string(), &pod.addresses).map(drop))
+    }
+
+    /// The same, with all pods on a bridge.
+    pub fn build_bridged(objects: &[Object]) -> Result<Self> {
+        Self::build_wired(objects, |node, pod| {
+            node.add_bridged_pod(&pod.key.to_string(), &pod.addresses, InterNodeLink::Routes.mtu()).map(drop)
+        })
+    }
+
+    fn build_wired(objects: &[Object], add: impl Fn(&mut Node, &Pod) -> Result<()>) -> Result<Self> {
         let mut nodes = nodes_in(objects);
         let (Some(described), None) = (nodes.next(), nodes.next()) else {
             bail!("a testbed's manifests have one Node, neither none nor several");
         };
         let mut node = Node::new(&described.name, &described.addresses)?;
         for pod in pods_on(objects, &described.name) {
-            node.add_pod(&pod.key.to_string(), &pod.addresses)?;
+            add(&mut node, pod)?;
         }
         node.settle()?;
         let sites = std::iter::once(Site::from(&node)).chain(node.pods().iter().map(Site::from)).collect();

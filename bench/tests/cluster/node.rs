@@ -95,7 +95,9 @@ impl RealNode {
         let mut node =
             Self { number, namespace, init, _holder: holder, _others: Vec::new(), _control_groups: groups, state };
         let mut mounts = node.command("bash");
-        output(mounts.args(["-c", include_str!("node-mounts.sh")]).env("STATE", &node.state).env("BPFFS", if number.0 == 1 { "yes" } else { "no" }))?;
+        mounts.args(["-c", include_str!("node-mounts.sh")]).env("STATE", &node.state);
+        // One node has no BPF file system, as one without systemd.
+        output(mounts.env("BPFFS", if number.0 == 1 { "yes" } else { "no" }))?;
         node.start_containerd(images, cni)?;
         node.start_kubelet(programs, directory)?;
         node.start_kube_proxy(programs, directory)?;

@@ -22,6 +22,15 @@ pub(crate) const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoServi
 pub(crate) const PROTOCOLS: [Protocol; 4] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
 
+/// A directory of manifests with one file, `all.yaml`.
+fn saved(yaml: &str) -> (ScratchDir, PathBuf) {
+    let scratch = ScratchDir::new().unwrap();
+    let manifests = scratch.path().join("manifests");
+    std::fs::create_dir(&manifests).unwrap();
+    std::fs::write(manifests.join("all.yaml"), yaml).unwrap();
+    (scratch, manifests)
+}
+
 /// A node with pods and a running daemon.
 pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,
@@ -43,15 +52,28 @@ impl Fixture {
 
     /// A cluster of these manifests in one file, `all.yaml`; `more` runs before the daemon starts.
     pub(crate) fn of(yaml: &str, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
-        let scratch = ScratchDir::new().unwrap();
-        let manifests = scratch.path().join("manifests");
-        std::fs::create_dir(&manifests).unwrap();
-        std::fs::write(manifests.join("all.yaml"), yaml).unwrap();
+        let (scratch, manifests) = saved(yaml);
         Self::start(scratch, manifests, more)
     }
 
+    /// The same, with the pods on a bridge.
+    pub(crate) fn bridged(yaml: &str, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
+        let (scratch, manifests) = saved(yaml);
+        let cluster = Cluster::build_bridged(&read_objects(&manifests).unwrap()).unwrap();
+        Self::serve(scratch, manifests, cluster, more)
+    }
+
     fn start(scratch: ScratchDir, manifests: PathBuf, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
-        let mut cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
+        let cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
+        Self::serve(scratch, manifests, cluster, more)
+    }
+
+    fn serve(
+        scratch: ScratchDir,
+        manifests: PathBuf,
+        mut cluster: Cluster,
+        more: impl FnOnce(&mut Cluster, &mut DaemonConfig),
+    ) -> Self {
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.admin = Some(scratch.path().join("admin.sock"));
         more(&mut cluster, &mut config);
