@@ -126,6 +126,13 @@ impl RealNode {
         processes().into_iter().filter(is_of_pod).collect()
     }
 
+    /// Lines of the kubelet's log about sandboxes, the newest last.
+    pub(crate) fn sandbox_log(&self) -> String {
+        let log = fs::read_to_string(self.state.join("kubelet.log")).unwrap_or_default();
+        let lines: Vec<&str> = log.lines().filter(|line| line.contains("andbox")).collect();
+        lines[lines.len().saturating_sub(20)..].join("\n")
+    }
+
     fn start_containerd(&mut self, images: &[PathBuf], cni: Cni) -> Result<()> {
         fs::write(self.state.join("etc/cni/net.d/10-pods.conflist"), conflist(cni, self.number))?;
         let config = self.state.join("containerd.toml");

@@ -139,7 +139,9 @@ impl RealCluster {
                 self.kubectl(&["-n", "kube-system", "describe", "pods", "-l", "app.kubernetes.io/name=penstock"]);
             let logs =
                 self.kubectl(&["-n", "kube-system", "logs", "--tail=20", "-l", "app.kubernetes.io/name=penstock"]);
-            error.context(format!("{}\n{}", pods.unwrap_or_default(), logs.unwrap_or_default()))
+            let kubelets: Vec<String> = self.nodes.iter().map(RealNode::sandbox_log).collect();
+            let parts = [pods.unwrap_or_default(), logs.unwrap_or_default(), kubelets.join("\n")];
+            error.context(parts.join("\n"))
         })
     }
 

@@ -37,6 +37,19 @@ pub(crate) fn pods_reach_each_other_as_policy_says(cluster: &mut RealCluster) ->
     Ok(())
 }
 
+/// A node whose configuration names its NIC, beside kube-proxy, which drops what connection tracking calls invalid.
+pub(crate) fn uplinks_are_no_obstacle_beside_kube_proxy(cluster: &mut RealCluster) -> Result<()> {
+    let folder = cluster.manifests("uplinks", "")?;
+    let file = format!("{folder}/penstock.toml");
+    let settings = std::fs::read_to_string(&file)?.replace("\n[source]", "\nuplinks = [\"eth0\"]\n\n[source]");
+    ensure!(settings.contains("uplinks"), "{file}: {settings}");
+    std::fs::write(&file, settings)?;
+    cluster.kubectl(&["apply", "-k", &folder])?;
+    let result = cluster.wait_for_penstock().and_then(|()| pods_reach_each_other_as_policy_says(cluster));
+    cluster.install()?;
+    result
+}
+
 /// What docs and README show: status, flows and a bundle, by `kubectl exec`.
 pub(crate) fn commands_answer_in_the_pods(cluster: &mut RealCluster) -> Result<()> {
     for node in 0..cluster.nodes.len() {

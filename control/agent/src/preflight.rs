@@ -131,7 +131,7 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<PreflightFinding
     }
     if !config.uplinks.is_empty() && config.attach_by == Attach::Tcx {
         findings.push(PreflightFinding::ok(
-            "uplinks: not used with attach = \"tcx\": the programs on pods' veths see what comes from outside",
+            "uplinks: not used with tcx: the programs on pods' veths see what comes from outside",
         ));
     } else if !config.uplinks.is_empty() {
         let liberal = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal");
@@ -199,7 +199,6 @@ pub(super) fn choose_attach(config: &Config) -> (Attach, Option<String>) {
     let reason = match config.attach {
         AttachSetting::Xdp => return (Attach::Xdp, None),
         AttachSetting::Tcx => None,
-        AttachSetting::Auto if !config.uplinks.is_empty() => Some("uplinks are set, which are XDP".to_owned()),
         AttachSetting::Auto if !cfg!(target_arch = "x86_64") => Some("not on x86-64".to_owned()),
         AttachSetting::Auto => try_tcx(config.offload).err(),
     };

@@ -47,7 +47,8 @@ pub struct Config {
     #[serde(default)]
     #[schemars(with = "Vec<String>")]
     pub service_cidrs: Vec<IpNet>,
-    /// NICs and tunnel devices on which packets for local pods arrive. Needs Linux 5.18 with connection tracking.
+    /// With XDP: NICs and tunnel devices on which packets for local pods arrive. Needs Linux 5.18 with connection tracking, and
+    /// no rule that drops `ct state invalid`, as kube-proxy has one. tcx does not use it.
     #[serde(default)]
     pub uplinks: Vec<InterfaceName>,
     /// Where programs take pods' packets. `"tcx"` leaves packets whole and the node's routes as they are.
@@ -219,7 +220,7 @@ fn default_pod_bridges() -> Vec<InterfacePattern> {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum AttachSetting {
-    /// By tcx on x86-64, if the kernel accepts the programs and `uplinks` is empty; otherwise by XDP.
+    /// By tcx on x86-64, if the kernel accepts the programs; otherwise by XDP.
     #[default]
     Auto,
     /// By tcx on their veths; Linux 6.6 or newer.
