@@ -185,9 +185,34 @@ fn the_bpf_file_system_of_the_node_is_mounted_before_the_daemon_needs_it() {
     let seen: Vec<(&str, Option<String>)> =
         containers.map(|container| (container.name.as_str(), propagation(container))).collect();
     let (out, from_node) = (Some("Bidirectional".to_owned()), Some("HostToContainer".to_owned()));
-    assert_eq!(seen, [("bpffs", out), ("check", from_node.clone()), ("penstock", from_node)]);
+    assert_eq!(seen, [("bpffs", out), ("check", from_node.clone()), ("install-cni", None), ("penstock", from_node)]);
     let check = spec.init_containers.unwrap()[1].args.clone().unwrap();
     assert_eq!(check[check.len() - 2..], ["--or-last-good", "--offline"], "neither keeps the daemon from starting");
+}
+
+#[test]
+fn the_cni_plugin_is_removed_from_where_it_was_installed() {
+    let of = |objects: &[Value], command: &str| {
+        let spec = pod_of(objects);
+        let container = spec
+            .init_containers
+            .unwrap()
+            .into_iter()
+            .find(|container| container.command.iter().flatten().any(|argument| argument == command));
+        let (container, volumes) = (container.unwrap(), spec.volumes.unwrap());
+        let arguments = container.command.unwrap().split_off(2);
+        let on_node = container.volume_mounts.unwrap().into_iter().map(|mount| {
+            let volume = volumes.iter().find(|volume| volume.name == mount.name).unwrap();
+            (mount.mount_path, volume.host_path.as_ref().unwrap().path.clone())
+        });
+        (arguments, on_node.collect::<Vec<_>>())
+    };
+    let installed = of(&objects(), "install");
+    assert_eq!(installed, of(&uninstall(), "uninstall"));
+    let (arguments, mounts) = installed;
+    assert!(mounts.iter().all(|(inside, _)| arguments.contains(inside)), "{arguments:?} {mounts:?}");
+    let on_node: Vec<&str> = mounts.iter().map(|(_, path)| path.as_str()).collect();
+    assert_eq!(on_node, ["/opt/cni/bin", "/etc/cni/net.d"], "where container runtimes look");
 }
 
 #[test]
@@ -215,11 +240,13 @@ fn uninstalling_reads_the_same_names_as_the_daemon() {
 fn the_containerfile_names_registries_and_its_context_has_what_the_build_needs() {
     let text = std::fs::read_to_string(directory().join("Containerfile")).unwrap();
     let images: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("FROM ")).collect();
-    assert!(!images.is_empty() && images.iter().all(|image| image.starts_with("docker.io/library/")), "{images:?}");
+    let is_complete = |image: &&str| *image == "scratch" || image.starts_with("docker.io/library/");
+    assert!(!images.is_empty() && images.iter().all(is_complete), "{images:?}");
     let ignored = std::fs::read_to_string(directory().join("../../.containerignore")).unwrap();
     let ignored: Vec<&str> = ignored.lines().filter(|line| !line.starts_with('#')).collect();
     assert!(ignored.contains(&"target") && ignored.contains(&".git"), "{ignored:?}");
-    for needed in ["Cargo.toml", "Cargo.lock", "control", "dataplane", "xdp-redirect", "bench", "pcap-tests"] {
+    for needed in ["Cargo.toml", "Cargo.lock", "control", "dataplane", "xdp-redirect", "bench", "pcap-tests", "scripts"]
+    {
         assert!(!ignored.contains(&needed), "{needed}");
     }
 }

@@ -18,7 +18,7 @@ const RECORDED: Duration = Duration::from_secs(4);
 
 /// A node with three pods, of which only `web` may reach `db`; then the server goes and the daemon is killed.
 fn killed_without_a_server() -> Option<Fixture> {
-    let mut fixture = Fixture::with_three_pods();
+    let fixture = Fixture::with_three_pods();
     if fixture.server.fake().is_none() {
         eprintln!("SKIPPED: nobody can change the objects of a real API server while it is away");
         return None;
