@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, ConnectionMapSizes, ConnectionMaps, Interface, LARGEST_NATIVE_MTU, ModeChoice,
-    OnMiss, Pinned, Pins, ProgramTag, Redirect, Role, SocketError, TranslatedSources, XdpMode, XdpOutcome,
+    AttachError, AttachOptions, Attached, ConnectionMapSizes, ConnectionMaps, Interface, LARGEST_NATIVE_MTU,
+    ModeChoice, OnMiss, Pinned, Pins, ProgramTag, Redirect, Role, SocketError, TranslatedSources, XdpMode, XdpOutcome,
 };
 
 /// Runs a test in a temporary network namespace.
