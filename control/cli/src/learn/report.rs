@@ -118,12 +118,8 @@ impl Report {
                 if rule.connections == 0 {
                     unused.push(format!("{field}[{number}]"));
                 } else {
-                    let of = |field: &str, counts: &[u64]| -> Vec<usize> {
-                        let _ = field;
-                        (0..counts.len()).filter(|place| counts[*place] == 0).collect()
-                    };
-                    unused.extend(of(side, &rule.peers).iter().map(|i| format!("{field}[{number}].{side}[{i}]")));
-                    unused.extend(of("ports", &rule.ports).iter().map(|i| format!("{field}[{number}].ports[{i}]")));
+                    unused.extend(unused_of(&rule.peers).map(|place| format!("{field}[{number}].{side}[{place}]")));
+                    unused.extend(unused_of(&rule.ports).map(|place| format!("{field}[{number}].ports[{place}]")));
                 }
                 self.notes.extend(unused.iter().map(|what| format!("NetworkPolicy {key}: spec.{what}: never used")));
             }
@@ -203,6 +199,11 @@ impl Report {
         });
         crate::daemon::json(&value)
     }
+}
+
+/// The places of what was never used.
+fn unused_of(counts: &[u64]) -> impl Iterator<Item = usize> {
+    (0..counts.len()).filter(|place| counts[*place] == 0)
 }
 
 fn closed_line(closed: &ClosedWays) -> String {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
-use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::Direction;
 use rustc_hash::FxHashMap;
 
