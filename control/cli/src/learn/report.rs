@@ -249,14 +249,17 @@ fn end(engine: &Engine, address: Address) -> String {
 /// A flow as it was observed.
 fn observed(engine: &Engine, observed: &ObservedFlow) -> String {
     let end = |end: &ObservedEnd| {
-        let address = end.address.map(|address| match end.port {
+        // The identifier of a query is no port.
+        let port = if observed.protocol.has_ports() { end.port } else { 0 };
+        let address = end.address.map(|address| match port {
             0 => address.to_string(),
             port => SocketAddr::new(address, port).to_string(),
         });
         let known = || flow::name(engine.state(), end.address?);
         match (end.pod.as_ref().map(ToString::to_string).or_else(known), address) {
             (Some(name), Some(address)) => format!("{name} ({address})"),
-            (Some(name), None) => format!("{name}:{}", end.port),
+            (Some(name), None) if port == 0 => name,
+            (Some(name), None) => format!("{name}:{port}"),
             (None, Some(address)) => address,
             (None, None) => "an unknown end".to_owned(),
         }

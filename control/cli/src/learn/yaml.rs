@@ -13,24 +13,28 @@ use serde_json::Value;
 pub(super) type Comments = BTreeMap<String, Vec<String>>;
 
 /// The order in which Kubernetes' documentation writes the fields of an object; others follow by their name.
-const ORDER: [&str; 16] = [
+const ORDER: [&str; 18] = [
     "apiVersion",
     "kind",
     "metadata",
     "spec",
     "namespace",
     "name",
+    "namespaceSelector",
     "podSelector",
     "policyTypes",
     "ingress",
     "egress",
     "from",
     "to",
-    "namespaceSelector",
     "cidr",
     "key",
     "operator",
+    "protocol",
+    "port",
 ];
+/// Fields that hold keys of users, which are in the order of their names.
+const OF_USERS: [&str; 3] = ["matchLabels", "labels", "annotations"];
 
 /// A document, with its separator before it.
 pub(super) fn document(value: &Value, comments: &Comments) -> String {
@@ -51,7 +55,8 @@ impl Writer<'_> {
         match value {
             Value::Object(fields) if !fields.is_empty() => {
                 let mut fields: Vec<(&String, &Value)> = fields.iter().collect();
-                fields.sort_by_key(|(key, _)| (rank(key), *key));
+                let is_of_users = at.rsplit('/').next().is_some_and(|field| OF_USERS.contains(&field));
+                fields.sort_by_key(|(key, _)| (if is_of_users { 0 } else { rank(key) }, *key));
                 for (place, (key, value)) in fields.into_iter().enumerate() {
                     let at = format!("{at}/{key}");
                     // The first field of an item stands behind its dash; the item has its comments.
