@@ -209,7 +209,7 @@ fn unused_of(counts: &[u64]) -> impl Iterator<Item = usize> {
 fn closed_line(closed: &ClosedWays) -> String {
     let ClosedWays { pairs_before, pairs_after, ways_before, ways_after, .. } = closed;
     format!(
-        "closed: of {pairs_before} pairs of pods with an open port {} are closed, of {ways_before} open ports of pairs {}",
+        "closed: {} of the {pairs_before} pairs of pods with an open port, and {} of their {ways_before} open ports",
         pairs_before.saturating_sub(*pairs_after),
         ways_before.saturating_sub(*ways_after)
     )

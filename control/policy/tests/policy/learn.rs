@@ -11,7 +11,7 @@ use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::learn::*;
 use penstock_policy::model::*;
 use proptest::prelude::*;
-use proptest::sample::select;
+use proptest::sample::{select, subsequence};
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::agreement::without_conflict;
@@ -291,53 +291,65 @@ fn some_flow() -> impl Strategy<Value = Flow> {
     })
 }
 
+/// Flows between one pod and some addresses outside on one port: these become blocks.
+fn some_flows_outside() -> impl Strategy<Value = Vec<Flow>> {
+    let outside = subsequence(MORE[2..7].to_vec(), 0..4);
+    (select(ADDRESSES[..8].to_vec()), outside, any::<bool>(), select(vec!["tcp/80", "udp/53"])).prop_map(
+        |(own, outside, is_egress, port)| {
+            let one = |other| if is_egress { flow(own, other, port) } else { flow(other, own, port) };
+            outside.into_iter().map(one).collect()
+        },
+    )
+}
+
 /// What the random cases covered: why flows that were not seen were allowed, and how many were denied.
 fn check(mut runner: TestRunner) -> BTreeMap<&'static str, u64> {
     let covered = RefCell::new(BTreeMap::new());
     let backends = prop::collection::vec(select(ADDRESSES.iter().chain(&OTHERS).copied().collect::<Vec<_>>()), 0..4);
     let flows = prop::collection::vec(some_flow(), 0..40);
     let widening = select(vec![0u64, 2, 254, u64::MAX]);
-    let outcome = runner.run(&(some_pods(), backends, flows, widening, any::<bool>()), |case| {
-        let (pods, backends, flows, widening, service_addresses) = case;
-        let (objects, all) = cluster(pods, &backends);
-        let observed: Vec<ObservedFlow> = flows.iter().copied().map(seen).collect();
-        let settings = LearnSettings { widening, service_addresses, ..LearnSettings::default() };
-        let learnt = learn(&all, &observed, &settings);
-        let found = denied(&learnt.after, &learnt.resolution.learnable);
-        prop_assert!(found.is_empty(), "{:?}", found);
-        let mut own: BTreeSet<IpAddr> = learnt.before.state().addresses().map(|(address, _)| address).collect();
-        own.extend(["10.96.0.1", "fd96::1"].map(|address| address.parse::<IpAddr>().unwrap()));
-        let judged = learnt.resolution.learnable.iter().flat_map(LearnableFlow::judged).copied().collect();
-        let widening = u128::from(widening);
-        let mut oracle = Oracle { objects: &objects, judged, own, widening, reasons: BTreeSet::new() };
-        let mut count = 0;
-        for asked in questions() {
-            let verdict = learnt.after.evaluate(&asked);
-            for (direction, side) in [(Direction::Egress, verdict.egress), (Direction::Ingress, verdict.ingress)] {
-                let own = ends(direction, &asked).0;
-                match side {
-                    DirectionVerdict::Allowed(_) => {
-                        prop_assert!(
-                            oracle.may(direction, &asked),
-                            "{:?} of {:?} in {:#?}",
-                            direction,
-                            asked,
-                            learnt.policies
-                        );
+    let outcome =
+        runner.run(&(some_pods(), backends, (flows, some_flows_outside()), widening, any::<bool>()), |case| {
+            let (pods, backends, (flows, outside), widening, service_addresses) = case;
+            let (objects, all) = cluster(pods, &backends);
+            let observed: Vec<ObservedFlow> = flows.into_iter().chain(outside).map(seen).collect();
+            let settings = LearnSettings { widening, service_addresses, ..LearnSettings::default() };
+            let learnt = learn(&all, &observed, &settings);
+            let found = denied(&learnt.after, &learnt.resolution.learnable);
+            prop_assert!(found.is_empty(), "{:?}", found);
+            let mut own: BTreeSet<IpAddr> = learnt.before.state().addresses().map(|(address, _)| address).collect();
+            own.extend(["10.96.0.1", "fd96::1"].map(|address| address.parse::<IpAddr>().unwrap()));
+            let judged = learnt.resolution.learnable.iter().flat_map(LearnableFlow::judged).copied().collect();
+            let widening = u128::from(widening);
+            let mut oracle = Oracle { objects: &objects, judged, own, widening, reasons: BTreeSet::new() };
+            let mut count = 0;
+            for asked in questions() {
+                let verdict = learnt.after.evaluate(&asked);
+                for (direction, side) in [(Direction::Egress, verdict.egress), (Direction::Ingress, verdict.ingress)] {
+                    let own = ends(direction, &asked).0;
+                    match side {
+                        DirectionVerdict::Allowed(_) => {
+                            prop_assert!(
+                                oracle.may(direction, &asked),
+                                "{:?} of {:?} in {:#?}",
+                                direction,
+                                asked,
+                                learnt.policies
+                            );
+                        }
+                        DirectionVerdict::Open => {
+                            prop_assert!(!oracle.has_policy(own), "{:?} of {:?} is open", direction, asked);
+                        }
+                        DirectionVerdict::Denied => count += 1,
+                        _ => {}
                     }
-                    DirectionVerdict::Open => {
-                        prop_assert!(!oracle.has_policy(own), "{:?} of {:?} is open", direction, asked);
-                    }
-                    DirectionVerdict::Denied => count += 1,
-                    _ => {}
                 }
             }
-        }
-        let mut covered = covered.borrow_mut();
-        *covered.entry("denied").or_insert(0u64) += count;
-        oracle.reasons.iter().for_each(|reason| *covered.entry(reason).or_insert(0) += 1);
-        Ok(())
-    });
+            let mut covered = covered.borrow_mut();
+            *covered.entry("denied").or_insert(0u64) += count;
+            oracle.reasons.iter().for_each(|reason| *covered.entry(reason).or_insert(0) += 1);
+            Ok(())
+        });
     outcome.unwrap_or_else(|failure| panic!("{failure}"));
     covered.into_inner()
 }
