@@ -126,7 +126,15 @@ fn scalar(text: &str) -> String {
         // A block of addresses begins with a digit, and is no number or date.
         && (starts(char::is_ascii_alphabetic) || starts(char::is_ascii_digit) && text.contains('/'))
         && !WORDS.contains(&text.to_ascii_lowercase().as_str());
-    if is_plain { text.to_owned() } else { Value::from(text).to_string() }
+    if is_plain { text.to_owned() } else { quoted(text) }
+}
+
+/// As JSON writes it, and escaped what is no printable character of YAML (1.2 section 5.1) but may stand in JSON.
+fn quoted(text: &str) -> String {
+    let is_unprintable = |c: char| c.is_control() || matches!(c, '\u{feff}' | '\u{fffe}' | '\u{ffff}');
+    let json = Value::from(text).to_string();
+    let escaped = |c: char| if is_unprintable(c) { format!("\\u{:04x}", u32::from(c)) } else { c.to_string() };
+    json.chars().map(escaped).collect()
 }
 
 #[cfg(test)]
@@ -182,6 +190,10 @@ mod tests {
             " a ",
             "a\tb",
             "a\u{7f}b",
+            "\u{85}",
+            "\u{9f}",
+            "\u{feff}",
+            "\u{2028}",
         ];
         let labels: serde_json::Map<String, Value> =
             strings.iter().enumerate().map(|(number, text)| (format!("k{number}"), Value::from(*text))).collect();

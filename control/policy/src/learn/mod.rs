@@ -45,7 +45,7 @@ pub const UNSTABLE_LABELS: [&str; 11] = [
     "batch.kubernetes.io/*",
     "job-name",
     "controller-uid",
-    "security.istio.io/*",
+    "topology.kubernetes.io/*",
     "helm.sh/chart",
     "app.kubernetes.io/version",
 ];
