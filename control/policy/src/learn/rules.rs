@@ -109,11 +109,16 @@ impl LearnedPort {
     }
 }
 
+/// The ports of a peer, each with its connections.
+type PortEvidence = BTreeMap<LearnedPort, Evidence>;
+/// Ports, each with the addresses outside that have connections on it.
+type OutsideEvidence = BTreeMap<LearnedPort, BTreeMap<IpAddr, Evidence>>;
+
 /// What one direction of a workload needs: ports by peer. Addresses outside are grouped at the end.
 #[derive(Default)]
 struct Needs {
-    peers: BTreeMap<LearnedPeer, BTreeMap<LearnedPort, Evidence>>,
-    outside: BTreeMap<LearnedPort, BTreeMap<IpAddr, Evidence>>,
+    peers: BTreeMap<LearnedPeer, PortEvidence>,
+    outside: OutsideEvidence,
 }
 
 /// The policies for these flows, sorted by namespace and name: one for each workload with a flow, in both directions.
@@ -287,7 +292,7 @@ fn rules(needs: Needs, limits: &BlockLimits) -> Vec<LearnedRule> {
         peers.insert(LearnedPeer::Outside(block), ports);
     }
     peers.values_mut().for_each(forget_added);
-    let mut by_ports: BTreeMap<Vec<LearnedPort>, Vec<(LearnedPeer, BTreeMap<LearnedPort, Evidence>)>> = BTreeMap::new();
+    let mut by_ports = BTreeMap::<Vec<LearnedPort>, Vec<(LearnedPeer, PortEvidence)>>::new();
     for (peer, ports) in peers {
         by_ports.entry(ports.keys().cloned().collect()).or_default().push((peer, ports));
     }
@@ -298,11 +303,8 @@ fn rules(needs: Needs, limits: &BlockLimits) -> Vec<LearnedRule> {
 
 /// The blocks of the addresses outside, each with its ports. A block is chosen for each port by itself; where several
 /// ports have the same one, what was seen of it counts together.
-fn blocks(
-    outside: BTreeMap<LearnedPort, BTreeMap<IpAddr, Evidence>>,
-    limits: &BlockLimits,
-) -> BTreeMap<Block, BTreeMap<LearnedPort, Evidence>> {
-    let mut found: BTreeMap<IpNet, (BTreeSet<IpAddr>, BTreeMap<LearnedPort, Evidence>)> = BTreeMap::new();
+fn blocks(outside: OutsideEvidence, limits: &BlockLimits) -> BTreeMap<Block, PortEvidence> {
+    let mut found: BTreeMap<IpNet, (BTreeSet<IpAddr>, PortEvidence)> = BTreeMap::new();
     for (port, addresses) in outside {
         let list: Vec<IpAddr> = addresses.keys().copied().collect();
         // Blocks and addresses are in the same order.
@@ -321,13 +323,13 @@ fn blocks(
 }
 
 /// DNS over TCP that was seen is not added any more.
-fn forget_added(ports: &mut BTreeMap<LearnedPort, Evidence>) {
+fn forget_added(ports: &mut PortEvidence) {
     let seen: Vec<LearnedPort> = ports.keys().filter(|port| !port.is_added).cloned().collect();
     ports
         .retain(|port, _| !port.is_added || !seen.iter().any(|s| s.protocol == port.protocol && s.which == port.which));
 }
 
-fn rule(ports: Vec<LearnedPort>, peers: Vec<(LearnedPeer, BTreeMap<LearnedPort, Evidence>)>) -> LearnedRule {
+fn rule(ports: Vec<LearnedPort>, peers: Vec<(LearnedPeer, PortEvidence)>) -> LearnedRule {
     let sum = |list: &mut dyn Iterator<Item = Evidence>| {
         list.fold(Evidence::default(), |mut all, one| {
             all.add(one);
@@ -336,7 +338,7 @@ fn rule(ports: Vec<LearnedPort>, peers: Vec<(LearnedPeer, BTreeMap<LearnedPort, 
     };
     let of_port = |port: &LearnedPort| sum(&mut peers.iter().filter_map(|(_, ports)| ports.get(port).copied()));
     let ports = ports.iter().map(|port| (port.clone(), of_port(port))).collect();
-    let of_peer = |ports: &BTreeMap<LearnedPort, Evidence>| sum(&mut ports.values().copied());
+    let of_peer = |ports: &PortEvidence| sum(&mut ports.values().copied());
     LearnedRule { peers: peers.iter().map(|(peer, ports)| (peer.clone(), of_peer(ports))).collect(), ports }
 }
 
