@@ -59,7 +59,7 @@ impl Writer<'_> {
                 fields.sort_by_key(|(key, _)| (if is_of_users { 0 } else { rank(key) }, *key));
                 for (place, (key, value)) in fields.into_iter().enumerate() {
                     let at = format!("{at}/{key}");
-                    // The first field of an item stands behind its dash; the item has its comments.
+                    // The first entry of an item stands behind its dash; the item has its comments.
                     if place > 0 || !is_open {
                         self.comments(&at, depth);
                         self.indent(depth);
@@ -71,8 +71,10 @@ impl Writer<'_> {
             Value::Array(items) if !items.is_empty() => {
                 for (index, item) in items.iter().enumerate() {
                     let at = format!("{at}/{index}");
-                    self.comments(&at, depth);
-                    self.indent(depth);
+                    if index > 0 || !is_open {
+                        self.comments(&at, depth);
+                        self.indent(depth);
+                    }
                     self.text += "- ";
                     self.value(item, &at, depth + 1, true);
                 }

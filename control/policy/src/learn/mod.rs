@@ -1,6 +1,6 @@
 //! Least-privilege policies from observed flows.
 //!
-//! [`resolve`] judges each flow: who opened it, between which pods, through which Service; what cannot be learnt is counted
+//! [`resolve()`] judges each flow: who opened it, between which pods, through which Service; what cannot be learnt is counted
 //! with its reason. [`policies`] writes one NetworkPolicy for each workload. [`denied`] proves them: an engine that has them
 //! must allow every flow. [`closed`] counts what they close, [`usage`] and [`narrowed`] find what existing policies allow
 //! and nobody uses.
