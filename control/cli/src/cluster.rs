@@ -66,13 +66,18 @@ impl ManifestArgs {
 
     /// The policy of the manifests, for the pods in scope.
     pub(super) fn engine(&self, scope: PodScope) -> Result<Engine, Failure> {
+        Ok(self.engine_of(&self.read_with_slices()?, scope))
+    }
+
+    /// Reads the manifests. Where they have no EndpointSlices, derives them, and says so.
+    pub(super) fn read_with_slices(&self) -> Result<Manifests, Failure> {
         let mut manifests = self.read(UnknownFields::Refuse)?;
         let derived = manifests.derive_endpoint_slices();
         if derived > 0 {
             let services = if derived == 1 { "1 Service".to_owned() } else { format!("{derived} Services") };
             eprintln!("penstock: no EndpointSlices: derived those of {services} from selectors and ready pods");
         }
-        Ok(self.engine_of(&manifests, scope))
+        Ok(manifests)
     }
 
     /// The policy of manifests that are read already.

@@ -9,7 +9,7 @@ use clap::Subcommand;
 use clap::builder::{StyledStr, Styles};
 
 use super::{
-    Failure, check, cleanup, completion, dump, evaluate, explain, flows, lint, man, matrix, render, replay, run,
+    Failure, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, render, replay, run,
     schema, status, top,
 };
 
@@ -51,6 +51,7 @@ pub(super) enum PolicyCommand {
     Evaluate(evaluate::Args),
     Explain(explain::Args),
     Matrix(matrix::Args),
+    Learn(learn::Args),
     Lint(lint::Args),
     Render(render::Args),
 }
@@ -83,6 +84,7 @@ impl Command {
             Self::Policy(PolicyCommand::Evaluate(args)) => evaluate::run(args),
             Self::Policy(PolicyCommand::Explain(args)) => explain::run(args),
             Self::Policy(PolicyCommand::Matrix(args)) => matrix::run(args),
+            Self::Policy(PolicyCommand::Learn(args)) => learn::run(args),
             Self::Policy(PolicyCommand::Lint(args)) => lint::run(args),
             Self::Policy(PolicyCommand::Render(args)) => render::run(args),
             Self::Capture(CaptureCommand::Replay(args)) => replay::run(args),

@@ -21,6 +21,7 @@ mod explain;
 mod failure;
 mod flows;
 mod groups;
+mod learn;
 mod lint;
 mod man;
 mod matrix;
@@ -52,7 +53,7 @@ Exit codes:
   0  done
   1  tried, and failed
   2  bad input: arguments, configuration, manifests, the machine, or no daemon
-  3  replay --compare: verdicts differ
+  3  replay --compare, learn --holdout: verdicts differ
 
 `penstock COMMAND --help` has a command's options, exit codes and examples."
 )]

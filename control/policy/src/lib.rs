@@ -2,7 +2,7 @@
 //!
 //! A change passes through `state` (indexes), `compile` (effective rules with provenance) and `render` (tables for the
 //! workers); [`engine`] combines the three. [`flow`] resolves what users write to flows; [`describe`], [`explain`] and
-//! [`listing`] print policies, verdicts and tables.
+//! [`listing`] print policies, verdicts and tables. [`learn`] writes policies from observed flows.
 //!
 //! No I/O, clock, thread, async runtime or Kubernetes client: objects come in as [`model`] types, values come out. Of the
 //! data plane it uses only table types, addresses and flows. The crates that read objects (`penstock-sources`), run the
@@ -14,6 +14,7 @@ pub mod describe;
 pub mod engine;
 pub mod explain;
 pub mod flow;
+pub mod learn;
 pub mod listing;
 pub mod model;
 pub mod render;

@@ -2,7 +2,7 @@
 //!
 //! [`capture`] reads a packet as an Ethernet frame, [`player`] finds its ingress port and evaluates it in a [`batch`],
 //! `sinks` write the result. A [`cluster`] makes tables and ports from manifests, a [`timeline`] changes them during the
-//! replay, [`compare`] evaluates the same packets under a second one.
+//! replay, [`compare`] evaluates the same packets under a second one. [`connections`] lists the connections of captures.
 //!
 //! Pipeline and connection table come from `penstock-dataplane`, tables from `penstock-policy`, manifests from
 //! `penstock-sources`. No socket and no daemon is needed. The `penstock` command, the capture tests and the benchmarks use
@@ -15,6 +15,7 @@ pub mod batch;
 pub mod capture;
 pub mod cluster;
 pub mod compare;
+pub mod connections;
 mod dedup;
 pub mod kernel;
 mod line;

@@ -204,7 +204,7 @@ impl Replay {
         Ok(ReplayReport {
             summary: Summary::new(self.input, &self.before.player),
             comparison: self.after.map(|(_, comparison)| comparison),
-            notes: notes(&self.captures, &self.timeline),
+            notes: notes(&self.captures).into_iter().chain(note_remaining(&self.timeline)).collect(),
         })
     }
 
@@ -292,21 +292,22 @@ fn kind(decision: Decision) -> u8 {
     }
 }
 
-fn notes(captures: &Captures, timeline: &Timeline) -> Vec<String> {
-    let mut notes = Vec::new();
-    for file in captures.files() {
-        if let Some(at) = file.truncated_at() {
-            notes.push(format!(
-                "{}: truncated inside a packet at byte {at}: replayed up to there",
-                file.path().display()
-            ));
-        }
-    }
+/// What of the captures could not be read.
+pub(super) fn notes(captures: &Captures) -> Vec<String> {
+    let files = captures.files().iter();
+    let truncated = files.filter_map(|file| {
+        let at = file.truncated_at()?;
+        Some(format!("{}: truncated inside a packet at byte {at}: replayed up to there", file.path().display()))
+    });
+    truncated.collect()
+}
+
+/// What of the timeline was not reached.
+fn note_remaining(timeline: &Timeline) -> Option<String> {
     match timeline.remaining() {
-        0 => {}
-        count => notes.push(format!("{count} steps of the timeline are after the last packet and were not applied")),
+        0 => None,
+        count => Some(format!("{count} steps of the timeline are after the last packet and were not applied")),
     }
-    notes
 }
 
 /// A progress bar, shown on a terminal after a while.

@@ -71,7 +71,14 @@ fn compare_peers(
     excepted.unwrap_or_else(|| (peers.first().map_or(PeerKind::All, kind), 0, Some(Mismatch::Peer)))
 }
 
-fn is_peer(state: &ClusterState, namespace: Option<&str>, peer: &Peer, pod: Option<&Pod>, address: &IpAddr) -> bool {
+/// Whether a peer of a policy in a namespace matches an address, which this pod owns.
+pub(crate) fn is_peer(
+    state: &ClusterState,
+    namespace: Option<&str>,
+    peer: &Peer,
+    pod: Option<&Pod>,
+    address: &IpAddr,
+) -> bool {
     let in_namespace = |pod: &Pod, selector: &crate::model::Selector| {
         state.namespace_labels(&pod.key.namespace).is_some_and(|labels| selector.matches(labels))
     };
@@ -107,7 +114,8 @@ fn has_name(server: Option<&Pod>, name: &str, port: &PolicyPort) -> bool {
     server.is_some_and(|pod| pod.ports.iter().any(|own| own.name == name && own.protocol == port.protocol))
 }
 
-fn is_port(port: &PolicyPort, server: Option<&Pod>, flow: &Flow) -> bool {
+/// Whether a port matches a flow to this pod.
+pub(crate) fn is_port(port: &PolicyPort, server: Option<&Pod>, flow: &Flow) -> bool {
     let protocol: penstock_dataplane::policy::PortProtocol = port.protocol.into();
     let protocol: Protocol = protocol.number();
     protocol == flow.protocol

@@ -19,6 +19,7 @@ use crate::model::{
 use crate::state::{ClusterPolicyId, ClusterState, PeerSet, PodId, PolicyId};
 
 pub use matching::{Mismatch, RuleComparison, compare};
+pub(crate) use matching::{is_peer, is_port};
 pub use provenance::{PeerKind, PolicyName, Provenance, RuleSource, SourcePolicy, Tier};
 
 /// What the effective rules of one direction of a pod depend on. Equal keys have equal rules.

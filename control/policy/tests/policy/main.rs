@@ -8,6 +8,7 @@ mod build;
 mod clauses;
 mod cluster_wide;
 mod incremental;
+mod learn;
 mod naive;
 mod nft;
 mod random;

@@ -126,6 +126,14 @@ pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<
     if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
 }
 
+/// Reads manifests from a text, as if a file of this name had it. Collects all errors, conflicts between objects included.
+pub fn read_text(name: &Path, text: &str, options: &Options) -> Result<Manifests, ManifestErrors> {
+    let manifests = parse_file(&Arc::from(name), text, options)?;
+    let objects = manifests.documents.iter().map(|document| (&document.object, &document.origin));
+    let errors: Vec<ManifestError> = conflicts(objects).into_iter().map(|conflict| conflict.at_second).collect();
+    if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
+}
+
 /// Parses the text of one file; does not check for conflicts with other files.
 pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Result<Manifests, ManifestErrors> {
     let mut manifests = Manifests::default();

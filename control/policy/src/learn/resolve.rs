@@ -1,0 +1,329 @@
+//! From observed flows to what policy must allow: ends, directions and Services resolved, the rest counted by reason.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::IpAddr;
+use std::rc::Rc;
+
+use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_dataplane::services::Backend;
+use rustc_hash::{FxHashMap, FxHashSet};
+
+use crate::flow::pod_at;
+use crate::model::{AddressFamily, ObjectKey, Pod, PortProtocol, Service};
+use crate::render::services::{ClientPlace, protocol, select};
+use crate::state::{ClusterState, PodOrNode};
+
+use super::{LearnSettings, ObservedEnd, ObservedFlow, Opening, Outcome, SeenTimes};
+
+/// The first port that Linux gives to clients unless set otherwise (`net.ipv4.ip_local_port_range`).
+const FIRST_EPHEMERAL: u16 = 32768;
+/// One behind the system ports (RFC 6335 section 6), which no client gets.
+const FIRST_USER: u16 = 1024;
+
+/// A flow from which policies can be learnt.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct LearnableFlow {
+    /// The flow in its opening direction, as it was observed.
+    pub flow: Flow,
+    /// The Service whose cluster address is its destination.
+    pub service: Option<ObjectKey>,
+    /// What policy judges for it: the flow itself, or one to each backend of the Service.
+    pub ends: Vec<Flow>,
+    /// Whether policy judges the flow to the Service's cluster address, too.
+    pub to_service_address: bool,
+    /// When it was seen.
+    pub seen: Option<SeenTimes>,
+}
+
+impl LearnableFlow {
+    /// All flows that policy must allow.
+    pub fn judged(&self) -> impl Iterator<Item = &Flow> {
+        self.ends.iter().chain(self.to_service_address.then_some(&self.flow))
+    }
+}
+
+/// Why a flow is not learnt. Displays as what the flows are and what can be done.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum NotLearnt {
+    /// A pod and its node, or itself: no NetworkPolicy applies.
+    Exempt,
+    /// Policy denied it when it was seen.
+    Denied,
+    /// TCP without an answer.
+    Unanswered,
+    /// Picked up in mid-stream.
+    NoOpening,
+    /// A reply whose opening packet was not seen.
+    Reply,
+    /// The source names a pod that the manifests do not have, or only as finished.
+    UnknownPod(String),
+    /// Within the pod networks, but no pod has the address.
+    PodNetwork(IpAddr),
+    /// Neither end is a pod.
+    NoPod,
+    /// Neither end has an address, or the two have none of one family.
+    NoAddress,
+    /// To or from an address that is no host's.
+    NotUnicast,
+    /// A protocol that no port of a NetworkPolicy can name.
+    Protocol(Protocol),
+    /// Port 0, which no port of a NetworkPolicy can be.
+    PortZero,
+    /// A port that the Service does not have.
+    NoServicePort(ObjectKey),
+    /// The Service has no backend for the client.
+    NoBackend(ObjectKey),
+    /// Neither end is in the namespace that is learnt.
+    OtherNamespace,
+}
+
+impl fmt::Display for NotLearnt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exempt => {
+                f.write_str("between a pod and its node (probes, host network) or itself: exempt from NetworkPolicy, no rule is needed")
+            }
+            Self::Denied => f.write_str("denied by policy when seen: not learnt"),
+            Self::Unanswered => {
+                f.write_str("TCP without an answer, or refused: not learnt; --unanswered learns attempts, too")
+            }
+            Self::NoOpening => f.write_str(
+                "without an opening packet: who opened them is unknown; capture from before they open, or use flows of a daemon that saw it",
+            ),
+            Self::Reply => f.write_str("replies without the flow that they answer: who opened it was not seen"),
+            Self::UnknownPod(pod) => write!(f, "of pod {pod}, which the manifests do not have as running: add its manifest"),
+            Self::PodNetwork(address) => {
+                write!(f, "of {address}, which is in a pod network, but no pod of the manifests has it: add its manifest")
+            }
+            Self::NoPod => f.write_str("between two ends of which neither is a pod: no NetworkPolicy applies"),
+            Self::NoAddress => f.write_str("whose ends have no addresses of one family"),
+            Self::NotUnicast => f.write_str("to or from multicast, loopback or unspecified addresses"),
+            Self::Protocol(protocol) => {
+                write!(f, "of {protocol}, which a NetworkPolicy can only allow together with every port: write that rule by hand if it is needed")
+            }
+            Self::PortZero => f.write_str("to port 0, which a NetworkPolicy cannot name"),
+            Self::NoServicePort(service) => {
+                write!(f, "to a port that Service {service} does not have: correct its manifest")
+            }
+            Self::NoBackend(service) => {
+                write!(f, "to Service {service}, which has no backend: add the EndpointSlices or the pods")
+            }
+            Self::OtherNamespace => f.write_str("of other namespaces than --namespace"),
+        }
+    }
+}
+
+/// Flows that are not learnt for one reason.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct UnusableFlows {
+    /// How many.
+    pub count: u64,
+    /// Index of the first among the observed flows.
+    pub first: usize,
+}
+
+/// What was resolved.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Resolution {
+    /// What can be learnt, in the order of the observed flows.
+    pub learnable: Vec<LearnableFlow>,
+    /// What cannot, by reason.
+    pub not_learnt: BTreeMap<NotLearnt, UnusableFlows>,
+}
+
+/// Resolves observed flows.
+pub fn resolve(state: &ClusterState, observed: &[ObservedFlow], settings: &LearnSettings) -> Resolution {
+    let mut resolver = Resolver::new(state, settings);
+    resolver.note_destinations(observed);
+    let mut resolution = Resolution::default();
+    for (number, flow) in observed.iter().enumerate() {
+        match resolver.resolve(flow) {
+            Ok(learnable) => resolution.learnable.push(learnable),
+            Err(reason) => {
+                let unusable = UnusableFlows { count: 0, first: number };
+                resolution.not_learnt.entry(reason).or_insert(unusable).count += 1;
+            }
+        }
+    }
+    resolution
+}
+
+/// A port at an address.
+type Destination = (IpAddr, Protocol, u16);
+
+struct Resolver<'a> {
+    state: &'a ClusterState,
+    settings: &'a LearnSettings,
+    /// Services by their cluster addresses.
+    services: FxHashMap<IpAddr, &'a Service>,
+    /// Where flows went to, on ports that clients do not get.
+    destinations: FxHashSet<Destination>,
+    /// Backends by the client's node.
+    backends: FxHashMap<(Option<String>, Destination), Rc<[Backend]>>,
+}
+
+impl<'a> Resolver<'a> {
+    fn new(state: &'a ClusterState, settings: &'a LearnSettings) -> Self {
+        let addresses = state.services().flat_map(|service| service.addresses.iter().map(move |at| (*at, &**service)));
+        let services = addresses.collect();
+        Self { state, settings, services, destinations: FxHashSet::default(), backends: FxHashMap::default() }
+    }
+
+    fn note_destinations(&mut self, observed: &[ObservedFlow]) {
+        let opened = observed.iter().filter(|flow| flow.opening != Opening::Missing && flow.to.port < FIRST_EPHEMERAL);
+        for flow in opened {
+            if let Ok((_, dst)) = self.addresses(flow) {
+                self.destinations.insert((dst, flow.protocol, flow.to.port));
+            }
+        }
+    }
+
+    fn resolve(&mut self, observed: &ObservedFlow) -> Result<LearnableFlow, NotLearnt> {
+        match observed.outcome {
+            Outcome::Denied => return Err(NotLearnt::Denied),
+            Outcome::Unanswered if !self.settings.unanswered => return Err(NotLearnt::Unanswered),
+            Outcome::Unanswered | Outcome::Passed => {}
+        }
+        if observed.opening == Opening::Missing {
+            return Err(NotLearnt::NoOpening);
+        }
+        let (src, dst) = self.addresses(observed)?;
+        let ObservedFlow { protocol, ref from, ref to, .. } = *observed;
+        let flow = Flow { src: src.into(), dst: dst.into(), protocol, src_port: from.port, dst_port: to.port };
+        if observed.opening == Opening::Assumed && self.is_reply(&flow) {
+            return Err(NotLearnt::Reply);
+        }
+        if [src, dst].iter().any(|address| !is_unicast(address)) {
+            return Err(NotLearnt::NotUnicast);
+        }
+        let service = self.services.get(&dst).copied();
+        let mut ends = match service {
+            Some(service) if protocol.has_ports() => self.backends(service, &flow)?,
+            _ => vec![flow],
+        };
+        self.check_ends(&flow, &ends)?;
+        ends.retain(|end| !self.is_exempt(end));
+        let to_service_address =
+            self.settings.service_addresses && service.is_some() && pod_at(self.state, src).is_some();
+        if ends.is_empty() && !to_service_address {
+            return Err(NotLearnt::Exempt);
+        }
+        if !protocol.has_ports() {
+            return Err(NotLearnt::Protocol(protocol));
+        }
+        if flow.dst_port == 0 || ends.iter().any(|end| end.dst_port == 0) {
+            return Err(NotLearnt::PortZero);
+        }
+        let service = service.map(|service| service.key.clone());
+        Ok(LearnableFlow { flow, service, ends, to_service_address, seen: observed.seen })
+    }
+
+    /// Refuses ends that are unknown, or that no written policy can be about.
+    fn check_ends(&self, flow: &Flow, ends: &[Flow]) -> Result<(), NotLearnt> {
+        let addresses = || ends.iter().flat_map(|end| [end.src, end.dst]).map(IpAddr::from);
+        let is_lost = |address: &IpAddr| {
+            self.state.owner(address).is_none() && self.settings.pod_networks.iter().any(|net| net.contains(address))
+        };
+        if let Some(lost) = addresses().find(is_lost) {
+            return Err(NotLearnt::PodNetwork(lost));
+        }
+        let mut pods =
+            addresses().chain([flow.src.into()]).filter_map(|address| pod_at(self.state, address)).peekable();
+        if pods.peek().is_none() {
+            return Err(NotLearnt::NoPod);
+        }
+        match pods.any(|pod| self.settings.covers(&pod.key.namespace)) {
+            true => Ok(()),
+            false => Err(NotLearnt::OtherNamespace),
+        }
+    }
+
+    /// The first pair of the ends' addresses of one family.
+    fn addresses(&self, observed: &ObservedFlow) -> Result<(IpAddr, IpAddr), NotLearnt> {
+        let (sources, destinations) = (self.addresses_of(&observed.from)?, self.addresses_of(&observed.to)?);
+        let mut pairs = sources.iter().flat_map(|src| destinations.iter().map(move |dst| (*src, *dst)));
+        pairs.find(|(src, dst)| src.is_ipv4() == dst.is_ipv4()).ok_or(NotLearnt::NoAddress)
+    }
+
+    /// The addresses that an end may have: its own, or those that its pod has now.
+    fn addresses_of(&self, end: &ObservedEnd) -> Result<Vec<IpAddr>, NotLearnt> {
+        let Some(key) = &end.pod else { return Ok(end.address.into_iter().collect()) };
+        let unknown = || NotLearnt::UnknownPod(key.to_string());
+        let number = self.state.find_pod(key).ok_or_else(unknown)?;
+        let pod: &Pod = self.state.pod(number).ok_or_else(unknown)?;
+        if pod.host_network {
+            return Ok(end.address.into_iter().chain(pod.addresses.iter().copied()).collect());
+        }
+        if !self.state.is_present(number) {
+            return Err(unknown());
+        }
+        // The address that it had, if it still has it; otherwise one of the same family.
+        let own = |address: &IpAddr| self.state.owner(address) == Some(PodOrNode::Pod(number));
+        let rank = |address: &IpAddr| match end.address {
+            Some(had) => (*address != had, address.is_ipv4() != had.is_ipv4()),
+            None => (false, false),
+        };
+        let mut addresses: Vec<IpAddr> = pod.addresses.iter().copied().filter(own).collect();
+        addresses.sort_by_key(rank);
+        Ok(addresses)
+    }
+
+    /// Whether a flow goes from a port that serves to one that clients get: its opening packet was not seen.
+    fn is_reply(&self, flow: &Flow) -> bool {
+        let (src, dst) = (IpAddr::from(flow.src), IpAddr::from(flow.dst));
+        let serves = |address: IpAddr, port: u16| self.declares(address, flow.protocol, port);
+        flow.protocol.has_ports()
+            && flow.dst_port >= FIRST_EPHEMERAL
+            && !serves(dst, flow.dst_port)
+            && (flow.src_port < FIRST_USER
+                || serves(src, flow.src_port)
+                || self.destinations.contains(&(src, flow.protocol, flow.src_port)))
+    }
+
+    /// Whether a pod or a Service declares a port.
+    fn declares(&self, address: IpAddr, wanted: Protocol, number: u16) -> bool {
+        let is_it = |of: PortProtocol, port: u16| (protocol(of), port) == (wanted, number);
+        let by_pod =
+            pod_at(self.state, address).is_some_and(|pod| pod.ports.iter().any(|p| is_it(p.protocol, p.number)));
+        let service = self.services.get(&address);
+        by_pod || service.is_some_and(|service| service.ports.iter().any(|p| is_it(p.protocol, p.number)))
+    }
+
+    /// A pod and itself, and a pod and its node.
+    fn is_exempt(&self, flow: &Flow) -> bool {
+        let owner = |address| self.state.owner(&IpAddr::from(address));
+        match (owner(flow.src), owner(flow.dst)) {
+            (Some(PodOrNode::Pod(a)), Some(PodOrNode::Pod(b))) => a == b,
+            (Some(PodOrNode::Pod(pod)), Some(PodOrNode::Node(node)))
+            | (Some(PodOrNode::Node(node)), Some(PodOrNode::Pod(pod))) => self.state.node_of(pod) == Some(node),
+            _ => false,
+        }
+    }
+
+    /// One flow to each backend that the client may get.
+    fn backends(&mut self, service: &Service, flow: &Flow) -> Result<Vec<Flow>, NotLearnt> {
+        let (src, dst) = (IpAddr::from(flow.src), IpAddr::from(flow.dst));
+        let port =
+            service.ports.iter().find(|port| (protocol(port.protocol), port.number) == (flow.protocol, flow.dst_port));
+        let port = port.ok_or_else(|| NotLearnt::NoServicePort(service.key.clone()))?;
+        let node = pod_at(self.state, src).and_then(|pod| pod.node.clone());
+        let key = (node, (dst, flow.protocol, flow.dst_port));
+        let state = self.state;
+        let found = self.backends.entry(key).or_insert_with_key(|(node, _)| {
+            let place = ClientPlace::on(node.as_deref().unwrap_or_default(), state);
+            let slices = state.endpoint_slices(&service.key).map(|slice| &**slice);
+            select(service, port, AddressFamily::of(dst), slices, &place).backends.into()
+        });
+        if found.is_empty() {
+            return Err(NotLearnt::NoBackend(service.key.clone()));
+        }
+        Ok(found.iter().map(|backend| Flow { dst: backend.address, dst_port: backend.port, ..*flow }).collect())
+    }
+}
+
+/// Whether an address can be a host's.
+fn is_unicast(address: &IpAddr) -> bool {
+    let is_broadcast = matches!(address, IpAddr::V4(v4) if v4.is_broadcast());
+    !(address.is_multicast() || address.is_loopback() || address.is_unspecified() || is_broadcast)
+}
