@@ -145,6 +145,22 @@ impl RealCluster {
         })
     }
 
+    /// Installs Penstock with further keys and sections in its configuration, carries out `test`, and puts the first
+    /// configuration back.
+    pub(crate) fn with_settings(
+        &self,
+        (keys, sections): (&str, &str),
+        test: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let folder = self.manifests("changed", "")?;
+        let settings = fs::read_to_string(self.manifests("install", "penstock.toml")?)?;
+        fs::write(format!("{folder}/penstock.toml"), format!("{keys}\n{settings}\n{sections}\n"))?;
+        self.kubectl(&["apply", "-k", &folder])?;
+        let result = self.wait_for_penstock().and_then(|()| test());
+        self.install()?;
+        result
+    }
+
     /// Copies `configs/kubernetes` for a test that may change it; returns the path of its folder `below`.
     pub(crate) fn manifests(&self, name: &str, below: &str) -> Result<String> {
         let target = self.scratch.path().join(name);

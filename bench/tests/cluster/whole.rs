@@ -11,6 +11,10 @@ use crate::shell::eventually;
 
 /// Of each pod to each pod, both families, three ports: as the engine evaluates the objects that the API server has.
 pub(crate) fn pods_reach_each_other_as_policy_says(cluster: &mut RealCluster) -> Result<()> {
+    pods_reach_each_other(cluster)
+}
+
+fn pods_reach_each_other(cluster: &RealCluster) -> Result<()> {
     let oracle = PolicyOracle::new(&cluster.objects()?);
     let probes = probe::all_pairs(&cluster.sites, &[Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(5353)]);
     let outcomes = probe::run(&cluster.sites, &probes, RetryPolicy::default())?;
@@ -39,15 +43,7 @@ pub(crate) fn pods_reach_each_other_as_policy_says(cluster: &mut RealCluster) ->
 
 /// A node whose configuration names its NIC, beside kube-proxy, which drops what connection tracking calls invalid.
 pub(crate) fn uplinks_are_no_obstacle_beside_kube_proxy(cluster: &mut RealCluster) -> Result<()> {
-    let folder = cluster.manifests("uplinks", "")?;
-    let file = format!("{folder}/penstock.toml");
-    let settings = std::fs::read_to_string(&file)?.replace("\n[source]", "\nuplinks = [\"eth0\"]\n\n[source]");
-    ensure!(settings.contains("uplinks"), "{file}: {settings}");
-    std::fs::write(&file, settings)?;
-    cluster.kubectl(&["apply", "-k", &folder])?;
-    let result = cluster.wait_for_penstock().and_then(|()| pods_reach_each_other_as_policy_says(cluster));
-    cluster.install()?;
-    result
+    cluster.with_settings(("uplinks = [\"eth0\"]", ""), || pods_reach_each_other(cluster))
 }
 
 /// What docs and README show: status, flows and a bundle, by `kubectl exec`.
