@@ -9,7 +9,7 @@ use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use penstock_sources::api_server::{Access, ApiServer as Source, ApiServerTimeouts};
-use penstock_sources::{KindHealth, ObjectKind, SourceHealth, convert};
+use penstock_sources::{FollowedKinds, KindHealth, ObjectKind, SourceHealth, convert};
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -40,8 +40,13 @@ pub(crate) struct Follower {
 impl Follower {
     /// Follows a server with only the rights of the shipped ClusterRole.
     pub(crate) fn start(server: &ApiServer) -> Self {
+        Self::of_kinds(server, FollowedKinds::All)
+    }
+
+    /// The same, of these kinds.
+    pub(crate) fn of_kinds(server: &ApiServer, followed: FollowedKinds) -> Self {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
-        let health = Arc::new(SourceHealth::default());
+        let health = Arc::new(SourceHealth::new(followed));
         let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
         let opened = runtime.block_on(async {
             let mut source = Source::start(&access, TIMEOUTS, Arc::clone(&health)).await.unwrap();
@@ -64,7 +69,8 @@ impl Follower {
     pub(crate) fn catch_up(&mut self, server: &ApiServer) -> usize {
         let before = self.batches;
         let deadline = Instant::now() + TIMEOUT;
-        let mut wanted = objects_of(server);
+        let followed = self.health.followed();
+        let mut wanted = objects_of(server, followed);
         while self.objects != wanted {
             assert!(
                 Instant::now() < deadline,
@@ -76,7 +82,7 @@ impl Follower {
             self.listen_once(Duration::from_millis(200));
             // A real server creates objects of its own at any time.
             if self.batches == logged {
-                wanted = objects_of(server);
+                wanted = objects_of(server, followed);
             }
         }
         self.batches - before
@@ -144,8 +150,8 @@ impl Follower {
     }
 }
 
-/// All objects of a server, read independently.
-fn objects_of(server: &ApiServer) -> BTreeMap<ObjectRef, Object> {
+/// All objects of these kinds of a server, read independently.
+fn objects_of(server: &ApiServer, followed: FollowedKinds) -> BTreeMap<ObjectRef, Object> {
     fn typed<T: DeserializeOwned>(value: Value) -> T {
         serde_json::from_value(value).expect("an object of its type")
     }
@@ -163,7 +169,8 @@ fn objects_of(server: &ApiServer) -> BTreeMap<ObjectRef, Object> {
             convert::cluster_network_policy(&typed(value)).map(Object::ClusterNetworkPolicy)
         }
     };
-    let all = Resource::ALL.into_iter().flat_map(|resource| {
+    let is_followed = |resource: &Resource| followed.iter().any(|kind| kind.resource() == resource.path());
+    let all = Resource::ALL.into_iter().filter(is_followed).flat_map(|resource| {
         let listed = match server.admin().list(resource) {
             Ok(listed) => listed,
             Err(error) if resource == Resource::ClusterNetworkPolicies => {

@@ -5,3 +5,4 @@ mod faults;
 mod follower;
 mod following;
 mod objects;
+mod services;

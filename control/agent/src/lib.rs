@@ -217,17 +217,20 @@ async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut 
     if matches!(&location, Location::Manifests(path) if !path.is_dir()) {
         return;
     }
-    let opened = tokio::time::timeout(SOURCE_TIMEOUT, Source::open(&location)).await;
-    match opened {
-        Ok(Ok((_, read))) => {
+    let mut source = match Source::start(&location, config.services.followed_kinds()).await {
+        Ok(source) => source,
+        Err(error) => return findings.extend(error.to_string().lines().map(PreflightFinding::error)),
+    };
+    match tokio::time::timeout(SOURCE_TIMEOUT, source.first()).await {
+        Ok(read) => {
             findings.push(PreflightFinding::ok(format!("source: {} objects", read.len())));
             objects.apply(read.into_iter().map(ObjectChange::Set), &[]);
         }
-        Ok(Err(error)) => findings.extend(error.to_string().lines().map(PreflightFinding::error)),
-        Err(_) => findings.push(PreflightFinding::error(format!(
-            "source: the API server did not list all objects within {} s; the log says why",
-            SOURCE_TIMEOUT.as_secs()
-        ))),
+        Err(_) => findings.extend(source.health().awaited().into_iter().map(|(kind, reason)| {
+            let reason = reason.unwrap_or_else(|| "no answer; is the API server up?".to_owned());
+            let (kind, seconds) = (kind.resource(), SOURCE_TIMEOUT.as_secs());
+            PreflightFinding::error(format!("source: {kind}: not listed within {seconds} s: {reason}"))
+        })),
     }
 }
 

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use penstock_privileges as privileges;
-use penstock_sources::Location;
+use penstock_sources::{FollowedKinds, Location};
 
 use crate::config::Config;
 use crate::state_file::{Identity, StateFile, StateFileError};
@@ -50,12 +50,13 @@ impl ObjectFile {
     pub(crate) fn of(config: &Config) -> Option<Self> {
         let location = config.source.location();
         let Location::ApiServer(_) = location else { return None };
-        let identity = Identity {
-            kind: "objects".to_owned(),
-            version: VERSION,
-            node: config.node.to_string(),
-            origin: location.to_string(),
+        // Objects without Services are not all objects for a daemon that translates: it would take Services for addresses.
+        let origin = match config.services.followed_kinds() {
+            FollowedKinds::All => location.to_string(),
+            FollowedKinds::WithoutServices => format!("{location}, without Services"),
         };
+        let identity =
+            Identity { kind: "objects".to_owned(), version: VERSION, node: config.node.to_string(), origin };
         Some(Self { file: StateFile::beside(&config.conntrack.mapping, SUFFIX)?, identity })
     }
 
@@ -396,6 +397,22 @@ mod tests {
             file.write(&identity, [&good[..], b"\n", bad]).unwrap();
             let file = ObjectFile { file: file.clone(), identity: identity.clone() };
             assert!(file.read().is_none(), "{}", String::from_utf8_lossy(bad));
+        }
+    }
+
+    #[test]
+    fn objects_recorded_without_services_are_not_used_by_a_daemon_that_translates() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = |enabled| {
+            let mut config = config(directory.path(), "here");
+            config.services.enabled = enabled;
+            ObjectFile::of(&config).unwrap()
+        };
+        let line = serde_json::to_vec(&pod("web", 5)).unwrap();
+        for (recorded, read) in [(false, false), (true, true), (false, true), (true, false)] {
+            let ObjectFile { file: written, identity } = file(recorded);
+            written.write(&identity, [&line[..]]).unwrap();
+            assert_eq!(file(read).read().is_some(), recorded == read, "recorded {recorded}, read {read}");
         }
     }
 

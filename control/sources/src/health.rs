@@ -1,9 +1,10 @@
 //! The health of a source, shared with those who report it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The kinds of objects that every source provides.
+/// The kinds of objects that a source may provide.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum ObjectKind {
     /// Namespaces.
@@ -61,10 +62,33 @@ impl ObjectKind {
     }
 }
 
+/// Which kinds of objects a source follows.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum FollowedKinds {
+    /// All of them.
+    #[default]
+    All,
+    /// All but Services and EndpointSlices, which an API server is not asked for: no right to read them is needed.
+    WithoutServices,
+}
+
+impl FollowedKinds {
+    /// Whether objects of this kind are followed.
+    pub fn contains(self, kind: ObjectKind) -> bool {
+        self == Self::All || !matches!(kind, ObjectKind::Service | ObjectKind::EndpointSlice)
+    }
+
+    /// The kinds, in the order of [`ObjectKind::ALL`].
+    pub fn iter(self) -> impl Iterator<Item = ObjectKind> {
+        ObjectKind::ALL.into_iter().filter(move |&kind| self.contains(kind))
+    }
+}
+
 /// A source's health by kind. The source writes it; any thread may read it.
 #[derive(Debug)]
 pub struct SourceHealth {
     start: Instant,
+    followed: FollowedKinds,
     kinds: [KindCounters; ObjectKind::ALL.len()],
 }
 
@@ -79,6 +103,14 @@ struct KindCounters {
     lists: AtomicU64,
     objects: AtomicU64,
     invalid: AtomicU64,
+    /// Why its last request failed; `None` while the kind is followed.
+    failure: Mutex<Option<String>>,
+}
+
+impl KindCounters {
+    fn failure(&self) -> MutexGuard<'_, Option<String>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// A source's health for one kind.
@@ -102,13 +134,23 @@ pub struct KindHealth {
     pub invalid: u64,
 }
 
-impl Default for SourceHealth {
-    fn default() -> Self {
-        Self { start: Instant::now(), kinds: Default::default() }
-    }
-}
-
 impl SourceHealth {
+    /// The health of a source of these kinds that has read nothing yet.
+    pub fn new(followed: FollowedKinds) -> Self {
+        Self { start: Instant::now(), followed, kinds: Default::default() }
+    }
+
+    /// The kinds that the source follows.
+    pub fn followed(&self) -> FollowedKinds {
+        self.followed
+    }
+
+    /// The followed kinds that have not been read yet, each with the reason why its last request failed, if one did.
+    pub fn awaited(&self) -> Vec<(ObjectKind, Option<String>)> {
+        let unread = self.followed.iter().filter(|&kind| !self.of(kind).synced);
+        unread.map(|kind| (kind, self.kinds[kind as usize].failure().clone())).collect()
+    }
+
     /// The current health for a kind.
     pub fn of(&self, kind: ObjectKind) -> KindHealth {
         let counters = &self.kinds[kind as usize];
@@ -126,9 +168,9 @@ impl SourceHealth {
         }
     }
 
-    /// Whether all kinds were read at least once.
+    /// Whether all followed kinds were read at least once.
     pub fn is_synced(&self) -> bool {
-        self.kinds.iter().all(|counters| counters.synced.load(Ordering::Relaxed))
+        self.followed.iter().all(|kind| self.kinds[kind as usize].synced.load(Ordering::Relaxed))
     }
 
     /// Records a sign of life.
@@ -153,7 +195,14 @@ impl SourceHealth {
 
     /// Records that changes arrive from now on.
     pub(super) fn connected(&self, kind: ObjectKind) {
-        self.kinds[kind as usize].connected.store(true, Ordering::Relaxed);
+        let counters = &self.kinds[kind as usize];
+        counters.connected.store(true, Ordering::Relaxed);
+        *counters.failure() = None;
+    }
+
+    /// Records why a request failed.
+    pub(super) fn failed(&self, kind: ObjectKind, reason: &str) {
+        *self.kinds[kind as usize].failure() = Some(reason.to_owned());
     }
 
     /// Records an outage.
@@ -177,7 +226,7 @@ mod tests {
 
     #[test]
     fn an_outage_is_visible_and_keeps_the_source_synced() {
-        let health = SourceHealth::default();
+        let health = SourceHealth::new(FollowedKinds::All);
         assert_eq!(health.of(ObjectKind::Pod), KindHealth::default());
         health.listed(ObjectKind::Pod);
         health.connected(ObjectKind::Pod);
@@ -190,5 +239,29 @@ mod tests {
         assert!(!health.is_synced(), "the other kinds are missing");
         ObjectKind::ALL.into_iter().for_each(|kind| health.listed(kind));
         assert!(health.is_synced());
+    }
+
+    #[test]
+    fn what_is_not_followed_is_not_awaited() {
+        let services = [ObjectKind::Service, ObjectKind::EndpointSlice];
+        for (followed, awaited) in [(FollowedKinds::All, &services[..]), (FollowedKinds::WithoutServices, &[])] {
+            let health = SourceHealth::new(followed);
+            assert_eq!(health.awaited().len(), 5 + awaited.len(), "{followed:?}");
+            for kind in ObjectKind::ALL.into_iter().filter(|kind| !services.contains(kind)) {
+                health.listed(kind);
+            }
+            let kinds: Vec<ObjectKind> = health.awaited().into_iter().map(|(kind, _)| kind).collect();
+            assert_eq!((&kinds[..], health.is_synced()), (awaited, awaited.is_empty()), "{followed:?}");
+        }
+    }
+
+    #[test]
+    fn the_reason_of_a_failure_is_known_until_the_kind_is_followed() {
+        let health = SourceHealth::new(FollowedKinds::All);
+        let reason = |health: &SourceHealth| health.awaited().into_iter().find_map(|(_, reason)| reason);
+        health.failed(ObjectKind::Service, "403 Forbidden");
+        assert_eq!(reason(&health).as_deref(), Some("403 Forbidden"));
+        health.connected(ObjectKind::Service);
+        assert_eq!(reason(&health), None);
     }
 }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use rustc_hash::FxHashSet;
 
-pub use health::{KindHealth, ObjectKind, SourceHealth};
+pub use health::{FollowedKinds, KindHealth, ObjectKind, SourceHealth};
 
 use api_server::{Access, ApiServer, ApiServerTimeouts};
 use convert::ConversionSettings;
@@ -80,19 +80,16 @@ pub enum SourceError {
 }
 
 impl Source {
-    /// Opens a source and reads all objects.
+    /// Opens a source without waiting for an API server, which is asked for objects of the `followed` kinds. Manifests are
+    /// read whole: what they contain is checked whether it is used or not.
     ///
-    /// Waits for an API server, for any time, until every kind is listed: partial state is never reported. Drop the
-    /// future to give up.
-    pub async fn open(location: &Location) -> Result<(Self, Vec<Object>), SourceError> {
-        let mut source = Self::start(location).await?;
-        let objects = source.first().await;
-        Ok((source, objects))
-    }
-
-    /// Opens a source without waiting for an API server.
-    pub async fn start(location: &Location) -> Result<Self, SourceError> {
-        let health = Arc::new(SourceHealth::default());
+    /// # Errors
+    /// The manifests are missing or have errors, or there is no access to the API server.
+    pub async fn start(location: &Location, followed: FollowedKinds) -> Result<Self, SourceError> {
+        let health = Arc::new(SourceHealth::new(match location {
+            Location::Manifests(_) => FollowedKinds::All,
+            Location::ApiServer(_) => followed,
+        }));
         let backend = match location {
             Location::Manifests(path) => {
                 let (directory, objects) = ManifestDirectory::open(path, ConversionSettings::default())?;
@@ -112,7 +109,8 @@ impl Source {
         Ok(Self { backend, health })
     }
 
-    /// All objects, once every kind is listed: the first call's answer. Cancel-safe. If it is not called, an API server's
+    /// All objects, once every followed kind is listed: the first call's answer. Partial state is never reported. Waits for
+    /// an API server, for any time; [`SourceHealth::awaited`] says why. Cancel-safe. If it is not called, an API server's
     /// objects are the first changes.
     pub async fn first(&mut self) -> Vec<Object> {
         match &mut self.backend {

@@ -1,7 +1,7 @@
 //! A small API server inside this process, over HTTP: five resources with real list and watch semantics, bearer tokens,
 //! the rights of the shipped ClusterRole, and fault injection.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -58,6 +58,8 @@ struct ServerState {
     defines_cluster_policies: AtomicBool,
     /// Rules of the shipped ClusterRole.
     role: Vec<role::Rule>,
+    /// Resources that the role does not contain any more.
+    revoked: Mutex<HashSet<Resource>>,
     /// List and watch requests, for counting.
     requests: Mutex<Vec<(Verb, Resource)>>,
 }
@@ -74,6 +76,7 @@ impl FakeServer {
             streams,
             defines_cluster_policies: AtomicBool::new(false),
             role: role::shipped()?,
+            revoked: Mutex::default(),
             requests: Mutex::default(),
         });
         let server = Self { state, address: listener.local_addr()?, running: Mutex::default() };
@@ -96,6 +99,12 @@ impl FakeServer {
     /// Sets whether ClusterNetworkPolicies are defined, as their CustomResourceDefinition does; they are not at first.
     pub fn define_cluster_policies(&self, defined: bool) {
         self.state.defines_cluster_policies.store(defined, Ordering::Relaxed);
+    }
+
+    /// Takes the right to read a resource out of the role, or grants it again.
+    pub fn set_readable(&self, resource: Resource, is_readable: bool) {
+        let mut revoked = lock(&self.state.revoked);
+        if is_readable { revoked.remove(&resource) } else { revoked.insert(resource) };
     }
 
     /// Injects a fault into the next request of this kind.
@@ -347,7 +356,12 @@ fn allow(state: &ServerState, request: &Request<Incoming>, verb: &str, resource:
     match account {
         None => Err((401, "Unauthorized", "Unauthorized".to_owned())),
         Some(Account::Admin) => Ok(()),
-        Some(Account::Penstock) if state.role.iter().any(|rule| rule.allows(verb, resource)) => Ok(()),
+        Some(Account::Penstock)
+            if state.role.iter().any(|rule| rule.allows(verb, resource))
+                && !lock(&state.revoked).contains(&resource) =>
+        {
+            Ok(())
+        }
         Some(account) => {
             let message =
                 format!("{}: User \"{account:?}\" cannot {verb} resource \"{}\"", resource.path(), resource.path());

@@ -29,7 +29,7 @@ impl DaemonView<'_> {
         let LiveCounters { sample: now, depths, .. } = counters;
         let before = self.samples.before(now);
         let in_force = self.dataplane.in_force();
-        let total = now.statistics.total();
+        let (total, followed) = (now.statistics.total(), self.source.followed());
         types::Status {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             node: self.config.node.to_string(),
@@ -54,7 +54,7 @@ impl DaemonView<'_> {
             stale: self
                 .stale
                 .map(|stale| types::StaleObjects { recorded: stale.recorded.to_string(), objects: stale.objects }),
-            source: ObjectKind::ALL.into_iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
+            source: followed.iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }
 
@@ -219,7 +219,12 @@ impl DaemonView<'_> {
     /// Why a flow is allowed or denied.
     pub(crate) fn explain(&self, query: &types::ExplainQuery) -> Result<types::Explanation, String> {
         let (from, to) = (query.from.parse(), query.to.parse());
-        let text = |error: flow::FlowError| error.to_string();
+        let text = |error: flow::FlowError| match error {
+            flow::FlowError::NoService(service) if !self.source.followed().contains(ObjectKind::Service) => format!(
+                "Service {service}: this daemon does not follow Services; set services.enabled = true, or ask with --manifests"
+            ),
+            error => error.to_string(),
+        };
         let port = query.port.parse().map_err(text)?;
         let (allowed, text) =
             explain::text(self.engine(), &PlainText, &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;

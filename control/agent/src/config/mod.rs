@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
-use penstock_sources::Location;
+use penstock_sources::{FollowedKinds, Location};
 use penstock_sources::api_server::Access;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -191,8 +191,16 @@ pub enum StartupMode {
 #[serde(deny_unknown_fields, default)]
 pub struct Services {
     /// Whether workers translate what pods send to cluster addresses, and evaluate policy for the backend. Otherwise the
-    /// node's kernel translates it, and egress policy sees the cluster address.
+    /// node's kernel translates it, and egress policy sees the cluster address. With it, the service account must be allowed
+    /// to read Services and EndpointSlices; without it, the API server is not asked for them.
     pub enabled: bool,
+}
+
+impl Services {
+    /// The kinds of objects that these settings need.
+    pub fn followed_kinds(&self) -> FollowedKinds {
+        if self.enabled { FollowedKinds::All } else { FollowedKinds::WithoutServices }
+    }
 }
 
 fn yes() -> bool {

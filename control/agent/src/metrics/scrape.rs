@@ -109,7 +109,7 @@ impl Scrape {
                 suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
             },
-            source: ObjectKind::ALL.into_iter().map(|kind| (kind, view.source.of(kind))).collect(),
+            source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
             config_rejected: view.rejected.is_some(),
             stale: view.stale,
             uptime: Instant::now().saturating_duration_since(view.started),

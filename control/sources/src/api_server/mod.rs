@@ -1,6 +1,6 @@
-//! The API server as a source: lists and watches every kind.
+//! The API server as a source: lists and watches every followed kind.
 //!
-//! Its own thread follows all kinds, so that large responses do not delay other work. Known objects stay known while
+//! Its own thread follows all of them, so that large responses do not delay other work. Known objects stay known while
 //! the server is unreachable.
 
 mod access;
@@ -110,7 +110,8 @@ struct Shared {
 impl Shared {
     fn new(client: RenewableClient, timeouts: ApiServerTimeouts, health: Arc<SourceHealth>) -> Self {
         let outages = Outages::new(Arc::clone(&health));
-        Self { timeouts, client, health, outages, store: Mutex::default(), news: Notify::new() }
+        let store = Mutex::new(Store::new(health.followed()));
+        Self { timeouts, client, health, outages, store, news: Notify::new() }
     }
 
     fn store(&self) -> MutexGuard<'_, Store> {
@@ -131,7 +132,7 @@ impl Shared {
 }
 
 impl ApiServer {
-    /// Follows an API server, and does not wait for it.
+    /// Follows the kinds of `health` at an API server, and does not wait for it.
     pub async fn start(
         access: &Access,
         timeouts: ApiServerTimeouts,
@@ -194,7 +195,7 @@ impl Drop for ApiServer {
     }
 }
 
-/// Follows all kinds and sends changes until the owner is gone.
+/// Follows the kinds and sends changes until the owner is gone.
 async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>, stopped: oneshot::Receiver<()>) {
     let mut tasks = JoinSet::new();
     let follower = |kind| KindFollower::new(kind, Arc::clone(&shared));
@@ -210,8 +211,10 @@ async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>, stop
         follower(ObjectKind::ClusterNetworkPolicy)
             .run_while_served(CLUSTER_POLICIES, converted::cluster_network_policy),
     );
-    tasks.spawn(follower(ObjectKind::Service).run(Api::all, converted::service));
-    tasks.spawn(follower(ObjectKind::EndpointSlice).run(Api::all, converted::endpoint_slice));
+    if shared.health.followed().contains(ObjectKind::Service) {
+        tasks.spawn(follower(ObjectKind::Service).run(Api::all, converted::service));
+        tasks.spawn(follower(ObjectKind::EndpointSlice).run(Api::all, converted::endpoint_slice));
+    }
     tasks.spawn(send_changes(Arc::clone(&shared), batches));
     let log = log_awaited(&shared);
     tokio::select! {

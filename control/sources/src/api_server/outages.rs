@@ -35,6 +35,7 @@ impl Outages {
     pub(super) fn failed(&self, kind: ObjectKind, failure: &RequestError) {
         let mut outage = self.lock();
         let text = failure.to_string();
+        self.health.failed(kind, &text);
         let before = outage.kinds.insert(kind, text.clone());
         if before.is_none() {
             self.health.lost(kind);
@@ -72,10 +73,11 @@ impl Outages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::FollowedKinds;
 
     #[test]
     fn an_outage_counts_once_per_kind_and_must_log_when_it_lasts_or_needs_an_operator() {
-        let health = Arc::new(SourceHealth::default());
+        let health = Arc::new(SourceHealth::new(FollowedKinds::All));
         let outages = Outages::new(Arc::clone(&health));
         let logged = || outages.lock().logged.len();
         let refused = |kind: ObjectKind| RequestError::Forbidden { resource: kind.resource(), message: String::new() };

@@ -18,7 +18,8 @@ pub(super) enum RequestError {
     Unauthorized(String),
     /// 403: missing permissions.
     #[error(
-        "403 Forbidden: {message}: the account needs the verbs get, list and watch on {resource}; bind it to {ROLE}"
+        "403 Forbidden: {message}: the account needs the verbs get, list and watch on {resource}; bind it to {ROLE}{}",
+        remedy_by_setting(resource)
     )]
     Forbidden {
         /// The resource requested.
@@ -67,6 +68,12 @@ pub(super) enum RequestError {
     /// The access data is unusable.
     #[error(transparent)]
     Access(#[from] AccessError),
+}
+
+/// How a setting makes the right to read this resource needless.
+fn remedy_by_setting(resource: &str) -> &'static str {
+    let services = [ObjectKind::Service, ObjectKind::EndpointSlice].map(ObjectKind::resource);
+    if services.contains(&resource) { ", or set services.enabled = false, which needs no Services" } else { "" }
 }
 
 impl RequestError {

@@ -14,7 +14,7 @@ fn namespace(name: &str, version: u64) -> ConvertedObject {
 
 /// A store of which all kinds have been listed, the namespaces of `list` among them.
 fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<ObjectChange>) {
-    let mut store = Store::default();
+    let mut store = Store::new(FollowedKinds::All);
     let mut list = Some(list);
     for kind in ObjectKind::ALL {
         assert_eq!(store.take(), None, "nothing is sent before all kinds are listed");
@@ -26,6 +26,17 @@ fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<Object
     }
     let first = store.take().expect("all that there is, be it nothing");
     (store, first)
+}
+
+#[test]
+fn kinds_that_are_not_followed_are_not_awaited() {
+    let mut store = Store::new(FollowedKinds::WithoutServices);
+    for kind in FollowedKinds::WithoutServices.iter() {
+        assert_eq!(store.take(), None, "nothing is sent before {kind:?} is listed");
+        store.begin_list(kind);
+        store.end_list(kind);
+    }
+    assert_eq!((store.awaited(), store.take()), (Vec::new(), Some(Vec::new())));
 }
 
 fn names(changes: &[ObjectChange]) -> Vec<String> {
