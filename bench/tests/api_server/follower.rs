@@ -152,6 +152,7 @@ impl Follower {
 
 /// An EndpointSlice with its endpoints' nodes where the stable version has them.
 fn stable_slice(mut slice: Value) -> Value {
+    slice["apiVersion"] = Value::from(Resource::EndpointSlices.api_version());
     for endpoint in slice["endpoints"].as_array_mut().into_iter().flatten() {
         if endpoint["nodeName"].is_null() {
             endpoint["nodeName"] = endpoint["topology"]["kubernetes.io/hostname"].clone();

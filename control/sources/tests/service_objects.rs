@@ -172,8 +172,9 @@ fn a_manifest_with_a_fault_is_refused_with_file_line_and_field() {
         ("v2", "a.yaml:1: EndpointSlice default/a: apiVersion: EndpointSlice of apiVersion discovery.k8s.io/v2 is not"),
         ("v1beta1", "a.yaml:4: EndpointSlice default/a: addressType: \"IP\" is not an address type"),
     ] {
-        let text =
-            format!("apiVersion: discovery.k8s.io/{version}\nkind: EndpointSlice\nmetadata: {{name: a}}\naddressType: IP\n");
+        let text = format!(
+            "apiVersion: discovery.k8s.io/{version}\nkind: EndpointSlice\nmetadata: {{name: a}}\naddressType: IP\n"
+        );
         let found = read(&text).unwrap_err();
         assert!(found.len() == 1 && found[0].starts_with(expected), "{found:?}");
     }

@@ -120,7 +120,11 @@ impl FakeServer {
     /// Takes the right to read a resource out of the role, or grants it again.
     pub fn set_readable(&self, resource: Resource, is_readable: bool) {
         let mut revoked = lock(&self.state.revoked);
-        if is_readable { revoked.remove(&resource) } else { revoked.insert(resource) };
+        if is_readable {
+            revoked.remove(&resource)
+        } else {
+            revoked.insert(resource)
+        };
     }
 
     /// Injects a fault into the next request of this kind.
