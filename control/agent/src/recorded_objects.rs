@@ -55,8 +55,7 @@ impl ObjectFile {
             FollowedKinds::All => location.to_string(),
             FollowedKinds::WithoutServices => format!("{location}, without Services"),
         };
-        let identity =
-            Identity { kind: "objects".to_owned(), version: VERSION, node: config.node.to_string(), origin };
+        let identity = Identity { kind: "objects".to_owned(), version: VERSION, node: config.node.to_string(), origin };
         Some(Self { file: StateFile::beside(&config.conntrack.mapping, SUFFIX)?, identity })
     }
 

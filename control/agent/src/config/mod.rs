@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
-use penstock_sources::{FollowedKinds, Location};
 use penstock_sources::api_server::Access;
+use penstock_sources::{FollowedKinds, Location};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
