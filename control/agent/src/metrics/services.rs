@@ -131,7 +131,7 @@ mod tests {
         ] {
             let found = largest(&counts, most);
             assert_eq!(found, expected, "{most}");
-            assert_eq!(found.iter().map(|(_, count)| count).sum::<u64>(), counts.values().sum());
+            assert_eq!(found.iter().map(|(_, count)| count).sum::<u64>(), counts.values().sum::<u64>());
         }
     }
 }
