@@ -447,6 +447,9 @@ fn s6_a_client_keeps_its_backend_for_the_time_of_affinity() {
         })
         .collect();
     assert!(later.iter().any(|chosen| *chosen != later[0]), "{later:?}");
+    let counted = node.pipeline.connections().statistics();
+    assert_eq!((counted.translated, counted.affinity_kept), (62, 40));
+    assert_eq!(node.pipeline.connections().affinity_entries().0, 1, "one client, one Service's port");
 }
 
 #[test]
@@ -715,7 +718,11 @@ fn both_entries_of_a_connection_end_together() {
     let sent = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
     let inner = node.pass(WEB, &packet(&sent), DB);
     assert_eq!(node.pipeline.connections().len(), 2);
-    assert_eq!(node.pipeline.connections().iter(node.now).count(), 1, "a listing has it once");
+    let listed: Vec<_> = node.pipeline.connections().iter(node.now).collect();
+    assert_eq!(listed.len(), 1, "a listing has it once");
+    let ends = |flow: Flow| (IpAddr::from(flow.src), IpAddr::from(flow.dst), flow.dst_port);
+    assert_eq!(listed[0].frontend.map(ends), Some((ip(WEB4), ip(VIP4), PORT)), "with what its client sent");
+    assert_eq!(ends(listed[0].original), (ip(WEB4), ip(DB4), TARGET));
     assert_eq!(node.pipeline.connections().remove_addresses(&[ip(DB4).into()]), 1);
     let mut cursor = Default::default();
     let later = node.now.plus(std::time::Duration::from_secs(2));

@@ -150,6 +150,17 @@ impl Follower {
     }
 }
 
+/// An EndpointSlice with its endpoints' nodes where the stable version has them.
+fn stable_slice(mut slice: Value) -> Value {
+    slice["apiVersion"] = Value::from(Resource::EndpointSlices.api_version());
+    for endpoint in slice["endpoints"].as_array_mut().into_iter().flatten() {
+        if endpoint["nodeName"].is_null() {
+            endpoint["nodeName"] = endpoint["topology"]["kubernetes.io/hostname"].clone();
+        }
+    }
+    slice
+}
+
 /// All objects of these kinds of a server, read independently.
 fn objects_of(server: &ApiServer, followed: FollowedKinds) -> BTreeMap<ObjectRef, Object> {
     fn typed<T: DeserializeOwned>(value: Value) -> T {
@@ -162,7 +173,7 @@ fn objects_of(server: &ApiServer, followed: FollowedKinds) -> BTreeMap<ObjectRef
         Resource::Pods => convert::pod(&typed(value)).map(Object::Pod),
         Resource::Services => convert::service(&typed(value)).map(|(service, _)| Object::Service(service)),
         Resource::EndpointSlices => {
-            convert::endpoint_slice(&typed(value)).map(|(slice, _)| Object::EndpointSlice(slice))
+            convert::endpoint_slice(&typed(stable_slice(value))).map(|(slice, _)| Object::EndpointSlice(slice))
         }
         Resource::NetworkPolicies => convert::network_policy(&typed(value)).map(Object::NetworkPolicy),
         Resource::ClusterNetworkPolicies => {

@@ -4,11 +4,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use penstock_bench::testbed::api_server::{Account, ApiServer, FakeServer, Resource, Verb};
+use penstock_policy::model::Object;
 use penstock_sources::api_server::{Access, ApiServer as Source};
 use penstock_sources::{FollowedKinds, ObjectKind, SourceHealth};
 
 use crate::follower::{Follower, TIMEOUTS};
 use crate::objects::{endpoint_slice, pod, service, shop};
+
+const STABLE: &str = "discovery.k8s.io/v1";
+const OLD: &str = "discovery.k8s.io/v1beta1";
 
 const RESOURCES: [Resource; 2] = [Resource::Services, Resource::EndpointSlices];
 
@@ -47,10 +51,82 @@ fn awaited_for(server: &ApiServer, text: &str) -> Vec<ObjectKind> {
     }
 }
 
+/// The list of EndpointSlices under a version.
+fn slices_path(api_version: &str) -> String {
+    format!("/apis/{api_version}/endpointslices")
+}
+
+/// The nodes of the backends that a follower knows.
+fn backend_nodes(follower: &Follower) -> Vec<Option<String>> {
+    let slices = follower.objects().values().filter_map(|object| match object {
+        Object::EndpointSlice(slice) => Some(slice),
+        _ => None,
+    });
+    slices.flat_map(|slice| slice.endpoints.iter().map(|endpoint| endpoint.node.clone())).collect()
+}
+
+#[test]
+fn endpoint_slices_are_followed_as_v1_where_it_is_served_and_else_as_v1beta1() {
+    for (served, followed) in
+        [(&[STABLE][..], STABLE), (&[OLD], OLD), (&[STABLE, OLD], STABLE), (&[OLD, STABLE], STABLE)]
+    {
+        let server = server();
+        fake(&server).serve_slices_as(served);
+        shop_with_service(&server, followed);
+        let mut follower = Follower::start(&server);
+        follower.catch_up(&server);
+        let asked: Vec<&str> =
+            [STABLE, OLD].into_iter().filter(|version| fake(&server).was_asked_for(&slices_path(version))).collect();
+        // The test's own client asks for the stable version first, and is not counted where that is not served.
+        assert_eq!(asked, [followed], "{served:?}");
+        assert_eq!(backend_nodes(&follower), [Some("here".to_owned())], "{served:?}");
+        server.admin().create(&endpoint_slice(followed, "shop", "web", "10.1.0.1")).unwrap();
+        follower.catch_up(&server);
+        server.admin().delete(&endpoint_slice(followed, "shop", "db", "10.1.0.2")).unwrap();
+        follower.catch_up(&server);
+        assert_eq!(follower.health(ObjectKind::EndpointSlice).objects, 1, "{served:?}");
+    }
+}
+
+#[test]
+fn an_upgrade_of_the_server_to_another_version_of_endpoint_slices_is_followed() {
+    let server = server();
+    fake(&server).serve_slices_as(&[OLD]);
+    shop_with_service(&server, OLD);
+    let mut follower = Follower::start(&server);
+    fake(&server).serve_slices_as(&[STABLE]);
+    server.stop();
+    server.resume().unwrap();
+    server.admin().create(&endpoint_slice(STABLE, "shop", "web", "10.1.0.1")).unwrap();
+    follower.catch_up(&server);
+    assert!(fake(&server).was_asked_for(&slices_path(STABLE)));
+    assert_eq!(backend_nodes(&follower).len(), 2);
+}
+
+#[test]
+fn a_server_without_endpoint_slices_is_an_error_and_nothing_is_in_force() {
+    let server = server();
+    shop_with_service(&server, STABLE);
+    fake(&server).serve_slices_as(&[]);
+    let text = "serves endpointslices neither as discovery.k8s.io/v1 nor discovery.k8s.io/v1beta1";
+    assert_eq!(awaited_for(&server, text), [ObjectKind::EndpointSlice]);
+    // Known ones stay while a server that starts does not serve them yet.
+    fake(&server).serve_slices_as(&[STABLE]);
+    let mut follower = Follower::start(&server);
+    fake(&server).serve_slices_as(&[]);
+    server.stop();
+    server.resume().unwrap();
+    follower.listen(TIMEOUTS.look_again * 20);
+    assert_eq!(backend_nodes(&follower).len(), 1);
+    fake(&server).serve_slices_as(&[STABLE]);
+    server.admin().create(&endpoint_slice(STABLE, "shop", "web", "10.1.0.1")).unwrap();
+    follower.catch_up(&server);
+}
+
 #[test]
 fn without_services_the_server_is_not_asked_for_them_and_no_right_is_needed() {
     let server = server();
-    shop_with_service(&server, "discovery.k8s.io/v1");
+    shop_with_service(&server, STABLE);
     RESOURCES.into_iter().for_each(|resource| fake(&server).set_readable(resource, false));
     let mut follower = Follower::of_kinds(&server, FollowedKinds::WithoutServices);
     server.admin().create(&pod("shop", "new", "10.1.0.9")).unwrap();
@@ -73,7 +149,7 @@ fn without_services_the_server_is_not_asked_for_them_and_no_right_is_needed() {
 fn a_missing_right_to_read_services_is_an_error_with_its_remedy() {
     for (resource, kind) in RESOURCES.into_iter().zip([ObjectKind::Service, ObjectKind::EndpointSlice]) {
         let server = server();
-        shop_with_service(&server, "discovery.k8s.io/v1");
+        shop_with_service(&server, STABLE);
         fake(&server).set_readable(resource, false);
         let remedy = format!("on {}; bind it to ClusterRole penstock", resource.path());
         assert_eq!(awaited_for(&server, &remedy), [kind]);

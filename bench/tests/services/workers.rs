@@ -2,9 +2,11 @@
 //! on the same node, elsewhere, or in the client itself.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::time::{Duration, Instant};
 
+use penstock_admin::client::Client;
+use penstock_admin::types::{Flows, FlowsQuery, ServicesStatus};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::Outside;
 
@@ -12,6 +14,8 @@ use crate::fixture::{Fixture, SERVICES, pods, policy};
 use crate::service::{BackendPath, CLOSED, OWN, WEB, service};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
+/// In the daemon's network namespace, of which each test has its own.
+const METRICS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 9469);
 /// Identity of the server elsewhere.
 const ELSEWHERE: u32 = 77;
 /// `pod-1` admits only `pod-0`.
@@ -65,6 +69,7 @@ impl WorkersFixture {
             }
             config.keys += "service_cidrs = [\"10.96.0.0/16\", \"fd00:10:96::/112\"]\n";
             config.sections += "[services]\nenabled = true\n";
+            config.metrics = Some(METRICS);
             let site = match path {
                 BackendPath::Here => cluster.sites[cluster.site("test/pod-1").unwrap()].clone(),
                 BackendPath::Elsewhere | BackendPath::ByUplink => Site::from(&machine),
@@ -188,5 +193,53 @@ fn egress_policy_names_the_backend_and_not_the_services_address() {
             outcome = setup.probe("test/pod-2", false, Protocol::Tcp(WEB));
         }
         assert_eq!(outcome, expected, "{rule}\n{}", setup.logs());
+    }
+}
+
+/// What status, flows and metrics say of a connection to a Service, to other backends and without one.
+#[test]
+fn a_connection_is_shown_with_its_service_and_backend_and_counted() {
+    let setup = WorkersFixture::new(BackendPath::Here);
+    for (pod, port) in [("test/pod-0", WEB), ("test/pod-1", WEB)] {
+        let outcome = setup.probe(pod, false, Protocol::Tcp(port));
+        assert_eq!(outcome, ProbeOutcome::Reached, "{pod}\n{}", setup.logs());
+    }
+    let pod = setup.fixture.site("test/pod-0");
+    let nowhere = SocketAddr::new(service(false), CLOSED);
+    pod.namespace.run(|| TcpStream::connect_timeout(&nowhere, TIMEOUT)).unwrap_err();
+    let expected = ServicesStatus { frontends: 10, without_backend: 2, backends: 8, ..ServicesStatus::default() };
+    let found = setup.fixture.status().services.expect("workers translate");
+    assert_eq!(ServicesStatus { affinity_capacity: 0, ..found }, expected);
+    let flows = |service: &str| -> Result<Flows, _> {
+        let query = FlowsQuery { service: Some(service.to_owned()), ..FlowsQuery::default() };
+        Client::new(setup.fixture.admin()).unwrap().get("/v1/flows", &query)
+    };
+    for service in ["test/api", "svc/test/api", "10.96.0.10"] {
+        let mut found = flows(service).unwrap().flows;
+        found.sort_by_key(|flow| flow.from.address);
+        let shown: Vec<_> = found
+            .iter()
+            .map(|flow| {
+                let end = flow.service.as_ref().unwrap();
+                let names = [&flow.from.name, &flow.to.name, &end.name].map(|name| name.clone().unwrap_or_default());
+                (names, flow.to.port, end.address.to_string(), end.port)
+            })
+            .collect();
+        let row = |from: &str| {
+            let names = [from, "test/pod-1", "test/api:web"].map(str::to_owned);
+            (names, 8080, "10.96.0.10".to_owned(), WEB)
+        };
+        assert_eq!(shown, [row("test/pod-0"), row("test/pod-1")], "{service}: also of a pod that is its own backend");
+    }
+    assert!(flows("fd00:10:96::10").unwrap().flows.is_empty());
+    assert!(flows("test/other").unwrap_err().to_string().contains("Service test/other is unknown"));
+    let metrics = setup.fixture.http(METRICS, "/metrics");
+    for line in [
+        "penstock_service_frontends 10.0",
+        "penstock_service_connections_opened_total{affinity=\"false\"} 2",
+        "penstock_service_connections{service=\"other\"} 2.0",
+        "penstock_service_packets_refused_total{reason=\"no_backend\"} 1",
+    ] {
+        assert!(metrics.lines().any(|found| found == line), "{line}\n{metrics}");
     }
 }

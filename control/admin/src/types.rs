@@ -40,6 +40,9 @@ pub struct Status {
     pub frames: FrameCounts,
     /// The connection table.
     pub connections: TableStatus,
+    /// Services that workers translate; `None` if they do not.
+    #[serde(default)]
+    pub services: Option<ServicesStatus>,
     /// Why the configuration was refused at the start, if the last good one is in force instead; one line per problem.
     #[serde(default)]
     pub configuration_refused: Vec<String>,
@@ -251,6 +254,21 @@ pub struct TableStatus {
     pub events: BTreeMap<String, u64>,
 }
 
+/// Services that workers translate.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct ServicesStatus {
+    /// Cluster addresses, each with a port and protocol.
+    pub frontends: usize,
+    /// Those of them that have no backend for a new connection.
+    pub without_backend: usize,
+    /// Backends for new connections, of all frontends.
+    pub backends: usize,
+    /// Clients with an entry in the table of affinity, whether its time has passed or not.
+    pub affinity_entries: usize,
+    /// Clients that the table of affinity has room for.
+    pub affinity_capacity: usize,
+}
+
 /// `GET /v1/flows`: the query.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -261,8 +279,11 @@ pub struct FlowsQuery {
     pub state: Option<String>,
     /// Only connections of this protocol: by name or number.
     pub protocol: Option<String>,
-    /// Only connections to this destination port.
+    /// Only connections to this destination port; of a connection to a Service that is the backend's.
     pub port: Option<u16>,
+    /// Only connections to this Service: `namespace/name`, or one of its cluster addresses.
+    #[serde(default)]
+    pub service: Option<String>,
     /// List at most this many.
     pub limit: Option<usize>,
 }
@@ -285,8 +306,12 @@ pub struct ConnectionFlow {
     pub protocol: String,
     /// The end that opened it.
     pub from: FlowEnd,
-    /// The other end.
+    /// The other end; of a connection to a Service its backend.
     pub to: FlowEnd,
+    /// Of a connection to a Service: its cluster address and port, with the name of the Service's port, if there still is
+    /// one.
+    #[serde(default)]
+    pub service: Option<FlowEnd>,
     /// Its state, named as in nf_conntrack, or `REVOKED` if a policy change revoked it.
     pub state: String,
     /// The rule that allows the opener's egress under the current policy, or the verdict.

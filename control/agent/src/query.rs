@@ -22,8 +22,8 @@ const CAPACITY: usize = 64;
 pub(crate) enum StateQuery {
     /// The daemon's status.
     Status(oneshot::Sender<Status>),
-    /// The connection table, and the addresses of `end`.
-    Connections { end: Option<String>, answer: oneshot::Sender<Result<FlowScan, String>> },
+    /// The connection table, and the addresses of `end` and `service`.
+    Connections { end: Option<String>, service: Option<String>, answer: oneshot::Sender<Result<FlowScan, String>> },
     /// Names and rules of connections.
     Describe { connections: Vec<ConnectionInfo>, answer: oneshot::Sender<Vec<ConnectionFlow>> },
     /// Why a flow is allowed or denied.
@@ -44,6 +44,8 @@ pub(crate) struct FlowScan {
     pub(crate) table: Arc<ConnTable>,
     /// The addresses to list; `None` for all.
     pub(crate) addresses: Option<Vec<IpAddr>>,
+    /// The cluster addresses to which to list connections; `None` for all connections.
+    pub(crate) cluster_addresses: Option<Vec<IpAddr>>,
 }
 
 /// No answer.

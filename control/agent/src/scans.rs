@@ -3,11 +3,13 @@
 //! A scan of a full table keeps a core busy for tens of milliseconds. Clients that ask for state counts share the last
 //! scan; lists differ per client and queue.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_dataplane::conntrack::{ConnTable, SctpState, State, TcpState, Timestamp};
+use penstock_dataplane::packet::Flow;
+use penstock_dataplane::services::FrontendKey;
 use tokio::sync::{Mutex, Semaphore};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
@@ -19,8 +21,17 @@ const QUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Connections by state.
 pub(super) type StateCounts = BTreeMap<&'static str, u64>;
-/// State counts and when they were taken.
-type TimedCounts = (Instant, Arc<StateCounts>);
+/// What one walk of the table counts.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(super) struct TableCounts {
+    /// All connections.
+    pub(super) by_state: StateCounts,
+    /// Those to Services, by the cluster address and port that the client uses.
+    pub(super) by_frontend: HashMap<FrontendKey, u64>,
+}
+
+/// Counts and when they were taken.
+type TimedCounts = (Instant, Arc<TableCounts>);
 
 /// Runs all scans.
 #[derive(Clone, Debug)]
@@ -59,13 +70,13 @@ impl TableScans {
         scanned.await.map_err(|_| ScansBusy)
     }
 
-    /// How many connections are in each state.
-    pub(super) async fn by_state(&self, table: &Arc<ConnTable>) -> Result<Arc<StateCounts>, ScansBusy> {
+    /// How many connections there are, by state and by Service.
+    pub(super) async fn counts(&self, table: &Arc<ConnTable>) -> Result<Arc<TableCounts>, ScansBusy> {
         let table = Arc::clone(table);
         self.shared(move || count(&table)).await
     }
 
-    async fn shared(&self, scan: impl FnOnce() -> StateCounts + Send + 'static) -> Result<Arc<StateCounts>, ScansBusy> {
+    async fn shared(&self, scan: impl FnOnce() -> TableCounts + Send + 'static) -> Result<Arc<TableCounts>, ScansBusy> {
         let mut counted = timeout(QUEUE_TIMEOUT, self.counted.lock()).await.map_err(|_| ScansBusy)?;
         if let Some((at, known)) = &*counted
             && at.elapsed() < self.shared
@@ -78,12 +89,16 @@ impl TableScans {
     }
 }
 
-fn count(table: &ConnTable) -> StateCounts {
-    let mut by_state: StateCounts = all_states().map(|state: State| (state.name(), 0)).collect();
+fn count(table: &ConnTable) -> TableCounts {
+    let by_state: StateCounts = all_states().map(|state: State| (state.name(), 0)).collect();
+    let mut counts = TableCounts { by_state, ..TableCounts::default() };
     for connection in table.iter(Timestamp::now()) {
-        *by_state.entry(connection.state.name()).or_default() += 1;
+        *counts.by_state.entry(connection.state.name()).or_default() += 1;
+        if let Some(Flow { dst: address, protocol, dst_port: port, .. }) = connection.frontend {
+            *counts.by_frontend.entry(FrontendKey { address, protocol, port }).or_default() += 1;
+        }
     }
-    by_state
+    counts
 }
 
 /// Every state that a connection can be in, of any protocol.
@@ -110,12 +125,13 @@ mod tests {
     struct ScanCounter(Arc<[AtomicUsize; 3]>);
 
     impl ScanCounter {
-        fn scan(&self) -> StateCounts {
+        fn scan(&self) -> TableCounts {
             let [now, most, all] = &*self.0;
             most.fetch_max(1 + now.fetch_add(1, Ordering::SeqCst), Ordering::SeqCst);
             std::thread::sleep(Duration::from_millis(5));
             now.fetch_sub(1, Ordering::SeqCst);
-            StateCounts::from([("ESTABLISHED", 1 + all.fetch_add(1, Ordering::SeqCst) as u64)])
+            let by_state = StateCounts::from([("ESTABLISHED", 1 + all.fetch_add(1, Ordering::SeqCst) as u64)]);
+            TableCounts { by_state, ..TableCounts::default() }
         }
 
         fn most_and_all(&self) -> (usize, usize) {
@@ -132,7 +148,7 @@ mod tests {
             let counter = ScanCounter::default();
             let numbers = |_| {
                 let (scans, counter) = (scans.clone(), counter.clone());
-                tokio::spawn(async move { scans.shared(move || counter.scan()).await.unwrap()["ESTABLISHED"] })
+                tokio::spawn(async move { scans.shared(move || counter.scan()).await.unwrap().by_state["ESTABLISHED"] })
             };
             for asked in (0..100).map(numbers).collect::<Vec<_>>() {
                 assert_eq!(asked.await.unwrap(), 1);

@@ -72,11 +72,7 @@ impl ManifestArgs {
     /// Reads the manifests. Where they have no EndpointSlices, derives them, and says so.
     pub(super) fn read_with_slices(&self) -> Result<Manifests, Failure> {
         let mut manifests = self.read(UnknownFields::Refuse)?;
-        let derived = manifests.derive_endpoint_slices();
-        if derived > 0 {
-            let services = if derived == 1 { "1 Service".to_owned() } else { format!("{derived} Services") };
-            eprintln!("penstock: no EndpointSlices: derived those of {services} from selectors and ready pods");
-        }
+        derive_endpoint_slices(&mut manifests);
         Ok(manifests)
     }
 
@@ -100,5 +96,14 @@ impl ManifestArgs {
     /// Whether standard input is among them.
     pub(super) fn use_standard_input(&self) -> bool {
         self.manifests.iter().any(|path| path == Path::new("-"))
+    }
+}
+
+/// Derives EndpointSlices where the manifests have none, and says so.
+pub(super) fn derive_endpoint_slices(manifests: &mut Manifests) {
+    let derived = manifests.derive_endpoint_slices();
+    if derived > 0 {
+        let services = if derived == 1 { "1 Service".to_owned() } else { format!("{derived} Services") };
+        eprintln!("penstock: no EndpointSlices: derived those of {services} from selectors and ready pods");
     }
 }

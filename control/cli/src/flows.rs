@@ -19,6 +19,8 @@ use super::daemon::{DaemonArgs, failure, json};
 #[command(after_help = "\
 Columns:
   CONNECTION       the number that the verdict log has for it
+  TO               the other end; of a connection to a Service its backend
+  SERVICE          the Service's port, cluster address and port; only if there is such a connection
   STATE            as in nf_conntrack (ESTABLISHED, SYN_SENT, TIME_WAIT), and REPLIED, ASSURED,
                    PICKED_UP (opened in mid-stream) and REVOKED (no longer allowed by policy)
   EGRESS, INGRESS  the rule that allows it, `open` (no policy isolates the pod), `exempt` (policy
@@ -32,6 +34,7 @@ Exit codes:
 Examples:
   penstock flows
   penstock flows --pod shop/web-1 --protocol TCP --state ESTABLISHED
+  penstock flows --service kube-system/kube-dns
   penstock flows --state REVOKED --watch
   penstock flows --json | jq '.flows[] | select(.idle_seconds > 60)'")]
 pub(super) struct Args {
@@ -46,9 +49,12 @@ pub(super) struct Args {
     /// Only connections of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
     #[arg(long, value_name = "PROTOCOL")]
     protocol: Option<String>,
-    /// Only connections to this destination port
+    /// Only connections to this destination port; to a Service: to its backends' port
     #[arg(long, value_name = "NUMBER")]
     port: Option<u16>,
+    /// Only connections to this Service (NAMESPACE/NAME) or cluster address, where workers translate
+    #[arg(long, value_name = "SERVICE")]
+    service: Option<String>,
     /// List at most this many
     #[arg(long, value_name = "COUNT", default_value_t = 1000)]
     limit: usize,
@@ -66,6 +72,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         state: args.state.clone(),
         protocol: args.protocol.clone(),
         port: args.port,
+        service: args.service.clone(),
         limit: Some(args.limit),
     };
     let client = args.daemon.client()?;
@@ -93,6 +100,11 @@ fn text(flows: &Flows) -> String {
     let heading = ["CONNECTION", "PROTOCOL", "FROM", "TO", "STATE", "EGRESS", "INGRESS", "IDLE", "EXPIRES"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     rows.extend(flows.flows.iter().map(row));
+    if flows.flows.iter().any(|flow| flow.service.is_some()) {
+        let services = flows.flows.iter().map(|flow| flow.service.as_ref().map_or_else(|| "-".to_owned(), end));
+        let cells = std::iter::once("SERVICE".to_owned()).chain(services);
+        rows.iter_mut().zip(cells).for_each(|(row, cell)| row.insert(4, cell));
+    }
     let mut text = align_columns(&rows);
     let shown = flows.flows.len();
     text.push_str(&match flows.matching {
@@ -145,18 +157,28 @@ mod tests {
             protocol: "TCP".to_owned(),
             from: end("10.1.0.5", 40_000, Some("shop/web")),
             to: end("fd00::7", 80, None),
+            service: None,
             state: "ESTABLISHED".to_owned(),
             egress: "open".to_owned(),
             ingress: "shop-ingress-db-0-all-0-0".to_owned(),
             idle_seconds: 3,
             expires_seconds: 40,
         };
-        let listed = text(&Flows { matching: 2, flows: vec![flow] });
+        let listed = text(&Flows { matching: 2, flows: vec![flow.clone()] });
         let lines: Vec<&str> = listed.lines().collect();
         assert_eq!(
             lines[1],
             "00c0ffee00c0ffee  TCP       shop/web 10.1.0.5:40000  [fd00::7]:80  ESTABLISHED  open    shop-ingress-db-0-all-0-0  3 s   40 s"
         );
         assert_eq!(lines[2], "1 of 2 connections; list more with --limit");
+        let to_service =
+            ConnectionFlow { service: Some(end("fd00:96::1", 443, Some("shop/api:http"))), ..flow.clone() };
+        let listed = text(&Flows { matching: 2, flows: vec![flow, to_service] });
+        let columns: Vec<Vec<&str>> = listed
+            .lines()
+            .map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect())
+            .collect();
+        let found = [columns[0][4], columns[1][4], columns[2][4], columns[2][3]];
+        assert_eq!(found, ["SERVICE", "-", "shop/api:http [fd00:96::1]:443", "[fd00::7]:80"], "{listed}");
     }
 }

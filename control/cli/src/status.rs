@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
-use penstock_admin::types::{PodStatus, PortStatus, StaleObjects, Status};
+use penstock_admin::types::{PodStatus, PortStatus, ServicesStatus, StaleObjects, Status};
 use penstock_dataplane::worker::Stage;
 
 use super::Failure;
@@ -60,9 +60,20 @@ fn text(status: &Status) -> String {
     );
     let connections = &status.connections;
     line(&mut text, &format!("connections: {} of {}", connections.entries, connections.capacity));
+    if let Some(services) = &status.services {
+        line(&mut text, &services_line(services));
+    }
     let drops = pairs(&status.all_drops());
     line(&mut text, &format!("dropped since the start: {}", if drops.is_empty() { "nothing" } else { &drops }));
     text
+}
+
+fn services_line(services: &ServicesStatus) -> String {
+    let ServicesStatus { frontends, without_backend, backends, affinity_entries, affinity_capacity } = services;
+    format!(
+        "services: {frontends} frontends ({without_backend} without a backend), {backends} backends, affinity of \
+         {affinity_entries} clients (room for {affinity_capacity})"
+    )
 }
 
 fn heading(status: &Status) -> String {
@@ -223,6 +234,21 @@ mod tests {
         status.drops.clear();
         status.kernel_drops.clear();
         assert!(text(&status).ends_with("dropped since the start: nothing\n"));
+    }
+
+    #[test]
+    fn services_are_counted_where_workers_translate_them() {
+        let mut status: Status = serde_json::from_str(STATUS).unwrap();
+        assert!(!text(&status).contains("services:"));
+        status.services = Some(ServicesStatus {
+            frontends: 5,
+            without_backend: 1,
+            backends: 9,
+            affinity_entries: 3,
+            affinity_capacity: 65_536,
+        });
+        let line = "services: 5 frontends (1 without a backend), 9 backends, affinity of 3 clients (room for 65536)";
+        assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
     }
 
     #[test]

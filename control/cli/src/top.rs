@@ -296,6 +296,7 @@ mod tests {
             kernel_drops: BTreeMap::from([("rx_ring_full".to_owned(), 2 * denied)]),
             frames: FrameCounts { total: 100, free: 75, fill: 25, in_flight: 0 },
             connections: TableStatus::default(),
+            services: None,
             configuration_refused: Vec::new(),
             stale: None,
             source: BTreeMap::new(),

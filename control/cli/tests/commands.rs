@@ -540,6 +540,19 @@ fn questions_about_a_service_are_answered_for_each_backend() {
     assert_eq!(answers[1]["verdict"], "allow", "no policy isolates it, and it is one of its own backends");
     assert_eq!(answers[2]["verdict"], "deny");
     assert_eq!(answers[2]["reason"], "no backend anywhere: refused");
+    let matrix = penstock_with(&["matrix", "--services", "--manifests", "-"], WITH_SERVICE, &[]).out;
+    for line in [
+        "  1 shop/api:http  80/TCP at 10.96.0.1",
+        "  2 shop/api:none  81/TCP at 10.96.0.1",
+        "          1  2",
+        "  api-0   +  0",
+        "  client  ~  0",
+        "+ every backend allowed  ~ some  0 no backend",
+    ] {
+        assert!(matrix.lines().any(|found| found == line), "{line}\n{matrix}");
+    }
+    let one = penstock_with(&["matrix", "--services", "--port", "none/TCP", "--manifests", "-"], WITH_SERVICE, &[]).out;
+    assert!(one.contains("  1 shop/api:none  ") && !one.contains("shop/api:http"), "{one}");
     let explain = |to: &str, port: &str| {
         let arguments = ["explain", "--manifests", "-", "--from", "shop/client", "--to", to, "--port", port];
         penstock_with(&arguments, WITH_SERVICE, &[])
@@ -562,5 +575,74 @@ fn questions_about_a_service_are_answered_for_each_backend() {
         let found = explain(to, port);
         assert_eq!(found.code, 2);
         assert!(found.error.contains(error), "{}", found.error);
+    }
+}
+
+/// Two backends of one Service, a client, and the cluster's DNS.
+const LINTED: &str = "
+{apiVersion: v1, kind: Service, metadata: {name: api, namespace: shop}, spec: {clusterIP: 10.96.0.1, selector: {app: api}, ports: [{port: 80, targetPort: 8080}]}}
+---
+{apiVersion: v1, kind: Service, metadata: {name: dns, namespace: infra, labels: {k8s-app: kube-dns}}, spec: {clusterIP: 10.96.0.10, selector: {app: dns}, ports: [{port: 53, protocol: UDP}]}}
+---
+{apiVersion: v1, kind: Namespace, metadata: {name: shop}}
+---
+{apiVersion: v1, kind: Namespace, metadata: {name: infra}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: api-0, namespace: shop, labels: {app: api}}, spec: {containers: [{name: a, ports: [{name: http, containerPort: 8080}]}]}, status: {podIPs: [{ip: 10.1.0.2}]}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: api-1, namespace: shop, labels: {app: api}}, spec: {containers: [{name: a, ports: [{name: http, containerPort: 8080}]}]}, status: {podIPs: [{ip: 10.1.0.3}]}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: client, namespace: shop, labels: {app: client}}, status: {podIPs: [{ip: 10.1.0.4}]}}
+---
+{apiVersion: v1, kind: Pod, metadata: {name: dns-0, namespace: infra, labels: {app: dns}}, status: {podIPs: [{ip: 10.1.0.53}]}}
+";
+
+/// The kinds of findings about a policy of these rules for the client's egress, or the backends' ingress.
+fn lint_kinds(direction: &str, rules: &str, others: &str) -> Vec<String> {
+    let (app, policy_type) = if direction == "egress" { ("client", "Egress") } else { ("api", "Ingress") };
+    let policy = format!(
+        "---\n{{apiVersion: networking.k8s.io/v1, kind: NetworkPolicy, metadata: {{name: p, namespace: shop}}, spec: \
+         {{podSelector: {{matchLabels: {{app: {app}}}}}, policyTypes: [{policy_type}], {direction}: {rules}}}}}\n"
+    );
+    let found = penstock_with(&["lint", "--manifests", "-"], &(LINTED.to_owned() + &policy + others), &[]);
+    assert_eq!(found.code, 0, "{rules}: {}", found.error);
+    let kinds = found.out.lines().filter_map(|line| line.strip_suffix(']')?.rsplit_once('['));
+    kinds.map(|(_, kind)| kind.to_owned()).collect()
+}
+
+#[test]
+fn lint_finds_what_policies_get_wrong_about_services() {
+    const DNS: &str = "{ports: [{port: 53, protocol: UDP}]}";
+    let block = |block: &str| format!("[{{to: [{{ipBlock: {block}}}], ports: [{{port: 53, protocol: UDP}}]}}]");
+    let to_api =
+        |port: &str| format!("[{{to: [{{podSelector: {{matchLabels: {{app: api}}}}}}], ports: [{port}]}}, {DNS}]");
+    let accept = "---\n{apiVersion: policy.networking.k8s.io/v1alpha2, kind: ClusterNetworkPolicy, metadata: {name: c}, spec: \
+                  {tier: Admin, priority: 1, subject: {namespaces: {}}, ingress: [{action: Accept, from: [{namespaces: {}}]}]}}\n";
+    let networks = "---\n{apiVersion: policy.networking.k8s.io/v1alpha2, kind: ClusterNetworkPolicy, metadata: {name: c}, spec: \
+                    {tier: Admin, priority: 1, subject: {namespaces: {}}, egress: [{action: Deny, to: [{networks: [10.96.0.0/12]}]}]}}\n";
+    for (direction, rules, others, expected) in [
+        ("egress", block("{cidr: 10.96.0.1/32}"), "", &["service-address"][..]),
+        ("egress", block("{cidr: 10.96.0.0/12}"), "", &["service-address"]),
+        ("egress", block("{cidr: 10.96.0.0/12, except: [10.96.0.0/24]}"), "", &[]),
+        ("egress", block("{cidr: 10.0.0.0/8, except: [10.1.0.0/16]}"), "", &[]),
+        ("egress", block("{cidr: 10.1.0.0/24}"), "", &[]),
+        ("egress", block("{cidr: 203.0.113.0/24}"), networks, &["service-address"]),
+        ("egress", "[{to: [{podSelector: {matchLabels: {app: api}}}]}]".to_owned(), "", &["no-dns"]),
+        ("egress", "[{to: [{namespaceSelector: {}}]}]".to_owned(), "", &[]),
+        ("egress", "[{to: [{namespaceSelector: {}}], ports: [{port: 8080}]}]".to_owned(), "", &["no-dns"]),
+        ("egress", "[]".to_owned(), "", &[]),
+        ("egress", to_api("{port: 8080}"), "", &[]),
+        ("egress", to_api("{port: 80}"), "", &["service-port"]),
+        ("egress", to_api("{port: 80, endPort: 8080}"), "", &[]),
+        ("egress", to_api("{port: 80, protocol: UDP}"), "", &[]),
+        ("egress", format!("[{{to: [{{podSelector: {{}}}}], ports: [{{port: 80}}]}}, {DNS}]"), "", &[]),
+        ("ingress", "[{ports: [{port: 80}]}]".to_owned(), "", &["closed-port", "service-port"]),
+        ("ingress", "[{ports: [{port: 8080}]}]".to_owned(), "", &[]),
+        ("ingress", "[{ports: [{port: http}]}]".to_owned(), "", &[]),
+        ("ingress", "[{ports: [{port: 8080, protocol: UDP}]}]".to_owned(), "", &["closed-port"]),
+        ("ingress", "[]".to_owned(), "", &["closed-port"]),
+        ("ingress", "[]".to_owned(), accept, &[]),
+    ] {
+        assert_eq!(lint_kinds(direction, &rules, others), expected, "{direction}: {rules} {others}");
     }
 }

@@ -168,8 +168,52 @@ fn what_is_wrong_in_an_endpoint_slice_is_named_and_the_rest_counts() {
 fn a_manifest_with_a_fault_is_refused_with_file_line_and_field() {
     let found = read("apiVersion: v1\nkind: Service\nmetadata: {name: a}\nspec:\n  ports:\n  - port: 0\n").unwrap_err();
     assert_eq!(found, ["a.yaml:6: Service default/a: spec.ports[0].port: 0 is not a port number: use 1 to 65535"]);
-    let found = read("apiVersion: discovery.k8s.io/v1beta1\nkind: EndpointSlice\nmetadata: {name: a}\n").unwrap_err();
-    assert!(found[0].contains("discovery.k8s.io/v1"), "{found:?}");
+    for (version, expected) in [
+        ("v2", "a.yaml:1: EndpointSlice default/a: apiVersion: EndpointSlice of apiVersion discovery.k8s.io/v2 is not"),
+        ("v1beta1", "a.yaml:4: EndpointSlice default/a: addressType: \"IP\" is not an address type"),
+    ] {
+        let text = format!(
+            "apiVersion: discovery.k8s.io/{version}\nkind: EndpointSlice\nmetadata: {{name: a}}\naddressType: IP\n"
+        );
+        let found = read(&text).unwrap_err();
+        assert!(found.len() == 1 && found[0].starts_with(expected), "{found:?}");
+    }
+}
+
+/// The API server itself converts between the versions in this way (`pkg/apis/discovery/v1beta1/conversion.go`).
+#[test]
+fn an_endpoint_slice_of_v1beta1_means_what_the_stable_one_means() {
+    let manifest = |version: &str, endpoint: &str| {
+        let text = format!(
+            "apiVersion: discovery.k8s.io/{version}\nkind: EndpointSlice\n\
+             metadata: {{name: api-1, namespace: shop, labels: {{kubernetes.io/service-name: api}}}}\naddressType: IPv4\n\
+             ports: [{{name: http, port: 8080}}, {{name: dns, port: 53, protocol: UDP}}]\nendpoints: [{endpoint}]\n"
+        );
+        read(&text).unwrap().objects().find(|object| matches!(object, Object::EndpointSlice(_))).unwrap()
+    };
+    for (old, stable) in [
+        ("{addresses: [10.0.0.1]}", "{addresses: [10.0.0.1]}"),
+        ("{addresses: [10.0.0.1], topology: {kubernetes.io/hostname: n1}}", "{addresses: [10.0.0.1], nodeName: n1}"),
+        ("{addresses: [10.0.0.1], nodeName: n1}", "{addresses: [10.0.0.1], nodeName: n1}"),
+        (
+            "{addresses: [10.0.0.1], nodeName: n1, topology: {kubernetes.io/hostname: n2}}",
+            "{addresses: [10.0.0.1], nodeName: n1}",
+        ),
+        (
+            "{addresses: [10.0.0.1], topology: {topology.kubernetes.io/zone: east}}",
+            "{addresses: [10.0.0.1], zone: east}",
+        ),
+        (
+            "{addresses: [10.0.0.1], conditions: {ready: false, serving: true, terminating: true}}",
+            "{addresses: [10.0.0.1], conditions: {ready: false, serving: true, terminating: true}}",
+        ),
+        (
+            "{addresses: [10.0.0.1], hints: {forZones: [{name: east}]}, topology: {kubernetes.io/hostname: n1}}",
+            "{addresses: [10.0.0.1], hints: {forZones: [{name: east}]}, nodeName: n1}",
+        ),
+    ] {
+        assert_eq!(manifest("v1beta1", old), manifest("v1", stable), "{old}");
+    }
 }
 
 const PODS: &str = "

@@ -74,6 +74,12 @@ impl AffinityTable {
         entry.value.store(value, Ordering::Relaxed);
     }
 
+    /// Entries in use, whether their time has passed or not, and all.
+    pub(super) fn usage(&self) -> (usize, usize) {
+        let used = self.entries.iter().filter(|entry| entry.key.load(Ordering::Relaxed) != 0).count();
+        (used, self.entries.len())
+    }
+
     fn set(&self, key: u64) -> &[AffinityEntry] {
         let sets = self.entries.len() / WAYS;
         let set = (key >> 32) as usize & (sets - 1);
@@ -135,6 +141,10 @@ mod tests {
     #[test]
     fn a_full_table_forgets_who_came_longest_ago() {
         let table = AffinityTable::new(64);
+        assert_eq!(table.usage(), (0, 64));
+        table.remember(&OF, client(0), &backend(1), at(0));
+        table.remember(&OF, client(0), &backend(2), at(0));
+        assert_eq!(table.usage(), (1, 64), "of one client, one entry");
         (0..10_000).for_each(|number| table.remember(&OF, client(number), &backend(1), at(u64::from(number / 100))));
         let known = |numbers: std::ops::Range<u32>| {
             numbers.filter(|&number| table.find(&OF, client(number), &[backend(1)], at(100)).is_some()).count()

@@ -56,6 +56,10 @@ events! {
     RefusedQuota = refused_quota,
     /// Packets that belong to no connection and cannot open one.
     RefusedCannotOpen = refused_cannot_open,
+    /// Connections to Services that got a backend. Each is one connection of two entries.
+    Translated = translated,
+    /// Those of them whose client kept the backend that it had, by affinity.
+    AffinityKept = affinity_kept,
 }
 
 const STRIPES: usize = 16;

@@ -32,8 +32,10 @@ pub struct SweepResult {
 /// A connection in a listing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ConnectionInfo {
-    /// The flow of the packet that opened it.
+    /// The flow of the packet that opened it; of a connection to a Service that between client and backend.
     pub original: Flow,
+    /// Of a connection to a Service: the same packet's flow as the client sent it, to the cluster address.
+    pub frontend: Option<Flow>,
     /// Its state.
     pub state: State,
     /// Owner whose quota it counts against.
@@ -100,6 +102,7 @@ impl ConnTable {
             (control.is_live() && age <= lifetime).then_some(())?;
             Some(ConnectionInfo {
                 original: key.flow(control.original()),
+                frontend: if control.is_translated() { self.frontend_at((slot, control)) } else { None },
                 state: State::of(key.protocol, control)?,
                 owner,
                 idle: TICK * age,

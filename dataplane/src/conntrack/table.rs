@@ -220,6 +220,12 @@ impl ConnTable {
         &self.fragments
     }
 
+    /// Clients of Services with affinity that have an entry, valid or not any more, and how many can have one. Walks all
+    /// entries.
+    pub fn affinity_entries(&self) -> (usize, usize) {
+        self.affinities().usage()
+    }
+
     /// Clients' backends of Services with affinity.
     pub(crate) fn affinities(&self) -> &AffinityTable {
         &self.affinities

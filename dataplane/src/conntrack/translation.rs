@@ -16,7 +16,8 @@ use super::hash::{PreparedFlow, key_of};
 use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
 use super::table::{ConnTable, InsertError, Insertion, NewConnection, SlotRef};
 use super::time::Timestamp;
-use crate::packet::Flow;
+use crate::packet::{Address, Flow};
+use crate::services::{Affinity, Backend};
 
 /// Names the other entry of a translated connection: slot in the low 32 bits, generation above, bit 63 set. It is valid
 /// only if that entry names this one; what an earlier connection of the slot left is not.
@@ -89,7 +90,12 @@ impl ConnTable {
 
     /// The frontend flow of a connection, as the client sent it; `None` if it is not translated.
     pub(crate) fn frontend_of(&self, connection: &Conn<'_>) -> Option<Flow> {
-        let (other, control) = self.partner(connection.place()).filter(|_| connection.is_translated())?;
+        if connection.is_translated() { self.frontend_at(connection.place()) } else { None }
+    }
+
+    /// The frontend flow of the translated connection whose ordinary entry this is.
+    pub(super) fn frontend_at(&self, place: SlotRef) -> Option<Flow> {
+        let (other, control) = self.partner(place)?;
         let frontend = self.entry(other).load().filter(|frontend| frontend.control.is_same_generation(control))?;
         Some(key_of(&frontend.key).flow(frontend.control.original()))
     }
@@ -124,7 +130,22 @@ impl ConnTable {
             Insertion::Created(inner) => inner,
             Insertion::Found(_) => return Err(TranslatedInsertError::InUse),
         };
-        self.insert_frontend(new, frontend, inner.place()).inspect_err(|_| _ = inner.remove())
+        self.insert_frontend(new, frontend, inner.place()).inspect_err(|_| _ = inner.remove())?;
+        self.counters.count(TableEvent::Translated);
+        Ok(())
+    }
+
+    /// A client of a Service with affinity has opened a connection to a backend, which it has `kept` if it had it before.
+    pub(crate) fn remember_backend(
+        &self,
+        client: Address,
+        (affinity, backend, kept): &(Affinity, Backend, bool),
+        now: Timestamp,
+    ) {
+        self.affinities().remember(affinity, client, backend, now);
+        if *kept {
+            self.counters.count(TableEvent::AffinityKept);
+        }
     }
 
     fn insert_frontend(

@@ -288,8 +288,8 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             TranslatedInsertError::Other(error) => not_entered(error),
             TranslatedInsertError::InUse => DropReason::FlowInUse,
         })?;
-        if let Some((affinity, backend)) = &translation.affinity {
-            self.connections.affinities().remember(affinity, flow.src, backend, self.now);
+        if let Some(affinity) = &translation.affinity {
+            self.connections.remember_backend(flow.src, affinity, self.now);
         }
         Ok(())
     }

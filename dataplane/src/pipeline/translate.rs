@@ -30,8 +30,8 @@ pub(super) struct Translation {
     pub(super) out: Flow,
     /// Of an ICMP error: the flow of the packet that it quotes, as its receiver knows it.
     pub(super) quote: Option<Flow>,
-    /// For the first packet to a Service with affinity.
-    pub(super) affinity: Option<(Affinity, Backend)>,
+    /// For the first packet to a Service with affinity: whether the client had this backend before.
+    pub(super) affinity: Option<(Affinity, Backend, bool)>,
 }
 
 impl Translation {
@@ -185,7 +185,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
                 continue;
             }
             self.check(packet, &inner)?;
-            let affinity = frontend.affinity.map(|affinity| (affinity, backend));
+            let affinity = frontend.affinity.map(|affinity| (affinity, backend, last == Some(backend)));
             let translation = Translation { frontend: packet.flow, inner, out: inner, quote: None, affinity };
             entry.set_translation(Some(translation));
             entry.hashed = hashed;

@@ -67,9 +67,13 @@ impl Admin {
         Ok(answered)
     }
 
-    /// All current objects of a resource.
+    /// All current objects of a resource, of the first version that the server serves.
     pub fn list(&self, resource: Resource) -> Result<Vec<Value>> {
-        let list = self.call(Method::GET, &resource.url(None, None), &Value::Null)?;
+        let versions = resource.api_versions();
+        let mut lists =
+            versions.iter().map(|version| self.call(Method::GET, &resource.url(version, None, None), &Value::Null));
+        let first = lists.next().context("a resource without versions")?;
+        let list = first.or_else(|error| lists.find_map(Result::ok).ok_or(error))?;
         Ok(list["items"].as_array().cloned().unwrap_or_default())
     }
 
@@ -89,8 +93,7 @@ impl Admin {
 
     /// Replaces an object without its status.
     pub fn replace(&self, object: &Value) -> Result<()> {
-        let resource = Resource::of(object)?;
-        self.call(Method::PUT, &resource.url(namespace_of(object), name_of(object)), object).map(drop)
+        self.call(Method::PUT, &path_of(object)?, object).map(drop)
     }
 
     /// Sets an object's status.
@@ -108,7 +111,7 @@ impl Admin {
         let begun: Result<Vec<_>> = objects
             .iter()
             .map(|object| {
-                let path = Resource::of(object)?.url(namespace_of(object), name_of(object));
+                let path = path_of(object)?;
                 let options = json!({ "apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 0 });
                 self.begin(Method::DELETE, &path, &options)
             })
@@ -117,13 +120,21 @@ impl Admin {
     }
 
     fn begin_create(&self, object: &Value) -> Result<std::sync::mpsc::Receiver<Result<Value>>> {
-        self.begin(Method::POST, &Resource::of(object)?.url(namespace_of(object), None), object)
+        let path = Resource::of(object)?.url(api_version_of(object)?, namespace_of(object), None);
+        self.begin(Method::POST, &path, object)
     }
 
     fn begin_status(&self, object: &Value) -> Result<std::sync::mpsc::Receiver<Result<Value>>> {
-        let path = Resource::of(object)?.url(namespace_of(object), name_of(object));
-        self.begin(Method::PUT, &format!("{path}/status"), object)
+        self.begin(Method::PUT, &format!("{}/status", path_of(object)?), object)
     }
+}
+
+fn path_of(object: &Value) -> Result<String> {
+    Ok(Resource::of(object)?.url(api_version_of(object)?, namespace_of(object), name_of(object)))
+}
+
+fn api_version_of(object: &Value) -> Result<&str> {
+    object["apiVersion"].as_str().context("an object without apiVersion")
 }
 
 fn name_of(object: &Value) -> Option<&str> {

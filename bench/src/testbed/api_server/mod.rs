@@ -58,12 +58,7 @@ impl Resource {
 
     /// The `apiVersion` of its objects.
     pub fn api_version(self) -> &'static str {
-        match self {
-            Self::Namespaces | Self::Nodes | Self::Pods | Self::Services => "v1",
-            Self::EndpointSlices => "discovery.k8s.io/v1",
-            Self::NetworkPolicies => "networking.k8s.io/v1",
-            Self::ClusterNetworkPolicies => "policy.networking.k8s.io/v1alpha2",
-        }
+        self.api_versions()[0]
     }
 
     /// The `kind` of its objects.
@@ -99,9 +94,20 @@ impl Resource {
         found.with_context(|| format!("{kind:?} is none of the kinds that are served"))
     }
 
-    /// The path of an object or of its list.
-    pub fn url(self, namespace: Option<&str>, name: Option<&str>) -> String {
-        let root = if self.group().is_empty() { "/api/v1".to_owned() } else { format!("/apis/{}", self.api_version()) };
+    /// The `apiVersion`s under which servers have its objects, the stable one first.
+    pub fn api_versions(self) -> &'static [&'static str] {
+        match self {
+            // Kubernetes 1.19 and 1.20 serve the second alone.
+            Self::EndpointSlices => &["discovery.k8s.io/v1", "discovery.k8s.io/v1beta1"],
+            Self::Namespaces | Self::Nodes | Self::Pods | Self::Services => &["v1"],
+            Self::NetworkPolicies => &["networking.k8s.io/v1"],
+            Self::ClusterNetworkPolicies => &["policy.networking.k8s.io/v1alpha2"],
+        }
+    }
+
+    /// The path of an object or of its list, under an `apiVersion`.
+    pub fn url(self, api_version: &str, namespace: Option<&str>, name: Option<&str>) -> String {
+        let root = if api_version.contains('/') { format!("/apis/{api_version}") } else { "/api/v1".to_owned() };
         let namespace = namespace.map(|name| format!("/namespaces/{name}")).unwrap_or_default();
         let name = name.map(|name| format!("/{name}")).unwrap_or_default();
         format!("{root}{namespace}/{}{name}", self.path())

@@ -7,7 +7,9 @@ use penstock_admin::types;
 use penstock_dataplane::Epoch;
 use penstock_dataplane::conntrack::ConnectionInfo;
 use penstock_dataplane::forward::PortId;
+use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{DirectionVerdict, PolicyVerdict};
+use penstock_dataplane::services::FrontendKey;
 use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths, Stage, StageStatistics};
 use penstock_policy::engine::Engine;
 use penstock_policy::explain::{self, PlainText};
@@ -50,6 +52,7 @@ impl DaemonView<'_> {
                 in_flight: depths.frames.in_flight,
             },
             connections: self.connections(),
+            services: self.config.services.enabled.then(|| self.services()),
             configuration_refused: self.rejected.map(|rejected| rejected.reasons.clone()).unwrap_or_default(),
             stale: self
                 .stale
@@ -182,9 +185,28 @@ impl DaemonView<'_> {
     }
 
     /// The data for a connection list.
-    pub(crate) fn listing(&self, end: Option<&str>) -> Result<FlowScan, String> {
+    pub(crate) fn listing(&self, end: Option<&str>, service: Option<&str>) -> Result<FlowScan, String> {
         let addresses = end.map(|end| self.addresses(end)).transpose()?;
-        Ok(FlowScan { table: self.dataplane.connections().clone(), addresses })
+        let cluster_addresses = service.map(|service| self.cluster_addresses(service)).transpose()?;
+        Ok(FlowScan { table: self.dataplane.connections().clone(), addresses, cluster_addresses })
+    }
+
+    /// The addresses of a Service, by its name, or the address itself, which may be that of a Service that is gone.
+    fn cluster_addresses(&self, service: &str) -> Result<Vec<IpAddr>, String> {
+        if !self.config.services.enabled {
+            return Err(format!("Service {service}: workers do not translate Services; set services.enabled = true"));
+        }
+        if let Ok(address) = service.parse() {
+            return Ok(vec![address]);
+        }
+        let name = service.strip_prefix("svc/").unwrap_or(service);
+        match format!("svc/{name}").parse() {
+            Ok(flow::FlowEndpoint::Service(key)) => match self.engine().state().service(&key) {
+                Some(found) => Ok(found.addresses.clone()),
+                None => Err(flow::FlowError::NoService(key).to_string()),
+            },
+            _ => Err(format!("{service:?} is not a Service: write NAMESPACE/NAME, or its cluster address")),
+        }
     }
 
     fn addresses(&self, end: &str) -> Result<Vec<IpAddr>, String> {
@@ -198,14 +220,17 @@ impl DaemonView<'_> {
         connections
             .iter()
             .map(|connection| {
-                let original = connection.original;
+                // A pod that is its own backend has the Service's address on its side.
+                let client = connection.frontend.unwrap_or(connection.original);
+                let original = Flow { src: client.src, src_port: client.src_port, ..connection.original };
                 let PolicyVerdict { egress, ingress } = engine.evaluate(&original);
                 let (src_port, dst_port) = original.shown_ports();
                 types::ConnectionFlow {
-                    connection: identifier(table.connection_id(&original)),
+                    connection: identifier(table.connection_id(&connection.original)),
                     protocol: original.protocol.to_string(),
                     from: self.end(original.src, src_port),
                     to: self.end(original.dst, dst_port),
+                    service: connection.frontend.as_ref().map(|frontend| self.service(frontend)),
                     state: connection.state.name().to_owned(),
                     egress: side(engine, egress, &original),
                     ingress: side(engine, ingress, &original),
@@ -214,6 +239,25 @@ impl DaemonView<'_> {
                 }
             })
             .collect()
+    }
+
+    /// The Service's end of a connection, as its client knows it.
+    fn service(&self, frontend: &Flow) -> types::FlowEnd {
+        let &Flow { dst: address, dst_port: port, protocol, .. } = frontend;
+        let found = self.engine().service_set().frontend(&FrontendKey { address, protocol, port });
+        types::FlowEnd { address: address.into(), port, name: found.map(|frontend| frontend.name.to_string()) }
+    }
+
+    fn services(&self) -> types::ServicesStatus {
+        let set = self.engine().service_set();
+        let (affinity_entries, affinity_capacity) = self.dataplane.connections().affinity_entries();
+        types::ServicesStatus {
+            frontends: set.len(),
+            without_backend: set.iter().filter(|(_, frontend)| frontend.backends.is_empty()).count(),
+            backends: set.iter().map(|(_, frontend)| frontend.backends.len()).sum(),
+            affinity_entries,
+            affinity_capacity,
+        }
     }
 
     /// Why a flow is allowed or denied.

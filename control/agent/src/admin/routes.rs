@@ -1,6 +1,7 @@
 //! The admin API's paths. All are read-only.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 
 use axum::extract::{Query, State};
 use axum::http::{StatusCode, Uri};
@@ -9,7 +10,7 @@ use axum::routing::get;
 use axum::{Json, Router};
 use penstock_admin::types::{ErrorBody, ExplainQuery, Flows, FlowsQuery};
 use penstock_dataplane::conntrack::{self, ConnectionInfo, Timestamp};
-use penstock_dataplane::packet::{Address, Protocol};
+use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_policy::flow;
 use tokio::net::UnixListener;
 
@@ -95,8 +96,9 @@ async fn dump(State(handle): State<QueryHandle>) -> Result<impl IntoResponse, Ht
 
 async fn list(handle: &QueryHandle, query: &FlowsQuery) -> Result<Flows, HttpError> {
     let filter = Filter::new(query)?;
-    let end = query.end.clone();
-    let listing = handle.query(|answer| StateQuery::Connections { end, answer }).await?.map_err(HttpError::bad)?;
+    let (end, service) = (query.end.clone(), query.service.clone());
+    let listing = handle.query(|answer| StateQuery::Connections { end, service, answer }).await?;
+    let listing = listing.map_err(HttpError::bad)?;
     let limit = query.limit.unwrap_or(DEFAULT_LIMIT).min(MAX_LIMIT);
     // A scan of a full table takes some ten milliseconds: not on the thread that publishes policies.
     let (matching, connections) = handle.scans().run(move || filter.find(&listing, limit)).await?;
@@ -139,13 +141,19 @@ impl Filter {
 
     /// How many match, and the first `limit` of them.
     fn find(&self, listing: &FlowScan, limit: usize) -> (usize, Vec<ConnectionInfo>) {
-        let addresses: Option<BTreeSet<Address>> =
-            listing.addresses.as_ref().map(|addresses| addresses.iter().map(|&address| address.into()).collect());
-        let of = |connection: &ConnectionInfo| match &addresses {
-            Some(addresses) => {
-                [connection.original.src, connection.original.dst].iter().any(|end| addresses.contains(end))
-            }
-            None => true,
+        let set = |addresses: &Option<Vec<IpAddr>>| -> Option<BTreeSet<Address>> {
+            addresses.as_ref().map(|addresses| addresses.iter().map(|&address| address.into()).collect())
+        };
+        let (addresses, services) = (set(&listing.addresses), set(&listing.cluster_addresses));
+        let of = |connection: &ConnectionInfo| {
+            let Flow { src, dst, .. } = connection.original;
+            // A pod that is its own backend has the Service's address on its side.
+            let frontend = connection.frontend.as_ref();
+            let client = frontend.map_or(src, |frontend| frontend.src);
+            let has_end = |addresses: &BTreeSet<Address>| [client, dst].iter().any(|end| addresses.contains(end));
+            let has_service =
+                |services: &BTreeSet<Address>| frontend.is_some_and(|frontend| services.contains(&frontend.dst));
+            addresses.as_ref().is_none_or(has_end) && services.as_ref().is_none_or(has_service)
         };
         let (mut matching, mut found) = (0, Vec::new());
         for connection in

@@ -4,6 +4,7 @@
 
 mod exposition;
 mod scrape;
+mod services;
 
 use prometheus_client::encoding::text;
 use prometheus_client::registry::Registry;
@@ -14,7 +15,7 @@ use super::scans::{ScansBusy, TableScans};
 
 /// Everything in the OpenMetrics text format.
 pub(super) async fn encode(mut scrape: Scrape, scans: &TableScans) -> Result<String, ScansBusy> {
-    scrape.by_state = scans.by_state(&scrape.table).await?;
+    scrape.counts = scans.counts(&scrape.table).await?;
     scans.run(move || text_of(scrape)).await
 }
 

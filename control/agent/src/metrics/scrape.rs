@@ -14,10 +14,11 @@ use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
 use super::exposition::{Exposition, FamilyType};
+use super::services::ServiceMetrics;
 use crate::ports::PortRole;
 use crate::progress::StepTimes;
 use crate::recorded_objects::StaleObjects;
-use crate::scans::StateCounts;
+use crate::scans::TableCounts;
 use crate::view::{DaemonView, LiveCounters};
 
 /// The values of one scrape, except those of [`StepTimes`].
@@ -40,7 +41,9 @@ pub(crate) struct Scrape {
     connections: TableMetrics,
     pub(super) table: Arc<ConnTable>,
     /// Filled in after the scan of the table.
-    pub(super) by_state: Arc<StateCounts>,
+    pub(super) counts: Arc<TableCounts>,
+    /// Only if workers translate.
+    services: Option<ServiceMetrics>,
     verdicts: VerdictLogCounts,
     source: Vec<(ObjectKind, KindHealth)>,
     config_rejected: bool,
@@ -104,7 +107,8 @@ impl Scrape {
                 events: table.statistics().iter().collect(),
             },
             table: Arc::clone(table),
-            by_state: Arc::default(),
+            counts: Arc::default(),
+            services: view.config.services.enabled.then(|| ServiceMetrics::new(view)),
             verdicts: VerdictLogCounts {
                 suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
@@ -413,7 +417,8 @@ impl Scrape {
             &[("free", frames.free.into()), ("fill", frames.fill.into()), ("in_flight", frames.in_flight.into())],
         )?;
         to.gauge("penstock_umem_capacity_frames", "All frames of the UMEM", frames.total.into())?;
-        let states: Vec<(&str, f64)> = self.by_state.iter().map(|(state, count)| (*state, *count as f64)).collect();
+        let states: Vec<(&str, f64)> =
+            self.counts.by_state.iter().map(|(state, count)| (*state, *count as f64)).collect();
         to.gauges("penstock_connections", "Connections in the table, by state", "state", &states)?;
         to.gauge(
             "penstock_connections_capacity",
@@ -480,6 +485,9 @@ impl Collector for Scrape {
         self.encode_ports(&mut to)?;
         self.encode_workers(&mut to)?;
         self.encode_source(&mut to)?;
+        if let Some(services) = &self.services {
+            services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
+        }
         self.encode_rest(&mut to)
     }
 }

@@ -2,29 +2,44 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use penstock_policy::model::{Labels, Namespace, Object, Pod, Selector};
+use penstock_policy::model::{ClusterNetworkPolicy, Labels, Namespace, Object, Pod, Selector};
 use penstock_sources::convert::{FieldPath, ISOLATION_ANNOTATION, PathElement};
 use penstock_sources::manifest::Manifests;
 
+use super::services::Services;
 use super::{Finding, FindingKind};
 
-/// Pods and namespaces, as selectors find them.
+/// Pods and namespaces, as selectors find them, and Services.
 pub(super) struct LintObjects {
     pods: Vec<Pod>,
     namespaces: BTreeMap<String, Labels>,
+    services: Services,
 }
 
 impl LintObjects {
     pub(super) fn new(manifests: &Manifests) -> Self {
         let (mut pods, mut namespaces) = (Vec::new(), BTreeMap::new());
-        for object in manifests.objects() {
+        let objects: Vec<Object> = manifests.objects().collect();
+        let services = Services::new(&objects);
+        for object in objects {
             match object {
                 Object::Pod(pod) if !pod.host_network && !pod.finished => pods.push(pod),
                 Object::Namespace(Namespace { name, labels, .. }) => drop(namespaces.insert(name, labels)),
                 _ => {}
             }
         }
-        Self { pods, namespaces }
+        Self { pods, namespaces, services }
+    }
+
+    pub(super) fn services(&self) -> &Services {
+        &self.services
+    }
+
+    /// Whether a ClusterNetworkPolicy applies to a pod.
+    pub(super) fn is_subject(&self, policy: &ClusterNetworkPolicy, pod: &Pod) -> bool {
+        let labels = self.namespaces.get(&pod.key.namespace);
+        labels.is_some_and(|labels| policy.subject.namespaces.matches(labels))
+            && policy.subject.pods.matches(&pod.labels)
     }
 
     pub(super) fn pods(&self) -> impl Iterator<Item = &Pod> {

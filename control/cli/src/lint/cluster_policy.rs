@@ -48,7 +48,7 @@ pub(super) fn check(manifests: &Manifests, world: &LintObjects, findings: &mut V
         let rules: Vec<PlacedRule<'_>> =
             policies.iter().flat_map(|(document, policy)| placed(document, policy, direction)).collect();
         for (place, rule) in rules.iter().enumerate() {
-            check_rule(rule, &rules[..place], findings);
+            check_rule(rule, &rules[..place], world, findings);
             if rule.rule.action == RuleAction::Pass && !leads_somewhere(rule, &rules, manifests, world) {
                 let message = "passes to nothing: no later tier has a policy for its subject, so it accepts";
                 findings.push(rule.finding(FindingKind::NoEffect, message.to_owned()));
@@ -98,8 +98,9 @@ fn can_meet(a: &ClusterNetworkPolicy, b: &ClusterNetworkPolicy) -> bool {
 }
 
 /// Findings about one rule; `earlier` are the rules evaluated before it, of both tiers.
-fn check_rule(placed: &PlacedRule<'_>, earlier: &[PlacedRule<'_>], findings: &mut Vec<Finding>) {
+fn check_rule(placed: &PlacedRule<'_>, earlier: &[PlacedRule<'_>], world: &LintObjects, findings: &mut Vec<Finding>) {
     placed.host_bits(findings);
+    placed.service_addresses(world, findings);
     let Peers::AnyOf(peers) = &placed.rule.matches.peers else { return };
     if !peers.is_empty() && peers.iter().all(can_never_match) {
         let message = "can never match: none of its peers can match".to_owned();
@@ -172,6 +173,19 @@ impl PlacedRule<'_> {
 
     fn finding(&self, kind: FindingKind, message: String) -> Finding {
         Finding::new(self.document, self.at(|rule| rule.path()), kind, message)
+    }
+
+    /// Networks that can only mean Services.
+    fn service_addresses(&self, world: &LintObjects, findings: &mut Vec<Finding>) {
+        let Peers::AnyOf(peers) = &self.rule.matches.peers else { return };
+        for (i, peer) in peers.iter().enumerate() {
+            let Peer::Networks(networks) = peer else { continue };
+            for (j, network) in networks.iter().enumerate() {
+                let Some(message) = world.services().problem_of_block(network, &[]) else { continue };
+                let at = self.at(|rule| rule.field("to").index(i).field("networks").index(j).path());
+                findings.push(Finding::new(self.document, at, FindingKind::ServiceAddress, message));
+            }
+        }
     }
 
     /// A network whose address is not the first of it may mean one host, or another prefix.

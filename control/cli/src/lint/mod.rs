@@ -5,20 +5,25 @@ mod cluster;
 mod cluster_policy;
 mod policy;
 mod selector;
+mod services;
 
 use std::fmt;
 use std::io::{self, Write as _};
 
+use penstock_policy::engine::Engine;
+use penstock_policy::render::tables::PodScope;
 use penstock_sources::convert::FieldPath;
 use penstock_sources::manifest::{Document, Manifests, Origin, UnknownFields};
 
-use super::cluster::ManifestArgs;
+use super::cluster::{ManifestArgs, derive_endpoint_slices};
 use super::{Failure, style};
 
 /// Find what is valid in manifests, but probably a mistake
 ///
 /// Rules that never match, policies that select nothing, port names that no pod has, blocks that their excepts cover,
-/// fields that this version does not know, and more. Each is one line with file, line, object and field.
+/// fields that this version does not know, and more. With Services among the manifests also blocks that only have
+/// Services' addresses, Services' ports where the backends have others, ports that nobody may reach, and egress policies
+/// that forget DNS. Each is one line with file, line, object and field.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
@@ -54,6 +59,10 @@ enum FindingKind {
     NoNode,
     NoAddress,
     NotRead,
+    ServiceAddress,
+    ServicePort,
+    ClosedPort,
+    NoDns,
 }
 
 impl fmt::Display for FindingKind {
@@ -73,6 +82,10 @@ impl fmt::Display for FindingKind {
             Self::NoNode => "no-node",
             Self::NoAddress => "no-address",
             Self::NotRead => "not-read",
+            Self::ServiceAddress => "service-address",
+            Self::ServicePort => "service-port",
+            Self::ClosedPort => "closed-port",
+            Self::NoDns => "no-dns",
         })
     }
 }
@@ -110,8 +123,10 @@ impl fmt::Display for Finding {
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let manifests = args.manifests.read(UnknownFields::Note)?;
-    let findings = find(&manifests, args.manifests.reads_v1beta1());
+    let mut manifests = args.manifests.read(UnknownFields::Note)?;
+    derive_endpoint_slices(&mut manifests);
+    let engine = args.manifests.engine_of(&manifests, PodScope::AllPods);
+    let findings = find(&manifests, &engine, args.manifests.reads_v1beta1());
     let mut text: String = findings.iter().map(|finding| format!("{finding}\n")).collect();
     text += &match findings.len() {
         0 => format!("nothing found in {} objects\n", manifests.documents.len()),
@@ -126,11 +141,12 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 }
 
 /// All findings, in the order of files and lines.
-fn find(manifests: &Manifests, v1beta1: bool) -> Vec<Finding> {
+fn find(manifests: &Manifests, engine: &Engine, v1beta1: bool) -> Vec<Finding> {
     let world = cluster::LintObjects::new(manifests);
     let mut findings = Vec::new();
     cluster::check(manifests, v1beta1, &mut findings);
     cluster_policy::check(manifests, &world, &mut findings);
+    services::check(manifests, &world, engine, &mut findings);
     for document in &manifests.documents {
         policy::check(document, &world, &mut findings);
     }

@@ -96,8 +96,13 @@ impl DirectionCheck<'_> {
         }
         if let PolicyPorts::AnyOf(ports) = &rule.ports {
             for (i, port) in ports.iter().enumerate() {
+                let port_at = ports_at.index(i);
                 if let PortMatch::Name(name) = &port.which {
-                    self.port_name(name, port, rule, &ports_at.index(i), &mut report);
+                    self.port_name(name, port, rule, &port_at, &mut report);
+                }
+                let servers = self.known_servers(rule);
+                if let Some(message) = self.world.services().problem_of_port(&servers, port.protocol, &port.which) {
+                    report(&port_at.field("port"), FindingKind::ServicePort, message);
                 }
             }
         }
@@ -123,6 +128,9 @@ impl DirectionCheck<'_> {
                         None => report(&block_at.field("cidr"), kind, message),
                         Some(i) => report(&block_at.field("except").index(i), kind, message),
                     }
+                }
+                if let Some(message) = self.world.services().problem_of_block(&block.cidr, &block.except) {
+                    report(&block_at, FindingKind::ServiceAddress, message);
                 }
                 return self.host_bits(&block_at, report);
             }
@@ -178,11 +186,7 @@ impl DirectionCheck<'_> {
         at: &FieldPathRef<'_>,
         report: &mut dyn FnMut(&FieldPathRef<'_>, FindingKind, String),
     ) {
-        let servers: Vec<&Pod> = match (self.is_ingress, &rule.peers) {
-            (true, _) => self.world.pods_in(&self.policy.key.namespace, &self.policy.pod_selector).collect(),
-            (false, Peers::Every) => self.world.pods().collect(),
-            (false, Peers::AnyOf(peers)) => peers.iter().flat_map(|peer| self.peers_of(peer)).collect(),
-        };
+        let servers = self.servers(rule);
         let numbers = |protocol| {
             servers.iter().flat_map(|pod| &pod.ports).filter(move |own| own.name == name && protocol == own.protocol)
         };
@@ -200,6 +204,25 @@ impl DirectionCheck<'_> {
             None => format!("matches nothing: no {whose} has a port {name:?} of {protocol}"),
         };
         report(&at.field("port"), FindingKind::UnknownPort, message);
+    }
+
+    /// The pods whose ports a rule is about.
+    fn servers<'a>(&'a self, rule: &'a Rule) -> Vec<&'a Pod> {
+        match (self.is_ingress, &rule.peers) {
+            (true, _) => self.world.pods_in(&self.policy.key.namespace, &self.policy.pod_selector).collect(),
+            (false, Peers::Every) => self.world.pods().collect(),
+            (false, Peers::AnyOf(peers)) => peers.iter().flat_map(|peer| self.peers_of(peer)).collect(),
+        }
+    }
+
+    /// The same, if it is about pods alone: an address outside may have any port.
+    fn known_servers<'a>(&'a self, rule: &'a Rule) -> Vec<&'a Pod> {
+        let is_of_pods = |peer: &Peer| !matches!(peer, Peer::IpBlock(_) | Peer::Networks(_) | Peer::Nodes(_));
+        match &rule.peers {
+            Peers::AnyOf(peers) if self.is_ingress || peers.iter().all(is_of_pods) => self.servers(rule),
+            Peers::Every if self.is_ingress => self.servers(rule),
+            Peers::AnyOf(_) | Peers::Every => Vec::new(),
+        }
     }
 
     /// The pods that are a peer.

@@ -1,6 +1,7 @@
 //! `penstock matrix`: who reaches whom.
 
 mod html;
+mod services;
 mod table;
 
 use std::collections::BTreeSet;
@@ -20,7 +21,8 @@ use super::cluster::ManifestArgs;
 /// Show which pods reach which pods
 ///
 /// Without --port it combines every port that a pod names or a policy mentions: a cell shows whether all, some or none of
-/// them are allowed.
+/// them are allowed. With --services the columns are the ports of Services, and a cell shows how many of the backends that
+/// the pod may get are allowed.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
@@ -30,20 +32,29 @@ Exit codes:
 
 Examples:
   penstock matrix --manifests policies/ --port 8080/TCP
+  penstock matrix --manifests policies/ --services
   penstock matrix --manifests policies/ --html matrix.html")]
 pub(super) struct Args {
     #[command(flatten)]
     manifests: ManifestArgs,
-    /// PORT/PROTOCOL, the port by number or by name, or a protocol without ports; may be repeated
+    /// PORT/PROTOCOL, the port by number or by name, or a protocol without ports; may be repeated. With --services a port of
+    /// Services
     #[arg(long, value_name = "PORT/PROTOCOL")]
     port: Vec<ProtocolPort>,
     /// Instead, write a self-contained HTML page with the deciding rules and a filter by port
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
+    /// Show which backends of each Service the pods reach
+    #[arg(long, conflicts_with = "html")]
+    services: bool,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let engine = args.manifests.engine(PodScope::AllPods)?;
+    if args.services {
+        let text = services::render(&engine, &Matrix::new(&engine, Vec::new()), &args.port);
+        return io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output);
+    }
     let matrix = Matrix::new(&engine, args.port);
     let Some(path) = args.html else {
         return io::stdout().write_all(table::render(&engine, &matrix).as_bytes()).or_else(Failure::from_output);

@@ -1,7 +1,6 @@
 //! Converts API objects to the model. Does not keep the originals.
 
 use k8s_openapi::api::core::v1 as core;
-use k8s_openapi::api::discovery::v1 as discovery;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DynamicObject;
 use penstock_policy::model::{Object, ObjectKey, ObjectRef};
@@ -9,7 +8,8 @@ use penstock_policy::model::{Object, ObjectKey, ObjectRef};
 use super::cluster_policy;
 use super::fail_closed::{self, Interpretation};
 use crate::ObjectKind;
-use crate::convert::{self, ConversionSettings};
+use crate::convert::{self, ConversionSettings, V1Beta1EndpointSlice};
+use crate::typed;
 
 /// A converted object.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -78,14 +78,19 @@ pub(super) fn service(object: core::Service) -> ConvertedObject {
     }
 }
 
-/// What of an EndpointSlice is not valid is left out.
-pub(super) fn endpoint_slice(object: discovery::EndpointSlice) -> ConvertedObject {
-    let converted = convert::endpoint_slice(&object).map(|(slice, wrong)| (Object::EndpointSlice(slice), wrong));
-    ConvertedObject {
-        reference: ObjectRef::EndpointSlice(key(&object.metadata)),
-        version: version(&object.metadata),
-        content: partly(converted, ObjectKind::EndpointSlice),
-    }
+/// What of an EndpointSlice is not valid is left out. It is of either version: the items of a list do not say which. All that
+/// counts of a stable one is also in the older form.
+pub(super) fn endpoint_slice(object: DynamicObject) -> ConvertedObject {
+    let (reference, version) = (ObjectRef::EndpointSlice(key(&object.metadata)), version(&object.metadata));
+    let content = match typed::read::<V1Beta1EndpointSlice>(object.data) {
+        Ok((mut slice, _)) => {
+            slice.metadata = object.metadata;
+            let converted = convert::v1beta1_endpoint_slice(slice);
+            partly(converted.map(|(slice, wrong)| (Object::EndpointSlice(slice), wrong)), ObjectKind::EndpointSlice)
+        }
+        Err((field, wrong)) => unusable(&format!("{field}: {wrong}"), ObjectKind::EndpointSlice),
+    };
+    ConvertedObject { reference, version, content }
 }
 
 type PartlyConverted = Result<(Object, Vec<convert::FieldError>), convert::FieldError>;
@@ -104,20 +109,20 @@ fn partly(converted: PartlyConverted, kind: ObjectKind) -> Interpretation {
 }
 
 fn content(converted: Result<Object, convert::FieldError>, kind: ObjectKind) -> Interpretation {
-    converted.map_or_else(
-        |invalid| {
-            let meaning = match kind {
-                ObjectKind::Namespace => "no namespaceSelector matches it",
-                ObjectKind::Node => "its addresses are not treated as a node's",
-                ObjectKind::Pod => "no selector matches it, and its packets are dropped on its node",
-                ObjectKind::NetworkPolicy | ObjectKind::ClusterNetworkPolicy => "it selects nothing",
-                ObjectKind::Service => "it has no address",
-                ObjectKind::EndpointSlice => "it has no endpoints",
-            };
-            Interpretation::Unusable { problem: format!("{invalid}; until then {meaning}") }
-        },
-        Interpretation::Full,
-    )
+    converted.map_or_else(|invalid| unusable(&invalid.to_string(), kind), Interpretation::Full)
+}
+
+/// An object that counts as absent.
+fn unusable(invalid: &str, kind: ObjectKind) -> Interpretation {
+    let meaning = match kind {
+        ObjectKind::Namespace => "no namespaceSelector matches it",
+        ObjectKind::Node => "its addresses are not treated as a node's",
+        ObjectKind::Pod => "no selector matches it, and its packets are dropped on its node",
+        ObjectKind::NetworkPolicy | ObjectKind::ClusterNetworkPolicy => "it selects nothing",
+        ObjectKind::Service => "it has no address",
+        ObjectKind::EndpointSlice => "it has no endpoints",
+    };
+    Interpretation::Unusable { problem: format!("{invalid}; until then {meaning}") }
 }
 
 fn name(meta: &ObjectMeta) -> String {

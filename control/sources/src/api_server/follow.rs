@@ -55,18 +55,29 @@ pub(super) struct KindFollower {
     resource_version: Option<String>,
     /// Whether the watch stayed open long enough, or delivered something.
     is_healthy: bool,
-    /// Of a custom kind, the version that is followed.
+    /// Of a [`ServedKind`], the version that is followed.
     served: Option<ApiResource>,
-    /// Of a custom kind, how often in a row the server said that it does not serve it.
+    /// Of a [`ServedKind`], how often in a row the server said that it does not serve it.
     absent: u32,
 }
 
-/// A kind that a CustomResourceDefinition defines.
-pub(super) struct CustomKind {
+/// A kind of which servers serve different versions, or none.
+pub(super) struct ServedKind {
     /// Its group.
     pub(super) group: &'static str,
     /// Its versions, the preferred one first.
     pub(super) versions: &'static [&'static str],
+    /// What it means that a server serves none of them.
+    pub(super) absence: Absence,
+}
+
+/// What it means that a server does not serve a kind.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Absence {
+    /// There are no objects of it: a CustomResourceDefinition is not there.
+    NoObjects,
+    /// The kind cannot be followed, so nothing is reported until it can.
+    Failure,
 }
 
 impl KindFollower {
@@ -94,8 +105,8 @@ impl KindFollower {
         }
     }
 
-    /// Follows a kind of a CustomResourceDefinition forever, while the server serves it in one of these versions.
-    pub(super) async fn run_while_served(mut self, kind: CustomKind, convert: Converter<DynamicObject>) {
+    /// Follows a kind forever, while the server serves it in one of these versions.
+    pub(super) async fn run_while_served(mut self, kind: ServedKind, convert: Converter<DynamicObject>) {
         loop {
             let client = self.shared.client.get();
             let end = match self.served_version(&kind, &client).await {
@@ -103,6 +114,7 @@ impl KindFollower {
                     self.absent = 0;
                     self.follow(&Api::all_with(client.client.clone(), &resource), convert).await
                 }
+                Ok(None) if kind.absence == Absence::Failure => Err(self.unserved(&kind)),
                 Ok(None) => {
                     self.not_served(&kind).await;
                     Ok(())
@@ -121,7 +133,7 @@ impl KindFollower {
     /// The version to follow: the one followed so far, or the first that the server serves.
     async fn served_version(
         &mut self,
-        kind: &CustomKind,
+        kind: &ServedKind,
         client: &CurrentClient,
     ) -> Result<Option<ApiResource>, RequestError> {
         for version in kind.versions.iter().filter(|_| self.served.is_none()) {
@@ -142,9 +154,15 @@ impl KindFollower {
         Ok(self.served.clone())
     }
 
+    /// The server serves none of the versions, without which the source is not complete.
+    fn unserved(&self, kind: &ServedKind) -> RequestError {
+        let versions: Vec<String> = kind.versions.iter().map(|version| format!("{}/{version}", kind.group)).collect();
+        RequestError::NotServed { resource: self.kind.resource(), versions: versions.join(" nor ") }
+    }
+
     /// The server does not serve the kind, so there are no objects of it. A server that has just started may not have
     /// loaded its definitions yet: known objects stay until it has said so several times.
-    async fn not_served(&mut self, kind: &CustomKind) {
+    async fn not_served(&mut self, kind: &ServedKind) {
         self.mark_healthy();
         self.absent += 1;
         let is_known = self.shared.health.of(self.kind).synced;

@@ -32,7 +32,7 @@ pub use access::{Access, AccessError};
 
 use super::{ObjectKind, SourceHealth};
 use access::RenewableClient;
-use follow::{CustomKind, KindFollower};
+use follow::{Absence, KindFollower, ServedKind};
 use outages::Outages;
 use store::Store;
 
@@ -42,8 +42,12 @@ const GATHER: Duration = Duration::from_millis(3);
 const LOG_AWAITED: Duration = Duration::from_secs(10);
 
 /// ClusterNetworkPolicies; v1beta1 is announced with the same schema.
-const CLUSTER_POLICIES: CustomKind =
-    CustomKind { group: "policy.networking.k8s.io", versions: &["v1alpha2", "v1beta1"] };
+const CLUSTER_POLICIES: ServedKind =
+    ServedKind { group: "policy.networking.k8s.io", versions: &["v1alpha2", "v1beta1"], absence: Absence::NoObjects };
+
+/// EndpointSlices: Kubernetes 1.19 and 1.20 serve v1beta1 alone, 1.25 and later v1 alone.
+const ENDPOINT_SLICES: ServedKind =
+    ServedKind { group: "discovery.k8s.io", versions: &["v1", "v1beta1"], absence: Absence::Failure };
 
 /// Why an API server cannot be a source. An unreachable server is not an error: the source waits for it.
 #[derive(Debug, thiserror::Error)]
@@ -213,7 +217,7 @@ async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>, stop
     );
     if shared.health.followed().contains(ObjectKind::Service) {
         tasks.spawn(follower(ObjectKind::Service).run(Api::all, converted::service));
-        tasks.spawn(follower(ObjectKind::EndpointSlice).run(Api::all, converted::endpoint_slice));
+        tasks.spawn(follower(ObjectKind::EndpointSlice).run_while_served(ENDPOINT_SLICES, converted::endpoint_slice));
     }
     tasks.spawn(send_changes(Arc::clone(&shared), batches));
     let log = log_awaited(&shared);

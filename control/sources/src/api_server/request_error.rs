@@ -27,6 +27,17 @@ pub(super) enum RequestError {
         /// The server's message.
         message: String,
     },
+    /// The server does not serve the resource in any version that is understood.
+    #[error(
+        "the server serves {resource} neither as {versions}: use a server of Kubernetes 1.19 or later{}",
+        remedy_by_setting(resource)
+    )]
+    NotServed {
+        /// The resource.
+        resource: &'static str,
+        /// The versions that are understood, joined by "nor".
+        versions: String,
+    },
     /// 410: the requested resourceVersion is too old.
     #[error("410 Gone: {0}")]
     Gone(String),
@@ -129,12 +140,19 @@ impl RequestError {
 
     /// Whether an operator must act.
     pub(super) fn needs_operator(&self) -> bool {
-        matches!(self, Self::Unauthorized(_) | Self::Forbidden { .. } | Self::Access(_))
+        matches!(self, Self::Unauthorized(_) | Self::Forbidden { .. } | Self::NotServed { .. } | Self::Access(_))
     }
 
     /// Whether a new client may help.
     pub(super) fn needs_new_client(&self) -> bool {
-        !matches!(self, Self::Gone(_) | Self::Forbidden { .. } | Self::Refused { .. } | Self::Server { .. })
+        !matches!(
+            self,
+            Self::Gone(_)
+                | Self::Forbidden { .. }
+                | Self::NotServed { .. }
+                | Self::Refused { .. }
+                | Self::Server { .. }
+        )
     }
 }
 

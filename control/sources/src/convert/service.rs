@@ -27,7 +27,7 @@ const AFFINITY_SECONDS: i32 = 10_800;
 const MOST_AFFINITY_SECONDS: i32 = 86_400;
 
 /// An object and its parts that are not valid, which are left out of it.
-type Partly<T> = (T, Vec<FieldError>);
+pub(super) type Partly<T> = (T, Vec<FieldError>);
 
 /// Converts a Service.
 ///

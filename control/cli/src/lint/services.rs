@@ -1,0 +1,295 @@
+//! Findings about Services. Where workers or the node's kernel translate a Service's address, the packet goes to a backend:
+//! policy on the backend's side sees its own port, and with `services.enabled` also policy on the client's side sees the
+//! backend's address and port.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
+
+use ipnet::IpNet;
+use penstock_dataplane::packet::{Flow, Protocol};
+use penstock_policy::describe;
+use penstock_policy::engine::Engine;
+use penstock_policy::model::{
+    ClusterNetworkPolicy, NetworkPolicy, Object, ObjectKey, Peers, Pod, PolicyPorts, PortMatch, PortProtocol, Rule,
+    RuleAction, ServicePort,
+};
+use penstock_sources::convert::{FieldPath, FieldPathRef, PathElement};
+use penstock_sources::manifest::{Document, Manifests};
+
+use super::cluster::LintObjects;
+use super::{Finding, FindingKind};
+
+/// Bits of a Service range's host part, at most: `maxCIDRBits` in `cmd/kube-apiserver/app/options/validation.go`. A wider
+/// block means more than Services.
+const MOST_RANGE_BITS: u8 = 20;
+/// The port of DNS (RFC 1035, 4.2).
+const DNS_PORT: u16 = 53;
+/// The label by which the cluster's DNS Service is known, whatever it is called, and its value.
+const DNS_LABEL: (&str, &str) = ("k8s-app", "kube-dns");
+/// Names of that Service in `kube-system`, where it has no labels.
+const DNS_NAMES: [&str; 2] = ["kube-dns", "coredns"];
+
+/// The Services of the manifests, and who else has addresses.
+#[derive(Debug, Default)]
+pub(super) struct Services {
+    ports: Vec<BackedPort>,
+    /// By cluster address its Service.
+    addresses: BTreeMap<IpAddr, ObjectKey>,
+    /// Addresses of pods, nodes and other endpoints.
+    others: BTreeSet<IpAddr>,
+}
+
+/// A port of a Service, and where it leads.
+#[derive(Debug)]
+struct BackedPort {
+    service: ObjectKey,
+    /// Its place in the Service's list.
+    index: usize,
+    port: ServicePort,
+    /// Address and port of each backend, whether it is ready or not.
+    backends: BTreeSet<(IpAddr, u16)>,
+}
+
+impl Services {
+    pub(super) fn new(objects: &[Object]) -> Self {
+        let mut services = Self::default();
+        for object in objects {
+            match object {
+                Object::Service(service) => {
+                    services.addresses.extend(service.addresses.iter().map(|address| (*address, service.key.clone())));
+                    let ports = service.ports.iter().cloned().enumerate();
+                    services.ports.extend(ports.map(|(index, port)| {
+                        let backends = backends(objects, &service.key, &port);
+                        BackedPort { service: service.key.clone(), index, port, backends }
+                    }));
+                }
+                Object::Pod(pod) => services.others.extend(&pod.addresses),
+                Object::Node(node) => services.others.extend(&node.addresses),
+                Object::EndpointSlice(slice) => {
+                    services.others.extend(slice.endpoints.iter().map(|endpoint| endpoint.address));
+                }
+                Object::Namespace(_) | Object::NetworkPolicy(_) | Object::ClusterNetworkPolicy(_) => {}
+            }
+        }
+        services
+    }
+
+    /// What is wrong with a block of addresses that can only mean Services: it has the address of one, that of no pod or
+    /// node, and is no wider than a cluster's Service range can be.
+    pub(super) fn problem_of_block(&self, block: &IpNet, except: &[IpNet]) -> Option<String> {
+        let has = |address: &IpAddr| block.contains(address) && !except.iter().any(|except| except.contains(address));
+        if block.max_prefix_len() - block.prefix_len() > MOST_RANGE_BITS || self.others.iter().any(has) {
+            return None;
+        }
+        let (address, service) = self.addresses.iter().find(|(address, _)| has(address))?;
+        let of = if IpNet::from(*address) == *block { "is" } else { "has only Services' addresses, such as" };
+        Some(format!(
+            "matches nothing with services.enabled: it {of} {address}, of Service {service}, whose backends are evaluated \
+             instead; select them"
+        ))
+    }
+
+    /// What is wrong with a number of a rule's ports: it is that of a Service whose backends have another, on all `servers`.
+    pub(super) fn problem_of_port(
+        &self,
+        servers: &[&Pod],
+        protocol: PortProtocol,
+        which: &PortMatch,
+    ) -> Option<String> {
+        let &PortMatch::Range { first: number, last } = which else { return None };
+        let addresses: Vec<&[IpAddr]> = servers.iter().map(|pod| pod.addresses.as_slice()).collect();
+        if number != last || servers.is_empty() {
+            return None;
+        }
+        let listens = |port: &BackedPort| {
+            let is_it = |(address, at): &(IpAddr, u16)| {
+                *at == number && addresses.iter().any(|addresses| addresses.contains(address))
+            };
+            port.port.protocol == protocol && port.backends.iter().any(is_it)
+        };
+        let names = |pod: &&Pod| pod.ports.iter().any(|port| (port.number, port.protocol) == (number, protocol));
+        if servers.iter().any(names) || self.ports.iter().any(listens) {
+            return None;
+        }
+        let leads_to_all = |port: &&BackedPort| {
+            (port.port.number, port.port.protocol) == (number, protocol)
+                && addresses.iter().all(|addresses| port.backends.iter().any(|(it, _)| addresses.contains(it)))
+        };
+        let found = self.ports.iter().find(leads_to_all)?;
+        let at: BTreeSet<String> = found.backends.iter().map(|(_, port)| port.to_string()).collect();
+        let at: Vec<String> = at.into_iter().collect();
+        let (service, protocol) = (&found.service, describe::protocol(protocol));
+        Some(format!(
+            "is the port of Service {service}, and its backends have {}/{protocol}: policy is evaluated for the backend's \
+             port",
+            at.join(", ")
+        ))
+    }
+}
+
+/// Address and port of each endpoint of a Service's port.
+fn backends(objects: &[Object], service: &ObjectKey, port: &ServicePort) -> BTreeSet<(IpAddr, u16)> {
+    let slices = objects.iter().filter_map(|object| match object {
+        Object::EndpointSlice(slice) => Some(slice),
+        _ => None,
+    });
+    let of_service = slices.filter(|slice| {
+        slice.key.namespace == service.namespace && slice.service.as_deref() == Some(service.name.as_str())
+    });
+    let of_port = of_service.filter_map(|slice| {
+        let found = slice.ports.iter().find(|it| (&it.name, it.protocol) == (&port.name, port.protocol))?;
+        Some(slice.endpoints.iter().map(move |endpoint| (endpoint.address, found.number)))
+    });
+    of_port.flatten().collect()
+}
+
+/// Findings about Services' ports that nobody may reach, and about policies that forget DNS.
+pub(super) fn check(manifests: &Manifests, world: &LintObjects, engine: &Engine, findings: &mut Vec<Finding>) {
+    for document in &manifests.documents {
+        if let Object::Service(service) = &document.object {
+            for port in world.services().ports.iter().filter(|port| port.service == service.key) {
+                check_reached(document, port, manifests, world, findings);
+            }
+        }
+    }
+    check_dns(manifests, world, engine, findings);
+}
+
+/// The pods behind a port, each with the number that it has there. `None` if one of them is no pod that policy sees.
+fn pods_behind<'a>(port: &BackedPort, world: &'a LintObjects) -> Option<Vec<(&'a Pod, u16)>> {
+    let pod = |address: &IpAddr| world.pods().find(|pod| pod.addresses.contains(address));
+    port.backends.iter().map(|(address, number)| Some((pod(address)?, *number))).collect()
+}
+
+fn check_reached(
+    document: &Document,
+    port: &BackedPort,
+    manifests: &Manifests,
+    world: &LintObjects,
+    findings: &mut Vec<Finding>,
+) {
+    let Some(pods) = pods_behind(port, world).filter(|pods| !pods.is_empty()) else { return };
+    let is_closed = |(pod, number): &(&Pod, u16)| {
+        let policies = || network_policies(manifests).filter(|(_, policy)| selects(policy, pod));
+        let rules = || policies().filter_map(|(_, policy)| policy.ingress.as_ref());
+        let matches = |rule: &Rule| allows_someone(rule) && allows_port(rule, pod, port.port.protocol, *number);
+        let accepts = cluster_policies(manifests)
+            .filter(|policy| world.is_subject(policy, pod))
+            .flat_map(|policy| &policy.ingress)
+            .any(|rule| rule.action == RuleAction::Accept && matches(&rule.matches));
+        policies().any(|(_, policy)| policy.isolates && policy.ingress.is_some())
+            && !rules().flatten().any(matches)
+            && !accepts
+    };
+    if !pods.iter().all(is_closed) {
+        return;
+    }
+    let numbers: BTreeSet<String> = pods.iter().map(|(_, number)| number.to_string()).collect();
+    let numbers: Vec<String> = numbers.into_iter().collect();
+    let message = format!(
+        "nobody may reach it: each backend is isolated for ingress, and no policy allows {}/{} from anyone",
+        numbers.join(", "),
+        describe::protocol(port.port.protocol)
+    );
+    let at = FieldPathRef::OBJECT;
+    let spec = at.field("spec");
+    let field = spec.field("ports").index(port.index).path();
+    findings.push(Finding::new(document, field, FindingKind::ClosedPort, message));
+}
+
+fn network_policies(manifests: &Manifests) -> impl Iterator<Item = (&Document, &NetworkPolicy)> {
+    manifests.documents.iter().filter_map(|document| match &document.object {
+        Object::NetworkPolicy(policy) => Some((document, policy)),
+        _ => None,
+    })
+}
+
+fn cluster_policies(manifests: &Manifests) -> impl Iterator<Item = &ClusterNetworkPolicy> {
+    manifests.documents.iter().filter_map(|document| match &document.object {
+        Object::ClusterNetworkPolicy(policy) => Some(policy),
+        _ => None,
+    })
+}
+
+fn selects(policy: &NetworkPolicy, pod: &Pod) -> bool {
+    policy.key.namespace == pod.key.namespace && policy.pod_selector.matches(&pod.labels)
+}
+
+fn allows_someone(rule: &Rule) -> bool {
+    rule.peers != Peers::AnyOf(Vec::new())
+}
+
+/// Whether a rule's ports have this one of the pod.
+fn allows_port(rule: &Rule, pod: &Pod, protocol: PortProtocol, number: u16) -> bool {
+    let PolicyPorts::AnyOf(ports) = &rule.ports else { return true };
+    ports.iter().filter(|port| port.protocol == protocol).any(|port| match &port.which {
+        PortMatch::Every => true,
+        PortMatch::Range { first, last } => (*first..=*last).contains(&number),
+        PortMatch::Name(name) => {
+            pod.ports.iter().any(|own| (&own.name, own.protocol, own.number) == (name, protocol, number))
+        }
+    })
+}
+
+/// Pods that may send something, and no DNS query. A pod that may send nothing has no use for names.
+fn check_dns(manifests: &Manifests, world: &LintObjects, engine: &Engine, findings: &mut Vec<Finding>) {
+    let is_dns = |port: &&BackedPort| {
+        (port.port.number, port.port.protocol) == (DNS_PORT, PortProtocol::Udp)
+            && manifests.documents.iter().any(|document| is_dns_service(document, &port.service))
+    };
+    let servers: Vec<&BackedPort> = world.services().ports.iter().filter(is_dns).collect();
+    let Some(name) = servers.first().map(|port| &port.service) else { return };
+    let backends: Vec<(IpAddr, u16)> = servers.iter().flat_map(|port| &port.backends).copied().collect();
+    let mut forgotten: BTreeMap<&ObjectKey, Vec<&ObjectKey>> = BTreeMap::new();
+    for pod in world.pods().filter(|_| !backends.is_empty()) {
+        let policies = || network_policies(manifests).map(|(_, policy)| policy).filter(|policy| selects(policy, pod));
+        let rules = |policy: &NetworkPolicy| policy.egress.clone().unwrap_or_default();
+        // The one that its author would add DNS to.
+        let mut allowing = policies().filter(|policy| policy.isolates && rules(policy).iter().any(allows_someone));
+        let Some(first) = allowing.next() else { continue };
+        if !policies().any(|policy| rules(policy).iter().any(names_dns)) && !reaches_any(engine, pod, &backends) {
+            forgotten.entry(&first.key).or_default().push(&pod.key);
+        }
+    }
+    for (document, policy) in network_policies(manifests) {
+        let Some(pods) = forgotten.get(&policy.key) else { continue };
+        let more = if pods.len() > 1 { format!(" and {} more", pods.len() - 1) } else { String::new() };
+        let message = format!(
+            "forgets DNS: {}{more} may reach no backend of Service {name}, and no rule has 53/UDP; allow it to the pods \
+             of that Service",
+            pods[0]
+        );
+        let field = ["spec", "egress"].map(|name| PathElement::Field(name.to_owned())).into_iter().collect();
+        findings.push(Finding::new(document, field, FindingKind::NoDns, message));
+    }
+}
+
+/// Whether a document is this Service, and the cluster's DNS.
+fn is_dns_service(document: &Document, key: &ObjectKey) -> bool {
+    let Object::Service(service) = &document.object else { return false };
+    let label: FieldPath =
+        ["metadata", "labels", DNS_LABEL.0].map(|name| PathElement::Field(name.to_owned())).into_iter().collect();
+    let is_labelled = document.value(&label).is_some_and(|value| value == DNS_LABEL.1);
+    let is_named = key.namespace == "kube-system" && DNS_NAMES.contains(&key.name.as_str());
+    service.key == *key && (is_labelled || is_named)
+}
+
+/// Whether a rule is about DNS, whoever its peers are: it names the port.
+fn names_dns(rule: &Rule) -> bool {
+    let PolicyPorts::AnyOf(ports) = &rule.ports else { return false };
+    let has_dns = |which: &PortMatch| {
+        matches!(which, PortMatch::Range { first, last } if (*first..=*last).contains(&DNS_PORT))
+            || *which == PortMatch::Every
+    };
+    ports.iter().any(|port| port.protocol == PortProtocol::Udp && has_dns(&port.which))
+}
+
+/// Whether a pod may send queries to one of these.
+fn reaches_any(engine: &Engine, pod: &Pod, backends: &[(IpAddr, u16)]) -> bool {
+    let pairs = pod.addresses.iter().flat_map(|src| backends.iter().map(move |backend| (*src, *backend)));
+    pairs.filter(|(src, (dst, _))| src.is_ipv4() == dst.is_ipv4()).any(|(src, (dst, dst_port))| {
+        let (src, dst) = (src.into(), dst.into());
+        let flow = Flow { src, dst, protocol: Protocol::UDP, src_port: 49152, dst_port };
+        src == dst || engine.evaluate(&flow).egress.is_allowed()
+    })
+}
