@@ -59,9 +59,19 @@ fn memory(daemon: &Daemon, field: &str) -> u64 {
     bytes(&format!("/proc/{}/status", daemon.id()), field)
 }
 
-/// The kernel's own memory; it includes a descriptor of every UMEM frame for every port.
+/// The kernel's own memory, once it stands still: it frees much of it some time later. It includes a descriptor of every UMEM
+/// frame for every port.
 fn kernels_own() -> u64 {
-    bytes("/proc/meminfo", "VmallocUsed") + bytes("/proc/meminfo", "SUnreclaim")
+    const STILL: u64 = 500_000;
+    let read = || bytes("/proc/meminfo", "VmallocUsed") + bytes("/proc/meminfo", "SUnreclaim");
+    let (deadline, mut last, mut still) = (Instant::now() + Duration::from_secs(10), read(), 0);
+    while still < 5 && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(100));
+        let now = read();
+        still = if now.abs_diff(last) < STILL { still + 1 } else { 0 };
+        last = now;
+    }
+    last
 }
 
 fn bytes(file: &str, field: &str) -> u64 {
