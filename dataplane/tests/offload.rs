@@ -16,10 +16,12 @@ use penstock_dataplane::conntrack::{
 };
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
+use penstock_dataplane::packet::Protocol;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict, keep_offloaded};
 use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable,
 };
+use penstock_dataplane::services::{Backend, Frontend, FrontendKey, ServiceSet, WithoutBackend};
 use penstock_dataplane::{Epoch, Snapshot};
 use penstock_xdp_redirect::{
     ConnectionMapSizes, ConnectionMaps, Interface, PodVeth, ServedPort, TcxOptions, TcxPrograms,
@@ -55,6 +57,39 @@ fn address(end: End, v4: bool) -> IpAddr {
         (End::B, false) => "fd00::2",
         (End::Outside, false) => "2001:db8::7",
     })
+}
+
+/// Cluster address of the Service whose only backend is this end.
+fn cluster_address(backend: End, v4: bool) -> IpAddr {
+    ip(match (backend, v4) {
+        (End::A, true) => "10.96.0.1",
+        (End::B, true) => "10.96.0.2",
+        (End::Outside, true) => "10.96.0.7",
+        (End::A, false) => "fd00:96::1",
+        (End::B, false) => "fd00:96::2",
+        (End::Outside, false) => "fd00:96::7",
+    })
+}
+
+/// Ports of Services, and of who answers.
+const SERVICE_PORT: u16 = 81;
+const ANSWERING_PORT: u16 = 80;
+
+/// A Service of each end.
+fn services() -> ServiceSet {
+    let mut set = ServiceSet::default();
+    for (end, v4, protocol) in [End::A, End::B, End::Outside]
+        .into_iter()
+        .flat_map(|end| [(end, true), (end, false)])
+        .flat_map(|(end, v4)| [(end, v4, Protocol::TCP), (end, v4, Protocol::UDP)])
+    {
+        let key = FrontendKey { address: cluster_address(end, v4).into(), protocol, port: SERVICE_PORT };
+        let backends: Arc<[Backend]> = [Backend { address: address(end, v4).into(), port: ANSWERING_PORT }].into();
+        let (serving, without) = (backends.clone(), WithoutBackend::Refused);
+        let frontend = Frontend { name: "shop/api:http".into(), backends, serving, without, affinity: None };
+        set.set(key, Some(Arc::new(frontend)));
+    }
+    set
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -176,7 +211,7 @@ impl Node {
             };
             update.set_endpoint(endpoint, Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
         }
-        Snapshot::new(epoch, update.finish(), forwarding)
+        Snapshot::new(epoch, update.finish(), forwarding).with_services(Some(services()))
     }
 
     fn next_epoch(&mut self, allowed: bool) {
@@ -214,11 +249,25 @@ impl Node {
     }
 }
 
+/// Which flow between two ends a packet is of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Way {
+    /// Of a connection that A has opened, or the outside to B.
+    Direct,
+    /// The client's, to the Service of the other end.
+    ToService,
+    /// The answering end's.
+    Answer,
+    /// The answering end's, where a pod is the backend of its own connection.
+    AnswerToService,
+}
+
 /// A packet in one of the directions of a flow between two ends.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
     from: End,
     to: End,
+    way: Way,
     v4: bool,
     tcp: bool,
     /// Which of the flows between these ends.
@@ -230,14 +279,35 @@ struct Sent {
 }
 
 impl Sent {
-    fn frame(&self) -> Vec<u8> {
-        let (lower, upper) = (1000 + u16::from(self.flow), 80);
+    /// Addresses and ports of its source and destination.
+    fn ends(&self) -> ((IpAddr, u16), (IpAddr, u16)) {
+        let (from, to) = (address(self.from, self.v4), address(self.to, self.v4));
+        let client = 1000 + u16::from(self.flow);
         let opens = matches!((self.from, self.to), (End::A, _) | (End::Outside, End::B));
-        let (src, dst) = if opens { (lower, upper) } else { (upper, lower) };
+        match self.way {
+            Way::Direct if opens => ((from, client), (to, ANSWERING_PORT)),
+            Way::Direct | Way::Answer => ((from, ANSWERING_PORT), (to, client)),
+            Way::ToService => ((from, client), (cluster_address(self.to, self.v4), SERVICE_PORT)),
+            Way::AnswerToService => ((from, ANSWERING_PORT), (cluster_address(self.from, self.v4), client)),
+        }
+    }
+
+    /// The packet in the other direction.
+    fn back(self) -> Self {
+        let way = match self.way {
+            Way::ToService if self.from == self.to => Way::AnswerToService,
+            Way::ToService => Way::Answer,
+            way => way,
+        };
+        Self { from: self.to, to: self.from, way, ..self }
+    }
+
+    fn frame(&self) -> Vec<u8> {
+        let ((from, src), (to, dst)) = self.ends();
         let from_mac = if self.from == End::Outside { NODE_MAC } else { pod_mac(self.from.port()) };
         let to_mac = if self.from == End::Outside { pod_mac(self.to.port()) } else { NODE_MAC };
         let ethernet = PacketBuilder::ethernet2(from_mac, to_mac);
-        let builder = match (address(self.from, self.v4), address(self.to, self.v4)) {
+        let builder = match (from, to) {
             (IpAddr::V4(from), IpAddr::V4(to)) => ethernet.ipv4(from.octets(), to.octets(), self.ttl),
             (IpAddr::V6(from), IpAddr::V6(to)) => ethernet.ipv6(from.octets(), to.octets(), self.ttl),
             _ => unreachable!("one family"),
@@ -261,15 +331,21 @@ const ACK: u8 = 16;
 const SYN: u8 = 2;
 
 fn sent(from: End, to: End, tcp: bool, flags: u8) -> Sent {
-    Sent { from, to, v4: true, tcp, flow: 1, flags, ttl: 64, payload: 10 }
+    Sent { from, to, way: Way::Direct, v4: true, tcp, flow: 1, flags, ttl: 64, payload: 10 }
+}
+
+/// To the Service of `to`.
+fn to_service(from: End, to: End, tcp: bool, flags: u8) -> Sent {
+    Sent { way: Way::ToService, ..sent(from, to, tcp, flags) }
 }
 
 /// Opens a connection by workers alone.
 fn open(node: &mut Node, of: Sent, now: Timestamp) {
-    let back = Sent { from: of.to, to: of.from, ..of };
-    for (packet, flags) in [(of, SYN), (back, SYN | ACK), (of, ACK), (back, ACK), (of, ACK)] {
+    let back = of.back();
+    let steps = [(of, SYN, true), (back, SYN | ACK, false), (of, ACK, true), (back, ACK, false), (of, ACK, true)];
+    for (packet, flags, from_opener) in steps {
         let frame = Sent { flags: if of.tcp { flags } else { 0 }, payload: 0, ..packet }.frame();
-        let (verdict, _) = node.worker(packet.from, &in_step(frame, of.tcp, flags, packet.from == of.from), now);
+        let (verdict, _) = node.worker(packet.from, &in_step(frame, of.tcp, flags, from_opener), now);
         assert!(matches!(verdict, Verdict::Forward(_)), "{packet:?} {flags:x}: {verdict:?}");
     }
 }
@@ -304,15 +380,15 @@ fn assert_alike(node: &mut Node, of: Sent, frame: &[u8], done: &(u32, Vec<u8>), 
     let Verdict::Forward(egress) = verdict else {
         panic!("the program forwards what a worker drops: {verdict:?}: {of:?}")
     };
-    let (by_worker, done) = (without_checksum(by_worker), &(done.0, without_checksum(done.1.clone())));
-    let frame = &without_checksum(frame.to_vec())[..];
+    let compared = |bytes: &[u8]| if frame == of.frame() { bytes.to_vec() } else { without_checksum(bytes.to_vec()) };
+    let (by_worker, by_program) = (compared(&by_worker), compared(&done.1));
     match (of.from, egress) {
         (End::Outside, _) | (_, HOST) => {
-            assert_eq!((done.0, &done.1[..]), (OK, frame), "{of:?}: as it was");
-            assert_eq!(by_worker[12..], done.1[12..], "{of:?}");
+            assert_eq!((done.0, &by_program[..12]), (OK, &frame[..12]), "{of:?}: between the same MACs");
+            assert_eq!(by_worker[12..], by_program[12..], "{of:?}");
         }
         // The MACs tell to which pod.
-        _ => assert_eq!((done.0, &done.1), (REDIRECT, &by_worker), "{of:?}"),
+        _ => assert_eq!((done.0, by_program), (REDIRECT, by_worker), "{of:?}"),
     }
 }
 
@@ -326,9 +402,7 @@ fn packets_of_an_established_connection_pass_without_a_worker_in_both_directions
                 let there = Sent { v4, ..sent(a, b, tcp, ACK) };
                 assert!(node.program(a, b, &there.frame(), 0).is_none(), "{there:?}: not open yet");
                 open(&mut node, there, now);
-                // A datagram of the opener, answered, may open a stream: only a worker notes that.
-                let ways = if tcp { &[(a, b), (b, a)][..] } else { &[(b, a)] };
-                for &(from, to) in ways {
+                for (from, to) in [(a, b), (b, a)] {
                     let packet = Sent { from, to, ..there };
                     let frame = packet.frame();
                     let done = node.program(from, to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
@@ -336,6 +410,81 @@ fn packets_of_an_established_connection_pass_without_a_worker_in_both_directions
                 }
             }
         }
+    });
+}
+
+/// Whose Service which pods use: a pod's on this node, one elsewhere, and the client's own.
+const CLIENTS: [(End, End); 4] = [(End::A, End::B), (End::B, End::A), (End::A, End::Outside), (End::A, End::A)];
+
+#[test]
+fn packets_of_a_connection_to_a_service_are_translated_without_a_worker() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        for (client, backend) in CLIENTS {
+            for (v4, tcp) in [(true, true), (false, true), (true, false), (false, false)] {
+                let there = Sent { v4, ..to_service(client, backend, tcp, ACK) };
+                assert!(node.program(client, backend, &there.frame(), 0).is_none(), "{there:?}: not open yet");
+                open(&mut node, there, now);
+                for packet in [there, there.back()] {
+                    let frame = packet.frame();
+                    let done = node.program(packet.from, packet.to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
+                    assert_ne!(done.1[26..], frame[26..], "addresses or ports differ");
+                    assert_alike(&mut node, packet, &frame, &done, now);
+                }
+                // The same flow without the Service is another connection.
+                let direct = Sent { way: Way::Direct, ..there };
+                if client == End::A && client != backend {
+                    assert!(node.program(client, backend, &direct.frame(), 0).is_none(), "{direct:?}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        for (tcp, v4, checksum) in [
+            (false, true, 0_u16),
+            (false, true, 0x1234),
+            (false, false, 0x1234),
+            (true, true, 0x1234),
+            (true, false, 0x1234),
+        ] {
+            let there = Sent { v4, ..to_service(End::A, End::B, tcp, ACK) };
+            open(&mut node, there, now);
+            let packet = there.back();
+            let mut frame = packet.frame();
+            let at = if v4 { 34 } else { 54 } + if tcp { 16 } else { 6 };
+            frame[at..at + 2].copy_from_slice(&checksum.to_be_bytes());
+            let (_, by_program) = node.program(packet.from, packet.to, &frame, 0).unwrap();
+            let (_, by_worker) = node.worker(packet.from, &frame, now);
+            assert_eq!(by_program, by_worker, "{packet:?}");
+            assert_eq!(by_program[at..at + 2] == [0, 0], checksum == 0, "{packet:?}");
+        }
+    });
+}
+
+#[test]
+fn a_datagram_to_a_service_meets_a_worker_once_its_backends_change() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let there = to_service(End::A, End::B, false, 0);
+        open(&mut node, there, now);
+        let back = there.back();
+        assert!(node.program(back.from, back.to, &back.frame(), 0).is_some());
+        let mut snapshot = node.snapshot_of(node.snapshot.epoch.next(), true);
+        snapshot.services = Some(ServiceSet::default());
+        node.snapshot = snapshot;
+        node.pipeline.connections().publish_epoch(node.snapshot.epoch);
+        assert!(node.program(back.from, back.to, &back.frame(), 0).is_none());
+        let (_, by_worker) = node.worker(back.from, &back.frame(), now);
+        assert_eq!(by_worker[26..34], back.frame()[26..34], "the Service is gone: what answers is no Service any more");
+        assert!(node.program(there.from, there.to, &there.frame(), 0).is_none());
     });
 }
 
@@ -430,6 +579,28 @@ fn connections_that_stay_allowed_need_no_worker_after_a_change() {
 }
 
 #[test]
+fn connections_to_services_that_stay_allowed_need_no_worker_after_a_change() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let opened = CLIENTS.map(|(client, backend)| to_service(client, backend, true, ACK));
+        opened.iter().for_each(|there| open(&mut node, *there, now));
+        assert_eq!(node.next_epoch_keeping(true), 3, "a worker sees a pod's connection to itself once");
+        for there in &opened[..3] {
+            for packet in [*there, there.back()] {
+                let frame = packet.frame();
+                let done = node.program(packet.from, packet.to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
+                assert_alike(&mut node, packet, &frame, &done, now);
+            }
+        }
+        assert_eq!(node.next_epoch_keeping(false), 2, "B takes no more connections");
+        for (there, stays) in opened.into_iter().zip([false, true, true, false]) {
+            assert_eq!(node.program(there.from, there.to, &there.frame(), 0).is_some(), stays, "{there:?}");
+        }
+    });
+}
+
+#[test]
 fn a_connection_whose_packets_the_kernel_forwards_does_not_expire() {
     in_namespace(|| {
         let mut node = Node::new();
@@ -447,6 +618,20 @@ fn a_connection_whose_packets_the_kernel_forwards_does_not_expire() {
         assert!(idle.len() == 1 && idle[0] <= Duration::from_secs(61), "{idle:?}");
         let (verdict, _) = node.worker(End::B, &back.frame(), later);
         assert_eq!(verdict, Verdict::Forward(A), "160 s after the last packet at a worker");
+    });
+}
+
+#[test]
+fn a_datagram_that_may_open_a_stream_meets_a_worker() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let (there, back) = (sent(End::A, End::B, false, 0), sent(End::B, End::A, false, 0));
+        open(&mut node, there, Timestamp::from_millis(now.as_millis() - 3000));
+        assert!(node.program(End::B, End::A, &back.frame(), 0).is_some(), "only the opener's make a stream");
+        assert!(node.program(End::A, End::B, &there.frame(), 0).is_none(), "two seconds after the first");
+        assert_eq!(node.worker(End::A, &there.frame(), now).0, Verdict::Forward(B));
+        assert!(node.program(End::A, End::B, &there.frame(), 0).is_some(), "the worker has noted it");
     });
 }
 
@@ -508,23 +693,39 @@ enum Step {
     Publish(bool, bool),
 }
 
-fn any_end() -> impl Strategy<Value = (End, End)> {
-    prop::sample::select(vec![
+fn any_ends() -> impl Strategy<Value = (End, End, Way)> {
+    let direct = [
         (End::A, End::B),
         (End::B, End::A),
         (End::A, End::Outside),
         (End::Outside, End::A),
         (End::Outside, End::B),
         (End::B, End::Outside),
-    ])
+    ];
+    let direct = direct.map(|(from, to)| (from, to, Way::Direct));
+    let translated = CLIENTS.into_iter().flat_map(|(client, backend)| {
+        let there = to_service(client, backend, true, ACK);
+        [there, there.back()].map(|packet| (packet.from, packet.to, packet.way))
+    });
+    prop::sample::select(direct.into_iter().chain(translated).collect::<Vec<_>>())
 }
 
 fn any_packet() -> impl Strategy<Value = Sent> {
     let flags = prop_oneof![8 => Just(ACK), 2 => Just(SYN), 2 => Just(SYN | ACK), 1 => Just(ACK | 1), 1 => 0..64_u8];
     let ttl = prop_oneof![8 => Just(64_u8), 1 => Just(1), 1 => Just(2), 1 => Just(0)];
     let payload = prop_oneof![8 => 0..64_usize, 1 => Just(1355), 1 => 1340..1380_usize];
-    (any_end(), any::<bool>(), any::<bool>(), 0..3_u8, flags, ttl, payload).prop_map(
-        |((from, to), v4, tcp, flow, flags, ttl, payload)| Sent { from, to, v4, tcp, flow, flags, ttl, payload },
+    (any_ends(), any::<bool>(), any::<bool>(), 0..3_u8, flags, ttl, payload).prop_map(
+        |((from, to, way), v4, tcp, flow, flags, ttl, payload)| Sent {
+            from,
+            to,
+            way,
+            v4,
+            tcp,
+            flow,
+            flags,
+            ttl,
+            payload,
+        },
     )
 }
 
@@ -541,13 +742,13 @@ fn any_step() -> impl Strategy<Value = Step> {
 fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes() {
     in_namespace(|| {
         let mut node = Node::new();
-        let mut forwarded = 0_u32;
+        let (mut forwarded, mut translated) = (0_u32, 0_u32);
         let mut runner = TestRunner::new(RunnerConfig { cases: 200, ..RunnerConfig::default() });
         let steps = prop::collection::vec(any_step(), 1..200);
-        let cell = std::cell::RefCell::new((&mut node, &mut forwarded));
+        let cell = std::cell::RefCell::new((&mut node, &mut forwarded, &mut translated));
         runner
             .run(&steps, |steps| {
-                let (node, forwarded) = &mut *cell.borrow_mut();
+                let (node, forwarded, translated) = &mut *cell.borrow_mut();
                 let ends = [End::A, End::B].map(|end| [true, false].map(|v4| address(end, v4).into()));
                 node.pipeline.connections().remove_addresses(ends.as_flattened());
                 node.next_epoch(true);
@@ -574,6 +775,7 @@ fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes(
                         Some(done) => {
                             assert_alike(node, packet, &frame, &done, now);
                             **forwarded += 1;
+                            **translated += u32::from(done.1[26..] != frame[26..]);
                         }
                         None => _ = node.worker(packet.from, &frame, now),
                     }
@@ -582,5 +784,6 @@ fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes(
             })
             .unwrap();
         assert!(forwarded > 200, "only {forwarded} packets of all passed without a worker");
+        assert!(translated > 100, "only {translated} packets of {forwarded} were translated");
     });
 }

@@ -41,11 +41,13 @@ pub enum XdpOutcome {
     FromStack,
     /// At a pod's veth, by tcx: the pod's share of the workers' queues is used up. Dropped.
     ShareUsed,
+    /// At a pod's veth, by tcx: the kernel had no memory for the headers that a program was to write. Dropped.
+    NoMemory,
 }
 
 impl XdpOutcome {
     /// All outcomes, in the order of their numbers.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Redirected,
         Self::NoSocket,
         Self::Arp,
@@ -61,6 +63,7 @@ impl XdpOutcome {
         Self::NotReady,
         Self::FromStack,
         Self::ShareUsed,
+        Self::NoMemory,
     ];
 
     /// Its name in counters and logs.
@@ -81,6 +84,7 @@ impl XdpOutcome {
             Self::NotReady => "not_ready",
             Self::FromStack => "from_stack",
             Self::ShareUsed => "share_used",
+            Self::NoMemory => "no_memory",
         }
     }
 }

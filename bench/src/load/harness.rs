@@ -1,7 +1,7 @@
 //! The harness of a trial: sends paced or flat out and measures the result, all on one thread, so that sender and
 //! receiver share a core without waiting for each other.
 
-use std::net::{SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
@@ -64,6 +64,12 @@ impl Harness {
             probed: 0,
             answered: (0, Instant::now()),
         })
+    }
+
+    /// Sends to this address from now on: that of the receiver, or of a Service whose only backend it is.
+    pub fn send_to(&mut self, address: IpAddr) {
+        self.hop.destination.set_ip(address);
+        self.answered = (0, Instant::now());
     }
 
     /// Runs one trial on the calling thread, which should be pinned to a core.

@@ -1,7 +1,7 @@
 //! TCP between two pods: bulk streams, and connections that are opened and closed.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -21,7 +21,8 @@ const CLIENTS: usize = 2;
 /// Server ports; several, so that no client runs out of source ports.
 const SERVERS: u16 = 16;
 
-/// Total throughput of this many streams in gigabits a second, counted at the receiver after a fifth of `length`.
+/// Total throughput of this many streams to an address in gigabits a second, counted at the receiver after a fifth of
+/// `length`. It listens on that port of all its addresses.
 pub fn streams_for(
     from: &Namespace,
     to: &Namespace,
@@ -29,7 +30,8 @@ pub fn streams_for(
     streams: usize,
     length: Duration,
 ) -> Result<f64> {
-    let listener = to.run(|| TcpListener::bind(address)).with_context(|| format!("cannot listen on {address}"))?;
+    let own = on_any(address);
+    let listener = to.run(|| TcpListener::bind(own)).with_context(|| format!("cannot listen on {own}"))?;
     let (ends, arrived) = (AtomicBool::new(false), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let mut senders = Vec::new();
@@ -86,8 +88,8 @@ fn goes_on(result: std::io::Result<usize>) -> bool {
     }
 }
 
-/// Connections opened and closed per second, counted after a fifth of `length`. The second figure is the number of
-/// failed attempts.
+/// Connections to an address opened and closed per second, counted after a fifth of `length`. The second figure is the
+/// number of failed attempts.
 pub fn connections_for(
     from: &Namespace,
     to: &Namespace,
@@ -96,7 +98,8 @@ pub fn connections_for(
     length: Duration,
 ) -> Result<(f64, u64)> {
     let addresses: Vec<SocketAddr> = (0..SERVERS).map(|server| SocketAddr::new(address, first_port + server)).collect();
-    let listeners = to.run(|| addresses.iter().map(listen).collect::<Result<Vec<_>>>()).context("cannot listen")?;
+    let listening = || addresses.iter().map(|address| listen(&on_any(*address))).collect::<Result<Vec<_>>>();
+    let listeners = to.run(listening).context("cannot listen")?;
     let (ends, opened, failed) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
         let server = scope.spawn(|| accept_until(&listeners, &ends));
@@ -155,6 +158,12 @@ pub fn connections_at(
 /// Accept backlog for all pending connections. A SYN that finds the backlog full is retransmitted a second later, which
 /// would dominate the measurement.
 const WAITING: i32 = 65_535;
+
+/// The port of an address, on all addresses of its family: clients may use a Service's.
+fn on_any(address: SocketAddr) -> SocketAddr {
+    let any = if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    SocketAddr::new(any, address.port())
+}
 
 fn listen(address: &SocketAddr) -> Result<TcpListener> {
     // `somaxconn` of this network namespace caps the backlog.

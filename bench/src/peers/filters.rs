@@ -13,11 +13,34 @@ use penstock_policy::render::{acl, nft};
 
 use super::policy;
 use super::tools::{find, run, version};
+use crate::load::{PORTS, PROBE_PORT};
 use crate::testbed::Namespace;
 
 /// Loads what `penstock render --format nft` prints.
 pub(super) fn nftables(node: &Namespace, engine: &Engine, scratch: &Path) -> Result<String> {
     load(node, &nft::render(engine.state(), engine.tables()), scratch)
+}
+
+/// Translates the first Service as kube-proxy's nftables mode does: a map of cluster addresses, a chain of each Service that
+/// chooses a backend, and one of each backend (pkg/proxy/nftables of Kubernetes).
+pub(super) fn service(node: &Namespace, scratch: &Path) -> Result<()> {
+    let (address, backend) = (policy::cluster_address(0), policy::pod_address(1));
+    let mut ports = String::new();
+    for port in PORTS.start..=PROBE_PORT {
+        for protocol in ["tcp", "udp"] {
+            // Writing to a string does not fail.
+            let _ = write!(ports, "{address} . {protocol} . {port} : goto service, ");
+        }
+    }
+    let ruleset = format!(
+        "table ip services\ndelete table ip services\ntable ip services {{\n\
+         \tmap addresses {{ type ipv4_addr . inet_proto . inet_service : verdict; elements = {{ {ports} }} }}\n\
+         \tchain endpoint {{ meta l4proto {{ tcp, udp }} dnat to {backend} }}\n\
+         \tchain service {{ numgen random mod 1 vmap {{ 0 : goto endpoint }} }}\n\
+         \tchain prerouting {{\n\t\ttype nat hook prerouting priority dstnat; policy accept;\n\
+         \t\tip daddr . meta l4proto . th dport vmap @addresses\n\t}}\n}}\n"
+    );
+    load(node, &ruleset, scratch).map(drop)
 }
 
 fn load(node: &Namespace, ruleset: &str, scratch: &Path) -> Result<String> {

@@ -145,9 +145,17 @@ impl PeerTestbed {
         let harness = Harness::open(from, to, gateway)?;
         let (running, description) =
             start(&peer, &node, &manifests, &scratch, size, cores).with_context(|| format!("cannot set {label} up"))?;
+        if size.services > 0 && !matches!(peer, Peer::Penstock { .. }) {
+            filters::service(node.namespace(), scratch.path())?;
+        }
         let mut testbed =
             Self { peer, node, outside: None, harness, running, manifests, description, size, cores, scratch };
         testbed.verify().with_context(|| format!("{label} does not do what it should"))?;
+        if size.services > 0 {
+            testbed.send_to_service(true)?;
+            testbed.verify().with_context(|| format!("{label} does not translate as it should"))?;
+            testbed.send_to_service(false)?;
+        }
         testbed.pause()?;
         Ok(testbed)
     }
@@ -195,6 +203,15 @@ impl PeerTestbed {
     /// A pod.
     pub fn pod(&self, number: usize) -> Result<&Pod> {
         self.node.pod(&pod_name(number))
+    }
+
+    /// Where the first pod's traffic goes to from now on: the second one, or the Service whose backend that is. Returns the
+    /// address.
+    pub fn send_to_service(&mut self, through_service: bool) -> Result<IpAddr> {
+        ensure!(!through_service || self.size.services > 0, "this testbed has no Service");
+        let address = if through_service { policy::cluster_address(0).into() } else { v4(self.pod(1)?)? };
+        self.harness.send_to(address);
+        Ok(address)
     }
 
     /// Runs a trial between the first two pods.
@@ -461,7 +478,10 @@ fn daemon_config(
         }
     }
     config.conntrack = format!("mapping = \"off\"\n{conntrack}");
-    config.sections = format!("[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n");
+    let services = size.services > 0;
+    config.sections = format!(
+        "[services]\nenabled = {services}\n[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n"
+    );
     config
 }
 

@@ -25,6 +25,8 @@ pub struct ClusterSize {
     pub pods: usize,
     /// Policies. All but two each admit one address that sends nothing.
     pub policies: usize,
+    /// Services. The first one's backend is the second pod, the others have ten backends each that do not exist.
+    pub services: usize,
 }
 
 /// The name of a pod.
@@ -35,6 +37,44 @@ pub fn pod_name(number: usize) -> String {
 /// The address of a pod.
 pub(super) fn pod_address(number: usize) -> Ipv4Addr {
     Ipv4Addr::from_bits(Ipv4Addr::new(10, 244, 1, 10).to_bits() + number as u32)
+}
+
+/// The cluster address of a Service.
+pub(super) fn cluster_address(number: usize) -> Ipv4Addr {
+    Ipv4Addr::from_bits(Ipv4Addr::new(10, 96, 0, 10).to_bits() + number as u32)
+}
+
+/// A Service and its backends. The first has all ports that are measured.
+fn service(number: usize) -> String {
+    let (address, name) = (cluster_address(number), format!("service-{number}"));
+    let ports = if number == 0 { PORTS.start..PROBE_PORT + 1 } else { 80..81 };
+    let each = |form: &dyn Fn(&str, u16) -> String| -> String {
+        let both = ports.clone().flat_map(|port| [("UDP", port), ("TCP", port)]);
+        both.map(|(protocol, port)| form(protocol, port)).collect()
+    };
+    let named = |protocol: &str, port: u16| format!("{}-{port}", protocol.to_lowercase());
+    let fronts = each(&|protocol, port| {
+        format!("    - {{ name: {}, protocol: {protocol}, port: {port} }}\n", named(protocol, port))
+    });
+    let targets = each(&|protocol, port| {
+        format!("  - {{ name: {}, protocol: {protocol}, port: {port} }}\n", named(protocol, port))
+    });
+    let backends: Vec<Ipv4Addr> = match number {
+        0 => vec![pod_address(1)],
+        // Addresses of no pod.
+        _ => (0..10)
+            .map(|n| Ipv4Addr::from_bits(Ipv4Addr::new(10, 128, 0, 0).to_bits() + 16 * number as u32 + n))
+            .collect(),
+    };
+    let endpoints: String =
+        backends.iter().map(|it| format!("  - {{ addresses: [{it}], conditions: {{ ready: true }} }}\n")).collect();
+    format!(
+        "---\napiVersion: v1\nkind: Service\nmetadata: {{ namespace: bench, name: {name} }}\n\
+         spec:\n  clusterIP: {address}\n  clusterIPs: [{address}]\n  ports:\n{fronts}\
+         ---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+         metadata: {{ namespace: bench, name: {name}, labels: {{ kubernetes.io/service-name: {name} }} }}\n\
+         addressType: IPv4\nports:\n{targets}endpoints:\n{endpoints}"
+    )
 }
 
 /// The manifests of a cluster. `turn` changes the ports of the policies that admit unused addresses.
@@ -56,6 +96,7 @@ pub fn manifests(size: ClusterSize, turn: usize) -> String {
     for number in 0..size.policies {
         text.push_str(&policy(number, turn));
     }
+    (0..size.services).for_each(|number| text.push_str(&service(number)));
     text
 }
 

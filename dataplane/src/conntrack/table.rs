@@ -187,7 +187,7 @@ impl ConnTable {
     /// stack): the kernel's programs may forward the next ones of this direction as long as that is the epoch.
     pub fn take_path(&self, hashed: &PreparedFlow, (from, to): (u32, u32), epoch: Epoch) {
         let Some(uses) = self.storage.uses() else { return };
-        let Some((slot, control)) = self.lookup(hashed).filter(|(_, control)| !control.is_translated()) else { return };
+        let Some((slot, control)) = self.lookup(hashed) else { return };
         let epoch = EpochTag::of(epoch);
         uses[slot as usize].take_path(hashed.orientation, (from, to), epoch, || {
             let now = self.entry(slot).control();

@@ -37,7 +37,10 @@ struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_fl
 #define TICK(control) ((control) >> 8 & TICK_MASK)
 #define EPOCH_MASK 0x7fffff
 #define EPOCH(control) ((control) >> 30 & EPOCH_MASK)
-enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_ESTABLISHED = 5 };
+#define GENERATION(control) ((control) >> 53 & 0x3ff)
+#define TRANSLATION (1ULL << 63) /* one of the two entries of a connection to a Service */
+#define IS_WRITTEN(control) (STATE(control) > 1)
+enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_ESTABLISHED = 5, FRONTEND = 15 };
 
 /* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 for the node's stack; in which directions packets
  * took it; and the low bits of the epoch. */
@@ -45,8 +48,13 @@ enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_ESTABLISHED = 5 
 #define TAKEN(path, direction) ((path) >> (46 + (direction)) & 1)
 #define PATH_EPOCH(path) ((path) >> 48)
 
+/* The links of translated connections (dataplane/src/conntrack/translation.rs) are behind the entries, eight to an element. */
+#define LINKS 8
+#define LINK_TO(slot, control) ((slot) | GENERATION(control) << 32 | 1ULL << 63)
+
 #define NAME_MASK 0xffffffffffULL
 #define TICK_NANOSECONDS 512000000
+#define STREAM 4 /* ticks: a datagram of the opener this long after its first one opens a stream (conntrack/track.rs) */
 #define TCP_DECIDES 0x17 /* FIN, SYN, RST and ACK */
 #define TCP_ACK 0x10
 #define NO_SLOT 0xffffffff
@@ -81,6 +89,16 @@ static __always_inline __u32 home_of(__u64 hash, __u32 groups)
 	return ((hash >> 32) * groups) >> 32;
 }
 
+static __always_inline const struct entry *entry_at(__u32 slot)
+{
+	return bpf_map_lookup_elem(&ct_entries, &slot);
+}
+
+static __always_inline __u64 control_of(const struct entry *entry)
+{
+	return *(const volatile __u64 *)&entry->control;
+}
+
 /* The connection with this packet's key in one group, and its control word. */
 static __always_inline __u32 find_in(__u32 group, __u64 wanted, const struct packet *packet, __u64 *control)
 {
@@ -103,10 +121,10 @@ static __always_inline __u32 find_in(__u32 group, __u64 wanted, const struct pac
 			if (!(equal & 1ULL << (16 * lane + 15)))
 				continue;
 			slot = group * LANES + word * 4 + lane;
-			entry = bpf_map_lookup_elem(&ct_entries, &slot);
+			entry = entry_at(slot);
 			if (!entry)
 				continue;
-			*control = *(const volatile __u64 *)&entry->control;
+			*control = control_of(entry);
 			if (!((entry->low[0] ^ packet->low[0]) | (entry->low[1] ^ packet->low[1]) |
 			      (entry->high[0] ^ packet->high[0]) | (entry->high[1] ^ packet->high[1]) |
 			      ((entry->name ^ packet->name) & NAME_MASK)))
@@ -123,10 +141,12 @@ static __always_inline int is_recent(__u32 tick, __u32 now, __u32 timeout)
 	return age <= timeout || age > TICK_MASK - (1 << 16); /* slightly ahead of this CPU's clock */
 }
 
-/* Whether every packet of this kind belongs to the connection whatever its contents, and which timeout it has. */
-static __always_inline int is_certain(const struct packet *packet, __u64 control, __u32 *timeout)
+/* Whether every packet of this kind belongs to the connection and leaves it in its state, whatever its contents; and which
+ * timeout it has. `slot`: of the entry with this control word. */
+static __always_inline int is_certain(const struct packet *packet, __u32 slot, __u64 control, __u32 now, __u32 *timeout)
 {
 	const __u32 state = STATE(control), from_opener = packet->direction == ORIGINAL(control);
+	const struct entry *entry;
 
 	if (control & (TENTATIVE | REVOKED))
 		return 0;
@@ -135,7 +155,10 @@ static __always_inline int is_certain(const struct packet *packet, __u64 control
 		return state == TCP_ESTABLISHED;
 	}
 	*timeout = (state - 1) & 3;
-	return state == UDP_ASSURED || (state == UDP_UNREPLIED && from_opener) || (state == UDP_REPLIED && !from_opener);
+	if (state != UDP_REPLIED || !from_opener)
+		return state == UDP_ASSURED || state == UDP_REPLIED || (state == UDP_UNREPLIED && from_opener);
+	entry = entry_at(slot);
+	return entry && ((now - (__u32)entry->tracking[0]) & TICK_MASK) < STREAM;
 }
 
 /* RFC 1071 */
@@ -249,53 +272,104 @@ static __always_inline int read_packet(struct __sk_buff *skb, struct packet *pac
 
 struct connection { /* of a packet that needs no worker */
 	struct kernel_use *use;
-	const struct entry *entry;
-	__u64 control;
-	__u32 to;  /* the interface of the other end, 0: the node's stack */
-	__u32 now; /* in ticks */
+	__u64 control; /* of the entry with state and verdict */
+	const struct entry *leaving; /* of a translated connection: the packet leaves with this entry's key, otherwise 0 */
+	__u64 leaving_control;
+	__u32 leaving_direction; /* in which direction of that key */
+	__u32 to;                /* the interface of the other end, 0: the node's stack */
+	__u32 now;               /* in ticks */
 };
+
+static __always_inline __u64 link_of(const struct table *table, __u32 slot)
+{
+	const __u64 *links = (const void *)entry_at(table->groups * LANES + slot / LINKS);
+
+	return links ? *(const volatile __u64 *)&links[slot & (LINKS - 1)] : 0;
+}
+
+/* For a packet of a translated connection, found in `slot`: the entry that it leaves with, and the slot of the one with state and
+ * verdict, whose direction the packet gets. NO_SLOT: the connection has ended, or another one's packet has its key. */
+static __always_inline __u32 turn(const struct table *table, struct packet *packet, __u32 slot, struct connection *found)
+{
+	const __u64 control = found->control, link = link_of(table, slot);
+	const __u32 other = link, is_of_client = STATE(control) == FRONTEND;
+	__u64 leaving;
+
+	if (other >= table->groups * LANES || link_of(table, other) != LINK_TO(slot, control))
+		return NO_SLOT;
+	found->leaving = entry_at(other);
+	if (!found->leaving)
+		return NO_SLOT;
+	found->leaving_control = leaving = control_of(found->leaving);
+	if (link != LINK_TO(other, leaving) || !(leaving & TRANSLATION) || !IS_WRITTEN(leaving) || (control | leaving) & TENTATIVE ||
+	    is_of_client == (STATE(leaving) == FRONTEND))
+		return NO_SLOT;
+	/* The client knows the Service alone, and the backend is found by its own address alone. */
+	if (is_of_client != (packet->direction == ORIGINAL(control)))
+		return NO_SLOT;
+	found->leaving_direction = is_of_client ? ORIGINAL(leaving) : !ORIGINAL(leaving);
+	if (!is_of_client)
+		return slot;
+	packet->direction = ORIGINAL(leaving);
+	found->control = leaving;
+	return other;
+}
+
+/* The slot of the connection that a packet belongs to, by either of its groups. */
+static __always_inline __u32 find(const struct table *table, const struct packet *packet, __u64 *control)
+{
+	const __u64 hash = hash_of(table, packet);
+	const __u32 group = home_of(hash, table->groups);
+	__u32 slot, other = home_of(hash * 0x9e3779b97f4a7c15ULL, table->groups);
+	__u64 tag = hash & 0xffff ? hash & 0xffff : 1;
+
+	tag |= tag << 16;
+	tag |= tag << 32;
+	slot = find_in(group, tag, packet, control);
+	if (slot != NO_SLOT)
+		return slot;
+	if (other == group)
+		other = group + 1 < table->groups ? group + 1 : 0;
+	return find_in(other, tag, packet, control);
+}
 
 /* Whether a packet needs no worker: its connection is allowed under the present epoch, and a worker has sent a packet of this
  * direction on from this interface (0: from the node's stack). */
-static __always_inline int is_established(const struct packet *packet, __u32 at, struct connection *found)
+static __always_inline int is_established(struct packet *packet, __u32 at, struct connection *found)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
-	__u32 epoch, group, slot, kind, timeout, direction = packet->direction & 1;
-	__u64 hash, tag, path;
+	const struct entry *entry;
+	__u32 epoch, slot, kind, timeout, direction;
+	__u64 before, path;
 	struct kernel_use *use;
 
 	if (!table)
 		return 0;
 	epoch = *(const volatile __u32 *)&table->epoch;
-	hash = hash_of(table, packet);
-	tag = hash & 0xffff ? hash & 0xffff : 1;
-	tag |= tag << 16;
-	tag |= tag << 32;
-	group = home_of(hash, table->groups);
-	slot = find_in(group, tag, packet, &found->control);
-	if (slot == NO_SLOT) {
-		__u32 other = home_of(hash * 0x9e3779b97f4a7c15ULL, table->groups);
-
-		if (other == group)
-			other = group + 1 < table->groups ? group + 1 : 0;
-		slot = find_in(other, tag, packet, &found->control);
-	}
-	if (slot == NO_SLOT || !is_certain(packet, found->control, &kind))
+	slot = find(table, packet, &before);
+	if (slot == NO_SLOT)
+		return 0;
+	entry = entry_at(slot);
+	found->control = before;
+	found->leaving = 0;
+	if (before & TRANSLATION)
+		slot = turn(table, packet, slot, found);
+	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
+	if (!entry || slot == NO_SLOT || !is_certain(packet, slot, found->control, found->now, &kind))
 		return 0;
 	/* Serial numbers as of RFC 1982; 0: not evaluated. */
 	if (!EPOCH(found->control) || (EPOCH(found->control) - epoch) & EPOCH_MASK & 0x400000)
 		return 0;
 	use = bpf_map_lookup_elem(&ct_uses, &slot);
-	found->entry = bpf_map_lookup_elem(&ct_entries, &slot);
-	if (!use || !found->entry)
+	if (!use)
 		return 0;
+	direction = packet->direction & 1;
 	path = *(volatile __u64 *)&use->path;
 	if (!TAKEN(path, direction) || END(path, direction) != at || PATH_EPOCH(path) != (EPOCH(found->control) & 0xffff))
 		return 0;
 	found->use = use;
 	found->to = END(path, !direction);
-	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
 	timeout = table->timeouts[kind & 3];
 	if (!is_recent(TICK(found->control), found->now, timeout)) {
 		const __u64 one = use->used[0], other = use->used[1];
@@ -304,8 +378,38 @@ static __always_inline int is_established(const struct packet *packet, __u32 at,
 		    !(other && is_recent(other & TICK_MASK, found->now, timeout)))
 			return 0;
 	}
-	/* Nothing of what was read belongs to another connection or verdict. */
-	return *(const volatile __u64 *)&found->entry->control == found->control;
+	/* Nothing of what was read belongs to another connection or verdict. The key that a translated packet leaves with is read
+	 * later (is_still_leaving). */
+	return control_of(entry) == before;
+}
+
+/* The flow that a translated packet leaves with; its addresses and ports as they stand in a packet. */
+struct leaving { __u32 addresses[8]; __be16 ports[2]; };
+
+static __always_inline void write_address(__u32 *to, __u64 upper, __u64 lower)
+{
+	to[0] = bpf_htonl(upper >> 32);
+	to[1] = bpf_htonl(upper);
+	to[2] = bpf_htonl(lower >> 32);
+	to[3] = bpf_htonl(lower);
+}
+
+/* 0: the connection has ended meanwhile. */
+static __always_inline int read_leaving(const struct connection *found, struct leaving *leaving)
+{
+	const struct entry *entry = found->leaving;
+	const __u64 name = entry->name;
+
+	if (found->leaving_direction) {
+		write_address(leaving->addresses, entry->high[0], entry->high[1]);
+		write_address(leaving->addresses + 4, entry->low[0], entry->low[1]);
+	} else {
+		write_address(leaving->addresses, entry->low[0], entry->low[1]);
+		write_address(leaving->addresses + 4, entry->high[0], entry->high[1]);
+	}
+	leaving->ports[0] = bpf_htons(found->leaving_direction ? name >> 16 : name);
+	leaving->ports[1] = bpf_htons(found->leaving_direction ? name : name >> 16);
+	return control_of(entry) == found->leaving_control;
 }
 
 static __always_inline void count_use(const struct packet *packet, const struct connection *found, __u32 packets)

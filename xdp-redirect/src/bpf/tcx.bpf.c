@@ -269,6 +269,39 @@ static __always_inline int rewrite(struct __sk_buff *skb, const struct packet *p
 	return bpf_skb_store_bytes(skb, 0, &head, sizeof(head), 0);
 }
 
+/* Writes addresses and ports, `count` words and one from byte `start` on, and updates the checksums that cover them. A transport
+ * checksum that the sender left to its device covers the addresses alone until then; a UDP checksum of 0 is none (RFC 768). */
+static __always_inline int write_flow(struct __sk_buff *skb, const struct packet *packet, const struct leaving *leaving,
+				      const __u32 start, const __u32 count)
+{
+	const __u32 *before = (void *)(long)skb->data + start, *end = (void *)(long)skb->data_end;
+	const __u32 transport = start + 4 * count, is_udp = packet->protocol == IPPROTO_UDP;
+	const __u32 checksum = transport + (is_udp ? 6 : 16), flags = is_udp ? BPF_F_MARK_MANGLED_0 : 0;
+	__u32 after[9], i;
+	__u64 addresses = 0, ports;
+
+	if (before + count + 1 > end)
+		return -1;
+	for (i = 0; i < count; i++) {
+		after[i] = leaving->addresses[count == 2 ? 4 * i + 3 : i];
+		addresses += (__u64)after[i] + (__u32)~before[i];
+	}
+	__builtin_memcpy(&after[count], leaving->ports, sizeof(leaving->ports));
+	ports = (__u64)after[count] + (__u32)~before[count];
+	addresses = (addresses & 0xffffffff) + (addresses >> 32);
+	return bpf_l4_csum_replace(skb, checksum, 0, (__u32)(addresses + (addresses >> 32)), flags | BPF_F_PSEUDO_HDR) ||
+	       bpf_l4_csum_replace(skb, checksum, 0, (__u32)(ports + (ports >> 32)), flags) ||
+	       (count == 2 && bpf_l3_csum_replace(skb, ETH_HLEN + offsetof(struct iphdr, check), 0,
+						  (__u32)(addresses + (addresses >> 32)), 0)) ||
+	       bpf_skb_store_bytes(skb, start, after, 4 * count + 4, 0);
+}
+
+static __always_inline int translate(struct __sk_buff *skb, const struct packet *packet, const struct leaving *leaving)
+{
+	return packet->is_v4 ? write_flow(skb, packet, leaving, ETH_HLEN + offsetof(struct iphdr, saddr), 2)
+			     : write_flow(skb, packet, leaving, ETH_HLEN + offsetof(struct ipv6hdr, saddr), 8);
+}
+
 /* Length of the longest IP packet that this one becomes on a wire: a long TCP segment is segmented. */
 static __always_inline __u32 longest(const struct __sk_buff *skb, const struct packet *packet)
 {
@@ -281,15 +314,20 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	const struct interface *to;
 	struct connection connection;
 	const struct ethhdr *eth;
+	struct leaving leaving;
 	struct packet packet;
 
-	if (!read_packet(skb, &packet) || !is_established(&packet, skb->ifindex, &connection))
+	if (!read_packet(skb, &packet) || !is_established(&packet, skb->ifindex, &connection) ||
+	    (connection.leaving && !read_leaving(&connection, &leaving)))
 		return -1;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
-		if (!to || connection.control & VIA_HOST || packet.hops <= 1 || longest(skb, &packet) > to->mtu ||
-		    rewrite(skb, &packet, to))
+		if (!to || connection.control & VIA_HOST || packet.hops <= 1 || longest(skb, &packet) > to->mtu)
 			return -1;
+		if (connection.leaving && translate(skb, &packet, &leaving))
+			return count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
+		if (rewrite(skb, &packet, to))
+			return count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 		/* The pod may have given it any MAC. */
 		if (skb->pkt_type)
 			bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
@@ -300,6 +338,8 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	eth = (void *)(long)skb->data;
 	if ((const void *)(eth + 1) > (void *)(long)skb->data_end || !is_mac(&at->node, eth->h_dest) || !is_mac(&at->pod, eth->h_source))
 		return -1;
+	if (connection.leaving && translate(skb, &packet, &leaving))
+		return count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	count_offloaded(skb, &packet, &connection, at, 0);
 	return TC_ACT_OK;
 }
@@ -308,11 +348,14 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct interface *at)
 {
 	struct connection connection;
+	struct leaving leaving;
 	struct packet packet;
 
 	if (!read_packet(skb, &packet) || longest(skb, &packet) > at->mtu || !is_established(&packet, 0, &connection) ||
-	    connection.to != skb->ifindex)
+	    connection.to != skb->ifindex || (connection.leaving && !read_leaving(&connection, &leaving)))
 		return -1;
+	if (connection.leaving && translate(skb, &packet, &leaving))
+		return count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	count_offloaded(skb, &packet, &connection, 0, at);
 	return TC_ACT_OK;
 }

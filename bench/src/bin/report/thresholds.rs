@@ -137,6 +137,18 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_least("100,000 UDP connections by tcx against kernel routing", "connections", "received", 0.85)
         .of("100000: Penstock, tcx")
         .against("100000: kernel routing"),
+    at_least("one UDP connection by tcx to a Service against the same to its pod", "services", "received", 0.95)
+        .of("Penstock, tcx, to its Service")
+        .against("Penstock, tcx, to the pod"),
+    at_least("bulk TCP by tcx to a Service against kernel + DNAT", "services", "one stream", 1.0)
+        .of("Penstock, tcx, to its Service")
+        .against("nftables, sets + conntrack, to its Service"),
+    at_least("new TCP connections to a Service by tcx against kernel + DNAT", "services", "opened", 1.0)
+        .of("Penstock, tcx, to its Service")
+        .against("nftables, sets + conntrack, to its Service"),
+    at_least("10,000 Services against one: packets to a Service", "services", "received", 0.9)
+        .of("Penstock, tcx, to its Service of 10000")
+        .against("Penstock, tcx, to its Service"),
     at_least(
         "100,000 UDP connections by tcx against kernel + nftables sets + conntrack",
         "connections",

@@ -3,6 +3,7 @@
 mod disturbances;
 mod io;
 mod latency;
+mod services;
 mod stages;
 mod tcp;
 mod throughput;
@@ -79,6 +80,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         tcp::new_udp(),
         tcp::connections(),
         tcp::bulk(),
+        services::services(),
         latency::no_drop_rates(),
         latency::round_trip(),
         latency::first_packet(),
