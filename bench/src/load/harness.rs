@@ -66,10 +66,9 @@ impl Harness {
         })
     }
 
-    /// Sends to this address from now on: that of the receiver, or of a Service whose only backend it is.
+    /// Sends to this address: that of the receiver, or of a Service whose only backend it is.
     pub fn send_to(&mut self, address: IpAddr) {
         self.hop.destination.set_ip(address);
-        self.answered = (0, Instant::now());
     }
 
     /// Runs one trial on the calling thread, which should be pinned to a core.

@@ -35,8 +35,8 @@ pub(super) fn service(node: &Namespace, scratch: &Path) -> Result<()> {
     let ruleset = format!(
         "table ip services\ndelete table ip services\ntable ip services {{\n\
          \tmap addresses {{ type ipv4_addr . inet_proto . inet_service : verdict; elements = {{ {ports} }} }}\n\
-         \tchain endpoint {{ meta l4proto {{ tcp, udp }} dnat to {backend} }}\n\
-         \tchain service {{ numgen random mod 1 vmap {{ 0 : goto endpoint }} }}\n\
+         \tchain endpoint {{ meta l4proto {{ tcp, udp }} dnat to {backend}; }}\n\
+         \tchain service {{ numgen random mod 1 vmap {{ 0 : goto endpoint }}; }}\n\
          \tchain prerouting {{\n\t\ttype nat hook prerouting priority dstnat; policy accept;\n\
          \t\tip daddr . meta l4proto . th dport vmap @addresses\n\t}}\n}}\n"
     );

@@ -150,12 +150,8 @@ impl PeerTestbed {
         }
         let mut testbed =
             Self { peer, node, outside: None, harness, running, manifests, description, size, cores, scratch };
+        testbed.harness.send_to(testbed.destination()?);
         testbed.verify().with_context(|| format!("{label} does not do what it should"))?;
-        if size.services > 0 {
-            testbed.send_to_service(true)?;
-            testbed.verify().with_context(|| format!("{label} does not translate as it should"))?;
-            testbed.send_to_service(false)?;
-        }
         testbed.pause()?;
         Ok(testbed)
     }
@@ -205,13 +201,9 @@ impl PeerTestbed {
         self.node.pod(&pod_name(number))
     }
 
-    /// Where the first pod's traffic goes to from now on: the second one, or the Service whose backend that is. Returns the
-    /// address.
-    pub fn send_to_service(&mut self, through_service: bool) -> Result<IpAddr> {
-        ensure!(!through_service || self.size.services > 0, "this testbed has no Service");
-        let address = if through_service { policy::cluster_address(0).into() } else { v4(self.pod(1)?)? };
-        self.harness.send_to(address);
-        Ok(address)
+    /// Where the first pod's traffic goes to: the second one, or the Service whose backend that is.
+    pub fn destination(&self) -> Result<IpAddr> {
+        if self.size.to_service { Ok(policy::cluster_address(0).into()) } else { v4(self.pod(1)?) }
     }
 
     /// Runs a trial between the first two pods.

@@ -27,6 +27,8 @@ pub struct ClusterSize {
     pub policies: usize,
     /// Services. The first one's backend is the second pod, the others have ten backends each that do not exist.
     pub services: usize,
+    /// Whether traffic goes to the first Service, not to its backend directly.
+    pub to_service: bool,
 }
 
 /// The name of a pod.

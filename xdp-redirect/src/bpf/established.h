@@ -334,8 +334,8 @@ static __always_inline __u32 find(const struct table *table, const struct packet
 }
 
 /* Whether a packet needs no worker: its connection is allowed under the present epoch, and a worker has sent a packet of this
- * direction on from this interface (0: from the node's stack). */
-static __always_inline int is_established(struct packet *packet, __u32 at, struct connection *found)
+ * direction on from this interface (0: from the node's stack). Not inlined: all frames of a program's calls have 512 bytes of stack. */
+static __noinline int is_established(struct packet *packet, __u32 at, struct connection *found)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
@@ -378,38 +378,8 @@ static __always_inline int is_established(struct packet *packet, __u32 at, struc
 		    !(other && is_recent(other & TICK_MASK, found->now, timeout)))
 			return 0;
 	}
-	/* Nothing of what was read belongs to another connection or verdict. The key that a translated packet leaves with is read
-	 * later (is_still_leaving). */
+	/* Nothing of what was read belongs to another connection or verdict. */
 	return control_of(entry) == before;
-}
-
-/* The flow that a translated packet leaves with; its addresses and ports as they stand in a packet. */
-struct leaving { __u32 addresses[8]; __be16 ports[2]; };
-
-static __always_inline void write_address(__u32 *to, __u64 upper, __u64 lower)
-{
-	to[0] = bpf_htonl(upper >> 32);
-	to[1] = bpf_htonl(upper);
-	to[2] = bpf_htonl(lower >> 32);
-	to[3] = bpf_htonl(lower);
-}
-
-/* 0: the connection has ended meanwhile. */
-static __always_inline int read_leaving(const struct connection *found, struct leaving *leaving)
-{
-	const struct entry *entry = found->leaving;
-	const __u64 name = entry->name;
-
-	if (found->leaving_direction) {
-		write_address(leaving->addresses, entry->high[0], entry->high[1]);
-		write_address(leaving->addresses + 4, entry->low[0], entry->low[1]);
-	} else {
-		write_address(leaving->addresses, entry->low[0], entry->low[1]);
-		write_address(leaving->addresses + 4, entry->high[0], entry->high[1]);
-	}
-	leaving->ports[0] = bpf_htons(found->leaving_direction ? name >> 16 : name);
-	leaving->ports[1] = bpf_htons(found->leaving_direction ? name : name >> 16);
-	return control_of(entry) == found->leaving_control;
 }
 
 static __always_inline void count_use(const struct packet *packet, const struct connection *found, __u32 packets)

@@ -269,37 +269,114 @@ static __always_inline int rewrite(struct __sk_buff *skb, const struct packet *p
 	return bpf_skb_store_bytes(skb, 0, &head, sizeof(head), 0);
 }
 
-/* Writes addresses and ports, `count` words and one from byte `start` on, and updates the checksums that cover them. A transport
- * checksum that the sender left to its device covers the addresses alone until then; a UDP checksum of 0 is none (RFC 768). */
-static __always_inline int write_flow(struct __sk_buff *skb, const struct packet *packet, const struct leaving *leaving,
-				      const __u32 start, const __u32 count)
-{
-	const __u32 *before = (void *)(long)skb->data + start, *end = (void *)(long)skb->data_end;
-	const __u32 transport = start + 4 * count, is_udp = packet->protocol == IPPROTO_UDP;
-	const __u32 checksum = transport + (is_udp ? 6 : 16), flags = is_udp ? BPF_F_MARK_MANGLED_0 : 0;
-	__u32 after[9], i;
-	__u64 addresses = 0, ports;
+/* Headers of a packet without IP options, up to the ports. */
+struct head_v4 { struct mac to, from; __be16 protocol; __u16 ip[6], addresses[2][2]; __be16 ports[2]; };
+struct head_v6 { struct mac to, from; __be16 protocol; __u16 ip[4], addresses[2][8]; __be16 ports[2]; };
 
-	if (before + count + 1 > end)
-		return -1;
-	for (i = 0; i < count; i++) {
-		after[i] = leaving->addresses[count == 2 ? 4 * i + 3 : i];
-		addresses += (__u64)after[i] + (__u32)~before[i];
-	}
-	__builtin_memcpy(&after[count], leaving->ports, sizeof(leaving->ports));
-	ports = (__u64)after[count] + (__u32)~before[count];
-	addresses = (addresses & 0xffffffff) + (addresses >> 32);
-	return bpf_l4_csum_replace(skb, checksum, 0, (__u32)(addresses + (addresses >> 32)), flags | BPF_F_PSEUDO_HDR) ||
-	       bpf_l4_csum_replace(skb, checksum, 0, (__u32)(ports + (ports >> 32)), flags) ||
-	       (count == 2 && bpf_l3_csum_replace(skb, ETH_HLEN + offsetof(struct iphdr, check), 0,
-						  (__u32)(addresses + (addresses >> 32)), 0)) ||
-	       bpf_skb_store_bytes(skb, start, after, 4 * count + 4, 0);
+/* Write a word, or the last `words` of an address, into a header. They return what that adds to a checksum (RFC 1624). */
+static __always_inline __u32 write_word(__be16 *to, __u16 word)
+{
+	const __u32 before = (__u16)~*to;
+
+	*to = bpf_htons(word);
+	return before + *to;
 }
 
-static __always_inline int translate(struct __sk_buff *skb, const struct packet *packet, const struct leaving *leaving)
+static __always_inline __u32 write_address(__be16 *to, const __u64 *address, const __u32 words)
 {
-	return packet->is_v4 ? write_flow(skb, packet, leaving, ETH_HLEN + offsetof(struct iphdr, saddr), 2)
-			     : write_flow(skb, packet, leaving, ETH_HLEN + offsetof(struct ipv6hdr, saddr), 8);
+	__u32 i, change = 0;
+
+#pragma clang loop unroll(disable)
+	for (i = 8 - words; i < 8; i++)
+		change += write_word(to++, address[i / 4] >> (48 - 16 * (i & 3)));
+	return change;
+}
+
+struct change { __u32 addresses, ports; };
+
+/* Writes the flow that a packet of a translated connection leaves with. */
+static __always_inline struct change write_flow(const struct connection *connection, __be16 *from, __be16 *to, __be16 *ports,
+						const __u32 words)
+{
+	const struct entry *entry = connection->leaving;
+	const __u32 from_higher = connection->leaving_direction & 1;
+	const __u64 name = entry->name;
+	struct change change;
+
+	change.addresses = write_address(from, from_higher ? entry->high : entry->low, words) +
+			   write_address(to, from_higher ? entry->low : entry->high, words);
+	change.ports = write_word(ports, from_higher ? name >> 16 : name) + write_word(ports + 1, from_higher ? name : name >> 16);
+	return change;
+}
+
+/* Updates the transport checksum. One that the sender left to its device covers only the addresses so far; 0 of UDP is none
+ * (RFC 768). */
+static __always_inline int update_checksum(struct __sk_buff *skb, const struct packet *packet, struct change change)
+{
+	struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
+	const __u32 is_udp = packet->protocol == IPPROTO_UDP, is_open = BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL;
+	const __u32 network = packet->is_v4 ? sizeof(struct iphdr) : sizeof(struct ipv6hdr);
+
+	return bpf_l4_csum_replace(skb, ETH_HLEN + network + (is_udp ? 6 : 16), 0,
+				   is_open ? change.addresses : change.addresses + change.ports,
+				   BPF_F_PSEUDO_HDR | (is_udp ? BPF_F_MARK_MANGLED_0 : 0));
+}
+
+enum { ENDED = 1 }; /* meanwhile: the packet is for a worker */
+
+static __noinline int translate_v4(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
+				   const struct interface *to)
+{
+	struct head_v4 head;
+	struct change change;
+	__u32 sum = 0, i;
+
+	if (bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
+		return -1;
+	change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 2);
+	if (control_of(connection->leaving) != connection->leaving_control)
+		return ENDED;
+	if (to) {
+		head.to = to->pod;
+		head.from = to->node;
+		head.ip[4] -= bpf_htons(0x0100); /* TTL, which is at least 2, and protocol */
+	}
+	head.ip[5] = 0;
+	for (i = 0; i < 6; i++)
+		sum += head.ip[i];
+	sum += head.addresses[0][0] + head.addresses[0][1] + head.addresses[1][0] + head.addresses[1][1];
+	sum = (sum & 0xffff) + (sum >> 16);
+	head.ip[5] = ~(sum + (sum >> 16));
+	return update_checksum(skb, packet, change) || bpf_skb_store_bytes(skb, 0, &head, sizeof(head), 0) ? -1 : 0;
+}
+
+static __noinline int translate_v6(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
+				   const struct interface *to)
+{
+	struct head_v6 head;
+	struct change change;
+
+	if (bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
+		return -1;
+	change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 8);
+	if (control_of(connection->leaving) != connection->leaving_control)
+		return ENDED;
+	if (to) {
+		head.to = to->pod;
+		head.from = to->node;
+		head.ip[3] -= bpf_htons(1); /* next header and hop limit, which is at least 2 */
+	}
+	return update_checksum(skb, packet, change) || bpf_skb_store_bytes(skb, 0, &head, sizeof(head), 0) ? -1 : 0;
+}
+
+/* Rewrites a packet as workers do: MACs and TTL for its pod, addresses and ports of a translated connection, and the checksums that
+ * cover them. `to`: the pod's interface, 0 where the node's stack forwards it. */
+static __always_inline int rewrite_for(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
+				       const struct interface *to)
+{
+	if (!connection->leaving)
+		return to ? rewrite(skb, packet, to) : 0;
+	return packet->is_v4 ? translate_v4(skb, packet, connection, to) : translate_v6(skb, packet, connection, to);
 }
 
 /* Length of the longest IP packet that this one becomes on a wire: a long TCP segment is segmented. */
@@ -311,51 +388,50 @@ static __always_inline __u32 longest(const struct __sk_buff *skb, const struct p
 /* Forwards a packet of an established connection as a worker would; -1: it is for a worker. */
 static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct interface *at)
 {
-	const struct interface *to;
+	const struct interface *to = 0;
 	struct connection connection;
 	const struct ethhdr *eth;
-	struct leaving leaving;
 	struct packet packet;
+	int rewritten;
 
-	if (!read_packet(skb, &packet) || !is_established(&packet, skb->ifindex, &connection) ||
-	    (connection.leaving && !read_leaving(&connection, &leaving)))
+	if (!read_packet(skb, &packet) || !is_established(&packet, skb->ifindex, &connection))
 		return -1;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
 		if (!to || connection.control & VIA_HOST || packet.hops <= 1 || longest(skb, &packet) > to->mtu)
 			return -1;
-		if (connection.leaving && translate(skb, &packet, &leaving))
-			return count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
-		if (rewrite(skb, &packet, to))
-			return count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
-		/* The pod may have given it any MAC. */
-		if (skb->pkt_type)
-			bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
-		count_offloaded(skb, &packet, &connection, at, to);
-		return bpf_redirect_peer(connection.to, 0);
+	} else {
+		/* A worker would have given it these MACs; a bridge forwards by them. */
+		eth = (void *)(long)skb->data;
+		if ((const void *)(eth + 1) > (void *)(long)skb->data_end || !is_mac(&at->node, eth->h_dest) ||
+		    !is_mac(&at->pod, eth->h_source))
+			return -1;
 	}
-	/* A worker would have given it these MACs; a bridge forwards by them. */
-	eth = (void *)(long)skb->data;
-	if ((const void *)(eth + 1) > (void *)(long)skb->data_end || !is_mac(&at->node, eth->h_dest) || !is_mac(&at->pod, eth->h_source))
-		return -1;
-	if (connection.leaving && translate(skb, &packet, &leaving))
-		return count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
-	count_offloaded(skb, &packet, &connection, at, 0);
-	return TC_ACT_OK;
+	rewritten = rewrite_for(skb, &packet, &connection, to);
+	if (rewritten)
+		return rewritten == ENDED ? -1 : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
+	count_offloaded(skb, &packet, &connection, at, to);
+	if (!to)
+		return TC_ACT_OK;
+	/* The pod may have given it any MAC. */
+	if (skb->pkt_type)
+		bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
+	return bpf_redirect_peer(connection.to, 0);
 }
 
 /* The same for what the node's stack sends to the pod. */
 static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct interface *at)
 {
 	struct connection connection;
-	struct leaving leaving;
 	struct packet packet;
+	int rewritten;
 
 	if (!read_packet(skb, &packet) || longest(skb, &packet) > at->mtu || !is_established(&packet, 0, &connection) ||
-	    connection.to != skb->ifindex || (connection.leaving && !read_leaving(&connection, &leaving)))
+	    connection.to != skb->ifindex)
 		return -1;
-	if (connection.leaving && translate(skb, &packet, &leaving))
-		return count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
+	rewritten = rewrite_for(skb, &packet, &connection, 0);
+	if (rewritten)
+		return rewritten == ENDED ? -1 : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	count_offloaded(skb, &packet, &connection, 0, at);
 	return TC_ACT_OK;
 }
@@ -430,7 +506,7 @@ static __always_inline int is_another_pods(struct __sk_buff *skb, const struct i
 /* Whether a packet that the node's stack sends has the source of a local pod, now or before the node translated it, but did
  * not come from that pod. A pod's packets enter the stack by its interface, after the workers have checked them. The kernel
  * records that interface, which forwarding and translation keep; it is 0 for what the node itself sends. */
-static __always_inline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
+static __noinline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 {
 	struct in6_addr from = {};
 	long unread;

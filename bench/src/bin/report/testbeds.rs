@@ -21,7 +21,7 @@ pub(crate) const MTU: u32 = 1500;
 impl TestbedSpec {
     /// Two pods and a hundred policies.
     pub(crate) fn of(peer: Peer) -> Self {
-        Self { peer, size: ClusterSize { pods: 2, policies: POLICIES, services: 0 }, mtu: MTU }
+        Self { peer, size: ClusterSize { pods: 2, policies: POLICIES, services: 0, to_service: false }, mtu: MTU }
     }
 
     pub(crate) fn policies(self, policies: usize) -> Self {
@@ -32,8 +32,8 @@ impl TestbedSpec {
         Self { size: ClusterSize { pods, ..self.size }, ..self }
     }
 
-    pub(crate) fn services(self, services: usize) -> Self {
-        Self { size: ClusterSize { services, ..self.size }, ..self }
+    pub(crate) fn services(self, services: usize, to_service: bool) -> Self {
+        Self { size: ClusterSize { services, to_service, ..self.size }, ..self }
     }
 
     pub(crate) fn mtu(self, mtu: u32) -> Self {

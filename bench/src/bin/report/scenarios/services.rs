@@ -15,8 +15,8 @@ const METRICS: &[Metric] = &[
     Metric::higher("opened", "k connections/s", 1),
 ];
 
-fn measure(testbed: &mut PeerTestbed, plan: &Plan, through_service: bool) -> Result<Vec<Option<f64>>> {
-    let address = testbed.send_to_service(through_service)?;
+fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result<Vec<Option<f64>>> {
+    let address = testbed.destination()?;
     let packets = testbed.run(&Trial::flat_out(Traffic::SMALLEST, plan.length))?;
     ensure!(packets.corrupted == 0, "{} packets arrived with a wrong checksum", packets.corrupted);
     ensure!(packets.received > 0, "nothing arrived");
@@ -32,11 +32,9 @@ fn measure(testbed: &mut PeerTestbed, plan: &Plan, through_service: bool) -> Res
 }
 
 pub(crate) fn services() -> Scenario {
-    let case = |peer: Peer, services: usize, through_service: bool| {
-        let measured =
-            move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| measure(testbed, plan, through_service);
-        let case = ScenarioCase::of(peer, measured).with(|spec| spec.services(services));
-        let to = match (through_service, services) {
+    let case = |peer: Peer, services: usize, to_service: bool| {
+        let case = ScenarioCase::of(peer, measure).with(|spec| spec.services(services, to_service));
+        let to = match (to_service, services) {
             (false, _) => "to the pod".to_owned(),
             (true, 1) => "to its Service".to_owned(),
             (true, _) => format!("to its Service of {services}"),
