@@ -48,10 +48,11 @@ fn insert_to_service(table: &ConnTable, frontend: &Flow, inner: &Flow) -> Result
     table.insert_translated(&new, &frontend)
 }
 
-/// A connection to a Service ends while a program translates its packets, and the next one gets its entries.
+/// A connection to a Service ends while a program translates its packets, and the next one gets its entries. With two preemptions,
+/// which pass as well, it takes minutes.
 #[test]
 fn a_program_never_translates_into_the_flow_of_the_entrys_next_connection() {
-    explore(2, || {
+    explore_within(1, 2, || {
         let table = shared_table();
         let flows: [Flow; 4] = std::array::from_fn(|n| flow(&table, 0, n));
         let [frontend, inner, next_frontend, next_inner] = flows;
@@ -59,7 +60,7 @@ fn a_program_never_translates_into_the_flow_of_the_entrys_next_connection() {
         let program = {
             let table = table.clone();
             thread::spawn(move || {
-                let found = [(frontend, inner), (inner.reversed(), frontend.reversed())]
+                let found = [(frontend, inner), (inner.reversed(), frontend)]
                     .map(|(of, wanted)| leaves_with(&table, &of).inspect(|found| assert!(is_of(found, &wanted))));
                 usize::from(found.iter().all(Option::is_some))
             })

@@ -28,10 +28,15 @@ const LATER: Timestamp = NOW.plus(Duration::from_secs(100));
 /// Runs `test` in every interleaving with at most two preemptions, or `LOOM_MAX_PREEMPTIONS`. It returns which outcome
 /// occurred, and all of `0..outcomes` must occur.
 fn explore(outcomes: usize, test: impl Fn() -> usize + Sync + Send + 'static) {
+    explore_within(2, outcomes, test);
+}
+
+/// The same with at most this many preemptions.
+fn explore_within(preemptions: usize, outcomes: usize, test: impl Fn() -> usize + Sync + Send + 'static) {
     let reached: std::sync::Arc<Vec<AtomicU32>> =
         std::sync::Arc::new((0..outcomes).map(|_| AtomicU32::new(0)).collect());
     let mut model = loom::model::Builder::new();
-    model.preemption_bound = model.preemption_bound.or(Some(2));
+    model.preemption_bound = model.preemption_bound.or(Some(preemptions));
     model.max_branches = 10_000;
     let counts = reached.clone();
     model.check(move || _ = counts[test()].fetch_add(1, Ordering::Relaxed));
