@@ -324,3 +324,42 @@ fn an_api_server_accepts_all_manifests() {
         }
     }
 }
+
+/// Applies an operation of RFC 6902, as far as the components use it.
+fn apply(operation: &Value, to: &mut Value) {
+    let path = operation["path"].as_str().unwrap();
+    let (parent, key) = path.rsplit_once('/').unwrap();
+    let parent = to.pointer_mut(parent).unwrap_or_else(|| panic!("{path} is not in the DaemonSet"));
+    let value = operation["value"].clone();
+    match (operation["op"].as_str().unwrap(), parent) {
+        ("add", Value::Array(list)) if key == "-" => list.push(value),
+        ("add", Value::Object(fields)) => drop(fields.insert(key.into(), value)),
+        ("replace", Value::Object(fields)) => drop(fields.insert(key.into(), value).expect(path)),
+        ("remove", Value::Object(fields)) => drop(fields.remove(key).expect(path)),
+        (other, _) => panic!("{other} {path}"),
+    }
+}
+
+#[test]
+fn each_component_changes_what_is_there_and_gives_a_valid_daemon_set() {
+    for (component, at, expected) in [
+        ("pinned-cores", "/spec/template/spec/containers/0/resources/limits/cpu", "\"2\""),
+        ("surge", "/spec/template/spec/containers/0/readinessProbe/exec/command", "[\"penstock\",\"ready\"]"),
+        ("surge", "/spec/template/spec/containers/0/args/3", "\"--take-over\""),
+    ] {
+        let file = directory().join(component).join("kustomization.yaml");
+        let kustomization: Value = serde_saphyr::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+        let daemon_set = std::fs::read_to_string(directory().join("daemonset.yaml")).unwrap();
+        let mut daemon_set: Value = serde_saphyr::from_str(&daemon_set).unwrap();
+        for patch in kustomization["patches"].as_array().unwrap() {
+            assert_eq!(
+                (&patch["target"]["kind"], &patch["target"]["name"]),
+                (&daemon_set["kind"], &daemon_set["metadata"]["name"])
+            );
+            let operations: Vec<Value> = serde_saphyr::from_str(patch["patch"].as_str().unwrap()).unwrap();
+            operations.iter().for_each(|operation| apply(operation, &mut daemon_set));
+        }
+        assert_eq!(daemon_set.pointer(at).map(Value::to_string).as_deref(), Some(expected), "{component}");
+        typed::<DaemonSet>(&daemon_set);
+    }
+}

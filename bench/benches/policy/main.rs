@@ -7,6 +7,7 @@ mod alternatives;
 mod cluster;
 mod lookup;
 mod scale;
+mod services;
 
 use std::process::ExitCode;
 
@@ -26,12 +27,13 @@ fn main() -> ExitCode {
     let rounds = if smoke { 2 } else { 200 };
     // First, while the process has touched no other memory.
     let scale = scale::run(size);
+    let services = if smoke { services::run(100, 20, 2) } else { services::run(10_000, 2_000, 200) };
     let lookup = lookup::run(rounds);
     // A row that falls short is a result; only an aborted run is a failure.
     println!(
         "{} of {} rows meet their bounds",
-        scale.iter().chain(&lookup).filter(|meets| **meets).count(),
-        scale.len() + lookup.len()
+        scale.iter().chain(&services).chain(&lookup).filter(|meets| **meets).count(),
+        scale.len() + services.len() + lookup.len()
     );
     ExitCode::SUCCESS
 }

@@ -167,16 +167,27 @@ impl Daemon {
 
     /// Like [`Daemon::start`], with these privileges.
     pub fn start_with(namespace: &Namespace, config: &DaemonConfig, privileges: Privileges) -> Result<Self> {
-        let daemon = Self::launch_with(namespace, &config.to_toml(), privileges, &config.environment)?;
-        daemon.log.wait_for(READY, START, || daemon.process.has_ended()).with_context(|| {
-            format!("the daemon did not get ready; its output was:\n{}", daemon.log.lines().join("\n"))
+        let daemon = Self::launch_with(namespace, &config.to_toml(), privileges, &config.environment, &[])?;
+        daemon.wait_until_ready()
+    }
+
+    fn wait_until_ready(self) -> Result<Self> {
+        self.log.wait_for(READY, START, || self.process.has_ended()).with_context(|| {
+            format!("the daemon did not get ready; its output was:\n{}", self.log.lines().join("\n"))
         })?;
-        Ok(daemon)
+        Ok(self)
+    }
+
+    /// Starts one that takes over from the one that runs, and waits until it is ready.
+    pub fn take_over(namespace: &Namespace, config: &DaemonConfig) -> Result<Self> {
+        let arguments = ["--take-over"];
+        let daemon = Self::launch_with(namespace, &config.to_toml(), Privileges::All, &config.environment, &arguments)?;
+        daemon.wait_until_ready()
     }
 
     /// Starts it with this configuration and does not wait.
     pub fn launch(namespace: &Namespace, toml: &str, privileges: Privileges) -> Result<Self> {
-        Self::launch_with(namespace, toml, privileges, &[])
+        Self::launch_with(namespace, toml, privileges, &[], &[])
     }
 
     fn launch_with(
@@ -184,13 +195,20 @@ impl Daemon {
         toml: &str,
         privileges: Privileges,
         environment: &[(String, String)],
+        arguments: &[&str],
     ) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let config = scratch.path().join("penstock.toml");
         std::fs::write(&config, toml)?;
         let binary = penstock_binary()?;
         let mut command = namespace.command(&binary);
-        command.arg("run").arg("--config").arg(&config).env("NO_COLOR", "1").envs(environment.iter().cloned());
+        command
+            .arg("run")
+            .arg("--config")
+            .arg(&config)
+            .args(arguments)
+            .env("NO_COLOR", "1")
+            .envs(environment.iter().cloned());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let prepare = move || {
             match privileges {

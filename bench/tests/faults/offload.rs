@@ -1,11 +1,15 @@
 //! Established connections that the tcx programs forward without a worker, while the daemon and the policy change.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
+
 use penstock_bench::load::transfer_for;
-use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::Attach;
 
 use crate::fixture::{Fixture, pods, policy};
@@ -75,6 +79,85 @@ fn established_connections_lose_no_packet_while_the_daemon_is_killed_or_replaced
     let arrived = sniffer.stop();
     assert_eq!(arrived[&ALLOWED].len() as u64, sent, "every datagram arrived");
     assert!(sent_in_vain > 0 && !arrived.contains_key(&DENIED), "never what policy denies");
+}
+
+#[test]
+fn a_daemon_takes_over_while_established_connections_lose_no_packet() {
+    let mut fixture = fixture();
+    // What the next daemon needs stays, whatever is set for the end.
+    fixture.change_config(|config| {
+        config.sections = config.sections.replace("on_exit = \"keep\"", "on_exit = \"restore\"");
+    });
+    let (client, epoch) = (fixture.site("test/pod-0").clone(), Instant::now());
+    let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
+    let stream = Stream::start(&client, ALLOWED, to, epoch);
+    let denied = Stream::start(fixture.site("test/pod-2"), DENIED, to, epoch);
+    let flow = EchoConnection::open(&client.namespace, fixture.target("test/pod-1", false), 8080, LIMIT).unwrap();
+    let opened = OpenedConnections::start(&client, fixture.target("test/pod-1", false));
+    for _ in 0..2 {
+        let before = fixture.take_over();
+        before.log().wait_for_after(0, "handed over to another daemon", LIMIT).unwrap();
+        flow.wait_for(100, LIMIT).unwrap();
+        assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached);
+        assert_eq!(outcome(&fixture, "test/pod-2"), ProbeOutcome::Silent);
+        assert!(fixture.status().in_force);
+        let (status, log) = before.stop().unwrap();
+        assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
+        assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached, "the end of the old one changes nothing");
+    }
+    flow.wait_for(100, LIMIT).unwrap();
+    println!("the longest time in which no connection was opened: {:?}", opened.stop());
+    let (sent, sent_in_vain) = (stream.stop(), denied.stop());
+    let arrived = sniffer.stop();
+    assert_eq!(arrived[&ALLOWED].len() as u64, sent, "every datagram arrived");
+    assert!(sent_in_vain > 0 && !arrived.contains_key(&DENIED), "never what policy denies");
+}
+
+/// Opens connections one after another.
+struct OpenedConnections {
+    ends: Arc<AtomicBool>,
+    thread: JoinHandle<Duration>,
+}
+
+impl OpenedConnections {
+    fn start(from: &Site, to: (u32, IpAddr)) -> Self {
+        let (from, ends) = (from.clone(), Arc::new(AtomicBool::new(false)));
+        let stops = Arc::clone(&ends);
+        let thread = std::thread::spawn(move || {
+            let at_once = RetryPolicy { timeout: Duration::from_millis(50), attempts: 1 };
+            let (mut last, mut longest) = (Instant::now(), Duration::ZERO);
+            while !stops.load(Ordering::Relaxed) {
+                if probe::run_one(&from, to, Protocol::Tcp(8080), at_once).unwrap() == ProbeOutcome::Reached {
+                    longest = longest.max(last.elapsed());
+                    last = Instant::now();
+                }
+                // The pod's share of the table is some hundred connections.
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            longest
+        });
+        Self { ends, thread }
+    }
+
+    /// The longest time from one that was opened to the next.
+    fn stop(self) -> Duration {
+        self.ends.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap()
+    }
+}
+
+#[test]
+fn a_process_that_has_handed_over_fails_when_the_next_daemon_is_gone() {
+    let mut fixture = fixture();
+    let before = fixture.take_over();
+    before.log().wait_for_after(0, "handed over to another daemon", LIMIT).unwrap();
+    fixture.daemon.signal(Signal::SIGKILL).unwrap();
+    let (status, log) = before.wait(Duration::from_secs(60)).unwrap();
+    assert_eq!(status.code(), Some(1), "{}", log.join("\n"));
+    assert!(log.iter().any(|line| line.contains("the daemon that took over is gone; start penstock again")), "{log:?}");
+    fixture.restart();
+    assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached);
 }
 
 #[test]

@@ -98,6 +98,12 @@ impl Fixture {
         self.daemon = Daemon::start(self.cluster.node.namespace(), &self.config).unwrap();
     }
 
+    /// Starts a daemon that takes over from the one that runs. Returns that one.
+    pub(crate) fn take_over(&mut self) -> Daemon {
+        let next = Daemon::take_over(self.cluster.node.namespace(), &self.config).unwrap();
+        std::mem::replace(&mut self.daemon, next)
+    }
+
     /// Saves a manifest atomically.
     pub(crate) fn save(&self, file: &str, content: &str) {
         self.scratch.save(&self.manifests.join(file), content).unwrap();

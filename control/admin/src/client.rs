@@ -75,9 +75,22 @@ impl Client {
         })
     }
 
-    async fn exchange(&self, target: &str) -> Result<(StatusCode, Bytes), ClientError> {
+    /// Whether the daemon that listens is a process of this process' PID namespace, or of one within it; not one of another
+    /// container (`SO_PEERCRED` in unix(7)).
+    pub fn reaches_visible_process(&self) -> Result<bool, ClientError> {
+        self.runtime.block_on(async {
+            let peer = self.connect().await?.peer_cred().map_err(|error| self.failed(error.to_string()))?;
+            Ok(peer.pid().is_some_and(|process| process != 0))
+        })
+    }
+
+    async fn connect(&self) -> Result<UnixStream, ClientError> {
         let stream = UnixStream::connect(&self.socket).await;
-        let stream = stream.map_err(|source| ClientError::NoDaemon { path: self.socket.clone(), source })?;
+        stream.map_err(|source| ClientError::NoDaemon { path: self.socket.clone(), source })
+    }
+
+    async fn exchange(&self, target: &str) -> Result<(StatusCode, Bytes), ClientError> {
+        let stream = self.connect().await?;
         let failed = |error: hyper::Error| self.failed(error.to_string());
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(failed)?;
         let connection = tokio::spawn(connection);

@@ -24,6 +24,7 @@ use tokio::time::MissedTickBehavior;
 use super::close_first::CloseFirstFds;
 use super::config::{Attach, Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
 use super::connections::{self, ClearingQueue};
+use super::handover::{Handover, HandoverListener, Predecessor};
 use super::last_good::RejectedConfig;
 use super::node_path::NodePath;
 use super::objects::NodeObjects;
@@ -34,7 +35,7 @@ use super::preflight::{self, Level, PreflightFinding};
 use super::publisher::Publisher;
 use super::recorded_objects::{ObjectFile, ObjectRecorder, RecordedLines, StaleObjects};
 use super::signals::{Signal, Signals};
-use super::{RunError, last_good, logging};
+use super::{RunError, StartMode, last_good, logging};
 use crate::discovery::{Events, Netlink, NetworkState};
 use problem_log::ProblemLog;
 use start::{
@@ -58,23 +59,39 @@ const MAX_DEBOUNCE: Duration = Duration::from_millis(20);
 /// How long until a port whose queue is busy is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Runs until a signal ends it or a worker dies. Restores the node in either case, unless `fail` says otherwise.
+/// How a daemon ended that did not fail.
+pub(super) enum Ended {
+    BySignal,
+    /// Another daemon takes over.
+    HandedOver(Handover),
+}
+
+/// Runs until a signal ends it, another daemon takes over, or a worker dies. Restores the node, unless `fail` says otherwise
+/// or another daemon takes over.
 pub(super) async fn run(
     layers: &ConfigLayers,
     loaded: &LoadedConfig,
     rejected: Option<RejectedConfig>,
-) -> Result<(), RunError> {
+    mode: StartMode,
+) -> Result<Ended, RunError> {
     let config = &loaded.config;
     let mut signals = Signals::listen().context("cannot listen to signals")?;
     let (netlink, events) = Netlink::open(config.host_veth.table).map_err(RunError::bad_input)?;
     fail_on_errors(preflight::network(config, &netlink).await)?;
-    // Before the source, which may take long to open.
-    let listeners = Listeners::open(loaded).await?;
+    let predecessor = if mode == StartMode::TakeOver { Predecessor::find(&config.admin.socket) } else { None };
     let record = ObjectFile::of(config);
-    let Some(OpenedSource { source, objects, stale }) = open_source(config, record.as_ref(), &mut signals).await?
-    else {
-        return Ok(());
+    let (listeners, opened) = match predecessor {
+        // Before the source, which may take long to open.
+        None => (Listeners::open(loaded).await?, open_source(config, record.as_ref(), &mut signals).await?),
+        // It has what was recorded in force, and serves until this one knows all.
+        Some(predecessor) => {
+            let opened = open_source(config, None, &mut signals).await?;
+            predecessor.hand_over().await?;
+            (Listeners::open(loaded).await?, opened)
+        }
     };
+    let Some(OpenedSource { source, objects, stale }) = opened else { return Ok(Ended::BySignal) };
+    let handovers = HandoverListener::listen(&config.admin.socket).map_err(RunError::bad_input)?;
     let (health, is_good) = (source.health(), rejected.is_none());
     let lines = match &record {
         Some(_) => RecordedLines::of(&objects),
@@ -87,7 +104,7 @@ pub(super) async fn run(
     }
     let outcome = match follow(source, record, lines, stale.is_some(), Arc::clone(&daemon.publisher)) {
         Ok(mut policy_thread) => {
-            let outcome = daemon.serve(&mut policy_thread, &events, &mut signals).await;
+            let outcome = daemon.serve(&mut policy_thread, &events, &mut signals, handovers).await;
             policy_thread.end();
             outcome
         }
@@ -96,11 +113,12 @@ pub(super) async fn run(
     daemon.report();
     daemon.write_verdicts();
     let leaves = match (&outcome, config.fail.on_exit) {
-        (Ok(()), on_exit) => on_exit,
+        (Ok(Ended::BySignal), on_exit) => on_exit,
+        (Ok(Ended::HandedOver(_)), _) => OnExit::Keep,
         (Err(_), _) => daemon.after_failure(),
     };
-    let ended = daemon.stop(leaves).await;
-    outcome.and(ended)
+    let stopped = daemon.stop(leaves).await;
+    outcome.and_then(|ended| stopped.map(|()| ended))
 }
 
 /// Publishes and records the source's changes from now on. `lines` are the objects in force; `are_stale` if they are those of
@@ -347,7 +365,8 @@ impl<'a> Daemon<'a> {
         policy_thread: &mut PolicyThread,
         events: &Events,
         signals: &mut Signals,
-    ) -> Result<(), RunError> {
+        mut handovers: HandoverListener,
+    ) -> Result<Ended, RunError> {
         let publisher = Arc::clone(&self.publisher);
         let mut reconcile = tokio::time::interval(RECONCILE_INTERVAL);
         let mut heartbeat = tokio::time::interval(WORKER_CHECK_INTERVAL);
@@ -365,11 +384,15 @@ impl<'a> Daemon<'a> {
                 signal = signals.next() => match signal {
                     Signal::Terminate(name) => {
                         tracing::info!(signal = name, "ending");
-                        return Ok(());
+                        return Ok(Ended::BySignal);
                     }
                     Signal::Statistics => self.report(),
                     Signal::Reload => self.reload(),
                 },
+                handover = handovers.asked() => {
+                    tracing::info!("another daemon takes over: this one stops its workers");
+                    return Ok(Ended::HandedOver(handover?));
+                }
                 _ = heartbeat.tick() => self.check_workers()?,
                 () = policy_thread.ended() => {
                     return Err(RunError::Failed(anyhow!("the policy thread has ended; restart penstock")));

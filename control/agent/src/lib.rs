@@ -18,6 +18,7 @@ mod connections;
 mod daemon;
 pub mod discovery;
 mod exporter;
+mod handover;
 pub mod last_good;
 pub mod logging;
 mod metrics;
@@ -52,6 +53,7 @@ use penstock_sources::{Location, Source};
 
 use anyhow::Context;
 use config::{Config, ConfigLayers, LoadedConfig};
+use daemon::Ended;
 use discovery::{Netlink, clear_leftovers};
 use last_good::{LastGood, RejectedConfig};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -83,33 +85,47 @@ impl RunError {
     }
 }
 
+/// What a start does where a daemon runs already.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum StartMode {
+    /// It is refused.
+    Alone,
+    /// It takes over, once it has read all objects.
+    TakeOver,
+}
+
 /// Runs the service until SIGINT or SIGTERM. SIGHUP reloads the configuration layers.
 ///
 /// If the configuration is refused, or the daemon cannot start with it, the last good one takes its place
 /// ([`last_good`]). Restores everything that it changed on the node before it returns, also after a failed start.
-pub fn run(layers: &ConfigLayers) -> Result<(), RunError> {
+pub fn run(layers: &ConfigLayers, mode: StartMode) -> Result<(), RunError> {
     raise_open_file_limit();
     let ended = match layers.load() {
         Ok(loaded) => {
             logging::start(&loaded.config.log);
-            run_or_last_good(layers, &loaded)
+            run_or_last_good(layers, &loaded, mode)
         }
-        Err(error) => run_last_good(layers, None, vec![error.to_string()]),
+        Err(error) => run_last_good(layers, None, vec![error.to_string()], mode),
     };
     logging::finish();
     ended
 }
 
-fn run_or_last_good(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), RunError> {
-    match run_with(layers, loaded, None) {
+fn run_or_last_good(layers: &ConfigLayers, loaded: &LoadedConfig, mode: StartMode) -> Result<(), RunError> {
+    match run_with(layers, loaded, None, mode) {
         // The daemon was not ready yet.
-        Err(RunError::BadInput(reasons)) => run_last_good(layers, Some(loaded), reasons),
+        Err(RunError::BadInput(reasons)) => run_last_good(layers, Some(loaded), reasons, mode),
         ended => ended,
     }
 }
 
 /// Runs with the last good configuration, if there is one, and it is not the `refused` one.
-fn run_last_good(layers: &ConfigLayers, refused: Option<&LoadedConfig>, reasons: Vec<String>) -> Result<(), RunError> {
+fn run_last_good(
+    layers: &ConfigLayers,
+    refused: Option<&LoadedConfig>,
+    reasons: Vec<String>,
+    mode: StartMode,
+) -> Result<(), RunError> {
     let last_good = match last_good::find(layers) {
         Ok(Some(found)) if refused.is_none_or(|refused| refused.values != found.loaded.values) => found,
         Ok(_) => return Err(RunError::BadInput(reasons)),
@@ -125,7 +141,7 @@ fn run_last_good(layers: &ConfigLayers, refused: Option<&LoadedConfig>, reasons:
         "starting with the last good configuration instead, which was in force at {since}: correct {} and restart penstock",
         layers.file().display()
     );
-    match run_with(layers, &loaded, Some(RejectedConfig { reasons: reasons.clone() })) {
+    match run_with(layers, &loaded, Some(RejectedConfig { reasons: reasons.clone() }), mode) {
         Err(RunError::BadInput(again)) => {
             let again = again.into_iter().map(|line| format!("the last good configuration fails, too: {line}"));
             Err(RunError::BadInput(reasons.into_iter().chain(again).collect()))
@@ -134,7 +150,12 @@ fn run_last_good(layers: &ConfigLayers, refused: Option<&LoadedConfig>, reasons:
     }
 }
 
-fn run_with(layers: &ConfigLayers, loaded: &LoadedConfig, rejected: Option<RejectedConfig>) -> Result<(), RunError> {
+fn run_with(
+    layers: &ConfigLayers,
+    loaded: &LoadedConfig,
+    rejected: Option<RejectedConfig>,
+    mode: StartMode,
+) -> Result<(), RunError> {
     daemon::fail_on_errors(preflight::machine(&loaded.config))?;
     privileges::drop_to_startup().context("privileges cannot be given up")?;
     let mut loaded = loaded.clone();
@@ -145,7 +166,13 @@ fn run_with(layers: &ConfigLayers, loaded: &LoadedConfig, rejected: Option<Rejec
     }
     let runtime = runtime().map_err(RunError::failed)?;
     logging::use_nonblocking_writers();
-    runtime.block_on(daemon::run(layers, &loaded, rejected))
+    let ended = runtime.block_on(daemon::run(layers, &loaded, rejected, mode));
+    // Closes all listeners, which another daemon may wait for.
+    drop(runtime);
+    match ended? {
+        Ended::BySignal => Ok(()),
+        Ended::HandedOver(handover) => handover.finish(&loaded.config.admin.socket),
+    }
 }
 
 /// Which objects [`check`] reads.

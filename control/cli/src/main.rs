@@ -25,6 +25,7 @@ mod learn;
 mod lint;
 mod man;
 mod matrix;
+mod ready;
 mod render;
 mod replay;
 mod run;

@@ -1,6 +1,6 @@
 //! `penstock run`: the node service.
 
-use penstock_agent::{self as agent, RunError};
+use penstock_agent::{self as agent, RunError, StartMode};
 
 use super::Failure;
 use super::configuration::ConfigArgs;
@@ -10,6 +10,9 @@ use super::configuration::ConfigArgs;
 /// Enforces policy for the pods of this node until SIGINT or SIGTERM, in the network namespace that it is started in.
 /// At the end it restores what it changed on the node (a veth pair, routing rules, settings of pods' interfaces), unless
 /// fail.on_exit is "keep". After a crash, pods' interfaces drop everything until the next start, unless fail.mode is "open".
+///
+/// With --take-over, an established connection loses nothing where packets are taken by tcx. The daemon that ran before stays
+/// without workers until it is ended, and fails if this one is gone.
 ///
 /// If the configuration is refused, it starts with the one with which it was ready last, and does not get ready.
 #[derive(clap::Args, Debug)]
@@ -27,15 +30,20 @@ Exit codes:
 
 Examples:
   penstock run --config /etc/penstock/penstock.toml
+  penstock run --config /etc/penstock/penstock.toml --take-over
   PENSTOCK_NODE=worker-1 penstock run --config penstock.toml --set log.level=debug
   penstock run --config penstock.toml --set verdict_log.output=stdout --set verdict_log.opened=true")]
 pub(super) struct Args {
     #[command(flatten)]
     config: ConfigArgs,
+    /// Take over from a daemon that runs: it serves until this one has read all objects
+    #[arg(long)]
+    take_over: bool,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    agent::run(&args.config.layers()?).map_err(|error| match error {
+    let mode = if args.take_over { StartMode::TakeOver } else { StartMode::Alone };
+    agent::run(&args.config.layers()?, mode).map_err(|error| match error {
         RunError::BadInput(lines) => Failure::BadInput(lines),
         RunError::Failed(error) => Failure::Failed(error),
     })

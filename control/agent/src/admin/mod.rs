@@ -6,6 +6,7 @@
 //! | `/v1/flows` | [`penstock_admin::types::Flows`]; query: [`penstock_admin::types::FlowsQuery`] |
 //! | `/v1/explain` | [`penstock_admin::types::Explanation`]; query: [`penstock_admin::types::ExplainQuery`] |
 //! | `/v1/dump` | [`penstock_admin::types::Dump`] |
+//! | `/v1/ready` | nothing, or an error with what is missing, as `/readyz` of the metrics |
 //!
 //! The control thread answers between its other steps. The answers share nothing with the workers but their counters,
 //! and take no lock. Scans of the connection table, which take long, run on their own thread, one at a time.
@@ -19,8 +20,7 @@ use std::path::Path;
 
 use tokio::net::UnixListener;
 
-pub(super) use socket::AdminSocketError;
-use socket::SocketFile;
+pub(super) use socket::{AdminSocketError, SocketFile, listen};
 
 use crate::query::QueryHandle;
 
@@ -38,7 +38,7 @@ pub(super) struct AdminServer {
 impl AdminListener {
     /// Listens at `path`.
     pub(super) fn listen(path: &Path) -> Result<Self, AdminSocketError> {
-        let (listener, file) = socket::listen(path)?;
+        let (listener, file) = listen(path)?;
         Ok(Self { listener, file })
     }
 

@@ -57,10 +57,11 @@ pub(super) async fn serve(listener: UnixListener, handle: QueryHandle) {
         .route("/v1/flows", get(flows))
         .route("/v1/explain", get(explain))
         .route("/v1/dump", get(dump))
+        .route("/v1/ready", get(ready))
         .fallback(|uri: Uri| async move {
             HttpError(
                 StatusCode::NOT_FOUND,
-                format!("{uri}: not found; use /v1/status, /v1/flows, /v1/explain or /v1/dump"),
+                format!("{uri}: not found; use /v1/status, /v1/flows, /v1/explain, /v1/dump or /v1/ready"),
             )
         })
         .with_state(handle);
@@ -71,6 +72,11 @@ pub(super) async fn serve(listener: UnixListener, handle: QueryHandle) {
 
 async fn status(State(handle): State<QueryHandle>) -> Result<impl IntoResponse, HttpError> {
     Ok(Json(handle.query(StateQuery::Status).await?))
+}
+
+async fn ready(State(handle): State<QueryHandle>) -> Result<Json<()>, HttpError> {
+    let readiness = handle.query(StateQuery::Readiness).await?;
+    readiness.map(Json).map_err(|problem| HttpError(StatusCode::SERVICE_UNAVAILABLE, problem))
 }
 
 async fn explain(

@@ -15,7 +15,7 @@ use super::values::{InvalidValue, TimeSpan, invalid, written_as_text};
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Admin {
-    /// Path of the admin API's unix socket, less than 100 bytes; or `"off"`.
+    /// Path of the admin API's unix socket, at most 90 bytes; or `"off"`.
     pub socket: AdminSocketPath,
 }
 
@@ -64,8 +64,8 @@ impl TryFrom<String> for AdminSocketPath {
         match text.as_str() {
             "off" => Ok(Self(None)),
             "" => Err(invalid!("no path; set one, or \"off\"")),
-            path if path.len() + ".4194304".len() >= LONGEST_SOCKET => {
-                Err(invalid!("too long for a socket; set a path of less than 100 bytes"))
+            path if path.len() + ".handover.4194304".len() >= LONGEST_SOCKET => {
+                Err(invalid!("too long for a socket; set a path of at most 90 bytes"))
             }
             path => Ok(Self(Some(path.into()))),
         }
