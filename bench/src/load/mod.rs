@@ -11,6 +11,7 @@ mod search;
 mod sink;
 mod streams;
 mod traffic;
+mod transactions;
 mod trial;
 
 pub use bulk::{TransferReport, transfer, transfer_for};
@@ -23,6 +24,7 @@ pub use search::{RateSearch, RateSearchResult};
 pub use sink::UdpSink;
 pub use streams::{connections_at, connections_for, streams_for};
 pub use traffic::{FrameLengths, Traffic};
+pub use transactions::{TransactionEnds, connected_transactions, round_trips};
 pub use trial::{PORTS, PROBE_PORT, ProbeMode, ProbeStats, Trial, TrialResult, of_length};
 
 use anyhow::{Context, Result};

@@ -160,7 +160,7 @@ pub fn connections_at(
 const WAITING: i32 = 65_535;
 
 /// The port of an address, on all addresses of its family: clients may use a Service's.
-fn on_any(address: SocketAddr) -> SocketAddr {
+pub(super) fn on_any(address: SocketAddr) -> SocketAddr {
     let any = if address.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     SocketAddr::new(any, address.port())
 }

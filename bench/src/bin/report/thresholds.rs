@@ -131,6 +131,27 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     )
     .of("Penstock, tcx")
     .against("nftables, sets + conntrack"),
+    at_most("TCP_RR by tcx, both ends on one core, against kernel routing", "transactions", "TCP_RR, one core", 1.0)
+        .of("Penstock, tcx")
+        .against("kernel routing"),
+    at_most("its p99", "transactions", "TCP_RR, one core, p99", 1.05).of("Penstock, tcx").against("kernel routing"),
+    at_most("TCP_RR by tcx, an end on each core, against kernel routing", "transactions", "TCP_RR, two cores", 1.0)
+        .of("Penstock, tcx")
+        .against("kernel routing"),
+    at_most("TCP_RR by tcx at 1,000 a second against kernel routing", "transactions", "TCP_RR, 1,000 a second", 1.0)
+        .of("Penstock, tcx")
+        .against("kernel routing"),
+    at_least(
+        "TCP_CRR by tcx, one at a time, against kernel + nftables + conntrack",
+        "transactions",
+        "TCP_CRR, one at a time",
+        0.9,
+    )
+    .of("Penstock, tcx")
+    .against("nftables, sets + conntrack"),
+    at_least("TCP_CRR by tcx, 32 at once, against the same", "transactions", "TCP_CRR, 32 at once", 0.95)
+        .of("Penstock, tcx")
+        .against("nftables, sets + conntrack"),
     at_least("10,000 UDP connections by tcx against kernel routing", "connections", "received", 1.0)
         .of("10000: Penstock, tcx")
         .against("10000: kernel routing"),

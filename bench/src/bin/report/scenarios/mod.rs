@@ -7,6 +7,7 @@ mod services;
 mod stages;
 mod tcp;
 mod throughput;
+mod transactions;
 
 use std::collections::BTreeMap;
 
@@ -80,6 +81,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         tcp::new_udp(),
         tcp::connections(),
         tcp::bulk(),
+        transactions::transactions(),
         services::services(),
         latency::no_drop_rates(),
         latency::round_trip(),

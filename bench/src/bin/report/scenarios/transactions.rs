@@ -1,0 +1,78 @@
+//! Questions and answers over TCP, as netperf's TCP_RR and TCP_CRR.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use penstock_bench::load::{CoreTimes, PORTS, TransactionEnds, connected_transactions, round_trips};
+use penstock_bench::peers::{Peer, PeerTestbed};
+
+use super::{KnownRates, Scenario, ScenarioCase};
+use crate::Plan;
+use crate::results::Metric;
+
+const METRICS: &[Metric] = &[
+    Metric::lower("TCP_RR, one core", "µs", 1),
+    Metric::lower("TCP_RR, one core, p99", "µs", 1),
+    Metric::lower("TCP_RR, two cores", "µs", 1),
+    Metric::lower("TCP_RR, two cores, p99", "µs", 1),
+    Metric::lower("TCP_RR, 1,000 a second", "µs", 1),
+    Metric::lower("TCP_RR, 1,000 a second, p99", "µs", 1),
+    Metric::higher("TCP_RR, 32 at once", "k transactions/s", 1),
+    Metric::lower("TCP_RR, processor", "µs/transaction", 1),
+    Metric::higher("TCP_CRR, one at a time", "k transactions/s", 2),
+    Metric::higher("TCP_CRR, 32 at once", "k transactions/s", 2),
+];
+
+fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result<Vec<Option<f64>>> {
+    let address = testbed.destination()?;
+    let (cores, length) = (plan.cores, plan.length);
+    testbed.with_peer(|testbed| {
+        let ends = |first: u16, client_core, server_core| -> Result<TransactionEnds<'_>> {
+            let (from, to) = (testbed.pod(0)?.namespace(), testbed.pod(1)?.namespace());
+            Ok(TransactionEnds { from, to, address: (address, PORTS.start + first).into(), client_core, server_core })
+        };
+        let here = Some(cores.generator);
+        let one = round_trips(&ends(30, here, here)?, 1, Duration::ZERO, length)?;
+        let two = round_trips(&ends(31, here, Some(cores.worker))?, 1, Duration::ZERO, length)?;
+        let slow = round_trips(&ends(32, here, here)?, 1, Duration::from_millis(1), length)?;
+        let (before, start) = (CoreTimes::read()?, Instant::now());
+        let many = round_trips(&ends(33, None, None)?, 32, Duration::ZERO, length)?;
+        let took = start.elapsed().as_secs_f64();
+        let busy: Duration = CoreTimes::read()?.since(&before).iter().sum();
+        let of =
+            |times: &hdrhistogram::Histogram<u64>, quantile: f64| Some(times.value_at_quantile(quantile) as f64 / 1e3);
+        Ok(vec![
+            of(&one, 0.5),
+            of(&one, 0.99),
+            of(&two, 0.5),
+            of(&two, 0.99),
+            of(&slow, 0.5),
+            of(&slow, 0.99),
+            Some(many.len() as f64 / took / 1e3),
+            Some(busy.as_secs_f64() * 1e6 / many.len() as f64),
+            Some(connected_transactions(&ends(10, here, here)?, 1, length)? / 1e3),
+            Some(connected_transactions(&ends(10, None, None)?, 32, length)? / 1e3),
+        ])
+    })
+}
+
+pub(crate) fn transactions() -> Scenario {
+    let cases = [
+        Peer::penstock_by_tcx(true),
+        Peer::penstock_by_tcx(false),
+        Peer::penstock(),
+        Peer::Kernel,
+        Peer::Nftables,
+        Peer::Iptables,
+    ];
+    Scenario {
+        name: "transactions",
+        title: "TCP questions and answers of one byte",
+        about: "As netperf's TCP_RR: round trips in one connection, with both ends on one core, with an end on each, and \
+                with a pause of 1 ms after each; and in 32 connections. As TCP_CRR: each question in a connection of its own, from one \
+                client with both ends on one core, and from 32 clients. The processor's time is that of both cores, of ends and \
+                forwarder together.",
+        metrics: METRICS,
+        cases: cases.into_iter().map(|peer| ScenarioCase::of(peer, measure)).collect(),
+    }
+}

@@ -1,0 +1,181 @@
+//! TCP questions and answers of one byte between two pods, as netperf's TCP_RR and TCP_CRR: in a connection that stays, or each
+//! in one of its own.
+
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{Scope, ScopedJoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use hdrhistogram::Histogram;
+
+use super::pin;
+use super::streams::on_any;
+use crate::testbed::Namespace;
+
+/// Timeout of a connection's single steps.
+const LIMIT: Duration = Duration::from_secs(3);
+/// Ports that serve; several, so that no client runs out of source ports.
+const SERVERS: u16 = 16;
+
+/// Who asks, who answers, and on which cores.
+#[derive(Clone, Copy)]
+pub struct TransactionEnds<'a> {
+    /// The namespace of the clients.
+    pub from: &'a Namespace,
+    /// That of the servers.
+    pub to: &'a Namespace,
+    /// Where the clients ask; the first of 16 ports.
+    pub address: SocketAddr,
+    /// The clients' core; `None`: wherever the scheduler puts them.
+    pub client_core: Option<usize>,
+    /// The servers' core.
+    pub server_core: Option<usize>,
+}
+
+/// Round trips in connections that stay, this many at once, after a fifth of `length`. In nanoseconds. `pause`: after each.
+pub fn round_trips(
+    ends: &TransactionEnds<'_>,
+    connections: usize,
+    pause: Duration,
+    length: Duration,
+) -> Result<Histogram<u64>> {
+    let listener = listen(ends, 0)?;
+    let stops = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let mut clients = Vec::new();
+        for _ in 0..connections {
+            let client = connect(ends, 0)?;
+            let (server, _) = listener.accept()?;
+            set_limits(&server)?;
+            scope.spawn(|| ends.server_core.map_or(Ok(()), pin).map(|()| answer_until(server, &stops)));
+            clients.push(client);
+        }
+        let asking: Vec<ScopedJoinHandle<'_, Result<Histogram<u64>>>> =
+            clients.into_iter().map(|client| scope.spawn(|| ask_until(client, ends, pause, &stops))).collect();
+        std::thread::sleep(length + length / 5);
+        stops.store(true, Ordering::Relaxed);
+        let mut all = Histogram::new(3)?;
+        for client in asking {
+            all.add(client.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?)?;
+        }
+        ensure!(!all.is_empty(), "no question was answered");
+        Ok(all)
+    })
+}
+
+/// Transactions a second that open a connection, ask, get the answer and close it, from this many clients at once, counted
+/// after a fifth of `length`.
+pub fn connected_transactions(ends: &TransactionEnds<'_>, clients: usize, length: Duration) -> Result<f64> {
+    let listeners = (0..SERVERS).map(|port| listen(ends, port)).collect::<Result<Vec<_>>>()?;
+    let (stops, counts) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        listeners.iter().for_each(|listener| serve_until(scope, listener, ends, &stops));
+        let asking: Vec<ScopedJoinHandle<'_, Result<u64>>> = (0..clients)
+            .map(|client| {
+                scope.spawn({
+                    let (stops, counts) = (&stops, &counts);
+                    move || ends.from.run(|| transact_until(ends, client as u16, stops, counts))
+                })
+            })
+            .collect();
+        std::thread::sleep(length / 5);
+        counts.store(true, Ordering::Relaxed);
+        let start = Instant::now();
+        std::thread::sleep(length);
+        stops.store(true, Ordering::Relaxed);
+        let took = start.elapsed();
+        let mut all = 0;
+        for client in asking {
+            all += client.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        }
+        // Wakes those that wait for a client.
+        for port in 0..SERVERS {
+            let _ = connect(ends, port);
+        }
+        Ok(all as f64 / took.as_secs_f64())
+    })
+}
+
+fn listen(ends: &TransactionEnds<'_>, port: u16) -> Result<TcpListener> {
+    let own = on_any(SocketAddr::new(ends.address.ip(), ends.address.port() + port));
+    ends.to.run(|| TcpListener::bind(own)).with_context(|| format!("cannot listen on {own}"))
+}
+
+fn connect(ends: &TransactionEnds<'_>, port: u16) -> Result<TcpStream> {
+    let address = SocketAddr::new(ends.address.ip(), ends.address.port() + port);
+    let client = ends.from.run(|| TcpStream::connect_timeout(&address, LIMIT));
+    let client = client.with_context(|| format!("cannot connect to {address}"))?;
+    set_limits(&client)?;
+    Ok(client)
+}
+
+fn set_limits(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(LIMIT))
+}
+
+fn ask(stream: &mut TcpStream) -> io::Result<()> {
+    stream.write_all(b"?")?;
+    stream.read_exact(&mut [0])
+}
+
+fn ask_until(
+    mut client: TcpStream,
+    ends: &TransactionEnds<'_>,
+    pause: Duration,
+    stops: &AtomicBool,
+) -> Result<Histogram<u64>> {
+    ends.client_core.map_or(Ok(()), pin)?;
+    let (mut times, begin) = (Histogram::new(3)?, Instant::now());
+    while !stops.load(Ordering::Relaxed) {
+        let start = Instant::now();
+        ask(&mut client)?;
+        times.record(start.elapsed().as_nanos() as u64)?;
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
+        }
+    }
+    ensure!(begin.elapsed() < 10 * LIMIT, "the measurement took {:?}", begin.elapsed());
+    Ok(times)
+}
+
+/// Answers until the client is gone.
+fn answer_until(mut server: TcpStream, stops: &AtomicBool) {
+    while !stops.load(Ordering::Relaxed) && server.read_exact(&mut [0]).is_ok() && server.write_all(b"!").is_ok() {}
+}
+
+fn serve_until<'scope>(
+    scope: &'scope Scope<'scope, '_>,
+    listener: &'scope TcpListener,
+    ends: &'scope TransactionEnds<'_>,
+    stops: &'scope AtomicBool,
+) {
+    scope.spawn(move || {
+        ends.server_core.map_or(Ok(()), pin)?;
+        while !stops.load(Ordering::Relaxed) {
+            if let Ok((mut server, _)) = listener.accept() {
+                let _ = server.read_exact(&mut [0]).and_then(|()| server.write_all(b"!"));
+            }
+        }
+        Ok::<(), anyhow::Error>(())
+    });
+}
+
+fn transact_until(ends: &TransactionEnds<'_>, number: u16, stops: &AtomicBool, counts: &AtomicBool) -> Result<u64> {
+    ends.client_core.map_or(Ok(()), pin)?;
+    let (mut port, mut done) = (number, 0);
+    while !stops.load(Ordering::Relaxed) {
+        port += 1;
+        let address = SocketAddr::new(ends.address.ip(), ends.address.port() + port % SERVERS);
+        let mut client = TcpStream::connect_timeout(&address, LIMIT)?;
+        set_limits(&client)?;
+        ask(&mut client)?;
+        done += u64::from(counts.load(Ordering::Relaxed));
+        if port > 60_000 {
+            port = number;
+        }
+    }
+    Ok(done)
+}
