@@ -9,8 +9,8 @@ use clap::Subcommand;
 use clap::builder::{StyledStr, Styles};
 
 use super::{
-    Failure, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, render, replay, run,
-    schema, status, top,
+    Failure, capture, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, render,
+    replay, run, schema, status, top,
 };
 
 /// All subcommands.
@@ -42,6 +42,7 @@ pub(super) enum DaemonCommand {
     Status(status::Args),
     Flows(flows::Args),
     Top(top::Args),
+    Capture(capture::Args),
     Dump(dump::Args),
 }
 
@@ -80,6 +81,7 @@ impl Command {
             Self::Daemon(DaemonCommand::Status(args)) => status::run(args),
             Self::Daemon(DaemonCommand::Flows(args)) => flows::run(args),
             Self::Daemon(DaemonCommand::Top(args)) => top::run(args),
+            Self::Daemon(DaemonCommand::Capture(args)) => capture::run(args),
             Self::Daemon(DaemonCommand::Dump(args)) => dump::run(args),
             Self::Policy(PolicyCommand::Evaluate(args)) => evaluate::run(args),
             Self::Policy(PolicyCommand::Explain(args)) => explain::run(args),

@@ -85,6 +85,19 @@ impl OpenPorts {
             .map(|attachment| &attachment.last.pod)
     }
 
+    /// What is behind a port, by a name: a pod's `namespace/name`, `node`, or an interface.
+    pub(crate) fn name_of(&self, port: PortId) -> String {
+        let interface = |open: &AttachedPort| match open.port.kind {
+            PortKind::Host => "node".to_owned(),
+            PortKind::Pod | PortKind::Uplink => open.programs.interface().name.clone(),
+        };
+        let pods = self.pods.values().filter(|attachment| attachment.served);
+        pods.map(|attachment| (attachment.open.id, attachment.last.pod.to_string()))
+            .chain(self.permanent.iter().map(|open| (open.id, interface(open))))
+            .find_map(|(id, name)| (id == port).then_some(name))
+            .unwrap_or_else(|| format!("port {port}"))
+    }
+
     /// Interfaces that are closed because their pod is not known, with their counters.
     pub(crate) fn closed_interfaces(&self) -> Vec<(String, XdpOutcomeCounts)> {
         self.closed_interfaces.counters()
