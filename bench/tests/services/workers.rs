@@ -175,7 +175,8 @@ fn a_capture_has_both_sides_of_a_translated_connection() {
     assert_eq!(setup.probe("test/pod-0", false, Protocol::Udp(WEB)), ProbeOutcome::Reached, "{}", setup.logs());
     capture.wait_for(4, TIMEOUT).unwrap();
     let (packets, _) = capture.end().unwrap();
-    let (pod, backend) = (setup.fixture.site("test/pod-0").address(false).unwrap(), setup.backend.address(false).unwrap());
+    let (pod, backend) =
+        (setup.fixture.site("test/pod-0").address(false).unwrap(), setup.backend.address(false).unwrap());
     let (pod, backend, service) = (pod.to_string(), format!("{backend}:53"), format!("{}:{WEB}", service(false)));
     let seen: Vec<(&str, String, String, bool)> = packets
         .iter()

@@ -83,10 +83,10 @@ fn a_capture_runs_the_command_on_the_node_or_in_its_pod_and_fills_the_fifo() {
         (output.status.code(), fs::read_to_string(&fifo).unwrap_or_default())
     };
     // Stand-ins print what they are called with.
-    let node = Programs::new(r#"echo "$@""#, "exit 1");
+    let node = Programs::new(r#"printf '%s\n' "$*""#, "exit 1");
     let here = capture(&node, "penstock:here:shop/web", &["--extcap-capture-filter", "tcp port 80", "--verdict", ""]);
     assert_eq!(here, (Some(0), "capture -o - --pod shop/web --filter tcp port 80\n".to_owned()));
-    let cluster = Programs::new("exit 1", &format!(r#"case "$3" in get) {CLUSTER};; *) echo "$@";; esac"#));
+    let cluster = Programs::new("exit 1", &format!(r#"case "$3" in get) {CLUSTER};; *) printf '%s\n' "$*";; esac"#));
     let there = capture(&cluster, "penstock:node:node-2", &["--pod", "shop/db", "--verdict", "deny"]);
     let expected = "-n kube-system exec penstock-x -- penstock capture -o - --pod shop/db --verdict deny\n";
     assert_eq!(there, (Some(0), expected.to_owned()));
