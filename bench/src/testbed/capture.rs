@@ -101,6 +101,12 @@ impl PacketCapture {
         self.wait()
     }
 
+    /// Waits until it has ended without success. Returns its exit code.
+    pub fn wait_for_failure(mut self) -> Result<i32> {
+        let status = self.child.wait()?;
+        status.code().filter(|code| *code != 0).with_context(|| format!("penstock capture ended with {status}"))
+    }
+
     /// Waits until it has ended with success. Returns its packets, and its last line.
     pub fn wait(mut self) -> Result<(Vec<CapturedFrame>, String)> {
         let summary = self.wait_for_line(" lost to the capture ")?;

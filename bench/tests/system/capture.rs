@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use penstock_bench::probe::{EchoConnection, Site};
-use penstock_bench::testbed::{Attach, CapturedFrame, PacketCapture, penstock_binary};
+use penstock_bench::testbed::{Attach, CapturedFrame, PacketCapture, penstock_binary, read_packets};
 use penstock_replay::capture::Captures;
 
-use crate::fixture::{Fixture, pods, policy};
+use crate::fixture::{Fixture, pod, pods, policy};
 
 const LIMIT: Duration = Duration::from_secs(20);
 const METRICS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9469);
@@ -68,9 +68,14 @@ impl Offered {
 
     /// Packets that programs forwarded by themselves so far.
     fn offloaded(&self) -> u64 {
+        self.metric("penstock_offloaded_packets_total") as u64
+    }
+
+    /// The sum of a metric's samples.
+    fn metric(&self, name: &str) -> f64 {
         let page = self.fixture.http(METRICS, "/metrics");
-        let samples = page.lines().filter(|line| line.starts_with("penstock_offloaded_packets_total"));
-        samples.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
+        let samples = page.lines().filter(|line| line.starts_with(name));
+        samples.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
     }
 
     /// Waits until programs forward again.
@@ -230,6 +235,52 @@ fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afte
     drop(capture);
     node.fixture.restart();
     node.wait_for_offload(&flow, "with the next daemon");
+}
+
+#[test]
+fn a_capture_follows_its_pod_to_another_interface_and_ends_with_the_daemon() {
+    let mut node = Offered::with("[workers]\ncores = [0, 1]\n", Attach::of_run());
+    let (v4, v6) = ("10.244.1.77", "fd00:10:244:1::77");
+    node.fixture.save("late.yaml", pod("late", v4, v6).trim_start_matches("---\n"));
+    let deadline = Instant::now() + LIMIT;
+    while !node.fixture.status().pods.iter().any(|pod| pod.pod == "test/late") {
+        assert!(Instant::now() < deadline, "the pod is known");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // It has no interface yet.
+    let capture = node.capture("late.pcapng", &["--pod", "test/late", "--protocol", "UDP"]);
+    let running = node.fixture.status().capture.expect("status shows it");
+    assert_eq!((running.pod.as_deref(), running.packets, running.lost), (Some("test/late"), 0, 0));
+    for turn in 1..=2 {
+        let seen = node.fixture.daemon.log().len();
+        node.fixture.cluster.node.add_pod("test/late", &[v4.parse().unwrap(), v6.parse().unwrap()]).unwrap();
+        node.fixture.cluster.node.settle().unwrap();
+        node.fixture.daemon.log().wait_for_after(seen, "attached", LIMIT).unwrap();
+        let late = Site::from(node.fixture.cluster.node.pod("test/late").unwrap());
+        let from_it = socket(&late, PORT);
+        let deadline = Instant::now() + LIMIT;
+        let mut sent = 0;
+        // Until its port is in force its packets are dropped, and captured as such.
+        while !capture.packets().unwrap().iter().any(|it| payload(it).starts_with(&format!("late {turn} "))) {
+            assert!(Instant::now() < deadline, "its packets are captured, turn {turn}");
+            send(&from_it, node.site("test/pod-0"), &[format!("late {turn} {sent}")]);
+            sent += 1;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let attached = node.fixture.daemon.log().len();
+        drop(from_it);
+        node.fixture.cluster.node.remove_pod("test/late").unwrap();
+        node.fixture.daemon.log().wait_for_after(attached, "closed", LIMIT).unwrap();
+    }
+    // Nothing is sent any more.
+    let packets = capture.wait_for(node.metric("penstock_capture_packets_total") as usize, LIMIT).unwrap();
+    assert!(packets.iter().all(|it| it.interface == "test/late" && payload(it).starts_with("late ")), "{packets:?}");
+    assert_eq!(node.metric("penstock_capture_running"), 1.0);
+    assert_eq!(node.metric("penstock_capture_packets_total"), packets.len() as f64);
+    node.fixture.daemon.signal(Signal::SIGTERM).unwrap();
+    assert_eq!(capture.wait_for_failure().unwrap(), 1, "the daemon has ended it");
+    assert_eq!(read_packets(&node.file("late.pcapng")).unwrap(), packets, "the file is whole");
+    node.check_by_others("late.pcapng", &packets);
 }
 
 #[test]

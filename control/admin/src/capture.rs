@@ -176,15 +176,26 @@ pub fn encode(message: &CaptureMessage, frame: &[u8], stream: &mut Vec<u8>) {
     stream.extend_from_slice(frame);
 }
 
-/// The first message of a stream and its frame, with the bytes that both take. `Ok(None)`: it is not complete yet.
+/// A message as it is in a stream.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct DecodedMessage<'a> {
+    /// The message.
+    pub message: CaptureMessage,
+    /// The frame of a packet.
+    pub frame: &'a [u8],
+    /// Bytes that both take of the stream.
+    pub length: usize,
+}
+
+/// The first message of a stream. `Ok(None)`: it is not complete yet.
 ///
 /// # Errors
 /// The stream is none of messages.
-pub fn decode(stream: &[u8]) -> Result<Option<(CaptureMessage, &[u8], usize)>, String> {
+pub fn decode(stream: &[u8]) -> Result<Option<DecodedMessage<'_>>, String> {
     let Some((head, whole)) = message_length(stream)? else { return Ok(None) };
     let (head, frame) = stream[LENGTHS..whole].split_at(head);
     let parsed = serde_json::from_slice(head).map_err(|error| error.to_string())?;
-    Ok(Some((parsed, frame, whole)))
+    Ok(Some(DecodedMessage { message: parsed, frame, length: whole }))
 }
 
 /// Bytes of both lengths.
@@ -279,9 +290,8 @@ impl CaptureStream {
     pub fn next(&mut self, patience: Duration) -> Result<CaptureEvent<'_>, CaptureError> {
         let broken = |path: &Path, what: String| CaptureError::Broken { path: path.to_owned(), what };
         let (message, frame) = loop {
-            if let Some((message, frame, length)) =
-                decode(&self.received[self.read..]).map_err(|what| broken(&self.path, what))?
-            {
+            let decoded = decode(&self.received[self.read..]).map_err(|what| broken(&self.path, what))?;
+            if let Some(DecodedMessage { message, frame, length }) = decoded {
                 let frame = frame.len();
                 self.read += length;
                 break (message, self.read - frame..self.read);
@@ -380,7 +390,7 @@ mod tests {
         let (mut received, mut found) = (Vec::new(), Vec::new());
         for byte in stream {
             received.push(byte);
-            if let Some((message, frame, length)) = decode(&received).unwrap() {
+            if let Some(DecodedMessage { message, frame, length }) = decode(&received).unwrap() {
                 found.push((message, frame.to_vec()));
                 received.drain(..length);
             }

@@ -13,6 +13,7 @@ use penstock_admin::capture::{
     self, CaptureCounts, CaptureMessage, CaptureQuery, MAX_BYTES, MAX_PACKETS, MAX_SECONDS, MAX_SNAP_LENGTH,
     MIN_SNAP_LENGTH, PacketRecord, Verdict,
 };
+use penstock_dataplane::forward::PortId;
 use penstock_dataplane::worker::{Capture, CaptureFilter, CaptureQueue, CapturedPacket, CapturedPod};
 use penstock_dataplane::{DropReason, Epoch, pipeline};
 use penstock_policy::flow::{self, FlowEndpoint};
@@ -101,6 +102,16 @@ impl RunningCapture {
         self.pod.as_ref()
     }
 
+    /// How much was captured so far.
+    pub(super) fn counts(&self) -> CaptureCounts {
+        CaptureCounts { lost: self.queue.lost(), ..self.counts }
+    }
+
+    /// How long it runs.
+    pub(super) fn age(&self) -> Duration {
+        self.origin.0.elapsed()
+    }
+
     /// Whether the client is gone.
     pub(super) fn is_abandoned(&self) -> bool {
         self.chunks.is_closed()
@@ -161,7 +172,7 @@ impl RunningCapture {
                 break;
             }
         }
-        self.counts.lost = self.queue.lost();
+        self.counts = self.counts();
         self.report_progress();
         self.ended()
     }
@@ -272,11 +283,12 @@ fn filter(query: &CaptureQuery) -> Result<CaptureFilter, String> {
     })
 }
 
-/// What allows connections under one epoch: of a busy one it is looked up once.
+/// What allows connections under one epoch: of a busy one it is looked up once. And the last name of each port.
 #[derive(Default)]
 pub(super) struct NamedConnections {
     epoch: Epoch,
     rules: HashMap<u64, Rules>,
+    ports: HashMap<PortId, String>,
 }
 
 /// The rules of both ends, and the Service.
@@ -320,7 +332,7 @@ impl NamedConnections {
         PacketRecord {
             time: 0,
             port: port.0,
-            interface: view.ports.name_of(port),
+            interface: self.port_name(view, port),
             length: packet.length as u32,
             translated: packet.is_translated,
             verdict,
@@ -331,6 +343,17 @@ impl NamedConnections {
             service,
             epoch: packet.epoch.0,
             worker: packet.worker,
+        }
+    }
+
+    /// The name of a port; of one that is closed since the packet came, the last that it had.
+    fn port_name(&mut self, view: &DaemonView<'_>, port: PortId) -> String {
+        match view.ports.name_of(port) {
+            Some(name) => {
+                self.ports.insert(port, name.clone());
+                name
+            }
+            None => self.ports.get(&port).cloned().unwrap_or_else(|| format!("port {port}")),
         }
     }
 
@@ -405,9 +428,9 @@ mod tests {
         while let Some(chunk) = chunks.recv().await {
             stream.extend(chunk);
         }
-        let (begin, _, length) = capture::decode(&stream).unwrap().unwrap();
-        assert_eq!(begin, CaptureMessage::Begin { node: "node-1".to_owned() });
-        let (end, ..) = capture::decode(&stream[length..]).unwrap().unwrap();
+        let begin = capture::decode(&stream).unwrap().unwrap();
+        assert_eq!(begin.message, CaptureMessage::Begin { node: "node-1".to_owned() });
+        let end = capture::decode(&stream[begin.length..]).unwrap().unwrap().message;
         assert!(matches!(&end, CaptureMessage::End { reason, .. } if reason.ends_with("seconds")), "{end:?}");
     }
 }

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use penstock_admin::capture::CaptureCounts;
 use penstock_dataplane::worker::Dataplane;
 use penstock_sources::SourceHealth;
 use tokio::time::{Interval, MissedTickBehavior};
@@ -76,6 +77,8 @@ pub(super) struct Operation {
     writing: Interval,
     /// The capture that runs.
     pub(super) capture: Option<RunningCapture>,
+    /// Of those that have ended.
+    pub(super) captured: CaptureCounts,
     capturing: Interval,
     _served: Vec<AdminServer>,
 }
@@ -109,6 +112,7 @@ impl Operation {
             sampling: interval(samples::INTERVAL),
             writing: interval(VERDICT_LOG_INTERVAL),
             capture: None,
+            captured: CaptureCounts::default(),
             capturing: interval(capture::INTERVAL),
             _served: listeners.served,
         })

@@ -31,7 +31,7 @@ pub(crate) enum StateQuery {
     /// Why a flow is allowed or denied.
     Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
     /// Begin a capture; the answer has its packets.
-    Capture { query: CaptureQuery, answer: oneshot::Sender<Result<CaptureChunks, String>> },
+    Capture { query: Box<CaptureQuery>, answer: oneshot::Sender<Result<CaptureChunks, String>> },
     /// A support bundle without the connections, and the data for its metrics.
     Dump(oneshot::Sender<(Dump, Scrape)>),
     /// The data for the metrics.

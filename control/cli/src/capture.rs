@@ -47,7 +47,8 @@ Examples:
   penstock capture --verdict deny --seconds 30 -o denied.pcapng
   penstock capture --reason spoofed_source --snaplen 128 --packets 1000 -o spoofed.pcapng
   penstock capture --connection 00c0ffee00c0ffee -o - | tcpdump -n -r -
-  penstock capture --pod shop/web-1 --filter 'tcp port 80' -o - | wireshark -k -i -")]
+  penstock capture --pod shop/web-1 --filter 'tcp port 80' -o - | wireshark -k -i -
+  penstock capture --program '1,6 0 0 1' --bytes 1000000 -o some.pcapng")]
 pub(super) struct Args {
     /// The file to write, or - for standard output; an existing file is not overwritten
     #[arg(short, long, value_name = "FILE")]
@@ -76,6 +77,9 @@ pub(super) struct Args {
     /// Only packets that a filter expression of libpcap accepts (pcap-filter(7)); tcpdump compiles it
     #[arg(long, value_name = "EXPRESSION")]
     filter: Option<String>,
+    /// The same compiled, where there is no tcpdump: what `tcpdump -ddd -y EN10MB EXPRESSION` prints elsewhere
+    #[arg(long, value_name = "PROGRAM", conflicts_with = "filter")]
+    program: Option<String>,
     /// Bytes to keep of each packet, from 64 to 4096
     #[arg(long, value_name = "BYTES")]
     snaplen: Option<u32>,
@@ -136,7 +140,11 @@ impl Args {
             port: self.port,
             protocol: self.protocol.clone(),
             connection: self.connection.clone(),
-            program: self.filter.as_deref().map(filter::compile).transpose().map_err(Failure::bad_input)?,
+            program: match (&self.filter, &self.program) {
+                (Some(expression), _) => Some(filter::compile(expression).map_err(Failure::bad_input)?),
+                (None, Some(program)) => Some(filter::in_one_line(program)),
+                (None, None) => None,
+            },
             snap_length: self.snaplen,
             packets: self.packets,
             seconds: self.seconds,

@@ -57,6 +57,12 @@ impl DaemonView<'_> {
             stale: self
                 .stale
                 .map(|stale| types::StaleObjects { recorded: stale.recorded.to_string(), objects: stale.objects }),
+            capture: self.capture.map(|running| types::CaptureStatus {
+                seconds: running.age().as_secs(),
+                pod: running.pod().map(ToString::to_string),
+                packets: running.counts().packets,
+                lost: running.counts().lost,
+            }),
             source: followed.iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }

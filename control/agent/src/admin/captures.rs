@@ -33,6 +33,7 @@ async fn capture(
     State(handle): State<QueryHandle>,
     Query(query): Query<CaptureQuery>,
 ) -> Result<impl IntoResponse, HttpError> {
+    let query = Box::new(query);
     let started = handle.query(|answer| StateQuery::Capture { query, answer }).await?;
     let chunks = started.map_err(HttpError::bad)?;
     Ok(Body::from_stream(stream::unfold(chunks, |mut chunks| async {

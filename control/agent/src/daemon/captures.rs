@@ -16,7 +16,9 @@ impl Daemon<'_> {
                 "another capture runs, and there is one at a time: end it, or wait until it has ended".to_owned()
             );
         }
-        self.stop_capture();
+        if let Some(abandoned) = self.operation.capture.take() {
+            self.stop_capture(&abandoned);
+        }
         let (mut running, chunks) = RunningCapture::new(query, self.config.capture.queue)?;
         if let Some(pod) = running.pod() {
             self.check_pod(pod)?;
@@ -25,7 +27,7 @@ impl Daemon<'_> {
         if let Some(capture) = running.for_workers(pod)
             && let Err(error) = self.dataplane.capture(Some(&capture))
         {
-            self.stop_capture();
+            self.stop_capture(&running);
             return Err(format!("cannot capture: {error}"));
         }
         self.ports.set_captured(&running.ports());
@@ -77,7 +79,7 @@ impl Daemon<'_> {
         let Some(mut running) = self.operation.capture.take() else { return };
         if running.is_abandoned() {
             tracing::info!("the capture has ended: its client is gone");
-            return self.stop_capture();
+            return self.stop_capture(&running);
         }
         let ended = running.forward(
             |named, packets| {
@@ -89,7 +91,7 @@ impl Daemon<'_> {
         match ended {
             None => self.operation.capture = Some(running),
             Some(reason) => {
-                self.stop_capture();
+                self.stop_capture(&running);
                 tracing::info!("the capture has ended after {reason}");
                 running.end(reason);
             }
@@ -97,11 +99,14 @@ impl Daemon<'_> {
     }
 
     /// Gives established connections back to the programs, and takes the capture from the workers.
-    fn stop_capture(&mut self) {
-        self.operation.capture = None;
+    fn stop_capture(&mut self, ended: &RunningCapture) {
         self.ports.set_captured(&CapturedPorts::None);
         if let Err(error) = self.dataplane.capture(None) {
             tracing::warn!(%error, "a worker does not end the capture");
         }
+        let (sum, counts) = (&mut self.operation.captured, ended.counts());
+        sum.packets += counts.packets;
+        sum.bytes += counts.bytes;
+        sum.lost += counts.lost;
     }
 }

@@ -35,6 +35,8 @@ impl Daemon<'_> {
             stale: inputs.stale,
             rejected: self.operation.rejected.as_ref(),
             samples: &self.operation.samples,
+            capture: self.operation.capture.as_ref(),
+            captured: self.operation.captured,
             unwritten: self.operation.verdicts.unwritten(),
             started: self.operation.started,
         }

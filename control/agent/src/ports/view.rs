@@ -85,8 +85,8 @@ impl OpenPorts {
             .map(|attachment| &attachment.last.pod)
     }
 
-    /// What is behind a port, by a name: a pod's `namespace/name`, `node`, or an interface.
-    pub(crate) fn name_of(&self, port: PortId) -> String {
+    /// What is behind a port, by a name: a pod's `namespace/name`, `node`, or an interface. `None` if it is not served.
+    pub(crate) fn name_of(&self, port: PortId) -> Option<String> {
         let interface = |open: &AttachedPort| match open.port.kind {
             PortKind::Host => "node".to_owned(),
             PortKind::Pod | PortKind::Uplink => open.programs.interface().name.clone(),
@@ -95,7 +95,6 @@ impl OpenPorts {
         pods.map(|attachment| (attachment.open.id, attachment.last.pod.to_string()))
             .chain(self.permanent.iter().map(|open| (open.id, interface(open))))
             .find_map(|(id, name)| (id == port).then_some(name))
-            .unwrap_or_else(|| format!("port {port}"))
     }
 
     /// Interfaces that are closed because their pod is not known, with their counters.

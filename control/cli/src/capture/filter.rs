@@ -33,13 +33,17 @@ fn compile_by(tcpdump: &str, expression: &str) -> Result<String, FilterError> {
         .output()
         .map_err(|source| FilterError::NoCompiler { expression: named(), source })?;
     if output.status.success() {
-        let lines = String::from_utf8_lossy(&output.stdout);
-        return Ok(lines.split_terminator('\n').collect::<Vec<_>>().join(","));
+        return Ok(in_one_line(&String::from_utf8_lossy(&output.stdout)));
     }
     let message = String::from_utf8_lossy(&output.stderr);
     let last = message.lines().last().unwrap_or("it does not compile");
     let message = last.trim_start_matches("tcpdump: ").to_owned();
     Err(FilterError::Wrong { expression: named(), message })
+}
+
+/// A program as tcpdump prints it, in one line.
+pub(super) fn in_one_line(program: &str) -> String {
+    program.trim().lines().map(str::trim).collect::<Vec<_>>().join(",")
 }
 
 #[cfg(test)]
