@@ -3,7 +3,7 @@
 use std::net::{SocketAddr, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -55,11 +55,15 @@ impl Offered {
             .unwrap_or_else(|error| panic!("{error}\n{}", self.fixture.daemon.log().lines().join("\n")))
     }
 
-    /// A capture that is expected to be refused.
-    fn refused(&self, arguments: &[&str]) -> Output {
+    fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(penstock_binary().unwrap());
         command.arg("capture").args(arguments).arg("--socket").arg(&self.socket);
-        command.output().unwrap()
+        command
+    }
+
+    /// A capture that is expected to be refused.
+    fn refused(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).output().unwrap()
     }
 
     fn site(&self, name: &str) -> &Site {
@@ -175,7 +179,8 @@ impl Offered {
 
 #[test]
 fn a_filter_and_limits_leave_out_the_rest() {
-    let node = Offered::start();
+    // Beside the verdict log, which has the same packets.
+    let node = Offered::with("[verdict_log]\noutput = \"verdicts.jsonl\"\neach_second = 1000\n", Attach::of_run());
     let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
     let (from_0, from_2, _at_1) = (socket(pod_0, PORT), socket(pod_2, PORT), socket(pod_1, PORT));
     let expression = format!("udp dst port {PORT} and host {}", pod_2.address(false).unwrap());
@@ -190,6 +195,13 @@ fn a_filter_and_limits_leave_out_the_rest() {
     let lengths: Vec<_> = packets.iter().map(|packet| (packet.bytes.len(), packet.length as usize)).collect();
     assert_eq!(lengths, [(64, HEADERS + 72); 4]);
     assert!(packets.iter().all(|packet| packet.comment.contains("reason=ingress_denied")), "{packets:?}");
+    let log = node.fixture.daemon.config().with_file_name("verdicts.jsonl");
+    let denied = || std::fs::read_to_string(&log).unwrap_or_default().matches("\"ingress_denied\"").count();
+    let deadline = Instant::now() + LIMIT;
+    while denied() < 10 {
+        assert!(Instant::now() < deadline, "{} of 10 in the verdict log", denied());
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]
@@ -221,6 +233,17 @@ fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afte
     capture.wait_for(20, LIMIT).unwrap();
     drop(capture);
     node.wait_for_offload(&flow, "after the client's death");
+
+    // One whose reader leaves while no packet comes.
+    let mut quiet = node.command(&["--port", "1", "-o", "-"]);
+    let mut quiet = quiet.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let deadline = Instant::now() + LIMIT;
+    while node.fixture.status().capture.is_none() {
+        assert!(Instant::now() < deadline, "it captures");
+    }
+    drop(quiet.stdout.take());
+    assert_eq!(quiet.wait().unwrap().code(), Some(0));
+    node.wait_for_offload(&flow, "after the reader has left");
 
     // A capture of what is denied has nothing of them, and leaves them alone.
     let capture = node.capture("denied.pcapng", &["--verdict", "deny", "--port", "8080"]);
@@ -265,6 +288,14 @@ fn a_capture_follows_its_pod_to_another_interface_and_ends_with_the_daemon() {
             assert!(Instant::now() < deadline, "its packets are captured, turn {turn}");
             send(&from_it, node.site("test/pod-0"), &[format!("late {turn} {sent}")]);
             sent += 1;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // Of a connection that is established by now.
+        let more = payloads(&format!("late {turn} more"), 20);
+        send(&from_it, node.site("test/pod-0"), &more);
+        let has_all = |packets: &[CapturedFrame]| more.iter().all(|sent| packets.iter().any(|it| payload(it) == *sent));
+        while !has_all(&capture.packets().unwrap()) {
+            assert!(Instant::now() < deadline, "all of its packets are captured, turn {turn}");
             std::thread::sleep(Duration::from_millis(5));
         }
         let attached = node.fixture.daemon.log().len();

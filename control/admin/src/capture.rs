@@ -6,6 +6,7 @@
 
 use std::io;
 use std::net::IpAddr;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -15,6 +16,8 @@ use hyper::client::conn::http1;
 use hyper::{Request, Response, StatusCode, header};
 use hyper_util::rt::TokioIo;
 use serde::{Deserialize, Serialize};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -247,6 +250,8 @@ pub enum CaptureEvent<'a> {
     Message(CaptureMessage, &'a [u8]),
     /// SIGINT or SIGTERM asks to end.
     Interrupted,
+    /// Nobody reads the output any more ([`CaptureStream::watch_output`]).
+    OutputClosed,
     /// Nothing has come for the time that the caller wanted to wait.
     Quiet,
 }
@@ -258,6 +263,7 @@ pub struct CaptureStream {
     body: Incoming,
     connection: JoinHandle<Result<(), hyper::Error>>,
     interrupt: [Signal; 2],
+    output: Option<AsyncFd<OwnedFd>>,
     received: Vec<u8>,
     /// How much of it was read.
     read: usize,
@@ -280,7 +286,14 @@ impl CaptureStream {
             Ok::<_, CaptureError>((response.into_body(), connection, interrupt))
         });
         let (body, connection, interrupt) = opened?;
-        Ok(Self { path, runtime, body, connection, interrupt, received: Vec::new(), read: 0 })
+        Ok(Self { path, runtime, body, connection, interrupt, output: None, received: Vec::new(), read: 0 })
+    }
+
+    /// From now on it is an event if the other end of this pipe or socket closes: a reader that leaves while no packet comes
+    /// would not be noticed otherwise. A file has no other end, and is not watched.
+    pub fn watch_output(&mut self, output: OwnedFd) {
+        let _inside = self.runtime.enter();
+        self.output = AsyncFd::with_interest(output, Interest::ERROR).ok();
     }
 
     /// Waits for the next message, at most as long as this.
@@ -297,23 +310,27 @@ impl CaptureStream {
                 break (message, self.read - frame..self.read);
             }
             self.received.drain(..std::mem::take(&mut self.read));
-            let Self { runtime, body, interrupt: [int, term], .. } = self;
-            let chunk = runtime.block_on(async {
+            let Self { runtime, body, interrupt: [int, term], output, .. } = self;
+            let closed = async {
+                match output {
+                    Some(output) => drop(output.ready(Interest::ERROR).await),
+                    None => std::future::pending().await,
+                }
+            };
+            let waited = runtime.block_on(async {
                 tokio::select! {
-                    frame = body.frame() => Some(Some(frame)),
-                    _ = int.recv() => Some(None),
-                    _ = term.recv() => Some(None),
-                    () = tokio::time::sleep(patience) => None,
+                    frame = body.frame() => Ok(frame),
+                    _ = int.recv() => Err(CaptureEvent::Interrupted),
+                    _ = term.recv() => Err(CaptureEvent::Interrupted),
+                    () = closed => Err(CaptureEvent::OutputClosed),
+                    () = tokio::time::sleep(patience) => Err(CaptureEvent::Quiet),
                 }
             });
-            match chunk {
-                None => return Ok(CaptureEvent::Quiet),
-                Some(None) => return Ok(CaptureEvent::Interrupted),
-                Some(Some(None)) => return Err(broken(&self.path, "the daemon has ended the capture".to_owned())),
-                Some(Some(Some(Err(error)))) => {
-                    return Err(broken(&self.path, format!("the daemon has ended: {error}")));
-                }
-                Some(Some(Some(Ok(frame)))) => self.received.extend(frame.data_ref().into_iter().flatten()),
+            match waited {
+                Err(event) => return Ok(event),
+                Ok(None) => return Err(broken(&self.path, "the daemon has ended the capture".to_owned())),
+                Ok(Some(Err(error))) => return Err(broken(&self.path, format!("the daemon has ended: {error}"))),
+                Ok(Some(Ok(frame))) => self.received.extend(frame.data_ref().into_iter().flatten()),
             }
         };
         Ok(CaptureEvent::Message(message, &self.received[frame]))

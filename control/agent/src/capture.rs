@@ -5,6 +5,7 @@
 //! read, chunks stay; then the queue fills, and what workers cannot put there is counted.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -117,12 +118,14 @@ impl RunningCapture {
         self.chunks.is_closed()
     }
 
-    /// The ports whose packets must all reach the workers. Programs forward by themselves only what is allowed.
-    pub(super) fn ports(&self) -> CapturedPorts {
+    /// The ports whose packets must all reach the workers, as far as is known of local pods' addresses. Programs forward by
+    /// themselves only what is allowed.
+    pub(super) fn ports(&self, pod_of: impl FnOnce(IpAddr) -> Option<ObjectKey>) -> CapturedPorts {
         if self.filter.allowed == Some(false) || self.filter.reason.is_some() {
             return CapturedPorts::None;
         }
-        self.pod.clone().map_or(CapturedPorts::All, CapturedPorts::Pod)
+        let of_host = || self.filter.host.and_then(|host| pod_of(host.into()));
+        self.pod.clone().or_else(of_host).map_or(CapturedPorts::All, CapturedPorts::Pod)
     }
 
     /// The capture for the workers with the pod as it is now. `None`: they have it already.
@@ -403,12 +406,17 @@ mod tests {
 
     #[test]
     fn programs_go_on_to_forward_what_the_query_does_not_ask_for() {
-        let ports = |query: CaptureQuery| RunningCapture::new(&query, 16).unwrap().0.ports();
+        let web = ObjectKey { namespace: "shop".into(), name: "web".into() };
+        let here: IpAddr = "10.0.0.1".parse().unwrap();
+        let pod_of = |address: IpAddr| (address == here).then(|| web.clone());
+        let ports = |query: CaptureQuery| RunningCapture::new(&query, 16).unwrap().0.ports(pod_of);
         let pod = || Some("shop/web".to_owned());
-        let of_pod = CapturedPorts::Pod(ObjectKey { namespace: "shop".into(), name: "web".into() });
+        let of_pod = CapturedPorts::Pod(web.clone());
         let default = CaptureQuery::default;
         assert_eq!(ports(default()), CapturedPorts::All);
         assert_eq!(ports(CaptureQuery { pod: pod(), ..default() }), of_pod);
+        assert_eq!(ports(CaptureQuery { host: Some(here), ..default() }), of_pod);
+        assert_eq!(ports(CaptureQuery { host: "10.0.0.2".parse().ok(), ..default() }), CapturedPorts::All);
         assert_eq!(ports(CaptureQuery { verdict: Some(Verdict::Allow), ..default() }), CapturedPorts::All);
         assert_eq!(ports(CaptureQuery { verdict: Some(Verdict::Deny), pod: pod(), ..default() }), CapturedPorts::None);
         assert_eq!(ports(CaptureQuery { reason: Some("no_port".to_owned()), ..default() }), CapturedPorts::None);

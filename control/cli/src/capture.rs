@@ -6,6 +6,7 @@ mod filter;
 use std::fs::File;
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::net::IpAddr;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -38,7 +39,7 @@ Comments:
   lost=            packets before this one that are not in the capture
 
 Exit codes:
-  0  ended at a limit, or by SIGINT or SIGTERM
+  0  ended at a limit, by SIGINT or SIGTERM, or because the reader of standard output has left
   1  the file cannot be written in full, or the daemon has ended
   2  bad input: a filter, a file that exists, a terminal, or the daemon offers no captures
 
@@ -117,7 +118,12 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     // Before the capture: a file that cannot be written is no reason to look at packets.
     let file = if is_stdout { None } else { Some(create(&args.output)?) };
     let stream = CaptureStream::open(&args.socket, &query).map_err(failure);
-    let stream = stream.inspect_err(|_| _ = file.as_ref().map(|_| std::fs::remove_file(&args.output)))?;
+    let mut stream = stream.inspect_err(|_| _ = file.as_ref().map(|_| std::fs::remove_file(&args.output)))?;
+    if let Ok(output) = io::stdout().as_fd().try_clone_to_owned()
+        && is_stdout
+    {
+        stream.watch_output(output);
+    }
     match file {
         None => match capture(stream, io::stdout().lock()) {
             Err(CaptureFailure::Write(error)) => Failure::from_output(error),
@@ -205,6 +211,10 @@ fn capture(mut stream: CaptureStream, output: impl Write) -> Result<(), CaptureF
                     file.packet(record, frame)?;
                 }
                 message
+            }
+            Ok(CaptureEvent::OutputClosed) => {
+                summary(file.packets(), counts.lost, "its reader has left");
+                return Ok(());
             }
             Ok(CaptureEvent::Interrupted) => {
                 file.end(counts.lost, "interrupted")?;

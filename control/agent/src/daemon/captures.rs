@@ -30,7 +30,7 @@ impl Daemon<'_> {
             self.stop_capture(&running);
             return Err(format!("cannot capture: {error}"));
         }
-        self.ports.set_captured(&running.ports());
+        self.set_captured(&running);
         running.begun(self.config.node.as_str());
         tracing::info!(?query, "a capture begins");
         self.operation.capture = Some(running);
@@ -70,8 +70,13 @@ impl Daemon<'_> {
         {
             tracing::warn!(%error, "the capture does not follow its pod");
         }
-        self.ports.set_captured(&running.ports());
+        self.set_captured(&running);
         self.operation.capture = Some(running);
+    }
+
+    fn set_captured(&mut self, running: &RunningCapture) {
+        let ports = running.ports(|address| self.ports.pod_with(address).cloned());
+        self.ports.set_captured(&ports);
     }
 
     /// Passes packets on to the client; ends the capture at its limits, or once the client is gone.

@@ -1,5 +1,7 @@
 //! Read access to the ports, for snapshots, answers, metrics and statistics.
 
+use std::net::IpAddr;
+
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::XdpOutcomeCounts;
@@ -83,6 +85,12 @@ impl OpenPorts {
             .values()
             .find(|attachment| attachment.served && attachment.open.id == port)
             .map(|attachment| &attachment.last.pod)
+    }
+
+    /// The pod with this address, if it is served.
+    pub(crate) fn pod_with(&self, address: IpAddr) -> Option<&ObjectKey> {
+        let mut served = self.pods.values().filter(|attachment| attachment.served);
+        served.find(|attachment| attachment.last.addresses.contains(&address)).map(|attachment| &attachment.last.pod)
     }
 
     /// What is behind a port, by a name: a pod's `namespace/name`, `node`, or an interface. `None` if it is not served.
