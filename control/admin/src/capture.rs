@@ -293,7 +293,8 @@ impl CaptureStream {
     /// would not be noticed otherwise. A file has no other end, and is not watched.
     pub fn watch_output(&mut self, output: OwnedFd) {
         let _inside = self.runtime.enter();
-        self.output = AsyncFd::with_interest(output, Interest::ERROR).ok();
+        // SAFETY: the descriptor is open, and the value owns it and never gives it away.
+        self.output = unsafe { AsyncFd::register_with_interest(output, Interest::ERROR) }.ok();
     }
 
     /// Waits for the next message, at most as long as this.
