@@ -77,9 +77,16 @@ impl Offered {
 
     /// The sum of a metric's samples.
     fn metric(&self, name: &str) -> f64 {
-        let page = self.fixture.http(METRICS, "/metrics");
-        let samples = page.lines().filter(|line| line.starts_with(name));
-        samples.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum()
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            // Empty if a busy machine keeps the daemon from answering.
+            let page = self.fixture.http(METRICS, "/metrics");
+            if page.trim_end().ends_with("# EOF") {
+                let samples = page.lines().filter(|line| line.starts_with(name));
+                return samples.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()).sum();
+            }
+            assert!(Instant::now() < deadline, "no metrics: {page}");
+        }
     }
 
     /// Waits until programs forward again.
