@@ -10,7 +10,6 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Context;
 use clap::ValueEnum;
 use penstock_admin::capture::{
     CaptureCounts, CaptureError, CaptureEvent, CaptureMessage, CaptureQuery, CaptureStream, DEFAULT_SOCKET, Verdict,
@@ -190,10 +189,7 @@ enum CaptureFailure {
 impl CaptureFailure {
     fn named(self, output: &str) -> Failure {
         match self {
-            Self::Write(error) => {
-                let written: Result<(), _> = Err(error).with_context(|| format!("cannot write {output}"));
-                written.map_or_else(Failure::Failed, |()| Failure::Differs)
-            }
+            Self::Write(error) => Failure::Failed(anyhow::Error::new(error).context(format!("cannot write {output}"))),
             Self::Daemon(error) => failure(error),
         }
     }

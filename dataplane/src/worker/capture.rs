@@ -57,11 +57,12 @@ pub struct CapturedPacket {
     /// The first of them, at most as many as the capture keeps.
     pub bytes: Vec<u8>,
     /// The flow of the packet's connection, in the direction in which it was opened; of a connection to a Service that to
-    /// its backend. Without a connection the evaluated flow, or the packet's own; `None` if it could not be parsed.
+    /// its backend. `None` if the table has none for the packet's own flow, as for an ICMP error.
     pub original: Option<Flow>,
     /// The flow of the packet that opened a connection to a Service, as its client sent it.
     pub frontend: Option<Flow>,
-    /// Connection id, as in the verdict log; see [`ConnTable::connection_id`].
+    /// Connection id, as in the verdict log ([`ConnTable::connection_id`]): of a dropped packet, that which its connection
+    /// would have.
     pub connection: Option<u64>,
     /// The policy verdict, if policy was evaluated for this packet.
     pub evaluation: Option<LoggedEvaluation>,
@@ -182,13 +183,16 @@ impl CaptureTap {
             let frame = frames.bytes(index);
             let sent = sent_flow(&received, verdict, frame);
             let evaluated = recorder.evaluated(index);
-            let (original, frontend) = batch.connection_of(received.flow, evaluated.map(|it| it.flow));
-            let connection = original.map(|flow| batch.connections.connection_id(&flow));
+            let (original, frontend) = batch.connection_of(received.flow).unzip();
+            let frontend = frontend.flatten();
+            let refused = received.flow.filter(|_| matches!(verdict, Verdict::Drop(_)));
+            let of_connection = original.or(evaluated.map(|it| it.flow)).or(refused);
+            let connection = of_connection.map(|flow| batch.connections.connection_id(&flow));
             let filter = &self.capture.filter;
             let seen = SeenPacket {
                 ingress: batch.ingress,
                 verdict,
-                flows: [received.flow, sent, original],
+                flows: [received.flow, sent, of_connection],
                 connection,
                 fits_program: received.fits_program || sent.is_some() && filter.fits_program(frame),
             };
@@ -246,16 +250,13 @@ fn sent_flow(received: &Received, verdict: Verdict, frame: &[u8]) -> Option<Flow
 
 impl CapturedBatch<'_> {
     /// The flow in which the packet's connection was opened, and that of its client if it is one to a Service.
-    fn connection_of(&self, flow: Option<Flow>, evaluated: Option<Flow>) -> (Option<Flow>, Option<Flow>) {
-        let found = flow.and_then(|flow| self.connections.find(&self.connections.prepare(&flow), self.now));
-        let Some(found) = found else { return (evaluated.or(flow), None) };
+    fn connection_of(&self, flow: Option<Flow>) -> Option<(Flow, Option<Flow>)> {
+        let found = self.connections.find(&self.connections.prepare(&flow?), self.now)?;
         if !found.is_translated() {
-            return (Some(found.original_flow()), None);
+            return Some((found.original_flow(), None));
         }
-        match self.connections.translated(&found, self.now) {
-            Some(translated) => (Some(translated.connection.original_flow()), Some(translated.frontend)),
-            None => (evaluated.or(flow), None),
-        }
+        let translated = self.connections.translated(&found, self.now)?;
+        Some((translated.connection.original_flow(), Some(translated.frontend)))
     }
 }
 

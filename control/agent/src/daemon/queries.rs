@@ -103,7 +103,7 @@ impl Daemon<'_> {
             }
             StateQuery::Health(answer) => drop(answer.send(self.health())),
             StateQuery::Readiness(answer) => drop(answer.send(self.readiness())),
-            // Changes the daemon's state.
+            // `operate` has answered it, because it changes the daemon's state.
             StateQuery::Capture { .. } => {}
             StateQuery::Dump(answer) => drop(answer.send(self.dump().await)),
         }

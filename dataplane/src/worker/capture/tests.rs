@@ -1,7 +1,8 @@
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 
-use etherparse::PacketBuilder;
+use etherparse::icmpv4::DestUnreachableHeader;
+use etherparse::{Icmpv4Type, PacketBuilder};
 
 use super::*;
 use crate::DropReason;
@@ -64,6 +65,16 @@ fn udp(from: (&str, u16), to: (&str, u16), payload: &[u8]) -> Vec<u8> {
     let builder = PacketBuilder::ethernet2([6; 6], [8; 6]).ipv4(octets(from.0), octets(to.0), 64).udp(from.1, to.1);
     let mut frame = Vec::new();
     builder.write(&mut frame, payload).unwrap();
+    frame
+}
+
+/// An ICMP error that quotes an IP packet: nobody listens on its port.
+fn unreachable(from: &str, to: &str, quoted: &[u8]) -> Vec<u8> {
+    let octets = |text: &str| text.parse::<std::net::Ipv4Addr>().unwrap().octets();
+    let kind = Icmpv4Type::DestinationUnreachable(DestUnreachableHeader::Port);
+    let builder = PacketBuilder::ethernet2([6; 6], [8; 6]).ipv4(octets(from), octets(to), 64).icmpv4(kind);
+    let mut frame = Vec::new();
+    builder.write(&mut frame, quoted).unwrap();
     frame
 }
 
@@ -136,6 +147,11 @@ fn packets_are_captured_as_they_came_with_what_was_decided() {
     let opened = parse(&allowed).unwrap().flow;
     assert_eq!((reply.connection, reply.original), (found[3].connection, Some(opened)));
     assert!(reply.verdict == Verdict::Forward(DB) && reply.evaluation.is_none(), "{reply:?}");
+    // An ICMP error about it passes without a connection of its own, and no policy is asked.
+    bench.process(WEB, vec![unreachable(WEB4, DB4, &allowed[14..])]);
+    let error = bench.captured().remove(0);
+    assert_eq!(error.verdict, Verdict::Forward(DB));
+    assert!(error.connection.is_none() && error.original.is_none() && error.evaluation.is_none(), "{error:?}");
 }
 
 #[test]
