@@ -489,6 +489,34 @@ fn a_datagram_to_a_service_meets_a_worker_once_its_backends_change() {
 }
 
 #[test]
+fn all_packets_of_a_captured_pod_are_left_to_workers_and_no_others() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let ways = [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)];
+        let ways: Vec<(End, End)> = ways.into_iter().flat_map(|(a, b)| [(a, b), (b, a)]).collect();
+        ways.iter().step_by(2).for_each(|&(a, b)| open(&mut node, sent(a, b, true, ACK), now));
+        let forwarded = |node: &mut Node| -> Vec<bool> {
+            ways.iter()
+                .map(|&(from, to)| node.program(from, to, &sent(from, to, true, ACK).frame(), 0).is_some())
+                .collect()
+        };
+        assert_eq!(forwarded(&mut node), [true; 6]);
+        let served = ServedPort { port: A.0, node_mac: NODE_MAC, pod_mac: pod_mac(A), is_bridged: false, mtu: 1400 };
+        node.veths[0].set_captured(true).unwrap();
+        // What A sends and gets; not what B and the node say to each other.
+        let of_others = [false, false, false, false, true, true];
+        assert_eq!(forwarded(&mut node), of_others);
+        node.veths[0].serve(&served).unwrap();
+        assert_eq!(forwarded(&mut node), of_others, "also once the pod is served anew");
+        node.veths[1].set_captured(true).unwrap();
+        assert_eq!(forwarded(&mut node), [false; 6]);
+        node.veths.iter_mut().for_each(|veth| veth.set_captured(false).unwrap());
+        assert_eq!(forwarded(&mut node), [true; 6], "and no longer");
+    });
+}
+
+#[test]
 fn what_needs_a_worker_is_left_to_it() {
     in_namespace(|| {
         let mut node = Node::new();

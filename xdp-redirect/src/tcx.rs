@@ -298,6 +298,7 @@ impl TcxPrograms {
             own,
             outcomes,
             served: None,
+            is_captured: false,
             links: [from_pod, to_pod],
             is_kept: false,
         };
@@ -417,10 +418,10 @@ const INTERFACE: usize = 20;
 const TARGET: usize = 16;
 
 impl ServedPort {
-    fn interface(&self) -> [u8; INTERFACE] {
+    fn interface(&self, is_captured: bool) -> [u8; INTERFACE] {
         let mut bytes = [0; INTERFACE];
         bytes[..2].copy_from_slice(&self.port.to_ne_bytes());
-        bytes[2..4].copy_from_slice(&u16::from(self.is_bridged).to_ne_bytes());
+        bytes[2..4].copy_from_slice(&[self.is_bridged.into(), is_captured.into()]);
         bytes[4..10].copy_from_slice(&self.node_mac);
         bytes[10..16].copy_from_slice(&self.pod_mac);
         bytes[16..].copy_from_slice(&self.mtu.to_ne_bytes());
@@ -457,7 +458,9 @@ pub struct PodVeth {
     maps: Arc<Maps>,
     own: MapHandle,
     outcomes: MapHandle,
-    served: Option<u16>,
+    served: Option<ServedPort>,
+    /// Whether workers must see all of its packets.
+    is_captured: bool,
     /// That of what the pod sends, and that of what the node's stack sends to it.
     links: [TcxLink; 2],
     is_kept: bool,
@@ -479,24 +482,47 @@ impl PodVeth {
 
     /// From now on packets go to the workers as those of this port, and the workers' packets for this port to the pod.
     pub fn serve(&mut self, served: &ServedPort) -> Result<(), TcxMapError> {
-        if self.served != Some(served.port) {
+        if self.served.is_some_and(|before| before.port != served.port) {
             self.stop_serving();
         }
-        let index = self.interface.index;
         let forget = if self.served.is_none() { self.maps.clear_offloaded(served.port) } else { Ok(()) };
         // First the way to the pod: an answer may come at once.
-        let set = forget.and_then(|()| self.maps.set_target(served.port, &served.target(index))).and_then(|()| {
-            self.served = Some(served.port);
-            self.maps.interfaces.update(&index.to_ne_bytes(), &served.interface(), MapFlags::ANY)
+        let target = served.target(self.interface.index);
+        let set = forget.and_then(|()| self.maps.set_target(served.port, &target)).and_then(|()| {
+            self.served = Some(*served);
+            self.set_interface(served)
         });
-        set.map_err(|source| TcxMapError { thing: format!("interface {}", self.interface), source })
+        set.map_err(|source| self.failed(source))
+    }
+
+    /// From now on programs leave all packets of the pod to the workers, also those of established connections, or do so no
+    /// longer. It ends with the process ([`TcxPrograms::alive`]).
+    pub fn set_captured(&mut self, is_captured: bool) -> Result<(), TcxMapError> {
+        if self.is_captured == is_captured {
+            return Ok(());
+        }
+        self.is_captured = is_captured;
+        let set = self.served.map_or(Ok(()), |served| self.set_interface(&served));
+        set.map_err(|source| {
+            self.is_captured = !is_captured;
+            self.failed(source)
+        })
+    }
+
+    fn set_interface(&self, served: &ServedPort) -> Result<(), libbpf_rs::Error> {
+        let index = self.interface.index.to_ne_bytes();
+        self.maps.interfaces.update(&index, &served.interface(self.is_captured), MapFlags::ANY)
+    }
+
+    fn failed(&self, source: libbpf_rs::Error) -> TcxMapError {
+        TcxMapError { thing: format!("interface {}", self.interface), source }
     }
 
     /// From now on every packet is dropped, except address resolution.
     pub fn stop_serving(&mut self) {
         self.maps.interfaces_remove(self.interface.index);
-        if let Some(port) = self.served.take()
-            && let Err(error) = self.maps.set_target(port, &[0; TARGET])
+        if let Some(served) = self.served.take()
+            && let Err(error) = self.maps.set_target(served.port, &[0; TARGET])
         {
             tracing::error!(interface = %self.interface, %error, "cannot take the port from the tcx programs");
         }
@@ -512,7 +538,7 @@ impl PodVeth {
     /// What the pod sent and what it received without a worker, since it is served.
     pub fn offloaded(&self) -> Result<[TrafficCount; 2], libbpf_rs::Error> {
         match self.served {
-            Some(port) => sums(&self.maps.offloaded_ports, port.into()),
+            Some(served) => sums(&self.maps.offloaded_ports, served.port.into()),
             None => Ok(Default::default()),
         }
     }

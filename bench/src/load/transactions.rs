@@ -3,12 +3,14 @@
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use hdrhistogram::Histogram;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::pin;
 use super::streams::on_any;
@@ -47,7 +49,9 @@ pub fn round_trips(
         let mut clients = Vec::new();
         for _ in 0..connections {
             let client = connect(ends, 0)?;
-            let (server, _) = listener.accept()?;
+            poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], PollTimeout::from(3_000_u16))?;
+            let (server, _) = listener.accept().context("the connection did not arrive")?;
+            server.set_nonblocking(false)?;
             set_limits(&server)?;
             scope.spawn(|| ends.server_core.map_or(Ok(()), pin).map(|()| answer_until(server, &stops)));
             clients.push(client);
@@ -86,21 +90,19 @@ pub fn connected_transactions(ends: &TransactionEnds<'_>, clients: usize, length
         std::thread::sleep(length);
         stops.store(true, Ordering::Relaxed);
         let took = start.elapsed();
-        let mut all = 0;
-        for client in asking {
-            all += client.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        }
-        // Wakes those that wait for a client.
-        for port in 0..SERVERS {
-            let _ = connect(ends, port);
-        }
-        Ok(all as f64 / took.as_secs_f64())
+        let done: Result<Vec<u64>> = asking
+            .into_iter()
+            .map(|client| client.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect();
+        Ok(done?.iter().sum::<u64>() as f64 / took.as_secs_f64())
     })
 }
 
 fn listen(ends: &TransactionEnds<'_>, port: u16) -> Result<TcpListener> {
     let own = on_any(SocketAddr::new(ends.address.ip(), ends.address.port() + port));
-    ends.to.run(|| TcpListener::bind(own)).with_context(|| format!("cannot listen on {own}"))
+    let listener = ends.to.run(|| TcpListener::bind(own)).with_context(|| format!("cannot listen on {own}"))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
 }
 
 fn connect(ends: &TransactionEnds<'_>, port: u16) -> Result<TcpStream> {
@@ -154,9 +156,16 @@ fn serve_until<'scope>(
 ) {
     scope.spawn(move || {
         ends.server_core.map_or(Ok(()), pin)?;
+        let mut waiting = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
         while !stops.load(Ordering::Relaxed) {
+            poll(&mut waiting, PollTimeout::from(20_u16))?;
             if let Ok((mut server, _)) = listener.accept() {
-                let _ = server.read_exact(&mut [0]).and_then(|()| server.write_all(b"!"));
+                // A client that has given up is counted by its own end.
+                let _ = server
+                    .set_nonblocking(false)
+                    .and_then(|()| set_limits(&server))
+                    .and_then(|()| server.read_exact(&mut [0]))
+                    .and_then(|()| server.write_all(b"!"));
             }
         }
         Ok::<(), anyhow::Error>(())

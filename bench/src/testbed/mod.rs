@@ -7,6 +7,7 @@
 //! Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN), but neither `ip` nor `sysctl`.
 
 pub mod api_server;
+mod capture;
 mod cleanup;
 mod daemon;
 mod inventory;
@@ -18,6 +19,7 @@ mod process;
 mod router;
 mod scratch;
 
+pub use capture::{CapturedFrame, PacketCapture, read_packets};
 pub use cleanup::CleanupGuard;
 pub use daemon::{Attach, Daemon, DaemonConfig, Log, Privileges, penstock_binary};
 pub use inventory::Inventory;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use penstock_admin::client::Client;
 use penstock_admin::types::{Flows, FlowsQuery, ServicesStatus};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::Outside;
+use penstock_bench::testbed::{Outside, PacketCapture};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
 use crate::service::{BackendPath, CLOSED, OWN, WEB, service};
@@ -68,7 +68,8 @@ impl WorkersFixture {
                 config.keys += &format!("uplinks = [\"{}\"]\n", machine.interface());
             }
             config.keys += "service_cidrs = [\"10.96.0.0/16\", \"fd00:10:96::/112\"]\n";
-            config.sections += "[services]\nenabled = true\n";
+            let socket = config.manifests.with_file_name("capture.sock");
+            config.sections += &format!("[services]\nenabled = true\n[capture]\nsocket = \"{}\"\n", socket.display());
             config.metrics = Some(METRICS);
             let site = match path {
                 BackendPath::Here => cluster.sites[cluster.site("test/pod-1").unwrap()].clone(),
@@ -161,6 +162,45 @@ fn a_port_without_a_backend_and_one_of_no_service_refuse_at_once() {
         let error = socket.recv(&mut [0; 8]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{there} over UDP\n{}", setup.logs());
     }
+}
+
+/// Each packet as it came and as it leaves, in both directions, by the pods' ports.
+#[test]
+fn a_capture_has_both_sides_of_a_translated_connection() {
+    let setup = WorkersFixture::new(BackendPath::Here);
+    let (scratch, port) = (setup.fixture.scratch.path(), WEB.to_string());
+    let (socket, file) = (setup.fixture.manifests.with_file_name("capture.sock"), scratch.join("service.pcapng"));
+    let arguments = ["--protocol", "UDP", "--port", &port];
+    let capture = PacketCapture::start(&socket, &file, &arguments).unwrap();
+    assert_eq!(setup.probe("test/pod-0", false, Protocol::Udp(WEB)), ProbeOutcome::Reached, "{}", setup.logs());
+    capture.wait_for(4, TIMEOUT).unwrap();
+    let (packets, _) = capture.end().unwrap();
+    let (pod, backend) =
+        (setup.fixture.site("test/pod-0").address(false).unwrap(), setup.backend.address(false).unwrap());
+    let (pod, backend, service) = (pod.to_string(), format!("{backend}:53"), format!("{}:{WEB}", service(false)));
+    let seen: Vec<(&str, String, String, bool)> = packets
+        .iter()
+        .map(|packet| {
+            let ip = &packet.bytes[14..];
+            let port = |at: usize| u16::from_be_bytes([ip[at], ip[at + 1]]);
+            let end = |at: usize, port: u16| {
+                let address = Ipv4Addr::from(<[u8; 4]>::try_from(&ip[at..at + 4]).unwrap());
+                if address.to_string() == pod { pod.clone() } else { format!("{address}:{port}") }
+            };
+            let is_translated = packet.comment.ends_with(" translated");
+            (packet.interface.as_str(), end(12, port(20)), end(16, port(22)), is_translated)
+        })
+        .collect();
+    let expected = [
+        ("test/pod-0", pod.clone(), service.clone(), false),
+        ("test/pod-1", pod.clone(), backend.clone(), true),
+        ("test/pod-1", backend, pod.clone(), false),
+        ("test/pod-0", service, pod.clone(), true),
+    ];
+    assert_eq!(seen[..4], expected, "{packets:?}");
+    assert!(packets.iter().all(|packet| packet.comment.contains(" service=test/api:dns ")), "{packets:?}");
+    let connection = |at: usize| packets[at].comment.split(' ').find(|part| part.starts_with("connection=")).unwrap();
+    assert!((1..4).all(|at| connection(at) == connection(0)), "one connection: {packets:?}");
 }
 
 /// S11.

@@ -3,6 +3,7 @@
 
 mod attach;
 mod bad_input;
+mod capture;
 mod connections;
 mod fixture;
 mod forwarding;

@@ -49,6 +49,9 @@ pub struct Status {
     /// Set while the objects of an earlier run are in force, because the source has not been read yet.
     #[serde(default)]
     pub stale: Option<StaleObjects>,
+    /// The capture that runs.
+    #[serde(default)]
+    pub capture: Option<CaptureStatus>,
     /// State of the object source, by resource.
     #[serde(default)]
     pub source: BTreeMap<String, SourceStatus>,
@@ -59,6 +62,19 @@ impl Status {
     pub fn all_drops(&self) -> BTreeMap<String, u64> {
         with_kernel(&self.drops, &self.kernel_drops)
     }
+}
+
+/// A capture that runs.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct CaptureStatus {
+    /// Seconds since it began.
+    pub seconds: u64,
+    /// The pod whose packets it wants; `None`: of all.
+    pub pod: Option<String>,
+    /// Packets in it.
+    pub packets: u64,
+    /// Packets that it lost, because its reader is too slow.
+    pub lost: u64,
 }
 
 /// Objects of an earlier run.

@@ -86,7 +86,7 @@ pub(super) fn lock_for_removal(config: &Config) -> Result<Vec<fs::File>, RunErro
     Ok(locked)
 }
 
-/// Removes the state directory's files and the admin socket, and the directories that are empty then. Returns how many files.
+/// Removes the state directory's files and the sockets, and the directories that are empty then. Returns how many files.
 pub(super) fn remove_state(config: &Config, _locked: Vec<fs::File>) -> Result<usize, RunError> {
     let mut names = Vec::new();
     if let TableMapping::File(path) = &config.conntrack.mapping {
@@ -94,7 +94,8 @@ pub(super) fn remove_state(config: &Config, _locked: Vec<fs::File>) -> Result<us
     }
     // A daemon of another network namespace may listen there.
     let unused = |path: &&Path| UnixStream::connect(path).is_err();
-    names.extend(config.admin.socket.path().filter(unused).map(Path::to_owned));
+    let sockets = [&config.admin.socket, &config.capture.socket];
+    names.extend(sockets.into_iter().filter_map(|socket| socket.path()).filter(unused).map(Path::to_owned));
     let mut removed = 0;
     for name in &names {
         match fs::remove_file(name) {

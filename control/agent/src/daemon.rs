@@ -1,6 +1,7 @@
 //! The daemon: starts its parts (`start`), keeps ports and routes up to date (`reconcile`), answers queries (`queries`)
 //! and shuts down in order.
 
+mod captures;
 mod problem_log;
 mod queries;
 mod reconcile;

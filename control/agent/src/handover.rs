@@ -22,7 +22,7 @@ use tokio::time::{sleep, timeout};
 
 use super::RunError;
 use super::admin::{AdminSocketError, SocketFile, listen};
-use super::config::AdminSocketPath;
+use super::config::SocketPath;
 use super::signals::{Signal, Signals};
 
 const REQUEST: &[u8] = b"take over\n";
@@ -36,7 +36,7 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 const MISSED_LOOKS: u32 = 10;
 
 /// The socket's path; `None` without an admin socket.
-fn path(admin: &AdminSocketPath) -> Option<PathBuf> {
+fn path(admin: &SocketPath) -> Option<PathBuf> {
     admin.path().map(|admin| admin.with_extension("handover"))
 }
 
@@ -48,10 +48,10 @@ pub(super) struct HandoverListener {
 
 impl HandoverListener {
     /// Listens from now on, on the current runtime.
-    pub(super) fn listen(admin: &AdminSocketPath) -> Result<Self, AdminSocketError> {
+    pub(super) fn listen(admin: &SocketPath) -> Result<Self, AdminSocketError> {
         let (send, requests) = mpsc::channel(1);
         let Some(path) = path(admin) else { return Ok(Self { requests, _file: None }) };
-        let (listener, file) = listen(&path)?;
+        let (listener, file) = listen(&path, "admin.socket")?;
         tokio::spawn(async move {
             while let Ok((mut client, _)) = listener.accept().await {
                 let mut request = [0; REQUEST.len()];
@@ -83,7 +83,7 @@ impl Handover {
     ///
     /// # Errors
     /// If the new daemon is gone.
-    pub(super) fn finish(mut self, admin: &AdminSocketPath) -> Result<(), RunError> {
+    pub(super) fn finish(mut self, admin: &SocketPath) -> Result<(), RunError> {
         // If it is gone, the look for it will say so.
         let _ = self.0.set_nonblocking(false).and_then(|()| self.0.write_all(RELEASED));
         drop(self.0);
@@ -115,7 +115,7 @@ pub(super) struct Predecessor(PathBuf);
 
 impl Predecessor {
     /// Looks for it.
-    pub(super) fn find(admin: &AdminSocketPath) -> Option<Self> {
+    pub(super) fn find(admin: &SocketPath) -> Option<Self> {
         let path = path(admin)?;
         let running = net::UnixStream::connect(&path).ok()?;
         let process = getsockopt(&running, sockopt::PeerCredentials).map_or(0, |peer| peer.pid());
@@ -166,7 +166,7 @@ impl Predecessor {
 mod tests {
     use super::*;
 
-    fn admin_in(directory: &tempfile::TempDir) -> AdminSocketPath {
+    fn admin_in(directory: &tempfile::TempDir) -> SocketPath {
         directory.path().join("admin.sock").display().to_string().try_into().unwrap()
     }
 

@@ -11,6 +11,7 @@
 //! it.
 
 mod admin;
+mod capture;
 mod close_first;
 mod closed_interfaces;
 pub mod config;

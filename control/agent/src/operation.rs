@@ -1,16 +1,18 @@
-//! The operator's interface to a running daemon: admin API, metrics, verdict log and configuration reload. The daemon's
+//! The operator's interface to a running daemon: admin API, captures, metrics, verdict log and configuration reload. The daemon's
 //! loop waits here for the next event and handles it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use penstock_admin::capture::CaptureCounts;
 use penstock_dataplane::worker::Dataplane;
 use penstock_sources::SourceHealth;
 use tokio::time::{Interval, MissedTickBehavior};
 
 use super::RunError;
 use super::admin::{AdminListener, AdminServer};
-use super::config::{ConfigLayers, LoadedConfig};
+use super::capture::{self, RunningCapture};
+use super::config::{ConfigLayers, LoadedConfig, SocketPath};
 use super::exporter::MetricsListener;
 use super::last_good::RejectedConfig;
 use super::query::{self, QueryHandle, StateQueries, StateQuery};
@@ -24,19 +26,24 @@ const VERDICT_LOG_INTERVAL: Duration = Duration::from_millis(100);
 pub(super) struct Listeners {
     handle: QueryHandle,
     queries: StateQueries,
-    served: Option<AdminServer>,
+    served: Vec<AdminServer>,
 }
 
 impl Listeners {
     /// Listens and serves from now on. Until the daemon's loop runs, clients get "starting".
     pub(super) async fn open(loaded: &LoadedConfig) -> Result<Self, RunError> {
         let (handle, queries) = query::channel();
-        let admin =
-            loaded.config.admin.socket.path().map(AdminListener::listen).transpose().map_err(RunError::bad_input)?;
+        let listen = |socket: &SocketPath, key| {
+            socket.path().map(|path| AdminListener::listen(path, key)).transpose().map_err(RunError::bad_input)
+        };
+        let admin = listen(&loaded.config.admin.socket, "admin.socket")?;
+        let captures = listen(&loaded.config.capture.socket, "capture.socket")?;
         if let Some(address) = loaded.config.metrics.listen.address() {
             MetricsListener::listen(address).await.map_err(RunError::bad_input)?.serve(handle.clone());
         }
-        let served = admin.map(|admin| admin.serve(handle.clone()));
+        let admin = admin.map(|admin| admin.serve(handle.clone()));
+        let captures = captures.map(|captures| captures.serve_captures(handle.clone()));
+        let served = admin.into_iter().chain(captures).collect();
         Ok(Self { handle, queries, served })
     }
 }
@@ -49,6 +56,8 @@ pub(super) enum OperationEvent {
     Sample,
     /// Write the verdict log.
     Write,
+    /// Pass packets of the capture on.
+    Capture,
 }
 
 /// State of the operator's interface, owned by the daemon's loop.
@@ -66,7 +75,12 @@ pub(super) struct Operation {
     pub(super) started: Instant,
     sampling: Interval,
     writing: Interval,
-    _served: Option<AdminServer>,
+    /// The capture that runs.
+    pub(super) capture: Option<RunningCapture>,
+    /// Of those that have ended.
+    pub(super) captured: CaptureCounts,
+    capturing: Interval,
+    _served: Vec<AdminServer>,
 }
 
 impl Operation {
@@ -97,6 +111,9 @@ impl Operation {
             started: Instant::now(),
             sampling: interval(samples::INTERVAL),
             writing: interval(VERDICT_LOG_INTERVAL),
+            capture: None,
+            captured: CaptureCounts::default(),
+            capturing: interval(capture::INTERVAL),
             _served: listeners.served,
         })
     }
@@ -106,9 +123,10 @@ impl Operation {
         if let Some(handle) = self.handle.take() {
             handle.started();
         }
-        let writes = self.verdicts.is_on();
+        let (writes, captures) = (self.verdicts.is_on(), self.capture.is_some());
         tokio::select! {
             _ = self.sampling.tick() => OperationEvent::Sample,
+            _ = self.capturing.tick(), if captures => OperationEvent::Capture,
             _ = self.writing.tick(), if writes => OperationEvent::Write,
             // The channel never closes: the servers hold its other end, or there are none.
             Some(query) = self.queries.recv() => OperationEvent::Answer(query),

@@ -20,6 +20,7 @@ use penstock_xdp_redirect::{
     AttachError, AttachOptions, Interface, ModeChoice, OnMiss, PinnedProgram, Role, TrafficCount,
 };
 
+use super::capture::CapturedPorts;
 use super::close_first::CloseFirstFds;
 use super::closed_interfaces::{ClosedInterfaces, interface};
 use super::config::{Config, FailMode};
@@ -211,6 +212,21 @@ impl OpenPorts {
             add(&mut port.traffic, by_port.get(&port.port).unwrap_or(&Default::default()));
         }
         add(&mut statistics.closed, &self.closed_offloaded);
+    }
+
+    /// From now on all packets of these ports reach the workers, and programs forward only others' by themselves.
+    pub(super) fn set_captured(&mut self, ports: &CapturedPorts) {
+        for attachment in self.pods.values_mut() {
+            let is_captured = match ports {
+                CapturedPorts::None => false,
+                CapturedPorts::All => true,
+                CapturedPorts::Pod(pod) => attachment.served && attachment.last.pod == *pod,
+            };
+            if let Err(error) = attachment.open.programs.set_captured(is_captured) {
+                let interface = &attachment.last.name;
+                tracing::warn!(interface, %error, "established connections are not in the capture, or stay with the workers");
+            }
+        }
     }
 
     /// Attaches a program that drops everything from an interface.

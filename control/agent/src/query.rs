@@ -5,11 +5,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use penstock_admin::capture::CaptureQuery;
 use penstock_admin::types::{ConnectionFlow, Dump, ExplainQuery, Explanation, Status};
 use penstock_dataplane::conntrack::{ConnTable, ConnectionInfo};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
+use crate::capture::CaptureChunks;
 use crate::metrics::Scrape;
 use crate::scans::TableScans;
 
@@ -28,6 +30,8 @@ pub(crate) enum StateQuery {
     Describe { connections: Vec<ConnectionInfo>, answer: oneshot::Sender<Vec<ConnectionFlow>> },
     /// Why a flow is allowed or denied.
     Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
+    /// Begin a capture; the answer has its packets.
+    Capture { query: Box<CaptureQuery>, answer: oneshot::Sender<Result<CaptureChunks, String>> },
     /// A support bundle without the connections, and the data for its metrics.
     Dump(oneshot::Sender<(Dump, Scrape)>),
     /// The data for the metrics.

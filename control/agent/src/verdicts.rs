@@ -220,7 +220,8 @@ fn line(view: &DaemonView<'_>, record: &VerdictRecord) -> String {
     })
 }
 
-fn policy(evaluation: &LoggedEvaluation) -> PolicyReason {
+/// What decided egress and ingress.
+pub(super) fn sides(evaluation: &LoggedEvaluation) -> (String, String) {
     let side = |side: DirectionVerdict, rule: &Option<RuleName>| match (side, rule) {
         (DirectionVerdict::Denied, _) => "denied".to_owned(),
         (DirectionVerdict::NotLocal, _) => "not here".to_owned(),
@@ -233,13 +234,19 @@ fn policy(evaluation: &LoggedEvaluation) -> PolicyReason {
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), Some(rule)) => rule.to_string(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), None) => "allowed".to_owned(),
     };
+    let verdict = &evaluation.policy_verdict;
+    (side(verdict.egress, &evaluation.egress_rule), side(verdict.ingress, &evaluation.ingress_rule))
+}
+
+fn policy(evaluation: &LoggedEvaluation) -> PolicyReason {
+    let (egress, ingress) = sides(evaluation);
     PolicyReason {
         reason: match evaluation.evaluation_reason {
             EvaluationReason::Opened => "first packet",
             EvaluationReason::Reevaluated => "re-evaluated",
         },
-        egress: side(evaluation.policy_verdict.egress, &evaluation.egress_rule),
-        ingress: side(evaluation.policy_verdict.ingress, &evaluation.ingress_rule),
+        egress,
+        ingress,
         egress_passed_by: evaluation.egress_passes.iter().map(ToString::to_string).collect(),
         ingress_passed_by: evaluation.ingress_passes.iter().map(ToString::to_string).collect(),
     }

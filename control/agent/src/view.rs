@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use penstock_admin::capture::CaptureCounts;
 use penstock_admin::types;
 use penstock_dataplane::Epoch;
 use penstock_dataplane::packet::Address;
@@ -9,6 +10,7 @@ use penstock_dataplane::worker::{Dataplane, QueueDepths};
 use penstock_policy::flow;
 use penstock_sources::SourceHealth;
 
+use crate::capture::RunningCapture;
 use crate::config::Config;
 use crate::last_good::RejectedConfig;
 use crate::objects::NodeObjects;
@@ -31,6 +33,10 @@ pub(crate) struct DaemonView<'a> {
     /// Set while the objects of an earlier run are in force.
     pub(crate) stale: Option<StaleObjects>,
     pub(crate) samples: &'a CounterSamples,
+    /// The capture that runs.
+    pub(crate) capture: Option<&'a RunningCapture>,
+    /// Packets of captures that have ended.
+    pub(crate) captured: CaptureCounts,
     /// Verdict log lines that could not be written.
     pub(crate) unwritten: u64,
     pub(crate) started: Instant,
@@ -52,6 +58,16 @@ impl LiveCounters {
 }
 
 impl DaemonView<'_> {
+    /// Packets of all captures since the start.
+    pub(crate) fn captured(&self) -> CaptureCounts {
+        let now = self.capture.map(RunningCapture::counts).unwrap_or_default();
+        CaptureCounts {
+            packets: self.captured.packets + now.packets,
+            bytes: self.captured.bytes + now.bytes,
+            lost: self.captured.lost + now.lost,
+        }
+    }
+
     /// An address with the name of its owner.
     pub(crate) fn end(&self, address: Address, port: u16) -> types::FlowEnd {
         let address = address.into();

@@ -9,8 +9,8 @@ use clap::Subcommand;
 use clap::builder::{StyledStr, Styles};
 
 use super::{
-    Failure, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, ready, render,
-    replay, run, schema, status, top,
+    Failure, capture, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, ready,
+    render, replay, run, schema, status, top,
 };
 
 /// All subcommands.
@@ -43,6 +43,7 @@ pub(super) enum DaemonCommand {
     Flows(flows::Args),
     Top(top::Args),
     Ready(ready::Args),
+    Capture(capture::Args),
     Dump(dump::Args),
 }
 
@@ -81,6 +82,7 @@ impl Command {
             Self::Daemon(DaemonCommand::Status(args)) => status::run(args),
             Self::Daemon(DaemonCommand::Flows(args)) => flows::run(args),
             Self::Daemon(DaemonCommand::Top(args)) => top::run(args),
+            Self::Daemon(DaemonCommand::Capture(args)) => capture::run(args),
             Self::Daemon(DaemonCommand::Dump(args)) => dump::run(args),
             Self::Daemon(DaemonCommand::Ready(args)) => ready::run(args),
             Self::Policy(PolicyCommand::Evaluate(args)) => evaluate::run(args),

@@ -9,6 +9,7 @@
 //!
 //! What is printed, and how, is decided here: the crates below hand over values and plain text. No crate depends on this one.
 
+mod capture;
 mod check;
 mod cleanup;
 mod cluster;

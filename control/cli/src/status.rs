@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
-use penstock_admin::types::{PodStatus, PortStatus, ServicesStatus, StaleObjects, Status};
+use penstock_admin::types::{CaptureStatus, PodStatus, PortStatus, ServicesStatus, StaleObjects, Status};
 use penstock_dataplane::worker::Stage;
 
 use super::Failure;
@@ -63,6 +63,9 @@ fn text(status: &Status) -> String {
     if let Some(services) = &status.services {
         line(&mut text, &services_line(services));
     }
+    if let Some(capture) = &status.capture {
+        line(&mut text, &capture_line(capture));
+    }
     let drops = pairs(&status.all_drops());
     line(&mut text, &format!("dropped since the start: {}", if drops.is_empty() { "nothing" } else { &drops }));
     text
@@ -74,6 +77,11 @@ fn services_line(services: &ServicesStatus) -> String {
         "services: {frontends} frontends ({without_backend} without a backend), {backends} backends, affinity of \
          {affinity_entries} clients (room for {affinity_capacity})"
     )
+}
+
+fn capture_line(CaptureStatus { seconds, pod, packets, lost }: &CaptureStatus) -> String {
+    let of = pod.as_deref().unwrap_or("all pods");
+    format!("capture: of {of}, for {seconds} s, {packets} packets, {lost} lost to it")
 }
 
 fn heading(status: &Status) -> String {
@@ -249,6 +257,18 @@ mod tests {
         });
         let line = "services: 5 frontends (1 without a backend), 9 backends, affinity of 3 clients (room for 65536)";
         assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
+    }
+
+    #[test]
+    fn a_capture_that_runs_is_shown() {
+        let mut status: Status = serde_json::from_str(STATUS).unwrap();
+        assert!(!text(&status).contains("capture:"));
+        status.capture = Some(CaptureStatus { seconds: 12, pod: Some("shop/web".to_owned()), packets: 340, lost: 5 });
+        assert!(
+            text(&status).contains("\ncapture: of shop/web, for 12 s, 340 packets, 5 lost to it\n"),
+            "{}",
+            text(&status)
+        );
     }
 
     #[test]

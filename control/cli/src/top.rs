@@ -299,6 +299,7 @@ mod tests {
             services: None,
             configuration_refused: Vec::new(),
             stale: None,
+            capture: None,
             source: BTreeMap::new(),
         }
     }

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
+use super::capture::{Capture, CaptureTap};
 use super::dataplane::{PortPath, PortRequest};
 use super::inbox::{Command, WorkerInbox, WorkerPath};
 use super::ports::{OpenPort, OpenQueue, PortTable};
@@ -309,6 +310,12 @@ impl PortControl {
             self.shared.umem.pool().reclaim(slot);
             self.ports.give_slot(slot);
         }
+    }
+
+    /// Gives each worker its side of a capture, or takes it away. What workers gave back is freed here.
+    pub(super) fn capture(&self, capture: Option<&Capture>) -> Result<(), PortError> {
+        let tap = |worker| capture.map(|capture| Box::new(CaptureTap::new(capture.clone(), worker)));
+        self.ask(self.workers(), |worker, done| Command::Capture { tap: tap(worker), done }).map(drop)
     }
 
     pub(super) fn depths(&self) -> Result<QueueDepths, PortError> {

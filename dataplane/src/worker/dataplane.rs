@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use arc_swap::ArcSwap;
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 
+use super::capture::Capture;
 use super::control::{PortControl, WorkerShared};
 use super::grace::GraceThread;
 use super::inbox::{Command, WorkerInbox};
@@ -352,6 +353,15 @@ impl Dataplane {
     /// The log of single packets; empty unless it has a budget.
     pub fn verdicts(&self) -> &Arc<VerdictLog> {
         &self.verdicts
+    }
+
+    /// Captures packets from now on: of each batch that a worker receives after this returns. Replaces the capture that
+    /// runs, if one does. `None` ends it.
+    ///
+    /// # Errors
+    /// A worker has died; the others have the capture.
+    pub fn capture(&self, capture: Option<&Capture>) -> Result<(), PortError> {
+        self.control().capture(capture)
     }
 
     /// The kind of pages that the UMEM uses.

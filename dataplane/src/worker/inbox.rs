@@ -9,6 +9,7 @@ use nix::errno::Errno;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use xsk_rs::FrameDesc;
 
+use super::capture::CaptureTap;
 use super::statistics::{PortCounters, QueueDepth};
 use crate::forward::PortId;
 use crate::io::XskQueue;
@@ -56,6 +57,8 @@ pub(crate) enum Command {
     Detach { port: PortId, done: Sender<Vec<XskQueue>> },
     /// Report the worker's frames.
     Count { done: Sender<HeldFrames> },
+    /// Captures packets into this from now on, or no longer; returns what it captured into before.
+    Capture { tap: Option<Box<CaptureTap>>, done: Sender<Option<Box<CaptureTap>>> },
     /// Panic, for tests.
     Panic,
     /// End the worker.

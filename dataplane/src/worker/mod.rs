@@ -8,6 +8,7 @@
 //! Packets of a port come through queues of its own interface, or through each worker's veth pair, which carries the
 //! packets of many ports ([`PortPath`]).
 
+mod capture;
 mod config;
 mod control;
 mod dataplane;
@@ -26,6 +27,10 @@ mod statistics;
 mod verdicts;
 mod waiting;
 
+pub use capture::{
+    Capture, CaptureFilter, CaptureQueue, CapturedPacket, CapturedPod, FilterInstruction, FilterProgram,
+    FilterProgramError,
+};
 pub use config::{Config, CoreId, Polling};
 pub use dataplane::{Dataplane, PortPath, PortRequest, available_cores};
 pub use error::{StartError, WorkerDied};

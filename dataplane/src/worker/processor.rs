@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::capture::{CaptureTap, CapturedBatch};
 use super::verdicts::{Recorder, VerdictLog};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
@@ -30,6 +31,11 @@ pub(crate) trait Processor: Send + 'static {
         None
     }
 
+    /// Captures packets into `tap` from now on, or no longer. Returns what it captured into before.
+    fn capture(&mut self, tap: Option<Box<CaptureTap>>) -> Option<Box<CaptureTap>> {
+        tap
+    }
+
     /// Runs one step of periodic housekeeping: a small one if packets may be waiting.
     fn housekeeping(&mut self, epoch: Epoch, now: Instant, busy: bool);
 }
@@ -41,6 +47,8 @@ pub(crate) struct PolicyProcessor {
     origin: (Instant, Timestamp),
     sweep: Option<TableSweep>,
     recorder: Recorder,
+    /// Set while a capture runs.
+    capture: Option<Box<CaptureTap>>,
 }
 
 /// The sweep that removes expired connections.
@@ -69,11 +77,44 @@ impl PolicyProcessor {
         let now = Instant::now();
         let sweep = (worker == 0).then(|| TableSweep { cursor: SweepCursor::default(), last: now });
         let pipeline = Pipeline::new(connections, mode).on_revoke(on_revoke).leaving_open().with_sources(sources);
-        Self { pipeline, origin: (now, Timestamp::now()), sweep, recorder: Recorder::new(verdicts, worker) }
+        Self {
+            pipeline,
+            origin: (now, Timestamp::now()),
+            sweep,
+            recorder: Recorder::new(verdicts, worker),
+            capture: None,
+        }
     }
 
     fn timestamp(&self, now: Instant) -> Timestamp {
         self.origin.1.plus(now.saturating_duration_since(self.origin.0))
+    }
+
+    /// [`Processor::process`] while a capture runs.
+    #[cold]
+    #[inline(never)]
+    fn process_captured(
+        &mut self,
+        snapshot: &Snapshot,
+        now: Instant,
+        ingress: PortId,
+        frames: &mut RxBatch<'_>,
+        verdicts: &mut [Verdict; BATCH],
+        stages: Option<&mut StageClocks>,
+    ) {
+        let timestamp = self.timestamp(now);
+        let Self { pipeline, recorder, capture, .. } = self;
+        let Some(tap) = capture else { return };
+        tap.keep(frames);
+        run(pipeline, snapshot, timestamp, ingress, frames, verdicts, recorder, stages);
+        let connections = pipeline.connections();
+        let batch = CapturedBatch { snapshot, connections, at: now, now: timestamp, ingress };
+        tap.record(&batch, frames, verdicts, recorder);
+        if recorder.is_on() {
+            recorder.record(snapshot, connections, now, ingress, frames, verdicts);
+        } else {
+            recorder.forget();
+        }
     }
 }
 
@@ -109,6 +150,9 @@ impl Processor for PolicyProcessor {
         verdicts: &mut [Verdict; BATCH],
         stages: Option<&mut StageClocks>,
     ) {
+        if self.capture.is_some() {
+            return self.process_captured(snapshot, now, ingress, frames, verdicts, stages);
+        }
         let timestamp = self.timestamp(now);
         let pipeline = &mut self.pipeline;
         if self.recorder.is_on() {
@@ -122,6 +166,10 @@ impl Processor for PolicyProcessor {
     #[inline]
     fn replies(&mut self) -> Option<&mut Replies> {
         Some(self.pipeline.replies())
+    }
+
+    fn capture(&mut self, tap: Option<Box<CaptureTap>>) -> Option<Box<CaptureTap>> {
+        std::mem::replace(&mut self.capture, tap)
     }
 
     fn housekeeping(&mut self, epoch: Epoch, now: Instant, busy: bool) {

@@ -212,6 +212,10 @@ impl<P: Processor> Worker<P> {
                     self.path.state.flush(&mut self.received, &mut PollIteration::default());
                     let _ = done.send(self.path.state.held_frames());
                 }
+                Command::Capture { tap, done } => {
+                    // Freed by who asked, not here.
+                    let _ = done.send(self.path.processor.capture(tap));
+                }
                 Command::Panic => panic!("panic requested by a test"),
                 Command::Stop => return false,
             }

@@ -166,7 +166,16 @@ pub(super) struct Recorder {
     filled: Option<Instant>,
     left: [u32; OUTCOMES],
     /// Policy evaluations of the current batch, in the order of its frames.
-    evaluated: Vec<(usize, Flow, PolicyVerdict, EvaluationReason)>,
+    evaluated: Vec<(usize, EvaluatedFlow)>,
+}
+
+/// A policy evaluation of the current batch.
+#[derive(Clone, Copy)]
+pub(super) struct EvaluatedFlow {
+    /// The evaluated flow, in the direction in which its connection was opened.
+    pub(super) flow: Flow,
+    verdict: PolicyVerdict,
+    reason: EvaluationReason,
 }
 
 impl Recorder {
@@ -198,10 +207,10 @@ impl Recorder {
             let first = next;
             next += evaluated[first..].iter().take_while(|(of, ..)| *of == index).count();
             // Of two, the first concerned a connection that had ended.
-            let own = evaluated[first..next].last();
+            let own = evaluated[first..next].last().map(|(_, own)| own);
             let outcome = match (verdict, own) {
                 (Verdict::Drop(reason), _) => LoggedOutcome::Dropped(*reason),
-                (_, Some((.., EvaluationReason::Opened))) if opened => LoggedOutcome::Opened,
+                (_, Some(EvaluatedFlow { reason: EvaluationReason::Opened, .. })) if opened => LoggedOutcome::Opened,
                 _ => continue,
             };
             if !self.within_budget(outcome) {
@@ -209,7 +218,7 @@ impl Recorder {
             }
             let frame = frames.bytes(index);
             // A packet that passed has been rewritten, but its flow was evaluated; a dropped one is unchanged.
-            let flow = own.map(|(_, flow, ..)| *flow).or_else(|| Some(parse(frame).ok()?.flow));
+            let flow = own.map(|own| own.flow).or_else(|| Some(parse(frame).ok()?.flow));
             let record = VerdictRecord {
                 at: now,
                 worker: self.worker,
@@ -219,9 +228,7 @@ impl Recorder {
                 outcome,
                 flow,
                 connection: flow.map(|flow| connections.connection_id(&flow)),
-                evaluation: own.map(|(_, flow, policy_verdict, evaluation_reason)| {
-                    name(snapshot, *flow, *policy_verdict, *evaluation_reason)
-                }),
+                evaluation: own.map(|own| own.name(snapshot)),
             };
             if self.log.queue.push(record).is_err() {
                 self.log.workers[self.worker].lost.add(1);
@@ -229,6 +236,16 @@ impl Recorder {
         }
         evaluated.clear();
         self.evaluated = evaluated;
+    }
+
+    /// The last evaluation for a frame of the batch that was processed with this as its observer.
+    pub(super) fn evaluated(&self, index: usize) -> Option<&EvaluatedFlow> {
+        self.evaluated.iter().rev().find(|(of, _)| *of == index).map(|(_, evaluated)| evaluated)
+    }
+
+    /// Leaves the batch that was processed with this as its observer without records.
+    pub(super) fn forget(&mut self) {
+        self.evaluated.clear();
     }
 
     fn fill(&mut self, now: Instant) {
@@ -260,33 +277,34 @@ impl Observer for Recorder {
     ) {
         // At most twice per frame; anything beyond a batch is ignored.
         if self.evaluated.len() < self.evaluated.capacity() {
-            self.evaluated.push((index, *flow, *policy_verdict, evaluation_reason));
+            let evaluated = EvaluatedFlow { flow: *flow, verdict: *policy_verdict, reason: evaluation_reason };
+            self.evaluated.push((index, evaluated));
         }
     }
 }
 
-fn name(
-    snapshot: &Snapshot,
-    flow: Flow,
-    policy_verdict: PolicyVerdict,
-    evaluation_reason: EvaluationReason,
-) -> LoggedEvaluation {
-    // Increments a reference count; copies nothing.
-    let rule =
-        |side: crate::policy::DirectionVerdict| side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned();
-    // Empty, without an allocation, unless a rule passed the flow on.
-    let passes = |direction| -> Vec<RuleName> {
-        let rules = snapshot.policy.passes(&flow, direction).into_iter();
-        rules.filter_map(|rule| snapshot.policy.rule_name(rule).cloned()).collect()
-    };
-    LoggedEvaluation {
-        flow,
-        policy_verdict,
-        evaluation_reason,
-        egress_rule: rule(policy_verdict.egress),
-        ingress_rule: rule(policy_verdict.ingress),
-        egress_passes: passes(Direction::Egress),
-        ingress_passes: passes(Direction::Ingress),
+impl EvaluatedFlow {
+    /// With the names of the rules of the snapshot that it was evaluated under.
+    pub(super) fn name(&self, snapshot: &Snapshot) -> LoggedEvaluation {
+        let Self { flow, verdict, reason } = *self;
+        // Increments a reference count; copies nothing.
+        let rule = |side: crate::policy::DirectionVerdict| {
+            side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned()
+        };
+        // Empty, without an allocation, unless a rule passed the flow on.
+        let passes = |direction| -> Vec<RuleName> {
+            let rules = snapshot.policy.passes(&flow, direction).into_iter();
+            rules.filter_map(|rule| snapshot.policy.rule_name(rule).cloned()).collect()
+        };
+        LoggedEvaluation {
+            flow,
+            policy_verdict: verdict,
+            evaluation_reason: reason,
+            egress_rule: rule(verdict.egress),
+            ingress_rule: rule(verdict.ingress),
+            egress_passes: passes(Direction::Egress),
+            ingress_passes: passes(Direction::Ingress),
+        }
     }
 }
 

@@ -40,7 +40,8 @@ const volatile __u32 offload = 0;              /* forward packets of established
 
 struct interface { /* the node's end of a pod's veth */
 	__u16 port;            /* the number that workers know it by */
-	__u16 bridged;         /* it is a port of the bridge with the MAC `node` */
+	__u8 bridged;          /* it is a port of the bridge with the MAC `node` */
+	__u8 captured;         /* a capture wants to see all of its packets */
 	struct mac node, pod;  /* of the node towards the pod, and of the pod */
 	__u32 mtu;             /* longest IP packet to the pod, in bytes */
 };
@@ -385,6 +386,14 @@ static __always_inline __u32 longest(const struct __sk_buff *skb, const struct p
 	return skb->gso_size ? packet->headers + skb->gso_size : packet->length;
 }
 
+/* Whether workers must see all packets of a pod, for a capture. It ends with their process, whatever the flag says. */
+static __always_inline int is_captured(const struct interface *at)
+{
+	__u32 process = 0;
+
+	return at->captured && bpf_map_lookup_elem(&alive, &process);
+}
+
 /* Forwards a packet of an established connection as a worker would; -1: it is for a worker. */
 static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct interface *at)
 {
@@ -394,11 +403,11 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	struct packet packet;
 	int rewritten;
 
-	if (!read_packet(skb, &packet) || !is_established(&packet, skb->ifindex, &connection))
+	if (is_captured(at) || !read_packet(skb, &packet) || !is_established(&packet, skb->ifindex, &connection))
 		return -1;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
-		if (!to || connection.control & VIA_HOST || packet.hops <= 1 || longest(skb, &packet) > to->mtu)
+		if (!to || is_captured(to) || connection.control & VIA_HOST || packet.hops <= 1 || longest(skb, &packet) > to->mtu)
 			return -1;
 	} else {
 		/* A worker would have given it these MACs; a bridge forwards by them. */
@@ -426,7 +435,7 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	struct packet packet;
 	int rewritten;
 
-	if (!read_packet(skb, &packet) || longest(skb, &packet) > at->mtu || !is_established(&packet, 0, &connection) ||
+	if (is_captured(at) || !read_packet(skb, &packet) || longest(skb, &packet) > at->mtu || !is_established(&packet, 0, &connection) ||
 	    connection.to != skb->ifindex)
 		return -1;
 	rewritten = rewrite_for(skb, &packet, &connection, 0);

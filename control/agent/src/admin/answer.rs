@@ -57,6 +57,12 @@ impl DaemonView<'_> {
             stale: self
                 .stale
                 .map(|stale| types::StaleObjects { recorded: stale.recorded.to_string(), objects: stale.objects }),
+            capture: self.capture.map(|running| types::CaptureStatus {
+                seconds: running.age().as_secs(),
+                pod: running.pod().map(ToString::to_string),
+                packets: running.counts().packets,
+                lost: running.counts().lost,
+            }),
             source: followed.iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }
@@ -216,14 +222,12 @@ impl DaemonView<'_> {
 
     /// Connections with the names of their ends, and what allows them under the current policy.
     pub(crate) fn describe(&self, connections: &[ConnectionInfo]) -> Vec<types::ConnectionFlow> {
-        let (engine, table) = (self.engine(), self.dataplane.connections());
+        let table = self.dataplane.connections();
         connections
             .iter()
             .map(|connection| {
-                // A pod that is its own backend has the Service's address on its side.
-                let client = connection.frontend.unwrap_or(connection.original);
-                let original = Flow { src: client.src, src_port: client.src_port, ..connection.original };
-                let PolicyVerdict { egress, ingress } = engine.evaluate(&original);
+                let original = of_client(&connection.original, connection.frontend.as_ref());
+                let (egress, ingress) = self.sides(&connection.original, connection.frontend.as_ref());
                 let (src_port, dst_port) = original.shown_ports();
                 types::ConnectionFlow {
                     connection: identifier(table.connection_id(&connection.original)),
@@ -232,13 +236,27 @@ impl DaemonView<'_> {
                     to: self.end(original.dst, dst_port),
                     service: connection.frontend.as_ref().map(|frontend| self.service(frontend)),
                     state: connection.state.name().to_owned(),
-                    egress: side(engine, egress, &original),
-                    ingress: side(engine, ingress, &original),
+                    egress,
+                    ingress,
                     idle_seconds: connection.idle.as_secs(),
                     expires_seconds: connection.expires_in.as_secs(),
                 }
             })
             .collect()
+    }
+
+    /// What decides both directions of a connection under the current policy: the egress of the end that opened it, and the
+    /// ingress of the other.
+    pub(crate) fn sides(&self, original: &Flow, frontend: Option<&Flow>) -> (String, String) {
+        let (engine, original) = (self.engine(), of_client(original, frontend));
+        let PolicyVerdict { egress, ingress } = engine.evaluate(&original);
+        (side(engine, egress, &original), side(engine, ingress, &original))
+    }
+
+    /// The Service of a connection whose client's packets have this flow: its port's name, otherwise its address and port.
+    pub(crate) fn service_name(&self, frontend: &Flow) -> String {
+        let types::FlowEnd { address, port, name } = self.service(frontend);
+        name.unwrap_or_else(|| std::net::SocketAddr::new(address, port).to_string())
     }
 
     /// The Service's end of a connection, as its client knows it.
@@ -274,6 +292,12 @@ impl DaemonView<'_> {
             explain::text(self.engine(), &PlainText, &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;
         Ok(types::Explanation { allowed, text, epoch: self.epoch.0 })
     }
+}
+
+/// The flow that policy is asked about: a pod that is its own backend has the Service's address on its side.
+fn of_client(original: &Flow, frontend: Option<&Flow>) -> Flow {
+    let client = frontend.unwrap_or(original);
+    Flow { src: client.src, src_port: client.src_port, ..*original }
 }
 
 /// The rule that decides this direction, or the verdict in words.

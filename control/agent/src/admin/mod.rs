@@ -8,11 +8,18 @@
 //! | `/v1/dump` | [`penstock_admin::types::Dump`] |
 //! | `/v1/ready` | nothing, or an error with what is missing, as `/readyz` of the metrics |
 //!
+//! Captures have a socket of their own ([`captures`]), because packets say more than names and numbers:
+//!
+//! | path | answer |
+//! |---|---|
+//! | `/v1/capture` | messages of [`penstock_admin::capture`]; query: [`penstock_admin::capture::CaptureQuery`] |
+//!
 //! The control thread answers between its other steps. The answers share nothing with the workers but their counters,
 //! and take no lock. Scans of the connection table, which take long, run on their own thread, one at a time.
 
 mod answer;
 mod bundle;
+mod captures;
 mod routes;
 mod socket;
 
@@ -36,13 +43,19 @@ pub(super) struct AdminServer {
 }
 
 impl AdminListener {
-    /// Listens at `path`.
-    pub(super) fn listen(path: &Path) -> Result<Self, AdminSocketError> {
-        let (listener, file) = listen(path)?;
+    /// Listens at `path`, which is the value of `key`.
+    pub(super) fn listen(path: &Path, key: &'static str) -> Result<Self, AdminSocketError> {
+        let (listener, file) = listen(path, key)?;
         Ok(Self { listener, file })
     }
 
-    /// Serves it on the current runtime.
+    /// Serves captures on the current runtime.
+    pub(super) fn serve_captures(self, handle: QueryHandle) -> AdminServer {
+        tokio::spawn(captures::serve(self.listener, handle));
+        AdminServer { _file: self.file }
+    }
+
+    /// Serves the admin API on the current runtime.
     pub(super) fn serve(self, handle: QueryHandle) -> AdminServer {
         tokio::spawn(routes::serve(self.listener, handle));
         AdminServer { _file: self.file }

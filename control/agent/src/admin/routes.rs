@@ -24,10 +24,10 @@ const DEFAULT_LIMIT: usize = 1_000;
 const MAX_LIMIT: usize = 100_000;
 
 /// A response other than 200.
-struct HttpError(StatusCode, String);
+pub(super) struct HttpError(pub(super) StatusCode, pub(super) String);
 
 impl HttpError {
-    fn bad(error: impl ToString) -> Self {
+    pub(super) fn bad(error: impl ToString) -> Self {
         Self(StatusCode::BAD_REQUEST, error.to_string())
     }
 }

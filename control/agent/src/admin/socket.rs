@@ -1,4 +1,4 @@
-//! The unix socket that the admin API listens on.
+//! The unix sockets that the admin API and captures listen on.
 
 use std::fs;
 use std::io;
@@ -12,14 +12,26 @@ use tokio::net::UnixListener;
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AdminSocketError {
     /// Another daemon listens there.
-    #[error("admin.socket = {}: another daemon listens there; stop it, or set another path", .0.display())]
-    Live(PathBuf),
+    #[error("{key} = {}: another daemon listens there; stop it, or set another path", .path.display())]
+    Live {
+        /// The setting.
+        key: &'static str,
+        /// The path.
+        path: PathBuf,
+    },
     /// The path is something other than a socket.
-    #[error("admin.socket = {}: not a socket; remove the file, or set another path", .0.display())]
-    NoSocket(PathBuf),
+    #[error("{key} = {}: not a socket; remove the file, or set another path", .path.display())]
+    NoSocket {
+        /// The setting.
+        key: &'static str,
+        /// The path.
+        path: PathBuf,
+    },
     /// A system call failed.
-    #[error("admin.socket = {}: cannot create it ({source}); set a path in a writable directory, or \"off\"", .path.display())]
+    #[error("{key} = {}: cannot create it ({source}); set a path in a writable directory, or \"off\"", .path.display())]
     System {
+        /// The setting.
+        key: &'static str,
         /// The path.
         path: PathBuf,
         /// The error.
@@ -38,13 +50,13 @@ impl Drop for SocketFile {
     }
 }
 
-/// Listens at `path`, with access for the owner only. Replaces the socket of a dead daemon.
-pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), AdminSocketError> {
-    let system = |source| AdminSocketError::System { path: path.to_owned(), source };
+/// Listens at `path`, the value of the setting `key`, with access for the owner only. Replaces the socket of a dead daemon.
+pub(crate) fn listen(path: &Path, key: &'static str) -> Result<(UnixListener, SocketFile), AdminSocketError> {
+    let system = |source| AdminSocketError::System { key, path: path.to_owned(), source };
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory).map_err(system)?;
     }
-    clear(path)?;
+    clear(path, key)?;
     // Bound under another name and then moved, so that nobody can connect before the permissions are set.
     let mut fresh = path.as_os_str().to_owned();
     fresh.push(format!(".{}", std::process::id()));
@@ -60,17 +72,17 @@ pub(crate) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), AdminSoc
 }
 
 /// Checks that `path` is free, or a dead socket that may be replaced.
-fn clear(path: &Path) -> Result<(), AdminSocketError> {
+fn clear(path: &Path, key: &'static str) -> Result<(), AdminSocketError> {
     use std::os::unix::fs::FileTypeExt;
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(source) => Err(AdminSocketError::System { path: path.to_owned(), source }),
-        Ok(found) if !found.file_type().is_socket() => Err(AdminSocketError::NoSocket(path.to_owned())),
+        Err(source) => Err(AdminSocketError::System { key, path: path.to_owned(), source }),
+        Ok(found) if !found.file_type().is_socket() => Err(AdminSocketError::NoSocket { key, path: path.to_owned() }),
         Ok(_) => match UnixStream::connect(path) {
             // Nobody listens: a dead daemon left it.
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(()),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            _ => Err(AdminSocketError::Live(path.to_owned())),
+            _ => Err(AdminSocketError::Live { key, path: path.to_owned() }),
         },
     }
 }
@@ -79,18 +91,20 @@ fn clear(path: &Path) -> Result<(), AdminSocketError> {
 mod tests {
     use super::*;
 
+    const KEY: &str = "admin.socket";
+
     #[tokio::test]
     async fn a_live_socket_is_rejected_a_dead_one_replaced_and_other_files_left_alone() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("deep/admin.sock");
-        let (listener, file) = listen(&path).unwrap();
+        let (listener, file) = listen(&path, KEY).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
-        assert!(matches!(listen(&path), Err(AdminSocketError::Live(at)) if at == path));
+        assert!(matches!(listen(&path, KEY), Err(AdminSocketError::Live { path: at, .. }) if at == path));
         assert!(UnixStream::connect(&path).is_ok(), "the rejected attempt left it working");
         drop(listener);
         // As after a kill: the file exists, and nobody listens.
         assert!(path.exists());
-        let (listener, again) = listen(&path).unwrap();
+        let (listener, again) = listen(&path, KEY).unwrap();
         assert!(UnixStream::connect(&path).is_ok());
         drop((listener, again, file));
         assert!(!path.exists(), "removed at the end");
@@ -98,10 +112,13 @@ mod tests {
         assert!(names.is_empty(), "{names:?}");
 
         fs::write(&path, "precious").unwrap();
-        assert!(matches!(listen(&path), Err(AdminSocketError::NoSocket(_))));
+        assert!(matches!(listen(&path, KEY), Err(AdminSocketError::NoSocket { .. })));
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
         let under_a_file = path.join("admin.sock");
-        let error = listen(&under_a_file).unwrap_err().to_string();
-        assert!(error.contains("cannot create it") && !error.contains('\n'), "{error}");
+        let error = listen(&under_a_file, KEY).unwrap_err().to_string();
+        assert!(
+            error.starts_with("admin.socket = ") && error.contains("cannot create it") && !error.contains('\n'),
+            "{error}"
+        );
     }
 }

@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 
 pub use layers::{ConfigLayers, LoadedConfig, changed_keys};
 pub use network::{Encapsulation, FromPods, HostVeth, Xdp, XdpMode};
-pub use operation::{Admin, AdminSocketPath, FaultInjection, Metrics, MetricsAddress, VerdictLog, VerdictOutput};
+pub use operation::{Admin, Capture, FaultInjection, Metrics, MetricsAddress, SocketPath, VerdictLog, VerdictOutput};
 pub use read::ConfigError;
 pub use values::{
     Cores, FrameSize, InterfaceName, InterfacePattern, InvalidValue, MemorySize, MidstreamPickup, NodeName, RingSize,
@@ -105,6 +105,9 @@ pub struct Config {
     /// The admin API.
     #[serde(default)]
     pub admin: Admin,
+    /// Captures.
+    #[serde(default)]
+    pub capture: Capture,
     /// Metrics and probes.
     #[serde(default)]
     pub metrics: Metrics,
@@ -143,6 +146,7 @@ impl Config {
             *path = directory.join(&*path);
         }
         self.admin.socket.start_at(directory);
+        self.capture.socket.start_at(directory);
         self.verdict_log.output.start_at(directory);
     }
 }

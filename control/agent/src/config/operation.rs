@@ -1,4 +1,4 @@
-//! Interfaces of a running daemon to its operator: `[admin]`, `[metrics]`, `[verdict_log]`; and `[debug]`.
+//! Interfaces of a running daemon to its operator: `[admin]`, `[capture]`, `[metrics]`, `[verdict_log]`; and `[debug]`.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -16,15 +16,15 @@ use super::values::{InvalidValue, TimeSpan, invalid, written_as_text};
 #[serde(deny_unknown_fields, default)]
 pub struct Admin {
     /// Path of the admin API's unix socket, at most 90 bytes; or `"off"`.
-    pub socket: AdminSocketPath,
+    pub socket: SocketPath,
 }
 
 /// The path of a unix socket, or `"off"`.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]
-pub struct AdminSocketPath(Option<PathBuf>);
+pub struct SocketPath(Option<PathBuf>);
 
-impl AdminSocketPath {
+impl SocketPath {
     /// The path, unless it is off.
     pub fn path(&self) -> Option<&Path> {
         self.0.as_deref()
@@ -37,7 +37,7 @@ impl AdminSocketPath {
     }
 }
 
-impl fmt::Display for AdminSocketPath {
+impl fmt::Display for SocketPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
             None => f.write_str("off"),
@@ -46,9 +46,9 @@ impl fmt::Display for AdminSocketPath {
     }
 }
 
-written_as_text!(AdminSocketPath);
+written_as_text!(SocketPath);
 
-impl Default for AdminSocketPath {
+impl Default for SocketPath {
     fn default() -> Self {
         Self(Some(DEFAULT_SOCKET.into()))
     }
@@ -57,7 +57,7 @@ impl Default for AdminSocketPath {
 /// Bytes of a path in `struct sockaddr_un`, its final NUL included (unix(7)).
 const LONGEST_SOCKET: usize = 108;
 
-impl TryFrom<String> for AdminSocketPath {
+impl TryFrom<String> for SocketPath {
     type Error = InvalidValue;
 
     fn try_from(text: String) -> Result<Self, InvalidValue> {
@@ -69,6 +69,28 @@ impl TryFrom<String> for AdminSocketPath {
             }
             path => Ok(Self(Some(path.into()))),
         }
+    }
+}
+
+/// Captures (`[capture]`).
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Capture {
+    /// Path of the unix socket, at most 90 bytes, by which its owner alone gets copies of packets with what pods say to each
+    /// other; or `"off"`.
+    pub socket: SocketPath,
+    /// Packets that wait for the reader of a capture; more are lost to the capture. Each takes as many bytes as the capture
+    /// keeps of a packet, while it runs.
+    #[schemars(range(min = 1, max = MAX_CAPTURE_QUEUE))]
+    pub queue: u32,
+}
+
+/// Most packets that wait for the reader of a capture: 256 MiB of the longest frames.
+pub(super) const MAX_CAPTURE_QUEUE: u32 = 65_536;
+
+impl Default for Capture {
+    fn default() -> Self {
+        Self { socket: SocketPath(None), queue: 4096 }
     }
 }
 

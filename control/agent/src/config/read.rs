@@ -6,6 +6,7 @@ use penstock_dataplane::conntrack::Timeouts;
 use toml::de::{DeTable, DeValue};
 use toml::{Table, Value};
 
+use super::operation::MAX_CAPTURE_QUEUE;
 use super::values::{InvalidValue, invalid};
 use super::{Config, FailMode, HostVeth, InterfaceName, MIN_CONNECTIONS, OnExit, RENAMED_KEYS, Source};
 
@@ -85,6 +86,9 @@ impl Config {
         if let Some(name) = self.conntrack.timeouts.keys().find(|name| !Timeouts::NAMES.contains(&name.as_str())) {
             let names = Timeouts::NAMES.join(", ");
             return wrong(&["conntrack", "timeouts", name], invalid!("unknown timeout; use one of: {names}"));
+        }
+        if !(1..=MAX_CAPTURE_QUEUE).contains(&self.capture.queue) {
+            return wrong(&["capture", "queue"], invalid!("out of range; set 1 to {MAX_CAPTURE_QUEUE}"));
         }
         if self.host_veth.node == self.host_veth.workers {
             return wrong(&["host_veth", "node"], invalid!("both ends of the pair have this name; set two names"));
@@ -377,6 +381,8 @@ mod tests {
             ("[log]\nlevel = \"loud\"\n", ":5: log.level = \"loud\": unknown value; use one of \"error\", \"warn\""),
             ("[xdp]\nmode = \"fast\"\n", ":5: xdp.mode = \"fast\": unknown value; use \"native\" or \"generic\""),
             ("[admin]\nsocket = \"\"\n", ":5: admin.socket = \"\": no path; set one, or \"off\""),
+            ("[capture]\nsocket = \"\"\n", ":5: capture.socket = \"\": no path; set one, or \"off\""),
+            ("[capture]\nqueue = 0\n", ":5: capture.queue = 0: out of range; set 1 to 65536"),
             ("[metrics]\nlisten = \"9469\"\n", ":5: metrics.listen = \"9469\": not an address with a port; write"),
             ("[verdict_log]\noutput = \"\"\n", ":5: verdict_log.output = \"\": no file; set its path"),
             (

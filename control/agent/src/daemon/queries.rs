@@ -16,14 +16,14 @@ use crate::{logging, preflight, report};
 
 /// How many connections or records are named under one lock of the [`SnapshotInputs`]: policy waits for that many at
 /// most.
-const NAMED_PER_LOCK: usize = 200;
+pub(super) const NAMED_PER_LOCK: usize = 200;
 
 /// Keys that a running daemon reloads; all others need a restart.
 const RELOADABLE: [&str; 3] = ["log.level", "node_addresses", "verdict_log."];
 
 impl Daemon<'_> {
     /// The daemon's state to read. Whatever waits for the kernel or a worker is read before `inputs` is locked.
-    fn view<'v>(&'v self, inputs: &'v SnapshotInputs) -> DaemonView<'v> {
+    pub(super) fn view<'v>(&'v self, inputs: &'v SnapshotInputs) -> DaemonView<'v> {
         DaemonView {
             config: self.config,
             objects: &inputs.objects,
@@ -35,6 +35,8 @@ impl Daemon<'_> {
             stale: inputs.stale,
             rejected: self.operation.rejected.as_ref(),
             samples: &self.operation.samples,
+            capture: self.operation.capture.as_ref(),
+            captured: self.operation.captured,
             unwritten: self.operation.verdicts.unwritten(),
             started: self.operation.started,
         }
@@ -43,6 +45,10 @@ impl Daemon<'_> {
     /// Handles one event of the operation.
     pub(super) async fn operate(&mut self, next: OperationEvent) {
         match next {
+            OperationEvent::Answer(StateQuery::Capture { query, answer }) => {
+                drop(answer.send(self.start_capture(&query)));
+            }
+            OperationEvent::Capture => self.forward_capture(),
             OperationEvent::Answer(query) => self.answer(query).await,
             OperationEvent::Sample => self.operation.samples.keep(CounterSample::take(&self.dataplane, &self.ports)),
             OperationEvent::Write => self.write_verdicts(),
@@ -97,6 +103,8 @@ impl Daemon<'_> {
             }
             StateQuery::Health(answer) => drop(answer.send(self.health())),
             StateQuery::Readiness(answer) => drop(answer.send(self.readiness())),
+            // `operate` has answered it, because it changes the daemon's state.
+            StateQuery::Capture { .. } => {}
             StateQuery::Dump(answer) => drop(answer.send(self.dump().await)),
         }
     }

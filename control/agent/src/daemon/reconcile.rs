@@ -55,6 +55,7 @@ impl Daemon<'_> {
         self.publisher.update_ports(self.ports.layout(), NodeNetwork::of(&self.netstate), why, seen);
         self.close_ports(gone);
         self.ports.retract();
+        self.follow_capture();
         self.update_routes().await;
         Ok(())
     }

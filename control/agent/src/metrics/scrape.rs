@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use penstock_admin::capture::CaptureCounts;
 use penstock_dataplane::conntrack::ConnTable;
 use penstock_dataplane::policy;
 use penstock_dataplane::worker::{DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths};
@@ -45,6 +46,8 @@ pub(crate) struct Scrape {
     /// Only if workers translate.
     services: Option<ServiceMetrics>,
     verdicts: VerdictLogCounts,
+    captured: CaptureCounts,
+    is_capturing: bool,
     source: Vec<(ObjectKind, KindHealth)>,
     config_rejected: bool,
     stale: Option<StaleObjects>,
@@ -113,6 +116,8 @@ impl Scrape {
                 suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
             },
+            captured: view.captured(),
+            is_capturing: view.capture.is_some(),
             source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
             config_rejected: view.rejected.is_some(),
             stale: view.stale,
@@ -408,6 +413,16 @@ impl Scrape {
         })
     }
 
+    fn encode_captures(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        to.gauge("penstock_capture_running", "Whether a capture runs", f64::from(u8::from(self.is_capturing)))?;
+        let CaptureCounts { packets, lost, .. } = self.captured;
+        to.family(FamilyType::Counter, "penstock_capture_packets", "Packets of captures", |add| {
+            add.count(&[], packets)
+        })?;
+        let help = "Packets that captures lost because their reader was too slow";
+        to.family(FamilyType::Counter, "penstock_capture_lost_packets", help, |add| add.count(&[], lost))
+    }
+
     fn encode_rest(&self, to: &mut Exposition<'_>) -> fmt::Result {
         let frames = &self.depths.frames;
         to.gauges(
@@ -488,6 +503,7 @@ impl Collector for Scrape {
         if let Some(services) = &self.services {
             services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
         }
+        self.encode_captures(&mut to)?;
         self.encode_rest(&mut to)
     }
 }

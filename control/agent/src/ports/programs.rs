@@ -203,6 +203,14 @@ impl InterfacePrograms {
         }
     }
 
+    /// With tcx: whether programs leave all packets of the pod to the workers.
+    pub(super) fn set_captured(&mut self, is_captured: bool) -> Result<(), TcxMapError> {
+        match self {
+            Self::Tcx { veth, .. } => veth.set_captured(is_captured),
+            Self::Xdp(_) | Self::Pairs(_) => Ok(()),
+        }
+    }
+
     /// Leaves pinned programs attached.
     pub(super) fn keep(self) {
         match self {

@@ -1,5 +1,7 @@
 //! Read access to the ports, for snapshots, answers, metrics and statistics.
 
+use std::net::IpAddr;
+
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::XdpOutcomeCounts;
@@ -83,6 +85,24 @@ impl OpenPorts {
             .values()
             .find(|attachment| attachment.served && attachment.open.id == port)
             .map(|attachment| &attachment.last.pod)
+    }
+
+    /// The pod with this address, if it is served.
+    pub(crate) fn pod_with(&self, address: IpAddr) -> Option<&ObjectKey> {
+        let mut served = self.pods.values().filter(|attachment| attachment.served);
+        served.find(|attachment| attachment.last.addresses.contains(&address)).map(|attachment| &attachment.last.pod)
+    }
+
+    /// What is behind a port, by a name: a pod's `namespace/name`, `node`, or an interface. `None` if it is not served.
+    pub(crate) fn name_of(&self, port: PortId) -> Option<String> {
+        let interface = |open: &AttachedPort| match open.port.kind {
+            PortKind::Host => "node".to_owned(),
+            PortKind::Pod | PortKind::Uplink => open.programs.interface().name.clone(),
+        };
+        let pods = self.pods.values().filter(|attachment| attachment.served);
+        pods.map(|attachment| (attachment.open.id, attachment.last.pod.to_string()))
+            .chain(self.permanent.iter().map(|open| (open.id, interface(open))))
+            .find_map(|(id, name)| (id == port).then_some(name))
     }
 
     /// Interfaces that are closed because their pod is not known, with their counters.

@@ -1,8 +1,8 @@
-//! Writes pcapng: little-endian, Ethernet, nanoseconds, one comment per packet.
+//! Writes pcapng: little-endian, Ethernet, nanoseconds, one comment per packet, and how many packets an interface lost.
 
 use std::io::{self, Write};
 
-use super::{CaptureInterface, Record};
+use super::{CaptureInterface, InterfaceId, Record, Time};
 
 /// Writes packets into one section. Describes an interface before its first packet.
 pub struct CaptureWriter<W> {
@@ -14,11 +14,14 @@ pub struct CaptureWriter<W> {
 
 const SECTION_HEADER: u32 = 0x0a0d_0d0a;
 const INTERFACE_DESCRIPTION: u32 = 1;
+const INTERFACE_STATISTICS: u32 = 5;
 const ENHANCED_PACKET: u32 = 6;
 const COMMENT: u16 = 1;
 const SHB_USER_APPLICATION: u16 = 4;
 const IF_NAME: u16 = 2;
 const IF_TSRESOL: u16 = 9;
+const ISB_IFRECV: u16 = 4;
+const ISB_IFDROP: u16 = 5;
 const PADDING: [u8; 3] = [0; 3];
 
 impl<W: Write> CaptureWriter<W> {
@@ -43,8 +46,8 @@ impl<W: Write> CaptureWriter<W> {
         frame: &[u8],
         comment: &str,
     ) -> io::Result<()> {
-        let number = self.number(record, interface)?;
-        let comment = &comment.as_bytes()[..comment.len().min(usize::from(u16::MAX) - 3)];
+        let number = self.number(record.interface, interface)?;
+        let comment = shortened(comment);
         let options = if comment.is_empty() { 0 } else { option_len(comment.len()) + 4 };
         let length = (32 + padded(frame.len()) + options) as u32;
         let stamp = record.time.0;
@@ -61,6 +64,33 @@ impl<W: Write> CaptureWriter<W> {
         words(&mut self.output, &[length])
     }
 
+    /// Writes how many packets were received at an interface until `time`, and how many of them are not in the capture.
+    pub fn statistics(
+        &mut self,
+        (time, id): (Time, InterfaceId),
+        interface: &CaptureInterface,
+        (received, lost): (u64, u64),
+        comment: &str,
+    ) -> io::Result<()> {
+        let number = self.number(id, interface)?;
+        let comment = shortened(comment);
+        let comment_len = if comment.is_empty() { 0 } else { option_len(comment.len()) };
+        let length = (24 + comment_len + 2 * option_len(8) + 4) as u32;
+        let stamp = time.0;
+        words(&mut self.output, &[INTERFACE_STATISTICS, length, number, (stamp >> 32) as u32, stamp as u32])?;
+        if !comment.is_empty() {
+            option(&mut self.output, COMMENT, comment)?;
+        }
+        option(&mut self.output, ISB_IFRECV, &received.to_le_bytes())?;
+        option(&mut self.output, ISB_IFDROP, &lost.to_le_bytes())?;
+        words(&mut self.output, &[0, length])
+    }
+
+    /// Passes on what the output has buffered.
+    pub fn flush(&mut self) -> io::Result<()> {
+        self.output.flush()
+    }
+
     /// Returns the output, with all packets written to it.
     pub fn into_inner(self) -> W {
         self.output
@@ -71,8 +101,8 @@ impl<W: Write> CaptureWriter<W> {
         &mut self.output
     }
 
-    fn number(&mut self, record: &Record, interface: &CaptureInterface) -> io::Result<u32> {
-        let index = record.interface.index();
+    fn number(&mut self, id: InterfaceId, interface: &CaptureInterface) -> io::Result<u32> {
+        let index = id.index();
         if let Some(Some(number)) = self.numbers.get(index) {
             return Ok(*number);
         }
@@ -94,6 +124,11 @@ impl<W: Write> CaptureWriter<W> {
         self.numbers[index] = Some(number);
         Ok(number)
     }
+}
+
+/// A comment that an option has room for.
+fn shortened(comment: &str) -> &[u8] {
+    &comment.as_bytes()[..comment.len().min(usize::from(u16::MAX) - 3)]
 }
 
 const fn padded(length: usize) -> usize {

@@ -1,0 +1,264 @@
+//! Captures: copies of packets with their verdicts, for a reader that looks in.
+//!
+//! While no capture runs, a batch costs one check. A capture comes to each worker as a command between two poll iterations,
+//! with all memory that the worker needs for it. Copies go into a bounded queue of buffers that were made before; a packet
+//! for which no buffer is free is counted as lost. So a slow reader loses packets of the capture, and never delays a worker.
+
+mod filter;
+mod program;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use crossbeam::queue::ArrayQueue;
+
+pub use filter::{CaptureFilter, CapturedPod};
+pub use program::{FilterInstruction, FilterProgram, FilterProgramError};
+
+use super::verdicts::{LoggedEvaluation, Recorder};
+use crate::conntrack::{ConnTable, Timestamp};
+use crate::forward::PortId;
+use crate::io::tag;
+use crate::packet::{Flow, parse};
+use crate::pipeline::{BATCH, Frames, Verdict};
+use crate::{Epoch, Snapshot};
+use filter::SeenPacket;
+
+/// Bytes of both Ethernet addresses.
+const MACS: usize = 12;
+
+/// What a capture is: which packets, and where their copies go.
+#[derive(Clone, Debug)]
+pub struct Capture {
+    /// Which packets.
+    pub filter: Arc<CaptureFilter>,
+    /// Where their copies go.
+    pub queue: Arc<CaptureQueue>,
+}
+
+/// A packet of a capture.
+#[derive(Clone, Debug)]
+pub struct CapturedPacket {
+    /// When its batch was received.
+    pub at: Instant,
+    /// Index of the worker.
+    pub worker: usize,
+    /// Ingress port.
+    pub ingress: PortId,
+    /// What was decided.
+    pub verdict: Verdict,
+    /// Epoch of the snapshot.
+    pub epoch: Epoch,
+    /// Whether this is the packet as it leaves, with another flow than it came with. The packet as it came is before it.
+    pub is_translated: bool,
+    /// Bytes of the frame, Ethernet header included.
+    pub length: usize,
+    /// The first of them, at most as many as the capture keeps.
+    pub bytes: Vec<u8>,
+    /// The flow of the packet's connection, in the direction in which it was opened; of a connection to a Service that to
+    /// its backend. `None` if the table has none for the packet's own flow, as for an ICMP error.
+    pub original: Option<Flow>,
+    /// The flow of the packet that opened a connection to a Service, as its client sent it.
+    pub frontend: Option<Flow>,
+    /// Connection id, as in the verdict log ([`ConnTable::connection_id`]): of a dropped packet, that which its connection
+    /// would have.
+    pub connection: Option<u64>,
+    /// The policy verdict, if policy was evaluated for this packet.
+    pub evaluation: Option<LoggedEvaluation>,
+}
+
+/// The queue of copies from all workers to one reader.
+#[derive(Debug)]
+pub struct CaptureQueue {
+    /// Bytes that are kept of each packet.
+    snap_length: usize,
+    filled: ArrayQueue<CapturedPacket>,
+    free: ArrayQueue<Vec<u8>>,
+    lost: AtomicU64,
+}
+
+impl CaptureQueue {
+    /// A queue of so many packets, at least one, of which `snap_length` bytes each are kept. All memory is allocated here.
+    pub fn new(packets: usize, snap_length: usize) -> Self {
+        let packets = packets.max(1);
+        let free = ArrayQueue::new(packets);
+        for _ in 0..packets {
+            // It has room for all of them.
+            let _ = free.push(Vec::with_capacity(snap_length));
+        }
+        Self { snap_length, filled: ArrayQueue::new(packets), free, lost: AtomicU64::new(0) }
+    }
+
+    /// Takes the oldest packet. Give its buffer back with [`CaptureQueue::give_back`].
+    pub fn take(&self) -> Option<CapturedPacket> {
+        self.filled.pop()
+    }
+
+    /// Returns the buffer of a packet that was read.
+    pub fn give_back(&self, mut bytes: Vec<u8>) {
+        bytes.clear();
+        if bytes.capacity() >= self.snap_length {
+            // Only if it is none of this queue's.
+            let _ = self.free.push(bytes);
+        }
+    }
+
+    /// Packets that fit the filter and found no free buffer.
+    pub fn lost(&self) -> u64 {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    fn buffer(&self) -> Option<Vec<u8>> {
+        let buffer = self.free.pop();
+        if buffer.is_none() {
+            self.lost.fetch_add(1, Ordering::Relaxed);
+        }
+        buffer
+    }
+}
+
+/// A packet of the current batch as it came.
+#[derive(Clone, Copy, Default)]
+struct Received {
+    flow: Option<Flow>,
+    /// Bytes of the frame.
+    length: usize,
+    fits_program: bool,
+}
+
+/// A worker's side of a capture.
+pub(crate) struct CaptureTap {
+    capture: Capture,
+    worker: usize,
+    received: [Received; BATCH],
+    /// The first bytes of each frame as it came, one after the other.
+    bytes: Box<[u8]>,
+}
+
+/// What holds for all packets of a batch.
+pub(super) struct CapturedBatch<'a> {
+    pub(super) snapshot: &'a Snapshot,
+    pub(super) connections: &'a ConnTable,
+    pub(super) at: Instant,
+    pub(super) now: Timestamp,
+    pub(super) ingress: PortId,
+}
+
+impl CaptureTap {
+    /// For one worker.
+    pub(super) fn new(capture: Capture, worker: usize) -> Self {
+        let bytes = vec![0; BATCH * capture.queue.snap_length].into();
+        Self { capture, worker, received: [Received::default(); BATCH], bytes }
+    }
+
+    /// Keeps the frames of a batch as they came. Call it before they are rewritten.
+    pub(super) fn keep(&mut self, frames: &mut impl Frames) {
+        let snap_length = self.capture.queue.snap_length;
+        for (index, received) in self.received.iter_mut().enumerate().take(frames.len()) {
+            let frame = frames.bytes(index);
+            let kept = frame.len().min(snap_length);
+            self.bytes[index * snap_length..][..kept].copy_from_slice(&frame[..kept]);
+            *received = Received {
+                flow: parse(frame).ok().map(|packet| packet.flow),
+                length: frame.len(),
+                fits_program: self.capture.filter.fits_program(frame),
+            };
+        }
+    }
+
+    /// Copies the packets that fit, which were processed with `recorder` as their observer.
+    pub(super) fn record(
+        &mut self,
+        batch: &CapturedBatch<'_>,
+        frames: &mut impl Frames,
+        verdicts: &[Verdict; BATCH],
+        recorder: &Recorder,
+    ) {
+        // On a pair the addresses are tags for workers and programs.
+        let port = batch.snapshot.forwarding.port(batch.ingress);
+        let has_macs = port.is_some_and(|port| port.own_mac != tag::FROM);
+        for (index, &verdict) in verdicts.iter().enumerate().take(frames.len()) {
+            let received = self.received[index];
+            let frame = frames.bytes(index);
+            let sent = sent_flow(&received, verdict, frame);
+            let evaluated = recorder.evaluated(index);
+            let (original, frontend) = batch.connection_of(received.flow).unzip();
+            let frontend = frontend.flatten();
+            let refused = received.flow.filter(|_| matches!(verdict, Verdict::Drop(_)));
+            let of_connection = original.or(evaluated.map(|it| it.flow)).or(refused);
+            let connection = of_connection.map(|flow| batch.connections.connection_id(&flow));
+            let filter = &self.capture.filter;
+            let seen = SeenPacket {
+                ingress: batch.ingress,
+                verdict,
+                flows: [received.flow, sent, of_connection],
+                connection,
+                fits_program: received.fits_program || sent.is_some() && filter.fits_program(frame),
+            };
+            if !filter.fits(&seen) {
+                continue;
+            }
+            let packet = CapturedPacket {
+                at: batch.at,
+                worker: self.worker,
+                ingress: batch.ingress,
+                verdict,
+                epoch: batch.snapshot.epoch,
+                is_translated: false,
+                length: received.length,
+                bytes: Vec::new(),
+                original,
+                frontend,
+                connection,
+                evaluation: evaluated.map(|it| it.name(batch.snapshot)),
+            };
+            let translated =
+                sent.map(|_| CapturedPacket { is_translated: true, length: frame.len(), ..packet.clone() });
+            let snap_length = self.capture.queue.snap_length;
+            let kept = &self.bytes[index * snap_length..][..received.length.min(snap_length)];
+            self.push(packet, kept, has_macs);
+            if let Some(translated) = translated {
+                self.push(translated, frame, has_macs);
+            }
+        }
+    }
+
+    fn push(&self, packet: CapturedPacket, frame: &[u8], has_macs: bool) {
+        let queue = &self.capture.queue;
+        let Some(mut bytes) = queue.buffer() else { return };
+        bytes.extend_from_slice(&frame[..frame.len().min(queue.snap_length)]);
+        if !has_macs {
+            let macs = bytes.len().min(MACS);
+            bytes[..macs].fill(0);
+        }
+        // There are as many places as buffers.
+        let _ = queue.filled.push(CapturedPacket { bytes, ..packet });
+    }
+}
+
+/// The flow with which a packet leaves, if that is another than it came with.
+fn sent_flow(received: &Received, verdict: Verdict, frame: &[u8]) -> Option<Flow> {
+    match verdict {
+        Verdict::Drop(_) => None,
+        Verdict::Forward(_) => {
+            let sent = parse(frame).ok()?.flow;
+            (Some(sent) != received.flow).then_some(sent)
+        }
+    }
+}
+
+impl CapturedBatch<'_> {
+    /// The flow in which the packet's connection was opened, and that of its client if it is one to a Service.
+    fn connection_of(&self, flow: Option<Flow>) -> Option<(Flow, Option<Flow>)> {
+        let found = self.connections.find(&self.connections.prepare(&flow?), self.now)?;
+        if !found.is_translated() {
+            return Some((found.original_flow(), None));
+        }
+        let translated = self.connections.translated(&found, self.now)?;
+        Some((translated.connection.original_flow(), Some(translated.frontend)))
+    }
+}
+
+#[cfg(test)]
+mod tests;
