@@ -15,7 +15,8 @@ use penstock_dataplane::pipeline::{
     Verdict,
 };
 use penstock_dataplane::policy::{
-    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, PolicyVerdict, RuleTable,
+    AddressOwner, Endpoint, EndpointId, EndpointPolicy, EvaluationForm, Identity, NodeId, PolicySet, PolicyVerdict,
+    RuleTable,
 };
 use penstock_dataplane::reply::OnRevoke;
 use penstock_dataplane::{Epoch, Snapshot};
@@ -313,7 +314,7 @@ impl OriginalSources for OfClient {
 struct Evaluated(Vec<(IpAddr, IpAddr)>);
 
 impl Observer for Evaluated {
-    fn evaluated(&mut self, _: usize, flow: &Flow, _: &PolicyVerdict, _: EvaluationReason) {
+    fn evaluated(&mut self, _: usize, flow: &Flow, _: &PolicyVerdict, _: EvaluationForm, _: EvaluationReason) {
         self.0.push((flow.src.into(), flow.dst.into()));
     }
 }

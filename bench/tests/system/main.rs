@@ -12,4 +12,5 @@ mod operation;
 mod policy;
 mod privileges;
 mod transfer;
+mod trial;
 mod xdp_mode;

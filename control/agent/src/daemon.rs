@@ -32,6 +32,7 @@ use super::policy_thread::{FollowedChanges, PolicyThread};
 use super::ports::OpenPorts;
 use super::preflight::{self, Level, PreflightFinding};
 use super::publisher::Publisher;
+use super::trial::{TrialContext, TrialFeed};
 use super::recorded_objects::{ObjectFile, ObjectRecorder, RecordedLines, StaleObjects};
 use super::signals::{Signal, Signals};
 use super::{RunError, last_good, logging};
@@ -201,6 +202,8 @@ struct Daemon<'a> {
     publisher: Arc<Publisher>,
     /// Removes the connections of released addresses.
     clearing_thread: JoinHandle<()>,
+    /// Judges what is staged.
+    trial_thread: JoinHandle<()>,
     dataplane: Arc<Dataplane>,
     ports: OpenPorts,
     node_path: NodePath,
@@ -254,8 +257,11 @@ impl<'a> Daemon<'a> {
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
-        let publisher = Arc::new(Publisher::new(config, objects, stale, &dataplane, clearing));
+        let (trial, trial_messages) = TrialFeed::new();
+        let publisher = Arc::new(Publisher::new(config, objects, stale, &dataplane, clearing, trial));
         let clearing_thread = start_clearing_thread(jobs, config, &dataplane, &publisher).map_err(RunError::failed)?;
+        let trial = TrialContext::new(config.node.as_str(), &dataplane, &publisher);
+        let trial_thread = trial.start(trial_messages).map_err(RunError::failed)?;
         let mut daemon = Self {
             config,
             netlink,
@@ -263,6 +269,7 @@ impl<'a> Daemon<'a> {
             read_took: Duration::ZERO,
             publisher,
             clearing_thread,
+            trial_thread,
             dataplane,
             ports,
             node_path,
@@ -404,11 +411,12 @@ impl<'a> Daemon<'a> {
     /// the node's own traffic again) or leaves it to the next daemon, with programs that drop because they have no
     /// sockets.
     async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
-        let Self { dataplane, ports, node_path, close_first, publisher, clearing_thread, .. } = self;
+        let Self { dataplane, ports, node_path, close_first, publisher, clearing_thread, trial_thread, .. } = self;
         drop(close_first);
         publisher.end();
         // A panic has been reported on standard error.
         let _ = clearing_thread.join();
+        let _ = trial_thread.join();
         drop(publisher);
         let removed = match leaves {
             OnExit::Keep => {

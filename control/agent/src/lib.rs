@@ -39,6 +39,7 @@ mod samples;
 mod scans;
 mod signals;
 mod state_file;
+mod trial;
 mod verdicts;
 mod view;
 

@@ -26,8 +26,10 @@ pub(super) struct NodeObjects {
     pods: BTreeMap<ObjectKey, Pod>,
     /// Addresses of other nodes, by node name.
     others: BTreeMap<String, Vec<IpAddr>>,
-    /// NetworkPolicies and ClusterNetworkPolicies.
+    /// NetworkPolicies and ClusterNetworkPolicies that are in force.
     policies: BTreeSet<ObjectRef>,
+    /// What the engine was given, if someone follows it.
+    followed: Option<Vec<ObjectChange>>,
     /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
 }
@@ -54,6 +56,7 @@ impl NodeObjects {
             pods: BTreeMap::new(),
             others: BTreeMap::new(),
             policies: BTreeSet::new(),
+            followed: None,
             service_problems: BTreeSet::new(),
         }
     }
@@ -89,7 +92,11 @@ impl NodeObjects {
                     pods |= self.pods.remove(key).is_some();
                 }
                 ObjectChange::Set(object @ (Object::NetworkPolicy(_) | Object::ClusterNetworkPolicy(_))) => {
-                    self.policies.insert(object.reference());
+                    if object.is_staged() {
+                        self.policies.remove(&object.reference());
+                    } else {
+                        self.policies.insert(object.reference());
+                    }
                 }
                 ObjectChange::Delete(key @ (ObjectRef::NetworkPolicy(_) | ObjectRef::ClusterNetworkPolicy(_))) => {
                     self.policies.remove(key);
@@ -101,7 +108,7 @@ impl NodeObjects {
         let before = self.addresses.clone();
         others.extend(self.own_node(interfaces));
         nodes |= before != self.addresses;
-        ChangeEffect { policy: self.engine.apply(others), pods, nodes }
+        ChangeEffect { policy: self.give(others), pods, nodes }
     }
 
     /// Logs once what of the Services cannot be as written.
@@ -116,9 +123,26 @@ impl NodeObjects {
     /// Applies the addresses on the node's interfaces. Returns whether the policy may differ.
     pub(super) fn apply_addresses(&mut self, interfaces: &[IpAddr]) -> bool {
         match self.own_node(interfaces) {
-            Some(change) => self.engine.apply([change]),
+            Some(change) => self.give(vec![change]),
             None => false,
         }
+    }
+
+    fn give(&mut self, changes: Vec<ObjectChange>) -> bool {
+        if let Some(followed) = &mut self.followed {
+            followed.extend(changes.iter().cloned());
+        }
+        self.engine.apply(changes)
+    }
+
+    /// Keeps what the engine is given from now on for [`NodeObjects::take_followed`], or no more.
+    pub(super) fn follow(&mut self, on: bool) {
+        self.followed = on.then(Vec::new);
+    }
+
+    /// What the engine was given since the last call; nothing while it is not followed.
+    pub(super) fn take_followed(&mut self) -> Vec<ObjectChange> {
+        self.followed.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Sets the configured addresses of this node; they take effect at the next read of the network.
@@ -173,7 +197,7 @@ impl NodeObjects {
         self.owner(address) == Some(pod)
     }
 
-    /// NetworkPolicies and ClusterNetworkPolicies in the cluster.
+    /// NetworkPolicies and ClusterNetworkPolicies of the cluster that are in force.
     pub(super) fn policies(&self) -> usize {
         self.policies.len()
     }
@@ -222,7 +246,7 @@ mod tests {
     use penstock_dataplane::packet::{Flow, Protocol};
 
     use super::*;
-    use penstock_policy::model::{NetworkPolicy, PodLifetime, Selector};
+    use penstock_policy::model::{NetworkPolicy, PodLifetime, Selector, Staging};
 
     fn address(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -251,6 +275,7 @@ mod tests {
             isolates: true,
             ingress: Some(Vec::new()),
             egress: None,
+            staging: Staging::InForce,
         }))
     }
 

@@ -16,6 +16,7 @@ use crate::ports::{OpenPorts, PortXdpCounters};
 use crate::progress::EnforcementProgress;
 use crate::recorded_objects::StaleObjects;
 use crate::samples::{CounterSample, CounterSamples};
+use crate::trial::StagedCounters;
 
 /// The daemon's state.
 pub(crate) struct DaemonView<'a> {
@@ -33,6 +34,8 @@ pub(crate) struct DaemonView<'a> {
     pub(crate) samples: &'a CounterSamples,
     /// Verdict log lines that could not be written.
     pub(crate) unwritten: u64,
+    /// What promotion of all that is staged would change.
+    pub(crate) staged: &'a StagedCounters,
     pub(crate) started: Instant,
 }
 

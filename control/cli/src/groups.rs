@@ -10,7 +10,7 @@ use clap::builder::{StyledStr, Styles};
 
 use super::{
     Failure, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, render, replay, run,
-    schema, status, top,
+    schema, status, top, trial,
 };
 
 /// All subcommands.
@@ -53,6 +53,7 @@ pub(super) enum PolicyCommand {
     Matrix(matrix::Args),
     Learn(learn::Args),
     Lint(lint::Args),
+    Trial(trial::Args),
     Render(render::Args),
 }
 
@@ -86,6 +87,7 @@ impl Command {
             Self::Policy(PolicyCommand::Matrix(args)) => matrix::run(args),
             Self::Policy(PolicyCommand::Learn(args)) => learn::run(args),
             Self::Policy(PolicyCommand::Lint(args)) => lint::run(args),
+            Self::Policy(PolicyCommand::Trial(args)) => trial::run(args),
             Self::Policy(PolicyCommand::Render(args)) => render::run(args),
             Self::Capture(CaptureCommand::Replay(args)) => replay::run(args),
             Self::Install(InstallCommand::Completion(args)) => completion::run(args),

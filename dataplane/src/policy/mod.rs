@@ -154,6 +154,18 @@ pub enum RuleScope {
     ClusterWide,
 }
 
+/// How policy was evaluated for a flow: what else may be asked of another set about the same packet.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum EvaluationForm {
+    /// As it stands.
+    #[default]
+    Plain,
+    /// As one that the node's stack forwards: its source has no exemption as the node's.
+    Forwarded,
+    /// As one of a pod to itself through a Service.
+    Hairpin,
+}
+
 /// What is known of the source and the destination of a flow.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FlowEnds<'a> {
@@ -175,6 +187,15 @@ impl PolicySet {
     #[inline]
     pub fn evaluate(&self, flow: &Flow) -> PolicyVerdict {
         self.evaluate_between(flow, self.ends(flow))
+    }
+
+    /// Evaluates policy for a flow as an earlier evaluation did.
+    pub fn evaluate_as(&self, flow: &Flow, form: EvaluationForm) -> PolicyVerdict {
+        match form {
+            EvaluationForm::Plain => self.evaluate(flow),
+            EvaluationForm::Forwarded => self.evaluate_forwarded(flow, self.ends(flow)),
+            EvaluationForm::Hairpin => self.evaluate_hairpin(flow),
+        }
     }
 
     /// What is known of an address.

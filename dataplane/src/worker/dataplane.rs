@@ -27,6 +27,7 @@ use super::verdicts::VerdictLog;
 use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
 use crate::conntrack::ConnTable;
 use crate::forward::{Mac, PortId};
+use crate::pipeline::OriginalSources;
 use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, tag};
 use crate::{Epoch, Snapshot};
 
@@ -91,6 +92,8 @@ pub struct Dataplane {
     /// Scheduling priority of each worker.
     priorities: Vec<Priority>,
     verdicts: Arc<VerdictLog>,
+    /// Senders whose source the node's stack has translated.
+    sources: Option<Arc<dyn OriginalSources>>,
 }
 
 impl fmt::Debug for Dataplane {
@@ -113,12 +116,12 @@ impl Dataplane {
     pub fn start(config: Config) -> Result<Self, StartError> {
         let (mode, on_revoke, sources) = (config.mode, config.on_revoke, config.sources.clone());
         let verdicts = Arc::new(VerdictLog::new(config.cores.len()));
-        let log = verdicts.clone();
+        let (log, kept) = (verdicts.clone(), sources.clone());
         let evaluate = move |worker, connections: &Arc<ConnTable>| {
             PolicyProcessor::new(connections.clone(), mode, on_revoke, worker, log.clone(), sources.clone())
         };
         let mut this = Self::start_with(config, evaluate)?;
-        this.verdicts = verdicts;
+        (this.verdicts, this.sources) = (verdicts, kept);
         Ok(this)
     }
 
@@ -156,6 +159,7 @@ impl Dataplane {
             cores: config.cores.clone(),
             priorities: Vec::new(),
             verdicts: Arc::new(VerdictLog::new(0)),
+            sources: None,
         };
         let (begun, all_begun) = unbounded();
         for (index, &core) in config.cores.iter().enumerate() {
@@ -352,6 +356,11 @@ impl Dataplane {
     /// The log of single packets; empty unless it has a budget.
     pub fn verdicts(&self) -> &Arc<VerdictLog> {
         &self.verdicts
+    }
+
+    /// The senders of connections whose source the node's stack has translated, as workers know them.
+    pub fn original_sources(&self) -> Option<&Arc<dyn OriginalSources>> {
+        self.sources.as_ref()
     }
 
     /// The kind of pages that the UMEM uses.

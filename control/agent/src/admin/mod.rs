@@ -1,4 +1,4 @@
-//! The admin API: HTTP with JSON over a unix socket, read-only, for the commands and for scripts.
+//! The admin API: HTTP with JSON over a unix socket, for the commands and for scripts. It changes nothing of what is in force.
 //!
 //! | path | answer |
 //! |---|---|
@@ -6,6 +6,7 @@
 //! | `/v1/flows` | [`penstock_admin::types::Flows`]; query: [`penstock_admin::types::FlowsQuery`] |
 //! | `/v1/explain` | [`penstock_admin::types::Explanation`]; query: [`penstock_admin::types::ExplainQuery`] |
 //! | `/v1/dump` | [`penstock_admin::types::Dump`] |
+//! | `/v1/trial` | [`penstock_admin::types::TrialStatus`]; `POST` takes a [`penstock_admin::types::TrialRequest`], `DELETE` ends it |
 //!
 //! The control thread answers between its other steps. The answers share nothing with the workers but their counters,
 //! and take no lock. Scans of the connection table, which take long, run on their own thread, one at a time.
@@ -14,6 +15,7 @@ mod answer;
 mod bundle;
 mod routes;
 mod socket;
+mod trial;
 
 use std::path::Path;
 

@@ -19,6 +19,7 @@ use crate::ports::PortRole;
 use crate::progress::StepTimes;
 use crate::recorded_objects::StaleObjects;
 use crate::scans::TableCounts;
+use crate::trial::{ChangeKind, ChangeTotals};
 use crate::view::{DaemonView, LiveCounters};
 
 /// The values of one scrape, except those of [`StepTimes`].
@@ -45,6 +46,8 @@ pub(crate) struct Scrape {
     /// Only if workers translate.
     services: Option<ServiceMetrics>,
     verdicts: VerdictLogCounts,
+    /// Staged policies, packets without a record, and what would change.
+    staged: (u64, u64, ChangeTotals),
     source: Vec<(ObjectKind, KindHealth)>,
     config_rejected: bool,
     stale: Option<StaleObjects>,
@@ -113,6 +116,7 @@ impl Scrape {
                 suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
             },
+            staged: view.staged.read(),
             source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
             config_rejected: view.rejected.is_some(),
             stale: view.stale,
@@ -478,6 +482,34 @@ impl Scrape {
     }
 }
 
+impl Scrape {
+    fn encode_staged(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        let (policies, unrecorded, ChangeTotals { live, opened }) = self.staged;
+        let each = |counts: [u64; 3]| ChangeKind::ALL.into_iter().map(ChangeKind::name).zip(counts);
+        to.family(FamilyType::Gauge, "penstock_staged_policies", "Policies that are staged", |add| {
+            add.count(&[], policies)
+        })?;
+        to.family(
+            FamilyType::Gauge,
+            "penstock_staged_connections",
+            "Open connections that promotion of what is staged would change, by what would happen to them",
+            |add| each(live).try_for_each(|(kind, count)| add.count(&[("change", kind)], count)),
+        )?;
+        to.family(
+            FamilyType::Gauge,
+            "penstock_staged_opened_connections",
+            "Connections opened, or denied, since the present policies are staged, that promotion would change",
+            |add| each(opened).try_for_each(|(kind, count)| add.count(&[("change", kind)], count)),
+        )?;
+        to.family(
+            FamilyType::Counter,
+            "penstock_staged_unrecorded",
+            "Packets whose verdict promotion would change, beyond what is recorded",
+            |add| add.count(&[], unrecorded),
+        )
+    }
+}
+
 impl Collector for Scrape {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut to = Exposition::new(encoder);
@@ -488,6 +520,7 @@ impl Collector for Scrape {
         if let Some(services) = &self.services {
             services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
         }
+        self.encode_staged(&mut to)?;
         self.encode_rest(&mut to)
     }
 }

@@ -126,6 +126,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let mut manifests = args.manifests.read(UnknownFields::Note)?;
     derive_endpoint_slices(&mut manifests);
     let engine = args.manifests.engine_of(&manifests, PodScope::AllPods);
+    args.manifests.say_staged(&engine);
     let findings = find(&manifests, &engine, args.manifests.reads_v1beta1());
     let mut text: String = findings.iter().map(|finding| format!("{finding}\n")).collect();
     text += &match findings.len() {

@@ -6,6 +6,7 @@
 //! the other owns it.
 
 mod cluster_policies;
+mod export;
 mod objects;
 mod peer_set;
 mod pods;

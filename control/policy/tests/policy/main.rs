@@ -13,5 +13,6 @@ mod naive;
 mod nft;
 mod random;
 mod services;
+mod staged;
 mod tiers;
 mod v1beta1;
