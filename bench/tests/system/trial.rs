@@ -75,7 +75,8 @@ fn a_staged_policy_cuts_nothing_and_promoted_exactly_what_the_trial_has_named() 
     // A connection that opens is judged by the workers, and passes.
     let udp = probe::run_one(other, target, Protocol::Udp(53), RetryPolicy::default()).unwrap();
     assert_eq!(udp, ProbeOutcome::Reached);
-    let is_opened = |status: &TrialStatus| change(status, "test/pod-2", "test/pod-1", 53).is_some_and(|it| it.opened > 0);
+    let is_opened =
+        |status: &TrialStatus| change(status, "test/pod-2", "test/pod-1", 53).is_some_and(|it| it.opened > 0);
     let (found, code) = wait(&fixture, is_opened);
     let opened = change(&found, "test/pod-2", "test/pod-1", 53).unwrap();
     assert!(code == Some(3) && opened.packets >= 1 && opened.bytes > 40 && opened.protocol == "UDP", "{opened:?}");

@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ipnet::IpNet;
+use penstock_admin::types::TrialStatus;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
-use penstock_admin::types::TrialStatus;
 use penstock_policy::model::{Object, ObjectChange};
 use tokio::sync::{Notify, oneshot};
 

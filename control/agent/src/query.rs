@@ -55,7 +55,9 @@ pub(crate) struct FlowScan {
 
 /// The configuration does not allow it.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
-#[error("trials from files are not allowed on this node (admin.trials = false): set admin.trials = true and reload the configuration (SIGHUP), or stage the policies in the cluster by the annotation policy.penstock.dev/staged")]
+#[error(
+    "trials from files are not allowed on this node (admin.trials = false): set admin.trials = true and reload the configuration (SIGHUP), or stage the policies in the cluster by the annotation policy.penstock.dev/staged"
+)]
 pub(crate) struct NotAllowed;
 
 /// No answer.

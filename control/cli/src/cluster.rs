@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use penstock_dataplane::policy::RuleScope;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::ObjectChange;
-use penstock_policy::staging::PolicyReading;
 use penstock_policy::render::tables::PodScope;
+use penstock_policy::staging::PolicyReading;
 use penstock_sources::convert;
 use penstock_sources::manifest::{Manifests, Options, UnknownFields, read_manifests};
 

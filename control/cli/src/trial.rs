@@ -110,7 +110,8 @@ fn print(text: &str) -> Result<(), Failure> {
 }
 
 fn text(status: &TrialStatus) -> String {
-    let TrialStatus { staged, since, problems, live_judged, opening_judged, unrecorded, ungrouped, changes, .. } = status;
+    let TrialStatus { staged, since, problems, live_judged, opening_judged, unrecorded, ungrouped, changes, .. } =
+        status;
     let Some(since) = since else { return "nothing is staged\n".to_owned() };
     let mut text = format!("staged since {since}: {}\n", staged.join(", "));
     for problem in problems {
@@ -201,6 +202,9 @@ mod tests {
             "denied (ingress: no rule allows it)",
         ];
         assert_eq!(cells, expected);
-        assert!(listed.ends_with("not listed: 4 connections beyond 1000 groups, whose verdict would change\n"), "{listed}");
+        assert!(
+            listed.ends_with("not listed: 4 connections beyond 1000 groups, whose verdict would change\n"),
+            "{listed}"
+        );
     }
 }

@@ -22,7 +22,9 @@ pub enum PolicyReading {
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, thiserror::Error)]
 pub enum StagedProblem {
     /// It is for a policy that does not exist.
-    #[error("{staged} is staged for {target}, which does not exist: it is judged as a new policy; correct the name, or use policy.penstock.dev/staged: \"true\"")]
+    #[error(
+        "{staged} is staged for {target}, which does not exist: it is judged as a new policy; correct the name, or use policy.penstock.dev/staged: \"true\""
+    )]
     NoTarget {
         /// The staged policy.
         staged: ObjectRef,

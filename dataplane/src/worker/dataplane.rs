@@ -27,8 +27,8 @@ use super::verdicts::VerdictLog;
 use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
 use crate::conntrack::ConnTable;
 use crate::forward::{Mac, PortId};
-use crate::pipeline::OriginalSources;
 use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, tag};
+use crate::pipeline::OriginalSources;
 use crate::{Epoch, Snapshot};
 
 /// A request to open a port.

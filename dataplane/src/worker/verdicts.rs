@@ -214,7 +214,14 @@ struct NotedEvaluation {
 
 impl Recorder {
     pub(super) fn new(log: Arc<VerdictLog>, worker: usize) -> Self {
-        Self { log, worker, filled: None, left: [0; OUTCOMES], evaluated: Vec::with_capacity(2 * BATCH), judge: StagedJudge::default() }
+        Self {
+            log,
+            worker,
+            filled: None,
+            left: [0; OUTCOMES],
+            evaluated: Vec::with_capacity(2 * BATCH),
+            judge: StagedJudge::default(),
+        }
     }
 
     /// Whether evaluations are noted; check it before each batch.

@@ -9,9 +9,7 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use penstock_admin::types::{
-    ErrorBody, ExplainQuery, Flows, FlowsQuery, TrialPolicies, TrialRequest, TrialStatus,
-};
+use penstock_admin::types::{ErrorBody, ExplainQuery, Flows, FlowsQuery, TrialPolicies, TrialRequest, TrialStatus};
 use penstock_dataplane::conntrack::{self, ConnectionInfo, Timestamp};
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_policy::flow;

@@ -71,7 +71,8 @@ mod tests {
     }
 
     fn read(texts: &[String]) -> Result<(Vec<Object>, usize), String> {
-        let manifest = |(number, text): (usize, &String)| TrialManifest { name: format!("{number}.yaml"), text: text.clone() };
+        let manifest =
+            |(number, text): (usize, &String)| TrialManifest { name: format!("{number}.yaml"), text: text.clone() };
         let request = TrialRequest { manifests: texts.iter().enumerate().map(manifest).collect() };
         policies_of(&request).map_err(|error| error.to_string())
     }

@@ -179,7 +179,8 @@ fn listed(key: &GroupKey, group: &Group) -> StagedChange {
 
 fn log(key: &GroupKey, flow: &Flow) {
     let GroupKey { from, to, protocol, port, present, promoted } = key;
-    let word = |(allowed, reason): &(bool, String)| format!("{} ({reason})", if *allowed { "allowed" } else { "denied" });
+    let word =
+        |(allowed, reason): &(bool, String)| format!("{} ({reason})", if *allowed { "allowed" } else { "denied" });
     tracing::info!(
         "staged: {from} to {to} port {port}/{protocol}, such as {}: {}, would be {}",
         ends(flow),
@@ -218,7 +219,8 @@ fn reason(named: &NamedVerdict) -> (bool, String) {
         (_, Some(rule)) => format!("{direction}: {rule}"),
         _ => String::new(),
     };
-    let (egress, ingress) = (rule("egress", verdict.egress, egress_rule), rule("ingress", verdict.ingress, ingress_rule));
+    let (egress, ingress) =
+        (rule("egress", verdict.egress, egress_rule), rule("ingress", verdict.ingress, ingress_rule));
     match verdict.drop_reason() {
         Some(DropReason::EgressDenied) => (false, egress),
         Some(DropReason::IngressDenied) => (false, ingress),

@@ -207,9 +207,10 @@ impl TrialThread {
             trial.count(context);
         }
         for question in round.questions {
-            let status = self.trial.as_ref().map_or_else(TrialStatus::default, |trial| {
-                trial.status(context, !self.files.is_empty())
-            });
+            let status = self
+                .trial
+                .as_ref()
+                .map_or_else(TrialStatus::default, |trial| trial.status(context, !self.files.is_empty()));
             // The client may have disconnected meanwhile.
             drop(question.send(status));
         }
@@ -220,8 +221,7 @@ impl Trial {
     /// Gives workers the set, and starts anew where other policies are staged than before.
     fn publish(&mut self, context: &TrialContext, files: &[Object]) {
         self.engine.set_local(&self.snapshot.forwarding);
-        self.set =
-            StagedSet { present: self.snapshot.policy.clone(), promoted: self.engine.policy_set().clone() };
+        self.set = StagedSet { present: self.snapshot.policy.clone(), promoted: self.engine.policy_set().clone() };
         context.log.stage(Some(self.set.clone()));
         self.is_unwalked = true;
         let staged: Vec<Object> = self.engine.staged().chain(files).cloned().collect();

@@ -131,7 +131,14 @@ pub(crate) fn rule(peers: &[&str], ports: &[&str]) -> Rule {
 
 pub(crate) fn policy(name: &str, pods: &str, ingress: Option<Vec<Rule>>, egress: Option<Vec<Rule>>) -> Object {
     let (key, pod_selector) = (key(name), selector(pods));
-    Object::NetworkPolicy(NetworkPolicy { key, pod_selector, isolates: true, ingress, egress, staging: Staging::InForce })
+    Object::NetworkPolicy(NetworkPolicy {
+        key,
+        pod_selector,
+        isolates: true,
+        ingress,
+        egress,
+        staging: Staging::InForce,
+    })
 }
 
 /// A ClusterNetworkPolicy of all pods that a selector matches in all namespaces: `Admin 10 name`.

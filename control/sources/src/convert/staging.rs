@@ -59,7 +59,8 @@ mod tests {
     use super::*;
 
     fn read(annotations: &[(&str, &str)]) -> Result<Staging, String> {
-        let pairs = annotations.iter().map(|(name, value)| (format!("{POLICY_ANNOTATIONS}{name}"), (*value).to_owned()));
+        let pairs =
+            annotations.iter().map(|(name, value)| (format!("{POLICY_ANNOTATIONS}{name}"), (*value).to_owned()));
         let meta = ObjectMeta {
             name: Some("web".to_owned()),
             annotations: Some(pairs.chain([("example.org/staged".to_owned(), "perhaps".to_owned())]).collect()),
@@ -91,7 +92,10 @@ mod tests {
             (&[("staged-for", "")], ["annotations[policy.penstock.dev/staged-for]", "missing", "253"]),
             (&[("staged-for", "Web")], ["annotations[policy.penstock.dev/staged-for]", "\"Web\"", "a-z"]),
             (&[("staged-for", "web")], ["annotations[policy.penstock.dev/staged-for]", "itself", "another name"]),
-            (&[("stagged", "true")], ["annotations[policy.penstock.dev/stagged]", "not an annotation", "staged-delete"]),
+            (
+                &[("stagged", "true")],
+                ["annotations[policy.penstock.dev/stagged]", "not an annotation", "staged-delete"],
+            ),
             (&[("staged", "true"), ("staged-delete", "true")], ["/staged]", "staged-delete", "remove one"]),
             (&[("staged-for", "db"), ("staged-delete", "true")], ["/staged-for]", "staged-delete", "remove one"]),
         ] {
