@@ -70,6 +70,7 @@ fn a_staged_policy_cuts_nothing_and_promoted_exactly_what_the_trial_has_named() 
     assert_eq!(found.staged, ["NetworkPolicy test/guard"]);
     let live = change(&found, "test/pod-0", "test/pod-1", 8080).unwrap_or_else(|| panic!("{found:#?}"));
     assert_eq!((live.live, live.opened, live.present.allowed, live.promoted.allowed), (1, 0, true, false), "{live:?}");
+    assert_eq!(live.isolating, ["test/guard"]);
     assert_eq!(change(&found, "test/pod-0", "test/pod-1", 9090), None, "it would stay");
 
     // A connection that opens is judged by the workers, and passes.

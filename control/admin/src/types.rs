@@ -454,6 +454,9 @@ pub struct StagedChange {
     pub present: StagedVerdict,
     /// The verdict after promotion.
     pub promoted: StagedVerdict,
+    /// Where no rule would allow them: the policies that isolate the pod.
+    #[serde(default)]
+    pub isolating: Vec<String>,
     /// Those that are open.
     pub live: u64,
     /// Those that were opened, or denied, since the policies are judged.

@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::state_file::{Identity, StateFile, StateFileError};
 
 /// The version of the file's form: that of [`Object`] as JSON. A test asks for another one when that changes.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".objects";

@@ -94,7 +94,7 @@ fn start(daemon: &DaemonArgs, manifests: &[PathBuf]) -> Result<(), Failure> {
     let TrialPolicies { policies, left_out } = daemon.client()?.post("/v1/trial", &request).map_err(failure)?;
     let mut text = format!("judged beside what is in force: {}\n", policies.join(", "));
     if left_out > 0 {
-        let _ = writeln!(text, "{left_out} objects of other kinds are not used: pods and namespaces are the cluster's");
+        let _ = writeln!(text, "not used, of other kinds: {left_out}; pods and namespaces are those of the cluster");
     }
     print(&text)
 }
@@ -150,8 +150,15 @@ fn row(change: &StagedChange) -> Vec<String> {
         change.bytes.to_string(),
         change.last_seen.clone(),
         verdict(&change.present),
-        verdict(&change.promoted),
+        promoted(change),
     ]
+}
+
+fn promoted(change: &StagedChange) -> String {
+    match &change.isolating[..] {
+        [] => verdict(&change.promoted),
+        policies => format!("denied ({}, isolated by {})", change.promoted.reason, policies.join(", ")),
+    }
 }
 
 fn verdict(StagedVerdict { allowed, reason }: &StagedVerdict) -> String {
@@ -177,6 +184,7 @@ mod tests {
             port: 5432,
             present: verdict(true, "no policy applies"),
             promoted: verdict(false, "ingress: no rule allows it"),
+            isolating: vec!["shop/guard".to_owned()],
             live: 2,
             opened: 7,
             packets: 9,
@@ -199,7 +207,7 @@ mod tests {
             "600",
             "2026-11-22T10:00:05Z",
             "allowed (no policy applies)",
-            "denied (ingress: no rule allows it)",
+            "denied (ingress: no rule allows it, isolated by shop/guard)",
         ];
         assert_eq!(cells, expected);
         assert!(

@@ -75,9 +75,14 @@ impl StagedPolicies {
         };
         match self.reading {
             PolicyReading::InForce => {
-                let enforced = written.as_ref().filter(|object| !object.is_staged());
-                pass(state_of(&reference, enforced.cloned().map(|object| object.in_force_as(&reference))));
-                self.write(&reference, written.filter(|object| !is_plain(object)));
+                let (plain, annotated) = match written {
+                    Some(object) if is_plain(&object) => (Some(object), None),
+                    other => (None, other),
+                };
+                let kept = annotated.as_ref().filter(|object| !object.is_staged());
+                let enforced = plain.or_else(|| Some(kept?.clone().in_force_as(&reference)));
+                pass(state_of(&reference, enforced));
+                self.write(&reference, annotated);
             }
             PolicyReading::Promoted => {
                 let mut affected = BTreeSet::from([reference.clone()]);

@@ -24,6 +24,8 @@ const BUDGET: u32 = 2_000;
 /// Two sets made from the same objects at the same time.
 #[derive(Clone, Debug, Default)]
 pub struct StagedSet {
+    /// Which staged policies it is about, for the reader of the records.
+    pub number: u64,
     /// What is in force.
     pub present: PolicySet,
     /// What would be in force if everything that is staged were promoted.
@@ -76,6 +78,8 @@ impl StagedSet {
 /// A packet that opened a connection, or tried to, and whose verdict promotion would change.
 #[derive(Clone, Debug)]
 pub struct StagedRecord {
+    /// That of the [`StagedSet`].
+    pub number: u64,
     /// When its batch was received.
     pub at: Instant,
     /// The flow that was evaluated, in the direction in which its connection is opened.
@@ -166,7 +170,7 @@ impl StagedJudge {
             let Some(change) = set.change(&flow, form) else { continue };
             let may = self.left > 0;
             self.left = self.left.saturating_sub(1);
-            if !may || log.queue.push(StagedRecord { at: now, flow, bytes, change }).is_err() {
+            if !may || log.queue.push(StagedRecord { number: set.number, at: now, flow, bytes, change }).is_err() {
                 counters.unrecorded.add(1);
             }
         }
@@ -175,6 +179,8 @@ impl StagedJudge {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroU32;
+
     use super::*;
     use crate::packet::{Address, Protocol};
     use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, RuleTable};
@@ -185,7 +191,8 @@ mod tests {
     fn set(ingress: EndpointPolicy) -> PolicySet {
         let (empty, endpoint) = (PolicySet::default(), EndpointId(0));
         let mut update = empty.update();
-        let owner = AddressOwner::Pod { identity: Identity(1), endpoint: Some(endpoint), node: Some(NodeId(0)) };
+        let owner =
+            AddressOwner::Pod { identity: Identity(NonZeroU32::MIN), endpoint: Some(endpoint), node: Some(NodeId(0)) };
         update.set_address(Address::from_v4_bytes(POD), Some(owner));
         update.set_endpoint(endpoint, Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
         update.finish()
@@ -211,13 +218,13 @@ mod tests {
         judge.judge(&log, 1, now, asked(10));
         assert_eq!(log.judged(), 0, "nothing is staged");
         let (open, closed) = (set(EndpointPolicy::Open), set(isolated()));
-        log.replace(Some(StagedSet { present: open.clone(), promoted: open.clone() }));
+        log.replace(Some(StagedSet { number: 1, present: open.clone(), promoted: open.clone() }));
         judge.judge(&log, 1, now, asked(10));
         assert_eq!((log.judged(), log.unrecorded(), log.take().is_none()), (10, 0, true), "no difference");
-        log.replace(Some(StagedSet { present: open, promoted: closed }));
+        log.replace(Some(StagedSet { number: 2, present: open, promoted: closed }));
         judge.judge(&log, 1, now, asked(BUDGET as usize - 5));
         let record = log.take().unwrap();
-        assert_eq!((record.flow, record.bytes), (flow(0), 60));
+        assert_eq!((record.number, record.flow, record.bytes), (2, flow(0), 60));
         assert!(record.change.present.verdict.is_allowed() && !record.change.promoted.verdict.is_allowed());
         judge.judge(&log, 1, now, asked(8));
         assert_eq!((log.unrecorded(), std::iter::from_fn(|| log.take()).count()), (3, BUDGET as usize - 1));
@@ -232,7 +239,7 @@ mod tests {
     fn a_slow_reader_blocks_no_worker() {
         let log = StagedLog::new(1);
         let (present, promoted) = (set(EndpointPolicy::Open), set(isolated()));
-        log.replace(Some(StagedSet { present, promoted }));
+        log.replace(Some(StagedSet { number: 1, present, promoted }));
         let (mut judge, now) = (StagedJudge::default(), Instant::now());
         for second in 0..4 {
             judge.judge(&log, 0, now + Duration::from_secs(second), asked(BUDGET as usize));

@@ -102,6 +102,8 @@ async fn dump(State(handle): State<QueryHandle>) -> Result<impl IntoResponse, Ht
     let (mut dump, scrape) = handle.query(StateQuery::Dump).await?;
     let metrics = metrics::encode(scrape, handle.scans()).await?;
     dump.files.push(super::bundle::text("metrics.txt", metrics));
+    let trial = handle.query(StateQuery::Trial).await?;
+    dump.files.push(super::bundle::file("trial.json", &trial));
     let flows = list(&handle, &FlowsQuery { limit: Some(10 * DEFAULT_LIMIT), ..Default::default() }).await?;
     dump.files.push(super::bundle::file("flows.json", &flows));
     Ok(Json(dump))

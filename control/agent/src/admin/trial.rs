@@ -89,7 +89,7 @@ mod tests {
     fn what_is_no_trial_is_refused_with_place_and_remedy() {
         for (texts, parts) in [
             (vec![], ["no NetworkPolicy", "name manifests"]),
-            (vec!["kind: [".to_owned()], ["0.yaml", "line"]),
+            (vec!["kind: [".to_owned()], ["0.yaml:1", "not valid YAML"]),
             (vec![policy("db", ""), policy("db", "")], ["1.yaml", "remove one"]),
             (vec![policy("db", ""), policy("new", "policy.penstock.dev/staged-for: db")], ["shop/db", "remove one"]),
             (vec![policy("db", "policy.penstock.dev/staged: sure")], ["0.yaml", "policy.penstock.dev/staged"]),

@@ -102,7 +102,7 @@ impl Daemon<'_> {
                 if is_allowed {
                     self.publisher.try_policies(policies);
                 }
-                drop(answer.send(is_allowed.then_some(()).ok_or(NotAllowed)));
+                let _ = answer.send(is_allowed.then_some(()).ok_or(NotAllowed));
             }
             StateQuery::Health(answer) => drop(answer.send(self.health())),
             StateQuery::Readiness(answer) => drop(answer.send(self.readiness())),

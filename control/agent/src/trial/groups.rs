@@ -68,6 +68,8 @@ struct Group {
     last: Time,
     /// One connection of it.
     example: String,
+    /// The policies that isolate the pod where no rule would allow it.
+    isolating: Vec<String>,
 }
 
 impl ChangeGroups {
@@ -88,7 +90,16 @@ impl ChangeGroups {
                 log(&key, flow);
             }
         }
-        let fresh = || Group { live: 0, opened: 0, packets: 0, bytes: 0, first: at, last: at, example: ends(flow) };
+        let fresh = || Group {
+            live: 0,
+            opened: 0,
+            packets: 0,
+            bytes: 0,
+            first: at,
+            last: at,
+            example: ends(flow),
+            isolating: isolating(engine, flow, change),
+        };
         let group = self.groups.entry(key).or_insert_with(fresh);
         (group.first, group.last) = (group.first.min(at), group.last.max(at));
         match seen {
@@ -167,6 +178,7 @@ fn listed(key: &GroupKey, group: &Group) -> StagedChange {
         port: key.port,
         present: verdict(&key.present),
         promoted: verdict(&key.promoted),
+        isolating: group.isolating.clone(),
         live: group.live,
         opened: group.opened,
         packets: group.packets,
@@ -201,6 +213,17 @@ fn key_of(engine: &Engine, flow: &Flow, change: &VerdictChange) -> GroupKey {
     }
 }
 
+/// The policies that isolate the pod in the direction in which no rule would allow the flow.
+fn isolating(engine: &Engine, flow: &Flow, change: &VerdictChange) -> Vec<String> {
+    let verdict = change.promoted.verdict;
+    let explanation = match verdict.drop_reason() {
+        Some(DropReason::EgressDenied) if verdict.egress == DirectionVerdict::Denied => engine.explain(flow).egress,
+        Some(DropReason::IngressDenied) if verdict.ingress == DirectionVerdict::Denied => engine.explain(flow).ingress,
+        _ => return Vec::new(),
+    };
+    explanation.policies.iter().map(ToString::to_string).collect()
+}
+
 /// `10.0.0.1:40000 to 10.0.0.2:80`.
 fn ends(flow: &Flow) -> String {
     let end = |address: Address, port: u16| match (IpAddr::from(address), port) {
@@ -229,5 +252,89 @@ fn reason(named: &NamedVerdict) -> (bool, String) {
             let rules: Vec<String> = [egress, ingress].into_iter().filter(|text| !text.is_empty()).collect();
             (true, if rules.is_empty() { "no policy applies".to_owned() } else { rules.join(", ") })
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use penstock_dataplane::packet::Protocol;
+    use penstock_dataplane::policy::{PolicyVerdict, RuleName};
+    use penstock_policy::engine::EngineSettings;
+
+    use super::*;
+
+    fn flow(client: u16, port: u16) -> Flow {
+        let address = |last| Address::from_v4_bytes([192, 0, 2, last]);
+        Flow { src: address(1), dst: address(2), protocol: Protocol::TCP, src_port: client, dst_port: port }
+    }
+
+    /// From this verdict of ingress to that one.
+    fn change(present: DirectionVerdict, promoted: DirectionVerdict) -> VerdictChange {
+        let named = |ingress| NamedVerdict {
+            verdict: PolicyVerdict { egress: DirectionVerdict::NotLocal, ingress },
+            egress_rule: None,
+            ingress_rule: matches!(ingress, DirectionVerdict::Allowed(_)).then(|| RuleName("rule".into())),
+        };
+        VerdictChange { present: named(present), promoted: named(promoted) }
+    }
+
+    fn engine() -> Engine {
+        Engine::new(EngineSettings::for_all_pods())
+    }
+
+    #[test]
+    fn packets_of_one_connection_are_one_connection_and_each_walk_counts_anew() {
+        let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
+        let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
+        for connection in [7, 7, 7, 8] {
+            groups.add(&engine, &flow(1, 80), &closes, Seen::Packet { connection, bytes: 60 }, at);
+        }
+        for _ in 0..2 {
+            groups.forget_live();
+            groups.add(&engine, &flow(2, 80), &closes, Seen::Live, at - Duration::from_secs(5));
+            groups.walked(9);
+        }
+        let [group] = &groups.list()[..] else { panic!("{groups:?}") };
+        assert_eq!((group.live, group.opened, group.packets, group.bytes), (1, 2, 4, 240));
+        assert_eq!((group.from.as_str(), group.port, groups.live_judged()), (OUTSIDE, 80, 9));
+        assert_eq!(group.example, "192.0.2.1:1 to 192.0.2.2:80");
+        assert!(group.first_seen < group.last_seen, "{group:?}");
+        assert_eq!((group.present.reason.as_str(), group.present.allowed), ("no policy applies", true));
+        assert_eq!((group.promoted.reason.as_str(), group.promoted.allowed), ("ingress: no rule allows it", false));
+        groups.forget_live();
+        assert_eq!(groups.totals().live, [0; 3]);
+    }
+
+    #[test]
+    fn totals_are_by_what_would_happen_and_what_is_denied_comes_first() {
+        let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
+        let opens = change(DirectionVerdict::Denied, DirectionVerdict::Open);
+        let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
+        groups.add(&engine, &flow(1, 80), &opens, Seen::Packet { connection: 1, bytes: 60 }, at);
+        groups.add(&engine, &flow(1, 81), &opens, Seen::Packet { connection: 2, bytes: 60 }, at);
+        groups.add(&engine, &flow(1, 82), &closes, Seen::Live, at);
+        let ChangeTotals { live, opened } = groups.totals();
+        assert_eq!((live, opened), ([1, 0, 0], [0, 2, 0]));
+        assert_eq!(groups.list()[0].port, 82);
+    }
+
+    #[test]
+    fn groups_and_remembered_connections_are_bounded_and_the_rest_is_counted() {
+        let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
+        let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
+        for port in 0..MOST_GROUPS as u16 + 3 {
+            let seen = Seen::Packet { connection: port.into(), bytes: 60 };
+            groups.add(&engine, &flow(1, port), &closes, seen, at);
+        }
+        groups.add(&engine, &flow(1, u16::MAX), &closes, Seen::Live, at);
+        assert_eq!((groups.list().len(), groups.ungrouped()), (MOST_GROUPS, 4));
+        groups.forget_live();
+        assert_eq!(groups.ungrouped(), 3, "open connections are counted at each walk");
+        for connection in 0..3 * REMEMBERED as u64 {
+            groups.add(&engine, &flow(1, 80), &closes, Seen::Packet { connection, bytes: 60 }, at);
+        }
+        assert!(groups.seen.iter().map(HashSet::len).sum::<usize>() <= 2 * REMEMBERED);
     }
 }

@@ -82,6 +82,14 @@ struct TrialThread {
     files: Vec<Object>,
 }
 
+impl Drop for TrialThread {
+    /// Also after a panic: workers would go on to ask a set that nobody keeps up to date.
+    fn drop(&mut self) {
+        self.context.log.stage(None);
+        self.context.counters.clear();
+    }
+}
+
 /// What is judged.
 struct Trial {
     engine: Engine,
@@ -89,6 +97,8 @@ struct Trial {
     set: StagedSet,
     /// The staged policies that `groups` is about.
     staged: Vec<Object>,
+    /// How often they have changed: records of other policies do not count.
+    number: u64,
     since: Time,
     groups: ChangeGroups,
     /// Counters of the workers when the groups were empty.
@@ -133,14 +143,18 @@ impl TrialThread {
             }
             self.work(round);
         }
-        self.context.log.stage(None);
     }
 
     fn take(&mut self, message: TrialMessage, round: &mut Round) {
         match (message, &mut self.trial) {
             (TrialMessage::Begin(snapshot), _) => round.begins = Some(snapshot),
             (TrialMessage::Update { changes, snapshot }, Some(trial)) => {
-                round.is_changed |= trial.engine.apply(changes) || snapshot.epoch != trial.snapshot.epoch;
+                let policies = changes.iter().any(|change| match change {
+                    ObjectChange::Set(object) => object.staging().is_some(),
+                    ObjectChange::Delete(reference) => reference.is_policy(),
+                });
+                let tables = trial.engine.apply(changes);
+                round.is_changed |= policies || tables || snapshot.epoch != trial.snapshot.epoch;
                 trial.snapshot = snapshot;
             }
             (TrialMessage::Files(files), trial) => {
@@ -183,6 +197,7 @@ impl TrialThread {
             snapshot,
             set: StagedSet::default(),
             staged: Vec::new(),
+            number: 0,
             since: Time::now(),
             groups: ChangeGroups::default(),
             judged_before: self.context.log.staged().judged(),
@@ -220,22 +235,25 @@ impl TrialThread {
 impl Trial {
     /// Gives workers the set, and starts anew where other policies are staged than before.
     fn publish(&mut self, context: &TrialContext, files: &[Object]) {
-        self.engine.set_local(&self.snapshot.forwarding);
-        self.set = StagedSet { present: self.snapshot.policy.clone(), promoted: self.engine.policy_set().clone() };
-        context.log.stage(Some(self.set.clone()));
-        self.is_unwalked = true;
         let staged: Vec<Object> = self.engine.staged().chain(files).cloned().collect();
         if staged != self.staged {
-            let log = context.log.staged();
-            // What workers found by the set before.
-            while log.take().is_some() {}
-            (self.judged_before, self.unrecorded_before) = (log.judged(), log.unrecorded());
-            (self.since, self.groups, self.walked) = (Time::now(), ChangeGroups::default(), None);
-            tracing::info!("judged beside what is in force: {}", named(&staged).join(", "));
-            for problem in self.engine.staged_problems() {
-                tracing::warn!("{problem}");
-            }
-            self.staged = staged;
+            self.restart(context, staged);
+        }
+        self.engine.set_local(&self.snapshot.forwarding);
+        let (present, promoted) = (self.snapshot.policy.clone(), self.engine.policy_set().clone());
+        self.set = StagedSet { number: self.number, present, promoted };
+        context.log.stage(Some(self.set.clone()));
+        self.is_unwalked = true;
+    }
+
+    fn restart(&mut self, context: &TrialContext, staged: Vec<Object>) {
+        let log = context.log.staged();
+        (self.staged, self.number) = (staged, self.number + 1);
+        (self.judged_before, self.unrecorded_before) = (log.judged(), log.unrecorded());
+        (self.since, self.groups, self.walked) = (Time::now(), ChangeGroups::default(), None);
+        tracing::info!("judged beside what is in force: {}", named(&self.staged).join(", "));
+        for problem in self.engine.staged_problems() {
+            tracing::warn!("{problem}");
         }
     }
 
@@ -243,6 +261,9 @@ impl Trial {
     fn take_records(&mut self, context: &TrialContext) {
         let now = (Instant::now(), Time::now());
         while let Some(record) = context.log.staged().take() {
+            if record.number != self.number {
+                continue;
+            }
             let at = now.1 - now.0.saturating_duration_since(record.at);
             let connection = context.table.connection_id(&record.flow);
             let seen = Seen::Packet { connection, bytes: record.bytes };
