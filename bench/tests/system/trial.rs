@@ -59,6 +59,8 @@ fn a_staged_policy_cuts_nothing_and_promoted_exactly_what_the_trial_has_named() 
     let open = |port| EchoConnection::open(&client.namespace, target, port, SILENCE).unwrap();
     let (cut, kept) = (open(8080), open(9090));
     [&cut, &kept].iter().for_each(|flow| flow.wait_for(100, LIMIT).unwrap());
+    let ended = probe::run_one(client, target, Protocol::Tcp(8080), RetryPolicy::default()).unwrap();
+    assert_eq!(ended, ProbeOutcome::Reached, "a connection that ends before anything is staged");
     let (nothing, code) = status(&fixture);
     assert_eq!((nothing, code), (TrialStatus::default(), Some(0)), "nothing is staged");
     let epoch = fixture.status().published;

@@ -291,6 +291,50 @@ mod tests {
     }
 
     #[test]
+    fn what_is_followed_makes_another_engine_equal() {
+        let mut objects = NodeObjects::new("here", &[address("192.0.2.1")]);
+        objects.apply([pod("web", "here")], &[]);
+        assert!(objects.take_followed().is_empty());
+        objects.follow(true);
+        let mut other = Engine::new(EngineSettings::for_node("here"));
+        let engine = objects.engine();
+        let (pods, rest) = engine.state().pods_from(0, 10);
+        let known = engine.state().objects_without_pods().into_iter().chain(pods);
+        other.apply(known.map(ObjectChange::Set));
+        objects.apply([closed()], &[address("10.1.1.1")]);
+        objects.apply_addresses(&[address("10.1.1.2")]);
+        other.apply(objects.take_followed());
+        assert!(rest.is_none() && objects.take_followed().is_empty());
+        let reached = ["192.0.2.1", "10.1.1.1", "10.1.1.2", "198.51.100.1"].map(|from| {
+            let flow = Flow {
+                src: address(from).into(),
+                dst: address("10.1.1.5").into(),
+                protocol: Protocol::UDP,
+                src_port: 9,
+                dst_port: 53,
+            };
+            assert_eq!(other.evaluate(&flow).is_allowed(), reaches_pod(&objects, from), "{from}");
+            other.evaluate(&flow).is_allowed()
+        });
+        assert_eq!(reached, [true, false, true, false]);
+        objects.follow(false);
+        objects.apply([pod("web", "here")], &[]);
+        assert!(objects.take_followed().is_empty());
+    }
+
+    #[test]
+    fn staged_policies_do_not_count_as_policies() {
+        let mut objects = NodeObjects::new("here", &[]);
+        let ObjectChange::Set(Object::NetworkPolicy(policy)) = closed() else { unreachable!("it is a policy") };
+        for (staging, count) in
+            [(Staging::InForce, 1), (Staging::New, 0), (Staging::Deleted, 1), (Staging::Replaces("q".into()), 0)]
+        {
+            objects.apply([ObjectChange::Set(Object::NetworkPolicy(NetworkPolicy { staging, ..policy.clone() }))], &[]);
+            assert_eq!((objects.policies(), objects.engine().statistics().0.policies), (count, count));
+        }
+    }
+
+    #[test]
     fn every_known_address_of_the_node_reaches_its_pods() {
         let mut objects = NodeObjects::new("here", &[address("192.0.2.1")]);
         let interfaces = [address("10.1.1.1")];

@@ -25,7 +25,7 @@ Annotations of NetworkPolicy and ClusterNetworkPolicy, in the cluster or in file
   policy.penstock.dev/staged-delete: \"true\"  stays in force, and is judged as if it were gone
 
 Columns of status:
-  LIVE     connections that are open
+  LIVE     connections that are open, or revoked and would be allowed again
   OPENED   connections that were opened, or denied, since these policies are judged
   PACKETS  packets that opened them, or were denied; other packets are not counted one by one
   NOW      the verdict in force

@@ -87,6 +87,14 @@ pub enum EvictionClass {
 }
 
 impl State {
+    /// Whether both sides have ended it, or one has reset it: only what is still on its way belongs to it.
+    pub const fn has_ended(self) -> bool {
+        matches!(
+            self,
+            Self::Tcp(TcpState::LastAck | TcpState::TimeWait | TcpState::Close) | Self::Sctp(SctpState::Closed)
+        )
+    }
+
     /// Its name as in nf_conntrack's listings.
     pub const fn name(self) -> &'static str {
         match self {

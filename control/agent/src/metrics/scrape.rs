@@ -486,20 +486,18 @@ impl Scrape {
     fn encode_staged(&self, to: &mut Exposition<'_>) -> fmt::Result {
         let (policies, unrecorded, ChangeTotals { live, opened }) = self.staged;
         let each = |counts: [u64; 3]| ChangeKind::ALL.into_iter().map(ChangeKind::name).zip(counts);
-        to.family(FamilyType::Gauge, "penstock_staged_policies", "Policies that are staged", |add| {
-            add.count(&[], policies)
-        })?;
+        to.gauge("penstock_staged_policies", "Policies that are staged", policies as f64)?;
         to.family(
             FamilyType::Gauge,
             "penstock_staged_connections",
             "Open connections that promotion of what is staged would change, by what would happen to them",
-            |add| each(live).try_for_each(|(kind, count)| add.count(&[("change", kind)], count)),
+            |add| each(live).try_for_each(|(kind, count)| add.value(&[("change", kind)], count as f64)),
         )?;
         to.family(
             FamilyType::Gauge,
             "penstock_staged_opened_connections",
             "Connections opened, or denied, since the present policies are staged, that promotion would change",
-            |add| each(opened).try_for_each(|(kind, count)| add.count(&[("change", kind)], count)),
+            |add| each(opened).try_for_each(|(kind, count)| add.value(&[("change", kind)], count as f64)),
         )?;
         to.family(
             FamilyType::Counter,

@@ -276,7 +276,8 @@ impl Trial {
         self.groups.forget_live();
         let (sources, now) = (context.sources.as_deref(), Time::now());
         let mut walked = 0;
-        for connection in context.table.iter(Timestamp::now()) {
+        let open = context.table.iter(Timestamp::now()).filter(|connection| !connection.state.has_ended());
+        for connection in open {
             walked += 1;
             let (flow, present) = evaluate_connection(&self.set.present, sources, &connection);
             let (_, promoted) = evaluate_connection(&self.set.promoted, sources, &connection);
