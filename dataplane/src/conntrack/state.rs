@@ -87,11 +87,13 @@ pub enum EvictionClass {
 }
 
 impl State {
-    /// Whether both sides have ended it, or one has reset it: only what is still on its way belongs to it.
+    /// Whether both sides have ended it, or one has reset it. A reset that its receiver did not accept shows at the next
+    /// segment: then it has not ended after all.
     pub const fn has_ended(self) -> bool {
         matches!(
             self,
-            Self::Tcp(TcpState::LastAck | TcpState::TimeWait | TcpState::Close) | Self::Sctp(SctpState::Closed)
+            Self::Tcp(TcpState::Resetting | TcpState::LastAck | TcpState::TimeWait | TcpState::Close)
+                | Self::Sctp(SctpState::Closed)
         )
     }
 

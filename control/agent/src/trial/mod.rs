@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp as Time;
 use penstock_admin::types::TrialStatus;
 use penstock_dataplane::Snapshot;
-use penstock_dataplane::conntrack::{ConnTable, Timestamp};
+use penstock_dataplane::conntrack::{ConnTable, State, Timestamp};
 use penstock_dataplane::pipeline::{OriginalSources, evaluate_connection};
 use penstock_dataplane::worker::{Dataplane, StagedSet, VerdictLog};
 use penstock_policy::engine::{Engine, EngineSettings};
@@ -281,7 +281,9 @@ impl Trial {
             walked += 1;
             let (flow, present) = evaluate_connection(&self.set.present, sources, &connection);
             let (_, promoted) = evaluate_connection(&self.set.promoted, sources, &connection);
-            if let Some(change) = self.set.differing(present, promoted) {
+            // One that was revoked, by what is not in force any more, is not cut a second time.
+            let is_cut_already = connection.state == State::Revoked && present.is_allowed();
+            if let Some(change) = self.set.differing(present, promoted).filter(|_| !is_cut_already) {
                 self.groups.add(&self.engine, &flow, &change, Seen::Live, now - connection.idle);
             }
         }
