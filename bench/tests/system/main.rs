@@ -11,6 +11,7 @@ mod lifecycle;
 mod operation;
 mod policy;
 mod privileges;
+mod rules;
 mod transfer;
 mod trial;
 mod xdp_mode;

@@ -96,6 +96,8 @@ pub(super) async fn run(
     };
     daemon.report();
     daemon.write_verdicts();
+    daemon.count_use();
+    daemon.operation.usage.finish();
     let leaves = match (&outcome, config.fail.on_exit) {
         (Ok(()), on_exit) => on_exit,
         (Err(_), _) => daemon.after_failure(),
@@ -230,6 +232,7 @@ impl<'a> Daemon<'a> {
             Some(_) => connections::without_moved_pods(config, &netstate, initial),
             None => initial,
         };
+        objects.count_use(preflight::worker_cores(config).map_or(0, |cores| cores.len()));
         objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.
         let unfit = preflight::pods(config, &netstate, objects.resolved_pods());

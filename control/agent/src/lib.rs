@@ -35,6 +35,7 @@ mod publisher;
 mod query;
 mod recorded_objects;
 mod report;
+mod rule_usage;
 mod samples;
 mod scans;
 mod signals;

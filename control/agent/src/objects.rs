@@ -8,6 +8,7 @@ use penstock_dataplane::policy::PolicySet;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
 use penstock_policy::render::services::ServiceProblem;
+use penstock_policy::render::tables::RuleUse;
 use penstock_policy::state::PodOrNode;
 
 use crate::discovery::PodProblem;
@@ -109,6 +110,16 @@ impl NodeObjects {
         others.extend(self.own_node(interfaces));
         nodes |= before != self.addresses;
         ChangeEffect { policy: self.give(others), pods, nodes }
+    }
+
+    /// Has the engine count how often each rule decides, for this many workers. Call it before there are objects.
+    pub(super) fn count_use(&mut self, workers: usize) {
+        self.engine.count_use(workers);
+    }
+
+    /// How often rules decided since the last call.
+    pub(super) fn take_use(&mut self) -> Vec<RuleUse> {
+        self.engine.take_use()
     }
 
     /// Logs once what of the Services cannot be as written.

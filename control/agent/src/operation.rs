@@ -14,6 +14,7 @@ use super::config::{ConfigLayers, LoadedConfig};
 use super::exporter::MetricsListener;
 use super::last_good::RejectedConfig;
 use super::query::{self, QueryHandle, StateQueries, StateQuery};
+use super::rule_usage::{self, RuleUsage};
 use super::samples::{self, CounterSample, CounterSamples};
 use super::verdicts::VerdictWriter;
 
@@ -49,6 +50,8 @@ pub(super) enum OperationEvent {
     Sample,
     /// Write the verdict log.
     Write,
+    /// Read how often rules decided.
+    CountUse,
 }
 
 /// State of the operator's interface, owned by the daemon's loop.
@@ -63,9 +66,11 @@ pub(super) struct Operation {
     pub(super) source: Arc<SourceHealth>,
     pub(super) samples: CounterSamples,
     pub(super) verdicts: VerdictWriter,
+    pub(super) usage: RuleUsage,
     pub(super) started: Instant,
     sampling: Interval,
     writing: Interval,
+    counting: Interval,
     _served: Option<AdminServer>,
 }
 
@@ -94,9 +99,11 @@ impl Operation {
             source,
             samples: CounterSamples::new(CounterSample::first(dataplane)),
             verdicts: verdicts.map_err(RunError::bad_input)?,
+            usage: RuleUsage::open(&loaded.config),
             started: Instant::now(),
             sampling: interval(samples::INTERVAL),
             writing: interval(VERDICT_LOG_INTERVAL),
+            counting: interval(rule_usage::INTERVAL),
             _served: listeners.served,
         })
     }
@@ -110,6 +117,7 @@ impl Operation {
         tokio::select! {
             _ = self.sampling.tick() => OperationEvent::Sample,
             _ = self.writing.tick(), if writes => OperationEvent::Write,
+            _ = self.counting.tick() => OperationEvent::CountUse,
             // The channel never closes: the servers hold its other end, or there are none.
             Some(query) = self.queries.recv() => OperationEvent::Answer(query),
         }

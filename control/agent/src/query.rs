@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use penstock_admin::types::{ConnectionFlow, Dump, ExplainQuery, Explanation, Status, TrialStatus};
+use penstock_admin::types::{ConnectionFlow, Dump, ExplainQuery, Explanation, Rules, Status, TrialStatus};
 use penstock_dataplane::conntrack::{ConnTable, ConnectionInfo};
 use penstock_policy::model::Object;
 use tokio::sync::{mpsc, oneshot};
@@ -29,6 +29,8 @@ pub(crate) enum StateQuery {
     Describe { connections: Vec<ConnectionInfo>, answer: oneshot::Sender<Vec<ConnectionFlow>> },
     /// Why a flow is allowed or denied.
     Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
+    /// How often each rule decided.
+    Rules(oneshot::Sender<Rules>),
     /// What promotion of all that is staged would change. The thread of the trial answers.
     Trial(oneshot::Sender<TrialStatus>),
     /// Judge these policies of files beside what is in force; none: no more. The answer says why not.

@@ -15,6 +15,7 @@ use crate::objects::NodeObjects;
 use crate::ports::{OpenPorts, PortXdpCounters};
 use crate::progress::EnforcementProgress;
 use crate::recorded_objects::StaleObjects;
+use crate::rule_usage::RuleUsage;
 use crate::samples::{CounterSample, CounterSamples};
 use crate::trial::StagedCounters;
 
@@ -36,6 +37,8 @@ pub(crate) struct DaemonView<'a> {
     pub(crate) unwritten: u64,
     /// What promotion of all that is staged would change.
     pub(crate) staged: &'a StagedCounters,
+    /// How often each rule decided.
+    pub(crate) usage: &'a RuleUsage,
     pub(crate) started: Instant,
 }
 

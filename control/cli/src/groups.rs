@@ -9,8 +9,8 @@ use clap::Subcommand;
 use clap::builder::{StyledStr, Styles};
 
 use super::{
-    Failure, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, render, replay, run,
-    schema, status, top, trial,
+    Failure, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, render, replay,
+    rules, run, schema, status, top, trial,
 };
 
 /// All subcommands.
@@ -42,6 +42,7 @@ pub(super) enum DaemonCommand {
     Status(status::Args),
     Flows(flows::Args),
     Top(top::Args),
+    Rules(rules::Args),
     Dump(dump::Args),
 }
 
@@ -81,6 +82,7 @@ impl Command {
             Self::Daemon(DaemonCommand::Status(args)) => status::run(args),
             Self::Daemon(DaemonCommand::Flows(args)) => flows::run(args),
             Self::Daemon(DaemonCommand::Top(args)) => top::run(args),
+            Self::Daemon(DaemonCommand::Rules(args)) => rules::run(args),
             Self::Daemon(DaemonCommand::Dump(args)) => dump::run(args),
             Self::Policy(PolicyCommand::Evaluate(args)) => evaluate::run(args),
             Self::Policy(PolicyCommand::Explain(args)) => explain::run(args),

@@ -27,6 +27,7 @@ mod man;
 mod matrix;
 mod render;
 mod replay;
+mod rules;
 mod run;
 mod schema;
 mod status;

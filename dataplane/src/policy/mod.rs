@@ -25,6 +25,7 @@
 mod addresses;
 mod blocks;
 mod endpoints;
+mod hits;
 mod peers;
 mod ports;
 mod rows;
@@ -37,6 +38,7 @@ mod tests;
 pub use addresses::{AddressOwner, EndpointId, NodeId};
 pub use blocks::AddressBlock;
 pub use endpoints::{Endpoint, EndpointPolicy};
+pub use hits::RuleHits;
 pub use peers::Identity;
 pub use ports::{PortProtocol, PortRange};
 pub use rows::RuleSet;
@@ -195,6 +197,16 @@ impl PolicySet {
             EvaluationForm::Plain => self.evaluate(flow),
             EvaluationForm::Forwarded => self.evaluate_forwarded(flow, self.ends(flow)),
             EvaluationForm::Hairpin => self.evaluate_hairpin(flow),
+        }
+    }
+
+    /// Counts the rules that decided a connection that is opened, or denied. Only this worker may call it with its number.
+    pub fn count(&self, worker: usize, verdict: &PolicyVerdict) {
+        for rule in [verdict.egress.rule(), verdict.ingress.rule()].into_iter().flatten() {
+            let table = self.direction(rule.endpoint, rule.direction).and_then(EndpointPolicy::table);
+            if let Some(table) = table {
+                table.hits().add(worker, rule.rule);
+            }
         }
     }
 

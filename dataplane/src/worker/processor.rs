@@ -7,7 +7,11 @@ use super::verdicts::{Recorder, VerdictLog};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
-use crate::pipeline::{BATCH, Observer, OriginalSources, Pipeline, PipelineMode, StageClocks, Verdict};
+use crate::packet::Flow;
+use crate::pipeline::{
+    BATCH, EvaluationReason, Observer, OriginalSources, Pipeline, PipelineMode, StageClocks, Verdict,
+};
+use crate::policy::{EvaluationForm, PolicySet, PolicyVerdict};
 use crate::reply::{OnRevoke, Replies};
 use crate::{Epoch, Snapshot};
 
@@ -41,6 +45,36 @@ pub(crate) struct PolicyProcessor {
     origin: (Instant, Timestamp),
     sweep: Option<TableSweep>,
     recorder: Recorder,
+    worker: usize,
+}
+
+/// Counts the rules that decide.
+struct RuleUsage<'a> {
+    policy: &'a PolicySet,
+    worker: usize,
+}
+
+impl Observer for RuleUsage<'_> {
+    fn evaluated(&mut self, _: usize, _: &Flow, verdict: &PolicyVerdict, _: EvaluationForm, reason: EvaluationReason) {
+        // One that is evaluated again was counted when it was opened.
+        if reason == EvaluationReason::Opened {
+            self.policy.count(self.worker, verdict);
+        }
+    }
+}
+
+impl Observer for (&mut Recorder, RuleUsage<'_>) {
+    fn evaluated(
+        &mut self,
+        index: usize,
+        flow: &Flow,
+        verdict: &PolicyVerdict,
+        form: EvaluationForm,
+        reason: EvaluationReason,
+    ) {
+        self.0.evaluated(index, flow, verdict, form, reason);
+        self.1.evaluated(index, flow, verdict, form, reason);
+    }
 }
 
 /// The sweep that removes expired connections.
@@ -69,7 +103,7 @@ impl PolicyProcessor {
         let now = Instant::now();
         let sweep = (worker == 0).then(|| TableSweep { cursor: SweepCursor::default(), last: now });
         let pipeline = Pipeline::new(connections, mode).on_revoke(on_revoke).leaving_open().with_sources(sources);
-        Self { pipeline, origin: (now, Timestamp::now()), sweep, recorder: Recorder::new(verdicts, worker) }
+        Self { pipeline, origin: (now, Timestamp::now()), sweep, recorder: Recorder::new(verdicts, worker), worker }
     }
 
     fn timestamp(&self, now: Instant) -> Timestamp {
@@ -111,11 +145,13 @@ impl Processor for PolicyProcessor {
     ) {
         let timestamp = self.timestamp(now);
         let pipeline = &mut self.pipeline;
+        let mut usage = RuleUsage { policy: &snapshot.policy, worker: self.worker };
         if self.recorder.is_on() {
-            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut self.recorder, stages);
+            let mut both = (&mut self.recorder, usage);
+            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut both, stages);
             self.recorder.record(snapshot, pipeline.connections(), now, ingress, frames, verdicts);
         } else {
-            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut (), stages);
+            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut usage, stages);
         }
     }
 

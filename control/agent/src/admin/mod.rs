@@ -6,6 +6,7 @@
 //! | `/v1/flows` | [`penstock_admin::types::Flows`]; query: [`penstock_admin::types::FlowsQuery`] |
 //! | `/v1/explain` | [`penstock_admin::types::Explanation`]; query: [`penstock_admin::types::ExplainQuery`] |
 //! | `/v1/dump` | [`penstock_admin::types::Dump`] |
+//! | `/v1/rules` | [`penstock_admin::types::Rules`] |
 //! | `/v1/trial` | [`penstock_admin::types::TrialStatus`]; `POST` takes a [`penstock_admin::types::TrialRequest`], `DELETE` ends it |
 //!
 //! The control thread answers between its other steps. The answers share nothing with the workers but their counters,

@@ -9,7 +9,9 @@ use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use penstock_admin::types::{ErrorBody, ExplainQuery, Flows, FlowsQuery, TrialPolicies, TrialRequest, TrialStatus};
+use penstock_admin::types::{
+    ErrorBody, ExplainQuery, Flows, FlowsQuery, Rules, TrialPolicies, TrialRequest, TrialStatus,
+};
 use penstock_dataplane::conntrack::{self, ConnectionInfo, Timestamp};
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_policy::flow;
@@ -68,12 +70,13 @@ pub(super) async fn serve(listener: UnixListener, handle: QueryHandle) {
         .route("/v1/flows", get(flows))
         .route("/v1/explain", get(explain))
         .route("/v1/dump", get(dump))
+        .route("/v1/rules", get(rules))
         .route("/v1/trial", get(trial).post(start_trial).delete(stop_trial))
         .layer(DefaultBodyLimit::max(MOST_BYTES))
         .fallback(|uri: Uri| async move {
             HttpError(
                 StatusCode::NOT_FOUND,
-                format!("{uri}: not found; use /v1/status, /v1/flows, /v1/explain, /v1/trial or /v1/dump"),
+                format!("{uri}: not found; use /v1/status, /v1/flows, /v1/explain, /v1/rules, /v1/trial or /v1/dump"),
             )
         })
         .with_state(handle);
@@ -107,6 +110,10 @@ async fn dump(State(handle): State<QueryHandle>) -> Result<impl IntoResponse, Ht
     let flows = list(&handle, &FlowsQuery { limit: Some(10 * DEFAULT_LIMIT), ..Default::default() }).await?;
     dump.files.push(super::bundle::file("flows.json", &flows));
     Ok(Json(dump))
+}
+
+async fn rules(State(handle): State<QueryHandle>) -> Result<Json<Rules>, HttpError> {
+    Ok(Json(handle.query(StateQuery::Rules).await?))
 }
 
 async fn trial(State(handle): State<QueryHandle>) -> Result<Json<TrialStatus>, HttpError> {

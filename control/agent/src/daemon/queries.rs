@@ -1,5 +1,6 @@
 //! Answers to queries, the verdict log's writes, and configuration reload.
 
+use jiff::Timestamp;
 use penstock_admin::types::{ConnectionFlow, Dump};
 use penstock_dataplane::conntrack::ConnectionInfo;
 
@@ -37,6 +38,7 @@ impl Daemon<'_> {
             samples: &self.operation.samples,
             unwritten: self.operation.verdicts.unwritten(),
             staged: inputs.trial.counters(),
+            usage: &self.operation.usage,
             started: self.operation.started,
         }
     }
@@ -44,10 +46,27 @@ impl Daemon<'_> {
     /// Handles one event of the operation.
     pub(super) async fn operate(&mut self, next: OperationEvent) {
         match next {
-            OperationEvent::Answer(query) => self.answer(query).await,
+            OperationEvent::Answer(query) => {
+                if matches!(query, StateQuery::Rules(_)) {
+                    self.count_use();
+                }
+                self.answer(query).await;
+            }
             OperationEvent::Sample => self.operation.samples.keep(CounterSample::take(&self.dataplane, &self.ports)),
             OperationEvent::Write => self.write_verdicts(),
+            OperationEvent::CountUse => {
+                self.count_use();
+                self.operation.usage.keep();
+            }
         }
+    }
+
+    /// Reads how often rules decided so far.
+    pub(super) fn count_use(&mut self) {
+        let mut inputs = self.publisher.inputs();
+        // Objects of an earlier run may not be all.
+        let is_synced = self.operation.source.is_synced() && inputs.stale.is_none();
+        self.operation.usage.update(&mut inputs.objects, is_synced, Timestamp::now());
     }
 
     /// Writes what the workers have recorded so far.
@@ -95,6 +114,10 @@ impl Daemon<'_> {
             StateQuery::Metrics(answer) => {
                 let counters = self.counters();
                 drop(answer.send(Scrape::new(&self.view(&self.publisher.inputs()), counters)));
+            }
+            StateQuery::Rules(answer) => {
+                let inputs = self.publisher.inputs();
+                drop(answer.send(self.operation.usage.list(inputs.objects.engine())));
             }
             StateQuery::Trial(answer) => self.publisher.ask_trial(answer),
             StateQuery::Try { policies, answer } => {

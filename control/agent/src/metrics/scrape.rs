@@ -48,6 +48,8 @@ pub(crate) struct Scrape {
     verdicts: VerdictLogCounts,
     /// Staged policies, packets without a record, and what would change.
     staged: (u64, u64, ChangeTotals),
+    /// How many rules have decided lately, and never.
+    rules: Vec<(&'static str, u64)>,
     source: Vec<(ObjectKind, KindHealth)>,
     config_rejected: bool,
     stale: Option<StaleObjects>,
@@ -117,6 +119,7 @@ impl Scrape {
                 lost: log.lost() + view.unwritten,
             },
             staged: view.staged.read(),
+            rules: view.usage.ages(jiff::Timestamp::now()),
             source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
             config_rejected: view.rejected.is_some(),
             stale: view.stale,
@@ -484,6 +487,12 @@ impl Scrape {
 
 impl Scrape {
     fn encode_staged(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        to.family(
+            FamilyType::Gauge,
+            "penstock_rules",
+            "Rules in force that decided a connection within this time, and that never did",
+            |add| self.rules.iter().try_for_each(|(used, count)| add.value(&[("used", used)], *count as f64)),
+        )?;
         let (policies, unrecorded, ChangeTotals { live, opened }) = self.staged;
         let each = |counts: [u64; 3]| ChangeKind::ALL.into_iter().map(ChangeKind::name).zip(counts);
         to.gauge("penstock_staged_policies", "Policies that are staged", policies as f64)?;

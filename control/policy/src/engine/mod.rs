@@ -9,13 +9,13 @@ use std::collections::BTreeSet;
 
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Flow;
-use penstock_dataplane::policy::{PolicySet, PolicyVerdict, RuleRef, RuleScope};
+use penstock_dataplane::policy::{Direction, PolicySet, PolicyVerdict, RuleRef, RuleScope};
 use penstock_dataplane::services::ServiceSet;
 
-use crate::compile::{Provenance, compare};
-use crate::model::{Object, ObjectChange};
+use crate::compile::{Provenance, RuleSource, cluster_sources, compare, network_sources};
+use crate::model::{Object, ObjectChange, RuleAction};
 use crate::render::services::{ServiceProblem, ServiceTables};
-use crate::render::tables::{self, PodScope, Tables};
+use crate::render::tables::{self, PodScope, RuleUse, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
 use crate::state::{self, ClusterState};
 
@@ -124,6 +124,28 @@ impl Engine {
     /// [`Engine::policy_set`] and this forwarding table copies only what differs from the one before.
     pub fn set_local(&mut self, forwarding: &Forwarding) {
         self.tables.set_local(forwarding);
+    }
+
+    /// Has the tables count how often each rule decides, for this many workers. Call it before there are objects.
+    pub fn count_use(&mut self, workers: usize) {
+        self.tables.count_use(workers);
+    }
+
+    /// How often rules decided since the last call: those that did, some more than once.
+    pub fn take_use(&mut self) -> Vec<RuleUse> {
+        self.tables.take_use()
+    }
+
+    /// The rules of all policies in force that decide: all but those that pass a flow on.
+    pub fn deciding_rules(&self) -> impl Iterator<Item = RuleSource> {
+        let directions = [Direction::Ingress, Direction::Egress];
+        let network = self.state.policy_handles().flat_map(move |policy| {
+            directions.into_iter().flat_map(|direction| network_sources(policy, direction).collect::<Vec<_>>())
+        });
+        let cluster = self.state.cluster_policy_handles().flat_map(move |policy| {
+            directions.into_iter().flat_map(|direction| cluster_sources(policy, direction).collect::<Vec<_>>())
+        });
+        network.chain(cluster).filter(|rule| rule.action() != RuleAction::Pass)
     }
 
     /// The objects.

@@ -208,6 +208,21 @@ impl ClusterState {
         self.policies.get(policy).map(|record| &record.policy)
     }
 
+    /// Changes with every change of a policy.
+    pub fn policy_revision(&self) -> u64 {
+        self.revision
+    }
+
+    /// All policies.
+    pub(crate) fn policy_handles(&self) -> impl Iterator<Item = &Arc<NetworkPolicy>> {
+        self.policies.iter().map(|(_, record)| &record.policy)
+    }
+
+    /// All ClusterNetworkPolicies.
+    pub(crate) fn cluster_policy_handles(&self) -> impl Iterator<Item = &Arc<ClusterNetworkPolicy>> {
+        self.cluster_policies.iter().map(|(_, record)| &record.policy)
+    }
+
     /// All policies, each with how many pods it selects.
     pub fn policies(&self) -> impl Iterator<Item = (&NetworkPolicy, usize)> {
         self.policies.iter().map(|(_, record)| (&*record.policy, record.pods.len()))

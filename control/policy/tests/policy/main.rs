@@ -15,4 +15,5 @@ mod random;
 mod services;
 mod staged;
 mod tiers;
+mod usage;
 mod v1beta1;
