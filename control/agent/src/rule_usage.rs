@@ -14,7 +14,7 @@ use jiff::Timestamp;
 use penstock_admin::types;
 use penstock_policy::compile::RuleSource;
 use penstock_policy::describe;
-use penstock_policy::engine::Engine;
+use penstock_policy::render::tables::RuleUse;
 use serde::{Deserialize, Serialize};
 
 use super::config::Config;
@@ -57,6 +57,13 @@ struct Used {
     since: i64,
 }
 
+/// What was read of the engine.
+pub(super) struct CountedRules {
+    used: Vec<RuleUse>,
+    revision: u64,
+    rules: Option<Vec<RuleSource>>,
+}
+
 /// The usage of all rules in force.
 pub(super) struct RuleUsage {
     rules: BTreeMap<RuleId, Used>,
@@ -95,27 +102,34 @@ impl RuleUsage {
         }
     }
 
-    /// Reads what workers have counted. Rules that are not in force are forgotten once `is_synced`: before, the source has
-    /// not told of all policies.
-    pub(super) fn update(&mut self, objects: &mut NodeObjects, is_synced: bool, now: Timestamp) {
-        let now = now.as_second();
+    /// What workers have counted, and the rules if they are not those of the last call. Call it with the objects locked; names
+    /// and hashes are computed afterwards.
+    pub(super) fn read(&self, objects: &mut NodeObjects) -> CountedRules {
         let used = objects.take_use();
         let revision = objects.engine().state().policy_revision();
-        if self.revision != Some(revision) {
-            self.follow(objects.engine(), is_synced, now);
-            self.revision = is_synced.then_some(revision);
+        let is_other = self.revision != Some(revision);
+        CountedRules { used, revision, rules: is_other.then(|| objects.engine().deciding_rules().collect()) }
+    }
+
+    /// Adds what was read. Rules that are not in force are forgotten once `is_synced`: before, the source has not told of all
+    /// policies.
+    pub(super) fn add(&mut self, counted: CountedRules, is_synced: bool, now: Timestamp) {
+        let now = now.as_second();
+        if let Some(rules) = counted.rules {
+            self.follow(&rules, is_synced, now);
+            self.revision = is_synced.then_some(counted.revision);
         }
-        for used in used {
+        for used in counted.used {
             if let Some(known) = self.rules.get_mut(&RuleId::of(&used.source)) {
                 (known.hits, known.last, self.is_changed) = (known.hits + used.hits, Some(now), true);
             }
         }
     }
 
-    fn follow(&mut self, engine: &Engine, is_synced: bool, now: i64) {
+    fn follow(&mut self, rules: &[RuleSource], is_synced: bool, now: i64) {
         let mut before = std::mem::take(&mut self.rules);
         self.left_out = 0;
-        for rule in engine.deciding_rules().map(|rule| RuleId::of(&rule)) {
+        for rule in rules.iter().map(RuleId::of) {
             if self.rules.len() >= MOST_RULES {
                 self.left_out += 1;
                 continue;
@@ -162,15 +176,12 @@ impl RuleUsage {
     }
 
     /// All rules with their usage, those without a hit first, then by the time of the last hit.
-    pub(super) fn list(&self, engine: &Engine) -> types::Rules {
-        let mut rules: Vec<types::RuleUsage> = engine
-            .deciding_rules()
-            .filter_map(|source| {
-                let id = RuleId::of(&source);
-                let used = self.rules.get(&id)?;
-                Some(listed(&source, &id, used))
-            })
-            .collect();
+    pub(super) fn list(&self, sources: &[RuleSource]) -> types::Rules {
+        let usage = |source| {
+            let id = RuleId::of(source);
+            Some(listed(source, &id, self.rules.get(&id)?))
+        };
+        let mut rules: Vec<types::RuleUsage> = sources.iter().filter_map(usage).collect();
         rules.sort_by(|one, other| (one.last_hit, &one.rule).cmp(&(other.last_hit, &other.rule)));
         types::Rules { now: Timestamp::now().as_second(), left_out: self.left_out, rules }
     }
@@ -293,7 +304,8 @@ mod tests {
 
     /// Name, hits, last hit and since when.
     fn shape(usage: &RuleUsage, objects: &NodeObjects) -> Vec<(String, u64, Option<i64>, i64)> {
-        let rules = usage.list(objects.engine()).rules;
+        let sources: Vec<RuleSource> = objects.engine().deciding_rules().collect();
+        let rules = usage.list(&sources).rules;
         rules.into_iter().map(|rule| (rule.rule, rule.hits, rule.last_hit, rule.since)).collect()
     }
 
@@ -302,11 +314,11 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let (mut usage, mut objects) = (self::usage(directory.path()), node());
         objects.apply([policy("p", &[80, 81]), policy("q", &[90])], &[]);
-        usage.update(&mut objects, true, at(1_000));
+        usage.add(usage.read(&mut objects), true, at(1_000));
         open(&objects, 0, 80);
         open(&objects, 1, 80);
         open(&objects, 1, 90);
-        usage.update(&mut objects, true, at(2_000));
+        usage.add(usage.read(&mut objects), true, at(2_000));
         let (p, q) = ("shop-ingress-p".to_owned(), "shop-ingress-q-0".to_owned());
         let expected = [
             (format!("{p}-1"), 0, None, 1_000),
@@ -318,14 +330,14 @@ mod tests {
 
         let (mut usage, mut objects) = (self::usage(directory.path()), node());
         // Not all policies are known yet: what was known is kept.
-        usage.update(&mut objects, false, at(2_500));
+        usage.add(usage.read(&mut objects), false, at(2_500));
         objects.apply([policy("p", &[80, 82])], &[]);
-        usage.update(&mut objects, true, at(3_000));
+        usage.add(usage.read(&mut objects), true, at(3_000));
         let expected = [(format!("{p}-1"), 0, None, 3_000), (format!("{p}-0"), 2, Some(2_000), 1_000)];
         assert_eq!(shape(&usage, &objects), expected, "the edited rule is new, the policy q is gone");
         assert_eq!(usage.ages(at(2_000 + 2 * DAY)), [("1d", 0), ("7d", 1), ("30d", 1), ("never", 1)]);
         objects.apply([ObjectChange::Delete(ObjectRef::NetworkPolicy(key("p")))], &[]);
-        usage.update(&mut objects, true, at(4_000));
+        usage.add(usage.read(&mut objects), true, at(4_000));
         assert!(usage.rules.is_empty());
     }
 
@@ -338,7 +350,7 @@ mod tests {
             policy(&format!("p{number}"), &ports)
         });
         objects.apply(policies.collect::<Vec<_>>(), &[]);
-        usage.update(&mut objects, true, at(1));
+        usage.add(usage.read(&mut objects), true, at(1));
         assert_eq!((usage.rules.len(), usage.left_out), (MOST_RULES, 25_000));
     }
 }

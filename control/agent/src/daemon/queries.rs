@@ -66,7 +66,9 @@ impl Daemon<'_> {
         let mut inputs = self.publisher.inputs();
         // Objects of an earlier run may not be all.
         let is_synced = self.operation.source.is_synced() && inputs.stale.is_none();
-        self.operation.usage.update(&mut inputs.objects, is_synced, Timestamp::now());
+        let counted = self.operation.usage.read(&mut inputs.objects);
+        drop(inputs);
+        self.operation.usage.add(counted, is_synced, Timestamp::now());
     }
 
     /// Writes what the workers have recorded so far.
@@ -116,8 +118,9 @@ impl Daemon<'_> {
                 drop(answer.send(Scrape::new(&self.view(&self.publisher.inputs()), counters)));
             }
             StateQuery::Rules(answer) => {
-                let inputs = self.publisher.inputs();
-                drop(answer.send(self.operation.usage.list(inputs.objects.engine())));
+                // Policy does not wait for the list.
+                let sources: Vec<_> = self.publisher.inputs().objects.engine().deciding_rules().collect();
+                drop(answer.send(self.operation.usage.list(&sources)));
             }
             StateQuery::Trial(answer) => self.publisher.ask_trial(answer),
             StateQuery::Try { policies, answer } => {

@@ -10,7 +10,7 @@ mod feed;
 mod groups;
 
 use std::io;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -136,10 +136,7 @@ impl TrialThread {
                     self.begin(snapshot);
                     round.is_changed = true;
                 }
-                next = match messages.try_recv() {
-                    Ok(message) => Some(message),
-                    Err(TryRecvError::Empty | TryRecvError::Disconnected) => None,
-                };
+                next = messages.try_recv().ok();
             }
             self.work(round);
         }
