@@ -153,3 +153,28 @@ fn a_trial_from_files_needs_the_setting_and_changes_no_verdict() {
     assert_eq!(status(&fixture), (TrialStatus::default(), Some(0)));
     flow.wait_for(100, LIMIT).unwrap();
 }
+
+#[test]
+fn a_trial_follows_the_cluster_and_its_policies() {
+    let of_changed = |port: u16| {
+        let spec = format!("  ingress: [{{ports: [{{port: {port}}}]}}]\n");
+        staged("policy.penstock.dev/staged: \"true\"", &spec).replace("app: pod-1", "app: changed")
+    };
+    let fixture = Fixture::of(&(pods(2) + &of_changed(9090)), |_, _| {});
+    let target = fixture.target("test/pod-1", false);
+    let flow = EchoConnection::open(&fixture.site("test/pod-0").namespace, target, 8080, SILENCE).unwrap();
+    flow.wait_for(100, LIMIT).unwrap();
+    let (found, code) = wait(&fixture, |status| status.since.is_some() && status.live_judged > 0);
+    assert_eq!((found.changes.len(), code), (0, Some(0)), "it selects no pod: {found:?}");
+
+    // A label makes the staged policy select the pod; an edit of the policy allows the connection again.
+    let relabelled = pods(2).replace("labels: {app: pod-1}", "labels: {app: changed}");
+    fixture.save("all.yaml", &(relabelled.clone() + &of_changed(9090)));
+    wait(&fixture, |status| {
+        change(status, "test/pod-0", "test/pod-1", 8080).is_some_and(|it| it.live == 1 && !it.promoted.allowed)
+    });
+    fixture.save("all.yaml", &(relabelled + &of_changed(8080)));
+    let (found, code) = wait(&fixture, |status| status.changes.is_empty() && status.live_judged > 0);
+    assert_eq!((found.staged.len(), code), (1, Some(0)), "{found:?}");
+    flow.wait_for(100, LIMIT).unwrap();
+}
