@@ -12,10 +12,11 @@ use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Address, Flow};
 use penstock_dataplane::pipeline::{
     BATCH, DropReason, EvaluationReason, Frames, Observer, OriginalSources, Pipeline, PipelineMode, StackSender,
-    Verdict,
+    Verdict, evaluate_connection,
 };
 use penstock_dataplane::policy::{
-    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, PolicyVerdict, RuleTable,
+    AddressOwner, Endpoint, EndpointId, EndpointPolicy, EvaluationForm, Identity, NodeId, PolicySet, PolicyVerdict,
+    RuleTable,
 };
 use penstock_dataplane::reply::OnRevoke;
 use penstock_dataplane::{Epoch, Snapshot};
@@ -313,7 +314,7 @@ impl OriginalSources for OfClient {
 struct Evaluated(Vec<(IpAddr, IpAddr)>);
 
 impl Observer for Evaluated {
-    fn evaluated(&mut self, _: usize, flow: &Flow, _: &PolicyVerdict, _: EvaluationReason) {
+    fn evaluated(&mut self, _: usize, flow: &Flow, _: &PolicyVerdict, _: EvaluationForm, _: EvaluationReason) {
         self.0.push((flow.src.into(), flow.dst.into()));
     }
 }
@@ -392,5 +393,67 @@ fn a_translated_connection_is_evaluated_again_for_its_client_whichever_side_send
         node.publish(false);
         let (verdict, evaluated) = node.evaluate(B, StackSender::Unknown, back);
         assert_eq!((verdict, evaluated), (Verdict::Drop(DropReason::IngressDenied), of_client));
+    }
+}
+
+/// What was evaluated, and how.
+#[derive(Default)]
+struct Noted(Vec<(Flow, PolicyVerdict, EvaluationForm)>);
+
+impl Observer for Noted {
+    fn evaluated(&mut self, _: usize, flow: &Flow, verdict: &PolicyVerdict, form: EvaluationForm, _: EvaluationReason) {
+        self.0.push((*flow, *verdict, form));
+    }
+}
+
+impl Node {
+    /// What is evaluated for a frame.
+    fn note(&mut self, port: PortId, sender: StackSender, frame: &[u8]) -> (Flow, PolicyVerdict, EvaluationForm) {
+        let mut frames = OfStack(MemoryFrames::new(), sender);
+        frames.0.push(frame.to_vec()).unwrap();
+        let (mut verdicts, mut noted) = ([Verdict::Drop(DropReason::NotReady); BATCH], Noted::default());
+        let now = Timestamp::from_millis(1_000_000);
+        self.pipeline.process_batch(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut noted);
+        let [evaluated] = noted.0[..] else { panic!("{:?}", noted.0) };
+        evaluated
+    }
+}
+
+#[test]
+fn another_set_judges_packets_and_open_connections_as_it_would_if_it_were_published() {
+    for v6 in [0, 1] {
+        let node_ip = NODE_IPS[v6];
+        let to_b = |from: &str, port| udp((from, port), (B_IPS[v6], 53), 10);
+        for (port, sender, frame) in [
+            (A, StackSender::Unknown, to_b(A_IPS[v6], 1000)),
+            (HOST, StackSender::Unknown, to_b(A_IPS[v6], 1000)),
+            (HOST, StackSender::Process, to_b(node_ip, 40_000)),
+            (HOST, StackSender::Translated, to_b(node_ip, 40_000)),
+            (HOST, StackSender::Translated, to_b(node_ip, 40_001)),
+            (HOST, StackSender::Forwarded, to_b(node_ip, 40_002)),
+            (UPLINK, StackSender::Unknown, to_b(CLIENT[v6], 7)),
+            (B, StackSender::Unknown, udp((B_IPS[v6], 9), (node_ip, 53), 10)),
+        ] {
+            let mut node = masquerading();
+            let open = node.snapshot.policy.clone();
+            let (flow, verdict, form) = node.note(port, sender, &frame);
+            assert_eq!(open.evaluate_as(&flow, form), verdict, "{sender:?} {flow:?}");
+            node.publish(false);
+            let closed = node.snapshot.policy.clone();
+            let asked = masquerading().closed().note(port, sender, &frame);
+            assert_eq!((flow, closed.evaluate_as(&flow, form), form), asked, "{sender:?}: a packet that opens one");
+            let connections: Vec<_> = node.pipeline.connections().iter(Timestamp::from_millis(1_000_000)).collect();
+            let [connection] = connections[..] else { panic!("{connections:?}") };
+            let judged = evaluate_connection(&closed, Some(&OfClient), &connection);
+            let (flow, verdict, _) = node.note(port, sender, &frame);
+            assert_eq!(judged, (flow, verdict), "{sender:?}: a connection that is open");
+        }
+    }
+}
+
+impl Node {
+    fn closed(mut self) -> Self {
+        self.publish(false);
+        self
     }
 }

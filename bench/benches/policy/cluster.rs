@@ -80,7 +80,14 @@ pub(crate) fn policy(
     egress: Option<Vec<Rule>>,
 ) -> Object {
     let key = key(namespace, name);
-    Object::NetworkPolicy(NetworkPolicy { key, pod_selector, isolates: true, ingress, egress })
+    Object::NetworkPolicy(NetworkPolicy {
+        key,
+        pod_selector,
+        isolates: true,
+        ingress,
+        egress,
+        staging: Staging::InForce,
+    })
 }
 
 /// The `variant`th policy, of the kinds common in clusters; `turn` changes its rules.

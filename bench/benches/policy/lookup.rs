@@ -8,7 +8,7 @@ use penstock_dataplane::policy::{PolicySet, PortProtocol};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{
     ClusterNetworkPolicy, ClusterRule, ClusterTier, LabelOperator, Object, ObjectChange, Peer, Peers, Pod, PolicyPorts,
-    Requirement, Rule, RuleAction, Selector, Subject,
+    Requirement, Rule, RuleAction, Selector, Staging, Subject,
 };
 
 use super::alternatives::{LinearList, MizarTables};
@@ -233,6 +233,7 @@ fn cluster_policy(tier: ClusterTier, number: usize, rules: usize) -> Object {
         subject: Subject::default(),
         ingress: all.clone(),
         egress: all,
+        staging: Staging::InForce,
     })
 }
 

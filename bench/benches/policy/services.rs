@@ -5,11 +5,10 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 
 use penstock_dataplane::packet::{Address, Protocol};
-use penstock_dataplane::policy::PortProtocol;
 use penstock_dataplane::services::ServiceSet;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{
-    EndpointPort, EndpointSlice, Object, ObjectChange, Service, ServiceEndpoint, ServicePort, TargetPort,
+    EndpointPort, EndpointSlice, Object, ObjectChange, PortProtocol, Service, ServiceEndpoint, ServicePort, TargetPort,
 };
 
 use super::cluster::key;

@@ -47,6 +47,28 @@ fn the_shipped_role_suffices_to_follow_policies_into_the_tables() {
 }
 
 #[test]
+fn a_staged_policy_is_followed_and_in_force_only_without_its_annotation() {
+    let server = ApiServer::start(None).unwrap();
+    shop(&server);
+    let mut follower = Follower::start(&server);
+    follower.catch_up(&server);
+    assert!(!follower.reaches(JOB, DB));
+    for (annotations, is_enforced) in [
+        (json!({ "policy.penstock.dev/staged": "true" }), false),
+        (json!({ "policy.penstock.dev/staged": "false" }), true),
+        (json!({ "policy.penstock.dev/staged-for": "other" }), false),
+        (json!({ "policy.penstock.dev/staged-delete": "true" }), true),
+        (json!({}), true),
+    ] {
+        let mut annotated = policy("shop", "db", "web");
+        annotated["metadata"]["annotations"] = annotations.clone();
+        server.admin().replace(&annotated).unwrap();
+        follower.catch_up(&server);
+        assert_eq!(!follower.reaches(JOB, DB), is_enforced, "{annotations}");
+    }
+}
+
+#[test]
 fn changes_without_effect_on_policy_are_not_reported() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);

@@ -12,5 +12,7 @@ mod lifecycle;
 mod operation;
 mod policy;
 mod privileges;
+mod rules;
 mod transfer;
+mod trial;
 mod xdp_mode;

@@ -309,6 +309,7 @@ fn commands_query_the_daemon_and_report_errors() {
         "policy.json",
         "preflight.txt",
         "status.json",
+        "trial.json",
         "versions.txt",
     ];
     for bundle in [&bundle, &printed] {

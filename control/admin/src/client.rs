@@ -4,10 +4,10 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use http_body_util::{BodyExt, Empty};
+use http_body_util::{BodyExt, Full};
 use hyper::body::Bytes;
 use hyper::client::conn::http1;
-use hyper::{Request, StatusCode, header};
+use hyper::{Method, Request, StatusCode, header};
 use hyper_util::rt::TokioIo;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -60,8 +60,23 @@ impl Client {
     /// Requests `path` with `query`'s fields, and parses the answer.
     pub fn get<T: DeserializeOwned>(&self, path: &str, query: &impl Serialize) -> Result<T, ClientError> {
         let query = serde_urlencoded::to_string(query).map_err(|error| self.failed(error.to_string()))?;
+        self.request(Method::GET, &format!("{path}?{query}"), Bytes::new())
+    }
+
+    /// Sends `body` to `path`, and parses the answer.
+    pub fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, ClientError> {
+        let body = serde_json::to_vec(body).map_err(|error| self.failed(error.to_string()))?;
+        self.request(Method::POST, path, body.into())
+    }
+
+    /// Deletes what is at `path`, and parses the answer.
+    pub fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        self.request(Method::DELETE, path, Bytes::new())
+    }
+
+    fn request<T: DeserializeOwned>(&self, method: Method, target: &str, body: Bytes) -> Result<T, ClientError> {
         let (status, body) = self.runtime.block_on(async {
-            tokio::time::timeout(ANSWER_TIMEOUT, self.exchange(&format!("{path}?{query}")))
+            tokio::time::timeout(ANSWER_TIMEOUT, self.exchange(method, target, body))
                 .await
                 .unwrap_or_else(|_| Err(self.failed(format!("no answer within {} s", ANSWER_TIMEOUT.as_secs()))))
         })?;
@@ -89,12 +104,13 @@ impl Client {
         stream.map_err(|source| ClientError::NoDaemon { path: self.socket.clone(), source })
     }
 
-    async fn exchange(&self, target: &str) -> Result<(StatusCode, Bytes), ClientError> {
+    async fn exchange(&self, method: Method, target: &str, body: Bytes) -> Result<(StatusCode, Bytes), ClientError> {
         let stream = self.connect().await?;
         let failed = |error: hyper::Error| self.failed(error.to_string());
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(failed)?;
         let connection = tokio::spawn(connection);
-        let request = Request::get(target).header(header::HOST, "penstock").body(Empty::<Bytes>::new());
+        let request = Request::builder().method(method).uri(target).header(header::HOST, "penstock");
+        let request = request.header(header::CONTENT_TYPE, "application/json").body(Full::new(body));
         let request = request.map_err(|error| self.failed(error.to_string()))?;
         let response = sender.send_request(request).await.map_err(failed)?;
         let status = response.status();

@@ -19,7 +19,7 @@ use penstock_dataplane::packet::Address;
 use penstock_policy::model::{Object, ObjectKey, Pod};
 
 use super::config::{Config, TableMapping};
-use super::{RunError, last_good, recorded_objects};
+use super::{RunError, last_good, recorded_objects, rule_usage};
 use crate::discovery::NetworkState;
 use crate::state_file::with_suffix;
 
@@ -69,8 +69,18 @@ pub(super) fn lock(config: &Config) -> Result<Option<fs::File>, RunError> {
 }
 
 /// Suffixes of all files that may stand beside the table's file, and of their temporary files.
-const BESIDE: [&str; 8] =
-    ["", PODS, NEW_PODS, LOCK, last_good::SUFFIX, ".config.new", recorded_objects::SUFFIX, ".objects.new"];
+const BESIDE: [&str; 10] = [
+    "",
+    PODS,
+    NEW_PODS,
+    LOCK,
+    last_good::SUFFIX,
+    ".config.new",
+    recorded_objects::SUFFIX,
+    ".objects.new",
+    rule_usage::SUFFIX,
+    ".rules.new",
+];
 
 /// Locks the files of the connection table against a daemon that starts, to remove them. Fails if one runs.
 pub(super) fn lock_for_removal(config: &Config) -> Result<Vec<fs::File>, RunError> {

@@ -36,6 +36,7 @@ use super::preflight::{self, Level, PreflightFinding};
 use super::publisher::Publisher;
 use super::recorded_objects::{ObjectFile, ObjectRecorder, RecordedLines, StaleObjects};
 use super::signals::{Signal, Signals};
+use super::trial::{TrialContext, TrialFeed};
 use super::{RunError, StartMode, last_good, logging};
 use crate::discovery::{Events, Netlink, NetworkState};
 use problem_log::ProblemLog;
@@ -113,6 +114,8 @@ pub(super) async fn run(
     };
     daemon.report();
     daemon.write_verdicts();
+    daemon.count_use();
+    daemon.operation.usage.finish();
     let leaves = match (&outcome, config.fail.on_exit) {
         (Ok(Ended::BySignal), on_exit) => on_exit,
         (Ok(Ended::HandedOver(_)), _) => OnExit::Keep,
@@ -220,6 +223,8 @@ struct Daemon<'a> {
     publisher: Arc<Publisher>,
     /// Removes the connections of released addresses.
     clearing_thread: JoinHandle<()>,
+    /// Judges what is staged.
+    trial_thread: JoinHandle<()>,
     dataplane: Arc<Dataplane>,
     ports: OpenPorts,
     node_path: NodePath,
@@ -246,6 +251,7 @@ impl<'a> Daemon<'a> {
             Some(_) => connections::without_moved_pods(config, &netstate, initial),
             None => initial,
         };
+        objects.count_use(preflight::worker_cores(config).map_or(0, |cores| cores.len()));
         objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.
         let unfit = preflight::pods(config, &netstate, objects.resolved_pods());
@@ -273,8 +279,11 @@ impl<'a> Daemon<'a> {
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
-        let publisher = Arc::new(Publisher::new(config, objects, stale, &dataplane, clearing));
+        let (trial, trial_messages) = TrialFeed::new();
+        let publisher = Arc::new(Publisher::new(config, objects, stale, &dataplane, clearing, trial));
         let clearing_thread = start_clearing_thread(jobs, config, &dataplane, &publisher).map_err(RunError::failed)?;
+        let trial = TrialContext::new(config.node.as_str(), &dataplane, &publisher);
+        let trial_thread = trial.start(trial_messages).map_err(RunError::failed)?;
         let mut daemon = Self {
             config,
             netlink,
@@ -282,6 +291,7 @@ impl<'a> Daemon<'a> {
             read_took: Duration::ZERO,
             publisher,
             clearing_thread,
+            trial_thread,
             dataplane,
             ports,
             node_path,
@@ -428,11 +438,12 @@ impl<'a> Daemon<'a> {
     /// the node's own traffic again) or leaves it to the next daemon, with programs that drop because they have no
     /// sockets.
     async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
-        let Self { dataplane, ports, node_path, close_first, publisher, clearing_thread, .. } = self;
+        let Self { dataplane, ports, node_path, close_first, publisher, clearing_thread, trial_thread, .. } = self;
         drop(close_first);
         publisher.end();
         // A panic has been reported on standard error.
         let _ = clearing_thread.join();
+        let _ = trial_thread.join();
         drop(publisher);
         let removed = match leaves {
             OnExit::Keep => {

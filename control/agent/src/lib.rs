@@ -37,10 +37,12 @@ mod publisher;
 mod query;
 mod recorded_objects;
 mod report;
+mod rule_usage;
 mod samples;
 mod scans;
 mod signals;
 mod state_file;
+mod trial;
 mod verdicts;
 mod view;
 

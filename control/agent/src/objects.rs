@@ -8,6 +8,7 @@ use penstock_dataplane::policy::PolicySet;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
 use penstock_policy::render::services::ServiceProblem;
+use penstock_policy::render::tables::RuleUse;
 use penstock_policy::state::PodOrNode;
 
 use crate::discovery::PodProblem;
@@ -26,8 +27,10 @@ pub(super) struct NodeObjects {
     pods: BTreeMap<ObjectKey, Pod>,
     /// Addresses of other nodes, by node name.
     others: BTreeMap<String, Vec<IpAddr>>,
-    /// NetworkPolicies and ClusterNetworkPolicies.
+    /// NetworkPolicies and ClusterNetworkPolicies that are in force.
     policies: BTreeSet<ObjectRef>,
+    /// What the engine was given, if someone follows it.
+    followed: Option<Vec<ObjectChange>>,
     /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
 }
@@ -54,6 +57,7 @@ impl NodeObjects {
             pods: BTreeMap::new(),
             others: BTreeMap::new(),
             policies: BTreeSet::new(),
+            followed: None,
             service_problems: BTreeSet::new(),
         }
     }
@@ -89,7 +93,11 @@ impl NodeObjects {
                     pods |= self.pods.remove(key).is_some();
                 }
                 ObjectChange::Set(object @ (Object::NetworkPolicy(_) | Object::ClusterNetworkPolicy(_))) => {
-                    self.policies.insert(object.reference());
+                    if object.is_staged() {
+                        self.policies.remove(&object.reference());
+                    } else {
+                        self.policies.insert(object.reference());
+                    }
                 }
                 ObjectChange::Delete(key @ (ObjectRef::NetworkPolicy(_) | ObjectRef::ClusterNetworkPolicy(_))) => {
                     self.policies.remove(key);
@@ -101,7 +109,17 @@ impl NodeObjects {
         let before = self.addresses.clone();
         others.extend(self.own_node(interfaces));
         nodes |= before != self.addresses;
-        ChangeEffect { policy: self.engine.apply(others), pods, nodes }
+        ChangeEffect { policy: self.give(others), pods, nodes }
+    }
+
+    /// Has the engine count how often each rule decides, for this many workers. Call it before there are objects.
+    pub(super) fn count_use(&mut self, workers: usize) {
+        self.engine.count_use(workers);
+    }
+
+    /// How often rules decided since the last call.
+    pub(super) fn take_use(&mut self) -> Vec<RuleUse> {
+        self.engine.take_use()
     }
 
     /// Logs once what of the Services cannot be as written.
@@ -116,9 +134,26 @@ impl NodeObjects {
     /// Applies the addresses on the node's interfaces. Returns whether the policy may differ.
     pub(super) fn apply_addresses(&mut self, interfaces: &[IpAddr]) -> bool {
         match self.own_node(interfaces) {
-            Some(change) => self.engine.apply([change]),
+            Some(change) => self.give(vec![change]),
             None => false,
         }
+    }
+
+    fn give(&mut self, changes: Vec<ObjectChange>) -> bool {
+        if let Some(followed) = &mut self.followed {
+            followed.extend(changes.iter().cloned());
+        }
+        self.engine.apply(changes)
+    }
+
+    /// Keeps what the engine is given from now on for [`NodeObjects::take_followed`], or no more.
+    pub(super) fn follow(&mut self, on: bool) {
+        self.followed = on.then(Vec::new);
+    }
+
+    /// What the engine was given since the last call; nothing while it is not followed.
+    pub(super) fn take_followed(&mut self) -> Vec<ObjectChange> {
+        self.followed.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Sets the configured addresses of this node; they take effect at the next read of the network.
@@ -173,7 +208,7 @@ impl NodeObjects {
         self.owner(address) == Some(pod)
     }
 
-    /// NetworkPolicies and ClusterNetworkPolicies in the cluster.
+    /// NetworkPolicies and ClusterNetworkPolicies of the cluster that are in force.
     pub(super) fn policies(&self) -> usize {
         self.policies.len()
     }
@@ -222,7 +257,7 @@ mod tests {
     use penstock_dataplane::packet::{Flow, Protocol};
 
     use super::*;
-    use penstock_policy::model::{NetworkPolicy, PodLifetime, Selector};
+    use penstock_policy::model::{NetworkPolicy, PodLifetime, Selector, Staging};
 
     fn address(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -251,6 +286,7 @@ mod tests {
             isolates: true,
             ingress: Some(Vec::new()),
             egress: None,
+            staging: Staging::InForce,
         }))
     }
 
@@ -263,6 +299,50 @@ mod tests {
             dst_port: 53,
         };
         objects.engine().evaluate(&flow).is_allowed()
+    }
+
+    #[test]
+    fn what_is_followed_makes_another_engine_equal() {
+        let mut objects = NodeObjects::new("here", &[address("192.0.2.1")]);
+        objects.apply([pod("web", "here")], &[]);
+        assert!(objects.take_followed().is_empty());
+        objects.follow(true);
+        let mut other = Engine::new(EngineSettings::for_node("here"));
+        let engine = objects.engine();
+        let (pods, rest) = engine.state().pods_from(0, 10);
+        let known = engine.state().objects_without_pods().into_iter().chain(pods);
+        other.apply(known.map(ObjectChange::Set));
+        objects.apply([closed()], &[address("10.1.1.1")]);
+        objects.apply_addresses(&[address("10.1.1.2")]);
+        other.apply(objects.take_followed());
+        assert!(rest.is_none() && objects.take_followed().is_empty());
+        let reached = ["192.0.2.1", "10.1.1.1", "10.1.1.2", "198.51.100.1"].map(|from| {
+            let flow = Flow {
+                src: address(from).into(),
+                dst: address("10.1.1.5").into(),
+                protocol: Protocol::UDP,
+                src_port: 9,
+                dst_port: 53,
+            };
+            assert_eq!(other.evaluate(&flow).is_allowed(), reaches_pod(&objects, from), "{from}");
+            other.evaluate(&flow).is_allowed()
+        });
+        assert_eq!(reached, [true, false, true, false]);
+        objects.follow(false);
+        objects.apply([pod("web", "here")], &[]);
+        assert!(objects.take_followed().is_empty());
+    }
+
+    #[test]
+    fn staged_policies_do_not_count_as_policies() {
+        let mut objects = NodeObjects::new("here", &[]);
+        let ObjectChange::Set(Object::NetworkPolicy(policy)) = closed() else { unreachable!("it is a policy") };
+        for (staging, count) in
+            [(Staging::InForce, 1), (Staging::New, 0), (Staging::Deleted, 1), (Staging::Replaces("q".into()), 0)]
+        {
+            objects.apply([ObjectChange::Set(Object::NetworkPolicy(NetworkPolicy { staging, ..policy.clone() }))], &[]);
+            assert_eq!((objects.policies(), objects.engine().statistics().0.policies), (count, count));
+        }
     }
 
     #[test]

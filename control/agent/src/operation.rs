@@ -16,6 +16,7 @@ use super::config::{ConfigLayers, LoadedConfig, SocketPath};
 use super::exporter::MetricsListener;
 use super::last_good::RejectedConfig;
 use super::query::{self, QueryHandle, StateQueries, StateQuery};
+use super::rule_usage::{self, RuleUsage};
 use super::samples::{self, CounterSample, CounterSamples};
 use super::verdicts::VerdictWriter;
 
@@ -58,6 +59,8 @@ pub(super) enum OperationEvent {
     Write,
     /// Pass packets of the capture on.
     Capture,
+    /// Read how often rules decided.
+    CountUse,
 }
 
 /// State of the operator's interface, owned by the daemon's loop.
@@ -72,6 +75,7 @@ pub(super) struct Operation {
     pub(super) source: Arc<SourceHealth>,
     pub(super) samples: CounterSamples,
     pub(super) verdicts: VerdictWriter,
+    pub(super) usage: RuleUsage,
     pub(super) started: Instant,
     sampling: Interval,
     writing: Interval,
@@ -80,6 +84,7 @@ pub(super) struct Operation {
     /// Of those that have ended.
     pub(super) captured: CaptureCounts,
     capturing: Interval,
+    counting: Interval,
     _served: Vec<AdminServer>,
 }
 
@@ -108,12 +113,14 @@ impl Operation {
             source,
             samples: CounterSamples::new(CounterSample::first(dataplane)),
             verdicts: verdicts.map_err(RunError::bad_input)?,
+            usage: RuleUsage::open(&loaded.config),
             started: Instant::now(),
             sampling: interval(samples::INTERVAL),
             writing: interval(VERDICT_LOG_INTERVAL),
             capture: None,
             captured: CaptureCounts::default(),
             capturing: interval(capture::INTERVAL),
+            counting: interval(rule_usage::INTERVAL),
             _served: listeners.served,
         })
     }
@@ -128,6 +135,7 @@ impl Operation {
             _ = self.sampling.tick() => OperationEvent::Sample,
             _ = self.capturing.tick(), if captures => OperationEvent::Capture,
             _ = self.writing.tick(), if writes => OperationEvent::Write,
+            _ = self.counting.tick() => OperationEvent::CountUse,
             // The channel never closes: the servers hold its other end, or there are none.
             Some(query) = self.queries.recv() => OperationEvent::Answer(query),
         }

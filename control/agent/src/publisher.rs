@@ -9,10 +9,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ipnet::IpNet;
+use penstock_admin::types::TrialStatus;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
-use penstock_policy::model::ObjectChange;
-use tokio::sync::Notify;
+use penstock_policy::model::{Object, ObjectChange};
+use tokio::sync::{Notify, oneshot};
 
 use super::config::{Config, Encapsulation};
 use super::connections::{ClearingQueue, ConnectionOwners};
@@ -21,6 +22,7 @@ use super::objects::{ChangeEffect, NodeObjects};
 use super::port_layout::PortLayout;
 use super::progress::EnforcementProgress;
 use super::recorded_objects::StaleObjects;
+use super::trial::{StagedCounters, TrialFeed};
 
 /// Publishes snapshots of its [`SnapshotInputs`].
 pub(super) struct Publisher {
@@ -51,16 +53,19 @@ pub(super) struct SnapshotInputs {
     /// As of the last snapshot.
     node_context: NodeContext,
     connections: ConnectionOwners,
+    pub(super) trial: TrialFeed,
 }
 
 impl Publisher {
-    /// Publishes nothing before the first [`Publisher::update_ports`]. `clearing` takes work on the connection table.
+    /// Publishes nothing before the first [`Publisher::update_ports`]. `clearing` takes work on the connection table, `trial`
+    /// what is staged.
     pub(super) fn new(
         config: &Config,
         objects: NodeObjects,
         stale: Option<StaleObjects>,
         dataplane: &Arc<Dataplane>,
         clearing: ClearingQueue,
+        trial: TrialFeed,
     ) -> Self {
         let inputs = SnapshotInputs {
             objects,
@@ -72,6 +77,7 @@ impl Publisher {
             network: NodeNetwork::default(),
             node_context: NodeContext::default(),
             connections: ConnectionOwners::new(&config.conntrack.mapping, clearing),
+            trial,
         };
         Self {
             inputs: Mutex::new(inputs),
@@ -120,6 +126,7 @@ impl Publisher {
         } else {
             tracing::debug!("no effect on the tables: {what}");
         }
+        self.follow(inputs);
         if pods {
             self.pods.notify_one();
         }
@@ -139,6 +146,7 @@ impl Publisher {
             inputs.layout = layout;
             self.publish(inputs, why, seen);
         }
+        self.follow(inputs);
         layout_changed
     }
 
@@ -148,6 +156,7 @@ impl Publisher {
         inputs.connections.cleared(addresses);
         if inputs.connections.has_admissible(&inputs.owners()) {
             self.publish(&mut inputs, "addresses are free of their last pods' connections", Instant::now());
+            self.follow(&mut inputs);
         }
     }
 
@@ -161,9 +170,39 @@ impl Publisher {
         self.inputs().progress.check_in_force(&self.dataplane);
     }
 
-    /// Takes no more work on the connection table.
+    /// Judges policies from files beside what is in force, instead of those before; none: no more.
+    pub(super) fn try_policies(&self, policies: Vec<Object>) {
+        let mut inputs = self.inputs();
+        inputs.trial.set_files(policies);
+        self.follow(&mut inputs);
+    }
+
+    /// Asks what promotion of all that is staged would change.
+    pub(super) fn ask_trial(&self, answer: oneshot::Sender<TrialStatus>) {
+        self.inputs().trial.ask(answer);
+    }
+
+    /// What the trial counts.
+    pub(super) fn staged_counters(&self) -> Arc<StagedCounters> {
+        Arc::clone(self.inputs().trial.counters())
+    }
+
+    /// All objects but pods as they are in force, and what is staged.
+    pub(super) fn staged_objects(&self) -> (Vec<Object>, Vec<Object>) {
+        let inputs = self.inputs();
+        let engine = inputs.objects.engine();
+        (engine.state().objects_without_pods(), engine.staged().cloned().collect())
+    }
+
+    /// Takes no more work on the connection table, and ends the trial.
     pub(super) fn end(&self) {
-        self.inputs().connections.end();
+        let mut inputs = self.inputs();
+        inputs.connections.end();
+        inputs.trial.end();
+    }
+
+    fn follow(&self, inputs: &mut SnapshotInputs) {
+        inputs.trial.follow(&mut inputs.objects, || self.dataplane.snapshot());
     }
 
     fn publish(&self, inputs: &mut SnapshotInputs, why: &str, seen: Instant) {

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use penstock_admin::capture::CaptureQuery;
-use penstock_admin::types::{ConnectionFlow, Dump, ExplainQuery, Explanation, Status};
+use penstock_admin::types::{ConnectionFlow, Dump, ExplainQuery, Explanation, Rules, Status, TrialStatus};
 use penstock_dataplane::conntrack::{ConnTable, ConnectionInfo};
+use penstock_policy::model::Object;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
@@ -32,6 +33,12 @@ pub(crate) enum StateQuery {
     Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
     /// Begin a capture; the answer has its packets.
     Capture { query: Box<CaptureQuery>, answer: oneshot::Sender<Result<CaptureChunks, String>> },
+    /// How often each rule decided.
+    Rules(oneshot::Sender<Rules>),
+    /// What promotion of all that is staged would change. The thread of the trial answers.
+    Trial(oneshot::Sender<TrialStatus>),
+    /// Judge these policies of files beside what is in force; none: no more. The answer says why not.
+    Try { policies: Vec<Object>, answer: oneshot::Sender<Result<(), NotAllowed>> },
     /// A support bundle without the connections, and the data for its metrics.
     Dump(oneshot::Sender<(Dump, Scrape)>),
     /// The data for the metrics.
@@ -51,6 +58,13 @@ pub(crate) struct FlowScan {
     /// The cluster addresses to which to list connections; `None` for all connections.
     pub(crate) cluster_addresses: Option<Vec<IpAddr>>,
 }
+
+/// The configuration does not allow it.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error(
+    "trials from files are not allowed on this node (admin.trials = false): set admin.trials = true and reload the configuration (SIGHUP), or stage the policies in the cluster by the annotation policy.penstock.dev/staged"
+)]
+pub(crate) struct NotAllowed;
 
 /// No answer.
 #[derive(Clone, Copy, Debug, thiserror::Error)]

@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::state_file::{Identity, StateFile, StateFileError};
 
 /// The version of the file's form: that of [`Object`] as JSON. A test asks for another one when that changes.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".objects";
@@ -220,7 +220,7 @@ mod tests {
     use penstock_policy::model::{
         ClusterNetworkPolicy, ClusterRule, ClusterTier, EndpointPort, EndpointSlice, IpBlock, LabelOperator, NamedPort,
         Namespace, NetworkPolicy, Node, ObjectKey, Peer, Peers, Pod, PodLifetime, PolicyPort, PolicyPorts, PortMatch,
-        PortProtocol, Requirement, Rule, RuleAction, Selector, Service, ServiceEndpoint, ServicePort, Subject,
+        PortProtocol, Requirement, Rule, RuleAction, Selector, Service, ServiceEndpoint, ServicePort, Staging, Subject,
         TargetPort,
     };
 
@@ -304,6 +304,7 @@ mod tests {
                 isolates: true,
                 ingress: Some(vec![rule]),
                 egress: None,
+                staging: Staging::Replaces("q".into()),
             }),
             Object::ClusterNetworkPolicy(ClusterNetworkPolicy {
                 name: "c".into(),
@@ -312,6 +313,7 @@ mod tests {
                 subject: Subject::default(),
                 ingress: [RuleAction::Accept, RuleAction::Deny, RuleAction::Pass].map(cluster_rule).into(),
                 egress: vec![],
+                staging: Staging::InForce,
             }),
             Object::Service(Service {
                 key: key("web"),

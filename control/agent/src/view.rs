@@ -17,7 +17,9 @@ use crate::objects::NodeObjects;
 use crate::ports::{OpenPorts, PortXdpCounters};
 use crate::progress::EnforcementProgress;
 use crate::recorded_objects::StaleObjects;
+use crate::rule_usage::RuleUsage;
 use crate::samples::{CounterSample, CounterSamples};
+use crate::trial::StagedCounters;
 
 /// The daemon's state.
 pub(crate) struct DaemonView<'a> {
@@ -39,6 +41,10 @@ pub(crate) struct DaemonView<'a> {
     pub(crate) captured: CaptureCounts,
     /// Verdict log lines that could not be written.
     pub(crate) unwritten: u64,
+    /// What promotion of all that is staged would change.
+    pub(crate) staged: &'a StagedCounters,
+    /// How often each rule decided.
+    pub(crate) usage: &'a RuleUsage,
     pub(crate) started: Instant,
 }
 

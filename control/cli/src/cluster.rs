@@ -6,6 +6,7 @@ use penstock_dataplane::policy::RuleScope;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::ObjectChange;
 use penstock_policy::render::tables::PodScope;
+use penstock_policy::staging::PolicyReading;
 use penstock_sources::convert;
 use penstock_sources::manifest::{Manifests, Options, UnknownFields, read_manifests};
 
@@ -23,6 +24,10 @@ pub(super) struct ManifestArgs {
     /// A flow that a rule allows on one side is allowed on the other side too
     #[arg(long)]
     cluster_wide: bool,
+    /// Count staged policies as promoted (the annotations policy.penstock.dev/staged, staged-for and staged-delete); without
+    /// this they are left out
+    #[arg(long)]
+    staged: bool,
 }
 
 /// The same, where they may also be left out.
@@ -37,13 +42,17 @@ pub(super) struct OptionalManifestArgs {
     /// A flow that a rule allows on one side is allowed on the other side too
     #[arg(long, requires = "manifests")]
     cluster_wide: bool,
+    /// Count staged policies as promoted (the annotations policy.penstock.dev/staged, staged-for and staged-delete); without
+    /// this they are left out
+    #[arg(long, requires = "manifests")]
+    staged: bool,
 }
 
 impl OptionalManifestArgs {
     /// Those that were given, if any.
     pub(super) fn given(&self) -> Option<ManifestArgs> {
-        let Self { manifests, v1beta1, cluster_wide } = self.clone();
-        (!manifests.is_empty()).then_some(ManifestArgs { manifests, v1beta1, cluster_wide })
+        let Self { manifests, v1beta1, cluster_wide, staged } = self.clone();
+        (!manifests.is_empty()).then_some(ManifestArgs { manifests, v1beta1, cluster_wide, staged })
     }
 }
 
@@ -66,7 +75,9 @@ impl ManifestArgs {
 
     /// The policy of the manifests, for the pods in scope.
     pub(super) fn engine(&self, scope: PodScope) -> Result<Engine, Failure> {
-        Ok(self.engine_of(&self.read_with_slices()?, scope))
+        let engine = self.engine_of(&self.read_with_slices()?, scope);
+        self.say_staged(&engine);
+        Ok(engine)
     }
 
     /// Reads the manifests. Where they have no EndpointSlices, derives them, and says so.
@@ -78,9 +89,23 @@ impl ManifestArgs {
 
     /// The policy of manifests that are read already.
     pub(super) fn engine_of(&self, manifests: &Manifests, scope: PodScope) -> Engine {
-        let mut engine = Engine::new(EngineSettings { scope, reach: self.reach() });
+        let reading = if self.staged { PolicyReading::Promoted } else { PolicyReading::InForce };
+        let mut engine = Engine::reading(EngineSettings { scope, reach: self.reach() }, reading);
         engine.apply(manifests.objects().map(ObjectChange::Set));
         engine
+    }
+
+    /// Says how many staged policies are left out, or which do not mean what their author may think.
+    pub(super) fn say_staged(&self, engine: &Engine) {
+        match engine.staged().filter(|policy| policy.is_staged()).count() {
+            0 => {}
+            _ if self.staged => {}
+            1 => eprintln!("penstock: left out 1 staged policy; --staged counts it as promoted"),
+            count => eprintln!("penstock: left out {count} staged policies; --staged counts them as promoted"),
+        }
+        if self.staged {
+            engine.staged_problems().iter().for_each(|problem| eprintln!("penstock: {problem}"));
+        }
     }
 
     /// Whether v1beta1's objects have their meaning.

@@ -10,7 +10,7 @@ use clap::builder::{StyledStr, Styles};
 
 use super::{
     Failure, capture, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, ready,
-    render, replay, run, schema, status, top,
+    render, replay, rules, run, schema, status, top, trial,
 };
 
 /// All subcommands.
@@ -44,6 +44,7 @@ pub(super) enum DaemonCommand {
     Top(top::Args),
     Ready(ready::Args),
     Capture(capture::Args),
+    Rules(rules::Args),
     Dump(dump::Args),
 }
 
@@ -55,6 +56,7 @@ pub(super) enum PolicyCommand {
     Matrix(matrix::Args),
     Learn(learn::Args),
     Lint(lint::Args),
+    Trial(trial::Args),
     Render(render::Args),
 }
 
@@ -83,6 +85,7 @@ impl Command {
             Self::Daemon(DaemonCommand::Flows(args)) => flows::run(args),
             Self::Daemon(DaemonCommand::Top(args)) => top::run(args),
             Self::Daemon(DaemonCommand::Capture(args)) => capture::run(args),
+            Self::Daemon(DaemonCommand::Rules(args)) => rules::run(args),
             Self::Daemon(DaemonCommand::Dump(args)) => dump::run(args),
             Self::Daemon(DaemonCommand::Ready(args)) => ready::run(args),
             Self::Policy(PolicyCommand::Evaluate(args)) => evaluate::run(args),
@@ -90,6 +93,7 @@ impl Command {
             Self::Policy(PolicyCommand::Matrix(args)) => matrix::run(args),
             Self::Policy(PolicyCommand::Learn(args)) => learn::run(args),
             Self::Policy(PolicyCommand::Lint(args)) => lint::run(args),
+            Self::Policy(PolicyCommand::Trial(args)) => trial::run(args),
             Self::Policy(PolicyCommand::Render(args)) => render::run(args),
             Self::Capture(CaptureCommand::Replay(args)) => replay::run(args),
             Self::Install(InstallCommand::Completion(args)) => completion::run(args),

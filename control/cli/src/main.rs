@@ -29,11 +29,13 @@ mod matrix;
 mod ready;
 mod render;
 mod replay;
+mod rules;
 mod run;
 mod schema;
 mod status;
 mod style;
 mod top;
+mod trial;
 
 use std::process::ExitCode;
 
@@ -55,7 +57,7 @@ Exit codes:
   0  done
   1  tried, and failed
   2  bad input: arguments, configuration, manifests, the machine, or no daemon
-  3  replay --compare, learn --holdout: verdicts differ
+  3  replay --compare, learn --holdout, trial status: verdicts differ
 
 `penstock COMMAND --help` has a command's options, exit codes and examples."
 )]

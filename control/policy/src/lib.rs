@@ -3,6 +3,7 @@
 //! A change passes through `state` (indexes), `compile` (effective rules with provenance) and `render` (tables for the
 //! workers); [`engine`] combines the three. [`flow`] resolves what users write to flows; [`describe`], [`explain`] and
 //! [`listing`] print policies, verdicts and tables. [`learn`] writes policies from observed flows.
+//! [`staging`] leaves staged policies out, or counts them as promoted.
 //!
 //! No I/O, clock, thread, async runtime or Kubernetes client: objects come in as [`model`] types, values come out. Of the
 //! data plane it uses only table types, addresses and flows. The crates that read objects (`penstock-sources`), run the
@@ -19,4 +20,5 @@ pub mod listing;
 pub mod model;
 pub mod render;
 pub mod service_flows;
+pub mod staging;
 pub mod state;

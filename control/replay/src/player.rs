@@ -7,7 +7,7 @@ use penstock_dataplane::conntrack::{Config, ConnTable, OpenError, SweepCursor, T
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_dataplane::packet::{Flow, Packet, Transport, parse, quoted_flow};
 use penstock_dataplane::pipeline::{BATCH, DropReason, EvaluationReason, Observer, Pipeline, PipelineMode, Verdict};
-use penstock_dataplane::policy::{Direction, PolicyVerdict};
+use penstock_dataplane::policy::{Direction, EvaluationForm, PolicyVerdict};
 use penstock_policy::model::ObjectChange;
 use penstock_xdp_redirect::XdpOutcome;
 
@@ -68,6 +68,7 @@ impl Observer for VerdictObserver<'_> {
         index: usize,
         flow: &Flow,
         policy_verdict: &PolicyVerdict,
+        _: EvaluationForm,
         evaluation_reason: EvaluationReason,
     ) {
         self.0.push(PolicyEvaluation { index, flow: *flow, policy_verdict: *policy_verdict, evaluation_reason });

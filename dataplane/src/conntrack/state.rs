@@ -87,6 +87,16 @@ pub enum EvictionClass {
 }
 
 impl State {
+    /// Whether both sides have ended it, or one has reset it. A reset that its receiver did not accept shows at the next
+    /// segment: then it has not ended after all.
+    pub const fn has_ended(self) -> bool {
+        matches!(
+            self,
+            Self::Tcp(TcpState::Resetting | TcpState::LastAck | TcpState::TimeWait | TcpState::Close)
+                | Self::Sctp(SctpState::Closed)
+        )
+    }
+
     /// Its name as in nf_conntrack's listings.
     pub const fn name(self) -> &'static str {
         match self {

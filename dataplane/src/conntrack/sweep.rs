@@ -36,6 +36,8 @@ pub struct ConnectionInfo {
     pub original: Flow,
     /// Of a connection to a Service: the same packet's flow as the client sent it, to the cluster address.
     pub frontend: Option<Flow>,
+    /// Whether its packets traverse the node's own stack.
+    pub via_host: bool,
     /// Its state.
     pub state: State,
     /// Owner whose quota it counts against.
@@ -103,6 +105,7 @@ impl ConnTable {
             Some(ConnectionInfo {
                 original: key.flow(control.original()),
                 frontend: if control.is_translated() { self.frontend_at((slot, control)) } else { None },
+                via_host: control.is_via_host(),
                 state: State::of(key.protocol, control)?,
                 owner,
                 idle: TICK * age,

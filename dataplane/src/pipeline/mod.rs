@@ -27,7 +27,7 @@ use dispatch::PacketPath;
 pub use offload::keep_offloaded;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
-pub use sources::OriginalSources;
+pub use sources::{OriginalSources, evaluate_connection};
 pub use timed::StageClocks;
 use timed::{StageStopwatch, StageTimer};
 use translate::Translation;
@@ -36,7 +36,7 @@ use crate::Snapshot;
 use crate::conntrack::{ConnTable, PreparedFlow, Timestamp};
 use crate::forward::{Port, PortId, PortKind};
 use crate::packet::{Flow, OpenChecksum, Packet};
-use crate::policy::PolicyVerdict;
+use crate::policy::{EvaluationForm, PolicyVerdict};
 use crate::reply::{OnRevoke, Replies};
 
 /// Packets that are parsed while a cache line is fetched from memory.
@@ -73,19 +73,20 @@ pub enum EvaluationReason {
 /// Notified of every policy evaluation. Replay and logs implement it; workers without either use `()`, which costs
 /// nothing.
 pub trait Observer {
-    /// Policy was evaluated for `flow` (in the connection's original direction) and frame `index`.
+    /// Policy was evaluated for `flow` (in the connection's original direction) and frame `index`, in this form.
     fn evaluated(
         &mut self,
         index: usize,
         flow: &Flow,
         policy_verdict: &PolicyVerdict,
+        form: EvaluationForm,
         evaluation_reason: EvaluationReason,
     );
 }
 
 impl Observer for () {
     #[inline]
-    fn evaluated(&mut self, _: usize, _: &Flow, _: &PolicyVerdict, _: EvaluationReason) {}
+    fn evaluated(&mut self, _: usize, _: &Flow, _: &PolicyVerdict, _: EvaluationForm, _: EvaluationReason) {}
 }
 
 /// An admitted packet: its index in the batch, the packet, and its connection's hash.

@@ -2,9 +2,11 @@
 
 use std::fmt;
 
+use super::translate::policy_flow;
 use crate::batch::StackSender;
+use crate::conntrack::ConnectionInfo;
 use crate::packet::{Address, Flow};
-use crate::policy::{FlowEnds, PolicySet, PolicyVerdict};
+use crate::policy::{EvaluationForm, FlowEnds, PolicySet, PolicyVerdict};
 
 /// The senders of connections whose source the node's stack has translated (masquerade, as kube-proxy does for NodePorts).
 pub trait OriginalSources: fmt::Debug + Send + Sync {
@@ -12,8 +14,10 @@ pub trait OriginalSources: fmt::Debug + Send + Sync {
     fn source_of(&self, flow: &Flow) -> Option<Address>;
 }
 
-/// Evaluates policy for a flow that `sender` opens. Returns the flow as it was before the node translated its source, and
-/// the verdict on it.
+/// What policy was asked, and the verdict: the flow as it was before the node translated its source.
+pub(super) type Evaluated = (Flow, PolicyVerdict, EvaluationForm);
+
+/// Evaluates policy for a flow that `sender` opens.
 #[inline]
 pub(super) fn evaluate(
     policy: &PolicySet,
@@ -21,11 +25,11 @@ pub(super) fn evaluate(
     flow: &Flow,
     ends: FlowEnds<'_>,
     sender: StackSender,
-) -> (Flow, PolicyVerdict) {
+) -> Evaluated {
     let may_be_translated = matches!(sender, StackSender::Forwarded | StackSender::Translated) || ends.dst.is_node();
     match sources {
         Some(sources) if may_be_translated => evaluate_sent(policy, sources, flow, ends, sender),
-        _ => (*flow, policy.evaluate_between(flow, ends)),
+        _ => (*flow, policy.evaluate_between(flow, ends), EvaluationForm::Plain),
     }
 }
 
@@ -36,7 +40,7 @@ fn evaluate_sent(
     flow: &Flow,
     ends: FlowEnds<'_>,
     sender: StackSender,
-) -> (Flow, PolicyVerdict) {
+) -> Evaluated {
     let from = |flow: &Flow| sources.source_of(flow).map(|src| Flow { src, ..*flow });
     let original = match sender {
         StackSender::Translated => from(flow),
@@ -45,8 +49,65 @@ fn evaluate_sent(
         StackSender::Process | StackSender::Unknown => from(&flow.reversed()),
     };
     match (original, sender) {
-        (Some(original), _) => (original, policy.evaluate(&original)),
-        (None, StackSender::Forwarded | StackSender::Translated) => (*flow, policy.evaluate_forwarded(flow, ends)),
-        (None, _) => (*flow, policy.evaluate_between(flow, ends)),
+        (Some(original), _) => (original, policy.evaluate(&original), EvaluationForm::Plain),
+        (None, StackSender::Forwarded | StackSender::Translated) => {
+            (*flow, policy.evaluate_forwarded(flow, ends), EvaluationForm::Forwarded)
+        }
+        (None, _) => (*flow, policy.evaluate_between(flow, ends), EvaluationForm::Plain),
     }
+}
+
+/// Who opens a connection.
+#[derive(Clone, Copy)]
+pub(super) enum Opener {
+    /// The packet's sender; `Unknown` for one that did not come from the node's stack.
+    Sender(StackSender),
+    /// A pod that the workers send on to a Service's backend.
+    ClientOfService,
+}
+
+impl Opener {
+    /// Who opened a connection of the table.
+    pub(super) fn of_connection(is_to_service: bool, via_host: bool, ends: FlowEnds<'_>) -> Self {
+        if is_to_service {
+            Self::ClientOfService
+        } else if via_host && !ends.src.is_local_pod() {
+            // Of no pod, and translated: so was its source.
+            Self::Sender(StackSender::Translated)
+        } else {
+            Self::Sender(StackSender::Unknown)
+        }
+    }
+
+    /// Evaluates policy in the direction in which the connection is opened.
+    #[inline(always)]
+    pub(super) fn evaluate(
+        self,
+        policy: &PolicySet,
+        sources: Option<&dyn OriginalSources>,
+        flow: &Flow,
+        ends: FlowEnds<'_>,
+    ) -> Evaluated {
+        match self {
+            Self::Sender(sender) => evaluate(policy, sources, flow, ends, sender),
+            Self::ClientOfService if flow.src == flow.dst => {
+                (*flow, policy.evaluate_hairpin(flow), EvaluationForm::Hairpin)
+            }
+            Self::ClientOfService => (*flow, policy.evaluate_between(flow, ends), EvaluationForm::Plain),
+        }
+    }
+}
+
+/// Evaluates a set of policies for a connection of the table, in the direction in which it was opened: the verdict that a worker
+/// would give its next packet if this set were published. Returns the flow that the set is asked about, too.
+pub fn evaluate_connection(
+    policy: &PolicySet,
+    sources: Option<&dyn OriginalSources>,
+    connection: &ConnectionInfo,
+) -> (Flow, PolicyVerdict) {
+    let flow = policy_flow(connection.original, connection.frontend.as_ref());
+    let ends = policy.ends(&flow);
+    let opener = Opener::of_connection(connection.frontend.is_some(), connection.via_host, ends);
+    let (flow, verdict, _) = opener.evaluate(policy, sources, &flow, ends);
+    (flow, verdict)
 }

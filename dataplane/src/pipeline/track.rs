@@ -3,7 +3,7 @@
 use rand::rngs::StdRng;
 
 use super::dispatch::PacketPath;
-use super::sources::{self, OriginalSources};
+use super::sources::{Opener, OriginalSources};
 use super::timed::StageTimer;
 use super::translate::{Translation, policy_flow};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer, PipelineMode};
@@ -351,14 +351,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         evaluation_reason: EvaluationReason,
     ) -> Result<(), DropReason> {
         let ends = self.snapshot.policy.ends(flow);
-        let opener = if is_to_service {
-            Opener::ClientOfService
-        } else if connection.via_host() && !ends.src.is_local_pod() {
-            // Of no pod, and translated: so was its source.
-            Opener::Sender(StackSender::Translated)
-        } else {
-            Opener::Sender(StackSender::Unknown)
-        };
+        let opener = Opener::of_connection(is_to_service, connection.via_host(), ends);
         self.evaluate(flow, ends, opener, evaluation_reason)
     }
 
@@ -372,13 +365,9 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     ) -> Result<(), DropReason> {
         let policy = &self.snapshot.policy;
         self.timer.before_evaluation();
-        let (flow, policy_verdict) = match opener {
-            Opener::Sender(sender) => sources::evaluate(policy, self.sources, flow, ends, sender),
-            Opener::ClientOfService if flow.src == flow.dst => (*flow, policy.evaluate_hairpin(flow)),
-            Opener::ClientOfService => (*flow, policy.evaluate_between(flow, ends)),
-        };
+        let (flow, policy_verdict, form) = opener.evaluate(policy, self.sources, flow, ends);
         self.timer.evaluated();
-        self.observer.evaluated(self.index, &flow, &policy_verdict, evaluation_reason);
+        self.observer.evaluated(self.index, &flow, &policy_verdict, form, evaluation_reason);
         match policy_verdict.drop_reason() {
             None => Ok(()),
             Some(DropReason::EgressDenied) if self.snapshot.forwarding.is_service(flow.dst) => {
@@ -387,15 +376,6 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             Some(reason) => Err(reason),
         }
     }
-}
-
-/// Who opens a connection.
-#[derive(Clone, Copy)]
-enum Opener {
-    /// The packet's sender; `Unknown` for one that did not come from the node's stack.
-    Sender(StackSender),
-    /// A pod that the workers send on to a Service's backend.
-    ClientOfService,
 }
 
 /// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.

@@ -25,6 +25,7 @@
 mod addresses;
 mod blocks;
 mod endpoints;
+mod hits;
 mod peers;
 mod ports;
 mod rows;
@@ -37,6 +38,7 @@ mod tests;
 pub use addresses::{AddressOwner, EndpointId, NodeId};
 pub use blocks::AddressBlock;
 pub use endpoints::{Endpoint, EndpointPolicy};
+pub use hits::RuleHits;
 pub use peers::Identity;
 pub use ports::{PortProtocol, PortRange};
 pub use rows::RuleSet;
@@ -154,6 +156,18 @@ pub enum RuleScope {
     ClusterWide,
 }
 
+/// How policy was evaluated for a flow: what else may be asked of another set about the same packet.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum EvaluationForm {
+    /// As it stands.
+    #[default]
+    Plain,
+    /// As one that the node's stack forwards: its source has no exemption as the node's.
+    Forwarded,
+    /// As one of a pod to itself through a Service.
+    Hairpin,
+}
+
 /// What is known of the source and the destination of a flow.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FlowEnds<'a> {
@@ -175,6 +189,25 @@ impl PolicySet {
     #[inline]
     pub fn evaluate(&self, flow: &Flow) -> PolicyVerdict {
         self.evaluate_between(flow, self.ends(flow))
+    }
+
+    /// Evaluates policy for a flow as an earlier evaluation did.
+    pub fn evaluate_as(&self, flow: &Flow, form: EvaluationForm) -> PolicyVerdict {
+        match form {
+            EvaluationForm::Plain => self.evaluate(flow),
+            EvaluationForm::Forwarded => self.evaluate_forwarded(flow, self.ends(flow)),
+            EvaluationForm::Hairpin => self.evaluate_hairpin(flow),
+        }
+    }
+
+    /// Counts the rules that decided a connection that is opened, or denied. Only this worker may call it with its number.
+    pub fn count(&self, worker: usize, verdict: &PolicyVerdict) {
+        for rule in [verdict.egress.rule(), verdict.ingress.rule()].into_iter().flatten() {
+            let table = self.direction(rule.endpoint, rule.direction).and_then(EndpointPolicy::table);
+            if let Some(table) = table {
+                table.hits().add(worker, rule.rule);
+            }
+        }
     }
 
     /// What is known of an address.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::packet::{Address, Protocol};
 
 use super::blocks::{AddressBlock, Blocks};
+use super::hits::RuleHits;
 use super::peers::{Identity, Peers};
 use super::ports::{PortRange, Ports};
 use super::rows::{Row, Rows, RowsBuilder, RuleSet};
@@ -66,6 +67,8 @@ pub struct RuleTable {
     /// Each row includes the rules without ports.
     ports: Ports,
     names: Arc<[RuleName]>,
+    /// Those of all tables that were made from one by other identities.
+    hits: Arc<RuleHits>,
 }
 
 impl RuleTable {
@@ -91,7 +94,19 @@ impl RuleTable {
             .collect();
         let blocks = Blocks::build(&every, &blocks, &mut rows);
         let ports = build_ports(rules, &mut rows);
-        Self { rows: rows.finish(), peers, blocks, ports, names: rules.iter().map(|rule| rule.name.clone()).collect() }
+        let names = rules.iter().map(|rule| rule.name.clone()).collect();
+        Self { rows: rows.finish(), peers, blocks, ports, names, hits: Arc::default() }
+    }
+
+    /// This table, with counters of its rules for this many workers.
+    #[must_use]
+    pub fn counting(self, workers: usize) -> Self {
+        Self { hits: Arc::new(RuleHits::new(self.rules(), workers)), ..self }
+    }
+
+    /// How often its rules decided.
+    pub fn hits(&self) -> &Arc<RuleHits> {
+        &self.hits
     }
 
     /// This table with other rules for some identities, as in [`RuleTable::new`]; `None` for those of every pod.

@@ -29,6 +29,7 @@ use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
 use crate::conntrack::ConnTable;
 use crate::forward::{Mac, PortId};
 use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, tag};
+use crate::pipeline::OriginalSources;
 use crate::{Epoch, Snapshot};
 
 /// A request to open a port.
@@ -92,6 +93,8 @@ pub struct Dataplane {
     /// Scheduling priority of each worker.
     priorities: Vec<Priority>,
     verdicts: Arc<VerdictLog>,
+    /// Senders whose source the node's stack has translated.
+    sources: Option<Arc<dyn OriginalSources>>,
 }
 
 impl fmt::Debug for Dataplane {
@@ -114,12 +117,12 @@ impl Dataplane {
     pub fn start(config: Config) -> Result<Self, StartError> {
         let (mode, on_revoke, sources) = (config.mode, config.on_revoke, config.sources.clone());
         let verdicts = Arc::new(VerdictLog::new(config.cores.len()));
-        let log = verdicts.clone();
+        let (log, kept) = (verdicts.clone(), sources.clone());
         let evaluate = move |worker, connections: &Arc<ConnTable>| {
             PolicyProcessor::new(connections.clone(), mode, on_revoke, worker, log.clone(), sources.clone())
         };
         let mut this = Self::start_with(config, evaluate)?;
-        this.verdicts = verdicts;
+        (this.verdicts, this.sources) = (verdicts, kept);
         Ok(this)
     }
 
@@ -157,6 +160,7 @@ impl Dataplane {
             cores: config.cores.clone(),
             priorities: Vec::new(),
             verdicts: Arc::new(VerdictLog::new(0)),
+            sources: None,
         };
         let (begun, all_begun) = unbounded();
         for (index, &core) in config.cores.iter().enumerate() {
@@ -362,6 +366,11 @@ impl Dataplane {
     /// A worker has died; the others have the capture.
     pub fn capture(&self, capture: Option<&Capture>) -> Result<(), PortError> {
         self.control().capture(capture)
+    }
+
+    /// The senders of connections whose source the node's stack has translated, as workers know them.
+    pub fn original_sources(&self) -> Option<&Arc<dyn OriginalSources>> {
+        self.sources.as_ref()
     }
 
     /// The kind of pages that the UMEM uses.

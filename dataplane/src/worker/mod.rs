@@ -21,6 +21,7 @@ mod privileges;
 mod processor;
 mod queue;
 mod run;
+mod staged;
 mod stages;
 mod state;
 mod statistics;
@@ -36,6 +37,7 @@ pub use dataplane::{Dataplane, PortPath, PortRequest, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
 pub use privileges::{Priority, drop_capabilities};
+pub use staged::{NamedVerdict, StagedLog, StagedRecord, StagedSet, VerdictChange};
 pub use stages::{Stage, StageStatistics};
 pub use statistics::{
     DataplaneStatistics, KernelDrops, PortStatistics, QueueDepth, QueueDepths, Traffic, WorkerStatistics,

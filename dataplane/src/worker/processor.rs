@@ -8,7 +8,11 @@ use super::verdicts::{Recorder, VerdictLog};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
-use crate::pipeline::{BATCH, Observer, OriginalSources, Pipeline, PipelineMode, StageClocks, Verdict};
+use crate::packet::Flow;
+use crate::pipeline::{
+    BATCH, EvaluationReason, Observer, OriginalSources, Pipeline, PipelineMode, StageClocks, Verdict,
+};
+use crate::policy::{EvaluationForm, PolicySet, PolicyVerdict};
 use crate::reply::{OnRevoke, Replies};
 use crate::{Epoch, Snapshot};
 
@@ -49,6 +53,36 @@ pub(crate) struct PolicyProcessor {
     recorder: Recorder,
     /// Set while a capture runs.
     capture: Option<Box<CaptureTap>>,
+    worker: usize,
+}
+
+/// Counts the rules that decide.
+struct RuleUsage<'a> {
+    policy: &'a PolicySet,
+    worker: usize,
+}
+
+impl Observer for RuleUsage<'_> {
+    fn evaluated(&mut self, _: usize, _: &Flow, verdict: &PolicyVerdict, _: EvaluationForm, reason: EvaluationReason) {
+        // One that is evaluated again was counted when it was opened.
+        if reason == EvaluationReason::Opened {
+            self.policy.count(self.worker, verdict);
+        }
+    }
+}
+
+impl Observer for (&mut Recorder, RuleUsage<'_>) {
+    fn evaluated(
+        &mut self,
+        index: usize,
+        flow: &Flow,
+        verdict: &PolicyVerdict,
+        form: EvaluationForm,
+        reason: EvaluationReason,
+    ) {
+        self.0.evaluated(index, flow, verdict, form, reason);
+        self.1.evaluated(index, flow, verdict, form, reason);
+    }
 }
 
 /// The sweep that removes expired connections.
@@ -82,6 +116,7 @@ impl PolicyProcessor {
             origin: (now, Timestamp::now()),
             sweep,
             recorder: Recorder::new(verdicts, worker),
+            worker,
             capture: None,
         }
     }
@@ -103,10 +138,11 @@ impl PolicyProcessor {
         stages: Option<&mut StageClocks>,
     ) {
         let timestamp = self.timestamp(now);
-        let Self { pipeline, recorder, capture, .. } = self;
+        let Self { pipeline, recorder, capture, worker, .. } = self;
         let Some(tap) = capture else { return };
         tap.keep(frames);
-        run(pipeline, snapshot, timestamp, ingress, frames, verdicts, recorder, stages);
+        let mut both = (&mut *recorder, RuleUsage { policy: &snapshot.policy, worker: *worker });
+        run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut both, stages);
         let connections = pipeline.connections();
         let batch = CapturedBatch { snapshot, connections, at: now, now: timestamp, ingress };
         tap.record(&batch, frames, verdicts, recorder);
@@ -155,11 +191,13 @@ impl Processor for PolicyProcessor {
         }
         let timestamp = self.timestamp(now);
         let pipeline = &mut self.pipeline;
+        let mut usage = RuleUsage { policy: &snapshot.policy, worker: self.worker };
         if self.recorder.is_on() {
-            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut self.recorder, stages);
+            let mut both = (&mut self.recorder, usage);
+            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut both, stages);
             self.recorder.record(snapshot, pipeline.connections(), now, ingress, frames, verdicts);
         } else {
-            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut (), stages);
+            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut usage, stages);
         }
     }
 

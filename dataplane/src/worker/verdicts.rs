@@ -1,7 +1,7 @@
 //! Records of single packets for a log, with limits so that logging never slows a worker down.
 //!
 //! A worker checks its budget for the outcome *before* it creates a record. Records go into a lock-free queue and are
-//! lost if it is full. Both are counted. While the log is off, a batch costs one load.
+//! lost if it is full. Both are counted. While the log is off and nothing is [staged](StagedLog), a batch costs one load.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,18 +9,24 @@ use std::time::{Duration, Instant};
 
 use crossbeam::queue::ArrayQueue;
 
+use super::staged::{StagedJudge, StagedLog, StagedSet};
 use super::statistics::Counter;
 use crate::conntrack::ConnTable;
 use crate::forward::PortId;
 use crate::packet::{Flow, parse};
 use crate::pipeline::{BATCH, DropReason, EvaluationReason, Frames, Observer, Verdict};
-use crate::policy::{Direction, PolicyVerdict, RuleName};
+use crate::policy::{Direction, EvaluationForm, PolicyVerdict, RuleName};
 use crate::{Epoch, Snapshot};
 
 /// Capacity of the queue, in records.
 const CAPACITY: usize = 4096;
 /// Outcomes with separate budgets: each drop reason, and an opened connection.
 const OUTCOMES: usize = DropReason::COUNT + 1;
+
+/// Evaluations are noted for the log.
+const FOR_LOG: u32 = 1;
+/// Evaluations are noted for staged policies.
+const FOR_STAGED: u32 = 2;
 
 /// Logged outcome of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -104,6 +110,9 @@ pub struct VerdictLog {
     budget: AtomicU32,
     /// Whether opened connections are recorded.
     opened: AtomicU32,
+    /// For what evaluations are noted: [`FOR_LOG`], [`FOR_STAGED`].
+    noted: AtomicU32,
+    staged: StagedLog,
     workers: Box<[WorkerLogCounters]>,
 }
 
@@ -132,6 +141,8 @@ impl VerdictLog {
             queue: ArrayQueue::new(CAPACITY),
             budget: AtomicU32::new(0),
             opened: AtomicU32::new(0),
+            noted: AtomicU32::new(0),
+            staged: StagedLog::new(workers),
             workers: (0..workers).map(|_| counters()).collect(),
         }
     }
@@ -140,6 +151,27 @@ impl VerdictLog {
     pub fn set_budget(&self, budget: VerdictBudget) {
         self.opened.store(budget.opened.into(), Ordering::Relaxed);
         self.budget.store(budget.each_second, Ordering::Relaxed);
+        self.note(FOR_LOG, budget.each_second > 0);
+    }
+
+    /// Sets what workers ask beside what is in force, from each worker's next batch on; `None`: nothing is staged.
+    pub fn stage(&self, set: Option<StagedSet>) {
+        let is_staged = set.is_some();
+        self.staged.replace(set);
+        self.note(FOR_STAGED, is_staged);
+    }
+
+    /// What would change if everything that is staged were promoted.
+    pub fn staged(&self) -> &StagedLog {
+        &self.staged
+    }
+
+    fn note(&self, what: u32, on: bool) {
+        if on {
+            self.noted.fetch_or(what, Ordering::Relaxed);
+        } else {
+            self.noted.fetch_and(!what, Ordering::Relaxed);
+        }
     }
 
     /// Takes the oldest record.
@@ -166,31 +198,64 @@ pub(super) struct Recorder {
     filled: Option<Instant>,
     left: [u32; OUTCOMES],
     /// Policy evaluations of the current batch, in the order of its frames.
-    evaluated: Vec<(usize, EvaluatedFlow)>,
+    evaluated: Vec<EvaluatedFlow>,
+    judge: StagedJudge,
 }
 
 /// A policy evaluation of the current batch.
 #[derive(Clone, Copy)]
 pub(super) struct EvaluatedFlow {
+    /// The frame.
+    index: usize,
     /// The evaluated flow, in the direction in which its connection was opened.
     pub(super) flow: Flow,
     verdict: PolicyVerdict,
+    form: EvaluationForm,
     reason: EvaluationReason,
 }
 
 impl Recorder {
     pub(super) fn new(log: Arc<VerdictLog>, worker: usize) -> Self {
-        Self { log, worker, filled: None, left: [0; OUTCOMES], evaluated: Vec::with_capacity(2 * BATCH) }
+        Self {
+            log,
+            worker,
+            filled: None,
+            left: [0; OUTCOMES],
+            evaluated: Vec::with_capacity(2 * BATCH),
+            judge: StagedJudge::default(),
+        }
     }
 
-    /// Whether anything is recorded; check it before each batch.
+    /// Whether evaluations are noted; check it before each batch.
     #[inline]
     pub(super) fn is_on(&self) -> bool {
-        self.log.budget.load(Ordering::Relaxed) > 0
+        self.log.noted.load(Ordering::Relaxed) != 0
     }
 
-    /// Records the packets of a batch that was processed with this as its observer.
+    /// Records the packets of a batch that was processed with this as its observer, and asks the staged set about those that
+    /// open a connection, or tried to.
     pub(super) fn record(
+        &mut self,
+        snapshot: &Snapshot,
+        connections: &ConnTable,
+        now: Instant,
+        ingress: PortId,
+        frames: &mut impl Frames,
+        verdicts: &[Verdict; BATCH],
+    ) {
+        let noted = self.log.noted.load(Ordering::Relaxed);
+        if noted & FOR_STAGED != 0 {
+            let opening = self.evaluated.iter().filter(|noted| noted.reason == EvaluationReason::Opened);
+            let asked = opening.map(|noted| (noted.flow, noted.form, frames.bytes(noted.index).len()));
+            self.judge.judge(&self.log.staged, self.worker, now, asked);
+        }
+        if noted & FOR_LOG != 0 {
+            self.record_packets(snapshot, connections, now, ingress, frames, verdicts);
+        }
+        self.evaluated.clear();
+    }
+
+    fn record_packets(
         &mut self,
         snapshot: &Snapshot,
         connections: &ConnTable,
@@ -201,13 +266,13 @@ impl Recorder {
     ) {
         self.fill(now);
         let opened = self.log.opened.load(Ordering::Relaxed) != 0;
-        let mut evaluated = std::mem::take(&mut self.evaluated);
+        let evaluated = std::mem::take(&mut self.evaluated);
         let mut next = 0;
         for (index, verdict) in verdicts.iter().enumerate().take(frames.len()) {
             let first = next;
-            next += evaluated[first..].iter().take_while(|(of, ..)| *of == index).count();
+            next += evaluated[first..].iter().take_while(|own| own.index == index).count();
             // Of two, the first concerned a connection that had ended.
-            let own = evaluated[first..next].last().map(|(_, own)| own);
+            let own = evaluated[first..next].last();
             let outcome = match (verdict, own) {
                 (Verdict::Drop(reason), _) => LoggedOutcome::Dropped(*reason),
                 (_, Some(EvaluatedFlow { reason: EvaluationReason::Opened, .. })) if opened => LoggedOutcome::Opened,
@@ -234,13 +299,12 @@ impl Recorder {
                 self.log.workers[self.worker].lost.add(1);
             }
         }
-        evaluated.clear();
         self.evaluated = evaluated;
     }
 
     /// The last evaluation for a frame of the batch that was processed with this as its observer.
     pub(super) fn evaluated(&self, index: usize) -> Option<&EvaluatedFlow> {
-        self.evaluated.iter().rev().find(|(of, _)| *of == index).map(|(_, evaluated)| evaluated)
+        self.evaluated.iter().rev().find(|own| own.index == index)
     }
 
     /// Leaves the batch that was processed with this as its observer without records.
@@ -273,12 +337,12 @@ impl Observer for Recorder {
         index: usize,
         flow: &Flow,
         policy_verdict: &PolicyVerdict,
-        evaluation_reason: EvaluationReason,
+        form: EvaluationForm,
+        reason: EvaluationReason,
     ) {
         // At most twice per frame; anything beyond a batch is ignored.
         if self.evaluated.len() < self.evaluated.capacity() {
-            let evaluated = EvaluatedFlow { flow: *flow, verdict: *policy_verdict, reason: evaluation_reason };
-            self.evaluated.push((index, evaluated));
+            self.evaluated.push(EvaluatedFlow { index, flow: *flow, verdict: *policy_verdict, form, reason });
         }
     }
 }
@@ -286,7 +350,7 @@ impl Observer for Recorder {
 impl EvaluatedFlow {
     /// With the names of the rules of the snapshot that it was evaluated under.
     pub(super) fn name(&self, snapshot: &Snapshot) -> LoggedEvaluation {
-        let Self { flow, verdict, reason } = *self;
+        let Self { flow, verdict, reason, .. } = *self;
         // Increments a reference count; copies nothing.
         let rule = |side: crate::policy::DirectionVerdict| {
             side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned()

@@ -1,8 +1,9 @@
 //! `make demo`: a node with pods in network namespaces, the real daemon and real packets. Compares expected with
-//! observed results and changes a policy while a connection is open.
+//! observed results, changes a policy while a connection is open, and tries another edit before it is in force.
 
 mod live;
 mod terminal;
+mod trial;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -104,7 +105,7 @@ fn run() -> Result<()> {
         let command = format!("penstock run --config {}, {workers}", daemon.config().display());
         Ok((daemon, command))
     })?;
-    let result = show(&cluster, &oracle, &scratch, &manifests);
+    let result = show(&cluster, &oracle, &scratch, &manifests, &admin);
     if let Err(error) = &result {
         println!("\n{}", bad(&format!("demo: {error:#}")));
         println!("The daemon's last lines, with its statistics:");
@@ -125,7 +126,7 @@ fn run() -> Result<()> {
     result.context("the demo failed; see the reason above")
 }
 
-fn show(cluster: &Cluster, oracle: &PolicyOracle, scratch: &ScratchDir, manifests: &Path) -> Result<()> {
+fn show(cluster: &Cluster, oracle: &PolicyOracle, scratch: &ScratchDir, manifests: &Path, admin: &Path) -> Result<()> {
     let matrix = step("Sending real packets between all of them", || {
         let matrix = Matrix::measure(cluster, oracle, &PROTOCOLS)?;
         let probes = matrix.entries().len();
@@ -133,7 +134,8 @@ fn show(cluster: &Cluster, oracle: &PolicyOracle, scratch: &ScratchDir, manifest
     })?;
     print(&matrix);
     compare(&matrix)?;
-    live::edit_while_connected(cluster, scratch, manifests)
+    live::edit_while_connected(cluster, scratch, manifests)?;
+    trial::try_before_enforcing(cluster, scratch, manifests, admin)
 }
 
 fn print(matrix: &Matrix) {

@@ -1,4 +1,4 @@
-//! The admin API: HTTP with JSON over a unix socket, read-only, for the commands and for scripts.
+//! The admin API: HTTP with JSON over a unix socket, for the commands and for scripts. It changes nothing of what is in force.
 //!
 //! | path | answer |
 //! |---|---|
@@ -6,6 +6,8 @@
 //! | `/v1/flows` | [`penstock_admin::types::Flows`]; query: [`penstock_admin::types::FlowsQuery`] |
 //! | `/v1/explain` | [`penstock_admin::types::Explanation`]; query: [`penstock_admin::types::ExplainQuery`] |
 //! | `/v1/dump` | [`penstock_admin::types::Dump`] |
+//! | `/v1/rules` | [`penstock_admin::types::Rules`] |
+//! | `/v1/trial` | [`penstock_admin::types::TrialStatus`]; `POST` takes a [`penstock_admin::types::TrialRequest`], `DELETE` ends it |
 //! | `/v1/ready` | nothing, or an error with what is missing, as `/readyz` of the metrics |
 //!
 //! Captures have a socket of their own ([`captures`]), because packets say more than names and numbers:
@@ -22,6 +24,7 @@ mod bundle;
 mod captures;
 mod routes;
 mod socket;
+mod trial;
 
 use std::path::Path;
 

@@ -1,23 +1,30 @@
-//! The admin API's paths. All are read-only.
+//! The admin API's paths. All are read-only, but for trials of policies from files, which the configuration must allow.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 
-use axum::extract::{Query, State};
+use axum::extract::rejection::JsonRejection;
+use axum::extract::{DefaultBodyLimit, Query, State};
 use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
-use penstock_admin::types::{ErrorBody, ExplainQuery, Flows, FlowsQuery};
+use penstock_admin::types::{
+    ErrorBody, ExplainQuery, Flows, FlowsQuery, Rules, TrialPolicies, TrialRequest, TrialStatus,
+};
 use penstock_dataplane::conntrack::{self, ConnectionInfo, Timestamp};
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_policy::flow;
+use penstock_policy::model::Object;
 use tokio::net::UnixListener;
 
-use crate::query::{FlowScan, QueryError, QueryHandle, StateQuery};
+use super::trial::policies_of;
+use crate::query::{FlowScan, NotAllowed, QueryError, QueryHandle, StateQuery};
 use crate::scans::ScansBusy;
 use crate::{metrics, scans};
 
+/// The most bytes of a request: manifests of a trial.
+const MOST_BYTES: usize = 8 << 20;
 /// Connections listed by default.
 const DEFAULT_LIMIT: usize = 1_000;
 /// The most connections that are listed.
@@ -35,6 +42,12 @@ impl HttpError {
 impl From<QueryError> for HttpError {
     fn from(error: QueryError) -> Self {
         Self(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
+    }
+}
+
+impl From<NotAllowed> for HttpError {
+    fn from(error: NotAllowed) -> Self {
+        Self(StatusCode::FORBIDDEN, error.to_string())
     }
 }
 
@@ -58,10 +71,13 @@ pub(super) async fn serve(listener: UnixListener, handle: QueryHandle) {
         .route("/v1/explain", get(explain))
         .route("/v1/dump", get(dump))
         .route("/v1/ready", get(ready))
+        .route("/v1/rules", get(rules))
+        .route("/v1/trial", get(trial).post(start_trial).delete(stop_trial))
+        .layer(DefaultBodyLimit::max(MOST_BYTES))
         .fallback(|uri: Uri| async move {
             HttpError(
                 StatusCode::NOT_FOUND,
-                format!("{uri}: not found; use /v1/status, /v1/flows, /v1/explain, /v1/dump or /v1/ready"),
+                format!("{uri}: not found; use /v1/status, /v1/flows, /v1/explain, /v1/rules, /v1/trial, /v1/ready or /v1/dump"),
             )
         })
         .with_state(handle);
@@ -95,9 +111,44 @@ async fn dump(State(handle): State<QueryHandle>) -> Result<impl IntoResponse, Ht
     let (mut dump, scrape) = handle.query(StateQuery::Dump).await?;
     let metrics = metrics::encode(scrape, handle.scans()).await?;
     dump.files.push(super::bundle::text("metrics.txt", metrics));
+    let trial = handle.query(StateQuery::Trial).await?;
+    dump.files.push(super::bundle::file("trial.json", &trial));
     let flows = list(&handle, &FlowsQuery { limit: Some(10 * DEFAULT_LIMIT), ..Default::default() }).await?;
     dump.files.push(super::bundle::file("flows.json", &flows));
     Ok(Json(dump))
+}
+
+async fn rules(State(handle): State<QueryHandle>) -> Result<Json<Rules>, HttpError> {
+    Ok(Json(handle.query(StateQuery::Rules).await?))
+}
+
+async fn trial(State(handle): State<QueryHandle>) -> Result<Json<TrialStatus>, HttpError> {
+    Ok(Json(handle.query(StateQuery::Trial).await?))
+}
+
+async fn start_trial(
+    State(handle): State<QueryHandle>,
+    request: Result<Json<TrialRequest>, JsonRejection>,
+) -> Result<Json<TrialPolicies>, HttpError> {
+    let Json(request) = request.map_err(|refused| HttpError(refused.status(), refused.body_text()))?;
+    // Reading may take long: not on the thread that answers.
+    let read = tokio::task::spawn_blocking(move || policies_of(&request)).await.map_err(HttpError::bad)?;
+    let (policies, left_out) = read.map_err(HttpError::bad)?;
+    try_policies(&handle, policies, left_out).await
+}
+
+async fn stop_trial(State(handle): State<QueryHandle>) -> Result<Json<TrialPolicies>, HttpError> {
+    try_policies(&handle, Vec::new(), 0).await
+}
+
+async fn try_policies(
+    handle: &QueryHandle,
+    policies: Vec<Object>,
+    left_out: usize,
+) -> Result<Json<TrialPolicies>, HttpError> {
+    let named = crate::trial::named(&policies);
+    handle.query(|answer| StateQuery::Try { policies, answer }).await??;
+    Ok(Json(TrialPolicies { policies: named, left_out }))
 }
 
 async fn list(handle: &QueryHandle, query: &FlowsQuery) -> Result<Flows, HttpError> {

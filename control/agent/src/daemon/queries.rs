@@ -1,5 +1,6 @@
 //! Answers to queries, the verdict log's writes, and configuration reload.
 
+use jiff::Timestamp;
 use penstock_admin::types::{ConnectionFlow, Dump};
 use penstock_dataplane::conntrack::ConnectionInfo;
 
@@ -8,7 +9,7 @@ use crate::config::{LoadedConfig, changed_keys};
 use crate::metrics::Scrape;
 use crate::operation::OperationEvent;
 use crate::publisher::SnapshotInputs;
-use crate::query::StateQuery;
+use crate::query::{NotAllowed, StateQuery};
 use crate::recorded_objects::StaleObjects;
 use crate::samples::CounterSample;
 use crate::view::{DaemonView, LiveCounters};
@@ -19,7 +20,7 @@ use crate::{logging, preflight, report};
 pub(super) const NAMED_PER_LOCK: usize = 200;
 
 /// Keys that a running daemon reloads; all others need a restart.
-const RELOADABLE: [&str; 3] = ["log.level", "node_addresses", "verdict_log."];
+const RELOADABLE: [&str; 4] = ["admin.trials", "log.level", "node_addresses", "verdict_log."];
 
 impl Daemon<'_> {
     /// The daemon's state to read. Whatever waits for the kernel or a worker is read before `inputs` is locked.
@@ -38,6 +39,8 @@ impl Daemon<'_> {
             capture: self.operation.capture.as_ref(),
             captured: self.operation.captured,
             unwritten: self.operation.verdicts.unwritten(),
+            staged: inputs.trial.counters(),
+            usage: &self.operation.usage,
             started: self.operation.started,
         }
     }
@@ -49,10 +52,29 @@ impl Daemon<'_> {
                 drop(answer.send(self.start_capture(&query)));
             }
             OperationEvent::Capture => self.forward_capture(),
-            OperationEvent::Answer(query) => self.answer(query).await,
+            OperationEvent::Answer(query) => {
+                if matches!(query, StateQuery::Rules(_)) {
+                    self.count_use();
+                }
+                self.answer(query).await;
+            }
             OperationEvent::Sample => self.operation.samples.keep(CounterSample::take(&self.dataplane, &self.ports)),
             OperationEvent::Write => self.write_verdicts(),
+            OperationEvent::CountUse => {
+                self.count_use();
+                self.operation.usage.keep();
+            }
         }
+    }
+
+    /// Reads how often rules decided so far.
+    pub(super) fn count_use(&mut self) {
+        let mut inputs = self.publisher.inputs();
+        // Objects of an earlier run may not be all.
+        let is_synced = self.operation.source.is_synced() && inputs.stale.is_none();
+        let counted = self.operation.usage.read(&mut inputs.objects);
+        drop(inputs);
+        self.operation.usage.add(counted, is_synced, Timestamp::now());
     }
 
     /// Writes what the workers have recorded so far.
@@ -100,6 +122,19 @@ impl Daemon<'_> {
             StateQuery::Metrics(answer) => {
                 let counters = self.counters();
                 drop(answer.send(Scrape::new(&self.view(&self.publisher.inputs()), counters)));
+            }
+            StateQuery::Rules(answer) => {
+                // Policy does not wait for the list.
+                let sources: Vec<_> = self.publisher.inputs().objects.engine().deciding_rules().collect();
+                drop(answer.send(self.operation.usage.list(&sources)));
+            }
+            StateQuery::Trial(answer) => self.publisher.ask_trial(answer),
+            StateQuery::Try { policies, answer } => {
+                let is_allowed = self.operation.loaded.config.admin.trials;
+                if is_allowed {
+                    self.publisher.try_policies(policies);
+                }
+                let _ = answer.send(is_allowed.then_some(()).ok_or(NotAllowed));
             }
             StateQuery::Health(answer) => drop(answer.send(self.health())),
             StateQuery::Readiness(answer) => drop(answer.send(self.readiness())),
@@ -191,6 +226,11 @@ impl Daemon<'_> {
             tracing::error!("the verdict log keeps its old settings: {error}");
         }
         self.publisher.inputs().objects.set_configured(&loaded.config.node_addresses);
+        let trials = loaded.config.admin.trials;
+        if std::mem::replace(&mut self.operation.loaded.config.admin.trials, trials) && !trials {
+            // Nobody could end one that runs.
+            self.publisher.try_policies(Vec::new());
+        }
     }
 }
 
@@ -206,12 +246,16 @@ fn copy_reloadable(to: &mut toml::Table, mut from: toml::Table) {
     };
     set("node_addresses", from.remove("node_addresses"));
     set("verdict_log", from.remove("verdict_log"));
-    let level = from.get_mut("log").and_then(|log| log.as_table_mut()).and_then(|log| log.remove("level"));
-    let log = to.entry("log").or_insert_with(|| toml::Table::new().into());
-    match (log.as_table_mut(), level) {
-        (Some(log), Some(level)) => drop(log.insert("level".to_owned(), level)),
-        (Some(log), None) => drop(log.remove("level")),
-        (None, _) => {}
+    for (section, key) in [("log", "level"), ("admin", "trials")] {
+        let value = from.get_mut(section).and_then(|table| table.as_table_mut()).and_then(|table| table.remove(key));
+        match (to.get_mut(section).and_then(|table| table.as_table_mut()), value) {
+            (Some(table), Some(value)) => drop(table.insert(key.to_owned(), value)),
+            (Some(table), None) => drop(table.remove(key)),
+            (None, Some(value)) => {
+                drop(to.insert(section.to_owned(), toml::Table::from_iter([(key.to_owned(), value)]).into()));
+            }
+            (None, None) => {}
+        }
     }
 }
 
@@ -224,16 +268,28 @@ mod tests {
         let table = |text: &str| text.parse::<toml::Table>().unwrap();
         let mut old = table("node = \"a\"\n[umem]\nframes = 5000\n[log]\nlevel = \"info\"\nformat = \"json\"\n");
         let new = table(
-            "node = \"b\"\nnode_addresses = [\"10.0.0.1\"]\n[log]\nlevel = \"warn\"\n[verdict_log]\nopened = true\n",
+            "node = \"b\"\nnode_addresses = [\"10.0.0.1\"]\n[log]\nlevel = \"warn\"\n[verdict_log]\nopened = true\n[admin]\ntrials = true\nsocket = \"s\"\n",
         );
         let changed = changed_keys(&old, &new);
-        assert_eq!(changed, ["log.format", "log.level", "node", "node_addresses", "umem.frames", "verdict_log.opened"]);
+        assert_eq!(
+            changed,
+            [
+                "admin.socket",
+                "admin.trials",
+                "log.format",
+                "log.level",
+                "node",
+                "node_addresses",
+                "umem.frames",
+                "verdict_log.opened"
+            ]
+        );
         let taken: Vec<_> = changed.iter().filter(|key| is_reloadable(key)).collect();
-        assert_eq!(taken, ["log.level", "node_addresses", "verdict_log.opened"]);
+        assert_eq!(taken, ["admin.trials", "log.level", "node_addresses", "verdict_log.opened"]);
         copy_reloadable(&mut old, new.clone());
         assert_eq!(
             changed_keys(&old, &new),
-            ["log.format", "node", "umem.frames"],
+            ["admin.socket", "log.format", "node", "umem.frames"],
             "keys that need a restart are reported again"
         );
     }

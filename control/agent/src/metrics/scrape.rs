@@ -20,6 +20,7 @@ use crate::ports::PortRole;
 use crate::progress::StepTimes;
 use crate::recorded_objects::StaleObjects;
 use crate::scans::TableCounts;
+use crate::trial::{ChangeKind, ChangeTotals};
 use crate::view::{DaemonView, LiveCounters};
 
 /// The values of one scrape, except those of [`StepTimes`].
@@ -48,6 +49,10 @@ pub(crate) struct Scrape {
     verdicts: VerdictLogCounts,
     captured: CaptureCounts,
     is_capturing: bool,
+    /// Staged policies, packets without a record, and what would change.
+    staged: (u64, u64, ChangeTotals),
+    /// How many rules have decided lately, and never.
+    rules: Vec<(&'static str, u64)>,
     source: Vec<(ObjectKind, KindHealth)>,
     config_rejected: bool,
     stale: Option<StaleObjects>,
@@ -118,6 +123,8 @@ impl Scrape {
             },
             captured: view.captured(),
             is_capturing: view.capture.is_some(),
+            staged: view.staged.read(),
+            rules: view.usage.ages(jiff::Timestamp::now()),
             source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
             config_rejected: view.rejected.is_some(),
             stale: view.stale,
@@ -493,6 +500,38 @@ impl Scrape {
     }
 }
 
+impl Scrape {
+    fn encode_staged(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        to.family(
+            FamilyType::Gauge,
+            "penstock_rules",
+            "Rules in force that decided a connection within this time, and that never did",
+            |add| self.rules.iter().try_for_each(|(used, count)| add.value(&[("used", used)], *count as f64)),
+        )?;
+        let (policies, unrecorded, ChangeTotals { live, opened }) = self.staged;
+        let each = |counts: [u64; 3]| ChangeKind::ALL.into_iter().map(ChangeKind::name).zip(counts);
+        to.gauge("penstock_staged_policies", "Policies that are staged", policies as f64)?;
+        to.family(
+            FamilyType::Gauge,
+            "penstock_staged_connections",
+            "Open connections that promotion of what is staged would change, by what would happen to them",
+            |add| each(live).try_for_each(|(kind, count)| add.value(&[("change", kind)], count as f64)),
+        )?;
+        to.family(
+            FamilyType::Gauge,
+            "penstock_staged_opened_connections",
+            "Connections opened, or denied, since the present policies are staged, that promotion would change",
+            |add| each(opened).try_for_each(|(kind, count)| add.value(&[("change", kind)], count as f64)),
+        )?;
+        to.family(
+            FamilyType::Counter,
+            "penstock_staged_unrecorded",
+            "Packets whose verdict promotion would change, beyond what is recorded",
+            |add| add.count(&[], unrecorded),
+        )
+    }
+}
+
 impl Collector for Scrape {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut to = Exposition::new(encoder);
@@ -504,6 +543,7 @@ impl Collector for Scrape {
             services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
         }
         self.encode_captures(&mut to)?;
+        self.encode_staged(&mut to)?;
         self.encode_rest(&mut to)
     }
 }

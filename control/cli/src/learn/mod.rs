@@ -129,6 +129,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     args.check_standard_input()?;
     let manifests = args.manifests.read_with_slices()?;
     let before = args.manifests.engine_of(&manifests, PodScope::AllPods);
+    args.manifests.say_staged(&before);
     check_namespace(&before, args.namespace.as_deref())?;
     let input = read(&args, &manifests, &before)?;
     let settings = args.settings();

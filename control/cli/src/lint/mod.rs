@@ -6,6 +6,7 @@ mod cluster_policy;
 mod policy;
 mod selector;
 mod services;
+mod usage;
 
 use std::fmt;
 use std::io::{self, Write as _};
@@ -15,7 +16,10 @@ use penstock_policy::render::tables::PodScope;
 use penstock_sources::convert::FieldPath;
 use penstock_sources::manifest::{Document, Manifests, Origin, UnknownFields};
 
+use penstock_agent::config::TimeSpan;
+
 use super::cluster::{ManifestArgs, derive_endpoint_slices};
+use super::daemon::DaemonArgs;
 use super::{Failure, style};
 
 /// Find what is valid in manifests, but probably a mistake
@@ -23,7 +27,8 @@ use super::{Failure, style};
 /// Rules that never match, policies that select nothing, port names that no pod has, blocks that their excepts cover,
 /// fields that this version does not know, and more. With Services among the manifests also blocks that only have
 /// Services' addresses, Services' ports where the backends have others, ports that nobody may reach, and egress policies
-/// that forget DNS. Each is one line with file, line, object and field.
+/// that forget DNS. With --live also rules that a node's daemon has not seen decide. Each is one line with file, line, object
+/// and field.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
@@ -33,10 +38,16 @@ Exit codes:
 
 Examples:
   penstock lint --manifests policies/
-  penstock lint --strict --manifests cluster.yaml policies/")]
+  penstock lint --strict --manifests cluster.yaml policies/
+  penstock lint --manifests policies/ --live 30d")]
 pub(super) struct Args {
     #[command(flatten)]
     manifests: ManifestArgs,
+    /// Also find rules that have decided no connection of a node for this long, by its daemon: a number and s, m, h or d
+    #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "7d", value_parser = super::rules::time)]
+    live: Option<TimeSpan>,
+    #[command(flatten)]
+    daemon: DaemonArgs,
     /// End with exit code 1 if anything is found
     #[arg(long)]
     strict: bool,
@@ -63,6 +74,7 @@ enum FindingKind {
     ServicePort,
     ClosedPort,
     NoDns,
+    NeverUsed,
 }
 
 impl fmt::Display for FindingKind {
@@ -86,6 +98,7 @@ impl fmt::Display for FindingKind {
             Self::ServicePort => "service-port",
             Self::ClosedPort => "closed-port",
             Self::NoDns => "no-dns",
+            Self::NeverUsed => "never-used",
         })
     }
 }
@@ -126,7 +139,13 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let mut manifests = args.manifests.read(UnknownFields::Note)?;
     derive_endpoint_slices(&mut manifests);
     let engine = args.manifests.engine_of(&manifests, PodScope::AllPods);
-    let findings = find(&manifests, &engine, args.manifests.reads_v1beta1());
+    args.manifests.say_staged(&engine);
+    let mut findings = find(&manifests, &engine, args.manifests.reads_v1beta1());
+    if let Some(time) = args.live {
+        let rules = args.daemon.get("/v1/rules", &())?;
+        usage::check(&manifests, &engine, &rules, time, &mut findings);
+    }
+    sort(&manifests, &mut findings);
     let mut text: String = findings.iter().map(|finding| format!("{finding}\n")).collect();
     text += &match findings.len() {
         0 => format!("nothing found in {} objects\n", manifests.documents.len()),
@@ -140,7 +159,13 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     }
 }
 
-/// All findings, in the order of files and lines.
+/// Sorts findings by files and lines.
+fn sort(manifests: &Manifests, findings: &mut [Finding]) {
+    let place = |origin: &Origin| manifests.documents.iter().position(|document| document.origin.file == origin.file);
+    findings.sort_by_cached_key(|finding| (place(&finding.origin), finding.origin.clone()));
+}
+
+/// All findings in the manifests themselves.
 fn find(manifests: &Manifests, engine: &Engine, v1beta1: bool) -> Vec<Finding> {
     let world = cluster::LintObjects::new(manifests);
     let mut findings = Vec::new();
@@ -150,7 +175,5 @@ fn find(manifests: &Manifests, engine: &Engine, v1beta1: bool) -> Vec<Finding> {
     for document in &manifests.documents {
         policy::check(document, &world, &mut findings);
     }
-    let place = |origin: &Origin| manifests.documents.iter().position(|document| document.origin.file == origin.file);
-    findings.sort_by_cached_key(|finding| (place(&finding.origin), finding.origin.clone()));
     findings
 }

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use penstock_dataplane::policy::{Direction, RuleAction, RuleName};
 
+use siphasher::sip::SipHasher13;
+
 use crate::describe;
 use crate::model::{ClusterNetworkPolicy, ClusterRule, ClusterTier, NetworkPolicy, ObjectKey, Peer, Rule};
 
@@ -160,6 +162,12 @@ impl RuleSource {
             SourcePolicy::Network(policy) => Some(&policy.key.namespace),
             SourcePolicy::Cluster(_) => None,
         }
+    }
+
+    /// A hash of what the rule says, the same in every run: two rules in one place of a policy that differ are two rules.
+    pub fn content(&self) -> u64 {
+        let text = serde_json::to_vec(&(self.get(), self.cluster_rule())).expect("rules have text keys only");
+        SipHasher13::new().hash(&text)
     }
 
     /// `<namespace>-<ingress|egress>-<policy>-<rule>`, with the tier in place of the namespace where there is none.

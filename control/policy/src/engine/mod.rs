@@ -9,13 +9,14 @@ use std::collections::BTreeSet;
 
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Flow;
-use penstock_dataplane::policy::{PolicySet, PolicyVerdict, RuleRef, RuleScope};
+use penstock_dataplane::policy::{Direction, PolicySet, PolicyVerdict, RuleRef, RuleScope};
 use penstock_dataplane::services::ServiceSet;
 
-use crate::compile::{Provenance, compare};
-use crate::model::ObjectChange;
+use crate::compile::{Provenance, RuleSource, cluster_sources, compare, network_sources};
+use crate::model::{Object, ObjectChange, RuleAction};
 use crate::render::services::{ServiceProblem, ServiceTables};
-use crate::render::tables::{self, PodScope, Tables};
+use crate::render::tables::{self, PodScope, RuleUse, Tables};
+use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
 use crate::state::{self, ClusterState};
 
 pub use explain::{DirectionExplanation, Explanation, NearestRule, TierOutcome, TierStep};
@@ -47,23 +48,57 @@ pub struct Engine {
     state: ClusterState,
     tables: Tables,
     services: ServiceTables,
+    staging: StagedPolicies,
 }
 
 impl Engine {
-    /// An engine of an empty cluster.
+    /// An engine of an empty cluster, for what is in force.
     pub fn new(settings: EngineSettings) -> Self {
+        Self::reading(settings, PolicyReading::InForce)
+    }
+
+    /// An engine of an empty cluster that reads staged policies like this.
+    pub fn reading(settings: EngineSettings, reading: PolicyReading) -> Self {
         let node = match &settings.scope {
             PodScope::Node(name) => name.as_str(),
             PodScope::AllPods => "",
         };
         let services = ServiceTables::new(node);
-        Self { state: ClusterState::default(), tables: Tables::new(settings.scope, settings.reach), services }
+        Self {
+            state: ClusterState::default(),
+            tables: Tables::new(settings.scope, settings.reach),
+            services,
+            staging: StagedPolicies::new(reading),
+        }
     }
 
     /// Applies changes atomically: the next [`Engine::policy_set`] and [`Engine::service_set`] contain all of them. Returns
     /// whether either may differ.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> bool {
-        changes.into_iter().for_each(|change| self.state.apply(change));
+        for change in changes {
+            self.staging.admit(change, |seen| self.state.apply(seen));
+        }
+        self.update()
+    }
+
+    /// Replaces the policies of a trial from files, which stand before what the cluster has under their names. Returns
+    /// whether the tables may differ. Without effect on an engine for what is in force.
+    pub fn set_trial(&mut self, policies: &[Object]) -> bool {
+        self.staging.set_trial(policies, |seen| self.state.apply(seen));
+        self.update()
+    }
+
+    /// The policies that an annotation stages, those for deletion, too, in order.
+    pub fn staged(&self) -> impl Iterator<Item = &Object> {
+        self.staging.staged()
+    }
+
+    /// What of the staged policies is not as it may be meant, in order. Complete only in an engine as promoted.
+    pub fn staged_problems(&self) -> Vec<StagedProblem> {
+        self.staging.problems()
+    }
+
+    fn update(&mut self) -> bool {
         let services = self.state.take_outdated_services();
         let has_other_services = self.services.update(&self.state, &services);
         self.tables.update(&mut self.state) || has_other_services
@@ -89,6 +124,28 @@ impl Engine {
     /// [`Engine::policy_set`] and this forwarding table copies only what differs from the one before.
     pub fn set_local(&mut self, forwarding: &Forwarding) {
         self.tables.set_local(forwarding);
+    }
+
+    /// Has the tables count how often each rule decides, for this many workers. Call it before there are objects.
+    pub fn count_use(&mut self, workers: usize) {
+        self.tables.count_use(workers);
+    }
+
+    /// How often rules decided since the last call: those that did, some more than once.
+    pub fn take_use(&mut self) -> Vec<RuleUse> {
+        self.tables.take_use()
+    }
+
+    /// The rules of all policies in force that decide: all but those that pass a flow on.
+    pub fn deciding_rules(&self) -> impl Iterator<Item = RuleSource> {
+        let directions = [Direction::Ingress, Direction::Egress];
+        let network = self.state.policy_handles().flat_map(move |policy| {
+            directions.into_iter().flat_map(|direction| network_sources(policy, direction).collect::<Vec<_>>())
+        });
+        let cluster = self.state.cluster_policy_handles().flat_map(move |policy| {
+            directions.into_iter().flat_map(|direction| cluster_sources(policy, direction).collect::<Vec<_>>())
+        });
+        network.chain(cluster).filter(|rule| rule.action() != RuleAction::Pass)
     }
 
     /// The objects.

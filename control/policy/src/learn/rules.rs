@@ -9,7 +9,7 @@ use penstock_dataplane::policy::Direction;
 
 use crate::model::{
     IpBlock, LabelOperator, NetworkPolicy, ObjectKey, Peer, Peers, PolicyPort, PolicyPorts, PortMatch, PortProtocol,
-    Requirement, Rule, Selector,
+    Requirement, Rule, Selector, Staging,
 };
 use crate::state::{ClusterState, PodId, PodOrNode};
 
@@ -362,6 +362,7 @@ fn policy(
         key,
         pod_selector: own.selector.clone(),
         isolates: true,
+        staging: Staging::InForce,
         ingress: Some(to_rules(&ingress)),
         egress: Some(to_rules(&egress)),
     };

@@ -5,7 +5,7 @@ use std::fmt;
 use penstock_dataplane::policy::RuleAction;
 use serde::{Deserialize, Serialize};
 
-use super::{Rule, Selector};
+use super::{Rule, Selector, Staging};
 
 /// A ClusterNetworkPolicy.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -22,6 +22,9 @@ pub struct ClusterNetworkPolicy {
     pub ingress: Vec<ClusterRule>,
     /// Its egress rules, in order.
     pub egress: Vec<ClusterRule>,
+    /// Whether it is in force, or staged.
+    #[serde(default, skip_serializing_if = "Staging::is_in_force")]
+    pub staging: Staging,
 }
 
 /// The tier of a ClusterNetworkPolicy.

@@ -5,6 +5,7 @@
 
 mod cluster_policy;
 mod service;
+mod staging;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -16,6 +17,7 @@ use serde::{Deserialize, Serialize};
 pub use cluster_policy::{ClusterNetworkPolicy, ClusterRule, ClusterTier, Subject};
 pub use penstock_dataplane::policy::RuleAction;
 pub use service::{AddressFamily, EndpointPort, EndpointSlice, Service, ServiceEndpoint, ServicePort, TargetPort};
+pub use staging::Staging;
 
 /// Labels of an object.
 pub type Labels = BTreeMap<String, String>;
@@ -143,6 +145,9 @@ pub struct NetworkPolicy {
     pub ingress: Option<Vec<Rule>>,
     /// Its egress rules, where it isolates for egress.
     pub egress: Option<Vec<Rule>>,
+    /// Whether it is in force, or staged.
+    #[serde(default, skip_serializing_if = "Staging::is_in_force")]
+    pub staging: Staging,
 }
 
 /// One rule: matches a flow if a peer *and* a port match. A NetworkPolicy's rule allows what it matches.

@@ -48,6 +48,7 @@ impl ClusterState {
 
     pub(super) fn delete_cluster_policy(&mut self, name: &str) {
         let Some(number) = self.cluster_policies.find(name) else { return };
+        self.revision += 1;
         self.unassign_cluster_policy(number);
         self.cluster_policies.remove(name);
     }

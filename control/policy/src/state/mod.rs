@@ -6,6 +6,7 @@
 //! the other owns it.
 
 mod cluster_policies;
+mod export;
 mod objects;
 mod peer_set;
 mod pods;
@@ -205,6 +206,21 @@ impl ClusterState {
     /// A policy by its number.
     pub fn policy(&self, policy: PolicyId) -> Option<&Arc<NetworkPolicy>> {
         self.policies.get(policy).map(|record| &record.policy)
+    }
+
+    /// Changes with every change of a policy.
+    pub fn policy_revision(&self) -> u64 {
+        self.revision
+    }
+
+    /// All policies.
+    pub(crate) fn policy_handles(&self) -> impl Iterator<Item = &Arc<NetworkPolicy>> {
+        self.policies.iter().map(|(_, record)| &record.policy)
+    }
+
+    /// All ClusterNetworkPolicies.
+    pub(crate) fn cluster_policy_handles(&self) -> impl Iterator<Item = &Arc<ClusterNetworkPolicy>> {
+        self.cluster_policies.iter().map(|(_, record)| &record.policy)
     }
 
     /// All policies, each with how many pods it selects.

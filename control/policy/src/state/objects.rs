@@ -84,6 +84,7 @@ impl ClusterState {
 
     pub(super) fn delete_policy(&mut self, key: &ObjectKey) {
         let Some(number) = self.policies.find(key) else { return };
+        self.revision += 1;
         let before = std::mem::take(&mut self.policies[number].pods);
         self.reassign(number, &before, &FxHashSet::default());
         let record = self.policies.remove(key).expect("found above");

@@ -78,6 +78,17 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         (0u32..).zip(&self.entries).filter_map(|(number, value)| Some((number, value.as_ref()?)))
     }
 
+    /// All entries from a number on, ascending.
+    pub(crate) fn iter_from(&self, first: u32) -> impl Iterator<Item = (u32, &V)> {
+        let entries = self.entries.get(first as usize..).unwrap_or_default();
+        (first..).zip(entries).filter_map(|(number, value)| Some((number, value.as_ref()?)))
+    }
+
+    /// All entries by key, in no order.
+    pub(crate) fn index(&self) -> impl Iterator<Item = (&K, &V)> {
+        self.index.iter().filter_map(|(key, number)| Some((key, self.get(*number)?)))
+    }
+
     /// All values, to change them.
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut V> {
         self.entries.iter_mut().flatten()

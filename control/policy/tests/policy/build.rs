@@ -131,7 +131,14 @@ pub(crate) fn rule(peers: &[&str], ports: &[&str]) -> Rule {
 
 pub(crate) fn policy(name: &str, pods: &str, ingress: Option<Vec<Rule>>, egress: Option<Vec<Rule>>) -> Object {
     let (key, pod_selector) = (key(name), selector(pods));
-    Object::NetworkPolicy(NetworkPolicy { key, pod_selector, isolates: true, ingress, egress })
+    Object::NetworkPolicy(NetworkPolicy {
+        key,
+        pod_selector,
+        isolates: true,
+        ingress,
+        egress,
+        staging: Staging::InForce,
+    })
 }
 
 /// A ClusterNetworkPolicy of all pods that a selector matches in all namespaces: `Admin 10 name`.
@@ -149,6 +156,7 @@ pub(crate) fn cluster_policy(which: &str, pods: &str, ingress: Vec<ClusterRule>,
         subject: Subject { namespaces: Selector::default(), pods: selector(pods) },
         ingress,
         egress,
+        staging: Staging::InForce,
     })
 }
 
@@ -266,7 +274,7 @@ impl Cluster {
 }
 
 /// A verdict of the tables in the form of the naive evaluator.
-fn side(side: policy::DirectionVerdict) -> naive::NaiveVerdict {
+pub(crate) fn side(side: policy::DirectionVerdict) -> naive::NaiveVerdict {
     match side {
         policy::DirectionVerdict::Denied => naive::NaiveVerdict::Denied,
         policy::DirectionVerdict::NotReady => unreachable!("without ports every pod is ready"),

@@ -13,5 +13,7 @@ mod naive;
 mod nft;
 mod random;
 mod services;
+mod staged;
 mod tiers;
+mod usage;
 mod v1beta1;

@@ -161,7 +161,15 @@ fn some_cluster_policy() -> impl Strategy<Value = Object> {
     (select(&["u", "v", "w", "x"][..]), tier, select(vec![0u16, 10, 1000]), subject, rules).prop_map(
         |(name, tier, priority, subject, (ingress, egress))| {
             let name = name.to_owned();
-            Object::ClusterNetworkPolicy(ClusterNetworkPolicy { name, tier, priority, subject, ingress, egress })
+            Object::ClusterNetworkPolicy(ClusterNetworkPolicy {
+                name,
+                tier,
+                priority,
+                subject,
+                ingress,
+                egress,
+                staging: Staging::InForce,
+            })
         },
     )
 }
@@ -199,7 +207,14 @@ fn some_pod() -> impl Strategy<Value = Object> {
 fn some_object() -> impl Strategy<Value = Object> {
     let policy = (some_key(&["s", "t"]), some_selector(), prop::bool::weighted(0.85), some_rules(), some_rules())
         .prop_map(|(key, pod_selector, isolates, ingress, egress)| {
-            Object::NetworkPolicy(NetworkPolicy { key, pod_selector, isolates, ingress, egress })
+            Object::NetworkPolicy(NetworkPolicy {
+                key,
+                pod_selector,
+                isolates,
+                ingress,
+                egress,
+                staging: Staging::InForce,
+            })
         });
     let of_namespace =
         (select(&NAMESPACES[..]), some_labels(), prop::bool::weighted(0.15)).prop_map(|(name, labels, deny)| {

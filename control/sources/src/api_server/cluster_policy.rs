@@ -7,11 +7,11 @@
 
 use kube::core::ObjectMeta;
 use penstock_policy::model::{
-    ClusterNetworkPolicy, ClusterRule, Object, Peers, PolicyPorts, Rule, RuleAction, Subject,
+    ClusterNetworkPolicy, ClusterRule, Object, Peers, PolicyPorts, Rule, RuleAction, Staging, Subject,
 };
 use serde_json::Value;
 
-use super::fail_closed::{Interpretation, UNKNOWN, UnsupportedField, strict};
+use super::fail_closed::{Interpretation, UNKNOWN, UnsupportedField, staged, strict};
 use crate::convert::{self, EgressRule, FieldError, FieldPathRef, IngressRule, Mapping, Strictness, SubjectFields};
 
 /// The fields of a spec.
@@ -19,6 +19,10 @@ const KNOWN: [&str; 5] = ["tier", "priority", "subject", "ingress", "egress"];
 
 /// Interprets a policy from its metadata and spec.
 pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretation {
+    staged(metadata, spec_of_policy(metadata, spec))
+}
+
+fn spec_of_policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretation {
     let mut reader = Reader { problem: None, narrowed: 0, rules: 0, fields_known: true };
     let empty = Value::Object(Default::default());
     match reader.policy(metadata, spec.unwrap_or(&empty)) {
@@ -77,7 +81,7 @@ impl Reader {
         }
         let ingress = self.rules(spec, "ingress", ingress_rule)?;
         let egress = self.rules(spec, "egress", egress_rule)?;
-        Ok(ClusterNetworkPolicy { name, tier, priority, subject, ingress, egress })
+        Ok(ClusterNetworkPolicy { name, tier, priority, subject, ingress, egress, staging: Staging::InForce })
     }
 
     fn rules(

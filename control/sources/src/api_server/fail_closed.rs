@@ -9,7 +9,7 @@ use k8s_openapi::api::networking::v1::{
     NetworkPolicy, NetworkPolicyEgressRule, NetworkPolicyIngressRule, NetworkPolicySpec,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
-use penstock_policy::model::{self, Object, Rule, Selector};
+use penstock_policy::model::{self, Object, Rule, Selector, Staging};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -45,8 +45,38 @@ pub(super) type UnsupportedField = (FieldPath, String);
 
 pub(super) const UNKNOWN: &str = "is not a field that this version knows";
 
-/// Interprets a policy from its metadata and spec.
+/// Interprets a policy from its metadata and spec. One whose annotations are not understood is in force: that is what the API
+/// says of every policy, and only what is spelt as we define it says otherwise.
 pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretation {
+    staged(metadata, spec_of_policy(metadata, spec))
+}
+
+/// Sets what the annotations of a policy say.
+pub(super) fn staged(metadata: &ObjectMeta, interpretation: Interpretation) -> Interpretation {
+    let (staging, wrong) = match convert::staging(metadata) {
+        Ok(staging) => (staging, None),
+        Err(wrong) => (Staging::InForce, Some(format!("{wrong}; until this is fixed the policy is in force"))),
+    };
+    let set = |mut object: Object| {
+        match &mut object {
+            Object::NetworkPolicy(policy) => policy.staging = staging,
+            Object::ClusterNetworkPolicy(policy) => policy.staging = staging,
+            _ => {}
+        }
+        object
+    };
+    match (interpretation, wrong) {
+        (Interpretation::Full(object), None) => Interpretation::Full(set(object)),
+        (Interpretation::Full(object), Some(problem)) => Interpretation::Restricted { object: set(object), problem },
+        (Interpretation::Restricted { object, problem }, wrong) => {
+            let problems: Vec<String> = wrong.into_iter().chain([problem]).collect();
+            Interpretation::Restricted { object: set(object), problem: problems.join("; ") }
+        }
+        (unread @ (Interpretation::Kept { .. } | Interpretation::Unusable { .. }), _) => unread,
+    }
+}
+
+fn spec_of_policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretation {
     let empty = Value::Object(Default::default());
     let spec = spec.unwrap_or(&empty);
     let trouble = match strict::<NetworkPolicySpec>(spec).and_then(|spec| convert(metadata, spec)) {
@@ -173,6 +203,44 @@ mod tests {
     fn shape(policy: &model::NetworkPolicy) -> (String, bool) {
         let rules = |rules: &Option<Vec<Rule>>| rules.as_ref().map_or("-".to_owned(), |rules| rules.len().to_string());
         (format!("{} {}", rules(&policy.ingress), rules(&policy.egress)), policy.pod_selector == Selector::default())
+    }
+
+    #[test]
+    fn a_policy_whose_annotations_are_not_understood_is_in_force_and_reported() {
+        let annotated = |name: &str, value: &str| ObjectMeta {
+            name: Some("only-web".to_owned()),
+            annotations: Some([(format!("policy.penstock.dev/{name}"), value.to_owned())].into()),
+            ..ObjectMeta::default()
+        };
+        let rules = json!({ "podSelector": {}, "ingress": [{}] });
+        let with_wrong_field = json!({ "podSelector": {}, "ingress": [{ "form": [] }] });
+        let ordered = json!({ "tier": "Admin", "priority": 1, "subject": { "namespaces": {} } });
+        for (name, value, spec, staging, problem) in [
+            ("staged", "true", &rules, Staging::New, None),
+            ("staged-for", "old", &rules, Staging::Replaces("old".to_owned()), None),
+            ("staged-delete", "true", &rules, Staging::Deleted, None),
+            ("staged", "yes", &rules, Staging::InForce, Some("\"yes\"")),
+            ("staging", "true", &rules, Staging::InForce, Some("staging]: is not an annotation")),
+            ("staged", "true", &with_wrong_field, Staging::New, Some("spec.ingress[0].form")),
+            ("staged", "yes", &with_wrong_field, Staging::InForce, Some("is in force; spec.ingress[0].form")),
+            ("staged", "true", &ordered, Staging::New, None),
+            ("staged", "1", &ordered, Staging::InForce, Some("until this is fixed the policy is in force")),
+        ] {
+            let metadata = annotated(name, value);
+            let read = match spec.get("tier") {
+                None => policy(&metadata, Some(spec)),
+                Some(_) => super::super::cluster_policy::policy(&metadata, Some(spec)),
+            };
+            let (object, reported) = match read {
+                Interpretation::Full(object) => (object, None),
+                Interpretation::Restricted { object, problem } => (object, Some(problem)),
+                other => panic!("{other:?}"),
+            };
+            assert_eq!(object.staging(), Some(&staging), "{name}={value}: {reported:?}");
+            assert_eq!(reported.is_some(), problem.is_some(), "{name}={value}: {reported:?}");
+            let reported = reported.unwrap_or_default();
+            assert!(reported.contains(problem.unwrap_or_default()), "{name}={value}: {reported}");
+        }
     }
 
     #[test]

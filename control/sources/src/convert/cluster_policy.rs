@@ -172,6 +172,7 @@ pub fn cluster_network_policy(policy: &ClusterNetworkPolicy) -> Result<model::Cl
         subject: subject(spec.subject.as_ref().map(|Mapping(subject)| subject), &spec_at.field("subject"))?,
         ingress,
         egress,
+        staging: super::staging(&policy.metadata)?,
     })
 }
 

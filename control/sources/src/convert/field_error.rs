@@ -186,6 +186,18 @@ pub enum FieldProblem {
     /// An affinity's time out of range.
     #[error("{0} is not a time of session affinity: use 1 to 86400 seconds")]
     AffinitySeconds(i32),
+    /// Neither `true` nor `false`.
+    #[error("{0:?} is neither \"true\" nor \"false\": write \"true\", or remove it")]
+    Flag(String),
+    /// An annotation for policies that does not exist.
+    #[error("is not an annotation that this version knows: use staged, staged-for or staged-delete, or remove it")]
+    PolicyAnnotation,
+    /// A policy that is staged for itself.
+    #[error("{0:?} is the policy itself: give the staged policy another name, or use staged or staged-delete")]
+    StagedForItself(String),
+    /// A policy that is staged, and staged for deletion.
+    #[error("contradicts policy.penstock.dev/staged-delete beside it: remove one of them")]
+    BesideStagedDelete,
     /// Domain names, whose addresses are not followed.
     #[error("is not supported: use networks")]
     DomainNamesUnsupported,

@@ -13,6 +13,7 @@ mod policy;
 mod port;
 mod service;
 mod slice_v1beta1;
+mod staging;
 mod v1beta1;
 
 pub use cluster::ISOLATION_ANNOTATION;
@@ -28,6 +29,8 @@ pub use path::{FieldPath, FieldPathRef, PathElement};
 pub use policy::network_policy;
 pub use service::{endpoint_slice, service};
 pub use slice_v1beta1::{V1Beta1EndpointSlice, v1beta1_endpoint_slice};
+pub use staging::POLICY_ANNOTATIONS;
+pub(crate) use staging::staging;
 pub use v1beta1::network_policy as v1beta1_network_policy;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;

@@ -33,6 +33,7 @@ pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, Fi
         isolates: true,
         ingress: isolates_ingress.then_some(ingress),
         egress: isolates_egress.then_some(egress),
+        staging: super::staging(&policy.metadata)?,
     })
 }
 

@@ -126,6 +126,18 @@ pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<
     if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
 }
 
+/// The texts of manifests, each with its file's name, unread. Paths are as in [`read_manifests`].
+pub fn read_texts<P: AsRef<Path>>(paths: &[P]) -> Result<Vec<(Arc<Path>, String)>, ManifestErrors> {
+    let (mut texts, mut errors) = (Vec::new(), Vec::new());
+    for file in files(paths, &mut errors) {
+        match read_file(&file) {
+            Ok(text) => texts.push((file, text)),
+            Err(ManifestErrors(of_file)) => errors.extend(of_file),
+        }
+    }
+    if errors.is_empty() { Ok(texts) } else { Err(ManifestErrors(errors)) }
+}
+
 /// Reads manifests from a text, as if a file of this name had it. Collects all errors, conflicts between objects included.
 pub fn read_text(name: &Path, text: &str, options: &Options) -> Result<Manifests, ManifestErrors> {
     let manifests = parse_file(&Arc::from(name), text, options)?;

@@ -64,8 +64,8 @@ impl LinkedRules {
         self.peer_sets[rule as usize].iter().flat_map(|peer_set| identities.in_peer_set(*peer_set))
     }
 
-    /// Builds the table of a key.
-    pub(super) fn build(&self, key: &TableKey, identities: &Identities) -> EndpointPolicy {
+    /// Builds the table of a key, which counts for this many workers.
+    pub(super) fn build(&self, key: &TableKey, identities: &Identities, workers: usize) -> EndpointPolicy {
         let mut rows: FxHashMap<u32, RuleSet> = FxHashMap::default();
         for rule in 0..self.rules.len() as u32 {
             self.peers(rule, identities).for_each(|identity| rows.entry(identity).or_default().insert(rule));
@@ -81,7 +81,8 @@ impl LinkedRules {
             }
         }
         let specs: Vec<RuleSpec> = self.rules.iter().map(spec).collect();
-        let table = RuleTable::new(&specs, rows.into_iter().map(|(number, row)| (identity(number), row)));
+        let rows = rows.into_iter().map(|(number, row)| (identity(number), row));
+        let table = RuleTable::new(&specs, rows).counting(workers);
         if !key.is_tiered() {
             return EndpointPolicy::Isolated(Arc::new(table));
         }

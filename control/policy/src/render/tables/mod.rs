@@ -7,6 +7,7 @@
 mod expand;
 mod identities;
 mod linked;
+mod usage;
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -24,6 +25,8 @@ use crate::state::{ClusterState, Outdated, PeerSetId, PodId, PodOrNode, Registry
 pub use expand::{ExpandedRule, Expansion};
 use identities::{Identities, identity};
 use linked::LinkedRules;
+pub use usage::RuleUse;
+use usage::UsageCounts;
 
 /// The pods whose policies a set of tables enforces.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -45,6 +48,7 @@ pub struct Tables {
     by_name: FxHashMap<(String, PortProtocol), FxHashSet<u32>>,
     /// The tables whose rules name nodes.
     by_nodes: FxHashSet<u32>,
+    usage: UsageCounts,
     set: PolicySet,
 }
 
@@ -94,6 +98,7 @@ impl Tables {
             by_peer_set: FxHashMap::default(),
             by_name: FxHashMap::default(),
             by_nodes: FxHashSet::default(),
+            usage: UsageCounts::default(),
             set: update.finish(),
         }
     }
@@ -191,7 +196,8 @@ impl Tables {
                 let key = Arc::new(key);
                 let dependencies = compile::dependencies(state, &key);
                 let linked = LinkedRules::default();
-                let (endpoints, table) = (FxHashSet::default(), linked.build(&key, &self.identities));
+                let (endpoints, table) =
+                    (FxHashSet::default(), linked.build(&key, &self.identities, self.usage.workers()));
                 let record =
                     TableRecord { key: key.clone(), endpoints, dependencies: dependencies.clone(), linked, table };
                 let number = self.tables.insert(key, record);
@@ -224,12 +230,15 @@ impl Tables {
                 let record = self.tables.remove(&*key).expect("the table is known by its key");
                 pending.to_build.remove(table);
                 self.forget_dependencies(*table, &record.dependencies);
+                self.usage.retire(*table, &record.linked.rules, &record.table);
                 unused.push((*table, record.linked));
             }
         }
         for table in &pending.to_build {
             let rules = compile::rules(state, &self.tables[*table].key);
             let linked = LinkedRules::new(rules, state);
+            let record = &self.tables[*table];
+            self.usage.retire(*table, &record.linked.rules, &record.table);
             unused.push((*table, std::mem::replace(&mut self.tables[*table].linked, linked)));
         }
         for (table, linked) in unused {
@@ -257,7 +266,7 @@ impl Tables {
     fn rebuild(&mut self, pending: &mut PendingUpdate) {
         for table in &pending.to_build {
             let record = &mut self.tables[*table];
-            record.table = record.linked.build(&record.key, &self.identities);
+            record.table = record.linked.build(&record.key, &self.identities, self.usage.workers());
         }
         let mut patches: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();
         for (identity, peer_set) in self.identities.take_changed() {
@@ -334,6 +343,17 @@ impl Tables {
             Direction::Egress => record.egress,
             Direction::Ingress => record.ingress,
         }
+    }
+
+    /// Has tables that are built from now on count how often their rules decide, for this many workers.
+    pub fn count_use(&mut self, workers: usize) {
+        self.usage = UsageCounts::new(workers);
+    }
+
+    /// How often rules decided since the last call: those that did, some more than once.
+    pub fn take_use(&mut self) -> Vec<RuleUse> {
+        let live = self.tables.iter().map(|(number, record)| (number, record.linked.rules.as_slice(), &record.table));
+        self.usage.take(live)
     }
 
     /// The pods in scope.

@@ -1,0 +1,340 @@
+//! Connections that promotion would change, in groups of a bounded number.
+
+use std::collections::{BTreeMap, HashSet};
+use std::net::{IpAddr, SocketAddr};
+
+use jiff::Timestamp as Time;
+use penstock_admin::types::{StagedChange, StagedVerdict};
+use penstock_dataplane::DropReason;
+use penstock_dataplane::packet::{Address, Flow};
+use penstock_dataplane::policy::DirectionVerdict;
+use penstock_dataplane::worker::{NamedVerdict, VerdictChange};
+use penstock_policy::engine::Engine;
+use penstock_policy::flow;
+
+use super::feed::{ChangeKind, ChangeTotals};
+
+/// The most groups. What is in none of them is counted.
+const MOST_GROUPS: usize = 1_000;
+/// The most connections that are remembered, to count the packets of one as one: twice this many.
+const REMEMBERED: usize = 32_768;
+/// Groups that are logged when their first connection is seen.
+const LOGGED_GROUPS: usize = 20;
+/// The name of every end that is neither a pod nor a node.
+const OUTSIDE: &str = "outside";
+
+/// What was seen of a connection.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Seen {
+    /// It is open.
+    Live,
+    /// A packet of this size opened it, or was denied.
+    Packet {
+        /// The connection's number.
+        connection: u64,
+        /// Ethernet header included.
+        bytes: usize,
+    },
+}
+
+/// The groups.
+#[derive(Debug, Default)]
+pub(super) struct ChangeGroups {
+    groups: BTreeMap<GroupKey, Group>,
+    /// Connections of packets that were seen lately, and before these.
+    seen: [HashSet<u64>; 2],
+    live_judged: u64,
+    /// Connections in no group: those that are open, and those that were opened or denied.
+    ungrouped: [u64; 2],
+}
+
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct GroupKey {
+    from: String,
+    to: String,
+    protocol: String,
+    port: u16,
+    present: (bool, String),
+    promoted: (bool, String),
+}
+
+#[derive(Debug)]
+struct Group {
+    live: u64,
+    opened: u64,
+    packets: u64,
+    bytes: u64,
+    first: Time,
+    last: Time,
+    /// One connection of it.
+    example: String,
+    /// The policies that isolate the pod where no rule would allow it.
+    isolating: Vec<String>,
+}
+
+impl ChangeGroups {
+    /// Adds a connection that would change.
+    pub(super) fn add(&mut self, engine: &Engine, flow: &Flow, change: &VerdictChange, seen: Seen, at: Time) {
+        let is_new = match seen {
+            Seen::Packet { connection, .. } => self.remember(connection),
+            Seen::Live => true,
+        };
+        let key = key_of(engine, flow, change);
+        if !self.groups.contains_key(&key) {
+            if self.groups.len() >= MOST_GROUPS {
+                let of = usize::from(matches!(seen, Seen::Packet { .. }));
+                self.ungrouped[of] += u64::from(is_new);
+                return;
+            }
+            if self.groups.len() < LOGGED_GROUPS {
+                log(&key, flow);
+            }
+        }
+        let fresh = || Group {
+            live: 0,
+            opened: 0,
+            packets: 0,
+            bytes: 0,
+            first: at,
+            last: at,
+            example: ends(flow),
+            isolating: isolating(engine, flow, change),
+        };
+        let group = self.groups.entry(key).or_insert_with(fresh);
+        (group.first, group.last) = (group.first.min(at), group.last.max(at));
+        match seen {
+            Seen::Live => group.live += 1,
+            Seen::Packet { bytes, .. } => {
+                group.opened += u64::from(is_new);
+                group.packets += 1;
+                group.bytes += bytes as u64;
+            }
+        }
+    }
+
+    /// Whether a connection was not seen lately.
+    fn remember(&mut self, connection: u64) -> bool {
+        if self.seen.iter().any(|some| some.contains(&connection)) {
+            return false;
+        }
+        if self.seen[0].len() >= REMEMBERED {
+            self.seen.swap(0, 1);
+            self.seen[0].clear();
+        }
+        self.seen[0].insert(connection)
+    }
+
+    /// Call before each walk of the open connections.
+    pub(super) fn forget_live(&mut self) {
+        self.groups.values_mut().for_each(|group| group.live = 0);
+        self.ungrouped[0] = 0;
+    }
+
+    /// Call after each walk, with how many connections there were.
+    pub(super) fn walked(&mut self, connections: u64) {
+        self.live_judged = connections;
+    }
+
+    /// Open connections at the last walk.
+    pub(super) fn live_judged(&self) -> u64 {
+        self.live_judged
+    }
+
+    /// Connections that would change and are in no group.
+    pub(super) fn ungrouped(&self) -> u64 {
+        self.ungrouped.iter().sum()
+    }
+
+    /// Sums over the groups.
+    pub(super) fn totals(&self) -> ChangeTotals {
+        let mut totals = ChangeTotals::default();
+        for (key, group) in &self.groups {
+            let kind = match (key.present.0, key.promoted.0) {
+                (true, _) => ChangeKind::Denied,
+                (false, true) => ChangeKind::Allowed,
+                (false, false) => ChangeKind::Otherwise,
+            };
+            totals.live[kind as usize] += group.live;
+            totals.opened[kind as usize] += group.opened;
+        }
+        totals
+    }
+
+    /// The groups, those that would be denied first, then by the number of their connections.
+    pub(super) fn list(&self) -> Vec<StagedChange> {
+        let mut groups: Vec<(&GroupKey, &Group)> = self.groups.iter().collect();
+        let order = |(key, group): &(&GroupKey, &Group)| (!key.present.0, std::cmp::Reverse(group.live + group.opened));
+        groups.sort_by_key(order);
+        groups.into_iter().map(|(key, group)| listed(key, group)).collect()
+    }
+}
+
+fn listed(key: &GroupKey, group: &Group) -> StagedChange {
+    let verdict = |(allowed, reason): &(bool, String)| StagedVerdict { allowed: *allowed, reason: reason.clone() };
+    StagedChange {
+        from: key.from.clone(),
+        to: key.to.clone(),
+        protocol: key.protocol.clone(),
+        port: key.port,
+        present: verdict(&key.present),
+        promoted: verdict(&key.promoted),
+        isolating: group.isolating.clone(),
+        live: group.live,
+        opened: group.opened,
+        packets: group.packets,
+        bytes: group.bytes,
+        first_seen: format!("{:.0}", group.first),
+        last_seen: format!("{:.0}", group.last),
+        example: group.example.clone(),
+    }
+}
+
+fn log(key: &GroupKey, flow: &Flow) {
+    let GroupKey { from, to, protocol, port, present, promoted } = key;
+    let word =
+        |(allowed, reason): &(bool, String)| format!("{} ({reason})", if *allowed { "allowed" } else { "denied" });
+    tracing::info!(
+        "staged: {from} to {to} port {port}/{protocol}, such as {}: {}, would be {}",
+        ends(flow),
+        word(present),
+        word(promoted)
+    );
+}
+
+fn key_of(engine: &Engine, flow: &Flow, change: &VerdictChange) -> GroupKey {
+    let name = |address: Address| flow::name(engine.state(), address.into()).unwrap_or_else(|| OUTSIDE.to_owned());
+    GroupKey {
+        from: name(flow.src),
+        to: name(flow.dst),
+        protocol: flow.protocol.to_string(),
+        port: flow.shown_ports().1,
+        present: reason(&change.present),
+        promoted: reason(&change.promoted),
+    }
+}
+
+/// The policies that isolate the pod in the direction in which no rule would allow the flow.
+fn isolating(engine: &Engine, flow: &Flow, change: &VerdictChange) -> Vec<String> {
+    let verdict = change.promoted.verdict;
+    let explanation = match verdict.drop_reason() {
+        Some(DropReason::EgressDenied) if verdict.egress == DirectionVerdict::Denied => engine.explain(flow).egress,
+        Some(DropReason::IngressDenied) if verdict.ingress == DirectionVerdict::Denied => engine.explain(flow).ingress,
+        _ => return Vec::new(),
+    };
+    explanation.policies.iter().map(ToString::to_string).collect()
+}
+
+/// `10.0.0.1:40000 to 10.0.0.2:80`.
+fn ends(flow: &Flow) -> String {
+    let end = |address: Address, port: u16| match (IpAddr::from(address), port) {
+        (address, 0) => address.to_string(),
+        (address, port) => SocketAddr::new(address, port).to_string(),
+    };
+    let (src, dst) = flow.shown_ports();
+    format!("{} to {}", end(flow.src, src), end(flow.dst, dst))
+}
+
+/// Whether it passes, and what decided that.
+fn reason(named: &NamedVerdict) -> (bool, String) {
+    let NamedVerdict { verdict, egress_rule, ingress_rule } = named;
+    let rule = |direction: &str, side: DirectionVerdict, rule: &Option<_>| match (side, rule) {
+        (DirectionVerdict::Denied, _) => format!("{direction}: no rule allows it"),
+        (_, Some(rule)) => format!("{direction}: {rule}"),
+        _ => String::new(),
+    };
+    let (egress, ingress) =
+        (rule("egress", verdict.egress, egress_rule), rule("ingress", verdict.ingress, ingress_rule));
+    match verdict.drop_reason() {
+        Some(DropReason::EgressDenied) => (false, egress),
+        Some(DropReason::IngressDenied) => (false, ingress),
+        Some(_) => (false, "policies of the pod are not known yet".to_owned()),
+        None => {
+            let rules: Vec<String> = [egress, ingress].into_iter().filter(|text| !text.is_empty()).collect();
+            (true, if rules.is_empty() { "no policy applies".to_owned() } else { rules.join(", ") })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use penstock_dataplane::packet::Protocol;
+    use penstock_dataplane::policy::{PolicyVerdict, RuleName};
+    use penstock_policy::engine::EngineSettings;
+
+    use super::*;
+
+    fn flow(client: u16, port: u16) -> Flow {
+        let address = |last| Address::from_v4_bytes([192, 0, 2, last]);
+        Flow { src: address(1), dst: address(2), protocol: Protocol::TCP, src_port: client, dst_port: port }
+    }
+
+    /// From this verdict of ingress to that one.
+    fn change(present: DirectionVerdict, promoted: DirectionVerdict) -> VerdictChange {
+        let named = |ingress| NamedVerdict {
+            verdict: PolicyVerdict { egress: DirectionVerdict::NotLocal, ingress },
+            egress_rule: None,
+            ingress_rule: matches!(ingress, DirectionVerdict::Allowed(_)).then(|| RuleName("rule".into())),
+        };
+        VerdictChange { present: named(present), promoted: named(promoted) }
+    }
+
+    fn engine() -> Engine {
+        Engine::new(EngineSettings::for_all_pods())
+    }
+
+    #[test]
+    fn packets_of_one_connection_are_one_connection_and_each_walk_counts_anew() {
+        let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
+        let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
+        for connection in [7, 7, 7, 8] {
+            groups.add(&engine, &flow(1, 80), &closes, Seen::Packet { connection, bytes: 60 }, at);
+        }
+        for _ in 0..2 {
+            groups.forget_live();
+            groups.add(&engine, &flow(2, 80), &closes, Seen::Live, at - Duration::from_secs(5));
+            groups.walked(9);
+        }
+        let [group] = &groups.list()[..] else { panic!("{groups:?}") };
+        assert_eq!((group.live, group.opened, group.packets, group.bytes), (1, 2, 4, 240));
+        assert_eq!((group.from.as_str(), group.port, groups.live_judged()), (OUTSIDE, 80, 9));
+        assert_eq!(group.example, "192.0.2.1:1 to 192.0.2.2:80");
+        assert!(group.first_seen < group.last_seen, "{group:?}");
+        assert_eq!((group.present.reason.as_str(), group.present.allowed), ("no policy applies", true));
+        assert_eq!((group.promoted.reason.as_str(), group.promoted.allowed), ("ingress: no rule allows it", false));
+        groups.forget_live();
+        assert_eq!(groups.totals().live, [0; 3]);
+    }
+
+    #[test]
+    fn totals_are_by_what_would_happen_and_what_is_denied_comes_first() {
+        let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
+        let opens = change(DirectionVerdict::Denied, DirectionVerdict::Open);
+        let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
+        groups.add(&engine, &flow(1, 80), &opens, Seen::Packet { connection: 1, bytes: 60 }, at);
+        groups.add(&engine, &flow(1, 81), &opens, Seen::Packet { connection: 2, bytes: 60 }, at);
+        groups.add(&engine, &flow(1, 82), &closes, Seen::Live, at);
+        let ChangeTotals { live, opened } = groups.totals();
+        assert_eq!((live, opened), ([1, 0, 0], [0, 2, 0]));
+        assert_eq!(groups.list()[0].port, 82);
+    }
+
+    #[test]
+    fn groups_and_remembered_connections_are_bounded_and_the_rest_is_counted() {
+        let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
+        let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
+        for port in 0..MOST_GROUPS as u16 + 3 {
+            let seen = Seen::Packet { connection: port.into(), bytes: 60 };
+            groups.add(&engine, &flow(1, port), &closes, seen, at);
+        }
+        groups.add(&engine, &flow(1, u16::MAX), &closes, Seen::Live, at);
+        assert_eq!((groups.list().len(), groups.ungrouped()), (MOST_GROUPS, 4));
+        groups.forget_live();
+        assert_eq!(groups.ungrouped(), 3, "open connections are counted at each walk");
+        for connection in 0..3 * REMEMBERED as u64 {
+            groups.add(&engine, &flow(1, 80), &closes, Seen::Packet { connection, bytes: 60 }, at);
+        }
+        assert!(groups.seen.iter().map(HashSet::len).sum::<usize>() <= 2 * REMEMBERED);
+    }
+}

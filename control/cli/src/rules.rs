@@ -1,0 +1,143 @@
+//! `penstock rules`: how often each rule of a running daemon decided.
+
+use std::io::{self, Write};
+
+use jiff::Timestamp;
+use penstock_admin::table::align_columns;
+use penstock_admin::types::{RuleUsage, Rules};
+use penstock_agent::config::TimeSpan;
+
+use super::Failure;
+use super::daemon::{DaemonArgs, json};
+
+/// List the rules in force on a node, with how often each decided a connection
+///
+/// A rule has a hit when it decides a connection that is opened on this node; a Deny, for each packet that it denies. A
+/// connection between two pods of a node is decided by a rule for each side. Hits are kept over restarts of the daemon.
+/// An edited rule is a new one. Rules that pass a flow on to the next tier are not listed: another rule decides.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Columns:
+  HITS         connections that it decided since the time under KNOWN SINCE
+  LAST HIT     when the last was, to within some seconds
+  KNOWN SINCE  when the node first saw the rule as it is
+
+Exit codes:
+  0  printed
+  1  the daemon sent no valid answer
+  2  bad input: arguments, or no daemon listens at the socket
+
+Examples:
+  penstock rules
+  penstock rules --unused 7d
+  penstock rules --json | jq '.rules[] | select(.hits == 0) | .rule'")]
+pub(super) struct Args {
+    #[command(flatten)]
+    daemon: DaemonArgs,
+    /// Only rules that are known for this long and had no hit in it: a number and s, m, h or d
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    unused: Option<TimeSpan>,
+    /// Print as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Reads a length of time.
+pub(super) fn time(text: &str) -> Result<TimeSpan, String> {
+    TimeSpan::try_from(text.to_owned()).map_err(|error| error.to_string())
+}
+
+/// A length of time in whole seconds.
+pub(super) fn seconds(time: TimeSpan) -> i64 {
+    i64::try_from(time.duration().as_secs()).unwrap_or(i64::MAX)
+}
+
+pub(super) fn run(args: Args) -> Result<(), Failure> {
+    let mut rules: Rules = args.daemon.get("/v1/rules", &())?;
+    let all = rules.rules.len();
+    let mut unknown = 0;
+    if let Some(time) = args.unused.map(seconds) {
+        let from = rules.now.saturating_sub(time);
+        unknown = rules.rules.iter().filter(|rule| rule.since > from && rule.last_hit.is_none()).count();
+        let now = rules.now;
+        rules.rules.retain(|rule| rule.is_unused(now, time));
+    }
+    let text = if args.json { json(&rules) } else { text(&rules, all, unknown) };
+    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+}
+
+fn text(rules: &Rules, all: usize, unknown: usize) -> String {
+    let heading = ["RULE", "POLICY", "ACTION", "HITS", "LAST HIT", "KNOWN SINCE"];
+    let mut rows = vec![heading.map(str::to_owned).to_vec()];
+    rows.extend(rules.rules.iter().map(row));
+    let mut text = align_columns(&rows);
+    text += &match (rules.rules.len(), all) {
+        (1, 1) => "1 rule\n".to_owned(),
+        (listed, all) if listed == all => format!("{all} rules\n"),
+        (listed, all) => format!("{listed} of {all} rules\n"),
+    };
+    if unknown > 0 {
+        text += &format!("not listed: {unknown} rules without a hit that are not known for that long\n");
+    }
+    if rules.left_out > 0 {
+        text += &format!("not counted: {} rules beyond the number that a node keeps\n", rules.left_out);
+    }
+    text
+}
+
+fn row(rule: &RuleUsage) -> Vec<String> {
+    vec![
+        rule.rule.clone(),
+        rule.policy.clone(),
+        rule.action.clone(),
+        rule.hits.to_string(),
+        rule.last_hit.map_or_else(|| "never".to_owned(), moment),
+        moment(rule.since),
+    ]
+}
+
+/// A time as in RFC 3339.
+pub(super) fn moment(seconds: i64) -> String {
+    Timestamp::from_second(seconds).map_or_else(|_| seconds.to_string(), |time| time.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(name: &str, hits: u64, last_hit: Option<i64>, since: i64) -> RuleUsage {
+        RuleUsage {
+            rule: format!("shop-ingress-{name}-0"),
+            policy: format!("shop/{name}"),
+            direction: "ingress".to_owned(),
+            index: 0,
+            content: String::new(),
+            action: "allow".to_owned(),
+            hits,
+            last_hit,
+            since,
+        }
+    }
+
+    #[test]
+    fn a_rule_is_unused_only_if_it_is_known_for_that_long() {
+        for (last_hit, since, expected) in
+            [(None, 0, true), (None, 901, false), (Some(899), 0, true), (Some(900), 0, false), (Some(950), 940, false)]
+        {
+            assert_eq!(rule("db", 0, last_hit, since).is_unused(1_000, 100), expected, "{last_hit:?} {since}");
+        }
+        assert_eq!(seconds(time("7d").unwrap()), 7 * 86_400);
+        assert!(time("a week").unwrap_err().contains("such as 30s"));
+    }
+
+    #[test]
+    fn rules_are_listed_with_times_and_what_is_missing_is_said() {
+        let rules = vec![rule("db", 0, None, 0), rule("web", 12, Some(86_400), 60)];
+        let listed = text(&Rules { now: 100_000, left_out: 2, rules }, 5, 1);
+        let lines: Vec<&str> = listed.lines().collect();
+        assert_eq!(lines[1], "shop-ingress-db-0   shop/db   allow      0  never                 1970-01-01T00:00:00Z");
+        assert_eq!(lines[2], "shop-ingress-web-0  shop/web  allow     12  1970-01-02T00:00:00Z  1970-01-01T00:01:00Z");
+        let rest = ["2 of 5 rules", "not listed: 1 rules", "not counted: 2 rules"];
+        assert!(rest.iter().zip(&lines[3..]).all(|(start, line)| line.starts_with(start)), "{listed}");
+    }
+}
