@@ -53,7 +53,7 @@ pub fn round_trips(
             let (server, _) = listener.accept().context("the connection did not arrive")?;
             server.set_nonblocking(false)?;
             set_limits(&server)?;
-            scope.spawn(|| ends.server_core.map_or(Ok(()), pin).map(|()| answer_until(server, &stops)));
+            scope.spawn(|| ends.server_core.map_or(Ok(()), pin).map(|()| answer(server)));
             clients.push(client);
         }
         let asking: Vec<ScopedJoinHandle<'_, Result<Histogram<u64>>>> =
@@ -73,9 +73,9 @@ pub fn round_trips(
 /// after a fifth of `length`.
 pub fn connected_transactions(ends: &TransactionEnds<'_>, clients: usize, length: Duration) -> Result<f64> {
     let listeners = (0..SERVERS).map(|port| listen(ends, port)).collect::<Result<Vec<_>>>()?;
-    let (stops, counts) = (AtomicBool::new(false), AtomicBool::new(false));
+    let (stops, counts, is_over) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
-        listeners.iter().for_each(|listener| serve_until(scope, listener, ends, &stops));
+        listeners.iter().for_each(|listener| serve_until(scope, listener, ends, &is_over));
         let asking: Vec<ScopedJoinHandle<'_, Result<u64>>> = (0..clients)
             .map(|client| {
                 scope.spawn({
@@ -94,6 +94,8 @@ pub fn connected_transactions(ends: &TransactionEnds<'_>, clients: usize, length
             .into_iter()
             .map(|client| client.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect();
+        // Not before: a client waits for its last answer.
+        is_over.store(true, Ordering::Relaxed);
         Ok(done?.iter().sum::<u64>() as f64 / took.as_secs_f64())
     })
 }
@@ -144,20 +146,20 @@ fn ask_until(
 }
 
 /// Answers until the client is gone.
-fn answer_until(mut server: TcpStream, stops: &AtomicBool) {
-    while !stops.load(Ordering::Relaxed) && server.read_exact(&mut [0]).is_ok() && server.write_all(b"!").is_ok() {}
+fn answer(mut server: TcpStream) {
+    while server.read_exact(&mut [0]).is_ok() && server.write_all(b"!").is_ok() {}
 }
 
 fn serve_until<'scope>(
     scope: &'scope Scope<'scope, '_>,
     listener: &'scope TcpListener,
     ends: &'scope TransactionEnds<'_>,
-    stops: &'scope AtomicBool,
+    is_over: &'scope AtomicBool,
 ) {
     scope.spawn(move || {
         ends.server_core.map_or(Ok(()), pin)?;
         let mut waiting = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
-        while !stops.load(Ordering::Relaxed) {
+        while !is_over.load(Ordering::Relaxed) {
             poll(&mut waiting, PollTimeout::from(20_u16))?;
             if let Ok((mut server, _)) = listener.accept() {
                 // A client that has given up is counted by its own end.
