@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use penstock_admin::client::Client;
 use penstock_admin::types::{Flows, FlowsQuery, ServicesStatus};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{Outside, PacketCapture};
+use penstock_bench::testbed::{Attach, Outside, PacketCapture};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
 use crate::service::{BackendPath, CLOSED, OWN, WEB, service};
@@ -59,6 +59,17 @@ struct WorkersFixture {
 }
 
 impl WorkersFixture {
+    /// With tcx, asserts that its programs have forwarded so many packets without a worker, if they may.
+    fn assert_offloaded(&self, packets: f64) {
+        if Attach::of_run() != Attach::Tcx || std::env::var("PENSTOCK_TEST_OFFLOAD").as_deref() == Ok("false") {
+            return;
+        }
+        let page = self.fixture.http(METRICS, "/metrics");
+        let counts = page.lines().filter(|line| line.starts_with("penstock_offloaded_packets_total{"));
+        let all: f64 = counts.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).sum();
+        assert!(all >= packets, "{all} packets were forwarded without a worker\n{}", self.logs());
+    }
+
     fn new(path: BackendPath) -> Self {
         let (mut outside, mut found) = (None, None);
         let yaml = pods(3) + &policy("served", "pod-1", POLICY);
@@ -142,6 +153,7 @@ fn bulk_transfers_through_a_service_arrive_as_they_were_sent() {
             });
             assert!(sent == received, "{} bytes arrive as they were sent", sent.len());
         }
+        setup.assert_offloaded(5_000.0);
     }
 }
 
