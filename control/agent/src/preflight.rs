@@ -140,6 +140,9 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<PreflightFinding
         let fit = findings.iter().all(|finding| finding.level != Level::Error);
         findings.extend(kernel::one_sided_tracking(liberal.ok()).filter(|_| fit));
     }
+    if config.services.enabled {
+        findings.extend(netlink.link(IPVS_INTERFACE).await.ok().map(|found| service_proxy(found.is_some())));
+    }
     findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
         let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
         (path, fs::read_to_string(format!("/proc/sys/net/{path}")).ok())
@@ -150,6 +153,21 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<PreflightFinding
         ));
     }
     findings
+}
+
+/// The interface to which kube-proxy in IPVS mode gives all cluster addresses (`defaultDummyDevice` in
+/// pkg/proxy/ipvs/proxier.go).
+const IPVS_INTERFACE: &str = "kube-ipvs0";
+
+/// Workers leave addresses that the node has itself to the node.
+fn service_proxy(is_ipvs: bool) -> PreflightFinding {
+    if is_ipvs {
+        PreflightFinding::warning(format!(
+            "services.enabled: kube-proxy runs in IPVS mode (interface {IPVS_INTERFACE}) and gives the node every cluster address, so that workers translate none of them; run it in nftables or iptables mode, or set services.enabled = false"
+        ))
+    } else {
+        PreflightFinding::ok("services.enabled: kube-proxy, if there is one, leaves cluster addresses to the workers")
+    }
 }
 
 /// Checks that the programs pinned for this network namespace, by a running or dead daemon, are this binary's.
@@ -463,6 +481,14 @@ mod tests {
             assert_eq!(found.level, level);
             assert!(found.line.starts_with(line), "{found:?}");
         }
+    }
+
+    #[test]
+    fn kube_proxy_in_ipvs_mode_is_a_warning_with_its_remedy() {
+        let found = service_proxy(true);
+        assert_eq!(found.level, Level::Warning);
+        assert!(found.line.contains("kube-ipvs0") && found.line.contains("nftables or iptables mode"), "{found:?}");
+        assert_eq!(service_proxy(false).level, Level::Ok);
     }
 
     #[test]
