@@ -10,7 +10,7 @@ use std::io::{self, Write};
 use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
 use penstock_dataplane::conntrack::{ConnTable, OpenError, OwnerId, TableOrigin};
@@ -19,7 +19,7 @@ use penstock_dataplane::packet::Address;
 use penstock_policy::model::{Object, ObjectKey, Pod};
 
 use super::config::{Config, TableMapping};
-use super::{RunError, last_good, recorded_objects, rule_usage};
+use super::{RunError, handover, last_good, recorded_objects, rule_usage};
 use crate::discovery::NetworkState;
 use crate::state_file::with_suffix;
 
@@ -103,9 +103,10 @@ pub(super) fn remove_state(config: &Config, _locked: Vec<fs::File>) -> Result<us
         names.extend(BESIDE.map(|suffix| with_suffix(path, suffix)));
     }
     // A daemon of another network namespace may listen there.
-    let unused = |path: &&Path| UnixStream::connect(path).is_err();
-    let sockets = [&config.admin.socket, &config.capture.socket];
-    names.extend(sockets.into_iter().filter_map(|socket| socket.path()).filter(unused).map(Path::to_owned));
+    let unused = |path: &PathBuf| UnixStream::connect(path).is_err();
+    let sockets = [&config.admin.socket, &config.capture.socket].map(|socket| socket.path().map(Path::to_owned));
+    let sockets = sockets.into_iter().chain([handover::path(&config.admin.socket)]);
+    names.extend(sockets.flatten().filter(unused));
     let mut removed = 0;
     for name in &names {
         match fs::remove_file(name) {

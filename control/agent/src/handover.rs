@@ -36,7 +36,7 @@ const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 const MISSED_LOOKS: u32 = 10;
 
 /// The socket's path; `None` without an admin socket.
-fn path(admin: &SocketPath) -> Option<PathBuf> {
+pub(super) fn path(admin: &SocketPath) -> Option<PathBuf> {
     admin.path().map(|admin| admin.with_extension("handover"))
 }
 
