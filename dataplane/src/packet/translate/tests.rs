@@ -85,11 +85,24 @@ fn assert_same(found: &[u8], expected: &[u8]) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Whether a whole checksum happens to be that of the pseudo-header, as one in 65,536 is. Such a packet is taken for one whose
+/// checksum is left to the device, and the last stage completes it.
+fn looks_open(frame: &[u8]) -> bool {
+    let packet = parse(frame).unwrap();
+    let (start, end) = (usize::from(packet.layout.transport), usize::from(packet.layout.end));
+    checksum_at(packet.flow.protocol).is_some_and(|at| {
+        let pseudo =
+            Sum::pseudo_header(packet.flow.src, packet.flow.dst, packet.flow.protocol, (end - start) as u16).folded();
+        frame[start + at..start + at + 2] == pseudo.to_be_bytes()
+    })
+}
+
 proptest! {
     #[test]
     fn a_translated_packet_is_the_one_that_its_sender_would_have_sent(
         (flow, other) in flows(), payload in prop::collection::vec(any::<u8>(), 0..60),
     ) {
+        prop_assume!(![&flow, &other].into_iter().any(|flow| looks_open(&frame(flow, &payload))));
         let mut found = frame(&flow, &payload);
         let packet = parse(&found).unwrap();
         translate(&mut found, &packet, &other, None);
