@@ -185,6 +185,11 @@ impl Daemon {
         daemon.wait_until_ready()
     }
 
+    /// Starts one that is to take over, with this configuration, and does not wait.
+    pub fn launch_to_take_over(namespace: &Namespace, toml: &str) -> Result<Self> {
+        Self::launch_with(namespace, toml, Privileges::All, &[], &["--take-over"])
+    }
+
     /// Starts it with this configuration and does not wait.
     pub fn launch(namespace: &Namespace, toml: &str, privileges: Privileges) -> Result<Self> {
         Self::launch_with(namespace, toml, privileges, &[], &[])

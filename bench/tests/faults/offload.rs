@@ -148,6 +148,19 @@ impl OpenedConnections {
 }
 
 #[test]
+fn a_daemon_that_is_ended_before_it_knows_all_objects_takes_nothing_over() {
+    let fixture = fixture();
+    let next = fixture.start_successor_without_server();
+    next.log().wait_for_after(0, "another daemon runs here", LIMIT).unwrap();
+    assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached, "the one that runs goes on meanwhile");
+    let (status, log) = next.stop().unwrap();
+    assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
+    assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached, "and afterwards");
+    let log = fixture.daemon.log().lines();
+    assert!(!log.iter().any(|line| line.contains("another daemon takes over")), "{log:?}");
+}
+
+#[test]
 fn a_process_that_has_handed_over_fails_when_the_next_daemon_is_gone() {
     let mut fixture = fixture();
     let before = fixture.take_over();

@@ -104,6 +104,20 @@ impl Fixture {
         std::mem::replace(&mut self.daemon, next)
     }
 
+    /// Starts a daemon that is to take over, and that waits for an API server which is not there.
+    pub(crate) fn start_successor_without_server(&self) -> Daemon {
+        let kubeconfig = self.scratch.path().join("kubeconfig");
+        let server = "apiVersion: v1\nkind: Config\ncurrent-context: a\n\
+                      clusters: [{name: a, cluster: {server: 'http://127.0.0.1:1'}}]\n\
+                      users: [{name: a, user: {}}]\ncontexts: [{name: a, context: {cluster: a, user: a}}]\n";
+        std::fs::write(&kubeconfig, server).unwrap();
+        let manifests = format!("manifests = \"{}\"", self.config.manifests.display());
+        let toml = self.config.to_toml();
+        assert!(toml.contains(&manifests), "{toml}");
+        let toml = toml.replace(&manifests, &format!("kubeconfig = \"{}\"", kubeconfig.display()));
+        Daemon::launch_to_take_over(self.cluster.node.namespace(), &toml).unwrap()
+    }
+
     /// Saves a manifest atomically.
     pub(crate) fn save(&self, file: &str, content: &str) {
         self.scratch.save(&self.manifests.join(file), content).unwrap();

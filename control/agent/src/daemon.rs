@@ -82,17 +82,20 @@ pub(super) async fn run(
     fail_on_errors(preflight::network(config, &netlink).await)?;
     let predecessor = if mode == StartMode::TakeOver { Predecessor::find(&config.admin.socket) } else { None };
     let record = ObjectFile::of(config);
-    let (listeners, opened) = match predecessor {
-        // Before the source, which may take long to open.
-        None => (Listeners::open(loaded).await?, open_source(config, record.as_ref(), &mut signals).await?),
-        // It has what was recorded in force, and serves until this one knows all.
-        Some(predecessor) => {
-            let opened = open_source(config, None, &mut signals).await?;
-            predecessor.hand_over().await?;
-            (Listeners::open(loaded).await?, opened)
-        }
+    // Before the source, which may take long to open; or once a daemon that runs has closed its own.
+    let listeners = if predecessor.is_some() { None } else { Some(Listeners::open(loaded).await?) };
+    // That daemon has in force what is recorded, and serves until this one knows all.
+    let recorded = record.as_ref().filter(|_| predecessor.is_none());
+    let Some(OpenedSource { source, objects, stale }) = open_source(config, recorded, &mut signals).await? else {
+        return Ok(Ended::BySignal);
     };
-    let Some(OpenedSource { source, objects, stale }) = opened else { return Ok(Ended::BySignal) };
+    if let Some(predecessor) = predecessor {
+        predecessor.hand_over().await?;
+    }
+    let listeners = match listeners {
+        Some(listeners) => listeners,
+        None => Listeners::open(loaded).await?,
+    };
     let handovers = HandoverListener::listen(&config.admin.socket).map_err(RunError::bad_input)?;
     let (health, is_good) = (source.health(), rejected.is_none());
     let lines = match &record {
@@ -121,8 +124,15 @@ pub(super) async fn run(
         (Ok(Ended::HandedOver(_)), _) => OnExit::Keep,
         (Err(_), _) => daemon.after_failure(),
     };
+    if leaves == OnExit::Keep && !matches!(outcome, Ok(Ended::HandedOver(_))) {
+        warn_of_closed_pods();
+    }
     let stopped = daemon.stop(leaves).await;
     outcome.and_then(|ended| stopped.map(|()| ended))
+}
+
+fn warn_of_closed_pods() {
+    tracing::warn!("pods' interfaces stay closed until the next start, or `penstock cleanup`");
 }
 
 /// Publishes and records the source's changes from now on. `lines` are the objects in force; `are_stale` if they are those of
@@ -306,6 +316,9 @@ impl<'a> Daemon<'a> {
             Err(error) => {
                 // If an earlier daemon left pods closed, a failed start does not open them.
                 let leaves = if was_closed { daemon.after_failure() } else { OnExit::Restore };
+                if leaves == OnExit::Keep {
+                    warn_of_closed_pods();
+                }
                 daemon
                     .stop(leaves)
                     .await
@@ -448,7 +461,6 @@ impl<'a> Daemon<'a> {
         let removed = match leaves {
             OnExit::Keep => {
                 ports.keep();
-                tracing::warn!("pods' interfaces stay closed until the next start, or `penstock cleanup`");
                 Ok(())
             }
             OnExit::Restore => {

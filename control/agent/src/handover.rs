@@ -180,7 +180,7 @@ mod tests {
         assert!(timeout(Duration::from_millis(100), listener.asked()).await.is_err(), "it was only looked for");
         let asks = tokio::spawn(predecessor.hand_over());
         let Handover(mut client) = listener.asked().await.unwrap();
-        assert!(!asks.is_finished(), "not before it is told");
+        assert!(!asks.is_finished(), "not before the other has stopped");
         client.set_nonblocking(false).unwrap();
         client.write_all(RELEASED).unwrap();
         drop((client, listener));
