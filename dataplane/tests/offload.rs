@@ -12,7 +12,7 @@ use std::time::Duration;
 use etherparse::{PacketBuilder, TcpHeader};
 use nix::sched::{CloneFlags, unshare};
 use penstock_dataplane::conntrack::{
-    Config, ConnTable, KernelMapFds, KernelMapSizes, KernelMaps, TableMemory, TableOrigin, Timestamp,
+    Config, ConnTable, KernelMapFds, KernelMapSizes, KernelMaps, TableMemory, TableOrigin, Timestamp, Traffic,
 };
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
@@ -659,6 +659,55 @@ fn a_connection_whose_packets_the_kernel_forwards_does_not_expire() {
         let (verdict, _) = node.worker(End::B, &back.frame(), later);
         assert_eq!(verdict, Verdict::Forward(A), "160 s after the last packet at a worker");
     });
+}
+
+/// What the table says was forwarded of the only connection.
+fn counted(node: &Node) -> [Traffic; 2] {
+    let listed: Vec<_> = node.pipeline.connections().iter(Timestamp::now()).collect();
+    assert_eq!(listed.len(), 1, "{listed:?}");
+    listed[0].traffic.expect("programs read the table")
+}
+
+#[test]
+fn a_connection_counts_what_workers_and_programs_forward_in_each_direction() {
+    for there in [
+        sent(End::A, End::B, true, ACK),
+        sent(End::A, End::B, false, 0),
+        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
+        to_service(End::A, End::B, true, ACK),
+        Sent { v4: false, ..to_service(End::A, End::A, false, 0) },
+    ] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            open(&mut node, there, now);
+            let before = counted(&node);
+            assert_eq!(before.map(|traffic| traffic.packets), [3, 2], "{there:?}: of the handshake");
+            let mut expected = before;
+            for (turn, payload) in [0, 1, 900, 1200].into_iter().enumerate() {
+                for (direction, packet) in [there, there.back()].into_iter().enumerate() {
+                    let packet = Sent { payload, ..packet };
+                    let frame = packet.frame();
+                    // The opener's packets go by program and worker in turn, the other end's by program alone.
+                    if direction == 0 && turn % 2 == 1 {
+                        assert!(matches!(node.worker(packet.from, &frame, now).0, Verdict::Forward(_)), "{packet:?}");
+                    } else {
+                        assert!(node.program(packet.from, packet.to, &frame, 0).is_some(), "{packet:?}");
+                    }
+                    expected[direction].packets += 1;
+                    expected[direction].bytes += frame.len() as u64 - 14;
+                }
+            }
+            assert_eq!(counted(&node), expected, "{there:?}");
+            // What is dropped is not counted. From the node's stack such a packet passes: the stack has counted its hop.
+            if there.from != End::Outside {
+                let dropped = Sent { ttl: 1, ..there }.frame();
+                assert!(node.program(there.from, there.to, &dropped, 0).is_none());
+                assert!(matches!(node.worker(there.from, &dropped, now).0, Verdict::Drop(_)));
+                assert_eq!(counted(&node), expected, "{there:?}");
+            }
+        });
+    }
 }
 
 #[test]

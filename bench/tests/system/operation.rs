@@ -162,6 +162,12 @@ fn status_flows_and_metrics_match_the_packets() {
     assert_eq!((found.from.name.as_deref(), found.to.name.as_deref()), (Some("test/pod-0"), Some("test/pod-1")));
     assert_eq!((found.to.port, found.protocol.as_str(), found.egress.as_str()), (8080, "TCP", "open"));
     assert!(found.ingress.starts_with("test-ingress-only-0"), "{found:?}");
+    let is_tcx = status.ports.iter().any(|port| port.mode == "tcx");
+    for sent in [found.sent, found.received] {
+        // Each message is a segment with at least its headers. Without programs that count there is no counter.
+        let is_counted = sent.map(|sent| sent.packets >= 2_000 && sent.bytes >= 40 * sent.packets);
+        assert_eq!(is_counted, is_tcx.then_some(true), "{found:?}");
+    }
     assert_eq!(open.flows(&FlowsQuery { protocol: Some("SCTP".into()), ..Default::default() }).matching, 0);
 
     let metrics = open.metrics();

@@ -330,6 +330,13 @@ pub struct ConnectionFlow {
     pub service: Option<FlowEnd>,
     /// Its state, named as in nf_conntrack, or `REVOKED` if a policy change revoked it.
     pub state: String,
+    /// What the end that opened it has sent; `None` where connections have no counters: without `offload`, and with
+    /// `attach = "xdp"`.
+    #[serde(default)]
+    pub sent: Option<Traffic>,
+    /// What the other end has sent.
+    #[serde(default)]
+    pub received: Option<Traffic>,
     /// The rule that allows the opener's egress under the current policy, or the verdict.
     pub egress: String,
     /// The rule that allows the other end's ingress under the current policy, or the verdict.
@@ -338,6 +345,22 @@ pub struct ConnectionFlow {
     pub idle_seconds: u64,
     /// Seconds until it expires if no packet comes, rounded down.
     pub expires_seconds: u64,
+}
+
+/// What was forwarded of connections. A long segment counts as the packets that it is cut into, and with its own length.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Traffic {
+    /// Packets; of one connection and direction modulo 2³².
+    pub packets: u64,
+    /// Bytes from the IP header on; of one connection and direction modulo 2⁴².
+    pub bytes: u64,
+}
+
+impl std::ops::AddAssign for Traffic {
+    fn add_assign(&mut self, other: Self) {
+        self.packets += other.packets;
+        self.bytes += other.bytes;
+    }
 }
 
 /// One end of a connection.
@@ -475,6 +498,9 @@ pub struct StagedChange {
     pub isolating: Vec<String>,
     /// Those that are open.
     pub live: u64,
+    /// What was forwarded of these, in both directions; `None` where connections have no counters.
+    #[serde(default)]
+    pub live_traffic: Option<Traffic>,
     /// Those that were opened, or denied, since the policies are judged.
     pub opened: u64,
     /// Packets that opened them, or were denied. Other packets of a connection are not counted one by one.

@@ -10,6 +10,7 @@ use penstock_sources::manifest::read_texts;
 
 use super::Failure;
 use super::daemon::{DaemonArgs, failure, json};
+use super::flows::amount;
 
 /// Try policies on live traffic: what would change, without changing it
 ///
@@ -144,7 +145,7 @@ fn row(change: &StagedChange) -> Vec<String> {
         change.from.clone(),
         change.to.clone(),
         port,
-        change.live.to_string(),
+        live(change),
         change.opened.to_string(),
         change.packets.to_string(),
         change.bytes.to_string(),
@@ -152,6 +153,14 @@ fn row(change: &StagedChange) -> Vec<String> {
         verdict(&change.present),
         promoted(change),
     ]
+}
+
+/// `2`, or with what they sent `2 (9 packets, 600 B)`.
+fn live(change: &StagedChange) -> String {
+    match &change.live_traffic {
+        Some(traffic) => format!("{} ({})", change.live, amount(traffic)),
+        None => change.live.to_string(),
+    }
 }
 
 fn promoted(change: &StagedChange) -> String {
@@ -167,6 +176,8 @@ fn verdict(StagedVerdict { allowed, reason }: &StagedVerdict) -> String {
 
 #[cfg(test)]
 mod tests {
+    use penstock_admin::types::Traffic;
+
     use super::*;
 
     #[test]
@@ -186,6 +197,7 @@ mod tests {
             promoted: verdict(false, "ingress: no rule allows it"),
             isolating: vec!["shop/guard".to_owned()],
             live: 2,
+            live_traffic: Some(Traffic { packets: 1200, bytes: 90_000 }),
             opened: 7,
             packets: 9,
             bytes: 600,
@@ -201,7 +213,7 @@ mod tests {
             "shop/web",
             "shop/db",
             "5432/TCP",
-            "2",
+            "2 (1200 packets, 87.89 KiB)",
             "7",
             "9",
             "600",

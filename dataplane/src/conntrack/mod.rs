@@ -54,6 +54,7 @@ pub use entry::OwnerId;
 pub use fragments::Fragments;
 pub use hash::PreparedFlow;
 pub use origin::{OpenError, TableOrigin, UnusableFile};
+pub use path::Traffic;
 pub use shared::{KernelMapFds, KernelMapSizes, KernelMaps};
 pub use state::{EvictionClass, SctpState, State, TcpState};
 pub(crate) use sweep::ForwardedConnection;

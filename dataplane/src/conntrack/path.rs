@@ -1,7 +1,8 @@
-//! The path of a connection, as the kernel's programs read it.
+//! The path of a connection, as the kernel's programs read it, and what was forwarded of it.
 
 use super::entry::EpochTag;
-use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
+use super::sync::{AtomicU32, AtomicU64, EXCHANGE, Ordering, overwrite};
+use super::time::Tick;
 use crate::packet::Orientation;
 
 /// Where a connection's packets come from and go to, in one word.
@@ -48,25 +49,38 @@ impl Path {
     }
 }
 
-/// What the kernel forwarded of one connection, and the path by which it may. Workers write the path, the kernel's
-/// programs the rest.
+/// What was forwarded of one connection, and the path by which the kernel's programs may. Workers write the path, the
+/// programs the ticks. Both count packets, without locked instructions in the programs: where two CPUs forward packets of
+/// one direction at the same moment, a count may be lost.
 #[repr(C, align(32))]
 pub(super) struct KernelUse {
     path: AtomicU64,
-    /// Packets by direction, modulo 2³², two to a word: the lower end's in the lower half.
-    packets: AtomicU64,
-    /// By direction: the tick of the last packet in the low 22 bits, and bytes of IP packets modulo 2⁴² above; 0 if there
-    /// was none.
+    /// Packets by direction, modulo 2³²: the lower end's first.
+    packets: [AtomicU32; 2],
+    /// By direction: the tick of the last packet that a program forwarded in the low 22 bits, 0 if there was none; and bytes
+    /// of IP packets modulo 2⁴² above.
     used: [AtomicU64; 2],
+}
+
+const BYTES_AT: u32 = Tick::BITS;
+
+/// What workers and programs forwarded of a connection in one direction. IP packets; a long segment that the kernel cuts up
+/// later counts as its segments, and with its own length.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Traffic {
+    /// Packets, modulo 2³².
+    pub packets: u64,
+    /// Their length from the IP header on, in bytes, modulo 2⁴².
+    pub bytes: u64,
 }
 
 const _: () = assert!(cfg!(all(test, feature = "loom")) || size_of::<KernelUse>() == 32);
 
 impl KernelUse {
-    #[cfg(all(test, feature = "loom"))]
+    #[cfg(test)]
     pub(super) fn new() -> Self {
         let zero = || AtomicU64::new(0);
-        Self { path: zero(), packets: zero(), used: [zero(), zero()] }
+        Self { path: zero(), packets: [AtomicU32::new(0), AtomicU32::new(0)], used: [zero(), zero()] }
     }
 
     /// Empty, for a connection that is about to be written in this generation of the entry. A program that is counting
@@ -74,7 +88,7 @@ impl KernelUse {
     pub(super) fn reset(&self, generation: u64) {
         // Who reads this sees that the entry was claimed before.
         overwrite(&self.path, Path::none(generation).0, Ordering::Release);
-        self.packets.store(0, Ordering::Relaxed);
+        self.packets.iter().for_each(|packets| packets.store(0, Ordering::Relaxed));
         self.used.iter().for_each(|used| used.store(0, Ordering::Relaxed));
     }
 
@@ -136,9 +150,24 @@ impl KernelUse {
 
     /// The ticks of the last packets that the kernel forwarded, by direction.
     #[inline]
-    pub(super) fn ticks(&self) -> impl Iterator<Item = super::time::Tick> {
-        let words = self.used.iter().map(|used| used.load(Ordering::Relaxed));
-        words.filter(|word| *word != 0).map(|word| super::time::Tick(word as u32 & super::time::Tick::MASK))
+    pub(super) fn ticks(&self) -> impl Iterator<Item = Tick> {
+        let ticks = self.used.iter().map(|used| used.load(Ordering::Relaxed) as u32 & Tick::MASK);
+        ticks.filter(|tick| *tick != 0).map(Tick)
+    }
+
+    /// Counts a packet that a worker forwards. `bytes`: of the IP packet.
+    #[inline]
+    pub(super) fn count(&self, orientation: Orientation, bytes: u16) {
+        self.packets[orientation as usize].fetch_add(1, Ordering::Relaxed);
+        self.used[orientation as usize].fetch_add(u64::from(bytes) << BYTES_AT, Ordering::Relaxed);
+    }
+
+    /// What was forwarded from the lower end, and from the higher one.
+    pub(super) fn traffic(&self) -> [Traffic; 2] {
+        std::array::from_fn(|direction| Traffic {
+            packets: self.packets[direction].load(Ordering::Relaxed).into(),
+            bytes: self.used[direction].load(Ordering::Relaxed) >> BYTES_AT,
+        })
     }
 }
 
@@ -179,7 +208,7 @@ mod tests {
     #[test]
     fn a_path_is_cleared_before_the_bits_of_its_epoch_are_reused() {
         for (behind, is_cleared) in [(0, false), (1, false), (0x3fff, false), (0x4000, true), (0xbfff, true)] {
-            let entry = KernelUse { path: 0.into(), packets: 0.into(), used: [0.into(), 0.into()] };
+            let entry = KernelUse::new();
             entry.take_path(LowToHigh, (7, 9), epoch(0x1_fff0), || true);
             let taken = entry.path.load(Ordering::Relaxed);
             entry.clear_stale(4, epoch(0x1_fff0 + behind));
@@ -190,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_late_worker_writes_no_path_into_the_next_connections_entry() {
-        let entry = KernelUse { path: 0.into(), packets: 0.into(), used: [0.into(), 0.into()] };
+        let entry = KernelUse::new();
         entry.reset(1);
         // Between its look at the path and the exchange, the entry is claimed for another connection.
         entry.take_path(LowToHigh, (7, 9), epoch(5), || {

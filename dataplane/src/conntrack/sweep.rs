@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::counters::TableEvent;
 use super::entry::{EntrySnapshot, EpochTag, OwnerId};
 use super::hash::key_of;
+use super::path::Traffic;
 use super::state::{State, TcpState};
 use super::table::ConnTable;
 use super::tags::{LANES, bits};
@@ -46,6 +47,8 @@ pub struct ConnectionInfo {
     pub idle: Duration,
     /// Time until it expires without another packet, to within a second.
     pub expires_in: Duration,
+    /// What the opener sent, and what the other end sent; `None` where programs in the kernel do not read the table.
+    pub traffic: Option<[Traffic; 2]>,
 }
 
 /// A connection that the kernel's programs forward.
@@ -110,6 +113,10 @@ impl ConnTable {
                 owner,
                 idle: TICK * age,
                 expires_in: TICK * (lifetime - age),
+                traffic: self.storage.uses().map(|uses| {
+                    let (traffic, original) = (uses[slot as usize].traffic(), control.original());
+                    [original, original.opposite()].map(|direction| traffic[direction as usize])
+                }),
             })
         })
     }

@@ -1,10 +1,10 @@
 //! Atomics of the connection table: the standard ones, or loom's for exploring interleavings.
 
 #[cfg(not(all(test, feature = "loom")))]
-pub(super) use std::sync::atomic::{AtomicU64, Ordering, fence};
+pub(super) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 #[cfg(all(test, feature = "loom"))]
-pub(super) use loom::sync::atomic::{AtomicU64, Ordering, fence};
+pub(super) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 /// Ordering for exchanging a word whose order relative to other words does not matter. Loom only knows which of two
 /// writes is later if one has seen the other, so it needs acquire and release.

@@ -183,13 +183,18 @@ impl ConnTable {
         self.is_published.store(true, CountOrdering::SeqCst);
     }
 
-    /// A worker has evaluated a packet under `epoch`, and sends it from interface `from` to interface `to` (0: the node's
-    /// stack): the kernel's programs may forward the next ones of this direction as long as that is the epoch.
-    pub fn take_path(&self, hashed: &PreparedFlow, (from, to): (u32, u32), epoch: Epoch) {
+    /// Counts a packet that a worker forwards, `bytes` long from the IP header on. `path`: it has evaluated the packet under
+    /// this epoch, and sends it from the first interface to the second (0: the node's stack); the kernel's programs may
+    /// forward the next ones of this direction as long as that is the epoch. Without programs that read the table it does
+    /// nothing.
+    pub fn forwarded(&self, hashed: &PreparedFlow, bytes: u16, path: Option<((u32, u32), Epoch)>) {
         let Some(uses) = self.storage.uses() else { return };
         let Some((slot, control)) = self.lookup(hashed) else { return };
+        let kernel_use = &uses[slot as usize];
+        kernel_use.count(hashed.orientation, bytes);
+        let Some((ends, epoch)) = path else { return };
         let epoch = EpochTag::of(epoch);
-        uses[slot as usize].take_path(hashed.orientation, (from, to), epoch, || {
+        kernel_use.take_path(hashed.orientation, ends, epoch, || {
             let now = self.entry(slot).control();
             now.is_same_generation(control) && now.epoch() == epoch && !now.is_revoked()
         });

@@ -9,8 +9,9 @@ use crate::conntrack::{ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
 use crate::packet::{Address, Flow, Transport};
 
-/// Notes the path of each packet that is forwarded, so that the kernel's programs forward the next ones of its direction
-/// alike. They do so for TCP and UDP in states in which every such packet passes, and decide that for themselves.
+/// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
+/// ones of its direction alike. They do so for TCP and UDP in states in which every such packet passes, and decide that for
+/// themselves.
 pub(super) fn offload(
     connections: &ConnTable,
     snapshot: &Snapshot,
@@ -18,15 +19,14 @@ pub(super) fn offload(
     slots: &[AdmittedPacket],
     verdicts: &[Verdict; BATCH],
 ) {
-    let Some(from) = interface(from) else { return };
+    let from = interface(from);
     for slot in slots {
-        if let Verdict::Forward(egress) = verdicts[slot.index]
-            && slot.packet.fragment.is_none()
-            && matches!(slot.packet.transport, Transport::Tcp(_) | Transport::Udp)
-            && let Some(to) = snapshot.forwarding.port(egress).and_then(interface)
-        {
-            connections.take_path(&slot.hashed, (from, to), snapshot.epoch);
-        }
+        let Verdict::Forward(egress) = verdicts[slot.index] else { continue };
+        let packet = &slot.packet;
+        let may_follow = packet.fragment.is_none() && matches!(packet.transport, Transport::Tcp(_) | Transport::Udp);
+        let to = || snapshot.forwarding.port(egress).and_then(interface);
+        let path = if may_follow { from.zip(to()) } else { None };
+        connections.forwarded(&slot.hashed, packet.ip_len(), path.map(|ends| (ends, snapshot.epoch)));
     }
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* Looks packets up in the workers' connection table (dataplane/src/conntrack), and says which of them need no worker.
  *
- * Workers alone write entries; the programs read them, and count packets in `struct kernel_use`. An entry is one connection as long
+ * Workers alone write entries; the programs read them, and count packets in `struct kernel_use`, as workers do. An entry is one connection as long
  * as the generation in its control word is the same: what is read between two equal control words belongs together. That holds
  * where loads are not reordered; the loader allows it on x86-64 only.
  *
@@ -10,10 +10,10 @@
 #define LANES 32
 struct tags { __u64 words[LANES / 4]; };
 struct entry { __u64 control, low[2], high[2], name, tracking[2]; };
-struct kernel_use { /* what the kernel forwarded; by direction: 0 from the lower end, 1 from the higher */
+struct kernel_use { /* by direction: 0 from the lower end, 1 from the higher */
 	__u64 path; /* written by workers */
 	__u32 packets[2];
-	__u64 used[2]; /* bytes, and below them the tick of the last packet */
+	__u64 used[2]; /* bytes, and below them the tick of the last packet that a program forwarded; 0: none */
 };
 struct table {
 	__u64 identity[2], groups, boot[2], seed[6], names[2], checksum;
@@ -372,10 +372,9 @@ static __noinline int is_established(struct packet *packet, __u32 at, struct con
 	found->to = END(path, !direction);
 	timeout = table->timeouts[kind & 3];
 	if (!is_recent(TICK(found->control), found->now, timeout)) {
-		const __u64 one = use->used[0], other = use->used[1];
+		const __u32 one = use->used[0] & TICK_MASK, other = use->used[1] & TICK_MASK;
 
-		if (!(one && is_recent(one & TICK_MASK, found->now, timeout)) &&
-		    !(other && is_recent(other & TICK_MASK, found->now, timeout)))
+		if (!(one && is_recent(one, found->now, timeout)) && !(other && is_recent(other, found->now, timeout)))
 			return 0;
 	}
 	/* Nothing of what was read belongs to another connection or verdict. */
@@ -387,5 +386,5 @@ static __always_inline void count_use(const struct packet *packet, const struct 
 	const __u32 direction = packet->direction & 1;
 
 	found->use->packets[direction] += packets;
-	found->use->used[direction] = ((found->use->used[direction] >> 22) + packet->length) << 22 | found->now;
+	found->use->used[direction] = ((found->use->used[direction] >> 22) + packet->length) << 22 | (found->now ? found->now : 1);
 }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use penstock_admin::types;
 use penstock_dataplane::Epoch;
-use penstock_dataplane::conntrack::ConnectionInfo;
+use penstock_dataplane::conntrack::{ConnectionInfo, Traffic};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{DirectionVerdict, PolicyVerdict};
@@ -229,6 +229,7 @@ impl DaemonView<'_> {
                 let original = of_client(&connection.original, connection.frontend.as_ref());
                 let (egress, ingress) = self.sides(&connection.original, connection.frontend.as_ref());
                 let (src_port, dst_port) = original.shown_ports();
+                let [sent, received] = traffic(connection);
                 types::ConnectionFlow {
                     connection: identifier(table.connection_id(&connection.original)),
                     protocol: original.protocol.to_string(),
@@ -236,6 +237,8 @@ impl DaemonView<'_> {
                     to: self.end(original.dst, dst_port),
                     service: connection.frontend.as_ref().map(|frontend| self.service(frontend)),
                     state: connection.state.name().to_owned(),
+                    sent,
+                    received,
                     egress,
                     ingress,
                     idle_seconds: connection.idle.as_secs(),
@@ -292,6 +295,12 @@ impl DaemonView<'_> {
             explain::text(self.engine(), &PlainText, &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;
         Ok(types::Explanation { allowed, text, epoch: self.epoch.0 })
     }
+}
+
+/// What both ends of a connection have sent, the one that opened it first.
+pub(crate) fn traffic(connection: &ConnectionInfo) -> [Option<types::Traffic>; 2] {
+    let sent = |Traffic { packets, bytes }| types::Traffic { packets, bytes };
+    connection.traffic.map_or([None; 2], |traffic| traffic.map(|direction| Some(sent(direction))))
 }
 
 /// The flow that policy is asked about: a pod that is its own backend has the Service's address on its side.

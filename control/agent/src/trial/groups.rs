@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::net::{IpAddr, SocketAddr};
 
 use jiff::Timestamp as Time;
-use penstock_admin::types::{StagedChange, StagedVerdict};
+use penstock_admin::types::{StagedChange, StagedVerdict, Traffic};
 use penstock_dataplane::DropReason;
 use penstock_dataplane::packet::{Address, Flow};
 use penstock_dataplane::policy::DirectionVerdict;
@@ -26,8 +26,8 @@ const OUTSIDE: &str = "outside";
 /// What was seen of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Seen {
-    /// It is open.
-    Live,
+    /// It is open, and its ends have sent this; `None` where connections have no counters.
+    Live([Option<Traffic>; 2]),
     /// A packet of this size opened it, or was denied.
     Packet {
         /// The connection's number.
@@ -61,6 +61,7 @@ struct GroupKey {
 #[derive(Debug)]
 struct Group {
     live: u64,
+    live_traffic: Option<Traffic>,
     opened: u64,
     packets: u64,
     bytes: u64,
@@ -77,7 +78,7 @@ impl ChangeGroups {
     pub(super) fn add(&mut self, engine: &Engine, flow: &Flow, change: &VerdictChange, seen: Seen, at: Time) {
         let is_new = match seen {
             Seen::Packet { connection, .. } => self.remember(connection),
-            Seen::Live => true,
+            Seen::Live(_) => true,
         };
         let key = key_of(engine, flow, change);
         if !self.groups.contains_key(&key) {
@@ -92,6 +93,7 @@ impl ChangeGroups {
         }
         let fresh = || Group {
             live: 0,
+            live_traffic: None,
             opened: 0,
             packets: 0,
             bytes: 0,
@@ -103,7 +105,12 @@ impl ChangeGroups {
         let group = self.groups.entry(key).or_insert_with(fresh);
         (group.first, group.last) = (group.first.min(at), group.last.max(at));
         match seen {
-            Seen::Live => group.live += 1,
+            Seen::Live(traffic) => {
+                group.live += 1;
+                for sent in traffic.into_iter().flatten() {
+                    *group.live_traffic.get_or_insert_default() += sent;
+                }
+            }
             Seen::Packet { bytes, .. } => {
                 group.opened += u64::from(is_new);
                 group.packets += 1;
@@ -126,7 +133,7 @@ impl ChangeGroups {
 
     /// Call before each walk of the open connections.
     pub(super) fn forget_live(&mut self) {
-        self.groups.values_mut().for_each(|group| group.live = 0);
+        self.groups.values_mut().for_each(|group| (group.live, group.live_traffic) = (0, None));
         self.ungrouped[0] = 0;
     }
 
@@ -180,6 +187,7 @@ fn listed(key: &GroupKey, group: &Group) -> StagedChange {
         promoted: verdict(&key.promoted),
         isolating: group.isolating.clone(),
         live: group.live,
+        live_traffic: group.live_traffic,
         opened: group.opened,
         packets: group.packets,
         bytes: group.bytes,
@@ -293,11 +301,18 @@ mod tests {
         }
         for _ in 0..2 {
             groups.forget_live();
-            groups.add(&engine, &flow(2, 80), &closes, Seen::Live, at - Duration::from_secs(5));
+            groups.add(
+                &engine,
+                &flow(2, 80),
+                &closes,
+                Seen::Live([1, 2].map(|packets| Some(Traffic { packets, bytes: 100 * packets }))),
+                at - Duration::from_secs(5),
+            );
             groups.walked(9);
         }
         let [group] = &groups.list()[..] else { panic!("{groups:?}") };
         assert_eq!((group.live, group.opened, group.packets, group.bytes), (1, 2, 4, 240));
+        assert_eq!(group.live_traffic, Some(Traffic { packets: 3, bytes: 300 }));
         assert_eq!((group.from.as_str(), group.port, groups.live_judged()), (OUTSIDE, 80, 9));
         assert_eq!(group.example, "192.0.2.1:1 to 192.0.2.2:80");
         assert!(group.first_seen < group.last_seen, "{group:?}");
@@ -314,7 +329,7 @@ mod tests {
         let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
         groups.add(&engine, &flow(1, 80), &opens, Seen::Packet { connection: 1, bytes: 60 }, at);
         groups.add(&engine, &flow(1, 81), &opens, Seen::Packet { connection: 2, bytes: 60 }, at);
-        groups.add(&engine, &flow(1, 82), &closes, Seen::Live, at);
+        groups.add(&engine, &flow(1, 82), &closes, Seen::Live([None; 2]), at);
         let ChangeTotals { live, opened } = groups.totals();
         assert_eq!((live, opened), ([1, 0, 0], [0, 2, 0]));
         assert_eq!(groups.list()[0].port, 82);
@@ -328,7 +343,7 @@ mod tests {
             let seen = Seen::Packet { connection: port.into(), bytes: 60 };
             groups.add(&engine, &flow(1, port), &closes, seen, at);
         }
-        groups.add(&engine, &flow(1, u16::MAX), &closes, Seen::Live, at);
+        groups.add(&engine, &flow(1, u16::MAX), &closes, Seen::Live([None; 2]), at);
         assert_eq!((groups.list().len(), groups.ungrouped()), (MOST_GROUPS, 4));
         groups.forget_live();
         assert_eq!(groups.ungrouped(), 3, "open connections are counted at each walk");

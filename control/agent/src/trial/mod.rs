@@ -26,6 +26,7 @@ use penstock_policy::model::{Object, ObjectChange, ObjectRef, Staging};
 use penstock_policy::staging::PolicyReading;
 use penstock_privileges as privileges;
 
+use super::admin::traffic;
 use super::publisher::Publisher;
 use feed::TrialMessage;
 use groups::{ChangeGroups, Seen};
@@ -281,7 +282,8 @@ impl Trial {
             // One that was revoked, by what is not in force any more, is not cut a second time.
             let is_cut_already = connection.state == State::Revoked && present.is_allowed();
             if let Some(change) = self.set.differing(present, promoted).filter(|_| !is_cut_already) {
-                self.groups.add(&self.engine, &flow, &change, Seen::Live, now - connection.idle);
+                let seen = Seen::Live(traffic(&connection));
+                self.groups.add(&self.engine, &flow, &change, seen, now - connection.idle);
             }
         }
         self.groups.walked(walked);
