@@ -43,11 +43,14 @@ impl Batch {
     }
 }
 
+// Inlined into the pipeline, as the frames of workers are: the pipeline is instantiated in other crates than this one.
 impl Frames for Batch {
+    #[inline]
     fn len(&self) -> usize {
         BATCH
     }
 
+    #[inline]
     fn bytes(&mut self, index: usize) -> &mut [u8] {
         let frame = &mut self.frames[self.first + index];
         // TTL, protocol and header checksum are the same in all frames.

@@ -59,6 +59,7 @@ pub use shared::{KernelMapFds, KernelMapSizes, KernelMaps};
 pub use state::{EvictionClass, SctpState, State, TcpState};
 pub(crate) use sweep::ForwardedConnection;
 pub use sweep::{ConnectionInfo, SweepCursor, SweepResult};
+pub(crate) use table::ConnPlace;
 pub use table::{ConnTable, InsertError, Insertion, NewConnection};
 pub use time::Timestamp;
 pub(crate) use translation::{Translated, TranslatedInsertError};

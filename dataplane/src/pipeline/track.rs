@@ -9,8 +9,8 @@ use super::translate::{Translation, policy_flow};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer, PipelineMode};
 use crate::batch::{Frames, StackSender};
 use crate::conntrack::{
-    Conn, ConnTable, InsertError, Insertion, NewConnection, OwnerId, Reevaluation, Timestamp, TranslatedInsertError,
-    Update,
+    Conn, ConnPlace, ConnTable, InsertError, Insertion, NewConnection, OwnerId, Reevaluation, Timestamp,
+    TranslatedInsertError, Update,
 };
 use crate::forward::PortId;
 use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
@@ -58,14 +58,33 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             Transport::LaterFragment => return self.later_fragment(entry),
             _ => {}
         }
-        let route = match self.find(entry)? {
-            Some(connection) => self.follow(connection, entry)?,
-            None => self.open(entry)?,
+        let route = match self.connections.find_place(&entry.hashed, self.now) {
+            Some(place) if !place.is_translated() => {
+                self.follow(self.connections.connection(&entry.hashed, place), entry)?
+            }
+            None if !self.translates => self.open(entry)?,
+            found => self.track_to_service(found, entry)?,
         };
         if entry.packet.fragment.is_some() {
             self.connections.fragments().remember(&entry.packet, self.ingress, self.now);
         }
         Ok(route)
+    }
+
+    /// A packet of a connection to a Service, or a pod's packet that may open one. Apart from the others, and called before
+    /// there is a [`Conn`]: with one for both, which the compiler would keep in memory, every packet takes forty
+    /// instructions more.
+    #[inline(never)]
+    fn track_to_service(
+        &mut self,
+        found: Option<ConnPlace>,
+        entry: &mut AdmittedPacket,
+    ) -> Result<PacketPath, DroppedPacket> {
+        let found = found.map(|place| self.connections.connection(&entry.hashed, place));
+        match self.translate(found, entry)? {
+            Some(connection) => self.follow(connection, entry),
+            None => self.open(entry),
+        }
     }
 
     /// A later fragment belongs to the connection of its first fragment, which has the ports.

@@ -69,18 +69,9 @@ pub(super) fn policy_flow(inner: Flow, frontend: Option<&Flow>) -> Flow {
 }
 
 impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
-    /// The stage: the connection of a packet, if there is one. A packet that is translated has its flows afterwards.
-    #[inline(always)]
-    pub(super) fn find(&mut self, entry: &mut AdmittedPacket) -> Result<Option<Conn<'a>>, DroppedPacket> {
-        match self.connections.find(&entry.hashed, self.now) {
-            Some(found) if !found.is_translated() => Ok(Some(found)),
-            None if !self.translates => Ok(None),
-            found => self.translate(found, entry),
-        }
-    }
-
-    #[inline(never)]
-    fn translate(
+    /// The stage, for a packet of a translated connection, or a pod's without a connection: the connection that it belongs to,
+    /// if there is one. A packet that is translated has its flows afterwards.
+    pub(super) fn translate(
         &mut self,
         found: Option<Conn<'a>>,
         entry: &mut AdmittedPacket,
