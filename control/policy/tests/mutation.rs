@@ -58,8 +58,8 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "3: peers of one rule combine with ports of another",
         ROWS,
-        "let common = (from(a) | from(b)) & c.bits;",
-        "let common = if from(a) | from(b) != 0 { c.bits } else { 0 };",
+        "        (a | b) & c\n",
+        "        if a | b != 0 { c } else { 0 }\n",
     ),
     mutation(
         "3: a protocol without ports is looked up as TCP",
@@ -235,8 +235,8 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "tiers: the rules of the tier that is passed are not masked",
         ROWS,
-        "self.word(c, place);\n            let common = if place == first_place { common & mask } else { common };",
-        "self.word(c, place);\n            let common = if place == first_place { common & (mask | 1) } else { common };",
+        "self.common_word(rows) & from(0, start)",
+        "self.common_word(rows) & (from(0, start) | 1)",
     ),
     mutation(
         "tiers: a policy without rules for a direction touches it",

@@ -1,5 +1,6 @@
 //! Bitmap rows: one bit per rule, and as many words as the table's rules need.
 
+use std::cmp::Ordering;
 use std::sync::Arc;
 
 use rustc_hash::FxHashMap;
@@ -63,10 +64,10 @@ impl FromIterator<u32> for RuleSet {
 
 /// The distinct rows of a table.
 ///
-/// A row whose bits are in one word, as all rows of a table of up to 64 rules and most in larger ones, is stored as
-/// that word and its index. A wider row has all its words, preceded by a summary: one bit for each non-zero word. So
-/// two rows with few common bits are intersected with one or two words, however many rules there are (aggregated bit
-/// vectors: Baboescu and Varghese, SIGCOMM 2001).
+/// A row whose bits are in up to two words is stored as these words and their indexes: all rows of a table of up to 128
+/// rules, and in larger ones the rows of a port, which few rules have: one of each tier. A wider row has all its words,
+/// preceded by a summary: one bit for each non-zero word. So two rows with few common bits are intersected with a few
+/// words, however many rules there are (aggregated bit vectors: Baboescu and Varghese, SIGCOMM 2001).
 #[derive(Clone, Debug)]
 pub(super) struct Rows {
     heads: Arc<[RowHead]>,
@@ -78,60 +79,116 @@ pub(super) struct Rows {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct RowHead {
-    /// The row's only word.
-    bits: u64,
-    /// Index of that word; with [`WIDE`], the offset of the row among the wide ones.
-    place: u32,
+    /// The row's words that are not zero, in their order.
+    bits: [u64; 2],
+    /// Their indexes; with [`WIDE`], the first is the offset of the row's words among the wide ones.
+    places: [u32; 2],
 }
 
 /// Marks the offset of a wide row.
 const WIDE: u32 = 1 << 31;
 
 /// The row without rules.
-const NO_RULE: RowHead = RowHead { bits: 0, place: 0 };
+const NO_RULE: RowHead = RowHead { bits: [0; 2], places: [0; 2] };
+
+impl RowHead {
+    #[inline(always)]
+    fn is_wide(&self) -> bool {
+        self.places[0] & WIDE != 0
+    }
+
+    /// The word with this index of a row that is not wide.
+    #[inline(always)]
+    fn word(&self, place: u32) -> u64 {
+        let at = |number: usize| if self.places[number] == place { self.bits[number] } else { 0 };
+        at(0) | at(1)
+    }
+}
+
+/// The rules that are common to rows, where these are in two words at most: the words, with their indexes in order.
+#[derive(Clone, Copy)]
+struct CommonWords([(u32, u64); 2]);
+
+impl CommonWords {
+    /// The lowest rule.
+    #[inline(always)]
+    fn first(self) -> Option<u32> {
+        let [first, second] = self.0;
+        let (place, bits) = if first.1 != 0 { first } else { second };
+        lowest(place, bits)
+    }
+
+    /// The lowest rule from `start` on.
+    #[inline(always)]
+    fn first_from(self, start: u32) -> Option<u32> {
+        Self(self.0.map(|(place, bits)| (place, bits & from(place, start)))).first()
+    }
+}
 
 impl Rows {
     /// The lowest rule in `(a ∪ b) ∩ c`.
     #[inline]
-    pub(super) fn first_common(&self, a: Row, b: Row, c: Row) -> Option<u32> {
-        let [a, b, c] = [a, b, c].map(|row| self.heads[row as usize]);
-        if (a.place | b.place | c.place) & WIDE != 0 {
-            return self.first_common_wide([a, b, c], 0);
+    pub(super) fn first_common(&self, rows: [Row; 3]) -> Option<u32> {
+        if self.width == 1 {
+            return lowest(0, self.common_word(rows));
         }
-        let from = |row: RowHead| if row.place == c.place { row.bits } else { 0 };
-        let common = (from(a) | from(b)) & c.bits;
-        if common == 0 { None } else { Some(c.place * u64::BITS + common.trailing_zeros()) }
+        match self.common_words(rows) {
+            Some(common) => common.first(),
+            None => self.search(rows, 0),
+        }
     }
 
     /// The lowest rule from `start` on in `(a ∪ b) ∩ c`.
     #[inline]
-    pub(super) fn first_common_from(&self, a: Row, b: Row, c: Row, start: u32) -> Option<u32> {
-        self.first_common_wide([a, b, c].map(|row| self.heads[row as usize]), start)
+    pub(super) fn first_common_from(&self, rows: [Row; 3], start: u32) -> Option<u32> {
+        if self.width == 1 {
+            return lowest(0, self.common_word(rows) & from(0, start));
+        }
+        match self.common_words(rows) {
+            Some(common) => common.first_from(start),
+            None => self.search(rows, start),
+        }
     }
 
-    fn first_common_wide(&self, [a, b, c]: [RowHead; 3], start: u32) -> Option<u32> {
-        let (first_place, mask) = (start as usize / WORD, u64::MAX << (start as usize % WORD));
-        let common = |place: usize| {
-            let common = (self.word(a, place) | self.word(b, place)) & self.word(c, place);
-            let common = if place == first_place { common & mask } else { common };
-            (common != 0).then(|| (place * WORD) as u32 + common.trailing_zeros())
+    /// `(a ∪ b) ∩ c` of a table of up to 64 rules, as most are.
+    #[inline(always)]
+    fn common_word(&self, rows: [Row; 3]) -> u64 {
+        let [a, b, c] = rows.map(|row| self.heads[row as usize].bits[0]);
+        (a | b) & c
+    }
+
+    /// `(a ∪ b) ∩ c`, if `c` has two words at most: then there is nothing to search.
+    #[inline(always)]
+    fn common_words(&self, [a, b, c]: [Row; 3]) -> Option<CommonWords> {
+        let [head_a, head_b, head_c] = [a, b, c].map(|row| &self.heads[row as usize]);
+        if head_c.is_wide() {
+            return None;
+        }
+        let common = |number: usize| {
+            let (place, bits) = (head_c.places[number], head_c.bits[number]);
+            // In most tables no rule has blocks.
+            let of_b = if b == 0 { 0 } else { self.word(head_b, place) };
+            (place, (self.word(head_a, place) | of_b) & bits)
         };
-        // Where one side has a single word, there is nothing to search.
-        let single = if c.place & WIDE == 0 { Some(c) } else { (b == NO_RULE && a.place & WIDE == 0).then_some(a) };
-        if let Some(RowHead { place, .. }) = single {
-            return if (place as usize) < first_place { None } else { common(place as usize) };
+        Some(CommonWords([common(0), if head_c.bits[1] == 0 { (0, 0) } else { common(1) }]))
+    }
+
+    /// The lowest rule from `start` on in `(a ∪ b) ∩ c`, where `c` is wide.
+    fn search(&self, [a, b, c]: [Row; 3], start: u32) -> Option<u32> {
+        let [head_a, head_b, head_c] = [a, b, c].map(|row| &self.heads[row as usize]);
+        let common = |place: u32| {
+            let common = (self.word(head_a, place) | self.word(head_b, place)) & self.word(head_c, place);
+            lowest(place, common & from(place, start))
+        };
+        if b == 0 && !head_a.is_wide() {
+            return head_a.places.into_iter().find_map(common);
         }
-        if b == NO_RULE && self.summary() == 1 {
-            return self.first_common_of_two(a, c, start);
-        }
-        for part in first_place / WORD..self.summary() {
+        for part in start as usize / WORD / WORD..self.summary() {
             let summary = |row| self.part_of_summary(row, part);
-            let mut candidates = (summary(a) | summary(b)) & summary(c);
-            if part == first_place / WORD {
-                candidates &= u64::MAX << (first_place % WORD);
-            }
+            let mut candidates = (summary(head_a) | summary(head_b)) & summary(head_c);
             while candidates != 0 {
-                if let Some(rule) = common(part * WORD + candidates.trailing_zeros() as usize) {
+                let place = part as u32 * u64::BITS + candidates.trailing_zeros();
+                if let Some(rule) = common(place) {
                     return Some(rule);
                 }
                 candidates &= candidates - 1;
@@ -140,47 +197,30 @@ impl Rows {
         None
     }
 
-    /// The same for two wide rows of up to 4,096 rules, which have one word of summary: most of the wide ones.
-    #[inline]
-    fn first_common_of_two(&self, a: RowHead, c: RowHead, start: u32) -> Option<u32> {
-        let (first_place, mask) = (start / u64::BITS, u64::MAX << (start % u64::BITS));
-        let row = |row: RowHead| &self.wide[(row.place & !WIDE) as usize..][..=self.width];
-        let ((a, a_words), (c, c_words)) = (row(a).split_first()?, row(c).split_first()?);
-        let mut candidates = a & c & u64::MAX.checked_shl(first_place).unwrap_or(0);
-        while candidates != 0 {
-            let place = candidates.trailing_zeros();
-            let common = a_words[place as usize] & c_words[place as usize];
-            let common = if place == first_place { common & mask } else { common };
-            if common != 0 {
-                return Some(place * u64::BITS + common.trailing_zeros());
-            }
-            candidates &= candidates - 1;
-        }
-        None
-    }
-
     fn summary(&self) -> usize {
         self.width.div_ceil(WORD)
     }
 
-    fn part_of_summary(&self, row: RowHead, part: usize) -> u64 {
-        if row.place & WIDE != 0 {
-            return self.wide[(row.place & !WIDE) as usize + part];
+    fn part_of_summary(&self, row: &RowHead, part: usize) -> u64 {
+        if row.is_wide() {
+            return self.wide[(row.places[0] & !WIDE) as usize - self.summary() + part];
         }
-        let place = row.place as usize;
-        if place / WORD == part { u64::from(row.bits != 0) << (place % WORD) } else { 0 }
+        let bit = |(place, bits): (u32, u64)| {
+            let is_here = place as usize / WORD == part && bits != 0;
+            u64::from(is_here) << (place as usize % WORD)
+        };
+        row.places.into_iter().zip(row.bits).map(bit).fold(0, |summary, bit| summary | bit)
     }
 
-    fn word(&self, row: RowHead, place: usize) -> u64 {
-        if row.place & WIDE != 0 {
-            return self.wide[(row.place & !WIDE) as usize + self.summary() + place];
-        }
-        if row.place as usize == place { row.bits } else { 0 }
+    #[inline(always)]
+    fn word(&self, row: &RowHead, place: u32) -> u64 {
+        if row.is_wide() { self.wide[(row.places[0] & !WIDE) as usize + place as usize] } else { row.word(place) }
     }
 
     /// The rules of a row.
     pub(super) fn rules(&self, row: Row) -> RuleSet {
-        let mut words: Vec<u64> = (0..self.width).map(|place| self.word(self.heads[row as usize], place)).collect();
+        let mut words: Vec<u64> =
+            (0..self.width as u32).map(|place| self.word(&self.heads[row as usize], place)).collect();
         while words.last() == Some(&0) {
             words.pop();
         }
@@ -201,9 +241,9 @@ impl Rows {
 
     fn is_row(&self, row: Row, rules: &RuleSet) -> bool {
         let head = self.heads[row as usize];
-        match one_word(rules) {
-            Some(one) => head == one,
-            None => head.place & WIDE != 0 && self.rules(row) == *rules,
+        match narrow(rules) {
+            Some(narrow) => head == narrow,
+            None => head.is_wide() && self.rules(row) == *rules,
         }
     }
 
@@ -213,18 +253,33 @@ impl Rows {
     }
 }
 
-/// A row whose bits are in one word.
-fn one_word(rules: &RuleSet) -> Option<RowHead> {
-    let mut words = (0u32..).zip(&rules.words).filter(|(_, word)| **word != 0);
-    match (words.next(), words.next()) {
-        (None, _) => Some(NO_RULE),
-        (Some((place, bits)), None) => Some(RowHead { bits: *bits, place }),
-        (Some(_), Some(_)) => None,
+/// The bits of this word from rule `start` on.
+#[inline(always)]
+fn from(place: u32, start: u32) -> u64 {
+    match place.cmp(&(start / u64::BITS)) {
+        Ordering::Less => 0,
+        Ordering::Equal => u64::MAX << (start % u64::BITS),
+        Ordering::Greater => u64::MAX,
     }
 }
 
+/// The lowest rule of this word of a row.
+#[inline(always)]
+fn lowest(place: u32, bits: u64) -> Option<u32> {
+    if bits == 0 { None } else { Some(place * u64::BITS + bits.trailing_zeros()) }
+}
+
+/// A row whose bits are in two words at most.
+fn narrow(rules: &RuleSet) -> Option<RowHead> {
+    let mut words = (0u32..).zip(&rules.words).filter(|(_, word)| **word != 0);
+    let first = words.next().map_or((0, 0), |(place, bits)| (place, *bits));
+    let second = words.next().map_or((first.0, 0), |(place, bits)| (place, *bits));
+    let head = RowHead { bits: [first.1, second.1], places: [first.0, second.0] };
+    words.next().is_none().then_some(head)
+}
+
 fn encode(rules: &RuleSet, width: usize, wide: &mut Vec<u64>) -> RowHead {
-    if let Some(head) = one_word(rules) {
+    if let Some(head) = narrow(rules) {
         return head;
     }
     let start = wide.len();
@@ -234,7 +289,7 @@ fn encode(rules: &RuleSet, width: usize, wide: &mut Vec<u64>) -> RowHead {
         wide[start + place / WORD] |= 1 << (place % WORD);
         wide[start + summary + place] = *word;
     }
-    RowHead { bits: 0, place: WIDE | start as u32 }
+    RowHead { places: [WIDE | (start + summary) as u32, 0], ..NO_RULE }
 }
 
 /// Collects rows without duplicates.
@@ -311,26 +366,35 @@ mod tests {
 
     use super::*;
 
+    /// None, those of a narrow row, or those of a wide one.
+    fn any_rules() -> impl Strategy<Value = Vec<u32>> {
+        let rule = || prop_oneof![0u32..180, any::<u32>()];
+        prop_oneof![
+            Just(Vec::new()),
+            prop::collection::vec(rule(), 1..4),
+            prop::collection::vec(rule(), 10..40),
+            Just((0..180).step_by(2).collect()),
+        ]
+    }
+
     proptest! {
         #[test]
         fn first_common_is_the_lowest_of_the_sets(
-            rules in 1u32..9000,
-            picks in prop::collection::vec((prop_oneof![0u32..130, any::<u32>()], 0usize..3), 0..40),
+            // Of one word, of two or three, and of many.
+            rules in prop_oneof![1u32..=64, 65u32..180, 1u32..9000],
+            picks in [any_rules(), any_rules(), any_rules()],
             start in prop_oneof![0u32..200, any::<u32>()],
         ) {
-            let mut sets: [BTreeSet<u32>; 3] = Default::default();
-            for (rule, which) in picks {
-                sets[which].insert(rule % rules);
-            }
+            let sets = picks.map(|picks| picks.into_iter().map(|rule| rule % rules).collect::<BTreeSet<u32>>());
             let mut builder = RowsBuilder::new(rules as usize);
             let row = sets.each_ref().map(|set| builder.row(&set.iter().copied().collect()));
             let rows = builder.finish();
             let expected = sets[0].union(&sets[1]).filter(|rule| sets[2].contains(rule)).min().copied();
-            prop_assert_eq!(rows.first_common(row[0], row[1], row[2]), expected);
+            prop_assert_eq!(rows.first_common(row), expected);
             let start = start % (rules + 1);
             let mut common = sets[0].union(&sets[1]).filter(|rule| sets[2].contains(rule));
             let expected = common.find(|rule| **rule >= start).copied();
-            prop_assert_eq!(rows.first_common_from(row[0], row[1], row[2], start), expected);
+            prop_assert_eq!(rows.first_common_from(row, start), expected);
             prop_assert_eq!(rows.rules(row[2]), sets[2].iter().copied().collect());
         }
     }
@@ -346,6 +410,6 @@ mod tests {
         let (more, new) = rows.with(&[69].into_iter().collect());
         assert!(new > row);
         assert_eq!(more.with(&[69].into_iter().collect()).1, new);
-        assert_eq!(more.first_common(row, 0, new), Some(69));
+        assert_eq!(more.first_common([row, 0, new]), Some(69));
     }
 }

@@ -137,14 +137,14 @@ impl RuleTable {
 
     /// The lowest rule that matches a flow with these rows, if any.
     #[inline]
-    pub(super) fn first(&self, [identity, address, port]: [Row; 3]) -> Option<u32> {
-        self.rows.first_common(identity, address, port)
+    pub(super) fn first(&self, rows: [Row; 3]) -> Option<u32> {
+        self.rows.first_common(rows)
     }
 
     /// The lowest rule from `start` on that matches a flow with these rows, if any.
     #[inline]
-    pub(super) fn first_from(&self, [identity, address, port]: [Row; 3], start: u32) -> Option<u32> {
-        self.rows.first_common_from(identity, address, port, start)
+    pub(super) fn first_from(&self, rows: [Row; 3], start: u32) -> Option<u32> {
+        self.rows.first_common_from(rows, start)
     }
 
     /// The name of a rule by its number.
