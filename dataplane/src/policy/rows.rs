@@ -378,6 +378,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig::with_cases(8192))]
+
         #[test]
         fn first_common_is_the_lowest_of_the_sets(
             // Of one word, of two or three, and of many.
