@@ -120,6 +120,9 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_least("bulk TCP by tcx, one stream, against kernel with GSO, MTU 1,500", "bulk", "one stream", 0.97)
         .of("Penstock, tcx")
         .against("kernel routing"),
+    at_most("what a gigabit of it costs the processor, against the same", "bulk", "one stream, processor", 1.05)
+        .of("Penstock, tcx")
+        .against("kernel routing"),
     at_least("bulk TCP by tcx, eight streams, against the same", "bulk", "eight streams", 0.97)
         .of("Penstock, tcx")
         .against("kernel routing"),

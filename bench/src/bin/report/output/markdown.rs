@@ -47,5 +47,6 @@ fn table(rows: &[Vec<String>]) -> String {
 
 /// The summary printed at the end of a run.
 pub(crate) fn summary(results: &Results) -> String {
-    table(&tables::thresholds(results))
+    let overview = tables::overview(results).map(|rows| table(&rows) + "\n").unwrap_or_default();
+    overview + &table(&tables::thresholds(results))
 }

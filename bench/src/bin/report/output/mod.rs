@@ -2,6 +2,7 @@
 
 mod html;
 pub(crate) mod markdown;
+mod overview;
 mod plots;
 mod tables;
 mod trex;
@@ -17,6 +18,10 @@ use crate::results::Results;
 pub(crate) fn write(directory: &Path, results: &Results) -> Result<Vec<PathBuf>> {
     fs::create_dir_all(directory).with_context(|| format!("cannot make {}", directory.display()))?;
     let mut plots = Vec::new();
+    if let Some(svg) = plots::ratios(&overview::ratios(results))? {
+        fs::write(directory.join(format!("{}.svg", tables::OVERVIEW)), &svg)?;
+        plots.push((tables::OVERVIEW, svg));
+    }
     for scenario in &results.scenarios {
         if let Some(svg) = plots::plot(scenario)? {
             fs::write(directory.join(format!("{}.svg", scenario.name)), &svg)?;

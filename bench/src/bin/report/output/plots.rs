@@ -1,4 +1,4 @@
-//! One bar for each case of a scenario, with its spread.
+//! One bar for each case of a scenario, with its spread; and one for each ratio of the first table.
 
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
@@ -35,6 +35,32 @@ pub(crate) fn plot(scenario: &ScenarioResult) -> Result<Option<String>> {
             let line = LINE as i32 * (index as i32 + 1) + 8;
             draw_bar(&area, name, samples, line, highest, metric.digits)?;
         }
+        area.present().map_err(|error| anyhow!("cannot draw a plot: {error}"))?;
+    }
+    Ok(Some(svg))
+}
+
+/// The plot of ratios as SVG, with a line at 1; `None` if there are none.
+pub(crate) fn ratios(ratios: &[(&str, f64)]) -> Result<Option<String>> {
+    let Some(highest) = ratios.iter().map(|(_, ratio)| *ratio).reduce(f64::max) else { return Ok(None) };
+    let highest = highest.max(1.0);
+    let at = |value: f64| BARS.0 + ((BARS.1 - BARS.0) as f64 * value / highest) as i32;
+    let mut svg = String::new();
+    {
+        let height = LINE * (ratios.len() as u32 + 2);
+        let area = SVGBackend::with_string(&mut svg, (WIDTH, height)).into_drawing_area();
+        let title = "Penstock against kernel + nftables + conntrack: right of the line Penstock is better";
+        write_text(&area, title, (8, 14), HPos::Left)?;
+        for (index, (name, ratio)) in ratios.iter().enumerate() {
+            let line = LINE as i32 * (index as i32 + 1) + 8;
+            let color = if *ratio >= 1.0 { RGBColor(0x1f, 0x6f, 0xb5) } else { RGBColor(0xc7, 0x6b, 0x2b) };
+            let bar = Rectangle::new([(BARS.0, line + 4), (at(*ratio), line + LINE as i32 - 4)], color.filled());
+            area.draw(&bar).map_err(|error| anyhow!("cannot draw a bar: {error}"))?;
+            write_text(&area, name, (BARS.0 - 8, line + LINE as i32 / 2), HPos::Right)?;
+            write_text(&area, &number(*ratio, 2), (at(*ratio) + 6, line + LINE as i32 / 2), HPos::Left)?;
+        }
+        let even = Rectangle::new([(at(1.0), LINE as i32 + 4), (at(1.0) + 1, height as i32 - 12)], BLACK.filled());
+        area.draw(&even).map_err(|error| anyhow!("cannot draw a line: {error}"))?;
         area.present().map_err(|error| anyhow!("cannot draw a plot: {error}"))?;
     }
     Ok(Some(svg))

@@ -1,5 +1,6 @@
 //! Content of the report, independent of its format.
 
+use super::overview;
 use crate::results::{Better, CaseResult, Metric, Results, Samples, ScenarioResult};
 use crate::thresholds::{Bound, THRESHOLDS, ThresholdResult};
 
@@ -14,12 +15,17 @@ pub(crate) enum ReportPart {
     Plot(&'static str),
 }
 
-/// The whole report; `trex` are the parts with the results of TRex.
+/// Name of the plot on the first page.
+pub(super) const OVERVIEW: &str = "overview";
+
+/// The whole report: first what most readers want, then the rest; `trex` are the parts with the results of TRex.
 pub(crate) fn document(results: &Results, trex: Vec<ReportPart>) -> Vec<ReportPart> {
-    let mut parts = vec![ReportPart::Text(introduction(results)), ReportPart::Heading("Thresholds".to_owned())];
+    let mut parts = vec![ReportPart::Text(introduction(results))];
+    if let Some(table) = overview::table(results) {
+        parts.extend([ReportPart::Plot(OVERVIEW), ReportPart::Table(table)]);
+    }
+    parts.push(ReportPart::Heading("Thresholds".to_owned()));
     parts.push(ReportPart::Table(thresholds(results)));
-    parts.push(ReportPart::Heading("The machine".to_owned()));
-    parts.push(ReportPart::Table(machine(results)));
     for scenario in &results.scenarios {
         parts.push(ReportPart::Heading(scenario.title.to_owned()));
         parts.push(ReportPart::Text(format!("{} (`--only {}`)", scenario.about, scenario.name)));
@@ -33,11 +39,13 @@ pub(crate) fn document(results: &Results, trex: Vec<ReportPart>) -> Vec<ReportPa
     }
     parts.push(ReportPart::Heading("TRex".to_owned()));
     parts.extend(trex);
+    parts.push(ReportPart::Heading("How it was measured".to_owned()));
+    parts.push(ReportPart::Text(method(results)));
+    parts.push(ReportPart::Table(machine(results)));
     parts
 }
 
 fn introduction(results: &Results) -> String {
-    let plan = &results.plan;
     let busy = match results.machine.load {
         load if load > crate::machine::BUSY => {
             format!(" **The machine was busy when it began (load average {load:.1}): the figures are unreliable.**")
@@ -45,8 +53,17 @@ fn introduction(results: &Results) -> String {
         _ => String::new(),
     };
     format!(
-        "Everything was measured in one run of {:.0} minutes on one machine, {} repetitions of {:.2} s each, alternating \
-         between all cases. Figures are medians, followed by the lowest and the highest value; ratios are relative to the \
+        "Penstock by tcx, its default, beside the kernel, in one run of {:.0} minutes on one machine. A ratio above 1 means that \
+         Penstock is better. Below are the thresholds, then every scenario with all peers, and at the end how it was \
+         measured.{busy}",
+        (results.took.as_secs_f64() / 60.0).max(1.0),
+    )
+}
+
+fn method(results: &Results) -> String {
+    let plan = &results.plan;
+    format!(
+        "{} repetitions of {:.2} s each, alternating between all cases. Figures are medians, followed by the lowest and the highest value; ratios are relative to the \
          first row of a table. Packets go from one pod to another of the same node, over veths between network namespaces. \
          Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer has \
          the same policies from `penstock render`. Before the measurement it forwarded an allowed packet and its reply and, \
@@ -54,13 +71,17 @@ fn introduction(results: &Results) -> String {
          the throughput of a NIC. The share of the cores' time that a hypervisor took away is shown for every case, and so \
          is the speed of the slower core relative to the highest speed seen: a core that shares its execution units with \
          another machine runs at about half speed. Disturbed measurements were repeated while there was time; cases with a \
-         threshold also waited for undisturbed cores, half a second at most.{busy}",
-        (results.took.as_secs_f64() / 60.0).max(1.0),
+         threshold also waited for undisturbed cores, half a second at most.",
         plan.repetitions,
         plan.length.as_secs_f64(),
         plan.cores.generator,
         plan.cores.worker,
     )
+}
+
+/// Rows of the first table, with their header; `None` if nothing of it was measured.
+pub(crate) fn overview(results: &Results) -> Option<Vec<Vec<String>>> {
+    overview::table(results)
 }
 
 /// Rows of the thresholds, with their header.
