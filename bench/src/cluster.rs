@@ -1,5 +1,6 @@
 //! Builds clusters from manifests: one node, or several.
 
+use std::net::IpAddr;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
@@ -7,8 +8,10 @@ use ipnet::IpNet;
 use penstock_policy::model::{self, Object, Pod};
 use penstock_sources::manifest::{Options, read_manifests};
 
-use crate::probe::Site;
-use crate::testbed::{InterNodeLink, Node, Router};
+use crate::probe::{EgressSees, Frontend, Protocol, Site};
+use crate::testbed::{
+    InterNodeLink, KubeProxy, Node, ProxiedPort, ProxyMode, Router, ServiceProtocol, masquerade_outside, read_services,
+};
 
 /// The node and pods of a directory of manifests.
 pub struct Cluster {
@@ -18,6 +21,8 @@ pub struct Cluster {
     pub name: String,
     /// Ends of probes: the node first, then its pods, in the order of the manifests.
     pub sites: Vec<Site>,
+    /// Services and node ports; none without [`Cluster::proxy_services`].
+    pub frontends: Vec<Frontend>,
 }
 
 impl Cluster {
@@ -44,13 +49,60 @@ impl Cluster {
         }
         node.settle()?;
         let sites = std::iter::once(Site::from(&node)).chain(node.pods().iter().map(Site::from)).collect();
-        Ok(Self { node, name: described.name.clone(), sites })
+        Ok(Self { node, name: described.name.clone(), sites, frontends: Vec::new() })
+    }
+
+    /// Makes the node one of a cluster: with kube-proxy's rules for the Services of these manifests, and masquerade of what
+    /// leaves the cluster. `egress` is whose address egress policy sees of what is sent to cluster addresses.
+    pub fn proxy_services(&mut self, manifests: &Path, mode: ProxyMode, egress: EgressSees) -> Result<()> {
+        let proxy = KubeProxy { mode, node: self.node.addresses().to_vec(), services: read_services(manifests)? };
+        proxy.install(self.node.namespace())?;
+        masquerade_outside(self.node.namespace())?;
+        self.node.add_service_routes()?;
+        self.frontends = frontends(&proxy, &self.sites, egress)?;
+        Ok(())
     }
 
     /// The index of the site of this name.
     pub fn site(&self, name: &str) -> Result<usize> {
         self.sites.iter().position(|site| site.name == name).with_context(|| format!("no site {name} in this cluster"))
     }
+}
+
+/// The cluster addresses and node ports of a proxy whose Services have one backend each.
+fn frontends(proxy: &KubeProxy, sites: &[Site], egress: EgressSees) -> Result<Vec<Frontend>> {
+    let mut frontends = Vec::new();
+    for service in &proxy.services {
+        let name = service.name.rsplit('/').next().unwrap_or(&service.name);
+        let backend = service.ports.first().and_then(|port| port.backends.first());
+        let to = sites.iter().position(|site| backend.is_some_and(|backend| site.addresses.contains(&backend.ip())));
+        let to = to.with_context(|| format!("no site is the backend of Service {}", service.name))?;
+        let ports = |number: &dyn Fn(&ProxiedPort) -> Option<u16>| -> Vec<(Protocol, Protocol)> {
+            let of = |port: &ProxiedPort| {
+                let protocol = match port.protocol {
+                    ServiceProtocol::Tcp => Protocol::Tcp,
+                    ServiceProtocol::Udp => Protocol::Udp,
+                };
+                Some((protocol(number(port)?), protocol(port.backends.first()?.port())))
+            };
+            service.ports.iter().filter_map(of).collect()
+        };
+        let frontend = |kind: &str, addresses: &[IpAddr], ports| Frontend {
+            name: format!("{kind}/{name}"),
+            addresses: addresses.to_vec(),
+            to,
+            ports,
+            egress,
+        };
+        frontends.push(frontend("Service", &service.addresses, ports(&|port| Some(port.number))));
+        frontends.push(Frontend {
+            // The node translates what is sent to its own address, and policy is for who sent it to which pod.
+            egress: EgressSees::Backend,
+            ..frontend("NodePort", &proxy.node, ports(&|port| port.node_port))
+        });
+    }
+    frontends.retain(|frontend| !frontend.ports.is_empty());
+    Ok(frontends)
 }
 
 /// Nodes joined by a router, and their pods, from manifests.

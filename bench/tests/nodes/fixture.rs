@@ -131,7 +131,7 @@ impl Fixture {
     /// Evaluates the current manifests and sends all probes.
     pub(crate) fn matrix(&self) -> Matrix {
         let oracle = PolicyOracle::new(&read_objects(&self.manifests).unwrap());
-        Matrix::between(&self.sites, &oracle, &PROTOCOLS).unwrap()
+        Matrix::between(&self.sites, &[], &oracle, &PROTOCOLS).unwrap()
     }
 
     pub(crate) fn site(&self, name: &str) -> &Site {
