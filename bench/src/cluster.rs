@@ -1,6 +1,5 @@
 //! Builds clusters from manifests: one node, or several.
 
-use std::net::IpAddr;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
@@ -10,7 +9,8 @@ use penstock_sources::manifest::{Options, read_manifests};
 
 use crate::probe::{EgressSees, Frontend, Protocol, Site};
 use crate::testbed::{
-    InterNodeLink, KubeProxy, Node, ProxiedPort, ProxyMode, Router, ServiceProtocol, masquerade_outside, read_services,
+    InterNodeLink, KubeProxy, Node, ProxiedPort, ProxiedService, ProxyMode, Router, ServiceProtocol,
+    masquerade_outside, read_services,
 };
 
 /// The node and pods of a directory of manifests.
@@ -69,7 +69,7 @@ impl Cluster {
     }
 }
 
-/// The cluster addresses and node ports of a proxy whose Services have one backend each.
+/// Where the Services of a proxy answer, which have one backend each: at their cluster addresses, then by port of the node.
 fn frontends(proxy: &KubeProxy, sites: &[Site], egress: EgressSees) -> Result<Vec<Frontend>> {
     let mut frontends = Vec::new();
     for service in &proxy.services {
@@ -77,32 +77,36 @@ fn frontends(proxy: &KubeProxy, sites: &[Site], egress: EgressSees) -> Result<Ve
         let backend = service.ports.first().and_then(|port| port.backends.first());
         let to = sites.iter().position(|site| backend.is_some_and(|backend| site.addresses.contains(&backend.ip())));
         let to = to.with_context(|| format!("no site is the backend of Service {}", service.name))?;
-        let ports = |number: &dyn Fn(&ProxiedPort) -> Option<u16>| -> Vec<(Protocol, Protocol)> {
-            let of = |port: &ProxiedPort| {
-                let protocol = match port.protocol {
-                    ServiceProtocol::Tcp => Protocol::Tcp,
-                    ServiceProtocol::Udp => Protocol::Udp,
-                };
-                Some((protocol(number(port)?), protocol(port.backends.first()?.port())))
-            };
-            service.ports.iter().filter_map(of).collect()
-        };
-        let frontend = |kind: &str, addresses: &[IpAddr], ports| Frontend {
-            name: format!("{kind}/{name}"),
-            addresses: addresses.to_vec(),
-            to,
-            ports,
-            egress,
-        };
-        frontends.push(frontend("Service", &service.addresses, ports(&|port| Some(port.number))));
         frontends.push(Frontend {
-            // The node translates what is sent to its own address, and policy is for who sent it to which pod.
+            name: format!("Service/{name}"),
+            addresses: service.addresses.clone(),
+            to,
+            ports: ports(service, |port| Some(port.number)),
+            egress,
+        });
+        frontends.push(Frontend {
+            name: format!("NodePort/{name}"),
+            addresses: proxy.node.clone(),
+            to,
+            ports: ports(service, |port| port.node_port),
+            // What the node's own address leads to is judged behind the node's translation.
             egress: EgressSees::Backend,
-            ..frontend("NodePort", &proxy.node, ports(&|port| port.node_port))
         });
     }
     frontends.retain(|frontend| !frontend.ports.is_empty());
     Ok(frontends)
+}
+
+/// What is sent to a Service's ports of these numbers, and as what it arrives at the first backend.
+fn ports(service: &ProxiedService, number: impl Fn(&ProxiedPort) -> Option<u16>) -> Vec<(Protocol, Protocol)> {
+    let sent_and_arrived = |port: &ProxiedPort| {
+        let of_number = match port.protocol {
+            ServiceProtocol::Tcp => Protocol::Tcp,
+            ServiceProtocol::Udp => Protocol::Udp,
+        };
+        Some((of_number(number(port)?), of_number(port.backends.first()?.port())))
+    };
+    service.ports.iter().filter_map(sent_and_arrived).collect()
 }
 
 /// Nodes joined by a router, and their pods, from manifests.
@@ -156,6 +160,19 @@ impl MultiNodeCluster {
         let pods = nodes.iter().flat_map(|(_, node)| node.pods()).map(Site::from);
         let sites = nodes.iter().map(named).chain(pods).collect();
         Ok(Self { router, nodes, sites })
+    }
+
+    /// Gives every node what [`Cluster::proxy_services`] gives one. Returns the Services at their cluster addresses, and at the
+    /// node ports of each node, node by node.
+    pub fn proxy_services(&self, manifests: &Path, mode: ProxyMode, egress: EgressSees) -> Result<Vec<Vec<Frontend>>> {
+        let services = read_services(manifests)?;
+        let prepare = |(_, node): &(String, Node)| {
+            let proxy = KubeProxy { mode, node: node.addresses().to_vec(), services: services.clone() };
+            proxy.install(node.namespace())?;
+            masquerade_outside(node.namespace())?;
+            frontends(&proxy, &self.sites, egress)
+        };
+        self.nodes.iter().map(prepare).collect()
     }
 }
 
