@@ -173,13 +173,12 @@ impl<'a> Rules<'a> {
         }
     }
 
-    /// The chains of one port that lead to its backends: `balance` has one rule that chooses among so many.
+    /// The chains of one port's backends.
     fn backend_chains(&self, entry: &Entry<'_>, name: &dyn Fn(usize) -> String, mark: &str) -> String {
         let Self { ip, .. } = self;
         let mut chains = String::new();
         for (number, backend) in entry.backends.iter().enumerate() {
-            let (own, protocol) = (backend.ip(), entry.port.protocol.name());
-            let chain = name(number);
+            let (chain, own, protocol) = (name(number), backend.ip(), entry.port.protocol.name());
             // A pod that is its own backend must not see its own address.
             let _ = writeln!(
                 chains,
@@ -190,31 +189,7 @@ impl<'a> Rules<'a> {
     }
 
     fn iptables(&self) -> String {
-        let Self { ip, pods, .. } = self;
-        let (mut services, mut node_ports, mut chains, mut refused) = Default::default();
-        let append = |text: &mut String, line: String| *text += &(line + "\n");
-        for entry in &self.entries {
-            let (id, protocol) = (&entry.id, entry.port.protocol.name());
-            let sent = format!("{ip} daddr {} {protocol} dport {}", entry.address, entry.port.number);
-            if entry.backends.is_empty() {
-                append(&mut refused, format!("{sent} reject"));
-                continue;
-            }
-            append(&mut services, format!("{sent} jump KUBE-SVC-{id}"));
-            let backend = |number: usize| format!("KUBE-SEP-{id}/{number}");
-            let mut choice = format!("{ip} saddr != {pods} {sent} jump KUBE-MARK-MASQ\n");
-            for number in 0..entry.backends.len() {
-                let left = entry.backends.len() - number;
-                let chance = if left > 1 { format!("numgen random mod {left} 0 ") } else { String::new() };
-                append(&mut choice, format!("{chance}jump {}", backend(number)));
-            }
-            append(&mut chains, format!("chain KUBE-SVC-{id} {{\n{choice}}}"));
-            chains += &self.backend_chains(entry, &backend, "KUBE-MARK-MASQ");
-            if let Some(node_port) = entry.port.node_port {
-                append(&mut node_ports, format!("{protocol} dport {node_port} jump KUBE-EXT-{id}"));
-                append(&mut chains, format!("chain KUBE-EXT-{id} {{\njump KUBE-MARK-MASQ\njump KUBE-SVC-{id}\n}}"));
-            }
-        }
+        let of = IptablesEntries::of(self);
         let chain = |name: &str, rules: &str| format!("chain {name} {{\n{rules}\n}}\n");
         let base = |name: &str, kind: &str, priority: i32, rule: &str| {
             let hook = name.to_lowercase();
@@ -224,11 +199,11 @@ impl<'a> Rules<'a> {
             base("PREROUTING", "nat", -100, "jump KUBE-SERVICES"),
             base("OUTPUT", "nat", -100, "jump KUBE-SERVICES"),
             base("POSTROUTING", "nat", 100, "jump KUBE-POSTROUTING"),
-            chain("KUBE-SERVICES", &format!("{services}fib daddr type local jump KUBE-NODEPORTS")),
-            chain("KUBE-NODEPORTS", &node_ports),
+            chain("KUBE-SERVICES", &format!("{}fib daddr type local jump KUBE-NODEPORTS", of.services)),
+            chain("KUBE-NODEPORTS", &of.node_ports),
             chain("KUBE-MARK-MASQ", &format!("meta mark set meta mark or {MASQUERADE}")),
             chain("KUBE-POSTROUTING", &masquerading()),
-            chains,
+            of.chains,
         ];
         let forward = format!(
             "ct state invalid drop\nmeta mark and {MASQUERADE} == {MASQUERADE} accept\nct state related,established accept"
@@ -237,51 +212,27 @@ impl<'a> Rules<'a> {
             base("FORWARD", "filter", 0, "jump KUBE-FORWARD\nct state new jump KUBE-SERVICES"),
             base("OUTPUT", "filter", 0, "ct state new jump KUBE-SERVICES"),
             chain("KUBE-FORWARD", &forward),
-            chain("KUBE-SERVICES", &refused),
+            chain("KUBE-SERVICES", &of.refused),
         ];
         self.table("nat", &nat.concat()) + &self.table("filter", &filter.concat())
     }
 
     fn nftables(&self) -> String {
-        let Self { ip, address_type, pods, services, .. } = self;
-        let (mut service_ips, mut node_ports, mut no_endpoints, mut chains) = (vec![], vec![], vec![], String::new());
-        for entry in &self.entries {
-            let (id, protocol) = (&entry.id, entry.port.protocol.name());
-            let sent = format!("{} . {protocol} . {}", entry.address, entry.port.number);
-            if entry.backends.is_empty() {
-                no_endpoints.push(format!("{sent} : goto reject-chain"));
-                continue;
-            }
-            service_ips.push(format!("{sent} : goto service-{id}"));
-            let backend = |number: usize| format!("endpoint-{id}__{number}");
-            let goto = |number: usize| format!("{number} : goto {}", backend(number));
-            let choices: Vec<String> = (0..entry.backends.len()).map(goto).collect();
-            let _ = writeln!(
-                chains,
-                "chain service-{id} {{\n{ip} daddr {} {ip} saddr != {pods} jump mark-for-masquerade\n\
-                 numgen random mod {} vmap {{ {} }}\n}}",
-                entry.address,
-                choices.len(),
-                choices.join(", ")
-            );
-            chains += &self.backend_chains(entry, &backend, "mark-for-masquerade");
-            if let Some(node_port) = entry.port.node_port {
-                node_ports.push(format!("{protocol} . {node_port} : goto external-{id}"));
-                let _ = writeln!(chains, "chain external-{id} {{\njump mark-for-masquerade\ngoto service-{id}\n}}");
-            }
-        }
+        let Self { ip, address_type, services, .. } = self;
+        let of = NftablesEntries::of(self);
         let mut addresses: Vec<String> = self.entries.iter().map(|entry| entry.address.to_string()).collect();
         addresses.dedup();
         let destination = format!("{address_type} . inet_proto . inet_service : verdict");
+        let node_port = "inet_proto . inet_service : verdict";
         let body = [
             elements("set cluster-ips", address_type, &addresses),
             elements("set nodeport-ips", address_type, &self.node),
             elements("map firewall-ips", &destination, &[]),
-            elements("map no-endpoint-services", &destination, &no_endpoints),
-            elements("map no-endpoint-nodeports", "inet_proto . inet_service : verdict", &[]),
-            elements("map service-ips", &destination, &service_ips),
-            elements("map service-nodeports", "inet_proto . inet_service : verdict", &node_ports),
-            chains,
+            elements("map no-endpoint-services", &destination, &of.refused),
+            elements("map no-endpoint-nodeports", node_port, &[]),
+            elements("map service-ips", &destination, &of.services),
+            elements("map service-nodeports", node_port, &of.node_ports),
+            of.chains,
             nftables_chains(ip, services),
         ];
         self.table("kube-proxy", &body.concat())
@@ -291,6 +242,89 @@ impl<'a> Rules<'a> {
     fn table(&self, name: &str, body: &str) -> String {
         let Self { ip, .. } = self;
         format!("table {ip} {name}\ndelete table {ip} {name}\ntable {ip} {name} {{\n{body}}}\n")
+    }
+}
+
+/// What iptables mode has of each port: rules and chains, as text.
+#[derive(Default)]
+struct IptablesEntries {
+    services: String,
+    node_ports: String,
+    refused: String,
+    chains: String,
+}
+
+impl IptablesEntries {
+    fn of(rules: &Rules<'_>) -> Self {
+        let mut all = Self::default();
+        rules.entries.iter().for_each(|entry| all.add(rules, entry));
+        all
+    }
+
+    fn add(&mut self, rules: &Rules<'_>, entry: &Entry<'_>) {
+        let (ip, id, protocol) = (rules.ip, &entry.id, entry.port.protocol.name());
+        let sent = format!("{ip} daddr {} {protocol} dport {}", entry.address, entry.port.number);
+        if entry.backends.is_empty() {
+            self.refused += &format!("{sent} reject\n");
+            return;
+        }
+        self.services += &format!("{sent} jump KUBE-SVC-{id}\n");
+        let backend = |number: usize| format!("KUBE-SEP-{id}/{number}");
+        self.chains += &format!("chain KUBE-SVC-{id} {{\n{ip} saddr != {} {sent} jump KUBE-MARK-MASQ\n", rules.pods);
+        for number in 0..entry.backends.len() {
+            let left = entry.backends.len() - number;
+            let chance = if left > 1 { format!("numgen random mod {left} 0 ") } else { String::new() };
+            self.chains += &format!("{chance}jump {}\n", backend(number));
+        }
+        self.chains += "}\n";
+        self.chains += &rules.backend_chains(entry, &backend, "KUBE-MARK-MASQ");
+        if let Some(node_port) = entry.port.node_port {
+            self.node_ports += &format!("{protocol} dport {node_port} jump KUBE-EXT-{id}\n");
+            self.chains += &format!("chain KUBE-EXT-{id} {{\njump KUBE-MARK-MASQ\njump KUBE-SVC-{id}\n}}\n");
+        }
+    }
+}
+
+/// What nftables mode has of each port: elements of its maps, and chains as text.
+#[derive(Default)]
+struct NftablesEntries {
+    services: Vec<String>,
+    node_ports: Vec<String>,
+    refused: Vec<String>,
+    chains: String,
+}
+
+impl NftablesEntries {
+    fn of(rules: &Rules<'_>) -> Self {
+        let mut all = Self::default();
+        rules.entries.iter().for_each(|entry| all.add(rules, entry));
+        all
+    }
+
+    fn add(&mut self, rules: &Rules<'_>, entry: &Entry<'_>) {
+        let (ip, id, protocol) = (rules.ip, &entry.id, entry.port.protocol.name());
+        let sent = format!("{} . {protocol} . {}", entry.address, entry.port.number);
+        if entry.backends.is_empty() {
+            self.refused.push(format!("{sent} : goto reject-chain"));
+            return;
+        }
+        self.services.push(format!("{sent} : goto service-{id}"));
+        let backend = |number: usize| format!("endpoint-{id}__{number}");
+        let choices: Vec<String> =
+            (0..entry.backends.len()).map(|number| format!("{number} : goto {}", backend(number))).collect();
+        self.chains += &format!(
+            "chain service-{id} {{\n{ip} daddr {} {ip} saddr != {} jump mark-for-masquerade\n\
+             numgen random mod {} vmap {{ {} }}\n}}\n",
+            entry.address,
+            rules.pods,
+            choices.len(),
+            choices.join(", ")
+        );
+        self.chains += &rules.backend_chains(entry, &backend, "mark-for-masquerade");
+        if let Some(node_port) = entry.port.node_port {
+            self.node_ports.push(format!("{protocol} . {node_port} : goto external-{id}"));
+            self.chains += &format!("chain external-{id} {{\njump mark-for-masquerade\ngoto service-{id}\n}}\n");
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 //! ends the process. Leftovers of a killed process are removed when the next one starts. Names contain the process id
 //! and a counter, so that tests run in parallel.
 //!
-//! Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN), but neither `ip` nor `sysctl`.
+//! Needs root (CAP_SYS_ADMIN and CAP_NET_ADMIN), but neither `ip` nor `sysctl`; rules for Services need `nft`.
 
 pub mod api_server;
 mod capture;

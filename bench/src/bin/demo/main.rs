@@ -89,7 +89,7 @@ fn run() -> Result<()> {
         let pods = cluster.node.pods().len();
         Ok((cluster, format!("{pods} pods, each a namespace with a veth")))
     })?;
-    step("Installing kube-proxy's rules, in its iptables mode", || {
+    step("Installing kube-proxy's rules (iptables mode)", || {
         cluster.proxy_services(&manifests, ProxyMode::Iptables, EgressSees::Backend)?;
         Ok(((), "a Service, its NodePort, masquerade for outside".to_owned()))
     })?;
