@@ -6,7 +6,7 @@ use std::time::Duration;
 use penstock_bench::expectation::Expectation;
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
 use penstock_bench::testbed::{
-    KubeProxy, ProxiedPort, ProxiedService, ProxyMode, RouteVia, SERVICE_NETWORKS, ServiceProtocol,
+    KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, SERVICE_NETWORKS, ServiceProtocol,
 };
 
 use crate::fixture::{Fixture, pods, policy};
