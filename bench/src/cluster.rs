@@ -7,8 +7,11 @@ use ipnet::IpNet;
 use penstock_policy::model::{self, Object, Pod};
 use penstock_sources::manifest::{Options, read_manifests};
 
-use crate::probe::Site;
-use crate::testbed::{InterNodeLink, Node, Router};
+use crate::probe::{EgressSees, Frontend, Protocol, Site};
+use crate::testbed::{
+    InterNodeLink, KubeProxy, Node, ProxiedPort, ProxiedService, ProxyMode, Router, ServiceProtocol,
+    masquerade_outside, read_services,
+};
 
 /// The node and pods of a directory of manifests.
 pub struct Cluster {
@@ -18,6 +21,8 @@ pub struct Cluster {
     pub name: String,
     /// Ends of probes: the node first, then its pods, in the order of the manifests.
     pub sites: Vec<Site>,
+    /// Services and node ports; none without [`Cluster::proxy_services`].
+    pub frontends: Vec<Frontend>,
 }
 
 impl Cluster {
@@ -44,13 +49,64 @@ impl Cluster {
         }
         node.settle()?;
         let sites = std::iter::once(Site::from(&node)).chain(node.pods().iter().map(Site::from)).collect();
-        Ok(Self { node, name: described.name.clone(), sites })
+        Ok(Self { node, name: described.name.clone(), sites, frontends: Vec::new() })
+    }
+
+    /// Makes the node one of a cluster: with kube-proxy's rules for the Services of these manifests, and masquerade of what
+    /// leaves the cluster. `egress` is whose address egress policy sees of what is sent to cluster addresses.
+    pub fn proxy_services(&mut self, manifests: &Path, mode: ProxyMode, egress: EgressSees) -> Result<()> {
+        let proxy = KubeProxy { mode, node: self.node.addresses().to_vec(), services: read_services(manifests)? };
+        proxy.install(self.node.namespace())?;
+        masquerade_outside(self.node.namespace())?;
+        self.node.add_service_routes()?;
+        self.frontends = frontends(&proxy, &self.sites, egress)?;
+        Ok(())
     }
 
     /// The index of the site of this name.
     pub fn site(&self, name: &str) -> Result<usize> {
         self.sites.iter().position(|site| site.name == name).with_context(|| format!("no site {name} in this cluster"))
     }
+}
+
+/// Where the Services of a proxy answer, which have one backend each: at their cluster addresses, then by port of the node.
+fn frontends(proxy: &KubeProxy, sites: &[Site], egress: EgressSees) -> Result<Vec<Frontend>> {
+    let mut frontends = Vec::new();
+    for service in &proxy.services {
+        let name = service.name.rsplit('/').next().unwrap_or(&service.name);
+        let backend = service.ports.first().and_then(|port| port.backends.first());
+        let to = sites.iter().position(|site| backend.is_some_and(|backend| site.addresses.contains(&backend.ip())));
+        let to = to.with_context(|| format!("no site is the backend of Service {}", service.name))?;
+        frontends.push(Frontend {
+            name: format!("Service/{name}"),
+            addresses: service.addresses.clone(),
+            to,
+            ports: ports(service, |port| Some(port.number)),
+            egress,
+        });
+        frontends.push(Frontend {
+            name: format!("NodePort/{name}"),
+            addresses: proxy.node.clone(),
+            to,
+            ports: ports(service, |port| port.node_port),
+            // What the node's own address leads to is judged behind the node's translation.
+            egress: EgressSees::Backend,
+        });
+    }
+    frontends.retain(|frontend| !frontend.ports.is_empty());
+    Ok(frontends)
+}
+
+/// What is sent to a Service's ports of these numbers, and as what it arrives at the first backend.
+fn ports(service: &ProxiedService, number: impl Fn(&ProxiedPort) -> Option<u16>) -> Vec<(Protocol, Protocol)> {
+    let sent_and_arrived = |port: &ProxiedPort| {
+        let of_number = match port.protocol {
+            ServiceProtocol::Tcp => Protocol::Tcp,
+            ServiceProtocol::Udp => Protocol::Udp,
+        };
+        Some((of_number(number(port)?), of_number(port.backends.first()?.port())))
+    };
+    service.ports.iter().filter_map(sent_and_arrived).collect()
 }
 
 /// Nodes joined by a router, and their pods, from manifests.
@@ -104,6 +160,19 @@ impl MultiNodeCluster {
         let pods = nodes.iter().flat_map(|(_, node)| node.pods()).map(Site::from);
         let sites = nodes.iter().map(named).chain(pods).collect();
         Ok(Self { router, nodes, sites })
+    }
+
+    /// Gives every node what [`Cluster::proxy_services`] gives one. Returns the Services at their cluster addresses, and at the
+    /// node ports of each node, node by node.
+    pub fn proxy_services(&self, manifests: &Path, mode: ProxyMode, egress: EgressSees) -> Result<Vec<Vec<Frontend>>> {
+        let services = read_services(manifests)?;
+        let prepare = |(_, node): &(String, Node)| {
+            let proxy = KubeProxy { mode, node: node.addresses().to_vec(), services: services.clone() };
+            proxy.install(node.namespace())?;
+            masquerade_outside(node.namespace())?;
+            frontends(&proxy, &self.sites, egress)
+        };
+        self.nodes.iter().map(prepare).collect()
     }
 }
 

@@ -49,15 +49,29 @@ impl PolicyOracle {
 
     /// Expected result of a probe sent from this address.
     pub fn expect(&self, source: IpAddr, probe: &Probe) -> Expectation {
-        let (protocol, dst_port) = match probe.protocol {
-            Protocol::Tcp(port) => (IpProtocol::TCP, port),
-            Protocol::Udp(port) => (IpProtocol::UDP, port),
-            Protocol::Icmp if source.is_ipv6() => (IpProtocol::ICMPV6, EPHEMERAL),
-            Protocol::Icmp => (IpProtocol::ICMP, EPHEMERAL),
+        let sent = (probe.destination, probe.protocol);
+        self.expect_translated(source, sent, sent)
+    }
+
+    /// The same where the client's egress policy sees another destination than the server's ingress policy.
+    pub fn expect_translated(
+        &self,
+        source: IpAddr,
+        egress: (IpAddr, Protocol),
+        ingress: (IpAddr, Protocol),
+    ) -> Expectation {
+        let explain = |(destination, protocol): (IpAddr, Protocol)| {
+            let (protocol, dst_port) = match protocol {
+                Protocol::Tcp(port) => (IpProtocol::TCP, port),
+                Protocol::Udp(port) => (IpProtocol::UDP, port),
+                Protocol::Icmp if source.is_ipv6() => (IpProtocol::ICMPV6, EPHEMERAL),
+                Protocol::Icmp => (IpProtocol::ICMP, EPHEMERAL),
+            };
+            let (src, dst) = (source.into(), destination.into());
+            self.engine.explain(&Flow { src, dst, protocol, src_port: EPHEMERAL, dst_port })
         };
-        let (src, dst) = (source.into(), probe.destination.into());
-        let explanation = self.engine.explain(&Flow { src, dst, protocol, src_port: EPHEMERAL, dst_port });
-        let sides = [(Direction::Egress, &explanation.egress), (Direction::Ingress, &explanation.ingress)];
+        let (egress, ingress) = (explain(egress).egress, explain(ingress).ingress);
+        let sides = [(Direction::Egress, &egress), (Direction::Ingress, &ingress)];
         match sides.into_iter().find(|(_, side)| !side.verdict.is_allowed()) {
             Some((direction, side)) => Expectation::Denied { by: reason(direction, side) },
             None => Expectation::Allowed,

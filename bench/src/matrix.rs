@@ -8,13 +8,15 @@ use owo_colors::{OwoColorize, Stream, Style};
 
 use crate::cluster::Cluster;
 use crate::expectation::{Expectation, PolicyOracle};
-use crate::probe::{self, Probe, ProbeOutcome, Protocol, RetryPolicy, Site};
+use crate::probe::{self, EgressSees, Frontend, Probe, ProbeOutcome, Protocol, RetryPolicy, Site};
 
 /// A probe with its expected and its observed result.
 #[derive(Clone, Debug)]
 pub struct MatrixEntry {
     /// The probe.
     pub probe: Probe,
+    /// Index of the frontend that it is sent to; `None` if to the site itself.
+    pub frontend: Option<usize>,
     /// The result that the policies imply.
     pub expected: Expectation,
     /// The result of the packets.
@@ -31,9 +33,10 @@ impl MatrixEntry {
     }
 }
 
-/// All pairs of a cluster's sites over all families and some protocols.
+/// All pairs of a cluster's sites over all families and some protocols, and all sites to its Services and node ports.
 pub struct Matrix {
     sites: Vec<String>,
+    frontends: Vec<String>,
     protocols: Vec<Protocol>,
     entries: Vec<MatrixEntry>,
 }
@@ -41,27 +44,33 @@ pub struct Matrix {
 impl Matrix {
     /// Sends all probes and compares each with its expected result. The cluster's servers must be running.
     pub fn measure(cluster: &Cluster, oracle: &PolicyOracle, protocols: &[Protocol]) -> Result<Self> {
-        Self::between(&cluster.sites, oracle, protocols)
+        Self::between(&cluster.sites, &cluster.frontends, oracle, protocols)
     }
 
     /// The same between any sites whose servers use the site's index as identity.
-    pub fn between(sites: &[Site], oracle: &PolicyOracle, protocols: &[Protocol]) -> Result<Self> {
-        let probes = probe::all_pairs(sites, protocols);
+    pub fn between(
+        sites: &[Site],
+        frontends: &[Frontend],
+        oracle: &PolicyOracle,
+        protocols: &[Protocol],
+    ) -> Result<Self> {
+        let direct = probe::all_pairs(sites, protocols).into_iter().map(|probe| (None, probe));
+        let by_frontend = probe::to_frontends(sites, frontends).into_iter().map(|(at, probe)| (Some(at), probe));
+        let (at, probes): (Vec<Option<usize>>, Vec<Probe>) = direct.chain(by_frontend).unzip();
         let outcomes = probe::run(sites, &probes, RetryPolicy::default())?;
-        let mut entries: Vec<MatrixEntry> = probes
+        let mut entries: Vec<MatrixEntry> = at
             .into_iter()
+            .zip(probes)
             .zip(outcomes)
-            .map(|(probe, outcome)| {
-                let from = &sites[probe.from];
-                let source = from.address(probe.destination.is_ipv6());
-                let source =
-                    source.with_context(|| format!("{} lacks the family of {}", from.name, probe.destination))?;
-                Ok(MatrixEntry { probe, expected: oracle.expect(source, &probe), outcome })
+            .map(|((frontend, probe), outcome)| {
+                let expected = expect(sites, frontend.map(|at| &frontends[at]), oracle, &probe)?;
+                Ok(MatrixEntry { probe, frontend, expected, outcome })
             })
             .collect::<Result<_>>()?;
         retry_unanswered(sites, &mut entries)?;
         let sites = sites.iter().map(|site| site.name.clone()).collect();
-        Ok(Self { sites, protocols: protocols.to_vec(), entries })
+        let frontends = frontends.iter().map(|frontend| frontend.name.clone()).collect();
+        Ok(Self { sites, frontends, protocols: protocols.to_vec(), entries })
     }
 
     /// All probes.
@@ -73,8 +82,9 @@ impl Matrix {
     pub fn differences(&self) -> Vec<String> {
         let differing = self.entries.iter().filter(|entry| !entry.agrees());
         differing
-            .map(|MatrixEntry { probe, expected, outcome }| {
-                let (from, to) = (&self.sites[probe.from], &self.sites[probe.to]);
+            .map(|MatrixEntry { probe, frontend, expected, outcome }| {
+                let to = frontend.map_or(&self.sites[probe.to], |at| &self.frontends[at]);
+                let from = &self.sites[probe.from];
                 let Probe { protocol, destination, .. } = probe;
                 format!("{from} to {to} ({protocol}, {destination}): expected {expected}; observed {outcome}")
             })
@@ -85,11 +95,11 @@ impl Matrix {
     /// cells refer to the reason by its number in the legend.
     pub fn grid(&self, v6: bool, legend: &mut Legend) -> Vec<String> {
         let cells: Vec<Vec<Cell>> = (0..self.sites.len())
-            .map(|from| (0..self.sites.len()).map(|to| self.cell(from, to, v6, legend)).collect())
+            .map(|from| self.destinations().map(|to| self.cell(from, to, v6, legend)).collect())
             .collect();
         let label = self.sites.iter().map(String::len).max().unwrap_or(0).max("from \\ to".len());
         let widest = cells.iter().flatten().map(Cell::width).max().unwrap_or(0);
-        let names = self.sites.iter().flat_map(|site| site.split('/')).map(str::len).max().unwrap_or(0);
+        let names = self.names().flat_map(|name| name.split('/')).map(str::len).max().unwrap_or(0);
         let width = widest.max(names) + 2;
         let mut lines = self.header(label, width);
         for (site, row) in self.sites.iter().zip(&cells) {
@@ -102,9 +112,20 @@ impl Matrix {
         lines
     }
 
+    /// The columns: sites, then frontends.
+    fn destinations(&self) -> impl Iterator<Item = Destination> {
+        let sites = (0..self.sites.len()).map(Destination::Site);
+        sites.chain((0..self.frontends.len()).map(Destination::Frontend))
+    }
+
+    /// The names of the columns.
+    fn names(&self) -> impl Iterator<Item = &String> {
+        self.sites.iter().chain(&self.frontends)
+    }
+
     fn header(&self, label: usize, width: usize) -> Vec<String> {
         let mut lines = [format!("  {:label$}  ", ""), format!("  {:label$}  ", "from \\ to")];
-        for site in &self.sites {
+        for site in self.names() {
             let (above, below) = site.split_once('/').map_or(("", site.as_str()), |(namespace, pod)| (namespace, pod));
             let _ = write!(lines[0], "{:width$}", if above.is_empty() { String::new() } else { format!("{above}/") });
             let _ = write!(lines[1], "{below:width$}");
@@ -115,10 +136,10 @@ impl Matrix {
             .collect()
     }
 
-    fn cell(&self, from: usize, to: usize, v6: bool, legend: &mut Legend) -> Cell {
+    fn cell(&self, from: usize, to: Destination, v6: bool, legend: &mut Legend) -> Cell {
         let mut cell = Cell::default();
         let here = |entry: &&MatrixEntry| {
-            entry.probe.from == from && entry.probe.to == to && entry.probe.destination.is_ipv6() == v6
+            entry.probe.from == from && Destination::of(entry) == to && entry.probe.destination.is_ipv6() == v6
         };
         for entry in self.entries.iter().filter(here) {
             cell.marks.push(Mark::of(entry));
@@ -138,27 +159,63 @@ impl Matrix {
             "  {:18} {:>8} {:>18} {:>18} {:>13}",
             "", "probes", "allowed: expected", "allowed: observed", "differences"
         )];
-        for v6 in [false, true] {
+        for (v6, family) in [(false, "IPv4"), (true, "IPv6")] {
+            let of_family = |entry: &&MatrixEntry| entry.probe.destination.is_ipv6() == v6;
             for &protocol in &self.protocols {
-                let entries: Vec<&MatrixEntry> = self
-                    .entries
-                    .iter()
-                    .filter(|entry| entry.probe.destination.is_ipv6() == v6 && entry.probe.protocol == protocol)
-                    .collect();
-                let count = |test: fn(&&&MatrixEntry) -> bool| entries.iter().filter(test).count();
-                let differences = count(|entry| !entry.agrees());
-                let line = format!(
-                    "  {:18} {:>8} {:>18} {:>18} {differences:>13}",
-                    format!("{} {protocol}", if v6 { "IPv6" } else { "IPv4" }),
-                    entries.len(),
-                    count(|entry| entry.expected == Expectation::Allowed),
-                    count(|entry| entry.outcome.arrived()),
-                );
-                let style = if differences == 0 { Style::new() } else { Style::new().red().bold() };
-                lines.push(line.if_supports_color(Stream::Stdout, |line| line.style(style)).to_string());
+                let here = |entry: &&MatrixEntry| entry.frontend.is_none() && entry.probe.protocol == protocol;
+                let entries = self.entries.iter().filter(of_family).filter(here).collect();
+                lines.push(summary_line(&format!("{family} {protocol}"), &entries));
+            }
+            for (at, name) in self.frontends.iter().enumerate() {
+                let here = |entry: &&MatrixEntry| entry.frontend == Some(at);
+                let entries = self.entries.iter().filter(of_family).filter(here).collect();
+                lines.push(summary_line(&format!("{family} {name}"), &entries));
             }
         }
         lines
+    }
+}
+
+fn summary_line(name: &str, entries: &Vec<&MatrixEntry>) -> String {
+    let count = |test: fn(&&&MatrixEntry) -> bool| entries.iter().filter(test).count();
+    let differences = count(|entry| !entry.agrees());
+    let line = format!(
+        "  {name:18} {:>8} {:>18} {:>18} {differences:>13}",
+        entries.len(),
+        count(|entry| entry.expected == Expectation::Allowed),
+        count(|entry| entry.outcome.arrived()),
+    );
+    let style = if differences == 0 { Style::new() } else { Style::new().red().bold() };
+    line.if_supports_color(Stream::Stdout, |line| line.style(style)).to_string()
+}
+
+/// Evaluates policy for a probe: on the server's side for who sent it and where it arrives.
+fn expect(sites: &[Site], frontend: Option<&Frontend>, oracle: &PolicyOracle, probe: &Probe) -> Result<Expectation> {
+    let lacks = |site: &Site| format!("{} lacks the family of {}", site.name, probe.destination);
+    let (from, to) = (&sites[probe.from], &sites[probe.to]);
+    let v6 = probe.destination.is_ipv6();
+    let source = from.address(v6).with_context(|| lacks(from))?;
+    let Some(frontend) = frontend else { return Ok(oracle.expect(source, probe)) };
+    let arrives = frontend.ports.iter().find(|(sent, _)| *sent == probe.protocol);
+    let (_, protocol) = arrives.with_context(|| format!("{} has no {}", frontend.name, probe.protocol))?;
+    let backend = (to.address(v6).with_context(|| lacks(to))?, *protocol);
+    let egress = match frontend.egress {
+        EgressSees::Frontend => (probe.destination, probe.protocol),
+        EgressSees::Backend => backend,
+    };
+    Ok(oracle.expect_translated(source, egress, backend))
+}
+
+/// A column of the grid.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Destination {
+    Site(usize),
+    Frontend(usize),
+}
+
+impl Destination {
+    fn of(entry: &MatrixEntry) -> Self {
+        entry.frontend.map_or(Self::Site(entry.probe.to), Self::Frontend)
     }
 }
 
@@ -201,7 +258,7 @@ pub fn key(protocols: &[Protocol]) -> Vec<String> {
     let order = protocols.iter().map(Protocol::to_string).collect::<Vec<_>>().join(", ");
     let mark = |mark: Mark| mark.styled();
     vec![
-        format!("  the marks of a cell are, in order: {order}"),
+        format!("  the marks of a cell are, in order: {order}; a Service and its NodePort have no ICMP"),
         format!("  {} reached, as expected     {} denied, as expected", mark(Mark::Reached), mark(Mark::Denied)),
         format!(
             "  {} reached, though denied    {} not reached, though allowed    numbers: denied by, see below",

@@ -56,6 +56,30 @@ impl From<&Outside> for Site {
     }
 }
 
+/// An address of a Service or of a node that leads to another site's server.
+#[derive(Clone, Debug)]
+pub struct Frontend {
+    /// Name in reports.
+    pub name: String,
+    /// Its addresses, at most one of each family.
+    pub addresses: Vec<IpAddr>,
+    /// Index of the site that answers.
+    pub to: usize,
+    /// What is sent to it, and as what that arrives at the site.
+    pub ports: Vec<(Protocol, Protocol)>,
+    /// Which destination the client's egress policy sees.
+    pub egress: EgressSees,
+}
+
+/// The destination that a client's egress policy sees of what it sends to a [`Frontend`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum EgressSees {
+    /// The address it sends to: the node's kernel translates it later.
+    Frontend,
+    /// The site that answers, and its port.
+    Backend,
+}
+
 /// Protocol of a probe.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Protocol {
@@ -148,6 +172,21 @@ pub fn all_pairs(sites: &[Site], protocols: &[Protocol]) -> Vec<Probe> {
             let common = site.addresses.iter().filter(|address| sites[from].address(address.is_ipv6()).is_some());
             for &destination in common {
                 probes.extend(protocols.iter().map(|&protocol| Probe { from, to, destination, protocol }));
+            }
+        }
+    }
+    probes
+}
+
+/// Every site to these frontends, over every family that both have; those to the frontend of this index in the list.
+pub fn to_frontends(sites: &[Site], frontends: &[Frontend]) -> Vec<(usize, Probe)> {
+    let mut probes = Vec::new();
+    for (index, frontend) in frontends.iter().enumerate() {
+        for (from, site) in sites.iter().enumerate() {
+            let common = frontend.addresses.iter().filter(|address| site.address(address.is_ipv6()).is_some());
+            for &destination in common {
+                let probe = |protocol| Probe { from, to: frontend.to, destination, protocol };
+                probes.extend(frontend.ports.iter().map(|&(sent, _)| (index, probe(sent))));
             }
         }
     }

@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags};
 use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkMessage, LinkXdp};
-use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute};
+use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourState};
 use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteScope, RouteType};
 use rtnetlink::{
     Handle, IpVersion, LinkBridge, LinkMessageBuilder, LinkUnspec, LinkVeth, LinkVxlan, RouteMessageBuilder,
@@ -21,8 +21,8 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::namespace::Namespace;
 
-/// UDP port of VXLAN (RFC 7348 section 5).
-const VXLAN_PORT: u16 = 4789;
+/// UDP port of VXLAN that Linux had before RFC 7348, and that flannel uses.
+const VXLAN_PORT: u16 = 8472;
 
 /// A route netlink socket in one namespace.
 pub struct Netlink {
@@ -87,6 +87,17 @@ impl Netlink {
         mac.with_context(|| format!("interface {name} has no MAC address"))
     }
 
+    /// The MTU of an interface.
+    pub fn mtu(&self, name: &str) -> Result<u32> {
+        let mut links = self.handle.link().get().match_name(name).execute();
+        let link = self.wait(links.try_next())?.with_context(|| format!("no interface {name}"))?;
+        let mtu = link.attributes.iter().find_map(|attribute| match attribute {
+            LinkAttribute::Mtu(mtu) => Some(*mtu),
+            _ => None,
+        });
+        mtu.with_context(|| format!("interface {name} has no MTU"))
+    }
+
     /// Adds a veth pair with this MTU: `name` here, up, and `peer` inside `peer_namespace`. `peer_namespace` must
     /// exist.
     pub fn add_veth(&self, name: &str, peer: &str, peer_namespace: &Namespace, mtu: u32) -> Result<u32> {
@@ -102,19 +113,32 @@ impl Netlink {
         self.index(name)
     }
 
-    /// Adds a VXLAN tunnel with this network identifier, up, to `remote` over this link.
-    pub(super) fn add_vxlan(
-        &self,
-        name: &str,
-        vni: u32,
-        over: u32,
-        (local, remote): (Ipv4Addr, Ipv4Addr),
-        mtu: u32,
-    ) -> Result<u32> {
-        let tunnel = LinkVxlan::new(name, vni).dev(over).local(local).remote(remote).port(VXLAN_PORT);
+    /// Adds an end of a VXLAN overlay with this network identifier, up, over this link. It learns no peers: see
+    /// [`Netlink::add_tunnel_peer`].
+    pub(super) fn add_vxlan(&self, name: &str, vni: u32, over: u32, local: Ipv4Addr, mtu: u32) -> Result<u32> {
+        let tunnel = LinkVxlan::new(name, vni).dev(over).local(local).learning(false).port(VXLAN_PORT);
         self.wait(self.handle.link().add(tunnel.mtu(mtu).up().build()).execute())
             .with_context(|| format!("cannot add the tunnel {name}"))?;
         self.index(name)
+    }
+
+    /// Tells an end of an overlay where another end is: its MAC address for these addresses on the overlay, and the machine
+    /// that has this MAC address.
+    pub(super) fn add_tunnel_peer(
+        &self,
+        tunnel: u32,
+        mac: [u8; 6],
+        addresses: &[IpAddr],
+        machine: Ipv4Addr,
+    ) -> Result<()> {
+        let neighbours = self.handle.neighbours();
+        for &address in addresses {
+            let entry = neighbours.add(tunnel, address).link_layer_address(&mac).state(NeighbourState::Permanent);
+            self.wait(entry.execute()).with_context(|| format!("cannot add the neighbour {address}"))?;
+        }
+        // The device's own table, not a bridge's.
+        let entry = neighbours.add_bridge(tunnel, &mac).flags(NeighbourFlags::Own).destination(machine.into());
+        self.wait(entry.execute()).with_context(|| format!("cannot add the forwarding entry of {machine}"))
     }
 
     /// Adds a bridge, up.

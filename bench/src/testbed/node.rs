@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
+use super::kube_proxy::service_networks;
 use super::namespace::Namespace;
 use super::netlink::{Netlink, RouteVia};
 
@@ -203,6 +204,13 @@ impl Node {
         candidate.truncate(LONGEST_INTERFACE);
         let numbered = (0..).map(|number| format!("veth{number}"));
         std::iter::once(candidate).chain(numbered).find(|name| !taken.contains(name)).context("names do not end")
+    }
+
+    /// Lets the node's own processes send to Services' cluster addresses, as a default route does: rules for Services
+    /// decide where their packets go.
+    pub fn add_service_routes(&self) -> Result<()> {
+        let index = self.netlink.index("lo")?;
+        service_networks()?.into_iter().try_for_each(|network| self.netlink.add_route(network, index, RouteVia::Link))
     }
 
     /// Adds a machine behind the node on a separate network: 198.51.100.0/24 and fd00:51:100::/64, the node at .1 and

@@ -14,7 +14,7 @@ use super::node::{self, Gateways, MTU, Node, Outside, every, forwarding, settle_
 pub enum InterNodeLink {
     /// Through routes on the router, as with a CNI plugin that announces them.
     Routes,
-    /// Through a VXLAN tunnel; the router only knows the nodes.
+    /// Through a VXLAN overlay, wired as flannel does it; the router only knows the nodes.
     Vxlan,
 }
 
@@ -38,9 +38,9 @@ impl InterNodeLink {
 
 /// A node's interface to the router.
 const LINK: &str = "eth0";
-/// A node's tunnel.
-const TUNNEL: &str = "vxlan0";
-const VNI: u32 = 42;
+/// A node's end of the overlay, with flannel's name and network.
+const TUNNEL: &str = "flannel.1";
+const VNI: u32 = 1;
 /// Outer IPv4, UDP and VXLAN header, and the inner Ethernet header.
 const VXLAN_OVERHEAD: u32 = 50;
 
@@ -125,19 +125,24 @@ impl Router {
     }
 }
 
-/// A tunnel between two nodes with addresses on it, over which each reaches the other's pods.
+/// An overlay of two nodes with addresses on it, over which each reaches the other's pods. Each knows the other's end by
+/// permanent entries, as flanneld writes them, and neither floods nor learns.
 fn join_by_tunnel(nodes: &[&Node], networks: &[Vec<IpNet>]) -> Result<()> {
     let [one, other] = nodes else { bail!("a tunnel joins two nodes, and there are {}", nodes.len()) };
+    for node in [one, other] {
+        let (netlink, mtu) = (node.netlink(), InterNodeLink::Vxlan.mtu());
+        netlink.add_vxlan(TUNNEL, VNI, netlink.index(LINK)?, v4_of(node)?, mtu)?;
+    }
     for (number, here, there) in [(1, one, other), (2, other, one)] {
         let netlink = here.netlink();
-        let ends = (v4_of(here)?, v4_of(there)?);
-        let index = netlink.add_vxlan(TUNNEL, VNI, netlink.index(LINK)?, ends, InterNodeLink::Vxlan.mtu())?;
+        let index = netlink.index(TUNNEL)?;
         let on_it = |number: u8| -> [IpAddr; 2] {
             [Ipv4Addr::new(100, 64, 0, number).into(), Ipv6Addr::new(0xfd00, 0x64, 0, 0, 0, 0, 0, number.into()).into()]
         };
         for address in on_it(number) {
             netlink.add_address(index, IpNet::new(address, network_of(address)?.prefix_len())?)?;
         }
+        netlink.add_tunnel_peer(index, there.netlink().mac(TUNNEL)?, &on_it(3 - number), v4_of(there)?)?;
         let theirs = networks.get(2 - usize::from(number)).context("networks for both nodes")?;
         for &network in theirs {
             let gateway = of_family(&on_it(3 - number), network)?;

@@ -64,9 +64,9 @@ pub(crate) struct Fixture {
     /// Nodes and pods, then the machine beyond the router.
     pub(crate) sites: Vec<Site>,
     configs: Vec<DaemonConfig>,
-    manifests: PathBuf,
+    pub(crate) manifests: PathBuf,
     scratch: ScratchDir,
-    _beyond: Outside,
+    pub(crate) beyond: Outside,
     _servers: Vec<EchoServers>,
 }
 
@@ -104,7 +104,7 @@ impl Fixture {
             .collect();
         let started = configs.iter().zip(&nodes.nodes).map(|(config, (_, node))| start_on(node, config));
         let daemons = started.collect();
-        Self { daemons, nodes, sites, configs, manifests, scratch, _beyond: beyond, _servers: servers }
+        Self { daemons, nodes, sites, configs, manifests, scratch, beyond, _servers: servers }
     }
 
     /// Ends a node's daemon as an upgrade does and starts the next one.
@@ -131,7 +131,7 @@ impl Fixture {
     /// Evaluates the current manifests and sends all probes.
     pub(crate) fn matrix(&self) -> Matrix {
         let oracle = PolicyOracle::new(&read_objects(&self.manifests).unwrap());
-        Matrix::between(&self.sites, &oracle, &PROTOCOLS).unwrap()
+        Matrix::between(&self.sites, &[], &oracle, &PROTOCOLS).unwrap()
     }
 
     pub(crate) fn site(&self, name: &str) -> &Site {

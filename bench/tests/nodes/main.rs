@@ -4,6 +4,7 @@
 mod cluster_conformance;
 mod conformance;
 mod fixture;
+mod overlay;
 mod reach;
 mod topologies;
 mod upgrade;

@@ -9,6 +9,7 @@ mod fixture;
 #[path = "../faults/forger.rs"]
 #[allow(dead_code, reason = "the faults' tests use the rest of it")]
 mod forger;
+mod kube_proxy;
 mod masquerade;
 mod names;
 mod service;

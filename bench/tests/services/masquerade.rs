@@ -5,10 +5,10 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{Namespace, Outside};
+use penstock_bench::testbed::{KubeProxy, Namespace, Outside, ProxiedPort, ProxiedService, ProxyMode, ServiceProtocol};
 
 use crate::fixture::{Fixture, pods, policy};
-use crate::service::run;
+use crate::service::service;
 
 /// Addresses of the node, by family.
 const NODE: [&str; 2] = ["172.18.0.2", "fd00:172:18::2"];
@@ -31,23 +31,21 @@ fn address(v6: bool) -> IpAddr {
     NODE[usize::from(v6)].parse().unwrap()
 }
 
-/// The chains that kube-proxy has for a NodePort with `externalTrafficPolicy: Cluster`.
+/// What kube-proxy has for node ports with `externalTrafficPolicy: Cluster`.
 fn open_node_ports(node: &Namespace, backend: &Site) {
-    let mut rules = String::new();
-    for (family, v6) in [("ip", false), ("ip6", true)] {
-        let (node, backend) = (address(v6), backend.address(v6).unwrap());
-        let to = |port: u16| SocketAddr::new(backend, port);
-        let web = format!("{family} daddr {node} tcp dport {TCP} meta mark set mark or 0x4000 dnat to {}", to(8080));
-        let dns = format!("{family} daddr {node} udp dport {UDP} meta mark set mark or 0x4000 dnat to {}", to(53));
-        rules += &format!(
-            "table {family} ports {{\n\
-             chain prerouting {{ type nat hook prerouting priority -100\n{web}\n{dns}\n}}\n\
-             chain output {{ type nat hook output priority -100\n{web}\n{dns}\n}}\n\
-             chain postrouting {{ type nat hook postrouting priority 100\n meta mark & 0x4000 != 0 masquerade\n}}\n\
-             chain forward {{ type filter hook forward priority 0\n ct state invalid drop\n}}\n}}\n"
-        );
-    }
-    run(node, "nft", &["-f", "-"], &rules);
+    let port = |(protocol, number, target, node_port)| {
+        let backends = [false, true].map(|v6| SocketAddr::new(backend.address(v6).unwrap(), target));
+        ProxiedPort { protocol, number, node_port: Some(node_port), backends: backends.into() }
+    };
+    let ports = [(ServiceProtocol::Tcp, 80, 8080, TCP), (ServiceProtocol::Udp, 53, 53, UDP)].map(port);
+    let service = ProxiedService {
+        name: "test/api".to_owned(),
+        addresses: [false, true].map(service).into(),
+        ports: ports.into(),
+    };
+    let node_addresses = [false, true].map(address).into();
+    let proxy = KubeProxy { mode: ProxyMode::Iptables, node: node_addresses, services: vec![service] };
+    proxy.install(node).unwrap();
 }
 
 struct NodePorts {

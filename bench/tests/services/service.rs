@@ -1,14 +1,15 @@
-//! A Service as kube-proxy sets it up with nftables: a destination that the node translates.
+//! A Service as kube-proxy sets it up: a destination that the node translates.
 
 use std::io::Write as _;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::process::Stdio;
 
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::Cluster;
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::DaemonConfig;
-use penstock_bench::testbed::{Namespace, Outside};
+use penstock_bench::testbed::{
+    DaemonConfig, KubeProxy, Namespace, Outside, ProxiedPort, ProxiedService, ProxyMode, ServiceProtocol,
+};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
 
@@ -35,25 +36,25 @@ pub(crate) fn service(v6: bool) -> IpAddr {
 
 /// Makes a node translate the Service to this backend.
 pub(crate) fn translate(node: &Namespace, backend: &Site) {
-    let mut rules = String::new();
-    for (family, v6) in [("ip", false), ("ip6", true)] {
-        let (to, backend) = (service(v6), backend.address(v6).unwrap());
-        let at = |port: u16| std::net::SocketAddr::new(backend, port);
-        rules += &format!("table {family} services {{ chain prerouting {{ type nat hook prerouting priority -100;\n");
-        for (protocol, from, port) in [
-            ("tcp", WEB, 8080),
-            ("udp", WEB, 53),
-            ("tcp", OWN, OWN),
-            ("udp", OWN, OWN),
-            ("tcp", CLOSED, 9),
-            ("udp", CLOSED, 9),
-        ] {
-            rules += &format!("{family} daddr {to} {protocol} dport {from} dnat to {}\n", at(port));
-        }
-        // As kube-proxy does: packets that conntrack considers invalid are dropped.
-        rules += "}\n chain forward { type filter hook forward priority 0; ct state invalid drop\n}\n}\n";
-    }
-    run(node, "nft", &["-f", "-"], &rules);
+    const PORTS: [(ServiceProtocol, u16, u16); 6] = [
+        (ServiceProtocol::Tcp, WEB, 8080),
+        (ServiceProtocol::Udp, WEB, 53),
+        (ServiceProtocol::Tcp, OWN, OWN),
+        (ServiceProtocol::Udp, OWN, OWN),
+        (ServiceProtocol::Tcp, CLOSED, 9),
+        (ServiceProtocol::Udp, CLOSED, 9),
+    ];
+    let port = |(protocol, number, target)| {
+        let backends = [false, true].map(|v6| SocketAddr::new(backend.address(v6).unwrap(), target));
+        ProxiedPort { protocol, number, node_port: None, backends: backends.into() }
+    };
+    let service = ProxiedService {
+        name: "test/api".to_owned(),
+        addresses: [false, true].map(service).into(),
+        ports: PORTS.map(port).into(),
+    };
+    let proxy = KubeProxy { mode: ProxyMode::Iptables, node: Vec::new(), services: vec![service] };
+    proxy.install(node).unwrap();
 }
 
 /// Runs a tool in a namespace.

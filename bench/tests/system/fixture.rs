@@ -13,8 +13,8 @@ use penstock_admin::types::{PortStatus, Status};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::Matrix;
-use penstock_bench::probe::{EchoServers, EchoService, Protocol, Site};
-use penstock_bench::testbed::{Daemon, DaemonConfig, ScratchDir};
+use penstock_bench::probe::{EchoServers, EchoService, EgressSees, Protocol, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, ProxyMode, ScratchDir};
 
 /// Services on every site.
 pub(crate) const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
@@ -42,12 +42,21 @@ pub(crate) struct Fixture {
 }
 
 impl Fixture {
-    /// The cluster of `configs/demo`.
+    /// The cluster of `configs/demo`, as the demo has it.
     pub(crate) fn demo() -> Self {
+        Self::demo_beside(ProxyMode::Iptables, true)
+    }
+
+    /// The same beside kube-proxy in this mode; with `services.enabled` or without.
+    pub(crate) fn demo_beside(mode: ProxyMode, enabled: bool) -> Self {
         let scratch = ScratchDir::new().unwrap();
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/demo");
         let manifests = scratch.copy_in(&demo, "manifests").unwrap();
-        Self::start(scratch, manifests, |_, _| {})
+        let egress = if enabled { EgressSees::Backend } else { EgressSees::Frontend };
+        Self::start(scratch, manifests.clone(), |cluster, config| {
+            cluster.proxy_services(&manifests, mode, egress).unwrap();
+            config.sections += &format!("[services]\nenabled = {enabled}\n");
+        })
     }
 
     /// A cluster of these manifests in one file, `all.yaml`; `more` runs before the daemon starts.

@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use penstock_bench::expectation::Expectation;
+use penstock_bench::matrix::{self, Legend};
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy, time_until_reached};
 use penstock_bench::testbed::RouteVia;
 
-use crate::fixture::{Fixture, pods, policy};
+use crate::fixture::{Fixture, PROTOCOLS, pods, policy};
 
 /// Timeout of a change on a busy machine.
 const LIMIT: Duration = Duration::from_secs(30);
@@ -21,7 +22,12 @@ fn only_port(port: u16) -> String {
 fn the_demos_packets_match_its_policies_over_both_families() {
     let fixture = Fixture::demo();
     let matrix = fixture.matrix();
-    assert_eq!(matrix.entries().len(), 8 * 7 * 2 * 4, "8 sites, 2 families, 4 protocols");
+    let by_frontend = 8 * 2 * 3 * 2;
+    assert_eq!(
+        matrix.entries().len(),
+        8 * 7 * 2 * 4 + by_frontend,
+        "8 sites, 2 families, 4 protocols; 2 frontends, 3 ports"
+    );
     for v6 in [false, true] {
         for expected in [true, false] {
             let count = matrix.entries().iter().filter(|entry| {
@@ -31,6 +37,13 @@ fn the_demos_packets_match_its_policies_over_both_families() {
         }
     }
     fixture.assert_as_expected(&matrix);
+    // The README shows the demo's grid.
+    owo_colors::set_override(false);
+    let grid =
+        matrix.grid(false, &mut Legend::default()).into_iter().chain([String::new()]).chain(matrix::key(&PROTOCOLS));
+    let excerpt = format!("Reachability over IPv4\n{}\n```", grid.collect::<Vec<_>>().join("\n"));
+    let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md")).unwrap();
+    assert!(readme.contains(&excerpt), "README.md shows another grid than this:\n{excerpt}");
 }
 
 #[test]

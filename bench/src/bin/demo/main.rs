@@ -15,8 +15,8 @@ use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::{self, Legend, Matrix};
-use penstock_bench::probe::{EchoServers, EchoService, Protocol};
-use penstock_bench::testbed::{Attach, CleanupGuard, Daemon, DaemonConfig, Inventory, ScratchDir};
+use penstock_bench::probe::{EchoServers, EchoService, EgressSees, Protocol};
+use penstock_bench::testbed::{Attach, CleanupGuard, Daemon, DaemonConfig, Inventory, ProxyMode, ScratchDir};
 use penstock_dataplane::worker::available_cores;
 
 use terminal::{bad, good, heading, step};
@@ -84,10 +84,14 @@ fn run() -> Result<()> {
     let oracle = PolicyOracle::new(&objects);
 
     heading("Penstock demo: NetworkPolicy enforced in userspace, on a node made of network namespaces");
-    let cluster = step("Building the node and its pods", || {
+    let mut cluster = step("Building the node and its pods", || {
         let cluster = Cluster::build(&objects)?;
         let pods = cluster.node.pods().len();
         Ok((cluster, format!("{pods} pods, each a namespace with a veth")))
+    })?;
+    step("Installing kube-proxy's rules (iptables mode)", || {
+        cluster.proxy_services(&manifests, ProxyMode::Iptables, EgressSees::Backend)?;
+        Ok(((), "a Service, its NodePort, masquerade for outside".to_owned()))
     })?;
     let _servers = step("Starting servers on every pod and on the node", || {
         let servers = EchoServers::start_all(&cluster.sites, &SERVICES)?;
@@ -99,7 +103,7 @@ fn run() -> Result<()> {
         // Two workers if there are two cores: the two directions of a connection may then be on different workers that
         // share one table.
         let cores: Vec<String> = available_cores().iter().take(2).map(|core| core.0.to_string()).collect();
-        config.sections += &format!("[workers]\ncores = [{}]\n", cores.join(", "));
+        config.sections += &format!("[workers]\ncores = [{}]\n[services]\nenabled = true\n", cores.join(", "));
         let daemon = Daemon::start(cluster.node.namespace(), &config)?;
         let workers = if cores.len() > 1 { "two workers" } else { "one worker" };
         let command = format!("penstock run --config {}, {workers}", daemon.config().display());

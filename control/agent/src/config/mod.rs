@@ -48,7 +48,8 @@ pub struct Config {
     #[schemars(with = "Vec<String>")]
     pub service_cidrs: Vec<IpNet>,
     /// With XDP: NICs and tunnel devices on which packets for local pods arrive. Needs Linux 5.18 with connection tracking, and
-    /// no rule that drops `ct state invalid`, as kube-proxy has one. tcx does not use it.
+    /// no rule that drops `ct state invalid`, as kube-proxy has one in iptables mode, and no masquerade of what pods send out of the
+    /// cluster. tcx does not use it.
     #[serde(default)]
     pub uplinks: Vec<InterfaceName>,
     /// Where programs take pods' packets. `"tcx"` leaves packets whole and the node's routes as they are.

@@ -1,0 +1,98 @@
+//! A node of a cluster: kube-proxy's rules in both of its modes beside Penstock, policy by every way to a pod.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use penstock_bench::expectation::Expectation;
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::testbed::{
+    KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, SERVICE_NETWORKS, ServiceProtocol,
+};
+
+use crate::fixture::{Fixture, pods, policy};
+use crate::service::{CLOSED, WEB, service};
+
+/// Services that the kernel translates, and those that workers translate.
+const ENABLED: [bool; 2] = [false, true];
+
+/// Every site of the demo to every other, to a cluster address and to a node port.
+fn every_cell_is_as_expected(mode: ProxyMode) {
+    for enabled in ENABLED {
+        let fixture = Fixture::demo_beside(mode, enabled);
+        let matrix = fixture.matrix();
+        for name in ["Service/web", "NodePort/web"] {
+            let at = fixture.cluster.frontends.iter().position(|frontend| frontend.name == name);
+            let entries: Vec<_> = matrix.entries().iter().filter(|entry| entry.frontend == at).collect();
+            let allowed = entries.iter().filter(|entry| entry.expected == Expectation::Allowed).count();
+            assert!(
+                at.is_some() && allowed > 10 && entries.len() - allowed > 10,
+                "{name}: {allowed} of {}",
+                entries.len()
+            );
+        }
+        fixture.assert_as_expected(&matrix);
+    }
+}
+
+#[test]
+fn services_and_node_ports_work_and_policy_holds_beside_kube_proxy_in_iptables_mode() {
+    every_cell_is_as_expected(ProxyMode::Iptables);
+}
+
+/// A Service with two pods behind its ports, of which policy closes `pod-2`, and a port without a backend.
+fn two_backends(mode: ProxyMode) -> (Fixture, Outside) {
+    let mut outside = None;
+    let closed = policy("closed", "pod-2", "  ingress: []\n");
+    let fixture = Fixture::of(&(pods(3) + &closed), |cluster, _| {
+        let backends = ["test/pod-1", "test/pod-2"].map(|pod| &cluster.sites[cluster.site(pod).unwrap()].addresses);
+        let at = |port| backends.iter().copied().flatten().map(|ip| SocketAddr::new(*ip, port)).collect();
+        let port = |protocol, number, backends| ProxiedPort { protocol, number, node_port: None, backends };
+        let ports = vec![
+            port(ServiceProtocol::Tcp, WEB, at(8080)),
+            port(ServiceProtocol::Udp, WEB, at(53)),
+            port(ServiceProtocol::Tcp, CLOSED, Vec::new()),
+        ];
+        let addresses = [false, true].map(service).into();
+        let services = vec![ProxiedService { name: "test/api".to_owned(), addresses, ports }];
+        let proxy = KubeProxy { mode, node: cluster.node.addresses().to_vec(), services };
+        proxy.install(cluster.node.namespace()).unwrap();
+        // Packets to a port without a backend are not translated: the node must have a route by which to refuse them.
+        let machine = cluster.node.add_outside("outside").unwrap();
+        let netlink = cluster.node.netlink();
+        for (network, gateway) in SERVICE_NETWORKS.iter().zip(machine.addresses()) {
+            let index = netlink.index(machine.interface()).unwrap();
+            netlink.add_route(network.parse().unwrap(), index, RouteVia::Gateway(*gateway)).unwrap();
+        }
+        outside = Some(machine);
+    });
+    (fixture, outside.unwrap())
+}
+
+#[test]
+fn kube_proxy_chooses_among_backends_and_policy_is_for_the_one_it_chose() {
+    for mode in [ProxyMode::Iptables, ProxyMode::Nftables] {
+        let (fixture, _outside) = two_backends(mode);
+        let (identity, _) = fixture.target("test/pod-1", false);
+        let probe = |v6, protocol, patience| {
+            probe::run_one(fixture.site("test/pod-0"), (identity, service(v6)), protocol, patience).unwrap()
+        };
+        let once = RetryPolicy { timeout: Duration::from_millis(500), attempts: 1 };
+        for (v6, protocol) in [(false, Protocol::Tcp(WEB)), (true, Protocol::Tcp(WEB)), (false, Protocol::Udp(WEB))] {
+            let mut seen = Vec::new();
+            while !(seen.contains(&ProbeOutcome::Reached) && seen.contains(&ProbeOutcome::Silent)) {
+                let outcome = probe(v6, protocol, once);
+                seen.push(outcome);
+                assert!(seen.len() < 64 && outcome != ProbeOutcome::Wrong, "{mode:?}, {protocol}, IPv6 {v6}: {seen:?}");
+            }
+        }
+        for v6 in [false, true] {
+            let outcome = probe(v6, Protocol::Tcp(CLOSED), RetryPolicy::default());
+            assert_eq!(outcome, ProbeOutcome::Refused, "{mode:?}, IPv6: {v6}: a port without a backend");
+        }
+    }
+}
+
+#[test]
+fn services_and_node_ports_work_and_policy_holds_beside_kube_proxy_in_nftables_mode() {
+    every_cell_is_as_expected(ProxyMode::Nftables);
+}
