@@ -175,10 +175,11 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             .as_ref()
             .and_then(|it| affinities.find(it, client, &frontend.backends, self.now))
             .copied();
+        let named = self.observer.backend(self.index, &packet.flow, frontend, last);
         let count = frontend.backends.len();
-        let first = self.rng.random_range(0..count);
+        let first = if named.is_some() { 0 } else { self.rng.random_range(0..count) };
         let others = (0..count.min(ATTEMPTS)).map(|number| frontend.backends[(first + number) % count]);
-        for backend in last.into_iter().chain(others) {
+        for backend in named.or(last).into_iter().chain(others) {
             let inner = inner_flow(&packet.flow, &backend);
             let hashed = self.connections.prepare(&inner);
             if self.is_in_use(&hashed, old) {
@@ -244,7 +245,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
 
 /// The flow to a backend of a packet to a Service. If the client is its own backend, its stack would not accept a packet
 /// from its own address: it gets one from the Service's, and its reply comes back to a worker.
-fn inner_flow(flow: &Flow, backend: &Backend) -> Flow {
+pub(super) fn inner_flow(flow: &Flow, backend: &Backend) -> Flow {
     let src = if backend.address == flow.src { flow.dst } else { flow.src };
     Flow { src, dst: backend.address, dst_port: backend.port, ..*flow }
 }
