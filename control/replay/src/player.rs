@@ -433,7 +433,8 @@ impl Player {
         let flow = self.original_flow(packet, frame).unwrap_or(packet.flow);
         let choice = self.choices.iter().rfind(|choice| choice.index == index);
         let connection = ServiceConnection::find(&self.table, &flow, self.now);
-        let frontend = self.cluster.frontend(&connection.map_or(flow, |connection| connection.frontend));
+        let sent = connection.map_or(flow, |connection| connection.frontend);
+        let frontend = self.cluster.frontend(&sent).or_else(|| self.cluster.frontend(&sent.reversed()));
         let service = choice.map(|choice| &choice.service).or(frontend.map(|frontend| &frontend.name)).cloned();
         if service.is_none() && connection.is_none() {
             return None;

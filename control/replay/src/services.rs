@@ -235,3 +235,59 @@ impl TurnedDatagrams {
         self.0.get(&(packet.flow.src, packet.flow.dst, packet.flow.protocol, fragment.id())).copied()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::net::IpAddr;
+
+    use penstock_dataplane::services::WithoutBackend;
+
+    use super::*;
+
+    fn end(text: &str) -> (Address, u16) {
+        let (address, port) = text.rsplit_once(':').unwrap();
+        (address.parse::<IpAddr>().unwrap().into(), port.parse().unwrap())
+    }
+
+    fn flow(from: &str, to: &str) -> Flow {
+        let ((src, src_port), (dst, dst_port)) = (end(from), end(to));
+        Flow { src, dst, src_port, dst_port, protocol: Protocol::TCP }
+    }
+
+    #[test]
+    fn the_backend_that_a_capture_shows_is_the_next_one_of_the_clients_port() {
+        let (client, service) = ("10.0.0.1:4000", "10.96.0.1:80");
+        let services = [end(service).0].into_iter().collect();
+        let backend = |text| {
+            let (address, port) = end(text);
+            Backend { address, port }
+        };
+        let backends: Arc<[Backend]> = ["10.0.0.2:80", "10.0.0.3:80"].map(backend).into();
+        let serving = Arc::clone(&backends);
+        let without = WithoutBackend::Refused;
+        let frontend = Frontend { name: "shop/api".into(), backends, serving, without, affinity: None };
+        let mut shown = ShownBackends::default();
+        for (second, from, to) in [
+            // Before the client's port has sent to a Service, and from another port: no backend of its connection.
+            (1, client, "10.0.0.3:80"),
+            (2, client, service),
+            (3, client, "10.0.0.2:80"),
+            (4, "10.0.0.1:4001", "10.0.0.3:80"),
+            (5, client, "192.0.2.1:80"),
+            (6, client, service),
+            (7, client, "10.0.0.3:80"),
+        ] {
+            shown.note(Time(second), &flow(from, to), &services);
+        }
+        for (from, at, expected) in [
+            (client, 2, Some("10.0.0.2:80")),
+            (client, 4, Some("10.0.0.3:80")),
+            (client, 6, Some("10.0.0.3:80")),
+            (client, 9, Some("10.0.0.3:80")),
+            ("10.0.0.1:4001", 2, None),
+        ] {
+            let found = shown.find(Time(at), &flow(from, service), &frontend);
+            assert_eq!(found, expected.map(backend), "{from} at {at}");
+        }
+    }
+}
