@@ -591,14 +591,57 @@ fn s12_a_datagram_flow_gets_another_backend_when_its_own_stops_serving() {
     assert_eq!(node.pass(WEB, &syn(&tcp), DB).dst, ip(DB4).into(), "TCP is left to end by itself");
 }
 
+/// Otherwise it would open a connection from backend to client, for which no later packet could get this backend again.
+#[test]
+fn s12_an_answer_that_is_on_its_way_when_its_backend_stops_serving_is_the_services() {
+    let mut node = Node::new();
+    let udp = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
+    let inner = node.pass(WEB, &packet(&udp), DB);
+    node.set_services(services(|_| frontend(&[FAR4])));
+    for _ in 0..2 {
+        assert_eq!(node.pass(DB, &packet(&inner.reversed()), WEB), udp.reversed());
+    }
+    let other = flow(Protocol::UDP, (WEB4, 4000), (FAR4, TARGET));
+    assert_eq!(node.pass(WEB, &packet(&udp), HOST), other, "answers do not keep the flow");
+    node.set_services(services(|_| frontend(&[DB4])));
+    assert_eq!(node.pass(WEB, &packet(&udp), DB), inner, "the former backend can be had again");
+    // Policy counts for late answers, too.
+    node.set_services(services(|_| frontend(&[FAR4])));
+    node.publish(|snapshot| snapshot.policy = policy(EndpointPolicy::Open, only(3, TARGET)));
+    node.refuse(DB, &packet(&inner.reversed()), DropReason::ConnectionRevoked);
+}
+
+#[test]
+fn s12_errors_and_fragments_of_a_former_backend_do_not_keep_it() {
+    let udp = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
+    let other = flow(Protocol::UDP, (WEB4, 4000), (FAR4, TARGET));
+    let mut node = Node::new();
+    let (_, forwarded) = node.send(WEB, &packet(&udp));
+    node.set_services(services(|_| frontend(&[FAR4])));
+    for (from, port) in [(DB4, DB), ("203.0.113.9", HOST)] {
+        node.refuse(port, &unreachable(from, &forwarded), DropReason::NoConnection);
+    }
+    assert_eq!(node.pass(WEB, &packet(&udp), HOST), other);
+
+    let mut node = Node::new();
+    let datagram = [&packet(&udp)[34..], &[7; 100]].concat();
+    assert_eq!(node.send(WEB, &fragment(0, true, &datagram[..64])).0, Verdict::Forward(DB));
+    node.set_services(services(|_| frontend(&[FAR4])));
+    node.refuse(WEB, &fragment(64, false, &datagram[64..]), DropReason::Fragment);
+    assert_eq!(node.pass(WEB, &packet(&udp), HOST), other);
+}
+
 #[test]
 fn s12_a_service_that_is_deleted_ends_its_datagram_flows() {
     let mut node = Node::new();
     let udp = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
     let tcp = flow(Protocol::TCP, (WEB4, 4000), (VIP4, PORT));
+    let other = flow(Protocol::UDP, (WEB4, 4001), (VIP4, PORT));
     node.pass(WEB, &packet(&udp), DB);
     node.pass(WEB, &syn(&tcp), DB);
+    let answer = node.pass(WEB, &packet(&other), DB).reversed();
     node.set_services(ServiceSet::default());
+    node.refuse(DB, &packet(&answer), DropReason::NoConnection);
     node.refuse(WEB, &packet(&udp), DropReason::NoService);
     node.pass(WEB, &syn(&tcp), DB);
 }
@@ -654,25 +697,21 @@ fn a_flow_that_another_connection_has_is_not_chosen_and_not_taken() {
     node.refuse(WEB, &packet(&sent), DropReason::FlowInUse);
 }
 
+/// A fragment of the client's datagram to the Service.
+fn fragment(offset: u16, more: bool, payload: &[u8]) -> Vec<u8> {
+    let (IpAddr::V4(client), IpAddr::V4(vip)) = (ip(WEB4), ip(VIP4)) else { panic!() };
+    let length = payload.len() as u16;
+    let mut header = etherparse::Ipv4Header::new(length, 64, IpNumber::UDP, client.octets(), vip.octets()).unwrap();
+    header.identification = 77;
+    header.more_fragments = more;
+    header.fragment_offset = (offset / 8).try_into().unwrap();
+    header.header_checksum = header.calc_header_checksum();
+    [&[1; 6][..], &[2; 6], &[8, 0], &header.to_bytes(), payload].concat()
+}
+
 #[test]
 fn fragments_go_to_the_backend_of_their_first_one() {
     let mut node = Node::new();
-    let (client, vip) = (ip(WEB4), ip(VIP4));
-    let (IpAddr::V4(client), IpAddr::V4(vip)) = (client, vip) else { panic!() };
-    let fragment = |offset: u16, more: bool, payload: &[u8]| {
-        let mut header =
-            etherparse::Ipv4Header::new(payload.len() as u16, 64, IpNumber::UDP, client.octets(), vip.octets())
-                .unwrap();
-        header.identification = 77;
-        header.more_fragments = more;
-        header.fragment_offset = (offset / 8).try_into().unwrap();
-        header.header_checksum = header.calc_header_checksum();
-        let mut frame = [[1; 6], [2; 6]].concat();
-        frame.extend([8, 0]);
-        frame.extend(header.to_bytes());
-        frame.extend(payload);
-        frame
-    };
     let whole = packet(&flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT)));
     let udp = [&whole[34..], &[7; 100]].concat();
     let first = node.send(WEB, &fragment(0, true, &udp[..64]));

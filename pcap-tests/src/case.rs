@@ -118,6 +118,8 @@ impl CorpusCase {
             file
         });
         let ports = self.script.ports.iter().map(|text| text.parse().expect("a case's ports are right"));
+        let blocks = self.script.service_cidrs.iter();
+        let service_cidrs = blocks.map(|text| text.parse().expect("a case's blocks of addresses are right"));
         ReplayOptions {
             captures: vec![capture.to_owned()],
             manifests: vec![self.manifests()],
@@ -130,6 +132,8 @@ impl CorpusCase {
             },
             reach: if self.script.cluster_wide { RuleScope::ClusterWide } else { RuleScope::BothSides },
             timeline,
+            untranslated: self.script.untranslated,
+            service_cidrs: service_cidrs.collect(),
             ..ReplayOptions::default()
         }
     }

@@ -33,6 +33,10 @@ pub struct CaseScript {
     pub cluster_wide: bool,
     /// Link layer of the capture.
     pub link: LinkLayer,
+    /// Whether cluster addresses are evaluated as they are.
+    pub untranslated: bool,
+    /// The blocks of cluster addresses, as for the command's `--service-cidrs`.
+    pub service_cidrs: Vec<String>,
     /// Timeline in TOML.
     pub timeline: String,
     /// The packets.
@@ -79,7 +83,7 @@ pub struct PacketEnd {
     pub port: u16,
 }
 
-/// Names of addresses in the clusters under `clusters/`.
+/// Names of addresses in the clusters under `clusters/`; `v-` is for cluster addresses of Services.
 const HOSTS: &[(&str, &str)] = &[
     ("web", "10.0.1.1"),
     ("db", "10.0.1.2"),
@@ -93,6 +97,18 @@ const HOSTS: &[(&str, &str)] = &[
     ("world", "203.0.113.7"),
     ("banned", "203.0.113.66"),
     ("elsewhere", "198.51.100.1"),
+    ("v-api", "10.96.0.10"),
+    ("v-mixed", "10.96.0.11"),
+    ("v-dns", "10.96.0.12"),
+    ("v-sticky", "10.96.0.13"),
+    ("v-empty", "10.96.0.14"),
+    ("v-local", "10.96.0.15"),
+    ("v-shut", "10.96.0.16"),
+    ("v-signals", "10.96.0.17"),
+    ("v-legacy", "10.96.0.18"),
+    ("v-agent", "10.96.0.19"),
+    ("v-cached", "10.96.0.53"),
+    ("v-api6", "fd00:96::10"),
     ("web6", "fd00:1::1"),
     ("db6", "fd00:1::2"),
     ("api6", "fd00:1::3"),
@@ -139,6 +155,8 @@ impl CaseScript {
             "cluster" => self.cluster = value.to_owned(),
             "node" => self.node = Some(value.to_owned()),
             "ports" => self.ports = value.split_whitespace().map(str::to_owned).collect(),
+            "servicecidrs" => self.service_cidrs = value.split_whitespace().map(str::to_owned).collect(),
+            "untranslated" => self.untranslated = value == "yes",
             "dedup" => self.dedup = value == "yes",
             "v1beta1" => self.v1beta1 = value == "yes",
             "clusterwide" => self.cluster_wide = value == "yes",

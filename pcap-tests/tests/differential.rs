@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use oracle::connections::{EntryPoint, Oracle};
+use oracle::connections::{EntryPoint, Oracle, flow_of};
 use oracle::policy::ClusterObjects;
 use penstock_pcap_tests::{CorpusCase, cases, real, root};
 use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
@@ -59,7 +59,11 @@ fn changes(case: &CorpusCase, step: &TimelineStep, cluster: &ClusterObjects) -> 
         let (kind, name) = text.split_once(' ').unwrap();
         let (namespace, name) = name.split_once('/').unwrap();
         let key = ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() };
-        ObjectChange::Delete(if kind == "Pod" { ObjectRef::Pod(key) } else { ObjectRef::NetworkPolicy(key) })
+        ObjectChange::Delete(match kind {
+            "Pod" => ObjectRef::Pod(key),
+            "Service" => ObjectRef::Service(key),
+            _ => ObjectRef::NetworkPolicy(key),
+        })
     });
     let paths: Vec<PathBuf> = step.apply.iter().map(path).collect();
     let applied = if paths.is_empty() { Vec::new() } else { objects(case, &paths) };
@@ -111,6 +115,9 @@ fn the_pipeline_and_the_oracle_agree_on_every_capture() {
         oracle.cluster.node = case.script.node.clone();
         oracle.cluster.cluster_wide = case.script.cluster_wide;
         oracle.cluster.objects = objects(&case, &[case.manifests()]);
+        oracle.cluster.translates = !case.script.untranslated;
+        oracle.cluster.service_blocks = case.script.service_cidrs.iter().map(|block| block.parse().unwrap()).collect();
+        oracle.translations.captured = case.packets().iter().filter_map(|(_, packet)| flow_of(&packet.frame)).collect();
         let mut steps = steps(&case).into_iter().peekable();
         let mut now = 0;
         for ((time, packet), line) in case.packets().iter().zip(&lines) {

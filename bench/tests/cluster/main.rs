@@ -5,6 +5,7 @@ mod control_plane;
 mod node;
 mod real_cluster;
 mod restarts;
+mod rolling;
 mod services;
 mod shell;
 mod uninstall;
@@ -22,7 +23,7 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 16] = [
+const TESTS: [(&str, Test); 17] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
@@ -31,6 +32,10 @@ const TESTS: [(&str, Test); 16] = [
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
     ("workers_translate_and_policy_is_for_the_backend", services::workers_translate_and_policy_is_for_the_backend),
+    (
+        "a_rolling_update_cuts_only_connections_of_ended_pods",
+        rolling::a_rolling_update_cuts_only_connections_of_ended_pods,
+    ),
     ("the_node_reaches_services", services::the_node_reaches_services),
     ("policy_holds_for_clients_of_a_node_port", services::policy_holds_for_clients_of_a_node_port),
     ("connections_outlast_a_killed_daemon", restarts::connections_outlast_a_killed_daemon),

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::time::{Duration, Instant};
 
 use penstock_admin::client::Client;
-use penstock_admin::types::{Flows, FlowsQuery, ServicesStatus};
+use penstock_admin::types::{Dump, Flows, FlowsQuery, ServicesStatus};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{Attach, Outside, PacketCapture};
 
@@ -285,6 +285,9 @@ fn a_connection_is_shown_with_its_service_and_backend_and_counted() {
     }
     assert!(flows("fd00:10:96::10").unwrap().flows.is_empty());
     assert!(flows("test/other").unwrap_err().to_string().contains("Service test/other is unknown"));
+    let bundle: Dump = Client::new(setup.fixture.admin()).unwrap().get("/v1/dump", &()).unwrap();
+    let listed = bundle.files.iter().find(|file| file.name == "services.json").expect("the bundle has the Services");
+    assert_eq!(listed.content.matches("\"service\": \"test/api:").count(), 10, "{}", listed.content);
     let metrics = setup.fixture.http(METRICS, "/metrics");
     for line in [
         "penstock_service_frontends 10.0",

@@ -17,6 +17,9 @@ use super::cluster::ManifestArgs;
 /// A packet enters by the port of its source address: a local pod's port, the host veth for the node, otherwise the uplink;
 /// or by the port that --ports gives for its interface. The verdict `kernel` is for what the XDP program leaves to the kernel:
 /// ARP, neighbour discovery, and on the uplink what is not for a local pod. Time is the capture's.
+///
+/// If the manifests have Services, what pods send to them is translated, and policy evaluated for the backend: the one that the
+/// captures show, or else the first that policy denies, so that what passes would pass with any of them.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
@@ -44,6 +47,12 @@ pub(super) struct Args {
     /// Count a packet that was captured in two places once
     #[arg(long)]
     dedup: bool,
+    /// Evaluate packets to cluster addresses as they are; otherwise they are translated, if the manifests have Services
+    #[arg(long)]
+    no_services: bool,
+    /// Blocks of cluster addresses, as the setting service_cidrs: there, an address that no Service has is dropped
+    #[arg(long, value_name = "CIDR", num_args = 1.., value_delimiter = ',')]
+    service_cidrs: Vec<ipnet::IpNet>,
     /// Write one JSON object per packet and line; - for standard output
     #[arg(long, value_name = "FILE")]
     verdicts: Option<PathBuf>,
@@ -91,6 +100,8 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         node: args.node,
         ports: ports.collect::<Result<_, _>>().map_err(Failure::bad_input)?,
         dedup: args.dedup,
+        untranslated: args.no_services,
+        service_cidrs: args.service_cidrs,
         timeline: args.timeline,
         compare: args.compare,
         outputs: OutputPaths { verdicts: args.verdicts, allowed: args.allowed, denied: args.denied },

@@ -74,13 +74,22 @@ impl ReplayDirectory {
 
 /// A capture of datagrams from web to db: seconds, source port, destination port.
 fn pcap(datagrams: &[(u32, u16, u16)]) -> Vec<u8> {
+    let between = |&(seconds, from, to)| (seconds, ([10, 0, 0, 1], from), ([10, 0, 0, 2], to));
+    capture(&datagrams.iter().map(between).collect::<Vec<_>>())
+}
+
+/// An address and a port.
+type End = ([u8; 4], u16);
+
+/// A capture of datagrams: seconds, source, destination.
+fn capture(datagrams: &[(u32, End, End)]) -> Vec<u8> {
     let mut file =
         [&0xa1b2_c3d4u32.to_le_bytes()[..], &[2, 0, 4, 0], &[0; 8], &[0xff, 0xff, 0, 0, 1, 0, 0, 0]].concat();
     for (seconds, from, to) in datagrams {
         let mut frame = Vec::new();
         etherparse::PacketBuilder::ethernet2([1; 6], [2; 6])
-            .ipv4([10, 0, 0, 1], [10, 0, 0, 2], 64)
-            .udp(*from, *to)
+            .ipv4(from.0, to.0, 64)
+            .udp(from.1, to.1)
             .write(&mut frame, b"question")
             .unwrap();
         let length = frame.len() as u32;
@@ -219,6 +228,137 @@ fn a_deny_rule_of_a_cluster_policy_is_named_counted_and_compared() {
         { "rule": "Admin-egress-guard-0", "connections": 1 },
     ]);
     assert_eq!(summary["rules"], hits, "{summary}");
+}
+
+const SERVICE: &str = r#"
+apiVersion: v1
+kind: Service
+metadata: { namespace: shop, name: names }
+spec:
+  clusterIP: 10.96.0.10
+  clusterIPs: [10.96.0.10]
+  selector: { app: db }
+  ports: [{ name: dns, protocol: UDP, port: 5353, targetPort: 53 }]
+"#;
+
+/// web asks the Service twice, each time answered by it, from the ports 40000 and 40001.
+fn asks_a_service() -> Vec<u8> {
+    let (service, web) = (([10, 96, 0, 10], 5353), [10, 0, 0, 1]);
+    capture(&[
+        (0, (web, 40000), service),
+        (1, service, (web, 40000)),
+        (10, (web, 40001), service),
+        (11, service, (web, 40001)),
+    ])
+}
+
+/// Some fields of each verdict.
+fn fields(output: &Output, names: &[&str]) -> Vec<String> {
+    let line = |line: &str| {
+        let value: serde_json::Value = serde_json::from_str(line).unwrap_or_else(|error| panic!("{line}: {error}"));
+        let field = |name: &&str| {
+            value.get(*name).map_or("absent".to_owned(), |it| it.as_str().map_or(it.to_string(), str::to_owned))
+        };
+        names.iter().map(field).collect::<Vec<_>>().join(" ")
+    };
+    text(&output.stdout).lines().map(line).collect()
+}
+
+#[test]
+fn packets_to_a_service_are_evaluated_for_its_derived_backend_unless_told_otherwise() {
+    let directory = ReplayDirectory::new();
+    directory.write("cluster/service.yaml", SERVICE.as_bytes());
+    directory.write("a.pcap", &asks_a_service());
+    let arguments = ["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "-"];
+    let output = directory.replay(&arguments);
+    let note = "penstock: no EndpointSlices: derived those of 1 Service from selectors and ready pods\n";
+    assert!(text(&output.stderr).starts_with(note), "{}", text(&output.stderr));
+    let of_service = |conn, src, dst, backends| {
+        format!("{src} {dst} allow {conn} shop-ingress-db-0 shop/names:dns shop/db 53 {backends}")
+    };
+    let names = ["src", "dst", "verdict", "conn", "rule", "service", "backend", "bport", "backends"];
+    let (web, service) = ("shop/web", "svc/shop/names");
+    let request = of_service("new", web, service, "allow");
+    let answer = of_service("established", service, web, "null");
+    assert_eq!(fields(&output, &names), [request.clone(), answer.clone(), request, answer]);
+    let summary = directory.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--summary", "json"]);
+    let summary: serde_json::Value = serde_json::from_slice(&summary.stdout).unwrap();
+    let counted = serde_json::json!([
+        { "service": "shop/names:dns", "allow": 2, "deny": 0, "partial": 0, "partly_denied": [] }
+    ]);
+    assert_eq!(summary["services"], counted);
+    assert_eq!(summary["connections"]["opened"], 2);
+
+    let as_they_are = directory.replay(&[&arguments[..], &["--no-services"]].concat());
+    assert!(!text(&as_they_are.stderr).contains("EndpointSlices"), "{}", text(&as_they_are.stderr));
+    let untranslated = "shop/web 10.96.0.10 allow new null absent absent absent absent";
+    assert_eq!(fields(&as_they_are, &names)[0], untranslated);
+
+    let wrong = directory.replay(&[&arguments[..], &["--service-cidrs", "10.96.0.0/99"]].concat());
+    assert_eq!(wrong.status.code(), Some(2));
+    assert!(text(&wrong.stderr).contains("10.96.0.0/99"), "{}", text(&wrong.stderr));
+}
+
+#[test]
+fn derived_backends_follow_the_pods_of_a_timeline() {
+    let directory = ReplayDirectory::new();
+    directory.write("cluster/service.yaml", SERVICE.as_bytes());
+    directory.write("a.pcap", &asks_a_service());
+    let pods = CLUSTER.replace("name: db,", "name: db2,").replace("10.0.0.2", "10.0.0.3");
+    let second = pods.split("---").find(|pod| pod.contains("db2")).unwrap();
+    directory.write("second.yaml", second.as_bytes());
+    directory.write("t.toml", b"[[step]]\nat = \"+5s\"\ndelete = [\"Pod shop/db\"]\napply = [\"second.yaml\"]\n");
+    let arguments = ["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "-", "--timeline", "t.toml"];
+    let names = ["verdict", "backend"];
+    let expected = ["allow shop/db", "allow shop/db", "allow shop/db2", "allow shop/db2"];
+    assert_eq!(fields(&directory.replay(&arguments), &names), expected);
+    // An EndpointSlice that is written counts instead, from then on.
+    directory.write(
+        "slice.yaml",
+        br#"
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: { namespace: shop, name: names-1, labels: { kubernetes.io/service-name: names } }
+addressType: IPv4
+ports: [{ name: dns, protocol: UDP, port: 54 }]
+endpoints: [{ addresses: [10.0.0.2], conditions: { ready: true } }]
+"#,
+    );
+    directory.write("t.toml", b"[[step]]\nat = \"+5s\"\napply = [\"slice.yaml\"]\n");
+    let names = ["verdict", "reason", "backend", "bport"];
+    let expected = [
+        "allow null shop/db 53",
+        "allow null shop/db 53",
+        "deny ingress_denied shop/db 54",
+        "deny no_connection absent absent",
+    ];
+    let found = fields(&directory.replay(&arguments), &names);
+    assert_eq!(found[..3], expected[..3]);
+    assert!(found[3].starts_with("deny no_connection"), "{}", found[3]);
+}
+
+#[test]
+fn a_comparison_finds_the_backend_that_a_policy_would_close() {
+    let directory = ReplayDirectory::new();
+    let second = CLUSTER.replace("name: db,", "name: db2,").replace("10.0.0.2", "10.0.0.3");
+    let second = second.split("---").find(|pod| pod.contains("db2")).unwrap();
+    let closed = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: { namespace: shop, name: db2 }\nspec:\n  \
+                  podSelector: { matchLabels: { tier: second } }\n";
+    let second = second.replace("app: db }", "app: db, tier: second }");
+    for (name, text) in [("cluster", ""), ("other", closed)] {
+        directory.write(&format!("{name}/pods.yaml"), CLUSTER.as_bytes());
+        directory.write(&format!("{name}/second.yaml"), second.as_bytes());
+        directory.write(&format!("{name}/service.yaml"), SERVICE.as_bytes());
+        directory.write(&format!("{name}/policy.yaml"), text.as_bytes());
+    }
+    directory.write("a.pcap", &asks_a_service());
+    let output = directory.replay(&["--manifests", "cluster", "--compare", "other", "--pcap", "a.pcap"]);
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
+    let row = "shop/web  svc/shop/names  UDP/5353  allow   deny ingress_denied";
+    assert!(text(&output.stdout).contains(row), "{}", text(&output.stdout));
+    let denied = directory.replay(&["--manifests", "other", "--pcap", "a.pcap"]);
+    let line = "  shop/web to shop/names:dns: denied 1 of 2: shop/db2\n";
+    assert!(text(&denied.stdout).contains(line), "{}", text(&denied.stdout));
 }
 
 #[test]

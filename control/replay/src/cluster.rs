@@ -5,15 +5,17 @@ use std::sync::Arc;
 
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
-use penstock_dataplane::packet::Address;
+use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::policy::RuleScope;
+use penstock_dataplane::services::{Destination, Frontend, FrontendKey, ServiceSet};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Object, ObjectChange, ObjectKey};
 use penstock_policy::render::tables::PodScope;
 use penstock_policy::state::{ClusterState, PodId, PodOrNode};
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::rules::RuleNames;
+use super::services::ServiceReading;
 
 /// The host port: into the node's own stack.
 pub const HOST: PortId = PortId(0);
@@ -42,7 +44,12 @@ pub struct ReplayCluster {
     engine: Engine,
     scope: PodScope,
     snapshot: Snapshot,
+    services: ServiceReading,
     names: FxHashMap<Address, Box<str>>,
+    /// Of the cluster addresses that are translated.
+    service_names: FxHashMap<Address, Box<str>>,
+    /// Of all Services.
+    backends: FxHashSet<Address>,
     ports: FxHashMap<ObjectKey, PortId>,
     rules: RuleNames,
 }
@@ -68,12 +75,25 @@ impl ReplayCluster {
             engine,
             scope,
             snapshot: Snapshot::default(),
+            services: ServiceReading::default(),
             names: FxHashMap::default(),
+            service_names: FxHashMap::default(),
+            backends: FxHashSet::default(),
             ports: FxHashMap::default(),
             rules: RuleNames::default(),
         };
         cluster.update_rules()?;
         Ok(cluster)
+    }
+
+    /// The same cluster with another treatment of its Services, which a new cluster leaves untranslated.
+    ///
+    /// # Errors
+    /// There are too many pods.
+    pub fn with_services(mut self, services: ServiceReading) -> Result<Self, ClusterError> {
+        self.services = services;
+        self.update_rules()?;
+        Ok(self)
     }
 
     /// Applies changes atomically. Returns the addresses whose owner changed: connections of the previous owner must not
@@ -96,7 +116,15 @@ impl ReplayCluster {
         let epoch = self.snapshot.epoch.next();
         let forwarding = self.forwarding()?;
         self.engine.set_local(&forwarding);
-        self.snapshot = Snapshot::new(epoch, self.engine.policy_set().clone(), forwarding);
+        let services = self.services.translates.then(|| self.engine.service_set().clone());
+        self.service_names.clear();
+        self.backends.clear();
+        for (key, frontend) in services.iter().flat_map(|services| services.iter()) {
+            let service = frontend.name.split(':').next().unwrap_or_default();
+            self.service_names.insert(key.address, format!("svc/{service}").into());
+            self.backends.extend(frontend.backends.iter().chain(&*frontend.serving).map(|backend| backend.address));
+        }
+        self.snapshot = Snapshot::new(epoch, self.engine.policy_set().clone(), forwarding).with_services(services);
         self.names = names(self.engine.state());
         self.rules.update_rules(&self.engine);
         Ok(())
@@ -118,7 +146,8 @@ impl ReplayCluster {
         });
         // The objects do not describe the node's own tunnels.
         let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, nodes, []);
-        let mut forwarding = Forwarding::new(node).with_encapsulation(Arc::new(encapsulation));
+        let mut forwarding =
+            Forwarding::new(node).with_encapsulation(Arc::new(encapsulation)).with_services(&self.services.blocks);
         let mut insert = |id: PortId, kind, addresses: Vec<Address>| {
             let mac = |end| Mac([2, 0, 0, end, (id.0 >> 8) as u8, id.0 as u8]);
             // Captured packets may exceed a link's MTU: the kernel had not segmented them yet.
@@ -161,10 +190,44 @@ impl ReplayCluster {
         &self.rules
     }
 
-    /// The owner of an address: `namespace/name` of a pod, `node:name` of a node.
+    /// The owner of an address: `namespace/name` of a pod, `node:name` of a node, `svc/namespace/name` of a Service whose
+    /// packets are translated.
     #[inline]
     pub fn name(&self, address: Address) -> Option<&str> {
-        self.names.get(&address).map(|name| &**name)
+        self.names.get(&address).or_else(|| self.service_names.get(&address)).map(|name| &**name)
+    }
+
+    /// The owner of an address, or else the address.
+    pub(super) fn display_name(&self, address: Address) -> String {
+        self.name(address).map_or_else(|| IpAddr::from(address).to_string(), str::to_owned)
+    }
+
+    /// Whether packets to Services are translated.
+    #[inline]
+    pub fn translates(&self) -> bool {
+        self.snapshot.services.is_some()
+    }
+
+    /// Whether packets to this address are translated.
+    #[inline]
+    pub(super) fn is_service(&self, address: Address) -> bool {
+        let is_known = |services: &ServiceSet| services.find(address, Protocol::TCP, 0) != Destination::NotService;
+        self.snapshot.services.as_ref().is_some_and(is_known)
+    }
+
+    /// Whether a Service has a backend with this address.
+    #[inline]
+    pub(super) fn is_backend(&self, address: Address) -> bool {
+        self.backends.contains(&address)
+    }
+
+    /// The Service's port that a client sends to with this flow; `None` for an address that the node has itself.
+    pub(super) fn frontend(&self, flow: &Flow) -> Option<&Arc<Frontend>> {
+        if self.snapshot.forwarding.is_node(flow.dst) {
+            return None;
+        }
+        let key = FrontendKey { address: flow.dst, protocol: flow.protocol, port: flow.dst_port };
+        self.snapshot.services.as_ref()?.frontend(&key)
     }
 
     /// The port of a local pod.

@@ -2,7 +2,8 @@
 //!
 //! [`capture`] reads a packet as an Ethernet frame, [`player`] finds its ingress port and evaluates it in a [`batch`],
 //! `sinks` write the result. A [`cluster`] makes tables and ports from manifests, a [`timeline`] changes them during the
-//! replay, [`compare`] evaluates the same packets under a second one. [`connections`] lists the connections of captures.
+//! replay, [`compare`] evaluates the same packets under a second one. [`services`] finds the backends of connections to Services.
+//! [`connections`] lists the connections of captures.
 //!
 //! Pipeline and connection table come from `penstock-dataplane`, tables from `penstock-policy`, manifests from
 //! `penstock-sources`. No socket and no daemon is needed. The `penstock` command, the capture tests and the benchmarks use
@@ -19,11 +20,13 @@ pub mod connections;
 mod dedup;
 pub mod kernel;
 mod line;
+mod objects;
 mod output;
 pub mod player;
 mod ports;
 mod rules;
 mod run;
+pub mod services;
 mod sinks;
 pub mod summary;
 pub mod timeline;

@@ -4,7 +4,6 @@
 //! escaped when they are created.
 
 use std::fmt::Write as _;
-use std::net::IpAddr;
 
 use penstock_dataplane::packet::{Address, Flow, Packet, Protocol};
 use rustc_hash::FxHashMap;
@@ -12,7 +11,7 @@ use rustc_hash::FxHashMap;
 use super::capture::{SECOND, Time};
 use super::cluster::ReplayCluster;
 use super::kernel::addresses;
-use super::player::{ConnectionState, Decision};
+use super::player::{ConnectionState, Decision, ServicePacket};
 use super::rules::Rules;
 
 /// A packet and its evaluation: the content of a line.
@@ -31,6 +30,8 @@ pub(super) struct EvaluatedPacket<'a> {
     pub(super) connection_state: Option<ConnectionState>,
     /// The rules that allow its connection, or the one that denies it.
     pub(super) rules: Rules,
+    /// What it has to do with a Service.
+    pub(super) service: Option<ServicePacket>,
 }
 
 /// Writes lines. Caches text that repeats: the second of the time, and addresses.
@@ -97,7 +98,28 @@ impl VerdictLineWriter {
         }
         line.extend_from_slice(b",\"conn\":");
         quoted(evaluated.connection_state.map(ConnectionState::name), line);
+        if let Some(packet) = &evaluated.service {
+            self.service(packet, cluster, line);
+        }
         line.extend_from_slice(b"}\n");
+    }
+
+    /// The fields of a packet to or from a Service.
+    fn service(&mut self, packet: &ServicePacket, cluster: &ReplayCluster, line: &mut Vec<u8>) {
+        line.extend_from_slice(b",\"service\":");
+        // A name of Kubernetes, which needs no escape.
+        quoted(Some(&*packet.service).filter(|name| !name.is_empty()), line);
+        line.extend_from_slice(b",\"backend\":");
+        match packet.backend {
+            Some(backend) => {
+                self.address(backend.address, cluster, line);
+                line.extend_from_slice(b",\"bport\":");
+                decimal(u64::from(backend.port), line);
+            }
+            None => line.extend_from_slice(b"null,\"bport\":null"),
+        }
+        line.extend_from_slice(b",\"backends\":");
+        quoted(packet.reach.map(|reach| reach.name()), line);
     }
 
     /// RFC 3339 with nanoseconds.
@@ -127,8 +149,7 @@ impl VerdictLineWriter {
         if self.addresses.len() >= ADDRESSES_KEPT {
             self.addresses.clear();
         }
-        let name = cluster.name(address).map_or_else(|| IpAddr::from(address).to_string(), str::to_owned);
-        let text = serde_json::Value::from(name).to_string().into_boxed_str();
+        let text = serde_json::Value::from(cluster.display_name(address)).to_string().into_boxed_str();
         line.extend_from_slice(text.as_bytes());
         self.addresses.insert(address, text);
     }

@@ -5,9 +5,12 @@ use std::time::Duration;
 
 use penstock_dataplane::conntrack::{Config, ConnTable, OpenError, SweepCursor, Timestamp};
 use penstock_dataplane::forward::{PortId, PortKind};
-use penstock_dataplane::packet::{Flow, Packet, Transport, parse, quoted_flow};
-use penstock_dataplane::pipeline::{BATCH, DropReason, EvaluationReason, Observer, Pipeline, PipelineMode, Verdict};
-use penstock_dataplane::policy::{Direction, EvaluationForm, PolicyVerdict};
+use penstock_dataplane::packet::{Address, Flow, Packet, Transport, parse, quoted_flow, translate};
+use penstock_dataplane::pipeline::{
+    BATCH, DropReason, EvaluationReason, Frames, Observer, Pipeline, PipelineMode, ServiceConnection, Verdict,
+};
+use penstock_dataplane::policy::{Direction, EvaluationForm, PolicySet, PolicyVerdict};
+use penstock_dataplane::services::{Backend, Frontend};
 use penstock_policy::model::ObjectChange;
 use penstock_xdp_redirect::XdpOutcome;
 
@@ -16,12 +19,17 @@ use super::capture::Time;
 use super::cluster::{ClusterError, HOST, ReplayCluster, UPLINK};
 use super::kernel::{addresses, passed_to_kernel};
 use super::rules::Rules;
+use super::services::{BackendChoice, Reach, ServiceCounters, ShownBackends, TurnedDatagrams};
 
 /// Where a packet enters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum EntryPoint {
     /// A worker receives it from this port.
     Port(PortId),
+    /// A worker received it from this port with this flow, and the capture shows it behind its translation for a Service.
+    Turned(PortId, Flow),
+    /// A worker never receives it: it is an answer of a Service's port to a client that has no connection there.
+    Unasked,
     /// No worker receives it; the outcome says why.
     Kernel(XdpOutcome),
 }
@@ -59,7 +67,14 @@ struct PolicyEvaluation {
     evaluation_reason: EvaluationReason,
 }
 
-struct VerdictObserver<'a>(&'a mut Vec<PolicyEvaluation>);
+/// What the pipeline asks and tells while it processes a batch.
+struct VerdictObserver<'a> {
+    evaluations: &'a mut Vec<PolicyEvaluation>,
+    choices: &'a mut Vec<BackendChoice>,
+    shown: &'a ShownBackends,
+    policy: &'a PolicySet,
+    time: Time,
+}
 
 impl Observer for VerdictObserver<'_> {
     #[inline]
@@ -71,7 +86,16 @@ impl Observer for VerdictObserver<'_> {
         _: EvaluationForm,
         evaluation_reason: EvaluationReason,
     ) {
-        self.0.push(PolicyEvaluation { index, flow: *flow, policy_verdict: *policy_verdict, evaluation_reason });
+        let evaluation = PolicyEvaluation { index, flow: *flow, policy_verdict: *policy_verdict, evaluation_reason };
+        self.evaluations.push(evaluation);
+    }
+
+    fn backend(&mut self, index: usize, flow: &Flow, frontend: &Frontend, last: Option<Backend>) -> Option<Backend> {
+        let (place, known) = ((index, self.time), (self.shown, self.policy));
+        let choice = BackendChoice::new(place, (flow, frontend), last, known)?;
+        let backend = choice.backend;
+        self.choices.push(choice);
+        Some(backend)
     }
 }
 
@@ -107,6 +131,24 @@ pub struct Player {
     verdicts: [Verdict; BATCH],
     evaluations: Vec<PolicyEvaluation>,
     counters: PacketCounters,
+    shown: Arc<ShownBackends>,
+    /// Of the last batch.
+    choices: Vec<BackendChoice>,
+    services: ServiceCounters,
+    turned: TurnedDatagrams,
+    /// Whether a packet to or from a Service was met.
+    has_met_services: bool,
+}
+
+/// What a packet has to do with a Service.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct ServicePacket {
+    /// The Service's port; empty if there is none any more.
+    pub(super) service: Arc<str>,
+    /// The backend, if it has one.
+    pub(super) backend: Option<Backend>,
+    /// If it opens a connection: what policy says of the backends that it may get.
+    pub(super) reach: Option<Reach>,
 }
 
 impl Player {
@@ -125,13 +167,28 @@ impl Player {
             verdicts: [Verdict::Drop(DropReason::NotReady); BATCH],
             evaluations: Vec::with_capacity(2 * BATCH),
             counters: PacketCounters::default(),
+            shown: Arc::default(),
+            choices: Vec::new(),
+            services: ServiceCounters::default(),
+            turned: TurnedDatagrams::default(),
+            has_met_services: false,
         })
+    }
+
+    /// Sets the backends that the captures show.
+    pub(super) fn showing(self, shown: Arc<ShownBackends>) -> Self {
+        Self { shown, ..self }
     }
 
     /// The current cluster.
     #[inline]
     pub fn cluster(&self) -> &ReplayCluster {
         &self.cluster
+    }
+
+    /// The connections to Services so far.
+    pub(super) fn services(&self) -> &ServiceCounters {
+        &self.services
     }
 
     /// The counts so far.
@@ -155,16 +212,11 @@ impl Player {
     /// node sends to something other than a pod crosses no worker.
     #[inline]
     pub fn entry_point(&self, port: Option<PortId>, frame: &[u8]) -> EntryPoint {
+        if let Some(turned) = self.turned(frame) {
+            return turned;
+        }
         let forwarding = &self.cluster.snapshot().forwarding;
-        let by_source = || match addresses(frame) {
-            Some((from, to)) => match forwarding.pod_port(from) {
-                Some(port) => Ok(port),
-                None if !forwarding.is_node(from) => Ok(UPLINK),
-                None if forwarding.pod_port(to).is_some() => Ok(HOST),
-                None => Err(XdpOutcome::NotLocal),
-            },
-            None => Ok(UPLINK),
-        };
+        let by_source = || addresses(frame).map_or(Ok(UPLINK), |(from, to)| self.port_by_source(from, to));
         let port = match port.map_or_else(by_source, Ok) {
             Ok(port) => port,
             Err(outcome) => {
@@ -178,19 +230,78 @@ impl Player {
         }
     }
 
+    /// The port where what `from` sends to `to` enters.
+    fn port_by_source(&self, from: Address, to: Address) -> Result<PortId, XdpOutcome> {
+        let forwarding = &self.cluster.snapshot().forwarding;
+        match forwarding.pod_port(from) {
+            Some(port) => Ok(port),
+            None if !forwarding.is_node(from) => Ok(UPLINK),
+            None if forwarding.pod_port(to).is_some() => Ok(HOST),
+            None => Err(XdpOutcome::NotLocal),
+        }
+    }
+
+    /// Where a frame entered that the capture shows behind its translation, if it does. The interface of the capture is then
+    /// where the packet left. What the table has forgotten, or policy has denied, has no answer either.
+    fn turned(&self, frame: &[u8]) -> Option<EntryPoint> {
+        if !self.has_met_services {
+            return None;
+        }
+        let packet = parse(frame).ok().filter(|packet| !matches!(packet.transport, Transport::IcmpError { .. }))?;
+        let received = if packet.transport == Transport::LaterFragment {
+            self.turned.find(&packet)?
+        } else if let Some(connection) = ServiceConnection::find(&self.table, &packet.flow, self.now) {
+            connection.received?
+        } else {
+            let is_answer = self.cluster.frontend(&packet.flow.reversed()).is_some();
+            let is_known = self.table.find(&self.table.prepare(&packet.flow), self.now).is_some();
+            return (is_answer && !is_known).then_some(EntryPoint::Unasked);
+        };
+        let port = self.port_by_source(received.src, received.dst).ok()?;
+        Some(EntryPoint::Turned(port, received))
+    }
+
+    /// Whether the entry point of a frame depends on the packets before it, which then must be played first.
+    #[inline]
+    pub(super) fn depends_on_connections(&mut self, frame: &[u8]) -> bool {
+        if !self.cluster.translates() {
+            return false;
+        }
+        let Some((from, to)) = addresses(frame) else { return false };
+        let is_of_service = self.cluster.is_service(from) || self.cluster.is_service(to);
+        self.has_met_services |= is_of_service;
+        is_of_service || self.has_met_services && (self.cluster.is_backend(from) || self.cluster.is_backend(to))
+    }
+
     /// Evaluates a batch that entered at `entry` at `time`, and rewrites the packets that pass.
     pub fn play(&mut self, entry: EntryPoint, time: Time, batch: &mut PacketBatch) {
         self.evaluations.clear();
+        self.choices.clear();
         let port = match entry {
             EntryPoint::Kernel(outcome) => {
                 self.counters.kernel[outcome as usize] += batch.packets().len() as u64;
                 return;
             }
             EntryPoint::Port(port) => port,
+            EntryPoint::Unasked => {
+                self.verdicts.fill(Verdict::Drop(DropReason::NoConnection));
+                self.counters.denied[DropReason::NoConnection as usize] += batch.packets().len() as u64;
+                return;
+            }
+            EntryPoint::Turned(port, received) => {
+                self.turn_back(batch, received);
+                port
+            }
         };
         self.advance(time);
         let snapshot = self.cluster.snapshot();
-        let observer = &mut VerdictObserver(&mut self.evaluations);
+        let observer = &mut VerdictObserver {
+            evaluations: &mut self.evaluations,
+            choices: &mut self.choices,
+            shown: &self.shown,
+            policy: &snapshot.policy,
+            time,
+        };
         self.pipeline.process_batch(snapshot, self.now, port, batch, &mut self.verdicts, observer);
         for verdict in &self.verdicts[..batch.packets().len()] {
             match verdict {
@@ -201,7 +312,20 @@ impl Player {
         self.count_connections();
     }
 
+    /// Writes the flow with which a worker received them into packets that are captured behind their translation.
+    fn turn_back(&mut self, batch: &mut PacketBatch, received: Flow) {
+        for index in 0..batch.len() {
+            let frame = batch.bytes(index);
+            let Ok(packet) = parse(frame) else { continue };
+            self.turned.note(&packet, received);
+            translate(frame, &packet, &received, None);
+        }
+    }
+
     fn count_connections(&mut self) {
+        for choice in &self.choices {
+            self.services.count(choice, |address| self.cluster.display_name(address));
+        }
         let (snapshot, rules) = self.cluster.parts();
         for PolicyEvaluation { index, flow, policy_verdict, evaluation_reason } in &self.evaluations {
             match evaluation_reason {
@@ -229,7 +353,7 @@ impl Player {
     pub fn decision(&self, entry: EntryPoint, index: usize) -> Decision {
         match entry {
             EntryPoint::Kernel(outcome) => Decision::Kernel(outcome),
-            EntryPoint::Port(_) => match self.verdicts[index] {
+            EntryPoint::Port(_) | EntryPoint::Turned(..) | EntryPoint::Unasked => match self.verdicts[index] {
                 Verdict::Forward(_) => Decision::Allow,
                 Verdict::Drop(reason) => Decision::Deny(reason),
             },
@@ -245,7 +369,9 @@ impl Player {
         frame: &[u8],
     ) -> (Option<ConnectionState>, Rules) {
         let none = (None, Rules::default());
-        let EntryPoint::Port(_) = entry else { return none };
+        if let EntryPoint::Kernel(_) = entry {
+            return none;
+        }
         let verdict = self.verdicts[index];
         if verdict == Verdict::Drop(DropReason::ConnectionRevoked) {
             return (Some(ConnectionState::Revoked), Rules::default());
@@ -280,17 +406,41 @@ impl Player {
     /// The rules that allow a packet's connection: evaluates the policy again, in the connection's direction.
     fn rules_of(&mut self, packet: &Packet, frame: &[u8]) -> Rules {
         let Some(flow) = self.original_flow(packet, frame) else { return Rules::default() };
+        let to_service = ServiceConnection::find(&self.table, &flow, self.now);
         let (snapshot, rules) = self.cluster.parts();
-        rules.of(&snapshot.policy, &snapshot.policy.evaluate(&flow))
+        let policy_verdict = match to_service {
+            Some(connection) => connection.evaluate(&snapshot.policy),
+            None => snapshot.policy.evaluate(&flow),
+        };
+        rules.of(&snapshot.policy, &policy_verdict)
     }
 
-    /// The flow of the packet that opened this one's connection.
+    /// The flow of the packet that opened this one's connection; of one to a Service as its client sent it.
     pub fn original_flow(&self, packet: &Packet, frame: &[u8]) -> Option<Flow> {
         let found = match packet.transport {
             Transport::IcmpError { quoted_at } => self.table.related(&quoted_flow(frame, packet, quoted_at)?, self.now),
             _ => self.table.find(&self.table.prepare(&packet.flow), self.now),
         };
-        found.map(|connection| connection.original_flow())
+        let flow = found?.original_flow();
+        Some(ServiceConnection::find(&self.table, &flow, self.now).map_or(flow, |connection| connection.frontend))
+    }
+
+    /// What packet `index` of the last batch has to do with a Service. Valid until the next batch.
+    pub(super) fn service(&self, index: usize, packet: &Packet, frame: &[u8]) -> Option<ServicePacket> {
+        if !self.has_met_services {
+            return None;
+        }
+        let flow = self.original_flow(packet, frame).unwrap_or(packet.flow);
+        let choice = self.choices.iter().rfind(|choice| choice.index == index);
+        let connection = ServiceConnection::find(&self.table, &flow, self.now);
+        let sent = connection.map_or(flow, |connection| connection.frontend);
+        let frontend = self.cluster.frontend(&sent).or_else(|| self.cluster.frontend(&sent.reversed()));
+        let service = choice.map(|choice| &choice.service).or(frontend.map(|frontend| &frontend.name)).cloned();
+        if service.is_none() && connection.is_none() {
+            return None;
+        }
+        let backend = connection.map(|connection| connection.backend()).or(choice.map(|choice| choice.backend));
+        Some(ServicePacket { service: service.unwrap_or_default(), backend, reach: choice.map(BackendChoice::reach) })
     }
 
     /// Sets the clock to the capture's time; it never runs backwards.

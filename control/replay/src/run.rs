@@ -2,23 +2,27 @@
 
 use std::io::IsTerminal;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use ipnet::IpNet;
 use penstock_dataplane::conntrack;
-use penstock_dataplane::packet::parse;
+use penstock_dataplane::packet::{Address, parse};
 use penstock_dataplane::policy::RuleScope;
-use penstock_policy::model::Object;
-use penstock_sources::manifest::{self, ManifestErrors, read_manifests};
+use penstock_sources::manifest::{self, ManifestErrors};
+use rustc_hash::FxHashSet;
 
 use super::batch::PacketBatch;
 use super::capture::{CaptureError, Captures, Record};
 use super::cluster::{ClusterError, ReplayCluster};
 use super::compare::{Comparison, PacketOutcome};
 use super::dedup::Deduplicator;
+use super::objects::ReplayObjects;
 use super::output::OutputError;
 use super::player::{Decision, EntryPoint, Player, fill_up};
 use super::ports::{Mapping, PortMap, PortMappingError};
+use super::services::{ServiceReading, ShownBackends};
 use super::sinks::{OutputPaths, Sinks};
 use super::summary::{InputCounts, Summary};
 use super::timeline::{Timeline, TimelineError};
@@ -40,6 +44,11 @@ pub struct ReplayOptions {
     pub ports: Vec<Mapping>,
     /// Whether a packet captured at two places counts once.
     pub dedup: bool,
+    /// Whether packets to cluster addresses are evaluated as they are. Otherwise they are translated, if a manifest has a Service
+    /// with such an address.
+    pub untranslated: bool,
+    /// The blocks of cluster addresses, as the setting `service_cidrs`.
+    pub service_cidrs: Vec<IpNet>,
     /// Changes of manifests during the replay.
     pub timeline: Option<PathBuf>,
     /// A second set of manifests to compare with; empty for none.
@@ -92,14 +101,25 @@ pub enum ReplayError {
 /// # Errors
 /// An input is invalid or an output cannot be written. Leaves no output then.
 pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
-    let objects = read_objects(&options.manifests, options)?;
+    let objects = ReplayObjects::read(&options.manifests, &options.reading)?;
     let timeline = options.timeline.as_deref().map(|file| Timeline::read(file, &objects, &options.reading));
     let timeline = timeline.transpose()?.unwrap_or_default();
-    let before = ReplayRun::new(objects, options)?;
-    let after = match options.compare.as_slice() {
+    let other = match options.compare.as_slice() {
         [] => None,
-        paths => Some((ReplayRun::new(read_objects(paths, options)?, options)?, Comparison::default())),
+        paths => Some(ReplayObjects::read(paths, &options.reading)?),
     };
+    let services: FxHashSet<Address> = if options.untranslated {
+        FxHashSet::default()
+    } else {
+        let compared = other.iter().flat_map(ReplayObjects::service_addresses);
+        objects.service_addresses().chain(compared).chain(timeline.service_addresses()).collect()
+    };
+    let reading = ServiceReading { translates: !services.is_empty(), blocks: options.service_cidrs.clone() };
+    let shown = Arc::new(ShownBackends::read(&options.captures, &services)?);
+    let new = |objects: &ReplayObjects| ReplayRun::new(objects, options, &reading, &shown);
+    let before = new(&objects)?;
+    let after = other.as_ref().map(|other| Ok::<_, ReplayError>((new(other)?, Comparison::default()))).transpose()?;
+    let derived: Vec<usize> = std::iter::once(&objects).chain(&other).map(|objects| objects.derived().1).collect();
     let captures = Captures::open(&options.captures)?;
     let sinks = Sinks::create(&options.outputs)?;
     let run = Replay {
@@ -114,13 +134,19 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
         batch: PacketBatch::default(),
         originals: PacketBatch::default(),
         key: None,
+        notes: derived.into_iter().filter_map(|derived| note_derived(derived, &reading)).collect(),
     };
     run.play_all(options)
 }
 
-fn read_objects(paths: &[PathBuf], options: &ReplayOptions) -> Result<Vec<Object>, ManifestErrors> {
-    let manifests = read_manifests(paths, &options.reading)?;
-    Ok(manifests.documents.into_iter().map(|document| document.object).collect())
+/// That EndpointSlices were derived, if they matter.
+fn note_derived(services: usize, reading: &ServiceReading) -> Option<String> {
+    let services = match services {
+        0 => return None,
+        1 => "1 Service".to_owned(),
+        services => format!("{services} Services"),
+    };
+    reading.translates.then(|| format!("no EndpointSlices: derived those of {services} from selectors and ready pods"))
 }
 
 /// One set of objects and its player.
@@ -130,10 +156,16 @@ struct ReplayRun {
 }
 
 impl ReplayRun {
-    fn new(objects: Vec<Object>, options: &ReplayOptions) -> Result<Self, ReplayError> {
-        let cluster = ReplayCluster::new(objects, options.node.as_deref(), options.reach)?;
+    fn new(
+        objects: &ReplayObjects,
+        options: &ReplayOptions,
+        reading: &ServiceReading,
+        shown: &Arc<ShownBackends>,
+    ) -> Result<Self, ReplayError> {
+        let cluster = ReplayCluster::new(objects.all(), options.node.as_deref(), options.reach)?;
+        let cluster = cluster.with_services(reading.clone())?;
         let ports = PortMap::new(&options.ports, &cluster)?;
-        Ok(Self { player: Player::new(cluster, &options.connections)?, ports })
+        Ok(Self { player: Player::new(cluster, &options.connections)?.showing(Arc::clone(shown)), ports })
     }
 
     #[inline]
@@ -164,6 +196,8 @@ struct Replay {
     /// The batch before processing.
     originals: PacketBatch,
     key: Option<PacketKey>,
+    /// Notes about the input.
+    notes: Vec<String>,
     progress: ProgressDisplay,
 }
 
@@ -189,6 +223,9 @@ impl Replay {
                 self.before.ports = PortMap::new(&options.ports, self.before.player.cluster())?;
                 self.sinks.forget_names();
             }
+            if self.depends_on_connections(start) {
+                start = self.flush(start)?;
+            }
             let key = self.key_of(&record, start);
             if self.batch.is_full() || self.key.is_some_and(|current| current != key) {
                 start = self.flush(start)?;
@@ -204,7 +241,7 @@ impl Replay {
         Ok(ReplayReport {
             summary: Summary::new(self.input, &self.before.player),
             comparison: self.after.map(|(_, comparison)| comparison),
-            notes: notes(&self.captures).into_iter().chain(note_remaining(&self.timeline)).collect(),
+            notes: self.notes.into_iter().chain(notes(&self.captures)).chain(note_remaining(&self.timeline)).collect(),
         })
     }
 
@@ -214,6 +251,14 @@ impl Replay {
         let duplicate = dedup.is_duplicate(record.time, record.interface, &self.batch.bytes()[start..]);
         self.input.duplicates += u64::from(duplicate);
         duplicate
+    }
+
+    /// Whether where a packet enters depends on the packets before it.
+    #[inline]
+    fn depends_on_connections(&mut self, start: usize) -> bool {
+        let frame = &self.batch.bytes()[start..];
+        let of_second = self.after.as_mut().is_some_and(|(side, _)| side.player.depends_on_connections(frame));
+        self.before.player.depends_on_connections(frame) || of_second
     }
 
     #[inline]
@@ -231,7 +276,8 @@ impl Replay {
     fn flush(&mut self, start: usize) -> Result<usize, ReplayError> {
         let Some(key) = self.key.filter(|_| !self.batch.is_empty()) else { return Ok(start) };
         let time = self.batch.packets()[0].record.time;
-        if self.sinks.writes_captures() {
+        let is_translated = self.before.player.cluster().translates();
+        if self.sinks.writes_captures() || is_translated {
             self.originals.copy_from(&self.batch);
         }
         match &mut self.after {
@@ -242,7 +288,8 @@ impl Replay {
                 copy.copy_from(&self.batch);
                 self.before.player.play(key.before, time, &mut self.batch);
                 after.player.play(entry, time, &mut copy);
-                compare((&mut self.before.player, key.before), (&mut after.player, entry), &self.batch, comparison);
+                let batch = if is_translated { &self.originals } else { &self.batch };
+                compare((&mut self.before.player, key.before), (&mut after.player, entry), batch, comparison);
             }
         }
         if !self.sinks.is_empty() {

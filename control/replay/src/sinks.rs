@@ -69,7 +69,8 @@ impl Sinks {
         self.lines.forget_names();
     }
 
-    /// Writes the last batch. `originals` holds its frames before processing, if captures are written.
+    /// Writes the last batch. `originals` holds its frames before processing, if captures are written or Services
+    /// translated.
     pub(super) fn write_verdict(
         &mut self,
         entry: EntryPoint,
@@ -78,13 +79,15 @@ impl Sinks {
         player: &mut Player,
         interfaces: &[CaptureInterface],
     ) -> Result<(), OutputError> {
-        for (index, member) in batch.packets().iter().enumerate() {
-            let frame = batch.frame(member);
+        let captured = if player.cluster().translates() { originals } else { batch };
+        for (index, member) in captured.packets().iter().enumerate() {
+            let frame = captured.frame(member);
             let packet = parse(frame).ok();
             let (connection_state, rules) = match &packet {
                 Some(packet) => player.connection_state(entry, index, packet, frame),
                 None => Default::default(),
             };
+            let service = packet.as_ref().and_then(|packet| player.service(index, packet, frame));
             let decision = player.decision(entry, index);
             let capture = match decision {
                 Decision::Allow => &mut self.allowed,
@@ -108,7 +111,8 @@ impl Sinks {
             if let Some(output) = &mut self.verdicts {
                 let (number, time) = (member.number, member.record.time);
                 let packet = packet.as_ref();
-                let evaluated = EvaluatedPacket { number, time, frame, packet, decision, connection_state, rules };
+                let evaluated =
+                    EvaluatedPacket { number, time, frame, packet, decision, connection_state, rules, service };
                 self.text.clear();
                 self.lines.write(&evaluated, player.cluster(), &mut self.text);
                 output.write(&self.text)?;

@@ -8,6 +8,7 @@ use penstock_xdp_redirect::XdpOutcome;
 use serde::Serialize;
 
 use super::player::Player;
+use super::services::{PartlyDenied, ServiceCount};
 
 /// The counts of a replay. Serializes as the command's JSON.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -28,6 +29,9 @@ pub struct Summary {
     pub rules: Vec<RuleHits>,
     /// Rules that decided none.
     pub never_hit: Vec<String>,
+    /// Connections to Services, by port; `None` if packets to Services were not translated.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub services: Option<Vec<ServiceCount>>,
 }
 
 /// Packets by verdict.
@@ -106,6 +110,7 @@ impl Summary {
             reasons,
             rules: hit.into_iter().map(|(rule, connections)| RuleHits { rule: rule.to_owned(), connections }).collect(),
             never_hit: never.into_iter().map(|(rule, _)| rule.to_owned()).collect(),
+            services: player.cluster().translates().then(|| player.services().counts()),
         }
     }
 }
@@ -142,8 +147,28 @@ impl fmt::Display for Summary {
             writeln!(f, "\nrules never hit")?;
             self.never_hit.iter().try_for_each(|rule| writeln!(f, "  {rule}"))?;
         }
-        Ok(())
+        self.services.as_deref().map_or(Ok(()), |services| write_services(f, services))
     }
+}
+
+/// Connections to Services, by what policy says of their backends.
+fn write_services(f: &mut fmt::Formatter<'_>, services: &[ServiceCount]) -> fmt::Result {
+    if services.is_empty() {
+        return writeln!(f, "\nServices are translated; no packet opens a connection to one");
+    }
+    let width = services.iter().map(|count| count.service.len()).max().unwrap_or(0).max("service".len());
+    writeln!(f, "\n{:<width$}  {:>10}  {:>10}  {:>10}", "service", "allow", "partial", "deny")?;
+    for count in services {
+        let [allow, partial, deny] = [count.allow, count.partial, count.deny].map(grouped);
+        writeln!(f, "{:<width$}  {allow:>10}  {partial:>10}  {deny:>10}", count.service)?;
+    }
+    for count in services {
+        for PartlyDenied { client, backends, denied } in &count.partly_denied {
+            let (number, names) = (denied.len(), denied.join(", "));
+            writeln!(f, "  {client} to {}: denied {number} of {backends}: {names}", count.service)?;
+        }
+    }
+    Ok(())
 }
 
 fn columns(

@@ -15,14 +15,15 @@
 //!
 //! Paths are relative to the file.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
-use penstock_sources::manifest::{ManifestErrors, Options, read_manifests};
+use penstock_dataplane::packet::Address;
+use penstock_policy::model::{ObjectChange, ObjectKey, ObjectRef};
+use penstock_sources::manifest::{ManifestErrors, Options};
 use serde::Deserialize;
 
 use super::capture::Time;
+use super::objects::ReplayObjects;
 
 /// Why a timeline is invalid.
 #[derive(Debug, thiserror::Error)]
@@ -64,6 +65,8 @@ pub struct Timeline {
     file: PathBuf,
     steps: Vec<TimelineStep>,
     next: usize,
+    /// Cluster addresses of the Services of all steps.
+    service_addresses: Vec<Address>,
 }
 
 #[derive(Debug)]
@@ -103,13 +106,13 @@ impl Timeline {
     ///
     /// # Errors
     /// The file or a manifest cannot be read or is invalid; a step is earlier than the one before it.
-    pub fn read(file: &Path, objects: &[Object], options: &Options) -> Result<Self, TimelineError> {
+    pub(super) fn read(file: &Path, objects: &ReplayObjects, options: &Options) -> Result<Self, TimelineError> {
         let form = |problem: String| TimelineError::Form { file: file.to_owned(), problem };
         let text = std::fs::read_to_string(file)
             .map_err(|cause| TimelineError::Unreadable { file: file.to_owned(), cause })?;
         let parsed: RawTimeline = toml::from_str(&text).map_err(|error| form(in_one_line(&error, &text)))?;
-        let mut known: BTreeMap<ObjectRef, Object> =
-            objects.iter().map(|object| (object.reference(), object.clone())).collect();
+        let mut known = objects.clone();
+        let mut service_addresses = Vec::new();
         let mut steps: Vec<TimelineStep> = Vec::new();
         for (place, step) in parsed.step.into_iter().enumerate() {
             let wrong = |problem: String| TimelineError::Step { file: file.to_owned(), step: place + 1, problem };
@@ -121,9 +124,10 @@ impl Timeline {
                 TimelineProblem::Manifests(errors) => TimelineError::Manifests(errors),
                 TimelineProblem::Step(problem) => wrong(problem),
             })?;
+            service_addresses.extend(known.service_addresses());
             steps.push(TimelineStep { at, changes });
         }
-        Ok(Self { file: file.to_owned(), steps, next: 0 })
+        Ok(Self { file: file.to_owned(), steps, next: 0, service_addresses })
     }
 
     /// Resolves the steps relative to the first packet, which has this time.
@@ -162,6 +166,11 @@ impl Timeline {
         Some(std::mem::take(&mut step.changes))
     }
 
+    /// The cluster addresses that Services have after any of the steps.
+    pub(super) fn service_addresses(&self) -> impl Iterator<Item = Address> {
+        self.service_addresses.iter().copied()
+    }
+
     /// The number of steps later than every packet.
     pub fn remaining(&self) -> usize {
         self.steps.len() - self.next
@@ -176,42 +185,34 @@ enum TimelineProblem {
 fn changes(
     file: &Path,
     step: &RawStep,
-    known: &mut BTreeMap<ObjectRef, Object>,
+    known: &mut ReplayObjects,
     options: &Options,
 ) -> Result<Vec<ObjectChange>, TimelineProblem> {
     if step.replace.is_some() && !(step.apply.is_empty() && step.delete.is_empty()) {
         return Err(TimelineProblem::Step("has replace together with apply or delete: use either".to_owned()));
     }
-    let read = |paths: &[PathBuf]| -> Result<Vec<Object>, TimelineProblem> {
-        let directory = file.parent().unwrap_or(Path::new("."));
-        let paths: Vec<PathBuf> = paths.iter().map(|path| directory.join(path)).collect();
-        let manifests = read_manifests(&paths, options).map_err(TimelineProblem::Manifests)?;
-        Ok(manifests.documents.into_iter().map(|document| document.object).collect())
-    };
-    let mut changes = Vec::new();
-    if let Some(paths) = &step.replace {
-        let objects = read(paths)?;
-        let kept: BTreeMap<ObjectRef, Object> =
-            objects.into_iter().map(|object| (object.reference(), object)).collect();
-        changes.extend(known.keys().filter(|gone| !kept.contains_key(gone)).cloned().map(ObjectChange::Delete));
-        changes.extend(kept.values().cloned().map(ObjectChange::Set));
-        *known = kept;
-        return Ok(changes);
-    }
-    for text in &step.delete {
-        let reference = reference(text).map_err(TimelineProblem::Step)?;
-        if known.remove(&reference).is_none() {
-            return Err(TimelineProblem::Step(format!("delete: {text} does not exist at that time")));
-        }
-        changes.push(ObjectChange::Delete(reference));
-    }
-    for object in if step.apply.is_empty() { Vec::new() } else { read(&step.apply)? } {
-        known.insert(object.reference(), object.clone());
-        changes.push(ObjectChange::Set(object));
-    }
-    if changes.is_empty() {
+    if step.replace.is_none() && step.apply.is_empty() && step.delete.is_empty() {
         return Err(TimelineProblem::Step("changes nothing: add apply, delete or replace".to_owned()));
     }
+    let read = |paths: &[PathBuf]| {
+        let directory = file.parent().unwrap_or(Path::new("."));
+        let paths: Vec<PathBuf> = paths.iter().map(|path| directory.join(path)).collect();
+        ReplayObjects::read(&paths, options).map_err(TimelineProblem::Manifests)
+    };
+    let mut after = known.clone();
+    if let Some(paths) = &step.replace {
+        after = read(paths)?;
+    }
+    for text in &step.delete {
+        if !after.remove(&reference(text).map_err(TimelineProblem::Step)?) {
+            return Err(TimelineProblem::Step(format!("delete: {text} does not exist at that time")));
+        }
+    }
+    if !step.apply.is_empty() {
+        after.add(read(&step.apply)?);
+    }
+    let changes = known.changes_to(&after);
+    *known = after;
     Ok(changes)
 }
 

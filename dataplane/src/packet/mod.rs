@@ -19,5 +19,6 @@ pub use mac::Mac;
 pub(crate) use parse::parse_into;
 pub use parse::{ETHERNET_LEN, Fragment, Layout, Packet, parse, quoted_flow};
 pub use rewrite::{NextHop, OpenChecksum, finish_open, rewrite};
-pub(crate) use translate::{can_translate, translate};
+pub(crate) use translate::can_translate;
+pub use translate::translate;
 pub use transport::{SctpChunk, TcpFlags, TcpSegment, Transport};

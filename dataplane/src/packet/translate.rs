@@ -87,7 +87,7 @@ pub(crate) fn can_translate(packet: &Packet, flow: &Flow) -> bool {
 
 /// Writes `flow` into a frame, parsed as `packet`; of an ICMP error only its addresses, and `quote` into the packet that it
 /// quotes. Flow and quote have the packet's family. A checksum that the sender left to its device stays so.
-pub(crate) fn translate(frame: &mut [u8], packet: &Packet, flow: &Flow, quote: Option<&Flow>) {
+pub fn translate(frame: &mut [u8], packet: &Packet, flow: &Flow, quote: Option<&Flow>) {
     let (network, start, end) =
         (usize::from(packet.layout.network), usize::from(packet.layout.transport), usize::from(packet.layout.end));
     if let Transport::IcmpError { quoted_at } = packet.transport {

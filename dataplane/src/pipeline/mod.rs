@@ -13,6 +13,7 @@ mod admit;
 mod dispatch;
 mod offload;
 mod reply;
+mod service;
 mod sources;
 mod timed;
 mod track;
@@ -27,6 +28,7 @@ use dispatch::PacketPath;
 pub use offload::keep_offloaded;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
+pub use service::{ServiceConnection, evaluate_backend};
 pub use sources::{OriginalSources, evaluate_connection};
 pub use timed::StageClocks;
 use timed::{StageStopwatch, StageTimer};
@@ -38,6 +40,7 @@ use crate::forward::{Port, PortId, PortKind};
 use crate::packet::{Flow, OpenChecksum, Packet};
 use crate::policy::{EvaluationForm, PolicyVerdict};
 use crate::reply::{OnRevoke, Replies};
+use crate::services::{Backend, Frontend};
 
 /// Packets that are parsed while a cache line is fetched from memory.
 const FETCH: usize = 16;
@@ -71,7 +74,7 @@ pub enum EvaluationReason {
 }
 
 /// Notified of every policy evaluation. Replay and logs implement it; workers without either use `()`, which costs
-/// nothing.
+/// nothing. Replay chooses backends, too: its results must not depend on chance.
 pub trait Observer {
     /// Policy was evaluated for `flow` (in the connection's original direction) and frame `index`, in this form.
     fn evaluated(
@@ -82,6 +85,19 @@ pub trait Observer {
         form: EvaluationForm,
         evaluation_reason: EvaluationReason,
     );
+
+    /// Names the backend of the connection to a Service that frame `index` opens, with this flow as its client sent it; `last`
+    /// is the one that the client's affinity asks for. `None`: the worker chooses at random.
+    #[inline(always)]
+    fn backend(
+        &mut self,
+        _index: usize,
+        _flow: &Flow,
+        _frontend: &Frontend,
+        _last: Option<Backend>,
+    ) -> Option<Backend> {
+        None
+    }
 }
 
 impl Observer for () {

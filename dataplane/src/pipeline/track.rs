@@ -97,6 +97,10 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         let mut connection = self.connections.find(&entry.hashed, self.now).ok_or(DropReason::Fragment)?;
         if connection.is_translated() {
             let translated = self.connections.translated(&connection, self.now).ok_or(DropReason::Fragment)?;
+            // Only a whole packet finds another backend; until then the connection must stay as it is.
+            if self.has_lost_its_backend(&translated) {
+                return Err(DropReason::Fragment.into());
+            }
             connection = self.turn(translated, entry)?;
         }
         self.follow(connection, entry)
@@ -225,6 +229,10 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         mut connection: Conn<'_>,
         entry: &mut AdmittedPacket,
     ) -> Result<PacketPath, DroppedPacket> {
+        if let Some(late) = entry.translation().filter(|translation| translation.is_late) {
+            let frontend = late.frontend;
+            return self.follow_late(connection, entry, &frontend);
+        }
         let mut revoked_at = None;
         if self.reevaluate(&mut connection) == Reevaluation::Revoked
             && let Transport::Tcp(segment) = entry.packet.transport
@@ -236,6 +244,24 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         let update = connection.update(entry.hashed.orientation(), &entry.packet.transport, self.now);
         let followed = self.follow_exception(update, connection, entry, route);
         followed.map_err(|dropped| DroppedPacket { revoked_at, ..dropped })
+    }
+
+    /// An answer of a backend that the connection has lost: it passes if policy still allows the connection. The connection stays
+    /// as it is, so that its client's next packet finds that it needs another backend, and answers alone do not keep it.
+    fn follow_late(
+        &mut self,
+        mut connection: Conn<'_>,
+        entry: &AdmittedPacket,
+        frontend: &Flow,
+    ) -> Result<PacketPath, DroppedPacket> {
+        let flow = policy_flow(connection.original_flow(), Some(frontend));
+        let is_allowed = !connection.is_revoked()
+            && self.evaluate_opener(&connection, &flow, true, EvaluationReason::Reevaluated).is_ok();
+        if is_allowed {
+            return Ok(self.route_of(&mut connection, &entry.packet));
+        }
+        connection.set_verdict(self.snapshot.epoch, false);
+        Err(DropReason::ConnectionRevoked.into())
     }
 
     /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
@@ -326,6 +352,10 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         let mut connection = self.connections.related(&quoted, self.now).ok_or(DropReason::NoConnection)?;
         if connection.is_translated() {
             let translated = self.connections.translated(&connection, self.now).ok_or(DropReason::NoConnection)?;
+            // The client's next packet goes elsewhere: it need not hear of this backend.
+            if self.has_lost_its_backend(&translated) {
+                return Err(DropReason::NoConnection.into());
+            }
             let turned = self.turn_error(packet, &quoted, &translated);
             entry.set_translation(turned);
             connection = translated.connection;

@@ -30,6 +30,8 @@ pub(super) struct Translation {
     pub(super) out: Flow,
     /// Of an ICMP error: the flow of the packet that it quotes, as its receiver knows it.
     pub(super) quote: Option<Flow>,
+    /// Whether it is an answer of a backend that the connection has lost, or may not have any more.
+    pub(super) is_late: bool,
     /// For the first packet to a Service with affinity: whether the client had this backend before.
     pub(super) affinity: Option<(Affinity, Backend, bool)>,
 }
@@ -77,13 +79,37 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         entry: &mut AdmittedPacket,
     ) -> Result<Option<Conn<'a>>, DroppedPacket> {
         match found.and_then(|found| self.connections.translated(&found, self.now)) {
-            Some(translated) if self.has_lost_its_backend(&translated) => {
-                self.connections.remove_translated(&translated.connection);
-                self.ask_services(entry, None).map(|()| None)
-            }
+            Some(translated) if self.has_lost_its_backend(&translated) => self.turn_lost(translated, entry),
             Some(translated) => self.turn(translated, entry).map(Some),
             None => self.ask_services(entry, None).map(|()| None),
         }
+    }
+
+    /// A packet of a connection that has lost its backend. The client's gives it another one. An answer that was on its way
+    /// then is still the Service's, unless that is gone; it must open no connection of its own to the client's port.
+    fn turn_lost(
+        &mut self,
+        translated: Translated<'a>,
+        entry: &mut AdmittedPacket,
+    ) -> Result<Option<Conn<'a>>, DroppedPacket> {
+        let is_answer = translated.connection.is_reply(translated.inner.orientation());
+        if is_answer && self.frontend_of(&translated.frontend).is_some() {
+            let connection = self.turn(translated, entry)?;
+            entry.flows.is_late = true;
+            return Ok(Some(connection));
+        }
+        self.connections.remove_translated(&translated.connection);
+        if is_answer {
+            return Err(DropReason::NoConnection.into());
+        }
+        self.ask_services(entry, None).map(|()| None)
+    }
+
+    /// The Service's port that a client sends to with this flow.
+    fn frontend_of(&self, flow: &Flow) -> Option<&'a Frontend> {
+        let key = FrontendKey { address: flow.dst, protocol: flow.protocol, port: flow.dst_port };
+        let services = self.snapshot.services.as_ref().filter(|_| !self.snapshot.forwarding.is_node(flow.dst))?;
+        services.frontend(&key).map(|frontend| &**frontend)
     }
 
     /// Gives a packet the flows of its connection.
@@ -100,7 +126,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             // Between the same ends without the Service, or from its address by someone else.
             _ => return Err(DropReason::FlowInUse.into()),
         };
-        let flows = Translation { frontend, inner: inner.flow(), out, quote: None, affinity: None };
+        let flows = Translation { frontend, inner: inner.flow(), out, ..Translation::default() };
         entry.set_translation(Some(flows));
         entry.hashed = inner;
         Ok(connection)
@@ -108,21 +134,17 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
 
     /// Whether a connection without a handshake must get another backend, or ends with its Service: it is checked once under
     /// each snapshot.
-    fn has_lost_its_backend(&self, translated: &Translated<'_>) -> bool {
+    pub(super) fn has_lost_its_backend(&self, translated: &Translated<'_>) -> bool {
         let Translated { connection, frontend, .. } = translated;
-        let Some(services) = &self.snapshot.services else { return false };
-        if connection.is_evaluated_under(self.snapshot.epoch)
+        if self.snapshot.services.is_none()
+            || connection.is_evaluated_under(self.snapshot.epoch)
             || matches!(frontend.protocol, Protocol::TCP | Protocol::SCTP)
         {
             return false;
         }
-        let key = FrontendKey { address: frontend.dst, protocol: frontend.protocol, port: frontend.dst_port };
         let Flow { dst, dst_port, .. } = connection.original_flow();
         let backend = Backend { address: dst, port: dst_port };
-        self.snapshot.forwarding.is_node(frontend.dst)
-            || services
-                .frontend(&key)
-                .is_none_or(|frontend| !frontend.serving.is_empty() && !frontend.is_serving(&backend))
+        self.frontend_of(frontend).is_none_or(|frontend| !frontend.serving.is_empty() && !frontend.is_serving(&backend))
     }
 
     /// A pod's packet without a connection: if it is to a Service, chooses its backend.
@@ -166,10 +188,11 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             .as_ref()
             .and_then(|it| affinities.find(it, client, &frontend.backends, self.now))
             .copied();
+        let named = self.observer.backend(self.index, &packet.flow, frontend, last);
         let count = frontend.backends.len();
-        let first = self.rng.random_range(0..count);
+        let first = if named.is_some() { 0 } else { self.rng.random_range(0..count) };
         let others = (0..count.min(ATTEMPTS)).map(|number| frontend.backends[(first + number) % count]);
-        for backend in last.into_iter().chain(others) {
+        for backend in named.or(last).into_iter().chain(others) {
             let inner = inner_flow(&packet.flow, &backend);
             let hashed = self.connections.prepare(&inner);
             if self.is_in_use(&hashed, old) {
@@ -177,7 +200,8 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             }
             self.check(packet, &inner)?;
             let affinity = frontend.affinity.map(|affinity| (affinity, backend, last == Some(backend)));
-            let translation = Translation { frontend: packet.flow, inner, out: inner, quote: None, affinity };
+            let frontend = packet.flow;
+            let translation = Translation { frontend, inner, out: inner, affinity, ..Translation::default() };
             entry.set_translation(Some(translation));
             entry.hashed = hashed;
             return Ok(());
@@ -229,13 +253,14 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         };
         let src = if packet.flow.src == quoted.dst { quote.dst } else { packet.flow.src };
         let out = Flow { src, dst: quote.src, ..packet.flow };
-        Some(Translation { frontend: *frontend, inner: inner.flow(), out, quote: Some(quote), affinity: None })
+        let (frontend, inner) = (*frontend, inner.flow());
+        Some(Translation { frontend, inner, out, quote: Some(quote), ..Translation::default() })
     }
 }
 
 /// The flow to a backend of a packet to a Service. If the client is its own backend, its stack would not accept a packet
 /// from its own address: it gets one from the Service's, and its reply comes back to a worker.
-fn inner_flow(flow: &Flow, backend: &Backend) -> Flow {
+pub(super) fn inner_flow(flow: &Flow, backend: &Backend) -> Flow {
     let src = if backend.address == flow.src { flow.dst } else { flow.src };
     Flow { src, dst: backend.address, dst_port: backend.port, ..*flow }
 }

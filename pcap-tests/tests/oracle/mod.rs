@@ -3,3 +3,4 @@
 pub(crate) mod connections;
 pub(crate) mod fragments;
 pub(crate) mod policy;
+pub(crate) mod services;

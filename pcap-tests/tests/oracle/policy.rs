@@ -23,6 +23,10 @@ pub(crate) struct ClusterObjects {
     pub(crate) objects: Vec<Object>,
     pub(crate) node: Option<String>,
     pub(crate) cluster_wide: bool,
+    /// Whether pods' packets to Services are translated.
+    pub(crate) translates: bool,
+    /// Where only Services have addresses.
+    pub(crate) service_blocks: Vec<ipnet::IpNet>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -16,16 +16,17 @@ impl DaemonView<'_> {
     /// to objects by name.
     pub(crate) fn dump(&self, config: &toml::Table, findings: &[PreflightFinding], counters: &LiveCounters) -> Dump {
         let preflight = findings.iter().map(|finding| format!("{:<8} {}\n", finding.level, finding.line));
-        Dump {
-            files: vec![
-                text("versions.txt", versions()),
-                text("config.toml", config.to_string()),
-                file("status.json", &self.status(counters)),
-                text("policy.json", listing::json(self.objects.engine())),
-                text("preflight.txt", preflight.collect()),
-                text("log.txt", logging::recent()),
-            ],
-        }
+        let (engine, status) = (self.objects.engine(), self.status(counters));
+        let services = status.services.is_some().then(|| text("services.json", listing::services_json(engine)));
+        let mut files = vec![
+            text("versions.txt", versions()),
+            text("config.toml", config.to_string()),
+            file("status.json", &status),
+            text("policy.json", listing::json(engine)),
+        ];
+        files.extend(services);
+        files.extend([text("preflight.txt", preflight.collect()), text("log.txt", logging::recent())]);
+        Dump { files }
     }
 }
 

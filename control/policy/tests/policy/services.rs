@@ -282,6 +282,35 @@ fn every_cluster_address_and_port_is_a_frontend() {
 
 /// S2: by port name; ready ones, else those that serve while they terminate.
 #[test]
+fn the_listing_has_each_frontend_with_its_backends() {
+    let mut engine = engine();
+    let leaving = ServiceEndpoint { ready: false, terminating: true, ..endpoint("10.0.0.3") };
+    engine.apply([
+        set(Object::Service(Service { affinity_seconds: Some(60), ..service("api", 10, false) })),
+        set(Object::EndpointSlice(slice("api-1", "api", vec![endpoint("10.0.0.2"), leaving]))),
+        set(Object::Service(service("local", 11, true))),
+        set(Object::EndpointSlice(slice("local-1", "local", vec![endpoint("10.0.0.4")]))),
+    ]);
+    let listed: serde_json::Value = serde_json::from_str(&penstock_policy::listing::services_json(&engine)).unwrap();
+    let find = |address: &str, port: u16| {
+        let rows = listed.as_array().unwrap().iter();
+        rows.filter(|row| row["address"] == address && row["port"] == port).collect::<Vec<_>>()
+    };
+    assert_eq!(listed.as_array().unwrap().len(), 8, "two Services, two families, two ports");
+    let api = serde_json::json!({
+        "service": "shop/api:http", "address": "10.96.0.10", "port": 80, "protocol": "TCP",
+        "backends": ["10.0.0.2:8080"], "serving": ["10.0.0.2:8080", "10.0.0.3:8080"], "affinity_seconds": 60
+    });
+    assert_eq!(find("10.96.0.10", 80), [&api]);
+    let local = serde_json::json!({
+        "service": "shop/local:dns", "address": "10.96.0.11", "port": 53, "protocol": "UDP",
+        "backends": [], "serving": ["10.0.0.4:5353"], "without_backend": "dropped"
+    });
+    assert_eq!(find("10.96.0.11", 53), [&local]);
+    assert_eq!(find("fd00:96::a", 53)[0]["without_backend"], "refused");
+}
+
+#[test]
 fn terminating_backends_serve_only_where_none_is_ready() {
     let mut engine = engine();
     let leaving = ServiceEndpoint { ready: false, terminating: true, ..endpoint("10.0.0.2") };

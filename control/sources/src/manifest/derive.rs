@@ -6,32 +6,38 @@ use penstock_policy::model::{
     EndpointPort, EndpointSlice, Object, ObjectKey, Pod, Service, ServiceEndpoint, ServicePort, TargetPort,
 };
 
-use super::Document;
 use super::tree::YamlNode;
 
 /// The ports of a Service at one pod.
 type PortsOfPod = Vec<EndpointPort>;
 
-/// The EndpointSlices that the cluster's controller would make of these documents, and of how many Services.
-pub(super) fn endpoint_slices(documents: &[Document]) -> (Vec<EndpointSlice>, usize) {
-    let services = documents.iter().filter_map(|document| match &document.object {
+/// An object, and whether it is a pod that is ready.
+type ObjectReadiness<'a> = (&'a Object, bool);
+
+/// If none of these objects is an EndpointSlice: those that the cluster's controller would make of them, and of how many
+/// Services. Of each pod it must be known whether it is ready ([`Document::is_ready`](super::Document::is_ready)).
+pub fn derive_endpoint_slices(objects: &[ObjectReadiness<'_>]) -> (Vec<EndpointSlice>, usize) {
+    if objects.iter().any(|(object, _)| matches!(object, Object::EndpointSlice(_))) {
+        return (Vec::new(), 0);
+    }
+    let services = objects.iter().filter_map(|(object, _)| match object {
         Object::Service(service) if service.selector.is_some() => Some(service),
         _ => None,
     });
     let (mut slices, mut derived) = (Vec::new(), 0);
     for service in services {
         let before = slices.len();
-        slices.extend(of_service(service, documents));
+        slices.extend(of_service(service, objects));
         derived += usize::from(slices.len() > before);
     }
     (slices, derived)
 }
 
 /// One slice for each number that the Service's ports have at its pods.
-fn of_service(service: &Service, documents: &[Document]) -> Vec<EndpointSlice> {
+fn of_service(service: &Service, objects: &[ObjectReadiness<'_>]) -> Vec<EndpointSlice> {
     let mut by_ports: Vec<(PortsOfPod, Vec<ServiceEndpoint>)> = Vec::new();
-    for document in documents {
-        let Object::Pod(pod) = &document.object else { continue };
+    for &(object, is_ready) in objects {
+        let Object::Pod(pod) = object else { continue };
         let is_selected = pod.key.namespace == service.key.namespace
             && !pod.finished
             && service.selector.as_ref().is_some_and(|selector| selector.matches(&pod.labels));
@@ -39,7 +45,6 @@ fn of_service(service: &Service, documents: &[Document]) -> Vec<EndpointSlice> {
             continue;
         }
         let ports: PortsOfPod = service.ports.iter().filter_map(|port| port_at(port, pod)).collect();
-        let is_ready = is_ready(&document.tree);
         let endpoints = pod.addresses.iter().map(|&address| ServiceEndpoint {
             address,
             ready: is_ready && !pod.lifetime.leaving,
@@ -80,7 +85,7 @@ fn port_at(port: &ServicePort, pod: &Pod) -> Option<EndpointPort> {
 }
 
 /// Whether the pod's status says that it is ready, or nothing about it: manifests are often written without a status.
-fn is_ready(pod: &YamlNode) -> bool {
+pub(super) fn is_ready(pod: &YamlNode) -> bool {
     let value = pod.get("status").map(YamlNode::to_value).unwrap_or_default();
     let conditions = value["conditions"].as_array().cloned().unwrap_or_default();
     let statuses: BTreeMap<String, String> = conditions

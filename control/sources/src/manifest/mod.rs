@@ -17,6 +17,7 @@ use std::sync::Arc;
 use penstock_policy::model::{EndpointSlice, Object};
 
 pub(crate) use check::{conflicts, implied_namespaces};
+pub use derive::derive_endpoint_slices;
 pub use error::{ManifestError, ManifestErrors, ManifestProblem, Origin};
 
 use super::convert::{ConversionSettings, FieldPath};
@@ -65,8 +66,8 @@ impl Manifests {
     /// If no manifest is an EndpointSlice: derives those of Services with a selector from their pods, as the cluster would.
     /// [`Manifests::objects`] then has them. Returns of how many Services.
     pub fn derive_endpoint_slices(&mut self) -> usize {
-        let has_slices = self.documents.iter().any(|document| matches!(document.object, Object::EndpointSlice(_)));
-        let (derived, services) = if has_slices { (Vec::new(), 0) } else { derive::endpoint_slices(&self.documents) };
+        let objects: Vec<_> = self.documents.iter().map(|document| (&document.object, document.is_ready())).collect();
+        let (derived, services) = derive_endpoint_slices(&objects);
         self.derived = derived;
         services
     }
@@ -85,6 +86,11 @@ pub struct Document {
 }
 
 impl Document {
+    /// Of a pod: whether its status says that it is ready, or nothing about it.
+    pub fn is_ready(&self) -> bool {
+        derive::is_ready(&self.tree)
+    }
+
     /// The location of one of the object's fields, or of its closest parent if the field is absent.
     pub fn origin_of(&self, field: &FieldPath) -> Origin {
         Origin::new(&self.origin.file, self.tree.line_of(field))
