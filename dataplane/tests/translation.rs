@@ -609,6 +609,7 @@ fn s12_an_answer_that_is_on_its_way_when_its_backend_stops_serving_is_the_servic
     node.set_services(services(|_| frontend(&[FAR4])));
     node.publish(|snapshot| snapshot.policy = policy(EndpointPolicy::Open, only(3, TARGET)));
     node.refuse(DB, &packet(&inner.reversed()), DropReason::ConnectionRevoked);
+    assert_eq!(node.pass(WEB, &packet(&udp), HOST), other, "one that is denied does not either");
 }
 
 #[test]

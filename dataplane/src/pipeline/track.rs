@@ -258,10 +258,10 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         let is_allowed = !connection.is_revoked()
             && self.evaluate_opener(&connection, &flow, true, EvaluationReason::Reevaluated).is_ok();
         if is_allowed {
-            return Ok(self.route_of(&mut connection, &entry.packet));
+            Ok(self.route_of(&mut connection, &entry.packet))
+        } else {
+            Err(DropReason::ConnectionRevoked.into())
         }
-        connection.set_verdict(self.snapshot.epoch, false);
-        Err(DropReason::ConnectionRevoked.into())
     }
 
     /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
