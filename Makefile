@@ -38,7 +38,7 @@ demo: build ## A node in namespaces, real traffic, expected against observed   (
 test: build ## Every test, those on real veths included; they run the optimised daemon
 	$(CARGO) test --workspace --locked --no-fail-fast
 	@# On real veths once more with tcx, and Services with all packets through the workers.
-	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test services --test nodes --test system
+	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test services --test nodes --test system --test full_node
 	PENSTOCK_TEST_ATTACH=tcx PENSTOCK_TEST_OFFLOAD=false $(CARGO) test --workspace --locked --no-fail-fast --test services
 	@# Two million random and mutated frames, for which an optimised build takes less than a minute.
 	$(CARGO) test --release --locked -p penstock-pcap-tests --test frames

@@ -89,6 +89,11 @@ fn kube_proxy_chooses_among_backends_and_policy_is_for_the_one_it_chose() {
             let outcome = probe(v6, Protocol::Tcp(CLOSED), RetryPolicy::default());
             assert_eq!(outcome, ProbeOutcome::Refused, "{mode:?}, IPv6: {v6}: a port without a backend");
         }
+        // The kernel counts them against the errors that a pod may get.
+        let counters = fixture.cluster.node.namespace().run(|| std::fs::read_to_string("/proc/thread-self/net/snmp"));
+        let counters = counters.unwrap();
+        let of = |name: &str| counters.lines().any(|line| line.starts_with("IcmpMsg:") && line.contains(name));
+        assert!(of("OutType3") && !of("OutType5"), "errors and no redirects: {counters}");
     }
 }
 

@@ -13,7 +13,7 @@ use crate::fixture::{Fixture, pods, policy};
 fn state_of(cluster: &Cluster) -> Vec<String> {
     let mut state = network_state(cluster.node.netlink()).unwrap();
     let namespace = cluster.node.namespace();
-    for interface in cluster.node.netlink().interface_names().unwrap() {
+    for interface in cluster.node.netlink().interface_names().unwrap().into_iter().chain(["all".to_owned()]) {
         for key in
             ["forwarding", "rp_filter", "proxy_arp", "arp_ignore", "arp_filter", "accept_local", "send_redirects"]
         {

@@ -364,7 +364,8 @@ fn available_memory() -> Option<u64> {
 
 fn memory(config: &Config, available: Option<u64>) -> PreflightFinding {
     let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.bytes());
-    let connections = u64::from(config.conntrack.entries) * 74;
+    // Programs that forward packets count them in a record of their own, and need more of the table in one piece.
+    let connections = u64::from(config.conntrack.entries) * if config.offloads() { 118 } else { 82 };
     let needed = (frames + connections) >> 20;
     match available.map(|bytes| bytes >> 20) {
         Some(available) if available < needed => PreflightFinding::error(format!(
@@ -460,7 +461,7 @@ mod tests {
     fn too_little_memory_is_an_error() {
         let found = memory(&config("umem.memory = \"2GiB\"\nconntrack.entries = 262144"), Some(1 << 30));
         assert_eq!(found.level, Level::Error);
-        assert!(found.line.starts_with("umem and conntrack: need 2066 MiB, but only 1024 MiB available;"), "{found:?}");
+        assert!(found.line.starts_with("umem and conntrack: need 2068 MiB, but only 1024 MiB available;"), "{found:?}");
         assert_eq!(memory(&config(""), None).level, Level::Ok);
     }
 

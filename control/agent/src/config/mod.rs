@@ -368,7 +368,7 @@ pub struct Umem {
 }
 
 /// Number of frames if neither `frames` nor `memory` is given: enough for 110 pods.
-const DEFAULT_FRAMES: u32 = 16_384;
+const DEFAULT_FRAMES: u32 = 12_288;
 
 /// Minimum entries of the connection table.
 const MIN_CONNECTIONS: u32 = 1_024;
@@ -397,7 +397,7 @@ pub enum HugePages {
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Conntrack {
-    /// Connections that the table holds; about 82 bytes each, allocated at start.
+    /// Connections that the table holds, allocated at start: about 82 bytes each, 118 where programs forward packets too.
     #[schemars(range(min = MIN_CONNECTIONS))]
     pub entries: u32,
     /// Maximum connections of one pod. Default: a quarter of `entries`.
@@ -420,7 +420,7 @@ pub struct Conntrack {
 impl Default for Conntrack {
     fn default() -> Self {
         Self {
-            entries: 1 << 20,
+            entries: 1 << 19,
             quota: None,
             midstream_pickup: MidstreamPickup::For(TimeSpan::microseconds(60_000_000)),
             mapping: TableMapping::default(),

@@ -429,7 +429,7 @@ mod tests {
         assert_eq!((config.fail.mode, config.fail.on_exit), (FailMode::Closed, OnExit::Restore));
         assert!(config.pod_interfaces[0].matches("veth1a2b") && !config.pod_interfaces[0].matches("eth0"));
         assert_eq!(config.dataplane.mode, Mode::Full);
-        assert_eq!(config.umem.frame_count(), 16_384);
+        assert_eq!(config.umem.frame_count(), 12_288);
         assert_eq!(config.umem.frame_size.largest_packet(), 1778);
     }
 

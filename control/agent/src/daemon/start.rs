@@ -236,12 +236,12 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
     Ok(dataplane)
 }
 
-/// Entries of a ring. A worker's pair carries the packets of all pods: it may fill a quarter of the frames.
+/// Entries of a ring. A worker's pair carries the packets of all pods: it may fill a third of the frames.
 fn ring_size(config: &Config) -> u32 {
     let configured = config.umem.ring_size.entries();
     match config.attach_by {
         Attach::Xdp => configured,
-        Attach::Tcx => configured.max(1 << (config.umem.frame_count() / 4).clamp(1, PAIR_RING).ilog2()),
+        Attach::Tcx => configured.max(1 << (config.umem.frame_count() / 3).clamp(1, PAIR_RING).ilog2()),
     }
 }
 

@@ -106,6 +106,8 @@ pub struct HostVeth {
     found_leftovers: bool,
     /// Address families that have a rule.
     families: Vec<AddressFamily>,
+    /// Settings that are not of the pair, restored with it.
+    _settings: Sysctls,
     /// Keeps other daemons out: abstract socket names belong to the network namespace and end with the process.
     _lock: UnixDatagram,
 }
@@ -172,12 +174,23 @@ impl HostVeth {
             }
         };
         let node = set_up(netlink, node, End::Node, mtu).await?;
+        let _settings = without_redirects(present.is_some())?;
         let families = match present {
             Some(families) => families,
             None => add_rules(netlink, config).await?,
         };
         let (netlink, config) = (netlink.clone(), config.clone());
-        Ok(Self { node, workers, private_netns, netlink, config, found_leftovers: false, families, _lock: lock })
+        Ok(Self {
+            node,
+            workers,
+            private_netns,
+            netlink,
+            config,
+            found_leftovers: false,
+            families,
+            _settings,
+            _lock: lock,
+        })
     }
 
     /// Whether an earlier daemon left its routing rules behind.
@@ -345,8 +358,8 @@ fn set_initial_sysctls(name: &str, end: End) -> Result<(), HostVethError> {
             (Sysctl::v6(name, "accept_dad"), 0),
             (Sysctl::v6(name, "accept_ra"), 0),
             (Sysctl::v6(name, "router_solicitations"), 0),
-            // Packets between pods through a Service address leave where they came in: pods need no redirect.
-            (Sysctl::v4(name, "send_redirects"), 0),
+            // As for all interfaces, see `REDIRECTS`.
+            (Sysctl::v4(name, REDIRECTS.1), 0),
         ],
     };
     let mut kept = Sysctls::default();
@@ -357,6 +370,25 @@ fn set_initial_sysctls(name: &str, end: End) -> Result<(), HostVethError> {
     // The settings are deleted with the pair: nothing to restore.
     kept.keep();
     Ok(())
+}
+
+/// The setting that keeps the kernel from telling pods of a shorter way.
+///
+/// What pods send to each other through a Service's address leaves by the interface where it came in, and the kernel sends a
+/// redirect for that if `send_redirects` is set on the interface or for `all`. Redirects use up what the pod may get of other
+/// ICMP errors (`ip_rt_send_redirect` and `inet_peer_xrlim_allow` share their counter): a refused connection would time out.
+const REDIRECTS: (&str, &str) = ("all", "send_redirects");
+
+/// Turns [`REDIRECTS`] off; other interfaces keep their own setting. With `was_off` an earlier daemon has done so.
+fn without_redirects(was_off: bool) -> Result<Sysctls, HostVethError> {
+    let mut settings = Sysctls::default();
+    let sysctl = Sysctl::v4(REDIRECTS.0, REDIRECTS.1);
+    if was_off {
+        settings.was_default(sysctl.clone());
+    }
+    let set = settings.set(sysctl.clone(), 0);
+    set.map_err(|error| HostVethError::Sysctl { sysctl: sysctl.to_string(), error })?;
+    Ok(settings)
 }
 
 /// Keeps the kernel answering ARP on a pod's veth although the route to the pod is through another interface.
@@ -468,6 +500,8 @@ pub(super) async fn clear_host_veth(netlink: &Netlink, config: &config::HostVeth
         for link in netlink.network_state().await?.links.values().filter(|link| link.veth) {
             restore_answering_arp(&link.name);
         }
+        // Restored when dropped.
+        Sysctls::default().was_default(Sysctl::v4(REDIRECTS.0, REDIRECTS.1));
     }
     clear(netlink, config).await?;
     Ok(present)
