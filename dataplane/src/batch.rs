@@ -1,5 +1,7 @@
 //! A batch of frames: what the pipeline gets and what sockets and memory provide.
 
+use crate::forward::PortId;
+
 /// Maximum frames in one batch.
 pub const BATCH: usize = 64;
 
@@ -37,4 +39,12 @@ pub enum StackSender {
     Forwarded,
     /// The same, and the node has translated its source (masquerade).
     Translated,
+    /// This port's pod, to an address of its own node, which has given the packet the address of another machine (a node port)
+    /// and perhaps an address of its own as source, and sends it out by this uplink.
+    Leaving {
+        /// The pod's port.
+        port: PortId,
+        /// The uplink's number.
+        uplink: u8,
+    },
 }

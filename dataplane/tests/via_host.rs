@@ -72,13 +72,24 @@ impl Node {
 
     /// `b` admits everything, or nothing.
     fn publish(&mut self, open: bool) {
+        self.publish_both(true, open);
+    }
+
+    /// `a` may send everything, or nothing.
+    fn publish_egress(&mut self, open: bool) {
+        self.publish_both(open, true);
+    }
+
+    fn publish_both(&mut self, a_may_send: bool, b_admits: bool) {
         let pod = |number| AddressOwner::Pod {
             identity: Identity(NonZeroU32::new(number).unwrap()),
             endpoint: Some(EndpointId(number)),
             node: Some(NodeId(0)),
         };
-        let ingress =
-            if open { EndpointPolicy::Open } else { EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))) };
+        let policy = |open| {
+            if open { EndpointPolicy::Open } else { EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))) }
+        };
+        let (egress, ingress) = (policy(a_may_send), policy(b_admits));
         let mut update = PolicySet::default().update();
         for (texts, owner) in [(A_IPS, pod(1)), (B_IPS, pod(2)), (NODE_IPS, AddressOwner::Node(NodeId(0)))] {
             for text in texts {
@@ -86,7 +97,7 @@ impl Node {
             }
         }
         update
-            .set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
+            .set_endpoint(EndpointId(1), Some(Endpoint { egress, ingress: EndpointPolicy::Open }))
             .set_endpoint(EndpointId(2), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
         let epoch = Epoch(self.snapshot.epoch.0 + 1);
         self.snapshot = Snapshot::new(epoch, update.finish(), self.snapshot.forwarding.clone());
@@ -364,6 +375,47 @@ fn policy_is_evaluated_for_who_sent_what_the_node_forwards_and_only_its_processe
                 );
             }
         }
+    }
+}
+
+#[test]
+fn what_a_pod_sends_by_its_node_to_another_machine_is_evaluated_each_time_for_the_pod() {
+    let elsewhere = ["203.0.113.99", "2001:db8::99"];
+    for v6 in [0, 1] {
+        // With the pod's own source, and with one that the node gave it. Port 40000 is another client's.
+        for source in [A_IPS[v6], NODE_IPS[v6]] {
+            let mut node = masquerading();
+            let frame = udp((source, 40_000), (elsewhere[v6], 53), 10);
+            let leaving = |port| StackSender::Leaving { port, uplink: 7 };
+            assert_eq!(node.evaluate(HOST, leaving(A), frame.clone()), (Verdict::Forward(HOST), vec![]));
+            assert_eq!(node.pipeline.connections().statistics().created, 0, "nothing is tracked");
+            node.publish_egress(false);
+            let denied = (Verdict::Drop(DropReason::EgressDenied), vec![(ip(A_IPS[v6]), ip(elsewhere[v6]))]);
+            assert_eq!(node.evaluate(HOST, leaving(A), frame.clone()), denied, "from {source}");
+            // Of a port without a pod nothing is known.
+            for port in [HOST, UPLINK, PortId(99)] {
+                let unknown = (Verdict::Drop(DropReason::NotReady), vec![]);
+                assert_eq!(node.evaluate(HOST, leaving(port), frame.clone()), unknown, "{port}");
+            }
+            // A pod cannot write this.
+            assert_ne!(node.evaluate(B, leaving(A), frame).0, Verdict::Forward(HOST));
+        }
+    }
+}
+
+#[test]
+fn what_leaves_by_an_uplink_is_as_the_node_sent_it_and_names_the_uplink() {
+    for v6 in [0, 1] {
+        let frame = udp((NODE_IPS[v6], 9), (CLIENT[v6], 53), 10);
+        let mut frames = OfStack(MemoryFrames::new(), StackSender::Leaving { port: A, uplink: 7 });
+        frames.0.push(frame.clone()).unwrap();
+        let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
+        let mut node = Node::new(false);
+        let now = Timestamp::from_millis(1_000_000);
+        node.pipeline.process_batch(&node.snapshot, now, HOST, &mut frames, &mut verdicts, &mut ());
+        assert_eq!(verdicts[0], Verdict::Forward(HOST));
+        assert_eq!(frames.bytes(0)[12..], frame[12..], "the packet is as it was");
+        assert_eq!(frames.bytes(0)[..6], [2, 0xfb, 2, 7, 0xff, 0xff]);
     }
 }
 

@@ -33,8 +33,8 @@ pub use pins::{PinError, Pinned, PinnedProgram, Pins};
 pub use program::MAX_QUEUES;
 pub use tag::ProgramTag;
 pub use tcx::{
-    Entrances, MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount,
-    TriedFrame, WaitingArray, WorkerPair,
+    AttachedUplink, Entrances, MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions,
+    TcxPrograms, TrafficCount, TriedFrame, UplinkNumber, WaitingArray, WorkerPair,
 };
 pub use translated_sources::TranslatedSources;
 pub use translation::can_find_translated;

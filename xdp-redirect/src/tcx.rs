@@ -4,6 +4,8 @@
 //! attaches it to a pod's veth, where everything is dropped until [`PodVeth::serve`]. Packets go to a worker through its
 //! veth pair ([`WorkerPair`]), and come back the same way.
 
+mod uplink;
+
 use std::collections::BTreeSet;
 use std::io;
 use std::mem::MaybeUninit;
@@ -15,6 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use libbpf_rs::libbpf_sys::{BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
+pub use uplink::{AttachedUplink, UplinkNumber};
 
 use crate::attach::{is_gone, replace_program};
 use crate::connection_maps::ConnectionMaps;
@@ -111,6 +114,7 @@ pub struct TcxPrograms {
     from_pod: OwnedFd,
     to_pod: OwnedFd,
     from_worker: OwnedFd,
+    to_uplink: OwnedFd,
     maps: Arc<Maps>,
     liveness: ProcessLiveness,
     pins: Option<Pins>,
@@ -125,6 +129,9 @@ struct Maps {
     own_addresses: MapHandle,
     outcomes: MapHandle,
     pod_addresses: MapHandle,
+    node_addresses: MapHandle,
+    uplinks: MapHandle,
+    uplink_interfaces: MapHandle,
     offloaded: MapHandle,
     offloaded_ports: MapHandle,
 }
@@ -171,12 +178,16 @@ impl TcxPrograms {
             from_pod: program(loaded.progs.from_pod.as_fd())?,
             to_pod: program(loaded.progs.to_pod.as_fd())?,
             from_worker: program(loaded.progs.from_worker.as_fd())?,
+            to_uplink: program(loaded.progs.to_uplink.as_fd())?,
             maps: Arc::new(Maps {
                 interfaces: map(&*loaded.maps.interfaces)?,
                 targets: map(&*loaded.maps.targets)?,
                 own_addresses: map(&*loaded.maps.own_addresses)?,
                 outcomes: map(&*loaded.maps.outcomes)?,
                 pod_addresses: map(&*loaded.maps.pod_addresses)?,
+                node_addresses: map(&*loaded.maps.node_addresses)?,
+                uplinks: map(&*loaded.maps.uplinks)?,
+                uplink_interfaces: map(&*loaded.maps.uplink_interfaces)?,
                 offloaded: map(&*loaded.maps.offloaded)?,
                 offloaded_ports: map(&*loaded.maps.offloaded_ports)?,
             }),

@@ -9,13 +9,15 @@ use penstock_bench::cluster::read_objects;
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::{Matrix, MatrixEntry};
 use penstock_bench::probe::{self, EchoServers, EgressSees, Frontend, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{DaemonConfig, InterNodeLink, ProxyMode};
+use penstock_bench::testbed::{Attach, DaemonConfig, InterNodeLink, ProxyMode};
 
 use crate::fixture::{Fixture, PROTOCOLS, SERVICES, Wiring};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
 /// A port of Service `monitor` at which no echo server listens.
 const BULK: u16 = 5201;
+/// How far its node port is from that of TCP 8080.
+const BULK_NODE_PORTS: u16 = 1000;
 /// Identity of the server outside.
 const OUTSIDE: u32 = 77;
 
@@ -41,6 +43,7 @@ fn services() -> String {
     for (namespace, name, last, node_port, addresses) in BACKENDS {
         let of_service = ports(&|target| match target {
             8080 => format!("port: 80, nodePort: {node_port}"),
+            BULK => format!("port: {BULK}, nodePort: {}", node_port + BULK_NODE_PORTS),
             _ => format!("port: {target}"),
         });
         yaml += &format!(
@@ -58,8 +61,22 @@ fn services() -> String {
             );
         }
     }
-    yaml
+    yaml + DATABASES_SEND_TO_MONITORS
 }
+
+/// And names anywhere.
+const DATABASES_SEND_TO_MONITORS: &str = "---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata: {namespace: shop, name: db-egress}
+spec:
+  podSelector: {matchLabels: {app: db}}
+  policyTypes: [Egress]
+  egress:
+    - ports: [{port: 53, protocol: UDP}]
+    - to: [{namespaceSelector: {matchLabels: {team: ops}}, podSelector: {matchLabels: {app: monitor}}}]
+      ports: [{port: 8080}]
+";
 
 struct Overlay {
     fixture: Fixture,
@@ -131,6 +148,29 @@ impl Overlay {
         }
     }
 
+    /// Node ports of a pod's own node, which lead to a pod of the other one: a pod may reach its node, and egress policy is for the
+    /// pod that the node sends it on to. By XDP it is not evaluated.
+    fn assert_node_ports_of_the_own_node_are_judged(&self, what: &str) {
+        if Attach::of_run() != Attach::Tcx {
+            return;
+        }
+        for (pod, node, server, port, expected) in [
+            ("shop/web-a", "node-a", "shop/web-b", 30_010, ProbeOutcome::Reached),
+            ("ops/monitor-a", "node-a", "shop/web-b", 30_010, ProbeOutcome::Silent),
+            ("shop/db-a", "node-a", "shop/web-b", 30_010, ProbeOutcome::Silent),
+            ("shop/db-b", "node-b", "ops/monitor-a", 30_012, ProbeOutcome::Reached),
+            ("shop/web-b", "node-b", "ops/monitor-a", 30_012, ProbeOutcome::Reached),
+            ("ops/lab-b", "node-b", "ops/monitor-a", 30_012, ProbeOutcome::Silent),
+        ] {
+            for v6 in [false, true] {
+                let to = (self.fixture.target(server, v6).0, self.fixture.site(node).address(v6).unwrap());
+                let outcome = self.probe(self.fixture.site(pod), to, Protocol::Tcp(port));
+                let logs = self.fixture.logs();
+                assert_eq!(outcome, expected, "{what}: {pod} by {node} to {server}, IPv6: {v6}\n{logs}");
+            }
+        }
+    }
+
     /// The machine outside has no route to pods: an answer proves that the node gave its own address.
     fn assert_pods_reach_outside_masqueraded(&self, what: &str) {
         for (pod, protocol, expected) in [
@@ -146,19 +186,25 @@ impl Overlay {
         }
     }
 
-    /// Whole segments of the overlay's MTU, in both directions, from a pod of the other node.
+    /// Whole segments of the overlay's MTU, in both directions, from a pod of the other node: by a Service, and by a port of the pod's
+    /// own node, where each packet of the client goes to a worker once more on its way out.
     fn assert_bulk_arrives(&self, what: &str) {
         let (client, server) = (self.fixture.site("shop/web-b"), self.fixture.site("ops/monitor-a"));
         let service = self.services.iter().find(|service| service.name == "Service/monitor").unwrap();
-        for v6 in [false, true] {
+        let node = self.fixture.site("node-b");
+        for (v6, by_node_port) in [(false, false), (true, false), (false, true), (true, true)] {
             let here = SocketAddr::new(server.address(v6).unwrap(), BULK);
             let listener = server.namespace.run(|| TcpListener::bind(here)).unwrap();
-            let there = service.addresses.iter().find(|address| address.is_ipv6() == v6).unwrap();
-            let there = SocketAddr::new(*there, BULK);
+            let there = match by_node_port {
+                false => SocketAddr::new(*service.addresses.iter().find(|at| at.is_ipv6() == v6).unwrap(), BULK),
+                true => SocketAddr::new(node.address(v6).unwrap(), 30_012 + BULK_NODE_PORTS),
+            };
             let one = client.namespace.run(|| TcpStream::connect_timeout(&there, Duration::from_secs(20)));
             let one = one.unwrap_or_else(|error| panic!("{what}, {there}: {error}\n{}", self.fixture.logs()));
             let (other, from) = listener.accept().unwrap();
-            assert_eq!(from.ip(), client.address(v6).unwrap(), "{what}: the server sees the pod");
+            if !by_node_port {
+                assert_eq!(from.ip(), client.address(v6).unwrap(), "{what}: the server sees the pod");
+            }
             for (from, to) in [(&one, &other), (&other, &one)] {
                 carry(from, to);
             }
@@ -191,6 +237,7 @@ fn everything_holds(mode: ProxyMode) {
         let what = format!("kube-proxy {mode:?}, services.enabled = {enabled}");
         overlay.assert_pods_find_what_policy_says(&what);
         overlay.assert_node_ports_are_judged(&what);
+        overlay.assert_node_ports_of_the_own_node_are_judged(&what);
         overlay.assert_pods_reach_outside_masqueraded(&what);
         overlay.assert_bulk_arrives(&what);
     }

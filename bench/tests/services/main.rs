@@ -16,4 +16,5 @@ mod names;
 mod service;
 mod translated;
 mod tunnels;
+mod uplinks;
 mod workers;

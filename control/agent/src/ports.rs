@@ -1,11 +1,12 @@
 //! The open ports: interfaces whose packets attached programs hand to the workers.
 //!
 //! This module keeps them in line with the pods. `open` turns an interface into a port, `addresses` sets the local pods'
-//! addresses in programs and routes, `view` gives read access.
+//! addresses in programs and routes, `uplinks` attaches to interfaces to other machines, `view` gives read access.
 
 mod addresses;
 mod open;
 mod programs;
+mod uplinks;
 mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -29,6 +30,7 @@ use addresses::Announced;
 use open::{AttachedPort, OpenPortError, PodAttachment, mtu};
 use programs::OpenPair;
 pub(super) use programs::{InterfacePrograms, Programs};
+use uplinks::Uplinks;
 pub(super) use view::{PortRole, PortXdpCounters};
 
 /// How long an interface's queue may be busy before that is logged: a closed queue stays busy until the kernel's
@@ -47,6 +49,7 @@ pub(super) struct OpenPorts {
     permanent: Vec<AttachedPort>,
     pairs: Vec<OpenPair>,
     pods: BTreeMap<u32, PodAttachment>,
+    uplinks: Uplinks,
     /// What the pods of closed ports sent and received without a worker.
     closed_offloaded: [TrafficCount; 2],
     closed_interfaces: ClosedInterfaces,
@@ -80,6 +83,7 @@ impl OpenPorts {
             permanent: Vec::new(),
             pairs: Vec::new(),
             pods: BTreeMap::new(),
+            uplinks: Uplinks::default(),
             closed_offloaded: Default::default(),
             closed_interfaces: ClosedInterfaces::new(config, netstate),
             announced: BTreeMap::new(),

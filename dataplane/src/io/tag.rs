@@ -7,8 +7,8 @@
 //! |---|---|---|
 //! | 0 | `02`: locally administered, unicast | `02` |
 //! | 1 | `fa` | `fb` |
-//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`] | flags: 1 [`TO_NODE`] |
-//! | 3 | 0 | 0 |
+//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`] |
+//! | 3 | with [`LEAVING`] the uplink's number | with [`TO_UPLINK`] the same |
 //! | 4–5 | number of the pod's port, in network byte order | the same; `ffff`: none |
 //! | 6–7 | `02fa` | – |
 //! | 8–11 | index of the interface at which the frame was, in network byte order | – |
@@ -32,9 +32,13 @@ pub(crate) const FROM_NODE: u8 = 2;
 pub(crate) const LOCAL_PROCESS: u8 = 4;
 /// Forwarded, and its source translated: who sent it is known by its flow ([`crate::pipeline::OriginalSources`]).
 pub(crate) const TRANSLATED: u8 = 8;
+/// Sent by the pod to its node, and by the node's stack on to another machine.
+pub(crate) const LEAVING: u8 = 16;
 
 /// To the node's stack, as a packet of the port; without a port as one of the pair.
 const TO_NODE: u8 = 1;
+/// Out by an uplink.
+const TO_UPLINK: u8 = 2;
 /// No port.
 const NO_PORT: PortId = PortId(0xffff);
 
@@ -45,7 +49,7 @@ pub(crate) struct FrameTag {
     pub(crate) port: PortId,
     /// Index of that veth's interface.
     pub(crate) interface: u32,
-    /// Whether the node's stack sent it to the pod.
+    /// Whether the node's stack sent it, to the pod or on for it.
     pub(crate) from_node: bool,
 }
 
@@ -67,6 +71,9 @@ impl FrameTag {
 #[inline]
 pub(crate) fn stack_sender(frame: &[u8]) -> StackSender {
     match frame {
+        [LOCAL, TO_WORKER, flags, uplink, p, q, ..] if flags & (FROM_NODE | LEAVING) == FROM_NODE | LEAVING => {
+            StackSender::Leaving { port: PortId(u16::from_be_bytes([*p, *q])), uplink: *uplink }
+        }
         [LOCAL, TO_WORKER, flags, ..] if flags & FROM_NODE != 0 => match flags & (LOCAL_PROCESS | TRANSLATED) {
             LOCAL_PROCESS => StackSender::Process,
             TRANSLATED => StackSender::Translated,
@@ -86,6 +93,12 @@ pub(crate) const fn to_pod(port: PortId) -> Mac {
 pub(crate) const fn to_node() -> Mac {
     let [p, q] = NO_PORT.0.to_be_bytes();
     Mac([LOCAL, FROM_WORKER, TO_NODE, 0, p, q])
+}
+
+/// Destination address by which a frame from a worker leaves the node by this uplink.
+pub(crate) const fn to_uplink(uplink: u8) -> Mac {
+    let [p, q] = NO_PORT.0.to_be_bytes();
+    Mac([LOCAL, FROM_WORKER, TO_UPLINK, uplink, p, q])
 }
 
 /// Makes a frame with the address of [`to_node`] one that the node's stack receives as a packet of this port.
@@ -121,6 +134,7 @@ mod tests {
 
     #[test]
     fn who_sent_a_frame_of_the_stack_is_in_its_flags() {
+        let leaving = StackSender::Leaving { port: PortId(0x1234), uplink: 9 };
         for (flags, sender) in [
             (FROM_NODE | LOCAL_PROCESS, StackSender::Process),
             (FROM_NODE | CHECKSUM_OPEN, StackSender::Forwarded),
@@ -128,9 +142,13 @@ mod tests {
             // Contradictory: without the exemption of the node's processes.
             (FROM_NODE | TRANSLATED | LOCAL_PROCESS, StackSender::Forwarded),
             (LOCAL_PROCESS, StackSender::Unknown),
+            (LEAVING, StackSender::Unknown),
+            (FROM_NODE | LEAVING, leaving),
+            (FROM_NODE | LEAVING | LOCAL_PROCESS | TRANSLATED, leaving),
         ] {
-            assert_eq!(stack_sender(&[2, 0xfa, flags, 0]), sender, "{flags:#x}");
+            assert_eq!(stack_sender(&[2, 0xfa, flags, 9, 0x12, 0x34]), sender, "{flags:#x}");
         }
+        assert_eq!(to_uplink(9).0, [2, 0xfb, TO_UPLINK, 9, 0xff, 0xff]);
         for frame in [&[][..], &[2, 0xfa], &[2, 0xfb, FROM_NODE | LOCAL_PROCESS]] {
             assert_eq!(stack_sender(frame), StackSender::Unknown);
         }

@@ -2,6 +2,7 @@
 
 use super::translate::Translation;
 use crate::forward::{PathPorts, Port, PortId, PortKind};
+use crate::io::tag;
 use crate::packet::{NextHop, OpenChecksum, Packet, rewrite, translate};
 use crate::{DropReason, Snapshot};
 
@@ -15,6 +16,8 @@ pub(super) enum PacketPath {
     At(PortId),
     /// Through the host port, whatever its destination: the node's own stack translates its connection.
     ViaHost,
+    /// Out by the uplink with this number: the node's own stack has chosen it.
+    ByUplink(u8),
 }
 
 /// The ports towards the two ends of a packet received on `ingress`: its destination, as it would leave, and its sender.
@@ -36,7 +39,7 @@ fn egress(snapshot: &Snapshot, packet: &Packet, route: PacketPath) -> Option<Por
     match route {
         PacketPath::Direct => snapshot.next_hop(packet.flow.dst),
         PacketPath::At(port) => Some(port),
-        PacketPath::ViaHost => via_host(snapshot),
+        PacketPath::ViaHost | PacketPath::ByUplink(_) => via_host(snapshot),
     }
 }
 
@@ -77,6 +80,13 @@ pub(super) fn dispatch_translated(
     Ok(egress)
 }
 
+/// A packet of the node's stack goes back into its pair, to leave as it is.
+#[cold]
+fn by_uplink(snapshot: &Snapshot, uplink: u8, open: OpenChecksum) -> Result<(PortId, NextHop), DropReason> {
+    let host = snapshot.forwarding.host().ok_or(DropReason::NoPort)?;
+    Ok((host, NextHop { peer: tag::to_uplink(uplink), own: tag::FROM, spend_ttl: false, open }))
+}
+
 /// The egress port of a packet, and what is rewritten for it.
 #[inline(always)]
 fn way(
@@ -86,6 +96,9 @@ fn way(
     route: PacketPath,
     open: OpenChecksum,
 ) -> Result<(PortId, NextHop), DropReason> {
+    if let PacketPath::ByUplink(uplink) = route {
+        return by_uplink(snapshot, uplink, open);
+    }
     let egress = egress(snapshot, packet, route).ok_or(DropReason::NoPort)?;
     let port = snapshot.forwarding.port(egress).ok_or(DropReason::PortGone)?;
     let (from_host, to_host) = (from.kind == PortKind::Host, port.kind == PortKind::Host);

@@ -22,6 +22,10 @@ pub(super) fn offload(
     let from = interface(from);
     for slot in slots {
         let Verdict::Forward(egress) = verdicts[slot.index] else { continue };
+        // Of the node's stack and back there: it leaves the node, and has no connection here.
+        if from == Some(0) && snapshot.forwarding.host() == Some(egress) {
+            continue;
+        }
         let packet = &slot.packet;
         let may_follow = packet.fragment.is_none() && matches!(packet.transport, Transport::Tcp(_) | Transport::Udp);
         let to = || snapshot.forwarding.port(egress).and_then(interface);

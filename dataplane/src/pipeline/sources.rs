@@ -46,7 +46,7 @@ fn evaluate_sent(
         StackSender::Translated => from(flow),
         StackSender::Forwarded => None,
         // The reply to a translated connection that is not in the table.
-        StackSender::Process | StackSender::Unknown => from(&flow.reversed()),
+        StackSender::Process | StackSender::Unknown | StackSender::Leaving { .. } => from(&flow.reversed()),
     };
     match (original, sender) {
         (Some(original), _) => (original, policy.evaluate(&original), EvaluationForm::Plain),

@@ -14,7 +14,7 @@ use crate::conntrack::{
 };
 use crate::forward::PortId;
 use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
-use crate::policy::{AddressEntry, FlowEnds};
+use crate::policy::{AddressEntry, EvaluationForm, FlowEnds};
 use crate::{DropReason, Snapshot};
 
 /// The stage for one batch, with the current packet.
@@ -53,6 +53,9 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// Returns the path of the packet if it may pass.
     #[inline(always)]
     fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
+        if let StackSender::Leaving { port, uplink } = self.sender() {
+            return self.leave(&entry.packet.flow, port).map(|()| PacketPath::ByUplink(uplink)).map_err(Into::into);
+        }
         match entry.packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(entry, quoted_at),
             Transport::LaterFragment => return self.later_fragment(entry),
@@ -69,6 +72,23 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             self.connections.fragments().remember(&entry.packet, self.ingress, self.now);
         }
         Ok(route)
+    }
+
+    /// A pod's packet to its own node, which the node sends on to another machine. Egress policy is for that one, and evaluated for
+    /// each packet: the answers come back by the node, so that there is no connection to track.
+    #[cold]
+    #[inline(never)]
+    fn leave(&mut self, flow: &Flow, port: PortId) -> Result<(), DropReason> {
+        let is_own =
+            |address: &&Address| address.is_v4() == flow.src.is_v4() && self.snapshot.pod_port(**address) == Some(port);
+        let addresses = self.snapshot.forwarding.port(port).map_or(&[][..], |port| &port.addresses);
+        // The node may have given it an address of its own.
+        let src = *addresses.iter().find(is_own).ok_or(DropReason::NotReady)?;
+        let flow = Flow { src, ..*flow };
+        let verdict = self.snapshot.policy.evaluate(&flow);
+        let Some(reason) = verdict.drop_reason() else { return Ok(()) };
+        self.observer.evaluated(self.index, &flow, &verdict, EvaluationForm::Plain, EvaluationReason::Opened);
+        Err(reason)
     }
 
     /// A packet of a connection to a Service, or a pod's packet that may open one. Apart from the others, and called before
@@ -211,7 +231,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         let is_translated = match sender {
             StackSender::Translated => true,
             StackSender::Forwarded => ends.src.is_node(),
-            StackSender::Process | StackSender::Unknown => false,
+            StackSender::Process | StackSender::Unknown | StackSender::Leaving { .. } => false,
         };
         has_host && (is_translated || is_pod(ends.src) && (self.from_host || !known && is_pod(ends.dst)))
     }
@@ -387,6 +407,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     }
 
     /// Who sent the packet, if it came from the node's stack.
+    #[inline(always)]
     fn sender(&mut self) -> StackSender {
         if self.from_host { self.frames.stack_sender(self.index) } else { StackSender::Unknown }
     }

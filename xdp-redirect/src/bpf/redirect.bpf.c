@@ -194,7 +194,7 @@ int penstock_leave(struct __sk_buff *skb)
 	}
 	if (unread || (!is_back && bpf_map_lookup_elem(&local_pods, &from)))
 		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
-	find_origin(skb, kind == bpf_htons(ETH_P_IP), &origin);
+	find_origin(skb, ETH_HLEN, kind == bpf_htons(ETH_P_IP), &origin);
 	if (!is_back && origin.known && bpf_map_lookup_elem(&local_pods, &origin.source))
 		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
 	return tell_sender(skb, &origin);

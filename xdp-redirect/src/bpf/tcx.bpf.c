@@ -3,6 +3,8 @@
  *
  *   pod ── from_pod ──▶ pair ──▶ worker ──▶ pair ── from_worker ──▶ pod, or the node's stack as if the pod had sent it
  *   the node's stack ── to_pod ──▶ pair
+ *   the node's stack ── to_uplink ──▶ pair ──▶ worker ──▶ pair ── from_worker ──▶ uplink: what a pod sent to its own node, and the
+ *                                      node has given the address of another machine (a node port)
  *
  * Packets of established connections take the same way without the worker (established.h):
  *
@@ -30,6 +32,7 @@
 
 #define MAX_PORTS 4096
 #define MAX_WORKERS 64
+#define MAX_UPLINKS 256
 
 const volatile __u32 open_without_workers = 0; /* pass packets to the kernel while no process serves the sockets */
 const volatile __u32 workers = 1;              /* in use of `pairs` */
@@ -81,6 +84,21 @@ struct { /* local pods' addresses (IPv4 as ::ffff:a.b.c.d) */
 	__type(key, struct in6_addr); __type(value, struct entrances);
 } pod_addresses SEC(".maps");
 
+struct uplink { /* an interface to other machines */
+	__u32 number;
+	__u32 header; /* bytes of its link-layer header: that of Ethernet, or none */
+};
+struct { /* by interface index */
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, MAX_UPLINKS); __uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32); __type(value, struct uplink);
+} uplinks SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, MAX_UPLINKS); __type(key, __u32); __type(value, __u32); } uplink_interfaces SEC(".maps");
+
+struct { /* the node's own addresses (IPv4 as ::ffff:a.b.c.d) */
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 1024); __uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct in6_addr); __type(value, __u32);
+} node_addresses SEC(".maps");
+
 struct { /* a socket of the serving process while it lives */
 	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
 } alive SEC(".maps");
@@ -109,14 +127,14 @@ struct sk_buff { __u8 ip_summed : 2; } __attribute__((preserve_access_index));
 
 /* Both Ethernet addresses of a frame on a pair. The first byte makes each a locally administered unicast address. */
 struct tag {
-	__u8 to_local, to_kind, flags, unused;
+	__u8 to_local, to_kind, flags, uplink;
 	__be16 port;
 	__u8 from_local, from_kind;
 	__be32 interface;
 } __attribute__((packed));
 
 #define LOCAL 0x02
-#define TO_WORKER 0xfa   /* `port`, `interface`: the pod at whose veth the frame was */
+#define TO_WORKER 0xfa   /* `port`, `interface`: the pod at whose veth the frame was, or which sent it to `uplink` */
 #define FROM_WORKER 0xfb /* `port`: the pod that it is for, or whose packet it is */
 
 enum { /* flags of a frame to a worker */
@@ -124,9 +142,11 @@ enum { /* flags of a frame to a worker */
 	FROM_NODE = 2,     /* from the node's stack to the pod, otherwise from the pod */
 	LOCAL_PROCESS = 4, /* sent by the node itself, not forwarded */
 	SOURCE_TRANSLATED = 8, /* forwarded, with an entry in `sources` */
+	LEAVING = 16, /* forwarded to another machine by `uplink` */
 };
 enum { /* flags of a frame from a worker */
 	TO_NODE = 1, /* to the node's stack: as the pod's, or with port NO_PORT as the pair's */
+	TO_UPLINK = 2, /* out by `uplink` */
 };
 #define NO_PORT 0xffff
 
@@ -183,20 +203,27 @@ static __always_inline int takes_share(struct __sk_buff *skb, __u32 port)
 	return 1;
 }
 
-static __always_inline int redirect_to_worker(struct __sk_buff *skb, const struct interface *at, __u8 flags, __u32 outcome)
+/* `interface`: that of the pod `at`. */
+static __always_inline int tag_for_worker(struct __sk_buff *skb, const struct interface *at, __u32 interface, __u8 flags, __u8 uplink,
+					  __u32 outcome)
 {
 	struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
 	struct tag tag = {
 		.to_local = LOCAL, .to_kind = TO_WORKER, .port = bpf_htons(at->port),
-		.from_local = LOCAL, .from_kind = TO_WORKER, .interface = bpf_htonl(skb->ifindex),
+		.from_local = LOCAL, .from_kind = TO_WORKER, .interface = bpf_htonl(interface), .uplink = uplink,
 	};
 
 	if (!takes_share(skb, at->port))
-		return count(skb->ifindex, SHARE_USED, TC_ACT_SHOT);
+		return count(interface, SHARE_USED, TC_ACT_SHOT);
 	tag.flags = flags | (BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL ? CHECKSUM_OPEN : 0);
 	if (bpf_skb_store_bytes(skb, 0, &tag, sizeof(tag), 0))
-		return count(skb->ifindex, NOT_IP, TC_ACT_SHOT);
-	return count(skb->ifindex, outcome, bpf_redirect(pair_of(skb), 0));
+		return count(interface, NOT_IP, TC_ACT_SHOT);
+	return count(interface, outcome, bpf_redirect(pair_of(skb), 0));
+}
+
+static __always_inline int redirect_to_worker(struct __sk_buff *skb, const struct interface *at, __u8 flags, __u32 outcome)
+{
+	return tag_for_worker(skb, at, skb->ifindex, flags, 0, outcome);
 }
 
 /* No process serves the sockets, and then policy is not enforced by setting. */
@@ -530,7 +557,7 @@ static __noinline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 		return 1;
 	if (is_another_pods(skb, &from))
 		return 1;
-	find_origin(skb, skb->protocol == bpf_htons(ETH_P_IP), origin);
+	find_origin(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), origin);
 	return origin->known && is_another_pods(skb, &origin->source);
 }
 
@@ -573,6 +600,51 @@ int to_pod(struct __sk_buff *skb)
 	return redirect_to_worker(skb, at, FROM_NODE | sender, FROM_STACK);
 }
 
+/* A frame on a pair has an Ethernet header. */
+static __always_inline int give_header(struct __sk_buff *skb)
+{
+	const __be16 protocol = skb->protocol;
+
+	return bpf_skb_change_head(skb, ETH_HLEN, 0) ||
+	       bpf_skb_store_bytes(skb, offsetof(struct ethhdr, h_proto), &protocol, sizeof(protocol), 0);
+}
+
+/* What the node's stack sends to another machine. A pod always reaches its own node; what the node has made of that, policy must be
+ * asked again. Everything else that a pod sends has met a worker with the destination that it has here. */
+SEC("tcx/egress")
+int to_uplink(struct __sk_buff *skb)
+{
+	const int is_v4 = skb->protocol == bpf_htons(ETH_P_IP);
+	const struct entrances *sent_by;
+	const struct uplink *uplink;
+	const struct interface *at;
+	struct origin origin = {};
+	__u32 interface = skb->ifindex;
+
+	/* From a worker. Another process' program behind this one would hand it to a worker once more. */
+	if (skb->mark == passed) {
+		skb->mark = 0;
+		return TC_ACT_OK;
+	}
+	if (!skb->ingress_ifindex || (!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_open())
+		return TC_ACT_UNSPEC; /* the next program */
+	uplink = bpf_map_lookup_elem(&uplinks, &interface);
+	if (!uplink)
+		return TC_ACT_SHOT;
+	find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin);
+	if (!origin.opens || is_same_address(&origin.destination, &origin.flow.to) ||
+	    !bpf_map_lookup_elem(&node_addresses, &origin.destination))
+		return TC_ACT_UNSPEC; /* the next program */
+	sent_by = bpf_map_lookup_elem(&pod_addresses, &origin.source);
+	if (!sent_by)
+		return TC_ACT_UNSPEC; /* the next program */
+	interface = sent_by->veth;
+	at = bpf_map_lookup_elem(&interfaces, &interface);
+	if (!at || (!uplink->header && give_header(skb)))
+		return count(interface, NOT_READY, TC_ACT_SHOT);
+	return tag_for_worker(skb, at, interface, FROM_NODE | LEAVING, uplink->number, FROM_STACK);
+}
+
 /* What a worker sends, at the node's end of its pair. */
 SEC("tcx/ingress")
 int from_worker(struct __sk_buff *skb)
@@ -580,13 +652,21 @@ int from_worker(struct __sk_buff *skb)
 	const struct target *target;
 	struct mac macs[2];
 	struct tag tag;
-	__u32 port;
+	__u32 port, *uplink;
 
 	if (bpf_skb_load_bytes(skb, 0, &tag, sizeof(tag)) || tag.to_local != LOCAL || tag.to_kind != FROM_WORKER)
 		return TC_ACT_SHOT;
 	bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
 	if (tag.flags & TO_NODE && tag.port == bpf_htons(NO_PORT))
 		return TC_ACT_OK;
+	if (tag.flags & TO_UPLINK) {
+		port = tag.uplink;
+		uplink = bpf_map_lookup_elem(&uplink_interfaces, &port);
+		if (!uplink || !*uplink)
+			return TC_ACT_SHOT;
+		skb->mark = passed;
+		return bpf_redirect_neigh(*uplink, 0, 0, 0);
+	}
 	port = bpf_ntohs(tag.port);
 	target = bpf_map_lookup_elem(&targets, &port);
 	if (!target || !target->interface)

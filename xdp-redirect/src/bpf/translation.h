@@ -156,10 +156,11 @@ struct { /* the source before it was translated, by flow; shared by all, and rea
 	__type(key, struct sent_flow); __type(value, struct in6_addr);
 } sources SEC(".maps");
 
-/* What connection tracking knows of an outgoing packet's source. */
+/* What connection tracking knows of an outgoing packet: its addresses before the node translated them. */
 struct origin {
 	struct sent_flow flow;  /* as it leaves */
 	struct in6_addr source; /* as it entered the node */
+	struct in6_addr destination; /* the same; only if `opens` */
 	int known, opens;       /* it is tracked; and in the direction in which its connection was opened */
 };
 
@@ -177,16 +178,15 @@ static __always_inline void to_in6(struct in6_addr *address, const union nf_inet
 	}
 }
 
-/* Finds the source of an outgoing packet when it entered the node, which may have translated it since. A reply spoofed as a
- * Service's backend would leave with the Service's address. */
-static __always_inline void find_origin(struct __sk_buff *skb, int is_v4, struct origin *origin)
+/* Finds the addresses of an outgoing packet when it entered the node, which may have translated it since. A reply spoofed as a
+ * Service's backend would leave with the Service's address. `offset`: bytes before its IP header. */
+static __always_inline void find_origin(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
 {
 	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS };
 	struct bpf_sock_tuple tuple = {};
 	struct sent_flow *flow = &origin->flow;
 	struct heads heads;
 	struct nf_conn *connection;
-	__u32 offset = ETH_HLEN;
 
 	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
 		return;
@@ -221,10 +221,12 @@ static __always_inline void find_origin(struct __sk_buff *skb, int is_v4, struct
 		return;
 	origin->known = 1;
 	origin->opens = options.dir;
-	if (options.dir)
+	if (options.dir) {
 		to_in6(&origin->source, &connection->tuplehash[0].tuple.src.u3, is_v4);
-	else
+		to_in6(&origin->destination, &connection->tuplehash[0].tuple.dst.u3, is_v4);
+	} else {
 		to_in6(&origin->source, &connection->tuplehash[1].tuple.src.u3, is_v4);
+	}
 	bpf_ct_release(connection);
 }
 

@@ -52,6 +52,7 @@ impl Daemon<'_> {
         let gone = self.ports.remove_gone(&self.netstate);
         let unserved = self.publisher.inputs().objects.pod_addresses();
         self.ports.announce(&unserved);
+        self.ports.follow_uplinks(&self.netstate);
         self.publisher.update_ports(self.ports.layout(), NodeNetwork::of(&self.netstate), why, seen);
         self.close_ports(gone);
         self.ports.retract();

@@ -112,7 +112,7 @@ impl OpenPorts {
             sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
         });
         given??;
-        Ok(OpenPair { id, far: attached, _near: tcx.attach_worker(&interface(&pair.node))? })
+        Ok(OpenPair { id, far: attached, near: tcx.attach_worker(&interface(&pair.node))? })
     }
 
     /// The node's stack as a port, through the workers' pairs.

@@ -225,5 +225,5 @@ impl InterfacePrograms {
 pub(super) struct OpenPair {
     pub(super) id: PortId,
     pub(super) far: Attached,
-    pub(super) _near: WorkerPair,
+    pub(super) near: WorkerPair,
 }

@@ -1,0 +1,119 @@
+//! What pods send to their own node and it sends on, by an interface whose frames have no Ethernet header: a tunnel, as CNI plugins
+//! make them between nodes.
+
+use std::fs::File;
+use std::io::Read;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use penstock_bench::testbed::{
+    Attach, KubeProxy, Namespace, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol,
+};
+
+use crate::fixture::{Fixture, pods, policy};
+use crate::service::{address, service};
+
+/// Machines beyond the tunnel, by family: `pod-1` may send to the second only.
+const BEYOND: [[&str; 2]; 2] = [["198.18.0.5", "2001:db8:18::5"], ["198.18.0.6", "2001:db8:18::6"]];
+/// The node ports that lead to them.
+const NODE_PORTS: [u16; 2] = [30_080, 30_081];
+const POLICY: &str = "  policyTypes: [Egress]\n  egress: [{to: [{ipBlock: {cidr: 198.18.0.6/32}}, {ipBlock: {cidr: \"2001:db8:18::6/128\"}}]}]\n";
+
+nix::ioctl_write_ptr_bad!(tunsetiff, libc::TUNSETIFF, libc::ifreq);
+
+/// The near end of a tunnel; what is sent into it is read from the file.
+fn open_tunnel(node: &Namespace, name: &str) -> File {
+    node.run(|| {
+        let file = File::options().read(true).write(true).open("/dev/net/tun").unwrap();
+        // SAFETY: numbers and an array of them, for which zero is a valid value.
+        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+        request.ifr_name.iter_mut().zip(name.bytes()).for_each(|(to, byte)| *to = byte as libc::c_char);
+        request.ifr_ifru.ifru_flags = (libc::IFF_TUN | libc::IFF_NO_PI) as i16;
+        // SAFETY: the request lives across the call, and its name ends with a zero.
+        unsafe { tunsetiff(file.as_raw_fd(), &raw const request) }.unwrap();
+        file
+    })
+}
+
+/// Destination and payload of the UDP datagrams that come until `limit`, other packets left out.
+fn read(tunnel: &mut File, limit: Duration) -> Option<(IpAddr, String)> {
+    let deadline = Instant::now() + limit;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let timeout = PollTimeout::try_from(left).unwrap();
+        if poll(&mut [PollFd::new(std::os::fd::AsFd::as_fd(tunnel), PollFlags::POLLIN)], timeout).unwrap() == 0 {
+            return None;
+        }
+        let mut packet = [0; 2048];
+        let length = tunnel.read(&mut packet).unwrap();
+        let sliced = etherparse::SlicedPacket::from_ip(&packet[..length]).unwrap();
+        let Some(etherparse::TransportSlice::Udp(udp)) = sliced.transport else { continue };
+        let to = match sliced.net.unwrap() {
+            etherparse::NetSlice::Ipv4(v4) => v4.header().destination_addr().into(),
+            etherparse::NetSlice::Ipv6(v6) => v6.header().destination_addr().into(),
+            other => panic!("{other:?}"),
+        };
+        return Some((to, String::from_utf8_lossy(udp.payload()).into_owned()));
+    }
+}
+
+#[test]
+fn a_node_port_that_leads_into_a_tunnel_is_judged_for_the_machine_behind_it() {
+    if Attach::of_run() != Attach::Tcx {
+        return;
+    }
+    let mut tunnel = None;
+    let fixture = Fixture::of(&(pods(2) + &policy("some", "pod-1", POLICY)), |cluster, _| {
+        let node = &cluster.node;
+        tunnel = Some(open_tunnel(node.namespace(), "tun0"));
+        let netlink = node.netlink();
+        let index = netlink.index("tun0").unwrap();
+        netlink.set_up(index).unwrap();
+        for network in ["198.18.0.0/24", "2001:db8:18::/64"] {
+            netlink.add_route(network.parse().unwrap(), index, RouteVia::Link).unwrap();
+        }
+        let port = |(to, number): ([&str; 2], u16)| ProxiedPort {
+            protocol: ServiceProtocol::Udp,
+            number,
+            node_port: Some(number),
+            backends: to.map(|to| SocketAddr::new(address(to), 53)).into(),
+        };
+        let ports = BEYOND.into_iter().zip(NODE_PORTS).map(port).collect();
+        let addresses = [false, true].map(service).into();
+        let services = vec![ProxiedService { name: "test/beyond".to_owned(), addresses, ports }];
+        let proxy = KubeProxy { mode: ProxyMode::Nftables, node: node.addresses().to_vec(), services };
+        proxy.install(node.namespace()).unwrap();
+    });
+    let mut tunnel = tunnel.unwrap();
+    let send = |pod: &str, v6: bool, port: u16, text: &str| {
+        let node = fixture.cluster.node.addresses().iter().find(|address| address.is_ipv6() == v6).unwrap();
+        let from: IpAddr = address(if v6 { "::" } else { "0.0.0.0" });
+        let socket = fixture.site(pod).namespace.run(|| UdpSocket::bind((from, 0))).unwrap();
+        socket.send_to(text.as_bytes(), (*node, port)).unwrap();
+    };
+    for v6 in [false, true] {
+        let to = BEYOND.map(|to| address(to[usize::from(v6)]));
+        // What is denied is sent first: it would come first.
+        for number in 0..5 {
+            send("test/pod-1", v6, NODE_PORTS[0], &format!("denied {number}"));
+        }
+        for (pod, at) in [("test/pod-1", 1), ("test/pod-0", 0), ("test/pod-0", 1)] {
+            let text = format!("{pod} {v6}");
+            send(pod, v6, NODE_PORTS[at], &text);
+            let came = read(&mut tunnel, Duration::from_secs(5));
+            assert_eq!(came, Some((to[at], text)), "{}", fixture.statistics().join("\n"));
+        }
+        assert_eq!(read(&mut tunnel, Duration::from_millis(100)), None);
+    }
+    let denied: u64 =
+        fixture.statistics().iter().filter(|line| line.contains("(node)")).map(|line| dropped(line)).sum();
+    assert!(denied >= 10, "{}", fixture.statistics().join("\n"));
+}
+
+/// How many packets a line of the statistics says were denied for their sender.
+fn dropped(line: &str) -> u64 {
+    let number = line.split("egress_denied ").nth(1).and_then(|rest| rest.split([',', ' ']).next());
+    number.map_or(0, |number| number.parse().unwrap())
+}
