@@ -23,7 +23,7 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 17] = [
+const TESTS: [(&str, Test); 18] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
@@ -38,6 +38,10 @@ const TESTS: [(&str, Test); 17] = [
     ),
     ("the_node_reaches_services", services::the_node_reaches_services),
     ("policy_holds_for_clients_of_a_node_port", services::policy_holds_for_clients_of_a_node_port),
+    (
+        "egress_policy_holds_for_node_ports_of_the_own_node",
+        services::egress_policy_holds_for_node_ports_of_the_own_node,
+    ),
     ("connections_outlast_a_killed_daemon", restarts::connections_outlast_a_killed_daemon),
     ("connections_outlast_a_rolling_restart", restarts::connections_outlast_a_rolling_restart),
     ("policy_is_in_force_after_a_restart_without_api_server", restarts::policy_is_in_force_without_api_server),

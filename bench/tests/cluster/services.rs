@@ -107,3 +107,17 @@ pub(crate) fn policy_holds_for_clients_of_a_node_port(cluster: &mut RealCluster)
     ensure!(!rows.is_empty());
     expect(cluster, &rows)
 }
+
+/// A pod always reaches its own node. Where that leads to a pod of the other node, egress policy is for that pod.
+pub(crate) fn egress_policy_holds_for_node_ports_of_the_own_node(cluster: &mut RealCluster) -> Result<()> {
+    let node: IpAddr = cluster.nodes[0].number.address().parse()?;
+    let mut rows = Vec::new();
+    for (from, is_isolated) in [("lab/builder", true), ("ops/monitor", false)] {
+        let from = cluster.site(from);
+        rows.push((from, "ops/dash", node, Protocol::Tcp(30084), true));
+        rows.push((from, "ops/dash", node, Protocol::Udp(30085), true));
+        rows.push((from, "lab/guest", node, Protocol::Tcp(30086), !is_isolated));
+        rows.push((from, "lab/guest", node, Protocol::Udp(30087), !is_isolated));
+    }
+    expect(cluster, &rows)
+}
