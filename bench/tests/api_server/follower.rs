@@ -45,11 +45,16 @@ impl Follower {
 
     /// The same, of these kinds.
     pub(crate) fn of_kinds(server: &ApiServer, followed: FollowedKinds) -> Self {
+        Self::reporting(server, followed, None)
+    }
+
+    /// The same; as this node it writes Events.
+    pub(crate) fn reporting(server: &ApiServer, followed: FollowedKinds, node: Option<&str>) -> Self {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let health = Arc::new(SourceHealth::new(followed));
         let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
         let opened = runtime.block_on(async {
-            let mut source = Source::start(&access, TIMEOUTS, Arc::clone(&health)).await.unwrap();
+            let mut source = Source::start(&access, TIMEOUTS, Arc::clone(&health), node).await.unwrap();
             let objects = tokio::time::timeout(TIMEOUT, source.first()).await;
             (source, objects)
         });
@@ -179,6 +184,7 @@ fn objects_of(server: &ApiServer, followed: FollowedKinds) -> BTreeMap<ObjectRef
         Resource::ClusterNetworkPolicies => {
             convert::cluster_network_policy(&typed(value)).map(Object::ClusterNetworkPolicy)
         }
+        Resource::Events => unreachable!("they are not followed"),
     };
     let is_followed = |resource: &Resource| followed.iter().any(|kind| kind.resource() == resource.path());
     let all = Resource::ALL.into_iter().filter(is_followed).flat_map(|resource| {

@@ -1,6 +1,7 @@
 //! Following an API server: a real one if `KUBEBUILDER_ASSETS` names its directory, otherwise the small one in this
 //! process, which can also inject faults.
 
+mod events;
 mod faults;
 mod follower;
 mod following;

@@ -36,7 +36,7 @@ fn awaited_for(server: &ApiServer, text: &str) -> Vec<ObjectKind> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let health = Arc::new(SourceHealth::new(FollowedKinds::All));
     let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
-    let mut source = runtime.block_on(Source::start(&access, TIMEOUTS, Arc::clone(&health))).unwrap();
+    let mut source = runtime.block_on(Source::start(&access, TIMEOUTS, Arc::clone(&health), None)).unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let first = runtime.block_on(async { tokio::time::timeout(Duration::from_millis(50), source.first()).await });

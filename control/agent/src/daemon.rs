@@ -164,7 +164,8 @@ async fn open_source(
     record: Option<&ObjectFile>,
     signals: &mut Signals,
 ) -> Result<Option<OpenedSource>, RunError> {
-    let opened = Source::start(&config.source.location(), config.services.followed_kinds()).await;
+    let opened =
+        Source::start(&config.source.location(), config.services.followed_kinds(), Some(config.node.as_str())).await;
     let mut source =
         opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
     let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));

@@ -81,11 +81,16 @@ pub enum SourceError {
 
 impl Source {
     /// Opens a source without waiting for an API server, which is asked for objects of the `followed` kinds. Manifests are
-    /// read whole: what they contain is checked whether it is used or not.
+    /// read whole: what they contain is checked whether it is used or not. With the name of a node as `reporter` Events are
+    /// written at the API server about policies that are not fully understood.
     ///
     /// # Errors
     /// The manifests are missing or have errors, or there is no access to the API server.
-    pub async fn start(location: &Location, followed: FollowedKinds) -> Result<Self, SourceError> {
+    pub async fn start(
+        location: &Location,
+        followed: FollowedKinds,
+        reporter: Option<&str>,
+    ) -> Result<Self, SourceError> {
         let health = Arc::new(SourceHealth::new(match location {
             Location::Manifests(_) => FollowedKinds::All,
             Location::ApiServer(_) => followed,
@@ -103,7 +108,8 @@ impl Source {
                 Backend::Manifests { directory, first: objects, count }
             }
             Location::ApiServer(access) => {
-                Backend::ApiServer(ApiServer::start(access, ApiServerTimeouts::default(), Arc::clone(&health)).await?)
+                let timeouts = ApiServerTimeouts::default();
+                Backend::ApiServer(ApiServer::start(access, timeouts, Arc::clone(&health), reporter).await?)
             }
         };
         Ok(Self { backend, health })

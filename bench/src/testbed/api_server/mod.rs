@@ -37,11 +37,13 @@ pub enum Resource {
     Services,
     /// EndpointSlices.
     EndpointSlices,
+    /// Events, which Penstock writes and does not read.
+    Events,
 }
 
 impl Resource {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Namespaces,
         Self::Nodes,
         Self::Pods,
@@ -49,6 +51,7 @@ impl Resource {
         Self::ClusterNetworkPolicies,
         Self::Services,
         Self::EndpointSlices,
+        Self::Events,
     ];
 
     /// Its API group; empty for the core group.
@@ -69,6 +72,7 @@ impl Resource {
             Self::Pods => "Pod",
             Self::Services => "Service",
             Self::EndpointSlices => "EndpointSlice",
+            Self::Events => "Event",
             Self::NetworkPolicies => "NetworkPolicy",
             Self::ClusterNetworkPolicies => "ClusterNetworkPolicy",
         }
@@ -82,6 +86,7 @@ impl Resource {
             Self::Pods => "pods",
             Self::Services => "services",
             Self::EndpointSlices => "endpointslices",
+            Self::Events => "events",
             Self::NetworkPolicies => "networkpolicies",
             Self::ClusterNetworkPolicies => "clusternetworkpolicies",
         }
@@ -99,7 +104,7 @@ impl Resource {
         match self {
             // Kubernetes 1.19 and 1.20 serve the second alone.
             Self::EndpointSlices => &["discovery.k8s.io/v1", "discovery.k8s.io/v1beta1"],
-            Self::Namespaces | Self::Nodes | Self::Pods | Self::Services => &["v1"],
+            Self::Namespaces | Self::Nodes | Self::Pods | Self::Services | Self::Events => &["v1"],
             Self::NetworkPolicies => &["networking.k8s.io/v1"],
             Self::ClusterNetworkPolicies => &["policy.networking.k8s.io/v1alpha2"],
         }

@@ -19,6 +19,8 @@ pub(super) struct ConvertedObject {
     /// Its `resourceVersion`: larger is later (KEP-5504). `None` if it is not a number; such objects are taken in order of
     /// arrival.
     pub(super) version: Option<u64>,
+    /// Its `uid`.
+    pub(super) uid: String,
     /// Its content.
     pub(super) content: Interpretation,
 }
@@ -34,18 +36,21 @@ pub(super) fn namespace(object: core::Namespace) -> ConvertedObject {
     ConvertedObject {
         reference: ObjectRef::Namespace(name(&object.metadata)),
         version: version(&object.metadata),
+        uid: uid(&object.metadata),
         content,
     }
 }
 
 pub(super) fn node(object: core::Node) -> ConvertedObject {
     let content = content(convert::node(&object).map(Object::Node), ObjectKind::Node);
-    ConvertedObject { reference: ObjectRef::Node(name(&object.metadata)), version: version(&object.metadata), content }
+    let reference = ObjectRef::Node(name(&object.metadata));
+    ConvertedObject { reference, version: version(&object.metadata), uid: uid(&object.metadata), content }
 }
 
 pub(super) fn pod(object: core::Pod) -> ConvertedObject {
     let content = content(convert::pod(&object).map(Object::Pod), ObjectKind::Pod);
-    ConvertedObject { reference: ObjectRef::Pod(key(&object.metadata)), version: version(&object.metadata), content }
+    let reference = ObjectRef::Pod(key(&object.metadata));
+    ConvertedObject { reference, version: version(&object.metadata), uid: uid(&object.metadata), content }
 }
 
 /// Policies are read from JSON, not the client's type: that type would silently drop an unknown field, and with it a
@@ -55,6 +60,7 @@ pub(super) fn network_policy(object: DynamicObject) -> ConvertedObject {
     ConvertedObject {
         reference: ObjectRef::NetworkPolicy(key(&object.metadata)),
         version: version(&object.metadata),
+        uid: uid(&object.metadata),
         content,
     }
 }
@@ -64,6 +70,7 @@ pub(super) fn cluster_network_policy(object: DynamicObject) -> ConvertedObject {
     ConvertedObject {
         reference: ObjectRef::ClusterNetworkPolicy(name(&object.metadata)),
         version: version(&object.metadata),
+        uid: uid(&object.metadata),
         content: cluster_policy::policy(&object.metadata, object.data.get("spec")),
     }
 }
@@ -74,6 +81,7 @@ pub(super) fn service(object: core::Service) -> ConvertedObject {
     ConvertedObject {
         reference: ObjectRef::Service(key(&object.metadata)),
         version: version(&object.metadata),
+        uid: uid(&object.metadata),
         content: partly(converted, ObjectKind::Service),
     }
 }
@@ -82,6 +90,7 @@ pub(super) fn service(object: core::Service) -> ConvertedObject {
 /// counts of a stable one is also in the older form.
 pub(super) fn endpoint_slice(object: DynamicObject) -> ConvertedObject {
     let (reference, version) = (ObjectRef::EndpointSlice(key(&object.metadata)), version(&object.metadata));
+    let uid = uid(&object.metadata);
     let content = match typed::read::<V1Beta1EndpointSlice>(object.data) {
         Ok((mut slice, _)) => {
             slice.metadata = object.metadata;
@@ -90,7 +99,7 @@ pub(super) fn endpoint_slice(object: DynamicObject) -> ConvertedObject {
         }
         Err((field, wrong)) => unusable(&format!("{field}: {wrong}"), ObjectKind::EndpointSlice),
     };
-    ConvertedObject { reference, version, content }
+    ConvertedObject { reference, version, uid, content }
 }
 
 type PartlyConverted = Result<(Object, Vec<convert::FieldError>), convert::FieldError>;
@@ -131,6 +140,10 @@ fn name(meta: &ObjectMeta) -> String {
 
 fn key(meta: &ObjectMeta) -> ObjectKey {
     ObjectKey { namespace: meta.namespace.clone().unwrap_or_default(), name: name(meta) }
+}
+
+fn uid(meta: &ObjectMeta) -> String {
+    meta.uid.clone().unwrap_or_default()
 }
 
 fn version(meta: &ObjectMeta) -> Option<u64> {

@@ -7,6 +7,7 @@ mod access;
 mod backoff;
 mod cluster_policy;
 mod converted;
+mod events;
 mod fail_closed;
 mod follow;
 mod outages;
@@ -122,6 +123,10 @@ impl Shared {
         self.store.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn next_problem(&self) -> Option<events::Problem> {
+        self.store().take_problem()
+    }
+
     /// Reports the numbers of objects.
     fn count(&self, kind: ObjectKind) {
         let (objects, invalid) = self.store().count(kind);
@@ -136,17 +141,19 @@ impl Shared {
 }
 
 impl ApiServer {
-    /// Follows the kinds of `health` at an API server, and does not wait for it.
+    /// Follows the kinds of `health` at an API server, and does not wait for it. As the node `reporter` it also writes Events about
+    /// policies that are not fully understood.
     pub async fn start(
         access: &Access,
         timeouts: ApiServerTimeouts,
         health: Arc<SourceHealth>,
+        reporter: Option<&str>,
     ) -> Result<Self, ApiServerError> {
         let (sender, batches) = mpsc::channel(1);
         let (stop, stopped) = oneshot::channel();
         let (started, start) = oneshot::channel();
         let runtime = Builder::new_current_thread().enable_all().build().map_err(ApiServerError::Thread)?;
-        let access = access.clone();
+        let (access, reporter) = (access.clone(), reporter.map(str::to_owned));
         let body = move || {
             privileges::drop_all();
             runtime.block_on(async {
@@ -157,7 +164,7 @@ impl ApiServer {
                 // Without an owner there is nothing to do: sending a batch fails then.
                 let _ = started.send(shared);
                 if let Some(shared) = followed {
-                    run(shared, sender, stopped).await;
+                    run(shared, sender, stopped, reporter).await;
                 }
             });
             // A pending name lookup must not delay shutdown.
@@ -200,7 +207,12 @@ impl Drop for ApiServer {
 }
 
 /// Follows the kinds and sends changes until the owner is gone.
-async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>, stopped: oneshot::Receiver<()>) {
+async fn run(
+    shared: Arc<Shared>,
+    batches: mpsc::Sender<Vec<ObjectChange>>,
+    stopped: oneshot::Receiver<()>,
+    reporter: Option<String>,
+) {
     let mut tasks = JoinSet::new();
     let follower = |kind| KindFollower::new(kind, Arc::clone(&shared));
     tasks.spawn(follower(ObjectKind::Namespace).run(Api::all, converted::namespace));
@@ -220,6 +232,9 @@ async fn run(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>, stop
         tasks.spawn(follower(ObjectKind::EndpointSlice).run_while_served(ENDPOINT_SLICES, converted::endpoint_slice));
     }
     tasks.spawn(send_changes(Arc::clone(&shared), batches));
+    if let Some(node) = reporter {
+        tasks.spawn(events::write(Arc::clone(&shared), node));
+    }
     let log = log_awaited(&shared);
     tokio::select! {
         _ = stopped => {}

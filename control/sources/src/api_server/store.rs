@@ -12,6 +12,7 @@ use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use rustc_hash::FxHashMap;
 
 use super::converted::ConvertedObject;
+use super::events::{Problem, Problems};
 use super::fail_closed::Interpretation;
 use crate::{FollowedKinds, ObjectKind};
 
@@ -28,6 +29,8 @@ pub(super) struct Store {
     sequence: u64,
     hasher: RandomState,
     started: bool,
+    /// Problems that were logged, of policies.
+    problems: Problems,
 }
 
 /// The objects of one kind.
@@ -58,7 +61,7 @@ struct Listed {
     /// Its content, if it differs from the known one.
     changed: Option<Object>,
     /// Its problem, if not yet logged.
-    problem: Option<String>,
+    problem: Option<Problem>,
 }
 
 /// Recently deleted objects and their versions.
@@ -71,8 +74,8 @@ struct Deleted {
 impl Store {
     /// A store of these kinds that knows nothing yet.
     pub(super) fn new(followed: FollowedKinds) -> Self {
-        let (kinds, unsent, hasher) = Default::default();
-        Self { followed, kinds, unsent, sequence: 0, hasher, started: false }
+        let (kinds, unsent, hasher, problems) = Default::default();
+        Self { followed, kinds, unsent, sequence: 0, hasher, started: false, problems }
     }
 
     /// Starts a list of all objects of a kind. Discards an incomplete one.
@@ -82,7 +85,7 @@ impl Store {
 
     /// Adds an object to the list in progress.
     pub(super) fn list(&mut self, kind: ObjectKind, object: ConvertedObject) {
-        let ConvertedObject { reference, version, content } = object;
+        let ConvertedObject { reference, version, uid, content } = object;
         let objects = &mut self.kinds[kind as usize];
         let before = objects.known.get(&reference);
         let hash_before = before.and_then(|known| known.content_hash);
@@ -90,7 +93,9 @@ impl Store {
         let changed = object.filter(|_| before.is_none_or(|known| known.content_hash != content_hash));
         let is_logged = before.is_some_and(|known| known.problem_hash == problem_hash);
         let known = Known { version, content_hash, problem_hash };
-        let listed = Listed { known, changed, problem: problem.filter(|_| !is_logged) };
+        let problem = problem.filter(|_| !is_logged);
+        let problem = problem.map(|text| Problem { reference: reference.clone(), uid, version, text });
+        let listed = Listed { known, changed, problem };
         let Some(list) = &mut objects.list else { return };
         match list.entry(reference) {
             Entry::Vacant(place) => {
@@ -116,7 +121,8 @@ impl Store {
         for (reference, listed) in &mut list {
             let before = before.get(reference);
             let hash_before = before.and_then(|known| known.problem_hash);
-            log_problem(reference, hash_before, listed.known.problem_hash, listed.problem.take());
+            let problem = listed.problem.take();
+            log_problem(&mut self.problems, reference, hash_before, listed.known.problem_hash, problem);
             objects.invalid += usize::from(listed.known.problem_hash.is_some());
             match listed.changed.take() {
                 Some(object) => changes.push(ObjectChange::Set(object)),
@@ -139,7 +145,7 @@ impl Store {
 
     /// Adds or updates an object. Returns whether anything changed.
     pub(super) fn set(&mut self, kind: ObjectKind, object: ConvertedObject) -> bool {
-        let ConvertedObject { reference, version, content } = object;
+        let ConvertedObject { reference, version, uid, content } = object;
         let objects = &mut self.kinds[kind as usize];
         let before = objects.known.get(&reference).copied();
         if before.is_some_and(|known| is_late(version, known.version)) || objects.deleted.is_late(&reference, version) {
@@ -147,7 +153,9 @@ impl Store {
         }
         let hash_before = before.and_then(|known| known.content_hash);
         let (content_hash, problem_hash, object, problem) = fingerprints(&self.hasher, content, hash_before);
-        log_problem(&reference, before.and_then(|known| known.problem_hash), problem_hash, problem);
+        let problem = problem.map(|text| Problem { reference: reference.clone(), uid, version, text });
+        let hash_of_problem = before.and_then(|known| known.problem_hash);
+        log_problem(&mut self.problems, &reference, hash_of_problem, problem_hash, problem);
         objects.invalid -= usize::from(before.is_some_and(|known| known.problem_hash.is_some()));
         objects.invalid += usize::from(problem_hash.is_some());
         objects.known.insert(reference.clone(), Known { version, content_hash, problem_hash });
@@ -199,6 +207,11 @@ impl Store {
         Some(changes.into_iter().map(|(_, change)| change).collect())
     }
 
+    /// Takes a policy's problem that was logged, the oldest first. At most 256 are kept.
+    pub(super) fn take_problem(&mut self) -> Option<Problem> {
+        self.problems.take()
+    }
+
     fn queue(&mut self, change: ObjectChange) {
         self.sequence += 1;
         self.unsent.insert(name_of(&change), (self.sequence, change));
@@ -244,12 +257,21 @@ fn fingerprints(hasher: &RandomState, content: Interpretation, before: Option<u6
 }
 
 /// Logs once that an object is not understood, or is understood again.
-fn log_problem(reference: &ObjectRef, before: Option<u64>, now: Option<u64>, problem: Option<String>) {
+fn log_problem(
+    problems: &mut Problems,
+    reference: &ObjectRef,
+    before: Option<u64>,
+    now: Option<u64>,
+    problem: Option<Problem>,
+) {
     if before == now {
         return;
     }
     match problem {
-        Some(problem) => tracing::warn!(object = %reference, "not understood: {problem}"),
+        Some(problem) => {
+            tracing::warn!(object = %reference, "not understood: {}", problem.text);
+            problems.add(problem);
+        }
         None => tracing::info!(object = %reference, "understood again"),
     }
 }

@@ -9,7 +9,12 @@ fn namespace(name: &str, version: u64) -> ConvertedObject {
     // What it means changes with every third version only.
     let labels = [("third".to_owned(), (version / 3).to_string())].into();
     let object = Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false });
-    ConvertedObject { reference: object.reference(), version: Some(version), content: Interpretation::Full(object) }
+    ConvertedObject {
+        reference: object.reference(),
+        version: Some(version),
+        uid: String::new(),
+        content: Interpretation::Full(object),
+    }
 }
 
 /// A store of which all kinds have been listed, the namespaces of `list` among them.
@@ -108,7 +113,12 @@ fn one_batch_of_changes_is_in_an_order_that_can_be_applied() {
             addresses: Vec::new(),
             status_addresses: Vec::new(),
         });
-        ConvertedObject { reference: object.reference(), version: Some(30), content: Interpretation::Full(object) }
+        ConvertedObject {
+            reference: object.reference(),
+            version: Some(30),
+            uid: String::new(),
+            content: Interpretation::Full(object),
+        }
     };
     store.set(ObjectKind::Node, node("y"));
     store.set(ObjectKind::Node, node("x"));
@@ -218,7 +228,7 @@ proptest! {
         }
         take(&mut store);
         let received: BTreeMap<String, ConvertedObject> = received.into_values().map(|object| (object.reference().to_string(), object))
-            .map(|(name, object)| (name, ConvertedObject { reference: object.reference(), version: None, content: Interpretation::Full(object) }))
+            .map(|(name, object)| (name, ConvertedObject { reference: object.reference(), version: None, uid: String::new(), content: Interpretation::Full(object) }))
             .collect();
         let expected: BTreeMap<String, ConvertedObject> = expected(steps.len()).into_iter()
             .map(|(name, version)| namespace(&name, version))
