@@ -91,7 +91,7 @@ fn every_field_exists_in_its_type_and_no_kind_is_missing() {
 }
 
 #[test]
-fn the_role_allows_reading_seven_kinds_and_nothing_else() {
+fn the_role_allows_reading_seven_kinds_writing_events_and_nothing_else() {
     let objects = objects();
     let role: ClusterRole = typed(objects.iter().find(|object| object["kind"] == "ClusterRole").unwrap());
     let mut rights = Vec::new();
@@ -114,7 +114,8 @@ fn the_role_allows_reading_seven_kinds_and_nothing_else() {
         "policy.networking.k8s.io/clusternetworkpolicies",
     ];
     let verbs = ["get", "list", "watch"].into_iter();
-    let wanted: Vec<String> = verbs.flat_map(|verb| resources.map(|resource| format!("{verb} {resource}"))).collect();
+    let read = verbs.flat_map(|verb| resources.map(|resource| format!("{verb} {resource}")));
+    let wanted: Vec<String> = std::iter::once("create /events".to_owned()).chain(read).collect();
     assert_eq!(rights, wanted);
 }
 
