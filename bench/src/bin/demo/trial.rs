@@ -54,8 +54,10 @@ pub(crate) fn try_before_enforcing(
     println!();
     let would_cut: Vec<&str> = staged.lines().filter(|line| line.contains("  allowed (")).collect();
     ensure!(
-        would_cut.len() == 1 && would_cut[0].starts_with("shop/web  shop/api  8080/TCP     1 "),
-        "another change is named"
+        would_cut.len() == 1 && would_cut[0].split_whitespace().take(4).eq([CUT.0, CUT.1, "8080/TCP", "1"]),
+        "another change is named than one connection of {} to {}, 8080/TCP",
+        CUT.0,
+        CUT.1
     );
     step("Putting it into force", || {
         scratch.save(&file, &new)?;
