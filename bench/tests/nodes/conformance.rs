@@ -7,7 +7,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use penstock_bench::probe::{self, EchoService, Probe, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::probe::{self, EchoService, Probe, ProbeOutcome, Protocol, RetryPolicy, Site};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -78,7 +78,7 @@ const SERVICES: [EchoService; 4] =
 /// One case in so many is run by the short test.
 const SHARE: usize = 8;
 /// A denied probe is sent this often with this timeout.
-pub(crate) const RETRIES: RetryPolicy = RetryPolicy { timeout: Duration::from_millis(150), attempts: 2 };
+const RETRIES: RetryPolicy = RetryPolicy { timeout: Duration::from_millis(150), attempts: 2 };
 
 fn suite() -> Option<Suite> {
     let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/conformance");
@@ -101,7 +101,7 @@ fn by_pairs(place: usize) -> usize {
     place / 2 % 2
 }
 
-pub(crate) fn node_name(node: usize) -> String {
+fn node_name(node: usize) -> String {
     format!("node-{node}")
 }
 
@@ -163,7 +163,7 @@ pub(crate) fn documents(objects: impl Iterator<Item = Value>) -> String {
     objects.map(|object| format!("{object}\n")).collect::<Vec<_>>().join("---\n")
 }
 
-pub(crate) fn nodes() -> String {
+fn nodes() -> String {
     let node = |number: usize| {
         json!({
             "apiVersion": "v1", "kind": "Node", "metadata": {"name": node_name(number)},
@@ -234,7 +234,7 @@ impl SuiteRunner {
             "UDP" => Protocol::Udp(row.resolved_port),
             other => panic!("no such protocol: {other}"),
         };
-        Probe { from: from as usize, to: to as usize, destination, protocol }
+        Probe { from: from as usize, to: to as usize, source: None, destination, protocol }
     }
 }
 
@@ -259,13 +259,18 @@ pub(crate) fn wait_until_adopted(fixture: &Fixture, marks: &mut u32) {
 
 /// Sends probes; those that should get an answer and do not are sent again with more patience.
 pub(crate) fn send(fixture: &Fixture, probes: &[Probe], is_allowed: impl Fn(usize) -> bool) -> Vec<ProbeOutcome> {
-    let mut outcomes = probe::run(&fixture.sites, probes, RETRIES).unwrap();
+    send_between(&fixture.sites, probes, is_allowed)
+}
+
+/// The same between any sites.
+pub(crate) fn send_between(sites: &[Site], probes: &[Probe], is_allowed: impl Fn(usize) -> bool) -> Vec<ProbeOutcome> {
+    let mut outcomes = probe::run(sites, probes, RETRIES).unwrap();
     // On a busy machine a reply may take longer, which is not a denial.
     let late: Vec<usize> =
         (0..probes.len()).filter(|&at| is_allowed(at) && outcomes[at] == ProbeOutcome::Silent).collect();
     let again: Vec<Probe> = late.iter().map(|&at| probes[at]).collect();
     let patience = RetryPolicy { timeout: Duration::from_secs(1), attempts: 3 };
-    for (at, outcome) in late.into_iter().zip(probe::run(&fixture.sites, &again, patience).unwrap()) {
+    for (at, outcome) in late.into_iter().zip(probe::run(sites, &again, patience).unwrap()) {
         outcomes[at] = outcome;
     }
     outcomes

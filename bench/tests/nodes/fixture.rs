@@ -83,6 +83,18 @@ impl Fixture {
         services: &[EchoService],
         more: fn(&mut DaemonConfig),
     ) -> Self {
+        Self::start_prepared(yaml, wiring, services, more, |_, _| Vec::new())
+    }
+
+    /// The same; `prepare` wires more between nodes and the machine beyond the router before anything runs, and returns it
+    /// as further sites.
+    pub(crate) fn start_prepared(
+        yaml: &str,
+        wiring: Wiring,
+        services: &[EchoService],
+        more: fn(&mut DaemonConfig),
+        prepare: impl FnOnce(&MultiNodeCluster, &Outside) -> Vec<Site>,
+    ) -> Self {
         let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
@@ -94,6 +106,7 @@ impl Fixture {
             // With a tunnel, only the nodes have routes to pods.
             sites.push(Site::from(&beyond));
         }
+        sites.extend(prepare(&nodes, &beyond));
         let servers = EchoServers::start_all(&sites, services).unwrap();
         let configs: Vec<DaemonConfig> = (nodes.nodes.iter().enumerate())
             .map(|(number, (name, _))| {

@@ -6,5 +6,6 @@ mod conformance;
 mod fixture;
 mod overlay;
 mod reach;
+mod suite;
 mod topologies;
 mod upgrade;
