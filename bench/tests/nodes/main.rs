@@ -6,6 +6,7 @@ mod conformance;
 mod fixture;
 mod overlay;
 mod reach;
+mod ruleset;
 mod suite;
 mod topologies;
 mod upgrade;
