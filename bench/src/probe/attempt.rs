@@ -154,7 +154,8 @@ impl Attempt {
 
     fn fail(&mut self, error: &io::Error) {
         self.state = AttemptState::Done(match error.raw_os_error() {
-            Some(libc::ECONNREFUSED | libc::ENOPROTOOPT) => ProbeOutcome::Refused,
+            // The latter two: without the protocol (an ICMP error on IPv4, another on IPv6).
+            Some(libc::ECONNREFUSED | libc::ENOPROTOOPT | libc::EPROTO) => ProbeOutcome::Refused,
             Some(errno) => ProbeOutcome::Failed(errno),
             None => ProbeOutcome::Wrong,
         });

@@ -11,10 +11,11 @@ use penstock_bench::probe::{EchoServers, EchoService, Protocol, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, InterNodeLink, Node, Outside, ScratchDir};
 
 /// Services on every site.
-pub(crate) const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
+pub(crate) const SERVICES: [EchoService; 4] =
+    [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53), EchoService::Sctp(9090)];
 /// Protocols of the probes.
-pub(crate) const PROTOCOLS: [Protocol; 4] =
-    [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
+pub(crate) const PROTOCOLS: [Protocol; 5] =
+    [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Sctp(9090), Protocol::Icmp];
 
 /// How nodes are wired, and which interfaces are uplinks.
 #[derive(Clone, Copy, Debug)]
