@@ -2,6 +2,7 @@
 //! says. The ruleset filters what a machine forwards, so every end is a namespace behind one machine: pods, and nodes
 //! and machines outside with all of their addresses.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::IpAddr;
@@ -15,7 +16,7 @@ use penstock_bench::probe::{EchoServers, EchoService, Site};
 use penstock_bench::testbed::{Node, ScratchDir, penstock_binary};
 use penstock_policy::model::Object;
 
-use crate::conformance::{documents, send_between};
+use crate::conformance::{self, PodPlacement, documents, send_between};
 use crate::fixture::{PROTOCOLS, SERVICES};
 use crate::suite::{Case, EndKind, Participants, Suite, Tally, suite};
 
@@ -36,6 +37,8 @@ struct Filter {
     node: Node,
     sites: Vec<Site>,
     scratch: ScratchDir,
+    /// Number of rulesets so far.
+    loaded: Cell<u16>,
     _servers: Vec<EchoServers>,
 }
 
@@ -49,17 +52,25 @@ impl Filter {
         node.settle().unwrap();
         let sites: Vec<Site> = node.pods().iter().map(Site::from).collect();
         let servers = EchoServers::start_all(&sites, services).unwrap();
-        Self { node, sites, scratch: ScratchDir::new().unwrap(), _servers: servers }
+        Self { node, sites, scratch: ScratchDir::new().unwrap(), loaded: Cell::new(0), _servers: servers }
     }
 
-    /// Renders manifests and loads the ruleset in the place of the one before.
+    /// Renders manifests and loads the ruleset in the place of the one before. What that one had accepted would go on, and a
+    /// probe may have the ports of an earlier one: so each ruleset has its own zone of conntrack.
     fn load(&self, manifests: &Path) {
         let mut render = Command::new(penstock_binary().unwrap());
         let rendered = render.args(["render", "--format", "nft", "--manifests"]).arg(manifests).output().unwrap();
         assert!(rendered.status.success(), "{}", String::from_utf8_lossy(&rendered.stderr));
         let mut nft = self.node.namespace().command("nft");
         let mut nft = nft.args(["-f", "-"]).stdin(Stdio::piped()).spawn().expect("nftables is installed");
-        nft.stdin.take().expect("it reads the ruleset").write_all(&rendered.stdout).unwrap();
+        self.loaded.set(self.loaded.get() + 1);
+        let zone = format!(
+            "table inet zone\ndelete table inet zone\ntable inet zone {{\n\tchain first {{\n\t\ttype filter hook prerouting \
+             priority raw;\n\t\tct zone set {}\n\t}}\n}}\n",
+            self.loaded.get()
+        );
+        let input = [zone.as_bytes(), &rendered.stdout].concat();
+        nft.stdin.take().expect("it reads the ruleset").write_all(&input).unwrap();
         assert!(nft.wait().unwrap().success(), "nft refuses:\n{}", String::from_utf8_lossy(&rendered.stdout));
     }
 
@@ -124,6 +135,43 @@ fn every_row_of_the_cluster_policy_cases_holds_for_the_rendered_ruleset() {
     let Some(suite) = suite() else { return };
     let tally = run_all(suite.cases.iter().filter(|case| !case.may_refuse));
     assert_eq!(tally.rows() + REFUSED, suite.rows(), "each other row is sent");
+}
+
+/// Sends all rows of one in so many cases of NetworkPolicy.
+fn run_network_policies(share: usize) {
+    let Some(suite) = conformance::suite() else { return };
+    let places = PodPlacement::new(&suite, conformance::by_turns);
+    let ends = suite.all_pods().map(|pod| (pod.full_name(), vec![pod.ip])).collect();
+    let filter = Filter::start(&ends, &conformance::SERVICES);
+    let (mut counts, mut wrong) = ([0; 2], Vec::new());
+    for case in suite.cases.iter().step_by(share) {
+        for (number, step) in case.steps.iter().enumerate() {
+            filter.load_text(&step.state.manifests(&places));
+            let rows: Vec<_> = step.expected.iter().filter(|row| !row.is_self).collect();
+            let probes: Vec<_> = rows.iter().map(|row| row.probe(&filter.sites)).collect();
+            let outcomes = send_between(&filter.sites, &probes, |at| rows[at].allowed);
+            for (row, outcome) in rows.iter().zip(outcomes) {
+                counts[usize::from(!row.allowed)] += 1;
+                if !row.agrees(outcome) {
+                    wrong.push(format!("case {}, step {number}: {row}; observed {outcome}", case.id));
+                }
+            }
+        }
+    }
+    println!("{} rows allowed, {} denied, {} wrong", counts[0], counts[1], wrong.len());
+    assert!(wrong.is_empty(), "{} rows differ:\n{}", wrong.len(), wrong[..wrong.len().min(40)].join("\n"));
+    assert!(counts.iter().all(|&rows| rows > 100), "{counts:?}");
+}
+
+#[test]
+fn a_sample_of_the_network_policy_cases_holds_for_the_rendered_ruleset() {
+    run_network_policies(40);
+}
+
+#[test]
+#[ignore = "takes minutes; make test-long runs it"]
+fn every_row_of_the_network_policy_cases_holds_for_the_rendered_ruleset() {
+    run_network_policies(1);
 }
 
 #[test]
