@@ -18,7 +18,7 @@ use penstock_policy::model::Object;
 
 use crate::conformance::{self, PodPlacement, documents, send_between};
 use crate::fixture::{PROTOCOLS, SERVICES};
-use crate::suite::{Case, EndKind, Participants, Suite, Tally, suite};
+use crate::suite::{Case, EndKind, Participants, Tally, suite};
 
 /// One case in so many is run by the short test.
 const SHARE: usize = 8;
@@ -120,10 +120,8 @@ fn run_all<'a>(cases: impl Iterator<Item = &'a Case>) -> Tally {
 
 #[test]
 fn a_sample_of_the_cluster_policy_cases_holds_for_the_rendered_ruleset() {
-    let Some(Suite { cases }) = suite() else { return };
-    let all = cases.iter().filter(|case| !case.may_refuse && !case.has_finished_pod()).enumerate();
-    let is_taken = |(place, case): &(usize, &Case)| place % SHARE == 0 || ALWAYS.contains(&case.id.as_str());
-    run_all(all.filter(is_taken).map(|(_, case)| case));
+    let Some(suite) = suite() else { return };
+    run_all(suite.sample(SHARE, &ALWAYS));
 }
 
 /// Rows of cases whose manifests `render` refuses: peers that are not understood, and domain names.

@@ -90,6 +90,17 @@ impl Suite {
     pub(crate) fn rows(&self) -> usize {
         self.cases.iter().flat_map(|case| &case.steps).map(|step| step.expected.len()).sum()
     }
+
+    /// One case in so many, and those with these names, of the cases that share a cluster and that manifests may contain.
+    pub(crate) fn sample<'a>(&'a self, share: usize, always: &[&str]) -> impl Iterator<Item = &'a Case> {
+        let all = self.cases.iter().filter(|case| !case.may_refuse && !case.has_finished_pod()).enumerate();
+        let is_named = |case: &Case| always.contains(&case.id.as_str());
+        let taken: Vec<&Case> =
+            all.filter(|(place, case)| place % share == 0 || is_named(case)).map(|(_, case)| case).collect();
+        let named = taken.iter().filter(|case| is_named(case)).count();
+        assert_eq!(named, always.len(), "the suite has each of {always:?}");
+        taken.into_iter()
+    }
 }
 
 impl Case {
