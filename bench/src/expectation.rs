@@ -64,6 +64,7 @@ impl PolicyOracle {
             let (protocol, dst_port) = match protocol {
                 Protocol::Tcp(port) => (IpProtocol::TCP, port),
                 Protocol::Udp(port) => (IpProtocol::UDP, port),
+                Protocol::Sctp(port) => (IpProtocol::SCTP, port),
                 Protocol::Icmp if source.is_ipv6() => (IpProtocol::ICMPV6, EPHEMERAL),
                 Protocol::Icmp => (IpProtocol::ICMP, EPHEMERAL),
             };

@@ -103,7 +103,7 @@ fn start(cluster: &Cluster, scratch: &ScratchDir) -> (Daemon, Duration) {
 fn probe_of(cluster: &Cluster, from: usize, to: usize) -> Probe {
     let protocol = [Protocol::Tcp(8080), Protocol::Udp(53), Protocol::Icmp][(from + 2 * to) % 3];
     let destination = cluster.sites[to].address((from + to) % 2 == 1).unwrap();
-    Probe { from, to, destination, protocol }
+    Probe { from, to, source: None, destination, protocol }
 }
 
 /// Sends one probe for each pair; returns the differences and how many were allowed and denied.

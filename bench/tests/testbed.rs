@@ -5,13 +5,14 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
+use ipnet::IpNet;
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
 use penstock_bench::load::{Generator, UdpFlow, UdpSink, transfer};
 use penstock_bench::probe::{
-    self, EchoConnection, EchoServers, EchoService, ProbeOutcome, Protocol, RetryPolicy, Site,
+    self, EchoConnection, EchoServers, EchoService, Probe, ProbeOutcome, Protocol, RetryPolicy, Site,
 };
-use penstock_bench::testbed::{DIRECTORY, Inventory, Namespace, Node, network_state};
+use penstock_bench::testbed::{DIRECTORY, Inventory, Namespace, Node, RouteVia, network_state};
 
 fn addresses(v4: &str, v6: &str) -> [IpAddr; 2] {
     [v4.parse().unwrap(), v6.parse().unwrap()]
@@ -28,7 +29,7 @@ fn node_with_pods(label: &str, pods: u8) -> Node {
     node
 }
 
-const SERVICES: [EchoService; 2] = [EchoService::Tcp(80), EchoService::Udp(53)];
+const SERVICES: [EchoService; 3] = [EchoService::Tcp(80), EchoService::Udp(53), EchoService::Sctp(80)];
 
 #[test]
 fn kernel_forwarding_lets_every_site_reach_every_other_over_both_families() {
@@ -37,8 +38,9 @@ fn kernel_forwarding_lets_every_site_reach_every_other_over_both_families() {
     let mut sites: Vec<Site> = vec![(&node).into(), (&outside).into()];
     sites.extend(node.pods().iter().map(Site::from));
     let _servers = EchoServers::start_all(&sites, &SERVICES).unwrap();
-    let probes = probe::all_pairs(&sites, &[Protocol::Tcp(80), Protocol::Udp(53), Protocol::Icmp]);
-    assert_eq!(probes.len(), 7 * 6 * 2 * 3);
+    let protocols = [Protocol::Tcp(80), Protocol::Udp(53), Protocol::Sctp(80), Protocol::Icmp];
+    let probes = probe::all_pairs(&sites, &protocols);
+    assert_eq!(probes.len(), 7 * 6 * 2 * 4);
     let outcomes = probe::run(&sites, &probes, RetryPolicy::default()).unwrap();
     for (probe, outcome) in probes.iter().zip(&outcomes) {
         assert_eq!(*outcome, ProbeOutcome::Reached, "{probe:?}");
@@ -58,11 +60,46 @@ fn closed_ports_differ_from_silence() {
         (sites[1].addresses[1], Protocol::Tcp(81), ProbeOutcome::Refused),
         (sites[1].addresses[0], Protocol::Udp(54), ProbeOutcome::Refused),
         (sites[1].addresses[1], Protocol::Udp(54), ProbeOutcome::Refused),
+        // Nothing answers for a port without a server where another port has one.
+        (sites[1].addresses[0], Protocol::Sctp(81), ProbeOutcome::Silent),
+        (sites[1].addresses[1], Protocol::Sctp(81), ProbeOutcome::Silent),
         (sites[1].addresses[0], Protocol::Tcp(80), ProbeOutcome::Reached),
         (silent, Protocol::Tcp(80), ProbeOutcome::Failed(libc::ENETUNREACH)),
     ] {
         let outcome = probe::run_one(&sites[0], (1, destination), protocol, RetryPolicy::default()).unwrap();
         assert_eq!(outcome, expected, "{protocol} to {destination}");
+    }
+    if !Path::new("/proc/net/sctp").exists() {
+        // A kernel without SCTP says so, unless a raw socket takes the packet.
+        for &destination in &sites[0].addresses {
+            let outcome = probe::run_one(&sites[1], (0, destination), Protocol::Sctp(80), RetryPolicy::default());
+            assert_eq!(outcome.unwrap(), ProbeOutcome::Refused, "SCTP to {destination}");
+        }
+    }
+}
+
+#[test]
+fn a_probe_has_the_source_address_that_it_asks_for() {
+    let mut node = Node::new("sources", &[]).unwrap();
+    let two: Vec<IpAddr> = ["10.244.1.10", "fd00::10", "10.244.1.20", "fd00::20"].map(|it| it.parse().unwrap()).into();
+    node.add_pod("test/client", &two).unwrap();
+    node.add_pod("test/server", &addresses("10.244.1.11", "fd00::11")).unwrap();
+    node.settle().unwrap();
+    let sites: Vec<Site> = node.pods().iter().map(Site::from).collect();
+    let _servers = EchoServers::start_all(&sites, &SERVICES).unwrap();
+    // Answers to the second address of each family get lost.
+    let server = sites[1].namespace.netlink().unwrap();
+    let lo = server.index("lo").unwrap();
+    two[2..].iter().for_each(|&lost| server.add_route(IpNet::from(lost), lo, RouteVia::Link).unwrap());
+    let patience = RetryPolicy { timeout: Duration::from_millis(100), attempts: 3 };
+    for protocol in [Protocol::Tcp(80), Protocol::Udp(53), Protocol::Sctp(80), Protocol::Icmp] {
+        let probe = |&source: &IpAddr| {
+            let destination = sites[1].address(source.is_ipv6()).unwrap();
+            Probe { from: 0, to: 1, source: Some(source), destination, protocol }
+        };
+        let outcomes = probe::run(&sites, &two.iter().map(probe).collect::<Vec<_>>(), patience).unwrap();
+        let arrived = outcomes.iter().map(|outcome| outcome.arrived()).collect::<Vec<_>>();
+        assert_eq!(arrived, [true, true, false, false], "{protocol}: {outcomes:?}");
     }
 }
 
@@ -72,7 +109,7 @@ fn silence_and_a_wrong_server_are_detected() {
     let sites: Vec<Site> = node.pods().iter().map(Site::from).collect();
     let _server = EchoServers::start(&sites[1], 1, &SERVICES).unwrap();
     let destination = sites[1].addresses[0];
-    for protocol in [Protocol::Tcp(80), Protocol::Udp(53)] {
+    for protocol in [Protocol::Tcp(80), Protocol::Udp(53), Protocol::Sctp(80)] {
         let outcome = probe::run_one(&sites[0], (2, destination), protocol, RetryPolicy::default()).unwrap();
         assert_eq!(outcome, ProbeOutcome::Wrong, "{protocol} of another identity");
     }
@@ -81,7 +118,7 @@ fn silence_and_a_wrong_server_are_detected() {
     let index = node.pods()[1].interface_index();
     node.netlink().set_down(index).unwrap();
     flow.wait_until_blocked(Duration::from_secs(30)).expect("a link that is down blocks");
-    for protocol in [Protocol::Tcp(80), Protocol::Udp(53), Protocol::Icmp] {
+    for protocol in [Protocol::Tcp(80), Protocol::Udp(53), Protocol::Sctp(80), Protocol::Icmp] {
         let quick = RetryPolicy { timeout: Duration::from_millis(50), attempts: 2 };
         let outcome = probe::run_one(&sites[0], (1, destination), protocol, quick).unwrap();
         assert!(!outcome.arrived(), "{protocol}: {outcome}");

@@ -10,7 +10,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use socket2::{Domain, Socket, Type};
 
 use super::server::reply_to;
-use super::{Probe, ProbeOutcome, Protocol};
+use super::{Probe, ProbeOutcome, Protocol, sctp};
 use crate::testbed::Namespace;
 
 /// Bytes of a request's random payload.
@@ -27,9 +27,19 @@ pub(super) struct Attempt {
     socket: Socket,
     started: Instant,
     state: AttemptState,
+    v6: bool,
+    framing: Framing,
     request: Vec<u8>,
     expected: Vec<u8>,
     received: Vec<u8>,
+}
+
+/// What a socket's reads contain beside the answer.
+#[derive(Clone, Copy)]
+enum Framing {
+    None,
+    Echo,
+    Sctp(sctp::Request),
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -44,21 +54,21 @@ impl Attempt {
     pub(super) fn start(probe: &Probe) -> io::Result<Self> {
         let payload: [u8; PAYLOAD] = rand::random();
         let v6 = probe.destination.is_ipv6();
-        let (kind, protocol, port) = match probe.protocol {
-            Protocol::Tcp(port) => (Type::STREAM, None, port),
-            Protocol::Udp(port) => (Type::DGRAM, None, port),
-            Protocol::Icmp if v6 => (Type::DGRAM, Some(socket2::Protocol::ICMPV6), 0),
-            Protocol::Icmp => (Type::DGRAM, Some(socket2::Protocol::ICMPV4), 0),
+        let (port, framing) = match probe.protocol {
+            Protocol::Tcp(port) | Protocol::Udp(port) => (port, Framing::None),
+            // A raw socket has no port.
+            Protocol::Sctp(port) => (0, Framing::Sctp(sctp::Request::new(port))),
+            Protocol::Icmp => (0, Framing::Echo),
         };
-        let (request, expected) = match probe.protocol {
-            Protocol::Icmp => (echo_request(v6, &payload), payload.to_vec()),
-            _ => (payload.to_vec(), reply_to(probe.to as u32, &payload)),
+        let identity = probe.to as u32;
+        let (request, expected) = match &framing {
+            Framing::None => (payload.to_vec(), reply_to(identity, &payload)),
+            Framing::Echo => (echo_request(v6, &payload), payload.to_vec()),
+            Framing::Sctp(request) => (request.packet(), request.expected(identity)),
         };
-        let socket = Socket::new(if v6 { Domain::IPV6 } else { Domain::IPV4 }, kind, protocol)?;
-        socket.set_nonblocking(true)?;
-        if kind == Type::STREAM {
-            // Closing with a reset avoids thousands of sockets in TIME_WAIT.
-            socket.set_linger(Some(Duration::ZERO))?;
+        let socket = open(probe.protocol, v6)?;
+        if let Some(source) = probe.source {
+            socket.bind(&SocketAddr::new(source, 0).into())?;
         }
         let address = SocketAddr::new(probe.destination, port);
         let connected = socket.connect(&address.into());
@@ -66,6 +76,8 @@ impl Attempt {
             socket,
             started: Instant::now(),
             state: AttemptState::Connecting,
+            v6,
+            framing,
             request,
             expected,
             received: Vec::new(),
@@ -130,22 +142,42 @@ impl Attempt {
         }
     }
 
-    /// The payload of an echo reply. A datagram of an ICMP socket starts at the ICMP header.
+    /// The part of a read that answers the request. A datagram of an ICMP socket starts at the ICMP header.
     fn payload_of<'a>(&self, datagram: &'a [u8]) -> &'a [u8] {
-        match (self.request.len() > PAYLOAD, datagram.first()) {
-            (false, _) => datagram,
-            (true, Some(&(ECHO_REPLY_V4 | ECHO_REPLY_V6))) => datagram.get(ECHO_HEADER..).unwrap_or_default(),
-            (true, _) => &[],
+        match (&self.framing, datagram.first()) {
+            (Framing::None, _) => datagram,
+            (Framing::Echo, Some(&(ECHO_REPLY_V4 | ECHO_REPLY_V6))) => datagram.get(ECHO_HEADER..).unwrap_or_default(),
+            (Framing::Echo, _) => &[],
+            (Framing::Sctp(request), _) => request.cookie(datagram, self.v6).unwrap_or_default(),
         }
     }
 
     fn fail(&mut self, error: &io::Error) {
         self.state = AttemptState::Done(match error.raw_os_error() {
-            Some(libc::ECONNREFUSED) => ProbeOutcome::Refused,
+            // The latter two: without the protocol (an ICMP error on IPv4, another on IPv6).
+            Some(libc::ECONNREFUSED | libc::ENOPROTOOPT | libc::EPROTO) => ProbeOutcome::Refused,
             Some(errno) => ProbeOutcome::Failed(errno),
             None => ProbeOutcome::Wrong,
         });
     }
+}
+
+/// A non-blocking socket of a protocol.
+fn open(protocol: Protocol, v6: bool) -> io::Result<Socket> {
+    let domain = if v6 { Domain::IPV6 } else { Domain::IPV4 };
+    let echo = if v6 { socket2::Protocol::ICMPV6 } else { socket2::Protocol::ICMPV4 };
+    let socket = match protocol {
+        Protocol::Tcp(_) => Socket::new(domain, Type::STREAM, None)?,
+        Protocol::Udp(_) => Socket::new(domain, Type::DGRAM, None)?,
+        Protocol::Icmp => Socket::new(domain, Type::DGRAM, Some(echo))?,
+        Protocol::Sctp(_) => return sctp::socket(v6),
+    };
+    socket.set_nonblocking(true)?;
+    if let Protocol::Tcp(_) = protocol {
+        // Closing with a reset avoids thousands of sockets in TIME_WAIT.
+        socket.set_linger(Some(Duration::ZERO))?;
+    }
+    Ok(socket)
 }
 
 fn echo_request(v6: bool, payload: &[u8]) -> Vec<u8> {
@@ -202,7 +234,7 @@ pub fn time_until_reached(
 ) -> Result<Option<Instant>> {
     /// Older attempts have failed: their first packet was dropped.
     const OLDEST: Duration = Duration::from_millis(200);
-    let probe = Probe { from: 0, to: identity as usize, destination, protocol };
+    let probe = Probe { from: 0, to: identity as usize, source: None, destination, protocol };
     namespace.run(|| {
         let deadline = Instant::now() + limit;
         let mut attempts: Vec<Attempt> = Vec::new();

@@ -5,6 +5,7 @@
 
 mod attempt;
 mod echo_connection;
+mod sctp;
 mod server;
 
 use std::fmt;
@@ -87,6 +88,8 @@ pub enum Protocol {
     Tcp(u16),
     /// Sends a datagram to this port and expects a reply.
     Udp(u16),
+    /// Asks for an association with this port and expects the answer to its first packet.
+    Sctp(u16),
     /// Sends an echo request of the address's family.
     Icmp,
 }
@@ -96,6 +99,7 @@ impl fmt::Display for Protocol {
         match self {
             Self::Tcp(port) => write!(f, "TCP {port}"),
             Self::Udp(port) => write!(f, "UDP {port}"),
+            Self::Sctp(port) => write!(f, "SCTP {port}"),
             Self::Icmp => f.write_str("ICMP"),
         }
     }
@@ -108,6 +112,8 @@ pub struct Probe {
     pub from: usize,
     /// Index of the server site.
     pub to: usize,
+    /// Source address; `None` for the one that the client's kernel chooses.
+    pub source: Option<IpAddr>,
     /// Destination address.
     pub destination: IpAddr,
     /// Protocol.
@@ -171,7 +177,13 @@ pub fn all_pairs(sites: &[Site], protocols: &[Protocol]) -> Vec<Probe> {
         for (to, site) in sites.iter().enumerate().filter(|&(to, _)| to != from) {
             let common = site.addresses.iter().filter(|address| sites[from].address(address.is_ipv6()).is_some());
             for &destination in common {
-                probes.extend(protocols.iter().map(|&protocol| Probe { from, to, destination, protocol }));
+                probes.extend(protocols.iter().map(|&protocol| Probe {
+                    from,
+                    to,
+                    source: None,
+                    destination,
+                    protocol,
+                }));
             }
         }
     }
@@ -185,7 +197,7 @@ pub fn to_frontends(sites: &[Site], frontends: &[Frontend]) -> Vec<(usize, Probe
         for (from, site) in sites.iter().enumerate() {
             let common = frontend.addresses.iter().filter(|address| site.address(address.is_ipv6()).is_some());
             for &destination in common {
-                let probe = |protocol| Probe { from, to: frontend.to, destination, protocol };
+                let probe = |protocol| Probe { from, to: frontend.to, source: None, destination, protocol };
                 probes.extend(frontend.ports.iter().map(|&(sent, _)| (index, probe(sent))));
             }
         }
@@ -222,7 +234,7 @@ pub fn run(sites: &[Site], probes: &[Probe], patience: RetryPolicy) -> Result<Ve
 
 /// Runs one probe from a site.
 pub fn run_one(from: &Site, to: (u32, IpAddr), protocol: Protocol, patience: RetryPolicy) -> Result<ProbeOutcome> {
-    let probe = Probe { from: 0, to: to.0 as usize, destination: to.1, protocol };
+    let probe = Probe { from: 0, to: to.0 as usize, source: None, destination: to.1, protocol };
     let outcomes = from.namespace.run(|| run_here(&[probe], patience))?;
     outcomes.first().copied().context("one probe has one outcome")
 }

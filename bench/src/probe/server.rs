@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use super::Site;
+use super::{Site, sctp};
 
 /// A service on each of a site's addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -19,6 +19,8 @@ pub enum EchoService {
     Tcp(u16),
     /// Echoes datagrams: the server's identity and the request, inverted.
     Udp(u16),
+    /// Answers the first packet of each association with the server's identity and the packet's tag, inverted.
+    Sctp(u16),
 }
 
 /// The reply of the server with this identity to a request.
@@ -62,12 +64,19 @@ struct Sockets {
     identity: u32,
     listeners: Vec<TcpListener>,
     datagrams: Vec<UdpSocket>,
+    associations: Vec<sctp::Server>,
     streams: Vec<TcpStream>,
 }
 
 impl Sockets {
     fn bind(site: &Site, identity: u32, services: &[EchoService]) -> Result<Self> {
-        let mut sockets = Self { identity, listeners: Vec::new(), datagrams: Vec::new(), streams: Vec::new() };
+        let mut sockets = Self {
+            identity,
+            listeners: Vec::new(),
+            datagrams: Vec::new(),
+            associations: Vec::new(),
+            streams: Vec::new(),
+        };
         for &address in &site.addresses {
             for service in services {
                 sockets
@@ -90,6 +99,7 @@ impl Sockets {
                 socket.set_nonblocking(true)?;
                 self.datagrams.push(socket);
             }
+            EchoService::Sctp(port) => self.associations.push(sctp::Server::bind(address, port)?),
         }
         Ok(())
     }
@@ -106,12 +116,16 @@ impl Sockets {
                 return;
             }
             let (listeners, rest) = ready.split_at(self.listeners.len());
-            let (datagrams, streams) = rest.split_at(self.datagrams.len());
+            let (datagrams, rest) = rest.split_at(self.datagrams.len());
+            let (associations, streams) = rest.split_at(self.associations.len());
             let mut streams = streams.iter();
             let identity = self.identity;
             self.streams.retain_mut(|stream| !streams.next().is_some_and(|ready| *ready) || echo(stream));
             for (socket, _) in self.datagrams.iter().zip(datagrams).filter(|(_, ready)| **ready) {
                 answer(socket, identity);
+            }
+            for (server, _) in self.associations.iter().zip(associations).filter(|(_, ready)| **ready) {
+                server.answer(identity);
             }
             for (listener, _) in self.listeners.iter().zip(listeners).filter(|(_, ready)| **ready) {
                 self.streams.extend(accept(listener, identity));
@@ -123,6 +137,7 @@ impl Sockets {
         let mut polled: Vec<PollFd> = std::iter::once(stop.as_fd())
             .chain(self.listeners.iter().map(AsFd::as_fd))
             .chain(self.datagrams.iter().map(AsFd::as_fd))
+            .chain(self.associations.iter().map(|server| server.socket.as_fd()))
             .chain(self.streams.iter().map(AsFd::as_fd))
             .map(|fd| PollFd::new(fd, PollFlags::POLLIN))
             .collect();

@@ -1,221 +1,240 @@
-//! The conformance cases of ClusterNetworkPolicy as packets between pods of two nodes: all expectations between two pods,
-//! over TCP, UDP and ICMP. Expectations about other addresses and SCTP are evaluated without packets only. The data is
-//! found, or not, as for the other conformance cases.
+//! The conformance cases of ClusterNetworkPolicy as packets between pods, nodes and machines outside of the cluster: every
+//! row of the suite is sent.
+//!
+//! Nodes have the addresses of the cases, on their loopback. A pod of the host network is its node. Most cases run on
+//! three nodes that read manifests. A case in which an address passes from a finished pod to another has a cluster of
+//! its own, since a testbed's pod keeps its address. Cases that manifests may not contain come from an API server.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
+use std::collections::BTreeSet;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::time::Duration;
 
-use penstock_bench::probe::{EchoService, Probe, ProbeOutcome, Protocol};
-use serde::Deserialize;
+use ipnet::IpNet;
+use penstock_bench::cluster::MultiNodeCluster;
+use penstock_bench::probe::{EchoServers, Site};
+use penstock_bench::testbed::api_server::{Account, ApiServer};
+use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, Namespace, Netlink, Node, Outside, Privileges, RouteVia};
 use serde_json::{Value, json};
 
-use crate::conformance::{documents, node_name, nodes, send, wait_until_adopted};
+use crate::conformance::{documents, send, send_between, wait_until_adopted};
 use crate::fixture::{Fixture, Wiring};
-
-#[derive(Deserialize)]
-struct Suite {
-    cases: Vec<Case>,
-}
-
-#[derive(Deserialize)]
-struct Case {
-    id: String,
-    #[serde(default)]
-    may_refuse: bool,
-    steps: Vec<Step>,
-}
-
-#[derive(Deserialize)]
-struct Step {
-    state: State,
-    expected: Vec<Expectation>,
-}
-
-#[derive(Deserialize)]
-struct State {
-    namespaces: Vec<Value>,
-    pods: Vec<SuitePod>,
-    #[serde(default)]
-    policies: Vec<Value>,
-    #[serde(default)]
-    cluster_policies: Vec<Value>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct SuitePod {
-    namespace: String,
-    name: String,
-    ip: IpAddr,
-    ips: Vec<IpAddr>,
-    node: Option<String>,
-    labels: Value,
-    #[serde(default)]
-    host_network: bool,
-    phase: Option<String>,
-    #[serde(default)]
-    ports: Vec<Value>,
-}
-
-#[derive(Deserialize)]
-struct Expectation {
-    from: String,
-    to: String,
-    port: Option<u16>,
-    protocol: String,
-    allowed: bool,
-}
+use crate::suite::{Case, EndKind, Participants, Suite, Tally, suite};
 
 /// One case in so many is run by the short test.
-const SHARE: usize = 6;
+const SHARE: usize = 8;
+/// Cases that the short test runs as well: to and from nodes and outside, in both families, and SCTP.
+const ALWAYS: [&str; 4] =
+    ["CNPAdminTierEgressNodePeers/ipv6", "own/networks-and-pods", "own/own-node", "own/tiers-over-networkpolicy"];
 
-fn suite() -> Option<Suite> {
-    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/conformance");
-    let folder = std::env::var_os("PENSTOCK_CONFORMANCE").map_or(beside, PathBuf::from);
-    let Ok(file) = File::open(folder.join("cnp-cases.json.gz")) else {
-        eprintln!("SKIPPED: no conformance data in {}; PENSTOCK_CONFORMANCE names another folder", folder.display());
-        return None;
-    };
-    let mut suite: Suite =
-        serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents");
-    // A daemon refuses these manifests, and one address is that of two pods in turn in the others.
-    let has_turns = |case: &Case| case.steps.iter().flat_map(|step| &step.state.pods).any(|pod| pod.phase.is_some());
-    suite.cases.retain(|case| !case.may_refuse && !has_turns(case));
-    Some(suite)
-}
-
-impl SuitePod {
-    fn full_name(&self) -> String {
-        format!("{}/{}", self.namespace, self.name)
-    }
-
-    fn manifest(&self) -> Value {
-        // A name may stand for two protocols; each has a container of its own.
-        let container = |(i, port): (usize, &Value)| {
-            json!({"name": format!("c{i}"), "image": "example.invalid/test", "ports":
-                [{"name": port["name"], "containerPort": port["port"], "protocol": port["protocol"]}]})
-        };
+/// Nodes as the testbed wires them; the cases' own addresses come on top.
+fn wired_nodes(names: impl Iterator<Item = impl AsRef<str>>) -> impl Iterator<Item = Value> {
+    (1..).zip(names).map(|(number, name)| {
         json!({
-            "apiVersion": "v1", "kind": "Pod",
-            "metadata": {"namespace": self.namespace, "name": self.name, "labels": self.labels},
-            "spec": {
-                "nodeName": node_name(usize::from(self.node.as_deref() != Some("node-1"))),
-                "containers": self.ports.iter().enumerate().map(container).collect::<Vec<_>>(),
-            },
-            "status": {"phase": "Running", "podIPs": self.ips.iter().map(|ip| json!({"ip": ip})).collect::<Vec<_>>()},
+            "apiVersion": "v1", "kind": "Node", "metadata": {"name": name.as_ref()},
+            "status": {"addresses": [
+                {"type": "InternalIP", "address": format!("172.18.{number}.2")},
+                {"type": "InternalIP", "address": format!("fd00:172:18:{number}::2")},
+            ]},
         })
-    }
+    })
 }
 
-impl State {
-    fn pods(&self) -> impl Iterator<Item = &SuitePod> {
-        self.pods.iter().filter(|pod| !pod.host_network)
-    }
-
-    fn manifests(&self) -> String {
-        let namespace = |it: &Value| json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": it["name"], "labels": it["labels"]}});
-        let policy = |it: &Value| {
-            let mut policy = it.clone();
-            (policy["apiVersion"], policy["kind"]) = (json!("networking.k8s.io/v1"), json!("NetworkPolicy"));
-            policy
-        };
-        let policies = self.policies.iter().map(policy).chain(self.cluster_policies.iter().cloned());
-        let objects = self.namespaces.iter().map(namespace).chain(self.pods().map(SuitePod::manifest)).chain(policies);
-        nodes() + "---\n" + &documents(objects)
-    }
+fn of_family(addresses: &[IpAddr], address: IpAddr) -> IpAddr {
+    addresses.iter().copied().find(|own| own.is_ipv6() == address.is_ipv6()).expect("an address of each family")
 }
 
-fn protocol(row: &Expectation) -> Option<Protocol> {
-    match (row.protocol.as_str(), row.port) {
-        ("TCP", Some(port)) => Some(Protocol::Tcp(port)),
-        ("UDP", Some(port)) => Some(Protocol::Udp(port)),
-        ("ICMP", None) => Some(Protocol::Icmp),
-        _ => None,
+/// Gives a machine behind a router another address, which is a site of its own. `own` are those by which the router
+/// reaches it.
+fn add_address(
+    (namespace, interface): (&Namespace, &str),
+    own: &[IpAddr],
+    (router, link): (&Netlink, u32),
+    address: IpAddr,
+) -> Site {
+    let inside = namespace.netlink().unwrap();
+    inside.add_address(inside.index(interface).unwrap(), IpNet::from(address)).unwrap();
+    router.add_route(IpNet::from(address), link, RouteVia::Gateway(of_family(own, address))).unwrap();
+    Site { name: address.to_string(), namespace: namespace.clone(), addresses: vec![address] }
+}
+
+/// Adds the addresses of machines outside of the cluster.
+fn add_outside(outside: &Outside, router: &Netlink, addresses: &BTreeSet<IpAddr>) -> Vec<Site> {
+    let link = router.index(outside.interface()).unwrap();
+    let machine = (outside.namespace(), "eth0");
+    addresses.iter().map(|&address| add_address(machine, outside.addresses(), (router, link), address)).collect()
+}
+
+/// Adds the cases' addresses of nodes and of machines outside.
+fn add_addresses(cluster: &MultiNodeCluster, beyond: &Outside, all: &Participants<'_>) -> Vec<Site> {
+    let router = cluster.router.netlink();
+    let mut sites = add_outside(beyond, router, &all.outside);
+    for (number, (name, node)) in cluster.nodes.iter().enumerate() {
+        let way = (router, cluster.router.link(number));
+        let machine = (node.namespace(), "lo");
+        let addresses = all.nodes[name.as_str()].iter();
+        sites.extend(addresses.map(|&address| add_address(machine, node.addresses(), way, address)));
     }
+    sites
 }
 
-/// The expectations of a step that can be sent: from one pod to another.
-fn sent(step: &Step) -> impl Iterator<Item = (&Expectation, Protocol)> {
-    let pods: BTreeSet<String> = step.state.pods().map(SuitePod::full_name).collect();
-    let between_pods =
-        move |row: &&Expectation| pods.contains(&row.from) && pods.contains(&row.to) && row.from != row.to;
-    step.expected.iter().filter(between_pods).filter_map(|row| Some((row, protocol(row)?)))
-}
-
-/// Nodes with all pods of these cases, and servers for what they probe.
+/// Three nodes with all that takes part in these cases.
 fn start(cases: &[&Case]) -> Fixture {
-    let steps = || cases.iter().flat_map(|case| &case.steps);
-    let pods: BTreeMap<String, &SuitePod> =
-        steps().flat_map(|step| step.state.pods()).map(|pod| (pod.full_name(), pod)).collect();
-    let namespaces: BTreeSet<&str> = pods.values().map(|pod| pod.namespace.as_str()).collect();
-    let namespace = |name| json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}});
-    let objects = namespaces.into_iter().map(namespace).chain(pods.values().map(|pod| pod.manifest()));
-    let ports: BTreeSet<(bool, u16)> = steps()
-        .flat_map(sent)
-        .filter_map(|(row, protocol)| match protocol {
-            Protocol::Tcp(port) if row.allowed => Some((true, port)),
-            Protocol::Udp(port) if row.allowed => Some((false, port)),
-            _ => None,
-        })
-        .collect();
-    let services: Vec<EchoService> = ports
-        .into_iter()
-        .map(|(tcp, port)| if tcp { EchoService::Tcp(port) } else { EchoService::Udp(port) })
-        .collect();
+    let all = Participants::of(cases);
     let mut wiring = Wiring::routed(true);
-    // Pods of one network are on both nodes.
+    // Pods of one network are on several nodes.
     wiring.layout.prefixes = (32, 128);
-    let all = nodes() + "---\n" + &documents(objects);
-    Fixture::start_with(&all, wiring, &services, |config| config.sections += "[log]\nlevel = \"debug\"\n")
+    let objects = documents(wired_nodes(all.nodes.keys()).chain(all.pod_manifests()));
+    let more = |config: &mut DaemonConfig| config.sections += "[log]\nlevel = \"debug\"\n";
+    Fixture::start_prepared(&objects, wiring, &all.services, more, |cluster, beyond| {
+        add_addresses(cluster, beyond, &all)
+    })
 }
 
-fn run(cases: &[&Case], least: usize) {
+/// Sends all rows of cases that share a cluster.
+fn run(cases: &[&Case], tally: &mut Tally) {
     let fixture = start(cases);
-    let (mut marks, mut cells, mut wrong) = (0, [0; 2], Vec::new());
+    let mut marks = 0;
     for case in cases {
         for (number, step) in case.steps.iter().enumerate() {
-            let rows: Vec<_> = sent(step).collect();
-            if rows.is_empty() {
-                continue;
-            }
-            fixture.save("all.yaml", &step.state.manifests());
+            fixture.save("all.yaml", &documents(step.state.objects()));
             wait_until_adopted(&fixture, &mut marks);
-            let address = |name: &str| step.state.pods().find(|pod| pod.full_name() == name).expect("a pod").ip;
-            let probe = |(row, protocol): &(&Expectation, Protocol)| {
-                let v6 = address(&row.to).is_ipv6();
-                let (from, (to, destination)) = (fixture.target(&row.from, v6).0, fixture.target(&row.to, v6));
-                Probe { from: from as usize, to: to as usize, destination, protocol: *protocol }
-            };
-            let probes: Vec<Probe> = rows.iter().map(probe).collect();
-            let outcomes = send(&fixture, &probes, |at| rows[at].0.allowed);
-            for ((row, protocol), outcome) in rows.iter().zip(outcomes) {
-                let Expectation { from, to, allowed, .. } = row;
-                cells[usize::from(!allowed)] += 1;
-                // A denial is silent: nothing answers it.
-                if outcome != if *allowed { ProbeOutcome::Reached } else { ProbeOutcome::Silent } {
-                    let id = &case.id;
-                    wrong.push(format!("{id} step {number}: {from} to {to}, {protocol}: {outcome}, not {allowed}"));
-                }
-            }
+            let rows = step.rows();
+            let probes: Vec<_> = rows.iter().map(|row| row.probe(&fixture.sites)).collect();
+            let outcomes = send(&fixture, &probes, |at| rows[at].allowed);
+            let place = format!("{} step {number}", case.id);
+            rows.iter().zip(outcomes).for_each(|(row, outcome)| tally.add(&place, row, outcome));
         }
     }
-    println!("{} cases: {} expectations allowed, {} denied", cases.len(), cells[0], cells[1]);
-    assert!(wrong.is_empty(), "{} cells differ:\n{}", wrong.len(), wrong[..wrong.len().min(40)].join("\n"));
-    assert!(cells.iter().all(|&count| count >= least), "{cells:?}");
+}
+
+/// Runs cases each in the cluster that it needs.
+fn run_all<'a>(cases: impl Iterator<Item = &'a Case>) -> Tally {
+    let mut tally = Tally::default();
+    let (from_server, from_manifests): (Vec<&Case>, Vec<&Case>) = cases.partition(|case| case.may_refuse);
+    let (alone, together): (Vec<&Case>, Vec<&Case>) = from_manifests.into_iter().partition(|it| it.has_finished_pod());
+    run(&together, &mut tally);
+    alone.into_iter().for_each(|case| run(&[case], &mut tally));
+    from_server.into_iter().for_each(|case| run_from_server(case, &mut tally));
+    tally
+}
+
+/// The node of all ends of the cases that need an API server.
+const NODE: &str = "node-1";
+
+/// A node that follows an API server, with all that takes part in a case.
+struct FollowingNode {
+    daemon: Daemon,
+    sites: Vec<Site>,
+    server: ApiServer,
+    _servers: Vec<EchoServers>,
+    _outside: Outside,
+    _node: Node,
+}
+
+impl FollowingNode {
+    /// With these objects on the server.
+    fn start(case: &Case, objects: Vec<Value>) -> Self {
+        let all = Participants::of(&[case]);
+        let mut node = Node::new(NODE, &all.nodes[NODE].iter().copied().collect::<Vec<_>>()).unwrap();
+        for pod in all.pods.values().filter(|pod| pod.node == NODE) {
+            node.add_pod(&pod.full_name(), &pod.ips).unwrap();
+        }
+        node.settle().unwrap();
+        let outside = node.add_outside("outside").unwrap();
+        let mut sites: Vec<Site> = node.pods().iter().map(Site::from).collect();
+        sites.extend(add_outside(&outside, node.netlink(), &all.outside));
+        let servers = EchoServers::start_all(&sites, &all.services).unwrap();
+        let server = ApiServer::in_process(false, Some(node.namespace())).unwrap();
+        let fake = server.fake().expect("it is in this process");
+        fake.define_cluster_policies(true);
+        fake.put(objects).unwrap();
+        let toml = format!(
+            "node = \"{NODE}\"\nattach = \"{}\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n\
+             [conntrack]\nmapping = \"off\"\n[log]\nlevel = \"debug\"\n[umem]\nmemory = \"64MiB\"\n",
+            Attach::of_run().name(),
+            server.kubeconfig(Account::Penstock).display()
+        );
+        let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();
+        let it = Self { daemon, sites, server, _servers: servers, _outside: outside, _node: node };
+        let served = it.daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(30));
+        assert!(served.is_ok(), "not ready:\n{}", it.daemon.log().lines().join("\n"));
+        it
+    }
+
+    /// Replaces the ClusterNetworkPolicies on the server, and waits until the node has adopted the last of them.
+    fn follow(&self, before: &[Value], now: &[Value], mark: &str) {
+        let fake = self.server.fake().expect("it is in this process");
+        let name = |policy: &Value| policy["metadata"]["name"].clone();
+        for gone in before.iter().filter(|policy| !now.iter().any(|other| name(other) == name(policy))) {
+            fake.delete_elsewhere(gone).unwrap();
+        }
+        let seen = self.daemon.log().len();
+        // One watch brings them in order. The last one selects nothing.
+        let last = json!({
+            "apiVersion": "policy.networking.k8s.io/v1alpha2", "kind": "ClusterNetworkPolicy",
+            "metadata": {"name": mark},
+            "spec": {"tier": "Admin", "priority": 1000, "subject": {"namespaces": {"matchLabels": {"no": "such"}}}},
+        });
+        fake.put(now.iter().cloned().chain([last])).unwrap();
+        let adopted = self.daemon.log().wait_for_after(seen, mark, Duration::from_secs(20));
+        assert!(adopted.is_ok(), "not followed:\n{}", self.daemon.log().lines().join("\n"));
+    }
+}
+
+/// Sends all rows of a case whose policies manifests may not contain: they come from an API server.
+fn run_from_server(case: &Case, tally: &mut Tally) {
+    let is_tiered = |object: &Value| object["kind"] == "ClusterNetworkPolicy";
+    let split = |step: usize| case.steps[step].state.objects().partition::<Vec<Value>, _>(is_tiered);
+    let (mut policies, others) = split(0);
+    let node = FollowingNode::start(case, others.clone());
+    node.follow(&[], &policies, "mark-0");
+    for (number, step) in case.steps.iter().enumerate() {
+        let (now, rest) = split(number);
+        assert_eq!(rest, others, "{}: only ClusterNetworkPolicies change", case.id);
+        node.follow(&policies, &now, &format!("mark-of-step-{number}"));
+        policies = now;
+        let rows = step.rows();
+        let probes: Vec<_> = rows.iter().map(|row| row.probe(&node.sites)).collect();
+        let outcomes = send_between(&node.sites, &probes, |at| rows[at].allowed);
+        let place = format!("{} step {number}", case.id);
+        rows.iter().zip(outcomes).for_each(|(row, outcome)| tally.add(&place, row, outcome));
+    }
+}
+
+/// Rows of each kind were allowed, and others denied.
+fn assert_telling(tally: &Tally) {
+    let kinds: [(&str, [usize; 2]); 5] = [
+        ("between pods", tally.count(|from, to, _| (from, to) == (EndKind::Pod, EndKind::Pod))),
+        ("to nodes", tally.count(|_, to, _| to == EndKind::Node)),
+        ("from nodes", tally.count(|from, _, _| from == EndKind::Node)),
+        ("to or from outside", tally.count(|from, to, _| [from, to].contains(&EndKind::Outside))),
+        ("SCTP", tally.count(|_, _, protocol| protocol == "SCTP")),
+    ];
+    assert!(kinds.iter().all(|(_, count)| count.iter().all(|&rows| rows > 0)), "{kinds:?}");
 }
 
 #[test]
-fn a_sample_of_the_cluster_policy_cases_passes_between_pods_of_two_nodes() {
+fn a_sample_of_the_cluster_policy_cases_holds_for_packets() {
     let Some(suite) = suite() else { return };
-    let sample: Vec<&Case> = suite.cases.iter().step_by(SHARE).collect();
-    run(&sample, 10);
+    let tally = run_all(suite.sample(SHARE, &ALWAYS));
+    tally.finish();
+    assert_telling(&tally);
+}
+
+#[test]
+fn cluster_policies_that_only_an_api_server_can_have_hold_for_packets() {
+    let Some(Suite { cases }) = suite() else { return };
+    let tally = run_all(cases.iter().filter(|case| case.may_refuse));
+    tally.finish();
+    assert!(tally.count(|_, _, _| true).iter().all(|&rows| rows > 0));
 }
 
 #[test]
 #[ignore = "takes minutes; make test-long runs it"]
-fn all_cluster_policy_cases_pass_between_pods_of_two_nodes() {
+fn every_row_of_the_cluster_policy_cases_holds_for_packets() {
     let Some(suite) = suite() else { return };
-    run(&suite.cases.iter().collect::<Vec<_>>(), 100);
+    let tally = run_all(suite.cases.iter());
+    tally.finish();
+    assert_telling(&tally);
+    assert_eq!(tally.rows(), suite.rows(), "each row is sent");
 }

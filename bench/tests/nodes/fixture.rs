@@ -11,10 +11,11 @@ use penstock_bench::probe::{EchoServers, EchoService, Protocol, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, InterNodeLink, Node, Outside, ScratchDir};
 
 /// Services on every site.
-pub(crate) const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
+pub(crate) const SERVICES: [EchoService; 4] =
+    [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53), EchoService::Sctp(9090)];
 /// Protocols of the probes.
-pub(crate) const PROTOCOLS: [Protocol; 4] =
-    [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
+pub(crate) const PROTOCOLS: [Protocol; 5] =
+    [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Sctp(9090), Protocol::Icmp];
 
 /// How nodes are wired, and which interfaces are uplinks.
 #[derive(Clone, Copy, Debug)]
@@ -83,6 +84,18 @@ impl Fixture {
         services: &[EchoService],
         more: fn(&mut DaemonConfig),
     ) -> Self {
+        Self::start_prepared(yaml, wiring, services, more, |_, _| Vec::new())
+    }
+
+    /// The same; `prepare` wires more between nodes and the machine beyond the router before anything runs, and returns it
+    /// as further sites.
+    pub(crate) fn start_prepared(
+        yaml: &str,
+        wiring: Wiring,
+        services: &[EchoService],
+        more: fn(&mut DaemonConfig),
+        prepare: impl FnOnce(&MultiNodeCluster, &Outside) -> Vec<Site>,
+    ) -> Self {
         let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
@@ -94,6 +107,7 @@ impl Fixture {
             // With a tunnel, only the nodes have routes to pods.
             sites.push(Site::from(&beyond));
         }
+        sites.extend(prepare(&nodes, &beyond));
         let servers = EchoServers::start_all(&sites, services).unwrap();
         let configs: Vec<DaemonConfig> = (nodes.nodes.iter().enumerate())
             .map(|(number, (name, _))| {
