@@ -24,8 +24,8 @@ use penstock_policy::flow::{self, FlowEndpoint};
 use penstock_policy::model::ObjectKey;
 use tokio::sync::mpsc;
 
-use objects::{ObjectStep, TooManyChanges};
 pub(super) use objects::{CapturedObjects, ObjectFeed};
+use objects::{ObjectStep, TooManyChanges};
 
 use super::config::Config;
 use super::verdicts;
@@ -503,7 +503,8 @@ mod tests {
     async fn a_capture_ends_at_its_limits_and_says_which() {
         let query = CaptureQuery { seconds: Some(1), ..CaptureQuery::default() };
         let (mut running, mut chunks) = RunningCapture::new(&query, 16).unwrap();
-        let config = Config::parse("node = \"node-1\"\n[source]\nmanifests = \"/m\"\n", Path::new("/etc/penstock.toml"));
+        let config =
+            Config::parse("node = \"node-1\"\n[source]\nmanifests = \"/m\"\n", Path::new("/etc/penstock.toml"));
         running.begun(&config.unwrap());
         let name = |_: &mut NamedConnections, _: &[CapturedPacket]| NamedPackets::default();
         assert_eq!(running.forward(name, 10), None);
