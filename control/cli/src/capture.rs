@@ -2,6 +2,8 @@
 
 mod file;
 mod filter;
+#[cfg(test)]
+mod tests;
 
 use std::fs::File;
 use std::io::{self, BufWriter, IsTerminal, Write};
