@@ -10,7 +10,7 @@ use std::io::{self, BufWriter, IsTerminal, Write};
 use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum;
 use penstock_admin::capture::{
@@ -160,7 +160,8 @@ fn run_bundle(directory: &Path, socket: &Path, query: &CaptureQuery) -> Result<(
     if let Err(error @ CaptureFailure::Write(_)) = ended {
         return Err(named(error));
     }
-    bundle.end(counts.packets, counts.lost).map_err(|error| named(CaptureFailure::Write(error)))?;
+    let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
+    bundle.end(time, counts.packets, counts.lost).map_err(|error| named(CaptureFailure::Write(error)))?;
     ended.map_err(named)
 }
 

@@ -192,15 +192,20 @@ fn start(objects: u64, epoch: Epoch, began: u64) -> BundleStart {
     BundleStart { version, node, began, epoch: epoch.0, objects, services: false, service_cidrs: Vec::new() }
 }
 
-/// Packets and changes of a random history, in a bundle; and the packets.
-fn history(seed: u64, directory: &Path) -> Vec<Decided> {
-    let mut numbers = Numbers(seed);
+/// The objects without policies.
+fn cluster() -> Vec<Object> {
     let labels = Default::default();
     let namespace = Namespace { name: "shop".to_owned(), labels, default_deny_ingress: false };
     let addresses = vec![IpAddr::from([192, 0, 2, 1])];
     let node = Node { name: "here".to_owned(), labels: Default::default(), addresses, status_addresses: Vec::new() };
-    let mut objects = vec![Object::Namespace(namespace), Object::Node(node)];
-    objects.extend((0..PODS).map(pod));
+    let objects = [Object::Namespace(namespace), Object::Node(node)];
+    objects.into_iter().chain((0..PODS).map(pod)).collect()
+}
+
+/// Packets and changes of a random history, in a bundle; and the packets.
+fn history(seed: u64, directory: &Path) -> Vec<Decided> {
+    let mut numbers = Numbers(seed);
+    let mut objects = cluster();
     objects.extend((0..numbers.below(3)).map(|name| policy(&mut numbers, name)));
     let mut node = Workers::new(&objects);
     (0..30).for_each(|_| _ = node.datagram(&mut numbers));
@@ -239,7 +244,7 @@ fn history(seed: u64, directory: &Path) -> Vec<Decided> {
     }
     packets.iter().for_each(|packet| file.packet(&packet.record, &packet.frame).unwrap());
     file.end(0, "its end").unwrap();
-    bundle.end(file.packets(), 0).unwrap();
+    bundle.end(node.now, file.packets(), 0).unwrap();
     packets
 }
 
@@ -307,4 +312,63 @@ fn a_verdict_that_the_objects_do_not_give_is_found_and_named() {
     assert_eq!((group.before.verdict, group.after.verdict), ("allow", "deny"));
     assert_eq!(Some(&group.src), flipped.as_ref());
     assert!(recorded.to_string().contains("decided otherwise: before by the daemon"), "{recorded}");
+}
+
+/// The bundle that the documentation shows: pod-1 answers pod-0, until a policy admits pod-2 alone; pod-3 had a connection
+/// before.
+fn write_example(directory: &Path) {
+    let admits = |apps: &[&str]| {
+        let apps = apps.iter().map(ToString::to_string).collect();
+        let rule = Rule { peers: Peers::AnyOf(vec![Peer::Pods(of_apps(apps))]), ports: PolicyPorts::Every };
+        Object::NetworkPolicy(NetworkPolicy {
+            key: key("served".to_owned()),
+            pod_selector: of_apps(vec!["1".to_owned()]),
+            isolates: true,
+            ingress: Some(vec![rule]),
+            egress: None,
+            staging: Staging::InForce,
+        })
+    };
+    let mut objects = cluster();
+    objects.push(admits(&["0", "2", "3"]));
+    let mut node = Workers::new(&objects);
+    let send = |node: &mut Workers, from: u8, to: u8| {
+        let mut frame = Vec::new();
+        let packet = PacketBuilder::ethernet2([0; 6], [0; 6]).ipv4(address(from).octets(), address(to).octets(), 64);
+        packet.udp(7000, 7000).write(&mut frame, b"payload").unwrap();
+        node.now += 1_000_000_000;
+        node.process(0, PortId(40 - u16::from(from)), frame, format!("shop/pod-{from}"))
+    };
+    send(&mut node, 3, 1);
+    let (mut bundle, file) = BundleWriter::create(directory).unwrap();
+    let mut file = PacketFile::new(file).unwrap();
+    bundle.begin(start(objects.len() as u64, node.snapshots[0].epoch, node.now));
+    for object in &objects {
+        bundle.objects((serde_json::to_string(object).unwrap() + "\n").as_bytes(), 1).unwrap();
+    }
+    let mut packets: Vec<Decided> = [(0, 1), (1, 0), (3, 1), (4, 1)].map(|(from, to)| send(&mut node, from, to)).into();
+    let change = ObjectChange::Set(admits(&["2"]));
+    node.change(change.clone());
+    bundle.changes(node.snapshots[0].epoch.0, node.now, &serde_json::to_vec(&[change]).unwrap()).unwrap();
+    packets.extend([(0, 1), (1, 0), (2, 1)].map(|(from, to)| send(&mut node, from, to)));
+    packets.iter().for_each(|packet| file.packet(&packet.record, &packet.frame).unwrap());
+    file.end(0, "interrupted").unwrap();
+    bundle.end(node.now, file.packets(), 0).unwrap();
+}
+
+#[test]
+fn the_bundle_in_the_documentation_is_as_this_version_writes_it() {
+    let scratch = tempfile::tempdir().unwrap();
+    let written = scratch.path().join("incident");
+    write_example(&written);
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/examples/incident");
+    if std::env::var_os("UPDATE_EXPECTED").is_some() {
+        let _ = std::fs::remove_dir_all(&example);
+        write_example(&example);
+    }
+    // The packets name the version that wrote them.
+    for name in ["bundle.json", "objects.jsonl", "timeline.jsonl"] {
+        let [written, example] = [&written, &example].map(|directory| std::fs::read_to_string(directory.join(name)));
+        assert_eq!(written.unwrap(), example.unwrap(), "{name}: run this with UPDATE_EXPECTED=1, and raise VERSION");
+    }
 }

@@ -4,7 +4,6 @@ use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use ipnet::IpNet;
 
@@ -106,17 +105,16 @@ impl BundleWriter {
         self.start.as_ref().is_some_and(|start| start.objects == self.written.0)
     }
 
-    /// Ends the bundle, of which all packets are written: so many, and so many were lost.
+    /// Ends the bundle at this time in nanoseconds since 1970. All packets are written: so many, and so many were lost.
     ///
     /// # Errors
     /// It cannot be written, or objects are missing.
-    pub fn end(mut self, packets: u64, lost: u64) -> io::Result<()> {
+    pub fn end(mut self, ended: u64, packets: u64, lost: u64) -> io::Result<()> {
         let Some(start) = self.start.take().filter(|start| start.objects == self.written.0) else {
             return Err(io::Error::other("it ended before all objects had come: capture again"));
         };
         self.objects.flush()?;
         self.timeline.flush()?;
-        let ended = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
         let manifest = Manifest {
             version: VERSION,
             penstock: start.version,
