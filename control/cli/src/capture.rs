@@ -234,7 +234,7 @@ impl CaptureFailure {
 fn capture(
     mut stream: CaptureStream,
     output: impl Write,
-    mut bundle: Option<&mut BundleWriter>,
+    bundle: Option<&mut BundleWriter>,
 ) -> (Result<(), CaptureFailure>, CaptureCounts) {
     let mut counts = CaptureCounts::default();
     let file = PacketFile::new(BufWriter::with_capacity(1 << 16, output));
@@ -242,7 +242,7 @@ fn capture(
         Ok(file) => file,
         Err(error) => return (Err(error.into()), counts),
     };
-    let ended = receive(&mut stream, &mut file, bundle.as_deref_mut(), &mut counts);
+    let ended = receive(&mut stream, &mut file, bundle, &mut counts);
     counts.packets = file.packets();
     (ended, counts)
 }
