@@ -25,6 +25,7 @@ use serde_json::Value;
 
 use super::file::PacketFile;
 
+/// All on one node.
 const PODS: u8 = 5;
 const BEGAN: u64 = 1_767_225_600_000_000_000;
 
@@ -371,4 +372,33 @@ fn the_bundle_in_the_documentation_is_as_this_version_writes_it() {
         let [written, example] = [&written, &example].map(|directory| std::fs::read_to_string(directory.join(name)));
         assert_eq!(written.unwrap(), example.unwrap(), "{name}: run this with UPDATE_EXPECTED=1, and raise VERSION");
     }
+}
+
+#[test]
+fn a_bundle_is_written_whole_into_a_directory_of_its_own_or_not_at_all() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (new, empty, full) = (scratch.path().join("new"), scratch.path().join("empty"), scratch.path().join("full"));
+    std::fs::create_dir(&empty).unwrap();
+    std::fs::create_dir(&full).unwrap();
+    std::fs::write(full.join("notes.txt"), "kept").unwrap();
+    let files = |directory: &Path| std::fs::read_dir(directory).unwrap().count();
+    for directory in [&new, &empty] {
+        let (mut bundle, _) = BundleWriter::create(directory).unwrap();
+        assert_eq!(files(directory), 3, "no manifest before the end");
+        bundle.begin(start(2, Epoch(5), BEGAN));
+        bundle.objects(b"{}\n", 1).unwrap();
+        let error = bundle.end(BEGAN, 0, 0).unwrap_err().to_string();
+        assert_eq!(error, "it ended before all objects had come: capture again");
+    }
+    assert!(!new.exists() && files(&empty) == 0, "nothing is left that was not there before");
+    let error = BundleWriter::create(&full).unwrap_err().to_string();
+    assert!(
+        error.ends_with("full: is not empty; give the name of a directory that does not exist, or of an empty one")
+    );
+    assert_eq!(files(&full), 1);
+    let error = BundleWriter::create(&full.join("notes.txt/bundle")).unwrap_err().to_string();
+    assert!(error.contains("cannot be created (") && error.ends_with("give a path that can be written"), "{error}");
+    // As where no daemon offers captures.
+    let output = Path::new("/nowhere/capture.sock");
+    assert!(super::run_bundle(&new, output, &Default::default()).is_err() && !new.exists());
 }
