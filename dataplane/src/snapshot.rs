@@ -21,6 +21,11 @@ impl Epoch {
         let next = self.0.wrapping_add(1);
         Self(if next & ((1 << Self::TAG_BITS) - 1) == 0 { next + 1 } else { next })
     }
+
+    /// Whether it was published before the other, if fewer than 2^31 lie between both.
+    pub const fn is_before(self, other: Self) -> bool {
+        (self.0.wrapping_sub(other.0) as i32) < 0
+    }
 }
 
 /// Tables of policy, forwarding and Services at one time. Workers load it once per batch and never mix two snapshots.

@@ -41,8 +41,18 @@ impl PacketCapture {
     ///
     /// It is killed when the calling *thread* ends.
     pub fn start(socket: &Path, file: &Path, arguments: &[&str]) -> Result<Self> {
+        Self::start_with(socket, ("-o", file), file.to_owned(), arguments)
+    }
+
+    /// The same into a bundle, which has objects, too.
+    pub fn start_bundle(socket: &Path, directory: &Path, arguments: &[&str]) -> Result<Self> {
+        Self::start_with(socket, ("--bundle", directory), directory.join("packets.pcapng"), arguments)
+    }
+
+    fn start_with(socket: &Path, output: (&str, &Path), file: PathBuf, arguments: &[&str]) -> Result<Self> {
         let mut command = Command::new(penstock_binary()?);
-        command.arg("capture").args(arguments).arg("--socket").arg(socket).arg("-o").arg(file).env("NO_COLOR", "1");
+        command.arg("capture").args(arguments).arg("--socket").arg(socket).arg(output.0).arg(output.1);
+        command.env("NO_COLOR", "1");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         // SAFETY: between fork and exec the closure makes one system call; it neither allocates nor takes a lock.
         unsafe { command.pre_exec(|| nix::sys::prctl::set_pdeathsig(Signal::SIGKILL).map_err(std::io::Error::from)) };
@@ -54,7 +64,7 @@ impl PacketCapture {
                 let _ = sender.send(line);
             }
         });
-        let capture = Self { child, file: file.to_owned(), lines };
+        let capture = Self { child, file, lines };
         capture.wait_for_line("capturing on ")?;
         Ok(capture)
     }

@@ -3,12 +3,13 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use penstock_admin::client::Client;
 use penstock_admin::types::{Dump, Flows, FlowsQuery, ServicesStatus};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{Attach, Outside, PacketCapture};
+use penstock_bench::testbed::{Attach, Outside, PacketCapture, penstock_binary};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
 use crate::service::{BackendPath, CLOSED, OWN, WEB, service};
@@ -178,12 +179,12 @@ fn a_port_without_a_backend_and_one_of_no_service_refuse_at_once() {
 
 /// Each packet as it came and as it leaves, in both directions, by the pods' ports.
 #[test]
-fn a_capture_has_both_sides_of_a_translated_connection() {
+fn a_capture_has_both_sides_of_a_translated_connection_and_its_bundle_replays_to_the_same_verdicts() {
     let setup = WorkersFixture::new(BackendPath::Here);
     let (scratch, port) = (setup.fixture.scratch.path(), WEB.to_string());
-    let (socket, file) = (setup.fixture.manifests.with_file_name("capture.sock"), scratch.join("service.pcapng"));
+    let (socket, bundle) = (setup.fixture.manifests.with_file_name("capture.sock"), scratch.join("bundle"));
     let arguments = ["--protocol", "UDP", "--port", &port];
-    let capture = PacketCapture::start(&socket, &file, &arguments).unwrap();
+    let capture = PacketCapture::start_bundle(&socket, &bundle, &arguments).unwrap();
     assert_eq!(setup.probe("test/pod-0", false, Protocol::Udp(WEB)), ProbeOutcome::Reached, "{}", setup.logs());
     capture.wait_for(4, TIMEOUT).unwrap();
     let (packets, _) = capture.end().unwrap();
@@ -213,6 +214,14 @@ fn a_capture_has_both_sides_of_a_translated_connection() {
     assert!(packets.iter().all(|packet| packet.comment.contains(" service=test/api:dns ")), "{packets:?}");
     let connection = |at: usize| packets[at].comment.split(' ').find(|part| part.starts_with("connection=")).unwrap();
     assert!((1..4).all(|at| connection(at) == connection(0)), "one connection: {packets:?}");
+
+    let mut command = Command::new(penstock_binary().unwrap());
+    let output = command.arg("replay").arg(&bundle).args(["--summary", "json"]).output().unwrap();
+    let answer: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
+    let came = packets.iter().filter(|packet| !packet.comment.ends_with(" translated")).count() as u64;
+    let counted = ["same", "different"].map(|key| answer["recorded"][key].as_u64().unwrap());
+    assert_eq!((output.status.code(), counted), (Some(0), [came, 0]), "{answer:#}");
+    assert_eq!(answer["services"][0]["service"], "test/api:dns", "{answer:#}");
 }
 
 /// S11.

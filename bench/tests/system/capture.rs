@@ -2,7 +2,7 @@
 
 use std::net::{SocketAddr, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -164,6 +164,79 @@ fn a_capture_of_a_pod_has_exactly_its_packets_with_verdict_reason_and_rule() {
         assert!(packet.comment.contains("reason=ingress_denied egress=open ingress=denied"), "{}", packet.comment);
     }
     node.check_by_others("pod-1.pcapng", &packets);
+}
+
+/// What `penstock replay` says of a bundle as JSON, and its exit code.
+fn replay(bundle: &Path, arguments: &[&str]) -> (serde_json::Value, Option<i32>) {
+    let mut command = Command::new(penstock_binary().unwrap());
+    let output = command.arg("replay").arg(bundle).args(arguments).args(["--summary", "json"]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let summary = serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+    (summary, output.status.code())
+}
+
+#[test]
+fn a_bundle_with_a_policy_change_replays_to_the_same_verdicts_and_shows_what_a_fix_changes() {
+    let node = Offered::start();
+    let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
+    let (before, at_1) = (socket(pod_0, 7001), socket(pod_1, PORT));
+    send(&before, pod_1, &payloads("before", 3));
+    let mut bytes = [0; 64];
+    (0..3).for_each(|_| _ = at_1.recv_from(&mut bytes).unwrap());
+    let directory = node.file("incident");
+    let capture =
+        PacketCapture::start_bundle(&node.socket, &directory, &["--pod", "test/pod-1", "--protocol", "UDP"]).unwrap();
+    let (from_0, from_2) = (socket(pod_0, PORT), socket(pod_2, PORT));
+    send(&before, pod_1, &payloads("still", 5));
+    send(&from_0, pod_1, &payloads("allowed", 20));
+    send(&from_2, pod_1, &payloads("denied", 10));
+    for _ in 0..25 {
+        let (_, from) = at_1.recv_from(&mut bytes).unwrap();
+        if from.port() == PORT {
+            at_1.send_to(b"answer", from).unwrap();
+        }
+    }
+    capture.wait_for(55, LIMIT).unwrap();
+    let only_pod_2 = ONLY_POD_0.replace("pod-0", "pod-2");
+    node.fixture.enforce(&(pods(3) + &policy("served", "pod-1", &only_pod_2)));
+    send(&from_0, pod_1, &payloads("revoked", 10));
+    send(&from_2, pod_1, &payloads("allowed now", 10));
+    (0..10).for_each(|_| _ = at_1.recv_from(&mut bytes).unwrap());
+    capture.wait_for(75, LIMIT).unwrap();
+    let (packets, summary) = capture.end().unwrap();
+    assert!(summary.contains("75 packets captured, 0 lost"), "{summary}");
+    assert_eq!(std::fs::metadata(&directory).unwrap().permissions().mode() & 0o777, 0o700);
+
+    let verdicts = node.file("verdicts.jsonl");
+    let (answer, code) = replay(&directory, &["--verdicts", verdicts.to_str().unwrap()]);
+    let recorded = &answer["recorded"];
+    assert_eq!((code, recorded["different"].as_u64()), (Some(0), Some(0)), "{answer:#}");
+    assert_eq!(
+        (recorded["same"].as_u64(), recorded["earlier_connections"].as_u64()),
+        (Some(70), Some(5)),
+        "{answer:#}"
+    );
+    let decided: Vec<serde_json::Value> =
+        std::fs::read_to_string(&verdicts).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let compared = packets.iter().filter(|packet| !payload(packet).starts_with("still"));
+    for (packet, again) in compared.zip(&decided) {
+        let part = |key: &str| packet.comment.split(' ').find_map(|part| part.strip_prefix(key));
+        let here = (again["verdict"].as_str(), again["reason"].as_str());
+        assert_eq!(here, (part("verdict="), part("reason=")), "{}: {again}", packet.comment);
+    }
+    assert_eq!(decided.len(), 70);
+
+    let both = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}, {podSelector: {matchLabels: {app: pod-2}}}]}]\n";
+    let fix = node.file("fix.yaml");
+    std::fs::write(&fix, policy("served", "pod-1", both).trim_start_matches("---\n")).unwrap();
+    let (answer, code) = replay(&directory, &["--compare", fix.to_str().unwrap()]);
+    let changes = answer["changes"].as_array().unwrap();
+    let packets: Vec<_> = changes.iter().map(|it| (&it["src"], &it["after"]["verdict"], &it["packets"])).collect();
+    assert_eq!(code, Some(3), "{answer:#}");
+    assert_eq!(
+        serde_json::json!(packets),
+        serde_json::json!([["test/pod-0", "allow", 10], ["test/pod-2", "allow", 10]])
+    );
 }
 
 impl Offered {

@@ -42,7 +42,8 @@ pub const MIN_SNAP_LENGTH: u32 = 64;
 /// How long the daemon may take to answer, and to send the next message: without packets it sends its progress each second.
 const SILENCE: Duration = Duration::from_secs(20);
 /// Longest message, both parts together. A longer one is none of this protocol.
-const LONGEST: usize = 1 << 20;
+/// An object of an API server has at most 1.5 MB there, and not much more here.
+const LONGEST: usize = 16 << 20;
 
 /// `GET /v1/capture`: the query. Packets fit that fit every part that is given.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
@@ -73,6 +74,10 @@ pub struct CaptureQuery {
     pub seconds: Option<u64>,
     /// End after so many bytes of frames; at most [`MAX_BYTES`], as without it.
     pub bytes: Option<u64>,
+    /// Whether the cluster's objects come with the packets: first all that are in force, then each change before the first packet
+    /// that was processed under it. A daemon that does not know this part refuses it.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub objects: bool,
 }
 
 /// What was decided on a packet.
@@ -103,6 +108,21 @@ pub enum CaptureMessage {
     Begin {
         /// The node's name.
         node: String,
+        /// What comes of the cluster's objects, if the query asks for them.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        objects: Option<ObjectsInForce>,
+    },
+    /// Some of the objects that are in force when the capture begins, before all packets; a line of JSON for each follows.
+    Objects {
+        /// Their number.
+        count: u64,
+    },
+    /// Objects have changed; a JSON array of the changes follows. A long batch comes as several messages.
+    Changes {
+        /// The first epoch under which all of them are in force.
+        epoch: u32,
+        /// When that was published, in nanoseconds since 1970.
+        time: u64,
     },
     /// A packet; its frame follows.
     Packet(PacketRecord),
@@ -115,6 +135,23 @@ pub enum CaptureMessage {
         /// How much was captured.
         counts: CaptureCounts,
     },
+}
+
+/// The objects under which packets of a capture are processed.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ObjectsInForce {
+    /// The daemon's version.
+    pub version: String,
+    /// The first epoch of the capture: the objects are those of this epoch.
+    pub epoch: u32,
+    /// When the capture began, in nanoseconds since 1970.
+    pub time: u64,
+    /// How many objects come.
+    pub count: u64,
+    /// Whether workers translate what pods send to Services.
+    pub services: bool,
+    /// The setting `service_cidrs`.
+    pub service_cidrs: Vec<String>,
 }
 
 /// How much was captured.
@@ -160,6 +197,9 @@ pub struct PacketRecord {
     /// The Service that its connection is to, as its client knows it: name, or address and port.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service: Option<String>,
+    /// Whether policy was asked because the packet belongs to no connection yet: it opens one, or is denied.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub opens: bool,
     /// The epoch under which it was processed.
     pub epoch: u32,
     /// The worker that processed it.
@@ -393,6 +433,7 @@ mod tests {
             ingress: Some("denied".to_owned()),
             connection: Some("00c0ffee00c0ffee".to_owned()),
             service: None,
+            opens: true,
             epoch: 7,
             worker: 0,
         })
@@ -400,7 +441,7 @@ mod tests {
 
     #[test]
     fn messages_come_back_whole_however_the_stream_is_cut() {
-        let begin = CaptureMessage::Begin { node: "a".to_owned() };
+        let begin = CaptureMessage::Begin { node: "a".to_owned(), objects: None };
         let end = CaptureMessage::End { reason: "over".to_owned(), counts: CaptureCounts::default() };
         let messages = [(begin, &b""[..]), (packet(3), b"abc"), (packet(0), b""), (end, b"")];
         let mut stream = Vec::new();

@@ -4,6 +4,8 @@
 //! adds names, some packets at a time, and passes them on to the client's connection in chunks. While the client does not
 //! read, chunks stay; then the queue fills, and what workers cannot put there is counted.
 
+mod objects;
+
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::str::FromStr;
@@ -12,15 +14,20 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use penstock_admin::capture::{
     self, CaptureCounts, CaptureMessage, CaptureQuery, MAX_BYTES, MAX_PACKETS, MAX_SECONDS, MAX_SNAP_LENGTH,
-    MIN_SNAP_LENGTH, PacketRecord, Verdict,
+    MIN_SNAP_LENGTH, ObjectsInForce, PacketRecord, Verdict,
 };
 use penstock_dataplane::forward::PortId;
-use penstock_dataplane::worker::{Capture, CaptureFilter, CaptureQueue, CapturedPacket, CapturedPod};
+use penstock_dataplane::pipeline::EvaluationReason;
+use penstock_dataplane::worker::{Capture, CaptureFilter, CaptureQueue, CapturedPacket, CapturedPod, LoggedEvaluation};
 use penstock_dataplane::{DropReason, Epoch, pipeline};
 use penstock_policy::flow::{self, FlowEndpoint};
 use penstock_policy::model::ObjectKey;
 use tokio::sync::mpsc;
 
+pub(super) use objects::{CapturedObjects, ObjectFeed};
+use objects::{ObjectStep, TooManyChanges};
+
+use super::config::Config;
 use super::verdicts;
 use super::view::{DaemonView, identifier};
 
@@ -69,6 +76,26 @@ pub(super) struct RunningCapture {
     counts: CaptureCounts,
     reported: (Instant, CaptureCounts),
     named: NamedConnections,
+    /// What is asked for of the cluster's objects.
+    objects: ObjectsOfCapture,
+}
+
+/// The objects that go with the packets.
+enum ObjectsOfCapture {
+    /// None are asked for, or they are not taken yet.
+    None,
+    /// These are to be sent, then their changes.
+    InForce(CapturedObjects),
+    /// A change is not known any more.
+    Lost,
+}
+
+/// What is known of packets when they are passed on.
+#[derive(Default)]
+pub(super) struct NamedPackets {
+    records: Vec<PacketRecord>,
+    steps: Vec<ObjectStep>,
+    has_lost_changes: bool,
 }
 
 impl RunningCapture {
@@ -94,6 +121,7 @@ impl RunningCapture {
             counts: CaptureCounts::default(),
             reported: (now, CaptureCounts::default()),
             named: NamedConnections::default(),
+            objects: ObjectsOfCapture::None,
         };
         Ok((running, chunks))
     }
@@ -138,31 +166,59 @@ impl RunningCapture {
         Some(Capture { filter: Arc::new(filter), queue: Arc::clone(&self.queue) })
     }
 
+    /// Sends these objects before the packets, and their changes between them.
+    pub(super) fn with_objects(&mut self, objects: CapturedObjects) {
+        self.objects = ObjectsOfCapture::InForce(objects);
+    }
+
     /// Tells the client that the workers capture.
-    pub(super) fn begun(&self, node: &str) {
-        self.send(&CaptureMessage::Begin { node: node.to_owned() });
+    pub(super) fn begun(&self, config: &Config) {
+        let objects = match &self.objects {
+            ObjectsOfCapture::InForce(objects) => Some(ObjectsInForce {
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                epoch: objects.epoch.0,
+                time: objects.time,
+                count: objects.left() as u64,
+                services: config.services.enabled,
+                service_cidrs: config.service_cidrs.iter().map(ToString::to_string).collect(),
+            }),
+            ObjectsOfCapture::None | ObjectsOfCapture::Lost => None,
+        };
+        self.send(&CaptureMessage::Begin { node: config.node.to_string(), objects });
     }
 
     /// Passes packets on, with their names by `name`, which gets some at a time. Returns why the capture is to end.
     pub(super) fn forward(
         &mut self,
-        mut name: impl FnMut(&mut NamedConnections, &[CapturedPacket]) -> Vec<PacketRecord>,
+        mut name: impl FnMut(&mut NamedConnections, &[CapturedPacket]) -> NamedPackets,
         most_named: usize,
     ) -> Option<String> {
         for _ in 0..CHUNKS_PER_ROUND {
             if self.chunks.capacity() == 0 {
                 break;
             }
-            let mut packets: Vec<CapturedPacket> = std::iter::from_fn(|| self.queue.take()).take(most_named).collect();
-            if packets.is_empty() {
-                break;
+            if let ObjectsOfCapture::InForce(objects) = &mut self.objects
+                && let Some(message) = objects.next_message()
+            {
+                let _ = self.chunks.try_send(message);
+                continue;
             }
+            let mut packets: Vec<CapturedPacket> = std::iter::from_fn(|| self.queue.take()).take(most_named).collect();
             // Of several workers.
             packets.sort_by_key(|packet| packet.at);
-            let records = name(&mut self.named, &packets);
+            // After they were taken: the changes that were in force for them are there.
+            let NamedPackets { records, steps, has_lost_changes } = name(&mut self.named, &packets);
+            if has_lost_changes {
+                self.objects = ObjectsOfCapture::Lost;
+                break;
+            }
             let mut chunk = Vec::new();
+            steps.iter().for_each(|step| step.encode(&mut chunk));
+            if packets.is_empty() && chunk.is_empty() {
+                break;
+            }
             for (packet, record) in packets.into_iter().zip(records) {
-                if !self.is_full() {
+                if !self.is_full() && !self.is_of_earlier_objects(&packet) {
                     let record = PacketRecord { time: self.nanoseconds(packet.at), ..record };
                     capture::encode(&CaptureMessage::Packet(record), &packet.bytes, &mut chunk);
                     self.counts.packets += 1;
@@ -180,12 +236,19 @@ impl RunningCapture {
         self.ended()
     }
 
+    /// Whether a worker processed it under a snapshot from before the objects.
+    fn is_of_earlier_objects(&self, packet: &CapturedPacket) -> bool {
+        matches!(&self.objects, ObjectsOfCapture::InForce(objects) if packet.epoch.is_before(objects.epoch))
+    }
+
     fn is_full(&self) -> bool {
         self.counts.packets >= self.packets || self.counts.bytes >= self.bytes
     }
 
     fn ended(&self) -> Option<String> {
-        if self.counts.packets >= self.packets {
+        if matches!(self.objects, ObjectsOfCapture::Lost) {
+            Some("more changes of objects than its reader takes".to_owned())
+        } else if self.counts.packets >= self.packets {
             Some(format!("{} packets", self.packets))
         } else if self.counts.bytes >= self.bytes {
             Some(format!("{} bytes", self.bytes))
@@ -286,6 +349,10 @@ fn filter(query: &CaptureQuery) -> Result<CaptureFilter, String> {
     })
 }
 
+fn is_of_opening(evaluation: &LoggedEvaluation) -> bool {
+    evaluation.evaluation_reason == EvaluationReason::Opened
+}
+
 /// What allows connections under one epoch: of a busy one it is looked up once. And the last name of each port.
 #[derive(Default)]
 pub(super) struct NamedConnections {
@@ -303,13 +370,20 @@ struct Rules {
 }
 
 impl NamedConnections {
-    /// Names packets as the daemon's state is now.
-    pub(super) fn name(&mut self, view: &DaemonView<'_>, packets: &[CapturedPacket]) -> Vec<PacketRecord> {
+    /// Names packets as the daemon's state is now; with the changes of objects since the last packets.
+    pub(super) fn name(
+        &mut self,
+        view: &DaemonView<'_>,
+        packets: &[CapturedPacket],
+        steps: Result<Vec<ObjectStep>, TooManyChanges>,
+    ) -> NamedPackets {
         if self.epoch != view.epoch || self.rules.len() > REMEMBERED {
             self.epoch = view.epoch;
             self.rules.clear();
         }
-        packets.iter().map(|packet| self.record(view, packet)).collect()
+        let records = packets.iter().map(|packet| self.record(view, packet)).collect();
+        let has_lost_changes = steps.is_err();
+        NamedPackets { records, steps: steps.unwrap_or_default(), has_lost_changes }
     }
 
     fn record(&mut self, view: &DaemonView<'_>, packet: &CapturedPacket) -> PacketRecord {
@@ -344,6 +418,7 @@ impl NamedConnections {
             ingress,
             connection: packet.connection.map(identifier),
             service,
+            opens: !packet.is_translated && packet.evaluation.as_ref().is_some_and(is_of_opening),
             epoch: packet.epoch.0,
             worker: packet.worker,
         }
@@ -372,6 +447,8 @@ impl NamedConnections {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
 
     fn refused(query: CaptureQuery) -> String {
@@ -426,8 +503,10 @@ mod tests {
     async fn a_capture_ends_at_its_limits_and_says_which() {
         let query = CaptureQuery { seconds: Some(1), ..CaptureQuery::default() };
         let (mut running, mut chunks) = RunningCapture::new(&query, 16).unwrap();
-        running.begun("node-1");
-        let name = |_: &mut NamedConnections, _: &[CapturedPacket]| Vec::new();
+        let config =
+            Config::parse("node = \"node-1\"\n[source]\nmanifests = \"/m\"\n", Path::new("/etc/penstock.toml"));
+        running.begun(&config.unwrap());
+        let name = |_: &mut NamedConnections, _: &[CapturedPacket]| NamedPackets::default();
         assert_eq!(running.forward(name, 10), None);
         running.until = Instant::now();
         let reason = running.forward(name, 10).expect("its time is over");
@@ -437,7 +516,7 @@ mod tests {
             stream.extend(chunk);
         }
         let begin = capture::decode(&stream).unwrap().unwrap();
-        assert_eq!(begin.message, CaptureMessage::Begin { node: "node-1".to_owned() });
+        assert_eq!(begin.message, CaptureMessage::Begin { node: "node-1".to_owned(), objects: None });
         let end = capture::decode(&stream[begin.length..]).unwrap().unwrap().message;
         assert!(matches!(&end, CaptureMessage::End { reason, .. } if reason.ends_with("seconds")), "{end:?}");
     }

@@ -29,10 +29,23 @@ pub(super) struct NodeObjects {
     others: BTreeMap<String, Vec<IpAddr>>,
     /// NetworkPolicies and ClusterNetworkPolicies that are in force.
     policies: BTreeSet<ObjectRef>,
-    /// What the engine was given, if someone follows it.
-    followed: Option<Vec<ObjectChange>>,
+    /// What the engine was given, for each that follows it.
+    followed: [Option<Vec<ObjectChange>>; Follower::COUNT],
     /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
+}
+
+/// Who keeps what the engine is given.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Follower {
+    /// The trial of staged policies.
+    Trial,
+    /// The capture that writes a bundle.
+    Capture,
+}
+
+impl Follower {
+    const COUNT: usize = 2;
 }
 
 /// What a batch of changes affects.
@@ -57,7 +70,7 @@ impl NodeObjects {
             pods: BTreeMap::new(),
             others: BTreeMap::new(),
             policies: BTreeSet::new(),
-            followed: None,
+            followed: [None, None],
             service_problems: BTreeSet::new(),
         }
     }
@@ -140,20 +153,20 @@ impl NodeObjects {
     }
 
     fn give(&mut self, changes: Vec<ObjectChange>) -> bool {
-        if let Some(followed) = &mut self.followed {
+        for followed in self.followed.iter_mut().flatten() {
             followed.extend(changes.iter().cloned());
         }
         self.engine.apply(changes)
     }
 
     /// Keeps what the engine is given from now on for [`NodeObjects::take_followed`], or no more.
-    pub(super) fn follow(&mut self, on: bool) {
-        self.followed = on.then(Vec::new);
+    pub(super) fn follow(&mut self, follower: Follower, on: bool) {
+        self.followed[follower as usize] = on.then(Vec::new);
     }
 
-    /// What the engine was given since the last call; nothing while it is not followed.
-    pub(super) fn take_followed(&mut self) -> Vec<ObjectChange> {
-        self.followed.as_mut().map(std::mem::take).unwrap_or_default()
+    /// What the engine was given since this follower's last call; nothing while it does not follow.
+    pub(super) fn take_followed(&mut self, follower: Follower) -> Vec<ObjectChange> {
+        self.followed[follower as usize].as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Sets the configured addresses of this node; they take effect at the next read of the network.
@@ -305,8 +318,8 @@ mod tests {
     fn what_is_followed_makes_another_engine_equal() {
         let mut objects = NodeObjects::new("here", &[address("192.0.2.1")]);
         objects.apply([pod("web", "here")], &[]);
-        assert!(objects.take_followed().is_empty());
-        objects.follow(true);
+        assert!(objects.take_followed(Follower::Trial).is_empty());
+        objects.follow(Follower::Trial, true);
         let mut other = Engine::new(EngineSettings::for_node("here"));
         let engine = objects.engine();
         let (pods, rest) = engine.state().pods_from(0, 10);
@@ -314,8 +327,8 @@ mod tests {
         other.apply(known.map(ObjectChange::Set));
         objects.apply([closed()], &[address("10.1.1.1")]);
         objects.apply_addresses(&[address("10.1.1.2")]);
-        other.apply(objects.take_followed());
-        assert!(rest.is_none() && objects.take_followed().is_empty());
+        other.apply(objects.take_followed(Follower::Trial));
+        assert!(rest.is_none() && objects.take_followed(Follower::Trial).is_empty());
         let reached = ["192.0.2.1", "10.1.1.1", "10.1.1.2", "198.51.100.1"].map(|from| {
             let flow = Flow {
                 src: address(from).into(),
@@ -328,9 +341,9 @@ mod tests {
             other.evaluate(&flow).is_allowed()
         });
         assert_eq!(reached, [true, false, true, false]);
-        objects.follow(false);
+        objects.follow(Follower::Trial, false);
         objects.apply([pod("web", "here")], &[]);
-        assert!(objects.take_followed().is_empty());
+        assert!(objects.take_followed(Follower::Trial).is_empty());
     }
 
     #[test]

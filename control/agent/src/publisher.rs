@@ -15,6 +15,7 @@ use penstock_dataplane::{Epoch, Snapshot};
 use penstock_policy::model::{Object, ObjectChange};
 use tokio::sync::{Notify, oneshot};
 
+use super::capture::{CapturedObjects, ObjectFeed};
 use super::config::{Config, Encapsulation};
 use super::connections::{ClearingQueue, ConnectionOwners};
 use super::node_context::{NodeContext, NodeNetwork};
@@ -54,6 +55,8 @@ pub(super) struct SnapshotInputs {
     node_context: NodeContext,
     connections: ConnectionOwners,
     pub(super) trial: TrialFeed,
+    /// For the capture that writes objects, too.
+    pub(super) captured: ObjectFeed,
 }
 
 impl Publisher {
@@ -78,6 +81,7 @@ impl Publisher {
             node_context: NodeContext::default(),
             connections: ConnectionOwners::new(&config.conntrack.mapping, clearing),
             trial,
+            captured: ObjectFeed::default(),
         };
         Self {
             inputs: Mutex::new(inputs),
@@ -194,6 +198,20 @@ impl Publisher {
         (engine.state().objects_without_pods(), engine.staged().cloned().collect())
     }
 
+    /// The objects that are in force, and has [`SnapshotInputs::captured`] keep their changes from now on.
+    pub(super) fn capture_objects(&self) -> CapturedObjects {
+        let mut inputs = self.inputs();
+        let inputs = &mut *inputs;
+        inputs.captured.begin(&mut inputs.objects, inputs.epoch)
+    }
+
+    /// Keeps no more changes of objects for a capture.
+    pub(super) fn end_captured_objects(&self) {
+        let mut inputs = self.inputs();
+        let inputs = &mut *inputs;
+        inputs.captured.end(&mut inputs.objects);
+    }
+
     /// Takes no more work on the connection table, and ends the trial.
     pub(super) fn end(&self) {
         let mut inputs = self.inputs();
@@ -203,6 +221,7 @@ impl Publisher {
 
     fn follow(&self, inputs: &mut SnapshotInputs) {
         inputs.trial.follow(&mut inputs.objects, || self.dataplane.snapshot());
+        inputs.captured.follow(&mut inputs.objects, inputs.epoch);
     }
 
     fn publish(&self, inputs: &mut SnapshotInputs, why: &str, seen: Instant) {

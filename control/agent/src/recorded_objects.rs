@@ -386,7 +386,10 @@ mod tests {
             fs::write(&name, &text).unwrap();
         }
         let expected = fs::read_to_string(&name).unwrap();
-        assert_eq!(text, expected, "the form changed: raise VERSION, then run this with UPDATE_EXPECTED=1");
+        assert_eq!(
+            text, expected,
+            "the form changed: raise VERSION, and that of bundles (control/replay/src/bundle), then run this with UPDATE_EXPECTED=1"
+        );
     }
 
     #[test]

@@ -2,13 +2,15 @@
 
 mod file;
 mod filter;
+#[cfg(test)]
+mod tests;
 
 use std::fs::File;
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::ValueEnum;
 use penstock_admin::capture::{
@@ -17,6 +19,7 @@ use penstock_admin::capture::{
 
 use super::Failure;
 use file::PacketFile;
+use penstock_replay::bundle::{BundleStart, BundleWriter};
 
 /// Capture packets of a running daemon with their verdicts
 ///
@@ -24,6 +27,9 @@ use file::PacketFile;
 /// connection and the epoch. A packet that workers translate is written as it came and as it leaves. The daemon offers captures
 /// only where `capture.socket` is set in its configuration. Established connections that programs forward in the kernel go
 /// through the workers while a capture wants them.
+///
+/// With `--bundle` a directory gets the packets, the cluster's objects as they are in force when the capture begins, and each change
+/// of them meanwhile. `penstock replay DIR` evaluates the packets again, and says whether it decides as the daemon did.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Comments:
@@ -34,16 +40,18 @@ Comments:
   ingress=         the same for the ingress of the other end
   connection=      the number that penstock flows and the verdict log have for it
   service=         the Service that the connection is to
+  opens            the packet belonged to no connection yet: it opens one, or is denied
   translated       the packet as it leaves, with other addresses or ports than it came with
   lost=            packets before this one that are not in the capture
 
 Exit codes:
   0  ended at a limit, by SIGINT or SIGTERM, or because the reader of standard output has left
   1  the file cannot be written in full, or the daemon has ended
-  2  bad input: a filter, a file that exists, a terminal, or the daemon offers no captures
+  2  bad input: a filter, a file that exists, a directory with files, a terminal, or the daemon offers no captures
 
 Examples:
   penstock capture --pod shop/web-1 -o web.pcapng
+  penstock capture --pod shop/web-1 --seconds 60 --bundle incident/ && penstock replay incident/
   penstock capture --verdict deny --seconds 30 -o denied.pcapng
   penstock capture --reason spoofed_source --snaplen 128 --packets 1000 -o spoofed.pcapng
   penstock capture --connection 00c0ffee00c0ffee -o - | tcpdump -n -r -
@@ -51,8 +59,11 @@ Examples:
   penstock capture --program '1,6 0 0 1' --bytes 1000000 -o some.pcapng")]
 pub(super) struct Args {
     /// The file to write, or - for standard output; an existing file is not overwritten
-    #[arg(short, long, value_name = "FILE")]
-    output: PathBuf,
+    #[arg(short, long, value_name = "FILE", required_unless_present = "bundle")]
+    output: Option<PathBuf>,
+    /// Write a bundle for penstock replay: packets, objects and their changes; the directory is created, or is empty
+    #[arg(long, value_name = "DIR", conflicts_with = "output")]
+    bundle: Option<PathBuf>,
     /// Only packets from or to this pod of the node (NAMESPACE/POD)
     #[arg(long, value_name = "POD")]
     pod: Option<String>,
@@ -108,28 +119,50 @@ const SILENCE: Duration = Duration::from_secs(20);
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let query = args.query()?;
-    let is_stdout = args.output == Path::new("-");
+    match (&args.bundle, &args.output) {
+        (Some(directory), _) => run_bundle(directory, &args.socket, &query),
+        (None, Some(output)) => run_file(output, &args.socket, &query),
+        (None, None) => Err(Failure::bad_input("neither -o FILE nor --bundle DIR is given; give one of them")),
+    }
+}
+
+fn run_file(output: &Path, socket: &Path, query: &CaptureQuery) -> Result<(), Failure> {
+    let is_stdout = output == Path::new("-");
     if is_stdout && io::stdout().is_terminal() {
         return Err(Failure::bad_input(
             "standard output is a terminal: write packets to a file (-o FILE), or pipe them to a program",
         ));
     }
     // Before the capture: a file that cannot be written is no reason to look at packets.
-    let file = if is_stdout { None } else { Some(create(&args.output)?) };
-    let stream = CaptureStream::open(&args.socket, &query).map_err(failure);
-    let mut stream = stream.inspect_err(|_| _ = file.as_ref().map(|_| std::fs::remove_file(&args.output)))?;
+    let file = if is_stdout { None } else { Some(create(output)?) };
+    let stream = CaptureStream::open(socket, query).map_err(failure);
+    let mut stream = stream.inspect_err(|_| _ = file.as_ref().map(|_| std::fs::remove_file(output)))?;
     if let Ok(output) = io::stdout().as_fd().try_clone_to_owned()
         && is_stdout
     {
         stream.watch_output(output);
     }
     match file {
-        None => match capture(stream, io::stdout().lock()) {
+        None => match capture(stream, io::stdout().lock(), None).0 {
             Err(CaptureFailure::Write(error)) => Failure::from_output(error),
             ended => ended.map_err(|error| error.named("standard output")),
         },
-        Some(file) => capture(stream, file).map_err(|error| error.named(&args.output.display().to_string())),
+        Some(file) => capture(stream, file, None).0.map_err(|error| error.named(&output.display().to_string())),
     }
+}
+
+/// A capture that the daemon or a signal ends early leaves a bundle up to there.
+fn run_bundle(directory: &Path, socket: &Path, query: &CaptureQuery) -> Result<(), Failure> {
+    let (mut bundle, packets) = BundleWriter::create(directory).map_err(Failure::bad_input)?;
+    let stream = CaptureStream::open(socket, query).map_err(failure)?;
+    let named = |error: CaptureFailure| error.named(&directory.display().to_string());
+    let (ended, counts) = capture(stream, packets, Some(&mut bundle));
+    if let Err(error @ CaptureFailure::Write(_)) = ended {
+        return Err(named(error));
+    }
+    let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
+    bundle.end(time, counts.packets, counts.lost).map_err(|error| named(CaptureFailure::Write(error)))?;
+    ended.map_err(named)
 }
 
 impl Args {
@@ -154,6 +187,7 @@ impl Args {
             packets: self.packets,
             seconds: self.seconds,
             bytes: self.bytes,
+            objects: self.bundle.is_some(),
         })
     }
 }
@@ -195,16 +229,38 @@ impl CaptureFailure {
     }
 }
 
-/// Writes packets until the capture ends. What was written so far is a whole file whenever no packet is on its way.
-fn capture(mut stream: CaptureStream, output: impl Write) -> Result<(), CaptureFailure> {
-    let mut file = PacketFile::new(BufWriter::with_capacity(1 << 16, output))?;
-    file.flush()?;
+/// Writes packets until the capture ends, and objects if there is a bundle for them. What was written so far is a whole file
+/// whenever no packet is on its way. Returns how many packets are in the file, and how many were lost.
+fn capture(
+    mut stream: CaptureStream,
+    output: impl Write,
+    bundle: Option<&mut BundleWriter>,
+) -> (Result<(), CaptureFailure>, CaptureCounts) {
     let mut counts = CaptureCounts::default();
+    let file = PacketFile::new(BufWriter::with_capacity(1 << 16, output));
+    let mut file = match file {
+        Ok(file) => file,
+        Err(error) => return (Err(error.into()), counts),
+    };
+    let ended = receive(&mut stream, &mut file, bundle, &mut counts);
+    counts.packets = file.packets();
+    (ended, counts)
+}
+
+fn receive(
+    stream: &mut CaptureStream,
+    file: &mut PacketFile<impl Write>,
+    mut bundle: Option<&mut BundleWriter>,
+    counts: &mut CaptureCounts,
+) -> Result<(), CaptureFailure> {
+    file.flush()?;
     loop {
         let message = match stream.next(SILENCE) {
             Ok(CaptureEvent::Message(message, frame)) => {
-                if let CaptureMessage::Packet(record) = &message {
-                    file.packet(record, frame)?;
+                match (&message, bundle.as_deref_mut()) {
+                    (CaptureMessage::Packet(record), _) => file.packet(record, frame)?,
+                    (message, Some(bundle)) => write_objects(bundle, message, frame)?,
+                    _ => {}
                 }
                 message
             }
@@ -230,13 +286,14 @@ fn capture(mut stream: CaptureStream, output: impl Write) -> Result<(), CaptureF
             }
         };
         match message {
-            CaptureMessage::Begin { node } => eprintln!("penstock: capturing on {node}"),
-            CaptureMessage::Packet(_) => {}
+            CaptureMessage::Begin { node, .. } => eprintln!("penstock: capturing on {node}"),
+            CaptureMessage::Packet(_) | CaptureMessage::Objects { .. } | CaptureMessage::Changes { .. } => {}
             CaptureMessage::Progress(so_far) => {
-                counts = so_far;
+                *counts = so_far;
                 file.lost(counts.lost);
             }
-            CaptureMessage::End { reason, counts } => {
+            CaptureMessage::End { reason, counts: last } => {
+                *counts = last;
                 file.end(counts.lost, &reason)?;
                 summary(file.packets(), counts.lost, &reason);
                 return Ok(());
@@ -246,6 +303,29 @@ fn capture(mut stream: CaptureStream, output: impl Write) -> Result<(), CaptureF
         if !stream.has_next() {
             file.flush()?;
         }
+    }
+}
+
+/// Writes what a message says of the cluster's objects into a bundle.
+fn write_objects(bundle: &mut BundleWriter, message: &CaptureMessage, content: &[u8]) -> io::Result<()> {
+    match message {
+        CaptureMessage::Begin { node, objects } => {
+            let Some(objects) = objects.clone() else { return Ok(()) };
+            let blocks = objects.service_cidrs.iter().map(|block| block.parse().map_err(io::Error::other));
+            bundle.begin(BundleStart {
+                version: objects.version,
+                node: node.clone(),
+                began: objects.time,
+                epoch: objects.epoch,
+                objects: objects.count,
+                services: objects.services,
+                service_cidrs: blocks.collect::<io::Result<_>>()?,
+            });
+            Ok(())
+        }
+        CaptureMessage::Objects { count } => bundle.objects(content, *count),
+        CaptureMessage::Changes { epoch, time } => bundle.changes(*epoch, *time, content),
+        CaptureMessage::Packet(_) | CaptureMessage::Progress(_) | CaptureMessage::End { .. } => Ok(()),
     }
 }
 

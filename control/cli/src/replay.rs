@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use penstock_replay::compare::VerdictChange;
 use penstock_replay::summary::Summary;
-use penstock_replay::{Mapping, OutputPaths, ReplayError, ReplayOptions, ReplayReport, run as replay};
+use penstock_replay::{Mapping, OutputPaths, RecordedCounts, ReplayError, ReplayOptions, ReplayReport, run as replay};
 use penstock_sources::manifest::UnknownFields;
 use serde::Serialize;
 
@@ -13,6 +13,9 @@ use super::Failure;
 use super::cluster::ManifestArgs;
 
 /// Run the packets of a capture through the workers' pipeline, and report the verdicts
+///
+/// With a bundle (`penstock capture --bundle`) it evaluates each packet under the objects that were in force for it, and compares
+/// with what the daemon decided. `--compare` then has objects of the same name in it replaced throughout, or adds them.
 ///
 /// A packet enters by the port of its source address: a local pod's port, the host veth for the node, otherwise the uplink;
 /// or by the port that --ports gives for its interface. The verdict `kernel` is for what the XDP program leaves to the kernel:
@@ -26,17 +29,23 @@ Exit codes:
   0  done; with --compare: no verdict differs
   1  the output cannot be written
   2  bad input: manifests, captures, or files that cannot be written
-  3  with --compare: verdicts differ
+  3  with --compare: verdicts differ; with a bundle: the daemon decided otherwise
 
 Examples:
   penstock replay --manifests cluster/ --pcap incident.pcapng --verdicts verdicts.jsonl
   penstock replay --manifests cluster/ --pcap node.pcap --node worker-1 --denied denied.pcapng
+  penstock replay incident/
+  penstock replay incident/ --compare fixed-policy.yaml
   penstock replay --manifests main/ --compare pull-request/ --pcap yesterday.pcap.gz")]
+#[command(mut_arg("manifests", |arg| arg.required(false).required_unless_present("bundle")))]
 pub(super) struct Args {
+    /// A bundle of penstock capture: its packets, the cluster's objects, and their changes meanwhile
+    #[arg(value_name = "DIR", conflicts_with_all = NOT_WITH_BUNDLE)]
+    bundle: Option<PathBuf>,
     #[command(flatten)]
     cluster: ManifestArgs,
     /// Captures, merged by time: pcap or pcapng, may be gzip-compressed
-    #[arg(long, value_name = "FILE", required = true, num_args = 1..)]
+    #[arg(long, value_name = "FILE", required_unless_present = "bundle", num_args = 1..)]
     pcap: Vec<PathBuf>,
     /// Evaluate as this node does; without it, as if all pods were local
     #[arg(long, value_name = "NAME")]
@@ -73,6 +82,10 @@ pub(super) struct Args {
     summary: Format,
 }
 
+/// What a bundle has itself.
+const NOT_WITH_BUNDLE: [&str; 9] =
+    ["manifests", "cluster_wide", "pcap", "node", "ports", "dedup", "no_services", "service_cidrs", "timeline"];
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 enum Format {
     /// For a person
@@ -88,11 +101,14 @@ struct Json<'a> {
     summary: &'a Summary,
     #[serde(skip_serializing_if = "Option::is_none")]
     changes: Option<Vec<VerdictChange>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    recorded: Option<&'a RecordedCounts>,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let ports = args.ports.iter().map(|text| text.parse::<Mapping>());
     let options = ReplayOptions {
+        bundle: args.bundle,
         captures: args.pcap,
         reading: args.cluster.options(UnknownFields::Refuse),
         reach: args.cluster.reach(),
@@ -116,10 +132,9 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     } else {
         io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)?;
     }
-    match report.comparison {
-        Some(comparison) if !comparison.is_empty() => Err(Failure::Differs),
-        _ => Ok(()),
-    }
+    let is_changed = report.comparison.is_some_and(|comparison| !comparison.is_empty());
+    let is_otherwise = report.recorded.is_some_and(|recorded| recorded.different > 0);
+    if is_changed || is_otherwise { Err(Failure::Differs) } else { Ok(()) }
 }
 
 fn failure(error: ReplayError) -> Failure {
@@ -127,15 +142,16 @@ fn failure(error: ReplayError) -> Failure {
 }
 
 fn render(report: &ReplayReport, format: Format) -> String {
-    let ReplayReport { summary, comparison, .. } = report;
+    let ReplayReport { summary, comparison, recorded, .. } = report;
     match format {
-        Format::Table => match comparison {
-            Some(comparison) => format!("{summary}\n{comparison}"),
-            None => summary.to_string(),
-        },
+        Format::Table => {
+            let recorded = recorded.as_ref().map(|recorded| format!("\n{recorded}"));
+            let comparison = comparison.as_ref().map(|comparison| format!("\n{comparison}"));
+            [Some(summary.to_string()), recorded, comparison].into_iter().flatten().collect()
+        }
         Format::Json => {
             let changes = comparison.as_ref().map(|comparison| comparison.changes());
-            let json = Json { summary, changes };
+            let json = Json { summary, changes, recorded: recorded.as_ref() };
             // Strings and numbers only: there is nothing that JSON cannot hold.
             let text = serde_json::to_string_pretty(&json).unwrap_or_default();
             text + "\n"

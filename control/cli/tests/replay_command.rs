@@ -72,6 +72,110 @@ impl ReplayDirectory {
     }
 }
 
+/// A change that makes a bundle bad.
+type Damage = Box<dyn Fn(&Path)>;
+
+/// Writes a file of a bundle anew.
+fn edited(name: &'static str, edit: impl Fn(Vec<u8>) -> Vec<u8> + 'static) -> Damage {
+    Box::new(move |bundle| {
+        let file = bundle.join(name);
+        fs::write(&file, edit(fs::read(&file).unwrap())).unwrap();
+    })
+}
+
+fn replaced(name: &'static str, from: &'static str, to: &'static str) -> Damage {
+    edited(name, move |content| {
+        let text = String::from_utf8(content).unwrap();
+        assert!(text.contains(from), "{name} has {from:?}");
+        text.replacen(from, to, 1).into_bytes()
+    })
+}
+
+#[test]
+fn a_bad_bundle_is_refused_with_the_file_the_value_and_what_to_do() {
+    let removed =
+        |name: &'static str| -> Damage { Box::new(move |bundle| fs::remove_file(bundle.join(name)).unwrap()) };
+    let cut = |name| edited(name, |content| content[..content.len() - 10].to_vec());
+    let without_last_line = |name| {
+        edited(name, |mut content| {
+            content.pop();
+            content.truncate(content.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1));
+            content
+        })
+    };
+    let cases: Vec<(Damage, &str, &str)> = vec![
+        (removed("bundle.json"), "incident: is not a bundle: it has no bundle.json; give a directory", ""),
+        (removed("objects.jsonl"), "objects.jsonl: cannot be read (", "copy the whole directory"),
+        (removed("timeline.jsonl"), "timeline.jsonl: cannot be read (", "copy the whole directory"),
+        (removed("packets.pcapng"), "packets.pcapng: cannot be read", ""),
+        (
+            replaced("bundle.json", "\"version\": 1", "\"version\": 2, \"more\": []"),
+            "bundle.json: version = 2: this penstock reads version 1; replay it with the penstock that wrote it",
+            "",
+        ),
+        (replaced("bundle.json", "\"node\"", "\"knot\""), "bundle.json: line ", "unknown field `knot`"),
+        (cut("bundle.json"), "bundle.json: line ", "the file is damaged"),
+        (cut("objects.jsonl"), "objects.jsonl: line 8: ", "the file is damaged"),
+        (cut("timeline.jsonl"), "timeline.jsonl: line 1: ", "the file is damaged"),
+        (without_last_line("objects.jsonl"), "objects.jsonl: has 7 objects, and bundle.json says 8", "copy the whole"),
+        (
+            without_last_line("timeline.jsonl"),
+            "timeline.jsonl: has 0 changes, and bundle.json says 1",
+            "copy the whole",
+        ),
+        (
+            edited("packets.pcapng", |content| content[..content.len() / 2].to_vec()),
+            "packets.pcapng: has ",
+            "packets, and bundle.json says 7; the file is cut",
+        ),
+        (
+            replaced("timeline.jsonl", "\"epoch\":6", "\"epoch\":4"),
+            "timeline.jsonl: line 1: epoch = 4 is before the line before, 5",
+            "",
+        ),
+        (
+            replaced("bundle.json", "\"epoch\": 5", "\"epoch\": 6"),
+            "packets.pcapng: packet 1: epoch 5 is outside of the bundle's epochs 6 to 6; use packets and objects of one",
+            "",
+        ),
+        (
+            replaced("bundle.json", "\"ended\": 1767225608", "\"ended\": 1667225608"),
+            "packets.pcapng: packet 1: time 2026-01-01T00:00:02Z is outside of the bundle's time, ",
+            "use packets and objects of one capture",
+        ),
+        (
+            edited("packets.pcapng", |_| capture(&[(67_225_602, ([10, 0, 0, 1], 1), ([10, 0, 0, 2], 2))])),
+            "packets.pcapng: packet 1: comment \"\" is not what a capture writes; use the bundle's own packets",
+            "",
+        ),
+    ];
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/examples/incident");
+    for (damage, begin, more) in cases {
+        let directory = ReplayDirectory::new();
+        for name in ["bundle.json", "objects.jsonl", "timeline.jsonl", "packets.pcapng"] {
+            directory.write(&format!("incident/{name}"), &fs::read(example.join(name)).unwrap());
+        }
+        damage(&directory.path("incident"));
+        let output = directory.replay(&["incident", "--verdicts", "v.jsonl"]);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), error.lines().count()), (Some(2), 1), "{begin}: {error}");
+        assert!(error.contains(begin) && error.contains(more), "{begin} … {more}: {error}");
+        assert!(!directory.path("v.jsonl").exists(), "{begin}: no output is left");
+    }
+}
+
+#[test]
+fn a_bundle_has_what_replay_is_told_otherwise() {
+    let directory = ReplayDirectory::new();
+    for options in [&["--node", "n1"][..], &["--pcap", "a.pcap"], &["--manifests", "cluster"], &["--no-services"]] {
+        let output = directory.replay(&[&["incident"], options].concat());
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(2) && error.contains("cannot be used with"), "{options:?}: {error}");
+    }
+    let error = String::from_utf8_lossy(&directory.replay(&[]).stderr).into_owned();
+    assert!(error.contains("--manifests") && error.contains("--pcap"), "{error}");
+}
+
 /// A capture of datagrams from web to db: seconds, source port, destination port.
 fn pcap(datagrams: &[(u32, u16, u16)]) -> Vec<u8> {
     let between = |&(seconds, from, to)| (seconds, ([10, 0, 0, 1], from), ([10, 0, 0, 2], to));

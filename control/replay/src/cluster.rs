@@ -230,6 +230,11 @@ impl ReplayCluster {
         self.snapshot.services.as_ref()?.frontend(&key)
     }
 
+    /// The ports of all local pods.
+    pub(super) fn pod_ports(&self) -> impl Iterator<Item = (&ObjectKey, PortId)> {
+        self.ports.iter().map(|(pod, port)| (pod, *port))
+    }
+
     /// The port of a local pod.
     pub fn pod_port(&self, pod: &ObjectKey) -> Option<PortId> {
         self.ports.get(pod).copied()

@@ -155,26 +155,30 @@ impl fmt::Display for Comparison {
         if self.is_empty() {
             return writeln!(f, "no connection's verdict changes");
         }
-        let head = ["source", "destination", "port", "before", "after", "connections", "packets", "bytes"];
-        let rows = self.changes().into_iter().map(|VerdictChange { group, connections, packets, bytes }| {
-            let port = group.dport.map_or(group.protocol.clone(), |port| format!("{}/{port}", group.protocol));
-            let counts = [connections, packets, bytes].map(grouped);
-            let [connections, packets, bytes] = counts;
-            let (before, after) = (group.before.to_string(), group.after.to_string());
-            [group.src, group.dst, port, before, after, connections, packets, bytes]
-        });
-        let rows: Vec<[String; 8]> = std::iter::once(head.map(str::to_owned)).chain(rows).collect();
-        let widths: Vec<usize> =
-            (0..head.len()).map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0)).collect();
-        for row in &rows {
-            let mut line = String::new();
-            for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
-                let gap = if column == 0 { "" } else { "  " };
-                let is_count = column >= 5;
-                line += &if is_count { format!("{gap}{cell:>width$}") } else { format!("{gap}{cell:<width$}") };
-            }
-            writeln!(f, "{}", line.trim_end())?;
-        }
-        Ok(())
+        write_changes(f, &self.changes())
     }
+}
+
+/// Writes a table of changes.
+pub(super) fn write_changes(f: &mut fmt::Formatter<'_>, changes: &[VerdictChange]) -> fmt::Result {
+    let head = ["source", "destination", "port", "before", "after", "connections", "packets", "bytes"];
+    let rows = changes.iter().map(|VerdictChange { group, connections, packets, bytes }| {
+        let port = group.dport.map_or(group.protocol.clone(), |port| format!("{}/{port}", group.protocol));
+        let [connections, packets, bytes] = [connections, packets, bytes].map(|count| grouped(*count));
+        let (before, after) = (group.before.to_string(), group.after.to_string());
+        [group.src.clone(), group.dst.clone(), port, before, after, connections, packets, bytes]
+    });
+    let rows: Vec<[String; 8]> = std::iter::once(head.map(str::to_owned)).chain(rows).collect();
+    let widths: Vec<usize> =
+        (0..head.len()).map(|column| rows.iter().map(|row| row[column].len()).max().unwrap_or(0)).collect();
+    for row in &rows {
+        let mut line = String::new();
+        for (column, (cell, width)) in row.iter().zip(&widths).enumerate() {
+            let gap = if column == 0 { "" } else { "  " };
+            let is_count = column >= 5;
+            line += &if is_count { format!("{gap}{cell:>width$}") } else { format!("{gap}{cell:<width$}") };
+        }
+        writeln!(f, "{}", line.trim_end())?;
+    }
+    Ok(())
 }

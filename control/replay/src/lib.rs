@@ -3,7 +3,8 @@
 //! [`capture`] reads a packet as an Ethernet frame, [`player`] finds its ingress port and evaluates it in a [`batch`],
 //! `sinks` write the result. A [`cluster`] makes tables and ports from manifests, a [`timeline`] changes them during the
 //! replay, [`compare`] evaluates the same packets under a second one. [`services`] finds the backends of connections to Services.
-//! [`connections`] lists the connections of captures.
+//! [`connections`] lists the connections of captures. A [`bundle`] has packets of a daemon with its objects; `recorded` compares
+//! with what the daemon decided.
 //!
 //! Pipeline and connection table come from `penstock-dataplane`, tables from `penstock-policy`, manifests from
 //! `penstock-sources`. No socket and no daemon is needed. The `penstock` command, the capture tests and the benchmarks use
@@ -13,6 +14,7 @@
 //! is random, but affects only eviction from a full table.)
 
 pub mod batch;
+pub mod bundle;
 pub mod capture;
 pub mod cluster;
 pub mod compare;
@@ -24,6 +26,7 @@ mod objects;
 mod output;
 pub mod player;
 mod ports;
+mod recorded;
 mod rules;
 mod run;
 pub mod services;
@@ -33,6 +36,7 @@ pub mod timeline;
 
 pub use output::OutputError;
 pub use ports::{Mapping, PortMap, PortMappingError, PortName};
+pub use recorded::RecordedCounts;
 pub use rules::{RuleId, RuleNames, Rules};
 pub use run::{ReplayError, ReplayOptions, ReplayReport, run};
 pub use sinks::OutputPaths;

@@ -13,6 +13,8 @@ use penstock_sources::manifest::{ManifestErrors, Options, derive_endpoint_slices
 pub(super) struct ReplayObjects {
     /// Each with whether it is a pod that is ready.
     written: BTreeMap<ObjectRef, (Object, bool)>,
+    /// Whether they are all that a daemon had: then nothing is derived.
+    is_complete: bool,
 }
 
 impl ReplayObjects {
@@ -26,11 +28,25 @@ impl ReplayObjects {
             let is_ready = document.is_ready();
             (document.object.reference(), (document.object, is_ready))
         });
-        Ok(Self { written: written.collect() })
+        Ok(Self { written: written.collect(), is_complete: false })
+    }
+
+    /// The objects of a daemon, as they are.
+    pub(super) fn of_daemon(objects: impl IntoIterator<Item = Object>) -> Self {
+        let written = objects.into_iter().map(|object| (object.reference(), (object, false)));
+        Self { written: written.collect(), is_complete: true }
+    }
+
+    /// What names them.
+    pub(super) fn references(&self) -> impl Iterator<Item = &ObjectRef> {
+        self.written.keys()
     }
 
     /// The derived EndpointSlices, and of how many Services they are.
     pub(super) fn derived(&self) -> (Vec<EndpointSlice>, usize) {
+        if self.is_complete {
+            return (Vec::new(), 0);
+        }
         let objects: Vec<_> = self.written.values().map(|(object, is_ready)| (object, *is_ready)).collect();
         derive_endpoint_slices(&objects)
     }

@@ -230,6 +230,11 @@ impl Player {
         }
     }
 
+    /// Where a frame entered that a worker received from this port.
+    pub(super) fn entry_of_worker(&self, port: Option<PortId>) -> EntryPoint {
+        EntryPoint::Port(port.unwrap_or(UPLINK))
+    }
+
     /// The port where what `from` sends to `to` enters.
     fn port_by_source(&self, from: Address, to: Address) -> Result<PortId, XdpOutcome> {
         let forwarding = &self.cluster.snapshot().forwarding;

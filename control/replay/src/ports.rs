@@ -70,6 +70,8 @@ impl FromStr for Mapping {
 pub struct PortMap {
     by_name: FxHashMap<String, PortId>,
     by_interface: Vec<Option<PortId>>,
+    /// What an interface is that has none of the names.
+    other: Option<PortId>,
 }
 
 impl PortMap {
@@ -89,7 +91,14 @@ impl PortMap {
             };
             by_name.insert(interface.clone(), port);
         }
-        Ok(Self { by_name, by_interface: Vec::new() })
+        Ok(Self { by_name, by_interface: Vec::new(), other: None })
+    }
+
+    /// The ports of interfaces that are named as a daemon's capture names them.
+    pub(super) fn of_daemon(cluster: &ReplayCluster) -> Self {
+        let pods = cluster.pod_ports().map(|(pod, port)| (pod.to_string(), port));
+        let by_name = pods.chain([("node".to_owned(), HOST)]).collect();
+        Self { by_name, by_interface: Vec::new(), other: Some(UPLINK) }
     }
 
     /// The port mapped to an interface. `interfaces` are those of the captures so far.
@@ -100,7 +109,7 @@ impl PortMap {
         }
         while self.by_interface.len() < interfaces.len() {
             let name = interfaces[self.by_interface.len()].name.as_ref();
-            self.by_interface.push(name.and_then(|name| self.by_name.get(name)).copied());
+            self.by_interface.push(name.and_then(|name| self.by_name.get(name)).copied().or(self.other));
         }
         self.by_interface[interface]
     }

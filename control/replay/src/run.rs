@@ -1,5 +1,6 @@
 //! Runs a replay from its options to its report.
 
+use std::collections::BTreeSet;
 use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -10,10 +11,12 @@ use ipnet::IpNet;
 use penstock_dataplane::conntrack;
 use penstock_dataplane::packet::{Address, parse};
 use penstock_dataplane::policy::RuleScope;
+use penstock_policy::model::{ObjectChange, ObjectRef};
 use penstock_sources::manifest::{self, ManifestErrors};
 use rustc_hash::FxHashSet;
 
 use super::batch::PacketBatch;
+use super::bundle::{Bundle, BundleError};
 use super::capture::{CaptureError, Captures, Record};
 use super::cluster::{ClusterError, ReplayCluster};
 use super::compare::{Comparison, PacketOutcome};
@@ -22,6 +25,8 @@ use super::objects::ReplayObjects;
 use super::output::OutputError;
 use super::player::{Decision, EntryPoint, Player, fill_up};
 use super::ports::{Mapping, PortMap, PortMappingError};
+use super::recorded::{RecordedCounts, RecordedError, RecordedPacket, RecordedPackets};
+use super::rules::Rules;
 use super::services::{ServiceReading, ShownBackends};
 use super::sinks::{OutputPaths, Sinks};
 use super::summary::{InputCounts, Summary};
@@ -30,6 +35,8 @@ use super::timeline::{Timeline, TimelineError};
 /// Inputs, settings and outputs of a replay.
 #[derive(Clone, Debug, Default)]
 pub struct ReplayOptions {
+    /// A bundle that `penstock capture --bundle` has written; instead of captures, manifests, node, ports and timeline.
+    pub bundle: Option<PathBuf>,
     /// Captures, merged by time.
     pub captures: Vec<PathBuf>,
     /// Manifests of the cluster.
@@ -51,7 +58,7 @@ pub struct ReplayOptions {
     pub service_cidrs: Vec<IpNet>,
     /// Changes of manifests during the replay.
     pub timeline: Option<PathBuf>,
-    /// A second set of manifests to compare with; empty for none.
+    /// A second set of manifests to compare with; empty for none. With a bundle they are objects that replace those of the same name in it.
     pub compare: Vec<PathBuf>,
     /// Files to write.
     pub outputs: OutputPaths,
@@ -66,6 +73,8 @@ pub struct ReplayReport {
     pub summary: Summary,
     /// What changes under the second set of manifests, if given.
     pub comparison: Option<Comparison>,
+    /// Of a bundle: whether replay decides as the daemon did.
+    pub recorded: Option<RecordedCounts>,
     /// Notes about the input for the user, one per line.
     pub notes: Vec<String>,
 }
@@ -76,6 +85,9 @@ pub enum ReplayError {
     /// A capture cannot be read.
     #[error(transparent)]
     Capture(#[from] CaptureError),
+    /// A bundle cannot be read.
+    #[error(transparent)]
+    Bundle(#[from] BundleError),
     /// Manifests are invalid.
     #[error(transparent)]
     Manifests(#[from] ManifestErrors),
@@ -96,31 +108,39 @@ pub enum ReplayError {
     Connections(#[from] conntrack::OpenError),
 }
 
+impl From<RecordedError> for ReplayError {
+    fn from(error: RecordedError) -> Self {
+        match error {
+            RecordedError::Capture(error) => Self::Capture(error),
+            RecordedError::Bundle(error) => Self::Bundle(error),
+        }
+    }
+}
+
 /// Runs a replay.
 ///
 /// # Errors
 /// An input is invalid or an output cannot be written. Leaves no output then.
 pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
-    let objects = ReplayObjects::read(&options.manifests, &options.reading)?;
-    let timeline = options.timeline.as_deref().map(|file| Timeline::read(file, &objects, &options.reading));
-    let timeline = timeline.transpose()?.unwrap_or_default();
-    let other = match options.compare.as_slice() {
-        [] => None,
-        paths => Some(ReplayObjects::read(paths, &options.reading)?),
-    };
+    let (inputs, options) = ReplayInputs::read(options)?;
+    let options = &options;
+    let ReplayInputs { objects, timeline, other, recorded, fixed } = inputs;
     let services: FxHashSet<Address> = if options.untranslated {
         FxHashSet::default()
     } else {
         let compared = other.iter().flat_map(ReplayObjects::service_addresses);
         objects.service_addresses().chain(compared).chain(timeline.service_addresses()).collect()
     };
-    let reading = ServiceReading { translates: !services.is_empty(), blocks: options.service_cidrs.clone() };
+    // A daemon that translates drops what is for none of its Services, too.
+    let translates = !options.untranslated && (recorded.is_some() || !services.is_empty());
+    let reading = ServiceReading { translates, blocks: options.service_cidrs.clone() };
     let shown = Arc::new(ShownBackends::read(&options.captures, &services)?);
     let new = |objects: &ReplayObjects| ReplayRun::new(objects, options, &reading, &shown);
     let before = new(&objects)?;
     let after = other.as_ref().map(|other| Ok::<_, ReplayError>((new(other)?, Comparison::default()))).transpose()?;
     let derived: Vec<usize> = std::iter::once(&objects).chain(&other).map(|objects| objects.derived().1).collect();
     let captures = Captures::open(&options.captures)?;
+    let captures = if recorded.is_some() { captures.with_comments() } else { captures };
     let sinks = Sinks::create(&options.outputs)?;
     let run = Replay {
         progress: ProgressDisplay::new(options, &captures),
@@ -128,6 +148,8 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
         before,
         after,
         timeline,
+        recorded,
+        fixed,
         sinks,
         dedup: options.dedup.then(Deduplicator::default),
         input: InputCounts::default(),
@@ -137,6 +159,52 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
         notes: derived.into_iter().filter_map(|derived| note_derived(derived, &reading)).collect(),
     };
     run.play_all(options)
+}
+
+/// What a replay reads before the first packet.
+struct ReplayInputs {
+    objects: ReplayObjects,
+    timeline: Timeline,
+    /// The second set.
+    other: Option<ReplayObjects>,
+    /// The packets of a bundle.
+    recorded: Option<RecordedPackets>,
+    /// Objects that the timeline does not change in the second set.
+    fixed: BTreeSet<ObjectRef>,
+}
+
+impl ReplayInputs {
+    /// Reads them. Returns the options with what a bundle says of the daemon.
+    fn read(options: &ReplayOptions) -> Result<(Self, ReplayOptions), ReplayError> {
+        let compared = match options.compare.as_slice() {
+            [] => None,
+            paths => Some(ReplayObjects::read(paths, &options.reading)?),
+        };
+        let Some(directory) = &options.bundle else {
+            let objects = ReplayObjects::read(&options.manifests, &options.reading)?;
+            let timeline = options.timeline.as_deref().map(|file| Timeline::read(file, &objects, &options.reading));
+            let timeline = timeline.transpose()?.unwrap_or_default();
+            let inputs = Self { objects, timeline, other: compared, recorded: None, fixed: BTreeSet::new() };
+            return Ok((inputs, options.clone()));
+        };
+        let mut bundle = Bundle::read(directory)?;
+        let (objects, timeline) = (std::mem::take(&mut bundle.objects), std::mem::take(&mut bundle.timeline));
+        let fixed = compared.iter().flat_map(ReplayObjects::references).cloned().collect();
+        let other = compared.map(|compared| {
+            let mut other = objects.clone();
+            other.add(compared);
+            other
+        });
+        let options = ReplayOptions {
+            captures: vec![bundle.packets()],
+            node: Some(bundle.node().to_owned()),
+            untranslated: !bundle.services(),
+            service_cidrs: bundle.service_cidrs().to_vec(),
+            ..options.clone()
+        };
+        let recorded = Some(RecordedPackets::new(bundle));
+        Ok((Self { objects, timeline, other, recorded, fixed }, options))
+    }
 }
 
 /// That EndpointSlices were derived, if they matter.
@@ -164,7 +232,7 @@ impl ReplayRun {
     ) -> Result<Self, ReplayError> {
         let cluster = ReplayCluster::new(objects.all(), options.node.as_deref(), options.reach)?;
         let cluster = cluster.with_services(reading.clone())?;
-        let ports = PortMap::new(&options.ports, &cluster)?;
+        let ports = port_map(options, &cluster)?;
         Ok(Self { player: Player::new(cluster, &options.connections)?.showing(Arc::clone(shown)), ports })
     }
 
@@ -172,6 +240,31 @@ impl ReplayRun {
     fn entry_point(&mut self, record: &Record, frame: &[u8], captures: &Captures) -> EntryPoint {
         let port = self.ports.port(record.interface.index(), captures.interfaces());
         self.player.entry_point(port, frame)
+    }
+
+    /// Where a packet entered that a worker has received.
+    fn entry_of_worker(&mut self, record: &Record, captures: &Captures) -> EntryPoint {
+        let port = self.ports.port(record.interface.index(), captures.interfaces());
+        self.player.entry_of_worker(port)
+    }
+
+    /// Changes the objects.
+    fn apply(&mut self, changes: Vec<ObjectChange>, options: &ReplayOptions) -> Result<(), ReplayError> {
+        // Of ports alone: they are known by what packets came in by.
+        if changes.is_empty() {
+            return Ok(());
+        }
+        self.player.apply(changes)?;
+        self.ports = port_map(options, self.player.cluster())?;
+        Ok(())
+    }
+}
+
+/// The ports of the captures' interfaces.
+fn port_map(options: &ReplayOptions, cluster: &ReplayCluster) -> Result<PortMap, PortMappingError> {
+    match options.bundle {
+        Some(_) => Ok(PortMap::of_daemon(cluster)),
+        None => PortMap::new(&options.ports, cluster),
     }
 }
 
@@ -189,6 +282,8 @@ struct Replay {
     before: ReplayRun,
     after: Option<(ReplayRun, Comparison)>,
     timeline: Timeline,
+    recorded: Option<RecordedPackets>,
+    fixed: BTreeSet<ObjectRef>,
     sinks: Sinks,
     dedup: Option<Deduplicator>,
     input: InputCounts,
@@ -204,7 +299,7 @@ struct Replay {
 impl Replay {
     fn play_all(mut self, options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
         let mut start = 0;
-        while let Some(record) = self.captures.next(self.batch.space())? {
+        while let Some((record, recorded)) = self.next_packet()? {
             self.input.packets += 1;
             if self.input.packets == 1 {
                 self.timeline.begin(record.time)?;
@@ -217,11 +312,9 @@ impl Replay {
             {
                 self.input.filled_up += 1;
             }
-            while let Some(changes) = self.timeline.due(record.time) {
+            while let Some(changes) = self.timeline.due(record.time, recorded.map(|packet| packet.verdict.epoch)) {
                 start = self.flush(start)?;
-                self.before.player.apply(changes)?;
-                self.before.ports = PortMap::new(&options.ports, self.before.player.cluster())?;
-                self.sinks.forget_names();
+                self.apply(changes, options)?;
             }
             if self.depends_on_connections(start) {
                 start = self.flush(start)?;
@@ -232,17 +325,47 @@ impl Replay {
             }
             self.key = Some(key);
             self.batch.push(self.input.packets, record, start);
+            if let (Some(packets), Some(packet)) = (&mut self.recorded, recorded) {
+                packets.push(packet);
+            }
             start = self.batch.bytes().len();
             self.progress.tick(self.input.packets, &self.captures);
         }
         self.flush(start)?;
         self.progress.finish();
         self.sinks.complete()?;
+        let lost = self.recorded.as_ref().and_then(|packets| note_lost(packets.lost()));
+        let remaining = note_remaining(&self.timeline).filter(|_| self.recorded.is_none());
         Ok(ReplayReport {
             summary: Summary::new(self.input, &self.before.player),
             comparison: self.after.map(|(_, comparison)| comparison),
-            notes: self.notes.into_iter().chain(notes(&self.captures)).chain(note_remaining(&self.timeline)).collect(),
+            recorded: self.recorded.map(RecordedPackets::into_counts),
+            notes: self.notes.into_iter().chain(notes(&self.captures)).chain(remaining).chain(lost).collect(),
         })
+    }
+
+    /// Appends the next packet's frame to the batch's space.
+    #[inline]
+    fn next_packet(&mut self) -> Result<Option<(Record, Option<RecordedPacket>)>, ReplayError> {
+        let space = self.batch.space();
+        Ok(match &mut self.recorded {
+            None => self.captures.next(space)?.map(|record| (record, None)),
+            Some(packets) => packets.next(&mut self.captures, space)?.map(|(record, packet)| (record, Some(packet))),
+        })
+    }
+
+    /// Changes the objects, in the second set those that are not fixed there.
+    fn apply(&mut self, changes: Vec<ObjectChange>, options: &ReplayOptions) -> Result<(), ReplayError> {
+        if let Some((after, _)) = &mut self.after {
+            let is_free = |change: &&ObjectChange| match change {
+                ObjectChange::Set(object) => !self.fixed.contains(&object.reference()),
+                ObjectChange::Delete(reference) => !self.fixed.contains(reference),
+            };
+            after.apply(changes.iter().filter(is_free).cloned().collect(), options)?;
+        }
+        self.before.apply(changes, options)?;
+        self.sinks.forget_names();
+        Ok(())
     }
 
     #[inline]
@@ -264,9 +387,15 @@ impl Replay {
     #[inline]
     fn key_of(&mut self, record: &Record, start: usize) -> PacketKey {
         let frame = &self.batch.bytes()[start..];
+        let is_recorded = self.recorded.is_some();
+        let captures = &self.captures;
+        let entry_point = |side: &mut ReplayRun| match is_recorded {
+            true => side.entry_of_worker(record, captures),
+            false => side.entry_point(record, frame, captures),
+        };
         PacketKey {
-            before: self.before.entry_point(record, frame, &self.captures),
-            after: self.after.as_mut().map(|(side, _)| side.entry_point(record, frame, &self.captures)),
+            before: entry_point(&mut self.before),
+            after: self.after.as_mut().map(|(side, _)| entry_point(side)),
             millisecond: record.time.0 / 1_000_000,
         }
     }
@@ -291,6 +420,10 @@ impl Replay {
                 let batch = if is_translated { &self.originals } else { &self.batch };
                 compare((&mut self.before.player, key.before), (&mut after.player, entry), batch, comparison);
             }
+        }
+        if let Some(recorded) = &mut self.recorded {
+            let batch = if is_translated { &self.originals } else { &self.batch };
+            compare_recorded(recorded, (&mut self.before.player, key.before), batch);
         }
         if !self.sinks.is_empty() {
             let (player, interfaces) = (&mut self.before.player, self.captures.interfaces());
@@ -330,6 +463,24 @@ fn compare(
     }
 }
 
+/// Counts the packets of a batch by whether the daemon decided the same, and records those that it decided otherwise.
+fn compare_recorded(recorded: &mut RecordedPackets, (player, entry): (&mut Player, EntryPoint), batch: &PacketBatch) {
+    for (index, (member, packet)) in batch.packets().iter().zip(recorded.take_batch()).enumerate() {
+        let decision = player.decision(entry, index);
+        if !recorded.count(&packet, decision) {
+            continue;
+        }
+        let frame = batch.frame(member);
+        let parsed = parse(frame).ok();
+        let rules = parsed.as_ref().map(|packet| player.connection_state(entry, index, packet, frame).1);
+        let flow = parsed.as_ref().and_then(|packet| player.original_flow(packet, frame));
+        let before = packet.verdict.dropped.map_or(Decision::Allow, Decision::Deny);
+        let outcome = |decision, rules| PacketOutcome { cluster: Player::cluster(player), decision, rules };
+        let outcomes = (outcome(before, Rules::default()), outcome(decision, rules.unwrap_or_default()));
+        recorded.differences().note(flow, parsed.as_ref(), member.record.original, &outcomes.0, &outcomes.1);
+    }
+}
+
 /// What counts as a change: the verdict, not its reason.
 fn kind(decision: Decision) -> u8 {
     match decision {
@@ -355,6 +506,12 @@ fn note_remaining(timeline: &Timeline) -> Option<String> {
         0 => None,
         count => Some(format!("{count} steps of the timeline are after the last packet and were not applied")),
     }
+}
+
+/// That a capture has lost packets.
+fn note_lost(lost: u64) -> Option<String> {
+    (lost > 0)
+        .then(|| format!("the capture has lost {lost} packets: verdicts on later ones of their connections may differ"))
 }
 
 /// A progress bar, shown on a terminal after a while.

@@ -17,8 +17,9 @@
 
 use std::path::{Path, PathBuf};
 
+use penstock_dataplane::Epoch;
 use penstock_dataplane::packet::Address;
-use penstock_policy::model::{ObjectChange, ObjectKey, ObjectRef};
+use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
 use penstock_sources::manifest::{ManifestErrors, Options};
 use serde::Deserialize;
 
@@ -81,6 +82,8 @@ enum StepTime {
     /// Nanoseconds after the first packet.
     After(u64),
     At(Time),
+    /// Before the first packet that a daemon processed under this epoch, or a later one.
+    Epoch(Epoch),
 }
 
 #[derive(Deserialize)]
@@ -130,6 +133,21 @@ impl Timeline {
         Ok(Self { file: file.to_owned(), steps, next: 0, service_addresses })
     }
 
+    /// Changes in the order in which a daemon published them, each with the first epoch under which it is in force.
+    pub(super) fn of_epochs(file: &Path, steps: impl IntoIterator<Item = (Epoch, Vec<ObjectChange>)>) -> Self {
+        let mut service_addresses = Vec::new();
+        let steps = steps.into_iter().map(|(epoch, changes)| {
+            for change in &changes {
+                if let ObjectChange::Set(Object::Service(service)) = change {
+                    service_addresses.extend(service.addresses.iter().copied().map(Address::from));
+                }
+            }
+            TimelineStep { at: StepTime::Epoch(epoch), changes }
+        });
+        let steps = steps.collect();
+        Self { file: file.to_owned(), steps, next: 0, service_addresses }
+    }
+
     /// Resolves the steps relative to the first packet, which has this time.
     ///
     /// # Errors
@@ -140,6 +158,7 @@ impl Timeline {
             let at = match step.at {
                 StepTime::After(nanoseconds) => Time(first.0.saturating_add(nanoseconds)),
                 StepTime::At(time) => time,
+                StepTime::Epoch(_) => continue,
             };
             if at < before {
                 let problem = "is before the previous step, given the first packet's time: sort the steps by time";
@@ -155,11 +174,16 @@ impl Timeline {
         Ok(())
     }
 
-    /// The changes of the next step if it is due before a packet of this time.
+    /// The changes of the next step if it is due before a packet of this time, and of this epoch, if that is known.
     #[inline]
-    pub fn due(&mut self, time: Time) -> Option<Vec<ObjectChange>> {
+    pub fn due(&mut self, time: Time, epoch: Option<Epoch>) -> Option<Vec<ObjectChange>> {
         let step = self.steps.get_mut(self.next)?;
-        if !matches!(step.at, StepTime::At(at) if at <= time) {
+        let is_due = match step.at {
+            StepTime::At(at) => at <= time,
+            StepTime::Epoch(first) => epoch.is_some_and(|epoch| !epoch.is_before(first)),
+            StepTime::After(_) => false,
+        };
+        if !is_due {
             return None;
         }
         self.next += 1;

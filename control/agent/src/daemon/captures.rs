@@ -23,6 +23,10 @@ impl Daemon<'_> {
         if let Some(pod) = running.pod() {
             self.check_pod(pod)?;
         }
+        if query.objects {
+            // Before the first packet.
+            running.with_objects(self.publisher.capture_objects());
+        }
         let pod = running.pod().map(|pod| self.captured_pod(pod));
         if let Some(capture) = running.for_workers(pod)
             && let Err(error) = self.dataplane.capture(Some(&capture))
@@ -31,7 +35,7 @@ impl Daemon<'_> {
             return Err(format!("cannot capture: {error}"));
         }
         self.set_captured(&running);
-        running.begun(self.config.node.as_str());
+        running.begun(self.config);
         tracing::info!(?query, "a capture begins");
         self.operation.capture = Some(running);
         Ok(chunks)
@@ -88,8 +92,9 @@ impl Daemon<'_> {
         }
         let ended = running.forward(
             |named, packets| {
-                let inputs = self.publisher.inputs();
-                named.name(&self.view(&inputs), packets)
+                let mut inputs = self.publisher.inputs();
+                let steps = inputs.captured.take();
+                named.name(&self.view(&inputs), packets, steps)
             },
             NAMED_PER_LOCK,
         );
@@ -105,6 +110,7 @@ impl Daemon<'_> {
 
     /// Gives established connections back to the programs, and takes the capture from the workers.
     fn stop_capture(&mut self, ended: &RunningCapture) {
+        self.publisher.end_captured_objects();
         self.ports.set_captured(&CapturedPorts::None);
         if let Err(error) = self.dataplane.capture(None) {
             tracing::warn!(%error, "a worker does not end the capture");

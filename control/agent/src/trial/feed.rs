@@ -9,7 +9,7 @@ use penstock_dataplane::Snapshot;
 use penstock_policy::model::{Object, ObjectChange};
 use tokio::sync::oneshot;
 
-use super::super::objects::NodeObjects;
+use super::super::objects::{Follower, NodeObjects};
 
 /// To the thread.
 pub(super) enum TrialMessage {
@@ -55,15 +55,15 @@ impl TrialFeed {
         match (std::mem::replace(&mut self.is_active, is_wanted), is_wanted) {
             (false, false) => {}
             (false, true) => {
-                objects.follow(true);
+                objects.follow(Follower::Trial, true);
                 self.send(TrialMessage::Begin(published()));
             }
             (true, true) => {
-                let changes = objects.take_followed();
+                let changes = objects.take_followed(Follower::Trial);
                 self.send(TrialMessage::Update { changes, snapshot: published() });
             }
             (true, false) => {
-                objects.follow(false);
+                objects.follow(Follower::Trial, false);
                 self.send(TrialMessage::End);
             }
         }

@@ -117,6 +117,9 @@ fn comment(packet: &PacketRecord) -> String {
         let _ = if value.contains(' ') { write!(text, " {key}={value:?}") } else { write!(text, " {key}={value}") };
     }
     let _ = write!(text, " epoch={} worker={}", packet.epoch, packet.worker);
+    if packet.opens {
+        text.push_str(" opens");
+    }
     if packet.translated {
         text.push_str(" translated");
     }
@@ -143,6 +146,7 @@ mod tests {
             ingress: Some("shop-db ingress rule 0".to_owned()),
             connection: Some("00c0ffee00c0ffee".to_owned()),
             service: None,
+            opens: false,
             epoch: 7,
             worker: 1,
         }
@@ -164,6 +168,8 @@ mod tests {
             ..allowed.clone()
         };
         assert_eq!(comment(&denied), "verdict=deny reason=malformed epoch=7 worker=1");
+        let opening = PacketRecord { opens: true, ..allowed.clone() };
+        assert!(comment(&opening).ends_with(" epoch=7 worker=1 opens"));
         let translated = PacketRecord { translated: true, service: Some("shop/db:sql".to_owned()), ..allowed };
         assert!(
             comment(&translated)

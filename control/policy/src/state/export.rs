@@ -26,6 +26,12 @@ impl ClusterState {
         namespaces.chain(nodes).chain(policies).chain(cluster_policies).collect()
     }
 
+    /// All Services and EndpointSlices, in no order.
+    pub fn objects_of_services(&self) -> Vec<Object> {
+        let services = self.services().map(|service| Object::Service((**service).clone()));
+        services.chain(self.all_endpoint_slices().map(|slice| Object::EndpointSlice((**slice).clone()))).collect()
+    }
+
     /// Up to `most` pods, from this number on, and the number to go on from; `None` after the last. A pod keeps its number:
     /// over several calls each pod that exists from the first to the last is there once.
     pub fn pods_from(&self, first: PodId, most: usize) -> (Vec<Object>, Option<PodId>) {

@@ -76,6 +76,11 @@ impl ClusterState {
         self.services.get(service).into_iter().flat_map(|record| record.slices.values())
     }
 
+    /// All EndpointSlices of Services, known or not, in no order.
+    pub(super) fn all_endpoint_slices(&self) -> impl Iterator<Item = &Arc<EndpointSlice>> {
+        self.services.values().flat_map(|record| record.slices.values())
+    }
+
     /// All EndpointSlices whose Service is not known, in no order.
     pub fn slices_without_service(&self) -> impl Iterator<Item = &Arc<EndpointSlice>> {
         self.services.values().filter(|record| record.service.is_none()).flat_map(|record| record.slices.values())

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use flate2::read::MultiGzDecoder;
 use pcap_parser::pcapng::{Block, parse_block_be, parse_block_le};
-use pcap_parser::{SectionHeaderBlock, parse_pcap_header};
+use pcap_parser::{OptionCode, PcapNGOption, SectionHeaderBlock, parse_pcap_header};
 
 use super::buffer::{Buffer, LONGEST};
 use super::error::{CaptureError, Damage};
@@ -23,6 +23,8 @@ pub struct CaptureFile {
     format: Format,
     truncated_at: Option<u64>,
     read: Arc<AtomicU64>,
+    /// The last packet's comment, if comments are wanted.
+    comment: Option<String>,
 }
 
 enum Format {
@@ -95,7 +97,18 @@ impl CaptureFile {
         let input = uncompressed(CountingReader { input, read: Arc::clone(&read) });
         let mut buffer = Buffer::new(input.map_err(|unreadable| error(unreadable.into()))?);
         let format = format(&mut buffer, number, interfaces).map_err(error)?;
-        Ok(Self { path: path.to_owned(), number, buffer, format, truncated_at: None, read })
+        Ok(Self { path: path.to_owned(), number, buffer, format, truncated_at: None, read, comment: None })
+    }
+
+    /// Keeps the comments of packets from now on.
+    #[must_use]
+    pub fn with_comments(self) -> Self {
+        Self { comment: Some(String::new()), ..self }
+    }
+
+    /// The comment of the last packet; empty if it has none, or if comments are not kept.
+    pub fn comment(&self) -> &str {
+        self.comment.as_deref().unwrap_or_default()
     }
 
     /// Its path.
@@ -127,7 +140,9 @@ impl CaptureFile {
         loop {
             let step = match &mut self.format {
                 Format::Pcap(pcap) => pcap.step(&mut self.buffer, frames),
-                Format::PcapNg(section) => section.step(&mut self.buffer, frames, self.number, interfaces),
+                Format::PcapNg(section) => {
+                    section.step((&mut self.buffer, self.comment.as_mut()), frames, self.number, interfaces)
+                }
             };
             match step {
                 Ok(ReadStep::Packet(record)) => return Ok(Some(record)),
@@ -230,7 +245,7 @@ impl PcapNg {
     #[inline]
     fn step(
         &mut self,
-        buffer: &mut Buffer,
+        (buffer, comment): (&mut Buffer, Option<&mut String>),
         frames: &mut Vec<u8>,
         file: usize,
         interfaces: &mut Vec<CaptureInterface>,
@@ -248,6 +263,9 @@ impl PcapNg {
                 let stamp = u64::from(packet.ts_high) << 32 | u64::from(packet.ts_low);
                 let interface = self.interface(packet.if_id, at)?;
                 let bytes = packet.data.get(..packet.caplen as usize).ok_or(Damage::Malformed(at))?;
+                if let Some(kept) = comment {
+                    keep_comment(&packet.options, kept);
+                }
                 ReadStep::Packet(interface.record(bytes, stamp, packet.origlen, frames))
             }
             Block::SimplePacket(packet) => {
@@ -307,6 +325,15 @@ impl PcapNg {
     #[inline]
     fn interface(&self, interface: u32, at: u64) -> Result<InterfaceDescription, Damage> {
         self.interfaces.get(interface as usize).copied().ok_or(Damage::Interface { at, interface })
+    }
+}
+
+/// Keeps the first comment among these options.
+fn keep_comment(options: &[PcapNGOption<'_>], kept: &mut String) {
+    kept.clear();
+    let comment = options.iter().find(|option| option.code == OptionCode::Comment);
+    if let Some(Ok(bytes)) = comment.map(PcapNGOption::as_bytes) {
+        kept.push_str(&String::from_utf8_lossy(bytes));
     }
 }
 

@@ -68,6 +68,18 @@ impl Captures {
         Ok(record.map(|record| PendingRecord { record, frame }))
     }
 
+    /// Keeps the comments of a single file's packets from now on.
+    #[must_use]
+    pub(crate) fn with_comments(mut self) -> Self {
+        self.files = self.files.into_iter().map(CaptureFile::with_comments).collect();
+        self
+    }
+
+    /// The comment of the last packet, of a single file whose comments are kept.
+    pub(crate) fn comment(&self) -> &str {
+        self.files.first().map(CaptureFile::comment).unwrap_or_default()
+    }
+
     /// Every interface seen so far, indexed by [`Record::interface`].
     pub fn interfaces(&self) -> &[CaptureInterface] {
         &self.interfaces

@@ -1,0 +1,404 @@
+//! Bundles as the daemon's packets and objects make them, against what replay decides on them.
+
+use std::collections::HashSet;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
+use std::sync::Arc;
+
+use etherparse::PacketBuilder;
+use penstock_admin::capture::{PacketRecord, Verdict as Named};
+use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
+use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
+use penstock_dataplane::io::MemoryFrames;
+use penstock_dataplane::packet::{Address, Flow, parse};
+use penstock_dataplane::pipeline::{BATCH, EvaluationReason, Observer, Pipeline, PipelineMode, Verdict};
+use penstock_dataplane::policy::{EvaluationForm, PolicyVerdict};
+use penstock_dataplane::{DropReason, Epoch, Snapshot};
+use penstock_policy::engine::{Engine, EngineSettings};
+use penstock_policy::model::{
+    LabelOperator, Namespace, NetworkPolicy, Node, Object, ObjectChange, ObjectKey, Peer, Peers, Pod, PolicyPorts,
+    Requirement, Rule, Selector, Staging,
+};
+use penstock_replay::bundle::{BundleStart, BundleWriter};
+use penstock_replay::{OutputPaths, ReplayOptions, ReplayReport, run};
+use serde_json::Value;
+
+use super::file::PacketFile;
+
+/// All on one node.
+const PODS: u8 = 5;
+const BEGAN: u64 = 1_767_225_600_000_000_000;
+
+/// Numbers that look random, the same for the same seed.
+struct Numbers(u64);
+
+impl Numbers {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % end
+    }
+}
+
+fn address(pod: u8) -> Ipv4Addr {
+    Ipv4Addr::new(10, 0, 0, pod + 1)
+}
+
+fn key(name: String) -> ObjectKey {
+    ObjectKey { namespace: "shop".to_owned(), name }
+}
+
+fn pod(number: u8) -> Object {
+    Object::Pod(Pod {
+        key: key(format!("pod-{number}")),
+        labels: [("app".to_owned(), number.to_string())].into(),
+        node: Some("here".to_owned()),
+        addresses: vec![address(number).into()],
+        host_network: false,
+        finished: false,
+        ports: Vec::new(),
+        lifetime: Default::default(),
+    })
+}
+
+fn of_apps(apps: Vec<String>) -> Selector {
+    Selector { requirements: vec![Requirement { key: "app".to_owned(), operator: LabelOperator::In(apps) }] }
+}
+
+/// A policy of one pod, for one direction, with some of the pods as its peers.
+fn policy(numbers: &mut Numbers, name: u64) -> Object {
+    let subject = numbers.below(PODS.into()).to_string();
+    let peers = (0..PODS).filter(|_| numbers.below(2) == 0).map(|pod| pod.to_string()).collect();
+    let rule = Rule { peers: Peers::AnyOf(vec![Peer::Pods(of_apps(peers))]), ports: PolicyPorts::Every };
+    let is_ingress = numbers.below(2) == 0;
+    Object::NetworkPolicy(NetworkPolicy {
+        key: key(format!("policy-{name}")),
+        pod_selector: of_apps(vec![subject]),
+        isolates: true,
+        ingress: is_ingress.then(|| vec![rule.clone()]),
+        egress: (!is_ingress).then(|| vec![rule]),
+        staging: Staging::InForce,
+    })
+}
+
+/// Tables and ports as a daemon has them, made without replay.
+fn snapshot(engine: &mut Engine, epoch: Epoch) -> Snapshot {
+    let mut forwarding = Forwarding::new([Address::from(IpAddr::from([192, 0, 2, 1]))]);
+    for number in 0..PODS {
+        let mac = Mac([2, 0, 0, 0, 0, number]);
+        let addresses = vec![IpAddr::from(address(number)).into()];
+        let port = Port { kind: PortKind::Pod, own_mac: mac, peer_mac: mac, mtu: 1500, interface: 0, addresses };
+        forwarding.insert(PortId(40 - u16::from(number)), port).unwrap();
+    }
+    engine.set_local(&forwarding);
+    Snapshot::new(epoch, engine.policy_set().clone(), forwarding)
+}
+
+/// What policy was asked for the only packet of a batch.
+#[derive(Default)]
+struct Asked(Option<(Flow, EvaluationReason)>);
+
+impl Observer for Asked {
+    fn evaluated(&mut self, _: usize, flow: &Flow, _: &PolicyVerdict, _: EvaluationForm, reason: EvaluationReason) {
+        self.0 = Some((*flow, reason));
+    }
+}
+
+/// Two workers with one connection table, and a capture of what they do.
+struct Workers {
+    engine: Engine,
+    table: Arc<ConnTable>,
+    pipeline: Pipeline,
+    /// The newest, and the one that the second worker still has.
+    snapshots: [Snapshot; 2],
+    now: u64,
+    known: HashSet<u64>,
+}
+
+/// A packet with what was decided on it.
+struct Decided {
+    record: PacketRecord,
+    frame: Vec<u8>,
+    /// Whether its connection began within the capture, or it has none.
+    is_comparable: bool,
+}
+
+impl Workers {
+    fn new(objects: &[Object]) -> Self {
+        let mut engine = Engine::new(EngineSettings::for_node("here"));
+        engine.apply(objects.iter().cloned().map(ObjectChange::Set));
+        let newest = snapshot(&mut engine, Epoch(5));
+        let table = Arc::new(ConnTable::new(&Config { entries: 4096, ..Config::default() }).unwrap());
+        let pipeline = Pipeline::new(Arc::clone(&table), PipelineMode::Full);
+        Self { engine, table, pipeline, snapshots: [newest.clone(), newest], now: BEGAN, known: HashSet::new() }
+    }
+
+    fn change(&mut self, change: ObjectChange) {
+        self.engine.apply([change]);
+        self.snapshots[0] = snapshot(&mut self.engine, self.snapshots[0].epoch.next());
+    }
+
+    /// A datagram between two pods, by the worker that has both.
+    fn datagram(&mut self, numbers: &mut Numbers) -> Decided {
+        let (from, to) = (numbers.below(PODS.into()) as u8, numbers.below(PODS.into()) as u8);
+        let ports = [7000 + numbers.below(2) as u16, 7000 + numbers.below(2) as u16];
+        let worker = usize::from(from + to) % 2;
+        let mut frame = Vec::new();
+        let packet = PacketBuilder::ethernet2([0; 6], [0; 6]).ipv4(address(from).octets(), address(to).octets(), 64);
+        packet.udp(ports[0], ports[1]).write(&mut frame, b"payload").unwrap();
+        self.now += 1_000_000 * (1 + numbers.below(40));
+        self.process(worker, PortId(40 - u16::from(from)), frame, format!("shop/pod-{from}"))
+    }
+
+    fn process(&mut self, worker: usize, ingress: PortId, frame: Vec<u8>, interface: String) -> Decided {
+        let snapshot = &self.snapshots[worker];
+        let now = Timestamp::from_millis(self.now / 1_000_000);
+        let flow = parse(&frame).unwrap().flow;
+        let mut frames = MemoryFrames::new();
+        frames.push(frame.clone()).unwrap();
+        let (mut verdicts, mut asked) = ([Verdict::Drop(DropReason::NotReady); BATCH], Asked::default());
+        self.pipeline.process_batch(snapshot, now, ingress, &mut frames, &mut verdicts, &mut asked);
+        let original = self.table.find(&self.table.prepare(&flow), now).map(|found| found.original_flow());
+        let connection = self.table.connection_id(&original.or(asked.0.map(|it| it.0)).unwrap_or(flow));
+        let opens = asked.0.is_some_and(|(_, reason)| reason == EvaluationReason::Opened);
+        let dropped = match verdicts[0] {
+            Verdict::Drop(reason) => Some(reason),
+            Verdict::Forward(_) => None,
+        };
+        if opens && dropped.is_none() {
+            self.known.insert(connection);
+        }
+        let is_comparable = opens || self.known.contains(&connection) || dropped == Some(DropReason::SpoofedSource);
+        let record = PacketRecord {
+            time: self.now,
+            port: ingress.0,
+            interface,
+            length: frame.len() as u32,
+            translated: false,
+            verdict: if dropped.is_some() { Named::Deny } else { Named::Allow },
+            reason: dropped.map(|reason| reason.name().to_owned()),
+            egress: None,
+            ingress: Some("a \"rule\" of verdict=deny".to_owned()),
+            connection: Some(format!("{connection:016x}")),
+            service: None,
+            opens,
+            epoch: snapshot.epoch.0,
+            worker,
+        };
+        Decided { record, frame, is_comparable }
+    }
+}
+
+fn start(objects: u64, epoch: Epoch, began: u64) -> BundleStart {
+    let (version, node) = ("0.0.0".to_owned(), "here".to_owned());
+    BundleStart { version, node, began, epoch: epoch.0, objects, services: false, service_cidrs: Vec::new() }
+}
+
+/// The objects without policies.
+fn cluster() -> Vec<Object> {
+    let labels = Default::default();
+    let namespace = Namespace { name: "shop".to_owned(), labels, default_deny_ingress: false };
+    let addresses = vec![IpAddr::from([192, 0, 2, 1])];
+    let node = Node { name: "here".to_owned(), labels: Default::default(), addresses, status_addresses: Vec::new() };
+    let objects = [Object::Namespace(namespace), Object::Node(node)];
+    objects.into_iter().chain((0..PODS).map(pod)).collect()
+}
+
+/// Packets and changes of a random history, in a bundle; and the packets.
+fn history(seed: u64, directory: &Path) -> Vec<Decided> {
+    let mut numbers = Numbers(seed);
+    let mut objects = cluster();
+    objects.extend((0..numbers.below(3)).map(|name| policy(&mut numbers, name)));
+    let mut node = Workers::new(&objects);
+    (0..30).for_each(|_| _ = node.datagram(&mut numbers));
+    node.known.clear();
+
+    let (mut bundle, file) = BundleWriter::create(directory).unwrap();
+    let mut file = PacketFile::new(file).unwrap();
+    bundle.begin(start(objects.len() as u64, node.snapshots[0].epoch, node.now));
+    for object in &objects {
+        bundle.objects((serde_json::to_string(object).unwrap() + "\n").as_bytes(), 1).unwrap();
+    }
+    let (mut there, mut packets) = (HashSet::new(), Vec::new());
+    for _ in 0..250 {
+        match numbers.below(12) {
+            0 => {
+                let changed = policy(&mut numbers, 0);
+                let Object::NetworkPolicy(NetworkPolicy { key, .. }) = &changed else { unreachable!("a policy") };
+                let name = ObjectKey { name: format!("policy-{}", numbers.below(4)), ..key.clone() };
+                let reference = penstock_policy::model::ObjectRef::NetworkPolicy(name.clone());
+                let change = match changed {
+                    Object::NetworkPolicy(policy) if there.insert(name.clone()) || numbers.below(2) == 0 => {
+                        ObjectChange::Set(Object::NetworkPolicy(NetworkPolicy { key: name, ..policy }))
+                    }
+                    _ => {
+                        there.remove(&name);
+                        ObjectChange::Delete(reference)
+                    }
+                };
+                node.change(change.clone());
+                let epoch = node.snapshots[0].epoch.0;
+                bundle.changes(epoch, node.now, &serde_json::to_vec(&[change]).unwrap()).unwrap();
+            }
+            1 | 2 => node.snapshots[1] = node.snapshots[0].clone(),
+            _ => packets.push(node.datagram(&mut numbers)),
+        }
+    }
+    packets.iter().for_each(|packet| file.packet(&packet.record, &packet.frame).unwrap());
+    file.end(0, "its end").unwrap();
+    bundle.end(node.now, file.packets(), 0).unwrap();
+    packets
+}
+
+fn replay(directory: &Path, verdicts: &Path) -> ReplayReport {
+    let outputs = OutputPaths { verdicts: Some(verdicts.to_owned()), ..OutputPaths::default() };
+    let connections = Config { entries: 4096, ..Config::default() };
+    run(&ReplayOptions { bundle: Some(directory.to_owned()), outputs, connections, ..ReplayOptions::default() })
+        .unwrap()
+}
+
+#[test]
+fn a_bundle_of_a_random_history_replays_to_the_same_verdict_for_each_packet() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (mut earlier, mut revoked, mut overtaken) = (0, 0, 0);
+    for seed in 0..24 {
+        let directory = scratch.path().join(seed.to_string());
+        let packets = history(seed, &directory);
+        let verdicts = scratch.path().join("verdicts.jsonl");
+        let report = replay(&directory, &verdicts);
+        let recorded = report.recorded.unwrap();
+        assert_eq!(recorded.different, 0, "seed {seed}: {recorded:#?}");
+        let left_out = packets.iter().filter(|packet| !packet.is_comparable).count() as u64;
+        assert_eq!((recorded.earlier_connections, recorded.node_state), (left_out, 0), "seed {seed}");
+        // In the order of epochs, which is that of each worker.
+        let mut expected: Vec<&PacketRecord> =
+            packets.iter().filter(|packet| packet.is_comparable).map(|packet| &packet.record).collect();
+        overtaken += expected.windows(2).filter(|pair| pair[1].epoch < pair[0].epoch).count();
+        expected.sort_by_key(|record| record.epoch);
+        let text = std::fs::read_to_string(&verdicts).unwrap();
+        let decided: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(decided.len(), expected.len());
+        for (record, again) in expected.iter().zip(&decided) {
+            let here = (again["verdict"].as_str().unwrap(), again["reason"].as_str());
+            assert_eq!(here, (record.verdict.name(), record.reason.as_deref()), "seed {seed}: {record:?} {again}");
+            revoked += usize::from(here.1 == Some("connection_revoked"));
+        }
+        earlier += left_out;
+    }
+    assert!(earlier > 20 && revoked > 20 && overtaken > 20, "{earlier}, {revoked}, {overtaken}");
+}
+
+#[test]
+fn a_verdict_that_the_objects_do_not_give_is_found_and_named() {
+    let scratch = tempfile::tempdir().unwrap();
+    let directory = scratch.path().join("bundle");
+    let packets = history(1, &directory);
+    let file = directory.join("packets.pcapng");
+    let mut file = PacketFile::new(std::fs::File::create(file).unwrap()).unwrap();
+    let mut flipped = None;
+    for Decided { record, frame, is_comparable } in &packets {
+        let mut record = record.clone();
+        let is_denied =
+            *is_comparable && record.reason.as_deref().is_some_and(|reason| reason.ends_with("gress_denied"));
+        if is_denied && flipped.is_none() {
+            (record.verdict, record.reason) = (Named::Allow, None);
+            flipped = Some(record.interface.clone());
+        }
+        file.packet(&record, frame).unwrap();
+    }
+    file.end(0, "its end").unwrap();
+    drop(file);
+    let recorded = replay(&directory, &scratch.path().join("verdicts.jsonl")).recorded.unwrap();
+    assert_eq!(recorded.different, 1, "{recorded:#?}");
+    let group = &recorded.differences[0].group;
+    assert_eq!((group.before.verdict, group.after.verdict), ("allow", "deny"));
+    assert_eq!(Some(&group.src), flipped.as_ref());
+    assert!(recorded.to_string().contains("decided otherwise: before by the daemon"), "{recorded}");
+}
+
+/// The bundle that the documentation shows: pod-1 answers pod-0, until a policy admits pod-2 alone; pod-3 had a connection
+/// before.
+fn write_example(directory: &Path) {
+    let admits = |apps: &[&str]| {
+        let apps = apps.iter().map(ToString::to_string).collect();
+        let rule = Rule { peers: Peers::AnyOf(vec![Peer::Pods(of_apps(apps))]), ports: PolicyPorts::Every };
+        Object::NetworkPolicy(NetworkPolicy {
+            key: key("served".to_owned()),
+            pod_selector: of_apps(vec!["1".to_owned()]),
+            isolates: true,
+            ingress: Some(vec![rule]),
+            egress: None,
+            staging: Staging::InForce,
+        })
+    };
+    let mut objects = cluster();
+    objects.push(admits(&["0", "2", "3"]));
+    let mut node = Workers::new(&objects);
+    let send = |node: &mut Workers, from: u8, to: u8| {
+        let mut frame = Vec::new();
+        let packet = PacketBuilder::ethernet2([0; 6], [0; 6]).ipv4(address(from).octets(), address(to).octets(), 64);
+        packet.udp(7000, 7000).write(&mut frame, b"payload").unwrap();
+        node.now += 1_000_000_000;
+        node.process(0, PortId(40 - u16::from(from)), frame, format!("shop/pod-{from}"))
+    };
+    send(&mut node, 3, 1);
+    let (mut bundle, file) = BundleWriter::create(directory).unwrap();
+    let mut file = PacketFile::new(file).unwrap();
+    bundle.begin(start(objects.len() as u64, node.snapshots[0].epoch, node.now));
+    for object in &objects {
+        bundle.objects((serde_json::to_string(object).unwrap() + "\n").as_bytes(), 1).unwrap();
+    }
+    let mut packets: Vec<Decided> = [(0, 1), (1, 0), (3, 1), (4, 1)].map(|(from, to)| send(&mut node, from, to)).into();
+    let change = ObjectChange::Set(admits(&["2"]));
+    node.change(change.clone());
+    bundle.changes(node.snapshots[0].epoch.0, node.now, &serde_json::to_vec(&[change]).unwrap()).unwrap();
+    packets.extend([(0, 1), (1, 0), (2, 1)].map(|(from, to)| send(&mut node, from, to)));
+    packets.iter().for_each(|packet| file.packet(&packet.record, &packet.frame).unwrap());
+    file.end(0, "interrupted").unwrap();
+    bundle.end(node.now, file.packets(), 0).unwrap();
+}
+
+#[test]
+fn the_bundle_in_the_documentation_is_as_this_version_writes_it() {
+    let scratch = tempfile::tempdir().unwrap();
+    let written = scratch.path().join("incident");
+    write_example(&written);
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/examples/incident");
+    if std::env::var_os("UPDATE_EXPECTED").is_some() {
+        let _ = std::fs::remove_dir_all(&example);
+        write_example(&example);
+    }
+    // The packets name the version that wrote them.
+    for name in ["bundle.json", "objects.jsonl", "timeline.jsonl"] {
+        let [written, example] = [&written, &example].map(|directory| std::fs::read_to_string(directory.join(name)));
+        assert_eq!(written.unwrap(), example.unwrap(), "{name}: run this with UPDATE_EXPECTED=1, and raise VERSION");
+    }
+}
+
+#[test]
+fn a_bundle_is_written_whole_into_a_directory_of_its_own_or_not_at_all() {
+    let scratch = tempfile::tempdir().unwrap();
+    let (new, empty, full) = (scratch.path().join("new"), scratch.path().join("empty"), scratch.path().join("full"));
+    std::fs::create_dir(&empty).unwrap();
+    std::fs::create_dir(&full).unwrap();
+    std::fs::write(full.join("notes.txt"), "kept").unwrap();
+    let files = |directory: &Path| std::fs::read_dir(directory).unwrap().count();
+    for directory in [&new, &empty] {
+        let (mut bundle, _) = BundleWriter::create(directory).unwrap();
+        assert_eq!(files(directory), 3, "no manifest before the end");
+        bundle.begin(start(2, Epoch(5), BEGAN));
+        bundle.objects(b"{}\n", 1).unwrap();
+        let error = bundle.end(BEGAN, 0, 0).unwrap_err().to_string();
+        assert_eq!(error, "it ended before all objects had come: capture again");
+    }
+    assert!(!new.exists() && files(&empty) == 0, "nothing is left that was not there before");
+    let error = BundleWriter::create(&full).unwrap_err().to_string();
+    assert!(
+        error.ends_with("full: is not empty; give the name of a directory that does not exist, or of an empty one")
+    );
+    assert_eq!(files(&full), 1);
+    let error = BundleWriter::create(&full.join("notes.txt/bundle")).unwrap_err().to_string();
+    assert!(error.contains("cannot be created (") && error.ends_with("give a path that can be written"), "{error}");
+    // As where no daemon offers captures.
+    let output = Path::new("/nowhere/capture.sock");
+    assert!(super::run_bundle(&new, output, &Default::default()).is_err() && !new.exists());
+}
