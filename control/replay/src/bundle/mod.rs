@@ -2,7 +2,7 @@
 //!
 //! | file | contents |
 //! |---|---|
-//! | `bundle.json` | a [`Manifest`]; written last, so that only a whole bundle has one |
+//! | `bundle.json` | what it is, and of when (`Manifest`); written last, so that only a whole bundle has one |
 //! | `packets.pcapng` | the packets, each with what the daemon decided on it as its comment |
 //! | `objects.jsonl` | the objects in force when the capture began, one a line |
 //! | `timeline.jsonl` | their changes in order, each line with the epoch from which it was in force |
