@@ -1,5 +1,5 @@
-//! What pods send to their own node and it sends on, by an interface whose frames have no Ethernet header: a tunnel, as CNI plugins
-//! make them between nodes.
+//! What pods send to their own node and it sends on: by an interface whose frames have no Ethernet header, such as a tunnel that a CNI
+//! plugin makes between nodes, and by one that has another below it.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,17 +8,20 @@ use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use penstock_bench::probe::{self, EchoServers, EchoService, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{
     Attach, KubeProxy, Namespace, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol,
 };
 
 use crate::fixture::{Fixture, pods, policy};
-use crate::service::{address, service};
+use crate::service::{address, run, service};
 
 /// Machines beyond the tunnel, by family: `pod-1` may send to the second only.
 const BEYOND: [[&str; 2]; 2] = [["198.18.0.5", "2001:db8:18::5"], ["198.18.0.6", "2001:db8:18::6"]];
 /// The node ports that lead to them.
 const NODE_PORTS: [u16; 2] = [30_080, 30_081];
+/// Identity of the server outside.
+const OUTSIDE: u32 = 77;
 const POLICY: &str = "  policyTypes: [Egress]\n  egress: [{to: [{ipBlock: {cidr: 198.18.0.6/32}}, {ipBlock: {cidr: \"2001:db8:18::6/128\"}}]}]\n";
 
 nix::ioctl_write_ptr_bad!(tunsetiff, libc::TUNSETIFF, libc::ifreq);
@@ -110,6 +113,48 @@ fn a_node_port_that_leads_into_a_tunnel_is_judged_for_the_machine_behind_it() {
     let denied: u64 =
         fixture.statistics().iter().filter(|line| line.contains("(node)")).map(|line| dropped(line)).sum();
     assert!(denied >= 10, "{}", fixture.statistics().join("\n"));
+}
+
+/// Makes a bridge with the addresses of an interface, and the interface its port.
+fn put_into_bridge(node: &Namespace, interface: &str) {
+    let script = format!(
+        "set -e\nip link add br-uplink type bridge\nip link set br-uplink up\n\
+         for address in $(ip -o address show dev {interface} scope global | awk '{{print $4}}'); do\n\
+         ip address del $address dev {interface}\nip address add $address dev br-uplink nodad\ndone\n\
+         ip link set {interface} master br-uplink\n"
+    );
+    run(node, "sh", &["-s"], &script);
+}
+
+#[test]
+fn a_node_port_that_leaves_by_a_bridge_and_its_port_is_judged_once() {
+    if Attach::of_run() != Attach::Tcx {
+        return;
+    }
+    let mut outside = None;
+    let fixture = Fixture::of(&(pods(2) + &policy("none", "pod-1", "  policyTypes: [Egress]\n")), |cluster, _| {
+        let node = &mut cluster.node;
+        let machine = node.add_outside("outside").unwrap();
+        put_into_bridge(node.namespace(), machine.interface());
+        let backends = machine.addresses().iter().map(|&to| SocketAddr::new(to, 8080)).collect();
+        let number = NODE_PORTS[0];
+        let port = ProxiedPort { protocol: ServiceProtocol::Tcp, number, node_port: Some(number), backends };
+        let addresses = [false, true].map(service).into();
+        let services = vec![ProxiedService { name: "test/beyond".to_owned(), addresses, ports: vec![port] }];
+        let proxy = KubeProxy { mode: ProxyMode::Iptables, node: node.addresses().to_vec(), services };
+        proxy.install(node.namespace()).unwrap();
+        outside = Some(machine);
+    });
+    let outside = Site::from(&outside.unwrap());
+    let _server = EchoServers::start(&outside, OUTSIDE, &[EchoService::Tcp(8080)]).unwrap();
+    for &node in fixture.cluster.node.addresses() {
+        for (pod, expected) in [("test/pod-0", ProbeOutcome::Reached), ("test/pod-1", ProbeOutcome::Silent)] {
+            let to = (OUTSIDE, node);
+            let protocol = Protocol::Tcp(NODE_PORTS[0]);
+            let outcome = probe::run_one(fixture.site(pod), to, protocol, RetryPolicy::default()).unwrap();
+            assert_eq!(outcome, expected, "{pod} to {node}: {}", fixture.statistics().join("\n"));
+        }
+    }
 }
 
 /// How many packets a line of the statistics says were denied for their sender.

@@ -600,6 +600,18 @@ int to_pod(struct __sk_buff *skb)
 	return redirect_to_worker(skb, at, FROM_NODE | sender, FROM_STACK);
 }
 
+/* Whether a worker sent it. The kernel keeps the interface that it came in by on the way through all that it leaves by: a VLAN, a bond,
+ * and the interface below, or a tunnel. */
+static __always_inline int is_from_worker(const struct __sk_buff *skb)
+{
+	__u32 i;
+
+	for (i = 0; i < MAX_WORKERS && i < workers; i++)
+		if (skb->ingress_ifindex == pairs[i])
+			return 1;
+	return 0;
+}
+
 /* A frame on a pair has an Ethernet header. */
 static __always_inline int give_header(struct __sk_buff *skb)
 {
@@ -621,12 +633,7 @@ int to_uplink(struct __sk_buff *skb)
 	struct origin origin = {};
 	__u32 interface = skb->ifindex;
 
-	/* From a worker. Another process' program behind this one would hand it to a worker once more. */
-	if (skb->mark == passed) {
-		skb->mark = 0;
-		return TC_ACT_OK;
-	}
-	if (!skb->ingress_ifindex || (!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_open())
+	if (!skb->ingress_ifindex || is_from_worker(skb) || (!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_open())
 		return TC_ACT_UNSPEC; /* the next program */
 	uplink = bpf_map_lookup_elem(&uplinks, &interface);
 	if (!uplink)
@@ -664,7 +671,6 @@ int from_worker(struct __sk_buff *skb)
 		uplink = bpf_map_lookup_elem(&uplink_interfaces, &port);
 		if (!uplink || !*uplink)
 			return TC_ACT_SHOT;
-		skb->mark = passed;
 		return bpf_redirect_neigh(*uplink, 0, 0, 0);
 	}
 	port = bpf_ntohs(tag.port);
