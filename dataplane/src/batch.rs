@@ -1,7 +1,5 @@
 //! A batch of frames: what the pipeline gets and what sockets and memory provide.
 
-use crate::forward::PortId;
-
 /// Maximum frames in one batch.
 pub const BATCH: usize = 64;
 
@@ -42,8 +40,8 @@ pub enum StackSender {
     /// This port's pod, to an address of its own node, which has given the packet the address of another machine (a node port)
     /// and perhaps an address of its own as source, and sends it out by this uplink.
     Leaving {
-        /// The pod's port.
-        port: PortId,
+        /// The number of the pod's port.
+        port: u16,
         /// The uplink's number.
         uplink: u8,
     },

@@ -386,7 +386,7 @@ fn what_a_pod_sends_by_its_node_to_another_machine_is_evaluated_each_time_for_th
         for source in [A_IPS[v6], NODE_IPS[v6]] {
             let mut node = masquerading();
             let frame = udp((source, 40_000), (elsewhere[v6], 53), 10);
-            let leaving = |port| StackSender::Leaving { port, uplink: 7 };
+            let leaving = |port: PortId| StackSender::Leaving { port: port.0, uplink: 7 };
             assert_eq!(node.evaluate(HOST, leaving(A), frame.clone()), (Verdict::Forward(HOST), vec![]));
             assert_eq!(node.pipeline.connections().statistics().created, 0, "nothing is tracked");
             node.publish_egress(false);
@@ -407,7 +407,7 @@ fn what_a_pod_sends_by_its_node_to_another_machine_is_evaluated_each_time_for_th
 fn what_leaves_by_an_uplink_is_as_the_node_sent_it_and_names_the_uplink() {
     for v6 in [0, 1] {
         let frame = udp((NODE_IPS[v6], 9), (CLIENT[v6], 53), 10);
-        let mut frames = OfStack(MemoryFrames::new(), StackSender::Leaving { port: A, uplink: 7 });
+        let mut frames = OfStack(MemoryFrames::new(), StackSender::Leaving { port: A.0, uplink: 7 });
         frames.0.push(frame.clone()).unwrap();
         let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         let mut node = Node::new(false);

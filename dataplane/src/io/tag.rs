@@ -72,7 +72,7 @@ impl FrameTag {
 pub(crate) fn stack_sender(frame: &[u8]) -> StackSender {
     match frame {
         [LOCAL, TO_WORKER, flags, uplink, p, q, ..] if flags & (FROM_NODE | LEAVING) == FROM_NODE | LEAVING => {
-            StackSender::Leaving { port: PortId(u16::from_be_bytes([*p, *q])), uplink: *uplink }
+            StackSender::Leaving { port: u16::from_be_bytes([*p, *q]), uplink: *uplink }
         }
         [LOCAL, TO_WORKER, flags, ..] if flags & FROM_NODE != 0 => match flags & (LOCAL_PROCESS | TRANSLATED) {
             LOCAL_PROCESS => StackSender::Process,
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn who_sent_a_frame_of_the_stack_is_in_its_flags() {
-        let leaving = StackSender::Leaving { port: PortId(0x1234), uplink: 9 };
+        let leaving = StackSender::Leaving { port: 0x1234, uplink: 9 };
         for (flags, sender) in [
             (FROM_NODE | LOCAL_PROCESS, StackSender::Process),
             (FROM_NODE | CHECKSUM_OPEN, StackSender::Forwarded),

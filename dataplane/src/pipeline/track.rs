@@ -54,7 +54,10 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     #[inline(always)]
     fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         if let StackSender::Leaving { port, uplink } = self.sender() {
-            return self.leave(&entry.packet.flow, port).map(|()| PacketPath::ByUplink(uplink)).map_err(Into::into);
+            return self
+                .leave(&entry.packet.flow, PortId(port))
+                .map(|()| PacketPath::ByUplink(uplink))
+                .map_err(Into::into);
         }
         match entry.packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(entry, quoted_at),
