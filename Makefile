@@ -132,7 +132,7 @@ bench: build ## Throughput, latency and loss beside what one would run instead; 
 .PHONY: bench-long
 bench-long: build ## The same with more and longer repetitions
 	@./scripts/setup $(PEERS) || echo "some peers could not be installed: the report says which"
-	$(AS_ROOT) $(TARGET)/release/report --output $(TARGET)/bench --seconds 2 --repetitions 11
+	$(AS_ROOT) $(TARGET)/release/report --output $(TARGET)/bench --seconds 2 --repetitions 11 --minutes 600
 
 .PHONY: bench-smoke
 bench-smoke: build ## 64-byte packets per second: Penstock, raw forward, kernel, kernel with nftables

@@ -16,6 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use ipnet::IpNet;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use penstock_admin::client::Client;
@@ -25,7 +26,9 @@ use crate::load::{
     Flood, FloodPackets, FloodSources, Harness, ProbeMode, Traffic, Trial, TrialResult, UdpSink, pin, raise_priority,
     route_default_to,
 };
-use crate::testbed::{Attach, Daemon, DaemonConfig, Namespace, Node, Outside, Pod, ScratchDir, ServiceProcess};
+use crate::testbed::{
+    Attach, Daemon, DaemonConfig, Namespace, Node, Outside, Pod, RouteVia, ScratchDir, ServiceProcess,
+};
 
 pub use churn::{PodChurn, churn, times_until_in_force};
 use huge_pages::HugePages;
@@ -124,6 +127,7 @@ pub struct PeerTestbed {
     /// Dropped before the node.
     running: RunningPeer,
     node: Node,
+    /// A machine behind the node, or the second node.
     outside: Option<Outside>,
     harness: Harness,
     manifests: PathBuf,
@@ -138,7 +142,8 @@ impl PeerTestbed {
     /// Builds it and verifies the peer: allowed traffic arrives and is answered, denied traffic does not arrive.
     pub fn build(label: &str, peer: Peer, size: ClusterSize, mtu: u32, cores: Cores) -> Result<Self> {
         let scratch = ScratchDir::new()?;
-        let node = node(label, size, mtu)?;
+        let mut node = node(label, size, mtu)?;
+        let outside = size.other_node.then(|| other_node(&mut node)).transpose()?;
         let manifests = policy::write(&scratch, size)?;
         let (from, to) = (node.pod(&pod_name(0))?, node.pod(&pod_name(1))?);
         let gateway = node.netlink().mac(from.interface())?;
@@ -148,8 +153,7 @@ impl PeerTestbed {
         if size.services > 0 && !matches!(peer, Peer::Penstock { .. }) {
             filters::service(node.namespace(), scratch.path())?;
         }
-        let mut testbed =
-            Self { peer, node, outside: None, harness, running, manifests, description, size, cores, scratch };
+        let mut testbed = Self { peer, node, outside, harness, running, manifests, description, size, cores, scratch };
         testbed.harness.send_to(testbed.destination()?);
         testbed.verify().with_context(|| format!("{label} does not do what it should"))?;
         testbed.pause()?;
@@ -204,6 +208,16 @@ impl PeerTestbed {
     /// Where the first pod's traffic goes to: the second one, or the Service whose backend that is.
     pub fn destination(&self) -> Result<IpAddr> {
         if self.size.to_service { Ok(policy::cluster_address(0).into()) } else { v4(self.pod(1)?) }
+    }
+
+    /// The namespaces of the first pod and of the one that it sends to, on the second node if there is one, and the
+    /// address to send to.
+    pub fn ends(&self) -> Result<(&Namespace, &Namespace, IpAddr)> {
+        let from = self.pod(0)?.namespace();
+        match &self.outside {
+            Some(other) if self.size.other_node => Ok((from, other.namespace(), policy::REMOTE.into())),
+            _ => Ok((from, self.pod(1)?.namespace(), self.destination()?)),
+        }
     }
 
     /// Runs a trial between the first two pods.
@@ -399,6 +413,18 @@ fn node(label: &str, size: ClusterSize, mtu: u32) -> Result<Node> {
     }
     node.settle()?;
     Ok(node)
+}
+
+/// The second node, which has nothing but its pod: a machine behind the node that has the pod's address as well.
+fn other_node(node: &mut Node) -> Result<Outside> {
+    let outside = node.add_outside("other")?;
+    let inside = outside.namespace().netlink()?;
+    inside.add_address(inside.index("eth0")?, IpNet::from(IpAddr::from(policy::REMOTE)))?;
+    let gateway = outside.addresses().iter().copied().find(IpAddr::is_ipv4).context("the node has no IPv4 address")?;
+    let netlink = node.netlink();
+    let index = netlink.index(outside.interface())?;
+    netlink.add_route(IpNet::from(IpAddr::from(policy::REMOTE)), index, RouteVia::Gateway(gateway))?;
+    Ok(outside)
 }
 
 fn start(

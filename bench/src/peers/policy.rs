@@ -1,6 +1,5 @@
 //! The cluster that all peers are configured with: pods on one node and a given number of policies.
 
-use std::fmt::Write;
 use std::net::Ipv4Addr;
 
 use anyhow::Result;
@@ -13,8 +12,14 @@ use crate::testbed::ScratchDir;
 
 /// The node's name in the manifests.
 pub const NODE: &str = "bench";
+/// The name of the second node in the manifests, where there is one.
+const OTHER_NODE: &str = "bench-other";
+/// The address of its pod.
+pub(super) const REMOTE: Ipv4Addr = Ipv4Addr::new(10, 244, 2, 10);
 /// The node's address.
 pub(super) const NODE_ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 18, 0, 2);
+/// The second node's address: that of the machine behind the node.
+const OTHER_NODE_ADDRESS: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 2);
 /// A port that no policy allows.
 pub(super) const DENIED: u16 = 9100;
 
@@ -29,6 +34,8 @@ pub struct ClusterSize {
     pub services: usize,
     /// Whether traffic goes to the first Service, not to its backend directly.
     pub to_service: bool,
+    /// Whether there is a second node, with one pod that receives.
+    pub other_node: bool,
 }
 
 /// The name of a pod.
@@ -81,25 +88,36 @@ fn service(number: usize) -> String {
 
 /// The manifests of a cluster. `turn` changes the ports of the policies that admit unused addresses.
 pub fn manifests(size: ClusterSize, turn: usize) -> String {
-    let mut text = format!(
-        "apiVersion: v1\nkind: Namespace\nmetadata: {{ name: bench }}\n---\napiVersion: v1\nkind: Node\n\
-         metadata: {{ name: {NODE} }}\nstatus: {{ addresses: [{{ type: InternalIP, address: {NODE_ADDRESS} }}] }}\n"
-    );
+    let mut text = "apiVersion: v1\nkind: Namespace\nmetadata: { name: bench }\n".to_owned();
+    text.push_str(&node(NODE, NODE_ADDRESS));
     for number in 0..size.pods {
-        let (role, address) = (if number % 2 == 0 { "sender" } else { "receiver" }, pod_address(number));
-        // Writing to a string does not fail.
-        let _ = write!(
-            text,
-            "---\napiVersion: v1\nkind: Pod\nmetadata: {{ namespace: bench, name: pod-{number}, labels: {{ role: {role} }} }}\n\
-             spec: {{ nodeName: {NODE}, containers: [{{ name: main, image: example.invalid/main }}] }}\n\
-             status: {{ phase: Running, podIPs: [{{ ip: {address} }}] }}\n"
-        );
+        let role = if number % 2 == 0 { "sender" } else { "receiver" };
+        text.push_str(&pod(&format!("pod-{number}"), role, NODE, pod_address(number)));
+    }
+    if size.other_node {
+        text.push_str(&node(OTHER_NODE, OTHER_NODE_ADDRESS));
+        text.push_str(&pod("remote", "receiver", OTHER_NODE, REMOTE));
     }
     for number in 0..size.policies {
         text.push_str(&policy(number, turn));
     }
     (0..size.services).for_each(|number| text.push_str(&service(number)));
     text
+}
+
+fn node(name: &str, address: Ipv4Addr) -> String {
+    format!(
+        "---\napiVersion: v1\nkind: Node\nmetadata: {{ name: {name} }}\n\
+         status: {{ addresses: [{{ type: InternalIP, address: {address} }}] }}\n"
+    )
+}
+
+fn pod(name: &str, role: &str, node: &str, address: Ipv4Addr) -> String {
+    format!(
+        "---\napiVersion: v1\nkind: Pod\nmetadata: {{ namespace: bench, name: {name}, labels: {{ role: {role} }} }}\n\
+         spec: {{ nodeName: {node}, containers: [{{ name: main, image: example.invalid/main }}] }}\n\
+         status: {{ phase: Running, podIPs: [{{ ip: {address} }}] }}\n"
+    )
 }
 
 /// One of the policies.

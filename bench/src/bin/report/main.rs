@@ -35,6 +35,9 @@ struct Arguments {
     /// How often everything is measured, in turn
     #[arg(long, default_value_t = 5)]
     repetitions: u32,
+    /// No repetition begins that would end after this many minutes; the first one always ends
+    #[arg(long, default_value_t = 18.0)]
+    minutes: f64,
     /// A quick run: 0.1 s, twice
     #[arg(long)]
     quick: bool,
@@ -51,6 +54,8 @@ struct Arguments {
 pub(crate) struct Plan {
     pub(crate) length: Duration,
     pub(crate) repetitions: u32,
+    /// No repetition begins that would end later than this.
+    pub(crate) limit: Duration,
     pub(crate) cores: Cores,
 }
 
@@ -77,6 +82,7 @@ fn report(arguments: &Arguments) -> Result<()> {
         false => (arguments.seconds, arguments.repetitions),
     };
     ensure!(repetitions > 0, "--repetitions 0 measures nothing; give 1 or more");
+    ensure!((0.0..=10_000.0).contains(&arguments.minutes), "--minutes must be between 0 and 10000");
     ensure!((0.05..=60.0).contains(&seconds), "--seconds must be between 0.05 and 60");
     let named = |name: &str, only: &[String]| only.is_empty() || only.iter().any(|part| name.contains(part.as_str()));
     let begins =
@@ -88,7 +94,8 @@ fn report(arguments: &Arguments) -> Result<()> {
     }
     chosen.retain(|scenario| !scenario.cases.is_empty());
     ensure!(!chosen.is_empty(), "no scenario is left by --only and --case; see --list");
-    let plan = Plan { length: Duration::from_secs_f64(seconds), repetitions, cores: Cores::first_two()? };
+    let limit = Duration::from_secs_f64(arguments.minutes * 60.0);
+    let plan = Plan { length: Duration::from_secs_f64(seconds), repetitions, limit, cores: Cores::first_two()? };
     let results = run::run(&plan, chosen)?;
     let files = output::write(&arguments.output, &results)?;
     print!("{}", output::markdown::summary(&results));

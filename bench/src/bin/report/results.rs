@@ -95,6 +95,8 @@ pub(crate) struct ScenarioResult {
     pub(crate) about: &'static str,
     pub(crate) metrics: &'static [Metric],
     pub(crate) cases: Vec<CaseResult>,
+    /// Time that all of it took, testbeds included.
+    pub(crate) took: Duration,
 }
 
 impl ScenarioResult {
@@ -111,6 +113,8 @@ impl ScenarioResult {
 pub(crate) struct Results {
     pub(crate) machine: Machine,
     pub(crate) plan: crate::Plan,
+    /// Repetitions that the time was enough for.
+    pub(crate) repetitions: u32,
     pub(crate) took: Duration,
     pub(crate) scenarios: Vec<ScenarioResult>,
     /// Each peer's description of itself.

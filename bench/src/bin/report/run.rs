@@ -33,9 +33,15 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
     let (mut known, mut again) = (KnownRates::default(), Duration::ZERO);
     let steps: usize = scenarios.iter().map(|scenario| scenario.cases.len()).sum();
     let bar = progress(steps as u64 * u64::from(plan.repetitions));
+    let (mut repetitions, mut last) = (0, Duration::ZERO);
     for repetition in 1..=plan.repetitions {
+        if repetition > 1 && started.elapsed() + last > plan.limit {
+            break;
+        }
+        let began = Instant::now();
         again += AGAIN / plan.repetitions;
         for (scenario, result) in scenarios.iter_mut().zip(&mut results) {
+            let began = Instant::now();
             for (case, into) in scenario.cases.iter_mut().zip(&mut result.cases) {
                 bar.set_message(format!("{repetition}/{}  {}: {}", plan.repetitions, scenario.name, case.name));
                 // A case that failed twice is not tried again.
@@ -51,12 +57,14 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
                 }
                 bar.inc(1);
             }
+            result.took += began.elapsed();
         }
+        (repetitions, last) = (repetition, began.elapsed());
     }
     bar.finish_and_clear();
     let peers = std::mem::take(&mut testbeds.descriptions);
     drop(testbeds);
-    Ok(Results { machine, plan: *plan, took: started.elapsed(), scenarios: results, peers })
+    Ok(Results { machine, plan: *plan, repetitions, took: started.elapsed(), scenarios: results, peers })
 }
 
 /// Figures, and the host's interference meanwhile.

@@ -21,7 +21,11 @@ pub(crate) const MTU: u32 = 1500;
 impl TestbedSpec {
     /// Two pods and a hundred policies.
     pub(crate) fn of(peer: Peer) -> Self {
-        Self { peer, size: ClusterSize { pods: 2, policies: POLICIES, services: 0, to_service: false }, mtu: MTU }
+        Self {
+            peer,
+            size: ClusterSize { pods: 2, policies: POLICIES, services: 0, to_service: false, other_node: false },
+            mtu: MTU,
+        }
     }
 
     pub(crate) fn policies(self, policies: usize) -> Self {
@@ -34,6 +38,10 @@ impl TestbedSpec {
 
     pub(crate) fn services(self, services: usize, to_service: bool) -> Self {
         Self { size: ClusterSize { services, to_service, ..self.size }, ..self }
+    }
+
+    pub(crate) fn other_node(self) -> Self {
+        Self { size: ClusterSize { other_node: true, ..self.size }, ..self }
     }
 
     pub(crate) fn mtu(self, mtu: u32) -> Self {

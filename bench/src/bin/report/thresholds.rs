@@ -248,10 +248,17 @@ mod tests {
             }
         };
         let cases = cases.iter().map(case).collect();
-        let scenario = ScenarioResult { name: "pps", title: "", about: "", metrics: METRICS, cases };
+        let scenario =
+            ScenarioResult { name: "pps", title: "", about: "", metrics: METRICS, cases, took: Duration::ZERO };
         Results {
             machine: Machine { facts: Vec::new(), load: 0.0 },
-            plan: Plan { length: Duration::ZERO, repetitions: 1, cores: Cores { generator: 0, worker: 1 } },
+            plan: Plan {
+                length: Duration::ZERO,
+                repetitions: 1,
+                limit: Duration::ZERO,
+                cores: Cores { generator: 0, worker: 1 },
+            },
+            repetitions: 1,
             took: Duration::ZERO,
             scenarios: vec![scenario],
             peers: BTreeMap::new(),

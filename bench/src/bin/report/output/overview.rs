@@ -21,9 +21,18 @@ const fn to_pod(what: &'static str, scenario: &'static str, metric: &'static str
 }
 
 /// Kernel routing knows no Services.
-const fn to_service(what: &'static str, metric: &'static str) -> Line {
+const fn to_service(what: &'static str, scenario: &'static str, metric: &'static str) -> Line {
     let cases = [None, Some("nftables, sets + conntrack, to its Service"), Some("Penstock, tcx, to its Service")];
-    Line { what, scenario: "services", metric, cases }
+    Line { what, scenario, metric, cases }
+}
+
+const fn to_other_node(what: &'static str, scenario: &'static str, metric: &'static str) -> Line {
+    let cases = [
+        Some("kernel routing, to another node"),
+        Some("nftables, sets + conntrack, to another node"),
+        Some("Penstock, tcx, to another node"),
+    ];
+    Line { what, scenario, metric, cases }
 }
 
 const LINES: &[Line] = &[
@@ -38,9 +47,14 @@ const LINES: &[Line] = &[
     to_pod("TCP_RR, processor", "transactions", "TCP_RR, processor"),
     to_pod("TCP_CRR", "transactions", "TCP_CRR, one at a time"),
     to_pod("TCP_CRR, 32 at once", "transactions", "TCP_CRR, 32 at once"),
-    to_service("UDP_STREAM, 64 bytes, to a Service", "received"),
-    to_service("TCP_STREAM to a Service", "one stream"),
-    to_service("connections opened to a Service", "opened"),
+    to_service("UDP_STREAM, 64 bytes, to a Service", "services", "received"),
+    to_service("TCP_STREAM to a Service", "services", "one stream"),
+    to_service("TCP_RR to a Service, one core", "transactions", "TCP_RR, one core"),
+    to_service("TCP_CRR to a Service", "transactions", "TCP_CRR, one at a time"),
+    to_other_node("TCP_STREAM to another node", "bulk", "one stream"),
+    to_other_node("TCP_STREAM to another node, processor", "bulk", "one stream, processor"),
+    to_other_node("TCP_RR to another node, one core", "transactions", "TCP_RR, one core"),
+    to_other_node("TCP_CRR to another node", "transactions", "TCP_CRR, one at a time"),
 ];
 
 /// The medians of a line, and how many times as good Penstock's is as each peer's: above 1 Penstock is better.
@@ -115,9 +129,22 @@ mod tests {
         let cases = cases.iter().map(case).collect();
         Results {
             machine: Machine { facts: Vec::new(), load: 0.0 },
-            plan: Plan { length: Duration::ZERO, repetitions: 1, cores: Cores { generator: 0, worker: 1 } },
+            plan: Plan {
+                length: Duration::ZERO,
+                repetitions: 1,
+                limit: Duration::ZERO,
+                cores: Cores { generator: 0, worker: 1 },
+            },
+            repetitions: 1,
             took: Duration::ZERO,
-            scenarios: vec![ScenarioResult { name: "pps", title: "", about: "", metrics: METRICS, cases }],
+            scenarios: vec![ScenarioResult {
+                name: "pps",
+                title: "",
+                about: "",
+                metrics: METRICS,
+                cases,
+                took: Duration::ZERO,
+            }],
             peers: BTreeMap::new(),
         }
     }

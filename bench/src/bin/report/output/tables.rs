@@ -41,6 +41,7 @@ pub(crate) fn document(results: &Results, trex: Vec<ReportPart>) -> Vec<ReportPa
     parts.extend(trex);
     parts.push(ReportPart::Heading("How it was measured".to_owned()));
     parts.push(ReportPart::Text(method(results)));
+    parts.push(ReportPart::Table(times(results)));
     parts.push(ReportPart::Table(machine(results)));
     parts
 }
@@ -63,7 +64,7 @@ fn introduction(results: &Results) -> String {
 fn method(results: &Results) -> String {
     let plan = &results.plan;
     format!(
-        "{} repetitions of {:.2} s each, alternating between all cases. Figures are medians, followed by the lowest and the highest value; ratios are relative to the \
+        "{} of {} repetitions of {:.2} s each, as many as the time was enough for, alternating between all cases. Figures are medians, followed by the lowest and the highest value; ratios are relative to the \
          first row of a table. Packets go from one pod to another of the same node, over veths between network namespaces. \
          Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer has \
          the same policies from `penstock render`. Before the measurement it forwarded an allowed packet and its reply and, \
@@ -72,6 +73,7 @@ fn method(results: &Results) -> String {
          is the speed of the slower core relative to the highest speed seen: a core that shares its execution units with \
          another machine runs at about half speed. Disturbed measurements were repeated while there was time; cases with a \
          threshold also waited for undisturbed cores, half a second at most.",
+        results.repetitions,
         plan.repetitions,
         plan.length.as_secs_f64(),
         plan.cores.generator,
@@ -97,6 +99,16 @@ pub(crate) fn thresholds(results: &Results) -> Vec<Vec<String>> {
         rows.push(vec![threshold.what.to_owned(), format!("{sign} {}", short(threshold.threshold)), measured, verdict]);
     }
     rows
+}
+
+/// How long the scenarios took.
+fn times(results: &Results) -> Vec<Vec<String>> {
+    let header = ["scenario", "cases", "took, s"].map(str::to_owned).to_vec();
+    let row = |scenario: &ScenarioResult| {
+        let took = number(scenario.took.as_secs_f64(), 0);
+        vec![scenario.name.to_owned(), scenario.cases.len().to_string(), took]
+    };
+    std::iter::once(header).chain(results.scenarios.iter().map(row)).collect()
 }
 
 fn machine(results: &Results) -> Vec<Vec<String>> {

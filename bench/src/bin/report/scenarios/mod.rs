@@ -10,6 +10,7 @@ mod throughput;
 mod transactions;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use anyhow::Result;
 use penstock_bench::peers::{Peer, PeerTestbed};
@@ -56,6 +57,12 @@ impl ScenarioCase {
         Self { name: name.into(), ..self }
     }
 
+    /// To the pod of another node.
+    pub(crate) fn with_other_node(self) -> Self {
+        let name = format!("{}, to another node", self.name);
+        self.with(TestbedSpec::other_node).named(name)
+    }
+
     pub(crate) fn with(self, change: impl FnOnce(TestbedSpec) -> TestbedSpec) -> Self {
         Self { spec: change(self.spec), ..self }
     }
@@ -66,7 +73,7 @@ impl Scenario {
     pub(crate) fn empty_result(&self) -> ScenarioResult {
         let cases = self.cases.iter().map(|case| CaseResult { name: case.name.clone(), ..CaseResult::default() });
         let Self { name, title, about, metrics, .. } = *self;
-        ScenarioResult { name, title, about, metrics, cases: cases.collect() }
+        ScenarioResult { name, title, about, metrics, cases: cases.collect(), took: Duration::ZERO }
     }
 }
 

@@ -16,13 +16,12 @@ const METRICS: &[Metric] = &[
 ];
 
 fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result<Vec<Option<f64>>> {
-    let address = testbed.destination()?;
     let packets = testbed.run(&Trial::flat_out(Traffic::SMALLEST, plan.length))?;
     ensure!(packets.corrupted == 0, "{} packets arrived with a wrong checksum", packets.corrupted);
     ensure!(packets.received > 0, "nothing arrived");
     let length = plan.length;
     let (stream, (opened, failed)) = testbed.with_peer(|testbed| {
-        let (from, to) = (testbed.pod(0)?.namespace(), testbed.pod(1)?.namespace());
+        let (from, to, address) = testbed.ends()?;
         let stream = streams_for(from, to, (address, PORTS.start + 2).into(), 1, length)?;
         Ok((stream, connections_for(from, to, address, PORTS.start + 10, length)?))
     })?;

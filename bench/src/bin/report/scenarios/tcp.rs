@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use penstock_bench::load::{CoreTimes, PORTS, connections_for, streams_for};
 use penstock_bench::peers::{Peer, PeerTestbed};
 use penstock_bench::testbed::Offload;
@@ -19,10 +19,9 @@ pub(crate) fn connections() -> Scenario {
     let measure = |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
         let length = plan.length;
         let (rate, failed) = testbed.with_peer(|testbed| {
-            let (from, to) = (testbed.pod(0)?, testbed.pod(1)?);
-            let address = to.address(false).context("the pod has no IPv4 address")?;
+            let (from, to, address) = testbed.ends()?;
             // The lowest ports are used by the bulk transfers.
-            connections_for(from.namespace(), to.namespace(), address, PORTS.start + 10, length)
+            connections_for(from, to, address, PORTS.start + 10, length)
         })?;
         ensure!(rate > 0.0, "no connection was opened, {failed} failed");
         Ok(vec![Some(rate / 1e3), Some(failed as f64)])
@@ -53,12 +52,10 @@ pub(crate) fn new_udp() -> Scenario {
 /// kernel's tailroom.
 pub(super) const LARGEST: u32 = 3506;
 
-/// Throughput of this many streams between the first two pods in Gb/s. Each port serves one call at a time.
+/// Throughput of this many streams of the first pod in Gb/s. Each port serves one call at a time.
 pub(super) fn streams(testbed: &PeerTestbed, port: u16, streams: usize, length: Duration) -> Result<f64> {
-    let (from, to) = (testbed.pod(0)?, testbed.pod(1)?);
-    let address = to.address(false).context("the pod has no IPv4 address")?;
-    let address = SocketAddr::new(address, PORTS.start + port);
-    streams_for(from.namespace(), to.namespace(), address, streams, length)
+    let (from, to, address) = testbed.ends()?;
+    streams_for(from, to, SocketAddr::new(address, PORTS.start + port), streams, length)
 }
 
 /// What one stream and eight carry, and the processor's time for a gigabit of the one: of both cores, of ends and forwarder
@@ -112,10 +109,11 @@ pub(crate) fn bulk() -> Scenario {
     let large_frames = || Peer::Penstock { enforces: true, sections: "umem frame_size = 4096\n".to_owned() };
     Scenario {
         name: "bulk",
-        title: "Bulk TCP between two pods of a node",
+        title: "Bulk TCP between two pods",
         about: "What arrives of one stream and of eight, and what a gigabit of the one costs both cores. Native XDP on a veth turns segmentation offload of its other end \
                 off, so that Penstock's packets are as long as the MTU, except by tcx; the kernel's peers hand super-packets over unless that \
-                is turned off, too. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096.",
+                is turned off, too. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096. Another node is a namespace \
+                behind a veth of the node, where nothing enforces policy.",
         metrics: BULK,
         cases: vec![
             ScenarioCase::of(Peer::penstock(), rates(true)),
@@ -128,6 +126,9 @@ pub(crate) fn bulk() -> Scenario {
             large(Peer::Kernel, "kernel routing"),
             ScenarioCase::of(Peer::Nftables, rates(true)),
             ScenarioCase::of(Peer::Nftables, rates(false)).named("nftables, sets + conntrack, without GSO"),
+            ScenarioCase::of(Peer::penstock_by_tcx(true), rates(true)).with_other_node(),
+            ScenarioCase::of(Peer::Kernel, rates(true)).with_other_node(),
+            ScenarioCase::of(Peer::Nftables, rates(true)).with_other_node(),
         ],
     }
 }

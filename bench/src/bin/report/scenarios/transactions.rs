@@ -24,11 +24,10 @@ const METRICS: &[Metric] = &[
 ];
 
 fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result<Vec<Option<f64>>> {
-    let address = testbed.destination()?;
     let (cores, length) = (plan.cores, plan.length);
     testbed.with_peer(|testbed| {
         let ends = |first: u16, client_core, server_core| -> Result<TransactionEnds<'_>> {
-            let (from, to) = (testbed.pod(0)?.namespace(), testbed.pod(1)?.namespace());
+            let (from, to, address) = testbed.ends()?;
             Ok(TransactionEnds { from, to, address: (address, PORTS.start + first).into(), client_core, server_core })
         };
         let here = Some(cores.generator);
@@ -57,14 +56,12 @@ fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result
 }
 
 pub(crate) fn transactions() -> Scenario {
-    let cases = [
-        Peer::penstock_by_tcx(true),
-        Peer::penstock_by_tcx(false),
-        Peer::penstock(),
-        Peer::Kernel,
-        Peer::Nftables,
-        Peer::Iptables,
-    ];
+    let case = |peer| ScenarioCase::of(peer, measure);
+    let to_service = |peer| {
+        let case = case(peer).with(|spec| spec.services(1, true));
+        let name = format!("{}, to its Service", case.name);
+        case.named(name)
+    };
     Scenario {
         name: "transactions",
         title: "TCP questions and answers of one byte",
@@ -73,6 +70,18 @@ pub(crate) fn transactions() -> Scenario {
                 client with both ends on one core, and from 32 clients. The processor's time is that of both cores, of ends and \
                 forwarder together.",
         metrics: METRICS,
-        cases: cases.into_iter().map(|peer| ScenarioCase::of(peer, measure)).collect(),
+        cases: vec![
+            case(Peer::penstock_by_tcx(true)),
+            case(Peer::penstock_by_tcx(false)),
+            case(Peer::penstock()),
+            case(Peer::Kernel),
+            case(Peer::Nftables),
+            case(Peer::Iptables),
+            to_service(Peer::penstock_by_tcx(true)),
+            to_service(Peer::Nftables),
+            case(Peer::penstock_by_tcx(true)).with_other_node(),
+            case(Peer::Kernel).with_other_node(),
+            case(Peer::Nftables).with_other_node(),
+        ],
     }
 }
