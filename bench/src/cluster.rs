@@ -103,6 +103,7 @@ fn ports(service: &ProxiedService, number: impl Fn(&ProxiedPort) -> Option<u16>)
         let of_number = match port.protocol {
             ServiceProtocol::Tcp => Protocol::Tcp,
             ServiceProtocol::Udp => Protocol::Udp,
+            ServiceProtocol::Sctp => Protocol::Sctp,
         };
         Some((of_number(number(port)?), of_number(port.backends.first()?.port())))
     };

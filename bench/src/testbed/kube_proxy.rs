@@ -42,6 +42,8 @@ pub enum ServiceProtocol {
     Tcp,
     /// UDP.
     Udp,
+    /// SCTP.
+    Sctp,
 }
 
 impl ServiceProtocol {
@@ -49,6 +51,7 @@ impl ServiceProtocol {
         match self {
             Self::Tcp => "tcp",
             Self::Udp => "udp",
+            Self::Sctp => "sctp",
         }
     }
 }
@@ -415,7 +418,8 @@ fn proxied(service: &Service, slices: &[EndpointSlice]) -> Result<ProxiedService
         let protocol = match port.protocol.as_deref() {
             None | Some("TCP") => ServiceProtocol::Tcp,
             Some("UDP") => ServiceProtocol::Udp,
-            Some(other) => anyhow::bail!("Service {name}: the testbed proxies TCP and UDP, not {other}"),
+            Some("SCTP") => ServiceProtocol::Sctp,
+            Some(other) => anyhow::bail!("Service {name}: {other} is no protocol of a Service"),
         };
         let node_port = port.node_port.map(u16::try_from).transpose()?;
         ports.push(ProxiedPort { protocol, number: port.port.try_into()?, node_port, backends });

@@ -5,6 +5,7 @@
 
 mod beside;
 mod bridged;
+mod datagrams;
 #[path = "../system/fixture.rs"]
 mod fixture;
 #[path = "../faults/forger.rs"]

@@ -18,6 +18,8 @@ use super::types::ErrorBody;
 
 /// Where the daemon listens by default.
 pub const DEFAULT_SOCKET: &str = "/run/penstock/admin.sock";
+/// Where it listens for the CNI plugin by default: beside [`DEFAULT_SOCKET`].
+pub const DEFAULT_CNI_SOCKET: &str = "/run/penstock/admin.cni";
 /// How long an answer may take: a bundle of a large node takes seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 

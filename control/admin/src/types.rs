@@ -420,6 +420,34 @@ pub struct ErrorBody {
     pub error: String,
 }
 
+/// `POST /v1/pods`, at the socket of the CNI plugin: a pod of this node has just got its network.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NewPod {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its addresses: at least one, at most [`NewPod::MOST_ADDRESSES`].
+    pub addresses: Vec<IpAddr>,
+    /// How long the answer may wait for its policy to be in force, in milliseconds; at most [`NewPod::LONGEST_WAIT`].
+    pub wait_ms: u64,
+}
+
+impl NewPod {
+    /// Most addresses of a pod.
+    pub const MOST_ADDRESSES: usize = 16;
+    /// The longest wait for one answer, in milliseconds: less than a client waits for any.
+    pub const LONGEST_WAIT: u64 = 10_000;
+}
+
+/// The answer to a [`NewPod`].
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NewPodState {
+    /// What is awaited; nothing once its policy is in force on every worker.
+    pub awaits: Option<String>,
+}
+
 /// `POST /v1/trial`: policies to judge beside what is in force, instead of those of an earlier trial. `admin.trials` must allow
 /// it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

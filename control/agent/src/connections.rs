@@ -19,7 +19,7 @@ use penstock_dataplane::packet::Address;
 use penstock_policy::model::{Object, ObjectKey, Pod};
 
 use super::config::{Config, TableMapping};
-use super::{RunError, handover, last_good, recorded_objects, rule_usage};
+use super::{RunError, handover, last_good, new_pods, recorded_objects, rule_usage};
 use crate::discovery::NetworkState;
 use crate::state_file::with_suffix;
 
@@ -105,7 +105,8 @@ pub(super) fn remove_state(config: &Config, _locked: Vec<fs::File>) -> Result<us
     // A daemon of another network namespace may listen there.
     let unused = |path: &PathBuf| UnixStream::connect(path).is_err();
     let sockets = [&config.admin.socket, &config.capture.socket].map(|socket| socket.path().map(Path::to_owned));
-    let sockets = sockets.into_iter().chain([handover::path(&config.admin.socket)]);
+    let beside = [handover::path(&config.admin.socket), new_pods::path(&config.admin.socket)];
+    let sockets = sockets.into_iter().chain(beside);
     names.extend(sockets.flatten().filter(unused));
     let mut removed = 0;
     for name in &names {

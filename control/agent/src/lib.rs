@@ -23,6 +23,7 @@ mod handover;
 pub mod last_good;
 pub mod logging;
 mod metrics;
+mod new_pods;
 mod node_context;
 mod node_path;
 mod nonblocking_writer;

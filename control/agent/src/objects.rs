@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::time::Instant;
 
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::policy::PolicySet;
@@ -11,6 +12,7 @@ use penstock_policy::render::services::ServiceProblem;
 use penstock_policy::render::tables::RuleUse;
 use penstock_policy::state::PodOrNode;
 
+use super::new_pods::{NewPods, TooManyNewPods};
 use crate::discovery::PodProblem;
 
 /// All objects, and which of them belong to this node.
@@ -33,6 +35,7 @@ pub(super) struct NodeObjects {
     followed: [Option<Vec<ObjectChange>>; Follower::COUNT],
     /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
+    new_pods: NewPods,
 }
 
 /// Who keeps what the engine is given.
@@ -72,7 +75,28 @@ impl NodeObjects {
             policies: BTreeSet::new(),
             followed: [None, None],
             service_problems: BTreeSet::new(),
+            new_pods: NewPods::default(),
         }
+    }
+
+    /// Changes of the source, with the addresses of new pods that it does not know yet.
+    pub(super) fn complete(&mut self, changes: Vec<ObjectChange>) -> Vec<ObjectChange> {
+        changes.into_iter().map(|change| self.new_pods.complete(change)).collect()
+    }
+
+    /// A CNI plugin has given these addresses to a pod. Returns the change that follows from it.
+    pub(super) fn announce(
+        &mut self,
+        pod: &ObjectKey,
+        addresses: &[IpAddr],
+    ) -> Result<Option<ObjectChange>, TooManyNewPods> {
+        let changed = self.new_pods.announce(pod, addresses, self.pods.get(pod), Instant::now())?;
+        Ok(changed.map(|pod| ObjectChange::Set(Object::Pod(pod))))
+    }
+
+    /// Whether the source has told of this pod of the node.
+    pub(super) fn has_pod(&self, pod: &ObjectKey) -> bool {
+        self.pods.contains_key(pod)
     }
 
     /// Applies changes as one batch; `interfaces` are the addresses on the node's interfaces.

@@ -15,6 +15,7 @@ use super::capture::{self, RunningCapture};
 use super::config::{ConfigLayers, LoadedConfig, SocketPath};
 use super::exporter::MetricsListener;
 use super::last_good::RejectedConfig;
+use super::new_pods;
 use super::query::{self, QueryHandle, StateQueries, StateQuery};
 use super::rule_usage::{self, RuleUsage};
 use super::samples::{self, CounterSample, CounterSamples};
@@ -39,12 +40,16 @@ impl Listeners {
         };
         let admin = listen(&loaded.config.admin.socket, "admin.socket")?;
         let captures = listen(&loaded.config.capture.socket, "capture.socket")?;
+        let new_pods = new_pods::path(&loaded.config.admin.socket);
+        let new_pods = new_pods.map(|path| AdminListener::listen(&path, "admin.socket")).transpose();
+        let new_pods = new_pods.map_err(RunError::bad_input)?;
         if let Some(address) = loaded.config.metrics.listen.address() {
             MetricsListener::listen(address).await.map_err(RunError::bad_input)?.serve(handle.clone());
         }
         let admin = admin.map(|admin| admin.serve(handle.clone()));
         let captures = captures.map(|captures| captures.serve_captures(handle.clone()));
-        let served = admin.into_iter().chain(captures).collect();
+        let new_pods = new_pods.map(|new_pods| new_pods.serve_new_pods(handle.clone()));
+        let served = admin.into_iter().chain(captures).chain(new_pods).collect();
         Ok(Self { handle, queries, served })
     }
 }

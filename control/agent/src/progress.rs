@@ -138,6 +138,11 @@ impl EnforcementProgress {
         self.pods.get(pod).map(|published| published.since)
     }
 
+    /// Whether this pod was published with all of these addresses.
+    pub(super) fn has_addresses(&self, pod: &ObjectKey, addresses: &[IpAddr]) -> bool {
+        self.pods.get(pod).is_some_and(|pod| addresses.iter().all(|address| pod.addresses.contains(address)))
+    }
+
     /// Records why pods are not attached.
     pub(super) fn note_problems(&mut self, problems: &BTreeSet<PodProblem>) {
         self.waiting.clear();

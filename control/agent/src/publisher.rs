@@ -12,7 +12,7 @@ use ipnet::IpNet;
 use penstock_admin::types::TrialStatus;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
-use penstock_policy::model::{Object, ObjectChange};
+use penstock_policy::model::{Object, ObjectChange, ObjectKey};
 use tokio::sync::{Notify, oneshot};
 
 use super::capture::{CapturedObjects, ObjectFeed};
@@ -105,7 +105,9 @@ impl Publisher {
         if changes.is_empty() {
             return;
         }
-        self.apply(&mut self.inputs(), changes, seen);
+        let mut inputs = self.inputs();
+        let changes = inputs.objects.complete(changes);
+        self.apply(&mut inputs, changes, seen);
     }
 
     /// Applies all objects of the source, as changes of those of an earlier run, which are stale no more.
@@ -113,7 +115,29 @@ impl Publisher {
         let mut inputs = self.inputs();
         inputs.stale = None;
         tracing::info!("the API server has been read: objects of the last run are replaced by its own");
+        let changes = inputs.objects.complete(changes);
         self.apply(&mut inputs, changes, seen);
+    }
+
+    /// A CNI plugin has given these addresses to a pod of this node. Says what is awaited until the pod's policy is in force on
+    /// every worker.
+    pub(super) fn announce(&self, pod: &ObjectKey, addresses: &[IpAddr]) -> Result<(), String> {
+        let mut inputs = self.inputs();
+        let inputs = &mut *inputs;
+        let change = inputs.objects.announce(pod, addresses).map_err(|error| error.to_string())?;
+        if let Some(change) = change {
+            self.apply(inputs, vec![change], Instant::now());
+        }
+        if !inputs.objects.has_pod(pod) {
+            return Err("the source has not told of the pod yet".to_owned());
+        }
+        if !inputs.progress.has_addresses(pod, addresses) {
+            return Err(inputs.progress.waiting(pod, false));
+        }
+        match inputs.progress.check_in_force(&self.dataplane) {
+            true => Ok(()),
+            false => Err("the workers have not taken its policy yet".to_owned()),
+        }
     }
 
     fn apply(&self, inputs: &mut SnapshotInputs, changes: Vec<ObjectChange>, seen: Instant) {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use penstock_admin::capture::CaptureQuery;
 use penstock_admin::types::{ConnectionFlow, Dump, ExplainQuery, Explanation, Rules, Status, TrialStatus};
 use penstock_dataplane::conntrack::{ConnTable, ConnectionInfo};
-use penstock_policy::model::Object;
+use penstock_policy::model::{Object, ObjectKey};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::timeout;
 
@@ -39,6 +39,8 @@ pub(crate) enum StateQuery {
     Trial(oneshot::Sender<TrialStatus>),
     /// Judge these policies of files beside what is in force; none: no more. The answer says why not.
     Try { policies: Vec<Object>, answer: oneshot::Sender<Result<(), NotAllowed>> },
+    /// A CNI plugin has given a pod these addresses. The answer says what is awaited until its policy is in force.
+    NewPod { pod: ObjectKey, addresses: Vec<IpAddr>, answer: oneshot::Sender<Result<(), String>> },
     /// A support bundle without the connections, and the data for its metrics.
     Dump(oneshot::Sender<(Dump, Scrape)>),
     /// The data for the metrics.

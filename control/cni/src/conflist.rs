@@ -5,7 +5,11 @@ use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use penstock_admin::client::DEFAULT_CNI_SOCKET;
 use serde_json::{Value, json};
+
+use crate::plugin::WAIT;
+use crate::{Installation, Places};
 
 /// Name of the program and of its entry in a chain.
 const NAME: &str = "penstock-cni";
@@ -23,9 +27,9 @@ pub(crate) enum ConflistError {
     Invalid { path: PathBuf, problem: String },
 }
 
-/// Copies this program to `bin_dir`, and lists it last in the chain of `conf_dir` that the runtime uses. Returns what was
-/// done, a line each.
-pub(crate) fn install(bin_dir: &Path, conf_dir: &Path) -> Result<Vec<String>, ConflistError> {
+/// Copies this program to the plugins, and lists it last in the chain that the runtime uses. Returns what was done, a line each.
+pub(crate) fn install(installation: &Installation) -> Result<Vec<String>, ConflistError> {
+    let Places { bin_dir, conf_dir } = &installation.places;
     let path = used(conf_dir)?;
     let mut chain = read(&path)?;
     // The program first: a chain that names a missing one starts no pod.
@@ -37,9 +41,21 @@ pub(crate) fn install(bin_dir: &Path, conf_dir: &Path) -> Result<Vec<String>, Co
     if !without(&mut chain) {
         done.push(format!("{}: appended {NAME} to its plugins", path.display()));
     }
-    plugins(&mut chain, &path)?.push(json!({ "type": NAME }));
+    plugins(&mut chain, &path)?.push(entry(installation));
     save(&path, &chain)?;
     Ok(done)
+}
+
+/// The plugin's entry in a chain, with the settings that are not the default.
+fn entry(installation: &Installation) -> Value {
+    let mut entry = json!({ "type": NAME });
+    if installation.wait_seconds != WAIT {
+        entry["waitSeconds"] = installation.wait_seconds.into();
+    }
+    if installation.socket != Path::new(DEFAULT_CNI_SOCKET) {
+        entry["socket"] = installation.socket.to_string_lossy().into();
+    }
+    entry
 }
 
 /// Takes the plugin out of every chain of `conf_dir`, then removes the program. Returns what was done, a line each.
@@ -136,6 +152,15 @@ mod tests {
         folder
     }
 
+    fn installation(bin_dir: &Path, conf_dir: &Path) -> Installation {
+        let places = Places { bin_dir: bin_dir.to_owned(), conf_dir: conf_dir.to_owned() };
+        Installation { places, wait_seconds: WAIT, socket: DEFAULT_CNI_SOCKET.into() }
+    }
+
+    fn install(bin_dir: &Path, conf_dir: &Path) -> Result<Vec<String>, ConflistError> {
+        super::install(&installation(bin_dir, conf_dir))
+    }
+
     fn types(path: &Path) -> Vec<String> {
         let chain = read(path).unwrap();
         chain["plugins"].as_array().unwrap().iter().map(|plugin| plugin["type"].as_str().unwrap().to_owned()).collect()
@@ -158,6 +183,17 @@ mod tests {
         let mode = fs::metadata(bin.path().join(NAME)).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o755);
         assert_eq!(fs::read_dir(conf.path()).unwrap().count(), 3, "no other file is left");
+    }
+
+    #[test]
+    fn settings_other_than_the_default_stand_in_its_entry() {
+        let (bin, conf) = (folder(&[]), folder(&[("10-pods.conflist", PTP)]));
+        let last = || read(&conf.path().join("10-pods.conflist")).unwrap()["plugins"][2].clone();
+        let default = installation(bin.path(), conf.path());
+        super::install(&default).unwrap();
+        assert_eq!(last(), json!({ "type": NAME }));
+        super::install(&Installation { wait_seconds: 0, socket: "/run/other.cni".into(), ..default }).unwrap();
+        assert_eq!(last(), json!({ "type": NAME, "waitSeconds": 0, "socket": "/run/other.cni" }));
     }
 
     #[test]

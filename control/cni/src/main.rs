@@ -2,11 +2,13 @@
 //!
 //! Before a pod's containers start, it closes the node's end of the pod's veth: pinned tcx programs drop everything. The
 //! daemon takes them over when it serves the pod. So a new pod sends and receives nothing that policy has not seen, also
-//! while no daemon runs, and at boot before the first one.
+//! while no daemon runs, and at boot before the first one. If a daemon runs, the plugin tells it the pod's addresses and waits until
+//! the pod's policy is in force, so that the first packets of the containers pass as policy says.
 //!
 //! The container runtime calls it with `CNI_COMMAND` and a configuration on standard input (the CNI specification,
 //! versions 0.3.0 to 1.1.0). `install` and `uninstall` change the node's configuration, for the DaemonSet's init containers.
 
+mod announce;
 mod close;
 mod conflist;
 mod plugin;
@@ -25,9 +27,11 @@ const CONF_DIR: &str = "/etc/cni/net.d";
     version,
     about = "Closes a new pod's interface until its policy is in force",
     long_about = "A chained CNI plugin. The container runtime runs it last in the chain, with CNI_COMMAND in its environment.\n\
-                  It puts programs on the node's end of a new pod's veth that drop everything; the Penstock daemon takes them over.",
+                  It puts programs on the node's end of a new pod's veth that drop everything; the Penstock daemon takes them over.\n\
+                  If a daemon runs, the pod's containers start once the pod's policy is in force, or after --wait-seconds.",
     after_help = "Examples:\n  penstock-cni install                                  on a node\n  \
                   penstock-cni install --bin-dir /host/opt/cni/bin --conf-dir /host/etc/cni/net.d   in an init container\n  \
+                  penstock-cni install --wait-seconds 0                  do not wait for the daemon\n  \
                   penstock-cni uninstall\n\nExit codes: 0 done, 1 failed, 2 wrong use"
 )]
 struct Arguments {
@@ -38,9 +42,21 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     /// Copies this program to the node's plugins and appends it to the chain that the runtime uses
-    Install(Places),
+    Install(Installation),
     /// Takes it out of every chain, and removes the program
     Uninstall(Places),
+}
+
+#[derive(clap::Args)]
+struct Installation {
+    #[command(flatten)]
+    places: Places,
+    /// How long a new pod waits for its policy to be in force before its containers start; 0: not at all
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=plugin::LONGEST_WAIT), default_value_t = plugin::WAIT)]
+    wait_seconds: u64,
+    /// The daemon's socket: its admin.socket with the extension cni
+    #[arg(long, value_name = "PATH", default_value = penstock_admin::client::DEFAULT_CNI_SOCKET)]
+    socket: PathBuf,
 }
 
 #[derive(clap::Args)]
@@ -58,7 +74,7 @@ fn main() -> ExitCode {
         return plugin::run(&command.to_string_lossy());
     }
     let done = match Arguments::parse().command {
-        Command::Install(places) => conflist::install(&places.bin_dir, &places.conf_dir),
+        Command::Install(installation) => conflist::install(&installation),
         Command::Uninstall(places) => conflist::uninstall(&places.bin_dir, &places.conf_dir),
     };
     match done {

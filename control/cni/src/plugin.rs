@@ -4,11 +4,15 @@ use std::io::{self, Read, stdin};
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use penstock_admin::client::DEFAULT_CNI_SOCKET;
+
+use crate::announce;
 use crate::close::{self, CloseError};
 
 /// The versions whose results it passes on: all that know chains.
@@ -27,6 +31,12 @@ struct NetworkConfig {
     /// As `fail.pins` in the daemon's configuration.
     #[serde(default = "default_pins")]
     pins: PathBuf,
+    /// Where the daemon listens: `admin.socket` in its configuration with the extension `cni`.
+    #[serde(default = "default_socket")]
+    socket: PathBuf,
+    /// How long ADD waits for the pod's policy to be in force, in seconds; 0: not at all.
+    #[serde(default = "default_wait")]
+    wait_seconds: u64,
     /// What the plugins before it have done.
     #[serde(default)]
     prev_result: Option<Value>,
@@ -34,6 +44,20 @@ struct NetworkConfig {
 
 fn default_pins() -> PathBuf {
     PINS.into()
+}
+
+fn default_socket() -> PathBuf {
+    DEFAULT_CNI_SOCKET.into()
+}
+
+/// Seconds that ADD waits, unless the configuration says otherwise. A policy is in force within some milliseconds after the
+/// daemon knows the pod.
+pub(crate) const WAIT: u64 = 10;
+/// The longest wait in seconds: a kubelet gives all plugins together two minutes (`--runtime-request-timeout`).
+pub(crate) const LONGEST_WAIT: u64 = 100;
+
+const fn default_wait() -> u64 {
+    WAIT
 }
 
 /// An answer that is not the one asked for. The codes below 100 are the specification's.
@@ -104,6 +128,10 @@ fn parse(text: &str, command: &str) -> Result<NetworkConfig, PluginError> {
         text => serde_json::from_str(text),
     }
     .map_err(|error| PluginError::Config(error.to_string()))?;
+    if config.wait_seconds > LONGEST_WAIT {
+        let wait = config.wait_seconds;
+        return Err(PluginError::Config(format!("waitSeconds = {wait}: set 0 (no wait) to {LONGEST_WAIT}")));
+    }
     match VERSIONS.contains(&config.cni_version.as_str()) || command == "VERSION" {
         true => Ok(config),
         false => Err(PluginError::Version(config.cni_version)),
@@ -117,6 +145,7 @@ fn answer(command: &str, config: NetworkConfig) -> Result<Option<Value>, PluginE
             for veth in veths(&result)? {
                 close::close(&config.pins, &veth)?;
             }
+            announce::wait(&config.socket, Duration::from_secs(config.wait_seconds), &result);
             Ok(Some(result))
         }
         "CHECK" => {

@@ -21,7 +21,6 @@
 #include <linux/ip.h>
 #include <linux/ipv6.h>
 #include <linux/pkt_cls.h>
-#include <bpf/bpf_core_read.h>
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
@@ -121,8 +120,6 @@ struct { /* the same by where it came from and went to */
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, WAYS); __type(key, __u32); __type(value, struct traffic);
 } offloaded SEC(".maps");
 
-extern void *bpf_cast_to_kern_ctx(void *) __ksym;
-struct sk_buff { __u8 ip_summed : 2; } __attribute__((preserve_access_index));
 #define CHECKSUM_PARTIAL 3 /* include/linux/skbuff.h */
 
 /* Both Ethernet addresses of a frame on a pair. The first byte makes each a locally administered unicast address. */
@@ -561,6 +558,14 @@ static __noinline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 	return origin->known && is_another_pods(skb, &origin->source);
 }
 
+/* Whether the node itself sends it. The kernel records no interface for what it has not received, but neither does it for an IPv6
+ * datagram that it reassembled, forwards and fragments again (ip6_copy_metadata in net/ipv6/ip6_output.c). */
+static __always_inline int is_local_process(const struct __sk_buff *skb, const struct origin *origin)
+{
+	return !skb->ingress_ifindex &&
+	       (!origin->fragment || (origin->known && bpf_map_lookup_elem(&node_addresses, &origin->source)));
+}
+
 /* What the node's stack sends to a pod: of its own processes, or forwarded and translated. */
 SEC("tcx/egress")
 int to_pod(struct __sk_buff *skb)
@@ -596,7 +601,7 @@ int to_pod(struct __sk_buff *skb)
 		if (action >= 0)
 			return action;
 	}
-	sender = !skb->ingress_ifindex ? LOCAL_PROCESS : note_origin(&origin) ? SOURCE_TRANSLATED : 0;
+	sender = is_local_process(skb, &origin) ? LOCAL_PROCESS : note_origin(&origin) ? SOURCE_TRANSLATED : 0;
 	return redirect_to_worker(skb, at, FROM_NODE | sender, FROM_STACK);
 }
 
@@ -633,13 +638,13 @@ int to_uplink(struct __sk_buff *skb)
 	struct origin origin = {};
 	__u32 interface = skb->ifindex;
 
-	if (!skb->ingress_ifindex || is_from_worker(skb) || (!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_open())
+	if ((is_v4 && !skb->ingress_ifindex) || is_from_worker(skb) || (!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_open())
 		return TC_ACT_UNSPEC; /* the next program */
 	uplink = bpf_map_lookup_elem(&uplinks, &interface);
 	if (!uplink)
 		return TC_ACT_SHOT;
 	find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin);
-	if (!origin.opens || is_same_address(&origin.destination, &origin.flow.to) ||
+	if (!origin.known || !origin.opens || is_same_address(&origin.destination, &origin.flow.to) ||
 	    !bpf_map_lookup_elem(&node_addresses, &origin.destination))
 		return TC_ACT_UNSPEC; /* the next program */
 	sent_by = bpf_map_lookup_elem(&pod_addresses, &origin.source);

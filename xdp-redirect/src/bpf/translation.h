@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* Looks up in the kernel's connection tracking whether a packet belongs to a translated connection. */
+#include <bpf/bpf_core_read.h>
 
 /* Parts of the kernel's types (include/net/netfilter/nf_conntrack.h), found by name in the running kernel's BTF. */
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
@@ -9,6 +10,7 @@ struct nf_conntrack_man { union nf_inet_addr u3; union nf_conntrack_man_proto u;
 struct nf_conntrack_tuple { struct nf_conntrack_man src; struct { union nf_inet_addr u3; union { __be16 all; } u; } dst; };
 struct nf_conntrack_tuple_hash { struct nf_conntrack_tuple tuple; };
 struct nf_conn { struct nf_conntrack_tuple_hash tuplehash[2]; };
+struct sk_buff { unsigned long _nfct; __u8 ip_summed : 2; }; /* include/linux/skbuff.h */
 #pragma clang attribute pop
 
 /* As in include/net/netfilter/nf_conntrack_bpf.h of Linux 5.18. Later ones are longer and accept this too. */
@@ -19,6 +21,7 @@ extern struct nf_conn *bpf_xdp_ct_lookup(struct xdp_md *ctx, struct bpf_sock_tup
 extern struct nf_conn *bpf_skb_ct_lookup(struct __sk_buff *skb, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
 					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
 extern void bpf_ct_release(struct nf_conn *connection) __ksym __weak;
+extern void *bpf_cast_to_kern_ctx(void *) __ksym __weak;
 
 struct ports { __be16 from, to; };
 
@@ -162,6 +165,7 @@ struct origin {
 	struct in6_addr source; /* as it entered the node */
 	struct in6_addr destination; /* the same; only if `opens` */
 	int known, opens;       /* it is tracked; and in the direction in which its connection was opened */
+	int fragment;           /* it is a fragment of an IPv6 datagram */
 };
 
 static __always_inline void to_in6(struct in6_addr *address, const union nf_inet_addr *known, int is_v4)
@@ -178,41 +182,87 @@ static __always_inline void to_in6(struct in6_addr *address, const union nf_inet
 	}
 }
 
-/* Finds the addresses of an outgoing packet when it entered the node, which may have translated it since. A reply spoofed as a
- * Service's backend would leave with the Service's address. `offset`: bytes before its IP header. */
-static __always_inline void find_origin(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
+struct fragment_header { __u8 next, reserved; __be16 offset; __be32 identification; }; /* RFC 8200 section 4.5 */
+
+/* Reads addresses and ports. Returns 0 if there are none: a later fragment, which without its first one is not reassembled, or another
+ * protocol. `offset`: bytes before the IP header. */
+static __always_inline int read_flow(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
 {
-	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS };
-	struct bpf_sock_tuple tuple = {};
 	struct sent_flow *flow = &origin->flow;
+	struct fragment_header fragment;
 	struct heads heads;
+
+	if (bpf_skb_load_bytes(skb, offset, &heads, is_v4 ? sizeof(heads.ip4) : sizeof(heads.ip6)))
+		return 0;
+	if (is_v4) {
+		if (heads.ip4.frag_off & bpf_htons(0x1fff))
+			return 0;
+		flow->from.s6_addr32[2] = flow->to.s6_addr32[2] = bpf_htonl(0xffff);
+		flow->from.s6_addr32[3] = heads.ip4.saddr;
+		flow->to.s6_addr32[3] = heads.ip4.daddr;
+		flow->protocol = heads.ip4.protocol;
+		offset += heads.ip4.ihl * 4;
+	} else {
+		flow->from = heads.ip6.saddr;
+		flow->to = heads.ip6.daddr;
+		flow->protocol = heads.ip6.nexthdr;
+		offset += sizeof(heads.ip6);
+		if (flow->protocol == IPPROTO_FRAGMENT) {
+			origin->fragment = 1;
+			if (bpf_skb_load_bytes(skb, offset, &fragment, sizeof(fragment)) || fragment.offset & bpf_htons(0xfff8))
+				return 0;
+			flow->protocol = fragment.next;
+			offset += sizeof(fragment);
+		}
+	}
+	if (flow->protocol != IPPROTO_TCP && flow->protocol != IPPROTO_UDP && flow->protocol != IPPROTO_SCTP)
+		return 0;
+	return !bpf_skb_load_bytes(skb, offset, &flow->ports, sizeof(flow->ports));
+}
+
+/* The connection that the kernel has found for the packet itself, whatever its protocol; a fragment has that of its datagram.
+ * `_nfct` is its address and, in the lowest bits, where in the connection the packet is (include/linux/skbuff.h). */
+static __always_inline void read_connection(struct __sk_buff *skb, int is_v4, struct origin *origin)
+{
+	enum { ESTABLISHED = 0, NEW = 2, REPLY = 3, INFO = 7 }; /* include/uapi/linux/netfilter/nf_conntrack_common.h */
+	const struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
+	const unsigned long tracked = kernel->_nfct, info = tracked & INFO;
+	const struct nf_conn *connection = (void *)(tracked & ~(unsigned long)INFO);
+	const struct nf_conntrack_tuple *entered;
+	union nf_inet_addr known;
+
+	/* Not an ICMP error, which has the connection of the packet that it quotes. */
+	if (!connection || (info != ESTABLISHED && info != NEW && info != REPLY))
+		return;
+	origin->opens = info != REPLY;
+	entered = origin->opens ? &connection->tuplehash[0].tuple : &connection->tuplehash[1].tuple;
+	if (bpf_core_read(&known, sizeof(known), &entered->src.u3))
+		return;
+	to_in6(&origin->source, &known, is_v4);
+	if (bpf_core_read(&known, sizeof(known), &entered->dst.u3))
+		return;
+	to_in6(&origin->destination, &known, is_v4);
+	origin->known = 1;
+}
+
+/* The same by the packet's flow, before Linux 6.2: of TCP and UDP. */
+static __always_inline void look_up_connection(struct __sk_buff *skb, int is_v4, struct origin *origin)
+{
+	const struct sent_flow *flow = &origin->flow;
+	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS, .l4proto = flow->protocol };
+	struct bpf_sock_tuple tuple = {};
 	struct nf_conn *connection;
 
-	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
-		return;
-	if (bpf_skb_load_bytes(skb, offset, &heads, is_v4 ? sizeof(heads.ip4) : sizeof(heads.ip6)))
-		return;
-	if (is_v4 && heads.ip4.frag_off & bpf_htons(0x1fff))
-		return; /* no ports; without its first fragment it is not reassembled */
-	options.l4proto = is_v4 ? heads.ip4.protocol : heads.ip6.nexthdr;
-	offset += is_v4 ? heads.ip4.ihl * 4 : sizeof(heads.ip6);
-	if ((options.l4proto != IPPROTO_TCP && options.l4proto != IPPROTO_UDP) ||
-	    bpf_skb_load_bytes(skb, offset, &flow->ports, sizeof(flow->ports)))
-		return;
-	flow->protocol = options.l4proto;
 	/* Reversed: the table finds it in either direction. */
 	if (is_v4) {
-		flow->from.s6_addr32[2] = flow->to.s6_addr32[2] = bpf_htonl(0xffff);
-		flow->from.s6_addr32[3] = tuple.ipv4.daddr = heads.ip4.saddr;
-		flow->to.s6_addr32[3] = tuple.ipv4.saddr = heads.ip4.daddr;
+		tuple.ipv4.daddr = flow->from.s6_addr32[3];
+		tuple.ipv4.saddr = flow->to.s6_addr32[3];
 		tuple.ipv4.sport = flow->ports.to;
 		tuple.ipv4.dport = flow->ports.from;
 		connection = bpf_skb_ct_lookup(skb, &tuple, sizeof(tuple.ipv4), &options, sizeof(options));
 	} else {
-		flow->from = heads.ip6.saddr;
-		flow->to = heads.ip6.daddr;
-		__builtin_memcpy(tuple.ipv6.saddr, &heads.ip6.daddr, sizeof(tuple.ipv6.saddr));
-		__builtin_memcpy(tuple.ipv6.daddr, &heads.ip6.saddr, sizeof(tuple.ipv6.daddr));
+		__builtin_memcpy(tuple.ipv6.saddr, &flow->to, sizeof(tuple.ipv6.saddr));
+		__builtin_memcpy(tuple.ipv6.daddr, &flow->from, sizeof(tuple.ipv6.daddr));
 		tuple.ipv6.sport = flow->ports.to;
 		tuple.ipv6.dport = flow->ports.from;
 		connection = bpf_skb_ct_lookup(skb, &tuple, sizeof(tuple.ipv6), &options, sizeof(options));
@@ -228,6 +278,18 @@ static __always_inline void find_origin(struct __sk_buff *skb, __u32 offset, int
 		to_in6(&origin->source, &connection->tuplehash[1].tuple.src.u3, is_v4);
 	}
 	bpf_ct_release(connection);
+}
+
+/* Finds the addresses of an outgoing packet when it entered the node, which may have translated it since. A reply spoofed as a
+ * Service's backend would leave with the Service's address. `offset`: bytes before its IP header. */
+static __always_inline void find_origin(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
+{
+	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release) || !read_flow(skb, offset, is_v4, origin))
+		return;
+	if (bpf_ksym_exists(bpf_cast_to_kern_ctx))
+		read_connection(skb, is_v4, origin);
+	else
+		look_up_connection(skb, is_v4, origin);
 }
 
 static __always_inline int is_same_address(const struct in6_addr *one, const struct in6_addr *other)

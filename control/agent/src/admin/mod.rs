@@ -16,12 +16,19 @@
 //! |---|---|
 //! | `/v1/capture` | messages of [`penstock_admin::capture`]; query: [`penstock_admin::capture::CaptureQuery`] |
 //!
+//! So does the CNI plugin ([`new_pods`]): what it tells is in force at once.
+//!
+//! | path | answer |
+//! |---|---|
+//! | `/v1/pods` | `POST` takes a [`penstock_admin::types::NewPod`]; [`penstock_admin::types::NewPodState`] |
+//!
 //! The control thread answers between its other steps. The answers share nothing with the workers but their counters,
 //! and take no lock. Scans of the connection table, which take long, run on their own thread, one at a time.
 
 mod answer;
 mod bundle;
 mod captures;
+mod new_pods;
 mod routes;
 mod socket;
 mod trial;
@@ -56,6 +63,12 @@ impl AdminListener {
     /// Serves captures on the current runtime.
     pub(super) fn serve_captures(self, handle: QueryHandle) -> AdminServer {
         tokio::spawn(captures::serve(self.listener, handle));
+        AdminServer { _file: self.file }
+    }
+
+    /// Serves the CNI plugin on the current runtime.
+    pub(super) fn serve_new_pods(self, handle: QueryHandle) -> AdminServer {
+        tokio::spawn(new_pods::serve(self.listener, handle));
         AdminServer { _file: self.file }
     }
 

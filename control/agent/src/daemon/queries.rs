@@ -136,6 +136,9 @@ impl Daemon<'_> {
                 }
                 let _ = answer.send(is_allowed.then_some(()).ok_or(NotAllowed));
             }
+            StateQuery::NewPod { pod, addresses, answer } => {
+                drop(answer.send(self.publisher.announce(&pod, &addresses)));
+            }
             StateQuery::Health(answer) => drop(answer.send(self.health())),
             StateQuery::Readiness(answer) => drop(answer.send(self.readiness())),
             // `operate` has answered it, because it changes the daemon's state.
