@@ -23,12 +23,13 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 18] = [
+const TESTS: [(&str, Test); 19] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
     ("a_deleted_pod_leaves_no_warning", whole::a_deleted_pod_leaves_no_warning),
     ("a_pod_that_starts_without_a_daemon_is_closed", whole::a_pod_that_starts_without_a_daemon_is_closed),
+    ("the_first_packet_of_a_new_pod_passes", whole::the_first_packet_of_a_new_pod_passes),
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
     ("workers_translate_and_policy_is_for_the_backend", services::workers_translate_and_policy_is_for_the_backend),

@@ -124,6 +124,36 @@ pub(crate) fn a_pod_that_starts_without_a_daemon_is_closed(cluster: &mut RealClu
     cluster.kubectl(&["delete", "pod", "-n", "lab", "open"]).map(drop)
 }
 
+/// The first thing that a pod's container does is to send one packet, and it has no other try.
+pub(crate) fn the_first_packet_of_a_new_pod_passes(cluster: &mut RealCluster) -> Result<()> {
+    let [v4, v6] = [false, true].map(|v6| cluster.target("lab/guest", v6).1);
+    let names: Vec<(String, String)> = (cluster.nodes.iter())
+        .flat_map(|node| (0..3).map(|number| (node.number.name(), number)))
+        .map(|(node, number)| (format!("first-{node}-{number}"), node))
+        .collect();
+    for (name, node) in &names {
+        cluster.apply(&format!(
+            "apiVersion: v1\nkind: Pod\nmetadata: {{namespace: lab, name: {name}}}\n\
+             spec: {{nodeName: {node}, restartPolicy: Never, terminationGracePeriodSeconds: 0, containers: \
+             [{{name: main, image: \"docker.io/library/penstock-test-pause:1\", imagePullPolicy: Never, \
+             command: [/bin/sh, -c, \"ping -c 1 -W 10 {v4} && ping -6 -c 1 -W 10 {v6}\"]}}]}}\n"
+        ))?;
+    }
+    for (name, _) in &names {
+        eventually(Duration::from_secs(60), || {
+            let pod = cluster.get(&["pod", "-n", "lab", name])?;
+            match pod["status"]["phase"].as_str() {
+                Some("Succeeded" | "Failed") => Ok(()),
+                other => bail!("{name} is {other:?}"),
+            }
+        })?;
+        let pod = cluster.get(&["pod", "-n", "lab", name])?;
+        ensure!(pod["status"]["phase"] == "Succeeded", "{name}: {}", pod["status"]["containerStatuses"]);
+        cluster.kubectl(&["delete", "pod", "-n", "lab", name, "--timeout=60s"])?;
+    }
+    Ok(())
+}
+
 /// Identities of servers in pods that are not the workload's.
 const EARLY: u32 = 1_000;
 const OPEN: u32 = 1_001;

@@ -9,6 +9,7 @@ mod fixture;
 mod forwarding;
 mod frames;
 mod lifecycle;
+mod new_pods;
 mod operation;
 mod policy;
 mod privileges;
