@@ -94,6 +94,14 @@ test-cluster: build ## Penstock in a real cluster of two nodes on this machine  
 		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
 		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored
 
+.PHONY: bench-cluster
+bench-cluster: build ## Round trips, throughput and new connections in that cluster, with Penstock and without
+	@./scripts/setup $(CLUSTER_PACKAGES)
+	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
+	programs=$$(./scripts/kubernetes $(KUBERNETES)) && PENSTOCK_FIGURES=1 \
+		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
+		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored --nocapture
+
 .PHONY: manifests-check
 manifests-check: setup ## The manifests of configs/kubernetes: built by kubectl, then accepted by an API server
 	@./scripts/manifests-check

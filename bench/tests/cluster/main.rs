@@ -2,6 +2,7 @@
 //! runc and CNI plugins, and Penstock's image and manifests. `make test-cluster` builds the parts and runs it.
 
 mod control_plane;
+mod figures;
 mod node;
 mod real_cluster;
 mod restarts;
@@ -59,8 +60,11 @@ fn main() -> ExitCode {
     // One cluster at a time: the one of the tests that run. It ends with the process that the last test leaves.
     let running: Arc<Mutex<Option<RealCluster>>> = Arc::default();
     let mut trials = Vec::new();
+    // `make bench-cluster` measures, and `make test-cluster` does not.
+    let measures = std::env::var_os("PENSTOCK_FIGURES").is_some();
+    let tests: &[(&str, Test)] = if measures { &[("figures", figures::figures)] } else { &TESTS };
     for cni in [Cni::Ptp, Cni::Bridge] {
-        for (name, test) in TESTS {
+        for &(name, test) in tests {
             let (running, parts) = (Arc::clone(&running), parts.clone());
             let run = move || run(&running, parts.as_ref(), cni, test);
             trials.push(Trial::test(format!("{}::{name}", cni.name()), run).with_ignored_flag(true));

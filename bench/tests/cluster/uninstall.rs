@@ -6,7 +6,7 @@ use crate::real_cluster::RealCluster;
 use crate::whole::expect_reached;
 
 /// As README and the kustomization in `uninstall` say it.
-fn remove(cluster: &RealCluster) -> Result<()> {
+pub(crate) fn remove(cluster: &RealCluster) -> Result<()> {
     cluster.kubectl(&["delete", "-k", &cluster.manifests("install", "")?, "--wait=true"])?;
     let uninstall = cluster.manifests("install", "uninstall")?;
     cluster.kubectl(&["apply", "-k", &uninstall])?;
