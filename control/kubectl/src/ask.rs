@@ -65,6 +65,11 @@ impl<T> Answers<T> {
         })
     }
 
+    /// How many nodes were to answer.
+    pub(super) fn all(&self) -> usize {
+        self.answers.len() + self.missing.len()
+    }
+
     /// Fails if no node has answered: there is nothing to print.
     pub(super) fn some(self) -> Result<Self, Failure> {
         match self.answers.is_empty() {

@@ -2,7 +2,7 @@
 //!
 //! [`Cluster`] has two implementations: the API server ([`crate::api`]), and canned answers in tests.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
 use std::pin::Pin;
 use std::str::FromStr;
@@ -58,6 +58,22 @@ pub(super) struct Fleet {
     pub(super) missing: Vec<Missing>,
     /// What of the cluster could not be seen, in a line for the user.
     pub(super) note: Option<String>,
+}
+
+impl Fleet {
+    /// The part of it on these nodes; a node that it does not have is missing.
+    pub(super) fn only(mut self, nodes: &BTreeSet<String>) -> Self {
+        self.daemons.retain(|daemon| nodes.contains(&daemon.node));
+        self.missing.retain(|missing| nodes.contains(&missing.node));
+        for node in nodes {
+            let is_known =
+                self.daemons.iter().any(|it| it.node == *node) || self.missing.iter().any(|it| it.node == *node);
+            if !is_known {
+                self.missing.push(Missing::new(node, None, &Problem::NoPod));
+            }
+        }
+        self
+    }
 }
 
 /// A command that runs. Dropping all of it ends the connection.

@@ -8,10 +8,16 @@
 mod api;
 mod ask;
 mod cluster;
+mod dump;
+mod explain;
 mod failure;
 #[cfg(test)]
 mod fake;
+mod flows;
+mod rules;
 mod status;
+mod top;
+mod trial;
 mod wait;
 
 use std::process::ExitCode;
@@ -60,6 +66,12 @@ struct Cli {
 enum Command {
     Status(status::Args),
     Wait(wait::Args),
+    Flows(flows::Args),
+    Top(top::Args),
+    Rules(rules::Args),
+    Explain(explain::Args),
+    Trial(trial::Args),
+    Dump(dump::Args),
 }
 
 /// Reads a length of time.
@@ -88,6 +100,12 @@ impl Cli {
             match command {
                 Command::Status(args) => status::run(&cluster, asking, args).await,
                 Command::Wait(args) => wait::run(&cluster, asking, args).await,
+                Command::Flows(args) => flows::run(&cluster, asking, args).await,
+                Command::Top(args) => top::run(&cluster, asking, args).await,
+                Command::Rules(args) => rules::run(&cluster, asking, args).await,
+                Command::Explain(args) => explain::run(&cluster, asking, args).await,
+                Command::Trial(args) => trial::run(&cluster, asking, args).await,
+                Command::Dump(args) => dump::run(&cluster, asking, args).await,
             }
         });
         // A pending name lookup must not delay the end.

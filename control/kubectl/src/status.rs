@@ -96,7 +96,7 @@ fn text(answers: &Answers<Status>) -> String {
     rows.sort();
     rows.insert(0, heading.map(str::to_owned).to_vec());
     let enforced = answers.answers.iter().filter(|(_, status)| is_enforced(status)).count();
-    let all = answers.answers.len() + answers.missing.len();
+    let all = answers.all();
     let pods: usize = answers.answers.iter().map(|(_, status)| status.pods.len()).sum();
     format!("{}\nenforced on {enforced} of {all} nodes, {pods} pods\n", align_columns(&rows))
 }
