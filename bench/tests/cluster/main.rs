@@ -2,6 +2,7 @@
 //! runc and CNI plugins, and Penstock's image and manifests. `make test-cluster` builds the parts and runs it.
 
 mod control_plane;
+mod kubectl;
 mod node;
 mod real_cluster;
 mod restarts;
@@ -23,7 +24,7 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 18] = [
+const TESTS: [(&str, Test); 23] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
@@ -32,6 +33,11 @@ const TESTS: [(&str, Test); 18] = [
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
     ("workers_translate_and_policy_is_for_the_backend", services::workers_translate_and_policy_is_for_the_backend),
+    ("the_plugin_answers_for_all_nodes", kubectl::the_plugin_answers_for_all_nodes),
+    ("a_policy_that_was_waited_for_is_in_force", kubectl::a_policy_that_was_waited_for_is_in_force),
+    ("both_ends_are_in_one_capture", kubectl::both_ends_are_in_one_capture),
+    ("rights_of_the_plugin_are_those_that_are_shipped", kubectl::rights_of_the_plugin_are_those_that_are_shipped),
+    ("a_node_without_a_daemon_is_named", kubectl::a_node_without_a_daemon_is_named),
     (
         "a_rolling_update_cuts_only_connections_of_ended_pods",
         rolling::a_rolling_update_cuts_only_connections_of_ended_pods,

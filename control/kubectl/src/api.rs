@@ -53,6 +53,9 @@ pub(super) struct ClusterArgs {
     /// The user to be for this command, if the API server allows it
     #[arg(long = "as", global = true, value_name = "USER")]
     impersonate: Option<String>,
+    /// A group to be in for this command, with --as; can be given several times
+    #[arg(long = "as-group", global = true, value_name = "GROUP", requires = "impersonate")]
+    impersonate_group: Vec<String>,
 }
 
 /// A cluster by its API server.
@@ -71,10 +74,12 @@ impl ApiCluster {
         config.connect_timeout = Some(CONNECT);
         // Answers have their own timeout, and captures none.
         config.read_timeout = None;
-        if let Some(user) = &args.impersonate {
-            let value = HeaderValue::from_str(user);
-            let value = value.map_err(|_| ClusterError::BadInput(format!("--as {user:?}: not a user's name")))?;
-            config.headers.push((HeaderName::from_static("impersonate-user"), value));
+        let users = args.impersonate.iter().map(|user| ("--as", "impersonate-user", user));
+        let groups = args.impersonate_group.iter().map(|group| ("--as-group", "impersonate-group", group));
+        for (option, header, name) in users.chain(groups) {
+            let value = HeaderValue::from_str(name);
+            let value = value.map_err(|_| ClusterError::BadInput(format!("{option} {name:?}: not a name")))?;
+            config.headers.push((HeaderName::from_static(header), value));
         }
         let client = Client::try_from(config).map_err(|error| {
             ClusterError::BadInput(format!(

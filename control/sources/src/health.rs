@@ -222,10 +222,13 @@ impl SourceHealth {
         counters.outages.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Records that the receiver has worked on all changes of these versions.
-    pub(super) fn taken(&self, versions: &Versions) {
-        for (counters, version) in self.kinds.iter().zip(versions) {
-            counters.version.store(*version, Ordering::Release);
+    /// Records that the receiver has worked on all changes of these versions; `before` are those of the call before. What has
+    /// stayed among them may have advanced without changes since.
+    pub(super) fn taken(&self, before: &Versions, versions: &Versions) {
+        for (counters, (before, version)) in self.kinds.iter().zip(before.iter().zip(versions)) {
+            if before != version {
+                counters.version.store(*version, Ordering::Release);
+            }
         }
     }
 
@@ -273,9 +276,14 @@ mod tests {
         assert_eq!(version(ObjectKind::Pod), None);
         let mut versions = Versions::default();
         versions[ObjectKind::Pod as usize] = 5;
-        health.taken(&versions);
+        health.taken(&Versions::default(), &versions);
         assert!(health.unchanged(ObjectKind::Pod, 5, 6));
         assert_eq!((version(ObjectKind::Pod), version(ObjectKind::Node)), (Some(6), None));
+        // Changes of another kind that were on their way meanwhile.
+        let before = versions;
+        versions[ObjectKind::Node as usize] = 7;
+        health.taken(&before, &versions);
+        assert_eq!((version(ObjectKind::Pod), version(ObjectKind::Node)), (Some(6), Some(7)));
     }
 
     #[test]

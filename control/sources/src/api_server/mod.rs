@@ -68,6 +68,8 @@ pub struct ApiServer {
     batches: mpsc::Receiver<Batch>,
     /// The versions of the last batch, on which its receiver works until it asks for the next.
     working_on: Option<Versions>,
+    /// Those that were worked on last.
+    worked_on: Versions,
     health: Arc<SourceHealth>,
     /// Dropping it ends the thread.
     stop: Option<oneshot::Sender<()>>,
@@ -195,7 +197,14 @@ impl ApiServer {
         };
         let thread =
             thread::Builder::new().name("api-server".to_owned()).spawn(body).map_err(ApiServerError::Thread)?;
-        let server = Self { batches, working_on: None, health, stop: Some(stop), thread: Some(thread) };
+        let server = Self {
+            batches,
+            working_on: None,
+            worked_on: Versions::default(),
+            health,
+            stop: Some(stop),
+            thread: Some(thread),
+        };
         // Without an answer it has panicked; the next batch shows it.
         if let Ok(shared) = start.await {
             shared?;
@@ -208,7 +217,7 @@ impl ApiServer {
     pub async fn next(&mut self) -> Option<Vec<ObjectChange>> {
         loop {
             if let Some(versions) = self.working_on.take() {
-                self.health.taken(&versions);
+                self.health.taken(&std::mem::replace(&mut self.worked_on, versions), &versions);
             }
             let Batch { changes, versions } = self.batches.recv().await?;
             self.working_on = versions;
