@@ -46,7 +46,7 @@ test: build ## Every test, those on real veths included; they run the optimised 
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 
 # Test programs that pass as any user: no namespace, no XDP, no AF_XDP.
-UNPRIVILEGED := policy_set parse pipeline via_host capture commands conformance crates docs manifest_directory manifest_errors manifest_forms \
+UNPRIVILEGED := policy_set parse pipeline via_host capture commands conformance crates docs krew manifest_directory manifest_errors manifest_forms \
 	policy replay_command replay_stream corpus differential floods reassembly manifests trex
 
 .PHONY: test-unprivileged

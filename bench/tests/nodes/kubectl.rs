@@ -122,7 +122,11 @@ fn one_command_answers_for_both_nodes() {
         .iter()
         .map(|row| (row["node"].as_str().unwrap(), row["egress"].as_str().unwrap(), row["ingress"].as_str().unwrap()))
         .collect();
-    assert_eq!(rows, [("node-a", "open", "not here"), ("node-b", "not here", "shop-ingress-db-0")], "both ends");
+    assert_eq!(
+        rows,
+        [("node-a", "open", "not here"), ("node-b", "not here", "shop-ingress-db-0-podSelector-0-0")],
+        "both ends"
+    );
     let refused = setup.run(&["flows", "--pod", "shop/nobody"], 2).1;
     assert!(refused.starts_with("kubectl penstock: nodes node-a, node-b: "), "{refused}");
 

@@ -132,8 +132,9 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
         true => Ok(()),
         false => capture.run(output, watched, &args, plan.between.as_ref()).await,
     };
+    let is_empty = capture.written == 0;
     let answers = capture.answers();
-    if answers.answers.is_empty() && !is_stdout && capture_is_empty(&args.output) {
+    if answers.answers.is_empty() && is_empty && !is_stdout {
         let _ = std::fs::remove_file(&args.output);
     }
     match ended {
@@ -145,10 +146,6 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
         Ok(()) => {}
     }
     answers.completeness()
-}
-
-fn capture_is_empty(path: &Path) -> bool {
-    std::fs::metadata(path).is_ok_and(|file| file.len() == 0)
 }
 
 fn create(path: &Path) -> Result<File, Failure> {
@@ -234,6 +231,8 @@ struct Capture {
     nodes: Vec<CapturingNode>,
     missing: Vec<Missing>,
     events: mpsc::Receiver<Event>,
+    /// Packets in the file.
+    written: u64,
     /// Ends with this value.
     _tasks: JoinSet<()>,
 }
@@ -273,7 +272,7 @@ impl Capture {
                 Err(problem) => missing.push(Missing::new(&daemon.node, Some(&daemon.pod), &problem)),
             }
         }
-        Self { nodes, missing, events, _tasks: tasks }
+        Self { nodes, missing, events, written: 0, _tasks: tasks }
     }
 
     /// Writes packets in their order until all nodes have ended.
@@ -314,6 +313,7 @@ impl Capture {
                 self.ask_to_end().await;
                 return Err(error);
             }
+            self.written = file.packets();
             let is_full = args.packets.is_some_and(|most| file.packets() >= most);
             match (asked_to_end || is_full, end) {
                 (true, None) => {
@@ -326,6 +326,7 @@ impl Capture {
             }
         }
         file.drain(&mut merger, Duration::MAX, args.packets)?;
+        self.written = file.packets();
         file.end(&self.counts())?;
         eprintln!("kubectl penstock: {}", file.summary(&self.counts(), merger.late()));
         Ok(())

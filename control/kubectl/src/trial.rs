@@ -14,8 +14,8 @@ use super::Failure;
 use super::ask::{Answers, Asking, Output, WithMissing, ask_all, from_json, print, succeeded, words};
 use super::cluster::{Cluster, Daemon, Problem};
 
-/// Most bytes of manifests, as `penstock trial start` reads them.
-const MAX_INPUT: usize = 16 << 20;
+/// Most bytes of manifests that a daemon takes.
+const MAX_INPUT: usize = 8 << 20;
 
 /// Try policies on the live traffic of all nodes: what would change, without changing it
 ///

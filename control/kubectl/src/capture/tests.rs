@@ -122,6 +122,10 @@ async fn where_no_node_captures_nothing_is_left() {
     let ended = run(&cluster, ASKING, args(&output)).await;
     assert!(matches!(ended, Err(Failure::BadInput(_))), "{ended:?}");
     assert!(!output.exists());
+    let refused = "penstock: /run/penstock/capture.sock: no daemon offers captures there (gone); set capture.socket\n";
+    let cluster = FakeCluster::new([("a", vec![Reply::error(2, refused)])]);
+    assert!(matches!(run(&cluster, ASKING, args(&output)).await, Err(Failure::BadInput(_))));
+    assert!(!output.exists(), "no packet was captured");
     fs::write(&output, "mine").unwrap();
     let ended = run(&cluster, ASKING, args(&output)).await;
     assert!(matches!(&ended, Err(Failure::BadInput(lines)) if lines[0].contains("exists already")), "{ended:?}");
