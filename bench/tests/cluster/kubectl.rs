@@ -68,7 +68,7 @@ pub(crate) fn the_plugin_answers_for_all_nodes(cluster: &mut RealCluster) -> Res
 }
 
 /// When the wait ends, the next packet is judged by the policy: a probe is not repeated.
-pub(crate) fn a_policy_that_was_waited_for_is_in_force(cluster: &mut RealCluster) -> Result<()> {
+pub(crate) fn the_plugin_waits_until_a_policy_is_in_force(cluster: &mut RealCluster) -> Result<()> {
     expect_reached(cluster, FROM, TO, 8080, true)?;
     for allowed in [false, true, false] {
         let rule = if allowed { "[{}]" } else { "[]" };
@@ -92,7 +92,7 @@ pub(crate) fn a_policy_that_was_waited_for_is_in_force(cluster: &mut RealCluster
 }
 
 /// Both ends of a connection, in the order of the times, until Ctrl-C ends the captures on both nodes.
-pub(crate) fn both_ends_are_in_one_capture(cluster: &mut RealCluster) -> Result<()> {
+pub(crate) fn the_plugin_captures_both_ends_in_one_file(cluster: &mut RealCluster) -> Result<()> {
     let settings = ("", "[capture]\nsocket = \"/run/penstock/capture.sock\"");
     cluster.with_settings(settings, || {
         let (from, to) = (cluster.site(FROM), cluster.target(TO, false));
@@ -147,7 +147,7 @@ fn expect_both_ends(file: &Path) -> Result<()> {
 }
 
 /// The rights that are shipped are enough, and less is an error that names what is missing.
-pub(crate) fn rights_of_the_plugin_are_those_that_are_shipped(cluster: &mut RealCluster) -> Result<()> {
+pub(crate) fn the_plugin_needs_the_rights_that_are_shipped(cluster: &mut RealCluster) -> Result<()> {
     let (_, refused) = run(cluster, &["status", "--as", "reader"], 2)?;
     ensure!(refused.contains("needs list on pods in kube-system"), "{refused}");
     cluster.kubectl(&["create", "clusterrolebinding", "reader", "--clusterrole=view", "--user=reader"])?;
@@ -163,7 +163,7 @@ pub(crate) fn rights_of_the_plugin_are_those_that_are_shipped(cluster: &mut Real
 }
 
 /// A node without a daemon is no silence.
-pub(crate) fn a_node_without_a_daemon_is_named(cluster: &mut RealCluster) -> Result<()> {
+pub(crate) fn the_plugin_names_a_node_without_a_daemon(cluster: &mut RealCluster) -> Result<()> {
     let only = |value: &str| {
         let patch =
             format!(r#"{{"spec":{{"template":{{"spec":{{"nodeSelector":{{"kubernetes.io/hostname":{value}}}}}}}}}}}"#);

@@ -72,7 +72,7 @@ enum Command {
     Rules(rules::Args),
     Explain(explain::Args),
     Trial(trial::Args),
-    Capture(capture::Args),
+    Capture(Box<capture::Args>),
     Dump(dump::Args),
 }
 
@@ -107,7 +107,7 @@ impl Cli {
                 Command::Rules(args) => rules::run(&cluster, asking, args).await,
                 Command::Explain(args) => explain::run(&cluster, asking, args).await,
                 Command::Trial(args) => trial::run(&cluster, asking, args).await,
-                Command::Capture(args) => capture::run(&cluster, asking, args).await,
+                Command::Capture(args) => capture::run(&cluster, asking, *args).await,
                 Command::Dump(args) => dump::run(&cluster, asking, args).await,
             }
         });
