@@ -200,7 +200,11 @@ pub(super) fn problem(code: i32, stderr: &str) -> Problem {
         false => said.join("; "),
     };
     match code {
-        2 if said.contains("no daemon listens") => Problem::NoDaemon(said),
+        2 if said.contains("no daemon listens") => {
+            // The remedy that it names is for who is on the node.
+            let what = said.split("; ").next().unwrap_or_default();
+            Problem::NoDaemon(format!("{what}; see the log of its pod"))
+        }
         2 => Problem::Refused(said),
         _ => Problem::Failed(said),
     }

@@ -74,6 +74,7 @@ async fn every_node_has_a_line_and_one_that_does_not_answer_is_named() {
     for start in [
         "node aa: pod penstock-x does not run",
         "node d: no answer within 2 s; allow more",
+        "node e: /run/penstock/admin.sock: no daemon listens there (No such file); see the log of its pod",
         "node g: penstock ended with exit code 1",
     ] {
         assert!(lines.iter().any(|line| line.starts_with(start)), "{start}: {lines:?}");
