@@ -27,7 +27,7 @@ setup: ## Install what is missing of the compilers, headers and tools (Debian, U
 	@./scripts/setup $(PACKAGES)
 
 .PHONY: build
-build: setup ## The penstock binary, the demo and the benchmarks' programs, optimised, in target/release
+build: setup ## The penstock binary, the kubectl plugin, the demo and the benchmarks' programs, optimised, in target/release
 	$(CARGO) build --release --locked --bins
 
 .PHONY: demo

@@ -24,7 +24,9 @@ const TO: &str = "ops/monitor";
 
 /// The plugin, with full rights unless `arguments` say otherwise.
 fn plugin(cluster: &RealCluster, arguments: &[&str]) -> Result<Command> {
-    let mut command = cluster.plane.kubectl_plugin(&penstock_binary()?.with_file_name("kubectl-penstock"));
+    let binary = penstock_binary()?.with_file_name("kubectl-penstock");
+    ensure!(binary.is_file(), "{}: build it (make build)", binary.display());
+    let mut command = cluster.plane.kubectl_plugin(&binary);
     command.args(arguments).stdin(Stdio::null());
     Ok(command)
 }

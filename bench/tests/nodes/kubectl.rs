@@ -46,6 +46,7 @@ impl Setup {
 
     fn command(&self, arguments: &[&str]) -> Command {
         let binary = penstock_binary().unwrap().with_file_name("kubectl-penstock");
+        assert!(binary.is_file(), "{}: build it (cargo build -p penstock-kubectl)", binary.display());
         let mut command = Command::new(binary);
         command
             .args(arguments)
