@@ -25,12 +25,14 @@ use tokio_tungstenite::tungstenite::Message;
 use tokio_tungstenite::tungstenite::handshake::derive_accept_key;
 use tokio_tungstenite::tungstenite::protocol::Role;
 
+/// Makes a process of a command's words.
+pub(crate) type MakeCommand = Box<dyn Fn(&[String]) -> Command + Send + Sync>;
+
 /// How a pod runs commands.
 pub(crate) struct Runner {
     /// The subprotocol that its node's kubelet has.
     pub(crate) protocol: &'static str,
-    /// Makes a process of a command's words.
-    pub(crate) command: Box<dyn Fn(&[String]) -> Command + Send + Sync>,
+    pub(crate) command: MakeCommand,
 }
 
 /// What the server has.

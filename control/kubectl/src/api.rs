@@ -1,7 +1,7 @@
 //! A cluster by its API server: pods of Penstock are found by their labels, and commands run in them by `pods/exec`.
 //!
 //! The connection of a command is a WebSocket with the subprotocols v5 and v4.channel.k8s.io (KEP-4006), of which Kubernetes
-//! 1.20 has v4. A server asks for `get` on pods/exec there, and newer ones for `create`, too.
+//! 1.20 has v4. It begins as a GET, so the server asks for `get` on pods/exec, and from Kubernetes 1.35 on for `create`, too.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
