@@ -27,7 +27,7 @@ setup: ## Install what is missing of the compilers, headers and tools (Debian, U
 	@./scripts/setup $(PACKAGES)
 
 .PHONY: build
-build: setup ## The penstock binary, the demo and the benchmarks' programs, optimised, in target/release
+build: setup ## The penstock binary, the kubectl plugin, the demo and the benchmarks' programs, optimised, in target/release
 	$(CARGO) build --release --locked --bins
 
 .PHONY: demo
@@ -46,7 +46,7 @@ test: build ## Every test, those on real veths included; they run the optimised 
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 
 # Test programs that pass as any user: no namespace, no XDP, no AF_XDP.
-UNPRIVILEGED := policy_set parse pipeline via_host capture commands conformance crates docs manifest_directory manifest_errors manifest_forms \
+UNPRIVILEGED := policy_set parse pipeline via_host capture commands conformance crates docs krew manifest_directory manifest_errors manifest_forms \
 	policy replay_command replay_stream corpus differential floods reassembly manifests trex
 
 .PHONY: test-unprivileged

@@ -15,7 +15,7 @@ use penstock_sources::api_server::Access;
 use http::Method;
 use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::core::v1::{ConfigMap, Container, PodSpec, ServiceAccount};
-use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding};
+use k8s_openapi::api::rbac::v1::{ClusterRole, ClusterRoleBinding, PolicyRule, Role, RoleBinding};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -65,6 +65,32 @@ fn typed<T: DeserializeOwned>(object: &Value) -> T {
     unknown.retain(|path| !matches!(path.as_str(), "apiVersion" | "kind"));
     assert!(unknown.is_empty(), "{} has no such fields: {unknown:?}", object["kind"]);
     read.unwrap_or_else(|error| panic!("{}: {error}", object["kind"]))
+}
+
+#[test]
+fn users_of_the_plugin_get_a_right_that_the_daemon_does_not_have() {
+    let shipped = objects_of(&directory().join("kubectl"), &["rbac.yaml"]);
+    let may_exec = |rules: &[PolicyRule]| {
+        rules.iter().any(|rule| rule.resources.iter().flatten().any(|resource| resource.starts_with("pods/")))
+    };
+    let of_kind = |kind: &str| shipped.iter().find(|object| object["kind"] == kind).unwrap();
+    let role: Role = typed(of_kind("Role"));
+    let rules = role.rules.unwrap();
+    assert_eq!(rules.len(), 1);
+    assert_eq!(rules[0].resources.as_deref(), Some(&["pods/exec".to_owned()][..]));
+    assert_eq!(rules[0].verbs, ["create", "get"]);
+    let cluster_role: ClusterRole = typed(of_kind("ClusterRole"));
+    for rule in cluster_role.rules.as_deref().unwrap() {
+        assert!(rule.verbs.iter().all(|verb| ["get", "list"].contains(&verb.as_str())), "{rule:?}");
+    }
+    assert!(!may_exec(cluster_role.rules.as_deref().unwrap()), "in one namespace alone");
+    for kind in ["RoleBinding", "ClusterRoleBinding"] {
+        assert_eq!(of_kind(kind)["subjects"][0]["name"], "penstock-users");
+    }
+    drop((typed::<RoleBinding>(of_kind("RoleBinding")), typed::<ClusterRoleBinding>(of_kind("ClusterRoleBinding"))));
+    let own = objects();
+    let own: ClusterRole = typed(own.iter().find(|object| object["kind"] == "ClusterRole").unwrap());
+    assert!(!may_exec(&own.rules.unwrap()));
 }
 
 #[test]

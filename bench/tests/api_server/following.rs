@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use penstock_bench::testbed::api_server::ApiServer;
+use penstock_bench::testbed::api_server::{ApiServer, Resource};
 use penstock_sources::ObjectKind;
 
 use serde_json::json;
@@ -66,6 +66,33 @@ fn a_staged_policy_is_followed_and_in_force_only_without_its_annotation() {
         follower.catch_up(&server);
         assert_eq!(!follower.reaches(JOB, DB), is_enforced, "{annotations}");
     }
+}
+
+#[test]
+fn a_version_is_known_once_its_changes_are_worked_on() {
+    let server = ApiServer::start(None).unwrap();
+    shop(&server);
+    let mut follower = Follower::start(&server);
+    follower.catch_up(&server);
+    let version_of = |resource: Resource, name: &str| -> u64 {
+        let found = server.admin().list(resource).unwrap();
+        let found = found.iter().find(|object| object["metadata"]["name"] == name).unwrap();
+        found["metadata"]["resourceVersion"].as_str().unwrap().parse().unwrap()
+    };
+    server.admin().replace(&policy("shop", "db", "job")).unwrap();
+    let changed = version_of(Resource::NetworkPolicies, "only-to-db");
+    let known = |follower: &Follower, kind| follower.health(kind).version.unwrap();
+    // The batch is taken; that it is worked on is said by asking for the next.
+    follower.catch_up(&server);
+    assert!(known(&follower, ObjectKind::NetworkPolicy) < changed);
+    follower.listen(Duration::from_millis(50));
+    assert!(known(&follower, ObjectKind::NetworkPolicy) >= changed);
+    // A version that changes nothing counts, too.
+    let mut web = pod("shop", "web", WEB);
+    web["status"]["message"] = json!("ready");
+    server.admin().set_status(&web).unwrap();
+    let unchanged = version_of(Resource::Pods, "web");
+    follower.until("the version of its status", |health| health.version.is_some_and(|known| known >= unchanged));
 }
 
 #[test]

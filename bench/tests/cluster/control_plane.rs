@@ -78,7 +78,12 @@ impl ControlPlane {
 
     /// A `kubectl` with full rights.
     pub(crate) fn kubectl(&self) -> Command {
-        let mut command = self.world.command(self.programs.join("kubectl"));
+        self.kubectl_plugin(&self.programs.join("kubectl"))
+    }
+
+    /// A program that reads its kubeconfig as `kubectl` does, with full rights.
+    pub(crate) fn kubectl_plugin(&self, program: &Path) -> Command {
+        let mut command = self.world.command(program);
         command.env("KUBECONFIG", kubeconfig(&self.directory, "admin")).env("HOME", &self.directory);
         command
     }

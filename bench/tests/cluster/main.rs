@@ -3,6 +3,7 @@
 
 mod control_plane;
 mod figures;
+mod kubectl;
 mod node;
 mod real_cluster;
 mod restarts;
@@ -24,7 +25,7 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 19] = [
+const TESTS: [(&str, Test); 24] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
@@ -34,6 +35,11 @@ const TESTS: [(&str, Test); 19] = [
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
     ("workers_translate_and_policy_is_for_the_backend", services::workers_translate_and_policy_is_for_the_backend),
+    ("the_plugin_answers_for_all_nodes", kubectl::the_plugin_answers_for_all_nodes),
+    ("the_plugin_waits_until_a_policy_is_in_force", kubectl::the_plugin_waits_until_a_policy_is_in_force),
+    ("the_plugin_captures_both_ends_in_one_file", kubectl::the_plugin_captures_both_ends_in_one_file),
+    ("the_plugin_needs_the_rights_that_are_shipped", kubectl::the_plugin_needs_the_rights_that_are_shipped),
+    ("the_plugin_names_a_node_without_a_daemon", kubectl::the_plugin_names_a_node_without_a_daemon),
     (
         "a_rolling_update_cuts_only_connections_of_ended_pods",
         rolling::a_rolling_update_cuts_only_connections_of_ended_pods,

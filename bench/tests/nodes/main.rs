@@ -3,7 +3,9 @@
 
 mod cluster_conformance;
 mod conformance;
+mod exec_server;
 mod fixture;
+mod kubectl;
 mod overlay;
 mod reach;
 mod ruleset;

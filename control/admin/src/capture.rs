@@ -283,12 +283,20 @@ pub enum CaptureError {
     System(#[from] io::Error),
 }
 
+/// Waits until a descriptor is ready for this; forever without one.
+async fn ready(descriptor: Option<&AsyncFd<OwnedFd>>, interest: Interest) {
+    match descriptor {
+        Some(descriptor) => drop(descriptor.ready(interest).await),
+        None => std::future::pending().await,
+    }
+}
+
 /// What comes next of a capture.
 #[derive(Debug)]
 pub enum CaptureEvent<'a> {
     /// A message, with the frame of a packet.
     Message(CaptureMessage, &'a [u8]),
-    /// SIGINT or SIGTERM asks to end.
+    /// SIGINT or SIGTERM asks to end, or the input has ended ([`CaptureStream::watch_input`]).
     Interrupted,
     /// Nobody reads the output any more ([`CaptureStream::watch_output`]).
     OutputClosed,
@@ -304,6 +312,7 @@ pub struct CaptureStream {
     connection: JoinHandle<Result<(), hyper::Error>>,
     interrupt: [Signal; 2],
     output: Option<AsyncFd<OwnedFd>>,
+    input: Option<AsyncFd<OwnedFd>>,
     received: Vec<u8>,
     /// How much of it was read.
     read: usize,
@@ -326,7 +335,17 @@ impl CaptureStream {
             Ok::<_, CaptureError>((response.into_body(), connection, interrupt))
         });
         let (body, connection, interrupt) = opened?;
-        Ok(Self { path, runtime, body, connection, interrupt, output: None, received: Vec::new(), read: 0 })
+        Ok(Self {
+            path,
+            runtime,
+            body,
+            connection,
+            interrupt,
+            output: None,
+            input: None,
+            received: Vec::new(),
+            read: 0,
+        })
     }
 
     /// From now on it is an event if the other end of this pipe or socket closes: a reader that leaves while no packet comes
@@ -335,6 +354,14 @@ impl CaptureStream {
         let _inside = self.runtime.enter();
         // SAFETY: the descriptor is open, and the value owns it and never gives it away.
         self.output = unsafe { AsyncFd::register_with_interest(output, Interest::ERROR) }.ok();
+    }
+
+    /// From now on it is an interrupt if this pipe or socket ends, or has something to read. A file, which has always, is not
+    /// watched.
+    pub fn watch_input(&mut self, input: OwnedFd) {
+        let _inside = self.runtime.enter();
+        // SAFETY: the descriptor is open, and the value owns it and never gives it away.
+        self.input = unsafe { AsyncFd::register_with_interest(input, Interest::READABLE) }.ok();
     }
 
     /// Waits for the next message, at most as long as this.
@@ -351,18 +378,15 @@ impl CaptureStream {
                 break (message, self.read - frame..self.read);
             }
             self.received.drain(..std::mem::take(&mut self.read));
-            let Self { runtime, body, interrupt: [int, term], output, .. } = self;
-            let closed = async {
-                match output {
-                    Some(output) => drop(output.ready(Interest::ERROR).await),
-                    None => std::future::pending().await,
-                }
-            };
+            let Self { runtime, body, interrupt: [int, term], output, input, .. } = self;
+            let closed = ready(output.as_ref(), Interest::ERROR);
+            let ended = ready(input.as_ref(), Interest::READABLE);
             let waited = runtime.block_on(async {
                 tokio::select! {
                     frame = body.frame() => Ok(frame),
                     _ = int.recv() => Err(CaptureEvent::Interrupted),
                     _ = term.recv() => Err(CaptureEvent::Interrupted),
+                    () = ended => Err(CaptureEvent::Interrupted),
                     () = closed => Err(CaptureEvent::OutputClosed),
                     () = tokio::time::sleep(patience) => Err(CaptureEvent::Quiet),
                 }

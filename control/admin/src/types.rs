@@ -101,6 +101,10 @@ pub struct SourceStatus {
     pub invalid: u64,
     /// How often the connection was lost.
     pub outages: u64,
+    /// The resourceVersion up to which all changes of this resource are in the snapshots that were published so far; `None` with
+    /// manifests, and from daemons that do not say it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u64>,
 }
 
 /// A worker.

@@ -103,6 +103,9 @@ pub(super) struct Args {
     /// End after so many bytes of packets
     #[arg(long, value_name = "COUNT")]
     bytes: Option<u64>,
+    /// End when standard input does, or has anything to read: for programs that run this at the other end of a connection
+    #[arg(long)]
+    end_with_input: bool,
     /// The daemon's capture socket (capture.socket of its configuration)
     #[arg(long, value_name = "PATH", default_value = DEFAULT_SOCKET)]
     socket: PathBuf,
@@ -120,13 +123,13 @@ const SILENCE: Duration = Duration::from_secs(20);
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let query = args.query()?;
     match (&args.bundle, &args.output) {
-        (Some(directory), _) => run_bundle(directory, &args.socket, &query),
-        (None, Some(output)) => run_file(output, &args.socket, &query),
+        (Some(directory), _) => run_bundle(directory, &args.socket, &query, args.end_with_input),
+        (None, Some(output)) => run_file(output, &args.socket, &query, args.end_with_input),
         (None, None) => Err(Failure::bad_input("neither -o FILE nor --bundle DIR is given; give one of them")),
     }
 }
 
-fn run_file(output: &Path, socket: &Path, query: &CaptureQuery) -> Result<(), Failure> {
+fn run_file(output: &Path, socket: &Path, query: &CaptureQuery, end_with_input: bool) -> Result<(), Failure> {
     let is_stdout = output == Path::new("-");
     if is_stdout && io::stdout().is_terminal() {
         return Err(Failure::bad_input(
@@ -135,7 +138,7 @@ fn run_file(output: &Path, socket: &Path, query: &CaptureQuery) -> Result<(), Fa
     }
     // Before the capture: a file that cannot be written is no reason to look at packets.
     let file = if is_stdout { None } else { Some(create(output)?) };
-    let stream = CaptureStream::open(socket, query).map_err(failure);
+    let stream = open(socket, query, end_with_input);
     let mut stream = stream.inspect_err(|_| _ = file.as_ref().map(|_| std::fs::remove_file(output)))?;
     if let Ok(output) = io::stdout().as_fd().try_clone_to_owned()
         && is_stdout
@@ -152,9 +155,9 @@ fn run_file(output: &Path, socket: &Path, query: &CaptureQuery) -> Result<(), Fa
 }
 
 /// A capture that the daemon or a signal ends early leaves a bundle up to there.
-fn run_bundle(directory: &Path, socket: &Path, query: &CaptureQuery) -> Result<(), Failure> {
+fn run_bundle(directory: &Path, socket: &Path, query: &CaptureQuery, end_with_input: bool) -> Result<(), Failure> {
     let (mut bundle, packets) = BundleWriter::create(directory).map_err(Failure::bad_input)?;
-    let stream = CaptureStream::open(socket, query).map_err(failure)?;
+    let stream = open(socket, query, end_with_input)?;
     let named = |error: CaptureFailure| error.named(&directory.display().to_string());
     let (ended, counts) = capture(stream, packets, Some(&mut bundle));
     if let Err(error @ CaptureFailure::Write(_)) = ended {
@@ -163,6 +166,17 @@ fn run_bundle(directory: &Path, socket: &Path, query: &CaptureQuery) -> Result<(
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     bundle.end(time, counts.packets, counts.lost).map_err(|error| named(CaptureFailure::Write(error)))?;
     ended.map_err(named)
+}
+
+/// Begins a capture, which with `end_with_input` ends as by an interrupt when standard input does.
+fn open(socket: &Path, query: &CaptureQuery, end_with_input: bool) -> Result<CaptureStream, Failure> {
+    let mut stream = CaptureStream::open(socket, query).map_err(failure)?;
+    if let Ok(input) = io::stdin().as_fd().try_clone_to_owned()
+        && end_with_input
+    {
+        stream.watch_input(input);
+    }
+    Ok(stream)
 }
 
 impl Args {

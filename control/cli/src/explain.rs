@@ -6,6 +6,7 @@ use penstock_admin::types::{ExplainQuery, Explanation};
 use penstock_policy::explain;
 use penstock_policy::flow::{FlowEndpoint, ProtocolPort};
 use penstock_policy::render::tables::PodScope;
+use penstock_text::number::json;
 
 use super::Failure;
 use super::cluster::OptionalManifestArgs;
@@ -36,6 +37,9 @@ pub(super) struct Args {
     live: bool,
     #[command(flatten)]
     daemon: DaemonArgs,
+    /// Print the running daemon's answer as JSON
+    #[arg(long, requires = "live", conflicts_with = "manifests")]
+    json: bool,
     /// The source: NAMESPACE/POD or an address
     #[arg(long, value_name = "END")]
     from: FlowEndpoint,
@@ -57,6 +61,9 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
             let query =
                 ExplainQuery { from: args.from.to_string(), to: args.to.to_string(), port: args.port.to_string() };
             let explanation: Explanation = args.daemon.get("/v1/explain", &query)?;
+            if args.json {
+                return io::stdout().write_all(json(&explanation).as_bytes()).or_else(Failure::from_output);
+            }
             format!(
                 "{}\nby snapshot {} of the daemon at {}\n",
                 explanation.text,

@@ -2,13 +2,13 @@
 
 use std::io::{self, Write};
 
-use jiff::Timestamp;
-use penstock_admin::table::align_columns;
-use penstock_admin::types::{RuleUsage, Rules};
+use penstock_admin::types::Rules;
 use penstock_agent::config::TimeSpan;
+use penstock_text::number::json;
+use penstock_text::rules::text;
 
 use super::Failure;
-use super::daemon::{DaemonArgs, json};
+use super::daemon::DaemonArgs;
 
 /// List the rules in force on a node, with how often each decided a connection
 ///
@@ -66,43 +66,10 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
 }
 
-fn text(rules: &Rules, all: usize, unknown: usize) -> String {
-    let heading = ["RULE", "POLICY", "ACTION", "HITS", "LAST HIT", "KNOWN SINCE"];
-    let mut rows = vec![heading.map(str::to_owned).to_vec()];
-    rows.extend(rules.rules.iter().map(row));
-    let mut text = align_columns(&rows);
-    text += &match (rules.rules.len(), all) {
-        (1, 1) => "1 rule\n".to_owned(),
-        (listed, all) if listed == all => format!("{all} rules\n"),
-        (listed, all) => format!("{listed} of {all} rules\n"),
-    };
-    if unknown > 0 {
-        text += &format!("not listed: {unknown} rules without a hit that are not known for that long\n");
-    }
-    if rules.left_out > 0 {
-        text += &format!("not counted: {} rules beyond the number that a node keeps\n", rules.left_out);
-    }
-    text
-}
-
-fn row(rule: &RuleUsage) -> Vec<String> {
-    vec![
-        rule.rule.clone(),
-        rule.policy.clone(),
-        rule.action.clone(),
-        rule.hits.to_string(),
-        rule.last_hit.map_or_else(|| "never".to_owned(), moment),
-        moment(rule.since),
-    ]
-}
-
-/// A time as in RFC 3339.
-pub(super) fn moment(seconds: i64) -> String {
-    Timestamp::from_second(seconds).map_or_else(|_| seconds.to_string(), |time| time.to_string())
-}
-
 #[cfg(test)]
 mod tests {
+    use penstock_admin::types::RuleUsage;
+
     use super::*;
 
     fn rule(name: &str, hits: u64, last_hit: Option<i64>, since: i64) -> RuleUsage {
@@ -128,16 +95,5 @@ mod tests {
         }
         assert_eq!(seconds(time("7d").unwrap()), 7 * 86_400);
         assert!(time("a week").unwrap_err().contains("such as 30s"));
-    }
-
-    #[test]
-    fn rules_are_listed_with_times_and_what_is_missing_is_said() {
-        let rules = vec![rule("db", 0, None, 0), rule("web", 12, Some(86_400), 60)];
-        let listed = text(&Rules { now: 100_000, left_out: 2, rules }, 5, 1);
-        let lines: Vec<&str> = listed.lines().collect();
-        assert_eq!(lines[1], "shop-ingress-db-0   shop/db   allow      0  never                 1970-01-01T00:00:00Z");
-        assert_eq!(lines[2], "shop-ingress-web-0  shop/web  allow     12  1970-01-02T00:00:00Z  1970-01-01T00:01:00Z");
-        let rest = ["2 of 5 rules", "not listed: 1 rules", "not counted: 2 rules"];
-        assert!(rest.iter().zip(&lines[3..]).all(|(start, line)| line.starts_with(start)), "{listed}");
     }
 }

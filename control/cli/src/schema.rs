@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use penstock_agent::config::schema;
 
 use super::Failure;
-use super::daemon::json;
+use penstock_text::number::json;
 
 /// Print the JSON schema of the configuration file
 ///

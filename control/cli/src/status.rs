@@ -7,9 +7,10 @@ use std::io::{self, Write as _};
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{CaptureStatus, PodStatus, PortStatus, ServicesStatus, StaleObjects, Status};
 use penstock_dataplane::worker::Stage;
+use penstock_text::number::{json, percent, short};
 
 use super::Failure;
-use super::daemon::{DaemonArgs, json, percent, short};
+use super::daemon::DaemonArgs;
 use super::style;
 
 /// Show a running daemon: workers, ports, pods, and whether policy is in force

@@ -5,6 +5,7 @@ use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use penstock_admin::types::{PortStatus, Status, WorkerStatus};
+use penstock_text::number::{percent, short};
 use ratatui::Frame;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -13,7 +14,7 @@ use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Paragraph, Row, Table};
 
 use super::Failure;
-use super::daemon::{DaemonArgs, failure, percent, short};
+use super::daemon::{DaemonArgs, failure};
 
 /// Watch a running daemon: rates by pod and port, drops by reason, load of the workers
 #[derive(clap::Args, Debug)]

@@ -1,16 +1,17 @@
 //! `penstock trial`: what staged policies would change, on a running daemon.
 
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
-use std::path::PathBuf;
+use std::io::{self, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use penstock_admin::table::align_columns;
-use penstock_admin::types::{StagedChange, StagedVerdict, TrialManifest, TrialPolicies, TrialRequest, TrialStatus};
+use penstock_admin::types::{TrialManifest, TrialPolicies, TrialRequest, TrialStatus};
 use penstock_sources::manifest::read_texts;
+use penstock_text::number::json;
+use penstock_text::trial::text;
 
 use super::Failure;
-use super::daemon::{DaemonArgs, failure, json};
-use super::flows::amount;
+use super::daemon::{DaemonArgs, failure};
 
 /// Try policies on live traffic: what would change, without changing it
 ///
@@ -57,6 +58,9 @@ enum Action {
         /// Manifests, YAML or JSON: files, directories (*.yaml, *.yml, *.json in them), or - for standard input
         #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
         manifests: Vec<PathBuf>,
+        /// Of standard input read so many bytes, for a connection that cannot say where it ends
+        #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=MAX_INPUT))]
+        input_bytes: Option<u64>,
     },
     /// Print what promotion of everything that is staged would change
     Status {
@@ -75,7 +79,7 @@ enum Action {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     match args.action {
-        Action::Start { daemon, manifests } => start(&daemon, &manifests),
+        Action::Start { daemon, manifests, input_bytes } => start(&daemon, &manifests, input_bytes),
         Action::Status { daemon, json } => status(&daemon, json),
         Action::Stop { daemon } => {
             let TrialPolicies { .. } = daemon.client()?.delete("/v1/trial").map_err(failure)?;
@@ -84,20 +88,41 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     }
 }
 
-fn start(daemon: &DaemonArgs, manifests: &[PathBuf]) -> Result<(), Failure> {
-    let texts = read_texts(manifests)
-        .map_err(|errors| Failure::BadInput(errors.0.iter().map(ToString::to_string).collect()))?;
-    let manifest = |(path, text): (std::sync::Arc<std::path::Path>, String)| TrialManifest {
-        name: path.display().to_string(),
-        text,
+/// Most bytes of manifests that a daemon takes.
+const MAX_INPUT: u64 = 8 << 20;
+
+fn start(daemon: &DaemonArgs, manifests: &[PathBuf], input_bytes: Option<u64>) -> Result<(), Failure> {
+    let manifests = match input_bytes {
+        Some(count) if manifests == [PathBuf::from("-")] => vec![read_input(count)?],
+        Some(_) => return Err(Failure::bad_input("--input-bytes is of standard input: give --manifests - with it")),
+        None => read(manifests)?,
     };
-    let request = TrialRequest { manifests: texts.into_iter().map(manifest).collect() };
+    let request = TrialRequest { manifests };
     let TrialPolicies { policies, left_out } = daemon.client()?.post("/v1/trial", &request).map_err(failure)?;
     let mut text = format!("judged beside what is in force: {}\n", policies.join(", "));
     if left_out > 0 {
         let _ = writeln!(text, "not used, of other kinds: {left_out}; pods and namespaces are those of the cluster");
     }
     print(&text)
+}
+
+fn read(manifests: &[PathBuf]) -> Result<Vec<TrialManifest>, Failure> {
+    let texts = read_texts(manifests)
+        .map_err(|errors| Failure::BadInput(errors.0.iter().map(ToString::to_string).collect()))?;
+    let manifest = |(path, text): (Arc<Path>, String)| TrialManifest { name: path.display().to_string(), text };
+    Ok(texts.into_iter().map(manifest).collect())
+}
+
+/// So many bytes of standard input.
+fn read_input(count: u64) -> Result<TrialManifest, Failure> {
+    let mut text = String::new();
+    match io::stdin().lock().take(count).read_to_string(&mut text) {
+        Ok(read) if read as u64 == count => Ok(TrialManifest { name: "standard input".to_owned(), text }),
+        Ok(read) => Err(Failure::bad_input(format!(
+            "standard input: ends after {read} bytes, and --input-bytes says {count}; give its length"
+        ))),
+        Err(error) => Err(Failure::bad_input(format!("standard input: {error}; give manifests in UTF-8"))),
+    }
 }
 
 fn status(daemon: &DaemonArgs, as_json: bool) -> Result<(), Failure> {
@@ -108,123 +133,4 @@ fn status(daemon: &DaemonArgs, as_json: bool) -> Result<(), Failure> {
 
 fn print(text: &str) -> Result<(), Failure> {
     io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
-}
-
-fn text(status: &TrialStatus) -> String {
-    let TrialStatus { staged, since, problems, live_judged, opening_judged, unrecorded, ungrouped, changes, .. } =
-        status;
-    let Some(since) = since else { return "nothing is staged\n".to_owned() };
-    let mut text = format!("staged since {since}: {}\n", staged.join(", "));
-    for problem in problems {
-        let _ = writeln!(text, "note: {problem}");
-    }
-    let _ = writeln!(text, "judged: {live_judged} open connections, {opening_judged} packets that open one");
-    if !changes.is_empty() {
-        let heading = ["FROM", "TO", "PORT", "LIVE", "OPENED", "PACKETS", "BYTES", "LAST SEEN", "NOW", "STAGED"];
-        let mut rows = vec![heading.map(str::to_owned).to_vec()];
-        rows.extend(changes.iter().map(row));
-        let _ = write!(text, "\n{}", align_columns(&rows));
-    }
-    for (count, what) in [(unrecorded, "packets that came too fast"), (ungrouped, "connections beyond 1000 groups")] {
-        if *count > 0 {
-            let _ = writeln!(text, "not listed: {count} {what}, whose verdict would change");
-        }
-    }
-    if !status.has_changes() {
-        text.push_str("nothing would change\n");
-    }
-    text
-}
-
-fn row(change: &StagedChange) -> Vec<String> {
-    let port = match change.port {
-        0 => change.protocol.clone(),
-        port => format!("{port}/{}", change.protocol),
-    };
-    vec![
-        change.from.clone(),
-        change.to.clone(),
-        port,
-        live(change),
-        change.opened.to_string(),
-        change.packets.to_string(),
-        change.bytes.to_string(),
-        change.last_seen.clone(),
-        verdict(&change.present),
-        promoted(change),
-    ]
-}
-
-/// `2`, or with what they sent `2 (9 packets, 600 B)`.
-fn live(change: &StagedChange) -> String {
-    match &change.live_traffic {
-        Some(traffic) => format!("{} ({})", change.live, amount(traffic)),
-        None => change.live.to_string(),
-    }
-}
-
-fn promoted(change: &StagedChange) -> String {
-    match &change.isolating[..] {
-        [] => verdict(&change.promoted),
-        policies => format!("denied ({}, isolated by {})", change.promoted.reason, policies.join(", ")),
-    }
-}
-
-fn verdict(StagedVerdict { allowed, reason }: &StagedVerdict) -> String {
-    format!("{} ({reason})", if *allowed { "allowed" } else { "denied" })
-}
-
-#[cfg(test)]
-mod tests {
-    use penstock_admin::types::Traffic;
-
-    use super::*;
-
-    #[test]
-    fn a_status_lists_the_groups_and_what_is_in_none() {
-        assert_eq!(text(&TrialStatus::default()), "nothing is staged\n");
-        let since = Some("2026-11-22T10:00:00Z".to_owned());
-        let staged = vec!["NetworkPolicy shop/db".to_owned()];
-        let mut status = TrialStatus { since, staged, live_judged: 3, ..TrialStatus::default() };
-        assert!(text(&status).ends_with("judged: 3 open connections, 0 packets that open one\nnothing would change\n"));
-        let verdict = |allowed, reason: &str| StagedVerdict { allowed, reason: reason.to_owned() };
-        status.changes.push(StagedChange {
-            from: "shop/web".to_owned(),
-            to: "shop/db".to_owned(),
-            protocol: "TCP".to_owned(),
-            port: 5432,
-            present: verdict(true, "no policy applies"),
-            promoted: verdict(false, "ingress: no rule allows it"),
-            isolating: vec!["shop/guard".to_owned()],
-            live: 2,
-            live_traffic: Some(Traffic { packets: 1200, bytes: 90_000 }),
-            opened: 7,
-            packets: 9,
-            bytes: 600,
-            first_seen: "2026-11-22T10:00:00Z".to_owned(),
-            last_seen: "2026-11-22T10:00:05Z".to_owned(),
-            example: "10.0.0.1:4000 to 10.0.0.2:5432".to_owned(),
-        });
-        status.ungrouped = 4;
-        let listed = text(&status);
-        let line = listed.lines().find(|line| line.starts_with("shop/web")).unwrap();
-        let cells: Vec<&str> = line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect();
-        let expected = [
-            "shop/web",
-            "shop/db",
-            "5432/TCP",
-            "2 (1200 packets, 87.89 KiB)",
-            "7",
-            "9",
-            "600",
-            "2026-11-22T10:00:05Z",
-            "allowed (no policy applies)",
-            "denied (ingress: no rule allows it, isolated by shop/guard)",
-        ];
-        assert_eq!(cells, expected);
-        assert!(
-            listed.ends_with("not listed: 4 connections beyond 1000 groups, whose verdict would change\n"),
-            "{listed}"
-        );
-    }
 }

@@ -6,7 +6,7 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Who depends on whom among the crates of this project. Cargo itself refuses a circle.
-const DRAWN: [(&str, &[&str]); 9] = [
+const DRAWN: [(&str, &[&str]); 11] = [
     ("penstock-xdp-redirect", &[]),
     ("penstock-dataplane", &[]),
     ("penstock-policy", &["penstock-dataplane"]),
@@ -14,6 +14,8 @@ const DRAWN: [(&str, &[&str]); 9] = [
     ("penstock-sources", &["penstock-policy", "penstock-privileges"]),
     ("penstock-replay", &["penstock-dataplane", "penstock-policy", "penstock-sources", "penstock-xdp-redirect"]),
     ("penstock-admin", &[]),
+    ("penstock-text", &["penstock-admin"]),
+    ("penstock-kubectl", &["penstock-admin", "penstock-replay", "penstock-sources", "penstock-text"]),
     (
         "penstock-agent",
         &[
@@ -34,6 +36,7 @@ const DRAWN: [(&str, &[&str]); 9] = [
             "penstock-policy",
             "penstock-replay",
             "penstock-sources",
+            "penstock-text",
         ],
     ),
 ];

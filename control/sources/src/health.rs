@@ -84,6 +84,9 @@ impl FollowedKinds {
     }
 }
 
+/// The resourceVersions up to which changes are known, by [`ObjectKind`]; 0 if none is known.
+pub(super) type Versions = [u64; ObjectKind::ALL.len()];
+
 /// A source's health by kind. The source writes it; any thread may read it.
 #[derive(Debug)]
 pub struct SourceHealth {
@@ -103,6 +106,8 @@ struct KindCounters {
     lists: AtomicU64,
     objects: AtomicU64,
     invalid: AtomicU64,
+    /// The resourceVersion up to which all changes have been taken; 0 if none is known.
+    version: AtomicU64,
     /// Why its last request failed; `None` while the kind is followed.
     failure: Mutex<Option<String>>,
 }
@@ -132,6 +137,9 @@ pub struct KindHealth {
     pub objects: u64,
     /// Number of objects not fully understood. The log has the details of each.
     pub invalid: u64,
+    /// The API server's resourceVersion up to which the receiver of the changes has worked on all of them; `None` if the source
+    /// has none, or they are not numbers.
+    pub version: Option<u64>,
 }
 
 impl SourceHealth {
@@ -165,6 +173,8 @@ impl SourceHealth {
             lists: count(&counters.lists),
             objects: count(&counters.objects),
             invalid: count(&counters.invalid),
+            // Behind what the receiver has published, by another thread.
+            version: Some(counters.version.load(Ordering::Acquire)).filter(|&version| version > 0),
         }
     }
 
@@ -212,6 +222,22 @@ impl SourceHealth {
         counters.outages.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Records that the receiver has worked on all changes of these versions; `before` are those of the call before. What has
+    /// stayed among them may have advanced without changes since.
+    pub(super) fn taken(&self, before: &Versions, versions: &Versions) {
+        for (counters, (before, version)) in self.kinds.iter().zip(before.iter().zip(versions)) {
+            if before != version {
+                counters.version.store(*version, Ordering::Release);
+            }
+        }
+    }
+
+    /// Records that nothing has changed from one version to another. `false`: the first is not known to be worked on yet.
+    pub(super) fn unchanged(&self, kind: ObjectKind, from: u64, to: u64) -> bool {
+        let version = &self.kinds[kind as usize].version;
+        version.compare_exchange(from, to, Ordering::Release, Ordering::Relaxed).is_ok()
+    }
+
     /// Records the number of objects, and of those not fully understood.
     pub(super) fn count(&self, kind: ObjectKind, objects: usize, invalid: usize) {
         let counters = &self.kinds[kind as usize];
@@ -239,6 +265,25 @@ mod tests {
         assert!(!health.is_synced(), "the other kinds are missing");
         ObjectKind::ALL.into_iter().for_each(|kind| health.listed(kind));
         assert!(health.is_synced());
+    }
+
+    #[test]
+    fn a_version_without_changes_counts_only_behind_one_that_is_worked_on() {
+        let health = SourceHealth::new(FollowedKinds::All);
+        let version = |kind| health.of(kind).version;
+        assert_eq!(version(ObjectKind::Pod), None);
+        assert!(!health.unchanged(ObjectKind::Pod, 5, 6), "5 is on its way");
+        assert_eq!(version(ObjectKind::Pod), None);
+        let mut versions = Versions::default();
+        versions[ObjectKind::Pod as usize] = 5;
+        health.taken(&Versions::default(), &versions);
+        assert!(health.unchanged(ObjectKind::Pod, 5, 6));
+        assert_eq!((version(ObjectKind::Pod), version(ObjectKind::Node)), (Some(6), None));
+        // Changes of another kind that were on their way meanwhile.
+        let before = versions;
+        versions[ObjectKind::Node as usize] = 7;
+        health.taken(&before, &versions);
+        assert_eq!((version(ObjectKind::Pod), version(ObjectKind::Node)), (Some(6), Some(7)));
     }
 
     #[test]

@@ -76,6 +76,7 @@ impl DaemonView<'_> {
             objects: health.objects,
             invalid: health.invalid,
             outages: health.outages,
+            version: health.version,
         }
     }
 

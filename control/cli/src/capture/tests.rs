@@ -400,5 +400,5 @@ fn a_bundle_is_written_whole_into_a_directory_of_its_own_or_not_at_all() {
     assert!(error.contains("cannot be created (") && error.ends_with("give a path that can be written"), "{error}");
     // As where no daemon offers captures.
     let output = Path::new("/nowhere/capture.sock");
-    assert!(super::run_bundle(&new, output, &Default::default()).is_err() && !new.exists());
+    assert!(super::run_bundle(&new, output, &Default::default(), false).is_err() && !new.exists());
 }

@@ -197,7 +197,7 @@ impl Report {
             "closed": closed,
             "notes": self.notes,
         });
-        crate::daemon::json(&value)
+        penstock_text::number::json(&value)
     }
 }
 

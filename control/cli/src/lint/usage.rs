@@ -10,8 +10,9 @@ use penstock_policy::engine::Engine;
 use penstock_policy::model::ObjectRef;
 use penstock_sources::convert::{FieldPath, PathElement};
 use penstock_sources::manifest::Manifests;
+use penstock_text::number::moment;
 
-use super::super::rules::{moment, seconds};
+use super::super::rules::seconds;
 use super::{Finding, FindingKind};
 
 /// Findings about rules that are in force on the node as they are written here, and were not used for this long.

@@ -331,7 +331,7 @@ impl KindFollower {
                     *listing = false;
                     self.listed(version);
                 } else if !*listing {
-                    self.advance(version);
+                    self.advance_unchanged(version);
                 }
             }
             WatchEvent::Error(status) => return Err(RequestError::of_status(&status, self.kind)),
@@ -341,7 +341,12 @@ impl KindFollower {
 
     /// Completes a list.
     fn listed(&mut self, version: String) {
-        let is_first = self.shared.store().end_list(self.kind);
+        let number = version.parse().unwrap_or(0);
+        let is_first = {
+            let mut store = self.shared.store();
+            store.advance(self.kind, number);
+            store.end_list(self.kind)
+        };
         if !is_first {
             tracing::info!("API server: listed all {} again", self.kind.resource());
         }
@@ -353,21 +358,36 @@ impl KindFollower {
     /// Records an event.
     fn event(&mut self, version: Option<String>, is_news: bool) {
         self.shared.health.event(self.kind);
-        version.into_iter().for_each(|version| self.advance(version));
         match is_news {
-            true => self.shared.changed(self.kind),
+            true => {
+                version.into_iter().for_each(|version| _ = self.advance(version));
+                self.shared.changed(self.kind);
+            }
             // How much of an object is understood may have changed, and not its meaning.
-            false => self.shared.count(self.kind),
+            false => {
+                self.shared.count(self.kind);
+                version.into_iter().for_each(|version| self.advance_unchanged(version));
+            }
         }
     }
 
-    /// Advances the known version; never moves back.
-    fn advance(&mut self, version: String) {
+    /// Advances the known version by one that changes nothing.
+    fn advance_unchanged(&mut self, version: String) {
+        if let Some((before, version)) = self.advance(version) {
+            self.shared.unchanged(self.kind, before, version);
+        }
+    }
+
+    /// Advances the known version; never moves back. Returns the one before and the one after, if it has moved.
+    fn advance(&mut self, version: String) -> Option<(u64, u64)> {
         let number = |version: &str| version.parse::<u64>().ok();
         let known = self.resource_version.as_deref().and_then(number);
-        if !matches!((number(&version), known), (Some(version), Some(known)) if version < known) {
-            self.resource_version = Some(version).filter(|version| !version.is_empty());
+        let next = number(&version);
+        if matches!((next, known), (Some(version), Some(known)) if version < known) {
+            return None;
         }
+        self.resource_version = Some(version).filter(|version| !version.is_empty());
+        Some((self.shared.store().advance(self.kind, next.unwrap_or(0)), next.unwrap_or(0)))
     }
 
     /// Marks the watch as healthy.

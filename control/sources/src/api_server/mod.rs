@@ -31,6 +31,7 @@ use tokio::task::JoinSet;
 
 pub use access::{Access, AccessError};
 
+use super::health::Versions;
 use super::{ObjectKind, SourceHealth};
 use access::RenewableClient;
 use follow::{Absence, KindFollower, ServedKind};
@@ -64,10 +65,24 @@ pub enum ApiServerError {
 /// A followed API server. Dropping it stops following.
 #[derive(Debug)]
 pub struct ApiServer {
-    batches: mpsc::Receiver<Vec<ObjectChange>>,
+    batches: mpsc::Receiver<Batch>,
+    /// The versions of the last batch, on which its receiver works until it asks for the next.
+    working_on: Option<Versions>,
+    /// Those that were worked on last.
+    worked_on: Versions,
+    health: Arc<SourceHealth>,
     /// Dropping it ends the thread.
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// Changes that are sent together.
+#[derive(Debug)]
+struct Batch {
+    /// `None`: nothing but versions has changed.
+    changes: Option<Vec<ObjectChange>>,
+    /// Up to which versions these, and all before, are all changes; `None` if as before.
+    versions: Option<Versions>,
 }
 
 /// ApiServerTimeouts for an API server.
@@ -133,6 +148,14 @@ impl Shared {
         self.health.count(kind, objects, invalid);
     }
 
+    /// Records that a kind has another version, and nothing else of it has changed.
+    fn unchanged(&self, kind: ObjectKind, before: u64, version: u64) {
+        if !self.health.unchanged(kind, before, version) {
+            // The versions go behind the changes that are on their way.
+            self.news.notify_one();
+        }
+    }
+
     /// Notifies of changes in the store.
     fn changed(&self, kind: ObjectKind) {
         self.count(kind);
@@ -154,11 +177,13 @@ impl ApiServer {
         let (started, start) = oneshot::channel();
         let runtime = Builder::new_current_thread().enable_all().build().map_err(ApiServerError::Thread)?;
         let (access, reporter) = (access.clone(), reporter.map(str::to_owned));
+        let shared_health = Arc::clone(&health);
         let body = move || {
             privileges::drop_all();
             runtime.block_on(async {
                 // A client must be built in the runtime that uses it.
-                let shared = RenewableClient::new(&access).await.map(|client| Shared::new(client, timeouts, health));
+                let shared =
+                    RenewableClient::new(&access).await.map(|client| Shared::new(client, timeouts, shared_health));
                 let shared = shared.map(Arc::new);
                 let followed = shared.as_ref().ok().cloned();
                 // Without an owner there is nothing to do: sending a batch fails then.
@@ -172,7 +197,14 @@ impl ApiServer {
         };
         let thread =
             thread::Builder::new().name("api-server".to_owned()).spawn(body).map_err(ApiServerError::Thread)?;
-        let server = Self { batches, stop: Some(stop), thread: Some(thread) };
+        let server = Self {
+            batches,
+            working_on: None,
+            worked_on: Versions::default(),
+            health,
+            stop: Some(stop),
+            thread: Some(thread),
+        };
         // Without an answer it has panicked; the next batch shows it.
         if let Ok(shared) = start.await {
             shared?;
@@ -180,9 +212,19 @@ impl ApiServer {
         Ok(server)
     }
 
-    /// The next changes. Cancel-safe: dropping the future loses none. `None` once the source has ended.
+    /// The next changes. Asking for them says that those before are worked on, which [`SourceHealth`] then shows by their
+    /// versions. Cancel-safe: dropping the future loses none. `None` once the source has ended.
     pub async fn next(&mut self) -> Option<Vec<ObjectChange>> {
-        self.batches.recv().await
+        loop {
+            if let Some(versions) = self.working_on.take() {
+                self.health.taken(&std::mem::replace(&mut self.worked_on, versions), &versions);
+            }
+            let Batch { changes, versions } = self.batches.recv().await?;
+            self.working_on = versions;
+            if changes.is_some() {
+                return changes;
+            }
+        }
     }
 
     /// All objects, once every kind is listed: the first batch. Cancel-safe.
@@ -209,7 +251,7 @@ impl Drop for ApiServer {
 /// Follows the kinds and sends changes until the owner is gone.
 async fn run(
     shared: Arc<Shared>,
-    batches: mpsc::Sender<Vec<ObjectChange>>,
+    batches: mpsc::Sender<Batch>,
     stopped: oneshot::Receiver<()>,
     reporter: Option<String>,
 ) {
@@ -258,14 +300,17 @@ async fn log_awaited(shared: &Shared) -> Infallible {
 }
 
 /// Sends changes. Accumulates them while the receiver is busy.
-async fn send_changes(shared: Arc<Shared>, batches: mpsc::Sender<Vec<ObjectChange>>) {
+async fn send_changes(shared: Arc<Shared>, batches: mpsc::Sender<Batch>) {
     loop {
         shared.news.notified().await;
         tokio::time::sleep(GATHER).await;
         let Ok(place) = batches.reserve().await else { return };
-        let batch = shared.store().take();
-        if let Some(batch) = batch {
-            place.send(batch);
+        let (changes, versions) = {
+            let mut store = shared.store();
+            (store.take(), store.take_versions())
+        };
+        if changes.is_some() || versions.is_some() {
+            place.send(Batch { changes, versions });
         }
     }
 }

@@ -14,6 +14,7 @@ use rustc_hash::FxHashMap;
 use super::converted::ConvertedObject;
 use super::events::{Problem, Problems};
 use super::fail_closed::Interpretation;
+use crate::health::Versions;
 use crate::{FollowedKinds, ObjectKind};
 
 /// Deleted objects remembered for each kind, so that a late event does not bring one back.
@@ -29,6 +30,9 @@ pub(super) struct Store {
     sequence: u64,
     hasher: RandomState,
     started: bool,
+    /// The versions up to which all changes are in the store, and those that went with the last changes sent.
+    versions: Versions,
+    sent: Versions,
     /// Problems that were logged, of policies.
     problems: Problems,
 }
@@ -74,8 +78,8 @@ struct Deleted {
 impl Store {
     /// A store of these kinds that knows nothing yet.
     pub(super) fn new(followed: FollowedKinds) -> Self {
-        let (kinds, unsent, hasher, problems) = Default::default();
-        Self { followed, kinds, unsent, sequence: 0, hasher, started: false, problems }
+        let (kinds, unsent, hasher, problems, versions, sent) = Default::default();
+        Self { followed, kinds, unsent, sequence: 0, hasher, started: false, versions, sent, problems }
     }
 
     /// Starts a list of all objects of a kind. Discards an incomplete one.
@@ -205,6 +209,21 @@ impl Store {
         let mut changes: Vec<(u64, ObjectChange)> = std::mem::take(&mut self.unsent).into_values().collect();
         changes.sort_unstable_by_key(|(sequence, change)| (rank(change), *sequence));
         Some(changes.into_iter().map(|(_, change)| change).collect())
+    }
+
+    /// All changes of a kind up to this version are in the store. Returns the version before.
+    pub(super) fn advance(&mut self, kind: ObjectKind, version: u64) -> u64 {
+        std::mem::replace(&mut self.versions[kind as usize], version)
+    }
+
+    /// The versions up to which all changes have been taken; `None` if they are those of the last call, or not all kinds are
+    /// listed.
+    pub(super) fn take_versions(&mut self) -> Option<Versions> {
+        let is_news = self.started && self.unsent.is_empty() && self.sent != self.versions;
+        is_news.then(|| {
+            self.sent = self.versions;
+            self.sent
+        })
     }
 
     /// Takes a policy's problem that was logged, the oldest first. At most 256 are kept.

@@ -44,6 +44,30 @@ fn kinds_that_are_not_followed_are_not_awaited() {
     assert_eq!((store.awaited(), store.take()), (Vec::new(), Some(Vec::new())));
 }
 
+#[test]
+fn a_version_goes_with_its_changes_or_behind_them() {
+    let mut store = Store::new(FollowedKinds::All);
+    let pods = ObjectKind::Pod as usize;
+    assert_eq!(store.advance(ObjectKind::Pod, 4), 0);
+    assert_eq!(store.take_versions(), None, "not all kinds are listed");
+    for kind in ObjectKind::ALL {
+        store.begin_list(kind);
+        store.end_list(kind);
+    }
+    assert_eq!(store.take_versions(), None, "the first changes have not been taken");
+    assert!(store.take().is_some());
+    assert_eq!(store.take_versions().map(|versions| versions[pods]), Some(4));
+    assert_eq!(store.take_versions(), None, "once");
+    assert!(set(&mut store, "shop", 9));
+    store.advance(ObjectKind::Namespace, 9);
+    assert_eq!(store.take_versions(), None, "its change has not been taken");
+    assert!(store.take().is_some());
+    assert_eq!(store.take_versions().map(|versions| versions[ObjectKind::Namespace as usize]), Some(9));
+    // Nothing of a pod's new version matters.
+    assert_eq!(store.advance(ObjectKind::Pod, 11), 4);
+    assert_eq!((store.take(), store.take_versions().map(|versions| versions[pods])), (None, Some(11)));
+}
+
 fn names(changes: &[ObjectChange]) -> Vec<String> {
     changes
         .iter()

@@ -1,0 +1,185 @@
+//! `kubectl penstock` on the cluster: commands run in Penstock's pods by the real API server and kubelets.
+
+use std::fs::File;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use penstock_bench::probe::{self, EchoConnection, Protocol, RetryPolicy};
+use penstock_bench::testbed::{ScratchDir, penstock_binary};
+use penstock_replay::capture::Captures;
+use serde_json::Value;
+
+use crate::real_cluster::RealCluster;
+use crate::shell::eventually;
+use crate::whole::expect_reached;
+
+const LIMIT: Duration = Duration::from_secs(60);
+/// From one node to the other; no policy is about them.
+const FROM: &str = "lab/guest";
+const TO: &str = "ops/monitor";
+
+/// The plugin, with full rights unless `arguments` say otherwise.
+fn plugin(cluster: &RealCluster, arguments: &[&str]) -> Result<Command> {
+    let binary = penstock_binary()?.with_file_name("kubectl-penstock");
+    ensure!(binary.is_file(), "{}: build it (make build)", binary.display());
+    let mut command = cluster.plane.kubectl_plugin(&binary);
+    command.args(arguments).stdin(Stdio::null());
+    Ok(command)
+}
+
+/// What it prints, once it has ended with this code.
+fn run(cluster: &RealCluster, arguments: &[&str], code: i32) -> Result<(String, String)> {
+    let output = plugin(cluster, arguments)?.output()?;
+    let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
+    let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));
+    ensure!(output.status.code() == Some(code), "{arguments:?} ended with {}:\n{stdout}{stderr}", output.status);
+    Ok((stdout, stderr))
+}
+
+fn json(cluster: &RealCluster, arguments: &[&str]) -> Result<Value> {
+    Ok(serde_json::from_str(&run(cluster, &[arguments, &["--json"]].concat(), 0)?.0)?)
+}
+
+/// Status of both nodes, and a connection that is listed by the nodes of its ends.
+pub(crate) fn the_plugin_answers_for_all_nodes(cluster: &mut RealCluster) -> Result<()> {
+    eventually(LIMIT, || match run(cluster, &["status"], 0)?.0.contains("enforced on 2 of 2 nodes") {
+        true => Ok(()),
+        false => bail!("{}", run(cluster, &["status"], 0)?.0),
+    })?;
+    let (from, to) = (cluster.site(FROM), cluster.target(TO, false));
+    let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT)?;
+    flow.wait_for(3, LIMIT)?;
+    let flows = json(cluster, &["flows", "--pod", FROM, "--port", "8080"])?;
+    let nodes: Vec<&str> =
+        flows["flows"].as_array().into_iter().flatten().filter_map(|it| it["node"].as_str()).collect();
+    ensure!(nodes.contains(&"n1") && nodes.contains(&"n2"), "{flows}");
+    let explained = json(cluster, &["explain", "--from", FROM, "--to", TO, "--port", "8080/TCP"])?;
+    ensure!(
+        explained["allowed"] == true && explained["nodes"].as_array().is_some_and(|nodes| nodes.len() == 2),
+        "{explained}"
+    );
+    let folder = ScratchDir::new()?;
+    let folder = folder.path().join("dump");
+    run(cluster, &["dump", &folder.display().to_string()], 0)?;
+    ensure!(folder.join("n1/status.json").is_file() && folder.join("n2/status.json").is_file(), "a folder each");
+    Ok(())
+}
+
+/// When the wait ends, the next packet is judged by the policy: a probe is not repeated.
+pub(crate) fn the_plugin_waits_until_a_policy_is_in_force(cluster: &mut RealCluster) -> Result<()> {
+    expect_reached(cluster, FROM, TO, 8080, true)?;
+    for allowed in [false, true, false] {
+        let rule = if allowed { "[{}]" } else { "[]" };
+        cluster.apply(&format!(
+            "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {{namespace: ops, name: waited-for}}\n\
+             spec: {{podSelector: {{matchLabels: {{app: monitor}}}}, policyTypes: [Ingress], ingress: {rule}}}\n"
+        ))?;
+        let object = "networkpolicy/ops/waited-for";
+        let said = run(cluster, &["wait", "--for", "enforced", object, "--timeout", "60s"], 0)?.0;
+        ensure!(said == format!("{object}: enforced on 2 nodes\n"), "{said}");
+        let once = RetryPolicy { attempts: 1, ..RetryPolicy::default() };
+        let outcome = probe::run_one(cluster.site(FROM), cluster.target(TO, false), Protocol::Tcp(8080), once)?;
+        ensure!(outcome.arrived() == allowed, "allowed is {allowed}, and {outcome}");
+    }
+    cluster.kubectl(&["-n", "ops", "delete", "networkpolicy", "waited-for"])?;
+    run(cluster, &["wait", "--for", "enforced", "pod/ops/monitor", "--timeout", "60s"], 0)?;
+    run(cluster, &["wait", "--for", "enforced", "--timeout", "60s"], 0)?;
+    let (_, none) = run(cluster, &["wait", "--for", "enforced", "networkpolicy/ops/waited-for"], 2)?;
+    ensure!(none.contains("there is none"), "{none}");
+    expect_reached(cluster, FROM, TO, 8080, true)
+}
+
+/// Both ends of a connection, in the order of the times, until Ctrl-C ends the captures on both nodes.
+pub(crate) fn the_plugin_captures_both_ends_in_one_file(cluster: &mut RealCluster) -> Result<()> {
+    let settings = ("", "[capture]\nsocket = \"/run/penstock/capture.sock\"");
+    cluster.with_settings(settings, || {
+        let (from, to) = (cluster.site(FROM), cluster.target(TO, false));
+        let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT)?;
+        flow.wait_for(3, LIMIT)?;
+        let scratch = ScratchDir::new()?;
+        let (file, log) = (scratch.path().join("both.pcapng"), scratch.path().join("log"));
+        let target = file.display().to_string();
+        let mut command = plugin(cluster, &["capture", "--from", FROM, "--to", TO, "-o", &target])?;
+        let mut capture = command.stderr(File::create(&log)?).spawn()?;
+        let said = || std::fs::read_to_string(&log).unwrap_or_default();
+        let captured = eventually(LIMIT, || match said().contains("capturing on n1, n2") {
+            true => Ok(()),
+            false => bail!("it does not begin: {}", said()),
+        })
+        .and_then(|()| flow.wait_for(20, LIMIT));
+        kill(Pid::from_raw(capture.id() as i32), Signal::SIGINT)?;
+        let deadline = Instant::now() + LIMIT;
+        let ended = loop {
+            match capture.try_wait()? {
+                Some(status) => break status,
+                None if Instant::now() > deadline => {
+                    capture.kill()?;
+                    break capture.wait()?;
+                }
+                None => std::thread::sleep(Duration::from_millis(50)),
+            }
+        };
+        captured?;
+        ensure!(ended.code() == Some(0), "{ended}: {}", said());
+        expect_both_ends(&file)?;
+        let status = json(cluster, &["status"])?;
+        let is_over =
+            status["nodes"].as_array().is_some_and(|nodes| nodes.iter().all(|it| it["status"]["capture"].is_null()));
+        ensure!(is_over, "a capture is left on a node: {status}");
+        Ok(())
+    })
+}
+
+fn expect_both_ends(file: &Path) -> Result<()> {
+    let (mut captures, mut frames, mut found) = (Captures::open(&[file])?, Vec::new(), Vec::new());
+    while let Some(record) = captures.next(&mut frames)? {
+        let name = captures.interfaces()[record.interface.index()].name.clone().unwrap_or_default();
+        found.push((record.time, name));
+    }
+    for interface in ["lab/guest on n2", "ops/monitor on n1"] {
+        let packets = found.iter().filter(|(_, name)| name == interface).count();
+        ensure!(packets >= 10, "{packets} packets of {interface}: {found:?}");
+    }
+    ensure!(found.is_sorted_by_key(|(time, _)| *time), "the nodes have one clock: {found:?}");
+    Ok(())
+}
+
+/// The rights that are shipped are enough, and less is an error that names what is missing.
+pub(crate) fn the_plugin_needs_the_rights_that_are_shipped(cluster: &mut RealCluster) -> Result<()> {
+    let (_, refused) = run(cluster, &["status", "--as", "reader"], 2)?;
+    ensure!(refused.contains("needs list on pods in kube-system"), "{refused}");
+    cluster.kubectl(&["create", "clusterrolebinding", "reader", "--clusterrole=view", "--user=reader"])?;
+    let (_, refused) = run(cluster, &["status", "--as", "reader"], 2)?;
+    ensure!(refused.contains("needs create and get on pods/exec in kube-system"), "{refused}");
+    cluster.kubectl(&["delete", "clusterrolebinding", "reader"])?;
+    cluster.kubectl(&["apply", "-k", &cluster.manifests("install", "kubectl")?])?;
+    let user = ["--as", "operator", "--as-group", "penstock-users"];
+    eventually(LIMIT, || run(cluster, &[&["status"], user.as_slice()].concat(), 0))?;
+    run(cluster, &[&["flows", "--pod", FROM], user.as_slice()].concat(), 0)?;
+    run(cluster, &[&["wait", "--for", "enforced"], user.as_slice()].concat(), 0)?;
+    cluster.kubectl(&["delete", "-k", &cluster.manifests("install", "kubectl")?]).map(drop)
+}
+
+/// A node without a daemon is no silence.
+pub(crate) fn the_plugin_names_a_node_without_a_daemon(cluster: &mut RealCluster) -> Result<()> {
+    let only = |value: &str| {
+        let patch =
+            format!(r#"{{"spec":{{"template":{{"spec":{{"nodeSelector":{{"kubernetes.io/hostname":{value}}}}}}}}}}}"#);
+        cluster.kubectl(&["-n", "kube-system", "patch", "daemonset/penstock", "-p", &patch])
+    };
+    only("\"n1\"")?;
+    let named = eventually(Duration::from_secs(120), || {
+        let (shown, said) = run(cluster, &["status"], 4)?;
+        let line = said.lines().find(|line| line.contains("node n2: ")).context("n2 is not named")?.to_owned();
+        ensure!(line.contains("no pod of Penstock is there") && shown.contains("of 2 nodes"), "{shown}{said}");
+        Ok(())
+    });
+    only("null")?;
+    cluster.wait_for_penstock()?;
+    named?;
+    run(cluster, &["status"], 0).map(drop)
+}

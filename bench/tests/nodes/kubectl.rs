@@ -1,0 +1,251 @@
+//! `kubectl penstock` against the daemons of two nodes, by an API server that runs commands of `pods/exec`.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use penstock_bench::probe::EchoConnection;
+use penstock_bench::testbed::{DaemonConfig, ScratchDir, penstock_binary};
+use penstock_replay::capture::Captures;
+use serde_json::{Value, json};
+
+use crate::exec_server::{ExecServer, Runner, Served, WITHOUT_EXEC};
+use crate::fixture::{Fixture, SERVICES, Wiring};
+
+const CLUSTER: &str = include_str!("two-nodes.yaml");
+const NODES: [&str; 2] = ["node-a", "node-b"];
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Two nodes whose daemons answer and offer captures, and a server in front of them.
+struct Setup {
+    fixture: Fixture,
+    _server: ExecServer,
+    scratch: ScratchDir,
+}
+
+fn socket(config: &DaemonConfig, kind: &str) -> PathBuf {
+    config.manifests.parent().unwrap().join(format!("{}-{kind}.sock", config.node))
+}
+
+fn answering(config: &mut DaemonConfig) {
+    config.admin = Some(socket(config, "admin"));
+    config.sections += &format!("[capture]\nsocket = \"{}\"\n", socket(config, "capture").display());
+    config.environment.push(("PENSTOCK_ADMIN__TRIALS".to_owned(), "true".to_owned()));
+}
+
+impl Setup {
+    fn start() -> Self {
+        let fixture = Fixture::start_with(CLUSTER, Wiring::routed(true), &SERVICES, answering);
+        let server = ExecServer::start(served(fixture.manifests.parent().unwrap()));
+        let scratch = ScratchDir::new().unwrap();
+        std::fs::write(scratch.path().join("kubeconfig"), server.kubeconfig()).unwrap();
+        Self { fixture, _server: server, scratch }
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let binary = penstock_binary().unwrap().with_file_name("kubectl-penstock");
+        assert!(binary.is_file(), "{}: build it (cargo build -p penstock-kubectl)", binary.display());
+        let mut command = Command::new(binary);
+        command
+            .args(arguments)
+            .env("KUBECONFIG", self.scratch.path().join("kubeconfig"))
+            .env_remove("KUBERNETES_SERVICE_HOST");
+        command
+    }
+
+    /// Runs the plugin and returns what it prints, after it has ended with this code.
+    fn run(&self, arguments: &[&str], code: i32) -> (String, String) {
+        let Output { status, stdout, stderr } = self.command(arguments).stdin(Stdio::null()).output().unwrap();
+        let (stdout, stderr) = (String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap());
+        assert_eq!(status.code(), Some(code), "{arguments:?}:\n{stdout}{stderr}");
+        (stdout, stderr)
+    }
+
+    fn json(&self, arguments: &[&str], code: i32) -> Value {
+        serde_json::from_str(&self.run(&[arguments, &["--json"]].concat(), code).0).unwrap()
+    }
+}
+
+/// What the server has: nodes, Penstock's pods, and two of the workload's.
+fn served(sockets: &Path) -> Served {
+    let mut served = Served::default();
+    let nodes = NODES.map(|node| json!({"metadata": {"name": node}}));
+    let pods = NODES.map(|node| {
+        json!({
+            "metadata": {"name": format!("penstock-{node}"), "namespace": "kube-system"},
+            "spec": {"nodeName": node, "containers": []},
+            "status": {"phase": "Running", "containerStatuses": [{
+                "name": "penstock", "image": "", "imageID": "", "ready": true, "restartCount": 0, "state": {"running": {}}}]},
+        })
+    });
+    let list = |kind: &str, items: &[Value]| json!({"apiVersion": "v1", "kind": kind, "metadata": {}, "items": items});
+    served.objects.insert("/api/v1/nodes".to_owned(), list("NodeList", &nodes));
+    served.objects.insert("/api/v1/namespaces/kube-system/pods".to_owned(), list("PodList", &pods));
+    for (name, node, address) in [("web-a", "node-a", "10.244.1.10"), ("db-b", "node-b", "10.244.2.11")] {
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": "shop", "resourceVersion": "7"},
+            "spec": {"nodeName": node, "containers": []}, "status": {"podIP": address, "podIPs": [{"ip": address}]},
+        });
+        served.objects.insert(format!("/api/v1/namespaces/shop/pods/{name}"), pod);
+    }
+    // A node as of Kubernetes 1.20, and one as of 1.30.
+    for (node, protocol) in NODES.into_iter().zip(["v4.channel.k8s.io", "v5.channel.k8s.io"]) {
+        let sockets = sockets.to_owned();
+        let command = Box::new(move |words: &[String]| {
+            let kind = if words[1] == "capture" { "capture" } else { "admin" };
+            let mut command = Command::new(penstock_binary().unwrap());
+            command.args(&words[1..]).arg("--socket").arg(sockets.join(format!("{node}-{kind}.sock")));
+            command
+        });
+        served.pods.insert(format!("penstock-{node}"), Runner { protocol, command });
+    }
+    served
+}
+
+#[test]
+fn one_command_answers_for_both_nodes() {
+    let setup = Setup::start();
+    let (from, to) = (setup.fixture.site("shop/web-a"), setup.fixture.target("shop/db-b", false));
+    let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT).unwrap();
+    flow.wait_for(3, LIMIT).unwrap();
+
+    let status = setup.json(&["status"], 0);
+    let found: Vec<&str> = status["nodes"].as_array().unwrap().iter().map(|it| it["node"].as_str().unwrap()).collect();
+    assert_eq!((found, status["enforced"].as_bool()), (NODES.to_vec(), Some(true)), "{status}");
+    assert!(setup.run(&["status"], 0).0.contains("\nenforced on 2 of 2 nodes, 6 pods\n"));
+    assert_eq!(setup.json(&["status", "--node", "node-b"], 0)["nodes"].as_array().unwrap().len(), 1);
+
+    let flows = setup.json(&["flows", "--pod", "shop/db-b", "--port", "8080"], 0);
+    let rows = flows["flows"].as_array().unwrap();
+    let rows: Vec<_> = rows
+        .iter()
+        .map(|row| (row["node"].as_str().unwrap(), row["egress"].as_str().unwrap(), row["ingress"].as_str().unwrap()))
+        .collect();
+    assert_eq!(
+        rows,
+        [("node-a", "open", "not here"), ("node-b", "not here", "shop-ingress-db-0-podSelector-0-0")],
+        "both ends"
+    );
+    let refused = setup.run(&["flows", "--pod", "shop/nobody"], 2).1;
+    assert!(refused.starts_with("kubectl penstock: nodes node-a, node-b: "), "{refused}");
+
+    let rules = setup.json(&["rules"], 0);
+    let db = rules["rules"].as_array().unwrap().iter().find(|rule| rule["rule"] == "shop-ingress-db-0").unwrap();
+    assert!(db["nodes"] == 2 && db["hits"].as_u64().unwrap() >= 1, "{db}");
+
+    let explained = setup.json(&["explain", "--from", "shop/web-a", "--to", "shop/db-b", "--port", "8080/TCP"], 0);
+    assert!(explained["allowed"] == true && explained["nodes"].as_array().unwrap().len() == 2, "{explained}");
+    let denied = setup.run(&["explain", "--from", "shop/web-a", "--to", "shop/db-b", "--port", "9090/TCP"], 0).0;
+    assert!(denied.contains("node node-a (snapshot") && denied.ends_with("\ndenied\n"), "{denied}");
+
+    let load = setup.json(&["top"], 0);
+    assert!(load["nodes"]["node-b"].is_object() && load["pods"].as_array().unwrap().len() == 6, "{load}");
+
+    let folder = setup.scratch.path().join("dump");
+    setup.run(&["dump", folder.to_str().unwrap()], 0);
+    assert!(NODES.iter().all(|node| folder.join(node).join("status.json").is_file()), "a folder each");
+
+    let reader = setup.run(&["status", "--as", WITHOUT_EXEC], 2).1;
+    assert!(reader.contains("needs create and get on pods/exec in kube-system"), "{reader}");
+}
+
+#[test]
+fn a_trial_runs_on_both_nodes_and_is_summed() {
+    let setup = Setup::start();
+    let (from, to) = (setup.fixture.site("shop/web-a"), setup.fixture.target("shop/db-b", false));
+    let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT).unwrap();
+    flow.wait_for(3, LIMIT).unwrap();
+    let staged = setup.scratch.path().join("closed.yaml");
+    let policy = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {namespace: shop, name: db}\n\
+                  spec: {podSelector: {matchLabels: {app: db}}, policyTypes: [Ingress]}\n";
+    std::fs::write(&staged, policy).unwrap();
+    let started = setup.run(&["trial", "start", "--manifests", staged.to_str().unwrap()], 0).0;
+    assert!(started.starts_with("node-a, node-b: judged beside what is in force"), "{started}");
+    let deadline = Instant::now() + LIMIT;
+    let change = loop {
+        let status = Command::output(&mut setup.command(&["trial", "status", "--json"])).unwrap();
+        let value: Value = serde_json::from_slice(&status.stdout).unwrap();
+        assert_eq!(value["nodes"], 2, "{value}");
+        let changes = value["changes"].as_array().unwrap().clone();
+        if let Some(change) = changes.into_iter().find(|change| change["to"] == "shop/db-b" && change["live"] == 1) {
+            assert_eq!(status.status.code(), Some(3));
+            break change;
+        }
+        assert!(Instant::now() < deadline, "{value}");
+        std::thread::sleep(Duration::from_millis(200));
+    };
+    assert!(change["promoted"]["allowed"] == false && change["present"]["allowed"] == true, "{change}");
+    setup.run(&["trial", "stop"], 0);
+    assert!(setup.run(&["trial", "status"], 0).0.starts_with("nothing is staged\n"));
+}
+
+#[test]
+fn both_ends_of_a_connection_are_in_one_capture_until_it_is_interrupted() {
+    let setup = Setup::start();
+    let (from, to) = (setup.fixture.site("shop/web-a"), setup.fixture.target("shop/db-b", false));
+    let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT).unwrap();
+    flow.wait_for(3, LIMIT).unwrap();
+    let file = setup.scratch.path().join("both.pcapng");
+    let errors = setup.scratch.path().join("capture.log");
+    let mut command =
+        setup.command(&["capture", "--from", "shop/web-a", "--to", "shop/db-b", "-o", file.to_str().unwrap()]);
+    let mut capture = command.stderr(std::fs::File::create(&errors).unwrap()).spawn().unwrap();
+    let deadline = Instant::now() + LIMIT;
+    while !std::fs::read_to_string(&errors).unwrap().contains("capturing on node-a, node-b") {
+        assert!(
+            Instant::now() < deadline && capture.try_wait().unwrap().is_none(),
+            "it does not begin: {}",
+            std::fs::read_to_string(&errors).unwrap()
+        );
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    flow.wait_for(20, LIMIT).unwrap();
+    interrupt(&mut capture);
+    let said = std::fs::read_to_string(&errors).unwrap();
+    assert!(said.contains(" packets: node-a ") && said.contains("node-b "), "{said}");
+    let (mut captures, mut frames) = (Captures::open(&[&file]).unwrap(), Vec::new());
+    let mut found = Vec::new();
+    while let Some(record) = captures.next(&mut frames).unwrap() {
+        let name = captures.interfaces()[record.interface.index()].name.clone().unwrap();
+        found.push((record.time, name));
+    }
+    let of = |node: &str| found.iter().filter(|(_, name)| name.ends_with(&format!(" on {node}"))).count();
+    assert!(of("node-a") >= 20 && of("node-b") >= 20, "{found:?}");
+    assert!(found.iter().any(|(_, name)| name == "shop/web-a on node-a"), "{found:?}");
+    // Both nodes have one clock here.
+    assert!(found.is_sorted_by_key(|(time, _)| *time), "{found:?}");
+    // Its end is that of the daemons' captures.
+    let running = setup.json(&["status"], 0);
+    assert!(running["nodes"].as_array().unwrap().iter().all(|node| node["status"]["capture"].is_null()), "{running}");
+}
+
+/// Ctrl-C, after which the plugin ends by itself.
+fn interrupt(capture: &mut Child) {
+    kill(Pid::from_raw(capture.id() as i32), Signal::SIGINT).unwrap();
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        match capture.try_wait().unwrap() {
+            Some(status) => return assert_eq!(status.code(), Some(0)),
+            None => assert!(Instant::now() < deadline, "it does not end"),
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_node_whose_daemon_is_away_is_named_and_the_other_answers() {
+    let mut setup = Setup::start();
+    setup.fixture.daemons.remove(1).stop().unwrap();
+    let (shown, said) = setup.run(&["status"], 4);
+    assert!(shown.contains("\nenforced on 1 of 2 nodes, 3 pods\n"), "{shown}");
+    assert!(said.contains("node node-b: ") && said.contains("no daemon listens there"), "{said}");
+    let value = setup.json(&["rules"], 4);
+    assert_eq!(
+        (value["missing"][0]["node"].as_str(), value["missing"][0]["problem"].as_str()),
+        (Some("node-b"), Some("no_daemon"))
+    );
+    let (_, said) = setup.run(&["wait", "--for", "enforced", "pod/shop/web-a", "--timeout", "1s"], 1);
+    assert!(said.contains("node node-a: does not say which pods it knows"), "manifests have no versions: {said}");
+}

@@ -1,0 +1,216 @@
+//! `kubectl penstock flows`: the connections of all nodes.
+
+use std::net::IpAddr;
+
+use penstock_admin::table::align_columns;
+use penstock_admin::types::{ConnectionFlow, Flows};
+use penstock_text::flows::{insert, listed, table};
+use penstock_text::number::json;
+use serde::Serialize;
+
+use super::Failure;
+use super::ask::{Answers, Asking, WithMissing, ask_all, parsed, print, words};
+use super::cluster::{Cluster, Daemon};
+
+/// List the connections of all nodes
+///
+/// A connection between pods of two nodes is listed by both: each says which rule of its own side allows it, and `not here` of
+/// the other. Both lines are next to each other. See `penstock flows --help` for the columns.
+#[derive(clap::Args, Debug)]
+#[command(after_help = "\
+Exit codes:
+  0  all nodes have answered
+  1  no node has answered, or the API server is away
+  2  bad input: a filter, the kubeconfig, or rights that the user lacks
+  4  some nodes have not answered; they are named
+
+Examples:
+  kubectl penstock flows --pod shop/web-1
+  kubectl penstock flows --pod shop/web-1 --protocol TCP --state ESTABLISHED
+  kubectl penstock flows --service kube-system/kube-dns --node worker-1
+  kubectl penstock flows --json | jq '.flows[] | select(.state == \"REVOKED\") | .node'")]
+pub(super) struct Args {
+    /// Only connections from or to this pod (NAMESPACE/POD) or address
+    #[arg(long, visible_alias = "address", value_name = "END")]
+    pod: Option<String>,
+    /// Only connections in this state
+    #[arg(long, value_name = "STATE")]
+    state: Option<String>,
+    /// Only connections of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
+    #[arg(long, value_name = "PROTOCOL")]
+    protocol: Option<String>,
+    /// Only connections to this destination port; to a Service: to its backends' port
+    #[arg(long, value_name = "NUMBER")]
+    port: Option<u16>,
+    /// Only connections to this Service (NAMESPACE/NAME) or cluster address, where workers translate
+    #[arg(long, value_name = "SERVICE")]
+    service: Option<String>,
+    /// List at most this many of each node
+    #[arg(long, value_name = "COUNT", default_value_t = 1000)]
+    limit: usize,
+    /// Print as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// A connection, and the node that lists it.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+struct NodeFlow {
+    node: String,
+    #[serde(flatten)]
+    flow: ConnectionFlow,
+}
+
+/// The connections of all nodes.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+struct Merged {
+    /// How many match, on all nodes.
+    matching: usize,
+    /// Sorted by their ends, then by node.
+    flows: Vec<NodeFlow>,
+}
+
+pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> Result<(), Failure> {
+    let fleet = cluster.daemons().await?;
+    super::tell(fleet.note.as_deref());
+    let answers: Answers<Flows> = ask_all(cluster, asking, fleet, |_| args.command(), None, parsed).await;
+    let answers = answers.some()?;
+    let merged = merge(&answers.answers);
+    let text = match args.json {
+        true => json(&WithMissing { answer: &merged, missing: &answers.missing }),
+        false => text(&merged),
+    };
+    print(&text, &answers)
+}
+
+impl Args {
+    fn command(&self) -> Vec<String> {
+        let mut command = words(&["penstock", "flows", "--json"]);
+        let port = self.port.map(|port| port.to_string());
+        let limit = Some(self.limit.to_string());
+        for (option, value) in [
+            ("pod", &self.pod),
+            ("state", &self.state),
+            ("protocol", &self.protocol),
+            ("port", &port),
+            ("service", &self.service),
+            ("limit", &limit),
+        ] {
+            // In one word, so that no value is an option.
+            command.extend(value.as_ref().map(|value| format!("--{option}={value}")));
+        }
+        command
+    }
+}
+
+fn merge(answers: &[(Daemon, Flows)]) -> Merged {
+    let matching = answers.iter().map(|(_, flows)| flows.matching).sum();
+    let of_node = |(daemon, flows): &(Daemon, Flows)| {
+        let node = daemon.node.clone();
+        flows.flows.clone().into_iter().map(move |flow| NodeFlow { node: node.clone(), flow }).collect::<Vec<_>>()
+    };
+    let mut flows: Vec<NodeFlow> = answers.iter().flat_map(of_node).collect();
+    flows.sort_by(|one, other| key(one).cmp(&key(other)));
+    Merged { matching, flows }
+}
+
+type Key<'a> = (IpAddr, u16, IpAddr, u16, &'a str, &'a str, &'a str);
+
+fn key(NodeFlow { node, flow }: &NodeFlow) -> Key<'_> {
+    let ConnectionFlow { from, to, protocol, connection, .. } = flow;
+    (from.address, from.port, to.address, to.port, protocol, node, connection)
+}
+
+fn text(merged: &Merged) -> String {
+    let flows: Vec<ConnectionFlow> = merged.flows.iter().map(|flow| flow.flow.clone()).collect();
+    let mut rows = table(&flows, None);
+    insert(&mut rows, 0, "NODE", merged.flows.iter().map(|flow| flow.node.clone()));
+    align_columns(&rows) + &listed(flows.len(), merged.matching)
+}
+
+#[cfg(test)]
+mod tests {
+    use penstock_admin::types::{FlowEnd, Traffic};
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::fake::{ASKING, FakeCluster, Reply};
+
+    fn flow(from: u8, to: u8, port: u16) -> ConnectionFlow {
+        let end = |last: u8, port| FlowEnd { address: [10, 0, 0, last].into(), port, name: None };
+        ConnectionFlow {
+            connection: format!("{from:02x}{to:02x}{port:04x}"),
+            protocol: "TCP".to_owned(),
+            from: end(from, 4000),
+            to: end(to, port),
+            service: None,
+            state: "ESTABLISHED".to_owned(),
+            sent: Some(Traffic { packets: 1, bytes: 60 }),
+            received: None,
+            egress: "open".to_owned(),
+            ingress: "not here".to_owned(),
+            idle_seconds: 0,
+            expires_seconds: 9,
+        }
+    }
+
+    fn answer(node: &str, flows: Vec<ConnectionFlow>) -> (Daemon, Flows) {
+        (Daemon { node: node.to_owned(), pod: String::new() }, Flows { matching: flows.len(), flows })
+    }
+
+    #[tokio::test]
+    async fn filters_are_passed_on_as_they_are() {
+        let cluster = FakeCluster::new([("a", vec![Reply::ok(r#"{"matching": 0, "flows": []}"#)])]);
+        let args = Args {
+            pod: Some("shop/web-1".to_owned()),
+            state: Some("--json".to_owned()),
+            protocol: None,
+            port: Some(80),
+            service: None,
+            limit: 7,
+            json: false,
+        };
+        run(&cluster, ASKING, args).await.unwrap();
+        let expected = ["penstock", "flows", "--json", "--pod=shop/web-1", "--state=--json", "--port=80", "--limit=7"];
+        assert_eq!(cluster.asked.lock().unwrap()[0].1, expected);
+    }
+
+    #[test]
+    fn both_ends_of_a_connection_are_next_to_each_other_with_their_nodes() {
+        let both = || vec![flow(1, 2, 80)];
+        let merged = merge(&[answer("b", both()), answer("a", [both(), vec![flow(1, 3, 80)]].concat())]);
+        let text = text(&merged);
+        let nodes: Vec<&str> = text.lines().map(|line| line.split_whitespace().next().unwrap()).collect();
+        assert_eq!(nodes, ["NODE", "a", "b", "a", "3"], "{text}");
+        assert!(text.ends_with("\n3 connections\n"), "{text}");
+        let limited = Merged { matching: 9, ..merged };
+        assert!(super::text(&limited).ends_with("3 of 9 connections; list more with --limit\n"));
+        let value = serde_json::to_value(&limited).unwrap();
+        assert_eq!(
+            (value["flows"][1]["node"].as_str(), value["flows"][1]["from"]["port"].as_u64()),
+            (Some("b"), Some(4000))
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn merging_does_not_depend_on_order_and_loses_nothing(
+            parts in prop::collection::vec(prop::collection::vec((0u8..4, 0u8..4, 0u16..3), 0..6), 1..5),
+            turn in 0usize..5,
+        ) {
+            let mut answers: Vec<_> = parts.iter().enumerate().map(|(number, flows)| {
+                answer(&format!("n{number}"), flows.iter().map(|&(from, to, port)| flow(from, to, port)).collect())
+            }).collect();
+            let merged = merge(&answers);
+            let count = answers.len();
+            answers.rotate_left(turn % count);
+            answers.iter_mut().for_each(|(_, flows)| flows.flows.reverse());
+            prop_assert_eq!(&merge(&answers), &merged);
+            prop_assert_eq!(merged.matching, parts.iter().map(Vec::len).sum::<usize>());
+            for (number, part) in parts.iter().enumerate() {
+                let node = format!("n{number}");
+                prop_assert_eq!(merged.flows.iter().filter(|flow| flow.node == node).count(), part.len());
+            }
+        }
+    }
+}

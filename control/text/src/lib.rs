@@ -1,0 +1,6 @@
+//! A daemon's answers as text for people: what `penstock` prints of one node and `kubectl penstock` of all.
+
+pub mod flows;
+pub mod number;
+pub mod rules;
+pub mod trial;
