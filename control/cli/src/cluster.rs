@@ -59,7 +59,7 @@ impl OptionalManifestArgs {
 impl ManifestArgs {
     /// How they are read.
     pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
-        Options { settings: convert::ConversionSettings { v1beta1: self.v1beta1 }, unknown_fields }
+        Options { settings: convert::ConversionSettings { v1beta1: self.v1beta1, domain_names: true }, unknown_fields }
     }
 
     /// Whether a rule's action is honoured cluster-wide.

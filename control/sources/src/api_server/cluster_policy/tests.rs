@@ -4,7 +4,7 @@ use super::*;
 
 fn read(spec: Value) -> Interpretation {
     let metadata = ObjectMeta { name: Some("guard".to_owned()), ..ObjectMeta::default() };
-    policy(&metadata, Some(&spec))
+    policy(&metadata, Some(&spec), ConversionSettings::default())
 }
 
 /// A policy with these egress rules.
@@ -126,7 +126,7 @@ fn objects(state: &Value) -> Vec<Object> {
     });
     let policies = list("cluster_policies").into_iter().filter_map(|it| {
         let metadata = serde_json::from_value(it["metadata"].clone()).expect("metadata");
-        match policy(&metadata, it.get("spec")) {
+        match policy(&metadata, it.get("spec"), ConversionSettings::default()) {
             Interpretation::Full(object) | Interpretation::Restricted { object, .. } => Some(object),
             Interpretation::Kept { .. } | Interpretation::Unusable { .. } => None,
         }
