@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use penstock_dataplane::forward::Forwarding;
+use penstock_dataplane::names::NameTable;
 use penstock_dataplane::policy::PolicySet;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
@@ -33,6 +35,8 @@ pub(super) struct NodeObjects {
     followed: [Option<Vec<ObjectChange>>; Follower::COUNT],
     /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
+    /// What pods learn of domain names, if these are followed.
+    names: Option<Arc<NameTable>>,
 }
 
 /// Who keeps what the engine is given.
@@ -72,6 +76,7 @@ impl NodeObjects {
             policies: BTreeSet::new(),
             followed: [None, None],
             service_problems: BTreeSet::new(),
+            names: None,
         }
     }
 
@@ -128,6 +133,17 @@ impl NodeObjects {
     /// Has the engine count how often each rule decides, for this many workers. Call it before there are objects.
     pub(super) fn count_use(&mut self, workers: usize) {
         self.engine.count_use(workers);
+    }
+
+    /// Has pods learn domain names in this table. Call it before there are objects.
+    pub(super) fn learn_names(&mut self, names: Arc<NameTable>) {
+        self.engine.learn_names(Arc::clone(&names));
+        self.names = Some(names);
+    }
+
+    /// What pods learn of domain names, if these are followed.
+    pub(super) fn names(&self) -> Option<&Arc<NameTable>> {
+        self.names.as_ref()
     }
 
     /// How often rules decided since the last call.

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
-use penstock_admin::types::{CaptureStatus, PodStatus, PortStatus, ServicesStatus, StaleObjects, Status};
+use penstock_admin::types::{CaptureStatus, NamesStatus, PodStatus, PortStatus, ServicesStatus, StaleObjects, Status};
 use penstock_dataplane::worker::Stage;
 
 use super::Failure;
@@ -63,6 +63,9 @@ fn text(status: &Status) -> String {
     if let Some(services) = &status.services {
         line(&mut text, &services_line(services));
     }
+    if let Some(names) = &status.domain_names {
+        line(&mut text, &names_line(names));
+    }
     if let Some(capture) = &status.capture {
         line(&mut text, &capture_line(capture));
     }
@@ -76,6 +79,12 @@ fn services_line(services: &ServicesStatus) -> String {
     format!(
         "services: {frontends} frontends ({without_backend} without a backend), {backends} backends, affinity of \
          {affinity_entries} clients (room for {affinity_capacity})"
+    )
+}
+
+fn names_line(NamesStatus { kept, learnt, evicted, not_understood }: &NamesStatus) -> String {
+    format!(
+        "domain names: {kept} kept, {learnt} learnt, {evicted} evicted, {not_understood} DNS answers not understood"
     )
 }
 

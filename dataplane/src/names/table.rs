@@ -128,6 +128,11 @@ impl NameTable {
         self.pods().recorded.clear();
     }
 
+    /// Keeps what all pods have learnt for as long as the result lives.
+    pub fn hold(&self) -> Vec<Arc<LearntNames>> {
+        self.pods().used.values().cloned().collect()
+    }
+
     /// All that is kept, by pod; with what an earlier run has learnt for pods that may still come.
     pub fn all(&self) -> Vec<PodNames> {
         let pods = self.pods();
