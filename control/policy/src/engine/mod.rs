@@ -15,7 +15,7 @@ use penstock_dataplane::policy::{Direction, PolicySet, PolicyVerdict, RuleRef, R
 use penstock_dataplane::services::ServiceSet;
 
 use crate::compile::{Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources};
-use crate::model::{Object, ObjectChange, RuleAction};
+use crate::model::{Object, ObjectChange, Peer, Peers, RuleAction};
 use crate::render::services::{ServiceProblem, ServiceTables};
 use crate::render::tables::{self, PodScope, RuleUse, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
@@ -154,6 +154,15 @@ impl Engine {
             directions.into_iter().flat_map(|direction| cluster_sources(policy, direction).collect::<Vec<_>>())
         });
         network.chain(cluster).filter(|rule| rule.action() != RuleAction::Pass)
+    }
+
+    /// How many rules have domain names: what they match depends on DNS answers.
+    pub fn rules_by_name(&self) -> usize {
+        let has_names = |rule: &RuleSource| match &rule.get().peers {
+            Peers::AnyOf(peers) => peers.iter().any(|peer| matches!(peer, Peer::DomainNames(_))),
+            Peers::Every => false,
+        };
+        self.deciding_rules().filter(has_names).count()
     }
 
     /// The objects.
