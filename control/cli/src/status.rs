@@ -269,6 +269,15 @@ mod tests {
     }
 
     #[test]
+    fn learnt_names_are_counted_where_they_are_followed() {
+        let mut status: Status = serde_json::from_str(STATUS).unwrap();
+        assert!(!text(&status).contains("domain names:"));
+        status.domain_names = Some(NamesStatus { kept: 5, learnt: 9, evicted: 1, not_understood: 2 });
+        let line = "domain names: 5 kept, 9 learnt, 1 evicted, 2 DNS answers not understood";
+        assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
+    }
+
+    #[test]
     fn a_capture_that_runs_is_shown() {
         let mut status: Status = serde_json::from_str(STATUS).unwrap();
         assert!(!text(&status).contains("capture:"));

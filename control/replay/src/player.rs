@@ -508,8 +508,8 @@ fn is_let_through(verdict: Verdict) -> bool {
     }
 }
 
-/// Pads a frame that the snap length truncated to its length on the wire, if all headers are captured: the pipeline does
-/// not read payload. Returns whether it did.
+/// Pads a frame that the snap length truncated to its length on the wire, if all headers are captured: the pipeline
+/// reads no payload but that of DNS answers, and zeros are none. Returns whether it did.
 pub fn fill_up(frame_start: usize, captured: u32, original: u32, frames: &mut Vec<u8>) -> bool {
     /// Longer than any frame that the pipeline accepts.
     const LONGEST: usize = 14 + 65_535;
