@@ -101,7 +101,7 @@ pub(crate) fn peer(text: &str) -> Peer {
     if let Some(nodes) = text.strip_prefix("nodes") {
         return Peer::Nodes(selector(nodes));
     }
-    if let Some(names) = text.strip_prefix("names") {
+    if let Some(names) = text.strip_prefix("names ") {
         return Peer::DomainNames(
             names.split_whitespace().map(|name| DomainPattern::new(name).expect("a name")).collect(),
         );
