@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use etherparse::{PacketBuilder, TcpHeader};
+use penstock_dataplane::Snapshot;
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
@@ -17,7 +18,6 @@ use penstock_dataplane::policy::{
     PortProtocol, PortRange, PortSpec, RuleAction, RuleName, RuleSpec, RuleTable, TieredTable,
 };
 use penstock_dataplane::services::{Backend, Frontend, FrontendKey, ServiceSet, WithoutBackend};
-use penstock_dataplane::{Epoch, Snapshot};
 
 const HOST: PortId = PortId(0);
 const WEB: PortId = PortId(1);

@@ -55,13 +55,16 @@ fn address(text: &str) -> Address {
     text.parse::<IpAddr>().unwrap().into()
 }
 
-fn read(question: &str, records: &[Record<'_>]) -> (Vec<(String, u64)>, Vec<(String, u64)>) {
+/// Names or addresses, each with its seconds.
+type Held = Vec<(String, u64)>;
+
+fn read(question: &str, records: &[Record<'_>]) -> (Held, Held) {
     let answer = read_answer(&message(ANSWER, question, records)).unwrap();
     let names = answer.names.iter().map(|(name, left)| (name.to_string(), left.as_secs())).collect();
     (names, answer.addresses.iter().map(|(address, left)| (address.to_string(), left.as_secs())).collect())
 }
 
-fn texts(list: &[(&str, u64)]) -> Vec<(String, u64)> {
+fn texts(list: &[(&str, u64)]) -> Held {
     list.iter().map(|(text, seconds)| (text.to_string(), *seconds)).collect()
 }
 
