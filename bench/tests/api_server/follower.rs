@@ -185,7 +185,8 @@ fn objects_of(server: &ApiServer, followed: FollowedKinds) -> BTreeMap<ObjectRef
         }
         Resource::NetworkPolicies => convert::network_policy(&typed(value)).map(Object::NetworkPolicy),
         Resource::ClusterNetworkPolicies => {
-            convert::cluster_network_policy(&typed(value)).map(Object::ClusterNetworkPolicy)
+            convert::cluster_network_policy(&typed(value), convert::ConversionSettings::default())
+                .map(Object::ClusterNetworkPolicy)
         }
         Resource::Events => unreachable!("they are not followed"),
     };
