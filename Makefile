@@ -9,7 +9,7 @@ TARGET := $(or $(CARGO_TARGET_DIR),target)
 export PENSTOCK_BIN := $(abspath $(TARGET))/release/penstock
 
 # Compilers, headers and tools that the build and the tests need, by their Debian names.
-PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make libpcap-dev iproute2 nftables tcpdump faketime python3
+PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make libpcap-dev iproute2 nftables tcpdump faketime python3 dnsmasq-base
 
 # Everything is built as the caller. What needs privilege (namespaces, XDP, AF_XDP) is run as root: by sudo, if need be.
 ifneq ($(shell id -u),0)

@@ -10,6 +10,7 @@ pub mod conntrack;
 mod drop_reason;
 pub mod forward;
 pub mod io;
+pub mod names;
 pub mod packet;
 pub mod pipeline;
 pub mod policy;

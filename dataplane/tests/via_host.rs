@@ -9,6 +9,7 @@ use etherparse::{IpNumber, Ipv4Header, PacketBuilder};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::io::MemoryFrames;
+use penstock_dataplane::names::NameTime;
 use penstock_dataplane::packet::{Address, Flow};
 use penstock_dataplane::pipeline::{
     BATCH, DropReason, EvaluationReason, Frames, Observer, OriginalSources, Pipeline, PipelineMode, StackSender,
@@ -489,11 +490,15 @@ fn another_set_judges_packets_and_open_connections_as_it_would_if_it_were_publis
             let mut node = masquerading();
             let open = node.snapshot.policy.clone();
             let (flow, verdict, form) = node.note(port, sender, &frame);
-            assert_eq!(open.evaluate_as(&flow, form), verdict, "{sender:?} {flow:?}");
+            assert_eq!(open.evaluate_as(&flow, form, NameTime::Never), verdict, "{sender:?} {flow:?}");
             node.publish(false);
             let closed = node.snapshot.policy.clone();
             let asked = masquerading().closed().note(port, sender, &frame);
-            assert_eq!((flow, closed.evaluate_as(&flow, form), form), asked, "{sender:?}: a packet that opens one");
+            assert_eq!(
+                (flow, closed.evaluate_as(&flow, form, NameTime::Never), form),
+                asked,
+                "{sender:?}: a packet that opens one"
+            );
             let connections: Vec<_> = node.pipeline.connections().iter(Timestamp::from_millis(1_000_000)).collect();
             let [connection] = connections[..] else { panic!("{connections:?}") };
             let judged = evaluate_connection(&closed, Some(&OfClient), &connection);

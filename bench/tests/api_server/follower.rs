@@ -54,7 +54,10 @@ impl Follower {
         let health = Arc::new(SourceHealth::new(followed));
         let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
         let opened = runtime.block_on(async {
-            let mut source = Source::start(&access, TIMEOUTS, Arc::clone(&health), node).await.unwrap();
+            let mut source =
+                Source::start(&access, TIMEOUTS, Arc::clone(&health), node, convert::ConversionSettings::default())
+                    .await
+                    .unwrap();
             let objects = tokio::time::timeout(TIMEOUT, source.first()).await;
             (source, objects)
         });
@@ -182,7 +185,8 @@ fn objects_of(server: &ApiServer, followed: FollowedKinds) -> BTreeMap<ObjectRef
         }
         Resource::NetworkPolicies => convert::network_policy(&typed(value)).map(Object::NetworkPolicy),
         Resource::ClusterNetworkPolicies => {
-            convert::cluster_network_policy(&typed(value)).map(Object::ClusterNetworkPolicy)
+            convert::cluster_network_policy(&typed(value), convert::ConversionSettings::default())
+                .map(Object::ClusterNetworkPolicy)
         }
         Resource::Events => unreachable!("they are not followed"),
     };

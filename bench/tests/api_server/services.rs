@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use penstock_bench::testbed::api_server::{Account, ApiServer, FakeServer, Resource, Verb};
 use penstock_policy::model::Object;
 use penstock_sources::api_server::{Access, ApiServer as Source};
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::{FollowedKinds, ObjectKind, SourceHealth};
 
 use crate::follower::{Follower, TIMEOUTS};
@@ -36,7 +37,8 @@ fn awaited_for(server: &ApiServer, text: &str) -> Vec<ObjectKind> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let health = Arc::new(SourceHealth::new(FollowedKinds::All));
     let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
-    let mut source = runtime.block_on(Source::start(&access, TIMEOUTS, Arc::clone(&health), None)).unwrap();
+    let opened = Source::start(&access, TIMEOUTS, Arc::clone(&health), None, ConversionSettings::default());
+    let mut source = runtime.block_on(opened).unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let first = runtime.block_on(async { tokio::time::timeout(Duration::from_millis(50), source.first()).await });

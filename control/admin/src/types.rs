@@ -43,6 +43,9 @@ pub struct Status {
     /// Services that workers translate; `None` if they do not.
     #[serde(default)]
     pub services: Option<ServicesStatus>,
+    /// What pods have learnt of domain names; `None` if these are not followed.
+    #[serde(default)]
+    pub domain_names: Option<NamesStatus>,
     /// Why the configuration was refused at the start, if the last good one is in force instead; one line per problem.
     #[serde(default)]
     pub configuration_refused: Vec<String>,
@@ -62,6 +65,19 @@ impl Status {
     pub fn all_drops(&self) -> BTreeMap<String, u64> {
         with_kernel(&self.drops, &self.kernel_drops)
     }
+}
+
+/// What pods have learnt of domain names from DNS answers. A name counts once for each address that it was given for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NamesStatus {
+    /// Names that are kept, expired ones included.
+    pub kept: u64,
+    /// Names that answers gave since the start, also those that were known.
+    pub learnt: u64,
+    /// Names that were evicted since the start, because a limit was reached.
+    pub evicted: u64,
+    /// Datagrams from DNS servers since the start that were no answer, or malformed.
+    pub not_understood: u64,
 }
 
 /// A capture that runs.

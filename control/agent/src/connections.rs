@@ -19,7 +19,7 @@ use penstock_dataplane::packet::Address;
 use penstock_policy::model::{Object, ObjectKey, Pod};
 
 use super::config::{Config, TableMapping};
-use super::{RunError, handover, last_good, new_pods, recorded_objects, rule_usage};
+use super::{RunError, handover, last_good, learnt_names, new_pods, recorded_objects, rule_usage};
 use crate::discovery::NetworkState;
 use crate::state_file::with_suffix;
 
@@ -69,7 +69,7 @@ pub(super) fn lock(config: &Config) -> Result<Option<fs::File>, RunError> {
 }
 
 /// Suffixes of all files that may stand beside the table's file, and of their temporary files.
-const BESIDE: [&str; 10] = [
+const BESIDE: [&str; 12] = [
     "",
     PODS,
     NEW_PODS,
@@ -80,6 +80,8 @@ const BESIDE: [&str; 10] = [
     ".objects.new",
     rule_usage::SUFFIX,
     ".rules.new",
+    learnt_names::SUFFIX,
+    ".names.new",
 ];
 
 /// Locks the files of the connection table against a daemon that starts, to remove them. Fails if one runs.

@@ -27,6 +27,7 @@ use super::config::{Attach, Config, ConfigLayers, FailMode, LoadedConfig, Mode, 
 use super::connections::{self, ClearingQueue};
 use super::handover::{Handover, HandoverListener, Predecessor};
 use super::last_good::RejectedConfig;
+use super::learnt_names::{self, LearntNamesFile};
 use super::node_path::NodePath;
 use super::objects::NodeObjects;
 use super::operation::{Listeners, Operation};
@@ -164,8 +165,13 @@ async fn open_source(
     record: Option<&ObjectFile>,
     signals: &mut Signals,
 ) -> Result<Option<OpenedSource>, RunError> {
-    let opened =
-        Source::start(&config.source.location(), config.services.followed_kinds(), Some(config.node.as_str())).await;
+    let opened = Source::start(
+        &config.source.location(),
+        config.services.followed_kinds(),
+        Some(config.node.as_str()),
+        config.conversion(),
+    )
+    .await;
     let mut source =
         opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
     let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));
@@ -244,6 +250,8 @@ struct Daemon<'a> {
     unrouted: BTreeMap<IpAddr, String>,
     operation: Operation,
     close_first: CloseFirstFds,
+    /// What pods learn of domain names, if these are followed.
+    names: Option<LearntNamesFile>,
     /// Held as long as this process uses the connection table in the kernel.
     _table_lock: Option<std::fs::File>,
 }
@@ -262,6 +270,10 @@ impl<'a> Daemon<'a> {
             Some(_) => connections::without_moved_pods(config, &netstate, initial),
             None => initial,
         };
+        let names = LearntNamesFile::open(config);
+        if let Some(names) = &names {
+            objects.learn_names(Arc::clone(names.table()));
+        }
         objects.count_use(preflight::worker_cores(config).map_or(0, |cores| cores.len()));
         objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.
@@ -310,6 +322,7 @@ impl<'a> Daemon<'a> {
             unrouted: BTreeMap::new(),
             operation,
             close_first: CloseFirstFds::default(),
+            names,
             _table_lock: table_lock,
         };
         match daemon.begin(started).await {
@@ -395,7 +408,8 @@ impl<'a> Daemon<'a> {
         let publisher = Arc::clone(&self.publisher);
         let mut reconcile = tokio::time::interval(RECONCILE_INTERVAL);
         let mut heartbeat = tokio::time::interval(WORKER_CHECK_INTERVAL);
-        for ticks in [&mut reconcile, &mut heartbeat] {
+        let mut keep_names = tokio::time::interval(learnt_names::INTERVAL);
+        for ticks in [&mut reconcile, &mut heartbeat, &mut keep_names] {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         }
         let mut fault = self.config.debug.worker_panics_after.map(|after| Instant::now() + after.duration());
@@ -419,6 +433,7 @@ impl<'a> Daemon<'a> {
                     return Ok(Ended::HandedOver(handover?));
                 }
                 _ = heartbeat.tick() => self.check_workers()?,
+                _ = keep_names.tick(), if self.names.is_some() => self.names.iter_mut().for_each(LearntNamesFile::keep),
                 () = policy_thread.ended() => {
                     return Err(RunError::Failed(anyhow!("the policy thread has ended; restart penstock")));
                 }
@@ -452,9 +467,12 @@ impl<'a> Daemon<'a> {
     /// the node's own traffic again) or leaves it to the next daemon, with programs that drop because they have no
     /// sockets.
     async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
-        let Self { dataplane, ports, node_path, close_first, publisher, clearing_thread, trial_thread, .. } = self;
+        let Self { dataplane, ports, node_path, close_first, publisher, clearing_thread, trial_thread, names, .. } =
+            self;
         drop(close_first);
         publisher.end();
+        // Pods are forgotten with the publisher; workers learn until they are stopped.
+        let learnt = names.as_ref().map(|names| names.table().hold());
         // A panic has been reported on standard error.
         let _ = clearing_thread.join();
         let _ = trial_thread.join();
@@ -472,6 +490,10 @@ impl<'a> Daemon<'a> {
         };
         let stopped = Arc::into_inner(dataplane).expect("no other thread holds the dataplane").stop();
         removed.map_err(RunError::failed)?;
+        if let Some(names) = names {
+            names.finish();
+        }
+        drop(learnt);
         let frames = stopped.map_err(RunError::failed)?;
         tracing::info!(target: logging::MILESTONES, ?frames, "ended");
         Ok(())

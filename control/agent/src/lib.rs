@@ -21,6 +21,7 @@ pub mod discovery;
 mod exporter;
 mod handover;
 pub mod last_good;
+mod learnt_names;
 pub mod logging;
 mod metrics;
 mod new_pods;
@@ -248,7 +249,7 @@ async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut 
     if matches!(&location, Location::Manifests(path) if !path.is_dir()) {
         return;
     }
-    let mut source = match Source::start(&location, config.services.followed_kinds(), None).await {
+    let mut source = match Source::start(&location, config.services.followed_kinds(), None, config.conversion()).await {
         Ok(source) => source,
         Err(error) => return findings.extend(error.to_string().lines().map(PreflightFinding::error)),
     };

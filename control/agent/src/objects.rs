@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
+use std::sync::Arc;
 use std::time::Instant;
 
 use penstock_dataplane::forward::Forwarding;
+use penstock_dataplane::names::NameTable;
 use penstock_dataplane::policy::PolicySet;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
@@ -36,6 +38,8 @@ pub(super) struct NodeObjects {
     /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
     new_pods: NewPods,
+    /// What pods learn of domain names, if these are followed.
+    names: Option<Arc<NameTable>>,
 }
 
 /// Who keeps what the engine is given.
@@ -76,6 +80,7 @@ impl NodeObjects {
             followed: [None, None],
             service_problems: BTreeSet::new(),
             new_pods: NewPods::default(),
+            names: None,
         }
     }
 
@@ -152,6 +157,17 @@ impl NodeObjects {
     /// Has the engine count how often each rule decides, for this many workers. Call it before there are objects.
     pub(super) fn count_use(&mut self, workers: usize) {
         self.engine.count_use(workers);
+    }
+
+    /// Has pods learn domain names in this table. Call it before there are objects.
+    pub(super) fn learn_names(&mut self, names: Arc<NameTable>) {
+        self.engine.learn_names(Arc::clone(&names));
+        self.names = Some(names);
+    }
+
+    /// What pods learn of domain names, if these are followed.
+    pub(super) fn names(&self) -> Option<&Arc<NameTable>> {
+        self.names.as_ref()
     }
 
     /// How often rules decided since the last call.

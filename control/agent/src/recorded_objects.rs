@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::state_file::{Identity, StateFile, StateFileError};
 
 /// The version of the file's form: that of [`Object`] as JSON. A test asks for another one when that changes.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".objects";
@@ -51,10 +51,14 @@ impl ObjectFile {
         let location = config.source.location();
         let Location::ApiServer(_) = location else { return None };
         // Objects without Services are not all objects for a daemon that translates: it would take Services for addresses.
-        let origin = match config.services.followed_kinds() {
+        let mut origin = match config.services.followed_kinds() {
             FollowedKinds::All => location.to_string(),
             FollowedKinds::WithoutServices => format!("{location}, without Services"),
         };
+        // And rules with domain names were read for a daemon that follows them.
+        if config.domain_names.enabled {
+            origin.push_str(", with domain names");
+        }
         let identity = Identity { kind: "objects".to_owned(), version: VERSION, node: config.node.to_string(), origin };
         Some(Self { file: StateFile::beside(&config.conntrack.mapping, SUFFIX)?, identity })
     }
@@ -218,10 +222,10 @@ mod tests {
     use std::path::Path;
 
     use penstock_policy::model::{
-        ClusterNetworkPolicy, ClusterRule, ClusterTier, EndpointPort, EndpointSlice, IpBlock, LabelOperator, NamedPort,
-        Namespace, NetworkPolicy, Node, ObjectKey, Peer, Peers, Pod, PodLifetime, PolicyPort, PolicyPorts, PortMatch,
-        PortProtocol, Requirement, Rule, RuleAction, Selector, Service, ServiceEndpoint, ServicePort, Staging, Subject,
-        TargetPort,
+        ClusterNetworkPolicy, ClusterRule, ClusterTier, DomainPattern, EndpointPort, EndpointSlice, IpBlock,
+        LabelOperator, NamedPort, Namespace, NetworkPolicy, Node, ObjectKey, Peer, Peers, Pod, PodLifetime, PolicyPort,
+        PolicyPorts, PortMatch, PortProtocol, Requirement, Rule, RuleAction, Selector, Service, ServiceEndpoint,
+        ServicePort, Staging, Subject, TargetPort,
     };
 
     use super::*;
@@ -275,6 +279,7 @@ mod tests {
                 }),
                 Peer::Networks(vec!["fd00::/8".parse().unwrap()]),
                 Peer::Nodes(Selector::default()),
+                Peer::DomainNames(vec![DomainPattern::new("*.example.org").unwrap()]),
             ]),
             ports: PolicyPorts::AnyOf(vec![
                 port(PortProtocol::Tcp, PortMatch::Range { first: 1, last: 2 }),

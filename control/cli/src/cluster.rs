@@ -59,7 +59,7 @@ impl OptionalManifestArgs {
 impl ManifestArgs {
     /// How they are read.
     pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
-        Options { settings: convert::ConversionSettings { v1beta1: self.v1beta1 }, unknown_fields }
+        Options { settings: convert::ConversionSettings { v1beta1: self.v1beta1, domain_names: true }, unknown_fields }
     }
 
     /// Whether a rule's action is honoured cluster-wide.
@@ -95,7 +95,8 @@ impl ManifestArgs {
         engine
     }
 
-    /// Says how many staged policies are left out, or which do not mean what their author may think.
+    /// Says how many staged policies are left out, or which do not mean what their author may think; and how many rules have
+    /// domain names.
     pub(super) fn say_staged(&self, engine: &Engine) {
         match engine.staged().filter(|policy| policy.is_staged()).count() {
             0 => {}
@@ -105,6 +106,15 @@ impl ManifestArgs {
         }
         if self.staged {
             engine.staged_problems().iter().for_each(|problem| eprintln!("penstock: {problem}"));
+        }
+        match engine.rules_by_name() {
+            0 => {}
+            count => {
+                let rules = if count == 1 { "1 rule has".to_owned() } else { format!("{count} rules have") };
+                eprintln!(
+                    "penstock: {rules} domainNames, which match nothing here: only DNS answers to a pod say what they are"
+                );
+            }
         }
     }
 

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
-use penstock_admin::types::{CaptureStatus, PodStatus, PortStatus, ServicesStatus, StaleObjects, Status};
+use penstock_admin::types::{CaptureStatus, NamesStatus, PodStatus, PortStatus, ServicesStatus, StaleObjects, Status};
 use penstock_dataplane::worker::Stage;
 use penstock_text::number::{json, percent, short};
 
@@ -64,6 +64,9 @@ fn text(status: &Status) -> String {
     if let Some(services) = &status.services {
         line(&mut text, &services_line(services));
     }
+    if let Some(names) = &status.domain_names {
+        line(&mut text, &names_line(names));
+    }
     if let Some(capture) = &status.capture {
         line(&mut text, &capture_line(capture));
     }
@@ -77,6 +80,12 @@ fn services_line(services: &ServicesStatus) -> String {
     format!(
         "services: {frontends} frontends ({without_backend} without a backend), {backends} backends, affinity of \
          {affinity_entries} clients (room for {affinity_capacity})"
+    )
+}
+
+fn names_line(NamesStatus { kept, learnt, evicted, not_understood }: &NamesStatus) -> String {
+    format!(
+        "domain names: {kept} kept, {learnt} learnt, {evicted} evicted, {not_understood} DNS answers not understood"
     )
 }
 
@@ -257,6 +266,15 @@ mod tests {
             affinity_capacity: 65_536,
         });
         let line = "services: 5 frontends (1 without a backend), 9 backends, affinity of 3 clients (room for 65536)";
+        assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
+    }
+
+    #[test]
+    fn learnt_names_are_counted_where_they_are_followed() {
+        let mut status: Status = serde_json::from_str(STATUS).unwrap();
+        assert!(!text(&status).contains("domain names:"));
+        status.domain_names = Some(NamesStatus { kept: 5, learnt: 9, evicted: 1, not_understood: 2 });
+        let line = "domain names: 5 kept, 9 learnt, 1 evicted, 2 DNS answers not understood";
         assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
     }
 

@@ -298,6 +298,7 @@ mod tests {
             frames: FrameCounts { total: 100, free: 75, fill: 25, in_flight: 0 },
             connections: TableStatus::default(),
             services: None,
+            domain_names: None,
             configuration_refused: Vec::new(),
             stale: None,
             capture: None,

@@ -187,14 +187,20 @@ type End = ([u8; 4], u16);
 
 /// A capture of datagrams: seconds, source, destination.
 fn capture(datagrams: &[(u32, End, End)]) -> Vec<u8> {
+    let question = |&(seconds, from, to)| (seconds, from, to, b"question".to_vec());
+    capture_of(&datagrams.iter().map(question).collect::<Vec<_>>())
+}
+
+/// The same, each with its payload.
+fn capture_of(datagrams: &[(u32, End, End, Vec<u8>)]) -> Vec<u8> {
     let mut file =
         [&0xa1b2_c3d4u32.to_le_bytes()[..], &[2, 0, 4, 0], &[0; 8], &[0xff, 0xff, 0, 0, 1, 0, 0, 0]].concat();
-    for (seconds, from, to) in datagrams {
+    for (seconds, from, to, payload) in datagrams {
         let mut frame = Vec::new();
         etherparse::PacketBuilder::ethernet2([1; 6], [2; 6])
             .ipv4(from.0, to.0, 64)
             .udp(from.1, to.1)
-            .write(&mut frame, b"question")
+            .write(&mut frame, payload)
             .unwrap();
         let length = frame.len() as u32;
         for word in [1_700_000_000 + seconds, 250, length, length] {
@@ -545,6 +551,44 @@ fn bad_replay_input_is_a_one_line_error_with_exit_code_2_and_leaves_no_file() {
         assert!(stderr.contains(says) && stderr.lines().count() == 1, "{arguments:?}: {stderr}");
         assert_eq!(directory.names(), before, "{arguments:?} left a file");
     }
+}
+
+#[test]
+fn domain_names_match_by_the_dns_answers_in_the_capture_until_they_expire() {
+    let directory = ReplayDirectory::new();
+    let names = "apiVersion: policy.networking.k8s.io/v1alpha2\nkind: ClusterNetworkPolicy\nmetadata: {name: names}\n\
+         spec:\n  tier: Admin\n  priority: 1\n  subject: {pods: {podSelector: {matchLabels: {app: web}}}}\n  egress:\n\
+         \x20 - {action: Accept, to: [{networks: [192.0.2.53/32]}], protocols: [{udp: {destinationPort: {number: 53}}}]}\n\
+         \x20 - {action: Accept, to: [{domainNames: ['*.example.org']}]}\n\
+         \x20 - {action: Deny, to: [{networks: [0.0.0.0/0]}]}\n";
+    directory.write("cluster/names.yaml", names.as_bytes());
+    let (web, resolver, site) = (|port| ([10, 0, 0, 1], port), ([192, 0, 2, 53], 53), ([203, 0, 113, 7], 4433));
+    // www.example.org is 203.0.113.7 for five seconds.
+    let answer = b"\0\x07\x81\x80\0\x01\0\x01\0\0\0\0\x03www\x07example\x03org\0\0\x01\0\x01\
+        \xc0\x0c\0\x01\0\x01\0\0\0\x05\0\x04\xcb\0\x71\x07";
+    let sends = |seconds, port| (seconds, web(port), site, b"hello".to_vec());
+    let packets = [
+        sends(0, 1),
+        (1, resolver, web(4001), answer.to_vec()),
+        sends(1, 2),
+        (2, web(4000), resolver, b"question".to_vec()),
+        (2, resolver, web(4000), answer.to_vec()),
+        sends(3, 3),
+        sends(6, 4),
+        sends(8, 3),
+        sends(8, 5),
+    ];
+    directory.write("names.pcap", &capture_of(&packets));
+    let output = directory.replay(&["--manifests", "cluster", "--pcap", "names.pcap", "--verdicts", "v.jsonl"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let verdicts = fs::read_to_string(directory.path("v.jsonl")).unwrap();
+    let value = |line| -> serde_json::Value { serde_json::from_str(line).unwrap() };
+    let to_site = verdicts.lines().map(value).filter(|line| line["dport"] == 4433);
+    let told: Vec<_> = to_site.map(|line| format!("{} {} {}", line["sport"], line["verdict"], line["rule"])).collect();
+    let (by_name, denied) = ("\"allow\" \"Admin-egress-names-1\"", "\"deny\" \"Admin-egress-names-2\"");
+    // An answer that nobody had asked for taught nothing; at the end, one connection lives on.
+    let expected = [(1, denied), (2, denied), (3, by_name), (4, by_name), (3, by_name), (5, denied)];
+    assert_eq!(told, expected.map(|(port, verdict)| format!("{port} {verdict}")), "{verdicts}");
 }
 
 #[test]

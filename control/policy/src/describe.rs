@@ -43,6 +43,7 @@ pub fn peer(peer: &Peer, namespace: Option<&str>) -> String {
         Peer::Networks(networks) => networks.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
         Peer::Nodes(found) if found.requirements.is_empty() => "every node".to_owned(),
         Peer::Nodes(found) => format!("nodes with {}", selector(found)),
+        Peer::DomainNames(names) => names.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
     }
 }
 

@@ -169,6 +169,14 @@ fn explain_direction(
         line(text, &format!("  rule     {shown}"));
         describe_rule(text, engine, provenance);
     }
+    for rule in &explanation.by_name {
+        line(text, &format!("  by name  {}", style.mixed(rule)));
+        describe_rule(text, engine, rule);
+        line(
+            text,
+            &format!("           accepts once a DNS answer has given {name} the address {peer} for one of these names"),
+        );
+    }
     match &explanation.nearest {
         Some(rule) => nearest(text, engine, style, rule, peer),
         None if explanation.verdict == DirectionVerdict::Denied => {

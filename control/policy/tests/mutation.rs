@@ -40,8 +40,8 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "1: ingress is evaluated by the destination's egress rules",
         POLICY,
-        "self.evaluate_direction(dst, Direction::Ingress, src, flow.src, flow)",
-        "self.evaluate_direction(dst, Direction::Egress, src, flow.src, flow)",
+        "self.evaluate_direction(dst, Direction::Ingress, src, flow.src, flow, NameTime::Never)",
+        "self.evaluate_direction(dst, Direction::Egress, src, flow.src, flow, NameTime::Never)",
     ),
     mutation(
         "2: a policy isolates in both directions",
@@ -211,19 +211,19 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "tiers: a Pass of the Admin tier ends the evaluation",
         TIERS,
-        "RuleAction::Pass => first = self.table.first_from(rows, self.admin),",
+        "RuleAction::Pass => first = self.first_from(rows, peer, self.admin, given),",
         "RuleAction::Pass => return TierOutcome::Default,",
     ),
     mutation(
         "tiers: a Pass goes to the next rule of its own tier",
         TIERS,
-        "RuleAction::Pass => first = self.table.first_from(rows, self.admin),",
+        "RuleAction::Pass => first = self.first_from(rows, peer, self.admin, given),",
         "RuleAction::Pass => first = self.table.first_from(rows, rule + 1),",
     ),
     mutation(
         "tiers: a Pass is an Accept",
         TIERS,
-        "RuleAction::Accept => return TierOutcome::Accepted(rule),\n                RuleAction::Deny => return TierOutcome::Denied(rule),\n                RuleAction::Pass => first = self.table.first_from(rows, self.admin),",
+        "RuleAction::Accept => return TierOutcome::Accepted(rule),\n                RuleAction::Deny => return TierOutcome::Denied(rule),\n                RuleAction::Pass => first = self.first_from(rows, peer, self.admin, given),",
         "RuleAction::Accept | RuleAction::Pass => return TierOutcome::Accepted(rule),\n                RuleAction::Deny => { first = None; let _ = first; return TierOutcome::Denied(rule) }",
     ),
     mutation(

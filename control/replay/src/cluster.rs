@@ -67,6 +67,7 @@ impl ReplayCluster {
         let scope = node.map_or(PodScope::AllPods, |node| PodScope::Node(node.to_owned()));
         let settings = EngineSettings { scope: scope.clone(), reach };
         let mut engine = Engine::new(settings);
+        engine.learn_names(Arc::default());
         engine.apply(objects.into_iter().map(ObjectChange::Set));
         if let Some(name) = node {
             check_node(engine.state(), name)?;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use penstock_dataplane::conntrack::{Config, ConnTable, OpenError, SweepCursor, Timestamp};
 use penstock_dataplane::forward::{PortId, PortKind};
+use penstock_dataplane::names::{Moment, NameTime};
 use penstock_dataplane::packet::{Address, Flow, Packet, Transport, parse, quoted_flow, translate};
 use penstock_dataplane::pipeline::{
     BATCH, DropReason, EvaluationReason, Frames, Observer, Pipeline, PipelineMode, ServiceConnection, Verdict,
@@ -74,6 +75,7 @@ struct VerdictObserver<'a> {
     shown: &'a ShownBackends,
     policy: &'a PolicySet,
     time: Time,
+    now: Timestamp,
 }
 
 impl Observer for VerdictObserver<'_> {
@@ -92,7 +94,8 @@ impl Observer for VerdictObserver<'_> {
 
     fn backend(&mut self, index: usize, flow: &Flow, frontend: &Frontend, last: Option<Backend>) -> Option<Backend> {
         let (place, known) = ((index, self.time), (self.shown, self.policy));
-        let choice = BackendChoice::new(place, (flow, frontend), last, known)?;
+        let choice =
+            BackendChoice::new(place, (flow, frontend), last, known, NameTime::At(Moment(self.now.as_millis())))?;
         let backend = choice.backend;
         self.choices.push(choice);
         Some(backend)
@@ -306,6 +309,7 @@ impl Player {
             shown: &self.shown,
             policy: &snapshot.policy,
             time,
+            now: self.now,
         };
         self.pipeline.process_batch(snapshot, self.now, port, batch, &mut self.verdicts, observer);
         for verdict in &self.verdicts[..batch.packets().len()] {
@@ -343,7 +347,11 @@ impl Player {
                         let has_tiers = rules.has_tiers();
                         let directions = [Direction::Egress, Direction::Ingress];
                         for direction in directions.into_iter().filter(|_| has_tiers) {
-                            rules.passed(&snapshot.policy, snapshot.policy.passes(flow, direction));
+                            let verdict = match direction {
+                                Direction::Egress => policy_verdict.egress,
+                                Direction::Ingress => policy_verdict.ingress,
+                            };
+                            rules.passed(&snapshot.policy, snapshot.policy.passes(flow, direction, verdict));
                         }
                     }
                 }
@@ -415,7 +423,7 @@ impl Player {
         let (snapshot, rules) = self.cluster.parts();
         let policy_verdict = match to_service {
             Some(connection) => connection.evaluate(&snapshot.policy),
-            None => snapshot.policy.evaluate(&flow),
+            None => snapshot.policy.evaluate_named(&flow, NameTime::Ever),
         };
         rules.of(&snapshot.policy, &policy_verdict)
     }
@@ -500,8 +508,8 @@ fn is_let_through(verdict: Verdict) -> bool {
     }
 }
 
-/// Pads a frame that the snap length truncated to its length on the wire, if all headers are captured: the pipeline does
-/// not read payload. Returns whether it did.
+/// Pads a frame that the snap length truncated to its length on the wire, if all headers are captured: the pipeline
+/// reads no payload but that of DNS answers, and zeros are none. Returns whether it did.
 pub fn fill_up(frame_start: usize, captured: u32, original: u32, frames: &mut Vec<u8>) -> bool {
     /// Longer than any frame that the pipeline accepts.
     const LONGEST: usize = 14 + 65_535;

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use ipnet::IpNet;
+use penstock_dataplane::names::NameTime;
 use penstock_dataplane::packet::{Address, Flow, Packet, Protocol, parse};
 use penstock_dataplane::pipeline::evaluate_backend;
 use penstock_dataplane::policy::PolicySet;
@@ -114,8 +115,9 @@ impl BackendChoice {
         (flow, frontend): (&Flow, &Frontend),
         last: Option<Backend>,
         (shown, policy): (&ShownBackends, &PolicySet),
+        now: NameTime,
     ) -> Option<Self> {
-        let is_denied = |backend: &&Backend| !evaluate_backend(policy, flow, backend).is_allowed();
+        let is_denied = |backend: &&Backend| !evaluate_backend(policy, flow, backend, now).is_allowed();
         let denied: Vec<Backend> = frontend.backends.iter().filter(is_denied).copied().collect();
         let first = denied.first().or_else(|| frontend.backends.first()).copied();
         let backend = shown.find(time, flow, frontend).or(last).or(first)?;

@@ -90,6 +90,7 @@ impl Source {
         location: &Location,
         followed: FollowedKinds,
         reporter: Option<&str>,
+        settings: ConversionSettings,
     ) -> Result<Self, SourceError> {
         let health = Arc::new(SourceHealth::new(match location {
             Location::Manifests(_) => FollowedKinds::All,
@@ -97,7 +98,7 @@ impl Source {
         }));
         let backend = match location {
             Location::Manifests(path) => {
-                let (directory, objects) = ManifestDirectory::open(path, ConversionSettings::default())?;
+                let (directory, objects) = ManifestDirectory::open(path, settings)?;
                 ObjectKind::ALL.into_iter().for_each(|kind| {
                     health.listed(kind);
                     health.connected(kind);
@@ -109,7 +110,7 @@ impl Source {
             }
             Location::ApiServer(access) => {
                 let timeouts = ApiServerTimeouts::default();
-                Backend::ApiServer(ApiServer::start(access, timeouts, Arc::clone(&health), reporter).await?)
+                Backend::ApiServer(ApiServer::start(access, timeouts, Arc::clone(&health), reporter, settings).await?)
             }
         };
         Ok(Self { backend, health })

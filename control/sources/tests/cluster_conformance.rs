@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest::{ManifestErrors, Manifests, Options, UnknownFields, read_manifests};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -140,11 +141,15 @@ impl State {
 
 /// Reads objects as a manifest file.
 fn read(objects: &[Value]) -> Result<Manifests, ManifestErrors> {
+    read_with(objects, ConversionSettings::default())
+}
+
+fn read_with(objects: &[Value], settings: ConversionSettings) -> Result<Manifests, ManifestErrors> {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let file = folder.path().join("all.yaml");
     let text: Vec<String> = objects.iter().map(ToString::to_string).collect();
     fs::write(&file, text.join("\n---\n")).expect("a writable folder");
-    let options = Options { unknown_fields: UnknownFields::Refuse, ..Options::default() };
+    let options = Options { unknown_fields: UnknownFields::Refuse, settings };
     read_manifests(&[&file], &options)
 }
 
@@ -270,7 +275,8 @@ fn cluster_policies_are_valid_or_refused_as_their_definition_says() {
     let Some(suite) = data::<ValiditySuite>("cnp-validity.json.gz") else { return };
     let (mut accepted, mut refused) = (0, 0);
     for Candidate { id, object, valid, why, either, foreign } in &suite.objects {
-        match read(std::slice::from_ref(object)) {
+        let settings = ConversionSettings { domain_names: true, ..ConversionSettings::default() };
+        match read_with(std::slice::from_ref(object), settings) {
             Ok(manifests) if *foreign => assert!(manifests.documents.is_empty(), "{id} is read: {why}"),
             Ok(manifests) => {
                 assert!(*valid || *either, "{id} is accepted: {why}: {object}");
@@ -278,9 +284,7 @@ fn cluster_policies_are_valid_or_refused_as_their_definition_says() {
                 accepted += 1;
             }
             Err(errors) => {
-                // Domain names are valid, and not supported.
-                let unsupported = errors.to_string().contains("is not supported: use networks");
-                assert!(!*valid || *either || unsupported, "{id} is refused: {why}: {errors}");
+                assert!(!*valid || *either, "{id} is refused: {why}: {errors}");
                 assert_eq!(errors.0.len(), 1, "{id}: {errors}");
                 refused += 1;
             }

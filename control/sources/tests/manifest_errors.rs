@@ -313,7 +313,10 @@ fn other_invalid_objects_are_rejected_with_line_and_field() {
 
 #[test]
 fn v1beta1_rejects_fields_of_v1() {
-    let options = Options { settings: ConversionSettings { v1beta1: true }, ..Options::default() };
+    let options = Options {
+        settings: ConversionSettings { v1beta1: true, ..ConversionSettings::default() },
+        ..Options::default()
+    };
     let policy = "apiVersion: extensions/v1beta1\nkind: NetworkPolicy\nmetadata: {name: web, namespace: shop}\nspec:\n";
     let not_in = "is not part of extensions/v1beta1: write the policy as networking.k8s.io/v1";
     for (spec, field, problem) in [

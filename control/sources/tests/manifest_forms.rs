@@ -31,7 +31,7 @@ fn policy(spec: &str) -> NetworkPolicy {
 
 fn policy_of(version: &str, spec: &str) -> NetworkPolicy {
     let text = format!("{{apiVersion: {version}, kind: NetworkPolicy, metadata: {{name: p}}, spec: {spec}}}");
-    match &objects_with(&text, ConversionSettings { v1beta1: true })[..] {
+    match &objects_with(&text, ConversionSettings { v1beta1: true, ..ConversionSettings::default() })[..] {
         [Object::NetworkPolicy(policy)] => policy.clone(),
         other => panic!("{other:?}"),
     }
@@ -130,11 +130,14 @@ fn the_v1beta1_annotation_isolates_only_with_its_setting() {
             "apiVersion: v1\nkind: Namespace\nmetadata:\n  name: shop\n  annotations:\n    net.beta.kubernetes.io/network-policy: |\n      {annotation}\n"
         )
     };
-    let isolates =
-        |annotation: &str, v1beta1| match &objects_with(&namespace(annotation), ConversionSettings { v1beta1 })[..] {
-            [Object::Namespace(namespace)] => namespace.default_deny_ingress,
-            other => panic!("{other:?}"),
-        };
+    let isolates = |annotation: &str, v1beta1| match &objects_with(
+        &namespace(annotation),
+        ConversionSettings { v1beta1, ..ConversionSettings::default() },
+    )[..]
+    {
+        [Object::Namespace(namespace)] => namespace.default_deny_ingress,
+        other => panic!("{other:?}"),
+    };
     let deny = "{\n        \"ingress\": {\n          \"isolation\": \"DefaultDeny\"\n        }\n      }";
     assert!(isolates(deny, true));
     assert!(!isolates(deny, false));

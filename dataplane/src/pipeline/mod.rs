@@ -11,6 +11,7 @@
 
 mod admit;
 mod dispatch;
+mod names;
 mod offload;
 mod reply;
 mod service;
@@ -289,6 +290,9 @@ impl Pipeline {
                 verdicts[entry.index] =
                     conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, self.open, allowed);
             }
+        }
+        if snapshot.policy.has_names() && self.mode == PipelineMode::Full {
+            names::learn(connections, snapshot, now, frames, &self.slots[..admitted], verdicts);
         }
         if self.connections.is_shared() && self.mode == PipelineMode::Full {
             offload::offload(connections, snapshot, port, &self.slots[..admitted], verdicts);

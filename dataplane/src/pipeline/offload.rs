@@ -3,10 +3,11 @@
 
 use std::time::{Duration, Instant};
 
-use super::{AdmittedPacket, BATCH, Verdict};
+use super::{AdmittedPacket, BATCH, Verdict, names};
 use crate::Snapshot;
 use crate::conntrack::{ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
+use crate::names::NameTime;
 use crate::packet::{Address, Flow, Transport};
 
 /// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
@@ -20,6 +21,7 @@ pub(super) fn offload(
     verdicts: &[Verdict; BATCH],
 ) {
     let from = interface(from);
+    let reads_answers = snapshot.policy.has_names();
     for slot in slots {
         let Verdict::Forward(egress) = verdicts[slot.index] else { continue };
         // Of the node's stack and back there: it leaves the node, and has no connection here.
@@ -27,7 +29,10 @@ pub(super) fn offload(
             continue;
         }
         let packet = &slot.packet;
-        let may_follow = packet.fragment.is_none() && matches!(packet.transport, Transport::Tcp(_) | Transport::Udp);
+        let may_follow = packet.fragment.is_none()
+            && matches!(packet.transport, Transport::Tcp(_) | Transport::Udp)
+            // Workers read the next ones, too.
+            && !(reads_answers && names::hears(snapshot, slot).is_some());
         let to = || snapshot.forwarding.port(egress).and_then(interface);
         let path = if may_follow { from.zip(to()) } else { None };
         connections.forwarded(&slot.hashed, packet.ip_len(), path.map(|ends| (ends, snapshot.epoch)));
@@ -57,7 +62,7 @@ pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Durat
             if [ends.src, ends.dst].iter().any(|end| end.is_node()) || found.via_host && !ends.src.is_local_pod() {
                 return false;
             }
-            let verdict = snapshot.policy.evaluate_between(&found.original, ends);
+            let verdict = snapshot.policy.evaluate_between(&found.original, ends, NameTime::Ever);
             verdict.drop_reason().is_none() && has_same_path(snapshot, found)
         },
     )

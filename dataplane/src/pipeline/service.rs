@@ -3,6 +3,7 @@
 use super::sources::Opener;
 use super::translate::{inner_flow, policy_flow};
 use crate::conntrack::{ConnTable, Timestamp};
+use crate::names::NameTime;
 use crate::packet::Flow;
 use crate::policy::{PolicySet, PolicyVerdict};
 use crate::services::Backend;
@@ -40,15 +41,15 @@ impl ServiceConnection {
 
     /// What policy says of it.
     pub fn evaluate(&self, policy: &PolicySet) -> PolicyVerdict {
-        evaluate_client(policy, &policy_flow(self.inner, Some(&self.frontend)))
+        evaluate_client(policy, &policy_flow(self.inner, Some(&self.frontend)), NameTime::Ever)
     }
 }
 
 /// What policy says of a client's first packet to a Service, with this flow, if it goes to this backend.
-pub fn evaluate_backend(policy: &PolicySet, flow: &Flow, backend: &Backend) -> PolicyVerdict {
-    evaluate_client(policy, &policy_flow(inner_flow(flow, backend), Some(flow)))
+pub fn evaluate_backend(policy: &PolicySet, flow: &Flow, backend: &Backend, time: NameTime) -> PolicyVerdict {
+    evaluate_client(policy, &policy_flow(inner_flow(flow, backend), Some(flow)), time)
 }
 
-fn evaluate_client(policy: &PolicySet, flow: &Flow) -> PolicyVerdict {
-    Opener::ClientOfService.evaluate(policy, None, flow, policy.ends(flow)).1
+fn evaluate_client(policy: &PolicySet, flow: &Flow, time: NameTime) -> PolicyVerdict {
+    Opener::ClientOfService.evaluate(policy, None, flow, policy.ends(flow), time).1
 }

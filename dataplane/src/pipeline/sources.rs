@@ -5,6 +5,7 @@ use std::fmt;
 use super::translate::policy_flow;
 use crate::batch::StackSender;
 use crate::conntrack::ConnectionInfo;
+use crate::names::NameTime;
 use crate::packet::{Address, Flow};
 use crate::policy::{EvaluationForm, FlowEnds, PolicySet, PolicyVerdict};
 
@@ -25,11 +26,12 @@ pub(super) fn evaluate(
     flow: &Flow,
     ends: FlowEnds<'_>,
     sender: StackSender,
+    time: NameTime,
 ) -> Evaluated {
     let may_be_translated = matches!(sender, StackSender::Forwarded | StackSender::Translated) || ends.dst.is_node();
     match sources {
-        Some(sources) if may_be_translated => evaluate_sent(policy, sources, flow, ends, sender),
-        _ => (*flow, policy.evaluate_between(flow, ends), EvaluationForm::Plain),
+        Some(sources) if may_be_translated => evaluate_sent(policy, sources, flow, ends, sender, time),
+        _ => (*flow, policy.evaluate_between(flow, ends, time), EvaluationForm::Plain),
     }
 }
 
@@ -40,6 +42,7 @@ fn evaluate_sent(
     flow: &Flow,
     ends: FlowEnds<'_>,
     sender: StackSender,
+    time: NameTime,
 ) -> Evaluated {
     let from = |flow: &Flow| sources.source_of(flow).map(|src| Flow { src, ..*flow });
     let original = match sender {
@@ -49,11 +52,11 @@ fn evaluate_sent(
         StackSender::Process | StackSender::Unknown | StackSender::Leaving { .. } => from(&flow.reversed()),
     };
     match (original, sender) {
-        (Some(original), _) => (original, policy.evaluate(&original), EvaluationForm::Plain),
+        (Some(original), _) => (original, policy.evaluate_named(&original, time), EvaluationForm::Plain),
         (None, StackSender::Forwarded | StackSender::Translated) => {
-            (*flow, policy.evaluate_forwarded(flow, ends), EvaluationForm::Forwarded)
+            (*flow, policy.evaluate_forwarded(flow, ends, time), EvaluationForm::Forwarded)
         }
-        (None, _) => (*flow, policy.evaluate_between(flow, ends), EvaluationForm::Plain),
+        (None, _) => (*flow, policy.evaluate_between(flow, ends, time), EvaluationForm::Plain),
     }
 }
 
@@ -87,13 +90,14 @@ impl Opener {
         sources: Option<&dyn OriginalSources>,
         flow: &Flow,
         ends: FlowEnds<'_>,
+        time: NameTime,
     ) -> Evaluated {
         match self {
-            Self::Sender(sender) => evaluate(policy, sources, flow, ends, sender),
+            Self::Sender(sender) => evaluate(policy, sources, flow, ends, sender, time),
             Self::ClientOfService if flow.src == flow.dst => {
-                (*flow, policy.evaluate_hairpin(flow), EvaluationForm::Hairpin)
+                (*flow, policy.evaluate_hairpin(flow, time), EvaluationForm::Hairpin)
             }
-            Self::ClientOfService => (*flow, policy.evaluate_between(flow, ends), EvaluationForm::Plain),
+            Self::ClientOfService => (*flow, policy.evaluate_between(flow, ends, time), EvaluationForm::Plain),
         }
     }
 }
@@ -108,6 +112,6 @@ pub fn evaluate_connection(
     let flow = policy_flow(connection.original, connection.frontend.as_ref());
     let ends = policy.ends(&flow);
     let opener = Opener::of_connection(connection.frontend.is_some(), connection.via_host, ends);
-    let (flow, verdict, _) = opener.evaluate(policy, sources, &flow, ends);
+    let (flow, verdict, _) = opener.evaluate(policy, sources, &flow, ends, NameTime::Ever);
     (flow, verdict)
 }

@@ -13,6 +13,7 @@ use crate::conntrack::{
     TranslatedInsertError, Update,
 };
 use crate::forward::PortId;
+use crate::names::{Moment, NameTime};
 use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
 use crate::policy::{AddressEntry, EvaluationForm, FlowEnds};
 use crate::{DropReason, Snapshot};
@@ -88,7 +89,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         // The node may have given it an address of its own.
         let src = *addresses.iter().find(is_own).ok_or(DropReason::NotReady)?;
         let flow = Flow { src, ..*flow };
-        let verdict = self.snapshot.policy.evaluate(&flow);
+        let verdict = self.snapshot.policy.evaluate_named(&flow, self.name_time(EvaluationReason::Opened));
         let Some(reason) = verdict.drop_reason() else { return Ok(()) };
         self.observer.evaluated(self.index, &flow, &verdict, EvaluationForm::Plain, EvaluationReason::Opened);
         Err(reason)
@@ -428,6 +429,16 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         self.evaluate(flow, ends, opener, evaluation_reason)
     }
 
+    /// Which domain names count: for a connection that is opened, those that hold now; one that was allowed before stays so
+    /// when they expire.
+    #[inline(always)]
+    fn name_time(&self, evaluation_reason: EvaluationReason) -> NameTime {
+        match evaluation_reason {
+            EvaluationReason::Opened => NameTime::At(Moment(self.now.as_millis())),
+            EvaluationReason::Reevaluated => NameTime::Ever,
+        }
+    }
+
     /// Evaluates policy in the direction in which the connection is opened.
     fn evaluate(
         &mut self,
@@ -437,8 +448,9 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         evaluation_reason: EvaluationReason,
     ) -> Result<(), DropReason> {
         let policy = &self.snapshot.policy;
+        let time = self.name_time(evaluation_reason);
         self.timer.before_evaluation();
-        let (flow, policy_verdict, form) = opener.evaluate(policy, self.sources, flow, ends);
+        let (flow, policy_verdict, form) = opener.evaluate(policy, self.sources, flow, ends, time);
         self.timer.evaluated();
         self.observer.evaluated(self.index, &flow, &policy_verdict, form, evaluation_reason);
         match policy_verdict.drop_reason() {

@@ -45,14 +45,19 @@ pub use rows::RuleSet;
 pub use table::{PeerSpec, PortSpec, RuleName, RuleSpec, RuleTable};
 pub use tiers::{RuleAction, TieredTable};
 
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+
 use crate::DropReason;
 use crate::forward::Forwarding;
+use crate::names::{LearntNames, NameTime};
 use crate::packet::{Address, Flow};
 
 pub(crate) use addresses::AddressEntry;
 use addresses::{AddressMap, NONE};
 use endpoints::Endpoints;
-use tiers::TierOutcome;
+use tiers::{Given, TierOutcome};
 
 /// Direction of an endpoint's policy.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -181,23 +186,51 @@ pub struct PolicySet {
     addresses: AddressMap,
     endpoints: Endpoints,
     rule_scope: RuleScope,
+    /// By endpoint, what those have learnt whose egress rules have domain names.
+    names: Arc<FxHashMap<u32, Arc<LearntNames>>>,
 }
 
 impl PolicySet {
     /// Evaluates policy for a flow in the direction in which it is opened. The destination port counts for TCP, UDP and
-    /// SCTP; other protocols only match rules without ports. Allocates nothing.
+    /// SCTP; other protocols only match rules without ports. Domain names match nothing. Allocates nothing.
     #[inline]
     pub fn evaluate(&self, flow: &Flow) -> PolicyVerdict {
-        self.evaluate_between(flow, self.ends(flow))
+        self.evaluate_between(flow, self.ends(flow), NameTime::Never)
+    }
+
+    /// [`PolicySet::evaluate`] with what the source has learnt of domain names.
+    pub fn evaluate_named(&self, flow: &Flow, time: NameTime) -> PolicyVerdict {
+        self.evaluate_between(flow, self.ends(flow), time)
     }
 
     /// Evaluates policy for a flow as an earlier evaluation did.
-    pub fn evaluate_as(&self, flow: &Flow, form: EvaluationForm) -> PolicyVerdict {
+    pub fn evaluate_as(&self, flow: &Flow, form: EvaluationForm, time: NameTime) -> PolicyVerdict {
         match form {
-            EvaluationForm::Plain => self.evaluate(flow),
-            EvaluationForm::Forwarded => self.evaluate_forwarded(flow, self.ends(flow)),
-            EvaluationForm::Hairpin => self.evaluate_hairpin(flow),
+            EvaluationForm::Plain => self.evaluate_named(flow, time),
+            EvaluationForm::Forwarded => self.evaluate_forwarded(flow, self.ends(flow), time),
+            EvaluationForm::Hairpin => self.evaluate_hairpin(flow, time),
         }
+    }
+
+    /// Whether the egress rules of any endpoint have domain names that are followed.
+    #[inline]
+    pub fn has_names(&self) -> bool {
+        !self.names.is_empty()
+    }
+
+    /// What the pod of this node with this address has learnt, if its egress rules have domain names that are followed.
+    pub(crate) fn names_of(&self, address: Address) -> Option<&LearntNames> {
+        let entry = self.find(address);
+        if entry.endpoint == NONE { None } else { self.names.get(&entry.endpoint).map(|names| &**names) }
+    }
+
+    /// What an endpoint has learnt, if the rules of this direction may ask for it.
+    #[inline]
+    fn given(&self, tiers: &TieredTable, own: &AddressEntry, time: NameTime) -> Given<'_> {
+        if !tiers.has_names() || time == NameTime::Never {
+            return None;
+        }
+        self.names.get(&own.endpoint).map(|names| (&**names, time))
     }
 
     /// Counts the rules that decided a connection that is opened, or denied. Only this worker may call it with its number.
@@ -224,22 +257,27 @@ impl PolicySet {
 
     /// Like [`PolicySet::evaluate`], for a flow whose ends were looked up.
     #[inline]
-    pub(crate) fn evaluate_between(&self, flow: &Flow, FlowEnds { src, dst }: FlowEnds<'_>) -> PolicyVerdict {
+    pub(crate) fn evaluate_between(
+        &self,
+        flow: &Flow,
+        FlowEnds { src, dst }: FlowEnds<'_>,
+        time: NameTime,
+    ) -> PolicyVerdict {
         if is_exempt(src, dst) {
-            return self.evaluate_exempt(flow, src, dst);
+            return self.evaluate_exempt(flow, src, dst, time);
         }
-        self.evaluate_rules(flow, FlowEnds { src, dst })
+        self.evaluate_rules(flow, FlowEnds { src, dst }, time)
     }
 
     /// The same for a flow that the node's stack forwards: its source has no exemption as the node's.
-    pub(crate) fn evaluate_forwarded(&self, flow: &Flow, ends: FlowEnds<'_>) -> PolicyVerdict {
-        if ends.src.is_node() { self.evaluate_rules(flow, ends) } else { self.evaluate_between(flow, ends) }
+    pub(crate) fn evaluate_forwarded(&self, flow: &Flow, ends: FlowEnds<'_>, time: NameTime) -> PolicyVerdict {
+        if ends.src.is_node() { self.evaluate_rules(flow, ends, time) } else { self.evaluate_between(flow, ends, time) }
     }
 
     #[inline]
-    fn evaluate_rules(&self, flow: &Flow, FlowEnds { src, dst }: FlowEnds<'_>) -> PolicyVerdict {
-        let egress = self.evaluate_direction(src, Direction::Egress, dst, flow.dst, flow);
-        let ingress = self.evaluate_direction(dst, Direction::Ingress, src, flow.src, flow);
+    fn evaluate_rules(&self, flow: &Flow, FlowEnds { src, dst }: FlowEnds<'_>, time: NameTime) -> PolicyVerdict {
+        let egress = self.evaluate_direction(src, Direction::Egress, dst, flow.dst, flow, time);
+        let ingress = self.evaluate_direction(dst, Direction::Ingress, src, flow.src, flow, NameTime::Never);
         match self.rule_scope {
             RuleScope::BothSides => PolicyVerdict { egress, ingress },
             RuleScope::ClusterWide => self.cluster_wide(egress, ingress),
@@ -249,12 +287,13 @@ impl PolicySet {
     /// Between a pod and itself, or a pod and its node. Only ClusterNetworkPolicies can deny, and only egress to the
     /// node: no peer of an ingress rule can be a node.
     #[cold]
-    fn evaluate_exempt(&self, flow: &Flow, src: &AddressEntry, dst: &AddressEntry) -> PolicyVerdict {
+    fn evaluate_exempt(&self, flow: &Flow, src: &AddressEntry, dst: &AddressEntry, time: NameTime) -> PolicyVerdict {
         let mut egress = exempt(src);
         if dst.is_node()
             && let Some(Endpoint { egress: EndpointPolicy::Tiered(tiers), .. }) = self.endpoints.find(src.endpoint)
         {
-            let outcome = tiers.evaluate(dst.identity, flow.dst, flow.protocol, flow.dst_port, true);
+            let given = self.given(tiers, src, time);
+            let outcome = tiers.evaluate(dst.identity, flow.dst, flow.protocol, flow.dst_port, true, given);
             egress = tiered(outcome, src.endpoint, Direction::Egress);
         }
         PolicyVerdict { egress, ingress: exempt(dst) }
@@ -263,14 +302,15 @@ impl PolicySet {
     /// Evaluates policy for a flow of a pod to itself through a Service. NetworkPolicies do not apply, as between a pod and
     /// its node; ClusterNetworkPolicies do.
     #[cold]
-    pub(crate) fn evaluate_hairpin(&self, flow: &Flow) -> PolicyVerdict {
+    pub(crate) fn evaluate_hairpin(&self, flow: &Flow, time: NameTime) -> PolicyVerdict {
         let own = self.find(flow.src);
         let Some(endpoint) = self.endpoints.find(own.endpoint).filter(|_| own.endpoint != NONE) else {
             return PolicyVerdict { egress: own.without_endpoint(), ingress: own.without_endpoint() };
         };
         let evaluate = |policy: &EndpointPolicy, direction| match policy {
             EndpointPolicy::Tiered(tiers) => {
-                let outcome = tiers.evaluate(own.identity, flow.src, flow.protocol, flow.dst_port, true);
+                let given = self.given(tiers, own, time);
+                let outcome = tiers.evaluate(own.identity, flow.src, flow.protocol, flow.dst_port, true, given);
                 tiered(outcome, own.endpoint, direction)
             }
             EndpointPolicy::Open | EndpointPolicy::Isolated(_) => DirectionVerdict::Exempt,
@@ -319,6 +359,7 @@ impl PolicySet {
         peer: &AddressEntry,
         address: Address,
         flow: &Flow,
+        time: NameTime,
     ) -> DirectionVerdict {
         if own.endpoint == NONE {
             return own.without_endpoint();
@@ -337,14 +378,15 @@ impl PolicySet {
                 None => DirectionVerdict::Denied,
             },
             EndpointPolicy::Tiered(tiers) => {
-                let outcome = tiers.evaluate(peer.identity, address, flow.protocol, flow.dst_port, false);
+                let given = self.given(tiers, own, time);
+                let outcome = tiers.evaluate(peer.identity, address, flow.protocol, flow.dst_port, false, given);
                 tiered(outcome, own.endpoint, direction)
             }
         }
     }
 
-    /// The rules of one direction of a flow that passed it on to the next tier, in order. For display.
-    pub fn passes(&self, flow: &Flow, direction: Direction) -> Vec<RuleRef> {
+    /// The rules of one direction of a flow that passed it on to the next tier, in order, before this verdict. For display.
+    pub fn passes(&self, flow: &Flow, direction: Direction, verdict: DirectionVerdict) -> Vec<RuleRef> {
         let FlowEnds { src, dst } = self.ends(flow);
         let (own, peer, address) = match direction {
             Direction::Egress => (src, dst, flow.dst),
@@ -355,8 +397,11 @@ impl PolicySet {
         let endpoint = EndpointId(own.endpoint);
         match self.direction(endpoint, direction) {
             Some(EndpointPolicy::Tiered(tiers)) if own.endpoint != NONE && !exempt => {
+                let decided = verdict.rule().filter(|rule| rule.direction == direction);
                 let rules = tiers.passes(peer.identity, address, flow.protocol, flow.dst_port);
-                rules.into_iter().map(|rule| RuleRef { endpoint, direction, rule }).collect()
+                // A rule that accepts by a name may stand before one that would pass the flow on.
+                let before = rules.into_iter().filter(|rule| decided.is_none_or(|decided| *rule < decided.rule));
+                before.map(|rule| RuleRef { endpoint, direction, rule }).collect()
             }
             _ => Vec::new(),
         }
@@ -458,6 +503,23 @@ impl PolicySetUpdate {
     /// Sets an endpoint's policy; `None` removes it. Addresses of an endpoint without policy are denied everything.
     pub fn set_endpoint(&mut self, id: EndpointId, endpoint: Option<Endpoint>) -> &mut Self {
         self.set.endpoints.set(id, endpoint);
+        self
+    }
+
+    /// Sets what an endpoint learns of domain names; `None`: its egress rules have none.
+    pub fn set_names(&mut self, id: EndpointId, names: Option<Arc<LearntNames>>) -> &mut Self {
+        let is_known = match (self.set.names.get(&id.0), &names) {
+            (Some(before), Some(now)) => Arc::ptr_eq(before, now),
+            (None, None) => true,
+            _ => false,
+        };
+        if !is_known {
+            let all = Arc::make_mut(&mut self.set.names);
+            match names {
+                Some(names) => all.insert(id.0, names),
+                None => all.remove(&id.0),
+            };
+        }
         self
     }
 

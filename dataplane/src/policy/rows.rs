@@ -197,6 +197,11 @@ impl Rows {
         None
     }
 
+    /// Whether a row has this rule.
+    pub(super) fn has(&self, row: Row, rule: u32) -> bool {
+        self.word(&self.heads[row as usize], rule / u64::BITS) >> (rule % u64::BITS) & 1 == 1
+    }
+
     fn summary(&self) -> usize {
         self.width.div_ceil(WORD)
     }

@@ -147,6 +147,11 @@ impl RuleTable {
         self.rows.first_common_from(rows, start)
     }
 
+    /// Whether a rule with these rows matches the flow's protocol and port, whatever its peers.
+    pub(super) fn matches_port(&self, [_, _, ports]: [Row; 3], rule: u32) -> bool {
+        self.rows.has(ports, rule)
+    }
+
     /// The name of a rule by its number.
     pub fn name(&self, rule: u32) -> Option<&RuleName> {
         self.names.get(rule as usize)

@@ -254,8 +254,8 @@ fn tiers_are_evaluated_in_order_and_only_network_policy_spares_the_own_node() {
         let to_node = [1, 2, 3, 4, 5].map(|port| verdict(NODE, port));
         assert_eq!(to_node, [allowed(0), denied(1), spared[0], spared[1], spared[2]], "isolated {is_isolated}");
         assert_eq!(verdict(WEB, 2), DirectionVerdict::Exempt, "a pod and itself");
-        assert_eq!(set.passes(&flow(WEB, REMOTE, Protocol::TCP, 3), Direction::Egress), [of(2)]);
-        assert_eq!(set.passes(&flow(WEB, REMOTE, Protocol::TCP, 1), Direction::Egress), []);
+        assert_eq!(set.passes(&flow(WEB, REMOTE, Protocol::TCP, 3), Direction::Egress, verdict(REMOTE, 3)), [of(2)]);
+        assert_eq!(set.passes(&flow(WEB, REMOTE, Protocol::TCP, 1), Direction::Egress, verdict(REMOTE, 1)), []);
         let drop_reason = set.evaluate(&flow(WEB, REMOTE, Protocol::TCP, 2)).drop_reason();
         assert_eq!(drop_reason, Some(DropReason::EgressDenied));
     }

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
+use crate::names::{LearntNames, NameRules, NameTime};
 use crate::packet::{Address, Protocol};
 
 use super::peers::Identity;
-use super::rows::RuleSet;
+use super::rows::{Row, RuleSet};
 use super::table::RuleTable;
 
 /// What a rule does with a flow that it matches.
@@ -32,7 +33,12 @@ pub struct TieredTable {
     /// The number of rules of the Admin tier.
     admin: u32,
     is_isolated: bool,
+    /// Domain names of rules, which match besides the rows.
+    names: Option<Arc<NameRules>>,
 }
+
+/// What is learnt of domain names by the pod whose egress is evaluated, and what of it counts.
+pub(super) type Given<'a> = Option<(&'a LearntNames, NameTime)>;
 
 /// The outcome of all tiers, with the number of the rule that decided.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -59,7 +65,19 @@ impl TieredTable {
     pub fn new(table: RuleTable, actions: impl IntoIterator<Item = RuleAction>, admin: u32, is_isolated: bool) -> Self {
         let actions: Arc<[RuleAction]> = actions.into_iter().collect();
         assert!(actions.len() == table.rules() && admin as usize <= actions.len(), "an action for each rule");
-        Self { table, actions, admin, is_isolated }
+        Self { table, actions, admin, is_isolated, names: None }
+    }
+
+    /// This table, with the domain names of its rules, all of which accept.
+    #[must_use]
+    pub fn with_names(self, names: NameRules) -> Self {
+        Self { names: (!names.is_empty()).then(|| Arc::new(names)), ..self }
+    }
+
+    /// Whether a rule has domain names.
+    #[inline]
+    pub fn has_names(&self) -> bool {
+        self.names.is_some()
     }
 
     /// This table with other rules for some identities, as in [`RuleTable::with_identities`].
@@ -87,14 +105,15 @@ impl TieredTable {
         protocol: Protocol,
         port: u16,
         own_node: bool,
+        given: Given<'_>,
     ) -> TierOutcome {
         let rows = self.table.rows(identity, peer, protocol, port);
-        let mut first = self.table.first(rows);
+        let mut first = self.first_from(rows, peer, 0, given);
         if let Some(rule) = first.filter(|rule| *rule < self.admin) {
             match self.actions[rule as usize] {
                 RuleAction::Accept => return TierOutcome::Accepted(rule),
                 RuleAction::Deny => return TierOutcome::Denied(rule),
-                RuleAction::Pass => first = self.table.first_from(rows, self.admin),
+                RuleAction::Pass => first = self.first_from(rows, peer, self.admin, given),
             }
         }
         if self.is_isolated && own_node {
@@ -108,7 +127,33 @@ impl TieredTable {
         }
     }
 
-    /// The rules that pass a flow on, in the order of their tiers.
+    /// The lowest rule from `start` on that matches, by its rows or by a name.
+    #[inline]
+    fn first_from(&self, rows: [Row; 3], peer: Address, start: u32, given: Given<'_>) -> Option<u32> {
+        let by_rows = if start == 0 { self.table.first(rows) } else { self.table.first_from(rows, start) };
+        match (&self.names, given) {
+            (Some(names), Some(given)) => self.or_by_name(names, by_rows, rows, peer, start, given),
+            _ => by_rows,
+        }
+    }
+
+    /// The lower of a rule that was found and the lowest from `start` on that matches by a name.
+    #[cold]
+    fn or_by_name(
+        &self,
+        names: &NameRules,
+        by_rows: Option<u32>,
+        rows: [Row; 3],
+        peer: Address,
+        start: u32,
+        (learnt, time): (&LearntNames, NameTime),
+    ) -> Option<u32> {
+        let counts = |rule| rule >= start && self.table.matches_port(rows, rule);
+        let by_name = learnt.first_rule(names, peer, time, counts);
+        by_rows.into_iter().chain(by_name).min()
+    }
+
+    /// The rules that pass a flow on, in the order of their tiers, as if domain names matched nothing.
     pub(super) fn passes(&self, identity: u32, peer: Address, protocol: Protocol, port: u16) -> Vec<u32> {
         let rows = self.table.rows(identity, peer, protocol, port);
         let passes = |rule: &u32| self.actions[*rule as usize] == RuleAction::Pass;

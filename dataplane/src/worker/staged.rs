@@ -13,6 +13,8 @@ use arc_swap::ArcSwapOption;
 use crossbeam::queue::ArrayQueue;
 
 use super::statistics::Counter;
+use crate::conntrack::Timestamp;
+use crate::names::{Moment, NameTime};
 use crate::packet::Flow;
 use crate::policy::{EvaluationForm, PolicySet, PolicyVerdict, RuleName};
 
@@ -62,8 +64,8 @@ pub struct VerdictChange {
 
 impl StagedSet {
     /// What promotion would change for a flow: whether it passes, or in which direction it is denied.
-    pub fn change(&self, flow: &Flow, form: EvaluationForm) -> Option<VerdictChange> {
-        self.differing(self.present.evaluate_as(flow, form), self.promoted.evaluate_as(flow, form))
+    pub fn change(&self, flow: &Flow, form: EvaluationForm, time: NameTime) -> Option<VerdictChange> {
+        self.differing(self.present.evaluate_as(flow, form, time), self.promoted.evaluate_as(flow, form, time))
     }
 
     /// The same for verdicts of the two sets.
@@ -165,9 +167,10 @@ impl StagedJudge {
             (self.filled, self.left) = (Some(now), BUDGET);
         }
         let counters = &log.workers[worker];
+        let time = NameTime::At(Moment(Timestamp::now().as_millis()));
         for (flow, form, bytes) in evaluated {
             counters.judged.add(1);
-            let Some(change) = set.change(&flow, form) else { continue };
+            let Some(change) = set.change(&flow, form, time) else { continue };
             let may = self.left > 0;
             self.left = self.left.saturating_sub(1);
             if !may || log.queue.push(StagedRecord { number: set.number, at: now, flow, bytes, change }).is_err() {

@@ -356,8 +356,8 @@ impl EvaluatedFlow {
             side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned()
         };
         // Empty, without an allocation, unless a rule passed the flow on.
-        let passes = |direction| -> Vec<RuleName> {
-            let rules = snapshot.policy.passes(&flow, direction).into_iter();
+        let passes = |direction, verdict| -> Vec<RuleName> {
+            let rules = snapshot.policy.passes(&flow, direction, verdict).into_iter();
             rules.filter_map(|rule| snapshot.policy.rule_name(rule).cloned()).collect()
         };
         LoggedEvaluation {
@@ -366,8 +366,8 @@ impl EvaluatedFlow {
             evaluation_reason: reason,
             egress_rule: rule(verdict.egress),
             ingress_rule: rule(verdict.ingress),
-            egress_passes: passes(Direction::Egress),
-            ingress_passes: passes(Direction::Ingress),
+            egress_passes: passes(Direction::Egress, verdict.egress),
+            ingress_passes: passes(Direction::Ingress, verdict.ingress),
         }
     }
 }

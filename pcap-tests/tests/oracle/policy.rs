@@ -166,7 +166,9 @@ impl ClusterObjects {
             (Peer::IpBlock(block), _) => {
                 block.cidr.contains(&address) && !block.except.iter().any(|except| except.contains(&address))
             }
-            (Peer::Networks(_) | Peer::Nodes(_), _) => unreachable!("peers of ClusterNetworkPolicies"),
+            (Peer::Networks(_) | Peer::Nodes(_) | Peer::DomainNames(_), _) => {
+                unreachable!("peers of ClusterNetworkPolicies")
+            }
             (_, None) => false,
             (Peer::Pods(pods), Some(pod)) => pod.key.namespace == policy.key.namespace && pods.matches(&pod.labels),
             (Peer::Namespaces(namespaces), Some(pod)) => namespaces.matches(namespace(pod).unwrap_or(&nothing)),

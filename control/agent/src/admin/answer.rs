@@ -7,6 +7,7 @@ use penstock_admin::types;
 use penstock_dataplane::Epoch;
 use penstock_dataplane::conntrack::{ConnectionInfo, Traffic};
 use penstock_dataplane::forward::PortId;
+use penstock_dataplane::names::{NameCounts, NameTime};
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{DirectionVerdict, PolicyVerdict};
 use penstock_dataplane::services::FrontendKey;
@@ -53,6 +54,10 @@ impl DaemonView<'_> {
             },
             connections: self.connections(),
             services: self.config.services.enabled.then(|| self.services()),
+            domain_names: self.objects.names().map(|names| {
+                let NameCounts { kept, learnt, evicted, not_understood } = names.counts();
+                types::NamesStatus { kept, learnt, evicted, not_understood }
+            }),
             configuration_refused: self.rejected.map(|rejected| rejected.reasons.clone()).unwrap_or_default(),
             stale: self
                 .stale
@@ -253,7 +258,8 @@ impl DaemonView<'_> {
     /// ingress of the other.
     pub(crate) fn sides(&self, original: &Flow, frontend: Option<&Flow>) -> (String, String) {
         let (engine, original) = (self.engine(), of_client(original, frontend));
-        let PolicyVerdict { egress, ingress } = engine.evaluate(&original);
+        // As for the connection's next packet: names that it was allowed by may have expired.
+        let PolicyVerdict { egress, ingress } = engine.policy_set().evaluate_named(&original, NameTime::Ever);
         (side(engine, egress, &original), side(engine, ingress, &original))
     }
 

@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
 use penstock_sources::api_server::Access;
+use penstock_sources::convert::ConversionSettings;
 use penstock_sources::{FollowedKinds, Location};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -91,6 +92,9 @@ pub struct Config {
     /// Services.
     #[serde(default)]
     pub services: Services,
+    /// Domain names in policies.
+    #[serde(default)]
+    pub domain_names: DomainNames,
     /// Which encapsulated packets pods may send to nodes.
     #[serde(default)]
     pub encapsulation: Encapsulation,
@@ -139,6 +143,11 @@ impl Config {
     /// order that x86-64 keeps without barriers.
     pub(crate) fn offloads(&self) -> bool {
         self.offload && self.attach_by == Attach::Tcx && cfg!(target_arch = "x86_64")
+    }
+
+    /// How objects are read.
+    pub(crate) fn conversion(&self) -> ConversionSettings {
+        ConversionSettings { domain_names: self.domain_names.enabled, ..ConversionSettings::default() }
     }
 
     /// Makes relative paths start at `directory`.
@@ -207,6 +216,15 @@ impl Services {
     pub fn followed_kinds(&self) -> FollowedKinds {
         if self.enabled { FollowedKinds::All } else { FollowedKinds::WithoutServices }
     }
+}
+
+/// Domain names in policies (`[domain_names]`).
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct DomainNames {
+    /// Experimental: whether `domainNames` of ClusterNetworkPolicies are understood. Workers then read the DNS answers that
+    /// pods with such rules get. Otherwise a rule with them is not understood, and accepts nothing.
+    pub enabled: bool,
 }
 
 fn yes() -> bool {

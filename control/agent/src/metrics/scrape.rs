@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use penstock_admin::capture::CaptureCounts;
 use penstock_dataplane::conntrack::ConnTable;
+use penstock_dataplane::names::NameCounts;
 use penstock_dataplane::policy;
 use penstock_dataplane::worker::{DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths};
 use penstock_sources::{KindHealth, ObjectKind};
@@ -51,6 +52,8 @@ pub(crate) struct Scrape {
     is_capturing: bool,
     /// Staged policies, packets without a record, and what would change.
     staged: (u64, u64, ChangeTotals),
+    /// Only if domain names are followed.
+    names: Option<NameCounts>,
     /// How many rules have decided lately, and never.
     rules: Vec<(&'static str, u64)>,
     source: Vec<(ObjectKind, KindHealth)>,
@@ -124,6 +127,7 @@ impl Scrape {
             captured: view.captured(),
             is_capturing: view.capture.is_some(),
             staged: view.staged.read(),
+            names: view.objects.names().map(|names| names.counts()),
             rules: view.usage.ages(jiff::Timestamp::now()),
             source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
             config_rejected: view.rejected.is_some(),
@@ -501,6 +505,23 @@ impl Scrape {
 }
 
 impl Scrape {
+    fn encode_names(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        let Some(NameCounts { kept, learnt, evicted, not_understood }) = self.names else { return Ok(()) };
+        to.gauge("penstock_domain_names", "Domain names that pods have learnt, one for each address", kept as f64)?;
+        for (name, help, count) in [
+            ("penstock_domain_names_learnt", "Domain names that DNS answers gave pods, one for each address", learnt),
+            ("penstock_domain_names_evicted", "Domain names that were evicted because a limit was reached", evicted),
+            (
+                "penstock_dns_answers_not_understood",
+                "Datagrams from DNS servers to pods with domain names in their rules that were no answer, or malformed",
+                not_understood,
+            ),
+        ] {
+            to.family(FamilyType::Counter, name, help, |add| add.count(&[], count))?;
+        }
+        Ok(())
+    }
+
     fn encode_staged(&self, to: &mut Exposition<'_>) -> fmt::Result {
         to.family(
             FamilyType::Gauge,
@@ -544,6 +565,7 @@ impl Collector for Scrape {
         }
         self.encode_captures(&mut to)?;
         self.encode_staged(&mut to)?;
+        self.encode_names(&mut to)?;
         self.encode_rest(&mut to)
     }
 }

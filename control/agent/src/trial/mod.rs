@@ -178,6 +178,9 @@ impl TrialThread {
     fn begin(&mut self, snapshot: Arc<Snapshot>) {
         let Some(publisher) = self.context.publisher.upgrade() else { return };
         let mut engine = Engine::reading(EngineSettings::for_node(&self.context.node), PolicyReading::Promoted);
+        if let Some(names) = publisher.inputs().objects.names() {
+            engine.learn_names(Arc::clone(names));
+        }
         let mut give = |objects: Vec<Object>| engine.apply(objects.into_iter().map(ObjectChange::Set));
         let (others, staged) = publisher.staged_objects();
         give(others);

@@ -126,6 +126,7 @@ fn peer(peer: &Peer) -> Value {
         // Peers of ClusterNetworkPolicies; a NetworkPolicy has blocks and selectors only.
         Peer::Networks(networks) => json!({ "networks": networks.iter().map(IpNet::to_string).collect::<Vec<_>>() }),
         Peer::Nodes(nodes) => json!({ "nodes": selector(nodes) }),
+        Peer::DomainNames(names) => json!({ "domainNames": names }),
     }
 }
 

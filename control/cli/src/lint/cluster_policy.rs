@@ -247,6 +247,9 @@ fn covers_peer(wide: &Peer, narrow: &Peer) -> bool {
             .into_iter()
             .all(|is_v4| wide.iter().any(|net| net.prefix_len() == 0 && net.addr().is_ipv4() == is_v4)),
         (Peer::Nodes(wide), Peer::Nodes(narrow)) => covers_selector(wide, narrow),
+        (Peer::DomainNames(wide), Peer::DomainNames(narrow)) => {
+            narrow.iter().all(|narrow| wide.iter().any(|wide| wide.covers(narrow)))
+        }
         _ => match (of_pods(wide), of_pods(narrow)) {
             (Some(wide), Some(narrow)) => covers_selector(&wide.0, &narrow.0) && covers_selector(&wide.1, &narrow.1),
             _ => false,
@@ -279,6 +282,6 @@ fn can_never_match(peer: &Peer) -> bool {
     match peer {
         Peer::Namespaces(found) | Peer::Nodes(found) => contradicts(found),
         Peer::PodsInNamespaces { namespaces, pods } => contradicts(namespaces) || contradicts(pods),
-        Peer::Pods(_) | Peer::IpBlock(_) | Peer::Networks(_) => false,
+        Peer::Pods(_) | Peer::IpBlock(_) | Peer::Networks(_) | Peer::DomainNames(_) => false,
     }
 }

@@ -135,7 +135,7 @@ impl DirectionCheck<'_> {
                 return self.host_bits(&block_at, report);
             }
             // Not in a NetworkPolicy.
-            Peer::Networks(_) | Peer::Nodes(_) => return,
+            Peer::Networks(_) | Peer::Nodes(_) | Peer::DomainNames(_) => return,
             Peer::Pods(pods) => (None, Some(pods)),
             Peer::Namespaces(namespaces) => (Some(namespaces), None),
             Peer::PodsInNamespaces { namespaces, pods } => (Some(namespaces), Some(pods)),
@@ -217,7 +217,8 @@ impl DirectionCheck<'_> {
 
     /// The same, if it is about pods alone: an address outside may have any port.
     fn known_servers<'a>(&'a self, rule: &'a Rule) -> Vec<&'a Pod> {
-        let is_of_pods = |peer: &Peer| !matches!(peer, Peer::IpBlock(_) | Peer::Networks(_) | Peer::Nodes(_));
+        let is_of_pods =
+            |peer: &Peer| matches!(peer, Peer::Pods(_) | Peer::Namespaces(_) | Peer::PodsInNamespaces { .. });
         match &rule.peers {
             Peers::AnyOf(peers) if self.is_ingress || peers.iter().all(is_of_pods) => self.servers(rule),
             Peers::Every if self.is_ingress => self.servers(rule),
@@ -235,7 +236,7 @@ impl DirectionCheck<'_> {
                 Box::new(self.world.pods().filter(|pod| pod.addresses.iter().any(|address| block.contains(address))))
             }
             // Not in a NetworkPolicy.
-            Peer::Networks(_) | Peer::Nodes(_) => Box::new(std::iter::empty()),
+            Peer::Networks(_) | Peer::Nodes(_) | Peer::DomainNames(_) => Box::new(std::iter::empty()),
         }
     }
 }
@@ -249,6 +250,6 @@ fn can_never_match(peer: &Peer) -> bool {
         Peer::PodsInNamespaces { namespaces, pods } => contradicts(namespaces) || contradicts(pods),
         Peer::IpBlock(block) => blocks::is_covered(block),
         // Not in a NetworkPolicy.
-        Peer::Networks(_) | Peer::Nodes(_) => false,
+        Peer::Networks(_) | Peer::Nodes(_) | Peer::DomainNames(_) => false,
     }
 }

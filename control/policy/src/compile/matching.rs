@@ -33,7 +33,23 @@ pub enum Mismatch {
     PortName(String),
 }
 
-/// Compares a rule with a flow.
+/// The part of a rule by which a flow matches if DNS has given its pod the destination for a name of the rule: the rule's
+/// first peer with names. `None` if the rule has no names, or a port of the flow does not match.
+pub fn compare_by_name(state: &ClusterState, source: &RuleSource, flow: &Flow) -> Option<Provenance> {
+    let rule = source.get();
+    let Peers::AnyOf(peers) = &rule.peers else { return None };
+    let peer = peers.iter().position(|peer| matches!(peer, Peer::DomainNames(_)))?;
+    let (port, lacks_port) = compare_ports(state, &rule.ports, flow);
+    let (policy, direction) = (source.policy.name(), source.direction);
+    let is_numbered = match &rule.ports {
+        PolicyPorts::Every => true,
+        PolicyPorts::AnyOf(ports) => ports.get(port).is_some_and(|port| !matches!(port.which, PortMatch::Name(_))),
+    };
+    let found = Provenance { policy, direction, rule: source.rule, kind: PeerKind::DomainNames, peer, port };
+    (lacks_port.is_none() && is_numbered).then_some(found)
+}
+
+/// Compares a rule with a flow. Domain names match nothing.
 pub fn compare(state: &ClusterState, source: &RuleSource, flow: &Flow) -> RuleComparison {
     let rule = source.get();
     let peer_address = match source.direction {
@@ -86,6 +102,8 @@ pub(crate) fn is_peer(
         (Peer::IpBlock(block), _) => block.contains(address),
         (Peer::Networks(networks), _) => networks.iter().any(|network| network.contains(address)),
         (Peer::Nodes(nodes), _) => state.node_addresses(nodes).contains(address),
+        // Only the pod's DNS answers say so.
+        (Peer::DomainNames(_), _) => false,
         (_, None) => false,
         (Peer::Pods(pods), Some(pod)) => namespace == Some(pod.key.namespace.as_str()) && pods.matches(&pod.labels),
         (Peer::Namespaces(namespaces), Some(pod)) => in_namespace(pod, namespaces),

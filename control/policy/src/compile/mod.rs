@@ -10,6 +10,7 @@ mod provenance;
 use std::borrow::Cow;
 use std::sync::Arc;
 
+use penstock_dataplane::names::NamePattern;
 use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
 
 use crate::model::{
@@ -18,7 +19,7 @@ use crate::model::{
 };
 use crate::state::{ClusterPolicyId, ClusterState, PeerSet, PodId, PolicyId};
 
-pub use matching::{Mismatch, RuleComparison, compare};
+pub use matching::{Mismatch, RuleComparison, compare, compare_by_name};
 pub(crate) use matching::{is_peer, is_port};
 pub use provenance::{PeerKind, PolicyName, Provenance, RuleSource, SourcePolicy, Tier};
 
@@ -62,6 +63,8 @@ pub enum EffectivePeers {
         peer_sets: Vec<PeerSet>,
         /// Addresses in these blocks, whether pods have them or not.
         blocks: Vec<IpBlock>,
+        /// Addresses that DNS answers gave the pod for these names, whether pods have them or not.
+        names: Vec<NamePattern>,
     },
 }
 
@@ -241,7 +244,7 @@ fn peers_with_nodes<'a>(state: &ClusterState, peers: &'a Peers) -> Cow<'a, Peers
 }
 
 /// The part of an egress rule for peers with this number for a name. Only pods have port names, so only pods match, even
-/// where the peer is a block or every address.
+/// where the peer is a block or every address. Domain names beside a port's name match nothing: no pod is known by one.
 fn on_peers_with(port: NamedPort, source: &RuleSource, peers: &Peers) -> EffectiveRule {
     let ports = PortSpec::AnyOf(vec![range(port.protocol, port.number, port.number)]);
     let peer_sets = match peers {
@@ -254,7 +257,7 @@ fn on_peers_with(port: NamedPort, source: &RuleSource, peers: &Peers) -> Effecti
             peers.iter().filter_map(with_port).collect()
         }
     };
-    let peers = EffectivePeers::AnyOf { every_pod: false, peer_sets, blocks: Vec::new() };
+    let peers = EffectivePeers::AnyOf { every_pod: false, peer_sets, blocks: Vec::new(), names: Vec::new() };
     EffectiveRule { source: source.clone(), peers, ports }
 }
 
@@ -264,15 +267,16 @@ fn peers(source: &RuleSource, peers: &Peers) -> Option<EffectivePeers> {
     if peers.is_empty() {
         return None;
     }
-    let (mut every_pod, mut peer_sets, mut blocks) = (false, Vec::new(), Vec::new());
+    let (mut every_pod, mut peer_sets, mut blocks, mut names) = (false, Vec::new(), Vec::new(), Vec::new());
     for peer in peers {
         match peer {
             Peer::IpBlock(block) => blocks.push(block.clone()),
+            Peer::DomainNames(found) => names.extend(found.iter().map(|name| name.pattern().clone())),
             peer if finds_every_pod(peer) => every_pod = true,
             pods => peer_sets.extend(peer_set(source, pods, None)),
         }
     }
-    Some(EffectivePeers::AnyOf { every_pod, peer_sets, blocks })
+    Some(EffectivePeers::AnyOf { every_pod, peer_sets, blocks, names })
 }
 
 fn finds_every_pod(peer: &Peer) -> bool {
@@ -280,11 +284,11 @@ fn finds_every_pod(peer: &Peer) -> bool {
     match peer {
         Peer::Namespaces(namespaces) => every(namespaces),
         Peer::PodsInNamespaces { namespaces, pods } => every(namespaces) && every(pods),
-        Peer::Pods(_) | Peer::IpBlock(_) | Peer::Networks(_) | Peer::Nodes(_) => false,
+        Peer::Pods(_) | Peer::IpBlock(_) | Peer::Networks(_) | Peer::Nodes(_) | Peer::DomainNames(_) => false,
     }
 }
 
-/// The peer set of pods that a selector peer matches, limited to those with the port if one is given; `None` for a block.
+/// The peer set of pods that a selector peer matches, limited to those with the port if one is given; `None` for a block, and for names.
 fn peer_set(source: &RuleSource, peer: &Peer, port: Option<NamedPort>) -> Option<PeerSet> {
     match peer {
         Peer::Pods(pods) => {
@@ -297,7 +301,7 @@ fn peer_set(source: &RuleSource, peer: &Peer, port: Option<NamedPort>) -> Option
         Peer::PodsInNamespaces { namespaces, pods } => {
             Some(PeerSet::InNamespaces { namespaces: namespaces.clone(), pods: pods.clone(), port })
         }
-        Peer::IpBlock(_) | Peer::Networks(_) | Peer::Nodes(_) => None,
+        Peer::IpBlock(_) | Peer::Networks(_) | Peer::Nodes(_) | Peer::DomainNames(_) => None,
     }
 }
 

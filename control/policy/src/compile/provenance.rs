@@ -179,8 +179,8 @@ impl RuleSource {
 /// A rule of a policy, with the peer and the port through which it matched.
 ///
 /// Displays as `<namespace>-<ingress|egress>-<policy>-<rule>-<kind of peer>-<peer>-<port>`. The kind is `ipBlock`,
-/// `podSelector`, `namespaceSelector` or `all`; for a ClusterNetworkPolicy `networks`, `pods`, `namespaces` or `nodes`,
-/// and its tier stands in place of the namespace. The numbers are indexes in the policy's lists, from 0; a
+/// `podSelector`, `namespaceSelector` or `all`; for a ClusterNetworkPolicy `networks`, `pods`, `namespaces`, `nodes`
+/// or `domainNames`, and its tier stands in place of the namespace. The numbers are indexes in the policy's lists, from 0; a
 /// `destinationNamedPort` counts as three entries, one for each protocol. A peer with both selectors is `namespaceSelector`; where a rule lists no
 /// peers or no ports, the index is 0.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -218,6 +218,8 @@ pub enum PeerKind {
     Namespaces,
     /// `nodes` of a ClusterNetworkPolicy.
     Nodes,
+    /// `domainNames` of a ClusterNetworkPolicy.
+    DomainNames,
 }
 
 impl PeerKind {
@@ -232,6 +234,7 @@ impl PeerKind {
             Peer::IpBlock(_) => Self::IpBlock,
             Peer::Networks(_) => Self::Networks,
             Peer::Nodes(_) => Self::Nodes,
+            Peer::DomainNames(_) => Self::DomainNames,
         }
     }
 }
@@ -247,6 +250,7 @@ impl fmt::Display for PeerKind {
             Self::Pods => "pods",
             Self::Namespaces => "namespaces",
             Self::Nodes => "nodes",
+            Self::DomainNames => "domainNames",
         })
     }
 }

@@ -4,7 +4,8 @@ use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{Direction, DirectionVerdict, PolicyVerdict};
 
 use crate::compile::{
-    Mismatch, Provenance, RuleSource, Tier, cluster_rules_of, cluster_sources, compare, network_sources, rules_of,
+    Mismatch, Provenance, RuleSource, Tier, cluster_rules_of, cluster_sources, compare, compare_by_name,
+    network_sources, rules_of,
 };
 use crate::model::{ObjectKey, RuleAction};
 use crate::state::{PodId, PodOrNode};
@@ -39,6 +40,9 @@ pub struct DirectionExplanation {
     pub pod: Option<ObjectKey>,
     /// What each tier did, up to the one that decided. Empty if no ClusterNetworkPolicy applies.
     pub tiers: Vec<TierStep>,
+    /// The rules with domain names that stand before the one that decided: the first decides instead once a DNS answer has
+    /// given the pod this destination for one of its names. What pods have learnt is not asked.
+    pub by_name: Vec<Provenance>,
     /// The NetworkPolicies that select the pod and have rules of this direction, sorted.
     pub policies: Vec<ObjectKey>,
     /// Whether a NetworkPolicy or the namespace's annotation isolates the pod in this direction.
@@ -129,10 +133,12 @@ impl Engine {
             direction == Direction::Ingress && pod.is_some_and(|pod| self.state.is_denied_by_default(pod));
         let policies = pod.map(|pod| self.policies(pod, direction)).unwrap_or_default();
         let isolated = default_deny || policies.iter().any(|(_, isolates)| *isolates);
+        let tiers = pod.map(|pod| self.tiers(pod, direction, isolated, verdict, flow)).unwrap_or_default();
         DirectionExplanation {
             verdict,
             pod: pod.and_then(|pod| self.state.pod(pod)).map(|pod| pod.key.clone()),
-            tiers: pod.map(|pod| self.tiers(pod, direction, isolated, verdict, flow)).unwrap_or_default(),
+            by_name: pod.map(|pod| self.by_name(pod, direction, &tiers, flow)).unwrap_or_default(),
+            tiers,
             isolated,
             policies: policies.into_iter().map(|(key, _)| key).collect(),
             default_deny,
@@ -171,11 +177,7 @@ impl Engine {
         }
         let mut steps = Vec::new();
         for tier in [Tier::Admin, Tier::NetworkPolicy, Tier::Baseline] {
-            let rules: Vec<RuleSource> = policies
-                .iter()
-                .filter(|policy| Tier::from(policy.tier) == tier)
-                .flat_map(|policy| cluster_sources(policy, direction))
-                .collect();
+            let rules = self.tier_sources(pod, direction, tier);
             let outcome = match tier {
                 Tier::NetworkPolicy if isolated => TierOutcome::Isolated,
                 _ if rules.is_empty() => TierOutcome::NoPolicy,
@@ -188,6 +190,31 @@ impl Engine {
             }
         }
         steps
+    }
+
+    /// The rules of the ClusterNetworkPolicies of a tier that apply to a pod, in order.
+    fn tier_sources(&self, pod: PodId, direction: Direction, tier: Tier) -> Vec<RuleSource> {
+        let selecting = self.state.cluster_policies_of(pod).filter_map(|(policy, _)| self.state.cluster_policy(policy));
+        let of_tier = selecting.filter(|policy| Tier::from(policy.tier) == tier);
+        of_tier.flat_map(|policy| cluster_sources(policy, direction)).collect()
+    }
+
+    /// The rules that would match a flow by a domain name before those that these tiers found.
+    fn by_name(&self, pod: PodId, direction: Direction, tiers: &[TierStep], flow: &Flow) -> Vec<Provenance> {
+        let mut found = Vec::new();
+        for TierStep { tier, outcome } in tiers {
+            for source in self.tier_sources(pod, direction, *tier) {
+                let is_matching = match outcome {
+                    TierOutcome::Rule { rule, .. } => source.policy.name() == rule.policy && source.rule == rule.rule,
+                    _ => false,
+                };
+                if is_matching {
+                    break;
+                }
+                found.extend(compare_by_name(&self.state, &source, flow));
+            }
+        }
+        found
     }
 
     fn first_match(&self, rules: &[RuleSource], flow: &Flow) -> TierOutcome {

@@ -6,14 +6,16 @@
 mod explain;
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use penstock_dataplane::forward::Forwarding;
+use penstock_dataplane::names::NameTable;
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{Direction, PolicySet, PolicyVerdict, RuleRef, RuleScope};
 use penstock_dataplane::services::ServiceSet;
 
-use crate::compile::{Provenance, RuleSource, cluster_sources, compare, network_sources};
-use crate::model::{Object, ObjectChange, RuleAction};
+use crate::compile::{Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources};
+use crate::model::{Object, ObjectChange, Peer, Peers, RuleAction};
 use crate::render::services::{ServiceProblem, ServiceTables};
 use crate::render::tables::{self, PodScope, RuleUse, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
@@ -131,6 +133,12 @@ impl Engine {
         self.tables.count_use(workers);
     }
 
+    /// Has pods whose rules have domain names learn what DNS answers say, in this table, which other engines may share. Call it
+    /// before there are objects. Without it such names match nothing.
+    pub fn learn_names(&mut self, names: Arc<NameTable>) {
+        self.tables.learn_names(names);
+    }
+
     /// How often rules decided since the last call: those that did, some more than once.
     pub fn take_use(&mut self) -> Vec<RuleUse> {
         self.tables.take_use()
@@ -146,6 +154,15 @@ impl Engine {
             directions.into_iter().flat_map(|direction| cluster_sources(policy, direction).collect::<Vec<_>>())
         });
         network.chain(cluster).filter(|rule| rule.action() != RuleAction::Pass)
+    }
+
+    /// How many rules have domain names: what they match depends on DNS answers.
+    pub fn rules_by_name(&self) -> usize {
+        let has_names = |rule: &RuleSource| match &rule.get().peers {
+            Peers::AnyOf(peers) => peers.iter().any(|peer| matches!(peer, Peer::DomainNames(_))),
+            Peers::Every => false,
+        };
+        self.deciding_rules().filter(has_names).count()
     }
 
     /// The objects.
@@ -168,7 +185,10 @@ impl Engine {
     pub fn provenance(&self, rule: RuleRef, flow: &Flow) -> Option<Provenance> {
         let source = &self.tables.rule(rule)?.source;
         let met = compare(&self.state, source, flow);
-        met.mismatches.is_empty().then_some(met.provenance)
+        match met.mismatches.is_empty() {
+            true => Some(met.provenance),
+            false => compare_by_name(&self.state, source, flow),
+        }
     }
 
     /// The numbers of objects and of table parts.

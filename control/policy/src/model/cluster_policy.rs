@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use penstock_dataplane::names::NamePattern;
 use penstock_dataplane::policy::RuleAction;
 use serde::{Deserialize, Serialize};
 
@@ -69,6 +70,65 @@ pub struct ClusterRule {
     pub matches: Rule,
     /// Whether it is fully understood.
     pub is_understood: bool,
+}
+
+/// A domain name of a rule: `example.org`, or `*.example.org` for every name below it. In lower case, without a dot at the end.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct DomainPattern(NamePattern);
+
+impl DomainPattern {
+    /// A name as the API writes it: `^(\*\.)?(label\.)+label\.?$`. `None` for other texts.
+    pub fn new(text: &str) -> Option<Self> {
+        NamePattern::new(text).map(Self)
+    }
+
+    /// For a rule table.
+    pub fn pattern(&self) -> &NamePattern {
+        &self.0
+    }
+
+    /// Whether every name that the other matches is one that this matches.
+    pub fn covers(&self, other: &Self) -> bool {
+        match (&self.0, &other.0) {
+            (NamePattern::Name(wide), NamePattern::Name(narrow)) => wide == narrow,
+            (NamePattern::Name(_), NamePattern::Under(_)) => false,
+            (NamePattern::Under(wide), NamePattern::Name(narrow)) => is_below(narrow, wide),
+            (NamePattern::Under(wide), NamePattern::Under(narrow)) => wide == narrow || is_below(narrow, wide),
+        }
+    }
+}
+
+fn is_below(name: &str, parent: &str) -> bool {
+    name.strip_suffix(parent).is_some_and(|rest| rest.ends_with('.'))
+}
+
+impl fmt::Display for DomainPattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            NamePattern::Name(name) => f.write_str(name),
+            NamePattern::Under(name) => write!(f, "*.{name}"),
+        }
+    }
+}
+
+impl From<DomainPattern> for String {
+    fn from(pattern: DomainPattern) -> Self {
+        pattern.to_string()
+    }
+}
+
+/// A text that is no domain name.
+#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+#[error("{0:?} is not a domain name: write example.org or *.example.org")]
+pub struct NotADomainName(String);
+
+impl TryFrom<String> for DomainPattern {
+    type Error = NotADomainName;
+
+    fn try_from(text: String) -> Result<Self, NotADomainName> {
+        Self::new(&text).ok_or(NotADomainName(text))
+    }
 }
 
 impl ClusterNetworkPolicy {

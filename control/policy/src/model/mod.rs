@@ -14,7 +14,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
-pub use cluster_policy::{ClusterNetworkPolicy, ClusterRule, ClusterTier, Subject};
+pub use cluster_policy::{ClusterNetworkPolicy, ClusterRule, ClusterTier, DomainPattern, Subject};
 pub use penstock_dataplane::policy::RuleAction;
 pub use service::{AddressFamily, EndpointPort, EndpointSlice, Service, ServiceEndpoint, ServicePort, TargetPort};
 pub use staging::Staging;
@@ -197,6 +197,9 @@ pub enum Peer {
     Networks(Vec<IpNet>),
     /// `nodes` of a ClusterNetworkPolicy: the addresses of matching Nodes, whatever is there.
     Nodes(Selector),
+    /// `domainNames` of a ClusterNetworkPolicy, of an egress rule that accepts: addresses that DNS answers gave the pod for a
+    /// matching name.
+    DomainNames(Vec<DomainPattern>),
 }
 
 /// An `ipBlock`: addresses in `cidr` and in none of `except`.

@@ -93,13 +93,18 @@ pub(crate) fn port(text: &str) -> PolicyPort {
 }
 
 /// `pods SELECTOR`, `namespaces SELECTOR`, `namespaces SELECTOR / pods SELECTOR`, `10.0.0.0/8 except 10.1.0.0/16 …`,
-/// `nodes SELECTOR`, `networks 10.0.0.0/8 …`.
+/// `nodes SELECTOR`, `networks 10.0.0.0/8 …`, `names example.org …`.
 pub(crate) fn peer(text: &str) -> Peer {
     if let Some(pods) = text.strip_prefix("pods") {
         return Peer::Pods(selector(pods));
     }
     if let Some(nodes) = text.strip_prefix("nodes") {
         return Peer::Nodes(selector(nodes));
+    }
+    if let Some(names) = text.strip_prefix("names ") {
+        return Peer::DomainNames(
+            names.split_whitespace().map(|name| DomainPattern::new(name).expect("a name")).collect(),
+        );
     }
     if let Some(networks) = text.strip_prefix("networks") {
         return Peer::Networks(networks.split_whitespace().map(|net| net.parse().expect("a prefix")).collect());

@@ -10,6 +10,7 @@ mod cluster_wide;
 mod incremental;
 mod learn;
 mod naive;
+mod names;
 mod nft;
 mod random;
 mod services;

@@ -373,6 +373,8 @@ impl ClusterObjects {
                     let mut addresses = found.flat_map(|node| &node.status_addresses);
                     (addresses.any(|of_node| *of_node == address), Covered::ByNode)
                 }
+                // Nothing is learnt here.
+                Peer::DomainNames(_) => (false, Covered::ByNetwork),
                 Peer::IpBlock(block) => {
                     let excepted = block.except.iter().any(|except| except.contains(&address));
                     if block.cidr.contains(&address) && excepted {

@@ -263,7 +263,8 @@ fn an_explanation_names_each_tier_on_the_way() {
     let set = cluster.engine.policy_set();
     let denied = set.evaluate(&flow).ingress.rule().expect("a rule denies");
     assert_eq!(set.rule_name(denied).expect("its name").to_string(), "Admin-ingress-a7-0");
-    let passed = set.passes(&cluster.flow("lab/web", "shop/db", "tcp/1"), Direction::Ingress);
+    let flow = cluster.flow("lab/web", "shop/db", "tcp/1");
+    let passed = set.passes(&flow, Direction::Ingress, set.evaluate(&flow).ingress);
     let names: Vec<String> = passed.iter().map(|rule| set.rule_name(*rule).expect("its name").to_string()).collect();
     assert_eq!(names, ["Admin-ingress-a7-1"]);
 }

@@ -12,18 +12,20 @@ use penstock_policy::model::{
 use serde_json::Value;
 
 use super::fail_closed::{Interpretation, UNKNOWN, UnsupportedField, staged, strict};
-use crate::convert::{self, EgressRule, FieldError, FieldPathRef, IngressRule, Mapping, Strictness, SubjectFields};
+use crate::convert::{
+    self, ConversionSettings, EgressRule, FieldError, FieldPathRef, IngressRule, Mapping, Strictness, SubjectFields,
+};
 
 /// The fields of a spec.
 const KNOWN: [&str; 5] = ["tier", "priority", "subject", "ingress", "egress"];
 
 /// Interprets a policy from its metadata and spec.
-pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretation {
-    staged(metadata, spec_of_policy(metadata, spec))
+pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>, settings: ConversionSettings) -> Interpretation {
+    staged(metadata, spec_of_policy(metadata, spec, settings))
 }
 
-fn spec_of_policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretation {
-    let mut reader = Reader { problem: None, narrowed: 0, rules: 0, fields_known: true };
+fn spec_of_policy(metadata: &ObjectMeta, spec: Option<&Value>, settings: ConversionSettings) -> Interpretation {
+    let mut reader = Reader { problem: None, narrowed: 0, rules: 0, fields_known: true, settings };
     let empty = Value::Object(Default::default());
     match reader.policy(metadata, spec.unwrap_or(&empty)) {
         Err(NotRead::Kept(problem)) => Interpretation::Kept { problem },
@@ -62,6 +64,7 @@ struct Reader {
     rules: usize,
     /// Whether the spec has only fields that this version knows. Another may change the meaning of any rule.
     fields_known: bool,
+    settings: ConversionSettings,
 }
 
 impl Reader {
@@ -79,8 +82,9 @@ impl Reader {
             self.fields_known = false;
             self.problem = Some(format!("{}: {UNKNOWN}", spec_at.field(field).path()));
         }
+        let settings = self.settings;
         let ingress = self.rules(spec, "ingress", ingress_rule)?;
-        let egress = self.rules(spec, "egress", egress_rule)?;
+        let egress = self.rules(spec, "egress", |rule| egress_rule(rule, settings))?;
         Ok(ClusterNetworkPolicy { name, tier, priority, subject, ingress, egress, staging: Staging::InForce })
     }
 
@@ -88,7 +92,7 @@ impl Reader {
         &mut self,
         spec: &Value,
         direction: &str,
-        read: fn(&Value) -> Result<ClusterRule, UnsupportedField>,
+        read: impl Fn(&Value) -> Result<ClusterRule, UnsupportedField>,
     ) -> Result<Vec<ClusterRule>, NotRead> {
         let written = match spec.get(direction) {
             None | Some(Value::Null) => return Ok(Vec::new()),
@@ -158,9 +162,9 @@ fn ingress_rule(value: &Value) -> Result<ClusterRule, UnsupportedField> {
     convert::ingress_rule(&rule, Strictness::Server, &FieldPathRef::OBJECT).map_err(field)
 }
 
-fn egress_rule(value: &Value) -> Result<ClusterRule, UnsupportedField> {
+fn egress_rule(value: &Value, settings: ConversionSettings) -> Result<ClusterRule, UnsupportedField> {
     let Mapping(rule) = strict::<Mapping<EgressRule>>(value)?;
-    convert::egress_rule(&rule, Strictness::Server, &FieldPathRef::OBJECT).map_err(field)
+    convert::egress_rule(&rule, Strictness::Server, settings, &FieldPathRef::OBJECT).map_err(field)
 }
 
 fn field(error: FieldError) -> UnsupportedField {

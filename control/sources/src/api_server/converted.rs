@@ -67,11 +67,20 @@ pub(super) fn network_policy(object: DynamicObject) -> ConvertedObject {
 
 /// ClusterNetworkPolicies are read from JSON: they have no type in the client, and an unknown field must be noticed.
 pub(super) fn cluster_network_policy(object: DynamicObject) -> ConvertedObject {
+    cluster_policy(object, ConversionSettings::default())
+}
+
+/// The same, where their domain names are followed.
+pub(super) fn cluster_network_policy_with_names(object: DynamicObject) -> ConvertedObject {
+    cluster_policy(object, ConversionSettings { domain_names: true, ..ConversionSettings::default() })
+}
+
+fn cluster_policy(object: DynamicObject, settings: ConversionSettings) -> ConvertedObject {
     ConvertedObject {
         reference: ObjectRef::ClusterNetworkPolicy(name(&object.metadata)),
         version: version(&object.metadata),
         uid: uid(&object.metadata),
-        content: cluster_policy::policy(&object.metadata, object.data.get("spec")),
+        content: cluster_policy::policy(&object.metadata, object.data.get("spec"), settings),
     }
 }
 

@@ -229,7 +229,7 @@ mod tests {
             let metadata = annotated(name, value);
             let read = match spec.get("tier") {
                 None => policy(&metadata, Some(spec)),
-                Some(_) => super::super::cluster_policy::policy(&metadata, Some(spec)),
+                Some(_) => super::super::cluster_policy::policy(&metadata, Some(spec), Default::default()),
             };
             let (object, reported) = match read {
                 Interpretation::Full(object) => (object, None),

@@ -31,6 +31,7 @@ use tokio::task::JoinSet;
 
 pub use access::{Access, AccessError};
 
+use super::convert::ConversionSettings;
 use super::health::Versions;
 use super::{ObjectKind, SourceHealth};
 use access::RenewableClient;
@@ -165,12 +166,13 @@ impl Shared {
 
 impl ApiServer {
     /// Follows the kinds of `health` at an API server, and does not wait for it. As the node `reporter` it also writes Events about
-    /// policies that are not fully understood.
+    /// policies that are not fully understood. Of the settings, only that for domain names has a meaning here.
     pub async fn start(
         access: &Access,
         timeouts: ApiServerTimeouts,
         health: Arc<SourceHealth>,
         reporter: Option<&str>,
+        settings: ConversionSettings,
     ) -> Result<Self, ApiServerError> {
         let (sender, batches) = mpsc::channel(1);
         let (stop, stopped) = oneshot::channel();
@@ -189,7 +191,7 @@ impl ApiServer {
                 // Without an owner there is nothing to do: sending a batch fails then.
                 let _ = started.send(shared);
                 if let Some(shared) = followed {
-                    run(shared, sender, stopped, reporter).await;
+                    run(shared, sender, stopped, reporter, settings).await;
                 }
             });
             // A pending name lookup must not delay shutdown.
@@ -254,6 +256,7 @@ async fn run(
     batches: mpsc::Sender<Batch>,
     stopped: oneshot::Receiver<()>,
     reporter: Option<String>,
+    settings: ConversionSettings,
 ) {
     let mut tasks = JoinSet::new();
     let follower = |kind| KindFollower::new(kind, Arc::clone(&shared));
@@ -265,10 +268,11 @@ async fn run(
         follower(ObjectKind::NetworkPolicy)
             .run(move |client| Api::all_with(client, &policies), converted::network_policy),
     );
-    tasks.spawn(
-        follower(ObjectKind::ClusterNetworkPolicy)
-            .run_while_served(CLUSTER_POLICIES, converted::cluster_network_policy),
-    );
+    let cluster_policy = match settings.domain_names {
+        true => converted::cluster_network_policy_with_names,
+        false => converted::cluster_network_policy,
+    };
+    tasks.spawn(follower(ObjectKind::ClusterNetworkPolicy).run_while_served(CLUSTER_POLICIES, cluster_policy));
     if shared.health.followed().contains(ObjectKind::Service) {
         tasks.spawn(follower(ObjectKind::Service).run(Api::all, converted::service));
         tasks.spawn(follower(ObjectKind::EndpointSlice).run_while_served(ENDPOINT_SLICES, converted::endpoint_slice));

@@ -10,14 +10,14 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
 use penstock_policy::model::{
-    self, ClusterRule, ClusterTier, Peer, Peers, PolicyPort, PolicyPorts, PortMatch, PortProtocol, Rule, RuleAction,
-    Selector, Subject,
+    self, ClusterRule, ClusterTier, DomainPattern, Peer, Peers, PolicyPort, PolicyPorts, PortMatch, PortProtocol, Rule,
+    RuleAction, Selector, Subject,
 };
 use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::policy::selector;
-use super::{FieldError, FieldPathRef, FieldProblem, names};
+use super::{ConversionSettings, FieldError, FieldPathRef, FieldProblem, names};
 
 /// The most rules of a direction, peers of a rule, and entries of a list.
 const MOST: usize = 25;
@@ -153,7 +153,10 @@ pub(crate) enum Strictness {
 }
 
 /// Converts a ClusterNetworkPolicy of a manifest.
-pub fn cluster_network_policy(policy: &ClusterNetworkPolicy) -> Result<model::ClusterNetworkPolicy, FieldError> {
+pub fn cluster_network_policy(
+    policy: &ClusterNetworkPolicy,
+    settings: ConversionSettings,
+) -> Result<model::ClusterNetworkPolicy, FieldError> {
     let at = FieldPathRef::OBJECT;
     let name = super::name(&policy.metadata, names::dns_subdomain)?;
     let spec_at = at.field("spec");
@@ -164,7 +167,7 @@ pub fn cluster_network_policy(policy: &ClusterNetworkPolicy) -> Result<model::Cl
     let ingress_at = spec_at.field("ingress");
     let ingress = list(&spec.ingress, &ingress_at, |rule, at| ingress_rule(rule, strictness, at))?;
     let egress_at = spec_at.field("egress");
-    let egress = list(&spec.egress, &egress_at, |rule, at| egress_rule(rule, strictness, at))?;
+    let egress = list(&spec.egress, &egress_at, |rule, at| egress_rule(rule, strictness, settings, at))?;
     Ok(model::ClusterNetworkPolicy {
         name,
         tier: tier(spec.tier.as_deref(), &spec_at.field("tier"))?,
@@ -242,15 +245,26 @@ pub(crate) fn ingress_rule(
 pub(crate) fn egress_rule(
     rule: &EgressRule,
     strictness: Strictness,
+    settings: ConversionSettings,
     at: &FieldPathRef<'_>,
 ) -> Result<ClusterRule, FieldError> {
     let (to_at, action_at) = (at.field("to"), at.field("action"));
     let action = action(rule.action.as_deref(), &action_at)?;
-    let peers = at_least_one(&rule.to, strictness, &to_at, |peer, at| egress_peer(peer, action, strictness, at))?;
+    // Domain names are for rules that accept, and for who follows them.
+    let may_name = match action {
+        RuleAction::Accept if settings.domain_names => Ok(()),
+        RuleAction::Accept => Err(FieldProblem::DomainNamesUnsupported),
+        RuleAction::Deny | RuleAction::Pass => Err(FieldProblem::DomainNamesAction),
+    };
+    let peers = at_least_one(&rule.to, strictness, &to_at, |peer, at| egress_peer(peer, &may_name, strictness, at))?;
     let names_port = rule.protocols.iter().flatten().any(|Mapping(entry)| entry.destination_named_port.is_some());
     if names_port && strictness == Strictness::Manifest {
         for (i, Mapping(peer)) in rule.to.iter().flatten().enumerate() {
-            let beside = [("networks", peer.networks.is_some()), ("nodes", peer.nodes.is_some())];
+            let beside = [
+                ("networks", peer.networks.is_some()),
+                ("nodes", peer.nodes.is_some()),
+                ("domainNames", peer.domain_names.is_some()),
+            ];
             if let Some((name, _)) = beside.into_iter().find(|(_, is_set)| *is_set) {
                 return Err(to_at.index(i).field(name).invalid(FieldProblem::BesideNamedPort));
             }
@@ -298,7 +312,7 @@ fn ingress_peer(peer: &IngressPeer, at: &FieldPathRef<'_>) -> Result<Peer, Field
 
 fn egress_peer(
     peer: &EgressPeer,
-    action: RuleAction,
+    may_name: &Result<(), FieldProblem>,
     strictness: Strictness,
     at: &FieldPathRef<'_>,
 ) -> Result<Peer, FieldError> {
@@ -319,7 +333,7 @@ fn egress_peer(
         return Ok(Peer::Nodes(selector(nodes, &at.field("nodes"))?));
     }
     if let Some(domain_names) = &peer.domain_names {
-        return domain_names_peer(domain_names, action, &at.field("domainNames"));
+        return domain_names_peer(domain_names, may_name, strictness, &at.field("domainNames"));
     }
     pod_peer(peer.namespaces.as_ref(), peer.pods.as_ref(), at)
 }
@@ -374,29 +388,19 @@ fn network(text: &str, at: &FieldPathRef<'_>) -> Result<IpNet, FieldError> {
     }
 }
 
-/// Checks domain names. Their addresses are not followed, so no rule with one is understood.
-fn domain_names_peer(names: &[String], action: RuleAction, at: &FieldPathRef<'_>) -> Result<Peer, FieldError> {
-    set(names, Strictness::Manifest, at)?;
-    for (i, name) in names.iter().enumerate() {
-        if !is_domain_name(name) {
-            return Err(at.index(i).invalid(FieldProblem::DomainName(name.clone())));
-        }
-    }
-    match action {
-        RuleAction::Accept => Err(at.invalid(FieldProblem::DomainNamesUnsupported)),
-        RuleAction::Deny | RuleAction::Pass => Err(at.invalid(FieldProblem::DomainNamesAction)),
-    }
-}
-
-/// `example.org`, `*.example.org` or the same with a dot at the end.
-fn is_domain_name(name: &str) -> bool {
-    let name = name.strip_prefix("*.").unwrap_or(name);
-    let name = name.strip_suffix('.').unwrap_or(name);
-    let is_inner = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
-    let is_end = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
-    let is_label =
-        |label: &str| is_end(label.chars().next()) && is_end(label.chars().next_back()) && label.chars().all(is_inner);
-    name.contains('.') && name.split('.').all(is_label)
+fn domain_names_peer(
+    names: &[String],
+    may_name: &Result<(), FieldProblem>,
+    strictness: Strictness,
+    at: &FieldPathRef<'_>,
+) -> Result<Peer, FieldError> {
+    set(names, strictness, at)?;
+    let pattern = |(i, name): (usize, &String)| {
+        DomainPattern::new(name).ok_or_else(|| at.index(i).invalid(FieldProblem::DomainName(name.clone())))
+    };
+    let patterns = names.iter().enumerate().map(pattern).collect::<Result<_, _>>()?;
+    may_name.clone().map_err(|problem| at.invalid(problem))?;
+    Ok(Peer::DomainNames(patterns))
 }
 
 /// An entry of `protocols`. A named port has one entry for each protocol: the pod's port says which.

@@ -198,7 +198,7 @@ pub enum FieldProblem {
     /// A policy that is staged, and staged for deletion.
     #[error("contradicts policy.penstock.dev/staged-delete beside it: remove one of them")]
     BesideStagedDelete,
-    /// Domain names, whose addresses are not followed.
-    #[error("is not supported: use networks")]
+    /// Domain names where nobody reads the DNS answers that they depend on.
+    #[error("is not supported unless domain_names.enabled is set: use networks, or set it")]
     DomainNamesUnsupported,
 }

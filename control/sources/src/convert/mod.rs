@@ -42,6 +42,9 @@ pub struct ConversionSettings {
     /// Read `extensions/v1beta1` policies and the DefaultDeny annotation of namespaces, with the semantics of the original
     /// NetworkPolicy proposal. If off, such a policy is an error and the annotation has no effect.
     pub v1beta1: bool,
+    /// Understand `domainNames` of ClusterNetworkPolicies. If off, a rule with them is not understood: nobody reads the DNS
+    /// answers that it depends on.
+    pub domain_names: bool,
 }
 
 /// The name of an object without a namespace.

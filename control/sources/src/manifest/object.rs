@@ -170,7 +170,7 @@ impl DocumentReader<'_> {
                 convert::v1beta1_network_policy(o).map(Object::NetworkPolicy)
             }),
             ManifestKind::ClusterNetworkPolicy => self.typed(&tree, kind, |o: &convert::ClusterNetworkPolicy| {
-                convert::cluster_network_policy(o).map(Object::ClusterNetworkPolicy)
+                convert::cluster_network_policy(o, settings).map(Object::ClusterNetworkPolicy)
             }),
             ManifestKind::Service => {
                 self.typed(&tree, kind, |o: &core::Service| whole(convert::service(o)).map(Object::Service))

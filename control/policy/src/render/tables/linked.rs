@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use penstock_dataplane::names::NameRules;
 use penstock_dataplane::policy::{AddressBlock, EndpointPolicy, PeerSpec, RuleSet, RuleSpec, RuleTable, TieredTable};
 use rustc_hash::FxHashMap;
 
@@ -64,6 +65,15 @@ impl LinkedRules {
         self.peer_sets[rule as usize].iter().flat_map(|peer_set| identities.in_peer_set(*peer_set))
     }
 
+    /// The rules with domain names.
+    fn name_rules(&self) -> NameRules {
+        let names = (0u32..).zip(&self.rules).flat_map(|(number, rule)| match &rule.peers {
+            EffectivePeers::AnyOf { names, .. } => names.iter().map(|name| (number, name)).collect(),
+            EffectivePeers::Every => Vec::new(),
+        });
+        NameRules::new(names)
+    }
+
     /// Builds the table of a key, which counts for this many workers.
     pub(super) fn build(&self, key: &TableKey, identities: &Identities, workers: usize) -> EndpointPolicy {
         let mut rows: FxHashMap<u32, RuleSet> = FxHashMap::default();
@@ -88,7 +98,8 @@ impl LinkedRules {
         }
         let admin = self.rules.iter().filter(|rule| rule.source.policy.name().tier() == Tier::Admin).count();
         let actions = self.rules.iter().map(|rule| rule.source.action());
-        EndpointPolicy::Tiered(Arc::new(TieredTable::new(table, actions, admin as u32, key.isolation.is_some())))
+        let tiers = TieredTable::new(table, actions, admin as u32, key.isolation.is_some());
+        EndpointPolicy::Tiered(Arc::new(tiers.with_names(self.name_rules())))
     }
 }
 

@@ -13,6 +13,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use penstock_dataplane::forward::Forwarding;
+use penstock_dataplane::names::{LearntNames, NameTable, NamedPod};
 use penstock_dataplane::policy::{
     AddressOwner, Direction, Endpoint, EndpointId, EndpointPolicy, NodeId, PolicySet, RuleRef, RuleScope,
 };
@@ -49,6 +50,8 @@ pub struct Tables {
     /// The tables whose rules name nodes.
     by_nodes: FxHashSet<u32>,
     usage: UsageCounts,
+    /// What pods learn of domain names; `None`: names match nothing.
+    names: Option<Arc<NameTable>>,
     set: PolicySet,
 }
 
@@ -58,6 +61,8 @@ struct EndpointRecord {
     pod: PodId,
     egress: Option<u32>,
     ingress: Option<u32>,
+    /// What this pod has learnt of domain names, since its egress rules had some.
+    names: Option<(NamedPod, Arc<LearntNames>)>,
 }
 
 #[derive(Debug)]
@@ -99,6 +104,7 @@ impl Tables {
             by_name: FxHashMap::default(),
             by_nodes: FxHashSet::default(),
             usage: UsageCounts::default(),
+            names: None,
             set: update.finish(),
         }
     }
@@ -162,7 +168,7 @@ impl Tables {
             pending.endpoints.insert(number);
             return;
         }
-        let open = || EndpointRecord { pod, egress: None, ingress: None };
+        let open = || EndpointRecord { pod, egress: None, ingress: None, names: None };
         let number = self.endpoints.find_or_insert(&pod, open);
         pending.endpoints.insert(number);
         for direction in [Direction::Egress, Direction::Ingress] {
@@ -304,6 +310,7 @@ impl Tables {
                 .get(*number)
                 .map(|record| Endpoint { egress: isolation(record.egress), ingress: isolation(record.ingress) });
             update.set_endpoint(EndpointId(*number), endpoint);
+            update.set_names(EndpointId(*number), self.names_of(state, *number));
         }
         for address in addresses {
             let owner = match state.owner(address) {
@@ -318,6 +325,30 @@ impl Tables {
             update.set_address((*address).into(), owner);
         }
         self.set = update.finish();
+    }
+
+    /// What the pod of an endpoint learns, if its egress rules have domain names. It is kept while they have none, but not for
+    /// another pod of its name.
+    fn names_of(&mut self, state: &ClusterState, endpoint: u32) -> Option<Arc<LearntNames>> {
+        let all = self.names.as_ref()?;
+        let record = self.endpoints.get(endpoint)?;
+        let has_names = record.egress.is_some_and(|table| match &self.tables[table].table {
+            EndpointPolicy::Tiered(tiers) => tiers.has_names(),
+            EndpointPolicy::Open | EndpointPolicy::Isolated(_) => false,
+        });
+        let pod = state.pod(record.pod)?;
+        let mut addresses = pod.addresses.clone();
+        addresses.sort_unstable();
+        let named = NamedPod { name: pod.key.to_string(), created: pod.lifetime.created, addresses };
+        let record = &mut self.endpoints[endpoint];
+        if record.names.as_ref().is_some_and(|(known, _)| *known != named) {
+            record.names = None;
+        }
+        if !has_names {
+            return None;
+        }
+        let (_, names) = record.names.get_or_insert_with(|| (named.clone(), all.of(named)));
+        Some(Arc::clone(names))
     }
 
     /// The key of one direction's table of a pod; `None` if no policy applies or the pod is not in scope.
@@ -343,6 +374,11 @@ impl Tables {
             Direction::Egress => record.egress,
             Direction::Ingress => record.ingress,
         }
+    }
+
+    /// Has pods whose rules have domain names learn what DNS answers say, in this table. Without it such names match nothing.
+    pub fn learn_names(&mut self, names: Arc<NameTable>) {
+        self.names = Some(names);
     }
 
     /// Has tables that are built from now on count how often their rules decide, for this many workers.

@@ -1,10 +1,11 @@
+use penstock_policy::model::Peer;
 use serde_json::json;
 
 use super::*;
 
 fn read(spec: Value) -> Interpretation {
     let metadata = ObjectMeta { name: Some("guard".to_owned()), ..ObjectMeta::default() };
-    policy(&metadata, Some(&spec))
+    policy(&metadata, Some(&spec), ConversionSettings::default())
 }
 
 /// A policy with these egress rules.
@@ -50,6 +51,30 @@ fn a_rule_that_is_not_understood_keeps_its_place_and_fails_closed() {
             assert!(problem.contains("1 of its 3 rules are not understood"), "{problem}");
             let shapes: Vec<String> = policy.egress.iter().map(shape).collect();
             assert_eq!(shapes, ["Accept 1", expected, "Accept 1"], "{bad}");
+        }
+    }
+}
+
+#[test]
+fn domain_names_are_understood_where_they_are_followed_and_only_to_accept() {
+    let followed = ConversionSettings { domain_names: true, ..ConversionSettings::default() };
+    let names = json!(["example.org", "*.Example.ORG."]);
+    for (action, expected) in [("Accept", None), ("Deny", Some("Deny! everything")), ("Pass", Some("Deny! everything"))]
+    {
+        let metadata = ObjectMeta { name: Some("guard".to_owned()), ..ObjectMeta::default() };
+        let spec = spec(json!([{ "action": action, "to": [{ "domainNames": names }] }]));
+        match (policy(&metadata, Some(&spec), followed), expected) {
+            (Interpretation::Full(Object::ClusterNetworkPolicy(policy)), None) => {
+                let Peers::AnyOf(peers) = &policy.egress[0].matches.peers else { panic!("{policy:?}") };
+                let [Peer::DomainNames(names)] = &peers[..] else { panic!("{peers:?}") };
+                let names: Vec<String> = names.iter().map(ToString::to_string).collect();
+                assert_eq!(names, ["example.org", "*.example.org"]);
+            }
+            (Interpretation::Restricted { object: Object::ClusterNetworkPolicy(policy), problem }, Some(expected)) => {
+                assert!(problem.contains("is for rules with action Accept only"), "{problem}");
+                assert_eq!(shape(&policy.egress[0]), expected);
+            }
+            (other, _) => panic!("{action}: {other:?}"),
         }
     }
 }
@@ -126,7 +151,7 @@ fn objects(state: &Value) -> Vec<Object> {
     });
     let policies = list("cluster_policies").into_iter().filter_map(|it| {
         let metadata = serde_json::from_value(it["metadata"].clone()).expect("metadata");
-        match policy(&metadata, it.get("spec")) {
+        match policy(&metadata, it.get("spec"), ConversionSettings::default()) {
             Interpretation::Full(object) | Interpretation::Restricted { object, .. } => Some(object),
             Interpretation::Kept { .. } | Interpretation::Unusable { .. } => None,
         }

@@ -1,0 +1,157 @@
+//! The tables of all pods of a node.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::learnt::{LearntName, LearntNames};
+
+/// Bounds of what is kept. A *name* is one that was given for one address. Over a limit, what expires first is evicted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NameLimits {
+    /// Names of a pod.
+    pub per_pod: usize,
+    /// Names of one address of a pod.
+    pub per_address: usize,
+    /// Names of all pods. Over it, each pod evicts its own only: no pod takes from another.
+    pub total: usize,
+    /// Names that a pod may have also when all pods have that many.
+    pub reserved: usize,
+}
+
+impl Default for NameLimits {
+    /// Some 16 MB at most, and as much again for a node of a thousand such pods.
+    fn default() -> Self {
+        Self { per_pod: 8192, per_address: 64, total: 131_072, reserved: 512 }
+    }
+}
+
+/// A pod, told from others that had its name or its addresses before.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct NamedPod {
+    /// Its name, with its namespace's.
+    pub name: String,
+    /// When it was created, in seconds of Unix time, if that is known.
+    pub created: Option<i64>,
+    /// Its addresses, sorted.
+    pub addresses: Vec<IpAddr>,
+}
+
+/// A pod and what it has learnt.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PodNames {
+    /// The pod.
+    pub pod: NamedPod,
+    /// What it has learnt, what expires first first.
+    pub names: Vec<LearntName>,
+}
+
+/// What all pods have learnt, counted since the start.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct NameCounts {
+    /// Names that are kept, expired ones included.
+    pub kept: u64,
+    /// Names that answers gave, also those that were known.
+    pub learnt: u64,
+    /// Names that were evicted, because a limit was reached.
+    pub evicted: u64,
+    /// Datagrams from DNS servers that were no answer, or malformed.
+    pub not_understood: u64,
+}
+
+/// Limits and counters of all pods.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    pub(super) limits: NameLimits,
+    pub(super) names: AtomicU64,
+    pub(super) learnt: AtomicU64,
+    evicted: AtomicU64,
+    pub(super) not_understood: AtomicU64,
+    /// Rises with every change.
+    pub(super) changes: AtomicU64,
+}
+
+impl Shared {
+    pub(super) fn evicted(&self) {
+        self.evicted.fetch_add(1, Relaxed);
+        self.names.fetch_sub(1, Relaxed);
+    }
+}
+
+/// What the pods of a node have learnt from DNS answers.
+#[derive(Debug, Default)]
+pub struct NameTable {
+    pods: Mutex<Pods>,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Pods {
+    used: BTreeMap<NamedPod, Arc<LearntNames>>,
+    /// Of an earlier run, until their pods are known.
+    recorded: BTreeMap<NamedPod, Vec<LearntName>>,
+}
+
+impl NameTable {
+    /// An empty table with these limits.
+    pub fn new(limits: NameLimits) -> Self {
+        Self { pods: Mutex::default(), shared: Arc::new(Shared { limits, ..Shared::default() }) }
+    }
+
+    fn pods(&self) -> MutexGuard<'_, Pods> {
+        self.pods.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What this pod has learnt, from now on or before. It is forgotten once all clones that this has returned are dropped.
+    pub fn of(&self, pod: NamedPod) -> Arc<LearntNames> {
+        let mut pods = self.pods();
+        // A pod that comes is rare, and so is one that goes.
+        pods.used.retain(|_, names| Arc::strong_count(names) > 1);
+        if let Some(names) = pods.used.get(&pod) {
+            return Arc::clone(names);
+        }
+        let names = Arc::new(LearntNames::new(Arc::clone(&self.shared)));
+        names.restore(pods.recorded.remove(&pod).into_iter().flatten());
+        pods.used.insert(pod, Arc::clone(&names));
+        names
+    }
+
+    /// Keeps what an earlier run has learnt until its pods are known.
+    pub fn restore(&self, recorded: Vec<PodNames>) {
+        self.pods().recorded = recorded.into_iter().map(|PodNames { pod, names }| (pod, names)).collect();
+    }
+
+    /// Forgets what an earlier run has learnt for pods that have not come.
+    pub fn forget_recorded(&self) {
+        self.pods().recorded.clear();
+    }
+
+    /// Keeps what all pods have learnt for as long as the result lives.
+    pub fn hold(&self) -> Vec<Arc<LearntNames>> {
+        self.pods().used.values().cloned().collect()
+    }
+
+    /// All that is kept, by pod; with what an earlier run has learnt for pods that may still come.
+    pub fn all(&self) -> Vec<PodNames> {
+        let pods = self.pods();
+        let used = pods.used.iter().filter(|(_, names)| Arc::strong_count(names) > 1);
+        let used = used.map(|(pod, names)| PodNames { pod: pod.clone(), names: names.all() });
+        let recorded = pods.recorded.iter().map(|(pod, names)| PodNames { pod: pod.clone(), names: names.clone() });
+        used.chain(recorded).collect()
+    }
+
+    /// A number that differs once something was learnt.
+    pub fn changes(&self) -> u64 {
+        self.shared.changes.load(Relaxed)
+    }
+
+    /// Counters.
+    pub fn counts(&self) -> NameCounts {
+        let Shared { names, learnt, evicted, not_understood, .. } = &*self.shared;
+        let [kept, learnt, evicted, not_understood] =
+            [names, learnt, evicted, not_understood].map(|it| it.load(Relaxed));
+        NameCounts { kept, learnt, evicted, not_understood }
+    }
+}
