@@ -77,7 +77,7 @@ pub struct Traffic {
 const _: () = assert!(cfg!(all(test, feature = "loom")) || size_of::<KernelUse>() == 32);
 
 impl KernelUse {
-    #[cfg(test)]
+    /// Without a path, and without packets.
     pub(super) fn new() -> Self {
         let zero = || AtomicU64::new(0);
         Self { path: zero(), packets: [AtomicU32::new(0), AtomicU32::new(0)], used: [zero(), zero()] }

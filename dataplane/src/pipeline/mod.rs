@@ -290,7 +290,7 @@ impl Pipeline {
                     conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, self.open, allowed);
             }
         }
-        if self.connections.is_shared() && self.mode == PipelineMode::Full {
+        if self.connections.counts() && self.mode == PipelineMode::Full {
             offload::offload(connections, snapshot, port, &self.slots[..admitted], verdicts);
         }
     }
