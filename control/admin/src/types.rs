@@ -52,6 +52,9 @@ pub struct Status {
     /// The capture that runs.
     #[serde(default)]
     pub capture: Option<CaptureStatus>,
+    /// Records of flows; `None` if there are none.
+    #[serde(default)]
+    pub flow_records: Option<FlowRecordsStatus>,
     /// State of the object source, by resource.
     #[serde(default)]
     pub source: BTreeMap<String, SourceStatus>,
@@ -62,6 +65,19 @@ impl Status {
     pub fn all_drops(&self) -> BTreeMap<String, u64> {
         with_kernel(&self.drops, &self.kernel_drops)
     }
+}
+
+/// Records of flows since the start.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct FlowRecordsStatus {
+    /// Records made, by event: `end`, `interval`, `denied`.
+    pub made: BTreeMap<String, u64>,
+    /// What was lost: connections that ended too fast (`ended`), denied packets beyond the budget (`denied`), records that
+    /// were not written (`file`) or not sent (`otlp`).
+    pub lost: BTreeMap<String, u64>,
+    /// Forwarded packets in no connection's counts: ICMP errors, later fragments, and packets of connections that were
+    /// removed in the same batch.
+    pub uncounted: u64,
 }
 
 /// A capture that runs.

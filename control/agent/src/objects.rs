@@ -288,6 +288,7 @@ mod tests {
             finished: false,
             ports: Vec::new(),
             lifetime: Default::default(),
+            controller: None,
         }))
     }
 

@@ -16,6 +16,7 @@ use prometheus_client::encoding::DescriptorEncoder;
 
 use super::exposition::{Exposition, FamilyType};
 use super::services::ServiceMetrics;
+use crate::flow_records::RecordTotals;
 use crate::ports::PortRole;
 use crate::progress::StepTimes;
 use crate::recorded_objects::StaleObjects;
@@ -47,6 +48,7 @@ pub(crate) struct Scrape {
     /// Only if workers translate.
     services: Option<ServiceMetrics>,
     verdicts: VerdictLogCounts,
+    flow_records: Option<RecordTotals>,
     captured: CaptureCounts,
     is_capturing: bool,
     /// Staged policies, packets without a record, and what would change.
@@ -121,6 +123,7 @@ impl Scrape {
                 suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
             },
+            flow_records: view.flow_records.clone(),
             captured: view.captured(),
             is_capturing: view.capture.is_some(),
             staged: view.staged.read(),
@@ -543,9 +546,30 @@ impl Collector for Scrape {
             services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
         }
         self.encode_captures(&mut to)?;
+        if let Some(totals) = &self.flow_records {
+            encode_flow_records(totals, &mut to)?;
+        }
         self.encode_staged(&mut to)?;
         self.encode_rest(&mut to)
     }
+}
+
+fn encode_flow_records(totals: &RecordTotals, to: &mut Exposition<'_>) -> fmt::Result {
+    to.family(FamilyType::Counter, "penstock_flow_records", "Records of flows that were made, by event", |add| {
+        totals.made.iter().try_for_each(|(event, count)| add.count(&[("event", event)], *count))
+    })?;
+    to.family(
+        FamilyType::Counter,
+        "penstock_flow_records_lost",
+        "Ended connections and denied packets without a record, and records that were not written or sent",
+        |add| totals.lost.iter().try_for_each(|(at, count)| add.count(&[("at", at)], *count)),
+    )?;
+    to.family(
+        FamilyType::Counter,
+        "penstock_flow_uncounted_packets",
+        "Forwarded packets that are in no connection's counts",
+        |add| add.count(&[], totals.uncounted),
+    )
 }
 
 fn poll_times(histogram: &Histogram) -> super::exposition::Buckets {
