@@ -6,6 +6,7 @@ mod bad_input;
 mod capture;
 mod connections;
 mod fixture;
+mod flow_records;
 mod forwarding;
 mod frames;
 mod lifecycle;

@@ -288,7 +288,7 @@ impl<'a> Daemon<'a> {
         let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
         leave_cores_to_workers(config, &others);
         let operation = operation(&dataplane)?;
-        let sinks = Sinks::open(&config.flow_records).map_err(RunError::bad_input)?;
+        let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
         let (programs, node_path) =
             open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins, &maps).await?;
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());

@@ -13,6 +13,7 @@ mod denied;
 mod file;
 mod live;
 mod names;
+mod otlp;
 mod record;
 
 use std::io;
@@ -36,10 +37,10 @@ use super::nonblocking_writer::NonBlockingWriter;
 use super::publisher::Publisher;
 use super::view::identifier;
 use denied::{DeniedFlow, DeniedFlows, DeniedPackets};
-pub(super) use file::RecordsFileError;
-use file::RotatingFile;
+use file::{RecordsFileError, RotatingFile};
 use live::{Counted, LiveConnections};
 use names::Names;
+use otlp::{OtlpError, OtlpSender};
 use record::{DecidingRules, FlowEvent, FlowRecord, RecordedEnd, RecordedVerdict, ended, flag_names};
 
 /// How often the workers' queues are emptied.
@@ -62,6 +63,7 @@ pub(super) struct RecordCounters {
     /// Denied packets in no record, because there were too many kinds.
     denied: AtomicU64,
     file: Arc<AtomicU64>,
+    otlp: Arc<AtomicU64>,
 }
 
 /// The same at one time, by name.
@@ -87,39 +89,59 @@ pub(super) struct FlowRecorder {
 /// Where records go to.
 pub(super) struct Sinks {
     counters: Arc<RecordCounters>,
+    /// `None` as well if it has no thread: every record counts as lost then.
     file: Option<NonBlockingWriter>,
+    otlp: Option<OtlpSender>,
+    /// Whether each is configured.
+    wanted: [bool; 2],
+}
+
+/// Where records are to go cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SinkError {
+    #[error(transparent)]
+    File(#[from] RecordsFileError),
+    #[error(transparent)]
+    Otlp(#[from] OtlpError),
 }
 
 impl Sinks {
     /// Opens what is configured; `None` if nothing is.
     ///
     /// # Errors
-    /// A file that cannot be opened.
-    pub(super) fn open(settings: &config::FlowRecords) -> Result<Option<Self>, RecordsFileError> {
+    /// A file that cannot be opened, or settings of the collector that cannot be used.
+    pub(super) fn open(config: &config::Config) -> Result<Option<Self>, SinkError> {
+        let settings = &config.flow_records;
         if !settings.is_on() {
             return Ok(None);
         }
         let counters = Arc::new(RecordCounters::default());
         let open = |path| RotatingFile::open(path, settings.file_size.bytes(), settings.files, counters.file.clone());
         let file = settings.file.path().map(open).transpose()?.and_then(writer);
-        Ok(Some(Self { counters, file }))
+        let otlp = OtlpSender::start(settings, config.node.as_str(), &counters.otlp)?;
+        let wanted = [settings.file.path().is_some(), settings.otlp.url().is_some()];
+        Ok(Some(Self { counters, file, otlp, wanted }))
     }
 
     /// Hands records to what writes and sends them. Never waits.
-    fn put(&self, records: &[FlowRecord]) {
-        for record in records {
+    fn put(&self, records: Vec<FlowRecord>) {
+        if records.is_empty() {
+            return;
+        }
+        for record in &records {
             self.counters.made[record.event as usize].fetch_add(1, Ordering::Relaxed);
         }
-        if let Some(file) = &self.file
-            && !records.is_empty()
-            && !file.try_write(lines(records))
-        {
-            self.counters.file.fetch_add(records.len() as u64, Ordering::Relaxed);
+        let (count, [wants_file, wants_otlp]) = (records.len() as u64, self.wanted);
+        if wants_file && !self.file.as_ref().is_some_and(|file| file.try_write(lines(&records))) {
+            self.counters.file.fetch_add(count, Ordering::Relaxed);
+        }
+        if wants_otlp && !self.otlp.as_ref().is_some_and(|otlp| otlp.try_send(records)) {
+            self.counters.otlp.fetch_add(count, Ordering::Relaxed);
         }
     }
 }
 
-/// Starts the thread that writes the file; without it every record counts as lost.
+/// Starts the thread that writes the file.
 fn writer(file: RotatingFile) -> Option<NonBlockingWriter> {
     let failed = |error| tracing::error!(%error, "cannot write flow_records.file; records are lost until it can");
     NonBlockingWriter::new("flow-file", WAITING_CHUNKS, file, failed)
@@ -177,6 +199,7 @@ impl FlowRecorder {
                 ("ended", self.table.ended_lost()),
                 ("denied", self.log.denied_missing() + read(&self.counters.denied)),
                 ("file", read(&self.counters.file)),
+                ("otlp", read(&self.counters.otlp)),
             ],
             uncounted: self.table.uncounted(),
         }
@@ -342,7 +365,7 @@ impl RecordMaker {
         let records: Vec<_> =
             connections.iter().filter_map(|connection| self.of_connection(connection, engine, now)).collect();
         drop(inputs);
-        self.sinks.put(&records);
+        self.sinks.put(records);
     }
 
     fn of_connection(&mut self, connection: &Connection, engine: &Engine, now: &Now) -> Option<FlowRecord> {
@@ -414,7 +437,7 @@ impl RecordMaker {
             let engine = inputs.objects.engine();
             let records: Vec<_> = portion.iter().map(|denied| self.of_denied(denied, engine, now)).collect();
             drop(inputs);
-            self.sinks.put(&records);
+            self.sinks.put(records);
         }
     }
 
