@@ -251,12 +251,13 @@ fn a_full_disk_loses_records_and_nothing_else() {
         config.sections += &format!("[flow_records]\nfile = \"{}\"\ninterval = \"1s\"\n", file.display());
     });
     let node = Recorded { fixture, file };
-    std::fs::write(directory.path.join("ballast"), vec![0; 1 << 16]).unwrap_err();
+    std::fs::write(directory.path.join("ballast"), vec![0; 2 << 20]).unwrap_err();
     let deadline = Instant::now() + LIMIT;
     let lost = || node.fixture.status().flow_records.unwrap().lost["file"];
     while lost() == 0 {
         datagrams(&node, 1, 10);
         assert!(Instant::now() < deadline, "nothing is lost");
+        std::thread::sleep(Duration::from_millis(200));
     }
     let errors = node.fixture.daemon.log().lines();
     assert_eq!(errors.iter().filter(|line| line.contains("cannot write flow_records.file")).count(), 1);
@@ -288,6 +289,6 @@ fn tempfile_in_memory() -> Mounted {
     let path = directory.path().join("small");
     std::fs::create_dir(&path).unwrap();
     let flags = nix::mount::MsFlags::empty();
-    nix::mount::mount(Some("tmpfs"), &path, Some("tmpfs"), flags, Some("size=16k")).unwrap();
+    nix::mount::mount(Some("tmpfs"), &path, Some("tmpfs"), flags, Some("size=1m")).unwrap();
     Mounted { path, _directory: directory }
 }

@@ -347,7 +347,7 @@ pub struct ConnectionFlow {
     /// Its state, named as in nf_conntrack, or `REVOKED` if a policy change revoked it.
     pub state: String,
     /// What the end that opened it has sent; `None` where connections have no counters: without `offload`, and with
-    /// `attach = "xdp"`.
+    /// `attach = "xdp"`, unless there are records of flows.
     #[serde(default)]
     pub sent: Option<Traffic>,
     /// What the other end has sent.

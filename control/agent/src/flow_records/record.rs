@@ -258,4 +258,65 @@ mod tests {
         assert_eq!(flag_names(TcpFlags::SYN.with(TcpFlags::ACK)), ["SYN", "ACK"]);
         assert!(flag_names(TcpFlags::default()).is_empty());
     }
+
+    /// The page for users, with an example of each kind of record and a table of fields.
+    const PAGE: &str = include_str!("../../../../docs/operate/flow-records.md");
+
+    /// All names of fields, those of objects inside included.
+    fn names(value: &serde_json::Value, into: &mut std::collections::BTreeSet<String>) {
+        for (name, value) in value.as_object().into_iter().flatten() {
+            into.insert(name.clone());
+            names(value, into);
+        }
+    }
+
+    #[test]
+    fn each_field_is_described_and_each_described_field_exists() {
+        let identity = Identity {
+            name: "shop/web-1".into(),
+            namespace: Some("shop".into()),
+            pod: Some("web-1".into()),
+            workload: Some(Controller { kind: "Deployment".into(), name: "web".into() }),
+            node: Some("n".into()),
+        };
+        let end = RecordedEnd { address: [10, 0, 0, 1].into(), port: 1, identity: Some(Arc::new(identity)) };
+        let (time, traffic) = (Time::from_second(1).unwrap(), Traffic::default());
+        let full = FlowRecord {
+            time,
+            event: FlowEvent::End,
+            node: "n".into(),
+            connection: Some("0".into()),
+            protocol: "TCP".into(),
+            from: end.clone(),
+            to: end.clone(),
+            service: Some(FlowEnd { address: end.address, port: 1, name: Some("shop/web:http".into()) }),
+            verdict: RecordedVerdict::Allowed,
+            reason: Some("ingress_denied"),
+            rules: DecidingRules::new(("shop-egress-a-0".into(), "shop-ingress-a-0".into())),
+            state: Some("ESTABLISHED"),
+            ended: Some("closed"),
+            counts: Some(RecordedCounts {
+                sent: traffic,
+                received: traffic,
+                sent_since: traffic,
+                received_since: traffic,
+            }),
+            packets: Some(1),
+            tcp_flags: vec!["SYN"],
+            first: Some(time),
+            last: time,
+        };
+        let mut has = std::collections::BTreeSet::new();
+        names(&serde_json::to_value(&full).unwrap(), &mut has);
+        let rows = PAGE.lines().filter(|line| line.starts_with("| `")).map(|line| line.split('|').nth(1).unwrap());
+        let cells: Vec<&str> = rows.flat_map(|cell| cell.split('`').skip(1).step_by(2)).collect();
+        for name in has.iter().filter(|name| !["kind", "bytes"].contains(&name.as_str())) {
+            assert!(cells.contains(&name.as_str()), "{name} is not in the table");
+        }
+        let examples = PAGE.lines().filter(|line| line.starts_with('{'));
+        let mut shown = std::collections::BTreeSet::new();
+        examples.for_each(|line| names(&serde_json::from_str(line).unwrap(), &mut shown));
+        assert!(shown.is_subset(&has), "{shown:?} against {has:?}");
+        assert!(["ended", "packets", "workload", "service", "sent_since"].iter().all(|name| shown.contains(*name)));
+    }
 }

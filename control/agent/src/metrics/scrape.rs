@@ -48,7 +48,8 @@ pub(crate) struct Scrape {
     /// Only if workers translate.
     services: Option<ServiceMetrics>,
     verdicts: VerdictLogCounts,
-    flow_records: Option<RecordTotals>,
+    /// All zero if there are none.
+    flow_records: RecordTotals,
     captured: CaptureCounts,
     is_capturing: bool,
     /// Staged policies, packets without a record, and what would change.
@@ -123,7 +124,7 @@ impl Scrape {
                 suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
             },
-            flow_records: view.flow_records.clone(),
+            flow_records: view.flow_records.clone().unwrap_or_default(),
             captured: view.captured(),
             is_capturing: view.capture.is_some(),
             staged: view.staged.read(),
@@ -546,9 +547,7 @@ impl Collector for Scrape {
             services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
         }
         self.encode_captures(&mut to)?;
-        if let Some(totals) = &self.flow_records {
-            encode_flow_records(totals, &mut to)?;
-        }
+        encode_flow_records(&self.flow_records, &mut to)?;
         self.encode_staged(&mut to)?;
         self.encode_rest(&mut to)
     }
