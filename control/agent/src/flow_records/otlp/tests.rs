@@ -99,7 +99,8 @@ fn wait_for(runtime: &tokio::runtime::Runtime, got: &Shared, requests: usize) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while got.lock().unwrap().requests.len() < requests {
         assert!(Instant::now() < deadline, "the collector has got {} requests", got.lock().unwrap().requests.len());
-        runtime.block_on(tokio::time::sleep(Duration::from_millis(5)));
+        // Made inside of the runtime, which also serves the collector meanwhile.
+        runtime.block_on(async { tokio::time::sleep(Duration::from_millis(5)).await });
     }
 }
 
