@@ -1,6 +1,7 @@
 //! What the records of open connections have said so far. The thread that makes records owns it.
 
 use std::collections::HashMap;
+use std::time::Duration;
 
 use penstock_admin::types::Traffic;
 use penstock_dataplane::conntrack::{self, State, Timestamp};
@@ -13,7 +14,13 @@ pub(super) struct LiveConnections {
     recorded: HashMap<u64, LastRecord>,
     /// Number of the walk of the table that runs, or ran last.
     walk: u32,
+    /// After how many walks more that have not seen it a connection is forgotten.
+    patience: u32,
 }
+
+/// A walk does not see a connection that has expired. The sweep that frees its entry comes within some ten seconds, and later
+/// if workers are busy.
+const SWEPT_WITHIN: Duration = Duration::from_secs(60);
 
 #[derive(Clone, Copy, Debug)]
 struct LastRecord {
@@ -38,6 +45,12 @@ pub(super) struct Counted {
 }
 
 impl LiveConnections {
+    /// For walks at this interval.
+    pub(super) fn new(interval: Duration) -> Self {
+        let patience = SWEPT_WITHIN.as_millis().div_ceil(interval.as_millis().max(1));
+        Self { patience: patience.try_into().unwrap_or(u32::MAX), ..Self::default() }
+    }
+
     /// A connection of an earlier daemon, which has recorded what it has sent so far.
     pub(super) fn found(&mut self, connection: Counted) {
         self.note(connection, connection.traffic.map(extended));
@@ -66,10 +79,10 @@ impl LiveConnections {
         self.walk += 1;
     }
 
-    /// It has ended: what it has not seen has ended, and the record of that was lost.
+    /// It has ended: what was not seen for long has ended, and the record of that was lost.
     pub(super) fn end_walk(&mut self) {
-        let walk = self.walk;
-        self.recorded.retain(|_, last| last.walk == walk);
+        let (walk, patience) = (self.walk, self.patience);
+        self.recorded.retain(|_, last| walk - last.walk <= patience);
     }
 
     fn advance(&self, Counted { id, begun, traffic, .. }: Counted) -> ([Traffic; 2], [Traffic; 2]) {
@@ -141,6 +154,19 @@ mod tests {
         let found = |packets, bytes| Counted { begun: None, ..counted(1, packets, bytes) };
         live.found(found(10, 1000));
         assert_eq!(sent(live.end(found(11, 1100))), ((11, 1100), (1, 100)));
+    }
+
+    #[test]
+    fn a_connection_that_has_expired_and_is_not_swept_yet_is_remembered() {
+        let mut live = LiveConnections::new(Duration::from_secs(1));
+        live.begin_walk();
+        live.interval(counted(1, 3, 300));
+        live.end_walk();
+        for _ in 0..30 {
+            live.begin_walk();
+            live.end_walk();
+        }
+        assert_eq!(sent(live.end(counted(1, 3, 300))), ((3, 300), (0, 0)));
     }
 
     #[test]

@@ -178,7 +178,7 @@ impl FlowRecorder {
             log: Arc::clone(&log),
             sinks,
             names: Names::default(),
-            live: LiveConnections::default(),
+            live: LiveConnections::new(settings.interval.duration()),
             denied: DeniedFlows::default(),
         };
         let (stop, stopped) = mpsc::channel();
