@@ -98,6 +98,26 @@ drop_reasons! {
     NotReady = "not_ready",
 }
 
+impl DropReason {
+    /// Whether a packet that is dropped for it may have been the first of a connection, which is denied by that. Others
+    /// belong to a connection, or to none.
+    pub const fn denies_connection(self) -> bool {
+        matches!(
+            self,
+            Self::EgressDenied
+                | Self::ServiceDenied
+                | Self::IngressDenied
+                | Self::NoBackend
+                | Self::NoLocalBackend
+                | Self::NoServicePort
+                | Self::NoService
+                | Self::TableFull
+                | Self::QuotaExceeded
+                | Self::NotReady
+        )
+    }
+}
+
 impl std::fmt::Display for DropReason {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())

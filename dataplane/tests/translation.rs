@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::time::Duration;
 
 use etherparse::{IcmpEchoHeader, Icmpv4Header, Icmpv4Type, IpNumber, PacketBuilder, TcpHeader, icmpv4};
-use penstock_dataplane::conntrack::{Config, ConnTable, TableMemory, Timestamp};
+use penstock_dataplane::conntrack::{Config, ConnTable, EndedConnection, Ending, SweepCursor, TableMemory, Timestamp};
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Flow, Protocol, Transport, parse};
@@ -796,4 +797,40 @@ fn a_flood_to_a_service_does_not_fill_the_table() {
     }
     let connections = node.pipeline.connections();
     assert!(connections.len() <= 1200, "{}", connections.len());
+}
+
+/// A record of a connection to a Service names the address that its client used, however it ended.
+#[test]
+fn records_of_connections_to_services_have_the_cluster_address() {
+    let to_vip = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
+    let opened = |entries| {
+        let config = Config { entries, ended: 4096, ..Config::default() };
+        let mut node = Node::on(&config, services(|v4| frontend(&[if v4 { DB4 } else { DB6 }])));
+        node.pass(WEB, &packet(&to_vip), DB);
+        node
+    };
+    let ended = |node: &Node| node.pipeline.connections().take_ended().expect("an ended connection");
+    let assert_record = |record: EndedConnection, ending| {
+        assert_eq!((record.ending, record.frontend), (ending, Some(to_vip)));
+        assert_eq!((record.original.dst, record.original.dst_port), (ip(DB4).into(), TARGET));
+        assert_eq!(record.traffic.map(|traffic| traffic.packets), [1, 0]);
+    };
+
+    let node = opened(4096);
+    let later = node.now.plus(Duration::from_secs(600));
+    let mut cursor = SweepCursor::default();
+    while !node.pipeline.connections().sweep(&mut cursor, 4096, later, node.snapshot.epoch).wrapped {}
+    assert_record(ended(&node), Ending::Expired);
+
+    let mut node = opened(4096);
+    node.set_services(services(|v4| frontend(&[if v4 { FAR4 } else { FAR6 }])));
+    node.send(WEB, &packet(&to_vip));
+    assert_record(ended(&node), Ending::BackendGone);
+
+    // Its frontend's entry is evicted, or its own.
+    let mut node = opened(64);
+    let others = (1..2000).map(|port| flow(Protocol::UDP, (WEB4, 10_000 + port), (DB4, 53)));
+    others.for_each(|other| _ = node.send(WEB, &packet(&other)));
+    let found = std::iter::from_fn(|| node.pipeline.connections().take_ended()).find(|it| it.frontend.is_some());
+    assert_record(found.expect("it was evicted"), Ending::Evicted);
 }

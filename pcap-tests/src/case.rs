@@ -127,7 +127,7 @@ impl CorpusCase {
             ports: ports.collect(),
             dedup: self.script.dedup,
             reading: manifest::Options {
-                settings: ConversionSettings { v1beta1: self.script.v1beta1 },
+                settings: ConversionSettings { v1beta1: self.script.v1beta1, ..ConversionSettings::default() },
                 ..manifest::Options::default()
             },
             reach: if self.script.cluster_wide { RuleScope::ClusterWide } else { RuleScope::BothSides },

@@ -52,6 +52,7 @@ pub(crate) fn pod(number: usize, namespace: usize, node: usize, app: usize) -> P
             number: 8080 + (app % 3) as u16,
         }],
         lifetime: Default::default(),
+        controller: None,
     }
 }
 

@@ -7,6 +7,7 @@ mod capture;
 mod connections;
 mod domain_names;
 mod fixture;
+mod flow_records;
 mod forwarding;
 mod frames;
 mod lifecycle;

@@ -55,6 +55,9 @@ pub struct Status {
     /// The capture that runs.
     #[serde(default)]
     pub capture: Option<CaptureStatus>,
+    /// Records of flows; `None` if there are none.
+    #[serde(default)]
+    pub flow_records: Option<FlowRecordsStatus>,
     /// State of the object source, by resource.
     #[serde(default)]
     pub source: BTreeMap<String, SourceStatus>,
@@ -78,6 +81,19 @@ pub struct NamesStatus {
     pub evicted: u64,
     /// Datagrams from DNS servers since the start that were no answer, or malformed.
     pub not_understood: u64,
+}
+
+/// Records of flows since the start.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct FlowRecordsStatus {
+    /// Records made, by event: `end`, `interval`, `denied`.
+    pub made: BTreeMap<String, u64>,
+    /// What was lost: connections that ended too fast (`ended`), denied packets beyond the budget (`denied`), records that
+    /// were not written (`file`) or not sent (`otlp`).
+    pub lost: BTreeMap<String, u64>,
+    /// Forwarded packets in no connection's counts: ICMP errors, later fragments, and packets of connections that were
+    /// removed in the same batch.
+    pub uncounted: u64,
 }
 
 /// A capture that runs.
@@ -351,7 +367,7 @@ pub struct ConnectionFlow {
     /// Its state, named as in nf_conntrack, or `REVOKED` if a policy change revoked it.
     pub state: String,
     /// What the end that opened it has sent; `None` where connections have no counters: without `offload`, and with
-    /// `attach = "xdp"`.
+    /// `attach = "xdp"`, unless there are records of flows.
     #[serde(default)]
     pub sent: Option<Traffic>,
     /// What the other end has sent.

@@ -25,6 +25,7 @@ use tokio::time::MissedTickBehavior;
 use super::close_first::CloseFirstFds;
 use super::config::{Attach, Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
 use super::connections::{self, ClearingQueue};
+use super::flow_records::{FlowRecorder, Sinks};
 use super::handover::{Handover, HandoverListener, Predecessor};
 use super::last_good::RejectedConfig;
 use super::learnt_names::{self, LearntNamesFile};
@@ -249,6 +250,8 @@ struct Daemon<'a> {
     /// Pod addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
     operation: Operation,
+    /// If records of flows are wanted.
+    records: Option<FlowRecorder>,
     close_first: CloseFirstFds,
     /// What pods learn of domain names, if these are followed.
     names: Option<LearntNamesFile>,
@@ -297,6 +300,7 @@ impl<'a> Daemon<'a> {
         let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
         leave_cores_to_workers(config, &others);
         let operation = operation(&dataplane)?;
+        let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
         let (programs, node_path) =
             open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins, &maps).await?;
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
@@ -307,6 +311,8 @@ impl<'a> Daemon<'a> {
         let clearing_thread = start_clearing_thread(jobs, config, &dataplane, &publisher).map_err(RunError::failed)?;
         let trial = TrialContext::new(config.node.as_str(), &dataplane, &publisher);
         let trial_thread = trial.start(trial_messages).map_err(RunError::failed)?;
+        let records = sinks.map(|sinks| FlowRecorder::start(sinks, config, &dataplane, &publisher));
+        let records = records.transpose().map_err(RunError::failed)?;
         let mut daemon = Self {
             config,
             netlink,
@@ -321,6 +327,7 @@ impl<'a> Daemon<'a> {
             problems: ProblemLog::default(),
             unrouted: BTreeMap::new(),
             operation,
+            records,
             close_first: CloseFirstFds::default(),
             names,
             _table_lock: table_lock,
@@ -467,9 +474,21 @@ impl<'a> Daemon<'a> {
     /// the node's own traffic again) or leaves it to the next daemon, with programs that drop because they have no
     /// sockets.
     async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
-        let Self { dataplane, ports, node_path, close_first, publisher, clearing_thread, trial_thread, names, .. } =
-            self;
+        let Self {
+            dataplane,
+            ports,
+            node_path,
+            close_first,
+            publisher,
+            clearing_thread,
+            trial_thread,
+            names,
+            records,
+            ..
+        } = self;
         drop(close_first);
+        // Before the objects go, by which it names what it records last.
+        drop(records);
         publisher.end();
         // Pods are forgotten with the publisher; workers learn until they are stopped.
         let learnt = names.as_ref().map(|names| names.table().hold());

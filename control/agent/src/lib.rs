@@ -19,6 +19,7 @@ mod connections;
 mod daemon;
 pub mod discovery;
 mod exporter;
+mod flow_records;
 mod handover;
 pub mod last_good;
 mod learnt_names;

@@ -328,6 +328,7 @@ mod tests {
             finished: false,
             ports: Vec::new(),
             lifetime: Default::default(),
+            controller: None,
         }))
     }
 

@@ -250,6 +250,7 @@ mod tests {
             finished: false,
             ports: vec![NamedPort { name: "http".into(), protocol: PortProtocol::Tcp, number: 8080 }],
             lifetime: PodLifetime { leaving: false, started: Some(7), created: None },
+            controller: None,
         })
     }
 

@@ -286,6 +286,7 @@ mod tests {
             finished: false,
             ports: Vec::new(),
             lifetime: Default::default(),
+            controller: None,
         };
         objects.apply([ObjectChange::Set(Object::Pod(pod))], &[]);
         objects

@@ -12,6 +12,7 @@ use penstock_sources::SourceHealth;
 
 use crate::capture::RunningCapture;
 use crate::config::Config;
+use crate::flow_records::RecordTotals;
 use crate::last_good::RejectedConfig;
 use crate::objects::NodeObjects;
 use crate::ports::{OpenPorts, PortXdpCounters};
@@ -41,6 +42,8 @@ pub(crate) struct DaemonView<'a> {
     pub(crate) captured: CaptureCounts,
     /// Verdict log lines that could not be written.
     pub(crate) unwritten: u64,
+    /// Records of flows made and lost, if there are any.
+    pub(crate) flow_records: Option<RecordTotals>,
     /// What promotion of all that is staged would change.
     pub(crate) staged: &'a StagedCounters,
     /// How often each rule decided.

@@ -22,7 +22,8 @@ Columns:
   TO               the other end; of a connection to a Service its backend
   SERVICE          the Service's port, cluster address and port; only if there is such a connection
   SENT, RECEIVED   packets and bytes of the end that opened it, and of the other; `-` with
-                   `attach = \"xdp\"` or `offload = false`, where connections have no counters
+                   `attach = \"xdp\"` or `offload = false`, where connections have counters only
+                   while there are flow records
   RATE             with --watch: bits per second in both directions
   STATE            as in nf_conntrack (ESTABLISHED, SYN_SENT, TIME_WAIT), and REPLIED, ASSURED,
                    PICKED_UP (opened in mid-stream) and REVOKED (no longer allowed by policy)

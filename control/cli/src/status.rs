@@ -5,7 +5,9 @@ use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
-use penstock_admin::types::{CaptureStatus, NamesStatus, PodStatus, PortStatus, ServicesStatus, StaleObjects, Status};
+use penstock_admin::types::{
+    CaptureStatus, FlowRecordsStatus, NamesStatus, PodStatus, PortStatus, ServicesStatus, StaleObjects, Status,
+};
 use penstock_dataplane::worker::Stage;
 use penstock_text::number::{json, percent, short};
 
@@ -70,6 +72,9 @@ fn text(status: &Status) -> String {
     if let Some(capture) = &status.capture {
         line(&mut text, &capture_line(capture));
     }
+    if let Some(records) = &status.flow_records {
+        line(&mut text, &records_line(records));
+    }
     let drops = pairs(&status.all_drops());
     line(&mut text, &format!("dropped since the start: {}", if drops.is_empty() { "nothing" } else { &drops }));
     text
@@ -92,6 +97,17 @@ fn names_line(NamesStatus { kept, learnt, evicted, not_understood }: &NamesStatu
 fn capture_line(CaptureStatus { seconds, pod, packets, lost }: &CaptureStatus) -> String {
     let of = pod.as_deref().unwrap_or("all pods");
     format!("capture: of {of}, for {seconds} s, {packets} packets, {lost} lost to it")
+}
+
+fn records_line(records: &FlowRecordsStatus) -> String {
+    let or_nothing = |counts: &BTreeMap<String, u64>| {
+        let some = counts.iter().filter(|(_, count)| **count > 0).map(|(name, count)| (name.clone(), *count));
+        match pairs(&some.collect()) {
+            none if none.is_empty() => "nothing".to_owned(),
+            some => some,
+        }
+    };
+    format!("flow records: {}; lost: {}", or_nothing(&records.made), or_nothing(&records.lost))
 }
 
 fn heading(status: &Status) -> String {
@@ -288,6 +304,19 @@ mod tests {
             "{}",
             text(&status)
         );
+    }
+
+    #[test]
+    fn records_of_flows_are_shown_with_what_was_lost() {
+        let mut status: Status = serde_json::from_str(STATUS).unwrap();
+        assert!(!text(&status).contains("flow records:"));
+        let counts = |counts: &[(&str, u64)]| counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect();
+        let mut records = FlowRecordsStatus { made: counts(&[("end", 7), ("denied", 2)]), ..Default::default() };
+        status.flow_records = Some(records.clone());
+        assert!(text(&status).contains("\nflow records: denied 2, end 7; lost: nothing\n"), "{}", text(&status));
+        records.lost = counts(&[("file", 3), ("otlp", 0)]);
+        status.flow_records = Some(records);
+        assert!(text(&status).contains("; lost: file 3\n"), "{}", text(&status));
     }
 
     #[test]

@@ -302,6 +302,7 @@ mod tests {
             configuration_refused: Vec::new(),
             stale: None,
             capture: None,
+            flow_records: None,
             source: BTreeMap::new(),
         }
     }

@@ -112,6 +112,18 @@ fn every_kind_of_input_gives_the_same_policies() {
     let pretty = serde_json::to_string_pretty(&list).unwrap();
     let replay = json!({ "n": 1, "time": "2026-01-01T00:00:00.000000000Z", "src": "web/frontend-1", "dst": "shop/api-1",
         "protocol": "TCP", "sport": 40000, "dport": 8000, "verdict": "allow", "reason": null, "rule": null, "conn": "new" });
+    let record = json!({ "time": "2026-01-01T00:00:10.000Z", "event": "end", "node": "n", "connection": "00c0ffee00c0ffee",
+        "protocol": "TCP", "from": end(from, 40000, "web/frontend-1"), "to": end(to, 8000, "shop/api-1"),
+        "verdict": "allowed", "egress": "open", "ingress": "open", "state": "TIME_WAIT", "ended": "closed" });
+    assert_eq!(policies(&record.to_string()), expected, "a flow record");
+    let denied = json!({ "time": "2026-01-01T00:00:10.000Z", "event": "denied", "node": "n", "protocol": "TCP",
+        "from": end(from, 0, "web/frontend-1"), "to": end(to, 9999, "shop/api-1"), "verdict": "denied",
+        "reason": "ingress_denied", "packets": 3 });
+    assert_eq!(
+        policies(&format!("{record}\n{denied}\n")),
+        expected,
+        "what was denied is not allowed by what is learnt"
+    );
     for form in [connection.to_string(), pretty, format!("{list}\n{list}\n"), replay.to_string()] {
         assert_eq!(policies(&form), expected, "{form}");
     }

@@ -23,6 +23,10 @@ pub struct Config {
     pub midstream_pickup: MidStreamPickup,
     /// Where the table lies.
     pub memory: TableMemory,
+    /// Ended connections that wait for [`ConnTable::take_ended`](super::ConnTable::take_ended). If there are any, packets
+    /// and bytes of each connection are counted wherever the table lies, for 8 to 40 bytes of memory an entry. 0: none are
+    /// kept.
+    pub ended: usize,
 }
 
 /// Where a table lies.
@@ -64,6 +68,7 @@ impl Default for Config {
             timeouts: Timeouts::default(),
             midstream_pickup: MidStreamPickup::Always,
             memory: TableMemory::Anonymous,
+            ended: 0,
         }
     }
 }

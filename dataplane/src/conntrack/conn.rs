@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::counters::TableEvent;
 use super::entry::{ControlWord, EpochTag, OwnerId, TableEntry, Tracking};
 use super::hash::PreparedFlow;
+use super::journal::Ending;
 use super::state::{State, TcpState};
 use super::table::{ConnTable, SlotRef};
 use super::tcp::Window;
@@ -310,7 +311,7 @@ impl<'t> Conn<'t> {
             let is_as_seen = self.refresh()
                 && self.control.state() == seen.state()
                 && self.control.is_revoked() == seen.is_revoked();
-            if is_as_seen && self.take(self.control) {
+            if is_as_seen && self.take(self.control, Ending::Replaced, None) {
                 self.table.counters.count(TableEvent::Reopened);
                 return true;
             }
@@ -383,9 +384,14 @@ impl<'t> Conn<'t> {
 
     /// Removes it. False if it was already removed.
     pub fn remove(self) -> bool {
+        self.remove_as(Ending::Removed, None)
+    }
+
+    /// [`Conn::remove`] for this reason; of a translated one with its frontend flow.
+    pub(super) fn remove_as(self, ending: Ending, frontend: Option<Flow>) -> bool {
         let mut control = self.control;
         while control.is_same_generation(self.control) {
-            if self.take(control) {
+            if self.take(control, ending, frontend) {
                 self.table.counters.count(TableEvent::Removed);
                 return true;
             }
@@ -396,10 +402,10 @@ impl<'t> Conn<'t> {
 
     /// Removes it if its control word is still this one.
     #[inline]
-    fn take(&self, control: ControlWord) -> bool {
+    fn take(&self, control: ControlWord, ending: Ending, frontend: Option<Flow>) -> bool {
         let taken = self.entry.exchange(control, control.claimed()).is_ok();
         if taken {
-            self.table.release(self.slot, control);
+            self.table.release_with((self.slot, control), ending, frontend);
         }
         taken
     }

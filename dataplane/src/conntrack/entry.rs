@@ -357,15 +357,14 @@ impl TableEntry {
     /// A consistent copy of the entry, or `None` if it is free or was claimed meanwhile.
     pub(super) fn load(&self) -> Option<EntrySnapshot> {
         let control = self.control();
-        self.0.read(control, |words| {
-            let mut key = [0; 5];
-            for (value, word) in key.iter_mut().zip(&words.addresses) {
-                *value = word.load(Ordering::Relaxed);
-            }
-            let name = words.name.load(Ordering::Relaxed);
-            key[4] = name & NAME_MASK;
-            EntrySnapshot { control, key, owner: OwnerId((name >> OWNER_AT) as u16), tracking: words.tracking() }
-        })
+        self.0.read(control, |words| words.snapshot(control))
+    }
+
+    /// What the entry contained under `control`, though it is claimed for clearing or free by now; `None` if it was claimed
+    /// for another connection.
+    pub(super) fn load_claimed(&self, control: ControlWord) -> Option<EntrySnapshot> {
+        let snapshot = self.words().snapshot(control);
+        (self.0.control_after_loads().generation() == control.generation()).then_some(snapshot)
     }
 
     #[inline(always)]
@@ -474,6 +473,17 @@ impl TableEntry {
 }
 
 impl EntryWords {
+    #[inline]
+    fn snapshot(&self, control: ControlWord) -> EntrySnapshot {
+        let mut key = [0; 5];
+        for (value, word) in key.iter_mut().zip(&self.addresses) {
+            *value = word.load(Ordering::Relaxed);
+        }
+        let name = self.name.load(Ordering::Relaxed);
+        key[4] = name & NAME_MASK;
+        EntrySnapshot { control, key, owner: OwnerId((name >> OWNER_AT) as u16), tracking: self.tracking() }
+    }
+
     #[inline]
     fn tracking(&self) -> Tracking {
         [self.tracking[0].load(Ordering::Relaxed), self.tracking[1].load(Ordering::Relaxed)]

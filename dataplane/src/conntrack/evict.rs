@@ -2,7 +2,8 @@
 
 use super::counters::TableEvent;
 use super::entry::{ControlWord, OwnerId};
-use super::hash::{PreparedFlow, alternate, home};
+use super::hash::{PreparedFlow, alternate, home, key_of};
+use super::journal::Ending;
 use super::state::{EvictionClass, State};
 use super::table::{ConnTable, SlotRef};
 use super::time::Tick;
@@ -41,7 +42,13 @@ impl ConnTable {
             let partner = self.partner((slot, control)).filter(|_| control.is_frontend());
             if self.entry(slot).exchange(control, control.claimed()).is_ok() {
                 // Without its frontend's entry, a connection's packets would open another one.
-                partner.into_iter().for_each(|other| self.remove_entry(other));
+                let ending = match rank.liveness {
+                    Liveness::Expired => Ending::Expired,
+                    Liveness::Closing | Liveness::Open => Ending::Evicted,
+                };
+                let frontend = || Some(key_of(&self.entry(slot).load_claimed(control)?.key).flow(control.original()));
+                partner.into_iter().for_each(|other| self.remove_entry(other, ending, frontend()));
+                self.note_end(slot, control, ending, None);
                 self.forget(slot);
                 self.counters.count(match (rank.liveness, rank.class, owner) {
                     (Liveness::Expired, ..) => TableEvent::Expired,

@@ -28,6 +28,7 @@ mod fragments;
 mod hash;
 #[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
 mod header;
+mod journal;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;
 mod origin;
@@ -53,6 +54,7 @@ pub use counters::ConnTableStatistics;
 pub use entry::OwnerId;
 pub use fragments::Fragments;
 pub use hash::PreparedFlow;
+pub use journal::{EndedConnection, Ending};
 pub use origin::{OpenError, TableOrigin, UnusableFile};
 pub use path::Traffic;
 pub use shared::{KernelMapFds, KernelMapSizes, KernelMaps};

@@ -76,8 +76,15 @@ pub struct Traffic {
 
 const _: () = assert!(cfg!(all(test, feature = "loom")) || size_of::<KernelUse>() == 32);
 
+impl Traffic {
+    /// Bits of a count of packets.
+    pub const PACKET_BITS: u32 = 32;
+    /// Bits of a count of bytes.
+    pub const BYTE_BITS: u32 = u64::BITS - Tick::BITS;
+}
+
 impl KernelUse {
-    #[cfg(test)]
+    /// Without a path, and without packets.
     pub(super) fn new() -> Self {
         let zero = || AtomicU64::new(0);
         Self { path: zero(), packets: [AtomicU32::new(0), AtomicU32::new(0)], used: [zero(), zero()] }

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering as CountOrdering;
 use super::counters::TableEvent;
 use super::entry::{ControlWord, EntrySnapshot, EpochTag, OwnerId};
 use super::hash::{alternate, home, key_of, tag};
+use super::journal::Ending;
 use super::state::State;
 use super::table::ConnTable;
 use super::tags::LANES;
@@ -75,7 +76,7 @@ impl ConnTable {
                 match owner(&key_of(&key).flow(control.original())) {
                     Some(owner) if self.give_to(slot, control, owner) => break,
                     None if self.entry(slot).exchange(control, control.claimed()).is_ok() => {
-                        self.release(slot, control);
+                        self.release(slot, control, Ending::Removed);
                         removed += 1;
                         break;
                     }

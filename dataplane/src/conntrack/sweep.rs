@@ -5,12 +5,13 @@ use std::time::Duration;
 use super::counters::TableEvent;
 use super::entry::{EntrySnapshot, EpochTag, OwnerId};
 use super::hash::key_of;
+use super::journal::{Ending, in_order};
 use super::path::Traffic;
 use super::state::{State, TcpState};
 use super::table::ConnTable;
 use super::tags::{LANES, bits};
 use super::time::{TICK, Timestamp};
-use crate::packet::{Address, Flow, Protocol};
+use crate::packet::{Address, Flow, Protocol, TcpFlags};
 use crate::snapshot::Epoch;
 
 /// Position of a sweep. Several sweeps may run at once, each with its own cursor.
@@ -47,8 +48,12 @@ pub struct ConnectionInfo {
     pub idle: Duration,
     /// Time until it expires without another packet, to within a second.
     pub expires_in: Duration,
-    /// What the opener sent, and what the other end sent; `None` where programs in the kernel do not read the table.
+    /// What the opener sent, and what the other end sent; `None` where the table [counts](ConnTable::counts) nothing.
     pub traffic: Option<[Traffic; 2]>,
+    /// When it was opened; `None`: by an earlier process, or without [`Config::ended`](super::Config::ended).
+    pub begun: Option<Timestamp>,
+    /// The flags of all TCP segments that workers forwarded, with [`Config::ended`](super::Config::ended).
+    pub flags: TcpFlags,
 }
 
 /// A connection that the kernel's programs forward.
@@ -77,7 +82,7 @@ impl ConnTable {
             for slot in self.occupied(group) {
                 let control = self.entry(slot).control();
                 swept.expired += usize::from(self.expire(slot, control, now));
-                if let Some(uses) = self.storage.uses() {
+                if let Some(uses) = self.uses() {
                     uses[slot as usize].clear_stale(control.generation(), epoch);
                 }
                 if control.is_live() && control.epoch().is_stale(epoch) {
@@ -113,10 +118,9 @@ impl ConnTable {
                 owner,
                 idle: TICK * age,
                 expires_in: TICK * (lifetime - age),
-                traffic: self.storage.uses().map(|uses| {
-                    let (traffic, original) = (uses[slot as usize].traffic(), control.original());
-                    [original, original.opposite()].map(|direction| traffic[direction as usize])
-                }),
+                traffic: self.uses().map(|uses| in_order(uses[slot as usize].traffic(), control.original())),
+                begun: self.journal.as_ref().and_then(|journal| journal.beside(slot).0),
+                flags: self.journal.as_ref().map_or(TcpFlags::default(), |journal| journal.beside(slot).1),
             })
         })
     }
@@ -131,7 +135,7 @@ impl ConnTable {
         mut is_kept: impl FnMut(&ForwardedConnection) -> bool,
     ) -> usize {
         const GROUPS_BETWEEN_CLOCKS: u32 = 32;
-        let Some(uses) = self.storage.uses() else { return 0 };
+        let Some(uses) = self.uses() else { return 0 };
         let (tag, mut kept) = (EpochTag::of(epoch), 0);
         for group in 0..self.groups {
             if group % GROUPS_BETWEEN_CLOCKS == 0 && is_late() {
@@ -181,7 +185,7 @@ impl ConnTable {
                 && unwanted(&key_of(&key).flow(control.original()), owner)
             {
                 if self.entry(slot).exchange(control, control.claimed()).is_ok() {
-                    self.release(slot, control);
+                    self.release(slot, control, Ending::Removed);
                     removed += 1;
                 }
             }

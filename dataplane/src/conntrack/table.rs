@@ -13,15 +13,17 @@ use super::fragments::Fragments;
 use super::hash::{NO_HINT, PreparedFlow, Seed, alternate, home};
 #[cfg(all(test, feature = "loom"))]
 use super::interleavings::storage::Storage;
+use super::journal::{Ending, Journal};
 #[cfg(not(all(test, feature = "loom")))]
 use super::mapping::Storage;
 use super::origin::{OpenError, TableOrigin};
+use super::path::KernelUse;
 use super::shared::SharedMaps;
 use super::sync::{Ordering, fence};
 use super::tags::{LANES, Tags, bits};
 use super::time::{Tick, Timestamp};
 use super::track;
-use crate::packet::{Flow, Protocol, Transport};
+use crate::packet::{Flow, Protocol, TcpFlags, Transport};
 use crate::prefetch::prefetch;
 use crate::snapshot::Epoch;
 
@@ -44,6 +46,10 @@ pub struct ConnTable {
     midstream_pickup: MidStreamPickup,
     /// Whether published epochs are those of the kernel's programs ([`ConnTable::take_over`]).
     is_published: AtomicBool,
+    /// Counts of connections, where the storage has none and records are wanted.
+    counted: Option<Box<[KernelUse]>>,
+    /// Where those that end are noted.
+    pub(super) journal: Option<Journal>,
 }
 
 /// A connection to insert.
@@ -123,7 +129,11 @@ impl ConnTable {
         config.check()?;
         let groups = group_count(config.entries);
         let (storage, seed, origin) = Storage::open(groups, &config.memory)?;
+        let capacity = storage.entries().len();
+        let counts_itself = config.ended > 0 && storage.uses().is_none();
         let mut table = Self {
+            counted: counts_itself.then(|| (0..capacity).map(|_| KernelUse::new()).collect()),
+            journal: Journal::new(config.ended, capacity),
             storage,
             seed,
             groups,
@@ -163,7 +173,7 @@ impl ConnTable {
 
     /// Bytes of the table: entries, tags and links.
     pub fn memory(&self) -> usize {
-        let uses = self.storage.uses().map_or(0, size_of_val);
+        let uses = self.uses().map_or(0, size_of_val);
         let storage = &self.storage;
         size_of_val(storage.entries()) + size_of_val(storage.tags()) + size_of_val(storage.links()) + uses
     }
@@ -172,6 +182,18 @@ impl ConnTable {
     #[inline]
     pub fn is_shared(&self) -> bool {
         self.storage.shared().is_some()
+    }
+
+    /// What was forwarded of each entry's connection, if that is counted.
+    #[inline]
+    pub(super) fn uses(&self) -> Option<&[KernelUse]> {
+        self.storage.uses().or(self.counted.as_deref())
+    }
+
+    /// Whether packets and bytes of each connection are counted.
+    #[inline]
+    pub fn counts(&self) -> bool {
+        self.is_shared() || self.counted.is_some()
     }
 
     /// The epoch that the last process published to the kernel's programs: this one's must be later.
@@ -198,15 +220,21 @@ impl ConnTable {
         self.is_published.store(true, CountOrdering::SeqCst);
     }
 
-    /// Counts a packet that a worker forwards, `bytes` long from the IP header on. `path`: it has evaluated the packet under
+    /// Counts a packet that a worker forwards, `bytes` long from the IP header on, with these `flags` if it is a TCP segment.
+    /// `path`: it has evaluated the packet under
     /// this epoch, and sends it from the first interface to the second (0: the node's stack); the kernel's programs may
-    /// forward the next ones of this direction as long as that is the epoch. Without programs that read the table it does
+    /// forward the next ones of this direction as long as that is the epoch. If the table [counts](Self::counts) nothing, it does
     /// nothing.
-    pub fn forwarded(&self, hashed: &PreparedFlow, bytes: u16, path: Option<((u32, u32), Epoch)>) {
-        let Some(uses) = self.storage.uses() else { return };
-        let Some((slot, control)) = self.lookup(hashed) else { return };
+    pub fn forwarded(&self, hashed: &PreparedFlow, bytes: u16, flags: TcpFlags, path: Option<((u32, u32), Epoch)>) {
+        let Some(uses) = self.uses() else { return };
+        let Some((slot, control)) = self.lookup(hashed) else {
+            return self.journal.iter().for_each(Journal::miss);
+        };
         let kernel_use = &uses[slot as usize];
         kernel_use.count(hashed.orientation, bytes);
+        if let Some(journal) = &self.journal {
+            journal.see(slot, flags);
+        }
         let Some((ends, epoch)) = path else { return };
         let epoch = EpochTag::of(epoch);
         kernel_use.take_path(hashed.orientation, ends, epoch, || {
@@ -335,7 +363,7 @@ impl ConnTable {
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
                 if control.is_translated() && self.partner((slot, control)).is_none() {
-                    self.remove_entry((slot, control));
+                    self.remove_entry((slot, control), Ending::Evicted, None);
                     continue;
                 }
                 if !self.is_expired(hashed.protocol(), (slot, control), new.now.tick()) {
@@ -350,6 +378,9 @@ impl ConnTable {
             let epoch = EpochTag::of(new.epoch);
             let control = ControlWord::tentative(claimed, state.code(), hashed.orientation, epoch, now);
             let control = control.with_via_host(new.via_host).with_translated(is_translated);
+            if let Some(journal) = &self.journal {
+                journal.begin(slot, new.now);
+            }
             self.publish((slot, control), hashed, contents);
             match self.confirm_one(hashed, (slot, control)) {
                 Some((winner, found)) if winner == slot && found.is_same_generation(control) => {
@@ -440,7 +471,7 @@ impl ConnTable {
     pub(super) fn publish(&self, (slot, control): SlotRef, hashed: &PreparedFlow, contents: EntryContents) {
         // The tag first: a thread that sees the written entry and scans the tags finds it.
         self.tags(slot / LANES).set(slot % LANES, hashed.tag());
-        if let Some(uses) = self.storage.uses() {
+        if let Some(uses) = self.uses() {
             uses[slot as usize].reset(control.generation());
         }
         self.entry(slot).publish(control, &hashed.words, contents);
@@ -500,7 +531,8 @@ impl ConnTable {
     fn withdraw(&self, (slot, control): SlotRef) -> Result<(), SlotRef> {
         match self.entry(slot).exchange(control, control.claimed()) {
             Ok(()) => {
-                self.release(slot, control);
+                self.forget(slot);
+                self.entry(slot).free(control.claimed());
                 Ok(())
             }
             Err(found) if found.is_same_generation(control) => Err((slot, found)),
@@ -554,7 +586,7 @@ impl ConnTable {
 
     /// Ticks since the kernel last forwarded a packet of this entry by itself, if it did.
     pub(super) fn kernel_age(&self, slot: u32, now: Tick) -> Option<u32> {
-        self.storage.uses()?[slot as usize].ticks().map(|tick| tick.age(now)).min()
+        self.uses()?[slot as usize].ticks().map(|tick| tick.age(now)).min()
     }
 
     /// Removes the connection of `control` if it has expired. One that was updated or replaced since `control` was read
@@ -566,14 +598,20 @@ impl ConnTable {
         }
         let expired = entry.exchange(control, control.claimed()).is_ok();
         if expired {
-            self.release(slot, control);
+            self.release(slot, control, Ending::Expired);
             self.counters.count(TableEvent::Expired);
         }
         expired
     }
 
     /// Frees an entry that this thread has claimed from the connection of `control`.
-    pub(super) fn release(&self, slot: u32, control: ControlWord) {
+    pub(super) fn release(&self, slot: u32, control: ControlWord, ending: Ending) {
+        self.release_with((slot, control), ending, None);
+    }
+
+    /// [`ConnTable::release`] of a connection whose frontend flow may be known already.
+    pub(super) fn release_with(&self, (slot, control): SlotRef, ending: Ending, frontend: Option<Flow>) {
+        self.note_end(slot, control, ending, frontend);
         self.forget(slot);
         self.entry(slot).free(control.claimed());
     }

@@ -13,6 +13,7 @@ use super::conn::Conn;
 use super::counters::TableEvent;
 use super::entry::{ControlWord, EntryContents, EpochTag, FRONTEND};
 use super::hash::{PreparedFlow, key_of};
+use super::journal::Ending;
 use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
 use super::table::{ConnTable, InsertError, Insertion, NewConnection, SlotRef};
 use super::time::Timestamp;
@@ -159,7 +160,7 @@ impl ConnTable {
             if let Some(found) = self.lookup(frontend) {
                 // What a connection left that has ended.
                 if found.1.is_frontend() && self.partner(found).is_none() {
-                    self.remove_entry(found);
+                    self.remove_entry(found, Ending::Evicted, None);
                     continue;
                 }
                 return Err(TranslatedInsertError::InUse);
@@ -186,17 +187,19 @@ impl ConnTable {
     /// Ends a translated connection.
     pub(crate) fn remove_translated(&self, connection: &Conn<'_>) {
         let place = connection.place();
+        let frontend = self.journal.as_ref().and_then(|_| self.frontend_at(place));
         if let Some(other) = self.partner(place) {
             self.storage.links()[place.0 as usize].clear(other);
-            self.remove_entry(other);
+            self.remove_entry(other, Ending::BackendGone, None);
         }
-        connection.remove();
+        connection.remove_as(Ending::BackendGone, frontend);
     }
 
-    /// Removes the entry of this control word, unless it has changed.
-    pub(super) fn remove_entry(&self, (slot, control): SlotRef) {
+    /// Removes the entry of this control word, unless it has changed. `frontend`: of a connection whose frontend's entry is
+    /// claimed already.
+    pub(super) fn remove_entry(&self, (slot, control): SlotRef, ending: Ending, frontend: Option<Flow>) {
         if self.entry(slot).exchange(control, control.claimed()).is_ok() {
-            self.release(slot, control);
+            self.release_with((slot, control), ending, frontend);
             self.counters.count(TableEvent::Removed);
         }
     }
@@ -208,7 +211,7 @@ impl ConnTable {
         for slot in occupied {
             let control = self.entry(slot).control();
             if control.is_live() && control.is_translated() && self.partner((slot, control)).is_none() {
-                self.remove_entry((slot, control));
+                self.remove_entry((slot, control), Ending::Evicted, None);
             }
         }
     }

@@ -294,7 +294,7 @@ impl Pipeline {
         if snapshot.policy.has_names() && self.mode == PipelineMode::Full {
             names::learn(connections, snapshot, now, frames, &self.slots[..admitted], verdicts);
         }
-        if self.connections.is_shared() && self.mode == PipelineMode::Full {
+        if self.connections.counts() && self.mode == PipelineMode::Full {
             offload::offload(connections, snapshot, port, &self.slots[..admitted], verdicts);
         }
     }

@@ -8,7 +8,7 @@ use crate::Snapshot;
 use crate::conntrack::{ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
 use crate::names::NameTime;
-use crate::packet::{Address, Flow, Transport};
+use crate::packet::{Address, Flow, TcpFlags, Transport};
 
 /// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
 /// ones of its direction alike. They do so for TCP and UDP in states in which every such packet passes, and decide that for
@@ -20,7 +20,7 @@ pub(super) fn offload(
     slots: &[AdmittedPacket],
     verdicts: &[Verdict; BATCH],
 ) {
-    let from = interface(from);
+    let (from, is_shared) = (interface(from), connections.is_shared());
     let reads_answers = snapshot.policy.has_names();
     for slot in slots {
         let Verdict::Forward(egress) = verdicts[slot.index] else { continue };
@@ -29,13 +29,18 @@ pub(super) fn offload(
             continue;
         }
         let packet = &slot.packet;
-        let may_follow = packet.fragment.is_none()
+        let may_follow = is_shared
+            && packet.fragment.is_none()
             && matches!(packet.transport, Transport::Tcp(_) | Transport::Udp)
             // Workers read the next ones, too.
             && !(reads_answers && names::hears(snapshot, slot).is_some());
         let to = || snapshot.forwarding.port(egress).and_then(interface);
         let path = if may_follow { from.zip(to()) } else { None };
-        connections.forwarded(&slot.hashed, packet.ip_len(), path.map(|ends| (ends, snapshot.epoch)));
+        let flags = match &packet.transport {
+            Transport::Tcp(segment) => segment.flags,
+            _ => TcpFlags::default(),
+        };
+        connections.forwarded(&slot.hashed, packet.ip_len(), flags, path.map(|ends| (ends, snapshot.epoch)));
     }
 }
 

@@ -3,8 +3,8 @@
 //! A worker checks its budget for the outcome *before* it creates a record. Records go into a lock-free queue and are
 //! lost if it is full. Both are counted. While the log is off and nothing is [staged](StagedLog), a batch costs one load.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam::queue::ArrayQueue;
@@ -27,6 +27,8 @@ const OUTCOMES: usize = DropReason::COUNT + 1;
 const FOR_LOG: u32 = 1;
 /// Evaluations are noted for staged policies.
 const FOR_STAGED: u32 = 2;
+/// Evaluations are noted for records of denied connections.
+const FOR_DENIED: u32 = 4;
 
 /// Logged outcome of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -113,6 +115,10 @@ pub struct VerdictLog {
     /// For what evaluations are noted: [`FOR_LOG`], [`FOR_STAGED`].
     noted: AtomicU32,
     staged: StagedLog,
+    /// Packets that were denied as the first of a connection, for who keeps records of flows; allocated once that is wanted.
+    denied: OnceLock<ArrayQueue<VerdictRecord>>,
+    /// Of these per worker and second; 0 is off.
+    denied_budget: AtomicU32,
     workers: Box<[WorkerLogCounters]>,
 }
 
@@ -122,6 +128,7 @@ pub struct VerdictLog {
 struct WorkerLogCounters {
     suppressed: [Counter; OUTCOMES],
     lost: Counter,
+    denied_missing: Counter,
 }
 
 /// Limits of the verdict log.
@@ -136,13 +143,19 @@ pub struct VerdictBudget {
 impl VerdictLog {
     /// A log for this many workers, off until it has a budget.
     pub fn new(workers: usize) -> Self {
-        let counters = || WorkerLogCounters { suppressed: [const { Counter::new() }; OUTCOMES], lost: Counter::new() };
+        let counters = || WorkerLogCounters {
+            suppressed: [const { Counter::new() }; OUTCOMES],
+            lost: Counter::new(),
+            denied_missing: Counter::new(),
+        };
         Self {
             queue: ArrayQueue::new(CAPACITY),
             budget: AtomicU32::new(0),
             opened: AtomicU32::new(0),
             noted: AtomicU32::new(0),
             staged: StagedLog::new(workers),
+            denied: OnceLock::new(),
+            denied_budget: AtomicU32::new(0),
             workers: (0..workers).map(|_| counters()).collect(),
         }
     }
@@ -174,6 +187,27 @@ impl VerdictLog {
         }
     }
 
+    /// Keeps packets that were [denied as the first of a connection](DropReason::denies_connection), up to so many per
+    /// worker and second, from each worker's next batch on. 0: none.
+    pub fn keep_denied(&self, each_second: u32) {
+        if each_second > 0 {
+            let _ = self.denied.get_or_init(|| ArrayQueue::new(CAPACITY));
+        }
+        self.denied_budget.store(each_second, Ordering::Relaxed);
+        self.note(FOR_DENIED, each_second > 0);
+    }
+
+    /// Takes the oldest of these.
+    pub fn take_denied(&self) -> Option<VerdictRecord> {
+        self.denied.get()?.pop()
+    }
+
+    /// Packets that were denied as the first of a connection and were not kept: beyond the budget, or the reader was too
+    /// slow.
+    pub fn denied_missing(&self) -> u64 {
+        self.workers.iter().map(|counters| counters.denied_missing.get()).sum()
+    }
+
     /// Takes the oldest record.
     pub fn take(&self) -> Option<VerdictRecord> {
         self.queue.pop()
@@ -197,6 +231,7 @@ pub(super) struct Recorder {
     /// When the budget was last refilled.
     filled: Option<Instant>,
     left: [u32; OUTCOMES],
+    denied_left: u32,
     /// Policy evaluations of the current batch, in the order of its frames.
     evaluated: Vec<EvaluatedFlow>,
     judge: StagedJudge,
@@ -221,6 +256,7 @@ impl Recorder {
             worker,
             filled: None,
             left: [0; OUTCOMES],
+            denied_left: 0,
             evaluated: Vec::with_capacity(2 * BATCH),
             judge: StagedJudge::default(),
         }
@@ -249,6 +285,12 @@ impl Recorder {
             let asked = opening.map(|noted| (noted.flow, noted.form, frames.bytes(noted.index).len()));
             self.judge.judge(&self.log.staged, self.worker, now, asked);
         }
+        if noted & (FOR_LOG | FOR_DENIED) != 0 {
+            self.fill(now);
+        }
+        if noted & FOR_DENIED != 0 {
+            self.record_denied(snapshot, connections, now, ingress, frames, verdicts);
+        }
         if noted & FOR_LOG != 0 {
             self.record_packets(snapshot, connections, now, ingress, frames, verdicts);
         }
@@ -264,7 +306,6 @@ impl Recorder {
         frames: &mut impl Frames,
         verdicts: &[Verdict; BATCH],
     ) {
-        self.fill(now);
         let opened = self.log.opened.load(Ordering::Relaxed) != 0;
         let evaluated = std::mem::take(&mut self.evaluated);
         let mut next = 0;
@@ -302,6 +343,49 @@ impl Recorder {
         self.evaluated = evaluated;
     }
 
+    fn record_denied(
+        &mut self,
+        snapshot: &Snapshot,
+        connections: &ConnTable,
+        now: Instant,
+        ingress: PortId,
+        frames: &mut impl Frames,
+        verdicts: &[Verdict; BATCH],
+    ) {
+        let recorder: &Self = self;
+        let Some(queue) = recorder.log.denied.get() else { return };
+        let (mut left, missing) = (recorder.denied_left, &recorder.log.workers[recorder.worker].denied_missing);
+        for (index, verdict) in verdicts.iter().enumerate().take(frames.len()) {
+            let Verdict::Drop(reason) = *verdict else { continue };
+            if !reason.denies_connection() {
+                continue;
+            }
+            // Within the budget before there is a record.
+            let Some(rest) = left.checked_sub(1) else {
+                missing.add(1);
+                continue;
+            };
+            left = rest;
+            let (frame, own) = (frames.bytes(index), recorder.evaluated(index));
+            let flow = own.map(|own| own.flow).or_else(|| Some(parse(frame).ok()?.flow));
+            let record = VerdictRecord {
+                at: now,
+                worker: recorder.worker,
+                ingress,
+                epoch: snapshot.epoch,
+                bytes: frame.len(),
+                outcome: LoggedOutcome::Dropped(reason),
+                flow,
+                connection: flow.map(|flow| connections.connection_id(&flow)),
+                evaluation: own.map(|own| own.name(snapshot)),
+            };
+            if queue.push(record).is_err() {
+                missing.add(1);
+            }
+        }
+        self.denied_left = left;
+    }
+
     /// The last evaluation for a frame of the batch that was processed with this as its observer.
     pub(super) fn evaluated(&self, index: usize) -> Option<&EvaluatedFlow> {
         self.evaluated.iter().rev().find(|own| own.index == index)
@@ -316,6 +400,7 @@ impl Recorder {
         if self.filled.is_none_or(|filled| now.duration_since(filled) >= Duration::from_secs(1)) {
             self.filled = Some(now);
             self.left = [self.log.budget.load(Ordering::Relaxed); OUTCOMES];
+            self.denied_left = self.log.denied_budget.load(Ordering::Relaxed);
         }
     }
 
@@ -434,5 +519,24 @@ mod tests {
             assert_eq!(outcome.index(), place);
             assert!(all.iter().all(|other| other == outcome || other.name() != outcome.name()));
         }
+    }
+
+    #[test]
+    fn denied_first_packets_are_kept_beside_the_log_and_within_a_budget_of_their_own() {
+        let log = Arc::new(VerdictLog::new(1));
+        let mut recorder = Recorder::new(log.clone(), 0);
+        log.keep_denied(3);
+        assert!(recorder.is_on());
+        let start = Instant::now();
+        record(&mut recorder, start, DropReason::IngressDenied, 10);
+        record(&mut recorder, start, DropReason::InvalidState, 10);
+        assert!(log.take().is_none(), "the log itself is off");
+        let kept: Vec<_> = std::iter::from_fn(|| log.take_denied()).collect();
+        assert_eq!((kept.len(), log.denied_missing()), (3, 7));
+        assert!(kept.iter().all(|it| it.outcome == LoggedOutcome::Dropped(DropReason::IngressDenied)));
+        record(&mut recorder, start + Duration::from_secs(1), DropReason::NoBackend, 1);
+        assert!(log.take_denied().is_some(), "a second later");
+        log.keep_denied(0);
+        assert!(!recorder.is_on() && log.suppressed(LoggedOutcome::Dropped(DropReason::IngressDenied)) == 0);
     }
 }

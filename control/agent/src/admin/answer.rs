@@ -68,6 +68,11 @@ impl DaemonView<'_> {
                 packets: running.counts().packets,
                 lost: running.counts().lost,
             }),
+            flow_records: self.flow_records.as_ref().map(|totals| types::FlowRecordsStatus {
+                made: totals.made.iter().map(|(event, count)| ((*event).to_owned(), *count)).collect(),
+                lost: totals.lost.iter().map(|(at, count)| ((*at).to_owned(), *count)).collect(),
+                uncounted: totals.uncounted,
+            }),
             source: followed.iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }
@@ -241,7 +246,7 @@ impl DaemonView<'_> {
                     protocol: original.protocol.to_string(),
                     from: self.end(original.src, src_port),
                     to: self.end(original.dst, dst_port),
-                    service: connection.frontend.as_ref().map(|frontend| self.service(frontend)),
+                    service: connection.frontend.as_ref().map(|frontend| service(self.engine(), frontend)),
                     state: connection.state.name().to_owned(),
                     sent,
                     received,
@@ -257,23 +262,13 @@ impl DaemonView<'_> {
     /// What decides both directions of a connection under the current policy: the egress of the end that opened it, and the
     /// ingress of the other.
     pub(crate) fn sides(&self, original: &Flow, frontend: Option<&Flow>) -> (String, String) {
-        let (engine, original) = (self.engine(), of_client(original, frontend));
-        // As for the connection's next packet: names that it was allowed by may have expired.
-        let PolicyVerdict { egress, ingress } = engine.policy_set().evaluate_named(&original, NameTime::Ever);
-        (side(engine, egress, &original), side(engine, ingress, &original))
+        sides(self.engine(), original, frontend)
     }
 
     /// The Service of a connection whose client's packets have this flow: its port's name, otherwise its address and port.
     pub(crate) fn service_name(&self, frontend: &Flow) -> String {
-        let types::FlowEnd { address, port, name } = self.service(frontend);
+        let types::FlowEnd { address, port, name } = service(self.engine(), frontend);
         name.unwrap_or_else(|| std::net::SocketAddr::new(address, port).to_string())
-    }
-
-    /// The Service's end of a connection, as its client knows it.
-    fn service(&self, frontend: &Flow) -> types::FlowEnd {
-        let &Flow { dst: address, dst_port: port, protocol, .. } = frontend;
-        let found = self.engine().service_set().frontend(&FrontendKey { address, protocol, port });
-        types::FlowEnd { address: address.into(), port, name: found.map(|frontend| frontend.name.to_string()) }
     }
 
     fn services(&self) -> types::ServicesStatus {
@@ -310,8 +305,23 @@ pub(crate) fn traffic(connection: &ConnectionInfo) -> [Option<types::Traffic>; 2
     connection.traffic.map_or([None; 2], |traffic| traffic.map(|direction| Some(sent(direction))))
 }
 
+/// The Service's end of a connection, as its client knows it.
+pub(crate) fn service(engine: &Engine, frontend: &Flow) -> types::FlowEnd {
+    let &Flow { dst: address, dst_port: port, protocol, .. } = frontend;
+    let found = engine.service_set().frontend(&FrontendKey { address, protocol, port });
+    types::FlowEnd { address: address.into(), port, name: found.map(|frontend| frontend.name.to_string()) }
+}
+
+/// What decides both directions of a connection under the current policy, in words.
+pub(crate) fn sides(engine: &Engine, original: &Flow, frontend: Option<&Flow>) -> (String, String) {
+    let original = of_client(original, frontend);
+    // As for the connection's next packet: names that it was allowed by may have expired.
+    let PolicyVerdict { egress, ingress } = engine.policy_set().evaluate_named(&original, NameTime::Ever);
+    (side(engine, egress, &original), side(engine, ingress, &original))
+}
+
 /// The flow that policy is asked about: a pod that is its own backend has the Service's address on its side.
-fn of_client(original: &Flow, frontend: Option<&Flow>) -> Flow {
+pub(crate) fn of_client(original: &Flow, frontend: Option<&Flow>) -> Flow {
     let client = frontend.unwrap_or(original);
     Flow { src: client.src, src_port: client.src_port, ..*original }
 }

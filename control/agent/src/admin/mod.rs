@@ -37,7 +37,7 @@ use std::path::Path;
 
 use tokio::net::UnixListener;
 
-pub(super) use answer::traffic;
+pub(super) use answer::{of_client, service, sides, traffic};
 pub(super) use socket::{AdminSocketError, SocketFile, listen};
 
 use crate::query::QueryHandle;

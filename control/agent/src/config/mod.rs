@@ -5,6 +5,7 @@
 //! `docs/config.md` are generated from these types ([`schema`]). A default that a type cannot give ends the text, as
 //! `Default: …`.
 
+mod flow_records;
 mod layers;
 mod network;
 mod operation;
@@ -24,6 +25,7 @@ use penstock_sources::{FollowedKinds, Location};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+pub use flow_records::{FlowRecords, OtlpEndpoint, RecordsFile};
 pub use layers::{ConfigLayers, LoadedConfig, changed_keys};
 pub use network::{Encapsulation, FromPods, HostVeth, Xdp, XdpMode};
 pub use operation::{Admin, Capture, FaultInjection, Metrics, MetricsAddress, SocketPath, VerdictLog, VerdictOutput};
@@ -119,6 +121,9 @@ pub struct Config {
     /// The log of single packets' verdicts.
     #[serde(default)]
     pub verdict_log: VerdictLog,
+    /// Records of flows.
+    #[serde(default)]
+    pub flow_records: FlowRecords,
     /// Fault injection.
     #[serde(default)]
     pub debug: FaultInjection,
@@ -158,6 +163,7 @@ impl Config {
         self.admin.socket.start_at(directory);
         self.capture.socket.start_at(directory);
         self.verdict_log.output.start_at(directory);
+        self.flow_records.start_at(directory);
     }
 }
 
@@ -477,6 +483,7 @@ impl Conntrack {
                 TableMapping::Off => conntrack::TableMemory::Anonymous,
                 TableMapping::File(path) => conntrack::TableMemory::File(path.clone()),
             },
+            ended: 0,
         })
     }
 }

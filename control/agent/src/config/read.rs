@@ -90,6 +90,9 @@ impl Config {
         if !(1..=MAX_CAPTURE_QUEUE).contains(&self.capture.queue) {
             return wrong(&["capture", "queue"], invalid!("out of range; set 1 to {MAX_CAPTURE_QUEUE}"));
         }
+        if let Some((key, why)) = self.flow_records.inconsistent() {
+            return wrong(&["flow_records", key], why);
+        }
         if self.host_veth.node == self.host_veth.workers {
             return wrong(&["host_veth", "node"], invalid!("both ends of the pair have this name; set two names"));
         }

@@ -255,6 +255,11 @@ impl TryFrom<u32> for RingSize {
 pub struct MemorySize(u64);
 
 impl MemorySize {
+    /// This many MiB.
+    pub(super) const fn mebibytes(count: u64) -> Self {
+        Self(count << 20)
+    }
+
     /// In bytes.
     pub const fn bytes(self) -> u64 {
         self.0
@@ -277,7 +282,10 @@ impl TryFrom<String> for MemorySize {
 
 impl fmt::Display for MemorySize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}KiB", self.0 >> 10)
+        match self.0 >> 20 {
+            mebibytes if mebibytes << 20 == self.0 => write!(f, "{mebibytes}MiB"),
+            _ => write!(f, "{}KiB", self.0 >> 10),
+        }
     }
 }
 

@@ -6,6 +6,7 @@ use penstock_dataplane::conntrack::ConnectionInfo;
 
 use super::{Daemon, keep_as_last_good};
 use crate::config::{LoadedConfig, changed_keys};
+use crate::flow_records::FlowRecorder;
 use crate::metrics::Scrape;
 use crate::operation::OperationEvent;
 use crate::publisher::SnapshotInputs;
@@ -39,6 +40,7 @@ impl Daemon<'_> {
             capture: self.operation.capture.as_ref(),
             captured: self.operation.captured,
             unwritten: self.operation.verdicts.unwritten(),
+            flow_records: self.records.as_ref().map(FlowRecorder::totals),
             staged: inputs.trial.counters(),
             usage: &self.operation.usage,
             started: self.operation.started,

@@ -260,6 +260,7 @@ mod tests {
             finished: false,
             ports: Vec::new(),
             lifetime: Default::default(),
+            controller: None,
         }
     }
 

@@ -17,6 +17,7 @@ use prometheus_client::encoding::DescriptorEncoder;
 
 use super::exposition::{Exposition, FamilyType};
 use super::services::ServiceMetrics;
+use crate::flow_records::RecordTotals;
 use crate::ports::PortRole;
 use crate::progress::StepTimes;
 use crate::recorded_objects::StaleObjects;
@@ -48,6 +49,8 @@ pub(crate) struct Scrape {
     /// Only if workers translate.
     services: Option<ServiceMetrics>,
     verdicts: VerdictLogCounts,
+    /// All zero if there are none.
+    flow_records: RecordTotals,
     captured: CaptureCounts,
     is_capturing: bool,
     /// Staged policies, packets without a record, and what would change.
@@ -124,6 +127,7 @@ impl Scrape {
                 suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
             },
+            flow_records: view.flow_records.clone().unwrap_or_default(),
             captured: view.captured(),
             is_capturing: view.capture.is_some(),
             staged: view.staged.read(),
@@ -564,10 +568,29 @@ impl Collector for Scrape {
             services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
         }
         self.encode_captures(&mut to)?;
+        encode_flow_records(&self.flow_records, &mut to)?;
         self.encode_staged(&mut to)?;
         self.encode_names(&mut to)?;
         self.encode_rest(&mut to)
     }
+}
+
+fn encode_flow_records(totals: &RecordTotals, to: &mut Exposition<'_>) -> fmt::Result {
+    to.family(FamilyType::Counter, "penstock_flow_records", "Records of flows that were made, by event", |add| {
+        totals.made.iter().try_for_each(|(event, count)| add.count(&[("event", event)], *count))
+    })?;
+    to.family(
+        FamilyType::Counter,
+        "penstock_flow_records_lost",
+        "Ended connections and denied packets without a record, and records that were not written or sent",
+        |add| totals.lost.iter().try_for_each(|(at, count)| add.count(&[("at", at)], *count)),
+    )?;
+    to.family(
+        FamilyType::Counter,
+        "penstock_flow_uncounted_packets",
+        "Forwarded packets that are in no connection's counts",
+        |add| add.count(&[], totals.uncounted),
+    )
 }
 
 fn poll_times(histogram: &Histogram) -> super::exposition::Buckets {

@@ -1,4 +1,4 @@
-//! Reads observed flows: what `penstock flows --json` prints, the verdict log, the lines of `penstock replay --verdicts`, and
+//! Reads observed flows: what `penstock flows --json` prints, records of flows, the verdict log, the lines of `penstock replay --verdicts`, and
 //! captures.
 
 use std::collections::{BTreeMap, HashMap};
@@ -72,7 +72,7 @@ enum End {
 #[derive(Debug, thiserror::Error)]
 enum BadEntry {
     #[error(
-        "is no flow: give what `penstock flows --json`, the verdict log or `penstock replay --verdicts` writes, or a capture"
+        "is no flow: give what `penstock flows --json`, flow records, the verdict log or `penstock replay --verdicts` write, or a capture"
     )]
     Unknown,
     #[error("has no protocol: write TCP, UDP, SCTP or a number as \"protocol\"")]
@@ -197,6 +197,11 @@ impl<'a> JsonReader<'a> {
         let (time, sport, dport) = (entry.time, entry.sport, entry.dport);
         let entry = Entry { connection: None, protocol: None, time: None, ..entry };
         let (from, to, opening, outcome) = match entry {
+            // A record of what was denied has no state.
+            Entry { from: Some(from), to: Some(to), verdict: Some(verdict), ref reason, .. } if verdict == "denied" => {
+                let Some(outcome) = of_packet(None, Some(&verdict), reason.as_deref(), None) else { return Ok(()) };
+                (from, to, Opening::Assumed, outcome)
+            }
             Entry { from: Some(from), to: Some(to), ref state, .. } => {
                 let (opening, outcome) = of_state(state.as_deref().unwrap_or_default());
                 (from, to, opening, outcome)

@@ -81,6 +81,19 @@ pub struct Pod {
     pub ports: Vec<NamedPort>,
     /// Start, creation and deletion: they decide which of two pods owns an address.
     pub lifetime: PodLifetime,
+    /// What makes such pods anew, if anything does. No policy depends on it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub controller: Option<Controller>,
+}
+
+/// What makes a pod anew when it ends, as it is named across versions: a Deployment rather than one of its ReplicaSets, a
+/// CronJob rather than one of its Jobs.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct Controller {
+    /// Its kind, such as `Deployment`.
+    pub kind: String,
+    /// Its name.
+    pub name: String,
 }
 
 impl Pod {

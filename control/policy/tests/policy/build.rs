@@ -65,6 +65,7 @@ pub(crate) fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) ->
         finished: false,
         ports: ports.iter().map(port).collect(),
         lifetime: Default::default(),
+        controller: None,
     }
 }
 

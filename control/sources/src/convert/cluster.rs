@@ -91,7 +91,26 @@ pub fn pod(pod: &Pod) -> Result<model::Pod, FieldError> {
         finished: matches!(phase, Some("Succeeded" | "Failed")),
         ports: named_ports(pod)?,
         lifetime: lifetime(pod),
+        controller: controller(pod),
     })
+}
+
+/// The owner that controls the pod, by what stays of its name: a Deployment's ReplicaSet ends with the hash of the template,
+/// which the pod has as a label, and a CronJob's Job with its time in minutes.
+fn controller(pod: &Pod) -> Option<model::Controller> {
+    let owners = pod.metadata.owner_references.as_deref().unwrap_or_default();
+    let owner = owners.iter().find(|owner| owner.controller == Some(true))?;
+    let is_hash = |last: &str| {
+        let labels = pod.metadata.labels.as_ref();
+        labels.and_then(|labels| labels.get("pod-template-hash")).is_some_and(|hash| hash == last)
+    };
+    let is_time = |last: &str| last.len() >= 8 && last.bytes().all(|digit| digit.is_ascii_digit());
+    let (kind, name) = match (owner.kind.as_str(), owner.name.rsplit_once('-')) {
+        ("ReplicaSet", Some((name, last))) if is_hash(last) => ("Deployment", name),
+        ("Job", Some((name, last))) if is_time(last) => ("CronJob", name),
+        (kind, _) => (kind, owner.name.as_str()),
+    };
+    Some(model::Controller { kind: kind.to_owned(), name: name.to_owned() })
 }
 
 fn lifetime(pod: &Pod) -> PodLifetime {

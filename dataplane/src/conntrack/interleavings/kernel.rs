@@ -26,7 +26,7 @@ fn forwarded_to(table: &ConnTable, flow: &Flow, from: u32, epoch: &AtomicU32) ->
 }
 
 fn take(table: &ConnTable, flow: &Flow, path: (u32, u32), epoch: u32) {
-    table.forwarded(&table.prepare(flow), 100, Some((path, Epoch(epoch))));
+    table.forwarded(&table.prepare(flow), 100, TcpFlags::default(), Some((path, Epoch(epoch))));
 }
 
 /// The flow with which a program sends on a packet of a translated connection; `None`: to a worker.
