@@ -33,7 +33,10 @@ struct TimelineStep {
 }
 
 fn objects(case: &CorpusCase, paths: &[PathBuf]) -> Vec<Object> {
-    let options = Options { settings: ConversionSettings { v1beta1: case.script.v1beta1 }, ..Options::default() };
+    let options = Options {
+        settings: ConversionSettings { v1beta1: case.script.v1beta1, ..ConversionSettings::default() },
+        ..Options::default()
+    };
     let manifests = read_manifests(paths, &options).unwrap_or_else(|errors| panic!("{}: {errors}", case.name));
     manifests.documents.into_iter().map(|document| document.object).collect()
 }

@@ -124,6 +124,7 @@ mod tests {
             addresses: addresses(told),
             host_network: false,
             finished: false,
+            controller: None,
             ports: Vec::new(),
             lifetime: Default::default(),
         }

@@ -145,6 +145,7 @@ fn pod(pod: &SuitePod) -> Pod {
         addresses: vec![pod.ip],
         host_network: false,
         finished: false,
+        controller: None,
         ports: pod.ports.iter().map(port).collect(),
         lifetime: Default::default(),
     }

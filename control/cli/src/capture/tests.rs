@@ -55,6 +55,7 @@ fn pod(number: u8) -> Object {
         addresses: vec![address(number).into()],
         host_network: false,
         finished: false,
+        controller: None,
         ports: Vec::new(),
         lifetime: Default::default(),
     })
