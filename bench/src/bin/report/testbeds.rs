@@ -1,6 +1,7 @@
 //! The testbeds of a run: each is built once, when a scenario first needs it.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use penstock_bench::peers::{ClusterSize, Cores, MissingTool, Peer, PeerTestbed};
@@ -72,16 +73,18 @@ pub(crate) struct PeerTestbeds {
     built: BTreeMap<TestbedSpec, Result<PeerTestbed, String>>,
     /// By peer.
     pub(crate) descriptions: BTreeMap<String, String>,
+    /// Time that building took so far.
+    pub(crate) building: Duration,
 }
 
 impl PeerTestbeds {
     pub(crate) fn new(cores: Cores) -> Self {
-        Self { cores, built: BTreeMap::new(), descriptions: BTreeMap::new() }
+        Self { cores, built: BTreeMap::new(), descriptions: BTreeMap::new(), building: Duration::ZERO }
     }
 
     /// The testbed, or one line that explains why there is none.
     pub(crate) fn get(&mut self, spec: &TestbedSpec) -> Result<&mut PeerTestbed, String> {
-        let number = self.built.len();
+        let (number, began) = (self.built.len(), Instant::now());
         let (cores, descriptions) = (self.cores, &mut self.descriptions);
         let testbed = self.built.entry(spec.clone()).or_insert_with(|| {
             let built = PeerTestbed::build(&format!("peer{number}"), spec.peer.clone(), spec.size, spec.mtu, cores);
@@ -93,6 +96,7 @@ impl PeerTestbeds {
             descriptions.entry(spec.peer_name().to_owned()).or_insert(description);
             testbed
         });
+        self.building += began.elapsed();
         testbed.as_mut().map_err(|reason| reason.clone())
     }
 }
