@@ -64,7 +64,7 @@ pub(crate) struct Fixture {
     pub(crate) nodes: MultiNodeCluster,
     /// Nodes and pods, then the machine beyond the router.
     pub(crate) sites: Vec<Site>,
-    configs: Vec<DaemonConfig>,
+    pub(crate) configs: Vec<DaemonConfig>,
     pub(crate) manifests: PathBuf,
     scratch: ScratchDir,
     pub(crate) beyond: Outside,

@@ -234,6 +234,21 @@ fn interrupt(capture: &mut Child) {
     }
 }
 
+/// What the documentation shows of `kubectl penstock status`.
+fn status_of_page() -> String {
+    const PAGE: &str = include_str!("../../../docs/operate/cluster.md");
+    let block = PAGE.split_once("\n## Status\n").and_then(|(_, section)| section.split_once("```text\n"));
+    block.and_then(|(_, block)| block.split_once("```")).expect("an example of the status").0.to_owned()
+}
+
+/// The words of a text, with 0 for each of their numbers: figures differ from run to run, and so do the columns' widths.
+fn shape(text: &str) -> Vec<String> {
+    let numbers = |word: &str| {
+        word.split(|c: char| c.is_ascii_digit()).filter(|part| !part.is_empty()).collect::<Vec<_>>().join("0")
+    };
+    text.split_whitespace().map(numbers).collect()
+}
+
 #[test]
 fn a_node_whose_daemon_is_away_is_named_and_the_other_answers() {
     let mut setup = Setup::start();
@@ -241,6 +256,9 @@ fn a_node_whose_daemon_is_away_is_named_and_the_other_answers() {
     let (shown, said) = setup.run(&["status"], 4);
     assert!(shown.contains("\nenforced on 1 of 2 nodes, 3 pods\n"), "{shown}");
     assert!(said.contains("node node-b: ") && said.contains("no daemon listens there"), "{said}");
+    let away = socket(&setup.fixture.configs[1], "admin").display().to_string();
+    let printed = (shown + &said).replace(&away, "/run/penstock/admin.sock");
+    assert_eq!(shape(&status_of_page()), shape(&printed), "docs/operate/cluster.md: {printed}");
     let value = setup.json(&["rules"], 4);
     assert_eq!(
         (value["missing"][0]["node"].as_str(), value["missing"][0]["problem"].as_str()),

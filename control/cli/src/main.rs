@@ -19,7 +19,6 @@ mod daemon;
 mod dump;
 mod evaluate;
 mod explain;
-mod failure;
 mod flows;
 mod groups;
 mod learn;
@@ -41,8 +40,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use failure::Failure;
 use groups::Command;
+use penstock_text::failure::Failure;
 
 /// NetworkPolicy in userspace, at packet rate
 #[derive(Parser, Debug)]
@@ -70,7 +69,7 @@ struct Cli {
 fn main() -> ExitCode {
     match Cli::parse().command.run() {
         Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => failure.report(),
+        Err(failure) => failure.report("penstock"),
     }
 }
 

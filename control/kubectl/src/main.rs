@@ -11,7 +11,6 @@ mod capture;
 mod cluster;
 mod dump;
 mod explain;
-mod failure;
 #[cfg(test)]
 mod fake;
 mod flows;
@@ -30,7 +29,7 @@ use tokio::runtime::Builder;
 
 use api::{ApiCluster, ClusterArgs};
 use ask::Asking;
-use failure::Failure;
+use penstock_text::failure::Failure;
 
 /// Penstock on all nodes of a cluster
 #[derive(Parser, Debug)]
@@ -121,7 +120,7 @@ impl Cli {
 fn main() -> ExitCode {
     match Cli::parse().run() {
         Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => failure.report(),
+        Err(failure) => failure.report("kubectl penstock"),
     }
 }
 

@@ -1,5 +1,7 @@
-//! A daemon's answers as text for people: what `penstock` prints of one node and `kubectl penstock` of all.
+//! A daemon's answers as text for people: what `penstock` prints of one node and `kubectl penstock` of all, and how these commands
+//! end.
 
+pub mod failure;
 pub mod flows;
 pub mod number;
 pub mod rules;

@@ -167,6 +167,11 @@ impl StagedJudge {
             (self.filled, self.left) = (Some(now), BUDGET);
         }
         let counters = &log.workers[worker];
+        let mut evaluated = evaluated.peekable();
+        if evaluated.peek().is_none() {
+            return;
+        }
+        // Once for all connections that the batch opens.
         let time = NameTime::At(Moment(Timestamp::now().as_millis()));
         for (flow, form, bytes) in evaluated {
             counters.judged.add(1);

@@ -249,6 +249,39 @@ pub(super) struct EvaluatedFlow {
     reason: EvaluationReason,
 }
 
+/// A processed batch, for the records of its packets.
+struct RecordedBatch<'a> {
+    snapshot: &'a Snapshot,
+    connections: &'a ConnTable,
+    now: Instant,
+    ingress: PortId,
+}
+
+impl RecordedBatch<'_> {
+    /// The record of a packet with this outcome; `own`: how policy was evaluated for it.
+    fn record(
+        &self,
+        worker: usize,
+        frame: &[u8],
+        outcome: LoggedOutcome,
+        own: Option<&EvaluatedFlow>,
+    ) -> VerdictRecord {
+        // A packet that passed has been rewritten, but its flow was evaluated; a dropped one is unchanged.
+        let flow = own.map(|own| own.flow).or_else(|| Some(parse(frame).ok()?.flow));
+        VerdictRecord {
+            at: self.now,
+            worker,
+            ingress: self.ingress,
+            epoch: self.snapshot.epoch,
+            bytes: frame.len(),
+            outcome,
+            flow,
+            connection: flow.map(|flow| self.connections.connection_id(&flow)),
+            evaluation: own.map(|own| own.name(self.snapshot)),
+        }
+    }
+}
+
 impl Recorder {
     pub(super) fn new(log: Arc<VerdictLog>, worker: usize) -> Self {
         Self {
@@ -280,6 +313,7 @@ impl Recorder {
         verdicts: &[Verdict; BATCH],
     ) {
         let noted = self.log.noted.load(Ordering::Relaxed);
+        let batch = RecordedBatch { snapshot, connections, now, ingress };
         if noted & FOR_STAGED != 0 {
             let opening = self.evaluated.iter().filter(|noted| noted.reason == EvaluationReason::Opened);
             let asked = opening.map(|noted| (noted.flow, noted.form, frames.bytes(noted.index).len()));
@@ -289,23 +323,15 @@ impl Recorder {
             self.fill(now);
         }
         if noted & FOR_DENIED != 0 {
-            self.record_denied(snapshot, connections, now, ingress, frames, verdicts);
+            self.record_denied(&batch, frames, verdicts);
         }
         if noted & FOR_LOG != 0 {
-            self.record_packets(snapshot, connections, now, ingress, frames, verdicts);
+            self.record_packets(&batch, frames, verdicts);
         }
         self.evaluated.clear();
     }
 
-    fn record_packets(
-        &mut self,
-        snapshot: &Snapshot,
-        connections: &ConnTable,
-        now: Instant,
-        ingress: PortId,
-        frames: &mut impl Frames,
-        verdicts: &[Verdict; BATCH],
-    ) {
+    fn record_packets(&mut self, batch: &RecordedBatch<'_>, frames: &mut impl Frames, verdicts: &[Verdict; BATCH]) {
         let opened = self.log.opened.load(Ordering::Relaxed) != 0;
         let evaluated = std::mem::take(&mut self.evaluated);
         let mut next = 0;
@@ -322,20 +348,7 @@ impl Recorder {
             if !self.within_budget(outcome) {
                 continue;
             }
-            let frame = frames.bytes(index);
-            // A packet that passed has been rewritten, but its flow was evaluated; a dropped one is unchanged.
-            let flow = own.map(|own| own.flow).or_else(|| Some(parse(frame).ok()?.flow));
-            let record = VerdictRecord {
-                at: now,
-                worker: self.worker,
-                ingress,
-                epoch: snapshot.epoch,
-                bytes: frame.len(),
-                outcome,
-                flow,
-                connection: flow.map(|flow| connections.connection_id(&flow)),
-                evaluation: own.map(|own| own.name(snapshot)),
-            };
+            let record = batch.record(self.worker, frames.bytes(index), outcome, own);
             if self.log.queue.push(record).is_err() {
                 self.log.workers[self.worker].lost.add(1);
             }
@@ -343,15 +356,7 @@ impl Recorder {
         self.evaluated = evaluated;
     }
 
-    fn record_denied(
-        &mut self,
-        snapshot: &Snapshot,
-        connections: &ConnTable,
-        now: Instant,
-        ingress: PortId,
-        frames: &mut impl Frames,
-        verdicts: &[Verdict; BATCH],
-    ) {
+    fn record_denied(&mut self, batch: &RecordedBatch<'_>, frames: &mut impl Frames, verdicts: &[Verdict; BATCH]) {
         let recorder: &Self = self;
         let Some(queue) = recorder.log.denied.get() else { return };
         let (mut left, missing) = (recorder.denied_left, &recorder.log.workers[recorder.worker].denied_missing);
@@ -366,19 +371,8 @@ impl Recorder {
                 continue;
             };
             left = rest;
-            let (frame, own) = (frames.bytes(index), recorder.evaluated(index));
-            let flow = own.map(|own| own.flow).or_else(|| Some(parse(frame).ok()?.flow));
-            let record = VerdictRecord {
-                at: now,
-                worker: recorder.worker,
-                ingress,
-                epoch: snapshot.epoch,
-                bytes: frame.len(),
-                outcome: LoggedOutcome::Dropped(reason),
-                flow,
-                connection: flow.map(|flow| connections.connection_id(&flow)),
-                evaluation: own.map(|own| own.name(snapshot)),
-            };
+            let (outcome, own) = (LoggedOutcome::Dropped(reason), recorder.evaluated(index));
+            let record = batch.record(recorder.worker, frames.bytes(index), outcome, own);
             if queue.push(record).is_err() {
                 missing.add(1);
             }

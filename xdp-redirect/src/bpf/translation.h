@@ -284,6 +284,7 @@ static __always_inline void look_up_connection(struct __sk_buff *skb, int is_v4,
  * Service's backend would leave with the Service's address. `offset`: bytes before its IP header. */
 static __always_inline void find_origin(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
 {
+	/* Without these functions the kernel has no connection tracking, or does not describe struct nf_conn. */
 	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release) || !read_flow(skb, offset, is_v4, origin))
 		return;
 	if (bpf_ksym_exists(bpf_cast_to_kern_ctx))

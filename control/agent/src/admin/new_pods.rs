@@ -16,7 +16,7 @@ use tokio::time::{Instant, sleep};
 use super::routes::HttpError;
 use crate::query::{QueryHandle, StateQuery};
 
-/// How often a pod is looked at that is not ready yet.
+/// How often a pod that is not ready yet is asked for.
 const INTERVAL: Duration = Duration::from_millis(5);
 
 /// Serves this socket until the runtime ends.

@@ -22,7 +22,7 @@ pub struct FlowRecords {
     pub files: u16,
     /// How often an open connection that has sent something has a record: 1s to 1d.
     pub interval: TimeSpan,
-    /// Packets per second and worker that were denied as the first of a connection, and that are looked at for records: 1 to
+    /// Packets per second and worker that were denied as the first of a connection, and that may get into records: 1 to
     /// 100000. More are only counted.
     #[schemars(range(min = *DENIED.start(), max = *DENIED.end()))]
     pub denied_each_second: u32,
@@ -38,7 +38,7 @@ pub struct FlowRecords {
 
 /// Numbers of files.
 const KEPT: RangeInclusive<u16> = 1..=1000;
-/// Denied packets that are looked at.
+/// Denied packets that may get into records.
 const DENIED: RangeInclusive<u32> = 1..=100_000;
 /// A file that is renamed at each chunk of lines would keep nothing.
 const SMALLEST_FILE: u64 = 64 << 10;

@@ -280,15 +280,15 @@ impl RecordMaker {
         let table = Arc::clone(&self.table);
         self.find(&table);
         let (mut walk, start) = (None, Instant::now());
-        let [mut next_walk, mut next_denied, mut next_look] =
+        let [mut next_walk, mut next_denied, mut next_read] =
             [self.interval, DENIED_INTERVAL, Duration::ZERO].map(|wait| start + wait);
         loop {
             let ends = !matches!(stopped.recv_timeout(ROUND), Err(RecvTimeoutError::Timeout));
             let now = Now::read();
             self.record_ended(&now);
-            if now.monotonic >= next_look {
-                self.look_at_pods(&now);
-                next_look = now.monotonic + names::LOOKED_AT;
+            if now.monotonic >= next_read {
+                self.read_pods(&now);
+                next_read = now.monotonic + names::READ_INTERVAL;
             }
             self.sum_up_denied(&now);
             if ends || now.monotonic >= next_denied {
@@ -321,9 +321,9 @@ impl RecordMaker {
     }
 
     /// Who owns the addresses of this node's pods.
-    fn look_at_pods(&mut self, now: &Now) {
+    fn read_pods(&mut self, now: &Now) {
         let Some(publisher) = self.publisher.upgrade() else { return };
-        self.names.look_at(publisher.inputs().objects.pods(), now.table);
+        self.names.read(publisher.inputs().objects.pods(), now.table);
         self.names.forget(now.table);
     }
 

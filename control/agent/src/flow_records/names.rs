@@ -16,8 +16,8 @@ use super::record::Identity;
 
 /// How long an owner is remembered after it was last seen.
 const REMEMBERED: Duration = Duration::from_secs(600);
-/// Pods are looked at this often: one may have had its address for so long before it was known here.
-pub(super) const LOOKED_AT: Duration = Duration::from_secs(1);
+/// How often pods are read: one may have had its address for so long before it was known here.
+pub(super) const READ_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Owners of addresses, the present one and the one before it.
 #[derive(Debug, Default)]
@@ -38,7 +38,7 @@ struct Owner {
 
 impl Names {
     /// Remembers that these pods have their addresses now.
-    pub(super) fn look_at<'p>(&mut self, pods: impl Iterator<Item = &'p Pod>, now: Timestamp) {
+    pub(super) fn read<'p>(&mut self, pods: impl Iterator<Item = &'p Pod>, now: Timestamp) {
         for pod in pods.filter(|pod| !pod.finished && !pod.host_network) {
             for &address in &pod.addresses {
                 self.remember(address, of_pod(pod), now);
@@ -59,12 +59,12 @@ impl Names {
         }
         let Owners { last, before } = self.0.get(&address)?;
         // The owner's object may be known some time after its address.
-        let known_by = opened.unwrap_or(now).plus(2 * LOOKED_AT);
+        let known_by = opened.unwrap_or(now).plus(2 * READ_INTERVAL);
         let owner = match before {
             Some(before) if last.since > known_by => before,
             _ => last,
         };
-        let had_it = owner.seen.plus(2 * LOOKED_AT) >= opened.unwrap_or(owner.seen);
+        let had_it = owner.seen.plus(2 * READ_INTERVAL) >= opened.unwrap_or(owner.seen);
         had_it.then(|| Arc::clone(&owner.identity))
     }
 
@@ -131,7 +131,7 @@ mod tests {
         let (mut names, state) = (Names::default(), ClusterState::default());
         let at = |seconds| Timestamp::from_millis(seconds * 1000);
         let look = |names: &mut Names, name: &str, from, to| {
-            (from..=to).for_each(|second| names.look_at([pod(name)].iter(), at(second)));
+            (from..=to).for_each(|second| names.read([pod(name)].iter(), at(second)));
         };
         look(&mut names, "old", 100, 200);
         look(&mut names, "new", 230, 300);
@@ -157,7 +157,7 @@ mod tests {
     fn owners_are_forgotten_after_a_while() {
         let (mut names, state) = (Names::default(), ClusterState::default());
         let at = |seconds| Timestamp::from_millis(seconds * 1000);
-        names.look_at([pod("web")].iter(), at(100_u64));
+        names.read([pod("web")].iter(), at(100_u64));
         names.forget(at(699));
         assert!(names.owner(&state, [10, 0, 0, 1].into(), Some(at(100)), at(699)).is_some());
         names.forget(at(700));

@@ -6,14 +6,14 @@ use std::process::ExitCode;
 
 /// Why a command failed; decides its exit code.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Failure {
+pub enum Failure {
     /// The input is bad: each line names the thing, the value and the remedy. Exit code 2.
     #[error("{}", .0.join("\n"))]
     BadInput(Vec<String>),
     /// The input was good, but doing it failed. Exit code 1.
     #[error("{0:#}")]
     Failed(#[from] anyhow::Error),
-    /// Succeeded, and something would change; the answer lists it. Exit code 3.
+    /// Succeeded, and what was compared differs; the answer lists it. Exit code 3.
     #[error("")]
     Differs,
     /// Some nodes have answered and some have not; each line names one that has not. Exit code 4.
@@ -23,27 +23,26 @@ pub(super) enum Failure {
 
 impl Failure {
     /// Bad input, as a one-line message.
-    pub(super) fn bad_input(problem: impl Display) -> Self {
+    pub fn bad_input(problem: impl Display) -> Self {
         Self::BadInput(vec![problem.to_string()])
     }
 
-    /// Writing the answer failed. A reader that has seen enough (`kubectl penstock … | head`) is no failure.
-    pub(super) fn from_output(error: io::Error) -> Result<(), Self> {
+    /// Writing the answer failed. A reader that has seen enough (`penstock … | head`) is no failure.
+    ///
+    /// # Errors
+    /// Every other error, as [`Failure::Failed`].
+    pub fn from_output(error: io::Error) -> Result<(), Self> {
         match error.kind() {
             io::ErrorKind::BrokenPipe => Ok(()),
             _ => Err(Self::Failed(anyhow::Error::new(error).context("cannot write the answer"))),
         }
     }
 
-    /// Prints itself on standard error, one line a problem, and gives the exit code.
-    pub(super) fn report(&self) -> ExitCode {
+    /// Prints itself on standard error, one line a problem behind the command's name, and gives the exit code.
+    pub fn report(&self, command: &str) -> ExitCode {
         for line in self.to_string().lines() {
-            eprintln!("kubectl penstock: {line}");
+            eprintln!("{command}: {line}");
         }
-        self.code()
-    }
-
-    fn code(&self) -> ExitCode {
         match self {
             Self::BadInput(_) => ExitCode::from(2),
             Self::Failed(_) => ExitCode::FAILURE,
