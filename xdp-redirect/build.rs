@@ -23,12 +23,13 @@ fn main() {
     }
     compile(&clang, XDP, "pod.skel.rs", &[]);
     compile(&clang, XDP, "node.skel.rs", &["-DASKS_THE_KERNEL"]);
-    compile(&clang, TCX, "tcx.skel.rs", &[]);
+    // Compare-and-swap: Linux 5.12.
+    compile(&clang, TCX, "tcx.skel.rs", &["-mcpu=v3"]);
 }
 
-fn compile(clang: &str, source: &str, skeleton: &str, defines: &[&str]) {
+fn compile(clang: &str, source: &str, skeleton: &str, arguments: &[&str]) {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(skeleton);
-    let arguments = ["-Wall", "-Werror"].iter().chain(defines).map(ToString::to_string);
+    let arguments = ["-Wall", "-Werror"].iter().chain(arguments).map(ToString::to_string);
     let built = SkeletonBuilder::new()
         .source(source)
         .clang(clang)

@@ -536,15 +536,16 @@ fn what_needs_a_worker_is_left_to_it() {
         let base = sent(End::A, End::B, true, ACK);
         open(&mut node, base, now);
         let long = Sent { payload: usize::from(MTU) - 40, ..base };
-        let cases: [(&str, Sent, bool); 8] = [
+        let cases: [(&str, Sent, bool); 9] = [
             ("a segment", base, true),
             ("as long as the MTU", long, true),
             ("longer than the MTU", Sent { payload: long.payload + 1, ..base }, false),
             ("its last hop", Sent { ttl: 1, ..base }, false),
-            ("FIN", Sent { flags: ACK | 1, ..base }, false),
             ("SYN", Sent { flags: SYN, ..base }, false),
             ("RST", Sent { flags: ACK | 4, ..base }, false),
+            ("FIN without ACK", Sent { flags: FIN, ..base }, false),
             ("another flow", Sent { flow: 2, ..base }, false),
+            ("FIN", Sent { flags: FIN | ACK, ..base }, true),
         ];
         for (what, packet, passes) in cases {
             assert_eq!(node.program(End::A, End::B, &packet.frame(), 0).is_some(), passes, "{what}");
@@ -761,6 +762,138 @@ fn segments_after_those_that_the_kernel_forwarded_are_not_out_of_window() {
             Verdict::Forward(B),
             "the worker has not seen what came before it"
         );
+    });
+}
+
+const FIN: u8 = 1;
+
+/// State and time left of the only connection, as listed.
+fn listed(node: &Node, now: Timestamp) -> (String, Duration) {
+    let listed: Vec<_> = node.pipeline.connections().iter(now).collect();
+    assert_eq!(listed.len(), 1, "{listed:?}");
+    (listed[0].state.to_string(), listed[0].expires_in)
+}
+
+/// A SYN and its answer, by a worker.
+fn half_open(node: &mut Node, there: Sent, now: Timestamp) {
+    for (packet, flags, from_opener) in [(there, SYN, true), (there.back(), SYN | ACK, false)] {
+        let frame = Sent { flags, payload: 0, ..packet }.frame();
+        let (verdict, _) = node.worker(packet.from, &in_step(frame, true, flags, from_opener), now);
+        assert!(matches!(verdict, Verdict::Forward(_)), "{packet:?}: {verdict:?}");
+    }
+}
+
+#[test]
+fn the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns() {
+    for there in [
+        sent(End::A, End::B, true, ACK),
+        sent(End::B, End::A, true, ACK),
+        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
+        to_service(End::A, End::B, true, ACK),
+        to_service(End::B, End::A, true, ACK),
+    ] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            half_open(&mut node, there, now);
+            let program = |node: &Node, packet: Sent, change: &dyn Fn(&mut [u8])| {
+                let mut frame = packet.frame();
+                change(&mut frame[if packet.v4 { 34 } else { 54 }..]);
+                node.program(packet.from, packet.to, &frame, 0)
+            };
+            let others: [(&str, Sent, &dyn Fn(&mut [u8])); 6] = [
+                ("of the answering end", there.back(), &|_| {}),
+                ("another sequence number", there, &|tcp| tcp[7] ^= 1),
+                ("another acknowledgement", there, &|tcp| tcp[11] ^= 1),
+                ("neither", there, &|tcp| tcp[4..12].fill(0)),
+                ("SYN", Sent { flags: SYN, ..there }, &|_| {}),
+                ("RST", Sent { flags: ACK | 4, ..there }, &|_| {}),
+            ];
+            for (what, packet, change) in others {
+                assert!(program(&node, packet, change).is_none(), "{what}: {there:?}");
+                assert_eq!(listed(&node, now).0, "SYN_RECV", "{what}: {there:?}");
+            }
+            assert!(program(&node, there, &|_| {}).is_some(), "{there:?}");
+            assert_eq!(listed(&node, now).0, "ESTABLISHED", "{there:?}");
+            assert!(program(&node, there.back(), &|_| {}).is_some(), "{there:?}");
+            assert!(program(&node, there, &|tcp| tcp[7] ^= 1).is_some(), "{there:?}: no longer of the handshake");
+            let table = node.pipeline.connections();
+            let swept =
+                table.sweep(&mut Default::default(), usize::MAX, now.plus(Duration::from_secs(3600)), Epoch(1)).expired;
+            assert_eq!(swept, 0, "{there:?}: as long as an established one");
+            let kept = node.next_epoch_keeping(true);
+            assert_eq!(program(&node, there, &|_| {}).is_some(), kept == 1, "{there:?}");
+            let (verdict, _) = node.worker(there.back().from, &there.back().frame(), now);
+            assert!(matches!(verdict, Verdict::Forward(_)), "{there:?}: {verdict:?}");
+            assert_eq!(listed(&node, now).0, "ESTABLISHED", "{there:?}");
+        });
+    }
+}
+
+#[test]
+fn a_connection_that_its_ends_close_without_a_worker_has_ended_for_workers() {
+    for there in [
+        sent(End::A, End::B, true, ACK),
+        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
+        to_service(End::A, End::B, true, ACK),
+    ] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            open(&mut node, there, now);
+            let by_program = |node: &Node, packet: Sent, flags| {
+                let frame = Sent { flags, ..packet }.frame();
+                assert!(node.program(packet.from, packet.to, &frame, 0).is_some(), "{packet:?}: {flags:x}");
+            };
+            by_program(&node, there, FIN | ACK);
+            assert_eq!(listed(&node, now).0, "FIN_WAIT", "{there:?}");
+            // Half closed: the other end goes on sending, and the first one acknowledges.
+            by_program(&node, there.back(), ACK);
+            by_program(&node, there, ACK);
+            assert_eq!(listed(&node, now).0, "FIN_WAIT", "{there:?}");
+            by_program(&node, there.back(), FIN | ACK);
+            by_program(&node, there, ACK);
+            let (state, left) = listed(&node, now);
+            assert!(state == "TIME_WAIT" && left <= Duration::from_secs(121), "{there:?}: {state}, {left:?}");
+            let sweep = |node: &Node, after: u64| {
+                let table = node.pipeline.connections();
+                table.sweep(&mut Default::default(), usize::MAX, now.plus(Duration::from_secs(after)), Epoch(1)).expired
+            };
+            assert_eq!(sweep(&node, 110), 0, "{there:?}");
+            // A new connection with the same ports is one that nobody has closed.
+            open(&mut node, there, now);
+            assert_eq!(listed(&node, now).0, "ESTABLISHED", "{there:?}");
+            assert_eq!(sweep(&node, 130), 0, "{there:?}");
+            by_program(&node, there, FIN | ACK);
+            by_program(&node, there.back(), FIN | ACK);
+            assert!(sweep(&node, 130) > 0, "{there:?}");
+        });
+    }
+}
+
+#[test]
+fn a_worker_goes_on_where_a_program_has_forwarded_a_fin() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let there = sent(End::A, End::B, true, ACK);
+        let back = there.back();
+        open(&mut node, there, now);
+        let fin = Sent { flags: FIN | ACK, ..there }.frame();
+        assert!(node.program(End::A, End::B, &fin, 0).is_some());
+        // Policy changes, so that the next packets meet a worker.
+        node.next_epoch(true);
+        let steps = [(back, FIN | ACK, "LAST_ACK"), (there, ACK, "TIME_WAIT")];
+        for (number, (packet, flags, state)) in steps.into_iter().enumerate() {
+            let mut frame = Sent { flags, payload: 0, ..packet }.frame();
+            // After ten bytes and a FIN of one side, and after a FIN of the other.
+            let (seq, ack): (u32, u32) = if number == 0 { (1000, 1011) } else { (1011, 1001) };
+            frame[38..42].copy_from_slice(&seq.to_be_bytes());
+            frame[42..46].copy_from_slice(&ack.to_be_bytes());
+            let verdict = node.worker(packet.from, &frame, now).0;
+            assert!(matches!(verdict, Verdict::Forward(_)), "{packet:?}: {verdict:?}");
+            assert_eq!(listed(&node, now).0, state);
+        }
     });
 }
 

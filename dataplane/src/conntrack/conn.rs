@@ -135,7 +135,8 @@ impl<'t> Conn<'t> {
     /// Its state when it was found or last updated through this handle.
     #[inline]
     pub fn state(&self) -> State {
-        State::of(self.hashed.protocol(), self.control).unwrap_or(State::Unreplied)
+        let protocol = self.hashed.protocol();
+        State::of(protocol, self.table.current(protocol, self.place())).unwrap_or(State::Unreplied)
     }
 
     /// Time since its last packet, to within a second.
@@ -260,11 +261,8 @@ impl<'t> Conn<'t> {
             let _ = self.entry.exchange(control, control.with(control.state(), now));
             return Some(if track::opens(transport) { Update::Opens } else { Update::Revoked });
         }
-        let Some(state) = State::of(self.hashed.protocol(), control) else {
-            return Some(Update::Removed);
-        };
+        let Some((state, known)) = self.known(tracked, now) else { return Some(Update::Removed) };
         let held = self.entry.held_syn();
-        let known = self.known(tracked, now);
         match track::step(state, known, control.original(), orientation, transport, held, now) {
             PacketEffect::Accept(next, tracking) => self.accept(next, tracked, tracking, now),
             PacketEffect::Hold(..) if orientation != control.original() && !allowed => Some(Update::ReverseSyn),
@@ -280,10 +278,17 @@ impl<'t> Conn<'t> {
         }
     }
 
-    /// What is known of its windows: after segments that the kernel forwarded by itself, they begin anew.
-    fn known(&self, tracked: Tracking, now: Tick) -> Tracking {
-        let is_stale = self.hashed.protocol() == Protocol::TCP && self.was_forwarded_by_kernel(now);
-        if is_stale { tracked.map(Window::unsynchronised) } else { tracked }
+    /// What is known of its state and windows. After segments that the kernel forwarded by itself, windows begin anew.
+    fn known(&self, mut tracked: Tracking, now: Tick) -> Option<(State, Tracking)> {
+        let (protocol, place) = (self.hashed.protocol(), self.place());
+        if protocol == Protocol::TCP && self.was_forwarded_by_kernel(now) {
+            tracked = tracked.map(Window::unsynchronised);
+        }
+        let finished = self.table.noted(protocol, place).finished;
+        for (word, _) in tracked.iter_mut().zip(finished).filter(|(_, has_finished)| *has_finished) {
+            *word = Window::finished(*word, finished == [true; 2]);
+        }
+        State::of(protocol, self.table.current(protocol, place)).map(|state| (state, tracked))
     }
 
     /// Whether the kernel may have forwarded packets by itself since the last one that a worker did.
@@ -323,13 +328,9 @@ impl<'t> Conn<'t> {
     pub fn restart(&mut self, epoch: Epoch, orientation: Orientation, transport: &Transport, now: Timestamp) -> bool {
         while self.refresh() {
             let control = self.control;
-            let (Some(tracked), Some(state)) =
-                (self.entry.tracking_under(control), State::of(self.hashed.protocol(), control))
-            else {
-                continue;
-            };
+            let Some(tracked) = self.entry.tracking_under(control) else { continue };
+            let Some((state, known)) = self.known(tracked, now.tick()) else { continue };
             let held = self.entry.held_syn();
-            let known = self.known(tracked, now.tick());
             let step = track::step(state, known, control.original(), orientation, transport, held, now.tick());
             let PacketEffect::Restart(tracking) = step else { return false };
             let wanted = control
@@ -337,6 +338,9 @@ impl<'t> Conn<'t> {
                 .with_original(orientation.opposite())
                 .with_verdict(EpochTag::of(epoch), true);
             if self.exchange(tracked, tracking, wanted) {
+                if let Some(uses) = self.table.uses() {
+                    uses[self.slot as usize].restart(control.generation());
+                }
                 self.table.counters.count(TableEvent::Reopened);
                 return true;
             }

@@ -115,7 +115,7 @@ impl ConnTable {
         let protocol = entry.protocol();
         // A revoked connection ranks by its previous state: one that both sides had confirmed is kept while either may
         // still send. Otherwise a packet of the answering side would open a connection in the other direction.
-        let class = State::from_code(protocol, control.state())?.eviction_class();
+        let class = State::from_code(protocol, self.current(protocol, (slot, control)).state())?.eviction_class();
         let (liveness, class) = match class {
             _ if self.is_expired(protocol, (slot, control), now) => (Liveness::Expired, EvictionClass::Closing),
             EvictionClass::Kept => return None,

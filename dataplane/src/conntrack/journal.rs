@@ -57,7 +57,7 @@ pub struct EndedConnection {
     pub begun: Option<Timestamp>,
     /// What the opener sent, and what the other end sent.
     pub traffic: [Traffic; 2],
-    /// The flags of all TCP segments that workers forwarded.
+    /// The flags of all TCP segments that workers forwarded, and FIN if a program forwarded one.
     pub flags: TcpFlags,
     last: Tick,
 }
@@ -112,7 +112,7 @@ impl Journal {
     }
 
     /// When the connection of this entry was opened, and the flags of its segments.
-    pub(super) fn beside(&self, slot: u32) -> (Option<Timestamp>, TcpFlags) {
+    fn beside(&self, slot: u32) -> (Option<Timestamp>, TcpFlags) {
         let word = self.beside[slot as usize].load(Ordering::Relaxed);
         ((word >> FLAGS_BITS).checked_sub(1).map(Timestamp::from_millis), TcpFlags(word as u8))
     }
@@ -141,13 +141,21 @@ impl ConnTable {
         self.journal.as_ref().map_or(0, |journal| journal.uncounted.load(Ordering::Relaxed))
     }
 
+    /// When the connection of this entry was opened, and the flags of its segments; neither without a journal.
+    pub(super) fn beside(&self, slot: u32) -> (Option<Timestamp>, TcpFlags) {
+        let Some(journal) = &self.journal else { return (None, TcpFlags::default()) };
+        let (begun, flags) = journal.beside(slot);
+        let has_finished = self.uses().is_some_and(|uses| uses[slot as usize].noted().finished.contains(&true));
+        (begun, if has_finished { TcpFlags(flags.0 | TcpFlags::FIN.0) } else { flags })
+    }
+
     /// Notes that the connection of `control`, whose entry this thread has claimed, has ended. `frontend`: if it is known
     /// already.
     pub(super) fn note_end(&self, slot: u32, control: ControlWord, ending: Ending, frontend: Option<Flow>) {
         if let Some(journal) = &self.journal
             && control.is_live()
             && !control.is_frontend()
-            && let Some(ended) = self.ended(journal, (slot, control), ending, frontend)
+            && let Some(ended) = self.ended((slot, control), ending, frontend)
         {
             journal.push(ended);
         }
@@ -156,7 +164,6 @@ impl ConnTable {
     #[cold]
     fn ended(
         &self,
-        journal: &Journal,
         (slot, control): (u32, ControlWord),
         ending: Ending,
         frontend: Option<Flow>,
@@ -165,7 +172,7 @@ impl ConnTable {
         let key = key_of(&key);
         let original = control.original();
         let kernel_use = &self.uses()?[slot as usize];
-        let (begun, flags) = journal.beside(slot);
+        let (begun, flags) = self.beside(slot);
         let traffic = in_order(kernel_use.traffic(), original);
         // Its first packet was dropped behind the table: nothing came of it.
         if begun.is_some() && traffic.iter().all(|direction| direction.packets == 0) {
@@ -176,7 +183,7 @@ impl ConnTable {
             original: key.flow(original),
             frontend: frontend.or_else(|| self.frontend_at((slot, control))),
             via_host: control.is_via_host(),
-            state: State::of(key.protocol, control)?,
+            state: State::of(key.protocol, self.current(key.protocol, (slot, control)))?,
             ending,
             begun,
             traffic,

@@ -9,18 +9,23 @@ use crate::packet::Orientation;
 ///
 /// | bits | |
 /// |---|---|
-/// | 0–22, 23–45 | index of the interface behind which the lower end is, and the higher one; 0 for the node's stack |
+/// | 0–20, 21–41 | index of the interface behind which the lower end is, and the higher one; 0 for the node's stack |
+/// | 43 | a program has forwarded the acknowledgement that completes a TCP handshake |
+/// | 44, 45 | a program has forwarded a FIN from the lower end, the higher |
 /// | 46, 47 | a worker has sent a packet of this direction on between these interfaces: from the lower end, the higher |
 /// | 48–63 | low bits of the epoch under which it did |
 ///
 /// A path is valid for the verdict of its own epoch only: after the next evaluation of the connection, a worker has to
-/// take each direction once more.
+/// take each direction once more. What programs have [noted](Noted) stays for as long as the entry holds the connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Path(u64);
 
-const END_BITS: u32 = 23;
+const END_BITS: u32 = 21;
 const ENDS: u64 = (1 << (2 * END_BITS)) - 1;
-const TAKEN_AT: u32 = 2 * END_BITS;
+const CONFIRMED_AT: u32 = 43;
+const FINISHED_AT: u32 = CONFIRMED_AT + 1;
+const NOTED: u64 = 7 << CONFIRMED_AT;
+const TAKEN_AT: u32 = 46;
 const EPOCH_AT: u32 = 48;
 /// A sweep clears a path this many epochs behind.
 const STALE: u64 = 1 << 14;
@@ -43,14 +48,14 @@ impl Path {
             Orientation::HighToLow => (to, from),
         };
         let same = u64::from(low) | u64::from(high) << END_BITS | epoch.low_bits() << EPOCH_AT;
-        let is_same = self.0 & !(3 << TAKEN_AT) == same;
-        let before = if is_same { self.0 } else { same };
+        let is_same = self.0 & !(3 << TAKEN_AT) & !NOTED == same;
+        let before = if is_same { self.0 } else { same | self.0 & NOTED };
         Some(Self(before | 1 << (TAKEN_AT + orientation as u32)))
     }
 }
 
 /// What was forwarded of one connection, and the path by which the kernel's programs may. Workers write the path, the
-/// programs the ticks. Both count packets, without locked instructions in the programs: where two CPUs forward packets of
+/// programs what they note in it, and the ticks. Both count packets, without locked instructions in the programs: where two CPUs forward packets of
 /// one direction at the same moment, a count may be lost.
 #[repr(C, align(32))]
 pub(super) struct KernelUse {
@@ -60,6 +65,15 @@ pub(super) struct KernelUse {
     /// By direction: the tick of the last packet that a program forwarded in the low 22 bits, 0 if there was none; and bytes
     /// of IP packets modulo 2⁴² above.
     used: [AtomicU64; 2],
+}
+
+/// What programs have forwarded of a TCP connection that leads to another state: only workers write states.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(super) struct Noted {
+    /// The acknowledgement that completes the handshake.
+    pub(super) confirmed: bool,
+    /// A FIN from the lower end, from the higher one.
+    pub(super) finished: [bool; 2],
 }
 
 const BYTES_AT: u32 = Tick::BITS;
@@ -151,8 +165,31 @@ impl KernelUse {
         let behind = now.low_bits().wrapping_sub(path >> EPOCH_AT) & 0xffff;
         if path >> TAKEN_AT & 3 != 0 && (STALE..=u64::from(u16::MAX) - STALE).contains(&behind) {
             // If it fails, a worker has just taken it under a newer epoch.
-            let _ = self.path.compare_exchange(path, Path::none(generation).0, EXCHANGE, Ordering::Relaxed);
+            let none = Path::none(generation).0 | path & NOTED;
+            let _ = self.path.compare_exchange(path, none, EXCHANGE, Ordering::Relaxed);
         }
+    }
+
+    /// The connection begins anew in the same entry: its path has to be taken again, and nothing of before is noted.
+    pub(super) fn restart(&self, generation: u64) {
+        overwrite(&self.path, Path::none(generation).0, Ordering::Release);
+    }
+
+    /// What programs have noted.
+    #[inline]
+    pub(super) fn noted(&self) -> Noted {
+        let path = self.path.load(Ordering::Acquire);
+        let bit = |at: u32| path >> at & 1 == 1;
+        Noted { confirmed: bit(CONFIRMED_AT), finished: [bit(FINISHED_AT), bit(FINISHED_AT + 1)] }
+    }
+
+    /// What a program does with a FIN in direction `orientation` that it forwards. `is_still`: as for
+    /// [`KernelUse::take_path`]. False: the packet is for a worker.
+    #[cfg(all(test, feature = "loom"))]
+    pub(super) fn finish(&self, orientation: Orientation, is_still: impl FnOnce() -> bool) -> bool {
+        let before = self.path.load(Ordering::Acquire);
+        let after = before | 1 << (FINISHED_AT + orientation as u32);
+        is_still() && self.path.compare_exchange(before, after, EXCHANGE, Ordering::Relaxed).is_ok()
     }
 
     /// The ticks of the last packets that the kernel forwarded, by direction.
@@ -192,24 +229,24 @@ mod tests {
     #[test]
     fn each_direction_is_taken_for_itself_and_between_the_same_interfaces() {
         let there = Path::none(3).taken(LowToHigh, 7, 9, epoch(5)).unwrap();
-        assert_eq!(there.0, 7 | 9 << 23 | 1 << 46 | 5 << 48);
+        assert_eq!(there.0, 7 | 9 << 21 | 1 << 46 | 5 << 48);
         let both = there.taken(HighToLow, 9, 7, epoch(5)).unwrap();
         assert_eq!(both.0, there.0 | 1 << 47);
         assert_eq!(both.taken(LowToHigh, 7, 9, epoch(5)), Some(both));
         // By another interface, or under another epoch: the other direction has to be seen again.
         for (from, to, number) in [(9, 0, 5), (0, 7, 5), (9, 7, 6)] {
             let again = there.taken(HighToLow, from, to, epoch(number)).unwrap();
-            let ends = u64::from(to) | u64::from(from) << 23;
+            let ends = u64::from(to) | u64::from(from) << 21;
             assert_eq!(again.0, ends | 1 << 47 | u64::from(number) << 48);
         }
     }
 
     #[test]
     fn an_interface_whose_index_has_too_many_bits_has_no_path() {
-        for (from, to) in [(1 << 23, 0), (0, 1 << 23), (u32::MAX, 1)] {
+        for (from, to) in [(1 << 21, 0), (0, 1 << 21), (u32::MAX, 1)] {
             assert_eq!(Path::none(0).taken(LowToHigh, from, to, epoch(1)), None);
         }
-        assert!(Path::none(0).taken(LowToHigh, (1 << 23) - 1, (1 << 23) - 1, epoch(1)).is_some());
+        assert!(Path::none(0).taken(LowToHigh, (1 << 21) - 1, (1 << 21) - 1, epoch(1)).is_some());
     }
 
     #[test]

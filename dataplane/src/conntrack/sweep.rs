@@ -107,20 +107,22 @@ impl ConnTable {
         (0..self.groups).flat_map(|group| self.occupied(group)).filter_map(move |slot| {
             let EntrySnapshot { control, key, owner, .. } = self.entry(slot).load()?;
             let key = key_of(&key);
-            let (age, lifetime) = (control.tick().age(now.tick()), self.timeout_ticks.of(key.protocol, control));
+            let current = self.current(key.protocol, (slot, control));
+            let (age, lifetime) = (control.tick().age(now.tick()), self.timeout_ticks.of(key.protocol, current));
             let age = self.kernel_age(slot, now.tick()).map_or(age, |kernel| age.min(kernel));
+            let (begun, flags) = self.beside(slot);
             (control.is_live() && age <= lifetime).then_some(())?;
             Some(ConnectionInfo {
                 original: key.flow(control.original()),
                 frontend: if control.is_translated() { self.frontend_at((slot, control)) } else { None },
                 via_host: control.is_via_host(),
-                state: State::of(key.protocol, control)?,
+                state: State::of(key.protocol, current)?,
                 owner,
                 idle: TICK * age,
                 expires_in: TICK * (lifetime - age),
                 traffic: self.uses().map(|uses| in_order(uses[slot as usize].traffic(), control.original())),
-                begun: self.journal.as_ref().and_then(|journal| journal.beside(slot).0),
-                flags: self.journal.as_ref().map_or(TcpFlags::default(), |journal| journal.beside(slot).1),
+                begun,
+                flags,
             })
         })
     }
@@ -144,7 +146,8 @@ impl ConnTable {
             for slot in self.occupied(group) {
                 let Some(EntrySnapshot { control, key, .. }) = self.entry(slot).load() else { continue };
                 let key = key_of(&key);
-                let is_established = control.is_live() && control.is_in(TcpState::Established as u8);
+                let current = self.current(key.protocol, (slot, control));
+                let is_established = current.is_live() && current.is_in(TcpState::Established as u8);
                 if !is_established || key.protocol != Protocol::TCP || control.epoch().covers(tag) {
                     continue;
                 }

@@ -17,8 +17,9 @@ use super::journal::{Ending, Journal};
 #[cfg(not(all(test, feature = "loom")))]
 use super::mapping::Storage;
 use super::origin::{OpenError, TableOrigin};
-use super::path::KernelUse;
+use super::path::{KernelUse, Noted};
 use super::shared::SharedMaps;
+use super::state::TcpState;
 use super::sync::{Ordering, fence};
 use super::tags::{LANES, Tags, bits};
 use super::time::{Tick, Timestamp};
@@ -580,8 +581,35 @@ impl ConnTable {
         if control.is_frontend() {
             return self.partner((slot, control)).is_none();
         }
-        let timeout = self.timeout_ticks.of(protocol, control);
+        let timeout = self.timeout_ticks.of(protocol, self.current(protocol, (slot, control)));
         age > timeout && self.kernel_age(slot, now).is_none_or(|age| age > timeout)
+    }
+
+    /// What programs have noted of a connection that is in a state in which they forward.
+    #[inline]
+    pub(super) fn noted(&self, protocol: Protocol, (slot, control): SlotRef) -> Noted {
+        let is_in = |state: TcpState| control.is_in(state as u8);
+        match self.uses() {
+            Some(uses) if protocol == Protocol::TCP && is_in(TcpState::Established) => uses[slot as usize].noted(),
+            Some(uses) if protocol == Protocol::TCP && is_in(TcpState::SynReceived) => {
+                Some(uses[slot as usize].noted()).filter(|noted| noted.confirmed).unwrap_or_default()
+            }
+            _ => Noted::default(),
+        }
+    }
+
+    /// This control word with the state that the connection is in by now, after what programs have noted. Once both ends have
+    /// sent a FIN, the last acknowledgement is under way.
+    #[inline]
+    pub(super) fn current(&self, protocol: Protocol, place: SlotRef) -> ControlWord {
+        let control = place.1;
+        let state = match self.noted(protocol, place) {
+            Noted { finished: [true, true], .. } => TcpState::TimeWait,
+            Noted { finished: [false, false], confirmed: false } => return control,
+            Noted { finished: [false, false], confirmed: true } => TcpState::Established,
+            Noted { finished: _, .. } => TcpState::FinWait,
+        };
+        control.with(state as u8, control.tick())
     }
 
     /// Ticks since the kernel last forwarded a packet of this entry by itself, if it did.

@@ -139,6 +139,13 @@ impl Window {
         word & !(u64::from(SEEN) << MARKS_AT)
     }
 
+    /// This word once a FIN of its side has bypassed us, acknowledged by the other side or not. A held SYN of the side will not
+    /// be answered any more.
+    pub(super) fn finished(word: u64, is_acked: bool) -> u64 {
+        let marks = if is_acked { FIN | FIN_ACKED } else { FIN };
+        word & !(u64::from(FIN | FIN_ACKED) << MARKS_AT) | u64::from(marks) << MARKS_AT
+    }
+
     /// The side that sent this SYN.
     fn from_syn(segment: &TcpSegment) -> Self {
         let end = segment.end();

@@ -21,6 +21,7 @@ mod privileges;
 mod processor;
 mod queue;
 mod run;
+mod spin;
 mod staged;
 mod stages;
 mod state;

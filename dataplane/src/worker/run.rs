@@ -13,6 +13,7 @@ use super::Polling;
 use super::control::WorkerShared;
 use super::inbox::Command;
 use super::processor::Processor;
+use super::spin::Spin;
 use super::stages::{StageTimer, TimedIteration};
 use super::state::{PollIteration, WorkerState};
 use super::waiting;
@@ -39,7 +40,8 @@ pub(super) struct Worker<P> {
     path: PacketPath<P>,
     commands: Receiver<Command>,
     epoll: Epoll,
-    polling: Polling,
+    /// `None`: it never sleeps.
+    spin: Option<Spin>,
     timer: StageTimer,
     shared: Arc<WorkerShared>,
     /// The batch that is being processed, apart from what processes it.
@@ -68,11 +70,15 @@ impl<P: Processor> Worker<P> {
         let snapshot = Cache::new(shared.snapshot.clone());
         let state = WorkerState::new(index, shared.clone());
         let verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
+        let spin = match polling {
+            Polling::Adaptive { spin } => Some(Spin::new(spin)),
+            Polling::Busy => None,
+        };
         Ok(Self {
             path: PacketPath { state, processor, snapshot, verdicts },
             commands,
             epoll,
-            polling,
+            spin,
             timer,
             shared,
             received: [FrameDesc::default(); BATCH],
@@ -110,14 +116,18 @@ impl<P: Processor> Worker<P> {
                 until_housekeeping = HOUSEKEEPING;
             }
             if iteration.busy {
+                if let Some(spin) = &mut self.spin {
+                    spin.received(now.duration_since(last_busy));
+                }
                 last_busy = now;
                 busy_since = Some(now);
                 stalled_sleep = STALLED_SLEEP.0;
                 continue;
             }
             self.path.state.counters().empty_rounds.add(1);
-            match self.polling {
-                Polling::Adaptive { spin } if now.duration_since(last_busy) >= spin => {
+            match &mut self.spin {
+                Some(spin) if spin.is_over(now.duration_since(last_busy)) => {
+                    spin.slept();
                     let longest = if self.path.state.waiting.may_wait() { waiting::SLEEP } else { LONGEST_SLEEP };
                     self.sleep(if iteration.stalled { stalled_sleep } else { longest });
                     stalled_sleep = (2 * stalled_sleep).min(STALLED_SLEEP.1);

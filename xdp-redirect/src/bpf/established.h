@@ -11,7 +11,7 @@
 struct tags { __u64 words[LANES / 4]; };
 struct entry { __u64 control, low[2], high[2], name, tracking[2]; };
 struct kernel_use { /* by direction: 0 from the lower end, 1 from the higher */
-	__u64 path; /* written by workers */
+	__u64 path; /* written by workers, and by programs at the end of a handshake and with a FIN */
 	__u32 packets[2];
 	__u64 used[2]; /* bytes, and below them the tick of the last packet that a program forwarded; 0: none */
 };
@@ -40,11 +40,14 @@ struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_fl
 #define GENERATION(control) ((control) >> 53 & 0x3ff)
 #define TRANSLATION (1ULL << 63) /* one of the two entries of a connection to a Service */
 #define IS_WRITTEN(control) (STATE(control) > 1)
-enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_ESTABLISHED = 5, FRONTEND = 15 };
+enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_RECEIVED = 4, TCP_ESTABLISHED = 5, FRONTEND = 15 };
 
-/* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 for the node's stack; in which directions packets
- * took it; and the low bits of the epoch. */
-#define END(path, end) ((__u32)((path) >> ((end) ? 23 : 0)) & 0x7fffff)
+/* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 for the node's stack; whether a program has
+ * forwarded the end of the handshake, and in which directions a FIN; in which directions packets took the path; and the low bits of
+ * the epoch. */
+#define END(path, end) ((__u32)((path) >> ((end) ? 21 : 0)) & 0x1fffff)
+#define CONFIRMED (1ULL << 43)
+#define FINISHED(direction) (1ULL << (44 + (direction)))
 #define TAKEN(path, direction) ((path) >> (46 + (direction)) & 1)
 #define PATH_EPOCH(path) ((path) >> 48)
 
@@ -55,8 +58,9 @@ enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_ESTABLISHED = 5,
 #define NAME_MASK 0xffffffffffULL
 #define TICK_NANOSECONDS 512000000
 #define STREAM 4 /* ticks: a datagram of the opener this long after its first one opens a stream (conntrack/track.rs) */
-#define TCP_DECIDES 0x17 /* FIN, SYN, RST and ACK */
+#define TCP_DECIDES 0x16 /* SYN, RST and ACK */
 #define TCP_ACK 0x10
+#define TCP_FIN 0x01
 #define NO_SLOT 0xffffffff
 
 struct packet {
@@ -64,7 +68,8 @@ struct packet {
 	__u32 direction; /* 0: from the lower end */
 	__u32 length;    /* of the IP packet, in bytes */
 	__u32 headers;   /* of IP and transport, in bytes */
-	__u8 protocol, is_v4, hops;
+	__u8 protocol, is_v4, hops, finishes; /* finishes: a TCP segment with FIN */
+	__u32 sequence, acknowledged; /* of a TCP segment */
 };
 
 static __always_inline __u64 fold(__u64 a, __u64 b)
@@ -141,8 +146,8 @@ static __always_inline int is_recent(__u32 tick, __u32 now, __u32 timeout)
 	return age <= timeout || age > TICK_MASK - (1 << 16); /* slightly ahead of this CPU's clock */
 }
 
-/* Whether every packet of this kind belongs to the connection and leaves it in its state, whatever its contents; and which
- * timeout it has. `slot`: of the entry with this control word. */
+/* Whether every packet of this kind belongs to the connection and leaves it in its state, whatever its contents (of TCP with what
+ * programs note in the path); and which timeout it has. `slot`: of the entry with this control word. */
 static __always_inline int is_certain(const struct packet *packet, __u32 slot, __u64 control, __u32 now, __u32 *timeout)
 {
 	const __u32 state = STATE(control), from_opener = packet->direction == ORIGINAL(control);
@@ -152,13 +157,35 @@ static __always_inline int is_certain(const struct packet *packet, __u32 slot, _
 		return 0;
 	if (packet->protocol == IPPROTO_TCP) {
 		*timeout = 0;
-		return state == TCP_ESTABLISHED;
+		return state == TCP_ESTABLISHED || state == TCP_SYN_RECEIVED;
 	}
 	*timeout = (state - 1) & 3;
 	if (state != UDP_REPLIED || !from_opener)
 		return state == UDP_ASSURED || state == UDP_REPLIED || (state == UDP_UNREPLIED && from_opener);
 	entry = entry_at(slot);
 	return entry && ((now - (__u32)entry->tracking[0]) & TICK_MASK) < STREAM;
+}
+
+/* Whether a connection has completed its handshake, or this packet does: the opener's segment with the numbers that both SYNs have
+ * announced. */
+static __always_inline int is_confirmed(const struct packet *packet, __u32 slot, __u64 control, __u64 path)
+{
+	const __u32 direction = packet->direction & 1;
+	const struct entry *entry;
+
+	if (packet->protocol != IPPROTO_TCP || STATE(control) == TCP_ESTABLISHED || path & CONFIRMED)
+		return 1;
+	entry = entry_at(slot);
+	return entry && direction == ORIGINAL(control) && packet->sequence == (__u32)entry->tracking[direction] &&
+	       packet->acknowledged == (__u32)entry->tracking[!direction];
+}
+
+/* What workers must know of this packet, as the path has it afterwards. */
+static __always_inline __u64 note(const struct packet *packet, __u64 control, __u64 path)
+{
+	if (packet->protocol != IPPROTO_TCP)
+		return path;
+	return path | (packet->finishes ? FINISHED(packet->direction & 1) : 0) | (STATE(control) == TCP_SYN_RECEIVED ? CONFIRMED : 0);
 }
 
 /* RFC 1071 */
@@ -217,19 +244,23 @@ static __always_inline __u32 read_network(struct __sk_buff *skb, struct packet *
 
 struct pair_of_ports { __be16 from, to; };
 
-/* The ports of a TCP segment without SYN, FIN and RST, or of a UDP datagram; of any other packet 0. */
+/* The ports of a TCP segment without SYN and RST, or of a UDP datagram; of any other packet 0. */
 static __always_inline const struct pair_of_ports *read_transport(struct __sk_buff *skb, struct packet *packet, __u32 network)
 {
 	const void *end = (void *)(long)skb->data_end;
 	const __u8 *transport = (void *)(long)skb->data + ETH_HLEN + network;
 	const __u32 length = packet->length - network;
 
+	packet->finishes = 0;
 	if (packet->protocol == IPPROTO_TCP) {
 		const __u32 header = (const void *)(transport + 20) > end ? 0 : (transport[12] >> 4) * 4;
 
 		if (header < 20 || header > length || (transport[13] & TCP_DECIDES) != TCP_ACK)
 			return 0;
 		packet->headers = network + header;
+		packet->finishes = transport[13] & TCP_FIN;
+		packet->sequence = bpf_ntohl(*(const __be32 *)(transport + 4));
+		packet->acknowledged = bpf_ntohl(*(const __be32 *)(transport + 8));
 	} else if (packet->protocol == IPPROTO_UDP) {
 		const __u16 *udp = (const void *)transport;
 		const __u32 said = (const void *)(transport + 8) > end ? 0 : bpf_ntohs(udp[2]);
@@ -341,7 +372,7 @@ static __noinline int is_established(struct packet *packet, __u32 at, struct con
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 	const struct entry *entry;
 	__u32 epoch, slot, kind, timeout, direction;
-	__u64 before, path;
+	__u64 before, path, noted;
 	struct kernel_use *use;
 
 	if (!table)
@@ -368,6 +399,8 @@ static __noinline int is_established(struct packet *packet, __u32 at, struct con
 	path = *(volatile __u64 *)&use->path;
 	if (!TAKEN(path, direction) || END(path, direction) != at || PATH_EPOCH(path) != (EPOCH(found->control) & 0xffff))
 		return 0;
+	if (!is_confirmed(packet, slot, found->control, path))
+		return 0;
 	found->use = use;
 	found->to = END(path, !direction);
 	timeout = table->timeouts[kind & 3];
@@ -378,7 +411,11 @@ static __noinline int is_established(struct packet *packet, __u32 at, struct con
 			return 0;
 	}
 	/* Nothing of what was read belongs to another connection or verdict. */
-	return control_of(entry) == before;
+	if (control_of(entry) != before)
+		return 0;
+	/* If someone else has just changed the path, the packet is for a worker. */
+	noted = note(packet, found->control, path);
+	return noted == path || __sync_val_compare_and_swap(&use->path, path, noted) == path;
 }
 
 static __always_inline void count_use(const struct packet *packet, const struct connection *found, __u32 packets)

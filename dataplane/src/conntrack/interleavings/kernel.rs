@@ -5,6 +5,7 @@ use loom::sync::atomic::AtomicU32;
 
 use super::*;
 use crate::conntrack::entry::EpochTag;
+use crate::conntrack::path::Noted;
 
 /// A table with the words that the kernel's programs read beside the entries.
 fn shared_table() -> Arc<ConnTable> {
@@ -92,6 +93,33 @@ fn a_program_never_forwards_by_the_path_of_the_entrys_last_connection() {
         late.join().unwrap();
         assert_eq!(forwarded_to(&table, &new, 7, &epoch), None, "late writes do not reach it");
         0
+    });
+}
+
+/// The same while a program forwards a FIN of the first.
+#[test]
+fn a_late_fin_does_not_close_the_entrys_next_connection() {
+    explore(1, || {
+        let table = shared_table();
+        let (old, new) = (flow(&table, 0, 0), flow(&table, 0, 1));
+        insert(&table, &old, 1, NOW).unwrap();
+        take(&table, &old, (7, 9), 1);
+        let doomed = find(&table, &old, NOW).unwrap();
+        let program = {
+            let table = table.clone();
+            thread::spawn(move || {
+                let hashed = table.prepare(&old);
+                let Some((slot, control)) = table.lookup(&hashed) else { return 0 };
+                let is_still = || table.entry(slot).control() == control;
+                usize::from(table.uses().unwrap()[slot as usize].finish(hashed.orientation, is_still))
+            })
+        };
+        assert!(doomed.remove());
+        insert(&table, &new, 1, NOW).unwrap();
+        let finished = program.join().unwrap();
+        let (slot, _) = table.lookup(&table.prepare(&new)).unwrap();
+        assert_eq!(table.uses().unwrap()[slot as usize].noted(), Noted::default());
+        finished
     });
 }
 
