@@ -783,6 +783,9 @@ fn half_open(node: &mut Node, there: Sent, now: Timestamp) {
     }
 }
 
+/// What is different in a TCP header.
+type Change<'a> = &'a dyn Fn(&mut [u8]);
+
 #[test]
 fn the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns() {
     for there in [
@@ -796,12 +799,12 @@ fn the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns() {
             let mut node = Node::new();
             let now = Timestamp::now();
             half_open(&mut node, there, now);
-            let program = |node: &Node, packet: Sent, change: &dyn Fn(&mut [u8])| {
+            let program = |node: &Node, packet: Sent, change: Change<'_>| {
                 let mut frame = packet.frame();
                 change(&mut frame[if packet.v4 { 34 } else { 54 }..]);
                 node.program(packet.from, packet.to, &frame, 0)
             };
-            let others: [(&str, Sent, &dyn Fn(&mut [u8])); 6] = [
+            let others: [(&str, Sent, Change<'_>); 6] = [
                 ("of the answering end", there.back(), &|_| {}),
                 ("another sequence number", there, &|tcp| tcp[7] ^= 1),
                 ("another acknowledgement", there, &|tcp| tcp[11] ^= 1),

@@ -480,7 +480,12 @@ fn daemon_config(
     config.admin = Some(scratch.path().join("admin.sock"));
     let memory = if size.pods > 8 { 512 } else { MEMORY };
     let worker = cores.worker;
-    let (mut workers, mut umem) = (format!("cores = [{worker}]\n"), format!("memory = \"{memory}MiB\"\n"));
+    // Where programs forward, the default: a worker on each core.
+    let mut workers = match sections.contains("offload true") {
+        true => String::new(),
+        false => format!("cores = [{worker}]\n"),
+    };
+    let mut umem = format!("memory = \"{memory}MiB\"\n");
     let mut xdp = String::new();
     // Lines of the peer go into the sections written here.
     for line in sections.lines() {

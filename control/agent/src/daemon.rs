@@ -301,8 +301,7 @@ impl<'a> Daemon<'a> {
         leave_cores_to_workers(config, &others);
         let operation = operation(&dataplane)?;
         let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
-        let (programs, node_path) =
-            open_programs(config, &netlink, &netstate, dataplane.cores().len(), pins, &maps).await?;
+        let (programs, node_path) = open_programs(config, &netlink, &netstate, dataplane.cores(), pins, &maps).await?;
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);

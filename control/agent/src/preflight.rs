@@ -12,13 +12,13 @@ use std::os::fd::{FromRawFd, OwnedFd};
 
 use nix::libc;
 use nix::sched::{CpuSet, sched_getaffinity};
-use nix::unistd::Pid;
+use nix::unistd::{Pid, SysconfVar, sysconf};
 use penstock_dataplane::conntrack;
 use penstock_policy::model::Pod;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_xdp_redirect::{
-    ConnectionMaps, MINIMUM_KERNEL, PinnedProgram, Pins, ProgramTag, Role, TcxOptions, TcxPrograms,
+    ConnectionMaps, MAX_TCX_WORKERS, MINIMUM_KERNEL, PinnedProgram, Pins, ProgramTag, Role, TcxOptions, TcxPrograms,
     can_find_translated, try_source_check,
 };
 
@@ -298,8 +298,17 @@ pub fn worker_cores(config: &Config) -> Result<Vec<u16>, String> {
             )),
             None => Ok(cores.numbers().to_vec()),
         },
-        None => usable.last().map(|&core| vec![core]).ok_or_else(|| "workers.cores: no usable core".to_owned()),
+        None if usable.is_empty() => Err("workers.cores: no usable core".to_owned()),
+        None if serves_each_core(config) => Ok(usable.into_iter().take(MAX_TCX_WORKERS).collect()),
+        None => Ok(usable[usable.len() - 1..].to_vec()),
     }
+}
+
+/// Whether each core has a worker, for the packets that it sends: with cores of its own, or some that are others', the process does
+/// not know where pods run.
+pub(super) fn serves_each_core(config: &Config) -> bool {
+    let online = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
+    config.workers.cores.is_none() && config.offloads() && online == i64::try_from(usable_cores().len()).ok()
 }
 
 /// The cores that this process may run on.
@@ -454,7 +463,31 @@ mod tests {
             "{line}"
         );
         assert_eq!(worker_cores(&config("workers.cores = [0]")).unwrap(), [0]);
-        assert_eq!(worker_cores(&config("")).unwrap(), [*usable_cores().last().unwrap()]);
+    }
+
+    #[test]
+    fn each_core_has_a_worker_where_programs_forward_and_no_core_is_withheld() {
+        let last = vec![*usable_cores().last().unwrap()];
+        let by = |attach_by, more| Config { attach_by, ..config(more) };
+        assert_eq!(worker_cores(&by(Attach::Xdp, "")).unwrap(), last);
+        assert_eq!(worker_cores(&by(Attach::Tcx, "offload = false")).unwrap(), last);
+        let (by_tcx, all) = (by(Attach::Tcx, ""), usable_cores());
+        let of_all = worker_cores(&by_tcx).unwrap();
+        if cfg!(target_arch = "x86_64") && all.len() > 1 {
+            // A thread of its own, whose cores others do not see.
+            let withheld = std::thread::spawn(move || {
+                let mut some = CpuSet::new();
+                some.set(last[0].into()).unwrap();
+                nix::sched::sched_setaffinity(Pid::from_raw(0), &some).unwrap();
+                assert!(!serves_each_core(&by_tcx));
+                assert_eq!(worker_cores(&by_tcx).unwrap(), last);
+            });
+            withheld.join().unwrap();
+            let online = sysconf(SysconfVar::_NPROCESSORS_ONLN).unwrap().unwrap();
+            if online == all.len() as i64 {
+                assert_eq!(of_all, all);
+            }
+        }
     }
 
     #[test]

@@ -31,11 +31,13 @@
 
 #define MAX_PORTS 4096
 #define MAX_WORKERS 64
+#define MAX_CPUS 1024
 #define MAX_UPLINKS 256
 
 const volatile __u32 open_without_workers = 0; /* pass packets to the kernel while no process serves the sockets */
 const volatile __u32 workers = 1;              /* in use of `pairs` */
 const volatile __u32 pairs[MAX_WORKERS] = {};  /* interface index of the node's end of each worker's pair */
+const volatile __u32 pairs_of_cpus[MAX_CPUS] = {}; /* by CPU: of the worker that takes what this CPU sends; 0: any worker */
 const volatile __u32 passed = 0;               /* mark of a packet that from_worker hands to the node's stack; random */
 const volatile __u32 share = 0;                /* most packets of a port that wait for workers; 0: any number */
 const volatile __u32 offload = 0;              /* forward packets of established connections without a worker */
@@ -157,16 +159,18 @@ static __always_inline int count(__u32 interface, __u32 outcome, int action)
 	return action;
 }
 
-/* Which worker: the same for both directions of a connection. A later fragment may meet another worker than the first:
- * workers share what they know of fragments, too. */
+/* Which worker: that of this CPU, which wakes no other core; or the same for both directions of a connection. A later fragment may meet
+ * another worker than the first: workers share what they know of fragments, too. */
 static __always_inline __u32 pair_of(struct __sk_buff *skb)
 {
 	struct { union { struct iphdr ip4; struct ipv6hdr ip6; }; } head = {};
-	__u32 ports = 0, sum, offset, index;
+	__u32 ports = 0, sum, offset, index = bpf_get_smp_processor_id();
 	__u8 protocol;
 
 	if (workers < 2)
 		return pairs[0];
+	if (index < MAX_CPUS && pairs_of_cpus[index])
+		return pairs_of_cpus[index];
 	if (skb->protocol == bpf_htons(ETH_P_IP)) {
 		if (bpf_skb_load_bytes(skb, ETH_HLEN, &head.ip4, sizeof(head.ip4)))
 			return pairs[0];

@@ -322,12 +322,14 @@ pub enum OnExit {
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Workers {
-    /// Cores, each with one worker pinned to it. Default: one worker, on the last core that the process may use.
+    /// Cores, each with one worker pinned to it. Default: with `offload`, where the process may use all cores, one worker on each
+    /// core, for the packets that this core sends; otherwise one worker, on the last core that the process may use.
     pub cores: Option<Cores>,
     /// How a worker waits for packets.
     pub polling: Polling,
-    /// How long an adaptive worker spins without a packet before it sleeps.
-    pub spin: TimeSpan,
+    /// How long an adaptive worker spins without a packet before it sleeps; up to four times as long while packets come soon after it
+    /// fell asleep. Default: with a worker on each core `"0s"`, otherwise `"50us"`.
+    pub spin: Option<TimeSpan>,
     /// Scheduling priority of the workers.
     pub priority: Priority,
     /// Packets of a queue that one system call sends, on Linux 6.17 and later: 32 to `umem.ring_size`. Earlier kernels
@@ -344,7 +346,7 @@ impl Default for Workers {
         Self {
             cores: None,
             polling: Polling::Adaptive,
-            spin: TimeSpan::microseconds(50),
+            spin: None,
             priority: Priority::Nice,
             send_budget: 1024,
             gso: true,

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
@@ -18,7 +19,7 @@ use penstock_xdp_redirect::{
     TranslatedSources, WaitingArray,
 };
 
-use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping};
+use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan};
 use crate::connections::ClearingJobs;
 use crate::discovery::{HostVeth, HostVethError, Lifetime, Netlink, NetworkState, WorkerPairs};
 use crate::node_path::NodePath;
@@ -64,7 +65,7 @@ pub(super) async fn open_programs(
     config: &Config,
     netlink: &Netlink,
     netstate: &NetworkState,
-    workers: usize,
+    workers: &[CoreId],
     pins: Option<Pins>,
     maps: &SharedMaps,
 ) -> Result<(Programs, NodePath), RunError> {
@@ -86,9 +87,13 @@ pub(super) async fn open_programs(
         let host_veth = HostVeth::create(netlink, &config.host_veth, mtu, lifetime).await.map_err(failed)?;
         return Ok((Programs::Xdp(redirect), NodePath::HostVeth(Box::new(host_veth))));
     }
-    let pairs = WorkerPairs::create(netlink, &config.host_veth, workers, mtu).await.map_err(failed)?;
+    let pairs = WorkerPairs::create(netlink, &config.host_veth, workers.len(), mtu).await.map_err(failed)?;
     let options = TcxOptions {
         pairs: pairs.pairs().iter().map(|pair| pair.node.index).collect(),
+        cpus: match preflight::serves_each_core(config) {
+            true => workers.iter().filter_map(|core| core.0.try_into().ok()).collect(),
+            false => Vec::new(),
+        },
         open_without_workers: config.fail.mode == FailMode::Open,
         pins,
         sources: Some(maps.sources.clone()),
@@ -201,7 +206,7 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
         },
         cores: cores.iter().map(|&core| CoreId(core.into())).collect(),
         polling: match config.workers.polling {
-            Polling::Adaptive => worker::Polling::Adaptive { spin: config.workers.spin.duration() },
+            Polling::Adaptive => worker::Polling::Adaptive { spin: spin(config) },
             Polling::Busy => worker::Polling::Busy,
         },
         priority: match config.workers.priority {
@@ -236,6 +241,15 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
     }
     Ok(dataplane)
 }
+
+/// How long a worker spins at first. One that shares its core with pods leaves it to them.
+fn spin(config: &Config) -> Duration {
+    let default = if preflight::serves_each_core(config) { Duration::ZERO } else { SPIN };
+    config.workers.spin.map_or(default, TimeSpan::duration)
+}
+
+/// The spin time of workers with cores of their own.
+const SPIN: Duration = Duration::from_micros(50);
 
 /// Entries of a ring. A worker's pair carries the packets of all pods: it may fill a third of the frames.
 fn ring_size(config: &Config) -> u32 {

@@ -99,7 +99,7 @@ fn a_program_never_forwards_by_the_path_of_the_entrys_last_connection() {
 /// The same while a program forwards a FIN of the first.
 #[test]
 fn a_late_fin_does_not_close_the_entrys_next_connection() {
-    explore(1, || {
+    explore(2, || {
         let table = shared_table();
         let (old, new) = (flow(&table, 0, 0), flow(&table, 0, 1));
         insert(&table, &old, 1, NOW).unwrap();
