@@ -804,7 +804,10 @@ fn the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns() {
                 change(&mut frame[if packet.v4 { 34 } else { 54 }..]);
                 node.program(packet.from, packet.to, &frame, 0)
             };
-            let others: [(&str, Sent, Change<'_>); 6] = [
+            let data = Sent { payload: 1, ..there };
+            let there = Sent { payload: 0, ..there };
+            let others: [(&str, Sent, Change<'_>); 7] = [
+                ("with data", data, &|_| {}),
                 ("of the answering end", there.back(), &|_| {}),
                 ("another sequence number", there, &|tcp| tcp[7] ^= 1),
                 ("another acknowledgement", there, &|tcp| tcp[11] ^= 1),
@@ -831,6 +834,27 @@ fn the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns() {
             assert_eq!(listed(&node, now).0, "ESTABLISHED", "{there:?}");
         });
     }
+}
+
+#[test]
+fn a_reset_after_a_handshake_that_a_program_completed_closes_by_its_number() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        for (flow, with_data, expected) in [(1, false, "CLOSE"), (2, true, "RESETTING")] {
+            let there = Sent { payload: 0, flow, ..sent(End::A, End::B, true, ACK) };
+            half_open(&mut node, there, now);
+            assert!(node.program(End::A, End::B, &there.frame(), 0).is_some());
+            if with_data {
+                // Workers do not see how much it was.
+                assert!(node.program(End::A, End::B, &Sent { payload: 9, ..there }.frame(), 0).is_some());
+            }
+            let reset = Sent { flags: ACK | 4, ..there }.frame();
+            assert_eq!(node.worker(End::A, &reset, now).0, Verdict::Forward(B));
+            assert_eq!(listed(&node, now).0, expected);
+            node.pipeline.connections().remove_addresses(&[address(End::A, true).into()]);
+        }
+    });
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod figures;
 mod kubectl;
 mod node;
 mod real_cluster;
+mod records;
 mod restarts;
 mod rolling;
 mod services;
@@ -25,7 +26,7 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 24] = [
+const TESTS: [(&str, Test); 25] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
@@ -35,6 +36,7 @@ const TESTS: [(&str, Test); 24] = [
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
     ("workers_translate_and_policy_is_for_the_backend", services::workers_translate_and_policy_is_for_the_backend),
+    ("flow_records_name_pods_and_their_nodes", records::flow_records_name_pods_and_their_nodes),
     ("the_plugin_answers_for_all_nodes", kubectl::the_plugin_answers_for_all_nodes),
     ("the_plugin_waits_until_a_policy_is_in_force", kubectl::the_plugin_waits_until_a_policy_is_in_force),
     ("the_plugin_captures_both_ends_in_one_file", kubectl::the_plugin_captures_both_ends_in_one_file),

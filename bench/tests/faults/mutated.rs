@@ -123,7 +123,9 @@ fn pair_counters(fixture: &Fixture) -> (u64, u64) {
     let redirected = status.ports.iter().filter(|port| port.kind == "pod").map(of).sum();
     let pair = status.ports.iter().find(|port| port.kind == "pair").unwrap();
     let passed: u64 = pair.xdp.iter().filter(|(outcome, _)| *outcome != "redirected").map(|(_, count)| count).sum();
-    let in_the_link = fixture.cluster.node.netlink().tx_dropped("penstock-w0").unwrap();
+    let netlink = fixture.cluster.node.netlink();
+    let pairs = netlink.interface_names().unwrap().into_iter().filter(|name| name.starts_with("penstock-w"));
+    let in_the_link: u64 = pairs.map(|name| netlink.tx_dropped(&name).unwrap()).sum();
     (redirected, pair.total.rx_packets + kernel_lost(pair) + passed + in_the_link)
 }
 

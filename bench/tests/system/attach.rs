@@ -18,7 +18,12 @@ fn changing_attach_between_starts_keeps_policy_and_leaves_nothing_behind() {
     let closed = policy("closed", "pod-1", "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n");
     let mut fixture = Fixture::of(&(pods(3) + &closed), |_, config| config.attach = Attach::Xdp);
     let of_xdp = (vec!["penstock-host".to_owned(), "penstock0".to_owned()], true);
-    let of_tcx = (vec!["penstock-w0".to_owned(), "penstock-x0".to_owned()], false);
+    // A pair for each worker, and each core has one if the process may use them all: so that of the tests.
+    let workers = std::thread::available_parallelism().unwrap().get();
+    let pairs =
+        ["w", "x"].into_iter().flat_map(|end| (0..workers).map(move |worker| format!("penstock-{end}{worker}")));
+    let mut of_tcx = (pairs.collect::<Vec<_>>(), false);
+    of_tcx.0.sort();
     assert_eq!(traces(&fixture), of_xdp);
     for (attach, expected) in [(Attach::Tcx, &of_tcx), (Attach::Xdp, &of_xdp), (Attach::Tcx, &of_tcx)] {
         fixture.kill();

@@ -291,11 +291,15 @@ impl<'t> Conn<'t> {
         State::of(protocol, self.table.current(protocol, place)).map(|state| (state, tracked))
     }
 
-    /// Whether the kernel may have forwarded packets by itself since the last one that a worker did.
+    /// Whether the kernel may have forwarded packets with unknown numbers by itself since the last one that a worker did.
     fn was_forwarded_by_kernel(&self, now: Tick) -> bool {
         // Ticks are coarse: of packets within one it is unknown which was the last. And the programs' clock
         // (CLOCK_MONOTONIC_COARSE) is behind by up to a jiffy, so that theirs may be the tick before.
         self.table.kernel_age(self.slot, now).is_some_and(|age| age <= self.control.tick().age(now) + 1)
+            && !self
+                .table
+                .uses()
+                .is_some_and(|uses| uses[self.slot as usize].is_only_confirmed(self.control.original()))
     }
 
     /// Removes it for an allowed packet that [`Update::Opens`] a new one; insert that one then. False if such a packet

@@ -192,6 +192,13 @@ impl KernelUse {
         is_still() && self.path.compare_exchange(before, after, EXCHANGE, Ordering::Relaxed).is_ok()
     }
 
+    /// Whether programs have forwarded nothing but the end of the handshake, whose numbers workers know: there were a SYN, its
+    /// answer, and this.
+    pub(super) fn is_only_confirmed(&self, original: Orientation) -> bool {
+        let sent = |from: Orientation| self.packets[from as usize].load(Ordering::Relaxed);
+        self.noted().confirmed && [sent(original), sent(original.opposite())] == [2, 1]
+    }
+
     /// The ticks of the last packets that the kernel forwarded, by direction.
     #[inline]
     pub(super) fn ticks(&self) -> impl Iterator<Item = Tick> {

@@ -1,0 +1,69 @@
+//! Flow records of real pods.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use penstock_bench::probe::{self, EchoConnection, Protocol, RetryPolicy};
+use serde_json::Value;
+
+use crate::real_cluster::RealCluster;
+use crate::shell::eventually;
+
+const LIMIT: Duration = Duration::from_secs(60);
+const FILE: &str = "/tmp/flows.jsonl";
+
+/// From one node to the other, and a connection that policy denies.
+const FROM: (&str, usize) = ("lab/guest", 1);
+const TO: (&str, usize) = ("ops/monitor", 0);
+const DENIED_FROM: &str = "lab/builder";
+
+/// Both nodes record a connection between them, with the pods' names and nodes; the sender's node what policy denies.
+pub(crate) fn flow_records_name_pods_and_their_nodes(cluster: &mut RealCluster) -> Result<()> {
+    let settings = format!("[flow_records]\nfile = {FILE:?}\ninterval = \"1s\"");
+    cluster.with_settings(("", &settings), || {
+        let to = cluster.target(TO.0, false);
+        let flow = EchoConnection::open(&cluster.site(FROM.0).namespace, to, 8080, LIMIT)?;
+        let denied = probe::run_one(cluster.site(DENIED_FROM), to, Protocol::Tcp(8080), RetryPolicy::default())?;
+        ensure!(!denied.arrived(), "egress policy of {DENIED_FROM} denies it: {denied}");
+        for node in [FROM.1, TO.1] {
+            eventually(LIMIT, || {
+                flow.wait_for(3, LIMIT)?;
+                let records = records(cluster, node)?;
+                let found =
+                    records.iter().find(|record| record["event"] == "interval" && is_between(record, FROM.0, TO.0));
+                let found = found.with_context(|| format!("no record of the connection: {records:?}"))?;
+                ensure!(found["verdict"] == "allowed" && found["node"] == node_name(node), "{found}");
+                ensure!(
+                    found["from"]["node"] == node_name(FROM.1) && found["to"]["node"] == node_name(TO.1),
+                    "{found}"
+                );
+                ensure!(found["sent"]["packets"].as_u64() > Some(0), "{found}");
+                Ok(())
+            })?;
+        }
+        eventually(LIMIT, || {
+            let records = [records(cluster, 0)?, records(cluster, 1)?].concat();
+            let found =
+                records.iter().find(|record| record["event"] == "denied" && is_between(record, DENIED_FROM, TO.0));
+            let found = found.with_context(|| format!("no record of what was denied: {records:?}"))?;
+            ensure!(found["reason"] == "egress_denied" && found["packets"].as_u64() > Some(0), "{found}");
+            Ok(())
+        })
+    })
+}
+
+fn records(cluster: &RealCluster, node: usize) -> Result<Vec<Value>> {
+    let pod = cluster.penstock_on(node)?;
+    let text = cluster.kubectl(&["-n", "kube-system", "exec", &pod, "-c", "penstock", "--", "cat", FILE])?;
+    // The daemon may be writing the last line.
+    let whole = text.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    whole.lines().map(|line| serde_json::from_str(line).with_context(|| line.to_owned())).collect()
+}
+
+fn is_between(record: &Value, from: &str, to: &str) -> bool {
+    record["from"]["name"] == from && record["to"]["name"] == to
+}
+
+fn node_name(node: usize) -> String {
+    format!("n{}", node + 1)
+}
