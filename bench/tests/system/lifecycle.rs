@@ -108,12 +108,13 @@ fn statistics_on_a_signal_and_at_exit_count_drops_by_reason() {
 }
 
 #[test]
-fn no_other_thread_runs_on_a_workers_core() {
+fn no_other_thread_runs_on_a_core_that_a_worker_has_by_setting() {
     if std::thread::available_parallelism().unwrap().get() < 2 {
         eprintln!("SKIPPED: there is one core");
         return;
     }
-    let fixture = Fixture::of(&pods(1), |_, _| {});
+    let core = core_affinity::get_core_ids().unwrap().last().unwrap().id;
+    let fixture = Fixture::of(&pods(1), |_, config| config.sections += &format!("[workers]\ncores = [{core}]\n"));
     let (mut of_workers, mut of_others, mut others) = (0, 0, 0);
     for task in std::fs::read_dir(format!("/proc/{}/task", fixture.daemon.id())).unwrap().flatten() {
         let status = std::fs::read_to_string(task.path().join("status")).unwrap();

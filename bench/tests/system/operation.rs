@@ -137,7 +137,8 @@ fn status_flows_and_metrics_match_the_packets() {
 
     let status = open.status();
     assert!(status.in_force, "{status:?}");
-    assert!(status.workers.iter().all(|worker| worker.epoch == status.published && worker.busy > 0.0), "{status:?}");
+    assert!(status.workers.iter().all(|worker| worker.epoch == status.published), "{status:?}");
+    assert!(status.workers.iter().any(|worker| worker.busy > 0.0), "{status:?}");
     for name in ["test/pod-0", "test/pod-1"] {
         let pod = pod(&status, name);
         assert!(pod.enforced && pod.published == Some(status.published) && pod.interface.is_some(), "{pod:?}");
