@@ -12,10 +12,11 @@ use crate::shell::eventually;
 const LIMIT: Duration = Duration::from_secs(60);
 const FILE: &str = "/tmp/flows.jsonl";
 
-/// From one node to the other, and a connection that policy denies.
+/// From one node to the other.
 const FROM: (&str, usize) = ("lab/guest", 1);
 const TO: (&str, usize) = ("ops/monitor", 0);
-const DENIED_FROM: &str = "lab/builder";
+/// What egress policy denies.
+const DENIED: (&str, &str, u16) = ("lab/builder", "lab/guest", 9090);
 
 /// Both nodes record a connection between them, with the pods' names and nodes; the sender's node what policy denies.
 pub(crate) fn flow_records_name_pods_and_their_nodes(cluster: &mut RealCluster) -> Result<()> {
@@ -23,8 +24,13 @@ pub(crate) fn flow_records_name_pods_and_their_nodes(cluster: &mut RealCluster) 
     cluster.with_settings(("", &settings), || {
         let to = cluster.target(TO.0, false);
         let flow = EchoConnection::open(&cluster.site(FROM.0).namespace, to, 8080, LIMIT)?;
-        let denied = probe::run_one(cluster.site(DENIED_FROM), to, Protocol::Tcp(8080), RetryPolicy::default())?;
-        ensure!(!denied.arrived(), "egress policy of {DENIED_FROM} denies it: {denied}");
+        let denied = probe::run_one(
+            cluster.site(DENIED.0),
+            cluster.target(DENIED.1, false),
+            Protocol::Tcp(DENIED.2),
+            RetryPolicy::default(),
+        )?;
+        ensure!(!denied.arrived(), "egress policy of {} denies it: {denied}", DENIED.0);
         for node in [FROM.1, TO.1] {
             eventually(LIMIT, || {
                 flow.wait_for(3, LIMIT)?;
@@ -44,7 +50,7 @@ pub(crate) fn flow_records_name_pods_and_their_nodes(cluster: &mut RealCluster) 
         eventually(LIMIT, || {
             let records = [records(cluster, 0)?, records(cluster, 1)?].concat();
             let found =
-                records.iter().find(|record| record["event"] == "denied" && is_between(record, DENIED_FROM, TO.0));
+                records.iter().find(|record| record["event"] == "denied" && is_between(record, DENIED.0, DENIED.1));
             let found = found.with_context(|| format!("no record of what was denied: {records:?}"))?;
             ensure!(found["reason"] == "egress_denied" && found["packets"].as_u64() > Some(0), "{found}");
             Ok(())
