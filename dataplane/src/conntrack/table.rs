@@ -586,7 +586,6 @@ impl ConnTable {
     }
 
     /// What programs have noted of a connection that is in a state in which they forward.
-    #[inline]
     pub(super) fn noted(&self, protocol: Protocol, (slot, control): SlotRef) -> Noted {
         let is_in = |state: TcpState| control.is_in(state as u8);
         match self.uses() {
@@ -599,8 +598,8 @@ impl ConnTable {
     }
 
     /// This control word with the state that the connection is in by now, after what programs have noted. Once both ends have
-    /// sent a FIN, the last acknowledgement is under way.
-    #[inline]
+    /// sent a FIN, the last acknowledgement is under way. Out of line: few packets ask, and inlined it costs all of them.
+    #[inline(never)]
     pub(super) fn current(&self, protocol: Protocol, place: SlotRef) -> ControlWord {
         let control = place.1;
         let state = match self.noted(protocol, place) {
