@@ -47,7 +47,7 @@ pub struct TcxOptions {
     /// By worker: interface index of the node's end of its pair. From 1 to [`MAX_TCX_WORKERS`].
     pub pairs: Vec<u32>,
     /// By worker: the CPU whose packets it gets. Packets that other CPUs send go to the worker that their connection's hash names.
-    pub cpus: Vec<u16>,
+    pub cpus: Vec<usize>,
     /// Whether packets pass to the kernel once the process has ended ([`TcxPrograms::alive`]); otherwise they are dropped.
     pub open_without_workers: bool,
     /// Where links are pinned, so that they outlast the process.
@@ -153,7 +153,7 @@ impl TcxPrograms {
         constants.pairs.iter_mut().zip(&options.pairs).for_each(|(constant, &pair)| *constant = pair);
         for (&cpu, &pair) in options.cpus.iter().zip(options.pairs.iter().take(MAX_TCX_WORKERS)) {
             // Packets of a CPU behind the last go by hash.
-            constants.pairs_of_cpus.get_mut(usize::from(cpu)).into_iter().for_each(|constant| *constant = pair);
+            constants.pairs_of_cpus.get_mut(cpu).into_iter().for_each(|constant| *constant = pair);
         }
         // Not 0, which every packet has that nothing has marked.
         constants.passed = rand::random::<u32>() | 1;

@@ -11,7 +11,8 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nix::sched::{CloneFlags, unshare};
+use nix::sched::{CloneFlags, CpuSet, sched_getaffinity, sched_setaffinity, unshare};
+use nix::unistd::Pid;
 use penstock_xdp_redirect::{
     Entrances, Interface, PinnedProgram, Pins, PodVeth, ServedPort, TcxOptions, TcxPrograms, WaitingArray, WorkerPair,
     XdpOutcome,
@@ -182,8 +183,9 @@ impl Node {
         ip("link set dev px0 up");
         ip("addr add 10.0.0.254/32 dev lo");
         let pair = Interface::by_name("pn0").unwrap();
-        let options = TcxOptions { pairs: vec![pair.index], ..options };
-        let programs = TcxPrograms::load(&options, None).unwrap();
+        // Its pair is the first worker's.
+        let pairs = [&[pair.index], options.pairs.as_slice()].concat();
+        let programs = TcxPrograms::load(&TcxOptions { pairs, ..options }, None).unwrap();
         let attached = programs.attach_worker(&pair).unwrap();
         let pods = [1, 2].map(|number| {
             let pod = Pod::new(number);
@@ -338,6 +340,42 @@ fn a_pod_sends_no_more_than_its_share_until_a_worker_has_received_some_and_other
         send(0, 5);
         expect(&node.veths[0], XdpOutcome::Redirected, 9);
         expect(&node.veths[0], XdpOutcome::ShareUsed, 4);
+    });
+}
+
+#[test]
+fn what_a_cpu_sends_goes_to_its_own_worker_whatever_the_connection() {
+    let usable = sched_getaffinity(Pid::from_raw(0)).unwrap();
+    let cpus: Vec<usize> = (0..CpuSet::count()).filter(|&cpu| usable.is_set(cpu).unwrap()).take(2).collect();
+    if cpus.len() < 2 {
+        eprintln!("SKIPPED: there is one core");
+        return;
+    }
+    in_namespace(|| {
+        ip("link add name pn1 type veth peer name px1");
+        ip("link set dev pn1 up");
+        ip("link set dev px1 up");
+        let pairs = vec![Interface::by_name("pn1").unwrap().index];
+        let node = Node::with(TcxOptions { pairs, cpus: cpus.clone(), ..TcxOptions::default() });
+        let second = Raw::open("px1");
+        const CONNECTIONS: u16 = 16;
+        for (&cpu, own, other) in [(&cpus[0], &node.worker, &second), (&cpus[1], &second, &node.worker)] {
+            for (pod, peer) in [(0, 1), (1, 0)] {
+                let (from, to) = (node.pods[pod].address(), node.pods[peer].address());
+                node.pods[pod].run(move || {
+                    let mut only = CpuSet::new();
+                    only.set(cpu).unwrap();
+                    sched_setaffinity(Pid::from_raw(0), &only).unwrap();
+                    let socket = udp(from);
+                    for port in 0..CONNECTIONS {
+                        socket.send_to(b"hello", SocketAddr::new(to, 5000 + port)).unwrap();
+                    }
+                });
+                let received = (0..CONNECTIONS).filter(|_| own.next().is_some()).count();
+                assert_eq!(received, usize::from(CONNECTIONS), "from CPU {cpu}");
+                assert!(other.next().is_none(), "from CPU {cpu}");
+            }
+        }
     });
 }
 

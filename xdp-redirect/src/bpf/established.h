@@ -166,8 +166,8 @@ static __always_inline int is_certain(const struct packet *packet, __u32 slot, _
 	return entry && ((now - (__u32)entry->tracking[0]) & TICK_MASK) < STREAM;
 }
 
-/* Whether a connection has completed its handshake, or this packet does: the opener's segment without data, with the numbers that both SYNs
- * have announced. */
+/* Whether a connection has completed its handshake, or this packet does: the opener's segment without data, with the numbers
+ * that both SYNs have announced. */
 static __always_inline int is_confirmed(const struct packet *packet, __u32 slot, __u64 control, __u64 path)
 {
 	const __u32 direction = packet->direction & 1;
@@ -176,8 +176,8 @@ static __always_inline int is_confirmed(const struct packet *packet, __u32 slot,
 	if (packet->protocol != IPPROTO_TCP || STATE(control) == TCP_ESTABLISHED || path & CONFIRMED)
 		return 1;
 	entry = entry_at(slot);
-	return entry && direction == ORIGINAL(control) && packet->length == packet->headers && packet->sequence == (__u32)entry->tracking[direction] &&
-	       packet->acknowledged == (__u32)entry->tracking[!direction];
+	return entry && direction == ORIGINAL(control) && packet->length == packet->headers &&
+	       packet->sequence == (__u32)entry->tracking[direction] && packet->acknowledged == (__u32)entry->tracking[!direction];
 }
 
 /* What workers must know of this packet, as the path has it afterwards. */

@@ -91,7 +91,7 @@ pub(super) async fn open_programs(
     let options = TcxOptions {
         pairs: pairs.pairs().iter().map(|pair| pair.node.index).collect(),
         cpus: match preflight::serves_each_core(config) {
-            true => workers.iter().filter_map(|core| core.0.try_into().ok()).collect(),
+            true => workers.iter().map(|core| core.0).collect(),
             false => Vec::new(),
         },
         open_without_workers: config.fail.mode == FailMode::Open,
