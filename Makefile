@@ -90,8 +90,8 @@ image: build ## The container image that the DaemonSet runs, from the binary in 
 test-cluster: build ## Penstock in a real cluster of two nodes on this machine   (Kubernetes is built once, then kept)
 	@./scripts/setup $(CLUSTER_PACKAGES)
 	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
-	programs=$$(./scripts/kubernetes $(KUBERNETES)) && \
-		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
+	programs=$$(./scripts/kubernetes $(KUBERNETES)) && helm=$$(./scripts/helm) && \
+		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images PENSTOCK_HELM=$$helm \
 		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored
 
 .PHONY: bench-cluster
@@ -103,7 +103,7 @@ bench-cluster: build ## Round trips, throughput and new connections in that clus
 		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored --nocapture
 
 .PHONY: manifests-check
-manifests-check: setup ## The manifests of configs/kubernetes: built by kubectl, then accepted by an API server
+manifests-check: setup ## The manifests and the chart of configs/kubernetes: built by kubectl and Helm, accepted by an API server
 	@./scripts/manifests-check
 
 .PHONY: lint

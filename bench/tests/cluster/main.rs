@@ -26,7 +26,7 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 25] = [
+const TESTS: [(&str, Test); 26] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
@@ -57,6 +57,7 @@ const TESTS: [(&str, Test); 25] = [
     ("policy_is_in_force_after_a_restart_without_api_server", restarts::policy_is_in_force_without_api_server),
     ("a_wrong_configuration_leaves_the_last_good_one", restarts::a_wrong_configuration_leaves_the_last_good_one),
     ("removed_and_installed_again", uninstall::removed_and_installed_again),
+    ("helm_installs_changes_and_removes", uninstall::helm_installs_changes_and_removes),
     ("nothing_is_left_on_a_node_after_uninstall", uninstall::nothing_is_left_on_a_node),
 ];
 

@@ -1,6 +1,9 @@
-//! Penstock is taken away from the cluster.
+//! Penstock is taken away from the cluster, and comes back: by kubectl and by Helm.
 
-use anyhow::{Result, ensure};
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
 use crate::real_cluster::RealCluster;
 use crate::whole::expect_reached;
@@ -40,5 +43,40 @@ pub(crate) fn nothing_is_left_on_a_node(cluster: &mut RealCluster) -> Result<()>
         let links = crate::shell::output(node.namespace.command("ip").args(["-o", "link"]))?;
         ensure!(!links.contains("penstock") && !links.contains("xdp"), "{links}");
     }
+    cluster.install()
+}
+
+/// The chart in place of the kustomization, as docs/install/cluster.md says it.
+pub(crate) fn helm_installs_changes_and_removes(cluster: &mut RealCluster) -> Result<()> {
+    remove(cluster)?;
+    let program =
+        std::env::var_os("PENSTOCK_HELM").context("PENSTOCK_HELM is not set: run it by `make test-cluster`")?;
+    let chart = cluster.manifests("install", "")?;
+    let helm = |arguments: &[&str]| {
+        let mut command = cluster.plane.kubectl_plugin(Path::new(&program));
+        crate::shell::output(command.args(arguments).args(["--namespace", "kube-system", "--timeout", "180s"]))
+    };
+    let rolled_out = |name: &str| {
+        cluster.kubectl(&["-n", "kube-system", "rollout", "status", &format!("daemonset/{name}"), "--timeout=120s"])
+    };
+    helm(&["install", "penstock", &chart, "--wait"])?;
+    cluster.wait_for_penstock()?;
+    expect_reached(cluster, "lab/guest", "shop/api", 8080, false)?;
+
+    let configuration = std::fs::read_to_string(Path::new(&chart).join("penstock.toml"))?;
+    let changed = Path::new(&chart).join("changed.toml");
+    std::fs::write(&changed, format!("{configuration}\n[services]\nenabled = true\n"))?;
+    let file = format!("config={}", changed.display());
+    helm(&["upgrade", "penstock", &chart, "--set-file", &file, "--wait"])?;
+    rolled_out("penstock")?;
+    cluster.wait_for_penstock()?;
+    let status: Value = serde_json::from_str(&cluster.penstock(0, &["status", "--json"])?)?;
+    ensure!(status["services"].is_object(), "the changed configuration is not in force: {status}");
+    expect_reached(cluster, "lab/guest", "shop/api", 8080, false)?;
+
+    helm(&["upgrade", "penstock", &chart, "--reuse-values", "--set", "uninstall=true"])?;
+    rolled_out("penstock-uninstall")?;
+    helm(&["uninstall", "penstock", "--wait"])?;
+    expect_reached(cluster, "lab/guest", "shop/api", 8080, true)?;
     cluster.install()
 }

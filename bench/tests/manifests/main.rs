@@ -1,5 +1,8 @@
 //! The shipped manifests: each field exists in its type, no right is unnecessary, and `penstock run` accepts their
-//! configuration. A real API server validates them too if `KUBEBUILDER_ASSETS` names its directory.
+//! configuration. A real API server validates them too if `KUBEBUILDER_ASSETS` names its directory. The Helm chart gives the same
+//! objects.
+
+mod chart;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -43,6 +46,11 @@ fn objects_of(directory: &Path, files: &[&str]) -> Vec<Value> {
             files.iter().map(read).collect::<Vec<_>>().join("\n---\n")
         }
     };
+    documents(&text)
+}
+
+/// The objects of a file of several YAML documents.
+fn documents(text: &str) -> Vec<Value> {
     text.split("\n---\n").map(|document| serde_saphyr::from_str(document).unwrap()).collect()
 }
 
@@ -335,18 +343,21 @@ fn an_api_server_accepts_all_manifests() {
         // It does not know these kinds; another test checks their fields.
         return;
     }
-    for object in objects().into_iter().chain(uninstall()) {
+    for object in objects().into_iter().chain(uninstall()).chain(chart::every_form()) {
         let url = match object["kind"].as_str().unwrap() {
             "ServiceAccount" => "/api/v1/namespaces/kube-system/serviceaccounts",
             "ConfigMap" => "/api/v1/namespaces/kube-system/configmaps",
             "DaemonSet" => "/apis/apps/v1/namespaces/kube-system/daemonsets",
-            // Both were applied when the server started.
-            "ClusterRole" | "ClusterRoleBinding" => continue,
+            "Role" => "/apis/rbac.authorization.k8s.io/v1/namespaces/kube-system/roles",
+            "RoleBinding" => "/apis/rbac.authorization.k8s.io/v1/namespaces/kube-system/rolebindings",
+            "ClusterRole" => "/apis/rbac.authorization.k8s.io/v1/clusterroles",
+            "ClusterRoleBinding" => "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings",
             other => panic!("a {other} is not expected here"),
         };
         let url = format!("{url}?dryRun=All");
         match server.admin().call(Method::POST, &url, &object) {
             Ok(taken) => assert_eq!(taken["kind"], object["kind"]),
+            // Some were applied when the server started.
             Err(error) => assert!(format!("{error:#}").contains("AlreadyExists"), "{}: {error:#}", object["kind"]),
         }
     }
@@ -367,6 +378,21 @@ fn apply(operation: &Value, to: &mut Value) {
     }
 }
 
+/// Changes a DaemonSet as a component of the kustomization does.
+fn with_component(component: &str, mut daemon_set: Value) -> Value {
+    let file = directory().join(component).join("kustomization.yaml");
+    let kustomization: Value = serde_saphyr::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+    for patch in kustomization["patches"].as_array().unwrap() {
+        assert_eq!(
+            (&patch["target"]["kind"], &patch["target"]["name"]),
+            (&daemon_set["kind"], &daemon_set["metadata"]["name"])
+        );
+        let operations: Vec<Value> = serde_saphyr::from_str(patch["patch"].as_str().unwrap()).unwrap();
+        operations.iter().for_each(|operation| apply(operation, &mut daemon_set));
+    }
+    daemon_set
+}
+
 #[test]
 fn each_component_changes_what_is_there_and_gives_a_valid_daemon_set() {
     for (component, at, expected) in [
@@ -374,18 +400,8 @@ fn each_component_changes_what_is_there_and_gives_a_valid_daemon_set() {
         ("surge", "/spec/template/spec/containers/0/readinessProbe/exec/command", "[\"penstock\",\"ready\"]"),
         ("surge", "/spec/template/spec/containers/0/args/3", "\"--take-over\""),
     ] {
-        let file = directory().join(component).join("kustomization.yaml");
-        let kustomization: Value = serde_saphyr::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
         let daemon_set = std::fs::read_to_string(directory().join("daemonset.yaml")).unwrap();
-        let mut daemon_set: Value = serde_saphyr::from_str(&daemon_set).unwrap();
-        for patch in kustomization["patches"].as_array().unwrap() {
-            assert_eq!(
-                (&patch["target"]["kind"], &patch["target"]["name"]),
-                (&daemon_set["kind"], &daemon_set["metadata"]["name"])
-            );
-            let operations: Vec<Value> = serde_saphyr::from_str(patch["patch"].as_str().unwrap()).unwrap();
-            operations.iter().for_each(|operation| apply(operation, &mut daemon_set));
-        }
+        let daemon_set = with_component(component, serde_saphyr::from_str(&daemon_set).unwrap());
         assert_eq!(daemon_set.pointer(at).map(Value::to_string).as_deref(), Some(expected), "{component}");
         typed::<DaemonSet>(&daemon_set);
     }
