@@ -26,13 +26,15 @@ pub struct FlowRecords {
     /// 100000. More are only counted.
     #[schemars(range(min = *DENIED.start(), max = *DENIED.end()))]
     pub denied_each_second: u32,
-    /// The OpenTelemetry collector that records are sent to as logs, by OTLP over HTTP: `http://` or `https://`, host and
-    /// port, and a path if it is not `/v1/logs`; or `"off"`.
+    /// The OpenTelemetry collector that records are sent to as logs by OTLP: `http://` or `https://`, host and port, and over
+    /// HTTP a path if it is not `/v1/logs`; or `"off"`.
     pub otlp: OtlpEndpoint,
+    /// OTLP over HTTP, for which collectors have port 4318, or over gRPC, 4317: `"http/protobuf"` or `"grpc"`.
+    pub otlp_protocol: OtlpProtocol,
     /// A file of PEM certificates that the collector's is checked against. Default: those that the system trusts.
     pub otlp_ca_file: Option<PathBuf>,
-    /// A file of HTTP headers that are sent along, one `Name: value` a line, such as `Authorization`. It is read at the
-    /// start.
+    /// A file of HTTP headers, or gRPC metadata, that are sent along, one `Name: value` a line, such as `Authorization`. It is
+    /// read at the start.
     pub otlp_headers_file: Option<PathBuf>,
 }
 
@@ -54,6 +56,7 @@ impl Default for FlowRecords {
             interval: TimeSpan::microseconds(60_000_000),
             denied_each_second: 1000,
             otlp: OtlpEndpoint::default(),
+            otlp_protocol: OtlpProtocol::default(),
             otlp_ca_file: None,
             otlp_headers_file: None,
         }
@@ -63,7 +66,17 @@ impl Default for FlowRecords {
 impl FlowRecords {
     /// Whether there are any.
     pub fn is_on(&self) -> bool {
-        self.file.path().is_some() || self.otlp.url().is_some()
+        self.file.path().is_some() || self.otlp.0.is_some()
+    }
+
+    /// Where logs are sent to, as the protocol needs it; unless it is off.
+    pub fn otlp_url(&self) -> Option<String> {
+        let CollectorUrl { base, path } = self.otlp.0.as_ref()?;
+        Some(match self.otlp_protocol {
+            // As in the specification of the exporters (OTEL_EXPORTER_OTLP_ENDPOINT): a base URL gets the path of the signal.
+            OtlpProtocol::HttpProtobuf => format!("{base}{}", path.as_deref().unwrap_or("/v1/logs")),
+            OtlpProtocol::Grpc => base.clone(),
+        })
     }
 
     /// How many ended connections may wait for their records.
@@ -93,15 +106,33 @@ impl FlowRecords {
         if !DENIED.contains(&self.denied_each_second) {
             return Some(("denied_each_second", invalid!("out of range; set {} to {}", DENIED.start(), DENIED.end())));
         }
-        match (self.otlp.url(), &self.otlp_ca_file, &self.otlp_headers_file) {
+        match (&self.otlp.0, &self.otlp_ca_file, &self.otlp_headers_file) {
             (None, Some(_), _) => without_collector("otlp_ca_file"),
             (None, None, Some(_)) => without_collector("otlp_headers_file"),
-            (Some(url), Some(_), _) if url.starts_with("http:") => {
+            (None, None, None) if self.otlp_protocol != OtlpProtocol::default() => without_collector("otlp_protocol"),
+            (Some(url), Some(_), _) if url.base.starts_with("http:") => {
                 Some(("otlp_ca_file", invalid!("http:// has no certificates; set flow_records.otlp to https://")))
             }
+            (Some(CollectorUrl { path: Some(path), .. }), ..) if self.otlp_protocol == OtlpProtocol::Grpc => Some((
+                "otlp",
+                invalid!("gRPC has no path {path}; set host and port alone, such as http://collector.example:4317"),
+            )),
             _ => None,
         }
     }
+}
+
+/// The protocol to a collector, named as by OTEL_EXPORTER_OTLP_PROTOCOL
+/// (<https://opentelemetry.io/docs/specs/otel/protocol/exporter/>).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
+pub enum OtlpProtocol {
+    /// Requests with protobuf by HTTP/1.1.
+    #[default]
+    #[serde(rename = "http/protobuf")]
+    HttpProtobuf,
+    /// gRPC.
+    #[serde(rename = "grpc")]
+    Grpc,
 }
 
 /// A file of records, or `"off"`.
@@ -144,18 +175,21 @@ impl TryFrom<String> for RecordsFile {
 /// The URL of a collector, or `"off"`.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize)]
 #[serde(try_from = "String")]
-pub struct OtlpEndpoint(Option<String>);
+pub struct OtlpEndpoint(Option<CollectorUrl>);
 
-impl OtlpEndpoint {
-    /// Where logs are sent to, with the path; unless it is off.
-    pub fn url(&self) -> Option<&str> {
-        self.0.as_deref()
-    }
+/// Scheme, host and port; and the path, if one is given.
+#[derive(Clone, PartialEq, Eq, Debug)]
+struct CollectorUrl {
+    base: String,
+    path: Option<String>,
 }
 
 impl fmt::Display for OtlpEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.url().unwrap_or("off"))
+        match &self.0 {
+            None => f.write_str("off"),
+            Some(CollectorUrl { base, path }) => write!(f, "{base}{}", path.as_deref().unwrap_or_default()),
+        }
     }
 }
 
@@ -176,10 +210,9 @@ impl TryFrom<String> for OtlpEndpoint {
         if authority.host().is_empty() || authority.as_str().contains('@') || uri.query().is_some() {
             return Err(wrong());
         }
-        // As in the specification of the exporters (OTEL_EXPORTER_OTLP_ENDPOINT): a base URL gets the path of the signal.
-        let path = uri.path().trim_end_matches('/');
-        let path = if path.is_empty() { "/v1/logs" } else { path };
-        Ok(Self(Some(format!("{}://{authority}{path}", uri.scheme_str().unwrap_or("http")))))
+        let path = Some(uri.path().trim_end_matches('/')).filter(|path| !path.is_empty());
+        let base = format!("{}://{authority}", uri.scheme_str().unwrap_or("http"));
+        Ok(Self(Some(CollectorUrl { base, path: path.map(str::to_owned) })))
     }
 }
 
@@ -208,8 +241,10 @@ mod tests {
             ("http://[fd00::1]:4318/otlp/logs", "http://[fd00::1]:4318/otlp/logs"),
         ] {
             let read = read(&format!("otlp = \"{given}\"")).unwrap();
-            assert_eq!((read.otlp.url(), read.is_on()), (Some(expected), true), "{given}");
+            assert_eq!((read.otlp_url().as_deref(), read.is_on()), (Some(expected), true), "{given}");
         }
+        let grpc = read("otlp = \"https://collector:4317/\"\notlp_protocol = \"grpc\"").unwrap();
+        assert_eq!(grpc.otlp_url().as_deref(), Some("https://collector:4317"));
     }
 
     #[test]
@@ -228,6 +263,9 @@ mod tests {
             ("otlp_ca_file = \"ca.pem\"", ["flow_records.otlp_ca_file", "set flow_records.otlp"]),
             ("otlp_headers_file = \"h\"", ["flow_records.otlp_headers_file", "set flow_records.otlp"]),
             ("otlp = \"http://c\"\notlp_ca_file = \"ca.pem\"", ["flow_records.otlp_ca_file", "https://"]),
+            ("otlp = \"http://c\"\notlp_protocol = \"ipfix\"", ["otlp_protocol", "http/protobuf"]),
+            ("otlp_protocol = \"grpc\"", ["flow_records.otlp_protocol", "set flow_records.otlp"]),
+            ("otlp = \"http://c/v1/logs\"\notlp_protocol = \"grpc\"", ["/v1/logs", "http://collector.example:4317"]),
             ("protocol = \"ipfix\"", ["protocol", "unknown"]),
         ] {
             let error = read(section).unwrap_err();

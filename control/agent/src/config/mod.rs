@@ -25,7 +25,7 @@ use penstock_sources::{FollowedKinds, Location};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use flow_records::{FlowRecords, OtlpEndpoint, RecordsFile};
+pub use flow_records::{FlowRecords, OtlpEndpoint, OtlpProtocol, RecordsFile};
 pub use layers::{ConfigLayers, LoadedConfig, changed_keys};
 pub use network::{Encapsulation, FromPods, HostVeth, Xdp, XdpMode};
 pub use operation::{Admin, Capture, FaultInjection, Metrics, MetricsAddress, SocketPath, VerdictLog, VerdictOutput};

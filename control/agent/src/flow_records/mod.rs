@@ -119,7 +119,7 @@ impl Sinks {
         let open = |path| RotatingFile::open(path, settings.file_size.bytes(), settings.files, counters.file.clone());
         let file = settings.file.path().map(open).transpose()?.and_then(writer);
         let otlp = OtlpSender::start(settings, config.node.as_str(), &counters.otlp)?;
-        let wanted = [settings.file.path().is_some(), settings.otlp.url().is_some()];
+        let wanted = [settings.file.path().is_some(), settings.otlp_url().is_some()];
         Ok(Some(Self { counters, file, otlp, wanted }))
     }
 

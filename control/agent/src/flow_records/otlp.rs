@@ -1,40 +1,39 @@
-//! Records as OpenTelemetry logs, to a collector by OTLP over HTTP.
+//! Records as OpenTelemetry logs, to a collector by OTLP over HTTP or gRPC.
 //!
-//! A thread of its own sends them with the exporter of `opentelemetry-otlp`, which retries what the specification says. A
-//! collector that is away longer is tried again, with the same batch, while the queue behind it fills; what does not fit is
+//! A thread of its own sends them. A collector that is away is tried again, with the same batch, while the queue behind it fills; what does not fit is
 //! lost and counted. The SDK's batch processor counts what it loses nowhere, so the queue is here.
+
+mod grpc;
+mod http;
+mod log;
 
 use std::collections::HashMap;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
-use http::{HeaderName, HeaderValue, StatusCode};
-use http_body_util::{BodyExt, Full, Limited};
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::client::legacy::Client;
-use hyper_util::client::legacy::connect::HttpConnector;
-use hyper_util::rt::TokioExecutor;
-use opentelemetry::logs::{AnyValue, LogRecord as _, Logger as _, LoggerProvider as _, Severity};
+use ::http::{HeaderName, HeaderValue};
+use opentelemetry::logs::{Logger as _, LoggerProvider as _};
 use opentelemetry::{InstrumentationScope, KeyValue};
-use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response};
-use opentelemetry_otlp::{ExporterBuildError, LogExporter, Protocol, WithExportConfig, WithHttpConfig};
+use opentelemetry_otlp::ExporterBuildError;
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
-use opentelemetry_sdk::logs::{LogBatch, LogExporter as _, LogProcessor, SdkLogRecord, SdkLogger, SdkLoggerProvider};
+use opentelemetry_sdk::logs::{LogBatch, LogProcessor, SdkLogRecord, SdkLogger, SdkLoggerProvider};
 use penstock_privileges as privileges;
+use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
-use rustls::{ClientConfig, RootCertStore};
+use tokio::runtime;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-use super::record::{FlowEvent, FlowRecord, RecordedEnd};
-use crate::config;
+use self::grpc::GrpcExporter;
+use self::http::HttpExporter;
+use super::record::FlowRecord;
+use crate::config::{self, OtlpProtocol};
 
 /// Batches that wait for the collector, of a portion of records each.
 const WAITING: usize = 64;
@@ -44,8 +43,6 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 const AGAIN: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
 /// How long the end waits for what is queued.
 const FLUSH: Duration = Duration::from_secs(1);
-/// The most that is read of an answer.
-const LONGEST_ANSWER: usize = 1 << 20;
 
 /// The collector's settings cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +70,54 @@ pub(crate) enum OtlpError {
     /// The exporter has.
     #[error("flow_records.otlp: {0}; set the URL of a collector, or \"off\"")]
     Exporter(#[from] ExporterBuildError),
+    /// The gRPC client has.
+    #[error("flow_records.otlp: {0}; set the URL of a collector, or \"off\"")]
+    Grpc(#[from] tonic::transport::Error),
+    /// There is no runtime to send in.
+    #[error("flow_records.otlp: cannot start what sends records ({0}); the limit of open files may be too low")]
+    Runtime(io::Error),
+}
+
+impl OtlpError {
+    /// A file of certificates cannot be used.
+    fn certificates(path: &Path, why: String) -> Self {
+        Self::File { key: "otlp_ca_file", path: path.to_owned(), why, remedy: "name a file of PEM certificates" }
+    }
+}
+
+/// A batch was not taken.
+struct NotTaken {
+    why: String,
+    /// Whether it would not be taken another time, either.
+    is_final: bool,
+}
+
+/// The collector, by the protocol that is set.
+enum Collector {
+    Http(HttpExporter),
+    Grpc(GrpcExporter),
+}
+
+impl Collector {
+    /// To be called in the runtime that sends; `None` if no collector is set.
+    fn new(settings: &config::FlowRecords, node: &str) -> Result<Option<Self>, OtlpError> {
+        let Some(url) = settings.otlp_url() else { return Ok(None) };
+        let (ca_file, headers_file) = (settings.otlp_ca_file.as_deref(), settings.otlp_headers_file.as_ref());
+        let headers = headers_file.map(|path| headers(path)).transpose()?.unwrap_or_default();
+        let resource = resource(node);
+        Ok(Some(match settings.otlp_protocol {
+            OtlpProtocol::HttpProtobuf => Self::Http(HttpExporter::new(&url, ca_file, headers, &resource)?),
+            OtlpProtocol::Grpc => Self::Grpc(GrpcExporter::new(&url, ca_file, (headers_file, headers), &resource)?),
+        }))
+    }
+
+    /// Sends a batch. Returns how many of its records the collector has rejected, as far as it says so.
+    async fn export(&self, batch: LogBatch<'_>) -> Result<u64, NotTaken> {
+        match self {
+            Self::Http(exporter) => exporter.export(batch).await.map(|()| 0),
+            Self::Grpc(exporter) => exporter.export(batch).await,
+        }
+    }
 }
 
 /// The sending end. Dropping it waits up to a second until all is sent.
@@ -84,11 +129,9 @@ pub(super) struct OtlpSender {
 
 /// The thread's part.
 struct Sending {
-    exporter: LogExporter,
+    collector: Collector,
     logger: SdkLogger,
     made: Arc<Mutex<Vec<(SdkLogRecord, InstrumentationScope)>>>,
-    /// The collector's last answer; 0 if there was none.
-    status: Arc<AtomicU16>,
     lost: Arc<AtomicU64>,
     stops: Arc<AtomicBool>,
 }
@@ -101,41 +144,24 @@ impl OtlpSender {
         node: &str,
         lost: &Arc<AtomicU64>,
     ) -> Result<Option<Self>, OtlpError> {
-        let Some(url) = settings.otlp.url() else { return Ok(None) };
-        let status = Arc::<AtomicU16>::default();
-        let client = CollectorClient::new(settings.otlp_ca_file.as_deref(), url, status.clone())?;
-        let headers = settings.otlp_headers_file.as_deref().map(headers).transpose()?.unwrap_or_default();
-        let mut exporter = LogExporter::builder()
-            .with_http()
-            .with_http_client(client)
-            .with_endpoint(url)
-            .with_protocol(Protocol::HttpBinary)
-            .with_headers(headers)
-            .with_timeout(TIMEOUT)
-            .build()?;
-        exporter.set_resource(&resource(node));
+        if settings.otlp_url().is_none() {
+            return Ok(None);
+        }
+        let runtime = runtime::Builder::new_current_thread().enable_all().build().map_err(OtlpError::Runtime)?;
+        let inside = runtime.enter();
+        let Some(collector) = Collector::new(settings, node)? else { return Ok(None) };
+        drop(inside);
         let made = Arc::<Mutex<Vec<_>>>::default();
         let provider = SdkLoggerProvider::builder().with_log_processor(Kept(made.clone())).build();
         let stops = Arc::<AtomicBool>::default();
-        let sending = Sending {
-            exporter,
-            logger: provider.logger("penstock"),
-            made,
-            status,
-            lost: lost.clone(),
-            stops: stops.clone(),
-        };
+        let sending =
+            Sending { collector, logger: provider.logger("penstock"), made, lost: lost.clone(), stops: stops.clone() };
         let (batches, receiver) = channel(WAITING);
         let thread = thread::Builder::new().name("flow-otlp".to_owned()).spawn(move || {
             privileges::drop_all();
             // The logger's records go to its provider.
             let _provider = provider;
-            match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-                Ok(runtime) => runtime.block_on(sending.run(receiver)),
-                Err(error) => {
-                    tracing::error!(%error, "cannot start the thread that sends records to flow_records.otlp")
-                }
-            }
+            runtime.block_on(sending.run(receiver));
         });
         match thread {
             Ok(thread) => Ok(Some(Self { batches: Some(batches), stops, thread })),
@@ -168,7 +194,9 @@ impl Sending {
         let mut fails = false;
         while let Some(records) = batches.recv().await {
             for record in &records {
-                self.logger.emit(self.log_record(record));
+                let mut log = self.logger.create_log_record();
+                log::fill_in(&mut log, record);
+                self.logger.emit(log);
             }
             let made = std::mem::take(&mut *self.made.lock().unwrap_or_else(PoisonError::into_inner));
             let batch: Vec<_> = made.iter().map(|(record, scope)| (record, scope)).collect();
@@ -181,60 +209,28 @@ impl Sending {
     async fn deliver(&self, batch: &[(&SdkLogRecord, &InstrumentationScope)], fails: &mut bool) {
         let mut wait = AGAIN.0;
         loop {
-            self.status.store(0, Ordering::Relaxed);
-            let sent = self.exporter.export(LogBatch::new(batch)).await;
+            let sent = self.collector.export(LogBatch::new(batch)).await;
             let failed_before = std::mem::replace(fails, sent.is_err());
-            let Err(error) = sent else {
-                if failed_before {
-                    tracing::info!("flow_records.otlp: the collector takes records again");
+            let NotTaken { why, is_final } = match sent {
+                Err(not_taken) => not_taken,
+                Ok(rejected) => {
+                    if failed_before {
+                        tracing::info!("flow_records.otlp: the collector takes records again");
+                    }
+                    self.lost.fetch_add(rejected, Ordering::Relaxed);
+                    return;
                 }
-                return;
             };
             if !failed_before {
-                tracing::error!(%error, "cannot send records to flow_records.otlp; those that do not fit the queue are lost");
+                tracing::error!(error = %why, "cannot send records to flow_records.otlp; those that do not fit the queue are lost");
             }
-            if self.stops.load(Ordering::Relaxed) || self.is_refused() {
+            if self.stops.load(Ordering::Relaxed) || is_final {
                 self.lost.fetch_add(batch.len() as u64, Ordering::Relaxed);
                 return;
             }
             tokio::time::sleep(wait).await;
             wait = (2 * wait).min(AGAIN.1);
         }
-    }
-
-    /// Whether the collector's answer would be the same another time
-    /// (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-response>).
-    fn is_refused(&self) -> bool {
-        let status = StatusCode::from_u16(self.status.load(Ordering::Relaxed));
-        status.is_ok_and(|status| {
-            let may_pass = [
-                StatusCode::TOO_MANY_REQUESTS,
-                StatusCode::BAD_GATEWAY,
-                StatusCode::SERVICE_UNAVAILABLE,
-                StatusCode::GATEWAY_TIMEOUT,
-            ];
-            !status.is_success() && !may_pass.contains(&status)
-        })
-    }
-
-    fn log_record(&self, record: &FlowRecord) -> SdkLogRecord {
-        let mut log = self.logger.create_log_record();
-        log.set_event_name(match record.event {
-            FlowEvent::End => "penstock.flow.end",
-            FlowEvent::Interval => "penstock.flow.interval",
-            FlowEvent::Denied => "penstock.flow.denied",
-        });
-        let (severity, text) = match record.event {
-            FlowEvent::Denied => (Severity::Warn, "WARN"),
-            FlowEvent::End | FlowEvent::Interval => (Severity::Info, "INFO"),
-        };
-        log.set_severity_number(severity);
-        log.set_severity_text(text);
-        log.set_timestamp(record.last.into());
-        log.set_observed_timestamp(record.time.into());
-        log.set_body(AnyValue::from(body(record)));
-        log.add_attributes(attributes(record));
-        log
     }
 }
 
@@ -267,73 +263,6 @@ fn resource(node: &str) -> Resource {
         .build()
 }
 
-fn body(record: &FlowRecord) -> String {
-    let name = |end: &RecordedEnd| match &end.identity {
-        Some(identity) => identity.name.clone(),
-        None => end.address.to_string(),
-    };
-    let FlowRecord { protocol, from, to, .. } = record;
-    let what = record.ended.or(record.reason).or(record.state).unwrap_or_default();
-    format!("{protocol} {} to {} port {}: {what}", name(from), name(to), to.port)
-}
-
-/// The record's fields, by the names of the semantic conventions where there are such
-/// (<https://opentelemetry.io/docs/specs/semconv/registry/attributes/>).
-fn attributes(record: &FlowRecord) -> Vec<(String, AnyValue)> {
-    let mut all: Vec<(String, AnyValue)> = Vec::with_capacity(48);
-    let mut add = |name: &str, value: Option<AnyValue>| {
-        all.extend(value.map(|value| (name.to_owned(), value)));
-    };
-    let text = |text: &str| Some(AnyValue::from(text.to_owned()));
-    let some_text = |text: Option<&str>| text.map(|text| AnyValue::from(text.to_owned()));
-    let number = |number: u64| Some(AnyValue::from(i64::try_from(number).unwrap_or(i64::MAX)));
-    add("network.transport", text(&record.protocol.to_lowercase()));
-    add("network.type", text(if record.from.address.is_ipv4() { "ipv4" } else { "ipv6" }));
-    for (side, end) in [("source", &record.from), ("destination", &record.to)] {
-        add(&format!("{side}.address"), text(&end.address.to_string()));
-        add(&format!("{side}.port"), number(end.port.into()));
-        let Some(identity) = &end.identity else { continue };
-        let k8s = |name: &str| format!("{side}.k8s.{name}.name");
-        add(&k8s("namespace"), some_text(identity.namespace.as_deref()));
-        add(&k8s("pod"), some_text(identity.pod.as_deref()));
-        add(&k8s("node"), some_text(identity.node.as_deref()));
-        if let Some(workload) = &identity.workload {
-            add(&k8s(&workload.kind.to_lowercase()), text(&workload.name));
-        }
-    }
-    if let Some(service) = &record.service {
-        add("penstock.service.name", some_text(service.name.as_deref()));
-        add("penstock.service.address", text(&service.address.to_string()));
-        add("penstock.service.port", number(service.port.into()));
-    }
-    add("penstock.verdict", text(record.verdict.name()));
-    add("penstock.reason", some_text(record.reason));
-    add("penstock.egress.rule", some_text(record.rules.egress.as_deref()));
-    add("penstock.egress.tier", some_text(record.rules.egress_tier));
-    add("penstock.ingress.rule", some_text(record.rules.ingress.as_deref()));
-    add("penstock.ingress.tier", some_text(record.rules.ingress_tier));
-    add("penstock.connection.id", some_text(record.connection.as_deref()));
-    add("penstock.connection.state", some_text(record.state));
-    add("penstock.connection.ended", some_text(record.ended));
-    if let Some(counts) = &record.counts {
-        for (name, traffic) in [
-            ("sent", counts.sent),
-            ("received", counts.received),
-            ("sent_since", counts.sent_since),
-            ("received_since", counts.received_since),
-        ] {
-            add(&format!("penstock.{name}.packets"), number(traffic.packets));
-            add(&format!("penstock.{name}.bytes"), number(traffic.bytes));
-        }
-    }
-    add("penstock.denied.packets", record.packets.and_then(number));
-    add("penstock.first", some_text(record.first.map(|first| format!("{first:.3}")).as_deref()));
-    if !record.tcp_flags.is_empty() {
-        add("penstock.tcp.flags", text(&record.tcp_flags.join(",")));
-    }
-    all
-}
-
 /// Headers, one `Name: value` a line. Empty lines, and those that begin with `#`, are left out.
 fn headers(path: &Path) -> Result<HashMap<String, String>, OtlpError> {
     let wrong = |why: String| OtlpError::File {
@@ -355,43 +284,8 @@ fn headers(path: &Path) -> Result<HashMap<String, String>, OtlpError> {
     lines.map(header).collect()
 }
 
-/// The exporter's connection to the collector.
-#[derive(Debug)]
-struct CollectorClient {
-    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
-    status: Arc<AtomicU16>,
-}
-
-impl CollectorClient {
-    fn new(ca_file: Option<&Path>, url: &str, status: Arc<AtomicU16>) -> Result<Self, OtlpError> {
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let builder = HttpsConnectorBuilder::new();
-        let builder = match ca_file {
-            Some(path) => {
-                let tls = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
-                builder.with_tls_config(tls.with_root_certificates(certificates(path)?).with_no_client_auth())
-            }
-            None if url.starts_with("https:") => {
-                builder.with_provider_and_native_roots(provider).map_err(OtlpError::SystemCertificates)?
-            }
-            // No certificate is ever checked.
-            None => {
-                let tls = ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions()?;
-                builder.with_tls_config(tls.with_root_certificates(RootCertStore::empty()).with_no_client_auth())
-            }
-        };
-        let connector = builder.https_or_http().enable_http1().build();
-        Ok(Self { client: Client::builder(TokioExecutor::new()).build(connector), status })
-    }
-}
-
 fn certificates(path: &Path) -> Result<RootCertStore, OtlpError> {
-    let wrong = |why: String| OtlpError::File {
-        key: "otlp_ca_file",
-        path: path.to_owned(),
-        why,
-        remedy: "name a file of PEM certificates",
-    };
+    let wrong = |why: String| OtlpError::certificates(path, why);
     let mut store = RootCertStore::empty();
     let found = CertificateDer::pem_file_iter(path).map_err(|error| wrong(format!("cannot be read ({error})")))?;
     for certificate in found {
@@ -399,20 +293,6 @@ fn certificates(path: &Path) -> Result<RootCertStore, OtlpError> {
         store.add(certificate).map_err(|error| wrong(format!("has a certificate that cannot be used ({error})")))?;
     }
     if store.is_empty() { Err(wrong("has no certificate".to_owned())) } else { Ok(store) }
-}
-
-#[async_trait]
-impl HttpClient for CollectorClient {
-    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
-        let exchange = async {
-            let response = self.client.request(request.map(Full::new)).await?;
-            self.status.store(response.status().as_u16(), Ordering::Relaxed);
-            let (parts, body) = response.into_parts();
-            let body = Limited::new(body, LONGEST_ANSWER).collect().await?.to_bytes();
-            Ok(Response::from_parts(parts, body))
-        };
-        tokio::time::timeout(TIMEOUT, exchange).await?
-    }
 }
 
 #[cfg(test)]
