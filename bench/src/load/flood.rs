@@ -10,7 +10,7 @@ use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
 use super::generator::Generator;
-use crate::testbed::{Netlink, Node, Outside, RouteVia};
+use crate::testbed::{Namespace, Netlink, Node, Outside, RouteVia};
 
 /// Packets built and sent per call.
 const BATCH: usize = 64;
@@ -39,7 +39,7 @@ pub enum FloodSources {
     One(Ipv4Addr),
 }
 
-/// A flood from a machine outside the node to a pod.
+/// A flood to a pod, from a machine outside the node or from another pod.
 pub struct Flood {
     /// Packet type.
     pub packets: FloodPackets,
@@ -52,16 +52,16 @@ pub struct Flood {
 }
 
 impl Flood {
-    /// A flood that `outside` sends through its `eth0`.
+    /// A flood that the machine or pod of this namespace sends through its `eth0`, whose other end is `interface` of the node.
     pub fn new(
-        (node, outside): (&Node, &Outside),
+        node: &Node,
+        (from, interface): (&Namespace, &str),
         packets: FloodPackets,
         sources: FloodSources,
         destination: (Ipv4Addr, u16),
     ) -> Result<Self> {
-        let own = outside.namespace().netlink()?.mac("eth0")?;
-        let gateway = node.netlink().mac(outside.interface())?;
-        Ok(Self { packets, sources, destination, macs: (own, gateway), random: SmallRng::seed_from_u64(16) })
+        let macs = (from.netlink()?.mac("eth0")?, node.netlink().mac(interface)?);
+        Ok(Self { packets, sources, destination, macs, random: SmallRng::seed_from_u64(16) })
     }
 
     /// Sends `rate` packets a second until `ends` is set; returns how many the kernel accepted. `generator` must be a

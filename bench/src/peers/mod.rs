@@ -27,7 +27,7 @@ use crate::load::{
     route_default_to,
 };
 use crate::testbed::{
-    Attach, Daemon, DaemonConfig, Namespace, Node, Outside, Pod, RouteVia, ScratchDir, ServiceProcess,
+    Attach, Daemon, DaemonConfig, Namespace, Node, Outside, PacketCapture, Pod, RouteVia, ScratchDir, ServiceProcess,
 };
 
 pub use churn::{PodChurn, churn, times_until_in_force};
@@ -184,7 +184,20 @@ impl PeerTestbed {
             self.outside = Some(outside);
         }
         let outside = self.outside.as_ref().context("a machine outside was just added")?;
-        Ok((Flood::new((&self.node, outside), packets, sources, to)?, outside.namespace().clone()))
+        let end = (outside.namespace(), outside.interface());
+        Ok((Flood::new(&self.node, end, packets, sources, to)?, outside.namespace().clone()))
+    }
+
+    /// Returns a flood that a pod sends from its own address, and the namespace in which to run it.
+    pub fn flood_from_pod(
+        &self,
+        number: usize,
+        packets: FloodPackets,
+        to: (Ipv4Addr, u16),
+    ) -> Result<(Flood, Namespace)> {
+        let (pod, from) = (self.pod(number)?, policy::pod_address(number));
+        let end = (pod.namespace(), pod.interface());
+        Ok((Flood::new(&self.node, end, packets, FloodSources::One(from), to)?, pod.namespace().clone()))
     }
 
     /// The peer's description of itself.
@@ -293,6 +306,12 @@ impl PeerTestbed {
     pub fn epoch(&self) -> Result<Option<u32>> {
         let status = self.status()?;
         Ok(status.and_then(|status| status.workers.iter().map(|worker| worker.epoch).min()))
+    }
+
+    /// Begins a capture of Penstock with these options of `penstock capture`, whose packets nobody keeps. The peer needs a line
+    /// `capture on`.
+    pub fn capture(&self, options: &[&str]) -> Result<PacketCapture> {
+        PacketCapture::start_discarding(&capture_socket(&self.scratch), options)
     }
 
     /// Moves the kernel's receive work to the worker's core (receive packet steering), or leaves it where packets
@@ -486,7 +505,7 @@ fn daemon_config(
         false => format!("cores = [{worker}]\n"),
     };
     let mut umem = format!("memory = \"{memory}MiB\"\n");
-    let mut xdp = String::new();
+    let (mut xdp, mut capture) = (String::new(), String::new());
     // Lines of the peer go into the sections written here.
     for line in sections.lines() {
         match line.split_once(' ') {
@@ -494,6 +513,9 @@ fn daemon_config(
             Some(("umem", line)) => umem += &format!("{line}\n"),
             Some(("xdp", line)) => xdp += &format!("{line}\n"),
             Some(("attach", _)) => config.attach = Attach::Tcx,
+            Some(("capture", _)) => {
+                capture = format!("[capture]\nsocket = \"{}\"\n", capture_socket(scratch).display())
+            }
             Some(("offload", value)) => config.offload = value == "true",
             // Replaces the default section.
             Some(("conntrack", line)) => conntrack = format!("{line}\n"),
@@ -503,9 +525,13 @@ fn daemon_config(
     config.conntrack = format!("mapping = \"off\"\n{conntrack}");
     let services = size.services > 0;
     config.sections = format!(
-        "[services]\nenabled = {services}\n[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n"
+        "[services]\nenabled = {services}\n[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n{capture}"
     );
     config
+}
+
+fn capture_socket(scratch: &ScratchDir) -> PathBuf {
+    scratch.path().join("capture.sock")
 }
 
 /// MiB of a UMEM for a few pods.

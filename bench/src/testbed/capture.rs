@@ -49,6 +49,11 @@ impl PacketCapture {
         Self::start_with(socket, ("--bundle", directory), directory.join("packets.pcapng"), arguments)
     }
 
+    /// The same for a reader that keeps nothing: [`end`](Self::end) returns no packets.
+    pub fn start_discarding(socket: &Path, arguments: &[&str]) -> Result<Self> {
+        Self::start_with(socket, ("-o", Path::new("-")), PathBuf::from("/dev/null"), arguments)
+    }
+
     fn start_with(socket: &Path, output: (&str, &Path), file: PathBuf, arguments: &[&str]) -> Result<Self> {
         let mut command = Command::new(penstock_binary()?);
         command.arg("capture").args(arguments).arg("--socket").arg(socket).arg(output.0).arg(output.1);

@@ -158,7 +158,9 @@ fn flood(
     scale: &Scale,
 ) -> FloodResult {
     let IpAddr::V4(pod) = fixture.site("test/pod-0").address(false).unwrap() else { panic!("IPv4") };
-    let mut flood = Flood::new((&fixture.cluster.node, outside), kind.0, sources, (pod, kind.1)).unwrap();
+    let mut flood =
+        Flood::new(&fixture.cluster.node, (outside.namespace(), outside.interface()), kind.0, sources, (pod, kind.1))
+            .unwrap();
     let generator = outside.namespace().run(|| Generator::open("eth0")).unwrap();
     let (machine, ends) = (Site::from(outside), AtomicBool::new(false));
     let [target, other] = ["test/pod-0", "test/pod-1"].map(|name| fixture.target(name, false));

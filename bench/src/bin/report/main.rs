@@ -32,8 +32,8 @@ struct Arguments {
     /// Seconds of the counted part of a measurement
     #[arg(long, default_value_t = 0.5)]
     seconds: f64,
-    /// How often everything is measured, in turn
-    #[arg(long, default_value_t = 5)]
+    /// How often the cases of the first table and of the thresholds are measured, in turn; the others in each fourth repetition
+    #[arg(long, default_value_t = 9)]
     repetitions: u32,
     /// No repetition begins that would end after this many minutes; the first one always ends
     #[arg(long, default_value_t = 18.0)]

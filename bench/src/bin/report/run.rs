@@ -1,4 +1,4 @@
-//! Runs scenarios: every case of every scenario once, then all of it again.
+//! Runs scenarios: every case of every scenario once, then those again that decide something, as often as there is time for.
 
 use std::time::{Duration, Instant};
 
@@ -8,6 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use crate::Plan;
 use crate::host::{Host, HostInterference};
 use crate::machine::{BUSY, Machine, MachineSettings};
+use crate::output::overview;
 use crate::results::{CaseResult, Results, Samples, ScenarioResult};
 use crate::scenarios::{KnownRates, Scenario};
 use crate::testbeds::PeerTestbeds;
@@ -15,6 +16,8 @@ use crate::thresholds;
 
 /// Total time for waiting for the host and measuring again, over all repetitions.
 const AGAIN: Duration = Duration::from_secs(100);
+/// Cases that decide nothing are measured in the first repetition, and in each of so many after it.
+const OTHERS_EACH: u32 = 4;
 /// Maximum attempts for a case in one repetition.
 const ATTEMPTS: u32 = 4;
 /// How long a case waits for undisturbed cores, each time.
@@ -31,18 +34,25 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
     let (mut testbeds, mut host) = (PeerTestbeds::new(plan.cores), Host::new(plan.cores)?);
     let mut results: Vec<ScenarioResult> = scenarios.iter().map(Scenario::empty_result).collect();
     let (mut known, mut again) = (KnownRates::default(), Duration::ZERO);
-    let steps: usize = scenarios.iter().map(|scenario| scenario.cases.len()).sum();
-    let bar = progress(steps as u64 * u64::from(plan.repetitions));
-    let (mut repetitions, mut last) = (0, Duration::ZERO);
+    let bar = progress(steps(&scenarios, plan.repetitions));
+    // What the deciding cases took the last time, and the others, without the building of their testbeds.
+    let (mut repetitions, mut deciding, mut others) = (0, Duration::ZERO, Duration::ZERO);
     for repetition in 1..=plan.repetitions {
-        if repetition > 1 && started.elapsed() + last > plan.limit {
+        let left = plan.limit.saturating_sub(started.elapsed());
+        if repetition > 1 && left < deciding {
             break;
         }
-        let began = Instant::now();
+        let all = repetition == 1 || is_turn_of_all(repetition) && left >= deciding + others;
         again += AGAIN / plan.repetitions;
+        let mut took = [Duration::ZERO; 2];
         for (scenario, result) in scenarios.iter_mut().zip(&mut results) {
-            let began = Instant::now();
+            let scenario_began = Instant::now();
             for (case, into) in scenario.cases.iter_mut().zip(&mut result.cases) {
+                let decides = decides(scenario.name, &case.name);
+                if !decides && !all {
+                    continue;
+                }
+                let began = Instant::now();
                 bar.set_message(format!("{repetition}/{}  {}: {}", plan.repetitions, scenario.name, case.name));
                 // A case that failed twice is not tried again.
                 if into.failed < 2 {
@@ -56,17 +66,39 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
                     take(into, measured);
                 }
                 bar.inc(1);
+                // Each testbed is built once.
+                let building = std::mem::take(&mut testbeds.building);
+                took[usize::from(!decides)] += began.elapsed().saturating_sub(building);
             }
-            result.took += began.elapsed();
+            result.took += scenario_began.elapsed();
         }
-        // Each testbed is built once.
-        let building = std::mem::take(&mut testbeds.building);
-        (repetitions, last) = (repetition, began.elapsed().saturating_sub(building));
+        (repetitions, deciding) = (repetition, took[0]);
+        if all {
+            others = took[1];
+        }
     }
     bar.finish_and_clear();
     let peers = std::mem::take(&mut testbeds.descriptions);
     drop(testbeds);
     Ok(Results { machine, plan: *plan, repetitions, took: started.elapsed(), scenarios: results, peers })
+}
+
+/// Whether a case is measured in every repetition: it is in the first table, or a threshold needs it.
+fn decides(scenario: &str, case: &str) -> bool {
+    thresholds::uses_case(scenario, case) || overview::uses_case(scenario, case)
+}
+
+/// Whether the other cases are measured in this repetition, too, if there is time.
+fn is_turn_of_all(repetition: u32) -> bool {
+    repetition % OTHERS_EACH == 1
+}
+
+/// Measurements of so many repetitions.
+fn steps(scenarios: &[Scenario], repetitions: u32) -> u64 {
+    let cases = || scenarios.iter().flat_map(|scenario| scenario.cases.iter().map(|case| (scenario.name, &case.name)));
+    let deciding = cases().filter(|(scenario, case)| decides(scenario, case)).count();
+    let of = |repetition| if is_turn_of_all(repetition) { cases().count() } else { deciding };
+    (1..=repetitions).map(|repetition| of(repetition) as u64).sum()
 }
 
 /// Figures, and the host's interference meanwhile.

@@ -105,6 +105,14 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_most("clocks of an established packet outside of system calls", "stages", "outside system calls", 200.0),
     at_most("packets lost in a swap of 10,000 rules", "swap", "lost", 0.0),
     at_least("new connections opened during an ACK flood from outside, of those without", "ack-flood", "share", 0.99),
+    at_most(
+        "first packets by tcx, p99, while another pod floods, against those without",
+        "neighbours-flood",
+        "p99",
+        2.0,
+    )
+    .of("Penstock, tcx, 100 k SYNs a second")
+    .against("Penstock, tcx, 0 k SYNs a second"),
     at_least("one UDP connection by tcx, 64 bytes, against kernel routing", "pps", "received", 1.15)
         .of("Penstock, tcx")
         .against("kernel routing"),

@@ -2,7 +2,7 @@
 
 mod html;
 pub(crate) mod markdown;
-mod overview;
+pub(crate) mod overview;
 mod plots;
 mod tables;
 mod trex;

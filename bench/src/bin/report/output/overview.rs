@@ -57,6 +57,11 @@ const LINES: &[Line] = &[
     to_other_node("TCP_CRR to another node", "transactions", "TCP_CRR, one at a time"),
 ];
 
+/// Whether a line shows this case.
+pub(crate) fn uses_case(scenario: &str, case: &str) -> bool {
+    LINES.iter().any(|line| line.scenario == scenario && line.cases.contains(&Some(case)))
+}
+
 /// The medians of a line, and how many times as good Penstock's is as each peer's: above 1 Penstock is better.
 struct Figures<'a> {
     metric: &'a Metric,

@@ -64,7 +64,7 @@ fn introduction(results: &Results) -> String {
 fn method(results: &Results) -> String {
     let plan = &results.plan;
     format!(
-        "{} of {} repetitions of {:.2} s each, as many as the time was enough for, alternating between all cases. Figures are medians, followed by the lowest and the highest value; ratios are relative to the \
+        "{} of {} repetitions of {:.2} s each, as many as the time was enough for, alternating between the cases of the first table and of the thresholds; the others were measured in the first one, and in each fourth after it. Figures are medians, followed by the lowest and the highest value; ratios are relative to the \
          first row of a table. Packets go from one pod to another of the same node, over veths between network namespaces. \
          Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer has \
          the same policies from `penstock render`. Before the measurement it forwarded an allowed packet and its reply and, \

@@ -1,16 +1,17 @@
 //! Effects of policy changes and floods on other traffic, and of pod churn on policy changes.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use penstock_bench::load::{
     FloodPackets, FloodSources, Generator, PORTS, ProbeMode, Traffic, Trial, TrialResult, connections_at, pin,
 };
 use penstock_bench::peers::{
     ClusterSize, ManifestReloader, Peer, PeerTestbed, PodChurn, churn, manifests, times_until_in_force,
 };
+use penstock_bench::testbed::Pod;
 
 use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
@@ -144,6 +145,53 @@ pub(crate) fn flood() -> Scenario {
     }
 }
 
+/// Packets a second of a pod's flood.
+const NEIGHBOURS_FLOOD: f64 = 100e3;
+
+const FIRST_PACKETS: &[Metric] = &[
+    Metric::lower("p99", "µs", 1),
+    Metric::lower("p50", "µs", 1),
+    Metric::lower("lost", "packets", 0),
+    Metric::higher("flood", "k packets/s", 0),
+];
+
+pub(crate) fn neighbours_flood() -> Scenario {
+    let case = |peer: fn() -> Peer, rate: f64| {
+        let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
+            let length = (plan.length * 2).max(Duration::from_millis(500));
+            let mut trial = Trial::paced(Traffic::SMALLEST, 1000.0, length);
+            trial.probing = ProbeMode::FirstPacket(OTHERS_OPEN);
+            let to = (v4(testbed.pod(1)?)?, PORTS.start + 9);
+            let (mut flood, pod) = testbed.flood_from_pod(2, FloodPackets::Syn, to)?;
+            let generator = pod.run(|| Generator::open("eth0"))?;
+            let began = Instant::now();
+            let flooding = move |ends: &AtomicBool| if rate > 0.0 { flood.run(&generator, rate, ends) } else { Ok(0) };
+            let (outcome, sent) = testbed.run_beside(&trial, flooding)?;
+            let sent = sent as f64 / began.elapsed().as_secs_f64();
+            let probes = &outcome.probes;
+            ensure!(probes.arrived > 10, "of {} first packets {} arrived", probes.sent, probes.arrived);
+            let at = |share| Some(probes.one_way.value_at_quantile(share) as f64 / 1e3);
+            Ok(vec![at(0.99), at(0.5), Some(probes.lost() as f64), Some(sent / 1e3)])
+        };
+        let case = ScenarioCase::of(peer(), measure).with(|spec| spec.pods(3));
+        let name = format!("{}, {:.0} k SYNs a second", case.spec.peer_name(), rate / 1e3);
+        case.named(name)
+    };
+    let peers: [fn() -> Peer; 3] = [Peer::penstock, || Peer::penstock_by_tcx(true), || Peer::Nftables];
+    Scenario {
+        name: "neighbours-flood",
+        title: "First packets of a pod's connections while another pod floods",
+        about: "A pod opens 1,000 connections a second; what their first packets take one way. Beside it, on the other core, \
+                another pod of the node sends 100 k SYNs a second, each of a connection of its own, to an allowed port \
+                at which nobody listens.",
+        metrics: FIRST_PACKETS,
+        cases: peers.into_iter().flat_map(|peer| [0.0, NEIGHBOURS_FLOOD].map(|rate| case(peer, rate))).collect(),
+    }
+}
+
+/// Connections that the other pod opens a second.
+const OTHERS_OPEN: f64 = 1000.0;
+
 /// Packets a second of a flood from outside.
 const FLOOD: f64 = 100e3;
 /// Connections opened per second beside it.
@@ -158,15 +206,14 @@ const SHARES: &[Metric] = &[
 pub(crate) fn ack_flood() -> Scenario {
     let measure = |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
         let length = (plan.length * 2).max(Duration::from_millis(500));
-        let pod = testbed.pod(0)?.address(false).context("the pod has no IPv4 address")?;
-        let IpAddr::V4(address) = pod else { bail!("the pod has no IPv4 address") };
+        let address = v4(testbed.pod(0)?)?;
         let to = (address, PORTS.start);
         let (mut flood, machine) = testbed.flood_from_outside(FloodPackets::Ack, FloodSources::Spoofed, to)?;
         let generator = machine.run(|| Generator::open("eth0"))?;
         let pod_0 = testbed.pod(0)?.namespace();
         let open = || -> Result<f64> {
             let (tried, opened) =
-                connections_at(&machine, pod_0, SocketAddr::new(pod, PORTS.start + 9), OPENED, length)?;
+                connections_at(&machine, pod_0, SocketAddr::new(address.into(), PORTS.start + 9), OPENED, length)?;
             Ok(opened as f64 / tried.max(1) as f64)
         };
         let without = open()?;
@@ -197,6 +244,13 @@ pub(crate) fn ack_flood() -> Scenario {
                 16th of the default, so that the flood has filled the pod's quota before the first of them.",
         metrics: SHARES,
         cases: vec![ScenarioCase::of(small, measure)],
+    }
+}
+
+fn v4(pod: &Pod) -> Result<Ipv4Addr> {
+    match pod.address(false) {
+        Some(IpAddr::V4(address)) => Ok(address),
+        _ => bail!("pod {} has no IPv4 address", pod.name()),
     }
 }
 

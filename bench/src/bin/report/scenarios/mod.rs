@@ -1,5 +1,6 @@
 //! The measured scenarios.
 
+mod captures;
 mod disturbances;
 mod io;
 mod latency;
@@ -96,8 +97,10 @@ pub(crate) fn all() -> Vec<Scenario> {
         disturbances::updates(),
         disturbances::swap(),
         disturbances::flood(),
+        disturbances::neighbours_flood(),
         disturbances::ack_flood(),
         disturbances::policy_churn(),
+        captures::captures(),
         stages::stages(),
         io::matrix(),
     ]
