@@ -466,6 +466,9 @@ fn share(umem: Umem, config: &Config) -> Result<WorkerShared, UmemError> {
     })
 }
 
+/// How much longer than it asks for a worker may sleep, in nanoseconds.
+const TIMER_SLACK: u64 = 1000;
+
 /// Arguments of a worker's thread.
 struct ThreadArguments {
     index: usize,
@@ -492,6 +495,8 @@ fn spawn<P: Processor>(
         let is_pinned = core_affinity::set_for_current(core_affinity::CoreId { id: core.0 });
         let _ = begun.send((core, is_pinned.then(|| raise_priority(priority))));
         drop(begun);
+        // For naps; ordinary threads may sleep 50 µs longer than they asked for.
+        let _ = nix::sys::prctl::set_timerslack(TIMER_SLACK);
         // Its input comes from pods, and its queues are opened for it: it needs no capabilities.
         drop_capabilities();
         let queues = catch_unwind(AssertUnwindSafe(|| worker.run())).unwrap_or_else(|panic| {

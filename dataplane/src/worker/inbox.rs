@@ -136,13 +136,15 @@ impl WorkerInbox {
         self.asleep.load(Ordering::Relaxed)
     }
 
-    /// Announces that the worker is awake.
-    pub(crate) fn resume(&self) {
+    /// Announces that the worker is awake. `rung`: the descriptor of [`wake_fd`](Self::wake_fd) was readable.
+    pub(crate) fn resume(&self, rung: bool) {
         self.asleep.store(false, Ordering::Relaxed);
         // For `WorkerInbox::is_asleep`: orders this before everything that the worker reads from now on.
         fence(Ordering::SeqCst);
-        // Empty unless the worker was woken.
-        let _ = self.wake_fd.read();
+        // A wake-up that comes just now keeps it readable, and ends the next sleep at once.
+        if rung {
+            let _ = self.wake_fd.read();
+        }
     }
 }
 
@@ -171,7 +173,7 @@ mod tests {
                         let mut fds = [PollFd::new(inbox.wake_fd().as_fd(), PollFlags::POLLIN)];
                         let rung = poll(&mut fds, PollTimeout::from(5_000u16)).unwrap();
                         assert_eq!(rung, 1, "a wake-up was lost after {seen} packets");
-                        inbox.resume();
+                        inbox.resume(true);
                         slept += 1;
                     }
                 }
@@ -197,7 +199,7 @@ mod tests {
     fn a_worker_with_pending_work_does_not_sleep() {
         let inbox = WorkerInbox::new().unwrap();
         assert!(inbox.prepare_sleep());
-        inbox.resume();
+        inbox.resume(false);
         inbox.command();
         assert!(!inbox.prepare_sleep());
         assert!(inbox.take_command_pending());

@@ -16,6 +16,7 @@ mod error;
 mod grace;
 mod histogram;
 mod inbox;
+mod moderation;
 mod ports;
 mod privileges;
 mod processor;

@@ -57,6 +57,9 @@ impl PairTraffic {
 }
 
 impl PortQueue {
+    /// What epoll tells of a queue.
+    pub(super) const READY: u64 = 1;
+
     pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>, pair: Option<PairTraffic>) -> Self {
         let (frames, ingress) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
         Self {
@@ -184,7 +187,7 @@ impl PortQueue {
     /// Makes a received packet, past or future, wake the thread that waits on `epoll`.
     pub(super) fn watch(&mut self, epoll: &Epoll) -> Result<(), Errno> {
         if !self.watched {
-            epoll.add(self.xsk.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+            epoll.add(self.xsk.as_fd(), EpollEvent::new(EpollFlags::EPOLLIN, Self::READY))?;
             (self.watched, self.moved) = (true, 0);
         }
         Ok(())

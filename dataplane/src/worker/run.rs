@@ -1,6 +1,7 @@
 //! A worker's main loop.
 
 use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 
 use arc_swap::{ArcSwap, Cache};
@@ -12,7 +13,9 @@ use xsk_rs::FrameDesc;
 use super::Polling;
 use super::control::WorkerShared;
 use super::inbox::Command;
+use super::moderation::Moderation;
 use super::processor::Processor;
+use super::queue::PortQueue;
 use super::spin::Spin;
 use super::stages::{StageTimer, TimedIteration};
 use super::state::{PollIteration, WorkerState};
@@ -30,6 +33,8 @@ const LONGEST_SLEEP: u16 = 250;
 const STALLED_SLEEP: (u16, u16) = (1, 32);
 /// Maximum sleep while the kernel has no room to watch one of the queues, in milliseconds.
 const UNWATCHED_SLEEP: u16 = 1;
+/// What epoll tells of the inbox's descriptor; of queues it tells [`PortQueue::READY`].
+const WAKE: u64 = PortQueue::READY + 1;
 /// Poll iterations between housekeeping steps while packets arrive.
 const HOUSEKEEPING: u32 = 64;
 /// Poll iterations between polls of inactive queues while others are active.
@@ -42,6 +47,7 @@ pub(super) struct Worker<P> {
     epoll: Epoll,
     /// `None`: it never sleeps.
     spin: Option<Spin>,
+    moderation: Moderation,
     timer: StageTimer,
     shared: Arc<WorkerShared>,
     /// The batch that is being processed, apart from what processes it.
@@ -66,7 +72,7 @@ impl<P: Processor> Worker<P> {
         timer: StageTimer,
     ) -> Result<Self, Errno> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        epoll.add(shared.inboxes[index].wake_fd(), EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        epoll.add(shared.inboxes[index].wake_fd(), EpollEvent::new(EpollFlags::EPOLLIN, WAKE))?;
         let snapshot = Cache::new(shared.snapshot.clone());
         let state = WorkerState::new(index, shared.clone());
         let verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
@@ -79,6 +85,7 @@ impl<P: Processor> Worker<P> {
             commands,
             epoll,
             spin,
+            moderation: Moderation::default(),
             timer,
             shared,
             received: [FrameDesc::default(); BATCH],
@@ -116,6 +123,7 @@ impl<P: Processor> Worker<P> {
                 until_housekeeping = HOUSEKEEPING;
             }
             if iteration.busy {
+                self.moderation.received(iteration.received);
                 if let Some(spin) = &mut self.spin {
                     spin.received(now.duration_since(last_busy));
                 }
@@ -142,13 +150,14 @@ impl<P: Processor> Worker<P> {
         let mut iteration = PollIteration { busy: self.path.state.take_handed_off() > 0, ..PollIteration::default() };
         if all {
             for index in 0..self.path.state.queues.len() {
-                iteration.busy |= self.receive(index, now);
+                iteration.received += self.receive(index, now);
             }
         } else {
             for position in 0..self.path.state.active.len() {
-                iteration.busy |= self.receive(self.path.state.active[position], now);
+                iteration.received += self.receive(self.path.state.active[position], now);
             }
         }
+        iteration.busy |= iteration.received > 0;
         self.path.state.deactivate_quiet();
         self.path.state.flush(&mut self.received, &mut iteration);
         let timed = self.path.state.timed.take();
@@ -158,16 +167,16 @@ impl<P: Processor> Worker<P> {
         iteration
     }
 
-    /// Receives and processes one batch of one queue. `false`: there was none.
-    fn receive(&mut self, index: usize, now: Instant) -> bool {
+    /// Receives and processes one batch of one queue; returns its packets.
+    fn receive(&mut self, index: usize, now: Instant) -> u32 {
         let state = &mut self.path.state;
-        let Some(queue) = state.queues[index].as_mut() else { return false };
+        let Some(queue) = state.queues[index].as_mut() else { return 0 };
         let before = state.timed.as_mut().map_or(0, TimedIteration::read_clock);
         let batch = queue.xsk.receive(&self.shared.umem, &mut self.received, now);
         let count = batch.len();
         if count == 0 {
             queue.quiet = queue.quiet.map(|iterations| iterations + 1);
-            return false;
+            return 0;
         }
         // Counted first: meanwhile the headers are fetched from the sender's core.
         queue.counters.rx_packets.add(count as u64);
@@ -180,23 +189,38 @@ impl<P: Processor> Worker<P> {
         } else {
             self.path.process(batch, ingress, now, before);
         }
-        true
+        count as u32
     }
 
-    /// Sleeps until a packet arrives, the worker is woken, or this many milliseconds have passed.
+    /// Sleeps until a packet arrives, the worker is woken, or this many milliseconds have passed; or naps.
     fn sleep(&mut self, longest: u16) {
-        let longest = if self.path.state.watch_all(&self.epoll) { longest } else { UNWATCHED_SLEEP };
+        let nap = self.moderation.nap();
+        let is_watched = nap.is_some() || self.path.state.watch_all(&self.epoll);
         if !self.path.state.inbox().prepare_sleep() {
             return;
         }
         let before = Instant::now();
-        let mut events = [EpollEvent::empty(); 16];
-        // An interruption by a signal is just another wake-up.
-        let _ = self.epoll.wait(&mut events, EpollTimeout::from(longest));
-        self.path.state.inbox().resume();
+        let rung = match nap {
+            Some(nap) => {
+                thread::sleep(nap);
+                false
+            }
+            None => self.wait(if is_watched { longest } else { UNWATCHED_SLEEP }),
+        };
+        let asleep = before.elapsed();
+        self.moderation.slept(asleep);
+        self.path.state.inbox().resume(rung);
         let counters = self.path.state.counters();
         counters.sleeps.add(1);
-        counters.asleep_nanoseconds.add(before.elapsed().as_nanos() as u64);
+        counters.asleep_nanoseconds.add(asleep.as_nanos() as u64);
+    }
+
+    /// Waits for a packet or a wake-up; `true`: it was woken.
+    fn wait(&self, longest: u16) -> bool {
+        let mut events = [EpollEvent::empty(); 16];
+        // An interruption by a signal is just another wake-up.
+        let count = self.epoll.wait(&mut events, EpollTimeout::from(longest)).unwrap_or(0);
+        events[..count].iter().any(|event| event.data() == WAKE)
     }
 
     /// Executes commands of the control side. `false`: the worker must end.

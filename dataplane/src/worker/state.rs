@@ -75,6 +75,8 @@ pub(super) struct WorkerState {
 pub(super) struct PollIteration {
     /// Packets were moved, or frames were completed.
     pub(super) busy: bool,
+    /// Packets received.
+    pub(super) received: u32,
     /// The kernel does not accept packets to send.
     pub(super) stalled: bool,
 }

@@ -1,0 +1,97 @@
+//! Fewer wake-ups of a worker that shares its core with those who send.
+//!
+//! Such a worker is woken by the first packet, and takes the core from the sender, who then sends the second: each packet pays for two
+//! context switches and some system calls. NICs have interrupt coalescing against that (`ethtool -C rx-usecs`). A worker does
+//! the same: while it is woken again and again right after it fell asleep, it sleeps for a fixed time instead, whatever arrives.
+
+use std::time::Duration;
+
+/// A sleep that a packet ends within this time is a short one.
+const SHORT: Duration = Duration::from_micros(40);
+/// So many short sleeps in a row begin the moderation.
+const MANY: u32 = 16;
+/// A nap: what a packet may wait for it.
+const NAP: Duration = Duration::from_micros(50);
+/// Fewer packets than this during a nap end the moderation.
+const WORTH: u32 = 3;
+
+/// Decides how a worker sleeps.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Moderation {
+    /// Short sleeps in a row.
+    short_sleeps: u32,
+    /// Packets received since the last nap began; `None`: it sleeps until there is a packet.
+    since_nap: Option<u32>,
+}
+
+impl Moderation {
+    /// The worker received so many packets.
+    #[inline]
+    pub(super) fn received(&mut self, packets: u32) {
+        if let Some(since_nap) = &mut self.since_nap {
+            *since_nap = since_nap.saturating_add(packets);
+        }
+    }
+
+    /// How long it is to sleep regardless of packets; `None`: until there is one.
+    pub(super) fn nap(&mut self) -> Option<Duration> {
+        if self.since_nap.is_some_and(|packets| packets < WORTH) {
+            *self = Self::default();
+        }
+        if self.short_sleeps < MANY {
+            return None;
+        }
+        self.since_nap = Some(0);
+        Some(NAP)
+    }
+
+    /// It slept, or napped, so long.
+    pub(super) fn slept(&mut self, asleep: Duration) {
+        if self.since_nap.is_none() {
+            self.short_sleeps = if asleep < SHORT { self.short_sleeps + 1 } else { 0 };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Moderation after so many sleeps of this length.
+    fn after(sleeps: u32, microseconds: u64) -> Moderation {
+        let mut moderation = Moderation::default();
+        for _ in 0..sleeps {
+            assert_eq!(moderation.nap(), None);
+            moderation.slept(Duration::from_micros(microseconds));
+            moderation.received(1);
+        }
+        moderation
+    }
+
+    #[test]
+    fn a_worker_naps_after_many_short_sleeps_in_a_row() {
+        assert_eq!(after(MANY, 5).nap(), Some(NAP));
+        assert_eq!(after(MANY - 1, 5).nap(), None);
+        assert_eq!(after(1000, 40).nap(), None, "one packet in each 40 µs needs no moderation");
+        let mut interrupted = after(MANY - 1, 5);
+        interrupted.slept(Duration::from_millis(1));
+        assert_eq!(interrupted.nap(), None);
+        interrupted.slept(Duration::from_micros(5));
+        assert_eq!(interrupted.nap(), None, "the row begins anew");
+    }
+
+    #[test]
+    fn it_naps_on_while_naps_gather_packets_and_then_sleeps_until_there_is_one() {
+        let mut moderation = after(MANY, 5);
+        for batches in [&[WORTH][..], &[1, 1, 1], &[64, 64]] {
+            assert_eq!(moderation.nap(), Some(NAP));
+            moderation.slept(2 * NAP);
+            batches.iter().for_each(|packets| moderation.received(*packets));
+        }
+        assert_eq!(moderation.nap(), Some(NAP));
+        moderation.received(WORTH - 1);
+        assert_eq!(moderation.nap(), None);
+        moderation.slept(Duration::from_micros(5));
+        assert_eq!(moderation.nap(), None, "it is woken many times again before it naps");
+    }
+}
