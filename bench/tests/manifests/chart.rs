@@ -131,7 +131,7 @@ fn every_value_changes_what_it_names() {
     let pod = "/spec/template/spec";
     for (value, at, expected) in [
         ("image.repository=r/p", "/containers/0/image", json!("r/p:0.1.0")),
-        ("image.tag=9", "/initContainers/1/image", json!("penstock:9")),
+        ("image.tag=v9", "/initContainers/1/image", json!("penstock:v9")),
         ("image.pullPolicy=Always", "/containers/0/imagePullPolicy", json!("Always")),
         ("imagePullSecrets[0].name=r", "/imagePullSecrets", json!([{"name": "r"}])),
         ("cni.install=false", "/initContainers/2", Value::Null),
@@ -164,7 +164,7 @@ fn a_changed_configuration_restarts_the_daemons() {
         Some(set["spec"]["template"]["metadata"]["annotations"]["checksum/config"].as_str().unwrap().to_owned())
     };
     let Some(shipped) = checksum(&[]) else { return };
-    assert_eq!(checksum(&["image.tag=9"]), Some(shipped.clone()));
+    assert_eq!(checksum(&["image.tag=v9"]), Some(shipped.clone()));
     assert_ne!(checksum(&["config=a"]), Some(shipped));
 }
 

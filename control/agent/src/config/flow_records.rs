@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 use super::values::{InvalidValue, MemorySize, TimeSpan, invalid, written_as_text};
 
@@ -124,7 +124,7 @@ impl FlowRecords {
 
 /// The protocol to a collector, named as by OTEL_EXPORTER_OTLP_PROTOCOL
 /// (<https://opentelemetry.io/docs/specs/otel/protocol/exporter/>).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 pub enum OtlpProtocol {
     /// Requests with protobuf by HTTP/1.1.
     #[default]
