@@ -153,7 +153,7 @@ fn every_value_changes_what_it_names() {
     for (value, name) in [("config=node", "penstock"), ("uninstall=true,uninstallConfig=node", "penstock-uninstall")] {
         let Some(chart) = rendered(&[&format!("{value}=\"n\"")]) else { return };
         let map = chart.iter().find(|object| object["kind"] == "ConfigMap").unwrap();
-        assert_eq!((&map["metadata"]["name"], &map["data"]["penstock.toml"]), (&json!(name), &json!("node=\"n\"")));
+        assert_eq!((&map["metadata"]["name"], &map["data"]["penstock.toml"]), (&json!(name), &json!("node=\"n\"\n")));
     }
 }
 
