@@ -86,11 +86,12 @@ image: build ## The container image that the DaemonSet runs, from the binary in 
 	@./scripts/setup buildah busybox-static ca-certificates
 	./scripts/image
 
+# PENSTOCK_KUBERNETES: a folder with these programs and etcd, of another version. PENSTOCK_KUBE_PROXY_MODE=nftables: from 1.31 on.
 .PHONY: test-cluster
 test-cluster: build ## Penstock in a real cluster of two nodes on this machine   (Kubernetes is built once, then kept)
 	@./scripts/setup $(CLUSTER_PACKAGES)
 	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
-	programs=$$(./scripts/kubernetes $(KUBERNETES)) && helm=$$(./scripts/helm) && \
+	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && helm=$$(./scripts/helm) && \
 		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images PENSTOCK_HELM=$$helm \
 		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored
 
@@ -98,7 +99,7 @@ test-cluster: build ## Penstock in a real cluster of two nodes on this machine  
 bench-cluster: build ## Round trips, throughput and new connections in that cluster, with Penstock and without
 	@./scripts/setup $(CLUSTER_PACKAGES)
 	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
-	programs=$$(./scripts/kubernetes $(KUBERNETES)) && PENSTOCK_FIGURES=1 \
+	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && PENSTOCK_FIGURES=1 \
 		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
 		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored --nocapture
 

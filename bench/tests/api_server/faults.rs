@@ -22,6 +22,7 @@ fn after_any_watch_fault_the_same_objects_are_known() {
         (Verb::Watch, Fault::Code(429, Some(1)), 1),
         (Verb::Watch, Fault::Code(500, None), 3),
         (Verb::Watch, Fault::Code(503, None), 2),
+        (Verb::Watch, Fault::ErrorEvent(500), 2),
         (Verb::Watch, Fault::Code(410, None), 1),
         (Verb::List, Fault::Code(410, None), 1),
         (Verb::Watch, Fault::Silence, 1),
@@ -118,6 +119,20 @@ fn no_pages_are_requested_from_a_server_with_streaming_lists() {
     server.admin().delete(&pod("shop", "new", "10.1.0.9")).unwrap();
     follower.until("listed again", |health| health.lists == 2);
     follower.catch_up(&server);
+}
+
+#[test]
+fn a_server_that_cannot_stream_its_lists_is_asked_for_pages() {
+    // Kubernetes 1.34 sends an event with code 500 if its etcd is too old.
+    let faults = [Fault::Code(400, None), Fault::Code(422, None), Fault::Code(500, None), Fault::ErrorEvent(500)];
+    for fault in faults {
+        let server = server(true);
+        shop(&server);
+        fake(&server).plan(Verb::List, Resource::Pods, fault.clone());
+        let mut follower = Follower::start(&server);
+        assert_eq!(fake(&server).requests(Verb::List, Resource::Pods), 2, "{fault:?}: the stream, then a page");
+        follower.catch_up(&server);
+    }
 }
 
 #[test]

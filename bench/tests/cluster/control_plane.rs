@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::Result;
 use penstock_bench::testbed::{Namespace, ServiceProcess};
 
+use crate::kubernetes::Kubernetes;
 use crate::shell::{eventually, ip, output, start};
 
 /// Address of the API server, and of the bridge that joins the nodes.
@@ -32,13 +33,13 @@ pub(crate) struct ControlPlane {
     _others: Vec<ServiceProcess>,
     /// What is outside of the nodes: clients there are no pods.
     pub(crate) world: Namespace,
-    programs: PathBuf,
+    kubernetes: Kubernetes,
     directory: PathBuf,
 }
 
 impl ControlPlane {
-    /// Starts it; `programs` is a directory with Kubernetes' programs, `directory` an empty one for its state.
-    pub(crate) fn start(programs: &Path, directory: &Path) -> Result<Self> {
+    /// Starts it; `directory` is an empty one for its state.
+    pub(crate) fn start(kubernetes: &Kubernetes, directory: &Path) -> Result<Self> {
         let world = Namespace::new("world")?;
         ip(
             &world,
@@ -63,7 +64,7 @@ impl ControlPlane {
             api_server: None,
             _others: Vec::new(),
             world,
-            programs: programs.into(),
+            kubernetes: kubernetes.clone(),
             directory: directory.into(),
         };
         plane._others.push(plane.spawn_etcd()?);
@@ -78,7 +79,7 @@ impl ControlPlane {
 
     /// A `kubectl` with full rights.
     pub(crate) fn kubectl(&self) -> Command {
-        self.kubectl_plugin(&self.programs.join("kubectl"))
+        self.kubectl_plugin(&self.kubernetes.program("kubectl"))
     }
 
     /// A program that reads its kubeconfig as `kubectl` does, with full rights.
@@ -112,7 +113,6 @@ impl ControlPlane {
                 format!("--service-account-signing-key-file={}", file("accounts.key")),
                 "--service-account-issuer=https://kubernetes.default.svc".to_owned(),
                 format!("--service-cluster-ip-range={SERVICES}"),
-                "--feature-gates=IPv6DualStack=true".to_owned(),
                 "--allow-privileged=true".to_owned(),
             ],
         )?);
@@ -120,7 +120,7 @@ impl ControlPlane {
     }
 
     fn spawn_etcd(&self) -> Result<ServiceProcess> {
-        let mut command = self.world.command(self.programs.join("etcd"));
+        let mut command = self.world.command(self.kubernetes.program("etcd"));
         // Debian's etcd reads settings from its service's environment. Nothing here outlasts a crash of the machine.
         command.env_clear().arg("--unsafe-no-fsync").arg("--data-dir").arg(self.directory.join("etcd"));
         start(command, &self.log("etcd"))
@@ -142,7 +142,6 @@ impl ControlPlane {
                 "--allocate-node-cidrs=false".to_owned(),
                 format!("--cluster-cidr={PODS}"),
                 format!("--service-cluster-ip-range={SERVICES}"),
-                "--feature-gates=IPv6DualStack=true".to_owned(),
                 "--bind-address=127.0.0.1".to_owned(),
                 "--leader-elect=false".to_owned(),
             ],
@@ -150,8 +149,11 @@ impl ControlPlane {
     }
 
     fn spawn(&self, program: &str, arguments: &[String]) -> Result<ServiceProcess> {
-        let mut command = self.world.command(self.programs.join(program));
+        let mut command = self.world.command(self.kubernetes.program(program));
         command.args(arguments).current_dir(&self.directory);
+        if program != "kube-scheduler" {
+            command.args(self.kubernetes.dual_stack());
+        }
         start(command, &self.log(program))
     }
 

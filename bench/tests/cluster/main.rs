@@ -1,9 +1,11 @@
-//! Penstock in a real cluster of two nodes on this machine: Kubernetes 1.20 with kubelet, kube-proxy (iptables), containerd,
-//! runc and CNI plugins, and Penstock's image and manifests. `make test-cluster` builds the parts and runs it.
+//! Penstock in a real cluster of two nodes on this machine: Kubernetes with kubelet, kube-proxy, containerd, runc and CNI
+//! plugins, and Penstock's image and manifests. `make test-cluster` builds the parts and runs it, with Kubernetes 1.20 unless it is
+//! given another one.
 
 mod control_plane;
 mod figures;
 mod kubectl;
+mod kubernetes;
 mod node;
 mod real_cluster;
 mod records;
@@ -18,8 +20,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use anyhow::Context;
 use libtest_mimic::{Arguments, Failed, Trial};
 
+use kubernetes::Kubernetes;
 use node::Cni;
 use real_cluster::{Parts, RealCluster};
 
@@ -61,21 +65,35 @@ const TESTS: [(&str, Test); 26] = [
     ("nothing_is_left_on_a_node_after_uninstall", uninstall::nothing_is_left_on_a_node),
 ];
 
+/// Those that a Kubernetes 1.22 or newer has besides.
+const SURGE: [(&str, Test); 1] =
+    [("connections_pass_while_a_daemon_takes_over", restarts::connections_pass_while_a_daemon_takes_over)];
+
+/// `PENSTOCK_KUBERNETES`: the programs of Kubernetes, and etcd. `PENSTOCK_KUBE_PROXY_MODE`: iptables, or nftables.
+/// `PENSTOCK_IMAGES`: archives of images.
+fn parts() -> anyhow::Result<Parts> {
+    let folder = |variable: &str| std::env::var_os(variable).map(PathBuf::from);
+    let folders = folder("PENSTOCK_KUBERNETES").zip(folder("PENSTOCK_IMAGES"));
+    let (programs, images) =
+        folders.context("PENSTOCK_KUBERNETES and PENSTOCK_IMAGES are not set: run it by `make test-cluster`")?;
+    let mode = std::env::var("PENSTOCK_KUBE_PROXY_MODE").ok();
+    Ok(Parts { kubernetes: Kubernetes::find(&programs, mode.as_deref())?, images })
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
-    let folder = |variable: &str| std::env::var_os(variable).map(PathBuf::from);
-    let parts = folder("PENSTOCK_KUBERNETES").zip(folder("PENSTOCK_IMAGES"));
-    let parts = parts.map(|(programs, images)| Parts { programs, images });
+    let parts = parts().map_err(|error| format!("{error:#}"));
+    let surge = if parts.as_ref().is_ok_and(|parts| parts.kubernetes.has_max_surge()) { &SURGE[..] } else { &[] };
     // One cluster at a time: the one of the tests that run. It ends with the process that the last test leaves.
     let running: Arc<Mutex<Option<RealCluster>>> = Arc::default();
     let mut trials = Vec::new();
     // `make bench-cluster` measures, and `make test-cluster` does not.
     let measures = std::env::var_os("PENSTOCK_FIGURES").is_some();
-    let tests: &[(&str, Test)] = if measures { &[("figures", figures::figures)] } else { &TESTS };
+    let tests: [&[(&str, Test)]; 2] = if measures { [&[("figures", figures::figures)], &[]] } else { [&TESTS, surge] };
     for cni in [Cni::Ptp, Cni::Bridge] {
-        for &(name, test) in tests {
+        for &(name, test) in tests.concat().iter() {
             let (running, parts) = (Arc::clone(&running), parts.clone());
-            let run = move || run(&running, parts.as_ref(), cni, test);
+            let run = move || run(&running, &parts?, cni, test);
             trials.push(Trial::test(format!("{}::{name}", cni.name()), run).with_ignored_flag(true));
         }
     }
@@ -86,8 +104,7 @@ fn main() -> ExitCode {
 }
 
 /// Runs a test in the cluster with this CNI plugin, which is started if it does not run.
-fn run(running: &Mutex<Option<RealCluster>>, parts: Option<&Parts>, cni: Cni, test: Test) -> Result<(), Failed> {
-    let parts = parts.ok_or("PENSTOCK_KUBERNETES and PENSTOCK_IMAGES are not set: run it by `make test-cluster`")?;
+fn run(running: &Mutex<Option<RealCluster>>, parts: &Parts, cni: Cni, test: Test) -> Result<(), Failed> {
     let mut running = running.lock().unwrap_or_else(PoisonError::into_inner);
     if running.as_ref().is_none_or(|cluster| cluster.cni != cni) {
         *running = None;

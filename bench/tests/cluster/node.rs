@@ -13,6 +13,7 @@ use nix::unistd::Pid;
 use penstock_bench::testbed::{CleanupGuard, Namespace, ServiceProcess};
 
 use crate::control_plane::{API, ControlPlane, PODS, kubeconfig};
+use crate::kubernetes::Kubernetes;
 use crate::shell::{eventually, ip, output, start};
 
 /// The CNI plugin that wires pods.
@@ -79,7 +80,7 @@ impl RealNode {
         plane: &ControlPlane,
         number: NodeNumber,
         cni: Cni,
-        (programs, images, directory): (&Path, &[PathBuf], &Path),
+        (kubernetes, images, directory): (&Kubernetes, &[PathBuf], &Path),
     ) -> Result<Self> {
         let name = number.name();
         let state = directory.join(&name);
@@ -99,8 +100,8 @@ impl RealNode {
         // One node has no BPF file system, as one without systemd.
         output(mounts.env("BPFFS", if number.0 == 1 { "yes" } else { "no" }))?;
         node.start_containerd(images, cni)?;
-        node.start_kubelet(programs, directory)?;
-        node.start_kube_proxy(programs, directory)?;
+        node.start_kubelet(kubernetes, directory)?;
+        node.start_kube_proxy(kubernetes, directory)?;
         Ok(node)
     }
 
@@ -160,27 +161,29 @@ impl RealNode {
         Ok(wrapper)
     }
 
-    fn start_kubelet(&mut self, programs: &Path, directory: &Path) -> Result<()> {
+    fn start_kubelet(&mut self, kubernetes: &Kubernetes, directory: &Path) -> Result<()> {
         let (name, config) = (self.number.name(), self.state.join("kubelet.yaml"));
         fs::write(self.state.join("resolv.conf"), format!("nameserver {API}\n"))?;
         fs::write(&config, kubelet_config(self.number, &self.state))?;
-        let mut kubelet = self.command(programs.join("kubelet"));
+        let mut kubelet = self.command(kubernetes.program("kubelet"));
         kubelet.arg("--config").arg(&config);
         kubelet.arg("--kubeconfig").arg(kubeconfig(directory, &format!("system:node:{name}")));
         kubelet.args(["--hostname-override", &name, "--node-ip", &self.number.address()]);
-        kubelet.args(["--container-runtime=remote", "--feature-gates=IPv6DualStack=true"]);
+        kubelet.args(kubernetes.remote_runtime()).args(kubernetes.dual_stack());
         kubelet.arg("--container-runtime-endpoint=unix:///run/containerd/containerd.sock");
         self._others.push(start(kubelet, &self.state.join("kubelet.log"))?);
         Ok(())
     }
 
-    fn start_kube_proxy(&mut self, programs: &Path, directory: &Path) -> Result<()> {
+    fn start_kube_proxy(&mut self, kubernetes: &Kubernetes, directory: &Path) -> Result<()> {
         let (name, address) = (self.number.name(), self.number.address());
-        let mut proxy = self.command(programs.join("kube-proxy"));
+        let mut proxy = self.command(kubernetes.program("kube-proxy"));
         proxy.arg("--kubeconfig").arg(kubeconfig(directory, "system:kube-proxy"));
         proxy.args(["--hostname-override", &name, "--bind-address", &address, "--cluster-cidr", PODS]);
         // The machine's own limit of connections stays as it is.
-        proxy.args(["--proxy-mode=iptables", "--feature-gates=IPv6DualStack=true", "--conntrack-max-per-core=0"]);
+        proxy
+            .args(["--proxy-mode", kubernetes.proxy_mode.name(), "--conntrack-max-per-core=0"])
+            .args(kubernetes.dual_stack());
         self._others.push(start(proxy, &self.state.join("kube-proxy.log"))?);
         Ok(())
     }

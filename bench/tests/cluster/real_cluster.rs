@@ -13,6 +13,7 @@ use penstock_policy::model::Object;
 use serde_json::Value;
 
 use crate::control_plane::ControlPlane;
+use crate::kubernetes::Kubernetes;
 use crate::node::{Cni, NodeNumber, RealNode};
 use crate::shell::{eventually, output};
 
@@ -21,11 +22,10 @@ const SERVED: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090)
 /// For pods to start, once their images are there.
 const START: Duration = Duration::from_secs(180);
 
-/// Folders with what is built once.
+/// What is built once.
 #[derive(Clone)]
 pub(crate) struct Parts {
-    /// `PENSTOCK_KUBERNETES`: the programs of Kubernetes, and etcd.
-    pub(crate) programs: PathBuf,
+    pub(crate) kubernetes: Kubernetes,
     /// `PENSTOCK_IMAGES`: archives of images.
     pub(crate) images: PathBuf,
 }
@@ -47,18 +47,19 @@ impl RealCluster {
         let began = Instant::now();
         let settings = keep_settings();
         let scratch = ScratchDir::new()?;
-        let plane = ControlPlane::start(&parts.programs, scratch.path())?;
+        let plane = ControlPlane::start(&parts.kubernetes, scratch.path())?;
         let images: Vec<PathBuf> = fs::read_dir(&parts.images)
             .with_context(|| format!("cannot read {}", parts.images.display()))?
             .flatten()
             .map(|entry| entry.path())
             .collect();
-        let start = |number| RealNode::start(&plane, number, cni, (&parts.programs, &images, scratch.path()));
+        let start = |number| RealNode::start(&plane, number, cni, (&parts.kubernetes, &images, scratch.path()));
         let nodes = NodeNumber::ALL.into_iter().map(start).collect::<Result<Vec<_>>>()?;
         let mut cluster =
             Self { plane, nodes, sites: Vec::new(), servers: Vec::new(), cni, scratch, _settings: settings };
         cluster.wait_for_nodes()?;
-        cluster.apply(include_str!("workload.yaml"))?;
+        // A new namespace has no service account at once, without which no pod is admitted.
+        eventually(Duration::from_secs(30), || cluster.apply(include_str!("workload.yaml")))?;
         cluster.kubectl(&["wait", "--for=condition=Ready", "pods", "--all", "--all-namespaces", "--timeout=180s"])?;
         cluster.enter_pods()?;
         eprintln!("cluster with {}: started in {:.0?}", cni.name(), began.elapsed());

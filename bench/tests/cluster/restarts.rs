@@ -1,6 +1,9 @@
 //! The daemon is restarted in several ways while pods talk.
 
 use std::fs;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -17,6 +20,9 @@ use crate::whole::expect_reached;
 const SILENCE: Duration = Duration::from_secs(30);
 /// What a connection may wait: a retransmission or two of TCP (RFC 6298: the first after 200 ms on Linux).
 const MOST_WAIT: Duration = Duration::from_secs(1);
+
+/// What a new connection may wait in an update with surge: one SYN may be lost (RFC 6298: it is sent again after 1 s).
+const MOST_WAIT_FOR_NEW: Duration = Duration::from_millis(1500);
 
 /// Connections on one node and between both.
 fn connections(cluster: &RealCluster) -> Result<Vec<(&'static str, EchoConnection)>> {
@@ -83,6 +89,64 @@ pub(crate) fn connections_outlast_a_rolling_restart(cluster: &mut RealCluster) -
     expect_undisturbed(&connections)?;
     expect_reached(cluster, "shop/web", "shop/api", 8080, true)?;
     expect_reached(cluster, "lab/guest", "shop/api", 8080, false)
+}
+
+/// With the component `surge`: the new daemon starts beside the old one and takes over from it.
+pub(crate) fn connections_pass_while_a_daemon_takes_over(cluster: &mut RealCluster) -> Result<()> {
+    let cluster = &*cluster;
+    let folder = cluster.manifests("surge-installed", "")?;
+    let kustomization = format!("{folder}/kustomization.yaml");
+    let text = fs::read_to_string(&kustomization)?;
+    fs::write(&kustomization, format!("{text}components: [surge]\n"))?;
+    cluster.kubectl(&["apply", "-k", &folder])?;
+    cluster.wait_for_penstock()?;
+
+    let connections = connections(cluster)?;
+    for (_, connection) in &connections {
+        connection.take_slowest();
+    }
+    let ends = AtomicBool::new(false);
+    let (opened, slowest) = thread::scope(|scope| {
+        let opening = scope.spawn(|| open_until(cluster, &ends));
+        let restarted = cluster
+            .kubectl(&["-n", "kube-system", "rollout", "restart", "daemonset/penstock"])
+            .and_then(|_| cluster.wait_for_penstock());
+        ends.store(true, Ordering::Relaxed);
+        let opened = opening.join().expect("it does not panic");
+        restarted.and(opened)
+    })?;
+    let waited: Vec<_> = connections.iter().map(|(from, connection)| (from, connection.take_slowest())).collect();
+    eprintln!(
+        "an update with surge: the slowest of {opened} new connections took {slowest:.1?}, of those before {waited:.1?}"
+    );
+    ensure!(opened > 100, "{opened} connections were opened meanwhile");
+    ensure!(slowest < MOST_WAIT_FOR_NEW, "a new connection took {slowest:?}");
+    for (from, slowest) in waited {
+        ensure!(slowest < MOST_WAIT, "the connection of {from} stood still for {slowest:?}");
+    }
+    expect_undisturbed(&connections)?;
+    expect_reached(cluster, "lab/guest", "shop/api", 8080, false)?;
+    cluster.install()
+}
+
+/// Opens connections on one node and to the other one, one after the other, until `ends` is set. Returns how many, and what the
+/// slowest took.
+fn open_until(cluster: &RealCluster, ends: &AtomicBool) -> Result<(u32, Duration)> {
+    let namespace = &cluster.site("ops/monitor").namespace;
+    let addresses = ["shop/web", "ops/dash"].map(|to| SocketAddr::new(cluster.target(to, false).1, 8080));
+    let (mut opened, mut slowest) = (0, Duration::ZERO);
+    while !ends.load(Ordering::Relaxed) {
+        for address in addresses {
+            let began = Instant::now();
+            namespace
+                .run(|| TcpStream::connect_timeout(&address, SILENCE))
+                .with_context(|| format!("connection {opened}, to {address}"))?;
+            slowest = slowest.max(began.elapsed());
+            opened += 1;
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+    Ok((opened, slowest))
 }
 
 pub(crate) fn policy_is_in_force_without_api_server(cluster: &mut RealCluster) -> Result<()> {

@@ -20,6 +20,8 @@ pub enum Fault {
     /// Answers with this status code, and Retry-After in seconds if given. The body is plain text, as from an
     /// overloaded server.
     Code(u16, Option<u32>),
+    /// Watch, or a streamed list: sends an error with this code as the first event, and ends.
+    ErrorEvent(u16),
     /// Never answers.
     Silence,
     /// Answers with a body that is not JSON.

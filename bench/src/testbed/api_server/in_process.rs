@@ -473,6 +473,10 @@ impl Watcher {
     }
 
     async fn watch(&self, version: Option<u64>, initial: bool, fault: Option<Fault>) -> Result<(), ConnectionClosed> {
+        if let Some(Fault::ErrorEvent(code)) = fault {
+            let status = status(code, "InternalError", "this cannot be streamed");
+            return self.send(&json!({ "type": "ERROR", "object": status })).await;
+        }
         let mut versions = self.state.version.subscribe();
         let mut position = match version {
             Some(version) => version,

@@ -221,24 +221,29 @@ impl KindFollower {
         Ok(())
     }
 
-    /// Lists by a stream that continues as a watch. Falls back to pages if the server does not support it.
+    /// Lists by a stream that continues as a watch. Falls back to pages if the server does not support it, as client-go does
+    /// (tools/cache/reflector.go): an older server refuses the request, and a newer one with an etcd that is too old sends an
+    /// error with code 500 as the first event.
     async fn stream<K: WatchedType>(&mut self, api: &Api<K>, convert: Converter<K>) -> Result<(), RequestError> {
         let mut params = watch_params();
         params.send_initial_events = true;
         // No version: the list must be as recent as the request.
-        match within(self.timeouts().watch_start, api.watch(&params, "")).await? {
+        let outcome = match within(self.timeouts().watch_start, api.watch(&params, "")).await? {
             Ok(events) => {
                 self.shared.store().begin_list(self.kind);
                 self.consume(events, convert, true).await
             }
-            Err(error) => match RequestError::of(&error, self.kind) {
-                RequestError::Refused { code, message } => {
-                    tracing::debug!("API server, {}: no streamed lists ({code}: {message})", self.kind.resource());
-                    self.streams = false;
-                    Ok(())
-                }
-                failure => Err(failure),
-            },
+            Err(error) => Err(RequestError::of(&error, self.kind)),
+        };
+        match outcome {
+            Err(RequestError::Refused { code, message } | RequestError::Server { code: code @ 500, message, .. })
+                if self.resource_version.is_none() =>
+            {
+                tracing::debug!("API server, {}: no streamed lists ({code}: {message})", self.kind.resource());
+                self.streams = false;
+                Ok(())
+            }
+            outcome => outcome,
         }
     }
 
