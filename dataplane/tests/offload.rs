@@ -145,8 +145,8 @@ impl Node {
             usage: (entries, KernelMapSizes::USE),
         };
         let maps = ConnectionMaps::open(None, &sizes).unwrap();
-        let options = TcxOptions { pairs: vec![1], ..TcxOptions::default() };
-        let programs = TcxPrograms::load(&options, Some(&maps)).unwrap();
+        let programs = TcxPrograms::load(&TcxOptions::default(), Some(&maps)).unwrap();
+        programs.set_pairs(&[1], &[]).unwrap();
         let veths = [A, B].map(|port| {
             let name = format!("v{}", port.0);
             let made = Command::new("ip").args(["link", "add", "name", &name, "type", "veth"]).status().unwrap();

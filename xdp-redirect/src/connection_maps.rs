@@ -52,7 +52,7 @@ impl ConnectionMaps {
     /// Opens the arrays that an earlier process has pinned if they have these sizes and this version; otherwise makes new
     /// ones, and pins them. Without `pins` they end with the process and the programs.
     pub fn open(pins: Option<&Pins>, sizes: &ConnectionMapSizes) -> Result<Self, ConnectionMapsError> {
-        if let Some(found) = pins.and_then(|pins| Self::pinned(pins, sizes)) {
+        if let Some(found) = pins.and_then(|pins| Self::find(pins, sizes)) {
             return Ok(found);
         }
         let bytes = sizes.all().iter().map(|(_, count, size)| u64::from(*count) * u64::from(*size)).sum();
@@ -76,7 +76,8 @@ impl ConnectionMaps {
         Ok(maps)
     }
 
-    fn pinned(pins: &Pins, sizes: &ConnectionMapSizes) -> Option<Self> {
+    /// Opens the arrays that a process has pinned if they have these sizes and this version.
+    pub fn find(pins: &Pins, sizes: &ConnectionMapSizes) -> Option<Self> {
         let open = |(name, count, size)| {
             let map = MapHandle::from_pinned_path(path(pins, name, sizes)).ok()?;
             let is_same = map.max_entries() == count && map.value_size() == size && map.map_type() == MapType::Array;

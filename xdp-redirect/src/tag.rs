@@ -33,7 +33,7 @@ impl ProgramTag {
 
     /// The tags of this binary's tcx programs: on what a pod sends, and on what the node's stack sends to it.
     pub fn own_tcx() -> Result<[Self; 2], LoadError> {
-        let programs = TcxPrograms::load(&TcxOptions { pairs: vec![1], ..TcxOptions::default() }, None)?;
+        let programs = TcxPrograms::load(&TcxOptions::default(), None)?;
         let tag = |program| Self::of(program).map_err(|error| LoadError::new("the program's tag", error.into()));
         let [from_pod, to_pod] = programs.at_pod().map(tag);
         Ok([from_pod?, to_pod?])

@@ -41,21 +41,26 @@ pub const MAX_TCX_WORKERS: usize = 64;
 /// Addresses of a pod, its link-local ones included, as `own` in `src/bpf/tcx.bpf.c`.
 const MAX_OWN_ADDRESSES: u32 = 32;
 
+/// CPUs whose packets have a worker of their own, as `MAX_CPUS` in `src/bpf/tcx.bpf.c`.
+const MAX_CPUS: usize = 1024;
+
 /// How to load the programs.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct TcxOptions {
-    /// By worker: interface index of the node's end of its pair. From 1 to [`MAX_TCX_WORKERS`].
-    pub pairs: Vec<u32>,
-    /// By worker: the CPU whose packets it gets. Packets that other CPUs send go to the worker that their connection's hash names.
-    pub cpus: Vec<usize>,
+    /// How many workers there are: from 1 to [`MAX_TCX_WORKERS`].
+    pub workers: usize,
     /// Whether packets pass to the kernel once the process has ended ([`TcxPrograms::alive`]); otherwise they are dropped.
     pub open_without_workers: bool,
-    /// Where links are pinned, so that they outlast the process.
-    pub pins: Option<Pins>,
     /// Where programs note whose packets the node has translated.
     pub sources: Option<TranslatedSources>,
     /// Where programs count what they send to workers, and how many packets of a pod may wait there; more are dropped.
     pub waiting: Option<(WaitingArray, u32)>,
+}
+
+impl Default for TcxOptions {
+    fn default() -> Self {
+        Self { workers: 1, open_without_workers: false, sources: None, waiting: None }
+    }
 }
 
 /// The array in which programs and workers count the packets that wait for a worker: `waiting` in `src/bpf/tcx.bpf.c`.
@@ -136,11 +141,13 @@ struct Maps {
     uplink_interfaces: MapHandle,
     offloaded: MapHandle,
     offloaded_ports: MapHandle,
+    /// The programs' variables: `pairs` in `src/bpf/tcx.bpf.c`.
+    pairs: MapHandle,
 }
 
 impl TcxPrograms {
-    /// Loads the programs through the verifier. Needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (or root), and Linux 6.6 for
-    /// tcx.
+    /// Loads the programs through the verifier, which takes about a second. Needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (or
+    /// root), and Linux 6.6 for tcx. Before one is attached, they must know the workers: [`TcxPrograms::set_pairs`].
     ///
     /// With `connections` they forward packets of established connections by themselves.
     pub fn load(options: &TcxOptions, connections: Option<&ConnectionMaps>) -> Result<Self, LoadError> {
@@ -149,12 +156,7 @@ impl TcxPrograms {
         let mut open = skeleton::TcxSkelBuilder::default().open(&mut storage).map_err(failed)?;
         let constants = open.maps.rodata_data.as_deref_mut().expect("the skeleton maps its constants");
         constants.open_without_workers = options.open_without_workers.into();
-        constants.workers = options.pairs.len().min(MAX_TCX_WORKERS) as u32;
-        constants.pairs.iter_mut().zip(&options.pairs).for_each(|(constant, &pair)| *constant = pair);
-        for (&cpu, &pair) in options.cpus.iter().zip(options.pairs.iter().take(MAX_TCX_WORKERS)) {
-            // Packets of a CPU behind the last go by hash.
-            constants.pairs_of_cpus.get_mut(cpu).into_iter().for_each(|constant| *constant = pair);
-        }
+        constants.workers = options.workers.min(MAX_TCX_WORKERS) as u32;
         // Not 0, which every packet has that nothing has marked.
         constants.passed = rand::random::<u32>() | 1;
         constants.offload = connections.is_some().into();
@@ -196,11 +198,32 @@ impl TcxPrograms {
                 uplink_interfaces: map(&*loaded.maps.uplink_interfaces)?,
                 offloaded: map(&*loaded.maps.offloaded)?,
                 offloaded_ports: map(&*loaded.maps.offloaded_ports)?,
+                pairs: map(&*loaded.maps.bss)?,
             }),
             liveness,
-            pins: options.pins.clone(),
+            pins: None,
             is_live: AtomicBool::new(false),
         })
+    }
+
+    /// Pins links from now on, so that they outlast the process.
+    pub fn with_pins(self, pins: Option<Pins>) -> Self {
+        Self { pins, ..self }
+    }
+
+    /// Says where workers are. `pairs`, by worker: interface index of the node's end of its pair, of as many as the programs were
+    /// loaded for. `cpus`, by worker: the CPU whose packets it gets. Packets that other CPUs send go to the worker that their
+    /// connection's hash names.
+    pub fn set_pairs(&self, pairs: &[u32], cpus: &[usize]) -> Result<(), TcxMapError> {
+        let (mut of_workers, mut of_cpus) = ([0; MAX_TCX_WORKERS], [0; MAX_CPUS]);
+        of_workers.iter_mut().zip(pairs).for_each(|(place, &pair)| *place = pair);
+        for (&cpu, &pair) in cpus.iter().zip(pairs.iter().take(MAX_TCX_WORKERS)) {
+            // Packets of a CPU behind the last go by hash.
+            of_cpus.get_mut(cpu).into_iter().for_each(|place| *place = pair);
+        }
+        let all: Vec<u8> = of_workers.iter().chain(&of_cpus).copied().flat_map(u32::to_ne_bytes).collect();
+        let failed = |source| TcxMapError { thing: "the workers' pairs".to_owned(), source };
+        self.maps.pairs.update(&0_u32.to_ne_bytes(), &all, MapFlags::ANY).map_err(failed)
     }
 
     /// From now on these programs run where an earlier process has left its own: first on these interfaces, then on each

@@ -34,22 +34,26 @@ impl fmt::Debug for TranslatedSources {
 impl TranslatedSources {
     /// Opens the map that an earlier process has pinned, or makes a new one. Needs CAP_BPF (or root).
     pub fn open(pins: Option<&Pins>) -> Result<Self, LoadError> {
-        let failed = |source| LoadError::new("the map of translated sources", source);
-        let path = pins.map(|pins| pins.map_path(NAME));
-        if let Some(found) = path.as_ref().and_then(|path| MapHandle::from_pinned_path(path).ok()) {
-            return Ok(Self { map: Arc::new(found) });
+        if let Some(found) = pins.and_then(Self::find) {
+            return Ok(found);
         }
+        let failed = |source| LoadError::new("the map of translated sources", source);
         let options = libbpf_sys::bpf_map_create_opts {
             sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
             ..Default::default()
         };
         let mut map = MapHandle::create(MapType::LruHash, Some("sources"), KEY as u32, 16, MAX_SOURCES, &options)
             .map_err(failed)?;
-        if let Some((pins, path)) = pins.zip(path) {
+        if let Some(pins) = pins {
             pins.remove_translated_sources();
-            map.pin(path).map_err(failed)?;
+            map.pin(pins.map_path(NAME)).map_err(failed)?;
         }
         Ok(Self { map: Arc::new(map) })
+    }
+
+    /// Opens the map that a process has pinned.
+    pub fn find(pins: &Pins) -> Option<Self> {
+        Some(Self { map: Arc::new(MapHandle::from_pinned_path(pins.map_path(NAME)).ok()?) })
     }
 
     pub(crate) fn map(&self) -> &MapHandle {

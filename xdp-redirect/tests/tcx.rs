@@ -178,14 +178,20 @@ impl Node {
     }
 
     fn with(options: TcxOptions) -> Self {
+        Self::with_workers(options, &[], &[])
+    }
+
+    /// With the pairs of further workers, and the CPUs of all.
+    fn with_workers(options: TcxOptions, pairs: &[u32], cpus: &[usize]) -> Self {
         ip("link add name pn0 type veth peer name px0");
         ip("link set dev pn0 up");
         ip("link set dev px0 up");
         ip("addr add 10.0.0.254/32 dev lo");
         let pair = Interface::by_name("pn0").unwrap();
         // Its pair is the first worker's.
-        let pairs = [&[pair.index], options.pairs.as_slice()].concat();
-        let programs = TcxPrograms::load(&TcxOptions { pairs, ..options }, None).unwrap();
+        let pairs = [&[pair.index], pairs].concat();
+        let programs = TcxPrograms::load(&TcxOptions { workers: pairs.len(), ..options }, None).unwrap();
+        programs.set_pairs(&pairs, cpus).unwrap();
         let attached = programs.attach_worker(&pair).unwrap();
         let pods = [1, 2].map(|number| {
             let pod = Pod::new(number);
@@ -355,8 +361,7 @@ fn what_a_cpu_sends_goes_to_its_own_worker_whatever_the_connection() {
         ip("link add name pn1 type veth peer name px1");
         ip("link set dev pn1 up");
         ip("link set dev px1 up");
-        let pairs = vec![Interface::by_name("pn1").unwrap().index];
-        let node = Node::with(TcxOptions { pairs, cpus: cpus.clone(), ..TcxOptions::default() });
+        let node = Node::with_workers(TcxOptions::default(), &[Interface::by_name("pn1").unwrap().index], &cpus);
         let second = Raw::open("px1");
         const CONNECTIONS: u16 = 16;
         for (&cpu, own, other) in [(&cpus[0], &node.worker, &second), (&cpus[1], &second, &node.worker)] {
@@ -428,8 +433,9 @@ fn pinned_programs_stay_and_the_next_process_takes_them_over() {
         let root = Path::new("/sys/fs/bpf/penstock-test-tcx");
         let pins = Pins::open(root).unwrap();
         let load = || {
-            let options = TcxOptions { pairs: vec![1], pins: Some(pins.clone()), ..TcxOptions::default() };
-            TcxPrograms::load(&options, None).unwrap()
+            let programs = TcxPrograms::load(&TcxOptions::default(), None).unwrap().with_pins(Some(pins.clone()));
+            programs.set_pairs(&[1], &[]).unwrap();
+            programs
         };
         ip("addr add 10.0.0.254/32 dev lo");
         let pod = Pod::new(1);

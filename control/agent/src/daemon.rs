@@ -43,7 +43,8 @@ use super::{RunError, StartMode, last_good, logging};
 use crate::discovery::{Events, Netlink, NetworkState};
 use problem_log::ProblemLog;
 use start::{
-    SharedMaps, leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread, start_dataplane,
+    Prepared, SharedMaps, leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread,
+    start_dataplane,
 };
 pub(super) use start::{clear_pins, connection_map_sizes};
 
@@ -91,7 +92,9 @@ pub(super) async fn run(
     let Some(OpenedSource { source, objects, stale }) = open_source(config, recorded, &mut signals).await? else {
         return Ok(Ended::BySignal);
     };
+    let mut prepared = None;
     if let Some(predecessor) = predecessor {
+        prepared = Prepared::beside_another(config)?;
         predecessor.hand_over().await?;
     }
     let listeners = match listeners {
@@ -105,7 +108,7 @@ pub(super) async fn run(
         None => RecordedLines::default(),
     };
     let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, rejected, health, dataplane);
-    let mut daemon = Daemon::start(config, netlink, (objects, stale), operation).await?;
+    let mut daemon = Daemon::start(config, netlink, (objects, stale), prepared, operation).await?;
     if is_good {
         keep_as_last_good(layers, loaded);
     }
@@ -264,6 +267,7 @@ impl<'a> Daemon<'a> {
         config: &'a Config,
         netlink: Netlink,
         (initial, stale): (Vec<Object>, Option<StaleObjects>),
+        prepared: Option<Prepared>,
         operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
     ) -> Result<Self, RunError> {
         let started = Instant::now();
@@ -293,15 +297,19 @@ impl<'a> Daemon<'a> {
         let was_closed = pins.as_ref().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
         let table_lock = connections::lock(config)?;
-        let maps = SharedMaps::open(config, pins.as_ref())?;
+        let prepared = match prepared {
+            Some(prepared) => prepared,
+            None => Prepared { maps: SharedMaps::open(config, pins.as_ref())?, programs: None },
+        };
         // Threads that exist before the workers: manifest reader and API server client.
         leave_cores_to_workers(config, &other_threads());
-        let dataplane = start_dataplane(config, &maps)?;
+        let dataplane = start_dataplane(config, &prepared.maps)?;
         let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
         leave_cores_to_workers(config, &others);
         let operation = operation(&dataplane)?;
         let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
-        let (programs, node_path) = open_programs(config, &netlink, &netstate, dataplane.cores(), pins, &maps).await?;
+        let (programs, node_path) =
+            open_programs(config, &netlink, &netstate, dataplane.cores(), pins, prepared).await?;
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);

@@ -1,7 +1,7 @@
 //! A new daemon takes over from the one that runs (`penstock run --take-over`).
 //!
-//! For a moment two daemons are in one network namespace. The new one reads all objects, and only then asks the old one, by a
-//! unix socket beside the admin socket. The old one stops as a daemon does whose place another will take: its programs stay, with the
+//! For a moment two daemons are in one network namespace. The new one reads all objects and loads its programs, and only then asks the
+//! old one, by a unix socket beside the admin socket. The old one stops as a daemon does whose place another will take: its programs stay, with the
 //! connection table in the kernel. It answers when its ports and listeners are free, and the new one opens them. Meanwhile
 //! the programs forward packets of established connections (`attach = "tcx"`), and new connections wait.
 //!

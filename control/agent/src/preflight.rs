@@ -241,8 +241,7 @@ pub(super) fn attachable(config: &Config, not_tcx: Option<String>) -> Vec<Prefli
 
 /// Loads the tcx programs, and removes them again.
 fn try_tcx(offloads: bool) -> Result<(), String> {
-    let options = TcxOptions { pairs: vec![1], ..TcxOptions::default() };
-    let load = |maps: Option<&ConnectionMaps>| match TcxPrograms::load(&options, maps) {
+    let load = |maps: Option<&ConnectionMaps>| match TcxPrograms::load(&TcxOptions::default(), maps) {
         Ok(_) => Ok(()),
         Err(error) => Err(error.to_string()),
     };

@@ -35,12 +35,15 @@
 #define MAX_UPLINKS 256
 
 const volatile __u32 open_without_workers = 0; /* pass packets to the kernel while no process serves the sockets */
-const volatile __u32 workers = 1;              /* in use of `pairs` */
-const volatile __u32 pairs[MAX_WORKERS] = {};  /* interface index of the node's end of each worker's pair */
-const volatile __u32 pairs_of_cpus[MAX_CPUS] = {}; /* by CPU: of the worker that takes what this CPU sends; 0: any worker */
+const volatile __u32 workers = 1;              /* in use of `pairs.of_workers` */
 const volatile __u32 passed = 0;               /* mark of a packet that from_worker hands to the node's stack; random */
 const volatile __u32 share = 0;                /* most packets of a port that wait for workers; 0: any number */
 const volatile __u32 offload = 0;              /* forward packets of established connections without a worker */
+
+volatile struct { /* interface indices of the node's ends of workers' pairs, set before the programs are attached */
+	__u32 of_workers[MAX_WORKERS];
+	__u32 of_cpus[MAX_CPUS]; /* of the worker that takes what this CPU sends; 0: any worker */
+} pairs;
 
 struct interface { /* the node's end of a pod's veth */
 	__u16 port;            /* the number that workers know it by */
@@ -168,18 +171,18 @@ static __always_inline __u32 pair_of(struct __sk_buff *skb)
 	__u8 protocol;
 
 	if (workers < 2)
-		return pairs[0];
-	if (index < MAX_CPUS && pairs_of_cpus[index])
-		return pairs_of_cpus[index];
+		return pairs.of_workers[0];
+	if (index < MAX_CPUS && pairs.of_cpus[index])
+		return pairs.of_cpus[index];
 	if (skb->protocol == bpf_htons(ETH_P_IP)) {
 		if (bpf_skb_load_bytes(skb, ETH_HLEN, &head.ip4, sizeof(head.ip4)))
-			return pairs[0];
+			return pairs.of_workers[0];
 		sum = head.ip4.saddr ^ head.ip4.daddr;
 		protocol = head.ip4.frag_off & bpf_htons(0x3fff) ? 0 : head.ip4.protocol;
 		offset = head.ip4.ihl * 4;
 	} else {
 		if (bpf_skb_load_bytes(skb, ETH_HLEN, &head.ip6, sizeof(head.ip6)))
-			return pairs[0];
+			return pairs.of_workers[0];
 		sum = head.ip6.saddr.s6_addr32[0] ^ head.ip6.saddr.s6_addr32[1] ^ head.ip6.saddr.s6_addr32[2] ^
 		      head.ip6.saddr.s6_addr32[3] ^ head.ip6.daddr.s6_addr32[0] ^ head.ip6.daddr.s6_addr32[1] ^
 		      head.ip6.daddr.s6_addr32[2] ^ head.ip6.daddr.s6_addr32[3];
@@ -190,7 +193,7 @@ static __always_inline __u32 pair_of(struct __sk_buff *skb)
 		bpf_skb_load_bytes(skb, ETH_HLEN + offset, &ports, sizeof(ports));
 	sum = (sum ^ (ports >> 16) ^ (ports & 0xffff)) * 0x9e3779b1u;
 	index = ((__u64)sum * workers) >> 32;
-	return index < MAX_WORKERS ? pairs[index] : pairs[0];
+	return index < MAX_WORKERS ? pairs.of_workers[index] : pairs.of_workers[0];
 }
 
 /* Counts a packet of this port to a worker, unless its share is used up. */
@@ -616,7 +619,7 @@ static __always_inline int is_from_worker(const struct __sk_buff *skb)
 	__u32 i;
 
 	for (i = 0; i < MAX_WORKERS && i < workers; i++)
-		if (skb->ingress_ifindex == pairs[i])
+		if (skb->ingress_ifindex == pairs.of_workers[i])
 			return 1;
 	return 0;
 }

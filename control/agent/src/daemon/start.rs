@@ -15,7 +15,7 @@ use penstock_dataplane::pipeline::{self, OriginalSources};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
 use penstock_privileges as privileges;
 use penstock_xdp_redirect::{
-    ConnectionMapSizes, ConnectionMaps, MAX_TCX_PORTS, PinError, Pins, Redirect, TcxOptions, TcxPrograms,
+    ConnectionMapSizes, ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, TcxOptions, TcxPrograms,
     TranslatedSources, WaitingArray,
 };
 
@@ -60,6 +60,28 @@ pub(super) fn pins(config: &Config) -> Result<Option<Pins>, RunError> {
     }
 }
 
+/// What a daemon that takes over has ready before the other one stops: programs that the kernel has verified, and the maps that
+/// they share with those of the other one.
+pub(super) struct Prepared {
+    pub(super) maps: SharedMaps,
+    pub(super) programs: Option<TcxPrograms>,
+}
+
+impl Prepared {
+    /// Loads the programs, which takes about a second, while another daemon serves the node. Changes nothing that this one uses.
+    /// `None` if it has no such maps: they are made once it has stopped.
+    pub(super) fn beside_another(config: &Config) -> Result<Option<Self>, RunError> {
+        if config.attach_by != Attach::Tcx || config.fail.mode != FailMode::Closed {
+            return Ok(None);
+        }
+        let pins = Pins::at(&config.fail.pins).map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
+        let Some(maps) = SharedMaps::find(config, &pins)? else { return Ok(None) };
+        let workers = preflight::worker_cores(config).map_err(RunError::bad_input)?.len();
+        let programs = load_tcx(config, workers, &maps).map_err(RunError::bad_input)?;
+        Ok(Some(Self { maps, programs: Some(programs) }))
+    }
+}
+
 /// Loads the programs, and makes the interfaces between the node's stack and the workers. On an error neither is left.
 pub(super) async fn open_programs(
     config: &Config,
@@ -67,7 +89,7 @@ pub(super) async fn open_programs(
     netstate: &NetworkState,
     workers: &[CoreId],
     pins: Option<Pins>,
-    maps: &SharedMaps,
+    Prepared { maps, programs }: Prepared,
 ) -> Result<(Programs, NodePath), RunError> {
     let mtu = pair_mtu(config, netstate);
     let failed = |error| match error {
@@ -88,26 +110,37 @@ pub(super) async fn open_programs(
         return Ok((Programs::Xdp(redirect), NodePath::HostVeth(Box::new(host_veth))));
     }
     let pairs = WorkerPairs::create(netlink, &config.host_veth, workers.len(), mtu).await.map_err(failed)?;
-    let options = TcxOptions {
-        pairs: pairs.pairs().iter().map(|pair| pair.node.index).collect(),
-        cpus: match preflight::serves_each_core(config) {
-            true => workers.iter().map(|core| core.0).collect(),
-            false => Vec::new(),
-        },
-        open_without_workers: config.fail.mode == FailMode::Open,
-        pins,
-        sources: Some(maps.sources.clone()),
-        waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(config))),
+    let indices: Vec<u32> = pairs.pairs().iter().map(|pair| pair.node.index).collect();
+    let cpus: Vec<usize> = match preflight::serves_each_core(config) {
+        true => workers.iter().map(|core| core.0).collect(),
+        false => Vec::new(),
     };
-    let loaded = TcxPrograms::load(&options, maps.connections.as_ref())
-        .and_then(|tcx| Ok(Programs::Tcx { tcx, xdp: Redirect::new()? }));
-    match loaded {
+    let load = || -> Result<Programs, RunError> {
+        let tcx = match programs {
+            Some(programs) => programs,
+            None => load_tcx(config, workers.len(), &maps).map_err(RunError::bad_input)?,
+        };
+        let tcx = tcx.with_pins(pins);
+        tcx.set_pairs(&indices, &cpus).map_err(RunError::failed)?;
+        Ok(Programs::Tcx { tcx, xdp: Redirect::new().map_err(RunError::bad_input)? })
+    };
+    match load() {
         Ok(programs) => Ok((programs, NodePath::Pairs(pairs))),
         Err(error) => {
             pairs.remove().await.unwrap_or_else(|error| tracing::warn!(%error, "cannot remove the workers' pairs"));
-            Err(RunError::bad_input(error))
+            Err(error)
         }
     }
+}
+
+fn load_tcx(config: &Config, workers: usize, maps: &SharedMaps) -> Result<TcxPrograms, LoadError> {
+    let options = TcxOptions {
+        workers,
+        open_without_workers: config.fail.mode == FailMode::Open,
+        sources: Some(maps.sources.clone()),
+        waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(config))),
+    };
+    TcxPrograms::load(&options, maps.connections.as_ref())
 }
 
 /// Removes all links that are pinned for this network namespace. Returns how many.
@@ -148,10 +181,18 @@ impl SharedMaps {
         // What outlasts the process without its connection table would be of no use.
         let lasting = pins.filter(|_| matches!(config.conntrack.mapping, TableMapping::File(_)));
         let sources = TranslatedSources::open(lasting).map_err(RunError::bad_input)?;
-        let by_pairs = config.attach_by == Attach::Tcx;
-        let waiting = by_pairs.then(|| WaitingArray::create(WaitingPackets::ELEMENT)).transpose();
-        let waiting = waiting.map_err(RunError::bad_input)?;
-        Ok(Self { connections: connection_maps(config, pins)?, sources, waiting })
+        Ok(Self { connections: connection_maps(config, pins)?, sources, waiting: waiting_array(config)? })
+    }
+
+    /// Those that another daemon has pinned, if they are as this one needs them.
+    fn find(config: &Config, pins: &Pins) -> Result<Option<Self>, RunError> {
+        if !config.offloads() || !matches!(config.conntrack.mapping, TableMapping::File(_)) {
+            return Ok(None);
+        }
+        let sizes = connection_map_sizes(config.conntrack.entries as usize);
+        let found = ConnectionMaps::find(pins, &sizes).zip(TranslatedSources::find(pins));
+        let Some((connections, sources)) = found else { return Ok(None) };
+        Ok(Some(Self { connections: Some(connections), sources, waiting: waiting_array(config)? }))
     }
 
     /// The counters of packets that wait for workers.
@@ -160,6 +201,11 @@ impl SharedMaps {
         let mapped = array.descriptor().and_then(|array| WaitingPackets::map(&array, MAX_TCX_PORTS.into()));
         Ok(Some(mapped.map_err(RunError::failed)?))
     }
+}
+
+fn waiting_array(config: &Config) -> Result<Option<WaitingArray>, RunError> {
+    let by_pairs = config.attach_by == Attach::Tcx;
+    by_pairs.then(|| WaitingArray::create(WaitingPackets::ELEMENT)).transpose().map_err(RunError::bad_input)
 }
 
 /// The senders that the programs note, for the workers.
