@@ -8,20 +8,29 @@ use std::time::Duration;
 
 /// A sleep that a packet ends within this time is a short one.
 const SHORT: Duration = Duration::from_micros(40);
-/// So many short sleeps in a row begin the moderation.
+/// So many short sleeps in a row begin the moderation; after a nap that was not worth it, twice as many as before, up to a limit.
 const MANY: u32 = 16;
+const MOST: u32 = 1 << 14;
 /// A nap: what a packet may wait for it.
 const NAP: Duration = Duration::from_micros(50);
-/// Fewer packets than this during a nap end the moderation.
-const WORTH: u32 = 3;
+/// Fewer packets than this during a nap end the moderation. Of transactions that are opened 32 at once, two or three fall into one.
+const WORTH: u32 = 6;
 
 /// Decides how a worker sleeps.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Moderation {
     /// Short sleeps in a row.
     short_sleeps: u32,
+    /// How many of them begin naps.
+    many: u32,
     /// Packets received since the last nap began; `None`: it sleeps until there is a packet.
     since_nap: Option<u32>,
+}
+
+impl Default for Moderation {
+    fn default() -> Self {
+        Self { short_sleeps: 0, many: MANY, since_nap: None }
+    }
 }
 
 impl Moderation {
@@ -35,10 +44,14 @@ impl Moderation {
 
     /// How long it is to sleep regardless of packets; `None`: until there is one.
     pub(super) fn nap(&mut self) -> Option<Duration> {
-        if self.since_nap.is_some_and(|packets| packets < WORTH) {
-            *self = Self::default();
+        match self.since_nap {
+            Some(packets) if packets < WORTH => {
+                *self = Self { many: (self.many * 2).min(MOST), ..Self::default() };
+            }
+            Some(_) => self.many = MANY,
+            None => {}
         }
-        if self.short_sleeps < MANY {
+        if self.short_sleeps < self.many {
             return None;
         }
         self.since_nap = Some(0);
@@ -83,7 +96,7 @@ mod tests {
     #[test]
     fn it_naps_on_while_naps_gather_packets_and_then_sleeps_until_there_is_one() {
         let mut moderation = after(MANY, 5);
-        for batches in [&[WORTH][..], &[1, 1, 1], &[64, 64]] {
+        for batches in [&[WORTH][..], &[WORTH / 2, WORTH / 2], &[64, 64]] {
             assert_eq!(moderation.nap(), Some(NAP));
             moderation.slept(2 * NAP);
             batches.iter().for_each(|packets| moderation.received(*packets));
@@ -93,5 +106,25 @@ mod tests {
         assert_eq!(moderation.nap(), None);
         moderation.slept(Duration::from_micros(5));
         assert_eq!(moderation.nap(), None, "it is woken many times again before it naps");
+    }
+
+    #[test]
+    fn naps_that_are_not_worth_it_get_rare_and_one_that_is_makes_them_usual_again() {
+        let mut moderation = after(MANY, 5);
+        let mut short_sleeps_until_nap = |packets: u32| {
+            let mut sleeps = 0;
+            while moderation.nap().is_none() {
+                moderation.slept(Duration::from_micros(5));
+                sleeps += 1;
+            }
+            moderation.slept(NAP);
+            moderation.received(packets);
+            sleeps
+        };
+        let rows: Vec<u32> = (0..14).map(|_| short_sleeps_until_nap(1)).collect();
+        assert_eq!(rows[..4], [0, 2 * MANY, 4 * MANY, 8 * MANY]);
+        assert_eq!(rows[10..], [MOST; 4]);
+        assert_eq!(short_sleeps_until_nap(WORTH), MOST);
+        assert_eq!((short_sleeps_until_nap(1), short_sleeps_until_nap(1)), (0, 2 * MANY));
     }
 }
