@@ -147,6 +147,19 @@ impl OpenedConnections {
     }
 }
 
+/// It cannot have its programs ready before, since the table is made anew.
+#[test]
+fn a_daemon_with_a_table_of_another_size_takes_over() {
+    let mut fixture = fixture();
+    fixture.change_config(|config| config.conntrack = config.conntrack.replace("entries = 4096", "entries = 8192"));
+    let before = fixture.take_over();
+    before.log().wait_for_after(0, "handed over to another daemon", LIMIT).unwrap();
+    assert_eq!(fixture.status().connections.capacity, 8192);
+    for (pod, expected) in [("test/pod-0", ProbeOutcome::Reached), ("test/pod-2", ProbeOutcome::Silent)] {
+        assert_eq!(outcome(&fixture, pod), expected, "{pod}");
+    }
+}
+
 #[test]
 fn a_daemon_that_is_ended_before_it_knows_all_objects_takes_nothing_over() {
     let fixture = fixture();

@@ -3,8 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use dashmap::DashSet;
 use futures_util::{Stream, StreamExt, TryStreamExt, pin_mut};
 use ipnet::IpNet;
 use netlink_packet_route::address::AddressAttribute;
@@ -61,7 +62,7 @@ impl NetlinkError {
 pub struct Netlink {
     pub(super) handle: Handle,
     /// Addresses whose neighbour entries are awaited.
-    awaited: Arc<Mutex<BTreeSet<IpAddr>>>,
+    awaited: Arc<DashSet<IpAddr>>,
 }
 
 /// Waits for changes of links, routes or addresses.
@@ -107,7 +108,7 @@ impl Netlink {
                     // Neighbour entries change all the time: only the awaited ones are events.
                     NetlinkPayload::InnerMessage(DelNeighbour(_)) => {}
                     NetlinkPayload::InnerMessage(NewNeighbour(entry)) => {
-                        let known = neighbour(&entry).is_some_and(|(address, _)| lock(&awaited).remove(&address));
+                        let known = neighbour(&entry).is_some_and(|(address, _)| awaited.remove(&address).is_some());
                         if known {
                             changed.notify_one();
                         }
@@ -153,7 +154,7 @@ impl Netlink {
 
     /// Has the kernel resolve `address` on a link. The resolved neighbour entry raises an event.
     pub async fn solicit(&self, link: u32, address: IpAddr) {
-        lock(&self.awaited).insert(address);
+        self.awaited.insert(address);
         let mut request = self.handle.neighbours().add(link, address).state(NeighbourState::None);
         // NTF_USE: as if there were a packet to send (neigh_add in net/core/neighbour.c).
         request = request.flags(NeighbourFlags::Use).replace();
@@ -289,10 +290,6 @@ fn bridge_ports_of_neighbours(neighbours: &[Neighbour], links: &BTreeMap<u32, Li
         Some(HostRoute { destination: entry.address, link })
     };
     neighbours.iter().filter_map(found).collect()
-}
-
-fn lock(awaited: &Mutex<BTreeSet<IpAddr>>) -> MutexGuard<'_, BTreeSet<IpAddr>> {
-    awaited.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 async fn collect<T>(
