@@ -150,10 +150,7 @@ impl ControlPlane {
 
     fn spawn(&self, program: &str, arguments: &[String]) -> Result<ServiceProcess> {
         let mut command = self.world.command(self.kubernetes.program(program));
-        command.args(arguments).current_dir(&self.directory);
-        if program != "kube-scheduler" {
-            command.args(self.kubernetes.dual_stack());
-        }
+        command.args(arguments).args(self.kubernetes.dual_stack()).current_dir(&self.directory);
         start(command, &self.log(program))
     }
 

@@ -239,7 +239,7 @@ fn control_groups(node: &str) -> Result<CleanupGuard> {
     let root = Path::new("/sys/fs/cgroup");
     ensure!(
         root.join("cpuset/cpuset.cpus").exists(),
-        "{} has no hierarchies of version 1, which a kubelet 1.20 needs: boot with systemd.unified_cgroup_hierarchy=0",
+        "{} has no hierarchies of version 1, in which these tests place kubelets: boot with systemd.unified_cgroup_hierarchy=0",
         root.display()
     );
     let hierarchies: Vec<PathBuf> =

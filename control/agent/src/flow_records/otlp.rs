@@ -1,7 +1,7 @@
 //! Records as OpenTelemetry logs, to a collector by OTLP over HTTP or gRPC.
 //!
-//! A thread of its own sends them. A collector that is away is tried again, with the same batch, while the queue behind it fills; what does not fit is
-//! lost and counted. The SDK's batch processor counts what it loses nowhere, so the queue is here.
+//! A thread of its own sends them. A collector that is away is tried again, with the same batch, while the queue behind it fills;
+//! what does not fit is lost and counted. The SDK's batch processor counts what it loses nowhere, so the queue is here.
 
 mod grpc;
 mod http;
@@ -99,16 +99,15 @@ enum Collector {
 }
 
 impl Collector {
-    /// To be called in the runtime that sends; `None` if no collector is set.
-    fn new(settings: &config::FlowRecords, node: &str) -> Result<Option<Self>, OtlpError> {
-        let Some(url) = settings.otlp_url() else { return Ok(None) };
+    /// To be called in the runtime that sends.
+    fn new(url: &str, settings: &config::FlowRecords, node: &str) -> Result<Self, OtlpError> {
         let (ca_file, headers_file) = (settings.otlp_ca_file.as_deref(), settings.otlp_headers_file.as_ref());
         let headers = headers_file.map(|path| headers(path)).transpose()?.unwrap_or_default();
         let resource = resource(node);
-        Ok(Some(match settings.otlp_protocol {
-            OtlpProtocol::HttpProtobuf => Self::Http(HttpExporter::new(&url, ca_file, headers, &resource)?),
-            OtlpProtocol::Grpc => Self::Grpc(GrpcExporter::new(&url, ca_file, (headers_file, headers), &resource)?),
-        }))
+        Ok(match settings.otlp_protocol {
+            OtlpProtocol::HttpProtobuf => Self::Http(HttpExporter::new(url, ca_file, headers, &resource)?),
+            OtlpProtocol::Grpc => Self::Grpc(GrpcExporter::new(url, ca_file, (headers_file, headers), &resource)?),
+        })
     }
 
     /// Sends a batch. Returns how many of its records the collector has rejected, as far as it says so.
@@ -144,12 +143,10 @@ impl OtlpSender {
         node: &str,
         lost: &Arc<AtomicU64>,
     ) -> Result<Option<Self>, OtlpError> {
-        if settings.otlp_url().is_none() {
-            return Ok(None);
-        }
+        let Some(url) = settings.otlp_url() else { return Ok(None) };
         let runtime = runtime::Builder::new_current_thread().enable_all().build().map_err(OtlpError::Runtime)?;
         let inside = runtime.enter();
-        let Some(collector) = Collector::new(settings, node)? else { return Ok(None) };
+        let collector = Collector::new(&url, settings, node)?;
         drop(inside);
         let made = Arc::<Mutex<Vec<_>>>::default();
         let provider = SdkLoggerProvider::builder().with_log_processor(Kept(made.clone())).build();
