@@ -1,7 +1,5 @@
 //! `penstock capture`: packets of a running daemon with what was decided on them.
 
-mod file;
-mod filter;
 #[cfg(test)]
 mod tests;
 
@@ -15,11 +13,12 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use clap::ValueEnum;
 use penstock_admin::capture::{
     CaptureCounts, CaptureError, CaptureEvent, CaptureMessage, CaptureQuery, CaptureStream, DEFAULT_SOCKET, Verdict,
+    encode,
 };
+use penstock_replay::bundle::BundleWriter;
+use penstock_replay::capture::{VerdictFile, filter};
 
 use super::Failure;
-use file::PacketFile;
-use penstock_replay::bundle::{BundleStart, BundleWriter};
 
 /// Capture packets of a running daemon with their verdicts
 ///
@@ -59,11 +58,17 @@ Examples:
   penstock capture --program '1,6 0 0 1' --bytes 1000000 -o some.pcapng")]
 pub(super) struct Args {
     /// The file to write, or - for standard output; an existing file is not overwritten
-    #[arg(short, long, value_name = "FILE", required_unless_present = "bundle")]
+    #[arg(short, long, value_name = "FILE", required_unless_present_any = ["bundle", "messages"])]
     output: Option<PathBuf>,
     /// Write a bundle for penstock replay: packets, objects and their changes; the directory is created, or is empty
     #[arg(long, value_name = "DIR", conflicts_with = "output")]
     bundle: Option<PathBuf>,
+    /// Write what the daemon sends to standard output as it is, for programs that make files of it
+    #[arg(long, conflicts_with_all = ["output", "bundle"])]
+    messages: bool,
+    /// With --messages: the cluster's objects and their changes, too
+    #[arg(long, requires = "messages")]
+    objects: bool,
     /// Only packets from or to this pod of the node (NAMESPACE/POD)
     #[arg(long, value_name = "POD")]
     pod: Option<String>,
@@ -124,48 +129,55 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let query = args.query()?;
     match (&args.bundle, &args.output) {
         (Some(directory), _) => run_bundle(directory, &args.socket, &query, args.end_with_input),
-        (None, Some(output)) => run_file(output, &args.socket, &query, args.end_with_input),
-        (None, None) => Err(Failure::bad_input("neither -o FILE nor --bundle DIR is given; give one of them")),
+        (None, Some(output)) if output != Path::new("-") => run_file(output, &args.socket, &query, args.end_with_input),
+        (None, _) => run_stdout(&args, &query),
     }
 }
 
 fn run_file(output: &Path, socket: &Path, query: &CaptureQuery, end_with_input: bool) -> Result<(), Failure> {
-    let is_stdout = output == Path::new("-");
-    if is_stdout && io::stdout().is_terminal() {
+    // Before the capture: a file that cannot be written is no reason to look at packets.
+    let file = create(output)?;
+    let stream = open(socket, query, end_with_input).inspect_err(|_| _ = std::fs::remove_file(output))?;
+    let written = Output::packets(file).map_err(CaptureFailure::Write);
+    let ended = written.and_then(|mut written| capture(stream, &mut written).0);
+    ended.map_err(|error| error.named(&output.display().to_string()))
+}
+
+fn run_stdout(args: &Args, query: &CaptureQuery) -> Result<(), Failure> {
+    if io::stdout().is_terminal() {
         return Err(Failure::bad_input(
             "standard output is a terminal: write packets to a file (-o FILE), or pipe them to a program",
         ));
     }
-    // Before the capture: a file that cannot be written is no reason to look at packets.
-    let file = if is_stdout { None } else { Some(create(output)?) };
-    let stream = open(socket, query, end_with_input);
-    let mut stream = stream.inspect_err(|_| _ = file.as_ref().map(|_| std::fs::remove_file(output)))?;
-    if let Ok(output) = io::stdout().as_fd().try_clone_to_owned()
-        && is_stdout
-    {
+    let mut stream = open(&args.socket, query, args.end_with_input)?;
+    if let Ok(output) = io::stdout().as_fd().try_clone_to_owned() {
         stream.watch_output(output);
     }
-    match file {
-        None => match capture(stream, io::stdout().lock(), None).0 {
-            Err(CaptureFailure::Write(error)) => Failure::from_output(error),
-            ended => ended.map_err(|error| error.named("standard output")),
-        },
-        Some(file) => capture(stream, file, None).0.map_err(|error| error.named(&output.display().to_string())),
+    let stdout = io::stdout().lock();
+    let output = if args.messages { Ok(Output::Messages(buffered(stdout))) } else { Output::packets(stdout) };
+    match output.map_err(CaptureFailure::Write).and_then(|mut output| capture(stream, &mut output).0) {
+        Err(CaptureFailure::Write(error)) => Failure::from_output(error),
+        ended => ended.map_err(|error| error.named("standard output")),
     }
 }
 
 /// A capture that the daemon or a signal ends early leaves a bundle up to there.
 fn run_bundle(directory: &Path, socket: &Path, query: &CaptureQuery, end_with_input: bool) -> Result<(), Failure> {
+    let named = |error: CaptureFailure| error.named(&directory.display().to_string());
     let (mut bundle, packets) = BundleWriter::create(directory).map_err(Failure::bad_input)?;
     let stream = open(socket, query, end_with_input)?;
-    let named = |error: CaptureFailure| error.named(&directory.display().to_string());
-    let (ended, counts) = capture(stream, packets, Some(&mut bundle));
+    let file = VerdictFile::new(buffered(packets)).map_err(|error| named(error.into()))?;
+    let (ended, counts) = capture(stream, &mut Output::Packets(file, Some(&mut bundle)));
     if let Err(error @ CaptureFailure::Write(_)) = ended {
         return Err(named(error));
     }
     let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos() as u64;
     bundle.end(time, counts.packets, counts.lost).map_err(|error| named(CaptureFailure::Write(error)))?;
     ended.map_err(named)
+}
+
+fn buffered<W: Write>(output: W) -> BufWriter<W> {
+    BufWriter::with_capacity(1 << 16, output)
 }
 
 /// Begins a capture, which with `end_with_input` ends as by an interrupt when standard input does.
@@ -201,7 +213,7 @@ impl Args {
             packets: self.packets,
             seconds: self.seconds,
             bytes: self.bytes,
-            objects: self.bundle.is_some(),
+            objects: self.bundle.is_some() || self.objects,
         })
     }
 }
@@ -243,106 +255,109 @@ impl CaptureFailure {
     }
 }
 
-/// Writes packets until the capture ends, and objects if there is a bundle for them. What was written so far is a whole file
-/// whenever no packet is on its way. Returns how many packets are in the file, and how many were lost.
+/// What a capture writes.
+enum Output<'a, W: Write> {
+    /// A file of packets, and the objects of a bundle.
+    Packets(VerdictFile<BufWriter<W>>, Option<&'a mut BundleWriter>),
+    /// What the daemon sends.
+    Messages(BufWriter<W>),
+}
+
+impl<W: Write> Output<'_, W> {
+    /// A file of packets.
+    fn packets(output: W) -> io::Result<Self> {
+        Ok(Self::Packets(VerdictFile::new(buffered(output))?, None))
+    }
+
+    /// Writes a message, after which so many packets are lost.
+    fn message(&mut self, message: &CaptureMessage, content: &[u8], counts: CaptureCounts) -> io::Result<()> {
+        match (self, message) {
+            (Self::Packets(file, _), CaptureMessage::Packet(record)) => file.packet(0, record, content, counts.lost),
+            (Self::Packets(_, Some(bundle)), message) => bundle.message(message, content),
+            (Self::Packets(_, None), _) => Ok(()),
+            (Self::Messages(output), message) => {
+                let mut bytes = Vec::with_capacity(content.len() + 512);
+                encode(message, content, &mut bytes);
+                output.write_all(&bytes)
+            }
+        }
+    }
+
+    fn end(&mut self, reason: &str, counts: CaptureCounts) -> io::Result<()> {
+        match self {
+            Self::Packets(file, _) => file.end(&[(counts, reason.to_owned())]),
+            Self::Messages(_) => {
+                let end = CaptureMessage::End { reason: reason.to_owned(), counts };
+                self.message(&end, &[], counts)?;
+                self.flush()
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Self::Packets(file, _) => file.flush(),
+            Self::Messages(output) => output.flush(),
+        }
+    }
+}
+
+/// Writes what comes until the capture ends. What was written so far is whole whenever no message is on its way. Returns how many
+/// packets are in it, and how many were lost.
 fn capture(
     mut stream: CaptureStream,
-    output: impl Write,
-    bundle: Option<&mut BundleWriter>,
+    output: &mut Output<'_, impl Write>,
 ) -> (Result<(), CaptureFailure>, CaptureCounts) {
     let mut counts = CaptureCounts::default();
-    let file = PacketFile::new(BufWriter::with_capacity(1 << 16, output));
-    let mut file = match file {
-        Ok(file) => file,
-        Err(error) => return (Err(error.into()), counts),
-    };
-    let ended = receive(&mut stream, &mut file, bundle, &mut counts);
-    counts.packets = file.packets();
+    let ended = receive(&mut stream, output, &mut counts).map(|reason| {
+        let CaptureCounts { packets, lost, .. } = counts;
+        eprintln!("penstock: {packets} packets captured, {lost} lost to the capture ({reason})");
+    });
     (ended, counts)
 }
 
+/// Returns why it ended.
 fn receive(
     stream: &mut CaptureStream,
-    file: &mut PacketFile<impl Write>,
-    mut bundle: Option<&mut BundleWriter>,
+    output: &mut Output<'_, impl Write>,
     counts: &mut CaptureCounts,
-) -> Result<(), CaptureFailure> {
-    file.flush()?;
-    loop {
-        let message = match stream.next(SILENCE) {
-            Ok(CaptureEvent::Message(message, frame)) => {
-                match (&message, bundle.as_deref_mut()) {
-                    (CaptureMessage::Packet(record), _) => file.packet(record, frame)?,
-                    (message, Some(bundle)) => write_objects(bundle, message, frame)?,
+) -> Result<String, CaptureFailure> {
+    output.flush()?;
+    let (reason, error) = loop {
+        match stream.next(SILENCE) {
+            Ok(CaptureEvent::Message(CaptureMessage::End { reason, counts: last }, _)) => {
+                counts.lost = last.lost;
+                break (reason, None);
+            }
+            Ok(CaptureEvent::Message(message, content)) => {
+                output.message(&message, content, *counts)?;
+                match message {
+                    CaptureMessage::Begin { node, .. } => eprintln!("penstock: capturing on {node}"),
+                    CaptureMessage::Packet(_) => {
+                        counts.packets += 1;
+                        counts.bytes += content.len() as u64;
+                    }
+                    CaptureMessage::Progress(so_far) => counts.lost = so_far.lost,
                     _ => {}
                 }
-                message
+                // So that a reader of a pipe sees each packet at once.
+                if !stream.has_next() {
+                    output.flush()?;
+                }
             }
-            Ok(CaptureEvent::OutputClosed) => {
-                summary(file.packets(), counts.lost, "its reader has left");
-                return Ok(());
-            }
-            Ok(CaptureEvent::Interrupted) => {
-                file.end(counts.lost, "interrupted")?;
-                summary(file.packets(), counts.lost, "interrupted");
-                return Ok(());
-            }
+            Ok(CaptureEvent::OutputClosed) => return Ok("its reader has left".to_owned()),
+            Ok(CaptureEvent::Interrupted) => break ("interrupted".to_owned(), None),
             Ok(CaptureEvent::Quiet) => {
-                file.end(counts.lost, "the daemon is silent")?;
-                return Err(CaptureFailure::Daemon(CaptureError::System(io::Error::new(
-                    io::ErrorKind::TimedOut,
-                    format!("the daemon has sent nothing for {} s", SILENCE.as_secs()),
-                ))));
+                let silent = format!("the daemon has sent nothing for {} s", SILENCE.as_secs());
+                let error = CaptureError::System(io::Error::new(io::ErrorKind::TimedOut, silent));
+                break ("the daemon is silent".to_owned(), Some(error));
             }
-            Err(error) => {
-                file.end(counts.lost, "the daemon has ended")?;
-                return Err(error.into());
-            }
-        };
-        match message {
-            CaptureMessage::Begin { node, .. } => eprintln!("penstock: capturing on {node}"),
-            CaptureMessage::Packet(_) | CaptureMessage::Objects { .. } | CaptureMessage::Changes { .. } => {}
-            CaptureMessage::Progress(so_far) => {
-                *counts = so_far;
-                file.lost(counts.lost);
-            }
-            CaptureMessage::End { reason, counts: last } => {
-                *counts = last;
-                file.end(counts.lost, &reason)?;
-                summary(file.packets(), counts.lost, &reason);
-                return Ok(());
-            }
+            Err(error) => break ("the daemon has ended".to_owned(), Some(error)),
         }
-        // So that a reader of a pipe sees each packet at once.
-        if !stream.has_next() {
-            file.flush()?;
-        }
+    };
+    output.end(&reason, *counts)?;
+    match error {
+        None => Ok(reason),
+        Some(error) => Err(error.into()),
     }
-}
-
-/// Writes what a message says of the cluster's objects into a bundle.
-fn write_objects(bundle: &mut BundleWriter, message: &CaptureMessage, content: &[u8]) -> io::Result<()> {
-    match message {
-        CaptureMessage::Begin { node, objects } => {
-            let Some(objects) = objects.clone() else { return Ok(()) };
-            let blocks = objects.service_cidrs.iter().map(|block| block.parse().map_err(io::Error::other));
-            bundle.begin(BundleStart {
-                version: objects.version,
-                node: node.clone(),
-                began: objects.time,
-                epoch: objects.epoch,
-                objects: objects.count,
-                services: objects.services,
-                service_cidrs: blocks.collect::<io::Result<_>>()?,
-            });
-            Ok(())
-        }
-        CaptureMessage::Objects { count } => bundle.objects(content, *count),
-        CaptureMessage::Changes { epoch, time } => bundle.changes(*epoch, *time, content),
-        CaptureMessage::Packet(_) | CaptureMessage::Progress(_) | CaptureMessage::End { .. } => Ok(()),
-    }
-}
-
-fn summary(packets: u64, lost: u64, reason: &str) {
-    eprintln!("penstock: {packets} packets captured, {lost} lost to the capture ({reason})");
 }

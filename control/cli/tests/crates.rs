@@ -12,7 +12,10 @@ const DRAWN: [(&str, &[&str]); 11] = [
     ("penstock-policy", &["penstock-dataplane"]),
     ("penstock-privileges", &["penstock-dataplane"]),
     ("penstock-sources", &["penstock-policy", "penstock-privileges"]),
-    ("penstock-replay", &["penstock-dataplane", "penstock-policy", "penstock-sources", "penstock-xdp-redirect"]),
+    (
+        "penstock-replay",
+        &["penstock-admin", "penstock-dataplane", "penstock-policy", "penstock-sources", "penstock-xdp-redirect"],
+    ),
     ("penstock-admin", &[]),
     ("penstock-text", &["penstock-admin"]),
     ("penstock-kubectl", &["penstock-admin", "penstock-replay", "penstock-sources", "penstock-text"]),

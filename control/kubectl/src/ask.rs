@@ -14,7 +14,7 @@ use super::cluster::{Cluster, Daemon, Fleet, Missing, Problem, Running};
 /// Most bytes of an answer: connections and bundles of a large node are some 10 MB.
 const MAX_ANSWER: u64 = 256 << 20;
 /// Most bytes of standard error that are kept.
-const MAX_ERRORS: u64 = 64 << 10;
+pub(super) const MAX_ERRORS: u64 = 64 << 10;
 
 /// How to ask.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -167,7 +167,7 @@ async fn ask<C: Cluster>(
 }
 
 /// All that is read, at most so much; the rest is read and forgotten, so that the command can end.
-async fn read_all(reader: impl AsyncRead, most: u64) -> io::Result<Vec<u8>> {
+pub(super) async fn read_all(reader: impl AsyncRead, most: u64) -> io::Result<Vec<u8>> {
     let mut reader = std::pin::pin!(reader);
     let mut bytes = Vec::new();
     (&mut reader).take(most).read_to_end(&mut bytes).await?;

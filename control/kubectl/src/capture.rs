@@ -2,17 +2,20 @@
 
 mod merge;
 mod node;
+mod output;
+mod plan;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufWriter, IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use penstock_admin::capture::{CaptureCounts, CaptureMessage};
+use penstock_replay::capture::filter;
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio::signal::unix::{SignalKind, signal};
@@ -20,11 +23,12 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
-use super::Failure;
 use super::ask::{Answers, Asking, words};
-use super::cluster::{Cluster, Daemon, Fleet, Missing, PodName, PodPlace, Problem, Writer};
-use merge::{Merger, PacketFile};
-use node::{Counts, Event, Packet, follow};
+use super::cluster::{Cluster, Daemon, Fleet, Missing, PodName, Problem, Writer};
+use super::{Failure, folder};
+use node::{Event, follow};
+use output::{Output, Packet};
+use plan::Plan;
 
 /// Capture packets of several nodes with their verdicts, in one file ordered by time
 ///
@@ -32,23 +36,32 @@ use node::{Counts, Event, Packet, follow};
 /// all nodes. Writes pcapng: an interface for each pod's port of each node, and the comments that `penstock capture` writes, with the
 /// node. The order is that of the nodes' clocks: where they differ, so does the order. Each daemon must offer captures
 /// (`capture.socket` in its configuration), and does one at a time.
+///
+/// With --bundle a directory gets a folder for each node, as `penstock capture --bundle` writes it: packets, the cluster's objects, and
+/// their changes meanwhile. `penstock replay DIR/NODE` evaluates the packets again.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
   0  ended at a limit, by Ctrl-C, or because the reader of standard output has left
   1  the file cannot be written in full, or no node has answered
-  2  bad input: a filter, a file that exists, a terminal, rights that the user lacks, or no daemon offers captures
+  2  bad input: a filter, a file that exists, a directory with files, a terminal, rights that the user lacks, or no daemon
+     offers captures
   4  some nodes have not captured, or not to the end; they are named, and the file has the others' packets
 
 Examples:
   kubectl penstock capture --from shop/web-1 --to shop/db-0 -o both.pcapng
   kubectl penstock capture --pod shop/web-1 --port 443 -o - | wireshark -k -i -
+  kubectl penstock capture --pod shop/web-1 --filter 'tcp port 80 or icmp' -o web.pcapng
+  kubectl penstock capture --pod shop/web-1 --seconds 60 --bundle incident/
   kubectl penstock capture --verdict deny --seconds 30 -o denied.pcapng
   kubectl penstock capture --reason spoofed_source --snaplen 128 --packets 1000 -o spoofed.pcapng")]
 pub(super) struct Args {
     /// The file to write, or - for standard output; an existing file is not overwritten
-    #[arg(short, long, value_name = "FILE")]
-    output: PathBuf,
+    #[arg(short, long, value_name = "FILE", required_unless_present = "bundle")]
+    output: Option<PathBuf>,
+    /// Write a bundle of each node for penstock replay, a folder each; the directory is created, or is empty
+    #[arg(long, value_name = "DIR", conflicts_with = "output")]
+    bundle: Option<PathBuf>,
     /// Only packets between this pod (NAMESPACE/POD) and that of --to, on both nodes
     #[arg(long, value_name = "POD", requires = "to", conflicts_with_all = ["pod", "host"])]
     from: Option<PodName>,
@@ -73,8 +86,11 @@ pub(super) struct Args {
     /// Only packets of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
     #[arg(long, value_name = "PROTOCOL")]
     protocol: Option<String>,
-    /// Only packets that this program accepts: what `tcpdump -ddd -y EN10MB EXPRESSION` prints
-    #[arg(long, value_name = "PROGRAM")]
+    /// Only packets that a filter expression of libpcap accepts (pcap-filter(7)); tcpdump compiles it here
+    #[arg(long, value_name = "EXPRESSION")]
+    filter: Option<String>,
+    /// The same compiled, where there is no tcpdump: what `tcpdump -ddd -y EN10MB EXPRESSION` prints elsewhere
+    #[arg(long, value_name = "PROGRAM", conflicts_with = "filter")]
     program: Option<String>,
     /// Bytes to keep of each packet, from 64 to 4096
     #[arg(long, value_name = "BYTES")]
@@ -92,22 +108,12 @@ pub(super) struct Args {
 
 /// How long the nodes may take to end once they are asked to.
 const LAST_PACKETS: Duration = Duration::from_secs(10);
-/// How long a packet waits for older ones of other nodes.
-const HOLD: Duration = Duration::from_secs(1);
 /// Between two looks for packets that have waited long enough.
 const TICK: Duration = Duration::from_millis(100);
 
-/// What to capture where.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-struct Plan {
-    /// By node, the options that only it gets; `None`: all nodes.
-    nodes: Option<BTreeMap<String, Vec<String>>>,
-    /// Addresses of both ends, where a node cannot choose by them.
-    between: Option<(Vec<IpAddr>, Vec<IpAddr>)>,
-}
-
 pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> Result<(), Failure> {
     let plan = args.plan(cluster).await?;
+    let program = args.compiled()?;
     let fleet = cluster.daemons().await?;
     let fleet = match &plan.nodes {
         Some(nodes) => fleet.only(&nodes.keys().cloned().collect()),
@@ -116,36 +122,60 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
             fleet
         }
     };
-    let is_stdout = args.output == Path::new("-");
-    if is_stdout && io::stdout().is_terminal() {
-        return Err(Failure::bad_input(
-            "standard output is a terminal: write packets to a file (-o FILE), or pipe them to a program",
-        ));
-    }
     // Before the capture: a file that cannot be written is no reason to look at packets.
-    let (output, watched): (Box<dyn Write>, _) = match is_stdout {
-        true => (Box::new(io::stdout()), io::stdout().as_fd().try_clone_to_owned().ok()),
-        false => (Box::new(create(&args.output)?), None),
-    };
-    let mut capture = Capture::start(cluster, asking, fleet, |daemon| args.command(&plan, daemon)).await;
-    let ended = match capture.nodes.is_empty() {
-        true => Ok(()),
-        false => capture.run(output, watched, &args, plan.between.as_ref()).await,
-    };
+    let target = Target::open(&args)?;
+    let command = |daemon: &Daemon| args.command(&plan, program.as_deref(), daemon);
+    let mut capture = Capture::start(cluster, asking, fleet, command).await;
+    let limits = Limits { packets: args.packets, between: plan.between };
+    let ended = if capture.nodes.is_empty() { Ok(()) } else { capture.run(target, &args, &limits).await };
     let is_empty = capture.written == 0;
     let answers = capture.answers();
-    if answers.answers.is_empty() && is_empty && !is_stdout {
-        let _ = std::fs::remove_file(&args.output);
+    if answers.answers.is_empty() && is_empty {
+        args.remove();
     }
-    match ended {
-        Err(error) if is_stdout => Failure::from_output(error)?,
-        Err(error) => {
-            let context = format!("cannot write {}", args.output.display());
+    match (ended, args.file()) {
+        (Err(error), None) => Failure::from_output(error)?,
+        (Err(error), Some(path)) => {
+            let context = format!("cannot write {}", path.display());
             return Err(Failure::Failed(anyhow::Error::new(error).context(context)));
         }
-        Ok(()) => {}
+        (Ok(()), _) => {}
     }
     answers.completeness()
+}
+
+/// What is written, opened before the nodes are known.
+enum Target {
+    /// One file; and what to watch for the end of its reader.
+    Merged(Box<dyn Write>, Option<OwnedFd>),
+    /// A folder for each node below a directory.
+    Bundles(PathBuf),
+}
+
+impl Target {
+    fn open(args: &Args) -> Result<Self, Failure> {
+        if let Some(directory) = &args.bundle {
+            folder::create(directory)?;
+            return Ok(Self::Bundles(directory.clone()));
+        }
+        if let Some(path) = args.file() {
+            return Ok(Self::Merged(Box::new(create(path)?), None));
+        }
+        if io::stdout().is_terminal() {
+            return Err(Failure::bad_input(
+                "standard output is a terminal: write packets to a file (-o FILE), or pipe them to a program",
+            ));
+        }
+        Ok(Self::Merged(Box::new(io::stdout()), io::stdout().as_fd().try_clone_to_owned().ok()))
+    }
+}
+
+/// Which of the packets that come are written.
+struct Limits {
+    /// So many of all nodes together.
+    packets: Option<u64>,
+    /// Between these addresses.
+    between: Option<(Vec<IpAddr>, Vec<IpAddr>)>,
 }
 
 fn create(path: &Path) -> Result<File, Failure> {
@@ -165,16 +195,39 @@ impl Args {
     async fn plan<C: Cluster>(&self, cluster: &C) -> Result<Plan, Failure> {
         if let (Some(from), Some(to)) = (&self.from, &self.to) {
             let (one, other) = (cluster.pod(from).await?, cluster.pod(to).await?);
-            return Ok(between((from, &one), (to, &other)));
+            return Ok(plan::between((from, &one), (to, &other)));
         }
         let Some(pod) = &self.pod else { return Ok(Plan::default()) };
-        let place = cluster.pod(pod).await?;
-        let nodes = BTreeMap::from([(place.node, vec![format!("--pod={pod}")])]);
-        Ok(Plan { nodes: Some(nodes), between: None })
+        Ok(plan::of_pod(pod, cluster.pod(pod).await?))
     }
 
-    fn command(&self, plan: &Plan, daemon: &Daemon) -> Vec<String> {
-        let mut command = words(&["penstock", "capture", "--output=-", "--end-with-input"]);
+    /// The program for the daemons.
+    fn compiled(&self) -> Result<Option<String>, Failure> {
+        match (&self.filter, &self.program) {
+            (Some(expression), _) => filter::compile(expression).map(Some).map_err(Failure::bad_input),
+            (None, program) => Ok(program.clone()),
+        }
+    }
+
+    /// The file or directory that is written; `None`: standard output.
+    fn file(&self) -> Option<&Path> {
+        let given = self.bundle.as_deref().or(self.output.as_deref());
+        given.filter(|path| *path != Path::new("-"))
+    }
+
+    /// Removes what nothing was written to.
+    fn remove(&self) {
+        // A directory that was there before, and is empty, is no loss.
+        let _ = match (&self.bundle, self.file()) {
+            (Some(directory), _) => std::fs::remove_dir(directory),
+            (None, Some(file)) => std::fs::remove_file(file),
+            (None, None) => Ok(()),
+        };
+    }
+
+    fn command(&self, plan: &Plan, program: Option<&str>, daemon: &Daemon) -> Vec<String> {
+        let mut command = words(&["penstock", "capture", "--messages", "--end-with-input"]);
+        command.extend(self.bundle.as_ref().map(|_| "--objects".to_owned()));
         command.extend(plan.nodes.iter().filter_map(|nodes| nodes.get(&daemon.node)).flatten().cloned());
         let text = |value: &Option<u64>| value.map(|value| value.to_string());
         for (option, value) in [
@@ -183,7 +236,7 @@ impl Args {
             ("host", self.host.map(|host| host.to_string())),
             ("port", self.port.map(|port| port.to_string())),
             ("protocol", self.protocol.clone()),
-            ("program", self.program.clone()),
+            ("program", program.map(str::to_owned)),
             ("snaplen", self.snaplen.map(|bytes| bytes.to_string())),
             ("packets", text(&self.packets)),
             ("seconds", text(&self.seconds)),
@@ -195,43 +248,12 @@ impl Args {
     }
 }
 
-/// The packets between two pods: each node chooses by its own pod and the other's address, if there is but one.
-fn between((from, one): (&PodName, &PodPlace), (to, other): (&PodName, &PodPlace)) -> Plan {
-    let options = |pod: &PodName, peer: &PodPlace| match peer.addresses[..] {
-        [address] => vec![format!("--pod={pod}"), format!("--host={address}")],
-        _ => vec![format!("--pod={pod}")],
-    };
-    let nodes = BTreeMap::from([(other.node.clone(), options(to, one)), (one.node.clone(), options(from, other))]);
-    let is_plain = one.addresses.len() == 1 && other.addresses.len() == 1;
-    let between = (!is_plain).then(|| (one.addresses.clone(), other.addresses.clone()));
-    Plan { nodes: Some(nodes), between }
-}
-
-/// Whether a frame is from one of these addresses to one of those, or back.
-fn is_between(frame: &[u8], (one, other): &(Vec<IpAddr>, Vec<IpAddr>)) -> bool {
-    let address = |at: std::ops::Range<usize>| -> Option<IpAddr> {
-        let bytes = frame.get(at)?;
-        match bytes.len() {
-            4 => <[u8; 4]>::try_from(bytes).ok().map(IpAddr::from),
-            _ => <[u8; 16]>::try_from(bytes).ok().map(IpAddr::from),
-        }
-    };
-    let ends = match frame.get(12..14) {
-        Some([0x08, 0x00]) => address(26..30).zip(address(30..34)),
-        Some([0x86, 0xdd]) => address(22..38).zip(address(38..54)),
-        _ => None,
-    };
-    ends.is_some_and(|(from, to)| {
-        one.contains(&from) && other.contains(&to) || one.contains(&to) && other.contains(&from)
-    })
-}
-
 /// A capture that runs on several nodes.
 struct Capture {
     nodes: Vec<CapturingNode>,
     missing: Vec<Missing>,
     events: mpsc::Receiver<Event>,
-    /// Packets in the file.
+    /// Packets that are written.
     written: u64,
     /// Ends with this value.
     _tasks: JoinSet<()>,
@@ -241,8 +263,12 @@ struct CapturingNode {
     daemon: Daemon,
     stdin: Option<Writer>,
     began: bool,
-    /// How it ended.
-    ended: Option<Result<Counts, Problem>>,
+    /// What it has counted so far.
+    counts: CaptureCounts,
+    /// Why its daemon has ended the capture.
+    reason: Option<String>,
+    /// How its command ended.
+    ended: Option<Result<(), Problem>>,
 }
 
 impl Capture {
@@ -267,7 +293,8 @@ impl Capture {
                 Ok(mut running) => {
                     let stdin = running.stdin.take();
                     tasks.spawn(follow(nodes.len(), running, sender.clone()));
-                    nodes.push(CapturingNode { daemon, stdin, began: false, ended: None });
+                    let counts = CaptureCounts::default();
+                    nodes.push(CapturingNode { daemon, stdin, began: false, counts, reason: None, ended: None });
                 }
                 Err(problem) => missing.push(Missing::new(&daemon.node, Some(&daemon.pod), &problem)),
             }
@@ -275,19 +302,40 @@ impl Capture {
         Self { nodes, missing, events, written: 0, _tasks: tasks }
     }
 
-    /// Writes packets in their order until all nodes have ended.
-    async fn run(
-        &mut self,
-        output: Box<dyn Write>,
-        watched: Option<OwnedFd>,
-        args: &Args,
-        between: Option<&(Vec<IpAddr>, Vec<IpAddr>)>,
-    ) -> io::Result<()> {
-        let names = self.nodes.iter().map(|node| node.daemon.node.clone()).collect();
-        let mut file = PacketFile::new(BufWriter::with_capacity(1 << 16, output), names)?;
-        let mut merger = Merger::new(self.nodes.len(), HOLD);
-        let mut interrupt = [signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?];
+    /// Writes what comes until all nodes have ended.
+    async fn run(&mut self, target: Target, args: &Args, limits: &Limits) -> io::Result<()> {
+        let names: Vec<String> = self.nodes.iter().map(|node| node.daemon.node.clone()).collect();
+        let (mut output, watched) = match target {
+            Target::Merged(file, watched) => (Output::merged(file, &names)?, watched),
+            Target::Bundles(directory) => (Output::bundles(&directory, &names)?, None),
+        };
         let start = Instant::now();
+        if let Err(error) = self.write(&mut output, watched, limits, start).await {
+            self.ask_to_end().await;
+            return Err(error);
+        }
+        output.drain(Duration::MAX, args.packets)?;
+        self.written = output.packets();
+        eprintln!("kubectl penstock: {}", self.summary(&output));
+        let damages = output.end(&ends(&self.nodes), start.elapsed())?;
+        for (node, damage) in self.nodes.iter_mut().zip(damages) {
+            let damage = damage.map(|error| Err(Problem::Failed(format!("its bundle is not whole: {error}"))));
+            // Why the node has not captured to the end comes first.
+            if let (Some(Ok(())), Some(damage)) = (&node.ended, damage) {
+                node.ended = Some(damage);
+            }
+        }
+        Ok(())
+    }
+
+    async fn write(
+        &mut self,
+        output: &mut Output,
+        watched: Option<OwnedFd>,
+        limits: &Limits,
+        start: Instant,
+    ) -> io::Result<()> {
+        let mut interrupt = [signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?];
         let mut end: Option<Instant> = None;
         let closed = closed(watched);
         tokio::pin!(closed);
@@ -296,7 +344,7 @@ impl Capture {
             let asked_to_end = tokio::select! {
                 event = self.events.recv() => {
                     if let Some(event) = event {
-                        self.take(event, &mut merger, start.elapsed(), between);
+                        self.take(event, output, start.elapsed(), limits)?;
                     }
                     false
                 }
@@ -309,12 +357,9 @@ impl Capture {
                     false
                 }
             };
-            if let Err(error) = file.drain(&mut merger, start.elapsed(), args.packets) {
-                self.ask_to_end().await;
-                return Err(error);
-            }
-            self.written = file.packets();
-            let is_full = args.packets.is_some_and(|most| file.packets() >= most);
+            output.drain(start.elapsed(), limits.packets)?;
+            self.written = output.packets();
+            let is_full = limits.packets.is_some_and(|most| self.written >= most);
             match (asked_to_end || is_full, end) {
                 (true, None) => {
                     self.ask_to_end().await;
@@ -325,39 +370,57 @@ impl Capture {
                 _ => {}
             }
         }
-        file.drain(&mut merger, Duration::MAX, args.packets)?;
-        self.written = file.packets();
-        file.end(&self.counts())?;
-        eprintln!("kubectl penstock: {}", file.summary(&self.counts(), merger.late()));
         Ok(())
     }
 
-    fn take(
-        &mut self,
-        event: Event,
-        merger: &mut Merger<Packet>,
-        now: Duration,
-        between: Option<&(Vec<IpAddr>, Vec<IpAddr>)>,
-    ) {
+    fn take(&mut self, event: Event, output: &mut Output, now: Duration, limits: &Limits) -> io::Result<()> {
         match event {
-            Event::Began(node) => {
-                self.nodes[node].began = true;
-                let began = self.nodes.iter().filter(|node| node.began).count();
-                if began == self.nodes.len() {
-                    let names: Vec<&str> = self.nodes.iter().map(|node| node.daemon.node.as_str()).collect();
-                    eprintln!("kubectl penstock: capturing on {}", names.join(", "));
-                }
-            }
-            Event::Packet(node, packet) => {
-                if between.is_none_or(|ends| is_between(&packet.frame, ends)) {
-                    merger.push(node, packet.time, packet, now);
+            Event::Message(number, message, content) => {
+                output.message(number, &message, &content, now)?;
+                let node = &mut self.nodes[number];
+                match message {
+                    CaptureMessage::Begin { .. } => {
+                        node.began = true;
+                        self.tell_when_all_have_begun();
+                    }
+                    CaptureMessage::Packet(record) => {
+                        if limits.between.as_ref().is_none_or(|ends| plan::is_between(&content, ends)) {
+                            let packet = Packet { record, frame: content, lost: node.counts.lost };
+                            output.packet(number, packet, now, limits.packets)?;
+                        }
+                    }
+                    CaptureMessage::Progress(counts) => node.counts = counts,
+                    CaptureMessage::End { reason, counts } => {
+                        (node.counts, node.reason) = (counts, Some(reason));
+                    }
+                    CaptureMessage::Objects { .. } | CaptureMessage::Changes { .. } => {}
                 }
             }
             Event::Ended(node, ended) => {
-                merger.end(node);
+                output.ended(node);
                 self.nodes[node].ended = Some(ended);
             }
         }
+        Ok(())
+    }
+
+    fn tell_when_all_have_begun(&self) {
+        if self.nodes.iter().all(|node| node.began) {
+            let names: Vec<&str> = self.nodes.iter().map(|node| node.daemon.node.as_str()).collect();
+            eprintln!("kubectl penstock: capturing on {}", names.join(", "));
+        }
+    }
+
+    /// What is written, and what is not, in a line.
+    fn summary(&self, output: &Output) -> String {
+        let nodes = self.nodes.iter().enumerate().map(|(number, CapturingNode { daemon, counts, .. })| {
+            format!("{} {} (and {} lost to the capture)", daemon.node, output.packets_of(number), counts.lost)
+        });
+        let late = match output.late() {
+            0 => String::new(),
+            late => format!("; {late} came too late for their place in the order"),
+        };
+        format!("{} packets: {}{late}", output.packets(), nodes.collect::<Vec<_>>().join(", "))
     }
 
     /// Something on its standard input ends a capture, and it still says how.
@@ -378,26 +441,30 @@ impl Capture {
         }
     }
 
-    /// By node.
-    fn counts(&self) -> Vec<Counts> {
-        let counts = |node: &CapturingNode| match &node.ended {
-            Some(Ok(counts)) => *counts,
-            _ => Counts::default(),
-        };
-        self.nodes.iter().map(counts).collect()
-    }
-
-    fn answers(self) -> Answers<Counts> {
+    fn answers(self) -> Answers<CaptureCounts> {
         let (mut answers, mut missing) = (Vec::new(), self.missing);
-        for CapturingNode { daemon, ended, .. } in self.nodes {
+        for CapturingNode { daemon, counts, ended, .. } in self.nodes {
             match ended.unwrap_or(Err(Problem::Unreachable("the capture was ended here".to_owned()))) {
-                Ok(counts) => answers.push((daemon, counts)),
+                Ok(()) => answers.push((daemon, counts)),
                 Err(problem) => missing.push(Missing::new(&daemon.node, Some(&daemon.pod), &problem)),
             }
         }
         missing.sort_by(|one, other| one.node.cmp(&other.node));
         Answers { answers, missing }
     }
+}
+
+/// By node: what it has counted, and why its capture ended.
+fn ends(nodes: &[CapturingNode]) -> Vec<(CaptureCounts, String)> {
+    let end = |node: &CapturingNode| {
+        let reason = match (&node.ended, &node.reason) {
+            (Some(Err(problem)), _) => problem.to_string(),
+            (_, Some(reason)) => reason.clone(),
+            (_, None) => "interrupted".to_owned(),
+        };
+        (node.counts, reason)
+    };
+    nodes.iter().map(end).collect()
 }
 
 /// Waits until nobody reads this pipe or socket any more. A file has no other end.

@@ -9,6 +9,7 @@ use flate2::read::MultiGzDecoder;
 use super::Failure;
 use super::ask::{Asking, Output, ask_all, lines, print, succeeded, words};
 use super::cluster::{Cluster, Daemon, Problem};
+use super::folder;
 
 /// Most bytes of a node's bundle, unpacked.
 const MAX_BUNDLE: u64 = 1 << 30;
@@ -43,7 +44,7 @@ struct BundleFile {
 
 pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> Result<(), Failure> {
     let directory = &args.directory;
-    create(directory)?;
+    folder::create(directory)?;
     let fleet = cluster.daemons().await?;
     super::tell(fleet.note.as_deref());
     let command = |_: &Daemon| words(&["penstock", "dump", "-"]);
@@ -51,7 +52,7 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
     let answers = ask_all(cluster, asking, fleet, command, None, read).await;
     let mut text = String::new();
     for (daemon, files) in &answers.answers {
-        let folder = directory.join(folder_name(&daemon.node)?);
+        let folder = directory.join(folder::name_of(&daemon.node).map_err(Failure::bad_input)?);
         write(&folder, files).map_err(|error| cannot_write(&folder, error))?;
         text += &format!("{}: {} files\n", folder.display(), files.len());
     }
@@ -60,27 +61,6 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
         fs::write(&path, lines(&answers.missing).join("\n") + "\n").map_err(|error| cannot_write(&path, error))?;
     }
     print(&text, &answers)
-}
-
-fn create(directory: &Path) -> Result<(), Failure> {
-    let name = directory.display();
-    fs::create_dir_all(directory)
-        .map_err(|error| Failure::bad_input(format!("{name}: cannot be created ({error}); give another folder")))?;
-    let mut entries = fs::read_dir(directory)
-        .map_err(|error| Failure::bad_input(format!("{name}: cannot be read ({error}); give another folder")))?;
-    match entries.next() {
-        None => Ok(()),
-        Some(_) => Err(Failure::bad_input(format!("{name}: has files already; give an empty or a new folder"))),
-    }
-}
-
-/// A node's name as the name of a folder: a DNS subdomain in Kubernetes.
-fn folder_name(node: &str) -> Result<&str, Failure> {
-    let is_plain = node.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte));
-    match is_plain && !node.is_empty() && !node.starts_with('.') {
-        true => Ok(node),
-        false => Err(Failure::bad_input(format!("node {node:?}: no name for a folder; leave it out with --node"))),
-    }
 }
 
 fn cannot_write(path: &Path, error: io::Error) -> Failure {
@@ -181,8 +161,8 @@ mod tests {
             assert_eq!(problem.name(), "invalid_answer", "{name}");
         }
         for node in ["", "..", ".hidden", "a/b", "a\\b"] {
-            assert!(folder_name(node).is_err(), "{node}");
+            assert!(folder::name_of(node).is_err(), "{node}");
         }
-        assert_eq!(folder_name("worker-1.example.org").unwrap(), "worker-1.example.org");
+        assert_eq!(folder::name_of("worker-1.example.org").unwrap(), "worker-1.example.org");
     }
 }

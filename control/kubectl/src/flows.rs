@@ -1,21 +1,25 @@
 //! `kubectl penstock flows`: the connections of all nodes.
 
+use std::collections::HashMap;
+use std::io::{self, Write};
 use std::net::IpAddr;
+use std::time::{Duration, Instant};
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{ConnectionFlow, Flows};
-use penstock_text::flows::{insert, listed, table};
+use penstock_text::flows::{Rates, insert, listed, table};
 use penstock_text::number::json;
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, WithMissing, ask_all, parsed, print, words};
+use super::ask::{Answers, Asking, WithMissing, ask_all, lines, parsed, print, words};
 use super::cluster::{Cluster, Daemon};
 
 /// List the connections of all nodes
 ///
 /// A connection between pods of two nodes is listed by both: each says which rule of its own side allows it, and `not here` of
-/// the other. Both lines are next to each other. See `penstock flows --help` for the columns.
+/// the other. Both lines are next to each other. See `penstock flows --help` for the columns. With --watch also the rate of each
+/// since the listing before.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
@@ -28,6 +32,7 @@ Examples:
   kubectl penstock flows --pod shop/web-1
   kubectl penstock flows --pod shop/web-1 --protocol TCP --state ESTABLISHED
   kubectl penstock flows --service kube-system/kube-dns --node worker-1
+  kubectl penstock flows --pod shop/db-0 --watch 5
   kubectl penstock flows --json | jq '.flows[] | select(.state == \"REVOKED\") | .node'")]
 pub(super) struct Args {
     /// Only connections from or to this pod (NAMESPACE/POD) or address
@@ -48,21 +53,27 @@ pub(super) struct Args {
     /// List at most this many of each node
     #[arg(long, value_name = "COUNT", default_value_t = 1000)]
     limit: usize,
-    /// Print as JSON
+    /// Print as JSON; with --watch one object per line
     #[arg(long)]
     json: bool,
+    /// List again every so many seconds, until interrupted
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    watch: Option<u64>,
 }
 
 /// A connection, and the node that lists it.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+#[derive(Clone, PartialEq, Debug, Serialize)]
 struct NodeFlow {
     node: String,
     #[serde(flatten)]
     flow: ConnectionFlow,
+    /// Bits per second in both directions since the listing before.
+    #[serde(skip)]
+    rate: Option<f64>,
 }
 
 /// The connections of all nodes.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+#[derive(Clone, PartialEq, Debug, Serialize)]
 struct Merged {
     /// How many match, on all nodes.
     matching: usize,
@@ -70,17 +81,48 @@ struct Merged {
     flows: Vec<NodeFlow>,
 }
 
+/// The rates of each node's connections: nodes number them on their own.
+#[derive(Debug, Default)]
+struct NodeRates(HashMap<String, Rates>);
+
+impl NodeRates {
+    fn since_last(&mut self, daemon: &Daemon, flows: &Flows, now: Instant) -> Vec<Option<f64>> {
+        self.0.entry(daemon.node.clone()).or_default().since_last(flows, now)
+    }
+}
+
 pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> Result<(), Failure> {
-    let fleet = cluster.daemons().await?;
-    super::tell(fleet.note.as_deref());
-    let answers: Answers<Flows> = ask_all(cluster, asking, fleet, |_| args.command(), None, parsed).await;
-    let answers = answers.some()?;
-    let merged = merge(&answers.answers);
-    let text = match args.json {
-        true => json(&WithMissing { answer: &merged, missing: &answers.missing }),
-        false => text(&merged),
-    };
-    print(&text, &answers)
+    let mut rates = NodeRates::default();
+    let mut is_noted = false;
+    loop {
+        let fleet = cluster.daemons().await?;
+        if !std::mem::replace(&mut is_noted, true) {
+            super::tell(fleet.note.as_deref());
+        }
+        let answers: Answers<Flows> = ask_all(cluster, asking, fleet, |_| args.command(), None, parsed).await;
+        let answers = answers.some()?;
+        let merged = merge(&answers.answers, &mut rates, Instant::now());
+        let whole = WithMissing { answer: &merged, missing: &answers.missing };
+        let text = match (args.json, args.watch) {
+            (true, None) => json(&whole),
+            (true, Some(_)) => serde_json::to_string(&whole).expect("strings and numbers are JSON") + "\n",
+            (false, watch) => text(&merged, watch.is_some()),
+        };
+        let Some(seconds) = args.watch else { return print(&text, &answers) };
+        // From the top of an empty screen (ECMA-48: cursor to 1,1, then erase what is below).
+        let screen = match args.json {
+            true => text,
+            false => format!(
+                "\x1b[H\x1b[J{text}{}",
+                lines(&answers.missing).iter().map(|line| format!("{line}\n")).collect::<String>()
+            ),
+        };
+        let mut output = io::stdout();
+        if let Err(error) = output.write_all(screen.as_bytes()).and_then(|()| output.flush()) {
+            return Failure::from_output(error);
+        }
+        tokio::time::sleep(Duration::from_secs(seconds)).await;
+    }
 }
 
 impl Args {
@@ -103,11 +145,12 @@ impl Args {
     }
 }
 
-fn merge(answers: &[(Daemon, Flows)]) -> Merged {
+fn merge(answers: &[(Daemon, Flows)], rates: &mut NodeRates, now: Instant) -> Merged {
     let matching = answers.iter().map(|(_, flows)| flows.matching).sum();
     let of_node = |(daemon, flows): &(Daemon, Flows)| {
-        let node = daemon.node.clone();
-        flows.flows.clone().into_iter().map(move |flow| NodeFlow { node: node.clone(), flow }).collect::<Vec<_>>()
+        let rates = rates.since_last(daemon, flows, now);
+        let flows = flows.flows.iter().cloned().zip(rates);
+        flows.map(|(flow, rate)| NodeFlow { node: daemon.node.clone(), flow, rate }).collect::<Vec<_>>()
     };
     let mut flows: Vec<NodeFlow> = answers.iter().flat_map(of_node).collect();
     flows.sort_by(|one, other| key(one).cmp(&key(other)));
@@ -116,14 +159,15 @@ fn merge(answers: &[(Daemon, Flows)]) -> Merged {
 
 type Key<'a> = (IpAddr, u16, IpAddr, u16, &'a str, &'a str, &'a str);
 
-fn key(NodeFlow { node, flow }: &NodeFlow) -> Key<'_> {
+fn key(NodeFlow { node, flow, .. }: &NodeFlow) -> Key<'_> {
     let ConnectionFlow { from, to, protocol, connection, .. } = flow;
     (from.address, from.port, to.address, to.port, protocol, node, connection)
 }
 
-fn text(merged: &Merged) -> String {
+fn text(merged: &Merged, with_rates: bool) -> String {
     let flows: Vec<ConnectionFlow> = merged.flows.iter().map(|flow| flow.flow.clone()).collect();
-    let mut rows = table(&flows, None);
+    let rates: Vec<Option<f64>> = merged.flows.iter().map(|flow| flow.rate).collect();
+    let mut rows = table(&flows, with_rates.then_some(&rates[..]));
     insert(&mut rows, 0, "NODE", merged.flows.iter().map(|flow| flow.node.clone()));
     align_columns(&rows) + &listed(flows.len(), merged.matching)
 }
@@ -169,6 +213,7 @@ mod tests {
             service: None,
             limit: 7,
             json: false,
+            watch: None,
         };
         run(&cluster, ASKING, args).await.unwrap();
         let expected = ["penstock", "flows", "--json", "--pod=shop/web-1", "--state=--json", "--port=80", "--limit=7"];
@@ -178,17 +223,38 @@ mod tests {
     #[test]
     fn both_ends_of_a_connection_are_next_to_each_other_with_their_nodes() {
         let both = || vec![flow(1, 2, 80)];
-        let merged = merge(&[answer("b", both()), answer("a", [both(), vec![flow(1, 3, 80)]].concat())]);
-        let text = text(&merged);
+        let answers = [answer("b", both()), answer("a", [both(), vec![flow(1, 3, 80)]].concat())];
+        let merged = merge(&answers, &mut NodeRates::default(), Instant::now());
+        let text = text(&merged, false);
         let nodes: Vec<&str> = text.lines().map(|line| line.split_whitespace().next().unwrap()).collect();
         assert_eq!(nodes, ["NODE", "a", "b", "a", "3"], "{text}");
         assert!(text.ends_with("\n3 connections\n"), "{text}");
         let limited = Merged { matching: 9, ..merged };
-        assert!(super::text(&limited).ends_with("3 of 9 connections; list more with --limit\n"));
+        assert!(super::text(&limited, false).ends_with("3 of 9 connections; list more with --limit\n"));
         let value = serde_json::to_value(&limited).unwrap();
         assert_eq!(
             (value["flows"][1]["node"].as_str(), value["flows"][1]["from"]["port"].as_u64()),
             (Some("b"), Some(4000))
+        );
+    }
+
+    #[test]
+    fn each_nodes_rate_is_of_its_own_counters() {
+        let counted = |node: &str, bytes| {
+            let traffic = Some(Traffic { packets: 1, bytes });
+            answer(node, vec![ConnectionFlow { sent: traffic, received: traffic, ..flow(1, 2, 80) }])
+        };
+        let (mut rates, start) = (NodeRates::default(), Instant::now());
+        let first = merge(&[counted("a", 100), counted("b", 1000)], &mut rates, start);
+        assert!(first.flows.iter().all(|flow| flow.rate.is_none()), "nothing to compare with: {first:?}");
+        let later = start + Duration::from_secs(2);
+        let second = merge(&[counted("b", 2000), counted("a", 350), counted("c", 9)], &mut rates, later);
+        let found: Vec<_> = second.flows.iter().map(|flow| (flow.node.as_str(), flow.rate)).collect();
+        assert_eq!(found, [("a", Some(2000.0)), ("b", Some(8000.0)), ("c", None)]);
+        let text = text(&second, true);
+        assert!(
+            text.lines().nth(2).is_some_and(|line| line.starts_with("b ") && line.contains(" 8.0 kbit/s ")),
+            "{text}"
         );
     }
 
@@ -201,6 +267,7 @@ mod tests {
             let mut answers: Vec<_> = parts.iter().enumerate().map(|(number, flows)| {
                 answer(&format!("n{number}"), flows.iter().map(|&(from, to, port)| flow(from, to, port)).collect())
             }).collect();
+            let merge = |answers: &[_]| merge(answers, &mut NodeRates::default(), Instant::now());
             let merged = merge(&answers);
             let count = answers.len();
             answers.rotate_left(turn % count);

@@ -14,6 +14,7 @@ mod explain;
 #[cfg(test)]
 mod fake;
 mod flows;
+mod folder;
 mod rules;
 mod status;
 mod top;

@@ -1,12 +1,13 @@
 //! Bundles as the daemon's packets and objects make them, against what replay decides on them.
 
 use std::collections::HashSet;
+use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 use std::sync::Arc;
 
 use etherparse::PacketBuilder;
-use penstock_admin::capture::{PacketRecord, Verdict as Named};
+use penstock_admin::capture::{CaptureCounts, CaptureMessage, ObjectsInForce, PacketRecord, Verdict as Named};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
@@ -19,11 +20,10 @@ use penstock_policy::model::{
     LabelOperator, Namespace, NetworkPolicy, Node, Object, ObjectChange, ObjectKey, Peer, Peers, Pod, PolicyPorts,
     Requirement, Rule, Selector, Staging,
 };
-use penstock_replay::bundle::{BundleStart, BundleWriter};
+use penstock_replay::bundle::BundleWriter;
+use penstock_replay::capture::VerdictFile;
 use penstock_replay::{OutputPaths, ReplayOptions, ReplayReport, run};
 use serde_json::Value;
-
-use super::file::PacketFile;
 
 /// All on one node.
 const PODS: u8 = 5;
@@ -189,9 +189,32 @@ impl Workers {
     }
 }
 
-fn start(objects: u64, epoch: Epoch, began: u64) -> BundleStart {
+/// Begins a bundle as a daemon does that has so many objects.
+fn begin(bundle: &mut BundleWriter, count: u64, epoch: Epoch, time: u64) {
     let (version, node) = ("0.0.0".to_owned(), "here".to_owned());
-    BundleStart { version, node, began, epoch: epoch.0, objects, services: false, service_cidrs: Vec::new() }
+    let objects = ObjectsInForce { version, epoch: epoch.0, time, count, services: false, service_cidrs: Vec::new() };
+    bundle.message(&CaptureMessage::Begin { node, objects: Some(objects) }, &[]).unwrap();
+}
+
+/// The same with these objects.
+fn begin_with(bundle: &mut BundleWriter, objects: &[Object], node: &Workers) {
+    begin(bundle, objects.len() as u64, node.snapshots[0].epoch, node.now);
+    for object in objects {
+        let line = serde_json::to_string(object).unwrap() + "\n";
+        bundle.message(&CaptureMessage::Objects { count: 1 }, line.as_bytes()).unwrap();
+    }
+}
+
+/// A change that the node has taken.
+fn write_change(bundle: &mut BundleWriter, change: &ObjectChange, node: &Workers) {
+    let message = CaptureMessage::Changes { epoch: node.snapshots[0].epoch.0, time: node.now };
+    bundle.message(&message, &serde_json::to_vec(&[change]).unwrap()).unwrap();
+}
+
+/// Ends a file of one node.
+fn end<W: Write>(mut file: VerdictFile<W>, reason: &str) -> u64 {
+    file.end(&[(CaptureCounts::default(), reason.to_owned())]).unwrap();
+    file.packets()
 }
 
 /// The objects without policies.
@@ -214,11 +237,8 @@ fn history(seed: u64, directory: &Path) -> Vec<Decided> {
     node.known.clear();
 
     let (mut bundle, file) = BundleWriter::create(directory).unwrap();
-    let mut file = PacketFile::new(file).unwrap();
-    bundle.begin(start(objects.len() as u64, node.snapshots[0].epoch, node.now));
-    for object in &objects {
-        bundle.objects((serde_json::to_string(object).unwrap() + "\n").as_bytes(), 1).unwrap();
-    }
+    let mut file = VerdictFile::new(file).unwrap();
+    begin_with(&mut bundle, &objects, &node);
     let (mut there, mut packets) = (HashSet::new(), Vec::new());
     for _ in 0..250 {
         match numbers.below(12) {
@@ -237,16 +257,14 @@ fn history(seed: u64, directory: &Path) -> Vec<Decided> {
                     }
                 };
                 node.change(change.clone());
-                let epoch = node.snapshots[0].epoch.0;
-                bundle.changes(epoch, node.now, &serde_json::to_vec(&[change]).unwrap()).unwrap();
+                write_change(&mut bundle, &change, &node);
             }
             1 | 2 => node.snapshots[1] = node.snapshots[0].clone(),
             _ => packets.push(node.datagram(&mut numbers)),
         }
     }
-    packets.iter().for_each(|packet| file.packet(&packet.record, &packet.frame).unwrap());
-    file.end(0, "its end").unwrap();
-    bundle.end(node.now, file.packets(), 0).unwrap();
+    packets.iter().for_each(|packet| file.packet(0, &packet.record, &packet.frame, 0).unwrap());
+    bundle.end(node.now, end(file, "its end"), 0).unwrap();
     packets
 }
 
@@ -294,7 +312,7 @@ fn a_verdict_that_the_objects_do_not_give_is_found_and_named() {
     let directory = scratch.path().join("bundle");
     let packets = history(1, &directory);
     let file = directory.join("packets.pcapng");
-    let mut file = PacketFile::new(std::fs::File::create(file).unwrap()).unwrap();
+    let mut file = VerdictFile::new(std::fs::File::create(file).unwrap()).unwrap();
     let mut flipped = None;
     for Decided { record, frame, is_comparable } in &packets {
         let mut record = record.clone();
@@ -304,10 +322,9 @@ fn a_verdict_that_the_objects_do_not_give_is_found_and_named() {
             (record.verdict, record.reason) = (Named::Allow, None);
             flipped = Some(record.interface.clone());
         }
-        file.packet(&record, frame).unwrap();
+        file.packet(0, &record, frame, 0).unwrap();
     }
-    file.end(0, "its end").unwrap();
-    drop(file);
+    end(file, "its end");
     let recorded = replay(&directory, &scratch.path().join("verdicts.jsonl")).recorded.unwrap();
     assert_eq!(recorded.different, 1, "{recorded:#?}");
     let group = &recorded.differences[0].group;
@@ -343,19 +360,15 @@ fn write_example(directory: &Path) {
     };
     send(&mut node, 3, 1);
     let (mut bundle, file) = BundleWriter::create(directory).unwrap();
-    let mut file = PacketFile::new(file).unwrap();
-    bundle.begin(start(objects.len() as u64, node.snapshots[0].epoch, node.now));
-    for object in &objects {
-        bundle.objects((serde_json::to_string(object).unwrap() + "\n").as_bytes(), 1).unwrap();
-    }
+    let mut file = VerdictFile::new(file).unwrap();
+    begin_with(&mut bundle, &objects, &node);
     let mut packets: Vec<Decided> = [(0, 1), (1, 0), (3, 1), (4, 1)].map(|(from, to)| send(&mut node, from, to)).into();
     let change = ObjectChange::Set(admits(&["2"]));
     node.change(change.clone());
-    bundle.changes(node.snapshots[0].epoch.0, node.now, &serde_json::to_vec(&[change]).unwrap()).unwrap();
+    write_change(&mut bundle, &change, &node);
     packets.extend([(0, 1), (1, 0), (2, 1)].map(|(from, to)| send(&mut node, from, to)));
-    packets.iter().for_each(|packet| file.packet(&packet.record, &packet.frame).unwrap());
-    file.end(0, "interrupted").unwrap();
-    bundle.end(node.now, file.packets(), 0).unwrap();
+    packets.iter().for_each(|packet| file.packet(0, &packet.record, &packet.frame, 0).unwrap());
+    bundle.end(node.now, end(file, "interrupted"), 0).unwrap();
 }
 
 #[test]
@@ -386,8 +399,8 @@ fn a_bundle_is_written_whole_into_a_directory_of_its_own_or_not_at_all() {
     for directory in [&new, &empty] {
         let (mut bundle, _) = BundleWriter::create(directory).unwrap();
         assert_eq!(files(directory), 3, "no manifest before the end");
-        bundle.begin(start(2, Epoch(5), BEGAN));
-        bundle.objects(b"{}\n", 1).unwrap();
+        begin(&mut bundle, 2, Epoch(5), BEGAN);
+        bundle.message(&CaptureMessage::Objects { count: 1 }, b"{}\n").unwrap();
         let error = bundle.end(BEGAN, 0, 0).unwrap_err().to_string();
         assert_eq!(error, "it ended before all objects had come: capture again");
     }

@@ -4,13 +4,8 @@
 //! after it has waited for them for some time: a node without packets sends nothing.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
-use std::io::{self, Write};
+use std::collections::BinaryHeap;
 use std::time::Duration;
-
-use penstock_replay::capture::{CaptureInterface, CaptureWriter, InterfaceId, LinkType, Record, Time};
-
-use super::node::{Counts, Packet};
 
 /// Items of several nodes that wait for older ones.
 #[derive(Debug)]
@@ -88,93 +83,6 @@ impl<T> Merger<T> {
     /// Items that came too late for their place.
     pub(super) fn late(&self) -> u64 {
         self.late
-    }
-}
-
-/// The file.
-pub(super) struct PacketFile<W: Write> {
-    writer: CaptureWriter<W>,
-    nodes: Vec<String>,
-    /// By node and the interface's number there.
-    numbers: HashMap<(usize, u32), usize>,
-    interfaces: Vec<(usize, CaptureInterface, u64)>,
-    packets: u64,
-    last: Time,
-}
-
-impl<W: Write> PacketFile<W> {
-    /// Starts a file with packets of these nodes.
-    pub(super) fn new(output: W, nodes: Vec<String>) -> io::Result<Self> {
-        let mut writer = CaptureWriter::new(output)?;
-        writer.flush()?;
-        let (numbers, interfaces) = Default::default();
-        Ok(Self { writer, nodes, numbers, interfaces, packets: 0, last: Time::default() })
-    }
-
-    /// Packets in the file.
-    pub(super) fn packets(&self) -> u64 {
-        self.packets
-    }
-
-    /// Writes the packets whose turn it is, at most up to so many in all, and passes them on.
-    pub(super) fn drain(&mut self, from: &mut Merger<Packet>, now: Duration, most: Option<u64>) -> io::Result<()> {
-        let before = self.packets;
-        while let Some((node, packet)) = from.pop(now) {
-            if most.is_none_or(|most| self.packets < most) {
-                self.packet(node, &packet)?;
-            }
-        }
-        if self.packets > before { self.writer.flush() } else { Ok(()) }
-    }
-
-    fn packet(&mut self, node: usize, packet: &Packet) -> io::Result<()> {
-        let (number, name) = &packet.interface;
-        let next = self.interfaces.len();
-        let number = *self.numbers.entry((node, *number)).or_insert(next);
-        if number == next {
-            let name = Some(format!("{name} on {}", self.nodes[node]));
-            self.interfaces.push((node, CaptureInterface { file: 0, name, link: LinkType::Ethernet }, 0));
-        }
-        let (_, interface, count) = &mut self.interfaces[number];
-        *count += 1;
-        self.packets += 1;
-        self.last = Time(packet.time);
-        let record = Record {
-            time: self.last,
-            interface: InterfaceId(number as u32),
-            captured: packet.frame.len() as u32,
-            original: packet.original,
-        };
-        let comment = format!("{} node={}", packet.comment, self.nodes[node]);
-        self.writer.write(&record, interface, &packet.frame, comment.trim_start())
-    }
-
-    /// Ends the file with each interface's packets. What a node lost stands with its first interface.
-    pub(super) fn end(&mut self, counts: &[Counts]) -> io::Result<()> {
-        let mut said = vec![false; self.nodes.len()];
-        for (number, (node, interface, packets)) in self.interfaces.iter().enumerate() {
-            let (lost, comment) = match std::mem::replace(&mut said[*node], true) {
-                false => (
-                    counts[*node].lost,
-                    format!("{} packets of node {} lost to the capture", counts[*node].lost, self.nodes[*node]),
-                ),
-                true => (0, String::new()),
-            };
-            let id = InterfaceId(number as u32);
-            self.writer.statistics((self.last, id), interface, (packets + lost, lost), &comment)?;
-        }
-        self.writer.flush()
-    }
-
-    /// What is in the file, and what is not, in a line.
-    pub(super) fn summary(&self, counts: &[Counts], late: u64) -> String {
-        let nodes = self.nodes.iter().enumerate().map(|(node, name)| {
-            let packets: u64 = self.interfaces.iter().filter(|(of, ..)| *of == node).map(|(.., packets)| packets).sum();
-            format!("{name} {packets} (and {} lost to the capture)", counts[node].lost)
-        });
-        let late =
-            if late > 0 { format!("; {late} came too late for their place in the order") } else { String::new() };
-        format!("{} packets: {}{late}", self.packets, nodes.collect::<Vec<_>>().join(", "))
     }
 }
 

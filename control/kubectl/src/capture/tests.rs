@@ -1,31 +1,68 @@
+use std::collections::BTreeMap;
 use std::fs;
 
-use penstock_replay::capture::{CaptureFile, CaptureInterface, CaptureWriter, InterfaceId, LinkType, Record, Time};
+use penstock_admin::capture::{ObjectsInForce, PacketRecord, Verdict, decode, encode};
+use penstock_replay::capture::CaptureFile;
 
+use super::super::cluster::PodPlace;
+use super::plan::{between, is_between};
 use super::*;
 use crate::fake::{ASKING, FakeCluster, Reply};
 
-/// A node's stream: packets with these times, of one interface.
-fn stream(interface: &str, times: &[u64]) -> Vec<u8> {
-    let mut writer = CaptureWriter::new(Vec::new()).unwrap();
-    let interface = CaptureInterface { file: 0, name: Some(interface.to_owned()), link: LinkType::Ethernet };
-    for &time in times {
-        let record = Record { time: Time(time), interface: InterfaceId(0), captured: 20, original: 60 };
-        writer.write(&record, &interface, &[time as u8; 20], "verdict=allow").unwrap();
-    }
-    writer.into_inner()
+fn packet(interface: &str, time: u64) -> CaptureMessage {
+    CaptureMessage::Packet(PacketRecord {
+        time,
+        port: 3,
+        interface: interface.to_owned(),
+        length: 60,
+        translated: false,
+        verdict: Verdict::Allow,
+        reason: None,
+        egress: None,
+        ingress: None,
+        connection: None,
+        service: None,
+        opens: false,
+        epoch: 7,
+        worker: 0,
+    })
 }
 
-fn capturing(stdout: Vec<u8>, packets: u64, lost: u64) -> Vec<Reply> {
-    let said = format!(
-        "penstock: capturing on x\npenstock: {packets} packets captured, {lost} lost to the capture (interrupted)\n"
-    );
-    vec![Reply::EndsAfterInput(0, stdout, said)]
+/// A node's messages: packets with these times, of one interface. With `objects`: one object, and one change after the packets.
+fn messages(interface: &str, times: &[u64], lost: u64, objects: bool) -> Vec<u8> {
+    let mut stream = Vec::new();
+    let in_force = || ObjectsInForce {
+        version: "0.0.0".to_owned(),
+        epoch: 7,
+        time: 1,
+        count: 1,
+        services: false,
+        service_cidrs: vec!["10.96.0.0/12".to_owned()],
+    };
+    encode(&CaptureMessage::Begin { node: "x".to_owned(), objects: objects.then(in_force) }, &[], &mut stream);
+    if objects {
+        encode(&CaptureMessage::Objects { count: 1 }, b"{\"object\":1}\n", &mut stream);
+    }
+    for &time in times {
+        encode(&packet(interface, time), &[time as u8; 20], &mut stream);
+    }
+    if objects {
+        encode(&CaptureMessage::Changes { epoch: 8, time: 99 }, b"[]", &mut stream);
+    }
+    let counts = CaptureCounts { packets: times.len() as u64, bytes: 0, lost };
+    encode(&CaptureMessage::Progress(counts), &[], &mut stream);
+    encode(&CaptureMessage::End { reason: "interrupted".to_owned(), counts }, &[], &mut stream);
+    stream
+}
+
+fn capturing(interface: &str, times: &[u64], lost: u64) -> Vec<Reply> {
+    vec![Reply::EndsAfterInput(0, messages(interface, times, lost, false), String::new())]
 }
 
 fn args(output: &Path) -> Args {
     Args {
-        output: output.to_owned(),
+        output: Some(output.to_owned()),
+        bundle: None,
         from: None,
         to: None,
         pod: None,
@@ -34,6 +71,7 @@ fn args(output: &Path) -> Args {
         host: None,
         port: None,
         protocol: None,
+        filter: None,
         program: None,
         snaplen: None,
         packets: None,
@@ -60,8 +98,8 @@ async fn packets_of_two_nodes_are_in_one_file_by_time_until_the_limit() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("both.pcapng");
     let cluster = FakeCluster::new([
-        ("a", capturing(stream("shop/web", &[10, 30, 50]), 3, 0)),
-        ("b", capturing(stream("shop/db", &[20, 40, 60]), 3, 7)),
+        ("a", capturing("shop/web", &[10, 30, 50], 0)),
+        ("b", capturing("shop/db", &[20, 40, 60], 7)),
     ]);
     run(&cluster, ASKING, Args { packets: Some(5), ..args(&output) }).await.unwrap();
     let found = read(&output);
@@ -69,24 +107,32 @@ async fn packets_of_two_nodes_are_in_one_file_by_time_until_the_limit() {
     assert_eq!(times, [10, 20, 30, 40, 50]);
     assert_eq!(found[0].1, "shop/web on a");
     assert_eq!(found[1].1, "shop/db on b");
-    assert_eq!(found[1].2, "verdict=allow node=b");
+    assert_eq!(found[1].2, "verdict=allow epoch=7 worker=0 node=b");
     let bytes = fs::read(&output).unwrap();
     let text = String::from_utf8_lossy(&bytes);
-    assert!(text.contains("7 packets of node b lost to the capture"), "what is missing is said in the file");
+    assert!(
+        text.contains("ended: interrupted; 7 packets of all interfaces of node b lost"),
+        "what is missing is said in the file"
+    );
     assert_eq!(*cluster.inputs.lock().unwrap(), [b"\n", b"\n"], "both were asked to end");
     let asked = cluster.asked.lock().unwrap();
-    assert_eq!(asked[0].1, ["penstock", "capture", "--output=-", "--end-with-input", "--packets=5"]);
+    assert_eq!(asked[0].1, ["penstock", "capture", "--messages", "--end-with-input", "--packets=5"]);
 }
 
 #[tokio::test]
 async fn a_node_that_does_not_capture_is_named_and_the_others_are_written() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("some.pcapng");
-    let mut whole = stream("shop/web", &[10, 30]);
+    let whole = messages("shop/web", &[10, 30], 0, false);
     let refused = "penstock: /run/penstock/capture.sock: no daemon offers captures there (gone); set capture.socket\n";
     let broken = whole[..whole.len() - 3].to_vec();
+    let unfinished = {
+        let mut stream = Vec::new();
+        encode(&CaptureMessage::Begin { node: "f".to_owned(), objects: None }, &[], &mut stream);
+        stream
+    };
     let cluster = FakeCluster::new([
-        ("a", capturing(std::mem::take(&mut whole), 2, 0)),
+        ("a", vec![Reply::EndsAfterInput(0, whole, String::new())]),
         ("b", vec![Reply::error(2, refused)]),
         ("c", vec![Reply::Ends(0, b"no capture at all".to_vec(), String::new())]),
         ("d", vec![Reply::Ends(0, broken, String::new())]),
@@ -94,9 +140,10 @@ async fn a_node_that_does_not_capture_is_named_and_the_others_are_written() {
             "e",
             vec![Reply::error(
                 2,
-                "error: unexpected argument '--end-with-input' found\n\nFor more information, try '--help'.\n",
+                "error: unexpected argument '--messages' found\n\nFor more information, try '--help'.\n",
             )],
         ),
+        ("f", vec![Reply::Ends(0, unfinished, String::new())]),
     ]);
     let ended = run(&cluster, ASKING, Args { packets: Some(3), ..args(&output) }).await;
     let Err(Failure::Partial(lines)) = ended else { panic!("{ended:?}") };
@@ -105,10 +152,11 @@ async fn a_node_that_does_not_capture_is_named_and_the_others_are_written() {
         ("c", "sent no valid answer"),
         ("d", "break off"),
         ("e", "an older version"),
+        ("f", "break off, 0 bytes into a message"),
     ]) {
         assert!(line.starts_with(&format!("node {node}: ")) && line.contains(part), "{line}");
     }
-    assert_eq!(lines.len(), 4);
+    assert_eq!(lines.len(), 5);
     let times: Vec<u64> = read(&output).iter().map(|(time, ..)| *time).collect();
     assert_eq!(times, [10, 10, 30]);
 }
@@ -170,4 +218,54 @@ fn each_end_is_captured_on_its_node_by_its_pod_and_the_others_address() {
     ] {
         assert_eq!(is_between(&frame, &ends), expected, "{frame:?}");
     }
+}
+
+#[tokio::test]
+async fn a_bundle_has_a_folder_for_each_node_with_its_packets_objects_and_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    let directory = folder.path().join("incident");
+    let whole =
+        |interface, times, lost| vec![Reply::EndsAfterInput(0, messages(interface, times, lost, true), String::new())];
+    // c ends before its objects have come.
+    let all = messages("shop/x", &[], 0, true);
+    let begun = all[..decode(&all).unwrap().unwrap().length].to_vec();
+    let refused = "penstock: connection broke\n";
+    let cluster = FakeCluster::new([
+        ("a", whole("shop/web", &[10, 30], 0)),
+        ("b", whole("shop/db", &[20, 40], 7)),
+        ("c", vec![Reply::Ends(1, begun, refused.to_owned())]),
+    ]);
+    let args = Args { output: None, bundle: Some(directory.clone()), packets: Some(4), ..args(&directory) };
+    let ended = run(&cluster, ASKING, args).await;
+    let Err(Failure::Partial(lines)) = ended else { panic!("{ended:?}") };
+    assert_eq!(lines, ["node c: connection broke"]);
+    let asked = cluster.asked.lock().unwrap();
+    assert_eq!(asked[0].1, ["penstock", "capture", "--messages", "--end-with-input", "--objects", "--packets=4"]);
+    for (node, times, lost) in [("a", [10, 30], 0), ("b", [20, 40], 7)] {
+        let folder = directory.join(node);
+        let found = read(&folder.join("packets.pcapng"));
+        assert_eq!(found.iter().map(|(time, ..)| *time).collect::<Vec<_>>(), times);
+        assert_eq!(found[0].2, "verdict=allow epoch=7 worker=0", "as a daemon's own bundle has it");
+        assert_eq!(fs::read_to_string(folder.join("objects.jsonl")).unwrap(), "{\"object\":1}\n");
+        let timeline = fs::read_to_string(folder.join("timeline.jsonl")).unwrap();
+        assert_eq!(timeline, "{\"epoch\":8,\"time\":99,\"changes\":[]}\n");
+        let manifest: serde_json::Value =
+            serde_json::from_slice(&fs::read(folder.join("bundle.json")).unwrap()).unwrap();
+        assert_eq!((&manifest["packets"], &manifest["lost"]), (&2.into(), &lost.into()), "{manifest}");
+    }
+    assert!(!directory.join("c").exists(), "half a bundle is none");
+}
+
+#[tokio::test]
+async fn a_filter_expression_is_compiled_here_and_a_wrong_one_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("web.pcapng");
+    let cluster = FakeCluster::new([("a", capturing("shop/web", &[10], 0))]);
+    let filtered = |expression: &str| Args { filter: Some(expression.to_owned()), packets: Some(1), ..args(&output) };
+    let ended = run(&cluster, ASKING, filtered("tcp prot 80")).await;
+    assert!(matches!(&ended, Err(Failure::BadInput(lines)) if lines[0].contains("tcp prot 80")), "{ended:?}");
+    assert!(cluster.asked.lock().unwrap().is_empty() && !output.exists());
+    run(&cluster, ASKING, filtered("ip6")).await.unwrap();
+    let asked = cluster.asked.lock().unwrap();
+    assert!(asked[0].1.contains(&"--program=4,40 0 0 12,21 0 1 34525,6 0 0 262144,6 0 0 0".to_owned()), "{asked:?}");
 }

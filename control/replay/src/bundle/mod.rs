@@ -26,7 +26,7 @@ use super::capture::{SECOND, Time};
 use super::objects::ReplayObjects;
 use super::timeline::Timeline;
 
-pub use write::{BundleStart, BundleWriter};
+pub use write::BundleWriter;
 
 /// The version of the form of a bundle.
 pub const VERSION: u32 = 1;

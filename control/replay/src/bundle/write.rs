@@ -6,26 +6,16 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use ipnet::IpNet;
+use penstock_admin::capture::{CaptureMessage, ObjectsInForce};
 
 use super::{BundleError, MANIFEST, Manifest, OBJECTS, PACKETS, TIMELINE, VERSION};
 
-/// What is known of a bundle when its capture begins.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct BundleStart {
-    /// The daemon's version.
-    pub version: String,
-    /// The node's name.
-    pub node: String,
-    /// When the capture began, in nanoseconds since 1970.
-    pub began: u64,
-    /// The epoch of the first objects.
-    pub epoch: u32,
-    /// How many first objects there are.
-    pub objects: u64,
-    /// Whether workers translate what pods send to Services.
-    pub services: bool,
-    /// The setting `service_cidrs`.
-    pub service_cidrs: Vec<IpNet>,
+/// What its first message says of a capture.
+#[derive(Debug)]
+struct Start {
+    node: String,
+    objects: ObjectsInForce,
+    service_cidrs: Vec<IpNet>,
 }
 
 /// A bundle that is being written. The directory and its files are their owner's alone. Without [`BundleWriter::end`] the files
@@ -35,7 +25,7 @@ pub struct BundleWriter {
     directory: PathBuf,
     /// Whether the directory was not there before.
     is_new: bool,
-    start: Option<BundleStart>,
+    start: Option<Start>,
     objects: BufWriter<File>,
     timeline: BufWriter<File>,
     /// Objects and changes so far.
@@ -74,30 +64,33 @@ impl BundleWriter {
         Ok((writer, packets))
     }
 
-    /// Sets what is known when the capture begins.
-    pub fn begin(&mut self, start: BundleStart) {
-        self.start = Some(start);
-    }
-
-    /// Adds so many of the first objects, a line of JSON each.
+    /// Takes what a message of the daemon says of the cluster's objects, with the bytes that follow it.
     ///
     /// # Errors
-    /// They cannot be written.
-    pub fn objects(&mut self, lines: &[u8], count: u64) -> io::Result<()> {
-        self.written.0 += count;
-        self.objects.write_all(lines)
-    }
-
-    /// Adds changes, a JSON array, that are in force from this epoch on, which was published at this time in nanoseconds since
-    /// 1970.
-    ///
-    /// # Errors
-    /// They cannot be written.
-    pub fn changes(&mut self, epoch: u32, time: u64, changes: &[u8]) -> io::Result<()> {
-        self.written.1 += 1;
-        write!(self.timeline, "{{\"epoch\":{epoch},\"time\":{time},\"changes\":")?;
-        self.timeline.write_all(changes)?;
-        self.timeline.write_all(b"}\n")
+    /// It cannot be written, or is not understood.
+    pub fn message(&mut self, message: &CaptureMessage, content: &[u8]) -> io::Result<()> {
+        match message {
+            CaptureMessage::Begin { node, objects: Some(objects) } => {
+                let blocks = objects.service_cidrs.iter().map(|block| block.parse().map_err(io::Error::other));
+                let service_cidrs = blocks.collect::<io::Result<_>>()?;
+                self.start = Some(Start { node: node.clone(), objects: objects.clone(), service_cidrs });
+                Ok(())
+            }
+            CaptureMessage::Objects { count } => {
+                self.written.0 += count;
+                self.objects.write_all(content)
+            }
+            CaptureMessage::Changes { epoch, time } => {
+                self.written.1 += 1;
+                write!(self.timeline, "{{\"epoch\":{epoch},\"time\":{time},\"changes\":")?;
+                self.timeline.write_all(content)?;
+                self.timeline.write_all(b"}\n")
+            }
+            CaptureMessage::Begin { objects: None, .. }
+            | CaptureMessage::Packet(_)
+            | CaptureMessage::Progress(_)
+            | CaptureMessage::End { .. } => Ok(()),
+        }
     }
 
     /// Ends the bundle at this time in nanoseconds since 1970. All packets are written: so many, and so many were lost.
@@ -105,23 +98,23 @@ impl BundleWriter {
     /// # Errors
     /// It cannot be written, or objects are missing.
     pub fn end(mut self, ended: u64, packets: u64, lost: u64) -> io::Result<()> {
-        let Some(start) = self.start.take().filter(|start| start.objects == self.written.0) else {
+        let Some(start) = self.start.take().filter(|start| start.objects.count == self.written.0) else {
             return Err(io::Error::other("it ended before all objects had come: capture again"));
         };
         self.objects.flush()?;
         self.timeline.flush()?;
         let manifest = Manifest {
             version: VERSION,
-            penstock: start.version,
+            penstock: start.objects.version,
             node: start.node,
-            began: start.began,
+            began: start.objects.time,
             ended,
-            epoch: start.epoch,
+            epoch: start.objects.epoch,
             objects: self.written.0,
             changes: self.written.1,
             packets,
             lost,
-            services: start.services,
+            services: start.objects.services,
             service_cidrs: start.service_cidrs,
         };
         let text = serde_json::to_string_pretty(&manifest)? + "\n";

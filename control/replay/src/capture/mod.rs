@@ -9,15 +9,18 @@
 mod buffer;
 mod error;
 mod file;
+pub mod filter;
 mod interface_description;
 mod link;
 mod merge;
+mod verdict_file;
 mod write;
 
 pub use error::{CaptureError, Damage};
 pub use file::CaptureFile;
 pub use link::LinkType;
 pub use merge::Captures;
+pub use verdict_file::VerdictFile;
 pub use write::CaptureWriter;
 
 /// A time in nanoseconds since 1970-01-01T00:00:00Z; reaches to the year 2554.

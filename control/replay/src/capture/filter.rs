@@ -8,19 +8,32 @@ use std::process::{Command, Stdio};
 
 /// Why an expression is not compiled.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum FilterError {
+pub enum FilterError {
     /// There is no tcpdump.
     #[error(
         "--filter {expression:?}: tcpdump, which compiles it, cannot be run ({source}); install it, or use --host, --port and --protocol"
     )]
-    NoCompiler { expression: String, source: io::Error },
+    NoCompiler {
+        /// What was to be compiled.
+        expression: String,
+        /// Why it does not run.
+        source: io::Error,
+    },
     /// The expression is wrong.
     #[error("--filter {expression:?}: {message}; write an expression as in pcap-filter(7)")]
-    Wrong { expression: String, message: String },
+    Wrong {
+        /// What was to be compiled.
+        expression: String,
+        /// What tcpdump says of it.
+        message: String,
+    },
 }
 
 /// An expression as a program: the number of instructions, then each as `code jt jf k`, separated by commas.
-pub(super) fn compile(expression: &str) -> Result<String, FilterError> {
+///
+/// # Errors
+/// The expression is wrong, or there is no tcpdump.
+pub fn compile(expression: &str) -> Result<String, FilterError> {
     compile_by("tcpdump", expression)
 }
 
@@ -42,7 +55,7 @@ fn compile_by(tcpdump: &str, expression: &str) -> Result<String, FilterError> {
 }
 
 /// A program as tcpdump prints it, in one line.
-pub(super) fn in_one_line(program: &str) -> String {
+pub fn in_one_line(program: &str) -> String {
     program.trim().lines().map(str::trim).collect::<Vec<_>>().join(",")
 }
 
