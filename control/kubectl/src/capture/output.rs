@@ -26,7 +26,7 @@ pub(super) struct Packet {
 
 /// What the packets of all nodes are written to.
 pub(super) enum Output {
-    Merged { file: VerdictFile<BufWriter<Box<dyn Write>>>, merger: Merger<Packet> },
+    Merged { file: Box<VerdictFile<BufWriter<Box<dyn Write>>>>, merger: Merger<Packet> },
     Bundles(Vec<NodeBundle>),
 }
 
@@ -43,7 +43,7 @@ impl Output {
     pub(super) fn merged(output: Box<dyn Write>, nodes: &[String]) -> io::Result<Self> {
         let mut file = VerdictFile::of_nodes(BufWriter::with_capacity(1 << 16, output), nodes.iter().cloned())?;
         file.flush()?;
-        Ok(Self::Merged { file, merger: Merger::new(nodes.len(), HOLD) })
+        Ok(Self::Merged { file: Box::new(file), merger: Merger::new(nodes.len(), HOLD) })
     }
 
     /// A folder below `directory` for each of these nodes.
