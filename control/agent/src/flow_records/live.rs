@@ -56,13 +56,18 @@ impl LiveConnections {
         self.note(connection, connection.traffic.map(extended));
     }
 
-    /// The counts of an open connection since it was opened, and since its last record, if anything has changed since then.
-    pub(super) fn interval(&mut self, connection: Counted) -> Option<RecordedCounts> {
+    /// The counts of an open connection since it was opened, and since its last record.
+    pub(super) fn interval(&mut self, connection: Counted) -> RecordedCounts {
         let (total, since) = self.advance(connection);
-        let last = self.recorded.get(&connection.id).filter(|last| last.begun == connection.begun);
-        let is_same = last.is_some_and(|last| last.state == connection.state) && since == [Traffic::default(); 2];
         self.note(connection, total);
-        (!is_same).then_some(counts(total, since))
+        counts(total, since)
+    }
+
+    /// The same, unless its last record says as much already.
+    pub(super) fn news(&mut self, connection: Counted) -> Option<RecordedCounts> {
+        let last = self.recorded.get(&connection.id).filter(|last| last.begun == connection.begun);
+        let is_known = last.is_some_and(|last| last.state == connection.state && last.raw == connection.traffic);
+        (!is_known).then(|| self.interval(connection))
     }
 
     /// The counts of one that has ended.
@@ -133,9 +138,12 @@ mod tests {
     #[test]
     fn what_records_say_since_the_last_one_adds_up_to_the_total() {
         let mut live = LiveConnections::default();
-        assert_eq!(sent(live.interval(counted(1, 3, 300)).unwrap()), ((3, 300), (3, 300)));
-        assert_eq!(live.interval(counted(1, 3, 300)), None, "nothing new");
-        assert_eq!(sent(live.interval(counted(1, 5, 700)).unwrap()), ((5, 700), (2, 400)));
+        assert_eq!(sent(live.interval(counted(1, 3, 300))), ((3, 300), (3, 300)));
+        assert_eq!(sent(live.interval(counted(1, 3, 300))), ((3, 300), (0, 0)), "idle since then");
+        assert_eq!(live.news(counted(1, 3, 300)), None);
+        assert_eq!(sent(live.news(counted(1, 5, 700)).unwrap()), ((5, 700), (2, 400)));
+        let revoked = Counted { state: State::Revoked, ..counted(1, 5, 700) };
+        assert_eq!(live.news(revoked).map(sent), Some(((5, 700), (0, 0))), "another state is news");
         assert_eq!(sent(live.end(counted(1, 6, 800))), ((6, 800), (1, 100)));
         assert_eq!(sent(live.end(counted(2, 6, 800))), ((6, 800), (6, 800)), "the next of the same name");
     }
@@ -145,7 +153,7 @@ mod tests {
         let mut live = LiveConnections::default();
         let (packets, bytes) = ((1 << 32) - 1, (1 << 42) - 10);
         live.interval(counted(1, packets, bytes));
-        assert_eq!(sent(live.interval(counted(1, 1, 20)).unwrap()), ((packets + 2, bytes + 30), (2, 30)));
+        assert_eq!(sent(live.interval(counted(1, 1, 20))), ((packets + 2, bytes + 30), (2, 30)));
     }
 
     #[test]

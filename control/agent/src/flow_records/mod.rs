@@ -4,8 +4,8 @@
 //! the workers have put into bounded queues: connections that have ended
 //! ([`penstock_dataplane::conntrack::EndedConnection`]) and packets that were denied
 //! ([`penstock_dataplane::worker::VerdictLog::take_denied`]). At each interval it walks the table for those that are open,
-//! some at a time. It names ends and rules by the objects in force, under the same lock as others, in portions. What it keeps
-//! between records is its own: no other thread reads it.
+//! idle or not, some at a time. It names ends and rules by the objects in force, under the same lock as others, in portions.
+//! What it keeps between records is its own: no other thread reads it.
 //!
 //! Records go to a file and to a collector, each behind a bounded queue. What is lost anywhere is counted.
 
@@ -259,19 +259,30 @@ struct Connection {
     traffic: [Traffic; 2],
     flags: TcpFlags,
     idle: Duration,
-    ending: Option<Ending>,
+    cause: Cause,
+}
+
+/// Why a connection has a record.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Cause {
+    /// It is open at the end of an interval.
+    Interval,
+    /// It is open when the daemon ends.
+    DaemonEnds,
+    /// It has ended.
+    Ended(Ending),
 }
 
 impl Connection {
-    fn open(info: &ConnectionInfo) -> Self {
+    fn open(info: &ConnectionInfo, cause: Cause) -> Self {
         let ConnectionInfo { original, frontend, state, begun, traffic, flags, idle, .. } = *info;
-        Self { original, frontend, state, begun, traffic: traffic.unwrap_or_default(), flags, idle, ending: None }
+        Self { original, frontend, state, begun, traffic: traffic.unwrap_or_default(), flags, idle, cause }
     }
 
     fn ended(connection: &EndedConnection, now: Timestamp) -> Self {
         let EndedConnection { original, frontend, state, begun, traffic, flags, ending, .. } = *connection;
         let idle = connection.idle(now);
-        Self { original, frontend, state, begun, traffic, flags, idle, ending: Some(ending) }
+        Self { original, frontend, state, begun, traffic, flags, idle, cause: Cause::Ended(ending) }
     }
 }
 
@@ -304,7 +315,7 @@ impl RecordMaker {
                 next_walk = now.monotonic + self.interval;
             }
             if let Some(open) = &mut walk
-                && !self.record_open(open, PORTIONS, &now)
+                && !self.record_open(open, Cause::Interval, PORTIONS, &now)
             {
                 self.live.end_walk();
                 walk = None;
@@ -315,7 +326,7 @@ impl RecordMaker {
     /// Notes the connections of an earlier daemon, which has recorded what they have sent.
     fn find(&mut self, table: &ConnTable) {
         for info in table.iter(Timestamp::now()).filter(|info| info.begun.is_none()) {
-            let found = counted(table, &Connection::open(&info));
+            let found = counted(table, &Connection::open(&info, Cause::Interval));
             self.live.found(found);
         }
     }
@@ -339,9 +350,15 @@ impl RecordMaker {
     }
 
     /// Records the next open connections of a walk. False if it has come to the end.
-    fn record_open(&mut self, open: &mut impl Iterator<Item = ConnectionInfo>, portions: usize, now: &Now) -> bool {
+    fn record_open(
+        &mut self,
+        open: &mut impl Iterator<Item = ConnectionInfo>,
+        cause: Cause,
+        portions: usize,
+        now: &Now,
+    ) -> bool {
         for _ in 0..portions {
-            let portion: Vec<_> = open.by_ref().take(PORTION).map(|info| Connection::open(&info)).collect();
+            let portion: Vec<_> = open.by_ref().take(PORTION).map(|info| Connection::open(&info, cause)).collect();
             self.record(&portion, now);
             if portion.len() < PORTION {
                 return false;
@@ -354,7 +371,7 @@ impl RecordMaker {
     fn record_last(mut self, table: &ConnTable) {
         let deadline = Instant::now() + LAST_RECORDS;
         let mut open = table.iter(Timestamp::now());
-        while self.record_open(&mut open, 1, &Now::read()) && Instant::now() < deadline {}
+        while self.record_open(&mut open, Cause::DaemonEnds, 1, &Now::read()) && Instant::now() < deadline {}
     }
 
     /// Makes records of these connections, and hands them on.
@@ -370,17 +387,21 @@ impl RecordMaker {
 
     fn of_connection(&mut self, connection: &Connection, engine: &Engine, now: &Now) -> Option<FlowRecord> {
         let counted = counted(&self.table, connection);
-        let counts = match connection.ending {
-            Some(_) => self.live.end(counted),
-            None => self.live.interval(counted)?,
+        let counts = match connection.cause {
+            Cause::Ended(_) => self.live.end(counted),
+            Cause::Interval => self.live.interval(counted),
+            Cause::DaemonEnds => self.live.news(counted)?,
         };
         let (original, frontend) = (&connection.original, connection.frontend.as_ref());
         let shown = of_client(original, frontend);
         let (src_port, dst_port) = shown.shown_ports();
-        let ended = connection.ending.map(|ending| ended(ending, connection.state));
+        let ended = match connection.cause {
+            Cause::Ended(ending) => Some(ended(ending, connection.state)),
+            Cause::Interval | Cause::DaemonEnds => None,
+        };
         // Its rules have gone with its pod.
-        let rules = match connection.ending {
-            Some(Ending::Removed) => DecidingRules::default(),
+        let rules = match connection.cause {
+            Cause::Ended(Ending::Removed) => DecidingRules::default(),
             _ => DecidingRules::new(sides(engine, original, frontend)),
         };
         let mut end = |address, port| self.end(engine.state(), address, port, connection.begun, now);

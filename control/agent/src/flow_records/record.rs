@@ -65,7 +65,7 @@ pub(crate) struct FlowRecord {
 pub(crate) enum FlowEvent {
     /// The connection has ended.
     End,
-    /// It is open, and has sent something since its last record.
+    /// It is open at the end of an interval, or has sent something since its last record when the daemon ends.
     Interval,
     /// Packets were denied that would have opened one.
     Denied,
