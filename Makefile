@@ -91,7 +91,7 @@ image: build ## The container image that the DaemonSet runs, from the binary in 
 test-cluster: build ## Penstock in a real cluster of two nodes on this machine   (Kubernetes is built once, then kept)
 	@./scripts/setup $(CLUSTER_PACKAGES)
 	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
-	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && helm=$$(./scripts/helm) && \
+	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && helm=$$(./scripts/tool helm) && \
 		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images PENSTOCK_HELM=$$helm \
 		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored
 
@@ -102,6 +102,10 @@ bench-cluster: build ## Round trips, throughput and new connections in that clus
 	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && PENSTOCK_FIGURES=1 \
 		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
 		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored --nocapture
+
+.PHONY: test-collector
+test-collector: build ## Flow records into a real OpenTelemetry collector   (fetched by pip)
+	PENSTOCK_COLLECTOR=$$(./scripts/tool rotel) $(CARGO) test --locked --workspace --test system -- --ignored collector
 
 .PHONY: manifests-check
 manifests-check: setup ## The manifests and the chart of configs/kubernetes: built by kubectl and Helm, accepted by an API server

@@ -1,5 +1,5 @@
-//! The Helm chart, as a real Helm renders it, against the kustomization. Without Helm (`scripts/helm` finds one) only what needs
-//! none is tested.
+//! The Helm chart, as a real Helm renders it, against the kustomization. Without Helm (`scripts/tool helm` finds one) only what
+//! needs none is tested.
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
