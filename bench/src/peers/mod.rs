@@ -7,6 +7,7 @@ mod huge_pages;
 mod nfqueue;
 mod openvswitch;
 mod policy;
+mod redirect;
 mod testpmd;
 mod tools;
 
@@ -80,6 +81,8 @@ pub enum Peer {
     OpenVSwitch,
     /// DPDK's testpmd over AF_XDP, which forwards without inspecting packets.
     Testpmd,
+    /// A tcx program that redirects from one pod to the other and does nothing else.
+    Redirect,
 }
 
 impl Peer {
@@ -100,7 +103,7 @@ impl Peer {
 
     /// Whether policy is enforced.
     pub fn enforces(&self) -> bool {
-        !matches!(self, Self::Kernel | Self::Testpmd | Self::Penstock { enforces: false, .. })
+        !matches!(self, Self::Kernel | Self::Testpmd | Self::Redirect | Self::Penstock { enforces: false, .. })
     }
 
     /// Whether it busy-polls, so that it must be stopped while another peer is measured.
@@ -482,6 +485,7 @@ fn start(
             let (service, description) = testpmd::start(node, scratch, cores)?;
             Ok((RunningPeer::Services(vec![service]), description))
         }
+        Peer::Redirect => redirect::start(node, scratch).map(rules),
     }
 }
 

@@ -63,6 +63,7 @@ impl TestbedSpec {
             Peer::Nfqueue => "NFQUEUE",
             Peer::OpenVSwitch => "Open vSwitch, userspace",
             Peer::Testpmd => "DPDK testpmd",
+            Peer::Redirect => "tcx, redirect alone",
         }
     }
 }

@@ -19,6 +19,8 @@ pub(crate) struct Threshold {
     against: Option<&'static str>,
     /// Whether the difference of the two figures counts, rather than their ratio.
     difference: bool,
+    /// A case whose figure no such forwarder can better on this machine.
+    limit: Option<&'static str>,
     pub(crate) bound: Bound,
     pub(crate) threshold: f64,
 }
@@ -40,6 +42,7 @@ const fn at_least(what: &'static str, scenario: &'static str, metric: &'static s
         of: "Penstock",
         against: None,
         difference: false,
+        limit: None,
         bound: Bound::AtLeast,
         threshold,
     }
@@ -58,11 +61,19 @@ impl Threshold {
         Self { against: Some(against), ..self }
     }
 
+    /// What nothing can better is shown beside the result.
+    const fn limited_by(self, limit: &'static str) -> Self {
+        Self { limit: Some(limit), ..self }
+    }
+
     /// The difference to that case is bounded.
     const fn difference(self, rest: &'static str) -> Self {
         Self { against: Some(rest), difference: true, ..self }
     }
 }
+
+/// Two pods joined by a program that looks nothing up.
+const REDIRECT: &str = "tcx, redirect alone";
 
 /// All thresholds.
 pub(crate) const THRESHOLDS: &[Threshold] = &[
@@ -115,13 +126,16 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     .against("Penstock, tcx, 0 k SYNs a second"),
     at_least("one UDP connection by tcx, 64 bytes, against kernel routing", "pps", "received", 1.15)
         .of("Penstock, tcx")
-        .against("kernel routing"),
+        .against("kernel routing")
+        .limited_by(REDIRECT),
     at_most("what a packet of it costs the core, against kernel routing", "pps", "generator core", 0.9)
         .of("Penstock, tcx")
-        .against("kernel routing"),
+        .against("kernel routing")
+        .limited_by(REDIRECT),
     at_least("one UDP connection by tcx against kernel + nftables sets + conntrack", "pps", "received", 1.5)
         .of("Penstock, tcx")
-        .against("nftables, sets + conntrack"),
+        .against("nftables, sets + conntrack")
+        .limited_by(REDIRECT),
     at_least("all by workers through their pairs, against XDP", "pps", "received", 0.65)
         .of("Penstock, tcx, all by workers")
         .against("Penstock"),
@@ -165,10 +179,12 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         .against("nftables, sets + conntrack"),
     at_least("10,000 UDP connections by tcx against kernel routing", "connections", "received", 1.0)
         .of("10000: Penstock, tcx")
-        .against("10000: kernel routing"),
+        .against("10000: kernel routing")
+        .limited_by("10000: tcx, redirect alone"),
     at_least("100,000 UDP connections by tcx against kernel routing", "connections", "received", 0.85)
         .of("100000: Penstock, tcx")
-        .against("100000: kernel routing"),
+        .against("100000: kernel routing")
+        .limited_by("100000: tcx, redirect alone"),
     at_least("one UDP connection by tcx to a Service against the same to its pod", "services", "received", 0.95)
         .of("Penstock, tcx, to its Service")
         .against("Penstock, tcx, to the pod"),
@@ -188,21 +204,44 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         1.4,
     )
     .of("100000: Penstock, tcx")
-    .against("100000: nftables, sets + conntrack"),
+    .against("100000: nftables, sets + conntrack")
+    .limited_by("100000: tcx, redirect alone"),
 ];
 
 /// Whether a threshold uses this case.
 pub(crate) fn uses_case(scenario: &str, case: &str) -> bool {
-    THRESHOLDS
-        .iter()
-        .any(|threshold| threshold.scenario == scenario && (threshold.of == case || threshold.against == Some(case)))
+    THRESHOLDS.iter().any(|threshold| threshold.scenario == scenario && threshold.cases().any(|other| other == case))
 }
 
 impl Threshold {
+    /// The cases that it is about.
+    fn cases(&self) -> impl Iterator<Item = &'static str> {
+        std::iter::once(self.of).chain(self.against).chain(self.limit)
+    }
+
     /// Evaluates the threshold.
     pub(crate) fn evaluate(&self, results: &Results) -> ThresholdResult {
+        match self.value(self.of, results) {
+            Ok(value) => {
+                let meets = match self.bound {
+                    Bound::AtLeast => value >= self.threshold,
+                    Bound::AtMost => value <= self.threshold,
+                };
+                ThresholdResult::Measured(value, meets)
+            }
+            Err(reason) => ThresholdResult::NotMeasured(reason),
+        }
+    }
+
+    /// The same ratio or difference for what nothing can better, if there is such a case and it was measured.
+    pub(crate) fn limit(&self, results: &Results) -> Option<f64> {
+        self.value(self.limit?, results).ok()
+    }
+
+    /// The ratio or difference of this case.
+    fn value(&self, of: &str, results: &Results) -> Result<f64, String> {
         let Some(scenario) = results.scenario(self.scenario) else {
-            return ThresholdResult::NotMeasured(format!("scenario {} was not run", self.scenario));
+            return Err(format!("scenario {} was not run", self.scenario));
         };
         let median = |case: &str| {
             // A loss of zero is required in every repetition, not only in the median.
@@ -215,18 +254,8 @@ impl Threshold {
                 format!("{case}: {}", failure.unwrap_or_else(|| "not measured".to_owned()))
             })
         };
-        let against = self.against.map_or(Ok(1.0), median);
-        match (median(self.of), against) {
-            (Ok(of), Ok(against)) => {
-                let value = if self.difference { of - against } else { of / against };
-                let meets = match self.bound {
-                    Bound::AtLeast => value >= self.threshold,
-                    Bound::AtMost => value <= self.threshold,
-                };
-                ThresholdResult::Measured(value, meets)
-            }
-            (Err(reason), _) | (_, Err(reason)) => ThresholdResult::NotMeasured(reason),
-        }
+        let (of, against) = (median(of)?, self.against.map_or(Ok(1.0), median)?);
+        Ok(if self.difference { of - against } else { of / against })
     }
 }
 
@@ -298,6 +327,9 @@ mod tests {
         ] {
             assert_eq!(threshold.evaluate(&results(cases)), expected);
         }
+        assert_eq!(twice.limited_by("Penstock").limit(&results(measured)), Some(2.0));
+        assert_eq!(twice.limited_by("Penstock").limit(&results(missing)), None);
+        assert_eq!(twice.limit(&results(measured)), None);
         let elsewhere = at_least("", "bulk", "received", 1.0);
         assert_eq!(
             elsewhere.evaluate(&results(measured)),
@@ -311,7 +343,7 @@ mod tests {
         for threshold in THRESHOLDS {
             let scenario = scenarios.iter().find(|scenario| scenario.name == threshold.scenario).expect(threshold.what);
             assert!(scenario.metrics.iter().any(|metric| metric.name == threshold.metric), "{}", threshold.what);
-            for case in std::iter::once(threshold.of).chain(threshold.against) {
+            for case in threshold.cases() {
                 assert!(scenario.cases.iter().any(|other| other.name == case), "{}: {case}", threshold.what);
             }
         }

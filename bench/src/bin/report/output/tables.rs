@@ -88,7 +88,7 @@ pub(crate) fn overview(results: &Results) -> Option<Vec<Vec<String>>> {
 
 /// Rows of the thresholds, with their header.
 pub(crate) fn thresholds(results: &Results) -> Vec<Vec<String>> {
-    let mut rows = vec![["ratio", "threshold", "measured", ""].map(str::to_owned).to_vec()];
+    let mut rows = vec![["ratio", "threshold", "measured", "limit", ""].map(str::to_owned).to_vec()];
     for threshold in THRESHOLDS {
         let sign = if threshold.bound == Bound::AtLeast { "≥" } else { "≤" };
         let (measured, verdict) = match threshold.evaluate(results) {
@@ -96,7 +96,9 @@ pub(crate) fn thresholds(results: &Results) -> Vec<Vec<String>> {
             ThresholdResult::Measured(value, false) => (number(value, 2), "falls short".to_owned()),
             ThresholdResult::NotMeasured(why) => ("–".to_owned(), format!("not measured: {why}")),
         };
-        rows.push(vec![threshold.what.to_owned(), format!("{sign} {}", short(threshold.threshold)), measured, verdict]);
+        let limit = threshold.limit(results).map_or_else(String::new, |limit| number(limit, 2));
+        let bound = format!("{sign} {}", short(threshold.threshold));
+        rows.push(vec![threshold.what.to_owned(), bound, measured, limit, verdict]);
     }
     rows
 }

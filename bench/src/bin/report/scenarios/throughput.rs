@@ -56,7 +56,8 @@ pub(crate) fn one_connection() -> Scenario {
         about: "The generator has one core. Kernel peers do their work on it too, as on a node, since the sender's \
                 system call carries a packet to the receiver's socket; with RPS the kernel moves its part to the second core, \
                 which Penstock's worker has in its own cases. Open vSwitch and testpmd poll on that core. The core times \
-                tell what a packet costs either way.",
+                tell what a packet costs either way. \"Redirect alone\" joins the two pods by a program that looks nothing up: \
+                what a forwarder by tcx can reach at most.",
         metrics: METRICS,
         cases: vec![
             plain(Peer::penstock()),
@@ -64,6 +65,7 @@ pub(crate) fn one_connection() -> Scenario {
             plain(Peer::forward()),
             plain(Peer::penstock_by_tcx(true)),
             plain(Peer::penstock_by_tcx(false)),
+            plain(Peer::Redirect),
             plain(Peer::Kernel),
             ScenarioCase::of(Peer::Kernel, steered(traffic)).named("kernel routing, RPS"),
             plain(Peer::Nftables),
@@ -136,7 +138,7 @@ pub(crate) fn connections() -> Scenario {
         let name = format!("{connections}: {}", case.spec.peer_name());
         case.named(name)
     };
-    let most = || [Peer::penstock_by_tcx(true), Peer::Kernel, Peer::Nftables];
+    let most = || [Peer::penstock_by_tcx(true), Peer::Redirect, Peer::Kernel, Peer::Nftables];
     let all = || [Peer::penstock()].into_iter().chain(most()).chain([Peer::Iptables, Peer::OpenVSwitch]);
     let cases = all()
         .map(|peer| case(10_000, peer))
