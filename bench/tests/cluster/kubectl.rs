@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -62,10 +62,54 @@ pub(crate) fn the_plugin_answers_for_all_nodes(cluster: &mut RealCluster) -> Res
         explained["allowed"] == true && explained["nodes"].as_array().is_some_and(|nodes| nodes.len() == 2),
         "{explained}"
     );
+    flows_are_watched(cluster)?;
+    let top = json(cluster, &["top"])?;
+    let pods = top["pods"].as_array().context("pods")?;
+    ensure!(top["nodes"].as_object().is_some_and(|nodes| nodes.len() == 2), "{top}");
+    ensure!([FROM, TO].iter().all(|name| pods.iter().any(|pod| pod["pod"] == *name)), "{top}");
     let folder = ScratchDir::new()?;
     let folder = folder.path().join("dump");
     run(cluster, &["dump", &folder.display().to_string()], 0)?;
     ensure!(folder.join("n1/status.json").is_file() && folder.join("n2/status.json").is_file(), "a folder each");
+    Ok(())
+}
+
+/// The second listing has the rate of the connection, of each node.
+fn flows_are_watched(cluster: &RealCluster) -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.path().join("watched");
+    let mut command = plugin(cluster, &["flows", "--pod", FROM, "--port", "8080", "--watch", "1"])?;
+    let mut watch = command.stdout(File::create(&file)?).spawn()?;
+    let watched = eventually(LIMIT, || {
+        let text = std::fs::read_to_string(&file)?;
+        let has_rate = |node: &str| text.lines().any(|line| line.starts_with(node) && line.contains("bit/s"));
+        ensure!(has_rate("n1") && has_rate("n2"), "no rates: {text}");
+        Ok(())
+    });
+    interrupt(&mut watch)?;
+    watched
+}
+
+/// A connection counts for the rule that decides it, whatever node that is on.
+pub(crate) fn the_plugin_counts_hits_of_rules_of_all_nodes(cluster: &mut RealCluster) -> Result<()> {
+    let hits = |policy: &str| -> Result<(u64, u64)> {
+        let rules = json(cluster, &["rules"])?;
+        let rule = rules["rules"].as_array().into_iter().flatten().find(|rule| rule["policy"] == policy);
+        let rule = rule.with_context(|| format!("{policy} is not listed: {rules}"))?;
+        Ok((rule["hits"].as_u64().context("hits")?, rule["nodes"].as_u64().context("nodes")?))
+    };
+    // Of a pod of the first node, and of one of the second.
+    for (policy, from, to, port) in
+        [("shop/web-is-open", FROM, "shop/web", 8080), ("shop/db-from-api", "shop/api", "shop/db", 9090)]
+    {
+        let before = hits(policy)?.0;
+        expect_reached(cluster, from, to, port, true)?;
+        eventually(LIMIT, || {
+            let (hits, nodes) = hits(policy)?;
+            ensure!(hits > before && nodes >= 1, "{policy}: {hits} hits on {nodes} nodes, {before} before");
+            Ok(())
+        })?;
+    }
     Ok(())
 }
 
@@ -93,45 +137,122 @@ pub(crate) fn the_plugin_waits_until_a_policy_is_in_force(cluster: &mut RealClus
     expect_reached(cluster, FROM, TO, 8080, true)
 }
 
-/// Both ends of a connection, in the order of the times, until Ctrl-C ends the captures on both nodes.
-pub(crate) fn the_plugin_captures_both_ends_in_one_file(cluster: &mut RealCluster) -> Result<()> {
-    let settings = ("", "[capture]\nsocket = \"/run/penstock/capture.sock\"");
+/// What must be switched on: captures, of both ends in one file and as bundles, and policies to try.
+pub(crate) fn the_plugin_captures_and_tries_on_all_nodes(cluster: &mut RealCluster) -> Result<()> {
+    let settings = ("", "[capture]\nsocket = \"/run/penstock/capture.sock\"\n[admin]\ntrials = true");
     cluster.with_settings(settings, || {
-        let (from, to) = (cluster.site(FROM), cluster.target(TO, false));
-        let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT)?;
-        flow.wait_for(3, LIMIT)?;
-        let scratch = ScratchDir::new()?;
-        let (file, log) = (scratch.path().join("both.pcapng"), scratch.path().join("log"));
-        let target = file.display().to_string();
-        let mut command = plugin(cluster, &["capture", "--from", FROM, "--to", TO, "-o", &target])?;
-        let mut capture = command.stderr(File::create(&log)?).spawn()?;
-        let said = || std::fs::read_to_string(&log).unwrap_or_default();
-        let captured = eventually(LIMIT, || match said().contains("capturing on n1, n2") {
-            true => Ok(()),
-            false => bail!("it does not begin: {}", said()),
-        })
-        .and_then(|()| flow.wait_for(20, LIMIT));
-        kill(Pid::from_raw(capture.id() as i32), Signal::SIGINT)?;
-        let deadline = Instant::now() + LIMIT;
-        let ended = loop {
-            match capture.try_wait()? {
-                Some(status) => break status,
-                None if Instant::now() > deadline => {
-                    capture.kill()?;
-                    break capture.wait()?;
-                }
-                None => std::thread::sleep(Duration::from_millis(50)),
-            }
-        };
-        captured?;
-        ensure!(ended.code() == Some(0), "{ended}: {}", said());
-        expect_both_ends(&file)?;
-        let status = json(cluster, &["status"])?;
-        let is_over =
-            status["nodes"].as_array().is_some_and(|nodes| nodes.iter().all(|it| it["status"]["capture"].is_null()));
-        ensure!(is_over, "a capture is left on a node: {status}");
-        Ok(())
+        both_ends_are_in_one_file(cluster)?;
+        a_bundle_of_each_node_replays_to_the_same_verdicts(cluster)?;
+        a_policy_is_tried_on_the_node_of_its_pod(cluster)
     })
+}
+
+/// In the order of the times, until Ctrl-C ends the captures on both nodes.
+fn both_ends_are_in_one_file(cluster: &RealCluster) -> Result<()> {
+    let (from, to) = (cluster.site(FROM), cluster.target(TO, false));
+    let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT)?;
+    flow.wait_for(3, LIMIT)?;
+    let scratch = ScratchDir::new()?;
+    let file = scratch.path().join("both.pcapng");
+    let options = ["--from", FROM, "--to", TO, "-o", &file.display().to_string()];
+    capture(cluster, &options, || flow.wait_for(20, LIMIT))?;
+    expect_both_ends(&file)?;
+    let status = json(cluster, &["status"])?;
+    let is_over =
+        status["nodes"].as_array().is_some_and(|nodes| nodes.iter().all(|it| it["status"]["capture"].is_null()));
+    ensure!(is_over, "a capture is left on a node: {status}");
+    Ok(())
+}
+
+/// What is denied and what is allowed, by the nodes of both ends; then without the cluster.
+fn a_bundle_of_each_node_replays_to_the_same_verdicts(cluster: &RealCluster) -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let directory = scratch.path().join("incident");
+    let options =
+        ["--bundle", &directory.display().to_string(), "--filter", "tcp port 8080 or tcp port 9090 or udp port 5353"];
+    let said = capture(cluster, &options, || {
+        // Each node has packets that pass. The second one denies those for its pod, and the first one those of its own.
+        for (from, to, port, allowed) in
+            [(FROM, TO, 8080, true), ("ops/monitor", "shop/db", 9090, false), ("lab/builder", "lab/guest", 9090, false)]
+        {
+            expect_reached(cluster, from, to, port, allowed)?;
+        }
+        Ok(())
+    })?;
+    for node in ["n1", "n2"] {
+        let bundle = directory.join(node);
+        let mut replay = Command::new(penstock_binary()?);
+        let output = replay.arg("replay").arg(&bundle).args(["--summary", "json"]).output()?;
+        let (text, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        ensure!(output.status.code() == Some(0), "{node}: {}: {text}{errors}\n{said}", output.status);
+        let summary: Value = serde_json::from_str(&text)?;
+        let (same, different) = (&summary["recorded"]["same"], &summary["recorded"]["different"]);
+        ensure!(same.as_u64() > Some(0) && different == 0, "{node}: {summary:#}");
+        let is_there = |verdict: &str| summary["verdicts"][verdict].as_u64() > Some(0);
+        ensure!(is_there("allow") && is_there("deny"), "{node}: {summary:#}");
+    }
+    Ok(())
+}
+
+/// It would cut a connection of the pod, and cuts none.
+fn a_policy_is_tried_on_the_node_of_its_pod(cluster: &RealCluster) -> Result<()> {
+    let scratch = ScratchDir::new()?;
+    let file = scratch.path().join("tried.yaml");
+    let policy = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {namespace: ops, name: tried}\n\
+                  spec: {podSelector: {matchLabels: {app: monitor}}, policyTypes: [Ingress]}\n";
+    std::fs::write(&file, policy)?;
+    let (from, to) = (cluster.site(FROM), cluster.target(TO, false));
+    let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT)?;
+    flow.wait_for(3, LIMIT)?;
+    run(cluster, &["trial", "start", "--manifests", &file.display().to_string()], 0)?;
+    let found = eventually(LIMIT, || {
+        let (shown, said) = run(cluster, &["trial", "status", "--json"], 3)?;
+        let status: Value = serde_json::from_str(&shown)?;
+        let changes = status["changes"].as_array().into_iter().flatten();
+        let mut cut = changes.filter(|it| it["from"] == FROM && it["to"] == TO && it["port"] == 8080);
+        let cut = cut.next().with_context(|| format!("not among what would change: {shown}{said}"))?;
+        ensure!(cut["present"]["allowed"] == true && cut["promoted"]["allowed"] == false, "{cut}");
+        ensure!(status["nodes"] == 2, "each node judges: {status}");
+        Ok(())
+    });
+    let stopped = run(cluster, &["trial", "stop"], 0);
+    found?;
+    stopped?;
+    flow.wait_for(3, LIMIT)?;
+    run(cluster, &["trial", "status"], 0).map(drop)
+}
+
+/// Captures with these options on both nodes while something happens, until Ctrl-C. Returns what the plugin says.
+fn capture(cluster: &RealCluster, options: &[&str], meanwhile: impl FnOnce() -> Result<()>) -> Result<String> {
+    let scratch = ScratchDir::new()?;
+    let log = scratch.path().join("log");
+    let mut capture = plugin(cluster, &[&["capture"], options].concat())?.stderr(File::create(&log)?).spawn()?;
+    let said = || std::fs::read_to_string(&log).unwrap_or_default();
+    let captured = eventually(LIMIT, || match said().contains("capturing on n1, n2") {
+        true => Ok(()),
+        false => bail!("it does not begin: {}", said()),
+    })
+    .and_then(|()| meanwhile());
+    let ended = interrupt(&mut capture)?;
+    captured?;
+    ensure!(ended.code() == Some(0), "{ended}: {}", said());
+    Ok(said())
+}
+
+/// Ctrl-C. Returns how it has ended; by force after a while.
+fn interrupt(child: &mut Child) -> Result<ExitStatus> {
+    kill(Pid::from_raw(child.id() as i32), Signal::SIGINT)?;
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        match child.try_wait()? {
+            Some(status) => return Ok(status),
+            None if Instant::now() > deadline => {
+                child.kill()?;
+                return Ok(child.wait()?);
+            }
+            None => std::thread::sleep(Duration::from_millis(50)),
+        }
+    }
 }
 
 fn expect_both_ends(file: &Path) -> Result<()> {

@@ -13,6 +13,7 @@ mod restarts;
 mod rolling;
 mod services;
 mod shell;
+mod tiers;
 mod uninstall;
 mod whole;
 
@@ -30,12 +31,13 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 26] = [
+const TESTS: [(&str, Test); 28] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
     ("a_deleted_pod_leaves_no_warning", whole::a_deleted_pod_leaves_no_warning),
     ("a_pod_that_starts_without_a_daemon_is_closed", whole::a_pod_that_starts_without_a_daemon_is_closed),
+    ("cluster_network_policies_are_in_force", tiers::cluster_network_policies_are_in_force),
     ("the_first_packet_of_a_new_pod_passes", whole::the_first_packet_of_a_new_pod_passes),
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
@@ -43,7 +45,8 @@ const TESTS: [(&str, Test); 26] = [
     ("flow_records_name_pods_and_their_nodes", records::flow_records_name_pods_and_their_nodes),
     ("the_plugin_answers_for_all_nodes", kubectl::the_plugin_answers_for_all_nodes),
     ("the_plugin_waits_until_a_policy_is_in_force", kubectl::the_plugin_waits_until_a_policy_is_in_force),
-    ("the_plugin_captures_both_ends_in_one_file", kubectl::the_plugin_captures_both_ends_in_one_file),
+    ("the_plugin_counts_hits_of_rules_of_all_nodes", kubectl::the_plugin_counts_hits_of_rules_of_all_nodes),
+    ("the_plugin_captures_and_tries_on_all_nodes", kubectl::the_plugin_captures_and_tries_on_all_nodes),
     ("the_plugin_needs_the_rights_that_are_shipped", kubectl::the_plugin_needs_the_rights_that_are_shipped),
     ("the_plugin_names_a_node_without_a_daemon", kubectl::the_plugin_names_a_node_without_a_daemon),
     (

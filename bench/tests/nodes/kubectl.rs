@@ -1,14 +1,15 @@
 //! `kubectl penstock` against the daemons of two nodes, by an API server that runs commands of `pods/exec`.
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use penstock_bench::probe::EchoConnection;
+use penstock_bench::probe::{self, EchoConnection, Protocol, RetryPolicy};
 use penstock_bench::testbed::{DaemonConfig, ScratchDir, penstock_binary};
-use penstock_replay::capture::Captures;
+use penstock_replay::capture::{Captures, Time};
 use serde_json::{Value, json};
 
 use crate::exec_server::{ExecServer, Runner, Served, WITHOUT_EXEC};
@@ -61,6 +62,23 @@ impl Setup {
         let (stdout, stderr) = (String::from_utf8(stdout).unwrap(), String::from_utf8(stderr).unwrap());
         assert_eq!(status.code(), Some(code), "{arguments:?}:\n{stdout}{stderr}");
         (stdout, stderr)
+    }
+
+    /// Captures with these options while something happens, until Ctrl-C. Returns what the plugin says.
+    fn capture(&self, options: &[&str], meanwhile: impl FnOnce()) -> String {
+        let errors = self.scratch.path().join("capture.log");
+        let said = || std::fs::read_to_string(&errors).unwrap();
+        let mut command = self.command(&[&["capture"], options].concat());
+        let mut capture = command.stderr(std::fs::File::create(&errors).unwrap()).spawn().unwrap();
+        let deadline = Instant::now() + LIMIT;
+        while !said().contains("capturing on node-a, node-b") {
+            let runs = Instant::now() < deadline && capture.try_wait().unwrap().is_none();
+            assert!(runs, "it does not begin: {}", said());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        meanwhile();
+        interrupt(&mut capture);
+        said()
     }
 
     fn json(&self, arguments: &[&str], code: i32) -> Value {
@@ -188,37 +206,89 @@ fn both_ends_of_a_connection_are_in_one_capture_until_it_is_interrupted() {
     let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT).unwrap();
     flow.wait_for(3, LIMIT).unwrap();
     let file = setup.scratch.path().join("both.pcapng");
-    let errors = setup.scratch.path().join("capture.log");
-    let mut command =
-        setup.command(&["capture", "--from", "shop/web-a", "--to", "shop/db-b", "-o", file.to_str().unwrap()]);
-    let mut capture = command.stderr(std::fs::File::create(&errors).unwrap()).spawn().unwrap();
-    let deadline = Instant::now() + LIMIT;
-    while !std::fs::read_to_string(&errors).unwrap().contains("capturing on node-a, node-b") {
-        assert!(
-            Instant::now() < deadline && capture.try_wait().unwrap().is_none(),
-            "it does not begin: {}",
-            std::fs::read_to_string(&errors).unwrap()
-        );
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    flow.wait_for(20, LIMIT).unwrap();
-    interrupt(&mut capture);
-    let said = std::fs::read_to_string(&errors).unwrap();
+    let arguments = ["--from", "shop/web-a", "--to", "shop/db-b", "-o", file.to_str().unwrap()];
+    let said = setup.capture(&arguments, || flow.wait_for(20, LIMIT).unwrap());
     assert!(said.contains(" packets: node-a ") && said.contains("node-b "), "{said}");
-    let (mut captures, mut frames) = (Captures::open(&[&file]).unwrap(), Vec::new());
-    let mut found = Vec::new();
-    while let Some(record) = captures.next(&mut frames).unwrap() {
-        let name = captures.interfaces()[record.interface.index()].name.clone().unwrap();
-        found.push((record.time, name));
-    }
-    let of = |node: &str| found.iter().filter(|(_, name)| name.ends_with(&format!(" on {node}"))).count();
+    let found = packets(&file);
+    let of = |node: &str| found.iter().filter(|packet| packet.interface.ends_with(&format!(" on {node}"))).count();
     assert!(of("node-a") >= 20 && of("node-b") >= 20, "{found:?}");
-    assert!(found.iter().any(|(_, name)| name == "shop/web-a on node-a"), "{found:?}");
+    assert!(found.iter().any(|packet| packet.interface == "shop/web-a on node-a"), "{found:?}");
     // Both nodes have one clock here.
-    assert!(found.is_sorted_by_key(|(time, _)| *time), "{found:?}");
+    assert!(found.is_sorted_by_key(|packet| packet.time), "{found:?}");
     // Its end is that of the daemons' captures.
     let running = setup.json(&["status"], 0);
     assert!(running["nodes"].as_array().unwrap().iter().all(|node| node["status"]["capture"].is_null()), "{running}");
+}
+
+/// From an incident on two nodes to a regression test: what is allowed and what is denied, and nothing that the filter leaves out.
+#[test]
+fn a_bundle_of_each_node_has_what_the_filter_wants_and_replays_to_the_same_verdicts() {
+    let setup = Setup::start();
+    let (from, to) = (setup.fixture.site("shop/web-a"), setup.fixture.target("shop/db-b", false));
+    let directory = setup.scratch.path().join("incident");
+    let arguments = ["--bundle", directory.to_str().unwrap(), "--filter", "tcp port 8080 or tcp port 9090"];
+    let said = setup.capture(&arguments, || {
+        EchoConnection::open(&from.namespace, to, 8080, LIMIT).unwrap().wait_for(5, LIMIT).unwrap();
+        let reached = |protocol| probe::run_one(from, to, protocol, RetryPolicy::default()).unwrap().arrived();
+        assert!(!reached(Protocol::Tcp(9090)), "policy denies it");
+        reached(Protocol::Udp(53));
+    });
+    for node in NODES {
+        let bundle = directory.join(node);
+        let frames = packets(&bundle.join("packets.pcapng"));
+        assert!(!frames.is_empty(), "{said}");
+        assert!(frames.iter().all(|packet| packet.frame[14 + 9] == 6), "IPv4 packets, of TCP alone");
+        let mut replay = Command::new(penstock_binary().unwrap());
+        let output = replay.arg("replay").arg(&bundle).args(["--summary", "json"]).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{node}: {output:?}");
+        let summary: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let (same, different) = (&summary["recorded"]["same"], &summary["recorded"]["different"]);
+        assert!(same.as_u64() > Some(0) && different == 0, "{node}: {summary:#}");
+        // The answering side decides about what its policy denies.
+        let denied = summary["verdicts"]["deny"].as_u64();
+        assert_eq!(denied > Some(0), node == "node-b", "{node}: {summary:#}");
+    }
+}
+
+#[test]
+fn watching_flows_shows_what_each_connection_of_each_node_sends() {
+    let setup = Setup::start();
+    let (from, to) = (setup.fixture.site("shop/web-a"), setup.fixture.target("shop/db-b", false));
+    let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT).unwrap();
+    flow.wait_for(3, LIMIT).unwrap();
+    let mut command = setup.command(&["flows", "--pod", "shop/db-b", "--port", "8080", "--watch", "1"]);
+    let mut watch = command.stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(watch.stdout.take().unwrap()).lines().map(Result::unwrap);
+    // In the first listing nothing is known of a rate yet.
+    let with_rate = |node: &str, line: &str| line.starts_with(node) && line.contains("bit/s");
+    let mut missing = NODES.to_vec();
+    let seen: Vec<String> = lines
+        .take(100)
+        .take_while(|line| {
+            missing.retain(|node| !with_rate(node, line));
+            !missing.is_empty()
+        })
+        .collect();
+    kill(Pid::from_raw(watch.id() as i32), Signal::SIGINT).unwrap();
+    watch.wait().unwrap();
+    assert!(missing.is_empty(), "no rate of {missing:?}: {seen:#?}");
+}
+
+/// A packet of a capture.
+#[derive(Debug)]
+struct Captured {
+    time: Time,
+    interface: String,
+    frame: Vec<u8>,
+}
+
+fn packets(file: &Path) -> Vec<Captured> {
+    let (mut captures, mut frames, mut found) = (Captures::open(&[file]).unwrap(), Vec::new(), Vec::new());
+    while let Some(record) = captures.next(&mut frames).unwrap() {
+        let interface = captures.interfaces()[record.interface.index()].name.clone().unwrap_or_default();
+        found.push(Captured { time: record.time, interface, frame: std::mem::take(&mut frames) });
+    }
+    found
 }
 
 /// Ctrl-C, after which the plugin ends by itself.
