@@ -6,6 +6,7 @@ mod control_plane;
 mod figures;
 mod kubectl;
 mod kubernetes;
+mod machine;
 mod node;
 mod real_cluster;
 mod records;
@@ -25,18 +26,20 @@ use anyhow::Context;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 use kubernetes::Kubernetes;
+use machine::Machine;
 use node::Cni;
 use real_cluster::{Parts, RealCluster};
 
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 28] = [
+const TESTS: [(&str, Test); 30] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
     ("a_deleted_pod_leaves_no_warning", whole::a_deleted_pod_leaves_no_warning),
     ("a_pod_that_starts_without_a_daemon_is_closed", whole::a_pod_that_starts_without_a_daemon_is_closed),
+    ("what_policy_denies_stays_denied_without_a_daemon", whole::what_policy_denies_stays_denied_without_a_daemon),
     ("cluster_network_policies_are_in_force", tiers::cluster_network_policies_are_in_force),
     ("the_first_packet_of_a_new_pod_passes", whole::the_first_packet_of_a_new_pod_passes),
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
@@ -55,6 +58,7 @@ const TESTS: [(&str, Test); 28] = [
     ),
     ("the_node_reaches_services", services::the_node_reaches_services),
     ("policy_holds_for_clients_of_a_node_port", services::policy_holds_for_clients_of_a_node_port),
+    ("policy_holds_for_clients_of_a_host_port", services::policy_holds_for_clients_of_a_host_port),
     (
         "egress_policy_holds_for_node_ports_of_the_own_node",
         services::egress_policy_holds_for_node_ports_of_the_own_node,
@@ -100,6 +104,13 @@ fn main() -> ExitCode {
             trials.push(Trial::test(format!("{}::{name}", cni.name()), run).with_ignored_flag(true));
         }
     }
+    let before = Machine::now();
+    let after = Arc::clone(&running);
+    let nothing_is_left = move || {
+        drop(after.lock().unwrap_or_else(PoisonError::into_inner).take());
+        before.and_then(|machine| machine.expect_unchanged()).map_err(|error| format!("{error:#}").into())
+    };
+    trials.push(Trial::test("nothing_is_left_on_the_machine", nothing_is_left).with_ignored_flag(true));
     // In order, and on this thread: the cluster's processes end with the thread that has started them.
     let conclusion = libtest_mimic::run(&Arguments { test_threads: Some(1), ..arguments }, trials);
     drop(running.lock().unwrap_or_else(PoisonError::into_inner).take());

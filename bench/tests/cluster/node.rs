@@ -101,7 +101,7 @@ impl RealNode {
         output(mounts.env("BPFFS", if number.0 == 1 { "yes" } else { "no" }))?;
         node.start_containerd(images, cni)?;
         node.start_kubelet(kubernetes, directory)?;
-        node.start_kube_proxy(kubernetes, directory)?;
+        node.start_kube_proxy(kubernetes, cni, directory)?;
         Ok(node)
     }
 
@@ -175,11 +175,13 @@ impl RealNode {
         Ok(())
     }
 
-    fn start_kube_proxy(&mut self, kubernetes: &Kubernetes, directory: &Path) -> Result<()> {
+    fn start_kube_proxy(&mut self, kubernetes: &Kubernetes, cni: Cni, directory: &Path) -> Result<()> {
         let (name, address) = (self.number.name(), self.number.address());
         let mut proxy = self.command(kubernetes.program("kube-proxy"));
         proxy.arg("--kubeconfig").arg(kubeconfig(directory, "system:kube-proxy"));
         proxy.args(["--hostname-override", &name, "--bind-address", &address, "--cluster-cidr", PODS]);
+        // One of the two clusters masquerades what comes from pods, too.
+        proxy.arg(format!("--masquerade-all={}", cni == Cni::Bridge));
         // The machine's own limit of connections stays as it is.
         proxy
             .args(["--proxy-mode", kubernetes.proxy_mode.name(), "--conntrack-max-per-core=0"])
@@ -231,7 +233,12 @@ fn join(world: &Namespace, number: NodeNumber) -> Result<Namespace> {
 
 /// Name of the node's control group in each hierarchy.
 fn control_group(node: &str) -> String {
-    format!("penstock-test-{}-{node}", std::process::id())
+    format!("{}-{node}", control_groups_of_run())
+}
+
+/// What the names of all control groups of this process begin with.
+pub(crate) fn control_groups_of_run() -> String {
+    format!("penstock-test-{}", std::process::id())
 }
 
 /// Makes the node's control groups, which the guard removes with all below them.
@@ -263,7 +270,7 @@ fn remove_control_group(group: &Path) {
     for below in fs::read_dir(group).into_iter().flatten().flatten().filter(|entry| entry.path().is_dir()) {
         remove_control_group(&below.path());
     }
-    // Errors are ignored: an empty group that is left does no harm.
+    // The last test says what is left.
     let _ = eventually(Duration::from_secs(5), || Ok(fs::remove_dir(group)?));
 }
 

@@ -259,8 +259,8 @@ fn is_ready(node: &Value) -> bool {
     conditions.into_iter().flatten().any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
 }
 
-/// What the kubelet sets for the whole machine is put back at the end.
-fn keep_settings() -> CleanupGuard {
+/// What a kubelet sets for the whole machine.
+pub(crate) fn kept_settings() -> Vec<(PathBuf, String)> {
     let names = [
         "vm/overcommit_memory",
         "vm/panic_on_oom",
@@ -270,8 +270,13 @@ fn keep_settings() -> CleanupGuard {
         "kernel/keys/root_maxbytes",
     ];
     let files = names.map(|name| Path::new("/proc/sys").join(name));
-    let before: Vec<_> = files.into_iter().filter_map(|file| Some((fs::read_to_string(&file).ok()?, file))).collect();
-    CleanupGuard::new(move || before.iter().for_each(|(value, file)| drop(fs::write(file, value.trim()))))
+    files.into_iter().filter_map(|file| Some((file.clone(), fs::read_to_string(file).ok()?))).collect()
+}
+
+/// Puts it back at the end.
+fn keep_settings() -> CleanupGuard {
+    let before = kept_settings();
+    CleanupGuard::new(move || before.iter().for_each(|(file, value)| drop(fs::write(file, value.trim()))))
 }
 
 fn copy(from: &Path, to: &Path) -> Result<()> {

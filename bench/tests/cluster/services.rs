@@ -104,7 +104,29 @@ pub(crate) fn policy_holds_for_clients_of_a_node_port(cluster: &mut RealCluster)
         rows.push((guest, "shop/api", node, Protocol::Tcp(30082), false));
         rows.push((monitor, "shop/api", node, Protocol::Tcp(30082), false));
     }
-    ensure!(!rows.is_empty());
+    // Whom policy names reaches it by its own node: a pod, and the machine outside, which an ipBlock names.
+    let (web, dash) = (cluster.site("shop/web"), cluster.site("ops/dash"));
+    rows.push((web, "shop/api", nodes[0], Protocol::Tcp(30082), true));
+    rows.push((&outside, "shop/db", nodes[1], Protocol::Tcp(30090), true));
+    rows.push((dash, "shop/db", nodes[1], Protocol::Tcp(30090), false));
+    // What the other node masquerades comes from that node.
+    rows.push((&outside, "shop/db", nodes[0], Protocol::Tcp(30090), false));
+    // With externalTrafficPolicy: Local nothing is masqueraded, and only the pod's node answers.
+    rows.push((&outside, "shop/db", nodes[1], Protocol::Tcp(30091), true));
+    rows.push((&outside, "shop/db", nodes[0], Protocol::Tcp(30091), false));
+    rows.push((dash, "shop/db", nodes[1], Protocol::Tcp(30091), false));
+    expect(cluster, &rows)
+}
+
+/// A port of the node that the CNI plugin `portmap` sends on to a pod.
+pub(crate) fn policy_holds_for_clients_of_a_host_port(cluster: &mut RealCluster) -> Result<()> {
+    let node: IpAddr = cluster.nodes[0].number.address().parse()?;
+    let (outside, second) = (cluster.outside(), cluster.node(1));
+    let mut rows = Vec::new();
+    for from in [&outside, &second, cluster.site("lab/guest")] {
+        rows.push((from, "shop/web", node, Protocol::Tcp(8088), true));
+        rows.push((from, "shop/api", node, Protocol::Tcp(8089), false));
+    }
     expect(cluster, &rows)
 }
 

@@ -1,11 +1,13 @@
 //! What anyone expects of Penstock in a cluster.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use penstock_bench::expectation::{Expectation, PolicyOracle};
-use penstock_bench::probe::{self, EchoServers, EchoService, Protocol, RetryPolicy, Site};
+use penstock_bench::probe::{self, EchoConnection, EchoServers, EchoService, Protocol, RetryPolicy, Site};
 
+use crate::node::RealNode;
 use crate::real_cluster::RealCluster;
 use crate::shell::eventually;
 
@@ -57,6 +59,8 @@ pub(crate) fn commands_answer_in_the_pods(cluster: &mut RealCluster) -> Result<(
         cluster.penstock(node, &["flows"])?;
         cluster.penstock(node, &["dump", "/tmp/bundle.tar.gz"])?;
     }
+    let shown = cluster.kubectl(&["-n", "kube-system", "exec", "ds/penstock", "--", "penstock", "status"])?;
+    ensure!(shown.contains("is in force on every worker"), "as README has it: {shown}");
     Ok(())
 }
 
@@ -81,8 +85,8 @@ pub(crate) fn a_deleted_pod_leaves_no_warning(cluster: &mut RealCluster) -> Resu
     Ok(())
 }
 
-/// A pod that starts while no daemon runs, as at boot: its first packet is policy's.
-pub(crate) fn a_pod_that_starts_without_a_daemon_is_closed(cluster: &mut RealCluster) -> Result<()> {
+/// Ends the daemons of all nodes, carries out `test`, and lets them start again.
+fn without_daemons(cluster: &RealCluster, test: impl FnOnce() -> Result<()>) -> Result<()> {
     let selector = |value: &str| {
         let patch =
             format!(r#"{{"spec":{{"template":{{"spec":{{"nodeSelector":{{"kubernetes.io/os":"{value}"}}}}}}}}}}"#);
@@ -90,38 +94,81 @@ pub(crate) fn a_pod_that_starts_without_a_daemon_is_closed(cluster: &mut RealClu
     };
     selector("none")?;
     let daemons = ["-n", "kube-system", "wait", "--for=delete", "pod", "-l", "app.kubernetes.io/name=penstock"];
-    cluster.kubectl(&[daemons.as_slice(), &["--timeout=120s"]].concat())?;
-    // The namespace denies all that its policies do not allow; both pods are new, and on one node.
-    let node = &cluster.nodes[0];
-    for name in ["early", "open"] {
-        let namespace = if name == "early" { "shop" } else { "lab" };
-        cluster.apply(&waiting_pod(namespace, name, &node.number.name()))?;
-    }
-    let enter = |namespace, name| {
-        let pod = eventually(Duration::from_secs(60), || cluster.running(namespace, name))?;
-        cluster.enter(&pod)
-    };
-    let (early, open) = (enter("shop", "early")?, enter("lab", "open")?);
-    let servers = [(&early, EARLY), (&open, OPEN)]
-        .map(|(site, identity)| EchoServers::start(site, identity, &[EchoService::Tcp(8080)]));
-    let (to_early, to_open) = ((EARLY, early.addresses[0]), (OPEN, open.addresses[0]));
-    let guest = cluster.site("lab/guest");
-    let reaches = |from: &Site, to| -> Result<bool> {
-        Ok(probe::run_one(from, to, Protocol::Tcp(8080), RetryPolicy::default())?.arrived())
-    };
-    ensure!(!reaches(guest, to_early)? && !reaches(guest, to_open)?, "without a daemon a new pod is closed");
-    ensure!(!reaches(&open, cluster.target("ops/monitor", false))?, "and sends nothing");
+    let ended = cluster.kubectl(&[daemons.as_slice(), &["--timeout=120s"]].concat());
+    let result = ended.and_then(|_| test());
     selector("linux")?;
     cluster.wait_for_penstock()?;
-    eventually(Duration::from_secs(20), || match reaches(guest, to_open)? {
-        true => Ok(()),
-        false => bail!("a pod without policies stays closed"),
+    result
+}
+
+fn reaches(from: &Site, to: (u32, IpAddr)) -> Result<bool> {
+    Ok(probe::run_one(from, to, Protocol::Tcp(8080), RetryPolicy::default())?.arrived())
+}
+
+/// A pod that starts while no daemon runs, as at boot: its first packet is policy's. On both nodes.
+pub(crate) fn a_pod_that_starts_without_a_daemon_is_closed(cluster: &mut RealCluster) -> Result<()> {
+    // The namespace of the first denies all that its policies do not allow; both are new, and on one node.
+    let names = |node: &RealNode| {
+        [("shop", format!("early-{}", node.number.name())), ("lab", format!("open-{}", node.number.name()))]
+    };
+    let (outside, guest) = (cluster.outside(), cluster.site("lab/guest"));
+    let mut started = Vec::new();
+    without_daemons(cluster, || {
+        for node in &cluster.nodes {
+            let mut pods = Vec::new();
+            for (identity, (namespace, name)) in (NEW..).zip(names(node)) {
+                cluster.apply(&waiting_pod(namespace, &name, &node.number.name()))?;
+                let pod = eventually(Duration::from_secs(60), || cluster.running(namespace, &name))?;
+                let site = cluster.enter(&pod)?;
+                let server = EchoServers::start(&site, identity, &[EchoService::Tcp(8080)])?;
+                pods.push(((identity, site.addresses[0]), site, server));
+            }
+            let [(to_early, early, _), (to_open, open, _)] = pods.as_slice() else { bail!("two pods") };
+            // The first and the last have no other end that a program would close.
+            for (from, to) in
+                [(&outside, to_early), (&outside, to_open), (guest, to_open), (open, to_early), (early, to_open)]
+            {
+                ensure!(!reaches(from, *to)?, "{} reaches a new pod without a daemon: {to:?}", from.name);
+            }
+            ensure!(!reaches(open, cluster.target("ops/monitor", false))?, "{} sends without a daemon", open.name);
+            started.push(pods);
+        }
+        Ok(())
     })?;
-    ensure!(!reaches(guest, to_early)?, "policy denies it");
-    ensure!(reaches(&open, cluster.target("ops/monitor", false))?, "no policy denies it");
-    drop(servers);
-    cluster.kubectl(&["delete", "pod", "-n", "shop", "early"])?;
-    cluster.kubectl(&["delete", "pod", "-n", "lab", "open"]).map(drop)
+    for pods in &started {
+        let [(to_early, ..), (to_open, open, _)] = pods.as_slice() else { bail!("two pods") };
+        eventually(Duration::from_secs(20), || match reaches(guest, *to_open)? && reaches(&outside, *to_open)? {
+            true => Ok(()),
+            false => bail!("a pod without policies stays closed"),
+        })?;
+        ensure!(!reaches(guest, *to_early)? && !reaches(&outside, *to_early)?, "policy denies it");
+        ensure!(reaches(open, cluster.target("ops/monitor", false))?, "no policy denies it");
+    }
+    drop(started);
+    for (namespace, name) in cluster.nodes.iter().flat_map(names) {
+        cluster.kubectl(&["delete", "pod", "-n", namespace, &name])?;
+    }
+    Ok(())
+}
+
+/// On both nodes, of which one has no BPF file system of its own: what is pinned outlasts the containers.
+pub(crate) fn what_policy_denies_stays_denied_without_a_daemon(cluster: &mut RealCluster) -> Result<()> {
+    let outside = cluster.outside();
+    let mut connections = Vec::new();
+    for from in ["shop/web", "ops/dash"] {
+        let to = cluster.target("ops/monitor", false);
+        connections.push(EchoConnection::open(&cluster.site(from).namespace, to, 8080, Duration::from_secs(60))?);
+    }
+    without_daemons(cluster, || {
+        for node in &cluster.nodes {
+            let pinned = node.path("/sys/fs/bpf/penstock");
+            ensure!(pinned.exists(), "nothing is pinned on {}", node.number.name());
+        }
+        for to in ["shop/api", "shop/db"] {
+            ensure!(!reaches(&outside, cluster.target(to, false))?, "{to} is open without a daemon");
+        }
+        connections.iter().try_for_each(|connection| connection.wait_for(20, Duration::from_secs(60)))
+    })
 }
 
 /// The first thing that a pod's container does is to send one packet, and it has no other try.
@@ -154,9 +201,8 @@ pub(crate) fn the_first_packet_of_a_new_pod_passes(cluster: &mut RealCluster) ->
     Ok(())
 }
 
-/// Identities of servers in pods that are not the workload's.
-const EARLY: u32 = 1_000;
-const OPEN: u32 = 1_001;
+/// The first identity of servers in pods that are not the workload's.
+const NEW: u32 = 1_000;
 
 /// A pod whose container only waits.
 fn waiting_pod(namespace: &str, name: &str, node: &str) -> String {

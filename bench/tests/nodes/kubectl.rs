@@ -33,6 +33,9 @@ fn socket(config: &DaemonConfig, kind: &str) -> PathBuf {
 fn answering(config: &mut DaemonConfig) {
     config.admin = Some(socket(config, "admin"));
     config.sections += &format!("[capture]\nsocket = \"{}\"\n", socket(config, "capture").display());
+    // Connections are counted where they are recorded.
+    let records = config.manifests.parent().unwrap().join(format!("{}-flows.jsonl", config.node));
+    config.sections += &format!("[flow_records]\nfile = \"{}\"\n", records.display());
     config.environment.push(("PENSTOCK_ADMIN__TRIALS".to_owned(), "true".to_owned()));
 }
 

@@ -269,10 +269,67 @@ fn a_collector_takes_every_record_by_either_protocol() {
             let port = if protocol == "grpc" { 4317 } else { 4318 };
             config.sections += &format!("otlp = \"http://127.0.0.1:{port}\"\notlp_protocol = \"{protocol}\"\n");
         });
-        let port = datagrams(&node, 20, 100);
-        node.end_of(port);
-        eprintln!("{}", std::fs::read_to_string(&log).unwrap());
+        node.end_of(datagrams(&node, 20, 100));
+        let denied = node.site("test/pod-0").namespace.run(|| UdpSocket::bind("0.0.0.0:0")).unwrap();
+        denied.send_to(b"denied", node.target(DENIED)).unwrap();
+        node.wait("of what was denied", |records| records.iter().any(|record| record["event"] == "denied"));
+        node.fixture.daemon.signal(Signal::SIGTERM).unwrap();
+        node.fixture.daemon.wait_until_ended(LIMIT).unwrap();
+
+        let mut expected: Vec<_> = read(&node.file).iter().map(as_collected).collect();
+        expected.sort();
+        let kinds: Vec<&str> = expected.iter().map(|record| record["EventName"].as_str()).collect();
+        assert!(
+            ["interval", "end", "denied"].iter().all(|kind| kinds.contains(&format!("penstock.flow.{kind}").as_str()))
+        );
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let log = std::fs::read_to_string(&log).unwrap();
+            let mut found = collected(&log);
+            found.sort();
+            if found == expected {
+                break;
+            }
+            assert!(Instant::now() < deadline, "by {protocol}: {expected:#?}\nand the collector has\n{log}");
+            std::thread::sleep(Duration::from_millis(100));
+        }
     }
+}
+
+/// What is compared of a record: names of the collector's log, and the fields of the file.
+const COLLECTED: [(&str, &str); 7] = [
+    ("source.k8s.pod.name", "/from/pod"),
+    ("source.port", "/from/port"),
+    ("destination.k8s.pod.name", "/to/pod"),
+    ("destination.port", "/to/port"),
+    ("penstock.verdict", "/verdict"),
+    ("penstock.connection.ended", "/ended"),
+    ("penstock.sent.bytes", "/sent/bytes"),
+];
+
+/// A record of the file, as the collector should have it.
+fn as_collected(record: &Value) -> BTreeMap<String, String> {
+    let event = ("EventName".to_owned(), format!("penstock.flow.{}", record["event"].as_str().unwrap()));
+    let fields = COLLECTED.iter().filter_map(|(name, field)| {
+        let value = record.pointer(field).filter(|value| !value.is_null())?;
+        Some(((*name).to_owned(), value.as_str().map_or_else(|| value.to_string(), str::to_owned)))
+    });
+    fields.chain([event]).collect()
+}
+
+/// The records of a collector's log: a line for a field, and for an attribute `-> name: Type(value)`.
+fn collected(log: &str) -> Vec<BTreeMap<String, String>> {
+    let of_record = |text: &str| {
+        let event = text.lines().find_map(|line| line.strip_prefix("EventName: "));
+        let attributes = text.lines().filter_map(|line| line.trim().strip_prefix("-> ")?.split_once(": "));
+        let values = attributes.filter_map(|(name, typed)| {
+            let value = typed.split_once('(')?.1.strip_suffix(')')?;
+            COLLECTED.iter().any(|(known, _)| *known == name).then(|| (name.to_owned(), value.to_owned()))
+        });
+        let event = event.map(|event| ("EventName".to_owned(), event.to_owned()));
+        values.chain(event).collect()
+    };
+    log.split("LogRecord #").skip(1).map(of_record).collect()
 }
 
 /// A file system that fills up: the error is logged once, records are counted as lost, packets pass, and once there is room
