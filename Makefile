@@ -59,7 +59,7 @@ test-unprivileged: setup ## The tests that need neither root nor sudo: parser, p
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken policy code
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
-	$(CARGO) test --locked -p penstock-bench --test faults --test nodes --test on_cluster -- --ignored --nocapture
+	$(CARGO) test --locked --workspace --test faults --test nodes --test on_cluster -- --ignored --nocapture
 	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test faults
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(MAKE) fuzz
@@ -76,7 +76,7 @@ soak: build ## Mixed traffic, churn and restarts for SOAK_MINUTES=30; a plot and
 .PHONY: test-apiserver
 test-apiserver: build ## What follows an API server, against a real one: built once from Debian's source package, then kept
 	@./scripts/setup etcd-server openssl dpkg-dev golang-1.19-go
-	assets=$$(./scripts/kubernetes kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked -p penstock-bench --test api_server --test on_cluster -- --nocapture
+	assets=$$(./scripts/kubernetes kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked --workspace --test api_server --test on_cluster -- --nocapture
 
 KUBERNETES := kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
 CLUSTER_PACKAGES := etcd-server openssl dpkg-dev golang-1.19-go containerd runc containernetworking-plugins buildah busybox-static iptables python3 python3-pip
@@ -93,7 +93,7 @@ test-cluster: build ## Penstock in a real cluster of two nodes on this machine  
 	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
 	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && helm=$$(./scripts/tool helm) && \
 		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images PENSTOCK_HELM=$$helm \
-		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored
+		$(CARGO) test --locked --workspace --test cluster -- --include-ignored
 
 .PHONY: bench-cluster
 bench-cluster: build ## Round trips, throughput and new connections in that cluster, with Penstock and without
@@ -101,7 +101,7 @@ bench-cluster: build ## Round trips, throughput and new connections in that clus
 	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
 	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && PENSTOCK_FIGURES=1 \
 		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
-		$(CARGO) test --locked -p penstock-bench --test cluster -- --include-ignored --nocapture
+		$(CARGO) test --locked --workspace --test cluster -- --include-ignored --nocapture
 
 .PHONY: test-collector
 test-collector: build ## Flow records into a real OpenTelemetry collector   (fetched by pip)

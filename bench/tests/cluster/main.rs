@@ -33,7 +33,7 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 30] = [
+const TESTS: [(&str, Test); 31] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
@@ -41,6 +41,7 @@ const TESTS: [(&str, Test); 30] = [
     ("a_pod_that_starts_without_a_daemon_is_closed", whole::a_pod_that_starts_without_a_daemon_is_closed),
     ("what_policy_denies_stays_denied_without_a_daemon", whole::what_policy_denies_stays_denied_without_a_daemon),
     ("cluster_network_policies_are_in_force", tiers::cluster_network_policies_are_in_force),
+    ("a_ready_daemon_removes_the_startup_taint", whole::a_ready_daemon_removes_the_startup_taint),
     ("the_first_packet_of_a_new_pod_passes", whole::the_first_packet_of_a_new_pod_passes),
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),

@@ -171,6 +171,30 @@ pub(crate) fn what_policy_denies_stays_denied_without_a_daemon(cluster: &mut Rea
     })
 }
 
+/// Nodes that are registered with a taint take pods once policy is in force there.
+pub(crate) fn a_ready_daemon_removes_the_startup_taint(cluster: &mut RealCluster) -> Result<()> {
+    let (node, key) = (cluster.nodes[1].number.name(), "penstock.dev/not-ready");
+    let environment = |change: &str| {
+        cluster.kubectl(&["-n", "kube-system", "set", "env", "daemonset/penstock", "-c", "penstock", change])?;
+        cluster.wait_for_penstock()
+    };
+    let rights = cluster.manifests("install", "startup-taint/rbac.yaml")?;
+    cluster.kubectl(&["apply", "-f", &rights])?;
+    for taint in [key, "dedicated"] {
+        cluster.kubectl(&["taint", "node", &node, &format!("{taint}=:NoSchedule")])?;
+    }
+    environment(&format!("PENSTOCK_SOURCE__STARTUP_TAINT={key}"))?;
+    let removed = eventually(Duration::from_secs(60), || {
+        let taints = cluster.get(&["node", &node])?["spec"]["taints"].to_string();
+        ensure!(!taints.contains(key) && taints.contains("dedicated"), "{taints}");
+        Ok(())
+    });
+    environment("PENSTOCK_SOURCE__STARTUP_TAINT-")?;
+    cluster.kubectl(&["taint", "node", &node, "dedicated-"])?;
+    cluster.kubectl(&["delete", "-f", &rights])?;
+    removed
+}
+
 /// The first thing that a pod's container does is to send one packet, and it has no other try.
 pub(crate) fn the_first_packet_of_a_new_pod_passes(cluster: &mut RealCluster) -> Result<()> {
     let [v4, v6] = [false, true].map(|v6| cluster.target("lab/guest", v6).1);

@@ -39,8 +39,14 @@ fn rendered(values: &[&str]) -> Option<Vec<Value>> {
 
 /// The objects of all forms that the chart has.
 pub(crate) fn every_form() -> Vec<Value> {
-    let forms: [&[&str]; 5] =
-        [&["kubectl.group=admins"], &["surge=true"], &["pinnedCores=3"], &["cni.waitSeconds=0"], &["uninstall=true"]];
+    let forms: [&[&str]; 6] = [
+        &["kubectl.group=admins"],
+        &["surge=true"],
+        &["pinnedCores=3"],
+        &["cni.waitSeconds=0"],
+        &["startupTaint=k"],
+        &["uninstall=true"],
+    ];
     forms.iter().filter_map(|values| rendered(values)).flatten().collect()
 }
 
@@ -110,8 +116,12 @@ fn the_chart_gives_what_the_kustomization_gives() {
 }
 
 #[test]
-fn surge_and_pinned_cores_are_those_of_the_components() {
-    for (value, component) in [("surge=true", "surge"), ("pinnedCores=2", "pinned-cores")] {
+fn values_that_are_components_of_the_kustomization_do_the_same() {
+    for (value, component) in [
+        ("surge=true", "surge"),
+        ("pinnedCores=2", "pinned-cores"),
+        ("startupTaint=penstock.dev/not-ready", "startup-taint"),
+    ] {
         let Some(chart) = rendered(&[value]) else { return };
         assert_eq!(daemon_set(chart), with_component(component, daemon_set(objects())), "{value}");
     }
@@ -123,6 +133,14 @@ fn the_group_of_kubectl_gets_the_rights_that_are_shipped() {
     chart.retain(|object| object["metadata"]["name"] == "penstock-kubectl");
     let text = std::fs::read_to_string(directory().join("kubectl/rbac.yaml")).unwrap();
     let shipped = documents(&text.replace("penstock-users", "admins"));
+    assert_eq!(all_comparable(chart), all_comparable(shipped));
+}
+
+#[test]
+fn a_startup_taint_comes_with_the_rights_that_are_shipped_for_it() {
+    let Some(mut chart) = rendered(&["startupTaint=k"]) else { return };
+    chart.retain(|object| object["metadata"]["name"] == "penstock-startup-taint");
+    let shipped = documents(&std::fs::read_to_string(directory().join("startup-taint/rbac.yaml")).unwrap());
     assert_eq!(all_comparable(chart), all_comparable(shipped));
 }
 

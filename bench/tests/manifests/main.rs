@@ -399,6 +399,7 @@ fn each_component_changes_what_is_there_and_gives_a_valid_daemon_set() {
         ("pinned-cores", "/spec/template/spec/containers/0/resources/limits/cpu", "\"2\""),
         ("surge", "/spec/template/spec/containers/0/readinessProbe/exec/command", "[\"penstock\",\"ready\"]"),
         ("surge", "/spec/template/spec/containers/0/args/3", "\"--take-over\""),
+        ("startup-taint", "/spec/template/spec/containers/0/env/1/value", "\"penstock.dev/not-ready\""),
     ] {
         let daemon_set = std::fs::read_to_string(directory().join("daemonset.yaml")).unwrap();
         let daemon_set = with_component(component, serde_saphyr::from_str(&daemon_set).unwrap());

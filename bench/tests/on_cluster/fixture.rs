@@ -53,7 +53,13 @@ impl Fixture {
         self.daemon = launch(&self.node, &self.toml);
     }
 
-    /// The same, and does not wait until it is ready.
+    /// Starts the next daemon with further keys of the section `source`, and does not wait until it is ready.
+    pub(crate) fn restart_with(&mut self, source: &str) {
+        self.toml = self.toml.replace("[source]\n", &format!("[source]\n{source}\n"));
+        self.restart_without_waiting();
+    }
+
+    /// Starts the next daemon with the same configuration, and does not wait until it is ready.
     pub(crate) fn restart_without_waiting(&mut self) {
         self.daemon = Daemon::launch(self.node.namespace(), &self.toml, Privileges::All).unwrap();
     }
@@ -99,7 +105,7 @@ pub(crate) fn namespace(name: &str) -> Value {
     json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": name } })
 }
 
-fn node_object() -> Value {
+pub(crate) fn node_object() -> Value {
     json!({
         "apiVersion": "v1", "kind": "Node", "metadata": { "name": "node" },
         "status": { "addresses": [{ "type": "InternalIP", "address": "172.18.0.2" }] },

@@ -8,4 +8,5 @@ mod fixture;
 mod killed;
 mod scale;
 mod stale;
+mod startup_taint;
 mod stream;

@@ -20,6 +20,8 @@ use penstock_dataplane::worker::Dataplane;
 use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
 use penstock_sources::Source;
+use penstock_sources::api_server::{NodeWriter, StartupTaint};
+use tokio::sync::oneshot;
 use tokio::time::MissedTickBehavior;
 
 use super::close_first::CloseFirstFds;
@@ -89,7 +91,9 @@ pub(super) async fn run(
     let listeners = if predecessor.is_some() { None } else { Some(Listeners::open(loaded).await?) };
     // That daemon has in force what is recorded, and serves until this one knows all.
     let recorded = record.as_ref().filter(|_| predecessor.is_none());
-    let Some(OpenedSource { source, objects, stale }) = open_source(config, recorded, &mut signals).await? else {
+    let (ready, writer) = node_writer(config);
+    let Some(OpenedSource { source, objects, stale }) = open_source(config, writer, recorded, &mut signals).await?
+    else {
         return Ok(Ended::BySignal);
     };
     let mut prepared = None;
@@ -109,6 +113,7 @@ pub(super) async fn run(
     };
     let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, rejected, health, dataplane);
     let mut daemon = Daemon::start(config, netlink, (objects, stale), prepared, operation).await?;
+    daemon.operation.ready = Some(ready);
     if is_good {
         keep_as_last_good(layers, loaded);
     }
@@ -162,20 +167,25 @@ struct OpenedSource {
     stale: Option<StaleObjects>,
 }
 
+/// What this daemon writes at an API server, and where it says that it is ready.
+fn node_writer(config: &Config) -> (oneshot::Sender<()>, NodeWriter) {
+    let (ready, is_ready) = oneshot::channel();
+    let key = config.source.startup_taint.as_ref().map(|key| key.as_str().to_owned());
+    let startup_taint = key.map(|key| StartupTaint { key, ready: is_ready });
+    (ready, NodeWriter { node: config.node.as_str().to_owned(), startup_taint })
+}
+
 /// Opens the source and reads all objects, or those of the last run if the API server does not list them soon. `None` if a
 /// signal ended the wait for that.
 async fn open_source(
     config: &Config,
+    writer: NodeWriter,
     record: Option<&ObjectFile>,
     signals: &mut Signals,
 ) -> Result<Option<OpenedSource>, RunError> {
-    let opened = Source::start(
-        &config.source.location(),
-        config.services.followed_kinds(),
-        Some(config.node.as_str()),
-        config.conversion(),
-    )
-    .await;
+    let opened =
+        Source::start(&config.source.location(), config.services.followed_kinds(), Some(writer), config.conversion())
+            .await;
     let mut source =
         opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
     let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use penstock_admin::capture::CaptureCounts;
 use penstock_dataplane::worker::Dataplane;
 use penstock_sources::SourceHealth;
+use tokio::sync::oneshot;
 use tokio::time::{Interval, MissedTickBehavior};
 
 use super::RunError;
@@ -82,6 +83,8 @@ pub(super) struct Operation {
     pub(super) verdicts: VerdictWriter,
     pub(super) usage: RuleUsage,
     pub(super) started: Instant,
+    /// Who waits until this daemon is ready, until they are told.
+    pub(super) ready: Option<oneshot::Sender<()>>,
     sampling: Interval,
     writing: Interval,
     /// The capture that runs.
@@ -120,6 +123,7 @@ impl Operation {
             verdicts: verdicts.map_err(RunError::bad_input)?,
             usage: RuleUsage::open(&loaded.config),
             started: Instant::now(),
+            ready: None,
             sampling: interval(samples::INTERVAL),
             writing: interval(VERDICT_LOG_INTERVAL),
             capture: None,

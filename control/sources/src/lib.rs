@@ -22,7 +22,7 @@ use rustc_hash::FxHashSet;
 
 pub use health::{FollowedKinds, KindHealth, ObjectKind, SourceHealth};
 
-use api_server::{Access, ApiServer, ApiServerTimeouts};
+use api_server::{Access, ApiServer, ApiServerTimeouts, NodeWriter};
 use convert::ConversionSettings;
 use directory::ManifestDirectory;
 
@@ -81,15 +81,14 @@ pub enum SourceError {
 
 impl Source {
     /// Opens a source without waiting for an API server, which is asked for objects of the `followed` kinds. Manifests are
-    /// read whole: what they contain is checked whether it is used or not. With the name of a node as `reporter` Events are
-    /// written at the API server about policies that are not fully understood.
+    /// read whole: what they contain is checked whether it is used or not. A `writer` also writes at the API server.
     ///
     /// # Errors
     /// The manifests are missing or have errors, or there is no access to the API server.
     pub async fn start(
         location: &Location,
         followed: FollowedKinds,
-        reporter: Option<&str>,
+        writer: Option<NodeWriter>,
         settings: ConversionSettings,
     ) -> Result<Self, SourceError> {
         let health = Arc::new(SourceHealth::new(match location {
@@ -110,7 +109,7 @@ impl Source {
             }
             Location::ApiServer(access) => {
                 let timeouts = ApiServerTimeouts::default();
-                Backend::ApiServer(ApiServer::start(access, timeouts, Arc::clone(&health), reporter, settings).await?)
+                Backend::ApiServer(ApiServer::start(access, timeouts, Arc::clone(&health), writer, settings).await?)
             }
         };
         Ok(Self { backend, health })

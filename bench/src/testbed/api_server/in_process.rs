@@ -351,6 +351,7 @@ async fn handle(
         (&Method::GET, Some(_)) => "get",
         (&Method::POST, _) => "create",
         (&Method::PUT, _) => "update",
+        (&Method::PATCH, Some(_)) => "patch",
         (&Method::DELETE, _) => "delete",
         _ => return Err((405, "MethodNotAllowed", format!("{method} is not served here"))),
     };
@@ -382,11 +383,30 @@ async fn handle(
         (Method::GET, _) => (200, cluster.get(&place)?),
         (Method::DELETE, _) => (200, cluster.delete(&place)?),
         (Method::POST, Some(object)) => (201, cluster.create(place, object)?),
+        (Method::PATCH, Some(patch)) => {
+            let mut object = cluster.get(&place)?;
+            merge(&mut object, patch);
+            (200, cluster.replace(place, object, asked.status_alone)?)
+        }
         (_, Some(object)) => (200, cluster.replace(place, object, asked.status_alone)?),
         (_, None) => return Err((400, "BadRequest", "the body is no JSON".to_owned())),
     };
     state.version.send_replace(cluster.version());
     Ok(json_response(code, &answer))
+}
+
+/// Applies a merge patch (RFC 7386).
+fn merge(target: &mut Value, patch: Value) {
+    let Value::Object(fields) = patch else { return *target = patch };
+    if !target.is_object() {
+        *target = json!({});
+    }
+    for (name, value) in fields {
+        match value {
+            Value::Null => drop(target.as_object_mut().and_then(|object| object.remove(&name))),
+            value => merge(&mut target[name.as_str()], value),
+        }
+    }
 }
 
 /// Rejects unknown accounts and those without the right.

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::Resource;
@@ -22,25 +22,32 @@ impl Rule {
     }
 }
 
-/// The shipped role, its account and its binding.
+/// The shipped roles, those for a startup taint included, their account and their bindings.
 pub(super) fn manifests() -> Result<Vec<Value>> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/kubernetes/rbac.yaml");
-    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    text.split("\n---\n").map(|document| Ok(serde_saphyr::from_str(document)?)).collect()
+    let mut manifests = Vec::new();
+    for file in ["rbac.yaml", "startup-taint/rbac.yaml"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/kubernetes").join(file);
+        let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        for document in text.split("\n---\n") {
+            manifests.push(serde_saphyr::from_str(document)?);
+        }
+    }
+    Ok(manifests)
 }
 
-/// The rules of the shipped ClusterRole.
+/// The rules of the shipped ClusterRoles.
 pub(super) fn shipped() -> Result<Vec<Rule>> {
     let manifests = manifests()?;
-    let role = manifests.iter().find(|object| object["kind"] == "ClusterRole").context("no ClusterRole is shipped")?;
+    let roles: Vec<&Value> = manifests.iter().filter(|object| object["kind"] == "ClusterRole").collect();
+    ensure!(roles.len() == 2, "two ClusterRoles are shipped");
     let strings = |value: &Value| -> Vec<String> {
         value.as_array().into_iter().flatten().filter_map(|item| item.as_str().map(str::to_owned)).collect()
     };
-    let rules = role["rules"].as_array().context("a ClusterRole without rules")?;
+    let rules = roles.iter().flat_map(|role| role["rules"].as_array().into_iter().flatten());
     let rule = |rule: &Value| Rule {
         groups: strings(&rule["apiGroups"]),
         resources: strings(&rule["resources"]),
         verbs: strings(&rule["verbs"]),
     };
-    Ok(rules.iter().map(rule).collect())
+    Ok(rules.map(rule).collect())
 }

@@ -32,7 +32,7 @@ pub use operation::{Admin, Capture, FaultInjection, Metrics, MetricsAddress, Soc
 pub use read::ConfigError;
 pub use values::{
     Cores, FrameSize, InterfaceName, InterfacePattern, InvalidValue, MemorySize, MidstreamPickup, NodeName, RingSize,
-    TableMapping, TimeSpan,
+    TableMapping, TaintKey, TimeSpan,
 };
 
 /// The configuration of `penstock run`.
@@ -180,6 +180,9 @@ pub struct Source {
     pub context: Option<String>,
     /// Whether to follow the API server of the cluster that this runs in, with the pod's service account.
     pub in_cluster: bool,
+    /// The key of a taint of this machine's Node object, whatever its effect, that the daemon removes once policy is in force on
+    /// every worker. Nodes are registered with it, so that pods are scheduled there only then. Needs an API server.
+    pub startup_taint: Option<TaintKey>,
 }
 
 impl Source {

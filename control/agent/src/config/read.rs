@@ -52,7 +52,7 @@ impl Config {
     /// Checks values that depend on each other.
     fn consistent(self, values: &Table) -> Result<Self, KeyError> {
         let wrong = |key: &[&str], why: InvalidValue| Err(key_error(values, key, &why.to_string()));
-        let Source { manifests, kubeconfig, context, in_cluster } = &self.source;
+        let Source { manifests, kubeconfig, context, in_cluster, startup_taint } = &self.source;
         let given =
             [("manifests", manifests.is_some()), ("kubeconfig", kubeconfig.is_some()), ("in_cluster", *in_cluster)];
         let mut given = given.into_iter().filter_map(|(key, is_given)| is_given.then_some(key));
@@ -65,6 +65,12 @@ impl Config {
             }
             (Some(_), None) if context.is_some() && kubeconfig.is_none() => {
                 return wrong(&["source", "context"], invalid!("a context needs a kubeconfig; set source.kubeconfig"));
+            }
+            (Some("manifests"), None) if startup_taint.is_some() => {
+                return wrong(
+                    &["source", "startup_taint"],
+                    invalid!("manifests have no Node to change; remove it, or follow an API server"),
+                );
             }
             (Some(_), None) => {}
         }
@@ -330,6 +336,14 @@ mod tests {
             (
                 "node = \"a\"\n[source]\nmanifests = \"m\"\nin_cluster = true\n",
                 ":4: source.in_cluster = true: source.manifests is also set; remove one of the two",
+            ),
+            (
+                "node = \"a\"\n[source]\nin_cluster = true\nstartup_taint = \"no key\"\n",
+                ":4: source.startup_taint = \"no key\": not the key of a taint; set one such as penstock.dev/not-ready",
+            ),
+            (
+                "node = \"a\"\n[source]\nmanifests = \"m\"\nstartup_taint = \"penstock.dev/not-ready\"\n",
+                ":4: source.startup_taint = \"penstock.dev/not-ready\": manifests have no Node to change; remove it, or follow",
             ),
             (
                 "node = \"a\"\n[source]\nmanifests = \"m\"\ncontext = \"c\"\n",

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use penstock_dataplane::io::largest_mtu;
+use penstock_sources::convert::is_label_key;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -87,6 +88,37 @@ impl fmt::Display for NodeName {
 }
 
 written_as_text!(NodeName, "maxLength": 253, "pattern": "^[a-z0-9.-]+$");
+
+/// Key of a taint: as that of a label, a name of at most 63 bytes, with a DNS subdomain and `/` before it or without.
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub struct TaintKey(String);
+
+impl TaintKey {
+    /// The key as text.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for TaintKey {
+    type Error = InvalidValue;
+
+    fn try_from(key: String) -> Result<Self, InvalidValue> {
+        match is_label_key(&key) {
+            true => Ok(Self(key)),
+            false => Err(invalid!("not the key of a taint; set one such as penstock.dev/not-ready")),
+        }
+    }
+}
+
+impl fmt::Display for TaintKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+written_as_text!(TaintKey, "minLength": 1, "maxLength": 317);
 
 /// Name of a network interface: 1 to 15 bytes without white space or `/` (`dev_valid_name` in net/core/dev.c).
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Deserialize)]

@@ -60,7 +60,10 @@ impl Daemon<'_> {
                 }
                 self.answer(query).await;
             }
-            OperationEvent::Sample => self.operation.samples.keep(CounterSample::take(&self.dataplane, &self.ports)),
+            OperationEvent::Sample => {
+                self.operation.samples.keep(CounterSample::take(&self.dataplane, &self.ports));
+                self.announce_ready();
+            }
             OperationEvent::Write => self.write_verdicts(),
             OperationEvent::CountUse => {
                 self.count_use();
@@ -168,6 +171,16 @@ impl Daemon<'_> {
         let inputs = self.publisher.inputs();
         let view = self.view(&inputs);
         (view.dump(&self.operation.loaded.values, &findings, &counters), Scrape::new(&view, counters))
+    }
+
+    /// Tells who waits for it, once.
+    fn announce_ready(&mut self) {
+        if let Some(ready) = self.operation.ready.take() {
+            match self.readiness() {
+                Ok(()) => drop(ready.send(())),
+                Err(_) => self.operation.ready = Some(ready),
+            }
+        }
     }
 
     fn health(&self) -> Result<(), String> {

@@ -12,6 +12,7 @@ mod fail_closed;
 mod follow;
 mod outages;
 mod request_error;
+mod startup_taint;
 mod store;
 
 use std::convert::Infallible;
@@ -30,6 +31,7 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 
 pub use access::{Access, AccessError};
+pub use startup_taint::StartupTaint;
 
 use super::convert::ConversionSettings;
 use super::health::Versions;
@@ -75,6 +77,15 @@ pub struct ApiServer {
     /// Dropping it ends the thread.
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// A node that also writes at the API server: Events about policies that are not fully understood.
+#[derive(Debug)]
+pub struct NodeWriter {
+    /// Its name.
+    pub node: String,
+    /// What it removes from its Node object once it is ready.
+    pub startup_taint: Option<StartupTaint>,
 }
 
 /// Changes that are sent together.
@@ -165,20 +176,20 @@ impl Shared {
 }
 
 impl ApiServer {
-    /// Follows the kinds of `health` at an API server, and does not wait for it. As the node `reporter` it also writes Events about
-    /// policies that are not fully understood. Of the settings, only that for domain names has a meaning here.
+    /// Follows the kinds of `health` at an API server, and does not wait for it. A `writer` also writes there. Of the settings, only
+    /// that for domain names has a meaning here.
     pub async fn start(
         access: &Access,
         timeouts: ApiServerTimeouts,
         health: Arc<SourceHealth>,
-        reporter: Option<&str>,
+        writer: Option<NodeWriter>,
         settings: ConversionSettings,
     ) -> Result<Self, ApiServerError> {
         let (sender, batches) = mpsc::channel(1);
         let (stop, stopped) = oneshot::channel();
         let (started, start) = oneshot::channel();
         let runtime = Builder::new_current_thread().enable_all().build().map_err(ApiServerError::Thread)?;
-        let (access, reporter) = (access.clone(), reporter.map(str::to_owned));
+        let access = access.clone();
         let shared_health = Arc::clone(&health);
         let body = move || {
             privileges::drop_all();
@@ -191,7 +202,7 @@ impl ApiServer {
                 // Without an owner there is nothing to do: sending a batch fails then.
                 let _ = started.send(shared);
                 if let Some(shared) = followed {
-                    run(shared, sender, stopped, reporter, settings).await;
+                    run(shared, sender, stopped, writer, settings).await;
                 }
             });
             // A pending name lookup must not delay shutdown.
@@ -255,7 +266,7 @@ async fn run(
     shared: Arc<Shared>,
     batches: mpsc::Sender<Batch>,
     stopped: oneshot::Receiver<()>,
-    reporter: Option<String>,
+    writer: Option<NodeWriter>,
     settings: ConversionSettings,
 ) {
     let mut tasks = JoinSet::new();
@@ -278,9 +289,12 @@ async fn run(
         tasks.spawn(follower(ObjectKind::EndpointSlice).run_while_served(ENDPOINT_SLICES, converted::endpoint_slice));
     }
     tasks.spawn(send_changes(Arc::clone(&shared), batches));
-    if let Some(node) = reporter {
-        tasks.spawn(events::write(Arc::clone(&shared), node));
-    }
+    let startup_taint = writer.and_then(|NodeWriter { node, startup_taint }| {
+        tasks.spawn(events::write(Arc::clone(&shared), node.clone()));
+        Some(startup_taint::remove(Arc::clone(&shared), node, startup_taint?))
+    });
+    // Not one of the tasks, since it ends.
+    let startup_taint = startup_taint.map(tokio::spawn);
     let log = log_awaited(&shared);
     tokio::select! {
         _ = stopped => {}
@@ -288,7 +302,8 @@ async fn run(
         // They never return, so one has panicked; the owner sees the channel close.
         _ = tasks.join_next() => tracing::error!("API server: stopped following it after an internal error"),
     }
-    // Dropping the tasks ends them.
+    // Dropping the tasks ends them, and the runtime's end the last one.
+    drop(startup_taint);
 }
 
 /// Says from time to time which kinds are not listed yet. Never returns.

@@ -25,6 +25,7 @@ pub(crate) use cluster_policy::{
     ingress_rule, priority, subject, tier,
 };
 pub use field_error::{FieldError, FieldProblem};
+pub use names::is_label_key;
 pub use path::{FieldPath, FieldPathRef, PathElement};
 pub use policy::network_policy;
 pub use service::{endpoint_slice, service};

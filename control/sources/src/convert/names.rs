@@ -15,14 +15,18 @@ pub(super) fn dns_subdomain(name: &str) -> Result<(), FieldProblem> {
     check(name, "name", rule, is_dns_subdomain(name))
 }
 
-/// The key of a label: a name, with or without the prefix of a DNS subdomain.
-pub(super) fn label_key(key: &str) -> Result<(), FieldProblem> {
-    let valid = match key.split_once('/') {
+/// Whether this can be the key of a label, or of a taint: a name, with or without the prefix of a DNS subdomain.
+pub fn is_label_key(key: &str) -> bool {
+    match key.split_once('/') {
         Some((prefix, name)) => is_dns_subdomain(prefix) && is_label_name(name),
         None => is_label_name(key),
-    };
+    }
+}
+
+/// The key of a label.
+pub(super) fn label_key(key: &str) -> Result<(), FieldProblem> {
     let rule = "use [DNS-PREFIX/]NAME, NAME of at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends";
-    check(key, "label key", rule, valid)
+    check(key, "label key", rule, is_label_key(key))
 }
 
 /// The value of a label; it may be empty.
