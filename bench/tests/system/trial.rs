@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use penstock_admin::types::{StagedChange, TrialStatus};
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
-use penstock_bench::testbed::penstock_binary;
+use penstock_bench::testbed::{PacketCapture, penstock_binary};
 
 use crate::fixture::{Fixture, pods, policy};
 
@@ -95,6 +95,42 @@ fn a_staged_policy_cuts_nothing_and_promoted_exactly_what_the_trial_has_named() 
     kept.wait_for(100, LIMIT).unwrap();
     let (after, code) = status(&fixture);
     assert_eq!((after, code), (TrialStatus::default(), Some(0)), "nothing is staged any more");
+}
+
+#[test]
+fn a_capture_says_of_packets_that_open_a_connection_what_a_staged_policy_would_decide() {
+    let mut offered = None;
+    let fixture = Fixture::of(&pods(2), |_, config| {
+        let path = config.manifests.with_file_name("capture.sock");
+        config.sections += &format!("[capture]\nsocket = \"{}\"\n", path.display());
+        offered = Some(path);
+    });
+    let socket = offered.unwrap();
+    let (from, target) = (fixture.site("test/pod-0"), fixture.target("test/pod-1", false));
+    let ask = |port| probe::run_one(from, target, Protocol::Tcp(port), RetryPolicy::default()).unwrap();
+    let capture = |name: &str, ports: [u16; 2]| {
+        let file = fixture.scratch.path().join(name);
+        let arguments = ["--pod", "test/pod-1", "--protocol", "TCP"];
+        let capture = PacketCapture::start(&socket, &file, &arguments).unwrap();
+        assert_eq!(ports.map(ask), [ProbeOutcome::Reached; 2], "a staged policy cuts nothing");
+        // The last packet closes the second connection.
+        capture.wait_for(8, LIMIT).unwrap();
+        capture.end().unwrap().0
+    };
+    let before = capture("before.pcapng", [8080, 9090]);
+    assert!(before.iter().all(|packet| !packet.comment.contains("staged")), "nothing is staged: {before:?}");
+
+    let annotation = "policy.penstock.dev/staged: \"true\"";
+    fixture.save("all.yaml", &(pods(2) + &staged(annotation, ONLY_9090)));
+    wait(&fixture, |status| status.since.is_some());
+    let packets = capture("staged.pcapng", [8080, 9090]);
+    let opening: Vec<&str> = packets.iter().map(|it| it.comment.as_str()).filter(|it| it.ends_with(" opens")).collect();
+    let [denied, allowed] = opening[..] else { panic!("two connections: {packets:?}") };
+    assert!(denied.starts_with("verdict=allow ") && allowed.starts_with("verdict=allow "), "{opening:?}");
+    assert!(denied.contains(" staged=deny staged_egress=open staged_ingress=denied "), "{denied}");
+    assert!(allowed.contains(" staged=allow staged_egress=open staged_ingress=test-ingress-guard-0 "), "{allowed}");
+    let others = packets.iter().filter(|packet| packet.comment.contains("staged=")).count();
+    assert_eq!(others, 2, "only packets that open a connection: {packets:?}");
 }
 
 #[test]

@@ -200,10 +200,25 @@ pub struct PacketRecord {
     /// Whether policy was asked because the packet belongs to no connection yet: it opens one, or is denied.
     #[serde(default, skip_serializing_if = "is_false")]
     pub opens: bool,
+    /// What would be decided if everything that is staged were promoted, for a packet that opens a connection or tries to.
+    /// `None` where nothing is staged, and of a daemon that does not know this part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub staged: Option<StagedVerdict>,
     /// The epoch under which it was processed.
     pub epoch: u32,
     /// The worker that processed it.
     pub worker: usize,
+}
+
+/// What policy would decide if everything that is staged were promoted.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct StagedVerdict {
+    /// Whether the packet would pass.
+    pub verdict: Verdict,
+    /// The rule that would decide the egress of the end that opens the connection, or the verdict.
+    pub egress: String,
+    /// The same for the ingress of the other end.
+    pub ingress: String,
 }
 
 fn is_false(value: &bool) -> bool {
@@ -458,9 +473,25 @@ mod tests {
             connection: Some("00c0ffee00c0ffee".to_owned()),
             service: None,
             opens: true,
+            staged: Some(StagedVerdict {
+                verdict: Verdict::Allow,
+                egress: "open".to_owned(),
+                ingress: "shop-db".to_owned(),
+            }),
             epoch: 7,
             worker: 0,
         })
+    }
+
+    #[test]
+    fn a_packet_of_a_daemon_that_knows_nothing_of_staged_policies_is_read() {
+        let CaptureMessage::Packet(known) = packet(3) else { unreachable!("a packet") };
+        let mut value = serde_json::to_value(&known).unwrap();
+        assert_eq!(value["staged"], serde_json::json!({"verdict": "allow", "egress": "open", "ingress": "shop-db"}));
+        value.as_object_mut().unwrap().remove("staged");
+        let older = PacketRecord { staged: None, ..known };
+        assert_eq!(serde_json::from_value::<PacketRecord>(value.clone()).unwrap(), older);
+        assert_eq!(serde_json::to_value(&older).unwrap(), value, "a reader that does not know it is sent nothing new");
     }
 
     #[test]

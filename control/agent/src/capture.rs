@@ -14,7 +14,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use penstock_admin::capture::{
     self, CaptureCounts, CaptureMessage, CaptureQuery, MAX_BYTES, MAX_PACKETS, MAX_SECONDS, MAX_SNAP_LENGTH,
-    MIN_SNAP_LENGTH, ObjectsInForce, PacketRecord, Verdict,
+    MIN_SNAP_LENGTH, ObjectsInForce, PacketRecord, StagedVerdict, Verdict,
 };
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::pipeline::EvaluationReason;
@@ -353,6 +353,12 @@ fn is_of_opening(evaluation: &LoggedEvaluation) -> bool {
     evaluation.evaluation_reason == EvaluationReason::Opened
 }
 
+fn staged(evaluation: &LoggedEvaluation) -> StagedVerdict {
+    let verdict = if evaluation.policy_verdict.is_allowed() { Verdict::Allow } else { Verdict::Deny };
+    let (egress, ingress) = verdicts::sides(evaluation);
+    StagedVerdict { verdict, egress, ingress }
+}
+
 /// What allows connections under one epoch: of a busy one it is looked up once. And the last name of each port.
 #[derive(Default)]
 pub(super) struct NamedConnections {
@@ -419,6 +425,7 @@ impl NamedConnections {
             connection: packet.connection.map(identifier),
             service,
             opens: !packet.is_translated && packet.evaluation.as_ref().is_some_and(is_of_opening),
+            staged: packet.staged.as_ref().filter(|_| !packet.is_translated).map(staged),
             epoch: packet.epoch.0,
             worker: packet.worker,
         }

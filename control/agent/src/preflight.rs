@@ -124,7 +124,8 @@ pub async fn network(config: &Config, netlink: &Netlink) -> Vec<PreflightFinding
         match netlink.link(name.as_str()).await {
             Ok(found) => {
                 findings.push(uplink(name.as_str(), found.as_ref(), largest));
-                findings.extend(found.iter().flat_map(interfaces::uplink));
+                let served = found.iter().filter(|_| config.attach_by == Attach::Xdp);
+                findings.extend(served.flat_map(interfaces::uplink));
             }
             Err(error) => findings.push(PreflightFinding::error(format!("uplinks: {name}: {error}; run as root"))),
         }
@@ -281,7 +282,7 @@ pub(super) fn pods(
             "uplinks: interface {} belongs to pod {}; remove it from the list",
             port.name, port.pod
         ))],
-        false => interfaces::pod(port, config.xdp.mode),
+        false => interfaces::pod(port, config),
     };
     found.chain(ports.values().flat_map(served)).collect()
 }

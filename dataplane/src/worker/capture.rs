@@ -66,6 +66,9 @@ pub struct CapturedPacket {
     pub connection: Option<u64>,
     /// The policy verdict, if policy was evaluated for this packet.
     pub evaluation: Option<LoggedEvaluation>,
+    /// How policy would be evaluated if everything that is staged were promoted, if something is and the packet opens a
+    /// connection or tries to.
+    pub staged: Option<LoggedEvaluation>,
 }
 
 /// The queue of copies from all workers to one reader.
@@ -178,6 +181,7 @@ impl CaptureTap {
         // On a pair the addresses are tags for workers and programs.
         let port = batch.snapshot.forwarding.port(batch.ingress);
         let has_macs = port.is_some_and(|port| port.own_mac != tag::FROM);
+        let staged = recorder.staged();
         for (index, &verdict) in verdicts.iter().enumerate().take(frames.len()) {
             let received = self.received[index];
             let frame = frames.bytes(index);
@@ -211,7 +215,8 @@ impl CaptureTap {
                 original,
                 frontend,
                 connection,
-                evaluation: evaluated.map(|it| it.name(batch.snapshot)),
+                evaluation: evaluated.map(|it| it.name(&batch.snapshot.policy)),
+                staged: evaluated.zip(staged.as_ref()).and_then(|(it, staged)| it.promoted(staged, batch.now)),
             };
             let translated =
                 sent.map(|_| CapturedPacket { is_translated: true, length: frame.len(), ..packet.clone() });

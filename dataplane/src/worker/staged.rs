@@ -9,7 +9,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use arc_swap::ArcSwapOption;
+use arc_swap::{ArcSwapOption, Guard};
 use crossbeam::queue::ArrayQueue;
 
 use super::statistics::Counter;
@@ -128,6 +128,11 @@ impl StagedLog {
         retired.retain(|old| Arc::strong_count(old) > 1);
     }
 
+    /// What workers ask now.
+    pub(super) fn set(&self) -> Guard<Option<Arc<StagedSet>>> {
+        self.set.load()
+    }
+
     /// Takes the oldest record.
     pub fn take(&self) -> Option<StagedRecord> {
         self.queue.pop()
@@ -161,7 +166,7 @@ impl StagedJudge {
         now: Instant,
         evaluated: impl Iterator<Item = (Flow, EvaluationForm, usize)>,
     ) {
-        let set = log.set.load();
+        let set = log.set();
         let Some(set) = &*set else { return };
         if self.filled.is_none_or(|filled| now.duration_since(filled) >= Duration::from_secs(1)) {
             (self.filled, self.left) = (Some(now), BUDGET);

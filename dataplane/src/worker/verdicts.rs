@@ -7,15 +7,17 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use arc_swap::Guard;
 use crossbeam::queue::ArrayQueue;
 
 use super::staged::{StagedJudge, StagedLog, StagedSet};
 use super::statistics::Counter;
-use crate::conntrack::ConnTable;
+use crate::conntrack::{ConnTable, Timestamp};
 use crate::forward::PortId;
+use crate::names::{Moment, NameTime};
 use crate::packet::{Flow, parse};
 use crate::pipeline::{BATCH, DropReason, EvaluationReason, Frames, Observer, Verdict};
-use crate::policy::{Direction, EvaluationForm, PolicyVerdict, RuleName};
+use crate::policy::{Direction, EvaluationForm, PolicySet, PolicyVerdict, RuleName};
 use crate::{Epoch, Snapshot};
 
 /// Capacity of the queue, in records.
@@ -277,7 +279,7 @@ impl RecordedBatch<'_> {
             outcome,
             flow,
             connection: flow.map(|flow| self.connections.connection_id(&flow)),
-            evaluation: own.map(|own| own.name(self.snapshot)),
+            evaluation: own.map(|own| own.name(&self.snapshot.policy)),
         }
     }
 }
@@ -385,6 +387,11 @@ impl Recorder {
         self.evaluated.iter().rev().find(|own| own.index == index)
     }
 
+    /// What is staged, if anything is.
+    pub(super) fn staged(&self) -> Guard<Option<Arc<StagedSet>>> {
+        self.log.staged.set()
+    }
+
     /// Leaves the batch that was processed with this as its observer without records.
     pub(super) fn forget(&mut self) {
         self.evaluated.clear();
@@ -427,17 +434,16 @@ impl Observer for Recorder {
 }
 
 impl EvaluatedFlow {
-    /// With the names of the rules of the snapshot that it was evaluated under.
-    pub(super) fn name(&self, snapshot: &Snapshot) -> LoggedEvaluation {
+    /// With the names of the rules of the policies that it was evaluated by.
+    pub(super) fn name(&self, policy: &PolicySet) -> LoggedEvaluation {
         let Self { flow, verdict, reason, .. } = *self;
         // Increments a reference count; copies nothing.
-        let rule = |side: crate::policy::DirectionVerdict| {
-            side.rule().and_then(|rule| snapshot.policy.rule_name(rule)).cloned()
-        };
+        let rule =
+            |side: crate::policy::DirectionVerdict| side.rule().and_then(|rule| policy.rule_name(rule)).cloned();
         // Empty, without an allocation, unless a rule passed the flow on.
         let passes = |direction, verdict| -> Vec<RuleName> {
-            let rules = snapshot.policy.passes(&flow, direction, verdict).into_iter();
-            rules.filter_map(|rule| snapshot.policy.rule_name(rule).cloned()).collect()
+            let rules = policy.passes(&flow, direction, verdict).into_iter();
+            rules.filter_map(|rule| policy.rule_name(rule).cloned()).collect()
         };
         LoggedEvaluation {
             flow,
@@ -448,6 +454,17 @@ impl EvaluatedFlow {
             egress_passes: passes(Direction::Egress, verdict.egress),
             ingress_passes: passes(Direction::Ingress, verdict.ingress),
         }
+    }
+
+    /// How it would be evaluated if everything that is staged were promoted; `None` of a packet that opens no connection and
+    /// does not try to.
+    pub(super) fn promoted(&self, staged: &StagedSet, now: Timestamp) -> Option<LoggedEvaluation> {
+        if self.reason != EvaluationReason::Opened {
+            return None;
+        }
+        let time = NameTime::At(Moment(now.as_millis()));
+        let verdict = staged.promoted.evaluate_as(&self.flow, self.form, time);
+        Some(Self { verdict, ..*self }.name(&staged.promoted))
     }
 }
 

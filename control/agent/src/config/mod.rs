@@ -434,9 +434,10 @@ pub struct Conntrack {
     /// How long after a start that found no table a mid-stream TCP segment may open a connection: a time, `"0s"` for
     /// never, or `"always"`.
     pub midstream_pickup: MidstreamPickup,
-    /// The table's file by its absolute path, best on a tmpfs: a restarted daemon finds its connections there, and beside it
-    /// the last good configuration and the API server's objects. `"off"`: after a restart all connections are new, and
-    /// neither is kept.
+    /// The table's file by its absolute path, best on a tmpfs: a restarted daemon finds its connections there. Where programs
+    /// forward packets too, connections are in BPF maps beside the pinned links (`fail.pins`) instead. Beside the path are in
+    /// both cases the last good configuration and the API server's objects. `"off"`: after a restart all connections are new,
+    /// and neither is kept.
     pub mapping: TableMapping,
     /// What happens to a connection that a policy change revokes.
     pub on_revoke: OnRevoke,

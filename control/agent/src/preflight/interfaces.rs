@@ -1,25 +1,35 @@
-//! Checks interface settings that matter to AF_XDP: offloads, filters, other XDP programs.
+//! Checks interface settings: offloads, and for `attach = "xdp"` filters, MTUs and other XDP programs.
 
 use penstock_dataplane::io::Offloads;
 use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
 
 use super::PreflightFinding;
-use crate::config::XdpMode;
+use crate::config::{Attach, Config, XdpMode};
 use crate::discovery::{Link, PodPort, Sysctl};
 
 /// A pod's interface that can be served.
-pub(super) fn pod(port: &PodPort, mode: XdpMode) -> Vec<PreflightFinding> {
+pub(super) fn pod(port: &PodPort, config: &Config) -> Vec<PreflightFinding> {
     let own = format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu);
     let settings = match Offloads::read(&port.name) {
         Ok(offloads) => format!("{own}; {}", describe(&offloads)),
         Err(_) => format!("{own}; cannot read its offloads"),
     };
     let mut findings = vec![PreflightFinding::ok(settings)];
-    findings.extend((mode == XdpMode::Native).then(|| mtu_too_large_for_native(port)).flatten());
-    findings.extend(filter(&port.name, [strict("all"), strict(&port.name)]));
-    // A warning only: other pods are served, and this one is tried again.
-    findings.extend(program(&port.name, port.link).map(PreflightFinding::warning));
+    findings.extend(for_xdp(port, config, [strict("all"), strict(&port.name)]));
     findings
+}
+
+/// What matters to an XDP program on the pod's interface, and to none at its tcx hooks; with whether `rp_filter` is strict for
+/// all interfaces, and for this one.
+fn for_xdp(port: &PodPort, config: &Config, strict: [bool; 2]) -> Vec<PreflightFinding> {
+    if config.attach_by != Attach::Xdp {
+        return Vec::new();
+    }
+    let is_native = config.xdp.mode == XdpMode::Native;
+    let too_large = is_native.then(|| mtu_too_large_for_native(port)).flatten();
+    // A warning only: other pods are served, and this one is tried again.
+    let program = program(&port.name, port.link).map(PreflightFinding::warning);
+    too_large.into_iter().chain(filter(&port.name, strict)).chain(program).collect()
 }
 
 /// An uplink that exists, is up and fits.
@@ -103,19 +113,45 @@ mod tests {
     use crate::preflight::Level;
     use penstock_policy::model::ObjectKey;
 
-    #[test]
-    fn an_mtu_too_large_for_native_xdp_on_a_veth_is_a_warning() {
-        let port = |mtu: u32| PodPort {
-            link: 7,
+    fn port(mtu: u32) -> PodPort {
+        // There is no such interface.
+        let link = i32::MAX as u32;
+        PodPort {
+            link,
             name: "veth1".to_owned(),
             own_mac: Mac::default(),
             peer_mac: Mac::default(),
             mtu,
             bridge: None,
-            enters_by: 7,
+            enters_by: link,
             pod: ObjectKey { namespace: "shop".to_owned(), name: "web".to_owned() },
             addresses: BTreeSet::new(),
+        }
+    }
+
+    #[test]
+    fn what_only_xdp_needs_of_a_pods_interface_is_left_out_with_tcx() {
+        let parsed = Config::parse("node = \"a\"\n[source]\nmanifests = \"/m\"\n", "/etc/penstock.toml".as_ref());
+        let mut config = parsed.unwrap();
+        let mut found = |attach_by, mode, mtu, strict| {
+            (config.attach_by, config.xdp.mode) = (attach_by, mode);
+            let findings = for_xdp(&port(mtu), &config, strict);
+            findings.into_iter().map(|it| (it.level, it.line.contains("rp_filter"))).collect::<Vec<_>>()
         };
+        let (mtu, filter) = ((Level::Warning, false), (Level::Ok, true));
+        for (attach, mode, expected) in [
+            (Attach::Xdp, XdpMode::Native, vec![mtu, filter]),
+            (Attach::Xdp, XdpMode::Generic, vec![filter]),
+            (Attach::Tcx, XdpMode::Native, vec![]),
+            (Attach::Tcx, XdpMode::Generic, vec![]),
+        ] {
+            assert_eq!(found(attach, mode, 9000, [true, false]), expected, "{attach:?} {mode:?}");
+            assert_eq!(found(attach, mode, 1500, [false, false]), [], "{attach:?} {mode:?}, with nothing to say");
+        }
+    }
+
+    #[test]
+    fn an_mtu_too_large_for_native_xdp_on_a_veth_is_a_warning() {
         for mtu in [1500, 3506] {
             assert_eq!(mtu_too_large_for_native(&port(mtu)), None, "{mtu}");
         }

@@ -182,6 +182,7 @@ impl Workers {
             connection: Some(format!("{connection:016x}")),
             service: None,
             opens,
+            staged: None,
             epoch: snapshot.epoch.0,
             worker,
         };

@@ -23,6 +23,7 @@ fn packet(interface: &str, time: u64) -> CaptureMessage {
         connection: None,
         service: None,
         opens: false,
+        staged: None,
         epoch: 7,
         worker: 0,
     })

@@ -151,14 +151,18 @@ impl<W: Write> VerdictFile<W> {
 /// What the daemon says of a packet, as `key=value` pairs.
 fn comment(packet: &PacketRecord) -> String {
     let mut text = format!("verdict={}", packet.verdict.name());
+    let staged = packet.staged.as_ref();
     let parts = [
-        ("reason", &packet.reason),
-        ("egress", &packet.egress),
-        ("ingress", &packet.ingress),
-        ("service", &packet.service),
-        ("connection", &packet.connection),
+        ("reason", packet.reason.as_deref()),
+        ("egress", packet.egress.as_deref()),
+        ("ingress", packet.ingress.as_deref()),
+        ("staged", staged.map(|staged| staged.verdict.name())),
+        ("staged_egress", staged.map(|staged| staged.egress.as_str())),
+        ("staged_ingress", staged.map(|staged| staged.ingress.as_str())),
+        ("service", packet.service.as_deref()),
+        ("connection", packet.connection.as_deref()),
     ];
-    for (key, value) in parts.into_iter().filter_map(|(key, value)| Some((key, value.as_ref()?))) {
+    for (key, value) in parts.into_iter().filter_map(|(key, value)| Some((key, value?))) {
         let _ = if value.contains(' ') { write!(text, " {key}={value:?}") } else { write!(text, " {key}={value}") };
     }
     let _ = write!(text, " epoch={} worker={}", packet.epoch, packet.worker);
@@ -175,7 +179,7 @@ fn comment(packet: &PacketRecord) -> String {
 mod tests {
     use super::super::CaptureFile;
     use super::*;
-    use penstock_admin::capture::Verdict;
+    use penstock_admin::capture::{StagedVerdict, Verdict};
 
     fn record(time: u64, port: u16, interface: &str) -> PacketRecord {
         PacketRecord {
@@ -191,6 +195,7 @@ mod tests {
             connection: Some("00c0ffee00c0ffee".to_owned()),
             service: None,
             opens: false,
+            staged: None,
             epoch: 7,
             worker: 1,
         }
@@ -214,6 +219,15 @@ mod tests {
         assert_eq!(comment(&denied), "verdict=deny reason=malformed epoch=7 worker=1");
         let opening = PacketRecord { opens: true, ..allowed.clone() };
         assert!(comment(&opening).ends_with(" epoch=7 worker=1 opens"));
+        let staged = |verdict| {
+            let (egress, ingress) = ("open".to_owned(), "denied by shop/next".to_owned());
+            Some(StagedVerdict { verdict, egress, ingress })
+        };
+        let would_be_denied = PacketRecord { staged: staged(Verdict::Deny), ..opening.clone() };
+        let part = " staged=deny staged_egress=open staged_ingress=\"denied by shop/next\" connection=";
+        assert!(comment(&would_be_denied).contains(part), "{}", comment(&would_be_denied));
+        let would_pass = PacketRecord { staged: staged(Verdict::Allow), ..denied };
+        assert!(comment(&would_pass).starts_with("verdict=deny reason=malformed staged=allow "));
         let translated = PacketRecord { translated: true, service: Some("shop/db:sql".to_owned()), ..allowed };
         assert!(
             comment(&translated)

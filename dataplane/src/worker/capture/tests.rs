@@ -13,7 +13,7 @@ use crate::packet::{Address, Protocol};
 use crate::pipeline::{Pipeline, PipelineMode};
 use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable};
 use crate::services::{Backend, Frontend, FrontendKey, ServiceSet, WithoutBackend};
-use crate::worker::VerdictLog;
+use crate::worker::{StagedSet, VerdictLog};
 
 const WEB: PortId = PortId(1);
 const DB: PortId = PortId(2);
@@ -85,6 +85,7 @@ struct Bench {
     recorder: Recorder,
     tap: CaptureTap,
     queue: Arc<CaptureQueue>,
+    log: Arc<VerdictLog>,
 }
 
 impl Bench {
@@ -92,12 +93,14 @@ impl Bench {
         let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
         let queue = Arc::new(CaptureQueue::new(packets, snap_length));
         let capture = Capture { filter: Arc::new(filter), queue: Arc::clone(&queue) };
+        let log = Arc::new(VerdictLog::new(3));
         Self {
             snapshot,
             pipeline: Pipeline::new(connections, PipelineMode::Full),
-            recorder: Recorder::new(Arc::new(VerdictLog::new(3)), 2),
+            recorder: Recorder::new(Arc::clone(&log), 2),
             tap: CaptureTap::new(capture, 2),
             queue,
+            log,
         }
     }
 
@@ -152,6 +155,32 @@ fn packets_are_captured_as_they_came_with_what_was_decided() {
     let error = bench.captured().remove(0);
     assert_eq!(error.verdict, Verdict::Forward(DB));
     assert!(error.connection.is_none() && error.original.is_none() && error.evaluation.is_none(), "{error:?}");
+}
+
+#[test]
+fn a_packet_that_opens_a_connection_or_tries_to_has_what_staged_policies_would_decide_and_no_other_has() {
+    let mut bench = Bench::new(CaptureFilter::default(), snapshot(real_mac), 16, 2048);
+    // The connections of each round have a port of their own.
+    let process = |bench: &mut Bench, port| -> Vec<Option<bool>> {
+        let spoofed = udp(("10.9.9.9", port), (DB4, 9), b"");
+        bench.process(WEB, vec![udp((WEB4, port), (DB4, 9), b""), spoofed]);
+        // The second is of a connection that is known.
+        for _ in 0..2 {
+            bench.process(DB, vec![udp((DB4, port), (WEB4, 7), b"")]);
+        }
+        let staged = |it: CapturedPacket| it.staged.map(|staged| staged.policy_verdict.is_allowed());
+        bench.captured().into_iter().map(staged).collect()
+    };
+    assert_eq!(process(&mut bench, 1), [None; 4], "nothing is staged");
+    let present = bench.snapshot.policy.clone();
+    let mut update = present.update();
+    let nobody = EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], [])));
+    update.set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: nobody }));
+    update.set_endpoint(EndpointId(2), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }));
+    bench.log.stage(Some(StagedSet { number: 1, present, promoted: update.finish() }));
+    assert_eq!(process(&mut bench, 2), [Some(true), None, Some(false), None], "the other way round");
+    bench.log.stage(None);
+    assert_eq!(process(&mut bench, 3), [None; 4], "not any more");
 }
 
 #[test]
