@@ -60,7 +60,7 @@ test-unprivileged: setup ## The tests that need neither root nor sudo: parser, p
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken policy code
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
 	$(CARGO) test --locked --workspace --test faults --test nodes --test on_cluster -- --ignored --nocapture
-	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test faults
+	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test faults --test nodes --test on_cluster -- --include-ignored
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(MAKE) fuzz
 
@@ -75,11 +75,11 @@ soak: build ## Mixed traffic, churn and restarts for SOAK_MINUTES=30; a plot and
 
 .PHONY: test-apiserver
 test-apiserver: build ## What follows an API server, against a real one: built once from Debian's source package, then kept
-	@./scripts/setup etcd-server openssl dpkg-dev golang-1.19-go
+	@./scripts/setup etcd-server openssl dpkg-dev golang-1.19-go golang-github-modern-go-reflect2-dev
 	assets=$$(./scripts/kubernetes kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked --workspace --test api_server --test on_cluster -- --nocapture
 
 KUBERNETES := kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
-CLUSTER_PACKAGES := etcd-server openssl dpkg-dev golang-1.19-go containerd runc containernetworking-plugins buildah busybox-static iptables python3 python3-pip
+CLUSTER_PACKAGES := etcd-server openssl dpkg-dev golang-1.19-go golang-github-modern-go-reflect2-dev containerd runc containernetworking-plugins buildah busybox-static iptables python3 python3-pip
 
 .PHONY: image
 image: build ## The container image that the DaemonSet runs, from the binary in target/release
