@@ -57,11 +57,12 @@ test-unprivileged: setup ## The tests that need neither root nor sudo: parser, p
 		$(CARGO) test --workspace --locked --no-fail-fast --lib --exclude penstock-dataplane --exclude penstock-xdp-redirect
 
 .PHONY: test-long
-test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken policy code
+test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken code of policy and of the tcx programs
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
 	$(CARGO) test --locked --workspace --test faults --test nodes --test on_cluster -- --ignored --nocapture
 	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test faults --test nodes --test on_cluster -- --include-ignored
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
+	$(CARGO) test --locked -p penstock-dataplane --features replaceable-programs --test offload -- --ignored --nocapture
 	$(MAKE) fuzz
 
 .PHONY: fuzz

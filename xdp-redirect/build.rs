@@ -1,7 +1,7 @@
 //! Compiles the BPF programs with clang and generates skeletons: `redirect.bpf.c` once for pods' ports and once for the
 //! node's, and `tcx.bpf.c`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 use std::{env, fs};
 
@@ -41,6 +41,17 @@ fn compile(clang: &str, source: &str, skeleton: &str, arguments: &[&str]) {
     // The generated file has inner attributes, which only a module file may contain, hence the include by path in
     // program.rs.
     assert!(fs::metadata(&out).is_ok_and(|meta| meta.len() > 0), "{} is empty", out.display());
+    if source == TCX && env::var_os("CARGO_FEATURE_REPLACEABLE_PROGRAMS").is_some() {
+        make_replaceable(&out);
+    }
+}
+
+/// Makes the skeleton ask for the object that it loads (`replaceable_object` in `tcx.rs`).
+fn make_replaceable(skeleton: &Path) {
+    let text = fs::read_to_string(skeleton).expect("it was just written");
+    let (from, to) = ("ConfigBuilder::new(DATA)", "ConfigBuilder::new(crate::tcx::replaceable_object(DATA))");
+    assert_eq!(text.matches(from).count(), 1, "{} opens one object", skeleton.display());
+    fs::write(skeleton, text.replace(from, to)).expect("it was just written");
 }
 
 /// Debian keeps `asm/` in a directory named after the host architecture, which clang's BPF target does not search.

@@ -34,6 +34,15 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/tcx.skel.rs"));
 }
 
+/// The programs in the file that `PENSTOCK_TCX_OBJECT` names, otherwise those that are built in. For tests of what tests notice.
+#[cfg(feature = "replaceable-programs")]
+fn replaceable_object(built_in: &'static [u8]) -> &'static [u8] {
+    match std::env::var_os("PENSTOCK_TCX_OBJECT") {
+        Some(path) => std::fs::read(path).unwrap_or_default().leak(),
+        None => built_in,
+    }
+}
+
 /// Ports that the programs tell apart, as `MAX_PORTS` in `src/bpf/tcx.bpf.c`.
 pub const MAX_TCX_PORTS: u16 = 4096;
 /// Workers that packets can be spread over, as `MAX_WORKERS` in `src/bpf/tcx.bpf.c`.

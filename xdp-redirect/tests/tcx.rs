@@ -2,8 +2,10 @@
 //!
 //! A packet socket on the worker's end of a pair stands for the worker.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
 use std::panic::resume_unwind;
 use std::path::Path;
 use std::process::Command;
@@ -11,11 +13,13 @@ use std::sync::mpsc::{Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use libbpf_rs::query::MapInfoIter;
+use libbpf_rs::{MapCore, MapFlags, MapHandle};
 use nix::sched::{CloneFlags, CpuSet, sched_getaffinity, sched_setaffinity, unshare};
 use nix::unistd::Pid;
 use penstock_xdp_redirect::{
-    Entrances, Interface, PinnedProgram, Pins, PodVeth, ServedPort, TcxOptions, TcxPrograms, WaitingArray, WorkerPair,
-    XdpOutcome,
+    ConnectionMapSizes, ConnectionMaps, Entrances, Interface, PinnedProgram, Pins, PodVeth, ServedPort, TcxOptions,
+    TcxPrograms, WaitingArray, WorkerPair, XdpOutcome,
 };
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
 
@@ -146,7 +150,7 @@ impl Raw {
         assert_eq!(self.0.send_to(frame, &self.1).unwrap(), frame.len());
     }
 
-    /// The next IPv4 frame that came in; `None` if there is none for 200 ms.
+    /// The next IP frame that came in; `None` if there is none for 200 ms.
     fn next(&self) -> Option<Vec<u8>> {
         loop {
             let mut buffer = [std::mem::MaybeUninit::uninit(); 4096];
@@ -156,7 +160,7 @@ impl Raw {
                 let at = from.as_ptr().cast::<libc::sockaddr_ll>();
                 ((*at).sll_pkttype, buffer[..length].iter().map(|byte| byte.assume_init()).collect::<Vec<u8>>())
             };
-            if kind != libc::PACKET_OUTGOING && frame[12..14] == [8, 0] {
+            if kind != libc::PACKET_OUTGOING && matches!(frame[12..14], [8, 0] | [0x86, 0xdd]) {
                 return Some(frame);
             }
         }
@@ -217,11 +221,17 @@ fn udp(address: IpAddr) -> UdpSocket {
     socket
 }
 
-/// Makes a frame that a worker received one that it sends: to this port.
-fn to(mut frame: Vec<u8>, port: u16, flags: u8) -> Vec<u8> {
+/// Tags a frame as a worker does.
+fn tagged(mut frame: Vec<u8>, port: u16, flags: u8) -> Vec<u8> {
     frame[..2].copy_from_slice(&FROM_WORKER);
     frame[2] = flags;
     frame[4..6].copy_from_slice(&port.to_be_bytes());
+    frame
+}
+
+/// Makes an IPv4 frame that a worker received one that it sends: to this port.
+fn to(frame: Vec<u8>, port: u16, flags: u8) -> Vec<u8> {
+    let mut frame = tagged(frame, port, flags);
     // The receiver does not know that the checksum is open; UDP over IPv4 may have none (RFC 768).
     frame[40..42].fill(0);
     frame
@@ -427,6 +437,25 @@ fn without_the_process_packets_pass_only_where_the_setting_says_so() {
     }
 }
 
+/// Asserts that root alone may read and write what is below a directory. Returns how many files there are.
+fn assert_only_root_may(directory: &Path) -> usize {
+    let metadata = std::fs::symlink_metadata(directory).unwrap();
+    let owner = (metadata.uid(), metadata.gid());
+    assert_eq!((metadata.mode() & 0o7777, owner), (0o700, (0, 0)), "{}", directory.display());
+    let paths = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    paths
+        .map(|path| {
+            if path.is_dir() {
+                return assert_only_root_may(&path);
+            }
+            let metadata = std::fs::symlink_metadata(&path).unwrap();
+            let owner = (metadata.uid(), metadata.gid());
+            assert_eq!((metadata.mode() & 0o7777, owner), (0o600, (0, 0)), "{}", path.display());
+            1
+        })
+        .sum()
+}
+
 #[test]
 fn pinned_programs_stay_and_the_next_process_takes_them_over() {
     in_namespace(|| {
@@ -447,6 +476,11 @@ fn pinned_programs_stay_and_the_next_process_takes_them_over() {
             programs
         };
         load().attach_pod(&pod.interface()).unwrap().keep();
+        let of = |count| (count, 64);
+        let sizes = ConnectionMapSizes { version: 1, table: 64, tags: of(1), entries: of(32), usage: of(32) };
+        ConnectionMaps::open(Some(&pins), &sizes).unwrap();
+        assert_eq!(assert_only_root_may(root), 6, "two links and four maps");
+        pins.remove_connection_maps();
         assert_eq!(pinned(), [PinnedProgram::FromPod, PinnedProgram::ToPod]);
         let from = pod.address();
         let socket = udp(IpAddr::from([10, 0, 0, 254]));
@@ -469,6 +503,34 @@ fn pinned_programs_stay_and_the_next_process_takes_them_over() {
     });
 }
 
+/// An IPv6 datagram of the pod with this number to another one, with the MACs of `like`.
+fn ipv6_like(like: &[u8], from: u8, to: u8) -> Vec<u8> {
+    let address = |number: u8| [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, number];
+    let datagram = [&4000_u16.to_be_bytes()[..], &4000_u16.to_be_bytes(), &[0, 13, 0, 1], b"hello"].concat();
+    let header = [0x60, 0, 0, 0, 0, datagram.len() as u8, 17, 64];
+    [&like[..12], &[0x86, 0xdd], &header, &address(from), &address(to), &datagram].concat()
+}
+
+/// Every flag that a frame on a pair may have, and more, with ports of pods, none, and that of no port; both tags.
+fn forged_tags() -> impl Iterator<Item = (u8, u16, [u8; 2])> {
+    let ports = [0, 5, 6, 7, NO_PORT];
+    (0..=31)
+        .flat_map(move |flags| ports.into_iter().map(move |port| (flags, port)))
+        .flat_map(|(flags, port)| [TO_WORKER, FROM_WORKER].into_iter().map(move |kind| (flags, port, kind)))
+}
+
+/// All numbers among the constants of loaded tcx programs: one is the mark of what has met a worker.
+fn constants_of_programs() -> BTreeSet<u32> {
+    let maps = MapInfoIter::default().filter(|map| map.name.to_str() == Ok("tcx_bpf.rodata"));
+    // It may be another test's, which has ended meanwhile.
+    let values = maps.filter_map(|map| MapHandle::from_map_id(map.id).ok()?.lookup(&[0; 4], MapFlags::ANY).ok()?);
+    values
+        .flat_map(|value| {
+            value.chunks_exact(4).map(|word| u32::from_ne_bytes(word.try_into().unwrap())).collect::<Vec<_>>()
+        })
+        .collect()
+}
+
 #[test]
 fn no_frame_of_a_pod_passes_for_a_workers() {
     in_namespace(|| {
@@ -477,17 +539,14 @@ fn no_frame_of_a_pod_passes_for_a_workers() {
         let to_b = SocketAddr::new(node.pods[1].address(), 4000);
         node.pods[0].run(move || udp(from).send_to(b"hello", to_b).unwrap());
         let frame = node.worker.next().unwrap();
-        for (flags, port) in [(0, 6_u16), (TO_NODE, 5), (TO_NODE, NO_PORT), (FROM_NODE | LOCAL_PROCESS, 6)] {
-            for kind in [TO_WORKER, FROM_WORKER] {
-                let mut forged = to(frame.clone(), port, flags);
+        for like in [frame.clone(), ipv6_like(&frame, 1, 2)] {
+            for (flags, port, kind) in forged_tags() {
+                let mut forged = tagged(like.clone(), port, flags);
                 forged[..2].copy_from_slice(&kind);
                 forged[6..8].copy_from_slice(&kind);
                 let sent = forged.clone();
                 node.pods[0].run(move || Raw::open("eth0").send(&sent));
-                let seen = node.worker.next().expect("it reaches the worker");
-                assert_eq!((&seen[..2], &seen[4..6]), (&TO_WORKER[..], &[0, 5][..]), "as the pod's: {flags} {port}");
-                assert_eq!(seen[2] & FROM_NODE, 0);
-                assert_eq!(seen[14..], forged[14..]);
+                assert_is_of_pod(&node, &forged, &format!("{flags} {port} {kind:x?}"));
             }
         }
         // On the pair, what no worker has tagged goes nowhere, nor what is tagged for a port that is not there.
@@ -498,5 +557,46 @@ fn no_frame_of_a_pod_passes_for_a_workers() {
         node.worker.send(&to_node);
         node.worker.send(&to(to_node.clone(), 7, TO_NODE));
         assert!(socket.recv_from(&mut [0; 16]).is_err());
+    });
+}
+
+/// Asserts that the worker gets a frame that the first pod has sent, as this pod's.
+fn assert_is_of_pod(node: &Node, sent: &[u8], what: &str) {
+    let seen = node.worker.next().unwrap_or_else(|| panic!("it does not reach the worker: {what}"));
+    let interface = node.pods[0].interface().index.to_be_bytes();
+    assert_eq!((&seen[..2], &seen[4..6]), (&TO_WORKER[..], &[0, 5][..]), "as the pod's: {what}");
+    assert_eq!((&seen[6..8], &seen[8..12]), (&TO_WORKER[..], &interface[..]), "{what}");
+    assert_eq!(seen[2] & !CHECKSUM_OPEN, 0, "not as the node's, nor on its way out: {what}");
+    assert_eq!(seen[14..], sent[14..], "{what}");
+}
+
+#[test]
+fn no_mark_of_a_pods_process_passes_for_a_workers() {
+    in_namespace(|| {
+        let node = Node::new();
+        let [from, to] = [0, 1].map(|index| node.pods[index].address());
+        node.pods[0].run(move || udp(from).send_to(b"hello", SocketAddr::new(to, 4000)).unwrap());
+        let frame = node.worker.next().unwrap();
+        let marks = constants_of_programs();
+        assert!(marks.iter().any(|mark| *mark > 0xffff), "a random number is among them: {marks:x?}");
+        for mark in marks.into_iter().chain([u32::MAX]) {
+            for sent in [tagged(frame.clone(), 5, TO_NODE), ipv6_like(&frame, 1, 2)] {
+                let bytes = sent.clone();
+                node.pods[0].run(move || {
+                    let raw = Raw::open("eth0");
+                    raw.0.set_mark(mark).unwrap();
+                    raw.send(&bytes);
+                });
+                assert_is_of_pod(&node, &sent, &format!("mark {mark:x}"));
+            }
+            let process = node.pods[0].run(move || {
+                let socket = udp(from);
+                socket2::SockRef::from(&socket).set_mark(mark).unwrap();
+                socket.send_to(b"marked", SocketAddr::new(to, 4000)).unwrap()
+            });
+            assert_eq!(process, 6);
+            let seen = node.worker.next().unwrap_or_else(|| panic!("it does not reach the worker: mark {mark:x}"));
+            assert_eq!((&seen[..2], seen.ends_with(b"marked")), (&TO_WORKER[..], true), "mark {mark:x}");
+        }
     });
 }

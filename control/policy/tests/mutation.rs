@@ -343,10 +343,9 @@ impl Workspace {
             |file: &str, text: &str| fs::write(workspace.root.join(file), text).expect("below the target directory");
         let read = |file: &str| fs::read_to_string(original.join(file)).expect("a file of the project");
         // Tests of the data plane itself are not built.
-        write(
-            "dataplane/Cargo.toml",
-            &read("dataplane/Cargo.toml").replace("penstock-xdp-redirect.workspace = true\n", ""),
-        );
+        let manifest = read("dataplane/Cargo.toml");
+        let lines = manifest.lines().filter(|line| !line.contains("penstock-xdp-redirect"));
+        write("dataplane/Cargo.toml", &lines.collect::<Vec<_>>().join("\n"));
         write("control/policy/Cargo.toml", &read("control/policy/Cargo.toml"));
         write("Cargo.lock", &read("Cargo.lock"));
         let manifest = read("Cargo.toml");

@@ -155,3 +155,95 @@ fn a_program_that_reads_the_new_epoch_forwards_nothing_that_it_denies() {
         program.join().unwrap()
     });
 }
+
+/// An established TCP connection under epoch 1, which programs forward from interface 7 to 9.
+fn forwarded_connection(table: &ConnTable) -> Flow {
+    let flow = Flow { protocol: Protocol::TCP, ..flow(table, 0, 0) };
+    let hashed = table.prepare(&flow);
+    let segment = |flags: TcpFlags, seq, ack| {
+        Transport::Tcp(TcpSegment { seq, ack, window: 1000, flags, payload_len: 0, window_scale: None })
+    };
+    let (owner, epoch) = (OwnerId(1), Epoch(1));
+    let transport = &segment(TcpFlags::SYN, 100, 0);
+    let opened = table.insert(&NewConnection { hashed: &hashed, transport, owner, via_host: false, epoch, now: NOW });
+    let Insertion::Created(mut conn) = opened.unwrap() else { panic!("the table was empty") };
+    let back = hashed.orientation.opposite();
+    _ = conn.update(back, &segment(TcpFlags::SYN.with(TcpFlags::ACK), 500, 101), NOW);
+    _ = conn.update(hashed.orientation, &segment(TcpFlags::ACK, 101, 501), NOW);
+    assert_eq!(conn.state(), State::Tcp(TcpState::Established));
+    take(table, &flow, (7, 9), 1);
+    flow
+}
+
+/// A snapshot is published: connections that stay allowed get its verdict, and then the programs its epoch.
+fn publish(table: &ConnTable, epoch: &AtomicU32, next: u32, is_kept: bool) {
+    table.keep_forwarded(Epoch(next), || false, |_| is_kept);
+    epoch.store(next, Ordering::Release);
+}
+
+/// A program that starts at any time: which epoch it read, and where it forwards to.
+fn program(table: &Arc<ConnTable>, flow: Flow, epoch: &Arc<AtomicU32>) -> thread::JoinHandle<(u32, Option<u32>)> {
+    let (table, epoch) = (table.clone(), epoch.clone());
+    thread::spawn(move || {
+        let read = epoch.load(Ordering::Acquire);
+        (read, forwarded_to(&table, &flow, 7, &AtomicU32::new(read)))
+    })
+}
+
+/// Policy is published under epoch 2 while a worker that still has the snapshot of epoch 1 sends a packet on, by another
+/// interface.
+fn published_beside_a_late_worker(is_kept: bool) {
+    explore(if is_kept { 2 } else { 1 }, move || {
+        let (table, epoch) = (shared_table(), Arc::new(AtomicU32::new(1)));
+        let wanted = forwarded_connection(&table);
+        let program = program(&table, wanted, &epoch);
+        let late = {
+            let table = table.clone();
+            thread::spawn(move || take(&table, &wanted, (7, 10), 1))
+        };
+        publish(&table, &epoch, 2, is_kept);
+        let (read, to) = program.join().unwrap();
+        assert!(read == 1 || to.is_none() || is_kept && to == Some(9), "under epoch {read}: {to:?}");
+        late.join().unwrap();
+        let to = forwarded_to(&table, &wanted, 7, &epoch);
+        assert!(to.is_none() || is_kept && to == Some(9), "{to:?}");
+        usize::from(to.is_some())
+    });
+}
+
+#[test]
+fn a_late_worker_changes_no_path_of_a_connection_that_stays_allowed() {
+    published_beside_a_late_worker(true);
+}
+
+#[test]
+fn a_late_worker_brings_no_connection_back_that_is_not_kept() {
+    published_beside_a_late_worker(false);
+}
+
+/// Epoch 2 allows a connection and epoch 3 denies it: a worker that has the second snapshot revokes it while the first one is
+/// being published. With three threads and all that they do here, two preemptions take long.
+#[test]
+fn a_connection_that_was_kept_is_never_forwarded_under_an_epoch_that_denies_it() {
+    explore_within(1, 2, || {
+        let (table, epoch) = (shared_table(), Arc::new(AtomicU32::new(1)));
+        let wanted = forwarded_connection(&table);
+        let program = program(&table, wanted, &epoch);
+        let worker = {
+            let table = table.clone();
+            thread::spawn(move || {
+                let verdict = find(&table, &wanted, NOW).unwrap().set_verdict(Epoch(3), false);
+                assert_eq!(verdict, Reevaluation::Revoked);
+            })
+        };
+        publish(&table, &epoch, 2, true);
+        let was_kept = forwarded_to(&table, &wanted, 7, &epoch).is_some();
+        publish(&table, &epoch, 3, false);
+        let (read, to) = program.join().unwrap();
+        assert!(read < 3 || to.is_none(), "under epoch {read}: {to:?}");
+        worker.join().unwrap();
+        assert_eq!(forwarded_to(&table, &wanted, 7, &epoch), None);
+        assert!(find(&table, &wanted, NOW).unwrap().is_revoked(), "no older verdict replaces a newer one");
+        usize::from(was_kept)
+    });
+}

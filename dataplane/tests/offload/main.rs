@@ -1,6 +1,11 @@
 //! What the kernel's programs forward without a worker, against what a worker does with the same packet: they share the
 //! connection table. Needs root; each test has a network namespace of its own, in which nothing is sent.
 
+mod captures;
+mod entry;
+mod headers;
+mod mutations;
+
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::panic::resume_unwind;
@@ -249,6 +254,12 @@ impl Node {
     }
 }
 
+/// Removes the connections of the pods, so that the next one is alone in the table.
+fn forget(node: &Node) {
+    let ends = [End::A, End::B].map(|end| [true, false].map(|v4| address(end, v4).into()));
+    node.pipeline.connections().remove_addresses(ends.as_flattened());
+}
+
 /// Which flow between two ends a packet is of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Way {
@@ -402,6 +413,32 @@ fn assert_alike(node: &mut Node, of: Sent, frame: &[u8], done: &(u32, Vec<u8>), 
         // The MACs tell to which pod.
         _ => assert_eq!((done.0, by_program), (REDIRECT, by_worker), "{of:?}"),
     }
+}
+
+/// What is alike in the headers of a long segment and of those that it becomes: not lengths, checksums and numbers.
+fn of_all_segments(frame: &[u8]) -> Vec<u8> {
+    let parts: &[std::ops::Range<usize>] =
+        if frame[12..14] == [8, 0] { &[0..16, 20..24, 26..38] } else { &[0..18, 20..58] };
+    parts.iter().flat_map(|part| &frame[part.clone()]).copied().collect()
+}
+
+/// Gives a program a long segment. Where it forwards it, asserts that a worker would do the same with the segments that it becomes.
+/// Returns whether it does.
+fn assert_segmented_alike(node: &mut Node, packet: Sent, size: u16, now: Timestamp) -> bool {
+    let one = Sent { payload: packet.payload.min(size.into()), ..packet };
+    let done = node.program(packet.from, packet.to, &packet.frame(), size.into());
+    let (verdict, by_worker) = node.worker(one.from, &one.frame(), now);
+    let Some((_, by_program)) = done else { return false };
+    let Verdict::Forward(egress) = verdict else {
+        panic!("the program forwards what becomes segments that a worker drops: {verdict:?}: {packet:?}, {size}")
+    };
+    let is_to_pod = packet.from != End::Outside && egress != HOST;
+    let from = if is_to_pod { 0 } else { 12 };
+    assert_eq!(of_all_segments(&by_program)[from..], of_all_segments(&by_worker)[from..], "{packet:?}, {size}");
+    assert!(!packet.v4 || headers::is_sound(&by_program), "{packet:?}, {size}");
+    let longest = size as usize + if packet.v4 { 40 } else { 60 };
+    assert!(egress == HOST || longest <= MTU.into(), "{longest} bytes: {packet:?}");
+    true
 }
 
 #[test]
@@ -591,6 +628,53 @@ fn after_a_change_each_connection_meets_a_worker_once_and_is_evaluated() {
             assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_none(), "revoked");
         }
     });
+}
+
+/// The programs read 23 bits of the epoch in an entry, and 16 in its path.
+#[test]
+fn a_stale_epoch_is_no_hit_across_the_wrap_of_its_numbers() {
+    for start in [0x7f_fffd, 0xff_fffd, 0xfffd] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            node.publish(Epoch(start), true);
+            let opened = [true, false].map(|v4| Sent { v4, ..sent(End::A, End::B, true, ACK) });
+            opened.iter().for_each(|there| open(&mut node, *there, now));
+            for _ in 0..5 {
+                let epoch = node.snapshot.epoch.next();
+                node.publish(epoch, true);
+                for packet in opened.iter().flat_map(|there| [*there, there.back()]) {
+                    let frame = packet.frame();
+                    assert!(node.program(packet.from, packet.to, &frame, 0).is_none(), "{epoch:?}: {packet:?}");
+                    assert!(matches!(node.worker(packet.from, &frame, now).0, Verdict::Forward(_)));
+                    let done = node.program(packet.from, packet.to, &frame, 0);
+                    assert_alike(
+                        &mut node,
+                        packet,
+                        &frame,
+                        &done.unwrap_or_else(|| panic!("{epoch:?}: {packet:?}")),
+                        now,
+                    );
+                }
+            }
+            // What stays allowed needs no worker, and what does not is revoked, across the wrap too.
+            forget(&node);
+            node.publish(Epoch(start), true);
+            opened.iter().for_each(|there| open(&mut node, *there, now));
+            for _ in 0..5 {
+                assert_eq!(node.next_epoch_keeping(true), opened.len());
+                for packet in opened.iter().flat_map(|there| [*there, there.back()]) {
+                    assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_some(), "{packet:?}");
+                }
+            }
+            node.next_epoch(false);
+            for packet in opened.iter().flat_map(|there| [*there, there.back()]) {
+                assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_none(), "{packet:?}");
+                assert!(matches!(node.worker(packet.from, &packet.frame(), now).0, Verdict::Drop(_)));
+                assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_none(), "{packet:?}");
+            }
+        });
+    }
 }
 
 #[test]
@@ -956,6 +1040,8 @@ fn the_next_process_finds_the_table_and_forwarding_goes_on_meanwhile() {
 enum Step {
     /// This packet with so many mutated bytes (position, and what is changed in it).
     Packet(Sent, Vec<(u16, u8)>),
+    /// A long TCP segment, that becomes segments with so many bytes each.
+    Long(Sent, u16),
     /// Policy that allows connections to B or not, and whether connections that stay allowed get its verdict at once.
     Publish(bool, bool),
 }
@@ -998,9 +1084,11 @@ fn any_packet() -> impl Strategy<Value = Sent> {
 
 fn any_step() -> impl Strategy<Value = Step> {
     let mutation = (0..80_u16, 1..=255_u8);
+    let long = (any_packet(), 1..3000_usize, prop_oneof![1..1500_u16, 1335..1365_u16]);
     prop_oneof![
         20 => any_packet().prop_map(|packet| Step::Packet(packet, Vec::new())),
         8 => (any_packet(), prop::collection::vec(mutation, 1..3)).prop_map(|(packet, at)| Step::Packet(packet, at)),
+        6 => long.prop_map(|(packet, payload, size)| Step::Long(Sent { tcp: true, flags: ACK, payload, ..packet }, size)),
         1 => (prop::bool::weighted(0.7), any::<bool>()).prop_map(|(allowed, keeps)| Step::Publish(allowed, keeps)),
     ]
 }
@@ -1009,15 +1097,14 @@ fn any_step() -> impl Strategy<Value = Step> {
 fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes() {
     in_namespace(|| {
         let mut node = Node::new();
-        let (mut forwarded, mut translated) = (0_u32, 0_u32);
+        let (mut forwarded, mut translated, mut long) = (0_u32, 0_u32, 0_u32);
         let mut runner = TestRunner::new(RunnerConfig { cases: 200, ..RunnerConfig::default() });
         let steps = prop::collection::vec(any_step(), 1..200);
-        let cell = std::cell::RefCell::new((&mut node, &mut forwarded, &mut translated));
+        let cell = std::cell::RefCell::new((&mut node, &mut forwarded, &mut translated, &mut long));
         runner
             .run(&steps, |steps| {
-                let (node, forwarded, translated) = &mut *cell.borrow_mut();
-                let ends = [End::A, End::B].map(|end| [true, false].map(|v4| address(end, v4).into()));
-                node.pipeline.connections().remove_addresses(ends.as_flattened());
+                let (node, forwarded, translated, long) = &mut *cell.borrow_mut();
+                forget(node);
                 node.next_epoch(true);
                 for step in steps {
                     let now = Timestamp::now();
@@ -1028,6 +1115,10 @@ fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes(
                         }
                         Step::Publish(allowed, false) => {
                             node.next_epoch(allowed);
+                            continue;
+                        }
+                        Step::Long(packet, size) => {
+                            **long += u32::from(assert_segmented_alike(node, packet, size, now));
                             continue;
                         }
                         Step::Packet(packet, mutations) => (packet, mutations),
@@ -1052,5 +1143,6 @@ fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes(
             .unwrap();
         assert!(forwarded > 200, "only {forwarded} packets of all passed without a worker");
         assert!(translated > 100, "only {translated} packets of {forwarded} were translated");
+        assert!(long > 20, "only {long} long segments passed without a worker");
     });
 }

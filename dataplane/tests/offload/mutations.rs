@@ -1,0 +1,735 @@
+//! Mutation test of what the programs ask before they forward a packet: breaks one condition at a time in a copy of their source; the
+//! tests of this program must then fail.
+//!
+//! Run by `make test-long`, or by `cargo test -p penstock-dataplane --features replaceable-programs --test offload -- --ignored
+//! --nocapture`. Each mutant is compiled by clang alone, and tested by this very program, which loads it instead of the one that is
+//! built in.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use libbpf_rs::libbpf_sys::API_HEADERS;
+
+/// A mutation: a part of the source, which occurs once, and its replacement.
+struct Mutation {
+    /// The test to ask first whether it notices.
+    noticed_by: &'static str,
+    breaks: &'static str,
+    file: &'static str,
+    from: &'static str,
+    to: &'static str,
+    /// Why no test can notice it.
+    equivalent: Option<&'static str>,
+}
+
+const fn mutation(
+    noticed_by: &'static str,
+    breaks: &'static str,
+    file: &'static str,
+    from: &'static str,
+    to: &'static str,
+) -> Mutation {
+    Mutation { noticed_by, breaks, file, from, to, equivalent: None }
+}
+
+const fn equivalent(because: &'static str, of: Mutation) -> Mutation {
+    Mutation { equivalent: Some(because), ..of }
+}
+
+const LOOKUP: &str = "established.h";
+const PROGRAM: &str = "tcx.bpf.c";
+
+// Tests that notice mutants, of which each is asked first: to load the programs takes longer than to test them.
+const OF_ENTRY: &str = "entry::a_packet_passes_only_if_each_field_of_its_connection_allows_it";
+const GROUPS: &str = "entry::a_connection_is_found_in_either_of_its_two_groups_wherever_it_is_there";
+const REREAD: &str = "entry::a_packet_never_passes_by_the_verdict_of_the_entrys_last_connection";
+const CHANGED: &str = "entry::a_fin_never_brings_back_a_path_that_a_worker_has_just_changed";
+const LINKS: &str = "entry::a_translated_packet_passes_only_if_both_entries_and_their_links_allow_it";
+const NEXT_FLOW: &str = "entry::a_packet_never_leaves_with_the_flow_of_the_entrys_next_connection";
+const HEADERS: &str = "headers::a_packet_passes_only_if_each_field_of_its_headers_allows_it";
+const LAST_HOP: &str = "headers::a_packet_with_its_last_hop_or_a_wrong_checksum_meets_a_worker";
+const MAPPED: &str = "headers::an_ipv6_packet_with_mapped_addresses_is_not_of_the_ipv4_connection";
+const LENGTH: &str = "headers::what_is_too_long_for_a_pod_meets_a_worker_measured_by_its_segments";
+const WRAP: &str = "a_stale_epoch_is_no_hit_across_the_wrap_of_its_numbers";
+const HANDSHAKE: &str = "the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns";
+const CLOSED: &str = "a_connection_that_its_ends_close_without_a_worker_has_ended_for_workers";
+const UNEXPIRED: &str = "a_connection_whose_packets_the_kernel_forwards_does_not_expire";
+const COUNTS: &str = "a_connection_counts_what_workers_and_programs_forward_in_each_direction";
+const CAPTURED: &str = "all_packets_of_a_captured_pod_are_left_to_workers_and_no_others";
+const LEFT: &str = "what_needs_a_worker_is_left_to_it";
+const TRANSLATED: &str = "packets_of_a_connection_to_a_service_are_translated_without_a_worker";
+const CHECKSUM: &str = "a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is";
+
+const MUTATIONS: &[Mutation] = &[
+    // The entry.
+    mutation(
+        OF_ENTRY,
+        "a tentative entry counts",
+        LOOKUP,
+        "if (control & (TENTATIVE | REVOKED))",
+        "if (control & REVOKED)",
+    ),
+    mutation(
+        OF_ENTRY,
+        "a revoked entry counts",
+        LOOKUP,
+        "if (control & (TENTATIVE | REVOKED))",
+        "if (control & TENTATIVE)",
+    ),
+    mutation(OF_ENTRY, "an entry that was never evaluated counts", LOOKUP, "if (!EPOCH(found->control) || ", "if ("),
+    mutation(
+        OF_ENTRY,
+        "an older epoch counts",
+        LOOKUP,
+        " || (EPOCH(found->control) - epoch) & EPOCH_MASK & 0x400000)",
+        ")",
+    ),
+    mutation(
+        WRAP,
+        "epochs are compared as if they did not wrap",
+        LOOKUP,
+        "(EPOCH(found->control) - epoch) & EPOCH_MASK & 0x400000",
+        "EPOCH(found->control) < epoch",
+    ),
+    mutation(
+        WRAP,
+        "the bits of two epochs are compared as if they did not wrap",
+        LOOKUP,
+        "(EPOCH(found->control) - epoch) & EPOCH_MASK & 0x400000",
+        "EPOCH(found->control) < (epoch & EPOCH_MASK)",
+    ),
+    mutation(
+        OF_ENTRY,
+        "only the same epoch counts",
+        LOOKUP,
+        "(EPOCH(found->control) - epoch) & EPOCH_MASK & 0x400000",
+        "(EPOCH(found->control) - epoch) & EPOCH_MASK",
+    ),
+    equivalent(
+        "the bit that is tested is one of the mask",
+        mutation(
+            OF_ENTRY,
+            "the difference of epochs has all bits",
+            LOOKUP,
+            "- epoch) & EPOCH_MASK & 0x400000",
+            "- epoch) & 0x400000",
+        ),
+    ),
+    mutation(
+        OF_ENTRY,
+        "the epoch has fewer bits",
+        LOOKUP,
+        "#define EPOCH_MASK 0x7fffff",
+        "#define EPOCH_MASK 0x3fffff",
+    ),
+    mutation(
+        OF_ENTRY,
+        "states of a TCP connection that ends count",
+        LOOKUP,
+        "return state == TCP_ESTABLISHED || state == TCP_SYN_RECEIVED;",
+        "return state >= TCP_SYN_RECEIVED;",
+    ),
+    mutation(
+        OF_ENTRY,
+        "states of a TCP connection that begins count",
+        LOOKUP,
+        "return state == TCP_ESTABLISHED || state == TCP_SYN_RECEIVED;",
+        "return state > 1 && state <= TCP_ESTABLISHED;",
+    ),
+    mutation(
+        HANDSHAKE,
+        "a handshake is not completed by a program",
+        LOOKUP,
+        "return state == TCP_ESTABLISHED || state == TCP_SYN_RECEIVED;",
+        "return state == TCP_ESTABLISHED;",
+    ),
+    mutation(
+        OF_ENTRY,
+        "all states of UDP count",
+        LOOKUP,
+        "return state == UDP_ASSURED || state == UDP_REPLIED || (state == UDP_UNREPLIED && from_opener);",
+        "return state != UDP_UNREPLIED || from_opener;",
+    ),
+    mutation(
+        OF_ENTRY,
+        "an answer that is the first counts",
+        LOOKUP,
+        "(state == UDP_UNREPLIED && from_opener)",
+        "state == UDP_UNREPLIED",
+    ),
+    mutation(
+        OF_ENTRY,
+        "an answer without a stream is for a worker",
+        LOOKUP,
+        "return state == UDP_ASSURED || state == UDP_REPLIED || (",
+        "return state == UDP_ASSURED || (",
+    ),
+    mutation(
+        OF_ENTRY,
+        "the opener never makes a stream",
+        LOOKUP,
+        "if (state != UDP_REPLIED || !from_opener)",
+        "if (1)",
+    ),
+    mutation(
+        OF_ENTRY,
+        "the answering end makes a stream",
+        LOOKUP,
+        "if (state != UDP_REPLIED || !from_opener)",
+        "if (state != UDP_REPLIED)",
+    ),
+    mutation(OF_ENTRY, "a stream begins late", LOOKUP, "& TICK_MASK) < STREAM;", "& TICK_MASK) < 1000 * STREAM;"),
+    mutation(
+        OF_ENTRY,
+        "the opener is the end with the lower address",
+        LOOKUP,
+        "from_opener = packet->direction == ORIGINAL(control);",
+        "from_opener = !packet->direction;",
+    ),
+    // The key.
+    mutation(OF_ENTRY, "the lower address has half its bits", LOOKUP, "(entry->low[1] ^ packet->low[1])", "0ULL"),
+    mutation(OF_ENTRY, "the lower address has the other half", LOOKUP, "(entry->low[0] ^ packet->low[0])", "0ULL"),
+    mutation(OF_ENTRY, "the higher address has half its bits", LOOKUP, "(entry->high[1] ^ packet->high[1])", "0ULL"),
+    mutation(OF_ENTRY, "the higher address has the other half", LOOKUP, "(entry->high[0] ^ packet->high[0])", "0ULL"),
+    mutation(OF_ENTRY, "ports and protocol do not count", LOOKUP, "((entry->name ^ packet->name) & NAME_MASK)", "0ULL"),
+    mutation(
+        OF_ENTRY,
+        "the protocol does not count",
+        LOOKUP,
+        "#define NAME_MASK 0xffffffffffULL",
+        "#define NAME_MASK 0xffffffffULL",
+    ),
+    mutation(
+        OF_ENTRY,
+        "the owner counts",
+        LOOKUP,
+        "#define NAME_MASK 0xffffffffffULL",
+        "#define NAME_MASK 0x1ffffffffffULL",
+    ),
+    mutation(
+        GROUPS,
+        "only one group is searched",
+        LOOKUP,
+        "return find_in(other, tag, packet, control);",
+        "return NO_SLOT;",
+    ),
+    mutation(
+        GROUPS,
+        "a second group that is the first is not the next one",
+        LOOKUP,
+        "if (other == group)\n",
+        "if (0)\n",
+    ),
+    mutation(
+        GROUPS,
+        "of a group's tags the first half counts",
+        LOOKUP,
+        "word < LANES / 4; word++",
+        "word < LANES / 8; word++",
+    ),
+    mutation(
+        REREAD,
+        "what is read need not belong together",
+        LOOKUP,
+        "if (control_of(entry) != before)\n\t\treturn 0;",
+        "",
+    ),
+    // Its path.
+    mutation(OF_ENTRY, "a path that no worker has taken counts", LOOKUP, "if (!TAKEN(path, direction) || ", "if ("),
+    mutation(
+        OF_ENTRY,
+        "a path is taken in both directions at once",
+        LOOKUP,
+        "#define TAKEN(path, direction) ((path) >> (46 + (direction)) & 1)",
+        "#define TAKEN(path, direction) ((path) >> 46 & 3)",
+    ),
+    mutation(OF_ENTRY, "a packet may come from any interface", LOOKUP, "|| END(path, direction) != at |", "|"),
+    mutation(
+        OF_ENTRY,
+        "a path of another epoch counts",
+        LOOKUP,
+        " || PATH_EPOCH(path) != (EPOCH(found->control) & 0xffff))",
+        ")",
+    ),
+    mutation(
+        WRAP,
+        "the path's epoch is compared with all bits",
+        LOOKUP,
+        "PATH_EPOCH(path) != (EPOCH(found->control) & 0xffff)",
+        "PATH_EPOCH(path) != EPOCH(found->control)",
+    ),
+    mutation(
+        CHANGED,
+        "a worker's change of the path is overwritten",
+        LOOKUP,
+        "__sync_val_compare_and_swap(&use->path, path, noted) == path;",
+        "((use->path = noted), 1);",
+    ),
+    mutation(CLOSED, "a FIN is not noted", LOOKUP, "(packet->finishes ? FINISHED(packet->direction & 1) : 0)", "0"),
+    mutation(
+        CLOSED,
+        "a FIN is noted of the other direction",
+        LOOKUP,
+        "FINISHED(packet->direction & 1)",
+        "FINISHED(!packet->direction)",
+    ),
+    mutation(
+        HANDSHAKE,
+        "the end of a handshake is not noted",
+        LOOKUP,
+        " | (STATE(control) == TCP_SYN_RECEIVED ? CONFIRMED : 0);",
+        ";",
+    ),
+    // The end of a handshake.
+    mutation(
+        HANDSHAKE,
+        "any packet ends a handshake",
+        LOOKUP,
+        "if (!is_confirmed(packet, slot, found->control, path))\n\t\treturn 0;",
+        "",
+    ),
+    mutation(HANDSHAKE, "a handshake is ended again and again", LOOKUP, " || path & CONFIRMED)", ")"),
+    mutation(
+        HANDSHAKE,
+        "either end ends a handshake",
+        LOOKUP,
+        "entry && direction == ORIGINAL(control) && ",
+        "entry && ",
+    ),
+    mutation(HANDSHAKE, "a handshake ends with data", LOOKUP, "packet->length == packet->headers &&\n", "\n"),
+    mutation(
+        HANDSHAKE,
+        "a handshake ends with any sequence number",
+        LOOKUP,
+        "packet->sequence == (__u32)entry->tracking[direction] && ",
+        "",
+    ),
+    mutation(
+        HANDSHAKE,
+        "a handshake ends with any acknowledgement",
+        LOOKUP,
+        " && packet->acknowledged == (__u32)entry->tracking[!direction];",
+        ";",
+    ),
+    // Time.
+    mutation(
+        OF_ENTRY,
+        "connections do not expire",
+        LOOKUP,
+        "if (!is_recent(TICK(found->control), found->now, timeout)) {",
+        "if (0) {",
+    ),
+    mutation(
+        OF_ENTRY,
+        "all have the timeout of an established TCP connection",
+        LOOKUP,
+        "timeout = table->timeouts[kind & 3];",
+        "timeout = table->timeouts[0];",
+    ),
+    mutation(
+        OF_ENTRY,
+        "UDP has the timeouts of other states",
+        LOOKUP,
+        "*timeout = (state - 1) & 3;",
+        "*timeout = state & 3;",
+    ),
+    mutation(
+        OF_ENTRY,
+        "a connection that programs have never used is recent",
+        LOOKUP,
+        "if (!(one && is_recent(one, found->now, timeout)) && !(other && is_recent(other, found->now, timeout)))",
+        "if (0)",
+    ),
+    mutation(
+        OF_ENTRY,
+        "use in the lower end's direction does not count",
+        LOOKUP,
+        "if (!(one && is_recent(one, found->now, timeout)) && ",
+        "if (",
+    ),
+    mutation(
+        OF_ENTRY,
+        "use in the higher end's direction does not count",
+        LOOKUP,
+        " && !(other && is_recent(other, found->now, timeout)))",
+        ")",
+    ),
+    mutation(
+        OF_ENTRY,
+        "what is a tick ahead has expired",
+        LOOKUP,
+        "return age <= timeout || age > TICK_MASK - (1 << 16);",
+        "return age <= timeout;",
+    ),
+    mutation(UNEXPIRED, "the time of use is not noted", LOOKUP, " | (found->now ? found->now : 1);", ";"),
+    mutation(COUNTS, "packets are not counted", LOOKUP, "found->use->packets[direction] += packets;", ""),
+    mutation(COUNTS, "bytes are not counted", LOOKUP, ">> 22) + packet->length) << 22", ">> 22)) << 22"),
+    // Translated connections.
+    equivalent(
+        "there is no word behind the links",
+        mutation(LINKS, "a link out of the table counts", LOOKUP, "if (other >= table->groups * LANES || ", "if ("),
+    ),
+    mutation(
+        LINKS,
+        "the entry that a packet leaves with need not be linked back",
+        LOOKUP,
+        "|| link_of(table, other) != LINK_TO(slot, control))",
+        ")",
+    ),
+    mutation(LINKS, "a link of an ended connection counts", LOOKUP, "if (link != LINK_TO(other, leaving) || ", "if ("),
+    mutation(
+        LINKS,
+        "a link has no generation",
+        LOOKUP,
+        "#define LINK_TO(slot, control) ((slot) | GENERATION(control) << 32 | 1ULL << 63)",
+        "#define LINK_TO(slot, control) ((slot) | (link & 0x3ffULL << 32) | 1ULL << 63)",
+    ),
+    mutation(LINKS, "an entry that is not translated is left with", LOOKUP, "!(leaving & TRANSLATION) || ", ""),
+    equivalent(
+        "the state is one in which no packet is certain",
+        mutation(LINKS, "an entry that is claimed is left with", LOOKUP, "!IS_WRITTEN(leaving) || ", ""),
+    ),
+    mutation(LINKS, "a tentative entry is left with", LOOKUP, "(control | leaving) & TENTATIVE", "control & TENTATIVE"),
+    mutation(LINKS, "a tentative frontend counts", LOOKUP, "(control | leaving) & TENTATIVE", "leaving & TENTATIVE"),
+    mutation(
+        LINKS,
+        "a client leaves by another frontend",
+        LOOKUP,
+        " ||\n\t    is_of_client == (STATE(leaving) == FRONTEND))",
+        ")",
+    ),
+    mutation(
+        LINKS,
+        "a client may send as its Service",
+        LOOKUP,
+        "if (is_of_client != (packet->direction == ORIGINAL(control)))\n\t\treturn NO_SLOT;",
+        "",
+    ),
+    // The packet.
+    mutation(
+        HEADERS,
+        "a packet may have IP options",
+        LOOKUP,
+        "*(const __u8 *)ip4 != 0x45",
+        "(*(const __u8 *)ip4 & 0xf0) != 0x40",
+    ),
+    mutation(
+        HEADERS,
+        "a packet of any IP version is one of 4",
+        LOOKUP,
+        "*(const __u8 *)ip4 != 0x45",
+        "(*(const __u8 *)ip4 & 15) != 5",
+    ),
+    mutation(HEADERS, "a fragment counts", LOOKUP, " || ip4->frag_off & bpf_htons(0x3fff)", ""),
+    mutation(
+        HEADERS,
+        "a first fragment counts",
+        LOOKUP,
+        "ip4->frag_off & bpf_htons(0x3fff)",
+        "ip4->frag_off & bpf_htons(0x1fff)",
+    ),
+    mutation(
+        HEADERS,
+        "a later fragment counts",
+        LOOKUP,
+        "ip4->frag_off & bpf_htons(0x3fff)",
+        "ip4->frag_off & bpf_htons(0x2000)",
+    ),
+    mutation(LAST_HOP, "a wrong header checksum counts", LOOKUP, " || !is_sound(ip4))", ")"),
+    mutation(
+        HEADERS,
+        "a packet of any IP version is one of 6",
+        LOOKUP,
+        " || (*(const __u8 *)ip6 & 0xf0) != 0x60)",
+        ")",
+    ),
+    mutation(
+        MAPPED,
+        "mapped addresses are those of IPv4",
+        LOOKUP,
+        "if ((!addresses->from[0] && addresses->from[1] >> 32 == 0xffff) || (!addresses->to[0] && addresses->to[1] >> 32 == 0xffff))\n\t\treturn 0;",
+        "",
+    ),
+    mutation(HEADERS, "a packet may be longer than its frame", LOOKUP, "packet->length > skb->len - ETH_HLEN || ", ""),
+    mutation(HEADERS, "a packet may be shorter than its header", LOOKUP, " || packet->length < network)", ")"),
+    mutation(HEADERS, "a TCP header may be too short", LOOKUP, "if (header < 20 || ", "if (!header || "),
+    mutation(HEADERS, "a TCP header may be longer than its segment", LOOKUP, "header > length || (", "("),
+    mutation(HEADERS, "a SYN is for no worker", LOOKUP, "#define TCP_DECIDES 0x16", "#define TCP_DECIDES 0x14"),
+    mutation(HEADERS, "a RST is for no worker", LOOKUP, "#define TCP_DECIDES 0x16", "#define TCP_DECIDES 0x12"),
+    mutation(
+        HEADERS,
+        "a segment without ACK is for no worker",
+        LOOKUP,
+        "(transport[13] & TCP_DECIDES) != TCP_ACK",
+        "transport[13] & TCP_DECIDES & ~TCP_ACK",
+    ),
+    mutation(
+        HEADERS,
+        "a datagram may be shorter than its header",
+        LOOKUP,
+        "if (said < 8 || said > length)",
+        "if (!said || said > length)",
+    ),
+    mutation(
+        HEADERS,
+        "a datagram may be longer than its packet",
+        LOOKUP,
+        "if (said < 8 || said > length)",
+        "if (said < 8)",
+    ),
+    // Where it goes.
+    mutation(
+        OF_ENTRY,
+        "what traverses the node's stack goes to the pod",
+        PROGRAM,
+        "connection.control & VIA_HOST || ",
+        "",
+    ),
+    mutation(LAST_HOP, "a packet's last hop counts", PROGRAM, "packet.hops <= 1 || ", ""),
+    mutation(HEADERS, "a packet's last hop but one does not count", PROGRAM, "packet.hops <= 1", "packet.hops <= 2"),
+    mutation(LENGTH, "a packet from a pod may have any length", PROGRAM, " || longest(skb, &packet) > to->mtu)", ")"),
+    mutation(LENGTH, "a packet to a pod may have any length", PROGRAM, "longest(skb, &packet) > at->mtu || ", ""),
+    mutation(
+        LENGTH,
+        "a long segment is measured as a whole",
+        PROGRAM,
+        "return skb->gso_size ? packet->headers + skb->gso_size : packet->length;",
+        "return packet->length;",
+    ),
+    mutation(
+        LENGTH,
+        "a long segment is measured without headers",
+        PROGRAM,
+        "return skb->gso_size ? packet->headers + skb->gso_size : packet->length;",
+        "return skb->gso_size ? skb->gso_size : packet->length;",
+    ),
+    mutation(
+        CAPTURED,
+        "a captured pod's packets are for no worker",
+        PROGRAM,
+        "return at->captured && ",
+        "return 0 && ",
+    ),
+    mutation(
+        CAPTURED,
+        "packets to a captured pod are for no worker",
+        PROGRAM,
+        "if (!to || is_captured(to) || ",
+        "if (!to || ",
+    ),
+    mutation(
+        LEFT,
+        "packets to the node may have any source MAC",
+        PROGRAM,
+        " ||\n\t\t    !is_mac(&at->pod, eth->h_source))",
+        ")",
+    ),
+    mutation(
+        LEFT,
+        "packets to the node may have any destination MAC",
+        PROGRAM,
+        "!is_mac(&at->node, eth->h_dest) ||\n",
+        "\n",
+    ),
+    mutation(
+        OF_ENTRY,
+        "the node's packets to another pod come here",
+        PROGRAM,
+        " ||\n\t    connection.to != skb->ifindex)",
+        ")",
+    ),
+    // How it leaves.
+    mutation(
+        HEADERS,
+        "hops are not counted",
+        PROGRAM,
+        "head.ip[4] -= bpf_htons(0x0100); /* TTL, which is at least 2, and protocol */\n\tsum",
+        "sum",
+    ),
+    mutation(
+        TRANSLATED,
+        "an IPv6 packet's hops are not counted",
+        PROGRAM,
+        "head.ip[3] -= bpf_htons(1); /* next header and hop limit, which is at least 2 */\n\t\treturn",
+        "return",
+    ),
+    mutation(
+        NEXT_FLOW,
+        "an IPv4 packet leaves with the next connection's addresses",
+        PROGRAM,
+        "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 2);\n\tif (control_of(connection->leaving) != connection->leaving_control)\n\t\treturn ENDED;",
+        "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 2);",
+    ),
+    mutation(
+        NEXT_FLOW,
+        "an IPv6 packet leaves with the next connection's addresses",
+        PROGRAM,
+        "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 8);\n\tif (control_of(connection->leaving) != connection->leaving_control)\n\t\treturn ENDED;",
+        "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 8);",
+    ),
+    mutation(
+        CHECKSUM,
+        "a datagram without checksum gets one",
+        PROGRAM,
+        "BPF_F_PSEUDO_HDR | (is_udp ? BPF_F_MARK_MANGLED_0 : 0)",
+        "BPF_F_PSEUDO_HDR",
+    ),
+    mutation(
+        CHECKSUM,
+        "ports are not in the checksum",
+        PROGRAM,
+        "is_open ? change.addresses : change.addresses + change.ports",
+        "change.addresses",
+    ),
+];
+
+fn sources() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../xdp-redirect/src/bpf")
+}
+
+/// A copy of the programs' source with the headers that it includes.
+struct Source {
+    folder: PathBuf,
+}
+
+impl Source {
+    fn new() -> Self {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mutations");
+        fs::create_dir_all(folder.join("include/bpf")).expect("below the target directory");
+        for (name, text) in API_HEADERS {
+            fs::write(folder.join("include/bpf").join(name), text).expect("below the target directory");
+        }
+        let source = Self { folder };
+        source.restore();
+        source
+    }
+
+    fn restore(&self) {
+        for entry in fs::read_dir(sources()).expect("a folder of the project") {
+            let path = entry.expect("a readable folder").path();
+            fs::copy(&path, self.folder.join(path.file_name().expect("an entry has a name")))
+                .expect("it can be written");
+        }
+    }
+
+    fn apply(&self, mutation: &Mutation) {
+        let file = self.folder.join(mutation.file);
+        let text = fs::read_to_string(&file).expect("copied above");
+        fs::write(&file, text.replacen(mutation.from, mutation.to, 1)).expect("below the target directory");
+    }
+
+    /// Compiles it as `xdp-redirect/build.rs` does, warnings apart: a mutant may leave something unused.
+    fn compile(&self, what: &str) -> PathBuf {
+        let (object, clang) =
+            (self.folder.join("mutant.o"), std::env::var("CLANG").unwrap_or_else(|_| "clang".to_owned()));
+        let mut command = Command::new(clang);
+        command
+            .args(["-w", "-mcpu=v3", "-idirafter"])
+            .arg(format!("/usr/include/{}-linux-gnu", std::env::consts::ARCH));
+        command.arg("-I").arg(self.folder.join("include")).arg(format!("-D__TARGET_ARCH_{}", bpf_architecture()));
+        command.args(["-g", "-O2", "-target", "bpf", "-c"]).arg(self.folder.join(PROGRAM)).arg("-o").arg(&object);
+        let output = command.output().expect("clang has compiled the programs");
+        assert!(output.status.success(), "{what} does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
+        object
+    }
+}
+
+fn bpf_architecture() -> &'static str {
+    match std::env::consts::ARCH {
+        "x86_64" => "x86",
+        "aarch64" => "arm64",
+        other => other,
+    }
+}
+
+/// What tests say of programs.
+enum Outcome {
+    Passed,
+    /// This test fails.
+    Failed(String),
+    /// The kernel does not load them, so that every test fails.
+    NotLoaded(Vec<String>),
+}
+
+/// Runs tests of this program with the programs in `object`, until one fails.
+fn run(object: &Path, tests: &[&str]) -> Outcome {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args(tests).env("PENSTOCK_TCX_OBJECT", object);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("this program runs");
+    let mut lines = BufReader::new(child.stdout.take().expect("it is a pipe")).lines().map_while(Result::ok);
+    let failed = lines.find(|line| line.starts_with("test ") && line.ends_with("FAILED"));
+    if failed.is_some() && tests.is_empty() {
+        // It may have ended.
+        let _ = child.kill();
+    }
+    // What a failed test has printed comes at the end.
+    let printed: Vec<String> = lines.collect();
+    let status = child.wait().expect("it was started");
+    if printed.iter().any(|line| line.contains(NOT_LOADED)) {
+        return Outcome::NotLoaded(printed);
+    }
+    match failed {
+        Some(test) => Outcome::Failed(test.trim_start_matches("test ").trim_end_matches(" ... FAILED").to_owned()),
+        None if status.success() => Outcome::Passed,
+        None => Outcome::Failed(format!("the test program: {status}")),
+    }
+}
+
+/// The error of programs that do not pass the verifier.
+const NOT_LOADED: &str = "the tcx programs";
+
+/// The test that notices a mutant.
+fn noticed_by(object: &Path, mutation: &Mutation) -> Option<String> {
+    for tests in [&["--exact", mutation.noticed_by][..], &[]] {
+        match run(object, tests) {
+            Outcome::Failed(test) => return Some(test),
+            Outcome::NotLoaded(printed) => panic!("{}: the kernel does not load it: {printed:#?}", mutation.breaks),
+            Outcome::Passed => {}
+        }
+    }
+    None
+}
+
+#[test]
+fn every_mutated_part_of_the_programs_occurs_exactly_once() {
+    for mutation in MUTATIONS {
+        let text = fs::read_to_string(sources().join(mutation.file)).expect("a file of the project");
+        assert_eq!(text.matches(mutation.from).count(), 1, "{}: {}", mutation.breaks, mutation.from);
+    }
+}
+
+#[test]
+#[ignore = "tests each broken version of the programs: some minutes"]
+fn the_tests_fail_for_each_broken_condition_of_the_programs() {
+    let source = Source::new();
+    let nothing = run(Path::new("/dev/null"), &[MAPPED]);
+    assert!(
+        matches!(nothing, Outcome::NotLoaded(_)),
+        "built without --features replaceable-programs: no mutant is loaded"
+    );
+    let unbroken = run(&source.compile("the unbroken programs"), &[]);
+    assert!(matches!(unbroken, Outcome::Passed), "the tests fail for the unbroken programs");
+    let wanted = std::env::var("PENSTOCK_MUTATION").unwrap_or_default();
+    let mutations = MUTATIONS.iter().filter(|of| of.equivalent.is_none() && of.breaks.contains(&wanted));
+    let mut missed = Vec::new();
+    for mutation in mutations {
+        source.restore();
+        source.apply(mutation);
+        let object = source.compile(mutation.breaks);
+        match noticed_by(&object, mutation) {
+            Some(test) => println!("noticed {}: {test}", mutation.breaks),
+            None => {
+                println!("MISSED  {}", mutation.breaks);
+                missed.push(mutation.breaks);
+            }
+        }
+    }
+    for mutation in MUTATIONS {
+        if let Some(reason) = mutation.equivalent {
+            println!("not run {}: {reason}", mutation.breaks);
+        }
+    }
+    assert!(missed.is_empty(), "not noticed: {missed:#?}");
+}
