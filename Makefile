@@ -71,8 +71,8 @@ fuzz: setup ## Frames and capture files of random bytes, a minute each   (FUZZ_S
 	@./scripts/fuzz
 
 .PHONY: soak
-soak: build ## Mixed traffic, churn and restarts for SOAK_MINUTES=30; a plot and a verdict at the end
-	$(AS_ROOT) $(TARGET)/release/soak --minutes $(or $(SOAK_MINUTES),30)
+soak: build ## Mixed traffic, churn and restarts for SOAK_MINUTES=30, SOAK_ATTACH=auto; a plot and a verdict at the end
+	$(AS_ROOT) $(TARGET)/release/soak --minutes $(or $(SOAK_MINUTES),30) --attach $(or $(SOAK_ATTACH),auto)
 
 .PHONY: test-apiserver
 test-apiserver: build ## What follows an API server, against a real one: built once from Debian's source package, then kept

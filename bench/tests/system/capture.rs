@@ -285,6 +285,55 @@ fn a_filter_and_limits_leave_out_the_rest() {
 }
 
 #[test]
+fn each_limit_ends_a_capture_and_hosts_and_connections_leave_out_the_rest() {
+    let node = Offered::start();
+    let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
+    let (from_0, other, from_2) = (socket(pod_0, PORT), socket(pod_0, PORT + 1), socket(pod_2, PORT));
+    let _at_1 = socket(pod_1, PORT);
+    // Each round: from two ports of one pod, and from another pod, which policy denies.
+    let round = |name: &str| {
+        send(&from_0, pod_1, &payloads(&format!("{name} first"), 2));
+        send(&other, pod_1, &payloads(&format!("{name} second"), 2));
+        send(&from_2, pod_1, &payloads(&format!("{name} denied"), 2));
+    };
+    let captured = |name: &str, arguments: &[&str], expected: &[&str]| {
+        let capture = node.capture(&format!("{name}.pcapng"), arguments);
+        round(name);
+        // What comes later than the last that is expected would be seen, too.
+        round(name);
+        let all: Vec<String> = expected.iter().flat_map(|kind| payloads(&format!("{name} {kind}"), 2)).collect();
+        capture.wait_for(2 * all.len(), LIMIT).unwrap();
+        let (packets, summary) = capture.end().unwrap();
+        let mut found: Vec<String> = packets.iter().map(payload).collect();
+        let mut wanted = [all.clone(), all].concat();
+        (found.sort(), wanted.sort());
+        assert_eq!(found, wanted, "{arguments:?}: {summary}");
+        packets
+    };
+    let [host_0, host_2] = [pod_0, pod_2].map(|site| site.address(false).unwrap().to_string());
+    let of_host = captured("host", &["--protocol", "UDP", "--host", &host_0], &["first", "second"]);
+    captured("other", &["--protocol", "UDP", "--host", &host_2], &["denied"]);
+    let of_first = of_host.iter().find(|packet| payload(packet) == "host first 0").unwrap();
+    let number = of_first.comment.split(' ').find_map(|part| part.strip_prefix("connection=")).unwrap();
+    let of_one = captured("connection", &["--connection", number], &["first"]);
+    assert!(of_one.iter().all(|packet| packet.comment.contains(number)), "{of_one:?}");
+
+    // The packet that reaches the limit is the last one.
+    let length = HEADERS + "bytes first 0".len();
+    let bytes = (length + 1).to_string();
+    let capture = node.capture("bytes.pcapng", &["--protocol", "UDP", "--host", &host_0, "--bytes", &bytes]);
+    round("bytes");
+    let (packets, summary) = capture.wait().unwrap();
+    assert!(summary.contains(&format!("({bytes} bytes)")), "{summary}");
+    assert_eq!(packets.iter().map(payload).collect::<Vec<_>>(), payloads("bytes first", 2));
+    let started = Instant::now();
+    let capture = node.capture("seconds.pcapng", &["--protocol", "UDP", "--host", &host_0, "--seconds", "1"]);
+    let (packets, summary) = capture.wait().unwrap();
+    assert!(summary.contains("(1 seconds)") && packets.is_empty(), "{summary}");
+    assert!(started.elapsed() >= Duration::from_secs(1), "it waits for packets that long");
+}
+
+#[test]
 fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afterwards() {
     let mut node = Offered::with("", Attach::Tcx);
     let flow = {

@@ -5,6 +5,7 @@ mod attach;
 mod bad_input;
 mod capture;
 mod connections;
+mod dashboards;
 mod domain_names;
 mod fixture;
 mod flow_records;

@@ -7,6 +7,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::fmt;
 
+use penstock_dataplane::packet::{TcpFlags, Transport, parse};
 use penstock_dataplane::{DropReason, Epoch};
 use rustc_hash::FxHashSet;
 use serde::Serialize;
@@ -93,6 +94,8 @@ struct ReadPacket {
     record: Record,
     frame: Vec<u8>,
     verdict: RecordedVerdict,
+    /// Whether it is TCP's answer to a SYN.
+    answers: bool,
 }
 
 impl RecordedPackets {
@@ -125,7 +128,7 @@ impl RecordedPackets {
                 self.read_packet(captures)?;
             }
             let Some(Reverse(packet)) = self.ahead.pop() else { return Ok(None) };
-            let is_compared = match self.treatment(&packet.verdict) {
+            let is_compared = match self.treatment(&packet.verdict, packet.answers) {
                 Treatment::Compare => true,
                 Treatment::Play => {
                     self.counts.node_state += 1;
@@ -158,13 +161,21 @@ impl RecordedPackets {
         // What left a worker was decided as it came, and shows its backend alone.
         if !verdict.translated {
             let epoch = verdict.epoch.0.wrapping_sub(self.bundle.first_epoch().0);
-            self.ahead.push(Reverse(ReadPacket { epoch, place: self.read, record, frame, verdict }));
+            let answers = is_answer_to_syn(&frame);
+            self.ahead.push(Reverse(ReadPacket { epoch, place: self.read, record, frame, verdict, answers }));
         }
         Ok(())
     }
 
-    fn treatment(&mut self, verdict: &RecordedVerdict) -> Treatment {
+    fn treatment(&mut self, verdict: &RecordedVerdict, answers: bool) -> Treatment {
         use DropReason as R;
+        // The SYN was for a connection that was open already: its answer opens another one in the place of that, which replay
+        // does not know.
+        let is_of_unknown = |connection| !self.known.contains(&connection);
+        let is_reopened = answers && verdict.opens && verdict.dropped != Some(R::NoConnection);
+        if is_reopened && verdict.connection.is_some_and(is_of_unknown) {
+            return Treatment::EarlierConnection;
+        }
         let is_known = match verdict.connection {
             Some(connection) if verdict.opens && verdict.dropped.is_none_or(leaves_connection) => {
                 self.known.insert(connection);
@@ -288,6 +299,14 @@ impl<'a> Iterator for Parts<'a> {
         self.0 = rest;
         Some((key, value.trim_matches('"')))
     }
+}
+
+fn is_answer_to_syn(frame: &[u8]) -> bool {
+    let packet = parse(frame).ok();
+    packet.is_some_and(|packet| match packet.transport {
+        Transport::Tcp(tcp) => tcp.flags.contains(TcpFlags::SYN) && tcp.flags.contains(TcpFlags::ACK),
+        _ => false,
+    })
 }
 
 /// Whether a packet that is dropped so has opened its connection, or belongs to it, all the same.

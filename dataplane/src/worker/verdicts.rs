@@ -438,8 +438,7 @@ impl EvaluatedFlow {
     pub(super) fn name(&self, policy: &PolicySet) -> LoggedEvaluation {
         let Self { flow, verdict, reason, .. } = *self;
         // Increments a reference count; copies nothing.
-        let rule =
-            |side: crate::policy::DirectionVerdict| side.rule().and_then(|rule| policy.rule_name(rule)).cloned();
+        let rule = |side: crate::policy::DirectionVerdict| side.rule().and_then(|rule| policy.rule_name(rule)).cloned();
         // Empty, without an allocation, unless a rule passed the flow on.
         let passes = |direction, verdict| -> Vec<RuleName> {
             let rules = policy.passes(&flow, direction, verdict).into_iter();

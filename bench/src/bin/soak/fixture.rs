@@ -11,7 +11,9 @@ use penstock_admin::client::Client;
 use penstock_admin::types::Status;
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::probe::{EchoServers, EchoService, Site};
-use penstock_bench::testbed::{Daemon, DaemonConfig, ScratchDir, network_state};
+use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, ScratchDir, network_state};
+
+use crate::log;
 
 /// Permanent pods.
 const PODS: u8 = 6;
@@ -43,6 +45,8 @@ pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,
     pub(crate) epoch: Instant,
     pub(crate) outages: Vec<Outage>,
+    /// What the daemons so far have warned of.
+    warnings: Vec<String>,
     scratch: ScratchDir,
     manifests: PathBuf,
     config: DaemonConfig,
@@ -52,7 +56,7 @@ pub(crate) struct Fixture {
 
 impl Fixture {
     /// `is_last`: no other daemon follows this one.
-    pub(crate) fn start(is_last: bool) -> Result<Self> {
+    pub(crate) fn start(is_last: bool, attach: Attach) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests)?;
@@ -61,6 +65,7 @@ impl Fixture {
         let cluster = Cluster::build(&read_objects(&manifests)?)?;
         let before = network_state(cluster.node.netlink())?;
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
+        config.attach = attach;
         config.admin = Some(scratch.path().join("admin.sock"));
         config.conntrack = format!(
             "mapping = \"{}/conntrack\"\nentries = 65536\nmidstream_pickup = \"0s\"\n",
@@ -70,8 +75,8 @@ impl Fixture {
         let services = [EchoService::Tcp(8080), EchoService::Udp(53)];
         let servers = EchoServers::start_all(&cluster.sites, &services)?;
         let daemon = Daemon::start(cluster.node.namespace(), &config)?;
-        let (epoch, outages) = (Instant::now(), Vec::new());
-        Ok(Self { cluster, daemon, epoch, outages, scratch, manifests, config, before, _servers: servers })
+        let (epoch, outages, warnings) = (Instant::now(), Vec::new(), Vec::new());
+        Ok(Self { cluster, daemon, epoch, outages, warnings, scratch, manifests, config, before, _servers: servers })
     }
 
     pub(crate) fn site(&self, name: &str) -> Result<&Site> {
@@ -103,15 +108,17 @@ impl Fixture {
         self.daemon.signal(if kill { Signal::SIGKILL } else { Signal::SIGTERM })?;
         let status = self.daemon.wait_until_ended(END)?;
         ensure!(kill || status.success(), "the daemon ended with {status} at {from:?}");
+        self.warnings.extend(log::unexpected(&self.daemon.log().lines()).cloned());
         self.config.sections = self.config.sections.replace(on_exit(false), on_exit(is_last));
         self.daemon = Daemon::start(self.cluster.node.namespace(), &self.config)?;
         self.outages.push(Outage { from, to: self.epoch.elapsed() + SETTLE });
         Ok(())
     }
 
-    /// Ends the last daemon. Returns what was wrong with its exit and what it left behind.
-    pub(crate) fn stop(self) -> Result<(Vec<Outage>, Vec<String>)> {
+    /// Ends the last daemon. Returns what was wrong with its exit and what it left behind, and what all daemons have warned of.
+    pub(crate) fn stop(mut self) -> Result<(Vec<Outage>, Vec<String>, Vec<String>)> {
         let (status, log) = self.daemon.stop()?;
+        self.warnings.extend(log::unexpected(&log).cloned());
         let mut wrong = Vec::new();
         if !status.success() {
             wrong.push(format!("the daemon ended with {status}: {}", log.join("\n")));
@@ -127,7 +134,7 @@ impl Fixture {
         wrong
             .extend(after.iter().filter(|line| !self.before.contains(line)).map(|line| format!("left behind: {line}")));
         wrong.extend(self.before.iter().filter(|line| !after.contains(line)).map(|line| format!("gone: {line}")));
-        Ok((self.outages, wrong))
+        Ok((self.outages, wrong, self.warnings))
     }
 }
 

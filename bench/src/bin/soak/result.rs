@@ -41,6 +41,7 @@ impl SoakResult {
         churn: &Churn,
         outages: &[Outage],
         ended: Vec<String>,
+        warnings: Vec<String>,
     ) -> Self {
         let mut findings = Vec::new();
         let mut find = |good, what| findings.push(Finding { good, what });
@@ -78,6 +79,8 @@ impl SoakResult {
             format!("the daemon's end and what it left: {}", if ended.is_empty() { "clean" } else { "" }),
         );
         ended.into_iter().for_each(|what| find(false, what));
+        find(warnings.is_empty(), format!("{} warnings and errors in the daemons' logs", warnings.len()));
+        warnings.into_iter().for_each(|line| find(false, line));
         Self(findings)
     }
 

@@ -36,7 +36,7 @@ fn body(record: &FlowRecord) -> String {
 
 /// The record's fields, by the names of the semantic conventions where there are such
 /// (<https://opentelemetry.io/docs/specs/semconv/registry/attributes/>).
-fn attributes(record: &FlowRecord) -> Vec<(String, AnyValue)> {
+pub(super) fn attributes(record: &FlowRecord) -> Vec<(String, AnyValue)> {
     let mut all: Vec<(String, AnyValue)> = Vec::with_capacity(48);
     let mut add = |name: &str, value: Option<AnyValue>| {
         all.extend(value.map(|value| (name.to_owned(), value)));

@@ -375,3 +375,46 @@ fn files_that_cannot_be_used_are_named_with_a_remedy_and_without_secrets() {
         assert!(parts.iter().all(|part| error.contains(part)) && !error.contains("secret"), "{error}");
     }
 }
+
+/// Words of an expression, without what is in quotes.
+fn words(expression: &str) -> Vec<&str> {
+    let outside = expression.split('"').step_by(2);
+    outside.flat_map(|text| text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')).collect()
+}
+
+#[test]
+fn the_dashboard_asks_a_log_store_only_for_fields_that_records_have() {
+    // As Loki names attributes, those of the resource too.
+    let stored = |name: &str| name.replace('.', "_");
+    let all = FlowRecord {
+        service: Some(penstock_admin::types::FlowEnd {
+            address: [10, 96, 0, 1].into(),
+            port: 80,
+            name: Some("shop/web:http".into()),
+        }),
+        reason: Some("ingress_denied"),
+        packets: Some(1),
+        first: Some("2026-01-01T00:00:09Z".parse().unwrap()),
+        ..record(1)
+    };
+    let mut known: Vec<String> = log::attributes(&all).iter().map(|(name, _)| stored(name)).collect();
+    known.extend(resource("n").iter().map(|(name, _)| stored(name.as_str())));
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs/grafana/flows.json");
+    let dashboard: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let panels = dashboard["panels"].as_array().unwrap();
+    let targets = panels.iter().flat_map(|panel| panel["targets"].as_array().into_iter().flatten());
+    let mut asked = 0;
+    for target in targets.filter(|target| target["datasource"]["type"] == "loki") {
+        let expression = target["expr"].as_str().unwrap();
+        assert_eq!(expression.matches('(').count(), expression.matches(')').count(), "{expression}");
+        let legend = target["legendFormat"].as_str().unwrap();
+        for word in words(expression).into_iter().chain(words(legend)) {
+            let is_field = ["penstock_", "source_", "destination_", "network_", "service_", "k8s_"];
+            if is_field.iter().any(|prefix| word.starts_with(prefix)) {
+                assert!(known.iter().any(|name| name == word), "{word} of {expression} is none of {known:?}");
+                asked += 1;
+            }
+        }
+    }
+    assert!(asked > 20, "{asked}");
+}
