@@ -12,7 +12,7 @@ use super::cores::CoreTimes;
 use super::generator::{Generator, UdpFlow};
 use super::meter::{DatagramCounts, UdpMeter};
 use super::run::{PROBE_SOURCE, RunningTrial, TrialSockets};
-use super::traffic::{FrameTemplates, SLOTS, Traffic, connection_ports};
+use super::traffic::{SLOTS, UdpFrames, connection_ports};
 use super::trial::{PORTS, PROBE_PORT, Trial, TrialResult};
 use crate::testbed::Pod;
 
@@ -111,15 +111,11 @@ impl Harness {
         if connections <= self.answered.0 && self.answered.1.elapsed() < ANSWERED {
             return Ok(());
         }
-        let mut frames = FrameTemplates::new(&self.hop, Traffic::SMALLEST, PORTS)?;
+        let mut frames = UdpFrames::new(&self.hop)?;
         let mut under_way = 0..0;
         for first in (0..connections).step_by(SLOTS) {
             let some = first..connections.min(first + SLOTS as u32);
-            for (slot, connection) in some.clone().enumerate() {
-                let (source, destination) = connection_ports(connection, &PORTS);
-                frames.stamp_as(slot, 0, 0, source, destination);
-            }
-            self.generator.send_frames(&frames.bytes[..some.len()])?;
+            self.generator.send_frames(frames.of(some.clone()))?;
             self.answer(under_way);
             under_way = some;
         }

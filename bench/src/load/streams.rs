@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use socket2::{Domain, Socket, Type};
 
@@ -22,7 +22,7 @@ const CLIENTS: usize = 2;
 const SERVERS: u16 = 16;
 
 /// Total throughput of this many streams to an address in gigabits a second, counted at the receiver after a fifth of
-/// `length`. It listens on that port of all its addresses.
+/// `length`. It listens on that port of all its addresses. An error if a stream breaks before the end.
 pub fn streams_for(
     from: &Namespace,
     to: &Namespace,
@@ -32,8 +32,8 @@ pub fn streams_for(
 ) -> Result<f64> {
     let own = on_any(address);
     let listener = to.run(|| TcpListener::bind(own)).with_context(|| format!("cannot listen on {own}"))?;
-    let (ends, arrived) = (AtomicBool::new(false), AtomicU64::new(0));
-    std::thread::scope(|scope| {
+    let (ends, arrived, broken) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let rate = std::thread::scope(|scope| {
         let mut senders = Vec::new();
         let mut receivers = Vec::new();
         for _ in 0..streams {
@@ -51,21 +51,30 @@ pub fn streams_for(
             scope.spawn(|| read_until(receiver, &ends, &arrived));
         }
         for sender in senders {
-            scope.spawn(|| write_until(sender, &ends));
+            scope.spawn(|| write_until(sender, &ends, &broken));
         }
         std::thread::sleep(length / 5);
         let (start, before) = (Instant::now(), arrived.load(Ordering::Relaxed));
         std::thread::sleep(length);
         let (time, after) = (start.elapsed(), arrived.load(Ordering::Relaxed));
         ends.store(true, Ordering::Relaxed);
-        Ok((after - before) as f64 * 8.0 / time.as_secs_f64() / 1e9)
-    })
+        anyhow::Ok((after - before) as f64 * 8.0 / time.as_secs_f64() / 1e9)
+    })?;
+    let broken = broken.into_inner();
+    ensure!(broken == 0, "{broken} of {streams} streams broke");
+    Ok(rate)
 }
 
-fn write_until(mut stream: TcpStream, ends: &AtomicBool) {
+fn write_until(mut stream: TcpStream, ends: &AtomicBool, broken: &AtomicU64) {
     let chunk = vec![0x5a; CHUNK];
-    // Retry after a timeout until the end; a broken stream sends no more.
-    while !ends.load(Ordering::Relaxed) && goes_on(stream.write(&chunk)) {}
+    // Retry after a timeout until the end.
+    while !ends.load(Ordering::Relaxed) {
+        // Receivers end no earlier: one that is gone before has broken, too.
+        if !goes_on(stream.write(&chunk)) && !ends.load(Ordering::Relaxed) {
+            broken.fetch_add(1, Ordering::Relaxed);
+            return;
+        }
+    }
 }
 
 fn read_until(mut stream: TcpStream, ends: &AtomicBool, arrived: &AtomicU64) {

@@ -9,6 +9,7 @@ use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
 use super::generator::UdpFlow;
+use super::trial::PORTS;
 
 /// Bytes of headers before a frame's payload.
 const HEADERS: usize = 14 + 20 + 8;
@@ -141,6 +142,27 @@ impl FrameTemplates {
         }
         self.turns += 1;
         (self.turns % u64::from(connections)) as u32
+    }
+}
+
+/// Frames of 64 bytes that open connections, numbered as those that take turns in a trial.
+pub struct UdpFrames {
+    frames: FrameTemplates,
+}
+
+impl UdpFrames {
+    /// Frames from the flow's one address to the other.
+    pub fn new(hop: &UdpFlow) -> Result<Self> {
+        Ok(Self { frames: FrameTemplates::new(hop, Traffic::SMALLEST, PORTS)? })
+    }
+
+    /// One of each of these connections; at most 120.
+    pub fn of(&mut self, connections: Range<u32>) -> &[Vec<u8>] {
+        for (slot, connection) in connections.clone().enumerate() {
+            let (source, destination) = connection_ports(connection, &PORTS);
+            self.frames.stamp_as(slot, 0, 0, source, destination);
+        }
+        &self.frames.bytes[..connections.len()]
     }
 }
 

@@ -2,10 +2,13 @@
 
 use std::collections::VecDeque;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::time::TimeSpec;
 
 use super::policy::NODE;
 use super::{ManifestReloader, PeerTestbed, v4};
@@ -22,6 +25,8 @@ const PORT: u16 = 9200;
 const LIMIT: Duration = Duration::from_secs(10);
 /// Interval between packets: the resolution of the measured time.
 const INTERVAL: Duration = Duration::from_micros(200);
+/// How long a port stays open before it is closed: its connection gets established, and programs forward its packets.
+const ESTABLISHED: Duration = Duration::from_millis(4);
 /// How long nothing may arrive before the port counts as closed.
 const SILENCE: Duration = Duration::from_millis(20);
 
@@ -98,43 +103,85 @@ fn go(testbed: &PodChurn, node: &Netlink, group: Option<(u32, Vec<String>)>) -> 
     node.remove_group(group)
 }
 
-/// Opens and closes a port of the second pod by policy, `changes` times. Returns the time from each save to the first
-/// packet that arrives.
-pub fn times_until_in_force(testbed: &PeerTestbed, changes: usize) -> Result<Vec<Duration>> {
-    let (from, to, reload) = (testbed.pod(0)?, testbed.pod(1)?, testbed.reload());
-    let there = SocketAddr::new(v4(to)?, PORT);
-    let receiver = to.namespace().run(|| UdpSocket::bind(there).context("cannot bind"))?;
-    let here = SocketAddr::new(v4(from)?, 0);
-    let sender = from.namespace().run(|| UdpSocket::bind(here).context("cannot bind"))?;
-    let arrives = |wait: Duration| -> Result<bool> {
-        receiver.set_read_timeout(Some(wait))?;
-        Ok(receiver.recv(&mut [0; 64]).is_ok())
-    };
-    let mut times = Vec::with_capacity(changes);
+/// Times from saving a change until it showed on packets.
+#[derive(Clone, Debug, Default)]
+pub struct ChangeTimes {
+    /// Until the first packet that the policy allows arrived.
+    pub opened: Vec<Duration>,
+    /// Until the last packet arrived of a connection that the policy does not allow any more.
+    pub closed: Vec<Duration>,
+}
+
+/// Opens and closes a port of the second pod by policy, `changes` times.
+pub fn times_until_in_force(testbed: &PeerTestbed, changes: usize) -> Result<ChangeTimes> {
+    let reload = testbed.reload();
+    let mut connection = PacedConnection::new(testbed)?;
+    let mut times = ChangeTimes::default();
     for _ in 0..changes {
         let saved = Instant::now();
         reload.save_as("toggle.yaml", &toggle(PORT))?;
-        loop {
-            sender.send_to(b"open?", there)?;
-            if arrives(INTERVAL)? {
-                break;
+        let first = loop {
+            if let Some(arrived) = connection.send_one()? {
+                break arrived;
             }
             ensure!(saved.elapsed() < LIMIT, "the policy is not in force after {LIMIT:?}");
+        };
+        times.opened.push(first - saved);
+        let mut last = first;
+        while first.elapsed() < ESTABLISHED {
+            last = connection.send_one()?.unwrap_or(last);
         }
-        times.push(saved.elapsed());
-        let closed = Instant::now();
+        let saved = Instant::now();
         reload.save_as("toggle.yaml", &toggle(PORT + 1))?;
-        let mut quiet = Instant::now();
-        while quiet.elapsed() < SILENCE {
-            sender.send_to(b"closed?", there)?;
-            if arrives(INTERVAL)? {
-                quiet = Instant::now();
-            }
-            ensure!(closed.elapsed() < LIMIT, "the port is still open after {LIMIT:?}");
+        while last.elapsed() < SILENCE {
+            last = connection.send_one()?.unwrap_or(last);
+            ensure!(saved.elapsed() < LIMIT, "the port is still open after {LIMIT:?}");
         }
+        times.closed.push(last.saturating_duration_since(saved));
     }
     reload.remove("toggle.yaml")?;
     Ok(times)
+}
+
+/// A UDP connection from the first pod to the second on which a packet is sent each [`INTERVAL`].
+struct PacedConnection {
+    sender: UdpSocket,
+    receiver: UdpSocket,
+    next: Instant,
+}
+
+impl PacedConnection {
+    fn new(testbed: &PeerTestbed) -> Result<Self> {
+        let (from, to) = (testbed.pod(0)?, testbed.pod(1)?);
+        let (here, there) = (SocketAddr::new(v4(from)?, 0), SocketAddr::new(v4(to)?, PORT));
+        let bound = |address: SocketAddr| UdpSocket::bind(address).with_context(|| format!("cannot bind {address}"));
+        let (sender, receiver) = (from.namespace().run(|| bound(here))?, to.namespace().run(|| bound(there))?);
+        sender.connect(there)?;
+        receiver.set_nonblocking(true)?;
+        Ok(Self { sender, receiver, next: Instant::now() })
+    }
+
+    /// Sends a packet and waits until the next one is due. Returns when the last packet arrived meanwhile, if one did.
+    ///
+    /// A socket's own timeout is rounded up to the kernel's ticks, which are as long as what is measured.
+    fn send_one(&mut self) -> Result<Option<Instant>> {
+        // Refused: an ICMP error for an earlier packet. A packet that is not sent does not arrive.
+        let _ = self.sender.send(b"packet");
+        // After a delay the packets that were missed are not made up for.
+        self.next = Instant::now().max(self.next + INTERVAL);
+        let mut arrived = None;
+        loop {
+            let left = self.next.saturating_duration_since(Instant::now());
+            let mut waiting = [PollFd::new(self.receiver.as_fd(), PollFlags::POLLIN)];
+            ppoll(&mut waiting, Some(TimeSpec::from_duration(left)), None)?;
+            while self.receiver.recv(&mut [0; 64]).is_ok() {
+                arrived = Some(Instant::now());
+            }
+            if left.is_zero() {
+                return Ok(arrived);
+            }
+        }
+    }
 }
 
 /// A policy for all pods: it also restricts the sender's egress.

@@ -3,6 +3,7 @@
 
 mod churn;
 mod filters;
+mod full_table;
 mod huge_pages;
 mod nfqueue;
 mod openvswitch;
@@ -31,9 +32,9 @@ use crate::testbed::{
     Attach, Daemon, DaemonConfig, Namespace, Node, Outside, PacketCapture, Pod, RouteVia, ScratchDir, ServiceProcess,
 };
 
-pub use churn::{PodChurn, churn, times_until_in_force};
+pub use churn::{ChangeTimes, PodChurn, churn, times_until_in_force};
 use huge_pages::HugePages;
-pub use policy::{ClusterSize, NODE, manifests, pod_name};
+pub use policy::{ClusterSize, NODE, further_policy, manifests, pod_name};
 pub use tools::{MissingTool, find};
 
 /// The core of generator and receiver, and the forwarder's core where it has one of its own.
@@ -94,6 +95,18 @@ impl Peer {
     /// The same by tcx. `offload`: whether its programs forward packets of established connections by themselves.
     pub fn penstock_by_tcx(offload: bool) -> Self {
         Self::Penstock { enforces: true, sections: format!("attach tcx\noffload {offload}\n") }
+    }
+
+    /// The same, with one worker for all packets that the programs leave to workers.
+    pub fn penstock_by_tcx_with_one_worker() -> Self {
+        Self::Penstock { enforces: true, sections: "attach tcx\noffload true\none worker\n".to_owned() }
+    }
+
+    /// Penstock by tcx with room for this many connections, none of which expires during a run.
+    pub fn penstock_by_tcx_with_table(entries: usize) -> Self {
+        let timeouts = format!("timeouts = {{ udp_timeout = \"{KEPT}s\", udp_timeout_stream = \"{KEPT}s\" }}");
+        let sections = format!("attach tcx\noffload true\nconntrack entries = {entries}\nconntrack {timeouts}\n");
+        Self::Penstock { enforces: true, sections }
     }
 
     /// Penstock without policy and connection tracking.
@@ -159,6 +172,9 @@ impl PeerTestbed {
         let mut testbed = Self { peer, node, outside, harness, running, manifests, description, size, cores, scratch };
         testbed.harness.send_to(testbed.destination()?);
         testbed.verify().with_context(|| format!("{label} does not do what it should"))?;
+        if size.open > 0 {
+            testbed.with_peer_mut(|testbed| full_table::fill(testbed, size.open))?;
+        }
         testbed.pause()?;
         Ok(testbed)
     }
@@ -260,6 +276,14 @@ impl PeerTestbed {
         result
     }
 
+    /// The same for work that runs trials of its own.
+    fn with_peer_mut<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        self.resume()?;
+        let result = work(self);
+        self.pause()?;
+        result
+    }
+
     /// Runs a trial and, on another thread, `beside`, which is signalled when the trial ends.
     pub fn run_beside<T: Send>(
         &mut self,
@@ -296,19 +320,24 @@ impl PeerTestbed {
         self.size
     }
 
-    /// The daemon's status, if the peer is Penstock.
-    pub fn status(&self) -> Result<Option<Status>> {
-        if self.daemon().is_none() {
-            return Ok(None);
-        }
-        let client = Client::new(&self.scratch.path().join("admin.sock"))?;
-        Ok(Some(client.get("/v1/status", &()).map_err(|error| anyhow::anyhow!("{error}"))?))
+    /// A handle that reads the daemon's status, also during a measurement.
+    pub fn status_reader(&self) -> StatusReader {
+        StatusReader { socket: self.daemon().map(|_| self.scratch.path().join("admin.sock")) }
     }
 
-    /// The snapshot epoch that all workers have adopted, if the peer is Penstock.
-    pub fn epoch(&self) -> Result<Option<u32>> {
-        let status = self.status()?;
-        Ok(status.and_then(|status| status.workers.iter().map(|worker| worker.epoch).min()))
+    /// The daemon's status, if the peer is Penstock.
+    pub fn status(&self) -> Result<Option<Status>> {
+        self.status_reader().status()
+    }
+
+    /// Connections that the peer's table holds: that of Penstock, or the kernel's in the node's namespace.
+    pub fn open_connections(&self) -> Result<usize> {
+        if let Some(status) = self.status()? {
+            return Ok(status.connections.entries);
+        }
+        let count = || std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_count");
+        let text = self.node.namespace().run(count).context("cannot read how many connections the kernel tracks")?;
+        text.trim().parse().with_context(|| format!("the kernel tracks {text:?} connections, which is no number"))
     }
 
     /// Begins a capture of Penstock with these options of `penstock capture`, whose packets nobody keeps. The peer needs a line
@@ -385,6 +414,27 @@ impl PeerTestbed {
             sender.send_to(b"denied", destination)?;
         }
         Ok(!sink.drain(Duration::from_millis(300))?.is_empty())
+    }
+}
+
+/// Reads the status of a testbed's daemon.
+pub struct StatusReader {
+    /// The admin socket, if the peer is Penstock.
+    socket: Option<PathBuf>,
+}
+
+impl StatusReader {
+    /// The daemon's status, if the peer is Penstock.
+    pub fn status(&self) -> Result<Option<Status>> {
+        let Some(socket) = &self.socket else { return Ok(None) };
+        let status = Client::new(socket)?.get("/v1/status", &());
+        Ok(Some(status.map_err(|error| anyhow::anyhow!("{error}"))?))
+    }
+
+    /// The snapshot epoch that all workers have adopted, if the peer is Penstock.
+    pub fn epoch(&self) -> Result<Option<u32>> {
+        let status = self.status()?;
+        Ok(status.and_then(|status| status.workers.iter().map(|worker| worker.epoch).min()))
     }
 }
 
@@ -498,13 +548,14 @@ fn daemon_config(
     cores: Cores,
 ) -> DaemonConfig {
     let mut config = DaemonConfig::new(NODE, manifests);
-    // Every peer has room for the connections of every scenario, the kernel too.
-    let mut conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
+    let mut conntrack = String::new();
     config.admin = Some(scratch.path().join("admin.sock"));
-    let memory = if size.pods > 8 { 512 } else { MEMORY };
+    // By XDP each pod has frames of its own.
+    let by_tcx = sections.contains("attach tcx");
+    let memory = if size.pods > 8 && !by_tcx { 512 } else { MEMORY };
     let worker = cores.worker;
     // Where programs forward, the default: a worker on each core.
-    let mut workers = match sections.contains("offload true") {
+    let mut workers = match sections.contains("offload true") && !sections.contains("one worker") {
         true => String::new(),
         false => format!("cores = [{worker}]\n"),
     };
@@ -521,10 +572,13 @@ fn daemon_config(
                 capture = format!("[capture]\nsocket = \"{}\"\n", capture_socket(scratch).display())
             }
             Some(("offload", value)) => config.offload = value == "true",
-            // Replaces the default section.
-            Some(("conntrack", line)) => conntrack = format!("{line}\n"),
+            Some(("conntrack", line)) => conntrack += &format!("{line}\n"),
             _ => {}
         }
+    }
+    // Every peer has room for the connections of every scenario, the kernel too, unless the peer says otherwise.
+    if conntrack.is_empty() {
+        conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
     }
     config.conntrack = format!("mapping = \"off\"\n{conntrack}");
     let services = size.services > 0;
@@ -543,6 +597,9 @@ const MEMORY: usize = 64;
 
 /// Connections that every peer has room for.
 pub const CONNECTIONS: usize = 1 << 22;
+
+/// Seconds that idle UDP connections of a filled table are kept: longer than a run.
+const KEPT: u32 = 3 * 3600;
 
 fn v4(pod: &Pod) -> Result<IpAddr> {
     pod.address(false).with_context(|| format!("pod {} has no IPv4 address", pod.name()))

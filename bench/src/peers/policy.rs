@@ -36,6 +36,8 @@ pub struct ClusterSize {
     pub to_service: bool,
     /// Whether there is a second node, with one pod that receives.
     pub other_node: bool,
+    /// UDP connections that are open all the time: those that are measured, and others of all pods that send.
+    pub open: u32,
 }
 
 /// The name of a pod.
@@ -156,6 +158,14 @@ pub(super) fn policy(number: usize, turn: usize) -> String {
         }
     }
 }
+
+/// One more policy that selects the second pod and admits an unused address; its port is another one each turn.
+pub fn further_policy(turn: usize) -> String {
+    policy(FURTHER, turn)
+}
+
+/// Its number: more than there are policies in any cluster.
+const FURTHER: usize = 60_000;
 
 /// Writes the manifests into a directory of their own and returns it.
 pub(super) fn write(scratch: &ScratchDir, size: ClusterSize) -> Result<std::path::PathBuf> {

@@ -69,6 +69,11 @@ impl Samples {
     pub(crate) fn count(&self) -> usize {
         self.0.len()
     }
+
+    /// In the order of measurement.
+    pub(crate) fn values(&self) -> &[f64] {
+        &self.0
+    }
 }
 
 /// Results of one case of a scenario.

@@ -19,12 +19,31 @@ pub(crate) const POLICIES: usize = 100;
 /// Default MTU of pods.
 pub(crate) const MTU: u32 = 1500;
 
+/// Room for connections in a table that is filled.
+pub(crate) const FULL_TABLE: usize = 1 << 20;
+/// Connections that are open in it.
+const OPEN: u32 = FULL_TABLE as u32 / 100 * 92;
+/// Pods whose connections fill it: none may have more than there are free entries.
+const FULL_TABLE_PODS: usize = 26;
+
 impl TestbedSpec {
+    /// A peer that keeps a table of connections, which is full.
+    pub(crate) fn with_full_table(peer: Peer) -> Self {
+        Self::of(peer).pods(FULL_TABLE_PODS).open(OPEN)
+    }
+
     /// Two pods and a hundred policies.
     pub(crate) fn of(peer: Peer) -> Self {
         Self {
             peer,
-            size: ClusterSize { pods: 2, policies: POLICIES, services: 0, to_service: false, other_node: false },
+            size: ClusterSize {
+                pods: 2,
+                policies: POLICIES,
+                services: 0,
+                to_service: false,
+                other_node: false,
+                open: 0,
+            },
             mtu: MTU,
         }
     }
@@ -45,6 +64,11 @@ impl TestbedSpec {
         Self { size: ClusterSize { other_node: true, ..self.size }, ..self }
     }
 
+    /// With this many connections open all the time.
+    fn open(self, open: u32) -> Self {
+        Self { size: ClusterSize { open, ..self.size }, ..self }
+    }
+
     pub(crate) fn mtu(self, mtu: u32) -> Self {
         Self { mtu, ..self }
     }
@@ -54,6 +78,9 @@ impl TestbedSpec {
         match &self.peer {
             peer if *peer == Peer::penstock_by_tcx(true) => "Penstock, tcx",
             peer if *peer == Peer::penstock_by_tcx(false) => "Penstock, tcx, all by workers",
+            peer if *peer == Peer::penstock_by_tcx_with_one_worker() => "Penstock, tcx, one worker",
+            peer if *peer == Peer::penstock_by_tcx_with_table(FULL_TABLE) => "Penstock, tcx, full table",
+            Peer::Nftables if self.size.open > 0 => "nftables, sets + conntrack, full table",
             Peer::Penstock { enforces: true, .. } => "Penstock",
             Peer::Penstock { enforces: false, .. } => "Penstock, raw forward",
             Peer::Kernel => "kernel routing",

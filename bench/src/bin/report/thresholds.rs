@@ -25,6 +25,9 @@ pub(crate) struct Threshold {
     pub(crate) threshold: f64,
 }
 
+/// Lowest and highest of what the repetitions gave.
+pub(crate) type Spread = [f64; 2];
+
 /// Result of a threshold.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum ThresholdResult {
@@ -114,16 +117,36 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         .of("Penstock, largest single frame")
         .against("kernel routing"),
     at_most("clocks of an established packet outside of system calls", "stages", "outside system calls", 200.0),
-    at_most("packets lost in a swap of 10,000 rules", "swap", "lost", 0.0),
+    at_most("packets lost in swaps of 10,000 rules, the most of all repetitions", "swap", "lost", 0.0),
+    at_most("the same by tcx", "swap", "lost", 0.0).of("Penstock, tcx"),
+    at_most(
+        "from taking a policy back to the last packet of a connection that the kernel forwards, by tcx, ms, median",
+        "policy-churn",
+        "cut, median",
+        12.0,
+    )
+    .of("Penstock, tcx, at rest"),
+    at_most("its p99", "policy-churn", "cut, p99", 12.0).of("Penstock, tcx, at rest"),
+    at_most(
+        "first packet of a connection by tcx, p99 of the added latency, against NFQUEUE",
+        "first-packet",
+        "added p99",
+        0.1,
+    )
+    .of("Penstock, tcx")
+    .against("NFQUEUE"),
+    at_most("round trip p99 by tcx at half load against plain kernel routing", "round-trip", "p99", 1.3)
+        .of("50 %: Penstock, tcx")
+        .against("50 %: kernel routing"),
     at_least("new connections opened during an ACK flood from outside, of those without", "ack-flood", "share", 0.99),
     at_most(
-        "first packets by tcx, p99, while another pod floods, against those without",
+        "first packets by tcx, p99, while another pod floods the same worker, against those without",
         "neighbours-flood",
         "p99",
         2.0,
     )
-    .of("Penstock, tcx, 100 k SYNs a second")
-    .against("Penstock, tcx, 0 k SYNs a second"),
+    .of("Penstock, tcx, one worker, 100 k SYNs a second")
+    .against("Penstock, tcx, one worker, 0 k SYNs a second"),
     at_least("one UDP connection by tcx, 64 bytes, against kernel routing", "pps", "received", 1.15)
         .of("Penstock, tcx")
         .against("kernel routing")
@@ -149,6 +172,17 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         .of("Penstock, tcx")
         .against("kernel routing"),
     at_least(
+        "one stream by tcx while policies change 100 times a second, against the same",
+        "bulk",
+        "one stream",
+        0.95,
+    )
+    .of("Penstock, tcx, 100 policy changes a second")
+    .against("kernel routing"),
+    at_least("eight streams by tcx meanwhile, against the same", "bulk", "eight streams", 0.95)
+        .of("Penstock, tcx, 100 policy changes a second")
+        .against("kernel routing"),
+    at_least(
         "new TCP connections a second by tcx against kernel + nftables + conntrack",
         "tcp-connections",
         "opened",
@@ -163,7 +197,11 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_most("TCP_RR by tcx, an end on each core, against kernel routing", "transactions", "TCP_RR, two cores", 1.0)
         .of("Penstock, tcx")
         .against("kernel routing"),
+    at_most("its p99", "transactions", "TCP_RR, two cores, p99", 1.05).of("Penstock, tcx").against("kernel routing"),
     at_most("TCP_RR by tcx at 1,000 a second against kernel routing", "transactions", "TCP_RR, 1,000 a second", 1.0)
+        .of("Penstock, tcx")
+        .against("kernel routing"),
+    at_most("its p99", "transactions", "TCP_RR, 1,000 a second, p99", 1.05)
         .of("Penstock, tcx")
         .against("kernel routing"),
     at_least(
@@ -177,14 +215,6 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_least("TCP_CRR by tcx, 32 at once, against the same", "transactions", "TCP_CRR, 32 at once", 0.95)
         .of("Penstock, tcx")
         .against("nftables, sets + conntrack"),
-    at_least("10,000 UDP connections by tcx against kernel routing", "connections", "received", 1.0)
-        .of("10000: Penstock, tcx")
-        .against("10000: kernel routing")
-        .limited_by("10000: tcx, redirect alone"),
-    at_least("100,000 UDP connections by tcx against kernel routing", "connections", "received", 0.85)
-        .of("100000: Penstock, tcx")
-        .against("100000: kernel routing")
-        .limited_by("100000: tcx, redirect alone"),
     at_least("one UDP connection by tcx to a Service against the same to its pod", "services", "received", 0.95)
         .of("Penstock, tcx, to its Service")
         .against("Penstock, tcx, to the pod"),
@@ -197,15 +227,35 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_least("10,000 Services against one: packets to a Service", "services", "received", 0.9)
         .of("Penstock, tcx, to its Service of 10000")
         .against("Penstock, tcx, to its Service"),
+    at_least("1 UDP connection of a full table of 1 M by tcx against kernel routing", "connections", "received", 1.1)
+        .of("1: Penstock, tcx, full table")
+        .against("1: kernel routing")
+        .limited_by("1: tcx, redirect alone"),
     at_least(
-        "100,000 UDP connections by tcx against kernel + nftables sets + conntrack",
+        "1 UDP connection of a full table of 1 M by tcx against kernel + nftables sets + conntrack with as many",
         "connections",
         "received",
         1.4,
     )
-    .of("100000: Penstock, tcx")
-    .against("100000: nftables, sets + conntrack")
-    .limited_by("100000: tcx, redirect alone"),
+    .of("1: Penstock, tcx, full table")
+    .against("1: nftables, sets + conntrack, full table")
+    .limited_by("1: tcx, redirect alone"),
+    at_least("10,000 of them against kernel routing", "connections", "received", 1.0)
+        .of("10000: Penstock, tcx, full table")
+        .against("10000: kernel routing")
+        .limited_by("10000: tcx, redirect alone"),
+    at_least("10,000 of them against kernel + nftables sets + conntrack with as many", "connections", "received", 1.4)
+        .of("10000: Penstock, tcx, full table")
+        .against("10000: nftables, sets + conntrack, full table")
+        .limited_by("10000: tcx, redirect alone"),
+    at_least("100,000 of them against kernel routing", "connections", "received", 0.85)
+        .of("100000: Penstock, tcx, full table")
+        .against("100000: kernel routing")
+        .limited_by("100000: tcx, redirect alone"),
+    at_least("100,000 of them against kernel + nftables sets + conntrack with as many", "connections", "received", 1.4)
+        .of("100000: Penstock, tcx, full table")
+        .against("100000: nftables, sets + conntrack, full table")
+        .limited_by("100000: tcx, redirect alone"),
 ];
 
 /// Whether a threshold uses this case.
@@ -238,6 +288,29 @@ impl Threshold {
         self.value(self.limit?, results).ok()
     }
 
+    /// Lowest and highest ratio or difference of single repetitions; `None` where nothing was measured. Where one of the two
+    /// cases failed in some repetition, its median stands for all of them.
+    pub(crate) fn spread(&self, results: &Results) -> Option<Spread> {
+        let scenario = results.scenario(self.scenario)?;
+        let of = scenario.samples(self.of, self.metric)?;
+        let against = self.against.map(|case| scenario.samples(case, self.metric).ok_or(())).transpose().ok()?;
+        let each: Vec<f64> = match against {
+            None => of.values().to_vec(),
+            Some(other) if other.count() == of.count() => {
+                of.values().iter().zip(other.values()).map(|(&of, &other)| self.compare(of, other)).collect()
+            }
+            Some(other) => {
+                let median = other.median()?;
+                of.values().iter().map(|&of| self.compare(of, median)).collect()
+            }
+        };
+        Some([each.iter().copied().reduce(f64::min)?, each.iter().copied().reduce(f64::max)?])
+    }
+
+    fn compare(&self, of: f64, against: f64) -> f64 {
+        if self.difference { of - against } else { of / against }
+    }
+
     /// The ratio or difference of this case.
     fn value(&self, of: &str, results: &Results) -> Result<f64, String> {
         let Some(scenario) = results.scenario(self.scenario) else {
@@ -254,8 +327,10 @@ impl Threshold {
                 format!("{case}: {}", failure.unwrap_or_else(|| "not measured".to_owned()))
             })
         };
-        let (of, against) = (median(of)?, self.against.map_or(Ok(1.0), median)?);
-        Ok(if self.difference { of - against } else { of / against })
+        match self.against {
+            None => median(of),
+            Some(other) => Ok(self.compare(median(of)?, median(other)?)),
+        }
     }
 }
 
@@ -335,6 +410,28 @@ mod tests {
             elsewhere.evaluate(&results(measured)),
             ThresholdResult::NotMeasured("scenario bulk was not run".into())
         );
+    }
+
+    #[test]
+    fn the_spread_is_that_of_single_repetitions() {
+        let ratio = at_least("", "pps", "received", 2.0).against("other");
+        let difference = at_least("", "pps", "received", 2.0).difference("other");
+        let alone = at_least("", "pps", "received", 2.0);
+        let all: &[(&str, &[f64], Option<&str>)] =
+            &[("Penstock", &[8.0, 3.0, 6.0], None), ("other", &[2.0, 1.0, 4.0], None)];
+        let one_failed: &[(&str, &[f64], Option<&str>)] =
+            &[("Penstock", &[8.0, 3.0, 6.0], None), ("other", &[2.0, 4.0], None)];
+        let missing: &[(&str, &[f64], Option<&str>)] = &[("Penstock", &[8.0], None), ("other", &[], None)];
+        for (threshold, cases, expected) in [
+            (ratio, all, Some([1.5, 4.0])),
+            (difference, all, Some([2.0, 6.0])),
+            (alone, all, Some([3.0, 8.0])),
+            (ratio, one_failed, Some([1.0, 8.0 / 3.0])),
+            (ratio, missing, None),
+            (at_least("", "bulk", "received", 1.0), all, None),
+        ] {
+            assert_eq!(threshold.spread(&results(cases)), expected);
+        }
     }
 
     #[test]

@@ -73,7 +73,8 @@ fn run(arguments: &Arguments) -> Result<()> {
 }
 
 /// Two pods, and a policy in either direction of the measured connection.
-const SIZE: ClusterSize = ClusterSize { pods: 2, policies: 2, services: 0, to_service: false, other_node: false };
+const SIZE: ClusterSize =
+    ClusterSize { pods: 2, policies: 2, services: 0, to_service: false, other_node: false, open: 0 };
 
 fn measure(testbed: &mut PeerTestbed, trial: &Trial, case: SmokeCase) -> Result<Rates> {
     testbed.steer(case.steered())?;

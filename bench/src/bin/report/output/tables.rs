@@ -88,7 +88,8 @@ pub(crate) fn overview(results: &Results) -> Option<Vec<Vec<String>>> {
 
 /// Rows of the thresholds, with their header.
 pub(crate) fn thresholds(results: &Results) -> Vec<Vec<String>> {
-    let mut rows = vec![["ratio", "threshold", "measured", "limit", ""].map(str::to_owned).to_vec()];
+    let mut rows =
+        vec![["ratio", "threshold", "measured", "lowest – highest", "limit", ""].map(str::to_owned).to_vec()];
     for threshold in THRESHOLDS {
         let sign = if threshold.bound == Bound::AtLeast { "≥" } else { "≤" };
         let (measured, verdict) = match threshold.evaluate(results) {
@@ -96,9 +97,11 @@ pub(crate) fn thresholds(results: &Results) -> Vec<Vec<String>> {
             ThresholdResult::Measured(value, false) => (number(value, 2), "falls short".to_owned()),
             ThresholdResult::NotMeasured(why) => ("–".to_owned(), format!("not measured: {why}")),
         };
+        let spread =
+            threshold.spread(results).map_or_else(String::new, |spread| spread.map(|it| number(it, 2)).join(" – "));
         let limit = threshold.limit(results).map_or_else(String::new, |limit| number(limit, 2));
         let bound = format!("{sign} {}", short(threshold.threshold));
-        rows.push(vec![threshold.what.to_owned(), bound, measured, limit, verdict]);
+        rows.push(vec![threshold.what.to_owned(), bound, measured, spread, limit, verdict]);
     }
     rows
 }

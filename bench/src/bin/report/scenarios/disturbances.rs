@@ -9,7 +9,7 @@ use penstock_bench::load::{
     FloodPackets, FloodSources, Generator, PORTS, ProbeMode, Traffic, Trial, TrialResult, connections_at, pin,
 };
 use penstock_bench::peers::{
-    ClusterSize, ManifestReloader, Peer, PeerTestbed, PodChurn, churn, manifests, times_until_in_force,
+    ClusterSize, ManifestReloader, Peer, PeerTestbed, PodChurn, StatusReader, churn, manifests, times_until_in_force,
 };
 use penstock_bench::testbed::Pod;
 
@@ -44,19 +44,23 @@ fn steady(length: Duration) -> Trial {
     Trial { probing: ProbeMode::RoundTrip(PROBES), ..Trial::paced(Traffic::SMALLEST, RATE, length) }
 }
 
-/// Changes a policy `a_second` times a second until the trial ends; returns how often.
+/// Changes the policies `a_second` times a second until the trial ends; returns how often.
 fn change(reload: &ManifestReloader, size: ClusterSize, a_second: f64, ends: &AtomicBool) -> Result<f64> {
-    let start = Instant::now();
-    let mut changes = 0.0;
+    often(a_second, ends, |turn| reload.save(&manifests(size, turn)))
+}
+
+/// Does this `a_second` times a second until the end, with a number that counts from 1; returns how often.
+pub(super) fn often(a_second: f64, ends: &AtomicBool, mut work: impl FnMut(usize) -> Result<()>) -> Result<f64> {
+    let (start, mut times) = (Instant::now(), 0);
     while !ends.load(Ordering::Relaxed) {
-        if start.elapsed().as_secs_f64() * a_second < changes {
+        if start.elapsed().as_secs_f64() * a_second < times as f64 {
             std::thread::sleep(Duration::from_millis(1));
             continue;
         }
-        changes += 1.0;
-        reload.save(&manifests(size, changes as usize))?;
+        times += 1;
+        work(times)?;
     }
-    Ok(changes)
+    Ok(times as f64)
 }
 
 pub(crate) fn updates() -> Scenario {
@@ -87,41 +91,58 @@ pub(crate) fn updates() -> Scenario {
 }
 
 pub(crate) fn swap() -> Scenario {
-    let case = |peer: fn() -> Peer| {
+    let case = |peer: Peer| {
         let mut turn = 0;
         let measure = move |testbed: &mut PeerTestbed, _: &Plan, _: &mut KnownRates| {
-            turn += 1;
-            let (reload, size) = (testbed.reload(), testbed.size());
-            let text = manifests(size, turn);
-            let saved = move |ends: &AtomicBool| {
-                // Let the traffic start first.
-                std::thread::sleep(Duration::from_millis(200));
-                ensure!(!ends.load(Ordering::Relaxed), "the traffic ended before the swap");
-                reload.save(&text)?;
-                Ok(1.0)
-            };
-            let before = testbed.epoch()?;
-            let (outcome, changes) = testbed.run_beside(&steady(SWAP), saved)?;
+            let (reload, status) = (testbed.reload(), testbed.status_reader());
+            let rules = [0, 1].map(|turn| manifests(testbed.size(), turn));
+            let swapping = |ends: &AtomicBool| swap_again_and_again(&reload, &status, (&rules, &mut turn), ends);
+            let (outcome, swaps) = testbed.run_beside(&steady(SWAPS), swapping)?;
             // A swap after the traffic would lose nothing, either.
-            if let (Some(before), Some(after)) = (before, testbed.epoch()?) {
-                ensure!(after > before, "the new rules were not in force when the traffic ended");
-            }
-            Ok(figures(&outcome, changes))
+            ensure!(swaps >= 1.0, "the new rules were not in force when the traffic ended");
+            Ok(figures(&outcome, swaps))
         };
-        ScenarioCase::of(peer(), measure).with(|spec| spec.policies(10_000))
+        ScenarioCase::of(peer, measure).with(|spec| spec.policies(10_000))
     };
     Scenario {
         name: "swap",
         title: "10,000 rules are replaced at once during traffic",
-        about: "100 k packets a second on one connection and 10 k probes a second for six seconds; 9,998 of 10,000 \
-                policies that select the receiver get another port meanwhile. nftables loads the ruleset rendered of them.",
+        about: "100 k packets a second on one connection and 10 k probes a second for six seconds; meanwhile 9,998 of 10,000 \
+                policies that select the receiver get another port, again and again, each time once the last change is in force. \
+                \"changes\" are the swaps of a repetition. nftables loads the ruleset rendered of them.",
         metrics: METRICS,
-        cases: vec![case(Peer::penstock), case(|| Peer::Nftables)],
+        cases: [Peer::penstock(), Peer::Nftables, Peer::penstock_by_tcx(true)].map(case).into(),
     }
 }
 
-/// Long enough to contain a whole swap.
-const SWAP: Duration = Duration::from_secs(6);
+/// Saves one of two rulesets by turns, each once the other is in force; returns how many were in force by the end. `turn` counts
+/// what was saved so far.
+fn swap_again_and_again(
+    reload: &ManifestReloader,
+    status: &StatusReader,
+    (rules, turn): (&[String; 2], &mut usize),
+    ends: &AtomicBool,
+) -> Result<f64> {
+    // Let the traffic start first.
+    std::thread::sleep(Duration::from_millis(200));
+    let mut swaps = 0.0;
+    while !ends.load(Ordering::Relaxed) {
+        let before = status.epoch()?;
+        *turn += 1;
+        reload.save(&rules[*turn % 2])?;
+        // nftables has loaded it by now.
+        while before.is_some() && status.epoch()? == before && !ends.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        if !ends.load(Ordering::Relaxed) {
+            swaps += 1.0;
+        }
+    }
+    Ok(swaps)
+}
+
+/// Long enough to contain several swaps.
+const SWAPS: Duration = Duration::from_secs(6);
 
 pub(crate) fn flood() -> Scenario {
     let case = |peer: fn() -> Peer, syns: f64| {
@@ -177,13 +198,14 @@ pub(crate) fn neighbours_flood() -> Scenario {
         let name = format!("{}, {:.0} k SYNs a second", case.spec.peer_name(), rate / 1e3);
         case.named(name)
     };
-    let peers: [fn() -> Peer; 3] = [Peer::penstock, || Peer::penstock_by_tcx(true), || Peer::Nftables];
+    let peers: [fn() -> Peer; 3] = [Peer::penstock, Peer::penstock_by_tcx_with_one_worker, || Peer::Nftables];
     Scenario {
         name: "neighbours-flood",
         title: "First packets of a pod's connections while another pod floods",
         about: "A pod opens 1,000 connections a second; what their first packets take one way. Beside it, on the other core, \
                 another pod of the node sends 100 k SYNs a second, each of a connection of its own, to an allowed port \
-                at which nobody listens.",
+                at which nobody listens. All of Penstock's cases have one worker, on the flood's core: both pods' first packets \
+                wait in the same queue.",
         metrics: FIRST_PACKETS,
         cases: peers.into_iter().flat_map(|peer| [0.0, NEIGHBOURS_FLOOD].map(|rate| case(peer, rate))).collect(),
     }
@@ -261,24 +283,41 @@ const FILLED: Duration = Duration::from_millis(350);
 const PODS_A_SECOND: f64 = 50.0;
 /// Changes per repetition: enough that the 99th percentile is not the maximum.
 const CHANGES: usize = 150;
+/// The same where the medians decide.
+const CUTS: usize = 60;
 
-const CHURN_METRICS: &[Metric] =
-    &[Metric::lower("p99", "ms", 2), Metric::lower("median", "ms", 2), Metric::higher("pods", "a second", 1)];
+const CHURN_METRICS: &[Metric] = &[
+    Metric::lower("p99", "ms", 2),
+    Metric::lower("median", "ms", 2),
+    Metric::lower("cut, p99", "ms", 2),
+    Metric::lower("cut, median", "ms", 2),
+    Metric::higher("pods", "a second", 1),
+];
 
 pub(crate) fn policy_churn() -> Scenario {
-    let case = |name: &str, a_second: f64| ScenarioCase::of(Peer::penstock(), change_times(a_second)).named(name);
+    let case = |name: &str, peer: Peer, changes: usize, a_second: f64| {
+        ScenarioCase::of(peer, change_times(changes, a_second)).named(name)
+    };
     Scenario {
         name: "policy-churn",
-        title: "From saving a policy to the first packet that it allows, while pods come and go",
-        about: "A policy that opens a port to a pod is saved and taken back by turns, 150 times a repetition; a packet each \
-                0.2 ms tells when it is in force. Beside it 50 pods come and go each second: an interface, a route and a \
-                manifest each.",
+        title: "From saving a policy to the first packet that it allows, and to the last one that it does not",
+        about: "A policy that opens a port to a pod is saved and taken back by turns, 150 times a repetition, by tcx 60 times; a packet \
+                each 0.2 ms of one UDP connection tells when it is in force. \"Cut\" is the time from taking it back to the last packet \
+                that still arrives; by tcx the kernel forwards these packets, without a worker. Beside it 50 pods come and go \
+                each second: an interface, a route and a manifest each.",
         metrics: CHURN_METRICS,
-        cases: vec![case("Penstock, at rest", 0.0), case("Penstock, 50 pods a second", PODS_A_SECOND)],
+        cases: vec![
+            case("Penstock, at rest", Peer::penstock(), CHANGES, 0.0),
+            case("Penstock, 50 pods a second", Peer::penstock(), CHANGES, PODS_A_SECOND),
+            case("Penstock, tcx, at rest", Peer::penstock_by_tcx(true), CUTS, 0.0),
+        ],
     }
 }
 
-fn change_times(a_second: f64) -> impl FnMut(&mut PeerTestbed, &Plan, &mut KnownRates) -> Result<Vec<Option<f64>>> {
+fn change_times(
+    changes: usize,
+    a_second: f64,
+) -> impl FnMut(&mut PeerTestbed, &Plan, &mut KnownRates) -> Result<Vec<Option<f64>>> {
     move |testbed, _, _| {
         testbed.with_peer(|testbed| {
             let (ends, pods) = (AtomicBool::new(false), PodChurn::new(testbed));
@@ -286,19 +325,21 @@ fn change_times(a_second: f64) -> impl FnMut(&mut PeerTestbed, &Plan, &mut Known
             let (times, made) = std::thread::scope(|scope| {
                 let ends = &ends;
                 let churning = (a_second > 0.0).then(|| scope.spawn(move || churn(&pods, a_second, ends)));
-                let times = times_until_in_force(testbed, CHANGES);
+                let times = times_until_in_force(testbed, changes);
                 ends.store(true, Ordering::Relaxed);
                 let made = churning.map(|other| other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
                 (times, made.transpose())
             });
-            let (mut times, rate) = (times?, f64::from(made?.unwrap_or(0)) / began.elapsed().as_secs_f64());
+            let (times, rate) = (times?, f64::from(made?.unwrap_or(0)) / began.elapsed().as_secs_f64());
             ensure!(
                 rate >= 0.8 * a_second,
                 "{rate:.0} pods a second came instead of {a_second}: the machine is too busy"
             );
-            times.sort();
-            let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize].as_secs_f64() * 1e3;
-            Ok(vec![Some(at(0.99)), Some(at(0.5)), Some(rate)])
+            let [opened, closed] = [times.opened, times.closed].map(|mut times| {
+                times.sort();
+                [0.99, 0.5].map(|share| times[((times.len() - 1) as f64 * share) as usize].as_secs_f64() * 1e3)
+            });
+            Ok([opened[0], opened[1], closed[0], closed[1], rate].map(Some).into())
         })
     }
 }

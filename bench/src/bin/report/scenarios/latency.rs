@@ -104,23 +104,21 @@ fn latencies(outcome: &TrialResult) -> Result<Vec<Option<f64>>> {
 }
 
 pub(crate) fn round_trip() -> Scenario {
+    let peers = || [Peer::penstock(), Peer::penstock_by_tcx(true), Peer::Kernel, Peer::Nftables, Peer::OpenVSwitch];
     let cases = [10.0, 50.0, 90.0].into_iter().flat_map(|share: f64| {
-        [Peer::penstock(), Peer::forward(), Peer::Kernel, Peer::Nftables, Peer::OpenVSwitch].into_iter().map(
-            move |peer| {
-                let measure = move |testbed: &mut PeerTestbed, plan: &Plan, known: &mut KnownRates| {
-                    // The same load for all: what both Penstock and the kernel carry without loss, if it was measured.
-                    let rates =
-                        ["Penstock", "kernel routing"].into_iter().filter_map(|peer| known.get(&known_as(peer)));
-                    let carried = rates.copied().reduce(f64::min).unwrap_or(FALLBACK);
-                    let mut trial = Trial::paced(Traffic::SMALLEST, carried * share / 100.0, plan.length);
-                    (trial.probing, trial.high_priority) = (ProbeMode::RoundTrip(PROBES), true);
-                    latencies(&testbed.run(&trial)?)
-                };
-                let case = ScenarioCase::of(peer, measure);
-                let name = format!("{share} %: {}", case.spec.peer_name());
-                case.named(name)
-            },
-        )
+        peers().into_iter().map(move |peer| {
+            let measure = move |testbed: &mut PeerTestbed, plan: &Plan, known: &mut KnownRates| {
+                // The same load for all: what both Penstock and the kernel carry without loss, if it was measured.
+                let rates = ["Penstock", "kernel routing"].into_iter().filter_map(|peer| known.get(&known_as(peer)));
+                let carried = rates.copied().reduce(f64::min).unwrap_or(FALLBACK);
+                let mut trial = Trial::paced(Traffic::SMALLEST, carried * share / 100.0, plan.length);
+                (trial.probing, trial.high_priority) = (ProbeMode::RoundTrip(PROBES), true);
+                latencies(&testbed.run(&trial)?)
+            };
+            let case = ScenarioCase::of(peer, measure);
+            let name = format!("{share} %: {}", case.spec.peer_name());
+            case.named(name)
+        })
     });
     Scenario {
         name: "round-trip",
@@ -177,6 +175,15 @@ pub(crate) fn first_packet() -> Scenario {
         about: "5,000 connections a second are opened beside 50 k packets a second of an established one. Counted is what a first \
                 packet takes one way beyond what a later packet takes on the same lane, in the same minute.",
         metrics: FIRST,
-        cases: [Peer::penstock(), Peer::Nfqueue, Peer::Nftables, Peer::Iptables, Peer::OpenVSwitch].map(case).into(),
+        cases: [
+            Peer::penstock(),
+            Peer::penstock_by_tcx(true),
+            Peer::Nfqueue,
+            Peer::Nftables,
+            Peer::Iptables,
+            Peer::OpenVSwitch,
+        ]
+        .map(case)
+        .into(),
     }
 }

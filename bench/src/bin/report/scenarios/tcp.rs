@@ -1,13 +1,15 @@
 //! TCP between two pods, through their kernels' stacks.
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use penstock_bench::load::{CoreTimes, PORTS, connections_for, streams_for};
-use penstock_bench::peers::{Peer, PeerTestbed};
+use penstock_bench::load::{CoreTimes, PORTS, connections_for, pin, streams_for};
+use penstock_bench::peers::{Peer, PeerTestbed, further_policy};
 use penstock_bench::testbed::Offload;
 
+use super::disturbances::often;
 use super::throughput::{FEW_MORE, opening};
 use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
@@ -66,14 +68,46 @@ fn one_and_eight(testbed: &PeerTestbed, length: Duration) -> Result<Vec<Option<f
     let took = start.elapsed().as_secs_f64();
     let busy: Duration = CoreTimes::read()?.since(&before).iter().sum();
     let a_gigabit = (one > 0.0).then(|| busy.as_secs_f64() * 1e3 / (one * took));
-    Ok(vec![Some(one), a_gigabit, Some(streams(testbed, 1, 8, length)?)])
+    Ok(vec![Some(one), a_gigabit, Some(streams(testbed, 1, 8, length)?), None])
+}
+
+/// The same while policies change this many times a second; and how often that was in force.
+fn one_and_eight_beside_changes(testbed: &PeerTestbed, plan: &Plan, a_second: f64) -> Result<Vec<Option<f64>>> {
+    let (reload, ends) = (testbed.reload(), AtomicBool::new(false));
+    let (before, start) = (testbed.status_reader().epoch()?, Instant::now());
+    let rates = std::thread::scope(|scope| {
+        let changing = scope.spawn(|| {
+            pin(plan.cores.worker)?;
+            let changes = often(a_second, &ends, |turn| reload.save_as(FILE, &further_policy(turn)));
+            reload.remove(FILE)?;
+            changes
+        });
+        let rates = one_and_eight(testbed, plan.length);
+        ends.store(true, Ordering::Relaxed);
+        changing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        rates
+    });
+    let seconds = start.elapsed().as_secs_f64();
+    let in_force =
+        testbed.status_reader().epoch()?.zip(before).map(|(after, before)| f64::from(after - before) / seconds);
+    let mut figures = rates?;
+    if let Some(last) = figures.last_mut() {
+        *last = in_force;
+    }
+    Ok(figures)
 }
 
 const BULK: &[Metric] = &[
     Metric::higher("one stream", "Gb/s", 2),
     Metric::lower("one stream, processor", "ms/Gb", 1),
     Metric::higher("eight streams", "Gb/s", 2),
+    Metric::higher("changes in force", "a second", 0),
 ];
+
+/// Changes of policy a second beside a bulk transfer.
+const CHANGES: f64 = 100.0;
+/// The manifest that changes.
+const FILE: &str = "changing.yaml";
 
 /// Makes the pods' stacks segment what they send, or restores the default.
 fn segment_in_stack(testbed: &PeerTestbed, itself: bool) -> Result<()> {
@@ -106,6 +140,9 @@ pub(crate) fn bulk() -> Scenario {
             .with(|spec| spec.mtu(LARGEST))
             .named(format!("{name}, largest single frame"))
     };
+    let beside_changes = |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
+        testbed.with_peer(|testbed| one_and_eight_beside_changes(testbed, plan, CHANGES))
+    };
     let large_frames = || Peer::Penstock { enforces: true, sections: "umem frame_size = 4096\n".to_owned() };
     Scenario {
         name: "bulk",
@@ -113,13 +150,16 @@ pub(crate) fn bulk() -> Scenario {
         about: "What arrives of one stream and of eight, and what a gigabit of the one costs both cores. Native XDP on a veth turns segmentation offload of its other end \
                 off, so that Penstock's packets are as long as the MTU, except by tcx; the kernel's peers hand super-packets over unless that \
                 is turned off, too. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096. Another node is a namespace \
-                behind a veth of the node, where nothing enforces policy.",
+                behind a veth of the node, where nothing enforces policy. In one case a policy of the receiver changes 100 times \
+                a second; after each change every connection is evaluated again. A case fails if a stream breaks.",
         metrics: BULK,
         cases: vec![
             ScenarioCase::of(Peer::penstock(), rates(true)),
             large(large_frames(), "Penstock"),
             ScenarioCase::of(Peer::forward(), rates(true)),
             ScenarioCase::of(Peer::penstock_by_tcx(true), rates(true)),
+            ScenarioCase::of(Peer::penstock_by_tcx(true), beside_changes)
+                .named("Penstock, tcx, 100 policy changes a second"),
             ScenarioCase::of(Peer::penstock_by_tcx(false), rates(true)),
             ScenarioCase::of(Peer::Kernel, rates(true)),
             ScenarioCase::of(Peer::Kernel, rates(false)).named("kernel routing, without GSO"),
