@@ -353,10 +353,10 @@ fn is_of_opening(evaluation: &LoggedEvaluation) -> bool {
     evaluation.evaluation_reason == EvaluationReason::Opened
 }
 
-fn staged(evaluation: &LoggedEvaluation) -> StagedVerdict {
+fn staged(evaluation: &LoggedEvaluation) -> Box<StagedVerdict> {
     let verdict = if evaluation.policy_verdict.is_allowed() { Verdict::Allow } else { Verdict::Deny };
     let (egress, ingress) = verdicts::sides(evaluation);
-    StagedVerdict { verdict, egress, ingress }
+    Box::new(StagedVerdict { verdict, egress, ingress })
 }
 
 /// What allows connections under one epoch: of a busy one it is looked up once. And the last name of each port.
