@@ -614,16 +614,19 @@ fn a_fin_never_brings_back_a_path_that_a_worker_has_just_changed() {
         let taken = words.read(slot).path & !FINISHED;
         let none = taken & !(0b11 << TAKEN_AT);
         let path = &words.usage(slot)[0];
-        let brought_back = AtomicBool::new(false);
+        let (brought_back, turns) = (AtomicBool::new(false), AtomicU32::new(0));
+        path.store(none, Ordering::SeqCst);
         let worker = || {
-            path.store(taken, Ordering::SeqCst);
-            (0..100).for_each(|_| std::hint::spin_loop());
+            brought_back.fetch_or(path.swap(taken, Ordering::SeqCst) != none, Ordering::SeqCst);
+            // It changes the path at another moment of the program's each time.
+            (0..turns.fetch_add(1, Ordering::Relaxed) % 16).for_each(|_| std::hint::spin_loop());
             path.store(none, Ordering::SeqCst);
-            let changed = (0..100).any(|_| path.load(Ordering::SeqCst) != none);
-            brought_back.fetch_or(changed, Ordering::SeqCst);
+            (0..4).for_each(|_| std::hint::spin_loop());
         };
         let (frame, at) = (there.frame(), node.interface(End::A));
-        beside(worker, RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
+        let before = node.programs.offloaded().unwrap();
+        beside(worker, 2 * RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
+        assert_ne!(node.programs.offloaded().unwrap(), before, "some pass");
         assert!(!brought_back.into_inner());
     });
 }
