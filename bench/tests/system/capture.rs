@@ -306,7 +306,8 @@ fn each_limit_ends_a_capture_and_hosts_and_connections_leave_out_the_rest() {
         let (packets, summary) = capture.end().unwrap();
         let mut found: Vec<String> = packets.iter().map(payload).collect();
         let mut wanted = [all.clone(), all].concat();
-        (found.sort(), wanted.sort());
+        found.sort();
+        wanted.sort();
         assert_eq!(found, wanted, "{arguments:?}: {summary}");
         packets
     };

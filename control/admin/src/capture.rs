@@ -203,7 +203,7 @@ pub struct PacketRecord {
     /// What would be decided if everything that is staged were promoted, for a packet that opens a connection or tries to.
     /// `None` where nothing is staged, and of a daemon that does not know this part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub staged: Option<StagedVerdict>,
+    pub staged: Option<Box<StagedVerdict>>,
     /// The epoch under which it was processed.
     pub epoch: u32,
     /// The worker that processed it.
@@ -473,11 +473,11 @@ mod tests {
             connection: Some("00c0ffee00c0ffee".to_owned()),
             service: None,
             opens: true,
-            staged: Some(StagedVerdict {
+            staged: Some(Box::new(StagedVerdict {
                 verdict: Verdict::Allow,
                 egress: "open".to_owned(),
                 ingress: "shop-db".to_owned(),
-            }),
+            })),
             epoch: 7,
             worker: 0,
         })

@@ -221,7 +221,7 @@ mod tests {
         assert!(comment(&opening).ends_with(" epoch=7 worker=1 opens"));
         let staged = |verdict| {
             let (egress, ingress) = ("open".to_owned(), "denied by shop/next".to_owned());
-            Some(StagedVerdict { verdict, egress, ingress })
+            Some(Box::new(StagedVerdict { verdict, egress, ingress }))
         };
         let would_be_denied = PacketRecord { staged: staged(Verdict::Deny), ..opening.clone() };
         let part = " staged=deny staged_egress=open staged_ingress=\"denied by shop/next\" connection=";
