@@ -425,7 +425,7 @@ impl NamedConnections {
             connection: packet.connection.map(identifier),
             service,
             opens: !packet.is_translated && packet.evaluation.as_ref().is_some_and(is_of_opening),
-            staged: packet.staged.as_ref().filter(|_| !packet.is_translated).map(|it| Box::new(staged(it))),
+            staged: packet.staged.as_ref().filter(|_| !packet.is_translated).map(staged),
             epoch: packet.epoch.0,
             worker: packet.worker,
         }
