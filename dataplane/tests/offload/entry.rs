@@ -54,7 +54,7 @@ impl Fields {
     }
 
     fn set_tick(&mut self, now: Timestamp) {
-        let tick = now.as_millis() / TICK_MILLISECONDS & TICKS;
+        let tick = (now.as_millis() / TICK_MILLISECONDS) & TICKS;
         self.entry[0] = self.entry[0] & !(TICKS << TICK_AT) | tick << TICK_AT;
     }
 
