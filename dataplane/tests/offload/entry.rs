@@ -502,27 +502,52 @@ fn a_connection_is_found_in_either_of_its_two_groups_wherever_it_is_there() {
     });
 }
 
-/// Runs `program` so often while `worker` writes again and again.
+/// Runs `program` while `worker` writes again and again, until so many runs have had a worker beside them; on a machine where both
+/// hardly ever run at the same time, for ten times as many.
 fn beside(worker: impl Fn() + Sync, runs: u32, mut program: impl FnMut()) {
-    let (is_over, has_begun) = (AtomicBool::new(false), AtomicBool::new(false));
+    const MOST: u32 = 10;
+    // An entry's generation, of which there are 1024, must not come back while a program runs.
+    const MOST_TURNS: u32 = 200;
+    let (is_over, begun, turns) = (AtomicBool::new(false), AtomicU32::new(0), AtomicU32::new(0));
     thread::scope(|scope| {
         scope.spawn(|| {
+            let (mut run, mut in_run) = (0, 0);
             while !is_over.load(Ordering::Relaxed) {
-                worker();
-                has_begun.store(true, Ordering::Relaxed);
+                let now = begun.load(Ordering::SeqCst);
+                if now != run {
+                    (run, in_run) = (now, 0);
+                }
+                if in_run < MOST_TURNS {
+                    worker();
+                    in_run += 1;
+                    turns.fetch_add(1, Ordering::Relaxed);
+                }
             }
         });
-        while !has_begun.load(Ordering::Relaxed) {
-            thread::yield_now();
-        }
-        // Also if an assertion fails.
-        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| (0..runs).for_each(|_| program())));
+        let mut all = || {
+            // Before, the entry is as the connection was opened, and its packets pass.
+            while turns.load(Ordering::Relaxed) == 0 {
+                thread::yield_now();
+            }
+            let mut accompanied = 0;
+            for _ in 0..MOST * runs {
+                let before = turns.load(Ordering::Relaxed);
+                begun.fetch_add(1, Ordering::SeqCst);
+                program();
+                accompanied += u32::from(turns.load(Ordering::Relaxed) != before);
+                if accompanied == runs {
+                    break;
+                }
+            }
+        };
+        // Also if an assertion fails, the worker ends.
+        let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(&mut all));
         is_over.store(true, Ordering::Relaxed);
         done.unwrap_or_else(|panic| resume_unwind(panic));
     });
 }
 
-const RUNS: u32 = 20_000;
+const RUNS: u32 = 4_000;
 
 /// The control word once the entry has been claimed again.
 fn of_next_generation(control: u64, claims: &AtomicU64) -> u64 {
@@ -625,7 +650,7 @@ fn a_fin_never_brings_back_a_path_that_a_worker_has_just_changed() {
         };
         let (frame, at) = (there.frame(), node.interface(End::A));
         let before = node.programs.offloaded().unwrap();
-        beside(worker, 2 * RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
+        beside(worker, RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
         assert_ne!(node.programs.offloaded().unwrap(), before, "some pass");
         assert!(!brought_back.into_inner());
     });
