@@ -179,6 +179,11 @@ fn a_packet_that_opens_a_connection_or_tries_to_has_what_staged_policies_would_d
     update.set_endpoint(EndpointId(2), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }));
     bench.log.stage(Some(StagedSet { number: 1, present, promoted: update.finish() }));
     assert_eq!(process(&mut bench, 2), [Some(true), None, Some(false), None], "the other way round");
+    // One that is open, and evaluated again under the next epoch.
+    bench.snapshot.epoch = Epoch(6);
+    bench.process(DB, vec![udp((DB4, 2), (WEB4, 7), b"")]);
+    let again = bench.captured().remove(0);
+    assert!(again.evaluation.is_some() && again.staged.is_none(), "{again:?}");
     bench.log.stage(None);
     assert_eq!(process(&mut bench, 3), [None; 4], "not any more");
 }
