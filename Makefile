@@ -161,6 +161,11 @@ bench-check: setup ## Instructions of the packet path's parts, counted by callgr
 	@./scripts/setup valgrind
 	$(CARGO) bench --locked -p penstock-bench --bench instructions
 
+.PHONY: bench-stages
+bench-stages: setup ## Instructions and simulated cache misses of an established packet by stage, with 1 connection and with 100,000
+	@./scripts/setup valgrind binutils python3
+	./scripts/packet-cost
+
 .PHONY: flamegraph
 flamegraph: build ## Where the worker's time goes: target/bench/flamegraph.svg   (perf and inferno; root)
 	@./scripts/setup linux-perf

@@ -35,6 +35,8 @@ const PARTS: [(&str, u64); 7] = [
 ];
 /// Number of flows in the connection table.
 const FLOWS: usize = 1024;
+/// The same where they are many: a hundred thousand, in whole batches.
+const MANY: usize = 100_032;
 const NOW: Timestamp = Timestamp::from_millis(5_000_000);
 
 fn main() -> ExitCode {
@@ -137,9 +139,12 @@ fn work(part: &str, times: u64) -> Fallible<()> {
             repeat(times, || set.evaluate(black_box(&flow)));
         }
         "connection, find and update" => connections(times)?,
-        "pipeline, established" => pipeline(PipelineMode::Full, times, false)?,
-        "pipeline, established, timed" => pipeline(PipelineMode::Full, times, true)?,
-        "pipeline, forward only" => pipeline(PipelineMode::ForwardOnly, times, false)?,
+        "pipeline, established" => pipeline(PipelineMode::Full, FLOWS, times, false)?,
+        "pipeline, established, timed" => pipeline(PipelineMode::Full, FLOWS, times, true)?,
+        "pipeline, forward only" => pipeline(PipelineMode::ForwardOnly, FLOWS, times, false)?,
+        // For scripts/packet-cost, which counts what each stage takes.
+        "pipeline, 1 connection" => pipeline(PipelineMode::Full, 1, times, false)?,
+        "pipeline, 100,000 connections" => pipeline(PipelineMode::Full, MANY, times, false)?,
         _ => return Err(format!("there is no part {part}").into()),
     }
     Ok(())
@@ -151,12 +156,14 @@ fn repeat<T>(times: u64, work: impl Fn() -> T) {
     }
 }
 
-fn table() -> Fallible<Arc<ConnTable>> {
-    Ok(Arc::new(ConnTable::new(&Config { entries: 1 << 14, quota: Some(1 << 14), ..Config::default() })?))
+/// A table of 16 times as many entries as there are connections, and of 16,384 at least.
+fn table(connections: usize) -> Fallible<Arc<ConnTable>> {
+    let entries = (connections * 16).max(1 << 14);
+    Ok(Arc::new(ConnTable::new(&Config { entries, quota: Some(entries as u32), ..Config::default() })?))
 }
 
 fn connections(times: u64) -> Fallible<()> {
-    let table = table()?;
+    let table = table(FLOWS)?;
     fill(&mut Pipeline::new(table.clone(), PipelineMode::Full), &mut Batch::of(FLOWS))?;
     let packets: Vec<_> = (0..FLOWS)
         .map(|number| parse(&frame(number)).map_err(|cause| format!("{cause:?}")))
@@ -182,8 +189,8 @@ fn fill(pipeline: &mut Pipeline, batch: &mut Batch) -> Fallible<()> {
     Ok(())
 }
 
-fn pipeline(mode: PipelineMode, times: u64, timed: bool) -> Fallible<()> {
-    let (mut pipeline, mut batch) = (Pipeline::new(table()?, mode), Batch::of(FLOWS));
+fn pipeline(mode: PipelineMode, flows: usize, times: u64, timed: bool) -> Fallible<()> {
+    let (mut pipeline, mut batch) = (Pipeline::new(table(flows)?, mode), Batch::of(flows));
     fill(&mut pipeline, &mut batch)?;
     let (snapshot, mut verdicts) = (snapshot(), [Verdict::Drop(DropReason::NotReady); BATCH]);
     for _ in 0..times {

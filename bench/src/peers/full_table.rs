@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 
 use super::{KEPT, Peer, PeerTestbed, v4};
 use crate::load::{Generator, PORTS, Traffic, Trial, UdpFlow, UdpFrames, pin};
@@ -39,7 +39,7 @@ pub(super) fn fill(testbed: &mut PeerTestbed, connections: u32) -> Result<()> {
             return Ok(());
         }
     }
-    anyhow::bail!("of {connections} connections {open} are open after {PASSES} attempts")
+    bail!("of {connections} connections {open} are open after {PASSES} attempts")
 }
 
 /// Makes the kernel keep what nobody answers; Penstock has it in its configuration.
