@@ -30,14 +30,18 @@ fn state_of(cluster: &Cluster) -> Vec<String> {
 
 /// Waits for asynchronous changes by the kernel, then compares.
 fn assert_as_before(cluster: &Cluster, before: &[String]) {
+    assert_same(before, || state_of(cluster));
+}
+
+fn assert_same(before: &[String], state: impl Fn() -> Vec<String>) {
     let deadline = Instant::now() + Duration::from_secs(3);
-    while state_of(cluster) != before && Instant::now() < deadline {
+    while state() != before && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(20));
     }
-    let after = state_of(cluster);
+    let after = state();
     let more: Vec<_> = after.iter().filter(|line| !before.contains(line)).collect();
     let less: Vec<_> = before.iter().filter(|line| !after.contains(line)).collect();
-    assert!(more.is_empty() && less.is_empty(), "left behind: {more:#?}\ngone: {less:#?}");
+    assert!(more.is_empty() && less.is_empty(), "more than before: {more:#?}\ngone: {less:#?}");
 }
 
 fn start() -> (Cluster, Vec<String>, DaemonConfig, ScratchDir) {
@@ -71,6 +75,42 @@ fn sigterm_and_sigint_restore_links_routes_and_settings() {
         let outcome = probe::run_one(&sites[1], there, Protocol::Icmp, RetryPolicy::default()).unwrap();
         assert_eq!(outcome, ProbeOutcome::Reached);
     }
+}
+
+/// The same without what belongs to the links that the daemon has made.
+fn state_without_own_links(cluster: &Cluster) -> Vec<String> {
+    let netlink = cluster.node.netlink();
+    let own = netlink.interface_names().unwrap().into_iter().filter(|name| name.starts_with("penstock"));
+    let marks: Vec<String> = own
+        .flat_map(|name| {
+            let index = netlink.index(&name).unwrap();
+            let of_link = [format!("link {index} {name} "), format!("/conf/{name}/")];
+            [of_link, [format!("index: {index}, "), format!("Oif({index})")]].concat()
+        })
+        .collect();
+    let mut state = state_of(cluster);
+    state.retain(|line| !marks.iter().any(|mark| line.contains(mark)));
+    state
+}
+
+#[test]
+fn by_tcx_the_nodes_routes_rules_and_settings_stay_as_they_are_while_pods_are_served() {
+    let (cluster, before, mut config, _scratch) = start();
+    config.attach = Attach::Tcx;
+    let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
+    let (sites, patience) = (&cluster.sites, RetryPolicy::default());
+    for (v6, protocol) in
+        [(false, Protocol::Tcp(8080)), (true, Protocol::Tcp(8080)), (false, Protocol::Icmp), (true, Protocol::Icmp)]
+    {
+        let there = (2, sites[2].address(v6).unwrap());
+        let outcome = probe::run_one(&sites[1], there, protocol, patience).unwrap();
+        assert_eq!(outcome, ProbeOutcome::Reached, "{protocol}, v6: {v6}: the pods are served");
+    }
+    assert_ne!(state_of(&cluster), before, "a running daemon has links of its own");
+    assert_same(&before, || state_without_own_links(&cluster));
+    let (status, log) = daemon.stop().unwrap();
+    assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
+    assert_as_before(&cluster, &before);
 }
 
 #[test]

@@ -53,9 +53,10 @@ fn interface(port: &Port) -> Option<u32> {
     }
 }
 
-/// Evaluates the TCP connections that the kernel's programs forward, before the epoch of `snapshot` counts for them. Those
-/// that stay allowed, between the same interfaces, need no worker for it: a long segment that a worker cuts up would be
-/// overtaken by the next ones. It takes no longer than `limit`. Returns how many stay.
+/// Evaluates the connections that the kernel's programs forward, before the epoch of `snapshot` counts for them. Those that stay
+/// allowed, between the same interfaces, need no worker for it: a long segment that a worker cuts up would be overtaken by the
+/// next ones, and what all send at once would be more than a pod's share of a worker's queue. It takes no longer than `limit`.
+/// Returns how many stay.
 pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Duration) -> usize {
     let until = Instant::now() + limit;
     connections.keep_forwarded(
