@@ -99,12 +99,15 @@ fn by_tcx_the_nodes_routes_rules_and_settings_stay_as_they_are_while_pods_are_se
     config.attach = Attach::Tcx;
     let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
     let (sites, patience) = (&cluster.sites, RetryPolicy::default());
-    for (v6, protocol) in
-        [(false, Protocol::Tcp(8080)), (true, Protocol::Tcp(8080)), (false, Protocol::Icmp), (true, Protocol::Icmp)]
-    {
-        let there = (2, sites[2].address(v6).unwrap());
-        let outcome = probe::run_one(&sites[1], there, protocol, patience).unwrap();
-        assert_eq!(outcome, ProbeOutcome::Reached, "{protocol}, v6: {v6}: the pods are served");
+    for v6 in [false, true] {
+        // Nobody listens at the port, and the pod itself says so.
+        for (protocol, answer) in
+            [(Protocol::Tcp(8080), ProbeOutcome::Refused), (Protocol::Icmp, ProbeOutcome::Reached)]
+        {
+            let there = (2, sites[2].address(v6).unwrap());
+            let outcome = probe::run_one(&sites[1], there, protocol, patience).unwrap();
+            assert_eq!(outcome, answer, "{protocol}, v6: {v6}: the pods are served");
+        }
     }
     assert_ne!(state_of(&cluster), before, "a running daemon has links of its own");
     assert_same(&before, || state_without_own_links(&cluster));
