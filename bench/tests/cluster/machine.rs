@@ -21,7 +21,9 @@ impl Machine {
         let mut rest = BTreeSet::new();
         // The fields after the identifiers: root, mount point, options (proc_pid_mountinfo(5)).
         let mounts = fs::read_to_string("/proc/self/mountinfo")?;
-        rest.extend(mounts.lines().map(|line| format!("mount {}", line.splitn(4, ' ').last().unwrap_or(line))));
+        // The inventory has this process's network namespaces. Others may come and go meanwhile.
+        let mounts = mounts.lines().filter(|line| !line.contains(" /run/netns/"));
+        rest.extend(mounts.map(|line| format!("mount {}", line.splitn(4, ' ').last().unwrap_or(line))));
         for hierarchy in fs::read_dir("/sys/fs/cgroup")?.flatten() {
             let groups = fs::read_dir(hierarchy.path()).into_iter().flatten().flatten();
             let own = groups.filter(|group| group.file_name().to_string_lossy().starts_with(&control_groups_of_run()));
