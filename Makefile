@@ -93,7 +93,8 @@ test-cluster: build ## Penstock in a real cluster of two nodes on this machine  
 	@./scripts/setup $(CLUSTER_PACKAGES)
 	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
 	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && helm=$$(./scripts/tool helm) && \
-		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images PENSTOCK_HELM=$$helm \
+		collector=$$(./scripts/tool rotel) && PENSTOCK_KUBERNETES=$$programs PENSTOCK_HELM=$$helm PENSTOCK_COLLECTOR=$$collector \
+		PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
 		$(CARGO) test --locked --workspace --test cluster -- --include-ignored
 
 .PHONY: bench-cluster

@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use penstock_bench::probe::{self, EchoConnection, Protocol, RetryPolicy};
+use penstock_bench::testbed::ScratchDir;
 use serde_json::Value;
 
 use crate::real_cluster::RealCluster;
-use crate::shell::eventually;
+use crate::shell::{eventually, start};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const FILE: &str = "/tmp/flows.jsonl";
@@ -18,9 +19,20 @@ const TO: (&str, usize) = ("ops/monitor", 0);
 /// What egress policy denies.
 const DENIED: (&str, &str, u16) = ("lab/builder", "lab/guest", 9090);
 
-/// Both nodes record a connection between them, with the pods' names and nodes; the sender's node what policy denies.
+/// Where a collector in front of the nodes listens.
+const COLLECTOR: &str = "10.99.0.1:4318";
+
+/// Both nodes record a connection between them, with the pods' names and nodes; the sender's node what policy denies. A
+/// collector has the records of both.
 pub(crate) fn flow_records_name_pods_and_their_nodes(cluster: &mut RealCluster) -> Result<()> {
-    let settings = format!("[flow_records]\nfile = {FILE:?}\ninterval = \"1s\"");
+    let program = std::env::var_os("PENSTOCK_COLLECTOR").context("PENSTOCK_COLLECTOR: the program rotel")?;
+    let scratch = ScratchDir::new()?;
+    let log = scratch.path().join("collector.log");
+    let mut collector = cluster.plane.world.command(program);
+    collector.args(["start", "--otlp-grpc-endpoint", "127.0.0.1:4317", "--otlp-http-endpoint", COLLECTOR]);
+    collector.args(["--exporter", "blackhole", "--debug-log", "logs", "--debug-log-verbosity", "detailed"]);
+    let _collector = start(collector, &log)?;
+    let settings = format!("[flow_records]\nfile = {FILE:?}\ninterval = \"1s\"\notlp = \"http://{COLLECTOR}\"");
     cluster.with_settings(("", &settings), || {
         let to = cluster.target(TO.0, false);
         let flow = EchoConnection::open(&cluster.site(FROM.0).namespace, to, 8080, LIMIT)?;
@@ -53,6 +65,13 @@ pub(crate) fn flow_records_name_pods_and_their_nodes(cluster: &mut RealCluster) 
                 records.iter().find(|record| record["event"] == "denied" && is_between(record, DENIED.0, DENIED.1));
             let found = found.with_context(|| format!("no record of what was denied: {records:?}"))?;
             ensure!(found["reason"] == "egress_denied" && found["packets"].as_u64() > Some(0), "{found}");
+            Ok(())
+        })?;
+        eventually(LIMIT, || {
+            let collected = std::fs::read_to_string(&log)?;
+            let has = |node| collected.contains(&format!("k8s.node.name: Str({})", node_name(node)));
+            let is_there = has(0) && has(1) && collected.contains("source.k8s.pod.name: Str(guest)");
+            ensure!(is_there && collected.contains("EventName: penstock.flow.denied"), "the collector has {collected}");
             Ok(())
         })
     })

@@ -89,8 +89,8 @@ fn a_capture_runs_the_command_on_the_node_or_in_its_pod_and_fills_the_fifo() {
     let cluster = Programs::new("exit 1", &format!(r#"case "$3" in get) {CLUSTER};; *) printf '%s\n' "$*";; esac"#));
     let options = ["--pod", "shop/db", "--verdict", "deny", "--extcap-capture-filter", "less 0"];
     let there = capture(&cluster, "penstock:node:node-2", &options);
-    let expected = "-n kube-system exec penstock-x -- penstock capture -o - --pod shop/db --verdict deny \
-                    --program 4,128 0 0 0,37 0 1 0,6 0 0 0,6 0 0 262144\n";
+    let expected = "-n kube-system exec -i penstock-x -- penstock capture --end-with-input -o - --pod shop/db \
+                    --verdict deny --program 4,128 0 0 0,37 0 1 0,6 0 0 0,6 0 0 262144\n";
     assert_eq!(there, (Some(0), expected.to_owned()));
     assert_eq!(capture(&cluster, "penstock:node:node-9", &[]).0, Some(1), "no such node");
     assert_eq!(capture(&cluster, "eth0", &[]).0, Some(1), "not an interface of Penstock");
