@@ -83,7 +83,7 @@ pub(super) struct Operation {
     pub(super) verdicts: VerdictWriter,
     pub(super) usage: RuleUsage,
     pub(super) started: Instant,
-    /// Who waits until this daemon is ready, until they are told.
+    /// Notified once this daemon is ready.
     pub(super) ready: Option<oneshot::Sender<()>>,
     sampling: Interval,
     writing: Interval,

@@ -173,7 +173,7 @@ impl Daemon<'_> {
         (view.dump(&self.operation.loaded.values, &findings, &counters), Scrape::new(&view, counters))
     }
 
-    /// Tells who waits for it, once.
+    /// Notifies of it, once.
     fn announce_ready(&mut self) {
         if let Some(ready) = self.operation.ready.take() {
             match self.readiness() {
