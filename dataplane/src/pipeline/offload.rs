@@ -8,7 +8,7 @@ use crate::Snapshot;
 use crate::conntrack::{ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
 use crate::names::NameTime;
-use crate::packet::{Address, Flow, Protocol, TcpFlags, Transport};
+use crate::packet::{Address, Flow, TcpFlags, Transport};
 
 /// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
 /// ones of its direction alike. They do so for TCP and UDP in states in which every such packet passes, and decide that for
@@ -53,20 +53,15 @@ fn interface(port: &Port) -> Option<u32> {
     }
 }
 
-/// Evaluates the connections that the kernel's programs forward, before the epoch of `snapshot` counts for them. Those that stay
-/// allowed, between the same interfaces, need no worker for it: a long segment that a worker cuts up would be overtaken by the
-/// next ones, and what all send at once would be more than a pod's share of a worker's queue. It takes no longer than `limit`.
-/// Returns how many stay.
+/// Evaluates the TCP connections that the kernel's programs forward, before the epoch of `snapshot` counts for them. Those
+/// that stay allowed, between the same interfaces, need no worker for it: a long segment that a worker cuts up would be
+/// overtaken by the next ones. It takes no longer than `limit`. Returns how many stay.
 pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Duration) -> usize {
     let until = Instant::now() + limit;
     connections.keep_forwarded(
         snapshot.epoch,
         || Instant::now() >= until,
         |found| {
-            // An answer of DNS may be among their packets, which workers read.
-            if found.original.protocol == Protocol::UDP && snapshot.policy.has_names() {
-                return false;
-            }
             let ends = snapshot.policy.ends(&found.original);
             // The node may have translated its source, for which a worker asks.
             if [ends.src, ends.dst].iter().any(|end| end.is_node()) || found.via_host && !ends.src.is_local_pod() {
