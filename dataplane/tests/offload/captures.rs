@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use pcap_parser::{Block, PcapBlockOwned, PcapNGSlice};
+
 use super::*;
 
 fn captures(below: &Path, found: &mut Vec<PathBuf>) {
@@ -16,19 +18,14 @@ fn captures(below: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The packets of a pcapng file as `pcap-tests` writes it: little-endian, in enhanced packet blocks.
+/// The packets of a pcapng file.
 fn frames(file: &[u8]) -> Vec<Vec<u8>> {
-    let number = |at: usize| u32::from_le_bytes(file[at..at + 4].try_into().unwrap()) as usize;
-    let (mut at, mut found) = (0, Vec::new());
-    while at + 12 <= file.len() {
-        let (kind, length) = (number(at), number(at + 4));
-        assert!((12..=file.len() - at).contains(&length), "a whole block");
-        if kind == 6 {
-            found.push(file[at + 28..][..number(at + 20)].to_vec());
-        }
-        at += length;
-    }
-    found
+    let capture = PcapNGSlice::from_slice(file).unwrap();
+    let packet = |block: PcapBlockOwned| match block {
+        PcapBlockOwned::NG(Block::EnhancedPacket(packet)) => Some(packet.data[..packet.caplen as usize].to_vec()),
+        _ => None,
+    };
+    capture.filter_map(|block| packet(block.unwrap())).collect()
 }
 
 /// The bytes of both addresses, if the frame has an IP header.
