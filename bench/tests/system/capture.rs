@@ -350,6 +350,7 @@ fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afte
     let before = node.offloaded();
     flow.wait_for(50, LIMIT).unwrap();
     assert_eq!(node.offloaded(), before, "all packets of the pod meet workers");
+    capture.wait_for(120, LIMIT).unwrap();
     let (packets, _) = capture.end().unwrap();
     let from = |name: &str| packets.iter().filter(|packet| packet.interface == name).count();
     assert!(from("test/pod-0") >= 50 && from("test/pod-1") >= 50, "{} packets", packets.len());

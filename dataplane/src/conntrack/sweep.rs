@@ -65,6 +65,8 @@ pub(crate) struct ForwardedConnection {
     pub(crate) ends: [u32; 2],
     /// Whether its packets traverse the node's own stack.
     pub(crate) via_host: bool,
+    /// Whether workers gave it its destination, a Service's backend.
+    pub(crate) is_translated: bool,
 }
 
 impl ConnTable {
@@ -127,14 +129,26 @@ impl ConnTable {
         })
     }
 
-    /// Gives established TCP connections that the kernel's programs forward the verdict of `epoch`, where `is_kept` finds
-    /// them allowed and their path unchanged: none of their packets has to meet a worker for it. Others stay as they are: a
-    /// worker evaluates them at their next packet. Ends early when `is_late`. Returns how many were kept.
+    /// Gives established TCP connections, and then UDP connections, that the kernel's programs forward the verdict of `epoch`,
+    /// where `is_kept` finds them allowed and their path unchanged: none of their packets has to meet a worker for it. Others
+    /// stay as they are: a worker evaluates them at their next packet. Ends early when `is_late`. Returns how many were kept.
     pub(crate) fn keep_forwarded(
         &self,
         epoch: Epoch,
         mut is_late: impl FnMut() -> bool,
         mut is_kept: impl FnMut(&ForwardedConnection) -> bool,
+    ) -> usize {
+        // TCP first: the next segments overtake those that a worker cuts up.
+        let protocols = [Protocol::TCP, Protocol::UDP].into_iter();
+        protocols.map(|protocol| self.keep_forwarded_of(protocol, epoch, &mut is_late, &mut is_kept)).sum()
+    }
+
+    fn keep_forwarded_of(
+        &self,
+        protocol: Protocol,
+        epoch: Epoch,
+        is_late: &mut impl FnMut() -> bool,
+        is_kept: &mut impl FnMut(&ForwardedConnection) -> bool,
     ) -> usize {
         const GROUPS_BETWEEN_CLOCKS: u32 = 32;
         let Some(uses) = self.uses() else { return 0 };
@@ -147,14 +161,22 @@ impl ConnTable {
                 let Some(EntrySnapshot { control, key, .. }) = self.entry(slot).load() else { continue };
                 let key = key_of(&key);
                 let current = self.current(key.protocol, (slot, control));
-                let is_established = current.is_live() && current.is_in(TcpState::Established as u8);
-                if !is_established || key.protocol != Protocol::TCP || control.epoch().covers(tag) {
+                let is_open = match protocol {
+                    Protocol::TCP => current.is_in(TcpState::Established as u8),
+                    _ => !current.is_revoked(),
+                };
+                if key.protocol != protocol || !current.is_live() || !is_open || control.epoch().covers(tag) {
                     continue;
                 }
                 let Some((path, ends)) = uses[slot as usize].path_under(control.epoch()) else { continue };
                 let original = control.original();
                 let ends = [ends[original as usize], ends[original.opposite() as usize]];
-                let found = ForwardedConnection { original: key.flow(original), ends, via_host: control.is_via_host() };
+                let found = ForwardedConnection {
+                    original: key.flow(original),
+                    ends,
+                    via_host: control.is_via_host(),
+                    is_translated: control.is_translated(),
+                };
                 // If it fails, a packet has just come, and has met a worker.
                 if is_kept(&found) && self.entry(slot).exchange(control, control.with_verdict(tag, true)).is_ok() {
                     uses[slot as usize].renew(path, tag);

@@ -8,7 +8,9 @@ use crate::Snapshot;
 use crate::conntrack::{ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
 use crate::names::NameTime;
-use crate::packet::{Address, Flow, TcpFlags, Transport};
+use crate::packet::{Address, Flow, Protocol, TcpFlags, Transport};
+use crate::policy::FlowEnds;
+use crate::services::Destination;
 
 /// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
 /// ones of its direction alike. They do so for TCP and UDP in states in which every such packet passes, and decide that for
@@ -53,9 +55,10 @@ fn interface(port: &Port) -> Option<u32> {
     }
 }
 
-/// Evaluates the TCP connections that the kernel's programs forward, before the epoch of `snapshot` counts for them. Those
-/// that stay allowed, between the same interfaces, need no worker for it: a long segment that a worker cuts up would be
-/// overtaken by the next ones. It takes no longer than `limit`. Returns how many stay.
+/// Evaluates the connections that the kernel's programs forward, before the epoch of `snapshot` counts for them. Those that stay
+/// allowed, between the same interfaces, need no worker for it: a long segment that a worker cuts up would be overtaken by the
+/// next ones, and what all send at once would be more than a pod's share of a worker's queue. It takes no longer than `limit`.
+/// Returns how many stay.
 pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Duration) -> usize {
     let until = Instant::now() + limit;
     connections.keep_forwarded(
@@ -67,10 +70,25 @@ pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Durat
             if [ends.src, ends.dst].iter().any(|end| end.is_node()) || found.via_host && !ends.src.is_local_pod() {
                 return false;
             }
+            if found.original.protocol == Protocol::UDP && !has_same_meaning(snapshot, found, &ends) {
+                return false;
+            }
             let verdict = snapshot.policy.evaluate_between(&found.original, ends, NameTime::Ever);
             verdict.drop_reason().is_none() && has_same_path(snapshot, found)
         },
     )
+}
+
+/// Whether a worker would find nothing but policy to ask about the next datagram of a UDP connection. Unlike TCP's, such a
+/// connection follows changes of Services and of the node's addresses, so that only one between two pods' own addresses is
+/// sure to go where it went; and workers read the answers of DNS where policy has domain names.
+fn has_same_meaning(snapshot: &Snapshot, found: &ForwardedConnection, ends: &FlowEnds<'_>) -> bool {
+    let Flow { dst, dst_port, protocol, .. } = found.original;
+    let services = snapshot.services.as_ref();
+    let is_service = services.is_some_and(|set| !matches!(set.find(dst, protocol, dst_port), Destination::NotService));
+    !(is_service || found.is_translated || found.via_host || snapshot.policy.has_names())
+        && ends.src.is_pod()
+        && ends.dst.is_pod()
 }
 
 /// Whether workers would admit and forward packets of both directions as before.

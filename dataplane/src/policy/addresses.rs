@@ -88,6 +88,11 @@ impl AddressEntry {
         self.local == LocalAddress::Portless
     }
 
+    /// Whether it is a pod's address, of whatever node.
+    pub(crate) const fn is_pod(&self) -> bool {
+        self.identity != 0
+    }
+
     /// Whether it is a node's own address.
     #[inline]
     pub(crate) const fn is_node(&self) -> bool {

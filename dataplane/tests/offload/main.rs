@@ -225,7 +225,11 @@ impl Node {
 
     /// The same, after connections that stay allowed got the new verdict. Returns how many.
     fn next_epoch_keeping(&mut self, allowed: bool) -> usize {
-        self.snapshot = self.snapshot_of(self.snapshot.epoch.next(), allowed);
+        self.keep_and_publish(self.snapshot_of(self.snapshot.epoch.next(), allowed))
+    }
+
+    fn keep_and_publish(&mut self, next: Snapshot) -> usize {
+        self.snapshot = next;
         let kept = keep_offloaded(self.pipeline.connections(), &self.snapshot, Duration::from_secs(1));
         self.pipeline.connections().publish_epoch(self.snapshot.epoch);
         kept
@@ -238,6 +242,12 @@ impl Node {
         let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         self.pipeline.process_batch(&self.snapshot, now, from.port(), &mut batch, &mut verdicts, &mut ());
         (verdicts[0], batch.drain().next().unwrap())
+    }
+
+    /// What a worker does with a packet of a handshake that has the numbers that it must have.
+    fn handshake(&mut self, packet: Sent, flags: u8, from_opener: bool, now: Timestamp) -> Verdict {
+        let frame = Sent { flags: if packet.tcp { flags } else { 0 }, payload: 0, ..packet }.frame();
+        self.worker(packet.from, &in_step(frame, packet.tcp, flags, from_opener), now).0
     }
 
     /// What the program does with it where it meets the frame: at the sending pod, or at the receiving one if the sender
@@ -367,8 +377,7 @@ fn open_since(node: &mut Node, of: Sent, began: Timestamp, now: Timestamp) {
         (of, ACK, true, now),
     ];
     for (packet, flags, from_opener, time) in steps {
-        let frame = Sent { flags: if of.tcp { flags } else { 0 }, payload: 0, ..packet }.frame();
-        let (verdict, _) = node.worker(packet.from, &in_step(frame, of.tcp, flags, from_opener), time);
+        let verdict = node.handshake(packet, flags, from_opener, time);
         assert!(matches!(verdict, Verdict::Forward(_)), "{packet:?} {flags:x}: {verdict:?}");
     }
 }
@@ -682,13 +691,12 @@ fn connections_that_stay_allowed_need_no_worker_after_a_change() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
-        let opened = [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)].map(|(a, b)| {
-            open(&mut node, sent(a, b, true, ACK), now);
-            open(&mut node, sent(a, b, false, 0), now);
-            sent(a, b, true, ACK)
-        });
-        assert_eq!(node.next_epoch_keeping(true), opened.len(), "TCP; a worker sees each datagram connection once");
-        for there in opened {
+        let between = [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)];
+        let tcp = between.map(|(a, b)| sent(a, b, true, ACK));
+        let opened = [tcp.as_slice(), &[sent(End::A, End::B, false, 0)]].concat();
+        opened.iter().for_each(|there| open(&mut node, *there, now));
+        assert_eq!(node.next_epoch_keeping(true), opened.len());
+        for there in opened.iter().copied() {
             let back = Sent { from: there.to, to: there.from, ..there };
             for packet in [there, back] {
                 let frame = packet.frame();
@@ -697,9 +705,50 @@ fn connections_that_stay_allowed_need_no_worker_after_a_change() {
             }
         }
         assert_eq!(node.next_epoch_keeping(false), 1, "B takes no more connections; A's to the outside stays");
-        for (there, stays) in opened.into_iter().zip([false, true, false]) {
+        for there in opened {
+            let stays = there.to == End::Outside;
             assert_eq!(node.program(there.from, there.to, &there.frame(), 0).is_some(), stays, "{there:?}");
         }
+    });
+}
+
+/// Unlike TCP's, which stay where they are.
+#[test]
+fn datagrams_that_may_have_another_way_now_meet_a_worker_after_a_change() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let to_pod = Sent { flow: 2, ..sent(End::A, End::B, false, 0) };
+        let elsewhere = [
+            sent(End::A, End::Outside, false, 0),
+            sent(End::Outside, End::B, false, 0),
+            to_service(End::A, End::B, false, 0),
+        ];
+        for there in elsewhere.into_iter().chain([to_pod]) {
+            open(&mut node, there, now);
+            assert!(node.program(there.from, there.to, &there.frame(), 0).is_some(), "{there:?}");
+        }
+        assert_eq!(node.next_epoch_keeping(true), 1);
+        for there in elsewhere {
+            assert!(node.program(there.from, there.to, &there.frame(), 0).is_none(), "{there:?}");
+        }
+        assert!(node.program(to_pod.from, to_pod.to, &to_pod.frame(), 0).is_some());
+
+        // A Service gets the pod's address, as one of its external addresses.
+        let mut services = services();
+        let name = "shop/dns:udp".into();
+        let frontend = Frontend {
+            name,
+            backends: [].into(),
+            serving: [].into(),
+            without: WithoutBackend::Refused,
+            affinity: None,
+        };
+        let key = FrontendKey { address: address(End::B, true).into(), protocol: Protocol::UDP, port: 53 };
+        services.set(key, Some(Arc::new(frontend)));
+        let next = node.snapshot_of(node.snapshot.epoch.next(), true).with_services(Some(services));
+        assert_eq!(node.keep_and_publish(next), 0);
+        assert!(node.program(to_pod.from, to_pod.to, &to_pod.frame(), 0).is_none());
     });
 }
 
@@ -1038,6 +1087,8 @@ fn the_next_process_finds_the_table_and_forwarding_goes_on_meanwhile() {
 
 #[derive(Clone, Debug)]
 enum Step {
+    /// The packets that open the connection of this one.
+    Open(Sent),
     /// This packet with so many mutated bytes (position, and what is changed in it).
     Packet(Sent, Vec<(u16, u8)>),
     /// A long TCP segment, that becomes segments with so many bytes each.
@@ -1086,6 +1137,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     let mutation = (0..80_u16, 1..=255_u8);
     let long = (any_packet(), 1..3000_usize, prop_oneof![1..1500_u16, 1335..1365_u16]);
     prop_oneof![
+        4 => any_packet().prop_map(Step::Open),
         20 => any_packet().prop_map(|packet| Step::Packet(packet, Vec::new())),
         8 => (any_packet(), prop::collection::vec(mutation, 1..3)).prop_map(|(packet, at)| Step::Packet(packet, at)),
         6 => long.prop_map(|(packet, payload, size)| Step::Long(Sent { tcp: true, flags: ACK, payload, ..packet }, size)),
@@ -1119,6 +1171,16 @@ fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes(
                         }
                         Step::Long(packet, size) => {
                             **long += u32::from(assert_segmented_alike(node, packet, size, now));
+                            continue;
+                        }
+                        Step::Open(packet) => {
+                            let (there, back) = (Sent { ttl: 64, ..packet }, Sent { ttl: 64, ..packet }.back());
+                            // Policy, or the connection's state before, may forbid it.
+                            for (packet, flags, from_opener) in
+                                [(there, SYN, true), (back, SYN | ACK, false), (there, ACK, true), (back, ACK, false)]
+                            {
+                                node.handshake(packet, flags, from_opener, now);
+                            }
                             continue;
                         }
                         Step::Packet(packet, mutations) => (packet, mutations),
