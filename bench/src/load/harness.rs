@@ -14,7 +14,7 @@ use super::meter::{DatagramCounts, UdpMeter};
 use super::run::{PROBE_SOURCE, RunningTrial, TrialSockets};
 use super::traffic::{SLOTS, UdpFrames, connection_ports};
 use super::trial::{PORTS, PROBE_PORT, Trial, TrialResult};
-use crate::testbed::Pod;
+use crate::testbed::{Namespace, Pod};
 
 /// How long packets may still be in flight after the last was sent.
 const LAST: Duration = Duration::from_millis(300);
@@ -37,6 +37,14 @@ pub struct Harness {
     answered: (u32, Instant),
 }
 
+/// A socket that tells when each datagram arrived.
+fn stamped(address: SocketAddr) -> Result<UdpSocket> {
+    let socket = UdpSocket::bind(address).with_context(|| format!("cannot bind {address}"))?;
+    setsockopt(&socket, sockopt::ReceiveTimestampns, &true)?;
+    socket2::SockRef::from(&socket).set_recv_buffer_size(1 << 20)?;
+    Ok(socket)
+}
+
 impl Harness {
     /// Opens a harness between two pods; `gateway_mac` is the destination MAC of its frames.
     pub fn open(from: &Pod, to: &Pod, gateway_mac: [u8; 6]) -> Result<Self> {
@@ -48,12 +56,6 @@ impl Harness {
             source: SocketAddr::new(source, PROBE_SOURCE),
             destination: SocketAddr::new(destination, PORTS.start),
         };
-        let stamped = |address: SocketAddr| -> Result<UdpSocket> {
-            let socket = UdpSocket::bind(address).with_context(|| format!("cannot bind {address}"))?;
-            setsockopt(&socket, sockopt::ReceiveTimestampns, &true)?;
-            socket2::SockRef::from(&socket).set_recv_buffer_size(1 << 20)?;
-            Ok(socket)
-        };
         Ok(Self {
             generator: from.namespace().run(|| Generator::open("eth0"))?,
             meter: UdpMeter::open(to.namespace(), destination, PORTS)?,
@@ -64,6 +66,14 @@ impl Harness {
             probed: 0,
             answered: (0, Instant::now()),
         })
+    }
+
+    /// Lets another namespace receive from now on, at this address of its own.
+    pub fn receive_at(&mut self, to: &Namespace, address: IpAddr) -> Result<()> {
+        self.meter = UdpMeter::open(to, address, PORTS)?;
+        self.receiver = to.run(|| stamped(SocketAddr::new(address, PROBE_PORT)))?;
+        self.send_to(address);
+        Ok(())
     }
 
     /// Sends to this address: that of the receiver, or of a Service whose only backend it is.

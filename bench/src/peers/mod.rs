@@ -172,6 +172,9 @@ impl PeerTestbed {
         let mut testbed = Self { peer, node, outside, harness, running, manifests, description, size, cores, scratch };
         testbed.harness.send_to(testbed.destination()?);
         testbed.verify().with_context(|| format!("{label} does not do what it should"))?;
+        if let Some(other) = &testbed.outside {
+            testbed.harness.receive_at(other.namespace(), policy::REMOTE.into())?;
+        }
         if size.open > 0 {
             testbed.with_peer_mut(|testbed| full_table::fill(testbed, size.open))?;
         }

@@ -1,9 +1,10 @@
 //! Traffic to a Service's cluster address, beside the same to its pod.
 
 use anyhow::{Result, ensure};
-use penstock_bench::load::{PORTS, Traffic, Trial, connections_for, streams_for};
+use penstock_bench::load::{PORTS, Traffic, Trial, connections_for};
 use penstock_bench::peers::{Peer, PeerTestbed};
 
+use super::tcp::one_stream;
 use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
 use crate::results::Metric;
@@ -12,6 +13,7 @@ const METRICS: &[Metric] = &[
     Metric::higher("received", "k packets/s", 0),
     Metric::lower("generator core", "ns/packet", 0),
     Metric::higher("one stream", "Gb/s", 2),
+    Metric::lower("one stream, processor", "ms/Gb", 1),
     Metric::higher("opened", "k connections/s", 1),
 ];
 
@@ -20,14 +22,14 @@ fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result
     ensure!(packets.corrupted == 0, "{} packets arrived with a wrong checksum", packets.corrupted);
     ensure!(packets.received > 0, "nothing arrived");
     let length = plan.length;
-    let (stream, (opened, failed)) = testbed.with_peer(|testbed| {
+    let ([stream, a_gigabit], (opened, failed)) = testbed.with_peer(|testbed| {
         let (from, to, address) = testbed.ends()?;
-        let stream = streams_for(from, to, (address, PORTS.start + 2).into(), 1, length)?;
+        let stream = one_stream(testbed, 2, length)?;
         Ok((stream, connections_for(from, to, address, PORTS.start + 10, length)?))
     })?;
     ensure!(opened > 0.0, "no connection was opened, {failed} failed");
     let core = packets.busy_nanoseconds(plan.cores.generator);
-    Ok(vec![Some(packets.rate() / 1e3), core, Some(stream), Some(opened / 1e3)])
+    Ok(vec![Some(packets.rate() / 1e3), core, stream, a_gigabit, Some(opened / 1e3)])
 }
 
 pub(crate) fn services() -> Scenario {

@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use penstock_bench::load::{CoreTimes, PORTS, connections_for, pin, streams_for};
+use penstock_bench::load::{PORTS, connections_for, pin, streams_for};
 use penstock_bench::peers::{Peer, PeerTestbed, further_policy};
 use penstock_bench::testbed::Offload;
 
 use super::disturbances::often;
 use super::throughput::{FEW_MORE, opening};
+use super::transactions::timed;
 use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
 use crate::results::Metric;
@@ -60,19 +61,22 @@ pub(super) fn streams(testbed: &PeerTestbed, port: u16, streams: usize, length: 
     streams_for(from, to, SocketAddr::new(address, PORTS.start + port), streams, length)
 }
 
-/// What one stream and eight carry, and the processor's time for a gigabit of the one: of both cores, of ends and forwarder
+/// What one stream carries in Gb/s, and the processor's milliseconds for a gigabit of it: of both cores, of ends and forwarder
 /// together.
-fn one_and_eight(testbed: &PeerTestbed, length: Duration) -> Result<Vec<Option<f64>>> {
-    let (before, start) = (CoreTimes::read()?, Instant::now());
-    let one = streams(testbed, 0, 1, length)?;
-    let took = start.elapsed().as_secs_f64();
-    let busy: Duration = CoreTimes::read()?.since(&before).iter().sum();
-    let a_gigabit = (one > 0.0).then(|| busy.as_secs_f64() * 1e3 / (one * took));
-    Ok(vec![Some(one), a_gigabit, Some(streams(testbed, 1, 8, length)?), None])
+pub(super) fn one_stream(testbed: &PeerTestbed, port: u16, length: Duration) -> Result<[Option<f64>; 2]> {
+    let (one, took, busy) = timed(|| streams(testbed, port, 1, length))?;
+    Ok([Some(one), (one > 0.0).then(|| busy * 1e3 / (one * took))])
+}
+
+/// What one stream carries and costs, and what eight and 32 carry.
+fn one_and_many(testbed: &PeerTestbed, length: Duration) -> Result<Vec<Option<f64>>> {
+    let [one, a_gigabit] = one_stream(testbed, 0, length)?;
+    let [eight, many] = [(1, 8), (3, 32)].map(|(port, number)| streams(testbed, port, number, length));
+    Ok(vec![one, a_gigabit, Some(eight?), Some(many?), None])
 }
 
 /// The same while policies change this many times a second; and how often that was in force.
-fn one_and_eight_beside_changes(testbed: &PeerTestbed, plan: &Plan, a_second: f64) -> Result<Vec<Option<f64>>> {
+fn one_and_many_beside_changes(testbed: &PeerTestbed, plan: &Plan, a_second: f64) -> Result<Vec<Option<f64>>> {
     let (reload, ends) = (testbed.reload(), AtomicBool::new(false));
     let (before, start) = (testbed.status_reader().epoch()?, Instant::now());
     let rates = std::thread::scope(|scope| {
@@ -82,7 +86,7 @@ fn one_and_eight_beside_changes(testbed: &PeerTestbed, plan: &Plan, a_second: f6
             reload.remove(FILE)?;
             changes
         });
-        let rates = one_and_eight(testbed, plan.length);
+        let rates = one_and_many(testbed, plan.length);
         ends.store(true, Ordering::Relaxed);
         changing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         rates
@@ -101,6 +105,7 @@ const BULK: &[Metric] = &[
     Metric::higher("one stream", "Gb/s", 2),
     Metric::lower("one stream, processor", "ms/Gb", 1),
     Metric::higher("eight streams", "Gb/s", 2),
+    Metric::higher("32 streams", "Gb/s", 2),
     Metric::higher("changes in force", "a second", 0),
 ];
 
@@ -129,7 +134,7 @@ pub(crate) fn bulk() -> Scenario {
             let length = plan.length;
             testbed.with_peer(|testbed| {
                 segment_in_stack(testbed, !gso)?;
-                let rates = one_and_eight(testbed, length);
+                let rates = one_and_many(testbed, length);
                 segment_in_stack(testbed, false)?;
                 rates
             })
@@ -141,13 +146,13 @@ pub(crate) fn bulk() -> Scenario {
             .named(format!("{name}, largest single frame"))
     };
     let beside_changes = |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
-        testbed.with_peer(|testbed| one_and_eight_beside_changes(testbed, plan, CHANGES))
+        testbed.with_peer(|testbed| one_and_many_beside_changes(testbed, plan, CHANGES))
     };
     let large_frames = || Peer::Penstock { enforces: true, sections: "umem frame_size = 4096\n".to_owned() };
     Scenario {
         name: "bulk",
         title: "Bulk TCP between two pods",
-        about: "What arrives of one stream and of eight, and what a gigabit of the one costs both cores. Native XDP on a veth turns segmentation offload of its other end \
+        about: "What arrives of one stream, of eight and of 32, and what a gigabit of the one costs both cores. Native XDP on a veth turns segmentation offload of its other end \
                 off, so that Penstock's packets are as long as the MTU, except by tcx; the kernel's peers hand super-packets over unless that \
                 is turned off, too. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096. Another node is a namespace \
                 behind a veth of the node, where nothing enforces policy. In one case a policy of the receiver changes 100 times \

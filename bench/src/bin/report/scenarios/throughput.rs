@@ -78,6 +78,9 @@ pub(crate) fn one_connection() -> Scenario {
             plain(Peer::Nfqueue),
             plain(Peer::OpenVSwitch),
             plain(Peer::Testpmd),
+            plain(Peer::penstock_by_tcx(true)).with_other_node(),
+            plain(Peer::Kernel).with_other_node(),
+            plain(Peer::Nftables).with_other_node(),
         ],
     }
 }

@@ -21,7 +21,17 @@ const METRICS: &[Metric] = &[
     Metric::lower("TCP_RR, processor", "µs/transaction", 1),
     Metric::higher("TCP_CRR, one at a time", "k transactions/s", 2),
     Metric::higher("TCP_CRR, 32 at once", "k transactions/s", 2),
+    Metric::lower("TCP_CRR, processor", "µs/transaction", 1),
 ];
+
+/// What it returns, the seconds that it took, and those for which the cores were busy meanwhile, all together.
+pub(super) fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, f64, f64)> {
+    let (before, start) = (CoreTimes::read()?, Instant::now());
+    let result = work()?;
+    let took = start.elapsed().as_secs_f64();
+    let busy: Duration = CoreTimes::read()?.since(&before).iter().sum();
+    Ok((result, took, busy.as_secs_f64()))
+}
 
 fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result<Vec<Option<f64>>> {
     let (cores, length) = (plan.cores, plan.length);
@@ -34,10 +44,9 @@ fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result
         let one = round_trips(&ends(30, here, here)?, 1, Duration::ZERO, length)?;
         let two = round_trips(&ends(31, here, Some(cores.worker))?, 1, Duration::ZERO, length)?;
         let slow = round_trips(&ends(32, here, here)?, 1, Duration::from_millis(1), length)?;
-        let (before, start) = (CoreTimes::read()?, Instant::now());
-        let many = round_trips(&ends(33, None, None)?, 32, Duration::ZERO, length)?;
-        let took = start.elapsed().as_secs_f64();
-        let busy: Duration = CoreTimes::read()?.since(&before).iter().sum();
+        let (many, took, busy) = timed(|| round_trips(&ends(33, None, None)?, 32, Duration::ZERO, length))?;
+        let one_opened = connected_transactions(&ends(10, here, here)?, 1, length)?;
+        let (opened, opening, busy_opening) = timed(|| connected_transactions(&ends(10, None, None)?, 32, length))?;
         let of =
             |times: &hdrhistogram::Histogram<u64>, quantile: f64| Some(times.value_at_quantile(quantile) as f64 / 1e3);
         Ok(vec![
@@ -48,9 +57,10 @@ fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result
             of(&slow, 0.5),
             of(&slow, 0.99),
             Some(many.len() as f64 / took / 1e3),
-            Some(busy.as_secs_f64() * 1e6 / many.len() as f64),
-            Some(connected_transactions(&ends(10, here, here)?, 1, length)? / 1e3),
-            Some(connected_transactions(&ends(10, None, None)?, 32, length)? / 1e3),
+            Some(busy * 1e6 / many.len() as f64),
+            Some(one_opened / 1e3),
+            Some(opened / 1e3),
+            (opened > 0.0).then(|| busy_opening * 1e6 / (opened * opening)),
         ])
     })
 }
