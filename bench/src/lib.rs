@@ -3,9 +3,10 @@
 //! [`testbed`] builds nodes and pods out of network namespaces. [`probe`] sends single exchanges between them, [`load`]
 //! sends traffic at rate. [`peers`] are the forwarders that are compared, Penstock among them. [`cluster`] builds what
 //! manifests describe, [`expectation`] evaluates their policies, and [`matrix`] compares expected with observed
-//! results.
+//! results. [`conformance`] has the cases of another project's suite.
 
 pub mod cluster;
+pub mod conformance;
 pub mod expectation;
 pub mod in_memory;
 pub mod load;

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 
 use super::server::reply_to;
+use crate::load::segments;
 use crate::testbed::Namespace;
 
 /// Interval between exchanges: the resolution with which an interruption is measured.
@@ -18,6 +19,7 @@ const INTERVAL: Duration = Duration::from_micros(200);
 
 /// A TCP connection that exchanges eight bytes with an echo server several thousand times a second.
 pub struct EchoConnection {
+    stream: TcpStream,
     exchanges: Arc<AtomicU64>,
     /// Duration of the slowest exchange in nanoseconds.
     slowest: Arc<AtomicU64>,
@@ -39,6 +41,7 @@ impl EchoConnection {
         let stream = namespace
             .run(|| connect(identity, address, silence))
             .with_context(|| format!("cannot open a connection to {address}"))?;
+        let own = stream.try_clone()?;
         let exchanges = Arc::new(AtomicU64::new(0));
         let slowest = Arc::new(AtomicU64::new(0));
         let stop = Arc::new(AtomicBool::new(false));
@@ -52,12 +55,17 @@ impl EchoConnection {
                 }
             })
         };
-        Ok(Self { exchanges, slowest, stop, blocked, thread: Some(thread) })
+        Ok(Self { stream: own, exchanges, slowest, stop, blocked, thread: Some(thread) })
     }
 
     /// Exchanges completed so far.
     pub fn exchanges(&self) -> u64 {
         self.exchanges.load(Ordering::Relaxed)
+    }
+
+    /// Segments that its end has sent again so far (`tcpi_total_retrans`).
+    pub fn retransmitted(&self) -> Result<u64> {
+        Ok(segments(&self.stream)?.1)
     }
 
     /// Duration of the slowest exchange since the last call.

@@ -32,7 +32,7 @@ fn plugin(cluster: &RealCluster, arguments: &[&str]) -> Result<Command> {
 }
 
 /// What it prints, once it has ended with this code.
-fn run(cluster: &RealCluster, arguments: &[&str], code: i32) -> Result<(String, String)> {
+pub(crate) fn run(cluster: &RealCluster, arguments: &[&str], code: i32) -> Result<(String, String)> {
     let output = plugin(cluster, arguments)?.output()?;
     let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
     let (stdout, stderr) = (text(&output.stdout), text(&output.stderr));

@@ -2,6 +2,7 @@
 //! plugins, and Penstock's image and manifests. `make test-cluster` builds the parts and runs it, with Kubernetes 1.20 unless it is
 //! given another one.
 
+mod conformance;
 mod control_plane;
 mod figures;
 mod kubectl;
@@ -21,6 +22,7 @@ mod whole;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use anyhow::Context;
 use libtest_mimic::{Arguments, Failed, Trial};
@@ -33,7 +35,7 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 31] = [
+const TESTS: [(&str, Test); 32] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
@@ -41,6 +43,7 @@ const TESTS: [(&str, Test); 31] = [
     ("a_pod_that_starts_without_a_daemon_is_closed", whole::a_pod_that_starts_without_a_daemon_is_closed),
     ("what_policy_denies_stays_denied_without_a_daemon", whole::what_policy_denies_stays_denied_without_a_daemon),
     ("cluster_network_policies_are_in_force", tiers::cluster_network_policies_are_in_force),
+    ("conformance_cases_hold", conformance::conformance_cases_hold),
     ("a_ready_daemon_removes_the_startup_taint", whole::a_ready_daemon_removes_the_startup_taint),
     ("the_first_packet_of_a_new_pod_passes", whole::the_first_packet_of_a_new_pod_passes),
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
@@ -101,7 +104,12 @@ fn main() -> ExitCode {
     for cni in [Cni::Ptp, Cni::Bridge] {
         for &(name, test) in tests.concat().iter() {
             let (running, parts) = (Arc::clone(&running), parts.clone());
-            let run = move || run(&running, &parts?, cni, test);
+            let run = move || {
+                let began = Instant::now();
+                let result = run(&running, &parts?, cni, test);
+                eprintln!("{}::{name}: {:.0?}", cni.name(), began.elapsed());
+                result
+            };
             trials.push(Trial::test(format!("{}::{name}", cni.name()), run).with_ignored_flag(true));
         }
     }

@@ -153,13 +153,22 @@ impl RealCluster {
         (keys, sections): (&str, &str),
         test: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let folder = self.manifests("changed", "")?;
         let settings = fs::read_to_string(self.manifests("install", "penstock.toml")?)?;
-        fs::write(format!("{folder}/penstock.toml"), format!("{keys}\n{settings}\n{sections}\n"))?;
-        self.kubectl(&["apply", "-k", &folder])?;
-        let result = self.wait_for_penstock().and_then(|()| test());
+        let result = self.configure("changed", &format!("{keys}\n{settings}\n{sections}\n")).and_then(|()| test());
+        self.configure("restored", &settings)?;
+        // Restarts nothing: how an update goes is all that differs.
         self.install()?;
         result
+    }
+
+    /// Installs Penstock with this configuration, on all nodes at once: an update node by node has tests of its own.
+    fn configure(&self, name: &str, settings: &str) -> Result<()> {
+        let folder = self.manifests(name, "")?;
+        fs::write(format!("{folder}/penstock.toml"), settings)?;
+        let daemonset = format!("{folder}/daemonset.yaml");
+        fs::write(&daemonset, fs::read_to_string(&daemonset)?.replace("maxUnavailable: 1", "maxUnavailable: 100%"))?;
+        self.kubectl(&["apply", "-k", &folder])?;
+        self.wait_for_penstock()
     }
 
     /// Copies `configs/kubernetes` for a test that may change it; returns the path of its folder `below`.

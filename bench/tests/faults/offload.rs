@@ -61,24 +61,47 @@ fn established_connections_lose_no_packet_while_the_daemon_is_killed_or_replaced
     let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
     let stream = Stream::start(&client, ALLOWED, to, epoch);
     let denied = Stream::start(fixture.site("test/pod-2"), DENIED, to, epoch);
-    let flow = EchoConnection::open(&client.namespace, fixture.target("test/pod-1", false), 8080, LIMIT).unwrap();
-    flow.wait_for(100, LIMIT).unwrap();
+    let flows = Flows::open(&fixture);
     for signal in [Signal::SIGKILL, Signal::SIGTERM] {
         fixture.daemon.signal(signal).unwrap();
         fixture.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
-        flow.wait_for(100, LIMIT).unwrap_or_else(|error| panic!("while no daemon runs, after {signal}: {error}"));
+        flows.go_on(&format!("while no daemon runs, after {signal}"));
         assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Silent, "a new connection, while no daemon runs");
         fixture.restart();
         let line = fixture.daemon.log().wait_for_after(0, "connections found", Duration::from_secs(1)).unwrap();
         assert!(line.contains("; removed 0 of pods that are gone"), "{line}");
-        flow.wait_for(100, LIMIT).unwrap_or_else(|error| panic!("with the next daemon, after {signal}: {error}"));
+        flows.go_on(&format!("with the next daemon, after {signal}"));
         assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached);
         assert_eq!(outcome(&fixture, "test/pod-2"), ProbeOutcome::Silent);
     }
+    flows.assert_nothing_sent_again();
     let (sent, sent_in_vain) = (stream.stop(), denied.stop());
     let arrived = sniffer.stop();
     assert_eq!(arrived[&ALLOWED].len() as u64, sent, "every datagram arrived");
     assert!(sent_in_vain > 0 && !arrived.contains_key(&DENIED), "never what policy denies");
+}
+
+/// An established TCP connection of each family.
+struct Flows([EchoConnection; 2]);
+
+impl Flows {
+    fn open(fixture: &Fixture) -> Self {
+        let client = &fixture.site("test/pod-0").namespace;
+        let open = |v6| EchoConnection::open(client, fixture.target("test/pod-1", v6), 8080, LIMIT).unwrap();
+        let flows = Self([false, true].map(open));
+        flows.go_on("at first");
+        flows
+    }
+
+    fn go_on(&self, when: &str) {
+        for flow in &self.0 {
+            flow.wait_for(100, LIMIT).unwrap_or_else(|error| panic!("{when}: {error}"));
+        }
+    }
+
+    fn assert_nothing_sent_again(&self) {
+        assert_eq!(self.0.each_ref().map(|flow| flow.retransmitted().unwrap()), [0, 0], "IPv4, IPv6");
+    }
 }
 
 #[test]
@@ -93,12 +116,12 @@ fn a_daemon_takes_over_while_established_connections_lose_no_packet() {
     let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
     let stream = Stream::start(&client, ALLOWED, to, epoch);
     let denied = Stream::start(fixture.site("test/pod-2"), DENIED, to, epoch);
-    let flow = EchoConnection::open(&client.namespace, fixture.target("test/pod-1", false), 8080, LIMIT).unwrap();
+    let flows = Flows::open(&fixture);
     let opened = OpenedConnections::start(&client, fixture.target("test/pod-1", false));
     for _ in 0..2 {
         let before = fixture.take_over();
         before.log().wait_for_after(0, "handed over to another daemon", LIMIT).unwrap();
-        flow.wait_for(100, LIMIT).unwrap();
+        flows.go_on("with the next daemon");
         assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached);
         assert_eq!(outcome(&fixture, "test/pod-2"), ProbeOutcome::Silent);
         assert!(fixture.status().in_force);
@@ -106,7 +129,8 @@ fn a_daemon_takes_over_while_established_connections_lose_no_packet() {
         assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
         assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Reached, "the end of the old one changes nothing");
     }
-    flow.wait_for(100, LIMIT).unwrap();
+    flows.go_on("after the end of the one before");
+    flows.assert_nothing_sent_again();
     println!("the longest time in which no connection was opened: {:?}", opened.stop());
     let (sent, sent_in_vain) = (stream.stop(), denied.stop());
     let arrived = sniffer.stop();

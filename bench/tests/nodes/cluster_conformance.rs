@@ -11,12 +11,13 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use penstock_bench::cluster::MultiNodeCluster;
+use penstock_bench::conformance::send_between;
 use penstock_bench::probe::{EchoServers, Site};
 use penstock_bench::testbed::api_server::{Account, ApiServer};
 use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, Namespace, Netlink, Node, Outside, Privileges, RouteVia};
 use serde_json::{Value, json};
 
-use crate::conformance::{documents, send, send_between, wait_until_adopted};
+use crate::conformance::{documents, send, wait_until_adopted};
 use crate::fixture::{Fixture, Wiring};
 use crate::suite::{Case, EndKind, Participants, Suite, Tally, suite};
 
@@ -195,7 +196,7 @@ fn run_from_server(case: &Case, tally: &mut Tally) {
         policies = now;
         let rows = step.rows();
         let probes: Vec<_> = rows.iter().map(|row| row.probe(&node.sites)).collect();
-        let outcomes = send_between(&node.sites, &probes, |at| rows[at].allowed);
+        let outcomes = send_between(&node.sites, &probes, |at| rows[at].allowed).unwrap();
         let place = format!("{} step {number}", case.id);
         rows.iter().zip(outcomes).for_each(|(row, outcome)| tally.add(&place, row, outcome));
     }

@@ -10,13 +10,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use penstock_bench::cluster::read_objects;
+use penstock_bench::conformance::{self, PodPlacement, Suite, by_turns, send_between};
 use penstock_bench::expectation::{Expectation, PolicyOracle};
 use penstock_bench::matrix::Matrix;
 use penstock_bench::probe::{EchoServers, EchoService, Site};
 use penstock_bench::testbed::{Node, ScratchDir, penstock_binary};
 use penstock_policy::model::Object;
 
-use crate::conformance::{self, PodPlacement, documents, send_between};
+use crate::conformance::documents;
 use crate::fixture::{PROTOCOLS, SERVICES};
 use crate::suite::{Case, EndKind, Participants, Tally, suite};
 
@@ -95,7 +96,7 @@ fn run(cases: &[&Case], tally: &mut Tally) {
             filter.load_text(&documents(step.state.objects()));
             let rows = step.rows();
             let probes: Vec<_> = rows.iter().map(|row| row.probe(&filter.sites)).collect();
-            let outcomes = send_between(&filter.sites, &probes, |at| rows[at].allowed);
+            let outcomes = send_between(&filter.sites, &probes, |at| rows[at].allowed).unwrap();
             let place = format!("{} step {number}", case.id);
             rows.iter().zip(outcomes).for_each(|(row, outcome)| tally.add(&place, row, outcome));
         }
@@ -137,17 +138,17 @@ fn every_row_of_the_cluster_policy_cases_holds_for_the_rendered_ruleset() {
 
 /// Sends all rows of one in so many cases of NetworkPolicy.
 fn run_network_policies(share: usize) {
-    let Some(suite) = conformance::suite() else { return };
-    let places = PodPlacement::new(&suite, conformance::by_turns);
+    let Some(suite) = Suite::find() else { return };
+    let places = PodPlacement::new(&suite, by_turns);
     let ends = suite.all_pods().map(|pod| (pod.full_name(), vec![pod.ip])).collect();
     let filter = Filter::start(&ends, &conformance::SERVICES);
     let (mut counts, mut wrong) = ([0; 2], Vec::new());
     for case in suite.cases.iter().step_by(share) {
         for (number, step) in case.steps.iter().enumerate() {
-            filter.load_text(&step.state.manifests(&places));
+            filter.load_text(&documents(step.state.objects(&places).into_iter()));
             let rows: Vec<_> = step.expected.iter().filter(|row| !row.is_self).collect();
             let probes: Vec<_> = rows.iter().map(|row| row.probe(&filter.sites)).collect();
-            let outcomes = send_between(&filter.sites, &probes, |at| rows[at].allowed);
+            let outcomes = send_between(&filter.sites, &probes, |at| rows[at].allowed).unwrap();
             for (row, outcome) in rows.iter().zip(outcomes) {
                 counts[usize::from(!row.allowed)] += 1;
                 if !row.agrees(outcome) {

@@ -135,14 +135,19 @@ pub(super) async fn run(
         (Err(_), _) => daemon.after_failure(),
     };
     if leaves == OnExit::Keep && !matches!(outcome, Ok(Ended::HandedOver(_))) {
-        warn_of_closed_pods();
+        warn_of_closed_pods(config.attach_by);
     }
     let stopped = daemon.stop(leaves).await;
     outcome.and_then(|ended| stopped.map(|()| ended))
 }
 
-fn warn_of_closed_pods() {
-    tracing::warn!("pods' interfaces stay closed until the next start, or `penstock cleanup`");
+fn warn_of_closed_pods(attach: Attach) {
+    match attach {
+        Attach::Xdp => tracing::warn!("pods' interfaces stay closed until the next start, or `penstock cleanup`"),
+        Attach::Tcx => tracing::warn!(
+            "pods' interfaces stay closed to new connections until the next start, or `penstock cleanup`; established ones go on"
+        ),
+    }
 }
 
 /// Publishes and records the source's changes from now on. `lines` are the objects in force; `are_stale` if they are those of
@@ -355,7 +360,7 @@ impl<'a> Daemon<'a> {
                 // If an earlier daemon left pods closed, a failed start does not open them.
                 let leaves = if was_closed { daemon.after_failure() } else { OnExit::Restore };
                 if leaves == OnExit::Keep {
-                    warn_of_closed_pods();
+                    warn_of_closed_pods(config.attach_by);
                 }
                 daemon
                     .stop(leaves)

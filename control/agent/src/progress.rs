@@ -100,8 +100,12 @@ impl EnforcementProgress {
         self.awaited = Some(AwaitedSnapshot { epoch, seen });
     }
 
-    /// Spins for a moment until the workers have taken the published snapshot.
+    /// Spins for a moment until the workers have taken the published snapshot. What the kernel's programs need for it takes
+    /// much longer, and another thread does it.
     pub(super) fn wait_in_force(&mut self, dataplane: &Dataplane) {
+        if dataplane.offload_in_force().is_some() {
+            return;
+        }
         let until = Instant::now() + IN_FORCE_WAIT;
         while !self.check_in_force(dataplane) && Instant::now() < until {
             std::hint::spin_loop();

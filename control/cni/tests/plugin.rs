@@ -188,3 +188,20 @@ fn it_says_which_versions_it_knows() {
     assert!(answer["supportedVersions"].as_array().unwrap().contains(&json!("1.0.0")), "{answer}");
     assert_eq!(call("STATUS", &config(&Pins::new(), of_veth())), (0, Value::Null));
 }
+
+/// A runtime gives up a pod, or collects what is left of others, whatever there still is of them.
+#[test]
+fn what_is_gone_is_no_error_for_the_end_of_a_pod() {
+    let pins = Pins::new();
+    let of = |more: Value| {
+        let mut config = json!({ "cniVersion": "1.1.0", "name": "pods", "type": "penstock-cni", "pins": pins.0 });
+        config.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        config
+    };
+    let gone = of(json!({ "prevResult": { "interfaces": [{ "name": "gone0" }] } }));
+    let others = of(json!({ "cni.dev/valid-attachments": [{ "containerID": "a", "ifname": "eth0" }] }));
+    for (command, config) in [("DEL", &gone), ("DEL", &of(json!({}))), ("GC", &others), ("GC", &of(json!({})))] {
+        assert_eq!(call(command, config), (0, Value::Null), "{command} {config}");
+    }
+    assert!(!pins.0.exists(), "nothing is made");
+}

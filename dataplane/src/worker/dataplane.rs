@@ -13,7 +13,7 @@ use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 
 use super::capture::Capture;
 use super::control::{PortControl, WorkerShared};
-use super::grace::GraceThread;
+use super::grace::GraceThreads;
 use super::inbox::{Command, WorkerInbox};
 use super::ports::PortTable;
 use super::privileges::{Priority, drop_capabilities, raise_priority};
@@ -83,7 +83,7 @@ pub struct Dataplane {
     shared: Arc<WorkerShared>,
     connections: Arc<ConnTable>,
     /// Where the kernel's programs forward, too: when they do so under the published epoch.
-    grace: Option<GraceThread>,
+    grace: Option<GraceThreads>,
     control: Mutex<PortControl>,
     /// Snapshots that a worker may still use. They are dropped here, so that no worker has to free one. Behind a
     /// separate lock, so that publishing never waits for a port that is being opened.
@@ -138,8 +138,11 @@ impl Dataplane {
             huge_pages: config.huge_pages,
         })?;
         let connections = Arc::new(ConnTable::new(&config.connections)?);
-        let grace =
-            connections.is_shared().then(|| GraceThread::start(&connections)).transpose().map_err(StartError::Grace)?;
+        let grace = connections
+            .is_shared()
+            .then(|| GraceThreads::start(&connections))
+            .transpose()
+            .map_err(StartError::Grace)?;
         let shared = Arc::new(share(umem, &config)?);
         let control = PortControl {
             shared: shared.clone(),
@@ -319,12 +322,12 @@ impl Dataplane {
     /// The epoch in force in the kernel's programs, if they forward: they leave every packet of a connection that was
     /// evaluated under an older one to the workers.
     pub fn offload_in_force(&self) -> Option<Epoch> {
-        self.grace.as_ref().map(GraceThread::in_force)
+        self.grace.as_ref().map(GraceThreads::in_force)
     }
 
     /// Its threads that are no workers: they need no core of their own.
     pub fn other_threads(&self) -> impl Iterator<Item = nix::unistd::Pid> {
-        self.grace.iter().map(GraceThread::id)
+        self.grace.iter().flat_map(GraceThreads::ids)
     }
 
     /// Whether this epoch is in force on every worker and in the kernel's programs.

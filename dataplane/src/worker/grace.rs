@@ -14,7 +14,7 @@ use std::time::Duration;
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 use nix::unistd::{Pid, gettid};
 
-use super::privileges::drop_capabilities;
+use super::privileges::{Priority, drop_capabilities, raise_priority};
 use crate::Snapshot;
 use crate::conntrack::ConnTable;
 use crate::pipeline::keep_offloaded;
@@ -27,33 +27,31 @@ const KEEP_LIMIT: Duration = Duration::from_millis(4);
 /// nothing on its CPU interrupts it for long.
 const INSTEAD: Duration = Duration::from_millis(50);
 
-/// The thread that waits. Dropping it ends the thread.
+/// The threads that do it: one brings the programs to new snapshots, and the other waits, so that the next change is not
+/// brought later for it. Dropping it ends them.
 #[derive(Debug)]
-pub(super) struct GraceThread {
+pub(super) struct GraceThreads {
     published: Option<Sender<Arc<Snapshot>>>,
     in_force: Arc<AtomicU32>,
-    thread: Option<JoinHandle<()>>,
-    id: Pid,
+    threads: Vec<(JoinHandle<()>, Pid)>,
 }
 
-impl GraceThread {
+impl GraceThreads {
     pub(super) fn start(connections: &Arc<ConnTable>) -> io::Result<Self> {
         let in_force = Arc::new(AtomicU32::new(0));
         let (sender, receiver) = unbounded();
-        let (to, connections, (began, id)) = (Arc::clone(&in_force), Arc::clone(connections), bounded(1));
-        let thread = thread::Builder::new().name("epochs".to_owned()).spawn(move || {
-            drop_capabilities();
-            // The receiver waits for it.
-            let _ = began.send(gettid());
-            bring_each(&receiver, &connections, &to);
-        })?;
-        let id = id.recv().map_err(io::Error::other)?;
-        Ok(Self { published: Some(sender), in_force, thread: Some(thread), id })
+        let (brought, awaited) = unbounded();
+        let (to, connections) = (Arc::clone(&in_force), Arc::clone(connections));
+        let threads = vec![
+            thread("epochs", move || bring_each(&receiver, &connections, &brought))?,
+            thread("grace", move || wait_for_each(&awaited, &to))?,
+        ];
+        Ok(Self { published: Some(sender), in_force, threads })
     }
 
-    /// The thread, for its scheduling.
-    pub(super) fn id(&self) -> Pid {
-        self.id
+    /// The threads, for their scheduling.
+    pub(super) fn ids(&self) -> impl Iterator<Item = Pid> {
+        self.threads.iter().map(|(_, id)| *id)
     }
 
     /// The workers have this snapshot.
@@ -70,30 +68,54 @@ impl GraceThread {
     }
 }
 
-impl Drop for GraceThread {
+impl Drop for GraceThreads {
     fn drop(&mut self) {
+        // The first thread ends without it, and the second one without the first.
         self.published = None;
-        if let Some(thread) = self.thread.take() {
+        for (thread, _) in self.threads.drain(..) {
             // It does not panic.
             let _ = thread.join();
         }
     }
 }
 
-fn bring_each(published: &Receiver<Arc<Snapshot>>, connections: &ConnTable, in_force: &AtomicU32) {
+/// Starts a thread without capabilities. Returns its id, too.
+fn thread(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<(JoinHandle<()>, Pid)> {
+    let (began, id) = bounded(1);
+    let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
+        // A change must not wait for the end of another thread's slice.
+        let _ = raise_priority(Priority::Nice);
+        drop_capabilities();
+        // The receiver waits for it.
+        let _ = began.send(gettid());
+        work();
+    })?;
+    Ok((thread, id.recv().map_err(io::Error::other)?))
+}
+
+fn bring_each(published: &Receiver<Arc<Snapshot>>, connections: &ConnTable, brought: &Sender<Epoch>) {
     while let Ok(mut snapshot) = published.recv() {
-        // One grace period serves all that were published before it.
         while let Ok(next) = published.try_recv() {
             snapshot = next;
         }
         keep_offloaded(connections, &snapshot, KEEP_LIMIT);
-        if !connections.publish_epoch(snapshot.epoch) {
-            continue;
+        if connections.publish_epoch(snapshot.epoch) {
+            // Fails only if the other thread has ended; then no epoch is reported as in force.
+            let _ = brought.send(snapshot.epoch);
+        }
+    }
+}
+
+fn wait_for_each(brought: &Receiver<Epoch>, in_force: &AtomicU32) {
+    while let Ok(mut epoch) = brought.recv() {
+        // One grace period serves all that were brought before it.
+        while let Ok(next) = brought.try_recv() {
+            epoch = next;
         }
         if grace_period().is_err() {
             thread::sleep(INSTEAD);
         }
-        in_force.store(snapshot.epoch.0, Ordering::Release);
+        in_force.store(epoch.0, Ordering::Release);
     }
 }
 

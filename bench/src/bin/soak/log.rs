@@ -3,7 +3,7 @@
 /// Parts of warnings that the soak itself causes.
 const EXPECTED: [&str; 1] = [
     // Each daemon but the last one leaves its place to the next.
-    "stay closed until the next start",
+    "pods' interfaces stay closed",
 ];
 
 /// The lines of a log that warn, or report an error, and are not expected.

@@ -25,7 +25,7 @@ use super::files::{DirectoryChanges, Files};
 use crate::manifest;
 
 /// A save is complete once its events pause this long …
-const PAUSE: Duration = Duration::from_millis(10);
+const PAUSE: Duration = Duration::from_millis(5);
 /// … or continue this long: a policy must not wait while other files keep changing.
 const LONGEST_GATHERING: Duration = Duration::from_millis(20);
 /// The same for a directory that returns: it is created first, then filled.

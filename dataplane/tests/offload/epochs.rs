@@ -1,0 +1,190 @@
+//! After a change of policy, and with the next process.
+
+use super::*;
+
+#[test]
+fn after_a_change_each_connection_meets_a_worker_once_and_is_evaluated() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let (there, back) = (sent(End::A, End::B, true, ACK), sent(End::B, End::A, true, ACK));
+        open(&mut node, there, now);
+        node.next_epoch(true);
+        for packet in [there, back] {
+            assert!(
+                node.program(packet.from, packet.to, &packet.frame(), 0).is_none(),
+                "evaluated under an older epoch"
+            );
+            assert!(matches!(node.worker(packet.from, &packet.frame(), now).0, Verdict::Forward(_)));
+            assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_some());
+        }
+        node.next_epoch(false);
+        assert!(node.program(End::A, End::B, &there.frame(), 0).is_none());
+        assert!(matches!(node.worker(End::A, &there.frame(), now).0, Verdict::Drop(_)));
+        for packet in [there, back] {
+            assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_none(), "revoked");
+        }
+    });
+}
+
+/// The programs read 23 bits of the epoch in an entry, and 16 in its path.
+#[test]
+fn a_stale_epoch_is_no_hit_across_the_wrap_of_its_numbers() {
+    for start in [0x7f_fffd, 0xff_fffd, 0xfffd] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            node.publish(Epoch(start), true);
+            let opened = [true, false].map(|v4| Sent { v4, ..sent(End::A, End::B, true, ACK) });
+            opened.iter().for_each(|there| open(&mut node, *there, now));
+            for _ in 0..5 {
+                let epoch = node.snapshot.epoch.next();
+                node.publish(epoch, true);
+                for packet in opened.iter().flat_map(|there| [*there, there.back()]) {
+                    let frame = packet.frame();
+                    assert!(node.program(packet.from, packet.to, &frame, 0).is_none(), "{epoch:?}: {packet:?}");
+                    assert!(matches!(node.worker(packet.from, &frame, now).0, Verdict::Forward(_)));
+                    let done = node.program(packet.from, packet.to, &frame, 0);
+                    assert_alike(
+                        &mut node,
+                        packet,
+                        &frame,
+                        &done.unwrap_or_else(|| panic!("{epoch:?}: {packet:?}")),
+                        now,
+                    );
+                }
+            }
+            // What stays allowed needs no worker, and what does not is revoked, across the wrap too.
+            forget(&node);
+            node.publish(Epoch(start), true);
+            opened.iter().for_each(|there| open(&mut node, *there, now));
+            for _ in 0..5 {
+                assert_eq!(node.next_epoch_keeping(true), opened.len());
+                for packet in opened.iter().flat_map(|there| [*there, there.back()]) {
+                    assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_some(), "{packet:?}");
+                }
+            }
+            node.next_epoch(false);
+            for packet in opened.iter().flat_map(|there| [*there, there.back()]) {
+                assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_none(), "{packet:?}");
+                assert!(matches!(node.worker(packet.from, &packet.frame(), now).0, Verdict::Drop(_)));
+                assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_none(), "{packet:?}");
+            }
+        });
+    }
+}
+
+#[test]
+fn connections_that_stay_allowed_need_no_worker_after_a_change() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let between = [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)];
+        let tcp = between.map(|(a, b)| sent(a, b, true, ACK));
+        let opened = [tcp.as_slice(), &[sent(End::A, End::B, false, 0)]].concat();
+        opened.iter().for_each(|there| open(&mut node, *there, now));
+        assert_eq!(node.next_epoch_keeping(true), opened.len());
+        for there in opened.iter().copied() {
+            let back = Sent { from: there.to, to: there.from, ..there };
+            for packet in [there, back] {
+                let frame = packet.frame();
+                let done = node.program(packet.from, packet.to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
+                assert_alike(&mut node, packet, &frame, &done, now);
+            }
+        }
+        assert_eq!(node.next_epoch_keeping(false), 1, "B takes no more connections; A's to the outside stays");
+        for there in opened {
+            let stays = there.to == End::Outside;
+            assert_eq!(node.program(there.from, there.to, &there.frame(), 0).is_some(), stays, "{there:?}");
+        }
+    });
+}
+
+/// Unlike TCP's, which stay where they are.
+#[test]
+fn datagrams_that_may_have_another_way_now_meet_a_worker_after_a_change() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let to_pod = Sent { flow: 2, ..sent(End::A, End::B, false, 0) };
+        let elsewhere = [
+            sent(End::A, End::Outside, false, 0),
+            sent(End::Outside, End::B, false, 0),
+            to_service(End::A, End::B, false, 0),
+        ];
+        for there in elsewhere.into_iter().chain([to_pod]) {
+            open(&mut node, there, now);
+            assert!(node.program(there.from, there.to, &there.frame(), 0).is_some(), "{there:?}");
+        }
+        assert_eq!(node.next_epoch_keeping(true), 1);
+        for there in elsewhere {
+            assert!(node.program(there.from, there.to, &there.frame(), 0).is_none(), "{there:?}");
+        }
+        assert!(node.program(to_pod.from, to_pod.to, &to_pod.frame(), 0).is_some());
+
+        // A Service gets the pod's address, as one of its external addresses.
+        let mut services = services();
+        let name = "shop/dns:udp".into();
+        let frontend = Frontend {
+            name,
+            backends: [].into(),
+            serving: [].into(),
+            without: WithoutBackend::Refused,
+            affinity: None,
+        };
+        let key = FrontendKey { address: address(End::B, true).into(), protocol: Protocol::UDP, port: 53 };
+        services.set(key, Some(Arc::new(frontend)));
+        let next = node.snapshot_of(node.snapshot.epoch.next(), true).with_services(Some(services));
+        assert_eq!(node.keep_and_publish(next), 0);
+        assert!(node.program(to_pod.from, to_pod.to, &to_pod.frame(), 0).is_none());
+    });
+}
+
+#[test]
+fn connections_to_services_that_stay_allowed_need_no_worker_after_a_change() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let opened = CLIENTS.map(|(client, backend)| to_service(client, backend, true, ACK));
+        opened.iter().for_each(|there| open(&mut node, *there, now));
+        assert_eq!(node.next_epoch_keeping(true), 3, "a worker sees a pod's connection to itself once");
+        for there in &opened[..3] {
+            for packet in [*there, there.back()] {
+                let frame = packet.frame();
+                let done = node.program(packet.from, packet.to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
+                assert_alike(&mut node, packet, &frame, &done, now);
+            }
+        }
+        assert_eq!(node.next_epoch_keeping(false), 2, "B takes no more connections");
+        for (there, stays) in opened.into_iter().zip([false, true, true, false]) {
+            assert_eq!(node.program(there.from, there.to, &there.frame(), 0).is_some(), stays, "{there:?}");
+        }
+    });
+}
+
+#[test]
+fn the_next_process_finds_the_table_and_forwarding_goes_on_meanwhile() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let there = sent(End::A, End::B, true, ACK);
+        open(&mut node, there, now);
+        node.next_epoch(true);
+        open(&mut node, Sent { flow: 2, ..there }, now);
+        let second = Sent { flow: 2, ..there };
+        node.pipeline = Pipeline::new(open_table(&node.maps), PipelineMode::Full);
+        let table = node.pipeline.connections();
+        assert_eq!((table.origin(), table.len(), table.last_epoch()), (&TableOrigin::Found, 2, Epoch(2)));
+        assert!(node.program(End::A, End::B, &second.frame(), 0).is_some(), "under the last epoch");
+        // Until it has ports and policy, what it publishes does not count.
+        node.next_epoch(true);
+        assert!(node.program(End::A, End::B, &second.frame(), 0).is_some());
+        node.pipeline.connections().take_over();
+        assert!(node.pipeline.connections().publish_epoch(node.snapshot.epoch));
+        assert!(node.program(End::A, End::B, &second.frame(), 0).is_none());
+        for packet in [there, second] {
+            assert!(matches!(node.worker(End::A, &packet.frame(), now).0, Verdict::Forward(B)));
+            assert!(node.program(End::A, End::B, &packet.frame(), 0).is_some());
+        }
+    });
+}

@@ -1,0 +1,164 @@
+//! Which packets of a connection pass without a worker, and with which bytes.
+
+use super::*;
+
+#[test]
+fn packets_of_an_established_connection_pass_without_a_worker_in_both_directions() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        for (a, b) in [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)] {
+            for (v4, tcp) in [(true, true), (false, true), (true, false), (false, false)] {
+                let there = Sent { v4, ..sent(a, b, tcp, ACK) };
+                assert!(node.program(a, b, &there.frame(), 0).is_none(), "{there:?}: not open yet");
+                open(&mut node, there, now);
+                for (from, to) in [(a, b), (b, a)] {
+                    let packet = Sent { from, to, ..there };
+                    let frame = packet.frame();
+                    let done = node.program(from, to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
+                    assert_alike(&mut node, packet, &frame, &done, now);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn packets_of_a_connection_to_a_service_are_translated_without_a_worker() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        for (client, backend) in CLIENTS {
+            for (v4, tcp) in [(true, true), (false, true), (true, false), (false, false)] {
+                let there = Sent { v4, ..to_service(client, backend, tcp, ACK) };
+                assert!(node.program(client, backend, &there.frame(), 0).is_none(), "{there:?}: not open yet");
+                open(&mut node, there, now);
+                for packet in [there, there.back()] {
+                    let frame = packet.frame();
+                    let done = node.program(packet.from, packet.to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
+                    assert_ne!(done.1[26..], frame[26..], "addresses or ports differ");
+                    assert_alike(&mut node, packet, &frame, &done, now);
+                }
+                // The same flow without the Service is another connection.
+                let direct = Sent { way: Way::Direct, ..there };
+                if client == End::A && client != backend {
+                    assert!(node.program(client, backend, &direct.frame(), 0).is_none(), "{direct:?}");
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        for (tcp, v4, checksum) in [
+            (false, true, 0_u16),
+            (false, true, 0x1234),
+            (false, false, 0x1234),
+            (true, true, 0x1234),
+            (true, false, 0x1234),
+        ] {
+            let there = Sent { v4, ..to_service(End::A, End::B, tcp, ACK) };
+            open(&mut node, there, now);
+            let packet = there.back();
+            let mut frame = packet.frame();
+            let at = if v4 { 34 } else { 54 } + if tcp { 16 } else { 6 };
+            frame[at..at + 2].copy_from_slice(&checksum.to_be_bytes());
+            let (_, by_program) = node.program(packet.from, packet.to, &frame, 0).unwrap();
+            let (_, by_worker) = node.worker(packet.from, &frame, now);
+            assert_eq!(by_program, by_worker, "{packet:?}");
+            assert_eq!(by_program[at..at + 2] == [0, 0], checksum == 0, "{packet:?}");
+        }
+    });
+}
+
+#[test]
+fn a_datagram_to_a_service_meets_a_worker_once_its_backends_change() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let there = to_service(End::A, End::B, false, 0);
+        open(&mut node, there, now);
+        let back = there.back();
+        assert!(node.program(back.from, back.to, &back.frame(), 0).is_some());
+        let mut snapshot = node.snapshot_of(node.snapshot.epoch.next(), true);
+        snapshot.services = Some(ServiceSet::default());
+        node.snapshot = snapshot;
+        node.pipeline.connections().publish_epoch(node.snapshot.epoch);
+        assert!(node.program(back.from, back.to, &back.frame(), 0).is_none());
+        let (_, by_worker) = node.worker(back.from, &back.frame(), now);
+        assert_eq!(by_worker[26..34], back.frame()[26..34], "the Service is gone: what answers is no Service any more");
+        assert!(node.program(there.from, there.to, &there.frame(), 0).is_none());
+    });
+}
+
+#[test]
+fn all_packets_of_a_captured_pod_are_left_to_workers_and_no_others() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let ways = [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)];
+        let ways: Vec<(End, End)> = ways.into_iter().flat_map(|(a, b)| [(a, b), (b, a)]).collect();
+        ways.iter().step_by(2).for_each(|&(a, b)| open(&mut node, sent(a, b, true, ACK), now));
+        let forwarded = |node: &mut Node| -> Vec<bool> {
+            ways.iter()
+                .map(|&(from, to)| node.program(from, to, &sent(from, to, true, ACK).frame(), 0).is_some())
+                .collect()
+        };
+        assert_eq!(forwarded(&mut node), [true; 6]);
+        let served = ServedPort { port: A.0, node_mac: NODE_MAC, pod_mac: pod_mac(A), is_bridged: false, mtu: 1400 };
+        node.veths[0].set_captured(true).unwrap();
+        // What A sends and gets; not what B and the node say to each other.
+        let of_others = [false, false, false, false, true, true];
+        assert_eq!(forwarded(&mut node), of_others);
+        node.veths[0].serve(&served).unwrap();
+        assert_eq!(forwarded(&mut node), of_others, "also once the pod is served anew");
+        node.veths[1].set_captured(true).unwrap();
+        assert_eq!(forwarded(&mut node), [false; 6]);
+        node.veths.iter_mut().for_each(|veth| veth.set_captured(false).unwrap());
+        assert_eq!(forwarded(&mut node), [true; 6], "and no longer");
+    });
+}
+
+#[test]
+fn what_needs_a_worker_is_left_to_it() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let base = sent(End::A, End::B, true, ACK);
+        open(&mut node, base, now);
+        let long = Sent { payload: usize::from(MTU) - 40, ..base };
+        let cases: [(&str, Sent, bool); 9] = [
+            ("a segment", base, true),
+            ("as long as the MTU", long, true),
+            ("longer than the MTU", Sent { payload: long.payload + 1, ..base }, false),
+            ("its last hop", Sent { ttl: 1, ..base }, false),
+            ("SYN", Sent { flags: SYN, ..base }, false),
+            ("RST", Sent { flags: ACK | 4, ..base }, false),
+            ("FIN without ACK", Sent { flags: FIN, ..base }, false),
+            ("another flow", Sent { flow: 2, ..base }, false),
+            ("FIN", Sent { flags: FIN | ACK, ..base }, true),
+        ];
+        for (what, packet, passes) in cases {
+            assert_eq!(node.program(End::A, End::B, &packet.frame(), 0).is_some(), passes, "{what}");
+        }
+        // A long TCP segment is measured by what it becomes.
+        let large = Sent { payload: 3000, ..base }.frame();
+        assert!(node.program(End::A, End::B, &large, u32::from(MTU) - 40).is_some());
+        assert!(node.program(End::A, End::B, &large, u32::from(MTU) - 39).is_none());
+        // The same packet from another pod, and one with another pod's MACs towards the node's stack.
+        let tried = node.programs.try_frame(true, node.interface(End::B), &base.frame(), 0).unwrap();
+        assert_eq!(tried.frame[..2], TO_WORKER, "a forged source is a worker's to drop");
+        let out = sent(End::A, End::Outside, true, ACK);
+        open(&mut node, out, now);
+        assert!(node.program(End::A, End::Outside, &out.frame(), 0).is_some());
+        for at in [0, 6] {
+            let mut frame = out.frame();
+            frame[at + 5] ^= 1;
+            assert!(node.program(End::A, End::Outside, &frame, 0).is_none(), "byte {at}");
+        }
+    });
+}

@@ -1,0 +1,285 @@
+//! Connections open, are used and end while programs forward their packets.
+
+use super::*;
+
+#[test]
+fn a_connection_whose_packets_the_kernel_forwards_does_not_expire() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        // Its last packet at a worker was longer ago than the timeout of an answered datagram, 120 s.
+        let old = Timestamp::from_millis(now.as_millis() - 300_000);
+        let (there, back) = (sent(End::A, End::B, false, 0), sent(End::B, End::A, false, 0));
+        open(&mut node, there, old);
+        assert!(node.program(End::B, End::A, &back.frame(), 0).is_none(), "expired");
+        let near = Timestamp::from_millis(now.as_millis() - 100_000);
+        open(&mut node, there, near);
+        assert!(node.program(End::B, End::A, &back.frame(), 0).is_some());
+        let later = now.plus(Duration::from_secs(60));
+        let idle: Vec<Duration> = node.pipeline.connections().iter(later).map(|found| found.idle).collect();
+        assert!(idle.len() == 1 && idle[0] <= Duration::from_secs(61), "{idle:?}");
+        let (verdict, _) = node.worker(End::B, &back.frame(), later);
+        assert_eq!(verdict, Verdict::Forward(A), "160 s after the last packet at a worker");
+    });
+}
+
+/// What the table says was forwarded of the only connection.
+fn counted(node: &Node) -> [Traffic; 2] {
+    let listed: Vec<_> = node.pipeline.connections().iter(Timestamp::now()).collect();
+    assert_eq!(listed.len(), 1, "{listed:?}");
+    listed[0].traffic.expect("programs read the table")
+}
+
+#[test]
+fn a_connection_counts_what_workers_and_programs_forward_in_each_direction() {
+    for there in [
+        sent(End::A, End::B, true, ACK),
+        sent(End::A, End::B, false, 0),
+        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
+        to_service(End::A, End::B, true, ACK),
+        Sent { v4: false, ..to_service(End::A, End::A, false, 0) },
+    ] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            open(&mut node, there, now);
+            let before = counted(&node);
+            assert_eq!(before.map(|traffic| traffic.packets), [3, 2], "{there:?}: of the handshake");
+            let mut expected = before;
+            for (turn, payload) in [0, 1, 900, 1200].into_iter().enumerate() {
+                for (direction, packet) in [there, there.back()].into_iter().enumerate() {
+                    let packet = Sent { payload, ..packet };
+                    let frame = packet.frame();
+                    // The opener's packets go by program and worker in turn, the other end's by program alone.
+                    if direction == 0 && turn % 2 == 1 {
+                        assert!(matches!(node.worker(packet.from, &frame, now).0, Verdict::Forward(_)), "{packet:?}");
+                    } else {
+                        assert!(node.program(packet.from, packet.to, &frame, 0).is_some(), "{packet:?}");
+                    }
+                    expected[direction].packets += 1;
+                    expected[direction].bytes += frame.len() as u64 - 14;
+                }
+            }
+            assert_eq!(counted(&node), expected, "{there:?}");
+            // What is dropped is not counted. From the node's stack such a packet passes: the stack has counted its hop.
+            if there.from != End::Outside {
+                let dropped = Sent { ttl: 1, ..there }.frame();
+                assert!(node.program(there.from, there.to, &dropped, 0).is_none());
+                assert!(matches!(node.worker(there.from, &dropped, now).0, Verdict::Drop(_)));
+                assert_eq!(counted(&node), expected, "{there:?}");
+            }
+        });
+    }
+}
+
+#[test]
+fn a_datagram_that_may_open_a_stream_meets_a_worker() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let (there, back) = (sent(End::A, End::B, false, 0), sent(End::B, End::A, false, 0));
+        let began = Timestamp::from_millis(now.as_millis() - 3000);
+        open_since(&mut node, there, began, began);
+        assert!(node.program(End::B, End::A, &back.frame(), 0).is_some(), "only the opener's make a stream");
+        assert!(node.program(End::A, End::B, &there.frame(), 0).is_none(), "two seconds after the first");
+        assert_eq!(node.worker(End::A, &there.frame(), now).0, Verdict::Forward(B));
+        assert!(node.program(End::A, End::B, &there.frame(), 0).is_some(), "the worker has noted it");
+    });
+}
+
+#[test]
+fn a_datagram_too_early_to_open_a_stream_needs_no_worker() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        // On a busy machine the two seconds may be over before the program runs. And its clock is behind by up to a jiffy: at the
+        // end of a tick it takes such a connection for one of the future.
+        let passes = (0..20).any(|flow| {
+            let there = Sent { flow, ..sent(End::A, End::B, false, 0) };
+            let began = Timestamp::now();
+            open_since(&mut node, there, began, began);
+            let done = node.program(End::A, End::B, &there.frame(), 0);
+            Timestamp::now().as_millis() - began.as_millis() < 1500 && done.is_some()
+        });
+        assert!(passes, "twenty tries of 1.5 s");
+    });
+}
+
+#[test]
+fn segments_after_those_that_the_kernel_forwarded_are_not_out_of_window() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let there = sent(End::A, End::B, true, ACK);
+        open(&mut node, there, now);
+        let mut far = Sent { flags: ACK | 1, ..there }.frame();
+        far[38..42].copy_from_slice(&2_000_000_000_u32.to_be_bytes());
+        assert_eq!(
+            node.worker(End::A, &far, now).0,
+            Verdict::Drop(DropReason::InvalidState),
+            "nothing came in between"
+        );
+        assert!(node.program(End::A, End::B, &there.frame(), 0).is_some());
+        assert_eq!(
+            node.worker(End::A, &far, now).0,
+            Verdict::Forward(B),
+            "the worker has not seen what came before it"
+        );
+    });
+}
+
+/// State and time left of the only connection, as listed.
+fn listed(node: &Node, now: Timestamp) -> (String, Duration) {
+    let listed: Vec<_> = node.pipeline.connections().iter(now).collect();
+    assert_eq!(listed.len(), 1, "{listed:?}");
+    (listed[0].state.to_string(), listed[0].expires_in)
+}
+
+/// A SYN and its answer, by a worker.
+fn half_open(node: &mut Node, there: Sent, now: Timestamp) {
+    for (packet, flags, from_opener) in [(there, SYN, true), (there.back(), SYN | ACK, false)] {
+        let frame = Sent { flags, payload: 0, ..packet }.frame();
+        let (verdict, _) = node.worker(packet.from, &in_step(frame, true, flags, from_opener), now);
+        assert!(matches!(verdict, Verdict::Forward(_)), "{packet:?}: {verdict:?}");
+    }
+}
+
+/// What is different in a TCP header.
+type Change<'a> = &'a dyn Fn(&mut [u8]);
+
+#[test]
+fn the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns() {
+    for there in [
+        sent(End::A, End::B, true, ACK),
+        sent(End::B, End::A, true, ACK),
+        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
+        to_service(End::A, End::B, true, ACK),
+        to_service(End::B, End::A, true, ACK),
+    ] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            half_open(&mut node, there, now);
+            let program = |node: &Node, packet: Sent, change: Change<'_>| {
+                let mut frame = packet.frame();
+                change(&mut frame[if packet.v4 { 34 } else { 54 }..]);
+                node.program(packet.from, packet.to, &frame, 0)
+            };
+            let data = Sent { payload: 1, ..there };
+            let there = Sent { payload: 0, ..there };
+            let others: [(&str, Sent, Change<'_>); 7] = [
+                ("with data", data, &|_| {}),
+                ("of the answering end", there.back(), &|_| {}),
+                ("another sequence number", there, &|tcp| tcp[7] ^= 1),
+                ("another acknowledgement", there, &|tcp| tcp[11] ^= 1),
+                ("neither", there, &|tcp| tcp[4..12].fill(0)),
+                ("SYN", Sent { flags: SYN, ..there }, &|_| {}),
+                ("RST", Sent { flags: ACK | 4, ..there }, &|_| {}),
+            ];
+            for (what, packet, change) in others {
+                assert!(program(&node, packet, change).is_none(), "{what}: {there:?}");
+                assert_eq!(listed(&node, now).0, "SYN_RECV", "{what}: {there:?}");
+            }
+            assert!(program(&node, there, &|_| {}).is_some(), "{there:?}");
+            assert_eq!(listed(&node, now).0, "ESTABLISHED", "{there:?}");
+            assert!(program(&node, there.back(), &|_| {}).is_some(), "{there:?}");
+            assert!(program(&node, there, &|tcp| tcp[7] ^= 1).is_some(), "{there:?}: no longer of the handshake");
+            let table = node.pipeline.connections();
+            let swept =
+                table.sweep(&mut Default::default(), usize::MAX, now.plus(Duration::from_secs(3600)), Epoch(1)).expired;
+            assert_eq!(swept, 0, "{there:?}: as long as an established one");
+            let kept = node.next_epoch_keeping(true);
+            assert_eq!(program(&node, there, &|_| {}).is_some(), kept == 1, "{there:?}");
+            let (verdict, _) = node.worker(there.back().from, &there.back().frame(), now);
+            assert!(matches!(verdict, Verdict::Forward(_)), "{there:?}: {verdict:?}");
+            assert_eq!(listed(&node, now).0, "ESTABLISHED", "{there:?}");
+        });
+    }
+}
+
+#[test]
+fn a_reset_after_a_handshake_that_a_program_completed_closes_by_its_number() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        for (flow, with_data, expected) in [(1, false, "CLOSE"), (2, true, "RESETTING")] {
+            let there = Sent { payload: 0, flow, ..sent(End::A, End::B, true, ACK) };
+            half_open(&mut node, there, now);
+            assert!(node.program(End::A, End::B, &there.frame(), 0).is_some());
+            if with_data {
+                // Workers do not see how much it was.
+                assert!(node.program(End::A, End::B, &Sent { payload: 9, ..there }.frame(), 0).is_some());
+            }
+            let reset = Sent { flags: ACK | 4, ..there }.frame();
+            assert_eq!(node.worker(End::A, &reset, now).0, Verdict::Forward(B));
+            assert_eq!(listed(&node, now).0, expected);
+            node.pipeline.connections().remove_addresses(&[address(End::A, true).into()]);
+        }
+    });
+}
+
+#[test]
+fn a_connection_that_its_ends_close_without_a_worker_has_ended_for_workers() {
+    for there in [
+        sent(End::A, End::B, true, ACK),
+        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
+        to_service(End::A, End::B, true, ACK),
+    ] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            open(&mut node, there, now);
+            let by_program = |node: &Node, packet: Sent, flags| {
+                let frame = Sent { flags, ..packet }.frame();
+                assert!(node.program(packet.from, packet.to, &frame, 0).is_some(), "{packet:?}: {flags:x}");
+            };
+            by_program(&node, there, FIN | ACK);
+            assert_eq!(listed(&node, now).0, "FIN_WAIT", "{there:?}");
+            // Half closed: the other end goes on sending, and the first one acknowledges.
+            by_program(&node, there.back(), ACK);
+            by_program(&node, there, ACK);
+            assert_eq!(listed(&node, now).0, "FIN_WAIT", "{there:?}");
+            by_program(&node, there.back(), FIN | ACK);
+            by_program(&node, there, ACK);
+            let (state, left) = listed(&node, now);
+            assert!(state == "TIME_WAIT" && left <= Duration::from_secs(121), "{there:?}: {state}, {left:?}");
+            let sweep = |node: &Node, after: u64| {
+                let table = node.pipeline.connections();
+                table.sweep(&mut Default::default(), usize::MAX, now.plus(Duration::from_secs(after)), Epoch(1)).expired
+            };
+            assert_eq!(sweep(&node, 110), 0, "{there:?}");
+            // A new connection with the same ports is one that nobody has closed.
+            open(&mut node, there, now);
+            assert_eq!(listed(&node, now).0, "ESTABLISHED", "{there:?}");
+            assert_eq!(sweep(&node, 130), 0, "{there:?}");
+            by_program(&node, there, FIN | ACK);
+            by_program(&node, there.back(), FIN | ACK);
+            assert!(sweep(&node, 130) > 0, "{there:?}");
+        });
+    }
+}
+
+#[test]
+fn a_worker_goes_on_where_a_program_has_forwarded_a_fin() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let there = sent(End::A, End::B, true, ACK);
+        let back = there.back();
+        open(&mut node, there, now);
+        let fin = Sent { flags: FIN | ACK, ..there }.frame();
+        assert!(node.program(End::A, End::B, &fin, 0).is_some());
+        // Policy changes, so that the next packets meet a worker.
+        node.next_epoch(true);
+        let steps = [(back, FIN | ACK, "LAST_ACK"), (there, ACK, "TIME_WAIT")];
+        for (number, (packet, flags, state)) in steps.into_iter().enumerate() {
+            let mut frame = Sent { flags, payload: 0, ..packet }.frame();
+            // After ten bytes and a FIN of one side, and after a FIN of the other.
+            let (seq, ack): (u32, u32) = if number == 0 { (1000, 1011) } else { (1011, 1001) };
+            frame[38..42].copy_from_slice(&seq.to_be_bytes());
+            frame[42..46].copy_from_slice(&ack.to_be_bytes());
+            let verdict = node.worker(packet.from, &frame, now).0;
+            assert!(matches!(verdict, Verdict::Forward(_)), "{packet:?}: {verdict:?}");
+            assert_eq!(listed(&node, now).0, state);
+        }
+    });
+}
