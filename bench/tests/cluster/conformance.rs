@@ -88,8 +88,9 @@ fn objects(cluster: &RealCluster, step: &SuiteStep, places: &PodPlacement) -> Ve
     let mut objects = step.state.objects(places);
     for pod in objects.iter_mut().filter(|object| object["kind"] == "Pod") {
         let nodes = cluster.nodes.iter().enumerate();
-        let on = nodes.filter(|(number, _)| pod["spec"]["nodeName"] == node_name(*number)).map(|(_, node)| node);
-        pod["spec"]["nodeName"] = on.map(|node| node.number.name()).collect();
+        let mut names = nodes.map(|(number, node)| (node_name(number), node.number.name()));
+        let on = names.find(|(name, _)| pod["spec"]["nodeName"] == *name).map(|(_, real)| real);
+        pod["spec"]["nodeName"] = json!(on);
         pod["spec"]["terminationGracePeriodSeconds"] = json!(0);
         pod["spec"]["containers"][0]["image"] = json!("docker.io/library/penstock-test-pause:1");
         pod["spec"]["containers"][0]["imagePullPolicy"] = json!("Never");
