@@ -158,6 +158,13 @@ impl Suite {
     }
 }
 
+impl SuiteStep {
+    /// Its pods, `NAMESPACE/NAME`.
+    pub fn pods(&self) -> BTreeSet<String> {
+        self.state.pods.iter().map(SuitePod::full_name).collect()
+    }
+}
+
 impl SuitePod {
     /// `NAMESPACE/NAME`.
     pub fn full_name(&self) -> String {

@@ -34,17 +34,6 @@ pub(crate) fn conformance_cases_hold(cluster: &mut RealCluster) -> Result<()> {
     tested
 }
 
-trait Pods {
-    /// The pods, `NAMESPACE/NAME`.
-    fn pods(&self) -> BTreeSet<String>;
-}
-
-impl Pods for SuiteStep {
-    fn pods(&self) -> BTreeSet<String> {
-        self.state.pods.iter().map(|pod| pod.full_name()).collect()
-    }
-}
-
 /// Whether it has these pods all the time, whose addresses the cluster chooses, and only what Kubernetes 1.20 knows.
 fn can_run(case: &SuiteCase, pods: &BTreeSet<String>, places: &PodPlacement) -> bool {
     case.steps.iter().all(|step| {
