@@ -157,7 +157,7 @@ pub struct PeerTestbed {
 impl PeerTestbed {
     /// Builds it and verifies the peer: allowed traffic arrives and is answered, denied traffic does not arrive.
     pub fn build(label: &str, peer: Peer, size: ClusterSize, mtu: u32, cores: Cores) -> Result<Self> {
-        let scratch = ScratchDir::new()?;
+        let scratch = ScratchDir::in_memory()?;
         let mut node = node(label, size, mtu)?;
         let outside = size.other_node.then(|| other_node(&mut node)).transpose()?;
         let manifests = policy::write(&scratch, size)?;

@@ -25,6 +25,7 @@ mod counters;
 mod entry;
 mod evict;
 mod fragments;
+mod groups;
 mod hash;
 #[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
 mod header;

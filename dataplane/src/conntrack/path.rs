@@ -114,20 +114,18 @@ impl KernelUse {
     }
 
     /// Notes that a packet has gone from one interface to the other. `is_still`: whether the entry still holds the
-    /// packet's connection with the verdict of this epoch.
+    /// packet's connection with the verdict of this epoch. Returns whether that is new.
     pub(super) fn take_path(
         &self,
         orientation: Orientation,
         (from, to): (u32, u32),
         epoch: EpochTag,
         is_still: impl FnOnce() -> bool,
-    ) {
+    ) -> bool {
         let before = self.path.load(Ordering::Acquire);
-        let Some(Path(after)) = Path(before).taken(orientation, from, to, epoch) else { return };
-        if after != before && is_still() {
-            // If it fails, another worker has just noted something else, and the next packet meets a worker again.
-            let _ = self.path.compare_exchange(before, after, EXCHANGE, Ordering::Relaxed);
-        }
+        let Some(Path(after)) = Path(before).taken(orientation, from, to, epoch) else { return false };
+        // If it fails, another worker has just noted something else, and the next packet meets a worker again.
+        after != before && is_still() && self.path.compare_exchange(before, after, EXCHANGE, Ordering::Relaxed).is_ok()
     }
 
     /// What a program reads of the path for a packet in direction `orientation`: the interfaces that it comes from and goes

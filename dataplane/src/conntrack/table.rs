@@ -10,6 +10,7 @@ use super::conn::Conn;
 use super::counters::{ConnTableStatistics, Counters, TableEvent};
 use super::entry::{ControlWord, EntryContents, EpochTag, OwnerId, TableEntry};
 use super::fragments::Fragments;
+use super::groups::GroupSet;
 use super::hash::{NO_HINT, PreparedFlow, Seed, alternate, home};
 #[cfg(all(test, feature = "loom"))]
 use super::interleavings::storage::Storage;
@@ -47,6 +48,8 @@ pub struct ConnTable {
     midstream_pickup: MidStreamPickup,
     /// Whether published epochs are those of the kernel's programs ([`ConnTable::take_over`]).
     is_published: AtomicBool,
+    /// The groups that may have a connection which the kernel's programs forward.
+    pub(super) offloaded: GroupSet,
     /// Counts of connections, where the storage has none and records are wanted.
     counted: Option<Box<[KernelUse]>>,
     /// Where those that end are noted.
@@ -135,6 +138,8 @@ impl ConnTable {
         let mut table = Self {
             counted: counts_itself.then(|| (0..capacity).map(|_| KernelUse::new()).collect()),
             journal: Journal::new(config.ended, capacity),
+            // A table that was found may have them anywhere.
+            offloaded: GroupSet::all(groups),
             storage,
             seed,
             groups,
@@ -238,10 +243,13 @@ impl ConnTable {
         }
         let Some((ends, epoch)) = path else { return };
         let epoch = EpochTag::of(epoch);
-        kernel_use.take_path(hashed.orientation, ends, epoch, || {
+        let is_taken = kernel_use.take_path(hashed.orientation, ends, epoch, || {
             let now = self.entry(slot).control();
             now.is_same_generation(control) && now.epoch() == epoch && !now.is_revoked()
         });
+        if is_taken {
+            self.offloaded.insert(slot / LANES);
+        }
     }
 
     /// Number of connections; it may be off by the few that are being inserted or removed.

@@ -75,6 +75,21 @@ fn a_stale_epoch_is_no_hit_across_the_wrap_of_its_numbers() {
 }
 
 #[test]
+fn a_connection_is_kept_whose_part_of_the_table_an_earlier_change_found_empty() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let there = sent(End::A, End::B, true, ACK);
+        for _ in 0..2 {
+            open(&mut node, there, now);
+            assert_eq!(node.next_epoch_keeping(true), 1);
+            forget(&node);
+            assert_eq!(node.next_epoch_keeping(true), 0);
+        }
+    });
+}
+
+#[test]
 fn connections_that_stay_allowed_need_no_worker_after_a_change() {
     in_namespace(|| {
         let mut node = Node::new();

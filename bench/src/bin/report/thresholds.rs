@@ -178,10 +178,12 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         0.95,
     )
     .of("Penstock, tcx, 100 policy changes a second")
-    .against("kernel routing"),
+    .against("kernel routing")
+    .limited_by("kernel routing, 100 saves a second"),
     at_least("eight streams by tcx meanwhile, against the same", "bulk", "eight streams", 0.95)
         .of("Penstock, tcx, 100 policy changes a second")
-        .against("kernel routing"),
+        .against("kernel routing")
+        .limited_by("kernel routing, 100 saves a second"),
     at_least(
         "new TCP connections a second by tcx against kernel + nftables + conntrack",
         "tcp-connections",

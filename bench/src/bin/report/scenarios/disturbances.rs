@@ -53,8 +53,11 @@ fn change(reload: &ManifestReloader, size: ClusterSize, a_second: f64, ends: &At
 pub(super) fn often(a_second: f64, ends: &AtomicBool, mut work: impl FnMut(usize) -> Result<()>) -> Result<f64> {
     let (start, mut times) = (Instant::now(), 0);
     while !ends.load(Ordering::Relaxed) {
-        if start.elapsed().as_secs_f64() * a_second < times as f64 {
-            std::thread::sleep(Duration::from_millis(1));
+        let due = start + Duration::from_secs_f64(times as f64 / a_second);
+        // In parts, so that it ends soon.
+        let wait = due.saturating_duration_since(Instant::now()).min(Duration::from_millis(10));
+        if !wait.is_zero() {
+            std::thread::sleep(wait);
             continue;
         }
         times += 1;

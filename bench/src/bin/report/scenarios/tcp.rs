@@ -156,7 +156,8 @@ pub(crate) fn bulk() -> Scenario {
                 off, so that Penstock's packets are as long as the MTU, except by tcx; the kernel's peers hand super-packets over unless that \
                 is turned off, too. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096. Another node is a namespace \
                 behind a veth of the node, where nothing enforces policy. In one case a policy of the receiver changes 100 times \
-                a second; after each change every connection is evaluated again. A case fails if a stream breaks.",
+                a second; after each change every connection is evaluated again. The same files are saved beside kernel routing, too, \
+                where nothing reads them. A case fails if a stream breaks.",
         metrics: BULK,
         cases: vec![
             ScenarioCase::of(Peer::penstock(), rates(true)),
@@ -167,6 +168,7 @@ pub(crate) fn bulk() -> Scenario {
                 .named("Penstock, tcx, 100 policy changes a second"),
             ScenarioCase::of(Peer::penstock_by_tcx(false), rates(true)),
             ScenarioCase::of(Peer::Kernel, rates(true)),
+            ScenarioCase::of(Peer::Kernel, beside_changes).named("kernel routing, 100 saves a second"),
             ScenarioCase::of(Peer::Kernel, rates(false)).named("kernel routing, without GSO"),
             large(Peer::Kernel, "kernel routing"),
             ScenarioCase::of(Peer::Nftables, rates(true)),
