@@ -14,6 +14,8 @@ const LIMIT: Duration = Duration::from_secs(10);
 fn after_a_kill_under_traffic_no_packet_passes_without_a_verdict() {
     let mut fixture = Fixture::with_three_pods();
     let site = |fixture: &Fixture, name: &str| Site::from(fixture.node.pod(name).unwrap());
+    // What a pod sends to one that has no port yet passes the node's stack, also later, and by tcx a worker.
+    fixture.daemon.log().wait_for_after(0, "pods=3 ", LIMIT).unwrap();
     let [web, db, lab] = ["test/web", "test/db", "test/lab"].map(|name| site(&fixture, name));
     let allowed = Stream::start(&web.namespace, &db.namespace, "10.244.1.11");
     let deadline = Instant::now() + LIMIT;

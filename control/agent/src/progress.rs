@@ -1,6 +1,6 @@
 //! How far changes have come: the epoch of each pod's last change, and how long each step of a change took.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,9 @@ use crate::discovery::PodProblem;
 /// How long publishing waits for the workers to take the snapshot. They need some microseconds; a slower worker is
 /// checked again later.
 const IN_FORCE_WAIT: Duration = Duration::from_micros(200);
+
+/// Most snapshots that are awaited at a time. A worker that takes none for long is told of as a whole.
+const MOST_AWAITED: usize = 1024;
 
 /// A pod as it was published.
 #[derive(Debug)]
@@ -40,7 +43,8 @@ pub(super) struct EnforcementProgress {
     pods: BTreeMap<ObjectKey, PublishedPod>,
     /// Why pods are not attached.
     waiting: BTreeMap<ObjectKey, String>,
-    awaited: Option<AwaitedSnapshot>,
+    /// The snapshots that are not in force everywhere yet, oldest first.
+    awaited: VecDeque<AwaitedSnapshot>,
     /// Whether any snapshot has been in force on every worker.
     programmed: bool,
     pub(super) times: StepTimes,
@@ -72,7 +76,7 @@ impl EnforcementProgress {
         Self {
             pods: BTreeMap::new(),
             waiting: BTreeMap::new(),
-            awaited: None,
+            awaited: VecDeque::new(),
             programmed: false,
             times: StepTimes::default(),
         }
@@ -95,41 +99,43 @@ impl EnforcementProgress {
             let since = same.map_or(epoch, |last| last.since);
             self.pods.insert(pod.clone(), PublishedPod { port, addresses: addresses.clone(), endpoint, since });
         }
-        // This snapshot includes the event of an earlier one that is still awaited.
-        let seen = self.awaited.map_or(seen, |awaited| awaited.seen.min(seen));
-        self.awaited = Some(AwaitedSnapshot { epoch, seen });
+        let is_full = self.awaited.len() == MOST_AWAITED;
+        match self.awaited.back_mut() {
+            Some(last) if is_full => last.epoch = epoch,
+            _ => self.awaited.push_back(AwaitedSnapshot { epoch, seen }),
+        }
     }
 
     /// Spins for a moment until the workers have taken the published snapshot. What the kernel's programs need for it takes
-    /// much longer, and another thread does it.
+    /// much longer, and another thread does it: then it only checks earlier ones, which no pause between changes may do.
     pub(super) fn wait_in_force(&mut self, dataplane: &Dataplane) {
-        if dataplane.offload_in_force().is_some() {
-            return;
-        }
+        let by_workers = dataplane.offload_in_force().is_none();
         let until = Instant::now() + IN_FORCE_WAIT;
-        while !self.check_in_force(dataplane) && Instant::now() < until {
+        while !self.check_in_force(dataplane) && by_workers && Instant::now() < until {
             std::hint::spin_loop();
         }
     }
 
-    /// Checks whether the published snapshot is in force on every worker.
+    /// Checks which published snapshots are in force, on every worker and in the kernel's programs. Returns whether all are.
     pub(super) fn check_in_force(&mut self, dataplane: &Dataplane) -> bool {
-        let Some(awaited) = self.awaited else { return true };
-        if !dataplane.is_in_force(awaited.epoch) {
-            return false;
+        self.take_in_force(|epoch| dataplane.is_in_force(epoch))
+    }
+
+    fn take_in_force(&mut self, is_in_force: impl Fn(Epoch) -> bool) -> bool {
+        let was_programmed = self.programmed;
+        while let Some(oldest) = self.awaited.pop_front_if(|oldest| is_in_force(oldest.epoch)) {
+            // Not the first snapshots: no event caused them, and they take as long as the interfaces do.
+            if was_programmed {
+                self.times.enforced.observe(oldest.seen.elapsed().as_secs_f64());
+            }
+            self.programmed = true;
         }
-        // Not the first snapshot: no event caused it, and it takes as long as the interfaces do.
-        if self.programmed {
-            self.times.enforced.observe(awaited.seen.elapsed().as_secs_f64());
-        }
-        self.awaited = None;
-        self.programmed = true;
-        true
+        self.awaited.is_empty()
     }
 
     /// Whether a published snapshot was not in force on every worker when last checked.
     pub(super) fn is_awaiting(&self) -> bool {
-        self.awaited.is_some()
+        !self.awaited.is_empty()
     }
 
     /// Whether policy has been in force on every worker.
@@ -181,5 +187,49 @@ fn is_same(one: Option<&Endpoint>, other: Option<&Endpoint>) -> bool {
         (Some(one), Some(other)) => one.egress.is_same(&other.egress) && one.ingress.is_same(&other.ingress),
         (None, None) => true,
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use penstock_dataplane::policy::PolicySet;
+
+    use super::*;
+
+    fn publish(progress: &mut EnforcementProgress, epoch: u32) {
+        progress.published(Epoch(epoch), &PolicySet::default(), std::iter::empty(), Instant::now());
+    }
+
+    /// The number of changes whose time to be in force was measured.
+    fn measured(progress: &EnforcementProgress) -> u64 {
+        let mut registry = prometheus_client::registry::Registry::default();
+        registry.register("times", "", progress.times.enforced.clone());
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry).unwrap();
+        let count = text.lines().find_map(|line| line.strip_prefix("times_count ")).unwrap();
+        count.parse().unwrap()
+    }
+
+    #[test]
+    fn a_change_is_measured_although_the_next_ones_are_published_before_it_is_in_force() {
+        let mut progress = EnforcementProgress::new();
+        publish(&mut progress, 1);
+        assert!(progress.take_in_force(|_| true) && progress.is_programmed());
+        for epoch in 2..=100 {
+            publish(&mut progress, epoch);
+            assert!(!progress.take_in_force(|asked| asked.0 < epoch), "the last one is awaited");
+        }
+        assert_eq!(measured(&progress), 98, "all but the start and the last one");
+        assert!(progress.take_in_force(|_| true));
+        assert_eq!(measured(&progress), 99);
+    }
+
+    #[test]
+    fn what_no_worker_takes_is_awaited_in_bounded_memory_and_to_its_last_epoch() {
+        let (mut progress, last) = (EnforcementProgress::new(), 2 * MOST_AWAITED as u32);
+        (1..=last).for_each(|epoch| publish(&mut progress, epoch));
+        assert_eq!(progress.awaited.len(), MOST_AWAITED);
+        assert!(!progress.take_in_force(|epoch| epoch.0 < last) && progress.is_awaiting());
+        assert!(progress.take_in_force(|epoch| epoch.0 <= last));
     }
 }

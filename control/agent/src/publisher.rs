@@ -134,9 +134,10 @@ impl Publisher {
         if !inputs.progress.has_addresses(pod, addresses) {
             return Err(inputs.progress.waiting(pod, false));
         }
-        match inputs.progress.check_in_force(&self.dataplane) {
-            true => Ok(()),
-            false => Err("the workers have not taken its policy yet".to_owned()),
+        // Not all that was published: where pods come and go all the time, something is always awaited.
+        match inputs.progress.changed(pod) {
+            Some(changed) if self.dataplane.is_in_force(changed) => Ok(()),
+            _ => Err("the workers have not taken its policy yet".to_owned()),
         }
     }
 

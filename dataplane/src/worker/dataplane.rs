@@ -330,9 +330,11 @@ impl Dataplane {
         self.grace.iter().flat_map(GraceThreads::ids)
     }
 
-    /// Whether this epoch is in force on every worker and in the kernel's programs.
+    /// Whether this published epoch, or a later one, is in force on every worker and in the kernel's programs.
     pub fn is_in_force(&self, epoch: Epoch) -> bool {
-        self.in_force().into_iter().chain(self.offload_in_force()).all(|in_force| in_force == epoch)
+        // The default is that of no snapshot.
+        let has = |in_force: Epoch| in_force != Epoch::default() && !in_force.is_before(epoch);
+        self.in_force().into_iter().chain(self.offload_in_force()).all(has)
     }
 
     /// The same counted by frame owners, for tests: the two must agree.
