@@ -18,7 +18,7 @@ use crate::discovery::PodProblem;
 /// checked again later.
 const IN_FORCE_WAIT: Duration = Duration::from_micros(200);
 
-/// Most snapshots that are awaited at a time. A worker that takes none for long is told of as a whole.
+/// Most snapshots that are awaited at a time. While a worker takes none, later ones count as one change.
 const MOST_AWAITED: usize = 1024;
 
 /// A pod as it was published.
@@ -107,7 +107,7 @@ impl EnforcementProgress {
     }
 
     /// Spins for a moment until the workers have taken the published snapshot. What the kernel's programs need for it takes
-    /// much longer, and another thread does it: then it only checks earlier ones, which no pause between changes may do.
+    /// much longer, and another thread does it: then this only checks earlier snapshots, since changes may come without a pause.
     pub(super) fn wait_in_force(&mut self, dataplane: &Dataplane) {
         let by_workers = dataplane.offload_in_force().is_none();
         let until = Instant::now() + IN_FORCE_WAIT;
