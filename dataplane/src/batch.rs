@@ -35,6 +35,8 @@ pub enum StackSender {
     Process,
     /// Another machine, or a pod.
     Forwarded,
+    /// The same, and the node's connection tracking knows that it leaves with the addresses and ports that it came with.
+    Unchanged,
     /// The same, and the node has translated its source (masquerade).
     Translated,
     /// This port's pod, to an address of its own node, which has given the packet the address of another machine (a node port)

@@ -250,6 +250,35 @@ fn both_ends_of_a_connection_through_the_stack_are_reset_on_their_own_path() {
 }
 
 #[test]
+fn a_connection_that_the_node_does_not_translate_leaves_its_stack() {
+    for v6 in [0, 1] {
+        let ends = |port| ((A_IPS[v6], port), (B_IPS[v6], 8080));
+        // Workers met it in its middle.
+        let (mut node, (a, b)) = (Node::new(false), ends(1000));
+        let (asks, answers) = (tcp(a, b, ACK, (1001, 5000)), tcp(b, a, ACK, (5000, 1001)));
+        for sender in [StackSender::Unknown, StackSender::Forwarded] {
+            assert_eq!(node.verdict(B, &answers), Verdict::Forward(HOST));
+            assert_eq!(node.evaluate(HOST, sender, answers.clone()).0, Verdict::Forward(A), "{sender:?}");
+            assert_eq!(node.verdict(A, &asks), Verdict::Forward(HOST), "{sender:?}");
+        }
+        assert_eq!(node.evaluate(HOST, StackSender::Unchanged, answers.clone()).0, Verdict::Forward(A));
+        assert_eq!(node.verdict(A, &asks), Verdict::Forward(B));
+        assert_eq!(node.verdict(B, &answers), Verdict::Forward(A));
+        // One of its packets was on its way through the stack when the other pod got its port.
+        for (port, sender, back) in [(1001, StackSender::Unchanged, A), (1002, StackSender::Forwarded, HOST)] {
+            let (a, b) = ends(port);
+            assert_eq!(node.verdict(A, &udp(a, b, 10)), Verdict::Forward(B));
+            assert_eq!(node.evaluate(HOST, sender, udp(a, b, 10)).0, Verdict::Forward(B));
+            assert_eq!(node.verdict(B, &udp(b, a, 10)), Verdict::Forward(back), "{sender:?}");
+        }
+        // Its first packet comes from there.
+        let (a, b) = ends(1003);
+        assert_eq!(node.evaluate(HOST, StackSender::Unchanged, udp(a, b, 10)).0, Verdict::Forward(B));
+        assert_eq!(node.verdict(B, &udp(b, a, 10)), Verdict::Forward(A));
+    }
+}
+
+#[test]
 fn an_uplink_drops_the_source_of_a_local_pod_without_port() {
     let mut node = Node::new(false);
     assert_eq!(node.verdict(UPLINK, &udp((GHOST, 1), (B_IPS[0], 2), 10)), Verdict::Drop(DropReason::SpoofedSource));
@@ -363,6 +392,7 @@ fn policy_is_evaluated_for_who_sent_what_the_node_forwards_and_only_its_processe
             // Forwarded, and nobody knows for whom.
             (StackSender::Translated, 40_001, own, denied),
             (StackSender::Forwarded, 40_000, own, denied),
+            (StackSender::Unchanged, 40_000, own, denied),
         ] {
             for open in [true, false] {
                 let mut node = masquerading();

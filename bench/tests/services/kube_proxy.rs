@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use penstock_bench::expectation::Expectation;
-use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::probe::{self, EchoConnection, EchoServers, EchoService, ProbeOutcome, Protocol, RetryPolicy};
 use penstock_bench::testbed::{
-    KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, SERVICE_NETWORKS, ServiceProtocol,
+    Attach, KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, SERVICE_NETWORKS, ServiceProtocol,
 };
 
 use crate::fixture::{Fixture, pods, policy};
@@ -100,4 +100,40 @@ fn kube_proxy_chooses_among_backends_and_policy_is_for_the_one_it_chose() {
 #[test]
 fn services_and_node_ports_work_and_policy_holds_beside_kube_proxy_in_nftables_mode() {
     every_cell_is_as_expected(ProxyMode::Nftables);
+}
+
+/// Packets of pods that workers have got from the node's stack.
+fn from_stack(fixture: &Fixture) -> u64 {
+    let ports = fixture.status().ports;
+    match Attach::of_run() {
+        Attach::Xdp => ports.iter().filter(|port| port.kind == "host").map(|port| port.total.rx_packets).sum(),
+        _ => ports.iter().filter_map(|port| port.xdp.get("from_stack")).sum(),
+    }
+}
+
+/// Whoever installs Penstock has such connections. Workers do not see whether the node translates them; its connection tracking tells.
+#[test]
+fn a_connection_from_before_the_daemon_leaves_the_nodes_stack_if_the_node_does_not_translate_it() {
+    const SERVER: u32 = 77;
+    const LIMIT: Duration = Duration::from_secs(20);
+    let (mut open, mut servers) = (Vec::new(), None);
+    let fixture = Fixture::of(&pods(2), |cluster, _| {
+        let addresses = cluster.node.addresses().to_vec();
+        let proxy = KubeProxy { mode: ProxyMode::Iptables, node: addresses, services: Vec::new() };
+        proxy.install(cluster.node.namespace()).unwrap();
+        let [client, server] = ["test/pod-0", "test/pod-1"].map(|pod| &cluster.sites[cluster.site(pod).unwrap()]);
+        servers = Some(EchoServers::start(server, SERVER, &[EchoService::Tcp(7000)]).unwrap());
+        open.extend([false, true].map(|v6| {
+            let to = (SERVER, server.address(v6).unwrap());
+            EchoConnection::open(&client.namespace, to, 7000, LIMIT).unwrap()
+        }));
+    });
+    let go_on = || open.iter().for_each(|connection| connection.wait_for(20, LIMIT).unwrap());
+    go_on();
+    let before = from_stack(&fixture);
+    assert!(before > 0, "they passed the node's stack until it was known");
+    go_on();
+    assert_eq!(from_stack(&fixture), before, "and do so no longer");
+    // While it passes: its end waits for an answer.
+    drop(open);
 }

@@ -98,11 +98,11 @@ impl<'t> Conn<'t> {
         self.control.is_via_host()
     }
 
-    /// Marks its packets as traversing the node's own stack. False if it was removed.
+    /// Notes whether its packets traverse the node's own stack. False if it was removed.
     #[cold]
-    pub fn set_via_host(&mut self) -> bool {
+    pub fn set_via_host(&mut self, via_host: bool) -> bool {
         while self.refresh() {
-            let wanted = self.control.with_via_host(true);
+            let wanted = self.control.with_via_host(via_host);
             if wanted == self.control || self.entry.exchange(self.control, wanted).is_ok() {
                 self.control = wanted;
                 return true;

@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | 0 | `02`: locally administered, unicast | `02` |
 //! | 1 | `fa` | `fb` |
-//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`] |
+//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`], 32 [`UNCHANGED`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`] |
 //! | 3 | with [`LEAVING`] the uplink's number | with [`TO_UPLINK`] the same |
 //! | 4–5 | number of the pod's port, in network byte order | the same; `ffff`: none |
 //! | 6–7 | `02fa` | – |
@@ -32,6 +32,8 @@ pub(crate) const FROM_NODE: u8 = 2;
 pub(crate) const LOCAL_PROCESS: u8 = 4;
 /// Forwarded, and its source translated: who sent it is known by its flow ([`crate::pipeline::OriginalSources`]).
 pub(crate) const TRANSLATED: u8 = 8;
+/// Forwarded with the addresses and ports that it came with.
+pub(crate) const UNCHANGED: u8 = 32;
 /// Sent by the pod to its node, and by the node's stack on to another machine.
 pub(crate) const LEAVING: u8 = 16;
 
@@ -74,11 +76,14 @@ pub(crate) fn stack_sender(frame: &[u8]) -> StackSender {
         [LOCAL, TO_WORKER, flags, uplink, p, q, ..] if flags & (FROM_NODE | LEAVING) == FROM_NODE | LEAVING => {
             StackSender::Leaving { port: u16::from_be_bytes([*p, *q]), uplink: *uplink }
         }
-        [LOCAL, TO_WORKER, flags, ..] if flags & FROM_NODE != 0 => match flags & (LOCAL_PROCESS | TRANSLATED) {
-            LOCAL_PROCESS => StackSender::Process,
-            TRANSLATED => StackSender::Translated,
-            _ => StackSender::Forwarded,
-        },
+        [LOCAL, TO_WORKER, flags, ..] if flags & FROM_NODE != 0 => {
+            match flags & (LOCAL_PROCESS | TRANSLATED | UNCHANGED) {
+                LOCAL_PROCESS => StackSender::Process,
+                TRANSLATED => StackSender::Translated,
+                UNCHANGED => StackSender::Unchanged,
+                _ => StackSender::Forwarded,
+            }
+        }
         _ => StackSender::Unknown,
     }
 }
@@ -139,8 +144,11 @@ mod tests {
             (FROM_NODE | LOCAL_PROCESS, StackSender::Process),
             (FROM_NODE | CHECKSUM_OPEN, StackSender::Forwarded),
             (FROM_NODE | TRANSLATED, StackSender::Translated),
+            (FROM_NODE | UNCHANGED, StackSender::Unchanged),
             // Contradictory: without the exemption of the node's processes.
             (FROM_NODE | TRANSLATED | LOCAL_PROCESS, StackSender::Forwarded),
+            (FROM_NODE | UNCHANGED | LOCAL_PROCESS, StackSender::Forwarded),
+            (FROM_NODE | UNCHANGED | TRANSLATED, StackSender::Forwarded),
             (LOCAL_PROCESS, StackSender::Unknown),
             (LEAVING, StackSender::Unknown),
             (FROM_NODE | LEAVING, leaving),

@@ -28,7 +28,8 @@ pub(super) fn evaluate(
     sender: StackSender,
     time: NameTime,
 ) -> Evaluated {
-    let may_be_translated = matches!(sender, StackSender::Forwarded | StackSender::Translated) || ends.dst.is_node();
+    let is_forwarded = matches!(sender, StackSender::Forwarded | StackSender::Translated | StackSender::Unchanged);
+    let may_be_translated = is_forwarded || ends.dst.is_node();
     match sources {
         Some(sources) if may_be_translated => evaluate_sent(policy, sources, flow, ends, sender, time),
         _ => (*flow, policy.evaluate_between(flow, ends, time), EvaluationForm::Plain),
@@ -47,13 +48,13 @@ fn evaluate_sent(
     let from = |flow: &Flow| sources.source_of(flow).map(|src| Flow { src, ..*flow });
     let original = match sender {
         StackSender::Translated => from(flow),
-        StackSender::Forwarded => None,
+        StackSender::Forwarded | StackSender::Unchanged => None,
         // The reply to a translated connection that is not in the table.
         StackSender::Process | StackSender::Unknown | StackSender::Leaving { .. } => from(&flow.reversed()),
     };
     match (original, sender) {
         (Some(original), _) => (original, policy.evaluate_named(&original, time), EvaluationForm::Plain),
-        (None, StackSender::Forwarded | StackSender::Translated) => {
+        (None, StackSender::Forwarded | StackSender::Translated | StackSender::Unchanged) => {
             (*flow, policy.evaluate_forwarded(flow, ends, time), EvaluationForm::Forwarded)
         }
         (None, _) => (*flow, policy.evaluate_between(flow, ends, time), EvaluationForm::Plain),

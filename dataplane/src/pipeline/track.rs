@@ -210,18 +210,26 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// A connection that came through the node's own stack uses it in both directions, since it was translated there:
     /// packets from a pod go to the stack, packets from the stack to the pod.
     #[inline(always)]
-    fn route_of(&self, connection: &mut Conn<'_>, packet: &Packet) -> PacketPath {
+    fn route_of(&mut self, connection: &mut Conn<'_>, packet: &Packet) -> PacketPath {
         match (self.from_host, connection.via_host()) {
-            (false, true) => PacketPath::ViaHost,
+            (false, true) => return PacketPath::ViaHost,
+            (false, false) => {}
             (true, false) => {
-                // The pod now reaches this end through another address, from the same port.
-                if packet.transport.may_open() && self.is_pod(packet.flow.src) && !connection.is_translated() {
-                    connection.set_via_host();
+                // The pod now reaches this end through another address, from the same port. One that the node has not
+                // translated was on its way when the other pod got its port.
+                let may_be_translated = packet.transport.may_open() && self.sender() != StackSender::Unchanged;
+                if may_be_translated && self.is_pod(packet.flow.src) && !connection.is_translated() {
+                    connection.set_via_host(true);
                 }
-                PacketPath::Direct
             }
-            _ => PacketPath::Direct,
+            (true, true) => {
+                // One that workers met in its middle, and the node does not translate: it needs the node no longer.
+                if self.sender() == StackSender::Unchanged && self.is_pod(packet.flow.src) {
+                    connection.set_via_host(false);
+                }
+            }
         }
+        PacketPath::Direct
     }
 
     /// Whether the connection that this packet opens goes through the node's own stack in both directions. A pod's packet
@@ -235,6 +243,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         let is_translated = match sender {
             StackSender::Translated => true,
             StackSender::Forwarded => ends.src.is_node(),
+            StackSender::Unchanged => return false,
             StackSender::Process | StackSender::Unknown | StackSender::Leaving { .. } => false,
         };
         has_host && (is_translated || is_pod(ends.src) && (self.from_host || !known && is_pod(ends.dst)))

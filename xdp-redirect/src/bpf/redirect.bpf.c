@@ -159,14 +159,12 @@ int penstock(struct xdp_md *ctx)
  * packets, which return because the node translated their destination, from packets with a spoofed source: those from
  * outside or out of a tunnel arrived on another interface, and those of a process on the node have 0. */
 #ifdef ASKS_THE_KERNEL
-enum { LOCAL_PROCESS = 4, SOURCE_TRANSLATED = 8 };
-
 /* Writes into the Ethernet destination who sent a packet to the workers (dataplane/src/io/tag.rs). */
 static __always_inline int tell_sender(struct __sk_buff *skb, const struct origin *origin)
 {
-	__u8 tag[3] = { 0x02, 0xfa, 2 /* from the node */ };
+	__u8 tag[3] = { 0x02, 0xfa, FROM_NODE };
 
-	tag[2] |= !skb->ingress_ifindex ? LOCAL_PROCESS : note_origin(origin) ? SOURCE_TRANSLATED : 0;
+	tag[2] |= sender_of(skb, origin, !skb->ingress_ifindex);
 	return bpf_skb_store_bytes(skb, 0, tag, sizeof(tag), 0) ? TC_ACT_SHOT : TC_ACT_OK;
 }
 

@@ -139,11 +139,8 @@ struct tag {
 #define TO_WORKER 0xfa   /* `port`, `interface`: the pod at whose veth the frame was, or which sent it to `uplink` */
 #define FROM_WORKER 0xfb /* `port`: the pod that it is for, or whose packet it is */
 
-enum { /* flags of a frame to a worker */
+enum { /* flags of a frame to a worker; those about the node's stack are in translation.h */
 	CHECKSUM_OPEN = 1, /* the transport checksum is that of the pseudo header */
-	FROM_NODE = 2,     /* from the node's stack to the pod, otherwise from the pod */
-	LOCAL_PROCESS = 4, /* sent by the node itself, not forwarded */
-	SOURCE_TRANSLATED = 8, /* forwarded, with an entry in `sources` */
 	LEAVING = 16, /* forwarded to another machine by `uplink` */
 };
 enum { /* flags of a frame from a worker */
@@ -608,7 +605,7 @@ int to_pod(struct __sk_buff *skb)
 		if (action >= 0)
 			return action;
 	}
-	sender = is_local_process(skb, &origin) ? LOCAL_PROCESS : note_origin(&origin) ? SOURCE_TRANSLATED : 0;
+	sender = sender_of(skb, &origin, is_local_process(skb, &origin));
 	return redirect_to_worker(skb, at, FROM_NODE | sender, FROM_STACK);
 }
 

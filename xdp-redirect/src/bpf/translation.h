@@ -163,7 +163,7 @@ struct { /* the source before it was translated, by flow; shared by all, and rea
 struct origin {
 	struct sent_flow flow;  /* as it leaves */
 	struct in6_addr source; /* as it entered the node */
-	struct in6_addr destination; /* the same; only if `opens` */
+	struct in6_addr destination; /* the same; before Linux 6.2 only if `opens` */
 	int known, opens;       /* it is tracked; and in the direction in which its connection was opened */
 	int fragment;           /* it is a fragment of an IPv6 datagram */
 };
@@ -220,23 +220,29 @@ static __always_inline int read_flow(struct __sk_buff *skb, __u32 offset, int is
 	return !bpf_skb_load_bytes(skb, offset, &flow->ports, sizeof(flow->ports));
 }
 
-/* The connection that the kernel has found for the packet itself, whatever its protocol; a fragment has that of its datagram.
- * `_nfct` is its address and, in the lowest bits, where in the connection the packet is (include/linux/skbuff.h). */
-static __always_inline void read_connection(struct __sk_buff *skb, int is_v4, struct origin *origin)
+/* What the packet was when it entered the node, by the connection that the kernel has found for the packet itself, whatever its
+ * protocol; a fragment has that of its datagram. `_nfct` is its address and, in the lowest bits, where in the connection the packet
+ * is (include/linux/skbuff.h). Returns 0 for a packet without a connection. */
+static __always_inline const struct nf_conntrack_tuple *entered_as(struct __sk_buff *skb, int *opens)
 {
 	enum { ESTABLISHED = 0, NEW = 2, REPLY = 3, INFO = 7 }; /* include/uapi/linux/netfilter/nf_conntrack_common.h */
 	const struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
 	const unsigned long tracked = kernel->_nfct, info = tracked & INFO;
 	const struct nf_conn *connection = (void *)(tracked & ~(unsigned long)INFO);
-	const struct nf_conntrack_tuple *entered;
-	union nf_inet_addr known;
 
 	/* Not an ICMP error, which has the connection of the packet that it quotes. */
 	if (!connection || (info != ESTABLISHED && info != NEW && info != REPLY))
-		return;
-	origin->opens = info != REPLY;
-	entered = origin->opens ? &connection->tuplehash[0].tuple : &connection->tuplehash[1].tuple;
-	if (bpf_core_read(&known, sizeof(known), &entered->src.u3))
+		return 0;
+	*opens = info != REPLY;
+	return *opens ? &connection->tuplehash[0].tuple : &connection->tuplehash[1].tuple;
+}
+
+static __always_inline void read_connection(struct __sk_buff *skb, int is_v4, struct origin *origin)
+{
+	const struct nf_conntrack_tuple *entered = entered_as(skb, &origin->opens);
+	union nf_inet_addr known;
+
+	if (!entered || bpf_core_read(&known, sizeof(known), &entered->src.u3))
 		return;
 	to_in6(&origin->source, &known, is_v4);
 	if (bpf_core_read(&known, sizeof(known), &entered->dst.u3))
@@ -311,4 +317,38 @@ static __always_inline int note_origin(const struct origin *origin)
 	if (noted && is_same_address(noted, &origin->source))
 		return 1;
 	return !bpf_map_update_elem(&sources, &origin->flow, &origin->source, BPF_ANY);
+}
+
+/* Whether the kernel tracks the packet, and it leaves with the addresses and ports that it entered the node with. What is not tracked
+ * may have been translated by something else, such as IPVS. Before Linux 6.2 this is not known. */
+static __always_inline int is_unchanged(struct __sk_buff *skb, const struct origin *origin)
+{
+	const struct sent_flow *flow = &origin->flow;
+	const struct nf_conntrack_tuple *entered;
+	struct ports ports;
+	int opens;
+
+	if (!origin->known || !bpf_ksym_exists(bpf_cast_to_kern_ctx) || !is_same_address(&origin->source, &flow->from) ||
+	    !is_same_address(&origin->destination, &flow->to))
+		return 0;
+	entered = entered_as(skb, &opens);
+	return entered && !bpf_core_read(&ports.from, sizeof(ports.from), &entered->src.u.all) &&
+	       !bpf_core_read(&ports.to, sizeof(ports.to), &entered->dst.u.all) && ports.from == flow->ports.from &&
+	       ports.to == flow->ports.to;
+}
+
+enum { /* what workers are told of a packet of the node's stack: flags of its tag (dataplane/src/io/tag.rs) */
+	FROM_NODE = 2,         /* from the node's stack, otherwise from the pod */
+	LOCAL_PROCESS = 4,     /* sent by the node itself, not forwarded */
+	SOURCE_TRANSLATED = 8, /* forwarded, with an entry in `sources` */
+	UNCHANGED = 32,        /* forwarded as it came */
+};
+
+static __always_inline __u8 sender_of(struct __sk_buff *skb, const struct origin *origin, int is_process)
+{
+	if (is_process)
+		return LOCAL_PROCESS;
+	if (note_origin(origin))
+		return SOURCE_TRANSLATED;
+	return is_unchanged(skb, origin) ? UNCHANGED : 0;
 }
