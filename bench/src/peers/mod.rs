@@ -97,9 +97,10 @@ impl Peer {
         Self::Penstock { enforces: true, sections: format!("attach tcx\noffload {offload}\n") }
     }
 
-    /// The same, with one worker for all packets that the programs leave to workers.
+    /// The same, with one worker for all packets that the programs leave to workers. It is like those of the default, which share
+    /// their cores with pods.
     pub fn penstock_by_tcx_with_one_worker() -> Self {
-        Self::Penstock { enforces: true, sections: "attach tcx\noffload true\none worker\n".to_owned() }
+        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\none worker\n{SHARES_ITS_CORE}") }
     }
 
     /// Penstock by tcx with room for this many connections, none of which expires during a run.
@@ -541,6 +542,9 @@ fn start(
         Peer::Redirect => redirect::start(node, scratch).map(rules),
     }
 }
+
+/// Settings of a worker that shares its core, which it has by default where each core has one.
+const SHARES_ITS_CORE: &str = "workers priority = \"realtime\"\nworkers spin = \"0s\"\n";
 
 fn daemon_config(
     manifests: &Path,

@@ -498,13 +498,14 @@ fn spawn<P: Processor>(
         .map_err(|error| failed(error.into()))?;
     let body = move || {
         let is_pinned = core_affinity::set_for_current(core_affinity::CoreId { id: core.0 });
-        let _ = begun.send((core, is_pinned.then(|| raise_priority(priority))));
+        let priority = raise_priority(priority);
+        let _ = begun.send((core, is_pinned.then_some(priority)));
         drop(begun);
         // For naps; ordinary threads may sleep 50 µs longer than they asked for.
         let _ = nix::sys::prctl::set_timerslack(TIMER_SLACK);
         // Its input comes from pods, and its queues are opened for it: it needs no capabilities.
         drop_capabilities();
-        let queues = catch_unwind(AssertUnwindSafe(|| worker.run())).unwrap_or_else(|panic| {
+        let queues = catch_unwind(AssertUnwindSafe(|| worker.run(priority))).unwrap_or_else(|panic| {
             let _ = shared.died.set(WorkerDied { worker: index, core, reason: reason(&*panic) });
             Vec::new()
         });

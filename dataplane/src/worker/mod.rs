@@ -8,6 +8,7 @@
 //! Packets of a port come through queues of its own interface, or through each worker's veth pair, which carries the
 //! packets of many ports ([`PortPath`]).
 
+mod breaks;
 mod capture;
 mod config;
 mod control;

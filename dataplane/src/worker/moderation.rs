@@ -8,6 +8,8 @@ use std::time::Duration;
 
 /// A sleep that a packet ends within this time is a short one.
 const SHORT: Duration = Duration::from_micros(40);
+/// So many packets when it wakes have come while it waited for its core: its sleep was a short one, too.
+const GATHERED: u32 = 32;
 /// So many short sleeps in a row begin the moderation; after a nap that was not worth it, twice as many as before, up to a limit.
 const MANY: u32 = 16;
 const MOST: u32 = 1 << 14;
@@ -23,13 +25,15 @@ pub(super) struct Moderation {
     short_sleeps: u32,
     /// How many of them begin naps.
     many: u32,
+    /// How long the last sleep was; `None`: packets have come since.
+    slept: Option<Duration>,
     /// Packets received since the last nap began; `None`: it sleeps until there is a packet.
     since_nap: Option<u32>,
 }
 
 impl Default for Moderation {
     fn default() -> Self {
-        Self { short_sleeps: 0, many: MANY, since_nap: None }
+        Self { short_sleeps: 0, many: MANY, slept: None, since_nap: None }
     }
 }
 
@@ -39,6 +43,8 @@ impl Moderation {
     pub(super) fn received(&mut self, packets: u32) {
         if let Some(since_nap) = &mut self.since_nap {
             *since_nap = since_nap.saturating_add(packets);
+        } else if let Some(asleep) = self.slept.take() {
+            self.short_sleeps = if asleep < SHORT || packets >= GATHERED { self.short_sleeps + 1 } else { 0 };
         }
     }
 
@@ -61,7 +67,7 @@ impl Moderation {
     /// It slept, or napped, so long.
     pub(super) fn slept(&mut self, asleep: Duration) {
         if self.since_nap.is_none() {
-            self.short_sleeps = if asleep < SHORT { self.short_sleeps + 1 } else { 0 };
+            self.slept = Some(asleep);
         }
     }
 }
@@ -87,10 +93,26 @@ mod tests {
         assert_eq!(after(MANY - 1, 5).nap(), None);
         assert_eq!(after(1000, 40).nap(), None, "one packet in each 40 µs needs no moderation");
         let mut interrupted = after(MANY - 1, 5);
-        interrupted.slept(Duration::from_millis(1));
-        assert_eq!(interrupted.nap(), None);
-        interrupted.slept(Duration::from_micros(5));
-        assert_eq!(interrupted.nap(), None, "the row begins anew");
+        for microseconds in [1000, 5] {
+            interrupted.slept(Duration::from_micros(microseconds));
+            interrupted.received(1);
+            assert_eq!(interrupted.nap(), None, "the row begins anew");
+        }
+    }
+
+    #[test]
+    fn a_sleep_after_which_many_packets_wait_was_a_short_one() {
+        for (gathered, expected) in [(GATHERED, Some(NAP)), (GATHERED - 1, None)] {
+            let mut moderation = Moderation::default();
+            for _ in 0..MANY {
+                assert_eq!(moderation.nap(), None);
+                moderation.slept(Duration::from_millis(3));
+                moderation.received(gathered);
+                // The rest of what waits.
+                moderation.received(1);
+            }
+            assert_eq!(moderation.nap(), expected, "{gathered} packets");
+        }
     }
 
     #[test]
@@ -115,6 +137,7 @@ mod tests {
             let mut sleeps = 0;
             while moderation.nap().is_none() {
                 moderation.slept(Duration::from_micros(5));
+                moderation.received(1);
                 sleeps += 1;
             }
             moderation.slept(NAP);

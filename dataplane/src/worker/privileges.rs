@@ -21,10 +21,8 @@ pub enum Priority {
     /// few milliseconds, which queues can buffer.
     #[default]
     Nice,
-    /// SCHED_RR at the lowest real-time priority: before all ordinary threads, like the kernel's own packet processing.
-    ///
-    /// For a worker that sleeps from time to time. If ordinary threads did not run for most of a second, the kernel's
-    /// fair server gives them the core for 50 ms (kernel/sched/deadline.c), which no queue can buffer.
+    /// SCHED_RR at the lowest real-time priority: before all ordinary threads, like the kernel's own packet processing. Such a
+    /// worker leaves them a tenth of its core.
     RealTime,
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arc_swap::{ArcSwap, Cache};
 use crossbeam::channel::Receiver;
@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use xsk_rs::FrameDesc;
 
-use super::Polling;
+use super::breaks::Breaks;
 use super::control::WorkerShared;
 use super::inbox::Command;
 use super::moderation::Moderation;
@@ -20,6 +20,7 @@ use super::spin::Spin;
 use super::stages::{StageTimer, TimedIteration};
 use super::state::{PollIteration, WorkerState};
 use super::waiting;
+use super::{Polling, Priority};
 use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
 use crate::io::tag::FrameTag;
@@ -48,6 +49,8 @@ pub(super) struct Worker<P> {
     /// `None`: it never sleeps.
     spin: Option<Spin>,
     moderation: Moderation,
+    /// Of a worker with real-time priority.
+    breaks: Option<Breaks>,
     timer: StageTimer,
     shared: Arc<WorkerShared>,
     /// The batch that is being processed, apart from what processes it.
@@ -86,15 +89,17 @@ impl<P: Processor> Worker<P> {
             epoll,
             spin,
             moderation: Moderation::default(),
+            breaks: None,
             timer,
             shared,
             received: [FrameDesc::default(); BATCH],
         })
     }
 
-    /// Moves packets until a stop command, then returns its queues.
-    pub(super) fn run(mut self) -> Vec<XskQueue> {
+    /// Moves packets until a stop command, with the priority that its thread has, then returns its queues.
+    pub(super) fn run(mut self, priority: Priority) -> Vec<XskQueue> {
         let mut last_busy = Instant::now();
+        self.breaks = (priority == Priority::RealTime).then(|| Breaks::new(last_busy));
         let (mut until_housekeeping, mut until_poll_all) = (HOUSEKEEPING, 0_u32);
         let mut stalled_sleep = STALLED_SLEEP.0;
         let mut busy_since: Option<Instant> = None;
@@ -107,6 +112,11 @@ impl<P: Processor> Worker<P> {
             let now = Instant::now();
             if let Some(since) = busy_since.take() {
                 self.path.state.counters().busy_iterations.record(now.duration_since(since));
+            }
+            if let Some(due) = self.breaks.as_mut().and_then(|breaks| breaks.due(now)) {
+                self.count_sleep(due);
+                thread::sleep(due);
+                continue;
             }
             let epoch = self.path.snapshot.load().epoch;
             self.path.state.counters().set_epoch(epoch);
@@ -209,7 +219,14 @@ impl<P: Processor> Worker<P> {
         };
         let asleep = before.elapsed();
         self.moderation.slept(asleep);
+        if let Some(breaks) = &mut self.breaks {
+            breaks.slept(asleep);
+        }
         self.path.state.inbox().resume(rung);
+        self.count_sleep(asleep);
+    }
+
+    fn count_sleep(&self, asleep: Duration) {
         let counters = self.path.state.counters();
         counters.sleeps.add(1);
         counters.asleep_nanoseconds.add(asleep.as_nanos() as u64);

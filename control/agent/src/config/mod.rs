@@ -350,7 +350,7 @@ impl Default for Workers {
             cores: None,
             polling: Polling::Adaptive,
             spin: None,
-            priority: Priority::Nice,
+            priority: Priority::Auto,
             send_budget: 1024,
             gso: true,
             time_stages: true,
@@ -362,7 +362,9 @@ impl Default for Workers {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum Priority {
-    /// Before all ordinary threads.
+    /// `"realtime"` with a worker on each core, otherwise `"nice"`.
+    Auto,
+    /// Before all ordinary threads, to which a worker leaves a tenth of its core.
     RealTime,
     /// Before the other threads of its control group.
     Nice,

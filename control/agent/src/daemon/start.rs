@@ -255,10 +255,7 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
             Polling::Adaptive => worker::Polling::Adaptive { spin: spin(config) },
             Polling::Busy => worker::Polling::Busy,
         },
-        priority: match config.workers.priority {
-            Priority::RealTime => worker::Priority::RealTime,
-            Priority::Nice => worker::Priority::Nice,
-        },
+        priority: priority(config),
         time_stages: config.workers.time_stages,
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
@@ -275,7 +272,8 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
         },
         ..Default::default()
     };
-    let wanted = settings.priority;
+    // Where only the default asks for more, a control group without real-time scheduling is nothing to warn of.
+    let wanted = if config.workers.priority == Priority::Auto { worker::Priority::Nice } else { settings.priority };
     let dataplane = Dataplane::start(settings).map_err(|error| match error {
         StartError::Thread { .. } | StartError::Grace(_) => RunError::failed(error),
         _ => RunError::bad_input(error),
@@ -286,6 +284,16 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
         tracing::warn!(?wanted, ?has, "other threads may delay the workers, and packets be lost meanwhile: {reason}");
     }
     Ok(dataplane)
+}
+
+/// What priority a worker asks for. One that shares its core with pods is woken for their first packets, and would wait for a slice
+/// of whoever computes there.
+fn priority(config: &Config) -> worker::Priority {
+    match config.workers.priority {
+        Priority::RealTime => worker::Priority::RealTime,
+        Priority::Auto if preflight::serves_each_core(config) => worker::Priority::RealTime,
+        Priority::Auto | Priority::Nice => worker::Priority::Nice,
+    }
 }
 
 /// How long a worker spins at first. One that shares its core with pods leaves it to them.

@@ -126,6 +126,21 @@ fn idle_workers_sleep_and_busy_ones_do_not() {
 }
 
 #[test]
+fn a_realtime_worker_that_never_sleeps_leaves_its_core_now_and_then() {
+    in_namespace(|| {
+        for (priority, leaves) in [(Priority::RealTime, true), (Priority::Nice, false)] {
+            let bench = Bench::start(Config { polling: Polling::Busy, priority, ..config(&[0]) });
+            assert_eq!(bench.dataplane.priority(), priority);
+            wait_until("it has run for some periods", || {
+                let worker = bench.dataplane.statistics().workers[0].clone();
+                worker.rounds > 1000 && worker.running > Duration::from_millis(100) && (worker.sleeps > 10 || !leaves)
+            });
+            assert_eq!(bench.dataplane.statistics().workers[0].asleep > Duration::ZERO, leaves, "{priority:?}");
+        }
+    });
+}
+
+#[test]
 fn a_dead_worker_is_reported() {
     in_namespace(|| {
         veth("a");

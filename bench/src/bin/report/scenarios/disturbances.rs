@@ -207,7 +207,8 @@ pub(crate) fn neighbours_flood() -> Scenario {
         title: "First packets of a pod's connections while another pod floods",
         about: "A pod opens 1,000 connections a second; what their first packets take one way. Beside it, on the other core, \
                 another pod of the node sends 100 k SYNs a second, each of a connection of its own, to an allowed port \
-                at which nobody listens. All of Penstock's cases have one worker, on the flood's core: both pods' first packets \
+                at which nobody listens. All of Penstock's cases have one worker, on the flood's core, by tcx with the settings of \
+                one that shares its core, as by default: both pods' first packets \
                 wait in the same queue.",
         metrics: FIRST_PACKETS,
         cases: peers.into_iter().flat_map(|peer| [0.0, NEIGHBOURS_FLOOD].map(|rate| case(peer, rate))).collect(),
