@@ -320,6 +320,7 @@ BinaryName = "{}"
     )
 }
 
+/// The kubelet of 1.20 may tell the API server of a pod that has ended only when it looks at the pod again, by default after a minute.
 fn kubelet_config(number: NodeNumber, state: &Path) -> String {
     format!(
         "apiVersion: kubelet.config.k8s.io/v1beta1
@@ -330,6 +331,7 @@ authorization: {{mode: AlwaysAllow}}
 cgroupDriver: cgroupfs
 cgroupRoot: /{}
 failSwapOn: false
+syncFrequency: 2s
 resolvConf: {}/resolv.conf
 evictionHard: {{memory.available: 100Mi}}
 imageGCHighThresholdPercent: 100

@@ -166,7 +166,10 @@ impl RealCluster {
         let folder = self.manifests(name, "")?;
         fs::write(format!("{folder}/penstock.toml"), settings)?;
         let daemonset = format!("{folder}/daemonset.yaml");
-        fs::write(&daemonset, fs::read_to_string(&daemonset)?.replace("maxUnavailable: 1", "maxUnavailable: 100%"))?;
+        fs::write(
+            &daemonset,
+            fs::read_to_string(&daemonset)?.replace("maxUnavailable: 1\n", "maxUnavailable: 100%\n"),
+        )?;
         self.kubectl(&["apply", "-k", &folder])?;
         self.wait_for_penstock()
     }
