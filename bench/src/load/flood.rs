@@ -1,7 +1,8 @@
 //! Paced floods of packets that belong to no connection, optionally from spoofed addresses.
 
 use std::net::Ipv4Addr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -49,6 +50,7 @@ pub struct Flood {
     pub destination: (Ipv4Addr, u16),
     macs: ([u8; 6], [u8; 6]),
     random: SmallRng,
+    sent: Arc<AtomicU64>,
 }
 
 impl Flood {
@@ -61,7 +63,12 @@ impl Flood {
         destination: (Ipv4Addr, u16),
     ) -> Result<Self> {
         let macs = (from.netlink()?.mac("eth0")?, node.netlink().mac(interface)?);
-        Ok(Self { packets, sources, destination, macs, random: SmallRng::seed_from_u64(16) })
+        Ok(Self { packets, sources, destination, macs, random: SmallRng::seed_from_u64(16), sent: Arc::default() })
+    }
+
+    /// How many packets the kernel has accepted so far; it counts on while the flood runs.
+    pub fn sent(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.sent)
     }
 
     /// Sends `rate` packets a second until `ends` is set; returns how many the kernel accepted. `generator` must be a
@@ -77,7 +84,9 @@ impl Flood {
             }
             let count = (due as usize).min(BATCH);
             let frames: Vec<_> = (0..count).map(|_| self.frame()).collect::<Result<_>>()?;
-            taken += generator.send_frames(&frames)? as u64;
+            let accepted = generator.send_frames(&frames)? as u64;
+            taken += accepted;
+            self.sent.fetch_add(accepted, Ordering::Relaxed);
             due -= count as f64;
         }
         Ok(taken)

@@ -137,6 +137,9 @@ impl<'a> ConnectionOpener<'a> {
     }
 }
 
+/// How long a flood may take to send what fills a pod's share of the table twice.
+const MOST_WAIT: Duration = Duration::from_secs(60);
+
 /// Result of a flood.
 struct FloodResult {
     sent: u64,
@@ -170,11 +173,19 @@ fn flood(
         (ConnectionOpener::new(fixture.site("test/pod-2"), target), 2),
     ];
     let (lost, refused, start) = (lost_so_far(fixture), refused_so_far(fixture), Instant::now());
+    let (so_far, per_pod) = (flood.sent(), u64::from(scale.per_pod));
+    // On a busy machine the flood takes longer.
+    let has_sent = |packets| so_far.load(Ordering::Relaxed) > packets || start.elapsed() > MOST_WAIT;
     let sent = std::thread::scope(|scope| {
         let flooding = scope.spawn(|| flood.run(&generator, scale.rate, &ends).unwrap());
         // Open the connections while the pod's share of the table is full.
-        std::thread::sleep(Duration::from_secs_f64(f64::from(scale.per_pod) / scale.rate));
-        while start.elapsed() < scale.length || openers.iter().any(|(opener, _)| opener.counts().0 == 0) {
+        while !has_sent(per_pod) {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        while start.elapsed() < scale.length
+            || !has_sent(2 * per_pod)
+            || openers.iter().any(|(opener, _)| opener.counts().0 == 0)
+        {
             std::thread::scope(|scope| {
                 for (opener, threads) in &openers {
                     (0..*threads).for_each(|_| drop(scope.spawn(|| opener.tries(25))));

@@ -100,7 +100,12 @@ fn cleanup_leaves_nothing_of_the_state_directory() {
         let daemon = Daemon::start(&files);
         let refusal = output(files.command("cleanup"));
         assert_eq!(refusal.status.code(), Some(2), "not under a running daemon");
-        assert!(state.join("conntrack.config").exists() && state.join("conntrack").exists());
+        // The configuration is kept once the daemon is ready.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !["conntrack.config", "conntrack"].iter().all(|file| state.join(file).exists()) {
+            assert!(Instant::now() < deadline, "{:?}", fs::read_dir(&state).map(Vec::from_iter));
+            std::thread::sleep(Duration::from_millis(1));
+        }
         daemon.end(Signal::SIGKILL);
         let said = output(files.command("cleanup"));
         assert_eq!(said.status.code(), Some(0), "{said:?}");
