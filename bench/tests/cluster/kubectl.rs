@@ -139,13 +139,11 @@ pub(crate) fn the_plugin_waits_until_a_policy_is_in_force(cluster: &mut RealClus
 
 /// What must be switched on: captures, of both ends in one file and as bundles, and policies to try.
 pub(crate) fn the_plugin_captures_and_tries_on_all_nodes(cluster: &mut RealCluster) -> Result<()> {
-    let settings = ("", "[capture]\nsocket = \"/run/penstock/capture.sock\"\n[admin]\ntrials = true");
-    cluster.with_settings(settings, || {
-        both_ends_are_in_one_file(cluster)?;
-        wireshark_finds_the_nodes_and_captures(cluster)?;
-        a_bundle_of_each_node_replays_to_the_same_verdicts(cluster)?;
-        a_policy_is_tried_on_the_node_of_its_pod(cluster)
-    })
+    cluster.switch_all_on()?;
+    both_ends_are_in_one_file(cluster)?;
+    wireshark_finds_the_nodes_and_captures(cluster)?;
+    a_bundle_of_each_node_replays_to_the_same_verdicts(cluster)?;
+    a_policy_is_tried_on_the_node_of_its_pod(cluster)
 }
 
 /// In the order of the times, until Ctrl-C ends the captures on both nodes.

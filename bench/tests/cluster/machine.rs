@@ -7,10 +7,10 @@ use std::path::Path;
 use anyhow::{Result, ensure};
 use penstock_bench::testbed::Inventory;
 
-use crate::node::control_groups_of_run;
+use crate::node::CONTROL_GROUPS;
 use crate::real_cluster::kept_settings;
 
-/// Namespaces, processes, links, routes and pinned objects; mounts, control groups of this run, and settings that a kubelet makes.
+/// Namespaces, processes, links, routes and pinned objects; mounts, control groups of these tests, and settings that a kubelet makes.
 pub(crate) struct Machine {
     inventory: Inventory,
     rest: BTreeSet<String>,
@@ -26,7 +26,7 @@ impl Machine {
         rest.extend(mounts.map(|line| format!("mount {}", line.splitn(4, ' ').last().unwrap_or(line))));
         for hierarchy in fs::read_dir("/sys/fs/cgroup")?.flatten() {
             let groups = fs::read_dir(hierarchy.path()).into_iter().flatten().flatten();
-            let own = groups.filter(|group| group.file_name().to_string_lossy().starts_with(&control_groups_of_run()));
+            let own = groups.filter(|group| is_left_or_own(&group.file_name().to_string_lossy()));
             rest.extend(own.map(|group| format!("control group {}", group.path().display())));
         }
         rest.extend(kept_settings().into_iter().map(|(file, value)| format!("{}: {}", file.display(), value.trim())));
@@ -43,4 +43,10 @@ impl Machine {
         ensure!(changes.is_empty(), "{}", changes.join("\n"));
         Ok(())
     }
+}
+
+/// Whether this is a control group of these tests, of this process or of one that has ended. Others may run meanwhile.
+fn is_left_or_own(group: &str) -> bool {
+    let process = group.strip_prefix(CONTROL_GROUPS).and_then(|rest| rest.split('-').next());
+    process.is_some_and(|id| id == std::process::id().to_string() || !Path::new("/proc").join(id).exists())
 }

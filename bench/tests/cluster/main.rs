@@ -15,6 +15,7 @@ mod restarts;
 mod rolling;
 mod services;
 mod shell;
+mod side_by_side;
 mod tiers;
 mod uninstall;
 mod whole;
@@ -34,32 +35,23 @@ use real_cluster::{Parts, RealCluster};
 
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
-/// The tests in their order; each finds Penstock installed and leaves it so.
-const TESTS: [(&str, Test); 32] = [
+/// Tests of Penstock as it is shipped, in their order; each leaves it so.
+const TESTS: [(&str, Test); 23] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
-    ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
     ("a_deleted_pod_leaves_no_warning", whole::a_deleted_pod_leaves_no_warning),
     ("a_pod_that_starts_without_a_daemon_is_closed", whole::a_pod_that_starts_without_a_daemon_is_closed),
     ("what_policy_denies_stays_denied_without_a_daemon", whole::what_policy_denies_stays_denied_without_a_daemon),
     ("cluster_network_policies_are_in_force", tiers::cluster_network_policies_are_in_force),
     ("conformance_cases_hold", conformance::conformance_cases_hold),
-    ("a_ready_daemon_removes_the_startup_taint", whole::a_ready_daemon_removes_the_startup_taint),
     ("the_first_packet_of_a_new_pod_passes", whole::the_first_packet_of_a_new_pod_passes),
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
-    ("workers_translate_and_policy_is_for_the_backend", services::workers_translate_and_policy_is_for_the_backend),
-    ("flow_records_name_pods_and_their_nodes", records::flow_records_name_pods_and_their_nodes),
     ("the_plugin_answers_for_all_nodes", kubectl::the_plugin_answers_for_all_nodes),
     ("the_plugin_waits_until_a_policy_is_in_force", kubectl::the_plugin_waits_until_a_policy_is_in_force),
     ("the_plugin_counts_hits_of_rules_of_all_nodes", kubectl::the_plugin_counts_hits_of_rules_of_all_nodes),
-    ("the_plugin_captures_and_tries_on_all_nodes", kubectl::the_plugin_captures_and_tries_on_all_nodes),
     ("the_plugin_needs_the_rights_that_are_shipped", kubectl::the_plugin_needs_the_rights_that_are_shipped),
     ("the_plugin_names_a_node_without_a_daemon", kubectl::the_plugin_names_a_node_without_a_daemon),
-    (
-        "a_rolling_update_cuts_only_connections_of_ended_pods",
-        rolling::a_rolling_update_cuts_only_connections_of_ended_pods,
-    ),
     ("the_node_reaches_services", services::the_node_reaches_services),
     ("policy_holds_for_clients_of_a_node_port", services::policy_holds_for_clients_of_a_node_port),
     ("policy_holds_for_clients_of_a_host_port", services::policy_holds_for_clients_of_a_host_port),
@@ -71,14 +63,35 @@ const TESTS: [(&str, Test); 32] = [
     ("connections_outlast_a_rolling_restart", restarts::connections_outlast_a_rolling_restart),
     ("policy_is_in_force_after_a_restart_without_api_server", restarts::policy_is_in_force_without_api_server),
     ("a_wrong_configuration_leaves_the_last_good_one", restarts::a_wrong_configuration_leaves_the_last_good_one),
-    ("removed_and_installed_again", uninstall::removed_and_installed_again),
-    ("helm_installs_changes_and_removes", uninstall::helm_installs_changes_and_removes),
-    ("nothing_is_left_on_a_node_after_uninstall", uninstall::nothing_is_left_on_a_node),
 ];
 
 /// Those that a Kubernetes 1.22 or newer has besides.
 const SURGE: [(&str, Test); 1] =
     [("connections_pass_while_a_daemon_takes_over", restarts::connections_pass_while_a_daemon_takes_over)];
+
+/// Tests of what is off by default. They switch it on, and leave it so: an update takes a kubelet half a minute. The first one sees the
+/// daemons start.
+const OFF_BY_DEFAULT: [(&str, Test); 6] = [
+    ("a_ready_daemon_removes_the_startup_taint", whole::a_ready_daemon_removes_the_startup_taint),
+    ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
+    ("workers_translate_and_policy_is_for_the_backend", services::workers_translate_and_policy_is_for_the_backend),
+    ("flow_records_name_pods_and_their_nodes", records::flow_records_name_pods_and_their_nodes),
+    ("the_plugin_captures_and_tries_on_all_nodes", kubectl::the_plugin_captures_and_tries_on_all_nodes),
+    (
+        "a_rolling_update_cuts_only_connections_of_ended_pods",
+        rolling::a_rolling_update_cuts_only_connections_of_ended_pods,
+    ),
+];
+
+/// Tests that take Penstock away.
+const REMOVALS: [(&str, Test); 3] = [
+    ("removed_and_installed_again", uninstall::removed_and_installed_again),
+    ("helm_installs_changes_and_removes", uninstall::helm_installs_changes_and_removes),
+    ("nothing_is_left_on_a_node_after_uninstall", uninstall::nothing_is_left_on_a_node),
+];
+
+/// What `make bench-cluster` measures.
+const FIGURES: [(&str, Test); 1] = [("figures", figures::figures)];
 
 /// `PENSTOCK_KUBERNETES`: the programs of Kubernetes, and etcd. `PENSTOCK_KUBE_PROXY_MODE`: iptables, or nftables.
 /// `PENSTOCK_IMAGES`: archives of images.
@@ -93,20 +106,29 @@ fn parts() -> anyhow::Result<Parts> {
 
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
+    let measures = std::env::var_os("PENSTOCK_FIGURES").is_some();
+    let runs_all =
+        arguments.filter.is_none() && arguments.skip.is_empty() && arguments.include_ignored && !arguments.list;
+    if runs_all && !measures {
+        return side_by_side::run();
+    }
     let parts = parts().map_err(|error| format!("{error:#}"));
     let surge = if parts.as_ref().is_ok_and(|parts| parts.kubernetes.has_max_surge()) { &SURGE[..] } else { &[] };
     // One cluster at a time: the one of the tests that run. It ends with the process that the last test leaves.
     let running: Arc<Mutex<Option<RealCluster>>> = Arc::default();
     let mut trials = Vec::new();
-    // `make bench-cluster` measures, and `make test-cluster` does not.
-    let measures = std::env::var_os("PENSTOCK_FIGURES").is_some();
-    let tests: [&[(&str, Test)]; 2] = if measures { [&[("figures", figures::figures)], &[]] } else { [&TESTS, surge] };
-    for cni in [Cni::Ptp, Cni::Bridge] {
-        for &(name, test) in tests.concat().iter() {
+    // With each group whether its tests want Penstock as it is shipped.
+    let groups: Vec<(&[(&str, Test)], bool)> = match measures {
+        true => vec![(&FIGURES, true)],
+        false => vec![(&TESTS, true), (surge, true), (&OFF_BY_DEFAULT, false), (&REMOVALS, false)],
+    };
+    for cni in Cni::ALL {
+        let tests = groups.iter().flat_map(|(tests, as_shipped)| tests.iter().map(move |test| (test, *as_shipped)));
+        for (&(name, test), as_shipped) in tests {
             let (running, parts) = (Arc::clone(&running), parts.clone());
             let run = move || {
                 let began = Instant::now();
-                let result = run(&running, &parts?, cni, test);
+                let result = run(&running, &parts?, cni, as_shipped, test);
                 eprintln!("{}::{name}: {:.0?}", cni.name(), began.elapsed());
                 result
             };
@@ -127,7 +149,13 @@ fn main() -> ExitCode {
 }
 
 /// Runs a test in the cluster with this CNI plugin, which is started if it does not run.
-fn run(running: &Mutex<Option<RealCluster>>, parts: &Parts, cni: Cni, test: Test) -> Result<(), Failed> {
+fn run(
+    running: &Mutex<Option<RealCluster>>,
+    parts: &Parts,
+    cni: Cni,
+    as_shipped: bool,
+    test: Test,
+) -> Result<(), Failed> {
     let mut running = running.lock().unwrap_or_else(PoisonError::into_inner);
     if running.as_ref().is_none_or(|cluster| cluster.cni != cni) {
         *running = None;
@@ -136,7 +164,8 @@ fn run(running: &Mutex<Option<RealCluster>>, parts: &Parts, cni: Cni, test: Test
         *running = Some(cluster);
     }
     let cluster = running.as_mut().ok_or("no cluster")?;
-    test(cluster).map_err(|error| {
+    let prepared = if as_shipped { cluster.switch_to_defaults() } else { Ok(()) };
+    prepared.and_then(|()| test(cluster)).map_err(|error| {
         if std::env::var_os("KEEP").is_some() {
             cluster.keep(&error);
         }

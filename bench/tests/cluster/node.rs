@@ -26,6 +26,8 @@ pub(crate) enum Cni {
 }
 
 impl Cni {
+    pub(crate) const ALL: [Self; 2] = [Self::Ptp, Self::Bridge];
+
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::Ptp => "ptp",
@@ -233,13 +235,11 @@ fn join(world: &Namespace, number: NodeNumber) -> Result<Namespace> {
 
 /// Name of the node's control group in each hierarchy.
 fn control_group(node: &str) -> String {
-    format!("{}-{node}", control_groups_of_run())
+    format!("{CONTROL_GROUPS}{}-{node}", std::process::id())
 }
 
-/// What the names of all control groups of this process begin with.
-pub(crate) fn control_groups_of_run() -> String {
-    format!("penstock-test-{}", std::process::id())
-}
+/// What the names of all control groups of these tests begin with.
+pub(crate) const CONTROL_GROUPS: &str = "penstock-test-";
 
 /// Makes the node's control groups, which the guard removes with all below them.
 fn control_groups(node: &str) -> Result<CleanupGuard> {

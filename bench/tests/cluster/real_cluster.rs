@@ -3,6 +3,7 @@
 use std::fs;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -38,8 +39,24 @@ pub(crate) struct RealCluster {
     servers: Vec<EchoServers>,
     pub(crate) cni: Cni,
     scratch: ScratchDir,
+    configuration: Mutex<Configuration>,
     _settings: CleanupGuard,
 }
+
+/// What Penstock's daemons run with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Configuration {
+    /// There are none.
+    None,
+    Shipped,
+    AllOn,
+}
+
+/// The taint that daemons remove once they are ready, if that is on.
+pub(crate) const STARTUP_TAINT: &str = "penstock.dev/not-ready";
+/// Where daemons write flow records, if that is on, and the address of a collector in front of the nodes.
+pub(crate) const RECORDS: &str = "/tmp/flows.jsonl";
+pub(crate) const COLLECTOR: &str = "10.99.0.1:4318";
 
 impl RealCluster {
     /// Starts the cluster and the workload, without Penstock.
@@ -55,8 +72,16 @@ impl RealCluster {
             .collect();
         let start = |number| RealNode::start(&plane, number, cni, (&parts.kubernetes, &images, scratch.path()));
         let nodes = NodeNumber::ALL.into_iter().map(start).collect::<Result<Vec<_>>>()?;
-        let mut cluster =
-            Self { plane, nodes, sites: Vec::new(), servers: Vec::new(), cni, scratch, _settings: settings };
+        let mut cluster = Self {
+            plane,
+            nodes,
+            sites: Vec::new(),
+            servers: Vec::new(),
+            cni,
+            scratch,
+            configuration: Mutex::new(Configuration::None),
+            _settings: settings,
+        };
         cluster.wait_for_nodes()?;
         // A new namespace has no service account at once, without which no pod is admitted.
         eventually(Duration::from_secs(30), || cluster.apply(include_str!("workload.yaml")))?;
@@ -129,7 +154,9 @@ impl RealCluster {
     /// Installs Penstock with the kustomization of this repository and waits until it is ready on every node.
     pub(crate) fn install(&self) -> Result<()> {
         self.kubectl(&["apply", "-k", &self.manifests("install", "")?])?;
-        self.wait_for_penstock()
+        self.wait_for_penstock()?;
+        self.set_configuration(Configuration::Shipped);
+        Ok(())
     }
 
     /// Waits until the newest daemons are ready.
@@ -146,32 +173,67 @@ impl RealCluster {
         })
     }
 
-    /// Installs Penstock with further keys and sections in its configuration, carries out `test`, and puts the first
-    /// configuration back.
-    pub(crate) fn with_settings(
-        &self,
-        (keys, sections): (&str, &str),
-        test: impl FnOnce() -> Result<()>,
-    ) -> Result<()> {
-        let settings = fs::read_to_string(self.manifests("install", "penstock.toml")?)?;
-        let result = self.configure("changed", &format!("{keys}\n{settings}\n{sections}\n")).and_then(|()| test());
-        self.configure("restored", &settings)?;
-        // Restarts nothing: how an update goes is all that differs.
-        self.install()?;
-        result
+    /// Has Penstock run with all that is off by default: one update for all tests that need some of it.
+    pub(crate) fn switch_all_on(&self) -> Result<()> {
+        if self.configuration() == Configuration::AllOn {
+            return Ok(());
+        }
+        // The daemons remove the taint with these.
+        self.kubectl(&["apply", "-f", &self.manifests("install", "startup-taint/rbac.yaml")?])?;
+        let shipped = fs::read_to_string(self.manifests("install", "penstock.toml")?)?;
+        let in_cluster = "in_cluster = true\n";
+        let (before, after) = shipped.split_once(in_cluster).context("it follows the cluster's own API server")?;
+        let text = format!(
+            "uplinks = [\"eth0\"]\n{before}{in_cluster}startup_taint = \"{STARTUP_TAINT}\"\n{after}\n\
+             [services]\nenabled = true\n[capture]\nsocket = \"/run/penstock/capture.sock\"\n[admin]\ntrials = true\n\
+             [flow_records]\nfile = {RECORDS:?}\ninterval = \"1s\"\notlp = \"http://{COLLECTOR}\"\n"
+        );
+        self.update_at_once("all-on", &text)?;
+        self.set_configuration(Configuration::AllOn);
+        Ok(())
     }
 
-    /// Installs Penstock with this configuration, on all nodes at once: an update node by node has tests of its own.
-    fn configure(&self, name: &str, settings: &str) -> Result<()> {
+    /// Has Penstock run as it is shipped.
+    pub(crate) fn switch_to_defaults(&self) -> Result<()> {
+        match self.configuration() {
+            Configuration::Shipped => return Ok(()),
+            Configuration::None => {}
+            Configuration::AllOn => {
+                let shipped = fs::read_to_string(self.manifests("install", "penstock.toml")?)?;
+                self.update_at_once("shipped", &shipped)?;
+            }
+        }
+        // Restarts nothing after an update of all nodes: how the next one goes is all that differs.
+        self.install()
+    }
+
+    /// Changes the configuration, on all nodes at once: an update node by node has tests of its own.
+    fn update_at_once(&self, name: &str, text: &str) -> Result<()> {
         let folder = self.manifests(name, "")?;
-        fs::write(format!("{folder}/penstock.toml"), settings)?;
+        fs::write(format!("{folder}/penstock.toml"), text)?;
         let daemonset = format!("{folder}/daemonset.yaml");
-        fs::write(
-            &daemonset,
-            fs::read_to_string(&daemonset)?.replace("maxUnavailable: 1\n", "maxUnavailable: 100%\n"),
-        )?;
+        let at_once = fs::read_to_string(&daemonset)?.replace("maxUnavailable: 1\n", "maxUnavailable: 100%\n");
+        fs::write(&daemonset, at_once)?;
         self.kubectl(&["apply", "-k", &folder])?;
         self.wait_for_penstock()
+    }
+
+    fn configuration(&self) -> Configuration {
+        *self.configuration.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set_configuration(&self, configuration: Configuration) {
+        *self.configuration.lock().unwrap_or_else(PoisonError::into_inner) = configuration;
+    }
+
+    /// Whether Penstock is installed, by the kustomization.
+    pub(crate) fn is_installed(&self) -> bool {
+        self.configuration() != Configuration::None
+    }
+
+    /// It has been removed.
+    pub(crate) fn note_removed(&self) {
+        self.set_configuration(Configuration::None);
     }
 
     /// Copies `configs/kubernetes` for a test that may change it; returns the path of its folder `below`.

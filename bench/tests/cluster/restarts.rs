@@ -156,8 +156,9 @@ pub(crate) fn policy_is_in_force_without_api_server(cluster: &mut RealCluster) -
     let daemon = daemon_on(cluster, 0)?;
     cluster.plane.stop_api_server();
     kill(daemon, Signal::SIGKILL)?;
-    // The kubelet restarts a container without the API server.
-    let result = expect_reached(cluster, "ops/monitor", "shop/web", 8080, true)
+    // The kubelet restarts a container without the API server, after a pause where it has restarted it before.
+    let restarted = || expect_reached(cluster, "ops/monitor", "shop/web", 8080, true);
+    let result = eventually(Duration::from_secs(60), restarted)
         .and_then(|()| expect_reached(cluster, "lab/guest", "shop/api", 8080, false));
     cluster.plane.start_api_server()?;
     result?;

@@ -88,12 +88,12 @@ impl Deployment<'_> {
     }
 }
 
-/// With `services.enabled`: connections through a Service end only with the pod that serves them, and new ones always find one
+/// Where workers translate: connections through a Service end only with the pod that serves them, and new ones always find one
 /// that does.
 pub(crate) fn a_rolling_update_cuts_only_connections_of_ended_pods(cluster: &mut RealCluster) -> Result<()> {
     let cluster = &*cluster;
     cluster.apply(include_str!("rolling.yaml"))?;
-    let result = cluster.with_settings(("", "[services]\nenabled = true"), || updated_under_load(cluster));
+    let result = cluster.switch_all_on().and_then(|()| updated_under_load(cluster));
     cluster.kubectl(&["delete", "namespace", "roll", "--timeout=120s"])?;
     result
 }

@@ -68,12 +68,11 @@ pub(crate) fn workers_translate_and_policy_is_for_the_backend(cluster: &mut Real
         (&outside, "shop/web", node, Protocol::Tcp(30080), true),
         (&outside, "shop/api", node, Protocol::Tcp(30082), false),
     ]);
-    cluster.with_settings(("", "[services]\nenabled = true"), || {
-        expect(cluster, &rows)?;
-        let refused = outcome(cluster, cluster.site("lab/guest"), "shop/web", empty, tcp)?;
-        ensure!(refused == ProbeOutcome::Refused, "a Service without a backend: {refused}");
-        Ok(())
-    })
+    cluster.switch_all_on()?;
+    expect(cluster, &rows)?;
+    let refused = outcome(cluster, cluster.site("lab/guest"), "shop/web", empty, tcp)?;
+    ensure!(refused == ProbeOutcome::Refused, "a Service without a backend: {refused}");
+    Ok(())
 }
 
 pub(crate) fn a_pod_reaches_itself_through_its_service(cluster: &mut RealCluster) -> Result<()> {

@@ -8,7 +8,7 @@ use penstock_bench::expectation::{Expectation, PolicyOracle};
 use penstock_bench::probe::{self, EchoConnection, EchoServers, EchoService, Protocol, RetryPolicy, Site};
 
 use crate::node::RealNode;
-use crate::real_cluster::RealCluster;
+use crate::real_cluster::{RealCluster, STARTUP_TAINT};
 use crate::shell::eventually;
 
 /// Of each pod to each pod, both families, three ports: as the engine evaluates the objects that the API server has.
@@ -45,7 +45,8 @@ fn pods_reach_each_other(cluster: &RealCluster) -> Result<()> {
 
 /// A node whose configuration names its NIC, beside kube-proxy, which drops what connection tracking calls invalid.
 pub(crate) fn uplinks_are_no_obstacle_beside_kube_proxy(cluster: &mut RealCluster) -> Result<()> {
-    cluster.with_settings(("uplinks = [\"eth0\"]", ""), || pods_reach_each_other(cluster))
+    cluster.switch_all_on()?;
+    pods_reach_each_other(cluster)
 }
 
 /// What docs and README show: status, flows and a bundle, by `kubectl exec`.
@@ -173,25 +174,18 @@ pub(crate) fn what_policy_denies_stays_denied_without_a_daemon(cluster: &mut Rea
 
 /// Nodes that are registered with a taint take pods once policy is in force there.
 pub(crate) fn a_ready_daemon_removes_the_startup_taint(cluster: &mut RealCluster) -> Result<()> {
-    let (node, key) = (cluster.nodes[1].number.name(), "penstock.dev/not-ready");
-    let environment = |change: &str| {
-        cluster.kubectl(&["-n", "kube-system", "set", "env", "daemonset/penstock", "-c", "penstock", change])?;
-        cluster.wait_for_penstock()
-    };
-    let rights = cluster.manifests("install", "startup-taint/rbac.yaml")?;
-    cluster.kubectl(&["apply", "-f", &rights])?;
-    for taint in [key, "dedicated"] {
+    let node = cluster.nodes[1].number.name();
+    for taint in [STARTUP_TAINT, "dedicated"] {
         cluster.kubectl(&["taint", "node", &node, &format!("{taint}=:NoSchedule")])?;
     }
-    environment(&format!("PENSTOCK_SOURCE__STARTUP_TAINT={key}"))?;
+    // The daemons start again.
+    cluster.switch_all_on()?;
     let removed = eventually(Duration::from_secs(60), || {
         let taints = cluster.get(&["node", &node])?["spec"]["taints"].to_string();
-        ensure!(!taints.contains(key) && taints.contains("dedicated"), "{taints}");
+        ensure!(!taints.contains(STARTUP_TAINT) && taints.contains("dedicated"), "{taints}");
         Ok(())
     });
-    environment("PENSTOCK_SOURCE__STARTUP_TAINT-")?;
     cluster.kubectl(&["taint", "node", &node, "dedicated-"])?;
-    cluster.kubectl(&["delete", "-f", &rights])?;
     removed
 }
 
