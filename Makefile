@@ -42,8 +42,6 @@ test: build ## Every test, those on real veths included; they run the optimised 
 	@# On real veths once more with tcx (rendered rulesets have no daemon), and Services with all packets through the workers.
 	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test services --test nodes --test system --test full_node -- --skip ruleset::
 	PENSTOCK_TEST_ATTACH=tcx PENSTOCK_TEST_OFFLOAD=false $(CARGO) test --workspace --locked --no-fail-fast --test services
-	@# Two million random and mutated frames, for which an optimised build takes less than a minute.
-	$(CARGO) test --release --locked -p penstock-pcap-tests --test frames
 	@# The connection table's interleavings: the same code over loom's atomics.
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 

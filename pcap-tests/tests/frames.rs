@@ -7,11 +7,6 @@ use penstock_pcap_tests::fuzz::{FuzzNode, capture, frames, frames_input};
 use rand::rngs::SmallRng;
 use rand::{Rng, SeedableRng};
 
-/// Fewer without optimisation, where each takes twenty times as long.
-const fn scaled(count: usize) -> usize {
-    if cfg!(debug_assertions) { count / 20 } else { count }
-}
-
 /// A mutated frame of the corpus, or random bytes.
 fn mutated(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
     let mut frame = corpus[random.random_range(0..corpus.len())].clone();
@@ -44,6 +39,8 @@ fn mutated(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
     frame
 }
 
+const TWO_MILLION: usize = 2_000_000;
+
 fn corpus() -> Vec<Vec<u8>> {
     cases().iter().flat_map(|case| case.packets()).map(|(_, packet)| packet.frame).collect()
 }
@@ -53,7 +50,7 @@ fn two_million_random_and_mutated_frames_get_one_verdict_each() {
     let corpus = corpus();
     let mut random = SmallRng::seed_from_u64(0x5eed);
     let mut node = FuzzNode::default();
-    for number in 0..scaled(2_000_000) {
+    for number in 0..TWO_MILLION {
         node.give(&mutated(&corpus, &mut random));
         if random.random_ratio(1, 16) {
             node.evaluate(random.random());
@@ -64,7 +61,7 @@ fn two_million_random_and_mutated_frames_get_one_verdict_each() {
     }
     node.evaluate(1);
     let (passed, evaluated) = node.passed();
-    assert_eq!(evaluated, scaled(2_000_000) as u64);
+    assert_eq!(evaluated, TWO_MILLION as u64);
     assert!(
         passed > evaluated / 50 && passed < evaluated,
         "{passed} of {evaluated} passed: the frames are too good or too bad"
@@ -75,7 +72,7 @@ fn two_million_random_and_mutated_frames_get_one_verdict_each() {
 fn the_frames_target_accepts_any_bytes() {
     let mut random = SmallRng::seed_from_u64(0xf0);
     let mut node = FuzzNode::default();
-    for _ in 0..scaled(40_000) {
+    for _ in 0..40_000 {
         let bytes: Vec<u8> = (0..random.random_range(0..600)).map(|_| random.random()).collect();
         frames(&mut node, &bytes);
     }
@@ -96,7 +93,7 @@ fn damaged_captures_are_read_up_to_the_damage() {
     let captures: Vec<Vec<u8>> = cases().iter().map(|case| fs::read(case.capture_file()).unwrap()).collect();
     let mut random = SmallRng::seed_from_u64(0xcafe);
     let (mut whole, mut read) = (0, 0);
-    for number in 0..scaled(40_000) {
+    for number in 0..40_000 {
         let mut bytes = captures[number % captures.len()].clone();
         whole += capture(&bytes);
         for _ in 0..random.random_range(1..6) {

@@ -115,6 +115,11 @@ impl Peer {
         Self::Penstock { enforces: false, sections: String::new() }
     }
 
+    /// The same by tcx: each packet goes through a worker's pair and back.
+    pub fn forward_by_tcx() -> Self {
+        Self::Penstock { enforces: false, sections: "attach tcx\noffload false\n".to_owned() }
+    }
+
     /// Whether policy is enforced.
     pub fn enforces(&self) -> bool {
         !matches!(self, Self::Kernel | Self::Testpmd | Self::Redirect | Self::Penstock { enforces: false, .. })

@@ -79,13 +79,29 @@ impl ControlPlane {
 
     /// A `kubectl` with full rights.
     pub(crate) fn kubectl(&self) -> Command {
-        self.kubectl_plugin(&self.kubernetes.program("kubectl"))
+        self.kubectl_factory()()
+    }
+
+    /// What makes such a `kubectl` on any thread.
+    pub(crate) fn kubectl_factory(&self) -> impl Fn() -> Command + Send + 'static {
+        let (world, directory) = (self.world.clone(), self.directory.clone());
+        let program = self.kubernetes.program("kubectl");
+        move || with_full_rights(&world, &program, &directory)
     }
 
     /// A program that reads its kubeconfig as `kubectl` does, with full rights.
     pub(crate) fn kubectl_plugin(&self, program: &Path) -> Command {
-        let mut command = self.world.command(program);
-        command.env("KUBECONFIG", kubeconfig(&self.directory, "admin")).env("HOME", &self.directory);
+        with_full_rights(&self.world, program, &self.directory)
+    }
+
+    /// A shell whose `kubectl` has full rights.
+    pub(crate) fn shell(&self) -> Command {
+        let mut command = self.kubectl_plugin(Path::new("bash"));
+        let kubectl = self.kubernetes.program("kubectl");
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let folders = kubectl.parent().map(Path::to_owned).into_iter().chain(std::env::split_paths(&path));
+        command.env("PATH", std::env::join_paths(folders).expect("no folder of PATH has a colon"));
+        command.args(["-e", "-u", "-o", "pipefail"]);
         command
     }
 
@@ -162,6 +178,13 @@ impl ControlPlane {
 /// The file with which this user reaches the API server.
 pub(crate) fn kubeconfig(directory: &Path, user: &str) -> PathBuf {
     directory.join(format!("{}.kubeconfig", user.replace(':', "-")))
+}
+
+/// A program that reads its kubeconfig as `kubectl` does.
+fn with_full_rights(world: &Namespace, program: &Path, directory: &Path) -> Command {
+    let mut command = world.command(program);
+    command.env("KUBECONFIG", kubeconfig(directory, "admin")).env("HOME", directory);
+    command
 }
 
 fn kubeconfig_flag(directory: &Path, user: &str) -> String {

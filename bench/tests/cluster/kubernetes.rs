@@ -69,4 +69,9 @@ impl Kubernetes {
     pub(crate) fn has_max_surge(&self) -> bool {
         self.minor >= 22
     }
+
+    /// Whether its kubelets leave the objects of ended pods in place for up to a minute (kubernetes/kubernetes#97288).
+    pub(crate) fn keeps_ended_pods(&self) -> bool {
+        self.minor == 20
+    }
 }

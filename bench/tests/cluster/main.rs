@@ -4,6 +4,8 @@
 
 mod conformance;
 mod control_plane;
+mod documented;
+mod ended_pods;
 mod figures;
 mod kubectl;
 mod kubernetes;
@@ -85,7 +87,7 @@ const OFF_BY_DEFAULT: [(&str, Test); 6] = [
 
 /// Tests that take Penstock away.
 const REMOVALS: [(&str, Test); 3] = [
-    ("removed_and_installed_again", uninstall::removed_and_installed_again),
+    ("the_documented_commands_remove_and_install", uninstall::the_documented_commands_remove_and_install),
     ("helm_installs_changes_and_removes", uninstall::helm_installs_changes_and_removes),
     ("nothing_is_left_on_a_node_after_uninstall", uninstall::nothing_is_left_on_a_node),
 ];

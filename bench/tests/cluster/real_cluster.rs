@@ -14,6 +14,7 @@ use penstock_policy::model::Object;
 use serde_json::Value;
 
 use crate::control_plane::ControlPlane;
+use crate::ended_pods::EndedPods;
 use crate::kubernetes::Kubernetes;
 use crate::node::{Cni, NodeNumber, RealNode};
 use crate::shell::{eventually, output};
@@ -32,6 +33,8 @@ pub(crate) struct Parts {
 }
 
 pub(crate) struct RealCluster {
+    // First of all, so that it ends before the API server.
+    _ended_pods: Option<EndedPods>,
     pub(crate) plane: ControlPlane,
     pub(crate) nodes: Vec<RealNode>,
     /// The workload's pods. Their servers' identities are their indices.
@@ -65,6 +68,10 @@ impl RealCluster {
         let settings = keep_settings();
         let scratch = ScratchDir::new()?;
         let plane = ControlPlane::start(&parts.kubernetes, scratch.path())?;
+        let ended_pods = match parts.kubernetes.keeps_ended_pods() {
+            true => Some(EndedPods::let_go(plane.kubectl_factory())?),
+            false => None,
+        };
         let images: Vec<PathBuf> = fs::read_dir(&parts.images)
             .with_context(|| format!("cannot read {}", parts.images.display()))?
             .flatten()
@@ -73,6 +80,7 @@ impl RealCluster {
         let start = |number| RealNode::start(&plane, number, cni, (&parts.kubernetes, &images, scratch.path()));
         let nodes = NodeNumber::ALL.into_iter().map(start).collect::<Result<Vec<_>>>()?;
         let mut cluster = Self {
+            _ended_pods: ended_pods,
             plane,
             nodes,
             sites: Vec::new(),

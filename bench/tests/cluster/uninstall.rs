@@ -5,26 +5,25 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
+use crate::documented;
 use crate::real_cluster::RealCluster;
 use crate::whole::expect_reached;
 
-/// As README and the kustomization in `uninstall` say it.
 pub(crate) fn remove(cluster: &RealCluster) -> Result<()> {
-    cluster.kubectl(&["delete", "-k", &cluster.manifests("install", "")?, "--wait=true"])?;
-    let uninstall = cluster.manifests("install", "uninstall")?;
-    cluster.kubectl(&["apply", "-k", &uninstall])?;
-    cluster.kubectl(&["-n", "kube-system", "rollout", "status", "daemonset/penstock-uninstall", "--timeout=120s"])?;
-    cluster.kubectl(&["delete", "-k", &uninstall, "--wait=true"])?;
+    documented::remove(cluster)?;
     cluster.note_removed();
     Ok(())
 }
 
-pub(crate) fn removed_and_installed_again(cluster: &mut RealCluster) -> Result<()> {
+pub(crate) fn the_documented_commands_remove_and_install(cluster: &mut RealCluster) -> Result<()> {
     expect_reached(cluster, "lab/guest", "shop/api", 8080, false)?;
     remove(cluster)?;
     expect_reached(cluster, "lab/guest", "shop/api", 8080, true)?;
-    cluster.install()?;
-    expect_reached(cluster, "lab/guest", "shop/api", 8080, false)
+    let status = documented::install(cluster)?;
+    ensure!(status.contains("is in force on every worker"), "README's last command printed: {status}");
+    expect_reached(cluster, "lab/guest", "shop/api", 8080, false)?;
+    // Finds all as it wants it.
+    cluster.install()
 }
 
 pub(crate) fn nothing_is_left_on_a_node(cluster: &mut RealCluster) -> Result<()> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use penstock_bench::expectation::Expectation;
 use penstock_bench::probe::{self, EchoConnection, EchoServers, EchoService, ProbeOutcome, Protocol, RetryPolicy};
 use penstock_bench::testbed::{
-    Attach, KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, SERVICE_NETWORKS, ServiceProtocol,
+    KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, SERVICE_NETWORKS, ServiceProtocol,
 };
 
 use crate::fixture::{Fixture, pods, policy};
@@ -102,38 +102,71 @@ fn services_and_node_ports_work_and_policy_holds_beside_kube_proxy_in_nftables_m
     every_cell_is_as_expected(ProxyMode::Nftables);
 }
 
-/// Packets of pods that workers have got from the node's stack.
-fn from_stack(fixture: &Fixture) -> u64 {
-    let ports = fixture.status().ports;
-    match Attach::of_run() {
-        Attach::Xdp => ports.iter().filter(|port| port.kind == "host").map(|port| port.total.rx_packets).sum(),
-        _ => ports.iter().filter_map(|port| port.xdp.get("from_stack")).sum(),
-    }
+/// Packets of both families that the node's stack has forwarded, as the kernel counts them (RFC 4293, ForwDatagrams).
+fn forwarded_by_stack(fixture: &Fixture) -> u64 {
+    let counters = fixture.cluster.node.namespace().run(|| {
+        ["snmp", "snmp6"].map(|file| std::fs::read_to_string(format!("/proc/thread-self/net/{file}")).unwrap())
+    });
+    let [v4, v6] = counters;
+    let mut of_ip = v4.lines().filter_map(|line| line.strip_prefix("Ip: ")).map(str::split_whitespace);
+    let (mut names, values) = (of_ip.next().unwrap(), of_ip.next().unwrap());
+    let v4 = values.skip(names.position(|name| name == "ForwDatagrams").unwrap()).next().unwrap();
+    let v6 = v6.lines().find_map(|line| line.strip_prefix("Ip6OutForwDatagrams")).unwrap().trim();
+    [v4, v6].iter().map(|count| count.parse::<u64>().unwrap()).sum()
+}
+
+/// For an answer.
+const LIMIT: Duration = Duration::from_secs(20);
+/// Where the second pod serves, and a port of its that the node's rules translate to it.
+const SERVED: u16 = 7000;
+const TRANSLATED: u16 = 80;
+
+/// A node with connections from one pod to this port of another one, of both families, from before its daemon.
+fn node_with_connections_to(port: u16) -> (Fixture, Vec<EchoConnection>, EchoServers) {
+    const SERVER: u32 = 77;
+    let (mut open, mut servers) = (Vec::new(), None);
+    let fixture = Fixture::of(&pods(2), |cluster, _| {
+        let [client, server] = ["test/pod-0", "test/pod-1"].map(|pod| &cluster.sites[cluster.site(pod).unwrap()]);
+        let addresses = [false, true].map(|v6| server.address(v6).unwrap());
+        let backends = addresses.map(|address| SocketAddr::new(address, SERVED)).into();
+        let port_alone = ProxiedPort { protocol: ServiceProtocol::Tcp, number: TRANSLATED, node_port: None, backends };
+        let service =
+            ProxiedService { name: "test/port".to_owned(), addresses: addresses.into(), ports: vec![port_alone] };
+        let node = cluster.node.addresses().to_vec();
+        let proxy = KubeProxy { mode: ProxyMode::Iptables, node, services: vec![service] };
+        proxy.install(cluster.node.namespace()).unwrap();
+        servers = Some(EchoServers::start(server, SERVER, &[EchoService::Tcp(SERVED)]).unwrap());
+        open.extend(
+            addresses.map(|address| EchoConnection::open(&client.namespace, (SERVER, address), port, LIMIT).unwrap()),
+        );
+    });
+    (fixture, open, servers.unwrap())
+}
+
+fn expect_answers(connections: &[EchoConnection]) {
+    connections.iter().for_each(|connection| connection.wait_for(20, LIMIT).unwrap());
 }
 
 /// Whoever installs Penstock has such connections. Workers do not see whether the node translates them; its connection tracking tells.
 #[test]
 fn a_connection_from_before_the_daemon_leaves_the_nodes_stack_if_the_node_does_not_translate_it() {
-    const SERVER: u32 = 77;
-    const LIMIT: Duration = Duration::from_secs(20);
-    let (mut open, mut servers) = (Vec::new(), None);
-    let fixture = Fixture::of(&pods(2), |cluster, _| {
-        let addresses = cluster.node.addresses().to_vec();
-        let proxy = KubeProxy { mode: ProxyMode::Iptables, node: addresses, services: Vec::new() };
-        proxy.install(cluster.node.namespace()).unwrap();
-        let [client, server] = ["test/pod-0", "test/pod-1"].map(|pod| &cluster.sites[cluster.site(pod).unwrap()]);
-        servers = Some(EchoServers::start(server, SERVER, &[EchoService::Tcp(7000)]).unwrap());
-        open.extend([false, true].map(|v6| {
-            let to = (SERVER, server.address(v6).unwrap());
-            EchoConnection::open(&client.namespace, to, 7000, LIMIT).unwrap()
-        }));
-    });
-    let go_on = || open.iter().for_each(|connection| connection.wait_for(20, LIMIT).unwrap());
-    go_on();
-    let before = from_stack(&fixture);
-    assert!(before > 0, "they passed the node's stack until it was known");
-    go_on();
-    assert_eq!(from_stack(&fixture), before, "and do so no longer");
+    let (fixture, open, _servers) = node_with_connections_to(SERVED);
+    expect_answers(&open);
+    let before = forwarded_by_stack(&fixture);
+    assert!(before > 0, "they passed the node's stack before");
+    expect_answers(&open);
+    assert_eq!(forwarded_by_stack(&fixture), before, "and do so no longer");
     // While it passes: its end waits for an answer.
+    drop(open);
+}
+
+/// It has the addresses that it came with, and another port: outside of the stack its answers would come from the wrong one.
+#[test]
+fn a_connection_from_before_the_daemon_stays_in_the_nodes_stack_if_the_node_translates_its_port_alone() {
+    let (fixture, open, _servers) = node_with_connections_to(TRANSLATED);
+    expect_answers(&open);
+    let before = forwarded_by_stack(&fixture);
+    expect_answers(&open);
+    assert!(forwarded_by_stack(&fixture) > before, "it passes the node's stack");
     drop(open);
 }

@@ -81,6 +81,7 @@ impl TestbedSpec {
             peer if *peer == Peer::penstock_by_tcx_with_one_worker() => "Penstock, tcx, one worker",
             peer if *peer == Peer::penstock_by_tcx_with_table(FULL_TABLE) => "Penstock, tcx, full table",
             Peer::Nftables if self.size.open > 0 => "nftables, sets + conntrack, full table",
+            peer if *peer == Peer::forward_by_tcx() => "Penstock, tcx, raw forward by workers",
             Peer::Penstock { enforces: true, .. } => "Penstock",
             Peer::Penstock { enforces: false, .. } => "Penstock, raw forward",
             Peer::Kernel => "kernel routing",

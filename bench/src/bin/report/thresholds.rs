@@ -161,7 +161,8 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         .limited_by(REDIRECT),
     at_least("all by workers through their pairs, against XDP", "pps", "received", 0.65)
         .of("Penstock, tcx, all by workers")
-        .against("Penstock"),
+        .against("Penstock")
+        .limited_by("Penstock, tcx, raw forward by workers"),
     at_least("bulk TCP by tcx, one stream, against kernel with GSO, MTU 1,500", "bulk", "one stream", 0.97)
         .of("Penstock, tcx")
         .against("kernel routing"),

@@ -66,6 +66,7 @@ pub(crate) fn one_connection() -> Scenario {
             plain(Peer::forward()),
             plain(Peer::penstock_by_tcx(true)),
             plain(Peer::penstock_by_tcx(false)),
+            plain(Peer::forward_by_tcx()),
             plain(Peer::Redirect),
             plain(Peer::Kernel),
             ScenarioCase::of(Peer::Kernel, steered(traffic)).named("kernel routing, RPS"),
