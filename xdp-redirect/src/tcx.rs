@@ -155,7 +155,7 @@ struct Maps {
 }
 
 impl TcxPrograms {
-    /// Loads the programs through the verifier, which takes about a second. Needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (or
+    /// Loads the programs through the verifier, which takes two tenths of a second. Needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (or
     /// root), and Linux 6.6 for tcx. Before one is attached, they must know the workers: [`TcxPrograms::set_pairs`].
     ///
     /// With `connections` they forward packets of established connections by themselves.

@@ -9,6 +9,7 @@ mod histories;
 mod hits;
 mod mutations;
 mod states;
+mod verifier;
 
 use std::net::IpAddr;
 use std::num::NonZeroU32;
