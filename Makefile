@@ -80,7 +80,7 @@ test-apiserver: build ## What follows an API server, against a real one: built o
 	assets=$$(./scripts/kubernetes kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked --workspace --test api_server --test on_cluster -- --nocapture
 
 KUBERNETES := kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
-CLUSTER_PACKAGES := etcd-server openssl dpkg-dev golang-1.19-go golang-github-modern-go-reflect2-dev containerd runc containernetworking-plugins buildah busybox-static iptables python3 python3-pip
+CLUSTER_PACKAGES := etcd-server openssl dpkg-dev golang-1.19-go golang-github-modern-go-reflect2-dev containerd runc containernetworking-plugins buildah docker-registry busybox-static iptables python3 python3-pip
 
 .PHONY: image
 image: build ## The container image that the DaemonSet runs, from the binary in target/release

@@ -6,8 +6,8 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use penstock_bench::load::{TransactionEnds, connected_transactions, round_trips, streams_for};
 
+use crate::documented::remove;
 use crate::real_cluster::RealCluster;
-use crate::uninstall::remove;
 
 /// How often each is measured.
 const TURNS: usize = 3;

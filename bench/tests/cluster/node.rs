@@ -233,6 +233,9 @@ fn join(world: &Namespace, number: NodeNumber) -> Result<Namespace> {
     Ok(namespace)
 }
 
+/// A registry in front of the nodes, without TLS.
+pub(crate) const REGISTRY: &str = "10.99.0.1:5000";
+
 /// Name of the node's control group in each hierarchy.
 fn control_group(node: &str) -> String {
     format!("{CONTROL_GROUPS}{}-{node}", std::process::id())
@@ -315,6 +318,8 @@ bin_dir = "/opt/cni/bin"
 runtime_type = "io.containerd.runc.v2"
 [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
 BinaryName = "{}"
+[plugins."io.containerd.grpc.v1.cri".registry.mirrors."{REGISTRY}"]
+endpoint = ["http://{REGISTRY}"]
 "#,
         runtime.display()
     )

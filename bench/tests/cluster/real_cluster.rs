@@ -239,9 +239,21 @@ impl RealCluster {
         self.configuration() != Configuration::None
     }
 
+    /// It has been installed as it is shipped.
+    pub(crate) fn note_installed(&self) {
+        self.set_configuration(Configuration::Shipped);
+    }
+
     /// It has been removed.
     pub(crate) fn note_removed(&self) {
         self.set_configuration(Configuration::None);
+    }
+
+    /// A folder of this cluster for what a test writes.
+    pub(crate) fn folder(&self, name: &str) -> Result<PathBuf> {
+        let folder = self.scratch.path().join(name);
+        fs::create_dir_all(&folder)?;
+        Ok(folder)
     }
 
     /// Copies `configs/kubernetes` for a test that may change it; returns the path of its folder `below`.

@@ -9,26 +9,18 @@ use crate::documented;
 use crate::real_cluster::RealCluster;
 use crate::whole::expect_reached;
 
-pub(crate) fn remove(cluster: &RealCluster) -> Result<()> {
-    documented::remove(cluster)?;
-    cluster.note_removed();
-    Ok(())
-}
-
 pub(crate) fn the_documented_commands_remove_and_install(cluster: &mut RealCluster) -> Result<()> {
     expect_reached(cluster, "lab/guest", "shop/api", 8080, false)?;
-    remove(cluster)?;
+    documented::remove(cluster)?;
     expect_reached(cluster, "lab/guest", "shop/api", 8080, true)?;
     let status = documented::install(cluster)?;
-    ensure!(status.contains("is in force on every worker"), "README's last command printed: {status}");
-    expect_reached(cluster, "lab/guest", "shop/api", 8080, false)?;
-    // Finds all as it wants it.
-    cluster.install()
+    ensure!(status.contains("is in force on every worker"), "README's last command printed:\n{status}");
+    expect_reached(cluster, "lab/guest", "shop/api", 8080, false)
 }
 
 pub(crate) fn nothing_is_left_on_a_node(cluster: &mut RealCluster) -> Result<()> {
     if cluster.is_installed() {
-        remove(cluster)?;
+        documented::remove(cluster)?;
     }
     for node in &cluster.nodes {
         for path in ["/run/penstock", "/sys/fs/bpf/penstock"] {
@@ -51,7 +43,7 @@ pub(crate) fn nothing_is_left_on_a_node(cluster: &mut RealCluster) -> Result<()>
 
 /// The chart in place of the kustomization, as docs/install/cluster.md says it.
 pub(crate) fn helm_installs_changes_and_removes(cluster: &mut RealCluster) -> Result<()> {
-    remove(cluster)?;
+    documented::remove(cluster)?;
     let program =
         std::env::var_os("PENSTOCK_HELM").context("PENSTOCK_HELM is not set: run it by `make test-cluster`")?;
     let chart = cluster.manifests("install", "")?;
