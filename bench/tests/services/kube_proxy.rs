@@ -109,8 +109,8 @@ fn forwarded_by_stack(fixture: &Fixture) -> u64 {
     });
     let [v4, v6] = counters;
     let mut of_ip = v4.lines().filter_map(|line| line.strip_prefix("Ip: ")).map(str::split_whitespace);
-    let (mut names, values) = (of_ip.next().unwrap(), of_ip.next().unwrap());
-    let v4 = values.skip(names.position(|name| name == "ForwDatagrams").unwrap()).next().unwrap();
+    let [mut names, mut values] = [(); 2].map(|()| of_ip.next().unwrap());
+    let v4 = values.nth(names.position(|name| name == "ForwDatagrams").unwrap()).unwrap();
     let v6 = v6.lines().find_map(|line| line.strip_prefix("Ip6OutForwDatagrams")).unwrap().trim();
     [v4, v6].iter().map(|count| count.parse::<u64>().unwrap()).sum()
 }
