@@ -95,6 +95,8 @@ fn bad_input_is_a_one_line_error_with_exit_code_2_and_leaves_nothing() {
 #[test]
 fn check_reports_every_problem_and_changes_nothing() {
     on_a_node(|| {
+        // A new namespace begins with the machine's own setting.
+        fs::write("/proc/sys/net/ipv4/ip_forward", "0").unwrap();
         let pod = Pod::new(5);
         let before = node_state();
         let files = Files::new("", &[("all.yaml", NAMESPACE.to_owned() + &pod_manifest("web", pod.addresses()))]);
