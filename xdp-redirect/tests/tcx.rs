@@ -216,9 +216,12 @@ impl Node {
 
 /// A UDP socket in the calling thread's namespace.
 fn udp(address: IpAddr) -> UdpSocket {
-    let socket = UdpSocket::bind(SocketAddr::new(address, 4000)).unwrap();
+    let socket = Socket::new(Domain::for_address(SocketAddr::new(address, 4000)), Type::DGRAM, None).unwrap();
+    // A closed one stays bound while a program that another test has just started still holds it, until its exec.
+    socket.set_reuse_address(true).unwrap();
+    socket.bind(&SocketAddr::new(address, 4000).into()).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
-    socket
+    socket.into()
 }
 
 /// Tags a frame as a worker does.
