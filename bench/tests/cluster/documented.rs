@@ -36,8 +36,10 @@ fn run(cluster: &RealCluster, script: &str) -> Result<String> {
 fn name_image(cluster: &RealCluster) -> Result<()> {
     for file in ["kustomization.yaml", "uninstall/kustomization.yaml"] {
         let file = cluster.manifests(MANIFESTS, file)?;
-        let text = fs::read_to_string(&file)?;
-        fs::write(&file, text.replace("newName: penstock\n", &format!("newName: {REGISTRY}/penstock\n")))?;
+        let named = format!("newName: {REGISTRY}/penstock\n");
+        let text = fs::read_to_string(&file)?.replace("newName: penstock\n", &named);
+        ensure!(text.contains(&named), "{file} does not name the image as these tests know it");
+        fs::write(&file, text)?;
     }
     Ok(())
 }
