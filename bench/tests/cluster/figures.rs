@@ -9,9 +9,11 @@ use penstock_bench::load::{TransactionEnds, connected_transactions, round_trips,
 use crate::documented::remove;
 use crate::real_cluster::RealCluster;
 
-/// How often each is measured.
-const TURNS: usize = 3;
-const LENGTH: Duration = Duration::from_secs(2);
+/// How often Penstock is installed and removed.
+const TURNS: usize = 4;
+/// How often each is measured in a turn, one after the other: what disturbs a machine often lasts some seconds.
+const ROUNDS: usize = 4;
+const LENGTH: Duration = Duration::from_millis(500);
 /// The first port; no pod of the workload uses those from here on.
 const PORT: u16 = 7000;
 /// The pod that sends, on the first node, and those that it sends to.
@@ -21,6 +23,7 @@ const MEASURES: [&str; 4] = ["round trip, µs", "round trip each ms, µs", "TCP,
 
 /// Prints the medians of all turns as a table.
 pub(crate) fn figures(cluster: &mut RealCluster) -> Result<()> {
+    // With Penstock and without, for each round.
     let mut samples: [Vec<Vec<f64>>; 2] = Default::default();
     for turn in 0..2 * TURNS {
         let without = turn % 2;
@@ -31,15 +34,19 @@ pub(crate) fn figures(cluster: &mut RealCluster) -> Result<()> {
         }
         // The kubelet and the daemon have something to do after a start.
         std::thread::sleep(Duration::from_secs(3));
-        samples[without].push(measure(cluster).with_context(|| format!("turn {turn}"))?);
+        for _ in 0..ROUNDS {
+            samples[without].push(measure(cluster).with_context(|| format!("turn {turn}"))?);
+        }
     }
-    println!("\n{} in {TURNS} turns, medians:", cluster.cni.name());
+    println!("\n{}, {TURNS} turns of {ROUNDS} rounds, medians (lowest – highest):", cluster.cni.name());
     println!("| measure | with Penstock | without | with / without |\n|---|---:|---:|---:|");
     for (at, (place, _)) in TO.iter().enumerate() {
         for (number, measure) in MEASURES.iter().enumerate() {
-            let of = |turns: &Vec<Vec<f64>>| median(turns.iter().map(|turn| turn[at * MEASURES.len() + number]));
-            let [with, without] = [of(&samples[0]), of(&samples[1])];
-            println!("| {place}: {measure} | {with:.1} | {without:.1} | {:.2} |", with / without);
+            let of = |rounds: &Vec<Vec<f64>>| sorted(rounds.iter().map(|round| round[at * MEASURES.len() + number]));
+            let figures = samples.each_ref().map(of);
+            let [with, without] = figures.each_ref().map(described);
+            let ratio = median(&figures[0]) / median(&figures[1]);
+            println!("| {place}: {measure} | {with} | {without} | {ratio:.2} |");
         }
     }
     cluster.install()
@@ -61,8 +68,16 @@ fn measure(cluster: &RealCluster) -> Result<Vec<f64>> {
     Ok(figures)
 }
 
-fn median(values: impl Iterator<Item = f64>) -> f64 {
+fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
     let mut values: Vec<f64> = values.collect();
     values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
+    values
+}
+
+fn median(sorted: &[f64]) -> f64 {
+    sorted[sorted.len() / 2]
+}
+
+fn described(sorted: &Vec<f64>) -> String {
+    format!("{:.1} ({:.1} – {:.1})", median(sorted), sorted[0], sorted[sorted.len() - 1])
 }

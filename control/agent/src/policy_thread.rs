@@ -16,7 +16,7 @@ use tokio::sync::{Notify, oneshot};
 use super::publisher::Publisher;
 use super::recorded_objects::{self, ObjectRecorder};
 
-/// How often an awaited snapshot is checked for being in force.
+/// How often a snapshot that workers have not taken yet is checked for being in force.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The policy thread. End it with [`PolicyThread::end`].
@@ -65,7 +65,7 @@ pub(super) struct FollowedChanges {
 
 async fn publish_changes(mut followed: FollowedChanges, publisher: &Publisher, stop: &Notify) {
     loop {
-        let is_awaiting = publisher.is_awaiting();
+        let is_awaiting_workers = publisher.is_awaiting_workers();
         tokio::select! {
             biased;
             () = stop.notified() => return,
@@ -73,8 +73,8 @@ async fn publish_changes(mut followed: FollowedChanges, publisher: &Publisher, s
                 Some(changes) => followed.publish(changes, publisher, Instant::now()),
                 None => return,
             },
-            () = publisher.awaited.notified() => {}
-            () = tokio::time::sleep(CHECK_INTERVAL), if is_awaiting => publisher.check_in_force(),
+            () = publisher.awaited.notified() => publisher.check_in_force(),
+            () = tokio::time::sleep(CHECK_INTERVAL), if is_awaiting_workers => publisher.check_in_force(),
         }
     }
 }

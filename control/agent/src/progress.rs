@@ -133,9 +133,16 @@ impl EnforcementProgress {
         self.awaited.is_empty()
     }
 
-    /// Whether a published snapshot was not in force on every worker when last checked.
+    /// Whether a published snapshot was not in force when last checked.
     pub(super) fn is_awaiting(&self) -> bool {
         !self.awaited.is_empty()
+    }
+
+    /// Whether all that such a snapshot waited for were workers. Nobody tells when they have taken it.
+    pub(super) fn is_awaiting_workers(&self, dataplane: &Dataplane) -> bool {
+        let oldest = self.awaited.front();
+        oldest
+            .is_some_and(|oldest| dataplane.offload_in_force().is_none_or(|programs| !programs.is_before(oldest.epoch)))
     }
 
     /// Whether policy has been in force on every worker.

@@ -35,8 +35,8 @@ pub(super) struct Publisher {
     encapsulation: Encapsulation,
     /// This node's pods may have changed: ports have to follow.
     pub(super) pods: Notify,
-    /// A snapshot was published that is not in force on every worker yet.
-    pub(super) awaited: Notify,
+    /// A snapshot was published that is not in force yet, or has come into force in the kernel's programs.
+    pub(super) awaited: Arc<Notify>,
 }
 
 /// Everything that a snapshot is made of.
@@ -83,6 +83,9 @@ impl Publisher {
             trial,
             captured: ObjectFeed::default(),
         };
+        let awaited: Arc<Notify> = Arc::default();
+        let told = Arc::clone(&awaited);
+        dataplane.on_offload_in_force(move || told.notify_one());
         Self {
             inputs: Mutex::new(inputs),
             dataplane: Arc::clone(dataplane),
@@ -90,7 +93,7 @@ impl Publisher {
             translates: config.services.enabled,
             encapsulation: config.encapsulation.clone(),
             pods: Notify::new(),
-            awaited: Notify::new(),
+            awaited,
         }
     }
 
@@ -189,12 +192,12 @@ impl Publisher {
         }
     }
 
-    /// Whether a published snapshot was not in force on every worker when last checked.
-    pub(super) fn is_awaiting(&self) -> bool {
-        self.inputs().progress.is_awaiting()
+    /// Whether a published snapshot had not been taken by every worker when last checked, and nothing else is awaited for it.
+    pub(super) fn is_awaiting_workers(&self) -> bool {
+        self.inputs().progress.is_awaiting_workers(&self.dataplane)
     }
 
-    /// Checks whether the published snapshot is in force on every worker.
+    /// Checks which published snapshots are in force.
     pub(super) fn check_in_force(&self) {
         self.inputs().progress.check_in_force(&self.dataplane);
     }

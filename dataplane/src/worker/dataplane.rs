@@ -325,6 +325,14 @@ impl Dataplane {
         self.grace.as_ref().map(GraceThreads::in_force)
     }
 
+    /// Has this called after each change of [`Dataplane::offload_in_force`], by a thread that must not be held up. Only the first
+    /// call of this has an effect, and only where the kernel's programs forward.
+    pub fn on_offload_in_force(&self, tell: impl Fn() + Send + Sync + 'static) {
+        if let Some(grace) = &self.grace {
+            grace.tell(Box::new(tell));
+        }
+    }
+
     /// Its threads that are no workers: they need no core of their own.
     pub fn other_threads(&self) -> impl Iterator<Item = nix::unistd::Pid> {
         self.grace.iter().flat_map(GraceThreads::ids)

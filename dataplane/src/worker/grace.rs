@@ -6,8 +6,8 @@
 //! epoch is in force waits for: each program that begins later reads the new epoch.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -29,16 +29,22 @@ const INSTEAD: Duration = Duration::from_millis(50);
 
 /// The threads that do it: one brings the programs to new snapshots, and the other waits, so that the next change is not
 /// brought later for it. Dropping it ends them.
-#[derive(Debug)]
 pub(super) struct GraceThreads {
     published: Option<Sender<Arc<Snapshot>>>,
-    in_force: Arc<AtomicU32>,
+    in_force: Arc<InForce>,
     threads: Vec<(JoinHandle<()>, Pid)>,
+}
+
+/// The last epoch of which no program forwards under an older one, and who is told of it.
+#[derive(Default)]
+struct InForce {
+    epoch: AtomicU32,
+    tell: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl GraceThreads {
     pub(super) fn start(connections: &Arc<ConnTable>) -> io::Result<Self> {
-        let in_force = Arc::new(AtomicU32::new(0));
+        let in_force: Arc<InForce> = Arc::default();
         let (sender, receiver) = unbounded();
         let (brought, awaited) = unbounded();
         let (to, connections) = (Arc::clone(&in_force), Arc::clone(connections));
@@ -64,7 +70,13 @@ impl GraceThreads {
 
     /// The last epoch of which no program forwards under an older one.
     pub(super) fn in_force(&self) -> Epoch {
-        Epoch(self.in_force.load(Ordering::Acquire))
+        Epoch(self.in_force.epoch.load(Ordering::Acquire))
+    }
+
+    /// Has the waiting thread call this after each time that [`GraceThreads::in_force`] has changed. The first call of this counts.
+    pub(super) fn tell(&self, tell: Box<dyn Fn() + Send + Sync>) {
+        // It is set already: whoever set it is told.
+        let _ = self.in_force.tell.set(tell);
     }
 }
 
@@ -106,7 +118,7 @@ fn bring_each(published: &Receiver<Arc<Snapshot>>, connections: &ConnTable, brou
     }
 }
 
-fn wait_for_each(brought: &Receiver<Epoch>, in_force: &AtomicU32) {
+fn wait_for_each(brought: &Receiver<Epoch>, in_force: &InForce) {
     while let Ok(mut epoch) = brought.recv() {
         // One grace period serves all that were brought before it.
         while let Ok(next) = brought.try_recv() {
@@ -115,7 +127,10 @@ fn wait_for_each(brought: &Receiver<Epoch>, in_force: &AtomicU32) {
         if grace_period().is_err() {
             thread::sleep(INSTEAD);
         }
-        in_force.store(epoch.0, Ordering::Release);
+        in_force.epoch.store(epoch.0, Ordering::Release);
+        if let Some(tell) = in_force.tell.get() {
+            tell();
+        }
     }
 }
 

@@ -110,12 +110,15 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         .of("50 %: Penstock")
         .against("50 %: kernel routing"),
     at_least("bulk TCP, one stream, against kernel without GSO", "bulk", "one stream", 0.8)
-        .against("kernel routing, without GSO"),
+        .against("kernel routing, without GSO")
+        .limited_by("Penstock, raw forward"),
     at_least("bulk TCP, one stream, against kernel with GSO, MTU 1,500", "bulk", "one stream", 0.2)
-        .against("kernel routing"),
+        .against("kernel routing")
+        .limited_by("Penstock, raw forward"),
     at_least("bulk TCP, one stream, largest single frame, against kernel with GSO", "bulk", "one stream", 0.4)
         .of("Penstock, largest single frame")
-        .against("kernel routing"),
+        .against("kernel routing")
+        .limited_by("Penstock, raw forward, largest single frame"),
     at_most("clocks of an established packet outside of system calls", "stages", "outside system calls", 200.0),
     at_most("packets lost in swaps of 10,000 rules, the most of all repetitions", "swap", "lost", 0.0),
     at_most("the same by tcx", "swap", "lost", 0.0).of("Penstock, tcx"),
@@ -180,11 +183,11 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     )
     .of("Penstock, tcx, 100 policy changes a second")
     .against("kernel routing")
-    .limited_by("kernel routing, 100 saves a second"),
+    .limited_by("kernel routing, 100 saves a second and as much work"),
     at_least("eight streams by tcx meanwhile, against the same", "bulk", "eight streams", 0.95)
         .of("Penstock, tcx, 100 policy changes a second")
         .against("kernel routing")
-        .limited_by("kernel routing, 100 saves a second"),
+        .limited_by("kernel routing, 100 saves a second and as much work"),
     at_least(
         "new TCP connections a second by tcx against kernel + nftables + conntrack",
         "tcp-connections",

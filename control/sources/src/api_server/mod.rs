@@ -17,6 +17,7 @@ mod store;
 
 use std::convert::Infallible;
 use std::fmt::Write;
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -188,28 +189,8 @@ impl ApiServer {
         let (sender, batches) = mpsc::channel(1);
         let (stop, stopped) = oneshot::channel();
         let (started, start) = oneshot::channel();
-        let runtime = Builder::new_current_thread().enable_all().build().map_err(ApiServerError::Thread)?;
-        let access = access.clone();
-        let shared_health = Arc::clone(&health);
-        let body = move || {
-            privileges::drop_all();
-            runtime.block_on(async {
-                // A client must be built in the runtime that uses it.
-                let shared =
-                    RenewableClient::new(&access).await.map(|client| Shared::new(client, timeouts, shared_health));
-                let shared = shared.map(Arc::new);
-                let followed = shared.as_ref().ok().cloned();
-                // Without an owner there is nothing to do: sending a batch fails then.
-                let _ = started.send(shared);
-                if let Some(shared) = followed {
-                    run(shared, sender, stopped, writer, settings).await;
-                }
-            });
-            // A pending name lookup must not delay shutdown.
-            runtime.shutdown_background();
-        };
-        let thread =
-            thread::Builder::new().name("api-server".to_owned()).spawn(body).map_err(ApiServerError::Thread)?;
+        let following = Following { access: access.clone(), timeouts, health: Arc::clone(&health), writer, settings };
+        let thread = following.start(started, sender, stopped).map_err(ApiServerError::Thread)?;
         let server = Self {
             batches,
             working_on: None,
@@ -258,6 +239,47 @@ impl Drop for ApiServer {
             // A panic has been printed on standard error by then.
             let _ = thread.join();
         }
+    }
+}
+
+/// What the thread is given that follows an API server.
+struct Following {
+    access: Access,
+    timeouts: ApiServerTimeouts,
+    health: Arc<SourceHealth>,
+    writer: Option<NodeWriter>,
+    settings: ConversionSettings,
+}
+
+impl Following {
+    /// Starts the thread, which ends when `stopped` does. It says whether there is access.
+    ///
+    /// Not async: what an async function runs is compiled in each crate that awaits it, and here that is every type of the API.
+    fn start(
+        self,
+        started: oneshot::Sender<Result<Arc<Shared>, AccessError>>,
+        batches: mpsc::Sender<Batch>,
+        stopped: oneshot::Receiver<()>,
+    ) -> io::Result<JoinHandle<()>> {
+        let Self { access, timeouts, health, writer, settings } = self;
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        let body = move || {
+            privileges::drop_all();
+            runtime.block_on(async {
+                // A client must be built in the runtime that uses it.
+                let client = RenewableClient::new(&access).await;
+                let shared = client.map(|client| Arc::new(Shared::new(client, timeouts, health)));
+                let followed = shared.as_ref().ok().cloned();
+                // Without an owner there is nothing to do: sending a batch fails then.
+                let _ = started.send(shared);
+                if let Some(shared) = followed {
+                    run(shared, batches, stopped, writer, settings).await;
+                }
+            });
+            // A pending name lookup must not delay shutdown.
+            runtime.shutdown_background();
+        };
+        thread::Builder::new().name("api-server".to_owned()).spawn(body)
     }
 }
 

@@ -4,6 +4,7 @@
 //! latest contents if they are valid and do not conflict with other files, or else its last valid objects.
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -91,7 +92,8 @@ impl Files {
         if !std::mem::take(&mut self.is_outdated) {
             return DirectoryChanges::default();
         }
-        let (usable, mut errors) = self.usable();
+        let has_new_claims = self.has_new_claims();
+        let (usable, mut errors) = if has_new_claims { self.usable() } else { (self.latest(), BTreeMap::new()) };
         let mut batch = DirectoryChanges::default();
         let mut before: Vec<Objects> = std::mem::take(&mut self.gone);
         let mut after = Vec::new();
@@ -108,11 +110,34 @@ impl Files {
             }
         }
         if !before.is_empty() || !after.is_empty() {
-            let implied = manifest::implied_namespaces(self.written());
-            let implied_before = std::mem::replace(&mut self.implied, implied);
+            let implied_before = self.implied.clone();
+            if has_new_claims {
+                self.implied = manifest::implied_namespaces(self.written());
+            }
             batch.changes = difference(in_files(&before).chain(&implied_before), in_files(&after).chain(&self.implied));
         }
         batch
+    }
+
+    /// Whether some file names other objects, or other addresses of pods, than it had in force, or has an error. If none does, its
+    /// objects conflict with no others, and use no other namespaces: then an edit of one object costs nothing for all others.
+    fn has_new_claims(&self) -> bool {
+        let is_same = |file: &File| {
+            let claims_the_same = |latest: &Objects| {
+                Arc::ptr_eq(latest, &file.last_valid)
+                    || latest
+                        .iter()
+                        .map(|(object, _)| claims(object))
+                        .eq(file.last_valid.iter().map(|(o, _)| claims(o)))
+            };
+            file.latest.as_ref().is_ok_and(claims_the_same)
+        };
+        !(self.gone.is_empty() && self.files.values().all(is_same))
+    }
+
+    /// The latest contents of each file, in the files' order; of one with errors the last valid ones.
+    fn latest(&self) -> Vec<Objects> {
+        self.files.values().map(|file| Arc::clone(file.latest.as_ref().unwrap_or(&file.last_valid))).collect()
     }
 
     /// All objects in force, implied namespaces included.
@@ -132,9 +157,8 @@ impl Files {
     /// conflict.
     fn usable(&self) -> (Vec<Objects>, BTreeMap<PathBuf, Vec<ManifestError>>) {
         let mut errors: BTreeMap<PathBuf, Vec<ManifestError>> = BTreeMap::new();
-        let mut usable: Vec<Objects> = Vec::new();
+        let mut usable = self.latest();
         for (path, file) in &self.files {
-            usable.push(Arc::clone(file.latest.as_ref().unwrap_or(&file.last_valid)));
             if let Err(ManifestErrors(of_file)) = &file.latest {
                 errors.insert(path.clone(), of_file.clone());
             }
@@ -169,6 +193,11 @@ impl Files {
     }
 }
 
+/// What only one object may have: its name, and a pod's addresses.
+fn claims(object: &Object) -> (ObjectRef, &[IpAddr]) {
+    (object.reference(), manifest::owned_addresses(object))
+}
+
 fn located(manifests: Manifests) -> Objects {
     manifests.documents.into_iter().map(|document| (document.object, document.origin)).collect()
 }
@@ -195,6 +224,10 @@ fn difference<'a>(
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
     use super::*;
 
     fn pod(name: &str, address: &str) -> String {
@@ -339,6 +372,66 @@ mod tests {
         assert!(batch.changes.is_empty(), "{batch:?}");
         assert_eq!(batch.problems.len(), 2);
         assert_eq!(files.objects().count(), 3);
+    }
+
+    /// What a save leaves in a file: pods, each a name, the last part of an address and a label's value; `None`: the file is gone.
+    fn any_save() -> impl Strategy<Value = (usize, Option<Vec<(usize, u8, u8)>>)> {
+        let pods = prop::collection::vec((0..3usize, 1..4u8, 0..2u8), 0..3);
+        (0..3usize, prop_oneof![8 => pods.prop_map(Some), 1 => Just(None)])
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_in_force_has_no_conflicts_and_is_what_files_say_as_soon_as_they_agree(
+            saves in prop::collection::vec((any_save(), any::<bool>()), 1..30)
+        ) {
+            let text = |pods: &[(usize, u8, u8)]| -> String {
+                pods.iter().map(|(name, address, label)| {
+                    format!(
+                        "{{apiVersion: v1, kind: Pod, metadata: {{namespace: n{}, name: {}, labels: {{l: '{label}'}}}}, \
+                         status: {{podIPs: [{{ip: 10.0.0.{address}}}]}}}}\n---\n",
+                        name % 2,
+                        ["x", "y", "z"][*name]
+                    )
+                }).collect()
+            };
+            let paths = ["a.yaml", "b.yaml", "c.yaml"].map(Path::new);
+            let mut files = Files::new(Options::default());
+            let mut followed: BTreeMap<ObjectRef, Object> = BTreeMap::new();
+            let mut saved: [Vec<(usize, u8, u8)>; 3] = Default::default();
+            for ((file, pods), is_updated) in saves {
+                match &pods {
+                    Some(pods) => files.set(paths[file], Ok(text(pods))),
+                    None => files.remove(paths[file]),
+                }
+                saved[file] = pods.unwrap_or_default();
+                if !is_updated {
+                    continue;
+                }
+                for change in files.update().changes {
+                    match change {
+                        ObjectChange::Set(object) => followed.insert(object.reference(), object),
+                        ObjectChange::Delete(name) => followed.remove(&name),
+                    };
+                }
+                let in_force: BTreeMap<_, _> = files.objects().map(|object| (object.reference(), object.clone())).collect();
+                prop_assert_eq!(&followed, &in_force, "what was reported is what is in force");
+                let owned: Vec<IpAddr> = in_force.values().flat_map(manifest::owned_addresses).copied().collect();
+                prop_assert_eq!(owned.iter().collect::<BTreeSet<_>>().len(), owned.len(), "an address has one pod: {:?}", owned);
+                let all: Vec<_> = saved.iter().flatten().collect();
+                let names: BTreeSet<_> = all.iter().map(|(name, ..)| name).collect();
+                let addresses: BTreeSet<_> = all.iter().map(|(_, address, _)| address).collect();
+                if names.len() == all.len() && addresses.len() == all.len() {
+                    let labels = |object: &Object| match object {
+                        Object::Pod(pod) => Some((pod.addresses[0], pod.labels["l"].clone())),
+                        _ => None,
+                    };
+                    let found: BTreeSet<_> = in_force.values().filter_map(labels).collect();
+                    let wanted = all.iter().map(|(_, address, label)| (IpAddr::from([10, 0, 0, *address]), label.to_string()));
+                    prop_assert_eq!(found, wanted.collect::<BTreeSet<_>>());
+                }
+            }
+        }
     }
 
     #[test]

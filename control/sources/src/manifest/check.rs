@@ -57,7 +57,7 @@ pub(crate) fn conflicts<'a>(objects: impl Iterator<Item = (&'a Object, &'a Origi
 
 /// The addresses that only this object may have. Those of a finished or terminating pod may already be another's; those of
 /// a host-network pod are its node's.
-fn owned_addresses(object: &Object) -> &[IpAddr] {
+pub(crate) fn owned_addresses(object: &Object) -> &[IpAddr] {
     match object {
         Object::Pod(pod) if !pod.host_network && !pod.finished && !pod.lifetime.leaving => &pod.addresses,
         _ => &[],

@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use penstock_policy::model::{EndpointSlice, Object};
 
-pub(crate) use check::{conflicts, implied_namespaces};
+pub(crate) use check::{conflicts, implied_namespaces, owned_addresses};
 pub use derive::derive_endpoint_slices;
 pub use error::{ManifestError, ManifestErrors, ManifestProblem, Origin};
 

@@ -4,7 +4,8 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
+use nix::time::{ClockId, clock_gettime};
 use penstock_bench::load::{PORTS, connections_for, pin, streams_for};
 use penstock_bench::peers::{Peer, PeerTestbed, further_policy};
 use penstock_bench::testbed::Offload;
@@ -72,33 +73,68 @@ pub(super) fn one_stream(testbed: &PeerTestbed, port: u16, length: Duration) -> 
 fn one_and_many(testbed: &PeerTestbed, length: Duration) -> Result<Vec<Option<f64>>> {
     let [one, a_gigabit] = one_stream(testbed, 0, length)?;
     let [eight, many] = [(1, 8), (3, 32)].map(|(port, number)| streams(testbed, port, number, length));
-    Ok(vec![one, a_gigabit, Some(eight?), Some(many?), None])
+    Ok(vec![one, a_gigabit, Some(eight?), Some(many?), None, None])
 }
 
-/// The same while policies change this many times a second; and how often that was in force.
-fn one_and_many_beside_changes(testbed: &PeerTestbed, plan: &Plan, a_second: f64) -> Result<Vec<Option<f64>>> {
+/// The same while a policy's file is saved [`CHANGES`] times a second: how often that was in force, and which processor time the
+/// daemon took for it. Where no daemon reads the file, a thread computes as long and as often as the daemon last did.
+fn one_and_many_beside_changes(testbed: &PeerTestbed, plan: &Plan, known: &mut KnownRates) -> Result<Vec<Option<f64>>> {
     let (reload, ends) = (testbed.reload(), AtomicBool::new(false));
-    let (before, start) = (testbed.status_reader().epoch()?, Instant::now());
+    let as_daemon = match testbed.daemon() {
+        Some(_) => None,
+        None => {
+            let of = |name: &str| known.get(name).copied();
+            let known = of(CHANGES_IN_FORCE).zip(of(WORK_OF_A_CHANGE));
+            Some(known.context("what a change takes is not known: measure Penstock's case in the same run")?)
+        }
+    };
+    let state = || -> Result<Option<(f64, f64)>> {
+        let Some(daemon) = testbed.daemon() else { return Ok(None) };
+        let epoch = testbed.status_reader().epoch()?;
+        let took = daemon.processor_time()?.as_secs_f64() * 1e3;
+        Ok(epoch.map(|epoch| (f64::from(epoch), took)))
+    };
+    let (before, start) = (state()?, Instant::now());
     let rates = std::thread::scope(|scope| {
         let changing = scope.spawn(|| {
             pin(plan.cores.worker)?;
-            let changes = often(a_second, &ends, |turn| reload.save_as(FILE, &further_policy(turn)));
+            let changes = often(CHANGES, &ends, |turn| reload.save_as(FILE, &further_policy(turn)));
             reload.remove(FILE)?;
             changes
         });
+        let working = as_daemon.map(|(a_second, milliseconds)| {
+            let ends = &ends;
+            scope.spawn(move || often(a_second, ends, |_| compute(milliseconds)))
+        });
         let rates = one_and_many(testbed, plan.length);
         ends.store(true, Ordering::Relaxed);
-        changing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        for thread in [Some(changing), working].into_iter().flatten() {
+            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        }
         rates
     });
     let seconds = start.elapsed().as_secs_f64();
-    let in_force =
-        testbed.status_reader().epoch()?.zip(before).map(|(after, before)| f64::from(after - before) / seconds);
     let mut figures = rates?;
-    if let Some(last) = figures.last_mut() {
-        *last = in_force;
+    if let Some(((before, took_before), (after, took))) = before.zip(state()?) {
+        let (in_force, each) = ((after - before) / seconds, (took - took_before) / (after - before));
+        known.insert(CHANGES_IN_FORCE.to_owned(), in_force);
+        known.insert(WORK_OF_A_CHANGE.to_owned(), each);
+        let [.., of_changes, of_work] = figures.as_mut_slice() else { bail!("a transfer has too few figures") };
+        (*of_changes, *of_work) = (Some(in_force), Some(each));
     }
     Ok(figures)
+}
+
+/// Computes until this thread has had so many milliseconds of a processor.
+fn compute(milliseconds: f64) -> Result<()> {
+    let now = || clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).map(Duration::from);
+    let until = now()? + Duration::from_secs_f64(milliseconds / 1e3);
+    while now()? < until {
+        for number in 0..1000 {
+            std::hint::black_box(number);
+        }
+    }
+    Ok(())
 }
 
 const BULK: &[Metric] = &[
@@ -106,11 +142,14 @@ const BULK: &[Metric] = &[
     Metric::lower("one stream, processor", "ms/Gb", 1),
     Metric::higher("eight streams", "Gb/s", 2),
     Metric::higher("32 streams", "Gb/s", 2),
-    Metric::higher("changes in force", "a second", 0),
+    Metric::higher(CHANGES_IN_FORCE, "a second", 0),
+    Metric::lower(WORK_OF_A_CHANGE, "ms", 2),
 ];
 
 /// Changes of policy a second beside a bulk transfer.
 const CHANGES: f64 = 100.0;
+const CHANGES_IN_FORCE: &str = "changes in force";
+const WORK_OF_A_CHANGE: &str = "a change, processor";
 /// The manifest that changes.
 const FILE: &str = "changing.yaml";
 
@@ -145,10 +184,10 @@ pub(crate) fn bulk() -> Scenario {
             .with(|spec| spec.mtu(LARGEST))
             .named(format!("{name}, largest single frame"))
     };
-    let beside_changes = |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
-        testbed.with_peer(|testbed| one_and_many_beside_changes(testbed, plan, CHANGES))
+    let beside_changes = |testbed: &mut PeerTestbed, plan: &Plan, known: &mut KnownRates| {
+        testbed.with_peer(|testbed| one_and_many_beside_changes(testbed, plan, known))
     };
-    let large_frames = || Peer::Penstock { enforces: true, sections: "umem frame_size = 4096\n".to_owned() };
+    let large_frames = |enforces| Peer::Penstock { enforces, sections: "umem frame_size = 4096\n".to_owned() };
     Scenario {
         name: "bulk",
         title: "Bulk TCP between two pods",
@@ -157,18 +196,20 @@ pub(crate) fn bulk() -> Scenario {
                 is turned off, too. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096. Another node is a namespace \
                 behind a veth of the node, where nothing enforces policy. In one case a policy of the receiver changes 100 times \
                 a second; after each change every connection is evaluated again. The same files are saved beside kernel routing, too, \
-                where nothing reads them. A case fails if a stream breaks.",
+                where nothing reads them, while a thread takes the processor for as long as Penstock took for its changes. \
+                A case fails if a stream breaks.",
         metrics: BULK,
         cases: vec![
             ScenarioCase::of(Peer::penstock(), rates(true)),
-            large(large_frames(), "Penstock"),
+            large(large_frames(true), "Penstock"),
             ScenarioCase::of(Peer::forward(), rates(true)),
+            large(large_frames(false), "Penstock, raw forward"),
             ScenarioCase::of(Peer::penstock_by_tcx(true), rates(true)),
             ScenarioCase::of(Peer::penstock_by_tcx(true), beside_changes)
                 .named("Penstock, tcx, 100 policy changes a second"),
             ScenarioCase::of(Peer::penstock_by_tcx(false), rates(true)),
             ScenarioCase::of(Peer::Kernel, rates(true)),
-            ScenarioCase::of(Peer::Kernel, beside_changes).named("kernel routing, 100 saves a second"),
+            ScenarioCase::of(Peer::Kernel, beside_changes).named("kernel routing, 100 saves a second and as much work"),
             ScenarioCase::of(Peer::Kernel, rates(false)).named("kernel routing, without GSO"),
             large(Peer::Kernel, "kernel routing"),
             ScenarioCase::of(Peer::Nftables, rates(true)),
