@@ -44,7 +44,7 @@ pub(crate) fn figures(cluster: &mut RealCluster) -> Result<()> {
         for (number, measure) in MEASURES.iter().enumerate() {
             let of = |rounds: &Vec<Vec<f64>>| sorted(rounds.iter().map(|round| round[at * MEASURES.len() + number]));
             let figures = samples.each_ref().map(of);
-            let [with, without] = figures.each_ref().map(described);
+            let [with, without] = figures.each_ref().map(|figures| described(figures));
             let ratio = median(&figures[0]) / median(&figures[1]);
             println!("| {place}: {measure} | {with} | {without} | {ratio:.2} |");
         }
@@ -78,6 +78,6 @@ fn median(sorted: &[f64]) -> f64 {
     sorted[sorted.len() / 2]
 }
 
-fn described(sorted: &Vec<f64>) -> String {
+fn described(sorted: &[f64]) -> String {
     format!("{:.1} ({:.1} – {:.1})", median(sorted), sorted[0], sorted[sorted.len() - 1])
 }
