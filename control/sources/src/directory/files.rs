@@ -374,8 +374,11 @@ mod tests {
         assert_eq!(files.objects().count(), 3);
     }
 
-    /// What a save leaves in a file: pods, each a name, the last part of an address and a label's value; `None`: the file is gone.
-    fn any_save() -> impl Strategy<Value = (usize, Option<Vec<(usize, u8, u8)>>)> {
+    /// The number of a name, the last part of an address, and a label's value.
+    type SavedPod = (usize, u8, u8);
+
+    /// A file's number, and the pods that a save leaves in it; `None`: the file is gone.
+    fn any_save() -> impl Strategy<Value = (usize, Option<Vec<SavedPod>>)> {
         let pods = prop::collection::vec((0..3usize, 1..4u8, 0..2u8), 0..3);
         (0..3usize, prop_oneof![8 => pods.prop_map(Some), 1 => Just(None)])
     }
@@ -385,7 +388,7 @@ mod tests {
         fn what_is_in_force_has_no_conflicts_and_is_what_files_say_as_soon_as_they_agree(
             saves in prop::collection::vec((any_save(), any::<bool>()), 1..30)
         ) {
-            let text = |pods: &[(usize, u8, u8)]| -> String {
+            let text = |pods: &[SavedPod]| -> String {
                 pods.iter().map(|(name, address, label)| {
                     format!(
                         "{{apiVersion: v1, kind: Pod, metadata: {{namespace: n{}, name: {}, labels: {{l: '{label}'}}}}, \
@@ -398,7 +401,7 @@ mod tests {
             let paths = ["a.yaml", "b.yaml", "c.yaml"].map(Path::new);
             let mut files = Files::new(Options::default());
             let mut followed: BTreeMap<ObjectRef, Object> = BTreeMap::new();
-            let mut saved: [Vec<(usize, u8, u8)>; 3] = Default::default();
+            let mut saved: [Vec<SavedPod>; 3] = Default::default();
             for ((file, pods), is_updated) in saves {
                 match &pods {
                     Some(pods) => files.set(paths[file], Ok(text(pods))),
