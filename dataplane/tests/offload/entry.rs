@@ -643,8 +643,9 @@ fn a_fin_never_brings_back_a_path_that_a_worker_has_just_changed() {
         path.store(none, Ordering::SeqCst);
         let worker = || {
             brought_back.fetch_or(path.swap(taken, Ordering::SeqCst) != none, Ordering::SeqCst);
-            // It changes the path at another moment of the program's each time.
-            (0..turns.fetch_add(1, Ordering::Relaxed) % 16).for_each(|_| std::hint::spin_loop());
+            // It changes the path at another moment of the program's each time, and sometimes long after, so that some pass.
+            let spins = (1u32 << (turns.fetch_add(1, Ordering::Relaxed) % 9)) - 1;
+            (0..spins).for_each(|_| std::hint::spin_loop());
             path.store(none, Ordering::SeqCst);
             (0..4).for_each(|_| std::hint::spin_loop());
         };
