@@ -35,7 +35,7 @@ pub(super) struct GraceThreads {
     threads: Vec<(JoinHandle<()>, Pid)>,
 }
 
-/// The last epoch of which no program forwards under an older one, and who is told of it.
+/// The last epoch of which no program forwards under an older one, and what is called when it changes.
 #[derive(Default)]
 struct InForce {
     epoch: AtomicU32,
@@ -75,7 +75,7 @@ impl GraceThreads {
 
     /// Has the waiting thread call this after each time that [`GraceThreads::in_force`] has changed. The first call of this counts.
     pub(super) fn tell(&self, tell: Box<dyn Fn() + Send + Sync>) {
-        // It is set already: whoever set it is told.
+        // Where one is set already, it stays.
         let _ = self.in_force.tell.set(tell);
     }
 }
