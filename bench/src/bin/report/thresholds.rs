@@ -19,7 +19,7 @@ pub(crate) struct Threshold {
     against: Option<&'static str>,
     /// Whether the difference of the two figures counts, rather than their ratio.
     difference: bool,
-    /// A case whose figure no such forwarder can better on this machine.
+    /// A case that does less, or as much work beside it: such a forwarder can hardly better its figure on this machine.
     limit: Option<&'static str>,
     pub(crate) bound: Bound,
     pub(crate) threshold: f64,
@@ -64,7 +64,7 @@ impl Threshold {
         Self { against: Some(against), ..self }
     }
 
-    /// What nothing can better is shown beside the result.
+    /// The figure of this case is shown beside the result.
     const fn limited_by(self, limit: &'static str) -> Self {
         Self { limit: Some(limit), ..self }
     }
@@ -289,7 +289,7 @@ impl Threshold {
         }
     }
 
-    /// The same ratio or difference for what nothing can better, if there is such a case and it was measured.
+    /// The same ratio or difference for the case that limits it, if there is one and it was measured.
     pub(crate) fn limit(&self, results: &Results) -> Option<f64> {
         self.value(self.limit?, results).ok()
     }

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use nix::time::{ClockId, clock_gettime};
 use penstock_bench::load::{PORTS, connections_for, pin, streams_for};
 use penstock_bench::peers::{Peer, PeerTestbed, further_policy};
@@ -70,31 +70,53 @@ pub(super) fn one_stream(testbed: &PeerTestbed, port: u16, length: Duration) -> 
 }
 
 /// What one stream carries and costs, and what eight and 32 carry.
-fn one_and_many(testbed: &PeerTestbed, length: Duration) -> Result<Vec<Option<f64>>> {
+fn one_and_many(testbed: &PeerTestbed, length: Duration) -> Result<[Option<f64>; 4]> {
     let [one, a_gigabit] = one_stream(testbed, 0, length)?;
     let [eight, many] = [(1, 8), (3, 32)].map(|(port, number)| streams(testbed, port, number, length));
-    Ok(vec![one, a_gigabit, Some(eight?), Some(many?), None, None])
+    Ok([one, a_gigabit, Some(eight?), Some(many?)])
+}
+
+/// The figures of [`BULK`].
+fn figures(transfers: [Option<f64>; 4], changes: Option<Changes>) -> Vec<Option<f64>> {
+    let changes = [changes.map(|changes| changes.a_second), changes.map(|changes| changes.milliseconds)];
+    transfers.into_iter().chain(changes).collect()
+}
+
+/// Changes of policy that a daemon has brought into force.
+#[derive(Clone, Copy)]
+struct Changes {
+    a_second: f64,
+    /// Processor time of the daemon for each.
+    milliseconds: f64,
+}
+
+impl Changes {
+    /// What the daemon of an earlier case of this run did.
+    fn known(known: &KnownRates) -> Option<Self> {
+        let of = |name: &str| known.get(name).copied();
+        Some(Self { a_second: of(CHANGES_IN_FORCE)?, milliseconds: of(WORK_OF_A_CHANGE)? })
+    }
+}
+
+/// The epoch in force, and the processor time of the daemon so far; `None`: there is no daemon.
+fn progress(testbed: &PeerTestbed) -> Result<Option<(u32, Duration)>> {
+    let Some(daemon) = testbed.daemon() else { return Ok(None) };
+    let epoch = testbed.status_reader().epoch()?;
+    Ok(Some((epoch.context("the daemon has no epoch")?, daemon.processor_time()?)))
 }
 
 /// The same while a policy's file is saved [`CHANGES`] times a second: how often that was in force, and which processor time the
 /// daemon took for it. Where no daemon reads the file, a thread computes as long and as often as the daemon last did.
 fn one_and_many_beside_changes(testbed: &PeerTestbed, plan: &Plan, known: &mut KnownRates) -> Result<Vec<Option<f64>>> {
     let (reload, ends) = (testbed.reload(), AtomicBool::new(false));
-    let as_daemon = match testbed.daemon() {
+    let (before, start) = (progress(testbed)?, Instant::now());
+    let as_daemon = match before {
         Some(_) => None,
-        None => {
-            let of = |name: &str| known.get(name).copied();
-            let known = of(CHANGES_IN_FORCE).zip(of(WORK_OF_A_CHANGE));
-            Some(known.context("what a change takes is not known: measure Penstock's case in the same run")?)
-        }
+        None => Some(
+            Changes::known(known)
+                .context("what a change takes is not known: measure Penstock's case in the same run")?,
+        ),
     };
-    let state = || -> Result<Option<(f64, f64)>> {
-        let Some(daemon) = testbed.daemon() else { return Ok(None) };
-        let epoch = testbed.status_reader().epoch()?;
-        let took = daemon.processor_time()?.as_secs_f64() * 1e3;
-        Ok(epoch.map(|epoch| (f64::from(epoch), took)))
-    };
-    let (before, start) = (state()?, Instant::now());
     let rates = std::thread::scope(|scope| {
         let changing = scope.spawn(|| {
             pin(plan.cores.worker)?;
@@ -102,7 +124,7 @@ fn one_and_many_beside_changes(testbed: &PeerTestbed, plan: &Plan, known: &mut K
             reload.remove(FILE)?;
             changes
         });
-        let working = as_daemon.map(|(a_second, milliseconds)| {
+        let working = as_daemon.map(|Changes { a_second, milliseconds }| {
             let ends = &ends;
             scope.spawn(move || often(a_second, ends, |_| compute(milliseconds)))
         });
@@ -114,15 +136,17 @@ fn one_and_many_beside_changes(testbed: &PeerTestbed, plan: &Plan, known: &mut K
         rates
     });
     let seconds = start.elapsed().as_secs_f64();
-    let mut figures = rates?;
-    if let Some(((before, took_before), (after, took))) = before.zip(state()?) {
-        let (in_force, each) = ((after - before) / seconds, (took - took_before) / (after - before));
-        known.insert(CHANGES_IN_FORCE.to_owned(), in_force);
-        known.insert(WORK_OF_A_CHANGE.to_owned(), each);
-        let [.., of_changes, of_work] = figures.as_mut_slice() else { bail!("a transfer has too few figures") };
-        (*of_changes, *of_work) = (Some(in_force), Some(each));
-    }
-    Ok(figures)
+    let rates = rates?;
+    let Some(((before, took_before), (after, took))) = before.zip(progress(testbed)?) else {
+        return Ok(figures(rates, None));
+    };
+    ensure!(after > before, "no change came into force");
+    let changes = f64::from(after - before);
+    let changes =
+        Changes { a_second: changes / seconds, milliseconds: (took - took_before).as_secs_f64() * 1e3 / changes };
+    known.insert(CHANGES_IN_FORCE.to_owned(), changes.a_second);
+    known.insert(WORK_OF_A_CHANGE.to_owned(), changes.milliseconds);
+    Ok(figures(rates, Some(changes)))
 }
 
 /// Computes until this thread has had so many milliseconds of a processor.
@@ -175,7 +199,7 @@ pub(crate) fn bulk() -> Scenario {
                 segment_in_stack(testbed, !gso)?;
                 let rates = one_and_many(testbed, length);
                 segment_in_stack(testbed, false)?;
-                rates
+                Ok(figures(rates?, None))
             })
         }
     };
