@@ -23,6 +23,12 @@ extern struct nf_conn *bpf_skb_ct_lookup(struct __sk_buff *skb, struct bpf_sock_
 extern void bpf_ct_release(struct nf_conn *connection) __ksym __weak;
 extern void *bpf_cast_to_kern_ctx(void *) __ksym __weak;
 
+/* Which of these functions the kernel has. The loader sets them: kernels before 6.4 refuse bpf_ksym_exists() of a function that they
+ * have (check_pseudo_btf_id in kernel/bpf/verifier.c), and what it becomes differs from one load to the next where connection tracking
+ * is a module. */
+const volatile __u32 finds_connections = 0; /* the lookups, and bpf_ct_release */
+const volatile __u32 reads_connections = 0; /* also bpf_cast_to_kern_ctx */
+
 struct ports { __be16 from, to; };
 
 static __always_inline int is_mapped(const struct in6_addr *address)
@@ -132,7 +138,7 @@ static __always_inline enum outcome of_translation(struct xdp_md *ctx, const voi
 	const __u8 *type = transport.at;
 
 	/* The kernel translates nothing; the loader has verified it. */
-	if (!bpf_ksym_exists(bpf_xdp_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
+	if (!finds_connections)
 		return REDIRECTED;
 	if (transport.protocol == IPPROTO_TCP || transport.protocol == IPPROTO_UDP) {
 		if ((const void *)(ports + 1) > end)
@@ -291,9 +297,9 @@ static __always_inline void look_up_connection(struct __sk_buff *skb, int is_v4,
 static __always_inline void find_origin(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
 {
 	/* Without these functions the kernel has no connection tracking, or does not describe struct nf_conn. */
-	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release) || !read_flow(skb, offset, is_v4, origin))
+	if (!finds_connections || !read_flow(skb, offset, is_v4, origin))
 		return;
-	if (bpf_ksym_exists(bpf_cast_to_kern_ctx))
+	if (reads_connections)
 		read_connection(skb, is_v4, origin);
 	else
 		look_up_connection(skb, is_v4, origin);
@@ -328,7 +334,7 @@ static __always_inline int is_unchanged(struct __sk_buff *skb, const struct orig
 	struct ports ports;
 	int opens;
 
-	if (!origin->known || !bpf_ksym_exists(bpf_cast_to_kern_ctx) || !is_same_address(&origin->source, &flow->from) ||
+	if (!origin->known || !reads_connections || !is_same_address(&origin->source, &flow->from) ||
 	    !is_same_address(&origin->destination, &flow->to))
 		return 0;
 	entered = entered_as(skb, &opens);
