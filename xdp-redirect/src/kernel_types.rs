@@ -27,6 +27,10 @@ impl KernelTypes {
         self.has(name, libbpf_sys::BTF_KIND_FUNC)
     }
 
+    pub(crate) fn has_struct(&self, name: &CStr) -> bool {
+        self.has(name, libbpf_sys::BTF_KIND_STRUCT)
+    }
+
     fn has(&self, name: &CStr, kind: u32) -> bool {
         // SAFETY: the types live as long as `self`, and the name ends in NUL.
         unsafe { libbpf_sys::btf__find_by_name_kind(self.0.as_ptr(), name.as_ptr(), kind) > 0 }
@@ -38,4 +42,12 @@ impl Drop for KernelTypes {
         // SAFETY: we own them, and nothing refers to them any more.
         unsafe { libbpf_sys::btf__free(self.0.as_ptr()) }
     }
+}
+
+/// Whether this kernel follows a wild pointer once a stack has received what an AF_XDP socket sent in copy mode. From
+/// commit 30f241fcf52a (Linux 6.16.8 and 6.17) to 0ebc27a4c67d (6.17.11 and 6.18) net/xdp/xsk.c keeps a list in the
+/// packet's control block, which every receiver overwrites, and which `xsk_destruct_skb` walks. `None`: the kernel does not
+/// describe its types.
+pub fn panics_on_sends() -> Option<bool> {
+    Some(KernelTypes::load()?.has_struct(c"xsk_addr_head"))
 }

@@ -27,6 +27,7 @@ pub use attach::{Attached, XdpMode};
 pub use connection_maps::{ConnectionMapSizes, ConnectionMaps, ConnectionMapsError};
 pub use error::{AttachError, LoadError, SocketError};
 pub use foreign::ForeignProgram;
+pub use kernel_types::panics_on_sends;
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
 pub use outcome::{XdpOutcome, XdpOutcomeCounts};
 pub use own_addresses::OwnAddressesError;
@@ -146,9 +147,14 @@ pub fn try_source_check() -> Option<Result<(), AttachError>> {
     })
 }
 
+/// Whether programs can read the connection that the kernel has found for a packet, and so who sent what the node has
+/// masqueraded: the kernel describes its types (CONFIG_DEBUG_INFO_BTF), those of connection tracking among them.
+pub fn reads_connections() -> bool {
+    ConnectionFunctions::of_kernel().reads
+}
+
 /// Whether the program of an uplink can ask the kernel which connections it translates: Linux 5.18 or later, with connection
-/// tracking built in or loaded, and its types (CONFIG_DEBUG_INFO_BTF). Otherwise an uplink would redirect packets that the
-/// kernel must translate first.
+/// tracking built in or loaded, and its types. Otherwise an uplink would redirect packets that the kernel must translate first.
 pub fn can_find_translated() -> bool {
     let loopback = Interface { name: "lo".to_owned(), index: 1 };
     ConnectionFunctions::of_kernel().lookups && try_loading(Role::Uplink, &loopback).is_ok()

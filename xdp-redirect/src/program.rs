@@ -112,7 +112,9 @@ impl Program {
         let mut storage = MaybeUninit::uninit();
         let mut open = open_for_node(&mut storage, options, shared)?;
         let constants = open.maps.rodata_data.as_deref_mut().expect("the skeleton maps its constants");
-        (constants.finds_connections, constants.reads_connections) = (functions.lookups.into(), functions.reads.into());
+        constants.finds_connections = functions.lookups.into();
+        constants.reads_connections = functions.reads.into();
+        constants.casts_packets = functions.casts.into();
         if let Some(sources) = &shared.sources {
             open.maps.sources.reuse_fd(sources.map().as_fd()).map_err(failed)?;
         }

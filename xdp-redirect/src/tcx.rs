@@ -27,7 +27,7 @@ use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins, detach};
 use crate::translation::ConnectionFunctions;
 use crate::{
     AttachError, Interface, LoadError, OwnAddressesError, TranslatedSources, XdpOutcome, XdpOutcomeCounts,
-    own_addresses,
+    in_temporary_namespace, own_addresses,
 };
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -179,7 +179,7 @@ impl TcxPrograms {
         // Not 0, which every packet has that nothing has marked.
         constants.passed = rand::random::<u32>() | 1;
         constants.offload = connections.is_some().into();
-        (constants.finds_connections, constants.reads_connections) = (functions.lookups.into(), functions.reads.into());
+        (constants.reads_connections, constants.casts_packets) = (functions.reads.into(), functions.casts.into());
         if let Some(connections) = connections {
             let [table, tags, entries, uses] = connections.handles();
             open.maps.ct_table.reuse_fd(table.as_fd()).map_err(failed)?;
@@ -224,6 +224,12 @@ impl TcxPrograms {
             pins: None,
             is_live: AtomicBool::new(false),
         })
+    }
+
+    /// Whether the kernel attaches the programs: tried on an interface of a temporary network namespace where that can be
+    /// made (CAP_SYS_ADMIN).
+    pub fn try_attaching(&self) -> Result<(), AttachError> {
+        try_links([(self.from_pod.as_fd(), BPF_TCX_INGRESS), (self.to_pod.as_fd(), BPF_TCX_EGRESS)])
     }
 
     /// Pins links from now on, so that they outlast the process.
@@ -670,6 +676,24 @@ fn link(program: BorrowedFd<'_>, interface: u32, hook: libbpf_sys::bpf_attach_ty
     let result = unsafe { libbpf_sys::bpf_link_create(program.as_raw_fd(), interface as i32, hook, &options) };
     // SAFETY: the call has just returned this descriptor, and nothing else owns it.
     if result >= 0 { Ok(unsafe { OwnedFd::from_raw_fd(result) }) } else { Err(io::Error::from_raw_os_error(-result)) }
+}
+
+/// Whether the kernel attaches these programs at these hooks. That it loads them says nothing: one without tcx does, too.
+fn try_links(programs: [(BorrowedFd<'_>, libbpf_sys::bpf_attach_type); 2]) -> Result<(), AttachError> {
+    let tried = in_temporary_namespace(|loopback| {
+        programs.into_iter().try_for_each(|(program, hook)| create_link(program, loopback, hook).map(drop))
+    });
+    if let Some(result) = tried {
+        return result;
+    }
+    // No interface has this index. A kernel with tcx says that, any other one that there is no such hook.
+    let [(program, hook), _] = programs;
+    match link(program, i32::MAX as u32, hook) {
+        Err(error) if error.raw_os_error() != Some(libc::ENODEV) => {
+            Err(AttachError::Tcx { interface: "of any name".to_owned(), source: error })
+        }
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]

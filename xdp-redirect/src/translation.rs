@@ -1,24 +1,28 @@
-//! What programs can ask the kernel's connection tracking.
+//! What programs can ask the kernel of a packet's connection.
 
 use std::ffi::CStr;
 
 use crate::kernel_types::KernelTypes;
 
-/// Functions called in `src/bpf/translation.h`, which connection tracking has.
-const LOOKUPS: [&CStr; 3] = [c"bpf_xdp_ct_lookup", c"bpf_skb_ct_lookup", c"bpf_ct_release"];
+/// Functions of connection tracking that are called in `src/bpf/translation.h`.
+const LOOKUPS: [&CStr; 2] = [c"bpf_xdp_ct_lookup", c"bpf_ct_release"];
 /// Gives a program the kernel's own record of a packet.
 const CAST: &CStr = c"bpf_cast_to_kern_ctx";
-/// The module that contains the lookups if they are not built in.
+/// Structures that are read there.
+const READ: [&CStr; 2] = [c"sk_buff", c"nf_conn"];
+/// The module that has the lookups, and may alone describe the structures, if they are not built in.
 const MODULE: &CStr = c"nf_conntrack";
 
-/// The kernel's functions for a packet's connection, which it may have or not. Programs are told by constants, with which the
-/// verifier leaves out what they would call.
+/// What the kernel has of this, or has not. Programs are told by constants, with which the verifier leaves out what they would
+/// call or read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct ConnectionFunctions {
-    /// A connection can be looked up by addresses and ports: Linux 5.18, with connection tracking.
+    /// A connection can be looked up by addresses and ports at an uplink: Linux 5.18, with connection tracking.
     pub(crate) lookups: bool,
-    /// The connection that the kernel has found for a packet can be read: Linux 6.2.
+    /// The connection that the kernel has found for a packet can be read.
     pub(crate) reads: bool,
+    /// The packet's record can be loaded from, and need not be copied: Linux 6.2.
+    pub(crate) casts: bool,
 }
 
 impl ConnectionFunctions {
@@ -26,7 +30,10 @@ impl ConnectionFunctions {
     pub(crate) fn of_kernel() -> Self {
         let Some(kernel) = KernelTypes::load() else { return Self::default() };
         let has_lookups = |types: &KernelTypes| LOOKUPS.iter().all(|function| types.has_function(function));
-        let lookups = has_lookups(&kernel) || kernel.with_module(MODULE, has_lookups).unwrap_or(false);
-        Self { lookups, reads: lookups && kernel.has_function(CAST) }
+        let has_structs = |types: &KernelTypes| READ.iter().all(|structure| types.has_struct(structure));
+        // A module's types include the kernel's.
+        let found =
+            |has: &dyn Fn(&KernelTypes) -> bool| has(&kernel) || kernel.with_module(MODULE, has).unwrap_or(false);
+        Self { lookups: found(&has_lookups), reads: found(&has_structs), casts: kernel.has_function(CAST) }
     }
 }

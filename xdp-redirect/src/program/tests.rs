@@ -432,9 +432,11 @@ fn no_program_takes_the_address_of_a_kernel_function() {
 #[test]
 fn programs_load_whichever_functions_the_kernel_has() {
     let kernel = ConnectionFunctions::of_kernel();
-    assert!(kernel.lookups && kernel.reads, "the kernel that runs this test has them all");
-    for (lookups, reads) in [(false, false), (true, false), (true, true)] {
-        let functions = ConnectionFunctions { lookups, reads };
+    assert!(kernel.lookups && kernel.reads && kernel.casts, "the kernel that runs this test has them all");
+    for (lookups, reads, casts) in
+        [(false, false, false), (false, true, false), (true, true, false), (true, false, true), (true, true, true)]
+    {
+        let functions = ConnectionFunctions { lookups, reads, casts };
         for role in [Role::Host, Role::Uplink] {
             Program::load_for_node(options(role, OnMiss::Drop), &shared(), functions)
                 .unwrap_or_else(|error| panic!("{role:?}, {functions:?}: {error}"));
