@@ -166,6 +166,14 @@ fn try_loading(role: Role, interface: &Interface) -> Result<program::Program, At
         .map_err(|source| AttachError::Load { interface: interface.name.clone(), source })
 }
 
+/// Tries something without libbpf's own messages: of a program that the kernel refuses they are thousands of lines.
+pub fn quietly<T>(attempt: impl FnOnce() -> T) -> T {
+    let print = libbpf_rs::set_print(None);
+    let result = attempt();
+    libbpf_rs::set_print(print);
+    result
+}
+
 /// Tries something with the loopback interface of a network namespace that ends with it. `None` without CAP_SYS_ADMIN.
 fn in_temporary_namespace<T: Send>(attempt: impl FnOnce(&Interface) -> T + Send) -> Option<T> {
     let run = || {

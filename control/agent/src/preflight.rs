@@ -19,7 +19,7 @@ use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_xdp_redirect::{
     ConnectionMaps, MAX_TCX_WORKERS, MINIMUM_KERNEL, PinnedProgram, Pins, ProgramTag, Role, TcxOptions, TcxPrograms,
-    can_find_translated, try_source_check,
+    can_find_translated, quietly, try_source_check,
 };
 
 use super::config::{Attach, AttachSetting, Config, MidstreamPickup};
@@ -244,8 +244,8 @@ pub(super) fn attachable(config: &Config, not_tcx: Option<String>) -> Vec<Prefli
 fn try_tcx(offloads: bool) -> Result<(), String> {
     let sizes = connection_map_sizes(conntrack::Config::MIN_ENTRIES);
     let maps = offloads.then(|| ConnectionMaps::open(None, &sizes)).transpose().map_err(|error| error.to_string())?;
-    let programs = TcxPrograms::load(&TcxOptions::default(), maps.as_ref()).map_err(|error| error.to_string())?;
-    programs.try_attaching().map_err(|error| error.to_string())
+    let loaded = quietly(|| TcxPrograms::load(&TcxOptions::default(), maps.as_ref()));
+    loaded.map_err(|error| error.to_string())?.try_attaching().map_err(|error| error.to_string())
 }
 
 /// Checks that the kernel accepts the program that verifies sources.
