@@ -573,7 +573,9 @@ __noinline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 	if (is_another_pods(skb, &from))
 		return 1;
 	find_origin(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), origin);
-	return origin->known && is_another_pods(skb, &origin->source);
+	/* A copy: Linux 6.1 takes no memory of a caller for the key of a map. */
+	from = origin->source;
+	return origin->known && is_another_pods(skb, &from);
 }
 
 /* Whether the node itself sends it. The kernel records no interface for what it has not received, but neither does it for an IPv6
