@@ -119,6 +119,11 @@ bench-cluster: build ## Round trips, throughput and new connections in that clus
 		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
 		$(CARGO) test --locked --workspace --test cluster -- --include-ignored --nocapture
 
+.PHONY: test-kernels
+test-kernels: build ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU   (JOBS=2 guests at a time)
+	@./scripts/setup qemu-system-x86 debootstrap cpio kmod xz-utils
+	./scripts/test-kernels
+
 .PHONY: test-collector
 test-collector: setup ## Flow records into a real OpenTelemetry collector   (fetched by pip)
 	PENSTOCK_COLLECTOR=$$(./scripts/tool rotel) $(CARGO) test --locked --workspace --test veths -- --ignored system::flow_records::
