@@ -120,8 +120,9 @@ bench-cluster: build ## Round trips, throughput and new connections in that clus
 		$(CARGO) test --locked --workspace --test cluster -- --include-ignored --nocapture
 
 .PHONY: test-kernels
-test-kernels: build ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU   (JOBS=2 guests at a time)
+test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU   (JOBS=2 guests at a time)
 	@./scripts/setup qemu-system-x86 debootstrap cpio kmod xz-utils
+	$(CARGO) build --locked -p penstock -p penstock-bench --bin penstock --bin demo
 	./scripts/test-kernels
 
 .PHONY: test-collector

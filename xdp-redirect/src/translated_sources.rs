@@ -56,6 +56,12 @@ impl TranslatedSources {
         Some(Self { map: Arc::new(MapHandle::from_pinned_path(pins.map_path(NAME)).ok()?) })
     }
 
+    /// Whether the calling thread may look sources up. One without CAP_BPF may from Linux 5.19 on, and before where
+    /// kernel.unprivileged_bpf_disabled is 0 (`__sys_bpf` in kernel/bpf/syscall.c).
+    pub fn is_readable(&self) -> bool {
+        self.map.lookup(&[0; KEY], MapFlags::ANY).is_ok()
+    }
+
     pub(crate) fn map(&self) -> &MapHandle {
         &self.map
     }

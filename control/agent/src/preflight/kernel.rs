@@ -1,10 +1,11 @@
 //! Checks the kernel and its limits: version, bpffs, locked memory.
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
-use penstock_xdp_redirect::{MINIMUM_KERNEL, panics_on_sends, reads_connections};
+use penstock_xdp_redirect::{MINIMUM_KERNEL, TranslatedSources, panics_on_sends, reads_connections};
 
 use super::{PreflightFinding, bpffs, effective_capabilities};
 use crate::config::{Config, FailMode, OnExit, XdpMode};
+use crate::privileges;
 
 /// CAP_IPC_LOCK: exempt from RLIMIT_MEMLOCK.
 const IPC_LOCK: u32 = 14;
@@ -18,7 +19,7 @@ pub(super) fn findings(config: &Config, permitted: bool) -> Vec<PreflightFinding
     if !permitted {
         return findings;
     }
-    findings.extend(masqueraded(reads_connections()));
+    findings.extend(masqueraded(reads_connections() && workers_read_sources()));
     if config.fail.mode == FailMode::Closed || config.fail.on_exit == OnExit::Keep {
         findings.push(bpffs::finding(effective_capabilities() >> super::SYS_ADMIN & 1 == 1));
     }
@@ -65,11 +66,16 @@ fn sends(release: &str, panics: Option<bool>) -> Option<PreflightFinding> {
     })
 }
 
+/// Programs note sources in a map, which workers read, and workers have no capability.
+fn workers_read_sources() -> bool {
+    TranslatedSources::open(None).is_ok_and(|sources| privileges::run_without(|| sources.is_readable()))
+}
+
 /// Without it workers do not know who sent what the node gave an address of its own, as kube-proxy does for NodePorts.
-fn masqueraded(reads_connections: bool) -> Option<PreflightFinding> {
-    (!reads_connections).then(|| {
+fn masqueraded(is_known: bool) -> Option<PreflightFinding> {
+    (!is_known).then(|| {
         PreflightFinding::warning(
-            "masquerade: the kernel does not say who sent what the node gives its own address; pods under policy take that only where a rule allows every source; use a kernel with CONFIG_DEBUG_INFO_BTF and connection tracking (modprobe nf_conntrack), and restart penstock",
+            "masquerade: the kernel does not say who sent what the node gives its own address; pods under policy take that only where a rule allows every source; use Linux 5.19 or later with CONFIG_DEBUG_INFO_BTF and connection tracking (modprobe nf_conntrack), and restart penstock",
         )
     })
 }
@@ -174,6 +180,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_hides_who_is_masqueraded_is_a_warning() {
+        assert!(workers_read_sources(), "this kernel lets threads without capabilities read maps");
         assert_eq!(masqueraded(true), None);
         let found = masqueraded(false).unwrap();
         assert!(found.level == Level::Warning && found.line.contains("modprobe nf_conntrack"), "{found:?}");
