@@ -247,6 +247,17 @@ static __always_inline int takes_share(struct __sk_buff *skb, __u32 port)
 	return 1;
 }
 
+/* Whether the sender left the transport checksum to its device. */
+static __always_inline int is_checksum_open(struct __sk_buff *skb)
+{
+	const struct sk_buff *kernel = (void *)skb;
+
+	if (!casts_packets)
+		return BPF_CORE_READ_BITFIELD_PROBED(kernel, ip_summed) == CHECKSUM_PARTIAL;
+	kernel = bpf_cast_to_kern_ctx(skb);
+	return BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL;
+}
+
 /* `interface`: that of the pod `at`. */
 static __always_inline int tag_for_worker(struct __sk_buff *skb, const struct interface *at, __u32 interface, __u8 flags, __u8 uplink,
 					  __u32 outcome)
@@ -616,7 +627,9 @@ __noinline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 	if (is_another_pods(skb, &from))
 		return 1;
 	find_origin(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), origin);
-	return origin->known && is_another_pods(skb, &origin->source);
+	/* A copy: Linux 6.1 takes no memory of a caller for the key of a map. */
+	from = origin->source;
+	return origin->known && is_another_pods(skb, &from);
 }
 
 /* Whether the node itself sends it. The kernel records no interface for what it has not received, but neither does it for an IPv6
