@@ -272,10 +272,7 @@ pub(super) fn pods(
     let (pods, mut problems) = resolved_pods;
     let (ports, more) = pod_ports(netstate, &pods, config.node.as_str(), largest);
     problems.extend(more);
-    let found = problems.iter().map(|problem| match problem {
-        PodProblem::TooLong { .. } => PreflightFinding::error(problem.to_string()),
-        _ => PreflightFinding::warning(problem.to_string()),
-    });
+    let found = problems.iter().map(|problem| PreflightFinding::warning(problem.to_string()));
     let uplink = |name: &str| config.uplinks.iter().any(|uplink| uplink.as_str() == name);
     let served = |port: &PodPort| match uplink(&port.name) {
         true => vec![PreflightFinding::error(format!(
@@ -392,8 +389,8 @@ fn uplink(name: &str, found: Option<&Link>, largest: u32) -> PreflightFinding {
         Some(link) if !link.up => {
             PreflightFinding::error(format!("uplinks: interface {name} is down; set it up (ip link set {name} up)"))
         }
-        Some(link) if link.mtu > largest => PreflightFinding::error(format!(
-            "uplinks: MTU {} of interface {name} is more than the {largest} that a frame holds; lower it, or raise umem.frame_size",
+        Some(link) if link.mtu > largest => PreflightFinding::warning(format!(
+            "uplinks: MTU {} of interface {name} is more than the {largest} that a frame holds: longer packets take the node's stack",
             link.mtu
         )),
         Some(link) => PreflightFinding::ok(format!("uplinks: {name}, MTU {}", link.mtu)),
@@ -507,7 +504,7 @@ mod tests {
             (Some(Link { up: false, ..good.clone() }), Level::Error, "uplinks: interface eth0 is down; set it up"),
             (
                 Some(Link { mtu: 9000, ..good }),
-                Level::Error,
+                Level::Warning,
                 "uplinks: MTU 9000 of interface eth0 is more than the 1778 that",
             ),
         ] {

@@ -300,6 +300,7 @@ mod tests {
             services: None,
             domain_names: None,
             configuration_refused: Vec::new(),
+            refused_files: 0,
             stale: None,
             capture: None,
             flow_records: None,

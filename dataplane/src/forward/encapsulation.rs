@@ -8,7 +8,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use rustc_hash::FxHashSet;
 
-use crate::packet::{Address, Packet, Transport};
+use crate::packet::{Address, AddressScope, Packet, Transport};
 
 /// Well-known UDP tunnel ports, blocked whether or not this node is known to have such a tunnel: other nodes may, and
 /// some tunnels have no interface. VXLAN by IANA and Linux' default, Geneve, GUE, GRE in UDP (RFC 8086; 4755 is DTLS),
@@ -73,9 +73,12 @@ impl Encapsulation {
         is_wrapping && self.is_node(packet.flow.dst)
     }
 
+    /// Whether a node may take packets to this address for its own. It is on the pod's link, and may be in any group.
     fn is_node(&self, address: Address) -> bool {
         let ip = IpAddr::from(address);
-        self.nodes.contains(&address) || self.blocks.iter().any(|block| block.contains(&ip))
+        address.scope() != AddressScope::Routable
+            || self.nodes.contains(&address)
+            || self.blocks.iter().any(|block| block.contains(&ip))
     }
 }
 

@@ -11,9 +11,11 @@ mod private_netns;
 mod sysctl;
 mod worker_pairs;
 
-pub use host_veth::{HostVeth, HostVethError, Lifetime, PodRoute, clear_leftovers, keep_answering_arp};
+pub use host_veth::{
+    ArpAnswers, HostVeth, HostVethError, Lifetime, PodRoute, SourceFilter, clear_leftovers, keep_answering_arp,
+};
 pub use matching::{PodPort, PodProblem, pod_ports};
 pub use netlink::{Events, Netlink, NetlinkError};
-pub use network_state::{HostRoute, Link, NetworkState};
+pub use network_state::{HostRoute, Link, NetworkState, Shaping};
 pub use sysctl::{Sysctl, Sysctls};
 pub use worker_pairs::{WorkerPairs, WorkerVeth};

@@ -18,13 +18,14 @@ use netlink_packet_route::neighbour::{
 use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType,
 };
+use netlink_packet_route::tc::{TcAttribute, TcHandle};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use penstock_dataplane::forward::Mac;
 use rtnetlink::packet_core::NetlinkPayload;
 use rtnetlink::{Handle, MulticastGroup, RouteMessageBuilder};
 use tokio::sync::Notify;
 
-use super::network_state::{HostRoute, Link, NetworkState};
+use super::network_state::{HostRoute, Link, NetworkState, Shaping};
 
 /// Marks routes and rules as Penstock's (`rtm_protocol`; the kernel assigns no meaning to numbers from 5 on,
 /// include/uapi/linux/rtnetlink.h).
@@ -93,6 +94,7 @@ impl Netlink {
             MulticastGroup::Ipv4Ifaddr,
             MulticastGroup::Ipv6Ifaddr,
             MulticastGroup::Neigh,
+            MulticastGroup::Tc,
         ];
         let (connection, _, mut messages) = rtnetlink::new_multicast_connection(&groups).map_err(failed)?;
         tokio::spawn(connection);
@@ -129,6 +131,11 @@ impl Netlink {
         let routed: BTreeSet<u32> = routes.iter().map(|route| route.link).collect();
         let messages = collect("cannot read the links", self.handle.link().get().execute()).await?;
         let mut links: BTreeMap<u32, Link> = messages.iter().map(link).map(|link| (link.index, link)).collect();
+        for (index, shaping) in self.shaping().await {
+            if let Some(link) = links.get_mut(&index) {
+                link.shaping = shaping;
+            }
+        }
         let tunnel_ports = messages.iter().flat_map(tunnel_ports).collect();
         let bridges: BTreeSet<u32> = links.values().filter(|link| link.bridge).map(|link| link.index).collect();
         let on_bridge = |link: &Link| link.peer_elsewhere && link.master.is_some_and(|index| bridges.contains(&index));
@@ -150,6 +157,29 @@ impl Netlink {
         }
         let (addresses, networks) = self.addresses(&bridges).await?;
         Ok(NetworkState { links, routes, bridged, networks, addresses, local_prefixes, tunnel_ports })
+    }
+
+    /// The interfaces that have a queueing discipline or filters of somebody else. A kernel without traffic control has none.
+    async fn shaping(&self) -> BTreeMap<u32, Shaping> {
+        let mut found: BTreeMap<u32, Shaping> = BTreeMap::new();
+        let request = collect("cannot read the queueing disciplines", self.handle.qdisc().get().execute());
+        for message in request.await.unwrap_or_default() {
+            let kind = message.attributes.iter().find_map(|attribute| match attribute {
+                TcAttribute::Kind(kind) => Some(kind.as_str()),
+                _ => None,
+            });
+            // The kernel's own have the handle 0.
+            let is_own = message.header.handle == TcHandle::UNSPEC;
+            let shaping = found.entry(message.header.index.cast_unsigned()).or_default();
+            match kind {
+                Some("clsact") => (shaping.to_pod, shaping.from_pod) = (true, true),
+                Some("ingress") => shaping.from_pod = true,
+                Some(_) if !is_own && message.header.parent == TcHandle::ROOT => shaping.to_pod = true,
+                _ => {}
+            }
+        }
+        found.retain(|_, shaping| *shaping != Shaping::default());
+        found
     }
 
     /// Has the kernel resolve `address` on a link. The resolved neighbour entry raises an event.
@@ -314,6 +344,7 @@ fn link(message: &LinkMessage) -> Link {
         master: None,
         queues: 1,
         peer_mac: None,
+        shaping: Shaping::default(),
     };
     for attribute in &message.attributes {
         match attribute {
