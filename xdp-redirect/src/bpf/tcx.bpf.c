@@ -137,8 +137,11 @@ struct sk_buff___sum {
 /* Whether the kernel still writes a checksum into the packet. */
 static __always_inline int is_checksum_open(struct __sk_buff *skb)
 {
-	const struct sk_buff___sum *kernel = bpf_cast_to_kern_ctx(skb);
+	const struct sk_buff___sum *kernel = (void *)skb;
 
+	if (!casts_packets)
+		return BPF_CORE_READ_BITFIELD_PROBED(kernel, ip_summed) == CHECKSUM_PARTIAL;
+	kernel = bpf_cast_to_kern_ctx(skb);
 	return BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL;
 }
 
@@ -146,13 +149,26 @@ static __always_inline int is_checksum_open(struct __sk_buff *skb)
  * chooses where it writes (skb_partial_csum_set in net/core/skbuff.c), after all policy. */
 static __always_inline int is_checksum_in_place(struct __sk_buff *skb, const struct packet *packet)
 {
-	const struct sk_buff___sum *kernel = bpf_cast_to_kern_ctx(skb);
 	const __u32 network = packet->is_v4 ? sizeof(struct iphdr) : sizeof(struct ipv6hdr);
+	const struct sk_buff___sum *kernel = (void *)skb;
+	__u64 head, data;
+	__u16 start, offset;
 
-	if (BPF_CORE_READ_BITFIELD(kernel, ip_summed) != CHECKSUM_PARTIAL)
+	if (!is_checksum_open(skb))
 		return 1;
-	return kernel->csum_start == (__u64)kernel->data - (__u64)kernel->head + ETH_HLEN + network &&
-	       kernel->csum_offset == (packet->protocol == IPPROTO_UDP ? 6 : 16);
+	if (casts_packets) {
+		kernel = bpf_cast_to_kern_ctx(skb);
+		start = kernel->csum_start;
+		offset = kernel->csum_offset;
+		head = (__u64)kernel->head;
+		data = (__u64)kernel->data;
+	} else {
+		start = BPF_CORE_READ(kernel, csum_start);
+		offset = BPF_CORE_READ(kernel, csum_offset);
+		head = (__u64)BPF_CORE_READ(kernel, head);
+		data = (__u64)BPF_CORE_READ(kernel, data);
+	}
+	return start == data - head + ETH_HLEN + network && offset == (packet->protocol == IPPROTO_UDP ? 6 : 16);
 }
 
 /* Both Ethernet addresses of a frame on a pair. The first byte makes each a locally administered unicast address. */
@@ -245,17 +261,6 @@ static __always_inline int takes_share(struct __sk_buff *skb, __u32 port)
 		return 0;
 	__sync_fetch_and_add(&counters->sent, segments);
 	return 1;
-}
-
-/* Whether the sender left the transport checksum to its device. */
-static __always_inline int is_checksum_open(struct __sk_buff *skb)
-{
-	const struct sk_buff *kernel = (void *)skb;
-
-	if (!casts_packets)
-		return BPF_CORE_READ_BITFIELD_PROBED(kernel, ip_summed) == CHECKSUM_PARTIAL;
-	kernel = bpf_cast_to_kern_ctx(skb);
-	return BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL;
 }
 
 /* `interface`: that of the pod `at`. */
