@@ -269,9 +269,34 @@ impl PolicySet {
         self.evaluate_rules(flow, FlowEnds { src, dst }, time)
     }
 
-    /// The same for a flow that the node's stack forwards: its source has no exemption as the node's.
+    /// The same for a flow that the node's stack forwards: its source has no exemption as the node's. If it is the node's address,
+    /// the node gave it to the packet and nobody knows what it was: no rule for some sources allows it.
     pub(crate) fn evaluate_forwarded(&self, flow: &Flow, ends: FlowEnds<'_>, time: NameTime) -> PolicyVerdict {
-        if ends.src.is_node() { self.evaluate_rules(flow, ends, time) } else { self.evaluate_between(flow, ends, time) }
+        if !ends.src.is_node() {
+            return self.evaluate_between(flow, ends, time);
+        }
+        PolicyVerdict { egress: ends.src.without_endpoint(), ingress: self.evaluate_unknown(ends.dst, flow) }
+    }
+
+    fn evaluate_unknown(&self, own: &AddressEntry, flow: &Flow) -> DirectionVerdict {
+        if own.endpoint == NONE {
+            return own.without_endpoint();
+        }
+        let Some(endpoint) = self.endpoints.find(own.endpoint) else { return DirectionVerdict::Denied };
+        match &endpoint.ingress {
+            EndpointPolicy::Open => DirectionVerdict::Open,
+            EndpointPolicy::Isolated(table) => match table.find_for_every_peer(flow.protocol, flow.dst_port) {
+                Some(rule) => DirectionVerdict::Allowed(RuleRef {
+                    endpoint: EndpointId(own.endpoint),
+                    direction: Direction::Ingress,
+                    rule,
+                }),
+                None => DirectionVerdict::Denied,
+            },
+            EndpointPolicy::Tiered(tiers) => {
+                tiered(tiers.evaluate_unknown(flow.protocol, flow.dst_port), own.endpoint, Direction::Ingress)
+            }
+        }
     }
 
     #[inline]

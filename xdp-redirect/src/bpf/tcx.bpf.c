@@ -129,16 +129,18 @@ struct { /* the same by where it came from and went to */
 
 /* Parts of the kernel's type; a flavour of that in translation.h. */
 struct sk_buff___sum {
-	__u8 ip_summed : 2;
 	__u16 csum_start, csum_offset;
 	unsigned char *head, *data;
 } __attribute__((preserve_access_index));
 
-/* Whether the kernel still writes a checksum into the packet. */
+/* Whether the sender left the transport checksum to its device. */
 static __always_inline int is_checksum_open(struct __sk_buff *skb)
 {
-	const struct sk_buff___sum *kernel = bpf_cast_to_kern_ctx(skb);
+	const struct sk_buff *kernel = (void *)skb;
 
+	if (!casts_packets)
+		return BPF_CORE_READ_BITFIELD_PROBED(kernel, ip_summed) == CHECKSUM_PARTIAL;
+	kernel = bpf_cast_to_kern_ctx(skb);
 	return BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL;
 }
 
@@ -146,13 +148,26 @@ static __always_inline int is_checksum_open(struct __sk_buff *skb)
  * chooses where it writes (skb_partial_csum_set in net/core/skbuff.c), after all policy. */
 static __always_inline int is_checksum_in_place(struct __sk_buff *skb, const struct packet *packet)
 {
-	const struct sk_buff___sum *kernel = bpf_cast_to_kern_ctx(skb);
+	const struct sk_buff___sum *kernel = (void *)skb;
 	const __u32 network = packet->is_v4 ? sizeof(struct iphdr) : sizeof(struct ipv6hdr);
+	const unsigned char *head = 0, *data = 0;
+	__u16 start = 0, offset = 0;
 
-	if (BPF_CORE_READ_BITFIELD(kernel, ip_summed) != CHECKSUM_PARTIAL)
+	if (!is_checksum_open(skb))
 		return 1;
-	return kernel->csum_start == (__u64)kernel->data - (__u64)kernel->head + ETH_HLEN + network &&
-	       kernel->csum_offset == (packet->protocol == IPPROTO_UDP ? 6 : 16);
+	if (casts_packets) {
+		kernel = bpf_cast_to_kern_ctx(skb);
+		start = kernel->csum_start;
+		offset = kernel->csum_offset;
+		head = kernel->head;
+		data = kernel->data;
+	} else {
+		bpf_core_read(&start, sizeof(start), &kernel->csum_start);
+		bpf_core_read(&offset, sizeof(offset), &kernel->csum_offset);
+		bpf_core_read(&head, sizeof(head), &kernel->head);
+		bpf_core_read(&data, sizeof(data), &kernel->data);
+	}
+	return start == (__u64)data - (__u64)head + ETH_HLEN + network && offset == (packet->protocol == IPPROTO_UDP ? 6 : 16);
 }
 
 /* Both Ethernet addresses of a frame on a pair. The first byte makes each a locally administered unicast address. */
@@ -616,7 +631,9 @@ __noinline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 	if (is_another_pods(skb, &from))
 		return 1;
 	find_origin(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), origin);
-	return origin->known && is_another_pods(skb, &origin->source);
+	/* A copy: Linux 6.1 takes no memory of a caller for the key of a map. */
+	from = origin->source;
+	return origin->known && is_another_pods(skb, &from);
 }
 
 /* Whether the node itself sends it. The kernel records no interface for what it has not received, but neither does it for an IPv6

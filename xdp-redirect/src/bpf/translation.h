@@ -18,10 +18,30 @@ struct bpf_ct_opts { __s32 netns_id; __s32 error; __u8 l4proto; __u8 dir; __u8 r
 
 extern struct nf_conn *bpf_xdp_ct_lookup(struct xdp_md *ctx, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
 					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
-extern struct nf_conn *bpf_skb_ct_lookup(struct __sk_buff *skb, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
-					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
 extern void bpf_ct_release(struct nf_conn *connection) __ksym __weak;
 extern void *bpf_cast_to_kern_ctx(void *) __ksym __weak;
+
+/* What of this the kernel has. The loader sets it: kernels before 6.4 refuse bpf_ksym_exists() of a function that they have
+ * (check_pseudo_btf_id in kernel/bpf/verifier.c), and what it becomes differs from one load to the next where connection tracking is a
+ * module. */
+const volatile __u32 finds_connections = 0; /* bpf_xdp_ct_lookup and bpf_ct_release */
+const volatile __u32 reads_connections = 0; /* it describes the structures above */
+const volatile __u32 casts_packets = 0;     /* bpf_cast_to_kern_ctx */
+
+/* The kernel's own record of a packet is at the address that a program has as its context. Since Linux 6.2 a program may load from it, and
+ * earlier read it as any other memory. */
+static __always_inline unsigned long tracked_by(struct __sk_buff *skb)
+{
+	const struct sk_buff *kernel = (void *)skb;
+	unsigned long tracked = 0;
+
+	if (casts_packets) {
+		kernel = bpf_cast_to_kern_ctx(skb);
+		return kernel->_nfct;
+	}
+	bpf_core_read(&tracked, sizeof(tracked), &kernel->_nfct);
+	return tracked;
+}
 
 struct ports { __be16 from, to; };
 
@@ -132,7 +152,7 @@ static __always_inline enum outcome of_translation(struct xdp_md *ctx, const voi
 	const __u8 *type = transport.at;
 
 	/* The kernel translates nothing; the loader has verified it. */
-	if (!bpf_ksym_exists(bpf_xdp_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
+	if (!finds_connections)
 		return REDIRECTED;
 	if (transport.protocol == IPPROTO_TCP || transport.protocol == IPPROTO_UDP) {
 		if ((const void *)(ports + 1) > end)
@@ -163,7 +183,7 @@ struct { /* the source before it was translated, by flow; shared by all, and rea
 struct origin {
 	struct sent_flow flow;  /* as it leaves */
 	struct in6_addr source; /* as it entered the node */
-	struct in6_addr destination; /* the same; before Linux 6.2 only if `opens` */
+	struct in6_addr destination; /* the same */
 	int known, opens;       /* it is tracked; and in the direction in which its connection was opened */
 	int fragment;           /* it is a fragment of an IPv6 datagram */
 };
@@ -226,8 +246,7 @@ static __always_inline int read_flow(struct __sk_buff *skb, __u32 offset, int is
 static __always_inline const struct nf_conntrack_tuple *entered_as(struct __sk_buff *skb, int *opens)
 {
 	enum { ESTABLISHED = 0, NEW = 2, REPLY = 3, INFO = 7 }; /* include/uapi/linux/netfilter/nf_conntrack_common.h */
-	const struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
-	const unsigned long tracked = kernel->_nfct, info = tracked & INFO;
+	const unsigned long tracked = tracked_by(skb), info = tracked & INFO;
 	const struct nf_conn *connection = (void *)(tracked & ~(unsigned long)INFO);
 
 	/* Not an ICMP error, which has the connection of the packet that it quotes. */
@@ -251,52 +270,12 @@ static __always_inline void read_connection(struct __sk_buff *skb, int is_v4, st
 	origin->known = 1;
 }
 
-/* The same by the packet's flow, before Linux 6.2: of TCP and UDP. */
-static __always_inline void look_up_connection(struct __sk_buff *skb, int is_v4, struct origin *origin)
-{
-	const struct sent_flow *flow = &origin->flow;
-	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS, .l4proto = flow->protocol };
-	struct bpf_sock_tuple tuple = {};
-	struct nf_conn *connection;
-
-	/* Reversed: the table finds it in either direction. */
-	if (is_v4) {
-		tuple.ipv4.daddr = flow->from.s6_addr32[3];
-		tuple.ipv4.saddr = flow->to.s6_addr32[3];
-		tuple.ipv4.sport = flow->ports.to;
-		tuple.ipv4.dport = flow->ports.from;
-		connection = bpf_skb_ct_lookup(skb, &tuple, sizeof(tuple.ipv4), &options, sizeof(options));
-	} else {
-		__builtin_memcpy(tuple.ipv6.saddr, &flow->to, sizeof(tuple.ipv6.saddr));
-		__builtin_memcpy(tuple.ipv6.daddr, &flow->from, sizeof(tuple.ipv6.daddr));
-		tuple.ipv6.sport = flow->ports.to;
-		tuple.ipv6.dport = flow->ports.from;
-		connection = bpf_skb_ct_lookup(skb, &tuple, sizeof(tuple.ipv6), &options, sizeof(options));
-	}
-	if (!connection)
-		return;
-	origin->known = 1;
-	origin->opens = options.dir;
-	if (options.dir) {
-		to_in6(&origin->source, &connection->tuplehash[0].tuple.src.u3, is_v4);
-		to_in6(&origin->destination, &connection->tuplehash[0].tuple.dst.u3, is_v4);
-	} else {
-		to_in6(&origin->source, &connection->tuplehash[1].tuple.src.u3, is_v4);
-	}
-	bpf_ct_release(connection);
-}
-
 /* Finds the addresses of an outgoing packet when it entered the node, which may have translated it since. A reply spoofed as a
  * Service's backend would leave with the Service's address. `offset`: bytes before its IP header. */
 static __always_inline void find_origin(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
 {
-	/* Without these functions the kernel has no connection tracking, or does not describe struct nf_conn. */
-	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release) || !read_flow(skb, offset, is_v4, origin))
-		return;
-	if (bpf_ksym_exists(bpf_cast_to_kern_ctx))
+	if (reads_connections && read_flow(skb, offset, is_v4, origin))
 		read_connection(skb, is_v4, origin);
-	else
-		look_up_connection(skb, is_v4, origin);
 }
 
 static __always_inline int is_same_address(const struct in6_addr *one, const struct in6_addr *other)
@@ -320,7 +299,7 @@ static __always_inline int note_origin(const struct origin *origin)
 }
 
 /* Whether the kernel tracks the packet, and it leaves with the addresses and ports that it entered the node with. What is not tracked
- * may have been translated by something else, such as IPVS. Before Linux 6.2 this is not known. */
+ * may have been translated by something else, such as IPVS. */
 static __always_inline int is_unchanged(struct __sk_buff *skb, const struct origin *origin)
 {
 	const struct sent_flow *flow = &origin->flow;
@@ -328,8 +307,7 @@ static __always_inline int is_unchanged(struct __sk_buff *skb, const struct orig
 	struct ports ports;
 	int opens;
 
-	if (!origin->known || !bpf_ksym_exists(bpf_cast_to_kern_ctx) || !is_same_address(&origin->source, &flow->from) ||
-	    !is_same_address(&origin->destination, &flow->to))
+	if (!origin->known || !is_same_address(&origin->source, &flow->from) || !is_same_address(&origin->destination, &flow->to))
 		return 0;
 	entered = entered_as(skb, &opens);
 	return entered && !bpf_core_read(&ports.from, sizeof(ports.from), &entered->src.u.all) &&

@@ -26,13 +26,15 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// A listening port whose connections are bounded.
 pub(super) struct BoundedListener {
     listener: TcpListener,
+    /// How long each lasts.
+    lifetime: Duration,
     /// The open connections, oldest first.
     open: VecDeque<Weak<Ended>>,
 }
 
 impl BoundedListener {
     pub(super) fn new(listener: TcpListener) -> Self {
-        Self { listener, open: VecDeque::new() }
+        Self { listener, lifetime: LIFETIME, open: VecDeque::new() }
     }
 
     fn bounded(&mut self, stream: TcpStream) -> BoundedStream {
@@ -44,7 +46,7 @@ impl BoundedListener {
         }
         let ended = Arc::new(Ended::default());
         self.open.push_back(Arc::downgrade(&ended));
-        BoundedStream { stream, ended, lifetime: Box::pin(sleep(LIFETIME)) }
+        BoundedStream { stream, ended, lifetime: Box::pin(sleep(self.lifetime)) }
     }
 }
 
@@ -151,11 +153,11 @@ mod tests {
         }
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_connection_ends_with_its_time() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let mut bounded = BoundedListener::new(listener);
+        let mut bounded = BoundedListener { lifetime: Duration::from_millis(50), ..BoundedListener::new(listener) };
         let (mut stream, _) = bounded.accept().await;
         let error = stream.read(&mut [0; 9]).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
