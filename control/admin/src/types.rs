@@ -49,6 +49,9 @@ pub struct Status {
     /// Why the configuration was refused at the start, if the last good one is in force instead; one line per problem.
     #[serde(default)]
     pub configuration_refused: Vec<String>,
+    /// Manifests that are not applied; their last valid objects are in force, and the log says why.
+    #[serde(default)]
+    pub refused_files: u64,
     /// Set while the objects of an earlier run are in force, because the source has not been read yet.
     #[serde(default)]
     pub stale: Option<StaleObjects>,

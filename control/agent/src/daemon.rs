@@ -190,9 +190,9 @@ async fn open_source(
     record: Option<&ObjectFile>,
     signals: &mut Signals,
 ) -> Result<Option<OpenedSource>, RunError> {
-    let opened =
-        Source::start(&config.source.location(), config.services.followed_kinds(), Some(writer), config.conversion())
-            .await;
+    let (location, followed) = (config.source.location(), config.services.followed_kinds());
+    let last = || record.and_then(ObjectFile::read).map(|(_, objects)| objects);
+    let opened = Source::start(&location, followed, Some(writer), config.conversion(), &last).await;
     let mut source =
         opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
     let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));

@@ -258,7 +258,8 @@ async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut 
     if matches!(&location, Location::Manifests(path) if !path.is_dir()) {
         return;
     }
-    let mut source = match Source::start(&location, config.services.followed_kinds(), None, config.conversion()).await {
+    let followed = config.services.followed_kinds();
+    let mut source = match Source::start(&location, followed, None, config.conversion(), &|| None).await {
         Ok(source) => source,
         Err(error) => return findings.extend(error.to_string().lines().map(PreflightFinding::error)),
     };

@@ -412,8 +412,8 @@ fn uplink(name: &str, found: Option<&Link>, largest: u32) -> PreflightFinding {
         Some(link) if !link.up => {
             PreflightFinding::error(format!("uplinks: interface {name} is down; set it up (ip link set {name} up)"))
         }
-        Some(link) if link.mtu > largest => PreflightFinding::error(format!(
-            "uplinks: MTU {} of interface {name} is more than the {largest} that a frame holds; lower it, or raise umem.frame_size",
+        Some(link) if link.mtu > largest => PreflightFinding::warning(format!(
+            "uplinks: MTU {} of interface {name} is more than the {largest} that a frame holds: longer packets take the node's stack",
             link.mtu
         )),
         Some(link) => PreflightFinding::ok(format!("uplinks: {name}, MTU {}", link.mtu)),
@@ -533,7 +533,7 @@ mod tests {
             (Some(Link { up: false, ..good.clone() }), Level::Error, "uplinks: interface eth0 is down; set it up"),
             (
                 Some(Link { mtu: 9000, ..good }),
-                Level::Error,
+                Level::Warning,
                 "uplinks: MTU 9000 of interface eth0 is more than the 1778 that",
             ),
         ] {

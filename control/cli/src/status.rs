@@ -129,6 +129,10 @@ fn heading(status: &Status) -> String {
     for reason in &status.configuration_refused {
         line(&mut text, &style::bad(format!("configuration refused, the last good one is in force: {reason}")));
     }
+    if status.refused_files > 0 {
+        let refused = status.refused_files;
+        line(&mut text, &style::bad(format!("manifests refused: {refused}; their last good objects are in force")));
+    }
     if let Some(StaleObjects { recorded, objects }) = &status.stale {
         let stale = format!("stale: {objects} objects as recorded at {recorded}; the API server has not been read yet");
         line(&mut text, &style::bad(stale));

@@ -133,6 +133,9 @@ fn state(status: &Status) -> String {
     if !status.configuration_refused.is_empty() {
         wrong.push("configuration refused".to_owned());
     }
+    if status.refused_files > 0 {
+        wrong.push("manifests refused".to_owned());
+    }
     if let Some(stale) = &status.stale {
         wrong.push(format!("objects of {}", stale.recorded));
     }

@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use rustc_hash::FxHashSet;
 
-use crate::packet::{Address, Packet, Transport};
+use crate::packet::{Address, AddressScope, Packet, Transport};
 use crate::policy::{AddressOwner, PolicySet};
 
 /// Well-known UDP tunnel ports, blocked whether or not this node is known to have such a tunnel: other nodes may, and
@@ -92,9 +92,12 @@ impl Encapsulation {
         is_wrapping && (self.is_node(to) || (self.networks.contain(to) && !is_pod()))
     }
 
+    /// Whether a node may take packets to this address for its own. It is on the pod's link, and may be in any group.
     fn is_node(&self, address: Address) -> bool {
         let ip = IpAddr::from(address);
-        self.nodes.contains(&address) || self.blocks.iter().any(|block| block.contains(&ip))
+        address.scope() != AddressScope::Routable
+            || self.nodes.contains(&address)
+            || self.blocks.iter().any(|block| block.contains(&ip))
     }
 }
 

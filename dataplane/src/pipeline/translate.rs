@@ -144,7 +144,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         }
         let Flow { dst, dst_port, .. } = connection.original_flow();
         let backend = Backend { address: dst, port: dst_port };
-        self.frontend_of(frontend).is_none_or(|frontend| !frontend.serving.is_empty() && !frontend.is_serving(&backend))
+        self.frontend_of(frontend).is_none_or(|frontend| !frontend.is_serving(&backend))
     }
 
     /// A pod's packet without a connection: if it is to a Service, chooses its backend.

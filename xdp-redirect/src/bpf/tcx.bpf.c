@@ -129,14 +129,15 @@ struct { /* the same by where it came from and went to */
 
 /* Parts of the kernel's type; a flavour of that in translation.h. */
 struct sk_buff___sum {
+	__u8 ip_summed : 2;
 	__u16 csum_start, csum_offset;
 	unsigned char *head, *data;
 } __attribute__((preserve_access_index));
 
-/* Whether the sender left the transport checksum to its device. */
+/* Whether the kernel still writes a checksum into the packet. */
 static __always_inline int is_checksum_open(struct __sk_buff *skb)
 {
-	const struct sk_buff *kernel = (void *)skb;
+	const struct sk_buff___sum *kernel = (void *)skb;
 
 	if (!casts_packets)
 		return BPF_CORE_READ_BITFIELD_PROBED(kernel, ip_summed) == CHECKSUM_PARTIAL;
@@ -148,10 +149,10 @@ static __always_inline int is_checksum_open(struct __sk_buff *skb)
  * chooses where it writes (skb_partial_csum_set in net/core/skbuff.c), after all policy. */
 static __always_inline int is_checksum_in_place(struct __sk_buff *skb, const struct packet *packet)
 {
-	const struct sk_buff___sum *kernel = (void *)skb;
 	const __u32 network = packet->is_v4 ? sizeof(struct iphdr) : sizeof(struct ipv6hdr);
-	const unsigned char *head = 0, *data = 0;
-	__u16 start = 0, offset = 0;
+	const struct sk_buff___sum *kernel = (void *)skb;
+	__u64 head, data;
+	__u16 start, offset;
 
 	if (!is_checksum_open(skb))
 		return 1;
@@ -159,15 +160,15 @@ static __always_inline int is_checksum_in_place(struct __sk_buff *skb, const str
 		kernel = bpf_cast_to_kern_ctx(skb);
 		start = kernel->csum_start;
 		offset = kernel->csum_offset;
-		head = kernel->head;
-		data = kernel->data;
+		head = (__u64)kernel->head;
+		data = (__u64)kernel->data;
 	} else {
-		bpf_core_read(&start, sizeof(start), &kernel->csum_start);
-		bpf_core_read(&offset, sizeof(offset), &kernel->csum_offset);
-		bpf_core_read(&head, sizeof(head), &kernel->head);
-		bpf_core_read(&data, sizeof(data), &kernel->data);
+		start = BPF_CORE_READ(kernel, csum_start);
+		offset = BPF_CORE_READ(kernel, csum_offset);
+		head = (__u64)BPF_CORE_READ(kernel, head);
+		data = (__u64)BPF_CORE_READ(kernel, data);
 	}
-	return start == (__u64)data - (__u64)head + ETH_HLEN + network && offset == (packet->protocol == IPPROTO_UDP ? 6 : 16);
+	return start == data - head + ETH_HLEN + network && offset == (packet->protocol == IPPROTO_UDP ? 6 : 16);
 }
 
 /* Both Ethernet addresses of a frame on a pair. The first byte makes each a locally administered unicast address. */

@@ -59,6 +59,7 @@ impl DaemonView<'_> {
                 types::NamesStatus { kept, learnt, evicted, not_understood }
             }),
             configuration_refused: self.rejected.map(|rejected| rejected.reasons.clone()).unwrap_or_default(),
+            refused_files: self.source.refused_files(),
             stale: self
                 .stale
                 .map(|stale| types::StaleObjects { recorded: stale.recorded.to_string(), objects: stale.objects }),

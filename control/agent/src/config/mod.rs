@@ -441,8 +441,8 @@ pub struct Conntrack {
     pub entries: u32,
     /// Maximum connections of one pod. Default: a quarter of `entries`.
     pub quota: Option<u32>,
-    /// How long after a start that found no table a mid-stream TCP segment may open a connection: a time, `"0s"` for
-    /// never, or `"always"`.
+    /// When a mid-stream TCP segment may open a connection that policy allows: `"always"`, `"0s"` for never, or a time after a
+    /// start that found no table.
     pub midstream_pickup: MidstreamPickup,
     /// The table's file by its absolute path, best on a tmpfs: a restarted daemon finds its connections there. Where programs
     /// forward packets too, connections are in BPF maps beside the pinned links (`fail.pins`) instead. Beside the path are in
@@ -452,7 +452,7 @@ pub struct Conntrack {
     /// What happens to a connection that a policy change revokes.
     pub on_revoke: OnRevoke,
     /// How long an idle connection is kept, by state, under the names of the kernel's nf_conntrack settings: for
-    /// example `{ tcp_timeout_established = "5d", udp_timeout = "30s" }`. Default: those of nf_conntrack.
+    /// example `{ tcp_timeout_established = "5d", udp_timeout = "30s" }`. Default: those of a node with kube-proxy.
     #[schemars(schema_with = "schema::timeouts")]
     pub timeouts: BTreeMap<String, TimeSpan>,
 }
@@ -462,7 +462,7 @@ impl Default for Conntrack {
         Self {
             entries: 1 << 19,
             quota: None,
-            midstream_pickup: MidstreamPickup::For(TimeSpan::microseconds(60_000_000)),
+            midstream_pickup: MidstreamPickup::Always,
             mapping: TableMapping::default(),
             on_revoke: OnRevoke::Drop,
             timeouts: BTreeMap::new(),

@@ -7,7 +7,7 @@ use penstock_dataplane::forward::Mac;
 use penstock_policy::model::{ObjectKey, Pod};
 
 use super::bindings::Bindings;
-use super::network_state::{Link, NetworkState};
+use super::network_state::{Link, NetworkState, Shaping};
 
 /// A pod and the interface that leads to it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -22,6 +22,8 @@ pub struct PodPort {
     pub peer_mac: Mac,
     /// MTU of the host side, in bytes.
     pub mtu: u32,
+    /// What others have set on the host side.
+    pub shaping: Shaping,
     /// Name of the host side's bridge, if it has one.
     pub bridge: Option<String>,
     /// Index of the interface by which its packets enter the node's stack: the host side, or its bridge.
@@ -153,9 +155,9 @@ pub enum PodProblem {
         /// The interface.
         link: String,
     },
-    /// Its interface's MTU is larger than a frame.
+    /// Its interface's MTU is larger than a frame. It is served all the same.
     #[error(
-        "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds; lower it, or raise umem.frame_size"
+        "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds: of longer packets only those of established connections pass, by tcx; TCP is told to send shorter ones; lower the MTU to {largest}, or raise umem.frame_size"
     )]
     TooLong {
         /// The pod.
@@ -244,6 +246,10 @@ pub fn pod_ports<'a>(
             contested.insert(port.link);
             problems.insert(PodProblem::TwoPods { first, second, link: port.name });
         } else {
+            if port.mtu > limits.largest {
+                let (pod, link, mtu) = (port.pod.clone(), port.name.clone(), port.mtu);
+                problems.insert(PodProblem::TooLong { pod, link, mtu, largest: limits.largest });
+            }
             ports.insert(port.link, port);
         }
     }
@@ -271,7 +277,7 @@ fn pod_port(
     netstate: &NetworkState,
     bindings: &Bindings,
     pod: &Pod,
-    PortLimits { largest, main_table_only, .. }: PortLimits<'_>,
+    PortLimits { main_table_only, .. }: PortLimits<'_>,
 ) -> Result<PodPort, PodProblem> {
     let mut found: Option<&Link> = None;
     // A route outlives its link for a moment.
@@ -294,9 +300,6 @@ fn pod_port(
     if !link.up {
         return Err(PodProblem::Down { pod: pod_key, link: name });
     }
-    if link.mtu > largest {
-        return Err(PodProblem::TooLong { pod: pod_key, link: name, mtu: link.mtu, largest });
-    }
     if main_table_only && link.master.is_none() && !netstate.is_in_main_table(link.index) {
         return Err(PodProblem::OtherTable { pod: pod_key, link: name });
     }
@@ -304,8 +307,8 @@ fn pod_port(
     let addresses = pod.addresses.iter().copied().collect();
     let master = netstate.master_of(link);
     let (enters_by, bridge) = (master.unwrap_or(link).index, master.map(|bridge| bridge.name.clone()));
-    let (own_mac, mtu) = (link.mac, link.mtu);
-    Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, bridge, enters_by, pod: pod_key, addresses })
+    let Link { mac: own_mac, mtu, shaping, .. } = *link;
+    Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, shaping, bridge, enters_by, pod: pod_key, addresses })
 }
 
 #[cfg(test)]
@@ -360,6 +363,15 @@ mod tests {
             ports.into_iter().map(|(link, port)| (link, port.pod.name)).collect(),
             problems.into_iter().map(|problem| problem.to_string()).collect(),
         )
+    }
+
+    #[test]
+    fn a_pod_whose_packets_may_be_longer_than_a_frame_is_served_and_named() {
+        let long = Link { mtu: 9000, ..link(7) };
+        let (ports, problems) = matched(&netstate([long], &[("10.1.1.5", 7)]), &[pod("a", &["10.1.1.5"])]);
+        assert_eq!(ports, [(7, "a".to_owned())]);
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        assert!(problems[0].starts_with("pod shop/a: MTU 9000 of veth7 is more than the 1778 that"), "{problems:?}");
     }
 
     #[test]
@@ -422,7 +434,6 @@ mod tests {
         let not_veth = Link { veth: false, ..link(7) };
         let down = Link { up: false, ..link(7) };
         let unknown_mac = Link { peer_mac: None, ..link(7) };
-        let long = Link { mtu: 9000, ..link(7) };
         let a = pod("a", &["10.1.1.5", "fd00::5"]);
         let cases = [
             (link(7), vec![], vec![a.clone()], "pod shop/a: no host route to 10.1.1.5, fd00::5;"),
@@ -446,7 +457,6 @@ mod tests {
                 vec![a.clone()],
                 "pod shop/a: the Ethernet address behind veth7 is not known",
             ),
-            (long, vec![("10.1.1.5", 7)], vec![a.clone()], "pod shop/a: MTU 9000 of veth7 is more than the 1778 that"),
             (
                 link(7),
                 vec![("10.1.1.5", 7), ("10.1.1.6", 7)],

@@ -16,9 +16,11 @@ mod worker_pairs;
 
 pub use bindings::{Bindings, FirstBinding};
 pub use cni_results::{CniResult, CniResults};
-pub use host_veth::{HostVeth, HostVethError, Lifetime, PodRoute, clear_leftovers, keep_answering_arp};
+pub use host_veth::{
+    ArpAnswers, HostVeth, HostVethError, Lifetime, PodRoute, SourceFilter, clear_leftovers, keep_answering_arp,
+};
 pub use matching::{PodPort, PodProblem, PortLimits, has_network_on, pod_ports};
 pub use netlink::{Events, Netlink, NetlinkError};
-pub use network_state::{HostRoute, Link, NetworkState, RemoteNetwork};
+pub use network_state::{HostRoute, Link, NetworkState, RemoteNetwork, Shaping};
 pub use sysctl::{Sysctl, Sysctls};
 pub use worker_pairs::{WorkerPairs, WorkerVeth};

@@ -18,13 +18,14 @@ use netlink_packet_route::neighbour::{
 use netlink_packet_route::route::{
     RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType, RouteVia,
 };
+use netlink_packet_route::tc::{TcAttribute, TcHandle};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use penstock_dataplane::forward::Mac;
 use rtnetlink::packet_core::NetlinkPayload;
 use rtnetlink::{Handle, MulticastGroup, RouteMessageBuilder};
 use tokio::sync::Notify;
 
-use super::network_state::{HostRoute, Link, NetworkState, RemoteNetwork};
+use super::network_state::{HostRoute, Link, NetworkState, RemoteNetwork, Shaping};
 
 /// Marks routes and rules as Penstock's (`rtm_protocol`; the kernel assigns no meaning to numbers from 5 on,
 /// include/uapi/linux/rtnetlink.h).
@@ -93,6 +94,7 @@ impl Netlink {
             MulticastGroup::Ipv4Ifaddr,
             MulticastGroup::Ipv6Ifaddr,
             MulticastGroup::Neigh,
+            MulticastGroup::Tc,
         ];
         let (connection, _, mut messages) = rtnetlink::new_multicast_connection(&groups).map_err(failed)?;
         tokio::spawn(connection);
@@ -134,6 +136,11 @@ impl Netlink {
         let local_prefixes = all.iter().filter_map(local_prefix).collect();
         let messages = collect("cannot read the links", self.handle.link().get().execute()).await?;
         let mut links: BTreeMap<u32, Link> = messages.iter().map(link).map(|link| (link.index, link)).collect();
+        for (index, shaping) in self.shaping().await {
+            if let Some(link) = links.get_mut(&index) {
+                link.shaping = shaping;
+            }
+        }
         let tunnel_ports = messages.iter().flat_map(tunnel_ports).collect();
         let tunnels: BTreeSet<u32> =
             messages.iter().filter(|message| is_tunnel(message)).map(|message| message.header.index).collect();
@@ -175,6 +182,29 @@ impl Netlink {
             tunnel_ports,
             remote,
         })
+    }
+
+    /// The interfaces that have a queueing discipline or filters of somebody else. A kernel without traffic control has none.
+    async fn shaping(&self) -> BTreeMap<u32, Shaping> {
+        let mut found: BTreeMap<u32, Shaping> = BTreeMap::new();
+        let request = collect("cannot read the queueing disciplines", self.handle.qdisc().get().execute());
+        for message in request.await.unwrap_or_default() {
+            let kind = message.attributes.iter().find_map(|attribute| match attribute {
+                TcAttribute::Kind(kind) => Some(kind.as_str()),
+                _ => None,
+            });
+            // The kernel's own have the handle 0.
+            let is_own = message.header.handle == TcHandle::UNSPEC;
+            let shaping = found.entry(message.header.index.cast_unsigned()).or_default();
+            match kind {
+                Some("clsact") => (shaping.to_pod, shaping.from_pod) = (true, true),
+                Some("ingress") => shaping.from_pod = true,
+                Some(_) if !is_own && message.header.parent == TcHandle::ROOT => shaping.to_pod = true,
+                _ => {}
+            }
+        }
+        found.retain(|_, shaping| *shaping != Shaping::default());
+        found
     }
 
     /// Has the kernel resolve `address` on a link. The resolved neighbour entry raises an event.
@@ -343,6 +373,7 @@ fn link(message: &LinkMessage) -> Link {
         master: None,
         queues: 1,
         peer_mac: None,
+        shaping: Shaping::default(),
     };
     for attribute in &message.attributes {
         match attribute {

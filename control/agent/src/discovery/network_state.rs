@@ -57,6 +57,17 @@ pub struct Link {
     pub queues: u32,
     /// The MAC address of a veth's peer in another network namespace.
     pub peer_mac: Option<Mac>,
+    /// What others have set on it.
+    pub shaping: Shaping,
+}
+
+/// Queueing disciplines and filters of somebody else on a pod's interface: limits of bandwidth, for example.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Shaping {
+    /// On what the node sends to the pod.
+    pub to_pod: bool,
+    /// On what the pod sends.
+    pub from_pod: bool,
 }
 
 /// A network behind another machine.
@@ -96,6 +107,7 @@ impl Link {
             master: None,
             queues: 1,
             peer_mac: Some(Mac([2, 0, 0, 0, 1, index as u8])),
+            shaping: Shaping::default(),
         }
     }
 }

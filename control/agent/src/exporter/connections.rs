@@ -26,7 +26,7 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// A listening port whose connections are bounded.
 pub(super) struct BoundedListener {
     listener: TcpListener,
-    /// How long each lasts.
+    /// How long each connection lasts.
     lifetime: Duration,
     /// The open connections, oldest first.
     open: VecDeque<Weak<Ended>>,
@@ -157,7 +157,7 @@ mod tests {
     async fn a_connection_ends_with_its_time() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let mut bounded = BoundedListener { lifetime: Duration::from_millis(50), ..BoundedListener::new(listener) };
+        let mut bounded = BoundedListener { lifetime: Duration::from_millis(1), ..BoundedListener::new(listener) };
         let (mut stream, _) = bounded.accept().await;
         let error = stream.read(&mut [0; 9]).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

@@ -62,6 +62,7 @@ pub(crate) struct Scrape {
     /// How many rules have decided lately, and never.
     rules: Vec<(&'static str, u64)>,
     source: Vec<(ObjectKind, KindHealth)>,
+    refused_files: u64,
     config_rejected: bool,
     stale: Option<StaleObjects>,
     uptime: Duration,
@@ -137,6 +138,7 @@ impl Scrape {
             staged: view.staged.read(),
             names: view.objects.names().map(|names| names.counts()),
             rules: view.usage.ages(jiff::Timestamp::now()),
+            refused_files: view.source.refused_files(),
             source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
             config_rejected: view.rejected.is_some(),
             stale: view.stale,
@@ -379,6 +381,11 @@ impl Scrape {
     }
 
     fn encode_source(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        to.gauge(
+            "penstock_source_refused_files",
+            "Manifests that are not applied; their last valid objects are in force",
+            self.refused_files as f64,
+        )?;
         let gauge = |get: fn(&KindHealth) -> f64| -> Vec<(&str, f64)> {
             self.source.iter().map(|(kind, health)| (kind.resource(), get(health))).collect()
         };

@@ -46,6 +46,9 @@ pub struct Namespace {
     pub labels: Labels,
     /// Whether v1beta1's DefaultDeny annotation isolates all its pods for ingress.
     pub default_deny_ingress: bool,
+    /// Whether it is being deleted: its policies may be deleted before its pods, which still run.
+    #[serde(default)]
+    pub terminating: bool,
 }
 
 /// A Node.

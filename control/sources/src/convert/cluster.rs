@@ -24,7 +24,8 @@ pub fn namespace(namespace: &Namespace, settings: ConversionSettings) -> Result<
         Some(text) if settings.v1beta1 => isolates_ingress(text)?,
         _ => false,
     };
-    Ok(model::Namespace { name, labels, default_deny_ingress })
+    let terminating = namespace.metadata.deletion_timestamp.is_some();
+    Ok(model::Namespace { name, labels, default_deny_ingress, terminating })
 }
 
 /// Reads the value of the isolation annotation.
