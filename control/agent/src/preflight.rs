@@ -24,7 +24,7 @@ use penstock_xdp_redirect::{
 
 use super::config::{Attach, AttachSetting, Config, MidstreamPickup};
 use super::daemon::connection_map_sizes;
-use crate::discovery::{Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
+use crate::discovery::{Bindings, Link, Netlink, NetworkState, PodPort, PodProblem, PortLimits, Sysctl, pod_ports};
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -256,15 +256,24 @@ fn source_check() -> Option<PreflightFinding> {
     })
 }
 
+/// What limits the pods that get a port.
+pub(super) fn port_limits(config: &Config) -> PortLimits<'_> {
+    PortLimits {
+        node: config.node.as_str(),
+        largest: config.umem.frame_size.largest_packet(),
+        main_table_only: config.attach_by == Attach::Xdp,
+    }
+}
+
 /// Checks for each local pod whether its interface can be served.
 pub(super) fn pods(
     config: &Config,
     netstate: &NetworkState,
+    bindings: &Bindings,
     resolved_pods: (Vec<Pod>, BTreeSet<PodProblem>),
 ) -> Vec<PreflightFinding> {
-    let largest = config.umem.frame_size.largest_packet();
     let (pods, mut problems) = resolved_pods;
-    let (ports, more) = pod_ports(netstate, &pods, config.node.as_str(), largest);
+    let (ports, more) = pod_ports(netstate, bindings, &pods, port_limits(config));
     problems.extend(more);
     let found = problems.iter().map(|problem| PreflightFinding::warning(problem.to_string()));
     let uplink = |name: &str| config.uplinks.iter().any(|uplink| uplink.as_str() == name);

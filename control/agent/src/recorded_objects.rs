@@ -251,6 +251,7 @@ mod tests {
             ports: vec![NamedPort { name: "http".into(), protocol: PortProtocol::Tcp, number: 8080 }],
             lifetime: PodLifetime { leaving: false, started: Some(7), created: None },
             controller: None,
+            other_interfaces: Vec::new(),
         })
     }
 

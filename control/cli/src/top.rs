@@ -283,6 +283,7 @@ mod tests {
             stages: Default::default(),
         };
         Status {
+            not_enforced: Vec::new(),
             version: "1".to_owned(),
             node: "worker-1".to_owned(),
             process: 1,

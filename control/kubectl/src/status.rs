@@ -69,7 +69,10 @@ fn as_json(answers: &Answers<Status>) -> String {
 
 /// Whether all of a node is in force, as far as its daemon knows the cluster.
 fn is_enforced(status: &Status) -> bool {
-    status.in_force && status.stale.is_none() && status.pods.iter().all(|pod| pod.enforced)
+    status.in_force
+        && status.stale.is_none()
+        && status.not_enforced.is_empty()
+        && status.pods.iter().all(|pod| pod.enforced)
 }
 
 fn text(answers: &Answers<Status>) -> String {

@@ -142,6 +142,7 @@ fn pod(pod: &SuitePod) -> Pod {
         host_network: false,
         finished: false,
         controller: None,
+        other_interfaces: Vec::new(),
         ports: pod.ports.iter().map(port).collect(),
         lifetime: Default::default(),
     }

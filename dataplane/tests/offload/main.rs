@@ -172,7 +172,7 @@ impl Node {
                 port: port.0,
                 node_mac: NODE_MAC,
                 pod_mac: pod_mac(port),
-                is_bridged: false,
+                bridge: 0,
                 mtu: MTU.into(),
             })
             .unwrap();

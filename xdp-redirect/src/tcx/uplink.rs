@@ -16,6 +16,8 @@ const ETHERNET_HEADER: u32 = 14;
 
 /// The number by which workers know an uplink: as many as `MAX_UPLINKS` in `src/bpf/tcx.bpf.c`.
 pub type UplinkNumber = u8;
+/// That of all uplinks for which there is no other: what workers let pass there is dropped.
+pub const NO_UPLINK_NUMBER: UplinkNumber = UplinkNumber::MAX;
 
 /// An interface to other machines with its program. Dropping it detaches the program.
 #[derive(Debug)]
@@ -49,7 +51,8 @@ impl Drop for AttachedUplink {
 
 impl TcxPrograms {
     /// Attaches to an interface to other machines, in the calling thread's network namespace: packets that local pods sent to an
-    /// address of the node, and which the node sends on, go to the workers. No other attached uplink has this number.
+    /// address of the node, and which the node sends on, go to the workers. No other attached uplink has this number, unless it is
+    /// [`NO_UPLINK_NUMBER`].
     /// `has_ethernet`: whether frames there have an Ethernet header.
     ///
     /// The link is not pinned: new connections to the node need a worker first.
@@ -91,6 +94,9 @@ impl TcxPrograms {
 
 impl Maps {
     fn set_uplink_interface(&self, number: UplinkNumber, interface: u32) -> Result<(), libbpf_rs::Error> {
+        if number == NO_UPLINK_NUMBER {
+            return Ok(());
+        }
         self.uplink_interfaces.update(&u32::from(number).to_ne_bytes(), &interface.to_ne_bytes(), MapFlags::ANY)
     }
 }

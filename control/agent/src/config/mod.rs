@@ -74,6 +74,9 @@ pub struct Config {
     /// Bridges whose ports may be pods': names, or a prefix and `*`.
     #[serde(default = "default_pod_bridges")]
     pub pod_bridges: Vec<InterfacePattern>,
+    /// Where the container runtime keeps the results of CNI plugins, which say whose an interface is.
+    #[serde(default = "default_cni_results")]
+    pub cni_results: Vec<PathBuf>,
     /// Where objects come from: exactly one of `manifests`, `kubeconfig` and `in_cluster`.
     pub source: Source,
     /// The worker threads.
@@ -246,6 +249,11 @@ fn default_pod_interfaces() -> Vec<InterfacePattern> {
 
 fn default_pod_bridges() -> Vec<InterfacePattern> {
     vec![InterfacePattern::try_from("cni0".to_owned()).expect("a valid pattern")]
+}
+
+/// That of libcni, and that of Multus for the networks that it makes.
+fn default_cni_results() -> Vec<PathBuf> {
+    ["/var/lib/cni/results", "/var/lib/cni/multus/results"].map(PathBuf::from).to_vec()
 }
 
 /// Where programs take pods' packets.

@@ -41,6 +41,8 @@ pub(crate) struct Scrape {
     policies: usize,
     pods: usize,
     attached: usize,
+    /// Pods under policy that are neither served nor closed, and things of the node.
+    not_enforced: [usize; 2],
     tables: policy::PolicySetStatistics,
     connections: TableMetrics,
     pub(super) table: Arc<ConnTable>,
@@ -115,6 +117,8 @@ impl Scrape {
             policies: view.objects.policies(),
             pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
             attached: view.ports.pods(),
+            not_enforced: [true, false]
+                .map(|pods| view.progress.not_enforced().iter().filter(|one| one.pod.is_some() == pods).count()),
             tables: view.objects.engine().policy_set().statistics(),
             connections: TableMetrics {
                 capacity: table.capacity(),
@@ -472,6 +476,13 @@ impl Scrape {
             "Pods of this node: known, and attached to the workers",
             "state",
             &[("known", self.pods as f64), ("attached", self.attached as f64)],
+        )?;
+        let [pods, node] = self.not_enforced.map(|count| count as f64);
+        to.gauges(
+            "penstock_not_enforced",
+            "Where policy is not enforced: pods under policy that are neither served nor closed, and things of the node",
+            "of",
+            &[("pods", pods), ("node", node)],
         )?;
         to.gauge("penstock_policy_addresses", "Addresses that the policy tables know", self.tables.addresses as f64)?;
         to.gauge("penstock_policy_tables", "Different rule tables", self.tables.tables as f64)?;

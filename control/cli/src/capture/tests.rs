@@ -60,6 +60,7 @@ fn pod(number: u8) -> Object {
         host_network: false,
         finished: false,
         controller: None,
+        other_interfaces: Vec::new(),
         ports: Vec::new(),
         lifetime: Default::default(),
     })

@@ -66,6 +66,7 @@ pub(crate) fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) ->
         ports: ports.iter().map(port).collect(),
         lifetime: Default::default(),
         controller: None,
+        other_interfaces: Vec::new(),
     }
 }
 
