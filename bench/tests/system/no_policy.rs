@@ -22,7 +22,7 @@ const OUTSIDE_V6: &str = "fd00:51:100::2";
 /// Of a DNS cache on the node.
 const CACHE: &str = "169.254.20.10";
 /// Idle timeouts, so that a pause of two seconds is as days are.
-const SHORT: &str = "timeouts = { tcp_timeout_established = \"1s\", tcp_timeout_close_wait = \"1s\", \
+const SHORT: &str = "mapping = \"off\"\ntimeouts = { tcp_timeout_established = \"1s\", tcp_timeout_close_wait = \"1s\", \
                      tcp_timeout_syn_sent = \"1s\", tcp_timeout_unacknowledged = \"1s\", udp_timeout = \"1s\", \
                      udp_timeout_stream = \"1s\", sctp_timeout_established = \"1s\" }\n";
 
@@ -105,7 +105,8 @@ fn tcp(from: End, to: End, v6: bool, ports: (u16, u16), flags: &str, seq: u32) -
 fn sctp(from: End, to: End, ports: (u16, u16), tag: u32, chunk: u8) -> Vec<u8> {
     let mut packet = [ports.0.to_be_bytes(), ports.1.to_be_bytes()].concat();
     packet.extend(tag.to_be_bytes());
-    packet.extend([0; 4]);
+    // Not 0, which a sender leaves for others to complete.
+    packet.extend([1, 2, 3, 4]);
     packet.extend([chunk, 0, 0, 20]);
     packet.extend([1; 16]);
     v4(from, to, 132, &packet, |_| {})
