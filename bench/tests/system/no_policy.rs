@@ -280,7 +280,7 @@ impl Node {
         let mut cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
         let outside = cluster.node.add_outside("outside").unwrap();
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
-        config.conntrack = conntrack.to_owned();
+        config.conntrack += conntrack;
         let daemon = with_daemon.then(|| Daemon::start(cluster.node.namespace(), &config).unwrap());
         Self { cluster, outside, daemon, _scratch: scratch }
     }

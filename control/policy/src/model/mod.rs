@@ -302,6 +302,7 @@ impl Selector {
 
 /// A change to one object, as every source reports it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[expect(clippy::large_enum_variant, reason = "nearly all changes are objects")]
 pub enum ObjectChange {
     /// Created or replaced.
     Set(Object),
