@@ -94,7 +94,11 @@ impl Overlay {
             false => |_| {},
         };
         let fixture = Fixture::start_with(&(CLUSTER.to_owned() + &services()), wiring, &SERVICES, more);
-        let egress = if enabled { EgressSees::Backend } else { EgressSees::Frontend };
+        // By XDP the programs do not see what leaves the node for another one.
+        let egress = match enabled || Attach::of_run() == Attach::Tcx {
+            true => EgressSees::Backend,
+            false => EgressSees::Frontend,
+        };
         let mut services = fixture.nodes.proxy_services(&fixture.manifests, mode, egress).unwrap().remove(0);
         services.retain(|frontend| frontend.name.starts_with("Service/"));
         // Of this port nothing is known to the probes' servers.

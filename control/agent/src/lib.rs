@@ -34,6 +34,7 @@ mod operation;
 mod policy_thread;
 mod port_layout;
 mod ports;
+mod postponed;
 pub mod preflight;
 mod progress;
 mod publisher;

@@ -179,10 +179,10 @@ pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
     let at = config.fail.pins.display();
     let tags = Pins::at(&config.fail.pins).ok()?.tags();
     let own = match config.attach_by {
-        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok([pod, ProgramTag::own(Role::Host)?])),
-        Attach::Tcx => ProgramTag::own_tcx(),
+        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok(([pod, ProgramTag::own(Role::Host)?], None))),
+        Attach::Tcx => ProgramTag::own_tcx().map(|[from, to, leaving]| ([from, to], Some(leaving))),
     };
-    let [first, second] = match own {
+    let ([first, second], third) = match own {
         Ok(own) => own,
         Err(error) => return Some(PreflightFinding::error(error.to_string())),
     };
@@ -190,6 +190,7 @@ pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
     let own = |program| match (program, config.attach_by) {
         (PinnedProgram::Xdp(Role::Pod), Attach::Xdp) | (PinnedProgram::FromPod, Attach::Tcx) => Some(first),
         (PinnedProgram::Xdp(_), Attach::Xdp) | (PinnedProgram::ToPod, Attach::Tcx) => Some(second),
+        (PinnedProgram::ToUplink, _) => third,
         (PinnedProgram::Xdp(_), Attach::Tcx) | (PinnedProgram::FromPod | PinnedProgram::ToPod, Attach::Xdp) => None,
     };
     for (pinned, tag) in &tags {

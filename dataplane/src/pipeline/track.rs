@@ -2,7 +2,7 @@
 
 use rand::rngs::StdRng;
 
-use super::dispatch::PacketPath;
+use super::dispatch::{Leaving, PacketPath};
 use super::sources::{Opener, OriginalSources};
 use super::timed::StageTimer;
 use super::translate::{Translation, policy_flow};
@@ -36,6 +36,15 @@ pub(super) struct Tracker<'a, F, O, T> {
     pub(super) rng: &'a mut StdRng,
 }
 
+/// An allowed packet that opens a connection.
+struct FirstPacket<'a> {
+    /// In the direction of the opener.
+    flow: Flow,
+    ends: FlowEnds<'a>,
+    /// Whose source the node's stack has translated.
+    opener: Option<Address>,
+}
+
 impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// Tracks a packet of the batch, if the mode wants it.
     #[inline(always)]
@@ -55,10 +64,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     #[inline(always)]
     fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         if let StackSender::Leaving { port, uplink } = self.sender() {
-            return self
-                .leave(&entry.packet.flow, PortId(port))
-                .map(|()| PacketPath::ByUplink(uplink))
-                .map_err(Into::into);
+            return Ok(PacketPath::ByUplink(self.leave(&entry.packet, PortId(port), uplink)?));
         }
         match entry.packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(entry, quoted_at),
@@ -78,21 +84,46 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         Ok(route)
     }
 
-    /// A pod's packet to its own node, which the node sends on to another machine. Egress policy is for that one, and evaluated for
-    /// each packet: the answers come back by the node, so that there is no connection to track.
+    /// A pod's packet to its own node or to a Service, which the node sends on to another machine. Egress policy is for that one. The
+    /// answers come back by the node, so that there is no connection to track: the program at the uplink keeps what is allowed.
     #[cold]
     #[inline(never)]
-    fn leave(&mut self, flow: &Flow, port: PortId) -> Result<(), DropReason> {
+    fn leave(&mut self, packet: &Packet, pod: PortId, uplink: u8) -> Result<Leaving, DropReason> {
+        let sent = self.leaving_flow(packet)?;
         let is_own =
-            |address: &&Address| address.is_v4() == flow.src.is_v4() && self.snapshot.pod_port(**address) == Some(port);
-        let addresses = self.snapshot.forwarding.port(port).map_or(&[][..], |port| &port.addresses);
+            |address: &&Address| address.is_v4() == sent.src.is_v4() && self.snapshot.pod_port(**address) == Some(pod);
+        let addresses = self.snapshot.forwarding.port(pod).map_or(&[][..], |port| &port.addresses);
         // The node may have given it an address of its own.
         let src = *addresses.iter().find(is_own).ok_or(DropReason::NotReady)?;
-        let flow = Flow { src, ..*flow };
-        let verdict = self.snapshot.policy.evaluate_named(&flow, self.name_time(EvaluationReason::Opened));
-        let Some(reason) = verdict.drop_reason() else { return Ok(()) };
-        self.observer.evaluated(self.index, &flow, &verdict, EvaluationForm::Plain, EvaluationReason::Opened);
-        Err(reason)
+        let flow = Flow { src, ..sent };
+        let policy = &self.snapshot.policy;
+        let verdict = policy.evaluate_as_it_is(&flow, self.name_time(EvaluationReason::Opened));
+        if let Some(reason) = verdict.drop_reason() {
+            self.observer.evaluated(self.index, &flow, &verdict, EvaluationForm::Plain, EvaluationReason::Opened);
+            return Err(reason);
+        }
+        if packet.fragment.is_some() {
+            self.connections.fragments().remember(packet, self.ingress, self.now);
+        }
+        // An allowed name expires.
+        let allows_next = sent == packet.flow && !policy.has_names();
+        Ok(Leaving { uplink, pod, allows_next })
+    }
+
+    /// The flow that a packet which leaves the node belongs to, in the direction of its sender.
+    fn leaving_flow(&mut self, packet: &Packet) -> Result<Flow, DropReason> {
+        match packet.transport {
+            Transport::IcmpError { quoted_at } => {
+                let quoted = quoted_flow(self.frames.bytes(self.index), packet, quoted_at);
+                let is_answer = |quoted: &Flow| quoted.src == packet.flow.dst;
+                quoted.filter(is_answer).map(|quoted| quoted.reversed()).ok_or(DropReason::NoConnection)
+            }
+            Transport::LaterFragment => {
+                let fragments = self.connections.fragments();
+                fragments.flow_of(packet, self.ingress, self.now).ok_or(DropReason::Fragment)
+            }
+            _ => Ok(packet.flow),
+        }
     }
 
     /// A packet of a connection to a Service, or a pod's packet that may open one. Apart from the others, and called before
@@ -175,22 +206,18 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         if entry.is_translated {
             self.open_anew(entry, &old)?;
         }
-        let (flow, ends) = self.evaluate_first(entry)?;
+        let first = self.evaluate_first(entry)?;
         if !old.replace(orientation, &entry.packet.transport, self.now) {
             return Err(DropReason::InvalidState.into());
         }
-        self.enter(entry, &flow, ends)
+        self.enter(entry, &first)
     }
 
     /// A SYN on a live connection from the answering side.
     fn ask_in_reverse(&mut self, mut connection: Conn<'_>, entry: &AdmittedPacket) -> Result<(), DroppedPacket> {
         let opener = Opener::Sender(self.sender());
-        self.evaluate(
-            &entry.packet.flow,
-            self.snapshot.policy.ends(&entry.packet.flow),
-            opener,
-            EvaluationReason::Opened,
-        )?;
+        let flow = &entry.packet.flow;
+        self.evaluate(flow, self.snapshot.policy.ends(flow), opener, EvaluationReason::Opened)?;
         match connection.hold_syn(entry.hashed.orientation(), &entry.packet.transport, self.now) {
             Update::Accepted(_) => Ok(()),
             _ => Err(DropReason::InvalidState.into()),
@@ -300,21 +327,22 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
     #[inline(never)]
     fn open(&mut self, entry: &AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
-        let (flow, ends) = self.evaluate_first(entry)?;
-        self.enter(entry, &flow, ends)
+        let first = self.evaluate_first(entry)?;
+        self.enter(entry, &first)
     }
 
-    /// Evaluates policy for a packet that opens a connection. Returns the flow that it was asked about.
-    fn evaluate_first(&mut self, entry: &AdmittedPacket) -> Result<(Flow, FlowEnds<'a>), DropReason> {
+    /// Evaluates policy for a packet that opens a connection.
+    fn evaluate_first(&mut self, entry: &AdmittedPacket) -> Result<FirstPacket<'a>, DropReason> {
         let flow = policy_flow(entry.inner(), entry.translation().map(|translation| &translation.frontend));
         let ends = self.snapshot.policy.ends(&flow);
         let opener = if entry.is_translated { Opener::ClientOfService } else { Opener::Sender(self.sender()) };
-        self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
-        Ok((flow, ends))
+        let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
+        Ok(FirstPacket { flow, ends, opener: (asked.src != flow.src).then_some(asked.src) })
     }
 
     /// Enters the connection that an allowed packet opens.
-    fn enter(&mut self, entry: &AdmittedPacket, flow: &Flow, ends: FlowEnds<'_>) -> Result<PacketPath, DroppedPacket> {
+    fn enter(&mut self, entry: &AdmittedPacket, first: &FirstPacket<'_>) -> Result<PacketPath, DroppedPacket> {
+        let &FirstPacket { ref flow, ends, opener } = first;
         let AdmittedPacket { packet, hashed, is_translated, .. } = entry;
         let sender = self.sender();
         let via_host = !is_translated && self.enters_via_host(packet, ends, sender);
@@ -335,7 +363,12 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             return self.enter_translated(&new, translation, flow).map(|()| route);
         }
         match self.connections.insert(&new) {
-            Ok(Insertion::Created(_)) => Ok(route),
+            Ok(Insertion::Created(connection)) => {
+                if sender == StackSender::Translated {
+                    self.connections.set_opener(&connection, opener);
+                }
+                Ok(route)
+            }
             // Another worker was first, perhaps with a packet of the other direction.
             Ok(Insertion::Found(connection)) if connection.is_translated() => Err(DropReason::FlowInUse.into()),
             Ok(Insertion::Found(mut connection)) => {
@@ -434,8 +467,9 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         evaluation_reason: EvaluationReason,
     ) -> Result<(), DropReason> {
         let ends = self.snapshot.policy.ends(flow);
-        let opener = Opener::of_connection(is_to_service, connection.via_host(), ends);
-        self.evaluate(flow, ends, opener, evaluation_reason)
+        let kept = || self.connections.opener_of(connection);
+        let opener = Opener::of_connection(is_to_service, connection.via_host(), ends, kept);
+        self.evaluate(flow, ends, opener, evaluation_reason).map(drop)
     }
 
     /// Which domain names count: for a connection that is opened, those that hold now; one that was allowed before stays so
@@ -448,14 +482,14 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         }
     }
 
-    /// Evaluates policy in the direction in which the connection is opened.
+    /// Evaluates policy in the direction in which the connection is opened. Returns the flow that it was asked about.
     fn evaluate(
         &mut self,
         flow: &Flow,
         ends: FlowEnds<'_>,
         opener: Opener,
         evaluation_reason: EvaluationReason,
-    ) -> Result<(), DropReason> {
+    ) -> Result<Flow, DropReason> {
         let policy = &self.snapshot.policy;
         let time = self.name_time(evaluation_reason);
         self.timer.before_evaluation();
@@ -463,7 +497,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         self.timer.evaluated();
         self.observer.evaluated(self.index, &flow, &policy_verdict, form, evaluation_reason);
         match policy_verdict.drop_reason() {
-            None => Ok(()),
+            None => Ok(flow),
             Some(DropReason::EgressDenied) if self.snapshot.forwarding.is_service(flow.dst) => {
                 Err(DropReason::ServiceDenied)
             }

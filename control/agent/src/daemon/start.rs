@@ -10,13 +10,13 @@ use std::time::Duration;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
 use penstock_dataplane::conntrack::{KernelMapFds, KernelMapSizes, KernelMaps, TableMemory};
-use penstock_dataplane::packet::{Address, Flow};
+use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::pipeline::{self, OriginalSources};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
 use penstock_privileges as privileges;
 use penstock_xdp_redirect::{
-    ConnectionMapSizes, ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, TcxOptions, TcxPrograms,
-    TranslatedSources, WaitingArray,
+    ConnectionMapSizes, ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, ServiceAddresses,
+    TcxOptions, TcxPrograms, TranslatedSources, WaitingArray,
 };
 
 use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan};
@@ -138,6 +138,7 @@ fn load_tcx(config: &Config, workers: usize, maps: &SharedMaps) -> Result<TcxPro
         workers,
         open_without_workers: config.fail.mode == FailMode::Open,
         sources: Some(maps.sources.clone()),
+        services: maps.services.clone(),
         waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(config))),
     };
     TcxPrograms::load(&options, maps.connections.as_ref())
@@ -173,6 +174,8 @@ pub(crate) fn connection_map_sizes(connections: usize) -> ConnectionMapSizes {
 pub(super) struct SharedMaps {
     connections: Option<ConnectionMaps>,
     sources: TranslatedSources,
+    /// With tcx alone: XDP programs do not see what leaves the node.
+    pub(super) services: Option<ServiceAddresses>,
     waiting: Option<WaitingArray>,
 }
 
@@ -181,7 +184,8 @@ impl SharedMaps {
         // What outlasts the process without its connection table would be of no use.
         let lasting = pins.filter(|_| matches!(config.conntrack.mapping, TableMapping::File(_)));
         let sources = TranslatedSources::open(lasting).map_err(RunError::bad_input)?;
-        Ok(Self { connections: connection_maps(config, pins)?, sources, waiting: waiting_array(config)? })
+        let connections = connection_maps(config, pins)?;
+        Ok(Self { connections, sources, services: service_addresses(config)?, waiting: waiting_array(config)? })
     }
 
     /// Those that another daemon has pinned, if they are as this one needs them.
@@ -192,7 +196,8 @@ impl SharedMaps {
         let sizes = connection_map_sizes(config.conntrack.entries as usize);
         let found = ConnectionMaps::find(pins, &sizes).zip(TranslatedSources::find(pins));
         let Some((connections, sources)) = found else { return Ok(None) };
-        Ok(Some(Self { connections: Some(connections), sources, waiting: waiting_array(config)? }))
+        let (services, waiting) = (service_addresses(config)?, waiting_array(config)?);
+        Ok(Some(Self { connections: Some(connections), sources, services, waiting }))
     }
 
     /// The counters of packets that wait for workers.
@@ -201,6 +206,11 @@ impl SharedMaps {
         let mapped = array.descriptor().and_then(|array| WaitingPackets::map(&array, MAX_TCX_PORTS.into()));
         Ok(Some(mapped.map_err(RunError::failed)?))
     }
+}
+
+fn service_addresses(config: &Config) -> Result<Option<ServiceAddresses>, RunError> {
+    let is_asked = config.attach_by == Attach::Tcx;
+    is_asked.then(ServiceAddresses::create).transpose().map_err(RunError::bad_input)
 }
 
 fn waiting_array(config: &Config) -> Result<Option<WaitingArray>, RunError> {
@@ -214,7 +224,9 @@ struct NotedSources(TranslatedSources);
 
 impl OriginalSources for NotedSources {
     fn source_of(&self, flow: &Flow) -> Option<Address> {
-        let end = |address: Address, port| SocketAddr::new(address.into(), port);
+        // Of other protocols the programs know no ports.
+        let has_ports = matches!(flow.protocol, Protocol::TCP | Protocol::UDP | Protocol::SCTP);
+        let end = |address: Address, port| SocketAddr::new(address.into(), if has_ports { port } else { 0 });
         let (from, to) = (end(flow.src, flow.src_port), end(flow.dst, flow.dst_port));
         self.0.source_of(flow.protocol.0, from, to).map(Address::from)
     }

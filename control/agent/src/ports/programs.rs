@@ -7,8 +7,9 @@ use std::os::fd::BorrowedFd;
 
 use penstock_dataplane::forward::{Mac, PortId};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Entrances, Interface, OwnAddressesError, Pinned, PinnedProgram, Pins,
-    PodVeth, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode, XdpOutcomeCounts,
+    AttachError, AttachOptions, Attached, AttachedUplink, Entrances, Interface, OwnAddressesError, Pinned,
+    PinnedProgram, Pins, PodVeth, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode,
+    XdpOutcomeCounts,
 };
 
 /// The loaded programs.
@@ -70,13 +71,15 @@ impl Programs {
     /// From now on these programs run where an earlier daemon left its own.
     pub(super) fn take_over<'a>(
         &self,
+        uplinks: impl IntoIterator<Item = &'a mut AttachedUplink>,
         interfaces: impl IntoIterator<Item = &'a mut InterfacePrograms>,
     ) -> Result<(), AttachError> {
         let Self::Tcx { tcx, .. } = self else { return Ok(()) };
-        tcx.take_over(interfaces.into_iter().filter_map(|programs| match programs {
+        let veths = interfaces.into_iter().filter_map(|programs| match programs {
             InterfacePrograms::Tcx { veth, .. } => Some(veth),
             InterfacePrograms::Xdp(_) | InterfacePrograms::Pairs(_) => None,
-        }))
+        });
+        tcx.take_over(uplinks, veths)
     }
 
     /// Packets that the programs forwarded without a worker ([`TcxPrograms::offloaded`]).

@@ -1,27 +1,24 @@
-//! Interfaces to other machines. What a pod sends to its own node passes without policy; where the node sends that on, egress
-//! policy is evaluated for the machine that gets it.
+//! Interfaces to other machines. What a pod sends to its own node passes without policy, and what it sends to a Service is not judged by the
+//! Service's address; where the node sends it on, egress policy is evaluated for the machine that gets it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
 
 use penstock_xdp_redirect::{AttachError, AttachedUplink, TcxPrograms, UplinkNumber};
 
 use super::{OpenPorts, Programs, interface};
 use crate::discovery::{Link, NetworkState};
 
-/// The attached uplinks, and what the programs know beside.
+/// The attached uplinks.
 #[derive(Default)]
 pub(super) struct Uplinks {
     attached: BTreeMap<u32, AttachedUplink>,
     /// Interfaces that could not be attached, which was logged.
     failed: BTreeSet<u32>,
-    /// The node's own addresses in the programs.
-    addresses: BTreeSet<IpAddr>,
 }
 
 impl OpenPorts {
-    /// Attaches to the node's interfaces to other machines, and tells the programs its own addresses. With tcx only: by XDP the
-    /// programs do not see what leaves by other interfaces.
+    /// Attaches to the node's interfaces to other machines. With tcx only: by XDP the programs do not see what leaves by other
+    /// interfaces.
     pub(crate) fn follow_uplinks(&mut self, netstate: &NetworkState) {
         let Programs::Tcx { tcx, .. } = &self.programs else { return };
         let own = self.permanent.iter().map(|open| open.programs.interface().index);
@@ -32,11 +29,28 @@ impl OpenPorts {
             link.up && link.name != "lo" && !known.contains(&link.index) && !self.closed_interfaces.has(link.index)
         };
         self.uplinks.follow_links(tcx, netstate.links.values().filter(is_uplink));
-        self.uplinks.follow_addresses(tcx, netstate.addresses.iter().copied().collect());
+    }
+
+    /// Whether programs see all that leaves the node: otherwise egress policy must not be left to them.
+    pub(crate) fn watches_uplinks(&self) -> bool {
+        !self.programs.are_xdp() && self.uplinks.failed.is_empty()
     }
 }
 
 impl Uplinks {
+    pub(super) fn has(&self, interface: u32) -> bool {
+        self.attached.contains_key(&interface)
+    }
+
+    pub(super) fn attached_mut(&mut self) -> impl Iterator<Item = &mut AttachedUplink> {
+        self.attached.values_mut()
+    }
+
+    /// Leaves the programs attached for the next daemon.
+    pub(super) fn keep(self) {
+        self.attached.into_values().for_each(AttachedUplink::keep);
+    }
+
     fn follow_links<'a>(&mut self, tcx: &TcxPrograms, links: impl Iterator<Item = &'a Link>) {
         let wanted: BTreeMap<u32, &Link> = links.map(|link| (link.index, link)).collect();
         self.attached.retain(|index, _| wanted.contains_key(index));
@@ -70,14 +84,5 @@ impl Uplinks {
         let used: BTreeSet<UplinkNumber> = self.attached.values().map(AttachedUplink::number).collect();
         let number = (0..=UplinkNumber::MAX).find(|number| !used.contains(number)).ok_or(None)?;
         tcx.attach_uplink(&interface(link), number, link.mac != Default::default()).map_err(Some)
-    }
-
-    fn follow_addresses(&mut self, tcx: &TcxPrograms, wanted: BTreeSet<IpAddr>) {
-        for &address in wanted.symmetric_difference(&self.addresses) {
-            if let Err(error) = tcx.set_node_address(address, wanted.contains(&address)) {
-                tracing::error!(%address, %error, "cannot tell the programs an address of the node: egress policy is not enforced on what it sends on from there");
-            }
-        }
-        self.addresses = wanted;
     }
 }

@@ -105,6 +105,30 @@ impl KindFollower {
         }
     }
 
+    /// Follows a kind forever, while there is a right to read it. Without one there are no objects.
+    pub(super) async fn run_while_allowed<K: WatchedType>(
+        mut self,
+        api: impl Fn(Client) -> Api<K> + Send,
+        convert: Converter<K>,
+    ) {
+        loop {
+            let client = self.shared.client.get();
+            match self.follow(&api(client.client.clone()), convert).await {
+                Ok(()) => {}
+                Err(failure @ RequestError::Refused { code: 403, .. }) => {
+                    if self.absent == 0 {
+                        tracing::warn!(
+                            "API server: {failure}; until then egress policy is asked for a Service's address"
+                        );
+                    }
+                    self.resource_version = None;
+                    self.has_none().await;
+                }
+                Err(failure) => self.fail(failure, &client).await,
+            }
+        }
+    }
+
     /// Follows a kind forever, while the server serves it in one of these versions.
     pub(super) async fn run_while_served(mut self, kind: ServedKind, convert: Converter<DynamicObject>) {
         loop {
@@ -163,11 +187,17 @@ impl KindFollower {
     /// The server does not serve the kind, so there are no objects of it. A server that has just started may not have
     /// loaded its definitions yet: known objects stay until it has said so several times.
     async fn not_served(&mut self, kind: &ServedKind) {
+        if self.absent == 0 {
+            tracing::info!("API server: it does not serve {} of {}", self.kind.resource(), kind.group);
+        }
+        self.has_none().await;
+    }
+
+    async fn has_none(&mut self) {
         self.mark_healthy();
         self.absent += 1;
         let is_known = self.shared.health.of(self.kind).synced;
         if !is_known || self.absent == ABSENT {
-            tracing::info!("API server: it does not serve {} of {}", self.kind.resource(), kind.group);
             self.shared.store().begin_list(self.kind);
             self.shared.store().end_list(self.kind);
             self.shared.health.listed(self.kind);

@@ -1,0 +1,177 @@
+//! Services that the node's kernel translates: egress policy is for the pod, the machine or the address that answers, wherever it is.
+
+use std::net::IpAddr;
+
+use penstock_bench::probe::{self, EchoServers, ProbeOutcome, Protocol, RetryPolicy, Site};
+use penstock_bench::testbed::{Attach, Outside, RouteVia};
+
+use crate::fixture::{Fixture, SERVICES, pods, policy};
+use crate::service::{WEB, address, run, service, translate};
+
+/// A Service's address that no rule translates, and which the machine outside has.
+const BARE: [&str; 2] = ["10.96.0.99", "fd00:10:96::99"];
+/// Identity of the server outside.
+const OUTSIDE: u32 = 77;
+
+/// A Service of the API.
+fn object(name: &str, addresses: [IpAddr; 2]) -> String {
+    let [v4, v6] = addresses;
+    format!(
+        "---\napiVersion: v1\nkind: Service\nmetadata: {{namespace: test, name: {name}}}\n\
+         spec: {{clusterIPs: [{v4}, \"{v6}\"], ports: [{{name: web, port: 80, targetPort: 8080}}, \
+         {{name: dns, protocol: UDP, port: 80, targetPort: 53}}]}}\n"
+    )
+}
+
+/// Egress of a pod to these peers, at a port or at any.
+fn egress(of_pod: &str, peers: &str, ports: &str) -> String {
+    let ports = if ports.is_empty() { String::new() } else { format!(", ports: [{ports}]") };
+    policy(&format!("of-{of_pod}"), of_pod, &format!("  policyTypes: [Egress]\n  egress: [{{to: [{peers}]{ports}}}]\n"))
+}
+
+fn blocks(addresses: [IpAddr; 2]) -> String {
+    addresses.map(|of| format!("{{ipBlock: {{cidr: {of}/{}}}}}", if of.is_ipv6() { 128 } else { 32 })).join(", ")
+}
+
+/// Everything but these addresses.
+fn all_but([v4, v6]: [IpAddr; 2]) -> String {
+    format!(
+        "{{ipBlock: {{cidr: 0.0.0.0/0, except: [{v4}/32]}}}}, {{ipBlock: {{cidr: \"::/0\", except: [\"{v6}/128\"]}}}}"
+    )
+}
+
+/// A node with pods, a Service whose backend is here or outside, and another Service that nothing translates.
+struct Answering {
+    fixture: Fixture,
+    backend: u32,
+    /// The addresses of the machine outside.
+    machine: [IpAddr; 2],
+    _servers: [EchoServers; 2],
+    _outside: Outside,
+}
+
+impl Answering {
+    fn new(is_here: bool) -> Self {
+        let (mut outside, mut backend) = (None, OUTSIDE);
+        let objects = object("api", [false, true].map(service)) + &object("bare", BARE.map(address));
+        let fixture = Fixture::of(&(pods(4) + &objects), |cluster, _| {
+            let machine = cluster.node.add_outside("outside").unwrap();
+            let site = if is_here {
+                backend = cluster.site("test/pod-1").unwrap() as u32;
+                cluster.sites[backend as usize].clone()
+            } else {
+                Site::from(&machine)
+            };
+            translate(cluster.node.namespace(), &site);
+            let netlink = cluster.node.netlink();
+            let index = netlink.index(machine.interface()).unwrap();
+            for (bare, gateway) in BARE.iter().zip(machine.addresses()) {
+                let length = if gateway.is_ipv6() { 128 } else { 32 };
+                netlink
+                    .add_route(format!("{bare}/{length}").parse().unwrap(), index, RouteVia::Gateway(*gateway))
+                    .unwrap();
+                let add = ["address", "add", &format!("{bare}/{length}"), "dev", "lo", "nodad"];
+                run(machine.namespace(), "ip", if gateway.is_ipv6() { &add } else { &add[..5] }, "");
+            }
+            outside = Some(machine);
+        });
+        let outside = outside.unwrap();
+        let site = Site::from(&outside);
+        let bare = Site { addresses: BARE.map(address).into(), ..site.clone() };
+        let servers = [&site, &bare].map(|site| EchoServers::start(site, OUTSIDE, &SERVICES).unwrap());
+        let machine = [false, true].map(|v6| site.address(v6).unwrap());
+        Self { fixture, backend, machine, _servers: servers, _outside: outside }
+    }
+
+    fn enforce(&self, policies: &str) {
+        let objects = object("api", [false, true].map(service)) + &object("bare", BARE.map(address));
+        self.fixture.enforce(&(pods(4) + &objects + policies));
+    }
+
+    fn probe(&self, pod: &str, to: (u32, IpAddr), protocol: Protocol) -> ProbeOutcome {
+        let patience = RetryPolicy { attempts: 3, ..RetryPolicy::default() };
+        probe::run_one(self.fixture.site(pod), to, protocol, patience).unwrap()
+    }
+
+    /// What a pod finds at the Service, over TCP and UDP, in both families.
+    fn expect(&self, what: &str, pod: &str, tcp: ProbeOutcome, udp: ProbeOutcome) {
+        for v6 in [false, true] {
+            for (protocol, expected) in [(Protocol::Tcp(WEB), tcp), (Protocol::Udp(WEB), udp)] {
+                let outcome = self.probe(pod, (self.backend, service(v6)), protocol);
+                let log = self.fixture.statistics().join("\n");
+                assert_eq!(outcome, expected, "{what}: {pod} by {protocol}, IPv6: {v6}\n{log}");
+            }
+        }
+    }
+}
+
+#[test]
+fn egress_by_a_service_is_judged_for_the_pod_that_answers() {
+    use ProbeOutcome::{Reached, Silent};
+    if Attach::of_run() != Attach::Tcx {
+        return;
+    }
+    let it = Answering::new(true);
+    it.expect("without policy", "test/pod-0", Reached, Reached);
+    let by_label = "{podSelector: {matchLabels: {app: pod-1}}}";
+    let other_label = "{podSelector: {matchLabels: {app: pod-3}}}";
+    it.enforce(
+        &(egress("pod-0", by_label, "{port: 8080}")
+            + &egress("pod-2", &blocks([false, true].map(service)), "")
+            + &egress("pod-3", other_label, "")),
+    );
+    it.expect("allowed by its label, at the pod's port", "test/pod-0", Reached, Silent);
+    it.expect("the Service's address alone", "test/pod-2", Silent, Silent);
+    it.expect("another label", "test/pod-3", Silent, Silent);
+    it.enforce(&(egress("pod-0", by_label, "") + &egress("pod-2", by_label, "{port: 53, protocol: UDP}")));
+    it.expect("after a change", "test/pod-0", Reached, Reached);
+    it.expect("names by label", "test/pod-2", Silent, Reached);
+}
+
+#[test]
+fn egress_by_a_service_is_judged_for_a_machine_elsewhere() {
+    use ProbeOutcome::{Reached, Silent};
+    if Attach::of_run() != Attach::Tcx {
+        return;
+    }
+    let it = Answering::new(false);
+    it.expect("without policy", "test/pod-0", Reached, Reached);
+    it.enforce(
+        &(egress("pod-0", &blocks(it.machine), "{port: 8080}")
+            + &egress("pod-1", &blocks([false, true].map(service)), "")
+            + &egress("pod-2", &all_but(it.machine), "")),
+    );
+    it.expect("its address and port", "test/pod-0", Reached, Silent);
+    it.expect("the Service's address alone", "test/pod-1", Silent, Silent);
+    it.expect("everything but that machine", "test/pod-2", Silent, Silent);
+    it.expect("no policy", "test/pod-3", Reached, Reached);
+    it.enforce(&(egress("pod-2", &blocks(it.machine), "") + &egress("pod-0", &all_but(it.machine), "")));
+    it.expect("after a change", "test/pod-2", Reached, Reached);
+    it.expect("denied by a change", "test/pod-0", Silent, Silent);
+}
+
+#[test]
+fn what_nobody_translates_is_judged_for_the_services_own_address() {
+    if Attach::of_run() != Attach::Tcx {
+        return;
+    }
+    let it = Answering::new(true);
+    it.enforce(
+        &(egress("pod-0", "{podSelector: {}}", "")
+            + &egress("pod-1", &blocks(BARE.map(address)), "")
+            + &egress("pod-2", &all_but(BARE.map(address)), "")),
+    );
+    for (pod, expected) in [
+        ("test/pod-0", ProbeOutcome::Silent),
+        ("test/pod-1", ProbeOutcome::Reached),
+        ("test/pod-2", ProbeOutcome::Silent),
+        ("test/pod-3", ProbeOutcome::Reached),
+    ] {
+        for bare in BARE.map(address) {
+            for protocol in [Protocol::Tcp(8080), Protocol::Udp(53)] {
+                let outcome = it.probe(pod, (OUTSIDE, bare), protocol);
+                assert_eq!(outcome, expected, "{pod} to {bare}\n{}", it.fixture.statistics().join("\n"));
+            }
+        }
+    }
+}
