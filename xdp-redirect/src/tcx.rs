@@ -64,13 +64,23 @@ pub struct TcxOptions {
     pub sources: Option<TranslatedSources>,
     /// The addresses of Services at which egress policy is postponed until the node has translated the packet.
     pub services: Option<ServiceAddresses>,
+    /// Whether XDP programs serve the pods, and of these programs only those on uplinks and at the host veth are attached, which is then the one
+    /// pair ([`TcxPrograms::set_sender`]).
+    pub beside_xdp: bool,
     /// Where programs count what they send to workers, and how many packets of a pod may wait there; more are dropped.
     pub waiting: Option<(WaitingArray, u32)>,
 }
 
 impl Default for TcxOptions {
     fn default() -> Self {
-        Self { workers: 1, open_without_workers: false, sources: None, services: None, waiting: None }
+        Self {
+            workers: 1,
+            open_without_workers: false,
+            sources: None,
+            services: None,
+            beside_xdp: false,
+            waiting: None,
+        }
     }
 }
 
@@ -170,6 +180,7 @@ impl TcxPrograms {
         // Not 0, which every packet has that nothing has marked.
         constants.passed = rand::random::<u32>() | 1;
         constants.offload = connections.is_some().into();
+        constants.beside_xdp = options.beside_xdp.into();
         if let Some(connections) = connections {
             let [table, tags, entries, uses] = connections.handles();
             open.maps.ct_table.reuse_fd(table.as_fd()).map_err(failed)?;

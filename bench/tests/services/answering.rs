@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use penstock_bench::probe::{self, EchoServers, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{Attach, Outside, RouteVia};
+use penstock_bench::testbed::{Outside, RouteVia};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
 use crate::service::{WEB, address, run, service, translate};
@@ -108,9 +108,6 @@ impl Answering {
 #[test]
 fn egress_by_a_service_is_judged_for_the_pod_that_answers() {
     use ProbeOutcome::{Reached, Silent};
-    if Attach::of_run() != Attach::Tcx {
-        return;
-    }
     let it = Answering::new(true);
     it.expect("without policy", "test/pod-0", Reached, Reached);
     let by_label = "{podSelector: {matchLabels: {app: pod-1}}}";
@@ -131,9 +128,6 @@ fn egress_by_a_service_is_judged_for_the_pod_that_answers() {
 #[test]
 fn egress_by_a_service_is_judged_for_a_machine_elsewhere() {
     use ProbeOutcome::{Reached, Silent};
-    if Attach::of_run() != Attach::Tcx {
-        return;
-    }
     let it = Answering::new(false);
     it.expect("without policy", "test/pod-0", Reached, Reached);
     it.enforce(
@@ -152,9 +146,6 @@ fn egress_by_a_service_is_judged_for_a_machine_elsewhere() {
 
 #[test]
 fn what_nobody_translates_is_judged_for_the_services_own_address() {
-    if Attach::of_run() != Attach::Tcx {
-        return;
-    }
     let it = Answering::new(true);
     it.enforce(
         &(egress("pod-0", "{podSelector: {}}", "")

@@ -13,8 +13,8 @@ use penstock_admin::types::{PortStatus, Status};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::Matrix;
-use penstock_bench::probe::{EchoServers, EchoService, EgressSees, Protocol, Site};
-use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, ProxyMode, ScratchDir};
+use penstock_bench::probe::{EchoServers, EchoService, Protocol, Site};
+use penstock_bench::testbed::{Daemon, DaemonConfig, ProxyMode, ScratchDir};
 
 /// Services on every site.
 pub(crate) const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
@@ -52,13 +52,8 @@ impl Fixture {
         let scratch = ScratchDir::new().unwrap();
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/demo");
         let manifests = scratch.copy_in(&demo, "manifests").unwrap();
-        // By XDP the programs do not see what leaves the node for another one.
-        let egress = match enabled || Attach::of_run() == Attach::Tcx {
-            true => EgressSees::Backend,
-            false => EgressSees::Frontend,
-        };
         Self::start(scratch, manifests.clone(), |cluster, config| {
-            cluster.proxy_services(&manifests, mode, egress).unwrap();
+            cluster.proxy_services(&manifests, mode).unwrap();
             config.sections += &format!("[services]\nenabled = {enabled}\n");
         })
     }

@@ -29,7 +29,7 @@ use crate::discovery::{Link, NetworkState, PodPort, Sysctls, WorkerVeth};
 use addresses::Announced;
 use open::{AttachedPort, OpenPortError, PodAttachment, mtu};
 use programs::OpenPair;
-pub(super) use programs::{InterfacePrograms, Programs};
+pub(super) use programs::{InterfacePrograms, LeavingPrograms, Programs};
 use uplinks::Uplinks;
 pub(super) use view::{PortRole, PortXdpCounters};
 

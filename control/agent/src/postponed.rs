@@ -13,8 +13,7 @@ use penstock_xdp_redirect::ServiceAddresses;
 
 /// What the program and the tables have.
 pub(super) struct PostponedAddresses {
-    /// `None`: no program sees what leaves the node, and nothing is postponed.
-    program: Option<ServiceAddresses>,
+    program: ServiceAddresses,
     /// The addresses that the program has; of those that are no Service's any more, the first snapshot without them.
     entered: BTreeMap<IpAddr, Option<Epoch>>,
     /// Addresses that could not be entered, which was logged.
@@ -23,7 +22,7 @@ pub(super) struct PostponedAddresses {
 }
 
 impl PostponedAddresses {
-    pub(super) fn new(program: Option<ServiceAddresses>) -> Self {
+    pub(super) fn new(program: ServiceAddresses) -> Self {
         Self { program, entered: BTreeMap::new(), failed: BTreeSet::new(), tables: Arc::default() }
     }
 
@@ -34,7 +33,7 @@ impl PostponedAddresses {
         epoch: Epoch,
         is_in_force: impl Fn(Epoch) -> bool,
     ) -> &Arc<AddressSet> {
-        let Some(program) = &self.program else { return &self.tables };
+        let program = &self.program;
         self.failed.retain(|address| wanted.contains(address));
         for &address in wanted {
             if let Some(gone_since) = self.entered.get_mut(&address) {

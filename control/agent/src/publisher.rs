@@ -71,7 +71,7 @@ impl Publisher {
     pub(super) fn new(
         config: &Config,
         (objects, stale): (NodeObjects, Option<StaleObjects>),
-        services: Option<ServiceAddresses>,
+        services: ServiceAddresses,
         dataplane: &Arc<Dataplane>,
         clearing: ClearingQueue,
         trial: TrialFeed,

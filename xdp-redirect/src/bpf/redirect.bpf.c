@@ -159,6 +159,14 @@ int penstock(struct xdp_md *ctx)
  * packets, which return because the node translated their destination, from packets with a spoofed source: those from
  * outside or out of a tunnel arrived on another interface, and those of a process on the node have 0. */
 #ifdef ASKS_THE_KERNEL
+/* Whether to_uplink (tcx.bpf.c) has sent it here, with its tag. */
+static __always_inline int is_leaving(struct __sk_buff *skb)
+{
+	__u8 tag[3];
+
+	return !bpf_skb_load_bytes(skb, 0, tag, sizeof(tag)) && tag[0] == 0x02 && tag[1] == 0xfa && tag[2] & LEAVING;
+}
+
 /* Writes into the Ethernet destination who sent a packet to the workers (dataplane/src/io/tag.rs). */
 static __always_inline int tell_sender(struct __sk_buff *skb, const struct origin *origin)
 {
@@ -178,6 +186,8 @@ int penstock_leave(struct __sk_buff *skb)
 	if (bpf_skb_load_bytes(skb, offsetof(struct ethhdr, h_proto), &kind, sizeof(kind)) ||
 	    (kind != bpf_htons(ETH_P_IP) && kind != bpf_htons(ETH_P_IPV6)))
 		return TC_ACT_OK; /* the workers only receive IP */
+	if (is_leaving(skb))
+		return TC_ACT_OK;
 	if (!find_origin(skb, ETH_HLEN, kind == bpf_htons(ETH_P_IP), &origin) ||
 	    (!is_back && bpf_map_lookup_elem(&local_pods, &origin.flow.from)) ||
 	    (!is_back && origin.known && bpf_map_lookup_elem(&local_pods, &origin.source)))

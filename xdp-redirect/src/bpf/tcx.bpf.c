@@ -39,6 +39,7 @@ const volatile __u32 workers = 1;              /* in use of `pairs.of_workers` *
 const volatile __u32 passed = 0;               /* mark of a packet that from_worker hands to the node's stack; random */
 const volatile __u32 share = 0;                /* most packets of a port that wait for workers; 0: any number */
 const volatile __u32 offload = 0;              /* forward packets of established connections without a worker */
+const volatile __u32 beside_xdp = 0;           /* XDP serves the pods: the one pair is the host veth, whose packets are the pods', too */
 
 volatile struct { /* interface indices of the node's ends of workers' pairs, set before the programs are attached */
 	__u32 of_workers[MAX_WORKERS];
@@ -159,7 +160,6 @@ struct tag {
 
 enum { /* flags of a frame to a worker; those about the node's stack are in translation.h */
 	CHECKSUM_OPEN = 1, /* the transport checksum is that of the pseudo header */
-	LEAVING = 16, /* forwarded to another machine by `uplink` */
 };
 enum { /* flags of a frame from a worker */
 	TO_NODE = 1, /* to the node's stack: as the pod's, or with port NO_PORT as the pair's */
@@ -618,6 +618,8 @@ static __always_inline int is_from_worker(const struct __sk_buff *skb)
 {
 	__u32 i;
 
+	if (beside_xdp)
+		return skb->mark == passed;
 	for (i = 0; i < MAX_WORKERS && i < workers; i++)
 		if (skb->ingress_ifindex == pairs.of_workers[i])
 			return 1;
@@ -712,8 +714,9 @@ int from_worker(struct __sk_buff *skb)
 	struct tag tag;
 	__u32 port, *uplink;
 
-	if (bpf_skb_load_bytes(skb, 0, &tag, sizeof(tag)) || tag.to_local != LOCAL || tag.to_kind != FROM_WORKER)
-		return TC_ACT_SHOT;
+	if (bpf_skb_load_bytes(skb, 0, &tag, sizeof(tag)) || tag.to_local != LOCAL || tag.to_kind != FROM_WORKER ||
+	    (beside_xdp && !(tag.flags & TO_UPLINK)))
+		return beside_xdp ? TC_ACT_UNSPEC : TC_ACT_SHOT;
 	bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
 	if (tag.flags & TO_NODE && tag.port == bpf_htons(NO_PORT))
 		return TC_ACT_OK;
@@ -724,6 +727,8 @@ int from_worker(struct __sk_buff *skb)
 			return TC_ACT_SHOT;
 		if (tag.flags & (ALLOWED_TCP | ALLOWED_UDP | ALLOWED_SCTP))
 			allow_to_leave(skb, &tag);
+		if (beside_xdp)
+			skb->mark = passed;
 		return bpf_redirect_neigh(*uplink, 0, 0, 0);
 	}
 	port = bpf_ntohs(tag.port);

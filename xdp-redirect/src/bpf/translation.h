@@ -377,6 +377,7 @@ enum { /* what workers are told of a packet of the node's stack: flags of its ta
 	FROM_NODE = 2,         /* from the node's stack, otherwise from the pod */
 	LOCAL_PROCESS = 4,     /* sent by the node itself, not forwarded */
 	SOURCE_TRANSLATED = 8, /* forwarded, with another source than it came with: that is in `sources` */
+	LEAVING = 16,          /* of a pod, and forwarded to another machine by `uplink` */
 	UNCHANGED = 32,        /* forwarded as it came */
 };
 

@@ -215,8 +215,8 @@ pub enum StartupMode {
 #[serde(deny_unknown_fields, default)]
 pub struct Services {
     /// Whether workers translate what pods send to cluster addresses, and evaluate policy for the backend. Otherwise the
-    /// node's kernel translates it, and with tcx egress policy is evaluated behind that, for what answers; with xdp it sees the
-    /// cluster address. With it, the service account must be allowed to read Services and EndpointSlices; without it, Services
+    /// node's kernel translates it, and egress policy is evaluated behind that, for what answers; with xdp before Linux 6.6
+    /// it sees the cluster address. With it, the service account must be allowed to read Services and EndpointSlices; without it, Services
     /// alone are read.
     pub enabled: bool,
 }

@@ -19,11 +19,12 @@ use penstock_xdp_redirect::{
     TcxOptions, TcxPrograms, TranslatedSources, WaitingArray,
 };
 
+use crate::closed_interfaces::interface;
 use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan};
 use crate::connections::ClearingJobs;
-use crate::discovery::{HostVeth, HostVethError, Lifetime, Netlink, NetworkState, WorkerPairs};
+use crate::discovery::{HostVeth, HostVethError, Lifetime, Link, Netlink, NetworkState, WorkerPairs};
 use crate::node_path::NodePath;
-use crate::ports::Programs;
+use crate::ports::{LeavingPrograms, Programs};
 use crate::publisher::Publisher;
 use crate::{RunError, preflight};
 
@@ -107,7 +108,12 @@ pub(super) async fn open_programs(
             FailMode::Open => Lifetime::Daemon,
         };
         let host_veth = HostVeth::create(netlink, &config.host_veth, mtu, lifetime).await.map_err(failed)?;
-        return Ok((Programs::Xdp(redirect), NodePath::HostVeth(Box::new(host_veth))));
+        let leaving = leaving_programs(config, host_veth.node(), &maps)
+            .inspect_err(|error| {
+                tracing::warn!(%error, "the kernel has no tcx: EGRESS POLICY IS NOT ENFORCED on what pods send to their node or to a Service and it sends on to another one");
+            })
+            .ok();
+        return Ok((Programs::Xdp { redirect, leaving }, NodePath::HostVeth(Box::new(host_veth))));
     }
     let pairs = WorkerPairs::create(netlink, &config.host_veth, workers.len(), mtu).await.map_err(failed)?;
     let indices: Vec<u32> = pairs.pairs().iter().map(|pair| pair.node.index).collect();
@@ -133,12 +139,27 @@ pub(super) async fn open_programs(
     }
 }
 
+/// The programs on what leaves the node, beside XDP at pods: they send to the workers by the host veth.
+fn leaving_programs(config: &Config, host_veth: &Link, maps: &SharedMaps) -> anyhow::Result<LeavingPrograms> {
+    let options = TcxOptions {
+        open_without_workers: config.fail.mode == FailMode::Open,
+        services: Some(maps.services.clone()),
+        beside_xdp: true,
+        ..TcxOptions::default()
+    };
+    let tcx = TcxPrograms::load(&options, None)?;
+    tcx.set_pairs(&[host_veth.index], &[])?;
+    let host_veth = tcx.attach_worker(&interface(host_veth))?;
+    Ok(LeavingPrograms { tcx, host_veth })
+}
+
 fn load_tcx(config: &Config, workers: usize, maps: &SharedMaps) -> Result<TcxPrograms, LoadError> {
     let options = TcxOptions {
         workers,
         open_without_workers: config.fail.mode == FailMode::Open,
         sources: Some(maps.sources.clone()),
-        services: maps.services.clone(),
+        services: Some(maps.services.clone()),
+        beside_xdp: false,
         waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(config))),
     };
     TcxPrograms::load(&options, maps.connections.as_ref())
@@ -174,8 +195,7 @@ pub(crate) fn connection_map_sizes(connections: usize) -> ConnectionMapSizes {
 pub(super) struct SharedMaps {
     connections: Option<ConnectionMaps>,
     sources: TranslatedSources,
-    /// With tcx alone: XDP programs do not see what leaves the node.
-    pub(super) services: Option<ServiceAddresses>,
+    pub(super) services: ServiceAddresses,
     waiting: Option<WaitingArray>,
 }
 
@@ -185,7 +205,8 @@ impl SharedMaps {
         let lasting = pins.filter(|_| matches!(config.conntrack.mapping, TableMapping::File(_)));
         let sources = TranslatedSources::open(lasting).map_err(RunError::bad_input)?;
         let connections = connection_maps(config, pins)?;
-        Ok(Self { connections, sources, services: service_addresses(config)?, waiting: waiting_array(config)? })
+        let services = ServiceAddresses::create().map_err(RunError::bad_input)?;
+        Ok(Self { connections, sources, services, waiting: waiting_array(config)? })
     }
 
     /// Those that another daemon has pinned, if they are as this one needs them.
@@ -196,7 +217,7 @@ impl SharedMaps {
         let sizes = connection_map_sizes(config.conntrack.entries as usize);
         let found = ConnectionMaps::find(pins, &sizes).zip(TranslatedSources::find(pins));
         let Some((connections, sources)) = found else { return Ok(None) };
-        let (services, waiting) = (service_addresses(config)?, waiting_array(config)?);
+        let (services, waiting) = (ServiceAddresses::create().map_err(RunError::bad_input)?, waiting_array(config)?);
         Ok(Some(Self { connections: Some(connections), sources, services, waiting }))
     }
 
@@ -206,11 +227,6 @@ impl SharedMaps {
         let mapped = array.descriptor().and_then(|array| WaitingPackets::map(&array, MAX_TCX_PORTS.into()));
         Ok(Some(mapped.map_err(RunError::failed)?))
     }
-}
-
-fn service_addresses(config: &Config) -> Result<Option<ServiceAddresses>, RunError> {
-    let is_asked = config.attach_by == Attach::Tcx;
-    is_asked.then(ServiceAddresses::create).transpose().map_err(RunError::bad_input)
 }
 
 fn waiting_array(config: &Config) -> Result<Option<WaitingArray>, RunError> {

@@ -3,25 +3,29 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use penstock_dataplane::forward::PortId;
 use penstock_xdp_redirect::{AttachError, AttachedUplink, TcxPrograms, UplinkNumber};
 
-use super::{OpenPorts, Programs, interface};
+use super::{OpenPorts, interface};
 use crate::discovery::{Link, NetworkState};
 
 /// The attached uplinks.
 #[derive(Default)]
 pub(super) struct Uplinks {
     attached: BTreeMap<u32, AttachedUplink>,
+    /// Beside XDP: the pods' interfaces, with their ports.
+    senders: BTreeMap<u32, PortId>,
     /// Interfaces that could not be attached, which was logged.
     failed: BTreeSet<u32>,
 }
 
 impl OpenPorts {
-    /// Attaches to the node's interfaces to other machines. With tcx only: by XDP the programs do not see what leaves by other
-    /// interfaces.
+    /// Attaches to the node's interfaces to other machines.
     pub(crate) fn follow_uplinks(&mut self, netstate: &NetworkState) {
-        let Programs::Tcx { tcx, .. } = &self.programs else { return };
-        let own = self.permanent.iter().map(|open| open.programs.interface().index);
+        let Some(tcx) = self.programs.leaving() else { return };
+        // With XDP these are in another network namespace, or uplinks themselves.
+        let permanent = self.permanent.iter().filter(|_| !self.programs.are_xdp());
+        let own = permanent.map(|open| open.programs.interface().index).chain(self.programs.host_veth());
         let pairs = self.pairs.iter().flat_map(|pair| [pair.far.interface().index, pair.near.interface().index]);
         let pods = self.pods.values().flat_map(|pod| [pod.last.link, pod.last.enters_by]);
         let known: BTreeSet<u32> = own.chain(pairs).chain(pods).collect();
@@ -29,11 +33,15 @@ impl OpenPorts {
             link.up && link.name != "lo" && !known.contains(&link.index) && !self.closed_interfaces.has(link.index)
         };
         self.uplinks.follow_links(tcx, netstate.links.values().filter(is_uplink));
+        if self.programs.are_xdp() {
+            let served = self.pods.values().filter(|pod| pod.served);
+            self.uplinks.follow_senders(tcx, served.map(|pod| (pod.last.link, pod.open.id)).collect());
+        }
     }
 
     /// Whether programs see all that leaves the node: otherwise egress policy must not be left to them.
     pub(crate) fn watches_uplinks(&self) -> bool {
-        !self.programs.are_xdp() && self.uplinks.failed.is_empty()
+        self.programs.leaving().is_some() && self.uplinks.failed.is_empty()
     }
 }
 
@@ -77,6 +85,18 @@ impl Uplinks {
                 Err(_) => {}
             }
         }
+    }
+
+    fn follow_senders(&mut self, tcx: &TcxPrograms, wanted: BTreeMap<u32, PortId>) {
+        for &interface in self.senders.keys().filter(|interface| !wanted.contains_key(interface)) {
+            let _ = tcx.set_sender(interface, None);
+        }
+        for (&interface, port) in wanted.iter().filter(|&(interface, port)| self.senders.get(interface) != Some(port)) {
+            if let Err(error) = tcx.set_sender(interface, Some(port.0)) {
+                tracing::error!(interface, %error, "what the node translates and sends on for this pod is dropped");
+            }
+        }
+        self.senders = wanted;
     }
 
     /// Fails with `None` if all numbers are in use.

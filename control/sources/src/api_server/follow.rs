@@ -23,7 +23,7 @@ use tokio::time::timeout;
 use super::access::CurrentClient;
 use super::backoff::Backoff;
 use super::converted::Converter;
-use super::request_error::RequestError;
+use super::request_error::{ROLE, RequestError};
 use super::{ApiServerTimeouts, Shared};
 use crate::ObjectKind;
 
@@ -115,10 +115,10 @@ impl KindFollower {
             let client = self.shared.client.get();
             match self.follow(&api(client.client.clone()), convert).await {
                 Ok(()) => {}
-                Err(failure @ RequestError::Refused { code: 403, .. }) => {
+                Err(RequestError::Forbidden { resource, message }) => {
                     if self.absent == 0 {
                         tracing::warn!(
-                            "API server: {failure}; until then egress policy is asked for a Service's address"
+                            "API server: 403 Forbidden: {message}: without the verbs get, list and watch on {resource} egress policy is for a Service's address, not for what answers; bind the account to {ROLE}"
                         );
                     }
                     self.resource_version = None;
