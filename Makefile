@@ -6,7 +6,6 @@ SHELL := /bin/bash
 
 CARGO ?= cargo
 TARGET := $(or $(CARGO_TARGET_DIR),target)
-export PENSTOCK_BIN := $(abspath $(TARGET))/release/penstock
 
 # Compilers, headers and tools that the build and the tests need, by their Debian names.
 PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make libpcap-dev iproute2 nftables tcpdump faketime python3 dnsmasq-base
@@ -29,38 +28,53 @@ setup: ## Install what is missing of the compilers, headers and tools (Debian, U
 	@./scripts/setup $(PACKAGES)
 
 .PHONY: build
-build: setup ## The penstock binary, the kubectl plugin, the demo and the benchmarks' programs, optimised, in target/release
-	$(CARGO) build --release --locked --bins
+build: setup ## The penstock binary and the kubectl plugin, optimised, in target/release
+	$(CARGO) build --release --locked -p penstock -p penstock-kubectl -p penstock-cni
 
+# What measures: the benchmarks' programs, and the daemon that they start.
+.PHONY: build-bench
+build-bench: build ## The programs of the benchmarks too: demo, report, smoke, soak
+	$(CARGO) build --release --locked -p penstock-bench --bins
+
+# The daemon and the demo as the tests build them: quick to compile, and each frame is accounted for.
 .PHONY: demo
-demo: build ## A node in namespaces, real traffic, expected against observed   (KEEP=1 leaves the node up)
-	$(AS_ROOT) $(TARGET)/release/demo
+demo: setup ## A node in namespaces, real traffic, expected against observed   (KEEP=1 leaves the node up)
+	$(CARGO) build --locked -p penstock -p penstock-bench --bin penstock --bin demo
+	$(AS_ROOT) $(TARGET)/debug/demo
+
+# Tests on veths wait for packets more than they compute.
+export RUST_TEST_THREADS ?= $(shell echo $$(( 2 * $$(nproc) )))
+
+# The tests whose packets take another way by XDP, or if all of them meet a worker.
+BY_XDP := services:: nodes::topologies nodes::reach nodes::overlay nodes::upgrade system::policy system::forwarding system::connections \
+	system::transfer system::lifecycle faults::spoofing faults::forged faults::mutated faults::revoked faults::paths faults::restarts
 
 .PHONY: test
-test: build ## Every test, those on real veths included; they run the optimised daemon
+test: setup ## Every test but those that take minutes, those on real veths included
 	$(CARGO) test --workspace --locked --no-fail-fast
-	@# On real veths once more with tcx (rendered rulesets have no daemon), and Services with all packets through the workers.
-	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test services --test nodes --test system --test full_node -- --skip ruleset::
-	PENSTOCK_TEST_ATTACH=tcx PENSTOCK_TEST_OFFLOAD=false $(CARGO) test --workspace --locked --no-fail-fast --test services
+	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- $(BY_XDP)
+	PENSTOCK_TEST_OFFLOAD=false $(CARGO) test --workspace --locked --no-fail-fast --test veths -- services::
 	@# The connection table's interleavings: the same code over loom's atomics.
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 
-# Test programs that pass as any user: no namespace, no XDP, no AF_XDP.
-UNPRIVILEGED := policy_set parse pipeline via_host capture commands conformance crates docs krew manifest_directory manifest_errors manifest_forms \
-	policy replay_command replay_stream corpus differential floods reassembly manifests trex
+# Tests that pass as any user: no namespace, no XDP, no AF_XDP.
+AS_CALLER := env -u CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER -u CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER \
+	$(CARGO) test --workspace --locked --no-fail-fast
+UNPRIVILEGED := packets capture captures command docs krew manifests objects policy trex
 
 .PHONY: test-unprivileged
 test-unprivileged: setup ## The tests that need neither root nor sudo: parser, pipeline, policy, replay, commands, documentation
-	env -u CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER -u CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER \
-		$(CARGO) test --workspace --locked --no-fail-fast $(addprefix --test ,$(UNPRIVILEGED))
-	env -u CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER -u CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER \
-		$(CARGO) test --workspace --locked --no-fail-fast --lib --exclude penstock-dataplane --exclude penstock-xdp-redirect
+	$(AS_CALLER) $(addprefix --test ,$(UNPRIVILEGED)) -- --skip nft::nft_accepts
+	$(AS_CALLER) --lib --exclude penstock-dataplane --exclude penstock-xdp-redirect
 
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken code of policy and of the tcx programs
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
-	$(CARGO) test --locked --workspace --test faults --test nodes --test on_cluster -- --ignored --nocapture
-	PENSTOCK_TEST_ATTACH=tcx $(CARGO) test --workspace --locked --no-fail-fast --test faults --test nodes --test on_cluster -- --include-ignored
+	$(CARGO) test --locked --workspace --test veths -- --ignored --nocapture faults:: nodes:: on_cluster::
+	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- --include-ignored
+	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test full_node
+	@./scripts/setup chromium
+	$(CARGO) test --locked --workspace --test command -- --ignored
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-dataplane --features replaceable-programs --test offload -- --ignored --nocapture
 	$(MAKE) fuzz
@@ -71,13 +85,13 @@ fuzz: setup ## Frames and capture files of random bytes, a minute each   (FUZZ_S
 	@./scripts/fuzz
 
 .PHONY: soak
-soak: build ## Mixed traffic, churn and restarts for SOAK_MINUTES=30, SOAK_ATTACH=auto; a plot and a verdict at the end
+soak: build-bench ## Mixed traffic, churn and restarts for SOAK_MINUTES=30, SOAK_ATTACH=auto; a plot and a verdict at the end
 	$(AS_ROOT) $(TARGET)/release/soak --minutes $(or $(SOAK_MINUTES),30) --attach $(or $(SOAK_ATTACH),auto)
 
 .PHONY: test-apiserver
-test-apiserver: build ## What follows an API server, against a real one: built once from Debian's source package, then kept
+test-apiserver: setup ## What follows an API server, against a real one: built once from Debian's source package, then kept
 	@./scripts/setup etcd-server openssl dpkg-dev golang-1.19-go golang-github-modern-go-reflect2-dev
-	assets=$$(./scripts/kubernetes kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked --workspace --test api_server --test on_cluster -- --nocapture
+	assets=$$(./scripts/kubernetes kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked --workspace --test veths -- --nocapture api_server:: on_cluster::
 
 KUBERNETES := kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
 CLUSTER_PACKAGES := etcd-server openssl dpkg-dev golang-1.19-go golang-github-modern-go-reflect2-dev containerd runc containernetworking-plugins buildah docker-registry busybox-static iptables python3 python3-pip
@@ -105,9 +119,14 @@ bench-cluster: build ## Round trips, throughput and new connections in that clus
 		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
 		$(CARGO) test --locked --workspace --test cluster -- --include-ignored --nocapture
 
+.PHONY: test-kernels
+test-kernels: build ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU   (JOBS=2 guests at a time)
+	@./scripts/setup qemu-system-x86 debootstrap cpio kmod xz-utils
+	./scripts/test-kernels
+
 .PHONY: test-collector
-test-collector: build ## Flow records into a real OpenTelemetry collector   (fetched by pip)
-	PENSTOCK_COLLECTOR=$$(./scripts/tool rotel) $(CARGO) test --locked --workspace --test system -- --ignored collector
+test-collector: setup ## Flow records into a real OpenTelemetry collector   (fetched by pip)
+	PENSTOCK_COLLECTOR=$$(./scripts/tool rotel) $(CARGO) test --locked --workspace --test veths -- --ignored system::flow_records::
 
 .PHONY: manifests-check
 manifests-check: setup ## The manifests and the chart of configs/kubernetes: built by kubectl and Helm, accepted by an API server
@@ -140,17 +159,17 @@ audit: ## Known vulnerabilities of the dependencies; needs cargo-deny and the ad
 PEERS := nftables iptables ipset openvswitch-switch dpdk-dev librte-net-af-xdp23 librte-mempool-ring23
 
 .PHONY: bench
-bench: build ## Throughput, latency and loss beside what one would run instead; the report is target/bench/report.html
+bench: build-bench ## Throughput, latency and loss beside what one would run instead; the report is target/bench/report.html
 	@./scripts/setup $(PEERS) || echo "some peers could not be installed: the report says which"
 	$(AS_ROOT) $(TARGET)/release/report --output $(TARGET)/bench
 
 .PHONY: bench-long
-bench-long: build ## The same with more and longer repetitions
+bench-long: build-bench ## The same with more and longer repetitions
 	@./scripts/setup $(PEERS) || echo "some peers could not be installed: the report says which"
 	$(AS_ROOT) $(TARGET)/release/report --output $(TARGET)/bench --seconds 2 --repetitions 11 --minutes 600
 
 .PHONY: bench-smoke
-bench-smoke: build ## 64-byte packets per second: Penstock, raw forward, kernel, kernel with nftables
+bench-smoke: build-bench ## 64-byte packets per second: Penstock, raw forward, kernel, kernel with nftables
 	$(AS_ROOT) $(TARGET)/release/smoke
 
 .PHONY: bench-pipeline
@@ -168,7 +187,7 @@ bench-stages: setup ## Instructions and simulated cache misses of an established
 	./scripts/packet-cost
 
 .PHONY: flamegraph
-flamegraph: build ## Where the worker's time goes: target/bench/flamegraph.svg   (perf and inferno; root)
+flamegraph: build-bench ## Where the worker's time goes: target/bench/flamegraph.svg   (perf and inferno; root)
 	@./scripts/setup linux-perf
 	command -v inferno-flamegraph >/dev/null || $(CARGO) install --locked inferno
 	mkdir -p $(TARGET)/bench

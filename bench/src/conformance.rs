@@ -6,11 +6,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs::File;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::Result;
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use crate::probe::{self, EchoService, Probe, ProbeOutcome, Protocol, RetryPolicy, Site};
@@ -134,22 +135,23 @@ pub fn node_name(node: usize) -> String {
     format!("node-{node}")
 }
 
+/// A file of the conformance cases.
+///
+/// # Panics
+/// If it is not at hand, or has another form.
+pub fn data<T: DeserializeOwned>(file: &str) -> T {
+    let path = Path::new(env!("CONFORMANCE_DATA")).join(file);
+    let file = File::open(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents")
+}
+
 impl Suite {
-    /// The data. `None`, with a line on standard error, where it is not at hand.
-    pub fn find() -> Option<Self> {
-        let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/conformance");
-        let folder = std::env::var_os("PENSTOCK_CONFORMANCE").map_or(beside, PathBuf::from);
-        let Ok(file) = File::open(folder.join("cyclonus-cases.json.gz")) else {
-            eprintln!(
-                "SKIPPED: no conformance data in {}; PENSTOCK_CONFORMANCE names another folder",
-                folder.display()
-            );
-            return None;
-        };
-        Some(
-            serde_json::from_reader(flate2::read::GzDecoder::new(file))
-                .expect("the data has the form that it documents"),
-        )
+    /// The cases.
+    ///
+    /// # Panics
+    /// If the data is not at hand.
+    pub fn find() -> Self {
+        data("cyclonus-cases.json.gz")
     }
 
     /// The pods of all steps of all cases.

@@ -1,14 +1,12 @@
 //! Every capture of the corpus against an independent oracle that shares only the objects with the pipeline: policy as
 //! the API documents it, another parser, and a map of connections.
 
-mod oracle;
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use oracle::connections::{EntryPoint, Oracle, flow_of};
-use oracle::policy::ClusterObjects;
+use crate::oracle::connections::{EntryPoint, Oracle, flow_of};
+use crate::oracle::policy::ClusterObjects;
 use penstock_pcap_tests::{CorpusCase, cases, real, root};
 use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
 use penstock_replay::capture::Captures;

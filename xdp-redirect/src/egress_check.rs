@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 
 use libbpf_rs::{TC_EGRESS, TcHookBuilder};
 
-use crate::Interface;
+use crate::{Interface, quietly};
 
 /// Priority of the filter on the interface. Nothing else adds filters there; a fixed priority lets the next process
 /// replace the filter.
@@ -17,9 +17,6 @@ pub(crate) fn attach(program: BorrowedFd<'_>, interface: &Interface) -> Result<(
     let mut hook =
         TcHookBuilder::new(program).ifindex(index).handle(PLACE).priority(PLACE).replace(true).hook(TC_EGRESS);
     // libbpf would print an error if an earlier process has created it.
-    let print = libbpf_rs::set_print(None);
-    let created = hook.create();
-    libbpf_rs::set_print(print);
-    created?;
+    quietly(|| hook.create())?;
     hook.attach().map(drop)
 }

@@ -7,8 +7,10 @@ use super::MINIMUM_KERNEL;
 /// The program or one of its maps could not be loaded into the kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// The kernel does not permit this process to use BPF.
-    #[error("the kernel does not permit BPF ({source}): run as root or with CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON")]
+    /// The kernel does not permit this process to use BPF, or its verifier refuses the program, with the same error.
+    #[error(
+        "the kernel does not permit BPF ({source}): run as root or with CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON; with them, its verifier refuses the program"
+    )]
     NotPermitted {
         /// Error of the kernel.
         source: libbpf_rs::Error,

@@ -11,6 +11,7 @@ mod connection_maps;
 mod egress_check;
 mod error;
 mod foreign;
+mod kernel_types;
 mod liveness;
 mod local_pods;
 mod outcome;
@@ -27,6 +28,7 @@ pub use attach::{Attached, XdpMode};
 pub use connection_maps::{ConnectionMapSizes, ConnectionMaps, ConnectionMapsError};
 pub use error::{AttachError, LoadError, SocketError};
 pub use foreign::ForeignProgram;
+pub use kernel_types::panics_on_sends;
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
 pub use outcome::{XdpOutcome, XdpOutcomeCounts};
 pub use own_addresses::OwnAddressesError;
@@ -39,12 +41,12 @@ pub use tcx::{
     TcxPrograms, TrafficCount, TriedFrame, UplinkNumber, WaitingArray, WorkerPair,
 };
 pub use translated_sources::TranslatedSources;
-pub use translation::can_find_translated;
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
 
 use program::SharedMaps;
+use translation::ConnectionFunctions;
 
 /// The largest MTU of a veth's peer at which the driver accepts the program: a page of 4,096 bytes, less the XDP
 /// headroom, the kernel's tailroom and the Ethernet header (`veth_xdp_set` in drivers/net/veth.c). Above it the program
@@ -139,19 +141,48 @@ impl fmt::Display for Interface {
 /// Whether the kernel accepts the program of [`Attached::check_sources_on`]: tried on the loopback of a temporary
 /// network namespace. `None` if that is not possible, without CAP_SYS_ADMIN.
 pub fn try_source_check() -> Option<Result<(), AttachError>> {
-    let attempt = || {
+    in_temporary_namespace(|interface| {
+        let program = try_loading(Role::Host, interface)?;
+        let Some(check) = &program.egress_check else { return Ok(()) };
+        egress_check::attach(check.as_fd(), interface)
+            .map_err(|source| AttachError::Filter { interface: interface.name.clone(), source })
+    })
+}
+
+/// Whether programs can read the connection that the kernel has found for a packet, and so who sent what the node has
+/// masqueraded: the kernel describes its types (CONFIG_DEBUG_INFO_BTF), those of connection tracking among them.
+pub fn reads_connections() -> bool {
+    ConnectionFunctions::of_kernel().reads
+}
+
+/// Whether the program of an uplink can ask the kernel which connections it translates: Linux 5.18 or later, with connection
+/// tracking built in or loaded, and its types. Otherwise an uplink would redirect packets that the kernel must translate first.
+pub fn can_find_translated() -> bool {
+    let loopback = Interface { name: "lo".to_owned(), index: 1 };
+    ConnectionFunctions::of_kernel().lookups && try_loading(Role::Uplink, &loopback).is_ok()
+}
+
+fn try_loading(role: Role, interface: &Interface) -> Result<program::Program, AttachError> {
+    SharedMaps::create()
+        .and_then(|shared| program::Program::load(AttachOptions::new(role), &shared))
+        .map_err(|source| AttachError::Load { interface: interface.name.clone(), source })
+}
+
+/// Tries something without libbpf's own messages: of a program that the kernel refuses they are thousands of lines.
+pub fn quietly<T>(attempt: impl FnOnce() -> T) -> T {
+    let print = libbpf_rs::set_print(None);
+    let result = attempt();
+    libbpf_rs::set_print(print);
+    result
+}
+
+/// Tries something with the loopback interface of a network namespace that ends with it. `None` without CAP_SYS_ADMIN.
+fn in_temporary_namespace<T: Send>(attempt: impl FnOnce(&Interface) -> T + Send) -> Option<T> {
+    let run = || {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).ok()?;
-        let interface = Interface { name: "lo".to_owned(), index: 1 };
-        let loaded =
-            SharedMaps::create().and_then(|shared| program::Program::load(AttachOptions::new(Role::Host), &shared));
-        let program = match loaded {
-            Ok(program) => program,
-            Err(source) => return Some(Err(AttachError::Load { interface: interface.name, source })),
-        };
-        let attached = egress_check::attach(program.egress_check.as_ref()?.as_fd(), &interface);
-        Some(attached.map_err(|source| AttachError::Filter { interface: interface.name, source }))
+        Some(attempt(&Interface { name: "lo".to_owned(), index: 1 }))
     };
-    std::thread::scope(|scope| scope.spawn(attempt).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    std::thread::scope(|scope| scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
 }
 
 /// Loads and attaches instances of the program, which share one map of local pods.

@@ -3,10 +3,11 @@
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use libbpf_rs::MapHandle;
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
+use libbpf_rs::{MapHandle, OpenObject};
 
 use crate::liveness::ProcessLiveness;
+use crate::translation::ConnectionFunctions;
 use crate::{AttachOptions, LoadError, LocalPods, OnMiss, Role, TranslatedSources};
 
 /// For pods' ports.
@@ -92,13 +93,28 @@ macro_rules! loaded {
 impl Program {
     /// Loads the program of this role through the verifier.
     pub(crate) fn load(options: AttachOptions, shared: &SharedMaps) -> Result<Self, LoadError> {
+        if options.role == Role::Pod {
+            let mut storage = MaybeUninit::uninit();
+            let open = open!(pod::RedirectSkelBuilder, &mut storage, options, shared);
+            let loaded = open.load().map_err(|source| LoadError::new("the XDP program", source))?;
+            return loaded!(loaded, |_: &pod::RedirectSkel<'_>| Ok(None));
+        }
+        Self::load_for_node(options, shared, ConnectionFunctions::of_kernel())
+    }
+
+    /// The same for an uplink or the host port. `functions`: those that it calls, which the kernel must have.
+    fn load_for_node(
+        options: AttachOptions,
+        shared: &SharedMaps,
+        functions: ConnectionFunctions,
+    ) -> Result<Self, LoadError> {
         let failed = |source| LoadError::new("the XDP program", source);
         let mut storage = MaybeUninit::uninit();
-        if options.role == Role::Pod {
-            let open = open!(pod::RedirectSkelBuilder, &mut storage, options, shared);
-            return loaded!(open.load().map_err(failed)?, |_: &pod::RedirectSkel<'_>| Ok(None));
-        }
-        let mut open = open!(node::RedirectSkelBuilder, &mut storage, options, shared);
+        let mut open = open_for_node(&mut storage, options, shared)?;
+        let constants = open.maps.rodata_data.as_deref_mut().expect("the skeleton maps its constants");
+        constants.finds_connections = functions.lookups.into();
+        constants.reads_connections = functions.reads.into();
+        constants.casts_packets = functions.casts.into();
         if let Some(sources) = &shared.sources {
             open.maps.sources.reuse_fd(sources.map().as_fd()).map_err(failed)?;
         }
@@ -108,6 +124,14 @@ impl Program {
             is_host.then(|| duplicate(loaded.progs.penstock_leave.as_fd())).transpose()
         })
     }
+}
+
+fn open_for_node<'a>(
+    storage: &'a mut MaybeUninit<OpenObject>,
+    options: AttachOptions,
+    shared: &SharedMaps,
+) -> Result<node::OpenRedirectSkel<'a>, LoadError> {
+    Ok(open!(node::RedirectSkelBuilder, storage, options, shared))
 }
 
 fn duplicate(program: BorrowedFd<'_>) -> Result<OwnedFd, LoadError> {

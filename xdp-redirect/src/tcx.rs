@@ -24,9 +24,10 @@ use crate::connection_maps::ConnectionMaps;
 use crate::liveness::ProcessLiveness;
 use crate::local_pods::key;
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins, detach};
+use crate::translation::ConnectionFunctions;
 use crate::{
     AttachError, Interface, LoadError, OwnAddressesError, ServiceAddresses, TranslatedSources, XdpOutcome,
-    XdpOutcomeCounts, own_addresses,
+    XdpOutcomeCounts, in_temporary_namespace, own_addresses,
 };
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -171,6 +172,15 @@ impl TcxPrograms {
     ///
     /// With `connections` they forward packets of established connections by themselves.
     pub fn load(options: &TcxOptions, connections: Option<&ConnectionMaps>) -> Result<Self, LoadError> {
+        Self::load_with(options, connections, ConnectionFunctions::of_kernel())
+    }
+
+    /// `functions`: those that they call, which the kernel must have.
+    fn load_with(
+        options: &TcxOptions,
+        connections: Option<&ConnectionMaps>,
+        functions: ConnectionFunctions,
+    ) -> Result<Self, LoadError> {
         let failed = |source| LoadError::new("the tcx programs", source);
         let mut storage = MaybeUninit::uninit();
         let mut open = skeleton::TcxSkelBuilder::default().open(&mut storage).map_err(failed)?;
@@ -181,6 +191,7 @@ impl TcxPrograms {
         constants.passed = rand::random::<u32>() | 1;
         constants.offload = connections.is_some().into();
         constants.beside_xdp = options.beside_xdp.into();
+        (constants.reads_connections, constants.casts_packets) = (functions.reads.into(), functions.casts.into());
         if let Some(connections) = connections {
             let [table, tags, entries, uses] = connections.handles();
             open.maps.ct_table.reuse_fd(table.as_fd()).map_err(failed)?;
@@ -227,6 +238,12 @@ impl TcxPrograms {
             pins: None,
             is_live: AtomicBool::new(false),
         })
+    }
+
+    /// Whether the kernel attaches the programs: tried on an interface of a temporary network namespace where that can be
+    /// made (CAP_SYS_ADMIN).
+    pub fn try_attaching(&self) -> Result<(), AttachError> {
+        try_links([(self.from_pod.as_fd(), BPF_TCX_INGRESS), (self.to_pod.as_fd(), BPF_TCX_EGRESS)])
     }
 
     /// Pins links from now on, so that they outlast the process.
@@ -668,23 +685,46 @@ fn create_link(
     interface: &Interface,
     hook: libbpf_sys::bpf_attach_type,
 ) -> Result<OwnedFd, AttachError> {
+    link(program, interface.index, hook).map_err(|source| {
+        let name = interface.name.clone();
+        match source.raw_os_error() {
+            Some(libc::EPERM | libc::EACCES) => AttachError::NotPermitted { interface: name },
+            Some(libc::ENODEV) => AttachError::NoInterface { name },
+            Some(libc::EINVAL) if is_gone(interface) => AttachError::NoInterface { name },
+            _ => AttachError::Tcx { interface: name, source },
+        }
+    })
+}
+
+fn link(program: BorrowedFd<'_>, interface: u32, hook: libbpf_sys::bpf_attach_type) -> io::Result<OwnedFd> {
     let options = libbpf_sys::bpf_link_create_opts {
         sz: size_of::<libbpf_sys::bpf_link_create_opts>() as libbpf_sys::size_t,
         flags: libbpf_sys::BPF_F_BEFORE,
         ..Default::default()
     };
     // SAFETY: the options live across the call and contain their own size; the rest is passed by value.
-    let result = unsafe { libbpf_sys::bpf_link_create(program.as_raw_fd(), interface.index as i32, hook, &options) };
-    if result >= 0 {
-        // SAFETY: the call has just returned this descriptor, and nothing else owns it.
-        return Ok(unsafe { OwnedFd::from_raw_fd(result) });
-    }
-    let source = io::Error::from_raw_os_error(-result);
-    let name = interface.name.clone();
-    Err(match source.raw_os_error() {
-        Some(libc::EPERM | libc::EACCES) => AttachError::NotPermitted { interface: name },
-        Some(libc::ENODEV) => AttachError::NoInterface { name },
-        Some(libc::EINVAL) if is_gone(interface) => AttachError::NoInterface { name },
-        _ => AttachError::Tcx { interface: name, source },
-    })
+    let result = unsafe { libbpf_sys::bpf_link_create(program.as_raw_fd(), interface as i32, hook, &options) };
+    // SAFETY: the call has just returned this descriptor, and nothing else owns it.
+    if result >= 0 { Ok(unsafe { OwnedFd::from_raw_fd(result) }) } else { Err(io::Error::from_raw_os_error(-result)) }
 }
+
+/// Whether the kernel attaches these programs at these hooks. That it loads them says nothing: one without tcx does, too.
+fn try_links(programs: [(BorrowedFd<'_>, libbpf_sys::bpf_attach_type); 2]) -> Result<(), AttachError> {
+    let tried = in_temporary_namespace(|loopback| {
+        programs.into_iter().try_for_each(|(program, hook)| create_link(program, loopback, hook).map(drop))
+    });
+    if let Some(result) = tried {
+        return result;
+    }
+    // No interface has this index. A kernel with tcx says that, any other one that there is no such hook.
+    let [(program, hook), _] = programs;
+    match link(program, i32::MAX as u32, hook) {
+        Err(error) if error.raw_os_error() != Some(libc::ENODEV) => {
+            Err(AttachError::Tcx { interface: "of any name".to_owned(), source: error })
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests;

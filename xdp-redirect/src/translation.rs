@@ -1,38 +1,39 @@
-//! Whether programs can query the kernel's connection tracking for translated connections.
+//! What programs can ask the kernel of a packet's connection.
 
 use std::ffi::CStr;
 
-use libbpf_rs::libbpf_sys;
+use crate::kernel_types::KernelTypes;
 
-/// Functions called in `src/bpf/translation.h`.
-const FUNCTIONS: [&CStr; 2] = [c"bpf_xdp_ct_lookup", c"bpf_ct_release"];
-/// The module that contains them if they are not built in.
+/// Functions of connection tracking that are called in `src/bpf/translation.h`.
+const LOOKUPS: [&CStr; 2] = [c"bpf_xdp_ct_lookup", c"bpf_ct_release"];
+/// Gives a program the kernel's own record of a packet.
+const CAST: &CStr = c"bpf_cast_to_kern_ctx";
+/// Structures that are read there.
+const READ: [&CStr; 2] = [c"sk_buff", c"nf_conn"];
+/// The module that has the lookups, and may alone describe the structures, if they are not built in.
 const MODULE: &CStr = c"nf_conntrack";
 
-/// Whether the running kernel lets an XDP program look up a connection: Linux 5.18 or later, with connection tracking
-/// built in or loaded, and its types (CONFIG_DEBUG_INFO_BTF). Otherwise an uplink would redirect packets that the
-/// kernel must translate first.
-pub fn can_find_translated() -> bool {
-    // SAFETY: the call takes no arguments; the result is owned by us, or null.
-    let kernel = unsafe { libbpf_sys::btf__load_vmlinux_btf() };
-    if kernel.is_null() {
-        return false;
-    }
-    let has_all = |types| FUNCTIONS.iter().all(|function| has(types, function));
-    // SAFETY: the name ends in NUL, and `kernel` lives until it is freed below, after the module's types.
-    let in_module = || unsafe {
-        let module = libbpf_sys::btf__load_module_btf(MODULE.as_ptr(), kernel);
-        let found = !module.is_null() && has_all(module);
-        libbpf_sys::btf__free(module);
-        found
-    };
-    let found = has_all(kernel) || in_module();
-    // SAFETY: we own it, and nothing refers to it any more.
-    unsafe { libbpf_sys::btf__free(kernel) };
-    found
+/// What the kernel has of this, or has not. Programs are told by constants, with which the verifier leaves out what they would
+/// call or read.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) struct ConnectionFunctions {
+    /// A connection can be looked up by addresses and ports at an uplink: Linux 5.18, with connection tracking.
+    pub(crate) lookups: bool,
+    /// The connection that the kernel has found for a packet can be read.
+    pub(crate) reads: bool,
+    /// The packet's record can be loaded from, and need not be copied: Linux 6.2.
+    pub(crate) casts: bool,
 }
 
-fn has(types: *const libbpf_sys::btf, function: &CStr) -> bool {
-    // SAFETY: `types` is alive and the name ends in NUL; both for the length of the call.
-    unsafe { libbpf_sys::btf__find_by_name_kind(types, function.as_ptr(), libbpf_sys::BTF_KIND_FUNC) > 0 }
+impl ConnectionFunctions {
+    /// Those that the running kernel describes in its types.
+    pub(crate) fn of_kernel() -> Self {
+        let Some(kernel) = KernelTypes::load() else { return Self::default() };
+        let has_lookups = |types: &KernelTypes| LOOKUPS.iter().all(|function| types.has_function(function));
+        let has_structs = |types: &KernelTypes| READ.iter().all(|structure| types.has_struct(structure));
+        // A module's types include the kernel's.
+        let found =
+            |has: &dyn Fn(&KernelTypes) -> bool| has(&kernel) || kernel.with_module(MODULE, has).unwrap_or(false);
+        Self { lookups: found(&has_lookups), reads: found(&has_structs), casts: kernel.has_function(CAST) }
+    }
 }

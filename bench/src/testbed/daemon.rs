@@ -58,14 +58,14 @@ pub enum Attach {
 }
 
 impl Attach {
-    /// That of this run of the tests: XDP, or what `PENSTOCK_TEST_ATTACH` says.
+    /// That of this run of the tests: tcx, as a daemon decides by itself here, or what `PENSTOCK_TEST_ATTACH` says.
     ///
     /// # Panics
     /// If that is neither `xdp` nor `tcx`.
     pub fn of_run() -> Self {
         match std::env::var("PENSTOCK_TEST_ATTACH").as_deref() {
-            Err(_) | Ok("xdp") => Self::Xdp,
-            Ok("tcx") => Self::Tcx,
+            Err(_) | Ok("tcx") => Self::Tcx,
+            Ok("xdp") => Self::Xdp,
             Ok(other) => panic!("PENSTOCK_TEST_ATTACH={other}: write xdp or tcx"),
         }
     }

@@ -6,8 +6,8 @@ use penstock_bench::testbed::api_server::{ApiServer, Resource};
 use penstock_sources::{FollowedKinds, ObjectKind};
 use serde_json::{Value, json};
 
-use crate::follower::Follower;
-use crate::objects::{policy, shop};
+use crate::api_server::follower::Follower;
+use crate::api_server::objects::{policy, shop};
 
 fn server() -> ApiServer {
     ApiServer::in_process(true, None).unwrap()

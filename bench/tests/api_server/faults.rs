@@ -5,8 +5,8 @@ use std::time::Duration;
 use penstock_bench::testbed::api_server::{Account, ApiServer, FakeServer, Fault, Resource, Verb};
 use penstock_sources::ObjectKind;
 
-use crate::follower::Follower;
-use crate::objects::{cluster_policy, namespace, numbered_pod, pod, shop};
+use crate::api_server::follower::Follower;
+use crate::api_server::objects::{cluster_policy, namespace, numbered_pod, pod, shop};
 
 fn server(streams: bool) -> ApiServer {
     ApiServer::in_process(streams, None).unwrap()

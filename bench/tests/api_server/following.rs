@@ -7,8 +7,8 @@ use penstock_sources::ObjectKind;
 
 use serde_json::json;
 
-use crate::follower::Follower;
-use crate::objects::{namespace, numbered_pod, pod, policy, shop};
+use crate::api_server::follower::Follower;
+use crate::api_server::objects::{namespace, numbered_pod, pod, policy, shop};
 
 const WEB: &str = "10.1.0.1";
 const DB: &str = "10.1.0.2";

@@ -9,8 +9,8 @@ use penstock_sources::api_server::{Access, ApiServer as Source};
 use penstock_sources::convert::ConversionSettings;
 use penstock_sources::{FollowedKinds, ObjectKind, SourceHealth};
 
-use crate::follower::{Follower, TIMEOUTS};
-use crate::objects::{endpoint_slice, pod, service, shop};
+use crate::api_server::follower::{Follower, TIMEOUTS};
+use crate::api_server::objects::{endpoint_slice, pod, service, shop};
 
 const STABLE: &str = "discovery.k8s.io/v1";
 const OLD: &str = "discovery.k8s.io/v1beta1";

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use penstock_bench::load::Generator;
 
+use crate::faults::restarts::thread_named;
 use crate::fixture::{Fixture, pods};
 use crate::forger::Forger;
-use crate::restarts::thread_named;
 
 /// A process in its own session that spins on one core until it is dropped.
 struct BusyProcess(Child);

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 
+use crate::faults::traffic::{ALLOWED, DENIED, Sniffer, Stream};
 use crate::fixture::{Fixture, pod, pods, policy};
-use crate::traffic::{ALLOWED, DENIED, Sniffer, Stream};
 
 #[test]
 fn a_recreated_pod_inherits_no_verdict_of_its_address() {

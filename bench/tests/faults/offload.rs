@@ -12,8 +12,8 @@ use penstock_bench::load::transfer_for;
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::Attach;
 
+use crate::faults::traffic::{ALLOWED, DENIED, Sniffer, Stream};
 use crate::fixture::{Fixture, pods, policy};
-use crate::traffic::{ALLOWED, DENIED, Sniffer, Stream};
 
 const ONLY_POD_0: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
 const NOBODY: &str = "  ingress: []\n";

@@ -14,8 +14,8 @@ use nix::unistd::Pid;
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
 use penstock_bench::testbed::{CleanupGuard, Daemon, Privileges, ScratchDir, penstock_binary};
 
+use crate::faults::traffic::{ALLOWED, Sniffer, Stream};
 use crate::fixture::{Fixture, pod, pods, policy};
-use crate::traffic::{ALLOWED, Sniffer, Stream};
 
 /// A policy that admits TCP to one port of `pod-1`.
 fn only_port(port: u16) -> String {

@@ -7,9 +7,9 @@ use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
 
+use crate::faults::stopped::StoppedThread;
+use crate::faults::traffic::{ALLOWED, DENIED, NODE, Sniffer, Stream};
 use crate::fixture::{Fixture, pods, policy};
-use crate::stopped::StoppedThread;
-use crate::traffic::{ALLOWED, DENIED, NODE, Sniffer, Stream};
 
 #[test]
 fn no_packet_reaches_a_pod_between_a_kill_and_the_next_start() {

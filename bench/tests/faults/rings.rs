@@ -8,11 +8,11 @@ use penstock_bench::load::Generator;
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::Attach;
 
+use crate::faults::restarts::thread_named;
+use crate::faults::stopped::StoppedThread;
+use crate::faults::traffic::{ALLOWED, Sniffer, Stream};
 use crate::fixture::{Fixture, pod, pods};
 use crate::forger::{Forger, kernel_lost};
-use crate::restarts::thread_named;
-use crate::stopped::StoppedThread;
-use crate::traffic::{ALLOWED, Sniffer, Stream};
 
 /// Default ring size: the maximum number of frames of a port.
 const RING: u64 = 1024;

@@ -12,8 +12,8 @@ use penstock_bench::testbed::{DaemonConfig, ScratchDir, penstock_binary};
 use penstock_replay::capture::{Captures, Time};
 use serde_json::{Value, json};
 
-use crate::exec_server::{ExecServer, Runner, Served, WITHOUT_EXEC};
-use crate::fixture::{Fixture, SERVICES, Wiring};
+use crate::nodes::exec_server::{ExecServer, Runner, Served, WITHOUT_EXEC};
+use crate::nodes::fixture::{Fixture, SERVICES, Wiring};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
 const NODES: [&str; 2] = ["node-a", "node-b"];

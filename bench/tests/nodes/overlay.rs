@@ -11,7 +11,7 @@ use penstock_bench::matrix::{Matrix, MatrixEntry};
 use penstock_bench::probe::{self, EchoServers, Frontend, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{DaemonConfig, InterNodeLink, ProxyMode};
 
-use crate::fixture::{Fixture, PROTOCOLS, SERVICES, Wiring};
+use crate::nodes::fixture::{Fixture, PROTOCOLS, SERVICES, Wiring};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
 /// A port of Service `monitor` at which no echo server listens.

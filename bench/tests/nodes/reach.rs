@@ -8,7 +8,7 @@ use penstock_bench::load::transfer;
 use penstock_bench::probe::Site;
 use penstock_bench::testbed::{InterNodeLink, Offload};
 
-use crate::fixture::{Fixture, SERVICES, Wiring};
+use crate::nodes::fixture::{Fixture, SERVICES, Wiring};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
 

@@ -1,11 +1,9 @@
-//! The conformance cases of ClusterNetworkPolicy: data that is not part of the project. It is found, or not, as for the
-//! other conformance cases.
+//! The conformance cases of ClusterNetworkPolicy: data that is not part of the project. Where it is absent, the tests
+//! are ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::fs::File;
 use std::net::IpAddr;
-use std::path::PathBuf;
 
 use penstock_bench::probe::{EchoService, Probe, ProbeOutcome, Protocol, Site};
 use serde::Deserialize;
@@ -74,15 +72,9 @@ struct Expectation {
     allowed: bool,
 }
 
-/// The suite, or `None` with a message if there is none.
-pub(crate) fn suite() -> Option<Suite> {
-    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/conformance");
-    let folder = std::env::var_os("PENSTOCK_CONFORMANCE").map_or(beside, PathBuf::from);
-    let Ok(file) = File::open(folder.join("cnp-cases.json.gz")) else {
-        eprintln!("SKIPPED: no conformance data in {}; PENSTOCK_CONFORMANCE names another folder", folder.display());
-        return None;
-    };
-    Some(serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents"))
+/// The suite.
+pub(crate) fn suite() -> Suite {
+    penstock_bench::conformance::data("cnp-cases.json.gz")
 }
 
 impl Suite {

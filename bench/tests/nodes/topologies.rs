@@ -8,7 +8,7 @@ use penstock_bench::matrix::Matrix;
 use penstock_bench::probe::EchoConnection;
 use penstock_bench::testbed::Attach;
 
-use crate::fixture::{Fixture, SERVICES, Wiring};
+use crate::nodes::fixture::{Fixture, SERVICES, Wiring};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
 

@@ -6,7 +6,7 @@ use penstock_bench::load::transfer_for;
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
 use penstock_bench::testbed::DaemonConfig;
 
-use crate::fixture::{Fixture, SERVICES, Wiring};
+use crate::nodes::fixture::{Fixture, SERVICES, Wiring};
 
 const CLUSTER: &str = include_str!("two-nodes.yaml");
 /// A TCP connection without progress for this long counts as lost.

@@ -7,8 +7,8 @@ use penstock_bench::testbed::Namespace;
 use penstock_bench::testbed::api_server::FakeServer;
 use serde_json::Value;
 
-use crate::fixture::{Fixture, pod, policy};
-use crate::stream::Stream;
+use crate::on_cluster::fixture::{Fixture, pod, policy};
+use crate::on_cluster::stream::Stream;
 
 /// Time limit for all changes to be in force after the server is back.
 const SOON: Duration = Duration::from_secs(2);

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use penstock_bench::testbed::{Daemon, network_state};
 
-use crate::fixture::{Fixture, pod};
+use crate::on_cluster::fixture::{Fixture, pod};
 
 /// Pods at a time, and number of rounds.
 const AT_ONCE: usize = 50;

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use penstock_bench::testbed::api_server::{Account, ApiServer};
 use penstock_bench::testbed::{Daemon, Node, Privileges};
 
-use crate::fixture::{Fixture, configuration, namespace, pod, policy};
-use crate::stream::Stream;
+use crate::on_cluster::fixture::{Fixture, configuration, namespace, pod, policy};
+use crate::on_cluster::stream::Stream;
 
 /// Time limit for a change to be in force on a busy machine.
 const SOON: Duration = Duration::from_secs(2);

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 use penstock_bench::probe::{EchoConnection, EchoServers, EchoService, Site};
 use penstock_bench::testbed::Attach;
 
-use crate::fixture::Fixture;
-use crate::stream::Stream;
+use crate::on_cluster::fixture::Fixture;
+use crate::on_cluster::stream::Stream;
 
 const LIMIT: Duration = Duration::from_secs(10);
 

@@ -8,7 +8,7 @@ use penstock_bench::testbed::api_server::{Account, ApiServer};
 use penstock_bench::testbed::{Daemon, Node, Privileges};
 use serde_json::{Value, json};
 
-use crate::fixture::{configuration, namespace, pod};
+use crate::on_cluster::fixture::{configuration, namespace, pod};
 
 const PODS: usize = 100_000;
 const NAMESPACES: usize = 200;

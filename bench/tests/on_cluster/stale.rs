@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use penstock_bench::testbed::api_server::FakeServer;
 use penstock_bench::testbed::{Namespace, penstock_binary};
 
-use crate::fixture::{Fixture, pod, policy};
-use crate::stream::Stream;
+use crate::on_cluster::fixture::{Fixture, pod, policy};
+use crate::on_cluster::stream::Stream;
 
 const LIMIT: Duration = Duration::from_secs(20);
 /// Longer than until the objects are on disk.

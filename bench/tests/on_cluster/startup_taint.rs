@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use penstock_bench::testbed::api_server::Resource;
 use serde_json::{Value, json};
 
-use crate::fixture::{Fixture, node_object};
+use crate::on_cluster::fixture::{Fixture, node_object};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const KEY: &str = "penstock.dev/not-ready";

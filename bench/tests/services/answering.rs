@@ -1,12 +1,16 @@
 //! Services that the node's kernel translates: egress policy is for the pod, the machine or the address that answers, wherever it is.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::AsRawFd;
+use std::time::Duration;
 
 use penstock_bench::probe::{self, EchoServers, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{Outside, RouteVia};
+use penstock_bench::testbed::{
+    Attach, KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol,
+};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
-use crate::service::{WEB, address, run, service, translate};
+use crate::services::service::{WEB, address, run, service, translate};
 
 /// A Service's address that no rule translates, and which the machine outside has.
 const BARE: [&str; 2] = ["10.96.0.99", "fd00:10:96::99"];
@@ -164,5 +168,101 @@ fn what_nobody_translates_is_judged_for_the_services_own_address() {
                 assert_eq!(outcome, expected, "{pod} to {bare}\n{}", it.fixture.statistics().join("\n"));
             }
         }
+    }
+}
+
+/// An address that the node has by its configuration, on none of its interfaces.
+const EXTERNAL: &str = "203.0.113.9";
+/// A node port that leads to the machine outside.
+const NODE_PORT: u16 = 30_053;
+
+/// A node whose node port leads to a machine outside, which `pod-1` may not reach, and the server there.
+fn node_port_to_outside(v6: bool) -> (Fixture, UdpSocket, Outside) {
+    let mut outside = None;
+    let fixture = Fixture::of(&(pods(2) + &policy("none", "pod-1", "  policyTypes: [Egress]\n")), |cluster, config| {
+        config.keys += &format!("node_addresses = [\"{EXTERNAL}\"]\n");
+        let machine = cluster.node.add_outside("outside").unwrap();
+        let backends = machine.addresses().iter().map(|&to| SocketAddr::new(to, 53)).collect();
+        let port =
+            ProxiedPort { protocol: ServiceProtocol::Udp, number: NODE_PORT, node_port: Some(NODE_PORT), backends };
+        let addresses = [false, true].map(service).into();
+        let services = vec![ProxiedService { name: "test/beyond".to_owned(), addresses, ports: vec![port] }];
+        let node = cluster.node.addresses().iter().copied().chain([address(EXTERNAL)]).collect();
+        KubeProxy { mode: ProxyMode::Nftables, node, services }.install(cluster.node.namespace()).unwrap();
+        outside = Some(machine);
+    });
+    let outside = outside.unwrap();
+    let here = SocketAddr::new(Site::from(&outside).address(v6).unwrap(), 53);
+    let server = outside.namespace().run(|| UdpSocket::bind(here)).unwrap();
+    server.set_read_timeout(Some(Duration::from_millis(400))).unwrap();
+    (fixture, server, outside)
+}
+
+/// A pod's socket to the node port, whose packets have this IPv6 option header (`IPV6_HOPOPTS`, `IPV6_DSTOPTS`).
+fn client(fixture: &Fixture, pod: &str, node: IpAddr, option: Option<libc::c_int>) -> UdpSocket {
+    // Next header, length, and a padding option.
+    const HEADER: [u8; 8] = [0, 0, 1, 4, 0, 0, 0, 0];
+    let site = fixture.site(pod);
+    let here = SocketAddr::new(site.address(node.is_ipv6()).unwrap(), 0);
+    let socket = site.namespace.run(|| UdpSocket::bind(here)).unwrap();
+    if let Some(option) = option {
+        let (header, length) = (HEADER.as_ptr().cast(), HEADER.len() as libc::socklen_t);
+        // SAFETY: the header lives across the call and has this length, and the kernel copies it.
+        let set = unsafe { libc::setsockopt(socket.as_raw_fd(), libc::IPPROTO_IPV6, option, header, length) };
+        assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
+    }
+    socket.connect((node, NODE_PORT)).unwrap();
+    socket
+}
+
+/// What the server hears until nothing comes.
+fn heard(server: &UdpSocket) -> Vec<String> {
+    let mut bytes = [0; 64];
+    std::iter::from_fn(|| server.recv(&mut bytes).ok().map(|length| String::from_utf8_lossy(&bytes[..length]).into()))
+        .collect()
+}
+
+#[test]
+fn no_header_and_no_address_of_the_node_leads_past_egress_policy() {
+    for v6 in [false, true] {
+        let (fixture, server, _outside) = node_port_to_outside(v6);
+        let own = *fixture.cluster.node.addresses().iter().find(|address| address.is_ipv6() == v6).unwrap();
+        let ways: &[(IpAddr, Option<libc::c_int>)] = match v6 {
+            false => &[(own, None), (address(EXTERNAL), None)],
+            true => &[(own, None), (own, Some(libc::IPV6_HOPOPTS)), (own, Some(libc::IPV6_DSTOPTS))],
+        };
+        for &(node, option) in ways {
+            for (pod, word) in [("test/pod-1", "denied"), ("test/pod-0", "allowed")] {
+                let socket = client(&fixture, pod, node, option);
+                (0..3).for_each(|_| _ = socket.send(word.as_bytes()));
+            }
+            let heard = heard(&server);
+            let log = fixture.statistics().join("\n");
+            assert!(heard.contains(&"allowed".to_owned()), "{node}, option {option:?}: {heard:?}\n{log}");
+            assert!(!heard.contains(&"denied".to_owned()), "{node}, option {option:?}: {heard:?}\n{log}");
+        }
+    }
+}
+
+#[test]
+fn without_a_daemon_a_node_port_leads_where_policy_allowed_it() {
+    for v6 in [false, true] {
+        let (mut fixture, server, _outside) = node_port_to_outside(v6);
+        let own = *fixture.cluster.node.addresses().iter().find(|address| address.is_ipv6() == v6).unwrap();
+        let sockets = ["test/pod-1", "test/pod-0"].map(|pod| client(&fixture, pod, own, None));
+        let send = || {
+            for (socket, word) in sockets.iter().zip(["denied", "allowed"]) {
+                (0..3).for_each(|_| _ = socket.send(word.as_bytes()));
+            }
+        };
+        send();
+        let before = heard(&server);
+        assert!(before.contains(&"allowed".to_owned()) && !before.contains(&"denied".to_owned()), "{before:?}");
+        fixture.kill();
+        send();
+        let after = heard(&server);
+        assert!(!after.contains(&"denied".to_owned()), "{after:?}");
+        // By XDP nothing passes without a daemon.
+        assert_eq!(after.contains(&"allowed".to_owned()), Attach::of_run() == Attach::Tcx, "{after:?}");
     }
 }

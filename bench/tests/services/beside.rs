@@ -10,7 +10,7 @@ use penstock_bench::probe::{self, EchoServers, EchoService, ProbeOutcome, Protoc
 use penstock_bench::testbed::Outside;
 
 use crate::fixture::{Fixture, pods, policy};
-use crate::service::{WEB, address, run, service};
+use crate::services::service::{WEB, address, run, service};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// An address of a load balancer, which no interface has.

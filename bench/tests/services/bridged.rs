@@ -7,7 +7,7 @@ use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
 use penstock_bench::testbed::Attach;
 
 use crate::fixture::{Fixture, pods, policy};
-use crate::service::{WEB, service, translate};
+use crate::services::service::{WEB, service, translate};
 
 /// The rules translate a packet that the bridge forwards: it reaches the other pod without having entered the node's stack.
 #[test]

@@ -8,7 +8,7 @@ use penstock_bench::probe::{self, EchoServers, EchoService, ProbeOutcome, Protoc
 use penstock_bench::testbed::{KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, ServiceProtocol};
 
 use crate::fixture::{Fixture, pods, policy};
-use crate::service::{address, service};
+use crate::services::service::{address, service};
 
 /// The port of every server.
 const SERVER: u16 = 7777;

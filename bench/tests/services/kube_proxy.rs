@@ -10,7 +10,7 @@ use penstock_bench::testbed::{
 };
 
 use crate::fixture::{Fixture, pods, policy};
-use crate::service::{CLOSED, WEB, service};
+use crate::services::service::{CLOSED, WEB, service};
 
 /// Services that the kernel translates, and those that workers translate.
 const ENABLED: [bool; 2] = [false, true];

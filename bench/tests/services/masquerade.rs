@@ -8,7 +8,7 @@ use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryP
 use penstock_bench::testbed::{KubeProxy, Namespace, Outside, ProxiedPort, ProxiedService, ProxyMode, ServiceProtocol};
 
 use crate::fixture::{Fixture, pods, policy};
-use crate::service::service;
+use crate::services::service::service;
 
 /// Addresses of the node, by family.
 const NODE: [&str; 2] = ["172.18.0.2", "fd00:172:18::2"];

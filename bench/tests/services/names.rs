@@ -12,7 +12,7 @@ use penstock_bench::testbed::Namespace;
 use socket2::{Domain, Socket, Type};
 
 use crate::fixture;
-use crate::service::{BackendPath, OWN, ServiceFixture, WEB, address, run, service};
+use crate::services::service::{BackendPath, OWN, ServiceFixture, WEB, address, run, service};
 
 /// A pod of this node according to the API, with the label that `pod-1` admits, but without an interface.
 const GHOST: [&str; 2] = ["10.244.1.99", "fd00:10:244:1::99"];

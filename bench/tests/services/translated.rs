@@ -9,7 +9,7 @@ use penstock_bench::load::transfer;
 use penstock_bench::probe::{ProbeOutcome, Protocol};
 use penstock_bench::testbed::{Attach, DaemonConfig};
 
-use crate::service::{BACKENDS, BackendPath, CLOSED, OWN, ServiceFixture, WEB, service};
+use crate::services::service::{BACKENDS, BackendPath, CLOSED, OWN, ServiceFixture, WEB, service};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 

@@ -8,7 +8,7 @@ use penstock_bench::testbed::{DaemonConfig, Namespace, Outside};
 
 use crate::fixture::{Fixture, pods, policy};
 use crate::forger::{Forger, count_to};
-use crate::service::{OWN, address, run};
+use crate::services::service::{OWN, address, run};
 
 /// `pod-1` admits a network elsewhere; `pod-2` may send nothing.
 const ELSEWHERE: [&str; 2] = ["10.244.9.9", "fd00:10:244:9::9"];

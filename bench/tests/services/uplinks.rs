@@ -14,7 +14,7 @@ use penstock_bench::testbed::{
 };
 
 use crate::fixture::{Fixture, pods, policy};
-use crate::service::{address, run, service};
+use crate::services::service::{address, run, service};
 
 /// Machines beyond the tunnel, by family: `pod-1` may send to the second only.
 const BEYOND: [[&str; 2]; 2] = [["198.18.0.5", "2001:db8:18::5"], ["198.18.0.6", "2001:db8:18::6"]];

@@ -12,7 +12,7 @@ use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{Attach, Outside, PacketCapture, penstock_binary};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
-use crate::service::{BackendPath, CLOSED, OWN, WEB, service};
+use crate::services::service::{BackendPath, CLOSED, OWN, WEB, service};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// In the daemon's network namespace, of which each test has its own.
@@ -25,7 +25,7 @@ const POLICY: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-
 const EGRESS: &str =
     "  policyTypes: [Egress]\n  egress: [{to: [{podSelector: {matchLabels: {app: pod-1}}}], ports: [{port: 9090}]}]\n";
 
-/// The Service, with its ports at each backend: as [`crate::service::translate`] makes the kernel translate them.
+/// The Service, with its ports at each backend: as [`crate::services::service::translate`] makes the kernel translate them.
 fn manifest(backends: [&str; 2]) -> String {
     let mut yaml = String::from(
         "---\napiVersion: v1\nkind: Service\nmetadata: {namespace: test, name: api}\n\

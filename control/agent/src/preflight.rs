@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::fs;
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use nix::libc;
 use nix::sched::{CpuSet, sched_getaffinity};
@@ -19,7 +19,7 @@ use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_xdp_redirect::{
     ConnectionMaps, MAX_TCX_WORKERS, MINIMUM_KERNEL, PinnedProgram, Pins, ProgramTag, Role, TcxOptions, TcxPrograms,
-    can_find_translated, try_source_check,
+    can_find_translated, quietly, try_source_check,
 };
 
 use super::config::{Attach, AttachSetting, Config, MidstreamPickup};
@@ -76,7 +76,7 @@ pub fn machine(config: &Config) -> Vec<PreflightFinding> {
     let permitted = privileges.level == Level::Ok;
     let mut findings = vec![privileges];
     // Without CAP_NET_RAW the kernel does not say whether it has AF_XDP.
-    findings.extend(permitted.then(|| af_xdp(open_xdp_socket())));
+    findings.extend(permitted.then(|| af_xdp(try_xdp_socket())));
     findings.push(match worker_cores(config) {
         Ok(cores) => PreflightFinding::ok(format!("workers.cores: {}", list(&cores))),
         Err(line) => PreflightFinding::error(line),
@@ -238,21 +238,24 @@ pub(super) fn attachable(config: &Config, not_tcx: Option<String>) -> Vec<Prefli
         Some(reason) => PreflightFinding::ok(format!("attach: xdp, not tcx ({reason})")),
         None => PreflightFinding::ok("attach: xdp"),
     };
-    std::iter::once(by_xdp).chain(source_check()).collect()
+    std::iter::once(by_xdp).chain(source_check()).chain(leaving_programs()).collect()
 }
 
-/// Loads the tcx programs, and removes them again.
+/// Loads the tcx programs, attaches them to an interface that nobody uses, and removes them again.
 fn try_tcx(offloads: bool) -> Result<(), String> {
-    let load = |maps: Option<&ConnectionMaps>| match TcxPrograms::load(&TcxOptions::default(), maps) {
-        Ok(_) => Ok(()),
-        Err(error) => Err(error.to_string()),
-    };
-    if !offloads {
-        return load(None);
-    }
     let sizes = connection_map_sizes(conntrack::Config::MIN_ENTRIES);
-    let maps = ConnectionMaps::open(None, &sizes).map_err(|error| error.to_string())?;
-    load(Some(&maps))
+    let maps = offloads.then(|| ConnectionMaps::open(None, &sizes)).transpose().map_err(|error| error.to_string())?;
+    let loaded = quietly(|| TcxPrograms::load(&TcxOptions::default(), maps.as_ref()));
+    loaded.map_err(|error| error.to_string())?.try_attaching().map_err(|error| error.to_string())
+}
+
+/// Beside XDP: why programs do not see what leaves the node, if they do not.
+fn leaving_programs() -> Option<PreflightFinding> {
+    try_tcx(false).err().map(|error| {
+        PreflightFinding::warning(format!(
+            "attach = \"xdp\": egress policy is not evaluated for what answers where the node's kernel translates, a Service or a node port that leads to another node ({error}); use Linux 6.6 or later, or services.enabled for cluster addresses"
+        ))
+    })
 }
 
 /// Checks that the kernel accepts the program that verifies sources.
@@ -345,20 +348,40 @@ fn capabilities(effective: u64) -> PreflightFinding {
     }
 }
 
-fn open_xdp_socket() -> io::Result<()> {
+/// What an AF_XDP socket of this kernel can do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct XdpSocket {
+    /// One system call can send more than 32 packets (`XDP_MAX_TX_SKB_BUDGET`).
+    has_budget: bool,
+}
+
+fn try_xdp_socket() -> io::Result<XdpSocket> {
+    const XDP_MAX_TX_SKB_BUDGET: libc::c_int = 9;
     // SAFETY: no memory is passed.
     let socket = unsafe { libc::socket(libc::AF_XDP, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
     if socket < 0 {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: the call has just returned this descriptor, and nobody else owns it.
-    drop(unsafe { OwnedFd::from_raw_fd(socket) });
-    Ok(())
+    let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+    let budget: u32 = 64;
+    // SAFETY: the value lives across the call, and its length is given.
+    let result = unsafe {
+        let length = size_of_val(&budget) as libc::socklen_t;
+        let value = (&raw const budget).cast();
+        libc::setsockopt(socket.as_raw_fd(), libc::SOL_XDP, XDP_MAX_TX_SKB_BUDGET, value, length)
+    };
+    // A kernel that has the option refuses it here for want of a TX ring.
+    let is_unknown = result != 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENOPROTOOPT);
+    Ok(XdpSocket { has_budget: !is_unknown })
 }
 
-fn af_xdp(opened: io::Result<()>) -> PreflightFinding {
-    match opened {
-        Ok(()) => PreflightFinding::ok("AF_XDP: supported"),
+fn af_xdp(tried: io::Result<XdpSocket>) -> PreflightFinding {
+    match tried {
+        Ok(XdpSocket { has_budget: true }) => PreflightFinding::ok("AF_XDP: supported"),
+        Ok(XdpSocket { has_budget: false }) => PreflightFinding::warning(
+            "AF_XDP: sends at most 32 packets per wake-up, which slows bulk traffic; Linux 6.17 or later sends more",
+        ),
         Err(error) => PreflightFinding::error(format!(
             "AF_XDP: cannot open a socket ({error}); use Linux {}.{} or later with CONFIG_XDP_SOCKETS",
             MINIMUM_KERNEL.0, MINIMUM_KERNEL.1
@@ -451,7 +474,13 @@ mod tests {
         let found = af_xdp(Err(io::Error::from_raw_os_error(libc::EAFNOSUPPORT)));
         assert_eq!(found.level, Level::Error);
         assert!(found.line.contains("Address family not supported") && found.line.contains("CONFIG_XDP_SOCKETS"));
-        assert_eq!(af_xdp(Ok(())).level, Level::Ok);
+    }
+
+    #[test]
+    fn the_budget_of_a_send_is_tried_on_a_socket() {
+        assert_eq!(af_xdp(Ok(XdpSocket { has_budget: true })), PreflightFinding::ok("AF_XDP: supported"));
+        let without = af_xdp(Ok(XdpSocket { has_budget: false }));
+        assert!(without.level == Level::Warning && without.line.contains("at most 32 packets"), "{without:?}");
     }
 
     #[test]

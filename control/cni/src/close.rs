@@ -104,6 +104,42 @@ pub(crate) fn check(root: &Path) -> Result<(), CloseError> {
     }
 }
 
+/// Whether interfaces can be closed on this node by this kernel: no interface has the index, and one with tcx says just that.
+pub(crate) fn try_closing(root: &Path) -> Result<(), CloseError> {
+    check(root)?;
+    let [Direction { attach_type, .. }, _] = DIRECTIONS;
+    let program = bpf::load_dropping_program(attach_type).map_err(CloseError::Load)?;
+    match bpf::create_link(&program, i32::MAX.cast_unsigned(), attach_type) {
+        Err(source) if source.raw_os_error() != Some(libc::ENODEV) => {
+            Err(CloseError::Attach { interface: "interfaces".to_owned(), source })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Removes the pins of interfaces that are gone: without a daemon nobody else does.
+pub(crate) fn collect(root: &Path) -> Result<(), CloseError> {
+    let directory = directory(root)?;
+    let files = match fs::read_dir(&directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        read => read.map_err(|source| CloseError::File { path: directory, source })?,
+    };
+    for path in files.flatten().map(|file| file.path()) {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let is_ours = DIRECTIONS
+            .iter()
+            .any(|direction| name.strip_prefix(direction.pin).is_some_and(|rest| rest.starts_with('-')));
+        // A link outlives its interface, and is of none then.
+        if is_ours && bpf::interface_of(&path) == Some(0) {
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                done => done.map_err(|source| CloseError::File { path, source })?,
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Where the pins of this network namespace are: the daemon names the directory after the namespace's inode.
 fn directory(root: &Path) -> Result<PathBuf, CloseError> {
     let namespace = Path::new("/proc/self/ns/net");
@@ -221,10 +257,15 @@ mod bpf {
 
     /// Whether this is a pinned link of this interface.
     pub(super) fn is_of(path: &Path, interface: u32) -> bool {
-        let Ok(path) = CString::new(path.as_os_str().as_bytes()) else { return false };
+        interface_of(path) == Some(interface)
+    }
+
+    /// The interface of a pinned link, 0 if it is gone; `None` if this is no such link, or cannot be read.
+    pub(super) fn interface_of(path: &Path) -> Option<u32> {
+        let path = CString::new(path.as_os_str().as_bytes()).ok()?;
         let attributes = Object { path: path.as_ptr() as u64, descriptor: 0, flags: 0 };
         // SAFETY: as above.
-        let Ok(link) = (unsafe { descriptor(OBJ_GET, &attributes) }) else { return false };
+        let link = unsafe { descriptor(OBJ_GET, &attributes) }.ok()?;
         let mut info = LinkInfo::default();
         let attributes = GetInfo {
             descriptor: link.as_raw_fd().cast_unsigned(),
@@ -232,8 +273,8 @@ mod bpf {
             info: (&raw mut info) as u64,
         };
         // SAFETY: the kernel writes at most the given length to the structure, which outlives the call.
-        let found = unsafe { call(OBJ_GET_INFO, &attributes) };
-        found.is_ok() && OF_INTERFACES.contains(&info.link_type) && info.interface == interface
+        unsafe { call(OBJ_GET_INFO, &attributes) }.ok()?;
+        OF_INTERFACES.contains(&info.link_type).then_some(info.interface)
     }
 
     /// A command that returns a descriptor.

@@ -2,6 +2,7 @@
 
 use std::io::{self, Read, stdin};
 use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -77,6 +78,10 @@ enum PluginError {
     NoVeth(String),
     #[error(transparent)]
     Close(#[from] CloseError),
+    #[error("new pods cannot be closed: {0}")]
+    Unavailable(CloseError),
+    #[error("new pods cannot be closed, and no daemon serves those that there are: {0}")]
+    Limited(CloseError),
     #[error("{0} is not closed, and no daemon serves it: delete the pod, or start the daemon")]
     NotClosed(String),
 }
@@ -88,6 +93,8 @@ impl PluginError {
             Self::Command(_) => 4,
             Self::Config(_) => 6,
             Self::NoPrevResult | Self::NoVeth(_) => 7,
+            Self::Unavailable(_) => 50,
+            Self::Limited(_) => 51,
             Self::Close(_) => 100,
             Self::NotClosed(_) => 101,
         }
@@ -158,8 +165,14 @@ fn answer(command: &str, config: NetworkConfig) -> Result<Option<Value>, PluginE
             Ok(None)
         }
         // The programs go with the interface, and the daemon removes the pins of interfaces that are gone.
-        "DEL" | "GC" => Ok(None),
-        "STATUS" => Ok(close::check(&config.pins).map(|()| None)?),
+        "DEL" => Ok(None),
+        "GC" => Ok(close::collect(&config.pins).map(|()| None)?),
+        // A daemon that is away is no reason to give a node up: until it is back, new pods start closed.
+        "STATUS" => match close::try_closing(&config.pins) {
+            Ok(()) => Ok(None),
+            Err(error) if UnixStream::connect(&config.socket).is_ok() => Err(PluginError::Unavailable(error)),
+            Err(error) => Err(PluginError::Limited(error)),
+        },
         "VERSION" => Ok(Some(serde_json::json!({ "cniVersion": FALLBACK_VERSION, "supportedVersions": VERSIONS }))),
         other => Err(PluginError::Command(other.to_owned())),
     }

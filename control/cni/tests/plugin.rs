@@ -3,6 +3,7 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::net::UdpSocket;
+use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -162,6 +163,12 @@ fn what_it_cannot_close_is_an_error_that_names_the_remedy() {
         first.as_object_mut().unwrap().remove("prevResult");
         let mut no_bpffs = config(&pins, of_veth());
         no_bpffs["pins"] = json!(std::env::temp_dir().join("penstock-cni"));
+        let folder = tempfile::tempdir().unwrap();
+        no_bpffs["socket"] = json!(folder.path().join("none"));
+        let mut beside_a_daemon = no_bpffs.clone();
+        let socket = folder.path().join("daemon");
+        let _daemon = UnixListener::bind(&socket).unwrap();
+        beside_a_daemon["socket"] = json!(socket);
         for (command, config, code, said) in [
             ("ADD", &wrong_version, 1, "is no supported version"),
             ("ADD", &first, 7, "list penstock-cni behind the plugin"),
@@ -170,7 +177,8 @@ fn what_it_cannot_close_is_an_error_that_names_the_remedy() {
             ("ADD", &config(&pins, json!([{ "name": "lo" }])), 7, "with veths"),
             ("ADD", &config(&pins, json!([{ "name": "gone" }])), 7, "with veths"),
             ("ADD", &no_bpffs, 100, "mount -t bpf bpf /sys/fs/bpf"),
-            ("STATUS", &no_bpffs, 100, "mount -t bpf bpf /sys/fs/bpf"),
+            ("STATUS", &no_bpffs, 51, "no daemon serves those that there are: "),
+            ("STATUS", &beside_a_daemon, 50, "mount -t bpf bpf /sys/fs/bpf"),
             ("TURN", &config(&pins, of_veth()), 4, "use ADD, DEL, CHECK"),
         ] {
             let (exit, answer) = call(command, config);
@@ -187,6 +195,23 @@ fn it_says_which_versions_it_knows() {
     assert_eq!(code, 0);
     assert!(answer["supportedVersions"].as_array().unwrap().contains(&json!("1.0.0")), "{answer}");
     assert_eq!(call("STATUS", &config(&Pins::new(), of_veth())), (0, Value::Null));
+}
+
+#[test]
+fn what_is_left_of_interfaces_that_are_gone_is_collected() {
+    let pins = Pins::new();
+    on_node(|_| {
+        let config = config(&pins, of_veth());
+        let count = || {
+            fs::read_dir(&pins.0).unwrap().flatten().map(|of| fs::read_dir(of.path()).unwrap().count()).sum::<usize>()
+        };
+        assert_eq!(call("ADD", &config).0, 0);
+        assert_eq!(call("GC", &config), (0, Value::Null));
+        assert_eq!(count(), 2, "those of an interface that is there stay");
+        ip("link del host0");
+        assert_eq!(call("GC", &config), (0, Value::Null));
+        assert_eq!(count(), 0);
+    });
 }
 
 /// A runtime gives up a pod, or collects what is left of others, whatever there still is of them.

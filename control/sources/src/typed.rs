@@ -9,10 +9,13 @@ use super::convert::{FieldPath, PathElement};
 pub(super) fn read<T: DeserializeOwned>(value: Value) -> Result<(T, Vec<FieldPath>), (FieldPath, String)> {
     let mut unknown = Vec::new();
     let mut note = |path: serde_ignored::Path<'_>| unknown.push(field_path(&path));
+    let mut track = serde_path_to_error::Track::new();
     let noting = serde_ignored::Deserializer::new(value, &mut note);
-    match serde_path_to_error::deserialize(noting) {
+    let tracking = serde_path_to_error::Deserializer::new(noting, &mut track);
+    // A type of the API is compiled once for the erased reader; for these two, one in the other, it would be many times.
+    match erased_serde::deserialize(&mut <dyn erased_serde::Deserializer<'_>>::erase(tracking)) {
         Ok(typed) => Ok((typed, unknown)),
-        Err(error) => Err((error.path().iter().filter_map(step).collect(), error.into_inner().to_string())),
+        Err(error) => Err((track.path().iter().filter_map(step).collect(), error.to_string())),
     }
 }
 

@@ -1,12 +1,12 @@
 //! The conformance cases of ClusterNetworkPolicy, by state and again by single changes on one running engine, and the
 //! objects that its CustomResourceDefinition accepts or refuses. The data is not part of the project:
-//! `../shared/conformance/` beside the repository, or the directory in `PENSTOCK_CONFORMANCE`. If it is absent, the tests
-//! print that and skip.
+//! `../shared/conformance/` beside the repository, or the directory in `PENSTOCK_CONFORMANCE`. Where it is absent, the
+//! tests are ignored.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::Path;
 
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
@@ -82,14 +82,10 @@ struct Expectation {
     allowed: bool,
 }
 
-fn data<T: DeserializeOwned>(file: &str) -> Option<T> {
-    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/conformance");
-    let folder = std::env::var_os("PENSTOCK_CONFORMANCE").map_or(beside, PathBuf::from);
-    let Ok(file) = File::open(folder.join(file)) else {
-        eprintln!("SKIPPED: no conformance data in {}; PENSTOCK_CONFORMANCE names another folder", folder.display());
-        return None;
-    };
-    Some(serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents"))
+fn data<T: DeserializeOwned>(file: &str) -> T {
+    let path = Path::new(env!("CONFORMANCE_DATA")).join(file);
+    let file = File::open(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents")
 }
 
 impl SuitePod {
@@ -196,8 +192,9 @@ impl Tally {
 }
 
 #[test]
+#[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
 fn cluster_policy_cases_hold_for_each_state() {
-    let Some(suite) = data::<Suite>("cnp-cases.json.gz") else { return };
+    let suite: Suite = data("cnp-cases.json.gz");
     let mut tally = Tally::default();
     for case in &suite.cases {
         for (number, step) in case.steps.iter().enumerate() {
@@ -218,8 +215,9 @@ fn cluster_policy_cases_hold_for_each_state() {
 }
 
 #[test]
+#[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
 fn cluster_policy_cases_hold_for_incremental_changes() {
-    let Some(suite) = data::<Suite>("cnp-cases.json.gz") else { return };
+    let suite: Suite = data("cnp-cases.json.gz");
     let mut tally = Tally::default();
     let mut engine = Engine::new(EngineSettings::for_all_pods());
     let by_name = |objects: Vec<Object>| -> BTreeMap<ObjectRef, Object> {
@@ -271,8 +269,9 @@ struct Candidate {
 }
 
 #[test]
+#[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
 fn cluster_policies_are_valid_or_refused_as_their_definition_says() {
-    let Some(suite) = data::<ValiditySuite>("cnp-validity.json.gz") else { return };
+    let suite: ValiditySuite = data("cnp-validity.json.gz");
     let (mut accepted, mut refused) = (0, 0);
     for Candidate { id, object, valid, why, either, foreign } in &suite.objects {
         let settings = ConversionSettings { domain_names: true, ..ConversionSettings::default() };

@@ -1,11 +1,11 @@
 //! The cases of a NetworkPolicy conformance tool, with its own expectations: by state, and again by replaying the
 //! actions on one running engine. The data is not part of the project: `../shared/conformance/` beside the repository,
-//! or the directory in `PENSTOCK_CONFORMANCE`. If it is absent, the tests print that and skip.
+//! or the directory in `PENSTOCK_CONFORMANCE`. Where it is absent, the tests are ignored.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::Path;
 
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
@@ -109,14 +109,10 @@ struct Expectation {
     is_self: bool,
 }
 
-fn suite() -> Option<Suite> {
-    let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/conformance");
-    let folder = std::env::var_os("PENSTOCK_CONFORMANCE").map_or(beside, PathBuf::from);
-    let Ok(file) = File::open(folder.join("cyclonus-cases.json.gz")) else {
-        eprintln!("SKIPPED: no conformance data in {}; PENSTOCK_CONFORMANCE names another folder", folder.display());
-        return None;
-    };
-    Some(serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents"))
+fn suite() -> Suite {
+    let path = Path::new(env!("CONFORMANCE_DATA")).join("cyclonus-cases.json.gz");
+    let file = File::open(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    serde_json::from_reader(flate2::read::GzDecoder::new(file)).expect("the data has the form that it documents")
 }
 
 fn namespace(name: &str, labels: &Labels) -> Object {
@@ -228,8 +224,9 @@ impl Tally {
 }
 
 #[test]
+#[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
 fn conformance_cases_hold_for_each_state() {
-    let Some(suite) = suite() else { return };
+    let suite = suite();
     let mut tally = Tally::default();
     for case in &suite.cases {
         for (number, step) in case.steps.iter().enumerate() {
@@ -243,8 +240,9 @@ fn conformance_cases_hold_for_each_state() {
 }
 
 #[test]
+#[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
 fn conformance_cases_hold_for_incremental_changes() {
-    let Some(suite) = suite() else { return };
+    let suite = suite();
     let mut tally = Tally::default();
     let mut engine = Engine::new(EngineSettings::for_all_pods());
     let cluster: BTreeMap<ObjectRef, Object> =

@@ -6,6 +6,7 @@
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Weak};
 
 use nix::errno::Errno;
@@ -15,42 +16,26 @@ use nix::sys::socket::{AddressFamily, LinkAddr, MsgFlags, SockFlag, SockType, So
 use crate::batch::BATCH;
 use crate::packet::JoinedSegments;
 
-/// The open packet sockets by the cookie of their network namespace: one for all ports in it. Closing one takes the
+/// The open packet sockets by the inode of their network namespace, which it has as long as a socket is in it: one for all ports in it. Closing one takes the
 /// kernel an RCU grace period (`packet_release` in net/packet/af_packet.c). With a socket for each of a hundred ports
 /// it would take seconds until all sockets of a dead process are closed.
 #[derive(Debug, Default)]
 pub(crate) struct GsoSockets(Vec<(u64, Weak<GsoSocket>)>);
 
 impl GsoSockets {
-    /// The socket of the calling thread's network namespace, in which `other` was created. Needs CAP_NET_RAW, as AF_XDP
-    /// does.
-    pub(crate) fn open(&mut self, other: BorrowedFd<'_>) -> io::Result<Arc<GsoSocket>> {
-        let cookie = namespace_cookie(other)?;
+    /// The socket of the calling thread's network namespace. Needs CAP_NET_RAW, as AF_XDP does.
+    pub(crate) fn open(&mut self) -> io::Result<Arc<GsoSocket>> {
+        // SO_NETNS_COOKIE would do, too, but is younger than some kernels (5.14).
+        let namespace = std::fs::metadata("/proc/thread-self/ns/net")?.ino();
         self.0.retain(|(_, socket)| socket.strong_count() > 0);
-        let known = self.0.iter().find(|(of, _)| *of == cookie).and_then(|(_, socket)| socket.upgrade());
+        let known = self.0.iter().find(|(of, _)| *of == namespace).and_then(|(_, socket)| socket.upgrade());
         if let Some(socket) = known {
             return Ok(socket);
         }
         let socket = Arc::new(GsoSocket::open()?);
-        self.0.push((cookie, Arc::downgrade(&socket)));
+        self.0.push((namespace, Arc::downgrade(&socket)));
         Ok(socket)
     }
-}
-
-/// Identifies a socket's network namespace uniquely while the system runs (SO_NETNS_COOKIE, Linux 5.14).
-fn namespace_cookie(socket: BorrowedFd<'_>) -> io::Result<u64> {
-    let (mut cookie, mut length) = (0_u64, size_of::<u64>() as libc::socklen_t);
-    // SAFETY: both live across the call, and the length is that of the buffer.
-    let result = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_NETNS_COOKIE,
-            (&raw mut cookie).cast(),
-            &mut length,
-        )
-    };
-    if result == 0 { Ok(cookie) } else { Err(io::Error::last_os_error()) }
 }
 
 /// A packet socket in a network namespace. It receives nothing.

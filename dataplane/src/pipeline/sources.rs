@@ -54,7 +54,7 @@ fn evaluate_sent(
     };
     match (original, sender) {
         (Some(original), _) => evaluate_original(policy, original, time),
-        (None, StackSender::Translated) => (*flow, policy.evaluate_unknown(ends), EvaluationForm::Unknown),
+        (None, StackSender::Translated) => (*flow, policy.evaluate_without_source(flow, ends), EvaluationForm::Unknown),
         (None, StackSender::Forwarded | StackSender::Unchanged) => {
             (*flow, policy.evaluate_forwarded(flow, ends, time), EvaluationForm::Forwarded)
         }
@@ -113,7 +113,7 @@ impl Opener {
         match self {
             Self::Sender(sender) => evaluate(policy, sources, flow, ends, sender, time),
             Self::Kept(Some(src)) => evaluate_original(policy, Flow { src, ..*flow }, time),
-            Self::Kept(None) => (*flow, policy.evaluate_unknown(ends), EvaluationForm::Unknown),
+            Self::Kept(None) => (*flow, policy.evaluate_without_source(flow, ends), EvaluationForm::Unknown),
             Self::ClientOfService if flow.src == flow.dst => {
                 (*flow, policy.evaluate_hairpin(flow, time), EvaluationForm::Hairpin)
             }

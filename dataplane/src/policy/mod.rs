@@ -211,17 +211,10 @@ impl PolicySet {
         self.evaluate_between(flow, FlowEnds { src, dst: &dst.without_service() }, time)
     }
 
-    /// Evaluates policy for a flow of which the node's stack has translated the source, and which one it was is not known: what policy
-    /// closes to anybody stays closed.
-    pub(crate) fn evaluate_unknown(&self, ends: FlowEnds<'_>) -> PolicyVerdict {
-        let is_open =
-            self.endpoints.find(ends.dst.endpoint).is_some_and(|it| matches!(it.ingress, EndpointPolicy::Open));
-        let ingress = match ends.dst.endpoint {
-            NONE => ends.dst.without_endpoint(),
-            _ if is_open => DirectionVerdict::Open,
-            _ => DirectionVerdict::Denied,
-        };
-        PolicyVerdict { egress: DirectionVerdict::NotLocal, ingress }
+    /// Evaluates policy for a flow of which the node's stack has translated the source, and nobody knows what it was: no rule for some
+    /// sources allows it.
+    pub(crate) fn evaluate_without_source(&self, flow: &Flow, ends: FlowEnds<'_>) -> PolicyVerdict {
+        PolicyVerdict { egress: ends.src.without_endpoint(), ingress: self.evaluate_unknown(ends.dst, flow) }
     }
 
     /// [`PolicySet::evaluate`] with what the source has learnt of domain names.
@@ -234,7 +227,7 @@ impl PolicySet {
         match form {
             EvaluationForm::Plain => self.evaluate_named(flow, time),
             EvaluationForm::Forwarded => self.evaluate_forwarded(flow, self.ends(flow), time),
-            EvaluationForm::Unknown => self.evaluate_unknown(self.ends(flow)),
+            EvaluationForm::Unknown => self.evaluate_without_source(flow, self.ends(flow)),
             EvaluationForm::Hairpin => self.evaluate_hairpin(flow, time),
         }
     }
@@ -296,9 +289,34 @@ impl PolicySet {
         self.evaluate_rules(flow, FlowEnds { src, dst }, time)
     }
 
-    /// The same for a flow that the node's stack forwards: its source has no exemption as the node's.
+    /// The same for a flow that the node's stack forwards: its source has no exemption as the node's. If it is the node's address,
+    /// the node gave it to the packet and nobody knows what it was: no rule for some sources allows it.
     pub(crate) fn evaluate_forwarded(&self, flow: &Flow, ends: FlowEnds<'_>, time: NameTime) -> PolicyVerdict {
-        if ends.src.is_node() { self.evaluate_rules(flow, ends, time) } else { self.evaluate_between(flow, ends, time) }
+        if !ends.src.is_node() {
+            return self.evaluate_between(flow, ends, time);
+        }
+        self.evaluate_without_source(flow, ends)
+    }
+
+    fn evaluate_unknown(&self, own: &AddressEntry, flow: &Flow) -> DirectionVerdict {
+        if own.endpoint == NONE {
+            return own.without_endpoint();
+        }
+        let Some(endpoint) = self.endpoints.find(own.endpoint) else { return DirectionVerdict::Denied };
+        match &endpoint.ingress {
+            EndpointPolicy::Open => DirectionVerdict::Open,
+            EndpointPolicy::Isolated(table) => match table.find_for_every_peer(flow.protocol, flow.dst_port) {
+                Some(rule) => DirectionVerdict::Allowed(RuleRef {
+                    endpoint: EndpointId(own.endpoint),
+                    direction: Direction::Ingress,
+                    rule,
+                }),
+                None => DirectionVerdict::Denied,
+            },
+            EndpointPolicy::Tiered(tiers) => {
+                tiered(tiers.evaluate_unknown(flow.protocol, flow.dst_port), own.endpoint, Direction::Ingress)
+            }
+        }
     }
 
     #[inline]

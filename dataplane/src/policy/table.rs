@@ -64,6 +64,8 @@ pub struct RuleTable {
     peers: Peers,
     /// Each row includes the rules for every address.
     blocks: Blocks,
+    /// The rules for every address.
+    every: Row,
     /// Each row includes the rules without ports.
     ports: Ports,
     names: Arc<[RuleName]>,
@@ -93,9 +95,10 @@ impl RuleTable {
             .flat_map(|(number, blocks)| blocks.iter().map(move |block| (block, number)))
             .collect();
         let blocks = Blocks::build(&every, &blocks, &mut rows);
+        let every = rows.row(&every);
         let ports = build_ports(rules, &mut rows);
         let names = rules.iter().map(|rule| rule.name.clone()).collect();
-        Self { rows: rows.finish(), peers, blocks, ports, names, hits: Arc::default() }
+        Self { rows: rows.finish(), peers, blocks, every, ports, names, hits: Arc::default() }
     }
 
     /// This table, with counters of its rules for this many workers.
@@ -127,6 +130,20 @@ impl RuleTable {
     #[inline]
     pub(super) fn find(&self, identity: u32, peer: Address, protocol: Protocol, port: u16) -> Option<u32> {
         self.first(self.rows(identity, peer, protocol, port))
+    }
+
+    /// The lowest rule that allows every peer, if any.
+    pub(super) fn find_for_every_peer(&self, protocol: Protocol, port: u16) -> Option<u32> {
+        self.first([self.every, 0, self.ports.row(protocol, port)])
+    }
+
+    /// The rules of a flow from this one on by protocol and port alone, in order, and whether each is for every peer.
+    pub(super) fn by_port(&self, protocol: Protocol, port: u16) -> impl Fn(u32) -> Option<(u32, bool)> {
+        let ports = self.ports.row(protocol, port);
+        move |start| {
+            let rule = self.first_from([ports, 0, ports], start)?;
+            Some((rule, self.rows.has(self.every, rule)))
+        }
     }
 
     /// The rows of a flow: by the peer's identity, by its address, by protocol and port.

@@ -260,3 +260,63 @@ fn tiers_are_evaluated_in_order_and_only_network_policy_spares_the_own_node() {
         assert_eq!(drop_reason, Some(DropReason::EgressDenied));
     }
 }
+
+/// The verdict on a flow that the node's stack forwards to `db` under the node's address.
+fn of_unknown_source(ingress: EndpointPolicy, port: u16) -> DirectionVerdict {
+    let mut update = example().update();
+    update.set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
+    let (set, flow) = (update.finish(), flow(NODE, DB, Protocol::TCP, port));
+    set.evaluate_as(&flow, EvaluationForm::Forwarded, NameTime::Never).ingress
+}
+
+#[test]
+fn a_source_that_nobody_knows_has_what_every_source_has() {
+    let port = |number| [(PortProtocol::Tcp, number, number)];
+    let blocks = |cidr: &str| PeerSpec::AnyOf {
+        every_pod: true,
+        blocks: vec![AddressBlock { cidr: cidr.parse().unwrap(), except: vec!["10.0.0.0/8".parse().unwrap()] }],
+    };
+    let rules = [
+        rule("one", selected(), &port(1)),
+        rule("the node's network", blocks("192.168.0.0/16"), &port(2)),
+        rule("all but some", blocks("0.0.0.0/0"), &port(3)),
+        rule("every", PeerSpec::Every, &port(4)),
+    ];
+    let table = isolated(&rules, &[named(1, &[0])]);
+    let allowed =
+        DirectionVerdict::Allowed(RuleRef { endpoint: EndpointId(1), direction: Direction::Ingress, rule: 3 });
+    for number in 1..=5 {
+        let expected = if number == 4 { allowed } else { DirectionVerdict::Denied };
+        assert_eq!(of_unknown_source(table.clone(), number), expected, "port {number}");
+    }
+    assert_eq!(of_unknown_source(EndpointPolicy::Open, 1), DirectionVerdict::Open);
+}
+
+#[test]
+fn in_tiers_a_source_that_nobody_knows_is_denied_what_any_source_is() {
+    use RuleAction::{Accept, Deny, Pass};
+    // Each case: rules of the Admin tier, each for every source or for one, and a NetworkPolicy's rule or none.
+    for (admin, of_policy, is_allowed) in [
+        (&[(Accept, true)][..], None, true),
+        (&[(Accept, false)], None, true),
+        (&[(Accept, false), (Deny, true)], None, false),
+        (&[(Deny, false), (Accept, true)], None, false),
+        (&[(Deny, true)], Some(true), false),
+        (&[(Pass, true), (Deny, true)], Some(true), true),
+        (&[(Pass, true), (Accept, true)], Some(false), false),
+        (&[(Pass, false), (Accept, true)], Some(false), false),
+        (&[(Pass, false), (Accept, true)], Some(true), true),
+        (&[(Pass, false), (Deny, true)], Some(true), false),
+        (&[(Accept, false)], Some(false), false),
+        (&[], Some(true), true),
+    ] {
+        let of_policy: Vec<_> = of_policy.into_iter().map(|every| (Accept, every)).collect();
+        let all = || admin.iter().chain(&of_policy);
+        let peers = |every: bool| if every { PeerSpec::Every } else { selected() };
+        let rules: Vec<_> = all().map(|(_, every)| rule("of a tier", peers(*every), &[])).collect();
+        let (table, actions) = (RuleTable::new(&rules, []), all().map(|(action, _)| *action));
+        let table = TieredTable::new(table, actions, admin.len() as u32, !of_policy.is_empty());
+        let verdict = of_unknown_source(EndpointPolicy::Tiered(Arc::new(table)), 80);
+        assert_eq!(verdict.is_allowed(), is_allowed, "{admin:?}, then {of_policy:?}: {verdict:?}");
+    }
+}

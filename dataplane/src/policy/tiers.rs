@@ -127,6 +127,28 @@ impl TieredTable {
         }
     }
 
+    /// The same for a peer of which nothing is known: it has the rights that every peer has. What a rule says of some peers
+    /// alone counts where it denies, and not where it accepts.
+    pub(super) fn evaluate_unknown(&self, protocol: Protocol, port: u16) -> TierOutcome {
+        let by_port = self.table.by_port(protocol, port);
+        let (mut start, mut may_pass) = (0, false);
+        while let Some((rule, is_for_every_peer)) = by_port(start) {
+            start = rule + 1;
+            let is_admin = rule < self.admin;
+            match (self.actions[rule as usize], is_for_every_peer) {
+                (RuleAction::Deny, _) => return TierOutcome::Denied(rule),
+                // For a peer that an earlier rule has passed on the next tier decides.
+                (RuleAction::Accept, true) if is_admin && may_pass => start = self.admin,
+                (RuleAction::Accept, true) => return TierOutcome::Accepted(rule),
+                (RuleAction::Pass, true) if is_admin => start = self.admin,
+                (RuleAction::Pass, true) => return TierOutcome::Default,
+                (RuleAction::Pass, false) => may_pass = true,
+                (RuleAction::Accept, false) => {}
+            }
+        }
+        if self.is_isolated { TierOutcome::Isolated } else { TierOutcome::Default }
+    }
+
     /// The lowest rule from `start` on that matches, by its rows or by a name.
     #[inline]
     fn first_from(&self, rows: [Row; 3], peer: Address, start: u32, given: Given<'_>) -> Option<u32> {

@@ -185,7 +185,7 @@ impl PortControl {
 
     /// Enables GSO for segments sent on a queue of this interface.
     fn join_segments(&mut self, queue: &mut XskQueue, interface: &str) -> io::Result<Arc<GsoSocket>> {
-        let socket = self.gso.open(queue.as_fd())?;
+        let socket = self.gso.open()?;
         queue.join_segments(GsoPort::new(socket.clone(), interface)?);
         Ok(socket)
     }

@@ -223,11 +223,21 @@ static __always_inline int takes_share(struct __sk_buff *skb, __u32 port)
 	return 1;
 }
 
+/* Whether the sender left the transport checksum to its device. */
+static __always_inline int is_checksum_open(struct __sk_buff *skb)
+{
+	const struct sk_buff *kernel = (void *)skb;
+
+	if (!casts_packets)
+		return BPF_CORE_READ_BITFIELD_PROBED(kernel, ip_summed) == CHECKSUM_PARTIAL;
+	kernel = bpf_cast_to_kern_ctx(skb);
+	return BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL;
+}
+
 /* `interface`: that of the pod `at`. */
 static __always_inline int tag_for_worker(struct __sk_buff *skb, const struct interface *at, __u32 interface, __u8 flags, __u8 uplink,
 					  __u32 outcome)
 {
-	struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
 	struct tag tag = {
 		.to_local = LOCAL, .to_kind = TO_WORKER, .port = bpf_htons(at->port),
 		.from_local = LOCAL, .from_kind = TO_WORKER, .interface = bpf_htonl(interface), .uplink = uplink,
@@ -235,7 +245,7 @@ static __always_inline int tag_for_worker(struct __sk_buff *skb, const struct in
 
 	if (!takes_share(skb, at->port))
 		return count(interface, SHARE_USED, TC_ACT_SHOT);
-	tag.flags = flags | (BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL ? CHECKSUM_OPEN : 0);
+	tag.flags = flags | (is_checksum_open(skb) ? CHECKSUM_OPEN : 0);
 	if (bpf_skb_store_bytes(skb, 0, &tag, sizeof(tag), 0))
 		return count(interface, NOT_IP, TC_ACT_SHOT);
 	return count(interface, outcome, bpf_redirect(pair_of(skb), 0));
@@ -361,8 +371,7 @@ static __always_inline struct change write_flow(const struct connection *connect
  * (RFC 768). */
 static __always_inline int update_checksum(struct __sk_buff *skb, const struct packet *packet, struct change change)
 {
-	struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
-	const __u32 is_udp = packet->protocol == IPPROTO_UDP, is_open = BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL;
+	const __u32 is_udp = packet->protocol == IPPROTO_UDP, is_open = is_checksum_open(skb);
 	const __u32 network = packet->is_v4 ? sizeof(struct iphdr) : sizeof(struct ipv6hdr);
 
 	return bpf_l4_csum_replace(skb, ETH_HLEN + network + (is_udp ? 6 : 16), 0,
@@ -567,11 +576,16 @@ static __always_inline int is_another_pods(struct __sk_buff *skb, const struct i
  * 600,000 instructions of to_pod, for two seconds, and it refuses a million. */
 __noinline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 {
-	if (!origin) /* never; the kernel wants to see it */
+	struct in6_addr from;
+
+	if (!origin || !find_origin(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), origin)) /* the first is never */
 		return 1;
-	if (!find_origin(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), origin) || is_another_pods(skb, &origin->flow.from))
+	/* Copies: Linux 6.1 takes no memory of a caller for the key of a map. */
+	from = origin->flow.from;
+	if (is_another_pods(skb, &from))
 		return 1;
-	return origin->known && is_another_pods(skb, &origin->source);
+	from = origin->source;
+	return origin->known && is_another_pods(skb, &from);
 }
 
 /* What the node's stack sends to a pod: of its own processes, or forwarded and translated. */

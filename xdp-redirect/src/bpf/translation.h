@@ -18,10 +18,30 @@ struct bpf_ct_opts { __s32 netns_id; __s32 error; __u8 l4proto; __u8 dir; __u8 r
 
 extern struct nf_conn *bpf_xdp_ct_lookup(struct xdp_md *ctx, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
 					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
-extern struct nf_conn *bpf_skb_ct_lookup(struct __sk_buff *skb, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
-					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
 extern void bpf_ct_release(struct nf_conn *connection) __ksym __weak;
 extern void *bpf_cast_to_kern_ctx(void *) __ksym __weak;
+
+/* What of this the kernel has. The loader sets it: kernels before 6.4 refuse bpf_ksym_exists() of a function that they have
+ * (check_pseudo_btf_id in kernel/bpf/verifier.c), and what it becomes differs from one load to the next where connection tracking is a
+ * module. */
+const volatile __u32 finds_connections = 0; /* bpf_xdp_ct_lookup and bpf_ct_release */
+const volatile __u32 reads_connections = 0; /* it describes the structures above */
+const volatile __u32 casts_packets = 0;     /* bpf_cast_to_kern_ctx */
+
+/* The kernel's own record of a packet is at the address that a program has as its context. Since Linux 6.2 a program may load from it, and
+ * earlier read it as any other memory. */
+static __always_inline unsigned long tracked_by(struct __sk_buff *skb)
+{
+	const struct sk_buff *kernel = (void *)skb;
+	unsigned long tracked = 0;
+
+	if (casts_packets) {
+		kernel = bpf_cast_to_kern_ctx(skb);
+		return kernel->_nfct;
+	}
+	bpf_core_read(&tracked, sizeof(tracked), &kernel->_nfct);
+	return tracked;
+}
 
 struct ports { __be16 from, to; };
 
@@ -132,7 +152,7 @@ static __always_inline enum outcome of_translation(struct xdp_md *ctx, const voi
 	const __u8 *type = transport.at;
 
 	/* The kernel translates nothing; the loader has verified it. */
-	if (!bpf_ksym_exists(bpf_xdp_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
+	if (!finds_connections)
 		return REDIRECTED;
 	if (transport.protocol == IPPROTO_TCP || transport.protocol == IPPROTO_UDP) {
 		if ((const void *)(ports + 1) > end)
@@ -146,8 +166,6 @@ static __always_inline enum outcome of_translation(struct xdp_md *ctx, const voi
 	}
 	return UNDECIDED;
 }
-
-struct heads { union { struct iphdr ip4; struct ipv6hdr ip6; }; };
 
 struct sent_flow { /* a flow after its translation, in network byte order; IPv4 as ::ffff:a.b.c.d; ports of TCP, UDP and SCTP */
 	struct in6_addr from, to;
@@ -164,8 +182,8 @@ struct { /* the source before it was translated, by flow; shared by all, and rea
 struct origin {
 	struct sent_flow flow;       /* as it leaves: the packet's addresses, and the ports of its connection */
 	struct in6_addr source;      /* as it entered the node */
-	struct in6_addr destination; /* the same; before Linux 6.2 only if `opens` */
-	struct ports ports;          /* the same; 0 before Linux 6.2 */
+	struct in6_addr destination; /* the same */
+	struct ports ports;          /* the same */
 	int known;    /* it is tracked, and no ICMP error */
 	int is_error; /* an ICMP error about a packet of a tracked connection */
 	int opens;    /* in the direction in which the connection was opened */
@@ -237,8 +255,7 @@ static __always_inline int read_tuples(const struct nf_conn *connection, struct 
 static __always_inline void read_connection(struct __sk_buff *skb, struct origin *origin)
 {
 	enum { RELATED = 1, REPLY = 3, RELATED_REPLY = 4, INFO = 7, INET = 2 };
-	const struct sk_buff *kernel = bpf_cast_to_kern_ctx(skb);
-	const unsigned long tracked = kernel->_nfct, info = tracked & INFO;
+	const unsigned long tracked = tracked_by(skb), info = tracked & INFO;
 	const struct nf_conn *connection = (void *)(tracked & ~(unsigned long)INFO);
 	struct tuple tuples[2];
 	const struct tuple *entered, *other;
@@ -260,83 +277,14 @@ static __always_inline void read_connection(struct __sk_buff *skb, struct origin
 	}
 }
 
-struct fragment_header { __u8 next, reserved; __be16 offset; __be32 identification; }; /* RFC 8200 section 4.5 */
-
-/* Reads protocol and ports. Returns 0 if there are none: a later fragment, which without its first one is not reassembled, or another
- * protocol. `offset`: bytes before the IP header. */
-static __always_inline int read_ports(struct __sk_buff *skb, __u32 offset, int is_v4, struct sent_flow *flow)
-{
-	struct fragment_header fragment;
-	struct heads heads;
-
-	if (bpf_skb_load_bytes(skb, offset, &heads, is_v4 ? sizeof(heads.ip4) : sizeof(heads.ip6)))
-		return 0;
-	if (is_v4) {
-		if (heads.ip4.frag_off & bpf_htons(0x1fff))
-			return 0;
-		flow->protocol = heads.ip4.protocol;
-		offset += heads.ip4.ihl * 4;
-	} else {
-		flow->protocol = heads.ip6.nexthdr;
-		offset += sizeof(heads.ip6);
-		if (flow->protocol == IPPROTO_FRAGMENT) {
-			if (bpf_skb_load_bytes(skb, offset, &fragment, sizeof(fragment)) || fragment.offset & bpf_htons(0xfff8))
-				return 0;
-			flow->protocol = fragment.next;
-			offset += sizeof(fragment);
-		}
-	}
-	return has_ports(flow->protocol) && !bpf_skb_load_bytes(skb, offset, &flow->ports, sizeof(flow->ports));
-}
-
-/* The same by the packet's flow, before Linux 6.2, where a program does not see `_nfct`: of TCP and UDP without other headers. */
-static __always_inline void look_up_connection(struct __sk_buff *skb, int is_v4, struct origin *origin)
-{
-	const struct sent_flow *flow = &origin->flow;
-	struct bpf_ct_opts options = { .netns_id = BPF_F_CURRENT_NETNS, .l4proto = flow->protocol };
-	struct bpf_sock_tuple tuple = {};
-	struct nf_conn *connection;
-
-	/* Reversed: the table finds it in either direction. */
-	if (is_v4) {
-		tuple.ipv4.daddr = flow->from.s6_addr32[3];
-		tuple.ipv4.saddr = flow->to.s6_addr32[3];
-		tuple.ipv4.sport = flow->ports.to;
-		tuple.ipv4.dport = flow->ports.from;
-		connection = bpf_skb_ct_lookup(skb, &tuple, sizeof(tuple.ipv4), &options, sizeof(options));
-	} else {
-		__builtin_memcpy(tuple.ipv6.saddr, &flow->to, sizeof(tuple.ipv6.saddr));
-		__builtin_memcpy(tuple.ipv6.daddr, &flow->from, sizeof(tuple.ipv6.daddr));
-		tuple.ipv6.sport = flow->ports.to;
-		tuple.ipv6.dport = flow->ports.from;
-		connection = bpf_skb_ct_lookup(skb, &tuple, sizeof(tuple.ipv6), &options, sizeof(options));
-	}
-	if (!connection)
-		return;
-	origin->known = 1;
-	origin->opens = options.dir;
-	if (options.dir) {
-		to_in6(&origin->source, connection->tuplehash[0].tuple.src.u3.all, is_v4);
-		to_in6(&origin->destination, connection->tuplehash[0].tuple.dst.u3.all, is_v4);
-	} else {
-		to_in6(&origin->source, connection->tuplehash[1].tuple.src.u3.all, is_v4);
-	}
-	bpf_ct_release(connection);
-}
-
 /* Finds what the kernel knows of an outgoing packet, which it may have translated. A reply spoofed as a Service's backend would leave with
  * the Service's address. `offset`: bytes before its IP header. Returns whether the packet's addresses are readable. */
 static __always_inline int find_origin(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
 {
 	if (!read_addresses(skb, offset, is_v4, &origin->flow))
 		return 0;
-	/* Without these functions the kernel has no connection tracking, or does not describe struct nf_conn. */
-	if (!bpf_ksym_exists(bpf_skb_ct_lookup) || !bpf_ksym_exists(bpf_ct_release))
-		return 1;
-	if (bpf_ksym_exists(bpf_cast_to_kern_ctx))
+	if (reads_connections)
 		read_connection(skb, origin);
-	else if (read_ports(skb, offset, is_v4, &origin->flow))
-		look_up_connection(skb, is_v4, origin);
 	return 1;
 }
 
@@ -363,12 +311,12 @@ static __always_inline int note_origin(const struct origin *origin)
 }
 
 /* Whether the kernel tracks the packet, and it leaves with the addresses and ports that it entered the node with. What is not tracked
- * may have been translated by something else, such as IPVS. Before Linux 6.2 this is not known. */
+ * may have been translated by something else, such as IPVS. */
 static __always_inline int is_unchanged(const struct origin *origin)
 {
 	const struct sent_flow *flow = &origin->flow;
 
-	return origin->known && bpf_ksym_exists(bpf_cast_to_kern_ctx) && is_same_address(&origin->source, &flow->from) &&
+	return origin->known && is_same_address(&origin->source, &flow->from) &&
 	       is_same_address(&origin->destination, &flow->to) && origin->ports.from == flow->ports.from &&
 	       origin->ports.to == flow->ports.to;
 }

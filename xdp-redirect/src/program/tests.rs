@@ -1,7 +1,7 @@
 //! The program's actions on each kind of packet, run in the kernel without an interface (BPF_PROG_TEST_RUN).
 
 use std::net::Ipv6Addr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -91,15 +91,6 @@ fn packets() -> Vec<(&'static str, Vec<u8>, ActionAndOutcome, ActionAndOutcome)>
     ]
 }
 
-/// An AF_XDP socket that is bound to nothing: enough to be in the map.
-fn any_socket() -> OwnedFd {
-    // SAFETY: a plain system call; the descriptor it returns is nobody else's.
-    let fd = unsafe { libc::socket(libc::AF_XDP, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
-    assert!(fd >= 0, "socket(AF_XDP): {}", std::io::Error::last_os_error());
-    // SAFETY: as above.
-    unsafe { OwnedFd::from_raw_fd(fd) }
-}
-
 /// Runs a program once over a frame, in this context; what it returns.
 fn test_run(program: BorrowedFd<'_>, frame: &[u8], context: &mut [u8]) -> u32 {
     let mut options = libbpf_sys::bpf_test_run_opts {
@@ -146,7 +137,7 @@ fn shared() -> SharedMaps {
 #[test]
 fn every_kind_of_packet_gets_the_action_of_its_port() {
     let shared = shared();
-    let socket = any_socket();
+    let socket = crate::liveness::socket().unwrap();
     let mut reached = std::collections::BTreeSet::new();
     for role in [Role::Pod, Role::Host, Role::Uplink] {
         let loaded = Program::load(options(role, OnMiss::Drop), &shared).unwrap();
@@ -180,7 +171,7 @@ fn enter_a_router() {
 #[test]
 fn on_an_uplink_packets_too_long_for_the_pod_pass_to_the_kernel_unless_spoofed() {
     enter_a_router();
-    let (shared, socket) = (shared(), any_socket());
+    let (shared, socket) = (shared(), crate::liveness::socket().unwrap());
     let v6 = |address: &str| address.parse::<Ipv6Addr>().unwrap().octets().to_vec();
     let senders = [
         ("another machine", OTHER_V4.to_vec(), true),
@@ -229,7 +220,7 @@ fn changed(mut frame: Vec<u8>, protocol: u8, fragment: u16) -> Vec<u8> {
 #[test]
 fn on_an_uplink_possibly_translated_packets_pass_to_the_kernel() {
     enter_a_router();
-    let (shared, socket) = (shared(), any_socket());
+    let (shared, socket) = (shared(), crate::liveness::socket().unwrap());
     let loaded = Program::load(options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
     let value = socket.as_raw_fd().to_ne_bytes();
     loaded.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
@@ -410,7 +401,7 @@ fn after_the_process_ends_packets_pass_only_where_misses_pass() {
     let closed = Program::load(options(Role::Pod, OnMiss::Drop), &shared).unwrap();
     assert_eq!(run(&open, &tagged), (DROP, XdpOutcome::VlanTag));
     // Its last descriptor is closed, as when the process dies.
-    shared.liveness.socket = any_socket();
+    shared.liveness.socket = crate::liveness::socket().unwrap();
     // A child that another test has just made has it too, until it runs its own program.
     let deadline = Instant::now() + Duration::from_secs(5);
     while run(&open, &tagged) != (PASS, XdpOutcome::NoSocket) {
@@ -419,6 +410,38 @@ fn after_the_process_ends_packets_pass_only_where_misses_pass() {
     assert_eq!(run(&open, &ipv4(LOCAL_V4)), (PASS, XdpOutcome::NoSocket));
     assert_eq!(run(&closed, &tagged), (DROP, XdpOutcome::VlanTag));
     assert_eq!(run(&closed, &ipv4(LOCAL_V4)), (DROP, XdpOutcome::NoSocket));
+}
+
+/// As check_pseudo_btf_id in kernel/bpf/verifier.c of kernels before 6.4, which refuses a function.
+fn takes_a_kernel_symbols_address(instructions: &[libbpf_sys::bpf_insn]) -> bool {
+    const LOAD_64: u8 = (libbpf_sys::BPF_LD | libbpf_sys::BPF_IMM | libbpf_sys::BPF_DW) as u8;
+    let takes =
+        |at: &libbpf_sys::bpf_insn| at.code == LOAD_64 && u32::from(at.src_reg()) == libbpf_sys::BPF_PSEUDO_BTF_ID;
+    instructions.iter().any(takes)
+}
+
+#[test]
+fn no_program_takes_the_address_of_a_kernel_function() {
+    let mut storage = MaybeUninit::uninit();
+    let loaded = open_for_node(&mut storage, options(Role::Host, OnMiss::Drop), &shared()).unwrap().load().unwrap();
+    for program in [&loaded.progs.penstock, &loaded.progs.penstock_leave] {
+        assert!(!takes_a_kernel_symbols_address(program.insns()), "{:?}", program.name());
+    }
+}
+
+#[test]
+fn programs_load_whichever_functions_the_kernel_has() {
+    let kernel = ConnectionFunctions::of_kernel();
+    assert!(kernel.lookups && kernel.reads && kernel.casts, "the kernel that runs this test has them all");
+    for (lookups, reads, casts) in
+        [(false, false, false), (false, true, false), (true, true, false), (true, false, true), (true, true, true)]
+    {
+        let functions = ConnectionFunctions { lookups, reads, casts };
+        for role in [Role::Host, Role::Uplink] {
+            Program::load_for_node(options(role, OnMiss::Drop), &shared(), functions)
+                .unwrap_or_else(|error| panic!("{role:?}, {functions:?}: {error}"));
+        }
+    }
 }
 
 #[test]

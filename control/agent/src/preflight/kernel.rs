@@ -1,23 +1,24 @@
 //! Checks the kernel and its limits: version, bpffs, locked memory.
 
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
-use penstock_xdp_redirect::MINIMUM_KERNEL;
+use penstock_xdp_redirect::{MINIMUM_KERNEL, panics_on_sends, reads_connections};
 
 use super::{PreflightFinding, bpffs, effective_capabilities};
 use crate::config::{Config, FailMode, OnExit, XdpMode};
 
-/// The first kernel that can send more than 32 packets per wake-up (`XDP_MAX_TX_SKB_BUDGET`).
-const BUDGET: (u32, u32) = (6, 17);
 /// CAP_IPC_LOCK: exempt from RLIMIT_MEMLOCK.
 const IPC_LOCK: u32 = 14;
 
 /// All kernel checks; without privileges the version only, since the others would fail for that alone.
 pub(super) fn findings(config: &Config, permitted: bool) -> Vec<PreflightFinding> {
     let release = nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned());
-    let mut findings = vec![version(&release.unwrap_or_default())];
+    let release = release.unwrap_or_default();
+    let mut findings = vec![version(&release)];
+    findings.extend(sends(&release, panics_on_sends()));
     if !permitted {
         return findings;
     }
+    findings.extend(masqueraded(reads_connections()));
     if config.fail.mode == FailMode::Closed || config.fail.on_exit == OnExit::Keep {
         findings.push(bpffs::finding(effective_capabilities() >> super::SYS_ADMIN & 1 == 1));
     }
@@ -29,21 +30,48 @@ pub(super) fn findings(config: &Config, permitted: bool) -> Vec<PreflightFinding
     findings
 }
 
+/// Numbers at the start of a kernel's release: of 6.12.43+deb12-amd64 they are 6, 12 and 43.
+fn numbers(release: &str) -> impl Iterator<Item = u32> {
+    release.split(|c: char| !c.is_ascii_digit()).map_while(|part| part.parse().ok())
+}
+
+/// AF_XDP sockets on several interfaces share one UMEM since 5.10: to try that takes two interfaces.
 fn version(release: &str) -> PreflightFinding {
     let (least_major, least_minor) = MINIMUM_KERNEL;
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse::<u32>().ok());
-    match (numbers.next().flatten(), numbers.next().flatten()) {
+    let mut numbers = numbers(release);
+    match (numbers.next(), numbers.next()) {
         (Some(major), Some(minor)) if (major, minor) < MINIMUM_KERNEL => PreflightFinding::error(format!(
             "kernel {release}: its AF_XDP sockets cannot share a UMEM between interfaces; use {least_major}.{least_minor} or later"
-        )),
-        (Some(major), Some(minor)) if (major, minor) < BUDGET => PreflightFinding::warning(format!(
-            "kernel {release}: sends at most 32 packets per wake-up, which slows bulk traffic; 6.17 or later sends more"
         )),
         (Some(_), Some(_)) => PreflightFinding::ok(format!("kernel {release}")),
         _ => PreflightFinding::warning(format!(
             "kernel {release:?}: unknown version; use {least_major}.{least_minor} or later"
         )),
     }
+}
+
+/// Kernels that panic when a worker sends. `panics`: what the kernel's types say, if it describes them; otherwise its
+/// version decides ([`panics_on_sends`]). No way of sending spares them: what workers send goes through a veth, and whoever
+/// receives it there overwrites what the kernel reads.
+fn sends(release: &str, panics: Option<bool>) -> Option<PreflightFinding> {
+    const FIRST_AND_LAST: [[u32; 3]; 2] = [[6, 16, 8], [6, 17, 10]];
+    let [first, last] = FIRST_AND_LAST;
+    let version: Vec<u32> = numbers(release).take(3).collect();
+    let is_listed = || version.as_slice() >= &first[..] && version.as_slice() <= &last[..];
+    panics.unwrap_or_else(is_listed).then(|| {
+        PreflightFinding::error(format!(
+            "kernel {release}: panics when an AF_XDP socket sends to a veth (its commit 30f241fcf52a, of 6.16.8 to 6.17.10); use one with 0ebc27a4c67d (6.17.11 or later), or 6.12"
+        ))
+    })
+}
+
+/// Without it workers do not know who sent what the node gave an address of its own, as kube-proxy does for NodePorts.
+fn masqueraded(reads_connections: bool) -> Option<PreflightFinding> {
+    (!reads_connections).then(|| {
+        PreflightFinding::warning(
+            "masquerade: the kernel does not say who sent what the node gives its own address; pods under policy take that only where a rule allows every source; use a kernel with CONFIG_DEBUG_INFO_BTF and connection tracking (modprobe nf_conntrack), and restart penstock",
+        )
+    })
 }
 
 /// Uplinks hand packets to the workers past the kernel, so the programs must recognize connections that the kernel
@@ -95,11 +123,11 @@ mod tests {
     use crate::preflight::Level;
 
     #[test]
-    fn a_too_old_kernel_is_an_error_and_one_with_a_limitation_a_warning() {
+    fn a_too_old_kernel_is_an_error() {
         for (release, level, expected) in [
             ("4.19.0-27-amd64", Level::Error, "kernel 4.19.0-27-amd64: its AF_XDP sockets cannot share"),
             ("5.9.16", Level::Error, "kernel 5.9.16: "),
-            ("5.10.0-28-amd64", Level::Warning, "kernel 5.10.0-28-amd64: sends at most 32 packets"),
+            ("5.10.0-28-amd64", Level::Ok, "kernel 5.10.0-28-amd64"),
             ("6.17.1", Level::Ok, "kernel 6.17.1"),
             ("7.0-rc1", Level::Ok, "kernel 7.0-rc1"),
             ("unknown", Level::Warning, "kernel \"unknown\": unknown version"),
@@ -107,6 +135,29 @@ mod tests {
             let found = version(release);
             assert_eq!(found.level, level, "{found:?}");
             assert!(found.line.starts_with(expected), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_panics_when_workers_send_is_an_error() {
+        for (release, by_types, is_refused) in [
+            ("6.16.12+deb13-amd64", None, true),
+            ("6.16.12+deb13-amd64", Some(true), true),
+            // A distribution's kernel has taken the commit that mends it, or the one that broke it.
+            ("6.17.8", Some(false), false),
+            ("6.12.0-300.el10", Some(true), true),
+            ("6.16.7", None, false),
+            ("6.16.8", None, true),
+            ("6.17.0-14-generic", None, true),
+            ("6.17.10", None, true),
+            ("6.17.11", None, false),
+            ("6.18.0", None, false),
+            ("7.0-rc1", None, false),
+            ("unknown", None, false),
+        ] {
+            let found = sends(release, by_types);
+            assert_eq!(found.is_some(), is_refused, "{release} {by_types:?}");
+            assert!(found.is_none_or(|found| found.level == Level::Error && found.line.contains("0ebc27a4c67d")));
         }
     }
 
@@ -119,6 +170,13 @@ mod tests {
             found.line.starts_with("xdp.mode = \"generic\": ") && found.line.contains("ethtool -K eth0"),
             "{found:?}"
         );
+    }
+
+    #[test]
+    fn a_kernel_that_hides_who_is_masqueraded_is_a_warning() {
+        assert_eq!(masqueraded(true), None);
+        let found = masqueraded(false).unwrap();
+        assert!(found.level == Level::Warning && found.line.contains("modprobe nf_conntrack"), "{found:?}");
     }
 
     #[test]

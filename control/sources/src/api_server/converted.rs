@@ -4,6 +4,8 @@ use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DynamicObject;
 use penstock_policy::model::{Object, ObjectKey, ObjectRef};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use super::cluster_policy;
 use super::fail_closed::{self, Interpretation};
@@ -26,31 +28,30 @@ pub(super) struct ConvertedObject {
 }
 
 /// Converts an object of one kind.
-pub(super) type Converter<K> = fn(K) -> ConvertedObject;
+pub(super) type Converter = fn(DynamicObject) -> ConvertedObject;
 
-pub(super) fn namespace(object: core::Namespace) -> ConvertedObject {
-    let content = content(
-        convert::namespace(&object, ConversionSettings::default()).map(Object::Namespace),
-        ObjectKind::Namespace,
-    );
-    ConvertedObject {
-        reference: ObjectRef::Namespace(name(&object.metadata)),
-        version: version(&object.metadata),
-        uid: uid(&object.metadata),
-        content,
-    }
+pub(super) fn namespace(object: DynamicObject) -> ConvertedObject {
+    let reference = ObjectRef::Namespace(name(&object.metadata));
+    typed(object, reference, ObjectKind::Namespace, |data, metadata| {
+        let namespace = core::Namespace { metadata, ..read(data)? };
+        Ok(whole(convert::namespace(&namespace, ConversionSettings::default()).map(Object::Namespace)))
+    })
 }
 
-pub(super) fn node(object: core::Node) -> ConvertedObject {
-    let content = content(convert::node(&object).map(Object::Node), ObjectKind::Node);
+pub(super) fn node(object: DynamicObject) -> ConvertedObject {
     let reference = ObjectRef::Node(name(&object.metadata));
-    ConvertedObject { reference, version: version(&object.metadata), uid: uid(&object.metadata), content }
+    typed(object, reference, ObjectKind::Node, |data, metadata| {
+        let node = core::Node { metadata, ..read(data)? };
+        Ok(whole(convert::node(&node).map(Object::Node)))
+    })
 }
 
-pub(super) fn pod(object: core::Pod) -> ConvertedObject {
-    let content = content(convert::pod(&object).map(Object::Pod), ObjectKind::Pod);
+pub(super) fn pod(object: DynamicObject) -> ConvertedObject {
     let reference = ObjectRef::Pod(key(&object.metadata));
-    ConvertedObject { reference, version: version(&object.metadata), uid: uid(&object.metadata), content }
+    typed(object, reference, ObjectKind::Pod, |data, metadata| {
+        let pod = core::Pod { metadata, ..read(data)? };
+        Ok(whole(convert::pod(&pod).map(Object::Pod)))
+    })
 }
 
 /// Policies are read from JSON, not the client's type: that type would silently drop an unknown field, and with it a
@@ -85,49 +86,59 @@ fn cluster_policy(object: DynamicObject, settings: ConversionSettings) -> Conver
 }
 
 /// What of a Service is not valid is left out.
-pub(super) fn service(object: core::Service) -> ConvertedObject {
-    let converted = convert::service(&object).map(|(service, wrong)| (Object::Service(service), wrong));
-    ConvertedObject {
-        reference: ObjectRef::Service(key(&object.metadata)),
-        version: version(&object.metadata),
-        uid: uid(&object.metadata),
-        content: partly(converted, ObjectKind::Service),
-    }
+pub(super) fn service(object: DynamicObject) -> ConvertedObject {
+    let reference = ObjectRef::Service(key(&object.metadata));
+    typed(object, reference, ObjectKind::Service, |data, metadata| {
+        let service = core::Service { metadata, ..read(data)? };
+        Ok(convert::service(&service).map(|(service, wrong)| (Object::Service(service), wrong)))
+    })
 }
 
 /// What of an EndpointSlice is not valid is left out. It is of either version: the items of a list do not say which. All that
 /// counts of a stable one is also in the older form.
 pub(super) fn endpoint_slice(object: DynamicObject) -> ConvertedObject {
-    let (reference, version) = (ObjectRef::EndpointSlice(key(&object.metadata)), version(&object.metadata));
-    let uid = uid(&object.metadata);
-    let content = match typed::read::<V1Beta1EndpointSlice>(object.data) {
-        Ok((mut slice, _)) => {
-            slice.metadata = object.metadata;
-            let converted = convert::v1beta1_endpoint_slice(slice);
-            partly(converted.map(|(slice, wrong)| (Object::EndpointSlice(slice), wrong)), ObjectKind::EndpointSlice)
-        }
-        Err((field, wrong)) => unusable(&format!("{field}: {wrong}"), ObjectKind::EndpointSlice),
-    };
-    ConvertedObject { reference, version, uid, content }
+    let reference = ObjectRef::EndpointSlice(key(&object.metadata));
+    typed(object, reference, ObjectKind::EndpointSlice, |data, metadata| {
+        let mut slice: V1Beta1EndpointSlice = read(data)?;
+        slice.metadata = metadata;
+        Ok(convert::v1beta1_endpoint_slice(slice).map(|(slice, wrong)| (Object::EndpointSlice(slice), wrong)))
+    })
 }
 
+/// An object and its parts that are not valid.
 type PartlyConverted = Result<(Object, Vec<convert::FieldError>), convert::FieldError>;
 
-fn partly(converted: PartlyConverted, kind: ObjectKind) -> Interpretation {
-    match converted {
-        Ok((object, wrong)) if !wrong.is_empty() => {
+fn whole(converted: Result<Object, convert::FieldError>) -> PartlyConverted {
+    converted.map(|object| (object, Vec::new()))
+}
+
+/// Reads an object's fields as a type of the API, or says which of them has another type.
+fn read<T: DeserializeOwned>(data: Value) -> Result<T, String> {
+    typed::read(data).map(|(typed, _)| typed).map_err(|(field, wrong)| format!("{field}: {wrong}"))
+}
+
+/// Converts an object by its type.
+fn typed(
+    object: DynamicObject,
+    reference: ObjectRef,
+    kind: ObjectKind,
+    convert: impl FnOnce(Value, ObjectMeta) -> Result<PartlyConverted, String>,
+) -> ConvertedObject {
+    let DynamicObject { metadata, data, .. } = object;
+    let (version, uid) = (version(&metadata), uid(&metadata));
+    let content = match convert(data, metadata) {
+        Err(invalid) => unusable(&invalid, kind),
+        Ok(Err(invalid)) => unusable(&invalid.to_string(), kind),
+        Ok(Ok((object, wrong))) if wrong.is_empty() => Interpretation::Full(object),
+        Ok(Ok((object, wrong))) => {
             let wrong: Vec<String> = wrong.iter().map(ToString::to_string).collect();
             Interpretation::Restricted {
                 object,
                 problem: format!("{}; until then it counts without", wrong.join("; ")),
             }
         }
-        converted => content(converted.map(|(object, _)| object), kind),
-    }
-}
-
-fn content(converted: Result<Object, convert::FieldError>, kind: ObjectKind) -> Interpretation {
-    converted.map_or_else(|invalid| unusable(&invalid.to_string(), kind), Interpretation::Full)
+    };
+    ConvertedObject { reference, version, uid, content }
 }
 
 /// An object that counts as absent.

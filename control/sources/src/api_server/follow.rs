@@ -7,7 +7,6 @@
 //! - keeps a version that the server refused with HTTP status 410, and asks again for streamed lists where there are none;
 //! - does not hand on bookmarks, which show that a watch without events is alive.
 
-use std::fmt::Debug;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,9 +14,8 @@ use std::time::{Duration, Instant};
 use futures_util::{Stream, StreamExt};
 use kube::api::{ListParams, WatchEvent, WatchParams};
 use kube::core::{ApiResource, DynamicObject, GroupVersionKind};
-use kube::{Api, Client, Resource, ResourceExt};
+use kube::{Api, ResourceExt};
 use rand::Rng;
-use serde::de::DeserializeOwned;
 use tokio::time::timeout;
 
 use super::access::CurrentClient;
@@ -38,9 +36,9 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// The annotation of the bookmark that ends a streamed list (KEP-3157).
 const END_OF_LIST: &str = "k8s.io/initial-events-end";
 
-/// The trait bounds of the client's object types.
-pub(super) trait WatchedType: Resource + Clone + DeserializeOwned + Debug + Send + 'static {}
-impl<K: Resource + Clone + DeserializeOwned + Debug + Send + 'static> WatchedType for K {}
+/// The objects of one kind at the server. They have no type of the client's: one that cannot be read must not hide the others
+/// of its page, and the code that follows a kind is compiled once.
+type Objects = Api<DynamicObject>;
 
 /// Follows one kind.
 pub(super) struct KindFollower {
@@ -96,24 +94,20 @@ impl KindFollower {
     }
 
     /// Follows the kind forever.
-    pub(super) async fn run<K: WatchedType>(mut self, api: impl Fn(Client) -> Api<K> + Send, convert: Converter<K>) {
+    pub(super) async fn run(mut self, resource: ApiResource, convert: Converter) {
         loop {
             let client = self.shared.client.get();
-            if let Err(failure) = self.follow(&api(client.client.clone()), convert).await {
+            if let Err(failure) = self.follow(&Api::all_with(client.client.clone(), &resource), convert).await {
                 self.fail(failure, &client).await;
             }
         }
     }
 
     /// Follows a kind forever, while there is a right to read it. Without one there are no objects.
-    pub(super) async fn run_while_allowed<K: WatchedType>(
-        mut self,
-        api: impl Fn(Client) -> Api<K> + Send,
-        convert: Converter<K>,
-    ) {
+    pub(super) async fn run_while_allowed(mut self, resource: ApiResource, convert: Converter) {
         loop {
             let client = self.shared.client.get();
-            match self.follow(&api(client.client.clone()), convert).await {
+            match self.follow(&Api::all_with(client.client.clone(), &resource), convert).await {
                 Ok(()) => {}
                 Err(RequestError::Forbidden { resource, message }) => {
                     if self.absent == 0 {
@@ -130,7 +124,7 @@ impl KindFollower {
     }
 
     /// Follows a kind forever, while the server serves it in one of these versions.
-    pub(super) async fn run_while_served(mut self, kind: ServedKind, convert: Converter<DynamicObject>) {
+    pub(super) async fn run_while_served(mut self, kind: ServedKind, convert: Converter) {
         loop {
             let client = self.shared.client.get();
             let end = match self.served_version(&kind, &client).await {
@@ -207,7 +201,7 @@ impl KindFollower {
     }
 
     /// Lists or watches once.
-    async fn follow<K: WatchedType>(&mut self, api: &Api<K>, convert: Converter<K>) -> Result<(), RequestError> {
+    async fn follow(&mut self, api: &Objects, convert: Converter) -> Result<(), RequestError> {
         let (start, watches) = (Instant::now(), self.resource_version.is_some());
         match self.resource_version.clone() {
             Some(version) => self.watch(api, &version, convert).await?,
@@ -222,7 +216,7 @@ impl KindFollower {
     }
 
     /// Lists in pages.
-    async fn list<K: WatchedType>(&mut self, api: &Api<K>, convert: Converter<K>) -> Result<(), RequestError> {
+    async fn list(&mut self, api: &Objects, convert: Converter) -> Result<(), RequestError> {
         self.shared.store().begin_list(self.kind);
         let mut params = ListParams { limit: self.pages.then_some(PAGE), ..ListParams::default() };
         let version = loop {
@@ -254,7 +248,7 @@ impl KindFollower {
     /// Lists by a stream that continues as a watch. Falls back to pages if the server does not support it, as client-go does
     /// (tools/cache/reflector.go): an older server refuses the request, and a newer one with an etcd that is too old sends an
     /// error with code 500 as the first event.
-    async fn stream<K: WatchedType>(&mut self, api: &Api<K>, convert: Converter<K>) -> Result<(), RequestError> {
+    async fn stream(&mut self, api: &Objects, convert: Converter) -> Result<(), RequestError> {
         let mut params = watch_params();
         params.send_initial_events = true;
         // No version: the list must be as recent as the request.
@@ -278,12 +272,7 @@ impl KindFollower {
     }
 
     /// Watches from a version until the watch ends.
-    async fn watch<K: WatchedType>(
-        &mut self,
-        api: &Api<K>,
-        version: &str,
-        convert: Converter<K>,
-    ) -> Result<(), RequestError> {
+    async fn watch(&mut self, api: &Objects, version: &str, convert: Converter) -> Result<(), RequestError> {
         let started = within(self.timeouts().watch_start, api.watch(&watch_params(), version)).await?;
         let events = started.map_err(|error| RequestError::of(&error, self.kind))?;
         if self.backoff.is_reset() {
@@ -293,10 +282,10 @@ impl KindFollower {
     }
 
     /// Processes events until the stream ends; `listing` until the initial list of a stream is complete.
-    async fn consume<K: WatchedType>(
+    async fn consume(
         &mut self,
-        events: impl Stream<Item = kube::Result<WatchEvent<K>>>,
-        convert: Converter<K>,
+        events: impl Stream<Item = kube::Result<WatchEvent<DynamicObject>>>,
+        convert: Converter,
         mut listing: bool,
     ) -> Result<(), RequestError> {
         let mut events = pin!(events);
@@ -333,10 +322,10 @@ impl KindFollower {
     }
 
     /// Processes one event.
-    fn take<K: WatchedType>(
+    fn take(
         &mut self,
-        event: WatchEvent<K>,
-        convert: Converter<K>,
+        event: WatchEvent<DynamicObject>,
+        convert: Converter,
         listing: &mut bool,
     ) -> Result<(), RequestError> {
         match event {

@@ -22,8 +22,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
-use kube::Api;
 use kube::core::ApiResource;
 use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
@@ -254,7 +254,7 @@ struct Following {
 impl Following {
     /// Starts the thread, which ends when `stopped` does. It says whether there is access.
     ///
-    /// Not async: what an async function runs is compiled in each crate that awaits it, and here that is every type of the API.
+    /// Not async: what an async function runs is compiled in each crate that awaits it.
     fn start(
         self,
         started: oneshot::Sender<Result<Arc<Shared>, AccessError>>,
@@ -293,14 +293,10 @@ async fn run(
 ) {
     let mut tasks = JoinSet::new();
     let follower = |kind| KindFollower::new(kind, Arc::clone(&shared));
-    tasks.spawn(follower(ObjectKind::Namespace).run(Api::all, converted::namespace));
-    tasks.spawn(follower(ObjectKind::Node).run(Api::all, converted::node));
-    tasks.spawn(follower(ObjectKind::Pod).run(Api::all, converted::pod));
-    let policies = ApiResource::erase::<NetworkPolicy>(&());
-    tasks.spawn(
-        follower(ObjectKind::NetworkPolicy)
-            .run(move |client| Api::all_with(client, &policies), converted::network_policy),
-    );
+    tasks.spawn(follower(ObjectKind::Namespace).run(erased::<core::Namespace>(), converted::namespace));
+    tasks.spawn(follower(ObjectKind::Node).run(erased::<core::Node>(), converted::node));
+    tasks.spawn(follower(ObjectKind::Pod).run(erased::<core::Pod>(), converted::pod));
+    tasks.spawn(follower(ObjectKind::NetworkPolicy).run(erased::<NetworkPolicy>(), converted::network_policy));
     let cluster_policy = match settings.domain_names {
         true => converted::cluster_network_policy_with_names,
         false => converted::cluster_network_policy,
@@ -308,9 +304,9 @@ async fn run(
     tasks.spawn(follower(ObjectKind::ClusterNetworkPolicy).run_while_served(CLUSTER_POLICIES, cluster_policy));
     let services = follower(ObjectKind::Service);
     if !shared.health.followed().contains(ObjectKind::EndpointSlice) {
-        tasks.spawn(services.run_while_allowed(Api::all, converted::service));
+        tasks.spawn(services.run_while_allowed(erased::<core::Service>(), converted::service));
     } else {
-        tasks.spawn(services.run(Api::all, converted::service));
+        tasks.spawn(services.run(erased::<core::Service>(), converted::service));
         tasks.spawn(follower(ObjectKind::EndpointSlice).run_while_served(ENDPOINT_SLICES, converted::endpoint_slice));
     }
     tasks.spawn(send_changes(Arc::clone(&shared), batches));
@@ -329,6 +325,11 @@ async fn run(
     }
     // Dropping the tasks ends them, and the runtime's end the last one.
     drop(startup_taint);
+}
+
+/// Where the server has the objects of a type.
+fn erased<K: kube::Resource<DynamicType = ()>>() -> ApiResource {
+    ApiResource::erase::<K>(&())
 }
 
 /// Says from time to time which kinds are not listed yet. Never returns.

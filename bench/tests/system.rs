@@ -7,7 +7,6 @@ mod capture;
 mod connections;
 mod dashboards;
 mod domain_names;
-mod fixture;
 mod flow_records;
 mod forwarding;
 mod frames;

@@ -7,11 +7,6 @@ mod answering;
 mod beside;
 mod bridged;
 mod datagrams;
-#[path = "../system/fixture.rs"]
-mod fixture;
-#[path = "../faults/forger.rs"]
-#[allow(dead_code, reason = "the faults' tests use the rest of it")]
-mod forger;
 mod kube_proxy;
 mod masquerade;
 mod names;

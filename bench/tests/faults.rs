@@ -5,12 +5,9 @@
 mod busy_core;
 mod changes;
 mod clock;
-#[path = "../system/fixture.rs"]
-mod fixture;
 mod floods;
 mod floods_from_outside;
 mod forged;
-mod forger;
 mod forgotten;
 mod mutated;
 mod offload;

@@ -1,0 +1,16 @@
+//! Everything that needs packets on real veths, in one test program: each test builds nodes of its own in network namespaces,
+//! starts `penstock run` in them and sends packets, beside the other tests. Needs root, and `penstock` beside this program or in
+//! `PENSTOCK_BIN`.
+//!
+//! Daemons attach as they do by default; `PENSTOCK_TEST_ATTACH` and `PENSTOCK_TEST_OFFLOAD` change that for a whole run.
+
+mod api_server;
+mod demo;
+mod faults;
+mod fixture;
+mod forger;
+mod nodes;
+mod on_cluster;
+mod services;
+mod system;
+mod testbed;

@@ -1,0 +1,8 @@
+//! The command as its users run it, without a daemon. One test program, since each would link the same.
+
+mod commands;
+mod crates;
+mod extcap;
+mod learn;
+mod replay_command;
+mod replay_stream;

@@ -1,0 +1,11 @@
+//! The packet path in memory, by its public interface: parser, pipeline, translation, policy tables, names and journal. One test
+//! program, since each would link the same.
+
+mod journal;
+mod modules;
+mod names;
+mod parse;
+mod pipeline;
+mod policy_set;
+mod translation;
+mod via_host;
