@@ -12,6 +12,7 @@ mod forwarding;
 mod frames;
 mod lifecycle;
 mod new_pods;
+mod no_policy;
 mod operation;
 mod policy;
 mod privileges;

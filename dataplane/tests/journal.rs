@@ -15,7 +15,8 @@ use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Flow, TcpFlags, parse};
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
-    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable,
+    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortSpec, RuleName,
+    RuleSpec, RuleTable,
 };
 use penstock_dataplane::{Epoch, Snapshot};
 use proptest::prelude::*;
@@ -46,8 +47,11 @@ fn policy(is_open: bool) -> PolicySet {
         let identity = Identity(NonZeroU32::new(number).unwrap());
         let endpoint = Some(EndpointId(number));
         update.set_address(ip(address).into(), Some(AddressOwner::Pod { identity, endpoint, node: Some(NodeId(0)) }));
-        let closed = EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], [])));
-        let ingress = if is_open || number == 1 { EndpointPolicy::Open } else { closed };
+        // A rule that allows all: what no policy selects would pass without a connection.
+        let every = RuleSpec { name: RuleName("every".into()), peers: PeerSpec::Every, ports: PortSpec::Every };
+        let rules = if is_open { vec![every] } else { Vec::new() };
+        let isolated = EndpointPolicy::Isolated(Arc::new(RuleTable::new(&rules, [])));
+        let ingress = if number == 1 { EndpointPolicy::Open } else { isolated };
         update.set_endpoint(EndpointId(number), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
     }
     update.finish()

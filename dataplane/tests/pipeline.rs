@@ -230,9 +230,18 @@ fn first_packets_get_verdicts_by_port_source_and_policy() {
         ("the node's address from a pod", WEB, udp(NODE4, DB4, (1, 2)), drop(DropReason::SpoofedSource)),
         ("a pod's address from outside", UPLINK, udp(WEB4, DB4, (1, 5432)), drop(DropReason::SpoofedSource)),
         ("the node's address from outside", UPLINK, udp(NODE4, DB4, (1, 2)), drop(DropReason::SpoofedSource)),
-        ("multicast", WEB, udp(WEB4, "224.0.0.251", (5353, 5353)), drop(DropReason::Multicast)),
-        ("broadcast", WEB, udp(WEB4, "255.255.255.255", (68, 67)), drop(DropReason::Multicast)),
-        ("link-local", WEB, udp(WEB4, "169.254.169.254", (1, 80)), drop(DropReason::NotRoutable)),
+        ("multicast, to the node", WEB, udp(WEB4, "224.0.0.251", (5353, 5353)), forward(HOST)),
+        ("broadcast, to the node", WEB, udp(WEB4, "255.255.255.255", (68, 67)), forward(HOST)),
+        ("multicast by the host port", HOST, udp(WORLD4, "224.0.0.251", (1, 2)), drop(DropReason::Multicast)),
+        ("multicast from outside", UPLINK, udp(WORLD4, "224.0.0.251", (1, 2)), drop(DropReason::Multicast)),
+        ("from a multicast address", HOST, udp("224.0.0.251", WEB4, (1, 2)), drop(DropReason::NotRoutable)),
+        ("link-local", WEB, udp(WEB4, "169.254.169.254", (1, 80)), forward(HOST)),
+        ("link-local, IPv6", WEB, udp(WEB6, "fe80::1", (1, 80)), forward(HOST)),
+        ("from a link-local address", HOST, udp("169.254.20.10", WEB4, (53, 1)), forward(WEB)),
+        ("from a link-local address, IPv6", HOST, udp("fe80::1", WEB6, (53, 1)), forward(WEB)),
+        ("IPv4's are routed, too", UPLINK, udp("169.254.169.254", WEB4, (80, 1)), forward(WEB)),
+        ("IPv6's from outside", UPLINK, udp("fe80::1", WEB6, (53, 1)), drop(DropReason::NotRoutable)),
+        ("link-local that no rule names", HOST, udp("169.254.1.1", DB4, (1, 2)), drop(DropReason::IngressDenied)),
         ("loopback", WEB, udp(WEB4, "127.0.0.1", (1, 80)), drop(DropReason::NotRoutable)),
         ("loopback by the host port", HOST, udp("127.0.0.1", WEB4, (1, 80)), drop(DropReason::NotRoutable)),
         ("world to a pod that is not there", HOST, udp(WORLD4, "10.0.0.99", (1, 2)), drop(DropReason::NotReady)),
@@ -391,7 +400,8 @@ fn an_icmp_error_passes_only_for_the_connection_it_quotes() {
     let router = "198.51.100.1";
     for (name, frame, expected) in [
         ("about a live connection", error(router, WEB4, &request), Verdict::Forward(WEB)),
-        ("about none", error(router, WEB4, &udp(WEB4, WORLD4, (40001, 53))), Verdict::Drop(DropReason::NoConnection)),
+        ("about none, without policy", error(router, WEB4, &udp(WEB4, WORLD4, (40001, 53))), Verdict::Forward(WEB)),
+        ("about none", error(router, DB4, &udp(DB4, WORLD4, (40001, 53))), Verdict::Drop(DropReason::NoConnection)),
         ("to another than its sender", error(router, DB4, &request), Verdict::Drop(DropReason::NoConnection)),
         ("cut short", error(router, WEB4, &request[..30]), Verdict::Drop(DropReason::NoConnection)),
     ] {
@@ -538,4 +548,98 @@ fn later_fragments_follow_their_first_fragment() {
         Verdict::Drop(DropReason::Fragment),
         "its first did not pass"
     );
+}
+
+/// A segment with these flags that belongs to nothing.
+fn segment(from: &str, to: &str, ports: (u16, u16), flags: &str) -> Vec<u8> {
+    let edit = |header: &mut TcpHeader| {
+        let has = |flag: char| flags.contains(flag);
+        (header.syn, header.ack, header.fin, header.rst) = (has('S'), has('A'), has('F'), has('R'));
+        (header.sequence_number, header.acknowledgment_number) = (77, 88);
+    };
+    tcp(from, to, ports, edit, b"data")
+}
+
+#[test]
+fn between_ends_without_policy_no_state_is_asked_for() {
+    let (there, back) = ((40000, 80), (80, 40000));
+    let mut node = Node::with(Config { entries: 64, quota: Some(4), ..Config::default() }, PipelineMode::Full);
+    for flags in ["A", "FA", "RA", "R", "SA", "SF", "F", "SA", "A", "S", "A"] {
+        assert_eq!(node.verdict(WEB, &segment(WEB4, WORLD4, there, flags)), Verdict::Forward(HOST), "{flags}");
+        assert_eq!(node.verdict(HOST, &segment(WORLD4, WEB4, back, flags)), Verdict::Forward(WEB), "{flags}");
+        node.now = node.now.plus(std::time::Duration::from_secs(3));
+    }
+    assert_eq!(node.verdict(WEB, &ping(WEB4, WORLD4, false)), Verdict::Forward(HOST), "an answer to nothing");
+    for port in 0..100 {
+        let syn = segment(WEB4, WORLD4, (port, 80), "S");
+        assert_eq!(node.verdict(WEB, &syn), Verdict::Forward(HOST), "beyond its share of the table");
+    }
+    // One of the ends is under policy.
+    for (port, from, to) in [(WEB, WEB4, DB4), (DB, DB4, WORLD4), (HOST, WORLD4, DB4)] {
+        for flags in ["FA", "R", "SA", "SF"] {
+            let verdict = Node::new().verdict(port, &segment(from, to, there, flags));
+            assert!(matches!(verdict, Verdict::Drop(_)), "{from} to {to}: {flags}: {verdict:?}");
+        }
+    }
+}
+
+#[test]
+fn a_mid_stream_segment_opens_what_policy_allows_its_opener() {
+    const OTHER4: &str = "198.51.100.1";
+    let dropped = Verdict::Drop(DropReason::IngressDenied);
+    // `db` accepts port 5432 from `web`, and everything from 203.0.113.0/24; it may send anything.
+    for (name, port, (from, src), (to, dst), expected, opener) in [
+        ("of the opener", WEB, (WEB4, 40000), (DB4, 5432), Verdict::Forward(HOST), WEB4),
+        ("of the answering end", DB, (DB4, 5432), (WEB4, 40000), Verdict::Forward(HOST), WEB4),
+        ("from outside", HOST, (WORLD4, 40000), (DB4, 80), Verdict::Forward(DB), WORLD4),
+        ("to the outside", DB, (DB4, 80), (WORLD4, 40000), Verdict::Forward(HOST), WORLD4),
+        ("of a client's own connection", DB, (DB4, 40000), (OTHER4, 80), Verdict::Forward(HOST), DB4),
+        ("an answer to it", HOST, (OTHER4, 80), (DB4, 40000), Verdict::Forward(DB), DB4),
+        ("of an opener that is denied", HOST, (OTHER4, 40000), (DB4, 5432), dropped, ""),
+        ("an answer to it", DB, (DB4, 5432), (OTHER4, 40000), dropped, ""),
+        ("port of no rule", WEB, (WEB4, 40000), (DB4, 80), dropped, ""),
+        ("an answer from there", DB, (DB4, 80), (WEB4, 40000), dropped, ""),
+        ("ports do not tell, this way", WEB, (WEB4, 50000), (DB4, 50001), Verdict::Forward(HOST), DB4),
+        ("ports do not tell, that way", DB, (DB4, 50001), (WEB4, 50000), Verdict::Forward(HOST), DB4),
+    ] {
+        let mut node = Node::new();
+        assert_eq!(node.verdict(port, &segment(from, to, (src, dst), "A")), expected, "{name}");
+        let resets = node.pipeline.replies().take().count();
+        let opened: Vec<_> = node.pipeline.connections().iter(node.now).map(|found| found.original.src).collect();
+        if expected == dropped {
+            assert_eq!((resets, opened.len()), (1, 0), "{name}: its sender hears of it");
+        } else {
+            assert_eq!((resets, opened), (0, vec![ip(opener).into()]), "{name}");
+        }
+    }
+}
+
+#[test]
+fn only_a_segment_from_the_middle_is_refused_aloud() {
+    for (flags, resets) in [("A", 1), ("FA", 1), ("S", 0), ("SA", 0), ("R", 0), ("RA", 0)] {
+        let mut node = Node::new();
+        let verdict = node.verdict(WEB, &segment(WEB4, DB4, (40000, 80), flags));
+        assert_eq!(verdict, Verdict::Drop(DropReason::IngressDenied), "{flags}");
+        let frames: Vec<_> = node.pipeline.replies().take().map(|(port, frame)| (port, frame.to_vec())).collect();
+        assert_eq!(frames.len(), resets, "{flags}");
+        for (port, frame) in frames {
+            let Transport::Tcp(reset) = parse(&frame).unwrap().transport else { panic!("{flags}") };
+            assert_eq!((port, reset.seq, reset.flags.0), (WEB, 88, 4), "what its sender expects next");
+        }
+    }
+}
+
+#[test]
+fn a_flood_of_acks_never_evicts_what_both_ends_have_agreed_to() {
+    let mut node = Node::with(Config { entries: 64, quota: Some(64), ..Config::default() }, PipelineMode::Full);
+    let (there, back) = establish(&mut node);
+    for port in 0..20_000 {
+        // Of nobody's connections: policy allows all of 203.0.113.0/24.
+        let from = format!("203.0.113.{}", port % 250);
+        node.verdict(HOST, &segment(&from, DB4, (40000 + port / 250, 80), "A"));
+    }
+    let statistics = node.pipeline.connections().statistics();
+    assert!(statistics.refused_cannot_open > 0, "within half of the share: {statistics:?}");
+    assert_eq!(node.verdict(WEB, &there), Verdict::Forward(DB));
+    assert_eq!(node.verdict(DB, &back), Verdict::Forward(WEB));
 }

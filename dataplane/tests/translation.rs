@@ -584,9 +584,9 @@ fn s12_a_datagram_flow_gets_another_backend_when_its_own_stops_serving() {
     let leaving = Frontend { serving: [backend(DB4), backend(FAR4)].into(), ..frontend(&[FAR4]) };
     node.set_services(services(|_| leaving.clone()));
     assert_eq!(node.pass(WEB, &packet(&udp), DB), inner);
-    // None serves: it keeps what it has.
+    // None serves: refused, as kube-proxy does, which forgets the flow.
     node.set_services(services(|_| frontend(&[])));
-    assert_eq!(node.pass(WEB, &packet(&udp), DB), inner);
+    node.refuse(WEB, &packet(&udp), DropReason::NoBackend);
     node.set_services(services(|_| frontend(&[FAR4])));
     assert_eq!(node.pass(WEB, &packet(&udp), HOST), flow(Protocol::UDP, (WEB4, 4000), (FAR4, TARGET)));
     assert_eq!(node.pass(WEB, &syn(&tcp), DB).dst, ip(DB4).into(), "TCP is left to end by itself");

@@ -146,7 +146,6 @@ fn the_corpus_covers_every_verdict_reason_and_connection_state() {
         "header_checksum",
         "spoofed_source",
         "encapsulation",
-        "multicast",
         "not_routable",
         "ttl_expired",
         "egress_denied",

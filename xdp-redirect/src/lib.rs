@@ -37,8 +37,8 @@ pub use program::MAX_QUEUES;
 pub use service_addresses::{MAX_SERVICE_ADDRESSES, ServiceAddressError, ServiceAddresses};
 pub use tag::ProgramTag;
 pub use tcx::{
-    AttachedUplink, Entrances, MAX_TCX_PORTS, MAX_TCX_WORKERS, PodVeth, ServedPort, TcxMapError, TcxOptions,
-    TcxPrograms, TrafficCount, TriedFrame, UplinkNumber, WaitingArray, WorkerPair,
+    AttachedUplink, Entrances, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth, ServedPort, TcxMapError,
+    TcxOptions, TcxPrograms, TrafficCount, TriedFrame, UplinkNumber, WaitingArray, WorkerPair,
 };
 pub use translated_sources::TranslatedSources;
 
@@ -101,9 +101,8 @@ pub struct AttachOptions {
     pub on_miss: OnMiss,
     /// Allowed XDP modes.
     pub mode: ModeChoice,
-    /// MAC address of the bridge that the interface belongs to, if any: neighbour discovery between its ports is not
-    /// redirected to workers.
-    pub bridge: Option<[u8; 6]>,
+    /// The bridge that the interface belongs to, if any: neighbour discovery between its ports is not redirected to workers.
+    pub bridge: Option<Bridge>,
 }
 
 impl AttachOptions {
@@ -111,6 +110,15 @@ impl AttachOptions {
     pub const fn new(role: Role) -> Self {
         Self { role, on_miss: OnMiss::Drop, mode: ModeChoice::NativeElseGeneric, bridge: None }
     }
+}
+
+/// A bridge.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Bridge {
+    /// Its index.
+    pub index: u32,
+    /// Its MAC address.
+    pub mac: [u8; 6],
 }
 
 /// A network interface in the calling thread's network namespace.

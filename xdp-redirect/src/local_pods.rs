@@ -9,7 +9,7 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
 use crate::LoadError;
 
 /// Capacity of the map, as `local_pods` in `src/bpf/redirect.bpf.c`.
-pub const MAX_LOCAL_ADDRESSES: u32 = 8192;
+pub const MAX_LOCAL_ADDRESSES: u32 = 131_072;
 
 /// The map of local pods' addresses, shared by all instances of the program. An uplink redirects packets to them. On
 /// the node's end of the host port, packets with these sources only pass if they came from the workers.

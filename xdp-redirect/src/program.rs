@@ -65,10 +65,7 @@ macro_rules! open {
         };
         constants.uplink = u32::from($options.role == Role::Uplink);
         constants.pod = u32::from($options.role == Role::Pod);
-        constants.bridged = u32::from($options.bridge.is_some());
-        // In wire order, independent of the machine's byte order.
-        let [a, b, c, d, e, f] = $options.bridge.unwrap_or_default();
-        constants.bridge_mac.parts = [[a, b], [c, d], [e, f]].map(u16::from_ne_bytes);
+        constants.bridge = $options.bridge.map_or(0, |bridge| bridge.index);
         open.maps.local_pods.reuse_fd($shared.local_pods.map().as_fd()).map_err(failed)?;
         open.maps.alive.reuse_fd($shared.liveness.map().as_fd()).map_err(failed)?;
         open

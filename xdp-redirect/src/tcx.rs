@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use libbpf_rs::libbpf_sys::{BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
-pub use uplink::{AttachedUplink, UplinkNumber};
+pub use uplink::{AttachedUplink, NO_UPLINK_NUMBER, UplinkNumber};
 
 use crate::attach::{is_gone, replace_program};
 use crate::connection_maps::ConnectionMaps;
@@ -112,8 +112,8 @@ pub struct ServedPort {
     pub node_mac: [u8; 6],
     /// MAC of the pod's end.
     pub pod_mac: [u8; 6],
-    /// Whether the interface belongs to a bridge.
-    pub is_bridged: bool,
+    /// Index of the bridge that the interface belongs to, or 0.
+    pub bridge: u32,
     /// Longest IP packet to the pod, in bytes.
     pub mtu: u32,
 }
@@ -510,17 +510,18 @@ impl Maps {
 }
 
 /// Size of `struct interface` and of `struct target` in `src/bpf/tcx.bpf.c`.
-const INTERFACE: usize = 20;
+const INTERFACE: usize = 24;
 const TARGET: usize = 16;
 
 impl ServedPort {
     fn interface(&self, is_captured: bool) -> [u8; INTERFACE] {
         let mut bytes = [0; INTERFACE];
         bytes[..2].copy_from_slice(&self.port.to_ne_bytes());
-        bytes[2..4].copy_from_slice(&[self.is_bridged.into(), is_captured.into()]);
+        bytes[3] = is_captured.into();
         bytes[4..10].copy_from_slice(&self.node_mac);
         bytes[10..16].copy_from_slice(&self.pod_mac);
-        bytes[16..].copy_from_slice(&self.mtu.to_ne_bytes());
+        bytes[16..20].copy_from_slice(&self.mtu.to_ne_bytes());
+        bytes[20..].copy_from_slice(&self.bridge.to_ne_bytes());
         bytes
     }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, ConnectionMapSizes, ConnectionMaps, Interface, LARGEST_NATIVE_MTU,
+    AttachError, AttachOptions, Attached, Bridge, ConnectionMapSizes, ConnectionMaps, Interface, LARGEST_NATIVE_MTU,
     ModeChoice, OnMiss, Pinned, Pins, ProgramTag, Redirect, Role, SocketError, TranslatedSources, XdpMode, XdpOutcome,
 };
 
@@ -221,13 +221,39 @@ fn routable_neighbour_discovery_does_not_pass_to_the_kernel() {
         }
         assert!(attached.outcomes().unwrap().total() >= before.total() + 4);
         drop(attached);
-        // On a bridge port, packets addressed to the bridge itself would be routed by the node.
-        let cases = [([9; 6], XdpOutcome::NeighbourDiscovery), (SOLICITED, XdpOutcome::NoSocket)];
-        for (bridge, outcome) in cases {
-            let options = AttachOptions { bridge: Some(bridge), ..AttachOptions::new(Role::Pod) };
-            let attached = Redirect::new().unwrap().attach(&interface, options).unwrap();
+    });
+}
+
+#[test]
+fn neighbour_discovery_of_a_bridges_port_stays_on_the_bridge() {
+    in_namespace(|| {
+        let interface = veth();
+        std::fs::write("/proc/sys/net/ipv6/conf/all/forwarding", "1").unwrap();
+        ip("link add name b type bridge");
+        std::fs::write("/proc/sys/net/ipv6/conf/b/disable_ipv6", "0").unwrap();
+        ip("link set dev b up");
+        ip("link set dev v master b");
+        ip("-6 address add fd00::1/64 dev b nodad");
+        ip("link add name u type veth peer name up");
+        ip("link set dev u up");
+        std::fs::write("/proc/sys/net/ipv6/conf/u/disable_ipv6", "0").unwrap();
+        ip("-6 address add fd00:9::1/64 dev u nodad");
+        ip("-6 route add default via fd00:9::2 dev u");
+        ip("-6 route add 2001:db8:2::/64 via fd00::9 dev b");
+        let bridge = Some(Bridge { index: nix::net::if_::if_nametoindex("b").unwrap(), mac: SOLICITED });
+        let redirect = Redirect::new().unwrap();
+        redirect.local_pods().insert("2001:db8::5".parse().unwrap(), 0).unwrap();
+        let attached = redirect.attach(&interface, AttachOptions { bridge, ..AttachOptions::new(Role::Pod) }).unwrap();
+        for (to, outcome) in [
+            ("fd00::1", XdpOutcome::NeighbourDiscovery),
+            ("fd00::2", XdpOutcome::NeighbourDiscovery),
+            ("2001:db8::5", XdpOutcome::NeighbourDiscovery),
+            // By the uplink, and by a router on the bridge.
+            ("2001:db8::1", XdpOutcome::NoSocket),
+            ("2001:db8:2::1", XdpOutcome::NoSocket),
+        ] {
             let count = attached.outcomes().unwrap().get(outcome) + 1;
-            send("vp", &solicitation("fd00::2"));
+            send("vp", &solicitation(to));
             expect(&attached, outcome, count);
         }
     });

@@ -109,7 +109,7 @@ impl Pod {
             port,
             node_mac: parse_mac(&ip(&format!("link show dev v{}", self.number))),
             pod_mac: self.mac(),
-            is_bridged: false,
+            bridge: 0,
             mtu: 1500,
         }
     }
@@ -359,6 +359,57 @@ fn a_pod_sends_no_more_than_its_share_until_a_worker_has_received_some_and_other
         send(0, 5);
         expect(&node.veths[0], XdpOutcome::Redirected, 9);
         expect(&node.veths[0], XdpOutcome::ShareUsed, 4);
+    });
+}
+
+/// A TCP segment with a virtio header (include/uapi/linux/virtio_net.h) that asks for segments of this many bytes.
+fn long_segment(node_mac: [u8; 6], from: u8, to: u8, payload: usize, size: u16) -> Vec<u8> {
+    const NEEDS_CSUM: u8 = 1;
+    const TCPV4: u8 = 1;
+    let mut frame = vec![NEEDS_CSUM, TCPV4];
+    [54, size, 34, 16].iter().for_each(|word: &u16| frame.extend(word.to_ne_bytes()));
+    frame.extend(node_mac);
+    frame.extend([2, 0, 0, 0, 0, from, 8, 0]);
+    let length = (40 + payload) as u16;
+    let mut ip = vec![0x45, 0, 0, 0, 0, 1, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, from, 10, 0, 0, to];
+    ip[2..4].copy_from_slice(&length.to_be_bytes());
+    let sum: u32 = ip.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
+    ip[10..12].copy_from_slice(&(!((sum & 0xffff) + (sum >> 16)) as u16).to_be_bytes());
+    frame.extend(ip);
+    frame.extend([0x10, 0, 0, 80, 0, 0, 0, 1, 0, 0, 0, 1, 0x50, 0x10, 4, 0, 0, 0, 0, 0]);
+    frame.resize(frame.len() + payload, 0);
+    frame
+}
+
+#[test]
+fn a_long_packet_counts_as_its_segments_before_it_is_let_in() {
+    in_namespace(|| {
+        let array = WaitingArray::create(128).unwrap();
+        let node = Node::with(TcxOptions { waiting: Some((array.clone(), 3)), ..TcxOptions::default() });
+        for (payload, size, outcome) in
+            [(400, 8, XdpOutcome::ShareUsed), (400, 1, XdpOutcome::ShareUsed), (400, 200, XdpOutcome::Redirected)]
+        {
+            let before = node.veths[0].outcomes().unwrap().get(outcome);
+            node.pods[0].run(move || {
+                const PACKET_VNET_HDR: libc::c_int = 15;
+                let socket = Socket::new(Domain::PACKET, Type::RAW, None).unwrap();
+                let on: libc::c_int = 1;
+                // SAFETY: all zeros is valid for this plain structure.
+                let mut at: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+                at.sll_family = libc::AF_PACKET as u16;
+                at.sll_ifindex = nix::net::if_::if_nametoindex("eth0").unwrap() as i32;
+                // SAFETY: values live across the calls, and their sizes are given.
+                let results = unsafe {
+                    let size = size_of::<libc::c_int>() as u32;
+                    let fd = socket.as_raw_fd();
+                    let set = libc::setsockopt(fd, libc::SOL_PACKET, PACKET_VNET_HDR, (&raw const on).cast(), size);
+                    [set, libc::bind(fd, (&raw const at).cast(), size_of::<libc::sockaddr_ll>() as u32)]
+                };
+                assert_eq!(results, [0, 0]);
+                socket.send(&long_segment(node_mac(1), 1, 2, payload, size)).unwrap();
+            });
+            expect(&node.veths[0], outcome, before + 1);
+        }
     });
 }
 

@@ -19,7 +19,7 @@ pub(crate) fn namespace(number: usize) -> Object {
         ("team", format!("team-{}", number % 50)),
         ("env", ["prod", "test", "dev"][number % 3].to_owned()),
     ]);
-    Object::Namespace(Namespace { name, labels, default_deny_ingress: false })
+    Object::Namespace(Namespace { name, labels, default_deny_ingress: false, terminating: false })
 }
 
 pub(crate) fn node(number: usize) -> Object {
@@ -53,6 +53,7 @@ pub(crate) fn pod(number: usize, namespace: usize, node: usize, app: usize) -> P
         }],
         lifetime: Default::default(),
         controller: None,
+        other_interfaces: Vec::new(),
     }
 }
 

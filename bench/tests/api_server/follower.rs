@@ -8,7 +8,7 @@ use penstock_bench::testbed::api_server::{Account, ApiServer, Resource};
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
-use penstock_sources::api_server::{Access, ApiServer as Source, ApiServerTimeouts, NodeWriter};
+use penstock_sources::api_server::{Access, ApiServer as Source, ApiServerTimeouts, NodeWriter, pods_not_enforced};
 use penstock_sources::{FollowedKinds, KindHealth, ObjectKind, SourceHealth, convert};
 
 use serde::de::DeserializeOwned;
@@ -53,7 +53,11 @@ impl Follower {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         let health = Arc::new(SourceHealth::new(followed));
         let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
-        let writer = node.map(|node| NodeWriter { node: node.to_owned(), startup_taint: None });
+        let writer = node.map(|node| NodeWriter {
+            node: node.to_owned(),
+            startup_taint: None,
+            not_enforced: pods_not_enforced().1,
+        });
         let opened = runtime.block_on(async {
             let mut source =
                 Source::start(&access, TIMEOUTS, Arc::clone(&health), writer, convert::ConversionSettings::default())

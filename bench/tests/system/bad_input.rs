@@ -59,17 +59,6 @@ const CASES: &[BadInput] = &[
         &["uplinks", "eth1", "is down", "set it up"],
     ),
     (
-        "an MTU that no frame holds",
-        |node| {
-            let (v4, v6) = ("10.244.1.90", "fd00:10:244:1::90");
-            let addresses = [v4.parse().unwrap(), v6.parse().unwrap()];
-            node.cluster.node.add_pod_with_mtu("test/jumbo", &addresses, 9000).unwrap();
-            node.cluster.node.settle().unwrap();
-            node.manifest("jumbo.yaml", pod("jumbo", v4, v6).trim_start_matches("---\n"));
-        },
-        &["veth-jumbo", "9000"],
-    ),
-    (
         "an address of two pods",
         |node| {
             let twice = pod("twin", "10.244.1.10", "fd00:10:244:1::91");

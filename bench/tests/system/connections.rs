@@ -113,7 +113,9 @@ fn connections_survive_a_daemon_restart_and_policy_is_in_force() {
 #[test]
 fn without_its_file_no_connection_survives() {
     let mut logged = None;
-    let fixture = Fixture::of(&pods(2), |_, config| {
+    // Between ends without policy no state is asked for.
+    let yaml = pods(2) + &policy("served", "pod-1", FROM_POD_0);
+    let fixture = Fixture::of(&yaml, |_, config| {
         config.conntrack = in_a_file(config);
         logged = Some(config.clone());
     });

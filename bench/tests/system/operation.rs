@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use penstock_admin::client::Client;
 use penstock_admin::types::{Flows, FlowsQuery, PodStatus, Status};
-use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Privileges, ScratchDir, penstock_binary};
 use serde_json::Value;
 
@@ -272,7 +272,7 @@ fn status_shows_a_change_for_its_pods_and_when_it_is_in_force() {
     let took = metrics["penstock_enforced_seconds_sum"];
     let longest = saving.elapsed().as_secs_f64();
     assert!(took > 0.0 && took < longest, "{took} s from the event to a snapshot in force, of {longest} s");
-    // A pod without an interface has no network; the status names what it waits for.
+    // The status names what a pod without an interface waits for.
     let lost = crate::fixture::pod("lost", "10.244.1.99", "fd00:10:244:1::99");
     open.fixture.save("all.yaml", &(pods(2) + &lost));
     let waits = |waiting: &str| waiting.contains("no host route to");
@@ -282,7 +282,43 @@ fn status_shows_a_change_for_its_pods_and_when_it_is_in_force() {
     };
     let reported = wait_for(reported, "the pod is reported with what it waits for");
     assert!(!reported.enforced && reported.interface.is_none(), "{reported:?}");
-    assert!(open.print(&["status"]).contains("no network: pod test/lost: no host route to 10.244.1.99"));
+    assert!(open.print(&["status"]).contains("not attached: pod test/lost: no host route to 10.244.1.99"));
+}
+
+#[test]
+fn a_pod_under_policy_is_served_or_closed_or_named() {
+    let (lost, long) = (["10.244.1.90", "fd00:10:244:1::90"], ["10.244.1.91", "fd00:10:244:1::91"]);
+    let mut open = AdminFixture::start(&pods(2), "");
+    let addresses = long.map(|address| address.parse().unwrap());
+    let node = &mut open.fixture.cluster.node;
+    node.add_pod_with_mtu("test/long", &addresses, 9000).unwrap();
+    node.settle().unwrap();
+    let added = crate::fixture::pod("lost", lost[0], lost[1]) + &crate::fixture::pod("long", long[0], long[1]);
+    open.fixture.save("all.yaml", &(pods(2) + &added));
+    wait_for(|| open.status().pods.iter().any(|pod| pod.pod == "test/long").then_some(()), "the pods are known");
+    assert_eq!(open.page("/readyz").1, "ok\n", "nothing is to be enforced on them");
+    let closed = ["lost", "long"].map(|name| crate::fixture::policy(name, name, "  policyTypes: [Ingress, Egress]\n"));
+    open.fixture.save("all.yaml", &(pods(2) + &added + &closed.concat()));
+    let named = || Some(open.status().not_enforced).filter(|named| !named.is_empty());
+    let named = wait_for(named, "the pod without an interface is named");
+    assert_eq!(named.len(), 1, "the one that no frame holds is closed: {named:?}");
+    assert_eq!(named[0].pod.as_deref(), Some("test/lost"));
+    assert!(named[0].reason.contains("no host route to 10.244.1.90"), "{named:?}");
+    let (status, text) = open.page("/readyz");
+    assert!(status.contains("503") && text.contains("pod test/lost: no host route"), "{status} {text}");
+    assert_eq!(sum(&open.metrics(), "penstock_not_enforced", &["of=\"pods\""]), 1.0);
+    assert!(open.print(&["status"]).contains("policy is not enforced on test/lost: "));
+    let site = Site::from(open.fixture.cluster.node.pod("test/long").unwrap());
+    let policy = RetryPolicy { timeout: Duration::from_millis(300), attempts: 1 };
+    let outcome = probe::run_one(&site, open.fixture.target("test/pod-0", false), Protocol::Udp(53), policy).unwrap();
+    assert_eq!(outcome, ProbeOutcome::Silent, "it is closed");
+    // And open again without a policy.
+    open.fixture.save("all.yaml", &(pods(2) + &added));
+    wait_for(|| open.status().not_enforced.is_empty().then_some(()), "nobody is named");
+    assert_eq!(open.page("/readyz").1, "ok\n");
+    let outcome =
+        probe::run_one(&site, open.fixture.target("test/pod-0", false), Protocol::Udp(53), RetryPolicy::default());
+    assert_eq!(outcome.unwrap(), ProbeOutcome::Reached);
 }
 
 #[test]

@@ -49,6 +49,9 @@ pub struct Status {
     /// Why the configuration was refused at the start, if the last good one is in force instead; one line per problem.
     #[serde(default)]
     pub configuration_refused: Vec<String>,
+    /// Manifests that are not applied; their last valid objects are in force, and the log says why.
+    #[serde(default)]
+    pub refused_files: u64,
     /// Set while the objects of an earlier run are in force, because the source has not been read yet.
     #[serde(default)]
     pub stale: Option<StaleObjects>,
@@ -58,6 +61,9 @@ pub struct Status {
     /// Records of flows; `None` if there are none.
     #[serde(default)]
     pub flow_records: Option<FlowRecordsStatus>,
+    /// What policy is about, and where it is not enforced.
+    #[serde(default)]
+    pub not_enforced: Vec<NotEnforced>,
     /// State of the object source, by resource.
     #[serde(default)]
     pub source: BTreeMap<String, SourceStatus>,
@@ -68,6 +74,15 @@ impl Status {
     pub fn all_drops(&self) -> BTreeMap<String, u64> {
         with_kernel(&self.drops, &self.kernel_drops)
     }
+}
+
+/// Something on which policy is not enforced: a pod under policy that is neither served nor closed, or something of the node.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct NotEnforced {
+    /// The pod, as `namespace/name`; `None` if it is about the node.
+    pub pod: Option<String>,
+    /// The reason with its remedy.
+    pub reason: String,
 }
 
 /// What pods have learnt of domain names from DNS answers. A name counts once for each address that it was given for.
@@ -266,7 +281,7 @@ pub struct PodStatus {
     pub pod: String,
     /// Its addresses.
     pub addresses: Vec<IpAddr>,
-    /// Its interface; `None` while it is not attached and so has no network.
+    /// Its interface; `None` while it is not attached.
     pub interface: Option<String>,
     /// The number of its port.
     pub port: Option<u16>,
@@ -466,6 +481,9 @@ pub struct NewPod {
     pub name: String,
     /// Its addresses: at least one, at most [`NewPod::MOST_ADDRESSES`].
     pub addresses: Vec<IpAddr>,
+    /// Names of the interfaces that plugins have made for it on the node, at most [`NewPod::MOST_INTERFACES`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub interfaces: Vec<String>,
     /// How long the answer may wait for its policy to be in force, in milliseconds; at most [`NewPod::LONGEST_WAIT`].
     pub wait_ms: u64,
 }
@@ -473,6 +491,8 @@ pub struct NewPod {
 impl NewPod {
     /// Most addresses of a pod.
     pub const MOST_ADDRESSES: usize = 16;
+    /// Most interfaces of a pod.
+    pub const MOST_INTERFACES: usize = 16;
     /// The longest wait for one answer, in milliseconds: less than a client waits for any.
     pub const LONGEST_WAIT: u64 = 10_000;
 }

@@ -39,29 +39,35 @@ impl ClosedInterfaces {
     }
 
     /// New interfaces that may be a pod's and are not closed yet.
-    pub(super) fn new_interfaces(&self, netstate: &NetworkState) -> Vec<Interface> {
+    pub(super) fn new_interfaces(&self, netstate: &NetworkState, named: &BTreeSet<String>) -> Vec<Interface> {
         if !self.closes() {
             return Vec::new();
         }
         let new = netstate
             .links
             .values()
-            .filter(|link| !self.ignored.contains(&link.index) && self.may_be_pod_interface(netstate, link));
+            .filter(|link| !self.ignored.contains(&link.index) && self.may_be_pod_interface(netstate, link, named));
         new.filter(|link| !self.closed.contains_key(&link.index)).map(interface).collect()
     }
 
-    fn may_be_pod_interface(&self, netstate: &NetworkState, link: &Link) -> bool {
+    /// By the results of CNI plugins, whatever its name; otherwise by its name, or because a route to a single address leads there,
+    /// as plugins set it for a pod.
+    fn may_be_pod_interface(&self, netstate: &NetworkState, link: &Link, named: &BTreeSet<String>) -> bool {
         link.veth
             && link.peer_elsewhere
-            && self.has_pod_master(netstate, link)
             && !self.uplinks.contains(&link.name)
-            && self.patterns.iter().any(|pattern| pattern.matches(&link.name))
+            && self.has_pod_master(netstate, link, named)
+            && (named.contains(&link.name)
+                || self.patterns.iter().any(|pattern| pattern.matches(&link.name))
+                || netstate.is_routed(link.index))
     }
 
     /// Whether the interface has no master, or one that may have pods' ports.
-    fn has_pod_master(&self, netstate: &NetworkState, link: &Link) -> bool {
+    fn has_pod_master(&self, netstate: &NetworkState, link: &Link, named: &BTreeSet<String>) -> bool {
         let master = netstate.master_of(link).map_or("", |master| &master.name);
-        link.master.is_none() || self.bridges.iter().any(|pattern| pattern.matches(master))
+        link.master.is_none()
+            || named.contains(&link.name)
+            || self.bridges.iter().any(|pattern| pattern.matches(master))
     }
 
     /// Adds an interface that is closed now.
@@ -79,16 +85,19 @@ impl ClosedInterfaces {
         self.closed.contains_key(&index)
     }
 
-    /// Ignores an interface from now on: it cannot be closed, or need not be.
+    /// Ignores an interface from now on: its pod is known, and no policy is about it.
     pub(super) fn ignore(&mut self, index: u32) {
         self.ignored.insert(index);
     }
 
-    /// Releases interfaces that are gone, and those that joined a bridge or the like without pods.
-    pub(super) fn release(&mut self, netstate: &NetworkState) {
+    /// Releases interfaces that are gone, and those that joined a bridge or the like without pods, except `kept`.
+    pub(super) fn release(&mut self, netstate: &NetworkState, named: &BTreeSet<String>, kept: &BTreeSet<u32>) {
         self.ignored.retain(|index| netstate.links.contains_key(index));
         let released: Vec<u32> = (self.closed.keys().copied())
-            .filter(|index| netstate.links.get(index).is_none_or(|link| !self.has_pod_master(netstate, link)))
+            .filter(|index| match netstate.links.get(index) {
+                Some(link) => !kept.contains(index) && !self.has_pod_master(netstate, link, named),
+                None => true,
+            })
             .collect();
         for index in released {
             let attached = self.closed.remove(&index);
@@ -127,6 +136,7 @@ mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::discovery::HostRoute;
 
     fn netstate(links: &[Link]) -> NetworkState {
         NetworkState { links: links.iter().map(|link| (link.index, link.clone())).collect(), ..NetworkState::default() }
@@ -154,19 +164,34 @@ mod tests {
             let bridges =
                 [(2, "docker0"), (3, "cni0")].map(|(index, name)| Link { veth: false, ..Link::veth(index, name) });
             let all = [&bridges[..], &[link]].concat();
-            assert_eq!(found.new_interfaces(&netstate(&all)).len(), usize::from(closed), "{what}");
+            assert_eq!(found.new_interfaces(&netstate(&all), &BTreeSet::new()).len(), usize::from(closed), "{what}");
         }
     }
 
     #[test]
+    fn another_name_counts_if_a_plugin_or_a_route_to_an_address_names_it() {
+        let (found, none) = (waiting("", &[]), BTreeSet::new());
+        let mut state = netstate(&[Link::veth(9, "cali9")]);
+        assert!(found.new_interfaces(&state, &none).is_empty());
+        assert_eq!(found.new_interfaces(&state, &["cali9".to_owned()].into()).len(), 1);
+        state.routes = vec![HostRoute { destination: [10, 1, 1, 5].into(), link: 9 }];
+        assert_eq!(found.new_interfaces(&state, &none).len(), 1);
+    }
+
+    #[test]
     fn startup_open_closes_nothing() {
-        assert!(waiting("startup = \"open\"", &[]).new_interfaces(&netstate(&[Link::veth(9, "vethabc")])).is_empty());
+        assert!(
+            waiting("startup = \"open\"", &[])
+                .new_interfaces(&netstate(&[Link::veth(9, "vethabc")]), &BTreeSet::new())
+                .is_empty()
+        );
     }
 
     #[test]
     fn a_reused_interface_index_may_belong_to_a_new_pod() {
         let mut found = waiting("", &[Link::veth(1, "veth1")]);
-        found.release(&netstate(&[]));
-        assert_eq!(found.new_interfaces(&netstate(&[Link::veth(1, "veth1")])).len(), 1);
+        let none = BTreeSet::new();
+        found.release(&netstate(&[]), &none, &BTreeSet::new());
+        assert_eq!(found.new_interfaces(&netstate(&[Link::veth(1, "veth1")]), &none).len(), 1);
     }
 }

@@ -19,7 +19,7 @@ use penstock_dataplane::packet::Address;
 use penstock_policy::model::{Object, ObjectKey, Pod};
 
 use super::config::{Config, TableMapping};
-use super::{RunError, handover, last_good, learnt_names, new_pods, recorded_objects, rule_usage};
+use super::{RunError, handover, last_good, learnt_names, new_pods, pod_bindings, recorded_objects, rule_usage};
 use crate::discovery::NetworkState;
 use crate::state_file::with_suffix;
 
@@ -69,7 +69,7 @@ pub(super) fn lock(config: &Config) -> Result<Option<fs::File>, RunError> {
 }
 
 /// Suffixes of all files that may stand beside the table's file, and of their temporary files.
-const BESIDE: [&str; 12] = [
+const BESIDE: [&str; 14] = [
     "",
     PODS,
     NEW_PODS,
@@ -82,6 +82,8 @@ const BESIDE: [&str; 12] = [
     ".rules.new",
     learnt_names::SUFFIX,
     ".names.new",
+    pod_bindings::SUFFIX,
+    ".interfaces.new",
 ];
 
 /// Locks the files of the connection table against a daemon that starts, to remove them. Fails if one runs.
@@ -372,8 +374,15 @@ mod tests {
 
     fn enter(table: &ConnTable, flow: &Flow, owner: u16) {
         let (transport, hashed) = (&Transport::Udp, &table.prepare(flow));
-        let new =
-            NewConnection { hashed, transport, owner: OwnerId(owner), via_host: false, epoch: Epoch(1), now: NOW };
+        let new = NewConnection {
+            hashed,
+            transport,
+            owner: OwnerId(owner),
+            is_answer: false,
+            via_host: false,
+            epoch: Epoch(1),
+            now: NOW,
+        };
         assert!(table.insert(&new).is_ok());
     }
 

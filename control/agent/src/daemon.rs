@@ -20,8 +20,8 @@ use penstock_dataplane::worker::Dataplane;
 use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
 use penstock_sources::Source;
-use penstock_sources::api_server::{NodeWriter, StartupTaint};
-use tokio::sync::oneshot;
+use penstock_sources::api_server::{NodeWriter, PodNotEnforced, StartupTaint, pods_not_enforced};
+use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 
 use super::close_first::CloseFirstFds;
@@ -34,6 +34,7 @@ use super::learnt_names::{self, LearntNamesFile};
 use super::node_path::NodePath;
 use super::objects::NodeObjects;
 use super::operation::{Listeners, Operation};
+use super::pod_bindings::PodBindings;
 use super::policy_thread::{FollowedChanges, PolicyThread};
 use super::ports::OpenPorts;
 use super::preflight::{self, Level, PreflightFinding};
@@ -91,7 +92,7 @@ pub(super) async fn run(
     let listeners = if predecessor.is_some() { None } else { Some(Listeners::open(loaded).await?) };
     // That daemon has in force what is recorded, and serves until this one knows all.
     let recorded = record.as_ref().filter(|_| predecessor.is_none());
-    let (ready, writer) = node_writer(config);
+    let (ready, tell_events, writer) = node_writer(config);
     let Some(OpenedSource { source, objects, stale }) = open_source(config, writer, recorded, &mut signals).await?
     else {
         return Ok(Ended::BySignal);
@@ -112,7 +113,7 @@ pub(super) async fn run(
         None => RecordedLines::default(),
     };
     let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, rejected, health, dataplane);
-    let mut daemon = Daemon::start(config, netlink, (objects, stale), prepared, operation).await?;
+    let mut daemon = Daemon::start(config, netlink, (objects, stale), prepared, tell_events, operation).await?;
     daemon.operation.ready = Some(ready);
     if is_good {
         keep_as_last_good(layers, loaded);
@@ -172,12 +173,13 @@ struct OpenedSource {
     stale: Option<StaleObjects>,
 }
 
-/// What this daemon writes at an API server, and where it says that it is ready.
-fn node_writer(config: &Config) -> (oneshot::Sender<()>, NodeWriter) {
+/// What this daemon writes at an API server, where it says that it is ready, and on which pods policy is not enforced.
+fn node_writer(config: &Config) -> (oneshot::Sender<()>, mpsc::Sender<PodNotEnforced>, NodeWriter) {
     let (ready, is_ready) = oneshot::channel();
     let key = config.source.startup_taint.as_ref().map(|key| key.as_str().to_owned());
     let startup_taint = key.map(|key| StartupTaint { key, ready: is_ready });
-    (ready, NodeWriter { node: config.node.as_str().to_owned(), startup_taint })
+    let (tell, not_enforced) = pods_not_enforced();
+    (ready, tell, NodeWriter { node: config.node.as_str().to_owned(), startup_taint, not_enforced })
 }
 
 /// Opens the source and reads all objects, or those of the last run if the API server does not list them soon. `None` if a
@@ -188,9 +190,9 @@ async fn open_source(
     record: Option<&ObjectFile>,
     signals: &mut Signals,
 ) -> Result<Option<OpenedSource>, RunError> {
-    let opened =
-        Source::start(&config.source.location(), config.services.followed_kinds(), Some(writer), config.conversion())
-            .await;
+    let (location, followed) = (config.source.location(), config.services.followed_kinds());
+    let last = || record.and_then(ObjectFile::read).map(|(_, objects)| objects);
+    let opened = Source::start(&location, followed, Some(writer), config.conversion(), &last).await;
     let mut source =
         opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
     let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));
@@ -265,6 +267,10 @@ struct Daemon<'a> {
     ports: OpenPorts,
     node_path: NodePath,
     problems: ProblemLog,
+    /// Which interfaces are pods'.
+    bindings: PodBindings,
+    /// Pods on which policy is not enforced, for Events.
+    tell_events: mpsc::Sender<PodNotEnforced>,
     /// Pod addresses that the kernel did not route, with the reason that was logged.
     unrouted: BTreeMap<IpAddr, String>,
     operation: Operation,
@@ -283,6 +289,7 @@ impl<'a> Daemon<'a> {
         netlink: Netlink,
         (initial, stale): (Vec<Object>, Option<StaleObjects>),
         prepared: Option<Prepared>,
+        tell_events: mpsc::Sender<PodNotEnforced>,
         operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
     ) -> Result<Self, RunError> {
         let started = Instant::now();
@@ -299,7 +306,8 @@ impl<'a> Daemon<'a> {
         objects.count_use(preflight::worker_cores(config).map_or(0, |cores| cores.len()));
         objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.
-        let unfit = preflight::pods(config, &netstate, objects.resolved_pods());
+        let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
+        let unfit = preflight::pods(config, &netstate, bindings.follow(&netstate, &resolved.0), resolved.clone());
         fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
         log_start(config);
         if config.dataplane.mode == Mode::Forward {
@@ -348,6 +356,8 @@ impl<'a> Daemon<'a> {
             ports,
             node_path,
             problems: ProblemLog::default(),
+            bindings,
+            tell_events,
             unrouted: BTreeMap::new(),
             operation,
             records,

@@ -6,6 +6,8 @@
 //! | `/healthz` | 200 if every worker polls and the daemon's loop answers; otherwise 503 and one line |
 //! | `/readyz` | 200 once all objects are read and policy is in force on every worker; otherwise 503 and one line |
 
+mod connections;
+
 use std::io;
 use std::net::SocketAddr;
 
@@ -15,6 +17,8 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use tokio::net::TcpListener;
+
+use connections::BoundedListener;
 
 use super::metrics::encode;
 use super::query::{QueryHandle, StateQuery};
@@ -49,7 +53,7 @@ impl MetricsListener {
             .route("/readyz", get(readyz))
             .with_state(handle);
         tokio::spawn(async move {
-            if let Err(error) = axum::serve(self.0, router).await {
+            if let Err(error) = axum::serve(BoundedListener::new(self.0), router).await {
                 tracing::error!(%error, "metrics have stopped being served");
             }
         });

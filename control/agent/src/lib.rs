@@ -16,6 +16,7 @@ mod close_first;
 mod closed_interfaces;
 pub mod config;
 mod connections;
+mod coverage;
 mod daemon;
 pub mod discovery;
 mod exporter;
@@ -31,6 +32,7 @@ mod node_path;
 mod nonblocking_writer;
 mod objects;
 mod operation;
+mod pod_bindings;
 mod policy_thread;
 mod port_layout;
 mod ports;
@@ -41,6 +43,7 @@ mod publisher;
 mod query;
 mod recorded_objects;
 mod report;
+mod reserved_descriptors;
 mod rule_usage;
 mod samples;
 mod scans;
@@ -65,6 +68,7 @@ use discovery::{Netlink, clear_leftovers};
 use last_good::{LastGood, RejectedConfig};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use objects::NodeObjects;
+use pod_bindings::PodBindings;
 use preflight::{Level, PreflightFinding};
 use tokio::runtime::{Builder, Runtime};
 
@@ -209,7 +213,11 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
                 findings.extend(preflight::programs(config));
                 findings.extend(preflight::attachable(config, not_tcx));
                 match netlink.network_state().await {
-                    Ok(netstate) => findings.extend(preflight::pods(config, &netstate, objects.resolved_pods())),
+                    Ok(netstate) => {
+                        let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
+                        let bindings = bindings.follow(&netstate, &resolved.0);
+                        findings.extend(preflight::pods(config, &netstate, bindings, resolved));
+                    }
                     Err(error) => findings.push(PreflightFinding::error(error.to_string())),
                 }
             }
@@ -251,7 +259,8 @@ async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut 
     if matches!(&location, Location::Manifests(path) if !path.is_dir()) {
         return;
     }
-    let mut source = match Source::start(&location, config.services.followed_kinds(), None, config.conversion()).await {
+    let followed = config.services.followed_kinds();
+    let mut source = match Source::start(&location, followed, None, config.conversion(), &|| None).await {
         Ok(source) => source,
         Err(error) => return findings.extend(error.to_string().lines().map(PreflightFinding::error)),
     };

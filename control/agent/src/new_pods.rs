@@ -125,6 +125,7 @@ mod tests {
             host_network: false,
             finished: false,
             controller: None,
+            other_interfaces: Vec::new(),
             ports: Vec::new(),
             lifetime: Default::default(),
         }

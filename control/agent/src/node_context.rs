@@ -10,7 +10,7 @@ use penstock_dataplane::packet::Address;
 
 use super::config::{self, FromPods};
 use super::objects::NodeObjects;
-use crate::discovery::NetworkState;
+use crate::discovery::{NetworkState, RemoteNetwork};
 
 /// The part of the network state that snapshots need.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -22,6 +22,8 @@ pub(super) struct NodeNetwork {
     tunnel_ports: BTreeSet<u16>,
     /// Whether programs see all that leaves the node.
     pub(super) watches_uplinks: bool,
+    /// Networks behind other machines.
+    remote: Vec<RemoteNetwork>,
 }
 
 impl NodeNetwork {
@@ -31,6 +33,7 @@ impl NodeNetwork {
             addresses: netstate.addresses.clone(),
             local_prefixes: netstate.local_prefixes.clone(),
             tunnel_ports: netstate.tunnel_ports.clone(),
+            remote: netstate.remote.clone(),
         }
     }
 }
@@ -72,5 +75,11 @@ fn encapsulation(config: &config::Encapsulation, network: &NodeNetwork, objects:
     let is_single = |network: &&IpNet| network.prefix_len() == network.max_prefix_len();
     let (single, blocks): (Vec<IpNet>, Vec<IpNet>) = network.local_prefixes.iter().partition(is_single);
     let own = objects.node_addresses().iter().copied().chain(single.iter().map(IpNet::addr));
-    Encapsulation::refused(ports, own.chain(objects.other_nodes()).map(Address::from), blocks)
+    // What other nodes route, by a tunnel or as gateways, are their pods' networks: with addresses of theirs that no object lists.
+    let others: BTreeSet<IpAddr> = objects.other_nodes().collect();
+    let is_of_nodes =
+        |remote: &&RemoteNetwork| remote.by_tunnel || remote.gateways.iter().any(|gateway| others.contains(gateway));
+    let networks = network.remote.iter().filter(is_of_nodes).map(|remote| remote.network);
+    let nodes = own.chain(others.iter().copied()).map(Address::from).collect::<Vec<_>>();
+    Encapsulation::refused(ports, nodes, blocks).with_networks(networks)
 }

@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::names::NameTable;
-use penstock_dataplane::policy::{AddressSet, PolicySet};
+use penstock_dataplane::policy::{AddressSet, Direction, PolicySet};
+use penstock_policy::compile::table_key;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod, Service};
 use penstock_policy::render::services::ServiceProblem;
@@ -251,6 +252,15 @@ impl NodeObjects {
         (pods, problems)
     }
 
+    /// The pods of this node that policy is about, in any direction.
+    pub(super) fn pods_under_policy(&self) -> BTreeSet<ObjectKey> {
+        let state = self.engine.state();
+        let is_restricted = |pod| {
+            [Direction::Egress, Direction::Ingress].iter().any(|&direction| table_key(state, pod, direction).is_some())
+        };
+        self.pods.keys().filter(|key| state.find_pod(key).is_some_and(is_restricted)).cloned().collect()
+    }
+
     /// The pod that owns this address under the policy.
     fn owner(&self, address: IpAddr) -> Option<&ObjectKey> {
         match self.engine.state().owner(&address)? {
@@ -347,6 +357,7 @@ mod tests {
             ports: Vec::new(),
             lifetime: Default::default(),
             controller: None,
+            other_interfaces: Vec::new(),
         }))
     }
 

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
 use penstock_dataplane::worker::{Dataplane, DataplaneStatistics, Traffic};
+use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::{
     AttachError, AttachOptions, Interface, ModeChoice, OnMiss, PinnedProgram, Role, TrafficCount,
 };
@@ -25,6 +26,8 @@ use super::capture::CapturedPorts;
 use super::close_first::CloseFirstFds;
 use super::closed_interfaces::{ClosedInterfaces, interface};
 use super::config::{Config, FailMode};
+use super::coverage::NotEnforced;
+use super::reserved_descriptors::ReservedDescriptors;
 use crate::discovery::{Link, NetworkState, PodPort, Sysctls, WorkerVeth};
 use addresses::Announced;
 use open::{AttachedPort, OpenPortError, PodAttachment, mtu};
@@ -57,12 +60,18 @@ pub(super) struct OpenPorts {
     announced: BTreeMap<IpAddr, Announced>,
     /// Addresses to withdraw from the programs after the next snapshot is published.
     retracted: BTreeSet<IpAddr>,
-    /// Links that could not be opened, with the reason that was logged.
-    failed: BTreeMap<u32, String>,
+    /// Links that could not be opened, with their pod and the reason that was logged.
+    failed: BTreeMap<u32, (ObjectKey, String)>,
+    /// Links that are closed because their pod is under policy and cannot be served.
+    unserved: BTreeSet<u32>,
+    /// What could not be told to the programs, by the thing that it is about.
+    untold: BTreeMap<String, String>,
     /// Links whose queue is held by another socket, and since when.
     busy: BTreeMap<u32, Instant>,
     /// How long opening waits for a busy queue.
     busy_limit: Duration,
+    /// For interfaces that must be closed.
+    reserved: ReservedDescriptors,
     settings: Sysctls,
     /// Whether an earlier daemon may have changed the settings.
     found_leftovers: bool,
@@ -89,8 +98,11 @@ impl OpenPorts {
             announced: BTreeMap::new(),
             retracted: BTreeSet::new(),
             failed: BTreeMap::new(),
+            unserved: BTreeSet::new(),
+            untold: BTreeMap::new(),
             busy: BTreeMap::new(),
             busy_limit: BUSY_LIMIT,
+            reserved: ReservedDescriptors::hold(),
             settings: Sysctls::default(),
             found_leftovers,
         }
@@ -164,9 +176,12 @@ impl OpenPorts {
     }
 
     /// Closes new interfaces that may be a pod's until their pod is known.
-    pub(super) fn close_new_interfaces(&mut self, netstate: &NetworkState) {
-        self.closed_interfaces.release(netstate);
-        for interface in self.closed_interfaces.new_interfaces(netstate) {
+    /// `named`: interfaces that CNI plugins have made for pods.
+    pub(super) fn close_new_interfaces(&mut self, netstate: &NetworkState, named: &BTreeSet<String>) {
+        self.reserved.refill();
+        self.untold.retain(|thing, _| thing.parse::<IpAddr>().is_ok() || netstate.link(thing).is_some());
+        self.closed_interfaces.release(netstate, named, &self.unserved);
+        for interface in self.closed_interfaces.new_interfaces(netstate, named) {
             if !self.pods.contains_key(&interface.index) {
                 self.close(&interface, netstate);
             }
@@ -236,17 +251,24 @@ impl OpenPorts {
 
     /// Attaches a program that drops everything from an interface.
     fn close(&mut self, interface: &Interface, netstate: &NetworkState) {
-        let bridge = netstate.links.get(&interface.index).and_then(|link| netstate.bridge_mac(link));
+        let bridge = netstate.links.get(&interface.index).and_then(|link| netstate.bridge(link));
         let options = AttachOptions { on_miss: OnMiss::Drop, bridge, ..self.options(Role::Pod) };
-        match self.programs.attach(interface, options) {
+        let mut attached = self.programs.attach(interface, options);
+        if !matches!(attached, Ok(_) | Err(AttachError::NoInterface { .. })) && self.reserved.release() {
+            attached = self.programs.attach(interface, options);
+        }
+        self.untold.remove(&interface.name);
+        match attached {
             Ok(attached) => {
                 tracing::info!(%interface, "closed until its pod is known");
                 self.closed_interfaces.put(attached);
             }
             Err(AttachError::NoInterface { .. }) => {}
+            // The next reconciliation tries again.
             Err(error) => {
-                tracing::error!(%interface, %error, "cannot close it until its pod is known: NO POLICY IS ENFORCED on it");
-                self.closed_interfaces.ignore(interface.index);
+                let reason =
+                    format!("interface {interface}: cannot close it until its pod is known: {error}; trying again");
+                self.untold.insert(interface.name.clone(), reason);
             }
         }
     }
@@ -278,7 +300,8 @@ impl OpenPorts {
                 continue;
             }
             let Some(link) = netstate.links.get(&index) else { continue };
-            let options = AttachOptions { bridge: netstate.bridge_mac(link), ..self.options(Role::Pod) };
+            let options = AttachOptions { bridge: netstate.bridge(link), ..self.options(Role::Pod) };
+            let pod = port.pod.clone();
             match self.open_pod(dataplane, link, options, port) {
                 Ok(attachment) => {
                     self.failed.remove(&index);
@@ -296,12 +319,46 @@ impl OpenPorts {
                         self.close(&interface(link), netstate);
                     }
                     if !self.is_briefly_busy(index, &error) {
-                        self.log_failure(index, &error.to_string());
+                        self.log_failure(index, pod, &error.to_string());
                     }
                 }
             }
         }
         changed
+    }
+
+    /// Closes `links` of pods that are under policy and not served. Those of `hopeless`, of pods that cannot be served and are under
+    /// none, are open.
+    pub(super) fn close_unserved(&mut self, netstate: &NetworkState, links: &BTreeSet<u32>, hopeless: &BTreeSet<u32>) {
+        self.unserved.retain(|index| netstate.links.contains_key(index) && !self.pods.contains_key(index));
+        for &index in links {
+            let is_open = !self.pods.contains_key(&index) && !self.closed_interfaces.has(index);
+            let Some(link) = netstate.links.get(&index).filter(|link| link.veth && is_open) else { continue };
+            self.close(&interface(link), netstate);
+            if self.closed_interfaces.has(index) {
+                self.unserved.insert(index);
+            }
+        }
+        for &index in hopeless.difference(links) {
+            self.unserved.remove(&index);
+            if let Some(programs) = self.closed_interfaces.take(index) {
+                self.closed_interfaces.ignore(index);
+                tracing::info!(interface = %programs.interface(), "its pod cannot be served, and no policy is about it: open");
+            }
+        }
+    }
+
+    /// Whether what the pod behind this interface sends and gets is dropped.
+    pub(super) fn is_closed(&self, index: u32) -> bool {
+        self.closed_interfaces.has(index) || self.pods.get(&index).is_some_and(|attachment| !attachment.served)
+    }
+
+    /// What the kernel did not accept, and policy needs.
+    pub(super) fn not_enforced(&self) -> impl Iterator<Item = NotEnforced> {
+        let open = self.failed.iter().filter(|(index, _)| !self.closed_interfaces.has(**index));
+        let of_pods = open.map(|(_, (pod, reason))| NotEnforced { pod: Some(pod.clone()), reason: reason.clone() });
+        let untold = self.untold.values().chain(self.uplinks.problems());
+        of_pods.chain(untold.map(|reason| NotEnforced { pod: None, reason: reason.clone() }))
     }
 
     /// From now on opening does not wait for a busy queue: [`OpenPorts::has_busy`] says that it must be tried again.
@@ -361,15 +418,15 @@ impl OpenPorts {
         }
     }
 
-    fn log_failure(&mut self, index: u32, reason: &str) {
-        if self.failed.get(&index).is_none_or(|logged| logged != reason) {
+    fn log_failure(&mut self, index: u32, pod: ObjectKey, reason: &str) {
+        if self.failed.get(&index).is_none_or(|(_, logged)| logged != reason) {
             let now = if self.closed_interfaces.has(index) {
                 "its packets are dropped"
             } else {
                 "NO POLICY IS ENFORCED on it"
             };
             tracing::error!(reason, "cannot attach the interface: {now}; trying again");
-            self.failed.insert(index, reason.to_owned());
+            self.failed.insert(index, (pod, reason.to_owned()));
         }
     }
 }

@@ -24,7 +24,7 @@ use penstock_xdp_redirect::{
 
 use super::config::{Attach, AttachSetting, Config, MidstreamPickup};
 use super::daemon::connection_map_sizes;
-use crate::discovery::{Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
+use crate::discovery::{Bindings, Link, Netlink, NetworkState, PodPort, PodProblem, PortLimits, Sysctl, pod_ports};
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -266,20 +266,26 @@ fn source_check() -> Option<PreflightFinding> {
     })
 }
 
+/// What limits the pods that get a port.
+pub(super) fn port_limits(config: &Config) -> PortLimits<'_> {
+    PortLimits {
+        node: config.node.as_str(),
+        largest: config.umem.frame_size.largest_packet(),
+        main_table_only: config.attach_by == Attach::Xdp,
+    }
+}
+
 /// Checks for each local pod whether its interface can be served.
 pub(super) fn pods(
     config: &Config,
     netstate: &NetworkState,
+    bindings: &Bindings,
     resolved_pods: (Vec<Pod>, BTreeSet<PodProblem>),
 ) -> Vec<PreflightFinding> {
-    let largest = config.umem.frame_size.largest_packet();
     let (pods, mut problems) = resolved_pods;
-    let (ports, more) = pod_ports(netstate, &pods, config.node.as_str(), largest);
+    let (ports, more) = pod_ports(netstate, bindings, &pods, port_limits(config));
     problems.extend(more);
-    let found = problems.iter().map(|problem| match problem {
-        PodProblem::TooLong { .. } => PreflightFinding::error(problem.to_string()),
-        _ => PreflightFinding::warning(problem.to_string()),
-    });
+    let found = problems.iter().map(|problem| PreflightFinding::warning(problem.to_string()));
     let uplink = |name: &str| config.uplinks.iter().any(|uplink| uplink.as_str() == name);
     let served = |port: &PodPort| match uplink(&port.name) {
         true => vec![PreflightFinding::error(format!(
@@ -416,8 +422,8 @@ fn uplink(name: &str, found: Option<&Link>, largest: u32) -> PreflightFinding {
         Some(link) if !link.up => {
             PreflightFinding::error(format!("uplinks: interface {name} is down; set it up (ip link set {name} up)"))
         }
-        Some(link) if link.mtu > largest => PreflightFinding::error(format!(
-            "uplinks: MTU {} of interface {name} is more than the {largest} that a frame holds; lower it, or raise umem.frame_size",
+        Some(link) if link.mtu > largest => PreflightFinding::warning(format!(
+            "uplinks: MTU {} of interface {name} is more than the {largest} that a frame holds: longer packets take the node's stack",
             link.mtu
         )),
         Some(link) => PreflightFinding::ok(format!("uplinks: {name}, MTU {}", link.mtu)),
@@ -537,7 +543,7 @@ mod tests {
             (Some(Link { up: false, ..good.clone() }), Level::Error, "uplinks: interface eth0 is down; set it up"),
             (
                 Some(Link { mtu: 9000, ..good }),
-                Level::Error,
+                Level::Warning,
                 "uplinks: MTU 9000 of interface eth0 is more than the 1778 that",
             ),
         ] {

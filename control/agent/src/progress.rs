@@ -12,6 +12,7 @@ use penstock_policy::model::ObjectKey;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 
+use crate::coverage::NotEnforced;
 use crate::discovery::PodProblem;
 
 /// How long publishing waits for the workers to take the snapshot. They need some microseconds; a slower worker is
@@ -41,6 +42,8 @@ struct AwaitedSnapshot {
 #[derive(Debug)]
 pub(super) struct EnforcementProgress {
     pods: BTreeMap<ObjectKey, PublishedPod>,
+    /// What is not enforced.
+    not_enforced: BTreeSet<NotEnforced>,
     /// Why pods are not attached.
     waiting: BTreeMap<ObjectKey, String>,
     /// The snapshots that are not in force everywhere yet, oldest first.
@@ -75,6 +78,7 @@ impl EnforcementProgress {
     pub(super) fn new() -> Self {
         Self {
             pods: BTreeMap::new(),
+            not_enforced: BTreeSet::new(),
             waiting: BTreeMap::new(),
             awaited: VecDeque::new(),
             programmed: false,
@@ -168,6 +172,21 @@ impl EnforcementProgress {
                 self.waiting.entry(pod.clone()).or_insert_with(|| problem.to_string());
             }
         }
+    }
+
+    /// Whether pods are not attached, for reasons that were recorded.
+    pub(super) fn has_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// Records what is not enforced.
+    pub(super) fn note_not_enforced(&mut self, not_enforced: BTreeSet<NotEnforced>) {
+        self.not_enforced = not_enforced;
+    }
+
+    /// What is not enforced.
+    pub(super) fn not_enforced(&self) -> &BTreeSet<NotEnforced> {
+        &self.not_enforced
     }
 
     /// Why this pod, which has no port, is not attached.

@@ -168,7 +168,8 @@ impl Publisher {
             tracing::debug!("no effect on the tables: {what}");
         }
         self.follow(inputs);
-        if pods {
+        // A pod that is not served is closed if policy is about it from now on.
+        if pods || (policy && inputs.progress.has_waiting()) {
             self.pods.notify_one();
         }
     }

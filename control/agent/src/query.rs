@@ -40,7 +40,13 @@ pub(crate) enum StateQuery {
     /// Judge these policies of files beside what is in force; none: no more. The answer says why not.
     Try { policies: Vec<Object>, answer: oneshot::Sender<Result<(), NotAllowed>> },
     /// A CNI plugin has given a pod these addresses. The answer says what is awaited until its policy is in force.
-    NewPod { pod: ObjectKey, addresses: Vec<IpAddr>, answer: oneshot::Sender<Result<(), String>> },
+    NewPod {
+        pod: ObjectKey,
+        addresses: Vec<IpAddr>,
+        /// Names of its interfaces on the node.
+        interfaces: Vec<String>,
+        answer: oneshot::Sender<Result<(), String>>,
+    },
     /// A support bundle without the connections, and the data for its metrics.
     Dump(oneshot::Sender<(Dump, Scrape)>),
     /// The data for the metrics.

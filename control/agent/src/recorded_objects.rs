@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 use jiff::Timestamp;
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use penstock_privileges as privileges;
-use penstock_sources::{FollowedKinds, Location};
+use penstock_sources::FollowedKinds;
 
 use crate::config::Config;
 use crate::state_file::{Identity, StateFile, StateFileError};
 
 /// The version of the file's form: that of [`Object`] as JSON. A test asks for another one when that changes.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".objects";
@@ -46,10 +46,10 @@ pub(crate) struct ObjectFile {
 }
 
 impl ObjectFile {
-    /// The file of this configuration; `None` without a state directory, and for manifests, which are files themselves.
+    /// The file of this configuration; `None` without a state directory. Of manifests, too: one of them may be refused at the next
+    /// start.
     pub(crate) fn of(config: &Config) -> Option<Self> {
         let location = config.source.location();
-        let Location::ApiServer(_) = location else { return None };
         // Objects without EndpointSlices are not all objects for a daemon that translates: it would find no backends.
         let mut origin = match config.services.followed_kinds() {
             FollowedKinds::All => location.to_string(),
@@ -251,6 +251,7 @@ mod tests {
             ports: vec![NamedPort { name: "http".into(), protocol: PortProtocol::Tcp, number: 8080 }],
             lifetime: PodLifetime { leaving: false, started: Some(7), created: None },
             controller: None,
+            other_interfaces: Vec::new(),
         })
     }
 
@@ -296,6 +297,7 @@ mod tests {
                 name: "shop".into(),
                 labels: [("team".to_owned(), "a".to_owned())].into(),
                 default_deny_ingress: false,
+                terminating: true,
             }),
             Object::Node(Node {
                 name: "here".into(),
@@ -428,12 +430,16 @@ mod tests {
     }
 
     #[test]
-    fn manifests_and_a_daemon_without_state_directory_record_nothing() {
-        for text in [
-            "node = \"a\"\n[source]\nmanifests = \"/m\"\n",
-            "node = \"a\"\n[source]\nin_cluster = true\n[conntrack]\nmapping = \"off\"\n",
+    fn a_daemon_without_state_directory_records_nothing() {
+        for (source, mapping, is_recorded) in [
+            ("manifests = \"/m\"", "/run/penstock/conntrack", true),
+            ("in_cluster = true", "/run/penstock/conntrack", true),
+            ("manifests = \"/m\"", "off", false),
+            ("in_cluster = true", "off", false),
         ] {
-            assert!(ObjectFile::of(&Config::parse(text, Path::new("/etc/penstock.toml")).unwrap()).is_none(), "{text}");
+            let text = format!("node = \"a\"\n[source]\n{source}\n[conntrack]\nmapping = \"{mapping}\"\n");
+            let config = Config::parse(&text, Path::new("/etc/penstock.toml")).unwrap();
+            assert_eq!(ObjectFile::of(&config).is_some(), is_recorded, "{text}");
         }
     }
 

@@ -287,6 +287,7 @@ mod tests {
             ports: Vec::new(),
             lifetime: Default::default(),
             controller: None,
+            other_interfaces: Vec::new(),
         };
         objects.apply([ObjectChange::Set(Object::Pod(pod))], &[]);
         objects

@@ -21,8 +21,9 @@ use super::cluster::ManifestArgs;
 /// Each line of the queries is a JSON object: "from" and "to" (NAMESPACE/POD or an address; the address of a pod stands for
 /// that pod), "port" (a number, or a name of the destination pod's ports) and "protocol" (default: TCP). Each answer is one
 /// line: the query's fields, "verdict", "egress" and "ingress". Both sides are evaluated, on whatever node the pods are,
-/// with the tables that the workers use. Every pair of the ends' addresses is evaluated, and "allow" means all of them. Where
-/// they differ, "families" has an answer for each, and the others are those of one that is denied. "to" may be a Service
+/// with the tables that the workers use. Every pair of the ends' addresses is evaluated: "allow" means all of them, "partial" some.
+/// Where they differ, "families" has an answer for each, and the others are those of one that is denied. Between two ends that are no
+/// pods the verdict is "allow", and "reason" says that Penstock does not see it. "to" may be a Service
 /// (svc/NAMESPACE/SERVICE, with a port of its own): the answer then has the verdict for each backend, and is "partial" where
 /// they differ.
 #[derive(clap::Args, Debug)]
@@ -85,6 +86,9 @@ struct FamilyAnswer {
 #[derive(Serialize, Debug)]
 struct FlowAnswer {
     verdict: Verdict,
+    /// Why it is allowed without policy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<&'static str>,
     egress: DirectionAnswer,
     ingress: DirectionAnswer,
 }
@@ -154,7 +158,7 @@ impl From<&TierStep> for TierAnswer {
 enum Verdict {
     Allow,
     Deny,
-    /// Some backends of a Service are allowed, and others not.
+    /// Some backends of a Service, or some pairs of addresses, are allowed, and others not.
     Partial,
 }
 
@@ -225,7 +229,11 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
     let flows = flow::flows(engine.state(), &query.from.parse()?, &to, &service)?;
     let explained: Vec<Explanation> = flows.iter().map(|flow| engine.explain(flow)).collect();
     let differ = explained.iter().any(|explanation| !explanation.is_same(&explained[0]));
-    let decides = explained.iter().find(|explanation| !explanation.verdict.is_allowed()).unwrap_or(&explained[0]);
+    let decides = explained.iter().find(|explanation| !explanation.is_allowed()).unwrap_or(&explained[0]);
+    let mut answer_of_all = FlowAnswer::from(decides);
+    if !decides.is_allowed() && explained.iter().any(Explanation::is_allowed) {
+        answer_of_all.verdict = Verdict::Partial;
+    }
     let each = flows.iter().zip(&explained).filter(|_| differ);
     let families = each.map(|(flow, explanation)| FamilyAnswer {
         family: if flow.dst.is_v4() { "IPv4" } else { "IPv6" },
@@ -233,13 +241,13 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
         to: flow.dst.to_string(),
         answer: FlowAnswer::from(explanation),
     });
-    let answer = Answer { query: &query, answer: FlowAnswer::from(decides), families: families.collect() };
+    let answer = Answer { query: &query, answer: answer_of_all, families: families.collect() };
     serde_json::to_string(&answer).map_err(BadQuery::Syntax)
 }
 
 fn answer_service(engine: &Engine, query: &Query, to: &ServiceFlows) -> Result<String, BadQuery> {
     let answer = |flow: &Flow| {
-        let FlowAnswer { verdict, egress, ingress } = FlowAnswer::from(&engine.explain(flow));
+        let FlowAnswer { verdict, egress, ingress, .. } = FlowAnswer::from(&engine.explain(flow));
         let address = IpAddr::from(flow.dst);
         let name = flow::name(engine.state(), address);
         BackendAnswer { name, address: SocketAddr::new(address, flow.dst_port), verdict, egress, ingress }
@@ -259,7 +267,8 @@ fn answer_service(engine: &Engine, query: &Query, to: &ServiceFlows) -> Result<S
 impl From<&Explanation> for FlowAnswer {
     fn from(explanation: &Explanation) -> Self {
         Self {
-            verdict: if explanation.verdict.is_allowed() { Verdict::Allow } else { Verdict::Deny },
+            verdict: if explanation.is_allowed() { Verdict::Allow } else { Verdict::Deny },
+            reason: explanation.unseen(),
             egress: DirectionAnswer::from(&explanation.egress),
             ingress: DirectionAnswer::from(&explanation.ingress),
         }

@@ -6,7 +6,8 @@ use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{
-    CaptureStatus, FlowRecordsStatus, NamesStatus, PodStatus, PortStatus, ServicesStatus, StaleObjects, Status,
+    CaptureStatus, FlowRecordsStatus, NamesStatus, NotEnforced, PodStatus, PortStatus, ServicesStatus, StaleObjects,
+    Status,
 };
 use penstock_dataplane::worker::Stage;
 use penstock_text::number::{json, percent, short};
@@ -48,7 +49,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 
 fn text(status: &Status) -> String {
     let mut text = heading(status);
-    for table in [workers(status), stages(status), ports(&status.ports), pods(&status.pods)] {
+    for table in [workers(status), stages(status), ports(&status.ports), pods(&status.pods, &status.not_enforced)] {
         text.push('\n');
         text.push_str(&align_columns(&table));
     }
@@ -128,9 +129,17 @@ fn heading(status: &Status) -> String {
     for reason in &status.configuration_refused {
         line(&mut text, &style::bad(format!("configuration refused, the last good one is in force: {reason}")));
     }
+    if status.refused_files > 0 {
+        let refused = status.refused_files;
+        line(&mut text, &style::bad(format!("manifests refused: {refused}; their last good objects are in force")));
+    }
     if let Some(StaleObjects { recorded, objects }) = &status.stale {
         let stale = format!("stale: {objects} objects as recorded at {recorded}; the API server has not been read yet");
         line(&mut text, &style::bad(stale));
+    }
+    for NotEnforced { pod, reason } in &status.not_enforced {
+        let of = pod.as_deref().map_or(String::new(), |pod| format!(" on {pod}"));
+        line(&mut text, &style::bad(format!("policy is not enforced{of}: {reason}")));
     }
     text
 }
@@ -207,12 +216,15 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
     std::iter::once(row(heading)).chain(rows).collect()
 }
 
-fn pods(pods: &[PodStatus]) -> Vec<Vec<String>> {
+fn pods(pods: &[PodStatus], not_enforced: &[NotEnforced]) -> Vec<Vec<String>> {
     let heading = ["POD", "ADDRESSES", "INTERFACE", "CHANGED", "PUBLISHED", "ENFORCED", "CONNECTIONS"];
     let number = |epoch: Option<u32>| epoch.map_or_else(|| "-".to_owned(), |epoch| epoch.to_string());
+    let is_open = |pod: &str| not_enforced.iter().any(|one| one.pod.as_deref() == Some(pod));
     let rows = pods.iter().map(|pod| {
         let enforced = match (&pod.waiting, pod.enforced) {
-            (Some(waiting), _) => format!("no network: {waiting}"),
+            (Some(waiting), _) if is_open(&pod.pod) => format!("NOT ENFORCED: {waiting}"),
+            (Some(waiting), _) => format!("not attached: {waiting}"),
+            (None, _) if is_open(&pod.pod) => "NOT EVERYWHERE".to_owned(),
             (None, true) => "yes".to_owned(),
             (None, false) => "not yet".to_owned(),
         };

@@ -283,6 +283,7 @@ mod tests {
             stages: Default::default(),
         };
         Status {
+            not_enforced: Vec::new(),
             version: "1".to_owned(),
             node: "worker-1".to_owned(),
             process: 1,
@@ -300,6 +301,7 @@ mod tests {
             services: None,
             domain_names: None,
             configuration_refused: Vec::new(),
+            refused_files: 0,
             stale: None,
             capture: None,
             flow_records: None,

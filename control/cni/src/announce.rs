@@ -12,13 +12,13 @@ use serde_json::Value;
 /// How long until a daemon is asked again that does not answer, such as one that is just being replaced.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Waits for at most `limit`. The pod's interface is closed meanwhile, and stays so if the time is over: the pod then starts without
+/// Waits for at most `limit`. `veths`: the node's ends of the pod's veths. The pod's interface is closed meanwhile, and stays so if the time is over: the pod then starts without
 /// a network, and gets it once its policy is in force. What is missing goes to standard error, which runtimes log.
-pub(crate) fn wait(socket: &Path, limit: Duration, result: &Value) {
+pub(crate) fn wait(socket: &Path, limit: Duration, result: &Value, veths: &[String]) {
     let until = Instant::now() + limit;
     let arguments = std::env::var("CNI_ARGS").unwrap_or_default();
     let Some((namespace, name)) = pod(&arguments) else { return };
-    let addresses = addresses(result);
+    let (addresses, mut interfaces) = (addresses(result), veths.to_vec());
     // Without a daemon there is nothing to wait for.
     if limit.is_zero() || addresses.is_empty() || !socket.exists() {
         return;
@@ -32,12 +32,23 @@ pub(crate) fn wait(socket: &Path, limit: Duration, result: &Value) {
             return;
         }
         let wait_ms = u64::try_from(left.as_millis()).unwrap_or(NewPod::LONGEST_WAIT).min(NewPod::LONGEST_WAIT);
-        let new = NewPod { namespace: namespace.into(), name: name.into(), addresses: addresses.clone(), wait_ms };
+        let new = NewPod {
+            namespace: namespace.into(),
+            name: name.into(),
+            addresses: addresses.clone(),
+            interfaces: interfaces.clone(),
+            wait_ms,
+        };
         match client.post::<NewPodState>("/v1/pods", &new) {
             Ok(NewPodState { awaits: None }) => return,
             Ok(NewPodState { awaits: Some(what) }) => awaits = what,
             // It has ended.
             Err(ClientError::NoDaemon { .. }) if !socket.exists() => return,
+            // A daemon of an earlier version takes no interfaces.
+            Err(ClientError::Rejected(error)) if !interfaces.is_empty() => {
+                interfaces.clear();
+                awaits = error;
+            }
             Err(error) => {
                 awaits = error.to_string();
                 sleep(AGAIN.min(left));

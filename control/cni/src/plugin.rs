@@ -149,10 +149,12 @@ fn answer(command: &str, config: NetworkConfig) -> Result<Option<Value>, PluginE
     match command {
         "ADD" => {
             let result = config.prev_result.ok_or(PluginError::NoPrevResult)?;
-            for veth in veths(&result)? {
-                close::close(&config.pins, &veth)?;
+            let veths = veths(&result)?;
+            for veth in &veths {
+                close::close(&config.pins, veth)?;
             }
-            announce::wait(&config.socket, Duration::from_secs(config.wait_seconds), &result);
+            let names: Vec<String> = veths.into_iter().map(|veth| veth.name).collect();
+            announce::wait(&config.socket, Duration::from_secs(config.wait_seconds), &result, &names);
             Ok(Some(result))
         }
         "CHECK" => {

@@ -69,7 +69,10 @@ fn as_json(answers: &Answers<Status>) -> String {
 
 /// Whether all of a node is in force, as far as its daemon knows the cluster.
 fn is_enforced(status: &Status) -> bool {
-    status.in_force && status.stale.is_none() && status.pods.iter().all(|pod| pod.enforced)
+    status.in_force
+        && status.stale.is_none()
+        && status.not_enforced.is_empty()
+        && status.pods.iter().all(|pod| pod.enforced)
 }
 
 fn text(answers: &Answers<Status>) -> String {
@@ -129,6 +132,9 @@ fn state(status: &Status) -> String {
     let mut wrong = Vec::new();
     if !status.configuration_refused.is_empty() {
         wrong.push("configuration refused".to_owned());
+    }
+    if status.refused_files > 0 {
+        wrong.push("manifests refused".to_owned());
     }
     if let Some(stale) = &status.stale {
         wrong.push(format!("objects of {}", stale.recorded));

@@ -9,7 +9,7 @@ use std::io::{self, Write};
 use std::time::Duration;
 
 use clap::ValueEnum;
-use penstock_admin::types::Status;
+use penstock_admin::types::{NotEnforced, Status};
 use penstock_text::number::json;
 use serde::Serialize;
 use tokio::time::Instant;
@@ -161,6 +161,13 @@ impl Seen {
         if !was_seen || !status.in_force {
             return not_yet("is not in force on every worker yet");
         }
+        let pod = goal.pod.as_ref().filter(|(_, node)| *node == daemon.node).map(|(name, _)| name.to_string());
+        let mut not_enforced = status.not_enforced.iter();
+        // A pod's own state does not depend on other pods.
+        let is_meant = |one: &&NotEnforced| one.pod.is_none() || goal.pod.is_none() || one.pod == pod;
+        if let Some(NotEnforced { reason, .. }) = not_enforced.find(is_meant) {
+            return State::NotYet(format!("policy is not enforced: {reason}"));
+        }
         match &goal.pod {
             Some((name, node)) if *node == daemon.node => of_pod(name, status),
             _ => State::Enforced,
@@ -173,7 +180,7 @@ fn of_pod(name: &PodName, status: &Status) -> State {
     match status.pods.iter().find(|pod| pod.pod == name.to_string()) {
         None => State::NotYet(format!("does not have pod {name} yet")),
         Some(pod) => match (&pod.waiting, pod.enforced) {
-            (Some(waiting), _) => State::NotYet(format!("pod {name} has no network: {waiting}")),
+            (Some(waiting), _) => State::NotYet(format!("pod {name} is not attached: {waiting}")),
             (None, false) => State::NotYet(format!("pod {name} is not enforced yet")),
             (None, true) => State::Enforced,
         },

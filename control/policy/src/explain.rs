@@ -56,23 +56,33 @@ pub fn text(
     }
     let flows = flow::flows(engine.state(), from, to, port)?;
     let explained: Vec<(Flow, Explanation)> = flows.into_iter().map(|flow| (flow, engine.explain(&flow))).collect();
-    let is_allowed = explained.iter().all(|(_, explanation)| explanation.verdict.is_allowed());
+    let allowed = explained.iter().filter(|(_, explanation)| explanation.is_allowed()).count();
     let differ = explained.iter().any(|(_, explanation)| !explanation.is_same(&explained[0].1));
     let shown = if differ { &explained[..] } else { &explained[..1] };
     let texts: Vec<String> =
         shown.iter().map(|(flow, explanation)| of_flow(engine, style, flow, explanation)).collect();
-    Ok((is_allowed, texts.join("\n")))
+    let head = match allowed {
+        0 => String::new(),
+        _ if allowed == explained.len() => String::new(),
+        _ => {
+            let verdict = style.mixed(&"partial");
+            let count = explained.len();
+            format!("{}: {from} -> {to}, {allowed} of {count} pairs of addresses allowed\n\n", style.strong(&verdict))
+        }
+    };
+    Ok((allowed == explained.len(), head + &texts.join("\n")))
 }
 
 fn of_flow(engine: &Engine, style: &dyn TextStyle, flow: &Flow, explanation: &Explanation) -> String {
     let state = engine.state();
     let (src, dst) = (flow::describe(state, flow.src.into()), flow::describe(state, flow.dst.into()));
-    let verdict = if explanation.verdict.is_allowed() { style.good(&"allowed") } else { style.bad(&"denied") };
+    let verdict = if explanation.is_allowed() { style.good(&"allowed") } else { style.bad(&"denied") };
+    let unseen = explanation.unseen().map_or_else(String::new, |reason| format!("{reason}: "));
     let port = match flow.protocol.has_ports() {
         true => format!("{}/{}", flow.dst_port, flow.protocol),
         false => flow.protocol.to_string(),
     };
-    let mut text = format!("{}: {src} -> {dst}, {port}\n", style.strong(&verdict));
+    let mut text = format!("{}: {unseen}{src} -> {dst}, {port}\n", style.strong(&verdict));
     let ends = (src.as_str(), dst.as_str());
     explain_direction(&mut text, engine, style, Direction::Egress, ends, &explanation.egress);
     explain_direction(&mut text, engine, style, Direction::Ingress, ends, &explanation.ingress);

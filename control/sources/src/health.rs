@@ -94,6 +94,8 @@ pub struct SourceHealth {
     start: Instant,
     followed: FollowedKinds,
     kinds: [KindCounters; ObjectKind::ALL.len()],
+    /// Manifests that are not applied.
+    refused_files: AtomicU64,
 }
 
 #[derive(Debug, Default)]
@@ -146,7 +148,7 @@ pub struct KindHealth {
 impl SourceHealth {
     /// The health of a source of these kinds that has read nothing yet.
     pub fn new(followed: FollowedKinds) -> Self {
-        Self { start: Instant::now(), followed, kinds: Default::default() }
+        Self { start: Instant::now(), followed, kinds: Default::default(), refused_files: AtomicU64::new(0) }
     }
 
     /// The kinds that the source follows.
@@ -182,6 +184,15 @@ impl SourceHealth {
     /// Whether all followed kinds were read at least once.
     pub fn is_synced(&self) -> bool {
         self.followed.iter().all(|kind| self.kinds[kind as usize].synced.load(Ordering::Relaxed))
+    }
+
+    /// How many manifests are not applied; their last valid objects stay in force.
+    pub fn refused_files(&self) -> u64 {
+        self.refused_files.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn refuse_files(&self, count: usize) {
+        self.refused_files.store(count as u64, Ordering::Relaxed);
     }
 
     /// Records a sign of life.

@@ -24,7 +24,7 @@ pub use health::{FollowedKinds, KindHealth, ObjectKind, SourceHealth};
 
 use api_server::{Access, ApiServer, ApiServerTimeouts, NodeWriter};
 use convert::ConversionSettings;
-use directory::ManifestDirectory;
+use directory::{DirectoryChanges, ManifestDirectory};
 
 /// Where objects come from.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -81,7 +81,8 @@ pub enum SourceError {
 
 impl Source {
     /// Opens a source without waiting for an API server, which is asked for objects of the `followed` kinds. Manifests are
-    /// read whole: what they contain is checked whether it is used or not. A `writer` also writes at the API server.
+    /// read whole: what they contain is checked whether it is used or not; `last` are the objects of the last run, which stand for
+    /// what refused files had. A `writer` also writes at the API server.
     ///
     /// # Errors
     /// The manifests are missing or have errors, or there is no access to the API server.
@@ -90,6 +91,7 @@ impl Source {
         followed: FollowedKinds,
         writer: Option<NodeWriter>,
         settings: ConversionSettings,
+        last: &dyn Fn() -> Option<Vec<Object>>,
     ) -> Result<Self, SourceError> {
         let health = Arc::new(SourceHealth::new(match location {
             Location::Manifests(_) => FollowedKinds::All,
@@ -97,7 +99,8 @@ impl Source {
         }));
         let backend = match location {
             Location::Manifests(path) => {
-                let (directory, objects) = ManifestDirectory::open(path, settings)?;
+                let (directory, objects) = ManifestDirectory::open_after(path, settings, last)?;
+                health.refuse_files(directory.refused());
                 ObjectKind::ALL.into_iter().for_each(|kind| {
                     health.listed(kind);
                     health.connected(kind);
@@ -131,7 +134,8 @@ impl Source {
         match &mut self.backend {
             Backend::ApiServer(server) => server.next().await,
             Backend::Manifests { directory, count, .. } => {
-                let changes = directory.next().await?.changes;
+                let DirectoryChanges { changes, refused, .. } = directory.next().await?;
+                self.health.refuse_files(refused);
                 changes.iter().for_each(|change| {
                     count.apply(change);
                     self.health.event(kind_of(change));

@@ -118,7 +118,7 @@ fn suite() -> Suite {
 fn namespace(name: &str, labels: &Labels) -> Object {
     let mut labels = labels.clone();
     labels.insert("kubernetes.io/metadata.name".to_owned(), name.to_owned());
-    Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false })
+    Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false, terminating: false })
 }
 
 fn key(namespace: &str, name: &str) -> ObjectKey {
@@ -142,6 +142,7 @@ fn pod(pod: &SuitePod) -> Pod {
         host_network: false,
         finished: false,
         controller: None,
+        other_interfaces: Vec::new(),
         ports: pod.ports.iter().map(port).collect(),
         lifetime: Default::default(),
     }

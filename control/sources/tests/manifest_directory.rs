@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use penstock_sources::convert::ConversionSettings;
 use penstock_sources::directory::{DirectoryChanges, DirectoryError, ManifestDirectory};
+use penstock_sources::manifest::{Options, read_manifests};
 use tempfile::TempDir;
 
 /// A batch arrives within this time, also on a busy machine.
@@ -168,7 +169,11 @@ fn a_file_being_written_does_not_delay_another() {
     watched.write("b.yaml", &pod("y", "10.0.0.2"));
     assert_eq!(described(&watched.next()), ["+y 10.0.0.2"]);
     drop(file);
-    assert_eq!(described(&watched.next()), ["-x"]);
+    // Empty, as after a write that failed: what it had stays for a while.
+    let batch = watched.next();
+    assert_eq!((batch.changes.len(), batch.refused, batch.problems.len()), (0, 1, 1), "{batch:?}");
+    let batch = watched.next_within(Duration::from_secs(60)).expect("it stays empty");
+    assert_eq!((described(&batch), batch.shortened.len(), batch.refused), (vec!["-x".to_owned()], 1, 0));
 }
 
 #[test]
@@ -305,4 +310,41 @@ fn dropping_the_source_ends_its_thread() {
         let _ = sender.send(());
     });
     dropped.recv_timeout(Duration::from_secs(60)).expect("it ends");
+}
+
+/// Reading it would wait for a writer for ever.
+#[test]
+fn a_pipe_is_refused_and_hangs_nobody() {
+    let mut watched = Watched::open(&[("a.yaml", &pod("x", "10.0.0.1"))]);
+    let made = std::process::Command::new("mkfifo").arg(watched.path("pipe.yaml")).status().unwrap();
+    assert!(made.success());
+    let batch = watched.next();
+    assert!(batch.changes.is_empty() && batch.refused == 1, "{batch:?}");
+    assert!(batch.problems[0].to_string().contains("not a regular file"), "{batch:?}");
+    watched.write("a.yaml", &pod("x", "10.0.0.2"));
+    assert_eq!(described(&watched.next()), ["+x 10.0.0.2"]);
+    // A user who names a pipe may have it read.
+    let error = read_manifests(&[watched.directory.as_path()], &Options::default()).unwrap_err();
+    assert!(error.to_string().contains("pipe.yaml: cannot be read: not a regular file"), "{error}");
+}
+
+#[test]
+fn a_start_with_a_refused_file_takes_the_last_good_objects() {
+    let parent = tempfile::tempdir().unwrap();
+    fs::write(parent.path().join("a.yaml"), pod("x", "10.0.0.1")).unwrap();
+    fs::write(parent.path().join("b.yaml"), pod("y", "10.0.0.2")).unwrap();
+    let open = |last: Option<&Vec<Object>>| {
+        ManifestDirectory::open_after(parent.path(), ConversionSettings::default(), &|| last.cloned())
+    };
+    let (_, last) = open(None).unwrap();
+    fs::write(parent.path().join("b.yaml"), "a: [").unwrap();
+    assert!(open(None).is_err(), "nothing is known of what it had");
+    let (directory, objects) = open(Some(&last)).unwrap();
+    assert_eq!(directory.refused(), 1);
+    let names = |objects: &[Object]| {
+        let mut names: Vec<_> = objects.iter().map(|object| object.reference().to_string()).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(&objects), names(&last));
 }

@@ -84,7 +84,7 @@ pub enum MidStreamPickup {
     AfterLoss(Timestamp),
     /// Until this time: connections that were opened while no table existed continue.
     Until(Timestamp),
-    /// Always: for captures, which begin in mid-stream.
+    /// Always, as nf_conntrack does (`nf_conntrack_tcp_loose`): idle connections that are older than the table, and captures.
     Always,
 }
 
@@ -115,9 +115,9 @@ pub enum ConfigError {
 
 macro_rules! timeouts {
     ($($(#[doc = $doc:literal])+ $name:ident = $seconds:literal,)+) => {
-        /// Idle timeouts by protocol and state. Names and defaults are those of the kernel's
-        /// `net.netfilter.nf_conntrack_*` settings (Documentation/networking/nf_conntrack-sysctl.rst). They are kept to
-        /// within a second.
+        /// Idle timeouts by protocol and state. Names are those of the kernel's `net.netfilter.nf_conntrack_*` settings
+        /// (Documentation/networking/nf_conntrack-sysctl.rst), and so are defaults, but for the two that kube-proxy sets on
+        /// every node (`conntrack` in KubeProxyConfiguration): TCP established and close-wait. They are kept to within a second.
         #[derive(Clone, PartialEq, Eq, Debug)]
         pub struct Timeouts { $($(#[doc = $doc])+ pub $name: Duration,)+ }
 
@@ -154,14 +154,14 @@ timeouts! {
     tcp_timeout_syn_sent = 120,
     /// TCP, SYN and SYN-ACK.
     tcp_timeout_syn_recv = 60,
-    /// TCP, handshake complete: five days.
-    tcp_timeout_established = 432_000,
+    /// TCP, handshake complete: a day.
+    tcp_timeout_established = 86_400,
     /// TCP, after a RST that its receiver may or may not accept; or picked up in mid-stream and not yet answered.
     tcp_timeout_unacknowledged = 300,
     /// TCP, one FIN.
     tcp_timeout_fin_wait = 120,
-    /// TCP, one FIN, acknowledged.
-    tcp_timeout_close_wait = 60,
+    /// TCP, one FIN, acknowledged; or one that a program in the kernel forwarded: an hour.
+    tcp_timeout_close_wait = 3600,
     /// TCP, both FINs.
     tcp_timeout_last_ack = 30,
     /// TCP, both FINs acknowledged.
@@ -292,7 +292,7 @@ mod tests {
     #[test]
     fn a_timeout_is_set_by_its_kernel_name() {
         let mut timeouts = Timeouts::default();
-        assert_eq!(timeouts.tcp_timeout_established, Duration::from_secs(432_000));
+        assert_eq!(timeouts.tcp_timeout_established, Duration::from_secs(86_400));
         timeouts.set("udp_timeout", Duration::from_secs(7)).unwrap();
         assert_eq!(timeouts.of(Protocol::UDP, State::Unreplied), Duration::from_secs(7));
         let error = timeouts.set("udp_timout", Duration::from_secs(7)).unwrap_err();

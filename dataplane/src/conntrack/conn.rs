@@ -256,12 +256,13 @@ impl<'t> Conn<'t> {
         {
             return self.accept(State::Tcp(TcpState::Established), tracked, tracking, now);
         }
+        let Some((state, known)) = self.known(tracked, now) else { return Some(Update::Removed) };
         if control.is_revoked() {
-            // A revoked connection stays while its ends retransmit. If another thread was faster, it did the same.
-            let _ = self.entry.exchange(control, control.with(control.state(), now));
+            // A revoked connection stays while its ends retransmit. Its time is then newer than what programs forwarded before,
+            // so the windows say themselves that they are older. If another thread was faster, it did the same.
+            let _ = self.exchange(tracked, known, control.with(control.state(), now));
             return Some(if track::opens(transport) { Update::Opens } else { Update::Revoked });
         }
-        let Some((state, known)) = self.known(tracked, now) else { return Some(Update::Removed) };
         let held = self.entry.held_syn();
         match track::step(state, known, control.original(), orientation, transport, held, now) {
             PacketEffect::Accept(next, tracking) => self.accept(next, tracked, tracking, now),

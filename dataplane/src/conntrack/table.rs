@@ -59,12 +59,15 @@ pub struct ConnTable {
 /// A connection to insert.
 #[derive(Clone, Copy, Debug)]
 pub struct NewConnection<'a> {
-    /// The prepared flow of the first packet; its direction becomes the original one.
+    /// The prepared flow of the first packet; its direction becomes the original one, but for an [answer](Self::is_answer).
     pub hashed: &'a PreparedFlow,
     /// The first packet.
     pub transport: &'a Transport,
     /// Owner whose quota it counts against.
     pub owner: OwnerId,
+    /// Whether the packet is of the answering side, of a connection that is picked up in mid-stream: the other direction is the
+    /// original one.
+    pub is_answer: bool,
     /// Whether its packets traverse the node's own stack, in both directions.
     pub via_host: bool,
     /// The snapshot under which policy allowed it.
@@ -370,6 +373,7 @@ impl ConnTable {
             return Err(InsertError::CannotOpen);
         };
         let contents = EntryContents { owner: new.owner, tracking };
+        let original = if new.is_answer { hashed.orientation.opposite() } else { hashed.orientation };
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
                 if control.is_translated() && self.partner((slot, control)).is_none() {
@@ -386,7 +390,7 @@ impl ConnTable {
             }
             let (slot, claimed) = self.make_room(new)?;
             let epoch = EpochTag::of(new.epoch);
-            let control = ControlWord::tentative(claimed, state.code(), hashed.orientation, epoch, now);
+            let control = ControlWord::tentative(claimed, state.code(), original, epoch, now);
             let control = control.with_via_host(new.via_host).with_translated(is_translated);
             if let Some(journal) = &self.journal {
                 journal.begin(slot, new.now);
@@ -407,12 +411,12 @@ impl ConnTable {
 
     /// Whether a mid-stream packet may currently open a connection for this owner.
     fn allows_pickup(&self, owner: OwnerId, now: Timestamp) -> bool {
-        match self.midstream_pickup {
+        let is_time = match self.midstream_pickup {
             MidStreamPickup::Never => false,
-            MidStreamPickup::AfterLoss(end) | MidStreamPickup::Until(end) if now >= end => false,
-            MidStreamPickup::AfterLoss(_) | MidStreamPickup::Until(_) => self.len_of(owner) < self.limit() / 2,
+            MidStreamPickup::AfterLoss(end) | MidStreamPickup::Until(end) => now < end,
             MidStreamPickup::Always => true,
-        }
+        };
+        is_time && self.len_of(owner) < (self.limit() / 2).max(1)
     }
 
     /// A claimed entry for a new connection, counted for its owner.
@@ -615,7 +619,8 @@ impl ConnTable {
             Noted { finished: [true, true], .. } => TcpState::TimeWait,
             Noted { finished: [false, false], confirmed: false } => return control,
             Noted { finished: [false, false], confirmed: true } => TcpState::Established,
-            Noted { finished: _, .. } => TcpState::FinWait,
+            // Whether it was acknowledged is not noted, and the other end may send for long.
+            Noted { finished: _, .. } => TcpState::CloseWait,
         };
         control.with(state as u8, control.tick())
     }

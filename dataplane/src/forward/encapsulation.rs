@@ -1,14 +1,17 @@
 //! Tunnel packets from pods that a node would decapsulate.
 //!
 //! Policy does not see an encapsulated packet: the node's stack decapsulates packets to its addresses and routes the
-//! content, whose source the sender chose. So pods may not send such packets to a node's address.
+//! content, whose source the sender chose. So pods may not send such packets to a node's address, nor to one of other nodes'
+//! pod networks that is no pod's: a node has addresses there, too, for its pods' gateway and its tunnels.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 use rustc_hash::FxHashSet;
 
-use crate::packet::{Address, Packet, Transport};
+use crate::packet::{Address, AddressScope, Packet, Transport};
+use crate::policy::{AddressOwner, PolicySet};
 
 /// Well-known UDP tunnel ports, blocked whether or not this node is known to have such a tunnel: other nodes may, and
 /// some tunnels have no interface. VXLAN by IANA and Linux' default, Geneve, GUE, GRE in UDP (RFC 8086; 4755 is DTLS),
@@ -29,6 +32,8 @@ pub struct Encapsulation {
     nodes: FxHashSet<Address>,
     /// Blocks whose addresses this node treats as its own.
     blocks: Vec<IpNet>,
+    /// Pods' networks on other nodes: these have addresses there that nobody tells.
+    networks: Networks,
     on: bool,
 }
 
@@ -55,7 +60,19 @@ impl Encapsulation {
         let mut ports: Vec<u16> = ports.into_iter().collect();
         ports.sort_unstable();
         ports.dedup();
-        Self { ports, nodes: nodes.into_iter().collect(), blocks: blocks.into_iter().collect(), on: true }
+        Self {
+            ports,
+            nodes: nodes.into_iter().collect(),
+            blocks: blocks.into_iter().collect(),
+            on: true,
+            ..Self::default()
+        }
+    }
+
+    /// Blocks them also to all addresses of these networks that are no known pod's.
+    #[must_use]
+    pub fn with_networks(self, networks: impl IntoIterator<Item = IpNet>) -> Self {
+        Self { networks: Networks::of(networks), ..self }
     }
 
     pub(super) fn hint(&self) -> Hint {
@@ -63,19 +80,46 @@ impl Encapsulation {
         Hint(self.ports.iter().fold(portless, |hint, &port| hint | bit(port)))
     }
 
-    pub(super) fn applies_to(&self, packet: &Packet) -> bool {
+    pub(super) fn applies_to(&self, packet: &Packet, policy: &PolicySet) -> bool {
         let is_wrapping = match packet.transport {
             Transport::Udp => self.ports.binary_search(&packet.flow.dst_port).is_ok(),
             Transport::Other => self.on && PROTOCOLS.contains(&packet.flow.protocol.0),
             // A later fragment passes only if its first one did.
             _ => false,
         };
-        is_wrapping && self.is_node(packet.flow.dst)
+        let to = packet.flow.dst;
+        let is_pod = || matches!(policy.owner(to), Some(AddressOwner::Pod { .. }));
+        is_wrapping && (self.is_node(to) || (self.networks.contain(to) && !is_pod()))
     }
 
+    /// Whether a node may take packets to this address for its own. It is on the pod's link, and may be in any group.
     fn is_node(&self, address: Address) -> bool {
         let ip = IpAddr::from(address);
-        self.nodes.contains(&address) || self.blocks.iter().any(|block| block.contains(&ip))
+        address.scope() != AddressScope::Routable
+            || self.nodes.contains(&address)
+            || self.blocks.iter().any(|block| block.contains(&ip))
+    }
+}
+
+/// Networks by the lengths of their prefixes, of which a cluster has few.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+struct Networks(BTreeMap<(bool, u8), FxHashSet<IpNet>>);
+
+impl Networks {
+    fn of(networks: impl IntoIterator<Item = IpNet>) -> Self {
+        let mut all = Self::default();
+        for network in networks {
+            let key = (network.addr().is_ipv4(), network.prefix_len());
+            all.0.entry(key).or_default().insert(network.trunc());
+        }
+        all
+    }
+
+    fn contain(&self, address: Address) -> bool {
+        let ip = IpAddr::from(address);
+        self.0.iter().any(|(&(is_v4, length), networks)| {
+            is_v4 == ip.is_ipv4() && IpNet::new(ip, length).is_ok_and(|network| networks.contains(&network.trunc()))
+        })
     }
 }
 
@@ -88,6 +132,21 @@ const fn bit(port: u16) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn networks_contain_their_addresses_alone() {
+        let networks = Networks::of(["10.244.2.7/24", "10.5.0.0/16", "fd00:2::/64"].map(|text| text.parse().unwrap()));
+        for (address, is_in) in [
+            ("10.244.2.0", true),
+            ("10.244.2.255", true),
+            ("10.244.3.1", false),
+            ("10.5.255.1", true),
+            ("fd00:2::9", true),
+            ("fd00:3::9", false),
+        ] {
+            assert_eq!(networks.contain(address.parse::<IpAddr>().unwrap().into()), is_in, "{address}");
+        }
+    }
 
     #[test]
     fn common_ports_do_not_reach_the_list() {

@@ -14,6 +14,7 @@ use rustc_hash::FxHashMap;
 
 pub use crate::packet::Mac;
 use crate::packet::{Address, AddressScope, Packet};
+use crate::policy::PolicySet;
 pub use encapsulation::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
 
 /// A logical port of this node. Numbers are small and dense: they index arrays.
@@ -166,14 +167,14 @@ impl Forwarding {
 
     /// Whether a node would decapsulate a packet from a pod, if its destination is not another pod.
     #[inline(always)]
-    pub fn would_be_decapsulated(&self, packet: &Packet) -> bool {
-        self.encapsulation_hint.may_apply_to(packet) && self.is_tunnel_packet(packet)
+    pub fn would_be_decapsulated(&self, packet: &Packet, policy: &PolicySet) -> bool {
+        self.encapsulation_hint.may_apply_to(packet) && self.is_tunnel_packet(packet, policy)
     }
 
     #[cold]
     #[inline(never)]
-    fn is_tunnel_packet(&self, packet: &Packet) -> bool {
-        self.encapsulation.applies_to(packet)
+    fn is_tunnel_packet(&self, packet: &Packet, policy: &PolicySet) -> bool {
+        self.encapsulation.applies_to(packet, policy)
     }
 
     /// The port of the local pod with this address.

@@ -64,18 +64,6 @@ pub enum PortError {
         /// Its name.
         interface: String,
     },
-    /// Its packets may be longer than a frame.
-    #[error("interface {interface} has MTU {mtu}, but frames of {frame_size} bytes hold packets of {largest} at most: {}", mtu_remedy(interface, *mtu, *largest))]
-    MtuTooLarge {
-        /// Its name.
-        interface: String,
-        /// Its MTU.
-        mtu: u32,
-        /// Bytes of a frame.
-        frame_size: u32,
-        /// The largest MTU that such frames hold.
-        largest: u32,
-    },
     /// Another socket uses the queue.
     #[error("queue {queue} of interface {interface} is bound by another AF_XDP socket: end the process that holds it")]
     QueueBusy {
@@ -132,12 +120,4 @@ pub enum PortError {
         /// Error of the kernel.
         source: io::Error,
     },
-}
-
-fn mtu_remedy(interface: &str, mtu: u32, largest: u32) -> String {
-    let lower = format!("set its MTU to {largest} or less (ip link set dev {interface} mtu {largest})");
-    match mtu <= super::largest_mtu(4096) {
-        true => format!("set frame_size = 4096, or {lower}"),
-        false => lower,
-    }
 }

@@ -8,6 +8,7 @@ mod icmp;
 mod mac;
 mod parse;
 mod rewrite;
+mod segment_size;
 mod translate;
 mod transport;
 
@@ -19,6 +20,7 @@ pub use mac::Mac;
 pub(crate) use parse::parse_into;
 pub use parse::{ETHERNET_LEN, Fragment, Layout, Packet, parse, quoted_flow};
 pub use rewrite::{NextHop, OpenChecksum, finish_open, rewrite};
+pub(crate) use segment_size::limit_segment_size;
 pub(crate) use translate::can_translate;
 pub use translate::translate;
 pub use transport::{SctpChunk, TcpFlags, TcpSegment, Transport};

@@ -13,10 +13,10 @@ pub(super) fn admit(snapshot: &Snapshot, port: &Port, frame: &[u8], packet: &mut
         from_elsewhere(snapshot, port.kind, src)?;
     } else if !port.addresses.contains(&src) {
         return Err(DropReason::SpoofedSource);
-    } else if snapshot.forwarding.would_be_decapsulated(packet) && snapshot.pod_port(dst).is_none() {
+    } else if snapshot.forwarding.would_be_decapsulated(packet, &snapshot.policy) && snapshot.pod_port(dst).is_none() {
         return Err(DropReason::Encapsulation);
     }
-    if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(src, dst) }
+    if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(port.kind, src, dst) }
 }
 
 /// Checks the source address of a packet that did not come from a pod's port.
@@ -31,12 +31,18 @@ fn from_elsewhere(snapshot: &Snapshot, kind: PortKind, src: Address) -> Result<(
     if is_spoofed { Err(DropReason::SpoofedSource) } else { Ok(()) }
 }
 
-/// Whether a router may forward a packet between these addresses.
+/// Whether the node's kernel would take a packet between these addresses. What is for the link, or for a group, may be for the node
+/// itself: it answers pods at link-local addresses (a DNS cache, a cloud's metadata), and IPv4's are even routed. IPv6's are not
+/// (RFC 4291 section 2.5.6).
 #[inline(never)]
-fn routable(src: Address, dst: Address) -> Result<(), DropReason> {
+fn routable(kind: PortKind, src: Address, dst: Address) -> Result<(), DropReason> {
+    let is_from_outside = kind == PortKind::Uplink;
     match (src.scope(), dst.scope()) {
-        (_, AddressScope::Multicast) => Err(DropReason::Multicast),
-        (AddressScope::Routable, AddressScope::Routable) => Ok(()),
-        _ => Err(DropReason::NotRoutable),
+        (AddressScope::Host | AddressScope::Multicast, _) | (_, AddressScope::Host) => Err(DropReason::NotRoutable),
+        (_, AddressScope::Multicast) if kind != PortKind::Pod => Err(DropReason::Multicast),
+        (AddressScope::Link, _) | (_, AddressScope::Link) if is_from_outside && !dst.is_v4() => {
+            Err(DropReason::NotRoutable)
+        }
+        _ => Ok(()),
     }
 }

@@ -38,7 +38,7 @@ use translate::Translation;
 use crate::Snapshot;
 use crate::conntrack::{ConnTable, PreparedFlow, Timestamp};
 use crate::forward::{Port, PortId, PortKind};
-use crate::packet::{Flow, OpenChecksum, Packet};
+use crate::packet::{Flow, OpenChecksum, Packet, TcpFlags, Transport, limit_segment_size};
 use crate::policy::{EvaluationForm, PolicyVerdict};
 use crate::reply::{OnRevoke, Replies};
 use crate::services::{Backend, Frontend};
@@ -146,6 +146,8 @@ pub struct Pipeline {
     tracked: Vec<Result<PacketPath, DroppedPacket>>,
     replies: Replies,
     open: OpenChecksum,
+    /// Bytes of the longest packet that a frame holds.
+    longest: u16,
     sources: Option<Arc<dyn OriginalSources>>,
     /// Chooses backends.
     rng: StdRng,
@@ -169,6 +171,7 @@ impl Pipeline {
             tracked: vec![Ok(PacketPath::Direct); BATCH],
             replies: Replies::new(OnRevoke::default()),
             open: OpenChecksum::Finish,
+            longest: u16::MAX,
             sources: None,
             rng: StdRng::from_os_rng(),
         }
@@ -184,6 +187,12 @@ impl Pipeline {
     #[must_use]
     pub fn leaving_open(self) -> Self {
         Self { open: OpenChecksum::Leave, ..self }
+    }
+
+    /// Sets how long a packet may be that a frame holds: TCP is told where a pod's link takes longer ones.
+    #[must_use]
+    pub fn with_longest(self, longest: u16) -> Self {
+        Self { longest, ..self }
     }
 
     /// Evaluates connections whose source the node has translated for their original source.
@@ -279,16 +288,18 @@ impl Pipeline {
             tracker.timer.tracked();
             for (entry, &allowed) in self.slots[..admitted].iter().zip(&self.tracked) {
                 let frame = tracker.frames.bytes(entry.index);
+                let form = (self.open, self.longest);
                 verdicts[entry.index] =
-                    conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, self.open, allowed);
+                    conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, form, allowed);
             }
             tracker.timer.dispatched();
         } else {
             for entry in &mut self.slots[..admitted] {
                 let allowed = tracker.track_in(self.mode, entry);
                 let frame = tracker.frames.bytes(entry.index);
+                let form = (self.open, self.longest);
                 verdicts[entry.index] =
-                    conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, self.open, allowed);
+                    conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, form, allowed);
             }
         }
         if snapshot.policy.has_names() && self.mode == PipelineMode::Full {
@@ -348,7 +359,7 @@ fn conclude(
     (ingress, port): (PortId, &Port),
     frame: &mut [u8],
     entry: &AdmittedPacket,
-    open: OpenChecksum,
+    (open, longest): (OpenChecksum, u16),
     allowed: Result<PacketPath, DroppedPacket>,
 ) -> Verdict {
     let packet = &entry.packet;
@@ -359,7 +370,14 @@ fn conclude(
                 Some(it) => dispatch::dispatch_translated(snapshot, port, frame, (packet, it), route, open),
             };
             match dispatched {
-                Ok(egress) => return Verdict::Forward(egress),
+                Ok(egress) => {
+                    let opens =
+                        matches!(&packet.transport, Transport::Tcp(segment) if segment.flags.contains(TcpFlags::SYN));
+                    if opens && is_longer(snapshot, port, egress, longest) {
+                        limit_segment_size(frame, packet, longest);
+                    }
+                    return Verdict::Forward(egress);
+                }
                 Err(reason) => DroppedPacket { reason, revoked_at: None, route },
             }
         }
@@ -367,4 +385,11 @@ fn conclude(
     };
     reply::reply(replies, snapshot, (ingress, port), frame, entry, dropped);
     Verdict::Drop(dropped.reason)
+}
+
+/// Whether the link at either end takes packets that no frame holds.
+#[inline]
+fn is_longer(snapshot: &Snapshot, from: &Port, egress: PortId, longest: u16) -> bool {
+    let is_pods = |port: &Port| port.kind == PortKind::Pod && port.mtu > longest;
+    is_pods(from) || snapshot.forwarding.port(egress).is_some_and(is_pods)
 }

@@ -1,9 +1,9 @@
 //! Which drops get a reply, and which one.
 
-use super::dispatch::path_ports;
+use super::dispatch::{PacketPath, path_ports};
 use super::{AdmittedPacket, DroppedPacket};
 use crate::forward::{Forwarding, PathPorts, Port, PortId};
-use crate::packet::Packet;
+use crate::packet::{Packet, TcpFlags, Transport};
 use crate::reply::{IcmpError, Replies};
 use crate::{DropReason, Snapshot};
 
@@ -24,6 +24,8 @@ pub(super) fn reply(
     dropped: DroppedPacket,
 ) {
     let forwarding = &snapshot.forwarding;
+    let packet = &entry.packet;
+    let is_refused = is_refused(packet, &dropped);
     let has_reply = matches!(
         dropped.reason,
         DropReason::ConnectionRevoked
@@ -32,10 +34,9 @@ pub(super) fn reply(
             | DropReason::NoBackend
             | DropReason::NoServicePort
     );
-    if !has_reply {
+    if !has_reply && !is_refused {
         return;
     }
-    let packet = &entry.packet;
     let leaving = entry.translation().map_or(*packet, |translation| translation.leaving(packet));
     let path_ports = path_ports(snapshot, ingress, port, (packet, &leaving), dropped.route);
     match dropped.reason {
@@ -43,6 +44,7 @@ pub(super) fn reply(
             let next = dropped.revoked_at.map(|next| (leaving.flow, next));
             replies.revoked(forwarding, path_ports, frame, packet, next);
         }
+        _ if is_refused => replies.refused(forwarding, path_ports, frame, packet),
         DropReason::NoBackend | DropReason::NoServicePort => replies.refused(forwarding, path_ports, frame, packet),
         DropReason::TtlExpired => replies.error(forwarding, path_ports, frame, packet, IcmpError::TtlExpired),
         DropReason::TooBig => {
@@ -52,6 +54,26 @@ pub(super) fn reply(
         }
         _ => {}
     }
+}
+
+/// Whether it is a segment from the middle of a TCP connection that is not known and not picked up. Its sender would retransmit it
+/// for a quarter of an hour; a machine that knows no such connection answers with a RST (RFC 9293 section 3.10.7.1), and a client
+/// then connects anew. What leaves the node has no connection here.
+fn is_refused(packet: &Packet, dropped: &DroppedPacket) -> bool {
+    let Transport::Tcp(segment) = packet.transport else { return false };
+    let is_unknown = matches!(
+        dropped.reason,
+        DropReason::NoConnection
+            | DropReason::EgressDenied
+            | DropReason::ServiceDenied
+            | DropReason::IngressDenied
+            | DropReason::TableFull
+            | DropReason::QuotaExceeded
+    );
+    is_unknown
+        && segment.flags.contains(TcpFlags::ACK)
+        && !segment.flags.contains(TcpFlags::SYN)
+        && !matches!(dropped.route, PacketPath::ByUplink(_))
 }
 
 fn mtu(forwarding: &Forwarding, path_ports: PathPorts, packet: &Packet) -> Option<u16> {

@@ -36,15 +36,6 @@ pub(super) struct Tracker<'a, F, O, T> {
     pub(super) rng: &'a mut StdRng,
 }
 
-/// An allowed packet that opens a connection.
-struct FirstPacket<'a> {
-    /// In the direction of the opener.
-    flow: Flow,
-    ends: FlowEnds<'a>,
-    /// Whose source the node's stack has translated.
-    opener: Option<Address>,
-}
-
 impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// Tracks a packet of the batch, if the mode wants it.
     #[inline(always)]
@@ -64,7 +55,12 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     #[inline(always)]
     fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         if let StackSender::Leaving { port, uplink } = self.sender() {
-            return Ok(PacketPath::ByUplink(self.leave(&entry.packet, PortId(port), uplink)?));
+            let pod = PortId(port);
+            let route = PacketPath::ByUplink(Leaving { uplink, pod, allows_next: false });
+            return match self.leave(&entry.packet, pod, uplink) {
+                Ok(leaving) => Ok(PacketPath::ByUplink(leaving)),
+                Err(reason) => Err(DroppedPacket { route, ..reason.into() }),
+            };
         }
         match entry.packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(entry, quoted_at),
@@ -147,7 +143,13 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     #[inline(never)]
     fn later_fragment(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         let fragments = self.connections.fragments();
-        let flow = fragments.flow_of(&entry.packet, self.ingress, self.now).ok_or(DropReason::Fragment)?;
+        let Some(flow) = fragments.flow_of(&entry.packet, self.ingress, self.now) else {
+            // Its first fragment may come later, or another way.
+            let flow = &entry.packet.flow;
+            let is_translated = self.translates && self.snapshot.forwarding.is_service(flow.dst);
+            let is_free = !is_translated && self.is_free(flow);
+            return if is_free { Ok(PacketPath::Direct) } else { Err(DropReason::Fragment.into()) };
+        };
         entry.hashed = self.connections.prepare(&flow);
         let mut connection = self.connections.find(&entry.hashed, self.now).ok_or(DropReason::Fragment)?;
         if connection.is_translated() {
@@ -187,6 +189,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         let rejected = |reason| Err(DroppedPacket { reason, revoked_at: None, route });
         match update {
             Update::Accepted(_) => Ok(route),
+            Update::Invalid if self.is_free(&entry.inner()) => Ok(route),
             Update::Invalid => rejected(DropReason::InvalidState),
             Update::Revoked => rejected(DropReason::ConnectionRevoked),
             // Ended within the same instant, or by an end that knows nothing of a Service: the sender will try again.
@@ -206,11 +209,11 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         if entry.is_translated {
             self.open_anew(entry, &old)?;
         }
-        let first = self.evaluate_first(entry)?;
+        let opening = self.evaluate_first(entry)?;
         if !old.replace(orientation, &entry.packet.transport, self.now) {
             return Err(DropReason::InvalidState.into());
         }
-        self.enter(entry, &first)
+        self.enter(entry, &opening)
     }
 
     /// A SYN on a live connection from the answering side.
@@ -327,26 +330,62 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
     #[inline(never)]
     fn open(&mut self, entry: &AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
-        let first = self.evaluate_first(entry)?;
-        self.enter(entry, &first)
+        let opening = if is_from_the_middle(&entry.packet.transport) && !entry.is_translated {
+            self.evaluate_from_the_middle(&entry.packet.flow)?
+        } else {
+            self.evaluate_first(entry)?
+        };
+        self.enter(entry, &opening)
     }
 
     /// Evaluates policy for a packet that opens a connection.
-    fn evaluate_first(&mut self, entry: &AdmittedPacket) -> Result<FirstPacket<'a>, DropReason> {
+    fn evaluate_first(&mut self, entry: &AdmittedPacket) -> Result<Opening<'a>, DropReason> {
         let flow = policy_flow(entry.inner(), entry.translation().map(|translation| &translation.frontend));
         let ends = self.snapshot.policy.ends(&flow);
         let opener = if entry.is_translated { Opener::ClientOfService } else { Opener::Sender(self.sender()) };
         let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
-        Ok(FirstPacket { flow, ends, opener: (asked.src != flow.src).then_some(asked.src) })
+        Ok(Opening { flow, ends, is_answer: false, opener: (asked.src != flow.src).then_some(asked.src) })
+    }
+
+    /// Evaluates policy for a packet from the middle of a connection that is not known: it is older than the table, or than its
+    /// timeout. Either end may have opened it. Ports tell mostly; where they do not, either direction may allow it. What the node
+    /// itself has an end of is known by the node.
+    #[cold]
+    fn evaluate_from_the_middle(&mut self, flow: &Flow) -> Result<Opening<'a>, DropReason> {
+        let (policy, sources) = (&self.snapshot.policy, self.sources);
+        let time = self.name_time(EvaluationReason::Opened);
+        let (there, back) = ((*flow, Opener::Sender(self.sender())), (flow.reversed(), Opener::of_answer()));
+        let allows = |(flow, opener): &(Flow, Opener)| {
+            opener.evaluate(policy, sources, flow, policy.ends(flow), time).1.is_allowed()
+        };
+        let ends = policy.ends(flow);
+        let is_answer = !ends.src.is_node()
+            && !ends.dst.is_node()
+            && match likely_opener(flow) {
+                Some(end) => end == End::Receiver,
+                None => !allows(&there) && allows(&back),
+            };
+        let (flow, opener) = if is_answer { back } else { there };
+        let ends = policy.ends(&flow);
+        let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
+        Ok(Opening { flow, ends, is_answer, opener: (asked.src != flow.src).then_some(asked.src) })
+    }
+
+    /// Whether no policy selects an end of this flow, so that its packets pass whatever their connection.
+    #[cold]
+    #[inline(never)]
+    fn is_free(&self, flow: &Flow) -> bool {
+        self.snapshot.policy.is_free(self.snapshot.policy.ends(flow))
     }
 
     /// Enters the connection that an allowed packet opens.
-    fn enter(&mut self, entry: &AdmittedPacket, first: &FirstPacket<'_>) -> Result<PacketPath, DroppedPacket> {
-        let &FirstPacket { ref flow, ends, opener } = first;
+    fn enter(&mut self, entry: &AdmittedPacket, opening: &Opening<'_>) -> Result<PacketPath, DroppedPacket> {
         let AdmittedPacket { packet, hashed, is_translated, .. } = entry;
         let sender = self.sender();
-        let via_host = !is_translated && self.enters_via_host(packet, ends, sender);
-        let route = match ends.dst.port() {
+        let Opening { flow, ends, is_answer, opener } = opening;
+        let of_packet = if *is_answer { FlowEnds { src: ends.dst, dst: ends.src } } else { *ends };
+        let via_host = !is_translated && self.enters_via_host(packet, of_packet, sender);
+        let route = match of_packet.dst.port() {
             _ if via_host && !self.from_host => PacketPath::ViaHost,
             Some(port) => PacketPath::At(port),
             None => PacketPath::Direct,
@@ -354,7 +393,8 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         let new = NewConnection {
             hashed,
             transport: &packet.transport,
-            owner: owner(ends),
+            owner: owner(*ends),
+            is_answer: *is_answer,
             via_host,
             epoch: self.snapshot.epoch,
             now: self.now,
@@ -365,7 +405,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         match self.connections.insert(&new) {
             Ok(Insertion::Created(connection)) => {
                 if sender == StackSender::Translated {
-                    self.connections.set_opener(&connection, opener);
+                    self.connections.set_opener(&connection, *opener);
                 }
                 Ok(route)
             }
@@ -382,6 +422,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
                     _ => Err(DropReason::InvalidState.into()),
                 }
             }
+            Err(_) if self.snapshot.policy.is_free(*ends) => Ok(route),
             Err(error) => Err(not_entered(error).into()),
         }
     }
@@ -415,7 +456,10 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         if quoted.src != packet.flow.dst || !(is_router || quoted.dst == packet.flow.src) {
             return Err(DropReason::NoConnection.into());
         }
-        let mut connection = self.connections.related(&quoted, self.now).ok_or(DropReason::NoConnection)?;
+        let Some(mut connection) = self.connections.related(&quoted, self.now) else {
+            let is_free = self.is_free(&packet.flow);
+            return if is_free { Ok(PacketPath::Direct) } else { Err(DropReason::NoConnection.into()) };
+        };
         if connection.is_translated() {
             let translated = self.connections.translated(&connection, self.now).ok_or(DropReason::NoConnection)?;
             // The client's next packet goes elsewhere: it need not hear of this backend.
@@ -503,6 +547,40 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             }
             Some(reason) => Err(reason),
         }
+    }
+}
+
+/// A connection that a packet opens, in the direction in which it is opened.
+struct Opening<'a> {
+    /// What policy was asked.
+    flow: Flow,
+    ends: FlowEnds<'a>,
+    /// Whether the packet's receiver has opened it.
+    is_answer: bool,
+    /// Who has opened it, where the node's stack has translated that one's address.
+    opener: Option<Address>,
+}
+
+/// Whether a packet belongs to a connection that others have opened before. Not what answers or ends one: nf_conntrack picks up
+/// none of these either (`tcp_new` in net/netfilter/nf_conntrack_proto_tcp.c).
+fn is_from_the_middle(transport: &Transport) -> bool {
+    matches!(transport, Transport::Tcp(_) | Transport::Sctp { .. }) && !transport.may_open()
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Sender,
+    Receiver,
+}
+
+/// The end that has probably opened a connection: of its ports one alone is such as Linux gives to a socket that connects
+/// (`ip_local_port_range`, 32768 to 60999 by default).
+const fn likely_opener(flow: &Flow) -> Option<End> {
+    const FIRST_LOCAL: u16 = 32_768;
+    match (flow.src_port >= FIRST_LOCAL, flow.dst_port >= FIRST_LOCAL) {
+        (true, false) => Some(End::Sender),
+        (false, true) => Some(End::Receiver),
+        _ => None,
     }
 }
 

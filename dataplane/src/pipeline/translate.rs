@@ -144,7 +144,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         }
         let Flow { dst, dst_port, .. } = connection.original_flow();
         let backend = Backend { address: dst, port: dst_port };
-        self.frontend_of(frontend).is_none_or(|frontend| !frontend.serving.is_empty() && !frontend.is_serving(&backend))
+        self.frontend_of(frontend).is_none_or(|frontend| !frontend.is_serving(&backend))
     }
 
     /// A pod's packet without a connection: if it is to a Service, chooses its backend.
@@ -228,7 +228,9 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// What holds for a packet to a backend as for one that a pod sends there directly.
     fn check(&self, packet: &Packet, inner: &Flow) -> Result<(), DropReason> {
         let direct = Packet { flow: *inner, ..*packet };
-        if self.snapshot.forwarding.would_be_decapsulated(&direct) && self.snapshot.pod_port(inner.dst).is_none() {
+        if self.snapshot.forwarding.would_be_decapsulated(&direct, &self.snapshot.policy)
+            && self.snapshot.pod_port(inner.dst).is_none()
+        {
             return Err(DropReason::Encapsulation);
         }
         if can_translate(packet, inner) { Ok(()) } else { Err(DropReason::Fragment) }

@@ -253,6 +253,19 @@ impl PolicySet {
         self.names.get(&own.endpoint).map(|names| (&**names, time))
     }
 
+    /// Whether no policy selects either end in any direction. A node without us would forward such packets whatever their
+    /// connection, and so do we. Not if neither end is enforced here, or what is known of one is not all.
+    pub(crate) fn is_free(&self, FlowEnds { src, dst }: FlowEnds<'_>) -> bool {
+        let is_open = |end: &AddressEntry| match end.endpoint {
+            NONE => !end.is_local_pod(),
+            number => matches!(
+                self.endpoints.find(number),
+                Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open })
+            ),
+        };
+        (src.endpoint != NONE || dst.endpoint != NONE) && is_open(src) && is_open(dst)
+    }
+
     /// Counts the rules that decided a connection that is opened, or denied. Only this worker may call it with its number.
     pub fn count(&self, worker: usize, verdict: &PolicyVerdict) {
         for rule in [verdict.egress.rule(), verdict.ingress.rule()].into_iter().flatten() {

@@ -95,7 +95,7 @@ impl PortControl {
     pub(super) fn open(&mut self, request: &PortRequest) -> Result<PortId, PortError> {
         let PortRequest { interface, path, patience } = request;
         let facts = InterfaceFacts::read(interface)?;
-        facts.check(self.shared.umem.config().frame_size)?;
+        facts.check()?;
         let published = self.shared.snapshot.load_full();
         let Some(id) = self.ports.vacant(&published) else {
             return Err(PortError::TooManyPorts { interface: interface.clone(), max: MAX_PORTS });

@@ -28,7 +28,7 @@ use super::verdicts::VerdictLog;
 use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
 use crate::conntrack::ConnTable;
 use crate::forward::{Mac, PortId};
-use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, tag};
+use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, largest_mtu, tag};
 use crate::pipeline::OriginalSources;
 use crate::{Epoch, Snapshot};
 
@@ -118,8 +118,9 @@ impl Dataplane {
         let (mode, on_revoke, sources) = (config.mode, config.on_revoke, config.sources.clone());
         let verdicts = Arc::new(VerdictLog::new(config.cores.len()));
         let (log, kept) = (verdicts.clone(), sources.clone());
+        let longest = u16::try_from(largest_mtu(config.frame_size)).unwrap_or(u16::MAX);
         let evaluate = move |worker, connections: &Arc<ConnTable>| {
-            PolicyProcessor::new(connections.clone(), mode, on_revoke, worker, log.clone(), sources.clone())
+            PolicyProcessor::new(connections.clone(), mode, on_revoke, worker, log.clone(), sources.clone(), longest)
         };
         let mut this = Self::start_with(config, evaluate)?;
         (this.verdicts, this.sources) = (verdicts, kept);

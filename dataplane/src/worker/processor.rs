@@ -107,10 +107,12 @@ impl PolicyProcessor {
         worker: usize,
         verdicts: Arc<VerdictLog>,
         sources: Option<Arc<dyn OriginalSources>>,
+        longest: u16,
     ) -> Self {
         let now = Instant::now();
         let sweep = (worker == 0).then(|| TableSweep { cursor: SweepCursor::default(), last: now });
-        let pipeline = Pipeline::new(connections, mode).on_revoke(on_revoke).leaving_open().with_sources(sources);
+        let pipeline = Pipeline::new(connections, mode).on_revoke(on_revoke).leaving_open();
+        let pipeline = pipeline.with_sources(sources).with_longest(longest);
         Self {
             pipeline,
             origin: (now, Timestamp::now()),

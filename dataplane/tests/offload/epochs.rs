@@ -203,3 +203,48 @@ fn the_next_process_finds_the_table_and_forwarding_goes_on_meanwhile() {
         }
     });
 }
+
+/// Denied packets are seen by a worker, which has not seen what programs forwarded before them.
+#[test]
+fn a_connection_that_is_allowed_again_goes_on_from_either_side() {
+    let far = |packet: Sent, seq: u32, ack: u32| {
+        let mut frame = packet.frame();
+        let at = if packet.v4 { 34 } else { 54 };
+        frame[at + 4..at + 8].copy_from_slice(&seq.to_be_bytes());
+        frame[at + 8..at + 12].copy_from_slice(&ack.to_be_bytes());
+        frame
+    };
+    let opened = [
+        sent(End::A, End::B, true, ACK),
+        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
+        to_service(End::A, End::B, true, ACK),
+    ];
+    for (there, from_opener) in opened.into_iter().flat_map(|there| [(there, true), (there, false)]) {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            let at = |seconds| now.plus(Duration::from_secs(seconds));
+            open(&mut node, there, now);
+            // Programs forward what no window of a worker has room for.
+            let frames = [
+                (there, far(there, 2_000_000_000, 1_000_000_000)),
+                (there.back(), far(there.back(), 1_000_000_000, 2_000_000_010)),
+            ];
+            for (packet, frame) in &frames {
+                assert!(node.program(packet.from, packet.to, frame, 0).is_some(), "{packet:?}");
+            }
+            let (packet, frame) = &frames[usize::from(!from_opener)];
+            node.next_epoch(false);
+            for seconds in [2, 4, 9] {
+                let (verdict, _) = node.worker(packet.from, frame, at(seconds));
+                assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionRevoked), "{packet:?}");
+            }
+            node.next_epoch(true);
+            for (packet, frame) in [(packet, frame), (&frames[0].0, &frames[0].1), (&frames[1].0, &frames[1].1)] {
+                let (verdict, _) = node.worker(packet.from, frame, at(15));
+                assert!(matches!(verdict, Verdict::Forward(_)), "{packet:?}: {verdict:?}");
+                assert!(node.program(packet.from, packet.to, frame, 0).is_some(), "{packet:?}");
+            }
+        });
+    }
+}

@@ -29,7 +29,8 @@ use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::Protocol;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict, keep_offloaded};
 use penstock_dataplane::policy::{
-    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable,
+    AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortSpec, RuleName,
+    RuleSpec, RuleTable,
 };
 use penstock_dataplane::services::{Backend, Frontend, FrontendKey, ServiceSet, WithoutBackend};
 use penstock_dataplane::{Epoch, Snapshot};
@@ -120,6 +121,10 @@ impl End {
 /// Whose Service which pods use: a pod's on this node, one elsewhere, and the client's own.
 const CLIENTS: [(End, End); 4] = [(End::A, End::B), (End::B, End::A), (End::A, End::Outside), (End::A, End::A)];
 
+fn everything() -> RuleSpec {
+    RuleSpec { name: RuleName("everything".into()), peers: PeerSpec::Every, ports: PortSpec::Every }
+}
+
 fn in_namespace<T: Send>(test: impl FnOnce() -> T + Send) -> T {
     let run = || {
         unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root");
@@ -167,7 +172,7 @@ impl Node {
                 port: port.0,
                 node_mac: NODE_MAC,
                 pod_mac: pod_mac(port),
-                is_bridged: false,
+                bridge: 0,
                 mtu: MTU.into(),
             })
             .unwrap();
@@ -216,8 +221,10 @@ impl Node {
                 let owner = AddressOwner::Pod { identity, endpoint: Some(endpoint), node: Some(NodeId(0)) };
                 update.set_address(address(end, v4).into(), Some(owner));
             }
-            let ingress = match (end, allowed) {
-                (End::B, false) => EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))),
+            // A connection with B is tracked: without policy nothing would be asked of its state.
+            let rules = if allowed { vec![everything()] } else { Vec::new() };
+            let ingress = match end {
+                End::B => EndpointPolicy::Isolated(Arc::new(RuleTable::new(&rules, []))),
                 _ => EndpointPolicy::Open,
             };
             update.set_endpoint(endpoint, Some(Endpoint { egress: EndpointPolicy::Open, ingress }));

@@ -233,11 +233,11 @@ fn a_connection_that_its_ends_close_without_a_worker_has_ended_for_workers() {
                 assert!(node.program(packet.from, packet.to, &frame, 0).is_some(), "{packet:?}: {flags:x}");
             };
             by_program(&node, there, FIN | ACK);
-            assert_eq!(listed(&node, now).0, "FIN_WAIT", "{there:?}");
+            assert_eq!(listed(&node, now).0, "CLOSE_WAIT", "{there:?}");
             // Half closed: the other end goes on sending, and the first one acknowledges.
             by_program(&node, there.back(), ACK);
             by_program(&node, there, ACK);
-            assert_eq!(listed(&node, now).0, "FIN_WAIT", "{there:?}");
+            assert_eq!(listed(&node, now).0, "CLOSE_WAIT", "{there:?}");
             by_program(&node, there.back(), FIN | ACK);
             by_program(&node, there, ACK);
             let (state, left) = listed(&node, now);

@@ -96,19 +96,25 @@ impl Oracle {
             EntryPoint::Uplink => self.cluster.local_pod(src).is_none() && !self.cluster.is_own_node(src),
             EntryPoint::Host | EntryPoint::Unknown => true,
         };
-        let routable = |address: IpAddr| match address {
-            IpAddr::V4(v4) => {
-                !(v4.is_loopback()
-                    || v4.is_link_local()
-                    || v4.is_multicast()
-                    || v4.is_broadcast()
-                    || v4.octets()[0] == 0)
-            }
-            IpAddr::V6(v6) => {
-                !(v6.is_loopback() || v6.is_unspecified() || v6.is_multicast() || v6.is_unicast_link_local())
-            }
+        let is_of_pod = matches!(self.entry(entry, src), EntryPoint::Pod(_));
+        // RFC 1122 section 3.2.1.3; what is for a group or the link is the node's to take, if a pod sends it.
+        let is_group = |address: IpAddr| match address {
+            IpAddr::V4(v4) => v4.is_multicast() || v4.is_broadcast(),
+            IpAddr::V6(v6) => v6.is_multicast(),
         };
-        if !own || !routable(src) || !routable(dst) {
+        let is_of_host = |address: IpAddr| match address {
+            IpAddr::V4(v4) => v4.is_loopback() || v4.octets()[0] == 0,
+            IpAddr::V6(v6) => v6.is_loopback() || v6.is_unspecified(),
+        };
+        let is_of_link = |address: IpAddr| matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+        let from_outside = self.entry(entry, src) == EntryPoint::Uplink;
+        if !own
+            || is_group(src)
+            || is_of_host(src)
+            || is_of_host(dst)
+            || (is_group(dst) && !is_of_pod)
+            || (from_outside && (is_of_link(src) || is_of_link(dst)))
+        {
             return Some("deny");
         }
         // Tunnels that a node would decapsulate: protocol numbers and UDP ports of IANA, and Linux's VXLAN port.
@@ -116,7 +122,11 @@ impl Oracle {
             17 => [1701, 2152, 3386, 4754, 4789, 6080, 6081, 6635, 8472].contains(&seen.flow.dport),
             protocol => [4, 41, 47, 103, 108, 115, 137, 143].contains(&protocol),
         };
-        if unwrapped && matches!(self.entry(entry, src), EntryPoint::Pod(_)) && self.cluster.node_of(dst).is_some() {
+        let is_on_link = match dst {
+            IpAddr::V4(v4) => v4.is_link_local(),
+            IpAddr::V6(v6) => v6.is_unicast_link_local(),
+        };
+        if unwrapped && is_of_pod && (self.cluster.node_of(dst).is_some() || is_group(dst) || is_on_link) {
             return Some("deny");
         }
         let Some(seen) = self.translated(now, seen, src) else { return Some("deny") };
@@ -213,7 +223,7 @@ impl Oracle {
         let Some(inner) = self.translations.inner.get(&flow).copied() else { return };
         let is_lost = flow.protocol == 17
             && match self.cluster.target(&flow) {
-                Target::Port { serving, .. } => !serving.is_empty() && !serving.contains(&(inner.dst, inner.dport)),
+                Target::Port { serving, .. } => !serving.contains(&(inner.dst, inner.dport)),
                 Target::Other | Target::Nothing => true,
             };
         if is_lost || self.find(now, &[inner, reversed(inner)]).is_none() {
@@ -281,7 +291,11 @@ impl Oracle {
     fn fragment_or_packet_passes(&mut self, now: u64, seen: &ParsedPacket) -> bool {
         let Some(fragment) = &seen.fragment else { return self.passes(now, seen) };
         if fragment.offset > 0 {
-            let Some(flow) = self.datagrams.flow_of(now, fragment) else { return false };
+            let Some(flow) = self.datagrams.flow_of(now, fragment) else {
+                let is_of_service = self.cluster.translates
+                    && self.cluster.service_blocks.iter().any(|block| block.contains(&seen.flow.dst));
+                return !is_of_service && self.cluster.is_free(&seen.flow);
+            };
             let found = self.find(now, &[flow, reversed(flow)]);
             return found.is_some_and(|found| self.connections[&found].allowed);
         }
@@ -304,7 +318,10 @@ impl Oracle {
                     return false;
                 }
                 let found = self.find(now, &[quoted_flow, reversed(quoted_flow)]);
-                return found.is_some_and(|found| self.connections[&found].allowed);
+                return match found {
+                    Some(found) => self.connections[&found].allowed,
+                    None => self.cluster.is_free(&seen.flow),
+                };
             }
             _ => {}
         }
@@ -314,12 +331,13 @@ impl Oracle {
             PacketKind::Answer => vec![reversed(seen.flow)],
             _ => vec![seen.flow, reversed(seen.flow)],
         };
+        let is_free = self.cluster.is_free(&seen.flow);
         if let Some(key) = self.find(now, &keys) {
             if let Some(verdict) = self.out_of_sync(now, &key, seen) {
                 return verdict;
             }
             let found = self.find(now, &keys).and_then(|key| self.connections.get_mut(&key));
-            if let Some(verdict) = found.and_then(|found| found.take(now, seen)) {
+            if let Some(verdict) = found.and_then(|found| found.take(now, seen, is_free)) {
                 return verdict;
             }
         }
@@ -330,12 +348,31 @@ impl Oracle {
             PacketKind::Answer => false,
             _ => true,
         };
-        let allowed = self.cluster.allows(&seen.flow);
+        let picked_up = match seen.kind {
+            PacketKind::Tcp { flags, .. } => flags & 0x02 == 0,
+            PacketKind::Sctp { chunk, .. } => chunk != 1,
+            _ => false,
+        };
+        let opened = if picked_up { self.opened_before(seen.flow) } else { seen.flow };
+        let allowed = self.cluster.allows(&opened);
         if allowed && opens {
-            let picked_up = matches!(seen.kind, PacketKind::Tcp { flags, .. } if flags & 0x02 == 0);
-            self.enter(TrackedConnection::new(seen.flow, now, picked_up)).take(now, seen);
+            self.enter(TrackedConnection::new(opened, now, picked_up)).take(now, seen, is_free);
         }
-        allowed && opens
+        allowed && (opens || is_free)
+    }
+
+    /// The flow of the first packet of a connection of which this is a later one: where the ports do not tell, as policy allows it.
+    fn opened_before(&self, flow: Flow) -> Flow {
+        let is_of_node = |address| self.cluster.node_of(address).is_some();
+        if is_of_node(flow.src) || is_of_node(flow.dst) {
+            return flow;
+        }
+        match (flow.sport >> 15, flow.dport >> 15) {
+            (1, 0) => flow,
+            (0, 1) => reversed(flow),
+            _ if self.cluster.allows(&flow) || !self.cluster.allows(&reversed(flow)) => flow,
+            _ => reversed(flow),
+        }
     }
 
     /// Inserts a connection, replacing any other between the same ports. Echo connections are separate for each
@@ -415,7 +452,7 @@ impl TrackedConnection {
         !self.answered && !self.picked_up
     }
 
-    /// In seconds; the kernel's defaults.
+    /// In seconds; those of a node with kube-proxy.
     fn timeout(&self) -> u64 {
         match (self.opened.protocol, self.answered) {
             (6, _) if self.reset => 10,
@@ -423,7 +460,7 @@ impl TrackedConnection {
             // As long as the data of one side may remain unacknowledged.
             (6, false) if self.picked_up => 300,
             (6, false) => 120,
-            (6, true) => 432_000,
+            (6, true) => 86_400,
             (17, false) => 30,
             (17, true) => 120,
             (1 | 58, _) => 30,
@@ -434,7 +471,7 @@ impl TrackedConnection {
 
     /// Updates the connection with a packet; returns whether the packet passes, or `None` if it opens another
     /// connection.
-    fn take(&mut self, now: u64, seen: &ParsedPacket) -> Option<bool> {
+    fn take(&mut self, now: u64, seen: &ParsedPacket, is_free: bool) -> Option<bool> {
         let side = usize::from(seen.flow != self.opened);
         if let PacketKind::Tcp { flags, seq, .. } = seen.kind {
             let is_syn = flags & 0x17 == 0x02;
@@ -457,7 +494,7 @@ impl TrackedConnection {
             PacketKind::Tcp { flags, seq, len, .. } => {
                 let far = self.next[side].is_some_and(|next| (seq.wrapping_sub(next) as i32).unsigned_abs() > 1 << 24);
                 if far && !(flags & 0x04 != 0 && seq == 0) {
-                    return Some(false);
+                    return Some(is_free);
                 }
                 let after = seq.wrapping_add(len + u32::from(flags & 0x02 != 0) + u32::from(flags & 0x01 != 0));
                 if self.next[side].is_none_or(|next| after.wrapping_sub(next) as i32 > 0) {
@@ -472,11 +509,11 @@ impl TrackedConnection {
                 }
                 // A packet carries the verification tag that its receiver chose.
                 if self.tags[1 - side].is_some_and(|wanted| wanted != tag) {
-                    return Some(false);
+                    return Some(is_free);
                 }
             }
-            PacketKind::Answer if side == 0 => return Some(false),
-            PacketKind::Ask if side == 1 => return Some(false),
+            PacketKind::Answer if side == 0 => return Some(is_free),
+            PacketKind::Ask if side == 1 => return Some(is_free),
             _ => {}
         }
         self.answered |= side == 1;

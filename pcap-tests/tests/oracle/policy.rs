@@ -142,6 +142,18 @@ impl ClusterObjects {
         self.objects.iter().any(has) && self.pod(address).is_none() && self.node_of(address).is_none()
     }
 
+    /// Whether no policy selects a pod at either end: then nothing is asked of the state of a connection.
+    pub(crate) fn is_free(&self, flow: &Flow) -> bool {
+        [flow.src, flow.dst].into_iter().all(|own| {
+            [Direction::Egress, Direction::Ingress].into_iter().all(|direction| {
+                matches!(
+                    self.direction_verdict(own, direction, own, flow),
+                    DirectionVerdict::NotLocal | DirectionVerdict::Open
+                )
+            })
+        })
+    }
+
     fn direction_verdict(&self, own: IpAddr, direction: Direction, peer: IpAddr, flow: &Flow) -> DirectionVerdict {
         let pod = if self.cluster_wide { self.pod(own) } else { self.local_pod(own) };
         let Some(pod) = pod else { return DirectionVerdict::NotLocal };

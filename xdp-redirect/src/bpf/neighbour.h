@@ -9,6 +9,9 @@
 
 struct mac { __u16 parts[3]; };
 
+/* Of each program: whether this is the address of a pod that is served, and at another interface. */
+static __always_inline int is_of_another(const struct in6_addr *address, __u32 interface);
+
 static __always_inline int is_mac(const struct mac *mac, const __u8 *bytes)
 {
 	const __u16 *parts = (const void *)bytes;
@@ -16,9 +19,32 @@ static __always_inline int is_mac(const struct mac *mac, const __u8 *bytes)
 	return mac->parts[0] == parts[0] && mac->parts[1] == parts[1] && mac->parts[2] == parts[2];
 }
 
+/* Whether a packet from a port of this bridge is for a neighbour on it. MACs do not tell: the node routes what is sent to that of any
+ * port, which the pods know. What it routes to a local pod meets that pod's program, and what it routes back to the bridge goes
+ * to whom the pod reaches there by itself. */
+static __always_inline int is_for_neighbour(void *ctx, __u32 bridge, void *pods, const struct ipv6hdr *ip6)
+{
+	struct bpf_fib_lookup route = { .family = FAMILY_INET6, .ifindex = bridge };
+	struct in6_addr to = ip6->daddr;
+	int found;
+
+	if (bpf_map_lookup_elem(pods, &to))
+		return 1;
+	__builtin_memcpy(route.ipv6_src, &ip6->saddr, sizeof(route.ipv6_src));
+	__builtin_memcpy(route.ipv6_dst, &to, sizeof(route.ipv6_dst));
+	found = bpf_fib_lookup(ctx, &route, sizeof(route), 0);
+	if (found == BPF_FIB_LKUP_RET_NOT_FWDED || found == BPF_FIB_LKUP_RET_FWD_DISABLED)
+		return 1;
+	/* A gateway takes the destination's place. */
+	return (found == BPF_FIB_LKUP_RET_SUCCESS || found == BPF_FIB_LKUP_RET_NO_NEIGH) && route.ifindex == bridge &&
+	       route.ipv6_dst[0] == to.s6_addr32[0] && route.ipv6_dst[1] == to.s6_addr32[1] &&
+	       route.ipv6_dst[2] == to.s6_addr32[2] && route.ipv6_dst[3] == to.s6_addr32[3];
+}
+
 /* RFC 4861 section 6.1 and 7.1: types 133 to 137 with hop limit 255, and here without extension headers before them. A
- * packet that the kernel would forward is not neighbour discovery: it would bypass the workers. */
-static __always_inline int is_neighbour_discovery(void *ctx, __u32 interface, const struct mac *bridge, const struct ethhdr *eth,
+ * packet that the kernel would forward is not neighbour discovery: it would bypass the workers. `bridge`: that of the port, or 0;
+ * `pods`: a map by local pods' addresses. */
+static __always_inline int is_neighbour_discovery(void *ctx, __u32 interface, __u32 bridge, void *pods, const struct ethhdr *eth,
 						  const void *end)
 {
 	const struct ipv6hdr *ip6 = (const void *)(eth + 1);
@@ -30,10 +56,10 @@ static __always_inline int is_neighbour_discovery(void *ctx, __u32 interface, co
 		return 0;
 	if (icmp6->icmp6_type < 133 || icmp6->icmp6_type > 137)
 		return 0;
-	if (bridge && !is_mac(bridge, eth->h_dest))
-		return 1; /* to a neighbour on the bridge: the node does not route it */
 	if ((to[0] == 0xff && (to[1] & 0x0f) == 2) || (to[0] == 0xfe && (to[1] & 0xc0) == 0x80))
 		return 1; /* link scope */
+	if (bridge)
+		return is_for_neighbour(ctx, bridge, pods, ip6);
 	__builtin_memcpy(route.ipv6_src, &ip6->saddr, sizeof(route.ipv6_src));
 	__builtin_memcpy(route.ipv6_dst, &ip6->daddr, sizeof(route.ipv6_dst));
 	return bpf_fib_lookup(ctx, &route, sizeof(route), 0) == BPF_FIB_LKUP_RET_NOT_FWDED;
@@ -54,19 +80,31 @@ struct arp { /* of IPv4 over Ethernet (RFC 826) */
 };
 
 /* A known pod must name itself as the sender, or nobody in a probe for a free address (RFC 5227). Otherwise each request
- * would create an arbitrary entry in the node's neighbour table, whose capacity all pods share. */
-static __always_inline int is_own_arp(void *own, const struct ethhdr *eth, const void *end)
+ * would create an arbitrary entry in the node's neighbour table, whose capacity all pods share. One that is not known yet may name any
+ * address but that of a pod that is served. */
+static __always_inline int is_own_arp(void *own, __u32 interface, const struct ethhdr *eth, const void *end)
 {
 	const struct arp *arp = (const void *)(eth + 1);
 	struct in6_addr sender = {};
 	const struct mac *mac = bpf_map_lookup_elem(own, &sender);
 
-	if (!mac)
-		return 1;
-	if ((const void *)(arp + 1) > end || !is_mac(mac, eth->h_source) || !is_mac(mac, arp->sender_mac))
-		return 0;
+	if ((const void *)(arp + 1) > end)
+		return !mac;
 	sender = mapped(arp->sender);
+	if (!mac)
+		return !is_of_another(&sender, interface);
+	if (!is_mac(mac, eth->h_source) || !is_mac(mac, arp->sender_mac))
+		return 0;
 	return !(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3]) || bpf_map_lookup_elem(own, &sender);
+}
+
+/* Whether a frame is from the pod's MAC, as far as that is known: a bridge would look for its owner there from then on. */
+static __always_inline int is_own_frame(void *own, const struct ethhdr *eth)
+{
+	struct in6_addr none = {};
+	const struct mac *mac = bpf_map_lookup_elem(own, &none);
+
+	return !mac || is_mac(mac, eth->h_source);
 }
 
 /* Its own address; or a link-local one that it chooses itself, as long as the map has room. */
@@ -82,7 +120,7 @@ static __always_inline int is_own_address(void *own, const struct mac *mac, cons
 
 /* No pod is a router, so it may neither advertise nor redirect. A known pod may solicit from its own address, or from none
  * to probe for a free one, and advertise only its own (RFC 4861 sections 4.3 and 4.4). */
-static __always_inline int is_own_discovery(void *own, const struct ethhdr *eth, const void *end)
+static __always_inline int is_own_discovery(void *own, __u32 interface, const struct ethhdr *eth, const void *end)
 {
 	const struct ipv6hdr *ip6 = (const void *)(eth + 1);
 	const struct icmp6hdr *icmp6 = (const void *)(ip6 + 1);
@@ -92,8 +130,13 @@ static __always_inline int is_own_discovery(void *own, const struct ethhdr *eth,
 
 	if (icmp6->icmp6_type == 134 || icmp6->icmp6_type == 137)
 		return 0;
-	if (!mac)
-		return 1;
+	if (!mac) {
+		struct in6_addr from = ip6->saddr, about = {};
+
+		if (icmp6->icmp6_type == 136 && (const void *)(target + 1) <= end)
+			about = *target;
+		return !is_of_another(&from, interface) && !is_of_another(&about, interface);
+	}
 	if (!is_mac(mac, eth->h_source))
 		return 0;
 	if (icmp6->icmp6_type == 136)

@@ -19,13 +19,12 @@
 const volatile __u32 on_miss = XDP_DROP; /* action on a packet whose queue has no socket */
 const volatile __u32 uplink = 0;         /* redirect only packets to local pods */
 const volatile __u32 pod = 0;            /* the peer is a pod, no other kind of neighbour */
-const volatile __u32 bridged = 0;        /* the interface is a port of the bridge with this MAC */
-const volatile struct mac bridge_mac = {};
+const volatile __u32 bridge = 0;         /* the bridge that the interface is a port of, or 0 */
 
 struct { __uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 64); __type(key, __u32); __type(value, __u32); } sockets SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_PERCPU_ARRAY); __uint(max_entries, OUTCOMES); __type(key, __u32); __type(value, __u64); } outcomes SEC(".maps");
 struct { /* IPv4 as ::ffff:a.b.c.d; maximum frame length for the pod, 0 if it has no worker; shared by all */
-	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8192); __uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 131072); __uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, struct in6_addr); __type(value, __u16);
 } local_pods SEC(".maps");
 
@@ -93,6 +92,14 @@ static __always_inline enum outcome on_uplink(struct xdp_md *ctx, const void *st
 }
 #endif
 
+/* Whether this is the address of a pod that is served. It is asked of interfaces without a known pod. */
+static __always_inline int is_of_another(const struct in6_addr *address, __u32 interface)
+{
+	const __u16 *longest = bpf_map_lookup_elem(&local_pods, address);
+
+	return longest && *longest;
+}
+
 SEC("xdp")
 int penstock(struct xdp_md *ctx)
 {
@@ -100,8 +107,6 @@ int penstock(struct xdp_md *ctx)
 	const struct ethhdr *eth = (void *)(long)ctx->data;
 	const struct iphdr *ip4 = (void *)(eth + 1);
 	const struct ipv6hdr *ip6 = (void *)(eth + 1);
-	/* Read one by one: without `volatile` clang takes the constant for zero. */
-	const struct mac bridge = { { bridge_mac.parts[0], bridge_mac.parts[1], bridge_mac.parts[2] } };
 	struct in6_addr to = {}, from = {};
 	const __u16 *longest;
 	__u32 process = 0;
@@ -115,7 +120,7 @@ int penstock(struct xdp_md *ctx)
 		return done(NOT_IP, XDP_PASS);
 	switch (eth->h_proto) {
 	case bpf_htons(ETH_P_ARP):
-		return pod && !is_own_arp(&own, eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(ARP, XDP_PASS);
+		return pod && !is_own_arp(&own, ctx->ingress_ifindex, eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(ARP, XDP_PASS);
 	case bpf_htons(ETH_P_8021Q):
 	case bpf_htons(ETH_P_8021AD): /* the kernel treats VLAN 0 as untagged: a pod could bypass the workers */
 		return uplink ? done(NOT_IP, XDP_PASS) : done(VLAN_TAG, XDP_DROP);
@@ -130,15 +135,15 @@ int penstock(struct xdp_md *ctx)
 		break;
 	case bpf_htons(ETH_P_IPV6):
 		whole = (void *)(ip6 + 1) <= end;
-		if (whole && is_neighbour_discovery(ctx, ctx->ingress_ifindex, bridged ? &bridge : 0, eth, end))
-			return pod && !is_own_discovery(&own, eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(NEIGHBOUR_DISCOVERY, XDP_PASS);
+		if (whole && is_neighbour_discovery(ctx, ctx->ingress_ifindex, bridge, &local_pods, eth, end))
+			return pod && !is_own_discovery(&own, ctx->ingress_ifindex, eth, end) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(NEIGHBOUR_DISCOVERY, XDP_PASS);
 		if (whole) {
 			__builtin_memcpy(&to, &ip6->daddr, sizeof(to));
 			__builtin_memcpy(&from, &ip6->saddr, sizeof(from));
 		}
 		break;
 	default:
-		return done(NOT_IP, XDP_PASS);
+		return pod && bridge && !is_own_frame(&own, eth) ? done(FORGED_NEIGHBOUR, XDP_DROP) : done(NOT_IP, XDP_PASS);
 	}
 	if (uplink) {
 		longest = whole ? bpf_map_lookup_elem(&local_pods, &to) : 0;

@@ -48,10 +48,10 @@ volatile struct { /* interface indices of the node's ends of workers' pairs, set
 
 struct interface { /* the node's end of a pod's veth */
 	__u16 port;            /* the number that workers know it by */
-	__u8 bridged;          /* it is a port of the bridge with the MAC `node` */
-	__u8 captured;         /* a capture wants to see all of its packets */
-	struct mac node, pod;  /* of the node towards the pod, and of the pod */
+	__u8 unused, captured; /* a capture wants to see all of its packets */
+	struct mac node, pod;  /* of the node, or the bridge, towards the pod, and of the pod */
 	__u32 mtu;             /* longest IP packet to the pod, in bytes */
+	__u32 bridge;          /* that it is a port of, or 0 */
 };
 struct { /* by interface index; without an entry everything is dropped */
 	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, MAX_PORTS); __uint(map_flags, BPF_F_NO_PREALLOC);
@@ -85,7 +85,7 @@ struct entrances {
 };
 
 struct { /* local pods' addresses (IPv4 as ::ffff:a.b.c.d) */
-	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 8192); __uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 131072); __uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, struct in6_addr); __type(value, struct entrances);
 } pod_addresses SEC(".maps");
 
@@ -94,7 +94,7 @@ struct uplink { /* an interface to other machines */
 	__u32 header; /* bytes of its link-layer header: that of Ethernet, or none */
 };
 struct { /* by interface index */
-	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, MAX_UPLINKS); __uint(map_flags, BPF_F_NO_PREALLOC);
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 65536); __uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, __u32); __type(value, struct uplink);
 } uplinks SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, MAX_UPLINKS); __type(key, __u32); __type(value, __u32); } uplink_interfaces SEC(".maps");
@@ -139,6 +139,50 @@ struct { /* the same by where it came from and went to */
 } offloaded SEC(".maps");
 
 #define CHECKSUM_PARTIAL 3 /* include/linux/skbuff.h */
+
+/* Parts of the kernel's type; a flavour of that in translation.h. */
+struct sk_buff___sum {
+	__u8 ip_summed : 2;
+	__u16 csum_start, csum_offset;
+	unsigned char *head, *data;
+} __attribute__((preserve_access_index));
+
+/* Whether the kernel still writes a checksum into the packet. */
+static __always_inline int is_checksum_open(struct __sk_buff *skb)
+{
+	const struct sk_buff___sum *kernel = (void *)skb;
+
+	if (!casts_packets)
+		return BPF_CORE_READ_BITFIELD_PROBED(kernel, ip_summed) == CHECKSUM_PARTIAL;
+	kernel = bpf_cast_to_kern_ctx(skb);
+	return BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL;
+}
+
+/* Whether the kernel will write at most the checksum of the transport header that was read. A pod that sends with a virtio header
+ * chooses where it writes (skb_partial_csum_set in net/core/skbuff.c), after all policy. */
+static __always_inline int is_checksum_in_place(struct __sk_buff *skb, const struct packet *packet)
+{
+	const __u32 network = packet->is_v4 ? sizeof(struct iphdr) : sizeof(struct ipv6hdr);
+	const struct sk_buff___sum *kernel = (void *)skb;
+	__u64 head, data;
+	__u16 start, offset;
+
+	if (!is_checksum_open(skb))
+		return 1;
+	if (casts_packets) {
+		kernel = bpf_cast_to_kern_ctx(skb);
+		start = kernel->csum_start;
+		offset = kernel->csum_offset;
+		head = (__u64)kernel->head;
+		data = (__u64)kernel->data;
+	} else {
+		start = BPF_CORE_READ(kernel, csum_start);
+		offset = BPF_CORE_READ(kernel, csum_offset);
+		head = (__u64)BPF_CORE_READ(kernel, head);
+		data = (__u64)BPF_CORE_READ(kernel, data);
+	}
+	return start == data - head + ETH_HLEN + network && offset == (packet->protocol == IPPROTO_UDP ? 6 : 16);
+}
 
 /* Both Ethernet addresses of a frame on a pair. The first byte makes each a locally administered unicast address. */
 struct tag {
@@ -212,26 +256,30 @@ static __always_inline __u32 pair_of(struct __sk_buff *skb)
 	return index < MAX_WORKERS ? pairs.of_workers[index] : pairs.of_workers[0];
 }
 
-/* Counts a packet of this port to a worker, unless its share is used up. */
+#define SHORTEST_HEADERS (ETH_HLEN + sizeof(struct iphdr) + 8) /* of a segment */
+
+/* Packets that the kernel makes of this one on the way to a worker. It does not know their number where the sender has chosen their
+ * size by a virtio header (virtio_net_hdr_to_skb in include/linux/virtio_net.h); then it is rather too high. */
+static __always_inline __u32 segments_of(const struct __sk_buff *skb)
+{
+	const __u32 size = skb->gso_size, length = skb->len;
+
+	if (!size || length <= SHORTEST_HEADERS)
+		return 1;
+	return skb->gso_segs ? skb->gso_segs : (length - SHORTEST_HEADERS + size - 1) / size;
+}
+
+/* Counts a packet of this port to a worker, unless its share is used up, or the packet alone is more. */
 static __always_inline int takes_share(struct __sk_buff *skb, __u32 port)
 {
 	struct waiting *counters = bpf_map_lookup_elem(&waiting, &port);
+	const __u32 segments = segments_of(skb);
 
-	if (!counters || (share && (__s64)(counters->sent - *(volatile __u64 *)&counters->received) >= (__s64)share))
+	if (!counters ||
+	    (share && (segments > share || (__s64)(counters->sent - *(volatile __u64 *)&counters->received) >= (__s64)share)))
 		return 0;
-	__sync_fetch_and_add(&counters->sent, skb->gso_segs ? skb->gso_segs : 1);
+	__sync_fetch_and_add(&counters->sent, segments);
 	return 1;
-}
-
-/* Whether the sender left the transport checksum to its device. */
-static __always_inline int is_checksum_open(struct __sk_buff *skb)
-{
-	const struct sk_buff *kernel = (void *)skb;
-
-	if (!casts_packets)
-		return BPF_CORE_READ_BITFIELD_PROBED(kernel, ip_summed) == CHECKSUM_PARTIAL;
-	kernel = bpf_cast_to_kern_ctx(skb);
-	return BPF_CORE_READ_BITFIELD(kernel, ip_summed) == CHECKSUM_PARTIAL;
 }
 
 /* `interface`: that of the pod `at`. */
@@ -459,7 +507,8 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	struct packet packet;
 	int rewritten;
 
-	if (is_captured(at) || !read_packet(skb, &packet) || !is_established(&packet, skb->ifindex, &connection))
+	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) ||
+	    !is_established(&packet, skb->ifindex, &connection))
 		return -1;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
@@ -491,14 +540,22 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	struct packet packet;
 	int rewritten;
 
-	if (is_captured(at) || !read_packet(skb, &packet) || longest(skb, &packet) > at->mtu || !is_established(&packet, 0, &connection) ||
-	    connection.to != skb->ifindex)
+	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu ||
+	    !is_established(&packet, 0, &connection) || connection.to != skb->ifindex)
 		return -1;
 	rewritten = rewrite_for(skb, &packet, &connection, 0);
 	if (rewritten)
 		return rewritten == ENDED ? -1 : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	count_offloaded(skb, &packet, &connection, 0, at);
 	return TC_ACT_OK;
+}
+
+/* Whether this is the address of a pod that is served at another interface. */
+static __always_inline int is_of_another(const struct in6_addr *address, __u32 interface)
+{
+	const struct entrances *by = bpf_map_lookup_elem(&pod_addresses, address);
+
+	return by && by->veth && by->veth != interface;
 }
 
 /* What a pod sends. */
@@ -528,7 +585,7 @@ int from_pod(struct __sk_buff *skb)
 		if (action >= 0)
 			return action;
 	}
-	if (skb->protocol == bpf_htons(ETH_P_ARP) || skb->protocol == bpf_htons(ETH_P_IPV6)) {
+	if (skb->protocol != bpf_htons(ETH_P_IP)) {
 		if (pull(skb))
 			return count(interface, NOT_IP, TC_ACT_SHOT);
 		own = bpf_map_lookup_elem(&own_addresses, &interface);
@@ -539,13 +596,13 @@ int from_pod(struct __sk_buff *skb)
 	}
 	switch (skb->protocol) {
 	case bpf_htons(ETH_P_ARP):
-		if (own && !is_own_arp(own, eth, end))
+		if (is_checksum_open(skb) || !own || !is_own_arp(own, interface, eth, end))
 			return count(interface, FORGED_NEIGHBOUR, TC_ACT_SHOT);
 		return count(interface, ARP, TC_ACT_OK);
 	case bpf_htons(ETH_P_IPV6):
 		if ((const void *)(eth + 1) + sizeof(struct ipv6hdr) <= end &&
-		    is_neighbour_discovery(skb, interface, at && at->bridged ? &at->node : 0, eth, end)) {
-			if (own && !is_own_discovery(own, eth, end))
+		    is_neighbour_discovery(skb, interface, at ? at->bridge : 0, &pod_addresses, eth, end)) {
+			if (is_checksum_open(skb) || !own || !is_own_discovery(own, interface, eth, end))
 				return count(interface, FORGED_NEIGHBOUR, TC_ACT_SHOT);
 			return count(interface, NEIGHBOUR_DISCOVERY, TC_ACT_OK);
 		}
@@ -553,6 +610,8 @@ int from_pod(struct __sk_buff *skb)
 	case bpf_htons(ETH_P_IP):
 		break;
 	default:
+		if (is_checksum_open(skb) || (own && at && at->bridge && !is_own_frame(own, eth)))
+			return count(interface, FORGED_NEIGHBOUR, TC_ACT_SHOT);
 		return count(interface, NOT_IP, TC_ACT_OK);
 	}
 	if (!at)

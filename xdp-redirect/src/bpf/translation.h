@@ -10,7 +10,7 @@ struct nf_conntrack_man { union nf_inet_addr u3; union nf_conntrack_man_proto u;
 struct nf_conntrack_tuple { struct nf_conntrack_man src; struct { union nf_inet_addr u3; union { __be16 all; } u; } dst; };
 struct nf_conntrack_tuple_hash { struct nf_conntrack_tuple tuple; };
 struct nf_conn { struct nf_conntrack_tuple_hash tuplehash[2]; };
-struct sk_buff { unsigned long _nfct; __u8 ip_summed : 2; }; /* include/linux/skbuff.h */
+struct sk_buff { unsigned long _nfct; }; /* include/linux/skbuff.h */
 #pragma clang attribute pop
 
 /* As in include/net/netfilter/nf_conntrack_bpf.h of Linux 5.18. Later ones are longer and accept this too. */

@@ -15,6 +15,8 @@ const ETHERNET_HEADER: u32 = 14;
 
 /// The number by which workers know an uplink: as many as `MAX_UPLINKS` in `src/bpf/tcx.bpf.c`.
 pub type UplinkNumber = u8;
+/// That of all uplinks for which there is no other: what workers let pass there is dropped.
+pub const NO_UPLINK_NUMBER: UplinkNumber = UplinkNumber::MAX;
 
 /// An interface to other machines with its program. Dropping it detaches the program.
 #[derive(Debug)]
@@ -58,7 +60,8 @@ impl Drop for AttachedUplink {
 
 impl TcxPrograms {
     /// Attaches to an interface to other machines, in the calling thread's network namespace: packets of local pods that the node has
-    /// translated, or has not although they are to a Service, go to the workers. No other attached uplink has this number.
+    /// translated, or has not although they are to a Service, go to the workers. No other attached uplink has this number, unless it
+    /// is [`NO_UPLINK_NUMBER`].
     /// `has_ethernet`: whether frames there have an Ethernet header. A pinned link of this interface is taken over, and runs the
     /// earlier program until [`TcxPrograms::take_over`].
     pub fn attach_uplink(
@@ -94,7 +97,7 @@ impl TcxPrograms {
             self.maps.interfaces_remove(interface);
             return Ok(());
         };
-        let sender = ServedPort { port, node_mac: [0; 6], pod_mac: [0; 6], is_bridged: false, mtu: 0 };
+        let sender = ServedPort { port, node_mac: [0; 6], pod_mac: [0; 6], bridge: 0, mtu: 0 };
         let set = self.maps.interfaces.update(&interface.to_ne_bytes(), &sender.interface(false), MapFlags::ANY);
         set.map_err(|source| TcxMapError { thing: format!("interface {interface}"), source })
     }
@@ -107,6 +110,9 @@ impl TcxPrograms {
 
 impl Maps {
     fn set_uplink_interface(&self, number: UplinkNumber, interface: u32) -> Result<(), libbpf_rs::Error> {
+        if number == NO_UPLINK_NUMBER {
+            return Ok(());
+        }
         self.uplink_interfaces.update(&u32::from(number).to_ne_bytes(), &interface.to_ne_bytes(), MapFlags::ANY)
     }
 }

@@ -59,6 +59,7 @@ impl DaemonView<'_> {
                 types::NamesStatus { kept, learnt, evicted, not_understood }
             }),
             configuration_refused: self.rejected.map(|rejected| rejected.reasons.clone()).unwrap_or_default(),
+            refused_files: self.source.refused_files(),
             stale: self
                 .stale
                 .map(|stale| types::StaleObjects { recorded: stale.recorded.to_string(), objects: stale.objects }),
@@ -73,6 +74,12 @@ impl DaemonView<'_> {
                 lost: totals.lost.iter().map(|(at, count)| ((*at).to_owned(), *count)).collect(),
                 uncounted: totals.uncounted,
             }),
+            not_enforced: (self.progress.not_enforced().iter())
+                .map(|one| types::NotEnforced {
+                    pod: one.pod.as_ref().map(ToString::to_string),
+                    reason: one.reason.clone(),
+                })
+                .collect(),
             source: followed.iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }
@@ -295,6 +302,14 @@ impl DaemonView<'_> {
         let port = query.port.parse().map_err(text)?;
         let (allowed, text) =
             explain::text(self.engine(), &PlainText, &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;
+        let mut text = text;
+        let ends = [&query.from, &query.to];
+        let is_end = |pod: &str| ends.iter().any(|end| end.strip_prefix("pod/").unwrap_or(end) == pod);
+        for one in self.progress.not_enforced() {
+            if let Some(pod) = one.pod.as_ref().map(ToString::to_string).filter(|pod| is_end(pod)) {
+                text.push_str(&format!("\nPOLICY IS NOT ENFORCED on {pod}: {}\n", one.reason));
+            }
+        }
         Ok(types::Explanation { allowed, text, epoch: self.epoch.0 })
     }
 }

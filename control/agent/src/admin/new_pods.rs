@@ -39,9 +39,10 @@ async fn announce(
     let until = Instant::now() + Duration::from_millis(pod.wait_ms);
     let key = ObjectKey { namespace: pod.namespace, name: pod.name };
     loop {
-        let (pod, addresses) = (key.clone(), pod.addresses.clone());
+        let (interfaces, addresses) = (pod.interfaces.clone(), pod.addresses.clone());
+        let pod = key.clone();
         // While the daemon reads all objects there is no answer yet.
-        let state = handle.query(|answer| StateQuery::NewPod { pod, addresses, answer }).await;
+        let state = handle.query(|answer| StateQuery::NewPod { pod, addresses, interfaces, answer }).await;
         let awaits = match state {
             Ok(Ok(())) => return Ok(Json(NewPodState { awaits: None })),
             Ok(Err(awaits)) => awaits,
@@ -61,6 +62,9 @@ fn check(pod: &NewPod) -> Result<(), String> {
     }
     if !(1..=NewPod::MOST_ADDRESSES).contains(&pod.addresses.len()) {
         return Err(format!("addresses: {}; give 1 to {}", pod.addresses.len(), NewPod::MOST_ADDRESSES));
+    }
+    if pod.interfaces.len() > NewPod::MOST_INTERFACES {
+        return Err(format!("interfaces: {}; give at most {}", pod.interfaces.len(), NewPod::MOST_INTERFACES));
     }
     if pod.wait_ms > NewPod::LONGEST_WAIT {
         return Err(format!("wait_ms: {}; give at most {}", pod.wait_ms, NewPod::LONGEST_WAIT));

@@ -151,7 +151,12 @@ mod tests {
     use super::*;
 
     fn namespace(name: &str) -> ObjectChange {
-        let namespace = Namespace { name: name.into(), labels: Default::default(), default_deny_ingress: false };
+        let namespace = Namespace {
+            name: name.into(),
+            labels: Default::default(),
+            default_deny_ingress: false,
+            terminating: false,
+        };
         ObjectChange::Set(Object::Namespace(namespace))
     }
 

@@ -74,6 +74,9 @@ pub struct Config {
     /// Bridges whose ports may be pods': names, or a prefix and `*`.
     #[serde(default = "default_pod_bridges")]
     pub pod_bridges: Vec<InterfacePattern>,
+    /// Where the container runtime keeps the results of CNI plugins, which say whose an interface is.
+    #[serde(default = "default_cni_results")]
+    pub cni_results: Vec<PathBuf>,
     /// Where objects come from: exactly one of `manifests`, `kubeconfig` and `in_cluster`.
     pub source: Source,
     /// The worker threads.
@@ -247,6 +250,11 @@ fn default_pod_interfaces() -> Vec<InterfacePattern> {
 
 fn default_pod_bridges() -> Vec<InterfacePattern> {
     vec![InterfacePattern::try_from("cni0".to_owned()).expect("a valid pattern")]
+}
+
+/// That of libcni, and that of Multus for the networks that it makes.
+fn default_cni_results() -> Vec<PathBuf> {
+    ["/var/lib/cni/results", "/var/lib/cni/multus/results"].map(PathBuf::from).to_vec()
 }
 
 /// Where programs take pods' packets.
@@ -434,8 +442,8 @@ pub struct Conntrack {
     pub entries: u32,
     /// Maximum connections of one pod. Default: a quarter of `entries`.
     pub quota: Option<u32>,
-    /// How long after a start that found no table a mid-stream TCP segment may open a connection: a time, `"0s"` for
-    /// never, or `"always"`.
+    /// When a mid-stream TCP segment may open a connection that policy allows: `"always"`, `"0s"` for never, or a time after a
+    /// start that found no table.
     pub midstream_pickup: MidstreamPickup,
     /// The table's file by its absolute path, best on a tmpfs: a restarted daemon finds its connections there. Where programs
     /// forward packets too, connections are in BPF maps beside the pinned links (`fail.pins`) instead. Beside the path are in
@@ -445,7 +453,7 @@ pub struct Conntrack {
     /// What happens to a connection that a policy change revokes.
     pub on_revoke: OnRevoke,
     /// How long an idle connection is kept, by state, under the names of the kernel's nf_conntrack settings: for
-    /// example `{ tcp_timeout_established = "5d", udp_timeout = "30s" }`. Default: those of nf_conntrack.
+    /// example `{ tcp_timeout_established = "5d", udp_timeout = "30s" }`. Default: those of a node with kube-proxy.
     #[schemars(schema_with = "schema::timeouts")]
     pub timeouts: BTreeMap<String, TimeSpan>,
 }
@@ -455,7 +463,7 @@ impl Default for Conntrack {
         Self {
             entries: 1 << 19,
             quota: None,
-            midstream_pickup: MidstreamPickup::For(TimeSpan::microseconds(60_000_000)),
+            midstream_pickup: MidstreamPickup::Always,
             mapping: TableMapping::default(),
             on_revoke: OnRevoke::Drop,
             timeouts: BTreeMap::new(),

@@ -54,6 +54,11 @@ impl ProblemLog {
         }
         lines
     }
+
+    /// Problems that last, or cannot pass by themselves.
+    pub(super) fn lasting(&self) -> impl Iterator<Item = &PodProblem> {
+        self.known.iter().filter(|(_, known)| known.level <= Level::WARN).map(|(problem, _)| problem)
+    }
 }
 
 fn level(problem: &PodProblem, leaving: &BTreeSet<ObjectKey>, age: Duration) -> Level {

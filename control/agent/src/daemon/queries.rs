@@ -54,6 +54,12 @@ impl Daemon<'_> {
                 drop(answer.send(self.start_capture(&query)));
             }
             OperationEvent::Capture => self.forward_capture(),
+            OperationEvent::Answer(StateQuery::NewPod { pod, addresses, interfaces, answer }) => {
+                if self.bindings.told(&pod, interfaces) {
+                    self.publisher.pods.notify_one();
+                }
+                drop(answer.send(self.publisher.announce(&pod, &addresses)));
+            }
             OperationEvent::Answer(query) => {
                 if matches!(query, StateQuery::Rules(_)) {
                     self.count_use();
@@ -141,13 +147,10 @@ impl Daemon<'_> {
                 }
                 let _ = answer.send(is_allowed.then_some(()).ok_or(NotAllowed));
             }
-            StateQuery::NewPod { pod, addresses, answer } => {
-                drop(answer.send(self.publisher.announce(&pod, &addresses)));
-            }
             StateQuery::Health(answer) => drop(answer.send(self.health())),
             StateQuery::Readiness(answer) => drop(answer.send(self.readiness())),
-            // `operate` has answered it, because it changes the daemon's state.
-            StateQuery::Capture { .. } => {}
+            // `operate` has answered these, because they change the daemon's state.
+            StateQuery::Capture { .. } | StateQuery::NewPod { .. } => {}
             StateQuery::Dump(answer) => drop(answer.send(self.dump().await)),
         }
     }
@@ -166,7 +169,7 @@ impl Daemon<'_> {
         let mut findings = preflight::machine(self.config);
         findings.extend(preflight::network(self.config, &self.netlink).await);
         let resolved_pods = self.publisher.inputs().objects.resolved_pods();
-        findings.extend(preflight::pods(self.config, &self.netstate, resolved_pods));
+        findings.extend(preflight::pods(self.config, &self.netstate, self.bindings.bindings(), resolved_pods));
         let counters = self.counters();
         let inputs = self.publisher.inputs();
         let view = self.view(&inputs);
@@ -176,7 +179,8 @@ impl Daemon<'_> {
     /// Notifies of it, once.
     fn announce_ready(&mut self) {
         if let Some(ready) = self.operation.ready.take() {
-            match self.readiness() {
+            // Whoever waits for it can do nothing about a pod that cannot be served.
+            match self.policy_readiness() {
                 Ok(()) => drop(ready.send(())),
                 Err(_) => self.operation.ready = Some(ready),
             }
@@ -194,6 +198,19 @@ impl Daemon<'_> {
     }
 
     fn readiness(&self) -> Result<(), String> {
+        self.policy_readiness()?;
+        let inputs = self.publisher.inputs();
+        let not_enforced = inputs.progress.not_enforced();
+        let Some(first) = not_enforced.first() else { return Ok(()) };
+        let others = match not_enforced.len() - 1 {
+            0 => String::new(),
+            others => format!(" (and {others} more: see penstock status)"),
+        };
+        Err(format!("policy is not enforced everywhere: {}{others}", first.reason))
+    }
+
+    /// Whether policy is in force, wherever it can be enforced.
+    fn policy_readiness(&self) -> Result<(), String> {
         self.health()?;
         if let Some(rejected) = &self.operation.rejected {
             let reason = rejected.reasons.first().map_or("", String::as_str);

@@ -6,13 +6,16 @@ use std::time::Instant;
 
 use penstock_dataplane::forward::PortId;
 use penstock_policy::model::{ObjectKey, Pod};
+use penstock_sources::api_server::PodNotEnforced;
 
 use tracing::Level;
 
 use super::Daemon;
 use crate::RunError;
-use crate::discovery::{PodProblem, pod_ports};
+use crate::coverage::{self, NotEnforced, PodCoverage};
+use crate::discovery::{PodProblem, has_network_on, pod_ports};
 use crate::node_context::NodeNetwork;
+use crate::preflight;
 
 impl Daemon<'_> {
     /// Reads the network state and reconciles with it.
@@ -41,14 +44,16 @@ impl Daemon<'_> {
     /// the kernel, so none runs while [`Publisher`](crate::publisher::Publisher) inputs are locked.
     pub(super) async fn reconcile(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
         self.node_path.check(&self.netstate).map_err(RunError::failed)?;
-        self.ports.close_new_interfaces(&self.netstate);
-        let largest = self.config.umem.frame_size.largest_packet();
         let (pods, mut problems) = self.publisher.inputs().objects.resolved_pods();
-        let (wanted, more) = pod_ports(&self.netstate, &pods, self.config.node.as_str(), largest);
+        let bindings = self.bindings.follow(&self.netstate, &pods);
+        self.ports.close_new_interfaces(&self.netstate, &bindings.named());
+        let (wanted, more) = pod_ports(&self.netstate, bindings, &pods, preflight::port_limits(self.config));
         problems.extend(more);
+        self.bindings.keep();
         self.solicit_neighbours(&pods, &problems).await;
         self.log_problems(&pods, &problems);
         self.ports.update(&self.dataplane, &self.netstate, wanted);
+        let under_policy = self.close_unserved(&pods, &problems);
         let gone = self.ports.remove_gone(&self.netstate);
         let unserved = self.publisher.inputs().objects.pod_addresses();
         self.ports.announce(&unserved);
@@ -59,7 +64,51 @@ impl Daemon<'_> {
         self.ports.retract();
         self.follow_capture();
         self.update_routes().await;
+        self.note_not_enforced(&under_policy);
         Ok(())
+    }
+
+    /// Closes interfaces of pods under policy that are not served, and opens those that cannot be served and are under none. Returns
+    /// the pods under policy.
+    fn close_unserved(&mut self, pods: &[Pod], problems: &BTreeSet<PodProblem>) -> Vec<Pod> {
+        let restricted = self.publisher.inputs().objects.pods_under_policy();
+        let is_under_policy =
+            |pod: &&Pod| has_network_on(pod, self.config.node.as_str()) && restricted.contains(&pod.key);
+        let under_policy: Vec<Pod> = pods.iter().filter(is_under_policy).cloned().collect();
+        let bindings = self.bindings.bindings();
+        let links = under_policy.iter().flat_map(|pod| bindings.links_of(&pod.key)).collect();
+        let lasting = problems.iter().filter(|problem| problem.keeps_from_service());
+        let unserved: BTreeSet<&ObjectKey> = lasting.flat_map(PodProblem::pods).collect();
+        let others = pods.iter().filter(|pod| unserved.contains(&pod.key) && !restricted.contains(&pod.key));
+        let hopeless = others.flat_map(|pod| bindings.links_of(&pod.key)).collect();
+        self.ports.close_unserved(&self.netstate, &links, &hopeless);
+        under_policy
+    }
+
+    /// Says what is not enforced: in the log when it is new, and to all who ask.
+    fn note_not_enforced(&mut self, under_policy: &[Pod]) {
+        let coverage = PodCoverage {
+            bindings: self.bindings.bindings(),
+            lasting: self.problems.lasting().collect(),
+            is_served: &|pod| self.ports.port_of(pod).is_some(),
+            is_closed: &|link| self.ports.is_closed(link),
+        };
+        let mut found = coverage::of_pods(under_policy, &coverage);
+        found.extend(self.ports.not_enforced());
+        let unrouted = self.unrouted.iter().map(|(address, reason)| NotEnforced {
+            pod: self.ports.pod_with(*address).cloned(),
+            reason: format!("{address}: {reason}"),
+        });
+        found.extend(unrouted);
+        let mut inputs = self.publisher.inputs();
+        for new in found.difference(inputs.progress.not_enforced()) {
+            tracing::error!(pod = new.pod.as_ref().map(ToString::to_string), "POLICY IS NOT ENFORCED: {}", new.reason);
+            if let Some(pod) = &new.pod {
+                // What does not fit is in the log.
+                let _ = self.tell_events.try_send(PodNotEnforced { pod: pod.clone(), reason: new.reason.clone() });
+            }
+        }
+        inputs.progress.note_not_enforced(found);
     }
 
     fn close_ports(&self, gone: Vec<(PortId, String)>) {

@@ -394,8 +394,8 @@ fn without_redirects(was_off: bool) -> Result<Sysctls, HostVethError> {
 /// Keeps the kernel answering ARP on a pod's veth although the route to the pod is through another interface.
 ///
 /// `arp_process` (net/ipv4/arp.c) validates the sender's address like any source. If the route to the pod is through
-/// another interface, strict `rp_filter` drops the request and `arp_filter` does not answer it. Loose (2) overrides
-/// strict in `all`; `arp_filter` in `all` cannot be overridden for one interface.
+/// another interface, `rp_filter` may drop the request ([`SourceFilter`]), and `arp_filter` does not answer it; `arp_filter` in
+/// `all` cannot be overridden for one interface.
 ///
 /// With `found_leftovers`, an earlier daemon may have changed the settings: their previous value is taken to be the
 /// default.
@@ -403,11 +403,59 @@ pub fn keep_answering_arp(settings: &mut Sysctls, veth: &str, found_leftovers: b
     if found_leftovers {
         ANSWERING.into_iter().for_each(|name| settings.was_default(Sysctl::v4(veth, name)));
     }
-    let strict = |name: &str| Sysctl::v4(name, "rp_filter").read() == Some(1);
-    if (strict("all") || strict(veth)) && Sysctl::v4(veth, "rp_filter").read() != Some(2) {
-        settings.set(Sysctl::v4(veth, "rp_filter"), 2)?;
+    if let ArpAnswers::With(value) = SourceFilter::of(veth).arp_answers() {
+        settings.set(Sysctl::v4(veth, "rp_filter"), value)?;
     }
     settings.set(Sysctl::v4(veth, "arp_filter"), 0)
+}
+
+/// What the kernel's source validation says of a pod's ARP request, whose sender's route is through another interface
+/// (`__fib_validate_source` in net/ipv4/fib_frontend.c). The larger of both settings counts. Strict (1) drops it. Loose (2) takes it
+/// where the pod's interface has an IPv4 address, and drops it where that has none, as with Calico.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct SourceFilter {
+    /// `rp_filter` of all interfaces.
+    pub all: i64,
+    /// `rp_filter` of this one.
+    pub own: i64,
+    /// Whether it has an IPv4 address.
+    pub has_address: bool,
+}
+
+/// Whether ARP requests are answered.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum ArpAnswers {
+    /// As the settings are.
+    AsIs,
+    /// With this `rp_filter` of the interface.
+    With(i64),
+    /// With no setting of the interface.
+    Never,
+}
+
+impl SourceFilter {
+    /// That of an interface in the calling thread's network namespace.
+    pub fn of(interface: &str) -> Self {
+        let setting = |name: &str| Sysctl::v4(name, "rp_filter").read().unwrap_or(0);
+        let addresses = nix::ifaddrs::getifaddrs().into_iter().flatten();
+        let is_v4 = |found: &nix::ifaddrs::InterfaceAddress| {
+            found.address.is_some_and(|address| address.as_sockaddr_in().is_some())
+        };
+        let has_address = addresses.filter(|found| found.interface_name == interface).any(|found| is_v4(&found));
+        Self { all: setting("all"), own: setting(interface), has_address }
+    }
+
+    /// Whether the kernel answers, or with which setting it would.
+    pub fn arp_answers(self) -> ArpAnswers {
+        match self {
+            Self { all: 0, own: 0, .. } => ArpAnswers::AsIs,
+            Self { all: 0, has_address: false, .. } => ArpAnswers::With(0),
+            Self { has_address: false, .. } => ArpAnswers::Never,
+            Self { own: 2, .. } => ArpAnswers::AsIs,
+            Self { all: 2, .. } => ArpAnswers::AsIs,
+            _ => ArpAnswers::With(2),
+        }
+    }
 }
 
 /// A kernel without IPv6 has no pods with IPv6 addresses either.

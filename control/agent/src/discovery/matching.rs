@@ -6,7 +6,8 @@ use std::net::IpAddr;
 use penstock_dataplane::forward::Mac;
 use penstock_policy::model::{ObjectKey, Pod};
 
-use super::network_state::{Link, NetworkState};
+use super::bindings::Bindings;
+use super::network_state::{Link, NetworkState, Shaping};
 
 /// A pod and the interface that leads to it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -21,6 +22,8 @@ pub struct PodPort {
     pub peer_mac: Mac,
     /// MTU of the host side, in bytes.
     pub mtu: u32,
+    /// What others have set on the host side.
+    pub shaping: Shaping,
     /// Name of the host side's bridge, if it has one.
     pub bridge: Option<String>,
     /// Index of the interface by which its packets enter the node's stack: the host side, or its bridge.
@@ -31,12 +34,12 @@ pub struct PodPort {
     pub addresses: BTreeSet<IpAddr>,
 }
 
-/// Why a local pod has no port. It has no network until that is fixed.
+/// Why a local pod has no port, or what somebody claims of a pod's port.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, thiserror::Error)]
 pub enum PodProblem {
     /// No route leads to any of its addresses, and no neighbour on a bridge has one.
     #[error(
-        "pod {pod}: no host route to {addresses}; waiting for the CNI plugin to set one, or for a neighbour on a bridge to answer"
+        "pod {pod}: no host route to {addresses}; waiting for the CNI plugin to set one, for its result, or for a neighbour on a bridge to answer; a pod without a veth on the node (macvlan, SR-IOV) cannot be served: keep policies off it"
     )]
     NoRoute {
         /// The pod.
@@ -90,6 +93,50 @@ pub enum PodProblem {
         /// The address.
         address: IpAddr,
     },
+    /// Neighbours say that its address is behind an interface that is not its own.
+    #[error(
+        "pod {pod}: neighbours say that {address} is behind {link}, which is another pod's or not the first that they named; the binding stays as it is: somebody claims the pod's address, look at what runs behind {link}"
+    )]
+    Claimed {
+        /// The pod.
+        pod: ObjectKey,
+        /// The address.
+        address: IpAddr,
+        /// The interface.
+        link: String,
+    },
+    /// It has given its interface the MAC address of another pod on the bridge.
+    #[error(
+        "pod {pod}: behind {link} is the MAC address {mac} of another pod on the same bridge; the other pod keeps it: give the interface another address, and look at what runs in the pod"
+    )]
+    MacTaken {
+        /// The pod.
+        pod: ObjectKey,
+        /// The interface.
+        link: String,
+        /// The MAC address.
+        mac: String,
+    },
+    /// With `attach = "xdp"`: rules lead to the route to it.
+    #[error(
+        "pod {pod}: the route to it through {link} is not in the main table; with attach = \"xdp\" such pods are not served: set attach = \"tcx\""
+    )]
+    OtherTable {
+        /// The pod.
+        pod: ObjectKey,
+        /// The interface.
+        link: String,
+    },
+    /// It has interfaces beside the one with its addresses.
+    #[error(
+        "pod {pod}: policy is not enforced on its other interfaces ({interfaces}); leave them out, or keep policies off the pod"
+    )]
+    OtherInterfaces {
+        /// The pod.
+        pod: ObjectKey,
+        /// Their names in the pod.
+        interfaces: String,
+    },
     /// Its interface is down.
     #[error("pod {pod}: {link} is down; set it up (ip link set {link} up)")]
     Down {
@@ -108,9 +155,9 @@ pub enum PodProblem {
         /// The interface.
         link: String,
     },
-    /// Its interface's MTU is larger than a frame.
+    /// Its interface's MTU is larger than a frame. It is served all the same.
     #[error(
-        "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds; lower it, or raise umem.frame_size"
+        "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds: of longer packets only those of established connections pass, by tcx; TCP is told to send shorter ones; lower the MTU to {largest}, or raise umem.frame_size"
     )]
     TooLong {
         /// The pod.
@@ -134,8 +181,18 @@ impl PodProblem {
             | Self::AddressTaken { .. }
             | Self::Down { .. }
             | Self::NoMac { .. } => true,
-            Self::NotVeth { .. } | Self::TooLong { .. } => false,
+            Self::NotVeth { .. }
+            | Self::TooLong { .. }
+            | Self::Claimed { .. }
+            | Self::MacTaken { .. }
+            | Self::OtherTable { .. }
+            | Self::OtherInterfaces { .. } => false,
         }
+    }
+
+    /// Whether the pod cannot be served as it is wired.
+    pub fn keeps_from_service(&self) -> bool {
+        matches!(self, Self::NotVeth { .. } | Self::TooLong { .. } | Self::OtherTable { .. })
     }
 
     /// The affected pods.
@@ -147,6 +204,10 @@ impl PodProblem {
             | Self::TwoLinks { pod, .. }
             | Self::Down { pod, .. }
             | Self::NoMac { pod, .. }
+            | Self::Claimed { pod, .. }
+            | Self::MacTaken { pod, .. }
+            | Self::OtherTable { pod, .. }
+            | Self::OtherInterfaces { pod, .. }
             | Self::TooLong { pod, .. } => (pod, None),
         };
         std::iter::once(one).chain(other)
@@ -156,24 +217,24 @@ impl PodProblem {
 /// The ports of the node's pods, by interface index, and the problems of pods without one.
 ///
 /// `pods` are all pods, each with only the addresses that it owns. Pods of `node` with an address get a port, unless
-/// they use the host network or have finished. `largest` is the longest IP packet that a frame holds, in bytes.
+/// they use the host network or have finished. `bindings` are up to date with them.
 pub fn pod_ports<'a>(
     netstate: &NetworkState,
+    bindings: &Bindings,
     pods: impl IntoIterator<Item = &'a Pod>,
-    node: &str,
-    largest: u32,
+    limits: PortLimits<'_>,
 ) -> (BTreeMap<u32, PodPort>, BTreeSet<PodProblem>) {
-    let behind = netstate.behind();
-    let mut problems = BTreeSet::new();
+    let mut problems = bindings.claims().clone();
     let mut ports: BTreeMap<u32, PodPort> = BTreeMap::new();
     let mut contested = BTreeSet::new();
-    let local = |pod: &&Pod| {
-        pod.node.as_deref() == Some(node) && !pod.host_network && !pod.finished && !pod.addresses.is_empty()
-    };
-    let mut local: Vec<&Pod> = pods.into_iter().filter(local).collect();
+    let mut local: Vec<&Pod> = pods.into_iter().filter(|pod| has_network_on(pod, limits.node)).collect();
     local.sort_by(|a, b| a.key.cmp(&b.key));
     for pod in local {
-        let port = match pod_port(netstate, &behind, pod, largest) {
+        let others = bindings.others(pod);
+        if !others.is_empty() {
+            problems.insert(PodProblem::OtherInterfaces { pod: pod.key.clone(), interfaces: others.join(", ") });
+        }
+        let port = match pod_port(netstate, bindings, pod, limits) {
             Ok(port) => port,
             Err(problem) => {
                 problems.insert(problem);
@@ -185,6 +246,10 @@ pub fn pod_ports<'a>(
             contested.insert(port.link);
             problems.insert(PodProblem::TwoPods { first, second, link: port.name });
         } else {
+            if port.mtu > limits.largest {
+                let (pod, link, mtu) = (port.pod.clone(), port.name.clone(), port.mtu);
+                problems.insert(PodProblem::TooLong { pod, link, mtu, largest: limits.largest });
+            }
             ports.insert(port.link, port);
         }
     }
@@ -192,26 +257,40 @@ pub fn pod_ports<'a>(
     (ports, problems)
 }
 
+/// What limits the pods that get a port.
+#[derive(Clone, Copy, Debug)]
+pub struct PortLimits<'a> {
+    /// Their node.
+    pub node: &'a str,
+    /// The longest IP packet that a frame holds, in bytes.
+    pub largest: u32,
+    /// Whether the node's stack reaches its pods by the main table's routes alone.
+    pub main_table_only: bool,
+}
+
+/// Whether a pod has a network of its own on this node.
+pub fn has_network_on(pod: &Pod, node: &str) -> bool {
+    pod.node.as_deref() == Some(node) && !pod.host_network && !pod.finished && !pod.addresses.is_empty()
+}
+
 fn pod_port(
     netstate: &NetworkState,
-    behind: &BTreeMap<IpAddr, u32>,
+    bindings: &Bindings,
     pod: &Pod,
-    largest: u32,
+    PortLimits { main_table_only, .. }: PortLimits<'_>,
 ) -> Result<PodPort, PodProblem> {
     let mut found: Option<&Link> = None;
-    for &address in &pod.addresses {
-        // A route outlives its link for a moment.
-        let Some(link) = behind.get(&address).and_then(|index| netstate.links.get(index)) else { continue };
+    // A route outlives its link for a moment.
+    for link in bindings.links_of(&pod.key).filter_map(|index| netstate.links.get(&index)) {
         if !link.veth {
+            let address = pod.addresses.first().copied().unwrap_or(IpAddr::V4([0; 4].into()));
             return Err(PodProblem::NotVeth { pod: pod.key.clone(), address, link: link.name.clone() });
         }
-        match found {
-            Some(first) if first.index != link.index => {
-                let (first, second) = (first.name.clone(), link.name.clone());
-                return Err(PodProblem::TwoLinks { pod: pod.key.clone(), first, second });
-            }
-            _ => found = Some(link),
+        if let Some(first) = found {
+            let (first, second) = (first.name.clone(), link.name.clone());
+            return Err(PodProblem::TwoLinks { pod: pod.key.clone(), first, second });
         }
+        found = Some(link);
     }
     let Some(link) = found else {
         let addresses: Vec<String> = pod.addresses.iter().map(IpAddr::to_string).collect();
@@ -221,15 +300,15 @@ fn pod_port(
     if !link.up {
         return Err(PodProblem::Down { pod: pod_key, link: name });
     }
-    if link.mtu > largest {
-        return Err(PodProblem::TooLong { pod: pod_key, link: name, mtu: link.mtu, largest });
+    if main_table_only && link.master.is_none() && !netstate.is_in_main_table(link.index) {
+        return Err(PodProblem::OtherTable { pod: pod_key, link: name });
     }
-    let Some(peer_mac) = link.peer_mac else { return Err(PodProblem::NoMac { pod: pod_key, link: name }) };
+    let Some(peer_mac) = bindings.mac(link.index) else { return Err(PodProblem::NoMac { pod: pod_key, link: name }) };
     let addresses = pod.addresses.iter().copied().collect();
     let master = netstate.master_of(link);
     let (enters_by, bridge) = (master.unwrap_or(link).index, master.map(|bridge| bridge.name.clone()));
-    let (own_mac, mtu) = (link.mac, link.mtu);
-    Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, bridge, enters_by, pod: pod_key, addresses })
+    let Link { mac: own_mac, mtu, shaping, .. } = *link;
+    Ok(PodPort { link: link.index, name, own_mac, peer_mac, mtu, shaping, bridge, enters_by, pod: pod_key, addresses })
 }
 
 #[cfg(test)]
@@ -261,16 +340,38 @@ mod tests {
             ports: Vec::new(),
             lifetime: Default::default(),
             controller: None,
+            other_interfaces: Vec::new(),
         }
+    }
+
+    const LIMITS: PortLimits<'static> = PortLimits { node: "here", largest: 1778, main_table_only: false };
+
+    fn ports_of(
+        netstate: &NetworkState,
+        pods: &[Pod],
+        limits: PortLimits<'_>,
+    ) -> (BTreeMap<u32, PodPort>, BTreeSet<PodProblem>) {
+        let mut bindings = Bindings::default();
+        bindings.update(Vec::new(), netstate, pods.iter().filter(|pod| has_network_on(pod, "here")));
+        pod_ports(netstate, &bindings, pods, limits)
     }
 
     /// Interface and pod of each port, and the problems' messages.
     fn matched(netstate: &NetworkState, pods: &[Pod]) -> (Vec<(u32, String)>, Vec<String>) {
-        let (ports, problems) = pod_ports(netstate, pods, "here", 1778);
+        let (ports, problems) = ports_of(netstate, pods, LIMITS);
         (
             ports.into_iter().map(|(link, port)| (link, port.pod.name)).collect(),
             problems.into_iter().map(|problem| problem.to_string()).collect(),
         )
+    }
+
+    #[test]
+    fn a_pod_whose_packets_may_be_longer_than_a_frame_is_served_and_named() {
+        let long = Link { mtu: 9000, ..link(7) };
+        let (ports, problems) = matched(&netstate([long], &[("10.1.1.5", 7)]), &[pod("a", &["10.1.1.5"])]);
+        assert_eq!(ports, [(7, "a".to_owned())]);
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        assert!(problems[0].starts_with("pod shop/a: MTU 9000 of veth7 is more than the 1778 that"), "{problems:?}");
     }
 
     #[test]
@@ -279,7 +380,7 @@ mod tests {
             [&[("10.1.1.5", 7)][..], &[("fd00::5", 7)][..], &[("10.1.1.5", 7), ("fd00::5", 7), ("10.1.1.6", 8)][..]]
         {
             let (ports, problems) =
-                pod_ports(&netstate([link(7), link(8)], routes), &[pod("a", &["10.1.1.5", "fd00::5"])], "here", 1778);
+                ports_of(&netstate([link(7), link(8)], routes), &[pod("a", &["10.1.1.5", "fd00::5"])], LIMITS);
             assert!(problems.is_empty(), "{problems:?}");
             assert_eq!(ports.keys().copied().collect::<Vec<_>>(), [7]);
             let port = &ports[&7];
@@ -295,12 +396,23 @@ mod tests {
         let port = |index| Link { master: Some(3), ..link(index) };
         let bridged = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
         let on_bridge = NetworkState { bridged, ..netstate([bridge, port(7), port(8)], &[]) };
-        let (ports, problems) = pod_ports(&on_bridge, &[pod("a", &["10.1.1.5"])], "here", 1778);
+        let (ports, problems) = ports_of(&on_bridge, &[pod("a", &["10.1.1.5"])], LIMITS);
         assert!(problems.is_empty(), "{problems:?}");
         assert_eq!(ports[&7].bridge.as_deref(), Some("cni0"));
         let routes = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 8 }];
         let routed = NetworkState { routes, ..on_bridge };
         assert_eq!(matched(&routed, &[pod("a", &["10.1.1.5"])]), (vec![(8, "a".into())], vec![]));
+    }
+
+    #[test]
+    fn a_route_in_another_table_counts_where_the_nodes_own_routes_stay() {
+        let routes = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
+        let by_rules = NetworkState { other_routes: routes, ..netstate([link(7)], &[]) };
+        let pods = [pod("a", &["10.1.1.5"])];
+        assert_eq!(matched(&by_rules, &pods), (vec![(7, "a".into())], vec![]));
+        let (ports, problems) = ports_of(&by_rules, &pods, PortLimits { main_table_only: true, ..LIMITS });
+        assert!(ports.is_empty());
+        assert!(matches!(problems.first(), Some(PodProblem::OtherTable { .. })), "{problems:?}");
     }
 
     #[test]
@@ -322,7 +434,6 @@ mod tests {
         let not_veth = Link { veth: false, ..link(7) };
         let down = Link { up: false, ..link(7) };
         let unknown_mac = Link { peer_mac: None, ..link(7) };
-        let long = Link { mtu: 9000, ..link(7) };
         let a = pod("a", &["10.1.1.5", "fd00::5"]);
         let cases = [
             (link(7), vec![], vec![a.clone()], "pod shop/a: no host route to 10.1.1.5, fd00::5;"),
@@ -346,7 +457,6 @@ mod tests {
                 vec![a.clone()],
                 "pod shop/a: the Ethernet address behind veth7 is not known",
             ),
-            (long, vec![("10.1.1.5", 7)], vec![a.clone()], "pod shop/a: MTU 9000 of veth7 is more than the 1778 that"),
             (
                 link(7),
                 vec![("10.1.1.5", 7), ("10.1.1.6", 7)],

@@ -16,15 +16,16 @@ use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
 };
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType, RouteVia,
 };
+use netlink_packet_route::tc::{TcAttribute, TcHandle};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use penstock_dataplane::forward::Mac;
 use rtnetlink::packet_core::NetlinkPayload;
 use rtnetlink::{Handle, MulticastGroup, RouteMessageBuilder};
 use tokio::sync::Notify;
 
-use super::network_state::{HostRoute, Link, NetworkState};
+use super::network_state::{HostRoute, Link, NetworkState, RemoteNetwork, Shaping};
 
 /// Marks routes and rules as Penstock's (`rtm_protocol`; the kernel assigns no meaning to numbers from 5 on,
 /// include/uapi/linux/rtnetlink.h).
@@ -93,6 +94,7 @@ impl Netlink {
             MulticastGroup::Ipv4Ifaddr,
             MulticastGroup::Ipv6Ifaddr,
             MulticastGroup::Neigh,
+            MulticastGroup::Tc,
         ];
         let (connection, _, mut messages) = rtnetlink::new_multicast_connection(&groups).map_err(failed)?;
         tokio::spawn(connection);
@@ -120,22 +122,37 @@ impl Netlink {
         Ok((netlink, events))
     }
 
-    /// Reads the network state. Requests a veth's peer only if a host route leads to the veth or a bridge has it.
+    /// Reads the network state. Requests the other end of each veth that leads to another network namespace.
     pub async fn network_state(&self) -> Result<NetworkState, NetlinkError> {
         let all = self.all_routes().await?;
-        let mut routes: Vec<HostRoute> = all.iter().filter_map(host_route).collect();
-        routes.sort_unstable();
+        let is_main = |message: &&RouteMessage| table(message) == u32::from(RouteHeader::RT_TABLE_MAIN);
+        let (main, others): (Vec<_>, Vec<_>) = all.iter().partition(is_main);
+        let host_routes = |messages: Vec<&RouteMessage>| -> Vec<HostRoute> {
+            let mut routes: Vec<HostRoute> = messages.into_iter().filter_map(host_route).collect();
+            routes.sort_unstable();
+            routes
+        };
+        let (routes, other_routes) = (host_routes(main), host_routes(others));
         let local_prefixes = all.iter().filter_map(local_prefix).collect();
-        let routed: BTreeSet<u32> = routes.iter().map(|route| route.link).collect();
         let messages = collect("cannot read the links", self.handle.link().get().execute()).await?;
         let mut links: BTreeMap<u32, Link> = messages.iter().map(link).map(|link| (link.index, link)).collect();
+        for (index, shaping) in self.shaping().await {
+            if let Some(link) = links.get_mut(&index) {
+                link.shaping = shaping;
+            }
+        }
         let tunnel_ports = messages.iter().flat_map(tunnel_ports).collect();
+        let tunnels: BTreeSet<u32> =
+            messages.iter().filter(|message| is_tunnel(message)).map(|message| message.header.index).collect();
+        let mut remote: Vec<RemoteNetwork> =
+            all.iter().filter_map(|message| remote_network(message, &tunnels)).collect();
+        remote.sort_unstable();
         let bridges: BTreeSet<u32> = links.values().filter(|link| link.bridge).map(|link| link.index).collect();
         let on_bridge = |link: &Link| link.peer_elsewhere && link.master.is_some_and(|index| bridges.contains(&index));
         let mut unknown = BTreeSet::new();
         for message in &messages {
             let Some(link) = links.get_mut(&message.header.index).filter(|link| link.veth) else { continue };
-            if routed.contains(&link.index) || on_bridge(link) {
+            if link.peer_elsewhere {
                 link.peer_mac = self.peer_mac(message).await;
                 if link.peer_mac.is_none() {
                     unknown.insert(link.index);
@@ -145,11 +162,49 @@ impl Netlink {
         let mut bridged = Vec::new();
         if !unknown.is_empty() || links.values().any(on_bridge) {
             let neighbours = self.neighbours().await?;
-            fill_peer_macs(&neighbours, &mut links, &unknown, &routes);
+            fill_peer_macs(&neighbours, &mut links, &unknown, &[&routes[..], &other_routes].concat());
             bridged = bridge_ports_of_neighbours(&neighbours, &links);
         }
         let (addresses, networks) = self.addresses(&bridges).await?;
-        Ok(NetworkState { links, routes, bridged, networks, addresses, local_prefixes, tunnel_ports })
+        // The kernel makes such a route for each of the node's own IPv6 addresses with a prefix of 128 bits.
+        let of_others = |routes: Vec<HostRoute>| -> Vec<HostRoute> {
+            routes.into_iter().filter(|route| addresses.binary_search(&route.destination).is_err()).collect()
+        };
+        let (routes, other_routes) = (of_others(routes), of_others(other_routes));
+        Ok(NetworkState {
+            links,
+            routes,
+            other_routes,
+            bridged,
+            networks,
+            addresses,
+            local_prefixes,
+            tunnel_ports,
+            remote,
+        })
+    }
+
+    /// The interfaces that have a queueing discipline or filters of somebody else. A kernel without traffic control has none.
+    async fn shaping(&self) -> BTreeMap<u32, Shaping> {
+        let mut found: BTreeMap<u32, Shaping> = BTreeMap::new();
+        let request = collect("cannot read the queueing disciplines", self.handle.qdisc().get().execute());
+        for message in request.await.unwrap_or_default() {
+            let kind = message.attributes.iter().find_map(|attribute| match attribute {
+                TcAttribute::Kind(kind) => Some(kind.as_str()),
+                _ => None,
+            });
+            // The kernel's own have the handle 0.
+            let is_own = message.header.handle == TcHandle::UNSPEC;
+            let shaping = found.entry(message.header.index.cast_unsigned()).or_default();
+            match kind {
+                Some("clsact") => (shaping.to_pod, shaping.from_pod) = (true, true),
+                Some("ingress") => shaping.from_pod = true,
+                Some(_) if !is_own && message.header.parent == TcHandle::ROOT => shaping.to_pod = true,
+                _ => {}
+            }
+        }
+        found.retain(|_, shaping| *shaping != Shaping::default());
+        found
     }
 
     /// Has the kernel resolve `address` on a link. The resolved neighbour entry raises an event.
@@ -280,16 +335,20 @@ fn fill_peer_macs(
     }
 }
 
-/// The bridge port that each neighbour on a bridge is behind: the one whose peer has its MAC address. The bridge's own
-/// forwarding table is no substitute: it ages out silent hosts.
+/// The bridge ports that each neighbour on a bridge may be behind: those whose peer has its MAC address, which a pod may have given
+/// itself. The bridge's own forwarding table is no substitute: it ages out silent hosts.
 fn bridge_ports_of_neighbours(neighbours: &[Neighbour], links: &BTreeMap<u32, Link>) -> Vec<HostRoute> {
-    let ports: BTreeMap<(u32, [u8; 6]), u32> =
-        links.values().filter_map(|port| Some(((port.master?, port.peer_mac?.0), port.index))).collect();
-    let found = |entry: &Neighbour| {
-        let link = *ports.get(&(entry.link, entry.mac.0))?;
-        Some(HostRoute { destination: entry.address, link })
+    let mut ports: BTreeMap<(u32, [u8; 6]), Vec<u32>> = BTreeMap::new();
+    for port in links.values() {
+        if let (Some(bridge), Some(mac)) = (port.master, port.peer_mac) {
+            ports.entry((bridge, mac.0)).or_default().push(port.index);
+        }
+    }
+    let found = |entry: &Neighbour| -> Vec<HostRoute> {
+        let behind = ports.get(&(entry.link, entry.mac.0)).into_iter().flatten();
+        behind.map(|&link| HostRoute { destination: entry.address, link }).collect()
     };
-    neighbours.iter().filter_map(found).collect()
+    neighbours.iter().flat_map(found).collect()
 }
 
 async fn collect<T>(
@@ -314,6 +373,7 @@ fn link(message: &LinkMessage) -> Link {
         master: None,
         queues: 1,
         peer_mac: None,
+        shaping: Shaping::default(),
     };
     for attribute in &message.attributes {
         match attribute {
@@ -417,7 +477,78 @@ fn tunnel_ports(message: &LinkMessage) -> Vec<u16> {
     }
 }
 
-/// A unicast route of the main table to one address that is directly behind a link.
+/// Whether what is sent by a link goes on in packets to another machine.
+fn is_tunnel(message: &LinkMessage) -> bool {
+    let info = message.attributes.iter().find_map(|attribute| match attribute {
+        LinkAttribute::LinkInfo(info) => Some(info),
+        _ => None,
+    });
+    let is_kind = |part: &LinkInfo| {
+        use InfoKind::{
+            BareUdp, Geneve, GreTap, GreTap6, GreTun, GreTun6, Ip6Tnl, IpIp, SitTun, Vti, Vti6, Vxlan, Wireguard, Xfrm,
+        };
+        let LinkInfo::Kind(kind) = part else { return false };
+        matches!(
+            kind,
+            BareUdp
+                | Geneve
+                | GreTap
+                | GreTap6
+                | GreTun
+                | GreTun6
+                | Ip6Tnl
+                | IpIp
+                | SitTun
+                | Vti
+                | Vti6
+                | Vxlan
+                | Wireguard
+                | Xfrm
+        )
+    };
+    info.into_iter().flatten().any(is_kind)
+}
+
+/// The network of a unicast route by way of another machine, if it is not the default route.
+fn remote_network(message: &RouteMessage, tunnels: &BTreeSet<u32>) -> Option<RemoteNetwork> {
+    let header = &message.header;
+    if header.kind != RouteType::Unicast
+        || header.destination_prefix_length == 0
+        || header.flags.contains(RouteFlags::Cloned)
+        || table(message) == LOCAL_TABLE
+    {
+        return None;
+    }
+    let (mut destination, mut links, mut gateways) = (None, Vec::new(), Vec::new());
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Destination(address) => destination = ip(address),
+            RouteAttribute::Oif(index) => links.push(*index),
+            RouteAttribute::MultiPath(hops) => {
+                links.extend(hops.iter().map(|hop| hop.interface_index));
+                gateways.extend(hops.iter().flat_map(|hop| hop.attributes.iter().filter_map(gateway)));
+            }
+            other => gateways.extend(gateway(other)),
+        }
+    }
+    let network = IpNet::new(destination?, header.destination_prefix_length).ok()?;
+    let by_tunnel = links.iter().any(|link| tunnels.contains(link));
+    (by_tunnel || !gateways.is_empty()).then_some(RemoteNetwork { network, gateways, by_tunnel })
+}
+
+fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
+    match attribute {
+        RouteAttribute::Gateway(address) => ip(address),
+        RouteAttribute::Via(RouteVia::Inet(v4)) => Some(IpAddr::V4(*v4)),
+        RouteAttribute::Via(RouteVia::Inet6(v6)) => Some(IpAddr::V6(*v6)),
+        _ => None,
+    }
+}
+
+/// `RT_TABLE_LOCAL` in include/uapi/linux/rtnetlink.h.
+const LOCAL_TABLE: u32 = 255;
+
+/// A unicast route to one address that is directly behind a link, unless it is Penstock's own.
 fn host_route(message: &RouteMessage) -> Option<HostRoute> {
     let header = &message.header;
     let host_prefix = match header.address_family {
@@ -426,10 +557,9 @@ fn host_route(message: &RouteMessage) -> Option<HostRoute> {
     };
     if header.destination_prefix_length != host_prefix
         || header.kind != RouteType::Unicast
-        // The kernel's own routes belong to the interface's own addresses.
-        || header.protocol == RouteProtocol::Kernel
+        || header.protocol == PROTOCOL
         || header.flags.contains(RouteFlags::Cloned)
-        || table(message) != u32::from(RouteHeader::RT_TABLE_MAIN)
+        || table(message) == LOCAL_TABLE
     {
         return None;
     }

@@ -5,6 +5,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 use penstock_dataplane::forward::Mac;
+use penstock_xdp_redirect::Bridge;
 
 /// One read of the kernel's links, routes and addresses.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -13,6 +14,8 @@ pub struct NetworkState {
     pub links: BTreeMap<u32, Link>,
     /// Routes of the main table to single addresses without a gateway.
     pub routes: Vec<HostRoute>,
+    /// The same of other tables, to which rules lead.
+    pub other_routes: Vec<HostRoute>,
     /// Neighbours behind bridge ports, as the `bridge` CNI plugin sets pods up.
     pub bridged: Vec<HostRoute>,
     /// The networks of bridges' addresses, each with the bridge's index.
@@ -23,6 +26,8 @@ pub struct NetworkState {
     pub local_prefixes: BTreeSet<IpNet>,
     /// UDP ports of the node's tunnel interfaces.
     pub tunnel_ports: BTreeSet<u16>,
+    /// Networks that other machines route: of pods on other nodes, and others.
+    pub remote: Vec<RemoteNetwork>,
 }
 
 /// A network interface.
@@ -50,8 +55,30 @@ pub struct Link {
     pub master: Option<u32>,
     /// How many receive queues it has.
     pub queues: u32,
-    /// The MAC address of a veth's peer; read only if a host route leads to the veth or a bridge has it.
+    /// The MAC address of a veth's peer in another network namespace.
     pub peer_mac: Option<Mac>,
+    /// What others have set on it.
+    pub shaping: Shaping,
+}
+
+/// Queueing disciplines and filters of somebody else on a pod's interface: limits of bandwidth, for example.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Shaping {
+    /// On what the node sends to the pod.
+    pub to_pod: bool,
+    /// On what the pod sends.
+    pub from_pod: bool,
+}
+
+/// A network behind another machine.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct RemoteNetwork {
+    /// The network.
+    pub network: IpNet,
+    /// The machines that route it.
+    pub gateways: Vec<IpAddr>,
+    /// Whether the way there is a tunnel of this node.
+    pub by_tunnel: bool,
 }
 
 /// A route to one address directly behind a link, as ptp-like CNI plugins set it.
@@ -80,6 +107,7 @@ impl Link {
             master: None,
             queues: 1,
             peer_mac: Some(Mac([2, 0, 0, 0, 1, index as u8])),
+            shaping: Shaping::default(),
         }
     }
 }
@@ -90,9 +118,27 @@ impl NetworkState {
         self.links.values().find(|link| link.name == name)
     }
 
-    /// The link that each address is behind, if known. A route takes precedence over a neighbour entry.
+    /// The link that each address is behind, by routes to single addresses. The main table's take precedence.
+    pub fn routed(&self) -> BTreeMap<IpAddr, u32> {
+        self.other_routes.iter().chain(&self.routes).map(|found| (found.destination, found.link)).collect()
+    }
+
+    /// The same with what neighbours of bridges claim.
     pub fn behind(&self) -> BTreeMap<IpAddr, u32> {
-        self.bridged.iter().chain(&self.routes).map(|found| (found.destination, found.link)).collect()
+        let mut behind: BTreeMap<IpAddr, u32> =
+            self.bridged.iter().map(|found| (found.destination, found.link)).collect();
+        behind.append(&mut self.routed());
+        behind
+    }
+
+    /// Whether a route to a single address leads to this link.
+    pub fn is_routed(&self, link: u32) -> bool {
+        self.routes.iter().chain(&self.other_routes).any(|route| route.link == link)
+    }
+
+    /// Whether a route of the main table leads to this link.
+    pub fn is_in_main_table(&self, link: u32) -> bool {
+        self.routes.iter().any(|route| route.link == link)
     }
 
     /// The bridge whose network contains this address.
@@ -105,8 +151,9 @@ impl NetworkState {
         link.master.and_then(|index| self.links.get(&index))
     }
 
-    /// The MAC address of a link's bridge, if it has one.
-    pub fn bridge_mac(&self, link: &Link) -> Option<[u8; 6]> {
-        self.master_of(link).filter(|master| master.bridge).map(|bridge| bridge.mac.0)
+    /// A link's bridge, if it has one.
+    pub fn bridge(&self, link: &Link) -> Option<Bridge> {
+        let bridge = self.master_of(link).filter(|master| master.bridge)?;
+        Some(Bridge { index: bridge.index, mac: bridge.mac.0 })
     }
 }

@@ -123,6 +123,7 @@ mod tests {
             ports: Vec::new(),
             lifetime: Default::default(),
             controller: None,
+            other_interfaces: Vec::new(),
         }
     }
 

@@ -41,6 +41,8 @@ pub(crate) struct Scrape {
     policies: usize,
     pods: usize,
     attached: usize,
+    /// Pods under policy that are neither served nor closed, and things of the node.
+    not_enforced: [usize; 2],
     tables: policy::PolicySetStatistics,
     connections: TableMetrics,
     pub(super) table: Arc<ConnTable>,
@@ -60,6 +62,7 @@ pub(crate) struct Scrape {
     /// How many rules have decided lately, and never.
     rules: Vec<(&'static str, u64)>,
     source: Vec<(ObjectKind, KindHealth)>,
+    refused_files: u64,
     config_rejected: bool,
     stale: Option<StaleObjects>,
     uptime: Duration,
@@ -114,6 +117,8 @@ impl Scrape {
             policies: view.objects.policies(),
             pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
             attached: view.ports.pods(),
+            not_enforced: [true, false]
+                .map(|pods| view.progress.not_enforced().iter().filter(|one| one.pod.is_some() == pods).count()),
             tables: view.objects.engine().policy_set().statistics(),
             connections: TableMetrics {
                 capacity: table.capacity(),
@@ -133,6 +138,7 @@ impl Scrape {
             staged: view.staged.read(),
             names: view.objects.names().map(|names| names.counts()),
             rules: view.usage.ages(jiff::Timestamp::now()),
+            refused_files: view.source.refused_files(),
             source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
             config_rejected: view.rejected.is_some(),
             stale: view.stale,
@@ -375,6 +381,11 @@ impl Scrape {
     }
 
     fn encode_source(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        to.gauge(
+            "penstock_source_refused_files",
+            "Manifests that are not applied; their last valid objects are in force",
+            self.refused_files as f64,
+        )?;
         let gauge = |get: fn(&KindHealth) -> f64| -> Vec<(&str, f64)> {
             self.source.iter().map(|(kind, health)| (kind.resource(), get(health))).collect()
         };
@@ -465,6 +476,13 @@ impl Scrape {
             "Pods of this node: known, and attached to the workers",
             "state",
             &[("known", self.pods as f64), ("attached", self.attached as f64)],
+        )?;
+        let [pods, node] = self.not_enforced.map(|count| count as f64);
+        to.gauges(
+            "penstock_not_enforced",
+            "Where policy is not enforced: pods under policy that are neither served nor closed, and things of the node",
+            "of",
+            &[("pods", pods), ("node", node)],
         )?;
         to.gauge("penstock_policy_addresses", "Addresses that the policy tables know", self.tables.addresses as f64)?;
         to.gauge("penstock_policy_tables", "Different rule tables", self.tables.tables as f64)?;

@@ -30,18 +30,29 @@ impl OpenPorts {
         let mut wanted: BTreeMap<IpAddr, Announced> =
             unserved.iter().map(|&address| (address, Announced::default())).collect();
         wanted.extend(self.pod_routes().into_iter().map(|(address, route)| (address, of(route))));
+        let mut untold = BTreeSet::new();
         for (&address, announced) in
             wanted.iter().filter(|&(address, announced)| self.announced.get(address) != Some(announced))
         {
-            if let Err(error) = self.programs.announce(address, announced.longest, announced.by) {
-                tracing::error!(%error, "cannot announce a pod's address: packets from outside do not reach it, and may use it as their source");
+            match self.programs.announce(address, announced.longest, announced.by) {
+                Ok(()) => drop(self.untold.remove(&address.to_string())),
+                Err(error) => {
+                    // Told again by the next call.
+                    untold.insert(address);
+                    let reason = format!(
+                        "{address}: {error}; packets from outside do not reach it, and may use it as their source"
+                    );
+                    self.untold.insert(address.to_string(), reason);
+                }
             }
         }
         for &address in self.announced.keys().filter(|&address| !wanted.contains_key(address)) {
             self.retracted.insert(address);
+            self.untold.remove(&address.to_string());
         }
         self.retracted.retain(|address| !wanted.contains_key(address));
         self.announced = wanted;
+        self.announced.retain(|address, _| !untold.contains(address));
     }
 
     /// Withdraws addresses that are no local pod's any more.

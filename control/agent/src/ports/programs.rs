@@ -226,8 +226,8 @@ impl InterfacePrograms {
     pub(super) fn serve(&mut self, port: PortId, mtu: u16, node: Mac, pod: Mac) -> Result<(), TcxMapError> {
         match self {
             Self::Tcx { veth, options } => {
-                let (node_mac, is_bridged) = (options.bridge.unwrap_or(node.0), options.bridge.is_some());
-                veth.serve(&ServedPort { port: port.0, node_mac, pod_mac: pod.0, is_bridged, mtu: mtu.into() })
+                let (node_mac, bridge) = options.bridge.map_or((node.0, 0), |bridge| (bridge.mac, bridge.index));
+                veth.serve(&ServedPort { port: port.0, node_mac, pod_mac: pod.0, bridge, mtu: mtu.into() })
             }
             Self::Xdp(_) | Self::Pairs(_) => Ok(()),
         }

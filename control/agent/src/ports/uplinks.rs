@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use penstock_dataplane::forward::PortId;
-use penstock_xdp_redirect::{AttachError, AttachedUplink, TcxPrograms, UplinkNumber};
+use penstock_xdp_redirect::{AttachError, AttachedUplink, NO_UPLINK_NUMBER, TcxPrograms, UplinkNumber};
 
 use super::{OpenPorts, interface};
 use crate::discovery::{Link, NetworkState};
@@ -15,8 +15,8 @@ pub(super) struct Uplinks {
     attached: BTreeMap<u32, AttachedUplink>,
     /// Beside XDP: the pods' interfaces, with their ports.
     senders: BTreeMap<u32, PortId>,
-    /// Interfaces that could not be attached, which was logged.
-    failed: BTreeSet<u32>,
+    /// Interfaces that could not be attached, with what is said of them.
+    failed: BTreeMap<u32, String>,
 }
 
 impl OpenPorts {
@@ -62,7 +62,7 @@ impl Uplinks {
     fn follow_links<'a>(&mut self, tcx: &TcxPrograms, links: impl Iterator<Item = &'a Link>) {
         let wanted: BTreeMap<u32, &Link> = links.map(|link| (link.index, link)).collect();
         self.attached.retain(|index, _| wanted.contains_key(index));
-        self.failed.retain(|index| wanted.contains_key(index));
+        self.failed.retain(|index, _| wanted.contains_key(index));
         for (&index, &link) in &wanted {
             if self.attached.contains_key(&index) {
                 continue;
@@ -70,19 +70,23 @@ impl Uplinks {
             match self.attach(tcx, link) {
                 Ok(uplink) => {
                     self.failed.remove(&index);
+                    if uplink.number() == NO_UPLINK_NUMBER {
+                        tracing::error!(
+                            interface = link.name,
+                            "more interfaces to other machines than workers know: closed to what pods send to their node and it sends on there; remove some"
+                        );
+                    }
                     self.attached.insert(index, uplink);
                 }
                 // It is gone again.
-                Err(Some(AttachError::NoInterface { .. })) => {}
-                Err(error) if self.failed.insert(index) => {
-                    let reason = error.map_or_else(|| "too many interfaces".to_owned(), |error| error.to_string());
-                    tracing::error!(
-                        interface = link.name,
-                        reason,
-                        "cannot attach the uplink: EGRESS POLICY IS NOT ENFORCED on what pods send to their node and it sends on there; trying again"
+                Err(AttachError::NoInterface { .. }) => {}
+                Err(error) => {
+                    let problem = format!(
+                        "uplink {}: cannot attach it ({error}): egress policy is not enforced on what pods send to their node and it sends on there; trying again",
+                        link.name
                     );
+                    self.failed.insert(index, problem);
                 }
-                Err(_) => {}
             }
         }
     }
@@ -99,10 +103,14 @@ impl Uplinks {
         self.senders = wanted;
     }
 
-    /// Fails with `None` if all numbers are in use.
-    fn attach(&self, tcx: &TcxPrograms, link: &Link) -> Result<AttachedUplink, Option<AttachError>> {
+    fn attach(&self, tcx: &TcxPrograms, link: &Link) -> Result<AttachedUplink, AttachError> {
         let used: BTreeSet<UplinkNumber> = self.attached.values().map(AttachedUplink::number).collect();
-        let number = (0..=UplinkNumber::MAX).find(|number| !used.contains(number)).ok_or(None)?;
-        tcx.attach_uplink(&interface(link), number, link.mac != Default::default()).map_err(Some)
+        let number = (0..NO_UPLINK_NUMBER).find(|number| !used.contains(number)).unwrap_or(NO_UPLINK_NUMBER);
+        tcx.attach_uplink(&interface(link), number, link.mac != Default::default())
+    }
+
+    /// What is not enforced at the node's interfaces to other machines.
+    pub(super) fn problems(&self) -> impl Iterator<Item = &String> {
+        self.failed.values()
     }
 }

@@ -5,7 +5,7 @@ use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
 
 use super::PreflightFinding;
 use crate::config::{Attach, Config, XdpMode};
-use crate::discovery::{Link, PodPort, Sysctl};
+use crate::discovery::{ArpAnswers, Link, PodPort, SourceFilter};
 
 /// A pod's interface that can be served.
 pub(super) fn pod(port: &PodPort, config: &Config) -> Vec<PreflightFinding> {
@@ -15,13 +15,27 @@ pub(super) fn pod(port: &PodPort, config: &Config) -> Vec<PreflightFinding> {
         Err(_) => format!("{own}; cannot read its offloads"),
     };
     let mut findings = vec![PreflightFinding::ok(settings)];
-    findings.extend(for_xdp(port, config, [strict("all"), strict(&port.name)]));
+    findings.extend(shaping(port));
+    findings.extend(for_xdp(port, config, SourceFilter::of(&port.name)));
     findings
 }
 
-/// What matters to an XDP program on the pod's interface, and to none at its tcx hooks; with whether `rp_filter` is strict for
-/// all interfaces, and for this one.
-fn for_xdp(port: &PodPort, config: &Config, strict: [bool; 2]) -> Vec<PreflightFinding> {
+/// What others have set on the interface: limits of bandwidth, filters.
+fn shaping(port: &PodPort) -> Option<PreflightFinding> {
+    let PodPort { name, pod, shaping, .. } = port;
+    let which = match (shaping.to_pod, shaping.from_pod) {
+        (false, false) => return None,
+        (true, false) => "what it receives",
+        (false, true) => "what it sends",
+        (true, true) => "what it sends and receives",
+    };
+    Some(PreflightFinding::warning(format!(
+        "pod {pod}: {name} has a queueing discipline or filters of somebody else, for {which}: packets pass beside them, so that limits of bandwidth do not hold"
+    )))
+}
+
+/// What matters to an XDP program on the pod's interface, and to none at its tcx hooks.
+fn for_xdp(port: &PodPort, config: &Config, source_filter: SourceFilter) -> Vec<PreflightFinding> {
     if config.attach_by != Attach::Xdp {
         return Vec::new();
     }
@@ -29,7 +43,7 @@ fn for_xdp(port: &PodPort, config: &Config, strict: [bool; 2]) -> Vec<PreflightF
     let too_large = is_native.then(|| mtu_too_large_for_native(port)).flatten();
     // A warning only: other pods are served, and this one is tried again.
     let program = program(&port.name, port.link).map(PreflightFinding::warning);
-    too_large.into_iter().chain(filter(&port.name, strict)).chain(program).collect()
+    too_large.into_iter().chain(filter(port, source_filter)).chain(program).collect()
 }
 
 /// An uplink that exists, is up and fits.
@@ -38,10 +52,6 @@ pub(super) fn uplink(link: &Link) -> Vec<PreflightFinding> {
         Offloads::read(&link.name).ok().and_then(|set| merging(&link.name, &set)).into_iter().collect();
     findings.extend(program(&link.name, link.index).map(PreflightFinding::error));
     findings
-}
-
-fn strict(interface: &str) -> bool {
-    Sysctl::v4(interface, "rp_filter").read() == Some(1)
 }
 
 fn describe(offloads: &Offloads) -> String {
@@ -70,16 +80,21 @@ fn mtu_too_large_for_native(port: &PodPort) -> Option<PreflightFinding> {
     })
 }
 
-/// Under strict rp_filter the kernel would not answer the pod's ARP, since the route to the pod is the workers'.
-fn filter(name: &str, strict: [bool; 2]) -> Option<PreflightFinding> {
-    let which = match strict {
-        [true, _] => "all",
-        [false, true] => name,
-        [false, false] => return None,
-    };
-    Some(PreflightFinding::ok(format!(
-        "net/ipv4/conf/{which}/rp_filter = 1: set to 2 on {name} while its pod is served, and restored at the end"
-    )))
+/// Under `rp_filter` the kernel may not answer the pod's ARP, since the route to the pod is the workers'.
+fn filter(port: &PodPort, source_filter: SourceFilter) -> Option<PreflightFinding> {
+    let PodPort { name, pod, .. } = port;
+    let SourceFilter { all, own, .. } = source_filter;
+    let (place, value) = if all > 0 { ("all", all) } else { (name.as_str(), own) };
+    match source_filter.arp_answers() {
+        ArpAnswers::AsIs => None,
+        ArpAnswers::With(loose) => Some(PreflightFinding::ok(format!(
+            "net/ipv4/conf/{place}/rp_filter = {value}: set to {loose} on {name} while its pod is served, and restored at the end"
+        ))),
+        ArpAnswers::Never if port.addresses.iter().all(|address| address.is_ipv6()) => None,
+        ArpAnswers::Never => Some(PreflightFinding::error(format!(
+            "pod {pod}: net/ipv4/conf/all/rp_filter = {all} and {name} has no IPv4 address: with attach = \"xdp\" the kernel would answer none of the pod's ARP; set net.ipv4.conf.all.rp_filter to 0 (sysctl -w), or attach = \"tcx\""
+        ))),
+    }
 }
 
 /// Packets that GRO or LRO merged before the generic path may be longer than a frame.
@@ -110,6 +125,7 @@ mod tests {
     use penstock_dataplane::forward::Mac;
 
     use super::*;
+    use crate::discovery::Shaping;
     use crate::preflight::Level;
     use penstock_policy::model::ObjectKey;
 
@@ -122,6 +138,7 @@ mod tests {
             own_mac: Mac::default(),
             peer_mac: Mac::default(),
             mtu,
+            shaping: Shaping::default(),
             bridge: None,
             enters_by: link,
             pod: ObjectKey { namespace: "shop".to_owned(), name: "web".to_owned() },
@@ -133,7 +150,8 @@ mod tests {
     fn what_only_xdp_needs_of_a_pods_interface_is_left_out_with_tcx() {
         let parsed = Config::parse("node = \"a\"\n[source]\nmanifests = \"/m\"\n", "/etc/penstock.toml".as_ref());
         let mut config = parsed.unwrap();
-        let mut found = |attach_by, mode, mtu, strict| {
+        let mut found = |attach_by, mode, mtu, all| {
+            let strict = SourceFilter { all, own: 0, has_address: true };
             (config.attach_by, config.xdp.mode) = (attach_by, mode);
             let findings = for_xdp(&port(mtu), &config, strict);
             findings.into_iter().map(|it| (it.level, it.line.contains("rp_filter"))).collect::<Vec<_>>()
@@ -145,8 +163,8 @@ mod tests {
             (Attach::Tcx, XdpMode::Native, vec![]),
             (Attach::Tcx, XdpMode::Generic, vec![]),
         ] {
-            assert_eq!(found(attach, mode, 9000, [true, false]), expected, "{attach:?} {mode:?}");
-            assert_eq!(found(attach, mode, 1500, [false, false]), [], "{attach:?} {mode:?}, with nothing to say");
+            assert_eq!(found(attach, mode, 9000, 1), expected, "{attach:?} {mode:?}");
+            assert_eq!(found(attach, mode, 1500, 0), [], "{attach:?} {mode:?}, with nothing to say");
         }
     }
 
@@ -165,15 +183,39 @@ mod tests {
     }
 
     #[test]
-    fn a_strict_rp_filter_is_reported_with_the_setting_that_causes_it() {
-        assert_eq!(filter("veth1", [false, false]), None);
-        assert!(
-            filter("veth1", [true, true])
-                .unwrap()
-                .line
-                .starts_with("net/ipv4/conf/all/rp_filter = 1: set to 2 on veth1")
-        );
-        assert!(filter("veth1", [false, true]).unwrap().line.starts_with("net/ipv4/conf/veth1/rp_filter = 1: "));
+    fn limits_that_others_set_on_a_pods_interface_are_named() {
+        let with = |to_pod, from_pod| PodPort { shaping: Shaping { to_pod, from_pod }, ..port(1500) };
+        assert_eq!(shaping(&with(false, false)), None);
+        for (to_pod, from_pod, text) in [
+            (true, false, "for what it receives"),
+            (false, true, "for what it sends"),
+            (true, true, "sends and receives"),
+        ] {
+            let found = shaping(&with(to_pod, from_pod)).unwrap();
+            assert!(found.level == Level::Warning && found.line.contains(text), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn what_rp_filter_does_to_a_pods_arp_is_said_or_refuses_the_start() {
+        let v4 = PodPort { addresses: [[10, 0, 0, 1].into()].into(), ..port(1500) };
+        for (all, own, has_address, level, text) in [
+            (0, 0, false, None, ""),
+            (0, 2, true, None, ""),
+            (2, 0, true, None, ""),
+            (1, 2, true, None, ""),
+            (1, 0, true, Some(Level::Ok), "net/ipv4/conf/all/rp_filter = 1: set to 2 on veth1"),
+            (0, 1, true, Some(Level::Ok), "net/ipv4/conf/veth1/rp_filter = 1: set to 2 on veth1"),
+            (0, 1, false, Some(Level::Ok), "net/ipv4/conf/veth1/rp_filter = 1: set to 0 on veth1"),
+            (0, 2, false, Some(Level::Ok), "net/ipv4/conf/veth1/rp_filter = 2: set to 0 on veth1"),
+            (1, 1, false, Some(Level::Error), "pod shop/web: net/ipv4/conf/all/rp_filter = 1 and veth1 has no IPv4"),
+            (2, 0, false, Some(Level::Error), "pod shop/web: net/ipv4/conf/all/rp_filter = 2 and veth1 has no IPv4"),
+        ] {
+            let found = filter(&v4, SourceFilter { all, own, has_address });
+            assert_eq!(found.as_ref().map(|found| found.level), level, "{all} {own} {has_address}");
+            assert!(found.is_none_or(|found| found.line.starts_with(text)), "{all} {own} {has_address}");
+        }
+        assert!(filter(&port(1500), SourceFilter { all: 1, own: 1, has_address: false }).is_none(), "no IPv4 address");
     }
 
     #[test]

@@ -64,7 +64,7 @@ fn a_pod_is_enforced_by_its_own_node_and_known_by_all() {
     seen.state(&goal, &daemon("b"), &with(Vec::new()));
     for (pods, expected) in [
         (vec![], "does not have pod shop/web yet"),
-        (vec![waiting], "pod shop/web has no network: no address"),
+        (vec![waiting], "pod shop/web is not attached: no address"),
         (vec![pod("shop/web", false)], "pod shop/web is not enforced yet"),
     ] {
         assert_eq!(seen.state(&goal, &daemon("a"), &with(pods)), State::NotYet(expected.to_owned()));

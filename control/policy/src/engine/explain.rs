@@ -29,6 +29,28 @@ impl Explanation {
     pub fn is_same(&self, other: &Self) -> bool {
         self.egress.is_same(&other.egress) && self.ingress.is_same(&other.ingress)
     }
+
+    /// Whether the flow passes.
+    pub fn is_allowed(&self) -> bool {
+        self.is_unseen() || self.verdict.is_allowed()
+    }
+
+    /// Whether neither end is enforced here, so that the flow meets no worker: a worker that got it nevertheless would drop it,
+    /// since it could only be of a pod that is not known yet.
+    pub fn is_unseen(&self) -> bool {
+        [&self.egress, &self.ingress].into_iter().all(|side| side.verdict == DirectionVerdict::NotLocal)
+    }
+
+    /// Why it passes unseen, if it does.
+    pub fn unseen(&self) -> Option<&'static str> {
+        let is_pod = self.egress.pod.is_some() || self.ingress.pod.is_some();
+        let reason = if is_pod {
+            "no pod of this node at either end, Penstock does not see it here"
+        } else {
+            "no pod at either end, Penstock does not see it"
+        };
+        self.is_unseen().then_some(reason)
+    }
 }
 
 /// The reasons of one direction.

@@ -46,6 +46,9 @@ pub struct Namespace {
     pub labels: Labels,
     /// Whether v1beta1's DefaultDeny annotation isolates all its pods for ingress.
     pub default_deny_ingress: bool,
+    /// Whether it is being deleted: its policies may be deleted before its pods, which still run.
+    #[serde(default)]
+    pub terminating: bool,
 }
 
 /// A Node.
@@ -84,6 +87,10 @@ pub struct Pod {
     /// What makes such pods anew, if anything does. No policy depends on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub controller: Option<Controller>,
+    /// Its interfaces beside the one with its addresses, as a plugin for several networks has noted them at the object. Policy is
+    /// about the pod's addresses.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub other_interfaces: Vec<String>,
 }
 
 /// What makes a pod anew when it ends, as it is named across versions: a Deployment rather than one of its ReplicaSets, a

@@ -2,15 +2,15 @@
 
 use crate::model::{Namespace, Node, Object};
 
-use super::{ClusterState, PodId};
+use super::{ClusterState, NamespaceRecord, PodId};
 
 impl ClusterState {
     /// All objects that verdicts depend on, except pods: those of namespaces, nodes and policies, in no order.
     pub fn objects_without_pods(&self) -> Vec<Object> {
         let namespaces = self.namespaces.index().filter_map(|(name, record)| {
             let labels = record.labels.clone()?;
-            let default_deny_ingress = record.default_deny_ingress;
-            Some(Object::Namespace(Namespace { name: name.clone(), labels, default_deny_ingress }))
+            let NamespaceRecord { default_deny_ingress, terminating, .. } = *record;
+            Some(Object::Namespace(Namespace { name: name.clone(), labels, default_deny_ingress, terminating }))
         });
         let nodes = self.nodes.iter().filter_map(|(_, record)| {
             Some(Object::Node(Node {

@@ -2,7 +2,8 @@
 //!
 //! A [`ClusterState`] applies one change after another and records what each made outdated: pods whose policies may have
 //! changed, addresses whose owner or peer sets may have. Later stages process only these. No I/O, no clock; the result
-//! does not depend on the order of changes. Of two pods that claim one address, the one that [outranks](Pod::outranks)
+//! does not depend on the order of changes, but for the end of a namespace: policies that go while it is being deleted stay in force
+//! for its pods until these are gone. Of two pods that claim one address, the one that [outranks](Pod::outranks)
 //! the other owns it.
 
 mod cluster_policies;
@@ -74,6 +75,8 @@ struct NamespaceRecord {
     /// Its labels; `None` while the Namespace is unknown.
     labels: Option<Labels>,
     default_deny_ingress: bool,
+    /// Whether the Namespace is being deleted.
+    terminating: bool,
     selections: Vec<u32>,
     peer_sets: PeerSetIndex,
     pods: FxHashSet<PodId>,
@@ -113,6 +116,8 @@ struct PolicyRecord {
     namespace: u32,
     revision: u64,
     pods: FxHashSet<PodId>,
+    /// Whether it was deleted with its namespace, and stays for the pods that are left there.
+    outlives: bool,
 }
 
 /// Who claims an address. A pod takes precedence over a node, a pod over those it outranks, the last node over others.

@@ -14,6 +14,11 @@ impl ClusterState {
     pub(super) fn set_namespace(&mut self, namespace: Namespace) {
         let number = self.namespace(&namespace.name);
         let record = &mut self.namespaces[number];
+        record.terminating = namespace.terminating;
+        if !namespace.terminating {
+            self.forget_outliving(number);
+        }
+        let record = &mut self.namespaces[number];
         if record.default_deny_ingress != namespace.default_deny_ingress {
             record.default_deny_ingress = namespace.default_deny_ingress;
             self.outdated.pods.extend(&record.pods);
@@ -60,12 +65,17 @@ impl ClusterState {
     pub(super) fn set_policy(&mut self, policy: NetworkPolicy) {
         let policy = Arc::new(policy);
         let number = match self.policies.find(&policy.key) {
-            Some(number) if self.policies[number].policy == policy => return,
+            Some(number) if self.policies[number].policy == policy => return self.policies[number].outlives = false,
             Some(number) => number,
             None => {
                 let namespace = self.namespace(&policy.key.namespace);
-                let record =
-                    PolicyRecord { policy: policy.clone(), namespace, revision: 0, pods: FxHashSet::default() };
+                let record = PolicyRecord {
+                    policy: policy.clone(),
+                    namespace,
+                    revision: 0,
+                    pods: FxHashSet::default(),
+                    outlives: false,
+                };
                 let number = self.policies.insert(policy.key.clone(), record);
                 self.namespaces[namespace].policies.insert(number);
                 number
@@ -77,13 +87,33 @@ impl ClusterState {
         let selected: FxHashSet<PodId> =
             namespace.pods.iter().copied().filter(|pod| policy.pod_selector.matches(labels(pod))).collect();
         let record = &mut self.policies[number];
-        (record.policy, record.revision) = (policy, self.revision);
+        (record.policy, record.revision, record.outlives) = (policy, self.revision, false);
         let before = std::mem::replace(&mut record.pods, selected.clone());
         self.reassign(number, &before, &selected);
     }
 
     pub(super) fn delete_policy(&mut self, key: &ObjectKey) {
         let Some(number) = self.policies.find(key) else { return };
+        let namespace = &self.namespaces[self.policies[number].namespace];
+        // The namespace's deletion takes all objects in any order, and a pod may run on for its grace period.
+        if namespace.terminating && !namespace.pods.is_empty() {
+            self.policies[number].outlives = true;
+            return;
+        }
+        self.remove_policy(number, key);
+    }
+
+    /// Removes the policies of a namespace that were deleted with it.
+    pub(super) fn forget_outliving(&mut self, namespace: u32) {
+        let policies = self.namespaces[namespace].policies.iter().copied();
+        let outliving: Vec<u32> = policies.filter(|policy| self.policies[*policy].outlives).collect();
+        for number in outliving {
+            let key = self.policies[number].policy.key.clone();
+            self.remove_policy(number, &key);
+        }
+    }
+
+    fn remove_policy(&mut self, number: u32, key: &ObjectKey) {
         self.revision += 1;
         let before = std::mem::take(&mut self.policies[number].pods);
         self.reassign(number, &before, &FxHashSet::default());

@@ -48,6 +48,9 @@ impl ClusterState {
             self.cluster_policies[policy].pods.remove(&number);
         }
         self.namespaces[record.namespace].pods.remove(&number);
+        if self.namespaces[record.namespace].pods.is_empty() {
+            self.forget_outliving(record.namespace);
+        }
         self.forget_if_empty(&key.namespace);
     }
 

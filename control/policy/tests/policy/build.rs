@@ -37,7 +37,7 @@ pub(crate) fn selector(text: &str) -> Selector {
 pub(crate) fn namespace(name: &str, text: &str) -> Object {
     let mut labels = labels(text);
     labels.insert("kubernetes.io/metadata.name".to_owned(), name.to_owned());
-    Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false })
+    Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false, terminating: false })
 }
 
 pub(crate) fn node(name: &str, addresses: &[&str]) -> Object {
@@ -66,6 +66,7 @@ pub(crate) fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) ->
         ports: ports.iter().map(port).collect(),
         lifetime: Default::default(),
         controller: None,
+        other_interfaces: Vec::new(),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Examples for each clause of the specification. The number in a test's name is the clause's.
 
 use penstock_dataplane::policy::{Direction, DirectionVerdict};
+use penstock_policy::engine::Engine;
 use penstock_policy::model::*;
 
 use super::build::*;
@@ -348,6 +349,50 @@ fn clause_7_no_namespace_selector_matches_a_pod_of_an_unknown_namespace() {
     cluster.check(&[("stray/a", "shop/db", "tcp/1", true), ("shop/db", "stray/a", "tcp/80", true)]);
     cluster.apply(vec![ObjectChange::Delete(ObjectRef::Namespace("stray".to_owned()))]);
     cluster.check(&[("stray/a", "shop/db", "tcp/1", false)]);
+}
+
+/// A namespace's controller deletes its objects in any order, policies before pods that end slowly.
+#[test]
+fn policies_of_a_terminating_namespace_stay_until_its_pods_are_gone() {
+    let deny = || policy("shop/deny", "", Some(vec![]), None);
+    let ending = |terminating| match namespace("shop", "") {
+        Object::Namespace(namespace) => ObjectChange::Set(Object::Namespace(Namespace { terminating, ..namespace })),
+        _ => unreachable!(),
+    };
+    let gone = || ObjectChange::Delete(ObjectRef::NetworkPolicy(key("shop/deny")));
+    let cluster = with([deny()]);
+    let flow = cluster.flow("lab/web", "shop/db", "tcp/1");
+    let pods: Vec<ObjectKey> = cluster.engine.state().pods().map(|(_, pod)| pod.key.clone()).collect();
+    let pods_gone = |namespace: &str| {
+        let of = pods.iter().filter(|key| key.namespace == namespace);
+        of.map(|key| ObjectChange::Delete(ObjectRef::Pod(key.clone()))).collect::<Vec<_>>()
+    };
+    let count = |engine: &Engine| engine.state().statistics().policies;
+
+    let mut engine = with([deny()]).engine;
+    engine.apply([gone()]);
+    assert!(engine.evaluate(&flow).is_allowed(), "the namespace stays");
+
+    let mut engine = with([deny()]).engine;
+    engine.apply([ending(true)]);
+    engine.apply([gone()]);
+    assert!(!engine.evaluate(&flow).is_allowed(), "its pods still run");
+    engine.apply(pods_gone("lab"));
+    assert_eq!(count(&engine), 1, "pods of another namespace");
+    // The Namespace's own event may come before those of its pods.
+    engine.apply([ObjectChange::Delete(ObjectRef::Namespace("shop".to_owned()))]);
+    assert!(!engine.evaluate(&flow).is_allowed());
+    engine.apply(pods_gone("shop"));
+    assert_eq!(count(&engine), 0, "no pod is left");
+
+    let mut engine = with([deny()]).engine;
+    engine.apply([ending(true), gone(), ending(false)]);
+    assert!(engine.evaluate(&flow).is_allowed(), "another namespace of this name");
+
+    let mut engine = with([deny()]).engine;
+    engine.apply([ending(true), gone(), ObjectChange::Set(deny())]);
+    engine.apply([ending(false)]);
+    assert!(!engine.evaluate(&flow).is_allowed(), "made anew");
 }
 
 #[test]

@@ -199,7 +199,18 @@ fn some_pod() -> impl Strategy<Value = Object> {
             let addresses = addresses.into_iter().map(|address| address.parse::<IpAddr>().unwrap()).collect();
             let node = node.map(str::to_owned);
             let lifetime = Default::default();
-            Object::Pod(Pod { key, labels, node, addresses, host_network, finished, controller: None, ports, lifetime })
+            Object::Pod(Pod {
+                key,
+                labels,
+                node,
+                addresses,
+                host_network,
+                finished,
+                controller: None,
+                other_interfaces: Vec::new(),
+                ports,
+                lifetime,
+            })
         },
     )
 }

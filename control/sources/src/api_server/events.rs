@@ -1,4 +1,5 @@
-//! Kubernetes Events about policies that are not understood, or only in part: `kubectl describe` shows them on the object.
+//! Kubernetes Events about policies that are not understood, or only in part, and about pods on which policy is not enforced:
+//! `kubectl describe` shows them on the object.
 //!
 //! Every node reads every policy. The name of an Event depends on what it is about alone, so that all nodes write the same one,
 //! and a server keeps the first. `kube::runtime::events::Recorder` is not used for that reason: its names differ by process.
@@ -9,13 +10,14 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference};
+use k8s_openapi::api::core::v1::{Event, EventSource, ObjectReference, Pod};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::PostParams;
-use penstock_policy::model::ObjectRef;
+use penstock_policy::model::{ObjectKey, ObjectRef};
 use rand::Rng;
+use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
 use super::Shared;
@@ -47,7 +49,7 @@ pub(super) struct Problems(VecDeque<Problem>);
 impl Problems {
     /// Adds a problem, if it is of a policy.
     pub(super) fn add(&mut self, problem: Problem) {
-        if subject(&problem).is_none() {
+        if subject(&problem).is_none_or(|(_, kind, ..)| kind == "Pod") {
             return;
         }
         if self.0.len() == MOST {
@@ -62,13 +64,31 @@ impl Problems {
     }
 }
 
+/// A pod of the node on which policy is not enforced, with the reason.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct PodNotEnforced {
+    /// The pod.
+    pub pod: ObjectKey,
+    /// The reason with its remedy.
+    pub reason: String,
+}
+
+/// Most of them that wait.
+pub(super) const MOST_PODS: usize = 256;
+
+impl From<PodNotEnforced> for Problem {
+    fn from(PodNotEnforced { pod, reason }: PodNotEnforced) -> Self {
+        Self { reference: ObjectRef::Pod(pod), uid: String::new(), version: None, text: reason }
+    }
+}
+
 /// Writes Events for problems, as this node's, for ever.
-pub(super) async fn write(shared: Arc<Shared>, node: String) {
+pub(super) async fn write(shared: Arc<Shared>, node: String, mut pods: mpsc::Receiver<PodNotEnforced>) {
     let mut is_failing = false;
     loop {
         let wait = rand::rng().random_range(Duration::ZERO..SPREAD);
         sleep(wait).await;
-        while let Some(problem) = shared.next_problem() {
+        while let Some(problem) = shared.next_problem().or_else(|| pods.try_recv().ok().map(Problem::from)) {
             match write_one(&shared, &problem, &node).await {
                 Ok(()) => is_failing = false,
                 Err(error) => {
@@ -94,7 +114,15 @@ enum WriteError {
 }
 
 async fn write_one(shared: &Shared, problem: &Problem, node: &str) -> Result<(), WriteError> {
-    let Some(event) = event(problem, node) else { return Ok(()) };
+    let mut problem = problem.clone();
+    if let ObjectRef::Pod(key) = &problem.reference {
+        let pods: Api<Pod> = Api::namespaced(shared.client.get().client, &key.namespace);
+        let found = timeout(LIMIT, pods.get_metadata(&key.name)).await.map_err(|_| WriteError::Slow)?;
+        // A pod that is gone has no Events.
+        let Ok(found) = found else { return Ok(()) };
+        problem.uid = found.metadata.uid.unwrap_or_default();
+    }
+    let Some(event) = event(&problem, node) else { return Ok(()) };
     let namespace = event.metadata.namespace.clone().unwrap_or_default();
     let api: Api<Event> = Api::namespaced(shared.client.get().client, &namespace);
     let created = timeout(LIMIT, api.create(&PostParams::default(), &event)).await.map_err(|_| WriteError::Slow)?;
@@ -111,7 +139,7 @@ async fn write_one(shared: &Shared, problem: &Problem, node: &str) -> Result<(),
     }
 }
 
-/// `apiVersion`, `kind`, namespace and name of a policy; `None` for other objects.
+/// `apiVersion`, `kind`, namespace and name of a policy or pod; `None` for other objects.
 fn subject(problem: &Problem) -> Option<(&'static str, &'static str, Option<&str>, &str)> {
     match &problem.reference {
         ObjectRef::NetworkPolicy(key) => {
@@ -120,6 +148,7 @@ fn subject(problem: &Problem) -> Option<(&'static str, &'static str, Option<&str
         ObjectRef::ClusterNetworkPolicy(name) => {
             Some(("policy.networking.k8s.io/v1alpha2", "ClusterNetworkPolicy", None, name.as_str()))
         }
+        ObjectRef::Pod(key) => Some(("v1", "Pod", Some(key.namespace.as_str()), key.name.as_str())),
         _ => None,
     }
 }
@@ -148,7 +177,7 @@ fn event(problem: &Problem, node: &str) -> Option<Event> {
             resource_version: problem.version.map(|version| version.to_string()),
             ..ObjectReference::default()
         },
-        reason: Some("NotUnderstood".to_owned()),
+        reason: Some(if kind == "Pod" { "NotEnforced" } else { "NotUnderstood" }.to_owned()),
         message: Some(message),
         type_: Some("Warning".to_owned()),
         source: Some(EventSource { component: Some("penstock".to_owned()), host: Some(node.to_owned()) }),
@@ -180,6 +209,18 @@ mod tests {
         for other in [problem("web", 8, "spec.ingress: why"), problem("web", 7, "spec.egress: why")] {
             assert_ne!(name(&first, "a"), name(&other, "a"));
         }
+    }
+
+    #[test]
+    fn a_pod_on_which_policy_is_not_enforced_has_an_event_of_its_own() {
+        let pod = ObjectKey { namespace: "shop".to_owned(), name: "web-0".to_owned() };
+        let event = event(&PodNotEnforced { pod, reason: "no interface".to_owned() }.into(), "a").unwrap();
+        assert_eq!(
+            (event.reason.as_deref(), event.involved_object.kind.as_deref()),
+            (Some("NotEnforced"), Some("Pod"))
+        );
+        assert_eq!(event.metadata.namespace.as_deref(), Some("shop"));
+        assert_eq!(event.message.as_deref(), Some("Penstock: no interface"));
     }
 
     #[test]

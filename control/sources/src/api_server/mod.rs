@@ -32,6 +32,7 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 
 pub use access::{Access, AccessError};
+pub use events::PodNotEnforced;
 pub use startup_taint::StartupTaint;
 
 use super::convert::ConversionSettings;
@@ -80,13 +81,21 @@ pub struct ApiServer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// A node that also writes at the API server: Events about policies that are not fully understood.
+/// A node that also writes at the API server: Events about policies that are not fully understood, and about pods on which policy
+/// is not enforced.
 #[derive(Debug)]
 pub struct NodeWriter {
     /// Its name.
     pub node: String,
     /// What it removes from its Node object once it is ready.
     pub startup_taint: Option<StartupTaint>,
+    /// Pods that get an Event ([`pods_not_enforced`]).
+    pub not_enforced: mpsc::Receiver<PodNotEnforced>,
+}
+
+/// Tells of pods on which policy is not enforced. What does not fit is left out.
+pub fn pods_not_enforced() -> (mpsc::Sender<PodNotEnforced>, mpsc::Receiver<PodNotEnforced>) {
+    mpsc::channel(events::MOST_PODS)
 }
 
 /// Changes that are sent together.
@@ -310,8 +319,8 @@ async fn run(
         tasks.spawn(follower(ObjectKind::EndpointSlice).run_while_served(ENDPOINT_SLICES, converted::endpoint_slice));
     }
     tasks.spawn(send_changes(Arc::clone(&shared), batches));
-    let startup_taint = writer.and_then(|NodeWriter { node, startup_taint }| {
-        tasks.spawn(events::write(Arc::clone(&shared), node.clone()));
+    let startup_taint = writer.and_then(|NodeWriter { node, startup_taint, not_enforced }| {
+        tasks.spawn(events::write(Arc::clone(&shared), node.clone(), not_enforced));
         Some(startup_taint::remove(Arc::clone(&shared), node, startup_taint?))
     });
     // Not one of the tasks, since it ends.

@@ -24,7 +24,8 @@ pub fn namespace(namespace: &Namespace, settings: ConversionSettings) -> Result<
         Some(text) if settings.v1beta1 => isolates_ingress(text)?,
         _ => false,
     };
-    Ok(model::Namespace { name, labels, default_deny_ingress })
+    let terminating = namespace.metadata.deletion_timestamp.is_some();
+    Ok(model::Namespace { name, labels, default_deny_ingress, terminating })
 }
 
 /// Reads the value of the isolation annotation.
@@ -82,11 +83,13 @@ pub fn pod(pod: &Pod) -> Result<model::Pod, FieldError> {
     let labels = super::labels(&pod.metadata)?;
     let spec = pod.spec.as_ref();
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
+    let addresses = addresses(pod)?;
     Ok(model::Pod {
         key,
         labels,
         node: spec.and_then(|spec| spec.node_name.clone()).filter(|node| !node.is_empty()),
-        addresses: addresses(pod)?,
+        other_interfaces: other_interfaces(pod, &addresses),
+        addresses,
         host_network: spec.and_then(|spec| spec.host_network).unwrap_or(false),
         finished: matches!(phase, Some("Succeeded" | "Failed")),
         ports: named_ports(pod)?,
@@ -111,6 +114,36 @@ fn controller(pod: &Pod) -> Option<model::Controller> {
         (kind, _) => (kind, owner.name.as_str()),
     };
     Some(model::Controller { kind: kind.to_owned(), name: name.to_owned() })
+}
+
+/// Most interfaces of a pod that are told.
+const MOST_INTERFACES: usize = 16;
+
+/// An entry of the annotation in which Multus and others note a pod's networks
+/// (<https://github.com/k8snetworkplumbingwg/multi-net-spec>).
+#[derive(Deserialize)]
+struct NetworkStatus {
+    #[serde(default)]
+    name: String,
+    #[serde(default)]
+    interface: String,
+    #[serde(default)]
+    ips: Vec<String>,
+    #[serde(default)]
+    default: bool,
+}
+
+/// The interfaces beside that of the pod's addresses. What is not understood tells of none: whoever wrote it may not mean policy.
+fn other_interfaces(pod: &Pod, addresses: &[IpAddr]) -> Vec<String> {
+    let annotations = pod.metadata.annotations.as_ref();
+    let noted = annotations.and_then(|all| all.get("k8s.v1.cni.cncf.io/network-status"));
+    let networks: Vec<NetworkStatus> = noted.and_then(|noted| serde_json::from_str(noted).ok()).unwrap_or_default();
+    let is_main = |network: &NetworkStatus| {
+        network.default || network.ips.iter().any(|ip| ip.parse().is_ok_and(|ip| addresses.contains(&ip)))
+    };
+    let others = networks.into_iter().filter(|network| !is_main(network));
+    let named = others.map(|network| if network.interface.is_empty() { network.name } else { network.interface });
+    named.take(MOST_INTERFACES).collect()
 }
 
 fn lifetime(pod: &Pod) -> PodLifetime {
@@ -187,5 +220,32 @@ pub(super) fn unicast(text: &str, at: &FieldPathRef<'_>) -> Result<IpAddr, Field
 fn push_new(addresses: &mut Vec<IpAddr>, address: IpAddr) {
     if !addresses.contains(&address) {
         addresses.push(address);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+
+    use super::*;
+
+    #[test]
+    fn a_pods_other_interfaces_are_those_without_its_addresses() {
+        for (noted, expected) in [
+            (
+                r#"[{"name":"cbr0","ips":["10.1.1.5"]},{"name":"shop/x","interface":"net1","ips":["10.9.9.9"]}]"#,
+                &["net1"][..],
+            ),
+            (r#"[{"name":"cbr0","interface":"eth0","default":true},{"name":"shop/x"}]"#, &["shop/x"]),
+            (r#"[{"name":"cbr0","default":true}]"#, &[]),
+            ("[]", &[]),
+            ("no list", &[]),
+            (r#"{"name":"x"}"#, &[]),
+        ] {
+            let annotations = [("k8s.v1.cni.cncf.io/network-status".to_owned(), noted.to_owned())].into();
+            let metadata = ObjectMeta { annotations: Some(annotations), ..ObjectMeta::default() };
+            let pod = Pod { metadata, ..Pod::default() };
+            assert_eq!(other_interfaces(&pod, &["10.1.1.5".parse().unwrap()]), expected, "{noted}");
+        }
     }
 }

@@ -8,6 +8,7 @@ mod watch;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 
 use penstock_policy::model::Object;
 use penstock_privileges as privileges;
@@ -32,6 +33,8 @@ pub struct ManifestDirectory {
     batches: Option<batches::Receiver<DirectoryChanges>>,
     messages: mpsc::Sender<Message>,
     thread: Option<JoinHandle<()>>,
+    /// Files that were refused when it was opened.
+    refused: usize,
 }
 
 /// Why a directory cannot be a source.
@@ -61,6 +64,15 @@ pub enum DirectoryError {
 impl ManifestDirectory {
     /// Reads all manifests of a directory and starts to watch it.
     pub fn open(path: &Path, settings: ConversionSettings) -> Result<(Self, Vec<Object>), DirectoryError> {
+        Self::open_after(path, settings, &|| None)
+    }
+
+    /// The same, with the objects that were in force in the last run, if they are known: they stand for what refused files had.
+    pub fn open_after(
+        path: &Path,
+        settings: ConversionSettings,
+        last: &dyn Fn() -> Option<Vec<Object>>,
+    ) -> Result<(Self, Vec<Object>), DirectoryError> {
         // Events name files by absolute paths.
         let path = &std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let (messages, inbox) = mpsc::channel();
@@ -72,12 +84,19 @@ impl ManifestDirectory {
         watch
             .read_all(&mut files)
             .map_err(|error| DirectoryError::NotADirectory { path: path.to_owned(), reason: error.to_string() })?;
-        let batch = files.update();
+        let batch = files.update(Instant::now());
         if !batch.problems.is_empty() {
-            // Two conflicting objects are one error here, reported at the later one.
-            let errors = manifest::read_manifests(&[path], &options).err();
-            return Err(DirectoryError::Manifests(errors.unwrap_or(ManifestErrors(batch.problems))));
+            let Some(last) = last() else {
+                // Two conflicting objects are one error here, reported at the later one.
+                let errors = manifest::read_manifests(&[path], &options).err();
+                return Err(DirectoryError::Manifests(errors.unwrap_or(ManifestErrors(batch.problems))));
+            };
+            log(&batch);
+            tracing::warn!(objects = last.len(), "what these files had stays as it was in the last run");
+            files.keep(last);
+            files.update(Instant::now());
         }
+        let refused = files.refused();
         let objects = files.objects().cloned().collect();
         let (sender, receiver) = batches::channel(WAITING_BATCHES);
         let thread = thread::Builder::new()
@@ -87,7 +106,12 @@ impl ManifestDirectory {
                 watch.run(files, &sender);
             })
             .map_err(|error| DirectoryError::Watch { path: path.to_owned(), reason: error.to_string() })?;
-        Ok((Self { batches: Some(receiver), messages, thread: Some(thread) }, objects))
+        Ok((Self { batches: Some(receiver), messages, thread: Some(thread), refused }, objects))
+    }
+
+    /// How many files were refused when it was opened.
+    pub fn refused(&self) -> usize {
+        self.refused
     }
 
     /// The next batch. Cancel-safe: dropping the future loses none. `None` once the source has ended.
@@ -119,6 +143,9 @@ fn log(batch: &DirectoryChanges) {
             field = %error.field,
             "manifest not applied, its last valid objects stay: {}", error.problem
         );
+    }
+    for file in &batch.shortened {
+        tracing::warn!(file = %file.display(), "manifest counts as it is: it stayed without the end that it had");
     }
     for file in &batch.fixed {
         tracing::info!(file = %file.display(), "manifest is good again");

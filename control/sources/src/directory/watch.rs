@@ -21,7 +21,7 @@ use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher};
 use penstock_privileges as privileges;
 use tokio::sync::mpsc as batches;
 
-use super::files::{DirectoryChanges, Files};
+use super::files::{DirectoryChanges, Files, Written};
 use crate::manifest;
 
 /// A save is complete once its events pause this long …
@@ -203,7 +203,7 @@ impl DirectoryWatch {
                 }
             }
         }
-        let mut batch = files.update();
+        let mut batch = files.update(Instant::now());
         batch.problems.append(&mut problems);
         tracing::trace!(had_events, changes = batch.changes.len(), "read the manifests");
         batch
@@ -221,7 +221,10 @@ impl DirectoryWatch {
             }
             let current = fs::metadata(path).ok().map(|data| stamp(&data));
             if current.is_none() || self.stamps.get(path) != current.as_ref() || changed.contains(path) {
-                files.set(path, manifest::read_file(&path.as_path().into()));
+                let is_same = |(old, new): (&Stamp, &Stamp)| (old.0, old.1) == (new.0, new.1);
+                let is_in_place = self.stamps.get(path).zip(current.as_ref()).is_some_and(is_same);
+                let written = if is_in_place { Written::InPlace } else { Written::Whole };
+                files.set(path, manifest::read_regular_file(&path.as_path().into()), written, now);
                 match current {
                     Some(stamp) => self.stamps.insert(path.clone(), stamp),
                     None => self.stamps.remove(path),

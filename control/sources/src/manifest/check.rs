@@ -99,7 +99,7 @@ pub(crate) fn implied_namespaces<'a>(objects: impl Iterator<Item = &'a Object>) 
     }
     let namespace = |name: &&str| {
         let labels = [(NAME_LABEL.to_owned(), name.to_string())].into();
-        Object::Namespace(Namespace { name: name.to_string(), labels, default_deny_ingress: false })
+        Object::Namespace(Namespace { name: name.to_string(), labels, default_deny_ingress: false, terminating: false })
     };
     used.difference(&defined).map(namespace).collect()
 }

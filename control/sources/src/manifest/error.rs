@@ -68,6 +68,9 @@ pub enum ManifestProblem {
     /// It cannot be read.
     #[error("cannot be read: {0}")]
     Unreadable(String),
+    /// It was written in place, and has lost its end.
+    #[error("is only the beginning of what it was, as after a write that failed; it counts once it stays so for {0} s")]
+    CutOff(u64),
     /// A directory without manifests.
     #[error("has no manifest: name a directory with *.yaml, *.yml or *.json files")]
     NoManifests,

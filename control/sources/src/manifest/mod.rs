@@ -11,6 +11,7 @@ mod tree;
 
 use std::fs;
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -23,6 +24,9 @@ pub use error::{ManifestError, ManifestErrors, ManifestProblem, Origin};
 use super::convert::{ConversionSettings, FieldPath};
 use object::DocumentReader;
 use tree::YamlNode;
+
+/// `include/uapi/asm-generic/fcntl.h`
+const O_NONBLOCK: i32 = 0o4000;
 
 /// How to read manifests.
 #[derive(Clone, Copy, Debug, Default)]
@@ -118,8 +122,9 @@ pub struct Ignored {
 pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<Manifests, ManifestErrors> {
     let mut manifests = Manifests::default();
     let mut errors = Vec::new();
-    for file in files(paths, &mut errors) {
-        match read_file(&file).and_then(|text| parse_file(&file, &text, options)) {
+    for named in files(paths, &mut errors) {
+        let file = named.path();
+        match named.read().and_then(|text| parse_file(file, &text, options)) {
             Ok(read) => {
                 manifests.documents.extend(read.documents);
                 manifests.ignored.extend(read.ignored);
@@ -135,9 +140,9 @@ pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<
 /// The texts of manifests, each with its file's name, unread. Paths are as in [`read_manifests`].
 pub fn read_texts<P: AsRef<Path>>(paths: &[P]) -> Result<Vec<(Arc<Path>, String)>, ManifestErrors> {
     let (mut texts, mut errors) = (Vec::new(), Vec::new());
-    for file in files(paths, &mut errors) {
-        match read_file(&file) {
-            Ok(text) => texts.push((file, text)),
+    for named in files(paths, &mut errors) {
+        match named.read() {
+            Ok(text) => texts.push((Arc::clone(named.path()), text)),
             Err(ManifestErrors(of_file)) => errors.extend(of_file),
         }
     }
@@ -171,17 +176,40 @@ pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Res
     if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
 }
 
+/// A file to read.
+enum NamedFile {
+    /// Of a user, who may name a pipe.
+    Given(Arc<Path>),
+    /// Of a directory.
+    Found(Arc<Path>),
+}
+
+impl NamedFile {
+    fn path(&self) -> &Arc<Path> {
+        match self {
+            Self::Given(path) | Self::Found(path) => path,
+        }
+    }
+
+    fn read(&self) -> Result<String, ManifestErrors> {
+        match self {
+            Self::Given(path) => read_file(path),
+            Self::Found(path) => read_regular_file(path),
+        }
+    }
+}
+
 /// The files that the paths name.
-fn files<P: AsRef<Path>>(paths: &[P], errors: &mut Vec<ManifestError>) -> Vec<Arc<Path>> {
+fn files<P: AsRef<Path>>(paths: &[P], errors: &mut Vec<ManifestError>) -> Vec<NamedFile> {
     let mut files = Vec::new();
     for path in paths.iter().map(AsRef::as_ref) {
         if path == Path::new("-") || !path.is_dir() {
-            files.push(Arc::from(path));
+            files.push(NamedFile::Given(Arc::from(path)));
             continue;
         }
         match files_in(path) {
             Ok(found) if found.is_empty() => errors.push(of_path(path, ManifestProblem::NoManifests)),
-            Ok(found) => files.extend(found.into_iter().map(Arc::from)),
+            Ok(found) => files.extend(found.into_iter().map(|path| NamedFile::Found(Arc::from(path)))),
             Err(error) => errors.push(of_path(path, ManifestProblem::Unreadable(error.to_string()))),
         }
     }
@@ -208,7 +236,21 @@ pub(crate) fn is_manifest(path: &Path) -> bool {
     !is_hidden && matches!(extension, Some("yaml" | "yml" | "json"))
 }
 
-pub(crate) fn read_file(file: &Arc<Path>) -> Result<String, ManifestErrors> {
+/// Reads a file of a directory. A pipe or a device there would hang its reader.
+pub(crate) fn read_regular_file(file: &Arc<Path>) -> Result<String, ManifestErrors> {
+    let read = || -> io::Result<String> {
+        // A pipe without a writer would hang the opening already.
+        let mut opened = fs::OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(file)?;
+        if !opened.metadata()?.is_file() {
+            return Err(io::Error::other("not a regular file: remove it, or give it another ending"));
+        }
+        let mut text = String::new();
+        opened.read_to_string(&mut text).map(|_| text)
+    };
+    read().map_err(|error| ManifestErrors(vec![of_path(file, ManifestProblem::Unreadable(error.to_string()))]))
+}
+
+fn read_file(file: &Arc<Path>) -> Result<String, ManifestErrors> {
     let text = match &**file {
         path if path == Path::new("-") => {
             let mut text = String::new();

@@ -45,7 +45,15 @@ fn leaves_with(table: &ConnTable, flow: &Flow) -> Option<Flow> {
 fn insert_to_service(table: &ConnTable, frontend: &Flow, inner: &Flow) -> Result<(), TranslatedInsertError> {
     let (hashed, frontend) = (table.prepare(inner), table.prepare(frontend));
     let (owner, epoch) = (OwnerId(1), Epoch(1));
-    let new = NewConnection { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch, now: NOW };
+    let new = NewConnection {
+        hashed: &hashed,
+        transport: &Transport::Udp,
+        owner,
+        is_answer: false,
+        via_host: false,
+        epoch,
+        now: NOW,
+    };
     table.insert_translated(&new, &frontend)
 }
 
@@ -165,7 +173,15 @@ fn forwarded_connection(table: &ConnTable) -> Flow {
     };
     let (owner, epoch) = (OwnerId(1), Epoch(1));
     let transport = &segment(TcpFlags::SYN, 100, 0);
-    let opened = table.insert(&NewConnection { hashed: &hashed, transport, owner, via_host: false, epoch, now: NOW });
+    let opened = table.insert(&NewConnection {
+        hashed: &hashed,
+        transport,
+        owner,
+        is_answer: false,
+        via_host: false,
+        epoch,
+        now: NOW,
+    });
     let Insertion::Created(mut conn) = opened.unwrap() else { panic!("the table was empty") };
     let back = hashed.orientation.opposite();
     _ = conn.update(back, &segment(TcpFlags::SYN.with(TcpFlags::ACK), 500, 101), NOW);

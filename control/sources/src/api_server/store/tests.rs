@@ -8,7 +8,8 @@ use super::*;
 fn namespace(name: &str, version: u64) -> ConvertedObject {
     // What it means changes with every third version only.
     let labels = [("third".to_owned(), (version / 3).to_string())].into();
-    let object = Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false });
+    let object =
+        Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false, terminating: false });
     ConvertedObject {
         reference: object.reference(),
         version: Some(version),

@@ -1,0 +1,136 @@
+//! Frames with a virtio header, by which a pod has the kernel change them, or cut them up, behind the programs.
+
+use std::io;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::Duration;
+
+use etherparse::PacketBuilder;
+use penstock_bench::testbed::{Attach, Namespace, Offload, Outside};
+
+use crate::fixture::{Fixture, pods, policy};
+
+/// The port that the pod may send to, and one that it may not.
+const ALLOWED: u16 = 1053;
+const DENIED: u16 = 2222;
+const OWN: u16 = 5000;
+const WAIT: Duration = Duration::from_millis(500);
+
+/// A packet socket at `eth0` whose frames begin with `struct virtio_net_hdr` (include/uapi/linux/virtio_net.h).
+fn open(namespace: &Namespace) -> OwnedFd {
+    const PACKET_VNET_HDR: libc::c_int = 15;
+    namespace.run(|| {
+        // SAFETY: a plain system call; nothing else owns the descriptor that it returns.
+        let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+        assert!(fd >= 0, "{}", io::Error::last_os_error());
+        // SAFETY: as above.
+        let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+        let on: libc::c_int = 1;
+        // SAFETY: all zeros is valid for this plain structure.
+        let mut at: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+        at.sll_family = libc::AF_PACKET as u16;
+        at.sll_ifindex = nix::net::if_::if_nametoindex("eth0").unwrap() as i32;
+        // SAFETY: values live across the calls, and their sizes are given.
+        let results = unsafe {
+            let size = size_of::<libc::c_int>() as u32;
+            let set = libc::setsockopt(fd, libc::SOL_PACKET, PACKET_VNET_HDR, (&raw const on).cast(), size);
+            [set, libc::bind(fd, (&raw const at).cast(), size_of::<libc::sockaddr_ll>() as u32)]
+        };
+        assert_eq!(results, [0, 0], "{}", io::Error::last_os_error());
+        socket
+    })
+}
+
+/// Sends a frame whose checksum, from `start` on, the kernel writes `offset` bytes behind that.
+fn send(socket: &OwnedFd, frame: &[u8], start: usize, offset: usize) {
+    const NEEDS_CSUM: u8 = 1;
+    let words = [0, 0, start as u16, offset as u16].map(u16::to_ne_bytes).concat();
+    let bytes = [&[NEEDS_CSUM, 0][..], &words, frame].concat();
+    // SAFETY: the frame lives across the call, and its length is given.
+    let sent = unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), 0) };
+    assert_eq!(sent, bytes.len() as isize, "{}", io::Error::last_os_error());
+}
+
+/// The sum of RFC 1071, not complemented.
+fn sum(bytes: &[u8]) -> u16 {
+    let word = |two: &[u8]| u64::from(u16::from_be_bytes([two[0], two.get(1).copied().unwrap_or(0)]));
+    let mut sum: u64 = bytes.chunks(2).map(word).sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    sum as u16
+}
+
+/// A datagram to the allowed port, in which the checksum of all from the transport header on is `DENIED`.
+fn steered(macs: [[u8; 6]; 2], from: IpAddr, to: IpAddr) -> (Vec<u8>, usize) {
+    let ethernet = PacketBuilder::ethernet2(macs[0], macs[1]);
+    let packet = match (from, to) {
+        (IpAddr::V4(from), IpAddr::V4(to)) => ethernet.ipv4(from.octets(), to.octets(), 64),
+        (IpAddr::V6(from), IpAddr::V6(to)) => ethernet.ipv6(from.octets(), to.octets(), 64),
+        _ => panic!("two families"),
+    };
+    let mut frame = Vec::new();
+    packet.udp(OWN, ALLOWED).write(&mut frame, b"STEERED!\0\0").unwrap();
+    let transport = frame.len() - 18;
+    // No checksum, which IPv4 permits; in IPv6 the receiver would drop it, and must not get it.
+    frame[transport + 6..transport + 8].fill(0);
+    let missing = sum(&[&(!DENIED).to_be_bytes()[..], &(!sum(&frame[transport..])).to_be_bytes()].concat());
+    let end = frame.len();
+    frame[end - 2..].copy_from_slice(&missing.to_be_bytes());
+    assert_eq!(!sum(&frame[transport..]), DENIED);
+    (frame, transport)
+}
+
+#[test]
+fn a_checksum_elsewhere_is_not_written_behind_policy() {
+    for attach in [Attach::Tcx, Attach::Xdp] {
+        let allowed = format!("  policyTypes: [Egress]\n  egress: [{{ports: [{{port: {ALLOWED}, protocol: UDP}}]}}]\n");
+        let mut outside: Option<Outside> = None;
+        let fixture = Fixture::of(&(pods(1) + &policy("narrow", "pod-0", &allowed)), |cluster, config| {
+            config.attach = attach;
+            let machine = cluster.node.add_outside("outside").unwrap();
+            // A device that computes no checksums: the kernel writes them before it.
+            cluster.node.namespace().set_offload(machine.interface(), Offload::TxChecksum, false).unwrap();
+            if attach == Attach::Xdp {
+                config.keys = format!("uplinks = [\"{}\"]\n", machine.interface());
+            }
+            outside = Some(machine);
+        });
+        let outside = outside.unwrap();
+        let pod = fixture.site("test/pod-0");
+        let node = fixture.cluster.node.netlink();
+        let macs = [
+            pod.namespace.netlink().unwrap().mac("eth0").unwrap(),
+            node.mac(fixture.cluster.node.pod("test/pod-0").unwrap().interface()).unwrap(),
+        ];
+        let to = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
+        let from = pod.address(false).unwrap();
+        let bind = |port| {
+            let socket = outside.namespace().run(|| UdpSocket::bind(SocketAddr::new(to, port))).unwrap();
+            socket.set_read_timeout(Some(WAIT)).unwrap();
+            socket
+        };
+        let (server, denied) = (bind(ALLOWED), bind(DENIED));
+        let client = pod.namespace.run(|| UdpSocket::bind(SocketAddr::new(from, OWN))).unwrap();
+        client.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        // A connection that the programs forward by themselves.
+        server.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        for _ in 0..3 {
+            client.send_to(b"hello", SocketAddr::new(to, ALLOWED)).unwrap();
+            let (_, peer) = server.recv_from(&mut [0; 99]).unwrap();
+            server.send_to(b"back", peer).unwrap();
+            client.recv(&mut [0; 99]).unwrap();
+        }
+        let raw = open(&pod.namespace);
+        let (frame, transport) = steered(macs, from, to);
+        for _ in 0..3 {
+            send(&raw, &frame, transport, 2);
+        }
+        assert!(denied.recv(&mut [0; 99]).is_err(), "{attach:?}: it reached the denied port");
+        // One in its place is written as ever.
+        send(&raw, &frame, transport, 6);
+        client.send_to(b"end", SocketAddr::new(to, ALLOWED)).unwrap();
+        let mut got = [0; 99];
+        while server.recv(&mut got).unwrap() != 3 {}
+    }
+}

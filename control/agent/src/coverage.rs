@@ -1,0 +1,117 @@
+//! What of policy is not enforced, and why. Every pod of this node is served or closed, or it is named here.
+
+use std::collections::BTreeSet;
+
+use penstock_policy::model::{ObjectKey, Pod};
+
+use crate::discovery::{Bindings, PodProblem};
+
+/// Something that policy is about and that is not enforced.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(crate) struct NotEnforced {
+    /// The pod; `None` if it is about the node.
+    pub(crate) pod: Option<ObjectKey>,
+    /// The reason with its remedy.
+    pub(crate) reason: String,
+}
+
+/// What [`of_pods`] goes by.
+pub(crate) struct PodCoverage<'a> {
+    pub(crate) bindings: &'a Bindings,
+    /// Problems that last, or cannot pass by themselves.
+    pub(crate) lasting: Vec<&'a PodProblem>,
+    /// Whether a pod is served.
+    pub(crate) is_served: &'a dyn Fn(&ObjectKey) -> bool,
+    /// Whether an interface drops what no worker has seen.
+    pub(crate) is_closed: &'a dyn Fn(u32) -> bool,
+}
+
+/// The pods under policy, of those that have a network of their own here, that are neither served nor closed.
+pub(crate) fn of_pods<'a>(
+    under_policy: impl IntoIterator<Item = &'a Pod>,
+    coverage: &PodCoverage<'_>,
+) -> BTreeSet<NotEnforced> {
+    let mut found = BTreeSet::new();
+    for pod in under_policy.into_iter().filter(|pod| !pod.lifetime.leaving) {
+        let mut add = |problem: &PodProblem| {
+            found.insert(NotEnforced { pod: Some(pod.key.clone()), reason: problem.to_string() });
+        };
+        let mut links = coverage.bindings.links_of(&pod.key).peekable();
+        let is_closed = links.peek().is_some() && links.all(coverage.is_closed);
+        let is_covered = (coverage.is_served)(&pod.key) || is_closed;
+        for problem in coverage.lasting.iter().filter(|problem| problem.pods().any(|of| *of == pod.key)) {
+            match problem {
+                PodProblem::Claimed { .. } | PodProblem::MacTaken { .. } => {}
+                PodProblem::OtherInterfaces { .. } => add(problem),
+                _ if is_covered => {}
+                _ => add(problem),
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::discovery::{HostRoute, Link, NetworkState};
+
+    fn key(name: &str) -> ObjectKey {
+        ObjectKey { namespace: "shop".into(), name: name.into() }
+    }
+
+    fn pod(name: &str, address: &str) -> Pod {
+        Pod {
+            key: key(name),
+            labels: Default::default(),
+            node: Some("here".into()),
+            addresses: vec![address.parse().unwrap()],
+            host_network: false,
+            finished: false,
+            ports: Vec::new(),
+            lifetime: Default::default(),
+            controller: None,
+            other_interfaces: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_pod_under_policy_is_served_or_closed_or_named() {
+        let pods =
+            [pod("served", "10.1.1.1"), pod("closed", "10.1.1.2"), pod("open", "10.1.1.3"), pod("none", "10.1.1.4")];
+        let routes = (1..=3).map(|link| HostRoute { destination: format!("10.1.1.{link}").parse().unwrap(), link });
+        let links = (1..=3).map(|index| (index, Link::veth(index, &format!("veth{index}"))));
+        let netstate = NetworkState { links: links.collect(), routes: routes.collect(), ..NetworkState::default() };
+        let mut bindings = Bindings::default();
+        bindings.update(Vec::new(), &netstate, &pods);
+        let long = |pod: &str| PodProblem::TooLong { pod: key(pod), link: "veth".into(), mtu: 9000, largest: 1778 };
+        let problems = [
+            long("served"),
+            long("closed"),
+            long("open"),
+            PodProblem::NoRoute { pod: key("none"), addresses: "10.1.1.4".into() },
+            PodProblem::OtherInterfaces { pod: key("served"), interfaces: "net1".into() },
+            PodProblem::Claimed { pod: key("served"), address: [10, 1, 1, 1].into(), link: "veth9".into() },
+        ];
+        let (is_served, is_closed) = (|pod: &ObjectKey| pod.name == "served", |link: u32| link == 2);
+        let coverage = PodCoverage {
+            bindings: &bindings,
+            lasting: problems.iter().collect(),
+            is_served: &is_served,
+            is_closed: &is_closed,
+        };
+        let named = |pods: &[Pod]| -> Vec<String> {
+            let found = of_pods(pods, &coverage);
+            found.into_iter().map(|one| format!("{} {}", one.pod.unwrap().name, one.reason)).collect()
+        };
+        let found = named(&pods);
+        assert_eq!(found.len(), 3, "{found:?}");
+        assert!(found[0].starts_with("none pod shop/none: no host route"), "{found:?}");
+        assert!(found[1].starts_with("open pod shop/open: MTU 9000"), "{found:?}");
+        assert!(found[2].starts_with("served pod shop/served: policy is not enforced on its other interfaces (net1)"));
+        // What is about to go is not waited for.
+        let mut leaving = pods.clone();
+        leaving.iter_mut().for_each(|pod| pod.lifetime.leaving = true);
+        assert!(named(&leaving).is_empty() && named(&[]).is_empty());
+    }
+}

@@ -1,0 +1,102 @@
+//! The bindings of pods and interfaces, with the files that they come from and one of their own: what neighbours named first must not be
+//! asked again by the next process.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+
+use penstock_policy::model::{ObjectKey, Pod};
+
+use crate::config::Config;
+use crate::discovery::{Bindings, CniResults, FirstBinding, NetworkState, has_network_on};
+use crate::state_file::{Identity, StateFile, StateFileError};
+
+/// Suffix of the file, after the name of the connection table's file.
+pub(crate) const SUFFIX: &str = ".interfaces";
+/// The version of the file's form.
+const VERSION: u32 = 1;
+/// Another boot has other interfaces.
+const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+/// And so has another network namespace.
+const NAMESPACE: &str = "/proc/thread-self/ns/net";
+
+/// The bindings, up to date with the last [`PodBindings::follow`].
+pub(super) struct PodBindings {
+    bindings: Bindings,
+    results: CniResults,
+    node: String,
+    file: Option<(StateFile, Identity)>,
+    /// What the file has.
+    kept: Vec<FirstBinding>,
+    /// A problem of the file was logged.
+    is_failing: bool,
+}
+
+impl PodBindings {
+    /// With what an earlier process has found, if there is a state directory. The calling thread is in the node's namespace.
+    pub(super) fn open(config: &Config) -> Self {
+        let node = config.node.as_str().to_owned();
+        let boot = fs::read_to_string(BOOT).and_then(|boot| Ok((boot, fs::metadata(NAMESPACE)?.ino())));
+        let file = boot.ok().and_then(|(boot, namespace)| {
+            let origin = format!("boot {}, network namespace {namespace}", boot.trim());
+            let identity =
+                Identity { kind: "pods' interfaces".to_owned(), version: VERSION, node: node.clone(), origin };
+            Some((StateFile::beside(&config.conntrack.mapping, SUFFIX)?, identity))
+        });
+        let kept = match file.as_ref().map_or(Ok(Vec::new()), |(file, identity)| read(file, identity)) {
+            Ok(kept) => kept,
+            Err(error @ StateFileError::Other { .. }) => {
+                tracing::info!("interfaces of the last run: {error}");
+                Vec::new()
+            }
+            Err(error) => {
+                tracing::warn!("interfaces of the last run: {error}");
+                Vec::new()
+            }
+        };
+        let (bindings, results) = (Bindings::of_earlier(kept.clone()), CniResults::new(&config.cni_results));
+        Self { bindings, results, node, file, kept, is_failing: false }
+    }
+
+    /// Reads what has changed, and follows it.
+    pub(super) fn follow<'a>(&mut self, netstate: &NetworkState, pods: impl IntoIterator<Item = &'a Pod>) -> &Bindings {
+        let pods = pods.into_iter().filter(|pod| has_network_on(pod, &self.node));
+        self.bindings.update(self.results.read(), netstate, pods);
+        &self.bindings
+    }
+
+    /// As of the last [`PodBindings::follow`].
+    pub(super) fn bindings(&self) -> &Bindings {
+        &self.bindings
+    }
+
+    /// `penstock-cni` was given these interfaces of a pod. Returns whether that is news.
+    pub(super) fn told(&mut self, pod: &ObjectKey, interfaces: Vec<String>) -> bool {
+        self.bindings.told(pod, interfaces)
+    }
+
+    /// Writes the file, if neighbours have named a pod's interface, or one is gone.
+    pub(super) fn keep(&mut self) {
+        let Some((file, identity)) = &self.file else { return };
+        if self.bindings.first().eq(&self.kept) {
+            return;
+        }
+        self.kept = self.bindings.first().cloned().collect();
+        // Strings and numbers are always serializable.
+        let content = serde_json::to_vec(&self.kept).unwrap_or_default();
+        match file.write(identity, [&content[..]]) {
+            Ok(()) => self.is_failing = false,
+            Err(error) => {
+                if !std::mem::replace(&mut self.is_failing, true) {
+                    tracing::warn!("interfaces of pods on bridges are not kept for the next start: {error}");
+                }
+            }
+        }
+    }
+}
+
+fn read(file: &StateFile, identity: &Identity) -> Result<Vec<FirstBinding>, StateFileError> {
+    let Some(stored) = file.read(identity)? else { return Ok(Vec::new()) };
+    serde_json::from_slice(&stored.content)
+        .map_err(|error| StateFileError::Damaged { path: file.path().to_owned(), error: io::Error::from(error) })
+}
