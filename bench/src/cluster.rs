@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use penstock_policy::model::{self, Object, Pod};
 use penstock_sources::manifest::{Options, read_manifests};
 
-use crate::probe::{EgressSees, Frontend, Protocol, Site};
+use crate::probe::{Frontend, Protocol, Site};
 use crate::testbed::{
     InterNodeLink, KubeProxy, Node, ProxiedPort, ProxiedService, ProxyMode, Router, ServiceProtocol,
     masquerade_outside, read_services,
@@ -53,13 +53,13 @@ impl Cluster {
     }
 
     /// Makes the node one of a cluster: with kube-proxy's rules for the Services of these manifests, and masquerade of what
-    /// leaves the cluster. `egress` is whose address egress policy sees of what is sent to cluster addresses.
-    pub fn proxy_services(&mut self, manifests: &Path, mode: ProxyMode, egress: EgressSees) -> Result<()> {
+    /// leaves the cluster.
+    pub fn proxy_services(&mut self, manifests: &Path, mode: ProxyMode) -> Result<()> {
         let proxy = KubeProxy { mode, node: self.node.addresses().to_vec(), services: read_services(manifests)? };
         proxy.install(self.node.namespace())?;
         masquerade_outside(self.node.namespace())?;
         self.node.add_service_routes()?;
-        self.frontends = frontends(&proxy, &self.sites, egress)?;
+        self.frontends = frontends(&proxy, &self.sites)?;
         Ok(())
     }
 
@@ -70,7 +70,7 @@ impl Cluster {
 }
 
 /// Where the Services of a proxy answer, which have one backend each: at their cluster addresses, then by port of the node.
-fn frontends(proxy: &KubeProxy, sites: &[Site], egress: EgressSees) -> Result<Vec<Frontend>> {
+fn frontends(proxy: &KubeProxy, sites: &[Site]) -> Result<Vec<Frontend>> {
     let mut frontends = Vec::new();
     for service in &proxy.services {
         let name = service.name.rsplit('/').next().unwrap_or(&service.name);
@@ -82,15 +82,12 @@ fn frontends(proxy: &KubeProxy, sites: &[Site], egress: EgressSees) -> Result<Ve
             addresses: service.addresses.clone(),
             to,
             ports: ports(service, |port| Some(port.number)),
-            egress,
         });
         frontends.push(Frontend {
             name: format!("NodePort/{name}"),
             addresses: proxy.node.clone(),
             to,
             ports: ports(service, |port| port.node_port),
-            // What the node's own address leads to is judged behind the node's translation.
-            egress: EgressSees::Backend,
         });
     }
     frontends.retain(|frontend| !frontend.ports.is_empty());
@@ -165,13 +162,13 @@ impl MultiNodeCluster {
 
     /// Gives every node what [`Cluster::proxy_services`] gives one. Returns the Services at their cluster addresses, and at the
     /// node ports of each node, node by node.
-    pub fn proxy_services(&self, manifests: &Path, mode: ProxyMode, egress: EgressSees) -> Result<Vec<Vec<Frontend>>> {
+    pub fn proxy_services(&self, manifests: &Path, mode: ProxyMode) -> Result<Vec<Vec<Frontend>>> {
         let services = read_services(manifests)?;
         let prepare = |(_, node): &(String, Node)| {
             let proxy = KubeProxy { mode, node: node.addresses().to_vec(), services: services.clone() };
             proxy.install(node.namespace())?;
             masquerade_outside(node.namespace())?;
-            frontends(&proxy, &self.sites, egress)
+            frontends(&proxy, &self.sites)
         };
         self.nodes.iter().map(prepare).collect()
     }

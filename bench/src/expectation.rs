@@ -49,29 +49,21 @@ impl PolicyOracle {
 
     /// Expected result of a probe sent from this address.
     pub fn expect(&self, source: IpAddr, probe: &Probe) -> Expectation {
-        let sent = (probe.destination, probe.protocol);
-        self.expect_translated(source, sent, sent)
+        self.expect_at(source, (probe.destination, probe.protocol))
     }
 
-    /// The same where the client's egress policy sees another destination than the server's ingress policy.
-    pub fn expect_translated(
-        &self,
-        source: IpAddr,
-        egress: (IpAddr, Protocol),
-        ingress: (IpAddr, Protocol),
-    ) -> Expectation {
-        let explain = |(destination, protocol): (IpAddr, Protocol)| {
-            let (protocol, dst_port) = match protocol {
-                Protocol::Tcp(port) => (IpProtocol::TCP, port),
-                Protocol::Udp(port) => (IpProtocol::UDP, port),
-                Protocol::Sctp(port) => (IpProtocol::SCTP, port),
-                Protocol::Icmp if source.is_ipv6() => (IpProtocol::ICMPV6, EPHEMERAL),
-                Protocol::Icmp => (IpProtocol::ICMP, EPHEMERAL),
-            };
-            let (src, dst) = (source.into(), destination.into());
-            self.engine.explain(&Flow { src, dst, protocol, src_port: EPHEMERAL, dst_port })
+    /// The same for what answers there.
+    pub fn expect_at(&self, source: IpAddr, (destination, protocol): (IpAddr, Protocol)) -> Expectation {
+        let (protocol, dst_port) = match protocol {
+            Protocol::Tcp(port) => (IpProtocol::TCP, port),
+            Protocol::Udp(port) => (IpProtocol::UDP, port),
+            Protocol::Sctp(port) => (IpProtocol::SCTP, port),
+            Protocol::Icmp if source.is_ipv6() => (IpProtocol::ICMPV6, EPHEMERAL),
+            Protocol::Icmp => (IpProtocol::ICMP, EPHEMERAL),
         };
-        let (egress, ingress) = (explain(egress).egress, explain(ingress).ingress);
+        let (src, dst) = (source.into(), destination.into());
+        let explained = self.engine.explain(&Flow { src, dst, protocol, src_port: EPHEMERAL, dst_port });
+        let (egress, ingress) = (explained.egress, explained.ingress);
         let sides = [(Direction::Egress, &egress), (Direction::Ingress, &ingress)];
         match sides.into_iter().find(|(_, side)| !side.verdict.is_allowed()) {
             Some((direction, side)) => Expectation::Denied { by: reason(direction, side) },

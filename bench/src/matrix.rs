@@ -8,7 +8,7 @@ use owo_colors::{OwoColorize, Stream, Style};
 
 use crate::cluster::Cluster;
 use crate::expectation::{Expectation, PolicyOracle};
-use crate::probe::{self, EgressSees, Frontend, Probe, ProbeOutcome, Protocol, RetryPolicy, Site};
+use crate::probe::{self, Frontend, Probe, ProbeOutcome, Protocol, RetryPolicy, Site};
 
 /// A probe with its expected and its observed result.
 #[derive(Clone, Debug)]
@@ -189,7 +189,7 @@ fn summary_line(name: &str, entries: &Vec<&MatrixEntry>) -> String {
     line.if_supports_color(Stream::Stdout, |line| line.style(style)).to_string()
 }
 
-/// Evaluates policy for a probe: on the server's side for who sent it and where it arrives.
+/// Evaluates policy for a probe: for who sent it and where it arrives.
 fn expect(sites: &[Site], frontend: Option<&Frontend>, oracle: &PolicyOracle, probe: &Probe) -> Result<Expectation> {
     let lacks = |site: &Site| format!("{} lacks the family of {}", site.name, probe.destination);
     let (from, to) = (&sites[probe.from], &sites[probe.to]);
@@ -199,11 +199,7 @@ fn expect(sites: &[Site], frontend: Option<&Frontend>, oracle: &PolicyOracle, pr
     let arrives = frontend.ports.iter().find(|(sent, _)| *sent == probe.protocol);
     let (_, protocol) = arrives.with_context(|| format!("{} has no {}", frontend.name, probe.protocol))?;
     let backend = (to.address(v6).with_context(|| lacks(to))?, *protocol);
-    let egress = match frontend.egress {
-        EgressSees::Frontend => (probe.destination, probe.protocol),
-        EgressSees::Backend => backend,
-    };
-    Ok(oracle.expect_translated(source, egress, backend))
+    Ok(oracle.expect_at(source, backend))
 }
 
 /// A column of the grid.

@@ -13,7 +13,7 @@ use penstock_admin::types::{PortStatus, Status};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::Matrix;
-use penstock_bench::probe::{EchoServers, EchoService, EgressSees, Protocol, Site};
+use penstock_bench::probe::{EchoServers, EchoService, Protocol, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, ProxyMode, ScratchDir};
 
 /// Services on every site.
@@ -52,9 +52,8 @@ impl Fixture {
         let scratch = ScratchDir::new().unwrap();
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/demo");
         let manifests = scratch.copy_in(&demo, "manifests").unwrap();
-        let egress = if enabled { EgressSees::Backend } else { EgressSees::Frontend };
         Self::start(scratch, manifests.clone(), |cluster, config| {
-            cluster.proxy_services(&manifests, mode, egress).unwrap();
+            cluster.proxy_services(&manifests, mode).unwrap();
             config.sections += &format!("[services]\nenabled = {enabled}\n");
         })
     }

@@ -3,6 +3,7 @@
 //!
 //! As in the system tests: the real daemon on real veths, a separate node for each test.
 
+mod answering;
 mod beside;
 mod bridged;
 mod datagrams;

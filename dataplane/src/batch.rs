@@ -39,8 +39,8 @@ pub enum StackSender {
     Unchanged,
     /// The same, and the node has translated its source (masquerade).
     Translated,
-    /// This port's pod, to an address of its own node, which has given the packet the address of another machine (a node port)
-    /// and perhaps an address of its own as source, and sends it out by this uplink.
+    /// This port's pod, to its own node or to a Service. The node has given the packet the address of what answers, another machine,
+    /// and perhaps an address of its own as source, or has not translated it, and sends it out by this uplink.
     Leaving {
         /// The number of the pod's port.
         port: u16,

@@ -592,6 +592,21 @@ fn s12_a_datagram_flow_gets_another_backend_when_its_own_stops_serving() {
     assert_eq!(node.pass(WEB, &syn(&tcp), DB).dst, ip(DB4).into(), "TCP is left to end by itself");
 }
 
+/// A resolver asks from a port again, when its last question from there has timed out and was not swept yet.
+#[test]
+fn a_port_that_is_used_again_after_its_flow_expired_chooses_again() {
+    let mut node = Node::new();
+    let udp = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
+    for backends in [[DB4, DB6], [FAR4, FAR6], [DB4, DB6], [FAR4, FAR6]] {
+        node.set_services(services(|v4| frontend(&[backends[usize::from(!v4)]])));
+        let to = if backends[0] == DB4 { DB } else { HOST };
+        let inner = node.pass(WEB, &packet(&udp), to);
+        assert_eq!(inner.dst, ip(backends[0]).into());
+        assert_eq!(node.pass(to, &packet(&inner.reversed()), WEB), udp.reversed());
+        node.now = node.now.plus(std::time::Duration::from_secs(600));
+    }
+}
+
 /// Otherwise it would open a connection from backend to client, for which no later packet could get this backend again.
 #[test]
 fn s12_an_answer_that_is_on_its_way_when_its_backend_stops_serving_is_the_services() {

@@ -4,6 +4,7 @@
 use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use etherparse::{IpNumber, Ipv4Header, PacketBuilder};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
@@ -446,7 +447,60 @@ fn what_leaves_by_an_uplink_is_as_the_node_sent_it_and_names_the_uplink() {
         node.pipeline.process_batch(&node.snapshot, now, HOST, &mut frames, &mut verdicts, &mut ());
         assert_eq!(verdicts[0], Verdict::Forward(HOST));
         assert_eq!(frames.bytes(0)[12..], frame[12..], "the packet is as it was");
-        assert_eq!(frames.bytes(0)[..6], [2, 0xfb, 2, 7, 0xff, 0xff]);
+        let [port, epoch] = [53_u32, node.snapshot.epoch.0].map(u32::to_be_bytes);
+        assert_eq!(frames.bytes(0)[..6], [2, 0xfb, 10, 7, 0, A.0 as u8], "UDP, by the pod of this port");
+        assert_eq!(frames.bytes(0)[6..12], [&port[2..], &epoch].concat()[..], "the next ones need no worker");
+    }
+}
+
+#[test]
+fn later_fragments_that_leave_follow_what_was_said_of_the_first() {
+    let elsewhere = "203.0.113.99";
+    let leaving = StackSender::Leaving { port: A.0, uplink: 7 };
+    for is_open in [true, false] {
+        let mut node = masquerading();
+        node.publish_egress(is_open);
+        let whole = udp((NODE_IPS[0], 40_000), (elsewhere, 53), 64);
+        let [first, later] = [(0, true), (72, false)].map(|(at, more)| fragment(whole.clone(), at, more));
+        let unknown = Verdict::Drop(DropReason::Fragment);
+        assert_eq!(node.evaluate(HOST, leaving, later.clone()).0, unknown, "before the first one");
+        let denied = Verdict::Drop(DropReason::EgressDenied);
+        assert_eq!(node.evaluate(HOST, leaving, first).0, if is_open { Verdict::Forward(HOST) } else { denied });
+        assert_eq!(node.evaluate(HOST, leaving, later).0, if is_open { Verdict::Forward(HOST) } else { unknown });
+    }
+}
+
+/// Knows the client until it has been told to forget, as if others had taken its place.
+#[derive(Debug, Default)]
+struct Forgetful(AtomicBool);
+
+impl OriginalSources for Forgetful {
+    fn source_of(&self, flow: &Flow) -> Option<Address> {
+        if self.0.load(Ordering::Relaxed) { None } else { OfClient.source_of(flow) }
+    }
+}
+
+#[test]
+fn a_connections_client_is_kept_beside_it_and_no_flood_forgets_it() {
+    for v6 in [0, 1] {
+        let there = udp((NODE_IPS[v6], 40_000), (B_IPS[v6], 53), 10);
+        let back = udp((B_IPS[v6], 53), (NODE_IPS[v6], 40_000), 10);
+        let of_client = vec![(ip(CLIENT[v6]), ip(B_IPS[v6]))];
+        let sources = Arc::new(Forgetful::default());
+        let mut node = Node::new(false);
+        let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
+        node.pipeline = Pipeline::new(connections, PipelineMode::Full).with_sources(Some(sources.clone()));
+        assert_eq!(node.evaluate(HOST, StackSender::Translated, there.clone()).0, Verdict::Forward(B));
+        sources.0.store(true, Ordering::Relaxed);
+        for (open, expected) in [(true, Verdict::Forward(HOST)), (false, Verdict::Drop(DropReason::ConnectionRevoked))]
+        {
+            node.publish(open);
+            assert_eq!(node.evaluate(B, StackSender::Unknown, back.clone()), (expected, of_client.clone()), "{open}");
+        }
+        // A new one, of which nobody knows the client, is closed where policy isolates.
+        let unknown = udp((NODE_IPS[v6], 40_001), (B_IPS[v6], 53), 10);
+        let (verdict, _) = node.evaluate(HOST, StackSender::Translated, unknown);
+        assert_eq!(verdict, Verdict::Drop(DropReason::IngressDenied));
     }
 }
 

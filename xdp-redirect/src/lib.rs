@@ -18,6 +18,7 @@ mod outcome;
 mod own_addresses;
 mod pins;
 mod program;
+mod service_addresses;
 mod tag;
 mod tcx;
 mod translated_sources;
@@ -33,6 +34,7 @@ pub use outcome::{XdpOutcome, XdpOutcomeCounts};
 pub use own_addresses::OwnAddressesError;
 pub use pins::{PinError, Pinned, PinnedProgram, Pins};
 pub use program::MAX_QUEUES;
+pub use service_addresses::{MAX_SERVICE_ADDRESSES, ServiceAddressError, ServiceAddresses};
 pub use tag::ProgramTag;
 pub use tcx::{
     AttachedUplink, Entrances, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth, ServedPort, TcxMapError,

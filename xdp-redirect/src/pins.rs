@@ -67,11 +67,19 @@ pub enum PinnedProgram {
     FromPod,
     /// The tcx program on what the node's stack sends to a pod.
     ToPod,
+    /// The tcx program on what the node's stack sends to another machine.
+    ToUplink,
 }
 
 impl PinnedProgram {
-    const ALL: [Self; 5] =
-        [Self::Xdp(Role::Pod), Self::Xdp(Role::Host), Self::Xdp(Role::Uplink), Self::FromPod, Self::ToPod];
+    const ALL: [Self; 6] = [
+        Self::Xdp(Role::Pod),
+        Self::Xdp(Role::Host),
+        Self::Xdp(Role::Uplink),
+        Self::FromPod,
+        Self::ToPod,
+        Self::ToUplink,
+    ];
 
     const fn name(self) -> &'static str {
         match self {
@@ -80,6 +88,7 @@ impl PinnedProgram {
             Self::Xdp(Role::Uplink) => "uplink",
             Self::FromPod => "from_pod",
             Self::ToPod => "to_pod",
+            Self::ToUplink => "to_uplink",
         }
     }
 

@@ -32,11 +32,11 @@ impl ProgramTag {
     }
 
     /// The tags of this binary's tcx programs: on what a pod sends, and on what the node's stack sends to it.
-    pub fn own_tcx() -> Result<[Self; 2], LoadError> {
+    pub fn own_tcx() -> Result<[Self; 3], LoadError> {
         let programs = TcxPrograms::load(&TcxOptions::default(), None)?;
         let tag = |program| Self::of(program).map_err(|error| LoadError::new("the program's tag", error.into()));
-        let [from_pod, to_pod] = programs.at_pod().map(tag);
-        Ok([from_pod?, to_pod?])
+        let [from_pod, to_pod, to_uplink] = programs.pinned().map(tag);
+        Ok([from_pod?, to_pod?, to_uplink?])
     }
 
     fn of(program: BorrowedFd<'_>) -> io::Result<Self> {

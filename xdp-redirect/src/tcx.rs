@@ -26,8 +26,8 @@ use crate::local_pods::key;
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins, detach};
 use crate::translation::ConnectionFunctions;
 use crate::{
-    AttachError, Interface, LoadError, OwnAddressesError, TranslatedSources, XdpOutcome, XdpOutcomeCounts,
-    in_temporary_namespace, own_addresses,
+    AttachError, Interface, LoadError, OwnAddressesError, ServiceAddresses, TranslatedSources, XdpOutcome,
+    XdpOutcomeCounts, in_temporary_namespace, own_addresses,
 };
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -63,13 +63,25 @@ pub struct TcxOptions {
     pub open_without_workers: bool,
     /// Where programs note whose packets the node has translated.
     pub sources: Option<TranslatedSources>,
+    /// The addresses of Services at which egress policy is postponed until the node has translated the packet.
+    pub services: Option<ServiceAddresses>,
+    /// Whether XDP programs serve the pods, and of these programs only those on uplinks and at the host veth are attached, which is then the one
+    /// pair ([`TcxPrograms::set_sender`]).
+    pub beside_xdp: bool,
     /// Where programs count what they send to workers, and how many packets of a pod may wait there; more are dropped.
     pub waiting: Option<(WaitingArray, u32)>,
 }
 
 impl Default for TcxOptions {
     fn default() -> Self {
-        Self { workers: 1, open_without_workers: false, sources: None, waiting: None }
+        Self {
+            workers: 1,
+            open_without_workers: false,
+            sources: None,
+            services: None,
+            beside_xdp: false,
+            waiting: None,
+        }
     }
 }
 
@@ -146,7 +158,6 @@ struct Maps {
     own_addresses: MapHandle,
     outcomes: MapHandle,
     pod_addresses: MapHandle,
-    node_addresses: MapHandle,
     uplinks: MapHandle,
     uplink_interfaces: MapHandle,
     offloaded: MapHandle,
@@ -179,6 +190,7 @@ impl TcxPrograms {
         // Not 0, which every packet has that nothing has marked.
         constants.passed = rand::random::<u32>() | 1;
         constants.offload = connections.is_some().into();
+        constants.beside_xdp = options.beside_xdp.into();
         (constants.reads_connections, constants.casts_packets) = (functions.reads.into(), functions.casts.into());
         if let Some(connections) = connections {
             let [table, tags, entries, uses] = connections.handles();
@@ -193,6 +205,9 @@ impl TcxPrograms {
         }
         if let Some(sources) = &options.sources {
             open.maps.sources.reuse_fd(sources.map().as_fd()).map_err(failed)?;
+        }
+        if let Some(services) = &options.services {
+            open.maps.service_addresses.reuse_fd(services.map().as_fd()).map_err(failed)?;
         }
         let (own, outcomes) = (new_own_addresses().map_err(failed)?, new_outcomes().map_err(failed)?);
         open.maps.own_addresses.set_inner_map_fd(own.as_fd()).map_err(failed)?;
@@ -213,7 +228,6 @@ impl TcxPrograms {
                 own_addresses: map(&*loaded.maps.own_addresses)?,
                 outcomes: map(&*loaded.maps.outcomes)?,
                 pod_addresses: map(&*loaded.maps.pod_addresses)?,
-                node_addresses: map(&*loaded.maps.node_addresses)?,
                 uplinks: map(&*loaded.maps.uplinks)?,
                 uplink_interfaces: map(&*loaded.maps.uplink_interfaces)?,
                 offloaded: map(&*loaded.maps.offloaded)?,
@@ -254,29 +268,44 @@ impl TcxPrograms {
 
     /// From now on these programs run where an earlier process has left its own: first on these interfaces, then on each
     /// that is attached. Until this is called those of the earlier process run on, with its maps: what they forward
-    /// without a worker passes without a gap.
-    pub fn take_over<'a>(&self, veths: impl IntoIterator<Item = &'a mut PodVeth>) -> Result<(), AttachError> {
+    /// without a worker passes without a gap. First on uplinks: what the programs at pods postpone must be asked there.
+    pub fn take_over<'a>(
+        &self,
+        uplinks: impl IntoIterator<Item = &'a mut AttachedUplink>,
+        veths: impl IntoIterator<Item = &'a mut PodVeth>,
+    ) -> Result<(), AttachError> {
         self.is_live.store(true, Ordering::Relaxed);
+        uplinks.into_iter().try_for_each(|uplink| self.take_over_uplink(uplink))?;
         veths.into_iter().try_for_each(|veth| self.take_over_veth(veth))
     }
 
     fn take_over_veth(&self, veth: &mut PodVeth) -> Result<(), AttachError> {
         let programs = [(&self.from_pod, BPF_TCX_INGRESS), (&self.to_pod, BPF_TCX_EGRESS)];
         for (link, (program, hook)) in veth.links.iter_mut().zip(programs) {
-            if !link.is_of_earlier {
-                continue;
-            }
-            if let Err(error) = replace_program(&link.link.link, program) {
-                let interface = &veth.interface;
-                tracing::warn!(%interface, %error, "the pinned tcx link cannot be taken over; a new one is made");
-                let new = self.new_link(interface, link.pinned, program, hook)?;
-                let mut earlier = std::mem::replace(&mut link.link, new);
-                detach(&earlier.link);
-                // Its pin is the new one's.
-                earlier.keep();
-            }
-            link.is_of_earlier = false;
+            self.take_over_link(link, &veth.interface, program, hook)?;
         }
+        Ok(())
+    }
+
+    fn take_over_link(
+        &self,
+        link: &mut TcxLink,
+        interface: &Interface,
+        program: &OwnedFd,
+        hook: libbpf_sys::bpf_attach_type,
+    ) -> Result<(), AttachError> {
+        if !link.is_of_earlier {
+            return Ok(());
+        }
+        if let Err(error) = replace_program(&link.link.link, program) {
+            tracing::warn!(%interface, %error, "the pinned tcx link cannot be taken over; a new one is made");
+            let new = self.new_link(interface, link.pinned, program, hook)?;
+            let mut earlier = std::mem::replace(&mut link.link, new);
+            detach(&earlier.link);
+            // Its pin is the new one's.
+            earlier.keep();
+        }
+        link.is_of_earlier = false;
         Ok(())
     }
 
@@ -320,9 +349,10 @@ impl TcxPrograms {
         Ok(counts)
     }
 
-    /// The programs at a pod's veth: on what it sends, and on what the node's stack sends to it.
-    pub(crate) fn at_pod(&self) -> [BorrowedFd<'_>; 2] {
-        [self.from_pod.as_fd(), self.to_pod.as_fd()]
+    /// The programs whose links are pinned: on what a pod sends, on what the node's stack sends to it, and on what it sends to another
+    /// machine.
+    pub(crate) fn pinned(&self) -> [BorrowedFd<'_>; 3] {
+        [self.from_pod.as_fd(), self.to_pod.as_fd(), self.to_uplink.as_fd()]
     }
 
     /// As long as this socket is open in any process, [`TcxOptions::open_without_workers`] passes nothing.

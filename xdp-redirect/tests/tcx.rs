@@ -546,7 +546,7 @@ fn pinned_programs_stay_and_the_next_process_takes_them_over() {
         let mut veth = next.attach_pod(&pod.interface()).unwrap();
         pod.run(send);
         assert_eq!(veth.outcomes().unwrap().get(XdpOutcome::NotReady), 0, "the earlier program still runs");
-        next.take_over([&mut veth]).unwrap();
+        next.take_over([], [&mut veth]).unwrap();
         pod.run(send);
         expect(&veth, XdpOutcome::NotReady, 1);
         drop(veth);

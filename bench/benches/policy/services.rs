@@ -34,6 +34,7 @@ fn service(number: usize) -> ObjectChange {
         key: key(0, format!("service-{number}")),
         addresses: vec![cluster_address(number).into()],
         ports: vec![port],
+        external: Vec::new(),
         local_only: false,
         affinity_seconds: None,
         selector: None,

@@ -68,17 +68,6 @@ pub struct Frontend {
     pub to: usize,
     /// What is sent to it, and as what that arrives at the site.
     pub ports: Vec<(Protocol, Protocol)>,
-    /// Which destination the client's egress policy sees.
-    pub egress: EgressSees,
-}
-
-/// The destination that a client's egress policy sees of what it sends to a [`Frontend`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum EgressSees {
-    /// The address it sends to: the node's kernel translates it later.
-    Frontend,
-    /// The site that answers, and its port.
-    Backend,
 }
 
 /// Protocol of a probe.

@@ -39,7 +39,7 @@ fn all_nodes_write_one_event_at_a_policy_that_is_not_understood() {
     let server = server();
     shop(&server);
     let mut followers =
-        ["a", "b", "c"].map(|node| Follower::reporting(&server, FollowedKinds::WithoutServices, Some(node)));
+        ["a", "b", "c"].map(|node| Follower::reporting(&server, FollowedKinds::WithoutEndpointSlices, Some(node)));
     server.admin().replace(&unknown("firstSelector")).unwrap();
     let first = events(&server, &mut followers, 1);
     server.admin().replace(&unknown("secondSelector")).unwrap();
@@ -58,7 +58,7 @@ fn all_nodes_write_one_event_at_a_policy_that_is_not_understood() {
         assert_eq!(event["metadata"]["namespace"], "shop");
     }
     // One that starts later finds what is said.
-    let mut late = [Follower::reporting(&server, FollowedKinds::WithoutServices, Some("d"))];
+    let mut late = [Follower::reporting(&server, FollowedKinds::WithoutEndpointSlices, Some("d"))];
     late[0].listen(Duration::from_secs(6));
     assert_eq!(events(&server, &mut late, 2).len(), 2);
     assert_eq!(first[0]["metadata"]["name"], both[0]["metadata"]["name"]);
@@ -69,8 +69,8 @@ fn who_may_not_write_events_follows_all_the_same_and_who_is_no_node_writes_none(
     let server = server();
     shop(&server);
     server.fake().unwrap().set_readable(Resource::Events, false);
-    let mut follower = Follower::reporting(&server, FollowedKinds::WithoutServices, Some("a"));
-    let mut command = Follower::of_kinds(&server, FollowedKinds::WithoutServices);
+    let mut follower = Follower::reporting(&server, FollowedKinds::WithoutEndpointSlices, Some("a"));
+    let mut command = Follower::of_kinds(&server, FollowedKinds::WithoutEndpointSlices);
     server.admin().replace(&unknown("firstSelector")).unwrap();
     let deadline = Instant::now() + Duration::from_secs(30);
     while follower.health(ObjectKind::NetworkPolicy).invalid == 0 {

@@ -126,22 +126,24 @@ fn a_server_without_endpoint_slices_is_an_error_and_nothing_is_in_force() {
 }
 
 #[test]
-fn without_services_the_server_is_not_asked_for_them_and_no_right_is_needed() {
+fn without_the_setting_services_alone_are_read_and_no_right_is_needed() {
     let server = server();
     shop_with_service(&server, STABLE);
     RESOURCES.into_iter().for_each(|resource| fake(&server).set_readable(resource, false));
-    let mut follower = Follower::of_kinds(&server, FollowedKinds::WithoutServices);
+    let mut follower = Follower::of_kinds(&server, FollowedKinds::WithoutEndpointSlices);
     server.admin().create(&pod("shop", "new", "10.1.0.9")).unwrap();
+    follower.listen(TIMEOUTS.look_again * 10);
+    assert_eq!(follower.objects().len(), 7, "all but the Service");
+    // The role has been applied.
+    fake(&server).set_readable(Resource::Services, true);
     follower.catch_up(&server);
-    assert_eq!(follower.objects().len(), 7);
-    for resource in RESOURCES {
-        let asked = [Verb::List, Verb::Watch].map(|verb| fake(&server).requests(verb, resource));
-        assert_eq!(asked, [0, 0], "{resource:?}");
-    }
-    assert!(!follower.health(ObjectKind::Service).synced && !follower.health(ObjectKind::EndpointSlice).synced);
-    // As after a restart with services.enabled, and the role applied.
+    assert_eq!(follower.objects().len(), 8);
+    let asked = [Verb::List, Verb::Watch].map(|verb| fake(&server).requests(verb, Resource::EndpointSlices));
+    assert_eq!(asked, [0, 0]);
+    assert!(!follower.health(ObjectKind::EndpointSlice).synced);
+    // As after a restart with services.enabled.
     drop(follower);
-    RESOURCES.into_iter().for_each(|resource| fake(&server).set_readable(resource, true));
+    fake(&server).set_readable(Resource::EndpointSlices, true);
     let mut follower = Follower::start(&server);
     follower.catch_up(&server);
     assert_eq!(follower.objects().len(), 9);

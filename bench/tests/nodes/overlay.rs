@@ -8,8 +8,8 @@ use std::time::Duration;
 use penstock_bench::cluster::read_objects;
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::{Matrix, MatrixEntry};
-use penstock_bench::probe::{self, EchoServers, EgressSees, Frontend, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{Attach, DaemonConfig, InterNodeLink, ProxyMode};
+use penstock_bench::probe::{self, EchoServers, Frontend, ProbeOutcome, Protocol, RetryPolicy, Site};
+use penstock_bench::testbed::{DaemonConfig, InterNodeLink, ProxyMode};
 
 use crate::nodes::fixture::{Fixture, PROTOCOLS, SERVICES, Wiring};
 
@@ -94,8 +94,8 @@ impl Overlay {
             false => |_| {},
         };
         let fixture = Fixture::start_with(&(CLUSTER.to_owned() + &services()), wiring, &SERVICES, more);
-        let egress = if enabled { EgressSees::Backend } else { EgressSees::Frontend };
-        let mut services = fixture.nodes.proxy_services(&fixture.manifests, mode, egress).unwrap().remove(0);
+        let services = fixture.nodes.proxy_services(&fixture.manifests, mode);
+        let mut services = services.unwrap().remove(0);
         services.retain(|frontend| frontend.name.starts_with("Service/"));
         // Of this port nothing is known to the probes' servers.
         services.iter_mut().for_each(|service| service.ports.retain(|(sent, _)| *sent != Protocol::Tcp(BULK)));
@@ -149,11 +149,8 @@ impl Overlay {
     }
 
     /// Node ports of a pod's own node, which lead to a pod of the other one: a pod may reach its node, and egress policy is for the
-    /// pod that the node sends it on to. By XDP it is not evaluated.
+    /// pod that the node sends it on to.
     fn assert_node_ports_of_the_own_node_are_judged(&self, what: &str) {
-        if Attach::of_run() != Attach::Tcx {
-            return;
-        }
         for (pod, node, server, port, expected) in [
             ("shop/web-a", "node-a", "shop/web-b", 30_010, ProbeOutcome::Reached),
             ("ops/monitor-a", "node-a", "shop/web-b", 30_010, ProbeOutcome::Silent),

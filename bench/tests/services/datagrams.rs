@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::Duration;
 
 use penstock_bench::probe::{self, EchoServers, EchoService, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{Attach, KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, ServiceProtocol};
+use penstock_bench::testbed::{KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, ServiceProtocol};
 
 use crate::fixture::{Fixture, pods, policy};
 use crate::services::service::{address, service};
@@ -124,10 +124,6 @@ fn long_datagrams_that_the_node_forwards_to_a_pod_are_judged_by_who_sent_them() 
 
 #[test]
 fn long_datagrams_by_a_node_port_to_another_machine_are_judged_for_that_machine() {
-    // README and threat model: by XDP they are not.
-    if Attach::of_run() != Attach::Tcx {
-        return;
-    }
     for mode in [ProxyMode::Iptables, ProxyMode::Nftables] {
         let datagrams = Datagrams::new(mode);
         let outside = Site::from(&datagrams.outside);
@@ -163,10 +159,7 @@ fn an_sctp_node_port_is_judged_for_both_its_ends() {
     };
     check(&outside, (TO_POD, identity), ProbeOutcome::Silent);
     check(datagrams.fixture.site("test/pod-0"), (TO_OUTSIDE, OUTSIDE), ProbeOutcome::Reached);
-    // README and threat model: by XDP it is reached.
-    if Attach::of_run() == Attach::Tcx {
-        check(pod, (TO_OUTSIDE, OUTSIDE), ProbeOutcome::Silent);
-    }
+    check(pod, (TO_OUTSIDE, OUTSIDE), ProbeOutcome::Silent);
     datagrams.fixture.enforce(&manifests(&outside.addresses, &outside.addresses));
     check(&outside, (TO_POD, identity), ProbeOutcome::Reached);
     check(pod, (TO_OUTSIDE, OUTSIDE), ProbeOutcome::Reached);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use penstock_bench::probe::{self, EchoServers, EchoService, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{
-    Attach, KubeProxy, Namespace, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol,
+    KubeProxy, Namespace, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol,
 };
 
 use crate::fixture::{Fixture, pods, policy};
@@ -64,9 +64,6 @@ fn read(tunnel: &mut File, limit: Duration) -> Option<(IpAddr, String)> {
 
 #[test]
 fn a_node_port_that_leads_into_a_tunnel_is_judged_for_the_machine_behind_it() {
-    if Attach::of_run() != Attach::Tcx {
-        return;
-    }
     let mut tunnel = None;
     let fixture = Fixture::of(&(pods(2) + &policy("some", "pod-1", POLICY)), |cluster, _| {
         let node = &cluster.node;
@@ -128,9 +125,6 @@ fn put_into_bridge(node: &Namespace, interface: &str) {
 
 #[test]
 fn a_node_port_that_leaves_by_a_bridge_and_its_port_is_judged_once() {
-    if Attach::of_run() != Attach::Tcx {
-        return;
-    }
     let mut outside = None;
     let fixture = Fixture::of(&(pods(2) + &policy("none", "pod-1", "  policyTypes: [Egress]\n")), |cluster, _| {
         let node = &mut cluster.node;

@@ -327,6 +327,7 @@ impl<'a> Daemon<'a> {
         // Threads that exist before the workers: manifest reader and API server client.
         leave_cores_to_workers(config, &other_threads());
         let dataplane = start_dataplane(config, &prepared.maps)?;
+        let services = prepared.maps.services.clone();
         let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
         leave_cores_to_workers(config, &others);
         let operation = operation(&dataplane)?;
@@ -337,7 +338,7 @@ impl<'a> Daemon<'a> {
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
         let (trial, trial_messages) = TrialFeed::new();
-        let publisher = Arc::new(Publisher::new(config, objects, stale, &dataplane, clearing, trial));
+        let publisher = Arc::new(Publisher::new(config, (objects, stale), services, &dataplane, clearing, trial));
         let clearing_thread = start_clearing_thread(jobs, config, &dataplane, &publisher).map_err(RunError::failed)?;
         let trial = TrialContext::new(config.node.as_str(), &dataplane, &publisher);
         let trial_thread = trial.start(trial_messages).map_err(RunError::failed)?;

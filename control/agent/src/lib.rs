@@ -36,6 +36,7 @@ mod pod_bindings;
 mod policy_thread;
 mod port_layout;
 mod ports;
+mod postponed;
 pub mod preflight;
 mod progress;
 mod publisher;

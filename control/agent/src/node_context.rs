@@ -20,13 +20,16 @@ pub(super) struct NodeNetwork {
     /// Other prefixes that the node accepts as its own.
     local_prefixes: BTreeSet<IpNet>,
     tunnel_ports: BTreeSet<u16>,
+    /// Whether programs see all that leaves the node.
+    pub(super) watches_uplinks: bool,
     /// Networks behind other machines.
     remote: Vec<RemoteNetwork>,
 }
 
 impl NodeNetwork {
-    pub(super) fn of(netstate: &NetworkState) -> Self {
+    pub(super) fn of(netstate: &NetworkState, watches_uplinks: bool) -> Self {
         Self {
+            watches_uplinks,
             addresses: netstate.addresses.clone(),
             local_prefixes: netstate.local_prefixes.clone(),
             tunnel_ports: netstate.tunnel_ports.clone(),

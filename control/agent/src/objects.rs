@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::names::NameTable;
-use penstock_dataplane::policy::{Direction, PolicySet};
+use penstock_dataplane::policy::{AddressSet, Direction, PolicySet};
 use penstock_policy::compile::table_key;
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
+use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod, Service};
 use penstock_policy::render::services::ServiceProblem;
 use penstock_policy::render::tables::RuleUse;
 use penstock_policy::state::PodOrNode;
@@ -64,6 +64,8 @@ pub(super) struct ChangeEffect {
     pub(super) pods: bool,
     /// Addresses of this node or another changed.
     pub(super) nodes: bool,
+    /// Services changed.
+    pub(super) services: bool,
 }
 
 impl NodeObjects {
@@ -111,7 +113,7 @@ impl NodeObjects {
         changes: impl IntoIterator<Item = ObjectChange>,
         interfaces: &[IpAddr],
     ) -> ChangeEffect {
-        let (mut pods, mut nodes) = (false, false);
+        let (mut pods, mut nodes, mut services) = (false, false, false);
         let mut others = Vec::new();
         for change in changes {
             match &change {
@@ -135,6 +137,7 @@ impl NodeObjects {
                 ObjectChange::Set(Object::Pod(Pod { key, .. })) | ObjectChange::Delete(ObjectRef::Pod(key)) => {
                     pods |= self.pods.remove(key).is_some();
                 }
+                ObjectChange::Set(Object::Service(_)) | ObjectChange::Delete(ObjectRef::Service(_)) => services = true,
                 ObjectChange::Set(object @ (Object::NetworkPolicy(_) | Object::ClusterNetworkPolicy(_))) => {
                     if object.is_staged() {
                         self.policies.remove(&object.reference());
@@ -152,7 +155,7 @@ impl NodeObjects {
         let before = self.addresses.clone();
         others.extend(self.own_node(interfaces));
         nodes |= before != self.addresses;
-        ChangeEffect { policy: self.give(others), pods, nodes }
+        ChangeEffect { policy: self.give(others), pods, nodes, services }
     }
 
     /// Has the engine count how often each rule decides, for this many workers. Call it before there are objects.
@@ -291,6 +294,21 @@ impl NodeObjects {
         let running = self.pods.values().filter(|pod| !pod.host_network && !pod.finished);
         let addresses = running.flat_map(|pod| pod.addresses.iter().copied());
         addresses.filter(|address| !self.addresses.contains(address)).collect()
+    }
+
+    /// The addresses of Services: external ones, and those in the cluster unless workers translate them.
+    pub(super) fn service_addresses(&self, workers_translate: bool) -> BTreeSet<IpAddr> {
+        let services = self.engine.state().services();
+        let addresses = |service: &Arc<Service>| {
+            let cluster = if workers_translate { &[][..] } else { &service.addresses };
+            service.external.iter().chain(cluster).copied().collect::<Vec<_>>()
+        };
+        services.flat_map(addresses).collect()
+    }
+
+    /// Sets the addresses of Services at which egress policy is postponed.
+    pub(super) fn postpone_at(&mut self, services: &Arc<AddressSet>) {
+        self.engine.set_services(services);
     }
 
     /// The policy for this node's pods, with the ports of this table.

@@ -32,7 +32,7 @@ use crate::discovery::{Link, NetworkState, PodPort, Sysctls, WorkerVeth};
 use addresses::Announced;
 use open::{AttachedPort, OpenPortError, PodAttachment, mtu};
 use programs::OpenPair;
-pub(super) use programs::{InterfacePrograms, Programs};
+pub(super) use programs::{InterfacePrograms, LeavingPrograms, Programs};
 use uplinks::Uplinks;
 pub(super) use view::{PortRole, PortXdpCounters};
 
@@ -201,6 +201,7 @@ impl OpenPorts {
                 Some(_) if self.pods.contains_key(&index) || self.closed_interfaces.has(index) => {}
                 Some(link) => self.close(&interface(link), netstate),
                 None if permanent.contains(&index) && !is_foreign => {}
+                None if pinned.program == PinnedProgram::ToUplink && self.uplinks.has(index) => {}
                 None => pins.remove(pinned),
             }
             if is_foreign {
@@ -212,7 +213,7 @@ impl OpenPorts {
     /// From now on the programs run where an earlier daemon left its own. Ports and policy are in place.
     pub(super) fn take_over_programs(&mut self) -> Result<(), AttachError> {
         let pods = self.pods.values_mut().map(|attachment| &mut attachment.open.programs);
-        self.programs.take_over(pods.chain(self.closed_interfaces.attached_mut()))
+        self.programs.take_over(self.uplinks.attached_mut(), pods.chain(self.closed_interfaces.attached_mut()))
     }
 
     /// Packets that programs forwarded without a worker: from pod to pod, from a pod to the node's stack, and from there
@@ -400,7 +401,8 @@ impl OpenPorts {
 
     /// Leaves the programs attached for the next daemon: without sockets they drop.
     pub(super) fn keep(self) {
-        let Self { permanent, pods, closed_interfaces, settings, .. } = self;
+        let Self { permanent, pods, uplinks, closed_interfaces, settings, .. } = self;
+        uplinks.keep();
         let open =
             permanent.into_iter().chain(pods.into_values().map(|attachment| attachment.open)).map(|open| open.programs);
         open.chain(closed_interfaces.into_attached()).for_each(InterfacePrograms::keep);

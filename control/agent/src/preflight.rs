@@ -179,10 +179,10 @@ pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
     let at = config.fail.pins.display();
     let tags = Pins::at(&config.fail.pins).ok()?.tags();
     let own = match config.attach_by {
-        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok([pod, ProgramTag::own(Role::Host)?])),
-        Attach::Tcx => ProgramTag::own_tcx(),
+        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok(([pod, ProgramTag::own(Role::Host)?], None))),
+        Attach::Tcx => ProgramTag::own_tcx().map(|[from, to, leaving]| ([from, to], Some(leaving))),
     };
-    let [first, second] = match own {
+    let ([first, second], third) = match own {
         Ok(own) => own,
         Err(error) => return Some(PreflightFinding::error(error.to_string())),
     };
@@ -190,6 +190,7 @@ pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
     let own = |program| match (program, config.attach_by) {
         (PinnedProgram::Xdp(Role::Pod), Attach::Xdp) | (PinnedProgram::FromPod, Attach::Tcx) => Some(first),
         (PinnedProgram::Xdp(_), Attach::Xdp) | (PinnedProgram::ToPod, Attach::Tcx) => Some(second),
+        (PinnedProgram::ToUplink, _) => third,
         (PinnedProgram::Xdp(_), Attach::Tcx) | (PinnedProgram::FromPod | PinnedProgram::ToPod, Attach::Xdp) => None,
     };
     for (pinned, tag) in &tags {
@@ -237,7 +238,7 @@ pub(super) fn attachable(config: &Config, not_tcx: Option<String>) -> Vec<Prefli
         Some(reason) => PreflightFinding::ok(format!("attach: xdp, not tcx ({reason})")),
         None => PreflightFinding::ok("attach: xdp"),
     };
-    std::iter::once(by_xdp).chain(source_check()).collect()
+    std::iter::once(by_xdp).chain(source_check()).chain(leaving_programs()).collect()
 }
 
 /// Loads the tcx programs, attaches them to an interface that nobody uses, and removes them again.
@@ -246,6 +247,15 @@ fn try_tcx(offloads: bool) -> Result<(), String> {
     let maps = offloads.then(|| ConnectionMaps::open(None, &sizes)).transpose().map_err(|error| error.to_string())?;
     let loaded = quietly(|| TcxPrograms::load(&TcxOptions::default(), maps.as_ref()));
     loaded.map_err(|error| error.to_string())?.try_attaching().map_err(|error| error.to_string())
+}
+
+/// Beside XDP: why programs do not see what leaves the node, if they do not.
+fn leaving_programs() -> Option<PreflightFinding> {
+    try_tcx(false).err().map(|error| {
+        PreflightFinding::warning(format!(
+            "attach = \"xdp\": egress policy is not evaluated for what answers where the node's kernel translates, a Service or a node port that leads to another node ({error}); use Linux 6.6 or later, or services.enabled for cluster addresses"
+        ))
+    })
 }
 
 /// Checks that the kernel accepts the program that verifies sources.

@@ -4,6 +4,7 @@
 //! Whoever holds the lock computes and publishes; nobody waits for the kernel, a disk or a worker while holding it. So
 //! nothing that the control thread does to interfaces and sockets delays a policy change.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -13,6 +14,7 @@ use penstock_admin::types::TrialStatus;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
 use penstock_policy::model::{Object, ObjectChange, ObjectKey};
+use penstock_xdp_redirect::ServiceAddresses;
 use tokio::sync::{Notify, oneshot};
 
 use super::capture::{CapturedObjects, ObjectFeed};
@@ -21,6 +23,7 @@ use super::connections::{ClearingQueue, ConnectionOwners};
 use super::node_context::{NodeContext, NodeNetwork};
 use super::objects::{ChangeEffect, NodeObjects};
 use super::port_layout::PortLayout;
+use super::postponed::PostponedAddresses;
 use super::progress::EnforcementProgress;
 use super::recorded_objects::StaleObjects;
 use super::trial::{StagedCounters, TrialFeed};
@@ -54,6 +57,9 @@ pub(super) struct SnapshotInputs {
     /// As of the last snapshot.
     node_context: NodeContext,
     connections: ConnectionOwners,
+    postponed: PostponedAddresses,
+    /// The addresses of Services, as of the last change of one.
+    service_addresses: BTreeSet<IpAddr>,
     pub(super) trial: TrialFeed,
     /// For the capture that writes objects, too.
     pub(super) captured: ObjectFeed,
@@ -61,17 +67,16 @@ pub(super) struct SnapshotInputs {
 
 impl Publisher {
     /// Publishes nothing before the first [`Publisher::update_ports`]. `clearing` takes work on the connection table, `trial`
-    /// what is staged.
+    /// what is staged. `services`: the map of the program on what leaves the node.
     pub(super) fn new(
         config: &Config,
-        objects: NodeObjects,
-        stale: Option<StaleObjects>,
+        (objects, stale): (NodeObjects, Option<StaleObjects>),
+        services: ServiceAddresses,
         dataplane: &Arc<Dataplane>,
         clearing: ClearingQueue,
         trial: TrialFeed,
     ) -> Self {
         let inputs = SnapshotInputs {
-            objects,
             stale,
             epoch: dataplane.connections().last_epoch(),
             is_first: true,
@@ -80,8 +85,11 @@ impl Publisher {
             network: NodeNetwork::default(),
             node_context: NodeContext::default(),
             connections: ConnectionOwners::new(&config.conntrack.mapping, clearing),
+            postponed: PostponedAddresses::new(services),
+            service_addresses: objects.service_addresses(config.services.enabled),
             trial,
             captured: ObjectFeed::default(),
+            objects,
         };
         let awaited: Arc<Notify> = Arc::default();
         let told = Arc::clone(&awaited);
@@ -148,12 +156,13 @@ impl Publisher {
         let what = summary(&changes);
         inputs.progress.times.changes.inc_by(changes.len() as u64);
         let began = Instant::now();
-        let ChangeEffect { policy, pods, nodes } = inputs.objects.apply(changes, &inputs.network.addresses);
+        let ChangeEffect { policy, pods, nodes, services } = inputs.objects.apply(changes, &inputs.network.addresses);
         inputs.progress.times.compile.observe(began.elapsed().as_secs_f64());
         inputs.objects.log_service_problems();
         // Even if a local pod has no port yet: from this snapshot on nobody else may use its address.
         let context_changed = (pods || nodes) && inputs.refresh_node_context(&self.encapsulation);
-        if policy || context_changed {
+        let services_changed = services && inputs.refresh_services(self.translates);
+        if policy || context_changed || services_changed {
             self.publish(inputs, &what, seen);
         } else {
             tracing::debug!("no effect on the tables: {what}");
@@ -170,7 +179,8 @@ impl Publisher {
     pub(super) fn update_ports(&self, layout: PortLayout, network: NodeNetwork, why: &str, seen: Instant) -> bool {
         let mut inputs = self.inputs();
         let inputs = &mut *inputs;
-        let policy = inputs.objects.apply_addresses(&network.addresses);
+        let policy = inputs.objects.apply_addresses(&network.addresses)
+            || inputs.network.watches_uplinks != network.watches_uplinks;
         inputs.network = network;
         let context_changed = inputs.refresh_node_context(&self.encapsulation);
         let layout_changed = layout != inputs.layout;
@@ -259,6 +269,7 @@ impl Publisher {
         let wanted = inputs.owners();
         let admitted = inputs.connections.admit(&wanted);
         let forwarding = inputs.layout.forwarding(&inputs.node_context, &self.services, &wanted, admitted);
+        inputs.postpone(&self.dataplane);
         let policy = inputs.objects.policy_set(&forwarding);
         inputs.connections.take_over(self.dataplane.connections(), &forwarding);
         let served = inputs.layout.served(inputs.connections.owners());
@@ -282,6 +293,22 @@ impl Publisher {
 }
 
 impl SnapshotInputs {
+    /// Reads the addresses of Services anew. Returns whether they changed.
+    fn refresh_services(&mut self, workers_translate: bool) -> bool {
+        let addresses = self.objects.service_addresses(workers_translate);
+        let changed = addresses != self.service_addresses;
+        self.service_addresses = addresses;
+        changed
+    }
+
+    /// Postpones egress policy at the addresses of Services, as far as the program on what leaves the node asks then.
+    fn postpone(&mut self, dataplane: &Dataplane) {
+        let none = BTreeSet::new();
+        let wanted = if self.network.watches_uplinks { &self.service_addresses } else { &none };
+        let postponed = self.postponed.update(wanted, self.epoch, |epoch| dataplane.is_in_force(epoch));
+        self.objects.postpone_at(postponed);
+    }
+
     /// Recomputes the node context. Returns whether it changed.
     fn refresh_node_context(&mut self, encapsulation: &Encapsulation) -> bool {
         let node_context = NodeContext::of(encapsulation, &self.network, &self.objects);

@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::state_file::{Identity, StateFile, StateFileError};
 
 /// The version of the file's form: that of [`Object`] as JSON. A test asks for another one when that changes.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".objects";
@@ -50,10 +50,10 @@ impl ObjectFile {
     /// start.
     pub(crate) fn of(config: &Config) -> Option<Self> {
         let location = config.source.location();
-        // Objects without Services are not all objects for a daemon that translates: it would take Services for addresses.
+        // Objects without EndpointSlices are not all objects for a daemon that translates: it would find no backends.
         let mut origin = match config.services.followed_kinds() {
             FollowedKinds::All => location.to_string(),
-            FollowedKinds::WithoutServices => format!("{location}, without Services"),
+            FollowedKinds::WithoutEndpointSlices => format!("{location}, without EndpointSlices"),
         };
         // And rules with domain names were read for a daemon that follows them.
         if config.domain_names.enabled {
@@ -340,6 +340,7 @@ mod tests {
                         target: TargetPort::Name("dns".into()),
                     },
                 ],
+                external: Vec::new(),
                 local_only: true,
                 affinity_seconds: Some(10_800),
                 selector: None,

@@ -229,6 +229,7 @@ pub(super) fn sides(evaluation: &LoggedEvaluation) -> (String, String) {
         (DirectionVerdict::Open, _) => "open".to_owned(),
         (DirectionVerdict::Exempt, _) => "exempt".to_owned(),
         (DirectionVerdict::Default, _) => "default".to_owned(),
+        (DirectionVerdict::Postponed, _) => "for what answers".to_owned(),
         (DirectionVerdict::DeniedBy(_), Some(rule)) => format!("denied by {rule}"),
         (DirectionVerdict::DeniedBy(_), None) => "denied".to_owned(),
         (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), Some(rule)) => rule.to_string(),

@@ -147,6 +147,12 @@ fn explain_direction(
         DirectionVerdict::NotLocal => format!("{}, not a pod: no policy applies to it", style.good(&"allowed")),
         DirectionVerdict::Open => format!("{}, no policy isolates it", style.good(&"allowed")),
         DirectionVerdict::Default => format!("{}, no rule of any tier decides", style.good(&"allowed")),
+        DirectionVerdict::Postponed => {
+            format!(
+                "{} to the Service's address; policy is for the pod, node or address that answers",
+                style.good(&"allowed")
+            )
+        }
         DirectionVerdict::Exempt => {
             format!("{}, a pod and its node, and a pod and itself, always reach each other", style.good(&"allowed"))
         }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::packet::{Address, Flow, Protocol};
-use penstock_dataplane::policy::RuleScope;
+use penstock_dataplane::policy::{AddressSet, RuleScope};
 use penstock_dataplane::services::{Destination, Frontend, FrontendKey, ServiceSet};
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Object, ObjectChange, ObjectKey};
+use penstock_policy::model::{Object, ObjectChange, ObjectKey, Service};
 use penstock_policy::render::tables::PodScope;
 use penstock_policy::state::{ClusterState, PodId, PodOrNode};
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -117,6 +117,7 @@ impl ReplayCluster {
         let epoch = self.snapshot.epoch.next();
         let forwarding = self.forwarding()?;
         self.engine.set_local(&forwarding);
+        self.engine.set_services(&Arc::new(self.postponed()));
         let services = self.services.translates.then(|| self.engine.service_set().clone());
         self.service_names.clear();
         self.backends.clear();
@@ -129,6 +130,16 @@ impl ReplayCluster {
         self.names = names(self.engine.state());
         self.rules.update_rules(&self.engine);
         Ok(())
+    }
+
+    /// The addresses at which egress policy is postponed, as in a daemon.
+    fn postponed(&self) -> AddressSet {
+        let services = self.engine.state().services();
+        let addresses = |service: &Arc<Service>| {
+            let cluster = if self.services.translates { &[][..] } else { &service.addresses };
+            service.external.iter().chain(cluster).copied().map(Address::from).collect::<Vec<_>>()
+        };
+        services.flat_map(addresses).collect()
     }
 
     fn forwarding(&mut self) -> Result<Forwarding, ClusterError> {

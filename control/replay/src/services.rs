@@ -28,7 +28,8 @@ use super::player::fill_up;
 /// How packets to Services are read.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ServiceReading {
-    /// Whether they are translated as workers do with `services.enabled`; otherwise a cluster address is evaluated as it is.
+    /// Whether they are translated as workers do with `services.enabled`; otherwise the node's kernel does it, and egress policy is for
+    /// what answers, in the packets behind the translation.
     pub translates: bool,
     /// The blocks of cluster addresses, as the setting `service_cidrs`.
     pub blocks: Vec<IpNet>,

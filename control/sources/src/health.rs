@@ -68,14 +68,15 @@ pub enum FollowedKinds {
     /// All of them.
     #[default]
     All,
-    /// All but Services and EndpointSlices, which an API server is not asked for: no right to read them is needed.
-    WithoutServices,
+    /// All but EndpointSlices, which an API server is not asked for: no right to read them is needed. Without the right to read
+    /// Services there are none.
+    WithoutEndpointSlices,
 }
 
 impl FollowedKinds {
     /// Whether objects of this kind are followed.
     pub fn contains(self, kind: ObjectKind) -> bool {
-        self == Self::All || !matches!(kind, ObjectKind::Service | ObjectKind::EndpointSlice)
+        self == Self::All || kind != ObjectKind::EndpointSlice
     }
 
     /// The kinds, in the order of [`ObjectKind::ALL`].
@@ -300,7 +301,9 @@ mod tests {
     #[test]
     fn what_is_not_followed_is_not_awaited() {
         let services = [ObjectKind::Service, ObjectKind::EndpointSlice];
-        for (followed, awaited) in [(FollowedKinds::All, &services[..]), (FollowedKinds::WithoutServices, &[])] {
+        for (followed, awaited) in
+            [(FollowedKinds::All, &services[..]), (FollowedKinds::WithoutEndpointSlices, &services[..1])]
+        {
             let health = SourceHealth::new(followed);
             assert_eq!(health.awaited().len(), 5 + awaited.len(), "{followed:?}");
             for kind in ObjectKind::ALL.into_iter().filter(|kind| !services.contains(kind)) {

@@ -1,6 +1,6 @@
 //! The memory of a table: anonymous, a file that outlasts the process, or BPF arrays that programs in the kernel read.
 //!
-//! A file is a page with the [`FileHeader`], the tags, the entries, then their links. It is created under another name and renamed
+//! A file is a page with the [`FileHeader`], the tags, the entries, then their links and openers. It is created under another name and renamed
 //! when complete. Every change to the table is one atomic word and an entry describes itself, so the file is usable
 //! after a process died at any point; [`super::recover`] clears operations in progress.
 
@@ -17,6 +17,7 @@ use super::config::TableMemory;
 use super::entry::TableEntry;
 use super::hash::Seed;
 use super::header::FileHeader;
+use super::opener::Opener;
 use super::origin::{OpenError, TableOrigin, UnusableFile};
 use super::path::KernelUse;
 use super::shared::{KernelMaps, SharedMaps};
@@ -134,6 +135,15 @@ impl Storage {
         unsafe { std::slice::from_raw_parts(self.entries.as_ptr().add(entries).cast(), entries) }
     }
 
+    /// The opener of each entry, behind the links.
+    #[inline]
+    pub(super) fn openers(&self) -> &[Opener] {
+        let links = self.links();
+        // SAFETY: the mapping contains this many openers behind the links (`table_len`, `KernelMapSizes::of`), aligned to 64 bytes,
+        // and any bit pattern is a valid atomic.
+        unsafe { std::slice::from_raw_parts(links.as_ptr().add(links.len()).cast(), links.len()) }
+    }
+
     /// What the kernel forwarded of each entry, if its programs read the table.
     #[inline]
     pub(super) fn uses(&self) -> Option<&[KernelUse]> {
@@ -157,9 +167,9 @@ fn used_len(groups: u32) -> usize {
     groups as usize * (size_of::<Tags>() + LANES as usize * size_of::<TableEntry>())
 }
 
-/// Bytes of tags, entries and links.
+/// Bytes of tags, entries, links and openers.
 fn table_len(groups: u32) -> usize {
-    used_len(groups) + groups as usize * LANES as usize * size_of::<Link>()
+    used_len(groups) + groups as usize * LANES as usize * (size_of::<Link>() + size_of::<Opener>())
 }
 
 enum FileError {
@@ -198,7 +208,7 @@ fn map(file: &File, groups: u32) -> io::Result<MmapMut> {
 }
 
 /// Asks for huge pages, so that there are fewer translations to look up, and for the first `used` bytes now, so that no worker
-/// waits for a page to be cleared; the links behind them take memory only where there are connections to Services. If the kernel
+/// waits for a page to be cleared; what is behind them takes memory only where there are connections that are translated. If the kernel
 /// has none of the first kind or does not know the second wish (before 5.14), the table works all the same.
 fn advise(map: &MmapMut, used: usize) {
     let used = used.min(map.len());

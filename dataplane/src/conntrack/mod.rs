@@ -32,6 +32,7 @@ mod header;
 mod journal;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;
+mod opener;
 mod origin;
 mod path;
 mod recover;

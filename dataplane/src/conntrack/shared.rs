@@ -10,6 +10,7 @@ use memmap2::{MmapMut, MmapOptions};
 
 use super::entry::TableEntry;
 use super::header::FileHeader;
+use super::opener::Opener;
 use super::path::KernelUse;
 use super::tags::{LANES, Tags};
 use super::translation::Link;
@@ -26,7 +27,7 @@ pub struct KernelMapFds {
     pub table: OwnedFd,
     /// `struct tags` of each group.
     pub tags: OwnedFd,
-    /// `struct entry` of each connection; behind them their links, which only workers read.
+    /// `struct entry` of each connection; behind them their links, and their openers, which only workers read.
     pub entries: OwnedFd,
     /// `struct kernel_use` of each connection.
     pub uses: OwnedFd,
@@ -47,7 +48,7 @@ pub struct KernelMapSizes {
     pub groups: u32,
     /// Number of entries.
     pub entries: u32,
-    /// Number of elements of the array of entries: the entries, and then their links.
+    /// Number of elements of the array of entries: the entries, and then their links and openers.
     pub with_links: u32,
 }
 
@@ -67,15 +68,19 @@ impl KernelMapSizes {
     pub fn of(connections: usize) -> Self {
         let groups = super::table::group_count(connections);
         let entries = groups * LANES;
-        Self { groups, entries, with_links: entries + entries / LINKS }
+        Self { groups, entries, with_links: entries + entries / LINKS + entries / OPENERS }
     }
 }
 
 /// Links in an element of the array of entries.
 const LINKS: u32 = 8;
+/// Openers in one.
+const OPENERS: u32 = 4;
 const _: () = assert!(
-    cfg!(all(test, feature = "loom")) || LINKS as usize * size_of::<Link>() == size_of::<TableEntry>(),
-    "links fill whole elements"
+    cfg!(all(test, feature = "loom"))
+        || LINKS as usize * size_of::<Link>() == size_of::<TableEntry>()
+            && OPENERS as usize * size_of::<Opener>() == size_of::<TableEntry>(),
+    "links and openers fill whole elements"
 );
 const _: () = assert!(cfg!(all(test, feature = "loom")) || LANES.is_multiple_of(LINKS), "so do those of a group");
 
@@ -108,7 +113,10 @@ impl SharedMaps {
         Ok(Self {
             table: map(&maps.0.table, size_of::<TablePage>())?,
             tags: map(&maps.0.tags, groups * size_of::<Tags>())?,
-            entries: map(&maps.0.entries, entries * (size_of::<TableEntry>() + size_of::<Link>()))?,
+            entries: map(
+                &maps.0.entries,
+                entries * (size_of::<TableEntry>() + size_of::<Link>() + size_of::<Opener>()),
+            )?,
             uses: map(&maps.0.uses, entries * size_of::<KernelUse>())?,
             groups,
         })

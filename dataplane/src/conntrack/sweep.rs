@@ -40,6 +40,8 @@ pub struct ConnectionInfo {
     pub frontend: Option<Flow>,
     /// Whether its packets traverse the node's own stack.
     pub via_host: bool,
+    /// Whose source the node's stack has translated: who opened it, `Some(None)` if that is not known.
+    pub opener: Option<Option<Address>>,
     /// Its state.
     pub state: State,
     /// Owner whose quota it counts against.
@@ -118,6 +120,7 @@ impl ConnTable {
                 original: key.flow(control.original()),
                 frontend: if control.is_translated() { self.frontend_at((slot, control)) } else { None },
                 via_host: control.is_via_host(),
+                opener: self.opener_at((slot, control)),
                 state: State::of(key.protocol, current)?,
                 owner,
                 idle: TICK * age,

@@ -180,11 +180,12 @@ impl ConnTable {
         self.storage.entries().len()
     }
 
-    /// Bytes of the table: entries, tags and links.
+    /// Bytes of the table: entries, tags, links and openers.
     pub fn memory(&self) -> usize {
         let uses = self.uses().map_or(0, size_of_val);
         let storage = &self.storage;
-        size_of_val(storage.entries()) + size_of_val(storage.tags()) + size_of_val(storage.links()) + uses
+        let beside = size_of_val(storage.links()) + size_of_val(storage.openers());
+        size_of_val(storage.entries()) + size_of_val(storage.tags()) + beside + uses
     }
 
     /// Whether programs in the kernel read the table.

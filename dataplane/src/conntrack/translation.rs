@@ -27,6 +27,8 @@ pub(super) struct Link(AtomicU64);
 
 const GENERATION_AT: u32 = 32;
 const IS_LINK: u64 = 1 << 63;
+/// Instead of a link: beside the entry is who opened its connection ([`super::opener`]).
+const HAS_OPENER: u64 = 1 << 62;
 
 impl Default for Link {
     fn default() -> Self {
@@ -41,6 +43,15 @@ impl Link {
 
     fn set(&self, other: SlotRef) {
         overwrite(&self.0, Self::to(other), Ordering::Release);
+    }
+
+    /// Says that beside the entry is who opened the connection of this control word.
+    pub(super) fn set_own(&self, control: ControlWord) {
+        overwrite(&self.0, control.generation() << GENERATION_AT | HAS_OPENER, Ordering::Release);
+    }
+
+    pub(super) fn is_own(&self, control: ControlWord) -> bool {
+        self.word() == control.generation() << GENERATION_AT | HAS_OPENER
     }
 
     fn word(&self) -> u64 {
@@ -155,17 +166,16 @@ impl ConnTable {
         frontend: &PreparedFlow,
         inner: SlotRef,
     ) -> Result<(), TranslatedInsertError> {
-        let new = NewConnection { hashed: frontend, ..*new };
+        let new = &NewConnection { hashed: frontend, ..*new };
         loop {
             if let Some(found) = self.lookup(frontend) {
-                // What a connection left that has ended.
-                if found.1.is_frontend() && self.partner(found).is_none() {
-                    self.remove_entry(found, Ending::Evicted, None);
-                    continue;
+                if !self.has_ended(found, new) {
+                    return Err(TranslatedInsertError::InUse);
                 }
-                return Err(TranslatedInsertError::InUse);
+                self.remove_entry(found, Ending::Evicted, None);
+                continue;
             }
-            let (slot, claimed) = self.make_room(&new)?;
+            let (slot, claimed) = self.make_room(new)?;
             let (epoch, tick) = (EpochTag::of(new.epoch), new.now.tick());
             let control = ControlWord::tentative(claimed, FRONTEND, frontend.orientation, epoch, tick);
             let control = control.with_translated(true);
@@ -181,6 +191,17 @@ impl ConnTable {
                 Some(_) => return Err(TranslatedInsertError::InUse),
                 None => self.counters.count(TableEvent::Retried),
             }
+        }
+    }
+
+    /// Whether an entry is what a connection to a Service has left that has ended, or has expired and was not swept yet.
+    fn has_ended(&self, frontend: SlotRef, new: &NewConnection<'_>) -> bool {
+        if !frontend.1.is_frontend() {
+            return false;
+        }
+        match self.partner(frontend) {
+            Some((slot, control)) => self.expire(slot, control, new.now.tick()),
+            None => true,
         }
     }
 

@@ -7,16 +7,18 @@
 //! |---|---|---|
 //! | 0 | `02`: locally administered, unicast | `02` |
 //! | 1 | `fa` | `fb` |
-//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`], 32 [`UNCHANGED`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`] |
+//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`], 32 [`UNCHANGED`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`], and which protocol is [allowed](allowed) |
 //! | 3 | with [`LEAVING`] the uplink's number | with [`TO_UPLINK`] the same |
 //! | 4–5 | number of the pod's port, in network byte order | the same; `ffff`: none |
-//! | 6–7 | `02fa` | – |
-//! | 8–11 | index of the interface at which the frame was, in network byte order | – |
+//! | 6–7 | `02fa` | of what is [allowed](allowed) the port, in network byte order |
+//! | 8–11 | index of the interface at which the frame was, in network byte order | and the epoch, the same |
 //!
 //! With XDP at pods' veths, frames on the host veth carry the first three bytes: which of them the node's stack forwarded.
 
 use crate::batch::StackSender;
 use crate::forward::{Mac, PortId};
+use crate::packet::Protocol;
+use crate::snapshot::Epoch;
 
 const LOCAL: u8 = 0x02;
 const TO_WORKER: u8 = 0xfa;
@@ -100,10 +102,27 @@ pub(crate) const fn to_node() -> Mac {
     Mac([LOCAL, FROM_WORKER, TO_NODE, 0, p, q])
 }
 
-/// Destination address by which a frame from a worker leaves the node by this uplink.
-pub(crate) const fn to_uplink(uplink: u8) -> Mac {
-    let [p, q] = NO_PORT.0.to_be_bytes();
-    Mac([LOCAL, FROM_WORKER, TO_UPLINK, uplink, p, q])
+/// Destination address by which a frame of the pod behind this port leaves the node by an uplink. `next`: the protocol, if the program
+/// there may send the pod's next packets to this address and port on by itself: those of [`allowed`].
+pub(crate) fn to_uplink(uplink: u8, port: PortId, next: Option<Protocol>) -> Mac {
+    let [p, q] = port.0.to_be_bytes();
+    Mac([LOCAL, FROM_WORKER, TO_UPLINK | next.and_then(remembered).unwrap_or(0), uplink, p, q])
+}
+
+/// The flag of a protocol of which the program remembers what is allowed.
+const fn remembered(protocol: Protocol) -> Option<u8> {
+    match protocol {
+        Protocol::TCP => Some(4),
+        Protocol::UDP => Some(8),
+        Protocol::SCTP => Some(16),
+        _ => None,
+    }
+}
+
+/// Source address of a frame that leaves by an uplink: the port that the pod may send to, and the epoch under which it was evaluated.
+pub(crate) fn allowed(to_port: u16, epoch: Epoch) -> Mac {
+    let ([p, q], [a, b, c, d]) = (to_port.to_be_bytes(), epoch.0.to_be_bytes());
+    Mac([p, q, a, b, c, d])
 }
 
 /// Makes a frame with the address of [`to_node`] one that the node's stack receives as a packet of this port.
@@ -156,7 +175,11 @@ mod tests {
         ] {
             assert_eq!(stack_sender(&[2, 0xfa, flags, 9, 0x12, 0x34]), sender, "{flags:#x}");
         }
-        assert_eq!(to_uplink(9).0, [2, 0xfb, TO_UPLINK, 9, 0xff, 0xff]);
+        for (next, flags) in [(None, 2), (Some(Protocol::TCP), 6), (Some(Protocol::UDP), 10), (Some(Protocol::ICMP), 2)]
+        {
+            assert_eq!(to_uplink(9, PortId(0x1234), next).0, [2, 0xfb, flags, 9, 0x12, 0x34]);
+        }
+        assert_eq!(allowed(0x0102, Epoch(0x0304_0506)).0, [1, 2, 3, 4, 5, 6]);
         for frame in [&[][..], &[2, 0xfa], &[2, 0xfb, FROM_NODE | LOCAL_PROCESS]] {
             assert_eq!(stack_sender(frame), StackSender::Unknown);
         }

@@ -3,7 +3,7 @@
 use super::translate::Translation;
 use crate::forward::{PathPorts, Port, PortId, PortKind};
 use crate::io::tag;
-use crate::packet::{NextHop, OpenChecksum, Packet, rewrite, translate};
+use crate::packet::{Flow, NextHop, OpenChecksum, Packet, rewrite, translate};
 use crate::{DropReason, Snapshot};
 
 /// Path of a packet that may pass.
@@ -16,8 +16,19 @@ pub(super) enum PacketPath {
     At(PortId),
     /// Through the host port, whatever its destination: the node's own stack translates its connection.
     ViaHost,
-    /// Out by the uplink with this number: the node's own stack has chosen it.
-    ByUplink(u8),
+    /// Out by an uplink: the node's own stack has chosen it.
+    ByUplink(Leaving),
+}
+
+/// A packet of a pod that leaves the node by an uplink.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Leaving {
+    /// The uplink's number.
+    pub(super) uplink: u8,
+    /// The pod's port.
+    pub(super) pod: PortId,
+    /// The program there may send the pod's next packets to the same address and port on by itself, under the same epoch.
+    pub(super) allows_next: bool,
 }
 
 /// The ports towards the two ends of a packet received on `ingress`: its destination, as it would leave, and its sender.
@@ -82,9 +93,16 @@ pub(super) fn dispatch_translated(
 
 /// A packet of the node's stack goes back into its pair, to leave as it is.
 #[cold]
-fn by_uplink(snapshot: &Snapshot, uplink: u8, open: OpenChecksum) -> Result<(PortId, NextHop), DropReason> {
+fn by_uplink(
+    snapshot: &Snapshot,
+    flow: &Flow,
+    leaving: Leaving,
+    open: OpenChecksum,
+) -> Result<(PortId, NextHop), DropReason> {
     let host = snapshot.forwarding.host().ok_or(DropReason::NoPort)?;
-    Ok((host, NextHop { peer: tag::to_uplink(uplink), own: tag::FROM, spend_ttl: false, open }))
+    let next = leaving.allows_next.then_some(flow.protocol);
+    let peer = tag::to_uplink(leaving.uplink, leaving.pod, next);
+    Ok((host, NextHop { peer, own: tag::allowed(flow.dst_port, snapshot.epoch), spend_ttl: false, open }))
 }
 
 /// The egress port of a packet, and what is rewritten for it.
@@ -96,8 +114,8 @@ fn way(
     route: PacketPath,
     open: OpenChecksum,
 ) -> Result<(PortId, NextHop), DropReason> {
-    if let PacketPath::ByUplink(uplink) = route {
-        return by_uplink(snapshot, uplink, open);
+    if let PacketPath::ByUplink(leaving) = route {
+        return by_uplink(snapshot, &packet.flow, leaving, open);
     }
     let egress = egress(snapshot, packet, route).ok_or(DropReason::NoPort)?;
     let port = snapshot.forwarding.port(egress).ok_or(DropReason::PortGone)?;

@@ -53,12 +53,22 @@ fn evaluate_sent(
         StackSender::Process | StackSender::Unknown | StackSender::Leaving { .. } => from(&flow.reversed()),
     };
     match (original, sender) {
-        (Some(original), _) => (original, policy.evaluate_named(&original, time), EvaluationForm::Plain),
-        (None, StackSender::Forwarded | StackSender::Translated | StackSender::Unchanged) => {
+        (Some(original), _) => evaluate_original(policy, original, time),
+        (None, StackSender::Translated) => (*flow, policy.evaluate_without_source(flow, ends), EvaluationForm::Unknown),
+        (None, StackSender::Forwarded | StackSender::Unchanged) => {
             (*flow, policy.evaluate_forwarded(flow, ends, time), EvaluationForm::Forwarded)
         }
         (None, _) => (*flow, policy.evaluate_between(flow, ends, time), EvaluationForm::Plain),
     }
+}
+
+/// Evaluates policy for a flow with the source that it had before the node translated it.
+fn evaluate_original(policy: &PolicySet, original: Flow, time: NameTime) -> Evaluated {
+    if original.src == original.dst {
+        // A pod that is its own backend.
+        return (original, policy.evaluate_hairpin(&original, time), EvaluationForm::Hairpin);
+    }
+    (original, policy.evaluate_named(&original, time), EvaluationForm::Plain)
 }
 
 /// Who opens a connection.
@@ -68,6 +78,8 @@ pub(super) enum Opener {
     Sender(StackSender),
     /// A pod that the workers send on to a Service's backend.
     ClientOfService,
+    /// Of a known connection, whose source the node's stack has translated: what is kept beside it.
+    Kept(Option<Address>),
 }
 
 impl Opener {
@@ -77,15 +89,20 @@ impl Opener {
     }
 
     /// Who opened a connection of the table.
-    pub(super) fn of_connection(is_to_service: bool, via_host: bool, ends: FlowEnds<'_>) -> Self {
+    pub(super) fn of_connection(
+        is_to_service: bool,
+        via_host: bool,
+        ends: FlowEnds<'_>,
+        kept: impl FnOnce() -> Option<Option<Address>>,
+    ) -> Self {
         if is_to_service {
-            Self::ClientOfService
-        } else if via_host && !ends.src.is_local_pod() {
-            // Of no pod, and translated: so was its source.
-            Self::Sender(StackSender::Translated)
-        } else {
-            Self::Sender(StackSender::Unknown)
+            return Self::ClientOfService;
         }
+        if !via_host || ends.src.is_local_pod() {
+            return Self::Sender(StackSender::Unknown);
+        }
+        // Of no pod, and forwarded.
+        kept().map_or(Self::Sender(StackSender::Forwarded), Self::Kept)
     }
 
     /// Evaluates policy in the direction in which the connection is opened.
@@ -100,6 +117,8 @@ impl Opener {
     ) -> Evaluated {
         match self {
             Self::Sender(sender) => evaluate(policy, sources, flow, ends, sender, time),
+            Self::Kept(Some(src)) => evaluate_original(policy, Flow { src, ..*flow }, time),
+            Self::Kept(None) => (*flow, policy.evaluate_without_source(flow, ends), EvaluationForm::Unknown),
             Self::ClientOfService if flow.src == flow.dst => {
                 (*flow, policy.evaluate_hairpin(flow, time), EvaluationForm::Hairpin)
             }
@@ -117,7 +136,7 @@ pub fn evaluate_connection(
 ) -> (Flow, PolicyVerdict) {
     let flow = policy_flow(connection.original, connection.frontend.as_ref());
     let ends = policy.ends(&flow);
-    let opener = Opener::of_connection(connection.frontend.is_some(), connection.via_host, ends);
+    let opener = Opener::of_connection(connection.frontend.is_some(), connection.via_host, ends, || connection.opener);
     let (flow, verdict, _) = opener.evaluate(policy, sources, &flow, ends, NameTime::Ever);
     (flow, verdict)
 }

@@ -2,7 +2,7 @@
 
 use rand::rngs::StdRng;
 
-use super::dispatch::PacketPath;
+use super::dispatch::{Leaving, PacketPath};
 use super::sources::{Opener, OriginalSources};
 use super::timed::StageTimer;
 use super::translate::{Translation, policy_flow};
@@ -55,9 +55,10 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     #[inline(always)]
     fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         if let StackSender::Leaving { port, uplink } = self.sender() {
-            let route = PacketPath::ByUplink(uplink);
-            return match self.leave(&entry.packet.flow, PortId(port)) {
-                Ok(()) => Ok(route),
+            let pod = PortId(port);
+            let route = PacketPath::ByUplink(Leaving { uplink, pod, allows_next: false });
+            return match self.leave(&entry.packet, pod, uplink) {
+                Ok(leaving) => Ok(PacketPath::ByUplink(leaving)),
                 Err(reason) => Err(DroppedPacket { route, ..reason.into() }),
             };
         }
@@ -79,21 +80,46 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         Ok(route)
     }
 
-    /// A pod's packet to its own node, which the node sends on to another machine. Egress policy is for that one, and evaluated for
-    /// each packet: the answers come back by the node, so that there is no connection to track.
+    /// A pod's packet to its own node or to a Service, which the node sends on to another machine. Egress policy is for that one. The
+    /// answers come back by the node, so that there is no connection to track: the program at the uplink keeps what is allowed.
     #[cold]
     #[inline(never)]
-    fn leave(&mut self, flow: &Flow, port: PortId) -> Result<(), DropReason> {
+    fn leave(&mut self, packet: &Packet, pod: PortId, uplink: u8) -> Result<Leaving, DropReason> {
+        let sent = self.leaving_flow(packet)?;
         let is_own =
-            |address: &&Address| address.is_v4() == flow.src.is_v4() && self.snapshot.pod_port(**address) == Some(port);
-        let addresses = self.snapshot.forwarding.port(port).map_or(&[][..], |port| &port.addresses);
+            |address: &&Address| address.is_v4() == sent.src.is_v4() && self.snapshot.pod_port(**address) == Some(pod);
+        let addresses = self.snapshot.forwarding.port(pod).map_or(&[][..], |port| &port.addresses);
         // The node may have given it an address of its own.
         let src = *addresses.iter().find(is_own).ok_or(DropReason::NotReady)?;
-        let flow = Flow { src, ..*flow };
-        let verdict = self.snapshot.policy.evaluate_named(&flow, self.name_time(EvaluationReason::Opened));
-        let Some(reason) = verdict.drop_reason() else { return Ok(()) };
-        self.observer.evaluated(self.index, &flow, &verdict, EvaluationForm::Plain, EvaluationReason::Opened);
-        Err(reason)
+        let flow = Flow { src, ..sent };
+        let policy = &self.snapshot.policy;
+        let verdict = policy.evaluate_as_it_is(&flow, self.name_time(EvaluationReason::Opened));
+        if let Some(reason) = verdict.drop_reason() {
+            self.observer.evaluated(self.index, &flow, &verdict, EvaluationForm::Plain, EvaluationReason::Opened);
+            return Err(reason);
+        }
+        if packet.fragment.is_some() {
+            self.connections.fragments().remember(packet, self.ingress, self.now);
+        }
+        // An allowed name expires.
+        let allows_next = sent == packet.flow && !policy.has_names();
+        Ok(Leaving { uplink, pod, allows_next })
+    }
+
+    /// The flow that a packet which leaves the node belongs to, in the direction of its sender.
+    fn leaving_flow(&mut self, packet: &Packet) -> Result<Flow, DropReason> {
+        match packet.transport {
+            Transport::IcmpError { quoted_at } => {
+                let quoted = quoted_flow(self.frames.bytes(self.index), packet, quoted_at);
+                let is_answer = |quoted: &Flow| quoted.src == packet.flow.dst;
+                quoted.filter(is_answer).map(|quoted| quoted.reversed()).ok_or(DropReason::NoConnection)
+            }
+            Transport::LaterFragment => {
+                let fragments = self.connections.fragments();
+                fragments.flow_of(packet, self.ingress, self.now).ok_or(DropReason::Fragment)
+            }
+            _ => Ok(packet.flow),
+        }
     }
 
     /// A packet of a connection to a Service, or a pod's packet that may open one. Apart from the others, and called before
@@ -193,12 +219,8 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// A SYN on a live connection from the answering side.
     fn ask_in_reverse(&mut self, mut connection: Conn<'_>, entry: &AdmittedPacket) -> Result<(), DroppedPacket> {
         let opener = Opener::Sender(self.sender());
-        self.evaluate(
-            &entry.packet.flow,
-            self.snapshot.policy.ends(&entry.packet.flow),
-            opener,
-            EvaluationReason::Opened,
-        )?;
+        let flow = &entry.packet.flow;
+        self.evaluate(flow, self.snapshot.policy.ends(flow), opener, EvaluationReason::Opened)?;
         match connection.hold_syn(entry.hashed.orientation(), &entry.packet.transport, self.now) {
             Update::Accepted(_) => Ok(()),
             _ => Err(DropReason::InvalidState.into()),
@@ -321,8 +343,8 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         let flow = policy_flow(entry.inner(), entry.translation().map(|translation| &translation.frontend));
         let ends = self.snapshot.policy.ends(&flow);
         let opener = if entry.is_translated { Opener::ClientOfService } else { Opener::Sender(self.sender()) };
-        self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
-        Ok(Opening { flow, ends, is_answer: false })
+        let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
+        Ok(Opening { flow, ends, is_answer: false, opener: (asked.src != flow.src).then_some(asked.src) })
     }
 
     /// Evaluates policy for a packet from the middle of a connection that is not known: it is older than the table, or than its
@@ -345,8 +367,8 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             };
         let (flow, opener) = if is_answer { back } else { there };
         let ends = policy.ends(&flow);
-        self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
-        Ok(Opening { flow, ends, is_answer })
+        let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
+        Ok(Opening { flow, ends, is_answer, opener: (asked.src != flow.src).then_some(asked.src) })
     }
 
     /// Whether no policy selects an end of this flow, so that its packets pass whatever their connection.
@@ -360,7 +382,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     fn enter(&mut self, entry: &AdmittedPacket, opening: &Opening<'_>) -> Result<PacketPath, DroppedPacket> {
         let AdmittedPacket { packet, hashed, is_translated, .. } = entry;
         let sender = self.sender();
-        let Opening { flow, ends, is_answer } = opening;
+        let Opening { flow, ends, is_answer, opener } = opening;
         let of_packet = if *is_answer { FlowEnds { src: ends.dst, dst: ends.src } } else { *ends };
         let via_host = !is_translated && self.enters_via_host(packet, of_packet, sender);
         let route = match of_packet.dst.port() {
@@ -381,7 +403,12 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
             return self.enter_translated(&new, translation, flow).map(|()| route);
         }
         match self.connections.insert(&new) {
-            Ok(Insertion::Created(_)) => Ok(route),
+            Ok(Insertion::Created(connection)) => {
+                if sender == StackSender::Translated {
+                    self.connections.set_opener(&connection, *opener);
+                }
+                Ok(route)
+            }
             // Another worker was first, perhaps with a packet of the other direction.
             Ok(Insertion::Found(connection)) if connection.is_translated() => Err(DropReason::FlowInUse.into()),
             Ok(Insertion::Found(mut connection)) => {
@@ -484,8 +511,9 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         evaluation_reason: EvaluationReason,
     ) -> Result<(), DropReason> {
         let ends = self.snapshot.policy.ends(flow);
-        let opener = Opener::of_connection(is_to_service, connection.via_host(), ends);
-        self.evaluate(flow, ends, opener, evaluation_reason)
+        let kept = || self.connections.opener_of(connection);
+        let opener = Opener::of_connection(is_to_service, connection.via_host(), ends, kept);
+        self.evaluate(flow, ends, opener, evaluation_reason).map(drop)
     }
 
     /// Which domain names count: for a connection that is opened, those that hold now; one that was allowed before stays so
@@ -498,14 +526,14 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         }
     }
 
-    /// Evaluates policy in the direction in which the connection is opened.
+    /// Evaluates policy in the direction in which the connection is opened. Returns the flow that it was asked about.
     fn evaluate(
         &mut self,
         flow: &Flow,
         ends: FlowEnds<'_>,
         opener: Opener,
         evaluation_reason: EvaluationReason,
-    ) -> Result<(), DropReason> {
+    ) -> Result<Flow, DropReason> {
         let policy = &self.snapshot.policy;
         let time = self.name_time(evaluation_reason);
         self.timer.before_evaluation();
@@ -513,7 +541,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
         self.timer.evaluated();
         self.observer.evaluated(self.index, &flow, &policy_verdict, form, evaluation_reason);
         match policy_verdict.drop_reason() {
-            None => Ok(()),
+            None => Ok(flow),
             Some(DropReason::EgressDenied) if self.snapshot.forwarding.is_service(flow.dst) => {
                 Err(DropReason::ServiceDenied)
             }
@@ -529,6 +557,8 @@ struct Opening<'a> {
     ends: FlowEnds<'a>,
     /// Whether the packet's receiver has opened it.
     is_answer: bool,
+    /// Who has opened it, where the node's stack has translated that one's address.
+    opener: Option<Address>,
 }
 
 /// Whether a packet belongs to a connection that others have opened before. Not what answers or ends one: nf_conntrack picks up

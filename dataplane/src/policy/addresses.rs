@@ -6,8 +6,8 @@ use std::sync::Arc;
 use crate::forward::{Forwarding, LocalAddresses, PortId};
 use crate::packet::Address;
 
-use super::DirectionVerdict;
 use super::peers::Identity;
+use super::{AddressSet, DirectionVerdict};
 
 /// A pod whose policies are enforced on this node. Numbered from 0; small numbers are reused first.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -44,6 +44,8 @@ pub(crate) enum LocalAddress {
     /// Not at a pod of this node.
     #[default]
     No,
+    /// The same, and a pod may send to a Service there ([`AddressMap::set_services`]).
+    Service,
     /// At a pod of this node that has no port (yet, or any more).
     Portless,
     /// At the pod behind this port.
@@ -72,14 +74,14 @@ impl AddressEntry {
     pub(crate) const fn port(&self) -> Option<PortId> {
         match self.local {
             LocalAddress::At(port) => Some(port),
-            LocalAddress::No | LocalAddress::Portless => None,
+            LocalAddress::No | LocalAddress::Service | LocalAddress::Portless => None,
         }
     }
 
     /// Whether this is an address of a pod of this node, with or without a port.
     #[inline]
     pub(crate) fn is_local_pod(&self) -> bool {
-        self.local != LocalAddress::No
+        matches!(self.local, LocalAddress::Portless | LocalAddress::At(_))
     }
 
     /// Whether this is an address of a pod of this node without a port.
@@ -91,6 +93,17 @@ impl AddressEntry {
     /// Whether it is a pod's address, of whatever node.
     pub(crate) const fn is_pod(&self) -> bool {
         self.identity != 0
+    }
+
+    /// Whether a pod may send to a Service there. Not where a pod or a node has the address: that one is asked about.
+    #[inline]
+    pub(crate) fn is_service(&self) -> bool {
+        self.local == LocalAddress::Service && self.identity == 0 && self.node == NONE
+    }
+
+    /// The same address as it is, without a Service.
+    pub(crate) fn without_service(&self) -> Self {
+        Self { local: if self.local == LocalAddress::Service { LocalAddress::No } else { self.local }, ..*self }
     }
 
     /// Whether it is a node's own address.
@@ -105,7 +118,7 @@ impl AddressEntry {
     pub(super) const fn without_endpoint(&self) -> DirectionVerdict {
         match self.local {
             LocalAddress::At(_) => DirectionVerdict::NotReady,
-            LocalAddress::No | LocalAddress::Portless => DirectionVerdict::NotLocal,
+            LocalAddress::No | LocalAddress::Service | LocalAddress::Portless => DirectionVerdict::NotLocal,
         }
     }
 
@@ -163,12 +176,15 @@ pub(super) struct AddressMap {
     owned: usize,
     /// The local addresses in it.
     local: Arc<LocalAddresses>,
+    /// The addresses of Services in it.
+    services: Arc<AddressSet>,
 }
 
 impl Default for AddressMap {
     fn default() -> Self {
         let empty: Arc<[AddressSlot]> = Arc::new([AddressSlot::FREE]);
-        Self { shards: Arc::new(std::array::from_fn(|_| empty.clone())), owned: 0, local: Arc::default() }
+        let shards = Arc::new(std::array::from_fn(|_| empty.clone()));
+        Self { shards, owned: 0, local: Arc::default(), services: Arc::default() }
     }
 }
 
@@ -207,6 +223,10 @@ impl AddressMap {
         }
     }
 
+    pub(super) fn services(&self) -> &Arc<AddressSet> {
+        &self.services
+    }
+
     /// Number of addresses with an owner.
     pub(super) fn owned(&self) -> usize {
         self.owned
@@ -229,12 +249,27 @@ impl AddressMap {
             return;
         }
         for &address in before.keys().filter(|address| !after.contains_key(address)) {
-            self.set_local_address(address, LocalAddress::No);
+            self.set_local_address(address, self.elsewhere(address));
         }
         for (&address, port) in after.iter().filter(|(address, port)| before.get(address) != Some(port)) {
             self.set_local_address(address, port.map_or(LocalAddress::Portless, LocalAddress::At));
         }
         self.local = Arc::clone(after);
+    }
+
+    /// Makes these the addresses at which pods may send to Services. What does not differ stays shared.
+    pub(super) fn set_services(&mut self, services: &Arc<AddressSet>) {
+        let before = std::mem::replace(&mut self.services, Arc::clone(services));
+        for &address in before.symmetric_difference(services) {
+            if !self.find(address).is_local_pod() {
+                self.set_local_address(address, self.elsewhere(address));
+            }
+        }
+    }
+
+    /// What an address is that is at no pod of this node.
+    fn elsewhere(&self, address: Address) -> LocalAddress {
+        if self.services.contains(&address) { LocalAddress::Service } else { LocalAddress::No }
     }
 
     fn set_local_address(&mut self, address: Address, local: LocalAddress) {

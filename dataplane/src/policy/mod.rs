@@ -47,7 +47,7 @@ pub use tiers::{RuleAction, TieredTable};
 
 use std::sync::Arc;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::DropReason;
 use crate::forward::Forwarding;
@@ -67,6 +67,9 @@ pub enum Direction {
     /// Packets that the endpoint receives.
     Ingress,
 }
+
+/// A set of addresses.
+pub type AddressSet = FxHashSet<Address>;
 
 /// Refers to a rule of a [`PolicySet`] by endpoint, direction and number in the table. Only valid with the set that
 /// returned it.
@@ -98,6 +101,8 @@ pub enum DirectionVerdict {
     DeniedBy(RuleRef),
     /// ClusterNetworkPolicies apply to the pod, and no rule of any tier decided: allowed.
     Default,
+    /// Egress to an address of a Service, which the node's kernel translates: decided for what answers, once that is known.
+    Postponed,
     /// The pod is isolated and none of its rules allows the flow, but this rule of the other direction does, and rules
     /// are honoured cluster-wide.
     AllowedByPeer(RuleRef),
@@ -169,6 +174,8 @@ pub enum EvaluationForm {
     Plain,
     /// As one that the node's stack forwards: its source has no exemption as the node's.
     Forwarded,
+    /// The same, and its source, which the stack has translated, is not known.
+    Unknown,
     /// As one of a pod to itself through a Service.
     Hairpin,
 }
@@ -198,6 +205,18 @@ impl PolicySet {
         self.evaluate_between(flow, self.ends(flow), NameTime::Never)
     }
 
+    /// Evaluates policy for a flow that leaves the node as it is: also at an address of a Service, for that address.
+    pub(crate) fn evaluate_as_it_is(&self, flow: &Flow, time: NameTime) -> PolicyVerdict {
+        let FlowEnds { src, dst } = self.ends(flow);
+        self.evaluate_between(flow, FlowEnds { src, dst: &dst.without_service() }, time)
+    }
+
+    /// Evaluates policy for a flow of which the node's stack has translated the source, and nobody knows what it was: no rule for some
+    /// sources allows it.
+    pub(crate) fn evaluate_without_source(&self, flow: &Flow, ends: FlowEnds<'_>) -> PolicyVerdict {
+        PolicyVerdict { egress: ends.src.without_endpoint(), ingress: self.evaluate_unknown(ends.dst, flow) }
+    }
+
     /// [`PolicySet::evaluate`] with what the source has learnt of domain names.
     pub fn evaluate_named(&self, flow: &Flow, time: NameTime) -> PolicyVerdict {
         self.evaluate_between(flow, self.ends(flow), time)
@@ -208,6 +227,7 @@ impl PolicySet {
         match form {
             EvaluationForm::Plain => self.evaluate_named(flow, time),
             EvaluationForm::Forwarded => self.evaluate_forwarded(flow, self.ends(flow), time),
+            EvaluationForm::Unknown => self.evaluate_without_source(flow, self.ends(flow)),
             EvaluationForm::Hairpin => self.evaluate_hairpin(flow, time),
         }
     }
@@ -288,7 +308,7 @@ impl PolicySet {
         if !ends.src.is_node() {
             return self.evaluate_between(flow, ends, time);
         }
-        PolicyVerdict { egress: ends.src.without_endpoint(), ingress: self.evaluate_unknown(ends.dst, flow) }
+        self.evaluate_without_source(flow, ends)
     }
 
     fn evaluate_unknown(&self, own: &AddressEntry, flow: &Flow) -> DirectionVerdict {
@@ -314,7 +334,10 @@ impl PolicySet {
 
     #[inline]
     fn evaluate_rules(&self, flow: &Flow, FlowEnds { src, dst }: FlowEnds<'_>, time: NameTime) -> PolicyVerdict {
-        let egress = self.evaluate_direction(src, Direction::Egress, dst, flow.dst, flow, time);
+        let egress = match dst.is_service() && src.endpoint != NONE {
+            true => DirectionVerdict::Postponed,
+            false => self.evaluate_direction(src, Direction::Egress, dst, flow.dst, flow, time),
+        };
         let ingress = self.evaluate_direction(dst, Direction::Ingress, src, flow.src, flow, NameTime::Never);
         match self.rule_scope {
             RuleScope::BothSides => PolicyVerdict { egress, ingress },
@@ -445,6 +468,11 @@ impl PolicySet {
         }
     }
 
+    /// The addresses at which egress is postponed ([`PolicySetUpdate::set_services`]).
+    pub fn services(&self) -> &Arc<AddressSet> {
+        self.addresses.services()
+    }
+
     /// Owner of an address, if known to this set.
     pub fn owner(&self, address: Address) -> Option<AddressOwner> {
         self.addresses.find(address).owner()
@@ -535,6 +563,13 @@ impl PolicySetUpdate {
     /// Sets which addresses are at pods of this node, and at which ports: those of `forwarding` and no others.
     pub fn set_local(&mut self, forwarding: &Forwarding) -> &mut Self {
         self.set.addresses.set_local(forwarding);
+        self
+    }
+
+    /// Sets the addresses at which pods may send to Services that the node's kernel translates: egress to them is postponed until it
+    /// is known what answers. The caller sees to it that it is then asked.
+    pub fn set_services(&mut self, services: &Arc<AddressSet>) -> &mut Self {
+        self.set.addresses.set_services(services);
         self
     }
 

@@ -131,6 +131,17 @@ impl ClusterObjects {
         }
     }
 
+    /// Whether a Service that workers do not translate has this address, and no pod or node has it.
+    fn is_a_service_alone(&self, address: IpAddr) -> bool {
+        let has = |object: &Object| match object {
+            Object::Service(service) => {
+                service.external.contains(&address) || !self.translates && service.addresses.contains(&address)
+            }
+            _ => false,
+        };
+        self.objects.iter().any(has) && self.pod(address).is_none() && self.node_of(address).is_none()
+    }
+
     /// Whether no policy selects a pod at either end: then nothing is asked of the state of a connection.
     pub(crate) fn is_free(&self, flow: &Flow) -> bool {
         [flow.src, flow.dst].into_iter().all(|own| {
@@ -146,6 +157,10 @@ impl ClusterObjects {
     fn direction_verdict(&self, own: IpAddr, direction: Direction, peer: IpAddr, flow: &Flow) -> DirectionVerdict {
         let pod = if self.cluster_wide { self.pod(own) } else { self.local_pod(own) };
         let Some(pod) = pod else { return DirectionVerdict::NotLocal };
+        // Egress is for what answers, in the packets behind the translation.
+        if direction == Direction::Egress && self.is_a_service_alone(peer) {
+            return DirectionVerdict::Open;
+        }
         let selecting: Vec<(&NetworkPolicy, &[Rule])> = self
             .policies()
             .filter(|policy| policy.key.namespace == pod.key.namespace && policy.pod_selector.matches(&pod.labels))

@@ -164,41 +164,38 @@ int penstock(struct xdp_md *ctx)
  * packets, which return because the node translated their destination, from packets with a spoofed source: those from
  * outside or out of a tunnel arrived on another interface, and those of a process on the node have 0. */
 #ifdef ASKS_THE_KERNEL
+/* Whether to_uplink (tcx.bpf.c) has sent it here, with its tag. */
+static __always_inline int is_leaving(struct __sk_buff *skb)
+{
+	__u8 tag[3];
+
+	return !bpf_skb_load_bytes(skb, 0, tag, sizeof(tag)) && tag[0] == 0x02 && tag[1] == 0xfa && tag[2] & LEAVING;
+}
+
 /* Writes into the Ethernet destination who sent a packet to the workers (dataplane/src/io/tag.rs). */
 static __always_inline int tell_sender(struct __sk_buff *skb, const struct origin *origin)
 {
 	__u8 tag[3] = { 0x02, 0xfa, FROM_NODE };
 
-	tag[2] |= sender_of(skb, origin, !skb->ingress_ifindex);
+	tag[2] |= sender_of(skb, origin);
 	return bpf_skb_store_bytes(skb, 0, tag, sizeof(tag), 0) ? TC_ACT_SHOT : TC_ACT_OK;
 }
 
 SEC("tc")
 int penstock_leave(struct __sk_buff *skb)
 {
-	struct in6_addr from = {};
 	struct origin origin = {};
 	const int is_back = skb->ingress_ifindex == skb->ifindex; /* of a pod, checked by the workers */
 	__be16 kind;
-	long unread;
 
-	if (bpf_skb_load_bytes(skb, offsetof(struct ethhdr, h_proto), &kind, sizeof(kind)))
-		return TC_ACT_OK; /* not IP */
-	switch (kind) {
-	case bpf_htons(ETH_P_IP):
-		from.s6_addr32[2] = bpf_htonl(0xffff);
-		unread = bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, saddr), &from.s6_addr32[3], 4);
-		break;
-	case bpf_htons(ETH_P_IPV6):
-		unread = bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, saddr), &from, sizeof(from));
-		break;
-	default:
+	if (bpf_skb_load_bytes(skb, offsetof(struct ethhdr, h_proto), &kind, sizeof(kind)) ||
+	    (kind != bpf_htons(ETH_P_IP) && kind != bpf_htons(ETH_P_IPV6)))
 		return TC_ACT_OK; /* the workers only receive IP */
-	}
-	if (unread || (!is_back && bpf_map_lookup_elem(&local_pods, &from)))
-		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
-	find_origin(skb, ETH_HLEN, kind == bpf_htons(ETH_P_IP), &origin);
-	if (!is_back && origin.known && bpf_map_lookup_elem(&local_pods, &origin.source))
+	if (is_leaving(skb))
+		return TC_ACT_OK;
+	if (!find_origin(skb, ETH_HLEN, kind == bpf_htons(ETH_P_IP), &origin) ||
+	    (!is_back && bpf_map_lookup_elem(&local_pods, &origin.flow.from)) ||
+	    (!is_back && origin.known && bpf_map_lookup_elem(&local_pods, &origin.source)))
 		return done(SPOOFED_SOURCE, TC_ACT_SHOT);
 	return tell_sender(skb, &origin);
 }

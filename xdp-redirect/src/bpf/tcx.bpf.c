@@ -39,6 +39,7 @@ const volatile __u32 workers = 1;              /* in use of `pairs.of_workers` *
 const volatile __u32 passed = 0;               /* mark of a packet that from_worker hands to the node's stack; random */
 const volatile __u32 share = 0;                /* most packets of a port that wait for workers; 0: any number */
 const volatile __u32 offload = 0;              /* forward packets of established connections without a worker */
+const volatile __u32 beside_xdp = 0;           /* XDP serves the pods: the one pair is the host veth, whose packets are the pods', too */
 
 volatile struct { /* interface indices of the node's ends of workers' pairs, set before the programs are attached */
 	__u32 of_workers[MAX_WORKERS];
@@ -98,10 +99,22 @@ struct { /* by interface index */
 } uplinks SEC(".maps");
 struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, MAX_UPLINKS); __type(key, __u32); __type(value, __u32); } uplink_interfaces SEC(".maps");
 
-struct { /* the node's own addresses (IPv4 as ::ffff:a.b.c.d) */
-	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 131072); __uint(map_flags, BPF_F_NO_PREALLOC);
+/* Addresses at which a pod may send to a Service: its egress policy is for what answers, and asked where that is known. */
+struct { /* IPv4 as ::ffff:a.b.c.d; shared with the workers' tables: an address is here before they postpone */
+	__uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 65536); __uint(map_flags, BPF_F_NO_PREALLOC);
 	__type(key, struct in6_addr); __type(value, __u32);
-} node_addresses SEC(".maps");
+} service_addresses SEC(".maps");
+
+struct destination { /* what a pod may send to another machine, by policy */
+	struct in6_addr to;
+	__be16 to_port;
+	__u16 port; /* of the pod */
+	__u32 protocol;
+};
+struct { /* the epoch under which a worker has last allowed it; what makes room for another is asked again */
+	__uint(type, BPF_MAP_TYPE_LRU_HASH); __uint(max_entries, 16384);
+	__type(key, struct destination); __type(value, __u32);
+} allowed_to_leave SEC(".maps");
 
 struct { /* a socket of the serving process while it lives */
 	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
@@ -175,8 +188,14 @@ static __always_inline int is_checksum_in_place(struct __sk_buff *skb, const str
 struct tag {
 	__u8 to_local, to_kind, flags, uplink;
 	__be16 port;
-	__u8 from_local, from_kind;
-	__be32 interface;
+	union {
+		struct { __u8 from_local, from_kind; } __attribute__((packed));
+		__be16 to_port; /* with ALLOWED_… */
+	};
+	union {
+		__be32 interface;
+		__be32 epoch; /* with ALLOWED_…: under which the packet was evaluated */
+	};
 } __attribute__((packed));
 
 #define LOCAL 0x02
@@ -185,11 +204,11 @@ struct tag {
 
 enum { /* flags of a frame to a worker; those about the node's stack are in translation.h */
 	CHECKSUM_OPEN = 1, /* the transport checksum is that of the pseudo header */
-	LEAVING = 16, /* forwarded to another machine by `uplink` */
 };
 enum { /* flags of a frame from a worker */
 	TO_NODE = 1, /* to the node's stack: as the pod's, or with port NO_PORT as the pair's */
 	TO_UPLINK = 2, /* out by `uplink` */
+	ALLOWED_TCP = 4, ALLOWED_UDP = 8, ALLOWED_SCTP = 16, /* the next ones of this pod to this address and `to_port` need no worker */
 };
 #define NO_PORT 0xffff
 
@@ -616,33 +635,16 @@ static __always_inline int is_another_pods(struct __sk_buff *skb, const struct i
  * 600,000 instructions of to_pod, for two seconds, and it refuses a million. */
 __noinline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 {
-	struct in6_addr from = {};
-	long unread;
+	struct in6_addr from;
 
-	if (!origin) /* never; the kernel wants to see it */
+	if (!origin || !find_origin(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), origin)) /* the first is never */
 		return 1;
-	if (skb->protocol == bpf_htons(ETH_P_IP)) {
-		from.s6_addr32[2] = bpf_htonl(0xffff);
-		unread = bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct iphdr, saddr), &from.s6_addr32[3], 4);
-	} else {
-		unread = bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, saddr), &from, sizeof(from));
-	}
-	if (unread)
-		return 1;
+	/* Copies: Linux 6.1 takes no memory of a caller for the key of a map. */
+	from = origin->flow.from;
 	if (is_another_pods(skb, &from))
 		return 1;
-	find_origin(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), origin);
-	/* A copy: Linux 6.1 takes no memory of a caller for the key of a map. */
 	from = origin->source;
 	return origin->known && is_another_pods(skb, &from);
-}
-
-/* Whether the node itself sends it. The kernel records no interface for what it has not received, but neither does it for an IPv6
- * datagram that it reassembled, forwards and fragments again (ip6_copy_metadata in net/ipv6/ip6_output.c). */
-static __always_inline int is_local_process(const struct __sk_buff *skb, const struct origin *origin)
-{
-	return !skb->ingress_ifindex &&
-	       (!origin->fragment || (origin->known && bpf_map_lookup_elem(&node_addresses, &origin->source)));
 }
 
 /* What the node's stack sends to a pod: of its own processes, or forwarded and translated. */
@@ -653,7 +655,7 @@ int to_pod(struct __sk_buff *skb)
 	const struct interface *at = bpf_map_lookup_elem(&interfaces, &interface);
 	struct origin origin = {};
 	struct ipv6hdr ip6;
-	__u8 type, sender;
+	__u8 type;
 	int action;
 
 	if (is_open())
@@ -680,8 +682,7 @@ int to_pod(struct __sk_buff *skb)
 		if (action >= 0)
 			return action;
 	}
-	sender = sender_of(skb, &origin, is_local_process(skb, &origin));
-	return redirect_to_worker(skb, at, FROM_NODE | sender, FROM_STACK);
+	return redirect_to_worker(skb, at, FROM_NODE | sender_of(skb, &origin), FROM_STACK);
 }
 
 /* Whether a worker sent it. The kernel keeps the interface that it came in by on the way through all that it leaves by: a VLAN, a bond,
@@ -690,6 +691,8 @@ static __always_inline int is_from_worker(const struct __sk_buff *skb)
 {
 	__u32 i;
 
+	if (beside_xdp)
+		return skb->mark == passed;
 	for (i = 0; i < MAX_WORKERS && i < workers; i++)
 		if (skb->ingress_ifindex == pairs.of_workers[i])
 			return 1;
@@ -705,8 +708,47 @@ static __always_inline int give_header(struct __sk_buff *skb)
 	       bpf_skb_store_bytes(skb, offsetof(struct ethhdr, h_proto), &protocol, sizeof(protocol), 0);
 }
 
-/* What the node's stack sends to another machine. A pod always reaches its own node; what the node has made of that, policy must be
- * asked again. Everything else that a pod sends has met a worker with the destination that it has here. */
+/* Whether a worker has not seen a packet with the destination that it leaves with: the node has given it another address or port. Or it has,
+ * and egress policy was postponed, since the address is a Service's, but nothing has translated it. Answers follow their
+ * connections. */
+static __always_inline int is_to_be_asked(const struct origin *origin)
+{
+	const int is_tracked = origin->known || origin->is_error;
+
+	if (is_tracked && !origin->opens)
+		return 0;
+	return (is_tracked && (!is_same_address(&origin->destination, &origin->flow.to) || origin->ports.to != origin->flow.ports.to)) ||
+	       bpf_map_lookup_elem(&service_addresses, &origin->flow.to);
+}
+
+/* Whether a worker has allowed this pod to send there, under the epoch in force. */
+static __always_inline int is_allowed_to_leave(const struct origin *origin, const struct interface *at)
+{
+	const struct destination destination = {
+		.to = origin->flow.to, .to_port = origin->flow.ports.to, .port = at->port, .protocol = origin->flow.protocol,
+	};
+	const __u32 zero = 0, *allowed = offload && origin->known ? bpf_map_lookup_elem(&allowed_to_leave, &destination) : 0;
+	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
+
+	return allowed && table && (__s32)(*allowed - *(const volatile __u32 *)&table->epoch) >= 0;
+}
+
+static __always_inline void allow_to_leave(struct __sk_buff *skb, const struct tag *tag)
+{
+	struct destination destination = { .to_port = tag->to_port, .port = bpf_ntohs(tag->port) };
+	const __u32 epoch = bpf_ntohl(tag->epoch);
+	struct sent_flow flow = {};
+
+	destination.protocol = tag->flags & ALLOWED_TCP ? IPPROTO_TCP : tag->flags & ALLOWED_UDP ? IPPROTO_UDP : IPPROTO_SCTP;
+	if (!read_addresses(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), &flow))
+		return;
+	destination.to = flow.to;
+	bpf_map_update_elem(&allowed_to_leave, &destination, &epoch, BPF_ANY);
+}
+
+/* What the node's stack sends to another machine. Policy is for the end that answers: where the node has given the packet of a pod to its
+ * own node or to a Service that end's address, the pod's egress policy is asked here. Everything else that a pod sends has met a
+ * worker with the destination that it has here. */
 SEC("tcx/egress")
 int to_uplink(struct __sk_buff *skb)
 {
@@ -717,20 +759,20 @@ int to_uplink(struct __sk_buff *skb)
 	struct origin origin = {};
 	__u32 interface = skb->ifindex;
 
-	if ((is_v4 && !skb->ingress_ifindex) || is_from_worker(skb) || (!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_open())
+	if ((!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_local_output(skb) || is_from_worker(skb) || is_open())
 		return TC_ACT_UNSPEC; /* the next program */
 	uplink = bpf_map_lookup_elem(&uplinks, &interface);
 	if (!uplink)
 		return TC_ACT_SHOT;
-	find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin);
-	if (!origin.known || !origin.opens || is_same_address(&origin.destination, &origin.flow.to) ||
-	    !bpf_map_lookup_elem(&node_addresses, &origin.destination))
+	if (!find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !is_to_be_asked(&origin))
 		return TC_ACT_UNSPEC; /* the next program */
-	sent_by = bpf_map_lookup_elem(&pod_addresses, &origin.source);
+	sent_by = bpf_map_lookup_elem(&pod_addresses, origin.known || origin.is_error ? &origin.source : &origin.flow.from);
 	if (!sent_by)
 		return TC_ACT_UNSPEC; /* the next program */
 	interface = sent_by->veth;
 	at = bpf_map_lookup_elem(&interfaces, &interface);
+	if (at && is_allowed_to_leave(&origin, at))
+		return TC_ACT_UNSPEC; /* the next program */
 	if (!at || (!uplink->header && give_header(skb)))
 		return count(interface, NOT_READY, TC_ACT_SHOT);
 	return tag_for_worker(skb, at, interface, FROM_NODE | LEAVING, uplink->number, FROM_STACK);
@@ -745,8 +787,9 @@ int from_worker(struct __sk_buff *skb)
 	struct tag tag;
 	__u32 port, *uplink;
 
-	if (bpf_skb_load_bytes(skb, 0, &tag, sizeof(tag)) || tag.to_local != LOCAL || tag.to_kind != FROM_WORKER)
-		return TC_ACT_SHOT;
+	if (bpf_skb_load_bytes(skb, 0, &tag, sizeof(tag)) || tag.to_local != LOCAL || tag.to_kind != FROM_WORKER ||
+	    (beside_xdp && !(tag.flags & TO_UPLINK)))
+		return beside_xdp ? TC_ACT_UNSPEC : TC_ACT_SHOT;
 	bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
 	if (tag.flags & TO_NODE && tag.port == bpf_htons(NO_PORT))
 		return TC_ACT_OK;
@@ -755,6 +798,10 @@ int from_worker(struct __sk_buff *skb)
 		uplink = bpf_map_lookup_elem(&uplink_interfaces, &port);
 		if (!uplink || !*uplink)
 			return TC_ACT_SHOT;
+		if (tag.flags & (ALLOWED_TCP | ALLOWED_UDP | ALLOWED_SCTP))
+			allow_to_leave(skb, &tag);
+		if (beside_xdp)
+			skb->mark = passed;
 		return bpf_redirect_neigh(*uplink, 0, 0, 0);
 	}
 	port = bpf_ntohs(tag.port);

@@ -167,121 +167,133 @@ static __always_inline enum outcome of_translation(struct xdp_md *ctx, const voi
 	return UNDECIDED;
 }
 
-struct heads { union { struct iphdr ip4; struct ipv6hdr ip6; }; };
-
-struct sent_flow { /* a flow after its translation, in network byte order; IPv4 as ::ffff:a.b.c.d */
+struct sent_flow { /* a flow after its translation, in network byte order; IPv4 as ::ffff:a.b.c.d; ports of TCP, UDP and SCTP */
 	struct in6_addr from, to;
 	struct ports ports;
 	__u32 protocol;
 };
-struct { /* the source before it was translated, by flow; shared by all, and read by the workers */
+struct { /* the source before it was translated, by flow; shared by all, and read by the workers when the connection is opened */
 	__uint(type, BPF_MAP_TYPE_LRU_HASH); __uint(max_entries, 16384);
 	__type(key, struct sent_flow); __type(value, struct in6_addr);
 } sources SEC(".maps");
 
-/* What connection tracking knows of an outgoing packet: its addresses before the node translated them. */
+/* What the kernel knows of a packet that leaves the node's stack: the one reading of its translation, for all programs. It is that of the
+ * connection which the kernel itself has found, so that it holds for any protocol, whatever headers there are, and in fragments. */
 struct origin {
-	struct sent_flow flow;  /* as it leaves */
-	struct in6_addr source; /* as it entered the node */
+	struct sent_flow flow;       /* as it leaves: the packet's addresses, and the ports of its connection */
+	struct in6_addr source;      /* as it entered the node */
 	struct in6_addr destination; /* the same */
-	int known, opens;       /* it is tracked; and in the direction in which its connection was opened */
-	int fragment;           /* it is a fragment of an IPv6 datagram */
+	struct ports ports;          /* the same */
+	int known;    /* it is tracked, and no ICMP error */
+	int is_error; /* an ICMP error about a packet of a tracked connection */
+	int opens;    /* in the direction in which the connection was opened */
 };
 
-static __always_inline void to_in6(struct in6_addr *address, const union nf_inet_addr *known, int is_v4)
+static __always_inline int has_ports(__u32 protocol)
+{
+	return protocol == IPPROTO_TCP || protocol == IPPROTO_UDP || protocol == IPPROTO_SCTP;
+}
+
+static __always_inline void to_in6(struct in6_addr *address, const __u32 *words, int is_v4)
 {
 	*address = (struct in6_addr){};
 	if (is_v4) {
 		address->s6_addr32[2] = bpf_htonl(0xffff);
-		address->s6_addr32[3] = known->all[0];
+		address->s6_addr32[3] = words[0];
 	} else {
-		address->s6_addr32[0] = known->all[0];
-		address->s6_addr32[1] = known->all[1];
-		address->s6_addr32[2] = known->all[2];
-		address->s6_addr32[3] = known->all[3];
+		address->s6_addr32[0] = words[0];
+		address->s6_addr32[1] = words[1];
+		address->s6_addr32[2] = words[2];
+		address->s6_addr32[3] = words[3];
 	}
-}
-
-struct fragment_header { __u8 next, reserved; __be16 offset; __be32 identification; }; /* RFC 8200 section 4.5 */
-
-/* Reads addresses and ports. Returns 0 if there are none: a later fragment, which without its first one is not reassembled, or another
- * protocol. `offset`: bytes before the IP header. */
-static __always_inline int read_flow(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
-{
-	struct sent_flow *flow = &origin->flow;
-	struct fragment_header fragment;
-	struct heads heads;
-
-	if (bpf_skb_load_bytes(skb, offset, &heads, is_v4 ? sizeof(heads.ip4) : sizeof(heads.ip6)))
-		return 0;
-	if (is_v4) {
-		if (heads.ip4.frag_off & bpf_htons(0x1fff))
-			return 0;
-		flow->from.s6_addr32[2] = flow->to.s6_addr32[2] = bpf_htonl(0xffff);
-		flow->from.s6_addr32[3] = heads.ip4.saddr;
-		flow->to.s6_addr32[3] = heads.ip4.daddr;
-		flow->protocol = heads.ip4.protocol;
-		offset += heads.ip4.ihl * 4;
-	} else {
-		flow->from = heads.ip6.saddr;
-		flow->to = heads.ip6.daddr;
-		flow->protocol = heads.ip6.nexthdr;
-		offset += sizeof(heads.ip6);
-		if (flow->protocol == IPPROTO_FRAGMENT) {
-			origin->fragment = 1;
-			if (bpf_skb_load_bytes(skb, offset, &fragment, sizeof(fragment)) || fragment.offset & bpf_htons(0xfff8))
-				return 0;
-			flow->protocol = fragment.next;
-			offset += sizeof(fragment);
-		}
-	}
-	if (flow->protocol != IPPROTO_TCP && flow->protocol != IPPROTO_UDP && flow->protocol != IPPROTO_SCTP)
-		return 0;
-	return !bpf_skb_load_bytes(skb, offset, &flow->ports, sizeof(flow->ports));
-}
-
-/* What the packet was when it entered the node, by the connection that the kernel has found for the packet itself, whatever its
- * protocol; a fragment has that of its datagram. `_nfct` is its address and, in the lowest bits, where in the connection the packet
- * is (include/linux/skbuff.h). Returns 0 for a packet without a connection. */
-static __always_inline const struct nf_conntrack_tuple *entered_as(struct __sk_buff *skb, int *opens)
-{
-	enum { ESTABLISHED = 0, NEW = 2, REPLY = 3, INFO = 7 }; /* include/uapi/linux/netfilter/nf_conntrack_common.h */
-	const unsigned long tracked = tracked_by(skb), info = tracked & INFO;
-	const struct nf_conn *connection = (void *)(tracked & ~(unsigned long)INFO);
-
-	/* Not an ICMP error, which has the connection of the packet that it quotes. */
-	if (!connection || (info != ESTABLISHED && info != NEW && info != REPLY))
-		return 0;
-	*opens = info != REPLY;
-	return *opens ? &connection->tuplehash[0].tuple : &connection->tuplehash[1].tuple;
-}
-
-static __always_inline void read_connection(struct __sk_buff *skb, int is_v4, struct origin *origin)
-{
-	const struct nf_conntrack_tuple *entered = entered_as(skb, &origin->opens);
-	union nf_inet_addr known;
-
-	if (!entered || bpf_core_read(&known, sizeof(known), &entered->src.u3))
-		return;
-	to_in6(&origin->source, &known, is_v4);
-	if (bpf_core_read(&known, sizeof(known), &entered->dst.u3))
-		return;
-	to_in6(&origin->destination, &known, is_v4);
-	origin->known = 1;
-}
-
-/* Finds the addresses of an outgoing packet when it entered the node, which may have translated it since. A reply spoofed as a
- * Service's backend would leave with the Service's address. `offset`: bytes before its IP header. */
-static __always_inline void find_origin(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
-{
-	if (reads_connections && read_flow(skb, offset, is_v4, origin))
-		read_connection(skb, is_v4, origin);
 }
 
 static __always_inline int is_same_address(const struct in6_addr *one, const struct in6_addr *other)
 {
 	return one->s6_addr32[0] == other->s6_addr32[0] && one->s6_addr32[1] == other->s6_addr32[1] &&
 	       one->s6_addr32[2] == other->s6_addr32[2] && one->s6_addr32[3] == other->s6_addr32[3];
+}
+
+/* Reads the packet's addresses, which are at fixed places. `offset`: bytes before the IP header. Returns whether it has them. */
+static __always_inline int read_addresses(struct __sk_buff *skb, __u32 offset, int is_v4, struct sent_flow *flow)
+{
+	__be32 v4[2];
+
+	if (!is_v4)
+		return !bpf_skb_load_bytes(skb, offset + offsetof(struct ipv6hdr, saddr), flow, 2 * sizeof(flow->from));
+	if (bpf_skb_load_bytes(skb, offset + offsetof(struct iphdr, saddr), v4, sizeof(v4)))
+		return 0;
+	to_in6(&flow->from, &v4[0], 1);
+	to_in6(&flow->to, &v4[1], 1);
+	return 1;
+}
+
+/* A copy of struct nf_conntrack_tuple (include/net/netfilter/nf_conntrack_tuple.h). */
+struct tuple {
+	__u32 from[4];
+	__be16 from_port;
+	__u16 family;
+	__u32 to[4];
+	__be16 to_port;
+	__u8 protocol, direction;
+};
+
+/* Reads both directions of a connection. Returns 0 if they cannot be read, or if this kernel has another structure. */
+static __always_inline int read_tuples(const struct nf_conn *connection, struct tuple *original, struct tuple *reply)
+{
+	const struct nf_conntrack_tuple *any = 0;
+
+	if (bpf_core_type_size(struct nf_conntrack_tuple) != sizeof(*original) ||
+	    __builtin_preserve_field_info(any->dst, BPF_FIELD_BYTE_OFFSET) != offsetof(struct tuple, to))
+		return 0;
+	return !bpf_core_read(original, sizeof(*original), &connection->tuplehash[0].tuple) &&
+	       !bpf_core_read(reply, sizeof(*reply), &connection->tuplehash[1].tuple);
+}
+
+/* `_nfct` is the address of the packet's connection and, in the lowest bits, where in the connection the packet is
+ * (include/linux/skbuff.h, include/uapi/linux/netfilter/nf_conntrack_common.h). */
+static __always_inline void read_connection(struct __sk_buff *skb, struct origin *origin)
+{
+	enum { RELATED = 1, REPLY = 3, RELATED_REPLY = 4, INFO = 7, INET = 2 };
+	const unsigned long tracked = tracked_by(skb), info = tracked & INFO;
+	const struct nf_conn *connection = (void *)(tracked & ~(unsigned long)INFO);
+	struct tuple tuples[2];
+	const struct tuple *entered, *other;
+
+	if (!connection || info > RELATED_REPLY || !read_tuples(connection, &tuples[0], &tuples[1]))
+		return;
+	origin->opens = info < REPLY;
+	origin->is_error = info == RELATED || info == RELATED_REPLY;
+	origin->known = !origin->is_error;
+	entered = origin->opens ? &tuples[0] : &tuples[1];
+	other = origin->opens ? &tuples[1] : &tuples[0];
+	to_in6(&origin->source, entered->from, entered->family == INET);
+	to_in6(&origin->destination, entered->to, entered->family == INET);
+	origin->flow.protocol = entered->protocol;
+	/* Of other protocols these are identifiers, of which each direction has its own. */
+	if (has_ports(entered->protocol)) {
+		origin->ports = (struct ports){ entered->from_port, entered->to_port };
+		origin->flow.ports = (struct ports){ other->to_port, other->from_port };
+	}
+}
+
+/* Finds what the kernel knows of an outgoing packet, which it may have translated. A reply spoofed as a Service's backend would leave with
+ * the Service's address. `offset`: bytes before its IP header. Returns whether the packet's addresses are readable. */
+static __always_inline int find_origin(struct __sk_buff *skb, __u32 offset, int is_v4, struct origin *origin)
+{
+	if (!read_addresses(skb, offset, is_v4, &origin->flow))
+		return 0;
+	if (reads_connections)
+		read_connection(skb, origin);
+	return 1;
+}
+
+/* Whether the node itself sends it. A packet that the node forwards has no socket: the kernel takes it away on the way in, and forwards none
+ * that has one (ip_rcv_core, ip_forward and ip6_forward in net/ipv4 and net/ipv6). One that a bridge forwards may have its sender's,
+ * but has an interface that it came in by. */
+static __always_inline int is_local_output(const struct __sk_buff *skb)
+{
+	return !skb->ingress_ifindex && skb->sk;
 }
 
 /* Tells the workers who opens this connection if the node has translated its source. Returns whether it has. */
@@ -293,40 +305,35 @@ static __always_inline int note_origin(const struct origin *origin)
 		return 0;
 	/* Without writing for each packet, which takes a lock. */
 	noted = bpf_map_lookup_elem(&sources, &origin->flow);
-	if (noted && is_same_address(noted, &origin->source))
-		return 1;
-	return !bpf_map_update_elem(&sources, &origin->flow, &origin->source, BPF_ANY);
+	if (!noted || !is_same_address(noted, &origin->source))
+		bpf_map_update_elem(&sources, &origin->flow, &origin->source, BPF_ANY);
+	return 1;
 }
 
 /* Whether the kernel tracks the packet, and it leaves with the addresses and ports that it entered the node with. What is not tracked
  * may have been translated by something else, such as IPVS. */
-static __always_inline int is_unchanged(struct __sk_buff *skb, const struct origin *origin)
+static __always_inline int is_unchanged(const struct origin *origin)
 {
 	const struct sent_flow *flow = &origin->flow;
-	const struct nf_conntrack_tuple *entered;
-	struct ports ports;
-	int opens;
 
-	if (!origin->known || !is_same_address(&origin->source, &flow->from) || !is_same_address(&origin->destination, &flow->to))
-		return 0;
-	entered = entered_as(skb, &opens);
-	return entered && !bpf_core_read(&ports.from, sizeof(ports.from), &entered->src.u.all) &&
-	       !bpf_core_read(&ports.to, sizeof(ports.to), &entered->dst.u.all) && ports.from == flow->ports.from &&
-	       ports.to == flow->ports.to;
+	return origin->known && is_same_address(&origin->source, &flow->from) &&
+	       is_same_address(&origin->destination, &flow->to) && origin->ports.from == flow->ports.from &&
+	       origin->ports.to == flow->ports.to;
 }
 
 enum { /* what workers are told of a packet of the node's stack: flags of its tag (dataplane/src/io/tag.rs) */
 	FROM_NODE = 2,         /* from the node's stack, otherwise from the pod */
 	LOCAL_PROCESS = 4,     /* sent by the node itself, not forwarded */
-	SOURCE_TRANSLATED = 8, /* forwarded, with an entry in `sources` */
+	SOURCE_TRANSLATED = 8, /* forwarded, with another source than it came with: that is in `sources` */
+	LEAVING = 16,          /* of a pod, and forwarded to another machine by `uplink` */
 	UNCHANGED = 32,        /* forwarded as it came */
 };
 
-static __always_inline __u8 sender_of(struct __sk_buff *skb, const struct origin *origin, int is_process)
+static __always_inline __u8 sender_of(const struct __sk_buff *skb, const struct origin *origin)
 {
-	if (is_process)
+	if (is_local_output(skb))
 		return LOCAL_PROCESS;
 	if (note_origin(origin))
 		return SOURCE_TRANSLATED;
-	return is_unchanged(skb, origin) ? UNCHANGED : 0;
+	return is_unchanged(origin) ? UNCHANGED : 0;
 }

@@ -15,7 +15,7 @@ use nix::sys::signal::Signal;
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::{self, Legend, Matrix};
-use penstock_bench::probe::{EchoServers, EchoService, EgressSees, Protocol};
+use penstock_bench::probe::{EchoServers, EchoService, Protocol};
 use penstock_bench::testbed::{Attach, CleanupGuard, Daemon, DaemonConfig, Inventory, ProxyMode, ScratchDir};
 use penstock_dataplane::worker::available_cores;
 
@@ -90,7 +90,7 @@ fn run() -> Result<()> {
         Ok((cluster, format!("{pods} pods, each a namespace with a veth")))
     })?;
     step("Installing kube-proxy's rules (iptables mode)", || {
-        cluster.proxy_services(&manifests, ProxyMode::Iptables, EgressSees::Backend)?;
+        cluster.proxy_services(&manifests, ProxyMode::Iptables)?;
         Ok(((), "a Service, its NodePort, masquerade for outside".to_owned()))
     })?;
     let _servers = step("Starting servers on every pod and on the node", || {

@@ -351,6 +351,7 @@ pub(crate) fn side(engine: &Engine, side: DirectionVerdict, flow: &penstock_data
         DirectionVerdict::Open => "open".to_owned(),
         DirectionVerdict::Exempt => "exempt".to_owned(),
         DirectionVerdict::Default => "default".to_owned(),
+        DirectionVerdict::Postponed => "for what answers".to_owned(),
         DirectionVerdict::DeniedBy(_) => format!("denied by {}", rule.unwrap_or_else(|| "a rule".to_owned())),
         DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_) => {
             rule.unwrap_or_else(|| "allowed".to_owned())

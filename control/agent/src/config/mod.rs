@@ -218,15 +218,16 @@ pub enum StartupMode {
 #[serde(deny_unknown_fields, default)]
 pub struct Services {
     /// Whether workers translate what pods send to cluster addresses, and evaluate policy for the backend. Otherwise the
-    /// node's kernel translates it, and egress policy sees the cluster address. With it, the service account must be allowed
-    /// to read Services and EndpointSlices; without it, the API server is not asked for them.
+    /// node's kernel translates it, and egress policy is evaluated behind that, for what answers; with xdp before Linux 6.6
+    /// it sees the cluster address. With it, the service account must be allowed to read Services and EndpointSlices; without it, Services
+    /// alone are read.
     pub enabled: bool,
 }
 
 impl Services {
     /// The kinds of objects that these settings need.
     pub fn followed_kinds(&self) -> FollowedKinds {
-        if self.enabled { FollowedKinds::All } else { FollowedKinds::WithoutServices }
+        if self.enabled { FollowedKinds::All } else { FollowedKinds::WithoutEndpointSlices }
     }
 }
 

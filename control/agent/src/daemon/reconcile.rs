@@ -58,7 +58,8 @@ impl Daemon<'_> {
         let unserved = self.publisher.inputs().objects.pod_addresses();
         self.ports.announce(&unserved);
         self.ports.follow_uplinks(&self.netstate);
-        self.publisher.update_ports(self.ports.layout(), NodeNetwork::of(&self.netstate), why, seen);
+        let network = NodeNetwork::of(&self.netstate, self.ports.watches_uplinks());
+        self.publisher.update_ports(self.ports.layout(), network, why, seen);
         self.close_ports(gone);
         self.ports.retract();
         self.follow_capture();

@@ -10,20 +10,21 @@ use std::time::Duration;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
 use penstock_dataplane::conntrack::{KernelMapFds, KernelMapSizes, KernelMaps, TableMemory};
-use penstock_dataplane::packet::{Address, Flow};
+use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::pipeline::{self, OriginalSources};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
 use penstock_privileges as privileges;
 use penstock_xdp_redirect::{
-    ConnectionMapSizes, ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, TcxOptions, TcxPrograms,
-    TranslatedSources, WaitingArray,
+    ConnectionMapSizes, ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, ServiceAddresses,
+    TcxOptions, TcxPrograms, TranslatedSources, WaitingArray,
 };
 
+use crate::closed_interfaces::interface;
 use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan};
 use crate::connections::ClearingJobs;
-use crate::discovery::{HostVeth, HostVethError, Lifetime, Netlink, NetworkState, WorkerPairs};
+use crate::discovery::{HostVeth, HostVethError, Lifetime, Link, Netlink, NetworkState, WorkerPairs};
 use crate::node_path::NodePath;
-use crate::ports::Programs;
+use crate::ports::{LeavingPrograms, Programs};
 use crate::publisher::Publisher;
 use crate::{RunError, preflight};
 
@@ -107,7 +108,12 @@ pub(super) async fn open_programs(
             FailMode::Open => Lifetime::Daemon,
         };
         let host_veth = HostVeth::create(netlink, &config.host_veth, mtu, lifetime).await.map_err(failed)?;
-        return Ok((Programs::Xdp(redirect), NodePath::HostVeth(Box::new(host_veth))));
+        let leaving = leaving_programs(config, host_veth.node(), &maps)
+            .inspect_err(|error| {
+                tracing::warn!(%error, "the kernel has no tcx: EGRESS POLICY IS NOT ENFORCED on what pods send to their node or to a Service and it sends on to another one");
+            })
+            .ok();
+        return Ok((Programs::Xdp { redirect, leaving }, NodePath::HostVeth(Box::new(host_veth))));
     }
     let pairs = WorkerPairs::create(netlink, &config.host_veth, workers.len(), mtu).await.map_err(failed)?;
     let indices: Vec<u32> = pairs.pairs().iter().map(|pair| pair.node.index).collect();
@@ -133,11 +139,27 @@ pub(super) async fn open_programs(
     }
 }
 
+/// The programs on what leaves the node, beside XDP at pods: they send to the workers by the host veth.
+fn leaving_programs(config: &Config, host_veth: &Link, maps: &SharedMaps) -> anyhow::Result<LeavingPrograms> {
+    let options = TcxOptions {
+        open_without_workers: config.fail.mode == FailMode::Open,
+        services: Some(maps.services.clone()),
+        beside_xdp: true,
+        ..TcxOptions::default()
+    };
+    let tcx = TcxPrograms::load(&options, None)?;
+    tcx.set_pairs(&[host_veth.index], &[])?;
+    let host_veth = tcx.attach_worker(&interface(host_veth))?;
+    Ok(LeavingPrograms { tcx, host_veth })
+}
+
 fn load_tcx(config: &Config, workers: usize, maps: &SharedMaps) -> Result<TcxPrograms, LoadError> {
     let options = TcxOptions {
         workers,
         open_without_workers: config.fail.mode == FailMode::Open,
         sources: Some(maps.sources.clone()),
+        services: Some(maps.services.clone()),
+        beside_xdp: false,
         waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(config))),
     };
     TcxPrograms::load(&options, maps.connections.as_ref())
@@ -173,6 +195,7 @@ pub(crate) fn connection_map_sizes(connections: usize) -> ConnectionMapSizes {
 pub(super) struct SharedMaps {
     connections: Option<ConnectionMaps>,
     sources: TranslatedSources,
+    pub(super) services: ServiceAddresses,
     waiting: Option<WaitingArray>,
 }
 
@@ -181,7 +204,9 @@ impl SharedMaps {
         // What outlasts the process without its connection table would be of no use.
         let lasting = pins.filter(|_| matches!(config.conntrack.mapping, TableMapping::File(_)));
         let sources = TranslatedSources::open(lasting).map_err(RunError::bad_input)?;
-        Ok(Self { connections: connection_maps(config, pins)?, sources, waiting: waiting_array(config)? })
+        let connections = connection_maps(config, pins)?;
+        let services = ServiceAddresses::create().map_err(RunError::bad_input)?;
+        Ok(Self { connections, sources, services, waiting: waiting_array(config)? })
     }
 
     /// Those that another daemon has pinned, if they are as this one needs them.
@@ -192,7 +217,8 @@ impl SharedMaps {
         let sizes = connection_map_sizes(config.conntrack.entries as usize);
         let found = ConnectionMaps::find(pins, &sizes).zip(TranslatedSources::find(pins));
         let Some((connections, sources)) = found else { return Ok(None) };
-        Ok(Some(Self { connections: Some(connections), sources, waiting: waiting_array(config)? }))
+        let (services, waiting) = (ServiceAddresses::create().map_err(RunError::bad_input)?, waiting_array(config)?);
+        Ok(Some(Self { connections: Some(connections), sources, services, waiting }))
     }
 
     /// The counters of packets that wait for workers.
@@ -214,7 +240,9 @@ struct NotedSources(TranslatedSources);
 
 impl OriginalSources for NotedSources {
     fn source_of(&self, flow: &Flow) -> Option<Address> {
-        let end = |address: Address, port| SocketAddr::new(address.into(), port);
+        // Of other protocols the programs know no ports.
+        let has_ports = matches!(flow.protocol, Protocol::TCP | Protocol::UDP | Protocol::SCTP);
+        let end = |address: Address, port| SocketAddr::new(address.into(), if has_ports { port } else { 0 });
         let (from, to) = (end(flow.src, flow.src_port), end(flow.dst, flow.dst_port));
         self.0.source_of(flow.protocol.0, from, to).map(Address::from)
     }

@@ -55,7 +55,7 @@ impl OpenPorts {
         port: PodPort,
     ) -> Result<PodAttachment, OpenPortError> {
         let open = match self.programs {
-            Programs::Xdp(_) => {
+            Programs::Xdp { .. } => {
                 let open = self.open(dataplane, link, options, forwarding_port(&port, None))?;
                 for name in std::iter::once(&port.name).chain(&port.bridge) {
                     // An interface that is gone already needs no setting.

@@ -7,14 +7,20 @@ use std::os::fd::BorrowedFd;
 
 use penstock_dataplane::forward::{Mac, PortId};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Entrances, Interface, OwnAddressesError, Pinned, PinnedProgram, Pins,
-    PodVeth, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode, XdpOutcomeCounts,
+    AttachError, AttachOptions, Attached, AttachedUplink, Entrances, Interface, OwnAddressesError, Pinned,
+    PinnedProgram, Pins, PodVeth, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode,
+    XdpOutcomeCounts,
 };
 
 /// The loaded programs.
 pub(crate) enum Programs {
     /// `attach = "xdp"`.
-    Xdp(Redirect),
+    Xdp {
+        /// At pods' veths.
+        redirect: Redirect,
+        /// On what leaves the node, where the kernel has tcx.
+        leaving: Option<LeavingPrograms>,
+    },
     /// `attach = "tcx"`.
     Tcx {
         /// At pods' veths and the near ends of the pairs.
@@ -24,16 +30,38 @@ pub(crate) enum Programs {
     },
 }
 
+/// The tcx programs beside XDP: on uplinks, and at the node's end of the host veth.
+pub(crate) struct LeavingPrograms {
+    pub(crate) tcx: TcxPrograms,
+    pub(crate) host_veth: WorkerPair,
+}
+
 impl Programs {
+    /// Those on what leaves the node.
+    pub(super) fn leaving(&self) -> Option<&TcxPrograms> {
+        match self {
+            Self::Xdp { leaving, .. } => leaving.as_ref().map(|leaving| &leaving.tcx),
+            Self::Tcx { tcx, .. } => Some(tcx),
+        }
+    }
+
+    /// With XDP: index of the node's end of the host veth, if there are programs on what leaves the node.
+    pub(super) fn host_veth(&self) -> Option<u32> {
+        match self {
+            Self::Xdp { leaving, .. } => leaving.as_ref().map(|leaving| leaving.host_veth.interface().index),
+            Self::Tcx { .. } => None,
+        }
+    }
+
     /// Whether programs at pods' veths are XDP.
     pub(super) fn are_xdp(&self) -> bool {
-        matches!(self, Self::Xdp(_))
+        matches!(self, Self::Xdp { .. })
     }
 
     /// The pins of the programs at pods' veths, if links are pinned.
     pub(crate) fn pins(&self) -> Option<&Pins> {
         match self {
-            Self::Xdp(redirect) => redirect.pins(),
+            Self::Xdp { redirect, .. } => redirect.pins(),
             Self::Tcx { tcx, .. } => tcx.pins(),
         }
     }
@@ -41,7 +69,7 @@ impl Programs {
     /// The socket whose closing tells programs that the process is gone.
     pub(super) fn alive(&self) -> BorrowedFd<'_> {
         match self {
-            Self::Xdp(redirect) => redirect.alive(),
+            Self::Xdp { redirect, .. } => redirect.alive(),
             Self::Tcx { tcx, .. } => tcx.alive(),
         }
     }
@@ -53,7 +81,7 @@ impl Programs {
         options: AttachOptions,
     ) -> Result<InterfacePrograms, AttachError> {
         Ok(match self {
-            Self::Xdp(redirect) => {
+            Self::Xdp { redirect, .. } => {
                 let attached = redirect.attach(interface, options)?;
                 // penstock-cni closes new interfaces by tcx.
                 if let Some(pins) = redirect.pins() {
@@ -70,19 +98,21 @@ impl Programs {
     /// From now on these programs run where an earlier daemon left its own.
     pub(super) fn take_over<'a>(
         &self,
+        uplinks: impl IntoIterator<Item = &'a mut AttachedUplink>,
         interfaces: impl IntoIterator<Item = &'a mut InterfacePrograms>,
     ) -> Result<(), AttachError> {
         let Self::Tcx { tcx, .. } = self else { return Ok(()) };
-        tcx.take_over(interfaces.into_iter().filter_map(|programs| match programs {
+        let veths = interfaces.into_iter().filter_map(|programs| match programs {
             InterfacePrograms::Tcx { veth, .. } => Some(veth),
             InterfacePrograms::Xdp(_) | InterfacePrograms::Pairs(_) => None,
-        }))
+        });
+        tcx.take_over(uplinks, veths)
     }
 
     /// Packets that the programs forwarded without a worker ([`TcxPrograms::offloaded`]).
     pub(crate) fn offloaded(&self) -> Option<[TrafficCount; 3]> {
         match self {
-            Self::Xdp(_) => None,
+            Self::Xdp { .. } => None,
             Self::Tcx { tcx, .. } => tcx.offloaded().ok(),
         }
     }
@@ -95,18 +125,18 @@ impl Programs {
         longest: u16,
         by: Option<Entrances>,
     ) -> Result<(), Box<dyn std::error::Error>> {
-        match self {
-            Self::Xdp(redirect) => Ok(redirect.local_pods().insert(address, longest)?),
-            Self::Tcx { tcx, .. } => Ok(tcx.set_pod_address(address, by)?),
+        if let Self::Xdp { redirect, .. } = self {
+            redirect.local_pods().insert(address, longest)?;
         }
+        Ok(self.leaving().map_or(Ok(()), |tcx| tcx.set_pod_address(address, by))?)
     }
 
     /// Withdraws an address that is no local pod's any more.
     pub(super) fn retract(&self, address: IpAddr) -> Result<(), Box<dyn std::error::Error>> {
-        match self {
-            Self::Xdp(redirect) => Ok(redirect.local_pods().remove(address)?),
-            Self::Tcx { tcx, .. } => Ok(tcx.remove_pod_address(address)?),
+        if let Self::Xdp { redirect, .. } = self {
+            redirect.local_pods().remove(address)?;
         }
+        Ok(self.leaving().map_or(Ok(()), |tcx| tcx.remove_pod_address(address))?)
     }
 }
 

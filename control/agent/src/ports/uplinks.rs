@@ -1,32 +1,31 @@
-//! Interfaces to other machines. What a pod sends to its own node passes without policy; where the node sends that on, egress
-//! policy is evaluated for the machine that gets it.
+//! Interfaces to other machines. What a pod sends to its own node passes without policy, and what it sends to a Service is not judged by the
+//! Service's address; where the node sends it on, egress policy is evaluated for the machine that gets it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
 
+use penstock_dataplane::forward::PortId;
 use penstock_xdp_redirect::{AttachError, AttachedUplink, NO_UPLINK_NUMBER, TcxPrograms, UplinkNumber};
 
-use super::{OpenPorts, Programs, interface};
+use super::{OpenPorts, interface};
 use crate::discovery::{Link, NetworkState};
 
-/// The attached uplinks, and what the programs know beside.
+/// The attached uplinks.
 #[derive(Default)]
 pub(super) struct Uplinks {
     attached: BTreeMap<u32, AttachedUplink>,
+    /// Beside XDP: the pods' interfaces, with their ports.
+    senders: BTreeMap<u32, PortId>,
     /// Interfaces that could not be attached, with what is said of them.
     failed: BTreeMap<u32, String>,
-    /// Addresses that could not be told, with what is said of them.
-    untold: BTreeMap<IpAddr, String>,
-    /// The node's own addresses in the programs.
-    addresses: BTreeSet<IpAddr>,
 }
 
 impl OpenPorts {
-    /// Attaches to the node's interfaces to other machines, and tells the programs its own addresses. With tcx only: by XDP the
-    /// programs do not see what leaves by other interfaces.
+    /// Attaches to the node's interfaces to other machines.
     pub(crate) fn follow_uplinks(&mut self, netstate: &NetworkState) {
-        let Programs::Tcx { tcx, .. } = &self.programs else { return };
-        let own = self.permanent.iter().map(|open| open.programs.interface().index);
+        let Some(tcx) = self.programs.leaving() else { return };
+        // With XDP these are in another network namespace, or uplinks themselves.
+        let permanent = self.permanent.iter().filter(|_| !self.programs.are_xdp());
+        let own = permanent.map(|open| open.programs.interface().index).chain(self.programs.host_veth());
         let pairs = self.pairs.iter().flat_map(|pair| [pair.far.interface().index, pair.near.interface().index]);
         let pods = self.pods.values().flat_map(|pod| [pod.last.link, pod.last.enters_by]);
         let known: BTreeSet<u32> = own.chain(pairs).chain(pods).collect();
@@ -34,11 +33,32 @@ impl OpenPorts {
             link.up && link.name != "lo" && !known.contains(&link.index) && !self.closed_interfaces.has(link.index)
         };
         self.uplinks.follow_links(tcx, netstate.links.values().filter(is_uplink));
-        self.uplinks.follow_addresses(tcx, netstate.addresses.iter().copied().collect());
+        if self.programs.are_xdp() {
+            let served = self.pods.values().filter(|pod| pod.served);
+            self.uplinks.follow_senders(tcx, served.map(|pod| (pod.last.link, pod.open.id)).collect());
+        }
+    }
+
+    /// Whether programs see all that leaves the node: otherwise egress policy must not be left to them.
+    pub(crate) fn watches_uplinks(&self) -> bool {
+        self.programs.leaving().is_some() && self.uplinks.failed.is_empty()
     }
 }
 
 impl Uplinks {
+    pub(super) fn has(&self, interface: u32) -> bool {
+        self.attached.contains_key(&interface)
+    }
+
+    pub(super) fn attached_mut(&mut self) -> impl Iterator<Item = &mut AttachedUplink> {
+        self.attached.values_mut()
+    }
+
+    /// Leaves the programs attached for the next daemon.
+    pub(super) fn keep(self) {
+        self.attached.into_values().for_each(AttachedUplink::keep);
+    }
+
     fn follow_links<'a>(&mut self, tcx: &TcxPrograms, links: impl Iterator<Item = &'a Link>) {
         let wanted: BTreeMap<u32, &Link> = links.map(|link| (link.index, link)).collect();
         self.attached.retain(|index, _| wanted.contains_key(index));
@@ -71,31 +91,26 @@ impl Uplinks {
         }
     }
 
+    fn follow_senders(&mut self, tcx: &TcxPrograms, wanted: BTreeMap<u32, PortId>) {
+        for &interface in self.senders.keys().filter(|interface| !wanted.contains_key(interface)) {
+            let _ = tcx.set_sender(interface, None);
+        }
+        for (&interface, port) in wanted.iter().filter(|&(interface, port)| self.senders.get(interface) != Some(port)) {
+            if let Err(error) = tcx.set_sender(interface, Some(port.0)) {
+                tracing::error!(interface, %error, "what the node translates and sends on for this pod is dropped");
+            }
+        }
+        self.senders = wanted;
+    }
+
     fn attach(&self, tcx: &TcxPrograms, link: &Link) -> Result<AttachedUplink, AttachError> {
         let used: BTreeSet<UplinkNumber> = self.attached.values().map(AttachedUplink::number).collect();
         let number = (0..NO_UPLINK_NUMBER).find(|number| !used.contains(number)).unwrap_or(NO_UPLINK_NUMBER);
         tcx.attach_uplink(&interface(link), number, link.mac != Default::default())
     }
 
-    fn follow_addresses(&mut self, tcx: &TcxPrograms, wanted: BTreeSet<IpAddr>) {
-        self.untold.clear();
-        for address in wanted.symmetric_difference(&self.addresses).copied().collect::<Vec<_>>() {
-            match tcx.set_node_address(address, wanted.contains(&address)) {
-                Ok(()) if wanted.contains(&address) => drop(self.addresses.insert(address)),
-                Ok(()) => drop(self.addresses.remove(&address)),
-                // Told again by the next call.
-                Err(error) => {
-                    let problem = format!(
-                        "{address}: {error}; egress policy is not enforced on what pods send to this address of the node and it sends on"
-                    );
-                    self.untold.insert(address, problem);
-                }
-            }
-        }
-    }
-
     /// What is not enforced at the node's interfaces to other machines.
     pub(super) fn problems(&self) -> impl Iterator<Item = &String> {
-        self.failed.values().chain(self.untold.values())
+        self.failed.values()
     }
 }

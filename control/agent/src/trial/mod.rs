@@ -241,6 +241,7 @@ impl Trial {
             self.restart(context, staged);
         }
         self.engine.set_local(&self.snapshot.forwarding);
+        self.engine.set_services(self.snapshot.policy.services());
         let (present, promoted) = (self.snapshot.policy.clone(), self.engine.policy_set().clone());
         self.set = StagedSet { number: self.number, present, promoted };
         context.log.stage(Some(self.set.clone()));

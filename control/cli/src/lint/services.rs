@@ -1,6 +1,5 @@
-//! Findings about Services. Where workers or the node's kernel translate a Service's address, the packet goes to a backend:
-//! policy on the backend's side sees its own port, and with `services.enabled` also policy on the client's side sees the
-//! backend's address and port.
+//! Findings about Services. Workers or the node's kernel translate a Service's address, and policy on both sides is for the backend, its address
+//! and its port.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -84,7 +83,7 @@ impl Services {
         let (address, service) = self.addresses.iter().find(|(address, _)| has(address))?;
         let of = if IpNet::from(*address) == *block { "is" } else { "has only Services' addresses, such as" };
         Some(format!(
-            "matches nothing with services.enabled: it {of} {address}, of Service {service}, whose backends are evaluated \
+            "matches nothing: it {of} {address}, of Service {service}, whose backends are evaluated \
              instead; select them"
         ))
     }

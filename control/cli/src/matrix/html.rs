@@ -104,6 +104,7 @@ fn reason(side: &DirectionExplanation) -> String {
         (DirectionVerdict::NotLocal, ..) => "not a pod: no policy applies to it".to_owned(),
         (DirectionVerdict::NotReady, ..) => "denied: the pod's policies are not known yet".to_owned(),
         (DirectionVerdict::Default, ..) => "allowed: no rule of any tier decides".to_owned(),
+        (DirectionVerdict::Postponed, ..) => "allowed to the Service's address: policy is for what answers".to_owned(),
         (DirectionVerdict::DeniedBy(_), Some(rule), _) => format!("denied by {rule}"),
         (DirectionVerdict::DeniedBy(_), None, _) => "denied".to_owned(),
         (DirectionVerdict::Exempt, ..) => "always allowed: a pod with itself".to_owned(),

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::names::NameTable;
 use penstock_dataplane::packet::Flow;
-use penstock_dataplane::policy::{Direction, PolicySet, PolicyVerdict, RuleRef, RuleScope};
+use penstock_dataplane::policy::{AddressSet, Direction, PolicySet, PolicyVerdict, RuleRef, RuleScope};
 use penstock_dataplane::services::ServiceSet;
 
 use crate::compile::{Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources};
@@ -126,6 +126,11 @@ impl Engine {
     /// [`Engine::policy_set`] and this forwarding table copies only what differs from the one before.
     pub fn set_local(&mut self, forwarding: &Forwarding) {
         self.tables.set_local(forwarding);
+    }
+
+    /// Sets the addresses of Services that the node's kernel translates: egress to them is decided for what answers.
+    pub fn set_services(&mut self, services: &Arc<AddressSet>) {
+        self.tables.set_services(services);
     }
 
     /// Has the tables count how often each rule decides, for this many workers. Call it before there are objects.

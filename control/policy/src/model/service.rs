@@ -14,6 +14,9 @@ pub struct Service {
     /// Its cluster addresses, of each family at most one. Empty if it is headless, of type ExternalName, or left to
     /// another proxy.
     pub addresses: Vec<IpAddr>,
+    /// Its other addresses: external ones, and those of its load balancer.
+    #[serde(default)]
+    pub external: Vec<IpAddr>,
     /// Its ports; a name occurs once, and a number once for each protocol.
     pub ports: Vec<ServicePort>,
     /// `internalTrafficPolicy: Local`: only backends of the client's node serve.

@@ -293,6 +293,7 @@ pub(crate) fn side(side: policy::DirectionVerdict) -> naive::NaiveVerdict {
         policy::DirectionVerdict::Exempt => naive::NaiveVerdict::Exempt,
         policy::DirectionVerdict::DeniedBy(_) => naive::NaiveVerdict::DeniedByRule,
         policy::DirectionVerdict::Default => naive::NaiveVerdict::Default,
+        policy::DirectionVerdict::Postponed => unreachable!("no Service's address is set"),
     }
 }
 

@@ -218,6 +218,7 @@ fn service(backends: &[&str]) -> Vec<Object> {
             number: 80,
             target: TargetPort::Number(81),
         }],
+        external: Vec::new(),
         local_only: false,
         affinity_seconds: None,
         selector: None,

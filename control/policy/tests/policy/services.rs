@@ -35,6 +35,7 @@ fn service(name: &str, number: u8, local_only: bool) -> Service {
         key: key(name),
         addresses: vec![address(&format!("10.96.0.{number}")), address(&format!("fd00:96::{number:x}"))],
         ports: vec![port("http", PortProtocol::Tcp, 80), port("dns", PortProtocol::Udp, 53)],
+        external: Vec::new(),
         local_only,
         affinity_seconds: None,
         selector: None,

@@ -21,7 +21,7 @@ use tokio::time::timeout;
 use super::access::CurrentClient;
 use super::backoff::Backoff;
 use super::converted::Converter;
-use super::request_error::RequestError;
+use super::request_error::{ROLE, RequestError};
 use super::{ApiServerTimeouts, Shared};
 use crate::ObjectKind;
 
@@ -103,6 +103,26 @@ impl KindFollower {
         }
     }
 
+    /// Follows a kind forever, while there is a right to read it. Without one there are no objects.
+    pub(super) async fn run_while_allowed(mut self, resource: ApiResource, convert: Converter) {
+        loop {
+            let client = self.shared.client.get();
+            match self.follow(&Api::all_with(client.client.clone(), &resource), convert).await {
+                Ok(()) => {}
+                Err(RequestError::Forbidden { resource, message }) => {
+                    if self.absent == 0 {
+                        tracing::warn!(
+                            "API server: 403 Forbidden: {message}: without the verbs get, list and watch on {resource} egress policy is for a Service's address, not for what answers; bind the account to {ROLE}"
+                        );
+                    }
+                    self.resource_version = None;
+                    self.has_none().await;
+                }
+                Err(failure) => self.fail(failure, &client).await,
+            }
+        }
+    }
+
     /// Follows a kind forever, while the server serves it in one of these versions.
     pub(super) async fn run_while_served(mut self, kind: ServedKind, convert: Converter) {
         loop {
@@ -161,11 +181,17 @@ impl KindFollower {
     /// The server does not serve the kind, so there are no objects of it. A server that has just started may not have
     /// loaded its definitions yet: known objects stay until it has said so several times.
     async fn not_served(&mut self, kind: &ServedKind) {
+        if self.absent == 0 {
+            tracing::info!("API server: it does not serve {} of {}", self.kind.resource(), kind.group);
+        }
+        self.has_none().await;
+    }
+
+    async fn has_none(&mut self) {
         self.mark_healthy();
         self.absent += 1;
         let is_known = self.shared.health.of(self.kind).synced;
         if !is_known || self.absent == ABSENT {
-            tracing::info!("API server: it does not serve {} of {}", self.kind.resource(), kind.group);
             self.shared.store().begin_list(self.kind);
             self.shared.store().end_list(self.kind);
             self.shared.health.listed(self.kind);

@@ -311,8 +311,11 @@ async fn run(
         false => converted::cluster_network_policy,
     };
     tasks.spawn(follower(ObjectKind::ClusterNetworkPolicy).run_while_served(CLUSTER_POLICIES, cluster_policy));
-    if shared.health.followed().contains(ObjectKind::Service) {
-        tasks.spawn(follower(ObjectKind::Service).run(erased::<core::Service>(), converted::service));
+    let services = follower(ObjectKind::Service);
+    if !shared.health.followed().contains(ObjectKind::EndpointSlice) {
+        tasks.spawn(services.run_while_allowed(erased::<core::Service>(), converted::service));
+    } else {
+        tasks.spawn(services.run(erased::<core::Service>(), converted::service));
         tasks.spawn(follower(ObjectKind::EndpointSlice).run_while_served(ENDPOINT_SLICES, converted::endpoint_slice));
     }
     tasks.spawn(send_changes(Arc::clone(&shared), batches));

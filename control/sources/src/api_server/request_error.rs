@@ -8,7 +8,7 @@ use super::access::AccessError;
 use crate::ObjectKind;
 
 /// The role that the manifests ship.
-const ROLE: &str = "ClusterRole penstock (configs/kubernetes)";
+pub(super) const ROLE: &str = "ClusterRole penstock (configs/kubernetes)";
 
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]

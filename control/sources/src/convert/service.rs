@@ -47,6 +47,7 @@ pub fn service(service: &core::Service) -> Result<Partly<Service>, FieldError> {
         } else {
             cluster_addresses(spec, &spec_at, &mut wrong)
         },
+        external: external_addresses(service, spec, &mut wrong),
         ports: service_ports(spec, &spec_at.field("ports"), &mut wrong),
         local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
         affinity_seconds: affinity(spec, &spec_at, &mut wrong),
@@ -89,6 +90,31 @@ fn cluster_addresses(spec: &core::ServiceSpec, at: &FieldPathRef<'_>, wrong: &mu
     }
     if spec.cluster_ips.as_ref().is_none_or(Vec::is_empty) {
         take(spec.cluster_ip.as_deref().unwrap_or_default(), &at.field("clusterIP"));
+    }
+    addresses
+}
+
+/// `spec.externalIPs` and `status.loadBalancer.ingress[].ip`, each once.
+fn external_addresses(service: &core::Service, spec: &core::ServiceSpec, wrong: &mut Vec<FieldError>) -> Vec<IpAddr> {
+    let mut addresses: Vec<IpAddr> = Vec::new();
+    let at = FieldPathRef::OBJECT;
+    let (spec_at, status_at) = (at.field("spec"), at.field("status"));
+    let (externals_at, balancer_at) = (spec_at.field("externalIPs"), status_at.field("loadBalancer"));
+    let ingress_at = balancer_at.field("ingress");
+    let balancer = service.status.as_ref().and_then(|status| status.load_balancer.as_ref());
+    let ingress = balancer.and_then(|balancer| balancer.ingress.as_ref()).into_iter().flatten();
+    let mut take = |text: &str, at: &FieldPathRef<'_>| match unicast(text, at) {
+        Ok(address) if addresses.contains(&address) => {}
+        Ok(address) => addresses.push(address),
+        Err(error) => wrong.push(error),
+    };
+    for (i, text) in spec.external_ips.iter().flatten().enumerate() {
+        take(text, &externals_at.index(i));
+    }
+    for (i, point) in ingress.enumerate() {
+        if let Some(text) = &point.ip {
+            take(text, &ingress_at.index(i).field("ip"));
+        }
     }
     addresses
 }

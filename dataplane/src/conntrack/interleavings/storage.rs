@@ -3,6 +3,7 @@
 use crate::conntrack::config::TableMemory;
 use crate::conntrack::entry::TableEntry;
 use crate::conntrack::hash::Seed;
+use crate::conntrack::opener::Opener;
 use crate::conntrack::origin::{OpenError, TableOrigin};
 use crate::conntrack::path::KernelUse;
 use crate::conntrack::shared::SharedMaps;
@@ -15,6 +16,8 @@ pub(in crate::conntrack) struct Storage {
     /// Only of a table whose configuration names a file: fewer words, fewer interleavings.
     uses: Option<Box<[KernelUse]>>,
     links: Box<[Link]>,
+    /// No run asks who opened a connection.
+    openers: [Opener; 0],
 }
 
 impl Storage {
@@ -29,7 +32,7 @@ impl Storage {
         let has_uses = matches!(memory, TableMemory::File(_));
         let uses = has_uses.then(|| (0..groups * LANES).map(|_| KernelUse::new()).collect());
         let links = (0..groups * LANES).map(|_| Link::default()).collect();
-        Ok((Self { entries, tags, uses, links }, seed, TableOrigin::New))
+        Ok((Self { entries, tags, uses, links, openers: [] }, seed, TableOrigin::New))
     }
 
     pub(in crate::conntrack) fn entries(&self) -> &[TableEntry] {
@@ -46,6 +49,10 @@ impl Storage {
 
     pub(in crate::conntrack) fn links(&self) -> &[Link] {
         &self.links
+    }
+
+    pub(in crate::conntrack) fn openers(&self) -> &[Opener] {
+        &self.openers
     }
 
     pub(in crate::conntrack) fn shared(&self) -> Option<&SharedMaps> {

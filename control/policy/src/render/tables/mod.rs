@@ -15,7 +15,7 @@ use std::sync::Arc;
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::names::{LearntNames, NameTable, NamedPod};
 use penstock_dataplane::policy::{
-    AddressOwner, Direction, Endpoint, EndpointId, EndpointPolicy, NodeId, PolicySet, RuleRef, RuleScope,
+    AddressOwner, AddressSet, Direction, Endpoint, EndpointId, EndpointPolicy, NodeId, PolicySet, RuleRef, RuleScope,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -122,6 +122,18 @@ impl Tables {
         // As in `publish`.
         self.set = PolicySet::default();
         update.set_local(forwarding);
+        self.set = update.finish();
+    }
+
+    /// Sets the addresses at which pods may send to Services that the node's kernel translates
+    /// ([`PolicySetUpdate::set_services`]). Later updates keep them.
+    ///
+    /// [`PolicySetUpdate::set_services`]: penstock_dataplane::policy::PolicySetUpdate::set_services
+    pub fn set_services(&mut self, services: &Arc<AddressSet>) {
+        let mut update = self.set.update();
+        // As in `publish`.
+        self.set = PolicySet::default();
+        update.set_services(services);
         self.set = update.finish();
     }
 

@@ -36,8 +36,8 @@ fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<Object
 
 #[test]
 fn kinds_that_are_not_followed_are_not_awaited() {
-    let mut store = Store::new(FollowedKinds::WithoutServices);
-    for kind in FollowedKinds::WithoutServices.iter() {
+    let mut store = Store::new(FollowedKinds::WithoutEndpointSlices);
+    for kind in FollowedKinds::WithoutEndpointSlices.iter() {
         assert_eq!(store.take(), None, "nothing is sent before {kind:?} is listed");
         store.begin_list(kind);
         store.end_list(kind);

@@ -1,0 +1,264 @@
+//! Services that the node's kernel translates: egress policy is for the pod, the machine or the address that answers, wherever it is.
+
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use penstock_bench::probe::{self, EchoServers, ProbeOutcome, Protocol, RetryPolicy, Site};
+use penstock_bench::testbed::{KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol};
+
+use crate::fixture::{Fixture, SERVICES, pods, policy};
+use crate::services::service::{WEB, address, run, service, translate};
+
+/// A Service's address that no rule translates, and which the machine outside has.
+const BARE: [&str; 2] = ["10.96.0.99", "fd00:10:96::99"];
+/// Identity of the server outside.
+const OUTSIDE: u32 = 77;
+
+/// A Service of the API.
+fn object(name: &str, addresses: [IpAddr; 2]) -> String {
+    let [v4, v6] = addresses;
+    format!(
+        "---\napiVersion: v1\nkind: Service\nmetadata: {{namespace: test, name: {name}}}\n\
+         spec: {{clusterIPs: [{v4}, \"{v6}\"], ports: [{{name: web, port: 80, targetPort: 8080}}, \
+         {{name: dns, protocol: UDP, port: 80, targetPort: 53}}]}}\n"
+    )
+}
+
+/// Egress of a pod to these peers, at a port or at any.
+fn egress(of_pod: &str, peers: &str, ports: &str) -> String {
+    let ports = if ports.is_empty() { String::new() } else { format!(", ports: [{ports}]") };
+    policy(&format!("of-{of_pod}"), of_pod, &format!("  policyTypes: [Egress]\n  egress: [{{to: [{peers}]{ports}}}]\n"))
+}
+
+fn blocks(addresses: [IpAddr; 2]) -> String {
+    addresses.map(|of| format!("{{ipBlock: {{cidr: {of}/{}}}}}", if of.is_ipv6() { 128 } else { 32 })).join(", ")
+}
+
+/// Everything but these addresses.
+fn all_but([v4, v6]: [IpAddr; 2]) -> String {
+    format!(
+        "{{ipBlock: {{cidr: 0.0.0.0/0, except: [{v4}/32]}}}}, {{ipBlock: {{cidr: \"::/0\", except: [\"{v6}/128\"]}}}}"
+    )
+}
+
+/// A node with pods, a Service whose backend is here or outside, and another Service that nothing translates.
+struct Answering {
+    fixture: Fixture,
+    backend: u32,
+    /// The addresses of the machine outside.
+    machine: [IpAddr; 2],
+    _servers: [EchoServers; 2],
+    _outside: Outside,
+}
+
+impl Answering {
+    fn new(is_here: bool) -> Self {
+        let (mut outside, mut backend) = (None, OUTSIDE);
+        let objects = object("api", [false, true].map(service)) + &object("bare", BARE.map(address));
+        let fixture = Fixture::of(&(pods(4) + &objects), |cluster, _| {
+            let machine = cluster.node.add_outside("outside").unwrap();
+            let site = if is_here {
+                backend = cluster.site("test/pod-1").unwrap() as u32;
+                cluster.sites[backend as usize].clone()
+            } else {
+                Site::from(&machine)
+            };
+            translate(cluster.node.namespace(), &site);
+            let netlink = cluster.node.netlink();
+            let index = netlink.index(machine.interface()).unwrap();
+            for (bare, gateway) in BARE.iter().zip(machine.addresses()) {
+                let length = if gateway.is_ipv6() { 128 } else { 32 };
+                netlink
+                    .add_route(format!("{bare}/{length}").parse().unwrap(), index, RouteVia::Gateway(*gateway))
+                    .unwrap();
+                let add = ["address", "add", &format!("{bare}/{length}"), "dev", "lo", "nodad"];
+                run(machine.namespace(), "ip", if gateway.is_ipv6() { &add } else { &add[..5] }, "");
+            }
+            outside = Some(machine);
+        });
+        let outside = outside.unwrap();
+        let site = Site::from(&outside);
+        let bare = Site { addresses: BARE.map(address).into(), ..site.clone() };
+        let servers = [&site, &bare].map(|site| EchoServers::start(site, OUTSIDE, &SERVICES).unwrap());
+        let machine = [false, true].map(|v6| site.address(v6).unwrap());
+        Self { fixture, backend, machine, _servers: servers, _outside: outside }
+    }
+
+    fn enforce(&self, policies: &str) {
+        let objects = object("api", [false, true].map(service)) + &object("bare", BARE.map(address));
+        self.fixture.enforce(&(pods(4) + &objects + policies));
+    }
+
+    fn probe(&self, pod: &str, to: (u32, IpAddr), protocol: Protocol) -> ProbeOutcome {
+        let patience = RetryPolicy { attempts: 3, ..RetryPolicy::default() };
+        probe::run_one(self.fixture.site(pod), to, protocol, patience).unwrap()
+    }
+
+    /// What a pod finds at the Service, over TCP and UDP, in both families.
+    fn expect(&self, what: &str, pod: &str, tcp: ProbeOutcome, udp: ProbeOutcome) {
+        for v6 in [false, true] {
+            for (protocol, expected) in [(Protocol::Tcp(WEB), tcp), (Protocol::Udp(WEB), udp)] {
+                let outcome = self.probe(pod, (self.backend, service(v6)), protocol);
+                let log = self.fixture.statistics().join("\n");
+                assert_eq!(outcome, expected, "{what}: {pod} by {protocol}, IPv6: {v6}\n{log}");
+            }
+        }
+    }
+}
+
+#[test]
+fn egress_by_a_service_is_judged_for_the_pod_that_answers() {
+    use ProbeOutcome::{Reached, Silent};
+    let it = Answering::new(true);
+    it.expect("without policy", "test/pod-0", Reached, Reached);
+    let by_label = "{podSelector: {matchLabels: {app: pod-1}}}";
+    let other_label = "{podSelector: {matchLabels: {app: pod-3}}}";
+    it.enforce(
+        &(egress("pod-0", by_label, "{port: 8080}")
+            + &egress("pod-2", &blocks([false, true].map(service)), "")
+            + &egress("pod-3", other_label, "")),
+    );
+    it.expect("allowed by its label, at the pod's port", "test/pod-0", Reached, Silent);
+    it.expect("the Service's address alone", "test/pod-2", Silent, Silent);
+    it.expect("another label", "test/pod-3", Silent, Silent);
+    it.enforce(&(egress("pod-0", by_label, "") + &egress("pod-2", by_label, "{port: 53, protocol: UDP}")));
+    it.expect("after a change", "test/pod-0", Reached, Reached);
+    it.expect("names by label", "test/pod-2", Silent, Reached);
+}
+
+#[test]
+fn egress_by_a_service_is_judged_for_a_machine_elsewhere() {
+    use ProbeOutcome::{Reached, Silent};
+    let it = Answering::new(false);
+    it.expect("without policy", "test/pod-0", Reached, Reached);
+    it.enforce(
+        &(egress("pod-0", &blocks(it.machine), "{port: 8080}")
+            + &egress("pod-1", &blocks([false, true].map(service)), "")
+            + &egress("pod-2", &all_but(it.machine), "")),
+    );
+    it.expect("its address and port", "test/pod-0", Reached, Silent);
+    it.expect("the Service's address alone", "test/pod-1", Silent, Silent);
+    it.expect("everything but that machine", "test/pod-2", Silent, Silent);
+    it.expect("no policy", "test/pod-3", Reached, Reached);
+    it.enforce(&(egress("pod-2", &blocks(it.machine), "") + &egress("pod-0", &all_but(it.machine), "")));
+    it.expect("after a change", "test/pod-2", Reached, Reached);
+    it.expect("denied by a change", "test/pod-0", Silent, Silent);
+}
+
+#[test]
+fn what_nobody_translates_is_judged_for_the_services_own_address() {
+    let it = Answering::new(true);
+    it.enforce(
+        &(egress("pod-0", "{podSelector: {}}", "")
+            + &egress("pod-1", &blocks(BARE.map(address)), "")
+            + &egress("pod-2", &all_but(BARE.map(address)), "")),
+    );
+    for (pod, expected) in [
+        ("test/pod-0", ProbeOutcome::Silent),
+        ("test/pod-1", ProbeOutcome::Reached),
+        ("test/pod-2", ProbeOutcome::Silent),
+        ("test/pod-3", ProbeOutcome::Reached),
+    ] {
+        for bare in BARE.map(address) {
+            for protocol in [Protocol::Tcp(8080), Protocol::Udp(53)] {
+                let outcome = it.probe(pod, (OUTSIDE, bare), protocol);
+                assert_eq!(outcome, expected, "{pod} to {bare}\n{}", it.fixture.statistics().join("\n"));
+            }
+        }
+    }
+}
+
+/// An address that the node has by its configuration, on none of its interfaces.
+const EXTERNAL: &str = "203.0.113.9";
+/// A node port that leads to the machine outside.
+const NODE_PORT: u16 = 30_053;
+
+/// A node whose node port leads to a machine outside, which `pod-1` may not reach, and the server there.
+fn node_port_to_outside(v6: bool) -> (Fixture, UdpSocket, Outside) {
+    let mut outside = None;
+    let fixture = Fixture::of(&(pods(2) + &policy("none", "pod-1", "  policyTypes: [Egress]\n")), |cluster, config| {
+        config.keys += &format!("node_addresses = [\"{EXTERNAL}\"]\n");
+        let machine = cluster.node.add_outside("outside").unwrap();
+        let backends = machine.addresses().iter().map(|&to| SocketAddr::new(to, 53)).collect();
+        let port =
+            ProxiedPort { protocol: ServiceProtocol::Udp, number: NODE_PORT, node_port: Some(NODE_PORT), backends };
+        let addresses = [false, true].map(service).into();
+        let services = vec![ProxiedService { name: "test/beyond".to_owned(), addresses, ports: vec![port] }];
+        let node = cluster.node.addresses().iter().copied().chain([address(EXTERNAL)]).collect();
+        KubeProxy { mode: ProxyMode::Nftables, node, services }.install(cluster.node.namespace()).unwrap();
+        outside = Some(machine);
+    });
+    let outside = outside.unwrap();
+    let here = SocketAddr::new(Site::from(&outside).address(v6).unwrap(), 53);
+    let server = outside.namespace().run(|| UdpSocket::bind(here)).unwrap();
+    server.set_read_timeout(Some(Duration::from_millis(400))).unwrap();
+    (fixture, server, outside)
+}
+
+/// A pod's socket to the node port, whose packets have this IPv6 option header (`IPV6_HOPOPTS`, `IPV6_DSTOPTS`).
+fn client(fixture: &Fixture, pod: &str, node: IpAddr, option: Option<libc::c_int>) -> UdpSocket {
+    // Next header, length, and a padding option.
+    const HEADER: [u8; 8] = [0, 0, 1, 4, 0, 0, 0, 0];
+    let site = fixture.site(pod);
+    let here = SocketAddr::new(site.address(node.is_ipv6()).unwrap(), 0);
+    let socket = site.namespace.run(|| UdpSocket::bind(here)).unwrap();
+    if let Some(option) = option {
+        let (header, length) = (HEADER.as_ptr().cast(), HEADER.len() as libc::socklen_t);
+        // SAFETY: the header lives across the call and has this length, and the kernel copies it.
+        let set = unsafe { libc::setsockopt(socket.as_raw_fd(), libc::IPPROTO_IPV6, option, header, length) };
+        assert_eq!(set, 0, "{}", std::io::Error::last_os_error());
+    }
+    socket.connect((node, NODE_PORT)).unwrap();
+    socket
+}
+
+/// What the server hears until nothing comes.
+fn heard(server: &UdpSocket) -> Vec<String> {
+    let mut bytes = [0; 64];
+    std::iter::from_fn(|| server.recv(&mut bytes).ok().map(|length| String::from_utf8_lossy(&bytes[..length]).into()))
+        .collect()
+}
+
+#[test]
+fn no_header_and_no_address_of_the_node_leads_past_egress_policy() {
+    for v6 in [false, true] {
+        let (fixture, server, _outside) = node_port_to_outside(v6);
+        let own = *fixture.cluster.node.addresses().iter().find(|address| address.is_ipv6() == v6).unwrap();
+        let ways: &[(IpAddr, Option<libc::c_int>)] = match v6 {
+            false => &[(own, None), (address(EXTERNAL), None)],
+            true => &[(own, None), (own, Some(libc::IPV6_HOPOPTS)), (own, Some(libc::IPV6_DSTOPTS))],
+        };
+        for &(node, option) in ways {
+            for (pod, word) in [("test/pod-1", "denied"), ("test/pod-0", "allowed")] {
+                let socket = client(&fixture, pod, node, option);
+                (0..3).for_each(|_| _ = socket.send(word.as_bytes()));
+            }
+            let heard = heard(&server);
+            let log = fixture.statistics().join("\n");
+            assert!(heard.contains(&"allowed".to_owned()), "{node}, option {option:?}: {heard:?}\n{log}");
+            assert!(!heard.contains(&"denied".to_owned()), "{node}, option {option:?}: {heard:?}\n{log}");
+        }
+    }
+}
+
+#[test]
+fn without_a_daemon_no_node_port_leads_where_policy_denies() {
+    for v6 in [false, true] {
+        let (mut fixture, server, _outside) = node_port_to_outside(v6);
+        let own = *fixture.cluster.node.addresses().iter().find(|address| address.is_ipv6() == v6).unwrap();
+        let sockets = ["test/pod-1", "test/pod-0"].map(|pod| client(&fixture, pod, own, None));
+        let send = || {
+            for (socket, word) in sockets.iter().zip(["denied", "allowed"]) {
+                (0..3).for_each(|_| _ = socket.send(word.as_bytes()));
+            }
+        };
+        send();
+        let before = heard(&server);
+        assert!(before.contains(&"allowed".to_owned()) && !before.contains(&"denied".to_owned()), "{before:?}");
+        fixture.kill();
+        send();
+        let after = heard(&server);
+        assert!(!after.contains(&"denied".to_owned()), "{after:?}");
+    }
+}
