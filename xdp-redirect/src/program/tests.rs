@@ -352,7 +352,11 @@ fn a_known_pod_may_only_claim_its_own_addresses_in_arp_and_neighbour_discovery()
         ("a router's advertisement", discovery(134, "fe80::5", "::"), false),
         ("a redirect", discovery(137, LOCAL_V6, "fd00::1"), false),
     ];
-    let loaded = Program::load(options(Role::Pod, OnMiss::Drop), &shared()).unwrap();
+    // Not served yet: an unknown pod may not claim a served pod's address.
+    let shared = shared();
+    shared.local_pods.insert(LOCAL_V4.into(), 0).unwrap();
+    shared.local_pods.insert(LOCAL_V6.parse().unwrap(), 0).unwrap();
+    let loaded = Program::load(options(Role::Pod, OnMiss::Drop), &shared).unwrap();
     let own = &loaded.own;
     for known in [false, true] {
         if known {
