@@ -190,9 +190,10 @@ fn leftovers_of_a_dead_process_are_removed() {
     std::fs::write(&left, "").unwrap();
     // The sweep runs at a process' first namespace, which may already exist here: so another process does it.
     let test = std::env::current_exe().unwrap();
-    let name = "namespaces_are_removed_on_drop_and_on_panic";
-    let status = std::process::Command::new(test).args(["--exact", name]).output().unwrap().status;
-    assert!(status.success());
+    let name = "testbed::namespaces_are_removed_on_drop_and_on_panic";
+    let output = std::process::Command::new(test).args(["--exact", name]).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
     assert!(!left.exists());
 }
 

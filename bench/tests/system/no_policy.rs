@@ -22,7 +22,7 @@ const OUTSIDE_V6: &str = "fd00:51:100::2";
 /// Of a DNS cache on the node.
 const CACHE: &str = "169.254.20.10";
 /// Idle timeouts, so that a pause of two seconds is as days are.
-const SHORT: &str = "mapping = \"off\"\ntimeouts = { tcp_timeout_established = \"1s\", tcp_timeout_close_wait = \"1s\", \
+const SHORT: &str = "timeouts = { tcp_timeout_established = \"1s\", tcp_timeout_close_wait = \"1s\", \
                      tcp_timeout_syn_sent = \"1s\", tcp_timeout_unacknowledged = \"1s\", udp_timeout = \"1s\", \
                      udp_timeout_stream = \"1s\", sctp_timeout_established = \"1s\" }\n";
 

@@ -302,13 +302,13 @@ impl PolicySet {
         self.evaluate_rules(flow, FlowEnds { src, dst }, time)
     }
 
-    /// The same for a flow that the node's stack forwards: its source has no exemption as the node's. If it is the node's address,
-    /// the node gave it to the packet and nobody knows what it was: no rule for some sources allows it.
+    /// The same for a flow that the node's stack forwards: its source has no exemption as the node's. If it is an address of the
+    /// receiving pod's node, the node gave it to the packet and nobody knows what it was: no rule for some sources allows it.
     pub(crate) fn evaluate_forwarded(&self, flow: &Flow, ends: FlowEnds<'_>, time: NameTime) -> PolicyVerdict {
-        if !ends.src.is_node() {
-            return self.evaluate_between(flow, ends, time);
+        if ends.src.is_node() && ends.src.node == ends.dst.node {
+            return self.evaluate_without_source(flow, ends);
         }
-        self.evaluate_without_source(flow, ends)
+        self.evaluate_between(flow, ends, time)
     }
 
     fn evaluate_unknown(&self, own: &AddressEntry, flow: &Flow) -> DirectionVerdict {
