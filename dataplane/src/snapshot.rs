@@ -1,8 +1,8 @@
 //! The workers' input: one immutable value, published as a whole.
 
 use crate::forward::{Forwarding, PortId};
-use crate::packet::Address;
-use crate::policy::PolicySet;
+use crate::packet::{Address, Packet};
+use crate::policy::{AddressOwner, PolicySet};
 use crate::services::ServiceSet;
 
 /// Sequence number of published snapshots. A connection stores the low 23 bits of the epoch under which it was last
@@ -61,6 +61,13 @@ impl Snapshot {
     #[inline(always)]
     pub(crate) fn pod_port(&self, address: Address) -> Option<PortId> {
         self.policy.find(address).port()
+    }
+
+    /// Whether a node would decapsulate a packet from a pod, if its destination is not another pod of this node.
+    #[inline(always)]
+    pub(crate) fn would_be_decapsulated(&self, packet: &Packet) -> bool {
+        let is_pod = |address| matches!(self.policy.owner(address), Some(AddressOwner::Pod { .. }));
+        self.forwarding.would_be_decapsulated(packet, is_pod)
     }
 
     /// The egress port for `destination`: its pod's port, otherwise the host port.

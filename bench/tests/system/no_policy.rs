@@ -118,7 +118,7 @@ fn icmp(from: End, to: End, kind: Icmpv4Type, payload: &[u8]) -> Vec<u8> {
 
 /// A fragment of a datagram, at this offset in units of eight bytes.
 fn fragment(from: End, to: End, id: u16, units: u16, more: bool, length: usize) -> Vec<u8> {
-    let mut payload = udp(from, to, false, (5000 + id, 7000), &vec![id as u8; 64]).split_off(20);
+    let mut payload = udp(from, to, false, (5000 + id, 7000), &[id as u8; 64]).split_off(20);
     payload.resize(72, 0);
     let at = usize::from(units) * 8;
     v4(from, to, 17, &payload[at..at + length], |header| {

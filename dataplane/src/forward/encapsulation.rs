@@ -11,7 +11,6 @@ use ipnet::IpNet;
 use rustc_hash::FxHashSet;
 
 use crate::packet::{Address, AddressScope, Packet, Transport};
-use crate::policy::{AddressOwner, PolicySet};
 
 /// Well-known UDP tunnel ports, blocked whether or not this node is known to have such a tunnel: other nodes may, and
 /// some tunnels have no interface. VXLAN by IANA and Linux' default, Geneve, GUE, GRE in UDP (RFC 8086; 4755 is DTLS),
@@ -80,7 +79,7 @@ impl Encapsulation {
         Hint(self.ports.iter().fold(portless, |hint, &port| hint | bit(port)))
     }
 
-    pub(super) fn applies_to(&self, packet: &Packet, policy: &PolicySet) -> bool {
+    pub(super) fn applies_to(&self, packet: &Packet, is_pod: impl FnOnce(Address) -> bool) -> bool {
         let is_wrapping = match packet.transport {
             Transport::Udp => self.ports.binary_search(&packet.flow.dst_port).is_ok(),
             Transport::Other => self.on && PROTOCOLS.contains(&packet.flow.protocol.0),
@@ -88,8 +87,7 @@ impl Encapsulation {
             _ => false,
         };
         let to = packet.flow.dst;
-        let is_pod = || matches!(policy.owner(to), Some(AddressOwner::Pod { .. }));
-        is_wrapping && (self.is_node(to) || (self.networks.contain(to) && !is_pod()))
+        is_wrapping && (self.is_node(to) || (self.networks.contain(to) && !is_pod(to)))
     }
 
     /// Whether a node may take packets to this address for its own. It is on the pod's link, and may be in any group.

@@ -14,7 +14,6 @@ use rustc_hash::FxHashMap;
 
 pub use crate::packet::Mac;
 use crate::packet::{Address, AddressScope, Packet};
-use crate::policy::PolicySet;
 pub use encapsulation::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
 
 /// A logical port of this node. Numbers are small and dense: they index arrays.
@@ -165,16 +164,17 @@ impl Forwarding {
         self.host
     }
 
-    /// Whether a node would decapsulate a packet from a pod, if its destination is not another pod.
+    /// Whether a node would decapsulate a packet from a pod, if its destination is not another pod. `is_pod`: whether an address is a
+    /// pod's, of this node or another.
     #[inline(always)]
-    pub fn would_be_decapsulated(&self, packet: &Packet, policy: &PolicySet) -> bool {
-        self.encapsulation_hint.may_apply_to(packet) && self.is_tunnel_packet(packet, policy)
+    pub fn would_be_decapsulated(&self, packet: &Packet, is_pod: impl FnOnce(Address) -> bool) -> bool {
+        self.encapsulation_hint.may_apply_to(packet) && self.is_tunnel_packet(packet, is_pod)
     }
 
     #[cold]
     #[inline(never)]
-    fn is_tunnel_packet(&self, packet: &Packet, policy: &PolicySet) -> bool {
-        self.encapsulation.applies_to(packet, policy)
+    fn is_tunnel_packet(&self, packet: &Packet, is_pod: impl FnOnce(Address) -> bool) -> bool {
+        self.encapsulation.applies_to(packet, is_pod)
     }
 
     /// The port of the local pod with this address.

@@ -7,10 +7,10 @@
 //! |---|---|---|
 //! | 0 | `02`: locally administered, unicast | `02` |
 //! | 1 | `fa` | `fb` |
-//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`], 32 [`UNCHANGED`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`], and which protocol is [allowed](allowed) |
+//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`], 32 [`UNCHANGED`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`], and which protocol is [`allowed`] |
 //! | 3 | with [`LEAVING`] the uplink's number | with [`TO_UPLINK`] the same |
 //! | 4–5 | number of the pod's port, in network byte order | the same; `ffff`: none |
-//! | 6–7 | `02fa` | of what is [allowed](allowed) the port, in network byte order |
+//! | 6–7 | `02fa` | of what is [`allowed`] the port, in network byte order |
 //! | 8–11 | index of the interface at which the frame was, in network byte order | and the epoch, the same |
 //!
 //! With XDP at pods' veths, frames on the host veth carry the first three bytes: which of them the node's stack forwarded.

@@ -13,7 +13,7 @@ pub(super) fn admit(snapshot: &Snapshot, port: &Port, frame: &[u8], packet: &mut
         from_elsewhere(snapshot, port.kind, src)?;
     } else if !port.addresses.contains(&src) {
         return Err(DropReason::SpoofedSource);
-    } else if snapshot.forwarding.would_be_decapsulated(packet, &snapshot.policy) && snapshot.pod_port(dst).is_none() {
+    } else if snapshot.would_be_decapsulated(packet) && snapshot.pod_port(dst).is_none() {
         return Err(DropReason::Encapsulation);
     }
     if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(port.kind, src, dst) }

@@ -228,9 +228,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     /// What holds for a packet to a backend as for one that a pod sends there directly.
     fn check(&self, packet: &Packet, inner: &Flow) -> Result<(), DropReason> {
         let direct = Packet { flow: *inner, ..*packet };
-        if self.snapshot.forwarding.would_be_decapsulated(&direct, &self.snapshot.policy)
-            && self.snapshot.pod_port(inner.dst).is_none()
-        {
+        if self.snapshot.would_be_decapsulated(&direct) && self.snapshot.pod_port(inner.dst).is_none() {
             return Err(DropReason::Encapsulation);
         }
         if can_translate(packet, inner) { Ok(()) } else { Err(DropReason::Fragment) }

@@ -504,10 +504,14 @@ fn a_connection_is_found_in_either_of_its_two_groups_wherever_it_is_there() {
 
 /// Runs `program` while `worker` writes again and again, until so many runs have had a worker beside them; on a machine where both
 /// hardly ever run at the same time, for ten times as many.
-fn beside(worker: impl Fn() + Sync, runs: u32, mut program: impl FnMut()) {
-    const MOST: u32 = 10;
+fn beside(worker: impl Fn() + Sync, runs: u32, program: impl FnMut()) {
     // An entry's generation, of which there are 1024, must not come back while a program runs.
-    const MOST_TURNS: u32 = 200;
+    beside_turns(200, worker, runs, program);
+}
+
+/// The same with at most so many turns of the worker in a run.
+fn beside_turns(most_turns: u32, worker: impl Fn() + Sync, runs: u32, mut program: impl FnMut()) {
+    const MOST: u32 = 10;
     let (is_over, begun, turns) = (AtomicBool::new(false), AtomicU32::new(0), AtomicU32::new(0));
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -517,7 +521,7 @@ fn beside(worker: impl Fn() + Sync, runs: u32, mut program: impl FnMut()) {
                 if now != run {
                     (run, in_run) = (now, 0);
                 }
-                if in_run < MOST_TURNS {
+                if in_run < most_turns {
                     worker();
                     in_run += 1;
                     turns.fetch_add(1, Ordering::Relaxed);
@@ -651,7 +655,7 @@ fn a_fin_never_brings_back_a_path_that_a_worker_has_just_changed() {
         };
         let (frame, at) = (there.frame(), node.interface(End::A));
         let before = node.programs.offloaded().unwrap();
-        beside(worker, RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
+        beside_turns(u32::MAX, worker, RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
         assert_ne!(node.programs.offloaded().unwrap(), before, "some pass");
         assert!(!brought_back.into_inner());
     });
