@@ -103,6 +103,12 @@ fn an_unknown_pod_cuts_nobody_off_by_arp() {
         let mut fixture = Fixture::bridged(&(pods(2) + &policies()), |_, config| config.attach = attach);
         fixture.daemon.log().wait_for_after(0, "pods=2 ", LIMIT).unwrap();
         let victim = fixture.site("test/pod-0").address(false).unwrap();
+        // A bridge has the lowest MAC of its ports until it is given one: the new port must not change it.
+        let shown =
+            fixture.cluster.node.namespace().command("ip").args(["-o", "link", "show", "cni0"]).output().unwrap();
+        let shown = String::from_utf8(shown.stdout).unwrap();
+        let mac = shown.split_whitespace().skip_while(|word| *word != "link/ether").nth(1).unwrap();
+        ip(fixture.cluster.node.namespace(), &format!("link set cni0 address {mac}"));
         let seen = fixture.daemon.log().len();
         fixture.cluster.node.add_bridged_pod("test/new", &[victim], 1500).unwrap();
         fixture.daemon.log().wait_for_after(seen, "closed until its pod is known", LIMIT).unwrap();
