@@ -25,7 +25,7 @@ pub(crate) fn flow_records_name_pods_and_their_nodes(cluster: &mut RealCluster) 
     let scratch = ScratchDir::new()?;
     let log = scratch.path().join("collector.log");
     let mut collector = cluster.plane.world.command(program);
-    collector.args(["start", "--otlp-grpc-endpoint", "127.0.0.1:4317", "--otlp-http-endpoint", COLLECTOR]);
+    collector.args(["start", "--otlp-http-endpoint", COLLECTOR]);
     collector.args(["--exporter", "blackhole", "--debug-log", "logs", "--debug-log-verbosity", "detailed"]);
     let _collector = start(collector, &log)?;
     cluster.switch_all_on()?;

@@ -251,48 +251,43 @@ fn what_a_connection_has_sent_by_the_end_of_the_daemon_is_recorded() {
     assert_adds_up(&records);
 }
 
-/// A collector that nobody here wrote has each record that the file has, by both protocols.
+/// A collector that nobody here wrote has each record that the file has.
 #[test]
 #[ignore = "needs an OpenTelemetry collector: `make test-collector` gets one"]
-fn a_collector_takes_every_record_by_either_protocol() {
+fn a_collector_takes_every_record() {
     let program = std::env::var_os("PENSTOCK_COLLECTOR").expect("PENSTOCK_COLLECTOR: the program rotel");
-    for protocol in ["http/protobuf", "grpc"] {
-        let scratch = ScratchDir::new().unwrap();
-        let log = scratch.path().join("collector.log");
-        let mut collector = None;
-        let node = Recorded::configured(|cluster, config| {
-            let mut command = cluster.node.namespace().command(&program);
-            command.args(["start", "--otlp-grpc-endpoint", "127.0.0.1:4317", "--otlp-http-endpoint", "127.0.0.1:4318"]);
-            command.args(["--exporter", "blackhole", "--debug-log", "logs", "--debug-log-verbosity", "detailed"]);
-            command.stdout(File::create(&log).unwrap());
-            collector = Some(ServiceProcess::start(command).unwrap());
-            let port = if protocol == "grpc" { 4317 } else { 4318 };
-            config.sections += &format!("otlp = \"http://127.0.0.1:{port}\"\notlp_protocol = \"{protocol}\"\n");
-        });
-        node.end_of(datagrams(&node, 20, 100));
-        let denied = node.site("test/pod-0").namespace.run(|| UdpSocket::bind("0.0.0.0:0")).unwrap();
-        denied.send_to(b"denied", node.target(DENIED)).unwrap();
-        node.wait("of what was denied", |records| records.iter().any(|record| record["event"] == "denied"));
-        node.fixture.daemon.signal(Signal::SIGTERM).unwrap();
-        node.fixture.daemon.wait_until_ended(LIMIT).unwrap();
+    let scratch = ScratchDir::new().unwrap();
+    let log = scratch.path().join("collector.log");
+    let mut collector = None;
+    let node = Recorded::configured(|cluster, config| {
+        let mut command = cluster.node.namespace().command(&program);
+        command.args(["start", "--otlp-http-endpoint", "127.0.0.1:4318"]);
+        command.args(["--exporter", "blackhole", "--debug-log", "logs", "--debug-log-verbosity", "detailed"]);
+        command.stdout(File::create(&log).unwrap());
+        collector = Some(ServiceProcess::start(command).unwrap());
+        config.sections += "otlp = \"http://127.0.0.1:4318\"\n";
+    });
+    node.end_of(datagrams(&node, 20, 100));
+    let denied = node.site("test/pod-0").namespace.run(|| UdpSocket::bind("0.0.0.0:0")).unwrap();
+    denied.send_to(b"denied", node.target(DENIED)).unwrap();
+    node.wait("of what was denied", |records| records.iter().any(|record| record["event"] == "denied"));
+    node.fixture.daemon.signal(Signal::SIGTERM).unwrap();
+    node.fixture.daemon.wait_until_ended(LIMIT).unwrap();
 
-        let mut expected: Vec<_> = read(&node.file).iter().map(as_collected).collect();
-        expected.sort();
-        let kinds: Vec<&str> = expected.iter().map(|record| record["EventName"].as_str()).collect();
-        assert!(
-            ["interval", "end", "denied"].iter().all(|kind| kinds.contains(&format!("penstock.flow.{kind}").as_str()))
-        );
-        let deadline = Instant::now() + LIMIT;
-        loop {
-            let log = std::fs::read_to_string(&log).unwrap();
-            let mut found = collected(&log);
-            found.sort();
-            if found == expected {
-                break;
-            }
-            assert!(Instant::now() < deadline, "by {protocol}: {expected:#?}\nand the collector has\n{log}");
-            std::thread::sleep(Duration::from_millis(100));
+    let mut expected: Vec<_> = read(&node.file).iter().map(as_collected).collect();
+    expected.sort();
+    let kinds: Vec<&str> = expected.iter().map(|record| record["EventName"].as_str()).collect();
+    assert!(["interval", "end", "denied"].iter().all(|kind| kinds.contains(&format!("penstock.flow.{kind}").as_str())));
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let log = std::fs::read_to_string(&log).unwrap();
+        let mut found = collected(&log);
+        found.sort();
+        if found == expected {
+            break;
         }
+        assert!(Instant::now() < deadline, "{expected:#?}\nand the collector has\n{log}");
+        std::thread::sleep(Duration::from_millis(100));
     }
 }
 

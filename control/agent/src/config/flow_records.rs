@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
-use serde::{Deserialize, Serialize};
+use serde::Deserialize;
 
 use super::values::{InvalidValue, MemorySize, TimeSpan, invalid, written_as_text};
 
@@ -26,15 +26,12 @@ pub struct FlowRecords {
     /// 100000. More are only counted.
     #[schemars(range(min = *DENIED.start(), max = *DENIED.end()))]
     pub denied_each_second: u32,
-    /// The OpenTelemetry collector that records are sent to as logs by OTLP: `http://` or `https://`, host and port, and over
-    /// HTTP a path if it is not `/v1/logs`; or `"off"`.
+    /// The OpenTelemetry collector that records are sent to as logs by OTLP: over HTTP: `http://` or `https://`, host
+    /// and port, and a path if it is not `/v1/logs`; or `"off"`.
     pub otlp: OtlpEndpoint,
-    /// OTLP over HTTP, for which collectors have port 4318, or over gRPC, 4317: `"http/protobuf"` or `"grpc"`.
-    pub otlp_protocol: OtlpProtocol,
     /// A file of PEM certificates that the collector's is checked against. Default: those that the system trusts.
     pub otlp_ca_file: Option<PathBuf>,
-    /// A file of HTTP headers, or gRPC metadata, that are sent along, one `Name: value` a line, such as `Authorization`. It is
-    /// read at the start.
+    /// A file of HTTP headers that are sent along, one `Name: value` a line, such as `Authorization`. It is read at the start.
     pub otlp_headers_file: Option<PathBuf>,
 }
 
@@ -56,7 +53,6 @@ impl Default for FlowRecords {
             interval: TimeSpan::microseconds(60_000_000),
             denied_each_second: 1000,
             otlp: OtlpEndpoint::default(),
-            otlp_protocol: OtlpProtocol::default(),
             otlp_ca_file: None,
             otlp_headers_file: None,
         }
@@ -69,14 +65,11 @@ impl FlowRecords {
         self.file.path().is_some() || self.otlp.0.is_some()
     }
 
-    /// Where logs are sent to, as the protocol needs it; unless it is off.
+    /// Where logs are sent to, unless it is off.
     pub fn otlp_url(&self) -> Option<String> {
         let CollectorUrl { base, path } = self.otlp.0.as_ref()?;
-        Some(match self.otlp_protocol {
-            // As in the specification of the exporters (OTEL_EXPORTER_OTLP_ENDPOINT): a base URL gets the path of the signal.
-            OtlpProtocol::HttpProtobuf => format!("{base}{}", path.as_deref().unwrap_or("/v1/logs")),
-            OtlpProtocol::Grpc => base.clone(),
-        })
+        // As in the specification of the exporters (OTEL_EXPORTER_OTLP_ENDPOINT): a base URL gets the path of the signal.
+        Some(format!("{base}{}", path.as_deref().unwrap_or("/v1/logs")))
     }
 
     /// How many ended connections may wait for their records.
@@ -109,30 +102,12 @@ impl FlowRecords {
         match (&self.otlp.0, &self.otlp_ca_file, &self.otlp_headers_file) {
             (None, Some(_), _) => without_collector("otlp_ca_file"),
             (None, None, Some(_)) => without_collector("otlp_headers_file"),
-            (None, None, None) if self.otlp_protocol != OtlpProtocol::default() => without_collector("otlp_protocol"),
             (Some(url), Some(_), _) if url.base.starts_with("http:") => {
                 Some(("otlp_ca_file", invalid!("http:// has no certificates; set flow_records.otlp to https://")))
             }
-            (Some(CollectorUrl { path: Some(path), .. }), ..) if self.otlp_protocol == OtlpProtocol::Grpc => Some((
-                "otlp",
-                invalid!("gRPC has no path {path}; set host and port alone, such as http://collector.example:4317"),
-            )),
             _ => None,
         }
     }
-}
-
-/// The protocol to a collector, named as by OTEL_EXPORTER_OTLP_PROTOCOL
-/// (<https://opentelemetry.io/docs/specs/otel/protocol/exporter/>).
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
-pub enum OtlpProtocol {
-    /// Requests with protobuf by HTTP/1.1.
-    #[default]
-    #[serde(rename = "http/protobuf")]
-    HttpProtobuf,
-    /// gRPC.
-    #[serde(rename = "grpc")]
-    Grpc,
 }
 
 /// A file of records, or `"off"`.
@@ -243,8 +218,6 @@ mod tests {
             let read = read(&format!("otlp = \"{given}\"")).unwrap();
             assert_eq!((read.otlp_url().as_deref(), read.is_on()), (Some(expected), true), "{given}");
         }
-        let grpc = read("otlp = \"https://collector:4317/\"\notlp_protocol = \"grpc\"").unwrap();
-        assert_eq!(grpc.otlp_url().as_deref(), Some("https://collector:4317"));
     }
 
     #[test]
@@ -263,9 +236,6 @@ mod tests {
             ("otlp_ca_file = \"ca.pem\"", ["flow_records.otlp_ca_file", "set flow_records.otlp"]),
             ("otlp_headers_file = \"h\"", ["flow_records.otlp_headers_file", "set flow_records.otlp"]),
             ("otlp = \"http://c\"\notlp_ca_file = \"ca.pem\"", ["flow_records.otlp_ca_file", "https://"]),
-            ("otlp = \"http://c\"\notlp_protocol = \"ipfix\"", ["otlp_protocol", "http/protobuf"]),
-            ("otlp_protocol = \"grpc\"", ["flow_records.otlp_protocol", "set flow_records.otlp"]),
-            ("otlp = \"http://c/v1/logs\"\notlp_protocol = \"grpc\"", ["/v1/logs", "http://collector.example:4317"]),
             ("protocol = \"ipfix\"", ["protocol", "unknown"]),
         ] {
             let error = read(section).unwrap_err();

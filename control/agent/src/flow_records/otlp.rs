@@ -1,9 +1,8 @@
-//! Records as OpenTelemetry logs, to a collector by OTLP over HTTP or gRPC.
+//! Records as OpenTelemetry logs, to a collector by OTLP over HTTP.
 //!
 //! A thread of its own sends them. A collector that is away is tried again, with the same batch, while the queue behind it fills;
 //! what does not fit is lost and counted. The SDK's batch processor counts what it loses nowhere, so the queue is here.
 
-mod grpc;
 mod http;
 mod log;
 
@@ -30,10 +29,9 @@ use rustls::pki_types::pem::PemObject;
 use tokio::runtime;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-use self::grpc::GrpcExporter;
 use self::http::HttpExporter;
 use super::record::FlowRecord;
-use crate::config::{self, OtlpProtocol};
+use crate::config;
 
 /// Batches that wait for the collector, of a portion of records each.
 const WAITING: usize = 64;
@@ -70,9 +68,6 @@ pub(crate) enum OtlpError {
     /// The exporter has.
     #[error("flow_records.otlp: {0}; set the URL of a collector, or \"off\"")]
     Exporter(#[from] ExporterBuildError),
-    /// The gRPC client has.
-    #[error("flow_records.otlp: {0}; set the URL of a collector, or \"off\"")]
-    Grpc(#[from] tonic::transport::Error),
     /// There is no runtime to send in.
     #[error("flow_records.otlp: cannot start what sends records ({0}); the limit of open files may be too low")]
     Runtime(io::Error),
@@ -92,31 +87,10 @@ struct NotTaken {
     is_final: bool,
 }
 
-/// The collector, by the protocol that is set.
-enum Collector {
-    Http(HttpExporter),
-    Grpc(GrpcExporter),
-}
-
-impl Collector {
-    /// To be called in the runtime that sends.
-    fn new(url: &str, settings: &config::FlowRecords, node: &str) -> Result<Self, OtlpError> {
-        let (ca_file, headers_file) = (settings.otlp_ca_file.as_deref(), settings.otlp_headers_file.as_ref());
-        let headers = headers_file.map(|path| headers(path)).transpose()?.unwrap_or_default();
-        let resource = resource(node);
-        Ok(match settings.otlp_protocol {
-            OtlpProtocol::HttpProtobuf => Self::Http(HttpExporter::new(url, ca_file, headers, &resource)?),
-            OtlpProtocol::Grpc => Self::Grpc(GrpcExporter::new(url, ca_file, (headers_file, headers), &resource)?),
-        })
-    }
-
-    /// Sends a batch. Returns how many of its records the collector has rejected, as far as it says so.
-    async fn export(&self, batch: LogBatch<'_>) -> Result<u64, NotTaken> {
-        match self {
-            Self::Http(exporter) => exporter.export(batch).await.map(|()| 0),
-            Self::Grpc(exporter) => exporter.export(batch).await,
-        }
-    }
+/// The collector that the settings name. To be called in the runtime that sends.
+fn collector(url: &str, settings: &config::FlowRecords, node: &str) -> Result<HttpExporter, OtlpError> {
+    let headers = settings.otlp_headers_file.as_deref().map(headers).transpose()?.unwrap_or_default();
+    HttpExporter::new(url, settings.otlp_ca_file.as_deref(), headers, &resource(node))
 }
 
 /// The sending end. Dropping it waits up to a second until all is sent.
@@ -128,7 +102,7 @@ pub(super) struct OtlpSender {
 
 /// The thread's part.
 struct Sending {
-    collector: Collector,
+    collector: HttpExporter,
     logger: SdkLogger,
     made: Arc<Mutex<Vec<(SdkLogRecord, InstrumentationScope)>>>,
     lost: Arc<AtomicU64>,
@@ -146,7 +120,7 @@ impl OtlpSender {
         let Some(url) = settings.otlp_url() else { return Ok(None) };
         let runtime = runtime::Builder::new_current_thread().enable_all().build().map_err(OtlpError::Runtime)?;
         let inside = runtime.enter();
-        let collector = Collector::new(&url, settings, node)?;
+        let collector = collector(&url, settings, node)?;
         drop(inside);
         let made = Arc::<Mutex<Vec<_>>>::default();
         let provider = SdkLoggerProvider::builder().with_log_processor(Kept(made.clone())).build();
@@ -210,11 +184,10 @@ impl Sending {
             let failed_before = std::mem::replace(fails, sent.is_err());
             let NotTaken { why, is_final } = match sent {
                 Err(not_taken) => not_taken,
-                Ok(rejected) => {
+                Ok(()) => {
                     if failed_before {
                         tracing::info!("flow_records.otlp: the collector takes records again");
                     }
-                    self.lost.fetch_add(rejected, Ordering::Relaxed);
                     return;
                 }
             };

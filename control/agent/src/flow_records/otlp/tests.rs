@@ -8,8 +8,6 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::routing::post;
 use opentelemetry_http::Bytes;
-use opentelemetry_proto::tonic::collector::logs::v1::ExportLogsPartialSuccess;
-use opentelemetry_proto::tonic::collector::logs::v1::logs_service_server::{LogsService, LogsServiceServer};
 use opentelemetry_proto::tonic::collector::logs::v1::{ExportLogsServiceRequest, ExportLogsServiceResponse};
 use opentelemetry_proto::tonic::common::v1::any_value::Value;
 use prost::Message;
@@ -24,10 +22,6 @@ struct Got {
     requests: Vec<(HeaderMap, ExportLogsServiceRequest)>,
     /// Answers instead of success, the next one last.
     answers: Vec<u16>,
-    /// The same of gRPC.
-    statuses: Vec<tonic::Status>,
-    /// How many records of each batch a gRPC collector rejects.
-    rejected: i64,
 }
 
 type Shared = Arc<Mutex<Got>>;
@@ -54,45 +48,6 @@ async fn take(State(got): State<Shared>, headers: HeaderMap, body: Bytes) -> (St
     }
     got.requests.push((headers, ExportLogsServiceRequest::decode(body).expect("valid protobuf")));
     (StatusCode::OK, ExportLogsServiceResponse::default().encode_to_vec())
-}
-
-/// The service of a gRPC collector.
-struct Service(Shared);
-
-#[tonic::async_trait]
-impl LogsService for Service {
-    async fn export(
-        &self,
-        request: tonic::Request<ExportLogsServiceRequest>,
-    ) -> Result<tonic::Response<ExportLogsServiceResponse>, tonic::Status> {
-        let mut got = self.0.lock().unwrap();
-        if let Some(status) = got.statuses.pop() {
-            return Err(status);
-        }
-        let (metadata, _, logs) = request.into_parts();
-        got.requests.push((metadata.into_headers(), logs));
-        let partial_success =
-            Some(ExportLogsPartialSuccess { rejected_log_records: got.rejected, error_message: String::new() });
-        Ok(tonic::Response::new(ExportLogsServiceResponse { partial_success }))
-    }
-}
-
-/// The same as [`collector`] by gRPC.
-fn grpc_collector(at: SocketAddr, got: &Shared) -> (tokio::runtime::Runtime, SocketAddr) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    let inside = runtime.enter();
-    let incoming = tonic::transport::server::TcpIncoming::bind(at).unwrap();
-    let address = incoming.local_addr().unwrap();
-    let server = tonic::transport::Server::builder().add_service(LogsServiceServer::new(Service(got.clone())));
-    runtime.spawn(server.serve_with_incoming(incoming));
-    drop(inside);
-    (runtime, address)
-}
-
-/// Starts to send to the collector at this address by gRPC.
-fn grpc_sender(address: SocketAddr, section: &str, lost: &Arc<AtomicU64>) -> OtlpSender {
-    let section = format!("otlp = \"http://{address}\"\notlp_protocol = \"grpc\"\n{section}");
-    OtlpSender::start(&settings(&section), "node-1", lost).unwrap().unwrap()
 }
 
 fn settings(section: &str) -> config::FlowRecords {
@@ -151,15 +106,6 @@ fn wait_for(runtime: &tokio::runtime::Runtime, got: &Shared, requests: usize) {
 }
 
 /// The first request, with the resource's attributes in order: the SDK has them in a hash map.
-fn first_request(got: &Shared) -> ExportLogsServiceRequest {
-    let mut request = got.lock().unwrap().requests[0].1.clone();
-    for resource in request.resource_logs.iter_mut().filter_map(|logs| logs.resource.as_mut()) {
-        resource.attributes.sort_by(|one, other| one.key.cmp(&other.key));
-    }
-    request
-}
-
-/// The connections of each request.
 fn connections(got: &Shared) -> Vec<Vec<String>> {
     let got = got.lock().unwrap();
     let of_request = |request: &ExportLogsServiceRequest| -> Vec<String> {
@@ -261,77 +207,6 @@ fn a_batch_that_is_refused_is_lost_and_the_next_one_is_sent() {
 }
 
 #[test]
-fn by_grpc_a_record_arrives_as_by_http_with_the_headers_as_metadata() {
-    let (by_http, by_grpc) = (Shared::default(), Shared::default());
-    let mut file = tempfile::NamedTempFile::new().unwrap();
-    file.write_all(b"Authorization: Bearer secret\n").unwrap();
-    let headers = format!("otlp_headers_file = \"{}\"", file.path().display());
-    let lost = Arc::default();
-
-    let (runtime, address) = collector(ANY.into(), &by_http);
-    let section = format!("otlp = \"http://{address}\"\n{headers}");
-    let sender = OtlpSender::start(&settings(&section), "node-1", &lost).unwrap().unwrap();
-    assert!(sender.try_send(vec![record(7), record(8)]));
-    wait_for(&runtime, &by_http, 1);
-
-    let (runtime, address) = grpc_collector(ANY.into(), &by_grpc);
-    let sender = grpc_sender(address, &headers, &lost);
-    assert!(sender.try_send(vec![record(7), record(8)]));
-    wait_for(&runtime, &by_grpc, 1);
-
-    assert_eq!(first_request(&by_grpc), first_request(&by_http));
-    assert_eq!(by_grpc.lock().unwrap().requests[0].0["authorization"], "Bearer secret");
-    assert_eq!(lost.load(Ordering::Relaxed), 0);
-}
-
-#[test]
-fn by_grpc_records_that_were_made_while_the_collector_was_away_arrive_when_it_is_back() {
-    let got = Shared::default();
-    let address = std::net::TcpListener::bind(SocketAddr::from(ANY)).unwrap().local_addr().unwrap();
-    let lost = Arc::default();
-    let sender = grpc_sender(address, "", &lost);
-    assert!(sender.try_send(vec![record(1)]));
-    // The first attempts find nobody.
-    thread::sleep(AGAIN.0);
-    let (runtime, _) = grpc_collector(address, &got);
-    wait_for(&runtime, &got, 1);
-    assert_eq!((connections(&got), lost.load(Ordering::Relaxed)), (vec![vec![format!("{:016x}", 1)]], 0));
-}
-
-#[test]
-fn by_grpc_the_status_says_whether_a_batch_is_sent_again_and_what_is_rejected_is_lost() {
-    use tonic::{Code, Status};
-    let retry_info = Bytes::from_static(b"\n(type.googleapis.com/google.rpc.RetryInfo");
-    for (status, expected) in [
-        (Status::unavailable("busy"), 0),
-        (Status::aborted("again"), 0),
-        (Status::with_details(Code::ResourceExhausted, "later", retry_info), 0),
-        (Status::resource_exhausted("never"), 2),
-        (Status::invalid_argument("bad"), 2),
-        (Status::unauthenticated("who"), 2),
-    ] {
-        let got = Shared::default();
-        got.lock().unwrap().statuses = vec![status.clone()];
-        let (runtime, address) = grpc_collector(ANY.into(), &got);
-        let lost = Arc::default();
-        let sender = grpc_sender(address, "", &lost);
-        assert!(sender.try_send(vec![record(1), record(2)]) && sender.try_send(vec![record(3)]));
-        let arriving = if expected == 0 { 2 } else { 1 };
-        wait_for(&runtime, &got, arriving);
-        assert_eq!((connections(&got).len(), lost.load(Ordering::Relaxed)), (arriving, expected), "{status}");
-    }
-    let got = Shared::default();
-    got.lock().unwrap().rejected = 1;
-    let (runtime, address) = grpc_collector(ANY.into(), &got);
-    let lost = Arc::default();
-    let sender = grpc_sender(address, "", &lost);
-    assert!(sender.try_send(vec![record(1), record(2)]) && sender.try_send(vec![record(3)]));
-    wait_for(&runtime, &got, 2);
-    drop(sender);
-    assert_eq!(lost.load(Ordering::Relaxed), 2, "one of each batch");
-}
-
-#[test]
 fn the_end_does_not_wait_for_a_collector_that_is_away() {
     let address = std::net::TcpListener::bind(SocketAddr::from(ANY)).unwrap().local_addr().unwrap();
     let sender =
@@ -361,14 +236,6 @@ fn files_that_cannot_be_used_are_named_with_a_remedy_and_without_secrets() {
         ("otlp_headers_file = \"/nowhere\"".to_owned(), ["otlp_headers_file = /nowhere", "cannot be read"]),
         ("otlp_ca_file = \"/nowhere\"".to_owned(), ["otlp_ca_file = /nowhere", "PEM certificates"]),
         (format!("otlp_ca_file = \"{}\"", file("c", "secret")), ["has no certificate", "PEM certificates"]),
-        (
-            format!("otlp_protocol = \"grpc\"\notlp_ca_file = \"{}\"", file("g", "secret")),
-            ["has no certificate", "PEM certificates"],
-        ),
-        (
-            format!("otlp_protocol = \"grpc\"\notlp_headers_file = \"{}\"", file("m", "grpc-timeout: secret\n")),
-            ["cannot send the header grpc-timeout", "begin with `grpc-`"],
-        ),
     ] {
         let settings = settings(&format!("otlp = \"https://127.0.0.1:1\"\n{section}"));
         let error = OtlpSender::start(&settings, "n", &Arc::default()).map(drop).unwrap_err().to_string();
