@@ -14,7 +14,7 @@ use penstock_replay::capture::Captures;
 use serde_json::Value;
 
 use crate::real_cluster::RealCluster;
-use crate::shell::{eventually, output};
+use crate::shell::eventually;
 use crate::whole::expect_reached;
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -141,7 +141,6 @@ pub(crate) fn the_plugin_waits_until_a_policy_is_in_force(cluster: &mut RealClus
 pub(crate) fn the_plugin_captures_and_tries_on_all_nodes(cluster: &mut RealCluster) -> Result<()> {
     cluster.switch_all_on()?;
     both_ends_are_in_one_file(cluster)?;
-    wireshark_finds_the_nodes_and_captures(cluster)?;
     a_bundle_of_each_node_replays_to_the_same_verdicts(cluster)?;
     a_policy_is_tried_on_the_node_of_its_pod(cluster)
 }
@@ -157,39 +156,6 @@ fn both_ends_are_in_one_file(cluster: &RealCluster) -> Result<()> {
     capture(cluster, &options, || flow.wait_for(20, LIMIT))?;
     expect_both_ends(&file)?;
     expect_no_capture(cluster)
-}
-
-/// Its extcap script, with the cluster's own kubectl and no daemon on this machine.
-fn wireshark_finds_the_nodes_and_captures(cluster: &RealCluster) -> Result<()> {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/wireshark/penstock-extcap");
-    let kubectl = cluster.plane.kubectl();
-    let extcap = |arguments: &[&str]| {
-        let mut command = cluster.plane.kubectl_plugin(&script);
-        command.args(arguments).env("PENSTOCK", "/nowhere/penstock").env("PENSTOCK_KUBECTL", kubectl.get_program());
-        command
-    };
-    let listed = output(&mut extcap(&["--extcap-interfaces"]))?;
-    for node in ["n1", "n2"] {
-        ensure!(listed.contains(&format!("{{value=penstock:node:{node}}}")), "{listed}");
-    }
-    let scratch = ScratchDir::new()?;
-    let file = scratch.path().join("n1.pcapng");
-    let fifo = file.display().to_string();
-    let options = ["--extcap-interface", "penstock:node:n1", "--extcap-capture-filter", "tcp port 8080", "--pod", TO];
-    let arguments = [&["--capture", "--fifo", &fifo], options.as_slice()].concat();
-    let mut capture = extcap(&arguments).stdin(Stdio::null()).spawn()?;
-    let flow = EchoConnection::open(&cluster.site(FROM).namespace, cluster.target(TO, false), 8080, LIMIT)?;
-    let captured = eventually(LIMIT, || {
-        flow.wait_for(10, LIMIT)?;
-        let length = std::fs::metadata(&file)?.len();
-        ensure!(length > 4096, "the capture has {length} bytes");
-        Ok(())
-    });
-    // As Wireshark ends it.
-    kill(Pid::from_raw(capture.id() as i32), Signal::SIGTERM)?;
-    capture.wait()?;
-    captured?;
-    eventually(LIMIT, || expect_no_capture(cluster))
 }
 
 fn expect_no_capture(cluster: &RealCluster) -> Result<()> {

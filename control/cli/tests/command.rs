@@ -2,7 +2,6 @@
 
 mod commands;
 mod crates;
-mod extcap;
 mod learn;
 mod replay_command;
 mod replay_stream;
