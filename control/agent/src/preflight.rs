@@ -22,7 +22,7 @@ use penstock_xdp_redirect::{
     can_find_translated, quietly, try_source_check,
 };
 
-use super::config::{Attach, AttachSetting, Config, MidstreamPickup};
+use super::config::{Attach, AttachSetting, Config};
 use super::daemon::connection_map_sizes;
 use crate::discovery::{Bindings, Link, Netlink, NetworkState, PodPort, PodProblem, PortLimits, Sysctl, pod_ports};
 
@@ -84,22 +84,7 @@ pub fn machine(config: &Config) -> Vec<PreflightFinding> {
     findings.push(memory(config, available_memory()));
     findings.extend(kernel::findings(config, permitted));
     findings.extend(source(&config.source.location()));
-    findings.extend(deprecated_settings(config));
     findings
-}
-
-/// Warns of deprecated settings.
-fn deprecated_settings(config: &Config) -> Vec<PreflightFinding> {
-    let renamed = |(old, new): &(&str, &str)| PreflightFinding::warning(format!("{old}: deprecated key; write {new}"));
-    let mut findings: Vec<PreflightFinding> = config.deprecated_keys.iter().map(renamed).collect();
-    findings.extend(deprecated_pickup(config));
-    findings
-}
-
-fn deprecated_pickup(config: &Config) -> Option<PreflightFinding> {
-    let MidstreamPickup::Deprecated(always) = config.conntrack.midstream_pickup else { return None };
-    let now = if always { "\"always\", or \"60s\" for a minute after a start that found no table" } else { "\"0s\"" };
-    Some(PreflightFinding::warning(format!("conntrack.midstream_pickup = {always}: deprecated; write {now}")))
 }
 
 /// Checks that the source exists, without reading it.

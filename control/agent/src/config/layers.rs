@@ -3,8 +3,7 @@
 //! `PENSTOCK_NODE=worker-1` sets a top-level key, `PENSTOCK_UMEM__MEMORY=1GiB` one of a section: two underscores stand
 //! for the dot. Values are parsed as TOML; anything else is text.
 //!
-//! Not `figment` or `config`: both name the layer of an error, but neither its line in the file, and neither has
-//! deprecated keys.
+//! Not `figment` or `config`: both name the layer of an error, but neither its line in the file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use super::read::{ConfigError, ConfigText, Override, rename_deprecated};
+use super::read::{ConfigError, ConfigText, Override};
 use super::{Config, KEYS};
 
 /// Prefix of environment variables.
@@ -75,14 +74,10 @@ impl ConfigLayers {
     pub(crate) fn parse(&self, text: &str) -> Result<LoadedConfig, ConfigError> {
         let text = ConfigText { path: &self.file, text, overrides: &self.overrides };
         let mut values = text.table()?;
-        let mut deprecated = rename_deprecated(&mut values);
-        for Override { path, value, renamed, .. } in &self.overrides {
+        for Override { path, value, .. } in &self.overrides {
             set(&mut values, path, value.clone());
-            deprecated.extend(renamed);
         }
-        deprecated.sort_unstable();
-        deprecated.dedup();
-        let config = text.config(&values, deprecated)?;
+        let config = text.config(&values)?;
         Ok(LoadedConfig { config, values })
     }
 
@@ -146,7 +141,7 @@ fn from_environment(name: &str, value: &str) -> Option<Override> {
     let key = name.strip_prefix(PREFIX)?.to_ascii_lowercase();
     let path: Vec<String> = key.split("__").map(str::to_owned).collect();
     let known = path.iter().all(|part| !part.is_empty()) && (path.len() > 1 || KEYS.contains(&key.as_str()));
-    known.then(|| Override::new(name.to_owned(), path, parse_value(value)))
+    known.then(|| Override { origin: name.to_owned(), path, value: parse_value(value) })
 }
 
 fn from_flag(setting: &str) -> Result<Override, ConfigError> {
@@ -159,7 +154,7 @@ fn from_flag(setting: &str) -> Result<Override, ConfigError> {
     if path.iter().any(String::is_empty) {
         return Err(wrong());
     }
-    Ok(Override::new(format!("--set {key}"), path, parse_value(value.trim())))
+    Ok(Override { origin: format!("--set {key}"), path, value: parse_value(value.trim()) })
 }
 
 /// Parses TOML; anything else is text.
@@ -200,7 +195,6 @@ fn below(name: &str, one: &Table, other: &Table) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{MidstreamPickup, TimeSpan};
     use super::*;
 
     const FILE: &str =
@@ -267,26 +261,6 @@ mod tests {
                 .unwrap();
         let error = layers.parse(&FILE.replace("2048", "7")).unwrap_err().to_string();
         assert!(error.starts_with("/etc/p.toml:5: conntrack.entries = 7: too few"), "{error}");
-    }
-
-    #[test]
-    fn deprecated_keys_are_accepted_in_every_layer_and_reported() {
-        let file = FILE.replace("[log]", "on_cut = \"reset\"\npick_up = \"0s\"\n[host_port]\nrule = 77\n[log]");
-        let environment = [("PENSTOCK_HOST_PORT__TABLE".to_owned(), "4242".to_owned())];
-        let layers = ConfigLayers::with_environment(Path::new("/etc/p.toml"), &environment, &[]).unwrap();
-        let config = layers.parse(&file).unwrap().config;
-        assert_eq!((config.host_veth.rule, config.host_veth.table), (77, 4242));
-        assert_eq!(config.conntrack.on_revoke, super::super::OnRevoke::Reset);
-        assert_eq!(config.conntrack.midstream_pickup, MidstreamPickup::For(TimeSpan::microseconds(0)));
-        let deprecated: Vec<&str> = config.deprecated_keys.iter().map(|(old, _)| *old).collect();
-        assert_eq!(deprecated, ["conntrack.on_cut", "conntrack.pick_up", "host_port"]);
-        for (bad, expected) in [
-            (file.replace("rule = 77", "rule = 0"), "/etc/p.toml:9: host_veth.rule = 0: not before"),
-            (format!("{file}[host_veth]\nrule = 78\n"), "/etc/p.toml:8: host_port: unknown key; remove it"),
-        ] {
-            let error = ConfigLayers::file_only(Path::new("/etc/p.toml")).parse(&bad).unwrap_err().to_string();
-            assert!(error.starts_with(expected), "{error}");
-        }
     }
 
     #[test]

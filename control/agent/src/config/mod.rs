@@ -25,7 +25,7 @@ use penstock_sources::{FollowedKinds, Location};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-pub use flow_records::{FlowRecords, OtlpEndpoint, OtlpProtocol, RecordsFile};
+pub use flow_records::{FlowRecords, OtlpEndpoint, RecordsFile};
 pub use layers::{ConfigLayers, LoadedConfig, changed_keys};
 pub use network::{Encapsulation, FromPods, HostVeth, Xdp, XdpMode};
 pub use operation::{Admin, Capture, FaultInjection, Metrics, MetricsAddress, SocketPath, VerdictLog, VerdictOutput};
@@ -130,21 +130,11 @@ pub struct Config {
     /// Fault injection.
     #[serde(default)]
     pub debug: FaultInjection,
-    /// Deprecated keys that are set, each with the key that replaces it.
-    #[serde(skip)]
-    pub deprecated_keys: Vec<(&'static str, &'static str)>,
 }
 
 /// The top-level keys that are not sections.
 const KEYS: [&str; 8] =
     ["attach", "offload", "node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
-
-/// Keys that were renamed: the deprecated name and the current one. Both are accepted.
-const RENAMED_KEYS: [(&str, &str); 3] = [
-    ("host_port", "host_veth"),
-    ("conntrack.on_cut", "conntrack.on_revoke"),
-    ("conntrack.pick_up", "conntrack.midstream_pickup"),
-];
 
 impl Config {
     /// Whether the kernel's programs forward packets of established connections. They read the connection table in an
@@ -349,8 +339,6 @@ pub struct Workers {
     pub send_budget: u32,
     /// Whether TCP segments of one connection that arrive together leave as one GSO packet.
     pub gso: bool,
-    /// Whether one poll iteration in 64 is timed by stage, for `penstock status`.
-    pub time_stages: bool,
 }
 
 impl Default for Workers {
@@ -362,7 +350,6 @@ impl Default for Workers {
             priority: Priority::Auto,
             send_budget: 1024,
             gso: true,
-            time_stages: true,
         }
     }
 }
@@ -486,8 +473,7 @@ impl Conntrack {
             quota: self.quota,
             timeouts,
             midstream_pickup: match self.midstream_pickup {
-                MidstreamPickup::Always | MidstreamPickup::Deprecated(true) => conntrack::MidStreamPickup::Always,
-                MidstreamPickup::Deprecated(false) => conntrack::MidStreamPickup::Never,
+                MidstreamPickup::Always => conntrack::MidStreamPickup::Always,
                 MidstreamPickup::For(time) => {
                     let end = conntrack::Timestamp::now().plus(time.duration());
                     match fail {

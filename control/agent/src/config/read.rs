@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use super::operation::MAX_CAPTURE_QUEUE;
 use super::values::{InvalidValue, invalid};
-use super::{Config, FailMode, HostVeth, InterfaceName, MIN_CONNECTIONS, OnExit, RENAMED_KEYS, Source};
+use super::{Config, FailMode, HostVeth, InterfaceName, MIN_CONNECTIONS, OnExit, Source};
 
 /// A configuration that cannot be used. One line: file, line, key, value, remedy.
 #[derive(Debug, thiserror::Error)]
@@ -133,15 +133,6 @@ pub(super) struct Override {
     /// The key's path, from the top level down.
     pub(super) path: Vec<String>,
     pub(super) value: Value,
-    /// Set if the user wrote a deprecated key.
-    pub(super) renamed: Option<Renamed>,
-}
-
-impl Override {
-    pub(super) fn new(origin: String, path: Vec<String>, value: Value) -> Self {
-        let (path, renamed) = current_path(path);
-        Self { origin, path, value, renamed }
-    }
 }
 
 /// A file's text and the settings over it.
@@ -162,10 +153,9 @@ impl ConfigText<'_> {
     }
 
     /// Parses and validates `values`: the file's keys with the settings over them.
-    pub(super) fn config(&self, values: &Table, deprecated: Vec<Renamed>) -> Result<Config, ConfigError> {
+    pub(super) fn config(&self, values: &Table) -> Result<Config, ConfigError> {
         let read = read(values).and_then(|config| config.consistent(values));
         let mut config = read.map_err(|problem| self.locate(problem))?;
-        config.deprecated_keys = deprecated;
         if let Some(directory) = self.path.parent() {
             config.start_paths_at(directory);
         }
@@ -194,14 +184,8 @@ impl ConfigText<'_> {
         1 + self.text.bytes().take(offset).filter(|&byte| byte == b'\n').count()
     }
 
-    /// The offset in the text of this key, under its deprecated name if it is set by that, or of its nearest parent.
+    /// The offset in the text of this key, or of its nearest parent.
     fn offset_of(&self, key: &str) -> Option<usize> {
-        let table = self.text.parse::<Table>().unwrap_or_default();
-        let deprecated = RENAMED_KEYS.iter().find_map(|(old, new)| {
-            let rest = key.strip_prefix(new).filter(|rest| rest.is_empty() || rest.starts_with(['.', '[']))?;
-            (value_at(&table, new).is_none() && value_at(&table, old).is_some()).then(|| format!("{old}{rest}"))
-        });
-        let key = deprecated.as_deref().unwrap_or(key);
         let mut table = DeTable::parse(self.text).ok()?.into_inner();
         let mut found = None;
         for part in key.split('.') {
@@ -214,40 +198,6 @@ impl ConfigText<'_> {
             };
         }
         found
-    }
-}
-
-/// A deprecated key and the key that replaces it.
-pub(super) type Renamed = (&'static str, &'static str);
-
-/// Moves values of deprecated keys to the current ones. A deprecated key beside its current one stays where it is: then
-/// it is reported as unknown. Returns the keys that were moved.
-pub(super) fn rename_deprecated(values: &mut Table) -> Vec<Renamed> {
-    let rename = |&&(old, new): &&Renamed| {
-        let (parent, old) = old.rsplit_once('.').map_or((None, old), |(parent, old)| (Some(parent), old));
-        let new = new.rsplit('.').next().unwrap_or(new);
-        let table = match parent {
-            Some(parent) => values.get_mut(parent).and_then(Value::as_table_mut),
-            None => Some(&mut *values),
-        };
-        let Some(table) = table.filter(|table| !table.contains_key(new)) else { return false };
-        let Some(value) = table.remove(old) else { return false };
-        table.insert(new.to_owned(), value);
-        true
-    };
-    RENAMED_KEYS.iter().filter(rename).copied().collect()
-}
-
-/// The current path of a key that may be deprecated.
-pub(super) fn current_path(path: Vec<String>) -> (Vec<String>, Option<Renamed>) {
-    let key = path.join(".");
-    let renamed = RENAMED_KEYS
-        .iter()
-        .copied()
-        .find(|(old, _)| key.strip_prefix(old).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')));
-    match renamed {
-        Some((old, new)) => (format!("{new}{}", &key[old.len()..]).split('.').map(str::to_owned).collect(), renamed),
-        None => (path, None),
     }
 }
 
@@ -360,7 +310,7 @@ mod tests {
         let with_least = [
             (
                 "[workers]\ncorse = [1]\n",
-                ":5: workers.corse: unknown key; remove it, or use one of: cores, polling, spin, priority, send_budget, gso, time_stages",
+                ":5: workers.corse: unknown key; remove it, or use one of: cores, polling, spin, priority, send_budget, gso",
             ),
             ("[workers]\ncores = []\n", ":5: workers.cores = []: no core; list at least one"),
             ("[workers]\ncores = [1, 2,\n 1]\n", ":5: workers.cores = [1, 2, 1]: core 1 is listed twice"),

@@ -363,8 +363,7 @@ impl fmt::Display for TableMapping {
 
 written_as_text!(TableMapping, "pattern": "^(off|/.*[^/])$");
 
-/// How long after a start a mid-stream packet may open a connection: a time, or `always`. Deprecated: `true` (always)
-/// or `false` (never).
+/// How long after a start a mid-stream packet may open a connection: a time, or `always`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "toml::Value")]
 pub enum MidstreamPickup {
@@ -372,8 +371,6 @@ pub enum MidstreamPickup {
     For(TimeSpan),
     /// Always.
     Always,
-    /// The deprecated form, a Boolean.
-    Deprecated(bool),
 }
 
 impl TryFrom<toml::Value> for MidstreamPickup {
@@ -381,7 +378,6 @@ impl TryFrom<toml::Value> for MidstreamPickup {
 
     fn try_from(value: toml::Value) -> Result<Self, InvalidValue> {
         match value {
-            toml::Value::Boolean(always) => Ok(Self::Deprecated(always)),
             toml::Value::String(text) if text == "always" => Ok(Self::Always),
             toml::Value::String(text) => TimeSpan::try_from(text).map(Self::For),
             _ => Err(invalid!("not a length of time; write \"60s\", \"0s\" for never, or \"always\"")),
@@ -394,7 +390,6 @@ impl fmt::Display for MidstreamPickup {
         match self {
             Self::For(time) => time.fmt(f),
             Self::Always => f.write_str("always"),
-            Self::Deprecated(always) => always.fmt(f),
         }
     }
 }
