@@ -24,13 +24,12 @@ const MARGIN: f64 = 0.03;
 /// Repetitions in the two runs.
 const RUNS: (u64, u64) = (200, 1200);
 /// The parts, and the number of packets in one repetition of each.
-const PARTS: [(&str, u64); 7] = [
+const PARTS: [(&str, u64); 6] = [
     ("parse", 1),
     ("checksum of 1,480 bytes", 1),
     ("policy lookup", 1),
     ("connection, find and update", 1),
     ("pipeline, established", BATCH as u64),
-    ("pipeline, established, timed", BATCH as u64),
     ("pipeline, forward only", BATCH as u64),
 ];
 /// Number of flows in the connection table.
@@ -139,12 +138,11 @@ fn work(part: &str, times: u64) -> Fallible<()> {
             repeat(times, || set.evaluate(black_box(&flow)));
         }
         "connection, find and update" => connections(times)?,
-        "pipeline, established" => pipeline(PipelineMode::Full, FLOWS, times, false)?,
-        "pipeline, established, timed" => pipeline(PipelineMode::Full, FLOWS, times, true)?,
-        "pipeline, forward only" => pipeline(PipelineMode::ForwardOnly, FLOWS, times, false)?,
+        "pipeline, established" => pipeline(PipelineMode::Full, FLOWS, times)?,
+        "pipeline, forward only" => pipeline(PipelineMode::ForwardOnly, FLOWS, times)?,
         // For scripts/packet-cost, which counts what each stage takes.
-        "pipeline, 1 connection" => pipeline(PipelineMode::Full, 1, times, false)?,
-        "pipeline, 100,000 connections" => pipeline(PipelineMode::Full, MANY, times, false)?,
+        "pipeline, 1 connection" => pipeline(PipelineMode::Full, 1, times)?,
+        "pipeline, 100,000 connections" => pipeline(PipelineMode::Full, MANY, times)?,
         _ => return Err(format!("there is no part {part}").into()),
     }
     Ok(())
@@ -189,16 +187,12 @@ fn fill(pipeline: &mut Pipeline, batch: &mut Batch) -> Fallible<()> {
     Ok(())
 }
 
-fn pipeline(mode: PipelineMode, flows: usize, times: u64, timed: bool) -> Fallible<()> {
+fn pipeline(mode: PipelineMode, flows: usize, times: u64) -> Fallible<()> {
     let (mut pipeline, mut batch) = (Pipeline::new(table(flows)?, mode), Batch::of(flows));
     fill(&mut pipeline, &mut batch)?;
     let (snapshot, mut verdicts) = (snapshot(), [Verdict::Drop(DropReason::NotReady); BATCH]);
     for _ in 0..times {
-        if timed {
-            black_box(pipeline.process_batch_timed(&snapshot, NOW, PortId(0), &mut batch, &mut verdicts, &mut ()));
-        } else {
-            pipeline.process_batch(&snapshot, NOW, PortId(0), &mut batch, &mut verdicts, &mut ());
-        }
+        pipeline.process_batch(&snapshot, NOW, PortId(0), &mut batch, &mut verdicts, &mut ());
         batch.turn();
     }
     Ok(())

@@ -5,7 +5,6 @@
 //! then rewrite and forward ([`forward`]). Tables of policy, Services and forwarding are one immutable [`Snapshot`].
 
 mod batch;
-mod clocks;
 pub mod conntrack;
 mod drop_reason;
 pub mod forward;

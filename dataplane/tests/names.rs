@@ -325,7 +325,7 @@ fn an_answer_counts_from_the_next_packet_on_not_from_the_next_batch_of_its_sende
         frames.push(udp((DB4, 53), (WEB4, 4000), &answer(name, 60, SITE4))).unwrap();
     }
     let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
-    node.pipeline.process_batch_timed(&node.snapshot, node.now, DB, &mut frames, &mut verdicts, &mut ());
+    node.pipeline.process_batch(&node.snapshot, node.now, DB, &mut frames, &mut verdicts, &mut ());
     assert_eq!(verdicts[..2], [Verdict::Forward(WEB); 2]);
     assert!(node.connects(WEB4, SITE4, 1));
 }

@@ -440,45 +440,6 @@ fn every_frame_of_a_full_batch_gets_its_own_verdict() {
 }
 
 #[test]
-fn a_timed_batch_gets_the_same_verdicts() {
-    for mode in [PipelineMode::Full, PipelineMode::ForwardOnly] {
-        let run = |timed: bool| {
-            let mut node = Node::with(Config { entries: 1024, ..Config::default() }, mode);
-            let mut outcomes = Vec::new();
-            // Under the second policy, connections of the first are evaluated again.
-            for ingress in [Ingress::Usual, Ingress::Usual, Ingress::Nothing] {
-                node.publish(ingress);
-                for port in [WEB, DB, PortId(99)] {
-                    let mut frames = MemoryFrames::new();
-                    for number in 0..BATCH as u16 {
-                        let mut frame = match number % 4 {
-                            0 => udp(WEB4, DB4, (1000 + number % 8, 5432)),
-                            1 => udp(WEB4, DB4, (1000 + number, 80)),
-                            2 => udp(DB4, WEB4, (5432, 1000 + number)),
-                            _ => udp(WEB6, DB6, (1000 + number, 5432)),
-                        };
-                        if number % 16 == 8 {
-                            frame.truncate(30);
-                        }
-                        frames.push(frame).unwrap();
-                    }
-                    let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
-                    let Node { pipeline, snapshot, now } = &mut node;
-                    if timed {
-                        pipeline.process_batch_timed(snapshot, *now, port, &mut frames, &mut verdicts, &mut ());
-                    } else {
-                        pipeline.process_batch(snapshot, *now, port, &mut frames, &mut verdicts, &mut ());
-                    }
-                    outcomes.push((verdicts, frames.drain().collect::<Vec<_>>(), pipeline.connections().len()));
-                }
-            }
-            outcomes
-        };
-        assert_eq!(run(true), run(false), "{mode:?}");
-    }
-}
-
-#[test]
 fn forward_only_uses_neither_policy_nor_connections() {
     let mut node = Node::with(Config { entries: 1024, ..Config::default() }, PipelineMode::ForwardOnly);
     assert_eq!(node.verdict(WEB, &udp(WEB4, DB4, (1, 80))), Verdict::Forward(DB));

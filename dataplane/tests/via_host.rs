@@ -44,11 +44,10 @@ fn ip(text: &str) -> IpAddr {
 struct Node {
     pipeline: Pipeline,
     snapshot: Snapshot,
-    timed: bool,
 }
 
 impl Node {
-    fn new(timed: bool) -> Self {
+    fn new() -> Self {
         let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
         let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, NODE_IPS.map(|text| ip(text).into()), []);
         let mut forwarding = Forwarding::new(NODE_IPS.map(|text| ip(text).into()))
@@ -67,7 +66,7 @@ impl Node {
                 .unwrap();
         }
         let pipeline = Pipeline::new(connections, PipelineMode::Full).on_revoke(OnRevoke::Reset);
-        let mut node = Self { pipeline, snapshot: Snapshot::new(Epoch(0), PolicySet::default(), forwarding), timed };
+        let mut node = Self { pipeline, snapshot: Snapshot::new(Epoch(0), PolicySet::default(), forwarding) };
         node.publish(true);
         node
     }
@@ -111,11 +110,7 @@ impl Node {
         frames.push(frame.to_vec()).unwrap();
         let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         let now = Timestamp::from_millis(1_000_000);
-        if self.timed {
-            self.pipeline.process_batch_timed(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut ());
-        } else {
-            self.pipeline.process_batch(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut ());
-        }
+        self.pipeline.process_batch(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut ());
         let replies = self.pipeline.replies().take().map(|(port, frame)| (port, frame.to_vec())).collect();
         (verdicts[0], replies)
     }
@@ -173,8 +168,8 @@ fn fragment(mut frame: Vec<u8>, offset: u16, more: bool) -> Vec<u8> {
 
 #[test]
 fn a_connection_through_the_nodes_stack_uses_it_in_both_directions() {
-    for (timed, v6) in [(false, 0), (false, 1), (true, 0), (true, 1)] {
-        let mut node = Node::new(timed);
+    for v6 in [0, 1] {
+        let mut node = Node::new();
         let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
         // The node has translated what A sent to a Service.
         assert_eq!(node.verdict(HOST, &udp(a, b, 10)), Verdict::Forward(B));
@@ -197,7 +192,7 @@ fn a_connection_through_the_nodes_stack_uses_it_in_both_directions() {
 #[test]
 fn a_mid_stream_segment_between_two_pods_goes_through_the_nodes_stack() {
     for v6 in [0, 1] {
-        let mut node = Node::new(false);
+        let mut node = Node::new();
         let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
         assert_eq!(node.verdict(B, &tcp(b, a, ACK, (5000, 1001))), Verdict::Forward(HOST));
         assert_eq!(node.verdict(HOST, &tcp(b, a, ACK, (5000, 1001))), Verdict::Forward(A));
@@ -211,7 +206,7 @@ fn a_mid_stream_segment_between_two_pods_goes_through_the_nodes_stack() {
 #[test]
 fn icmp_errors_about_a_connection_through_the_stack_take_the_same_path() {
     for v6 in [0, 1] {
-        let mut node = Node::new(false);
+        let mut node = Node::new();
         let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
         let sent = udp(a, b, 10);
         assert_eq!(node.verdict(HOST, &sent), Verdict::Forward(B));
@@ -229,7 +224,7 @@ fn icmp_errors_about_a_connection_through_the_stack_take_the_same_path() {
 
 #[test]
 fn later_fragments_follow_their_first_fragment_through_the_nodes_stack() {
-    let mut node = Node::new(false);
+    let mut node = Node::new();
     let (a, b) = ((A_IPS[0], 1000), (B_IPS[0], 8080));
     assert_eq!(node.verdict(HOST, &udp(a, b, 10)), Verdict::Forward(B));
     let reply = udp(b, a, 800);
@@ -239,7 +234,7 @@ fn later_fragments_follow_their_first_fragment_through_the_nodes_stack() {
 
 #[test]
 fn both_ends_of_a_connection_through_the_stack_are_reset_on_their_own_path() {
-    let mut node = Node::new(false);
+    let mut node = Node::new();
     let (a, b) = ((A_IPS[0], 1000), (B_IPS[0], 8080));
     assert_eq!(node.verdict(HOST, &tcp(a, b, SYN, (1000, 0))), Verdict::Forward(B));
     assert_eq!(node.verdict(B, &tcp(b, a, SYN_ACK, (5000, 1001))), Verdict::Forward(HOST));
@@ -255,7 +250,7 @@ fn a_connection_that_the_node_does_not_translate_leaves_its_stack() {
     for v6 in [0, 1] {
         let ends = |port| ((A_IPS[v6], port), (B_IPS[v6], 8080));
         // Workers met it in its middle.
-        let (mut node, (a, b)) = (Node::new(false), ends(1000));
+        let (mut node, (a, b)) = (Node::new(), ends(1000));
         let (asks, answers) = (tcp(a, b, ACK, (1001, 5000)), tcp(b, a, ACK, (5000, 1001)));
         for sender in [StackSender::Unknown, StackSender::Forwarded] {
             assert_eq!(node.verdict(B, &answers), Verdict::Forward(HOST));
@@ -281,14 +276,14 @@ fn a_connection_that_the_node_does_not_translate_leaves_its_stack() {
 
 #[test]
 fn an_uplink_drops_the_source_of_a_local_pod_without_port() {
-    let mut node = Node::new(false);
+    let mut node = Node::new();
     assert_eq!(node.verdict(UPLINK, &udp((GHOST, 1), (B_IPS[0], 2), 10)), Verdict::Drop(DropReason::SpoofedSource));
     assert_eq!(node.verdict(UPLINK, &udp(("203.0.113.7", 1), (B_IPS[0], 2), 10)), Verdict::Forward(B));
 }
 
 #[test]
 fn tunnel_packets_from_pods_to_nodes_are_dropped() {
-    let mut node = Node::new(false);
+    let mut node = Node::new();
     let dropped = Verdict::Drop(DropReason::Encapsulation);
     let of_protocol = |from: &str, to: &str, number: u8| {
         let mut frame = Vec::new();
@@ -363,7 +358,7 @@ impl Observer for Evaluated {
 
 /// A node that knows whose packets it translates.
 fn masquerading() -> Node {
-    let mut node = Node::new(false);
+    let mut node = Node::new();
     let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
     node.pipeline = Pipeline::new(connections, PipelineMode::Full).with_sources(Some(Arc::new(OfClient)));
     node
@@ -442,7 +437,7 @@ fn what_leaves_by_an_uplink_is_as_the_node_sent_it_and_names_the_uplink() {
         let mut frames = OfStack(MemoryFrames::new(), StackSender::Leaving { port: A.0, uplink: 7 });
         frames.0.push(frame.clone()).unwrap();
         let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
-        let mut node = Node::new(false);
+        let mut node = Node::new();
         let now = Timestamp::from_millis(1_000_000);
         node.pipeline.process_batch(&node.snapshot, now, HOST, &mut frames, &mut verdicts, &mut ());
         assert_eq!(verdicts[0], Verdict::Forward(HOST));
@@ -487,7 +482,7 @@ fn a_connections_client_is_kept_beside_it_and_no_flood_forgets_it() {
         let back = udp((B_IPS[v6], 53), (NODE_IPS[v6], 40_000), 10);
         let of_client = vec![(ip(CLIENT[v6]), ip(B_IPS[v6]))];
         let sources = Arc::new(Forgetful::default());
-        let mut node = Node::new(false);
+        let mut node = Node::new();
         let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
         node.pipeline = Pipeline::new(connections, PipelineMode::Full).with_sources(Some(sources.clone()));
         assert_eq!(node.evaluate(HOST, StackSender::Translated, there.clone()).0, Verdict::Forward(B));

@@ -177,20 +177,6 @@ pub struct WorkerStatus {
     pub poll_iteration_p99_seconds: Option<f64>,
     /// Packets from other workers that wait for it.
     pub handed_over: usize,
-    /// Packet cost by stage.
-    #[serde(default)]
-    pub stages: StageClocks,
-}
-
-/// A worker's packet cost by stage since the start, sampled from one poll iteration in many.
-#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct StageClocks {
-    /// Packets received in the timed poll iterations.
-    pub packets: u64,
-    /// Timed poll iterations that were discarded because the worker was preempted.
-    pub interrupted: u64,
-    /// Cycles of the processor's time stamp counter, by stage.
-    pub clocks: BTreeMap<String, u64>,
 }
 
 /// An open port.

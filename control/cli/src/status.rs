@@ -9,7 +9,6 @@ use penstock_admin::types::{
     CaptureStatus, FlowRecordsStatus, NamesStatus, NotEnforced, PodStatus, PortStatus, ServicesStatus, StaleObjects,
     Status,
 };
-use penstock_dataplane::worker::Stage;
 use penstock_text::number::{json, percent, short};
 
 use super::Failure;
@@ -49,7 +48,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 
 fn text(status: &Status) -> String {
     let mut text = heading(status);
-    for table in [workers(status), stages(status), ports(&status.ports), pods(&status.pods, &status.not_enforced)] {
+    for table in [workers(status), ports(&status.ports), pods(&status.pods, &status.not_enforced)] {
         text.push('\n');
         text.push_str(&align_columns(&table));
     }
@@ -167,20 +166,6 @@ fn workers(status: &Status) -> Vec<Vec<String>> {
         ]
     });
     std::iter::once(row(heading)).chain(rows).collect()
-}
-
-/// Clocks a packet by stage; a worker that has timed none yet has none to show.
-fn stages(status: &Status) -> Vec<Vec<String>> {
-    let heading = std::iter::once("CLOCKS/PACKET".to_owned())
-        .chain(Stage::ALL.iter().map(|stage| stage.name().replace('_', " ").to_uppercase()));
-    let rows = status.workers.iter().map(|worker| {
-        let clocks = Stage::ALL.iter().map(|stage| match worker.stages.packets {
-            0 => "-".to_owned(),
-            packets => (worker.stages.clocks.get(stage.name()).copied().unwrap_or(0) / packets).to_string(),
-        });
-        std::iter::once(format!("worker {}", worker.worker)).chain(clocks).collect()
-    });
-    std::iter::once(heading.collect()).chain(rows).collect()
 }
 
 fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {

@@ -280,7 +280,6 @@ mod tests {
             poll_iteration_median_seconds: None,
             poll_iteration_p99_seconds: None,
             handed_over: 0,
-            stages: Default::default(),
         };
         Status {
             not_enforced: Vec::new(),

@@ -16,7 +16,6 @@ mod offload;
 mod reply;
 mod service;
 mod sources;
-mod timed;
 mod track;
 mod translate;
 
@@ -31,8 +30,6 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 pub use service::{ServiceConnection, evaluate_backend};
 pub use sources::{OriginalSources, evaluate_connection};
-pub use timed::StageClocks;
-use timed::{StageStopwatch, StageTimer};
 use translate::Translation;
 
 use crate::Snapshot;
@@ -142,8 +139,6 @@ pub struct Pipeline {
     mode: PipelineMode,
     /// Storage for a batch: packets are written once and stay in place.
     slots: Vec<AdmittedPacket>,
-    /// By slot, what tracking said of it: only of a batch whose stages are timed, and valid only within that batch.
-    tracked: Vec<Result<PacketPath, DroppedPacket>>,
     replies: Replies,
     open: OpenChecksum,
     /// Bytes of the longest packet that a frame holds.
@@ -168,7 +163,6 @@ impl Pipeline {
             connections,
             mode,
             slots: vec![slot; BATCH],
-            tracked: vec![Ok(PacketPath::Direct); BATCH],
             replies: Replies::new(OnRevoke::default()),
             open: OpenChecksum::Finish,
             longest: u16::MAX,
@@ -214,7 +208,9 @@ impl Pipeline {
     /// Evaluates a batch received on port `ingress` and rewrites packets that pass in place.
     ///
     /// The verdict on frame `i` is `verdicts[i]`; frames keep their length. The caller reads `now` once per batch. A
-    /// batch longer than [`BATCH`] is a caller's error; the excess is ignored.
+    /// batch longer than [`BATCH`] is a caller's error; the excess is ignored. Not inlined: as parameters of a function the
+    /// compiler knows that these do not alias.
+    #[inline(never)]
     pub fn process_batch<F: Frames, O: Observer>(
         &mut self,
         snapshot: &Snapshot,
@@ -224,45 +220,12 @@ impl Pipeline {
         verdicts: &mut [Verdict; BATCH],
         observer: &mut O,
     ) {
-        self.process(snapshot, now, ingress, frames, verdicts, observer, &mut ());
-    }
-
-    /// Like [`Pipeline::process_batch`], with the same result, but stage by stage over the whole batch, so that the
-    /// clock is read once per stage and not once per packet.
-    pub fn process_batch_timed<F: Frames, O: Observer>(
-        &mut self,
-        snapshot: &Snapshot,
-        now: Timestamp,
-        ingress: PortId,
-        frames: &mut F,
-        verdicts: &mut [Verdict; BATCH],
-        observer: &mut O,
-    ) -> StageClocks {
-        let mut timer = StageStopwatch::start();
-        self.process(snapshot, now, ingress, frames, verdicts, observer, &mut timer);
-        timer.clocks()
-    }
-
-    /// All stages. Not inlined: as parameters of a function the compiler knows that these do not alias.
-    #[inline(never)]
-    #[expect(clippy::too_many_arguments, reason = "those of `process_batch`, and the timer")]
-    fn process<F: Frames, O: Observer, T: StageTimer>(
-        &mut self,
-        snapshot: &Snapshot,
-        now: Timestamp,
-        ingress: PortId,
-        frames: &mut F,
-        verdicts: &mut [Verdict; BATCH],
-        observer: &mut O,
-        timer: &mut T,
-    ) {
         self.replies.begin(now);
         let Some(port) = snapshot.forwarding.port(ingress) else {
             verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(DropReason::NotReady));
             return;
         };
         let admitted = self.admit_all(snapshot, port, frames, verdicts);
-        timer.parsed();
         let connections = &*self.connections;
         let from_host = port.kind == PortKind::Host;
         let translates = port.kind == PortKind::Pod && snapshot.services.is_some();
@@ -276,31 +239,18 @@ impl Pipeline {
             ingress,
             index: 0,
             observer,
-            timer,
             from_host,
             translates,
             rng,
         };
-        if T::WHOLE_BATCH {
-            for (entry, tracked) in self.slots[..admitted].iter_mut().zip(&mut self.tracked) {
-                *tracked = tracker.track_in(self.mode, entry);
-            }
-            tracker.timer.tracked();
-            for (entry, &allowed) in self.slots[..admitted].iter().zip(&self.tracked) {
-                let frame = tracker.frames.bytes(entry.index);
-                let form = (self.open, self.longest);
-                verdicts[entry.index] =
-                    conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, form, allowed);
-            }
-            tracker.timer.dispatched();
-        } else {
-            for entry in &mut self.slots[..admitted] {
-                let allowed = tracker.track_in(self.mode, entry);
-                let frame = tracker.frames.bytes(entry.index);
-                let form = (self.open, self.longest);
-                verdicts[entry.index] =
-                    conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, form, allowed);
-            }
+        for entry in &mut self.slots[..admitted] {
+            let allowed = match self.mode {
+                PipelineMode::Full => tracker.track(entry),
+                PipelineMode::ForwardOnly => Ok(PacketPath::Direct),
+            };
+            let frame = tracker.frames.bytes(entry.index);
+            let form = (self.open, self.longest);
+            verdicts[entry.index] = conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, form, allowed);
         }
         if snapshot.policy.has_names() && self.mode == PipelineMode::Full {
             names::learn(connections, snapshot, now, frames, &self.slots[..admitted], verdicts);

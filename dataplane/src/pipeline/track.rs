@@ -4,9 +4,8 @@ use rand::rngs::StdRng;
 
 use super::dispatch::{Leaving, PacketPath};
 use super::sources::{Opener, OriginalSources};
-use super::timed::StageTimer;
 use super::translate::{Translation, policy_flow};
-use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer, PipelineMode};
+use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};
 use crate::batch::{Frames, StackSender};
 use crate::conntrack::{
     Conn, ConnPlace, ConnTable, InsertError, Insertion, NewConnection, OwnerId, Reevaluation, Timestamp,
@@ -19,7 +18,7 @@ use crate::policy::{AddressEntry, EvaluationForm, FlowEnds};
 use crate::{DropReason, Snapshot};
 
 /// The stage for one batch, with the current packet.
-pub(super) struct Tracker<'a, F, O, T> {
+pub(super) struct Tracker<'a, F, O> {
     pub(super) frames: &'a mut F,
     pub(super) sources: Option<&'a dyn OriginalSources>,
     pub(super) connections: &'a ConnTable,
@@ -28,7 +27,6 @@ pub(super) struct Tracker<'a, F, O, T> {
     pub(super) ingress: PortId,
     pub(super) index: usize,
     pub(super) observer: &'a mut O,
-    pub(super) timer: &'a mut T,
     /// Whether the batch came from the node's own stack.
     pub(super) from_host: bool,
     /// Whether packets of the batch to Services are translated.
@@ -36,24 +34,11 @@ pub(super) struct Tracker<'a, F, O, T> {
     pub(super) rng: &'a mut StdRng,
 }
 
-impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
-    /// Tracks a packet of the batch, if the mode wants it.
-    #[inline(always)]
-    pub(super) fn track_in(
-        &mut self,
-        mode: PipelineMode,
-        entry: &mut AdmittedPacket,
-    ) -> Result<PacketPath, DroppedPacket> {
-        self.index = entry.index;
-        match mode {
-            PipelineMode::Full => self.track(entry),
-            PipelineMode::ForwardOnly => Ok(PacketPath::Direct),
-        }
-    }
-
+impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// Returns the path of the packet if it may pass.
     #[inline(always)]
-    fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
+    pub(super) fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
+        self.index = entry.index;
         if let StackSender::Leaving { port, uplink } = self.sender() {
             let pod = PortId(port);
             let route = PacketPath::ByUplink(Leaving { uplink, pod, allows_next: false });
@@ -536,9 +521,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
     ) -> Result<Flow, DropReason> {
         let policy = &self.snapshot.policy;
         let time = self.name_time(evaluation_reason);
-        self.timer.before_evaluation();
         let (flow, policy_verdict, form) = opener.evaluate(policy, self.sources, flow, ends, time);
-        self.timer.evaluated();
         self.observer.evaluated(self.index, &flow, &policy_verdict, form, evaluation_reason);
         match policy_verdict.drop_reason() {
             None => Ok(flow),

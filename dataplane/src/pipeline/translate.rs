@@ -7,7 +7,6 @@
 
 use rand::Rng;
 
-use super::timed::StageTimer;
 use super::track::Tracker;
 use super::{AdmittedPacket, DroppedPacket, Observer};
 use crate::DropReason;
@@ -70,7 +69,7 @@ pub(super) fn policy_flow(inner: Flow, frontend: Option<&Flow>) -> Flow {
     }
 }
 
-impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
+impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// The stage, for a packet of a translated connection, or a pod's without a connection: the connection that it belongs to,
     /// if there is one. A packet that is translated has its flows afterwards.
     pub(super) fn translate(

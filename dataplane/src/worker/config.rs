@@ -56,8 +56,6 @@ pub struct Config {
     pub polling: Polling,
     /// Scheduling priority of workers, if permitted.
     pub priority: Priority,
-    /// Whether one poll iteration in many is timed by stage.
-    pub time_stages: bool,
     /// The connection table.
     pub connections: conntrack::Config,
     /// How much of the pipeline runs.
@@ -85,7 +83,6 @@ impl Default for Config {
             cores: vec![CoreId(0)],
             polling: Polling::default(),
             priority: Priority::default(),
-            time_stages: true,
             connections: conntrack::Config::default(),
             mode: PipelineMode::Full,
             on_revoke: OnRevoke::default(),

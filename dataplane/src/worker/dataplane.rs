@@ -19,7 +19,6 @@ use super::ports::PortTable;
 use super::privileges::{Priority, drop_capabilities, raise_priority};
 use super::processor::{PolicyProcessor, Processor};
 use super::run::Worker;
-use super::stages::StageTimer;
 use super::statistics::{
     DataplaneStatistics, KernelDrops, PortCounters, PortStatistics, QueueDepths, Traffic, WorkerCounters,
     WorkerStatistics,
@@ -502,8 +501,8 @@ fn spawn<P: Processor>(
 ) -> Result<JoinHandle<Vec<XskQueue>>, StartError> {
     let ThreadArguments { index, core, commands, begun, ending } = thread;
     let failed = |source| StartError::Thread { worker: index, source };
-    let (timer, priority) = (StageTimer::new(config.time_stages), config.priority);
-    let worker = Worker::new(index, shared.clone(), processor, commands, config.polling, timer)
+    let priority = config.priority;
+    let worker = Worker::new(index, shared.clone(), processor, commands, config.polling)
         .map_err(|error| failed(error.into()))?;
     let body = move || {
         let is_pinned = core_affinity::set_for_current(core_affinity::CoreId { id: core.0 });

@@ -25,7 +25,6 @@ mod queue;
 mod run;
 mod spin;
 mod staged;
-mod stages;
 mod state;
 mod statistics;
 mod verdicts;
@@ -41,7 +40,6 @@ pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
 pub use privileges::{Priority, drop_capabilities};
 pub use staged::{NamedVerdict, StagedLog, StagedRecord, StagedSet, VerdictChange};
-pub use stages::{Stage, StageStatistics};
 pub use statistics::{
     DataplaneStatistics, KernelDrops, PortStatistics, QueueDepth, QueueDepths, Traffic, WorkerStatistics,
 };

@@ -9,17 +9,14 @@ use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
 use crate::packet::Flow;
-use crate::pipeline::{
-    BATCH, EvaluationReason, Observer, OriginalSources, Pipeline, PipelineMode, StageClocks, Verdict,
-};
+use crate::pipeline::{BATCH, EvaluationReason, Observer, OriginalSources, Pipeline, PipelineMode, Verdict};
 use crate::policy::{EvaluationForm, PolicySet, PolicyVerdict};
 use crate::reply::{OnRevoke, Replies};
 use crate::{Epoch, Snapshot};
 
 /// Processes a batch of packets: the pipeline, or something simpler in this module's tests.
 pub(crate) trait Processor: Send + 'static {
-    /// Evaluates a batch received on `ingress`; the verdict on frame `i` is written to `verdicts[i]`, and the cost of the
-    /// stages to `stages`, if it is wanted.
+    /// Evaluates a batch received on `ingress`; the verdict on frame `i` is written to `verdicts[i]`.
     fn process(
         &mut self,
         snapshot: &Snapshot,
@@ -27,7 +24,6 @@ pub(crate) trait Processor: Send + 'static {
         ingress: PortId,
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
-        stages: Option<&mut StageClocks>,
     );
 
     /// Replies to the last batch.
@@ -137,14 +133,13 @@ impl PolicyProcessor {
         ingress: PortId,
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
-        stages: Option<&mut StageClocks>,
     ) {
         let timestamp = self.timestamp(now);
         let Self { pipeline, recorder, capture, worker, .. } = self;
         let Some(tap) = capture else { return };
         tap.keep(frames);
         let mut both = (&mut *recorder, RuleUsage { policy: &snapshot.policy, worker: *worker });
-        run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut both, stages);
+        pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut both);
         let connections = pipeline.connections();
         let batch = CapturedBatch { snapshot, connections, at: now, now: timestamp, ingress };
         tap.record(&batch, frames, verdicts, recorder);
@@ -152,27 +147,6 @@ impl PolicyProcessor {
             recorder.record(snapshot, connections, now, ingress, frames, verdicts);
         } else {
             recorder.forget();
-        }
-    }
-}
-
-/// Runs the pipeline, timed if `stages` is wanted.
-#[inline]
-#[expect(clippy::too_many_arguments, reason = "those of the pipeline")]
-fn run(
-    pipeline: &mut Pipeline,
-    snapshot: &Snapshot,
-    now: Timestamp,
-    ingress: PortId,
-    frames: &mut RxBatch<'_>,
-    verdicts: &mut [Verdict; BATCH],
-    observer: &mut impl Observer,
-    stages: Option<&mut StageClocks>,
-) {
-    match stages {
-        None => pipeline.process_batch(snapshot, now, ingress, frames, verdicts, observer),
-        Some(stages) => {
-            *stages = pipeline.process_batch_timed(snapshot, now, ingress, frames, verdicts, observer);
         }
     }
 }
@@ -186,20 +160,19 @@ impl Processor for PolicyProcessor {
         ingress: PortId,
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
-        stages: Option<&mut StageClocks>,
     ) {
         if self.capture.is_some() {
-            return self.process_captured(snapshot, now, ingress, frames, verdicts, stages);
+            return self.process_captured(snapshot, now, ingress, frames, verdicts);
         }
         let timestamp = self.timestamp(now);
         let pipeline = &mut self.pipeline;
         let mut usage = RuleUsage { policy: &snapshot.policy, worker: self.worker };
         if self.recorder.is_on() {
             let mut both = (&mut self.recorder, usage);
-            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut both, stages);
+            pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut both);
             self.recorder.record(snapshot, pipeline.connections(), now, ingress, frames, verdicts);
         } else {
-            run(pipeline, snapshot, timestamp, ingress, frames, verdicts, &mut usage, stages);
+            pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut usage);
         }
     }
 

@@ -6,7 +6,6 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollEvent, EpollFlags};
 use xsk_rs::FrameDesc;
 
-use super::stages::TimedIteration;
 use super::statistics::PortCounters;
 use crate::batch::BATCH;
 use crate::forward::PortId;
@@ -95,7 +94,6 @@ impl PortQueue {
         &mut self,
         umem: &Umem,
         cache: &mut FrameCache,
-        timed: &mut Option<TimedIteration>,
         rejected: &mut Vec<(FrameDesc, PortId)>,
     ) -> usize {
         if self.frames.is_empty() {
@@ -109,15 +107,15 @@ impl PortQueue {
             };
             let end = at + joined.count;
             // Earlier packets of their connection must be sent before them.
-            sent = self.fill_ring(sent, at, umem, timed);
-            if sent == at && self.drain(timed) && self.send_joined(at, &joined, umem, timed) {
+            sent = self.fill_ring(sent, at, umem);
+            if sent == at && self.drain() && self.send_joined(at, &joined, umem) {
                 self.frames[at..end].iter().for_each(|frame| cache.give(*frame, umem.pool()));
                 left_joined += joined.count;
                 sent = end;
             }
             at = end;
         }
-        sent = self.fill_ring(sent, self.frames.len(), umem, timed);
+        sent = self.fill_ring(sent, self.frames.len(), umem);
         self.moved = self.moved.saturating_add(sent as u32);
         let bytes: usize = self.frames[..sent].iter().map(|frame| frame.lengths().data()).sum();
         self.counters.tx_packets.add(sent as u64);
@@ -132,13 +130,13 @@ impl PortQueue {
 
     /// Puts frames from one index up to another into the TX ring; returns the index of the first one that did not fit.
     #[inline]
-    fn fill_ring(&mut self, from: usize, to: usize, umem: &Umem, timed: &mut Option<TimedIteration>) -> usize {
+    fn fill_ring(&mut self, from: usize, to: usize, umem: &Umem) -> usize {
         let mut sent = from;
         while sent < to && !self.xsk.is_dead() {
             let count = self.xsk.send(&mut self.frames[sent..to], umem);
             self.unsent |= count > 0;
             sent += count;
-            if sent < to && TimedIteration::send_in(timed, || self.xsk.kick()) == Kick::Stalled {
+            if sent < to && self.xsk.kick() == Kick::Stalled {
                 break;
             }
         }
@@ -146,28 +144,22 @@ impl PortQueue {
     }
 
     /// Makes the kernel send everything in the TX ring; returns whether it did.
-    fn drain(&mut self, timed: &mut Option<TimedIteration>) -> bool {
-        while self.kick(timed) == Some(Kick::More) {}
+    fn drain(&mut self) -> bool {
+        while self.kick() == Some(Kick::More) {}
         !self.unsent
     }
 
-    fn send_joined(
-        &mut self,
-        at: usize,
-        joined: &JoinedSegments,
-        umem: &Umem,
-        timed: &mut Option<TimedIteration>,
-    ) -> bool {
-        TimedIteration::send_in(timed, || self.xsk.send_joined(umem, &self.frames[at..at + joined.count], joined))
+    fn send_joined(&mut self, at: usize, joined: &JoinedSegments, umem: &Umem) -> bool {
+        self.xsk.send_joined(umem, &self.frames[at..at + joined.count], joined)
     }
 
     /// Wakes the kernel once if it has not taken everything. `None`: not necessary.
     #[inline]
-    pub(super) fn kick(&mut self, timed: &mut Option<TimedIteration>) -> Option<Kick> {
+    pub(super) fn kick(&mut self) -> Option<Kick> {
         if !self.unsent {
             return None;
         }
-        let kick = TimedIteration::send_in(timed, || self.xsk.kick());
+        let kick = self.xsk.kick();
         self.unsent = kick != Kick::Drained;
         Some(kick)
     }

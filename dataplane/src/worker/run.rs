@@ -17,7 +17,6 @@ use super::moderation::Moderation;
 use super::processor::Processor;
 use super::queue::PortQueue;
 use super::spin::Spin;
-use super::stages::{StageTimer, TimedIteration};
 use super::state::{PollIteration, WorkerState};
 use super::waiting;
 use super::{Polling, Priority};
@@ -25,7 +24,7 @@ use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
 use crate::io::tag::FrameTag;
 use crate::io::{RxBatch, XskQueue};
-use crate::pipeline::{StageClocks, Verdict};
+use crate::pipeline::Verdict;
 use crate::{DropReason, Snapshot};
 
 /// Maximum sleep in milliseconds, so that housekeeping runs regularly.
@@ -51,7 +50,6 @@ pub(super) struct Worker<P> {
     moderation: Moderation,
     /// Of a worker with real-time priority.
     breaks: Option<Breaks>,
-    timer: StageTimer,
     shared: Arc<WorkerShared>,
     /// The batch that is being processed, apart from what processes it.
     received: [FrameDesc; BATCH],
@@ -72,7 +70,6 @@ impl<P: Processor> Worker<P> {
         processor: P,
         commands: Receiver<Command>,
         polling: Polling,
-        timer: StageTimer,
     ) -> Result<Self, Errno> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(shared.inboxes[index].wake_fd(), EpollEvent::new(EpollFlags::EPOLLIN, WAKE))?;
@@ -90,7 +87,6 @@ impl<P: Processor> Worker<P> {
             spin,
             moderation: Moderation::default(),
             breaks: None,
-            timer,
             shared,
             received: [FrameDesc::default(); BATCH],
         })
@@ -107,7 +103,6 @@ impl<P: Processor> Worker<P> {
             if self.path.state.inbox().take_command_pending() && !self.handle_commands() {
                 return self.path.state.release_all(&mut self.received);
             }
-            let timed = self.timer.begin();
             // The only clock read of an iteration: the previous iteration ends where this one begins.
             let now = Instant::now();
             if let Some(since) = busy_since.take() {
@@ -120,7 +115,6 @@ impl<P: Processor> Worker<P> {
             }
             let epoch = self.path.snapshot.load().epoch;
             self.path.state.counters().set_epoch(epoch);
-            self.path.state.timed = timed;
             let iteration = self.poll_once(now, until_poll_all == 0);
             until_housekeeping -= 1;
             // After an iteration without work all queues are polled, so that none waits while the worker spins or
@@ -170,10 +164,7 @@ impl<P: Processor> Worker<P> {
         iteration.busy |= iteration.received > 0;
         self.path.state.deactivate_quiet();
         self.path.state.flush(&mut self.received, &mut iteration);
-        let timed = self.path.state.timed.take();
-        let counters = self.path.state.counters();
-        counters.rounds.add(1);
-        self.timer.end(timed, iteration.busy, &counters.stages);
+        self.path.state.counters().rounds.add(1);
         iteration
     }
 
@@ -181,7 +172,6 @@ impl<P: Processor> Worker<P> {
     fn receive(&mut self, index: usize, now: Instant) -> u32 {
         let state = &mut self.path.state;
         let Some(queue) = state.queues[index].as_mut() else { return 0 };
-        let before = state.timed.as_mut().map_or(0, TimedIteration::read_clock);
         let batch = queue.xsk.receive(&self.shared.umem, &mut self.received, now);
         let count = batch.len();
         if count == 0 {
@@ -195,9 +185,9 @@ impl<P: Processor> Worker<P> {
         state.counters().count_batch(count);
         state.mark_active(index);
         if state.is_pair(index) {
-            self.path.process_tagged(batch, ingress, now, before);
+            self.path.process_tagged(batch, ingress, now);
         } else {
-            self.path.process(batch, ingress, now, before);
+            self.path.process(batch, ingress, now);
         }
         count as u32
     }
@@ -278,7 +268,7 @@ impl<P: Processor> Worker<P> {
 impl<P: Processor> PacketPath<P> {
     /// Processes a batch of a pair: by port, those of one port in their order. Frames without the tag of an open port are
     /// dropped as the pair's own.
-    fn process_tagged(&mut self, mut batch: RxBatch<'_>, pair: PortId, now: Instant, before: u64) {
+    fn process_tagged(&mut self, mut batch: RxBatch<'_>, pair: PortId, now: Instant) {
         let host = self.snapshot.load().forwarding.host();
         let mut ports = [pair.0; BATCH];
         let ports = &mut ports[..batch.len()];
@@ -297,34 +287,22 @@ impl<P: Processor> PacketPath<P> {
         if ports.iter().any(|port| *port != ports[0]) {
             batch.sort_by(ports);
         }
-        let mut read_since = before;
         for of_port in ports.chunk_by(|one, next| one == next) {
             let (part, rest) = batch.split(of_port.len());
             let ingress = PortId(of_port[0]);
             if ingress != pair {
                 self.state.count_received(ingress, part.len(), part.total_bytes());
             }
-            self.process(part, ingress, now, read_since);
+            self.process(part, ingress, now);
             batch = rest;
-            read_since = self.state.timed.as_mut().map_or(0, TimedIteration::read_clock);
         }
     }
 
-    /// Evaluates a batch received on `ingress` and passes its frames on. It was read from the ring since `before` on the
-    /// stage clock, if the iteration is timed.
-    fn process(&mut self, mut batch: RxBatch<'_>, ingress: PortId, now: Instant, before: u64) {
+    /// Evaluates a batch received on `ingress` and passes its frames on.
+    fn process(&mut self, mut batch: RxBatch<'_>, ingress: PortId, now: Instant) {
         let count = batch.len();
         let snapshot = self.snapshot.load();
-        match &mut self.state.timed {
-            None => self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts, None),
-            Some(iteration) => {
-                let ring_read = iteration.read_clock().saturating_sub(before);
-                let mut stages = StageClocks::default();
-                let wanted = Some(&mut stages);
-                self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts, wanted);
-                iteration.received(count, ring_read, stages);
-            }
-        }
+        self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts);
         for position in 0..count {
             match self.verdicts[position] {
                 Verdict::Forward(port) => {

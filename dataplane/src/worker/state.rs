@@ -8,7 +8,6 @@ use xsk_rs::FrameDesc;
 use super::control::WorkerShared;
 use super::inbox::{HandOff, HeldFrames, WorkerInbox, WorkerPath};
 use super::queue::{PairTraffic, PortQueue};
-use super::stages::TimedIteration;
 use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
 use super::waiting::WaitingSweep;
 use crate::DropReason;
@@ -65,8 +64,6 @@ pub(super) struct WorkerState {
     hand_off_queues: Vec<Vec<HandOff>>,
     /// Packets that were rejected by a full queue, with their ingress ports; empty between calls.
     rejected: Vec<(FrameDesc, PortId)>,
-    /// The timing of this iteration, if it is timed.
-    pub(super) timed: Option<TimedIteration>,
     pub(super) waiting: WaitingSweep,
 }
 
@@ -96,7 +93,6 @@ impl WorkerState {
             cache: FrameCache::new(),
             hand_off_queues,
             rejected: Vec::with_capacity(BATCH),
-            timed: None,
             waiting,
         }
     }
@@ -175,7 +171,7 @@ impl WorkerState {
     /// Puts a queue's packets into its TX ring; packets that do not fit are dropped.
     fn transmit(&mut self, index: usize) {
         let Some(queue) = self.queues[index].as_mut() else { return };
-        let joined = queue.transmit(&self.shared.umem, &mut self.cache, &mut self.timed, &mut self.rejected);
+        let joined = queue.transmit(&self.shared.umem, &mut self.cache, &mut self.rejected);
         self.shared.counters[self.index].joined.add(joined as u64);
         for (port, bytes) in queue.pair.iter_mut().flat_map(PairTraffic::take_sent) {
             if let Some(counters) = self.ports.get(port.index()).and_then(|entry| entry.counters.as_deref()) {
@@ -241,7 +237,7 @@ impl WorkerState {
         dirty.retain(|&index| {
             let pool = self.shared.umem.pool();
             let Some(queue) = self.queues[index].as_mut() else { return false };
-            match queue.kick(&mut self.timed) {
+            match queue.kick() {
                 Some(Kick::Stalled) => iteration.stalled = true,
                 Some(Kick::More) => iteration.busy = true,
                 Some(Kick::Drained) | None => {}

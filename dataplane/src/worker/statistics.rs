@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::histogram::{Durations, Histogram};
-use super::stages::{StageCounters, StageStatistics};
 use crate::DropReason;
 use crate::batch::BATCH;
 use crate::forward::PortId;
@@ -80,8 +79,6 @@ pub(crate) struct WorkerCounters {
     pub(crate) asleep_nanoseconds: Counter,
     /// Durations of poll iterations that moved packets.
     pub(crate) busy_iterations: Durations,
-    /// Stages of some of them.
-    pub(crate) stages: StageCounters,
     batch_sizes: [Counter; BATCH_SIZES],
     epoch: AtomicU32,
 }
@@ -281,8 +278,6 @@ pub struct WorkerStatistics {
     pub running: Duration,
     /// Durations of poll iterations that moved packets: evaluated, sent, handed off. Their sum is the busy time.
     pub busy_iterations: Histogram,
-    /// Stages of some of these iterations.
-    pub stages: StageStatistics,
     /// Batches by size: for each power of two from 1 up to [`BATCH`], those with at most as many packets, and more than
     /// the previous power.
     pub batch_sizes: Vec<u64>,
@@ -310,7 +305,6 @@ impl WorkerStatistics {
             asleep: Duration::from_nanos(counters.asleep_nanoseconds.get()),
             running,
             busy_iterations: counters.busy_iterations.read(),
-            stages: counters.stages.read(),
             batch_sizes: counters.batch_sizes.iter().map(Counter::get).collect(),
         }
     }

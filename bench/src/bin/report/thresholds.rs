@@ -119,7 +119,6 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         .of("Penstock, largest single frame")
         .against("kernel routing")
         .limited_by("Penstock, raw forward, largest single frame"),
-    at_most("clocks of an established packet outside of system calls", "stages", "outside system calls", 200.0),
     at_most("packets lost in swaps of 10,000 rules, the most of all repetitions", "swap", "lost", 0.0),
     at_most("the same by tcx", "swap", "lost", 0.0).of("Penstock, tcx"),
     at_most(

@@ -11,7 +11,7 @@ use penstock_dataplane::names::{NameCounts, NameTime};
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{DirectionVerdict, PolicyVerdict};
 use penstock_dataplane::services::FrontendKey;
-use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths, Stage, StageStatistics};
+use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths};
 use penstock_policy::engine::Engine;
 use penstock_policy::explain::{self, PlainText};
 use penstock_policy::flow;
@@ -141,7 +141,6 @@ impl DaemonView<'_> {
                         .map(|time| time.as_secs_f64()),
                     poll_iteration_p99_seconds: counters.busy_iterations.quantile(0.99).map(|time| time.as_secs_f64()),
                     handed_over: depths.handed_over.get(worker).copied().unwrap_or(0),
-                    stages: stages(&counters.stages),
                 }
             })
             .collect()
@@ -391,9 +390,4 @@ fn queue(port: PortId, depths: &[QueueDepth], ring: u32) -> types::RingDepth {
         sending: sum.sending + depth.sending,
         size: sum.size + ring,
     })
-}
-
-fn stages(timed: &StageStatistics) -> types::StageClocks {
-    let clocks = Stage::ALL.into_iter().map(|stage| (stage.name().to_owned(), timed.clocks(stage))).collect();
-    types::StageClocks { packets: timed.packets, interrupted: timed.interrupted, clocks }
 }

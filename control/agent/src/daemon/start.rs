@@ -284,7 +284,6 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
             Polling::Busy => worker::Polling::Busy,
         },
         priority: priority(config),
-        time_stages: config.workers.time_stages,
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
         connections,

@@ -50,7 +50,6 @@ impl Processor for Held {
         _: PortId,
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
-        _: Option<&mut StageClocks>,
     ) {
         self.inside.store(true, Ordering::SeqCst);
         while self.holds.load(Ordering::SeqCst) {

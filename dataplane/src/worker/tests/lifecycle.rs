@@ -211,9 +211,8 @@ impl Processor for SlowToEnd {
         ingress: PortId,
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
-        clocks: Option<&mut StageClocks>,
     ) {
-        self.0.process(snapshot, now, ingress, frames, verdicts, clocks);
+        self.0.process(snapshot, now, ingress, frames, verdicts);
     }
 
     fn housekeeping(&mut self, _: Epoch, _: Instant, _: bool) {}

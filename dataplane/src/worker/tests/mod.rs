@@ -18,7 +18,7 @@ use super::processor::Processor;
 use super::*;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, RxBatch};
-use crate::pipeline::{BATCH, DropReason, Frames, StageClocks, Verdict};
+use crate::pipeline::{BATCH, DropReason, Frames, Verdict};
 use crate::{Epoch, Snapshot};
 
 /// Forwards all packets of a port to the port it is wired to, and marks their first byte.
@@ -49,7 +49,6 @@ impl Processor for Wires {
         ingress: PortId,
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
-        _: Option<&mut StageClocks>,
     ) {
         let to = self.0[ingress.index()].load(Ordering::Relaxed);
         for (index, verdict) in verdicts.iter_mut().enumerate().take(frames.len()) {

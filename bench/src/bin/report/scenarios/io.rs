@@ -6,15 +6,13 @@ use penstock_bench::peers::{Peer, PeerTestbed};
 use penstock_bench::testbed::{Namespace, Offload, Pod};
 
 use super::tcp::{LARGEST, streams};
-use super::{KnownRates, Scenario, ScenarioCase, stages};
+use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
 use crate::results::Metric;
 use crate::testbeds::MTU;
 
 const IO: &[Metric] = &[
     Metric::higher("received", "k packets/s", 0),
-    Metric::lower("outside system calls", "clocks/packet", 0),
-    Metric::lower("send", "clocks/packet", 0),
     Metric::lower("forwarding core", "ns/packet", 0),
     Metric::lower("forwarding core at 50 k packets/s", "%", 0),
     Metric::higher("bulk TCP, one stream", "Gb/s", 2),
@@ -80,7 +78,7 @@ const fn by_settings(name: &'static str, sections: &'static str) -> IoVariant {
     IoVariant { name, sections, mtu: MTU, offloads: VethOffloads::Default }
 }
 
-const VARIANTS: [IoVariant; 14] = [
+const VARIANTS: [IoVariant; 13] = [
     by_settings("defaults", ""),
     by_settings("polling = busy", "workers polling = \"busy\"\n"),
     by_settings("spin = 0", "workers spin = \"0us\"\n"),
@@ -90,7 +88,6 @@ const VARIANTS: [IoVariant; 14] = [
     by_settings("ring_size = 4096", "umem ring_size = 4096\n"),
     by_settings("frame_size = 4096", "umem frame_size = 4096\n"),
     by_settings("huge_pages = auto, with free ones", "umem huge_pages = \"auto\"\n"),
-    by_settings("time_stages = false", "workers time_stages = false\n"),
     IoVariant {
         offloads: VethOffloads::SegmentInStack,
         ..by_settings("generic XDP, tso and gso of the pods off", "xdp mode = \"generic\"\n")
@@ -119,26 +116,21 @@ const MISSING: [(&str, &str); 2] = [
     ),
 ];
 
-fn measure(variant: IoVariant, testbed: &mut PeerTestbed, plan: &Plan) -> Result<Vec<Option<f64>>> {
+fn measure(testbed: &mut PeerTestbed, plan: &Plan) -> Result<Vec<Option<f64>>> {
     let trial = Trial::flat_out(Traffic::SMALLEST, plan.length);
-    let (clocks, outcome) = match variant.sections.contains("time_stages") {
-        true => (None, testbed.run(&trial)?),
-        false => stages::clocks(testbed, &trial).map(|(clocks, outcome)| (Some(clocks), outcome))?,
-    };
+    let outcome = testbed.run(&trial)?;
     ensure!(outcome.received > 0, "nothing arrived");
     let light = testbed.run(&Trial::paced(Traffic::SMALLEST, 50e3, plan.length / 2))?;
     let busy = light.busy.get(plan.cores.worker).map(|busy| busy.as_secs_f64() / light.time.as_secs_f64() * 100.0);
     let bulk = testbed.with_peer(|testbed| streams(testbed, 2, 1, plan.length))?;
     let core = outcome.busy_nanoseconds(plan.cores.worker);
-    let (outside, send) =
-        (clocks.as_ref().map(stages::PacketClocks::outside), clocks.as_ref().map(stages::PacketClocks::send));
-    Ok(vec![Some(outcome.rate() / 1e3), outside, send, core, busy, Some(bulk)])
+    Ok(vec![Some(outcome.rate() / 1e3), core, busy, Some(bulk)])
 }
 
 pub(crate) fn matrix() -> Scenario {
     let case = |variant: IoVariant| {
         let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
-            let measured = variant.offloads.set(testbed, true).and_then(|()| measure(variant, testbed, plan));
+            let measured = variant.offloads.set(testbed, true).and_then(|()| measure(testbed, plan));
             variant.offloads.set(testbed, false).and(measured)
         };
         let peer = Peer::Penstock { enforces: true, sections: variant.sections.to_owned() };

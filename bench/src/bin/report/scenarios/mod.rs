@@ -5,7 +5,6 @@ mod disturbances;
 mod io;
 mod latency;
 mod services;
-mod stages;
 mod tcp;
 mod throughput;
 mod transactions;
@@ -101,7 +100,6 @@ pub(crate) fn all() -> Vec<Scenario> {
         disturbances::ack_flood(),
         disturbances::policy_churn(),
         captures::captures(),
-        stages::stages(),
         io::matrix(),
     ]
 }
