@@ -39,7 +39,7 @@ fn connections(cluster: &RealCluster) -> Result<Vec<(&'static str, EchoConnectio
 /// Fails if a connection was cut, or stood still for longer than [`MOST_WAIT`].
 fn expect_undisturbed(connections: &[(&str, EchoConnection)]) -> Result<()> {
     for (from, connection) in connections {
-        connection.wait_for(100, Duration::from_secs(10)).with_context(|| format!("the connection of {from}"))?;
+        connection.wait_for(100, Duration::from_secs(30)).with_context(|| format!("the connection of {from}"))?;
         let slowest = connection.take_slowest();
         ensure!(slowest < MOST_WAIT, "the connection of {from} stood still for {slowest:?}");
     }
