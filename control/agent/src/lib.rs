@@ -38,6 +38,7 @@ mod port_layout;
 mod ports;
 mod postponed;
 pub mod preflight;
+mod private_file;
 mod progress;
 mod publisher;
 mod query;

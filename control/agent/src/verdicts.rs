@@ -4,9 +4,8 @@
 //! loop adds names ten times a second. A separate thread writes, so that a slow disk blocks nobody; lines that do not
 //! fit its queue are dropped and counted.
 
-use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
 
@@ -19,6 +18,7 @@ use serde::Serialize;
 use super::config;
 use super::config::VerdictOutput;
 use super::nonblocking_writer::NonBlockingWriter;
+use super::private_file;
 use super::view::{DaemonView, identifier};
 
 /// The most records that are named in one round, to keep the daemon's loop responsive.
@@ -28,7 +28,7 @@ const WAITING_CHUNKS: usize = 32;
 
 /// Cannot open the file.
 #[derive(Debug, thiserror::Error)]
-#[error("verdict_log.output = {}: cannot open it ({source}); set a writable file, \"stdout\" or \"off\"", .path.display())]
+#[error("verdict_log.output = {}: cannot open it ({source}); set a regular file that is writable, \"stdout\" or \"off\"", .path.display())]
 pub(super) struct VerdictLogError {
     path: PathBuf,
     source: io::Error,
@@ -125,7 +125,10 @@ impl VerdictWriter {
         self.writer = match &settings.output {
             VerdictOutput::Off => None,
             VerdictOutput::Stdout => writer(io::stdout()),
-            VerdictOutput::File(path) => writer(append(path)?),
+            VerdictOutput::File(path) => {
+                let file = private_file::append(path);
+                writer(file.map_err(|source| VerdictLogError { path: path.to_owned(), source })?)
+            }
         };
         self.is_on = settings.output != VerdictOutput::Off;
         self.log.set_budget(settings.budget());
@@ -176,11 +179,6 @@ impl VerdictWriter {
         self.suppressed = now;
         (!suppressed.is_empty()).then(|| json(&SuppressedLine { time: stamp(SystemTime::now()), suppressed }))
     }
-}
-
-fn append(path: &Path) -> Result<File, VerdictLogError> {
-    let opened = OpenOptions::new().append(true).create(true).open(path);
-    opened.map_err(|source| VerdictLogError { path: path.to_owned(), source })
 }
 
 /// Starts the thread that writes lines; without it every line counts as not written.

@@ -4,14 +4,14 @@
 //! counts lines as written while it has no file.
 
 use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use nix::fcntl::OFlag;
+use crate::private_file;
 
 /// Cannot open the file.
 #[derive(Debug, thiserror::Error)]
@@ -99,14 +99,8 @@ impl RotatingFile {
 
 impl OpenFile {
     fn open(path: &Path) -> io::Result<Self> {
-        let flags = (OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK).bits();
-        let file = OpenOptions::new().append(true).create(true).mode(0o600).custom_flags(flags).open(path)?;
+        let file = private_file::append(path)?;
         let found = file.metadata()?;
-        if !found.is_file() {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a regular file"));
-        }
-        // Who talks to whom is nobody else's business, whoever made the file.
-        file.set_permissions(Permissions::from_mode(0o600))?;
         Ok(Self { file, len: found.len(), id: (found.dev(), found.ino()) })
     }
 
@@ -151,6 +145,9 @@ impl Write for RotatingFile {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
 
     use super::*;
 
