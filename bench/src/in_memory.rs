@@ -76,7 +76,7 @@ pub fn snapshot() -> Snapshot {
     let mut forwarding = Forwarding::default();
     let mut update = PolicySet::default().update();
     let rule = RuleSpec {
-        name: RuleName("all UDP".into()),
+        name: RuleName::new("test/policy", "all UDP"),
         peers: PeerSpec::Every,
         ports: PortSpec::AnyOf(vec![PortRange { protocol: PortProtocol::Udp, first: 1, last: 65535 }]),
     };

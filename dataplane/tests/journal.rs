@@ -48,7 +48,8 @@ fn policy(is_open: bool) -> PolicySet {
         let endpoint = Some(EndpointId(number));
         update.set_address(ip(address).into(), Some(AddressOwner::Pod { identity, endpoint, node: Some(NodeId(0)) }));
         // A rule that allows all: what no policy selects would pass without a connection.
-        let every = RuleSpec { name: RuleName("every".into()), peers: PeerSpec::Every, ports: PortSpec::Every };
+        let every =
+            RuleSpec { name: RuleName::new("test/policy", "every"), peers: PeerSpec::Every, ports: PortSpec::Every };
         let rules = if is_open { vec![every] } else { Vec::new() };
         let isolated = EndpointPolicy::Isolated(Arc::new(RuleTable::new(&rules, [])));
         let ingress = if number == 1 { EndpointPolicy::Open } else { isolated };

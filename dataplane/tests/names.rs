@@ -41,7 +41,7 @@ fn rule(blocks: &[&str], ports: &[(PortProtocol, u16)]) -> RuleSpec {
     let blocks = blocks.iter().map(|block| AddressBlock { cidr: block.parse().unwrap(), except: Vec::new() });
     let range = |&(protocol, port): &(PortProtocol, u16)| PortRange { protocol, first: port, last: port };
     RuleSpec {
-        name: RuleName("rule".into()),
+        name: RuleName::new("test/policy", "rule"),
         peers: PeerSpec::AnyOf { every_pod: false, blocks: blocks.collect() },
         ports: if ports.is_empty() { PortSpec::Every } else { PortSpec::AnyOf(ports.iter().map(range).collect()) },
     }

@@ -69,12 +69,12 @@ fn policy(ingress: Ingress) -> PolicySet {
     let identity = |number| Identity(NonZeroU32::new(number).unwrap());
     let range = |protocol| PortRange { protocol, first: 5432, last: 5432 };
     let from_web = RuleSpec {
-        name: RuleName("web".into()),
+        name: RuleName::new("test/policy", "web"),
         peers: PeerSpec::AnyOf { every_pod: false, blocks: Vec::new() },
         ports: PortSpec::AnyOf(vec![range(PortProtocol::Tcp), range(PortProtocol::Udp)]),
     };
     let from_world = RuleSpec {
-        name: RuleName("world".into()),
+        name: RuleName::new("test/policy", "world"),
         peers: PeerSpec::AnyOf {
             every_pod: false,
             blocks: vec![penstock_dataplane::policy::AddressBlock {

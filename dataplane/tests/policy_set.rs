@@ -45,7 +45,7 @@ fn address(number: u32) -> IpAddr {
 fn set() -> PolicySet {
     let identity = |number: u32| Identity(NonZeroU32::new(1 + number % 7).expect("at least one"));
     let rule = |number: u16| RuleSpec {
-        name: RuleName(format!("rule {number}").into()),
+        name: RuleName::new("test/policy", format!("rule {number}")),
         peers: PeerSpec::AnyOf {
             every_pod: number.is_multiple_of(50),
             blocks: vec![AddressBlock {

@@ -94,7 +94,7 @@ fn policy(web_egress: EndpointPolicy, db_ingress: EndpointPolicy) -> PolicySet {
 fn rule(port: u16) -> RuleSpec {
     let range = |protocol| PortRange { protocol, first: port, last: port };
     RuleSpec {
-        name: RuleName("rule".into()),
+        name: RuleName::new("test/policy", "rule"),
         peers: PeerSpec::AnyOf { every_pod: false, blocks: Vec::new() },
         ports: PortSpec::AnyOf(vec![range(PortProtocol::Tcp), range(PortProtocol::Udp)]),
     }
@@ -505,7 +505,7 @@ fn s8_other_ports_are_refused_and_addresses_of_no_service_dropped() {
 fn s9_policy_is_evaluated_for_the_backend_on_both_sides() {
     let sent = flow(Protocol::TCP, (WEB4, 4000), (VIP4, PORT));
     let vip_block = RuleSpec {
-        name: RuleName("vip".into()),
+        name: RuleName::new("test/policy", "vip"),
         peers: PeerSpec::AnyOf {
             every_pod: false,
             blocks: vec![AddressBlock { cidr: "10.96.0.0/16".parse().unwrap(), except: Vec::new() }],

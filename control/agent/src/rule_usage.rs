@@ -1,7 +1,7 @@
 //! How often each rule decided, and when last; kept over restarts.
 //!
 //! Workers count in the tables, in rows of their own. The daemon's loop sums up the tables' counters every few seconds, by
-//! the rule's name and what it says: an edit makes it another rule, and a rule that no longer exists is forgotten. So there
+//! the policy, the rule's name and what it says: an edit makes it another rule, and a rule that no longer exists is forgotten. So there
 //! are never more entries than rules.
 
 use std::collections::BTreeMap;
@@ -28,23 +28,25 @@ const WRITE_INTERVAL: Duration = Duration::from_secs(60);
 /// The most rules that are kept. Others are counted from when one of these is gone.
 const MOST_RULES: usize = 50_000;
 /// The version of the file's form.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Suffix of the file, after the name of the connection table's file.
 pub(super) const SUFFIX: &str = ".rules";
 /// Ages of the last hit that are counted for metrics, in days.
 const AGES: [(&str, i64); 3] = [("1d", 1), ("7d", 7), ("30d", 30)];
 const DAY: i64 = 86_400;
 
-/// A rule: its name, and a hash of what it says.
+/// A rule: its policy, its name, which may be that of another policy's rule too, and a hash of what it says.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 struct RuleId {
+    policy: String,
     name: String,
     content: u64,
 }
 
 impl RuleId {
     fn of(source: &RuleSource) -> Self {
-        Self { name: source.name().to_string(), content: source.content() }
+        let name = source.name();
+        Self { policy: name.policy().to_owned(), name: name.text().to_owned(), content: source.content() }
     }
 }
 
@@ -200,7 +202,7 @@ impl RuleUsage {
 fn listed(source: &RuleSource, id: &RuleId, used: &Used) -> types::RuleUsage {
     types::RuleUsage {
         rule: id.name.clone(),
-        policy: source.policy.name().to_string(),
+        policy: id.policy.clone(),
         direction: describe::direction(source.direction).to_owned(),
         index: source.rule,
         content: format!("{:016x}", id.content),
@@ -238,7 +240,8 @@ mod tests {
     use crate::config::TableMapping;
 
     fn usage(directory: &Path) -> RuleUsage {
-        let identity = Identity { kind: "rule usage".into(), version: 1, node: "here".into(), origin: "x".into() };
+        let identity =
+            Identity { kind: "rule usage".into(), version: VERSION, node: "here".into(), origin: "x".into() };
         let mapping = TableMapping::File(directory.join("conntrack"));
         let file = StateFile::beside(&mapping, SUFFIX).unwrap();
         let rules = read(&file, &identity).unwrap();
@@ -277,20 +280,23 @@ mod tests {
     fn node() -> NodeObjects {
         let mut objects = NodeObjects::new("here", &[]);
         objects.count_use(2);
-        let pod = Pod {
+        objects.apply([ObjectChange::Set(Object::Pod(pod([10, 0, 0, 1])))], &[]);
+        objects
+    }
+
+    fn pod(address: [u8; 4]) -> Pod {
+        Pod {
             key: key("web"),
             labels: Default::default(),
             node: Some("here".into()),
-            addresses: vec![[10, 0, 0, 1].into()],
+            addresses: vec![address.into()],
             host_network: false,
             finished: false,
             ports: Vec::new(),
             lifetime: Default::default(),
             controller: None,
             other_interfaces: Vec::new(),
-        };
-        objects.apply([ObjectChange::Set(Object::Pod(pod))], &[]);
-        objects
+        }
     }
 
     fn open(objects: &NodeObjects, worker: usize, port: u16) {
@@ -341,6 +347,38 @@ mod tests {
         objects.apply([ObjectChange::Delete(ObjectRef::NetworkPolicy(key("p")))], &[]);
         usage.add(usage.read(&mut objects), true, at(4_000));
         assert!(usage.rules.is_empty());
+    }
+
+    #[test]
+    fn rules_whose_names_join_equally_have_their_own_hits() {
+        let directory = tempfile::tempdir().unwrap();
+        let (mut usage, mut objects) = (self::usage(directory.path()), node());
+        let twin = |namespace: &str, name: &str| {
+            let ObjectChange::Set(Object::NetworkPolicy(policy)) = policy(name, &[80]) else { unreachable!() };
+            let key = ObjectKey { namespace: namespace.into(), name: name.into() };
+            ObjectChange::Set(Object::NetworkPolicy(NetworkPolicy { key, ..policy }))
+        };
+        // Only the second one selects the pod.
+        let other =
+            Pod { key: ObjectKey { namespace: "shop-ingress-a".into(), name: "other".into() }, ..pod([10, 0, 0, 2]) };
+        let twins = [twin("shop-ingress-a", "b"), twin("shop", "a-ingress-b")];
+        objects.apply([ObjectChange::Set(Object::Pod(other))].into_iter().chain(twins), &[]);
+        usage.add(usage.read(&mut objects), true, at(1_000));
+        open(&objects, 0, 80);
+        usage.add(usage.read(&mut objects), true, at(2_000));
+        let hits = |usage: &RuleUsage, objects: &NodeObjects| {
+            let sources: Vec<RuleSource> = objects.engine().deciding_rules().collect();
+            let rules = usage.list(&sources).rules;
+            rules.into_iter().map(|rule| (rule.policy, rule.rule, rule.hits)).collect::<Vec<_>>()
+        };
+        let name = "shop-ingress-a-ingress-b-0";
+        let expected = [("shop-ingress-a/b", name, 0), ("shop/a-ingress-b", name, 1)];
+        let expected = expected.map(|(policy, rule, hits)| (policy.to_owned(), rule.to_owned(), hits));
+        assert_eq!(hits(&usage, &objects), expected);
+        objects.apply([policy("unrelated", &[99])], &[]);
+        usage.add(usage.read(&mut objects), true, at(3_000));
+        let kept: Vec<_> = hits(&usage, &objects).into_iter().filter(|(_, rule, _)| rule == name).collect();
+        assert_eq!(kept, expected, "an unrelated change leaves them");
     }
 
     #[test]

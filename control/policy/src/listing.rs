@@ -132,7 +132,7 @@ fn listing(engine: &Engine) -> Listing {
                 let key = engine.tables().key(id, direction).filter(|key| key.is_tiered());
                 let rules = (0..).zip(expansion.rules(own)).map(|(bit, rule)| ListedRule {
                     bit,
-                    rule: rule.source.name().0.to_string(),
+                    rule: rule.source.name().to_string(),
                     action: key.map(|_| describe::action(rule.source.action())),
                     peers: rule.peers.map(|peers| peers.iter().map(ToString::to_string).collect()),
                     ports: ports(rule.ports),

@@ -1,8 +1,6 @@
 //! The rules of a replay by name, and how many connections each decided.
 
-use std::sync::Arc;
-
-use penstock_dataplane::policy::{Direction, DirectionVerdict, PolicySet, PolicyVerdict, RuleRef};
+use penstock_dataplane::policy::{Direction, DirectionVerdict, PolicySet, PolicyVerdict, RuleName, RuleRef};
 use penstock_policy::compile::{RuleSource, cluster_sources, network_sources};
 use penstock_policy::engine::Engine;
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -23,9 +21,9 @@ pub struct Rules {
 /// Every rule that was in force, by name.
 #[derive(Debug, Default)]
 pub struct RuleNames {
-    names: Vec<Arc<str>>,
+    names: Vec<RuleName>,
     connections: Vec<u64>,
-    by_name: FxHashMap<Arc<str>, RuleId>,
+    by_name: FxHashMap<RuleName, RuleId>,
     /// Rule numbers of the current tables; the next tables number them anew.
     by_ref: FxHashMap<RuleRef, RuleId>,
     /// Whether a rule in force may pass a connection on.
@@ -62,7 +60,7 @@ impl RuleNames {
 
     fn intern_all(&mut self, sources: impl Iterator<Item = RuleSource>) {
         for source in sources {
-            self.intern(&source.name().0);
+            self.intern(source.name());
         }
     }
 
@@ -83,20 +81,20 @@ impl RuleNames {
         if let Some(id) = self.by_ref.get(&rule) {
             return *id;
         }
-        let name = policy.rule_name(rule).map_or_else(|| Arc::from("unnamed"), |name| Arc::clone(&name.0));
-        let id = self.intern(&name);
+        let name = policy.rule_name(rule).cloned().unwrap_or_else(|| RuleName::new("", "unnamed"));
+        let id = self.intern(name);
         self.by_ref.insert(rule, id);
         id
     }
 
-    fn intern(&mut self, name: &Arc<str>) -> RuleId {
-        if let Some(id) = self.by_name.get(name) {
+    fn intern(&mut self, name: RuleName) -> RuleId {
+        if let Some(id) = self.by_name.get(&name) {
             return *id;
         }
         let id = RuleId(self.names.len() as u32);
-        self.names.push(Arc::clone(name));
+        self.names.push(name.clone());
         self.connections.push(0);
-        self.by_name.insert(Arc::clone(name), id);
+        self.by_name.insert(name, id);
         id
     }
 
@@ -123,7 +121,7 @@ impl RuleNames {
     /// A rule's name.
     #[inline]
     pub fn name(&self, rule: RuleId) -> &str {
-        &self.names[rule.0 as usize]
+        self.names[rule.0 as usize].text()
     }
 
     /// Appends the names of the rules to `text`, separated by a space; names contain none.
@@ -140,7 +138,7 @@ impl RuleNames {
 
     /// Each rule with the connections it decided, most first, then by name.
     pub fn hits(&self) -> Vec<(&str, u64)> {
-        let mut hits: Vec<_> = self.names.iter().map(|name| &**name).zip(self.connections.iter().copied()).collect();
+        let mut hits: Vec<_> = self.names.iter().map(RuleName::text).zip(self.connections.iter().copied()).collect();
         hits.sort_unstable_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(b.0)));
         hits
     }

@@ -11,13 +11,36 @@ use super::peers::{Identity, Peers};
 use super::ports::{PortRange, Ports};
 use super::rows::{Row, Rows, RowsBuilder, RuleSet};
 
-/// Origin of a rule, for display; not used by the packet path.
+/// Origin of a rule, for display and for whoever counts by rule; not used by the packet path.
+///
+/// Displays as its text. The text joins names that may contain what joins them, so rules of two policies may have the same;
+/// the policy tells them apart.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub struct RuleName(pub Arc<str>);
+pub struct RuleName {
+    policy: Arc<str>,
+    text: Arc<str>,
+}
+
+impl RuleName {
+    /// The rule of a policy that displays as `text`, which differs between the policy's rules.
+    pub fn new(policy: impl Into<Arc<str>>, text: impl Into<Arc<str>>) -> Self {
+        Self { policy: policy.into(), text: text.into() }
+    }
+
+    /// The policy: `<namespace>/<name>` or `<tier>/<name>`.
+    pub fn policy(&self) -> &str {
+        &self.policy
+    }
+
+    /// What it displays as.
+    pub fn text(&self) -> &str {
+        &self.text
+    }
+}
 
 impl fmt::Display for RuleName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.text)
     }
 }
 

@@ -30,7 +30,7 @@ fn rule(name: &str, peers: PeerSpec, ports: &[(PortProtocol, u16, u16)]) -> Rule
     let ranges =
         ports.iter().map(|(protocol, first, last)| PortRange { protocol: *protocol, first: *first, last: *last });
     let ports = if ports.is_empty() { PortSpec::Every } else { PortSpec::AnyOf(ranges.collect()) };
-    RuleSpec { name: RuleName(name.into()), peers, ports }
+    RuleSpec { name: RuleName::new("test/policy", name), peers, ports }
 }
 
 fn selected() -> PeerSpec {

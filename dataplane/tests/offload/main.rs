@@ -122,7 +122,7 @@ impl End {
 const CLIENTS: [(End, End); 4] = [(End::A, End::B), (End::B, End::A), (End::A, End::Outside), (End::A, End::A)];
 
 fn everything() -> RuleSpec {
-    RuleSpec { name: RuleName("everything".into()), peers: PeerSpec::Every, ports: PortSpec::Every }
+    RuleSpec { name: RuleName::new("test/policy", "everything"), peers: PeerSpec::Every, ports: PortSpec::Every }
 }
 
 fn in_namespace<T: Send>(test: impl FnOnce() -> T + Send) -> T {

@@ -283,7 +283,7 @@ mod tests {
         let named = |ingress| NamedVerdict {
             verdict: PolicyVerdict { egress: DirectionVerdict::NotLocal, ingress },
             egress_rule: None,
-            ingress_rule: matches!(ingress, DirectionVerdict::Allowed(_)).then(|| RuleName("rule".into())),
+            ingress_rule: matches!(ingress, DirectionVerdict::Allowed(_)).then(|| RuleName::new("test/policy", "rule")),
         };
         VerdictChange { present: named(present), promoted: named(promoted) }
     }

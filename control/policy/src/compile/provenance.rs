@@ -172,7 +172,8 @@ impl RuleSource {
 
     /// `<namespace>-<ingress|egress>-<policy>-<rule>`, with the tier in place of the namespace where there is none.
     pub fn name(&self) -> RuleName {
-        RuleName(self.policy.name().rule(self.direction, self.rule).into())
+        let policy = self.policy.name();
+        RuleName::new(policy.to_string(), policy.rule(self.direction, self.rule))
     }
 }
 
