@@ -133,7 +133,7 @@ impl From<DropReason> for DroppedPacket {
     }
 }
 
-/// Evaluates packets for one worker. It allocates nothing after construction.
+/// Evaluates packets for one worker. It allocates nothing after construction, but for the budget of replies of a port that is new.
 pub struct Pipeline {
     connections: Arc<ConnTable>,
     mode: PipelineMode,
@@ -220,7 +220,7 @@ impl Pipeline {
         verdicts: &mut [Verdict; BATCH],
         observer: &mut O,
     ) {
-        self.replies.begin(now);
+        self.replies.begin(ingress, now);
         let Some(port) = snapshot.forwarding.port(ingress) else {
             verdicts[..frames.len().min(BATCH)].fill(Verdict::Drop(DropReason::NotReady));
             return;

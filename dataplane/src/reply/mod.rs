@@ -3,7 +3,8 @@
 //!
 //! The dropped packet is counted as usual. Its reply is built beside the batch in a preallocated store. The caller of
 //! the pipeline [takes](Replies::take) the replies and sends them in frames of its own, or ignores them (replay). Their
-//! number is limited per batch and per second: RFC 4443 section 2.4(f), RFC 1812 section 4.3.2.8.
+//! number is limited per batch, and per second and port: RFC 4443 section 2.4(f), RFC 1812 section 4.3.2.8. So what one pod
+//! sends suppresses no reply to another.
 
 mod build;
 mod token_bucket;
@@ -30,19 +31,28 @@ pub enum OnRevoke {
 const CAPACITY: usize = 32;
 /// Bytes of the longest reply: an ICMPv6 error, which fits the minimum MTU (RFC 4443 section 2.4(c)).
 const LONGEST: usize = ETHERNET_LEN + build::LONGEST_V6;
-/// ICMP errors of one worker per second, and burst. The kernel's own limits (`icmp_msgs_per_sec`, `icmp_msgs_burst`).
-const ERRORS: (u32, u32) = (1_000, 50);
-/// TCP resets of one worker per second, and burst. Higher, since one policy change may revoke many connections. Ends
-/// that get no reset are notified at their next packet.
-const RESETS: (u32, u32) = (10_000, 1_000);
+/// ICMP errors per second, and burst. The kernel's own limits (`icmp_msgs_per_sec`, `icmp_msgs_burst`).
+type Errors = TokenBucket<1_000, 50>;
+/// TCP resets per second, and burst. Higher, since one policy change may revoke many connections. Ends that get no reset are
+/// notified at their next packet.
+type Resets = TokenBucket<10_000, 1_000>;
+
+/// What one worker may still reply to packets that came in by one port.
+#[derive(Clone, Default)]
+struct PortBudget {
+    errors: Errors,
+    resets: Resets,
+}
 
 /// The replies to one batch, and the limits for more.
 pub struct Replies {
     on_revoke: OnRevoke,
     store: Box<[Reply]>,
     count: usize,
-    errors: TokenBucket,
-    resets: TokenBucket,
+    /// By port; as many as the highest port that has sent something needs.
+    budgets: Vec<PortBudget>,
+    /// The port and the time of the batch.
+    batch: (PortId, Timestamp),
     suppressed: u64,
 }
 
@@ -62,8 +72,8 @@ impl Replies {
             on_revoke,
             store: vec![none; CAPACITY].into(),
             count: 0,
-            errors: TokenBucket::new(ERRORS.0, ERRORS.1),
-            resets: TokenBucket::new(RESETS.0, RESETS.1),
+            budgets: Vec::new(),
+            batch: (PortId(0), Timestamp::from_millis(0)),
             suppressed: 0,
         }
     }
@@ -79,12 +89,26 @@ impl Replies {
         std::mem::take(&mut self.suppressed)
     }
 
-    /// Starts a new batch; replies that were not taken are discarded.
+    /// Starts a batch that came in by a port; replies that were not taken are discarded.
     #[inline]
-    pub(crate) fn begin(&mut self, now: Timestamp) {
+    pub(crate) fn begin(&mut self, ingress: PortId, now: Timestamp) {
         self.count = 0;
-        self.errors.refill(now);
-        self.resets.refill(now);
+        self.batch = (ingress, now);
+    }
+
+    /// Storage for one more reply, if the budget that `spend` takes from has room.
+    fn next(&mut self, spend: impl FnOnce(&mut PortBudget, Timestamp) -> bool) -> Option<&mut Reply> {
+        let (port, now) = self.batch;
+        if port.index() >= self.budgets.len() {
+            self.budgets.resize(port.index() + 1, PortBudget::default());
+        }
+        let budget = &mut self.budgets[port.index()];
+        let reply = self.store.get_mut(self.count).filter(|_| spend(budget, now));
+        match &reply {
+            Some(_) => self.count += 1,
+            None => self.suppressed += 1,
+        }
+        reply
     }
 
     /// Replies to a packet of a revoked connection, if configured.
@@ -136,10 +160,7 @@ impl Replies {
         flow: &Flow,
         (sequence, acknowledged): (u32, Option<u32>),
     ) {
-        let Some(reply) = next(&mut self.store, &mut self.count, &mut self.resets) else {
-            self.suppressed += 1;
-            return;
-        };
+        let Some(reply) = self.next(|budget, now| budget.resets.spend(now)) else { return };
         reply.length = ETHERNET_LEN + build::reset(&mut reply.bytes[ETHERNET_LEN..], flow, sequence, acknowledged);
         if reply.address(forwarding, way, flow.dst).is_none() {
             self.count -= 1;
@@ -160,10 +181,7 @@ impl Replies {
             return;
         }
         let Some(source) = source(forwarding, path_ports, packet) else { return };
-        let Some(reply) = next(&mut self.store, &mut self.count, &mut self.errors) else {
-            self.suppressed += 1;
-            return;
-        };
+        let Some(reply) = self.next(|budget, now| budget.errors.spend(now)) else { return };
         let quoted = &frame[usize::from(packet.layout.network)..usize::from(packet.layout.end)];
         let out = &mut reply.bytes[ETHERNET_LEN..];
         reply.length = ETHERNET_LEN + build::error(out, error, source, packet.flow.src, quoted);
@@ -179,13 +197,6 @@ impl Replies {
 /// next one that the sender expects (RFC 5961 section 3.2); without an acknowledgement it acknowledges.
 fn answer_to(segment: &TcpSegment) -> (u32, Option<u32>) {
     if segment.flags.contains(TcpFlags::ACK) { (segment.ack, None) } else { (0, Some(segment.end())) }
-}
-
-/// Storage for one more reply, if the limits allow it.
-fn next<'a>(store: &'a mut [Reply], count: &mut usize, token_bucket: &mut TokenBucket) -> Option<&'a mut Reply> {
-    let reply = store.get_mut(*count).filter(|_| token_bucket.spend())?;
-    *count += 1;
-    Some(reply)
 }
 
 impl Reply {

@@ -296,18 +296,20 @@ fn errors_and_later_fragments_get_no_reply() {
 }
 
 #[test]
-fn replies_are_rate_limited() {
+fn replies_are_rate_limited_by_port() {
     let mut node = Node::new(OnRevoke::Drop);
-    let batch: Vec<Vec<u8>> = (0..BATCH).map(|_| udp(WEB_IPS[0], DB_IPS[0], 1, 20)).collect();
-    let mut answered = |milliseconds| {
+    let mut answered = |port, milliseconds| {
+        let (src, dst) = if port == WEB { (WEB_IPS[0], DB_IPS[0]) } else { (DB_IPS[0], WEB_IPS[0]) };
+        let batch: Vec<Vec<u8>> = (0..BATCH).map(|_| udp(src, dst, 1, 20)).collect();
         node.now = Timestamp::from_millis(node.now.as_millis() + milliseconds);
-        node.send_all(WEB, &batch).1.len()
+        node.send_all(port, &batch).1.len()
     };
-    assert_eq!(answered(0), CAPACITY, "of one batch");
-    assert_eq!(answered(0), ERRORS.1 as usize - CAPACITY, "at once");
-    assert_eq!(answered(0), 0);
-    assert_eq!(answered(7), 7, "a thousand a second");
-    assert_eq!(node.pipeline.replies().take_suppressed(), 4 * BATCH as u64 - 57);
+    assert_eq!(answered(WEB, 0), CAPACITY, "of one batch");
+    assert_eq!(answered(WEB, 0), 50 - CAPACITY, "at once");
+    assert_eq!(answered(WEB, 0), 0);
+    assert_eq!(answered(WEB, 7), 7, "a thousand a second");
+    assert_eq!(answered(DB, 0), CAPACITY, "of another pod, whatever the first one has sent");
+    assert_eq!(node.pipeline.replies().take_suppressed(), (5 * BATCH - 57 - CAPACITY) as u64);
 }
 
 proptest! {

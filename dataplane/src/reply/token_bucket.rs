@@ -2,34 +2,24 @@
 
 use crate::conntrack::Timestamp;
 
-/// A token bucket, in thousandths of a token so that a millisecond's share is a whole number.
-pub(super) struct TokenBucket {
-    per_second: u64,
-    most: u64,
-    left: u64,
-    filled: Option<Timestamp>,
+/// A token bucket of so many tokens per second and at once. The default is a full one.
+#[derive(Clone, Default)]
+pub(super) struct TokenBucket<const PER_SECOND: u64, const AT_ONCE: u64> {
+    /// In thousandths of a token, so that a millisecond's share is a whole number.
+    spent: u64,
+    /// When it was last asked, in milliseconds.
+    asked: u64,
 }
 
-impl TokenBucket {
-    /// A full bucket.
-    pub(super) fn new(per_second: u32, at_once: u32) -> Self {
-        let most = u64::from(at_once) * 1000;
-        Self { per_second: per_second.into(), most, left: most, filled: None }
-    }
-
-    /// Adds the tokens accrued since the last call.
-    #[inline]
-    pub(super) fn refill(&mut self, now: Timestamp) {
-        let since = self.filled.map_or(0, |filled| now.as_millis().saturating_sub(filled.as_millis()));
-        self.left = self.left.saturating_add(since.saturating_mul(self.per_second)).min(self.most);
-        self.filled = Some(now);
-    }
-
-    /// Takes one token, if there is one.
-    pub(super) fn spend(&mut self) -> bool {
-        let left = self.left.checked_sub(1000);
-        self.left = left.unwrap_or(self.left);
-        left.is_some()
+impl<const PER_SECOND: u64, const AT_ONCE: u64> TokenBucket<PER_SECOND, AT_ONCE> {
+    /// Takes one token, if there is one now.
+    pub(super) fn spend(&mut self, now: Timestamp) -> bool {
+        let since = now.as_millis().saturating_sub(self.asked);
+        self.asked = self.asked.max(now.as_millis());
+        self.spent = self.spent.saturating_sub(since.saturating_mul(PER_SECOND));
+        let is_left = self.spent + 1000 <= AT_ONCE * 1000;
+        self.spent += if is_left { 1000 } else { 0 };
+        is_left
     }
 }
 
@@ -39,11 +29,8 @@ mod tests {
 
     #[test]
     fn rate_and_burst_are_limited() {
-        let mut token_bucket = TokenBucket::new(100, 10);
-        let mut spent = |at: u64| {
-            token_bucket.refill(Timestamp::from_millis(at));
-            (0..1000).take_while(|_| token_bucket.spend()).count()
-        };
+        let mut token_bucket = TokenBucket::<100, 10>::default();
+        let mut spent = |at: u64| (0..1000).take_while(|_| token_bucket.spend(Timestamp::from_millis(at))).count();
         assert_eq!(spent(5_000), 10, "full at first");
         assert_eq!(spent(5_000), 0);
         assert_eq!((spent(5_009), spent(5_010)), (0, 1), "one every ten milliseconds");
