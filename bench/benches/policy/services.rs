@@ -32,6 +32,7 @@ fn service(number: usize) -> ObjectChange {
     };
     ObjectChange::Set(Object::Service(Service {
         key: key(0, format!("service-{number}")),
+        created: None,
         addresses: vec![cluster_address(number).into()],
         ports: vec![port],
         external: Vec::new(),

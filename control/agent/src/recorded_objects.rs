@@ -325,6 +325,7 @@ mod tests {
             }),
             Object::Service(Service {
                 key: key("web"),
+                created: None,
                 addresses: vec![[10, 96, 0, 1].into()],
                 ports: vec![
                     ServicePort {

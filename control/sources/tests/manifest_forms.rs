@@ -120,7 +120,7 @@ fn a_namespace_has_its_name_as_a_label() {
     };
     let labels: Vec<_> = plain.labels.iter().map(|(key, value)| (key.as_str(), value.as_str())).collect();
     assert_eq!(labels, [("a", "b"), ("kubernetes.io/metadata.name", "shop")]);
-    assert_eq!(own.labels["kubernetes.io/metadata.name"], "other", "what is there stays");
+    assert_eq!(own.labels["kubernetes.io/metadata.name"], "web", "no namespace has the name of another");
 }
 
 #[test]

@@ -186,14 +186,35 @@ impl fmt::Display for ServiceProblem {
     }
 }
 
+/// A Service that claims a frontend. The oldest one comes first, and of those of unknown age, which are last, the first by
+/// name: a later Service takes no address away.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct Claimant {
+    created: i64,
+    key: ObjectKey,
+}
+
+impl Claimant {
+    fn of(service: &Service) -> Self {
+        Self { created: service.created.unwrap_or(i64::MAX), key: service.key.clone() }
+    }
+}
+
+/// What a Service claims.
+#[derive(Debug)]
+struct Claimed {
+    claimant: Claimant,
+    frontends: Vec<(FrontendKey, Arc<Frontend>)>,
+}
+
 /// The table of Services for clients of one node.
 #[derive(Debug, Default)]
 pub struct ServiceTables {
     place: ClientPlace,
     /// By Service the frontends that it claims.
-    claimed: FxHashMap<ObjectKey, Vec<(FrontendKey, Arc<Frontend>)>>,
+    claimed: FxHashMap<ObjectKey, Claimed>,
     /// By frontend the Services that claim it: the first one has it.
-    claims: FxHashMap<FrontendKey, BTreeSet<ObjectKey>>,
+    claims: FxHashMap<FrontendKey, BTreeSet<Claimant>>,
     /// Frontends that several Services claim.
     disputed: BTreeSet<FrontendKey>,
     set: ServiceSet,
@@ -227,20 +248,22 @@ impl ServiceTables {
 
     fn update_one(&mut self, state: &ClusterState, key: &ObjectKey) {
         let service = state.service(key);
-        let after = service.map(|service| self.frontends(state, service)).unwrap_or_default();
-        let before = self.claimed.remove(key).unwrap_or_default();
+        let after = service
+            .map(|service| Claimed { claimant: Claimant::of(service), frontends: self.frontends(state, service) });
         let mut touched: BTreeSet<FrontendKey> = BTreeSet::new();
-        for (frontend, _) in &before {
-            touched.insert(*frontend);
-            if let Some(claims) = self.claims.get_mut(frontend) {
-                claims.remove(key);
+        if let Some(Claimed { claimant, frontends }) = self.claimed.remove(key) {
+            for (frontend, _) in &frontends {
+                touched.insert(*frontend);
+                if let Some(claims) = self.claims.get_mut(frontend) {
+                    claims.remove(&claimant);
+                }
             }
         }
-        for (frontend, _) in &after {
-            touched.insert(*frontend);
-            self.claims.entry(*frontend).or_default().insert(key.clone());
-        }
-        if !after.is_empty() {
+        if let Some(after) = after.filter(|after| !after.frontends.is_empty()) {
+            for (frontend, _) in &after.frontends {
+                touched.insert(*frontend);
+                self.claims.entry(*frontend).or_default().insert(after.claimant.clone());
+            }
             self.claimed.insert(key.clone(), after);
         }
         touched.into_iter().for_each(|frontend| self.settle(frontend));
@@ -250,8 +273,9 @@ impl ServiceTables {
     fn settle(&mut self, key: FrontendKey) {
         let claims = self.claims.get(&key).map_or(0, BTreeSet::len);
         let owner = self.claims.get(&key).and_then(BTreeSet::first);
-        let frontends = owner.and_then(|owner| self.claimed.get(owner));
-        let frontend = frontends.and_then(|all| all.iter().find(|(other, _)| *other == key)).map(|(_, it)| it.clone());
+        let claimed = owner.and_then(|owner| self.claimed.get(&owner.key));
+        let frontend =
+            claimed.and_then(|it| it.frontends.iter().find(|(other, _)| *other == key)).map(|(_, it)| it.clone());
         self.set.set(key, frontend);
         match claims {
             0 => {
@@ -288,8 +312,8 @@ impl ServiceTables {
             let Some(first) = claims.next() else { continue };
             for second in claims {
                 problems.insert(ServiceProblem::SharedAddress {
-                    first: first.clone(),
-                    second: second.clone(),
+                    first: first.key.clone(),
+                    second: second.key.clone(),
                     address: key.address.into(),
                     port: key.port,
                     protocol: match key.protocol {

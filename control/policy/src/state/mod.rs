@@ -120,7 +120,8 @@ struct PolicyRecord {
     outlives: bool,
 }
 
-/// Who claims an address. A pod takes precedence over a node, a pod over those it outranks, the last node over others.
+/// Who claims an address. A node takes precedence over a pod, so that no pod's status takes away what is exempt for its node;
+/// the last node over others, and a pod over those it outranks.
 #[derive(Default, Debug)]
 struct Claim {
     pods: Vec<PodId>,
@@ -272,9 +273,12 @@ impl ClusterState {
     /// The owner of an address.
     pub fn owner(&self, address: &IpAddr) -> Option<PodOrNode> {
         let claim = self.claims.get(address)?;
+        if let Some(node) = claim.nodes.last() {
+            return Some(PodOrNode::Node(*node));
+        }
         let outranks = |pod: &PodId, other: &PodId| self.pods[*pod].pod.outranks(&self.pods[*other].pod);
         let pod = claim.pods.iter().copied().reduce(|best, next| if outranks(&next, &best) { next } else { best });
-        pod.map(PodOrNode::Pod).or(claim.nodes.last().map(|node| PodOrNode::Node(*node)))
+        pod.map(PodOrNode::Pod)
     }
 
     /// Every address with an owner.

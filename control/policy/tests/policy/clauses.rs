@@ -292,6 +292,22 @@ fn clause_7_a_host_network_pod_counts_as_its_node_and_no_selector_matches_it() {
     cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", false)]);
 }
 
+/// What a node sends to its own pods is exempt: no pod's status takes that away.
+#[test]
+fn clause_7_a_pod_with_a_nodes_address_does_not_become_the_node() {
+    let taken = "192.168.0.1";
+    let of_node = || node("here", &[taken]);
+    let thief = || Object::Pod(pod("lab/thief", "app=thief", &[taken], &[]));
+    for objects in [[of_node(), thief()], [thief(), of_node()]] {
+        let mut cluster = with([ingress(&["namespaces / pods app=thief"], &[])]);
+        objects.into_iter().for_each(|object| cluster.set(object));
+        let owner = cluster.engine.state().owner(&taken.parse().unwrap());
+        assert!(matches!(owner, Some(penstock_policy::state::PodOrNode::Node(_))), "{owner:?}");
+        let flow = cluster.flow(taken, "shop/db", "tcp/1");
+        assert!(!cluster.engine.evaluate(&flow).is_allowed(), "the thief's label counts for nothing");
+    }
+}
+
 #[test]
 fn clause_7_nothing_matches_a_finished_pod_or_one_without_address() {
     let mut cluster = with([ingress(&["pods app=web"], &[]), egress(&["namespaces"], &["tcp/http"])]);

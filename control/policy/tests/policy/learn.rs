@@ -211,6 +211,7 @@ fn ends(direction: Direction, flow: &Flow) -> (IpAddr, IpAddr) {
 fn service(backends: &[&str]) -> Vec<Object> {
     let mut objects = vec![Object::Service(Service {
         key: key("a/svc"),
+        created: None,
         addresses: vec!["10.96.0.1".parse().unwrap(), "fd96::1".parse().unwrap()],
         ports: vec![ServicePort {
             name: String::new(),

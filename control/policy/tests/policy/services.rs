@@ -33,6 +33,7 @@ fn port(name: &str, protocol: PortProtocol, number: u16) -> ServicePort {
 fn service(name: &str, number: u8, local_only: bool) -> Service {
     Service {
         key: key(name),
+        created: None,
         addresses: vec![address(&format!("10.96.0.{number}")), address(&format!("fd00:96::{number:x}"))],
         ports: vec![port("http", PortProtocol::Tcp, 80), port("dns", PortProtocol::Udp, 53)],
         external: Vec::new(),
@@ -404,6 +405,26 @@ fn of_two_services_with_one_address_the_first_by_name_keeps_it_and_both_are_name
         assert_eq!(&*frontend(&engine, "10.96.0.1").unwrap().name, "shop/b:http");
         assert!(engine.service_problems().is_empty());
     }
+}
+
+/// Bad input: a Service that came later takes no address from one that has it.
+#[test]
+fn of_two_services_with_one_address_the_older_one_keeps_it() {
+    let created = |name, created| set(Object::Service(Service { created, ..service(name, 1, false) }));
+    for (ages, expected) in [
+        ([("a", Some(20)), ("b", Some(10))], "b"),
+        ([("a", Some(10)), ("b", Some(20))], "a"),
+        ([("a", None), ("b", Some(20))], "b"),
+        ([("a", Some(10)), ("b", Some(10))], "a"),
+    ] {
+        let mut engine = engine();
+        engine.apply(ages.map(|(name, age)| created(name, age)));
+        assert_eq!(*frontend(&engine, "10.96.0.1").unwrap().name, *format!("shop/{expected}:http"), "{ages:?}");
+    }
+    // It is made anew: now the other one is older.
+    let mut engine = engine();
+    engine.apply([created("a", Some(10)), created("b", Some(20)), created("a", Some(30))]);
+    assert_eq!(&*frontend(&engine, "10.96.0.1").unwrap().name, "shop/b:http");
 }
 
 /// S17: what is not of the changed Service stays as it is.

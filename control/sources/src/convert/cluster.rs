@@ -14,11 +14,12 @@ pub(crate) const NAME_LABEL: &str = "kubernetes.io/metadata.name";
 /// The annotation that isolated a namespace in v1beta1.
 pub const ISOLATION_ANNOTATION: &str = "net.beta.kubernetes.io/network-policy";
 
-/// Converts a Namespace. Adds the name label if absent, as the API server does.
+/// Converts a Namespace. Its name label is its name whatever is written, as the API server has it (`SetDefaults_Namespace` in
+/// pkg/apis/core/v1/defaults.go): otherwise a manifest could claim the peers of another namespace.
 pub fn namespace(namespace: &Namespace, settings: ConversionSettings) -> Result<model::Namespace, FieldError> {
     let name = super::name(&namespace.metadata, names::dns_label)?;
     let mut labels = super::labels(&namespace.metadata)?;
-    labels.entry(NAME_LABEL.to_owned()).or_insert_with(|| name.clone());
+    labels.insert(NAME_LABEL.to_owned(), name.clone());
     let annotations = namespace.metadata.annotations.as_ref();
     let default_deny_ingress = match annotations.and_then(|annotations| annotations.get(ISOLATION_ANNOTATION)) {
         Some(text) if settings.v1beta1 => isolates_ingress(text)?,

@@ -42,6 +42,7 @@ pub fn service(service: &core::Service) -> Result<Partly<Service>, FieldError> {
     let spec_at = at.field("spec");
     let converted = Service {
         key,
+        created: service.metadata.creation_timestamp.as_ref().map(|time| time.0.as_second()),
         addresses: if has_label(&service.metadata, PROXY_LABEL) {
             Vec::new()
         } else {
