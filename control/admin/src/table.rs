@@ -1,7 +1,14 @@
 //! Rows of text in aligned columns.
 
-/// Aligns rows in columns, two spaces apart; numeric columns are right-aligned. The first row is the heading.
+use std::borrow::Cow;
+
+use super::printable::printable;
+
+/// Aligns rows in columns, two spaces apart; numeric columns are right-aligned. The first row is the heading. Cells are made
+/// [`printable`].
 pub fn align_columns(rows: &[Vec<String>]) -> String {
+    let rows: Vec<Vec<Cow<'_, str>>> =
+        rows.iter().map(|row| row.iter().map(|cell| printable(cell)).collect()).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns)
         .map(|column| rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0))
@@ -9,12 +16,12 @@ pub fn align_columns(rows: &[Vec<String>]) -> String {
     let numeric: Vec<bool> = (0..columns)
         .map(|column| {
             let mut cells = rows.iter().skip(1).filter_map(|row| row.get(column)).filter(|cell| !cell.is_empty());
-            let number = |cell: &String| cell.bytes().all(|byte| byte.is_ascii_digit());
+            let number = |cell: &Cow<'_, str>| cell.bytes().all(|byte| byte.is_ascii_digit());
             cells.clone().next().is_some() && cells.all(number)
         })
         .collect();
     let mut text = String::new();
-    for row in rows {
+    for row in &rows {
         let mut line = String::new();
         for (column, cell) in row.iter().enumerate() {
             let width = widths[column];
@@ -37,5 +44,9 @@ mod tests {
         let rows = rows.map(|row| row.into_iter().map(str::to_owned).collect::<Vec<_>>());
         assert_eq!(align_columns(&rows), "PORT  PACKETS  POD\n   0       12\n  10        3  shop/web\n");
         assert_eq!(align_columns(&[]), "");
+        assert_eq!(
+            align_columns(&[vec!["veth\x1b[3x\nforged".to_owned(), "7".to_owned()]]),
+            "veth\\u{1b}[3x\\nforged  7\n"
+        );
     }
 }

@@ -4,11 +4,16 @@
 //! fit the queue are counted, and the count is logged when there is room again.
 
 use std::collections::VecDeque;
+use std::fmt::{self, Write as _};
 use std::io::{self, IsTerminal, Write};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use penstock_admin::printable::Escaping;
+use tracing::field::Field;
 use tracing::level_filters::LevelFilter;
+use tracing_subscriber::field::MakeExt;
 use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt::format::{Writer, debug_fn};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{Layer, Registry, reload};
@@ -52,17 +57,28 @@ struct Outputs {
 pub fn start(log: &Log) {
     let (filter, handle) = reload::Layer::new(filter(log.level));
     let output = tracing_subscriber::fmt::layer().with_writer(|| LogWriter).with_target(false);
+    // An event stays one line, and steers no terminal, whatever it tells of.
+    let fields = || debug_fn(write_field).delimited(" ");
     let output = match log.format {
         LogFormat::Json => output.json().flatten_event(true).boxed(),
         LogFormat::Text => {
             let coloured = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-            output.with_ansi(coloured).boxed()
+            output.with_ansi(coloured).fmt_fields(fields()).boxed()
         }
     };
     let kept = tracing_subscriber::fmt::layer().with_writer(|| RecentLogWriter).with_target(false).with_ansi(false);
+    let kept = kept.fmt_fields(fields());
     // Fails only if a subscriber exists already, which then stays in charge.
     if tracing_subscriber::registry().with(filter).with(output).with(kept).try_init().is_ok() {
         let _ = FILTER.set(handle);
+    }
+}
+
+/// Writes a field of an event: the message alone, others with their names.
+fn write_field(to: &mut Writer<'_>, field: &Field, value: &dyn fmt::Debug) -> fmt::Result {
+    match field.name() {
+        "message" => write!(Escaping(to), "{value:?}"),
+        name => write!(Escaping(to), "{name}={value:?}"),
     }
 }
 
@@ -156,5 +172,39 @@ impl Write for RecentLogWriter {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Written(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Written {
+        fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().write(line)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn an_event_is_one_line_whatever_it_tells_of() {
+        let written = Written::default();
+        let layer = tracing_subscriber::fmt::layer().with_target(false).without_time().with_ansi(false);
+        let output = written.clone();
+        let layer = layer.with_writer(move || output.clone()).fmt_fields(debug_fn(write_field).delimited(" "));
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(layer), || {
+            tracing::warn!(file = %"a\x1b[3x.yaml\n INFO ready", epoch = 1, "not applied: {}", "x\x07");
+        });
+        let written = written.0.lock().unwrap();
+        let expected = " WARN not applied: x\\u{7} file=a\\u{1b}[3x.yaml\\n INFO ready epoch=1\n";
+        assert_eq!(String::from_utf8_lossy(&written), expected);
     }
 }

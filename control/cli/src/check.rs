@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::io::{self, Write};
 
+use penstock_admin::printable::Printable;
 use penstock_agent::CheckedSource;
 use penstock_agent::config::LoadedConfig;
 use penstock_agent::last_good::{self, LastGood};
@@ -77,6 +78,6 @@ fn checked(name: &str, loaded: &LoadedConfig, source: CheckedSource) -> Result<u
 
 fn print(findings: &[PreflightFinding]) -> Result<(), Failure> {
     let lines: String =
-        findings.iter().map(|PreflightFinding { level, line }| format!("{level:<8} {line}\n")).collect();
+        findings.iter().map(|PreflightFinding { level, line }| format!("{level:<8} {}\n", Printable(line))).collect();
     io::stdout().write_all(lines.as_bytes()).or_else(Failure::from_output)
 }

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use penstock_admin::printable::Printable;
 use penstock_dataplane::policy::RuleScope;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::ObjectChange;
@@ -105,7 +106,7 @@ impl ManifestArgs {
             count => eprintln!("penstock: left out {count} staged policies; --staged counts them as promoted"),
         }
         if self.staged {
-            engine.staged_problems().iter().for_each(|problem| eprintln!("penstock: {problem}"));
+            engine.staged_problems().iter().for_each(|problem| eprintln!("penstock: {}", Printable(problem)));
         }
         match engine.rules_by_name() {
             0 => {}

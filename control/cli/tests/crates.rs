@@ -11,7 +11,7 @@ const DRAWN: [(&str, &[&str]); 11] = [
     ("penstock-dataplane", &[]),
     ("penstock-policy", &["penstock-dataplane"]),
     ("penstock-privileges", &["penstock-dataplane"]),
-    ("penstock-sources", &["penstock-policy", "penstock-privileges"]),
+    ("penstock-sources", &["penstock-admin", "penstock-policy", "penstock-privileges"]),
     (
         "penstock-replay",
         &["penstock-admin", "penstock-dataplane", "penstock-policy", "penstock-sources", "penstock-xdp-redirect"],

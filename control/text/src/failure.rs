@@ -4,6 +4,8 @@ use std::fmt::Display;
 use std::io;
 use std::process::ExitCode;
 
+use penstock_admin::printable::Printable;
+
 /// Why a command failed; decides its exit code.
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
@@ -41,7 +43,7 @@ impl Failure {
     /// Prints itself on standard error, one line a problem behind the command's name, and gives the exit code.
     pub fn report(&self, command: &str) -> ExitCode {
         for line in self.to_string().lines() {
-            eprintln!("{command}: {line}");
+            eprintln!("{command}: {}", Printable(line));
         }
         match self {
             Self::BadInput(_) => ExitCode::from(2),

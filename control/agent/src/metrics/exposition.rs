@@ -1,7 +1,9 @@
 //! Writes metric families in the OpenMetrics text format.
 
+use std::borrow::Cow;
 use std::fmt;
 
+use penstock_admin::printable::printable;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
@@ -18,6 +20,11 @@ pub(super) enum FamilyType {
 
 /// LabelPairs with their values.
 pub(super) type LabelPairs<'a> = [(&'a str, &'a str)];
+
+/// The same with values that are [printable]: interfaces may be called by anything but a slash and white space.
+fn written<'a>(labels: &LabelPairs<'a>) -> Vec<(&'a str, Cow<'a, str>)> {
+    labels.iter().map(|&(name, value)| (name, printable(value))).collect()
+}
 
 /// How often values fell into each bucket.
 pub(super) struct Buckets {
@@ -72,20 +79,20 @@ impl FamilyWriter<'_> {
     pub(super) fn count(&mut self, labels: &LabelPairs<'_>, count: u64) -> fmt::Result {
         match labels {
             [] => self.0.encode_counter::<NoLabelSet, _, f64>(&count, None),
-            _ => self.0.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&count, None),
+            _ => self.0.encode_family(&written(labels))?.encode_counter::<NoLabelSet, _, f64>(&count, None),
         }
     }
 
     /// A counter of seconds.
     pub(super) fn count_seconds(&mut self, labels: &LabelPairs<'_>, seconds: f64) -> fmt::Result {
-        self.0.encode_family(&labels)?.encode_counter::<NoLabelSet, _, f64>(&seconds, None)
+        self.0.encode_family(&written(labels))?.encode_counter::<NoLabelSet, _, f64>(&seconds, None)
     }
 
     /// A gauge.
     pub(super) fn value(&mut self, labels: &LabelPairs<'_>, value: f64) -> fmt::Result {
         match labels {
             [] => self.0.encode_gauge(&value),
-            _ => self.0.encode_family(&labels)?.encode_gauge(&value),
+            _ => self.0.encode_family(&written(labels))?.encode_gauge(&value),
         }
     }
 
@@ -96,6 +103,6 @@ impl FamilyWriter<'_> {
         if buckets.last().is_none_or(|(limit, _)| limit.is_finite()) {
             buckets.push((f64::INFINITY, 0));
         }
-        self.0.encode_family(&labels)?.encode_histogram::<NoLabelSet>(values.sum, count, &buckets, None)
+        self.0.encode_family(&written(labels))?.encode_histogram::<NoLabelSet>(values.sum, count, &buckets, None)
     }
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr};
 
+use penstock_admin::printable::Printable;
 use penstock_dataplane::packet::{Address, Flow};
 use penstock_policy::engine::Engine;
 use penstock_policy::learn::{
@@ -154,7 +155,7 @@ impl Report {
 
     /// Prints all of it on standard error.
     pub(super) fn print(&self) {
-        self.lines().iter().for_each(|line| eprintln!("penstock: {line}"));
+        self.lines().iter().for_each(|line| eprintln!("penstock: {}", Printable(line)));
     }
 
     fn lines(&self) -> Vec<String> {

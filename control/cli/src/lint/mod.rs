@@ -11,6 +11,7 @@ mod usage;
 use std::fmt;
 use std::io::{self, Write as _};
 
+use penstock_admin::printable::Printable;
 use penstock_policy::engine::Engine;
 use penstock_policy::render::tables::PodScope;
 use penstock_sources::convert::FieldPath;
@@ -127,11 +128,11 @@ impl Finding {
 
 impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}: ", self.origin, self.object)?;
+        write!(f, "{}: {}: ", Printable(&self.origin), Printable(&self.object))?;
         if !self.field.is_empty() {
-            write!(f, "{}: ", style::strong(&self.field))?;
+            write!(f, "{}: ", style::strong(Printable(&self.field)))?;
         }
-        write!(f, "{} {}", self.message, style::faint(format_args!("[{}]", self.kind)))
+        write!(f, "{} {}", Printable(&self.message), style::faint(format_args!("[{}]", self.kind)))
     }
 }
 

@@ -1,10 +1,11 @@
 //! Errors of manifests, with their location.
 
-use std::fmt;
+use std::fmt::{self, Write};
 use std::net::IpAddr;
 use std::path::Path;
 use std::sync::Arc;
 
+use penstock_admin::printable::Escaping;
 use penstock_policy::model::ObjectRef;
 
 use super::super::convert::{FieldPath, FieldProblem};
@@ -51,6 +52,8 @@ impl std::error::Error for ManifestError {}
 
 impl fmt::Display for ManifestError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Files, objects and fields are named by whoever wrote them.
+        let mut f = Escaping(f);
         write!(f, "{}: ", self.origin)?;
         if let Some(object) = &self.object {
             write!(f, "{object}: ")?;
@@ -58,7 +61,7 @@ impl fmt::Display for ManifestError {
         if !self.field.is_empty() {
             write!(f, "{}: ", self.field)?;
         }
-        self.problem.fmt(f)
+        write!(f, "{}", self.problem)
     }
 }
 
