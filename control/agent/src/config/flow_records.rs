@@ -26,7 +26,7 @@ pub struct FlowRecords {
     /// 100000. More are only counted.
     #[schemars(range(min = *DENIED.start(), max = *DENIED.end()))]
     pub denied_each_second: u32,
-    /// The OpenTelemetry collector that records are sent to as logs by OTLP: over HTTP: `http://` or `https://`, host
+    /// The OpenTelemetry collector that records are sent to as logs by OTLP over HTTP: `http://` or `https://`, host
     /// and port, and a path if it is not `/v1/logs`; or `"off"`.
     pub otlp: OtlpEndpoint,
     /// A file of PEM certificates that the collector's is checked against. Default: those that the system trusts.

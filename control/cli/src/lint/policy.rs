@@ -8,6 +8,7 @@ use penstock_sources::convert::FieldPathRef;
 use penstock_sources::manifest::Document;
 use serde_json::Value;
 
+use super::blocks::RuleBlocks;
 use super::cluster::LintObjects;
 use super::{Finding, FindingKind, blocks, selector};
 
@@ -87,8 +88,9 @@ impl DirectionCheck<'_> {
             }
         }
         if let Peers::AnyOf(peers) = &rule.peers {
+            let blocks = RuleBlocks::of(peers);
             for (i, peer) in peers.iter().enumerate() {
-                self.peer(peer, i, peers, &peers_at.index(i), &mut report);
+                self.peer(peer, i, &blocks, &peers_at.index(i), &mut report);
             }
             if !peers.is_empty() && peers.iter().all(can_never_match) {
                 report(at, FindingKind::NeverMatches, "can never match: none of its peers can match".to_owned());
@@ -112,7 +114,7 @@ impl DirectionCheck<'_> {
         &self,
         peer: &Peer,
         place: usize,
-        peers: &[Peer],
+        blocks: &RuleBlocks<'_>,
         at: &FieldPathRef<'_>,
         report: &mut dyn FnMut(&FieldPathRef<'_>, FindingKind, String),
     ) {
@@ -123,7 +125,7 @@ impl DirectionCheck<'_> {
         };
         let (namespaces, pods) = match peer {
             Peer::IpBlock(block) => {
-                for (except, kind, message) in blocks::pointless(block, place, peers) {
+                for (except, kind, message) in blocks.pointless(place) {
                     match except {
                         None => report(&block_at.field("cidr"), kind, message),
                         Some(i) => report(&block_at.field("except").index(i), kind, message),

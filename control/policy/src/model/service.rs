@@ -12,7 +12,7 @@ pub struct Service {
     /// Namespace and name.
     pub key: ObjectKey,
     /// When it was created, in seconds of Unix time; `None` in a manifest that does not say.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub created: Option<i64>,
     /// Its cluster addresses, of each family at most one. Empty if it is headless, of type ExternalName, or left to
     /// another proxy.
