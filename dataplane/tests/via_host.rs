@@ -20,7 +20,7 @@ use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, EvaluationForm, Identity, NodeId, PolicySet, PolicyVerdict,
     RuleTable,
 };
-use penstock_dataplane::reply::OnRevoke;
+use penstock_dataplane::reply::{OnRevoke, ReplySettings};
 use penstock_dataplane::{Epoch, Snapshot};
 
 const HOST: PortId = PortId(0);
@@ -65,7 +65,8 @@ impl Node {
                 .insert(id, Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, interface: 0, addresses })
                 .unwrap();
         }
-        let pipeline = Pipeline::new(connections, PipelineMode::Full).on_revoke(OnRevoke::Reset);
+        let pipeline = Pipeline::new(connections, PipelineMode::Full)
+            .replying(ReplySettings { on_revoke: OnRevoke::Reset, ..ReplySettings::default() });
         let mut node = Self { pipeline, snapshot: Snapshot::new(Epoch(0), PolicySet::default(), forwarding) };
         node.publish(true);
         node

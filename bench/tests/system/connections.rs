@@ -299,3 +299,23 @@ fn a_revoked_connection_is_reset_at_both_ends_if_configured() {
         assert_eq!(client.recv(&mut [0; 64]).unwrap_err().raw_os_error(), Some(logged as i32));
     }
 }
+
+/// Ingress of one pod, and egress of another.
+#[test]
+fn a_denied_client_fails_at_once_if_configured() {
+    let closed = policy("closed", "pod-1", "  ingress: []\n") + &policy("mute", "pod-2", "  egress: []\n");
+    let fixture = Fixture::of(&(pods(3) + &closed), |_, config| config.sections += "[deny]\nanswer = \"reject\"\n");
+    for (from, to) in [("test/pod-0", "test/pod-1"), ("test/pod-2", "test/pod-0")] {
+        let (from, to) = (fixture.site(from), fixture.site(to));
+        // The errno for "administratively prohibited" (`icmp_err_convert`, `tab_unreach` in net/ipv4 and net/ipv6).
+        for (v6, prohibited) in [(false, Errno::EHOSTUNREACH), (true, Errno::EACCES)] {
+            let there = address(to, v6);
+            let refused = from.namespace.run(|| TcpStream::connect_timeout(&there, Duration::from_secs(30)));
+            assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::ConnectionRefused, "{there}");
+            let client = socket(from, v6, 0, Duration::from_secs(30));
+            from.namespace.run(|| client.connect(there)).unwrap();
+            client.send(b"question").unwrap();
+            assert_eq!(client.recv(&mut [0; 64]).unwrap_err().raw_os_error(), Some(prohibited as i32), "{there}");
+        }
+    }
+}

@@ -37,7 +37,7 @@ use crate::conntrack::{ConnTable, PreparedFlow, Timestamp};
 use crate::forward::{Port, PortId, PortKind};
 use crate::packet::{Flow, OpenChecksum, Packet, TcpFlags, Transport, limit_segment_size};
 use crate::policy::{EvaluationForm, PolicyVerdict};
-use crate::reply::{OnRevoke, Replies};
+use crate::reply::{Replies, ReplySettings};
 use crate::services::{Backend, Frontend};
 
 /// Packets that are parsed while a cache line is fetched from memory.
@@ -163,7 +163,7 @@ impl Pipeline {
             connections,
             mode,
             slots: vec![slot; BATCH],
-            replies: Replies::new(OnRevoke::default()),
+            replies: Replies::new(ReplySettings::default()),
             open: OpenChecksum::Finish,
             longest: u16::MAX,
             sources: None,
@@ -171,10 +171,10 @@ impl Pipeline {
         }
     }
 
-    /// Sets what happens to revoked connections.
+    /// Sets which drops get a reply.
     #[must_use]
-    pub fn on_revoke(self, on_revoke: OnRevoke) -> Self {
-        Self { replies: Replies::new(on_revoke), ..self }
+    pub fn replying(self, settings: ReplySettings) -> Self {
+        Self { replies: Replies::new(settings), ..self }
     }
 
     /// Leaves partial checksums to the sender of the frames.

@@ -26,6 +26,7 @@ pub(super) fn reply(
     let forwarding = &snapshot.forwarding;
     let packet = &entry.packet;
     let is_refused = is_refused(packet, &dropped);
+    let is_rejected = replies.reject_denied() && is_rejected(snapshot, packet, &dropped);
     let has_reply = matches!(
         dropped.reason,
         DropReason::ConnectionRevoked
@@ -34,7 +35,7 @@ pub(super) fn reply(
             | DropReason::NoBackend
             | DropReason::NoServicePort
     );
-    if !has_reply && !is_refused {
+    if !has_reply && !is_refused && !is_rejected {
         return;
     }
     let leaving = entry.translation().map_or(*packet, |translation| translation.leaving(packet));
@@ -45,6 +46,7 @@ pub(super) fn reply(
             replies.revoked(forwarding, path_ports, frame, packet, next);
         }
         _ if is_refused => replies.refused(forwarding, path_ports, frame, packet),
+        _ if is_rejected => replies.denied(forwarding, path_ports, frame, packet),
         DropReason::NoBackend | DropReason::NoServicePort => replies.refused(forwarding, path_ports, frame, packet),
         DropReason::TtlExpired => replies.error(forwarding, path_ports, frame, packet, IcmpError::TtlExpired),
         DropReason::TooBig => {
@@ -74,6 +76,14 @@ fn is_refused(packet: &Packet, dropped: &DroppedPacket) -> bool {
         && segment.flags.contains(TcpFlags::ACK)
         && !segment.flags.contains(TcpFlags::SYN)
         && !matches!(dropped.route, PacketPath::ByUplink(_))
+}
+
+/// Whether policy denies a connection of a sender that may be told: one in the cluster, since to all others a closed port looks as if
+/// nobody were there. What leaves the node has no connection here.
+fn is_rejected(snapshot: &Snapshot, packet: &Packet, dropped: &DroppedPacket) -> bool {
+    let is_denied =
+        matches!(dropped.reason, DropReason::EgressDenied | DropReason::ServiceDenied | DropReason::IngressDenied);
+    is_denied && !matches!(dropped.route, PacketPath::ByUplink(_)) && snapshot.policy.owner(packet.flow.src).is_some()
 }
 
 fn mtu(forwarding: &Forwarding, path_ports: PathPorts, packet: &Packet) -> Option<u16> {

@@ -27,6 +27,25 @@ pub enum OnRevoke {
     Reset,
 }
 
+/// What happens to a packet that policy does not let open a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum OnDeny {
+    /// It is dropped without a reply: its sender tries again until it gives up.
+    #[default]
+    Drop,
+    /// A sender in the cluster is told: by a RST, or the ICMP error "administratively prohibited".
+    Reject,
+}
+
+/// Which drops get a reply that somebody may not want.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct ReplySettings {
+    /// Those of revoked connections.
+    pub on_revoke: OnRevoke,
+    /// Those of connections that policy denies.
+    pub on_deny: OnDeny,
+}
+
 /// Maximum replies to one batch.
 const CAPACITY: usize = 32;
 /// Bytes of the longest reply: an ICMPv6 error, which fits the minimum MTU (RFC 4443 section 2.4(c)).
@@ -46,7 +65,7 @@ struct PortBudget {
 
 /// The replies to one batch, and the limits for more.
 pub struct Replies {
-    on_revoke: OnRevoke,
+    settings: ReplySettings,
     store: Box<[Reply]>,
     count: usize,
     /// By port; as many as the highest port that has sent something needs.
@@ -66,10 +85,10 @@ struct Reply {
 
 impl Replies {
     /// No replies yet.
-    pub fn new(on_revoke: OnRevoke) -> Self {
+    pub fn new(settings: ReplySettings) -> Self {
         let none = Reply { bytes: [0; LONGEST], length: 0, port: PortId(0) };
         Self {
-            on_revoke,
+            settings,
             store: vec![none; CAPACITY].into(),
             count: 0,
             budgets: Vec::new(),
@@ -125,7 +144,7 @@ impl Replies {
         packet: &Packet,
         next: Option<(Flow, u32)>,
     ) {
-        if self.on_revoke == OnRevoke::Drop {
+        if self.settings.on_revoke == OnRevoke::Drop {
             return;
         }
         let Transport::Tcp(segment) = packet.transport else {
@@ -138,6 +157,20 @@ impl Replies {
         if let Some((leaving, next)) = next {
             let acknowledged = segment.flags.contains(TcpFlags::ACK).then_some(segment.ack);
             self.reset(forwarding, path_ports.ahead, &leaving, (next, acknowledged));
+        }
+    }
+
+    /// Whether senders are told that policy denies their connection.
+    pub(crate) fn reject_denied(&self) -> bool {
+        self.settings.on_deny == OnDeny::Reject
+    }
+
+    /// Tells the sender that policy denies its connection.
+    #[cold]
+    pub(crate) fn denied(&mut self, forwarding: &Forwarding, path_ports: PathPorts, frame: &[u8], packet: &Packet) {
+        match packet.transport {
+            Transport::Tcp(_) => self.refused(forwarding, path_ports, frame, packet),
+            _ => self.error(forwarding, path_ports, frame, packet, IcmpError::Prohibited),
         }
     }
 

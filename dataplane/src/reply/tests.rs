@@ -38,6 +38,10 @@ struct Node {
 
 impl Node {
     fn new(on_revoke: OnRevoke) -> Self {
+        Self::replying(ReplySettings { on_revoke, ..ReplySettings::default() })
+    }
+
+    fn replying(settings: ReplySettings) -> Self {
         let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
         let mut forwarding = Forwarding::new(NODE_IPS.map(|text| ip(text).into()));
         for (id, kind, mtu, addresses) in [
@@ -51,7 +55,7 @@ impl Node {
                 .insert(id, Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, interface: 0, addresses })
                 .unwrap();
         }
-        let pipeline = Pipeline::new(connections, PipelineMode::Full).on_revoke(on_revoke);
+        let pipeline = Pipeline::new(connections, PipelineMode::Full).replying(settings);
         let now = Timestamp::from_millis(1_000_000);
         let mut node = Self { pipeline, snapshot: Snapshot { forwarding, ..Snapshot::default() }, now };
         node.publish(true);
@@ -231,6 +235,31 @@ fn senders_on_other_revoked_connections_get_an_icmp_error() {
         // address.
         let (_, replies) = node.send(HOST, &udp(world, db, 64, 9));
         assert_eq!((replies[0].0, icmp(&replies[0].1).0, icmp(&replies[0].1).1), (HOST, ip(db), ip(world)));
+    }
+}
+
+#[test]
+fn senders_in_the_cluster_are_told_of_a_denied_connection() {
+    for (v6, ((web, db), world)) in WEB_IPS.into_iter().zip(DB_IPS).zip(WORLD_IPS).enumerate() {
+        for on_deny in [OnDeny::Reject, OnDeny::Drop] {
+            let mut node = Node::replying(ReplySettings { on_deny, ..ReplySettings::default() });
+            node.publish(false);
+            let is_told = on_deny == OnDeny::Reject;
+            let denied = Verdict::Drop(DropReason::IngressDenied);
+            let (verdict, replies) = node.send(WEB, &tcp(web, db, "S", (5000, 0), b""));
+            assert_eq!((verdict, replies.len()), (denied, usize::from(is_told)), "{on_deny:?}");
+            let datagram = udp(web, db, 64, 100);
+            let (verdict, replies) = node.send(WEB, &datagram);
+            assert_eq!((verdict, replies.len()), (denied, usize::from(is_told)), "{on_deny:?}");
+            if is_told {
+                let (kind, code) = if v6 == 1 { (1, 1) } else { (3, 13) };
+                let expected = (ip(NODE_IPS[v6]), ip(web), kind, code, [0; 4], datagram[14..].to_vec());
+                assert_eq!((replies[0].0, icmp(&replies[0].1)), (WEB, expected));
+            }
+            // A machine outside learns nothing.
+            assert_eq!(node.send(HOST, &udp(world, db, 64, 9)), (denied, vec![]));
+            assert_eq!(node.send(HOST, &tcp(world, db, "S", (5000, 0), b"")), (denied, vec![]));
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use super::{Priority, WaitingPackets};
 use crate::conntrack;
 use crate::io::HugePages;
 use crate::pipeline::{OriginalSources, PipelineMode};
-use crate::reply::OnRevoke;
+use crate::reply::ReplySettings;
 
 /// A CPU core by the kernel's number, as in `/proc/cpuinfo`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
@@ -60,8 +60,8 @@ pub struct Config {
     pub connections: conntrack::Config,
     /// How much of the pipeline runs.
     pub mode: PipelineMode,
-    /// What happens to a revoked connection.
-    pub on_revoke: OnRevoke,
+    /// Which drops get a reply.
+    pub replies: ReplySettings,
     /// Original sources of what the node's stack translates; without, policy sees the node's address.
     pub sources: Option<Arc<dyn OriginalSources>>,
     /// Where workers count what they have received through their pairs.
@@ -85,7 +85,7 @@ impl Default for Config {
             priority: Priority::default(),
             connections: conntrack::Config::default(),
             mode: PipelineMode::Full,
-            on_revoke: OnRevoke::default(),
+            replies: ReplySettings::default(),
             sources: None,
             waiting: None,
             thread_name: "worker".to_owned(),

@@ -114,12 +114,12 @@ impl Dataplane {
     /// Maps the UMEM, creates the connection table and starts a worker on each core. No packet passes until a snapshot
     /// is published.
     pub fn start(config: Config) -> Result<Self, StartError> {
-        let (mode, on_revoke, sources) = (config.mode, config.on_revoke, config.sources.clone());
+        let (mode, replies, sources) = (config.mode, config.replies, config.sources.clone());
         let verdicts = Arc::new(VerdictLog::new(config.cores.len()));
         let (log, kept) = (verdicts.clone(), sources.clone());
         let longest = u16::try_from(largest_mtu(config.frame_size)).unwrap_or(u16::MAX);
         let evaluate = move |worker, connections: &Arc<ConnTable>| {
-            PolicyProcessor::new(connections.clone(), mode, on_revoke, worker, log.clone(), sources.clone(), longest)
+            PolicyProcessor::new(connections.clone(), mode, replies, worker, log.clone(), sources.clone(), longest)
         };
         let mut this = Self::start_with(config, evaluate)?;
         (this.verdicts, this.sources) = (verdicts, kept);

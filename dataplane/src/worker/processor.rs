@@ -11,7 +11,7 @@ use crate::io::RxBatch;
 use crate::packet::Flow;
 use crate::pipeline::{BATCH, EvaluationReason, Observer, OriginalSources, Pipeline, PipelineMode, Verdict};
 use crate::policy::{EvaluationForm, PolicySet, PolicyVerdict};
-use crate::reply::{OnRevoke, Replies};
+use crate::reply::{Replies, ReplySettings};
 use crate::{Epoch, Snapshot};
 
 /// Processes a batch of packets: the pipeline, or something simpler in this module's tests.
@@ -99,7 +99,7 @@ impl PolicyProcessor {
     pub(crate) fn new(
         connections: Arc<ConnTable>,
         mode: PipelineMode,
-        on_revoke: OnRevoke,
+        replies: ReplySettings,
         worker: usize,
         verdicts: Arc<VerdictLog>,
         sources: Option<Arc<dyn OriginalSources>>,
@@ -107,7 +107,7 @@ impl PolicyProcessor {
     ) -> Self {
         let now = Instant::now();
         let sweep = (worker == 0).then(|| TableSweep { cursor: SweepCursor::default(), last: now });
-        let pipeline = Pipeline::new(connections, mode).on_revoke(on_revoke).leaving_open();
+        let pipeline = Pipeline::new(connections, mode).replying(replies).leaving_open();
         let pipeline = pipeline.with_sources(sources).with_longest(longest);
         Self {
             pipeline,

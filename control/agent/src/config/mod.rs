@@ -91,6 +91,9 @@ pub struct Config {
     /// The connection table.
     #[serde(default)]
     pub conntrack: Conntrack,
+    /// What a sender is told of a denied connection.
+    #[serde(default)]
+    pub deny: Deny,
     /// The veth pair into the node's network stack.
     #[serde(default)]
     pub host_veth: HostVeth,
@@ -500,6 +503,25 @@ pub enum OnRevoke {
     Drop,
     /// Its packets are dropped, and answered: both ends of a TCP connection get a RST, other senders an ICMP error.
     Reset,
+}
+
+/// What a sender is told of a denied connection (`[deny]`).
+#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Deny {
+    /// The answer to a packet of a pod or a node that policy does not let open a connection. Machines outside the cluster get none.
+    pub answer: DenyAnswer,
+}
+
+/// The answer to what policy denies.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum DenyAnswer {
+    /// None: the client waits until it gives up, for TCP some two minutes.
+    #[default]
+    None,
+    /// A RST for TCP, otherwise an ICMP error (administratively prohibited): the client fails at once.
+    Reject,
 }
 
 /// What the workers do with a packet (`[dataplane]`).

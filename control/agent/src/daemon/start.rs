@@ -12,6 +12,7 @@ use nix::unistd::{Pid, gettid};
 use penstock_dataplane::conntrack::{KernelMapFds, KernelMapSizes, KernelMaps, TableMemory};
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::pipeline::{self, OriginalSources};
+use penstock_dataplane::reply::{self, OnDeny, ReplySettings};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
 use penstock_privileges as privileges;
 use penstock_xdp_redirect::{
@@ -20,7 +21,9 @@ use penstock_xdp_redirect::{
 };
 
 use crate::closed_interfaces::interface;
-use crate::config::{Attach, Config, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan};
+use crate::config::{
+    Attach, Config, DenyAnswer, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan,
+};
 use crate::connections::ClearingJobs;
 use crate::discovery::{HostVeth, HostVethError, Lifetime, Link, Netlink, NetworkState, WorkerPairs};
 use crate::node_path::NodePath;
@@ -287,10 +290,7 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
         connections,
-        on_revoke: match config.conntrack.on_revoke {
-            OnRevoke::Drop => penstock_dataplane::reply::OnRevoke::Drop,
-            OnRevoke::Reset => penstock_dataplane::reply::OnRevoke::Reset,
-        },
+        replies: replies(config),
         sources: Some(Arc::new(NotedSources(maps.sources.clone()))),
         waiting: maps.waiting()?,
         mode: match config.dataplane.mode {
@@ -320,6 +320,20 @@ fn priority(config: &Config) -> worker::Priority {
         Priority::RealTime => worker::Priority::RealTime,
         Priority::Auto if preflight::serves_each_core(config) => worker::Priority::RealTime,
         Priority::Auto | Priority::Nice => worker::Priority::Nice,
+    }
+}
+
+/// Which drops get a reply.
+fn replies(config: &Config) -> ReplySettings {
+    ReplySettings {
+        on_revoke: match config.conntrack.on_revoke {
+            OnRevoke::Drop => reply::OnRevoke::Drop,
+            OnRevoke::Reset => reply::OnRevoke::Reset,
+        },
+        on_deny: match config.deny.answer {
+            DenyAnswer::None => OnDeny::Drop,
+            DenyAnswer::Reject => OnDeny::Reject,
+        },
     }
 }
 
