@@ -246,7 +246,7 @@ fn senders_in_the_cluster_are_told_of_a_denied_connection() {
             node.publish(false);
             let is_told = on_deny == OnDeny::Reject;
             let denied = Verdict::Drop(DropReason::IngressDenied);
-            let (verdict, replies) = node.send(WEB, &tcp(web, db, "S", (5000, 0), b""));
+            let (verdict, replies) = node.send(WEB, &tcp((web, 1000), (db, 80), "S", (5000, 0), b""));
             assert_eq!((verdict, replies.len()), (denied, usize::from(is_told)), "{on_deny:?}");
             let datagram = udp(web, db, 64, 100);
             let (verdict, replies) = node.send(WEB, &datagram);
@@ -258,7 +258,7 @@ fn senders_in_the_cluster_are_told_of_a_denied_connection() {
             }
             // A machine outside learns nothing.
             assert_eq!(node.send(HOST, &udp(world, db, 64, 9)), (denied, vec![]));
-            assert_eq!(node.send(HOST, &tcp(world, db, "S", (5000, 0), b"")), (denied, vec![]));
+            assert_eq!(node.send(HOST, &tcp((world, 1000), (db, 80), "S", (5000, 0), b"")), (denied, vec![]));
         }
     }
 }
