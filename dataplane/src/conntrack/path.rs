@@ -90,6 +90,7 @@ pub(super) struct Noted {
 #[cfg(test)]
 pub(super) enum Note {
     Answer,
+    #[cfg(not(feature = "loom"))]
     Confirmation,
     Fin(Orientation),
 }
@@ -212,6 +213,7 @@ impl KernelUse {
     pub(super) fn note(&self, what: Note, is_still: impl FnOnce() -> bool) -> bool {
         let bit = match what {
             Note::Answer => ANSWERED_AT,
+            #[cfg(not(feature = "loom"))]
             Note::Confirmation => CONFIRMED_AT,
             Note::Fin(from) => FINISHED_AT + from as u32,
         };
