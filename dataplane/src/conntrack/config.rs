@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::entry::ControlWord;
-use super::shared::KernelMaps;
+use super::shared::{KernelMaps, TIMEOUTS};
 use super::state::{SctpState, State, TcpState};
 use super::time::{LONGEST_TIMEOUT, Timestamp, ticks};
 use crate::packet::Protocol;
@@ -257,12 +257,14 @@ impl TimeoutTicks {
         Self(table)
     }
 
-    /// The timeouts that the kernel's programs must know: TCP established; UDP unreplied, replied, assured.
-    pub(super) fn of_kernel(&self) -> [u32; 4] {
+    /// The timeouts that the kernel's programs must know: TCP established; UDP unreplied, replied, assured; TCP before it is
+    /// established, where the shorter one is for both states.
+    pub(super) fn of_kernel(&self) -> [u32; TIMEOUTS] {
         let [tcp, udp, ..] = &self.0;
-        let state = |state: State| usize::from(state.code());
-        let udp = [State::Unreplied, State::Replied, State::Assured].map(|of| udp[state(of)]);
-        [tcp[state(State::Tcp(TcpState::Established))], udp[0], udp[1], udp[2]]
+        let udp = [State::Unreplied, State::Replied, State::Assured].map(|of| udp[usize::from(of.code())]);
+        let [established, sent, received] =
+            [TcpState::Established, TcpState::SynSent, TcpState::SynReceived].map(|of| tcp[of as usize]);
+        [established, udp[0], udp[1], udp[2], sent.min(received)]
     }
 
     /// Idle timeout in ticks for the state in `control`; zero if it is not a state.

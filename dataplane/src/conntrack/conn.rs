@@ -6,6 +6,7 @@ use super::counters::TableEvent;
 use super::entry::{ControlWord, EpochTag, OwnerId, TableEntry, Tracking};
 use super::hash::PreparedFlow;
 use super::journal::Ending;
+use super::path::Noted;
 use super::state::{State, TcpState};
 use super::table::{ConnTable, SlotRef};
 use super::tcp::Window;
@@ -245,6 +246,7 @@ impl<'t> Conn<'t> {
         if let Transport::Udp = transport
             && self.hashed.protocol() == Protocol::UDP
             && let Some(state) = track::go_on_udp(control, orientation)
+            && !(state == State::Unreplied && self.table.noted(Protocol::UDP, self.place()).answered)
         {
             return self.touch(now).then_some(Update::Accepted(state));
         }
@@ -279,13 +281,18 @@ impl<'t> Conn<'t> {
         }
     }
 
-    /// What is known of its state and windows. After segments that the kernel forwarded by itself, windows begin anew.
+    /// What is known of its state and windows. After segments that the kernel forwarded by itself, windows begin anew; not after a
+    /// SYN-ACK alone, whose number programs note.
     fn known(&self, mut tracked: Tracking, now: Tick) -> Option<(State, Tracking)> {
         let (protocol, place) = (self.hashed.protocol(), self.place());
+        let Noted { answered, finished, .. } = self.table.noted(protocol, place);
+        if protocol == Protocol::TCP && answered {
+            let (opener, other) = (self.control.original(), self.control.original().opposite());
+            tracked[opener as usize] = Window::answered_by(tracked[opener as usize], tracked[other as usize]);
+        }
         if protocol == Protocol::TCP && self.was_forwarded_by_kernel(now) {
             tracked = tracked.map(Window::unsynchronised);
         }
-        let finished = self.table.noted(protocol, place).finished;
         for (word, _) in tracked.iter_mut().zip(finished).filter(|(_, has_finished)| *has_finished) {
             *word = Window::finished(*word, finished == [true; 2]);
         }
@@ -294,13 +301,18 @@ impl<'t> Conn<'t> {
 
     /// Whether the kernel may have forwarded packets with unknown numbers by itself since the last one that a worker did.
     fn was_forwarded_by_kernel(&self, now: Tick) -> bool {
+        let noted = self.table.noted(Protocol::TCP, self.place());
+        if noted.answered && !noted.confirmed {
+            // The SYN-ACK alone. What came after it has met a worker, and does not end the handshake.
+            return false;
+        }
         // Ticks are coarse: of packets within one it is unknown which was the last. And the programs' clock
         // (CLOCK_MONOTONIC_COARSE) is behind by up to a jiffy, so that theirs may be the tick before.
         self.table.kernel_age(self.slot, now).is_some_and(|age| age <= self.control.tick().age(now) + 1)
             && !self
                 .table
                 .uses()
-                .is_some_and(|uses| uses[self.slot as usize].is_only_confirmed(self.control.original()))
+                .is_some_and(|uses| uses[self.slot as usize].is_only_handshake(self.control.original()))
     }
 
     /// Removes it for an allowed packet that [`Update::Opens`] a new one; insert that one then. False if such a packet

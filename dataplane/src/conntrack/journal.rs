@@ -14,7 +14,7 @@ use crossbeam::queue::ArrayQueue;
 
 use super::entry::{ControlWord, EntrySnapshot};
 use super::hash::key_of;
-use super::path::Traffic;
+use super::path::{Noted, Traffic};
 use super::state::State;
 use super::table::ConnTable;
 use super::time::{TICK, Tick, Timestamp};
@@ -57,7 +57,7 @@ pub struct EndedConnection {
     pub begun: Option<Timestamp>,
     /// What the opener sent, and what the other end sent.
     pub traffic: [Traffic; 2],
-    /// The flags of all TCP segments that workers forwarded, and FIN if a program forwarded one.
+    /// The flags of all TCP segments that workers forwarded, and those of SYN-ACK and FIN if a program forwarded one.
     pub flags: TcpFlags,
     last: Tick,
 }
@@ -144,9 +144,16 @@ impl ConnTable {
     /// When the connection of this entry was opened, and the flags of its segments; neither without a journal.
     pub(super) fn beside(&self, slot: u32) -> (Option<Timestamp>, TcpFlags) {
         let Some(journal) = &self.journal else { return (None, TcpFlags::default()) };
-        let (begun, flags) = journal.beside(slot);
-        let has_finished = self.uses().is_some_and(|uses| uses[slot as usize].noted().finished.contains(&true));
-        (begun, if has_finished { TcpFlags(flags.0 | TcpFlags::FIN.0) } else { flags })
+        let (begun, mut flags) = journal.beside(slot);
+        let noted = self.uses().map_or_else(Noted::default, |uses| uses[slot as usize].noted());
+        if noted.finished.contains(&true) {
+            flags = flags.with(TcpFlags::FIN);
+        }
+        // Of TCP: a datagram's answer has none.
+        if noted.answered && flags.contains(TcpFlags::SYN) {
+            flags = flags.with(TcpFlags::ACK);
+        }
+        (begun, flags)
     }
 
     /// Notes that the connection of `control`, whose entry this thread has claimed, has ended. `frontend`: if it is known

@@ -10,21 +10,24 @@ use crate::packet::Orientation;
 /// | bits | |
 /// |---|---|
 /// | 0–20, 21–41 | index of the interface behind which the lower end is, and the higher one; 0 for the node's stack |
+/// | 42 | a program has forwarded the answer to the opener's SYN or datagram |
 /// | 43 | a program has forwarded the acknowledgement that completes a TCP handshake |
 /// | 44, 45 | a program has forwarded a FIN from the lower end, the higher |
-/// | 46, 47 | a worker has sent a packet of this direction on between these interfaces: from the lower end, the higher |
-/// | 48–63 | low bits of the epoch under which it did |
+/// | 46, 47 | packets of this direction go on between these interfaces: from the lower end, the higher |
+/// | 48–63 | low bits of the epoch under which they do |
 ///
-/// A path is valid for the verdict of its own epoch only: after the next evaluation of the connection, a worker has to
-/// take each direction once more. What programs have [noted](Noted) stays for as long as the entry holds the connection.
+/// A worker has sent a packet of a direction on, or, with the one that opens the connection, knows where it sends the answers. A path
+/// is valid for the verdict of its own epoch only: after the next evaluation of the connection, a worker has to take each direction
+/// once more. What programs have [noted](Noted) stays for as long as the entry holds the connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Path(u64);
 
 const END_BITS: u32 = 21;
 const ENDS: u64 = (1 << (2 * END_BITS)) - 1;
-const CONFIRMED_AT: u32 = 43;
+const ANSWERED_AT: u32 = 42;
+const CONFIRMED_AT: u32 = ANSWERED_AT + 1;
 const FINISHED_AT: u32 = CONFIRMED_AT + 1;
-const NOTED: u64 = 7 << CONFIRMED_AT;
+const NOTED: u64 = 0b1111 << ANSWERED_AT;
 const TAKEN_AT: u32 = 46;
 const EPOCH_AT: u32 = 48;
 /// A sweep clears a path this many epochs behind.
@@ -52,6 +55,11 @@ impl Path {
         let before = if is_same { self.0 } else { same | self.0 & NOTED };
         Some(Self(before | 1 << (TAKEN_AT + orientation as u32)))
     }
+
+    /// This path, taken in both directions.
+    const fn both_ways(self) -> Self {
+        Self(self.0 | 0b11 << TAKEN_AT)
+    }
 }
 
 /// What was forwarded of one connection, and the path by which the kernel's programs may. Workers write the path, the
@@ -70,10 +78,21 @@ pub(super) struct KernelUse {
 /// What programs have forwarded of a TCP connection that leads to another state: only workers write states.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Noted {
+    /// The answer to the opener's SYN, or to its datagram.
+    pub(super) answered: bool,
     /// The acknowledgement that completes the handshake.
     pub(super) confirmed: bool,
     /// A FIN from the lower end, from the higher one.
     pub(super) finished: [bool; 2],
+}
+
+/// What a program notes.
+#[cfg(test)]
+pub(super) enum Note {
+    Answer,
+    #[cfg(not(feature = "loom"))]
+    Confirmation,
+    Fin(Orientation),
 }
 
 const BYTES_AT: u32 = Tick::BITS;
@@ -113,19 +132,26 @@ impl KernelUse {
         self.used.iter().for_each(|used| used.store(0, Ordering::Relaxed));
     }
 
-    /// Notes that a packet has gone from one interface to the other. `is_still`: whether the entry still holds the
-    /// packet's connection with the verdict of this epoch. Returns whether that is new.
+    /// Notes that a packet has gone from one interface to the other. `knows_answers`: asked if that is new, whether packets of the
+    /// other direction go back there. `is_still`: whether the entry still holds the packet's connection with the verdict of this epoch.
+    /// Returns whether that is new.
     pub(super) fn take_path(
         &self,
         orientation: Orientation,
         (from, to): (u32, u32),
         epoch: EpochTag,
+        knows_answers: impl FnOnce() -> bool,
         is_still: impl FnOnce() -> bool,
     ) -> bool {
         let before = self.path.load(Ordering::Acquire);
-        let Some(Path(after)) = Path(before).taken(orientation, from, to, epoch) else { return false };
+        let Some(mut after) = Path(before).taken(orientation, from, to, epoch).filter(|after| after.0 != before) else {
+            return false;
+        };
+        if knows_answers() {
+            after = after.both_ways();
+        }
         // If it fails, another worker has just noted something else, and the next packet meets a worker again.
-        after != before && is_still() && self.path.compare_exchange(before, after, EXCHANGE, Ordering::Relaxed).is_ok()
+        is_still() && self.path.compare_exchange(before, after.0, EXCHANGE, Ordering::Relaxed).is_ok()
     }
 
     /// What a program reads of the path for a packet in direction `orientation`: the interfaces that it comes from and goes
@@ -178,23 +204,38 @@ impl KernelUse {
     pub(super) fn noted(&self) -> Noted {
         let path = self.path.load(Ordering::Acquire);
         let bit = |at: u32| path >> at & 1 == 1;
-        Noted { confirmed: bit(CONFIRMED_AT), finished: [bit(FINISHED_AT), bit(FINISHED_AT + 1)] }
+        let finished = [bit(FINISHED_AT), bit(FINISHED_AT + 1)];
+        Noted { answered: bit(ANSWERED_AT), confirmed: bit(CONFIRMED_AT), finished }
     }
 
-    /// What a program does with a FIN in direction `orientation` that it forwards. `is_still`: as for
-    /// [`KernelUse::take_path`]. False: the packet is for a worker.
-    #[cfg(all(test, feature = "loom"))]
-    pub(super) fn finish(&self, orientation: Orientation, is_still: impl FnOnce() -> bool) -> bool {
+    /// What a program notes of a packet that it forwards. `is_still`: as for [`KernelUse::take_path`]. False: the packet is for a worker.
+    #[cfg(test)]
+    pub(super) fn note(&self, what: Note, is_still: impl FnOnce() -> bool) -> bool {
+        let bit = match what {
+            Note::Answer => ANSWERED_AT,
+            #[cfg(not(feature = "loom"))]
+            Note::Confirmation => CONFIRMED_AT,
+            Note::Fin(from) => FINISHED_AT + from as u32,
+        };
         let before = self.path.load(Ordering::Acquire);
-        let after = before | 1 << (FINISHED_AT + orientation as u32);
-        is_still() && self.path.compare_exchange(before, after, EXCHANGE, Ordering::Relaxed).is_ok()
+        is_still() && self.path.compare_exchange(before, before | 1 << bit, EXCHANGE, Ordering::Relaxed).is_ok()
     }
 
-    /// Whether programs have forwarded nothing but the end of the handshake, whose numbers workers know: there were a SYN, its
-    /// answer, and this.
-    pub(super) fn is_only_confirmed(&self, original: Orientation) -> bool {
+    /// Counts a packet of `bytes` that a program forwards at this time.
+    #[cfg(all(test, not(feature = "loom")))]
+    pub(super) fn count_by_program(&self, orientation: Orientation, bytes: u16, now: Tick) {
+        self.count(orientation, bytes);
+        self.used[orientation as usize].fetch_or(now.0.into(), Ordering::Relaxed);
+    }
+
+    /// Whether programs have forwarded nothing but of a handshake, whose numbers workers know: the answer to the SYN, and its end, or
+    /// that met a worker.
+    pub(super) fn is_only_handshake(&self, original: Orientation) -> bool {
         let sent = |from: Orientation| self.packets[from as usize].load(Ordering::Relaxed);
-        self.noted().confirmed && [sent(original), sent(original.opposite())] == [2, 1]
+        let by_program = |from: Orientation| self.used[from as usize].load(Ordering::Relaxed) as u32 & Tick::MASK != 0;
+        let Noted { answered, confirmed, .. } = self.noted();
+        let has_ended = if confirmed { sent(original) == 2 } else { answered && !by_program(original) };
+        has_ended && sent(original.opposite()) == 1
     }
 
     /// The ticks of the last packets that the kernel forwarded, by direction.
@@ -247,6 +288,19 @@ mod tests {
     }
 
     #[test]
+    fn the_way_of_answers_is_asked_for_once_and_taken_with_the_question() {
+        let entry = KernelUse::new();
+        assert!(entry.take_path(LowToHigh, (7, 9), epoch(5), || true, || true));
+        let taken = entry.path.load(Ordering::Relaxed);
+        assert_eq!(taken, 7 | 9 << 21 | 0b11 << 46 | 5 << 48);
+        let asked = || panic!("the path is known");
+        assert!(!entry.take_path(LowToHigh, (7, 9), epoch(5), asked, || true));
+        // By another way the answers are asked for again.
+        assert!(entry.take_path(LowToHigh, (7, 8), epoch(5), || false, || true));
+        assert_eq!(entry.path.load(Ordering::Relaxed), 7 | 8 << 21 | 1 << 46 | 5 << 48);
+    }
+
+    #[test]
     fn an_interface_whose_index_has_too_many_bits_has_no_path() {
         for (from, to) in [(1 << 21, 0), (0, 1 << 21), (u32::MAX, 1)] {
             assert_eq!(Path::none(0).taken(LowToHigh, from, to, epoch(1)), None);
@@ -258,7 +312,7 @@ mod tests {
     fn a_path_is_cleared_before_the_bits_of_its_epoch_are_reused() {
         for (behind, is_cleared) in [(0, false), (1, false), (0x3fff, false), (0x4000, true), (0xbfff, true)] {
             let entry = KernelUse::new();
-            entry.take_path(LowToHigh, (7, 9), epoch(0x1_fff0), || true);
+            entry.take_path(LowToHigh, (7, 9), epoch(0x1_fff0), || false, || true);
             let taken = entry.path.load(Ordering::Relaxed);
             entry.clear_stale(4, epoch(0x1_fff0 + behind));
             let expected = if is_cleared { Path::none(4).0 } else { taken };
@@ -271,14 +325,15 @@ mod tests {
         let entry = KernelUse::new();
         entry.reset(1);
         // Between its look at the path and the exchange, the entry is claimed for another connection.
-        entry.take_path(LowToHigh, (7, 9), epoch(5), || {
+        let reset = || {
             entry.reset(2);
             true
-        });
+        };
+        entry.take_path(LowToHigh, (7, 9), epoch(5), || true, reset);
         assert_eq!(entry.path.load(Ordering::Relaxed), Path::none(2).0);
-        entry.take_path(LowToHigh, (7, 9), epoch(5), || false);
+        entry.take_path(LowToHigh, (7, 9), epoch(5), || true, || false);
         assert_eq!(entry.path.load(Ordering::Relaxed), Path::none(2).0);
-        entry.take_path(LowToHigh, (7, 9), epoch(5), || true);
+        entry.take_path(LowToHigh, (7, 9), epoch(5), || false, || true);
         assert_eq!(
             Some(entry.path.load(Ordering::Relaxed)),
             Path::none(2).taken(LowToHigh, 7, 9, epoch(5)).map(|path| path.0)

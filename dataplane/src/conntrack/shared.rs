@@ -89,9 +89,11 @@ const _: () = assert!(cfg!(all(test, feature = "loom")) || LANES.is_multiple_of(
 struct TablePage {
     header: [u64; FileHeader::WORDS],
     epoch: AtomicU32,
-    timeouts: [AtomicU32; 4],
-    unused: u32,
+    timeouts: [AtomicU32; TIMEOUTS],
 }
+
+/// Timeouts that the programs know.
+pub(super) const TIMEOUTS: usize = 5;
 
 /// The mapped arrays.
 pub(super) struct SharedMaps {
@@ -165,8 +167,8 @@ impl SharedMaps {
         self.page().epoch.store(epoch.0, Ordering::SeqCst);
     }
 
-    /// Timeouts in ticks: TCP established; UDP unreplied, replied, assured.
-    pub(super) fn set_timeouts(&self, ticks: [u32; 4]) {
+    /// Timeouts in ticks: TCP established; UDP unreplied, replied, assured; TCP before it is established.
+    pub(super) fn set_timeouts(&self, ticks: [u32; TIMEOUTS]) {
         for (word, ticks) in self.page().timeouts.iter().zip(ticks) {
             word.store(ticks, Ordering::Relaxed);
         }

@@ -20,7 +20,7 @@ use super::mapping::Storage;
 use super::origin::{OpenError, TableOrigin};
 use super::path::{KernelUse, Noted};
 use super::shared::SharedMaps;
-use super::state::TcpState;
+use super::state::{State, TcpState};
 use super::sync::{Ordering, fence};
 use super::tags::{LANES, Tags, bits};
 use super::time::{Tick, Timestamp};
@@ -233,9 +233,17 @@ impl ConnTable {
     /// Counts a packet that a worker forwards, `bytes` long from the IP header on, with these `flags` if it is a TCP segment.
     /// `path`: it has evaluated the packet under
     /// this epoch, and sends it from the first interface to the second (0: the node's stack); the kernel's programs may
-    /// forward the next ones of this direction as long as that is the epoch. If the table [counts](Self::counts) nothing, it does
-    /// nothing.
-    pub fn forwarded(&self, hashed: &PreparedFlow, bytes: u16, flags: TcpFlags, path: Option<((u32, u32), Epoch)>) {
+    /// forward the next ones of this direction as long as that is the epoch. `knows_answers`: asked for a packet that opens a
+    /// connection, which traverses the node's stack or not, whether answers go back from the second interface to the first; then the
+    /// programs may forward these, too. If the table [counts](Self::counts) nothing, it does nothing.
+    pub fn forwarded(
+        &self,
+        hashed: &PreparedFlow,
+        bytes: u16,
+        flags: TcpFlags,
+        path: Option<((u32, u32), Epoch)>,
+        knows_answers: impl FnOnce(bool) -> bool,
+    ) {
         let Some(uses) = self.uses() else { return };
         let Some((slot, control)) = self.lookup(hashed) else {
             return self.journal.iter().for_each(Journal::miss);
@@ -247,7 +255,11 @@ impl ConnTable {
         }
         let Some((ends, epoch)) = path else { return };
         let epoch = EpochTag::of(epoch);
-        let is_taken = kernel_use.take_path(hashed.orientation, ends, epoch, || {
+        let knows_answers = || {
+            let is_opener = hashed.orientation == control.original() && control.is_in(State::Unreplied.code());
+            is_opener && knows_answers(control.is_via_host())
+        };
+        let is_taken = kernel_use.take_path(hashed.orientation, ends, epoch, knows_answers, || {
             let now = self.entry(slot).control();
             now.is_same_generation(control) && now.epoch() == epoch && !now.is_revoked()
         });
@@ -598,14 +610,21 @@ impl ConnTable {
         age > timeout && self.kernel_age(slot, now).is_none_or(|age| age > timeout)
     }
 
-    /// What programs have noted of a connection that is in a state in which they forward.
+    /// What programs have noted of a connection that is in a state in which they forward, or was when policy revoked it. What led to the
+    /// state that workers have written since is not among it.
     pub(super) fn noted(&self, protocol: Protocol, (slot, control): SlotRef) -> Noted {
-        let is_in = |state: TcpState| control.is_in(state as u8);
-        match self.uses() {
-            Some(uses) if protocol == Protocol::TCP && is_in(TcpState::Established) => uses[slot as usize].noted(),
-            Some(uses) if protocol == Protocol::TCP && is_in(TcpState::SynReceived) => {
-                Some(uses[slot as usize].noted()).filter(|noted| noted.confirmed).unwrap_or_default()
-            }
+        const OPENED: u8 = TcpState::SynSent as u8;
+        const _: () = assert!(OPENED == State::Unreplied.code());
+        const ANSWERED: u8 = TcpState::SynReceived as u8;
+        const ESTABLISHED: u8 = TcpState::Established as u8;
+        let Some(uses) = self.uses() else { return Noted::default() };
+        let noted = || uses[slot as usize].noted();
+        match (protocol, control.state()) {
+            (Protocol::TCP | Protocol::UDP, OPENED) => Some(noted()).filter(|noted| noted.answered).unwrap_or_default(),
+            (Protocol::TCP, ANSWERED) => Some(noted())
+                .filter(|it| it.confirmed)
+                .map_or_else(Noted::default, |it| Noted { answered: false, ..it }),
+            (Protocol::TCP, ESTABLISHED) => Noted { answered: false, ..noted() },
             _ => Noted::default(),
         }
     }
@@ -616,13 +635,17 @@ impl ConnTable {
     pub(super) fn current(&self, protocol: Protocol, place: SlotRef) -> ControlWord {
         let control = place.1;
         let state = match self.noted(protocol, place) {
-            Noted { finished: [true, true], .. } => TcpState::TimeWait,
-            Noted { finished: [false, false], confirmed: false } => return control,
-            Noted { finished: [false, false], confirmed: true } => TcpState::Established,
+            Noted { finished: [true, true], .. } => State::Tcp(TcpState::TimeWait),
+            Noted { finished: [false, false], confirmed: true, .. } => State::Tcp(TcpState::Established),
+            Noted { finished: [false, false], answered: true, .. } if protocol == Protocol::TCP => {
+                State::Tcp(TcpState::SynReceived)
+            }
+            Noted { finished: [false, false], answered: true, .. } => State::Replied,
+            Noted { finished: [false, false], .. } => return control,
             // Whether it was acknowledged is not noted, and the other end may send for long.
-            Noted { finished: _, .. } => TcpState::CloseWait,
+            Noted { finished: _, .. } => State::Tcp(TcpState::CloseWait),
         };
-        control.with(state as u8, control.tick())
+        control.with(state.code(), control.tick())
     }
 
     /// Ticks since the kernel last forwarded a packet of this entry by itself, if it did.

@@ -56,6 +56,10 @@ const REACH_AT: u32 = 52;
 const SCALE_AT: u32 = 57;
 const MARKS_AT: u32 = 61;
 
+/// The word of the end that a SYN was sent to, before it answers. No other word of an entry is ever like this, of TCP or another protocol:
+/// a program that forwards the answer exchanges it for [`Window::of_answer`], and if it comes late, nothing else changes.
+pub(super) const UNANSWERED: u64 = (UNKNOWN_SCALE as u64) << SCALE_AT;
+
 /// Its `end` comes from one of its own segments.
 const SEEN: u8 = 1;
 /// It has sent a FIN.
@@ -158,6 +162,19 @@ impl Window {
         }
     }
 
+    /// The word of a side whose SYN-ACK a program has forwarded, with this as the next number. It offers no more than 64 KiB; a
+    /// program does not read options, so the scale of its later offers is unknown.
+    #[cfg(test)]
+    pub(super) fn of_answer(next: u32) -> u64 {
+        Self { end: next, limit: next, reach: 16, scale: UNKNOWN_SCALE, marks: SEEN }.pack()
+    }
+
+    /// The word of an opener, with the offer of the other side's SYN-ACK, which a program has forwarded.
+    pub(super) fn answered_by(word: u64, other: u64) -> u64 {
+        let (opener, other) = (Self::unpack(word), Self::unpack(other));
+        Self { limit: later(opener.limit, opener.end.wrapping_add(other.offered())), ..opener }.pack()
+    }
+
     /// Whether a [`HeldSyn`] of this side is stored.
     #[inline]
     const fn holds_syn(&self) -> bool {
@@ -246,7 +263,7 @@ fn kind(flags: TcpFlags) -> Option<SegmentKind> {
 /// A connection's first segment: the state that it opens, and the windows of its sender and receiver.
 pub(super) fn open(segment: &TcpSegment, midstream_pickup: bool) -> Option<(TcpState, Window, Window)> {
     match kind(segment.flags)? {
-        SegmentKind::Syn => Some((TcpState::SynSent, Window::from_syn(segment), Window::default())),
+        SegmentKind::Syn => Some((TcpState::SynSent, Window::from_syn(segment), Window::unpack(UNANSWERED))),
         SegmentKind::Plain if midstream_pickup && !segment.flags.contains(TcpFlags::FIN) => {
             let unknown = Window { scale: UNKNOWN_SCALE, ..Window::default() };
             let offer = unknown.offer(segment);

@@ -7,6 +7,7 @@ use super::*;
 use crate::packet::{Address, Flow, Protocol, TcpFlags, TcpSegment, Transport};
 use crate::snapshot::Epoch;
 
+mod answered;
 mod revoked;
 
 pub(super) const NOW: Timestamp = Timestamp::from_millis(1_000_000);

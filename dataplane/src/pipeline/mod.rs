@@ -256,7 +256,7 @@ impl Pipeline {
             names::learn(connections, snapshot, now, frames, &self.slots[..admitted], verdicts);
         }
         if self.connections.counts() && self.mode == PipelineMode::Full {
-            offload::offload(connections, snapshot, port, &self.slots[..admitted], verdicts);
+            offload::offload(connections, snapshot, port, &self.slots[..admitted], verdicts, self.longest);
         }
     }
 

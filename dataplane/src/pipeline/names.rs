@@ -5,7 +5,7 @@ use crate::Snapshot;
 use crate::batch::Frames;
 use crate::conntrack::{ConnTable, Timestamp};
 use crate::names::{LearntNames, Moment};
-use crate::packet::{Protocol, Transport};
+use crate::packet::{Packet, Protocol, Transport};
 
 /// The port of DNS servers.
 const DNS: u16 = 53;
@@ -47,6 +47,13 @@ pub(super) fn hears<'a>(snapshot: &'a Snapshot, slot: &AdmittedPacket) -> Option
         && flow.src_port == DNS
         && packet.fragment.is_none();
     if may_answer { snapshot.policy.names_of(flow.dst) } else { None }
+}
+
+/// Whether a pod asks a DNS server by this packet, and hears what that answers.
+pub(super) fn asks(snapshot: &Snapshot, packet: &Packet) -> bool {
+    packet.flow.protocol == Protocol::UDP
+        && packet.flow.dst_port == DNS
+        && snapshot.policy.names_of(packet.flow.src).is_some()
 }
 
 /// The datagram's payload.

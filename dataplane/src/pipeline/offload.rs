@@ -3,17 +3,17 @@
 
 use std::time::{Duration, Instant};
 
-use super::{AdmittedPacket, BATCH, Verdict, names};
+use super::{AdmittedPacket, BATCH, Verdict, is_longer, names};
 use crate::Snapshot;
 use crate::conntrack::{ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
 use crate::names::NameTime;
-use crate::packet::{Address, Flow, Protocol, TcpFlags, Transport};
+use crate::packet::{Address, AddressScope, Flow, Packet, Protocol, TcpFlags, Transport};
 use crate::policy::FlowEnds;
 use crate::services::Destination;
 
 /// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
-/// ones of its direction alike. They do so for TCP and UDP in states in which every such packet passes, and decide that for
+/// ones of its direction alike, and of one that opens a connection also the answers. They do so for TCP and UDP in states in which every such packet passes, and decide that for
 /// themselves.
 pub(super) fn offload(
     connections: &ConnTable,
@@ -21,8 +21,9 @@ pub(super) fn offload(
     from: &Port,
     slots: &[AdmittedPacket],
     verdicts: &[Verdict; BATCH],
+    longest: u16,
 ) {
-    let (from, is_shared) = (interface(from), connections.is_shared());
+    let (sender, from, is_shared) = (from, interface(from), connections.is_shared());
     let reads_answers = snapshot.policy.has_names();
     for slot in slots {
         let Verdict::Forward(egress) = verdicts[slot.index] else { continue };
@@ -42,8 +43,24 @@ pub(super) fn offload(
             Transport::Tcp(segment) => segment.flags,
             _ => TcpFlags::default(),
         };
-        connections.forwarded(&slot.hashed, packet.ip_len(), flags, path.map(|ends| (ends, snapshot.epoch)));
+        let path = path.map(|ends| (ends, snapshot.epoch));
+        connections.forwarded(&slot.hashed, packet.ip_len(), flags, path, |via_host| {
+            let is_shortened = flags.contains(TcpFlags::SYN) && is_longer(snapshot, sender, egress, longest);
+            !is_shortened && path.is_some_and(|(ends, _)| knows_answers(snapshot, slot, ends, via_host))
+        });
     }
+}
+
+/// Whether a worker would admit the answers to a packet that opens a connection, and send them back from the second of these interfaces to
+/// the first as they are, under this snapshot.
+fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u32), via_host: bool) -> bool {
+    let original = slot.hashed.flow();
+    let answer = Packet { flow: original.reversed(), ..slot.packet };
+    let found = ForwardedConnection { original, ends: [from, to], via_host, is_translated: slot.is_translated };
+    [original.src, original.dst].iter().all(|address| address.scope() == AddressScope::Routable)
+        && !snapshot.would_be_decapsulated(&answer)
+        && !names::asks(snapshot, &slot.packet)
+        && has_same_path(snapshot, &found)
 }
 
 /// The interface of a port, as a path names it. `None`: it has none that the programs know.

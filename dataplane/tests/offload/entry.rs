@@ -24,6 +24,7 @@ const CLAIMED: u64 = 1;
 const FRONTEND: u64 = 15;
 
 // The path, as `dataplane/src/conntrack/path.rs` has it.
+const ANSWERED: u64 = 1 << 42;
 const CONFIRMED: u64 = 1 << 43;
 const FINISHED: u64 = 0b11 << 44;
 const TAKEN_AT: usize = 46;
@@ -32,7 +33,7 @@ const END_BITS: usize = 21;
 
 /// What the programs read of a connection, and the words for all of them.
 #[derive(Clone, Copy, Debug)]
-struct Fields {
+pub(crate) struct Fields {
     /// Control word, four words of addresses, ports with protocol, and tracking of each direction.
     entry: [u64; 8],
     path: u64,
@@ -40,7 +41,7 @@ struct Fields {
     used: [u64; 2],
     link: u64,
     epoch: u32,
-    timeouts: [u32; 4],
+    timeouts: [u32; 5],
 }
 
 impl Fields {
@@ -75,7 +76,7 @@ impl Fields {
 }
 
 /// The table's words, mapped as workers map them.
-struct Words {
+pub(crate) struct Words {
     table: MmapMut,
     tags: MmapMut,
     entries: MmapMut,
@@ -94,7 +95,7 @@ fn capacity() -> usize {
 const HEADER: usize = 14;
 
 impl Words {
-    fn of(node: &Node) -> Self {
+    pub(crate) fn of(node: &Node) -> Self {
         let [table, tags, entries, uses] = node.maps.descriptors().unwrap();
         let sizes = KernelMapSizes::of(ENTRIES);
         let map = |fd, elements: u32, size: u32| {
@@ -139,17 +140,17 @@ impl Words {
 
     /// The epoch, and the timeouts.
     fn shared(&self) -> &[AtomicU32] {
-        let at = &self.table[HEADER * 8..][..5 * 4];
+        let at = &self.table[HEADER * 8..][..6 * 4];
         // SAFETY: as in [`Words::words`].
-        unsafe { std::slice::from_raw_parts(at.as_ptr().cast(), 5) }
+        unsafe { std::slice::from_raw_parts(at.as_ptr().cast(), 6) }
     }
 
     /// The entries in use.
-    fn slots(&self) -> Vec<usize> {
+    pub(crate) fn slots(&self) -> Vec<usize> {
         (0..capacity()).filter(|&slot| self.entry(slot)[0].load(Ordering::Acquire) & STATES > CLAIMED).collect()
     }
 
-    fn read(&self, slot: usize) -> Fields {
+    pub(crate) fn read(&self, slot: usize) -> Fields {
         let load = |word: &AtomicU64| word.load(Ordering::Acquire);
         let shared = self.shared();
         Fields {
@@ -162,7 +163,7 @@ impl Words {
         }
     }
 
-    fn write(&self, slot: usize, fields: &Fields) {
+    pub(crate) fn write(&self, slot: usize, fields: &Fields) {
         let store = |word: &AtomicU64, value| word.store(value, Ordering::Release);
         self.entry(slot).iter().zip(fields.entry).for_each(|(word, value)| store(word, value));
         store(&self.usage(slot)[0], fields.path);
@@ -215,7 +216,7 @@ const OF_ANY: &[(&str, Change, bool)] = &[
     (
         "nearly expired",
         |of, _| {
-            of.timeouts = [1000; 4];
+            of.timeouts = [1000; 5];
             of.set_age(900);
         },
         true,
@@ -223,7 +224,7 @@ const OF_ANY: &[(&str, Change, bool)] = &[
     (
         "expired",
         |of, _| {
-            (of.timeouts, of.used) = ([1000; 4], [0; 2]);
+            (of.timeouts, of.used) = ([1000; 5], [0; 2]);
             of.set_age(1100);
         },
         false,
@@ -231,7 +232,7 @@ const OF_ANY: &[(&str, Change, bool)] = &[
     (
         "expired, and used long ago",
         |of, _| {
-            (of.timeouts, of.used) = ([1000; 4], [of.tick().wrapping_sub(1100) & TICKS; 2]);
+            (of.timeouts, of.used) = ([1000; 5], [of.tick().wrapping_sub(1100) & TICKS; 2]);
             of.set_age(1100);
         },
         false,
@@ -239,7 +240,7 @@ const OF_ANY: &[(&str, Change, bool)] = &[
     (
         "expired at workers, but used in this direction",
         |of, direction| {
-            (of.timeouts, of.used) = ([1000; 4], [0; 2]);
+            (of.timeouts, of.used) = ([1000; 5], [0; 2]);
             of.used[direction] = of.tick();
             of.set_age(1100);
         },
@@ -248,7 +249,7 @@ const OF_ANY: &[(&str, Change, bool)] = &[
     (
         "expired at workers, but used in the other direction",
         |of, direction| {
-            (of.timeouts, of.used) = ([1000; 4], [0; 2]);
+            (of.timeouts, of.used) = ([1000; 5], [0; 2]);
             of.used[1 - direction] = of.tick();
             of.set_age(1100);
         },
@@ -260,6 +261,23 @@ const OF_ANY: &[(&str, Change, bool)] = &[
 const OF_TCP: &[(&str, Change, bool)] = &[
     ("SYN_SENT", |of, _| of.set_confirmed(2), false),
     ("state 3", |of, _| of.set_confirmed(3), false),
+    (
+        "SYN_SENT, answered, and the handshake is over",
+        |of, _| {
+            of.set_confirmed(2);
+            of.path |= ANSWERED;
+        },
+        true,
+    ),
+    (
+        "SYN_SENT, answered, and it is not",
+        |of, _| {
+            of.set_unconfirmed();
+            of.set_state(2);
+            of.path |= ANSWERED;
+        },
+        false,
+    ),
     ("SYN_RECEIVED, and the handshake is over", |of, _| of.set_confirmed(4), true),
     ("SYN_RECEIVED, and it is not", |of, _| of.set_unconfirmed(), false),
     ("both ends have closed", |of, _| of.path |= FINISHED, true),
@@ -268,6 +286,14 @@ const OF_TCP: &[(&str, Change, bool)] = &[
     ("state 8", |of, _| of.set_confirmed(8), false),
     ("state 9", |of, _| of.set_confirmed(9), false),
     ("state 10", |of, _| of.set_confirmed(10), false),
+    (
+        "state 10, answered before",
+        |of, _| {
+            of.set_confirmed(10);
+            of.path |= ANSWERED;
+        },
+        false,
+    ),
     ("state 11", |of, _| of.set_confirmed(11), false),
     ("state 12", |of, _| of.set_confirmed(12), false),
     ("state 13", |of, _| of.set_confirmed(13), false),
@@ -275,7 +301,7 @@ const OF_TCP: &[(&str, Change, bool)] = &[
     (
         "within the timeout of an established connection",
         |of, _| {
-            of.timeouts = [1000, 10, 10, 10];
+            of.timeouts = [1000, 10, 10, 10, 10];
             of.set_age(500);
         },
         true,
@@ -283,7 +309,7 @@ const OF_TCP: &[(&str, Change, bool)] = &[
     (
         "behind the timeout of an established connection",
         |of, _| {
-            (of.timeouts, of.used) = ([10, 1000, 1000, 1000], [0; 2]);
+            (of.timeouts, of.used) = ([10, 1000, 1000, 1000, 1000], [0; 2]);
             of.set_age(500);
         },
         false,
@@ -292,7 +318,17 @@ const OF_TCP: &[(&str, Change, bool)] = &[
 
 /// The same for UDP: by the opener, and by the other end.
 const OF_UDP: &[(&str, Change, [bool; 2])] = &[
-    ("not answered", |of, _| of.set_state(2), [true, false]),
+    ("not answered", |of, _| of.set_state(2), [true, true]),
+    ("answered by a program, and it may become a stream", |of, _| of.set_answered(100), [false, true]),
+    ("answered by a program just now", |of, _| of.set_answered(1), [true, true]),
+    (
+        "answered by a program, expired",
+        |of, _| {
+            of.set_aged(2, 2);
+            of.path |= ANSWERED;
+        },
+        [false, false],
+    ),
     ("answered, and it may become a stream", |of, _| of.set_begun(100), [false, true]),
     ("answered just now", |of, _| of.set_begun(1), [true, true]),
     ("a stream", |of, _| of.set_state(4), [true, true]),
@@ -302,7 +338,7 @@ const OF_UDP: &[(&str, Change, [bool; 2])] = &[
     ("not answered, expired", |of, _| of.set_aged(2, 1), [false, false]),
     ("answered, expired", |of, _| of.set_aged(3, 2), [false, false]),
     ("a stream, expired", |of, _| of.set_aged(4, 3), [false, false]),
-    ("not answered, and others' timeouts are over", |of, _| of.set_others_aged(2, 1), [true, false]),
+    ("not answered, and others' timeouts are over", |of, _| of.set_others_aged(2, 1), [true, true]),
     ("a stream, and others' timeouts are over", |of, _| of.set_others_aged(4, 3), [true, true]),
 ];
 
@@ -325,11 +361,18 @@ impl Fields {
         self.entry[6] = self.tick().wrapping_sub(ticks) & TICKS;
     }
 
+    /// A datagram, so many ticks ago, whose answer a program has forwarded.
+    fn set_answered(&mut self, ticks: u64) {
+        self.set_begun(ticks);
+        self.set_state(2);
+        self.path |= ANSWERED;
+    }
+
     /// In this state, older than its timeout alone.
     fn set_aged(&mut self, state: u64, kind: usize) {
         self.set_begun(1);
         self.set_state(state);
-        (self.timeouts, self.used) = ([1000; 4], [0; 2]);
+        (self.timeouts, self.used) = ([1000; 5], [0; 2]);
         self.timeouts[kind] = 10;
         self.set_age(500);
     }
@@ -337,13 +380,23 @@ impl Fields {
     /// In this state, older than all timeouts but its own.
     fn set_others_aged(&mut self, state: u64, kind: usize) {
         self.set_aged(state, kind);
-        self.timeouts = [10; 4];
+        self.timeouts = [10; 5];
         self.timeouts[kind] = 1000;
     }
 }
 
 /// Asserts for a packet of a connection whether it passes while the words in this slot are changed.
-fn assert_passes(node: &Node, words: &Words, slot: usize, packet: Sent, (what, change, passes): (&str, Change, bool)) {
+fn assert_passes(node: &Node, words: &Words, slot: usize, packet: Sent, row: (&str, Change, bool)) {
+    assert_frame_passes(node, words, slot, (packet, &packet.frame()), row);
+}
+
+fn assert_frame_passes(
+    node: &Node,
+    words: &Words,
+    slot: usize,
+    (packet, frame): (Sent, &[u8]),
+    (what, change, passes): (&str, Change, bool),
+) {
     let ((from, _), (to, _)) = packet.ends();
     let direction = usize::from(from > to);
     let before = words.read(slot);
@@ -354,7 +407,7 @@ fn assert_passes(node: &Node, words: &Words, slot: usize, packet: Sent, (what, c
         changed.set_tick(Timestamp::now());
         change(&mut changed, direction);
         words.write(slot, &changed);
-        let done = node.program(packet.from, packet.to, &packet.frame(), 0);
+        let done = node.program(packet.from, packet.to, frame, 0);
         words.write(slot, &before);
         done.is_some() == passes
     });
@@ -392,6 +445,98 @@ fn a_packet_passes_only_if_each_field_of_its_connection_allows_it() {
                 check(("to an interface that no pod has", other_end, false));
             }
         }
+    });
+}
+
+/// For the answer to a SYN: whether it passes. `direction`: of the answer.
+const OF_SYN_ACK: &[(&str, Change, bool)] = &[
+    ("the SYN had another number", |of, direction| of.entry[7 - direction] ^= 1, false),
+    ("the SYN had data that is not acknowledged", |of, direction| of.entry[7 - direction] += 4, false),
+    ("the other end has sent a SYN, too", |of, _| of.set_state(3), false),
+    ("a worker is taking the answer", |of, direction| of.entry[6 + direction] |= 1 << 61 | 5000, false),
+    ("the answer's window is another's", |of, direction| of.entry[6 + direction] = 0, false),
+    ("a program has taken the answer", |of, _| of.path |= ANSWERED, false),
+    ("the handshake is over", |of, _| of.path |= ANSWERED | CONFIRMED, false),
+    ("SYN_RECEIVED", |of, _| of.set_state(4), false),
+    ("ESTABLISHED", |of, _| of.set_state(5), false),
+    ("TIME_WAIT", |of, _| of.set_state(10), false),
+    ("CLOSE", |of, _| of.set_state(11), false),
+    ("opened by the other end", |of, _| of.entry[0] ^= ORIGINAL, false),
+    (
+        "within the timeout of a handshake",
+        |of, _| {
+            of.timeouts = [10, 10, 10, 10, 1000];
+            of.set_age(500);
+        },
+        true,
+    ),
+    (
+        "behind the timeout of a handshake",
+        |of, _| {
+            (of.timeouts, of.used) = ([1000, 1000, 1000, 1000, 10], [0; 2]);
+            of.set_age(500);
+        },
+        false,
+    ),
+];
+
+#[test]
+fn an_answer_to_a_syn_passes_only_if_each_field_allows_it() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        node.publish(Epoch(9), true);
+        let (words, now) = (Words::of(&node), Timestamp::now());
+        for ((a, b), v4) in [(End::A, End::B), (End::B, End::A), (End::A, End::Outside), (End::Outside, End::B)]
+            .into_iter()
+            .flat_map(|ends| [(ends, true), (ends, false)])
+        {
+            forget(&node);
+            let there = Sent { v4, ..sent(a, b, true, SYN) };
+            let verdict = node.handshake(there, SYN, true, now);
+            assert!(matches!(verdict, Verdict::Forward(_)), "{there:?}: {verdict:?}");
+            let (slot, back) = (words.slots()[0], Sent { flags: SYN | ACK, payload: 0, ..there.back() });
+            let frame = in_step(back.frame(), true, SYN | ACK, false);
+            for row in OF_ANY.iter().chain(OF_SYN_ACK) {
+                assert_frame_passes(&node, &words, slot, (back, &frame), *row);
+            }
+        }
+    });
+}
+
+/// While a program notes the number of a SYN-ACK, the next SYN that was sent between the same ends gets the entry.
+#[test]
+fn a_late_answer_leaves_the_window_of_the_entrys_next_connection() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let (words, now) = (Words::of(&node), Timestamp::now());
+        let there = sent(End::A, End::B, true, SYN);
+        node.handshake(there, SYN, true, now);
+        let (slot, back) = (words.slots()[0], Sent { flags: SYN | ACK, payload: 0, ..there.back() });
+        let other = 6 + usize::from(back.ends().0.0 > back.ends().1.0);
+        let (fields, entry, path) = (words.read(slot).entry, words.entry(slot), &words.usage(slot)[0]);
+        let (taken, claims, wrong) = (path.load(Ordering::SeqCst), AtomicU64::new(0), AtomicBool::new(false));
+        // A worker writes other protocols' words, and those of a connection that it has answered itself.
+        let worker = || {
+            for window in [0, 77, 1 << 61 | 5000] {
+                let control = of_next_generation(fields[0], &claims);
+                entry[0].store(control & !STATES | CLAIMED, Ordering::SeqCst);
+                path.store(control >> GENERATION_AT & GENERATIONS, Ordering::SeqCst);
+                entry[other].store(window, Ordering::SeqCst);
+                entry[0].store(control, Ordering::SeqCst);
+                (0..50).for_each(|_| std::hint::spin_loop());
+                wrong.fetch_or(entry[other].load(Ordering::SeqCst) != window, Ordering::SeqCst);
+                entry[0].store(control & !STATES | CLAIMED, Ordering::SeqCst);
+                entry[other].store(fields[other], Ordering::SeqCst);
+                path.store(taken, Ordering::SeqCst);
+                entry[0].store(of_next_generation(fields[0], &claims), Ordering::SeqCst);
+                (0..200).for_each(|_| std::hint::spin_loop());
+            }
+        };
+        let (frame, at) = (in_step(back.frame(), true, SYN | ACK, false), node.interface(End::B));
+        let before = node.programs.offloaded().unwrap();
+        beside(worker, RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
+        assert_ne!(node.programs.offloaded().unwrap(), before, "some pass");
+        assert!(!wrong.into_inner());
     });
 }
 

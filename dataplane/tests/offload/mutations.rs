@@ -52,15 +52,19 @@ const HEADERS: &str = "headers::a_packet_passes_only_if_each_field_of_its_header
 const LAST_HOP: &str = "headers::a_packet_with_its_last_hop_or_a_wrong_checksum_meets_a_worker";
 const MAPPED: &str = "headers::an_ipv6_packet_with_mapped_addresses_is_not_of_the_ipv4_connection";
 const LENGTH: &str = "headers::what_is_too_long_for_a_pod_meets_a_worker_measured_by_its_segments";
-const WRAP: &str = "a_stale_epoch_is_no_hit_across_the_wrap_of_its_numbers";
-const HANDSHAKE: &str = "the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns";
-const CLOSED: &str = "a_connection_that_its_ends_close_without_a_worker_has_ended_for_workers";
-const UNEXPIRED: &str = "a_connection_whose_packets_the_kernel_forwards_does_not_expire";
-const COUNTS: &str = "a_connection_counts_what_workers_and_programs_forward_in_each_direction";
-const CAPTURED: &str = "all_packets_of_a_captured_pod_are_left_to_workers_and_no_others";
-const LEFT: &str = "what_needs_a_worker_is_left_to_it";
-const TRANSLATED: &str = "packets_of_a_connection_to_a_service_are_translated_without_a_worker";
-const CHECKSUM: &str = "a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is";
+const WRAP: &str = "epochs::a_stale_epoch_is_no_hit_across_the_wrap_of_its_numbers";
+const HANDSHAKE: &str = "states::the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns";
+const ANSWER: &str = "states::of_a_handshake_only_the_syn_meets_a_worker";
+const QUESTION: &str = "states::of_a_question_and_its_answer_only_the_question_meets_a_worker";
+const OF_ANSWER: &str = "entry::an_answer_to_a_syn_passes_only_if_each_field_allows_it";
+const LATE_ANSWER: &str = "entry::a_late_answer_leaves_the_window_of_the_entrys_next_connection";
+const CLOSED: &str = "states::a_connection_that_its_ends_close_without_a_worker_has_ended_for_workers";
+const UNEXPIRED: &str = "states::a_connection_whose_packets_the_kernel_forwards_does_not_expire";
+const COUNTS: &str = "states::a_connection_counts_what_workers_and_programs_forward_in_each_direction";
+const CAPTURED: &str = "hits::all_packets_of_a_captured_pod_are_left_to_workers_and_no_others";
+const LEFT: &str = "hits::what_needs_a_worker_is_left_to_it";
+const TRANSLATED: &str = "hits::packets_of_a_connection_to_a_service_are_translated_without_a_worker";
+const CHECKSUM: &str = "hits::a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is";
 
 const MUTATIONS: &[Mutation] = &[
     // The entry.
@@ -128,43 +132,103 @@ const MUTATIONS: &[Mutation] = &[
         OF_ENTRY,
         "states of a TCP connection that ends count",
         LOOKUP,
-        "return state == TCP_ESTABLISHED || state == TCP_SYN_RECEIVED;",
-        "return state >= TCP_SYN_RECEIVED;",
+        "if (state == TCP_ESTABLISHED)\n",
+        "if (state >= TCP_ESTABLISHED)\n",
     ),
     mutation(
         OF_ENTRY,
-        "states of a TCP connection that begins count",
+        "a SYN-ACK on an established connection counts",
         LOOKUP,
-        "return state == TCP_ESTABLISHED || state == TCP_SYN_RECEIVED;",
-        "return state > 1 && state <= TCP_ESTABLISHED;",
+        "return !(packet->flags & TCP_SYN);",
+        "return 1;",
     ),
     mutation(
         HANDSHAKE,
         "a handshake is not completed by a program",
         LOOKUP,
-        "return state == TCP_ESTABLISHED || state == TCP_SYN_RECEIVED;",
-        "return state == TCP_ESTABLISHED;",
+        "return is_next_of_handshake(packet, slot, control, state);",
+        "return packet->flags & TCP_SYN && is_next_of_handshake(packet, slot, control, state);",
     ),
     mutation(
         OF_ENTRY,
         "all states of UDP count",
         LOOKUP,
-        "return state == UDP_ASSURED || state == UDP_REPLIED || (state == UDP_UNREPLIED && from_opener);",
-        "return state != UDP_UNREPLIED || from_opener;",
+        "return state == UDP_ASSURED || state == UDP_REPLIED || state == UDP_UNREPLIED;",
+        "return 1;",
     ),
     mutation(
-        OF_ENTRY,
-        "an answer that is the first counts",
+        QUESTION,
+        "an answer that is the first is for a worker",
         LOOKUP,
-        "(state == UDP_UNREPLIED && from_opener)",
-        "state == UDP_UNREPLIED",
+        "|| state == UDP_UNREPLIED;",
+        "|| (state == UDP_UNREPLIED && from_opener);",
     ),
     mutation(
         OF_ENTRY,
         "an answer without a stream is for a worker",
         LOOKUP,
-        "return state == UDP_ASSURED || state == UDP_REPLIED || (",
-        "return state == UDP_ASSURED || (",
+        "return state == UDP_ASSURED || state == UDP_REPLIED || ",
+        "return state == UDP_ASSURED || ",
+    ),
+    // What programs have noted.
+    mutation(
+        OF_ENTRY,
+        "what was noted of an answer counts in any state",
+        LOOKUP,
+        "if (state == (is_tcp ? TCP_SYN_SENT : UDP_UNREPLIED) && path & ANSWERED)",
+        "if (path & ANSWERED)",
+    ),
+    mutation(
+        ANSWER,
+        "what was noted of an answer does not count",
+        LOOKUP,
+        "if (state == (is_tcp ? TCP_SYN_SENT : UDP_UNREPLIED) && path & ANSWERED)",
+        "if (0)",
+    ),
+    mutation(
+        OF_ENTRY,
+        "what was noted of a handshake's end counts in any state",
+        LOOKUP,
+        "return is_tcp && state == TCP_SYN_RECEIVED && path & CONFIRMED ?",
+        "return is_tcp && path & CONFIRMED ?",
+    ),
+    mutation(
+        QUESTION,
+        "the answer to a datagram is not noted",
+        LOOKUP,
+        "(state == UDP_UNREPLIED && packet->direction != ORIGINAL(control) ? ANSWERED : 0)",
+        "0",
+    ),
+    mutation(
+        QUESTION,
+        "a second question is an answer",
+        LOOKUP,
+        "(state == UDP_UNREPLIED && packet->direction != ORIGINAL(control) ? ANSWERED : 0)",
+        "(state == UDP_UNREPLIED ? ANSWERED : 0)",
+    ),
+    mutation(ANSWER, "the answer to a SYN is not noted", LOOKUP, "(state == TCP_SYN_SENT ? ANSWERED : ", "("),
+    // The answer to a SYN.
+    mutation(
+        ANSWER,
+        "the number of a SYN-ACK is not noted",
+        LOOKUP,
+        "if (packet->flags & TCP_SYN && !note_number(packet, slot))\n\t\treturn 0;",
+        "",
+    ),
+    mutation(
+        LATE_ANSWER,
+        "a number is noted in any word",
+        LOOKUP,
+        "return entry && __sync_val_compare_and_swap(&entry->tracking[packet->direction & 1], UNANSWERED, window) == UNANSWERED;",
+        // So late that tests meet the moment before it often enough.
+        "__u64 sum = 0; for (int i = 0; i < 64; i++) sum += bpf_ktime_get_ns(); return entry && sum && (*(volatile __u64 *)&entry->tracking[packet->direction & 1] = window);",
+    ),
+    mutation(
+        OF_ANSWER,
+        "an answer may have any state of its window before",
+        LOOKUP,
+        "return answers ? entry->tracking[direction] == UNANSWERED : ",
+        "return answers ? 1 : ",
     ),
     mutation(
         OF_ENTRY,
@@ -268,7 +332,13 @@ const MUTATIONS: &[Mutation] = &[
         // So late that tests meet the moment before it often enough.
         "({ __u64 sum = 0; for (int i = 0; i < 64; i++) sum += bpf_ktime_get_ns(); sum && (*(volatile __u64 *)&use->path = noted); });",
     ),
-    mutation(CLOSED, "a FIN is not noted", LOOKUP, "(packet->finishes ? FINISHED(packet->direction & 1) : 0)", "0"),
+    mutation(
+        CLOSED,
+        "a FIN is not noted",
+        LOOKUP,
+        "(packet->flags & TCP_FIN ? FINISHED(packet->direction & 1) : 0)",
+        "0",
+    ),
     mutation(
         CLOSED,
         "a FIN is noted of the other direction",
@@ -280,39 +350,52 @@ const MUTATIONS: &[Mutation] = &[
         HANDSHAKE,
         "the end of a handshake is not noted",
         LOOKUP,
-        " | (STATE(control) == TCP_SYN_RECEIVED ? CONFIRMED : 0);",
-        ";",
+        "state == TCP_SYN_RECEIVED ? CONFIRMED : 0",
+        "0",
     ),
-    // The end of a handshake.
+    // A handshake.
     mutation(
         HANDSHAKE,
         "any packet ends a handshake",
         LOOKUP,
-        "if (!is_confirmed(packet, slot, found->control, path))\n\t\treturn 0;",
+        "if (!entry || state != (answers ? TCP_SYN_SENT : TCP_SYN_RECEIVED) || ",
+        "if (!answers)\n\t\treturn 1;\n\tif (!entry || state != TCP_SYN_SENT || ",
+    ),
+    mutation(
+        OF_ANSWER,
+        "a handshake goes on in any state",
+        LOOKUP,
+        "state != (answers ? TCP_SYN_SENT : TCP_SYN_RECEIVED) || ",
         "",
     ),
-    mutation(HANDSHAKE, "a handshake is ended again and again", LOOKUP, " || path & CONFIRMED)", ")"),
     mutation(
         HANDSHAKE,
-        "either end ends a handshake",
+        "a handshake is ended again and again",
         LOOKUP,
-        "entry && direction == ORIGINAL(control) && ",
-        "entry && ",
+        "&& path & CONFIRMED ? TCP_ESTABLISHED : state;",
+        "&& 0 ? TCP_ESTABLISHED : state;",
     ),
-    mutation(HANDSHAKE, "a handshake ends with data", LOOKUP, "packet->length == packet->headers &&\n", "\n"),
+    mutation(
+        HANDSHAKE,
+        "either end may send each part of a handshake",
+        LOOKUP,
+        " || (direction == ORIGINAL(control)) == !!answers ||",
+        " ||",
+    ),
+    mutation(HANDSHAKE, "a handshake may have data", LOOKUP, "packet->length != packet->headers || ", ""),
     mutation(
         HANDSHAKE,
         "a handshake ends with any sequence number",
         LOOKUP,
-        "packet->sequence == (__u32)entry->tracking[direction] && ",
-        "",
+        "packet->sequence == (__u32)entry->tracking[direction];",
+        "1;",
     ),
     mutation(
         HANDSHAKE,
-        "a handshake ends with any acknowledgement",
+        "a handshake goes on with any acknowledgement",
         LOOKUP,
-        " && packet->acknowledged == (__u32)entry->tracking[!direction];",
-        ";",
+        " || packet->acknowledged != (__u32)entry->tracking[!direction])",
+        ")",
     ),
     // Time.
     mutation(
@@ -326,8 +409,15 @@ const MUTATIONS: &[Mutation] = &[
         OF_ENTRY,
         "all have the timeout of an established TCP connection",
         LOOKUP,
-        "timeout = table->timeouts[kind & 3];",
+        "timeout = table->timeouts[kind];",
         "timeout = table->timeouts[0];",
+    ),
+    mutation(
+        OF_ANSWER,
+        "a handshake has the timeout of an established connection",
+        LOOKUP,
+        "*timeout = state == TCP_ESTABLISHED ? 0 : 4;",
+        "*timeout = 0;",
     ),
     mutation(
         OF_ENTRY,
@@ -456,16 +546,17 @@ const MUTATIONS: &[Mutation] = &[
     mutation(HEADERS, "a packet may be longer than its frame", LOOKUP, "packet->length > skb->len - ETH_HLEN || ", ""),
     mutation(HEADERS, "a packet may be shorter than its header", LOOKUP, " || packet->length < network)", ")"),
     mutation(HEADERS, "a TCP header may be too short", LOOKUP, "if (header < 20 || ", "if (!header || "),
-    mutation(HEADERS, "a TCP header may be longer than its segment", LOOKUP, "header > length || (", "("),
-    mutation(HEADERS, "a SYN is for no worker", LOOKUP, "#define TCP_DECIDES 0x16", "#define TCP_DECIDES 0x14"),
-    mutation(HEADERS, "a RST is for no worker", LOOKUP, "#define TCP_DECIDES 0x16", "#define TCP_DECIDES 0x12"),
+    mutation(HEADERS, "a TCP header may be longer than its segment", LOOKUP, " || header > length)", ")"),
+    mutation(HEADERS, "a SYN is for no worker", LOOKUP, "#define TCP_DECIDES 0x17", "#define TCP_DECIDES 0x15"),
+    mutation(HEADERS, "a RST is for no worker", LOOKUP, "#define TCP_DECIDES 0x17", "#define TCP_DECIDES 0x13"),
     mutation(
         HEADERS,
         "a segment without ACK is for no worker",
         LOOKUP,
-        "(transport[13] & TCP_DECIDES) != TCP_ACK",
-        "transport[13] & TCP_DECIDES & ~TCP_ACK",
+        "(transport[13] & TCP_DECIDES) ^ TCP_ACK;",
+        "transport[13] & TCP_DECIDES & ~TCP_ACK;",
     ),
+    mutation(ANSWER, "a SYN-ACK may have a FIN", LOOKUP, " || packet->flags == (TCP_SYN | TCP_FIN))", ")"),
     mutation(
         HEADERS,
         "a datagram may be shorter than its header",

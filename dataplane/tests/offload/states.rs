@@ -283,3 +283,151 @@ fn a_worker_goes_on_where_a_program_has_forwarded_a_fin() {
         }
     });
 }
+
+/// A segment of a handshake by a program, with the numbers that it must have but for this change of its TCP header.
+fn by_program(node: &Node, packet: Sent, from_opener: bool, change: Change<'_>) -> Option<(u32, Vec<u8>)> {
+    let mut frame = in_step(packet.frame(), packet.tcp, packet.flags, from_opener);
+    change(&mut frame[if packet.v4 { 34 } else { 54 }..]);
+    node.program(packet.from, packet.to, &frame, 0)
+}
+
+/// Ends of connections, of which a worker knows where the answers go.
+fn openers() -> [Sent; 6] {
+    [
+        sent(End::A, End::B, true, ACK),
+        sent(End::B, End::A, true, ACK),
+        sent(End::A, End::Outside, true, ACK),
+        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
+        to_service(End::A, End::B, true, ACK),
+        Sent { v4: false, ..to_service(End::B, End::A, true, ACK) },
+    ]
+}
+
+#[test]
+fn of_a_handshake_only_the_syn_meets_a_worker() {
+    for there in openers() {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            let verdict = node.handshake(there, SYN, true, now);
+            assert!(matches!(verdict, Verdict::Forward(_)), "{there:?}: {verdict:?}");
+            let answer = Sent { flags: SYN | ACK, payload: 0, ..there.back() };
+            let end = Sent { payload: 0, ..there };
+            let others: [(&str, Sent, bool, Change<'_>); 10] = [
+                ("with data", Sent { payload: 1, ..answer }, false, &|_| {}),
+                ("of the opener", Sent { flags: SYN | ACK, ..end }, true, &|_| {}),
+                ("more is acknowledged", answer, false, &|tcp| tcp[11] ^= 1),
+                ("less is acknowledged", answer, false, &|tcp| tcp[10] ^= 1),
+                ("FIN, too", Sent { flags: SYN | ACK | FIN, ..answer }, false, &|_| {}),
+                ("RST, too", Sent { flags: SYN | ACK | 4, ..answer }, false, &|_| {}),
+                ("SYN alone", Sent { flags: SYN, ..answer }, false, &|_| {}),
+                ("ACK alone", Sent { flags: ACK, ..answer }, false, &|_| {}),
+                ("RST", Sent { flags: ACK | 4, ..answer }, false, &|_| {}),
+                ("the end of the handshake", end, true, &|_| {}),
+            ];
+            for (what, packet, from_opener, change) in others {
+                assert!(by_program(&node, packet, from_opener, change).is_none(), "{what}: {there:?}");
+                assert_eq!(listed(&node, now).0, "SYN_SENT", "{what}: {there:?}");
+            }
+            let frame = in_step(answer.frame(), true, SYN | ACK, false);
+            let done = node.program(answer.from, answer.to, &frame, 0).unwrap_or_else(|| panic!("{there:?}"));
+            assert_eq!(listed(&node, now).0, "SYN_RECV", "{there:?}");
+            // Again it is a worker's, which sends it on with the same bytes.
+            assert!(node.program(answer.from, answer.to, &frame, 0).is_none(), "{there:?}");
+            let (verdict, by_worker) = node.worker(answer.from, &frame, now);
+            assert!(
+                matches!(verdict, Verdict::Forward(_)) && by_worker[12..] == done.1[12..],
+                "{there:?}: {verdict:?}"
+            );
+            assert!(by_program(&node, end, true, &|tcp| tcp[11] ^= 1).is_none(), "{there:?}: another acknowledgement");
+            assert!(by_program(&node, end, true, &|_| {}).is_some(), "{there:?}");
+            assert_eq!(listed(&node, now).0, "ESTABLISHED", "{there:?}");
+            for packet in [there, there.back()] {
+                assert!(node.program(packet.from, packet.to, &packet.frame(), 0).is_some(), "{packet:?}");
+            }
+            let table = node.pipeline.connections();
+            let hour = now.plus(Duration::from_secs(3600));
+            assert_eq!(table.sweep(&mut Default::default(), usize::MAX, hour, Epoch(1)).expired, 0, "{there:?}");
+            // A worker goes on.
+            node.next_epoch(true);
+            for packet in [there, there.back()] {
+                assert!(matches!(node.worker(packet.from, &packet.frame(), now).0, Verdict::Forward(_)), "{packet:?}");
+                assert_eq!(listed(&node, now).0, "ESTABLISHED", "{packet:?}");
+            }
+        });
+    }
+}
+
+#[test]
+fn of_a_question_and_its_answer_only_the_question_meets_a_worker() {
+    for there in openers().map(|there| Sent { tcp: false, flags: 0, ..there }) {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            let verdict = node.handshake(there, 0, true, now);
+            assert!(matches!(verdict, Verdict::Forward(_)), "{there:?}: {verdict:?}");
+            assert_eq!(listed(&node, now).0, "UNREPLIED", "{there:?}");
+            let (answer, frame) = (there.back(), there.back().frame());
+            let done = node.program(answer.from, answer.to, &frame, 0).unwrap_or_else(|| panic!("{there:?}"));
+            let (state, left) = listed(&node, now);
+            assert!(state == "REPLIED" && left > Duration::from_secs(100), "{there:?}: {state}, {left:?}");
+            assert_alike(&mut node, answer, &frame, &done, now);
+            assert_eq!(listed(&node, now).0, "REPLIED", "{there:?}");
+        });
+    }
+}
+
+#[test]
+fn what_a_worker_would_not_send_back_alike_is_left_to_it() {
+    let tunnel = |node: &mut Node| {
+        let (nodes, ports) = ([address(End::Outside, true).into()], [1001]);
+        let refused = penstock_dataplane::forward::Encapsulation::refused(ports, nodes, []);
+        node.snapshot.forwarding = node.snapshot.forwarding.clone().with_encapsulation(Arc::new(refused));
+    };
+    let jumbo = |node: &mut Node| {
+        let connections = open_table(&node.maps);
+        node.pipeline = Pipeline::new(connections, PipelineMode::Full).with_longest(MTU - 1);
+    };
+    type Prepare<'a> = &'a (dyn Fn(&mut Node) + Sync);
+    let cases: [(&str, Prepare<'_>, Sent, bool); 6] = [
+        ("a tunnel to a node", &tunnel, sent(End::Outside, End::B, false, 0), false),
+        ("no tunnel", &tunnel, Sent { flow: 2, ..sent(End::Outside, End::B, false, 0) }, true),
+        ("TCP is told of a frame's length", &jumbo, sent(End::A, End::B, true, SYN), false),
+        ("UDP is not", &jumbo, sent(End::A, End::B, false, 0), true),
+        ("a pod that is its own backend", &|_| (), to_service(End::A, End::A, true, SYN), false),
+        ("another epoch", &|node| node.next_epoch(true), sent(End::A, End::B, true, SYN), true),
+    ];
+    for (what, prepare, there, passes) in cases {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            prepare(&mut node);
+            let verdict = node.handshake(there, SYN, true, now);
+            assert!(matches!(verdict, Verdict::Forward(_)), "{what}: {verdict:?}");
+            let flags = if there.tcp { SYN | ACK } else { 0 };
+            let answer = Sent { flags, payload: 0, ..there.back() };
+            assert_eq!(by_program(&node, answer, false, &|_| {}).is_some(), passes, "{what}");
+        });
+    }
+}
+
+#[test]
+fn an_answer_after_a_change_of_policy_meets_a_worker() {
+    for (allowed, tcp) in [(true, true), (false, true), (true, false), (false, false)] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            let now = Timestamp::now();
+            let there = sent(End::A, End::B, tcp, if tcp { SYN } else { 0 });
+            node.handshake(there, SYN, true, now);
+            let answer = Sent { flags: if tcp { SYN | ACK } else { 0 }, payload: 0, ..there.back() };
+            node.next_epoch(allowed);
+            assert!(by_program(&node, answer, false, &|_| {}).is_none(), "{answer:?}");
+            let frame = in_step(answer.frame(), tcp, SYN | ACK, false);
+            let verdict = node.worker(answer.from, &frame, now).0;
+            assert_eq!(matches!(verdict, Verdict::Forward(_)), allowed, "{answer:?}: {verdict:?}");
+            if !allowed {
+                assert!(by_program(&node, answer, false, &|_| {}).is_none(), "revoked: {answer:?}");
+            }
+        });
+    }
+}

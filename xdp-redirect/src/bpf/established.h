@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* Looks packets up in the workers' connection table (dataplane/src/conntrack), and says which of them need no worker.
  *
- * Workers alone write entries; the programs read them, and count packets in `struct kernel_use`, as workers do. An entry is one connection as long
- * as the generation in its control word is the same: what is read between two equal control words belongs together. That holds
- * where loads are not reordered; the loader allows it on x86-64 only.
+ * Workers write entries; the programs read them, and count packets in `struct kernel_use`, as workers do. Of an entry they write one word: the
+ * window of the end that answers a SYN. An entry is one connection as long as the generation in its control word is the same: what is read
+ * between two equal control words belongs together. That holds where loads are not reordered; the loader allows it on x86-64 only.
  *
  * A packet that is not understood, or of which anything is in doubt, is for a worker. */
 
@@ -11,15 +11,14 @@
 struct tags { __u64 words[LANES / 4]; };
 struct entry { __u64 control, low[2], high[2], name, tracking[2]; };
 struct kernel_use { /* by direction: 0 from the lower end, 1 from the higher */
-	__u64 path; /* written by workers, and by programs at the end of a handshake and with a FIN */
+	__u64 path; /* written by workers, and by programs with an answer, at the end of a handshake and with a FIN */
 	__u32 packets[2];
 	__u64 used[2]; /* bytes, and below them the tick of the last packet that a program forwarded; 0: none */
 };
 struct table {
 	__u64 identity[2], groups, boot[2], seed[6], names[2], checksum;
 	__u32 epoch; /* entries that were last evaluated under an older one are for a worker */
-	__u32 timeouts[4]; /* in ticks: TCP established; UDP unreplied, replied, assured */
-	__u32 unused;
+	__u32 timeouts[5]; /* in ticks: TCP established; UDP unreplied, replied, assured; TCP before it is established */
 };
 
 struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE); __type(key, __u32); __type(value, struct table); } ct_table SEC(".maps");
@@ -40,16 +39,22 @@ struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_fl
 #define GENERATION(control) ((control) >> 53 & 0x3ff)
 #define TRANSLATION (1ULL << 63) /* one of the two entries of a connection to a Service */
 #define IS_WRITTEN(control) (STATE(control) > 1)
-enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_RECEIVED = 4, TCP_ESTABLISHED = 5, FRONTEND = 15 };
+enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_SENT = 2, TCP_SYN_RECEIVED = 4, TCP_ESTABLISHED = 5, FRONTEND = 15 };
 
 /* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 for the node's stack; whether a program has
- * forwarded the end of the handshake, and in which directions a FIN; in which directions packets took the path; and the low bits of
- * the epoch. */
+ * forwarded the answer to a SYN or a datagram, the end of the handshake, and in which directions a FIN; in which directions packets take
+ * the path; and the low bits of the epoch. */
 #define END(path, end) ((__u32)((path) >> ((end) ? 21 : 0)) & 0x1fffff)
+#define ANSWERED (1ULL << 42)
 #define CONFIRMED (1ULL << 43)
 #define FINISHED(direction) (1ULL << (44 + (direction)))
 #define TAKEN(path, direction) ((path) >> (46 + (direction)) & 1)
 #define PATH_EPOCH(path) ((path) >> 48)
+
+/* The window of the end that answers a SYN (dataplane/src/conntrack/tcp.rs): before it does, and with this number as its next one. It offers at most
+ * 64 KiB, and its options are not read: the scale of its later offers is unknown. */
+#define UNANSWERED (15ULL << 57)
+#define WINDOW_FROM(next) ((next) | (__u64)((__u32)((next) + 4095) >> 12) << 32 | 16ULL << 52 | UNANSWERED | 1ULL << 61)
 
 /* The links of translated connections (dataplane/src/conntrack/translation.rs) are behind the entries, eight to an element. */
 #define LINKS 8
@@ -58,8 +63,9 @@ enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_RECEIVED = 4
 #define NAME_MASK 0xffffffffffULL
 #define TICK_NANOSECONDS 512000000
 #define STREAM 4 /* ticks: a datagram of the opener this long after its first one opens a stream (conntrack/track.rs) */
-#define TCP_DECIDES 0x16 /* SYN, RST and ACK */
+#define TCP_DECIDES 0x17 /* FIN, SYN, RST and ACK */
 #define TCP_ACK 0x10
+#define TCP_SYN 0x02
 #define TCP_FIN 0x01
 #define NO_SLOT 0xffffffff
 
@@ -68,7 +74,7 @@ struct packet {
 	__u32 direction; /* 0: from the lower end */
 	__u32 length;    /* of the IP packet, in bytes */
 	__u32 headers;   /* of IP and transport, in bytes */
-	__u8 protocol, is_v4, hops, finishes; /* finishes: a TCP segment with FIN */
+	__u8 protocol, is_v4, hops, flags; /* flags: of a TCP segment, what is beside ACK: SYN, FIN or none */
 	__u32 sequence, acknowledged; /* of a TCP segment */
 };
 
@@ -146,46 +152,69 @@ static __always_inline int is_recent(__u32 tick, __u32 now, __u32 timeout)
 	return age <= timeout || age > TICK_MASK - (1 << 16); /* slightly ahead of this CPU's clock */
 }
 
-/* Whether every packet of this kind belongs to the connection and leaves it in its state, whatever its contents (of TCP with what
- * programs note in the path); and which timeout it has. `slot`: of the entry with this control word. */
-static __always_inline int is_certain(const struct packet *packet, __u32 slot, __u64 control, __u32 now, __u32 *timeout)
+/* The state of a connection, after what programs have noted in its path. */
+static __always_inline __u32 state_of(const struct packet *packet, __u64 control, __u64 path)
 {
-	const __u32 state = STATE(control), from_opener = packet->direction == ORIGINAL(control);
+	const __u32 is_tcp = packet->protocol == IPPROTO_TCP;
+	__u32 state = STATE(control);
+
+	if (state == (is_tcp ? TCP_SYN_SENT : UDP_UNREPLIED) && path & ANSWERED)
+		state = is_tcp ? TCP_SYN_RECEIVED : UDP_REPLIED;
+	return is_tcp && state == TCP_SYN_RECEIVED && path & CONFIRMED ? TCP_ESTABLISHED : state;
+}
+
+/* Whether this segment belongs to a handshake: it has no data, and the numbers that the SYNs before it have announced. Anything else,
+ * such as data in a SYN-ACK, or one that acknowledges a part of the SYN (RFC 7413), is for a worker. */
+static __always_inline int is_next_of_handshake(const struct packet *packet, __u32 slot, __u64 control, __u32 state)
+{
+	const __u32 direction = packet->direction & 1, answers = packet->flags & TCP_SYN;
+	const struct entry *entry = entry_at(slot);
+
+	if (!entry || state != (answers ? TCP_SYN_SENT : TCP_SYN_RECEIVED) || (direction == ORIGINAL(control)) == !!answers ||
+	    packet->length != packet->headers || packet->acknowledged != (__u32)entry->tracking[!direction])
+		return 0;
+	return answers ? entry->tracking[direction] == UNANSWERED : packet->sequence == (__u32)entry->tracking[direction];
+}
+
+/* Whether every packet of this kind belongs to the connection in this state and leaves it there, whatever its contents, or leads to
+ * another one that programs note in the path; and which timeout it has. `slot`: of the entry with this control word. */
+static __always_inline int is_certain(const struct packet *packet, __u32 slot, __u64 control, __u32 state, __u32 now, __u32 *timeout)
+{
+	const __u32 from_opener = packet->direction == ORIGINAL(control);
 	const struct entry *entry;
 
 	if (control & (TENTATIVE | REVOKED))
 		return 0;
 	if (packet->protocol == IPPROTO_TCP) {
-		*timeout = 0;
-		return state == TCP_ESTABLISHED || state == TCP_SYN_RECEIVED;
+		*timeout = state == TCP_ESTABLISHED ? 0 : 4;
+		if (state == TCP_ESTABLISHED)
+			return !(packet->flags & TCP_SYN);
+		return is_next_of_handshake(packet, slot, control, state);
 	}
 	*timeout = (state - 1) & 3;
 	if (state != UDP_REPLIED || !from_opener)
-		return state == UDP_ASSURED || state == UDP_REPLIED || (state == UDP_UNREPLIED && from_opener);
+		return state == UDP_ASSURED || state == UDP_REPLIED || state == UDP_UNREPLIED;
 	entry = entry_at(slot);
 	return entry && ((now - (__u32)entry->tracking[0]) & TICK_MASK) < STREAM;
 }
 
-/* Whether a connection has completed its handshake, or this packet does: the opener's segment without data, with the numbers
- * that both SYNs have announced. */
-static __always_inline int is_confirmed(const struct packet *packet, __u32 slot, __u64 control, __u64 path)
-{
-	const __u32 direction = packet->direction & 1;
-	const struct entry *entry;
-
-	if (packet->protocol != IPPROTO_TCP || STATE(control) == TCP_ESTABLISHED || path & CONFIRMED)
-		return 1;
-	entry = entry_at(slot);
-	return entry && direction == ORIGINAL(control) && packet->length == packet->headers &&
-	       packet->sequence == (__u32)entry->tracking[direction] && packet->acknowledged == (__u32)entry->tracking[!direction];
-}
-
-/* What workers must know of this packet, as the path has it afterwards. */
-static __always_inline __u64 note(const struct packet *packet, __u64 control, __u64 path)
+/* What workers must know of this packet of a connection in this state, as the path has it afterwards. */
+static __always_inline __u64 note(const struct packet *packet, __u64 control, __u32 state, __u64 path)
 {
 	if (packet->protocol != IPPROTO_TCP)
-		return path;
-	return path | (packet->finishes ? FINISHED(packet->direction & 1) : 0) | (STATE(control) == TCP_SYN_RECEIVED ? CONFIRMED : 0);
+		return path | (state == UDP_UNREPLIED && packet->direction != ORIGINAL(control) ? ANSWERED : 0);
+	return path | (packet->flags & TCP_FIN ? FINISHED(packet->direction & 1) : 0) |
+	       (state == TCP_SYN_SENT ? ANSWERED : state == TCP_SYN_RECEIVED ? CONFIRMED : 0);
+}
+
+/* Notes the number of a SYN-ACK for the end of the handshake. Who comes late changes no other connection: nothing but the answering end of
+ * a TCP connection in SYN_SENT has this word before, and there it counts only with ANSWERED in the path. */
+static __always_inline int note_number(const struct packet *packet, __u32 slot)
+{
+	struct entry *entry = (struct entry *)entry_at(slot);
+	const __u64 window = WINDOW_FROM((__u64)(packet->sequence + 1));
+
+	return entry && __sync_val_compare_and_swap(&entry->tracking[packet->direction & 1], UNANSWERED, window) == UNANSWERED;
 }
 
 /* RFC 1071 */
@@ -244,21 +273,23 @@ static __always_inline __u32 read_network(struct __sk_buff *skb, struct packet *
 
 struct pair_of_ports { __be16 from, to; };
 
-/* The ports of a TCP segment without SYN and RST, or of a UDP datagram; of any other packet 0. */
+/* The ports of a TCP segment with ACK that has no RST and at most one of SYN and FIN, or of a UDP datagram; of any other packet 0. */
 static __always_inline const struct pair_of_ports *read_transport(struct __sk_buff *skb, struct packet *packet, __u32 network)
 {
 	const void *end = (void *)(long)skb->data_end;
 	const __u8 *transport = (void *)(long)skb->data + ETH_HLEN + network;
 	const __u32 length = packet->length - network;
 
-	packet->finishes = 0;
+	packet->flags = 0;
 	if (packet->protocol == IPPROTO_TCP) {
 		const __u32 header = (const void *)(transport + 20) > end ? 0 : (transport[12] >> 4) * 4;
 
-		if (header < 20 || header > length || (transport[13] & TCP_DECIDES) != TCP_ACK)
+		if (header < 20 || header > length)
+			return 0;
+		packet->flags = (transport[13] & TCP_DECIDES) ^ TCP_ACK;
+		if (packet->flags & ~(TCP_SYN | TCP_FIN) || packet->flags == (TCP_SYN | TCP_FIN))
 			return 0;
 		packet->headers = network + header;
-		packet->finishes = transport[13] & TCP_FIN;
 		packet->sequence = bpf_ntohl(*(const __be32 *)(transport + 4));
 		packet->acknowledged = bpf_ntohl(*(const __be32 *)(transport + 8));
 	} else if (packet->protocol == IPPROTO_UDP) {
@@ -365,13 +396,13 @@ static __always_inline __u32 find(const struct table *table, const struct packet
 }
 
 /* Whether a packet needs no worker: its connection is allowed under the present epoch, and a worker has sent a packet of this
- * direction on from this interface (0: from the node's stack). Not inlined: all frames of a program's calls have 512 bytes of stack. */
+ * direction on from this interface (0: from the node's stack), or knows that it would. Not inlined: all frames of a program's calls have 512 bytes of stack. */
 static __noinline int is_established(struct packet *packet, __u32 at, struct connection *found)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 	const struct entry *entry;
-	__u32 epoch, slot, kind, timeout, direction;
+	__u32 epoch, slot, kind, timeout, direction, state;
 	__u64 before, path, noted;
 	struct kernel_use *use;
 
@@ -387,7 +418,7 @@ static __noinline int is_established(struct packet *packet, __u32 at, struct con
 	if (before & TRANSLATION)
 		slot = turn(table, packet, slot, found);
 	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
-	if (!entry || slot == NO_SLOT || !is_certain(packet, slot, found->control, found->now, &kind))
+	if (!entry || slot == NO_SLOT)
 		return 0;
 	/* Serial numbers as of RFC 1982; 0: not evaluated. */
 	if (!EPOCH(found->control) || (EPOCH(found->control) - epoch) & EPOCH_MASK & 0x400000)
@@ -399,11 +430,12 @@ static __noinline int is_established(struct packet *packet, __u32 at, struct con
 	path = *(volatile __u64 *)&use->path;
 	if (!TAKEN(path, direction) || END(path, direction) != at || PATH_EPOCH(path) != (EPOCH(found->control) & 0xffff))
 		return 0;
-	if (!is_confirmed(packet, slot, found->control, path))
+	state = state_of(packet, found->control, path);
+	if (!is_certain(packet, slot, found->control, state, found->now, &kind) || kind > 4)
 		return 0;
 	found->use = use;
 	found->to = END(path, !direction);
-	timeout = table->timeouts[kind & 3];
+	timeout = table->timeouts[kind];
 	if (!is_recent(TICK(found->control), found->now, timeout)) {
 		const __u32 one = use->used[0] & TICK_MASK, other = use->used[1] & TICK_MASK;
 
@@ -413,8 +445,10 @@ static __noinline int is_established(struct packet *packet, __u32 at, struct con
 	/* Nothing of what was read belongs to another connection or verdict. */
 	if (control_of(entry) != before)
 		return 0;
+	if (packet->flags & TCP_SYN && !note_number(packet, slot))
+		return 0;
 	/* If someone else has just changed the path, the packet is for a worker. */
-	noted = note(packet, found->control, path);
+	noted = note(packet, found->control, state, path);
 	return noted == path || __sync_val_compare_and_swap(&use->path, path, noted) == path;
 }
 

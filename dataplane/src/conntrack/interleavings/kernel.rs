@@ -5,7 +5,8 @@ use loom::sync::atomic::AtomicU32;
 
 use super::*;
 use crate::conntrack::entry::EpochTag;
-use crate::conntrack::path::Noted;
+use crate::conntrack::path::{Note, Noted};
+use crate::conntrack::tcp::{UNANSWERED, Window};
 
 /// A table with the words that the kernel's programs read beside the entries.
 fn shared_table() -> Arc<ConnTable> {
@@ -27,7 +28,13 @@ fn forwarded_to(table: &ConnTable, flow: &Flow, from: u32, epoch: &AtomicU32) ->
 }
 
 fn take(table: &ConnTable, flow: &Flow, path: (u32, u32), epoch: u32) {
-    table.forwarded(&table.prepare(flow), 100, TcpFlags::default(), Some((path, Epoch(epoch))));
+    take_and(table, flow, path, epoch, false);
+}
+
+/// The same; of the packet that opens a connection also the way of its answers, if the worker knows it.
+fn take_and(table: &ConnTable, flow: &Flow, path: (u32, u32), epoch: u32, knows_answers: bool) {
+    let path = Some((path, Epoch(epoch)));
+    table.forwarded(&table.prepare(flow), 100, TcpFlags::default(), path, |_| knows_answers);
 }
 
 /// The flow with which a program sends on a packet of a translated connection; `None`: to a worker.
@@ -119,7 +126,7 @@ fn a_late_fin_does_not_close_the_entrys_next_connection() {
                 let hashed = table.prepare(&old);
                 let Some((slot, control)) = table.lookup(&hashed) else { return 0 };
                 let is_still = || table.entry(slot).control() == control;
-                usize::from(table.uses().unwrap()[slot as usize].finish(hashed.orientation, is_still))
+                usize::from(table.uses().unwrap()[slot as usize].note(Note::Fin(hashed.orientation), is_still))
             })
         };
         assert!(doomed.remove());
@@ -166,29 +173,113 @@ fn a_program_that_reads_the_new_epoch_forwards_nothing_that_it_denies() {
 
 /// An established TCP connection under epoch 1, which programs forward from interface 7 to 9.
 fn forwarded_connection(table: &ConnTable) -> Flow {
-    let flow = Flow { protocol: Protocol::TCP, ..flow(table, 0, 0) };
-    let hashed = table.prepare(&flow);
-    let segment = |flags: TcpFlags, seq, ack| {
-        Transport::Tcp(TcpSegment { seq, ack, window: 1000, flags, payload_len: 0, window_scale: None })
-    };
-    let (owner, epoch) = (OwnerId(1), Epoch(1));
-    let transport = &segment(TcpFlags::SYN, 100, 0);
-    let opened = table.insert(&NewConnection {
-        hashed: &hashed,
-        transport,
-        owner,
-        is_answer: false,
-        via_host: false,
-        epoch,
-        now: NOW,
-    });
-    let Insertion::Created(mut conn) = opened.unwrap() else { panic!("the table was empty") };
-    let back = hashed.orientation.opposite();
-    _ = conn.update(back, &segment(TcpFlags::SYN.with(TcpFlags::ACK), 500, 101), NOW);
-    _ = conn.update(hashed.orientation, &segment(TcpFlags::ACK, 101, 501), NOW);
+    let flow = tcp_flow(table, 0);
+    let mut conn = send_syn(table, &flow, 100);
+    let there = conn.original();
+    _ = conn.update(there.opposite(), &segment(TcpFlags::SYN.with(TcpFlags::ACK), 500, 101), NOW);
+    _ = conn.update(there, &segment(TcpFlags::ACK, 101, 501), NOW);
     assert_eq!(conn.state(), State::Tcp(TcpState::Established));
     take(table, &flow, (7, 9), 1);
     flow
+}
+
+fn tcp_flow(table: &ConnTable, n: usize) -> Flow {
+    Flow { protocol: Protocol::TCP, ..flow(table, 0, n) }
+}
+
+fn segment(flags: TcpFlags, seq: u32, ack: u32) -> Transport {
+    Transport::Tcp(TcpSegment { seq, ack, window: 1000, flags, payload_len: 0, window_scale: None })
+}
+
+const SYN_ACK: TcpFlags = TcpFlags::SYN.with(TcpFlags::ACK);
+
+/// A worker admits a SYN with this number, which goes from interface 7 to 9, and knows where the answer goes.
+fn send_syn<'t>(table: &'t ConnTable, flow: &Flow, seq: u32) -> Conn<'t> {
+    let (hashed, transport) = (table.prepare(flow), segment(TcpFlags::SYN, seq, 0));
+    let new = NewConnection {
+        hashed: &hashed,
+        transport: &transport,
+        owner: OwnerId(1),
+        is_answer: false,
+        via_host: false,
+        epoch: Epoch(1),
+        now: NOW,
+    };
+    let Ok(Insertion::Created(conn)) = table.insert(&new) else { panic!("there is room") };
+    take_and(table, flow, (7, 9), 1, true);
+    conn
+}
+
+/// A program that meets a SYN-ACK with this number, which acknowledges a SYN with the number 100. Whether it forwards it.
+fn answer_by_program(table: &ConnTable, flow: &Flow, seq: u32) -> bool {
+    let hashed = table.prepare(&flow.reversed());
+    let Some((slot, control)) = table.lookup(&hashed) else { return false };
+    let (entry, kernel_use) = (table.entry(slot), &table.uses().unwrap()[slot as usize]);
+    let is_syn_sent = control.is_in(TcpState::SynSent as u8) && !kernel_use.noted().answered;
+    if !is_syn_sent || kernel_use.read_path(hashed.orientation).is_none() {
+        return false;
+    }
+    kernel_use.note(Note::Answer, || {
+        let Some(tracked) = entry.tracking_under(control) else { return false };
+        let (sender, receiver) = (hashed.orientation, hashed.orientation.opposite());
+        tracked[receiver as usize] as u32 == 101
+            && tracked[sender as usize] == UNANSWERED
+            && entry.exchange_tracking(sender, UNANSWERED, Window::of_answer(seq + 1))
+    })
+}
+
+/// The opener ends the handshake at a worker.
+fn end_handshake(table: &ConnTable, flow: &Flow, seq: u32, ack: u32) -> Update {
+    let mut conn = find(table, flow, NOW).unwrap();
+    conn.update(conn.original(), &segment(TcpFlags::ACK, seq, ack), NOW)
+}
+
+const ESTABLISHED: Update = Update::Accepted(State::Tcp(TcpState::Established));
+
+/// A program forwards a SYN-ACK, and a worker its retransmission: whoever is first, the handshake ends with the number of it.
+#[test]
+fn a_program_and_a_worker_take_the_same_answer_once() {
+    explore(2, || {
+        let table = shared_table();
+        let wanted = tcp_flow(&table, 0);
+        send_syn(&table, &wanted, 100);
+        let program = {
+            let table = table.clone();
+            thread::spawn(move || answer_by_program(&table, &wanted, 500))
+        };
+        let mut conn = find(&table, &wanted.reversed(), NOW).unwrap();
+        let back = conn.original().opposite();
+        let update = conn.update(back, &segment(SYN_ACK, 500, 101), NOW);
+        assert_eq!(update, Update::Accepted(State::Tcp(TcpState::SynReceived)));
+        let by_program = program.join().unwrap();
+        assert_eq!(end_handshake(&table, &wanted, 101, 9000), Update::Invalid, "it acknowledges what nobody has sent");
+        assert_eq!(end_handshake(&table, &wanted, 101, 501), ESTABLISHED);
+        usize::from(by_program)
+    });
+}
+
+/// While a program forwards a SYN-ACK, its connection is removed and the next one gets the entry.
+#[test]
+fn a_late_answer_changes_nothing_of_the_entrys_next_connection() {
+    explore(2, || {
+        let table = shared_table();
+        let (old, new) = (tcp_flow(&table, 0), tcp_flow(&table, 1));
+        let doomed = send_syn(&table, &old, 100);
+        let program = {
+            let table = table.clone();
+            thread::spawn(move || answer_by_program(&table, &old, 500))
+        };
+        assert!(doomed.remove());
+        send_syn(&table, &new, 300);
+        let by_program = program.join().unwrap();
+        let mut conn = find(&table, &new, NOW).unwrap();
+        assert_eq!(conn.state(), State::Tcp(TcpState::SynSent), "nobody has answered it");
+        let back = conn.original().opposite();
+        let update = conn.update(back, &segment(SYN_ACK, 800, 301), NOW);
+        assert_eq!(update, Update::Accepted(State::Tcp(TcpState::SynReceived)));
+        assert_eq!(end_handshake(&table, &new, 301, 801), ESTABLISHED);
+        usize::from(by_program)
+    });
 }
 
 /// A snapshot is published: connections that stay allowed get its verdict, and then the programs its epoch.
