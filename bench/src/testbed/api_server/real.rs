@@ -78,6 +78,8 @@ impl RealServer {
             format!("--etcd-servers=http://127.0.0.1:{etcd}"),
             "--bind-address=127.0.0.1".to_owned(),
             "--advertise-address=127.0.0.1".to_owned(),
+            // No Service leads to it: a server that other machines do not reach has no endpoint.
+            "--endpoint-reconciler-type=none".to_owned(),
             format!("--secure-port={server}"),
             format!("--cert-dir={}", file("certificates")),
             format!("--token-auth-file={}", file("tokens.csv")),
@@ -135,7 +137,7 @@ impl RealServer {
         command.args(["--listen-client-urls", &client, "--advertise-client-urls", &client]);
         command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
         command.args(["--initial-cluster", &format!("default={peer}")]);
-        // Debian's etcd reads settings from its service's environment.
+        // It reads settings from its environment.
         command.env_clear();
         ServerProcess::spawn(command, &directory.join("etcd.log"))
     }

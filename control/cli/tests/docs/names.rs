@@ -36,7 +36,9 @@ fn every_file_that_a_page_names_exists() {
 
 /// The targets of make that a text of code names.
 fn targets(code: &str) -> impl Iterator<Item = &str> {
-    let word = |text: &'_ str| text.find(|c: char| !c.is_ascii_lowercase() && c != '-').unwrap_or(text.len());
+    let word = |text: &'_ str| {
+        text.find(|c: char| !(c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')).unwrap_or(text.len())
+    };
     code.lines()
         .filter_map(|line| line.trim_start_matches(['$', '-', ' ']).trim_start_matches("run: ").strip_prefix("make "))
         .map(move |target| &target[..word(target)])
