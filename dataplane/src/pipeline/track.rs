@@ -498,7 +498,7 @@ impl<'a, F: Frames, O: Observer, T: StageTimer> Tracker<'a, F, O, T> {
 
     /// Who sent the packet, if it came from the node's stack.
     #[inline(always)]
-    fn sender(&mut self) -> StackSender {
+    pub(super) fn sender(&mut self) -> StackSender {
         if self.from_host { self.frames.stack_sender(self.index) } else { StackSender::Unknown }
     }
 

@@ -151,6 +151,11 @@ impl PortQueue {
         !self.unsent
     }
 
+    /// Sends a packet that does not fit a frame, once the kernel has taken what was before it.
+    pub(super) fn send_long(&mut self, frame: &[u8], timed: &mut Option<TimedIteration>) -> bool {
+        self.drain(timed) && TimedIteration::send_in(timed, || self.xsk.send_long(frame))
+    }
+
     fn send_joined(
         &mut self,
         at: usize,
