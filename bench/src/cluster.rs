@@ -31,6 +31,13 @@ impl Cluster {
         Self::build_wired(objects, |node, pod| node.add_pod(&pod.key.to_string(), &pod.addresses).map(drop))
     }
 
+    /// The same, with this MTU on the pods' links.
+    pub fn build_with_mtu(objects: &[Object], mtu: u32) -> Result<Self> {
+        Self::build_wired(objects, |node, pod| {
+            node.add_pod_with_mtu(&pod.key.to_string(), &pod.addresses, mtu).map(drop)
+        })
+    }
+
     /// The same, with all pods on a bridge.
     pub fn build_bridged(objects: &[Object]) -> Result<Self> {
         Self::build_wired(objects, |node, pod| {

@@ -89,6 +89,7 @@ pub fn snapshot() -> Snapshot {
             peer_mac: Mac([4, 0, 0, 0, 0, number]),
             mtu: 1500,
             interface: 0,
+            by_stack: false,
             addresses: vec![address],
         };
         forwarding.insert(PortId(number.into()), port).expect("a port that is free");

@@ -71,6 +71,13 @@ impl Fixture {
         Self::serve(scratch, manifests, cluster, more)
     }
 
+    /// The same, with this MTU on the pods' links.
+    pub(crate) fn with_mtu(yaml: &str, mtu: u32) -> Self {
+        let (scratch, manifests) = saved(yaml);
+        let cluster = Cluster::build_with_mtu(&read_objects(&manifests).unwrap(), mtu).unwrap();
+        Self::serve(scratch, manifests, cluster, |_, _| {})
+    }
+
     fn start(scratch: ScratchDir, manifests: PathBuf, more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
         let cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
         Self::serve(scratch, manifests, cluster, more)

@@ -11,6 +11,7 @@ mod flow_records;
 mod forwarding;
 mod frames;
 mod lifecycle;
+mod limits;
 mod new_pods;
 mod no_policy;
 mod operation;

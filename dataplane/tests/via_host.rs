@@ -62,7 +62,10 @@ impl Node {
             let addresses = addresses.iter().map(|text| ip(text).into()).collect();
             let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
             forwarding
-                .insert(id, Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, interface: 0, addresses })
+                .insert(
+                    id,
+                    Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, interface: 0, by_stack: false, addresses },
+                )
                 .unwrap();
         }
         let pipeline = Pipeline::new(connections, PipelineMode::Full)
@@ -272,6 +275,28 @@ fn a_connection_that_the_node_does_not_translate_leaves_its_stack() {
         let (a, b) = ends(1003);
         assert_eq!(node.evaluate(HOST, StackSender::Unchanged, udp(a, b, 10)).0, Verdict::Forward(B));
         assert_eq!(node.verdict(B, &udp(b, a, 10)), Verdict::Forward(A));
+    }
+}
+
+#[test]
+fn what_a_pod_with_filters_sends_to_another_takes_the_nodes_stack() {
+    for v6 in [0, 1] {
+        let mut node = Node::new(false);
+        let mut port = node.snapshot.forwarding.port(A).unwrap().clone();
+        port.by_stack = true;
+        node.snapshot.forwarding.insert(A, port).unwrap();
+        let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
+        for _ in 0..2 {
+            assert_eq!(node.verdict(A, &udp(a, b, 10)), Verdict::Forward(HOST), "to the filters on its interface");
+            assert_eq!(node.evaluate(HOST, StackSender::Unchanged, udp(a, b, 10)).0, Verdict::Forward(B));
+            assert_eq!(node.verdict(B, &udp(b, a, 10)), Verdict::Forward(A), "which has none for what it sends");
+        }
+        // Policy is asked before the stack, and behind it.
+        node.publish(false);
+        for (port, sender) in [(A, StackSender::Unknown), (HOST, StackSender::Unchanged)] {
+            let denied = Verdict::Drop(DropReason::IngressDenied);
+            assert_eq!(node.evaluate(port, sender, udp((A_IPS[v6], 1001), b, 10)).0, denied);
+        }
     }
 }
 

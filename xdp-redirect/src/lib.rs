@@ -37,8 +37,8 @@ pub use program::MAX_QUEUES;
 pub use service_addresses::{MAX_SERVICE_ADDRESSES, ServiceAddressError, ServiceAddresses};
 pub use tag::ProgramTag;
 pub use tcx::{
-    AttachedUplink, Entrances, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth, ServedPort, TcxMapError,
-    TcxOptions, TcxPrograms, TrafficCount, TriedFrame, UplinkNumber, WaitingArray, WorkerPair,
+    AttachedUplink, Entrances, Filtered, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth, ServedPort,
+    TcxMapError, TcxOptions, TcxPrograms, TrafficCount, TriedFrame, UplinkNumber, WaitingArray, WorkerPair,
 };
 pub use translated_sources::TranslatedSources;
 
@@ -48,9 +48,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 use program::SharedMaps;
 use translation::ConnectionFunctions;
 
-/// The largest MTU of a veth's peer at which the driver accepts the program: a page of 4,096 bytes, less the XDP
-/// headroom, the kernel's tailroom and the Ethernet header (`veth_xdp_set` in drivers/net/veth.c). Above it the program
-/// runs in generic mode.
+/// The largest MTU of a veth's peer at which the driver accepts a program that takes packets in one buffer alone, as before Linux
+/// 5.18: a page of 4,096 bytes, less the XDP headroom, the kernel's tailroom and the Ethernet header (`veth_xdp_set` in
+/// drivers/net/veth.c). Above it the program runs in generic mode.
 pub const LARGEST_NATIVE_MTU: u32 = 4096 - 256 - 320 - 14;
 
 /// The first kernel version that can run a node: from it on, AF_XDP sockets share a UMEM between interfaces

@@ -8,7 +8,7 @@ use libbpf_rs::{MapHandle, OpenObject};
 
 use crate::liveness::ProcessLiveness;
 use crate::translation::ConnectionFunctions;
-use crate::{AttachOptions, LoadError, LocalPods, OnMiss, Role, TranslatedSources};
+use crate::{AttachOptions, LoadError, LocalPods, ModeChoice, OnMiss, Role, TranslatedSources};
 
 /// For pods' ports.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -91,12 +91,22 @@ impl Program {
     /// Loads the program of this role through the verifier.
     pub(crate) fn load(options: AttachOptions, shared: &SharedMaps) -> Result<Self, LoadError> {
         if options.role == Role::Pod {
-            let mut storage = MaybeUninit::uninit();
-            let open = open!(pod::RedirectSkelBuilder, &mut storage, options, shared);
-            let loaded = open.load().map_err(|source| LoadError::new("the XDP program", source))?;
-            return loaded!(loaded, |_: &pod::RedirectSkel<'_>| Ok(None));
+            return with_long_packets(options.mode, |flags| Self::load_for_pod(options, shared, flags));
         }
-        Self::load_for_node(options, shared, ConnectionFunctions::of_kernel())
+        let functions = ConnectionFunctions::of_kernel();
+        if options.role == Role::Uplink {
+            // What is longer than a frame goes by the kernel.
+            return Self::load_for_node(options, shared, functions, 0);
+        }
+        with_long_packets(options.mode, |flags| Self::load_for_node(options, shared, functions, flags))
+    }
+
+    fn load_for_pod(options: AttachOptions, shared: &SharedMaps, flags: u32) -> Result<Self, LoadError> {
+        let mut storage = MaybeUninit::uninit();
+        let mut open = open!(pod::RedirectSkelBuilder, &mut storage, options, shared);
+        open.progs.penstock.set_flags(flags);
+        let loaded = open.load().map_err(|source| LoadError::new("the XDP program", source))?;
+        loaded!(loaded, |_: &pod::RedirectSkel<'_>| Ok(None))
     }
 
     /// The same for an uplink or the host port. `functions`: those that it calls, which the kernel must have.
@@ -104,6 +114,7 @@ impl Program {
         options: AttachOptions,
         shared: &SharedMaps,
         functions: ConnectionFunctions,
+        flags: u32,
     ) -> Result<Self, LoadError> {
         let failed = |source| LoadError::new("the XDP program", source);
         let mut storage = MaybeUninit::uninit();
@@ -115,12 +126,22 @@ impl Program {
         if let Some(sources) = &shared.sources {
             open.maps.sources.reuse_fd(sources.map().as_fd()).map_err(failed)?;
         }
+        open.progs.penstock.set_flags(flags);
         let is_host = options.role == Role::Host;
         open.progs.penstock_leave.set_autoload(is_host);
         loaded!(open.load().map_err(failed)?, |loaded: &node::RedirectSkel<'_>| {
             is_host.then(|| duplicate(loaded.progs.penstock_leave.as_fd())).transpose()
         })
     }
+}
+
+/// Loads a program that takes packets of several buffers. Kernels before 5.18 know none (BPF_F_XDP_HAS_FRAGS in linux/bpf.h).
+/// Where it runs in generic mode, the pod's stack hands over what it would segment, which is no packet.
+fn with_long_packets(mode: ModeChoice, load: impl Fn(u32) -> Result<Program, LoadError>) -> Result<Program, LoadError> {
+    if mode == ModeChoice::Generic {
+        return load(0);
+    }
+    load(libbpf_rs::libbpf_sys::BPF_F_XDP_HAS_FRAGS).or_else(|_| load(0))
 }
 
 fn open_for_node<'a>(

@@ -116,6 +116,24 @@ pub struct ServedPort {
     pub bridge: u32,
     /// Longest IP packet to the pod, in bytes.
     pub mtu: u32,
+    /// Others' queueing disciplines and filters on the veth, which its packets must meet.
+    pub filtered: Filtered,
+}
+
+/// Where others have queueing disciplines or filters on a pod's interface: limits of bandwidth, for example.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Filtered {
+    /// On what the node sends to the pod.
+    pub to_pod: bool,
+    /// On what the pod sends.
+    pub from_pod: bool,
+}
+
+impl Filtered {
+    /// `FILTERS_…` in `src/bpf/tcx.bpf.c`.
+    fn flags(self) -> u8 {
+        u8::from(self.to_pod) | u8::from(self.from_pod) << 1
+    }
 }
 
 /// The kernel did not change a map of the tcx programs.
@@ -511,12 +529,13 @@ impl Maps {
 
 /// Size of `struct interface` and of `struct target` in `src/bpf/tcx.bpf.c`.
 const INTERFACE: usize = 24;
-const TARGET: usize = 16;
+const TARGET: usize = 20;
 
 impl ServedPort {
     fn interface(&self, is_captured: bool) -> [u8; INTERFACE] {
         let mut bytes = [0; INTERFACE];
         bytes[..2].copy_from_slice(&self.port.to_ne_bytes());
+        bytes[2] = self.filtered.flags();
         bytes[3] = is_captured.into();
         bytes[4..10].copy_from_slice(&self.node_mac);
         bytes[10..16].copy_from_slice(&self.pod_mac);
@@ -529,7 +548,8 @@ impl ServedPort {
         let mut bytes = [0; TARGET];
         bytes[..4].copy_from_slice(&interface.to_ne_bytes());
         bytes[4..10].copy_from_slice(&self.node_mac);
-        bytes[10..].copy_from_slice(&self.pod_mac);
+        bytes[10..16].copy_from_slice(&self.pod_mac);
+        bytes[16..].copy_from_slice(&u32::from(self.filtered.flags()).to_ne_bytes());
         bytes
     }
 }

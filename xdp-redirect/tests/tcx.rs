@@ -18,8 +18,8 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle};
 use nix::sched::{CloneFlags, CpuSet, sched_getaffinity, sched_setaffinity, unshare};
 use nix::unistd::Pid;
 use penstock_xdp_redirect::{
-    ConnectionMapSizes, ConnectionMaps, Entrances, Interface, PinnedProgram, Pins, PodVeth, ServedPort, TcxOptions,
-    TcxPrograms, WaitingArray, WorkerPair, XdpOutcome,
+    ConnectionMapSizes, ConnectionMaps, Entrances, Filtered, Interface, PinnedProgram, Pins, PodVeth, ServedPort,
+    TcxOptions, TcxPrograms, WaitingArray, WorkerPair, XdpOutcome,
 };
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
 
@@ -111,6 +111,7 @@ impl Pod {
             pod_mac: self.mac(),
             bridge: 0,
             mtu: 1500,
+            filtered: Filtered::default(),
         }
     }
 }

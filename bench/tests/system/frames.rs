@@ -1,12 +1,12 @@
 //! No frame leaks, and an idle daemon uses no CPU time.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
-use penstock_bench::load::{Generator, UdpFlow, UdpSink};
+use penstock_bench::load::{Generator, UdpFlow, UdpSink, transfer};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 
-use crate::fixture::{Fixture, pod, pods};
+use crate::fixture::{Fixture, pod, pods, policy};
 
 /// The frame account in the daemon's statistics.
 #[derive(Debug)]
@@ -141,4 +141,53 @@ fn an_idle_daemon_uses_less_than_three_percent_of_a_core() {
     std::thread::sleep(Duration::from_secs(5));
     let used = (fixture.daemon.processor_time().unwrap() - before).as_secs_f64() / start.elapsed().as_secs_f64();
     assert!(used < 0.03, "{:.1} % of a core", used * 100.0);
+}
+
+/// Sends datagrams of these lengths, each until it has come or for some time. Returns the lengths of what came.
+fn arrived(fixture: &Fixture, from: &str, to: &str, v6: bool, lengths: &[usize]) -> Vec<usize> {
+    let (client, server) = (fixture.site(from), fixture.site(to));
+    let (source, there) = (client.address(v6).unwrap(), server.address(v6).unwrap());
+    let sink = server.namespace.run(|| UdpSocket::bind((there, 7100))).unwrap();
+    sink.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    let socket = client.namespace.run(|| UdpSocket::bind((source, 0))).unwrap();
+    let mut buffer = vec![0; 65_536];
+    let mut came = Vec::new();
+    for &length in lengths {
+        for _ in 0..10 {
+            let _ = socket.send_to(&vec![7; length], (there, 7100));
+            if let Ok((length, sender)) = sink.recv_from(&mut buffer) {
+                assert!(buffer[..length].iter().all(|byte| *byte == 7), "{from} to {to}: {length} bytes, changed");
+                came.push(length);
+                // The answer is as long.
+                sink.send_to(&buffer[..length], sender).unwrap();
+                socket.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+                assert_eq!(socket.recv(&mut buffer).ok(), Some(length), "{from} to {to}: the answer");
+                break;
+            }
+        }
+    }
+    came
+}
+
+#[test]
+fn packets_longer_than_a_frame_pass_and_are_judged() {
+    const LENGTHS: [usize; 4] = [8900, 1800, 20, 30_000];
+    let only = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
+    let fixture = Fixture::with_mtu(&(pods(4) + &policy("only", "pod-1", only)), 9001);
+    for v6 in [false, true] {
+        for (from, to, passes) in [
+            ("test/pod-0", "test/pod-1", true),
+            ("test/pod-2", "test/pod-1", false),
+            ("test/pod-2", "test/pod-3", true),
+            ("node", "test/pod-3", true),
+            ("test/pod-3", "node", true),
+        ] {
+            let expected = if passes { &LENGTHS[..] } else { &[] };
+            assert_eq!(arrived(&fixture, from, to, v6, &LENGTHS), expected, "{from} to {to}, v6 {v6}");
+        }
+        let (from, to) = (fixture.site("test/pod-2"), fixture.site("test/pod-3"));
+        let report = transfer(&from.namespace, &to.namespace, to.address(v6).unwrap(), 10_000_000).unwrap();
+        assert!(report.bytes >= 10_000_000, "{report:?}");
+    }
+    frames_at_end(fixture).assert_balanced();
 }

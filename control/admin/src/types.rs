@@ -279,6 +279,9 @@ pub struct PodStatus {
     pub enforced: bool,
     /// Why it is not attached yet.
     pub waiting: Option<String>,
+    /// Which of its packets others have limits of bandwidth or filters for, and whether these hold.
+    #[serde(default)]
+    pub filtered: Option<String>,
     /// Its connections, which count against its quota of the table.
     pub connections: u32,
 }

@@ -394,7 +394,15 @@ mod tests {
             owners.insert(ip(last), (key, interface));
             let addresses = vec![ip(last).into()];
             let mac = Default::default();
-            let behind = Port { kind: PortKind::Pod, own_mac: mac, peer_mac: mac, mtu: 1500, interface: 0, addresses };
+            let behind = Port {
+                kind: PortKind::Pod,
+                own_mac: mac,
+                peer_mac: mac,
+                mtu: 1500,
+                interface: 0,
+                by_stack: false,
+                addresses,
+            };
             forwarding.insert(PortId(port), behind).unwrap();
         }
         (owners, forwarding)

@@ -121,6 +121,7 @@ impl OpenPorts {
             peer_mac: node.mac,
             mtu: mtu(node.mtu),
             interface: 0,
+            by_stack: false,
             addresses: Vec::new(),
         };
         let open = self.open(dataplane, workers, self.options(Role::Host), port)?;
@@ -168,6 +169,7 @@ impl OpenPorts {
             peer_mac: Default::default(),
             mtu: mtu(link.mtu),
             interface: 0,
+            by_stack: false,
             addresses: Vec::new(),
         };
         let open = self.open(dataplane, link, self.options(Role::Uplink), port)?;

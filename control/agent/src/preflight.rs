@@ -255,7 +255,7 @@ fn source_check() -> Option<PreflightFinding> {
 pub(super) fn port_limits(config: &Config) -> PortLimits<'_> {
     PortLimits {
         node: config.node.as_str(),
-        largest: config.umem.frame_size.largest_packet(),
+        largest: config.longest_packet(),
         main_table_only: config.attach_by == Attach::Xdp,
     }
 }

@@ -61,6 +61,9 @@ fn text(status: &Status) -> String {
             frames.total, frames.free, frames.fill, frames.in_flight
         ),
     );
+    for (pod, filtered) in status.pods.iter().filter_map(|it| Some((&it.pod, it.filtered.as_ref()?))) {
+        line(&mut text, &format!("pod {pod}: limits or filters of somebody else for {filtered}"));
+    }
     let connections = &status.connections;
     line(&mut text, &format!("connections: {} of {}", connections.entries, connections.capacity));
     if let Some(services) = &status.services {

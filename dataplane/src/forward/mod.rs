@@ -60,6 +60,8 @@ pub struct Port {
     pub mtu: u16,
     /// Index of a pod's interface on the node, for the kernel's programs; 0 if they do not forward for it.
     pub interface: u32,
+    /// What a pod sends to another of the node takes the node's stack: others have filters on its interface there.
+    pub by_stack: bool,
     /// Allowed source addresses; empty for host and uplink ports, which may use any.
     pub addresses: Vec<Address>,
 }

@@ -51,6 +51,22 @@ impl<'a> RxBatch<'a> {
         }
     }
 
+    /// How many frames are followed by more of their packet.
+    #[inline]
+    pub(crate) fn parts(&self) -> usize {
+        self.frames.iter().filter(|frame| frame.has_more_frames()).count()
+    }
+
+    /// How many packets at the start are in one frame each.
+    pub(crate) fn whole_at_start(&self) -> usize {
+        self.frames.iter().take_while(|frame| !frame.has_more_frames()).count()
+    }
+
+    /// Whether the next frame has more of the packet of the one at this index.
+    pub(crate) fn continues(&self, index: usize) -> bool {
+        self.frames[index].has_more_frames()
+    }
+
     /// The frame at this index.
     pub(crate) fn frame(&self, index: usize) -> FrameDesc {
         self.frames[index]

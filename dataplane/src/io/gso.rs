@@ -116,17 +116,29 @@ impl GsoPort {
             parts[count] = IoSlice::new(&frame[joined.payload..]);
             count += 1;
         }
+        self.send_parts(&parts[..count])
+    }
+
+    /// Sends a frame as it is, of any length that the interface takes.
+    pub(crate) fn send_whole(&self, frame: &[u8]) -> Result<(), Errno> {
+        self.send_parts(&[IoSlice::new(&[0; VIRTIO_NET_HDR]), IoSlice::new(frame)])
+    }
+
+    fn send_parts(&self, parts: &[IoSlice<'_>]) -> Result<(), Errno> {
         let socket = self.socket.as_fd().as_raw_fd();
-        sendmsg(socket, &parts[..count], &[], MsgFlags::MSG_DONTWAIT, Some(&self.to)).map(drop)
+        sendmsg(socket, parts, &[], MsgFlags::MSG_DONTWAIT, Some(&self.to)).map(drop)
     }
 }
 
-fn virtio_net_hdr(joined: &JoinedSegments) -> [u8; 10] {
+/// Bytes of `struct virtio_net_hdr`.
+const VIRTIO_NET_HDR: usize = 10;
+
+fn virtio_net_hdr(joined: &JoinedSegments) -> [u8; VIRTIO_NET_HDR] {
     const NEEDS_CSUM: u8 = 1;
     const TCPV4: u8 = 1;
     const TCPV6: u8 = 4;
     const CHECKSUM_AT: u16 = 16;
-    let mut header = [0; 10];
+    let mut header = [0; VIRTIO_NET_HDR];
     (header[0], header[1]) = (NEEDS_CSUM, if joined.is_v4() { TCPV4 } else { TCPV6 });
     let words = [joined.payload as u16, joined.segment, joined.tcp, CHECKSUM_AT];
     for (at, word) in words.into_iter().enumerate() {

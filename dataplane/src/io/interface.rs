@@ -2,7 +2,8 @@
 
 use std::ffi::c_char;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::OnceLock;
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
 
@@ -10,12 +11,40 @@ use super::PortError;
 
 /// Headroom of the kernel before a received packet (`XDP_PACKET_HEADROOM` in linux/bpf.h), in bytes.
 const HEADROOM: u32 = 256;
+/// For packets of several frames (linux/if_xdp.h).
+const XDP_USE_SG: u16 = 16;
 /// Bytes of an Ethernet header.
 const ETHERNET: u32 = 14;
 
 /// The largest MTU whose packets fit into frames of this size, in bytes.
 pub const fn largest_mtu(frame_size: u32) -> u32 {
     frame_size.saturating_sub(HEADROOM + ETHERNET)
+}
+
+/// Whether the kernel hands over packets that are longer than a frame, in several of them: Linux 6.6. An older one refuses the flag before
+/// it looks for the interface (`xsk_bind` in net/xdp/xsk.c), which there is none of.
+pub fn takes_long_packets() -> bool {
+    static TAKES: OnceLock<bool> = OnceLock::new();
+    *TAKES.get_or_init(|| {
+        // SAFETY: it has no memory of ours.
+        let socket = unsafe { libc::socket(libc::AF_XDP, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+        if socket < 0 {
+            return false;
+        }
+        // SAFETY: the descriptor was just opened, and nobody else has it.
+        let socket = unsafe { OwnedFd::from_raw_fd(socket) };
+        let nowhere = libc::sockaddr_xdp {
+            sxdp_family: libc::AF_XDP as u16,
+            sxdp_flags: libc::XDP_COPY | XDP_USE_SG,
+            sxdp_ifindex: i32::MAX as u32,
+            sxdp_queue_id: 0,
+            sxdp_shared_umem_fd: 0,
+        };
+        let length = size_of::<libc::sockaddr_xdp>() as libc::socklen_t;
+        // SAFETY: the address lives across the call, and its size is given.
+        let bound = unsafe { libc::bind(socket.as_raw_fd(), (&raw const nowhere).cast(), length) };
+        bound != 0 && io::Error::last_os_error().raw_os_error() == Some(libc::ENODEV)
+    })
 }
 
 /// Current properties of an interface in the calling thread's network namespace.

@@ -41,6 +41,8 @@ pub struct UmemConfig {
     pub frame_size: u32,
     /// Entries of each ring of a queue: a power of two from 64 to 32768.
     pub ring_size: u32,
+    /// Whether its sockets take packets of several frames.
+    pub long_packets: bool,
     /// Kind of pages.
     pub huge_pages: HugePages,
 }
@@ -108,7 +110,7 @@ impl Umem {
         let (xsk, frames, pages) = Self::map(config)?;
         let interface = "lo".parse().expect("the name has no NUL");
         // SAFETY: this is the first socket of the UMEM, and it loads no XDP program.
-        let queues = unsafe { Socket::new(socket_config(config.ring_size), &xsk, &interface, 0) };
+        let queues = unsafe { Socket::new(socket_config(config.ring_size, config.long_packets), &xsk, &interface, 0) };
         let (tx, rx, fill_and_completion) = queues.map_err(|error| umem_error("binding its socket", error, &config))?;
         // SAFETY: the socket is open as long as its queues live.
         let socket = unsafe { BorrowedFd::borrow_raw(rx.fd().as_raw_fd()) };
@@ -199,14 +201,16 @@ impl Umem {
     }
 }
 
-/// Configuration of every socket. The flags of the first one apply to all that share its UMEM.
-pub(super) fn socket_config(ring_size: u32) -> SocketConfig {
+/// Configuration of every socket. The flags of the first one apply to all that share its UMEM: that they take packets of several
+/// frames, for example.
+pub(super) fn socket_config(ring_size: u32, takes_long: bool) -> SocketConfig {
+    let long = if takes_long { BindFlags::XDP_USE_SG } else { BindFlags::empty() };
     let ring = QueueSize::new(ring_size).expect("the ring size was checked");
     SocketConfig::builder()
         .rx_queue_size(ring)
         .tx_queue_size(ring)
         .libxdp_flags(LibxdpFlags::XSK_LIBXDP_FLAGS_INHIBIT_PROG_LOAD)
-        .bind_flags(BindFlags::XDP_COPY | BindFlags::XDP_USE_NEED_WAKEUP)
+        .bind_flags(BindFlags::XDP_COPY | BindFlags::XDP_USE_NEED_WAKEUP | long)
         .build()
 }
 

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -51,8 +52,10 @@ pub(crate) struct XskQueue {
     outstanding: u32,
     /// The kernel rejects the socket permanently: its interface is gone.
     dead: bool,
-    /// For GSO packets, if enabled.
-    gso: Option<GsoPort>,
+    /// For packets that do not fit a frame.
+    sender: Option<Arc<GsoPort>>,
+    /// Whether TCP segments leave as GSO packets.
+    joins: bool,
 }
 
 impl XskQueue {
@@ -89,7 +92,8 @@ impl XskQueue {
             fill_target,
             outstanding: 0,
             dead: false,
-            gso: None,
+            sender: None,
+            joins: false,
         };
         // A child process must not keep the socket, and with it its frames, after it was closed here.
         let _ = fcntl(this.as_fd(), FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
@@ -105,9 +109,19 @@ impl XskQueue {
         Ok(this)
     }
 
-    /// Enables GSO packets on this socket.
-    pub(crate) fn join_segments(&mut self, gso: GsoPort) {
-        self.gso = Some(gso);
+    /// Lets it send packets that do not fit a frame, and TCP segments as GSO packets if it `joins` them.
+    pub(crate) fn send_by(&mut self, sender: Arc<GsoPort>, joins: bool) {
+        (self.sender, self.joins) = (Some(sender), joins);
+    }
+
+    /// What sends packets that do not fit a frame.
+    pub(crate) fn sender(&self) -> Option<Arc<GsoPort>> {
+        self.sender.clone()
+    }
+
+    /// Sends a packet that does not fit a frame. The TX ring must have been drained before.
+    pub(crate) fn send_long(&self, frame: &[u8]) -> bool {
+        self.sender.as_ref().is_some_and(|sender| sender.send_whole(frame).is_ok())
     }
 
     /// Lets one wake-up send more than 32 packets if the kernel has the option (Linux 6.17), and enlarges the send
@@ -176,6 +190,15 @@ impl XskQueue {
         unsafe { RxBatch::new(umem, &mut frames[..count]) }
     }
 
+    /// Reads the next frame of a packet whose earlier ones were read; the kernel makes all of them visible at once.
+    pub(crate) fn receive_part<'a>(&mut self, umem: &'a Umem, frame: &'a mut [FrameDesc; 1]) -> RxBatch<'a> {
+        // SAFETY: the ring's frames belong to the UMEM that the socket was created with.
+        let count = unsafe { self.rx.consume(frame) };
+        self.filled -= count as u32;
+        // SAFETY: it was just taken from the RX ring, which never contains a frame twice.
+        unsafe { RxBatch::new(umem, &mut frame[..count]) }
+    }
+
     /// Puts frames into the TX ring in order, as many as fit, and returns how many.
     #[inline]
     pub(crate) fn send(&mut self, frames: &mut [FrameDesc], umem: &Umem) -> usize {
@@ -198,7 +221,7 @@ impl XskQueue {
     /// The segments at the start of these frames that can be sent as one GSO packet, if any.
     #[inline]
     pub(crate) fn join(&self, umem: &Umem, frames: &[FrameDesc]) -> Option<JoinedSegments> {
-        if self.gso.is_none() || frames.first()?.lengths().data() < LEAST_TO_JOIN {
+        if !self.joins || frames.first()?.lengths().data() < LEAST_TO_JOIN {
             return None;
         }
         // SAFETY: the frames are the caller's, which is about to send them.
@@ -208,7 +231,7 @@ impl XskQueue {
     /// Sends these joined frames as one GSO packet. The TX ring must have been drained before. `false`: the kernel did
     /// not take it, and the frames must be sent one by one.
     pub(crate) fn send_joined(&self, umem: &Umem, frames: &[FrameDesc], joined: &JoinedSegments) -> bool {
-        let Some(gso) = &self.gso else { return false };
+        let Some(gso) = &self.sender else { return false };
         // SAFETY: as above.
         gso.send(joined, frames.iter().map(|frame| unsafe { umem.bytes(frame) })).is_ok()
     }
@@ -362,7 +385,7 @@ fn bind(
     let deadline = Instant::now() + patience;
     let (tx, rx, rings) = loop {
         // SAFETY: libxdp loads no program, which is what sharing a UMEM and queue would need.
-        let result = unsafe { Socket::new(socket_config(umem.config().ring_size), umem.xsk(), &name, queue) };
+        let result = unsafe { Socket::new(socket_config(umem.config().ring_size, false), umem.xsk(), &name, queue) };
         match result {
             Ok(queues) => break queues,
             Err(error) => {

@@ -85,10 +85,32 @@ pub(super) fn dispatch_translated(
     open: OpenChecksum,
 ) -> Result<PortId, DropReason> {
     let leaving = translation.leaving(packet);
+    if from.by_stack && is_answer_to_pod(snapshot, from, &leaving, route) {
+        return dispatch(snapshot, from, frame, packet, PacketPath::ViaHost, open);
+    }
     let (egress, hop) = way(snapshot, from, &leaving, route, open)?;
     translate(frame, packet, &translation.out, translation.quote.as_ref());
     rewrite(frame, &leaving, hop);
     Ok(egress)
+}
+
+/// Whether a packet leaves with the address of a Service for a pod of the node. By the node's stack it goes as it came: that would
+/// take it for forged, and it comes back to a worker.
+#[cold]
+#[inline(never)]
+fn is_answer_to_pod(snapshot: &Snapshot, from: &Port, leaving: &Packet, route: PacketPath) -> bool {
+    !from.addresses.contains(&leaving.flow.src) && egress(snapshot, leaving, route) != via_host(snapshot)
+}
+
+/// The port by which a pod's packet gets to the filters that others have on the pod's interface: the node's stack, which brings
+/// it back to a worker if it is for another pod. A pod that is its own backend has an address there that is not its own.
+#[cold]
+#[inline(never)]
+fn by_stack(snapshot: &Snapshot, from: &Port, packet: &Packet, egress: PortId) -> PortId {
+    match snapshot.forwarding.host() {
+        Some(host) if from.addresses.contains(&packet.flow.src) => host,
+        _ => egress,
+    }
 }
 
 /// A packet of the node's stack goes back into its pair, to leave as it is.
@@ -117,7 +139,10 @@ fn way(
     if let PacketPath::ByUplink(leaving) = route {
         return by_uplink(snapshot, &packet.flow, leaving, open);
     }
-    let egress = egress(snapshot, packet, route).ok_or(DropReason::NoPort)?;
+    let mut egress = egress(snapshot, packet, route).ok_or(DropReason::NoPort)?;
+    if from.by_stack {
+        egress = by_stack(snapshot, from, packet, egress);
+    }
     let port = snapshot.forwarding.port(egress).ok_or(DropReason::PortGone)?;
     let (from_host, to_host) = (from.kind == PortKind::Host, port.kind == PortKind::Host);
     if from_host && to_host {

@@ -483,7 +483,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
 
     /// Who sent the packet, if it came from the node's stack.
     #[inline(always)]
-    fn sender(&mut self) -> StackSender {
+    pub(super) fn sender(&mut self) -> StackSender {
         if self.from_host { self.frames.stack_sender(self.index) } else { StackSender::Unknown }
     }
 

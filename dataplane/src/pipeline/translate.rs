@@ -10,7 +10,7 @@ use rand::Rng;
 use super::track::Tracker;
 use super::{AdmittedPacket, DroppedPacket, Observer};
 use crate::DropReason;
-use crate::batch::Frames;
+use crate::batch::{Frames, StackSender};
 use crate::conntrack::{Conn, PreparedFlow, Translated};
 use crate::packet::{Flow, Packet, Protocol, can_translate};
 use crate::services::{Affinity, Backend, Destination, Frontend, FrontendKey, WithoutBackend};
@@ -113,7 +113,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
 
     /// Gives a packet the flows of its connection.
     pub(super) fn turn(
-        &self,
+        &mut self,
         translated: Translated<'a>,
         entry: &mut AdmittedPacket,
     ) -> Result<Conn<'a>, DroppedPacket> {
@@ -122,6 +122,8 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         let out = match (by_frontend, is_of_client) {
             (true, true) => inner.flow(),
             (false, false) => frontend.reversed(),
+            // A worker has translated it, and sent it by the node's stack ([`Port::by_stack`](crate::forward::Port::by_stack)).
+            (false, true) if self.from_host && self.sender() == StackSender::Unchanged => inner.flow(),
             // Between the same ends without the Service, or from its address by someone else.
             _ => return Err(DropReason::FlowInUse.into()),
         };

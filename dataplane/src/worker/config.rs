@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{Priority, WaitingPackets};
 use crate::conntrack;
-use crate::io::HugePages;
+use crate::io::{HugePages, takes_long_packets};
 use crate::pipeline::{OriginalSources, PipelineMode};
 use crate::reply::ReplySettings;
 
@@ -48,6 +48,8 @@ pub struct Config {
     /// Whether consecutive TCP segments that were received together and leave on the same port are sent as one GSO
     /// packet, if the port has one queue.
     pub gso: bool,
+    /// Whether workers take packets of several frames; [`takes_long_packets`] of the kernel.
+    pub long_packets: bool,
     /// Whether the UMEM uses huge pages.
     pub huge_pages: HugePages,
     /// The cores that workers are pinned to, one each.
@@ -79,6 +81,7 @@ impl Default for Config {
             ring_size: 1024,
             tx_budget: 1024,
             gso: true,
+            long_packets: takes_long_packets(),
             huge_pages: HugePages::Auto,
             cores: vec![CoreId(0)],
             polling: Polling::default(),

@@ -107,7 +107,8 @@ impl PortControl {
         };
         let opened = opened.and_then(|(sockets, open)| {
             let counters = self.workers().map(|_| Arc::default()).collect();
-            self.ports.insert(id, OpenPort { interface: interface.clone(), queues: open, counters });
+            let sender = sockets.first().and_then(XskQueue::sender);
+            self.ports.insert(id, OpenPort { interface: interface.clone(), queues: open, sender, counters });
             self.attach(id, *path, facts.index, sockets)
         });
         match opened {
@@ -171,7 +172,9 @@ impl PortControl {
         });
         match opened {
             Ok((mut socket, again)) => {
-                let gso = joins.then(|| self.join_segments(&mut socket, interface));
+                let opened = (joins || self.shared.umem.config().long_packets)
+                    .then(|| self.send_by(&mut socket, interface, joins));
+                let gso = opened.filter(|_| joins);
                 let worker = self.least_loaded(queue);
                 Ok((socket, OpenQueue { queue, worker, slot, socket: again, gso }))
             }
@@ -183,10 +186,10 @@ impl PortControl {
         }
     }
 
-    /// Enables GSO for segments sent on a queue of this interface.
-    fn join_segments(&mut self, queue: &mut XskQueue, interface: &str) -> io::Result<Arc<GsoSocket>> {
+    /// Opens the packet socket for what a queue of this interface sends beside its ring.
+    fn send_by(&mut self, queue: &mut XskQueue, interface: &str, joins: bool) -> io::Result<Arc<GsoSocket>> {
         let socket = self.gso.open()?;
-        queue.join_segments(GsoPort::new(socket.clone(), interface)?);
+        queue.send_by(Arc::new(GsoPort::new(socket.clone(), interface)?), joins);
         Ok(socket)
     }
 
@@ -216,9 +219,11 @@ impl PortControl {
             _ => WorkerPath::Own(std::mem::take(&mut own[worker])),
         };
         let counters = port.counters.clone();
+        let sender = port.sender.clone();
         self.ask(self.workers(), |worker, done| Command::Attach {
             port: id,
             path: path_of(worker),
+            sender: sender.clone(),
             counters: counters[worker].clone(),
             done,
         })?;

@@ -117,8 +117,11 @@ impl Dataplane {
         let (mode, replies, sources) = (config.mode, config.replies, config.sources.clone());
         let verdicts = Arc::new(VerdictLog::new(config.cores.len()));
         let (log, kept) = (verdicts.clone(), sources.clone());
-        let longest = u16::try_from(largest_mtu(config.frame_size)).unwrap_or(u16::MAX);
+        let in_frame = u16::try_from(largest_mtu(config.frame_size)).unwrap_or(u16::MAX);
+        let takes_long = config.long_packets;
         let evaluate = move |worker, connections: &Arc<ConnTable>| {
+            // Where programs forward the segments of established connections, their length does not matter.
+            let longest = if takes_long && connections.is_shared() { u16::MAX } else { in_frame };
             PolicyProcessor::new(connections.clone(), mode, replies, worker, log.clone(), sources.clone(), longest)
         };
         let mut this = Self::start_with(config, evaluate)?;
@@ -135,6 +138,7 @@ impl Dataplane {
             frames: config.frames,
             frame_size: config.frame_size,
             ring_size: config.ring_size,
+            long_packets: config.long_packets,
             huge_pages: config.huge_pages,
         })?;
         let connections = Arc::new(ConnTable::new(&config.connections)?);

@@ -12,7 +12,7 @@ use xsk_rs::FrameDesc;
 use super::capture::CaptureTap;
 use super::statistics::{PortCounters, QueueDepth};
 use crate::forward::PortId;
-use crate::io::XskQueue;
+use crate::io::{GsoPort, XskQueue};
 
 /// A packet handed off to the worker that owns its egress port.
 #[derive(Clone, Copy, Debug)]
@@ -50,7 +50,13 @@ pub(crate) enum WorkerPath {
 /// A command of the control side. It is executed between two poll iterations, when the worker holds no packet.
 pub(crate) enum Command {
     /// A port is open.
-    Attach { port: PortId, path: WorkerPath, counters: Arc<PortCounters>, done: Sender<()> },
+    Attach {
+        port: PortId,
+        path: WorkerPath,
+        sender: Option<Arc<GsoPort>>,
+        counters: Arc<PortCounters>,
+        done: Sender<()>,
+    },
     /// Nothing may be sent on this port any more.
     Unroute { port: PortId, done: Sender<()> },
     /// Detach the port's queues.

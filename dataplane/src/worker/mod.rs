@@ -17,6 +17,7 @@ mod error;
 mod grace;
 mod histogram;
 mod inbox;
+mod long;
 mod moderation;
 mod ports;
 mod privileges;

@@ -9,7 +9,7 @@ use super::MAX_PORTS;
 use super::statistics::{KernelDrops, PortCounters};
 use crate::Snapshot;
 use crate::forward::PortId;
-use crate::io::{GsoSocket, QueueSlot, XskQueue};
+use crate::io::{GsoPort, GsoSocket, QueueSlot, XskQueue};
 
 /// One queue of an open port.
 #[derive(Debug)]
@@ -31,6 +31,8 @@ pub(super) struct OpenQueue {
 pub(super) struct OpenPort {
     pub(super) interface: String,
     pub(super) queues: Vec<OpenQueue>,
+    /// For packets that do not fit a frame; workers without a queue of the port send by it, too.
+    pub(super) sender: Option<Arc<GsoPort>>,
     /// By worker.
     pub(super) counters: Vec<Arc<PortCounters>>,
 }
@@ -123,7 +125,15 @@ mod tests {
         let mut forwarding = Forwarding::new([]);
         for &id in ids {
             let (own_mac, peer_mac) = (Mac::default(), Mac::default());
-            let port = Port { kind: PortKind::Pod, own_mac, peer_mac, mtu: 1500, interface: 0, addresses: Vec::new() };
+            let port = Port {
+                kind: PortKind::Pod,
+                own_mac,
+                peer_mac,
+                mtu: 1500,
+                interface: 0,
+                by_stack: false,
+                addresses: Vec::new(),
+            };
             forwarding.insert(PortId(id), port).unwrap();
         }
         Snapshot { forwarding, ..Snapshot::default() }

@@ -4,15 +4,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::capture::{CaptureTap, CapturedBatch};
+use super::long::LongPacket;
 use super::verdicts::{Recorder, VerdictLog};
 use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
 use crate::packet::Flow;
-use crate::pipeline::{BATCH, EvaluationReason, Observer, OriginalSources, Pipeline, PipelineMode, Verdict};
+use crate::pipeline::{BATCH, EvaluationReason, Frames, Observer, OriginalSources, Pipeline, PipelineMode, Verdict};
 use crate::policy::{EvaluationForm, PolicySet, PolicyVerdict};
 use crate::reply::{Replies, ReplySettings};
-use crate::{Epoch, Snapshot};
+use crate::{DropReason, Epoch, Snapshot};
 
 /// Processes a batch of packets: the pipeline, or something simpler in this module's tests.
 pub(crate) trait Processor: Send + 'static {
@@ -25,6 +26,18 @@ pub(crate) trait Processor: Send + 'static {
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
     );
+
+    /// The same for a packet that came in several frames.
+    fn process_long(
+        &mut self,
+        _snapshot: &Snapshot,
+        _now: Instant,
+        _ingress: PortId,
+        _packet: &mut LongPacket,
+        verdicts: &mut [Verdict; BATCH],
+    ) {
+        verdicts[0] = Verdict::Drop(DropReason::TooBig);
+    }
 
     /// Replies to the last batch.
     fn replies(&mut self) -> Option<&mut Replies> {
@@ -123,15 +136,40 @@ impl PolicyProcessor {
         self.origin.1.plus(now.saturating_duration_since(self.origin.0))
     }
 
-    /// [`Processor::process`] while a capture runs.
-    #[cold]
-    #[inline(never)]
-    fn process_captured(
+    /// [`Processor::process`], for frames of any kind.
+    #[inline(always)]
+    fn evaluate<F: Frames>(
         &mut self,
         snapshot: &Snapshot,
         now: Instant,
         ingress: PortId,
-        frames: &mut RxBatch<'_>,
+        frames: &mut F,
+        verdicts: &mut [Verdict; BATCH],
+    ) {
+        if self.capture.is_some() {
+            return self.process_captured(snapshot, now, ingress, frames, verdicts);
+        }
+        let timestamp = self.timestamp(now);
+        let pipeline = &mut self.pipeline;
+        let mut usage = RuleUsage { policy: &snapshot.policy, worker: self.worker };
+        if self.recorder.is_on() {
+            let mut both = (&mut self.recorder, usage);
+            pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut both);
+            self.recorder.record(snapshot, pipeline.connections(), now, ingress, frames, verdicts);
+        } else {
+            pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut usage);
+        }
+    }
+
+    /// [`Processor::process`] while a capture runs.
+    #[cold]
+    #[inline(never)]
+    fn process_captured<F: Frames>(
+        &mut self,
+        snapshot: &Snapshot,
+        now: Instant,
+        ingress: PortId,
+        frames: &mut F,
         verdicts: &mut [Verdict; BATCH],
     ) {
         let timestamp = self.timestamp(now);
@@ -161,19 +199,19 @@ impl Processor for PolicyProcessor {
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
     ) {
-        if self.capture.is_some() {
-            return self.process_captured(snapshot, now, ingress, frames, verdicts);
-        }
-        let timestamp = self.timestamp(now);
-        let pipeline = &mut self.pipeline;
-        let mut usage = RuleUsage { policy: &snapshot.policy, worker: self.worker };
-        if self.recorder.is_on() {
-            let mut both = (&mut self.recorder, usage);
-            pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut both);
-            self.recorder.record(snapshot, pipeline.connections(), now, ingress, frames, verdicts);
-        } else {
-            pipeline.process_batch(snapshot, timestamp, ingress, frames, verdicts, &mut usage);
-        }
+        self.evaluate(snapshot, now, ingress, frames, verdicts);
+    }
+
+    #[cold]
+    fn process_long(
+        &mut self,
+        snapshot: &Snapshot,
+        now: Instant,
+        ingress: PortId,
+        packet: &mut LongPacket,
+        verdicts: &mut [Verdict; BATCH],
+    ) {
+        self.evaluate(snapshot, now, ingress, packet, verdicts);
     }
 
     #[inline]

@@ -149,6 +149,11 @@ impl PortQueue {
         !self.unsent
     }
 
+    /// Sends a packet that does not fit a frame, once the kernel has taken what was before it.
+    pub(super) fn send_long(&mut self, frame: &[u8]) -> bool {
+        self.drain() && self.xsk.send_long(frame)
+    }
+
     fn send_joined(&mut self, at: usize, joined: &JoinedSegments, umem: &Umem) -> bool {
         self.xsk.send_joined(umem, &self.frames[at..at + joined.count], joined)
     }

@@ -13,6 +13,7 @@ use xsk_rs::FrameDesc;
 use super::breaks::Breaks;
 use super::control::WorkerShared;
 use super::inbox::Command;
+use super::long::LongPacket;
 use super::moderation::Moderation;
 use super::processor::Processor;
 use super::queue::PortQueue;
@@ -24,6 +25,7 @@ use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
 use crate::io::tag::FrameTag;
 use crate::io::{RxBatch, XskQueue};
+use crate::packet::finish_open;
 use crate::pipeline::Verdict;
 use crate::{DropReason, Snapshot};
 
@@ -61,6 +63,8 @@ struct PacketPath<P> {
     processor: P,
     snapshot: Cache<Arc<ArcSwap<Snapshot>>, Arc<Snapshot>>,
     verdicts: [Verdict; BATCH],
+    /// The last packet that came in several frames.
+    long: LongPacket,
 }
 
 impl<P: Processor> Worker<P> {
@@ -81,7 +85,7 @@ impl<P: Processor> Worker<P> {
             Polling::Busy => None,
         };
         Ok(Self {
-            path: PacketPath { state, processor, snapshot, verdicts },
+            path: PacketPath { state, processor, snapshot, verdicts, long: LongPacket::new() },
             commands,
             epoll,
             spin,
@@ -179,15 +183,16 @@ impl<P: Processor> Worker<P> {
             return 0;
         }
         // Counted first: meanwhile the headers are fetched from the sender's core.
-        queue.counters.rx_packets.add(count as u64);
+        let parts = batch.parts();
+        queue.counters.rx_packets.add((count - parts) as u64);
         queue.counters.rx_bytes.add(batch.total_bytes());
         let ingress = queue.port;
         state.counters().count_batch(count);
         state.mark_active(index);
-        if state.is_pair(index) {
-            self.path.process_tagged(batch, ingress, now);
+        if parts > 0 {
+            self.path.process_parts(batch, (index, ingress), now);
         } else {
-            self.path.process(batch, ingress, now);
+            self.path.process_whole(batch, (index, ingress), now);
         }
         count as u32
     }
@@ -234,8 +239,8 @@ impl<P: Processor> Worker<P> {
     fn handle_commands(&mut self) -> bool {
         while let Ok(command) = self.commands.try_recv() {
             match command {
-                Command::Attach { port, path, counters, done } => {
-                    self.path.state.attach(port, path, counters);
+                Command::Attach { port, path, sender, counters, done } => {
+                    self.path.state.attach(port, path, sender, counters);
                     let _ = done.send(());
                 }
                 Command::Unroute { port, done } => {
@@ -266,6 +271,84 @@ impl<P: Processor> Worker<P> {
 }
 
 impl<P: Processor> PacketPath<P> {
+    /// Processes a batch of a queue, which is one of this port: each packet has a frame.
+    #[inline]
+    fn process_whole(&mut self, batch: RxBatch<'_>, (index, port): (usize, PortId), now: Instant) {
+        if self.state.is_pair(index) {
+            self.process_tagged(batch, port, now);
+        } else {
+            self.process(batch, port, now);
+        }
+    }
+
+    /// The same for a batch with packets that came in several frames; all in their order.
+    #[cold]
+    #[inline(never)]
+    fn process_parts(&mut self, mut batch: RxBatch<'_>, queue: (usize, PortId), now: Instant) {
+        let umem = self.state.shared.clone();
+        let mut packet = std::mem::take(&mut self.long);
+        loop {
+            let whole = batch.whole_at_start();
+            let (run, mut rest) = batch.split(whole);
+            if whole > 0 {
+                self.process_whole(run, queue, now);
+            }
+            if rest.is_empty() {
+                break;
+            }
+            packet.clear();
+            let (mut taken, mut continues) = (0, true);
+            while continues && taken < rest.len() {
+                continues = rest.continues(taken);
+                self.state.take_part(&mut rest, taken, &mut packet);
+                taken += 1;
+            }
+            let mut frame = [FrameDesc::default()];
+            while continues {
+                let Some(queue) = self.state.queues[queue.0].as_mut() else { break };
+                let mut part = queue.xsk.receive_part(&umem.umem, &mut frame);
+                if part.is_empty() {
+                    packet.cut();
+                    break;
+                }
+                continues = part.continues(0);
+                self.state.take_part(&mut part, 0, &mut packet);
+            }
+            self.process_long(&mut packet, queue, now);
+            batch = rest.split(taken).1;
+        }
+        self.long = packet;
+    }
+
+    /// Evaluates a packet that came in several frames, and sends it on.
+    fn process_long(&mut self, packet: &mut LongPacket, (index, port): (usize, PortId), now: Instant) {
+        let snapshot = self.snapshot.load();
+        let length = packet.bytes(0).len();
+        let mut ingress = port;
+        if self.state.is_pair(index) {
+            let tag = FrameTag::read(packet.bytes(0));
+            self.state.count_waiting(tag.map(|tag| tag.port), 1);
+            let host = snapshot.forwarding.host();
+            ingress = tag.and_then(|tag| self.state.ingress_of(tag, host)).unwrap_or(port);
+            if ingress != port {
+                self.state.count_received(ingress, 1, length as u64);
+            }
+        }
+        if !packet.is_whole() {
+            return self.state.count_drop(length, ingress, DropReason::Malformed);
+        }
+        self.processor.process_long(snapshot, now, ingress, packet, &mut self.verdicts);
+        match self.verdicts[0] {
+            Verdict::Forward(to) => {
+                self.state.set_origin(packet.bytes(0), to, ingress);
+                finish_open(packet.bytes(0));
+                self.state.send_long(packet.bytes(0), to, ingress);
+            }
+            Verdict::Drop(reason) => self.state.count_drop(length, ingress, reason),
+        }
+        self.send_replies(ingress);
+    }
+
     /// Processes a batch of a pair: by port, those of one port in their order. Frames without the tag of an open port are
     /// dropped as the pair's own.
     fn process_tagged(&mut self, mut batch: RxBatch<'_>, pair: PortId, now: Instant) {
@@ -312,6 +395,11 @@ impl<P: Processor> PacketPath<P> {
                 Verdict::Drop(reason) => self.state.drop_frame(batch.frame(position), ingress, reason),
             }
         }
+        self.send_replies(ingress);
+    }
+
+    /// Sends the replies to what was received last.
+    fn send_replies(&mut self, ingress: PortId) {
         if let Some(replies) = self.processor.replies() {
             self.state.counters().replies_suppressed.add(replies.take_suppressed());
             for (port, bytes) in replies.take() {

@@ -7,14 +7,15 @@ use xsk_rs::FrameDesc;
 
 use super::control::WorkerShared;
 use super::inbox::{HandOff, HeldFrames, WorkerInbox, WorkerPath};
+use super::long::LongPacket;
 use super::queue::{PairTraffic, PortQueue};
 use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
 use super::waiting::WaitingSweep;
 use crate::DropReason;
-use crate::batch::BATCH;
+use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
 use crate::io::tag::{self, FrameTag};
-use crate::io::{FrameCache, FrameOwner, Kick, XskQueue};
+use crate::io::{FrameCache, FrameOwner, GsoPort, Kick, RxBatch, XskQueue};
 
 /// Missing frames at which a fill ring is refilled while packets arrive.
 const REFILL: u32 = 32;
@@ -44,6 +45,8 @@ struct PortEntry {
     interface: Option<u32>,
     /// It is the node's stack, reached through the pair.
     is_node: bool,
+    /// For packets that do not fit a frame.
+    sender: Option<Arc<GsoPort>>,
 }
 
 /// All state of a worker except its processor and its sleep logic.
@@ -107,9 +110,46 @@ impl WorkerState {
 
     /// Frees a frame and counts its drop on its ingress port.
     pub(super) fn drop_frame(&mut self, frame: FrameDesc, ingress: PortId, reason: DropReason) {
-        let counters = self.ports.get(ingress.index()).and_then(|entry| entry.counters.as_deref());
-        counters.unwrap_or(&self.shared.gone[self.index]).drop_one(reason, frame.lengths().data());
+        self.count_drop(frame.lengths().data(), ingress, reason);
         self.cache.give(frame, self.shared.umem.pool());
+    }
+
+    /// Counts a dropped packet of this many bytes on its ingress port.
+    pub(super) fn count_drop(&self, length: usize, ingress: PortId, reason: DropReason) {
+        let counters = self.ports.get(ingress.index()).and_then(|entry| entry.counters.as_deref());
+        counters.unwrap_or(&self.shared.gone[self.index]).drop_one(reason, length);
+    }
+
+    /// Adds a frame to the packet that it is a part of, and frees it.
+    pub(super) fn take_part(&mut self, batch: &mut RxBatch<'_>, index: usize, packet: &mut LongPacket) {
+        packet.push(batch.bytes(index));
+        let mut frame = batch.frame(index);
+        frame.set_options(0);
+        self.cache.give(frame, self.shared.umem.pool());
+    }
+
+    /// Sends a packet that does not fit a frame, behind what is waiting for the same port.
+    pub(super) fn send_long(&mut self, frame: &[u8], port: PortId, ingress: PortId) {
+        let route = self.ports.get(port.index()).map_or(PortRoute::Gone, |entry| entry.route);
+        let sent = match route {
+            PortRoute::Own(index) => {
+                self.transmit(index);
+                let Some(queue) = self.queues[index].as_mut() else { return };
+                queue.send_long(frame)
+            }
+            PortRoute::Other(_) => {
+                let sender = self.ports[port.index()].sender.as_ref();
+                sender.is_some_and(|sender| sender.send_whole(frame).is_ok())
+            }
+            PortRoute::Gone => return self.count_drop(frame.len(), ingress, DropReason::PortGone),
+        };
+        if !sent {
+            return self.count_drop(frame.len(), ingress, DropReason::TxRingFull);
+        }
+        if let Some(counters) = self.ports[port.index()].counters.as_deref() {
+            counters.tx_packets.add(1);
+            counters.tx_bytes.add(frame.len() as u64);
+        }
     }
 
     /// Queues a packet for sending on a port.
@@ -283,7 +323,13 @@ impl WorkerState {
     }
 
     /// Adds a port that is reached on this path.
-    pub(super) fn attach(&mut self, port: PortId, path: WorkerPath, counters: Arc<PortCounters>) {
+    pub(super) fn attach(
+        &mut self,
+        port: PortId,
+        path: WorkerPath,
+        sender: Option<Arc<GsoPort>>,
+        counters: Arc<PortCounters>,
+    ) {
         let (mut interface, mut is_node) = (None, false);
         let route = match path {
             WorkerPath::Own(queues) => {
@@ -309,7 +355,7 @@ impl WorkerState {
         if self.ports.len() <= port.index() {
             self.ports.resize(port.index() + 1, PortEntry::default());
         }
-        self.ports[port.index()] = PortEntry { route, counters: Some(counters), interface, is_node };
+        self.ports[port.index()] = PortEntry { route, counters: Some(counters), interface, is_node, sender };
     }
 
     fn through_pair(&self) -> PortRoute {

@@ -109,7 +109,14 @@ fn all_packets_of_a_captured_pod_are_left_to_workers_and_no_others() {
                 .collect()
         };
         assert_eq!(forwarded(&mut node), [true; 6]);
-        let served = ServedPort { port: A.0, node_mac: NODE_MAC, pod_mac: pod_mac(A), bridge: 0, mtu: 1400 };
+        let served = ServedPort {
+            port: A.0,
+            node_mac: NODE_MAC,
+            pod_mac: pod_mac(A),
+            bridge: 0,
+            mtu: 1400,
+            filtered: Filtered::default(),
+        };
         node.veths[0].set_captured(true).unwrap();
         // What A sends and gets; not what B and the node say to each other.
         let of_others = [false, false, false, false, true, true];

@@ -35,7 +35,7 @@ use penstock_dataplane::policy::{
 use penstock_dataplane::services::{Backend, Frontend, FrontendKey, ServiceSet, WithoutBackend};
 use penstock_dataplane::{Epoch, Snapshot};
 use penstock_xdp_redirect::{
-    ConnectionMapSizes, ConnectionMaps, Interface, PodVeth, ServedPort, TcxOptions, TcxPrograms,
+    ConnectionMapSizes, ConnectionMaps, Filtered, Interface, PodVeth, ServedPort, TcxOptions, TcxPrograms,
 };
 
 const HOST: PortId = PortId(0);
@@ -43,8 +43,8 @@ const A: PortId = PortId(1);
 const B: PortId = PortId(2);
 const NODE_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xee];
 const MTU: u16 = 1400;
-/// `TC_ACT_OK`, `TC_ACT_SHOT` and `TC_ACT_REDIRECT` of `linux/pkt_cls.h`.
-const OK: u32 = 0;
+/// `TC_ACT_UNSPEC`, on to the next program, and `TC_ACT_REDIRECT` of `linux/pkt_cls.h`.
+const NEXT: u32 = u32::MAX;
 const REDIRECT: u32 = 7;
 const TO_WORKER: [u8; 2] = [2, 0xfa];
 
@@ -174,6 +174,7 @@ impl Node {
                 pod_mac: pod_mac(port),
                 bridge: 0,
                 mtu: MTU.into(),
+                filtered: Filtered::default(),
             })
             .unwrap();
             veth
@@ -209,6 +210,7 @@ impl Node {
                 peer_mac: Mac(pod_mac(id)),
                 mtu: if is_pod { MTU } else { 65_535 },
                 interface: self.interface(end),
+                by_stack: false,
                 addresses,
             };
             forwarding.insert(id, port).unwrap();
@@ -430,7 +432,7 @@ fn assert_alike(node: &mut Node, of: Sent, frame: &[u8], done: &(u32, Vec<u8>), 
     let (by_worker, by_program) = (compared(&by_worker), compared(&done.1));
     match (of.from, egress) {
         (End::Outside, _) | (_, HOST) => {
-            assert_eq!((done.0, &by_program[..12]), (OK, &frame[..12]), "{of:?}: between the same MACs");
+            assert_eq!((done.0, &by_program[..12]), (NEXT, &frame[..12]), "{of:?}: between the same MACs");
             assert_eq!(by_worker[12..], by_program[12..], "{of:?}");
         }
         // The MACs tell to which pod.

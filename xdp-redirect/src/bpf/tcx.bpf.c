@@ -36,7 +36,7 @@
 
 const volatile __u32 open_without_workers = 0; /* pass packets to the kernel while no process serves the sockets */
 const volatile __u32 workers = 1;              /* in use of `pairs.of_workers` */
-const volatile __u32 passed = 0;               /* mark of a packet that from_worker hands to the node's stack; random */
+const volatile __u32 passed = 0;               /* mark of a packet that goes on behind these programs; random */
 const volatile __u32 share = 0;                /* most packets of a port that wait for workers; 0: any number */
 const volatile __u32 offload = 0;              /* forward packets of established connections without a worker */
 const volatile __u32 beside_xdp = 0;           /* XDP serves the pods: the one pair is the host veth, whose packets are the pods', too */
@@ -46,9 +46,13 @@ volatile struct { /* interface indices of the node's ends of workers' pairs, set
 	__u32 of_cpus[MAX_CPUS]; /* of the worker that takes what this CPU sends; 0: any worker */
 } pairs;
 
+/* Queueing disciplines and filters of somebody else on a pod's interface, as limits of bandwidth are. They stand behind these programs: a
+ * packet gets to them if it goes on by TC_ACT_UNSPEC, enters or leaves by that interface, and is not sent to the pod's end at once. */
+enum { FILTERS_TO_POD = 1, FILTERS_FROM_POD = 2 };
+
 struct interface { /* the node's end of a pod's veth */
 	__u16 port;            /* the number that workers know it by */
-	__u8 unused, captured; /* a capture wants to see all of its packets */
+	__u8 filtered, captured; /* FILTERS_…; a capture wants to see all of its packets */
 	struct mac node, pod;  /* of the node, or the bridge, towards the pod, and of the pod */
 	__u32 mtu;             /* longest IP packet to the pod, in bytes */
 	__u32 bridge;          /* that it is a port of, or 0 */
@@ -61,6 +65,7 @@ struct { /* by interface index; without an entry everything is dropped */
 struct target { /* where a worker's packets for a port go */
 	__u32 interface; /* 0: there is no such port */
 	struct mac node, pod;
+	__u32 filtered;
 };
 struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, MAX_PORTS); __type(key, __u32); __type(value, struct target); } targets SEC(".maps");
 
@@ -498,7 +503,28 @@ static __always_inline int is_captured(const struct interface *at)
 	return at->captured && bpf_map_lookup_elem(&alive, &process);
 }
 
-/* Forwards a packet of an established connection as a worker would; -1: it is for a worker. */
+enum { FOR_WORKER = -2 }; /* no action of a program: it does not forward the packet */
+
+/* Sends a packet that policy has allowed to a pod. */
+static __always_inline int send_to_pod(struct __sk_buff *skb, __u32 interface, __u32 filtered)
+{
+	if (!(filtered & FILTERS_TO_POD))
+		return bpf_redirect_peer(interface, 0);
+	skb->mark = passed;
+	return bpf_redirect(interface, 0);
+}
+
+/* Whether a worker, or the other program, has sent it on to here; takes the mark off. The kernel clears marks on the way out of a pod's
+ * namespace (skb_scrub_packet in net/core/skbuff.c). */
+static __always_inline int has_passed(struct __sk_buff *skb)
+{
+	if (skb->mark != passed)
+		return 0;
+	skb->mark = 0;
+	return 1;
+}
+
+/* Forwards a packet of an established connection as a worker would; FOR_WORKER: as it says. */
 static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct interface *at)
 {
 	const struct interface *to = 0;
@@ -509,28 +535,28 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) ||
 	    !is_established(&packet, skb->ifindex, &connection))
-		return -1;
+		return FOR_WORKER;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
-		if (!to || is_captured(to) || connection.control & VIA_HOST || packet.hops <= 1 || longest(skb, &packet) > to->mtu)
-			return -1;
+		if (!to || at->filtered & FILTERS_FROM_POD || is_captured(to) || connection.control & VIA_HOST || packet.hops <= 1 || longest(skb, &packet) > to->mtu)
+			return FOR_WORKER;
 	} else {
 		/* A worker would have given it these MACs; a bridge forwards by them. */
 		eth = (void *)(long)skb->data;
 		if ((const void *)(eth + 1) > (void *)(long)skb->data_end || !is_mac(&at->node, eth->h_dest) ||
 		    !is_mac(&at->pod, eth->h_source))
-			return -1;
+			return FOR_WORKER;
 	}
 	rewritten = rewrite_for(skb, &packet, &connection, to);
 	if (rewritten)
-		return rewritten == ENDED ? -1 : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
+		return rewritten == ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	count_offloaded(skb, &packet, &connection, at, to);
 	if (!to)
-		return TC_ACT_OK;
+		return TC_ACT_UNSPEC;
 	/* The pod may have given it any MAC. */
 	if (skb->pkt_type)
 		bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
-	return bpf_redirect_peer(connection.to, 0);
+	return send_to_pod(skb, connection.to, to->filtered);
 }
 
 /* The same for what the node's stack sends to the pod. */
@@ -542,12 +568,12 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu ||
 	    !is_established(&packet, 0, &connection) || connection.to != skb->ifindex)
-		return -1;
+		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, 0);
 	if (rewritten)
-		return rewritten == ENDED ? -1 : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
+		return rewritten == ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	count_offloaded(skb, &packet, &connection, 0, at);
-	return TC_ACT_OK;
+	return TC_ACT_UNSPEC;
 }
 
 /* Whether this is the address of a pod that is served at another interface. */
@@ -569,20 +595,17 @@ int from_pod(struct __sk_buff *skb)
 	void *own = 0;
 	int action;
 
-	/* The kernel clears marks on the way out of a pod's namespace (skb_scrub_packet in net/core/skbuff.c). */
-	if (skb->mark == passed) {
-		skb->mark = 0;
-		return TC_ACT_OK;
-	}
+	if (has_passed(skb))
+		return TC_ACT_UNSPEC;
 	if (is_open())
-		return count(interface, NO_SOCKET, TC_ACT_OK);
+		return count(interface, NO_SOCKET, TC_ACT_UNSPEC);
 	/* The kernel treats VLAN 0 as untagged: a pod could bypass the workers. */
 	if (skb->vlan_present || skb->protocol == bpf_htons(ETH_P_8021Q) || skb->protocol == bpf_htons(ETH_P_8021AD))
 		return count(interface, VLAN_TAG, TC_ACT_SHOT);
 	at = bpf_map_lookup_elem(&interfaces, &interface);
 	if (offload && at && (skb->protocol == bpf_htons(ETH_P_IP) || skb->protocol == bpf_htons(ETH_P_IPV6))) {
 		action = forward_from_pod(skb, at);
-		if (action >= 0)
+		if (action != FOR_WORKER)
 			return action;
 	}
 	if (skb->protocol != bpf_htons(ETH_P_IP)) {
@@ -598,13 +621,13 @@ int from_pod(struct __sk_buff *skb)
 	case bpf_htons(ETH_P_ARP):
 		if (is_checksum_open(skb) || !own || !is_own_arp(own, interface, eth, end))
 			return count(interface, FORGED_NEIGHBOUR, TC_ACT_SHOT);
-		return count(interface, ARP, TC_ACT_OK);
+		return count(interface, ARP, TC_ACT_UNSPEC);
 	case bpf_htons(ETH_P_IPV6):
 		if ((const void *)(eth + 1) + sizeof(struct ipv6hdr) <= end &&
 		    is_neighbour_discovery(skb, interface, at ? at->bridge : 0, &pod_addresses, eth, end)) {
 			if (is_checksum_open(skb) || !own || !is_own_discovery(own, interface, eth, end))
 				return count(interface, FORGED_NEIGHBOUR, TC_ACT_SHOT);
-			return count(interface, NEIGHBOUR_DISCOVERY, TC_ACT_OK);
+			return count(interface, NEIGHBOUR_DISCOVERY, TC_ACT_UNSPEC);
 		}
 		break;
 	case bpf_htons(ETH_P_IP):
@@ -612,7 +635,7 @@ int from_pod(struct __sk_buff *skb)
 	default:
 		if (is_checksum_open(skb) || (own && at && at->bridge && !is_own_frame(own, eth)))
 			return count(interface, FORGED_NEIGHBOUR, TC_ACT_SHOT);
-		return count(interface, NOT_IP, TC_ACT_OK);
+		return count(interface, NOT_IP, TC_ACT_UNSPEC);
 	}
 	if (!at)
 		return count(interface, NOT_READY, TC_ACT_SHOT);
@@ -658,20 +681,22 @@ int to_pod(struct __sk_buff *skb)
 	__u8 type;
 	int action;
 
+	if (has_passed(skb))
+		return TC_ACT_UNSPEC;
 	if (is_open())
-		return count(interface, NO_SOCKET, TC_ACT_OK);
+		return count(interface, NO_SOCKET, TC_ACT_UNSPEC);
 	switch (skb->protocol) {
 	case bpf_htons(ETH_P_ARP):
-		return TC_ACT_OK;
+		return TC_ACT_UNSPEC;
 	case bpf_htons(ETH_P_IPV6): /* the kernel forwards no packet with hop limit 255 */
 		if (!bpf_skb_load_bytes(skb, ETH_HLEN, &ip6, sizeof(ip6)) && ip6.nexthdr == IPPROTO_ICMPV6 && ip6.hop_limit == 255 &&
 		    !bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(ip6), &type, sizeof(type)) && type >= 133 && type <= 137)
-			return TC_ACT_OK;
+			return TC_ACT_UNSPEC;
 		break;
 	case bpf_htons(ETH_P_IP):
 		break;
 	default:
-		return TC_ACT_OK;
+		return TC_ACT_UNSPEC;
 	}
 	if (!at)
 		return count(interface, NOT_READY, TC_ACT_SHOT);
@@ -679,7 +704,7 @@ int to_pod(struct __sk_buff *skb)
 		return count(interface, SPOOFED_SOURCE, TC_ACT_SHOT);
 	if (offload) {
 		action = forward_to_pod(skb, at);
-		if (action >= 0)
+		if (action != FOR_WORKER)
 			return action;
 	}
 	return redirect_to_worker(skb, at, FROM_NODE | sender_of(skb, &origin), FROM_STACK);
@@ -813,7 +838,7 @@ int from_worker(struct __sk_buff *skb)
 	if (bpf_skb_store_bytes(skb, 0, macs, sizeof(macs), 0))
 		return TC_ACT_SHOT;
 	if (!(tag.flags & TO_NODE))
-		return bpf_redirect_peer(target->interface, 0);
+		return send_to_pod(skb, target->interface, target->filtered);
 	skb->mark = passed;
 	return bpf_redirect(target->interface, BPF_F_INGRESS);
 }

@@ -439,7 +439,7 @@ fn programs_load_whichever_functions_the_kernel_has() {
     {
         let functions = ConnectionFunctions { lookups, reads, casts };
         for role in [Role::Host, Role::Uplink] {
-            Program::load_for_node(options(role, OnMiss::Drop), &shared(), functions)
+            Program::load_for_node(options(role, OnMiss::Drop), &shared(), functions, 0)
                 .unwrap_or_else(|error| panic!("{role:?}, {functions:?}: {error}"));
         }
     }

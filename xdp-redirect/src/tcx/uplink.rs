@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use libbpf_rs::libbpf_sys::BPF_TCX_EGRESS;
 use libbpf_rs::{MapCore, MapFlags};
 
-use super::{Maps, ServedPort, TcxLink, TcxMapError, TcxPrograms};
+use super::{Filtered, Maps, ServedPort, TcxLink, TcxMapError, TcxPrograms};
 use crate::pins::PinnedProgram;
 use crate::{AttachError, Interface, LoadError};
 
@@ -97,7 +97,8 @@ impl TcxPrograms {
             self.maps.interfaces_remove(interface);
             return Ok(());
         };
-        let sender = ServedPort { port, node_mac: [0; 6], pod_mac: [0; 6], bridge: 0, mtu: 0 };
+        let sender =
+            ServedPort { port, node_mac: [0; 6], pod_mac: [0; 6], bridge: 0, mtu: 0, filtered: Filtered::default() };
         let set = self.maps.interfaces.update(&interface.to_ne_bytes(), &sender.interface(false), MapFlags::ANY);
         set.map_err(|source| TcxMapError { thing: format!("interface {interface}"), source })
     }

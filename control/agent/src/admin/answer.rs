@@ -197,6 +197,7 @@ impl DaemonView<'_> {
                 published: changed.map(|_| self.epoch.0),
                 enforced: changed.is_some() && everywhere,
                 waiting,
+                filtered: self.ports.filters_of(&pod.key),
                 connections: port.map_or(0, |(id, _)| self.connections_of(id)),
             }
         })

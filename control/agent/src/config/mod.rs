@@ -19,6 +19,7 @@ use std::path::{Path, PathBuf};
 
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
+use penstock_dataplane::io::takes_long_packets;
 use penstock_sources::api_server::Access;
 use penstock_sources::convert::ConversionSettings;
 use penstock_sources::{FollowedKinds, Location};
@@ -144,6 +145,17 @@ impl Config {
     /// order that x86-64 keeps without barriers.
     pub(crate) fn offloads(&self) -> bool {
         self.offload && self.attach_by == Attach::Tcx && cfg!(target_arch = "x86_64")
+    }
+
+    /// Whether workers take packets of several frames. In generic mode a pod's stack hands over what it would segment, which is no
+    /// packet.
+    pub(crate) fn takes_long_packets(&self) -> bool {
+        takes_long_packets() && (self.attach_by == Attach::Tcx || self.xdp.mode == XdpMode::Native)
+    }
+
+    /// Bytes of the longest packet that workers take: of several frames, where the kernel hands them over.
+    pub(crate) fn longest_packet(&self) -> u32 {
+        if self.takes_long_packets() { u16::MAX.into() } else { self.umem.frame_size.largest_packet() }
     }
 
     /// How objects are read.
@@ -389,7 +401,7 @@ pub struct Umem {
     pub frames: Option<u32>,
     /// Memory of all frames, instead of their number.
     pub memory: Option<MemorySize>,
-    /// Bytes per frame: 2048 (packets up to 1778 bytes) or 4096 (up to 3826; on a veth native XDP up to an MTU of 3506).
+    /// Bytes per frame: 2048 (packets up to 1778 bytes) or 4096 (up to 3826). From Linux 6.6 on longer packets take several frames.
     pub frame_size: FrameSize,
     /// Entries of each ring of a port, a power of two: the longest burst that a port holds until a worker polls it.
     pub ring_size: RingSize,

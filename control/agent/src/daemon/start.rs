@@ -289,6 +289,7 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
         priority: priority(config),
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
+        long_packets: config.takes_long_packets(),
         connections,
         replies: replies(config),
         sources: Some(Arc::new(NotedSources(maps.sources.clone()))),
@@ -387,8 +388,12 @@ pub(super) fn other_threads() -> Vec<Pid> {
     threads.filter(|thread| *thread != gettid()).collect()
 }
 
-/// The pair's MTU: the largest of the pods' interfaces, at least 1500, at most what a frame holds.
+/// The pair's MTU: of any packet, where the kernel hands over those that are longer than a frame, since pods with a longer MTU may
+/// come. Otherwise the largest of the pods' interfaces, at least 1500, at most what a frame holds.
 fn pair_mtu(config: &Config, netstate: &NetworkState) -> u32 {
+    if config.takes_long_packets() {
+        return config.longest_packet();
+    }
     let behind = netstate.behind();
     let pods = behind.values().filter_map(|index| netstate.links.get(index)).filter(|link| link.veth);
     let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);

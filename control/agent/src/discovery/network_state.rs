@@ -70,6 +70,18 @@ pub struct Shaping {
     pub from_pod: bool,
 }
 
+impl Shaping {
+    /// Which of the pod's packets they are for, in words.
+    pub fn directions(self) -> Option<&'static str> {
+        match (self.to_pod, self.from_pod) {
+            (false, false) => None,
+            (true, false) => Some("what it receives"),
+            (false, true) => Some("what it sends"),
+            (true, true) => Some("what it sends and receives"),
+        }
+    }
+}
+
 /// A network behind another machine.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct RemoteNetwork {

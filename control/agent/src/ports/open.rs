@@ -120,8 +120,15 @@ impl OpenPorts {
         let request = PortRequest { path: PortPath::NodeByPairs, ..PortRequest::new(near.name.as_str()) };
         let id = dataplane.open_port(&request)?;
         let (own_mac, peer_mac) = PortRequest::macs(None);
-        let port =
-            Port { kind: PortKind::Host, own_mac, peer_mac, mtu: mtu(near.mtu), interface: 0, addresses: Vec::new() };
+        let port = Port {
+            kind: PortKind::Host,
+            own_mac,
+            peer_mac,
+            mtu: mtu(near.mtu),
+            interface: 0,
+            by_stack: false,
+            addresses: Vec::new(),
+        };
         Ok(AttachedPort { id, programs: InterfacePrograms::Pairs(interface(near)), port })
     }
 
@@ -207,8 +214,8 @@ impl PodAttachment {
 
     /// Tells the programs where the pod is, and limits it to its own addresses in ARP and neighbour discovery.
     fn update_programs(&mut self) {
-        let PodPort { own_mac, peer_mac, name, .. } = &self.last;
-        if let Err(error) = self.open.programs.serve(self.open.id, self.open.port.mtu, *own_mac, *peer_mac) {
+        let PodPort { peer_mac, name, .. } = &self.last;
+        if let Err(error) = self.open.programs.serve(self.open.id, self.open.port.mtu, &self.last) {
             tracing::error!(interface = name, %error, "the pod has no network");
         }
         let none = BTreeSet::new();
@@ -262,6 +269,7 @@ fn forwarding_port(port: &PodPort, by_pairs: Option<PortId>) -> Port {
         peer_mac,
         mtu: mtu(port.mtu),
         interface: port.link,
+        by_stack: by_pairs.is_some() && port.shaping.from_pod,
         addresses: port.addresses.iter().copied().map(Address::from).collect(),
     }
 }

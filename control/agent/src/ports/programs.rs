@@ -5,12 +5,14 @@ use std::fmt;
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 
-use penstock_dataplane::forward::{Mac, PortId};
+use penstock_dataplane::forward::PortId;
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, AttachedUplink, Entrances, Interface, OwnAddressesError, Pinned,
+    AttachError, AttachOptions, Attached, AttachedUplink, Entrances, Filtered, Interface, OwnAddressesError, Pinned,
     PinnedProgram, Pins, PodVeth, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode,
     XdpOutcomeCounts,
 };
+
+use crate::discovery::PodPort;
 
 /// The loaded programs.
 pub(crate) enum Programs {
@@ -222,12 +224,14 @@ impl InterfacePrograms {
         }
     }
 
-    /// With tcx: its packets are those of this port from now on, between these MAC addresses of the node and the pod.
-    pub(super) fn serve(&mut self, port: PortId, mtu: u16, node: Mac, pod: Mac) -> Result<(), TcxMapError> {
+    /// With tcx: its packets are those of this port from now on.
+    pub(super) fn serve(&mut self, port: PortId, mtu: u16, pod: &PodPort) -> Result<(), TcxMapError> {
         match self {
             Self::Tcx { veth, options } => {
-                let (node_mac, bridge) = options.bridge.map_or((node.0, 0), |bridge| (bridge.mac, bridge.index));
-                veth.serve(&ServedPort { port: port.0, node_mac, pod_mac: pod.0, bridge, mtu: mtu.into() })
+                let (node_mac, bridge) = options.bridge.map_or((pod.own_mac.0, 0), |bridge| (bridge.mac, bridge.index));
+                let filtered = Filtered { to_pod: pod.shaping.to_pod, from_pod: pod.shaping.from_pod };
+                let (port, pod_mac) = (port.0, pod.peer_mac.0);
+                veth.serve(&ServedPort { port, node_mac, pod_mac, bridge, mtu: mtu.into(), filtered })
             }
             Self::Xdp(_) | Self::Pairs(_) => Ok(()),
         }

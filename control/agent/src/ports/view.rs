@@ -79,6 +79,14 @@ impl OpenPorts {
         Some((attachment.open.id, &attachment.last.name))
     }
 
+    /// Which of a pod's packets others have filters for, and what becomes of these.
+    pub(crate) fn filters_of(&self, pod: &ObjectKey) -> Option<String> {
+        let attachment = self.pods.values().find(|attachment| attachment.served && attachment.last.pod == *pod)?;
+        let which = attachment.last.shaping.directions()?;
+        let outcome = if self.programs.are_xdp() { "pass beside these" } else { "take the way by these" };
+        Some(format!("{which}; its packets {outcome}"))
+    }
+
     /// The pod behind a port, if it is served.
     pub(crate) fn pod_of(&self, port: PortId) -> Option<&ObjectKey> {
         self.pods

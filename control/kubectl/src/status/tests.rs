@@ -28,6 +28,7 @@ pub(crate) fn pod(name: &str, enforced: bool) -> PodStatus {
         published: Some(4),
         enforced,
         waiting: None,
+        filtered: None,
         connections: 0,
     }
 }

@@ -35,7 +35,10 @@ fn snapshot(own_mac: impl Fn(PortId) -> Mac) -> Snapshot {
         let (own_mac, peer_mac) = (own_mac(id), Mac([2, 0, 0, 0, id.0 as u8, 2]));
         let addresses = vec![ip(address)];
         forwarding
-            .insert(id, Port { kind: PortKind::Pod, own_mac, peer_mac, mtu: 1500, interface: 0, addresses })
+            .insert(
+                id,
+                Port { kind: PortKind::Pod, own_mac, peer_mac, mtu: 1500, interface: 0, by_stack: false, addresses },
+            )
             .unwrap();
         let endpoint = Some(EndpointId(number));
         let owner = AddressOwner::Pod { identity: identity(number), endpoint, node: Some(NodeId(0)) };
