@@ -196,7 +196,7 @@ fn versions(cluster: &RealCluster) -> Result<String> {
         commit()?,
         cluster.plane.kubernetes().versions()?,
         cluster.cni.name(),
-        containerd.split_whitespace().find(|word| word.starts_with(['v', '2'])).unwrap_or("unknown"),
+        containerd.split_whitespace().nth(2).unwrap_or("of no version"),
         kernel.trim(),
         day.trim()
     ))
@@ -236,10 +236,12 @@ fn run_conformance(cluster: &RealCluster, tests: &str) -> Result<String> {
     fs::read_to_string(&report).with_context(|| format!("no report: {}", log.display()))
 }
 
-/// A program of the suites in front of the nodes, with `kubectl` beside it.
+/// A program of the suites in front of the nodes, with `kubectl` beside it. It ends with this process.
 fn program(cluster: &RealCluster, name: &str) -> Command {
-    let mut command = cluster.plane.kubectl_plugin(&cluster.plane.kubernetes().program(name));
-    command.env("PATH", cluster.plane.kubernetes().path()).stdin(Stdio::null());
+    let kubernetes = cluster.plane.kubernetes();
+    let mut command = cluster.plane.kubectl_plugin(Path::new("setpriv"));
+    command.args(["--pdeathsig", "TERM", "--"]).arg(kubernetes.program(name));
+    command.env("PATH", kubernetes.path()).stdin(Stdio::null());
     command
 }
 
