@@ -281,7 +281,7 @@ fn a_connection_that_the_node_does_not_translate_leaves_its_stack() {
 #[test]
 fn what_a_pod_with_filters_sends_to_another_takes_the_nodes_stack() {
     for v6 in [0, 1] {
-        let mut node = Node::new(false);
+        let mut node = Node::new();
         let mut port = node.snapshot.forwarding.port(A).unwrap().clone();
         port.by_stack = true;
         node.snapshot.forwarding.insert(A, port).unwrap();
