@@ -9,6 +9,7 @@ mod floods;
 mod floods_from_outside;
 mod forged;
 mod forgotten;
+mod fuzz;
 mod identity;
 mod mutated;
 mod offload;

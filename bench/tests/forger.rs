@@ -2,12 +2,13 @@
 
 use std::io;
 use std::net::IpAddr;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use etherparse::{IpHeaders, PacketBuilder, PacketBuilderStep, TcpHeader};
 use penstock_admin::types::PortStatus;
 use penstock_bench::load::PacketSocket;
-use penstock_bench::testbed::Outside;
+use penstock_bench::testbed::{Namespace, Outside};
 
 use crate::fixture::Fixture;
 
@@ -77,6 +78,65 @@ impl Forger {
             std::thread::yield_now();
         }
         self.sent += 1;
+    }
+}
+
+/// What the kernel is to do with a frame: `struct virtio_net_hdr` (include/uapi/linux/virtio_net.h).
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct VirtioHeader {
+    pub(crate) flags: u8,
+    /// How to cut it up (`VIRTIO_NET_HDR_GSO_*`), after how many bytes of headers, into segments of which size.
+    pub(crate) kind: u8,
+    pub(crate) headers: u16,
+    pub(crate) segment: u16,
+    /// The checksum: from where on, and how many bytes behind that it is written.
+    pub(crate) start: u16,
+    pub(crate) offset: u16,
+}
+
+impl VirtioHeader {
+    /// The checksum is open (`VIRTIO_NET_HDR_F_NEEDS_CSUM`).
+    pub(crate) fn open() -> Self {
+        Self { flags: 1, ..Self::default() }
+    }
+}
+
+/// A packet socket at `eth0` whose frames begin with such a header. It receives nothing.
+pub(crate) struct VirtioSocket(OwnedFd);
+
+impl VirtioSocket {
+    pub(crate) fn open(namespace: &Namespace) -> Self {
+        const PACKET_VNET_HDR: libc::c_int = 15;
+        namespace.run(|| {
+            // SAFETY: a plain system call; nothing else owns the descriptor that it returns.
+            let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
+            assert!(fd >= 0, "{}", io::Error::last_os_error());
+            // SAFETY: as above.
+            let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+            let on: libc::c_int = 1;
+            // SAFETY: all zeros is valid for this plain structure.
+            let mut at: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
+            at.sll_family = libc::AF_PACKET as u16;
+            at.sll_ifindex = nix::net::if_::if_nametoindex("eth0").unwrap() as i32;
+            // SAFETY: values live across the calls, and their sizes are given.
+            let results = unsafe {
+                let size = size_of::<libc::c_int>() as u32;
+                let set = libc::setsockopt(fd, libc::SOL_PACKET, PACKET_VNET_HDR, (&raw const on).cast(), size);
+                [set, libc::bind(fd, (&raw const at).cast(), size_of::<libc::sockaddr_ll>() as u32)]
+            };
+            assert_eq!(results, [0, 0], "{}", io::Error::last_os_error());
+            Self(socket)
+        })
+    }
+
+    /// Sends a frame, unless the kernel refuses it.
+    pub(crate) fn send(&self, header: &VirtioHeader, frame: &[u8]) -> io::Result<()> {
+        let VirtioHeader { flags, kind, headers, segment, start, offset } = *header;
+        let words = [headers, segment, start, offset].map(u16::to_ne_bytes).concat();
+        let bytes = [&[flags, kind][..], &words, frame].concat();
+        // SAFETY: the frame lives across the call, and its length is given.
+        let sent = unsafe { libc::send(self.0.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), libc::MSG_DONTWAIT) };
+        if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }
 

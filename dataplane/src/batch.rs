@@ -37,6 +37,8 @@ pub enum StackSender {
     Forwarded,
     /// The same, and the node's connection tracking knows that it leaves with the addresses and ports that it came with.
     Unchanged,
+    /// The same, and it leaves with the source that it came with, as far as the node's connection tracking knows.
+    Untranslated,
     /// The same, and the node has translated its source (masquerade).
     Translated,
     /// This port's pod, to its own node or to a Service. The node has given the packet the address of what answers, another machine,
@@ -47,4 +49,11 @@ pub enum StackSender {
         /// The uplink's number.
         uplink: u8,
     },
+}
+
+impl StackSender {
+    /// Whether the node's stack has forwarded it to a pod.
+    pub(crate) const fn is_forwarded(self) -> bool {
+        matches!(self, Self::Forwarded | Self::Unchanged | Self::Untranslated | Self::Translated)
+    }
 }

@@ -414,7 +414,6 @@ fn policy_is_evaluated_for_who_sent_what_the_node_forwards_and_only_its_processe
             // Forwarded, and nobody knows for whom.
             (StackSender::Translated, 40_001, own, denied),
             (StackSender::Forwarded, 40_000, own, denied),
-            (StackSender::Unchanged, 40_000, own, denied),
         ] {
             for open in [true, false] {
                 let mut node = masquerading();
@@ -428,6 +427,49 @@ fn policy_is_evaluated_for_who_sent_what_the_node_forwards_and_only_its_processe
                 );
             }
         }
+    }
+}
+
+#[test]
+fn what_enters_with_the_nodes_own_address_answers_no_pod_under_policy() {
+    for v6 in [0, 1] {
+        for sender in [StackSender::Unchanged, StackSender::Untranslated] {
+            for (open, expected) in [(true, Verdict::Forward(B)), (false, Verdict::Drop(DropReason::SpoofedSource))] {
+                let mut node = masquerading();
+                node.publish(open);
+                // A pod may reach its own node, which answers.
+                let asks = udp((B_IPS[v6], 5000), (NODE_IPS[v6], 53), 10);
+                let answers = udp((NODE_IPS[v6], 53), (B_IPS[v6], 5000), 10);
+                assert_eq!(node.evaluate(B, StackSender::Unknown, asks).0, Verdict::Forward(HOST));
+                assert_eq!(node.evaluate(HOST, StackSender::Process, answers.clone()).0, Verdict::Forward(B));
+                assert_eq!(node.evaluate(HOST, sender, answers.clone()).0, expected, "{sender:?}, open: {open}");
+                // One that the node has translated is of a connection through it.
+                assert_eq!(node.evaluate(HOST, StackSender::Forwarded, answers).0, Verdict::Forward(B));
+            }
+        }
+    }
+}
+
+/// Whoever has sent what the node translates, it has come with the node's own address.
+#[derive(Debug)]
+struct OfNode;
+
+impl OriginalSources for OfNode {
+    fn source_of(&self, flow: &Flow) -> Option<Address> {
+        Some(flow.src)
+    }
+}
+
+#[test]
+fn a_translated_source_that_was_the_nodes_has_no_exemption() {
+    for v6 in [0, 1] {
+        let mut node = masquerading();
+        let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
+        node.pipeline = Pipeline::new(connections, PipelineMode::Full).with_sources(Some(Arc::new(OfNode)));
+        node.publish(false);
+        let frame = udp((NODE_IPS[v6], 40_000), (B_IPS[v6], 53), 10);
+        let (verdict, _) = node.evaluate(HOST, StackSender::Translated, frame);
+        assert_eq!(verdict, Verdict::Drop(DropReason::IngressDenied));
     }
 }
 

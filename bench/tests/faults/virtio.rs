@@ -1,55 +1,19 @@
 //! Frames with a virtio header, by which a pod has the kernel change them, or cut them up, behind the programs.
 
-use std::io;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::Duration;
 
 use etherparse::PacketBuilder;
-use penstock_bench::testbed::{Attach, Namespace, Offload, Outside};
+use penstock_bench::testbed::{Attach, Offload, Outside};
 
 use crate::fixture::{Fixture, pods, policy};
+use crate::forger::{VirtioHeader, VirtioSocket};
 
 /// The port that the pod may send to, and one that it may not.
 const ALLOWED: u16 = 1053;
 const DENIED: u16 = 2222;
 const OWN: u16 = 5000;
 const WAIT: Duration = Duration::from_millis(500);
-
-/// A packet socket at `eth0` whose frames begin with `struct virtio_net_hdr` (include/uapi/linux/virtio_net.h).
-fn open(namespace: &Namespace) -> OwnedFd {
-    const PACKET_VNET_HDR: libc::c_int = 15;
-    namespace.run(|| {
-        // SAFETY: a plain system call; nothing else owns the descriptor that it returns.
-        let fd = unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW | libc::SOCK_CLOEXEC, 0) };
-        assert!(fd >= 0, "{}", io::Error::last_os_error());
-        // SAFETY: as above.
-        let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-        let on: libc::c_int = 1;
-        // SAFETY: all zeros is valid for this plain structure.
-        let mut at: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
-        at.sll_family = libc::AF_PACKET as u16;
-        at.sll_ifindex = nix::net::if_::if_nametoindex("eth0").unwrap() as i32;
-        // SAFETY: values live across the calls, and their sizes are given.
-        let results = unsafe {
-            let size = size_of::<libc::c_int>() as u32;
-            let set = libc::setsockopt(fd, libc::SOL_PACKET, PACKET_VNET_HDR, (&raw const on).cast(), size);
-            [set, libc::bind(fd, (&raw const at).cast(), size_of::<libc::sockaddr_ll>() as u32)]
-        };
-        assert_eq!(results, [0, 0], "{}", io::Error::last_os_error());
-        socket
-    })
-}
-
-/// Sends a frame whose checksum, from `start` on, the kernel writes `offset` bytes behind that.
-fn send(socket: &OwnedFd, frame: &[u8], start: usize, offset: usize) {
-    const NEEDS_CSUM: u8 = 1;
-    let words = [0, 0, start as u16, offset as u16].map(u16::to_ne_bytes).concat();
-    let bytes = [&[NEEDS_CSUM, 0][..], &words, frame].concat();
-    // SAFETY: the frame lives across the call, and its length is given.
-    let sent = unsafe { libc::send(socket.as_raw_fd(), bytes.as_ptr().cast(), bytes.len(), 0) };
-    assert_eq!(sent, bytes.len() as isize, "{}", io::Error::last_os_error());
-}
 
 /// The sum of RFC 1071, not complemented.
 fn sum(bytes: &[u8]) -> u16 {
@@ -121,14 +85,18 @@ fn a_checksum_elsewhere_is_not_written_behind_policy() {
             server.send_to(b"back", peer).unwrap();
             client.recv(&mut [0; 99]).unwrap();
         }
-        let raw = open(&pod.namespace);
+        let raw = VirtioSocket::open(&pod.namespace);
         let (frame, transport) = steered(macs, from, to);
+        let send = |offset| {
+            let header = VirtioHeader { start: transport as u16, offset, ..VirtioHeader::open() };
+            raw.send(&header, &frame).unwrap();
+        };
         for _ in 0..3 {
-            send(&raw, &frame, transport, 2);
+            send(2);
         }
         assert!(denied.recv(&mut [0; 99]).is_err(), "{attach:?}: it reached the denied port");
         // One in its place is written as ever.
-        send(&raw, &frame, transport, 6);
+        send(6);
         client.send_to(b"end", SocketAddr::new(to, ALLOWED)).unwrap();
         let mut got = [0; 99];
         while server.recv(&mut got).unwrap() != 3 {}

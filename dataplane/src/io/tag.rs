@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | 0 | `02`: locally administered, unicast | `02` |
 //! | 1 | `fa` | `fb` |
-//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`], 32 [`UNCHANGED`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`], and which protocol is [`allowed`] |
+//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`], 32 [`UNCHANGED`], 64 [`UNTRANSLATED`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`], and which protocol is [`allowed`] |
 //! | 3 | with [`LEAVING`] the uplink's number | with [`TO_UPLINK`] the same |
 //! | 4–5 | number of the pod's port, in network byte order | the same; `ffff`: none |
 //! | 6–7 | `02fa` | of what is [`allowed`] the port, in network byte order |
@@ -36,6 +36,8 @@ pub(crate) const LOCAL_PROCESS: u8 = 4;
 pub(crate) const TRANSLATED: u8 = 8;
 /// Forwarded with the addresses and ports that it came with.
 pub(crate) const UNCHANGED: u8 = 32;
+/// Forwarded with the source that it came with, as far as is known.
+pub(crate) const UNTRANSLATED: u8 = 64;
 /// Sent by the pod to its node, and by the node's stack on to another machine.
 pub(crate) const LEAVING: u8 = 16;
 
@@ -79,10 +81,11 @@ pub(crate) fn stack_sender(frame: &[u8]) -> StackSender {
             StackSender::Leaving { port: u16::from_be_bytes([*p, *q]), uplink: *uplink }
         }
         [LOCAL, TO_WORKER, flags, ..] if flags & FROM_NODE != 0 => {
-            match flags & (LOCAL_PROCESS | TRANSLATED | UNCHANGED) {
+            match flags & (LOCAL_PROCESS | TRANSLATED | UNCHANGED | UNTRANSLATED) {
                 LOCAL_PROCESS => StackSender::Process,
                 TRANSLATED => StackSender::Translated,
                 UNCHANGED => StackSender::Unchanged,
+                UNTRANSLATED => StackSender::Untranslated,
                 _ => StackSender::Forwarded,
             }
         }
@@ -164,10 +167,12 @@ mod tests {
             (FROM_NODE | CHECKSUM_OPEN, StackSender::Forwarded),
             (FROM_NODE | TRANSLATED, StackSender::Translated),
             (FROM_NODE | UNCHANGED, StackSender::Unchanged),
+            (FROM_NODE | UNTRANSLATED, StackSender::Untranslated),
             // Contradictory: without the exemption of the node's processes.
             (FROM_NODE | TRANSLATED | LOCAL_PROCESS, StackSender::Forwarded),
             (FROM_NODE | UNCHANGED | LOCAL_PROCESS, StackSender::Forwarded),
             (FROM_NODE | UNCHANGED | TRANSLATED, StackSender::Forwarded),
+            (FROM_NODE | UNTRANSLATED | LOCAL_PROCESS, StackSender::Forwarded),
             (LOCAL_PROCESS, StackSender::Unknown),
             (LEAVING, StackSender::Unknown),
             (FROM_NODE | LEAVING, leaving),

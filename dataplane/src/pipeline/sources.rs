@@ -28,8 +28,7 @@ pub(super) fn evaluate(
     sender: StackSender,
     time: NameTime,
 ) -> Evaluated {
-    let is_forwarded = matches!(sender, StackSender::Forwarded | StackSender::Translated | StackSender::Unchanged);
-    let may_be_translated = is_forwarded || ends.dst.is_node();
+    let may_be_translated = sender.is_forwarded() || ends.dst.is_node();
     match sources {
         Some(sources) if may_be_translated => evaluate_sent(policy, sources, flow, ends, sender, time),
         _ => (*flow, policy.evaluate_between(flow, ends, time), EvaluationForm::Plain),
@@ -48,14 +47,14 @@ fn evaluate_sent(
     let from = |flow: &Flow| sources.source_of(flow).map(|src| Flow { src, ..*flow });
     let original = match sender {
         StackSender::Translated => from(flow),
-        StackSender::Forwarded | StackSender::Unchanged => None,
+        StackSender::Forwarded | StackSender::Unchanged | StackSender::Untranslated => None,
         // The reply to a translated connection that is not in the table.
         StackSender::Process | StackSender::Unknown | StackSender::Leaving { .. } => from(&flow.reversed()),
     };
     match (original, sender) {
         (Some(original), _) => evaluate_original(policy, original, time),
         (None, StackSender::Translated) => (*flow, policy.evaluate_without_source(flow, ends), EvaluationForm::Unknown),
-        (None, StackSender::Forwarded | StackSender::Unchanged) => {
+        (None, StackSender::Forwarded | StackSender::Unchanged | StackSender::Untranslated) => {
             (*flow, policy.evaluate_forwarded(flow, ends, time), EvaluationForm::Forwarded)
         }
         (None, _) => (*flow, policy.evaluate_between(flow, ends, time), EvaluationForm::Plain),
@@ -68,7 +67,8 @@ fn evaluate_original(policy: &PolicySet, original: Flow, time: NameTime) -> Eval
         // A pod that is its own backend.
         return (original, policy.evaluate_hairpin(&original, time), EvaluationForm::Hairpin);
     }
-    (original, policy.evaluate_named(&original, time), EvaluationForm::Plain)
+    // Nothing that the node forwards is of a process of its own, whatever the source that it came with.
+    (original, policy.evaluate_forwarded(&original, policy.ends(&original), time), EvaluationForm::Forwarded)
 }
 
 /// Who opens a connection.

@@ -47,6 +47,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
                 Err(reason) => Err(DroppedPacket { route, ..reason.into() }),
             };
         }
+        if self.has_nodes_source(&entry.packet.flow) {
+            return Err(DropReason::SpoofedSource.into());
+        }
         match entry.packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(entry, quoted_at),
             Transport::LaterFragment => return self.later_fragment(entry),
@@ -121,6 +124,16 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             Some(connection) => self.follow(connection, entry),
             None => self.open(entry),
         }
+    }
+
+    /// Whether a packet came to the node with an address of the node itself, for a pod that policy selects: it answers nothing that the pod
+    /// has asked the node.
+    #[inline(always)]
+    fn has_nodes_source(&mut self, flow: &Flow) -> bool {
+        self.from_host
+            && matches!(self.sender(), StackSender::Unchanged | StackSender::Untranslated)
+            && self.snapshot.forwarding.is_node(flow.src)
+            && !self.is_free(flow)
     }
 
     /// A later fragment belongs to the connection of its first fragment, which has the ports.
@@ -257,7 +270,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         let has_host = self.snapshot.forwarding.host().is_some();
         let is_translated = match sender {
             StackSender::Translated => true,
-            StackSender::Forwarded => ends.src.is_node(),
+            StackSender::Forwarded | StackSender::Untranslated => ends.src.is_node(),
             StackSender::Unchanged => return false,
             StackSender::Process | StackSender::Unknown | StackSender::Leaving { .. } => false,
         };

@@ -321,12 +321,26 @@ static __always_inline int is_unchanged(const struct origin *origin)
 	       origin->ports.to == flow->ports.to;
 }
 
+/* Whether a packet without a socket has entered the node. The kernel loses the interface of datagrams that it has put together and cuts up
+ * again. Without either it sends TCP resets of its own (nf_send_reset in net/ipv4/netfilter/nf_reject_ipv4.c). */
+static __always_inline int has_entered(const struct __sk_buff *skb, const struct origin *origin)
+{
+	return skb->ingress_ifindex || (origin->known && origin->flow.protocol != IPPROTO_TCP);
+}
+
+/* Whether it leaves with the source that it entered with. What is not tracked has met no rule that translates. */
+static __always_inline int is_untranslated(const struct origin *origin)
+{
+	return reads_connections && !origin->is_error && (!origin->known || is_same_address(&origin->source, &origin->flow.from));
+}
+
 enum { /* what workers are told of a packet of the node's stack: flags of its tag (dataplane/src/io/tag.rs) */
 	FROM_NODE = 2,         /* from the node's stack, otherwise from the pod */
 	LOCAL_PROCESS = 4,     /* sent by the node itself, not forwarded */
 	SOURCE_TRANSLATED = 8, /* forwarded, with another source than it came with: that is in `sources` */
 	LEAVING = 16,          /* of a pod, and forwarded to another machine by `uplink` */
 	UNCHANGED = 32,        /* forwarded as it came */
+	UNTRANSLATED = 64,     /* forwarded with the source that it came with, as far as is known */
 };
 
 static __always_inline __u8 sender_of(const struct __sk_buff *skb, const struct origin *origin)
@@ -335,5 +349,7 @@ static __always_inline __u8 sender_of(const struct __sk_buff *skb, const struct 
 		return LOCAL_PROCESS;
 	if (note_origin(origin))
 		return SOURCE_TRANSLATED;
-	return is_unchanged(origin) ? UNCHANGED : 0;
+	if (!has_entered(skb, origin))
+		return 0;
+	return is_unchanged(origin) ? UNCHANGED : is_untranslated(origin) ? UNTRANSLATED : 0;
 }
