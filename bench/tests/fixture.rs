@@ -100,7 +100,7 @@ impl Fixture {
     /// Kills the daemon and waits until it has ended.
     pub(crate) fn kill(&mut self) {
         self.daemon.signal(Signal::SIGKILL).unwrap();
-        self.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
+        self.daemon.wait_until_ended(Duration::from_secs(30)).unwrap();
     }
 
     /// Changes the configuration of the next daemon.
@@ -195,7 +195,7 @@ impl Fixture {
     pub(crate) fn http(&self, address: SocketAddr, path: &str) -> String {
         let ask = || -> std::io::Result<String> {
             let mut stream = TcpStream::connect_timeout(&address, Duration::from_secs(5))?;
-            stream.set_read_timeout(Some(Duration::from_secs(5)))?;
+            stream.set_read_timeout(Some(Duration::from_secs(30)))?;
             write!(stream, "GET {path} HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n")?;
             let mut answer = String::new();
             stream.read_to_string(&mut answer)?;

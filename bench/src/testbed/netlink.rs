@@ -11,7 +11,9 @@ use futures_util::TryStreamExt;
 use ipnet::IpNet;
 use netlink_packet_route::AddressFamily;
 use netlink_packet_route::address::{AddressAttribute, AddressHeaderFlags};
-use netlink_packet_route::link::{InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkMessage, LinkXdp};
+use netlink_packet_route::link::{
+    InfoData, InfoKind, InfoVeth, LinkAttribute, LinkFlags, LinkMessage, LinkXdp, Stats64,
+};
 use netlink_packet_route::neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourState};
 use netlink_packet_route::route::{RouteAddress, RouteAttribute, RouteMessage, RouteScope, RouteType};
 use rtnetlink::{
@@ -272,15 +274,24 @@ impl Netlink {
         Ok(self.links()?.iter().filter_map(name_of).collect())
     }
 
+    /// How many packets the interface sent. Of a veth: those that its peer took.
+    pub fn tx_packets(&self, name: &str) -> Result<u64> {
+        Ok(self.statistics(name)?.tx_packets)
+    }
+
     /// How many packets the interface dropped instead of sending.
     pub fn tx_dropped(&self, name: &str) -> Result<u64> {
+        Ok(self.statistics(name)?.tx_dropped)
+    }
+
+    fn statistics(&self, name: &str) -> Result<Stats64> {
         let links = self.links()?;
         let link = links.iter().find(|link| name_of(link).as_deref() == Some(name));
-        let dropped = link.into_iter().flat_map(|link| &link.attributes).find_map(|attribute| match attribute {
-            LinkAttribute::Stats64(statistics) => Some(statistics.tx_dropped),
+        let statistics = link.into_iter().flat_map(|link| &link.attributes).find_map(|attribute| match attribute {
+            LinkAttribute::Stats64(statistics) => Some(*statistics),
             _ => None,
         });
-        dropped.with_context(|| format!("no statistics of interface {name}"))
+        statistics.with_context(|| format!("no statistics of interface {name}"))
     }
 
     /// Whether an XDP program is attached to the interface, in any mode.

@@ -55,7 +55,7 @@ fn remake_pods(times: u32) {
     assert!(traffic.stop() > 0);
     // Some descriptors are open only for a moment.
     let before = before.expect("counted once");
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(30);
     while descriptors(&fixture) > before && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(10));
     }

@@ -100,7 +100,7 @@ fn setting_the_wall_clock_by_an_hour_does_not_affect_timeouts() {
         before = now;
         server.send_to(b"answer", from).unwrap();
         client.recv(&mut [0; 16]).expect("the connection is there");
-        flow.wait_for(100, Duration::from_secs(5)).unwrap();
+        flow.wait_for(100, Duration::from_secs(30)).unwrap();
         std::thread::sleep(2 * TIMEOUT + Duration::from_millis(500));
         server.send_to(b"late", from).unwrap();
         assert!(client.recv(&mut [0; 16]).is_err(), "it has ended after {TIMEOUT:?}, whatever the clock says");

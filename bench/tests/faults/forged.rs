@@ -85,7 +85,7 @@ fn forged_replies_open_no_connection_and_are_counted() {
         // Queries use the marked port, so that a quoted query is recognised too.
         let asking = fixture.site("test/pod-1").namespace.run(|| UdpSocket::bind((victim, MARK))).unwrap();
         asking.send_to(b"question", SocketAddr::new(other, 53)).unwrap();
-        asking.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        asking.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         let answered = asking.recv_from(&mut [0; 64]).unwrap().1;
         assert_eq!(answered.ip(), other, "there is a connection to forge errors about");
         seen.received(Duration::from_millis(50)).unwrap();

@@ -105,7 +105,7 @@ fn port_counters(port: &PortStatus) -> PortCounters {
 /// With tcx what the programs redirect is received from the pair, or counted as dropped in it. Packets still move: the
 /// counters, which are read one after the other, agree at some moment.
 fn assert_pair_adds_up(fixture: &Fixture) {
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         let (redirected, accounted) = pair_counters(fixture);
         if redirected == accounted {
@@ -156,15 +156,16 @@ fn send_mutated(frames: u64) {
     let forger = Forger::of(&fixture, "test/pod-2");
     let good = good_frames(&fixture, &forger);
     let generator = fixture.site("test/pod-2").namespace.run(|| Generator::open("eth0")).unwrap();
-    // Packets of the pod's own stack are counted too.
+    let link = fixture.site("test/pod-2").namespace.netlink().unwrap();
+    let carried_before = link.tx_packets("eth0").unwrap();
     let before = port_counters(&fixture.port("test/pod-2"));
     let mut sent = 0;
     while sent < frames {
         let round: Vec<Vec<u8>> = (0..ROUND).map(|_| mutated(&good, &mut random)).collect();
         sent += generator.send_frames(&round).unwrap() as u64;
     }
-    flow.wait_for(100, Duration::from_secs(5)).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(5);
+    flow.wait_for(100, Duration::from_secs(30)).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(30);
     while fixture.status().frames.in_flight > 0 {
         assert!(Instant::now() < deadline, "stuck: {:?}", fixture.status().frames);
         std::thread::sleep(Duration::from_millis(10));
@@ -173,14 +174,16 @@ fn send_mutated(frames: u64) {
     let (port, frames) = (fixture.port("test/pod-2"), status.frames);
     let after = port_counters(&port);
     let seen = after.seen - before.seen;
+    let carried = link.tx_packets("eth0").unwrap() - carried_before;
     println!("{sent} sent, {seen} seen; {:?}; {:?}; {:?}", port.xdp, port.drops, port.kernel_drops);
-    // A little more than was sent: the pod's stack answers what reaches it. With XDP the link loses some of it first.
-    let answers = if Attach::of_run() == Attach::Xdp { sent / 50 } else { sent / 20 };
-    assert!((sent..sent + answers + 100).contains(&seen), "{seen} of {sent} seen by the program");
+    assert!(seen >= sent, "{sent} generated, {seen} seen by the program");
     match Attach::of_run() {
         Attach::Xdp => {
+            // The pod's own stack answers what reaches it, so its link carries more than the generator sent.
+            assert!(seen <= carried, "{carried} carried by the pod's link, {seen} seen by the program");
             assert_eq!(after.redirected, after.received + after.kernel, "each is received, or dropped with a reason");
         }
+        // Here `share_used` also counts packets from the node's stack; the pair's counters bound the rest.
         Attach::Tcx | Attach::Auto => assert_pair_adds_up(&fixture),
     }
     assert!(after.dropped > before.dropped && after.dropped <= after.received, "{:?}", port.drops);

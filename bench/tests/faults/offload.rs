@@ -64,7 +64,7 @@ fn established_connections_lose_no_packet_while_the_daemon_is_killed_or_replaced
     let flows = Flows::open(&fixture);
     for signal in [Signal::SIGKILL, Signal::SIGTERM] {
         fixture.daemon.signal(signal).unwrap();
-        fixture.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
+        fixture.daemon.wait_until_ended(Duration::from_secs(30)).unwrap();
         flows.go_on(&format!("while no daemon runs, after {signal}"));
         assert_eq!(outcome(&fixture, "test/pod-0"), ProbeOutcome::Silent, "a new connection, while no daemon runs");
         fixture.restart();

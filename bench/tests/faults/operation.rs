@@ -65,7 +65,7 @@ fn tcp(fixture: &Fixture, port: u16) -> ProbeOutcome {
 fn assert_unaffected(fixture: &Fixture) {
     for (open, closed) in [(8080, 9090), (9090, 8080)] {
         fixture.save("only.yaml", &only_port(open));
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let deadline = Instant::now() + Duration::from_secs(30);
         while tcp(fixture, closed) != ProbeOutcome::Silent || tcp(fixture, open) != ProbeOutcome::Reached {
             assert!(Instant::now() < deadline, "a change of policy is not in force");
         }
@@ -103,7 +103,7 @@ fn a_full_disk_stops_neither_packets_nor_policy_changes() {
     // With free space the log continues.
     let length = std::fs::metadata(&verdicts).unwrap().len();
     std::fs::remove_file(filler).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(30);
     while std::fs::metadata(&verdicts).unwrap().len() <= length {
         assert!(Instant::now() < deadline, "the verdict log does not go on");
         tcp(&fixture, 1);
@@ -206,7 +206,7 @@ fn an_unread_log_stops_neither_packets_nor_policy_changes_nor_a_clean_exit() {
     kill(process, Signal::SIGUSR1).unwrap();
     assert_unaffected(&fixture);
     kill(process, Signal::SIGTERM).unwrap();
-    assert_eq!(unread.wait(Duration::from_secs(10)), Some(0), "it ends in order");
+    assert_eq!(unread.wait(Duration::from_secs(30)), Some(0), "it ends in order");
     let mut first = vec![0; 64];
     unread.stderr.read_exact(&mut first).unwrap();
 }
@@ -242,7 +242,7 @@ fn a_thousand_stuck_admin_clients_and_scrapers_stop_neither_packets_nor_policy_c
     assert_eq!(sniffer.stop()[&ALLOWED].len() as u64, numbers, "all arrive");
     drop((admin, scrapers));
     // Resources of gone clients are released; the late pod's port is open.
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(30);
     while descriptors(fixture.daemon.id()) > before + 20 {
         assert!(Instant::now() < deadline, "{} descriptors, {before} before", descriptors(fixture.daemon.id()));
         std::thread::sleep(Duration::from_millis(20));

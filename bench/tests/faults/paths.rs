@@ -39,7 +39,7 @@ fn answer(frame: &[u8]) -> Option<IcmpAnswer> {
 /// Sends datagrams with this TTL to a closed port until one is answered.
 fn ask(wire: &PacketSocket, from: &Site, to: IpAddr, ttl: u32) -> IcmpAnswer {
     let local = SocketAddr::new(from.address(to.is_ipv6()).unwrap(), 0);
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(30);
     loop {
         let socket = from.namespace.run(|| UdpSocket::bind(local)).unwrap();
         match to {

@@ -112,9 +112,9 @@ fn a_checksum_elsewhere_is_not_written_behind_policy() {
         };
         let (server, denied) = (bind(ALLOWED), bind(DENIED));
         let client = pod.namespace.run(|| UdpSocket::bind(SocketAddr::new(from, OWN))).unwrap();
-        client.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        client.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         // A connection that the programs forward by themselves.
-        server.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        server.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         for _ in 0..3 {
             client.send_to(b"hello", SocketAddr::new(to, ALLOWED)).unwrap();
             let (_, peer) = server.recv_from(&mut [0; 99]).unwrap();

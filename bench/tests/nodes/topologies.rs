@@ -63,11 +63,11 @@ fn a_change_is_in_force_on_both(fixture: &Fixture) {
         let target = fixture.target(to, false);
         EchoConnection::open(&fixture.site(from).namespace, target, port, Duration::from_secs(1)).unwrap()
     });
-    flows.iter().for_each(|flow| flow.wait_for(10, Duration::from_secs(5)).unwrap());
+    flows.iter().for_each(|flow| flow.wait_for(10, Duration::from_secs(30)).unwrap());
     let without = CLUSTER.split("---\n").filter(|document| !document.contains("name: db}\nspec:\n  podSelector"));
     fixture.publish("all.yaml", &(without.collect::<Vec<_>>().join("---\n") + "---\n" + CLOSED));
     for (flow, (from, to)) in flows.iter().zip(pairs) {
-        assert!(flow.wait_until_blocked(Duration::from_secs(5)).is_some(), "{from} to {to:?} goes on");
+        assert!(flow.wait_until_blocked(Duration::from_secs(30)).is_some(), "{from} to {to:?} goes on");
     }
     fixture.assert_as_expected(&fixture.matrix());
 }

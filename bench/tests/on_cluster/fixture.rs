@@ -45,7 +45,7 @@ impl Fixture {
     /// Kills the daemon and waits until it has ended.
     pub(crate) fn kill(&self) {
         self.daemon.signal(Signal::SIGKILL).unwrap();
-        self.daemon.wait_until_ended(Duration::from_secs(10)).unwrap();
+        self.daemon.wait_until_ended(Duration::from_secs(30)).unwrap();
     }
 
     /// Starts the next daemon with the same configuration.

@@ -74,7 +74,7 @@ impl NodePorts {
     fn connect(&self, v6: bool) -> EchoConnection {
         let identity = self.fixture.cluster.site("test/pod-1").unwrap() as u32;
         let flow = EchoConnection::open(self.outside.namespace(), (identity, address(v6)), TCP, SILENCE).unwrap();
-        flow.wait_for(20, Duration::from_secs(10)).unwrap();
+        flow.wait_for(20, Duration::from_secs(30)).unwrap();
         flow
     }
 
@@ -142,18 +142,18 @@ fn a_policy_that_denies_a_masqueraded_client_ends_its_connections_and_one_that_a
     // Evaluated again, for the same client.
     ports.publish(&format!("{}, {}", pod_peer("pod-2"), ports.outside_peer()));
     for flow in &flows {
-        flow.wait_for(50, Duration::from_secs(10)).unwrap();
+        flow.wait_for(50, Duration::from_secs(30)).unwrap();
     }
     // The next daemon knows the client, too, whichever side sends first.
     ports.fixture.kill();
     ports.fixture.restart();
     for flow in &flows {
-        flow.wait_for(50, Duration::from_secs(10)).unwrap();
+        flow.wait_for(50, Duration::from_secs(30)).unwrap();
     }
     ports.publish(&pod_peer("pod-2"));
     for flow in &flows {
         assert!(
-            flow.wait_until_blocked(Duration::from_secs(10)).is_some(),
+            flow.wait_until_blocked(Duration::from_secs(30)).is_some(),
             "{}",
             ports.fixture.statistics().join("\n")
         );

@@ -108,7 +108,7 @@ fn packets_with_a_local_pods_source_that_bypassed_the_workers_are_dropped_and_co
                 }
                 sockets.push(socket);
             }
-            let deadline = Instant::now() + Duration::from_secs(10);
+            let deadline = Instant::now() + Duration::from_secs(30);
             while spoofed(&setup) < before + sent && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(20));
             }
@@ -154,7 +154,7 @@ fn outside_hosts_cannot_answer_for_a_service_backend() {
             let udp = if v6 { 40 } else { 20 };
             forged[udp..udp + 4].copy_from_slice(&[OWN.to_be_bytes(), 1234_u16.to_be_bytes()].concat());
             wire.send(&framed(to_node, &forged)).unwrap();
-            let deadline = Instant::now() + Duration::from_secs(10);
+            let deadline = Instant::now() + Duration::from_secs(30);
             while spoofed(&setup) == before && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(20));
             }

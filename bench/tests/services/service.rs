@@ -129,7 +129,7 @@ impl ServiceFixture {
     /// Kills the daemon and starts the next one.
     pub(crate) fn restart(&mut self) {
         self.fixture.daemon.signal(Signal::SIGKILL).unwrap();
-        self.fixture.daemon.wait_until_ended(std::time::Duration::from_secs(10)).unwrap();
+        self.fixture.daemon.wait_until_ended(std::time::Duration::from_secs(30)).unwrap();
         self.fixture.restart();
     }
 }

@@ -172,7 +172,7 @@ fn a_tunnel_to_the_node_passes_if_configured() {
     let own = fixture.site("test/pod-2").address(false).unwrap();
     // The ends of the tunnel have IPv4 addresses only.
     for inside_v6 in [false, true] {
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(30);
         while sockets.heard() == 0 {
             forger.send(&forger.udp((own, 5000), (address("172.18.0.2"), 8472), &vxlan(&fixture, inside_v6)));
             std::thread::sleep(Duration::from_millis(20));

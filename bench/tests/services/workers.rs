@@ -169,7 +169,7 @@ fn a_port_without_a_backend_and_one_of_no_service_refuse_at_once() {
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{there}\n{}", setup.logs());
         let here = SocketAddr::new(pod.address(v6).unwrap(), 0);
         let socket = pod.namespace.run(|| UdpSocket::bind(here)).unwrap();
-        socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         socket.connect(there).unwrap();
         socket.send(b"anyone?").unwrap();
         let error = socket.recv(&mut [0; 8]).unwrap_err();

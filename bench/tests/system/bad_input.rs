@@ -86,7 +86,7 @@ fn bad_input_ends_with_code_2_and_one_line_and_leaves_nothing() {
         let before = network_state(node.cluster.node.netlink()).unwrap();
         let namespace = node.cluster.node.namespace();
         let daemon = Daemon::launch(namespace, &node.config.to_toml(), node.privileges).unwrap();
-        let (status, lines) = daemon.wait(Duration::from_secs(10)).unwrap();
+        let (status, lines) = daemon.wait(Duration::from_secs(30)).unwrap();
         assert_eq!(status.code(), Some(2), "{what}: {}", lines.join("\n"));
         assert_eq!(lines.len(), 1, "{what}: {}", lines.join("\n"));
         for name in *named {

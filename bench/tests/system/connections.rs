@@ -88,7 +88,7 @@ fn connections_survive_a_daemon_restart_and_policy_is_in_force() {
     for signal in [Signal::SIGKILL, Signal::SIGTERM] {
         connections.iter_mut().for_each(|connection| exchange(connection).unwrap());
         daemon.signal(signal).unwrap();
-        daemon.wait(Duration::from_secs(10)).unwrap();
+        daemon.wait(Duration::from_secs(30)).unwrap();
         daemon = Daemon::start(namespace, &config).unwrap();
         let line = daemon.log().wait_for_after(0, "connections found", Duration::from_secs(1)).unwrap();
         println!("after {signal}: {line}");
@@ -123,7 +123,7 @@ fn without_its_file_no_connection_survives() {
     let mut connection = connect(fixture.site("test/pod-0"), fixture.site("test/pod-1"), false);
     exchange(&mut connection).unwrap();
     fixture.daemon.signal(Signal::SIGKILL).unwrap();
-    fixture.daemon.wait(Duration::from_secs(10)).unwrap();
+    fixture.daemon.wait(Duration::from_secs(30)).unwrap();
     config.conntrack = "mapping = \"off\"\nmidstream_pickup = \"0s\"\n".into();
     let _daemon = Daemon::start(namespace, &config).unwrap();
     connection.1.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
@@ -229,7 +229,7 @@ fn assert_told_of_a_narrow_path(from: &Site, to: &Site, v6: bool, length: usize)
     let receiver = socket(to, v6, PORT, TIMEOUT);
     let sender = socket(from, v6, 0, TIMEOUT);
     from.namespace.run(|| sender.connect(address(to, v6))).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(30);
     let logged = loop {
         // The stack sets DF on what it believes to fit, and reports the error at a later call.
         match sender.send(&vec![1; length]) {

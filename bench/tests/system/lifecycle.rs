@@ -66,7 +66,7 @@ fn sigterm_and_sigint_restore_links_routes_and_settings() {
             assert_eq!(has_xdp, config.attach == Attach::Xdp, "{}", pod.interface());
         }
         daemon.signal(signal).unwrap();
-        let (status, log) = daemon.wait(Duration::from_secs(10)).unwrap();
+        let (status, log) = daemon.wait(Duration::from_secs(30)).unwrap();
         assert_eq!(status.code(), Some(0), "{signal}: {}", log.join("\n"));
         assert_as_before(&cluster, &before);
         // Without the daemon the kernel forwards again.
@@ -121,7 +121,7 @@ fn the_start_after_a_kill_works_and_removes_leftovers() {
     let (cluster, before, config, _scratch) = start();
     let killed = Daemon::start(cluster.node.namespace(), &config).unwrap();
     killed.signal(Signal::SIGKILL).unwrap();
-    let (status, _) = killed.wait(Duration::from_secs(10)).unwrap();
+    let (status, _) = killed.wait(Duration::from_secs(30)).unwrap();
     assert_eq!(status.code(), None, "{status}");
     let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();
     let sites = &cluster.sites;

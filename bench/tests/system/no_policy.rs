@@ -332,14 +332,14 @@ impl Node {
             let (wire, macs) = &wires[case.from as usize];
             let ethertype: [u8; 2] = if case.packet[0] >> 4 == 4 { [8, 0] } else { [0x86, 0xdd] };
             let frame = [&macs[..], &ethertype, &case.packet].concat();
-            let deadline = Instant::now() + Duration::from_secs(5);
+            let deadline = Instant::now() + Duration::from_secs(30);
             while let Err(error) = wire.send(&frame) {
                 assert!(Instant::now() < deadline, "{}: {error}", case.name);
                 std::thread::yield_now();
             }
             listen(&mut arrived, Duration::from_millis(1));
         }
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(30);
         let is_complete =
             |arrived: &[usize]| expected.is_some_and(|expected| arrived.iter().zip(expected).all(|(a, b)| a >= b));
         let mut quiet = 0;

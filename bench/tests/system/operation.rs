@@ -467,7 +467,7 @@ fn the_socket_of_a_live_daemon_is_refused_and_a_stale_one_is_replaced() {
     let text = std::fs::read_to_string(open.fixture.daemon.config()).unwrap();
     let node = Namespace::new("other").unwrap();
     let other = Daemon::launch(&node, &text, Privileges::All).unwrap();
-    let (status, log) = other.wait(Duration::from_secs(10)).unwrap();
+    let (status, log) = other.wait(Duration::from_secs(30)).unwrap();
     assert_eq!(status.code(), Some(2), "{}", log.join("\n"));
     assert!(log.iter().any(|line| line.contains("another daemon listens there")), "{}", log.join("\n"));
     open.fixture.daemon.signal(Signal::SIGKILL).unwrap();

@@ -73,7 +73,7 @@ fn mask(capabilities: &[caps::Capability]) -> u64 {
 /// Fails unless the control thread has exactly the kept capabilities and every other thread none.
 fn assert_only_what_is_kept(daemon: &Daemon, bounding: u64, expected: &[&str]) {
     let process = daemon.id();
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(30);
     let threads = threads(process);
     for (number, name) in &threads {
         let kept = if *number == process.to_string() { mask(&RUNTIME) } else { 0 };
@@ -143,7 +143,7 @@ fn capabilities_of_unit_and_daemonset_suffice_from_start_to_end_and_for_later_po
         assert_only_what_is_kept(&daemon, mask(&STARTUP), &["worker"]);
 
         daemon.signal(Signal::SIGTERM).unwrap();
-        let (status, log) = daemon.wait(Duration::from_secs(10)).unwrap();
+        let (status, log) = daemon.wait(Duration::from_secs(30)).unwrap();
         assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
         let refused = |line: &&String| line.contains("Operation not permitted") || line.contains("Permission denied");
         assert_eq!(log.iter().find(refused), None);

@@ -46,7 +46,7 @@ fn hits_count_opened_connections_by_rule_and_outlast_a_restart() {
     let text = String::from_utf8(penstock(&fixture, &["rules", "--unused", "1d"]).stdout).unwrap();
     assert!(text.contains("0 of 2 rules") && text.contains("not listed: 1 rules"), "{text}");
     fixture.daemon.signal(nix::sys::signal::Signal::SIGTERM).unwrap();
-    fixture.daemon.wait_until_ended(std::time::Duration::from_secs(10)).unwrap();
+    fixture.daemon.wait_until_ended(std::time::Duration::from_secs(30)).unwrap();
     fixture.restart();
     let [again, _] = rules(&fixture);
     assert_eq!((again.hits, again.last_hit, again.since), (used.hits, used.last_hit, used.since));
