@@ -60,7 +60,8 @@ impl OptionalManifestArgs {
 impl ManifestArgs {
     /// How they are read.
     pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
-        Options { settings: convert::ConversionSettings { v1beta1: self.v1beta1, domain_names: true }, unknown_fields }
+        let settings = convert::ConversionSettings { v1beta1: self.v1beta1, domain_names: true };
+        Options { settings, unknown_fields, of_deployments: false }
     }
 
     /// Whether a rule's action is honoured cluster-wide.
@@ -70,13 +71,25 @@ impl ManifestArgs {
 
     /// Reads the manifests.
     pub(super) fn read(&self, unknown_fields: UnknownFields) -> Result<Manifests, Failure> {
-        read_manifests(&self.manifests, &self.options(unknown_fields))
+        self.read_as(&self.options(unknown_fields))
+    }
+
+    /// Reads manifests that may be of a folder that a cluster is deployed from: workloads stand for their pods.
+    pub(super) fn read_deployments(&self, unknown_fields: UnknownFields) -> Result<Manifests, Failure> {
+        self.read_as(&Options { of_deployments: true, ..self.options(unknown_fields) })
+    }
+
+    fn read_as(&self, options: &Options) -> Result<Manifests, Failure> {
+        read_manifests(&self.manifests, options)
             .map_err(|errors| Failure::BadInput(errors.0.iter().map(ToString::to_string).collect()))
     }
 
     /// The policy of the manifests, for the pods in scope.
     pub(super) fn engine(&self, scope: PodScope) -> Result<Engine, Failure> {
-        let engine = self.engine_of(&self.read_with_slices()?, scope);
+        let mut manifests = self.read_deployments(UnknownFields::Refuse)?;
+        say_what_stands_in(&manifests);
+        derive_endpoint_slices(&mut manifests);
+        let engine = self.engine_of(&manifests, scope);
         self.say_staged(&engine);
         Ok(engine)
     }
@@ -132,6 +145,24 @@ impl ManifestArgs {
     /// Whether standard input is among them.
     pub(super) fn use_standard_input(&self) -> bool {
         self.manifests.iter().any(|path| path == Path::new("-"))
+    }
+}
+
+/// Says which workloads stand for their pods, and what is no object, a line each.
+fn say_what_stands_in(manifests: &Manifests) {
+    let workloads = manifests.workloads();
+    let some = |count: usize, names: &mut dyn Iterator<Item = String>| {
+        let shown: Vec<String> = names.take(3).collect();
+        let more = if count > shown.len() { format!(" and {} more", count - shown.len()) } else { String::new() };
+        shown.join(", ") + &more
+    };
+    if !workloads.is_empty() {
+        let mut names = workloads.iter().map(|(kind, key)| format!("{key} (a {kind}'s pods)"));
+        eprintln!("penstock: stand for their pods, with addresses of their own: {}", some(workloads.len(), &mut names));
+    }
+    if !manifests.no_objects.is_empty() {
+        let mut names = manifests.no_objects.iter().map(ToString::to_string);
+        eprintln!("penstock: passed over what is no object: {}", some(manifests.no_objects.len(), &mut names));
     }
 }
 

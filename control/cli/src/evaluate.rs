@@ -72,6 +72,9 @@ struct Answer<'a> {
     /// An answer for each pair of addresses, where they differ.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     families: Vec<FamilyAnswer>,
+    /// The Service that has the destination's address: policy is for what answers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    address_of: Option<String>,
 }
 
 #[derive(Serialize, Debug)]
@@ -241,7 +244,8 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
         to: flow.dst.to_string(),
         answer: FlowAnswer::from(explanation),
     });
-    let answer = Answer { query: &query, answer: answer_of_all, families: families.collect() };
+    let address_of = flow::service_at(engine.state(), &to).map(|service| format!("svc/{service}"));
+    let answer = Answer { query: &query, answer: answer_of_all, families: families.collect(), address_of };
     serde_json::to_string(&answer).map_err(BadQuery::Syntax)
 }
 

@@ -70,7 +70,10 @@ pub fn text(
             format!("{}: {from} -> {to}, {allowed} of {count} pairs of addresses allowed\n\n", style.strong(&verdict))
         }
     };
-    Ok((allowed == explained.len(), head + &texts.join("\n")))
+    let hint = flow::service_at(engine.state(), to).map_or_else(String::new, |service| {
+        format!("\n{to} is an address of Service {service}, and policy is for what answers: ask about svc/{service}\n")
+    });
+    Ok((allowed == explained.len(), head + &texts.join("\n") + &hint))
 }
 
 fn of_flow(engine: &Engine, style: &dyn TextStyle, flow: &Flow, explanation: &Explanation) -> String {

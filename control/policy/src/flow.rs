@@ -85,6 +85,12 @@ pub enum FlowError {
     /// Neither a protocol's name nor its number.
     #[error("{0:?} is not a protocol: write TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255")]
     Protocol(String),
+    /// The protocol before the port.
+    #[error("{0:?} is not a port: write the port before its protocol, {1}")]
+    Reversed(String, String),
+    /// A node where it is no end.
+    #[error("{0} is no pod: write an address of node {1}{2}")]
+    NodeIsNoEnd(ObjectKey, String, String),
     /// A protocol with ports, without one.
     #[error("{0} needs a port: add its number, or its name on the destination pod")]
     PortMissing(Protocol),
@@ -192,6 +198,12 @@ impl FromStr for ProtocolPort {
     /// Parses `80/TCP`, `http/TCP`, `80` (TCP), `ICMP`.
     fn from_str(text: &str) -> Result<Self, FlowError> {
         if let Some((port, name)) = text.split_once('/') {
+            if let (Ok(protocol), true) = (protocol(port), name.parse::<u16>().is_ok())
+                && protocol.has_ports()
+                && port.parse::<u16>().is_err()
+            {
+                return Err(FlowError::Reversed(text.to_owned(), format!("{name}/{protocol}")));
+            }
             return Self::new(protocol(name)?, Some(port.parse()?));
         }
         match text.parse() {
@@ -259,7 +271,7 @@ pub fn addresses(state: &ClusterState, end: &FlowEndpoint) -> Result<Vec<IpAddr>
         FlowEndpoint::Service(key) => return Err(FlowError::ServiceIsNoEnd(key.clone())),
         FlowEndpoint::Pod(key) => key,
     };
-    let pod = state.find_pod(key).and_then(|pod| state.pod(pod)).ok_or_else(|| FlowError::NoPod(key.clone()))?;
+    let pod = state.find_pod(key).and_then(|pod| state.pod(pod)).ok_or_else(|| unknown_pod(state, key))?;
     match pod {
         Pod { finished: true, .. } => Err(FlowError::Finished(key.clone())),
         Pod { addresses, .. } if addresses.is_empty() => Err(FlowError::NoAddress(key.clone())),
@@ -289,6 +301,31 @@ pub(crate) fn pod_at(state: &ClusterState, address: IpAddr) -> Option<&Pod> {
     }
 }
 
+/// Why there is no pod of this name: `node/n1` may be meant for a node.
+fn unknown_pod(state: &ClusterState, key: &ObjectKey) -> FlowError {
+    let of_node = |owner: PodOrNode| match owner {
+        PodOrNode::Node(node) => state.node_name(node) == Some(key.name.as_str()),
+        PodOrNode::Pod(_) => false,
+    };
+    let mut addresses: Vec<IpAddr> =
+        state.addresses().filter(|(_, owner)| of_node(*owner)).map(|(address, _)| address).collect();
+    addresses.sort_unstable();
+    match addresses.first() {
+        Some(address) if key.namespace == "node" => {
+            FlowError::NodeIsNoEnd(key.clone(), key.name.clone(), format!(", such as {address}"))
+        }
+        _ => FlowError::NoPod(key.clone()),
+    }
+}
+
+/// The Service that has this address, if an end is an address.
+pub fn service_at(state: &ClusterState, end: &FlowEndpoint) -> Option<ObjectKey> {
+    let FlowEndpoint::Address(address) = end else { return None };
+    let mut services = state.services();
+    let found = services.find(|service| service.addresses.contains(address) || service.external.contains(address))?;
+    Some(found.key.clone())
+}
+
 /// The owner of an address as text: `shop/web-1`, `node worker-1`; `None` if unknown.
 pub fn name(state: &ClusterState, address: IpAddr) -> Option<String> {
     match state.owner(&address)? {
@@ -312,6 +349,7 @@ mod tests {
         let none = |protocol| Ok(ProtocolPort { protocol, port: None });
         for (text, expected) in [
             ("80", number(Protocol::TCP, 80)),
+            ("tcp/80", Err(FlowError::Reversed("tcp/80".into(), "80/TCP".into()))),
             ("80/TCP", number(Protocol::TCP, 80)),
             ("53/udp", number(Protocol::UDP, 53)),
             ("65535/SCTP", number(Protocol::SCTP, 65535)),

@@ -8,7 +8,7 @@ use penstock_policy::model::{
     PortProtocol, Requirement, Rule, Selector,
 };
 use penstock_sources::convert::ConversionSettings;
-use penstock_sources::manifest::{Manifests, Options, read_manifests};
+use penstock_sources::manifest::{Manifests, Options, read_manifests, read_text};
 
 fn read_as(name: &str, text: &str, settings: ConversionSettings) -> Manifests {
     let directory = tempfile::tempdir().unwrap();
@@ -305,4 +305,58 @@ fn peers_and_ports_keep_their_kind() {
         port(PortProtocol::Sctp, PortMatch::Name("http".to_owned())),
     ]);
     assert_eq!(found.ingress, Some(vec![Rule { peers, ports }]));
+}
+
+/// Each kind with a template, in a folder that a cluster is deployed from.
+#[test]
+fn workloads_stand_for_their_pods_and_no_object_is_passed_over() {
+    let template = "{metadata: {labels: {app: NAME}}, spec: {containers: [{name: c, image: x, ports: [{name: http, containerPort: 80}]}]}}";
+    let workload = |version: &str, kind: &str, name: &str, more: &str| {
+        let template = template.replace("NAME", name);
+        let spec = if kind == "CronJob" {
+            format!("{{jobTemplate: {{spec: {{template: {template}}}}}}}")
+        } else {
+            format!("{{template: {template}}}")
+        };
+        format!(
+            "---\napiVersion: {version}\nkind: {kind}\nmetadata: {{name: {name}, namespace: shop{more}}}\nspec: {spec}\n"
+        )
+    };
+    let owner = ", ownerReferences: [{apiVersion: apps/v1, kind: Deployment, name: api, uid: u, controller: true}]";
+    let pod = "---\napiVersion: v1\nkind: Pod\nmetadata: {namespace: shop, name: there-1, \
+               ownerReferences: [{apiVersion: apps/v1, kind: StatefulSet, name: there, uid: u, controller: true}]}\n";
+    let text = [
+        workload("apps/v1", "Deployment", "api", ""),
+        workload("apps/v1", "StatefulSet", "db", ""),
+        workload("apps/v1", "DaemonSet", "agent", ""),
+        workload("apps/v1", "ReplicaSet", "old", ""),
+        workload("batch/v1", "Job", "once", ""),
+        workload("batch/v1", "CronJob", "nightly", ""),
+        // Made by the Deployment, whose pods are told already; and one whose pods are there.
+        workload("apps/v1", "ReplicaSet", "api-1", owner),
+        workload("apps/v1", "StatefulSet", "there", ""),
+        pod.to_owned(),
+        "---\nreplicaCount: 1\nimage: {tag: x}\n".to_owned(),
+        "---\napiVersion: kustomize.config.k8s.io/v1beta1\nkind: Kustomization\nresources: [a.yaml]\n".to_owned(),
+    ]
+    .concat();
+    let options = |of_deployments| Options { of_deployments, ..Options::default() };
+    let read = read_text("a.yaml".as_ref(), &text, &options(true)).unwrap();
+    let names = ["there-1", "api", "db", "agent", "old", "once", "nightly"].map(|name| format!("Pod shop/{name}"));
+    assert_eq!(self::names(&read), names);
+    let kinds: Vec<&str> = read.workloads().into_iter().map(|(kind, _)| kind).collect();
+    assert_eq!(kinds, ["Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job", "CronJob"]);
+    let mut addresses = std::collections::BTreeSet::new();
+    for document in &read.documents[1..] {
+        let Object::Pod(pod) = &document.object else { panic!("{:?}", document.object) };
+        assert_eq!((pod.labels["app"].as_str(), pod.ports.len()), (pod.key.name.as_str(), 1));
+        assert_eq!(pod.addresses.len(), 2, "one of each family");
+        assert!(pod.addresses.iter().all(|address| addresses.insert(*address)), "{pod:?}");
+    }
+    assert_eq!(read.no_objects.len(), 1);
+    let ignored: Vec<&str> = read.ignored.iter().map(|ignored| ignored.object.as_str()).collect();
+    assert_eq!(ignored, ["ReplicaSet shop/api-1", "Kustomization without a name"]);
+    // A daemon has pods of its own, and a file that is no object is a mistake.
+    let errors = read_text("a.yaml".as_ref(), &text, &options(false)).unwrap_err();
+    assert!(errors.0.iter().any(|error| error.to_string().contains("is not a Kubernetes object")), "{errors:?}");
 }

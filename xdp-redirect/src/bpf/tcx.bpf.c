@@ -538,7 +538,8 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 		return FOR_WORKER;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
-		if (!to || at->filtered & FILTERS_FROM_POD || is_captured(to) || connection.control & VIA_HOST || packet.hops <= 1 || longest(skb, &packet) > to->mtu)
+		if (!to || is_captured(to) || connection.control & VIA_HOST || at->filtered & FILTERS_FROM_POD ||
+		    packet.hops <= 1 || longest(skb, &packet) > to->mtu)
 			return FOR_WORKER;
 	} else {
 		/* A worker would have given it these MACs; a bridge forwards by them. */

@@ -137,7 +137,7 @@ impl fmt::Display for Finding {
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let mut manifests = args.manifests.read(UnknownFields::Note)?;
+    let mut manifests = args.manifests.read_deployments(UnknownFields::Note)?;
     derive_endpoint_slices(&mut manifests);
     let engine = args.manifests.engine_of(&manifests, PodScope::AllPods);
     args.manifests.say_staged(&engine);

@@ -8,6 +8,7 @@ mod derive;
 mod error;
 mod object;
 mod tree;
+mod workload;
 
 use std::fs;
 use std::io::{self, Read};
@@ -15,7 +16,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use penstock_policy::model::{EndpointSlice, Object};
+use penstock_policy::model::{EndpointSlice, Object, ObjectKey};
 
 pub(crate) use check::{conflicts, implied_namespaces, owned_addresses};
 pub use derive::derive_endpoint_slices;
@@ -35,6 +36,9 @@ pub struct Options {
     pub settings: ConversionSettings,
     /// How to treat unknown fields.
     pub unknown_fields: UnknownFields,
+    /// Whether files may be of a folder that a cluster is deployed from: workloads stand for their pods, and what is no object is
+    /// passed over.
+    pub of_deployments: bool,
 }
 
 /// How to treat a kind of policy, and a field in a policy's spec, that this version does not know. Elsewhere an unknown field changes no meaning
@@ -55,6 +59,10 @@ pub struct Manifests {
     pub documents: Vec<Document>,
     /// Objects of other kinds.
     pub ignored: Vec<Ignored>,
+    /// Documents that are no objects, with [`Options::of_deployments`].
+    pub no_objects: Vec<Origin>,
+    /// Workloads, each as one of its pods, which are none of `documents` yet.
+    workloads: Vec<Document>,
     /// EndpointSlices that no manifest has ([`Manifests::derive_endpoint_slices`]).
     derived: Vec<EndpointSlice>,
 }
@@ -65,6 +73,24 @@ impl Manifests {
         let written = || self.documents.iter().map(|document| &document.object);
         let derived = self.derived.iter().cloned().map(Object::EndpointSlice);
         implied_namespaces(written()).into_iter().chain(written().cloned()).chain(derived)
+    }
+
+    /// The workloads that stand for their pods: kind, and namespace and name.
+    pub fn workloads(&self) -> Vec<(&str, &ObjectKey)> {
+        let stand_in = self.documents.iter().filter(|document| document.stands_in);
+        let pods = stand_in.filter_map(|document| match &document.object {
+            Object::Pod(pod) => Some((pod.controller.as_ref()?.kind.as_str(), &pod.key)),
+            _ => None,
+        });
+        pods.collect()
+    }
+
+    /// Adds what a file has.
+    fn extend(&mut self, read: Self) {
+        self.documents.extend(read.documents);
+        self.ignored.extend(read.ignored);
+        self.no_objects.extend(read.no_objects);
+        self.workloads.extend(read.workloads);
     }
 
     /// If no manifest is an EndpointSlice: derives those of Services with a selector from their pods, as the cluster would.
@@ -86,6 +112,8 @@ pub struct Document {
     pub origin: Origin,
     /// Fields that this version does not know.
     pub unknown_fields: Vec<FieldPath>,
+    /// Whether it stands for the pods of a workload.
+    stands_in: bool,
     tree: YamlNode,
 }
 
@@ -126,12 +154,12 @@ pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<
         let file = named.path();
         match named.read().and_then(|text| parse_file(file, &text, options)) {
             Ok(read) => {
-                manifests.documents.extend(read.documents);
-                manifests.ignored.extend(read.ignored);
+                manifests.extend(read);
             }
             Err(ManifestErrors(of_file)) => errors.extend(of_file),
         }
     }
+    workload::stand_in(&mut manifests);
     let objects = manifests.documents.iter().map(|document| (&document.object, &document.origin));
     errors.extend(conflicts(objects).into_iter().map(|conflict| conflict.at_second));
     if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
@@ -151,7 +179,8 @@ pub fn read_texts<P: AsRef<Path>>(paths: &[P]) -> Result<Vec<(Arc<Path>, String)
 
 /// Reads manifests from a text, as if a file of this name had it. Collects all errors, conflicts between objects included.
 pub fn read_text(name: &Path, text: &str, options: &Options) -> Result<Manifests, ManifestErrors> {
-    let manifests = parse_file(&Arc::from(name), text, options)?;
+    let mut manifests = parse_file(&Arc::from(name), text, options)?;
+    workload::stand_in(&mut manifests);
     let objects = manifests.documents.iter().map(|document| (&document.object, &document.origin));
     let errors: Vec<ManifestError> = conflicts(objects).into_iter().map(|conflict| conflict.at_second).collect();
     if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use k8s_openapi::api::{core::v1 as core, discovery::v1 as discovery, networking::v1 as networking};
-use penstock_policy::model::Object;
+use penstock_policy::model::{Controller, Object};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -12,6 +12,7 @@ use super::super::convert::{self, FieldError, FieldPath, PathElement};
 use super::super::typed;
 use super::error::{ManifestError, ManifestProblem, Origin};
 use super::tree::YamlNode;
+use super::workload::{pod_of, template_of};
 use super::{Document, Ignored, Manifests, Options, UnknownFields};
 
 /// The supported kinds.
@@ -41,6 +42,10 @@ enum Declared {
     List(Option<ManifestKind>),
     /// A policy of a kind that is not supported, by itself or in a list.
     ForeignPolicy(ManifestProblem),
+    /// An object that makes pods of the template at this place.
+    Workload(&'static [&'static str]),
+    /// No object at all, in a folder that may have such files.
+    NoObject,
     /// Another kind.
     Other,
 }
@@ -93,6 +98,11 @@ impl DocumentReader<'_> {
             Declared::ForeignPolicy(problem) if self.options.unknown_fields == UnknownFields::Refuse => {
                 Err(self.error(&tree, &[], problem))
             }
+            Declared::Workload(template) => self.workload(tree, template),
+            Declared::NoObject => {
+                self.manifests.no_objects.push(self.origin(&tree));
+                Ok(())
+            }
             declared @ (Declared::Other | Declared::ForeignPolicy(_)) => {
                 let is_policy = matches!(declared, Declared::ForeignPolicy(_));
                 self.manifests.ignored.push(Ignored { origin: self.origin(&tree), object: describe(&tree), is_policy });
@@ -111,6 +121,8 @@ impl DocumentReader<'_> {
             (Some(version), Some(name), _) => (version, name),
             // The items of a typed list may omit their type.
             (None, None, Some(kind)) if tree.get("kind").is_none() => return Ok(Declared::One(kind)),
+            // Values of a chart, or a kustomization, which may leave out its type.
+            (None, None, None) if self.options.of_deployments => return Ok(Declared::NoObject),
             _ => return Err(self.error(tree, &[], ManifestProblem::NotAnObject)),
         };
         let (single, is_list) = name.strip_suffix("List").map_or((name, false), |single| (single, true));
@@ -136,6 +148,9 @@ impl DocumentReader<'_> {
             }
             ("ClusterNetworkPolicy", version) if version.starts_with("policy.networking.k8s.io/") => {
                 return unread("policy.networking.k8s.io/v1alpha2");
+            }
+            (kind, version) if self.options.of_deployments && !is_list && template_of(kind, version).is_some() => {
+                return Ok(Declared::Workload(template_of(kind, version).unwrap_or_default()));
             }
             ("Service", "v1") => ManifestKind::Service,
             ("EndpointSlice", "discovery.k8s.io/v1") => ManifestKind::EndpointSlice,
@@ -183,7 +198,31 @@ impl DocumentReader<'_> {
             }),
         }?;
         let origin = self.origin(&tree);
-        self.manifests.documents.push(Document { object, origin, unknown_fields: unknown, tree });
+        self.manifests.documents.push(Document { object, origin, unknown_fields: unknown, stands_in: false, tree });
+        Ok(())
+    }
+
+    /// A workload, as one of its pods.
+    fn workload(&mut self, tree: YamlNode, template: &[&str]) -> Result<(), Box<ManifestError>> {
+        let kind = tree.get("kind").and_then(YamlNode::as_str).unwrap_or_default().to_owned();
+        let Some(value) = pod_of(&tree, template) else {
+            self.manifests.ignored.push(Ignored {
+                origin: self.origin(&tree),
+                object: describe(&tree),
+                is_policy: false,
+            });
+            return Ok(());
+        };
+        let wrong = |field, problem| self.error_at(&tree, field, problem);
+        let (typed, _) =
+            typed::read::<core::Pod>(value).map_err(|(field, error)| wrong(field, ManifestProblem::Type(error)))?;
+        let converted = convert::pod(&typed);
+        let mut pod =
+            converted.map_err(|FieldError { field, problem }| wrong(field, ManifestProblem::Invalid(problem)))?;
+        pod.controller = Some(Controller { kind, name: pod.key.name.clone() });
+        let origin = self.origin(&tree);
+        let document = Document { object: Object::Pod(pod), origin, unknown_fields: Vec::new(), stands_in: true, tree };
+        self.manifests.workloads.push(document);
         Ok(())
     }
 
