@@ -23,6 +23,7 @@ use super::shared::SharedMaps;
 use super::state::{State, TcpState};
 use super::sync::{Ordering, fence};
 use super::tags::{LANES, Tags, bits};
+use super::tcp::Window;
 use super::time::{Tick, Timestamp};
 use super::track;
 use crate::packet::{Flow, Protocol, TcpFlags, Transport};
@@ -620,13 +621,24 @@ impl ConnTable {
         let Some(uses) = self.uses() else { return Noted::default() };
         let noted = || uses[slot as usize].noted();
         match (protocol, control.state()) {
-            (Protocol::TCP | Protocol::UDP, OPENED) => Some(noted()).filter(|noted| noted.answered).unwrap_or_default(),
+            (Protocol::TCP, OPENED) => {
+                Some(noted()).filter(|it| it.answered && self.has_number((slot, control))).unwrap_or_default()
+            }
+            (Protocol::UDP, OPENED) => Some(noted()).filter(|it| it.answered).unwrap_or_default(),
             (Protocol::TCP, ANSWERED) => Some(noted())
                 .filter(|it| it.confirmed)
                 .map_or_else(Noted::default, |it| Noted { answered: false, ..it }),
             (Protocol::TCP, ESTABLISHED) => Noted { answered: false, ..noted() },
             _ => Noted::default(),
         }
+    }
+
+    /// Whether the number of the answer to a connection's SYN is noted. If it is not, a program that was late has noted the answer to
+    /// the entry's last connection, which had the same path.
+    fn has_number(&self, (slot, control): SlotRef) -> bool {
+        let answering = control.original().opposite();
+        let tracked = self.entry(slot).tracking(control);
+        tracked.is_some_and(|(_, tracked)| Window::is_answered(tracked[answering as usize]))
     }
 
     /// This control word with the state that the connection is in by now, after what programs have noted. Once both ends have

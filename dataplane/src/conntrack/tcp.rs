@@ -56,10 +56,6 @@ const REACH_AT: u32 = 52;
 const SCALE_AT: u32 = 57;
 const MARKS_AT: u32 = 61;
 
-/// The word of the end that a SYN was sent to, before it answers. No other word of an entry is ever like this, of TCP or another protocol:
-/// a program that forwards the answer exchanges it for [`Window::of_answer`], and if it comes late, nothing else changes.
-pub(super) const UNANSWERED: u64 = (UNKNOWN_SCALE as u64) << SCALE_AT;
-
 /// Its `end` comes from one of its own segments.
 const SEEN: u8 = 1;
 /// It has sent a FIN.
@@ -160,6 +156,18 @@ impl Window {
             scale: segment.window_scale.unwrap_or(0).min(MAX_SCALE),
             marks: SEEN,
         }
+    }
+
+    /// The side that a SYN was sent to, before it answers; `ack` acknowledges the SYN. No other word of an entry is ever like this, of
+    /// another SYN or another protocol: a program that forwards the answer exchanges it for [`Window::of_answer`], and if it comes late,
+    /// nothing else changes.
+    pub(super) fn unanswered(ack: u32) -> Self {
+        Self { end: ack, scale: UNKNOWN_SCALE, ..Self::default() }
+    }
+
+    /// Whether the word of the side that a SYN was sent to is that of its answer.
+    pub(super) fn is_answered(word: u64) -> bool {
+        Self::unpack(word).reach != 0
     }
 
     /// The word of a side whose SYN-ACK a program has forwarded, with this as the next number. It offers no more than 64 KiB; a
@@ -263,7 +271,7 @@ fn kind(flags: TcpFlags) -> Option<SegmentKind> {
 /// A connection's first segment: the state that it opens, and the windows of its sender and receiver.
 pub(super) fn open(segment: &TcpSegment, midstream_pickup: bool) -> Option<(TcpState, Window, Window)> {
     match kind(segment.flags)? {
-        SegmentKind::Syn => Some((TcpState::SynSent, Window::from_syn(segment), Window::unpack(UNANSWERED))),
+        SegmentKind::Syn => Some((TcpState::SynSent, Window::from_syn(segment), Window::unanswered(segment.end()))),
         SegmentKind::Plain if midstream_pickup && !segment.flags.contains(TcpFlags::FIN) => {
             let unknown = Window { scale: UNKNOWN_SCALE, ..Window::default() };
             let offer = unknown.offer(segment);
@@ -340,7 +348,7 @@ fn syn(
 ) -> TcpStep {
     match state {
         // A retransmission, or a new attempt with another initial sequence number.
-        TcpState::SynSent if from_opener => accept(state, Window::from_syn(segment), receiver),
+        TcpState::SynSent if from_opener => accept(state, Window::from_syn(segment), Window::unanswered(segment.end())),
         TcpState::SynSent => accept(TcpState::SynSent2, Window::from_syn(segment), receiver),
         TcpState::SynSent2 if segment.end() == sender.end => accept(state, sender, receiver),
         TcpState::TimeWait | TcpState::Close | TcpState::PickedUp => TcpStep::Open,

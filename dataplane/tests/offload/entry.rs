@@ -462,6 +462,7 @@ const OF_SYN_ACK: &[(&str, Change, bool)] = &[
     ("TIME_WAIT", |of, _| of.set_state(10), false),
     ("CLOSE", |of, _| of.set_state(11), false),
     ("opened by the other end", |of, _| of.entry[0] ^= ORIGINAL, false),
+    ("answered, but the number is that of no answer", |of, direction| of.entry[6 + direction] ^= 1, false),
     (
         "within the timeout of a handshake",
         |of, _| {

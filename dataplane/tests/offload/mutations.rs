@@ -219,7 +219,7 @@ const MUTATIONS: &[Mutation] = &[
         LATE_ANSWER,
         "a number is noted in any word",
         LOOKUP,
-        "return entry && __sync_val_compare_and_swap(&entry->tracking[packet->direction & 1], UNANSWERED, window) == UNANSWERED;",
+        "return entry && __sync_val_compare_and_swap(&entry->tracking[packet->direction & 1], before, window) == before;",
         // So late that tests meet the moment before it often enough.
         "__u64 sum = 0; for (int i = 0; i < 64; i++) sum += bpf_ktime_get_ns(); return entry && sum && (*(volatile __u64 *)&entry->tracking[packet->direction & 1] = window);",
     ),
@@ -227,8 +227,8 @@ const MUTATIONS: &[Mutation] = &[
         OF_ANSWER,
         "an answer may have any state of its window before",
         LOOKUP,
-        "return answers ? entry->tracking[direction] == UNANSWERED : ",
-        "return answers ? 1 : ",
+        "return entry->tracking[direction] == UNANSWERED(packet->acknowledged);",
+        "return 1;",
     ),
     mutation(
         OF_ENTRY,
@@ -387,8 +387,8 @@ const MUTATIONS: &[Mutation] = &[
         HANDSHAKE,
         "a handshake ends with any sequence number",
         LOOKUP,
-        "packet->sequence == (__u32)entry->tracking[direction];",
-        "1;",
+        "return packet->sequence == (__u32)entry->tracking[direction] &&",
+        "return",
     ),
     mutation(
         HANDSHAKE,

@@ -51,10 +51,12 @@ enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_SENT = 2, TC
 #define TAKEN(path, direction) ((path) >> (46 + (direction)) & 1)
 #define PATH_EPOCH(path) ((path) >> 48)
 
-/* The window of the end that answers a SYN (dataplane/src/conntrack/tcp.rs): before it does, and with this number as its next one. It offers at most
- * 64 KiB, and its options are not read: the scale of its later offers is unknown. */
-#define UNANSWERED (15ULL << 57)
-#define WINDOW_FROM(next) ((next) | (__u64)((__u32)((next) + 4095) >> 12) << 32 | 16ULL << 52 | UNANSWERED | 1ULL << 61)
+/* The window of the end that answers a SYN (dataplane/src/conntrack/tcp.rs): before it does, with the number that acknowledges the SYN, and then
+ * with its own next number. It offers at most 64 KiB, and its options are not read: the scale of its later offers is unknown. */
+#define UNKNOWN_SCALE (15ULL << 57)
+#define UNANSWERED(acknowledged) (UNKNOWN_SCALE | (acknowledged))
+#define WINDOW_FROM(next) ((next) | (__u64)((__u32)((next) + 4095) >> 12) << 32 | 16ULL << 52 | UNKNOWN_SCALE | 1ULL << 61)
+#define IS_ANSWERED(window) ((window) >> 52 & 31)
 
 /* The links of translated connections (dataplane/src/conntrack/translation.rs) are behind the entries, eight to an element. */
 #define LINKS 8
@@ -173,7 +175,11 @@ static __always_inline int is_next_of_handshake(const struct packet *packet, __u
 	if (!entry || state != (answers ? TCP_SYN_SENT : TCP_SYN_RECEIVED) || (direction == ORIGINAL(control)) == !!answers ||
 	    packet->length != packet->headers || packet->acknowledged != (__u32)entry->tracking[!direction])
 		return 0;
-	return answers ? entry->tracking[direction] == UNANSWERED : packet->sequence == (__u32)entry->tracking[direction];
+	if (answers)
+		return entry->tracking[direction] == UNANSWERED(packet->acknowledged);
+	/* A late program may have set the bit in the path for the entry's last connection, but not the number. */
+	return packet->sequence == (__u32)entry->tracking[direction] &&
+	       (STATE(control) != TCP_SYN_SENT || IS_ANSWERED(entry->tracking[!direction]));
 }
 
 /* Whether every packet of this kind belongs to the connection in this state and leaves it there, whatever its contents, or leads to
@@ -208,13 +214,13 @@ static __always_inline __u64 note(const struct packet *packet, __u64 control, __
 }
 
 /* Notes the number of a SYN-ACK for the end of the handshake. Who comes late changes no other connection: nothing but the answering end of
- * a TCP connection in SYN_SENT has this word before, and there it counts only with ANSWERED in the path. */
+ * a TCP connection in SYN_SENT, with a SYN of this number, has this word before. */
 static __always_inline int note_number(const struct packet *packet, __u32 slot)
 {
 	struct entry *entry = (struct entry *)entry_at(slot);
-	const __u64 window = WINDOW_FROM((__u64)(packet->sequence + 1));
+	const __u64 window = WINDOW_FROM((__u64)(packet->sequence + 1)), before = UNANSWERED(packet->acknowledged);
 
-	return entry && __sync_val_compare_and_swap(&entry->tracking[packet->direction & 1], UNANSWERED, window) == UNANSWERED;
+	return entry && __sync_val_compare_and_swap(&entry->tracking[packet->direction & 1], before, window) == before;
 }
 
 /* RFC 1071 */

@@ -6,7 +6,7 @@ use loom::sync::atomic::AtomicU32;
 use super::*;
 use crate::conntrack::entry::EpochTag;
 use crate::conntrack::path::{Note, Noted};
-use crate::conntrack::tcp::{UNANSWERED, Window};
+use crate::conntrack::tcp::Window;
 
 /// A table with the words that the kernel's programs read beside the entries.
 fn shared_table() -> Arc<ConnTable> {
@@ -222,9 +222,10 @@ fn answer_by_program(table: &ConnTable, flow: &Flow, seq: u32) -> bool {
     kernel_use.note(Note::Answer, || {
         let Some(tracked) = entry.tracking_under(control) else { return false };
         let (sender, receiver) = (hashed.orientation, hashed.orientation.opposite());
+        let unanswered = Window::unanswered(101).pack();
         tracked[receiver as usize] as u32 == 101
-            && tracked[sender as usize] == UNANSWERED
-            && entry.exchange_tracking(sender, UNANSWERED, Window::of_answer(seq + 1))
+            && tracked[sender as usize] == unanswered
+            && entry.exchange_tracking(sender, unanswered, Window::of_answer(seq + 1))
     })
 }
 

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::conntrack::path::Note;
-use crate::conntrack::tcp::{UNANSWERED, Window};
+use crate::conntrack::tcp::Window;
 use crate::packet::Orientation;
 
 const ACK: TcpFlags = TcpFlags::ACK;
@@ -23,7 +23,11 @@ fn answer_by_program(table: &ConnTable, flow: &Flow, now: Timestamp) {
     let back = table.prepare(&flow.reversed());
     let (slot, _) = table.lookup(&back).unwrap();
     if flow.protocol == Protocol::TCP {
-        let noted = table.entry(slot).exchange_tracking(back.orientation, UNANSWERED, Window::of_answer(5001));
+        let noted = table.entry(slot).exchange_tracking(
+            back.orientation,
+            Window::unanswered(1001).pack(),
+            Window::of_answer(5001),
+        );
         assert!(noted, "nobody has answered");
     }
     note(table, flow, Note::Answer, back.orientation, now);
