@@ -1,7 +1,7 @@
 //! First stage: parses a frame and rejects invalid packets.
 
 use crate::forward::{Port, PortKind};
-use crate::packet::{Address, AddressScope, Packet, parse_into};
+use crate::packet::{Address, AddressScope, Flow, Packet, parse_into};
 use crate::{DropReason, Snapshot};
 
 /// Parses a frame received on `port` and checks its source address and whether it may be routed.
@@ -10,7 +10,7 @@ pub(super) fn admit(snapshot: &Snapshot, port: &Port, frame: &[u8], packet: &mut
     parse_into(frame, packet)?;
     let (src, dst) = (packet.flow.src, packet.flow.dst);
     if port.kind != PortKind::Pod {
-        from_elsewhere(snapshot, port.kind, src)?;
+        from_elsewhere(snapshot, port.kind, &packet.flow)?;
     } else if !port.addresses.contains(&src) {
         return Err(DropReason::SpoofedSource);
     } else if snapshot.would_be_decapsulated(packet) && snapshot.pod_port(dst).is_none() {
@@ -21,12 +21,17 @@ pub(super) fn admit(snapshot: &Snapshot, port: &Port, frame: &[u8], packet: &mut
 
 /// Checks the source address of a packet that did not come from a pod's port.
 #[inline(never)]
-fn from_elsewhere(snapshot: &Snapshot, kind: PortKind, src: Address) -> Result<(), DropReason> {
+fn from_elsewhere(snapshot: &Snapshot, kind: PortKind, flow: &Flow) -> Result<(), DropReason> {
+    let known = snapshot.policy.find(flow.src);
     let is_spoofed = match kind {
         // Packets from outside never have a source address of this node or of its pods.
-        PortKind::Uplink => snapshot.policy.find(src).is_local_pod() || snapshot.forwarding.is_node(src),
+        PortKind::Uplink => {
+            known.is_local_pod()
+                || snapshot.forwarding.is_node(flow.src)
+                || (known.is_service() && snapshot.policy.is_unasked(flow))
+        }
         // A pod without a port has sent nothing that the node's stack could send back.
-        PortKind::Host | PortKind::Pod => snapshot.policy.find(src).is_portless_pod(),
+        PortKind::Host | PortKind::Pod => known.is_portless_pod(),
     };
     if is_spoofed { Err(DropReason::SpoofedSource) } else { Ok(()) }
 }

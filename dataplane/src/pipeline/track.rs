@@ -126,13 +126,14 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         }
     }
 
-    /// Whether a packet came to the node with an address of the node itself, for a pod that policy selects: it answers nothing that the pod
-    /// has asked the node.
+    /// Whether a packet came to the node with an address of the node itself, or of a Service, for a pod that policy selects: it answers nothing
+    /// that the pod has asked the node.
     #[inline(always)]
     fn has_nodes_source(&mut self, flow: &Flow) -> bool {
         self.from_host
             && matches!(self.sender(), StackSender::Unchanged | StackSender::Untranslated)
-            && self.snapshot.forwarding.is_node(flow.src)
+            && (self.snapshot.forwarding.is_node(flow.src)
+                || self.snapshot.policy.find(flow.src).is_service() && self.snapshot.policy.is_unasked(flow))
             && !self.is_free(flow)
     }
 

@@ -211,6 +211,13 @@ impl PolicySet {
         self.evaluate_between(flow, FlowEnds { src, dst: &dst.without_service() }, time)
     }
 
+    /// Whether policy does not let the receiver ask the sender, whose address is a Service's, which no rule has given it: until something
+    /// translates what a pod sends to a Service, its egress policy is postponed.
+    #[cold]
+    pub(crate) fn is_unasked(&self, flow: &Flow) -> bool {
+        !self.evaluate_as_it_is(&flow.reversed(), NameTime::Ever).egress.is_allowed()
+    }
+
     /// Evaluates policy for a flow of which the node's stack has translated the source, and nobody knows what it was: no rule for some
     /// sources allows it.
     pub(crate) fn evaluate_without_source(&self, flow: &Flow, ends: FlowEnds<'_>) -> PolicyVerdict {
