@@ -90,6 +90,8 @@ impl RealServer {
             "--service-cluster-ip-range=10.96.0.0/16".to_owned(),
             // No controller runs that would create service accounts for pods.
             "--disable-admission-plugins=ServiceAccount".to_owned(),
+            // Init containers of Penstock's pods are.
+            "--allow-privileged=true".to_owned(),
         ];
         let mut command = self.command("kube-apiserver");
         command.args(arguments);
