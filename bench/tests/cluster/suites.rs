@@ -61,7 +61,7 @@ const QUICK: Selection = Selection {
         "HostPort validates that there is no conflict",
         "Conntrack should be able to preserve UDP traffic when server pod cycles for a ClusterIP service",
     ],
-    skip: &["SCTPConnectivity"],
+    skip: &["SCTPConnectivity", "sig-windows"],
     at_least: 10,
 };
 
