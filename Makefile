@@ -13,7 +13,7 @@ PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make li
 # Everything is built as the caller. What needs privilege (namespaces, XDP, AF_XDP) is run as root: by sudo, if need be.
 ifneq ($(shell id -u),0)
 OF_TESTS := PENSTOCK_BIN,PENSTOCK_TEST_ATTACH,PENSTOCK_TEST_OFFLOAD,PENSTOCK_KUBERNETES,PENSTOCK_KUBE_PROXY_MODE,PENSTOCK_IMAGES,PENSTOCK_HELM
-OF_TESTS := $(OF_TESTS),PENSTOCK_COLLECTOR,PENSTOCK_FIGURES,PENSTOCK_MUTATION,KUBEBUILDER_ASSETS,TREX_DIR,KEEP
+OF_TESTS := $(OF_TESTS),PENSTOCK_COLLECTOR,PENSTOCK_FIGURES,PENSTOCK_SUITES,PENSTOCK_RESULTS,PENSTOCK_STAY,PENSTOCK_MUTATION,KUBEBUILDER_ASSETS,TREX_DIR,KEEP
 AS_ROOT := sudo --preserve-env=PATH,HOME,TERM,NO_COLOR,$(OF_TESTS)
 export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
@@ -89,35 +89,52 @@ soak: build-bench ## Mixed traffic, churn and restarts for SOAK_MINUTES=30, SOAK
 	$(AS_ROOT) $(TARGET)/release/soak --minutes $(or $(SOAK_MINUTES),30) --attach $(or $(SOAK_ATTACH),auto)
 
 .PHONY: test-apiserver
-test-apiserver: setup ## What follows an API server, against a real one: built once from Debian's source package, then kept
-	@./scripts/setup etcd-server openssl dpkg-dev golang-1.19-go golang-github-modern-go-reflect2-dev
-	assets=$$(./scripts/kubernetes kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked --workspace --test veths -- --nocapture api_server:: on_cluster::
+test-apiserver: setup ## What follows an API server, against a real one: built once from Go modules, then kept
+	@./scripts/setup openssl
+	assets=$$(./scripts/kubernetes etcd kube-apiserver) && KUBEBUILDER_ASSETS=$$assets $(CARGO) test --locked --workspace --test veths -- --nocapture api_server:: on_cluster::
 
-KUBERNETES := kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
-CLUSTER_PACKAGES := etcd-server openssl dpkg-dev golang-1.19-go golang-github-modern-go-reflect2-dev containerd runc containernetworking-plugins buildah docker-registry busybox-static iptables python3 python3-pip
+# Programs of a cluster, and of upstream's suites; their versions are in bench/kubernetes.
+KUBERNETES := etcd kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy kubectl
+KUBERNETES += containerd ctr containerd-shim-runc-v2 ptp bridge loopback host-local portmap
+SUITES := ginkgo e2e.test agnhost coredns regression-issue-74839 cnp-conformance.test
+CLUSTER_PACKAGES := openssl runc buildah docker-registry busybox-static iptables conntrack python3 python3-pip
+CLUSTER_PACKAGES += bash bind9-dnsutils netcat-openbsd curl wget
 
 .PHONY: image
 image: build ## The container image that the DaemonSet runs, from the binary in target/release
 	@./scripts/setup buildah busybox-static ca-certificates
 	./scripts/image
 
-# PENSTOCK_KUBERNETES: a folder with these programs and etcd, of another version. PENSTOCK_KUBE_PROXY_MODE=nftables: from 1.31 on.
+# Builds what a cluster runs, then runs the tests in it. PENSTOCK_KUBE_PROXY_MODE=iptables: kube-proxy in that mode, not in nftables mode.
+IN_CLUSTER = ./scripts/setup $(CLUSTER_PACKAGES) && programs=$$(./scripts/kubernetes $(KUBERNETES) $(SUITES)) && \
+	images=$(abspath $(TARGET))/cluster-images && ./scripts/cluster-images $$images && \
+	./scripts/suite-images $$programs $$images/suites && PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$$images
+
 .PHONY: test-cluster
 test-cluster: build ## Penstock in a real cluster of two nodes on this machine   (Kubernetes is built once, then kept)
-	@./scripts/setup $(CLUSTER_PACKAGES)
-	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
-	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && helm=$$(./scripts/tool helm) && \
-		collector=$$(./scripts/tool rotel) && PENSTOCK_KUBERNETES=$$programs PENSTOCK_HELM=$$helm PENSTOCK_COLLECTOR=$$collector \
-		PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
+	helm=$$(./scripts/tool helm) && collector=$$(./scripts/tool rotel) && $(IN_CLUSTER) PENSTOCK_HELM=$$helm PENSTOCK_COLLECTOR=$$collector \
 		$(CARGO) test --locked --workspace --test cluster -- --include-ignored
+
+# Their results are kept, each with what it ran on.
+RESULTS := $(abspath docs/conformance)
+
+.PHONY: test-e2e
+test-e2e: build ## Kubernetes' end-to-end tests of NetworkPolicy and sig-network against Penstock's default manifests; results in docs/conformance
+	$(IN_CLUSTER) PENSTOCK_SUITES=network_policy,sig_network PENSTOCK_RESULTS=$(RESULTS) \
+		$(CARGO) test --locked --workspace --test cluster -- --include-ignored
+
+.PHONY: conformance
+conformance: build ## The conformance suite of ClusterNetworkPolicy against the default manifests; its report in docs/conformance
+	$(IN_CLUSTER) PENSTOCK_SUITES=cluster_network_policy PENSTOCK_RESULTS=$(RESULTS) \
+		$(CARGO) test --locked --workspace --test cluster -- --include-ignored
+
+.PHONY: cluster
+cluster: build ## That cluster, with Penstock in it, until Ctrl-C
+	$(IN_CLUSTER) PENSTOCK_STAY=1 $(CARGO) test --locked --workspace --test cluster
 
 .PHONY: bench-cluster
 bench-cluster: build ## Round trips, throughput and new connections in that cluster, with Penstock and without
-	@./scripts/setup $(CLUSTER_PACKAGES)
-	./scripts/cluster-images $(abspath $(TARGET))/cluster-images
-	programs=$${PENSTOCK_KUBERNETES:-$$(./scripts/kubernetes $(KUBERNETES))} && PENSTOCK_FIGURES=1 \
-		PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$(abspath $(TARGET))/cluster-images \
-		$(CARGO) test --locked --workspace --test cluster -- --include-ignored --nocapture
+	$(IN_CLUSTER) PENSTOCK_FIGURES=1 $(CARGO) test --locked --workspace --test cluster -- --include-ignored --nocapture
 
 .PHONY: test-kernels
 test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU   (JOBS=2 guests at a time)

@@ -145,7 +145,7 @@ fn fill(stream: &mut TcpStream, buffer: &mut [u8]) -> std::io::Result<usize> {
 }
 
 /// `tcpi_segs_out` and `tcpi_total_retrans` of a connection (tcp(7)).
-pub(crate) fn segments(stream: &TcpStream) -> Result<(u64, u64)> {
+pub fn segments(stream: &TcpStream) -> Result<(u64, u64)> {
     // SAFETY: all fields of the C struct are integers, for which zero is a value.
     let mut info: TcpInfo = unsafe { std::mem::zeroed() };
     let mut length = size_of::<TcpInfo>() as libc::socklen_t;

@@ -14,7 +14,7 @@ mod traffic;
 mod transactions;
 mod trial;
 
-pub(crate) use bulk::segments;
+pub use bulk::segments;
 pub use bulk::{TransferReport, transfer, transfer_for};
 pub use cores::CoreTimes;
 pub use flood::{Flood, FloodPackets, FloodSources, route_default_to};

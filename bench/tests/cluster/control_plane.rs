@@ -16,6 +16,8 @@ pub(crate) const API: &str = "10.99.0.1";
 /// Addresses of Services and of pods, IPv4 and IPv6.
 pub(crate) const SERVICES: &str = "10.96.0.0/16,fd00:10:96::/112";
 pub(crate) const PODS: &str = "10.244.0.0/16,fd00:10:244::/48";
+/// Address of the Service that resolves names, where there is one.
+pub(crate) const CLUSTER_DNS: &str = "10.96.0.10";
 
 /// Users, each with a token of its own name, and their groups.
 const USERS: [(&str, &str); 6] = [
@@ -79,29 +81,30 @@ impl ControlPlane {
 
     /// A `kubectl` with full rights.
     pub(crate) fn kubectl(&self) -> Command {
-        self.kubectl_factory()()
+        self.kubectl_plugin(&self.kubernetes.program("kubectl"))
     }
 
-    /// What makes such a `kubectl` on any thread.
-    pub(crate) fn kubectl_factory(&self) -> impl Fn() -> Command + Send + 'static {
-        let (world, directory) = (self.world.clone(), self.directory.clone());
-        let program = self.kubernetes.program("kubectl");
-        move || with_full_rights(&world, &program, &directory)
+    /// The file with which one has full rights.
+    pub(crate) fn admin_kubeconfig(&self) -> PathBuf {
+        kubeconfig(&self.directory, "admin")
+    }
+
+    /// The programs that run.
+    pub(crate) fn kubernetes(&self) -> &Kubernetes {
+        &self.kubernetes
     }
 
     /// A program that reads its kubeconfig as `kubectl` does, with full rights.
     pub(crate) fn kubectl_plugin(&self, program: &Path) -> Command {
-        with_full_rights(&self.world, program, &self.directory)
+        let mut command = self.world.command(program);
+        command.env("KUBECONFIG", kubeconfig(&self.directory, "admin")).env("HOME", &self.directory);
+        command
     }
 
     /// A shell whose `kubectl` has full rights.
     pub(crate) fn shell(&self) -> Command {
         let mut command = self.kubectl_plugin(Path::new("bash"));
-        let kubectl = self.kubernetes.program("kubectl");
-        let path = std::env::var_os("PATH").unwrap_or_default();
-        let folders = kubectl.parent().map(Path::to_owned).into_iter().chain(std::env::split_paths(&path));
-        command.env("PATH", std::env::join_paths(folders).expect("no folder of PATH has a colon"));
-        command.args(["-e", "-u", "-o", "pipefail"]);
+        command.env("PATH", self.kubernetes.path()).args(["-e", "-u", "-o", "pipefail"]);
         command
     }
 
@@ -137,7 +140,7 @@ impl ControlPlane {
 
     fn spawn_etcd(&self) -> Result<ServiceProcess> {
         let mut command = self.world.command(self.kubernetes.program("etcd"));
-        // Debian's etcd reads settings from its service's environment. Nothing here outlasts a crash of the machine.
+        // It reads settings from its environment. Nothing here outlasts a crash of the machine.
         command.env_clear().arg("--unsafe-no-fsync").arg("--data-dir").arg(self.directory.join("etcd"));
         start(command, &self.log("etcd"))
     }
@@ -166,7 +169,7 @@ impl ControlPlane {
 
     fn spawn(&self, program: &str, arguments: &[String]) -> Result<ServiceProcess> {
         let mut command = self.world.command(self.kubernetes.program(program));
-        command.args(arguments).args(self.kubernetes.dual_stack()).current_dir(&self.directory);
+        command.args(arguments).current_dir(&self.directory);
         start(command, &self.log(program))
     }
 
@@ -178,13 +181,6 @@ impl ControlPlane {
 /// The file with which this user reaches the API server.
 pub(crate) fn kubeconfig(directory: &Path, user: &str) -> PathBuf {
     directory.join(format!("{}.kubeconfig", user.replace(':', "-")))
-}
-
-/// A program that reads its kubeconfig as `kubectl` does.
-fn with_full_rights(world: &Namespace, program: &Path, directory: &Path) -> Command {
-    let mut command = world.command(program);
-    command.env("KUBECONFIG", kubeconfig(directory, "admin")).env("HOME", directory);
-    command
 }
 
 fn kubeconfig_flag(directory: &Path, user: &str) -> String {

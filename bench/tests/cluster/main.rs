@@ -1,11 +1,11 @@
 //! Penstock in a real cluster of two nodes on this machine: Kubernetes with kubelet, kube-proxy, containerd, runc and CNI
-//! plugins, and Penstock's image and manifests. `make test-cluster` builds the parts and runs it, with Kubernetes 1.20 unless it is
-//! given another one.
+//! plugins, and Penstock's image and manifests. `make test-cluster` builds the parts and runs it; `make test-e2e` and `make conformance`
+//! run upstream's suites there, and `make cluster` leaves one up.
 
 mod conformance;
 mod control_plane;
 mod documented;
-mod ended_pods;
+mod egress;
 mod figures;
 mod kubectl;
 mod kubernetes;
@@ -18,10 +18,12 @@ mod rolling;
 mod services;
 mod shell;
 mod side_by_side;
+mod suites;
 mod tiers;
 mod uninstall;
 mod whole;
 
+use std::iter::repeat;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -38,7 +40,7 @@ use real_cluster::{Parts, RealCluster};
 type Test = fn(&mut RealCluster) -> anyhow::Result<()>;
 
 /// Tests of Penstock as it is shipped, in their order; each leaves it so.
-const TESTS: [(&str, Test); 23] = [
+const TESTS: [(&str, Test); 25] = [
     ("pods_reach_each_other_as_policy_says", whole::pods_reach_each_other_as_policy_says),
     ("commands_answer_in_the_pods", whole::commands_answer_in_the_pods),
     ("a_deleted_pod_leaves_no_warning", whole::a_deleted_pod_leaves_no_warning),
@@ -48,6 +50,7 @@ const TESTS: [(&str, Test); 23] = [
     ("conformance_cases_hold", conformance::conformance_cases_hold),
     ("the_first_packet_of_a_new_pod_passes", whole::the_first_packet_of_a_new_pod_passes),
     ("a_cluster_ip_reaches_its_pod_on_this_and_on_another_node", services::a_cluster_ip_reaches_its_pod),
+    ("a_first_egress_policy_by_labels_works", egress::a_first_egress_policy_by_labels_works),
     ("a_pod_reaches_itself_through_its_service", services::a_pod_reaches_itself_through_its_service),
     ("the_plugin_answers_for_all_nodes", kubectl::the_plugin_answers_for_all_nodes),
     ("the_plugin_waits_until_a_policy_is_in_force", kubectl::the_plugin_waits_until_a_policy_is_in_force),
@@ -65,11 +68,18 @@ const TESTS: [(&str, Test); 23] = [
     ("connections_outlast_a_rolling_restart", restarts::connections_outlast_a_rolling_restart),
     ("policy_is_in_force_after_a_restart_without_api_server", restarts::policy_is_in_force_without_api_server),
     ("a_wrong_configuration_leaves_the_last_good_one", restarts::a_wrong_configuration_leaves_the_last_good_one),
+    ("connections_pass_while_a_daemon_takes_over", restarts::connections_pass_while_a_daemon_takes_over),
 ];
 
-/// Those that a Kubernetes 1.22 or newer has besides.
-const SURGE: [(&str, Test); 1] =
-    [("connections_pass_while_a_daemon_takes_over", restarts::connections_pass_while_a_daemon_takes_over)];
+/// Some of the suites that others wrote, of those with the CNI plugin that they run with.
+const QUICK: [(&str, Test); 1] = [("ten_of_each_suite_pass", suites::ten_of_each_suite_pass)];
+
+/// These suites whole, each if `PENSTOCK_SUITES` names it.
+const SUITES: [(&str, Test); 3] = [
+    ("network_policy", suites::network_policy),
+    ("sig_network", suites::sig_network),
+    ("cluster_network_policy", suites::cluster_network_policy),
+];
 
 /// Tests of what is off by default. They switch it on, and leave it so: an update takes a kubelet half a minute. The first one sees the
 /// daemons start.
@@ -106,27 +116,58 @@ fn parts() -> anyhow::Result<Parts> {
     Ok(Parts { kubernetes: Kubernetes::find(&programs, mode.as_deref())?, images })
 }
 
+/// Tests that follow each other.
+struct Group {
+    tests: Vec<(&'static str, Test)>,
+    /// With which CNI plugins.
+    cnis: &'static [Cni],
+    /// Whether they want Penstock as it is shipped.
+    as_shipped: bool,
+}
+
+impl Group {
+    fn new(tests: &[(&'static str, Test)], cnis: &'static [Cni], as_shipped: bool) -> Self {
+        Self { tests: tests.to_vec(), cnis, as_shipped }
+    }
+}
+
+/// What runs.
+fn groups() -> Vec<Group> {
+    if std::env::var_os("PENSTOCK_FIGURES").is_some() {
+        return vec![Group::new(&FIGURES, &Cni::ALL, true)];
+    }
+    if let Ok(named) = std::env::var("PENSTOCK_SUITES") {
+        let is_named = |(name, _): &&(&str, Test)| named.split(',').any(|one| one == *name);
+        let tests: Vec<_> = SUITES.iter().filter(is_named).copied().collect();
+        return vec![Group::new(&tests, &[Cni::Ptp], true)];
+    }
+    vec![
+        Group::new(&TESTS, &Cni::ALL, true),
+        Group::new(&QUICK, &[Cni::Ptp], true),
+        Group::new(&OFF_BY_DEFAULT, &Cni::ALL, false),
+        Group::new(&REMOVALS, &Cni::ALL, false),
+    ]
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::from_args();
-    let measures = std::env::var_os("PENSTOCK_FIGURES").is_some();
+    let parts = parts().map_err(|error| format!("{error:#}"));
+    if std::env::var_os("PENSTOCK_STAY").is_some() {
+        return stay(parts);
+    }
+    let is_whole = ["PENSTOCK_FIGURES", "PENSTOCK_SUITES"].iter().all(|variable| std::env::var_os(variable).is_none());
     let runs_all =
         arguments.filter.is_none() && arguments.skip.is_empty() && arguments.include_ignored && !arguments.list;
-    if runs_all && !measures {
+    if runs_all && is_whole {
         return side_by_side::run();
     }
-    let parts = parts().map_err(|error| format!("{error:#}"));
-    let surge = if parts.as_ref().is_ok_and(|parts| parts.kubernetes.has_max_surge()) { &SURGE[..] } else { &[] };
     // One cluster at a time: the one of the tests that run. It ends with the process that the last test leaves.
     let running: Arc<Mutex<Option<RealCluster>>> = Arc::default();
     let mut trials = Vec::new();
-    // With each group whether its tests want Penstock as it is shipped.
-    let groups: Vec<(&[(&str, Test)], bool)> = match measures {
-        true => vec![(&FIGURES, true)],
-        false => vec![(&TESTS, true), (surge, true), (&OFF_BY_DEFAULT, false), (&REMOVALS, false)],
-    };
+    let groups = groups();
     for cni in Cni::ALL {
-        let tests = groups.iter().flat_map(|(tests, as_shipped)| tests.iter().map(move |test| (test, *as_shipped)));
-        for (&(name, test), as_shipped) in tests {
+        let of_cni = groups.iter().filter(|group| group.cnis.contains(&cni));
+        for (&(name, test), as_shipped) in of_cni.flat_map(|group| group.tests.iter().zip(repeat(group.as_shipped))) {
             let (running, parts) = (Arc::clone(&running), parts.clone());
             let run = move || {
                 let began = Instant::now();
@@ -169,8 +210,23 @@ fn run(
     let prepared = if as_shipped { cluster.switch_to_defaults() } else { Ok(()) };
     prepared.and_then(|()| test(cluster)).map_err(|error| {
         if std::env::var_os("KEEP").is_some() {
-            cluster.keep(&error);
+            cluster.keep(&format!("{error:#}"));
         }
         format!("{error:#}").into()
     })
+}
+
+/// A cluster with Penstock as it is shipped, with names resolved, until Ctrl-C.
+fn stay(parts: Result<Parts, String>) -> ExitCode {
+    let started = parts.map_err(anyhow::Error::msg).and_then(|parts| {
+        let cluster = RealCluster::start(&parts, Cni::Ptp)?;
+        cluster.install()?;
+        cluster.start_dns()?;
+        Ok(cluster)
+    });
+    match started {
+        Ok(cluster) => cluster.keep("Penstock is installed, and the workload of the tests runs."),
+        Err(error) => eprintln!("{error:#}"),
+    }
+    ExitCode::FAILURE
 }

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use nix::unistd::Pid;
 use penstock_bench::testbed::{CleanupGuard, Namespace, ServiceProcess};
 
-use crate::control_plane::{API, ControlPlane, PODS, kubeconfig};
+use crate::control_plane::{API, CLUSTER_DNS, ControlPlane, PODS, kubeconfig};
 use crate::kubernetes::Kubernetes;
 use crate::shell::{eventually, ip, output, start};
 
@@ -100,8 +100,9 @@ impl RealNode {
         let mut mounts = node.command("bash");
         mounts.args(["-c", include_str!("node-mounts.sh")]).env("STATE", &node.state);
         // One node has no BPF file system, as one without systemd.
+        mounts.env("PLUGINS", kubernetes.program(""));
         output(mounts.env("BPFFS", if number.0 == 1 { "yes" } else { "no" }))?;
-        node.start_containerd(images, cni)?;
+        node.start_containerd(kubernetes, images, cni)?;
         node.start_kubelet(kubernetes, directory)?;
         node.start_kube_proxy(kubernetes, cni, directory)?;
         Ok(node)
@@ -136,16 +137,28 @@ impl RealNode {
         lines[lines.len().saturating_sub(20)..].join("\n")
     }
 
-    fn start_containerd(&mut self, images: &[PathBuf], cni: Cni) -> Result<()> {
+    fn start_containerd(&mut self, kubernetes: &Kubernetes, images: &[PathBuf], cni: Cni) -> Result<()> {
         fs::write(self.state.join("etc/cni/net.d/10-pods.conflist"), conflist(cni, self.number))?;
+        let registries = self.state.join("registries");
+        fs::create_dir_all(registries.join(REGISTRY))?;
+        fs::write(registries.join(REGISTRY).join("hosts.toml"), format!("server = \"http://{REGISTRY}\"\n"))?;
         let config = self.state.join("containerd.toml");
-        fs::write(&config, containerd_config(&self.runtime()?))?;
-        let mut containerd = self.command("containerd");
-        containerd.arg("--config").arg(&config);
+        fs::write(&config, containerd_config(&self.runtime()?, &registries))?;
+        let mut containerd = self.command(kubernetes.program("containerd"));
+        containerd.arg("--config").arg(&config).env("PATH", kubernetes.path());
         self._others.push(start(containerd, &self.state.join("containerd.log"))?);
-        eventually(Duration::from_secs(30), || output(self.command("ctr").arg("version")))?;
+        let images_command = |arguments: &[&str]| {
+            let mut ctr = self.command(kubernetes.program("ctr"));
+            ctr.args(["-n", "k8s.io", "images"]).args(arguments);
+            ctr
+        };
+        eventually(Duration::from_secs(60), || output(&mut images_command(&["list", "-q"])))?;
         for image in images {
-            output(self.command("ctr").args(["-n", "k8s.io", "images", "import"]).arg(image))?;
+            output(images_command(&["import"]).arg(image))?;
+        }
+        let names = output(&mut images_command(&["list", "-q"]))?;
+        for (name, other) in ALIASES.iter().filter(|(name, _)| names.lines().any(|line| line == *name)) {
+            output(&mut images_command(&["tag", "--force", name, other]))?;
         }
         Ok(())
     }
@@ -170,9 +183,8 @@ impl RealNode {
         let mut kubelet = self.command(kubernetes.program("kubelet"));
         kubelet.arg("--config").arg(&config);
         kubelet.arg("--kubeconfig").arg(kubeconfig(directory, &format!("system:node:{name}")));
-        kubelet.args(["--hostname-override", &name, "--node-ip", &self.number.address()]);
-        kubelet.args(kubernetes.remote_runtime()).args(kubernetes.dual_stack());
-        kubelet.arg("--container-runtime-endpoint=unix:///run/containerd/containerd.sock");
+        let addresses = format!("{},{}", self.number.address(), self.number.address6());
+        kubelet.args(["--hostname-override", &name, "--node-ip", &addresses]);
         self._others.push(start(kubelet, &self.state.join("kubelet.log"))?);
         Ok(())
     }
@@ -185,9 +197,7 @@ impl RealNode {
         // One of the two clusters masquerades what comes from pods, too.
         proxy.arg(format!("--masquerade-all={}", cni == Cni::Bridge));
         // The machine's own limit of connections stays as it is.
-        proxy
-            .args(["--proxy-mode", kubernetes.proxy_mode.name(), "--conntrack-max-per-core=0"])
-            .args(kubernetes.dual_stack());
+        proxy.args(["--proxy-mode", kubernetes.proxy_mode.name(), "--conntrack-max-per-core=0"]);
         self._others.push(start(proxy, &self.state.join("kube-proxy.log"))?);
         Ok(())
     }
@@ -235,6 +245,20 @@ fn join(world: &Namespace, number: NodeNumber) -> Result<Namespace> {
 
 /// A registry in front of the nodes, without TLS.
 pub(crate) const REGISTRY: &str = "10.99.0.1:5000";
+
+/// Images of the suites under which other names they run, too: what the tests ask for, and agnhost's earlier versions.
+const ALIASES: [(&str, &str); 8] = [
+    (AGNHOST, "registry.k8s.io/e2e-test-images/agnhost:2.45"),
+    (AGNHOST, "registry.k8s.io/e2e-test-images/agnhost:2.55"),
+    (AGNHOST, "registry.k8s.io/e2e-test-images/busybox:1.37.0-2"),
+    (AGNHOST, "registry.k8s.io/e2e-test-images/glibc-dns-testing:2.1.1"),
+    (PAUSE, "registry.k8s.io/pause:3.10.2"),
+    (PAUSE, "registry.k8s.io/pause:3.10.1"),
+    (PAUSE, "registry.k8s.io/pause:3.10"),
+    (PAUSE, "registry.k8s.io/pause:3.9"),
+];
+const AGNHOST: &str = "registry.k8s.io/e2e-test-images/agnhost:2.66.1";
+const PAUSE: &str = "docker.io/library/penstock-test-pause:1";
 
 /// Name of the node's control group in each hierarchy.
 fn control_group(node: &str) -> String {
@@ -305,27 +329,29 @@ fn conflist(cni: Cni, number: NodeNumber) -> String {
     )
 }
 
-fn containerd_config(runtime: &Path) -> String {
+fn containerd_config(runtime: &Path, registries: &Path) -> String {
     format!(
-        r#"version = 2
+        r#"version = 3
 [grpc]
 address = "/run/containerd/containerd.sock"
-[plugins."io.containerd.grpc.v1.cri"]
-sandbox_image = "docker.io/library/penstock-test-pause:1"
-[plugins."io.containerd.grpc.v1.cri".cni]
-bin_dir = "/opt/cni/bin"
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+[plugins."io.containerd.cri.v1.images".pinned_images]
+sandbox = "{PAUSE}"
+[plugins."io.containerd.cri.v1.images".registry]
+config_path = "{}"
+[plugins."io.containerd.cri.v1.runtime".cni]
+bin_dirs = ["/opt/cni/bin"]
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
 runtime_type = "io.containerd.runc.v2"
-[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
 BinaryName = "{}"
-[plugins."io.containerd.grpc.v1.cri".registry.mirrors."{REGISTRY}"]
-endpoint = ["http://{REGISTRY}"]
 "#,
+        registries.display(),
         runtime.display()
     )
 }
 
-/// The kubelet of 1.20 may tell the API server of a pod that has ended only when it looks at the pod again, by default after a minute.
+/// On control groups of version 1, which a kubelet refuses by default. It may look at a pod that has ended only after a minute, unless it
+/// is told to look more often. Images are imported, and have names that nobody pulled them by.
 fn kubelet_config(number: NodeNumber, state: &Path) -> String {
     format!(
         "apiVersion: kubelet.config.k8s.io/v1beta1
@@ -335,9 +361,14 @@ authentication: {{anonymous: {{enabled: true}}, webhook: {{enabled: false}}}}
 authorization: {{mode: AlwaysAllow}}
 cgroupDriver: cgroupfs
 cgroupRoot: /{}
+failCgroupV1: false
 failSwapOn: false
 syncFrequency: 2s
 resolvConf: {}/resolv.conf
+clusterDNS: [{CLUSTER_DNS}]
+clusterDomain: cluster.local
+containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
+imagePullCredentialsVerificationPolicy: NeverVerify
 evictionHard: {{memory.available: 100Mi}}
 imageGCHighThresholdPercent: 100
 imageGCLowThresholdPercent: 99

@@ -14,7 +14,6 @@ use penstock_policy::model::Object;
 use serde_json::Value;
 
 use crate::control_plane::ControlPlane;
-use crate::ended_pods::EndedPods;
 use crate::kubernetes::Kubernetes;
 use crate::node::{Cni, NodeNumber, RealNode};
 use crate::shell::{eventually, output};
@@ -33,8 +32,6 @@ pub(crate) struct Parts {
 }
 
 pub(crate) struct RealCluster {
-    // First of all, so that it ends before the API server.
-    _ended_pods: Option<EndedPods>,
     pub(crate) plane: ControlPlane,
     pub(crate) nodes: Vec<RealNode>,
     /// The workload's pods. Their servers' identities are their indices.
@@ -68,19 +65,14 @@ impl RealCluster {
         let settings = keep_settings();
         let scratch = ScratchDir::new()?;
         let plane = ControlPlane::start(&parts.kubernetes, scratch.path())?;
-        let ended_pods = match parts.kubernetes.keeps_ended_pods() {
-            true => Some(EndedPods::let_go(plane.kubectl_factory())?),
-            false => None,
-        };
-        let images: Vec<PathBuf> = fs::read_dir(&parts.images)
-            .with_context(|| format!("cannot read {}", parts.images.display()))?
-            .flatten()
-            .map(|entry| entry.path())
-            .collect();
+        let mut images = archives(&parts.images)?;
+        // Suites that others wrote run with one CNI plugin.
+        if cni == Cni::Ptp {
+            images.extend(archives(&parts.images.join("suites"))?);
+        }
         let start = |number| RealNode::start(&plane, number, cni, (&parts.kubernetes, &images, scratch.path()));
         let nodes = NodeNumber::ALL.into_iter().map(start).collect::<Result<Vec<_>>>()?;
         let mut cluster = Self {
-            _ended_pods: ended_pods,
             plane,
             nodes,
             sites: Vec::new(),
@@ -165,6 +157,12 @@ impl RealCluster {
         self.wait_for_penstock()?;
         self.set_configuration(Configuration::Shipped);
         Ok(())
+    }
+
+    /// Has the cluster's names resolved, as most clusters have it.
+    pub(crate) fn start_dns(&self) -> Result<()> {
+        self.apply(include_str!("dns.yaml"))?;
+        self.kubectl(&["-n", "kube-system", "rollout", "status", "deployment/coredns", "--timeout=180s"]).map(drop)
     }
 
     /// Waits until the newest daemons are ready.
@@ -287,8 +285,8 @@ impl RealCluster {
     }
 
     /// Leaves the cluster up until SIGINT, and says how to look into it.
-    pub(crate) fn keep(&self, error: &anyhow::Error) {
-        eprintln!("\n{error:#}\n\nKEEP is set: the cluster stays until Ctrl-C.\n  {:?}", self.plane.kubectl());
+    pub(crate) fn keep(&self, why: &str) {
+        eprintln!("\n{why}\n\nThe cluster stays until Ctrl-C.\n  {:?}", self.plane.kubectl());
         eprintln!("  ip netns exec {} bash", self.plane.world.name());
         for node in &self.nodes {
             eprintln!("  {:?}", node.command("bash"));
@@ -346,6 +344,13 @@ impl RealCluster {
         let addresses = pod["status"]["podIPs"].as_array().into_iter().flatten();
         Ok(Site { name, namespace, addresses: addresses.filter_map(|ip| ip["ip"].as_str()?.parse().ok()).collect() })
     }
+}
+
+/// Archives of images in a folder.
+fn archives(folder: &Path) -> Result<Vec<PathBuf>> {
+    let entries = fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    let files = entries.flatten().map(|entry| entry.path());
+    Ok(files.filter(|file| file.extension().is_some_and(|extension| extension == "tar")).collect())
 }
 
 fn is_ready(node: &Value) -> bool {

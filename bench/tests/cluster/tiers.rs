@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
+use penstock_bench::probe::{self, Protocol, RetryPolicy};
 
 use crate::real_cluster::RealCluster;
 use crate::shell::eventually;
@@ -64,9 +65,34 @@ pub(crate) fn cluster_network_policies_are_in_force(cluster: &mut RealCluster) -
         })?;
         let described = cluster.kubectl(&["describe", "clusternetworkpolicy", "no-guests"])?;
         ensure!(described.contains("NotUnderstood"), "{described}");
-        Ok(())
+        cluster.kubectl(&["delete", "clusternetworkpolicy", "no-guests"])?;
+        reaches_as(true, true)?;
+        namespaces_are_kept_apart(cluster)
     })();
     cluster.kubectl(&["delete", "crd", "clusternetworkpolicies.policy.networking.k8s.io", "--timeout=60s"])?;
     tested?;
     reaches_as(true, true)
+}
+
+/// A Deny of the Admin tier holds by the pods' addresses and by those of their Services, on the client's node and on the other one.
+fn namespaces_are_kept_apart(cluster: &RealCluster) -> Result<()> {
+    cluster.apply(
+        "apiVersion: policy.networking.k8s.io/v1alpha2\nkind: ClusterNetworkPolicy\nmetadata: {name: apart}\n\
+         spec:\n  tier: Admin\n  priority: 10\n  subject: {namespaces: {matchLabels: {tier: lab}}}\n\
+         \x20 egress: [{name: not to ops, action: Deny, to: [{namespaces: {matchLabels: {tier: ops}}}]}]\n",
+    )?;
+    let services =
+        [("ops/monitor", cluster.cluster_ip("ops", "near")?), ("ops/dash", cluster.cluster_ip("ops", "far")?)];
+    for from in ["lab/guest", "lab/builder"] {
+        for (to, service) in services {
+            eventually(LIMIT, || expect_reached(cluster, from, to, 8080, false))?;
+            let (identity, _) = cluster.target(to, false);
+            for protocol in [Protocol::Tcp(80), Protocol::Udp(53)] {
+                let outcome =
+                    probe::run_one(cluster.site(from), (identity, service), protocol, RetryPolicy::default())?;
+                ensure!(!outcome.arrived(), "{from} reaches {to} by its Service, {protocol}: {outcome}");
+            }
+        }
+    }
+    Ok(())
 }
