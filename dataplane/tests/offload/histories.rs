@@ -13,7 +13,7 @@ enum Step {
     /// This packet with so many mutated bytes (position, and what is changed in it).
     Packet(Sent, Vec<(u16, u8)>),
     /// This packet with the numbers of a handshake.
-    InStep(Sent),
+    Handshake(Sent),
     /// A long TCP segment, that becomes segments with so many bytes each.
     Long(Sent, u16),
     /// Policy that allows connections to B or not, and whether connections that stay allowed get its verdict at once.
@@ -61,7 +61,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     let long = (any_packet(), 1..3000_usize, prop_oneof![1..1500_u16, 1335..1365_u16]);
     prop_oneof![
         4 => (any_packet(), any::<bool>()).prop_map(|(packet, by_programs)| Step::Open(packet, by_programs)),
-        8 => any_packet().prop_map(Step::InStep),
+        8 => any_packet().prop_map(Step::Handshake),
         20 => any_packet().prop_map(|packet| Step::Packet(packet, Vec::new())),
         8 => (any_packet(), prop::collection::vec(mutation, 1..3)).prop_map(|(packet, at)| Step::Packet(packet, at)),
         6 => long.prop_map(|(packet, payload, size)| Step::Long(Sent { tcp: true, flags: ACK, payload, ..packet }, size)),
@@ -166,7 +166,7 @@ fn take(node: &mut Node, words: &Words, step: Step, forwarded: &mut Forwarded) {
                 }
             }
         }
-        Step::InStep(packet) => {
+        Step::Handshake(packet) => {
             let frame = in_step(packet.frame(), packet.tcp, packet.flags, false);
             meet(node, words, packet, &frame, forwarded);
         }
