@@ -159,7 +159,7 @@ impl Window {
     }
 
     /// The side that a SYN was sent to, before it answers; `ack` acknowledges the SYN. No other word of an entry is ever like this, of
-    /// another SYN or another protocol: a program that forwards the answer exchanges it for [`Window::of_answer`], and if it comes late,
+    /// another SYN or another protocol: a program that forwards the answer exchanges it for one with the number of the answer, and if it comes late,
     /// nothing else changes.
     pub(super) fn unanswered(ack: u32) -> Self {
         Self { end: ack, scale: UNKNOWN_SCALE, ..Self::default() }
