@@ -80,8 +80,11 @@ impl ConnTable {
     }
 
     /// Where an owner is at its quota: a datagram stream of the source that has most of its connections in the two groups of
-    /// `hashed`, if that source has more than the one whose connection would go instead. A stream costs its source two packets,
-    /// so one machine could fill a pod's share for good; TCP and SCTP cost it a handshake, and stay.
+    /// `hashed`. A stream costs its source two packets, so one machine could fill a pod's share for good; TCP and SCTP cost it a
+    /// handshake, and stay.
+    ///
+    /// What one side alone can make still goes `instead`, since it comes from any number of sources that do not exist. Only a source
+    /// that has more than half gives a stream of its own, and not what others have just opened.
     ///
     /// The groups are a random sample of the share, some sixteen of its connections where it is a quarter of the table.
     fn stream_of_the_crowd(
@@ -116,13 +119,15 @@ impl ConnTable {
                 }
             }
         }
-        let crowds = &crowds[..known];
-        let held_by = |network| crowds.iter().find(|crowd| crowd.network == network).map_or(0, |it| it.connections);
-        let largest = crowds.iter().filter(|crowd| crowd.oldest.is_some());
+        let largest = crowds[..known].iter().filter(|crowd| crowd.oldest.is_some());
         // Of two that have as many, the one that wants another.
         let largest = largest.max_by_key(|crowd| (crowd.connections, crowd.network == own))?;
-        let rival = instead.map_or(1, |(_, slot, control)| held_by(network_of(self.entry(slot).opened_by(control))));
-        let (freshness, slot, control) = largest.oldest.filter(|_| largest.connections > rival)?;
+        let all: u32 = crowds[..known].iter().map(|crowd| crowd.connections).sum();
+        let gives = match instead {
+            Some(_) => largest.network == own && 2 * largest.connections > all,
+            None => largest.connections > 1,
+        };
+        let (freshness, slot, control) = largest.oldest.filter(|_| gives)?;
         let is_of_another = largest.network != own;
         let rank = EvictionRank { liveness: Liveness::Open, is_of_another, class: EvictionClass::Kept, freshness };
         Some((rank, slot, control))
