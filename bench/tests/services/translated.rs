@@ -163,7 +163,7 @@ fn service_connections_survive_a_kill_of_the_daemon_whichever_side_sends_first()
     let in_a_file = |config: &mut DaemonConfig| {
         let directory = config.manifests.parent().unwrap().display();
         config.conntrack =
-            format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\nmidstream_pickup = false\n");
+            format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\nmidstream_pickup = \"0s\"\n");
     };
     // With a table that is found again, and without one, so that connections are picked up in mid-stream.
     for (backend, found) in [(BackendPath::Here, true), (BackendPath::Here, false), (BackendPath::ByUplink, true)] {

@@ -303,7 +303,8 @@ fn a_revoked_connection_is_reset_at_both_ends_if_configured() {
 /// Ingress of one pod, and egress of another.
 #[test]
 fn a_denied_client_fails_at_once_if_configured() {
-    let closed = policy("closed", "pod-1", "  ingress: []\n") + &policy("mute", "pod-2", "  egress: []\n");
+    let closed = policy("closed", "pod-1", "  ingress: []\n")
+        + &policy("mute", "pod-2", "  policyTypes: [Egress]\n  egress: []\n");
     let fixture = Fixture::of(&(pods(3) + &closed), |_, config| config.sections += "[deny]\nanswer = \"reject\"\n");
     for (from, to) in [("test/pod-0", "test/pod-1"), ("test/pod-2", "test/pod-0")] {
         let (from, to) = (fixture.site(from), fixture.site(to));

@@ -458,17 +458,11 @@ impl TableEntry {
     /// of [`TableEntry::owner`].
     #[inline]
     pub(super) fn is_opened_by(&self, control: ControlWord, source: &[u64; 2]) -> bool {
-        self.opened_by(control) == *source
-    }
-
-    /// The address that the connection of `control` was opened from, as key words. Valid under the same conditions.
-    #[inline]
-    pub(super) fn opened_by(&self, control: ControlWord) -> [u64; 2] {
-        let first = match control.original() {
-            Orientation::LowToHigh => 0,
-            Orientation::HighToLow => 2,
+        let words = match control.original() {
+            Orientation::LowToHigh => self.words().addresses.get(..2),
+            Orientation::HighToLow => self.words().addresses.get(2..4),
         };
-        [first, first + 1].map(|at| self.words().addresses[at].load(Ordering::Relaxed))
+        words.is_some_and(|words| words.iter().zip(source).all(|(word, part)| word.load(Ordering::Relaxed) == *part))
     }
 
     /// The protocol; only valid for a caller with a control word of the same generation.

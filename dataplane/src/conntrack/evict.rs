@@ -6,7 +6,6 @@ use super::hash::{PreparedFlow, alternate, home, key_of};
 use super::journal::Ending;
 use super::state::{EvictionClass, State};
 use super::table::{ConnTable, SlotRef};
-use super::tags::LANES;
 use super::time::Tick;
 use crate::packet::Orientation;
 use crate::prefetch::prefetch;
@@ -32,18 +31,6 @@ enum Liveness {
     Open,
 }
 
-/// A connection that may be evicted, and its rank.
-type Victim = (EvictionRank, u32, ControlWord);
-
-/// The connections of one owner, in two groups, that come from one network.
-#[derive(Clone, Copy, Default)]
-struct Crowd {
-    network: [u64; 2],
-    connections: u32,
-    /// The datagram stream that was not used for longest, with its freshness.
-    oldest: Option<(u32, u32, ControlWord)>,
-}
-
 impl ConnTable {
     /// Evicts a connection from one of the two groups of `hashed` and claims its entry; only of this owner if one is
     /// given. `None` if no connection can be evicted.
@@ -51,11 +38,7 @@ impl ConnTable {
     /// A connection that was updated or replaced since it was read stays, and the search starts again.
     pub(super) fn evict(&self, hashed: &PreparedFlow, owner: Option<OwnerId>, now: Tick) -> Option<SlotRef> {
         loop {
-            let victim = self.victim(hashed, owner, now);
-            let (rank, slot, control) = match owner {
-                None => victim,
-                Some(owner) => self.stream_of_the_crowd(hashed, owner, now, victim).or(victim),
-            }?;
+            let (rank, slot, control) = self.victim(hashed, owner, now)?;
             let partner = self.partner((slot, control)).filter(|_| control.is_frontend());
             if self.entry(slot).exchange(control, control.claimed()).is_ok() {
                 // Without its frontend's entry, a connection's packets would open another one.
@@ -79,77 +62,17 @@ impl ConnTable {
         }
     }
 
-    /// Where an owner is at its quota: a datagram stream of the source that has most of its connections in the two groups of
-    /// `hashed`. A stream costs its source two packets, so one machine could fill a pod's share for good; TCP and SCTP cost it a
-    /// handshake, and stay.
-    ///
-    /// What one side alone can make still goes `instead`, since it comes from any number of sources that do not exist. Only a source
-    /// that has more than half gives a stream of its own, and not what others have just opened.
-    ///
-    /// The groups are a random sample of the share, some sixteen of its connections where it is a quarter of the table.
-    fn stream_of_the_crowd(
+    fn victim(
         &self,
         hashed: &PreparedFlow,
-        owner: OwnerId,
+        owner: Option<OwnerId>,
         now: Tick,
-        instead: Option<Victim>,
-    ) -> Option<Victim> {
-        if instead.is_some_and(|(rank, ..)| rank.liveness < Liveness::Open) {
-            return None;
-        }
-        let own = network_of(source_of(hashed));
-        let mut crowds = [Crowd::default(); 2 * LANES as usize];
-        let mut known = 0;
-        for group in [home(hashed.hash, self.groups), alternate(hashed.hash, self.groups)] {
-            for slot in self.occupied(group) {
-                let (entry, control) = (self.entry(slot), self.entry(slot).control());
-                if entry.owner() != owner || !control.is_live() || control.is_frontend() {
-                    continue;
-                }
-                let network = network_of(entry.opened_by(control));
-                let place = crowds[..known].iter().position(|crowd| crowd.network == network).unwrap_or(known);
-                known = known.max(place + 1);
-                let Some(crowd) = crowds.get_mut(place) else { continue };
-                crowd.network = network;
-                crowd.connections += 1;
-                if let Some(freshness) = self.freshness_of_stream((slot, control), now)
-                    && crowd.oldest.is_none_or(|(least, ..)| freshness < least)
-                {
-                    crowd.oldest = Some((freshness, slot, control));
-                }
-            }
-        }
-        let largest = crowds[..known].iter().filter(|crowd| crowd.oldest.is_some());
-        // Of two that have as many, the one that wants another.
-        let largest = largest.max_by_key(|crowd| (crowd.connections, crowd.network == own))?;
-        let all: u32 = crowds[..known].iter().map(|crowd| crowd.connections).sum();
-        let gives = match instead {
-            Some(_) => largest.network == own && 2 * largest.connections > all,
-            None => largest.connections > 1,
+    ) -> Option<(EvictionRank, u32, ControlWord)> {
+        let source = match hashed.orientation {
+            Orientation::LowToHigh => [hashed.words[0], hashed.words[1]],
+            Orientation::HighToLow => [hashed.words[2], hashed.words[3]],
         };
-        let (freshness, slot, control) = largest.oldest.filter(|_| gives)?;
-        let is_of_another = largest.network != own;
-        let rank = EvictionRank { liveness: Liveness::Open, is_of_another, class: EvictionClass::Kept, freshness };
-        Some((rank, slot, control))
-    }
-
-    /// How lately a datagram stream was used; `None` for everything else.
-    fn freshness_of_stream(&self, (slot, control): SlotRef, now: Tick) -> Option<u32> {
-        let protocol = self.entry(slot).protocol();
-        let is_stream = State::of(protocol, control) == Some(State::Assured);
-        // The entry of its frontend is about to be inserted, perhaps here.
-        let is_whole = || !control.is_translated() || self.partner((slot, control)).is_some();
-        (is_stream && is_whole()).then(|| self.freshness((slot, control), now))
-    }
-
-    fn freshness(&self, (slot, control): SlotRef, now: Tick) -> u32 {
-        let age = control.tick().age(now);
-        Tick::MASK - self.kernel_age(slot, now).map_or(age, |kernel| age.min(kernel))
-    }
-
-    fn victim(&self, hashed: &PreparedFlow, owner: Option<OwnerId>, now: Tick) -> Option<Victim> {
-        let source = source_of(hashed);
-        let mut best: Option<Victim> = None;
+        let mut best: Option<(EvictionRank, u32, ControlWord)> = None;
         for group in [home(hashed.hash, self.groups), alternate(hashed.hash, self.groups)] {
             for slot in self.occupied(group) {
                 prefetch(self.entry(slot));
@@ -201,22 +124,9 @@ impl ConnTable {
             EvictionClass::Closing => (Liveness::Closing, class),
             EvictionClass::Unanswered | EvictionClass::Answered => (Liveness::Open, class),
         };
+        let age = control.tick().age(now);
+        let age = self.kernel_age(slot, now).map_or(age, |kernel| age.min(kernel));
         let is_of_another = !entry.is_opened_by(control, source);
-        Some(EvictionRank { liveness, is_of_another, class, freshness: self.freshness((slot, control), now) })
+        Some(EvictionRank { liveness, is_of_another, class, freshness: Tick::MASK - age })
     }
-}
-
-/// The address that a flow comes from, as key words.
-fn source_of(hashed: &PreparedFlow) -> [u64; 2] {
-    match hashed.orientation {
-        Orientation::LowToHigh => [hashed.words[0], hashed.words[1]],
-        Orientation::HighToLow => [hashed.words[2], hashed.words[3]],
-    }
-}
-
-/// What one machine can choose its addresses from: of IPv6 the first 64 bits (RFC 4291 section 2.5.1).
-fn network_of(address: [u64; 2]) -> [u64; 2] {
-    let [high, low] = address;
-    let is_v4 = high == 0 && low >> 32 == 0xffff;
-    if is_v4 { address } else { [high, 0] }
 }

@@ -636,9 +636,9 @@ impl ConnTable {
     /// Whether the number of the answer to a connection's SYN is noted. If it is not, a program that was late has noted the answer to
     /// the entry's last connection, which had the same path.
     fn has_number(&self, (slot, control): SlotRef) -> bool {
-        let answering = control.original().opposite();
-        let tracked = self.entry(slot).tracking(control);
-        tracked.is_some_and(|(_, tracked)| Window::is_answered(tracked[answering as usize]))
+        // Also of a connection that has just ended, whose record is written.
+        let found = self.entry(slot).load_claimed(control);
+        found.is_some_and(|found| Window::is_answered(found.tracking[control.original().opposite() as usize]))
     }
 
     /// This control word with the state that the connection is in by now, after what programs have noted. Once both ends have
