@@ -147,14 +147,15 @@ fn an_idle_daemon_uses_less_than_three_percent_of_a_core() {
 fn arrived(fixture: &Fixture, from: &str, to: &str, v6: bool, lengths: &[usize]) -> Vec<usize> {
     let (client, server) = (fixture.site(from), fixture.site(to));
     let (source, there) = (client.address(v6).unwrap(), server.address(v6).unwrap());
-    let sink = server.namespace.run(|| UdpSocket::bind((there, 7100))).unwrap();
+    let sink = server.namespace.run(|| UdpSocket::bind((there, 0))).unwrap();
+    let there = sink.local_addr().unwrap();
     sink.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
     let socket = client.namespace.run(|| UdpSocket::bind((source, 0))).unwrap();
     let mut buffer = vec![0; 65_536];
     let mut came = Vec::new();
     for &length in lengths {
         for _ in 0..10 {
-            let _ = socket.send_to(&vec![7; length], (there, 7100));
+            let _ = socket.send_to(&vec![7; length], there);
             if let Ok((length, sender)) = sink.recv_from(&mut buffer) {
                 assert!(buffer[..length].iter().all(|byte| *byte == 7), "{from} to {to}: {length} bytes, changed");
                 came.push(length);
