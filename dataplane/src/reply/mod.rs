@@ -33,7 +33,7 @@ pub enum OnDeny {
     /// It is dropped without a reply: its sender tries again until it gives up.
     #[default]
     Drop,
-    /// A sender in the cluster is told: by a RST, or the ICMP error "administratively prohibited".
+    /// A sender in the cluster gets a RST, or the ICMP error "administratively prohibited".
     Reject,
 }
 
@@ -160,7 +160,7 @@ impl Replies {
         }
     }
 
-    /// Whether senders are told that policy denies their connection.
+    /// Whether senders get an answer where policy denies their connection.
     pub(crate) fn reject_denied(&self) -> bool {
         self.settings.on_deny == OnDeny::Reject
     }

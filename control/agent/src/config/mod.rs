@@ -92,7 +92,7 @@ pub struct Config {
     /// The connection table.
     #[serde(default)]
     pub conntrack: Conntrack,
-    /// What a sender is told of a denied connection.
+    /// The answer to a denied connection.
     #[serde(default)]
     pub deny: Deny,
     /// The veth pair into the node's network stack.
@@ -517,7 +517,7 @@ pub enum OnRevoke {
     Reset,
 }
 
-/// What a sender is told of a denied connection (`[deny]`).
+/// The answer to a denied connection (`[deny]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Deny {
