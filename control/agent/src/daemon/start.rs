@@ -268,6 +268,7 @@ fn connection_maps(config: &Config, pins: Option<&Pins>) -> Result<Option<Connec
 pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Dataplane, RunError> {
     let mut connections = config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?;
     connections.ended = config.flow_records.queue();
+    connections.repeats = config.repeat_answers.then(|| config.fail.repeat_answers.duration());
     if let Some(maps) = &maps.connections {
         let [table, tags, entries, uses] = maps.descriptors().map_err(RunError::failed)?;
         connections.memory = TableMemory::Kernel(KernelMaps(Arc::new(KernelMapFds { table, tags, entries, uses })));
