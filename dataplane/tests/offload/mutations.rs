@@ -2,7 +2,7 @@
 //! tests of this program must then fail.
 //!
 //! Run by `make test-long`, or by `cargo test -p penstock-dataplane --features replaceable-programs --test offload -- --ignored
-//! --nocapture`; with `PENSTOCK_MUTATION=TEXT` only mutants with this in their name. Each is compiled by clang alone, and tested by
+//! --nocapture`; with `PENSTOCK_MUTATION=TEXT` only mutants with this in their name, or of this file. Each is compiled by clang alone, and tested by
 //! this very program, which loads it instead of the one that is built in.
 
 use std::fs;
@@ -1031,7 +1031,8 @@ fn the_tests_fail_for_each_broken_condition_of_the_programs() {
     let unbroken = run(&source.compile("the unbroken programs"), &[]);
     assert!(matches!(unbroken, Outcome::Passed), "the tests fail for the unbroken programs");
     let wanted = std::env::var("PENSTOCK_MUTATION").unwrap_or_default();
-    let mutations = MUTATIONS.iter().filter(|of| of.equivalent.is_none() && of.breaks.contains(&wanted));
+    let mutations =
+        MUTATIONS.iter().filter(|of| of.equivalent.is_none() && (of.breaks.contains(&wanted) || of.file == wanted));
     let mut missed = Vec::new();
     for mutation in mutations {
         source.restore();

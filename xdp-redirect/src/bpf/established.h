@@ -310,6 +310,7 @@ static __always_inline const struct pair_of_ports *read_transport(struct __sk_bu
 		if (said < 8 || said > length)
 			return 0;
 		packet->headers = network + 8;
+		packet->sequence = packet->acknowledged = 0; /* a function that is verified by itself gets no memory that was not written */
 	} else {
 		return 0;
 	}

@@ -526,7 +526,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 {
 	const struct interface *to = 0;
 	struct connection connection;
-	struct repeated repeated;
+	struct repeated repeated = {};
 	const struct ethhdr *eth;
 	struct packet packet;
 	int known, rewritten;
