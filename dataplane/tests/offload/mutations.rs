@@ -73,6 +73,7 @@ const WRITTEN: &str = "repeat::what_a_program_opens_is_written_as_a_worker_write
 const NO_ANSWER: &str = "repeat::what_a_program_does_not_repeat_has_no_answer_or_no_way";
 const FLOOD: &str = "repeat::a_flood_ends_at_the_credit_of_its_pod_which_is_of_its_share";
 const ENDED: &str = "repeat::a_closed_or_expired_connection_of_the_same_ports_is_a_workers";
+const PAIR: &str = "repeat::an_answer_is_found_in_either_place_of_its_pair";
 const FULL: &str = "repeat::a_connection_without_a_free_entry_in_its_group_is_a_workers";
 const ALONE: &str = "repeat::answers_end_with_the_daemon_where_they_must_not_outlast_it";
 const AT_ONCE: &str = "repeat::a_program_and_a_worker_that_open_one_connection_leave_one_entry";
@@ -718,7 +719,7 @@ const MUTATIONS: &[Mutation] = &[
         "name & ~(direction ? 0xffff0000ULL : 0xffffULL)",
         "name",
     ),
-    mutation(OPENED, "only one answer of a pair is read", REPEAT, "lane < 2; lane++", "lane < 1; lane++"),
+    mutation(PAIR, "only one answer of a pair is read", REPEAT, "lane < 2; lane++", "lane < 1; lane++"),
     mutation(
         OF_REPEATED,
         "an answer that is being written counts",

@@ -491,6 +491,24 @@ fn a_connection_is_opened_only_if_each_field_of_its_answer_allows_it() {
     }
 }
 
+/// Another question may have the first place of the pair.
+#[test]
+fn an_answer_is_found_in_either_place_of_its_pair() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        node.repeat();
+        let (words, there) = (Words::of(&node), sent(End::A, End::B, true, ACK));
+        answer(&mut node, there);
+        let is_written = |element: &usize| words.behind(*element)[0].load(Ordering::Acquire) != 0;
+        let first = (0..ANSWERS).find(is_written).unwrap();
+        words.behind(first)[1].fetch_xor(1, Ordering::AcqRel);
+        assert!(node.opened_by_program(there).is_none());
+        node.handshake(Sent { flow: 7, ..there }, SYN, true, Timestamp::now());
+        assert_eq!((0..ANSWERS).filter(is_written).collect::<Vec<_>>(), [first & !1, first | 1]);
+        assert!(node.opened_by_program(there).is_some());
+    });
+}
+
 #[test]
 fn a_connection_without_a_free_entry_in_its_group_is_a_workers() {
     in_namespace(|| {
