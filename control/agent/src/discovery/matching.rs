@@ -137,6 +137,18 @@ pub enum PodProblem {
         /// Their names in the pod.
         interfaces: String,
     },
+    /// A veth of the node that nobody has named leads to it, too.
+    #[error(
+        "pod {pod}: policy is not enforced on {link}, which leads to it beside its interface; take it away, or keep policies off the pod"
+    )]
+    AnotherVeth {
+        /// The pod.
+        pod: ObjectKey,
+        /// Index of the veth.
+        index: u32,
+        /// Its name.
+        link: String,
+    },
     /// Its interface is down.
     #[error("pod {pod}: {link} is down; set it up (ip link set {link} up)")]
     Down {
@@ -186,7 +198,8 @@ impl PodProblem {
             | Self::Claimed { .. }
             | Self::MacTaken { .. }
             | Self::OtherTable { .. }
-            | Self::OtherInterfaces { .. } => false,
+            | Self::OtherInterfaces { .. }
+            | Self::AnotherVeth { .. } => false,
         }
     }
 
@@ -208,6 +221,7 @@ impl PodProblem {
             | Self::MacTaken { pod, .. }
             | Self::OtherTable { pod, .. }
             | Self::OtherInterfaces { pod, .. }
+            | Self::AnotherVeth { pod, .. }
             | Self::TooLong { pod, .. } => (pod, None),
         };
         std::iter::once(one).chain(other)
@@ -234,6 +248,11 @@ pub fn pod_ports<'a>(
         if !others.is_empty() {
             problems.insert(PodProblem::OtherInterfaces { pod: pod.key.clone(), interfaces: others.join(", ") });
         }
+        let beside = bindings.beside().iter().filter(|(_, of)| **of == pod.key);
+        problems.extend(beside.filter_map(|(&index, _)| {
+            let link = netstate.links.get(&index)?.name.clone();
+            Some(PodProblem::AnotherVeth { pod: pod.key.clone(), index, link })
+        }));
         let port = match pod_port(netstate, bindings, pod, limits) {
             Ok(port) => port,
             Err(problem) => {
