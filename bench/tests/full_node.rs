@@ -115,7 +115,7 @@ fn start(cluster: &Cluster, scratch: &ScratchDir) -> (Daemon, Duration) {
     (daemon, began.elapsed())
 }
 
-/// What the kernel takes when the daemon starts, or gives back when it ends, in bytes: the smaller of both.
+/// Memory that the kernel takes when the daemon starts, or gives back when it ends, in bytes: the smaller of both.
 fn kernels_for_another_start(cluster: &Cluster, scratch: &ScratchDir) -> u64 {
     let before = kernels_own();
     let (daemon, _) = start(cluster, scratch);

@@ -166,7 +166,7 @@ fn cluster_policies_are_followed_once_they_are_defined_and_dropped_when_they_no_
     server.admin().create(&cluster_policy("guard", "Deny")).unwrap();
     follower.catch_up(&server);
     assert!(!reaches(&follower) && follower.health(kind).objects == 1);
-    // What cannot be read leaves the last version in force, and is counted.
+    // An object that cannot be read leaves the last version in effect, and is counted.
     server.admin().replace(&cluster_policy("guard", "Log")).unwrap();
     for _ in 0..100 {
         if follower.health(kind).invalid == 0 {

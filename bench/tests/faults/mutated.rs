@@ -93,7 +93,7 @@ struct PortCounters {
 
 fn port_counters(port: &PortStatus) -> PortCounters {
     PortCounters {
-        // Of what the pod sends.
+        // Frames that the pod sends.
         seen: port.xdp.iter().filter(|(outcome, _)| *outcome != "from_stack").map(|(_, count)| count).sum(),
         redirected: port.xdp.get("redirected").copied().unwrap_or(0),
         kernel: kernel_lost(port),

@@ -33,7 +33,7 @@ fn fixture() -> Fixture {
     fixture
 }
 
-/// Saves the policy of `pod-1` and waits until it is in force.
+/// Saves the policy of `pod-1` and waits until it is in effect.
 fn publish(fixture: &Fixture, spec: &str) {
     let before = fixture.status().published;
     fixture.save("policy.yaml", policy("served", "pod-1", spec).trim_start_matches("---\n"));
@@ -107,7 +107,7 @@ impl Flows {
 #[test]
 fn a_daemon_takes_over_while_established_connections_lose_no_packet() {
     let mut fixture = fixture();
-    // What the next daemon needs stays, whatever is set for the end.
+    // The parts that the next daemon needs stay, whatever is set for the end.
     fixture.change_config(|config| {
         config.sections = config.sections.replace("on_exit = \"keep\"", "on_exit = \"restore\"");
     });

@@ -61,7 +61,7 @@ fn tcp(fixture: &Fixture, port: u16) -> ProbeOutcome {
     probe::run_one(fixture.site("test/pod-0"), target, Protocol::Tcp(port), RetryPolicy::default()).unwrap()
 }
 
-/// Checks that forwarding and policy changes go on: a saved change is in force soon.
+/// Checks that forwarding and policy changes go on: a saved change is in effect soon.
 fn assert_unaffected(fixture: &Fixture) {
     for (open, closed) in [(8080, 9090), (9090, 8080)] {
         fixture.save("only.yaml", &only_port(open));

@@ -89,7 +89,7 @@ impl Setup {
     }
 }
 
-/// What the server has: nodes, Penstock's pods, and two of the workload's.
+/// Objects of the server: nodes, Penstock's pods, and two of the workload's.
 fn served(sockets: &Path) -> Served {
     let mut served = Served::default();
     let nodes = NODES.map(|node| json!({"metadata": {"name": node}}));
@@ -307,7 +307,7 @@ fn interrupt(capture: &mut Child) {
     }
 }
 
-/// What the documentation shows of `kubectl penstock status`.
+/// The output of `kubectl penstock status` in the documentation.
 fn status_of_page() -> String {
     const PAGE: &str = include_str!("../../../docs/operate/cluster.md");
     let block = PAGE.split_once("\n## Status\n").and_then(|(_, section)| section.split_once("```text\n"));

@@ -97,14 +97,14 @@ impl Overlay {
         let services = fixture.nodes.proxy_services(&fixture.manifests, mode);
         let mut services = services.unwrap().remove(0);
         services.retain(|frontend| frontend.name.starts_with("Service/"));
-        // Of this port nothing is known to the probes' servers.
+        // The probes' servers know nothing of this port.
         services.iter_mut().for_each(|service| service.ports.retain(|(sent, _)| *sent != Protocol::Tcp(BULK)));
         let beyond = Site::from(&fixture.beyond);
         let server = EchoServers::start(&beyond, OUTSIDE, &SERVICES).unwrap();
         Self { fixture, services, beyond, _server: server }
     }
 
-    /// What pods find, at each other and at Services. What nodes send to Services has the overlay's address, as flannel has it,
+    /// Expectations of pods, at each other and at Services. Nodes send to Services with the overlay's address, as flannel has it,
     /// and is left out.
     fn assert_pods_find_what_policy_says(&self, what: &str) {
         let oracle = PolicyOracle::new(&read_objects(&self.fixture.manifests).unwrap());

@@ -1,4 +1,4 @@
-//! What `penstock render --format nft` prints, loaded by `nft` and without a daemon: the same packets pass as `evaluate`
+//! The ruleset of `penstock render --format nft`, loaded by `nft` and without a daemon: the same packets pass as `evaluate`
 //! says. The ruleset filters what a machine forwards, so every end is a namespace behind one machine: pods, and nodes
 //! and machines outside with all of their addresses.
 

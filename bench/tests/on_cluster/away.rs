@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::on_cluster::fixture::{Fixture, pod, policy};
 use crate::on_cluster::stream::Stream;
 
-/// Time limit for all changes to be in force after the server is back.
+/// Time limit for all changes to be in effect after the server is back.
 const SOON: Duration = Duration::from_secs(2);
 
 #[test]

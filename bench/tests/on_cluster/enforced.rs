@@ -8,7 +8,7 @@ use penstock_bench::testbed::{Daemon, Node, Privileges};
 use crate::on_cluster::fixture::{Fixture, configuration, namespace, pod, policy};
 use crate::on_cluster::stream::Stream;
 
-/// Time limit for a change to be in force on a busy machine.
+/// Time limit for a change to be in effect on a busy machine.
 const SOON: Duration = Duration::from_secs(2);
 
 #[test]

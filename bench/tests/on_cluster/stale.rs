@@ -1,4 +1,4 @@
-//! The daemon is killed and started again while the API server is away: what was last in force is in force, marked as stale,
+//! The daemon is killed and started again while the API server is away: what was last in effect is in effect, marked as stale,
 //! until the server is back.
 
 use std::fs;
@@ -51,7 +51,7 @@ fn what_was_last_in_force_is_in_force_after_a_restart_while_the_api_server_is_aw
     assert!(ready.contains(" 503 ") && ready.contains("the API server has not been read yet"), "{ready}");
     assert!(page(&fixture, "/healthz").contains(" 200 "), "that is no reason to restart it");
 
-    // Meanwhile `web` is deleted and `lab` is allowed: both come into force at once.
+    // Meanwhile `web` is deleted and `lab` is allowed: both come into effect at once.
     let server: &FakeServer = fixture.server.fake().unwrap();
     [pod("web", "10.244.1.10"), policy("db", "web")].iter().for_each(|gone| server.delete_elsewhere(gone).unwrap());
     server.create_elsewhere(&policy("db", "lab")).unwrap();

@@ -95,7 +95,7 @@ impl Answering {
         probe::run_one(self.fixture.site(pod), to, protocol, patience).unwrap()
     }
 
-    /// What a pod finds at the Service, over TCP and UDP, in both families.
+    /// The answers that a pod gets at the Service, over TCP and UDP, in both families.
     fn expect(&self, what: &str, pod: &str, tcp: ProbeOutcome, udp: ProbeOutcome) {
         for v6 in [false, true] {
             for (protocol, expected) in [(Protocol::Tcp(WEB), tcp), (Protocol::Udp(WEB), udp)] {
@@ -213,7 +213,7 @@ fn client(fixture: &Fixture, pod: &str, node: IpAddr, option: Option<libc::c_int
     socket
 }
 
-/// What the server hears until nothing comes.
+/// Datagrams that the server receives until nothing comes.
 fn heard(server: &UdpSocket) -> Vec<String> {
     let mut bytes = [0; 64];
     std::iter::from_fn(|| server.recv(&mut bytes).ok().map(|length| String::from_utf8_lossy(&bytes[..length]).into()))

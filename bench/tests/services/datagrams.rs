@@ -1,4 +1,4 @@
-//! What the node's connection tracking makes of datagrams in fragments and of SCTP: it puts fragments together, translates the
+//! Datagrams in fragments, and SCTP, behind the node's connection tracking: it puts fragments together, translates the
 //! datagram, and fragments it again. Policy holds for each of these packets as for any other.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};

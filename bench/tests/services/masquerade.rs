@@ -31,7 +31,7 @@ fn address(v6: bool) -> IpAddr {
     NODE[usize::from(v6)].parse().unwrap()
 }
 
-/// What kube-proxy has for node ports with `externalTrafficPolicy: Cluster`.
+/// The rules of kube-proxy for node ports with `externalTrafficPolicy: Cluster`.
 fn open_node_ports(node: &Namespace, backend: &Site) {
     let port = |(protocol, number, target, node_port)| {
         let backends = [false, true].map(|v6| SocketAddr::new(backend.address(v6).unwrap(), target));

@@ -1,4 +1,4 @@
-//! What pods send to their own node and it sends on: by an interface whose frames have no Ethernet header, such as a tunnel that a CNI
+//! Packets that pods send to their own node, and it sends on: by an interface whose frames have no Ethernet header, such as a tunnel that a CNI
 //! plugin makes between nodes, and by one that has another below it.
 
 use std::fs::File;
@@ -95,7 +95,7 @@ fn a_node_port_that_leads_into_a_tunnel_is_judged_for_the_machine_behind_it() {
     };
     for v6 in [false, true] {
         let to = BEYOND.map(|to| address(to[usize::from(v6)]));
-        // What is denied is sent first: it would come first.
+        // The denied packet is sent first: it would come first.
         for number in 0..5 {
             send("test/pod-1", v6, NODE_PORTS[0], &format!("denied {number}"));
         }

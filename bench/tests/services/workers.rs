@@ -257,7 +257,7 @@ fn egress_policy_names_the_backend_and_not_the_services_address() {
     }
 }
 
-/// What status, flows and metrics say of a connection to a Service, to other backends and without one.
+/// Status, flows and metrics agree on a connection to a Service, to other backends and without one.
 #[test]
 fn a_connection_is_shown_with_its_service_and_backend_and_counted() {
     let setup = WorkersFixture::new(BackendPath::Here);

@@ -166,7 +166,7 @@ fn a_capture_of_a_pod_has_exactly_its_packets_with_verdict_reason_and_rule() {
     node.check_by_others("pod-1.pcapng", &packets);
 }
 
-/// What `penstock replay` says of a bundle as JSON, and its exit code.
+/// The answer of `penstock replay` on a bundle as JSON, and its exit code.
 fn replay(bundle: &Path, arguments: &[&str]) -> (serde_json::Value, Option<i32>) {
     let mut command = Command::new(penstock_binary().unwrap());
     let output = command.arg("replay").arg(bundle).args(arguments).args(["--summary", "json"]).output().unwrap();
@@ -299,7 +299,7 @@ fn each_limit_ends_a_capture_and_hosts_and_connections_leave_out_the_rest() {
     let captured = |name: &str, arguments: &[&str], expected: &[&str]| {
         let capture = node.capture(&format!("{name}.pcapng"), arguments);
         round(name);
-        // What comes later than the last that is expected would be seen, too.
+        // Packets behind the last that is expected would be seen, too.
         round(name);
         let all: Vec<String> = expected.iter().flat_map(|kind| payloads(&format!("{name} {kind}"), 2)).collect();
         capture.wait_for(2 * all.len(), LIMIT).unwrap();
@@ -345,7 +345,7 @@ fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afte
     flow.wait_for(50, LIMIT).unwrap();
     node.wait_for_offload(&flow, "before the capture");
     let capture = node.capture("established.pcapng", &["--pod", "test/pod-1", "--protocol", "TCP"]);
-    // What was on its way when it began.
+    // Packets that were on their way when it began.
     flow.wait_for(5, LIMIT).unwrap();
     let before = node.offloaded();
     flow.wait_for(50, LIMIT).unwrap();
@@ -414,14 +414,14 @@ fn a_capture_follows_its_pod_to_another_interface_and_ends_with_the_daemon() {
         let from_it = socket(&late, PORT);
         let deadline = Instant::now() + LIMIT;
         let mut sent = 0;
-        // Until its port is in force its packets are dropped, and captured as such.
+        // Until its port is in effect its packets are dropped, and captured as such.
         while !capture.packets().unwrap().iter().any(|it| payload(it).starts_with(&format!("late {turn} "))) {
             assert!(Instant::now() < deadline, "its packets are captured, turn {turn}");
             send(&from_it, node.site("test/pod-0"), &[format!("late {turn} {sent}")]);
             sent += 1;
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Of a connection that is established by now.
+        // The connection is established by now.
         let more = payloads(&format!("late {turn} more"), 20);
         send(&from_it, node.site("test/pod-0"), &more);
         let has_all = |packets: &[CapturedFrame]| more.iter().all(|sent| packets.iter().any(|it| payload(it) == *sent));
@@ -453,7 +453,7 @@ fn a_capture_that_is_not_read_loses_packets_of_its_own_and_no_others() {
     let flow = EchoConnection::open(&client.namespace, target, 8080, LIMIT).unwrap();
     let capture = node.capture("lost.pcapng", &[]);
     capture.signal(Signal::SIGSTOP).unwrap();
-    // Of what a slow worker would lose; pods' own multicast is dropped at any time.
+    // Drops of a slow worker would be these; pods' own multicast is dropped at any time.
     let lost = |node: &Offered| -> u64 {
         let drops = node.fixture.status().all_drops();
         drops.iter().filter(|(name, _)| name.starts_with("kernel_") || name.ends_with("_full")).map(|it| it.1).sum()

@@ -23,7 +23,7 @@ fn without_addresses() -> String {
     format!("{}status: {{phase: Pending}}\n", object.trim_start_matches("---\n"))
 }
 
-/// What the container runtime does for a new pod, after other plugins have made its interface.
+/// Does for a new pod what the container runtime does, after other plugins have made its interface.
 fn add(fixture: &mut Fixture, wait_seconds: u64) -> (Output, Duration) {
     let addresses = ADDRESSES.map(|text| text.parse::<IpAddr>().unwrap());
     let interface = fixture.cluster.node.add_pod("test/new", &addresses).unwrap().interface().to_owned();
@@ -55,7 +55,7 @@ fn add(fixture: &mut Fixture, wait_seconds: u64) -> (Output, Duration) {
     (child.wait_with_output().unwrap(), began.elapsed())
 }
 
-/// What the new pod tries once, and how that must end.
+/// The new pod's attempts, one each, and how they must end.
 fn assert_first(fixture: &Fixture, to: &str, v6: bool, expected: ProbeOutcome) {
     let new = Site::from(fixture.cluster.node.pod("test/new").unwrap());
     // On a busy machine an answer may take long, but none is lost.

@@ -19,7 +19,7 @@ const PODS: [&str; 2] = ["10.244.1.10", "10.244.1.11"];
 const PODS_V6: [&str; 2] = ["fd00:10:244:1::10", "fd00:10:244:1::11"];
 const OUTSIDE: &str = "198.51.100.2";
 const OUTSIDE_V6: &str = "fd00:51:100::2";
-/// Of a DNS cache on the node.
+/// Address of a DNS cache on the node.
 const CACHE: &str = "169.254.20.10";
 /// Idle timeouts, so that a pause of two seconds is as days are.
 const SHORT: &str = "timeouts = { tcp_timeout_established = \"1s\", tcp_timeout_close_wait = \"1s\", \

@@ -265,7 +265,7 @@ fn status_shows_a_change_for_its_pods_and_when_it_is_in_force() {
     assert_eq!(first.changed, pod(&before, "test/pod-0").changed, "its own rules are as they were");
     assert_eq!(second.changed, Some(after.published), "{second:?}");
     assert!(first.enforced && second.enforced, "{after:?}");
-    // It is counted a moment after it is in force.
+    // It is counted a moment after it is in effect.
     let counted = |metrics: &_| sum(metrics, "penstock_enforced_seconds_count", &[]);
     let metrics = wait_for(|| Some(open.metrics()).filter(|metrics| counted(metrics) > 0.0), "the change is counted");
     assert_eq!(counted(&metrics), 1.0, "one event, the start not counted");

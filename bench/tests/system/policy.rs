@@ -1,4 +1,4 @@
-//! Policies are enforced on packets, and a change is in force immediately.
+//! Policies are enforced on packets, and a change is in effect immediately.
 
 use std::time::{Duration, Instant};
 

@@ -11,7 +11,7 @@ use crate::fixture::{Fixture, pods, policy};
 
 const LIMIT: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(1);
-/// What a policy says that is to be in force for `pod-1`: port 9090 alone.
+/// The policy that is to be in effect for `pod-1` allows port 9090 alone.
 const ONLY_9090: &str = "  ingress: [{ports: [{port: 9090}]}]\n";
 
 /// A policy of `pod-1` with an annotation.

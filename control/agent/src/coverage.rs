@@ -1,4 +1,4 @@
-//! What of policy is not enforced, and why. Every pod of this node is served or closed, or it is named here.
+//! Names the pods on which policy is not enforced, and why. Every pod of this node is served or closed, or it is named here.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ pub(crate) struct NotEnforced {
     pub(crate) reason: String,
 }
 
-/// What [`of_pods`] goes by.
+/// The evidence by which [`of_pods`] decides.
 pub(crate) struct PodCoverage<'a> {
     pub(crate) bindings: &'a Bindings,
     /// Problems that last, or cannot pass by themselves.
@@ -116,7 +116,7 @@ mod tests {
         ];
         assert_eq!(found.len(), expected.len(), "{found:?}");
         assert!(found.iter().zip(expected).all(|(found, expected)| found.starts_with(expected)), "{found:?}");
-        // What is about to go is not waited for.
+        // Nobody waits for a pod that is about to go.
         let mut leaving = pods.clone();
         leaving.iter_mut().for_each(|pod| pod.lifetime.leaving = true);
         assert!(named(&leaving).is_empty() && named(&[]).is_empty());

@@ -21,9 +21,9 @@ use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
 use super::RunError;
-use super::admin::{AdminSocketError, SocketFile, listen};
 use super::config::SocketPath;
 use super::signals::{Signal, Signals};
+use super::unix_socket::{AdminSocketError, SocketFile, listen};
 
 const REQUEST: &[u8] = b"take over\n";
 const RELEASED: &[u8] = b"released\n";

@@ -21,7 +21,7 @@ pub struct LastGood {
     pub since: Timestamp,
 }
 
-/// A configuration that was refused, while the last good one is in force.
+/// A configuration that was refused, while the last good one is in effect.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct RejectedConfig {
     /// Why, one line per problem.

@@ -1,4 +1,4 @@
-//! What pods have learnt from DNS answers, kept on disk for the next start: pods go on to reach what they have resolved.
+//! Keeps on disk what pods have learnt from DNS answers, for the next start: pods go on to reach what they have resolved.
 //!
 //! Names that have expired are kept as such: they let no new connection pass, but those that they allowed are still
 //! allowed when policy is evaluated again. Times count from boot, so the file is not used after one.

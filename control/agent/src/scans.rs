@@ -21,7 +21,7 @@ const QUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Connections by state.
 pub(super) type StateCounts = BTreeMap<&'static str, u64>;
-/// What one walk of the table counts.
+/// Counts of one walk of the table.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct TableCounts {
     /// All connections.

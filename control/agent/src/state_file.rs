@@ -23,10 +23,10 @@ use crate::config::TableMapping;
 /// Most bytes of a file's content.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// What a file is about. A file of another identity is not used.
+/// The subject of a file. A file of another identity is not used.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Identity {
-    /// What its content is.
+    /// The kind of its content.
     pub(crate) kind: String,
     /// The version of the content's form.
     pub(crate) version: u32,

@@ -3,5 +3,6 @@
 mod commands;
 mod crates;
 mod learn;
+mod modules;
 mod replay_command;
 mod replay_stream;

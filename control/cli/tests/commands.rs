@@ -211,7 +211,7 @@ fn matrix_html_is_self_contained() {
     shown_by_a_browser(&file);
 }
 
-/// What a browser makes of the page, where there is one.
+/// The page as a browser shows it, where there is one.
 fn shown_by_a_browser(file: &Path) {
     let profile = tempfile::tempdir().unwrap();
     let arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"];
@@ -229,7 +229,7 @@ fn render_prints_every_form() {
     for (format, name) in [("table", "render-table.txt"), ("acl", "render-acl.txt"), ("json", "render.json")] {
         assert_expected(name, &output(&["render", "--manifests", SHOP, "--node", "node-a", "--format", format]));
     }
-    // Of a ruleset its text may change, and its meaning is tested elsewhere.
+    // A ruleset's text may change, and its meaning is tested elsewhere.
     let ruleset = output(&["render", "--manifests", SHOP, "--node", "node-a", "--format", "nft"]);
     for part in ["table inet penstock", "10.1.1.21", "203.0.113.0/25"] {
         assert!(ruleset.contains(part), "{part}\n{ruleset}");
@@ -318,7 +318,7 @@ fn lint_finds_rules_of_tiers_that_nothing_reaches_and_orders_that_are_not_define
             )],
         ),
         (
-            // What the Admin tier passes reaches the Baseline tier.
+            // A flow that the Admin tier passes reaches the Baseline tier.
             vec![
                 cluster_policy("a", "Admin", 1, "", &[("Pass", "shop"), ("Deny", "")]),
                 cluster_policy("b", "Baseline", 2, "shop", &[("Deny", "shop")]),

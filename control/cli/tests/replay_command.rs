@@ -262,7 +262,7 @@ fn verdicts_captures_and_summary_agree() {
     assert_eq!(summary["connections"]["opened"], 2);
     assert_eq!(summary["rules"], serde_json::json!([{ "rule": "shop-ingress-db-0", "connections": 2 }]));
     assert_eq!(summary["never_hit"], serde_json::json!(["shop-ingress-db-1"]));
-    // What passed is, replayed, what passes; and the comment names the rule.
+    // Packets that passed pass when they are replayed; and the comment names the rule.
     let allowed = directory.replay(&["--manifests", "cluster", "--pcap", "yes.pcapng", "--summary", "json"]);
     let summary: serde_json::Value = serde_json::from_slice(&allowed.stdout).unwrap();
     assert_eq!(summary["verdicts"], serde_json::json!({ "allow": 3, "deny": 0, "kernel": 0 }));

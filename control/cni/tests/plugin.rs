@@ -87,7 +87,7 @@ fn config(pins: &Pins, interfaces: Value) -> Value {
     })
 }
 
-/// What ptp and bridge report: the node's interfaces, and the pod's.
+/// The result of ptp and bridge: the node's interfaces, and the pod's.
 fn of_veth() -> Value {
     json!([{ "name": "lo" }, { "name": "host0", "mac": "02:00:00:00:00:01" }, { "name": "eth0", "sandbox": "/run/netns/x" }])
 }

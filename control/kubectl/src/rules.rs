@@ -75,7 +75,7 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
     print(&text, &answers)
 }
 
-/// What makes a rule the same on two nodes.
+/// The key by which a rule is the same on two nodes.
 type Identity = (String, String, usize, String, String, String);
 
 fn identity(rule: &RuleUsage) -> Identity {

@@ -1,4 +1,4 @@
-//! What a question about a Service means: one flow to each backend that the client may get.
+//! Reads a question about a Service: one flow to each backend that the client may get.
 
 use std::net::IpAddr;
 
@@ -21,7 +21,7 @@ pub struct ServiceFlows {
     pub port: u16,
     /// The flow to each backend that a new connection may get.
     pub flows: Vec<Flow>,
-    /// What happens without a backend.
+    /// The effect of having no backend.
     pub without: WithoutBackend,
 }
 
@@ -71,7 +71,7 @@ fn service_port<'a>(service: &'a Service, asked: &ProtocolPort) -> Option<&'a Se
     })
 }
 
-/// What happens without a backend, in words.
+/// The effect of having no backend, in words.
 pub const fn describe_without(without: WithoutBackend) -> &'static str {
     match without {
         WithoutBackend::Refused => "no backend anywhere: refused",

@@ -23,7 +23,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use serde::Serialize;
 
 use super::capture::{CaptureError, Captures, Time};
-use super::player::fill_up;
+use super::truncated::fill_up;
 
 /// How packets to Services are read.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -126,7 +126,7 @@ impl BackendChoice {
         Some(Self { index, flow: *flow, service, backend, backends, denied })
     }
 
-    /// What policy says of all of them.
+    /// The verdict of policy on all of them.
     pub(super) fn reach(&self) -> Reach {
         match self.denied.len() {
             0 => Reach::Allow,
@@ -136,7 +136,7 @@ impl BackendChoice {
     }
 }
 
-/// What policy says of the backends of a Service.
+/// The verdict of policy on the backends of a Service.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Reach {
     /// It allows each.
@@ -169,7 +169,7 @@ pub struct ServiceCount {
     pub deny: u64,
     /// Connections that it allows to some.
     pub partial: u64,
-    /// Of the last kind, by client.
+    /// Those of the last kind, by client.
     pub partly_denied: Vec<PartlyDenied>,
 }
 

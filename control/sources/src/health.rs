@@ -124,7 +124,7 @@ impl KindCounters {
 /// A source's health for one kind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct KindHealth {
-    /// All objects of the kind were read at least once. Stays true in an outage: known objects stay in force.
+    /// All objects of the kind were read at least once. Stays true in an outage: known objects stay in effect.
     pub synced: bool,
     /// Changes arrive as they happen. `false` before the first list and in an outage.
     pub connected: bool,
@@ -186,7 +186,7 @@ impl SourceHealth {
         self.followed.iter().all(|kind| self.kinds[kind as usize].synced.load(Ordering::Relaxed))
     }
 
-    /// How many manifests are not applied; their last valid objects stay in force.
+    /// How many manifests are not applied; their last valid objects stay in effect.
     pub fn refused_files(&self) -> u64 {
         self.refused_files.load(Ordering::Relaxed)
     }

@@ -263,7 +263,7 @@ struct Candidate {
     /// Both answers are right.
     #[serde(default)]
     either: bool,
-    /// Of another kind, group or version: not read.
+    /// An object of another kind, group or version is not read.
     #[serde(default)]
     foreign: bool,
 }

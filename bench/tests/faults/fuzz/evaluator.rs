@@ -38,7 +38,7 @@ pub(super) const NODE_PORT_OUTSIDE: u16 = 30_066;
 pub(super) const CLIENT: std::ops::Range<u16> = 5000..5006;
 
 pub(super) const SERVICE: [&str; 2] = ["10.96.0.10", "fd00:10:96::10"];
-/// Of the machine outside: one that the narrow pod may reach, and one that it may not.
+/// Addresses of the machine outside: one that the narrow pod may reach, and one that it may not.
 pub(super) const NEAR: [&str; 2] = ["198.51.100.2", "fd00:51:100::2"];
 pub(super) const FAR: [&str; 2] = ["198.51.100.66", "fd00:51:100::66"];
 /// Addresses of the node; the last one only in its configuration, or at its uplink.

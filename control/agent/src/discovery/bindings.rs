@@ -13,8 +13,8 @@ use penstock_policy::model::{ObjectKey, Pod};
 use serde::{Deserialize, Serialize};
 
 use super::cni_results::CniResult;
-use super::matching::PodProblem;
 use super::network_state::NetworkState;
+use super::pod_problem::PodProblem;
 
 /// Most pods whose interfaces `penstock-cni` has told and no other source knows yet.
 const MOST_TOLD: usize = 4096;
@@ -30,7 +30,7 @@ pub struct FirstBinding {
     pub pod: ObjectKey,
 }
 
-/// What is known of pods' interfaces beside the network's present state.
+/// Knowledge of pods' interfaces that the network's present state does not show.
 #[derive(Clone, Debug, Default)]
 pub struct Bindings {
     results: Vec<CniResult>,
@@ -209,7 +209,7 @@ impl Bindings {
         &self.beside
     }
 
-    /// What neighbours or MAC addresses claim, and is not so.
+    /// False claims of neighbours or MAC addresses.
     pub fn claims(&self) -> &BTreeSet<PodProblem> {
         &self.claims
     }
@@ -335,7 +335,7 @@ mod tests {
         bindings.update(Vec::new(), &netstate, &pods);
         assert_eq!(links(&bindings, "a"), [9]);
         let of_a = result("a", "eth0", "veth7", "10.1.1.5");
-        // Of another network, of an earlier sandbox's address, of an interface that is gone, and of another pod.
+        // Results of another network, an earlier sandbox's address, an interface that is gone, and another pod.
         let others = [
             result("a", "net1", "veth8", "10.9.9.9"),
             result("a", "eth0", "veth66", "10.1.1.5"),

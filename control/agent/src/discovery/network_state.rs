@@ -57,7 +57,7 @@ pub struct Link {
     pub queues: u32,
     /// The MAC address of a veth's peer in another network namespace.
     pub peer_mac: Option<Mac>,
-    /// What others have set on it.
+    /// Queueing disciplines and filters that others have set on it.
     pub shaping: Shaping,
 }
 

@@ -17,7 +17,7 @@ const REASONS: [DropReason; 4] =
 /// The Services that have no series of their own. No Service has this name: theirs have a namespace.
 const OTHERS: &str = "other";
 
-/// What is known of Services at a scrape, without the table's connections.
+/// Services as a scrape finds them, without the table's connections.
 #[derive(Debug)]
 pub(super) struct ServiceMetrics {
     services: ServiceSet,

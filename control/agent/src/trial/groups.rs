@@ -23,7 +23,7 @@ const LOGGED_GROUPS: usize = 20;
 /// The name of every end that is neither a pod nor a node.
 const OUTSIDE: &str = "outside";
 
-/// What was seen of a connection.
+/// How a connection was seen.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Seen {
     /// It is open, and its ends have sent this; `None` where connections have no counters.

@@ -141,7 +141,7 @@ fn snapshot(engine: &mut Engine, epoch: Epoch) -> Snapshot {
     Snapshot::new(epoch, engine.policy_set().clone(), forwarding)
 }
 
-/// What policy was asked for the only packet of a batch.
+/// The question to policy about the only packet of a batch.
 #[derive(Default)]
 struct Asked(Option<(Flow, EvaluationReason)>);
 
@@ -157,7 +157,7 @@ struct Dialogue {
     ends: [u8; 2],
     port: u16,
     v6: bool,
-    /// What each end sends next.
+    /// The next segment of each end.
     next: [u32; 2],
     step: Step,
 }
@@ -177,7 +177,7 @@ impl Dialogue {
         Self { ends, port, v6: numbers.below(2) == 0, next, step: Step::Closed }
     }
 
-    /// What one end sends next, and the dialogue if that arrives. One time in eight it is not what the other expects.
+    /// The next segment of one end, and the dialogue if that arrives. One time in eight it is not what the other expects.
     fn segment(self, numbers: &mut Numbers) -> (usize, Vec<u8>, Self) {
         let mut after = self;
         let unexpected = numbers.below(8) == 0;

@@ -5,6 +5,7 @@ mod cluster;
 mod cluster_policy;
 mod policy;
 mod selector;
+mod service_ports;
 mod services;
 mod usage;
 
@@ -54,7 +55,7 @@ pub(super) struct Args {
     strict: bool,
 }
 
-/// What is found, as it ends the line.
+/// The finding, as it ends the line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum FindingKind {
     NeverMatches,

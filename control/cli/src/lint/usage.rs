@@ -15,7 +15,7 @@ use penstock_text::number::moment;
 use super::super::rules::seconds;
 use super::{Finding, FindingKind};
 
-/// Findings about rules that are in force on the node as they are written here, and were not used for this long.
+/// Findings about rules that are in effect on the node as they are written here, and were not used for this long.
 pub(super) fn check(manifests: &Manifests, engine: &Engine, live: &Rules, time: TimeSpan, findings: &mut Vec<Finding>) {
     let known: BTreeMap<(&str, &str), &RuleUsage> =
         live.rules.iter().map(|rule| ((rule.rule.as_str(), rule.content.as_str()), rule)).collect();

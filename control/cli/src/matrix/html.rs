@@ -63,7 +63,7 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
         let cell = |(row, column): &(usize, usize)| {
             let flows = matrix.flows(engine, *row, *column, service);
             let explained = flows.iter().map(|flow| engine.explain(flow));
-            // Of several address families, one that is denied.
+            // With several address families, one that is denied.
             let Some(explanation) = explained.min_by_key(|explanation| explanation.verdict.is_allowed()) else {
                 return -1;
             };

@@ -13,7 +13,7 @@ const SCHEMA: &str = "configs/penstock.schema.json";
 const PAGE: &str = "docs/config.md";
 const HEAD: &str = "| key | default | value |\n|---|---|---|\n";
 
-/// What `penstock schema` prints.
+/// The output of `penstock schema`.
 fn schema() -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_penstock")).arg("schema").output().unwrap();
     assert!(output.status.success());

@@ -23,7 +23,7 @@ pub use matching::{Mismatch, RuleComparison, compare, compare_by_name};
 pub(crate) use matching::{is_peer, is_port};
 pub use provenance::{PeerKind, PolicyName, Provenance, RuleSource, SourcePolicy, Tier};
 
-/// What the effective rules of one direction of a pod depend on. Equal keys have equal rules.
+/// The key on which the effective rules of one direction of a pod depend. Equal keys have equal rules.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct TableKey {
     /// The direction.
@@ -168,7 +168,7 @@ fn names(rule: &Rule) -> impl Iterator<Item = (&str, PortProtocol)> {
     })
 }
 
-/// What the rules of a key depend on besides its policies: port names that they resolve on peers, and nodes.
+/// The rules of a key depend on more than its policies: port names that they resolve on peers, and nodes.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Dependencies {
     /// Port names; when pods' numbers for them change, the rules change.
@@ -177,7 +177,7 @@ pub struct Dependencies {
     pub nodes: bool,
 }
 
-/// What the rules of a key depend on besides its policies.
+/// Things besides its policies on which the rules of a key depend.
 pub fn dependencies(state: &ClusterState, key: &TableKey) -> Dependencies {
     if key.direction == Direction::Ingress {
         return Dependencies::default();

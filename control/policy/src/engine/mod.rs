@@ -54,7 +54,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine of an empty cluster, for what is in force.
+    /// An engine of an empty cluster, for what is in effect.
     pub fn new(settings: EngineSettings) -> Self {
         Self::reading(settings, PolicyReading::InForce)
     }
@@ -84,7 +84,7 @@ impl Engine {
     }
 
     /// Replaces the policies of a trial from files, which stand before what the cluster has under their names. Returns
-    /// whether the tables may differ. Without effect on an engine for what is in force.
+    /// whether the tables may differ. Without effect on an engine for what is in effect.
     pub fn set_trial(&mut self, policies: &[Object]) -> bool {
         self.staging.set_trial(policies, |seen| self.state.apply(seen));
         self.update()
@@ -95,7 +95,7 @@ impl Engine {
         self.staging.staged()
     }
 
-    /// What of the staged policies is not as it may be meant, in order. Complete only in an engine as promoted.
+    /// Doubts whether the staged policies are as they are meant, in order. Complete only in an engine as promoted.
     pub fn staged_problems(&self) -> Vec<StagedProblem> {
         self.staging.problems()
     }
@@ -117,7 +117,7 @@ impl Engine {
         self.services.set()
     }
 
-    /// What of the Services cannot be as written, in order.
+    /// Services that cannot be as written, in order.
     pub fn service_problems(&self) -> BTreeSet<ServiceProblem> {
         self.services.problems()
     }
@@ -149,7 +149,7 @@ impl Engine {
         self.tables.take_use()
     }
 
-    /// The rules of all policies in force that decide: all but those that pass a flow on.
+    /// The rules of all policies in effect that decide: all but those that pass a flow on.
     pub fn deciding_rules(&self) -> impl Iterator<Item = RuleSource> {
         let directions = [Direction::Ingress, Direction::Egress];
         let network = self.state.policy_handles().flat_map(move |policy| {

@@ -172,7 +172,7 @@ fn clause_4_a_block_matches_except_in_its_own_excepts() {
         ("172.18.0.0", "shop/db", "tcp/1", true),
         ("172.32.0.0", "shop/db", "tcp/1", false),
     ]);
-    // What one block excludes, another block of the same rule may include.
+    // An address that one block excludes may be in another block of the same rule.
     cluster(&["172.16.0.0/12 except 172.16.1.0/24", "172.16.1.0/25 except 172.16.1.64/26"]).check(&[
         ("172.16.1.1", "shop/db", "tcp/1", true),
         ("172.16.1.65", "shop/db", "tcp/1", false),
@@ -271,7 +271,7 @@ fn clause_5_a_port_name_matches_only_pods_also_with_a_block_or_every_peer() {
         ("shop/web", "8.8.8.8", "tcp/8080", false),
         ("shop/web", "8.8.8.8", "udp/53", true),
     ]);
-    // Of a pod with two addresses, the one in the block.
+    // The block has one of the pod's two addresses.
     with([egress(&["fd00::1:0/112"], &["tcp/http"])])
         .check(&[("fd00::1:1", "fd00::1:2", "tcp/8080", true), ("shop/web", "shop/db", "tcp/8080", false)]);
 }
@@ -292,7 +292,7 @@ fn clause_7_a_host_network_pod_counts_as_its_node_and_no_selector_matches_it() {
     cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", false)]);
 }
 
-/// What a node sends to its own pods is exempt: no pod's status takes that away.
+/// A node's packets to its own pods are exempt: no pod's status takes that away.
 #[test]
 fn clause_7_a_pod_with_a_nodes_address_does_not_become_the_node() {
     let taken = "192.168.0.1";

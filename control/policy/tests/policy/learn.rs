@@ -68,7 +68,7 @@ fn with(objects: &[Object], policies: &[LearnedPolicy]) -> Engine {
     engine(objects.iter().cloned().chain(new))
 }
 
-/// What was learnt from flows.
+/// The policies learnt from flows.
 struct Learnt {
     before: Engine,
     after: Engine,
@@ -304,7 +304,7 @@ fn some_flows_outside() -> impl Strategy<Value = Vec<Flow>> {
     )
 }
 
-/// What the random cases covered: why flows that were not seen were allowed, and how many were denied.
+/// Coverage of the random cases: why flows that were not seen were allowed, and how many were denied.
 fn check(mut runner: TestRunner) -> BTreeMap<&'static str, u64> {
     let covered = RefCell::new(BTreeMap::new());
     let backends = prop::collection::vec(select(ADDRESSES.iter().chain(&OTHERS).copied().collect::<Vec<_>>()), 0..4);

@@ -45,7 +45,7 @@ fn promoted(objects: &ClusterObjects) -> ClusterObjects {
     after
 }
 
-/// The same cluster as it is in force.
+/// The same cluster as it is in effect.
 fn in_force(objects: &ClusterObjects) -> ClusterObjects {
     let mut now = objects.clone();
     now.policies.retain(|_, policy| matches!(policy.staging, Staging::InForce | Staging::Deleted));

@@ -39,7 +39,7 @@ fn tiers_decide_in_order_and_a_pass_goes_to_the_next() {
     let pass = || admin(5, vec![ordered(Pass, EVERY_POD, &[]), ordered(Deny, EVERY_POD, &[])], vec![]);
     let deny = || baseline(vec![ordered(Deny, EVERY_POD, &[])], vec![]);
     for (policies, expected) in [
-        // What reaches shop/db: from shop/web on 1 and on 2, from lab/web on 1.
+        // Flows that reach shop/db: from shop/web on 1 and on 2, from lab/web on 1.
         (vec![], [true, true, true]),
         (vec![network_policy()], [true, false, false]),
         (vec![deny()], [false, false, false]),

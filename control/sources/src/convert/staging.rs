@@ -6,13 +6,13 @@ use penstock_policy::model::Staging;
 use super::{FieldError, FieldPathRef, FieldProblem, names};
 
 /// The prefix of the annotations that this version reads on policies. Under it an annotation that it does not know is an
-/// error: a misspelt one would leave in force what its author believes to be staged.
+/// error: a misspelt one would leave in effect what its author believes to be staged.
 pub const POLICY_ANNOTATIONS: &str = "policy.penstock.dev/";
 const STAGED: &str = "policy.penstock.dev/staged";
 const STAGED_FOR: &str = "policy.penstock.dev/staged-for";
 const STAGED_DELETE: &str = "policy.penstock.dev/staged-delete";
 
-/// Reads what a policy's annotations say about its part in what is in force.
+/// Reads what a policy's annotations say about its part in what is in effect.
 ///
 /// # Errors
 /// An annotation under [`POLICY_ANNOTATIONS`] is not known, has a value that it cannot have, or contradicts another.

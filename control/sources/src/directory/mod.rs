@@ -1,6 +1,6 @@
 //! A directory of manifests as a source: read at start, then watched.
 //!
-//! `files` decides which objects are in force, `watch` decides when to read files.
+//! `files` decides which objects are in effect, `watch` decides when to read files.
 
 mod files;
 mod watch;
@@ -67,7 +67,7 @@ impl ManifestDirectory {
         Self::open_after(path, settings, &|| None)
     }
 
-    /// The same, with the objects that were in force in the last run, if they are known: they stand for what refused files had.
+    /// The same, with the objects that were in effect in the last run, if they are known: they stand for what refused files had.
     pub fn open_after(
         path: &Path,
         settings: ConversionSettings,

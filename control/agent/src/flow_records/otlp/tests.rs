@@ -16,7 +16,7 @@ use super::*;
 use crate::config::Config;
 use crate::flow_records::record::{DecidingRules, FlowEvent, Identity, RecordedCounts, RecordedEnd, RecordedVerdict};
 
-/// What a collector has got: the resource's attributes, and each log record's event and attributes.
+/// A collector's content: the resource's attributes, and each log record's event and attributes.
 #[derive(Default)]
 struct Got {
     requests: Vec<(HeaderMap, ExportLogsServiceRequest)>,

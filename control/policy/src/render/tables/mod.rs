@@ -50,7 +50,7 @@ pub struct Tables {
     /// The tables whose rules name nodes.
     by_nodes: FxHashSet<u32>,
     usage: UsageCounts,
-    /// What pods learn of domain names; `None`: names match nothing.
+    /// The domain names that pods learn; `None`: names match nothing.
     names: Option<Arc<NameTable>>,
     set: PolicySet,
 }
@@ -61,7 +61,7 @@ struct EndpointRecord {
     pod: PodId,
     egress: Option<u32>,
     ingress: Option<u32>,
-    /// What this pod has learnt of domain names, since its egress rules had some.
+    /// The domain names that this pod has learnt since its egress rules had some.
     names: Option<(NamedPod, Arc<LearntNames>)>,
 }
 
@@ -339,7 +339,7 @@ impl Tables {
         self.set = update.finish();
     }
 
-    /// What the pod of an endpoint learns, if its egress rules have domain names. It is kept while they have none, but not for
+    /// The names that an endpoint's pod learns, if its egress rules have domain names. It is kept while they have none, but not for
     /// another pod of its name.
     fn names_of(&mut self, state: &ClusterState, endpoint: u32) -> Option<Arc<LearntNames>> {
         let all = self.names.as_ref()?;

@@ -13,7 +13,7 @@ fn spec(egress: Value) -> Value {
     json!({ "tier": "Admin", "priority": 7, "subject": { "namespaces": {} }, "egress": egress })
 }
 
-/// What a rule does, `!` where it is not understood, and what it matches.
+/// A rule's action, `!` where it is not understood, and its peers.
 fn shape(rule: &ClusterRule) -> String {
     let peers = match &rule.matches.peers {
         Peers::Every => "everything".to_owned(),

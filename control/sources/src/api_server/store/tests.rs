@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::*;
 
 fn namespace(name: &str, version: u64) -> ConvertedObject {
-    // What it means changes with every third version only.
+    // Its meaning changes with every third version only.
     let labels = [("third".to_owned(), (version / 3).to_string())].into();
     let object =
         Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false, terminating: false });

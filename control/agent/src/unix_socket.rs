@@ -1,4 +1,4 @@
-//! The unix sockets that the admin API and captures listen on.
+//! The unix sockets that the admin API, captures and another daemon's takeover listen on.
 
 use std::fs;
 use std::io;

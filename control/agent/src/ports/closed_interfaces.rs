@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use penstock_xdp_redirect::{Interface, XdpOutcomeCounts};
 
-use super::config::{Config, InterfacePattern, StartupMode};
-use super::ports::InterfacePrograms;
+use super::programs::InterfacePrograms;
+use crate::config::{Config, InterfacePattern, StartupMode};
 use crate::discovery::{Link, NetworkState};
 
 /// The closed interfaces, and those that must stay open.
@@ -127,7 +127,7 @@ impl ClosedInterfaces {
 }
 
 /// The interface as the XDP loader names it.
-pub(super) fn interface(link: &Link) -> Interface {
+pub(crate) fn interface(link: &Link) -> Interface {
     Interface { name: link.name.clone(), index: link.index }
 }
 
