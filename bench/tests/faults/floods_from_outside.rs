@@ -305,6 +305,6 @@ fn an_outside_flood_breaks_no_connection_and_blocks_no_new_one() {
 
 #[test]
 #[ignore = "takes ten minutes; make test-long runs it"]
-fn a_minute_of_each_outside_flood_breaks_no_connection_and_blocks_no_new_one() {
+fn a_minute_of_each_outside_flood_breaks_no_connection() {
     assert_withstands(&LONG);
 }

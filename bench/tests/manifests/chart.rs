@@ -134,7 +134,7 @@ fn the_group_of_kubectl_gets_the_rights_that_are_shipped() {
 
 #[test]
 #[ignore = "needs Helm: make manifests-check"]
-fn a_startup_taint_comes_with_the_rights_that_are_shipped_for_it() {
+fn a_startup_taint_comes_with_the_rights_for_it() {
     let mut chart = rendered(&["startupTaint=k"]);
     chart.retain(|object| object["metadata"]["name"] == "penstock-startup-taint");
     let shipped = documents(&std::fs::read_to_string(directory().join("startup-taint/rbac.yaml")).unwrap());

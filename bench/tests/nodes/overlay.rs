@@ -241,11 +241,11 @@ fn everything_holds(mode: ProxyMode) {
 }
 
 #[test]
-fn services_over_an_overlay_work_and_policy_holds_beside_kube_proxy_in_iptables_mode() {
+fn services_over_an_overlay_beside_kube_proxy_by_iptables() {
     everything_holds(ProxyMode::Iptables);
 }
 
 #[test]
-fn services_over_an_overlay_work_and_policy_holds_beside_kube_proxy_in_nftables_mode() {
+fn services_over_an_overlay_beside_kube_proxy_by_nftables() {
     everything_holds(ProxyMode::Nftables);
 }

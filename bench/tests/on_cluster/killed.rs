@@ -11,7 +11,7 @@ use crate::on_cluster::stream::Stream;
 const LIMIT: Duration = Duration::from_secs(10);
 
 #[test]
-fn after_a_kill_under_traffic_no_packet_passes_without_a_verdict() {
+fn after_a_kill_no_packet_passes_without_a_verdict() {
     let mut fixture = Fixture::with_three_pods();
     let site = |fixture: &Fixture, name: &str| Site::from(fixture.node.pod(name).unwrap());
     // A packet to a pod that has no port yet passes the node's stack, also later, and by tcx a worker.

@@ -32,7 +32,7 @@ fn killed_without_a_server() -> Option<Fixture> {
 }
 
 #[test]
-fn what_was_last_in_force_is_in_force_after_a_restart_while_the_api_server_is_away() {
+fn the_last_objects_count_after_a_restart_without_the_server() {
     let Some(mut fixture) = killed_without_a_server() else { return };
     // As the DaemonSet's init container does.
     let mut check = fixture.node.namespace().command(penstock_binary().unwrap());
@@ -76,7 +76,7 @@ fn what_was_last_in_force_is_in_force_after_a_restart_while_the_api_server_is_aw
 }
 
 #[test]
-fn objects_that_are_damaged_or_of_another_version_are_not_used_and_pods_stay_closed() {
+fn damaged_or_other_versions_objects_leave_pods_closed() {
     let Some(mut fixture) = killed_without_a_server() else { return };
     let file = fixture.state("conntrack.objects");
     let mut bytes = fs::read(&file).unwrap();
@@ -93,7 +93,7 @@ fn objects_that_are_damaged_or_of_another_version_are_not_used_and_pods_stay_clo
 }
 
 #[test]
-fn an_address_that_moved_to_another_interface_meanwhile_is_closed_until_the_server_is_back() {
+fn a_moved_address_is_closed_until_the_server_is_back() {
     let Some(mut fixture) = killed_without_a_server() else { return };
     // Another pod gets the address of `web`, and would be taken for it.
     fixture.node.remove_pod("test/web").unwrap();

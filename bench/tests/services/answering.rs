@@ -147,7 +147,7 @@ fn egress_by_a_service_is_judged_for_a_machine_elsewhere() {
 }
 
 #[test]
-fn what_nobody_translates_is_judged_for_the_services_own_address() {
+fn an_untranslated_service_is_judged_by_its_own_address() {
     let it = Answering::new(true);
     it.enforce(
         &(egress("pod-0", "{podSelector: {}}", "")
@@ -221,7 +221,7 @@ fn heard(server: &UdpSocket) -> Vec<String> {
 }
 
 #[test]
-fn no_header_and_no_address_of_the_node_leads_past_egress_policy() {
+fn no_header_or_node_address_leads_past_egress_policy() {
     for v6 in [false, true] {
         let (fixture, server, _outside) = node_port_to_outside(v6);
         let own = *fixture.cluster.node.addresses().iter().find(|address| address.is_ipv6() == v6).unwrap();

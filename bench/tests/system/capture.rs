@@ -124,7 +124,7 @@ fn payload(frame: &CapturedFrame) -> String {
 }
 
 #[test]
-fn a_capture_of_a_pod_has_exactly_its_packets_with_verdict_reason_and_rule() {
+fn a_capture_of_a_pod_has_exactly_its_packets_with_verdicts() {
     let node = Offered::start();
     let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
     let (from_0, from_2, at_1) = (socket(pod_0, PORT), socket(pod_2, PORT), socket(pod_1, PORT));
@@ -176,7 +176,7 @@ fn replay(bundle: &Path, arguments: &[&str]) -> (serde_json::Value, Option<i32>)
 }
 
 #[test]
-fn a_bundle_with_a_policy_change_replays_to_the_same_verdicts_and_shows_what_a_fix_changes() {
+fn a_bundle_with_a_policy_change_replays_to_its_verdicts() {
     let node = Offered::start();
     let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
     let (before, at_1) = (socket(pod_0, 7001), socket(pod_1, PORT));
@@ -285,7 +285,7 @@ fn a_filter_and_limits_leave_out_the_rest() {
 }
 
 #[test]
-fn each_limit_ends_a_capture_and_hosts_and_connections_leave_out_the_rest() {
+fn each_limit_ends_a_capture_and_filters_leave_out_the_rest() {
     let node = Offered::start();
     let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
     let (from_0, other, from_2) = (socket(pod_0, PORT), socket(pod_0, PORT + 1), socket(pod_2, PORT));
@@ -335,7 +335,7 @@ fn each_limit_ends_a_capture_and_hosts_and_connections_leave_out_the_rest() {
 }
 
 #[test]
-fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afterwards() {
+fn offloaded_connections_are_captured_and_go_back_afterwards() {
     let mut node = Offered::with("", Attach::Tcx);
     let flow = {
         let client = node.site("test/pod-0");
@@ -392,7 +392,7 @@ fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afte
 }
 
 #[test]
-fn a_capture_follows_its_pod_to_another_interface_and_ends_with_the_daemon() {
+fn a_capture_follows_its_pod_to_another_interface() {
     let mut node = Offered::with("[workers]\ncores = [0, 1]\n", Attach::of_run());
     let (v4, v6) = ("10.244.1.77", "fd00:10:244:1::77");
     node.fixture.save("late.yaml", pod("late", v4, v6).trim_start_matches("---\n"));
@@ -446,7 +446,7 @@ fn a_capture_follows_its_pod_to_another_interface_and_ends_with_the_daemon() {
 }
 
 #[test]
-fn a_capture_that_is_not_read_loses_packets_of_its_own_and_no_others() {
+fn an_unread_capture_loses_only_packets_of_its_own() {
     let node = Offered::with("queue = 8\n", Attach::of_run());
     let client = node.site("test/pod-0");
     let target = node.fixture.target("test/pod-1", false);

@@ -198,7 +198,7 @@ fn a_flood_from_one_pod_does_not_evict_connections_of_others() {
 }
 
 #[test]
-fn fragments_of_an_8_kilobyte_datagram_pass_or_are_dropped_by_policy() {
+fn fragments_of_8_kilobytes_pass_or_are_dropped_by_policy() {
     let fixture = Fixture::of(&(pods(3) + &policy("served", "pod-1", FROM_POD_0)), |_, _| {});
     let content: Vec<u8> = (0..8192u32).map(|n| (n % 251) as u8).collect();
     let mut arrived = vec![0; 10_000];

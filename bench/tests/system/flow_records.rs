@@ -239,7 +239,7 @@ fn each_kind_of_flow_has_its_records_by_tcx() {
 }
 
 #[test]
-fn what_a_connection_has_sent_by_the_end_of_the_daemon_is_recorded() {
+fn traffic_until_the_end_of_the_daemon_is_recorded() {
     let node = Recorded::with(Attach::of_run());
     let mut connection = connect(&node);
     let port = connection.0.local_addr().unwrap().port();

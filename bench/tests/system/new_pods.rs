@@ -65,7 +65,7 @@ fn assert_first(fixture: &Fixture, to: &str, v6: bool, expected: ProbeOutcome) {
 }
 
 #[test]
-fn a_new_pods_first_packets_pass_as_its_policy_says_before_the_source_knows_its_addresses() {
+fn a_new_pods_first_packets_pass_by_its_policy() {
     let only_new = "  ingress: [{from: [{podSelector: {matchLabels: {app: new}}}]}]\n";
     let to_pod_1 = "  policyTypes: [Egress]\n  egress: [{to: [{podSelector: {matchLabels: {app: pod-1}}}]}]\n";
     let policies = policy("only", "pod-1", only_new) + &policy("new", "new", to_pod_1);
@@ -95,7 +95,7 @@ fn a_new_pods_first_packets_pass_as_its_policy_says_before_the_source_knows_its_
 }
 
 #[test]
-fn a_new_pod_that_the_source_does_not_know_starts_closed_after_the_wait() {
+fn a_new_pod_unknown_to_the_source_starts_closed() {
     let mut fixture = Fixture::of(&pods(2), |_, _| {});
     let (output, took) = add(&mut fixture, 1);
     let said = String::from_utf8_lossy(&output.stderr);

@@ -110,7 +110,7 @@ fn listed(cluster: &Cluster, config: &DaemonConfig) -> Daemon {
 }
 
 #[test]
-fn capabilities_of_unit_and_daemonset_suffice_from_start_to_end_and_for_later_pods() {
+fn capabilities_of_unit_and_daemonset_suffice_to_the_end() {
     for mode in ["closed", "open"] {
         let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");

@@ -484,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_of_a_daemon_that_knows_nothing_of_staged_policies_is_read() {
+    fn packets_of_a_daemon_without_staged_policies_are_read() {
         let CaptureMessage::Packet(known) = packet(3) else { unreachable!("a packet") };
         let mut value = serde_json::to_value(&known).unwrap();
         assert_eq!(value["staged"], serde_json::json!({"verdict": "allow", "egress": "open", "ingress": "shop-db"}));

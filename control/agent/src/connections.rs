@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restart_keeps_connections_of_the_same_pod_and_no_other_pod_inherits_them() {
+    fn after_a_restart_no_other_pod_inherits_connections() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("conntrack");
         let mapping = TableMapping::File(path.clone());
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn a_released_address_has_no_owner_until_its_connections_are_removed() {
+    fn a_released_address_waits_for_its_connections_removal() {
         let table = ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap();
         let (clearing, jobs) = ClearingQueue::new();
         let mut connections = ConnectionOwners::new(&TableMapping::Off, clearing);

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_daemon_hands_over_when_it_is_asked_and_not_when_somebody_looks() {
+    async fn a_daemon_hands_over_when_asked_not_when_looked_at() {
         let directory = tempfile::tempdir().unwrap();
         let admin = admin_in(&directory);
         assert!(Predecessor::find(&admin).is_none());

@@ -146,7 +146,7 @@ mod tests {
     const NEW: [&str; 2] = ["10.1.1.5", "fd00::5"];
 
     #[test]
-    fn a_pod_has_the_addresses_of_its_network_until_the_source_tells_others() {
+    fn a_pod_has_its_networks_addresses_until_the_source_tells() {
         let now = Instant::now();
         /// The object that the source tells, and the pod's addresses then.
         type Step = (Option<Pod>, &'static [&'static str]);

@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_pods_with_one_address_the_running_one_owns_it_and_the_other_is_reported() {
+    fn the_running_one_of_two_pods_owns_their_address() {
         let lifetime = |leaving, started, created| PodLifetime { leaving, started, created };
         let plain = lifetime(false, Some(10), Some(10));
         let finished = |pod: &mut Pod| pod.finished = true;

@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_measured_although_the_next_ones_are_published_before_it_is_in_force() {
+    fn a_change_is_measured_though_later_ones_overtake_it() {
         let mut progress = EnforcementProgress::new();
         publish(&mut progress, 1);
         assert!(progress.take_in_force(|_| true) && progress.is_programmed());
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_worker_takes_is_awaited_in_bounded_memory_and_to_its_last_epoch() {
+    fn untaken_snapshots_are_awaited_in_bounded_memory() {
         let (mut progress, last) = (EnforcementProgress::new(), 2 * MOST_AWAITED as u32);
         (1..=last).for_each(|epoch| publish(&mut progress, epoch));
         assert_eq!(progress.awaited.len(), MOST_AWAITED);

@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_recorded_without_services_are_not_used_by_a_daemon_that_translates() {
+    fn objects_without_services_do_not_serve_a_translating_daemon() {
         let directory = tempfile::tempdir().unwrap();
         let file = |enabled| {
             let mut config = config(directory.path(), "here");
@@ -445,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_source_does_not_have_any_more_is_deleted_in_the_same_batch() {
+    fn objects_that_the_source_lost_are_deleted_in_the_same_batch() {
         let recorded = RecordedLines::of(&[pod("web", 5), pod("old", 6)]).references();
         let now = vec![ObjectChange::Set(pod("web", 7)), ObjectChange::Set(pod("new", 8))];
         let mut expected = vec![ObjectChange::Delete(ObjectRef::Pod(key("old")))];

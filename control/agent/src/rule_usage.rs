@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn hits_are_summed_over_workers_and_kept_over_restarts_and_an_edit_is_another_rule() {
+    fn hits_survive_restarts_and_an_edit_is_another_rule() {
         let directory = tempfile::tempdir().unwrap();
         let (mut usage, mut objects) = (self::usage(directory.path()), node());
         objects.apply([policy("p", &[80, 81]), policy("q", &[90])], &[]);

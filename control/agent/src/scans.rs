@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn concurrent_requests_for_state_counts_share_one_scan_and_lists_run_one_at_a_time() {
+    fn concurrent_counts_share_a_scan_and_lists_take_turns() {
         let runtime = Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             // So that nothing expires on a busy machine.

@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_core_has_a_worker_if_programs_forward_and_none_is_withheld() {
+    fn each_core_has_a_worker_if_programs_forward_on_all_cores() {
         let usable = vec![0, 1, 5];
         for (attach, more, online, expected) in [
             (Attach::Tcx, "", Some(3), Ok(vec![0, 1, 5])),

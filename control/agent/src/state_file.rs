@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_another_identity_is_not_used_and_the_error_says_which() {
+    fn a_file_of_another_identity_is_refused_by_name() {
         let (_directory, file) = file();
         file.write(&identity(), [&b"x"[..]]).unwrap();
         for (expected, said) in [

@@ -58,3 +58,49 @@ impl Subscribers {
         self.0.iter().any(|(_, interest)| *interest == Interest::Changes)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use penstock_policy::engine::EngineSettings;
+    use penstock_policy::model::ObjectRef;
+
+    use super::*;
+
+    /// Notes the epoch and the number of changes of each update, and wants what it is given in turn of the next ones.
+    struct Noting(Arc<Mutex<Vec<(u32, usize)>>>, Vec<Interest>);
+
+    impl Subscriber for Noting {
+        fn update(&mut self, update: &Update<'_>) -> Interest {
+            self.0.lock().unwrap().push((update.epoch.0, update.changes.len()));
+            self.1.remove(0)
+        }
+    }
+
+    #[test]
+    fn subscribers_are_told_until_they_end_and_say_what_they_want() {
+        let engine = Engine::new(EngineSettings::for_node("here"));
+        let changes = [ObjectChange::Delete(ObjectRef::Namespace("shop".into()))];
+        let mut subscribers = Subscribers::default();
+        let tell = |subscribers: &mut Subscribers, epoch| {
+            let changes = if subscribers.want_changes() { &changes[..] } else { &[] };
+            let snapshot = || Arc::new(Snapshot::default());
+            subscribers.tell(&Update { epoch: Epoch(epoch), changes, engine: &engine, snapshot: &snapshot });
+        };
+        tell(&mut subscribers, 1);
+        let (first, second) = (Arc::default(), Arc::default());
+        subscribers.add(Noting(Arc::clone(&first), vec![Interest::Epochs, Interest::Epochs, Interest::Epochs]));
+        tell(&mut subscribers, 2);
+        assert!(!subscribers.want_changes());
+        tell(&mut subscribers, 3);
+        subscribers.add(Noting(Arc::clone(&second), vec![Interest::Ended]));
+        assert!(subscribers.want_changes());
+        tell(&mut subscribers, 4);
+        assert!(!subscribers.want_changes());
+        assert_eq!(
+            (first.lock().unwrap().as_slice(), second.lock().unwrap().as_slice()),
+            (&[(2, 1), (3, 0), (4, 1)][..], &[(4, 1)][..])
+        );
+    }
+}

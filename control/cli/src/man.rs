@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_command_has_a_page_with_its_options_examples_and_exit_codes() {
+    fn every_command_has_a_manual_page_with_its_options() {
         let pages = pages(&crate::groups::groups());
         let page = |name: &str| {
             let (_, page) = pages.iter().find(|(page, _)| page == name).unwrap_or_else(|| panic!("no page {name}"));

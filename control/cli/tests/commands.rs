@@ -281,7 +281,7 @@ fn cluster_policy(name: &str, tier: &str, priority: u16, subject: &str, rules: &
 }
 
 #[test]
-fn lint_finds_rules_of_tiers_that_nothing_reaches_and_orders_that_are_not_defined() {
+fn lint_finds_unreached_rules_and_undefined_orders_of_tiers() {
     let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: NAME, labels: {team: NAME}}}\n---\n\
                      {apiVersion: v1, kind: Node, metadata: {name: n}}\n---\n\
                      {apiVersion: v1, kind: Pod, metadata: {name: p, namespace: NAME}, spec: {nodeName: n}, \
@@ -418,7 +418,7 @@ const DUAL_STACK: &str = "
 ";
 
 #[test]
-fn every_address_of_both_ends_is_judged_and_families_that_differ_are_answered_each() {
+fn every_address_of_both_ends_is_judged() {
     let manifests = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
     fs::write(&manifests, DUAL_STACK).unwrap();
     let manifests = manifests.path().to_str().unwrap();

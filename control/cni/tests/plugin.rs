@@ -118,7 +118,7 @@ fn passes(pod: &File) -> [bool; 2] {
 }
 
 #[test]
-fn a_new_pod_is_closed_in_both_directions_before_its_containers_start() {
+fn a_new_pod_is_closed_before_its_containers_start() {
     let pins = Pins::new();
     on_node(|pod| {
         assert_eq!(passes(pod), [true, true], "without the plugin");

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn hits_are_summed_and_a_rule_is_unused_only_if_it_is_on_every_node() {
+    fn hits_are_summed_and_an_unused_rule_is_so_on_every_node() {
         let answers = [
             answer(
                 0,

@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_backend_that_a_capture_shows_is_the_next_one_of_the_clients_port() {
+    fn the_shown_backend_is_the_next_of_the_clients_port() {
         let (client, service) = ("10.0.0.1:4000", "10.96.0.1:80");
         let services = [end(service).0].into_iter().collect();
         let backend = |text| {

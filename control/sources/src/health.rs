@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_version_without_changes_counts_only_behind_one_that_is_worked_on() {
+    fn a_version_without_changes_waits_for_those_before_it() {
         let health = SourceHealth::new(FollowedKinds::All);
         let version = |kind| health.of(kind).version;
         assert_eq!(version(ObjectKind::Pod), None);

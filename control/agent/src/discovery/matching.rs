@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_whose_packets_may_be_longer_than_a_frame_is_served_and_named() {
+    fn a_pod_with_packets_longer_than_a_frame_is_served_and_named() {
         let long = Link { mtu: 9000, ..link(7) };
         let (ports, problems) = matched(&netstate([long], &[("10.1.1.5", 7)]), &[pod("a", &["10.1.1.5"])]);
         assert_eq!(ports, [(7, "a".to_owned())]);
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_on_a_bridge_is_matched_by_its_neighbour_entry_unless_it_has_a_host_route() {
+    fn a_bridged_pod_matches_by_neighbour_without_a_host_route() {
         let bridge = Link { veth: false, bridge: true, name: "cni0".into(), ..link(3) };
         let port = |index| Link { master: Some(3), ..link(index) };
         let bridged = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_route_in_another_table_counts_where_the_nodes_own_routes_stay() {
+    fn another_tables_route_counts_if_the_nodes_routes_stay() {
         let routes = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
         let by_rules = NetworkState { other_routes: routes, ..netstate([link(7)], &[]) };
         let pods = [pod("a", &["10.1.1.5"])];
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_that_this_node_does_not_serve_get_no_port_and_no_problem() {
+    fn pods_not_served_here_get_no_port_and_no_problem() {
         let netstate = netstate([link(7)], &[("10.1.1.5", 7)]);
         let elsewhere = Pod { node: Some("there".into()), ..pod("a", &["10.1.1.5"]) };
         let unscheduled = Pod { node: None, ..pod("a", &["10.1.1.5"]) };

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_has_expired_and_is_not_swept_yet_is_remembered() {
+    fn an_expired_connection_is_remembered_until_it_is_swept() {
         let mut live = LiveConnections::new(Duration::from_secs(1));
         live.begin_walk();
         live.interval(counted(1, 3, 300));

@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_closed_or_reset_by_its_ends_and_otherwise_ends_by_the_table() {
+    fn an_ending_is_by_the_ends_or_else_by_the_table() {
         for (state, ending, expected) in [
             (State::Tcp(TcpState::TimeWait), Ending::Expired, "closed"),
             (State::Tcp(TcpState::LastAck), Ending::Evicted, "closed"),

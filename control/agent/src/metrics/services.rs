@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_of_series_is_bounded_and_their_sum_is_all_connections() {
+    fn series_are_bounded_and_their_sum_is_all_connections() {
         let counts: BTreeMap<Arc<str>, u64> =
             [("", 2), ("shop/api", 7), ("shop/db", 9), ("shop/web", 7), ("shop/x", 1)]
                 .map(|(name, count)| (name.into(), count))

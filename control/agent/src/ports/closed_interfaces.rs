@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_new_veth_into_another_netns_without_foreign_master_is_closed() {
+    fn only_a_new_veth_without_a_foreign_master_is_closed() {
         let cases = [
             ("a pod's", Link::veth(9, "vethabc"), true),
             ("its other end is here", Link { peer_namespace: None, ..Link::veth(9, "vethabc") }, false),
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn another_name_counts_if_a_plugin_or_a_route_to_an_address_names_it() {
+    fn a_plugin_or_a_route_makes_any_name_a_pods() {
         let (found, none) = (waiting("", &[]), BTreeSet::new());
         let mut state = netstate(&[Link::veth(9, "cali9")]);
         assert!(found.new_interfaces(&state, &none).is_empty());

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_rp_filter_does_to_a_pods_arp_is_said_or_refuses_the_start() {
+    fn rp_filters_effect_on_arp_is_said_or_refuses_the_start() {
         let v4 = PodPort { addresses: [[10, 0, 0, 1].into()].into(), ..port(1500) };
         for (all, own, has_address, level, text) in [
             (0, 0, false, None, ""),

@@ -166,3 +166,43 @@ impl StagedCounters {
         (self.policies.load(Ordering::Relaxed), self.unrecorded.load(Ordering::Relaxed), totals)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use penstock_dataplane::Epoch;
+    use penstock_policy::engine::{Engine, EngineSettings};
+    use penstock_policy::model::{Namespace, ObjectRef};
+
+    use super::*;
+
+    #[test]
+    fn the_trial_follows_objects_while_something_is_staged() {
+        let (feed, TrialMessages(messages)) = TrialFeed::new();
+        let (mut subscriber, engine) = (feed.clone(), Engine::new(EngineSettings::for_node("here")));
+        let changes = [ObjectChange::Delete(ObjectRef::Namespace("shop".into()))];
+        let mut update = |changes: &[ObjectChange]| {
+            let snapshot = || Arc::new(Snapshot::default());
+            subscriber.update(&Update { epoch: Epoch(1), changes, engine: &engine, snapshot: &snapshot })
+        };
+        let sent = || {
+            let name = |message| match message {
+                TrialMessage::Begin(_) => "begin".to_owned(),
+                TrialMessage::Update { changes, .. } => format!("update {}", changes.len()),
+                TrialMessage::Files(files) => format!("files {}", files.len()),
+                TrialMessage::End => "end".to_owned(),
+                TrialMessage::Status(_) => "status".to_owned(),
+            };
+            messages.try_iter().map(name).collect::<Vec<_>>()
+        };
+        let (name, labels) = ("of a file".to_owned(), Default::default());
+        let file = Object::Namespace(Namespace { name, labels, default_deny_ingress: false, terminating: false });
+        assert_eq!((update(&[]), sent()), (Interest::Epochs, vec![]));
+        feed.set_files(vec![file]);
+        assert_eq!((update(&[]), sent()), (Interest::Changes, vec!["files 1".to_owned(), "begin".to_owned()]));
+        assert_eq!((update(&changes), sent()), (Interest::Changes, vec!["update 1".to_owned()]));
+        feed.set_files(Vec::new());
+        assert_eq!((update(&changes), sent()), (Interest::Epochs, vec!["files 0".to_owned(), "end".to_owned()]));
+        feed.end();
+        assert_eq!(update(&[]), Interest::Ended);
+    }
+}

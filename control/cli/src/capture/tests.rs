@@ -432,7 +432,7 @@ fn replay(directory: &Path, verdicts: &Path) -> ReplayReport {
 }
 
 #[test]
-fn a_bundle_of_a_random_history_replays_to_the_same_verdict_for_each_packet() {
+fn a_random_historys_bundle_replays_to_the_same_verdicts() {
     let scratch = tempfile::tempdir().unwrap();
     let (mut earlier, mut overtaken, mut seen) = (0, 0, HashMap::new());
     for seed in 0..24 {
@@ -550,7 +550,7 @@ fn the_bundle_in_the_documentation_is_as_this_version_writes_it() {
 }
 
 #[test]
-fn a_bundle_is_written_whole_into_a_directory_of_its_own_or_not_at_all() {
+fn a_bundle_is_written_whole_or_not_at_all() {
     let scratch = tempfile::tempdir().unwrap();
     let (new, empty, full) = (scratch.path().join("new"), scratch.path().join("empty"), scratch.path().join("full"));
     std::fs::create_dir(&empty).unwrap();

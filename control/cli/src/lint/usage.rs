@@ -63,7 +63,7 @@ spec:
 ";
 
     #[test]
-    fn a_rule_is_found_where_it_is_written_if_the_node_has_it_so_and_has_not_used_it() {
+    fn a_rule_that_the_node_has_not_used_is_found_where_written() {
         let manifests = read_text(Path::new("db.yaml"), POLICY, &Options::default()).unwrap();
         let mut engine = Engine::new(EngineSettings::for_all_pods());
         engine.apply(manifests.objects().map(ObjectChange::Set));

@@ -104,7 +104,7 @@ fn table(schema: &str) -> String {
 }
 
 #[test]
-fn the_settings_page_and_the_schema_are_generated_from_the_types() {
+fn the_settings_page_and_the_schema_are_of_the_types() {
     let schema = schema();
     let page = fs::read_to_string(root().join(PAGE)).unwrap();
     let start = page.find(HEAD).expect("the page has the table");

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn an_item_waits_for_nodes_that_may_have_older_ones_and_not_forever() {
+    fn an_item_waits_a_while_for_nodes_that_may_have_older_ones() {
         let mut merger = Merger::new(2, HOLD);
         merger.push(0, 20, "a20", at(0));
         assert_eq!(merger.pop(at(99)), None, "the other node may have an older one");

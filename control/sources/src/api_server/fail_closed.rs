@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_whose_annotations_are_not_understood_is_in_force_and_reported() {
+    fn a_policy_with_unknown_annotations_counts_and_is_reported() {
         let annotated = |name: &str, value: &str| ObjectMeta {
             name: Some("only-web".to_owned()),
             annotations: Some([(format!("policy.penstock.dev/{name}"), value.to_owned())].into()),

@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn annotations_say_what_is_staged_and_others_prefixes_do_not_matter() {
+    fn annotations_stage_policies_whatever_others_prefixes_say() {
         for (annotations, expected) in [
             (&[][..], Staging::InForce),
             (&[("staged", "false"), ("staged-delete", "false")], Staging::InForce),
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn an_annotation_that_is_not_understood_is_an_error_with_field_and_remedy() {
+    fn an_unknown_annotation_is_an_error_with_field_and_remedy() {
         for (annotations, parts) in [
             (&[("staged", "yes")][..], ["annotations[policy.penstock.dev/staged]", "\"yes\"", "write \"true\""]),
             (&[("staged", "")], ["annotations[policy.penstock.dev/staged]", "\"\"", "write \"true\""]),

@@ -460,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_that_is_not_understood_or_beyond_a_limit_is_refused_with_its_value() {
+    fn a_query_not_understood_or_beyond_a_limit_is_refused() {
         let default = CaptureQuery::default;
         let text = |text: &str| Some(text.to_owned());
         for (query, expected) in [
