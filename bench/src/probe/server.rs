@@ -152,11 +152,15 @@ fn echo(stream: &mut TcpStream) -> bool {
     }
 }
 
+/// Answers what has come, but no server, itself included: two would answer each other for ever.
 fn answer(socket: &UdpSocket, identity: u32) {
+    let own = socket.local_addr().map(|address| address.port());
     let mut buffer = [0; 4096];
     while let Ok((length, from)) = socket.recv_from(&mut buffer) {
-        // A reply that cannot be sent is a reply that does not arrive; the probe detects it.
-        let _ = socket.send_to(&reply_to(identity, &buffer[..length]), from);
+        if own.as_ref().is_ok_and(|own| *own != from.port()) {
+            // A reply that cannot be sent is a reply that does not arrive; the probe detects it.
+            let _ = socket.send_to(&reply_to(identity, &buffer[..length]), from);
+        }
     }
 }
 

@@ -123,11 +123,15 @@ fn behind(protocol: u8, port: u16) -> u16 {
 
 /// Whether a packet of this flow, as it arrives, may be one that `from` has sent to `to`.
 pub(super) fn passes(from: End, to: End, flow: &Flow) -> bool {
-    let [source, destination] = flow.ports;
-    let opened = || may(to, (from, flow.from), flow.protocol, behind(flow.protocol, source));
+    let [_, destination] = flow.ports;
     may(from, (to, flow.to), flow.protocol, behind(flow.protocol, destination))
         // A TCP connection may be picked up in mid-stream, by any port (docs/threat-model.md).
-        || (CLIENT.contains(&destination) || flow.protocol == TCP) && opened()
+        || (CLIENT.contains(&destination) || flow.protocol == TCP) && is_answer(from, to, flow)
+}
+
+/// Whether a packet of this flow may be an answer of `from` to what `to` has sent.
+pub(super) fn is_answer(from: End, to: End, flow: &Flow) -> bool {
+    may(to, (from, flow.from), flow.protocol, behind(flow.protocol, flow.ports[0]))
 }
 
 /// Whether something that `from` has sent may arrive with this source: its own, or one of those that the node gives it.

@@ -100,6 +100,9 @@ impl Daemon<'_> {
         });
         found.extend(unrouted);
         let mut inputs = self.publisher.inputs();
+        let closed = inputs.objects.engine().closed_pods().into_iter();
+        found
+            .extend(closed.map(|(pod, reason)| NotEnforced { reason: format!("pod {pod}: {reason}"), pod: Some(pod) }));
         for new in found.difference(inputs.progress.not_enforced()) {
             tracing::error!(pod = new.pod.as_ref().map(ToString::to_string), "POLICY IS NOT ENFORCED: {}", new.reason);
             if let Some(pod) = &new.pod {

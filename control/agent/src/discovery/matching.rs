@@ -55,6 +55,11 @@ pub fn pod_ports<'a>(
         if !others.is_empty() {
             problems.insert(PodProblem::OtherInterfaces { pod: pod.key.clone(), interfaces: others.join(", ") });
         }
+        let beside = bindings.beside().iter().filter(|(_, of)| **of == pod.key);
+        problems.extend(beside.filter_map(|(&index, _)| {
+            let link = netstate.links.get(&index)?.name.clone();
+            Some(PodProblem::AnotherVeth { pod: pod.key.clone(), index, link })
+        }));
         let port = match pod_port(netstate, bindings, pod, limits) {
             Ok(port) => port,
             Err(problem) => {

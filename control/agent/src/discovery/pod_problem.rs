@@ -107,6 +107,18 @@ pub enum PodProblem {
         /// Their names in the pod.
         interfaces: String,
     },
+    /// A veth of the node that nobody has named leads to it, too.
+    #[error(
+        "pod {pod}: policy is not enforced on {link}, which leads to it beside its interface; take it away, or keep policies off the pod"
+    )]
+    AnotherVeth {
+        /// The pod.
+        pod: ObjectKey,
+        /// Index of the veth.
+        index: u32,
+        /// Its name.
+        link: String,
+    },
     /// Its interface is down.
     #[error("pod {pod}: {link} is down; set it up (ip link set {link} up)")]
     Down {
@@ -156,7 +168,8 @@ impl PodProblem {
             | Self::Claimed { .. }
             | Self::MacTaken { .. }
             | Self::OtherTable { .. }
-            | Self::OtherInterfaces { .. } => false,
+            | Self::OtherInterfaces { .. }
+            | Self::AnotherVeth { .. } => false,
         }
     }
 
@@ -178,6 +191,7 @@ impl PodProblem {
             | Self::MacTaken { pod, .. }
             | Self::OtherTable { pod, .. }
             | Self::OtherInterfaces { pod, .. }
+            | Self::AnotherVeth { pod, .. }
             | Self::TooLong { pod, .. } => (pod, None),
         };
         std::iter::once(one).chain(other)

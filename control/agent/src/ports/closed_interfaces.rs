@@ -54,7 +54,7 @@ impl ClosedInterfaces {
     /// as plugins set it for a pod.
     fn may_be_pod_interface(&self, netstate: &NetworkState, link: &Link, named: &BTreeSet<String>) -> bool {
         link.veth
-            && link.peer_elsewhere
+            && link.peer_namespace.is_some()
             && !self.uplinks.contains(&link.name)
             && self.has_pod_master(netstate, link, named)
             && (named.contains(&link.name)
@@ -151,7 +151,7 @@ mod tests {
     fn only_a_new_veth_without_a_foreign_master_is_closed() {
         let cases = [
             ("a pod's", Link::veth(9, "vethabc"), true),
-            ("its other end is here", Link { peer_elsewhere: false, ..Link::veth(9, "vethabc") }, false),
+            ("its other end is here", Link { peer_namespace: None, ..Link::veth(9, "vethabc") }, false),
             ("a bridge has it", Link { master: Some(2), ..Link::veth(9, "vethabc") }, false),
             ("the bridge of pods has it", Link { master: Some(3), ..Link::veth(9, "vethabc") }, true),
             ("not a veth", Link { veth: false, ..Link::veth(9, "vethabc") }, false),

@@ -14,8 +14,11 @@ use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{AddressSet, Direction, PolicySet, PolicyVerdict, RuleRef, RuleScope};
 use penstock_dataplane::services::ServiceSet;
 
-use crate::compile::{Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources};
-use crate::model::{Object, ObjectChange, Peer, Peers, RuleAction};
+use crate::compile::{
+    MOST_ENTRIES, Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources,
+};
+use crate::describe;
+use crate::model::{Object, ObjectChange, ObjectKey, Peer, Peers, RuleAction};
 use crate::render::services::{ServiceProblem, ServiceTables};
 use crate::render::tables::{self, PodScope, RuleUse, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
@@ -194,6 +197,19 @@ impl Engine {
             true => Some(met.provenance),
             false => compare_by_name(&self.state, source, flow),
         }
+    }
+
+    /// Why pods are closed in a direction whatever their NetworkPolicies say, in order: these are too many to compile.
+    pub fn closed_pods(&self) -> BTreeSet<(ObjectKey, String)> {
+        let closed = self.tables.closed().filter_map(|(pod, direction, entries)| {
+            let direction = describe::direction(direction);
+            let reason = format!(
+                "its NetworkPolicies have {entries} rules, blocks, excepts and ports for {direction}, more than {MOST_ENTRIES}: none of them \
+                 allows any {direction}; write fewer rules, or larger blocks"
+            );
+            Some((self.state.pod(pod)?.key.clone(), reason))
+        });
+        closed.collect()
     }
 
     /// The numbers of objects and of table parts.

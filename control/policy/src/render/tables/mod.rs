@@ -71,6 +71,8 @@ struct TableRecord {
     /// The endpoints that use it.
     endpoints: FxHashSet<u32>,
     dependencies: Dependencies,
+    /// How many entries its policies have, if too many.
+    too_many_entries: Option<usize>,
     linked: LinkedRules,
     table: EndpointPolicy,
 }
@@ -216,8 +218,15 @@ impl Tables {
                 let linked = LinkedRules::default();
                 let (endpoints, table) =
                     (FxHashSet::default(), linked.build(&key, &self.identities, self.usage.workers()));
-                let record =
-                    TableRecord { key: key.clone(), endpoints, dependencies: dependencies.clone(), linked, table };
+                let too_many_entries = compile::too_many_entries(state, &key);
+                let record = TableRecord {
+                    key: Arc::clone(&key),
+                    endpoints,
+                    dependencies: dependencies.clone(),
+                    too_many_entries,
+                    linked,
+                    table,
+                };
                 let number = self.tables.insert(key, record);
                 dependencies.names.into_iter().for_each(|name| {
                     self.by_name.entry(name).or_default().insert(number);
@@ -386,6 +395,16 @@ impl Tables {
             Direction::Egress => record.egress,
             Direction::Ingress => record.ingress,
         }
+    }
+
+    /// The pods that are closed in a direction, since their NetworkPolicies have too many entries there, with their number.
+    pub fn closed(&self) -> impl Iterator<Item = (PodId, Direction, usize)> {
+        self.endpoints.iter().flat_map(|(_, record)| {
+            let directions = [(Direction::Egress, record.egress), (Direction::Ingress, record.ingress)];
+            directions
+                .into_iter()
+                .filter_map(|(direction, table)| Some((record.pod, direction, self.tables[table?].too_many_entries?)))
+        })
     }
 
     /// Has pods whose rules have domain names learn what DNS answers say, in this table. Without it such names match nothing.
