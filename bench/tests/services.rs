@@ -10,7 +10,7 @@ mod datagrams;
 mod kube_proxy;
 mod masquerade;
 mod names;
-mod service;
+pub(crate) mod service;
 mod translated;
 mod tunnels;
 mod uplinks;
