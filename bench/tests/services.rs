@@ -11,6 +11,7 @@ mod kube_proxy;
 mod masquerade;
 mod names;
 pub(crate) mod service;
+mod tools;
 mod translated;
 mod tunnels;
 mod uplinks;

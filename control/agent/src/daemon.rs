@@ -303,6 +303,9 @@ impl<'a> Daemon<'a> {
         if let Some(names) = &names {
             objects.learn_names(Arc::clone(names.table()));
         }
+        if !config.services.enabled {
+            objects.derive_backends();
+        }
         objects.count_use(preflight::worker_cores(config).map_or(0, |cores| cores.len()));
         objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.

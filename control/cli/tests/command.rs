@@ -3,5 +3,7 @@
 mod commands;
 mod crates;
 mod learn;
+mod matrix;
 mod replay_command;
 mod replay_stream;
+mod services;

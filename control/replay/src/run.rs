@@ -200,6 +200,10 @@ impl ReplayInputs {
             node: Some(bundle.node().to_owned()),
             untranslated: !bundle.services(),
             service_cidrs: bundle.service_cidrs().to_vec(),
+            connections: conntrack::Config {
+                midstream_pickup: bundle.midstream_pickup(),
+                ..options.connections.clone()
+            },
             ..options.clone()
         };
         let recorded = Some(RecordedPackets::new(bundle));

@@ -9,13 +9,14 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use penstock_dataplane::forward::Forwarding;
-use penstock_dataplane::names::NameTable;
+use penstock_dataplane::names::{NameTable, NameTime};
 use penstock_dataplane::packet::Flow;
-use penstock_dataplane::policy::{AddressSet, Direction, PolicySet, PolicyVerdict, RuleRef, RuleScope};
+use penstock_dataplane::policy::{AddressSet, Direction, EvaluationForm, PolicySet, PolicyVerdict, RuleRef, RuleScope};
 use penstock_dataplane::services::ServiceSet;
 
 use crate::compile::{Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources};
-use crate::model::{Object, ObjectChange, Peer, Peers, RuleAction};
+use crate::derived_slices::derived_slices;
+use crate::model::{EndpointSlice, Object, ObjectChange, Peer, Peers, RuleAction, Service};
 use crate::render::services::{ServiceProblem, ServiceTables};
 use crate::render::tables::{self, PodScope, RuleUse, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
@@ -51,6 +52,8 @@ pub struct Engine {
     tables: Tables,
     services: ServiceTables,
     staging: StagedPolicies,
+    /// Whether backends of Services are those that selectors find, where no EndpointSlice is known.
+    derives_backends: bool,
 }
 
 impl Engine {
@@ -71,7 +74,24 @@ impl Engine {
             tables: Tables::new(settings.scope, settings.reach),
             services,
             staging: StagedPolicies::new(reading),
+            derives_backends: false,
         }
+    }
+
+    /// Answers questions about Services by their selectors, for objects that do not have EndpointSlices.
+    pub fn derive_backends(&mut self) {
+        self.derives_backends = true;
+    }
+
+    /// The EndpointSlices of a Service; `None` if they are not known.
+    pub(crate) fn endpoint_slices(&self, service: &Service) -> Option<Vec<Arc<EndpointSlice>>> {
+        let known: Vec<_> = self.state.endpoint_slices(&service.key).map(Arc::clone).collect();
+        if !self.derives_backends || !known.is_empty() {
+            return Some(known);
+        }
+        service.selector.as_ref()?;
+        let pods = self.state.pods().map(|(_, pod)| (pod, true));
+        Some(derived_slices(service, pods).into_iter().map(Arc::new).collect())
     }
 
     /// Applies changes atomically: the next [`Engine::policy_set`] and [`Engine::service_set`] contain all of them. Returns
@@ -183,6 +203,14 @@ impl Engine {
     /// Evaluates a flow in its opening direction.
     pub fn evaluate(&self, flow: &Flow) -> PolicyVerdict {
         self.policy_set().evaluate(flow)
+    }
+
+    /// The same for a flow that its client opens through a Service, of which the destination is a backend. Between a pod and itself
+    /// ClusterNetworkPolicies apply then, and NetworkPolicies do not.
+    pub fn evaluate_through_service(&self, flow: &Flow) -> PolicyVerdict {
+        let is_to_itself = flow.src == flow.dst;
+        let form = if is_to_itself { EvaluationForm::Hairpin } else { EvaluationForm::Plain };
+        self.policy_set().evaluate_as(flow, form, NameTime::Never)
     }
 
     /// The rule that a verdict of the current set names, with the peer and the port through which it matched this flow.

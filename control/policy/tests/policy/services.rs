@@ -26,7 +26,7 @@ fn node(name: &str, zone: Option<&str>) -> Object {
 }
 
 fn port(name: &str, protocol: PortProtocol, number: u16) -> ServicePort {
-    ServicePort { name: name.to_owned(), protocol, number, target: TargetPort::Number(number) }
+    ServicePort { name: name.to_owned(), protocol, number, target: TargetPort::Number(number), node_port: None }
 }
 
 /// A Service on 10.96.0.`number` and fd00:96::`number`, with port 80/TCP `http` and 53/UDP `dns`.
