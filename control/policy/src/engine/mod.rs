@@ -86,7 +86,7 @@ impl Engine {
     /// The EndpointSlices of a Service; `None` if they are not known.
     pub(crate) fn endpoint_slices(&self, service: &Service) -> Option<Vec<Arc<EndpointSlice>>> {
         let known: Vec<_> = self.state.endpoint_slices(&service.key).map(Arc::clone).collect();
-        if !self.derives_backends || !known.is_empty() {
+        if !self.derives_backends || self.state.all_endpoint_slices().next().is_some() {
             return Some(known);
         }
         service.selector.as_ref()?;

@@ -6,7 +6,9 @@ use std::net::IpAddr;
 use penstock_dataplane::packet::Protocol;
 use penstock_dataplane::services::{Backend, Frontend, WithoutBackend};
 use penstock_policy::engine::{Engine, EngineSettings};
+use penstock_policy::flow::FlowEndpoint;
 use penstock_policy::model::*;
+use penstock_policy::service_flows::{Without, service_flows};
 use proptest::prelude::*;
 
 const NODES: [&str; 3] = ["n0", "n1", "n2"];
@@ -448,4 +450,26 @@ fn a_change_of_one_service_leaves_the_tables_of_others_in_place() {
     let stranger = slice("x", "unknown", vec![endpoint("10.0.0.9")]);
     assert!(!engine.apply([set(Object::EndpointSlice(stranger))]), "a slice of no known Service has no effect");
     assert_eq!(engine.state().slices_without_service().count(), 1);
+}
+
+#[test]
+fn without_endpoint_slices_questions_go_by_selectors() {
+    let asked = |selector: Option<&str>, other: Option<EndpointSlice>, derives: bool| {
+        let mut engine = engine();
+        if derives {
+            engine.derive_backends();
+        }
+        let service = Service { selector: selector.map(super::build::selector), ..service("api", 1, false) };
+        let pods = [("shop/web", "app=web", "10.0.0.1"), ("shop/api", "app=api", "10.0.0.2")];
+        let pods = pods.map(|(name, labels, address)| Object::Pod(super::build::pod(name, labels, &[address], &[])));
+        let objects = pods.into_iter().chain([Object::Service(service)]).chain(other.map(Object::EndpointSlice));
+        engine.apply(objects.map(set));
+        let found =
+            service_flows(&engine, &FlowEndpoint::Pod(key("web")), &key("api"), &"80".parse().unwrap()).unwrap();
+        (found.flows.len(), found.without == Without::Knowledge)
+    };
+    assert_eq!(asked(Some("app=api"), None, true), (1, false));
+    assert_eq!(asked(Some("app=api"), None, false), (0, false), "they are followed, and there are none");
+    assert_eq!(asked(None, None, true), (0, true), "it may have some that nobody here knows");
+    assert_eq!(asked(Some("app=api"), Some(slice("other-1", "other", Vec::new())), true), (0, false), "there are some");
 }
