@@ -302,3 +302,30 @@ fn tools_agree_with_packets_where_the_node_translates() {
 fn tools_agree_with_packets_where_workers_translate() {
     tools_agree_with_packets(true);
 }
+
+#[test]
+fn a_daemon_without_endpoint_slices_goes_by_selectors() {
+    let manifests = |spec: &str| {
+        let spec = format!("clusterIP: {}, {spec} ports: [{{name: web, port: 80, targetPort: 8080}}]", NEAR[0]);
+        pods(3)
+            + &service("near", &spec, None)
+            + &policy("server", "pod-1", "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n")
+    };
+    for (workers_translate, selector, expected) in [
+        (false, "selector: {app: pod-1},", ["allowed", "denied"]),
+        (false, "", ["unknown", "unknown"]),
+        (true, "selector: {app: pod-1},", ["denied", "denied"]),
+    ] {
+        let fixture = Fixture::of(&manifests(selector), |_, config| {
+            config.sections += &format!("[services]\nenabled = {workers_translate}\n");
+        });
+        let found = ["test/pod-0", "test/pod-2"].map(|client| {
+            let mut command = Command::new(penstock_binary().unwrap());
+            command.args(["explain", "--live", "--from", client, "--to", NEAR[0], "--port", "80"]);
+            let output = command.env("NO_COLOR", "1").arg("--socket").arg(fixture.admin()).output().unwrap();
+            let text = String::from_utf8(output.stdout).unwrap();
+            text.split(':').next().unwrap_or_default().to_owned()
+        });
+        assert_eq!(found, expected, "workers translate: {workers_translate}, {selector}");
+    }
+}

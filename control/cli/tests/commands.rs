@@ -167,6 +167,27 @@ fn explain_prints_the_reasons() {
 }
 
 #[test]
+fn an_end_that_is_a_node_is_refused_with_an_address_of_it() {
+    let pod = "{apiVersion: v1, kind: Pod, metadata: {name: x, namespace: a}, spec: {nodeName: bare}, status: {podIP: 10.0.0.1}}";
+    let node = "{apiVersion: v1, kind: Node, metadata: {name: here}, status: {addresses: [{type: InternalIP, address: 192.0.2.1}]}}";
+    let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: node}}";
+    let cluster = format!("{pod}\n---\n{node}\n");
+    for (from, manifests, line) in [
+        ("node/here", cluster.clone(), "node/here is no pod: write an address of node here, such as 192.0.2.1"),
+        ("node/bare", cluster.clone(), "node/bare is no pod: write an address of node bare"),
+        ("node/none", cluster.clone(), "node/none is no pod, and no node none is known: use an address"),
+        (
+            "node/none",
+            format!("{cluster}---\n{namespace}\n"),
+            "pod node/none is unknown: correct its name, or use an address",
+        ),
+    ] {
+        let arguments = ["explain", "--manifests", "-", "--from", from, "--to", "a/x", "--port", "80"];
+        assert_eq!(error_line(&arguments, &manifests), line);
+    }
+}
+
+#[test]
 fn render_prints_every_form() {
     for (format, name) in [("table", "render-table.txt"), ("acl", "render-acl.txt"), ("json", "render.json")] {
         assert_expected(name, &output(&["render", "--manifests", SHOP, "--node", "node-a", "--format", format]));
