@@ -9,7 +9,7 @@ use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::names::NameTable;
 use penstock_dataplane::policy::{AddressSet, Direction, PolicySet};
 use penstock_policy::compile::table_key;
-use penstock_policy::engine::{Engine, EngineSettings};
+use penstock_policy::engine::{Engine, EngineSettings, TranslatedBy};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod, Service};
 use penstock_policy::render::services::ServiceProblem;
 use penstock_policy::render::tables::RuleUse;
@@ -174,9 +174,9 @@ impl NodeObjects {
         self.names = Some(names);
     }
 
-    /// Answers questions about Services by their selectors: for a daemon that does not follow EndpointSlices.
-    pub(super) fn derive_backends(&mut self) {
-        self.engine.derive_backends();
+    /// Sets who translates what pods send to Services, which questions about these depend on.
+    pub(super) fn set_translated_by(&mut self, who: TranslatedBy) {
+        self.engine.set_translated_by(who);
     }
 
     /// What pods learn of domain names, if these are followed.

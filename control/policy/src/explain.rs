@@ -56,7 +56,10 @@ pub fn text(
         FlowEndpoint::Pod(_) => None,
     };
     if let Some(flows) = by_service {
-        return Ok(service_text(engine, style, &flows, port));
+        return match is_judged_at_address(engine, &flows) {
+            true => Ok(text_of_address(engine, style, &flows)),
+            false => Ok(service_text(engine, style, &flows, port)),
+        };
     }
     let flows = flow::flows(engine.state(), from, to, port)?;
     let explained: Vec<(Flow, Explanation)> = flows.into_iter().map(|flow| (flow, engine.explain(&flow))).collect();
@@ -94,6 +97,25 @@ fn of_flow(engine: &Engine, style: &dyn TextStyle, flow: &Flow, explanation: &Ex
     explain_direction(&mut text, engine, style, Direction::Egress, ends, &explanation.egress);
     explain_direction(&mut text, engine, style, Direction::Ingress, ends, &explanation.ingress);
     text
+}
+
+/// Whether the client's egress policy is for the Service's address, since this node cannot ask about what answers.
+fn is_judged_at_address(engine: &Engine, to: &ServiceFlows) -> bool {
+    let decides = |verdict| {
+        use DirectionVerdict::{Allowed, AllowedByPeer, Denied, DeniedBy};
+        matches!(verdict, Allowed(_) | AllowedByPeer(_) | Denied | DeniedBy(_))
+    };
+    !engine.is_judged_behind(to.frontend.ip()) && decides(engine.evaluate(&to.sent).egress)
+}
+
+/// Whether a flow to a Service's address is allowed as it is, and why.
+fn text_of_address(engine: &Engine, style: &dyn TextStyle, to: &ServiceFlows) -> (bool, String) {
+    let explanation = engine.explain(&to.sent);
+    let text = of_flow(engine, style, &to.sent, &explanation);
+    let name = &to.name;
+    let hint =
+        format!("\nthis is Service {name}; on this node egress policy is for its address, and not for what answers\n");
+    (explanation.is_allowed(), text + &hint)
 }
 
 /// Whether a flow to a Service is allowed to each backend, and the explanation for each.

@@ -19,6 +19,8 @@ pub struct ServiceFlows {
     pub name: String,
     /// The address and port that the client uses.
     pub frontend: SocketAddr,
+    /// What the client sends there.
+    pub sent: Flow,
     /// The flow to each backend that a new connection may get.
     pub flows: Vec<Flow>,
     /// What happens without a backend.
@@ -124,16 +126,18 @@ fn flows(engine: &Engine, src: IpAddr, frontend: &Frontend<'_>) -> ServiceFlows 
     let slices_are_known = slices.is_some();
     let slices = slices.unwrap_or_default();
     let selection = select(service, port, AddressFamily::of(src), slices.iter().map(|slice| &**slice), &place);
-    let flows = selection.backends.iter().map(|backend| Flow {
+    let sent = Flow {
         src: src.into(),
-        dst: backend.address,
+        dst: at.ip().into(),
         protocol: protocol(port.protocol),
         src_port: flow::ANY_SOURCE_PORT,
-        dst_port: backend.port,
-    });
+        dst_port: at.port(),
+    };
+    let flows = selection.backends.iter().map(|backend| Flow { dst: backend.address, dst_port: backend.port, ..sent });
     ServiceFlows {
         name: port_name(&service.key, port),
         frontend: *at,
+        sent,
         flows: flows.collect(),
         without: if slices_are_known { Without::Backend(selection.without) } else { Without::Knowledge },
     }

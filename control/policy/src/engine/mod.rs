@@ -6,6 +6,7 @@
 mod explain;
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use penstock_dataplane::forward::Forwarding;
@@ -52,8 +53,19 @@ pub struct Engine {
     tables: Tables,
     services: ServiceTables,
     staging: StagedPolicies,
-    /// Whether backends of Services are those that selectors find, where no EndpointSlice is known.
-    derives_backends: bool,
+    translated_by: TranslatedBy,
+}
+
+/// Who sends on what pods send to Services' addresses, as far as questions about Services are concerned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TranslatedBy {
+    /// Whoever it is on each node: the objects are all that is known.
+    Anyone,
+    /// The node's kernel. Egress policy is for what answers only at addresses of [`Engine::set_services`]; where no EndpointSlice is
+    /// known, that is what Services' selectors find.
+    Kernel,
+    /// Workers, what is for cluster addresses, and the node's kernel the rest.
+    Workers,
 }
 
 impl Engine {
@@ -74,19 +86,31 @@ impl Engine {
             tables: Tables::new(settings.scope, settings.reach),
             services,
             staging: StagedPolicies::new(reading),
-            derives_backends: false,
+            translated_by: TranslatedBy::Anyone,
         }
     }
 
-    /// Answers questions about Services by their selectors, for objects that do not have EndpointSlices.
-    pub fn derive_backends(&mut self) {
-        self.derives_backends = true;
+    /// Sets who translates on the node about which questions are asked.
+    pub fn set_translated_by(&mut self, who: TranslatedBy) {
+        self.translated_by = who;
+    }
+
+    /// Whether egress policy of what is sent to this address of a Service is for what answers, and not for the address itself.
+    pub(crate) fn is_judged_behind(&self, address: IpAddr) -> bool {
+        let is_postponed = || self.policy_set().services().contains(&address.into());
+        match self.translated_by {
+            TranslatedBy::Anyone => true,
+            TranslatedBy::Kernel => is_postponed(),
+            TranslatedBy::Workers => {
+                is_postponed() || self.state.services().any(|service| service.addresses.contains(&address))
+            }
+        }
     }
 
     /// The EndpointSlices of a Service; `None` if they are not known.
     pub(crate) fn endpoint_slices(&self, service: &Service) -> Option<Vec<Arc<EndpointSlice>>> {
         let known: Vec<_> = self.state.endpoint_slices(&service.key).map(Arc::clone).collect();
-        if !self.derives_backends || self.state.all_endpoint_slices().next().is_some() {
+        if self.translated_by != TranslatedBy::Kernel || self.state.all_endpoint_slices().next().is_some() {
             return Some(known);
         }
         service.selector.as_ref()?;
