@@ -1,4 +1,4 @@
-//! What the tools say of a flow to a Service is what its packets find, for each kind of Service's address, whoever translates.
+//! The tools say of a flow to a Service what its packets find, for each kind of Service's address, whoever translates.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -154,7 +154,7 @@ impl Asked {
                 .unwrap();
             let netlink = cluster.node.netlink();
             let index = netlink.index(machine.interface()).unwrap();
-            // What is translated is, before it is routed; the rest is refused on the way there, or answered.
+            // The node translates before it routes; the rest is refused on the way there, or answered.
             for network in ["10.96.0.0/16", "203.0.113.0/24"] {
                 netlink.add_route(network.parse().unwrap(), index, RouteVia::Gateway(address(FAR))).unwrap();
             }
@@ -171,7 +171,7 @@ impl Asked {
         Self { fixture, _servers: servers, _outside: outside }
     }
 
-    /// What packets find.
+    /// Sends packets. Whether they are answered.
     fn probe(&self, client: &str, way: &Way) -> bool {
         let identity = if way.is_near { self.fixture.target("test/pod-1", false).0 } else { ELSEWHERE };
         let patience = RetryPolicy { attempts: 3, ..RetryPolicy::default() };
@@ -204,7 +204,7 @@ impl Asked {
         self.fixture.manifests.to_str().unwrap()
     }
 
-    /// What `evaluate` says of all flows.
+    /// Asks `evaluate` about all flows.
     fn evaluated(&self) -> BTreeMap<(String, String), bool> {
         let flows = CLIENTS.iter().flat_map(|client| WAYS.iter().map(move |way| (*client, way)));
         let query = |(client, way): (&str, &Way)| {
@@ -220,7 +220,7 @@ impl Asked {
         flows.map(|(client, way)| (client.to_owned(), way.what.to_owned())).zip(verdicts).collect()
     }
 
-    /// What `explain` says, with the manifests or of the running daemon.
+    /// Asks `explain`, with the manifests or of the running daemon.
     fn explained(&self, source: &[&str], client: &str, to: &str, port: u16) -> bool {
         let port = format!("{port}/TCP");
         let arguments = [&["explain"], source, &["--from", client, "--to", to, "--port", &port]].concat();
@@ -229,7 +229,7 @@ impl Asked {
         text.starts_with("allowed: ")
     }
 
-    /// What `matrix --services` says of a pod and a Service.
+    /// Asks `matrix --services` about a pod and a Service.
     fn in_matrix(&self, client: &str, service: &str) -> bool {
         let pod = ["matrix", "--services", "--manifests", self.manifests(), "--pod", client];
         let text = self.print(&pod, "");

@@ -26,7 +26,7 @@ const OUTSIDE: [&str; 2] = ["198.51.100.2", "fd00:51:100::2"];
 const EGRESS: &str = "  policyTypes: [Ingress, Egress]\n  egress: [{ports: [{port: 7000, endPort: 7002}, {port: 7000, endPort: 7002, protocol: UDP}]}]\n";
 const INGRESS: &str = "  policyTypes: [Ingress, Egress]\n  ingress: [{ports: [{port: 7000, endPort: 7002}, {port: 7000, endPort: 7002, protocol: UDP}]}]\n";
 
-/// What a connection does from its beginning on.
+/// The behaviour of a connection from its beginning on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
     /// Nothing, until policies are in force.

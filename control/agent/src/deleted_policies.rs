@@ -1,7 +1,7 @@
 //! Policies that were deleted just before their namespace was seen to be deleted.
 //!
 //! The API server marks a namespace as being deleted, and then its controller deletes what is in it. But each kind of objects is followed
-//! by a watch of its own, so that a policy's deletion may be seen first: it was the namespace's all the same, and the policy stays in force
+//! by a watch of its own, so that a policy's deletion may be seen first: it was the namespace's all the same, and the policy stays in effect
 //! for the pods that are left.
 
 use std::collections::VecDeque;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use penstock_policy::model::{NetworkPolicy, Object, ObjectChange, ObjectRef};
 use penstock_policy::state::ClusterState;
 
-/// How long one watch may be behind another. A policy that somebody deletes so shortly before its namespace stays in force, too.
+/// How long one watch may be behind another. A policy that somebody deletes so shortly before its namespace stays in effect, too.
 const BEHIND: Duration = Duration::from_secs(60);
 /// Most policies that are remembered.
 const MOST: usize = 4096;

@@ -13,7 +13,6 @@
 mod admin;
 mod capture;
 mod close_first;
-mod closed_interfaces;
 pub mod config;
 mod connections;
 mod coverage;
@@ -27,6 +26,7 @@ pub mod last_good;
 mod learnt_names;
 pub mod logging;
 mod metrics;
+mod naming;
 mod new_pods;
 mod node_context;
 mod node_path;
@@ -49,9 +49,12 @@ mod reserved_descriptors;
 mod rule_usage;
 mod samples;
 mod scans;
+mod settings;
 mod signals;
 mod state_file;
+mod subscribers;
 mod trial;
+mod unix_socket;
 mod verdicts;
 mod view;
 
@@ -73,6 +76,7 @@ use objects::NodeObjects;
 use pod_bindings::PodBindings;
 use preflight::{Level, PreflightFinding};
 use recorded_objects::ObjectFile;
+use settings::Settings;
 use tokio::runtime::{Builder, Runtime};
 
 /// How long `penstock check` waits for the API server to list all objects.
@@ -99,7 +103,7 @@ impl RunError {
     }
 }
 
-/// What a start does where a daemon runs already.
+/// How a start treats a daemon that runs already.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StartMode {
     /// It is refused.
@@ -170,17 +174,15 @@ fn run_with(
     rejected: Option<RejectedConfig>,
     mode: StartMode,
 ) -> Result<(), RunError> {
-    daemon::fail_on_errors(preflight::machine(&loaded.config))?;
+    let settings = Settings::decide(&loaded.config);
+    daemon::fail_on_errors(preflight::machine(&settings))?;
     privileges::drop_to_startup().context("privileges cannot be given up")?;
-    let mut loaded = loaded.clone();
-    let (attach, not_tcx) = preflight::choose_attach(&loaded.config);
-    loaded.config.attach_by = attach;
-    if let Some(reason) = not_tcx {
+    if let Some(reason) = &settings.not_tcx {
         tracing::info!("attach: xdp, not tcx ({reason})");
     }
     let runtime = runtime().map_err(RunError::failed)?;
     logging::use_nonblocking_writers();
-    let ended = runtime.block_on(daemon::run(layers, &loaded, rejected, mode));
+    let ended = runtime.block_on(daemon::run(layers, loaded, &settings, rejected, mode));
     // Closes all listeners, which another daemon may wait for.
     drop(runtime);
     match ended? {
@@ -200,9 +202,8 @@ pub enum CheckedSource {
 
 /// Checks whether this machine can run this configuration. Changes nothing.
 pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<PreflightFinding>> {
-    let (attach_by, not_tcx) = preflight::choose_attach(config);
-    let config = &Config { attach_by, ..config.clone() };
-    let mut findings = preflight::machine(config);
+    let settings = Settings::decide(config);
+    let mut findings = preflight::machine(&settings);
     let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
     let runtime = runtime()?;
     if source == CheckedSource::Any || matches!(config.source.location(), Location::Manifests(_)) {
@@ -212,14 +213,14 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
         match Netlink::open(config.host_veth.table) {
             Err(error) => findings.push(PreflightFinding::error(error.to_string())),
             Ok((netlink, _)) => {
-                findings.extend(preflight::network(config, &netlink).await);
-                findings.extend(preflight::programs(config));
-                findings.extend(preflight::attachable(config, not_tcx));
+                findings.extend(preflight::network(&settings, &netlink).await);
+                findings.extend(preflight::programs(&settings));
+                findings.extend(preflight::attachable(&settings));
                 match netlink.network_state().await {
                     Ok(netstate) => {
                         let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
                         let bindings = bindings.follow(&netstate, &resolved.0);
-                        findings.extend(preflight::pods(config, &netstate, bindings, resolved));
+                        findings.extend(preflight::pods(&settings, &netstate, bindings, resolved));
                     }
                     Err(error) => findings.push(PreflightFinding::error(error.to_string())),
                 }
@@ -230,7 +231,7 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
     Ok(findings)
 }
 
-/// What [`cleanup`] removed.
+/// The things that [`cleanup`] removed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CleanedUp {
     /// How many interfaces had a pinned program.

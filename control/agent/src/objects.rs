@@ -33,32 +33,19 @@ pub(super) struct NodeObjects {
     pods: BTreeMap<ObjectKey, Pod>,
     /// Addresses of other nodes, by node name.
     others: BTreeMap<String, Vec<IpAddr>>,
-    /// NetworkPolicies and ClusterNetworkPolicies that are in force.
+    /// NetworkPolicies and ClusterNetworkPolicies that are in effect.
     policies: BTreeSet<ObjectRef>,
-    /// What the engine was given, for each that follows it.
-    followed: [Option<Vec<ObjectChange>>; Follower::COUNT],
+    /// Changes that the engine was given since they were last taken, if they are kept.
+    kept: Option<Vec<ObjectChange>>,
     /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
     new_pods: NewPods,
     deleted_policies: DeletedPolicies,
-    /// What pods learn of domain names, if these are followed.
+    /// The domain names that pods learn, if these are followed.
     names: Option<Arc<NameTable>>,
 }
 
-/// Who keeps what the engine is given.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Follower {
-    /// The trial of staged policies.
-    Trial,
-    /// The capture that writes a bundle.
-    Capture,
-}
-
-impl Follower {
-    const COUNT: usize = 2;
-}
-
-/// What a batch of changes affects.
+/// Effects of a batch of changes.
 pub(super) struct ChangeEffect {
     /// The compiled policy may differ.
     pub(super) policy: bool,
@@ -82,7 +69,7 @@ impl NodeObjects {
             pods: BTreeMap::new(),
             others: BTreeMap::new(),
             policies: BTreeSet::new(),
-            followed: [None, None],
+            kept: None,
             service_problems: BTreeSet::new(),
             new_pods: NewPods::default(),
             deleted_policies: DeletedPolicies::default(),
@@ -179,7 +166,7 @@ impl NodeObjects {
         self.engine.set_translated_by(who);
     }
 
-    /// What pods learn of domain names, if these are followed.
+    /// The domain names that pods learn, if these are followed.
     pub(super) fn names(&self) -> Option<&Arc<NameTable>> {
         self.names.as_ref()
     }
@@ -207,20 +194,23 @@ impl NodeObjects {
     }
 
     fn give(&mut self, changes: Vec<ObjectChange>) -> bool {
-        for followed in self.followed.iter_mut().flatten() {
-            followed.extend(changes.iter().cloned());
+        if let Some(kept) = &mut self.kept {
+            kept.extend(changes.iter().cloned());
         }
         self.engine.apply(changes)
     }
 
-    /// Keeps what the engine is given from now on for [`NodeObjects::take_followed`], or no more.
-    pub(super) fn follow(&mut self, follower: Follower, on: bool) {
-        self.followed[follower as usize] = on.then(Vec::new);
+    /// Keeps what the engine is given from now on for [`NodeObjects::take_changes`], or no more.
+    pub(super) fn keep_changes(&mut self, keeps: bool) {
+        match keeps {
+            true => _ = self.kept.get_or_insert_default(),
+            false => self.kept = None,
+        }
     }
 
-    /// What the engine was given since this follower's last call; nothing while it does not follow.
-    pub(super) fn take_followed(&mut self, follower: Follower) -> Vec<ObjectChange> {
-        self.followed[follower as usize].as_mut().map(std::mem::take).unwrap_or_default()
+    /// Takes the changes that the engine was given since the last call; none while they are not kept.
+    pub(super) fn take_changes(&mut self) -> Vec<ObjectChange> {
+        self.kept.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Sets the configured addresses of this node; they take effect at the next read of the network.
@@ -284,7 +274,7 @@ impl NodeObjects {
         self.owner(address) == Some(pod)
     }
 
-    /// NetworkPolicies and ClusterNetworkPolicies of the cluster that are in force.
+    /// NetworkPolicies and ClusterNetworkPolicies of the cluster that are in effect.
     pub(super) fn policies(&self) -> usize {
         self.policies.len()
     }
@@ -434,11 +424,11 @@ mod tests {
     }
 
     #[test]
-    fn what_is_followed_makes_another_engine_equal() {
+    fn changes_that_are_kept_make_another_engine_equal() {
         let mut objects = NodeObjects::new("here", &[address("192.0.2.1")]);
         objects.apply([pod("web", "here")], &[]);
-        assert!(objects.take_followed(Follower::Trial).is_empty());
-        objects.follow(Follower::Trial, true);
+        assert!(objects.take_changes().is_empty());
+        objects.keep_changes(true);
         let mut other = Engine::new(EngineSettings::for_node("here"));
         let engine = objects.engine();
         let (pods, rest) = engine.state().pods_from(0, 10);
@@ -446,8 +436,8 @@ mod tests {
         other.apply(known.map(ObjectChange::Set));
         objects.apply([closed()], &[address("10.1.1.1")]);
         objects.apply_addresses(&[address("10.1.1.2")]);
-        other.apply(objects.take_followed(Follower::Trial));
-        assert!(rest.is_none() && objects.take_followed(Follower::Trial).is_empty());
+        other.apply(objects.take_changes());
+        assert!(rest.is_none() && objects.take_changes().is_empty());
         let reached = ["192.0.2.1", "10.1.1.1", "10.1.1.2", "198.51.100.1"].map(|from| {
             let flow = Flow {
                 src: address(from).into(),
@@ -460,9 +450,9 @@ mod tests {
             other.evaluate(&flow).is_allowed()
         });
         assert_eq!(reached, [true, false, true, false]);
-        objects.follow(Follower::Trial, false);
+        objects.keep_changes(false);
         objects.apply([pod("web", "here")], &[]);
-        assert!(objects.take_followed(Follower::Trial).is_empty());
+        assert!(objects.take_changes().is_empty());
     }
 
     #[test]
@@ -506,13 +496,13 @@ mod tests {
     }
 
     #[test]
-    fn of_two_pods_with_one_address_the_running_one_owns_it_and_the_other_is_reported() {
+    fn the_running_one_of_two_pods_owns_their_address() {
         let lifetime = |leaving, started, created| PodLifetime { leaving, started, created };
         let plain = lifetime(false, Some(10), Some(10));
         let finished = |pod: &mut Pod| pod.finished = true;
         let nothing = |_: &mut Pod| {};
         type Edit = fn(&mut Pod);
-        // What differs between `old` and `new`, which of them owns the address, and whether the other is reported.
+        // The difference between `old` and `new`, which of them owns the address, and whether the other is reported.
         let cases: [(&str, PodLifetime, PodLifetime, Edit, &str, bool); 8] = [
             ("old finished", plain, plain, finished, "new", false),
             ("old finished, though it started later", lifetime(false, Some(20), None), plain, finished, "new", false),

@@ -105,7 +105,7 @@ struct ServiceAnswer<'a> {
     /// The cluster address and port.
     frontend: SocketAddr,
     backends: Vec<BackendAnswer>,
-    /// What happens without a backend.
+    /// The effect of having no backend.
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<&'static str>,
 }
@@ -127,7 +127,7 @@ struct DirectionAnswer {
     isolated: bool,
     rule: Option<String>,
     policies: Vec<String>,
-    /// What each tier did, where ClusterNetworkPolicies apply.
+    /// The decision of each tier, where ClusterNetworkPolicies apply.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     tiers: Vec<TierAnswer>,
 }

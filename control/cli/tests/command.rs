@@ -4,6 +4,7 @@ mod commands;
 mod crates;
 mod learn;
 mod matrix;
+mod modules;
 mod replay_command;
 mod replay_stream;
 mod services;

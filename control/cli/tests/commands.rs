@@ -192,7 +192,7 @@ fn render_prints_every_form() {
     for (format, name) in [("table", "render-table.txt"), ("acl", "render-acl.txt"), ("json", "render.json")] {
         assert_expected(name, &output(&["render", "--manifests", SHOP, "--node", "node-a", "--format", format]));
     }
-    // Of a ruleset its text may change, and its meaning is tested elsewhere.
+    // A ruleset's text may change, and its meaning is tested elsewhere.
     let ruleset = output(&["render", "--manifests", SHOP, "--node", "node-a", "--format", "nft"]);
     for part in ["table inet penstock", "10.1.1.21", "203.0.113.0/25"] {
         assert!(ruleset.contains(part), "{part}\n{ruleset}");
@@ -244,7 +244,7 @@ fn cluster_policy(name: &str, tier: &str, priority: u16, subject: &str, rules: &
 }
 
 #[test]
-fn lint_finds_rules_of_tiers_that_nothing_reaches_and_orders_that_are_not_defined() {
+fn lint_finds_unreached_rules_and_undefined_orders_of_tiers() {
     let namespace = "{apiVersion: v1, kind: Namespace, metadata: {name: NAME, labels: {team: NAME}}}\n---\n\
                      {apiVersion: v1, kind: Node, metadata: {name: n}}\n---\n\
                      {apiVersion: v1, kind: Pod, metadata: {name: p, namespace: NAME}, spec: {nodeName: n}, \
@@ -281,7 +281,7 @@ fn lint_finds_rules_of_tiers_that_nothing_reaches_and_orders_that_are_not_define
             )],
         ),
         (
-            // What the Admin tier passes reaches the Baseline tier.
+            // A flow that the Admin tier passes reaches the Baseline tier.
             vec![
                 cluster_policy("a", "Admin", 1, "", &[("Pass", "shop"), ("Deny", "")]),
                 cluster_policy("b", "Baseline", 2, "shop", &[("Deny", "shop")]),
@@ -381,7 +381,7 @@ const DUAL_STACK: &str = "
 ";
 
 #[test]
-fn every_address_of_both_ends_is_judged_and_families_that_differ_are_answered_each() {
+fn every_address_of_both_ends_is_judged() {
     let manifests = tempfile::Builder::new().suffix(".yaml").tempfile().unwrap();
     fs::write(&manifests, DUAL_STACK).unwrap();
     let manifests = manifests.path().to_str().unwrap();

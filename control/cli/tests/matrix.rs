@@ -105,7 +105,7 @@ fn matrix_html_is_self_contained() {
     shown_by_a_browser(&file);
 }
 
-/// What a browser makes of the page, where there is one.
+/// The page as a browser shows it, where there is one.
 fn shown_by_a_browser(file: &Path) {
     let profile = tempfile::tempdir().unwrap();
     let arguments = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"];

@@ -221,7 +221,7 @@ fn explain_direction(
     }
 }
 
-/// What one tier did: `Admin: rule 2 of lockdown passes`.
+/// The decision of one tier: `Admin: rule 2 of lockdown passes`.
 fn tier(text: &mut String, style: &dyn TextStyle, TierStep { tier, outcome }: &TierStep) {
     let outcome = match outcome {
         TierOutcome::NoPolicy if *tier == Tier::NetworkPolicy => "none isolates it".to_owned(),

@@ -1,4 +1,4 @@
-//! What a question about a Service means: one flow to each backend that the client may get.
+//! Reads a question about a Service: one flow to each backend that the client may get.
 
 use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
@@ -19,15 +19,15 @@ pub struct ServiceFlows {
     pub name: String,
     /// The address and port that the client uses.
     pub frontend: SocketAddr,
-    /// What the client sends there.
+    /// The flow as the client sends it.
     pub sent: Flow,
     /// The flow to each backend that a new connection may get.
     pub flows: Vec<Flow>,
-    /// What happens without a backend.
+    /// The effect of having no backend.
     pub without: Without,
 }
 
-/// What happens to a connection for which there is no backend.
+/// The effect on a connection of having no backend.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Without {
     /// It is refused, or dropped.
@@ -111,7 +111,7 @@ fn at_own_node<'a>(state: &'a ClusterState, src: IpAddr, to: IpAddr, port: &Prot
     Some(Frontend { service: Cow::Owned(from_everywhere(service)), port: port.clone(), at })
 }
 
-/// What a pod sends to another address than the cluster's goes to any backend, whatever `internalTrafficPolicy` says
+/// Packets of a pod to another address than the cluster's go to any backend, whatever `internalTrafficPolicy` says
 /// (pkg/proxy/iptables/proxier.go, the chains `KUBE-EXT`).
 fn from_everywhere(service: &Service) -> Service {
     Service { local_only: false, ..service.clone() }

@@ -1,4 +1,4 @@
-//! What a replay needs from a cluster's objects: tables, a port for each pod, names.
+//! Makes what a replay needs from a cluster's objects: tables, a port for each pod, names.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -46,9 +46,9 @@ pub struct ReplayCluster {
     snapshot: Snapshot,
     services: ServiceReading,
     names: FxHashMap<Address, Box<str>>,
-    /// Of the cluster addresses that are translated.
+    /// Names of Services, by the cluster address that is translated.
     service_names: FxHashMap<Address, Box<str>>,
-    /// Of all Services.
+    /// Backends of all Services.
     backends: FxHashSet<Address>,
     ports: FxHashMap<ObjectKey, PortId>,
     rules: RuleNames,
@@ -220,7 +220,7 @@ impl ReplayCluster {
         (&self.snapshot, &mut self.rules)
     }
 
-    /// The rules in force so far.
+    /// The rules in effect so far.
     pub fn rules(&self) -> &RuleNames {
         &self.rules
     }

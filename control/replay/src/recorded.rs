@@ -1,4 +1,4 @@
-//! What a daemon decided on the packets of a bundle, and whether replay decides the same.
+//! Compares what a daemon decided on the packets of a bundle, and whether replay decides the same.
 //!
 //! Some packets cannot be compared, and are counted apart: those of a connection that began before the capture, or whose
 //! beginning the capture does not have; and those that were decided by the node's state, as a full table, or by what its kernel had
@@ -35,7 +35,7 @@ pub(super) struct RecordedVerdict {
     translated: bool,
 }
 
-/// What to do with a packet.
+/// The way to treat a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Treatment {
     /// Play it, and compare the verdict.
@@ -62,7 +62,7 @@ pub struct RecordedCounts {
     pub same: u64,
     /// One passes it, the other drops it.
     pub different: u64,
-    /// Of connections whose beginning is not in the capture. They are not evaluated.
+    /// Packets of connections whose beginning is not in the capture. They are not evaluated.
     pub earlier_connections: u64,
     /// Dropped for the node's state, which a bundle does not have.
     pub node_state: u64,
@@ -83,7 +83,7 @@ pub(super) struct RecordedPackets {
     known: FxHashSet<u64>,
     /// Connections that the daemon judged by what the node's kernel had made of them, by their identifiers.
     by_kernel: FxHashSet<u64>,
-    /// Of the current batch.
+    /// The current batch's.
     batch: Vec<RecordedPacket>,
     counts: RecordedCounts,
     differences: Comparison,
@@ -162,7 +162,7 @@ impl RecordedPackets {
         let comment = captures.comment();
         let verdict = RecordedVerdict::parse(comment).ok_or_else(|| self.bundle.bad_comment(self.read, comment))?;
         self.bundle.check_packet(self.read, record.time, verdict.epoch)?;
-        // What left a worker was decided as it came, and shows its backend alone.
+        // A packet that left a worker was decided as it came, and shows its backend alone.
         if !verdict.translated {
             let epoch = verdict.epoch.0.wrapping_sub(self.bundle.first_epoch().0);
             let answers = is_answer_to_syn(&frame);

@@ -23,7 +23,7 @@ use super::compare::{Comparison, PacketOutcome};
 use super::dedup::Deduplicator;
 use super::objects::ReplayObjects;
 use super::output::OutputError;
-use super::player::{Decision, EntryPoint, Player, fill_up};
+use super::player::{Decision, EntryPoint, Player};
 use super::ports::{Mapping, PortMap, PortMappingError};
 use super::recorded::{RecordedCounts, RecordedError, RecordedPacket, RecordedPackets};
 use super::rules::Rules;
@@ -31,6 +31,7 @@ use super::services::{ServiceReading, ShownBackends};
 use super::sinks::{OutputPaths, Sinks};
 use super::summary::{InputCounts, Summary};
 use super::timeline::{Timeline, TimelineError};
+use super::truncated::fill_up;
 
 /// Inputs, settings and outputs of a replay.
 #[derive(Clone, Debug, Default)]
@@ -71,9 +72,9 @@ pub struct ReplayOptions {
 pub struct ReplayReport {
     /// The counts.
     pub summary: Summary,
-    /// What changes under the second set of manifests, if given.
+    /// The changes under the second set of manifests, if given.
     pub comparison: Option<Comparison>,
-    /// Of a bundle: whether replay decides as the daemon did.
+    /// For a bundle: whether replay decides as the daemon did.
     pub recorded: Option<RecordedCounts>,
     /// Notes about the input for the user, one per line.
     pub notes: Vec<String>,
@@ -161,7 +162,7 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
     run.play_all(options)
 }
 
-/// What a replay reads before the first packet.
+/// The input that a replay reads before the first packet.
 struct ReplayInputs {
     objects: ReplayObjects,
     timeline: Timeline,
@@ -254,7 +255,7 @@ impl ReplayRun {
 
     /// Changes the objects.
     fn apply(&mut self, changes: Vec<ObjectChange>, options: &ReplayOptions) -> Result<(), ReplayError> {
-        // Of ports alone: they are known by what packets came in by.
+        // Ports alone have changed, and packets say by which they came in.
         if changes.is_empty() {
             return Ok(());
         }
@@ -272,7 +273,7 @@ fn port_map(options: &ReplayOptions, cluster: &ReplayCluster) -> Result<PortMap,
     }
 }
 
-/// What the packets of a batch share.
+/// The facts that the packets of a batch share.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct PacketKey {
     before: EntryPoint,
@@ -489,7 +490,7 @@ fn compare_recorded(recorded: &mut RecordedPackets, (player, entry): (&mut Playe
     }
 }
 
-/// What counts as a change: the verdict, not its reason.
+/// Compared for a change is the verdict, not its reason.
 fn kind(decision: Decision) -> u8 {
     match decision {
         Decision::Allow => 0,
@@ -498,7 +499,7 @@ fn kind(decision: Decision) -> u8 {
     }
 }
 
-/// What of the captures could not be read.
+/// Parts of the captures that could not be read.
 pub(super) fn notes(captures: &Captures) -> Vec<String> {
     let files = captures.files().iter();
     let truncated = files.filter_map(|file| {
@@ -508,7 +509,7 @@ pub(super) fn notes(captures: &Captures) -> Vec<String> {
     truncated.collect()
 }
 
-/// What of the timeline was not reached.
+/// The part of the timeline that was not reached.
 fn note_remaining(timeline: &Timeline) -> Option<String> {
     match timeline.remaining() {
         0 => None,

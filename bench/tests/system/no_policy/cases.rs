@@ -105,7 +105,7 @@ pub(super) fn cases() -> Vec<Case> {
     cases
 }
 
-/// What is longer than a frame of Ethernet, between pods whose links take it.
+/// Packets longer than a frame of Ethernet, between pods whose links take them.
 pub(super) fn jumbo_cases() -> Vec<Case> {
     const LENGTH: usize = 8_900;
     let mut cases = Vec::new();
@@ -139,7 +139,7 @@ pub(super) fn jumbo_cases() -> Vec<Case> {
     cases
 }
 
-/// What pods and machines outside send to a Service and to a port of the node, and the answers, by rules of kube-proxy's form: each
+/// Packets of pods and machines outside to a Service and to a port of the node, and the answers, by rules of kube-proxy's form: each
 /// kind before and after another daemon has started.
 pub(super) fn service_cases() -> Vec<Case> {
     let mut cases = Vec::new();
@@ -226,7 +226,7 @@ fn to_a_cluster_address(v6: bool, round: u16) -> Vec<Case> {
     cases
 }
 
-/// What the node translates and masquerades: node ports, a Service from outside, and a pod that is its own backend.
+/// Packets that the node translates and masquerades: node ports, a Service from outside, and a pod that is its own backend.
 fn by_the_node(v6: bool, round: u16) -> Vec<Case> {
     let node = SocketAddr::new(NODE[usize::from(v6)].parse().unwrap(), NODE_PORT);
     let frontend = SocketAddr::new(service(v6), WEB);

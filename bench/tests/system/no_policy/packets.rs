@@ -36,7 +36,7 @@ impl End {
     }
 }
 
-/// What happens to a node just before a packet.
+/// The change of a node just before a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Before {
     Nothing,

@@ -143,7 +143,7 @@ fn snapshot(engine: &mut Engine, epoch: Epoch) -> Snapshot {
     Snapshot::new(epoch, engine.policy_set().clone(), forwarding)
 }
 
-/// What policy was asked for the only packet of a batch.
+/// The question to policy about the only packet of a batch.
 #[derive(Default)]
 struct Asked(Option<(Flow, EvaluationReason)>);
 
@@ -159,7 +159,7 @@ struct Dialogue {
     ends: [u8; 2],
     port: u16,
     v6: bool,
-    /// What each end sends next.
+    /// The next segment of each end.
     next: [u32; 2],
     step: Step,
 }
@@ -179,7 +179,7 @@ impl Dialogue {
         Self { ends, port, v6: numbers.below(2) == 0, next, step: Step::Closed }
     }
 
-    /// What one end sends next, and the dialogue if that arrives. One time in eight it is not what the other expects.
+    /// The next segment of one end, and the dialogue if that arrives. One time in eight it is not what the other expects.
     fn segment(self, numbers: &mut Numbers) -> (usize, Vec<u8>, Self) {
         let mut after = self;
         let unexpected = numbers.below(8) == 0;
@@ -451,7 +451,7 @@ fn replay(directory: &Path, verdicts: &Path) -> ReplayReport {
 }
 
 #[test]
-fn a_bundle_of_a_random_history_replays_to_the_same_verdict_for_each_packet() {
+fn a_random_historys_bundle_replays_to_the_same_verdicts() {
     let scratch = tempfile::tempdir().unwrap();
     let (mut earlier, mut overtaken, mut seen) = (0, 0, HashMap::new());
     for seed in 0..24 {
@@ -573,7 +573,7 @@ fn the_bundle_in_the_documentation_is_as_this_version_writes_it() {
 }
 
 #[test]
-fn a_bundle_is_written_whole_into_a_directory_of_its_own_or_not_at_all() {
+fn a_bundle_is_written_whole_or_not_at_all() {
     let scratch = tempfile::tempdir().unwrap();
     let (new, empty, full) = (scratch.path().join("new"), scratch.path().join("empty"), scratch.path().join("full"));
     std::fs::create_dir(&empty).unwrap();

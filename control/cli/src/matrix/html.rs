@@ -37,7 +37,7 @@ struct PageRow {
     name: String,
     pods: Vec<String>,
     class: usize,
-    /// Of a pod alone.
+    /// The addresses of a pod that is alone.
     addresses: Vec<String>,
 }
 
@@ -69,7 +69,7 @@ pub(super) fn render(matrix: &Matrix) -> String {
         let cell = |(from, to): &(usize, usize)| {
             let flows = matrix.flows(*from, *to, port);
             let explained = flows.iter().map(|flow| matrix.engine.explain(flow));
-            // Of several address families, one that is denied.
+            // With several address families, one that is denied.
             let Some(explanation) = explained.min_by_key(|explanation| explanation.verdict.is_allowed()) else {
                 return -1;
             };

@@ -46,16 +46,16 @@ pub(super) enum Cell {
     Nothing,
 }
 
-/// What is shown of a cluster.
+/// The part of a cluster that is shown.
 pub(super) struct Matrix<'a> {
     pub(super) engine: &'a Engine,
     pub(super) rows: Vec<Row>,
     /// The pods that policy does not see, and why.
     pub(super) unseen: Vec<(ObjectKey, &'static str)>,
     pub(super) ports: Vec<ProtocolPort>,
-    /// Of each class a pod, and another if there is one.
+    /// A pod of each class, and another if there is one.
     examples: Vec<(ObjectKey, Option<ObjectKey>)>,
-    /// What was found for pairs of classes.
+    /// The cells found for pairs of classes.
     cells: Vec<Option<Cell>>,
 }
 
@@ -307,7 +307,7 @@ mod tests {
         assert_eq!(matrix.rows.len(), 100);
         let text = super::super::table::render(&mut matrix);
         assert!(text.len() < 100_000, "{} bytes", text.len());
-        // Of each namespace what is isolated and what is admitted, and all that no policy is about.
+        // Two for each namespace, the isolated and the admitted workload, and one for all that no policy is about.
         assert_eq!(matrix.classes(), 21);
         assert_eq!(matrix.asked(), 21 * 21);
         let cells = text.rsplit_once("\n\n").unwrap().0;

@@ -37,7 +37,7 @@ fn two_pods(keys: &str) -> ([Pod; 2], Files) {
 }
 
 #[test]
-fn after_a_kill_pods_are_closed_until_the_next_daemon_takes_over_and_restores_the_node() {
+fn after_a_kill_pods_are_closed_until_the_next_daemon() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("");
         let before = node_state();
@@ -124,7 +124,7 @@ fn page(address: &str, path: &str) -> String {
 }
 
 #[test]
-fn with_a_bad_configuration_the_last_good_one_is_in_force_and_says_so() {
+fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
     const METRICS: &str = "127.0.0.1:19469";
     on_a_node(|| {
         ip("link set lo up");
@@ -246,7 +246,7 @@ fn keep_closed_on_exit_closes_pods_until_the_next_daemon() {
 }
 
 #[test]
-fn with_fail_mode_open_the_kernel_forwards_once_the_daemon_is_killed() {
+fn with_fail_mode_open_the_kernel_forwards_after_a_kill() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("fail.mode = \"open\"");
         files.save("policies.yaml", &policy("db", "nobody"));
@@ -311,7 +311,7 @@ fn a_new_pod_is_closed_until_its_object_is_known() {
 }
 
 #[test]
-fn when_the_veth_pair_is_deleted_the_daemon_exits_with_an_error_and_pods_stay_closed() {
+fn without_the_veth_pair_the_daemon_fails_and_pods_stay_closed() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("log = { level = \"error\", format = \"json\" }");
         let before = node_state();

@@ -15,9 +15,12 @@ use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{AddressSet, Direction, EvaluationForm, PolicySet, PolicyVerdict, RuleRef, RuleScope};
 use penstock_dataplane::services::ServiceSet;
 
-use crate::compile::{Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources};
+use crate::compile::{
+    MOST_ENTRIES, Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources,
+};
 use crate::derived_slices::derived_slices;
-use crate::model::{EndpointSlice, Object, ObjectChange, Peer, Peers, RuleAction, Service};
+use crate::describe;
+use crate::model::{EndpointSlice, Object, ObjectChange, ObjectKey, Peer, Peers, RuleAction, Service};
 use crate::render::services::{ServiceProblem, ServiceTables};
 use crate::render::tables::{self, PodScope, RuleUse, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
@@ -69,7 +72,7 @@ pub enum TranslatedBy {
 }
 
 impl Engine {
-    /// An engine of an empty cluster, for what is in force.
+    /// An engine of an empty cluster, for what is in effect.
     pub fn new(settings: EngineSettings) -> Self {
         Self::reading(settings, PolicyReading::InForce)
     }
@@ -128,7 +131,7 @@ impl Engine {
     }
 
     /// Replaces the policies of a trial from files, which stand before what the cluster has under their names. Returns
-    /// whether the tables may differ. Without effect on an engine for what is in force.
+    /// whether the tables may differ. Without effect on an engine for what is in effect.
     pub fn set_trial(&mut self, policies: &[Object]) -> bool {
         self.staging.set_trial(policies, |seen| self.state.apply(seen));
         self.update()
@@ -139,7 +142,7 @@ impl Engine {
         self.staging.staged()
     }
 
-    /// What of the staged policies is not as it may be meant, in order. Complete only in an engine as promoted.
+    /// Doubts whether the staged policies are as they are meant, in order. Complete only in an engine as promoted.
     pub fn staged_problems(&self) -> Vec<StagedProblem> {
         self.staging.problems()
     }
@@ -161,7 +164,7 @@ impl Engine {
         self.services.set()
     }
 
-    /// What of the Services cannot be as written, in order.
+    /// Services that cannot be as written, in order.
     pub fn service_problems(&self) -> BTreeSet<ServiceProblem> {
         self.services.problems()
     }
@@ -193,7 +196,7 @@ impl Engine {
         self.tables.take_use()
     }
 
-    /// The rules of all policies in force that decide: all but those that pass a flow on.
+    /// The rules of all policies in effect that decide: all but those that pass a flow on.
     pub fn deciding_rules(&self) -> impl Iterator<Item = RuleSource> {
         let directions = [Direction::Ingress, Direction::Egress];
         let network = self.state.policy_handles().flat_map(move |policy| {
@@ -246,6 +249,19 @@ impl Engine {
             true => Some(met.provenance),
             false => compare_by_name(&self.state, source, flow),
         }
+    }
+
+    /// Why pods are closed in a direction whatever their NetworkPolicies say, in order: these are too many to compile.
+    pub fn closed_pods(&self) -> BTreeSet<(ObjectKey, String)> {
+        let closed = self.tables.closed().filter_map(|(pod, direction, entries)| {
+            let direction = describe::direction(direction);
+            let reason = format!(
+                "its NetworkPolicies have {entries} rules, blocks, excepts and ports for {direction}, more than {MOST_ENTRIES}: none of them \
+                 allows any {direction}; write fewer rules, or larger blocks"
+            );
+            Some((self.state.pod(pod)?.key.clone(), reason))
+        });
+        closed.collect()
     }
 
     /// The numbers of objects and of table parts.

@@ -2,7 +2,7 @@
 //!
 //! A [`ClusterState`] applies one change after another and records what each made outdated: pods whose policies may have
 //! changed, addresses whose owner or peer sets may have. Later stages process only these. No I/O, no clock; the result
-//! does not depend on the order of changes, but for the end of a namespace: policies that go while it is being deleted stay in force
+//! does not depend on the order of changes, but for the end of a namespace: policies that go while it is being deleted stay in effect
 //! for its pods until these are gone. Of two pods that claim one address, the one that [outranks](Pod::outranks)
 //! the other owns it.
 
@@ -57,7 +57,7 @@ pub struct ClusterState {
     outdated_services: FxHashSet<ObjectKey>,
 }
 
-/// What changes made outdated since the last call of [`ClusterState::take_outdated`].
+/// Parts that changes made outdated since the last call of [`ClusterState::take_outdated`].
 #[derive(Default, Debug)]
 pub struct Outdated {
     /// Pods whose policies or enforcement may have changed; a number may no longer be in use.
@@ -158,7 +158,7 @@ impl ClusterState {
         }
     }
 
-    /// What changed since the last call.
+    /// The changes since the last call.
     pub fn take_outdated(&mut self) -> Outdated {
         std::mem::take(&mut self.outdated)
     }

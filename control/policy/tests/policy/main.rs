@@ -10,6 +10,7 @@ mod clauses;
 mod cluster_wide;
 mod incremental;
 mod learn;
+mod limits;
 mod naive;
 mod names;
 mod nft;

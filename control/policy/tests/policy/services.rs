@@ -386,7 +386,7 @@ fn hints_choose_close_backends_where_all_have_them() {
 
 /// Bad input: two Services with one address.
 #[test]
-fn of_two_services_with_one_address_the_first_by_name_keeps_it_and_both_are_named() {
+fn the_first_of_two_services_by_name_keeps_their_address() {
     for names in [["a", "b"], ["b", "a"]] {
         let mut engine = engine();
         for name in names {

@@ -4,8 +4,8 @@
 //! |---|---|
 //! | `bundle.json` | what it is, and of when (`Manifest`); written last, so that only a whole bundle has one |
 //! | `packets.pcapng` | the packets, each with what the daemon decided on it as its comment |
-//! | `objects.jsonl` | the objects in force when the capture began, one a line |
-//! | `timeline.jsonl` | their changes in order, each line with the epoch from which it was in force |
+//! | `objects.jsonl` | the objects in effect when the capture began, one a line |
+//! | `timeline.jsonl` | their changes in order, each line with the epoch from which it was in effect |
 //!
 //! Objects are in the daemon's own form rather than that of manifests: it has also what a manifest cannot say, as a policy of
 //! which a part was not understood.
@@ -41,7 +41,7 @@ const TIMELINE: &str = "timeline.jsonl";
 /// How far a packet's time may be outside of the capture's: clocks are set.
 const SLACK: u64 = 60 * SECOND;
 
-/// What a bundle is.
+/// The kind of a bundle.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Manifest {
@@ -117,7 +117,7 @@ pub enum BundleError {
         file: PathBuf,
         /// The line's number, from 1.
         line: usize,
-        /// What is wrong.
+        /// The mistake.
         problem: String,
     },
     /// A file is shorter or longer than the manifest says.
@@ -125,7 +125,7 @@ pub enum BundleError {
     Count {
         /// The file.
         file: PathBuf,
-        /// What was counted.
+        /// The counts.
         what: &'static str,
         /// How many there are.
         found: u64,
@@ -151,7 +151,7 @@ pub enum BundleError {
         packet: u64,
         /// Its epoch or time.
         what: String,
-        /// What the bundle covers.
+        /// The extent of the bundle.
         range: String,
     },
     /// The directory to write has files already.

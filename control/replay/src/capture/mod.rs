@@ -39,7 +39,7 @@ impl Time {
 /// Nanoseconds in a second.
 pub const SECOND: u64 = 1_000_000_000;
 
-/// What a capture records of a packet besides its bytes.
+/// A packet's record in a capture, besides its bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Record {
     /// When it was captured.

@@ -1,6 +1,6 @@
 //! Service and EndpointSlice.
 //!
-//! What of such an object is not valid is left out and reported; the rest of it counts. The rules are those of
+//! Parts of such an object that are not valid are left out and reported; the rest of it counts. The rules are those of
 //! `pkg/apis/core/validation` and `pkg/apis/discovery/validation`.
 
 use std::net::IpAddr;

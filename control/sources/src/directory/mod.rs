@@ -1,6 +1,6 @@
 //! A directory of manifests as a source: read at start, then watched.
 //!
-//! `files` decides which objects are in force, `watch` decides when to read files.
+//! `files` decides which objects are in effect, `watch` decides when to read files.
 
 mod files;
 mod watch;
@@ -33,7 +33,7 @@ pub struct ManifestDirectory {
     batches: Option<batches::Receiver<DirectoryChanges>>,
     messages: mpsc::Sender<Message>,
     thread: Option<JoinHandle<()>>,
-    /// What was wrong with files that were refused when it was opened.
+    /// Errors of files that were refused when it was opened.
     problems: Vec<ManifestError>,
     refused: usize,
 }
@@ -68,7 +68,7 @@ impl ManifestDirectory {
         Self::open_after(path, settings, &|| None)
     }
 
-    /// The same, with the objects that were in force in the last run, if they are known: they stand for what refused files had.
+    /// The same, with the objects that were in effect in the last run, if they are known: they stand for what refused files had.
     pub fn open_after(
         path: &Path,
         settings: ConversionSettings,
@@ -116,7 +116,7 @@ impl ManifestDirectory {
         self.refused
     }
 
-    /// What was wrong with them.
+    /// Their errors.
     pub fn problems(&self) -> &[ManifestError] {
         &self.problems
     }

@@ -1,4 +1,4 @@
-//! The unix sockets that the admin API and captures listen on.
+//! The unix sockets that the admin API, captures and another daemon's takeover listen on.
 
 use std::fs;
 use std::io;
@@ -94,7 +94,7 @@ mod tests {
     const KEY: &str = "admin.socket";
 
     #[tokio::test]
-    async fn a_live_socket_is_rejected_a_dead_one_replaced_and_other_files_left_alone() {
+    async fn only_a_dead_socket_is_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("deep/admin.sock");
         let (listener, file) = listen(&path, KEY).unwrap();

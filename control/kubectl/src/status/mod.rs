@@ -67,7 +67,7 @@ fn as_json(answers: &Answers<Status>) -> String {
     json(&WithMissing { answer: ClusterStatus { enforced, nodes }, missing: &answers.missing })
 }
 
-/// Whether all of a node is in force, as far as its daemon knows the cluster.
+/// Whether all of a node is in effect, as far as its daemon knows the cluster.
 fn is_enforced(status: &Status) -> bool {
     status.in_force
         && status.stale.is_none()
@@ -127,7 +127,7 @@ fn row(daemon: &Daemon, status: &Status) -> Vec<String> {
     ]
 }
 
-/// What is wrong with a node, or `ok`.
+/// The fault of a node, or `ok`.
 fn state(status: &Status) -> String {
     let mut wrong = Vec::new();
     if !status.configuration_refused.is_empty() {

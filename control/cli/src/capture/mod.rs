@@ -255,11 +255,11 @@ impl CaptureFailure {
     }
 }
 
-/// What a capture writes.
+/// The files of a capture.
 enum Output<'a, W: Write> {
     /// A file of packets, and the objects of a bundle.
     Packets(VerdictFile<BufWriter<W>>, Option<&'a mut BundleWriter>),
-    /// What the daemon sends.
+    /// The daemon's messages.
     Messages(BufWriter<W>),
 }
 

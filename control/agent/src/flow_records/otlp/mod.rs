@@ -52,9 +52,9 @@ pub(crate) enum OtlpError {
         key: &'static str,
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The mistake.
         why: String,
-        /// What to do.
+        /// The remedy.
         remedy: &'static str,
     },
     /// The system has no certificates.

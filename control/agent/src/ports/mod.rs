@@ -1,9 +1,10 @@
 //! The open ports: interfaces whose packets attached programs hand to the workers.
 //!
 //! This module keeps them in line with the pods. `open` turns an interface into a port, `addresses` sets the local pods'
-//! addresses in programs and routes, `uplinks` attaches to interfaces to other machines, `view` gives read access.
+//! addresses in programs and routes, `closed_interfaces` holds those whose pod is not known yet, `uplinks` attaches to interfaces to other machines, `view` gives read access.
 
 mod addresses;
+mod closed_interfaces;
 mod open;
 mod programs;
 mod uplinks;
@@ -22,14 +23,14 @@ use penstock_xdp_redirect::{
     AttachError, AttachOptions, Interface, ModeChoice, OnMiss, PinnedProgram, Role, TrafficCount,
 };
 
-use super::capture::CapturedPorts;
 use super::close_first::CloseFirstFds;
-use super::closed_interfaces::{ClosedInterfaces, interface};
 use super::config::{Config, FailMode};
 use super::coverage::NotEnforced;
 use super::reserved_descriptors::ReservedDescriptors;
 use crate::discovery::{Link, NetworkState, PodPort, Sysctls, WorkerVeth};
 use addresses::Announced;
+use closed_interfaces::ClosedInterfaces;
+pub(super) use closed_interfaces::interface;
 use open::{AttachedPort, OpenPortError, PodAttachment, mtu};
 use programs::OpenPair;
 pub(super) use programs::{InterfacePrograms, LeavingPrograms, Programs};
@@ -42,6 +43,18 @@ const BUSY_LIMIT: Duration = Duration::from_secs(3);
 /// Bytes of an Ethernet header.
 const ETHERNET_HEADER: u32 = 14;
 
+/// Which ports' packets must all reach the workers.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub(super) enum CapturedPorts {
+    /// None: what programs forward by themselves is not asked for.
+    #[default]
+    None,
+    /// All pods'.
+    All,
+    /// This pod's.
+    Pod(ObjectKey),
+}
+
 /// All open ports.
 pub(super) struct OpenPorts {
     programs: Programs,
@@ -53,7 +66,7 @@ pub(super) struct OpenPorts {
     pairs: Vec<OpenPair>,
     pods: BTreeMap<u32, PodAttachment>,
     uplinks: Uplinks,
-    /// What the pods of closed ports sent and received without a worker.
+    /// Traffic without a worker of pods whose ports are closed by now.
     closed_offloaded: [TrafficCount; 2],
     closed_interfaces: ClosedInterfaces,
     /// Addresses that the programs treat as local pods', each with the longest frame for it.
@@ -64,7 +77,7 @@ pub(super) struct OpenPorts {
     failed: BTreeMap<u32, (ObjectKey, String)>,
     /// Links that are closed because their pod is under policy and cannot be served.
     unserved: BTreeSet<u32>,
-    /// What could not be told to the programs, by the thing that it is about.
+    /// Failures to tell the programs something, by the thing that it is about.
     untold: BTreeMap<String, String>,
     /// Links whose queue is held by another socket, and since when.
     busy: BTreeMap<u32, Instant>,
@@ -197,7 +210,7 @@ impl OpenPorts {
         let permanent: Vec<u32> = self.permanent.iter().map(|open| open.programs.interface().index).collect();
         for pinned in pins.links() {
             let index = pinned.interface;
-            // Of a daemon with the other `attach`. It goes when this one's programs are there.
+            // A daemon with the other `attach` has left it. It goes when this one's programs are there.
             let is_foreign = self.programs.are_xdp() != matches!(pinned.program, PinnedProgram::Xdp(_));
             match netstate.links.get(&index).filter(|_| pinned.program.is_at_pod()) {
                 Some(_) if self.pods.contains_key(&index) || self.closed_interfaces.has(index) => {}
@@ -355,7 +368,7 @@ impl OpenPorts {
         self.closed_interfaces.has(index) || self.pods.get(&index).is_some_and(|attachment| !attachment.served)
     }
 
-    /// What the kernel did not accept, and policy needs.
+    /// Settings that policy needs and the kernel did not accept.
     pub(super) fn not_enforced(&self) -> impl Iterator<Item = NotEnforced> {
         let open = self.failed.iter().filter(|(index, _)| !self.closed_interfaces.has(**index));
         let of_pods = open.map(|(_, (pod, reason))| NotEnforced { pod: Some(pod.clone()), reason: reason.clone() });

@@ -21,7 +21,7 @@ use rtnetlink::{
 };
 use tokio::runtime::{Builder, Runtime};
 
-use super::namespace::Namespace;
+use super::Namespace;
 
 /// UDP port of VXLAN that Linux had before RFC 7348, and that flannel uses.
 const VXLAN_PORT: u16 = 8472;
@@ -117,7 +117,7 @@ impl Netlink {
 
     /// Adds an end of a VXLAN overlay with this network identifier, up, over this link. It learns no peers: see
     /// [`Netlink::add_tunnel_peer`].
-    pub(super) fn add_vxlan(&self, name: &str, vni: u32, over: u32, local: Ipv4Addr, mtu: u32) -> Result<u32> {
+    pub(crate) fn add_vxlan(&self, name: &str, vni: u32, over: u32, local: Ipv4Addr, mtu: u32) -> Result<u32> {
         let tunnel = LinkVxlan::new(name, vni).dev(over).local(local).learning(false).port(VXLAN_PORT);
         self.wait(self.handle.link().add(tunnel.mtu(mtu).up().build()).execute())
             .with_context(|| format!("cannot add the tunnel {name}"))?;
@@ -126,7 +126,7 @@ impl Netlink {
 
     /// Tells an end of an overlay where another end is: its MAC address for these addresses on the overlay, and the machine
     /// that has this MAC address.
-    pub(super) fn add_tunnel_peer(
+    pub(crate) fn add_tunnel_peer(
         &self,
         tunnel: u32,
         mac: [u8; 6],
@@ -144,14 +144,14 @@ impl Netlink {
     }
 
     /// Adds a bridge, up.
-    pub(super) fn add_bridge(&self, name: &str) -> Result<u32> {
+    pub(crate) fn add_bridge(&self, name: &str) -> Result<u32> {
         self.wait(self.handle.link().add(LinkBridge::new(name).up().build()).execute())
             .with_context(|| format!("cannot add the bridge {name}"))?;
         self.index(name)
     }
 
     /// Makes an interface a port of a bridge.
-    pub(super) fn set_controller(&self, index: u32, bridge: u32) -> Result<()> {
+    pub(crate) fn set_controller(&self, index: u32, bridge: u32) -> Result<()> {
         self.change(LinkUnspec::new_with_index(index).controller(bridge).build())
             .with_context(|| format!("cannot make interface {index} a port of {bridge}"))
     }
@@ -219,7 +219,7 @@ impl Netlink {
 
     /// Whether the interface has its link-local IPv6 address and a local route for each of its IPv6 addresses. The
     /// kernel adds these from work queues some time after the link came up.
-    pub(super) fn is_settled(&self, index: u32) -> Result<bool> {
+    pub(crate) fn is_settled(&self, index: u32) -> Result<bool> {
         let query = self.handle.address().get().set_link_index_filter(index);
         let messages: Vec<_> = self.wait(query.execute().try_collect())?;
         let addresses =

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use penstock_xdp_redirect::{Interface, XdpOutcomeCounts};
 
-use super::config::{Config, InterfacePattern, StartupMode};
-use super::ports::InterfacePrograms;
+use super::programs::InterfacePrograms;
+use crate::config::{Config, InterfacePattern, StartupMode};
 use crate::discovery::{Link, NetworkState};
 
 /// The closed interfaces, and those that must stay open.
@@ -54,7 +54,7 @@ impl ClosedInterfaces {
     /// as plugins set it for a pod.
     fn may_be_pod_interface(&self, netstate: &NetworkState, link: &Link, named: &BTreeSet<String>) -> bool {
         link.veth
-            && link.peer_elsewhere
+            && link.peer_namespace.is_some()
             && !self.uplinks.contains(&link.name)
             && self.has_pod_master(netstate, link, named)
             && (named.contains(&link.name)
@@ -127,7 +127,7 @@ impl ClosedInterfaces {
 }
 
 /// The interface as the XDP loader names it.
-pub(super) fn interface(link: &Link) -> Interface {
+pub(crate) fn interface(link: &Link) -> Interface {
     Interface { name: link.name.clone(), index: link.index }
 }
 
@@ -148,10 +148,10 @@ mod tests {
     }
 
     #[test]
-    fn only_a_new_veth_into_another_netns_without_foreign_master_is_closed() {
+    fn only_a_new_veth_without_a_foreign_master_is_closed() {
         let cases = [
             ("a pod's", Link::veth(9, "vethabc"), true),
-            ("its other end is here", Link { peer_elsewhere: false, ..Link::veth(9, "vethabc") }, false),
+            ("its other end is here", Link { peer_namespace: None, ..Link::veth(9, "vethabc") }, false),
             ("a bridge has it", Link { master: Some(2), ..Link::veth(9, "vethabc") }, false),
             ("the bridge of pods has it", Link { master: Some(3), ..Link::veth(9, "vethabc") }, true),
             ("not a veth", Link { veth: false, ..Link::veth(9, "vethabc") }, false),
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn another_name_counts_if_a_plugin_or_a_route_to_an_address_names_it() {
+    fn a_plugin_or_a_route_makes_any_name_a_pods() {
         let (found, none) = (waiting("", &[]), BTreeSet::new());
         let mut state = netstate(&[Link::veth(9, "cali9")]);
         assert!(found.new_interfaces(&state, &none).is_empty());

@@ -144,7 +144,7 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
     answers.completeness()
 }
 
-/// What is written, opened before the nodes are known.
+/// The output, opened before the nodes are known.
 enum Target {
     /// One file; and what to watch for the end of its reader.
     Merged(Box<dyn Write>, Option<OwnedFd>),
@@ -263,7 +263,7 @@ struct CapturingNode {
     daemon: Daemon,
     stdin: Option<Writer>,
     began: bool,
-    /// What it has counted so far.
+    /// Its counts so far.
     counts: CaptureCounts,
     /// Why its daemon has ended the capture.
     reason: Option<String>,
@@ -411,7 +411,7 @@ impl Capture {
         }
     }
 
-    /// What is written, and what is not, in a line.
+    /// Says in a line what is written, and what is not.
     fn summary(&self, output: &Output) -> String {
         let nodes = self.nodes.iter().enumerate().map(|(number, CapturingNode { daemon, counts, .. })| {
             format!("{} {} (and {} lost to the capture)", daemon.node, output.packets_of(number), counts.lost)

@@ -3,7 +3,7 @@
 //! Here rules deny as well as allow, so leaving one out could allow more. A rule that is not understood keeps its place:
 //! an Accept matches nothing, not even through its other peers, and a Deny or Pass denies everything in its direction.
 //! Where tier, priority or an action are not understood, no reading is the most restrictive one: the last version that
-//! was understood stays in force. A subject that cannot be evaluated selects no pod.
+//! was understood stays in effect. A subject that cannot be evaluated selects no pod.
 
 use kube::core::ObjectMeta;
 use penstock_policy::model::{
@@ -57,7 +57,7 @@ enum NotRead {
 
 /// Reads one policy.
 struct Reader {
-    /// What was not understood first.
+    /// The first part that was not understood.
     problem: Option<String>,
     /// Rules that are not understood.
     narrowed: usize,

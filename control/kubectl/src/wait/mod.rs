@@ -1,7 +1,7 @@
-//! `kubectl penstock wait`: until what the API server has is in force on every node.
+//! `kubectl penstock wait`: until what the API server has is in effect on every node.
 //!
 //! A daemon says up to which resourceVersion of each resource all changes are in the snapshots that it has published, and whether
-//! the last of these is in force on every worker. The second counts only in a later answer than the first, because the two are
+//! the last of these is in effect on every worker. The second counts only in a later answer than the first, because the two are
 //! not read at the same instant.
 
 use std::collections::{BTreeMap, HashSet};
@@ -58,7 +58,7 @@ pub(super) struct Args {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Debug)]
 enum Condition {
-    /// In force on every worker of every node
+    /// In effect on every worker of every node
     Enforced,
 }
 
@@ -73,7 +73,7 @@ enum State {
     Missing(String),
 }
 
-/// What is waited for, as the daemons have to know it.
+/// The objects that are waited for, as the daemons have to know them.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Goal {
     versions: BTreeMap<String, u64>,
@@ -81,7 +81,7 @@ struct Goal {
     pod: Option<(PodName, String)>,
 }
 
-/// What earlier answers have shown.
+/// Findings of earlier answers.
 #[derive(Debug, Default)]
 struct Seen(HashSet<(String, u32)>);
 
@@ -141,7 +141,7 @@ impl Seen {
                 stale.recorded
             ));
         }
-        // Of one process: another one reads everything anew.
+        // They hold for one process: another one reads everything anew.
         let identity = (daemon.pod.clone(), status.process);
         let was_seen = self.0.contains(&identity);
         for (resource, &version) in &goal.versions {

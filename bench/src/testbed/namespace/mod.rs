@@ -1,5 +1,7 @@
 //! Network namespaces that are removed when they are dropped.
 
+mod netlink;
+
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -17,7 +19,7 @@ use nix::sched::{CloneFlags, setns, unshare};
 use nix::unistd::Pid;
 
 use super::cleanup::CleanupGuard;
-use super::netlink::Netlink;
+pub use netlink::{Netlink, RouteVia, network_state};
 
 /// Directory in which namespaces are bound, as `ip netns` does.
 pub const DIRECTORY: &str = "/run/netns";
@@ -43,7 +45,7 @@ struct Inner {
     /// Where it is bound, or its process's.
     path: PathBuf,
     file: Arc<File>,
-    /// Of one that was made here.
+    /// Present if it was made here.
     _guard: Option<CleanupGuard>,
 }
 
@@ -224,7 +226,7 @@ fn bind_new(path: &Path) -> Result<File> {
 fn remove(path: &Path) {
     // Errors are ignored: the mount may not exist yet, and the next start sweeps what remains.
     if let Ok(namespace) = fs::metadata(path) {
-        // What a daemon in it has pinned: links end with it, but a connection table does not.
+        // A daemon's pins in it go, too: links end with it, but a connection table does not.
         let _ = fs::remove_dir_all(Path::new("/sys/fs/bpf/penstock").join(namespace.ino().to_string()));
     }
     let _ = umount2(path, MntFlags::MNT_DETACH);

@@ -1,6 +1,6 @@
-//! The files of a directory and the objects in force. No I/O.
+//! The files of a directory and the objects in effect. No I/O.
 //!
-//! Each file has its latest contents and its last valid objects. The objects in force have no conflicts: of every file the
+//! Each file has its latest contents and its last valid objects. The objects in effect have no conflicts: of every file the
 //! latest contents if they are valid and do not conflict with other files, or else its last valid objects. A file that was written
 //! in place and is now the beginning of what it was, or empty, may be what a failed write has left: it counts once it stays so.
 //!
@@ -51,7 +51,7 @@ struct File {
     text: String,
     /// Later contents that are the beginning of that text.
     cut: Option<Cut>,
-    /// Its objects in force.
+    /// Its objects in effect.
     last_valid: Objects,
     /// The errors reported last.
     reported: Vec<ManifestError>,
@@ -154,7 +154,7 @@ impl Files {
         }
     }
 
-    /// Determines the objects in force and returns what changed.
+    /// Determines the objects in effect and returns what changed.
     pub(super) fn update(&mut self, now: Instant) -> DirectoryChanges {
         let mut batch = DirectoryChanges { shortened: self.take_stable(now), ..DirectoryChanges::default() };
         if !std::mem::take(&mut self.is_outdated) {
@@ -206,7 +206,7 @@ impl Files {
         taken
     }
 
-    /// What is left of the objects of the last run beside these: of one name or address is one.
+    /// The objects of the last run that stay beside these: of one name or address is one.
     fn kept_beside(&self, usable: &[Objects]) -> Objects {
         let files = || in_files(usable);
         let names: BTreeSet<ObjectRef> = files().map(Object::reference).collect();
@@ -218,7 +218,7 @@ impl Files {
         self.kept.iter().filter(|(object, _)| is_left(object)).cloned().collect()
     }
 
-    /// Whether some file names other objects, or other addresses of pods, than it had in force, or has an error. If none does, its
+    /// Whether some file names other objects, or other addresses of pods, than it had in effect, or has an error. If none does, its
     /// objects conflict with no others, and use no other namespaces: then an edit of one object costs nothing for all others.
     fn has_new_claims(&self) -> bool {
         let is_same = |file: &File| {
@@ -242,7 +242,7 @@ impl Files {
         self.files.values().map(|file| Arc::clone(file.latest.as_ref().unwrap_or(&file.last_valid))).collect()
     }
 
-    /// All objects in force, implied namespaces included.
+    /// All objects in effect, implied namespaces included.
     pub(super) fn objects(&self) -> impl Iterator<Item = &Object> {
         self.implied.iter().chain(self.written())
     }
@@ -252,7 +252,7 @@ impl Files {
         self.files.values().flat_map(|file| file.last_valid.iter().map(|(object, _)| object)).chain(kept)
     }
 
-    /// The objects of each file that can be in force, in the files' order, and the errors of files whose latest contents
+    /// The objects of each file that can be in effect, in the files' order, and the errors of files whose latest contents
     /// cannot.
     ///
     /// Starts with the latest contents of all files, so that an object can move between files and two pods can swap their
@@ -317,7 +317,7 @@ impl File {
     }
 }
 
-/// What only one object may have: its name, and a pod's addresses.
+/// Keys that only one object may have: its name, and a pod's addresses.
 fn claims(object: &Object) -> (ObjectRef, &[IpAddr]) {
     (object.reference(), manifest::owned_addresses(object))
 }

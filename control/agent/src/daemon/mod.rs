@@ -26,7 +26,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 
 use super::close_first::CloseFirstFds;
-use super::config::{Attach, Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
+use super::config::{Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
 use super::connections::{self, ClearingQueue};
 use super::flow_records::{FlowRecorder, Sinks};
 use super::handover::{Handover, HandoverListener, Predecessor};
@@ -41,16 +41,17 @@ use super::ports::OpenPorts;
 use super::preflight::{self, Level, PreflightFinding};
 use super::publisher::Publisher;
 use super::recorded_objects::{ObjectFile, ObjectRecorder, RecordedLines, StaleObjects};
+use super::settings::{Attach, Settings};
 use super::signals::{Signal, Signals};
 use super::trial::{TrialContext, TrialFeed};
 use super::{RunError, StartMode, last_good, logging};
 use crate::discovery::{Events, Netlink, NetworkState};
 use problem_log::ProblemLog;
+pub(super) use start::clear_pins;
 use start::{
     Prepared, SharedMaps, leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread,
     start_dataplane,
 };
-pub(super) use start::{clear_pins, connection_map_sizes};
 
 /// How long a start waits for the API server before it takes the objects of the last run. Pods are closed meanwhile; a server
 /// that is there lists all objects faster.
@@ -80,18 +81,19 @@ pub(super) enum Ended {
 pub(super) async fn run(
     layers: &ConfigLayers,
     loaded: &LoadedConfig,
+    settings: &Settings<'_>,
     rejected: Option<RejectedConfig>,
     mode: StartMode,
 ) -> Result<Ended, RunError> {
-    let config = &loaded.config;
+    let config = settings.config;
     let mut signals = Signals::listen().context("cannot listen to signals")?;
     let (netlink, events) = Netlink::open(config.host_veth.table).map_err(RunError::bad_input)?;
-    fail_on_errors(preflight::network(config, &netlink).await)?;
+    fail_on_errors(preflight::network(settings, &netlink).await)?;
     let predecessor = if mode == StartMode::TakeOver { Predecessor::find(&config.admin.socket) } else { None };
     let record = ObjectFile::of(config);
     // Before the source, which may take long to open; or once a daemon that runs has closed its own.
     let listeners = if predecessor.is_some() { None } else { Some(Listeners::open(loaded).await?) };
-    // That daemon has in force what is recorded, and serves until this one knows all.
+    // That daemon has in effect what is recorded, and serves until this one knows all.
     let recorded = record.as_ref().filter(|_| predecessor.is_none());
     let (ready, tell_events, writer) = node_writer(config);
     let Some(OpenedSource { source, objects, stale }) = open_source(config, writer, recorded, &mut signals).await?
@@ -100,7 +102,7 @@ pub(super) async fn run(
     };
     let mut prepared = None;
     if let Some(predecessor) = predecessor {
-        prepared = Prepared::beside_another(config)?;
+        prepared = Prepared::beside_another(settings)?;
         predecessor.hand_over().await?;
     }
     let listeners = match listeners {
@@ -114,7 +116,7 @@ pub(super) async fn run(
         None => RecordedLines::default(),
     };
     let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, rejected, health, dataplane);
-    let mut daemon = Daemon::start(config, netlink, (objects, stale), prepared, tell_events, operation).await?;
+    let mut daemon = Daemon::start(settings, netlink, (objects, stale), prepared, tell_events, operation).await?;
     daemon.operation.ready = Some(ready);
     if is_good {
         keep_as_last_good(layers, loaded);
@@ -137,7 +139,7 @@ pub(super) async fn run(
         (Err(_), _) => daemon.after_failure(),
     };
     if leaves == OnExit::Keep && !matches!(outcome, Ok(Ended::HandedOver(_))) {
-        warn_of_closed_pods(config.attach_by);
+        warn_of_closed_pods(settings.attach);
     }
     let stopped = daemon.stop(leaves).await;
     outcome.and_then(|ended| stopped.map(|()| ended))
@@ -152,7 +154,7 @@ fn warn_of_closed_pods(attach: Attach) {
     }
 }
 
-/// Publishes and records the source's changes from now on. `lines` are the objects in force; `are_stale` if they are those of
+/// Publishes and records the source's changes from now on. `lines` are the objects in effect; `are_stale` if they are those of
 /// an earlier run.
 fn follow(
     source: Source,
@@ -174,7 +176,7 @@ struct OpenedSource {
     stale: Option<StaleObjects>,
 }
 
-/// What this daemon writes at an API server, where it says that it is ready, and on which pods policy is not enforced.
+/// Makes the writer at an API server, which says that it is ready, and on which pods policy is not enforced.
 fn node_writer(config: &Config) -> (oneshot::Sender<()>, mpsc::Sender<PodNotEnforced>, NodeWriter) {
     let (ready, is_ready) = oneshot::channel();
     let key = config.source.startup_taint.as_ref().map(|key| key.as_str().to_owned());
@@ -239,12 +241,13 @@ pub(super) fn fail_on_errors(findings: Vec<PreflightFinding>) -> Result<(), RunE
 }
 
 /// One line about what starts here. Not before the last check: what is refused is said in one line of its own.
-fn log_start(config: &Config) {
+fn log_start(settings: &Settings<'_>) {
+    let config = settings.config;
     tracing::info!(
         target: logging::MILESTONES,
         node = %config.node,
-        cores = ?preflight::worker_cores(config).unwrap_or_default(),
-        attach = config.attach_by.name(),
+        cores = ?settings.worker_cores(),
+        attach = settings.attach.name(),
         source = config.source.location().to_string(),
         admin = %config.admin.socket,
         metrics = %config.metrics.listen,
@@ -255,6 +258,7 @@ fn log_start(config: &Config) {
 
 struct Daemon<'a> {
     config: &'a Config,
+    settings: &'a Settings<'a>,
     netlink: Netlink,
     netstate: NetworkState,
     /// How long the last read of the network took.
@@ -262,6 +266,7 @@ struct Daemon<'a> {
     publisher: Arc<Publisher>,
     /// Removes the connections of released addresses.
     clearing_thread: JoinHandle<()>,
+    trial: TrialFeed,
     /// Judges what is staged.
     trial_thread: JoinHandle<()>,
     dataplane: Arc<Dataplane>,
@@ -278,7 +283,7 @@ struct Daemon<'a> {
     /// If records of flows are wanted.
     records: Option<FlowRecorder>,
     close_first: CloseFirstFds,
-    /// What pods learn of domain names, if these are followed.
+    /// The domain names that pods learn, if these are followed.
     names: Option<LearntNamesFile>,
     /// Held as long as this process uses the connection table in the kernel.
     _table_lock: Option<std::fs::File>,
@@ -286,14 +291,14 @@ struct Daemon<'a> {
 
 impl<'a> Daemon<'a> {
     async fn start(
-        config: &'a Config,
+        settings: &'a Settings<'a>,
         netlink: Netlink,
         (initial, stale): (Vec<Object>, Option<StaleObjects>),
         prepared: Option<Prepared>,
         tell_events: mpsc::Sender<PodNotEnforced>,
         operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
     ) -> Result<Self, RunError> {
-        let started = Instant::now();
+        let (config, started) = (settings.config, Instant::now());
         let netstate = netlink.network_state().await.map_err(RunError::failed)?;
         let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
         let initial = match stale {
@@ -305,13 +310,13 @@ impl<'a> Daemon<'a> {
             objects.learn_names(Arc::clone(names.table()));
         }
         objects.set_translated_by(if config.services.enabled { TranslatedBy::Workers } else { TranslatedBy::Kernel });
-        objects.count_use(preflight::worker_cores(config).map_or(0, |cores| cores.len()));
+        objects.count_use(settings.worker_cores().len());
         objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.
         let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
-        let unfit = preflight::pods(config, &netstate, bindings.follow(&netstate, &resolved.0), resolved.clone());
+        let unfit = preflight::pods(settings, &netstate, bindings.follow(&netstate, &resolved.0), resolved.clone());
         fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
-        log_start(config);
+        log_start(settings);
         if config.dataplane.mode == Mode::Forward {
             tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
         }
@@ -321,38 +326,41 @@ impl<'a> Daemon<'a> {
         let pins = pins(config)?;
         let was_closed = pins.as_ref().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
-        let table_lock = connections::lock(config)?;
+        let table_lock = connections::lock(&config.conntrack.mapping, settings.offloads())?;
         let prepared = match prepared {
             Some(prepared) => prepared,
-            None => Prepared { maps: SharedMaps::open(config, pins.as_ref())?, programs: None },
+            None => Prepared { maps: SharedMaps::open(settings, pins.as_ref())?, programs: None },
         };
         // Threads that exist before the workers: manifest reader and API server client.
-        leave_cores_to_workers(config, &other_threads());
-        let dataplane = start_dataplane(config, &prepared.maps)?;
+        leave_cores_to_workers(settings, &other_threads());
+        let dataplane = start_dataplane(settings, &prepared.maps)?;
         let services = prepared.maps.services.clone();
         let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
-        leave_cores_to_workers(config, &others);
+        leave_cores_to_workers(settings, &others);
         let operation = operation(&dataplane)?;
         let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
         let (programs, node_path) =
-            open_programs(config, &netlink, &netstate, dataplane.cores(), pins, prepared).await?;
+            open_programs(settings, &netlink, &netstate, dataplane.cores(), pins, prepared).await?;
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
-        let (trial, trial_messages) = TrialFeed::new();
-        let publisher = Arc::new(Publisher::new(config, (objects, stale), services, &dataplane, clearing, trial));
+        let publisher = Arc::new(Publisher::new(config, (objects, stale), services, &dataplane, clearing));
         let clearing_thread = start_clearing_thread(jobs, config, &dataplane, &publisher).map_err(RunError::failed)?;
-        let trial = TrialContext::new(config.node.as_str(), &dataplane, &publisher);
-        let trial_thread = trial.start(trial_messages).map_err(RunError::failed)?;
+        let (trial, messages) = TrialFeed::new();
+        let context = TrialContext::new(config.node.as_str(), &dataplane, &publisher, &trial);
+        let trial_thread = context.start(messages).map_err(RunError::failed)?;
+        publisher.subscribe(|_| (trial.clone(), ()));
         let records = sinks.map(|sinks| FlowRecorder::start(sinks, config, &dataplane, &publisher));
         let records = records.transpose().map_err(RunError::failed)?;
         let mut daemon = Self {
             config,
+            settings,
             netlink,
             netstate,
             read_took: Duration::ZERO,
             publisher,
             clearing_thread,
+            trial,
             trial_thread,
             dataplane,
             ports,
@@ -373,7 +381,7 @@ impl<'a> Daemon<'a> {
                 // If an earlier daemon left pods closed, a failed start does not open them.
                 let leaves = if was_closed { daemon.after_failure() } else { OnExit::Restore };
                 if leaves == OnExit::Keep {
-                    warn_of_closed_pods(config.attach_by);
+                    warn_of_closed_pods(settings.attach);
                 }
                 daemon
                     .stop(leaves)
@@ -402,7 +410,7 @@ impl<'a> Daemon<'a> {
         }
         self.arrange_close_order().context("cannot duplicate a descriptor").map_err(RunError::Failed)?;
         // With tcx the programs on pods' veths see what comes from outside.
-        let uplinks = if self.config.attach_by == Attach::Xdp { &self.config.uplinks[..] } else { &[] };
+        let uplinks = if self.settings.attach == Attach::Xdp { &self.config.uplinks[..] } else { &[] };
         for name in uplinks {
             let link = self.netstate.link(name.as_str()).cloned();
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
@@ -497,7 +505,7 @@ impl<'a> Daemon<'a> {
         self.dataplane.failed().map_or(Ok(()), |died| Err(RunError::failed(died)))
     }
 
-    /// What to leave when the daemon cannot continue: the same as if it had been killed.
+    /// Decides what stays when the daemon cannot continue: the same as if it had been killed.
     fn after_failure(&self) -> OnExit {
         match self.config.fail.mode {
             FailMode::Closed => OnExit::Keep,
@@ -516,6 +524,7 @@ impl<'a> Daemon<'a> {
             close_first,
             publisher,
             clearing_thread,
+            trial,
             trial_thread,
             names,
             records,
@@ -525,6 +534,7 @@ impl<'a> Daemon<'a> {
         // Before the objects go, by which it names what it records last.
         drop(records);
         publisher.end();
+        trial.end();
         // Pods are forgotten with the publisher; workers learn until they are stopped.
         let learnt = names.as_ref().map(|names| names.table().hold());
         // A panic has been reported on standard error.

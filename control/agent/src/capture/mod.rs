@@ -25,12 +25,12 @@ use penstock_policy::flow::{self, FlowEndpoint};
 use penstock_policy::model::ObjectKey;
 use tokio::sync::mpsc;
 
-pub(super) use objects::{CapturedObjects, ObjectFeed};
-use objects::{ObjectStep, TooManyChanges};
+pub(super) use objects::CapturedObjects;
+use objects::ObjectStep;
 
 use super::config::Config;
-use super::verdicts;
-use super::view::{DaemonView, identifier};
+use super::naming::{PacketNames, evaluated_sides, identifier, service_name, sides};
+use super::ports::CapturedPorts;
 
 /// How often packets are passed on.
 pub(super) const INTERVAL: Duration = Duration::from_millis(5);
@@ -47,18 +47,6 @@ const LAST_MESSAGE: Duration = Duration::from_secs(10);
 
 /// The client's end: chunks of messages.
 pub(super) type CaptureChunks = mpsc::Receiver<Vec<u8>>;
-
-/// Which ports' packets must all reach the workers.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub(super) enum CapturedPorts {
-    /// None: what programs forward by themselves is not asked for.
-    #[default]
-    None,
-    /// All pods'.
-    All,
-    /// This pod's.
-    Pod(ObjectKey),
-}
 
 /// A capture that runs.
 pub(super) struct RunningCapture {
@@ -77,12 +65,12 @@ pub(super) struct RunningCapture {
     counts: CaptureCounts,
     reported: (Instant, CaptureCounts),
     named: NamedConnections,
-    /// What is asked for of the cluster's objects.
+    /// The cluster's objects, as far as they are asked for.
     objects: ObjectsOfCapture,
 }
 
 /// The objects that go with the packets.
-enum ObjectsOfCapture {
+pub(super) enum ObjectsOfCapture {
     /// None are asked for, or they are not taken yet.
     None,
     /// These are to be sent, then their changes.
@@ -91,7 +79,7 @@ enum ObjectsOfCapture {
     Lost,
 }
 
-/// What is known of packets when they are passed on.
+/// Knowledge of packets when they are passed on.
 #[derive(Default)]
 pub(super) struct NamedPackets {
     records: Vec<PacketRecord>,
@@ -112,7 +100,7 @@ fn pickup_in_force(pickup: MidStreamPickup, now: Timestamp, nanoseconds: u64) ->
 }
 
 impl RunningCapture {
-    /// What a query asks for, with a queue of so many packets. Nothing is captured yet.
+    /// Prepares what a query asks for, with a queue of so many packets. Nothing is captured yet.
     ///
     /// # Errors
     /// A part of the query is not understood, or beyond a limit.
@@ -204,7 +192,7 @@ impl RunningCapture {
     /// Passes packets on, with their names by `name`, which gets some at a time. Returns why the capture is to end.
     pub(super) fn forward(
         &mut self,
-        mut name: impl FnMut(&mut NamedConnections, &[CapturedPacket]) -> NamedPackets,
+        mut name: impl FnMut(&mut NamedConnections, &ObjectsOfCapture, &[CapturedPacket]) -> NamedPackets,
         most_named: usize,
     ) -> Option<String> {
         for _ in 0..CHUNKS_PER_ROUND {
@@ -218,10 +206,10 @@ impl RunningCapture {
                 continue;
             }
             let mut packets: Vec<CapturedPacket> = std::iter::from_fn(|| self.queue.take()).take(most_named).collect();
-            // Of several workers.
+            // Several workers have sent them.
             packets.sort_by_key(|packet| packet.at);
-            // After they were taken: the changes that were in force for them are there.
-            let NamedPackets { records, steps, has_lost_changes } = name(&mut self.named, &packets);
+            // After they were taken: the changes that were in effect for them are there.
+            let NamedPackets { records, steps, has_lost_changes } = name(&mut self.named, &self.objects, &packets);
             if has_lost_changes {
                 self.objects = ObjectsOfCapture::Lost;
                 break;
@@ -369,11 +357,11 @@ fn is_of_opening(evaluation: &LoggedEvaluation) -> bool {
 
 fn staged(evaluation: &LoggedEvaluation) -> Box<StagedVerdict> {
     let verdict = if evaluation.policy_verdict.is_allowed() { Verdict::Allow } else { Verdict::Deny };
-    let (egress, ingress) = verdicts::sides(evaluation);
+    let (egress, ingress) = evaluated_sides(evaluation);
     Box::new(StagedVerdict { verdict, egress, ingress })
 }
 
-/// What allows connections under one epoch: of a busy one it is looked up once. And the last name of each port.
+/// Names of the rules that allow connections under one epoch: of a busy one it is looked up once. And the last name of each port.
 #[derive(Default)]
 pub(super) struct NamedConnections {
     epoch: Epoch,
@@ -390,23 +378,28 @@ struct Rules {
 }
 
 impl NamedConnections {
-    /// Names packets as the daemon's state is now; with the changes of objects since the last packets.
+    /// Names packets as the daemon's state is now, with the changes of objects since the last packets. Call it under the lock of what is
+    /// published.
     pub(super) fn name(
         &mut self,
-        view: &DaemonView<'_>,
+        names: &PacketNames<'_>,
+        objects: &ObjectsOfCapture,
         packets: &[CapturedPacket],
-        steps: Result<Vec<ObjectStep>, TooManyChanges>,
     ) -> NamedPackets {
-        if self.epoch != view.epoch || self.rules.len() > REMEMBERED {
-            self.epoch = view.epoch;
+        let steps = match objects {
+            ObjectsOfCapture::InForce(objects) => objects.take_changes(),
+            ObjectsOfCapture::None | ObjectsOfCapture::Lost => Ok(Vec::new()),
+        };
+        if self.epoch != names.epoch || self.rules.len() > REMEMBERED {
+            self.epoch = names.epoch;
             self.rules.clear();
         }
-        let records = packets.iter().map(|packet| self.record(view, packet)).collect();
+        let records = packets.iter().map(|packet| self.record(names, packet)).collect();
         let has_lost_changes = steps.is_err();
         NamedPackets { records, steps: steps.unwrap_or_default(), has_lost_changes }
     }
 
-    fn record(&mut self, view: &DaemonView<'_>, packet: &CapturedPacket) -> PacketRecord {
+    fn record(&mut self, names: &PacketNames<'_>, packet: &CapturedPacket) -> PacketRecord {
         let (verdict, reason, port) = match packet.verdict {
             pipeline::Verdict::Forward(egress) if packet.is_translated => (Verdict::Allow, None, egress),
             pipeline::Verdict::Forward(_) => (Verdict::Allow, None, packet.ingress),
@@ -414,12 +407,12 @@ impl NamedConnections {
         };
         let rules = match &packet.evaluation {
             Some(evaluation) => {
-                let (egress, ingress) = verdicts::sides(evaluation);
-                let service = packet.frontend.as_ref().map(|frontend| view.service_name(frontend));
+                let (egress, ingress) = evaluated_sides(evaluation);
+                let service = packet.frontend.as_ref().map(|frontend| service_name(names.engine, frontend));
                 Some(Rules { egress, ingress, service })
             }
             // Policy was asked for an earlier packet.
-            None if matches!(reason, None | Some(DropReason::ConnectionRevoked)) => self.rules(view, packet),
+            None if matches!(reason, None | Some(DropReason::ConnectionRevoked)) => self.rules(names, packet),
             None => None,
         };
         let (egress, ingress, service) = match rules {
@@ -429,7 +422,7 @@ impl NamedConnections {
         PacketRecord {
             time: 0,
             port: port.0,
-            interface: self.port_name(view, port),
+            interface: self.port_name(names, port),
             length: packet.length as u32,
             translated: packet.is_translated,
             verdict,
@@ -446,8 +439,8 @@ impl NamedConnections {
     }
 
     /// The name of a port; of one that is closed since the packet came, the last that it had.
-    fn port_name(&mut self, view: &DaemonView<'_>, port: PortId) -> String {
-        match view.ports.name_of(port) {
+    fn port_name(&mut self, names: &PacketNames<'_>, port: PortId) -> String {
+        match names.ports.name_of(port) {
             Some(name) => {
                 self.ports.insert(port, name.clone());
                 name
@@ -456,11 +449,15 @@ impl NamedConnections {
         }
     }
 
-    fn rules(&mut self, view: &DaemonView<'_>, packet: &CapturedPacket) -> Option<Rules> {
+    fn rules(&mut self, names: &PacketNames<'_>, packet: &CapturedPacket) -> Option<Rules> {
         let (connection, original) = (packet.connection?, packet.original?);
         let named = self.rules.entry(connection).or_insert_with(|| {
-            let (egress, ingress) = view.sides(&original, packet.frontend.as_ref());
-            Rules { egress, ingress, service: packet.frontend.as_ref().map(|frontend| view.service_name(frontend)) }
+            let (egress, ingress) = sides(names.engine, &original, packet.frontend.as_ref());
+            Rules {
+                egress,
+                ingress,
+                service: packet.frontend.as_ref().map(|frontend| service_name(names.engine, frontend)),
+            }
         });
         Some(named.clone())
     }
@@ -477,7 +474,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_that_is_not_understood_or_beyond_a_limit_is_refused_with_its_value() {
+    fn a_query_not_understood_or_beyond_a_limit_is_refused() {
         let default = CaptureQuery::default;
         let text = |text: &str| Some(text.to_owned());
         for (query, expected) in [
@@ -527,7 +524,7 @@ mod tests {
         let config =
             Config::parse("node = \"node-1\"\n[source]\nmanifests = \"/m\"\n", Path::new("/etc/penstock.toml"));
         running.begun(&config.unwrap(), MidStreamPickup::Always);
-        let name = |_: &mut NamedConnections, _: &[CapturedPacket]| NamedPackets::default();
+        let name = |_: &mut NamedConnections, _: &ObjectsOfCapture, _: &[CapturedPacket]| NamedPackets::default();
         assert_eq!(running.forward(name, 10), None);
         running.until = Instant::now();
         let reason = running.forward(name, 10).expect("its time is over");

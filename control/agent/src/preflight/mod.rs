@@ -11,20 +11,15 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use nix::libc;
-use nix::sched::{CpuSet, sched_getaffinity};
-use nix::unistd::{Pid, SysconfVar, sysconf};
-use penstock_dataplane::conntrack;
 use penstock_policy::model::Pod;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_xdp_redirect::{
-    ConnectionMaps, MAX_TCX_WORKERS, MINIMUM_KERNEL, PinnedProgram, Pins, ProgramTag, Role, TcxOptions, TcxPrograms,
-    can_find_translated, quietly, try_source_check,
+    MINIMUM_KERNEL, PinnedProgram, Pins, ProgramTag, Role, can_find_translated, try_source_check,
 };
 
-use super::config::{Attach, AttachSetting, Config};
-use super::daemon::connection_map_sizes;
-use crate::discovery::{Bindings, Link, Netlink, NetworkState, PodPort, PodProblem, PortLimits, Sysctl, pod_ports};
+use super::settings::{Attach, Settings, list, try_tcx};
+use crate::discovery::{Bindings, Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
 
 /// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -71,17 +66,18 @@ impl PreflightFinding {
 }
 
 /// Checks privileges, kernel, memory and cores, but not the network.
-pub fn machine(config: &Config) -> Vec<PreflightFinding> {
+pub(super) fn machine(settings: &Settings<'_>) -> Vec<PreflightFinding> {
+    let config = settings.config;
     let privileges = capabilities(effective_capabilities());
     let permitted = privileges.level == Level::Ok;
     let mut findings = vec![privileges];
     // Without CAP_NET_RAW the kernel does not say whether it has AF_XDP.
     findings.extend(permitted.then(|| af_xdp(try_xdp_socket())));
-    findings.push(match worker_cores(config) {
-        Ok(cores) => PreflightFinding::ok(format!("workers.cores: {}", list(&cores))),
+    findings.push(match &settings.cores {
+        Ok(cores) => PreflightFinding::ok(format!("workers.cores: {}", list(cores))),
         Err(line) => PreflightFinding::error(line),
     });
-    findings.push(memory(config, available_memory()));
+    findings.push(memory(settings, available_memory()));
     findings.extend(kernel::findings(config, permitted));
     findings.extend(source(&config.source.location()));
     findings
@@ -102,20 +98,21 @@ fn source(location: &Location) -> Option<PreflightFinding> {
 }
 
 /// Checks the calling thread's network namespace.
-pub async fn network(config: &Config, netlink: &Netlink) -> Vec<PreflightFinding> {
+pub(super) async fn network(settings: &Settings<'_>, netlink: &Netlink) -> Vec<PreflightFinding> {
+    let config = settings.config;
     let mut findings = Vec::new();
     for name in &config.uplinks {
         let largest = config.umem.frame_size.largest_packet();
         match netlink.link(name.as_str()).await {
             Ok(found) => {
                 findings.push(uplink(name.as_str(), found.as_ref(), largest));
-                let served = found.iter().filter(|_| config.attach_by == Attach::Xdp);
+                let served = found.iter().filter(|_| settings.attach == Attach::Xdp);
                 findings.extend(served.flat_map(interfaces::uplink));
             }
             Err(error) => findings.push(PreflightFinding::error(format!("uplinks: {name}: {error}; run as root"))),
         }
     }
-    if !config.uplinks.is_empty() && config.attach_by == Attach::Tcx {
+    if !config.uplinks.is_empty() && settings.attach == Attach::Tcx {
         findings.push(PreflightFinding::ok(
             "uplinks: not used with tcx: the programs on pods' veths see what comes from outside",
         ));
@@ -157,13 +154,13 @@ fn service_proxy(is_ipvs: bool) -> PreflightFinding {
 }
 
 /// Checks that the programs pinned for this network namespace, by a running or dead daemon, are this binary's.
-pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
+pub(super) fn programs(settings: &Settings<'_>) -> Option<PreflightFinding> {
     if capabilities(effective_capabilities()).level != Level::Ok {
         return None;
     }
-    let at = config.fail.pins.display();
-    let tags = Pins::at(&config.fail.pins).ok()?.tags();
-    let own = match config.attach_by {
+    let at = settings.config.fail.pins.display();
+    let tags = Pins::at(&settings.config.fail.pins).ok()?.tags();
+    let own = match settings.attach {
         Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok(([pod, ProgramTag::own(Role::Host)?], None))),
         Attach::Tcx => ProgramTag::own_tcx().map(|[from, to, leaving]| ([from, to], Some(leaving))),
     };
@@ -171,8 +168,8 @@ pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
         Ok(own) => own,
         Err(error) => return Some(PreflightFinding::error(error.to_string())),
     };
-    // Of programs that belong to the other setting of `attach` there is none.
-    let own = |program| match (program, config.attach_by) {
+    // This binary has no program for the other setting of `attach`.
+    let own = |program| match (program, settings.attach) {
         (PinnedProgram::Xdp(Role::Pod), Attach::Xdp) | (PinnedProgram::FromPod, Attach::Tcx) => Some(first),
         (PinnedProgram::Xdp(_), Attach::Xdp) | (PinnedProgram::ToPod, Attach::Tcx) => Some(second),
         (PinnedProgram::ToUplink, _) => third,
@@ -192,46 +189,26 @@ pub(super) fn programs(config: &Config) -> Option<PreflightFinding> {
             pinned.interface
         )));
     }
-    let kind = if config.attach_by == Attach::Tcx { "tcx" } else { "XDP" };
+    let kind = if settings.attach == Attach::Tcx { "tcx" } else { "XDP" };
     Some(PreflightFinding::ok(match tags.len() {
         0 => format!("{kind} programs: {first} and {second}; none is pinned"),
         count => format!("{kind} programs: {first} and {second}, and so are all {count} that are pinned"),
     }))
 }
 
-/// Decides where programs take pods' packets; and why not by tcx, where the setting leaves it open.
-pub(super) fn choose_attach(config: &Config) -> (Attach, Option<String>) {
-    let reason = match config.attach {
-        AttachSetting::Xdp => return (Attach::Xdp, None),
-        AttachSetting::Tcx => None,
-        AttachSetting::Auto if !cfg!(target_arch = "x86_64") => Some("not on x86-64".to_owned()),
-        AttachSetting::Auto => try_tcx(config.offload).err(),
-    };
-    (if reason.is_some() { Attach::Xdp } else { Attach::Tcx }, reason)
-}
-
-/// Checks that the kernel accepts the programs that are attached. `not_tcx`: why not those of tcx, where they would be
-/// preferred.
-pub(super) fn attachable(config: &Config, not_tcx: Option<String>) -> Vec<PreflightFinding> {
-    if config.attach_by == Attach::Tcx {
-        return vec![match try_tcx(config.offloads()) {
+/// Checks that the kernel accepts the programs that are attached.
+pub(super) fn attachable(settings: &Settings<'_>) -> Vec<PreflightFinding> {
+    if settings.attach == Attach::Tcx {
+        return vec![match try_tcx(settings.offloads()) {
             Ok(()) => PreflightFinding::ok("attach: tcx; the kernel accepts the programs"),
             Err(error) => PreflightFinding::error(format!("attach = \"tcx\": {error}; or write attach = \"xdp\"")),
         }];
     }
-    let by_xdp = match not_tcx {
+    let by_xdp = match &settings.not_tcx {
         Some(reason) => PreflightFinding::ok(format!("attach: xdp, not tcx ({reason})")),
         None => PreflightFinding::ok("attach: xdp"),
     };
     std::iter::once(by_xdp).chain(source_check()).chain(leaving_programs()).collect()
-}
-
-/// Loads the tcx programs, attaches them to an interface that nobody uses, and removes them again.
-fn try_tcx(offloads: bool) -> Result<(), String> {
-    let sizes = connection_map_sizes(conntrack::Config::MIN_ENTRIES);
-    let maps = offloads.then(|| ConnectionMaps::open(None, &sizes)).transpose().map_err(|error| error.to_string())?;
-    let loaded = quietly(|| TcxPrograms::load(&TcxOptions::default(), maps.as_ref()));
-    loaded.map_err(|error| error.to_string())?.try_attaching().map_err(|error| error.to_string())
 }
 
 /// Beside XDP: why programs do not see what leaves the node, if they do not.
@@ -251,65 +228,26 @@ fn source_check() -> Option<PreflightFinding> {
     })
 }
 
-/// What limits the pods that get a port.
-pub(super) fn port_limits(config: &Config) -> PortLimits<'_> {
-    PortLimits {
-        node: config.node.as_str(),
-        largest: config.longest_packet(),
-        main_table_only: config.attach_by == Attach::Xdp,
-    }
-}
-
 /// Checks for each local pod whether its interface can be served.
 pub(super) fn pods(
-    config: &Config,
+    settings: &Settings<'_>,
     netstate: &NetworkState,
     bindings: &Bindings,
     resolved_pods: (Vec<Pod>, BTreeSet<PodProblem>),
 ) -> Vec<PreflightFinding> {
     let (pods, mut problems) = resolved_pods;
-    let (ports, more) = pod_ports(netstate, bindings, &pods, port_limits(config));
+    let (ports, more) = pod_ports(netstate, bindings, &pods, settings.port_limits());
     problems.extend(more);
     let found = problems.iter().map(|problem| PreflightFinding::warning(problem.to_string()));
-    let uplink = |name: &str| config.uplinks.iter().any(|uplink| uplink.as_str() == name);
+    let uplink = |name: &str| settings.config.uplinks.iter().any(|uplink| uplink.as_str() == name);
     let served = |port: &PodPort| match uplink(&port.name) {
         true => vec![PreflightFinding::error(format!(
             "uplinks: interface {} belongs to pod {}; remove it from the list",
             port.name, port.pod
         ))],
-        false => interfaces::pod(port, config),
+        false => interfaces::pod(port, settings),
     };
     found.chain(ports.values().flat_map(served)).collect()
-}
-
-/// The workers' cores, or why they cannot be used.
-pub fn worker_cores(config: &Config) -> Result<Vec<u16>, String> {
-    let usable = usable_cores();
-    match &config.workers.cores {
-        Some(cores) => match cores.numbers().iter().find(|core| !usable.contains(core)) {
-            Some(core) => Err(format!(
-                "workers.cores: core {core} does not exist or is not available to this process; choose from {}",
-                list(&usable)
-            )),
-            None => Ok(cores.numbers().to_vec()),
-        },
-        None if usable.is_empty() => Err("workers.cores: no usable core".to_owned()),
-        None if serves_each_core(config) => Ok(usable.into_iter().take(MAX_TCX_WORKERS).collect()),
-        None => Ok(usable[usable.len() - 1..].to_vec()),
-    }
-}
-
-/// Whether each core has a worker, for the packets that it sends: with cores of its own, or some that are others', the process does
-/// not know where pods run.
-pub(super) fn serves_each_core(config: &Config) -> bool {
-    let online = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
-    config.workers.cores.is_none() && config.offloads() && online == i64::try_from(usable_cores().len()).ok()
-}
-
-/// The cores that this process may run on.
-pub(super) fn usable_cores() -> Vec<u16> {
-    let set = sched_getaffinity(Pid::from_raw(0)).unwrap_or_default();
-    (0..CpuSet::count()).filter(|&core| set.is_set(core).unwrap_or(false)).map(|core| core as u16).collect()
 }
 
 /// Required capabilities, by their number in linux/capability.h.
@@ -339,7 +277,7 @@ fn capabilities(effective: u64) -> PreflightFinding {
     }
 }
 
-/// What an AF_XDP socket of this kernel can do.
+/// Abilities of this kernel's AF_XDP sockets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct XdpSocket {
     /// One system call can send more than 32 packets (`XDP_MAX_TX_SKB_BUDGET`).
@@ -386,10 +324,11 @@ fn available_memory() -> Option<u64> {
     Some(value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-fn memory(config: &Config, available: Option<u64>) -> PreflightFinding {
+fn memory(settings: &Settings<'_>, available: Option<u64>) -> PreflightFinding {
+    let config = settings.config;
     let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.bytes());
     // Programs that forward packets count them in a record of their own, and need more of the table in one piece.
-    let connections = u64::from(config.conntrack.entries) * if config.offloads() { 118 } else { 82 };
+    let connections = u64::from(config.conntrack.entries) * if settings.offloads() { 118 } else { 82 };
     let needed = (frames + connections) >> 20;
     match available.map(|bytes| bytes >> 20) {
         Some(available) if available < needed => PreflightFinding::error(format!(
@@ -425,15 +364,12 @@ fn forwarding(settings: [(&str, Option<String>); 2]) -> Vec<PreflightFinding> {
     settings.into_iter().filter_map(finding).collect()
 }
 
-fn list(cores: &[u16]) -> String {
-    cores.iter().map(u16::to_string).collect::<Vec<_>>().join(", ")
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
     use super::*;
+    use crate::config::Config;
 
     fn config(more: &str) -> Config {
         let text = format!("node = \"a\"\n{more}\n[source]\nmanifests = \"/tmp\"\n");
@@ -475,48 +411,15 @@ mod tests {
     }
 
     #[test]
-    fn a_core_that_does_not_exist_is_named_with_those_that_do() {
-        let line = worker_cores(&config("workers.cores = [0, 999]")).unwrap_err();
-        assert!(
-            line.starts_with(
-                "workers.cores: core 999 does not exist or is not available to this process; choose from 0"
-            ),
-            "{line}"
-        );
-        assert_eq!(worker_cores(&config("workers.cores = [0]")).unwrap(), [0]);
-    }
-
-    #[test]
-    fn each_core_has_a_worker_where_programs_forward_and_no_core_is_withheld() {
-        let last = vec![*usable_cores().last().unwrap()];
-        let by = |attach_by, more| Config { attach_by, ..config(more) };
-        assert_eq!(worker_cores(&by(Attach::Xdp, "")).unwrap(), last);
-        assert_eq!(worker_cores(&by(Attach::Tcx, "offload = false")).unwrap(), last);
-        let (by_tcx, all) = (by(Attach::Tcx, ""), usable_cores());
-        let of_all = worker_cores(&by_tcx).unwrap();
-        if cfg!(target_arch = "x86_64") && all.len() > 1 {
-            // A thread of its own, whose cores others do not see.
-            let withheld = std::thread::spawn(move || {
-                let mut some = CpuSet::new();
-                some.set(last[0].into()).unwrap();
-                nix::sched::sched_setaffinity(Pid::from_raw(0), &some).unwrap();
-                assert!(!serves_each_core(&by_tcx));
-                assert_eq!(worker_cores(&by_tcx).unwrap(), last);
-            });
-            withheld.join().unwrap();
-            let online = sysconf(SysconfVar::_NPROCESSORS_ONLN).unwrap().unwrap();
-            if online == all.len() as i64 {
-                assert_eq!(of_all, all);
-            }
-        }
-    }
-
-    #[test]
     fn too_little_memory_is_an_error() {
-        let found = memory(&config("umem.memory = \"2GiB\"\nconntrack.entries = 262144"), Some(1 << 30));
+        let memory = |more, available| {
+            let config = config(more);
+            memory(&Settings::of(&config, (Attach::Xdp, None), vec![0], Some(1)), available)
+        };
+        let found = memory("umem.memory = \"2GiB\"\nconntrack.entries = 262144", Some(1 << 30));
         assert_eq!(found.level, Level::Error);
         assert!(found.line.starts_with("umem and conntrack: need 2068 MiB, but only 1024 MiB available;"), "{found:?}");
-        assert_eq!(memory(&config(""), None).level, Level::Ok);
+        assert_eq!(memory("", None).level, Level::Ok);
     }
 
     #[test]

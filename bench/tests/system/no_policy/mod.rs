@@ -28,7 +28,7 @@ use packets::{Arrival, Before, Case, as_received};
 const NODE: [&str; 2] = ["172.18.0.2", "fd00:172:18::2"];
 /// A port of the node that leads to the Service's backend.
 const NODE_PORT: u16 = 30_080;
-/// Of a DNS cache on the node.
+/// Address of a DNS cache on the node.
 const CACHE: &str = "169.254.20.10";
 /// Idle timeouts, so that a pause of two seconds is as days are.
 const SHORT: &str = "timeouts = { tcp_timeout_established = \"1s\", tcp_timeout_close_wait = \"1s\", \

@@ -129,7 +129,7 @@ struct World {
     sent: Vec<Sent>,
     /// Allowed arrivals, by sender and receiver.
     arrived: BTreeMap<(End, End), u64>,
-    /// What must not have arrived, with how it was sent.
+    /// Frames that must not have arrived, with how they were sent.
     wrong: Vec<String>,
 }
 

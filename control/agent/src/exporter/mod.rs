@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `/metrics` | all metrics ([`metrics`](super::metrics)), in the OpenMetrics text format |
 //! | `/healthz` | 200 if every worker polls and the daemon's loop answers; otherwise 503 and one line |
-//! | `/readyz` | 200 once all objects are read and policy is in force on every worker; otherwise 503 and one line |
+//! | `/readyz` | 200 once all objects are read and policy is in effect on every worker; otherwise 503 and one line |
 
 mod connections;
 
