@@ -34,11 +34,16 @@ fn killed_without_a_server() -> Option<Fixture> {
 #[test]
 fn the_last_objects_count_after_a_restart_without_the_server() {
     let Some(mut fixture) = killed_without_a_server() else { return };
-    // As the DaemonSet's init container does.
-    let mut check = fixture.node.namespace().command(penstock_binary().unwrap());
-    check.args(["check", "--or-last-good", "--offline", "--config"]).arg(fixture.daemon.config());
-    let checked = check.output().unwrap();
-    assert!(checked.status.success(), "{checked:?}");
+    // The first as the DaemonSet's init container does.
+    for options in [&["--or-last-good", "--offline"][..], &[]] {
+        let mut check = fixture.node.namespace().command(penstock_binary().unwrap());
+        check.arg("check").args(options).arg("--config").arg(fixture.daemon.config());
+        let checked = check.output().unwrap();
+        assert!(checked.status.success(), "{options:?}: {checked:?}");
+        let said = String::from_utf8(checked.stdout).unwrap();
+        let would_start = said.contains("warning  source: a start would take the ");
+        assert_eq!(would_start, options.is_empty(), "{options:?}: {said}");
+    }
 
     let began = Instant::now();
     fixture.restart();

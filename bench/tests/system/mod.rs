@@ -7,6 +7,7 @@ mod capture;
 mod connections;
 mod dashboards;
 mod domain_names;
+mod first_start;
 mod flow_records;
 mod forwarding;
 mod frames;

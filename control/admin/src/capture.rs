@@ -152,6 +152,22 @@ pub struct ObjectsInForce {
     pub services: bool,
     /// The setting `service_cidrs`.
     pub service_cidrs: Vec<String>,
+    /// When a segment from the middle of a connection opens one. A daemon that does not say it does so always.
+    #[serde(default)]
+    pub midstream_pickup: PickupInForce,
+}
+
+/// The setting `conntrack.midstream_pickup` as a daemon follows it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PickupInForce {
+    /// At any time.
+    #[default]
+    Always,
+    /// At no time.
+    Never,
+    /// Up to this time, in nanoseconds since 1970.
+    Until(u64),
 }
 
 /// How much was captured.

@@ -17,6 +17,7 @@ pub mod config;
 mod connections;
 mod coverage;
 mod daemon;
+mod deleted_policies;
 pub mod discovery;
 mod exporter;
 mod flow_records;
@@ -74,6 +75,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use objects::NodeObjects;
 use pod_bindings::PodBindings;
 use preflight::{Level, PreflightFinding};
+use recorded_objects::ObjectFile;
 use settings::Settings;
 use tokio::runtime::{Builder, Runtime};
 
@@ -254,7 +256,8 @@ pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
     })
 }
 
-/// Reads all objects of the source. Problems with the source become findings.
+/// Reads all objects of the source, or what a start would take in their place. Problems with the source become findings: errors
+/// where a start would fail, or wait.
 async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut Vec<PreflightFinding>) {
     let location = config.source.location();
     // `preflight::machine` has reported a missing directory.
@@ -262,20 +265,37 @@ async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut 
         return;
     }
     let followed = config.services.followed_kinds();
-    let mut source = match Source::start(&location, followed, None, config.conversion(), &|| None).await {
+    let recorded = ObjectFile::of(config);
+    let last = || recorded.as_ref().and_then(ObjectFile::read);
+    let of_last_run = || last().map(|(_, objects)| objects);
+    let mut source = match Source::start(&location, followed, None, config.conversion(), &of_last_run).await {
         Ok(source) => source,
         Err(error) => return findings.extend(error.to_string().lines().map(PreflightFinding::error)),
     };
+    findings.extend(source.problems().iter().map(|problem| {
+        PreflightFinding::warning(format!("source: {problem}; until then what its file had stays as in the last run"))
+    }));
     match tokio::time::timeout(SOURCE_TIMEOUT, source.first()).await {
         Ok(read) => {
             findings.push(PreflightFinding::ok(format!("source: {} objects", read.len())));
             objects.apply(read.into_iter().map(ObjectChange::Set), &[]);
         }
-        Err(_) => findings.extend(source.health().awaited().into_iter().map(|(kind, reason)| {
-            let reason = reason.unwrap_or_else(|| "no answer; is the API server up?".to_owned());
-            let (kind, seconds) = (kind.resource(), SOURCE_TIMEOUT.as_secs());
-            PreflightFinding::error(format!("source: {kind}: not listed within {seconds} s: {reason}"))
-        })),
+        Err(_) => {
+            let last = last();
+            let level = if last.is_some() { Level::Warning } else { Level::Error };
+            findings.extend(source.health().awaited().into_iter().map(|(kind, reason)| {
+                let reason = reason.unwrap_or_else(|| "no answer; is the API server up?".to_owned());
+                let (kind, seconds) = (kind.resource(), SOURCE_TIMEOUT.as_secs());
+                PreflightFinding { level, line: format!("source: {kind}: not listed within {seconds} s: {reason}") }
+            }));
+            if let Some((recorded, read)) = last {
+                let count = read.len();
+                findings.push(PreflightFinding::warning(format!(
+                    "source: a start would take the {count} objects of the last run, recorded at {recorded}, until the API server is there"
+                )));
+                objects.apply(read.into_iter().map(ObjectChange::Set), &[]);
+            }
+        }
     }
 }
 

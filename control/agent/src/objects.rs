@@ -9,12 +9,13 @@ use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::names::NameTable;
 use penstock_dataplane::policy::{AddressSet, Direction, PolicySet};
 use penstock_policy::compile::table_key;
-use penstock_policy::engine::{Engine, EngineSettings};
+use penstock_policy::engine::{Engine, EngineSettings, TranslatedBy};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod, Service};
 use penstock_policy::render::services::ServiceProblem;
 use penstock_policy::render::tables::RuleUse;
 use penstock_policy::state::PodOrNode;
 
+use super::deleted_policies::DeletedPolicies;
 use super::new_pods::{NewPods, TooManyNewPods};
 use crate::discovery::PodProblem;
 
@@ -39,6 +40,7 @@ pub(super) struct NodeObjects {
     /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
     new_pods: NewPods,
+    deleted_policies: DeletedPolicies,
     /// The domain names that pods learn, if these are followed.
     names: Option<Arc<NameTable>>,
 }
@@ -70,13 +72,16 @@ impl NodeObjects {
             kept: None,
             service_problems: BTreeSet::new(),
             new_pods: NewPods::default(),
+            deleted_policies: DeletedPolicies::default(),
             names: None,
         }
     }
 
-    /// Changes of the source, with the addresses of new pods that it does not know yet.
+    /// Changes of the source, with the addresses of new pods that it does not know yet, and the policies that a namespace's end does
+    /// not take with it.
     pub(super) fn complete(&mut self, changes: Vec<ObjectChange>) -> Vec<ObjectChange> {
-        changes.into_iter().map(|change| self.new_pods.complete(change)).collect()
+        let changes = changes.into_iter().map(|change| self.new_pods.complete(change)).collect();
+        self.deleted_policies.complete(changes, self.engine.state(), Instant::now())
     }
 
     /// A CNI plugin has given these addresses to a pod. Returns the change that follows from it.
@@ -154,6 +159,11 @@ impl NodeObjects {
     pub(super) fn learn_names(&mut self, names: Arc<NameTable>) {
         self.engine.learn_names(Arc::clone(&names));
         self.names = Some(names);
+    }
+
+    /// Sets who translates what pods send to Services, which questions about these depend on.
+    pub(super) fn set_translated_by(&mut self, who: TranslatedBy) {
+        self.engine.set_translated_by(who);
     }
 
     /// The domain names that pods learn, if these are followed.
@@ -328,7 +338,7 @@ mod tests {
     use penstock_dataplane::packet::{Flow, Protocol};
 
     use super::*;
-    use penstock_policy::model::{NetworkPolicy, PodLifetime, Selector, Staging};
+    use penstock_policy::model::{Namespace, NetworkPolicy, PodLifetime, Selector, Staging};
 
     fn address(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -372,6 +382,45 @@ mod tests {
             dst_port: 53,
         };
         objects.engine().evaluate(&flow).is_allowed()
+    }
+
+    #[test]
+    fn a_policy_deleted_just_before_its_namespace_ends_stays() {
+        let namespace = |terminating| {
+            let (name, labels) = ("shop".to_owned(), Default::default());
+            let namespace = Namespace { name, labels, default_deny_ingress: false, terminating };
+            ObjectChange::Set(Object::Namespace(namespace))
+        };
+        let name = ObjectKey { namespace: "shop".into(), name: "closed".into() };
+        let gone = || ObjectChange::Delete(ObjectRef::NetworkPolicy(name.clone()));
+        let pod_gone = || {
+            let name = ObjectKey { namespace: "shop".into(), name: "web".into() };
+            ObjectChange::Delete(ObjectRef::Pod(name))
+        };
+        for (what, batches, is_closed) in [
+            ("the namespace first", vec![vec![namespace(true)], vec![gone()]], true),
+            ("the policy first", vec![vec![gone()], vec![namespace(true)]], true),
+            ("both at once", vec![vec![gone(), namespace(true)]], true),
+            ("made anew meanwhile", vec![vec![gone()], vec![closed()], vec![namespace(true)]], true),
+            ("another namespace of its name", vec![vec![gone()], vec![namespace(true)], vec![namespace(false)]], false),
+            ("the policy alone", vec![vec![gone()], vec![namespace(false)]], false),
+        ] {
+            let mut objects = NodeObjects::new("here", &[]);
+            objects.apply([namespace(false), pod("web", "here"), closed()], &[]);
+            for changes in batches {
+                let changes = objects.complete(changes);
+                objects.apply(changes, &[]);
+            }
+            assert_eq!(!reaches_pod(&objects, "10.1.1.9"), is_closed, "{what}");
+            objects.apply([pod_gone()], &[]);
+            assert_eq!(objects.engine().state().statistics().policies, usize::from(what == "made anew meanwhile"));
+        }
+        // A daemon that starts meanwhile: what is there when it reads all is in force, and stays.
+        let mut objects = NodeObjects::new("here", &[]);
+        objects.apply([namespace(true), pod("web", "here"), closed()], &[]);
+        let changes = objects.complete(vec![gone()]);
+        objects.apply(changes, &[]);
+        assert!(!reaches_pod(&objects, "10.1.1.9"), "a daemon that starts meanwhile");
     }
 
     #[test]

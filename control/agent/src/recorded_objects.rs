@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::state_file::{Identity, StateFile, StateFileError};
 
 /// The version of the file's form: that of [`Object`] as JSON. A test asks for another one when that changes.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".objects";
@@ -333,12 +333,14 @@ mod tests {
                         protocol: PortProtocol::Tcp,
                         number: 80,
                         target: TargetPort::Number(8080),
+                        node_port: Some(30_080),
                     },
                     ServicePort {
                         name: "dns".into(),
                         protocol: PortProtocol::Udp,
                         number: 53,
                         target: TargetPort::Name("dns".into()),
+                        node_port: None,
                     },
                 ],
                 external: Vec::new(),

@@ -109,8 +109,8 @@ fn a_bad_bundle_is_refused_with_file_value_and_remedy() {
         (removed("timeline.jsonl"), "timeline.jsonl: cannot be read (", "copy the whole directory"),
         (removed("packets.pcapng"), "packets.pcapng: cannot be read", ""),
         (
-            replaced("bundle.json", "\"version\": 1", "\"version\": 2, \"more\": []"),
-            "bundle.json: version = 2: this penstock reads version 1; replay it with the penstock that wrote it",
+            replaced("bundle.json", "\"version\": 2", "\"version\": 3, \"more\": []"),
+            "bundle.json: version = 3: this penstock reads versions 1 to 2; replay it with the penstock that wrote it",
             "",
         ),
         (replaced("bundle.json", "\"node\"", "\"knot\""), "bundle.json: line ", "unknown field `knot`"),

@@ -459,7 +459,7 @@ impl Player {
     /// Sets the clock to the capture's time; it never runs backwards.
     #[inline]
     fn advance(&mut self, time: Time) {
-        let now = Timestamp::from_millis(time.0 / 1_000_000);
+        let now = time.on_table_clock();
         if now > self.now {
             self.now = now;
             if now.as_millis() - self.swept.as_millis() >= SWEEP_EVERY.as_millis() as u64 {

@@ -18,7 +18,7 @@ use rustc_hash::FxHashSet;
 use super::batch::PacketBatch;
 use super::bundle::{Bundle, BundleError};
 use super::capture::{CaptureError, Captures, Record};
-use super::cluster::{ClusterError, ReplayCluster};
+use super::cluster::{ClusterError, HOST, ReplayCluster};
 use super::compare::{Comparison, PacketOutcome};
 use super::dedup::Deduplicator;
 use super::objects::ReplayObjects;
@@ -201,6 +201,10 @@ impl ReplayInputs {
             node: Some(bundle.node().to_owned()),
             untranslated: !bundle.services(),
             service_cidrs: bundle.service_cidrs().to_vec(),
+            connections: conntrack::Config {
+                midstream_pickup: bundle.midstream_pickup(),
+                ..options.connections.clone()
+            },
             ..options.clone()
         };
         let recorded = Some(RecordedPackets::new(bundle));
@@ -468,10 +472,14 @@ fn compare(
 fn compare_recorded(recorded: &mut RecordedPackets, (player, entry): (&mut Player, EntryPoint), batch: &PacketBatch) {
     for (index, (member, packet)) in batch.packets().iter().zip(recorded.take_batch()).enumerate() {
         let decision = player.decision(entry, index);
-        if !recorded.count(&packet, decision) {
+        let frame = batch.frame(member);
+        let is_by_kernel = || {
+            let flow = parse(frame).ok().map(|packet| packet.flow);
+            entry == EntryPoint::Port(HOST) && flow.is_some_and(|flow| player.cluster().may_be_translated(&flow))
+        };
+        if !recorded.count(&packet, decision, is_by_kernel) {
             continue;
         }
-        let frame = batch.frame(member);
         let parsed = parse(frame).ok();
         let rules = parsed.as_ref().map(|packet| player.connection_state(entry, index, packet, frame).1);
         let flow = parsed.as_ref().and_then(|packet| player.original_flow(packet, frame));

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use penstock_admin::capture::{
     self, CaptureCounts, CaptureMessage, CaptureQuery, MAX_BYTES, MAX_PACKETS, MAX_SECONDS, MAX_SNAP_LENGTH,
-    MIN_SNAP_LENGTH, ObjectsInForce, PacketRecord, StagedVerdict, Verdict,
+    MIN_SNAP_LENGTH, ObjectsInForce, PacketRecord, PickupInForce, StagedVerdict, Verdict,
 };
+use penstock_dataplane::conntrack::{MidStreamPickup, Timestamp};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::pipeline::EvaluationReason;
 use penstock_dataplane::worker::{Capture, CaptureFilter, CaptureQueue, CapturedPacket, CapturedPod, LoggedEvaluation};
@@ -84,6 +85,18 @@ pub(super) struct NamedPackets {
     records: Vec<PacketRecord>,
     steps: Vec<ObjectStep>,
     has_lost_changes: bool,
+}
+
+/// The same on the clock of packets, of which both give one moment.
+fn pickup_in_force(pickup: MidStreamPickup, now: Timestamp, nanoseconds: u64) -> PickupInForce {
+    match pickup {
+        MidStreamPickup::Always => PickupInForce::Always,
+        MidStreamPickup::Never => PickupInForce::Never,
+        MidStreamPickup::AfterLoss(end) | MidStreamPickup::Until(end) if end <= now => PickupInForce::Never,
+        MidStreamPickup::AfterLoss(end) | MidStreamPickup::Until(end) => {
+            PickupInForce::Until(nanoseconds + (end.as_millis() - now.as_millis()) * 1_000_000)
+        }
+    }
 }
 
 impl RunningCapture {
@@ -160,7 +173,7 @@ impl RunningCapture {
     }
 
     /// Tells the client that the workers capture.
-    pub(super) fn begun(&self, config: &Config) {
+    pub(super) fn begun(&self, config: &Config, pickup: MidStreamPickup) {
         let objects = match &self.objects {
             ObjectsOfCapture::InForce(objects) => Some(ObjectsInForce {
                 version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -169,6 +182,7 @@ impl RunningCapture {
                 count: objects.left() as u64,
                 services: config.services.enabled,
                 service_cidrs: config.service_cidrs.iter().map(ToString::to_string).collect(),
+                midstream_pickup: pickup_in_force(pickup, Timestamp::now(), objects.time),
             }),
             ObjectsOfCapture::None | ObjectsOfCapture::Lost => None,
         };
@@ -509,7 +523,7 @@ mod tests {
         let (mut running, mut chunks) = RunningCapture::new(&query, 16).unwrap();
         let config =
             Config::parse("node = \"node-1\"\n[source]\nmanifests = \"/m\"\n", Path::new("/etc/penstock.toml"));
-        running.begun(&config.unwrap());
+        running.begun(&config.unwrap(), MidStreamPickup::Always);
         let name = |_: &mut NamedConnections, _: &ObjectsOfCapture, _: &[CapturedPacket]| NamedPackets::default();
         assert_eq!(running.forward(name, 10), None);
         running.until = Instant::now();

@@ -36,7 +36,7 @@ impl Daemon<'_> {
             return Err(format!("cannot capture: {error}"));
         }
         self.set_captured(&running);
-        running.begun(self.config);
+        running.begun(self.config, self.dataplane.connections().midstream_pickup());
         tracing::info!(?query, "a capture begins");
         self.operation.capture = Some(running);
         Ok(chunks)

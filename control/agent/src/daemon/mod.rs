@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow};
 use nix::unistd::{Pid, gettid};
 use penstock_dataplane::worker::Dataplane;
+use penstock_policy::engine::TranslatedBy;
 use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
 use penstock_sources::Source;
@@ -308,6 +309,7 @@ impl<'a> Daemon<'a> {
         if let Some(names) = &names {
             objects.learn_names(Arc::clone(names.table()));
         }
+        objects.set_translated_by(if config.services.enabled { TranslatedBy::Workers } else { TranslatedBy::Kernel });
         objects.count_use(settings.worker_cores().len());
         objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
         // Only errors end the start. Other problems of a pod are logged later and may pass.

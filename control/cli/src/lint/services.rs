@@ -172,6 +172,6 @@ fn reaches_any(engine: &Engine, pod: &Pod, backends: &[(IpAddr, u16)]) -> bool {
     pairs.filter(|(src, (dst, _))| src.is_ipv4() == dst.is_ipv4()).any(|(src, (dst, dst_port))| {
         let (src, dst) = (src.into(), dst.into());
         let flow = Flow { src, dst, protocol: Protocol::UDP, src_port: 49152, dst_port };
-        src == dst || engine.evaluate(&flow).egress.is_allowed()
+        engine.evaluate_through_service(&flow).egress.is_allowed()
     })
 }

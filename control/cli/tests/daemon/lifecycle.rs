@@ -191,6 +191,43 @@ fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
 }
 
 #[test]
+fn check_refuses_what_a_start_refuses_and_nothing_else() {
+    on_a_node(|| {
+        let state = tempfile::tempdir().unwrap();
+        let ([web, db], files) = two_pods(&format!("conntrack.mapping = \"{}/conntrack\"", state.path().display()));
+        let (good, pipe) = (policy("db", "nobody"), files.path("manifests/pipe.yaml"));
+        let breaks: [(&str, &dyn Fn()); 2] = [
+            ("policies.yaml", &|| files.save("policies.yaml", "kind: Pod\nspec: 3\n")),
+            ("pipe.yaml", &|| nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap()),
+        ];
+        let checked = |subcommand| {
+            let output = output(files.command(subcommand));
+            (output.status.code(), String::from_utf8(output.stdout).unwrap())
+        };
+        for (broken, break_it) in breaks {
+            files.save("policies.yaml", &good);
+            let recorded = state.path().join("conntrack.objects");
+            let daemon = Daemon::start(&files);
+            assert_eq!(reaches(&web, &db), [false; 2]);
+            daemon.end(Signal::SIGTERM);
+            assert!(recorded.exists(), "what is in force is kept for the next start");
+            break_it();
+            let (code, said) = checked("check");
+            let warning = |line: &str| line.starts_with("warning  source: ") && line.contains(broken);
+            assert!(code == Some(0) && said.lines().any(warning), "{broken}: {said}");
+            let daemon = Daemon::start(&files);
+            assert_eq!(reaches(&web, &db), [false; 2], "{broken}: the policy stays");
+            daemon.end(Signal::SIGTERM);
+            fs::remove_file(&recorded).unwrap();
+            for subcommand in ["check", "run"] {
+                assert_eq!(checked(subcommand).0, Some(2), "{broken}: nothing stands for it in {subcommand}");
+            }
+            let _ = fs::remove_file(&pipe);
+        }
+    });
+}
+
+#[test]
 fn keep_closed_on_exit_closes_pods_until_the_next_daemon() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("fail.on_exit = \"keep\"");

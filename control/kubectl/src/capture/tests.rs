@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use penstock_admin::capture::{ObjectsInForce, PacketRecord, Verdict, decode, encode};
+use penstock_admin::capture::{ObjectsInForce, PacketRecord, PickupInForce, Verdict, decode, encode};
 use penstock_replay::capture::CaptureFile;
 
 use super::super::cluster::PodPlace;
@@ -39,6 +39,7 @@ fn messages(interface: &str, times: &[u64], lost: u64, objects: bool) -> Vec<u8>
         count: 1,
         services: false,
         service_cidrs: vec!["10.96.0.0/12".to_owned()],
+        midstream_pickup: PickupInForce::default(),
     };
     encode(&CaptureMessage::Begin { node: "x".to_owned(), objects: objects.then(in_force) }, &[], &mut stream);
     if objects {

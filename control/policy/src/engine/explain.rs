@@ -133,7 +133,15 @@ pub struct NearestRule {
 impl Engine {
     /// Evaluates a flow and explains the verdict.
     pub fn explain(&self, flow: &Flow) -> Explanation {
-        let verdict = self.evaluate(flow);
+        self.explain_as(flow, self.evaluate(flow))
+    }
+
+    /// The same for a flow that its client opens through a Service, of which the destination is a backend.
+    pub fn explain_through_service(&self, flow: &Flow) -> Explanation {
+        self.explain_as(flow, self.evaluate_through_service(flow))
+    }
+
+    fn explain_as(&self, flow: &Flow, verdict: PolicyVerdict) -> Explanation {
         Explanation {
             verdict,
             egress: self.explain_direction(flow, Direction::Egress, verdict.egress),

@@ -214,6 +214,11 @@ impl ClusterState {
         self.policies.get(policy).map(|record| &record.policy)
     }
 
+    /// A policy by its name.
+    pub fn find_policy(&self, key: &ObjectKey) -> Option<&Arc<NetworkPolicy>> {
+        self.policies.find(key).and_then(|policy| self.policy(policy))
+    }
+
     /// Changes with every change of a policy.
     pub fn policy_revision(&self) -> u64 {
         self.revision
@@ -268,6 +273,11 @@ impl ClusterState {
     /// The labels of a namespace; `None` while its Namespace is unknown.
     pub fn namespace_labels(&self, name: &str) -> Option<&Labels> {
         self.namespaces.get(self.namespaces.find(name)?)?.labels.as_ref()
+    }
+
+    /// Whether a namespace is being deleted.
+    pub fn is_terminating(&self, name: &str) -> bool {
+        self.namespaces.find(name).is_some_and(|namespace| self.namespaces[namespace].terminating)
     }
 
     /// The owner of an address.

@@ -218,6 +218,7 @@ fn service(backends: &[&str]) -> Vec<Object> {
             protocol: PortProtocol::Tcp,
             number: 80,
             target: TargetPort::Number(81),
+            node_port: None,
         }],
         external: Vec::new(),
         local_only: false,

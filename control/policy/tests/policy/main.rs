@@ -5,6 +5,7 @@
 
 mod agreement;
 mod build;
+mod classes;
 mod clauses;
 mod cluster_wide;
 mod incremental;

@@ -116,6 +116,7 @@ impl BundleWriter {
             lost,
             services: start.objects.services,
             service_cidrs: start.service_cidrs,
+            midstream_pickup: start.objects.midstream_pickup,
         };
         let text = serde_json::to_string_pretty(&manifest)? + "\n";
         let mut file = create(&self.directory.join(MANIFEST)).map_err(io::Error::other)?;

@@ -16,6 +16,8 @@ mod merge;
 mod verdict_file;
 mod write;
 
+use penstock_dataplane::conntrack::Timestamp;
+
 pub use error::{CaptureError, Damage};
 pub use file::CaptureFile;
 pub use link::LinkType;
@@ -26,6 +28,13 @@ pub use write::CaptureWriter;
 /// A time in nanoseconds since 1970-01-01T00:00:00Z; reaches to the year 2554.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Time(pub u64);
+
+impl Time {
+    /// The same time for a connection table that lives by the capture's clock.
+    pub(super) const fn on_table_clock(self) -> Timestamp {
+        Timestamp::from_millis(self.0 / 1_000_000)
+    }
+}
 
 /// Nanoseconds in a second.
 pub const SECOND: u64 = 1_000_000_000;
