@@ -134,7 +134,7 @@ fn without_expiry() -> Config {
     }
 }
 
-/// What a map stores for a connection: the same as an entry without its key.
+/// A map stores this for a connection: the same as an entry without its key.
 #[derive(Default)]
 struct MapEntry {
     control: AtomicU64,

@@ -101,7 +101,7 @@ fn frontends(proxy: &KubeProxy, sites: &[Site]) -> Result<Vec<Frontend>> {
     Ok(frontends)
 }
 
-/// What is sent to a Service's ports of these numbers, and as what it arrives at the first backend.
+/// Probes to a Service's ports of these numbers, and the ports at which they arrive at the first backend.
 fn ports(service: &ProxiedService, number: impl Fn(&ProxiedPort) -> Option<u16>) -> Vec<(Protocol, Protocol)> {
     let sent_and_arrived = |port: &ProxiedPort| {
         let of_number = match port.protocol {

@@ -28,9 +28,9 @@ pub struct Suite {
 pub struct SuiteCase {
     /// Its number in the data.
     pub id: u32,
-    /// What it is about.
+    /// Its subject.
     pub description: String,
-    /// What it uses, such as `named-port`.
+    /// The features that it uses, such as `named-port`.
     pub tags: BTreeSet<String>,
     /// At least one.
     pub steps: Vec<SuiteStep>,
@@ -49,7 +49,7 @@ pub struct SuiteStep {
 #[derive(Deserialize)]
 pub struct SuiteState {
     namespaces: Vec<SuiteNamespace>,
-    /// Of all namespaces.
+    /// Objects of all namespaces.
     pub pods: Vec<SuitePod>,
     policies: Option<Vec<Value>>,
 }

@@ -138,7 +138,7 @@ impl Fixture {
         self.scratch.save(&self.manifests.join(file), content).unwrap();
     }
 
-    /// Saves all manifests and waits until the change is in force, with tcx some milliseconds after it is published.
+    /// Saves all manifests and waits until the change is in effect, with tcx some milliseconds after it is published.
     pub(crate) fn enforce(&self, yaml: &str) {
         const LIMIT: Duration = Duration::from_secs(20);
         let seen = self.daemon.log().len();

@@ -81,7 +81,7 @@ impl Forger {
     }
 }
 
-/// What the kernel is to do with a frame: `struct virtio_net_hdr` (include/uapi/linux/virtio_net.h).
+/// Work that the kernel is to do on a frame: `struct virtio_net_hdr` (include/uapi/linux/virtio_net.h).
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct VirtioHeader {
     pub(crate) flags: u8,

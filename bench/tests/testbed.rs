@@ -32,7 +32,7 @@ fn node_with_pods(label: &str, pods: u8) -> Node {
 const SERVICES: [EchoService; 3] = [EchoService::Tcp(80), EchoService::Udp(53), EchoService::Sctp(80)];
 
 #[test]
-fn kernel_forwarding_lets_every_site_reach_every_other_over_both_families() {
+fn kernel_forwarding_lets_every_site_reach_every_other() {
     let mut node = node_with_pods("all", 5);
     let outside = node.add_outside("outside").unwrap();
     let mut sites: Vec<Site> = vec![(&node).into(), (&outside).into()];
@@ -128,7 +128,7 @@ fn silence_and_a_wrong_server_are_detected() {
 }
 
 #[test]
-fn the_inventory_reports_own_leftovers_and_ignores_other_processes() {
+fn the_inventory_reports_leftovers_of_this_process_alone() {
     let own = Namespace::new("pins").unwrap();
     let looked = own.clone();
     // On a separate thread: no other thread sees what it mounts.

@@ -12,7 +12,8 @@ use penstock_policy::model::{Object, ObjectChange};
 use penstock_replay::batch::PacketBatch;
 use penstock_replay::capture::{CaptureFile, InterfaceId, Record, Time};
 use penstock_replay::cluster::{HOST, ReplayCluster, UPLINK};
-use penstock_replay::player::{Decision, EntryPoint, Player, fill_up};
+use penstock_replay::player::{Decision, EntryPoint, Player};
+use penstock_replay::truncated::fill_up;
 use penstock_sources::manifest::{self, read_manifests};
 
 use crate::case::root;

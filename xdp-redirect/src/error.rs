@@ -88,7 +88,7 @@ pub enum AttachError {
     Filter {
         /// The interface.
         interface: String,
-        /// What the kernel said.
+        /// The kernel's message.
         source: libbpf_rs::Error,
     },
     /// The kernel rejected a tcx program.

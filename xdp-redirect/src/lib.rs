@@ -69,7 +69,7 @@ pub enum Role {
     Uplink,
 }
 
-/// What happens to a packet if its queue has no socket (a miss).
+/// The fate of a packet whose queue has no socket (a miss).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum OnMiss {
     /// It is dropped: without a worker nothing passes.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use libbpf_rs::{MapCore, MapFlags};
 
-/// What the program did with a packet, and why. Numbered as `enum outcome` in `src/bpf/outcome.h`.
+/// The fate of a packet in the program, and why. Numbered as `enum outcome` in `src/bpf/outcome.h`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 #[repr(u8)]
 pub enum XdpOutcome {

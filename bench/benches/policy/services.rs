@@ -29,6 +29,7 @@ fn service(number: usize) -> ObjectChange {
         protocol: PortProtocol::Tcp,
         number: PORT,
         target: TargetPort::Number(8080),
+        node_port: None,
     };
     ObjectChange::Set(Object::Service(Service {
         key: key(0, format!("service-{number}")),

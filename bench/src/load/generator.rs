@@ -198,7 +198,8 @@ impl PacketSocket {
     pub fn received(&self, time: Duration) -> Result<Vec<Vec<u8>>> {
         let deadline = Instant::now() + time;
         let mut frames = Vec::new();
-        let mut buffer = vec![0; 4096];
+        // Longer than any packet of a link with jumbo frames.
+        let mut buffer = vec![0; 16 << 10];
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             self.socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;

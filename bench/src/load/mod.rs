@@ -24,9 +24,9 @@ pub use meter::{DatagramCounts, UdpMeter};
 pub use search::{RateSearch, RateSearchResult};
 pub use sink::UdpSink;
 pub use streams::{connections_at, connections_for, streams_for};
-pub use traffic::{FrameLengths, Traffic, UdpFrames};
+pub use traffic::{FrameLengths, PORTS, Traffic, UdpFrames};
 pub use transactions::{TransactionEnds, connected_transactions, round_trips};
-pub use trial::{PORTS, PROBE_PORT, ProbeMode, ProbeStats, Trial, TrialResult, of_length};
+pub use trial::{PROBE_PORT, ProbeMode, ProbeStats, Trial, TrialResult, of_length};
 
 use anyhow::{Context, Result};
 use nix::errno::Errno;

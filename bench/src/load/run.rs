@@ -10,15 +10,15 @@ use nix::errno::Errno;
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrIn, recvmsg};
 
 use super::generator::{Generator, UdpFlow};
-use super::traffic::{FrameTemplates, RandomSyns, SLOTS, Traffic, read_stamp};
-use super::trial::{PORTS, PROBE_PORT, ProbeMode, ProbeStats, Trial};
+use super::traffic::{FrameTemplates, PORTS, RandomSyns, SLOTS, Traffic, read_stamp};
+use super::trial::{PROBE_PORT, ProbeMode, ProbeStats, Trial};
 
 /// Source port of probes on an established connection, and the first source port of first-packet probes.
 pub(super) const PROBE_SOURCE: u16 = 1024;
 /// Maximum number of frames per system call in a paced trial.
 const BURST: usize = 32;
 
-/// What one call of [`RunningTrial::send_for`] sent.
+/// Packets that one call of [`RunningTrial::send_for`] sent.
 pub(super) struct SendCounts {
     pub(super) taken: u64,
     pub(super) refused: u64,

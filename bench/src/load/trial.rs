@@ -1,6 +1,5 @@
 //! Parameters and results of a trial.
 
-use std::ops::Range;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -8,12 +7,10 @@ use hdrhistogram::Histogram;
 
 use super::traffic::{FrameLengths, Traffic};
 
-/// Destination ports of counted packets.
-pub const PORTS: Range<u16> = 9000..9060;
 /// The destination port of probes.
 pub const PROBE_PORT: u16 = 9060;
 
-/// What probes do.
+/// The kind of probes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum ProbeMode {
     /// Nothing.
@@ -31,7 +28,7 @@ pub struct ProbeStats {
     pub sent: u64,
     /// Probes that arrived unchanged.
     pub arrived: u64,
-    /// Of those, probes that arrived after a later one.
+    /// Probes among those that arrived after a later one.
     pub reordered: u64,
     /// Probes that arrived changed.
     pub corrupted: u64,

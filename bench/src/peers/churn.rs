@@ -60,7 +60,7 @@ pub fn churn(testbed: &PodChurn, a_second: f64, ends: &AtomicBool) -> Result<u32
     Ok(made)
 }
 
-/// What [`churn`] needs of a testbed.
+/// The parts of a testbed that [`churn`] needs.
 pub struct PodChurn {
     node: Namespace,
     reload: ManifestReloader,

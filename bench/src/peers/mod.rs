@@ -135,7 +135,7 @@ impl Peer {
     }
 }
 
-/// What a running peer consists of.
+/// The parts of a running peer.
 enum RunningPeer {
     Rules,
     Penstock(Box<Daemon>),

@@ -9,7 +9,7 @@ use anyhow::Result;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use socket2::{Domain, Socket, Type};
 
-use super::server::reply_to;
+use super::reply_to;
 use super::{Probe, ProbeOutcome, Protocol, sctp};
 use crate::testbed::Namespace;
 
@@ -34,7 +34,7 @@ pub(super) struct Attempt {
     received: Vec<u8>,
 }
 
-/// What a socket's reads contain beside the answer.
+/// How a socket's reads frame the answer.
 #[derive(Clone, Copy)]
 enum Framing {
     None,

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-use super::server::reply_to;
+use super::reply_to;
 use crate::load::segments;
 use crate::testbed::Namespace;
 

@@ -20,6 +20,13 @@ pub use attempt::time_until_reached;
 pub use echo_connection::EchoConnection;
 pub use server::{EchoServers, EchoService};
 
+/// The reply of the server with this identity to a request.
+fn reply_to(identity: u32, request: &[u8]) -> Vec<u8> {
+    let mut reply = identity.to_be_bytes().to_vec();
+    reply.extend(request.iter().map(|byte| !byte));
+    reply
+}
+
 /// An end of a probe: a namespace with its addresses.
 #[derive(Clone)]
 pub struct Site {
@@ -66,7 +73,7 @@ pub struct Frontend {
     pub addresses: Vec<IpAddr>,
     /// Index of the site that answers.
     pub to: usize,
-    /// What is sent to it, and as what that arrives at the site.
+    /// The protocol and port that is sent to, and the one at which it arrives at the site.
     pub ports: Vec<(Protocol, Protocol)>,
 }
 

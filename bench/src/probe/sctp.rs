@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 
 use socket2::{Domain, Socket, Type};
 
-use super::server::reply_to;
+use super::reply_to;
 
 /// IP protocol number.
 const NUMBER: i32 = 132;

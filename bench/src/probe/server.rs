@@ -10,7 +10,7 @@ use anyhow::{Context, Result};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-use super::{Site, sctp};
+use super::{Site, reply_to, sctp};
 
 /// A service on each of a site's addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -21,13 +21,6 @@ pub enum EchoService {
     Udp(u16),
     /// Answers the first packet of each association with the server's identity and the packet's tag, inverted.
     Sctp(u16),
-}
-
-/// The reply of the server with this identity to a request.
-pub(super) fn reply_to(identity: u32, request: &[u8]) -> Vec<u8> {
-    let mut reply = identity.to_be_bytes().to_vec();
-    reply.extend(request.iter().map(|byte| !byte));
-    reply
 }
 
 /// The running servers of one site; they stop when this is dropped.
@@ -159,11 +152,15 @@ fn echo(stream: &mut TcpStream) -> bool {
     }
 }
 
+/// Answers what has come, but no server, itself included: two would answer each other for ever.
 fn answer(socket: &UdpSocket, identity: u32) {
+    let own = socket.local_addr().map(|address| address.port());
     let mut buffer = [0; 4096];
     while let Ok((length, from)) = socket.recv_from(&mut buffer) {
-        // A reply that cannot be sent is a reply that does not arrive; the probe detects it.
-        let _ = socket.send_to(&reply_to(identity, &buffer[..length]), from);
+        if own.as_ref().is_ok_and(|own| *own != from.port()) {
+            // A reply that cannot be sent is a reply that does not arrive; the probe detects it.
+            let _ = socket.send_to(&reply_to(identity, &buffer[..length]), from);
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! What this process has created on the machine, to verify that it leaves nothing behind.
+//! Lists what this process has created on the machine, to verify that it leaves nothing behind.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::Result;
 
 use super::namespace::{DIRECTORY, made, owner};
-use super::netlink::{Netlink, network_state};
+use super::namespace::{Netlink, network_state};
 
 /// Namespaces and child processes of this process, the machine's links, addresses and routes, and objects pinned in the
 /// BPF file system for this process' namespaces. Two inventories, before and after, must not differ.

@@ -248,7 +248,7 @@ impl<'a> Rules<'a> {
     }
 }
 
-/// What iptables mode has of each port: rules and chains, as text.
+/// The part of each port in iptables mode: rules and chains, as text.
 #[derive(Default)]
 struct IptablesEntries {
     services: String,
@@ -288,7 +288,7 @@ impl IptablesEntries {
     }
 }
 
-/// What nftables mode has of each port: elements of its maps, and chains as text.
+/// The part of each port in nftables mode: elements of its maps, and chains as text.
 #[derive(Default)]
 struct NftablesEntries {
     services: Vec<String>,

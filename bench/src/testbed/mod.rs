@@ -14,7 +14,6 @@ mod daemon;
 mod inventory;
 mod kube_proxy;
 mod namespace;
-mod netlink;
 mod node;
 mod offloads;
 mod process;
@@ -29,8 +28,7 @@ pub use kube_proxy::{
     KubeProxy, POD_NETWORKS, ProxiedPort, ProxiedService, ProxyMode, SERVICE_NETWORKS, ServiceProtocol,
     masquerade_outside, read_services,
 };
-pub use namespace::{DIRECTORY, Namespace};
-pub use netlink::{Netlink, RouteVia, network_state};
+pub use namespace::{DIRECTORY, Namespace, Netlink, RouteVia, network_state};
 pub use node::{Gateways, Node, Outside, Pod};
 pub use offloads::Offload;
 pub use process::ServiceProcess;

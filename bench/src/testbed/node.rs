@@ -8,7 +8,7 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 use super::kube_proxy::service_networks;
 use super::namespace::Namespace;
-use super::netlink::{Netlink, RouteVia};
+use super::namespace::{Netlink, RouteVia};
 
 /// MTU of pods' veths, unless another is asked for.
 pub(super) const MTU: u32 = 1500;

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, bail};
 use ipnet::IpNet;
 
 use super::namespace::Namespace;
-use super::netlink::{Netlink, RouteVia};
+use super::namespace::{Netlink, RouteVia};
 use super::node::{self, Gateways, MTU, Node, Outside, every, forwarding, settle_pair};
 
 /// How a node reaches the pods of another node.

@@ -65,7 +65,7 @@ fn all_nodes_write_one_event_at_a_policy_that_is_not_understood() {
 }
 
 #[test]
-fn who_may_not_write_events_follows_all_the_same_and_who_is_no_node_writes_none() {
+fn a_daemon_without_rights_to_events_follows_all_the_same() {
     let server = server();
     shop(&server);
     server.fake().unwrap().set_readable(Resource::Events, false);

@@ -81,7 +81,7 @@ fn nothing_is_reported_until_all_kinds_are_listed() {
 }
 
 #[test]
-fn long_lists_are_paginated_and_requested_whole_when_a_page_expires() {
+fn long_lists_are_paged_and_read_whole_if_a_page_expires() {
     let server = server(false);
     server.admin().create(&namespace("many")).unwrap();
     let pods: Vec<_> = (0..1_200).map(|number| numbered_pod("many", number)).collect();
@@ -152,7 +152,7 @@ fn an_expired_token_is_reloaded() {
 }
 
 #[test]
-fn cluster_policies_are_followed_once_they_are_defined_and_dropped_when_they_no_longer_are() {
+fn cluster_policies_are_followed_while_they_are_defined() {
     let server = server(true);
     shop(&server);
     let mut follower = Follower::start(&server);
@@ -166,7 +166,7 @@ fn cluster_policies_are_followed_once_they_are_defined_and_dropped_when_they_no_
     server.admin().create(&cluster_policy("guard", "Deny")).unwrap();
     follower.catch_up(&server);
     assert!(!reaches(&follower) && follower.health(kind).objects == 1);
-    // What cannot be read leaves the last version in force, and is counted.
+    // An object that cannot be read leaves the last version in effect, and is counted.
     server.admin().replace(&cluster_policy("guard", "Log")).unwrap();
     for _ in 0..100 {
         if follower.health(kind).invalid == 0 {

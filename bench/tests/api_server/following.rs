@@ -47,7 +47,7 @@ fn the_shipped_role_suffices_to_follow_policies_into_the_tables() {
 }
 
 #[test]
-fn a_staged_policy_is_followed_and_in_force_only_without_its_annotation() {
+fn a_staged_policy_counts_only_without_its_annotation() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);
@@ -134,7 +134,7 @@ fn after_a_server_restart_following_resumes_without_loss() {
 }
 
 #[test]
-fn after_a_compaction_everything_is_relisted_and_deleted_objects_are_removed() {
+fn after_a_compaction_all_is_listed_and_what_is_gone_removed() {
     let server = ApiServer::start(None).unwrap();
     shop(&server);
     let mut follower = Follower::start(&server);

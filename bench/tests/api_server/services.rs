@@ -68,7 +68,7 @@ fn backend_nodes(follower: &Follower) -> Vec<Option<String>> {
 }
 
 #[test]
-fn endpoint_slices_are_followed_as_v1_where_it_is_served_and_else_as_v1beta1() {
+fn endpoint_slices_are_followed_as_v1_or_else_v1beta1() {
     for (served, followed) in
         [(&[STABLE][..], STABLE), (&[OLD], OLD), (&[STABLE, OLD], STABLE), (&[OLD, STABLE], STABLE)]
     {
@@ -91,7 +91,7 @@ fn endpoint_slices_are_followed_as_v1_where_it_is_served_and_else_as_v1beta1() {
 }
 
 #[test]
-fn an_upgrade_of_the_server_to_another_version_of_endpoint_slices_is_followed() {
+fn a_servers_new_version_of_endpoint_slices_is_followed() {
     let server = server();
     fake(&server).serve_slices_as(&[OLD]);
     shop_with_service(&server, OLD);
@@ -106,7 +106,7 @@ fn an_upgrade_of_the_server_to_another_version_of_endpoint_slices_is_followed() 
 }
 
 #[test]
-fn a_server_without_endpoint_slices_is_an_error_and_nothing_is_in_force() {
+fn a_server_without_endpoint_slices_is_an_error() {
     let server = server();
     shop_with_service(&server, STABLE);
     fake(&server).serve_slices_as(&[]);
@@ -126,7 +126,7 @@ fn a_server_without_endpoint_slices_is_an_error_and_nothing_is_in_force() {
 }
 
 #[test]
-fn without_the_setting_services_alone_are_read_and_no_right_is_needed() {
+fn without_the_setting_endpoints_need_no_right() {
     let server = server();
     shop_with_service(&server, STABLE);
     RESOURCES.into_iter().for_each(|resource| fake(&server).set_readable(resource, false));

@@ -18,7 +18,7 @@ use crate::shell::eventually;
 /// One case in so many, others with each CNI plugin. All of them run between namespaces (`make test-long`).
 const SHARE: usize = 12;
 
-/// Of each pod to each other pod, over TCP, UDP and SCTP, on one node and on two: as soon as the plugin says that policy is in force.
+/// From each pod to each other pod, over TCP, UDP and SCTP, on one node and on two: as soon as the plugin says that policy is in effect.
 pub(crate) fn conformance_cases_hold(cluster: &mut RealCluster) -> Result<()> {
     let suite = Suite::find();
     let places = PodPlacement::new(&suite, by_turns);
@@ -99,7 +99,7 @@ fn enter(cluster: &RealCluster, pods: &BTreeSet<String>) -> Result<Vec<Site>> {
         .collect()
 }
 
-/// What the API server has of the suite's objects, by kind, namespace and name.
+/// Objects of the suite at the API server, by kind, namespace and name.
 #[derive(Default)]
 struct Applied(BTreeMap<[String; 3], Value>);
 

@@ -33,7 +33,7 @@ pub(crate) struct ControlPlane {
     /// The API server, while it runs.
     api_server: Option<ServiceProcess>,
     _others: Vec<ServiceProcess>,
-    /// What is outside of the nodes: clients there are no pods.
+    /// The machine outside of the nodes: clients there are no pods.
     pub(crate) world: Namespace,
     kubernetes: Kubernetes,
     directory: PathBuf,

@@ -12,7 +12,7 @@ use crate::shell::{eventually, output, start};
 
 const README: &str = include_str!("../../../README.md");
 const PAGE: &str = include_str!("../../../docs/install/cluster.md");
-/// What README builds, without its registry. `make image` builds the same, under this name.
+/// The image that README builds, without its registry. `make image` builds the same, under this name.
 const IMAGE: &str = concat!("penstock:", env!("CARGO_PKG_VERSION"));
 
 const MANIFESTS: &str = "documented/configs/kubernetes";
@@ -76,7 +76,7 @@ pub(crate) fn install(cluster: &RealCluster) -> Result<String> {
     Ok(printed)
 }
 
-/// What takes Penstock away for good.
+/// The commands that take Penstock away for good.
 pub(crate) fn remove(cluster: &RealCluster) -> Result<()> {
     run(cluster, block(PAGE, "Remove")?)?;
     cluster.note_removed();

@@ -1,4 +1,4 @@
-//! What Penstock costs in the cluster: the same pods with it and without it, in turn.
+//! Measures the cost of Penstock in the cluster: the same pods with it and without it, in turn.
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -31,7 +31,7 @@ fn plugin(cluster: &RealCluster, arguments: &[&str]) -> Result<Command> {
     Ok(command)
 }
 
-/// What it prints, once it has ended with this code.
+/// The output of the command, once it has ended with this code.
 pub(crate) fn run(cluster: &RealCluster, arguments: &[&str], code: i32) -> Result<(String, String)> {
     let output = plugin(cluster, arguments)?.output()?;
     let text = |bytes| String::from_utf8_lossy(bytes).into_owned();
@@ -98,7 +98,7 @@ pub(crate) fn the_plugin_counts_hits_of_rules_of_all_nodes(cluster: &mut RealClu
         let rule = rule.with_context(|| format!("{policy} is not listed: {rules}"))?;
         Ok((rule["hits"].as_u64().context("hits")?, rule["nodes"].as_u64().context("nodes")?))
     };
-    // Of a pod of the first node, and of one of the second.
+    // One pod is on the first node, the other on the second.
     for (policy, from, to, port) in
         [("shop/web-is-open", FROM, "shop/web", 8080), ("shop/db-from-api", "shop/api", "shop/db", 9090)]
     {
@@ -137,7 +137,7 @@ pub(crate) fn the_plugin_waits_until_a_policy_is_in_force(cluster: &mut RealClus
     expect_reached(cluster, FROM, TO, 8080, true)
 }
 
-/// What must be switched on: captures, of both ends in one file and as bundles, and policies to try.
+/// Settings that must be switched on: captures, of both ends in one file and as bundles, and policies to try.
 pub(crate) fn the_plugin_captures_and_tries_on_all_nodes(cluster: &mut RealCluster) -> Result<()> {
     cluster.switch_all_on()?;
     both_ends_are_in_one_file(cluster)?;
@@ -166,7 +166,7 @@ fn expect_no_capture(cluster: &RealCluster) -> Result<()> {
     Ok(())
 }
 
-/// What is denied and what is allowed, by the nodes of both ends; then without the cluster.
+/// Denied and allowed connections, by the nodes of both ends; then without the cluster.
 fn a_bundle_of_each_node_replays_to_the_same_verdicts(cluster: &RealCluster) -> Result<()> {
     let scratch = ScratchDir::new()?;
     let directory = scratch.path().join("incident");

@@ -53,7 +53,7 @@ impl Kubernetes {
         format!("{}:{}", self.directory.display(), std::env::var("PATH").unwrap_or_default())
     }
 
-    /// What the programs say of their versions, for the results of suites.
+    /// Versions as the programs tell them, for the results of suites.
     pub(crate) fn versions(&self) -> Result<String> {
         let kubernetes = output(Command::new(self.program("kube-apiserver")).arg("--version"))?;
         let mode = self.proxy_mode.name();

@@ -1,4 +1,4 @@
-//! What the cluster may not leave on the machine.
+//! Checks that the cluster leaves nothing on the machine.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -102,7 +102,7 @@ const REMOVALS: [(&str, Test); 3] = [
     ("nothing_is_left_on_a_node_after_uninstall", uninstall::nothing_is_left_on_a_node),
 ];
 
-/// What `make bench-cluster` measures.
+/// The measurements of `make bench-cluster`.
 const FIGURES: [(&str, Test); 1] = [("figures", figures::figures)];
 
 /// `PENSTOCK_KUBERNETES`: the programs of Kubernetes, and etcd. `PENSTOCK_KUBE_PROXY_MODE`: iptables, or nftables.
@@ -131,7 +131,7 @@ impl Group {
     }
 }
 
-/// What runs.
+/// The tests that run.
 fn groups() -> Vec<Group> {
     if std::env::var_os("PENSTOCK_FIGURES").is_some() {
         return vec![Group::new(&FIGURES, &Cni::ALL, true)];

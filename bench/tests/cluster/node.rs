@@ -36,7 +36,7 @@ impl Cni {
     }
 }
 
-/// What is fixed for a node of this number.
+/// Names and addresses of a node of this number.
 #[derive(Clone, Copy)]
 pub(crate) struct NodeNumber(pub(crate) u8);
 
@@ -265,7 +265,7 @@ fn control_group(node: &str) -> String {
     format!("{CONTROL_GROUPS}{}-{node}", std::process::id())
 }
 
-/// What the names of all control groups of these tests begin with.
+/// The beginning of the names of all control groups of these tests.
 pub(crate) const CONTROL_GROUPS: &str = "penstock-test-";
 
 /// Makes the node's control groups, which the guard removes with all below them.

@@ -18,12 +18,12 @@ use crate::kubernetes::Kubernetes;
 use crate::node::{Cni, NodeNumber, RealNode};
 use crate::shell::{eventually, output};
 
-/// What every pod of the workload serves.
+/// The ports that every pod of the workload serves.
 const SERVED: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(5353)];
 /// For pods to start, once their images are there.
 const START: Duration = Duration::from_secs(180);
 
-/// What is built once.
+/// The programs that are built once.
 #[derive(Clone)]
 pub(crate) struct Parts {
     pub(crate) kubernetes: Kubernetes,
@@ -43,7 +43,7 @@ pub(crate) struct RealCluster {
     _settings: CleanupGuard,
 }
 
-/// What Penstock's daemons run with.
+/// The settings of Penstock's daemons.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Configuration {
     /// There are none.
@@ -278,7 +278,7 @@ impl RealCluster {
         self.kubectl(&[&["-n", "kube-system", "exec", &pod, "-c", "penstock", "--", "penstock"], arguments].concat())
     }
 
-    /// What the daemon of a node has logged; `since`: such as `60s`.
+    /// The log of a node's daemon; `since`: such as `60s`.
     pub(crate) fn log_of_penstock(&self, node: usize, since: &str) -> Result<String> {
         let pod = self.penstock_on(node)?;
         self.kubectl(&["-n", "kube-system", "logs", &pod, "-c", "penstock", &format!("--since={since}")])
@@ -358,7 +358,7 @@ fn is_ready(node: &Value) -> bool {
     conditions.into_iter().flatten().any(|condition| condition["type"] == "Ready" && condition["status"] == "True")
 }
 
-/// What a kubelet sets for the whole machine.
+/// Settings that a kubelet changes for the whole machine.
 pub(crate) fn kept_settings() -> Vec<(PathBuf, String)> {
     let names = [
         "vm/overcommit_memory",

@@ -15,7 +15,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// From one node to the other.
 const FROM: (&str, usize) = ("lab/guest", 1);
 const TO: (&str, usize) = ("ops/monitor", 0);
-/// What egress policy denies.
+/// A connection that egress policy denies.
 const DENIED: (&str, &str, u16) = ("lab/builder", "lab/guest", 9090);
 
 /// Both nodes record a connection between them, with the pods' names and nodes; the sender's node what policy denies. A

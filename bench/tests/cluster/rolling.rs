@@ -16,7 +16,7 @@ use crate::shell::eventually;
 const REPLICAS: u64 = 4;
 /// For all replicas to be there, or to be replaced.
 const ROLLOUT: Duration = Duration::from_secs(240);
-/// What an answer may take.
+/// The time that an answer may take.
 const ANSWER: Duration = Duration::from_secs(5);
 
 /// A connection through a Service, to the server that it got.

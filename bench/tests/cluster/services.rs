@@ -107,7 +107,7 @@ pub(crate) fn policy_holds_for_clients_of_a_node_port(cluster: &mut RealCluster)
     rows.push((web, "shop/api", nodes[0], Protocol::Tcp(30082), true));
     rows.push((&outside, "shop/db", nodes[1], Protocol::Tcp(30090), true));
     rows.push((dash, "shop/db", nodes[1], Protocol::Tcp(30090), false));
-    // What the other node masquerades comes from that node.
+    // A packet that the other node masquerades comes from that node.
     rows.push((&outside, "shop/db", nodes[0], Protocol::Tcp(30090), false));
     // With externalTrafficPolicy: Local nothing is masqueraded, and only the pod's node answers.
     rows.push((&outside, "shop/db", nodes[1], Protocol::Tcp(30091), true));

@@ -14,7 +14,7 @@ use crate::shell::output;
 
 /// Which of Kubernetes' tests.
 struct Selection {
-    /// Of the file with the results.
+    /// The name of the file with the results.
     name: &'static str,
     title: &'static str,
     /// Ginkgo's label filter, and expressions that the tests' names match, or may not match.
@@ -33,7 +33,7 @@ const NETWORK_POLICY: Selection = Selection {
     at_least: 45,
 };
 
-/// What needs a cloud, a feature that is off by default or a cluster of its own is not selected.
+/// Tests that need a cloud, a feature that is off by default or a cluster of their own are not selected.
 const SIG_NETWORK: Selection = Selection {
     name: "kubernetes-sig-network",
     title: "Services, networking, host ports, connection tracking and DNS, Kubernetes' end-to-end tests",
@@ -92,7 +92,7 @@ pub(crate) fn cluster_network_policy(cluster: &mut RealCluster) -> Result<()> {
     Ok(())
 }
 
-/// What tests do not pass, or skip themselves, and why: lines such as `PART OF ITS NAME: REASON`.
+/// Tests that do not pass, or skip themselves, and why: lines such as `PART OF ITS NAME: REASON`.
 const EXPLAINED: &str = include_str!("suites-explained.txt");
 
 fn explanation(test: &str) -> Option<&'static str> {
@@ -186,7 +186,7 @@ fn summary(outcomes: &[Outcome]) -> String {
     format!("{passed} passed, {} failed, {skipped} skipped", outcomes.len() - passed - skipped)
 }
 
-/// Of all that ran, with the commit and the day.
+/// Versions of all that ran, with the commit and the day.
 fn versions(cluster: &RealCluster) -> Result<String> {
     let containerd = output(Command::new(cluster.plane.kubernetes().program("containerd")).arg("--version"))?;
     let kernel = output(Command::new("uname").arg("-r"))?;

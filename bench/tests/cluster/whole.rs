@@ -1,4 +1,4 @@
-//! What anyone expects of Penstock in a cluster.
+//! Tests what anyone expects of Penstock in a cluster.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::node::RealNode;
 use crate::real_cluster::{RealCluster, STARTUP_TAINT};
 use crate::shell::eventually;
 
-/// Of each pod to each pod, both families, three ports: as the engine evaluates the objects that the API server has.
+/// From each pod to each pod, both families, three ports: as the engine evaluates the objects that the API server has.
 pub(crate) fn pods_reach_each_other_as_policy_says(cluster: &mut RealCluster) -> Result<()> {
     pods_reach_each_other(cluster)
 }
@@ -49,7 +49,7 @@ pub(crate) fn uplinks_are_no_obstacle_beside_kube_proxy(cluster: &mut RealCluste
     pods_reach_each_other(cluster)
 }
 
-/// What docs and README show: status, flows and a bundle, by `kubectl exec`.
+/// Commands of docs and README: status, flows and a bundle, by `kubectl exec`.
 pub(crate) fn commands_answer_in_the_pods(cluster: &mut RealCluster) -> Result<()> {
     for node in 0..cluster.nodes.len() {
         let status = cluster.penstock(node, &["status"])?;
@@ -172,7 +172,7 @@ pub(crate) fn what_policy_denies_stays_denied_without_a_daemon(cluster: &mut Rea
     })
 }
 
-/// Nodes that are registered with a taint take pods once policy is in force there.
+/// Nodes that are registered with a taint take pods once policy is in effect there.
 pub(crate) fn a_ready_daemon_removes_the_startup_taint(cluster: &mut RealCluster) -> Result<()> {
     let node = cluster.nodes[1].number.name();
     for taint in [STARTUP_TAINT, "dedicated"] {

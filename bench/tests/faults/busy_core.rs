@@ -39,7 +39,7 @@ fn times(schedstat: &str) -> (Duration, Duration) {
 }
 
 #[test]
-fn a_realtime_worker_does_not_wait_for_a_busy_process_on_its_core() {
+fn a_realtime_worker_does_not_wait_for_a_busy_process() {
     let fixture = Fixture::of(&pods(2), |_, config| {
         // All packets through the worker.
         config.offload = false;

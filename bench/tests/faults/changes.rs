@@ -66,7 +66,7 @@ fn remake_pods(times: u32) {
 }
 
 #[test]
-fn a_pod_is_served_while_the_object_of_its_addresss_previous_owner_exists() {
+fn a_pod_is_served_beside_its_addresss_previous_owner() {
     const TIMEOUT: Duration = Duration::from_secs(30);
     let only_heir = "  ingress: [{from: [{podSelector: {matchLabels: {app: heir}}}]}]\n";
     let mut fixture = Fixture::of(&(pods(2) + &policy("only", "pod-1", only_heir)), |_, _| {});
@@ -96,13 +96,13 @@ fn a_pod_is_served_while_the_object_of_its_addresss_previous_owner_exists() {
 }
 
 #[test]
-fn rapid_policy_changes_lose_no_allowed_packet_and_pass_no_denied_one() {
+fn rapid_policy_changes_lose_none_allowed_and_pass_none_denied() {
     storm(Duration::from_secs(2), Duration::from_millis(10));
 }
 
 #[test]
 #[ignore = "takes ten seconds of a machine that is quiet; make test-long runs it"]
-fn a_thousand_policy_changes_in_ten_seconds_lose_no_allowed_packet() {
+fn a_thousand_policy_changes_lose_no_allowed_packet() {
     storm(Duration::from_secs(10), Duration::from_millis(10));
 }
 

@@ -87,8 +87,8 @@ fn drops(port: &PortStatus, cause: &str) -> u64 {
 }
 
 #[test]
-fn a_flood_from_one_pod_costs_others_at_most_a_fifth_of_their_throughput() {
-    // What is flooded is under policy: otherwise nothing would be kept back.
+fn a_flood_costs_others_at_most_a_fifth_of_throughput() {
+    // The flooded pod is under policy: otherwise nothing would be kept back.
     let policies = policy("asks", "pod-0", "  ingress: []\n") + &policy("flooded", "pod-3", "  ingress: [{}]\n");
     let fixture = Fixture::of(&(pods(4) + &policies), |_, config| {
         config.conntrack = format!("mapping = \"off\"\nentries = 65536\nquota = {QUOTA}\n");

@@ -29,7 +29,7 @@ struct Scale {
     length: Duration,
 }
 
-/// Of `make test`.
+/// The time in `make test`.
 const SHORT: Scale =
     Scale { conntrack: "entries = 16384\n", per_pod: 4096, rate: 10e3, length: Duration::from_millis(1500) };
 /// The defaults, for a minute.
@@ -226,7 +226,7 @@ fn refused_so_far(fixture: &Fixture) -> u64 {
     of("quota_exceeded") + of("table_full")
 }
 
-/// What is wrong with new connections during a flood, if anything.
+/// The fault of new connections during a flood, if there is one.
 fn why_not_withstood(
     kind: (FloodPackets, u16),
     sources: FloodSources,
@@ -305,6 +305,6 @@ fn an_outside_flood_breaks_no_connection_and_blocks_no_new_one() {
 
 #[test]
 #[ignore = "takes ten minutes; make test-long runs it"]
-fn a_minute_of_each_outside_flood_breaks_no_connection_and_blocks_no_new_one() {
+fn a_minute_of_each_outside_flood_breaks_no_connection() {
     assert_withstands(&LONG);
 }

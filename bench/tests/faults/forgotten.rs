@@ -107,7 +107,7 @@ fn connections_lost_at_both_ends_reopen_from_the_same_ports() {
 }
 
 #[test]
-fn a_recreated_machine_reopens_its_connections_from_the_same_ports() {
+fn a_recreated_machine_reopens_connections_from_its_ports() {
     let mut machine = None;
     let mut fixture = Fixture::of(&pods(1), |cluster, _| machine = Some(cluster.node.add_outside("outside").unwrap()));
     let server = fixture.site("test/pod-0").clone();

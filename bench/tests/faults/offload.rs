@@ -33,7 +33,7 @@ fn fixture() -> Fixture {
     fixture
 }
 
-/// Saves the policy of `pod-1` and waits until it is in force.
+/// Saves the policy of `pod-1` and waits until it is in effect.
 fn publish(fixture: &Fixture, spec: &str) {
     let before = fixture.status().published;
     fixture.save("policy.yaml", policy("served", "pod-1", spec).trim_start_matches("---\n"));
@@ -54,7 +54,7 @@ fn outcome(fixture: &Fixture, from: &str) -> ProbeOutcome {
 }
 
 #[test]
-fn established_connections_lose_no_packet_while_the_daemon_is_killed_or_replaced() {
+fn established_connections_lose_nothing_by_a_kill_or_upgrade() {
     let mut fixture = fixture();
     let (client, epoch) = (fixture.site("test/pod-0").clone(), Instant::now());
     let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
@@ -105,9 +105,9 @@ impl Flows {
 }
 
 #[test]
-fn a_daemon_takes_over_while_established_connections_lose_no_packet() {
+fn established_connections_lose_nothing_by_a_takeover() {
     let mut fixture = fixture();
-    // What the next daemon needs stays, whatever is set for the end.
+    // The parts that the next daemon needs stay, whatever is set for the end.
     fixture.change_config(|config| {
         config.sections = config.sections.replace("on_exit = \"keep\"", "on_exit = \"restore\"");
     });
@@ -186,7 +186,7 @@ fn a_daemon_with_a_table_of_another_size_takes_over() {
 }
 
 #[test]
-fn a_daemon_that_is_ended_before_it_knows_all_objects_takes_nothing_over() {
+fn a_daemon_ended_before_it_knows_all_takes_nothing_over() {
     let fixture = fixture();
     let next = fixture.start_successor_without_server();
     next.log().wait_for_after(0, "another daemon runs here", LIMIT).unwrap();
@@ -199,7 +199,7 @@ fn a_daemon_that_is_ended_before_it_knows_all_objects_takes_nothing_over() {
 }
 
 #[test]
-fn a_process_that_has_handed_over_fails_when_the_next_daemon_is_gone() {
+fn a_process_that_handed_over_fails_without_the_next_one() {
     let mut fixture = fixture();
     let before = fixture.take_over();
     before.log().wait_for_after(0, "handed over to another daemon", LIMIT).unwrap();
@@ -212,7 +212,7 @@ fn a_process_that_has_handed_over_fails_when_the_next_daemon_is_gone() {
 }
 
 #[test]
-fn while_a_policy_that_denies_them_is_in_force_no_packet_of_established_connections_passes() {
+fn no_packet_of_a_denied_established_connection_passes() {
     let fixture = fixture();
     let epoch = Instant::now();
     let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);

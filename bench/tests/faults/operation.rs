@@ -61,7 +61,7 @@ fn tcp(fixture: &Fixture, port: u16) -> ProbeOutcome {
     probe::run_one(fixture.site("test/pod-0"), target, Protocol::Tcp(port), RetryPolicy::default()).unwrap()
 }
 
-/// Checks that forwarding and policy changes go on: a saved change is in force soon.
+/// Checks that forwarding and policy changes go on: a saved change is in effect soon.
 fn assert_unaffected(fixture: &Fixture) {
     for (open, closed) in [(8080, 9090), (9090, 8080)] {
         fixture.save("only.yaml", &only_port(open));
@@ -111,7 +111,7 @@ fn a_full_disk_stops_neither_packets_nor_policy_changes() {
 }
 
 #[test]
-fn concurrent_scrapes_use_at_most_two_threads_for_the_connection_table() {
+fn concurrent_scrapes_use_at_most_two_threads() {
     const SCRAPERS: usize = 64;
     let metrics: SocketAddr = "127.0.0.1:9470".parse().unwrap();
     let fixture = Fixture::of(&pods(2), |_, config| config.metrics = Some(metrics));
@@ -129,7 +129,7 @@ fn concurrent_scrapes_use_at_most_two_threads_for_the_connection_table() {
 }
 
 #[test]
-fn a_disk_too_small_for_the_connection_table_is_reported_at_startup_in_one_line() {
+fn a_disk_too_small_for_the_table_is_reported_at_startup() {
     let scratch = ScratchDir::new().unwrap();
     let disk = SmallDisk::new(&scratch, 64 << 10);
     let fixture = Fixture::of(&pods(1), |_, config| config.offload = false);
@@ -187,7 +187,7 @@ impl Drop for UnreadLogDaemon {
 }
 
 #[test]
-fn an_unread_log_stops_neither_packets_nor_policy_changes_nor_a_clean_exit() {
+fn an_unread_log_stops_neither_packets_nor_policy_nor_exit() {
     let mut fixture = Fixture::of(&pods(2), |_, _| {});
     fixture.kill();
     let mut unread = UnreadLogDaemon::start(&fixture);
@@ -216,7 +216,7 @@ fn descriptors(process: Pid) -> usize {
 }
 
 #[test]
-fn a_thousand_stuck_admin_clients_and_scrapers_stop_neither_packets_nor_policy_changes_nor_new_pods() {
+fn a_thousand_stuck_clients_stop_nothing() {
     const CLIENTS: usize = 1_000;
     let metrics: SocketAddr = "127.0.0.1:9469".parse().unwrap();
     let mut fixture = Fixture::of(&pods(2), |_, config| config.metrics = Some(metrics));

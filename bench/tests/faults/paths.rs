@@ -56,7 +56,7 @@ fn ask(wire: &PacketSocket, from: &Site, to: IpAddr, ttl: u32) -> IcmpAnswer {
 }
 
 #[test]
-fn time_exceeded_is_sent_and_traceroute_shows_the_node_and_the_destination() {
+fn traceroute_shows_the_node_and_the_destination() {
     let mut outside = None;
     // Errors about a pod's own packets are admitted, although nothing else is.
     let fixture = Fixture::of(&(pods(2) + &policy("asks", "pod-0", "  ingress: []\n")), |cluster, _| {

@@ -133,7 +133,7 @@ pub(crate) fn thread_named(process: Pid, name: &str) -> Pid {
 }
 
 #[test]
-fn with_fail_mode_open_traffic_passes_once_the_process_is_gone_and_is_evaluated_after_the_restart() {
+fn with_fail_mode_open_a_restart_evaluates_what_passed() {
     fail_open();
 }
 
@@ -184,7 +184,7 @@ fn fail_open() -> Duration {
 }
 
 #[test]
-fn an_update_keeps_established_connections_and_passes_no_packet_without_a_verdict() {
+fn an_update_keeps_connections_and_passes_none_unjudged() {
     let mut fixture = Fixture::of(
         &(pods(3) + &policy("only", "pod-1", "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n")),
         |_, config| {

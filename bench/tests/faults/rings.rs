@@ -47,7 +47,7 @@ fn assert_at_rest(fixture: &Fixture) {
 }
 
 #[test]
-fn an_empty_fill_ring_drops_by_reason_and_other_ports_lose_nothing() {
+fn an_empty_fill_ring_costs_no_other_port_a_packet() {
     let fixture = Fixture::of(&pods(3), |_, config| config.attach = Attach::Xdp);
     let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
     let epoch = Instant::now();

@@ -131,7 +131,7 @@ fn spoofed_arp_and_neighbour_discovery_are_dropped_and_counted() {
 }
 
 #[test]
-fn packets_with_a_foreign_source_address_are_dropped_and_counted() {
+fn packets_with_a_foreign_source_are_dropped_and_counted() {
     let fixture = Fixture::of(&pods(3), |_, _| {});
     let mut forger = Forger::of(&fixture, "test/pod-2");
     let seen = ["test/pod-0", "test/pod-1"].map(|name| PacketSocket::open(&fixture.site(name).namespace).unwrap());

@@ -42,7 +42,7 @@ fn ping(fixture: &Fixture, to: (u32, IpAddr)) -> ProbeOutcome {
 }
 
 #[test]
-fn a_policy_change_does_not_wait_for_a_port_that_cannot_be_opened_yet() {
+fn a_policy_change_does_not_wait_for_a_port_to_open() {
     let mut fixture = Fixture::of(&pods(2), |_, config| config.attach = Attach::Xdp);
     let pod_1 = fixture.target("test/pod-1", false);
     let addresses: [IpAddr; 2] = ["10.244.1.77".parse().unwrap(), "fd00:10:244:1::77".parse().unwrap()];

@@ -7,14 +7,14 @@ use serde_json::{Value, json};
 
 use crate::{directory, documents, objects, uninstall, with_component};
 
-/// What the Helm of `PENSTOCK_HELM` does, or the one in `PATH`.
+/// Runs the Helm of `PENSTOCK_HELM`, or the one in `PATH`.
 fn helm(arguments: &[&str]) -> Output {
     let program = std::env::var_os("PENSTOCK_HELM").map_or_else(|| PathBuf::from("helm"), PathBuf::from);
     let output = Command::new(&program).args(arguments).output();
     output.unwrap_or_else(|error| panic!("{}: {error}; make manifests-check gets Helm", program.display()))
 }
 
-/// What `helm template` prints with these values, in the namespace of the kustomization.
+/// The output of `helm template` with these values, in the namespace of the kustomization.
 fn render(values: &[&str]) -> Output {
     let chart = directory();
     let set = values.iter().flat_map(|value| ["--set", value]);
@@ -61,7 +61,7 @@ fn comparable(mut object: Value) -> Value {
         let pod = &mut template["spec"];
         for list in ["initContainers", "containers"] {
             for container in pod[list].as_array_mut().unwrap() {
-                // What Kubernetes takes for an image with a tag.
+                // The policy that Kubernetes takes for an image with a tag.
                 let policy = container.as_object_mut().unwrap().remove("imagePullPolicy");
                 assert!(policy.is_none_or(|policy| policy == "IfNotPresent"));
                 container["image"] = json!("penstock:0.1.0");
@@ -134,7 +134,7 @@ fn the_group_of_kubectl_gets_the_rights_that_are_shipped() {
 
 #[test]
 #[ignore = "needs Helm: make manifests-check"]
-fn a_startup_taint_comes_with_the_rights_that_are_shipped_for_it() {
+fn a_startup_taint_comes_with_the_rights_for_it() {
     let mut chart = rendered(&["startupTaint=k"]);
     chart.retain(|object| object["metadata"]["name"] == "penstock-startup-taint");
     let shipped = documents(&std::fs::read_to_string(directory().join("startup-taint/rbac.yaml")).unwrap());

@@ -76,7 +76,7 @@ fn typed<T: DeserializeOwned>(object: &Value) -> T {
 }
 
 #[test]
-fn users_of_the_plugin_get_a_right_that_the_daemon_does_not_have() {
+fn the_plugins_users_get_a_right_that_the_daemon_lacks() {
     let shipped = objects_of(&directory().join("kubectl"), &["rbac.yaml"]);
     let may_exec = |rules: &[PolicyRule]| {
         rules.iter().any(|rule| rule.resources.iter().flatten().any(|resource| resource.starts_with("pods/")))
@@ -125,7 +125,7 @@ fn every_field_exists_in_its_type_and_no_kind_is_missing() {
 }
 
 #[test]
-fn the_role_allows_reading_seven_kinds_writing_events_and_nothing_else() {
+fn the_role_allows_reading_seven_kinds_and_writing_events() {
     let objects = objects();
     let role: ClusterRole = typed(objects.iter().find(|object| object["kind"] == "ClusterRole").unwrap());
     let mut rights = Vec::new();
@@ -154,7 +154,7 @@ fn the_role_allows_reading_seven_kinds_writing_events_and_nothing_else() {
 }
 
 #[test]
-fn the_container_lists_its_capabilities_and_every_mount_has_a_volume() {
+fn the_container_lists_capabilities_and_mounts_have_volumes() {
     let objects = objects();
     let set: DaemonSet = typed(objects.iter().find(|object| object["kind"] == "DaemonSet").unwrap());
     let spec = set.spec.template.spec.unwrap();
@@ -175,7 +175,7 @@ fn the_container_lists_its_capabilities_and_every_mount_has_a_volume() {
 }
 
 #[test]
-fn only_the_init_container_that_mounts_bpffs_is_privileged_and_all_use_the_runtimes_seccomp_profile() {
+fn only_the_init_container_that_mounts_bpffs_is_privileged() {
     for (objects, privileged) in [(objects(), vec!["bpffs"]), (uninstall(), vec![])] {
         let spec = pod_of(&objects);
         let profile = spec.security_context.as_ref().unwrap().seccomp_profile.as_ref().unwrap();
@@ -210,7 +210,7 @@ fn only_the_init_container_that_mounts_bpffs_is_privileged_and_all_use_the_runti
 }
 
 #[test]
-fn the_bpf_file_system_of_the_node_is_mounted_before_the_daemon_needs_it() {
+fn bpffs_is_mounted_before_the_daemon_needs_it() {
     let spec = pod_of(&objects());
     let propagation = |container: &Container| {
         let mounts = container.volume_mounts.iter().flatten();
@@ -272,7 +272,7 @@ fn uninstalling_reads_the_same_names_as_the_daemon() {
 }
 
 #[test]
-fn the_containerfile_names_registries_and_its_context_has_what_the_build_needs() {
+fn the_containerfiles_context_has_what_the_build_needs() {
     let text = std::fs::read_to_string(directory().join("Containerfile")).unwrap();
     let images: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("FROM ")).collect();
     let is_complete = |image: &&str| *image == "scratch" || image.starts_with("docker.io/library/");
@@ -312,7 +312,7 @@ fn unit_and_daemonset_grant_exactly_the_startup_capabilities() {
 
 #[test]
 #[ignore = "needs systemd-analyze: make manifests-check"]
-fn systemd_analyze_accepts_the_unit_and_rates_its_sandbox_as_tight() {
+fn systemd_accepts_the_unit_and_rates_its_sandbox_tight() {
     // systemd's most exposed own daemons are rated 9.6; a unit with only this one's capabilities 8.
     const MOST_EXPOSED: &str = "40";
     let scratch = ScratchDir::new().unwrap();
@@ -390,7 +390,7 @@ fn with_component(component: &str, mut daemon_set: Value) -> Value {
 }
 
 #[test]
-fn each_component_changes_what_is_there_and_gives_a_valid_daemon_set() {
+fn each_component_gives_a_valid_daemon_set() {
     for (component, at, expected) in [
         ("pinned-cores", "/spec/template/spec/containers/0/resources/limits/cpu", "\"2\""),
         ("surge", "/spec/template/spec/containers/0/readinessProbe/exec/command", "[\"penstock\",\"ready\"]"),

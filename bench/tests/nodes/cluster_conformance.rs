@@ -225,7 +225,7 @@ fn a_sample_of_the_cluster_policy_cases_holds_for_packets() {
 
 #[test]
 #[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
-fn cluster_policies_that_only_an_api_server_can_have_hold_for_packets() {
+fn cluster_policies_of_servers_alone_hold_for_packets() {
     let Suite { cases } = suite();
     let tally = run_all(cases.iter().filter(|case| case.may_refuse));
     tally.finish();

@@ -143,7 +143,7 @@ const MUST_HAVE: [&str; 5] = ["named-port", "ip-block-with-except", "end-port", 
 
 #[test]
 #[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
-fn a_sample_of_the_conformance_cases_passes_between_pods_of_two_nodes() {
+fn a_sample_of_conformance_cases_passes_on_two_nodes() {
     let mut seen: BTreeMap<&str, usize> = MUST_HAVE.map(|tag| (tag, 0)).into();
     let suite = Suite::find();
     let mut taken = BTreeSet::new();

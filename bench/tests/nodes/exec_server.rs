@@ -35,7 +35,7 @@ pub(crate) struct Runner {
     pub(crate) command: MakeCommand,
 }
 
-/// What the server has.
+/// Objects of the server.
 #[derive(Default)]
 pub(crate) struct Served {
     /// Objects and lists by path.

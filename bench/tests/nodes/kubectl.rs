@@ -89,7 +89,7 @@ impl Setup {
     }
 }
 
-/// What the server has: nodes, Penstock's pods, and two of the workload's.
+/// Objects of the server: nodes, Penstock's pods, and two of the workload's.
 fn served(sockets: &Path) -> Served {
     let mut served = Served::default();
     let nodes = NODES.map(|node| json!({"metadata": {"name": node}}));
@@ -203,7 +203,7 @@ fn a_trial_runs_on_both_nodes_and_is_summed() {
 }
 
 #[test]
-fn both_ends_of_a_connection_are_in_one_capture_until_it_is_interrupted() {
+fn one_capture_has_both_ends_until_it_is_interrupted() {
     let setup = Setup::start();
     let (from, to) = (setup.fixture.site("shop/web-a"), setup.fixture.target("shop/db-b", false));
     let flow = EchoConnection::open(&from.namespace, to, 8080, LIMIT).unwrap();
@@ -225,7 +225,7 @@ fn both_ends_of_a_connection_are_in_one_capture_until_it_is_interrupted() {
 
 /// From an incident on two nodes to a regression test: what is allowed and what is denied, and nothing that the filter leaves out.
 #[test]
-fn a_bundle_of_each_node_has_what_the_filter_wants_and_replays_to_the_same_verdicts() {
+fn each_nodes_bundle_is_filtered_and_replays_to_its_verdicts() {
     let setup = Setup::start();
     let (from, to) = (setup.fixture.site("shop/web-a"), setup.fixture.target("shop/db-b", false));
     let directory = setup.scratch.path().join("incident");
@@ -307,7 +307,7 @@ fn interrupt(capture: &mut Child) {
     }
 }
 
-/// What the documentation shows of `kubectl penstock status`.
+/// The output of `kubectl penstock status` in the documentation.
 fn status_of_page() -> String {
     const PAGE: &str = include_str!("../../../docs/operate/cluster.md");
     let block = PAGE.split_once("\n## Status\n").and_then(|(_, section)| section.split_once("```text\n"));

@@ -97,14 +97,14 @@ impl Overlay {
         let services = fixture.nodes.proxy_services(&fixture.manifests, mode);
         let mut services = services.unwrap().remove(0);
         services.retain(|frontend| frontend.name.starts_with("Service/"));
-        // Of this port nothing is known to the probes' servers.
+        // The probes' servers know nothing of this port.
         services.iter_mut().for_each(|service| service.ports.retain(|(sent, _)| *sent != Protocol::Tcp(BULK)));
         let beyond = Site::from(&fixture.beyond);
         let server = EchoServers::start(&beyond, OUTSIDE, &SERVICES).unwrap();
         Self { fixture, services, beyond, _server: server }
     }
 
-    /// What pods find, at each other and at Services. What nodes send to Services has the overlay's address, as flannel has it,
+    /// Expectations of pods, at each other and at Services. Nodes send to Services with the overlay's address, as flannel has it,
     /// and is left out.
     fn assert_pods_find_what_policy_says(&self, what: &str) {
         let oracle = PolicyOracle::new(&read_objects(&self.fixture.manifests).unwrap());
@@ -241,11 +241,11 @@ fn everything_holds(mode: ProxyMode) {
 }
 
 #[test]
-fn services_over_an_overlay_work_and_policy_holds_beside_kube_proxy_in_iptables_mode() {
+fn services_over_an_overlay_beside_kube_proxy_by_iptables() {
     everything_holds(ProxyMode::Iptables);
 }
 
 #[test]
-fn services_over_an_overlay_work_and_policy_holds_beside_kube_proxy_in_nftables_mode() {
+fn services_over_an_overlay_beside_kube_proxy_by_nftables() {
     everything_holds(ProxyMode::Nftables);
 }

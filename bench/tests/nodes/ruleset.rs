@@ -1,4 +1,4 @@
-//! What `penstock render --format nft` prints, loaded by `nft` and without a daemon: the same packets pass as `evaluate`
+//! The ruleset of `penstock render --format nft`, loaded by `nft` and without a daemon: the same packets pass as `evaluate`
 //! says. The ruleset filters what a machine forwards, so every end is a namespace behind one machine: pods, and nodes
 //! and machines outside with all of their addresses.
 
@@ -121,7 +121,7 @@ fn run_all<'a>(cases: impl Iterator<Item = &'a Case>) -> Tally {
 
 #[test]
 #[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
-fn a_sample_of_the_cluster_policy_cases_holds_for_the_rendered_ruleset() {
+fn a_sample_of_cluster_policy_cases_holds_as_a_ruleset() {
     let suite = suite();
     run_all(suite.sample(SHARE, &ALWAYS));
 }
@@ -132,7 +132,7 @@ const REFUSED: usize = 13;
 #[test]
 #[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
 #[ignore = "takes minutes; make test-long runs it"]
-fn every_row_of_the_cluster_policy_cases_holds_for_the_rendered_ruleset() {
+fn every_row_of_cluster_policy_cases_holds_as_a_ruleset() {
     let suite = suite();
     let tally = run_all(suite.cases.iter().filter(|case| !case.may_refuse));
     assert_eq!(tally.rows() + REFUSED, suite.rows(), "each other row is sent");
@@ -165,18 +165,18 @@ fn run_network_policies(share: usize) {
 }
 
 #[test]
-fn a_sample_of_the_network_policy_cases_holds_for_the_rendered_ruleset() {
+fn a_sample_of_network_policy_cases_holds_as_a_ruleset() {
     run_network_policies(40);
 }
 
 #[test]
 #[ignore = "takes minutes; make test-long runs it"]
-fn every_row_of_the_network_policy_cases_holds_for_the_rendered_ruleset() {
+fn every_row_of_network_policy_cases_holds_as_a_ruleset() {
     run_network_policies(1);
 }
 
 #[test]
-fn every_pair_of_the_demo_gets_its_verdict_by_the_rendered_ruleset() {
+fn every_pair_of_the_demo_gets_its_verdict_as_a_ruleset() {
     let manifests = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../configs/demo"));
     let objects = read_objects(manifests).unwrap();
     let end = |object: &Object| match object {

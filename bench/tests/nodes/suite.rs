@@ -174,7 +174,7 @@ impl State {
     }
 }
 
-/// What is at an address.
+/// The owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum EndKind {
     Pod,

@@ -73,21 +73,21 @@ fn a_change_is_in_force_on_both(fixture: &Fixture) {
 }
 
 #[test]
-fn two_nodes_every_pair_gets_the_policys_verdict_with_uplinks() {
+fn every_pair_of_two_nodes_gets_its_verdict_with_uplinks() {
     every_cell_is_as_expected(Wiring::routed(true));
 }
 
 #[test]
-fn two_nodes_every_pair_gets_the_policys_verdict_with_kernel_routing() {
+fn every_pair_of_two_nodes_gets_its_verdict_kernel_routing() {
     every_cell_is_as_expected(Wiring::routed(false));
 }
 
 #[test]
-fn two_nodes_every_pair_gets_the_policys_verdict_through_a_tunnel() {
+fn every_pair_of_two_nodes_gets_its_verdict_by_tunnel() {
     every_cell_is_as_expected(Wiring::tunnelled());
 }
 
 #[test]
-fn two_nodes_every_pair_gets_the_policys_verdict_with_pods_on_bridges() {
+fn every_pair_of_two_nodes_gets_its_verdict_on_bridges() {
     every_cell_is_as_expected(Wiring::bridged());
 }

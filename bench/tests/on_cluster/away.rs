@@ -10,17 +10,17 @@ use serde_json::Value;
 use crate::on_cluster::fixture::{Fixture, pod, policy};
 use crate::on_cluster::stream::Stream;
 
-/// Time limit for all changes to be in force after the server is back.
+/// Time limit for all changes to be in effect after the server is back.
 const SOON: Duration = Duration::from_secs(2);
 
 #[test]
-fn changes_during_an_api_server_outage_are_in_force_within_two_seconds_of_its_end() {
+fn changes_during_an_outage_count_soon_after_it() {
     away_for(Duration::from_secs(8));
 }
 
 #[test]
 #[ignore = "takes a minute and more; make test-long runs it"]
-fn changes_during_a_minute_of_api_server_outage_are_in_force_within_two_seconds_of_its_end() {
+fn changes_during_a_minute_of_outage_count_soon_after_it() {
     away_for(Duration::from_secs(60));
 }
 

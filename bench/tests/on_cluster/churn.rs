@@ -122,7 +122,7 @@ fn pods_that_come_and_go_cause_no_warning() {
         let pods: Vec<_> = (0..FEW)
             .map(|place| {
                 let (name, address) = (format!("pod-{number}-{place}"), format!("10.244.1.{}", 10 + place));
-                // Of some the object comes first, of others the interface.
+                // The object of some comes first, the interface of others.
                 if place % 2 == 0 {
                     fixture.add_pod(&name, &address);
                 } else {

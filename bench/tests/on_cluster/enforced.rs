@@ -8,7 +8,7 @@ use penstock_bench::testbed::{Daemon, Node, Privileges};
 use crate::on_cluster::fixture::{Fixture, configuration, namespace, pod, policy};
 use crate::on_cluster::stream::Stream;
 
-/// Time limit for a change to be in force on a busy machine.
+/// Time limit for a change to be in effect on a busy machine.
 const SOON: Duration = Duration::from_secs(2);
 
 #[test]
@@ -34,7 +34,7 @@ fn pods_and_policies_created_through_the_api_are_enforced() {
 }
 
 #[test]
-fn during_an_api_server_outage_policies_stay_in_force_and_it_is_logged_once() {
+fn policies_stay_during_an_outage_which_is_logged_once() {
     let mut fixture = Fixture::start("");
     fixture.add_pod("web", "10.244.1.10");
     fixture.add_pod("db", "10.244.1.11");
@@ -67,7 +67,7 @@ fn during_an_api_server_outage_policies_stay_in_force_and_it_is_logged_once() {
 }
 
 #[test]
-fn without_api_rights_the_daemon_waits_logs_the_missing_rights_and_ends_on_a_signal() {
+fn without_api_rights_the_daemon_waits_and_logs_which() {
     let node = Node::new("node", &["172.18.0.2".parse().unwrap()]).unwrap();
     let server = ApiServer::start(Some(node.namespace())).unwrap();
     server.admin().create(&namespace("test")).unwrap();

@@ -11,10 +11,10 @@ use crate::on_cluster::stream::Stream;
 const LIMIT: Duration = Duration::from_secs(10);
 
 #[test]
-fn after_a_kill_under_traffic_no_packet_passes_without_a_verdict() {
+fn after_a_kill_no_packet_passes_without_a_verdict() {
     let mut fixture = Fixture::with_three_pods();
     let site = |fixture: &Fixture, name: &str| Site::from(fixture.node.pod(name).unwrap());
-    // What a pod sends to one that has no port yet passes the node's stack, also later, and by tcx a worker.
+    // A packet to a pod that has no port yet passes the node's stack, also later, and by tcx a worker.
     fixture.daemon.log().wait_for_after(0, "pods=3 ", LIMIT).unwrap();
     let [web, db, lab] = ["test/web", "test/db", "test/lab"].map(|name| site(&fixture, name));
     let allowed = Stream::start(&web.namespace, &db.namespace, "10.244.1.11");
@@ -26,7 +26,7 @@ fn after_a_kill_under_traffic_no_packet_passes_without_a_verdict() {
     let _servers = EchoServers::start(&db, 7, &[EchoService::Tcp(8080)]).unwrap();
     let target = (7, "10.244.1.11".parse().unwrap());
     // Its sender doubles the retransmission timeout each time, so the pause may last as long again after the next
-    // daemon is in force.
+    // daemon is in effect.
     let flow = EchoConnection::open(&web.namespace, target, 8080, 6 * LIMIT).unwrap();
     flow.wait_for(100, LIMIT).unwrap();
 

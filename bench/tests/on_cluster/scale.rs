@@ -1,4 +1,4 @@
-//! A large cluster with constant changes: the cost of following it, and the delay until the tables are in force.
+//! A large cluster with constant changes: the cost of following it, and the delay until the tables are in effect.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

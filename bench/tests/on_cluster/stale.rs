@@ -1,4 +1,4 @@
-//! The daemon is killed and started again while the API server is away: what was last in force is in force, marked as stale,
+//! The daemon is killed and started again while the API server is away: what was last in effect is in effect, marked as stale,
 //! until the server is back.
 
 use std::fs;
@@ -32,13 +32,18 @@ fn killed_without_a_server() -> Option<Fixture> {
 }
 
 #[test]
-fn what_was_last_in_force_is_in_force_after_a_restart_while_the_api_server_is_away() {
+fn the_last_objects_count_after_a_restart_without_the_server() {
     let Some(mut fixture) = killed_without_a_server() else { return };
-    // As the DaemonSet's init container does.
-    let mut check = fixture.node.namespace().command(penstock_binary().unwrap());
-    check.args(["check", "--or-last-good", "--offline", "--config"]).arg(fixture.daemon.config());
-    let checked = check.output().unwrap();
-    assert!(checked.status.success(), "{checked:?}");
+    // The first as the DaemonSet's init container does.
+    for options in [&["--or-last-good", "--offline"][..], &[]] {
+        let mut check = fixture.node.namespace().command(penstock_binary().unwrap());
+        check.arg("check").args(options).arg("--config").arg(fixture.daemon.config());
+        let checked = check.output().unwrap();
+        assert!(checked.status.success(), "{options:?}: {checked:?}");
+        let said = String::from_utf8(checked.stdout).unwrap();
+        let would_start = said.contains("warning  source: a start would take the ");
+        assert_eq!(would_start, options.is_empty(), "{options:?}: {said}");
+    }
 
     let began = Instant::now();
     fixture.restart();
@@ -51,7 +56,7 @@ fn what_was_last_in_force_is_in_force_after_a_restart_while_the_api_server_is_aw
     assert!(ready.contains(" 503 ") && ready.contains("the API server has not been read yet"), "{ready}");
     assert!(page(&fixture, "/healthz").contains(" 200 "), "that is no reason to restart it");
 
-    // Meanwhile `web` is deleted and `lab` is allowed: both come into force at once.
+    // Meanwhile `web` is deleted and `lab` is allowed: both come into effect at once.
     let server: &FakeServer = fixture.server.fake().unwrap();
     [pod("web", "10.244.1.10"), policy("db", "web")].iter().for_each(|gone| server.delete_elsewhere(gone).unwrap());
     server.create_elsewhere(&policy("db", "lab")).unwrap();
@@ -76,7 +81,7 @@ fn what_was_last_in_force_is_in_force_after_a_restart_while_the_api_server_is_aw
 }
 
 #[test]
-fn objects_that_are_damaged_or_of_another_version_are_not_used_and_pods_stay_closed() {
+fn damaged_or_other_versions_objects_leave_pods_closed() {
     let Some(mut fixture) = killed_without_a_server() else { return };
     let file = fixture.state("conntrack.objects");
     let mut bytes = fs::read(&file).unwrap();
@@ -93,7 +98,7 @@ fn objects_that_are_damaged_or_of_another_version_are_not_used_and_pods_stay_clo
 }
 
 #[test]
-fn an_address_that_moved_to_another_interface_meanwhile_is_closed_until_the_server_is_back() {
+fn a_moved_address_is_closed_until_the_server_is_back() {
     let Some(mut fixture) = killed_without_a_server() else { return };
     // Another pod gets the address of `web`, and would be taken for it.
     fixture.node.remove_pod("test/web").unwrap();

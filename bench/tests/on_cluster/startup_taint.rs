@@ -1,4 +1,4 @@
-//! A taint keeps pods off a node until policy is in force there.
+//! A taint keeps pods off a node until policy is in effect there.
 
 use std::time::{Duration, Instant};
 

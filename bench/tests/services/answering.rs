@@ -95,7 +95,7 @@ impl Answering {
         probe::run_one(self.fixture.site(pod), to, protocol, patience).unwrap()
     }
 
-    /// What a pod finds at the Service, over TCP and UDP, in both families.
+    /// The answers that a pod gets at the Service, over TCP and UDP, in both families.
     fn expect(&self, what: &str, pod: &str, tcp: ProbeOutcome, udp: ProbeOutcome) {
         for v6 in [false, true] {
             for (protocol, expected) in [(Protocol::Tcp(WEB), tcp), (Protocol::Udp(WEB), udp)] {
@@ -147,7 +147,7 @@ fn egress_by_a_service_is_judged_for_a_machine_elsewhere() {
 }
 
 #[test]
-fn what_nobody_translates_is_judged_for_the_services_own_address() {
+fn an_untranslated_service_is_judged_by_its_own_address() {
     let it = Answering::new(true);
     it.enforce(
         &(egress("pod-0", "{podSelector: {}}", "")
@@ -213,7 +213,7 @@ fn client(fixture: &Fixture, pod: &str, node: IpAddr, option: Option<libc::c_int
     socket
 }
 
-/// What the server hears until nothing comes.
+/// Datagrams that the server receives until nothing comes.
 fn heard(server: &UdpSocket) -> Vec<String> {
     let mut bytes = [0; 64];
     std::iter::from_fn(|| server.recv(&mut bytes).ok().map(|length| String::from_utf8_lossy(&bytes[..length]).into()))
@@ -221,7 +221,7 @@ fn heard(server: &UdpSocket) -> Vec<String> {
 }
 
 #[test]
-fn no_header_and_no_address_of_the_node_leads_past_egress_policy() {
+fn no_header_or_node_address_leads_past_egress_policy() {
     for v6 in [false, true] {
         let (fixture, server, _outside) = node_port_to_outside(v6);
         let own = *fixture.cluster.node.addresses().iter().find(|address| address.is_ipv6() == v6).unwrap();

@@ -176,7 +176,7 @@ fn a_datagram_flow_follows_its_service() {
 
 /// S13: as a node-local DNS cache binds the Service's address.
 #[test]
-fn an_address_that_the_node_binds_is_the_nodes_as_long_as_it_has_it() {
+fn an_address_that_the_node_binds_is_the_nodes_while_bound() {
     const CACHE: u32 = 500;
     let setup = BesideFixture::new("", "");
     setup.publish(&["test/pod-1"], "");

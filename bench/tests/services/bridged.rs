@@ -11,7 +11,7 @@ use crate::services::service::{WEB, service, translate};
 
 /// The rules translate a packet that the bridge forwards: it reaches the other pod without having entered the node's stack.
 #[test]
-fn a_service_leads_to_a_pod_on_the_same_bridge_and_policy_is_for_who_sent_it() {
+fn a_service_to_the_same_bridge_is_judged_by_its_sender() {
     if !Path::new("/proc/sys/net/bridge/bridge-nf-call-iptables").exists() {
         println!("this kernel has no br_netfilter: kube-proxy does not work with bridges there either");
         return;

@@ -1,4 +1,4 @@
-//! What the node's connection tracking makes of datagrams in fragments and of SCTP: it puts fragments together, translates the
+//! Datagrams in fragments, and SCTP, behind the node's connection tracking: it puts fragments together, translates the
 //! datagram, and fragments it again. Policy holds for each of these packets as for any other.
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -103,7 +103,7 @@ fn server(site: &Site, v6: bool) -> UdpSocket {
 }
 
 #[test]
-fn long_datagrams_that_the_node_forwards_to_a_pod_are_judged_by_who_sent_them() {
+fn long_datagrams_to_a_pod_are_judged_by_their_sender() {
     let datagrams = Datagrams::new(ProxyMode::Iptables);
     let outside = Site::from(&datagrams.outside);
     let pod = datagrams.fixture.site("test/pod-1");
@@ -123,7 +123,7 @@ fn long_datagrams_that_the_node_forwards_to_a_pod_are_judged_by_who_sent_them() 
 }
 
 #[test]
-fn long_datagrams_by_a_node_port_to_another_machine_are_judged_for_that_machine() {
+fn long_datagrams_by_a_node_port_are_judged_for_the_machine() {
     for mode in [ProxyMode::Iptables, ProxyMode::Nftables] {
         let datagrams = Datagrams::new(mode);
         let outside = Site::from(&datagrams.outside);

@@ -35,7 +35,7 @@ fn every_cell_is_as_expected(mode: ProxyMode) {
 }
 
 #[test]
-fn services_and_node_ports_work_and_policy_holds_beside_kube_proxy_in_iptables_mode() {
+fn services_and_node_ports_beside_kube_proxy_by_iptables() {
     every_cell_is_as_expected(ProxyMode::Iptables);
 }
 
@@ -69,7 +69,7 @@ fn two_backends(mode: ProxyMode) -> (Fixture, Outside) {
 }
 
 #[test]
-fn kube_proxy_chooses_among_backends_and_policy_is_for_the_one_it_chose() {
+fn policy_is_for_the_backend_that_kube_proxy_chose() {
     for mode in [ProxyMode::Iptables, ProxyMode::Nftables] {
         let (fixture, _outside) = two_backends(mode);
         let (identity, _) = fixture.target("test/pod-1", false);
@@ -98,7 +98,7 @@ fn kube_proxy_chooses_among_backends_and_policy_is_for_the_one_it_chose() {
 }
 
 #[test]
-fn services_and_node_ports_work_and_policy_holds_beside_kube_proxy_in_nftables_mode() {
+fn services_and_node_ports_beside_kube_proxy_by_nftables() {
     every_cell_is_as_expected(ProxyMode::Nftables);
 }
 
@@ -149,7 +149,7 @@ fn expect_answers(connections: &[EchoConnection]) {
 
 /// Whoever installs Penstock has such connections. Workers do not see whether the node translates them; its connection tracking tells.
 #[test]
-fn a_connection_from_before_the_daemon_leaves_the_nodes_stack_if_the_node_does_not_translate_it() {
+fn an_earlier_untranslated_connection_leaves_the_nodes_stack() {
     let (fixture, open, _servers) = node_with_connections_to(SERVED);
     expect_answers(&open);
     let before = forwarded_by_stack(&fixture);
@@ -162,7 +162,7 @@ fn a_connection_from_before_the_daemon_leaves_the_nodes_stack_if_the_node_does_n
 
 /// It has the addresses that it came with, and another port: outside of the stack its answers would come from the wrong one.
 #[test]
-fn a_connection_from_before_the_daemon_stays_in_the_nodes_stack_if_the_node_translates_its_port_alone() {
+fn an_earlier_connection_stays_if_its_port_is_translated() {
     let (fixture, open, _servers) = node_with_connections_to(TRANSLATED);
     expect_answers(&open);
     let before = forwarded_by_stack(&fixture);

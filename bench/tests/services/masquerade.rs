@@ -31,7 +31,7 @@ fn address(v6: bool) -> IpAddr {
     NODE[usize::from(v6)].parse().unwrap()
 }
 
-/// What kube-proxy has for node ports with `externalTrafficPolicy: Cluster`.
+/// The rules of kube-proxy for node ports with `externalTrafficPolicy: Cluster`.
 fn open_node_ports(node: &Namespace, backend: &Site) {
     let port = |(protocol, number, target, node_port)| {
         let backends = [false, true].map(|v6| SocketAddr::new(backend.address(v6).unwrap(), target));
@@ -101,7 +101,7 @@ fn ways() -> impl Iterator<Item = (bool, Protocol)> {
 }
 
 #[test]
-fn a_node_port_is_judged_by_its_client_though_the_node_masquerades_it() {
+fn a_masqueraded_node_port_is_judged_by_its_client() {
     let ports = NodePorts::new(&pod_peer("pod-0"));
     let outside = Site::from(&ports.outside);
     let cluster = &ports.fixture.cluster;
@@ -121,7 +121,7 @@ fn a_node_port_is_judged_by_its_client_though_the_node_masquerades_it() {
 }
 
 #[test]
-fn an_address_block_admits_masqueraded_clients_by_their_own_address_and_not_by_the_nodes() {
+fn a_block_admits_masqueraded_clients_by_their_own_address() {
     let ports = NodePorts::new(&[false, true].map(|v6| block(address(v6))).join(", "));
     let outside = Site::from(&ports.outside);
     for (v6, protocol) in ways() {
@@ -135,7 +135,7 @@ fn an_address_block_admits_masqueraded_clients_by_their_own_address_and_not_by_t
 }
 
 #[test]
-fn a_policy_that_denies_a_masqueraded_client_ends_its_connections_and_one_that_allows_it_does_not() {
+fn denying_a_masqueraded_client_ends_its_connections() {
     let mut ports = NodePorts::new(&pod_peer("pod-0"));
     ports.publish(&ports.outside_peer());
     let flows = [false, true].map(|v6| ports.connect(v6));

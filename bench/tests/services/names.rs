@@ -82,7 +82,7 @@ fn setup(by_uplink: bool) -> ServiceFixture {
 }
 
 #[test]
-fn packets_with_a_local_pods_source_that_bypassed_the_workers_are_dropped_and_counted() {
+fn packets_past_the_workers_with_a_pods_source_are_dropped() {
     for by_uplink in [false, true] {
         let mut setup = setup(by_uplink);
         let node = setup.fixture.cluster.node.namespace().clone();

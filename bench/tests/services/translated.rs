@@ -61,7 +61,7 @@ fn carry(from: &mut TcpStream, to: &mut TcpStream, length: usize) {
 }
 
 #[test]
-fn a_service_is_reachable_and_ingress_policy_sees_the_client_address() {
+fn by_a_service_ingress_policy_sees_the_client_address() {
     for backend in BACKENDS {
         let setup = ServiceFixture::new(backend);
         for (v6, protocol) in
@@ -134,7 +134,7 @@ fn a_closed_backend_port_is_reported_to_the_client_of_a_service() {
 }
 
 #[test]
-fn one_source_port_reaches_a_pod_by_its_address_and_by_its_service() {
+fn one_source_port_reaches_a_pod_directly_and_by_its_service() {
     let setup = ServiceFixture::new(BackendPath::Here);
     for v6 in [false, true] {
         let (server, client) = (backend_udp(&setup, v6), client_udp(&setup, "test/pod-0", v6));
@@ -159,7 +159,7 @@ fn one_source_port_reaches_a_pod_by_its_address_and_by_its_service() {
 }
 
 #[test]
-fn service_connections_survive_a_kill_of_the_daemon_whichever_side_sends_first() {
+fn service_connections_survive_a_kill_of_the_daemon() {
     let in_a_file = |config: &mut DaemonConfig| {
         let directory = config.manifests.parent().unwrap().display();
         config.conntrack =

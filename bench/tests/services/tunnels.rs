@@ -104,7 +104,7 @@ fn behind_an_option(mut frame: Vec<u8>) -> Vec<u8> {
 }
 
 #[test]
-fn tunnel_packets_from_a_pod_that_the_node_would_decapsulate_are_dropped_and_counted() {
+fn tunnel_packets_that_the_node_would_unpack_are_dropped() {
     let (fixture, _outside) = fixture("");
     let sockets = ReceiverSockets::open(&fixture);
     let mut forger = Forger::of(&fixture, "test/pod-2");

@@ -1,4 +1,4 @@
-//! What pods send to their own node and it sends on: by an interface whose frames have no Ethernet header, such as a tunnel that a CNI
+//! Packets that pods send to their own node, and it sends on: by an interface whose frames have no Ethernet header, such as a tunnel that a CNI
 //! plugin makes between nodes, and by one that has another below it.
 
 use std::fs::File;
@@ -63,7 +63,7 @@ fn read(tunnel: &mut File, limit: Duration) -> Option<(IpAddr, String)> {
 }
 
 #[test]
-fn a_node_port_that_leads_into_a_tunnel_is_judged_for_the_machine_behind_it() {
+fn a_node_port_into_a_tunnel_is_judged_for_its_far_end() {
     let mut tunnel = None;
     let fixture = Fixture::of(&(pods(2) + &policy("some", "pod-1", POLICY)), |cluster, _| {
         let node = &cluster.node;
@@ -95,7 +95,7 @@ fn a_node_port_that_leads_into_a_tunnel_is_judged_for_the_machine_behind_it() {
     };
     for v6 in [false, true] {
         let to = BEYOND.map(|to| address(to[usize::from(v6)]));
-        // What is denied is sent first: it would come first.
+        // The denied packet is sent first: it would come first.
         for number in 0..5 {
             send("test/pod-1", v6, NODE_PORTS[0], &format!("denied {number}"));
         }
@@ -124,7 +124,7 @@ fn put_into_bridge(node: &Namespace, interface: &str) {
 }
 
 #[test]
-fn a_node_port_that_leaves_by_a_bridge_and_its_port_is_judged_once() {
+fn a_node_port_by_a_bridge_and_its_port_is_judged_once() {
     let mut outside = None;
     let fixture = Fixture::of(&(pods(2) + &policy("none", "pod-1", "  policyTypes: [Egress]\n")), |cluster, _| {
         let node = &mut cluster.node;

@@ -113,7 +113,7 @@ impl WorkersFixture {
 
 /// S9 and S10: over TCP and UDP, both families.
 #[test]
-fn workers_translate_services_and_ingress_policy_sees_the_client() {
+fn by_a_workers_service_ingress_policy_sees_the_client() {
     for path in [BackendPath::Here, BackendPath::Elsewhere, BackendPath::ByUplink] {
         let setup = WorkersFixture::new(path);
         for (v6, protocol) in
@@ -160,7 +160,7 @@ fn bulk_transfers_through_a_service_arrive_as_they_were_sent() {
 
 /// S7 and S8: refused at once.
 #[test]
-fn a_port_without_a_backend_and_one_of_no_service_refuse_at_once() {
+fn a_port_without_backend_or_service_refuses_at_once() {
     let setup = WorkersFixture::new(BackendPath::Here);
     let pod = setup.fixture.site("test/pod-0");
     for (v6, port) in [(false, CLOSED), (true, CLOSED), (false, 4444), (true, 4444)] {
@@ -179,7 +179,7 @@ fn a_port_without_a_backend_and_one_of_no_service_refuse_at_once() {
 
 /// Each packet as it came and as it leaves, in both directions, by the pods' ports.
 #[test]
-fn a_capture_has_both_sides_of_a_translated_connection_and_its_bundle_replays_to_the_same_verdicts() {
+fn a_translated_connections_bundle_replays_to_its_verdicts() {
     let setup = WorkersFixture::new(BackendPath::Here);
     let (scratch, port) = (setup.fixture.scratch.path(), WEB.to_string());
     let (socket, bundle) = (setup.fixture.manifests.with_file_name("capture.sock"), scratch.join("bundle"));
@@ -257,9 +257,9 @@ fn egress_policy_names_the_backend_and_not_the_services_address() {
     }
 }
 
-/// What status, flows and metrics say of a connection to a Service, to other backends and without one.
+/// Status, flows and metrics agree on a connection to a Service, to other backends and without one.
 #[test]
-fn a_connection_is_shown_with_its_service_and_backend_and_counted() {
+fn a_connection_is_shown_and_counted_with_its_service() {
     let setup = WorkersFixture::new(BackendPath::Here);
     for (pod, port) in [("test/pod-0", WEB), ("test/pod-1", WEB)] {
         let outcome = setup.probe(pod, false, Protocol::Tcp(port));

@@ -14,7 +14,7 @@ fn traces(fixture: &Fixture) -> (Vec<String>, bool) {
 }
 
 #[test]
-fn changing_attach_between_starts_keeps_policy_and_leaves_nothing_behind() {
+fn changing_attach_keeps_policy_and_leaves_nothing_behind() {
     let closed = policy("closed", "pod-1", "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n");
     let mut fixture = Fixture::of(&(pods(3) + &closed), |_, config| config.attach = Attach::Xdp);
     let of_xdp = (vec!["penstock-host".to_owned(), "penstock0".to_owned()], true);

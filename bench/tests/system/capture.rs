@@ -124,7 +124,7 @@ fn payload(frame: &CapturedFrame) -> String {
 }
 
 #[test]
-fn a_capture_of_a_pod_has_exactly_its_packets_with_verdict_reason_and_rule() {
+fn a_capture_of_a_pod_has_exactly_its_packets_with_verdicts() {
     let node = Offered::start();
     let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
     let (from_0, from_2, at_1) = (socket(pod_0, PORT), socket(pod_2, PORT), socket(pod_1, PORT));
@@ -166,7 +166,7 @@ fn a_capture_of_a_pod_has_exactly_its_packets_with_verdict_reason_and_rule() {
     node.check_by_others("pod-1.pcapng", &packets);
 }
 
-/// What `penstock replay` says of a bundle as JSON, and its exit code.
+/// The answer of `penstock replay` on a bundle as JSON, and its exit code.
 fn replay(bundle: &Path, arguments: &[&str]) -> (serde_json::Value, Option<i32>) {
     let mut command = Command::new(penstock_binary().unwrap());
     let output = command.arg("replay").arg(bundle).args(arguments).args(["--summary", "json"]).output().unwrap();
@@ -176,7 +176,7 @@ fn replay(bundle: &Path, arguments: &[&str]) -> (serde_json::Value, Option<i32>)
 }
 
 #[test]
-fn a_bundle_with_a_policy_change_replays_to_the_same_verdicts_and_shows_what_a_fix_changes() {
+fn a_bundle_with_a_policy_change_replays_to_its_verdicts() {
     let node = Offered::start();
     let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
     let (before, at_1) = (socket(pod_0, 7001), socket(pod_1, PORT));
@@ -285,7 +285,7 @@ fn a_filter_and_limits_leave_out_the_rest() {
 }
 
 #[test]
-fn each_limit_ends_a_capture_and_hosts_and_connections_leave_out_the_rest() {
+fn each_limit_ends_a_capture_and_filters_leave_out_the_rest() {
     let node = Offered::start();
     let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
     let (from_0, other, from_2) = (socket(pod_0, PORT), socket(pod_0, PORT + 1), socket(pod_2, PORT));
@@ -299,7 +299,7 @@ fn each_limit_ends_a_capture_and_hosts_and_connections_leave_out_the_rest() {
     let captured = |name: &str, arguments: &[&str], expected: &[&str]| {
         let capture = node.capture(&format!("{name}.pcapng"), arguments);
         round(name);
-        // What comes later than the last that is expected would be seen, too.
+        // Packets behind the last that is expected would be seen, too.
         round(name);
         let all: Vec<String> = expected.iter().flat_map(|kind| payloads(&format!("{name} {kind}"), 2)).collect();
         capture.wait_for(2 * all.len(), LIMIT).unwrap();
@@ -335,7 +335,7 @@ fn each_limit_ends_a_capture_and_hosts_and_connections_leave_out_the_rest() {
 }
 
 #[test]
-fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afterwards() {
+fn offloaded_connections_are_captured_and_go_back_afterwards() {
     let mut node = Offered::with("", Attach::Tcx);
     let flow = {
         let client = node.site("test/pod-0");
@@ -345,7 +345,7 @@ fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afte
     flow.wait_for(50, LIMIT).unwrap();
     node.wait_for_offload(&flow, "before the capture");
     let capture = node.capture("established.pcapng", &["--pod", "test/pod-1", "--protocol", "TCP"]);
-    // What was on its way when it began.
+    // Packets that were on their way when it began.
     flow.wait_for(5, LIMIT).unwrap();
     let before = node.offloaded();
     flow.wait_for(50, LIMIT).unwrap();
@@ -392,7 +392,7 @@ fn connections_that_programs_forward_are_captured_and_go_back_to_the_kernel_afte
 }
 
 #[test]
-fn a_capture_follows_its_pod_to_another_interface_and_ends_with_the_daemon() {
+fn a_capture_follows_its_pod_to_another_interface() {
     let mut node = Offered::with("[workers]\ncores = [0, 1]\n", Attach::of_run());
     let (v4, v6) = ("10.244.1.77", "fd00:10:244:1::77");
     node.fixture.save("late.yaml", pod("late", v4, v6).trim_start_matches("---\n"));
@@ -414,14 +414,14 @@ fn a_capture_follows_its_pod_to_another_interface_and_ends_with_the_daemon() {
         let from_it = socket(&late, PORT);
         let deadline = Instant::now() + LIMIT;
         let mut sent = 0;
-        // Until its port is in force its packets are dropped, and captured as such.
+        // Until its port is in effect its packets are dropped, and captured as such.
         while !capture.packets().unwrap().iter().any(|it| payload(it).starts_with(&format!("late {turn} "))) {
             assert!(Instant::now() < deadline, "its packets are captured, turn {turn}");
             send(&from_it, node.site("test/pod-0"), &[format!("late {turn} {sent}")]);
             sent += 1;
             std::thread::sleep(Duration::from_millis(5));
         }
-        // Of a connection that is established by now.
+        // The connection is established by now.
         let more = payloads(&format!("late {turn} more"), 20);
         send(&from_it, node.site("test/pod-0"), &more);
         let has_all = |packets: &[CapturedFrame]| more.iter().all(|sent| packets.iter().any(|it| payload(it) == *sent));
@@ -446,14 +446,14 @@ fn a_capture_follows_its_pod_to_another_interface_and_ends_with_the_daemon() {
 }
 
 #[test]
-fn a_capture_that_is_not_read_loses_packets_of_its_own_and_no_others() {
+fn an_unread_capture_loses_only_packets_of_its_own() {
     let node = Offered::with("queue = 8\n", Attach::of_run());
     let client = node.site("test/pod-0");
     let target = node.fixture.target("test/pod-1", false);
     let flow = EchoConnection::open(&client.namespace, target, 8080, LIMIT).unwrap();
     let capture = node.capture("lost.pcapng", &[]);
     capture.signal(Signal::SIGSTOP).unwrap();
-    // Of what a slow worker would lose; pods' own multicast is dropped at any time.
+    // Drops of a slow worker would be these; pods' own multicast is dropped at any time.
     let lost = |node: &Offered| -> u64 {
         let drops = node.fixture.status().all_drops();
         drops.iter().filter(|(name, _)| name.starts_with("kernel_") || name.ends_with("_full")).map(|it| it.1).sum()

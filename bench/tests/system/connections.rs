@@ -62,7 +62,7 @@ fn publish(scratch: &ScratchDir, manifests: &Path, daemon: &Daemon, yaml: &str) 
     let seen = daemon.log().len();
     scratch.save(&manifests.join("policy.yaml"), yaml.trim_start_matches("---\n")).unwrap();
     daemon.log().wait_for_after(seen, "published", Duration::from_secs(5)).unwrap();
-    // With tcx it is in force a grace period later, some milliseconds.
+    // With tcx it is in effect a grace period later, some milliseconds.
     std::thread::sleep(Duration::from_millis(200));
 }
 
@@ -198,7 +198,7 @@ fn a_flood_from_one_pod_does_not_evict_connections_of_others() {
 }
 
 #[test]
-fn fragments_of_an_8_kilobyte_datagram_pass_or_are_dropped_by_policy() {
+fn fragments_of_8_kilobytes_pass_or_are_dropped_by_policy() {
     let fixture = Fixture::of(&(pods(3) + &policy("served", "pod-1", FROM_POD_0)), |_, _| {});
     let content: Vec<u8> = (0..8192u32).map(|n| (n % 251) as u8).collect();
     let mut arrived = vec![0; 10_000];
@@ -220,7 +220,7 @@ fn fragments_of_an_8_kilobyte_datagram_pass_or_are_dropped_by_policy() {
     }
     let statistics = fixture.statistics();
     let line = statistics.iter().find(|line| line.contains("test/pod-2")).expect("a line of that pod");
-    // Of each datagram's six fragments the first was denied, and the others had no known first fragment.
+    // The first of each datagram's six fragments was denied, and the others had no known first fragment.
     assert!(line.contains("ingress_denied 2") && line.contains("fragment 10"), "{line}");
 }
 

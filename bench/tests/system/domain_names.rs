@@ -155,11 +155,11 @@ fn octets(address: IpAddr) -> Vec<u8> {
 }
 
 #[test]
-fn pods_reach_what_their_resolver_says_until_it_expires_with_xdp() {
+fn pods_reach_what_their_resolver_says_with_xdp() {
     pods_reach_what_their_resolver_says(Attach::Xdp);
 }
 
 #[test]
-fn pods_reach_what_their_resolver_says_until_it_expires_with_tcx() {
+fn pods_reach_what_their_resolver_says_with_tcx() {
     pods_reach_what_their_resolver_says(Attach::Tcx);
 }

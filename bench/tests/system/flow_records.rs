@@ -87,7 +87,7 @@ fn read(file: &Path) -> Vec<Value> {
     whole.lines().map(|line| serde_json::from_str(line).unwrap_or_else(|error| panic!("{error}: {line}"))).collect()
 }
 
-/// What a pod's interface has sent and received so far, in packets.
+/// Packets that a pod's interface has sent and received so far.
 fn counted(site: &Site) -> [u64; 2] {
     ["tx_packets", "rx_packets"].map(|name| {
         let read = || std::fs::read_to_string(format!("/sys/class/net/eth0/statistics/{name}"));
@@ -239,7 +239,7 @@ fn each_kind_of_flow_has_its_records_by_tcx() {
 }
 
 #[test]
-fn what_a_connection_has_sent_by_the_end_of_the_daemon_is_recorded() {
+fn traffic_until_the_end_of_the_daemon_is_recorded() {
     let node = Recorded::with(Attach::of_run());
     let mut connection = connect(&node);
     let port = connection.0.local_addr().unwrap().port();
@@ -291,7 +291,7 @@ fn a_collector_takes_every_record() {
     }
 }
 
-/// What is compared of a record: names of the collector's log, and the fields of the file.
+/// The parts of a record that are compared: names of the collector's log, and the fields of the file.
 const COLLECTED: [(&str, &str); 7] = [
     ("source.k8s.pod.name", "/from/pod"),
     ("source.port", "/from/port"),

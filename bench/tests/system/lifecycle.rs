@@ -94,7 +94,7 @@ fn state_without_own_links(cluster: &Cluster) -> Vec<String> {
 }
 
 #[test]
-fn by_tcx_the_nodes_routes_rules_and_settings_stay_as_they_are_while_pods_are_served() {
+fn by_tcx_the_nodes_routes_rules_and_settings_stay() {
     let (cluster, before, mut config, _scratch) = start();
     config.attach = Attach::Tcx;
     let daemon = Daemon::start(cluster.node.namespace(), &config).unwrap();

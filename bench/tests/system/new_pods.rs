@@ -23,7 +23,7 @@ fn without_addresses() -> String {
     format!("{}status: {{phase: Pending}}\n", object.trim_start_matches("---\n"))
 }
 
-/// What the container runtime does for a new pod, after other plugins have made its interface.
+/// Does for a new pod what the container runtime does, after other plugins have made its interface.
 fn add(fixture: &mut Fixture, wait_seconds: u64) -> (Output, Duration) {
     let addresses = ADDRESSES.map(|text| text.parse::<IpAddr>().unwrap());
     let interface = fixture.cluster.node.add_pod("test/new", &addresses).unwrap().interface().to_owned();
@@ -55,7 +55,7 @@ fn add(fixture: &mut Fixture, wait_seconds: u64) -> (Output, Duration) {
     (child.wait_with_output().unwrap(), began.elapsed())
 }
 
-/// What the new pod tries once, and how that must end.
+/// The new pod's attempts, one each, and how they must end.
 fn assert_first(fixture: &Fixture, to: &str, v6: bool, expected: ProbeOutcome) {
     let new = Site::from(fixture.cluster.node.pod("test/new").unwrap());
     // On a busy machine an answer may take long, but none is lost.
@@ -65,7 +65,7 @@ fn assert_first(fixture: &Fixture, to: &str, v6: bool, expected: ProbeOutcome) {
 }
 
 #[test]
-fn a_new_pods_first_packets_pass_as_its_policy_says_before_the_source_knows_its_addresses() {
+fn a_new_pods_first_packets_pass_by_its_policy() {
     let only_new = "  ingress: [{from: [{podSelector: {matchLabels: {app: new}}}]}]\n";
     let to_pod_1 = "  policyTypes: [Egress]\n  egress: [{to: [{podSelector: {matchLabels: {app: pod-1}}}]}]\n";
     let policies = policy("only", "pod-1", only_new) + &policy("new", "new", to_pod_1);
@@ -95,7 +95,7 @@ fn a_new_pods_first_packets_pass_as_its_policy_says_before_the_source_knows_its_
 }
 
 #[test]
-fn a_new_pod_that_the_source_does_not_know_starts_closed_after_the_wait() {
+fn a_new_pod_unknown_to_the_source_starts_closed() {
     let mut fixture = Fixture::of(&pods(2), |_, _| {});
     let (output, took) = add(&mut fixture, 1);
     let said = String::from_utf8_lossy(&output.stderr);

@@ -189,7 +189,7 @@ fn status_flows_and_metrics_match_the_packets() {
 }
 
 #[test]
-fn a_line_of_the_log_says_what_starts_where_and_by_what_it_can_be_asked() {
+fn a_log_line_says_what_starts_and_where_it_is_asked() {
     let open = AdminFixture::start(&pods(1), "");
     let lines = open.fixture.daemon.log().lines();
     let starts: Vec<&String> = lines.iter().filter(|line| line.contains(" starts ")).collect();
@@ -213,7 +213,7 @@ fn a_line_of_the_log_says_what_starts_where_and_by_what_it_can_be_asked() {
 }
 
 #[test]
-fn every_sample_belongs_to_a_family_with_help_and_type_and_counters_end_in_total() {
+fn every_sample_has_help_and_type_and_counters_end_in_total() {
     let open = AdminFixture::start(&pods(1), "");
     let (_, text) = open.page("/metrics");
     let mut kinds: BTreeMap<&str, &str> = BTreeMap::new();
@@ -265,7 +265,7 @@ fn status_shows_a_change_for_its_pods_and_when_it_is_in_force() {
     assert_eq!(first.changed, pod(&before, "test/pod-0").changed, "its own rules are as they were");
     assert_eq!(second.changed, Some(after.published), "{second:?}");
     assert!(first.enforced && second.enforced, "{after:?}");
-    // It is counted a moment after it is in force.
+    // It is counted a moment after it is in effect.
     let counted = |metrics: &_| sum(metrics, "penstock_enforced_seconds_count", &[]);
     let metrics = wait_for(|| Some(open.metrics()).filter(|metrics| counted(metrics) > 0.0), "the change is counted");
     assert_eq!(counted(&metrics), 1.0, "one event, the start not counted");
@@ -394,7 +394,7 @@ fn commands_query_the_daemon_and_report_errors() {
 }
 
 #[test]
-fn the_verdict_log_names_pods_and_rules_and_counts_lines_beyond_its_budget() {
+fn the_verdict_log_names_rules_and_counts_beyond_its_budget() {
     let log = "[verdict_log]\noutput = \"FILES/verdicts.jsonl\"\neach_second = 2\nopened = true\n";
     let open = AdminFixture::start(&(pods(2) + &only_port(8080)), log);
     let (client, target) = (open.fixture.site("test/pod-0"), open.fixture.target("test/pod-1", false));
@@ -462,7 +462,7 @@ fn sighup_applies_what_can_change_and_reports_what_cannot() {
 }
 
 #[test]
-fn the_socket_of_a_live_daemon_is_refused_and_a_stale_one_is_replaced() {
+fn a_live_daemons_socket_is_refused_a_stale_one_replaced() {
     let open = AdminFixture::start(&pods(1), "");
     let text = std::fs::read_to_string(open.fixture.daemon.config()).unwrap();
     let node = Namespace::new("other").unwrap();
@@ -481,7 +481,7 @@ fn the_socket_of_a_live_daemon_is_refused_and_a_stale_one_is_replaced() {
 }
 
 #[test]
-fn while_waiting_for_its_source_the_daemon_is_healthy_and_not_ready() {
+fn a_daemon_that_waits_for_its_source_is_not_ready() {
     let files = ScratchDir::new().unwrap();
     let (kubeconfig, socket) = (files.path().join("kubeconfig"), files.path().join("admin.sock"));
     // A closed port.

@@ -1,4 +1,4 @@
-//! Policies are enforced on packets, and a change is in force immediately.
+//! Policies are enforced on packets, and a change is in effect immediately.
 
 use std::time::{Duration, Instant};
 
@@ -110,7 +110,7 @@ fn a_manifest_that_does_not_parse_keeps_the_last_good_state() {
 }
 
 #[test]
-fn egress_policy_treats_a_service_address_as_no_pod_and_its_drops_name_it() {
+fn to_egress_policy_a_service_address_is_no_pods() {
     let [service, other] = ["10.96.0.10", "10.97.0.10"].map(|text| text.parse::<std::net::IpAddr>().unwrap());
     let egress =
         |to: &str| policy("egress", "pod-0", &format!("  policyTypes: [Egress]\n  egress: [{{to: [{to}]}}]\n"));

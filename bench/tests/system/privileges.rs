@@ -16,7 +16,7 @@ use penstock_privileges::{RUNTIME, STARTUP};
 
 use crate::fixture::{Fixture, pod, pods, policy};
 
-/// Timeout until a change of the manifests is in force.
+/// Timeout until a change of the manifests is in effect.
 const IN_FORCE: Duration = Duration::from_secs(10);
 
 /// Capability sets of a thread as the kernel names them, and its no_new_privs flag.
@@ -48,7 +48,7 @@ impl ThreadCapabilities {
         }
     }
 
-    /// A thread with these in force and no way to gain more.
+    /// A thread with these in effect and no way to gain more.
     fn only(effective: u64, bounding: u64) -> Self {
         Self { permitted: effective, effective, inheritable: 0, ambient: 0, bounding, no_new: true }
     }
@@ -110,7 +110,7 @@ fn listed(cluster: &Cluster, config: &DaemonConfig) -> Daemon {
 }
 
 #[test]
-fn capabilities_of_unit_and_daemonset_suffice_from_start_to_end_and_for_later_pods() {
+fn capabilities_of_unit_and_daemonset_suffice_to_the_end() {
     for mode in ["closed", "open"] {
         let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");

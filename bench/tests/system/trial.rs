@@ -11,7 +11,7 @@ use crate::fixture::{Fixture, pods, policy};
 
 const LIMIT: Duration = Duration::from_secs(30);
 const SILENCE: Duration = Duration::from_secs(1);
-/// What a policy says that is to be in force for `pod-1`: port 9090 alone.
+/// The policy that is to be in effect for `pod-1` allows port 9090 alone.
 const ONLY_9090: &str = "  ingress: [{ports: [{port: 9090}]}]\n";
 
 /// A policy of `pod-1` with an annotation.
@@ -52,7 +52,7 @@ fn change<'a>(status: &'a TrialStatus, from: &str, to: &str, port: u16) -> Optio
 }
 
 #[test]
-fn a_staged_policy_cuts_nothing_and_promoted_exactly_what_the_trial_has_named() {
+fn a_promoted_policy_cuts_exactly_what_the_trial_named() {
     let fixture = Fixture::of(&pods(3), |_, _| {});
     let (client, other) = (fixture.site("test/pod-0"), fixture.site("test/pod-2"));
     let target = fixture.target("test/pod-1", false);
@@ -98,7 +98,7 @@ fn a_staged_policy_cuts_nothing_and_promoted_exactly_what_the_trial_has_named() 
 }
 
 #[test]
-fn a_capture_says_of_packets_that_open_a_connection_what_a_staged_policy_would_decide() {
+fn a_capture_says_what_a_staged_policy_would_decide() {
     let mut offered = None;
     let fixture = Fixture::of(&pods(2), |_, config| {
         let path = config.manifests.with_file_name("capture.sock");
@@ -148,7 +148,7 @@ fn opening(packets: &[CapturedFrame], port: u16) -> impl Iterator<Item = &Captur
 }
 
 #[test]
-fn a_denied_connection_that_a_staged_edit_would_allow_is_named_and_stays_denied() {
+fn a_connection_that_a_staged_edit_allows_stays_denied() {
     let in_force = policy("closed", "pod-1", ONLY_9090);
     let fixture = Fixture::of(&(pods(2) + &in_force), |_, _| {});
     let edit = staged("policy.penstock.dev/staged-for: closed", "  ingress: [{ports: [{port: 8080}]}]\n");

@@ -21,7 +21,7 @@ fn fixture(mode: &str) -> Fixture {
 }
 
 #[test]
-fn policy_is_enforced_in_native_and_generic_mode_and_status_shows_the_mode() {
+fn policy_is_enforced_in_native_and_generic_mode() {
     for mode in ["native", "generic"] {
         let fixture = fixture(mode);
         fixture.assert_as_expected(&fixture.matrix());
@@ -33,7 +33,7 @@ fn policy_is_enforced_in_native_and_generic_mode_and_status_shows_the_mode() {
 }
 
 #[test]
-fn a_restart_in_another_mode_keeps_the_pinned_links_mode_and_logs_it() {
+fn a_restart_in_another_mode_keeps_the_links_and_says_so() {
     let mut fixture = fixture("native");
     fixture.kill();
     fixture.change_config(|config| config.sections = config.sections.replace("native", "generic"));
@@ -45,7 +45,7 @@ fn a_restart_in_another_mode_keeps_the_pinned_links_mode_and_logs_it() {
 }
 
 #[test]
-fn in_generic_mode_packets_longer_than_a_frame_are_counted_and_segmentation_off_avoids_them() {
+fn in_generic_mode_packets_longer_than_a_frame_are_counted() {
     let fixture = fixture("generic");
     let (from, to) = (fixture.site("test/pod-0"), fixture.site("test/pod-2"));
     let lost = || fixture.port("test/pod-0").kernel_drops["rx_dropped"];

@@ -74,13 +74,13 @@ pub struct CaptureQuery {
     pub seconds: Option<u64>,
     /// End after so many bytes of frames; at most [`MAX_BYTES`], as without it.
     pub bytes: Option<u64>,
-    /// Whether the cluster's objects come with the packets: first all that are in force, then each change before the first packet
+    /// Whether the cluster's objects come with the packets: first all that are in effect, then each change before the first packet
     /// that was processed under it. A daemon that does not know this part refuses it.
     #[serde(default, skip_serializing_if = "is_false")]
     pub objects: bool,
 }
 
-/// What was decided on a packet.
+/// The decision on a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
@@ -108,18 +108,18 @@ pub enum CaptureMessage {
     Begin {
         /// The node's name.
         node: String,
-        /// What comes of the cluster's objects, if the query asks for them.
+        /// The cluster's objects that follow, if the query asks for them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         objects: Option<ObjectsInForce>,
     },
-    /// Some of the objects that are in force when the capture begins, before all packets; a line of JSON for each follows.
+    /// Some of the objects that are in effect when the capture begins, before all packets; a line of JSON for each follows.
     Objects {
         /// Their number.
         count: u64,
     },
     /// Objects have changed; a JSON array of the changes follows. A long batch comes as several messages.
     Changes {
-        /// The first epoch under which all of them are in force.
+        /// The first epoch under which all of them are in effect.
         epoch: u32,
         /// When that was published, in nanoseconds since 1970.
         time: u64,
@@ -152,6 +152,22 @@ pub struct ObjectsInForce {
     pub services: bool,
     /// The setting `service_cidrs`.
     pub service_cidrs: Vec<String>,
+    /// When a segment from the middle of a connection opens one. A daemon that does not say it does so always.
+    #[serde(default)]
+    pub midstream_pickup: PickupInForce,
+}
+
+/// The setting `conntrack.midstream_pickup` as a daemon follows it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PickupInForce {
+    /// At any time.
+    #[default]
+    Always,
+    /// At no time.
+    Never,
+    /// Up to this time, in nanoseconds since 1970.
+    Until(u64),
 }
 
 /// How much was captured.
@@ -172,7 +188,7 @@ pub struct PacketRecord {
     pub time: u64,
     /// The number of the port that it came in by; of a packet as it leaves, the one that it leaves by.
     pub port: u16,
-    /// What is behind that port: a pod's `namespace/name`, `node`, or an interface's name.
+    /// The name of what is behind that port: a pod's `namespace/name`, `node`, or an interface's name.
     pub interface: String,
     /// Bytes of the frame, of which not all may have been kept.
     pub length: u32,
@@ -180,7 +196,7 @@ pub struct PacketRecord {
     /// before.
     #[serde(default, skip_serializing_if = "is_false")]
     pub translated: bool,
-    /// What was decided.
+    /// The verdict.
     pub verdict: Verdict,
     /// Why it was dropped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -200,7 +216,7 @@ pub struct PacketRecord {
     /// Whether policy was asked because the packet belongs to no connection yet: it opens one, or is denied.
     #[serde(default, skip_serializing_if = "is_false")]
     pub opens: bool,
-    /// What would be decided if everything that is staged were promoted, for a packet that opens a connection or tries to.
+    /// The verdict if everything that is staged were promoted, for a packet that opens a connection or tries to.
     /// `None` where nothing is staged, and of a daemon that does not know this part.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub staged: Option<Box<StagedVerdict>>,
@@ -210,7 +226,7 @@ pub struct PacketRecord {
     pub worker: usize,
 }
 
-/// What policy would decide if everything that is staged were promoted.
+/// The verdict of policy if everything that is staged were promoted.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StagedVerdict {
     /// Whether the packet would pass.
@@ -290,7 +306,7 @@ pub enum CaptureError {
     Broken {
         /// The socket.
         path: PathBuf,
-        /// What happened.
+        /// The error.
         what: String,
     },
     /// The system refuses what this needs.
@@ -306,7 +322,7 @@ async fn ready(descriptor: Option<&AsyncFd<OwnedFd>>, interest: Interest) {
     }
 }
 
-/// What comes next of a capture.
+/// The next part of a capture.
 #[derive(Debug)]
 pub enum CaptureEvent<'a> {
     /// A message, with the frame of a packet.
@@ -484,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn a_packet_of_a_daemon_that_knows_nothing_of_staged_policies_is_read() {
+    fn packets_of_a_daemon_without_staged_policies_are_read() {
         let CaptureMessage::Packet(known) = packet(3) else { unreachable!("a packet") };
         let mut value = serde_json::to_value(&known).unwrap();
         assert_eq!(value["staged"], serde_json::json!({"verdict": "allow", "egress": "open", "ingress": "shop-db"}));

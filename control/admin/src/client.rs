@@ -42,7 +42,7 @@ pub enum ClientError {
     Failed {
         /// The socket.
         path: PathBuf,
-        /// What happened.
+        /// The error.
         what: String,
     },
 }

@@ -23,7 +23,7 @@ pub struct Status {
     pub policies: usize,
     /// The epoch that was published last.
     pub published: u32,
-    /// Whether it is in force on every worker.
+    /// Whether it is in effect on every worker.
     pub in_force: bool,
     /// The workers.
     pub workers: Vec<WorkerStatus>,
@@ -43,16 +43,16 @@ pub struct Status {
     /// Services that workers translate; `None` if they do not.
     #[serde(default)]
     pub services: Option<ServicesStatus>,
-    /// What pods have learnt of domain names; `None` if these are not followed.
+    /// Domain names that pods have learnt; `None` if these are not followed.
     #[serde(default)]
     pub domain_names: Option<NamesStatus>,
-    /// Why the configuration was refused at the start, if the last good one is in force instead; one line per problem.
+    /// Why the configuration was refused at the start, if the last good one is in effect instead; one line per problem.
     #[serde(default)]
     pub configuration_refused: Vec<String>,
-    /// Manifests that are not applied; their last valid objects are in force, and the log says why.
+    /// Manifests that are not applied; their last valid objects are in effect, and the log says why.
     #[serde(default)]
     pub refused_files: u64,
-    /// Set while the objects of an earlier run are in force, because the source has not been read yet.
+    /// Set while the objects of an earlier run are in effect, because the source has not been read yet.
     #[serde(default)]
     pub stale: Option<StaleObjects>,
     /// The capture that runs.
@@ -61,7 +61,7 @@ pub struct Status {
     /// Records of flows; `None` if there are none.
     #[serde(default)]
     pub flow_records: Option<FlowRecordsStatus>,
-    /// What policy is about, and where it is not enforced.
+    /// A pod or interface on which policy is not enforced, and why.
     #[serde(default)]
     pub not_enforced: Vec<NotEnforced>,
     /// State of the object source, by resource.
@@ -85,7 +85,7 @@ pub struct NotEnforced {
     pub reason: String,
 }
 
-/// What pods have learnt of domain names from DNS answers. A name counts once for each address that it was given for.
+/// Domain names that pods have learnt from DNS answers. A name counts once for each address that it was given for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct NamesStatus {
     /// Names that are kept, expired ones included.
@@ -103,7 +103,7 @@ pub struct NamesStatus {
 pub struct FlowRecordsStatus {
     /// Records made, by event: `end`, `interval`, `denied`.
     pub made: BTreeMap<String, u64>,
-    /// What was lost: connections that ended too fast (`ended`), denied packets beyond the budget (`denied`), records that
+    /// Losses: connections that ended too fast (`ended`), denied packets beyond the budget (`denied`), records that
     /// were not written (`file`) or not sent (`otlp`).
     pub lost: BTreeMap<String, u64>,
     /// Forwarded packets in no connection's counts: ICMP errors, later fragments, and packets of connections that were
@@ -161,7 +161,7 @@ pub struct WorkerStatus {
     pub worker: usize,
     /// The core that it is pinned to.
     pub core: usize,
-    /// The epoch in force on it: it evaluates no packet under an older policy from now on.
+    /// The epoch in effect on it: it evaluates no packet under an older policy from now on.
     pub epoch: u32,
     /// The share of its time in which it moved packets, from 0 to 1.
     pub busy: f64,
@@ -201,7 +201,7 @@ pub struct PortStatus {
     pub drops: BTreeMap<String, u64>,
     /// Packets that the kernel lost at its sockets (`struct xdp_statistics`), by kind; each packet is in one kind only.
     pub kernel_drops: BTreeMap<String, u64>,
-    /// What the XDP program did with packets, by outcome.
+    /// Packets that the program on the interface has seen, by outcome.
     pub xdp: BTreeMap<String, u64>,
     /// Frames in its rings.
     pub queue: RingDepth,
@@ -275,7 +275,7 @@ pub struct PodStatus {
     pub changed: Option<u32>,
     /// The epoch that was published last, if it includes the pod.
     pub published: Option<u32>,
-    /// Whether its policy and its peers' addresses are in force on every worker.
+    /// Whether its policy and its peers' addresses are in effect on every worker.
     pub enforced: bool,
     /// Why it is not attached yet.
     pub waiting: Option<String>,
@@ -364,17 +364,17 @@ pub struct ConnectionFlow {
     pub from: FlowEnd,
     /// The other end; of a connection to a Service its backend.
     pub to: FlowEnd,
-    /// Of a connection to a Service: its cluster address and port, with the name of the Service's port, if there still is
+    /// Where a connection leads to a Service: its cluster address and port, with the name of the Service's port, if there still is
     /// one.
     #[serde(default)]
     pub service: Option<FlowEnd>,
     /// Its state, named as in nf_conntrack, or `REVOKED` if a policy change revoked it.
     pub state: String,
-    /// What the end that opened it has sent; `None` where connections have no counters: without `offload`, and with
+    /// Traffic of the end that opened it; `None` where connections have no counters: without `offload`, and with
     /// `attach = "xdp"`, unless there are records of flows.
     #[serde(default)]
     pub sent: Option<Traffic>,
-    /// What the other end has sent.
+    /// Traffic of the other end.
     #[serde(default)]
     pub received: Option<Traffic>,
     /// The rule that allows the opener's egress under the current policy, or the verdict.
@@ -387,7 +387,7 @@ pub struct ConnectionFlow {
     pub expires_seconds: u64,
 }
 
-/// What was forwarded of connections. A long segment counts as the packets that it is cut into, and with its own length.
+/// Forwarded packets and bytes of connections. A long segment counts as the packets that it is cut into, and with its own length.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Traffic {
     /// Packets; of one connection and direction modulo 2³².
@@ -473,7 +473,7 @@ pub struct NewPod {
     /// Names of the interfaces that plugins have made for it on the node, at most [`NewPod::MOST_INTERFACES`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub interfaces: Vec<String>,
-    /// How long the answer may wait for its policy to be in force, in milliseconds; at most [`NewPod::LONGEST_WAIT`].
+    /// How long the answer may wait for its policy to be in effect, in milliseconds; at most [`NewPod::LONGEST_WAIT`].
     pub wait_ms: u64,
 }
 
@@ -489,11 +489,11 @@ impl NewPod {
 /// The answer to a [`NewPod`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct NewPodState {
-    /// What is awaited; nothing once its policy is in force on every worker.
+    /// The thing that is awaited; nothing once its policy is in effect on every worker.
     pub awaits: Option<String>,
 }
 
-/// `POST /v1/trial`: policies to judge beside what is in force, instead of those of an earlier trial. `admin.trials` must allow
+/// `POST /v1/trial`: policies to judge beside what is in effect, instead of those of an earlier trial. `admin.trials` must allow
 /// it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -530,7 +530,7 @@ pub struct TrialStatus {
     pub from_files: bool,
     /// When these policies were first judged, as in RFC 3339; what is counted is counted from then on.
     pub since: Option<String>,
-    /// What of the staged policies is not as it may be meant.
+    /// Doubts whether the staged policies are as they are meant.
     pub problems: Vec<String>,
     /// Connections that were open when they were judged last.
     pub live_judged: u64,
@@ -562,7 +562,7 @@ pub struct StagedChange {
     pub protocol: String,
     /// Their destination port; 0 where the protocol has none.
     pub port: u16,
-    /// The verdict in force.
+    /// The verdict in effect.
     pub present: StagedVerdict,
     /// The verdict after promotion.
     pub promoted: StagedVerdict,
@@ -571,7 +571,7 @@ pub struct StagedChange {
     pub isolating: Vec<String>,
     /// Those that are open.
     pub live: u64,
-    /// What was forwarded of these, in both directions; `None` where connections have no counters.
+    /// Traffic of these, in both directions; `None` where connections have no counters.
     #[serde(default)]
     pub live_traffic: Option<Traffic>,
     /// Those that were opened, or denied, since the policies are judged.
@@ -597,7 +597,7 @@ pub struct StagedVerdict {
     pub reason: String,
 }
 
-/// `GET /v1/rules`: how often each rule in force decided a connection.
+/// `GET /v1/rules`: how often each rule in effect decided a connection.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Rules {
     /// When this was asked, in seconds of Unix time.
@@ -622,7 +622,7 @@ pub struct RuleUsage {
     pub index: usize,
     /// A hash of what it says: an edit makes it another rule.
     pub content: String,
-    /// What it does.
+    /// Its action.
     pub action: String,
     /// Connections that it decided, on this node; of a Deny, packets.
     pub hits: u64,

@@ -39,7 +39,7 @@ mod tests {
     use std::os::fd::{AsFd, AsRawFd};
 
     #[test]
-    fn later_files_get_higher_descriptors_and_all_are_above_ordinary_files() {
+    fn later_files_get_higher_descriptors_above_ordinary_ones() {
         let file = File::open("/dev/null").unwrap();
         let mut first = CloseFirstFds::default();
         for _ in 0..4 {

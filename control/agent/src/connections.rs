@@ -1,8 +1,8 @@
 //! Connections that survive a restart of the daemon, and the owners of their addresses.
 //!
-//! The connection table lives in a file ([`TableMapping::File`]), so that a restarted daemon keeps its connections. A
-//! second file beside it records which pod had which address: while no daemon runs, an address may move to another pod,
-//! which must inherit no connections.
+//! The connection table outlives the daemon, so that a restarted one keeps its connections: where programs forward packets, in pinned
+//! BPF maps, otherwise in a file ([`TableMapping::File`]). Beside that file stands another with the pods' addresses: while no daemon
+//! runs, an address may move to another pod, which must inherit no connections.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -13,10 +13,11 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc;
 
-use penstock_dataplane::conntrack::{ConnTable, OpenError, OwnerId, TableOrigin};
+use penstock_dataplane::conntrack::{ConnTable, KernelMapSizes, OpenError, OwnerId, TableOrigin};
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::packet::Address;
 use penstock_policy::model::{Object, ObjectKey, Pod};
+use penstock_xdp_redirect::ConnectionMapSizes;
 
 use super::config::{Config, TableMapping};
 use super::{RunError, handover, last_good, learnt_names, new_pods, pod_bindings, recorded_objects, rule_usage};
@@ -46,9 +47,9 @@ pub(super) fn make_directory(mapping: &TableMapping) -> Result<(), RunError> {
 
 /// Locks a connection table in the kernel against a second daemon, by a file beside the owners' file. A table in a file is
 /// locked by that file, which goes if the table is in the kernel.
-pub(super) fn lock(config: &Config) -> Result<Option<fs::File>, RunError> {
-    let TableMapping::File(path) = &config.conntrack.mapping else { return Ok(None) };
-    if !config.offloads() {
+pub(super) fn lock(mapping: &TableMapping, is_in_kernel: bool) -> Result<Option<fs::File>, RunError> {
+    let TableMapping::File(path) = mapping else { return Ok(None) };
+    if !is_in_kernel {
         return Ok(None);
     }
     let name = with_suffix(path, LOCK);
@@ -65,6 +66,18 @@ pub(super) fn lock(config: &Config) -> Result<Option<fs::File>, RunError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(unusable(error)),
         _ => Ok(Some(file)),
+    }
+}
+
+/// Sizes of the BPF maps of a table for this many connections.
+pub(super) fn map_sizes(connections: usize) -> ConnectionMapSizes {
+    let KernelMapSizes { groups, entries, with_links } = KernelMapSizes::of(connections);
+    ConnectionMapSizes {
+        version: KernelMapSizes::VERSION,
+        table: KernelMapSizes::TABLE,
+        tags: (groups, KernelMapSizes::TAGS),
+        entries: (with_links, KernelMapSizes::ENTRY),
+        usage: (entries, KernelMapSizes::USE),
     }
 }
 
@@ -425,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restart_keeps_connections_of_the_same_pod_and_no_other_pod_inherits_them() {
+    fn after_a_restart_no_other_pod_inherits_connections() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("conntrack");
         let mapping = TableMapping::File(path.clone());
@@ -468,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn a_released_address_has_no_owner_until_its_connections_are_removed() {
+    fn a_released_address_waits_for_its_connections_removal() {
         let table = ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap();
         let (clearing, jobs) = ClearingQueue::new();
         let mut connections = ConnectionOwners::new(&TableMapping::Off, clearing);

@@ -1,4 +1,4 @@
-//! What of policy is not enforced, and why. Every pod of this node is served or closed, or it is named here.
+//! Names the pods on which policy is not enforced, and why. Every pod of this node is served or closed, or it is named here.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ pub(crate) struct NotEnforced {
     pub(crate) reason: String,
 }
 
-/// What [`of_pods`] goes by.
+/// The evidence by which [`of_pods`] decides.
 pub(crate) struct PodCoverage<'a> {
     pub(crate) bindings: &'a Bindings,
     /// Problems that last, or cannot pass by themselves.
@@ -42,7 +42,8 @@ pub(crate) fn of_pods<'a>(
         for problem in coverage.lasting.iter().filter(|problem| problem.pods().any(|of| *of == pod.key)) {
             match problem {
                 PodProblem::Claimed { .. } | PodProblem::MacTaken { .. } => {}
-                PodProblem::OtherInterfaces { .. } => add(problem),
+                PodProblem::AnotherVeth { index, .. } if (coverage.is_closed)(*index) => {}
+                PodProblem::OtherInterfaces { .. } | PodProblem::AnotherVeth { .. } => add(problem),
                 _ if is_covered => {}
                 _ => add(problem),
             }
@@ -91,6 +92,8 @@ mod tests {
             long("open"),
             PodProblem::NoRoute { pod: key("none"), addresses: "10.1.1.4".into() },
             PodProblem::OtherInterfaces { pod: key("served"), interfaces: "net1".into() },
+            PodProblem::AnotherVeth { pod: key("closed"), index: 2, link: "veth2".into() },
+            PodProblem::AnotherVeth { pod: key("closed"), index: 8, link: "veth8".into() },
             PodProblem::Claimed { pod: key("served"), address: [10, 1, 1, 1].into(), link: "veth9".into() },
         ];
         let (is_served, is_closed) = (|pod: &ObjectKey| pod.name == "served", |link: u32| link == 2);
@@ -105,11 +108,15 @@ mod tests {
             found.into_iter().map(|one| format!("{} {}", one.pod.unwrap().name, one.reason)).collect()
         };
         let found = named(&pods);
-        assert_eq!(found.len(), 3, "{found:?}");
-        assert!(found[0].starts_with("none pod shop/none: no host route"), "{found:?}");
-        assert!(found[1].starts_with("open pod shop/open: MTU 9000"), "{found:?}");
-        assert!(found[2].starts_with("served pod shop/served: policy is not enforced on its other interfaces (net1)"));
-        // What is about to go is not waited for.
+        let expected = [
+            "closed pod shop/closed: policy is not enforced on veth8",
+            "none pod shop/none: no host route",
+            "open pod shop/open: MTU 9000",
+            "served pod shop/served: policy is not enforced on its other interfaces (net1)",
+        ];
+        assert_eq!(found.len(), expected.len(), "{found:?}");
+        assert!(found.iter().zip(expected).all(|(found, expected)| found.starts_with(expected)), "{found:?}");
+        // Nobody waits for a pod that is about to go.
         let mut leaving = pods.clone();
         leaving.iter_mut().for_each(|pod| pod.lifetime.leaving = true);
         assert!(named(&leaving).is_empty() && named(&[]).is_empty());

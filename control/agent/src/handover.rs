@@ -21,9 +21,9 @@ use tokio::sync::mpsc;
 use tokio::time::{sleep, timeout};
 
 use super::RunError;
-use super::admin::{AdminSocketError, SocketFile, listen};
 use super::config::SocketPath;
 use super::signals::{Signal, Signals};
+use super::unix_socket::{AdminSocketError, SocketFile, listen};
 
 const REQUEST: &[u8] = b"take over\n";
 const RELEASED: &[u8] = b"released\n";
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_daemon_hands_over_when_it_is_asked_and_not_when_somebody_looks() {
+    async fn a_daemon_hands_over_when_asked_not_when_looked_at() {
         let directory = tempfile::tempdir().unwrap();
         let admin = admin_in(&directory);
         assert!(Predecessor::find(&admin).is_none());

@@ -21,7 +21,7 @@ pub struct LastGood {
     pub since: Timestamp,
 }
 
-/// A configuration that was refused, while the last good one is in force.
+/// A configuration that was refused, while the last good one is in effect.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct RejectedConfig {
     /// Why, one line per problem.
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_good_configuration_is_found_with_its_overrides_when_the_file_is_bad() {
+    fn the_last_good_configuration_is_found_with_its_overrides() {
         let (directory, path, text) = config();
         let layers = ConfigLayers::new(&path, &["umem.memory=64MiB".to_owned()]).unwrap();
         assert!(find(&layers).unwrap().is_none(), "none yet");
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn another_file_or_node_and_one_that_is_not_understood_have_no_last_good_configuration() {
+    fn no_last_good_configuration_of_another_file_or_node() {
         let (directory, path, text) = config();
         let layers = ConfigLayers::new(&path, &["node=a".to_owned()]).unwrap();
         let mut good = layers.load().unwrap();

@@ -1,4 +1,4 @@
-//! What pods have learnt from DNS answers, kept on disk for the next start: pods go on to reach what they have resolved.
+//! Keeps on disk what pods have learnt from DNS answers, for the next start: pods go on to reach what they have resolved.
 //!
 //! Names that have expired are kept as such: they let no new connection pass, but those that they allowed are still
 //! allowed when policy is evaluated again. Times count from boot, so the file is not used after one.
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_pods_have_learnt_is_written_soon_and_there_after_a_restart_but_not_after_a_boot() {
+    async fn learnt_names_survive_a_restart_and_not_a_boot() {
         let directory = tempfile::tempdir().unwrap();
         let mut names = LearntNamesFile::of(file(directory.path(), "boot 1"));
         let held = names.table().of(pod());

@@ -13,11 +13,11 @@
 mod admin;
 mod capture;
 mod close_first;
-mod closed_interfaces;
 pub mod config;
 mod connections;
 mod coverage;
 mod daemon;
+mod deleted_policies;
 pub mod discovery;
 mod exporter;
 mod flow_records;
@@ -26,6 +26,7 @@ pub mod last_good;
 mod learnt_names;
 pub mod logging;
 mod metrics;
+mod naming;
 mod new_pods;
 mod node_context;
 mod node_path;
@@ -48,9 +49,12 @@ mod reserved_descriptors;
 mod rule_usage;
 mod samples;
 mod scans;
+mod settings;
 mod signals;
 mod state_file;
+mod subscribers;
 mod trial;
+mod unix_socket;
 mod verdicts;
 mod view;
 
@@ -71,6 +75,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use objects::NodeObjects;
 use pod_bindings::PodBindings;
 use preflight::{Level, PreflightFinding};
+use recorded_objects::ObjectFile;
+use settings::Settings;
 use tokio::runtime::{Builder, Runtime};
 
 /// How long `penstock check` waits for the API server to list all objects.
@@ -97,7 +103,7 @@ impl RunError {
     }
 }
 
-/// What a start does where a daemon runs already.
+/// How a start treats a daemon that runs already.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum StartMode {
     /// It is refused.
@@ -168,17 +174,15 @@ fn run_with(
     rejected: Option<RejectedConfig>,
     mode: StartMode,
 ) -> Result<(), RunError> {
-    daemon::fail_on_errors(preflight::machine(&loaded.config))?;
+    let settings = Settings::decide(&loaded.config);
+    daemon::fail_on_errors(preflight::machine(&settings))?;
     privileges::drop_to_startup().context("privileges cannot be given up")?;
-    let mut loaded = loaded.clone();
-    let (attach, not_tcx) = preflight::choose_attach(&loaded.config);
-    loaded.config.attach_by = attach;
-    if let Some(reason) = not_tcx {
+    if let Some(reason) = &settings.not_tcx {
         tracing::info!("attach: xdp, not tcx ({reason})");
     }
     let runtime = runtime().map_err(RunError::failed)?;
     logging::use_nonblocking_writers();
-    let ended = runtime.block_on(daemon::run(layers, &loaded, rejected, mode));
+    let ended = runtime.block_on(daemon::run(layers, loaded, &settings, rejected, mode));
     // Closes all listeners, which another daemon may wait for.
     drop(runtime);
     match ended? {
@@ -198,9 +202,8 @@ pub enum CheckedSource {
 
 /// Checks whether this machine can run this configuration. Changes nothing.
 pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<PreflightFinding>> {
-    let (attach_by, not_tcx) = preflight::choose_attach(config);
-    let config = &Config { attach_by, ..config.clone() };
-    let mut findings = preflight::machine(config);
+    let settings = Settings::decide(config);
+    let mut findings = preflight::machine(&settings);
     let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
     let runtime = runtime()?;
     if source == CheckedSource::Any || matches!(config.source.location(), Location::Manifests(_)) {
@@ -210,14 +213,14 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
         match Netlink::open(config.host_veth.table) {
             Err(error) => findings.push(PreflightFinding::error(error.to_string())),
             Ok((netlink, _)) => {
-                findings.extend(preflight::network(config, &netlink).await);
-                findings.extend(preflight::programs(config));
-                findings.extend(preflight::attachable(config, not_tcx));
+                findings.extend(preflight::network(&settings, &netlink).await);
+                findings.extend(preflight::programs(&settings));
+                findings.extend(preflight::attachable(&settings));
                 match netlink.network_state().await {
                     Ok(netstate) => {
                         let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
                         let bindings = bindings.follow(&netstate, &resolved.0);
-                        findings.extend(preflight::pods(config, &netstate, bindings, resolved));
+                        findings.extend(preflight::pods(&settings, &netstate, bindings, resolved));
                     }
                     Err(error) => findings.push(PreflightFinding::error(error.to_string())),
                 }
@@ -228,7 +231,7 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
     Ok(findings)
 }
 
-/// What [`cleanup`] removed.
+/// The things that [`cleanup`] removed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CleanedUp {
     /// How many interfaces had a pinned program.
@@ -253,7 +256,8 @@ pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
     })
 }
 
-/// Reads all objects of the source. Problems with the source become findings.
+/// Reads all objects of the source, or what a start would take in their place. Problems with the source become findings: errors
+/// where a start would fail, or wait.
 async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut Vec<PreflightFinding>) {
     let location = config.source.location();
     // `preflight::machine` has reported a missing directory.
@@ -261,20 +265,37 @@ async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut 
         return;
     }
     let followed = config.services.followed_kinds();
-    let mut source = match Source::start(&location, followed, None, config.conversion(), &|| None).await {
+    let recorded = ObjectFile::of(config);
+    let last = || recorded.as_ref().and_then(ObjectFile::read);
+    let of_last_run = || last().map(|(_, objects)| objects);
+    let mut source = match Source::start(&location, followed, None, config.conversion(), &of_last_run).await {
         Ok(source) => source,
         Err(error) => return findings.extend(error.to_string().lines().map(PreflightFinding::error)),
     };
+    findings.extend(source.problems().iter().map(|problem| {
+        PreflightFinding::warning(format!("source: {problem}; until then what its file had stays as in the last run"))
+    }));
     match tokio::time::timeout(SOURCE_TIMEOUT, source.first()).await {
         Ok(read) => {
             findings.push(PreflightFinding::ok(format!("source: {} objects", read.len())));
             objects.apply(read.into_iter().map(ObjectChange::Set), &[]);
         }
-        Err(_) => findings.extend(source.health().awaited().into_iter().map(|(kind, reason)| {
-            let reason = reason.unwrap_or_else(|| "no answer; is the API server up?".to_owned());
-            let (kind, seconds) = (kind.resource(), SOURCE_TIMEOUT.as_secs());
-            PreflightFinding::error(format!("source: {kind}: not listed within {seconds} s: {reason}"))
-        })),
+        Err(_) => {
+            let last = last();
+            let level = if last.is_some() { Level::Warning } else { Level::Error };
+            findings.extend(source.health().awaited().into_iter().map(|(kind, reason)| {
+                let reason = reason.unwrap_or_else(|| "no answer; is the API server up?".to_owned());
+                let (kind, seconds) = (kind.resource(), SOURCE_TIMEOUT.as_secs());
+                PreflightFinding { level, line: format!("source: {kind}: not listed within {seconds} s: {reason}") }
+            }));
+            if let Some((recorded, read)) = last {
+                let count = read.len();
+                findings.push(PreflightFinding::warning(format!(
+                    "source: a start would take the {count} objects of the last run, recorded at {recorded}, until the API server is there"
+                )));
+                objects.apply(read.into_iter().map(ObjectChange::Set), &[]);
+            }
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! Pods whose network a CNI plugin has just made. A container runtime starts a pod's containers once the plugins have answered, and
 //! the kubelet tells the API server the pod's addresses only after that. `penstock-cni` tells them to the daemon itself, and
-//! answers once the pod's policy is in force.
+//! answers once the pod's policy is in effect.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -59,7 +59,7 @@ impl NewPods {
             return Ok(None);
         }
         let instead_of = match self.0.remove(key) {
-            // What is known has the addresses of the announcement before.
+            // The known object has the addresses of the announcement before.
             Some(before) => before.instead_of,
             None => known.map(|pod| pod.addresses.clone()),
         };
@@ -131,7 +131,7 @@ mod tests {
         }
     }
 
-    /// What the source tells, in turn, and the addresses that the pod then has; `None`: it is deleted.
+    /// Objects that the source tells, in turn, and the addresses that the pod then has; `None`: it is deleted.
     fn completed(pods: &mut NewPods, told: Option<Pod>) -> Vec<IpAddr> {
         let change = match told {
             Some(pod) => ObjectChange::Set(Object::Pod(pod)),
@@ -146,9 +146,9 @@ mod tests {
     const NEW: [&str; 2] = ["10.1.1.5", "fd00::5"];
 
     #[test]
-    fn a_pod_has_the_addresses_of_its_network_until_the_source_tells_others() {
+    fn a_pod_has_its_networks_addresses_until_the_source_tells() {
         let now = Instant::now();
-        /// What the source tells, and the pod's addresses then.
+        /// The object that the source tells, and the pod's addresses then.
         type Step = (Option<Pod>, &'static [&'static str]);
         let cases: [(&str, Option<Pod>, Vec<Step>); 5] = [
             (

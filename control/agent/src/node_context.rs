@@ -1,4 +1,4 @@
-//! What a snapshot says about the node besides its ports: the owners of addresses, and where tunnels end.
+//! The node in a snapshot, besides its ports: the owners of addresses, and where tunnels end.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -75,7 +75,7 @@ fn encapsulation(config: &config::Encapsulation, network: &NodeNetwork, objects:
     let is_single = |network: &&IpNet| network.prefix_len() == network.max_prefix_len();
     let (single, blocks): (Vec<IpNet>, Vec<IpNet>) = network.local_prefixes.iter().partition(is_single);
     let own = objects.node_addresses().iter().copied().chain(single.iter().map(IpNet::addr));
-    // What other nodes route, by a tunnel or as gateways, are their pods' networks: with addresses of theirs that no object lists.
+    // Networks that other nodes route, by a tunnel or as gateways, are their pods': with addresses of theirs that no object lists.
     let others: BTreeSet<IpAddr> = objects.other_nodes().collect();
     let is_of_nodes =
         |remote: &&RemoteNetwork| remote.by_tunnel || remote.gateways.iter().any(|gateway| others.contains(gateway));

@@ -9,12 +9,13 @@ use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::names::NameTable;
 use penstock_dataplane::policy::{AddressSet, Direction, PolicySet};
 use penstock_policy::compile::table_key;
-use penstock_policy::engine::{Engine, EngineSettings};
+use penstock_policy::engine::{Engine, EngineSettings, TranslatedBy};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod, Service};
 use penstock_policy::render::services::ServiceProblem;
 use penstock_policy::render::tables::RuleUse;
 use penstock_policy::state::PodOrNode;
 
+use super::deleted_policies::DeletedPolicies;
 use super::new_pods::{NewPods, TooManyNewPods};
 use crate::discovery::PodProblem;
 
@@ -32,31 +33,19 @@ pub(super) struct NodeObjects {
     pods: BTreeMap<ObjectKey, Pod>,
     /// Addresses of other nodes, by node name.
     others: BTreeMap<String, Vec<IpAddr>>,
-    /// NetworkPolicies and ClusterNetworkPolicies that are in force.
+    /// NetworkPolicies and ClusterNetworkPolicies that are in effect.
     policies: BTreeSet<ObjectRef>,
-    /// What the engine was given, for each that follows it.
-    followed: [Option<Vec<ObjectChange>>; Follower::COUNT],
+    /// Changes that the engine was given since they were last taken, if they are kept.
+    kept: Option<Vec<ObjectChange>>,
     /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
     new_pods: NewPods,
-    /// What pods learn of domain names, if these are followed.
+    deleted_policies: DeletedPolicies,
+    /// The domain names that pods learn, if these are followed.
     names: Option<Arc<NameTable>>,
 }
 
-/// Who keeps what the engine is given.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Follower {
-    /// The trial of staged policies.
-    Trial,
-    /// The capture that writes a bundle.
-    Capture,
-}
-
-impl Follower {
-    const COUNT: usize = 2;
-}
-
-/// What a batch of changes affects.
+/// Effects of a batch of changes.
 pub(super) struct ChangeEffect {
     /// The compiled policy may differ.
     pub(super) policy: bool,
@@ -80,16 +69,19 @@ impl NodeObjects {
             pods: BTreeMap::new(),
             others: BTreeMap::new(),
             policies: BTreeSet::new(),
-            followed: [None, None],
+            kept: None,
             service_problems: BTreeSet::new(),
             new_pods: NewPods::default(),
+            deleted_policies: DeletedPolicies::default(),
             names: None,
         }
     }
 
-    /// Changes of the source, with the addresses of new pods that it does not know yet.
+    /// Changes of the source, with the addresses of new pods that it does not know yet, and the policies that a namespace's end does
+    /// not take with it.
     pub(super) fn complete(&mut self, changes: Vec<ObjectChange>) -> Vec<ObjectChange> {
-        changes.into_iter().map(|change| self.new_pods.complete(change)).collect()
+        let changes = changes.into_iter().map(|change| self.new_pods.complete(change)).collect();
+        self.deleted_policies.complete(changes, self.engine.state(), Instant::now())
     }
 
     /// A CNI plugin has given these addresses to a pod. Returns the change that follows from it.
@@ -169,7 +161,12 @@ impl NodeObjects {
         self.names = Some(names);
     }
 
-    /// What pods learn of domain names, if these are followed.
+    /// Sets who translates what pods send to Services, which questions about these depend on.
+    pub(super) fn set_translated_by(&mut self, who: TranslatedBy) {
+        self.engine.set_translated_by(who);
+    }
+
+    /// The domain names that pods learn, if these are followed.
     pub(super) fn names(&self) -> Option<&Arc<NameTable>> {
         self.names.as_ref()
     }
@@ -197,20 +194,23 @@ impl NodeObjects {
     }
 
     fn give(&mut self, changes: Vec<ObjectChange>) -> bool {
-        for followed in self.followed.iter_mut().flatten() {
-            followed.extend(changes.iter().cloned());
+        if let Some(kept) = &mut self.kept {
+            kept.extend(changes.iter().cloned());
         }
         self.engine.apply(changes)
     }
 
-    /// Keeps what the engine is given from now on for [`NodeObjects::take_followed`], or no more.
-    pub(super) fn follow(&mut self, follower: Follower, on: bool) {
-        self.followed[follower as usize] = on.then(Vec::new);
+    /// Keeps what the engine is given from now on for [`NodeObjects::take_changes`], or no more.
+    pub(super) fn keep_changes(&mut self, keeps: bool) {
+        match keeps {
+            true => _ = self.kept.get_or_insert_default(),
+            false => self.kept = None,
+        }
     }
 
-    /// What the engine was given since this follower's last call; nothing while it does not follow.
-    pub(super) fn take_followed(&mut self, follower: Follower) -> Vec<ObjectChange> {
-        self.followed[follower as usize].as_mut().map(std::mem::take).unwrap_or_default()
+    /// Takes the changes that the engine was given since the last call; none while they are not kept.
+    pub(super) fn take_changes(&mut self) -> Vec<ObjectChange> {
+        self.kept.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Sets the configured addresses of this node; they take effect at the next read of the network.
@@ -274,7 +274,7 @@ impl NodeObjects {
         self.owner(address) == Some(pod)
     }
 
-    /// NetworkPolicies and ClusterNetworkPolicies of the cluster that are in force.
+    /// NetworkPolicies and ClusterNetworkPolicies of the cluster that are in effect.
     pub(super) fn policies(&self) -> usize {
         self.policies.len()
     }
@@ -338,7 +338,7 @@ mod tests {
     use penstock_dataplane::packet::{Flow, Protocol};
 
     use super::*;
-    use penstock_policy::model::{NetworkPolicy, PodLifetime, Selector, Staging};
+    use penstock_policy::model::{Namespace, NetworkPolicy, PodLifetime, Selector, Staging};
 
     fn address(text: &str) -> IpAddr {
         text.parse().unwrap()
@@ -385,11 +385,50 @@ mod tests {
     }
 
     #[test]
-    fn what_is_followed_makes_another_engine_equal() {
+    fn a_policy_deleted_just_before_its_namespace_ends_stays() {
+        let namespace = |terminating| {
+            let (name, labels) = ("shop".to_owned(), Default::default());
+            let namespace = Namespace { name, labels, default_deny_ingress: false, terminating };
+            ObjectChange::Set(Object::Namespace(namespace))
+        };
+        let name = ObjectKey { namespace: "shop".into(), name: "closed".into() };
+        let gone = || ObjectChange::Delete(ObjectRef::NetworkPolicy(name.clone()));
+        let pod_gone = || {
+            let name = ObjectKey { namespace: "shop".into(), name: "web".into() };
+            ObjectChange::Delete(ObjectRef::Pod(name))
+        };
+        for (what, batches, is_closed) in [
+            ("the namespace first", vec![vec![namespace(true)], vec![gone()]], true),
+            ("the policy first", vec![vec![gone()], vec![namespace(true)]], true),
+            ("both at once", vec![vec![gone(), namespace(true)]], true),
+            ("made anew meanwhile", vec![vec![gone()], vec![closed()], vec![namespace(true)]], true),
+            ("another namespace of its name", vec![vec![gone()], vec![namespace(true)], vec![namespace(false)]], false),
+            ("the policy alone", vec![vec![gone()], vec![namespace(false)]], false),
+        ] {
+            let mut objects = NodeObjects::new("here", &[]);
+            objects.apply([namespace(false), pod("web", "here"), closed()], &[]);
+            for changes in batches {
+                let changes = objects.complete(changes);
+                objects.apply(changes, &[]);
+            }
+            assert_eq!(!reaches_pod(&objects, "10.1.1.9"), is_closed, "{what}");
+            objects.apply([pod_gone()], &[]);
+            assert_eq!(objects.engine().state().statistics().policies, usize::from(what == "made anew meanwhile"));
+        }
+        // A daemon that starts meanwhile: what is there when it reads all is in force, and stays.
+        let mut objects = NodeObjects::new("here", &[]);
+        objects.apply([namespace(true), pod("web", "here"), closed()], &[]);
+        let changes = objects.complete(vec![gone()]);
+        objects.apply(changes, &[]);
+        assert!(!reaches_pod(&objects, "10.1.1.9"), "a daemon that starts meanwhile");
+    }
+
+    #[test]
+    fn changes_that_are_kept_make_another_engine_equal() {
         let mut objects = NodeObjects::new("here", &[address("192.0.2.1")]);
         objects.apply([pod("web", "here")], &[]);
-        assert!(objects.take_followed(Follower::Trial).is_empty());
-        objects.follow(Follower::Trial, true);
+        assert!(objects.take_changes().is_empty());
+        objects.keep_changes(true);
         let mut other = Engine::new(EngineSettings::for_node("here"));
         let engine = objects.engine();
         let (pods, rest) = engine.state().pods_from(0, 10);
@@ -397,8 +436,8 @@ mod tests {
         other.apply(known.map(ObjectChange::Set));
         objects.apply([closed()], &[address("10.1.1.1")]);
         objects.apply_addresses(&[address("10.1.1.2")]);
-        other.apply(objects.take_followed(Follower::Trial));
-        assert!(rest.is_none() && objects.take_followed(Follower::Trial).is_empty());
+        other.apply(objects.take_changes());
+        assert!(rest.is_none() && objects.take_changes().is_empty());
         let reached = ["192.0.2.1", "10.1.1.1", "10.1.1.2", "198.51.100.1"].map(|from| {
             let flow = Flow {
                 src: address(from).into(),
@@ -411,9 +450,9 @@ mod tests {
             other.evaluate(&flow).is_allowed()
         });
         assert_eq!(reached, [true, false, true, false]);
-        objects.follow(Follower::Trial, false);
+        objects.keep_changes(false);
         objects.apply([pod("web", "here")], &[]);
-        assert!(objects.take_followed(Follower::Trial).is_empty());
+        assert!(objects.take_changes().is_empty());
     }
 
     #[test]
@@ -457,13 +496,13 @@ mod tests {
     }
 
     #[test]
-    fn of_two_pods_with_one_address_the_running_one_owns_it_and_the_other_is_reported() {
+    fn the_running_one_of_two_pods_owns_their_address() {
         let lifetime = |leaving, started, created| PodLifetime { leaving, started, created };
         let plain = lifetime(false, Some(10), Some(10));
         let finished = |pod: &mut Pod| pod.finished = true;
         let nothing = |_: &mut Pod| {};
         type Edit = fn(&mut Pod);
-        // What differs between `old` and `new`, which of them owns the address, and whether the other is reported.
+        // The difference between `old` and `new`, which of them owns the address, and whether the other is reported.
         let cases: [(&str, PodLifetime, PodLifetime, Edit, &str, bool); 8] = [
             ("old finished", plain, plain, finished, "new", false),
             ("old finished, though it started later", lifetime(false, Some(20), None), plain, finished, "new", false),

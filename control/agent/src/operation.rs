@@ -55,7 +55,7 @@ impl Listeners {
     }
 }
 
-/// What the daemon's loop does next.
+/// The next step of the daemon's loop.
 pub(super) enum OperationEvent {
     /// Answer a query.
     Answer(StateQuery),
@@ -89,7 +89,7 @@ pub(super) struct Operation {
     writing: Interval,
     /// The capture that runs.
     pub(super) capture: Option<RunningCapture>,
-    /// Of those that have ended.
+    /// Counts of those that have ended.
     pub(super) captured: CaptureCounts,
     capturing: Interval,
     counting: Interval,

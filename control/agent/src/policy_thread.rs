@@ -16,7 +16,7 @@ use tokio::sync::{Notify, oneshot};
 use super::publisher::Publisher;
 use super::recorded_objects::{self, ObjectRecorder};
 
-/// How often a snapshot that workers have not taken yet is checked for being in force.
+/// How often a snapshot that workers have not taken yet is checked for being in effect.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// The policy thread. End it with [`PolicyThread::end`].
@@ -59,7 +59,7 @@ pub(super) struct FollowedChanges {
     pub(super) source: Source,
     /// Records objects for a start while the source is away.
     pub(super) recorder: Option<ObjectRecorder>,
-    /// The objects of an earlier run that are in force, until the source is read: its first changes are all of its objects.
+    /// The objects of an earlier run that are in effect, until the source is read: its first changes are all of its objects.
     pub(super) stale: Option<BTreeSet<ObjectRef>>,
 }
 

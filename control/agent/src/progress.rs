@@ -31,24 +31,24 @@ struct PublishedPod {
     since: Epoch,
 }
 
-/// A snapshot that is not in force everywhere yet.
+/// A snapshot that is not in effect everywhere yet.
 #[derive(Clone, Copy, Debug)]
 struct AwaitedSnapshot {
     epoch: Epoch,
     seen: Instant,
 }
 
-/// Tracks published snapshots until they are in force.
+/// Tracks published snapshots until they are in effect.
 #[derive(Debug)]
 pub(super) struct EnforcementProgress {
     pods: BTreeMap<ObjectKey, PublishedPod>,
-    /// What is not enforced.
+    /// The pods on which policy is not enforced.
     not_enforced: BTreeSet<NotEnforced>,
     /// Why pods are not attached.
     waiting: BTreeMap<ObjectKey, String>,
-    /// The snapshots that are not in force everywhere yet, oldest first.
+    /// The snapshots that are not in effect everywhere yet, oldest first.
     awaited: VecDeque<AwaitedSnapshot>,
-    /// Whether any snapshot has been in force on every worker.
+    /// Whether any snapshot has been in effect on every worker.
     programmed: bool,
     pub(super) times: StepTimes,
 }
@@ -60,7 +60,7 @@ pub(super) struct StepTimes {
     pub(super) compile: Histogram,
     /// From tables to a published snapshot.
     pub(super) publish: Histogram,
-    /// From the event to a snapshot that is in force on every worker.
+    /// From the event to a snapshot that is in effect on every worker.
     pub(super) enforced: Histogram,
     /// Changes of objects applied.
     pub(super) changes: Counter,
@@ -120,7 +120,7 @@ impl EnforcementProgress {
         }
     }
 
-    /// Checks which published snapshots are in force, on every worker and in the kernel's programs. Returns whether all are.
+    /// Checks which published snapshots are in effect, on every worker and in the kernel's programs. Returns whether all are.
     pub(super) fn check_in_force(&mut self, dataplane: &Dataplane) -> bool {
         self.take_in_force(|epoch| dataplane.is_in_force(epoch))
     }
@@ -137,7 +137,7 @@ impl EnforcementProgress {
         self.awaited.is_empty()
     }
 
-    /// Whether a published snapshot was not in force when last checked.
+    /// Whether a published snapshot was not in effect when last checked.
     pub(super) fn is_awaiting(&self) -> bool {
         !self.awaited.is_empty()
     }
@@ -149,7 +149,7 @@ impl EnforcementProgress {
             .is_some_and(|oldest| dataplane.offload_in_force().is_none_or(|programs| !programs.is_before(oldest.epoch)))
     }
 
-    /// Whether policy has been in force on every worker.
+    /// Whether policy has been in effect on every worker.
     pub(super) fn is_programmed(&self) -> bool {
         self.programmed
     }
@@ -184,7 +184,7 @@ impl EnforcementProgress {
         self.not_enforced = not_enforced;
     }
 
-    /// What is not enforced.
+    /// The pods on which policy is not enforced.
     pub(super) fn not_enforced(&self) -> &BTreeSet<NotEnforced> {
         &self.not_enforced
     }
@@ -226,7 +226,7 @@ mod tests {
         progress.published(Epoch(epoch), &PolicySet::default(), std::iter::empty(), Instant::now());
     }
 
-    /// The number of changes whose time to be in force was measured.
+    /// The number of changes whose time to be in effect was measured.
     fn measured(progress: &EnforcementProgress) -> u64 {
         let mut registry = prometheus_client::registry::Registry::default();
         registry.register("times", "", progress.times.enforced.clone());
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_measured_although_the_next_ones_are_published_before_it_is_in_force() {
+    fn a_change_is_measured_though_later_ones_overtake_it() {
         let mut progress = EnforcementProgress::new();
         publish(&mut progress, 1);
         assert!(progress.take_in_force(|_| true) && progress.is_programmed());
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_worker_takes_is_awaited_in_bounded_memory_and_to_its_last_epoch() {
+    fn untaken_snapshots_are_awaited_in_bounded_memory() {
         let (mut progress, last) = (EnforcementProgress::new(), 2 * MOST_AWAITED as u32);
         (1..=last).for_each(|epoch| publish(&mut progress, epoch));
         assert_eq!(progress.awaited.len(), MOST_AWAITED);

@@ -10,14 +10,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ipnet::IpNet;
-use penstock_admin::types::TrialStatus;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
-use penstock_policy::model::{Object, ObjectChange, ObjectKey};
+use penstock_policy::model::{ObjectChange, ObjectKey};
 use penstock_xdp_redirect::ServiceAddresses;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::Notify;
 
-use super::capture::{CapturedObjects, ObjectFeed};
 use super::config::{Config, Encapsulation};
 use super::connections::{ClearingQueue, ConnectionOwners};
 use super::node_context::{NodeContext, NodeNetwork};
@@ -26,7 +24,7 @@ use super::port_layout::PortLayout;
 use super::postponed::PostponedAddresses;
 use super::progress::EnforcementProgress;
 use super::recorded_objects::StaleObjects;
-use super::trial::{StagedCounters, TrialFeed};
+use super::subscribers::{Subscriber, Subscribers, Update};
 
 /// Publishes snapshots of its [`SnapshotInputs`].
 pub(super) struct Publisher {
@@ -38,7 +36,7 @@ pub(super) struct Publisher {
     encapsulation: Encapsulation,
     /// This node's pods may have changed: ports have to follow.
     pub(super) pods: Notify,
-    /// A snapshot was published that is not in force yet, or has come into force in the kernel's programs.
+    /// A snapshot was published that is not in effect yet, or has come into effect in the kernel's programs.
     pub(super) awaited: Arc<Notify>,
 }
 
@@ -60,21 +58,18 @@ pub(super) struct SnapshotInputs {
     postponed: PostponedAddresses,
     /// The addresses of Services, as of the last change of one.
     service_addresses: BTreeSet<IpAddr>,
-    pub(super) trial: TrialFeed,
-    /// For the capture that writes objects, too.
-    pub(super) captured: ObjectFeed,
+    subscribers: Subscribers,
 }
 
 impl Publisher {
-    /// Publishes nothing before the first [`Publisher::update_ports`]. `clearing` takes work on the connection table, `trial`
-    /// what is staged. `services`: the map of the program on what leaves the node.
+    /// Publishes nothing before the first [`Publisher::update_ports`]. `clearing` takes work on the connection table.
+    /// `services`: the map of the program on what leaves the node.
     pub(super) fn new(
         config: &Config,
         (objects, stale): (NodeObjects, Option<StaleObjects>),
         services: ServiceAddresses,
         dataplane: &Arc<Dataplane>,
         clearing: ClearingQueue,
-        trial: TrialFeed,
     ) -> Self {
         let inputs = SnapshotInputs {
             stale,
@@ -87,8 +82,7 @@ impl Publisher {
             connections: ConnectionOwners::new(&config.conntrack.mapping, clearing),
             postponed: PostponedAddresses::new(services),
             service_addresses: objects.service_addresses(config.services.enabled),
-            trial,
-            captured: ObjectFeed::default(),
+            subscribers: Subscribers::default(),
             objects,
         };
         let awaited: Arc<Notify> = Arc::default();
@@ -130,7 +124,7 @@ impl Publisher {
         self.apply(&mut inputs, changes, seen);
     }
 
-    /// A CNI plugin has given these addresses to a pod of this node. Says what is awaited until the pod's policy is in force on
+    /// A CNI plugin has given these addresses to a pod of this node. Says what is awaited until the pod's policy is in effect on
     /// every worker.
     pub(super) fn announce(&self, pod: &ObjectKey, addresses: &[IpAddr]) -> Result<(), String> {
         let mut inputs = self.inputs();
@@ -167,7 +161,7 @@ impl Publisher {
         } else {
             tracing::debug!("no effect on the tables: {what}");
         }
-        self.follow(inputs);
+        self.tell(inputs);
         // A pod that is not served is closed if policy is about it from now on.
         if pods || (policy && inputs.progress.has_waiting()) {
             self.pods.notify_one();
@@ -189,7 +183,7 @@ impl Publisher {
             inputs.layout = layout;
             self.publish(inputs, why, seen);
         }
-        self.follow(inputs);
+        self.tell(inputs);
         layout_changed
     }
 
@@ -199,7 +193,7 @@ impl Publisher {
         inputs.connections.cleared(addresses);
         if inputs.connections.has_admissible(&inputs.owners()) {
             self.publish(&mut inputs, "addresses are free of their last pods' connections", Instant::now());
-            self.follow(&mut inputs);
+            self.tell(&mut inputs);
         }
     }
 
@@ -208,59 +202,41 @@ impl Publisher {
         self.inputs().progress.is_awaiting_workers(&self.dataplane)
     }
 
-    /// Checks which published snapshots are in force.
+    /// Checks which published snapshots are in effect.
     pub(super) fn check_in_force(&self) {
         self.inputs().progress.check_in_force(&self.dataplane);
     }
 
-    /// Judges policies from files beside what is in force, instead of those before; none: no more.
-    pub(super) fn try_policies(&self, policies: Vec<Object>) {
+    /// Subscribes what `begin` makes of what is published now: it is told of each update from then on.
+    pub(super) fn subscribe<S, T>(&self, begin: impl FnOnce(&Update<'_>) -> (S, T)) -> T
+    where
+        S: Subscriber + 'static,
+    {
         let mut inputs = self.inputs();
-        inputs.trial.set_files(policies);
-        self.follow(&mut inputs);
+        let snapshot = || self.dataplane.snapshot();
+        let now = Update { epoch: inputs.epoch, changes: &[], engine: inputs.objects.engine(), snapshot: &snapshot };
+        let (subscriber, begun) = begin(&now);
+        inputs.subscribers.add(subscriber);
+        inputs.objects.keep_changes(true);
+        begun
     }
 
-    /// Asks what promotion of all that is staged would change.
-    pub(super) fn ask_trial(&self, answer: oneshot::Sender<TrialStatus>) {
-        self.inputs().trial.ask(answer);
+    /// Tells the subscribers what is published, for one that has changed what it wants of it.
+    pub(super) fn tell_subscribers(&self) {
+        self.tell(&mut self.inputs());
     }
 
-    /// What the trial counts.
-    pub(super) fn staged_counters(&self) -> Arc<StagedCounters> {
-        Arc::clone(self.inputs().trial.counters())
-    }
-
-    /// All objects but pods as they are in force, and what is staged.
-    pub(super) fn staged_objects(&self) -> (Vec<Object>, Vec<Object>) {
-        let inputs = self.inputs();
+    fn tell(&self, inputs: &mut SnapshotInputs) {
+        let changes = inputs.objects.take_changes();
+        let snapshot = || self.dataplane.snapshot();
         let engine = inputs.objects.engine();
-        (engine.state().objects_without_pods(), engine.staged().cloned().collect())
+        inputs.subscribers.tell(&Update { epoch: inputs.epoch, changes: &changes, engine, snapshot: &snapshot });
+        inputs.objects.keep_changes(inputs.subscribers.want_changes());
     }
 
-    /// The objects that are in force, and has [`SnapshotInputs::captured`] keep their changes from now on.
-    pub(super) fn capture_objects(&self) -> CapturedObjects {
-        let mut inputs = self.inputs();
-        let inputs = &mut *inputs;
-        inputs.captured.begin(&mut inputs.objects, inputs.epoch)
-    }
-
-    /// Keeps no more changes of objects for a capture.
-    pub(super) fn end_captured_objects(&self) {
-        let mut inputs = self.inputs();
-        let inputs = &mut *inputs;
-        inputs.captured.end(&mut inputs.objects);
-    }
-
-    /// Takes no more work on the connection table, and ends the trial.
+    /// Takes no more work on the connection table.
     pub(super) fn end(&self) {
-        let mut inputs = self.inputs();
-        inputs.connections.end();
-        inputs.trial.end();
-    }
-
-    fn follow(&self, inputs: &mut SnapshotInputs) {
-        inputs.trial.follow(&mut inputs.objects, || self.dataplane.snapshot());
-        inputs.captured.follow(&mut inputs.objects, inputs.epoch);
+        self.inputs().connections.end();
     }
 
     fn publish(&self, inputs: &mut SnapshotInputs, why: &str, seen: Instant) {
@@ -327,7 +303,7 @@ impl SnapshotInputs {
     }
 }
 
-/// What changed, in a few words, for the log.
+/// Names what changed, in a few words, for the log.
 fn summary(changes: &[ObjectChange]) -> String {
     const SHOWN: usize = 4;
     let name = |change: &ObjectChange| match change {

@@ -35,11 +35,11 @@ pub(crate) enum StateQuery {
     Capture { query: Box<CaptureQuery>, answer: oneshot::Sender<Result<CaptureChunks, String>> },
     /// How often each rule decided.
     Rules(oneshot::Sender<Rules>),
-    /// What promotion of all that is staged would change. The thread of the trial answers.
+    /// The changes that promotion of all that is staged would make. The thread of the trial answers.
     Trial(oneshot::Sender<TrialStatus>),
-    /// Judge these policies of files beside what is in force; none: no more. The answer says why not.
+    /// Judge these policies of files beside what is in effect; none: no more. The answer says why not.
     Try { policies: Vec<Object>, answer: oneshot::Sender<Result<(), NotAllowed>> },
-    /// A CNI plugin has given a pod these addresses. The answer says what is awaited until its policy is in force.
+    /// A CNI plugin has given a pod these addresses. The answer says what is awaited until its policy is in effect.
     NewPod {
         pod: ObjectKey,
         addresses: Vec<IpAddr>,
@@ -53,11 +53,11 @@ pub(crate) enum StateQuery {
     Metrics(oneshot::Sender<Scrape>),
     /// Whether all workers are alive; otherwise the problem.
     Health(oneshot::Sender<Result<(), String>>),
-    /// Whether policy is in force for all pods; otherwise what is awaited.
+    /// Whether policy is in effect for all pods; otherwise what is awaited.
     Readiness(oneshot::Sender<Result<(), String>>),
 }
 
-/// What a connection list is made from.
+/// Source of a connection list.
 pub(crate) struct FlowScan {
     /// The table.
     pub(crate) table: Arc<ConnTable>,

@@ -1,4 +1,4 @@
-//! The objects that are in force, kept on disk for a start while the API server is away.
+//! The objects that are in effect, kept on disk for a start while the API server is away.
 //!
 //! A thread of its own keeps every object as a line of JSON and writes all lines some time after a change: policy does not wait
 //! for the disk. A batch of changes is recorded whole, so that no half-known state is ever on disk.
@@ -19,7 +19,7 @@ use crate::config::Config;
 use crate::state_file::{Identity, StateFile, StateFileError};
 
 /// The version of the file's form: that of [`Object`] as JSON. A test asks for another one when that changes.
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".objects";
@@ -29,7 +29,7 @@ pub(crate) const SUFFIX: &str = ".objects";
 const WRITE_INTERVAL: Duration = Duration::from_secs(1);
 const INTERVAL_FACTOR: u32 = 50;
 
-/// What is said of objects of an earlier run while they are in force.
+/// The report on objects of an earlier run while they are in effect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct StaleObjects {
     /// When they were written.
@@ -98,7 +98,7 @@ impl ObjectRecorder {
         Ok(Self { changes: Some(sender), thread: Some(thread) })
     }
 
-    /// Records a batch of changes that is in force.
+    /// Records a batch of changes that is in effect.
     pub(crate) fn record(&self, changes: Vec<ObjectChange>) {
         if let Some(sender) = &self.changes {
             // Sending fails only if the thread has panicked.
@@ -192,7 +192,7 @@ impl ObjectRecord {
         let written = file.write(identity, self.lines.0.values().map(|line| &line[..]));
         let failed = written.is_err();
         if let Err(error) = written {
-            // What is there is not what is in force any more.
+            // The file does not have what is in effect any more.
             let _ = fs::remove_file(file.path());
             if !self.failed {
                 tracing::warn!(
@@ -333,12 +333,14 @@ mod tests {
                         protocol: PortProtocol::Tcp,
                         number: 80,
                         target: TargetPort::Number(8080),
+                        node_port: Some(30_080),
                     },
                     ServicePort {
                         name: "dns".into(),
                         protocol: PortProtocol::Udp,
                         number: 53,
                         target: TargetPort::Name("dns".into()),
+                        node_port: None,
                     },
                 ],
                 external: Vec::new(),
@@ -415,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_recorded_without_services_are_not_used_by_a_daemon_that_translates() {
+    fn objects_without_services_do_not_serve_a_translating_daemon() {
         let directory = tempfile::tempdir().unwrap();
         let file = |enabled| {
             let mut config = config(directory.path(), "here");
@@ -445,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_source_does_not_have_any_more_is_deleted_in_the_same_batch() {
+    fn objects_that_the_source_lost_are_deleted_in_the_same_batch() {
         let recorded = RecordedLines::of(&[pod("web", 5), pod("old", 6)]).references();
         let now = vec![ObjectChange::Set(pod("web", 7)), ObjectChange::Set(pod("new", 8))];
         let mut expected = vec![ObjectChange::Delete(ObjectRef::Pod(key("old")))];

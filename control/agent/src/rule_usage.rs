@@ -59,14 +59,14 @@ struct Used {
     since: i64,
 }
 
-/// What was read of the engine.
+/// Counts as read of the engine.
 pub(super) struct CountedRules {
     used: Vec<RuleUse>,
     revision: u64,
     rules: Option<Vec<RuleSource>>,
 }
 
-/// The usage of all rules in force.
+/// The usage of all rules in effect.
 pub(super) struct RuleUsage {
     rules: BTreeMap<RuleId, Used>,
     /// Which state of the policies the rules are of.
@@ -79,7 +79,7 @@ pub(super) struct RuleUsage {
 }
 
 impl RuleUsage {
-    /// What the last run has kept, if there is a state directory.
+    /// Opens what the last run has kept, if there is a state directory.
     pub(super) fn open(config: &Config) -> Self {
         let identity = Identity {
             kind: "rule usage".to_owned(),
@@ -104,7 +104,7 @@ impl RuleUsage {
         }
     }
 
-    /// What workers have counted, and the rules if they are not those of the last call. Call it with the objects locked; names
+    /// Reads the workers' counts, and the rules if they are not those of the last call. Call it with the objects locked; names
     /// and hashes are computed afterwards.
     pub(super) fn read(&self, objects: &mut NodeObjects) -> CountedRules {
         let used = objects.take_use();
@@ -113,7 +113,7 @@ impl RuleUsage {
         CountedRules { used, revision, rules: is_other.then(|| objects.engine().deciding_rules().collect()) }
     }
 
-    /// Adds what was read. Rules that are not in force are forgotten once `is_synced`: before, the source has not told of all
+    /// Adds what was read. Rules that are not in effect are forgotten once `is_synced`: before, the source has not told of all
     /// policies.
     pub(super) fn add(&mut self, counted: CountedRules, is_synced: bool, now: Timestamp) {
         let now = now.as_second();
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn hits_are_summed_over_workers_and_kept_over_restarts_and_an_edit_is_another_rule() {
+    fn hits_survive_restarts_and_an_edit_is_another_rule() {
         let directory = tempfile::tempdir().unwrap();
         let (mut usage, mut objects) = (self::usage(directory.path()), node());
         objects.apply([policy("p", &[80, 81]), policy("q", &[90])], &[]);

@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_without_poll_iterations_is_stuck_until_it_polls_again() {
+    fn a_worker_that_does_not_poll_is_stuck_until_it_does() {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut samples = CounterSamples::new(sample(start, [5, 5]));

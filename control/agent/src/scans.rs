@@ -21,7 +21,7 @@ const QUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Connections by state.
 pub(super) type StateCounts = BTreeMap<&'static str, u64>;
-/// What one walk of the table counts.
+/// Counts of one walk of the table.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct TableCounts {
     /// All connections.
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn concurrent_requests_for_state_counts_share_one_scan_and_lists_run_one_at_a_time() {
+    fn concurrent_counts_share_a_scan_and_lists_take_turns() {
         let runtime = Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             // So that nothing expires on a busy machine.

@@ -4,7 +4,7 @@ use std::io;
 
 use tokio::signal::unix::{self, SignalKind, signal};
 
-/// What a signal requests.
+/// The request that a signal makes.
 pub(super) enum Signal {
     /// End; with the signal's name.
     Terminate(&'static str),

@@ -23,10 +23,10 @@ use crate::config::TableMapping;
 /// Most bytes of a file's content.
 const MAX_BYTES: u64 = 256 << 20;
 
-/// What a file is about. A file of another identity is not used.
+/// The subject of a file. A file of another identity is not used.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Identity {
-    /// What its content is.
+    /// The kind of its content.
     pub(crate) kind: String,
     /// The version of the content's form.
     pub(crate) version: u32,
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_another_identity_is_not_used_and_the_error_says_which() {
+    fn a_file_of_another_identity_is_refused_by_name() {
         let (_directory, file) = file();
         file.write(&identity(), [&b"x"[..]]).unwrap();
         for (expected, said) in [

@@ -11,15 +11,14 @@ use std::time::SystemTime;
 
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::pipeline::EvaluationReason;
-use penstock_dataplane::policy::{DirectionVerdict, RuleName};
 use penstock_dataplane::worker::{LoggedEvaluation, LoggedOutcome, VerdictLog, VerdictRecord};
 use serde::Serialize;
 
 use super::config;
 use super::config::VerdictOutput;
+use super::naming::{self, PacketNames, evaluated_sides, identifier};
 use super::nonblocking_writer::NonBlockingWriter;
 use super::private_file;
-use super::view::{DaemonView, identifier};
 
 /// The most records that are named in one round, to keep the daemon's loop responsive.
 const RECORDS_PER_ROUND: usize = 2_000;
@@ -150,8 +149,8 @@ impl VerdictWriter {
     }
 
     /// The lines of these records.
-    pub(super) fn lines(&self, view: &DaemonView<'_>, records: &[VerdictRecord]) -> Vec<String> {
-        records.iter().map(|record| line(view, record)).collect()
+    pub(super) fn lines(&self, names: &PacketNames<'_>, records: &[VerdictRecord]) -> Vec<String> {
+        records.iter().map(|record| line(names, record)).collect()
     }
 
     /// Queues lines, with one about missing lines if there are any.
@@ -190,12 +189,12 @@ fn writer(output: impl Write + Send + 'static) -> Option<NonBlockingWriter> {
         .ok()
 }
 
-fn line(view: &DaemonView<'_>, record: &VerdictRecord) -> String {
+fn line(names: &PacketNames<'_>, record: &VerdictRecord) -> String {
     let end = |address: Address, port: u16| {
-        let end = view.end(address, port);
+        let end = naming::end(names.engine, address, port);
         PacketEnd { address: end.address, port: end.port, name: end.name }
     };
-    let pod = view.ports.pod_of(record.ingress).map(ToString::to_string);
+    let pod = names.ports.pod_of(record.ingress).map(ToString::to_string);
     let (src, dst) = match record.flow {
         Some(flow) => {
             let (src_port, dst_port) = flow.shown_ports();
@@ -218,27 +217,8 @@ fn line(view: &DaemonView<'_>, record: &VerdictRecord) -> String {
     })
 }
 
-/// What decided egress and ingress.
-pub(super) fn sides(evaluation: &LoggedEvaluation) -> (String, String) {
-    let side = |side: DirectionVerdict, rule: &Option<RuleName>| match (side, rule) {
-        (DirectionVerdict::Denied, _) => "denied".to_owned(),
-        (DirectionVerdict::NotLocal, _) => "not here".to_owned(),
-        (DirectionVerdict::NotReady, _) => "not ready".to_owned(),
-        (DirectionVerdict::Open, _) => "open".to_owned(),
-        (DirectionVerdict::Exempt, _) => "exempt".to_owned(),
-        (DirectionVerdict::Default, _) => "default".to_owned(),
-        (DirectionVerdict::Postponed, _) => "for what answers".to_owned(),
-        (DirectionVerdict::DeniedBy(_), Some(rule)) => format!("denied by {rule}"),
-        (DirectionVerdict::DeniedBy(_), None) => "denied".to_owned(),
-        (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), Some(rule)) => rule.to_string(),
-        (DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_), None) => "allowed".to_owned(),
-    };
-    let verdict = &evaluation.policy_verdict;
-    (side(verdict.egress, &evaluation.egress_rule), side(verdict.ingress, &evaluation.ingress_rule))
-}
-
 fn policy(evaluation: &LoggedEvaluation) -> PolicyReason {
-    let (egress, ingress) = sides(evaluation);
+    let (egress, ingress) = evaluated_sides(evaluation);
     PolicyReason {
         reason: match evaluation.evaluation_reason {
             EvaluationReason::Opened => "first packet",

@@ -1,13 +1,10 @@
-//! Read access to the daemon's state, for admin API, metrics and verdict log.
+//! Read access to the daemon's state, for the admin API and metrics.
 
 use std::time::Instant;
 
 use penstock_admin::capture::CaptureCounts;
-use penstock_admin::types;
 use penstock_dataplane::Epoch;
-use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, QueueDepths};
-use penstock_policy::flow;
 use penstock_sources::SourceHealth;
 
 use crate::capture::RunningCapture;
@@ -31,9 +28,9 @@ pub(crate) struct DaemonView<'a> {
     pub(crate) epoch: Epoch,
     pub(crate) progress: &'a EnforcementProgress,
     pub(crate) source: &'a SourceHealth,
-    /// A configuration that was refused, while the last good one is in force.
+    /// A configuration that was refused, while the last good one is in effect.
     pub(crate) rejected: Option<&'a RejectedConfig>,
-    /// Set while the objects of an earlier run are in force.
+    /// Set while the objects of an earlier run are in effect.
     pub(crate) stale: Option<StaleObjects>,
     pub(crate) samples: &'a CounterSamples,
     /// The capture that runs.
@@ -44,7 +41,7 @@ pub(crate) struct DaemonView<'a> {
     pub(crate) unwritten: u64,
     /// Records of flows made and lost, if there are any.
     pub(crate) flow_records: Option<RecordTotals>,
-    /// What promotion of all that is staged would change.
+    /// The changes that promotion of all that is staged would make.
     pub(crate) staged: &'a StagedCounters,
     /// How often each rule decided.
     pub(crate) usage: &'a RuleUsage,
@@ -76,15 +73,4 @@ impl DaemonView<'_> {
             lost: self.captured.lost + now.lost,
         }
     }
-
-    /// An address with the name of its owner.
-    pub(crate) fn end(&self, address: Address, port: u16) -> types::FlowEnd {
-        let address = address.into();
-        types::FlowEnd { address, port, name: flow::name(self.objects.engine().state(), address) }
-    }
-}
-
-/// A connection's identifier as text.
-pub(crate) fn identifier(connection: u64) -> String {
-    format!("{connection:016x}")
 }

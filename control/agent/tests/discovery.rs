@@ -83,7 +83,7 @@ fn a_new_pod_and_a_deleted_one_raise_events() {
 }
 
 #[test]
-fn the_nodes_routes_to_pods_use_the_host_veth_with_the_same_source_address_and_are_removed_at_the_end() {
+fn routes_to_pods_keep_the_source_address_and_are_removed() {
     on_a_node_async(async || {
         let pods = [Pod::new(5), Pod::new(6)];
         let before = node_state();
@@ -169,7 +169,7 @@ fn the_kernel_sends_nothing_on_the_host_veth_by_itself() {
 }
 
 #[test]
-fn a_killed_daemons_host_veth_is_taken_over_if_complete_and_recreated_if_not() {
+fn a_killed_daemons_host_veth_is_taken_over_if_complete() {
     // An event between two daemons; the lifetime of the next daemon's pair; the route to the pod after its start.
     let cases = [
         ("", Lifetime::Node, "dev penstock-host"),
@@ -218,7 +218,7 @@ fn a_host_veth_with_an_earlier_versions_alias_is_taken_over() {
 }
 
 #[test]
-fn a_second_daemon_and_a_taken_interface_name_are_rejected_and_change_nothing() {
+fn a_second_daemon_or_a_taken_name_changes_nothing() {
     on_a_node_async(async || {
         let (netlink, _) = Netlink::open(names().table).unwrap();
         let port = HostVeth::create(&netlink, &names(), 1500, Lifetime::Node).await.unwrap();

@@ -10,7 +10,7 @@ use penstock_policy::describe;
 use penstock_policy::engine::{DirectionExplanation, Engine, Explanation, TierOutcome, TierStep};
 use penstock_policy::flow::{self, FlowEndpoint, FlowError, ProtocolPort};
 use penstock_policy::render::tables::PodScope;
-use penstock_policy::service_flows::{ServiceFlows, describe_without, service_flows};
+use penstock_policy::service_flows::{ServiceFlows, service_flows, service_flows_at};
 use serde::{Deserialize, Serialize};
 
 use super::Failure;
@@ -24,7 +24,7 @@ use super::cluster::ManifestArgs;
 /// with the tables that the workers use. Every pair of the ends' addresses is evaluated: "allow" means all of them, "partial" some.
 /// Where they differ, "families" has an answer for each, and the others are those of one that is denied. Between two ends that are no
 /// pods the verdict is "allow", and "reason" says that Penstock does not see it. "to" may be a Service
-/// (svc/NAMESPACE/SERVICE, with a port of its own): the answer then has the verdict for each backend, and is "partial" where
+/// (svc/NAMESPACE/SERVICE, with a port of its own), or an address and port at which one answers: the answer then has the verdict for each backend, and is "partial" where
 /// they differ.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
@@ -105,7 +105,7 @@ struct ServiceAnswer<'a> {
     /// The cluster address and port.
     frontend: SocketAddr,
     backends: Vec<BackendAnswer>,
-    /// What happens without a backend.
+    /// The effect of having no backend.
     #[serde(skip_serializing_if = "Option::is_none")]
     reason: Option<&'static str>,
 }
@@ -127,7 +127,7 @@ struct DirectionAnswer {
     isolated: bool,
     rule: Option<String>,
     policies: Vec<String>,
-    /// What each tier did, where ClusterNetworkPolicies apply.
+    /// The decision of each tier, where ClusterNetworkPolicies apply.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     tiers: Vec<TierAnswer>,
 }
@@ -226,10 +226,16 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
     };
     let service = ProtocolPort::new(protocol, port)?;
     let to: FlowEndpoint = query.to.parse()?;
-    if let FlowEndpoint::Service(key) = &to {
-        return answer_service(engine, &query, &service_flows(engine.state(), &query.from.parse()?, key, &service)?);
+    let from = query.from.parse()?;
+    let by_service = match &to {
+        FlowEndpoint::Service(key) => Some(service_flows(engine, &from, key, &service)?),
+        FlowEndpoint::Address(address) => service_flows_at(engine, &from, *address, &service),
+        FlowEndpoint::Pod(_) => None,
+    };
+    if let Some(flows) = by_service {
+        return answer_service(engine, &query, &flows);
     }
-    let flows = flow::flows(engine.state(), &query.from.parse()?, &to, &service)?;
+    let flows = flow::flows(engine.state(), &from, &to, &service)?;
     let explained: Vec<Explanation> = flows.iter().map(|flow| engine.explain(flow)).collect();
     let differ = explained.iter().any(|explanation| !explanation.is_same(&explained[0]));
     let decides = explained.iter().find(|explanation| !explanation.is_allowed()).unwrap_or(&explained[0]);
@@ -251,7 +257,7 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
 
 fn answer_service(engine: &Engine, query: &Query, to: &ServiceFlows) -> Result<String, BadQuery> {
     let answer = |flow: &Flow| {
-        let FlowAnswer { verdict, egress, ingress, .. } = FlowAnswer::from(&engine.explain(flow));
+        let FlowAnswer { verdict, egress, ingress, .. } = FlowAnswer::from(&engine.explain_through_service(flow));
         let address = IpAddr::from(flow.dst);
         let name = flow::name(engine.state(), address);
         BackendAnswer { name, address: SocketAddr::new(address, flow.dst_port), verdict, egress, ingress }
@@ -263,8 +269,8 @@ fn answer_service(engine: &Engine, query: &Query, to: &ServiceFlows) -> Result<S
         (false, true) => Verdict::Partial,
         (_, false) => Verdict::Deny,
     };
-    let reason = backends.is_empty().then(|| describe_without(to.without));
-    let frontend = SocketAddr::new(to.address, to.port);
+    let reason = backends.is_empty().then(|| to.without.describe());
+    let frontend = to.frontend;
     serde_json::to_string(&ServiceAnswer { query, verdict, frontend, backends, reason }).map_err(BadQuery::Syntax)
 }
 

@@ -43,7 +43,8 @@ pub(super) struct Args {
     /// The source: NAMESPACE/POD or an address
     #[arg(long, value_name = "END")]
     from: FlowEndpoint,
-    /// The destination: NAMESPACE/POD, an address, or svc/NAMESPACE/SERVICE, whose backends are explained each
+    /// The destination: NAMESPACE/POD, an address, or svc/NAMESPACE/SERVICE. Of a Service, also at one of its addresses, each backend
+    /// is explained
     #[arg(long, value_name = "END")]
     to: FlowEndpoint,
     /// PORT/PROTOCOL, the port by number or by name (of a Service its own); or a protocol without ports

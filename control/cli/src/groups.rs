@@ -3,11 +3,9 @@
 //! clap has one list of subcommands without headings. Here each group is a type, so that every subcommand is in exactly
 //! one, and the help text is generated from what clap knows of the group.
 
-use std::fmt::Write as _;
-
 use clap::Subcommand;
-use clap::builder::{StyledStr, Styles};
 
+use super::help::Group;
 use super::{
     Failure, capture, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, ready,
     render, replay, rules, run, schema, status, top, trial,
@@ -97,22 +95,9 @@ impl Command {
             Self::Policy(PolicyCommand::Render(args)) => render::run(args),
             Self::Capture(CaptureCommand::Replay(args)) => replay::run(args),
             Self::Install(InstallCommand::Completion(args)) => completion::run(args),
-            Self::Install(InstallCommand::Man(args)) => man::run(args),
+            Self::Install(InstallCommand::Man(args)) => man::run(args, &groups()),
             Self::Install(InstallCommand::Schema(args)) => schema::run(args),
         }
-    }
-}
-
-/// A group: its heading, and its subcommands as clap has them.
-pub(super) struct Group {
-    pub(super) heading: &'static str,
-    pub(super) commands: Vec<clap::Command>,
-}
-
-impl Group {
-    fn of<T: Subcommand>(heading: &'static str) -> Self {
-        let group = T::augment_subcommands(clap::Command::new(heading));
-        Self { heading, commands: group.get_subcommands().cloned().collect() }
     }
 }
 
@@ -125,25 +110,6 @@ pub(super) fn groups() -> [Group; 5] {
         Group::of::<CaptureCommand>("Replay captures"),
         Group::of::<InstallCommand>("Install"),
     ]
-}
-
-/// The help text of `penstock` itself: clap's own form, with the subcommands in groups.
-pub(super) fn help_template() -> StyledStr {
-    let styles = Styles::styled();
-    let (header, literal) = (styles.get_header(), styles.get_literal());
-    let groups = groups();
-    let width = groups.iter().flat_map(|group| &group.commands).map(|command| command.get_name().len()).max();
-    let width = width.unwrap_or_default();
-    let mut text = "{about-with-newline}\n{usage-heading} {usage}\n".to_owned();
-    for Group { heading, commands } in &groups {
-        let _ = writeln!(text, "\n{header}{heading}:{header:#}");
-        for command in commands {
-            let (name, about) = (command.get_name(), command.get_about().cloned().unwrap_or_default());
-            let _ = writeln!(text, "  {literal}{name}{literal:#}{:1$}  {about}", "", width - name.len());
-        }
-    }
-    let _ = write!(text, "\n{header}Options:{header:#}\n{{options}}{{after-help}}");
-    text.into()
 }
 
 #[cfg(test)]

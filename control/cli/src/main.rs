@@ -7,7 +7,7 @@
 //! The text behind the options (`after_help`) consists of sections: a heading with a colon, and indented lines. The
 //! manual pages ([`man`]) have the same sections. Each subcommand has "Exit codes" and "Examples", which a test parses.
 //!
-//! What is printed, and how, is decided here: the crates below hand over values and plain text. No crate depends on this one.
+//! This crate decides what is printed, and how: the crates below hand over values and plain text. No crate depends on this one.
 
 mod capture;
 mod check;
@@ -21,6 +21,7 @@ mod evaluate;
 mod explain;
 mod flows;
 mod groups;
+mod help;
 mod learn;
 mod lint;
 mod man;
@@ -50,7 +51,7 @@ use penstock_text::failure::Failure;
     version,
     max_term_width = 110,
     arg_required_else_help = true,
-    help_template = groups::help_template(),
+    help_template = help::template(&groups::groups()),
     after_help = "\
 Exit codes:
   0  done
@@ -92,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn every_subcommand_has_a_description_exit_codes_and_examples_that_parse() {
+    fn every_subcommand_has_exit_codes_and_examples_that_parse() {
         for command in Cli::command().get_subcommands() {
             let name = command.get_name();
             assert!(command.get_about().is_some(), "{name}");

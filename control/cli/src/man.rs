@@ -8,7 +8,7 @@ use clap::CommandFactory;
 use clap_mangen::Man;
 use clap_mangen::roff::{Roff, bold, italic, roman};
 
-use super::groups::{Group, groups};
+use super::help::Group;
 use super::{Cli, Failure};
 
 /// Write manual pages: penstock.1, and one for each command
@@ -28,8 +28,8 @@ pub(super) struct Args {
     directory: PathBuf,
 }
 
-pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let pages = pages();
+pub(super) fn run(args: Args, groups: &[Group]) -> Result<(), Failure> {
+    let pages = pages(groups);
     let written = fs::create_dir_all(&args.directory).and_then(|()| {
         pages.iter().try_for_each(|(name, page)| fs::write(args.directory.join(format!("{name}.1")), page))
     });
@@ -42,7 +42,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 }
 
 /// All pages, by name.
-fn pages() -> Vec<(String, Vec<u8>)> {
+fn pages(groups: &[Group]) -> Vec<(String, Vec<u8>)> {
     let mut root = Cli::command();
     root.build();
     let commands = root.get_subcommands().filter(|command| command.get_name() != "help").cloned();
@@ -51,14 +51,14 @@ fn pages() -> Vec<(String, Vec<u8>)> {
     named
         .into_iter()
         .map(|(name, command)| {
-            let page = page(&name, command).expect("writing to memory does not fail");
+            let page = page(&name, command, groups).expect("writing to memory does not fail");
             (name, page)
         })
         .collect()
 }
 
 /// A page. Not [`Man::render`]: it has no groups of commands, and no sections but one for all text behind the options.
-fn page(name: &str, command: clap::Command) -> io::Result<Vec<u8>> {
+fn page(name: &str, command: clap::Command, groups: &[Group]) -> io::Result<Vec<u8>> {
     let is_root = command.has_subcommands();
     let sections = command.get_after_help().map(ToString::to_string).unwrap_or_default();
     // The file's name is the page's, but the command's words are what one types.
@@ -70,7 +70,7 @@ fn page(name: &str, command: clap::Command) -> io::Result<Vec<u8>> {
     man.render_synopsis_section(&mut page)?;
     man.render_description_section(&mut page)?;
     if is_root {
-        command_groups().to_writer(&mut page)?;
+        command_groups(groups).to_writer(&mut page)?;
     }
     man.render_options_section(&mut page)?;
     after_options(&sections).to_writer(&mut page)?;
@@ -79,11 +79,11 @@ fn page(name: &str, command: clap::Command) -> io::Result<Vec<u8>> {
 }
 
 /// The commands, by group.
-fn command_groups() -> Roff {
+fn command_groups(groups: &[Group]) -> Roff {
     let mut roff = Roff::new();
     roff.control("SH", ["COMMANDS"]);
-    for Group { heading, commands } in groups() {
-        roff.control("SS", [heading]);
+    for Group { heading, commands } in groups {
+        roff.control("SS", [*heading]);
         for command in commands {
             roff.control("TP", []);
             roff.text([bold(format!("penstock-{}", command.get_name())), roman("(1)")]);
@@ -129,8 +129,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_command_has_a_page_with_its_options_examples_and_exit_codes() {
-        let pages = pages();
+    fn every_command_has_a_manual_page_with_its_options() {
+        let pages = pages(&crate::groups::groups());
         let page = |name: &str| {
             let (_, page) = pages.iter().find(|(page, _)| page == name).unwrap_or_else(|| panic!("no page {name}"));
             // As it is read: a hyphen is written \- in roff.

@@ -82,7 +82,7 @@ pub(super) struct Args {
     summary: Format,
 }
 
-/// What a bundle has itself.
+/// Options that a bundle makes needless.
 const NOT_WITH_BUNDLE: [&str; 9] =
     ["manifests", "cluster_wide", "pcap", "node", "ports", "dedup", "no_services", "service_cidrs", "timeline"];
 

@@ -3,5 +3,8 @@
 mod commands;
 mod crates;
 mod learn;
+mod matrix;
+mod modules;
 mod replay_command;
 mod replay_stream;
+mod services;

@@ -61,12 +61,12 @@ const TERMINAL: [&str; 10] = [
     "supports-color",
 ];
 
-/// What each package links, by name: the dependencies of a build, not those of tests and build scripts.
+/// Links of each package, by name: the dependencies of a build, not those of tests and build scripts.
 struct Links(BTreeMap<String, BTreeSet<String>>);
 
 impl Links {
     fn read() -> Self {
-        // Of this platform alone: what the build has fetched is then all that is asked for, and no network is needed.
+        // Filtered by this platform, the answer needs only what the build has fetched, and no network.
         let platform = format!("{}-unknown-linux-gnu", std::env::consts::ARCH);
         let output = Command::new(env!("CARGO"))
             .args(["metadata", "--format-version", "1", "--locked", "--offline", "--filter-platform", &platform])

@@ -159,7 +159,7 @@ fn captures_without_opening_packets_or_answers_are_not_learnt() {
 }
 
 #[test]
-fn a_policy_that_cannot_be_overruled_fails_the_proof_and_prints_nothing() {
+fn a_policy_not_overruled_fails_the_proof_and_prints_nothing() {
     let directory = TempDir::new().unwrap();
     let deny = json!({ "apiVersion": "policy.networking.k8s.io/v1alpha2", "kind": "ClusterNetworkPolicy",
         "metadata": { "name": "no-web" }, "spec": { "tier": "Admin", "priority": 1, "subject": { "namespaces": {} },

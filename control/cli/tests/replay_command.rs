@@ -92,7 +92,7 @@ fn replaced(name: &'static str, from: &'static str, to: &'static str) -> Damage 
 }
 
 #[test]
-fn a_bad_bundle_is_refused_with_the_file_the_value_and_what_to_do() {
+fn a_bad_bundle_is_refused_with_file_value_and_remedy() {
     let removed =
         |name: &'static str| -> Damage { Box::new(move |bundle| fs::remove_file(bundle.join(name)).unwrap()) };
     let cut = |name| edited(name, |content| content[..content.len() - 10].to_vec());
@@ -109,8 +109,8 @@ fn a_bad_bundle_is_refused_with_the_file_the_value_and_what_to_do() {
         (removed("timeline.jsonl"), "timeline.jsonl: cannot be read (", "copy the whole directory"),
         (removed("packets.pcapng"), "packets.pcapng: cannot be read", ""),
         (
-            replaced("bundle.json", "\"version\": 1", "\"version\": 2, \"more\": []"),
-            "bundle.json: version = 2: this penstock reads version 1; replay it with the penstock that wrote it",
+            replaced("bundle.json", "\"version\": 2", "\"version\": 3, \"more\": []"),
+            "bundle.json: version = 3: this penstock reads versions 1 to 2; replay it with the penstock that wrote it",
             "",
         ),
         (replaced("bundle.json", "\"node\"", "\"knot\""), "bundle.json: line ", "unknown field `knot`"),
@@ -262,7 +262,7 @@ fn verdicts_captures_and_summary_agree() {
     assert_eq!(summary["connections"]["opened"], 2);
     assert_eq!(summary["rules"], serde_json::json!([{ "rule": "shop-ingress-db-0", "connections": 2 }]));
     assert_eq!(summary["never_hit"], serde_json::json!(["shop-ingress-db-1"]));
-    // What passed is, replayed, what passes; and the comment names the rule.
+    // Packets that passed pass when they are replayed; and the comment names the rule.
     let allowed = directory.replay(&["--manifests", "cluster", "--pcap", "yes.pcapng", "--summary", "json"]);
     let summary: serde_json::Value = serde_json::from_slice(&allowed.stdout).unwrap();
     assert_eq!(summary["verdicts"], serde_json::json!({ "allow": 3, "deny": 0, "kernel": 0 }));
@@ -307,7 +307,7 @@ fn a_comparison_exits_with_3_if_a_verdict_changes_else_0() {
 }
 
 #[test]
-fn a_deny_rule_of_a_cluster_policy_is_named_counted_and_compared() {
+fn a_cluster_policys_deny_rule_is_named_and_compared() {
     let directory = ReplayDirectory::new();
     let guard = POLICY.to_owned()
         + "---\n{apiVersion: policy.networking.k8s.io/v1alpha2, kind: ClusterNetworkPolicy, metadata: {name: guard}, spec: \
@@ -375,7 +375,7 @@ fn fields(output: &Output, names: &[&str]) -> Vec<String> {
 }
 
 #[test]
-fn packets_to_a_service_are_evaluated_for_its_derived_backend_unless_told_otherwise() {
+fn packets_to_a_service_are_evaluated_for_its_derived_backend() {
     let directory = ReplayDirectory::new();
     directory.write("cluster/service.yaml", SERVICE.as_bytes());
     directory.write("a.pcap", &asks_a_service());
@@ -502,7 +502,7 @@ fn a_timeline_applies_to_later_packets() {
 }
 
 #[test]
-fn bad_replay_input_is_a_one_line_error_with_exit_code_2_and_leaves_no_file() {
+fn bad_replay_input_is_one_line_and_leaves_no_file() {
     let directory = ReplayDirectory::new();
     directory.write("text.pcap", b"no capture at all, but a text");
     let mut bluetooth = pcap(&[]);
@@ -554,7 +554,7 @@ fn bad_replay_input_is_a_one_line_error_with_exit_code_2_and_leaves_no_file() {
 }
 
 #[test]
-fn domain_names_match_by_the_dns_answers_in_the_capture_until_they_expire() {
+fn domain_names_match_by_the_captures_answers_until_expiry() {
     let directory = ReplayDirectory::new();
     let names = "apiVersion: policy.networking.k8s.io/v1alpha2\nkind: ClusterNetworkPolicy\nmetadata: {name: names}\n\
          spec:\n  tier: Admin\n  priority: 1\n  subject: {pods: {podSelector: {matchLabels: {app: web}}}}\n  egress:\n\

@@ -1,4 +1,4 @@
-//! Tells the daemon a new pod's addresses, and waits until the pod's policy is in force.
+//! Tells the daemon a new pod's addresses, and waits until the pod's policy is in effect.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -13,7 +13,7 @@ use serde_json::Value;
 const AGAIN: Duration = Duration::from_millis(100);
 
 /// Waits for at most `limit`. `veths`: the node's ends of the pod's veths. The pod's interface is closed meanwhile, and stays so if the time is over: the pod then starts without
-/// a network, and gets it once its policy is in force. What is missing goes to standard error, which runtimes log.
+/// a network, and gets it once its policy is in effect. What is missing goes to standard error, which runtimes log.
 pub(crate) fn wait(socket: &Path, limit: Duration, result: &Value, veths: &[String]) {
     let until = Instant::now() + limit;
     let arguments = std::env::var("CNI_ARGS").unwrap_or_default();

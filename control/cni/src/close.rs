@@ -13,7 +13,12 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 
-use crate::plugin::Veth;
+/// The node's end of the pod's veth.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Veth {
+    pub(crate) name: String,
+    pub(crate) index: u32,
+}
 
 /// An interface cannot be closed.
 #[derive(Debug, thiserror::Error)]
@@ -35,11 +40,11 @@ struct Direction {
     pin: &'static str,
 }
 
-/// What the pod sends first: until both are closed, nothing that it sends passes.
+/// First the direction in which the pod sends: until both are closed, nothing that it sends passes.
 const DIRECTIONS: [Direction; 2] =
     [Direction { attach_type: 46, pin: "from_pod" }, Direction { attach_type: 47, pin: "to_pod" }];
 
-/// What the daemon calls the pin of its XDP program, where `attach` is `xdp`.
+/// The daemon's name for the pin of its XDP program, where `attach` is `xdp`.
 const XDP_PIN: &str = "pod";
 
 /// Closes an interface in this network namespace, unless a daemon has got there first.
@@ -75,7 +80,7 @@ fn close_by_tcx(root: &Path, veth: &Veth) -> Result<(), CloseError> {
         match bpf::pin(&link, &path) {
             // The daemon's, which has seen the interface meanwhile. The link here ends with its descriptor.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && bpf::is_of(&path, veth.index) => {}
-            // Of an interface of this index that is gone.
+            // An interface of this index that is gone has left it.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 fs::remove_file(&path).and_then(|()| bpf::pin(&link, &path)).map_err(failed)?;
             }

@@ -170,7 +170,7 @@ mod tests {
         r#"{"cniVersion":"1.0.0","name":"pods","plugins":[{"type":"ptp","mtu":1500},{"type":"portmap"}]}"#;
 
     #[test]
-    fn it_is_listed_last_and_once_in_the_chain_that_the_runtime_uses() {
+    fn the_plugin_is_last_and_once_in_the_runtimes_chain() {
         let (bin, conf) =
             (folder(&[]), folder(&[("10-pods.conflist", PTP), ("20-other.conflist", PTP), ("README", "")]));
         for _ in 0..2 {

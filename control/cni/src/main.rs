@@ -3,7 +3,7 @@
 //! Before a pod's containers start, it closes the node's end of the pod's veth: pinned tcx programs drop everything. The
 //! daemon takes them over when it serves the pod. So a new pod sends and receives nothing that policy has not seen, also
 //! while no daemon runs, and at boot before the first one. If a daemon runs, the plugin tells it the pod's addresses and waits until
-//! the pod's policy is in force, so that the first packets of the containers pass as policy says.
+//! the pod's policy is in effect, so that the first packets of the containers pass as policy says.
 //!
 //! The container runtime calls it with `CNI_COMMAND` and a configuration on standard input (the CNI specification,
 //! versions 0.3.0 to 1.1.0). `install` and `uninstall` change the node's configuration, for the DaemonSet's init containers.
@@ -51,7 +51,7 @@ enum Command {
 struct Installation {
     #[command(flatten)]
     places: Places,
-    /// How long a new pod waits for its policy to be in force before its containers start; 0: not at all
+    /// How long a new pod waits for its policy to be in effect before its containers start; 0: not at all
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=plugin::LONGEST_WAIT), default_value_t = plugin::WAIT)]
     wait_seconds: u64,
     /// The daemon's socket: its admin.socket with the extension cni

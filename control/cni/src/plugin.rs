@@ -14,7 +14,7 @@ use serde_json::Value;
 use penstock_admin::client::DEFAULT_CNI_SOCKET;
 
 use crate::announce;
-use crate::close::{self, CloseError};
+use crate::close::{self, CloseError, Veth};
 
 /// The versions whose results it passes on: all that know chains.
 const VERSIONS: [&str; 5] = ["0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"];
@@ -35,10 +35,10 @@ struct NetworkConfig {
     /// Where the daemon listens: `admin.socket` in its configuration with the extension `cni`.
     #[serde(default = "default_socket")]
     socket: PathBuf,
-    /// How long ADD waits for the pod's policy to be in force, in seconds; 0: not at all.
+    /// How long ADD waits for the pod's policy to be in effect, in seconds; 0: not at all.
     #[serde(default = "default_wait")]
     wait_seconds: u64,
-    /// What the plugins before it have done.
+    /// The result of the plugins before it.
     #[serde(default)]
     prev_result: Option<Value>,
 }
@@ -51,7 +51,7 @@ fn default_socket() -> PathBuf {
     DEFAULT_CNI_SOCKET.into()
 }
 
-/// Seconds that ADD waits, unless the configuration says otherwise. A policy is in force within some milliseconds after the
+/// Seconds that ADD waits, unless the configuration says otherwise. A policy is in effect within some milliseconds after the
 /// daemon knows the pod.
 pub(crate) const WAIT: u64 = 10;
 /// The longest wait in seconds: a kubelet gives all plugins together two minutes (`--runtime-request-timeout`).
@@ -178,13 +178,6 @@ fn answer(command: &str, config: NetworkConfig) -> Result<Option<Value>, PluginE
         "VERSION" => Ok(Some(serde_json::json!({ "cniVersion": FALLBACK_VERSION, "supportedVersions": VERSIONS }))),
         other => Err(PluginError::Command(other.to_owned())),
     }
-}
-
-/// The node's end of the pod's veth.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Veth {
-    pub(crate) name: String,
-    pub(crate) index: u32,
 }
 
 /// The veths among the interfaces of a result that are the node's. Others, such as a bridge, are not the pod's alone.

@@ -87,7 +87,7 @@ fn config(pins: &Pins, interfaces: Value) -> Value {
     })
 }
 
-/// What ptp and bridge report: the node's interfaces, and the pod's.
+/// The result of ptp and bridge: the node's interfaces, and the pod's.
 fn of_veth() -> Value {
     json!([{ "name": "lo" }, { "name": "host0", "mac": "02:00:00:00:00:01" }, { "name": "eth0", "sandbox": "/run/netns/x" }])
 }
@@ -118,7 +118,7 @@ fn passes(pod: &File) -> [bool; 2] {
 }
 
 #[test]
-fn a_new_pod_is_closed_in_both_directions_before_its_containers_start() {
+fn a_new_pod_is_closed_before_its_containers_start() {
     let pins = Pins::new();
     on_node(|pod| {
         assert_eq!(passes(pod), [true, true], "without the plugin");

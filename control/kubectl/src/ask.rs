@@ -25,7 +25,7 @@ pub(super) struct Asking {
     pub(super) parallel: usize,
 }
 
-/// What a command printed.
+/// The output of a command.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Output {
     pub(super) code: i32,

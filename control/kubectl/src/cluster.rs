@@ -1,4 +1,4 @@
-//! What the commands need of a cluster: its daemons, a way to run commands beside them, and the versions of objects.
+//! The commands need this of a cluster: its daemons, a way to run commands beside them, and the versions of objects.
 //!
 //! [`Cluster`] has two implementations: the API server ([`crate::api`]), and canned answers in tests.
 
@@ -56,7 +56,7 @@ pub(super) struct Daemon {
 pub(super) struct Fleet {
     pub(super) daemons: Vec<Daemon>,
     pub(super) missing: Vec<Missing>,
-    /// What of the cluster could not be seen, in a line for the user.
+    /// Says in a line what of the cluster could not be seen.
     pub(super) note: Option<String>,
 }
 
@@ -229,7 +229,7 @@ pub(super) struct PodPlace {
     pub(super) host_network: bool,
 }
 
-/// What is waited for.
+/// The condition that is waited for.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Target {
     /// All policies.

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use super::ask::Asking;
 use super::cluster::{Cluster, ClusterError, Daemon, Fleet, Missing, PodName, PodPlace, Problem, Running, Target};
 
-/// What a node answers to any command.
+/// The answer of a node to any command.
 #[derive(Clone, Debug)]
 pub(super) enum Reply {
     /// The exit code, standard output, standard error.
@@ -43,7 +43,7 @@ pub(super) struct FakeCluster {
     pub(super) missing: Vec<Missing>,
     pub(super) pods: BTreeMap<String, PodPlace>,
     pub(super) versions: BTreeMap<String, u64>,
-    /// What was asked: node and command.
+    /// The questions: node and command.
     pub(super) asked: Mutex<Vec<(String, Vec<String>)>>,
     /// Standard input of each command that had one.
     pub(super) inputs: Arc<Mutex<Vec<Vec<u8>>>>,

@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn both_ends_of_a_connection_are_next_to_each_other_with_their_nodes() {
+    fn both_ends_of_a_connection_are_beside_each_other() {
         let both = || vec![flow(1, 2, 80)];
         let answers = [answer("b", both()), answer("a", [both(), vec![flow(1, 3, 80)]].concat())];
         let merged = merge(&answers, &mut NodeRates::default(), Instant::now());

@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn every_command_has_a_description_exit_codes_and_examples_that_parse() {
+    fn every_command_has_exit_codes_and_examples_that_parse() {
         for command in Cli::command().get_subcommands() {
             let name = command.get_name();
             assert!(command.get_about().is_some(), "{name}");

@@ -75,7 +75,7 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
     print(&text, &answers)
 }
 
-/// What makes a rule the same on two nodes.
+/// The key by which a rule is the same on two nodes.
 type Identity = (String, String, usize, String, String, String);
 
 fn identity(rule: &RuleUsage) -> Identity {
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn hits_are_summed_and_a_rule_is_unused_only_if_it_is_on_every_node() {
+    fn hits_are_summed_and_an_unused_rule_is_so_on_every_node() {
         let answers = [
             answer(
                 0,

@@ -59,7 +59,7 @@ enum Action {
     Stop,
 }
 
-/// What all nodes together say.
+/// The answer of all nodes together.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct Merged {
     /// Nodes that judge staged policies.
@@ -109,7 +109,7 @@ async fn everywhere<C: Cluster>(
     ask_all(cluster, asking, fleet, |_| command.clone(), input, read).await.some()
 }
 
-/// What nodes have printed, once where it is the same.
+/// The output of the nodes, once where it is the same.
 fn said(answers: &Answers<String>) -> String {
     let mut said = BTreeMap::<&str, Vec<&str>>::new();
     for (daemon, text) in &answers.answers {
@@ -134,7 +134,7 @@ async fn status<C: Cluster>(cluster: &C, asking: Asking, as_json: bool) -> Resul
     if merged.status.has_changes() { Err(Failure::Differs) } else { Ok(()) }
 }
 
-/// What makes changes alike on two nodes.
+/// The key by which changes are alike on two nodes.
 type Group = (bool, String, String, String, u16, String, bool, String, Vec<String>);
 
 fn group(change: &StagedChange) -> Group {

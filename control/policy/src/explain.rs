@@ -1,7 +1,6 @@
 //! Why a flow is allowed or denied, as text.
 
 use std::fmt::{Display, Write as _};
-use std::net::SocketAddr;
 
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{Direction, DirectionVerdict, RuleAction};
@@ -10,7 +9,7 @@ use crate::compile::{Mismatch, PolicyName, Provenance, Tier, cluster_rules_of, r
 use crate::engine::{DirectionExplanation, Engine, Explanation, NearestRule, TierOutcome, TierStep};
 use crate::flow::{FlowEndpoint, FlowError, ProtocolPort};
 use crate::model::{NetworkPolicy, ObjectKey, Rule};
-use crate::service_flows::{describe_without, service_flows};
+use crate::service_flows::{ServiceFlows, Without, service_flows, service_flows_at};
 use crate::{describe, flow};
 
 /// How to highlight words. The default is no highlighting.
@@ -51,8 +50,16 @@ pub fn text(
     to: &FlowEndpoint,
     port: &ProtocolPort,
 ) -> Result<(bool, String), FlowError> {
-    if let FlowEndpoint::Service(key) = to {
-        return service_text(engine, style, from, key, port);
+    let by_service = match to {
+        FlowEndpoint::Service(key) => Some(service_flows(engine, from, key, port)?),
+        FlowEndpoint::Address(address) => service_flows_at(engine, from, *address, port),
+        FlowEndpoint::Pod(_) => None,
+    };
+    if let Some(flows) = by_service {
+        return match is_judged_at_address(engine, &flows) {
+            true => Ok(text_of_address(engine, style, &flows)),
+            false => Ok(service_text(engine, style, &flows, port)),
+        };
     }
     let flows = flow::flows(engine.state(), from, to, port)?;
     let explained: Vec<(Flow, Explanation)> = flows.into_iter().map(|flow| (flow, engine.explain(&flow))).collect();
@@ -71,7 +78,7 @@ pub fn text(
         }
     };
     let hint = flow::service_at(engine.state(), to).map_or_else(String::new, |service| {
-        format!("\n{to} is an address of Service {service}, and policy is for what answers: ask about svc/{service}\n")
+        format!("\n{to} is an address of Service {service}, which has no such port\n")
     });
     Ok((allowed == explained.len(), head + &texts.join("\n") + &hint))
 }
@@ -92,40 +99,49 @@ fn of_flow(engine: &Engine, style: &dyn TextStyle, flow: &Flow, explanation: &Ex
     text
 }
 
+/// Whether the client's egress policy is for the Service's address, since this node cannot ask about what answers.
+fn is_judged_at_address(engine: &Engine, to: &ServiceFlows) -> bool {
+    let decides = |verdict| {
+        use DirectionVerdict::{Allowed, AllowedByPeer, Denied, DeniedBy};
+        matches!(verdict, Allowed(_) | AllowedByPeer(_) | Denied | DeniedBy(_))
+    };
+    !engine.is_judged_behind(to.frontend.ip()) && decides(engine.evaluate(&to.sent).egress)
+}
+
+/// Whether a flow to a Service's address is allowed as it is, and why.
+fn text_of_address(engine: &Engine, style: &dyn TextStyle, to: &ServiceFlows) -> (bool, String) {
+    let explanation = engine.explain(&to.sent);
+    let text = of_flow(engine, style, &to.sent, &explanation);
+    let name = &to.name;
+    let hint =
+        format!("\nthis is Service {name}; on this node egress policy is for its address, and not for what answers\n");
+    (explanation.is_allowed(), text + &hint)
+}
+
 /// Whether a flow to a Service is allowed to each backend, and the explanation for each.
-fn service_text(
-    engine: &Engine,
-    style: &dyn TextStyle,
-    from: &FlowEndpoint,
-    key: &ObjectKey,
-    port: &ProtocolPort,
-) -> Result<(bool, String), FlowError> {
-    let to = service_flows(engine.state(), from, key, port)?;
+fn service_text(engine: &Engine, style: &dyn TextStyle, to: &ServiceFlows, port: &ProtocolPort) -> (bool, String) {
     let mut allowed = 0;
     let mut of_backends = String::new();
     for flow in &to.flows {
-        let (from, to) = (FlowEndpoint::Address(flow.src.into()), FlowEndpoint::Address(flow.dst.into()));
-        let port = ProtocolPort::number(flow.protocol, flow.dst_port);
-        // Through a Service, no NetworkPolicy keeps a pod from itself; directly, neither does any other policy.
-        let (is_allowed, text) = self::text(engine, style, &from, &to, &port)?;
-        allowed += usize::from(is_allowed);
-        of_backends += &format!("\n{text}");
+        let explanation = engine.explain_through_service(flow);
+        allowed += usize::from(explanation.is_allowed());
+        of_backends += &format!("\n{}", of_flow(engine, style, flow, &explanation));
     }
     let count = to.flows.len();
     let verdict = match (allowed, count) {
+        (_, 0) if to.without == Without::Knowledge => style.mixed(&"unknown"),
         (0, _) => style.bad(&"denied"),
         _ if allowed == count => style.good(&"allowed"),
         _ => style.mixed(&"partial"),
     };
-    let frontend = SocketAddr::new(to.address, to.port);
     let backends = match count {
-        0 => describe_without(to.without).to_owned(),
+        0 => to.without.describe().to_owned(),
         1 => "1 backend".to_owned(),
         _ => format!("{count} backends, {allowed} of them allowed"),
     };
-    let head =
-        format!("{}: Service {} at {frontend}/{}, {backends}\n", style.strong(&verdict), to.name, port.protocol());
-    Ok((count > 0 && allowed == count, head + &of_backends))
+    let (name, at, protocol) = (&to.name, to.frontend, port.protocol());
+    let head = format!("{}: Service {name} at {at}/{protocol}, {backends}\n", style.strong(&verdict));
+    (count > 0 && allowed == count, head + &of_backends)
 }
 
 fn explain_direction(
@@ -205,7 +221,7 @@ fn explain_direction(
     }
 }
 
-/// What one tier did: `Admin: rule 2 of lockdown passes`.
+/// The decision of one tier: `Admin: rule 2 of lockdown passes`.
 fn tier(text: &mut String, style: &dyn TextStyle, TierStep { tier, outcome }: &TierStep) {
     let outcome = match outcome {
         TierOutcome::NoPolicy if *tier == Tier::NetworkPolicy => "none isolates it".to_owned(),

@@ -91,6 +91,9 @@ pub enum FlowError {
     /// A node where it is no end.
     #[error("{0} is no pod: write an address of node {1}{2}")]
     NodeIsNoEnd(ObjectKey, String, String),
+    /// A node that is not known.
+    #[error("{0} is no pod, and no node {1} is known: use an address")]
+    NoNode(ObjectKey, String),
     /// A protocol with ports, without one.
     #[error("{0} needs a port: add its number, or its name on the destination pod")]
     PortMissing(Protocol),
@@ -311,10 +314,12 @@ fn unknown_pod(state: &ClusterState, key: &ObjectKey) -> FlowError {
         state.addresses().filter(|(_, owner)| of_node(*owner)).map(|(address, _)| address).collect();
     addresses.sort_unstable();
     match addresses.first() {
-        Some(address) if key.namespace == "node" => {
-            FlowError::NodeIsNoEnd(key.clone(), key.name.clone(), format!(", such as {address}"))
+        _ if key.namespace != "node" || state.namespace_labels("node").is_some() => FlowError::NoPod(key.clone()),
+        Some(address) => FlowError::NodeIsNoEnd(key.clone(), key.name.clone(), format!(", such as {address}")),
+        None if state.find_node(&key.name).is_some() => {
+            FlowError::NodeIsNoEnd(key.clone(), key.name.clone(), String::new())
         }
-        _ => FlowError::NoPod(key.clone()),
+        None => FlowError::NoNode(key.clone(), key.name.clone()),
     }
 }
 

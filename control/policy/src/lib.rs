@@ -2,7 +2,8 @@
 //!
 //! A change passes through `state` (indexes), `compile` (effective rules with provenance) and `render` (tables for the
 //! workers); [`engine`] combines the three. [`flow`] resolves what users write to flows; [`describe`], [`explain`] and
-//! [`listing`] print policies, verdicts and tables. [`learn`] writes policies from observed flows.
+//! [`listing`] print policies, verdicts and tables. [`classes`] finds pods that policy does not tell apart. [`learn`] writes policies
+//! from observed flows.
 //! [`staging`] leaves staged policies out, or counts them as promoted.
 //!
 //! No I/O, clock, thread, async runtime or Kubernetes client: objects come in as [`model`] types, values come out. Of the
@@ -10,7 +11,9 @@
 //! daemon (`penstock-agent`), replay packets (`penstock-replay`) or answer questions (the `penstock` command) depend on
 //! this one, never the reverse.
 
+pub mod classes;
 pub mod compile;
+pub mod derived_slices;
 pub mod describe;
 pub mod engine;
 pub mod explain;

@@ -62,7 +62,7 @@ struct ListedFrontend<'a> {
     /// All that serve, where these are others: elsewhere, or about to end.
     #[serde(skip_serializing_if = "Option::is_none")]
     serving: Option<Vec<String>>,
-    /// What becomes of a connection where there is none.
+    /// The fate of a connection where there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     without_backend: Option<&'static str>,
     /// For how long a client keeps its backend, where it does.
@@ -91,7 +91,7 @@ struct ListedEndpoint {
 struct Table {
     table: u32,
     direction: &'static str,
-    /// What becomes of a flow that no rule decides, where ClusterNetworkPolicies contribute; elsewhere it is denied.
+    /// The fate of a flow that no rule decides, where ClusterNetworkPolicies contribute; elsewhere it is denied.
     #[serde(skip_serializing_if = "Option::is_none")]
     default: Option<&'static str>,
     rules: Vec<ListedRule>,
@@ -101,7 +101,7 @@ struct Table {
 struct ListedRule {
     bit: usize,
     rule: String,
-    /// What it does, in a table to which ClusterNetworkPolicies contribute; elsewhere every rule accepts.
+    /// Its action, in a table to which ClusterNetworkPolicies contribute; elsewhere every rule accepts.
     #[serde(skip_serializing_if = "Option::is_none")]
     action: Option<&'static str>,
     /// Prefixes; `null` for every peer.

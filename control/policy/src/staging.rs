@@ -1,6 +1,6 @@
 //! Staged policies: which policies the state sees, by one of two readings of the same objects.
 //!
-//! As they are **in force**, a staged policy does not exist. As **promoted**, every staged policy is what it would become:
+//! As they are **in effect**, a staged policy does not exist. As **promoted**, every staged policy is what it would become:
 //! a new one exists, an edit stands in place of what it is for, and what is staged for deletion is gone. An engine has one
 //! reading from its start on; two engines that are given the same changes give the verdicts before and after promotion.
 
@@ -11,10 +11,10 @@ use crate::model::{Object, ObjectChange, ObjectRef, Staging};
 /// How an engine reads staged policies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum PolicyReading {
-    /// What workers enforce.
+    /// The policies that workers enforce.
     #[default]
     InForce,
-    /// What workers would enforce if everything that is staged were promoted.
+    /// The policies that workers would enforce if everything that is staged were promoted.
     Promoted,
 }
 
@@ -122,7 +122,7 @@ impl StagedPolicies {
         self.written.values().filter(|object| !is_plain(object))
     }
 
-    /// What of the staged policies is not as it may be meant, in order. Complete only as promoted.
+    /// Doubts whether the staged policies are as they are meant, in order. Complete only as promoted.
     pub(crate) fn problems(&self) -> Vec<StagedProblem> {
         let mut problems = Vec::new();
         for (target, staged) in &self.edits {

@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_drops_capabilities_in_steps_and_its_children_inherit_no_more() {
+    fn a_thread_drops_capabilities_and_children_inherit_no_more() {
         // Capabilities belong to a thread: the test's other threads keep theirs.
         thread::scope(|scope| {
             scope.spawn(|| {

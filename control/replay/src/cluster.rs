@@ -1,4 +1,4 @@
-//! What a replay needs from a cluster's objects: tables, a port for each pod, names.
+//! Makes what a replay needs from a cluster's objects: tables, a port for each pod, names.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -46,9 +46,9 @@ pub struct ReplayCluster {
     snapshot: Snapshot,
     services: ServiceReading,
     names: FxHashMap<Address, Box<str>>,
-    /// Of the cluster addresses that are translated.
+    /// Names of Services, by the cluster address that is translated.
     service_names: FxHashMap<Address, Box<str>>,
-    /// Of all Services.
+    /// Backends of all Services.
     backends: FxHashSet<Address>,
     ports: FxHashMap<ObjectKey, PortId>,
     rules: RuleNames,
@@ -132,6 +132,21 @@ impl ReplayCluster {
         Ok(())
     }
 
+    /// Whether the node's kernel may have translated a packet that comes from its stack: one of a pod of this node, which the stack
+    /// sends on, or one with the node's own address, which it gives to what it masquerades.
+    pub(super) fn may_be_translated(&self, flow: &Flow) -> bool {
+        let state = self.engine.state();
+        let is_here = |node: Option<&str>| match &self.scope {
+            PodScope::AllPods => true,
+            PodScope::Node(own) => node == Some(own),
+        };
+        match state.owner(&flow.src.into()) {
+            Some(PodOrNode::Pod(pod)) => state.pod(pod).is_some_and(|pod| is_here(pod.node.as_deref())),
+            Some(PodOrNode::Node(node)) => is_here(state.node_name(node)),
+            None => false,
+        }
+    }
+
     /// The addresses at which egress policy is postponed, as in a daemon.
     fn postponed(&self) -> AddressSet {
         let services = self.engine.state().services();
@@ -205,7 +220,7 @@ impl ReplayCluster {
         (&self.snapshot, &mut self.rules)
     }
 
-    /// The rules in force so far.
+    /// The rules in effect so far.
     pub fn rules(&self) -> &RuleNames {
         &self.rules
     }

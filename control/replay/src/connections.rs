@@ -12,15 +12,16 @@ use rustc_hash::FxHashMap;
 use super::batch::PacketBatch;
 use super::capture::{Captures, Record, Time};
 use super::cluster::ReplayCluster;
-use super::player::{ConnectionState, Decision, EntryPoint, Player, fill_up};
+use super::player::{ConnectionState, Decision, EntryPoint, Player};
 use super::run::{ReplayError, notes};
+use super::truncated::fill_up;
 
 /// A connection of a capture.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CapturedConnection {
     /// In the direction of its first packet.
     pub flow: Flow,
-    /// What its first packet says about who opened it.
+    /// The opener, by its first packet.
     pub first_packet: FirstPacket,
     /// Whether a packet came back; of TCP one that does not refuse it.
     pub is_answered: bool,
@@ -30,7 +31,7 @@ pub struct CapturedConnection {
     pub last: Time,
 }
 
-/// What a connection's first packet says about who opened it.
+/// The opener of a connection, by its first packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FirstPacket {
     /// It opens one: a SYN, an INIT, a query.
@@ -41,7 +42,7 @@ pub enum FirstPacket {
     MidStream,
 }
 
-/// What captures have.
+/// Counts of what captures have.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CapturedConnections {
     /// The connections, by their first packet. The same flow opened again is another connection.
@@ -88,7 +89,7 @@ struct Reader {
     captures: Captures,
     player: Player,
     batch: PacketBatch,
-    /// What the packets of the batch share: where they enter, and when, in the connection table's unit.
+    /// The packets of the batch share this: where they enter, and when, in the connection table's unit.
     key: Option<(EntryPoint, u64)>,
     /// The latest connection of each flow.
     latest: FxHashMap<Flow, usize>,

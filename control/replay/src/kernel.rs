@@ -1,4 +1,4 @@
-//! What the XDP program passes to the kernel: the rules of `xdp-redirect/src/bpf/redirect.bpf.c` in Rust.
+//! Decides which packets the XDP program passes to the kernel: the rules of `xdp-redirect/src/bpf/redirect.bpf.c` in Rust.
 //!
 //! Differences: the program drops ARP and neighbour discovery with which a pod claims other addresses; here they go to the
 //! kernel like the rest, since policy applies to neither. What the program passes from an uplink because the kernel may

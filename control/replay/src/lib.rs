@@ -33,6 +33,7 @@ pub mod services;
 mod sinks;
 pub mod summary;
 pub mod timeline;
+pub mod truncated;
 
 pub use output::OutputError;
 pub use ports::{Mapping, PortMap, PortMappingError, PortName};

@@ -37,7 +37,7 @@ impl ReplayObjects {
         Self { written: written.collect(), is_complete: true }
     }
 
-    /// What names them.
+    /// References of all objects.
     pub(super) fn references(&self) -> impl Iterator<Item = &ObjectRef> {
         self.written.keys()
     }
@@ -76,7 +76,7 @@ impl ReplayObjects {
         self.written.extend(others.written);
     }
 
-    /// What leads from these objects to others.
+    /// The changes that lead from these objects to others.
     pub(super) fn changes_to(&self, others: &Self) -> Vec<ObjectChange> {
         let of = |objects: &Self| -> BTreeMap<ObjectRef, Object> {
             objects.all().into_iter().map(|object| (object.reference(), object)).collect()

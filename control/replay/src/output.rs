@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_appears_only_when_complete_and_leaves_no_temporary_file() {
+    fn a_file_appears_when_complete_and_leaves_nothing_else() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("out");
         let entries = || std::fs::read_dir(directory.path()).unwrap().count();

@@ -68,7 +68,7 @@ struct PolicyEvaluation {
     evaluation_reason: EvaluationReason,
 }
 
-/// What the pipeline asks and tells while it processes a batch.
+/// Answers the pipeline's questions, and keeps what it tells, while it processes a batch.
 struct VerdictObserver<'a> {
     evaluations: &'a mut Vec<PolicyEvaluation>,
     choices: &'a mut Vec<BackendChoice>,
@@ -135,7 +135,7 @@ pub struct Player {
     evaluations: Vec<PolicyEvaluation>,
     counters: PacketCounters,
     shown: Arc<ShownBackends>,
-    /// Of the last batch.
+    /// The last batch's.
     choices: Vec<BackendChoice>,
     services: ServiceCounters,
     turned: TurnedDatagrams,
@@ -143,7 +143,7 @@ pub struct Player {
     has_met_services: bool,
 }
 
-/// What a packet has to do with a Service.
+/// The part of a Service in a packet.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct ServicePacket {
     /// The Service's port; empty if there is none any more.
@@ -438,7 +438,7 @@ impl Player {
         Some(ServiceConnection::find(&self.table, &flow, self.now).map_or(flow, |connection| connection.frontend))
     }
 
-    /// What packet `index` of the last batch has to do with a Service. Valid until the next batch.
+    /// The part of a Service in packet `index` of the last batch. Valid until the next batch.
     pub(super) fn service(&self, index: usize, packet: &Packet, frame: &[u8]) -> Option<ServicePacket> {
         if !self.has_met_services {
             return None;
@@ -459,7 +459,7 @@ impl Player {
     /// Sets the clock to the capture's time; it never runs backwards.
     #[inline]
     fn advance(&mut self, time: Time) {
-        let now = Timestamp::from_millis(time.0 / 1_000_000);
+        let now = time.on_table_clock();
         if now > self.now {
             self.now = now;
             if now.as_millis() - self.swept.as_millis() >= SWEEP_EVERY.as_millis() as u64 {
@@ -506,31 +506,4 @@ fn is_let_through(verdict: Verdict) -> bool {
             matches!(reason, TtlExpired | TooBig | NoPort | PortGone | TxRingFull | HandOffFull)
         }
     }
-}
-
-/// Pads a frame that the snap length truncated to its length on the wire, if all headers are captured: the pipeline
-/// reads no payload but that of DNS answers, and zeros are none. Returns whether it did.
-pub fn fill_up(frame_start: usize, captured: u32, original: u32, frames: &mut Vec<u8>) -> bool {
-    /// Longer than any frame that the pipeline accepts.
-    const LONGEST: usize = 14 + 65_535;
-    let original = (original as usize).min(LONGEST);
-    if original <= captured as usize {
-        return false;
-    }
-    let end = frames.len();
-    frames.resize(frame_start + original, 0);
-    let has_headers = parse(&frames[frame_start..]).is_ok_and(|packet| {
-        let header = match packet.transport {
-            Transport::Tcp(_) => 20,
-            Transport::Sctp { .. } => 16,
-            Transport::Udp | Transport::EchoRequest | Transport::EchoReply => 8,
-            Transport::IcmpError { .. } => return false,
-            Transport::LaterFragment | Transport::Other => 0,
-        };
-        usize::from(packet.layout.transport) + header <= captured as usize
-    });
-    if !has_headers {
-        frames.truncate(end);
-    }
-    has_headers
 }

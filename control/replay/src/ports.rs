@@ -70,7 +70,7 @@ impl FromStr for Mapping {
 pub struct PortMap {
     by_name: FxHashMap<String, PortId>,
     by_interface: Vec<Option<PortId>>,
-    /// What an interface is that has none of the names.
+    /// The kind of an interface that has none of the names.
     other: Option<PortId>,
 }
 

@@ -1,7 +1,8 @@
-//! What a daemon decided on the packets of a bundle, and whether replay decides the same.
+//! Compares what a daemon decided on the packets of a bundle, and whether replay decides the same.
 //!
 //! Some packets cannot be compared, and are counted apart: those of a connection that began before the capture, or whose
-//! beginning the capture does not have; and those that were decided by the node's state, as a full table.
+//! beginning the capture does not have; and those that were decided by the node's state, as a full table, or by what its kernel had
+//! translated.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -34,7 +35,7 @@ pub(super) struct RecordedVerdict {
     translated: bool,
 }
 
-/// What to do with a packet.
+/// The way to treat a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Treatment {
     /// Play it, and compare the verdict.
@@ -61,7 +62,7 @@ pub struct RecordedCounts {
     pub same: u64,
     /// One passes it, the other drops it.
     pub different: u64,
-    /// Of connections whose beginning is not in the capture. They are not evaluated.
+    /// Packets of connections whose beginning is not in the capture. They are not evaluated.
     pub earlier_connections: u64,
     /// Dropped for the node's state, which a bundle does not have.
     pub node_state: u64,
@@ -80,7 +81,9 @@ pub(super) struct RecordedPackets {
     read: u64,
     /// Connections whose beginning was played, by their identifiers.
     known: FxHashSet<u64>,
-    /// Of the current batch.
+    /// Connections that the daemon judged by what the node's kernel had made of them, by their identifiers.
+    by_kernel: FxHashSet<u64>,
+    /// The current batch's.
     batch: Vec<RecordedPacket>,
     counts: RecordedCounts,
     differences: Comparison,
@@ -106,6 +109,7 @@ impl RecordedPackets {
             is_read: false,
             read: 0,
             known: FxHashSet::default(),
+            by_kernel: FxHashSet::default(),
             batch: Vec::new(),
             counts: RecordedCounts::default(),
             differences: Comparison::default(),
@@ -158,7 +162,7 @@ impl RecordedPackets {
         let comment = captures.comment();
         let verdict = RecordedVerdict::parse(comment).ok_or_else(|| self.bundle.bad_comment(self.read, comment))?;
         self.bundle.check_packet(self.read, record.time, verdict.epoch)?;
-        // What left a worker was decided as it came, and shows its backend alone.
+        // A packet that left a worker was decided as it came, and shows its backend alone.
         if !verdict.translated {
             let epoch = verdict.epoch.0.wrapping_sub(self.bundle.first_epoch().0);
             let answers = is_answer_to_syn(&frame);
@@ -204,9 +208,20 @@ impl RecordedPackets {
         std::mem::take(&mut self.batch)
     }
 
-    /// Counts what replay decided on a packet. Returns whether that is another verdict.
-    pub(super) fn count(&mut self, packet: &RecordedPacket, decision: Decision) -> bool {
+    /// Counts what replay decided on a packet. Returns whether that is another verdict. `is_by_kernel`: whether the node's kernel may
+    /// have translated the packet, of which a daemon knows the original.
+    pub(super) fn count(
+        &mut self,
+        packet: &RecordedPacket,
+        decision: Decision,
+        is_by_kernel: impl FnOnce() -> bool,
+    ) -> bool {
         if !packet.is_compared {
+            return false;
+        }
+        let connection = packet.verdict.connection;
+        if connection.is_some_and(|connection| self.by_kernel.contains(&connection)) {
+            self.counts.node_state += 1;
             return false;
         }
         let passes = matches!(decision, Decision::Allow | Decision::Kernel(_));
@@ -215,8 +230,13 @@ impl RecordedPackets {
             return false;
         }
         let is_unknown = matches!(decision, Decision::Deny(DropReason::NoConnection | DropReason::Fragment));
-        if is_unknown && packet.verdict.connection.is_none() {
+        if is_unknown && connection.is_none() {
             self.counts.earlier_connections += 1;
+            return false;
+        }
+        if is_by_kernel() {
+            self.by_kernel.extend(connection);
+            self.counts.node_state += 1;
             return false;
         }
         self.counts.different += 1;

@@ -5,7 +5,7 @@ use penstock_policy::compile::{RuleSource, cluster_sources, network_sources};
 use penstock_policy::engine::Engine;
 use rustc_hash::{FxHashMap, FxHashSet};
 
-/// A rule among all that were in force during the replay.
+/// A rule among all that were in effect during the replay.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct RuleId(u32);
 
@@ -18,7 +18,7 @@ pub struct Rules {
     pub ingress: Option<RuleId>,
 }
 
-/// Every rule that was in force, by name.
+/// Every rule that was in effect, by name.
 #[derive(Debug, Default)]
 pub struct RuleNames {
     names: Vec<RuleName>,
@@ -26,12 +26,12 @@ pub struct RuleNames {
     by_name: FxHashMap<RuleName, RuleId>,
     /// Rule numbers of the current tables; the next tables number them anew.
     by_ref: FxHashMap<RuleRef, RuleId>,
-    /// Whether a rule in force may pass a connection on.
+    /// Whether a rule in effect may pass a connection on.
     has_tiers: bool,
 }
 
 impl RuleNames {
-    /// Adds the rules of the policies that are now in force. Keeps those from before.
+    /// Adds the rules of the policies that are now in effect. Keeps those from before.
     pub(super) fn update_rules(&mut self, engine: &Engine) {
         self.by_ref.clear();
         self.has_tiers = engine.state().cluster_policies().next().is_some();
@@ -98,7 +98,7 @@ impl RuleNames {
         id
     }
 
-    /// Whether a rule in force may pass a connection on to the next tier.
+    /// Whether a rule in effect may pass a connection on to the next tier.
     pub(super) fn has_tiers(&self) -> bool {
         self.has_tiers
     }

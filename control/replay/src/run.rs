@@ -18,12 +18,12 @@ use rustc_hash::FxHashSet;
 use super::batch::PacketBatch;
 use super::bundle::{Bundle, BundleError};
 use super::capture::{CaptureError, Captures, Record};
-use super::cluster::{ClusterError, ReplayCluster};
+use super::cluster::{ClusterError, HOST, ReplayCluster};
 use super::compare::{Comparison, PacketOutcome};
 use super::dedup::Deduplicator;
 use super::objects::ReplayObjects;
 use super::output::OutputError;
-use super::player::{Decision, EntryPoint, Player, fill_up};
+use super::player::{Decision, EntryPoint, Player};
 use super::ports::{Mapping, PortMap, PortMappingError};
 use super::recorded::{RecordedCounts, RecordedError, RecordedPacket, RecordedPackets};
 use super::rules::Rules;
@@ -31,6 +31,7 @@ use super::services::{ServiceReading, ShownBackends};
 use super::sinks::{OutputPaths, Sinks};
 use super::summary::{InputCounts, Summary};
 use super::timeline::{Timeline, TimelineError};
+use super::truncated::fill_up;
 
 /// Inputs, settings and outputs of a replay.
 #[derive(Clone, Debug, Default)]
@@ -71,9 +72,9 @@ pub struct ReplayOptions {
 pub struct ReplayReport {
     /// The counts.
     pub summary: Summary,
-    /// What changes under the second set of manifests, if given.
+    /// The changes under the second set of manifests, if given.
     pub comparison: Option<Comparison>,
-    /// Of a bundle: whether replay decides as the daemon did.
+    /// For a bundle: whether replay decides as the daemon did.
     pub recorded: Option<RecordedCounts>,
     /// Notes about the input for the user, one per line.
     pub notes: Vec<String>,
@@ -161,7 +162,7 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
     run.play_all(options)
 }
 
-/// What a replay reads before the first packet.
+/// The input that a replay reads before the first packet.
 struct ReplayInputs {
     objects: ReplayObjects,
     timeline: Timeline,
@@ -200,6 +201,10 @@ impl ReplayInputs {
             node: Some(bundle.node().to_owned()),
             untranslated: !bundle.services(),
             service_cidrs: bundle.service_cidrs().to_vec(),
+            connections: conntrack::Config {
+                midstream_pickup: bundle.midstream_pickup(),
+                ..options.connections.clone()
+            },
             ..options.clone()
         };
         let recorded = Some(RecordedPackets::new(bundle));
@@ -250,7 +255,7 @@ impl ReplayRun {
 
     /// Changes the objects.
     fn apply(&mut self, changes: Vec<ObjectChange>, options: &ReplayOptions) -> Result<(), ReplayError> {
-        // Of ports alone: they are known by what packets came in by.
+        // Ports alone have changed, and packets say by which they came in.
         if changes.is_empty() {
             return Ok(());
         }
@@ -268,7 +273,7 @@ fn port_map(options: &ReplayOptions, cluster: &ReplayCluster) -> Result<PortMap,
     }
 }
 
-/// What the packets of a batch share.
+/// The facts that the packets of a batch share.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct PacketKey {
     before: EntryPoint,
@@ -467,10 +472,14 @@ fn compare(
 fn compare_recorded(recorded: &mut RecordedPackets, (player, entry): (&mut Player, EntryPoint), batch: &PacketBatch) {
     for (index, (member, packet)) in batch.packets().iter().zip(recorded.take_batch()).enumerate() {
         let decision = player.decision(entry, index);
-        if !recorded.count(&packet, decision) {
+        let frame = batch.frame(member);
+        let is_by_kernel = || {
+            let flow = parse(frame).ok().map(|packet| packet.flow);
+            entry == EntryPoint::Port(HOST) && flow.is_some_and(|flow| player.cluster().may_be_translated(&flow))
+        };
+        if !recorded.count(&packet, decision, is_by_kernel) {
             continue;
         }
-        let frame = batch.frame(member);
         let parsed = parse(frame).ok();
         let rules = parsed.as_ref().map(|packet| player.connection_state(entry, index, packet, frame).1);
         let flow = parsed.as_ref().and_then(|packet| player.original_flow(packet, frame));
@@ -481,7 +490,7 @@ fn compare_recorded(recorded: &mut RecordedPackets, (player, entry): (&mut Playe
     }
 }
 
-/// What counts as a change: the verdict, not its reason.
+/// Compared for a change is the verdict, not its reason.
 fn kind(decision: Decision) -> u8 {
     match decision {
         Decision::Allow => 0,
@@ -490,7 +499,7 @@ fn kind(decision: Decision) -> u8 {
     }
 }
 
-/// What of the captures could not be read.
+/// Parts of the captures that could not be read.
 pub(super) fn notes(captures: &Captures) -> Vec<String> {
     let files = captures.files().iter();
     let truncated = files.filter_map(|file| {
@@ -500,7 +509,7 @@ pub(super) fn notes(captures: &Captures) -> Vec<String> {
     truncated.collect()
 }
 
-/// What of the timeline was not reached.
+/// The part of the timeline that was not reached.
 fn note_remaining(timeline: &Timeline) -> Option<String> {
     match timeline.remaining() {
         0 => None,

@@ -23,7 +23,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use serde::Serialize;
 
 use super::capture::{CaptureError, Captures, Time};
-use super::player::fill_up;
+use super::truncated::fill_up;
 
 /// How packets to Services are read.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -126,7 +126,7 @@ impl BackendChoice {
         Some(Self { index, flow: *flow, service, backend, backends, denied })
     }
 
-    /// What policy says of all of them.
+    /// The verdict of policy on all of them.
     pub(super) fn reach(&self) -> Reach {
         match self.denied.len() {
             0 => Reach::Allow,
@@ -136,7 +136,7 @@ impl BackendChoice {
     }
 }
 
-/// What policy says of the backends of a Service.
+/// The verdict of policy on the backends of a Service.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Reach {
     /// It allows each.
@@ -169,7 +169,7 @@ pub struct ServiceCount {
     pub deny: u64,
     /// Connections that it allows to some.
     pub partial: u64,
-    /// Of the last kind, by client.
+    /// Those of the last kind, by client.
     pub partly_denied: Vec<PartlyDenied>,
 }
 
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_backend_that_a_capture_shows_is_the_next_one_of_the_clients_port() {
+    fn the_shown_backend_is_the_next_of_the_clients_port() {
         let (client, service) = ("10.0.0.1:4000", "10.96.0.1:80");
         let services = [end(service).0].into_iter().collect();
         let backend = |text| {

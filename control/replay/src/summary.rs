@@ -15,9 +15,9 @@ use super::services::{PartlyDenied, ServiceCount};
 pub struct Summary {
     /// Packets of the captures.
     pub packets: u64,
-    /// Of these, duplicates that count once; see `--dedup`.
+    /// Duplicates among these, which count once; see `--dedup`.
     pub duplicates: u64,
-    /// Of these, truncated by the snap length and padded for evaluation.
+    /// Packets among these that the snap length truncated, and that were padded for evaluation.
     pub filled_up: u64,
     /// By verdict.
     pub verdicts: VerdictCounts,

@@ -42,7 +42,7 @@ pub enum TimelineError {
     Form {
         /// The file.
         file: PathBuf,
-        /// What is wrong, and where.
+        /// The mistake, and its place.
         problem: String,
     },
     /// A step is invalid.
@@ -52,7 +52,7 @@ pub enum TimelineError {
         file: PathBuf,
         /// Its number, from 1.
         step: usize,
-        /// What is wrong.
+        /// The mistake.
         problem: String,
     },
     /// Manifests of a step are invalid.
@@ -133,7 +133,7 @@ impl Timeline {
         Ok(Self { file: file.to_owned(), steps, next: 0, service_addresses })
     }
 
-    /// Changes in the order in which a daemon published them, each with the first epoch under which it is in force.
+    /// Changes in the order in which a daemon published them, each with the first epoch under which it is in effect.
     pub(super) fn of_epochs(file: &Path, steps: impl IntoIterator<Item = (Epoch, Vec<ObjectChange>)>) -> Self {
         let mut service_addresses = Vec::new();
         let steps = steps.into_iter().map(|(epoch, changes)| {

@@ -100,7 +100,7 @@ fn read(paths: &[PathBuf]) -> Result<Read, String> {
 }
 
 #[test]
-fn pcap_is_read_in_every_byte_order_and_resolution_and_compressed() {
+fn pcap_is_read_in_any_byte_order_resolution_compression() {
     let directory = tempfile::tempdir().unwrap();
     for order in [LITTLE, BIG] {
         for (nanoseconds, unit) in [(false, 1000), (true, 1)] {

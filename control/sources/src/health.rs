@@ -124,7 +124,7 @@ impl KindCounters {
 /// A source's health for one kind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct KindHealth {
-    /// All objects of the kind were read at least once. Stays true in an outage: known objects stay in force.
+    /// All objects of the kind were read at least once. Stays true in an outage: known objects stay in effect.
     pub synced: bool,
     /// Changes arrive as they happen. `false` before the first list and in an outage.
     pub connected: bool,
@@ -186,7 +186,7 @@ impl SourceHealth {
         self.followed.iter().all(|kind| self.kinds[kind as usize].synced.load(Ordering::Relaxed))
     }
 
-    /// How many manifests are not applied; their last valid objects stay in force.
+    /// How many manifests are not applied; their last valid objects stay in effect.
     pub fn refused_files(&self) -> u64 {
         self.refused_files.load(Ordering::Relaxed)
     }
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_version_without_changes_counts_only_behind_one_that_is_worked_on() {
+    fn a_version_without_changes_waits_for_those_before_it() {
         let health = SourceHealth::new(FollowedKinds::All);
         let version = |kind| health.of(kind).version;
         assert_eq!(version(ObjectKind::Pod), None);

@@ -25,6 +25,7 @@ pub use health::{FollowedKinds, KindHealth, ObjectKind, SourceHealth};
 use api_server::{Access, ApiServer, ApiServerTimeouts, NodeWriter};
 use convert::ConversionSettings;
 use directory::{DirectoryChanges, ManifestDirectory};
+use manifest::ManifestError;
 
 /// Where objects come from.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -143,6 +144,14 @@ impl Source {
                 count.report(&self.health);
                 Some(changes)
             }
+        }
+    }
+
+    /// Manifests that were not applied when it was opened: the objects of the last run stand for them.
+    pub fn problems(&self) -> &[ManifestError] {
+        match &self.backend {
+            Backend::Manifests { directory, .. } => directory.problems(),
+            Backend::ApiServer(_) => &[],
         }
     }
 

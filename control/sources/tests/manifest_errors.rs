@@ -31,7 +31,7 @@ fn assert_error(text: &str, object: &str, rest: &str, options: Options) {
 const POLICY: &str = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: web, namespace: shop}\n";
 
 #[test]
-fn a_policy_that_kubernetes_rejects_is_rejected_with_line_and_field() {
+fn a_policy_that_kubernetes_rejects_is_rejected_by_field() {
     for (spec, field, problem) in [
         (
             "ingress: [{from: [{ipBlock: {\n cidr: 10.0.0.0/33 # !\n}}]}]",

@@ -239,7 +239,7 @@ fn absent_policy_types_default_by_the_rules_present() {
 }
 
 #[test]
-fn empty_lists_of_peers_and_ports_match_everything_or_in_v1beta1_nothing() {
+fn empty_lists_match_everything_or_nothing_in_v1beta1() {
     let nothing = || Rule { peers: Peers::AnyOf(vec![]), ports: PolicyPorts::Every };
     let no_port = || Rule { peers: Peers::Every, ports: PolicyPorts::AnyOf(vec![]) };
     for (rule, stable, v1beta1) in [

@@ -65,7 +65,7 @@ fn a_service_has_its_cluster_addresses_ports_and_settings() {
 
 /// S1.
 #[test]
-fn headless_and_external_services_and_those_of_another_proxy_have_no_address() {
+fn headless_external_and_other_proxies_services_have_no_address() {
     for spec in [
         json!({"clusterIP": "None"}),
         json!({"clusterIPs": ["None"], "clusterIP": "None"}),
@@ -141,7 +141,7 @@ fn an_endpoint_without_conditions_is_ready_and_serves() {
 }
 
 #[test]
-fn what_is_wrong_in_an_endpoint_slice_is_named_and_the_rest_counts() {
+fn an_endpoint_slices_errors_are_named_and_the_rest_counts() {
     let good = json!({"addresses": ["10.0.0.1"]});
     for (rest, endpoints, expected) in [
         (json!({"endpoints": [good, {"addresses": ["nowhere"]}]}), 1, "endpoints[1].addresses[0]: \"nowhere\" is not"),
@@ -247,7 +247,7 @@ items:
 ";
 
 #[test]
-fn without_endpoint_slices_they_are_derived_from_selectors_and_ready_pods() {
+fn missing_endpoint_slices_are_derived_from_ready_pods() {
     let mut manifests = read(PODS).unwrap();
     assert_eq!(manifests.derive_endpoint_slices(), 1);
     let mut backends: Vec<String> = manifests

@@ -16,7 +16,7 @@ pub fn table(rules: &[RuleUsage]) -> Vec<Vec<String>> {
     std::iter::once(heading.map(str::to_owned).to_vec()).chain(rules.iter().map(row)).collect()
 }
 
-/// What is listed, and what is not.
+/// Says what is listed, and what is not.
 pub fn summary(rules: &Rules, all: usize, unknown: usize) -> String {
     let mut text = String::new();
     text += &match (rules.rules.len(), all) {

@@ -1,4 +1,4 @@
-//! What staged policies would change.
+//! Prints what staged policies would change.
 
 use std::fmt::Write as _;
 

@@ -182,6 +182,11 @@ impl ConnTable {
         Ok(table)
     }
 
+    /// When a mid-stream packet may open a connection: as configured, or never where connections outlast the process.
+    pub fn midstream_pickup(&self) -> MidStreamPickup {
+        self.midstream_pickup
+    }
+
     /// How the table was obtained.
     pub fn origin(&self) -> &TableOrigin {
         &self.origin

@@ -8,8 +8,8 @@ use std::time::Duration;
 use rustc_hash::FxHashMap;
 
 use super::answer::{Answer, DomainName, read_answer};
+use super::limits::Shared;
 use super::rules::NameRules;
-use super::table::Shared;
 use crate::packet::Address;
 
 /// An answer counts for at least this long, also if its TTL is zero: its pod has to get to its first packet.

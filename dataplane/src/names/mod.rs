@@ -10,6 +10,7 @@
 
 mod answer;
 mod learnt;
+mod limits;
 mod rules;
 mod table;
 
@@ -18,5 +19,6 @@ mod tests;
 
 pub use answer::{Answer, AnswerError, DomainName, read_answer};
 pub use learnt::{LearntName, LearntNames, Moment, NameTime};
+pub use limits::NameLimits;
 pub use rules::{NamePattern, NameRules};
-pub use table::{NameCounts, NameLimits, NameTable, NamedPod, PodNames};
+pub use table::{NameCounts, NameTable, NamedPod, PodNames};

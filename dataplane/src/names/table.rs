@@ -2,31 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::learnt::{LearntName, LearntNames};
-
-/// Bounds of what is kept. A *name* is one that was given for one address. Over a limit, what expires first is evicted.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct NameLimits {
-    /// Names of a pod.
-    pub per_pod: usize,
-    /// Names of one address of a pod.
-    pub per_address: usize,
-    /// Names of all pods. Over it, each pod evicts its own only: no pod takes from another.
-    pub total: usize,
-    /// Names that a pod may have also when all pods have that many.
-    pub reserved: usize,
-}
-
-impl Default for NameLimits {
-    /// Some 16 MB at most, and as much again for a node of a thousand such pods.
-    fn default() -> Self {
-        Self { per_pod: 8192, per_address: 64, total: 131_072, reserved: 512 }
-    }
-}
+use super::limits::{NameLimits, Shared};
 
 /// A pod, told from others that had its name or its addresses before.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -59,25 +39,6 @@ pub struct NameCounts {
     pub evicted: u64,
     /// Datagrams from DNS servers that were no answer, or malformed.
     pub not_understood: u64,
-}
-
-/// Limits and counters of all pods.
-#[derive(Debug, Default)]
-pub(super) struct Shared {
-    pub(super) limits: NameLimits,
-    pub(super) names: AtomicU64,
-    pub(super) learnt: AtomicU64,
-    evicted: AtomicU64,
-    pub(super) not_understood: AtomicU64,
-    /// Rises with every change.
-    pub(super) changes: AtomicU64,
-}
-
-impl Shared {
-    pub(super) fn evicted(&self) {
-        self.evicted.fetch_add(1, Relaxed);
-        self.names.fetch_sub(1, Relaxed);
-    }
 }
 
 /// What the pods of a node have learnt from DNS answers.

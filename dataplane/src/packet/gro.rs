@@ -8,8 +8,6 @@ use super::rewrite::LONG;
 use super::{ETHERNET_LEN, Protocol, Sum, TcpFlags};
 use crate::batch::BATCH;
 
-/// Minimum bytes of a frame that can be joined with others.
-pub(crate) const LEAST: usize = ETHERNET_LEN + 40 + LONG as usize;
 /// Maximum bytes of the whole: no device accepts longer GSO packets (`GSO_LEGACY_MAX_SIZE` in linux/netdevice.h).
 const MOST: usize = 65_535;
 /// The shortest headers: Ethernet, IPv4, TCP; the longest: Ethernet, IPv6, and TCP with all options.

@@ -1,7 +1,6 @@
 //! Changes of a frame by forwarding: MACs, TTL or hop limit, and partial checksums.
 
 use super::checksum::{finish_partial, finish_sctp, updated};
-use super::gro::LEAST;
 use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport, parse};
 use crate::packet::Mac;
 
@@ -32,6 +31,8 @@ pub enum OpenChecksum {
 
 /// Payload bytes from which on a TCP segment is long; joining shorter ones gains little.
 pub(super) const LONG: u16 = 400;
+/// Minimum bytes of a frame that can be joined with others.
+pub(crate) const LEAST: usize = ETHERNET_LEN + 40 + LONG as usize;
 
 /// Prepares a frame, parsed by [`parse`](fn@super::parse) as `packet`, for sending to `hop`.
 ///

@@ -1,9 +1,10 @@
 //! Bitmap rows: one bit per rule, and as many words as the table's rules need.
 
 use std::cmp::Ordering;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHasher};
 
 /// Bits of a word.
 const WORD: usize = u64::BITS as usize;
@@ -11,46 +12,77 @@ const WORD: usize = u64::BITS as usize;
 /// Index of a row within its [`Rows`]; below 2^31. Row 0 has no bit set.
 pub(super) type Row = u32;
 
-/// A set of rules of one table, by number.
-#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+/// A set of rules of one table, by number. Its size grows with the rules in it, not with those of the table.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct RuleSet {
-    /// Without trailing zero words, so that equal sets are equal values.
-    words: Vec<u64>,
+    /// The words that are not zero, each with its index, in order.
+    words: Vec<(u32, u64)>,
 }
 
 impl RuleSet {
     /// Adds a rule.
     pub fn insert(&mut self, rule: u32) {
-        let word = rule as usize / WORD;
-        if self.words.len() <= word {
-            self.words.resize(word + 1, 0);
+        let (place, bit) = (rule / u64::BITS, 1 << (rule % u64::BITS));
+        match self.find(place) {
+            Ok(at) => self.words[at].1 |= bit,
+            Err(at) => self.words.insert(at, (place, bit)),
         }
-        self.words[word] |= 1 << (rule as usize % WORD);
     }
 
     /// Removes a rule.
     pub fn remove(&mut self, rule: u32) {
-        if let Some(word) = self.words.get_mut(rule as usize / WORD) {
-            *word &= !(1 << (rule as usize % WORD));
+        let Ok(at) = self.find(rule / u64::BITS) else { return };
+        self.words[at].1 &= !(1 << (rule % u64::BITS));
+        if self.words[at].1 == 0 {
+            self.words.remove(at);
         }
-        while self.words.last() == Some(&0) {
-            self.words.pop();
+    }
+
+    /// Where the word with this index is, or belongs. Most sets grow at the end.
+    fn find(&self, place: u32) -> Result<usize, usize> {
+        match self.words.last() {
+            Some(&(last, _)) if last >= place => self.words.binary_search_by_key(&place, |word| word.0),
+            _ => Err(self.words.len()),
         }
     }
 
     /// Adds all rules of another set.
     pub fn union_with(&mut self, other: &Self) {
-        if self.words.len() < other.words.len() {
-            self.words.resize(other.words.len(), 0);
+        if self.words.is_empty() {
+            self.words.clone_from(&other.words);
+            return;
         }
-        for (mine, theirs) in self.words.iter_mut().zip(&other.words) {
-            *mine |= theirs;
+        if other.words.is_empty() {
+            return;
+        }
+        let mine = std::mem::take(&mut self.words);
+        self.words.reserve(mine.len() + other.words.len());
+        let (mut mine, mut theirs) = (mine.into_iter().peekable(), other.words.iter().copied().peekable());
+        loop {
+            let next = match (mine.peek(), theirs.peek()) {
+                (Some(own), Some(other)) if own.0 == other.0 => {
+                    let both = (own.0, own.1 | other.1);
+                    mine.next();
+                    theirs.next();
+                    Some(both)
+                }
+                (Some(own), Some(other)) if own.0 > other.0 => theirs.next(),
+                (Some(_), _) => mine.next(),
+                (None, _) => theirs.next(),
+            };
+            let Some(next) = next else { return };
+            self.words.push(next);
         }
     }
 
     /// Whether it contains no rule.
     pub fn is_empty(&self) -> bool {
         self.words.is_empty()
+    }
+
+    /// The words by chunk, each with its number: the index of its first word divided by [`WORD`].
+    fn chunks(&self) -> impl Iterator<Item = (u32, &[(u32, u64)])> {
+        self.words.chunk_by(|a, b| a.0 / u64::BITS == b.0 / u64::BITS).map(|words| (words[0].0 / u64::BITS, words))
     }
 }
 
@@ -65,15 +97,19 @@ impl FromIterator<u32> for RuleSet {
 /// The distinct rows of a table.
 ///
 /// A row whose bits are in up to two words is stored as these words and their indexes: all rows of a table of up to 128
-/// rules, and in larger ones the rows of a port, which few rules have: one of each tier. A wider row has all its words,
-/// preceded by a summary: one bit for each non-zero word. So two rows with few common bits are intersected with a few
-/// words, however many rules there are (aggregated bit vectors: Baboescu and Varghese, SIGCOMM 2001).
+/// rules, and in larger ones the rows of a port, which few rules have: one of each tier. A wider row is a list of chunks of
+/// 64 words. A chunk has a summary, one bit for each word that is not zero, and then these words. So two rows with few common bits are
+/// intersected with a few words, however many rules there are (aggregated bit vectors: Baboescu and Varghese, SIGCOMM 2001). Rows share
+/// equal chunks: neighbours on the line of addresses or ports differ by a rule or two, so memory grows with the blocks and
+/// ranges that are written.
 #[derive(Clone, Debug)]
 pub(super) struct Rows {
     heads: Arc<[RowHead]>,
-    /// Wide rows: summary, then words.
-    wide: Arc<[u64]>,
-    /// Words of a wide row.
+    /// Wide rows: the place of each of their chunks.
+    wide: Arc<[u32]>,
+    /// Chunks: summary, then words. The first has no bit set.
+    chunks: Arc<[u64]>,
+    /// Words of a row.
     width: usize,
 }
 
@@ -81,7 +117,7 @@ pub(super) struct Rows {
 struct RowHead {
     /// The row's words that are not zero, in their order.
     bits: [u64; 2],
-    /// Their indexes; with [`WIDE`], the first is the offset of the row's words among the wide ones.
+    /// Their indexes; with [`WIDE`], the first is the offset of the row's chunks among those of the wide rows.
     places: [u32; 2],
 }
 
@@ -183,8 +219,8 @@ impl Rows {
         if b == 0 && !head_a.is_wide() {
             return head_a.places.into_iter().find_map(common);
         }
-        for part in start as usize / WORD / WORD..self.summary() {
-            let summary = |row| self.part_of_summary(row, part);
+        for part in start as usize / WORD / WORD..self.parts() {
+            let summary = |row| self.summary(row, part);
             let mut candidates = (summary(head_a) | summary(head_b)) & summary(head_c);
             while candidates != 0 {
                 let place = part as u32 * u64::BITS + candidates.trailing_zeros();
@@ -202,13 +238,21 @@ impl Rows {
         self.word(&self.heads[row as usize], rule / u64::BITS) >> (rule % u64::BITS) & 1 == 1
     }
 
-    fn summary(&self) -> usize {
+    /// Chunks of a wide row.
+    fn parts(&self) -> usize {
         self.width.div_ceil(WORD)
     }
 
-    fn part_of_summary(&self, row: &RowHead, part: usize) -> u64 {
+    /// Place of a chunk of a wide row.
+    #[inline(always)]
+    fn chunk(&self, row: &RowHead, part: usize) -> usize {
+        self.wide[(row.places[0] & !WIDE) as usize + part] as usize
+    }
+
+    /// One bit for each word of a chunk that is not zero.
+    fn summary(&self, row: &RowHead, part: usize) -> u64 {
         if row.is_wide() {
-            return self.wide[(row.places[0] & !WIDE) as usize - self.summary() + part];
+            return self.chunks[self.chunk(row, part)];
         }
         let bit = |(place, bits): (u32, u64)| {
             let is_here = place as usize / WORD == part && bits != 0;
@@ -219,29 +263,33 @@ impl Rows {
 
     #[inline(always)]
     fn word(&self, row: &RowHead, place: u32) -> u64 {
-        if row.is_wide() { self.wide[(row.places[0] & !WIDE) as usize + place as usize] } else { row.word(place) }
+        if !row.is_wide() {
+            return row.word(place);
+        }
+        let chunk = self.chunk(row, place as usize / WORD);
+        let (summary, bit) = (self.chunks[chunk], 1u64 << (place as usize % WORD));
+        if summary & bit == 0 { 0 } else { self.chunks[chunk + 1 + (summary & (bit - 1)).count_ones() as usize] }
     }
 
     /// The rules of a row.
     pub(super) fn rules(&self, row: Row) -> RuleSet {
-        let mut words: Vec<u64> =
-            (0..self.width as u32).map(|place| self.word(&self.heads[row as usize], place)).collect();
-        while words.last() == Some(&0) {
-            words.pop();
-        }
-        RuleSet { words }
+        let words = (0..self.width as u32).map(|place| (place, self.word(&self.heads[row as usize], place)));
+        RuleSet { words: words.filter(|(_, word)| *word != 0).collect() }
     }
 
-    /// These rows plus one with the given rules, unless it exists; and its index.
-    pub(super) fn with(&self, rules: &RuleSet) -> (Self, Row) {
-        if let Some(row) = (0..self.heads.len() as Row).find(|row| self.is_row(*row, rules)) {
-            return (self.clone(), row);
+    /// These rows plus one for each of these sets, unless it exists; and their indexes.
+    pub(super) fn with(&self, sets: impl IntoIterator<Item = RuleSet>) -> (Self, Vec<Row>) {
+        let mut rows = self.clone();
+        let mut more: Option<RowsBuilder> = None;
+        let mut found = Vec::new();
+        for rules in sets {
+            let known = (0..self.heads.len() as Row).find(|row| self.is_row(*row, &rules));
+            found.push(known.unwrap_or_else(|| more.get_or_insert_with(|| RowsBuilder::behind(self)).row(&rules)));
         }
-        let mut wide = self.wide.to_vec();
-        let head = encode(rules, self.width, &mut wide);
-        let heads: Arc<[RowHead]> = self.heads.iter().copied().chain([head]).collect();
-        let row = heads.len() as Row - 1;
-        (Self { heads, wide: wide.into(), width: self.width }, row)
+        if let Some(more) = more {
+            rows = more.finish();
+        }
+        (rows, found)
     }
 
     fn is_row(&self, row: Row, rules: &RuleSet) -> bool {
@@ -254,7 +302,7 @@ impl Rows {
 
     /// Size of the rows in bytes.
     pub(super) fn size(&self) -> usize {
-        size_of_val(&*self.heads) + size_of_val(&*self.wide)
+        size_of_val(&*self.heads) + size_of_val(&*self.wide) + size_of_val(&*self.chunks)
     }
 }
 
@@ -276,56 +324,95 @@ fn lowest(place: u32, bits: u64) -> Option<u32> {
 
 /// A row whose bits are in two words at most.
 fn narrow(rules: &RuleSet) -> Option<RowHead> {
-    let mut words = (0u32..).zip(&rules.words).filter(|(_, word)| **word != 0);
-    let first = words.next().map_or((0, 0), |(place, bits)| (place, *bits));
-    let second = words.next().map_or((first.0, 0), |(place, bits)| (place, *bits));
-    let head = RowHead { bits: [first.1, second.1], places: [first.0, second.0] };
-    words.next().is_none().then_some(head)
-}
-
-fn encode(rules: &RuleSet, width: usize, wide: &mut Vec<u64>) -> RowHead {
-    if let Some(head) = narrow(rules) {
-        return head;
-    }
-    let start = wide.len();
-    let summary = width.div_ceil(WORD);
-    wide.resize(start + summary + width, 0);
-    for (place, word) in rules.words.iter().enumerate().filter(|(_, word)| **word != 0) {
-        wide[start + place / WORD] |= 1 << (place % WORD);
-        wide[start + summary + place] = *word;
-    }
-    RowHead { places: [WIDE | (start + summary) as u32, 0], ..NO_RULE }
+    let (first, second) = match rules.words[..] {
+        [] => return Some(NO_RULE),
+        [first] => (first, (first.0, 0)),
+        [first, second] => (first, second),
+        _ => return None,
+    };
+    Some(RowHead { bits: [first.1, second.1], places: [first.0, second.0] })
 }
 
 /// Collects rows without duplicates.
 pub(super) struct RowsBuilder {
-    known: FxHashMap<RuleSet, Row>,
     heads: Vec<RowHead>,
-    wide: Vec<u64>,
+    wide: Vec<u32>,
+    chunks: Vec<u64>,
     width: usize,
+    /// Rows by what they are made of.
+    narrow: FxHashMap<([u64; 2], [u32; 2]), Row>,
+    by_chunks: FxHashMap<Box<[u32]>, Row>,
+    /// Places of chunks by a hash of their words.
+    places: FxHashMap<u64, Vec<u32>>,
 }
+
+/// Place of the chunk without a bit.
+const NO_WORD: u32 = 0;
 
 impl RowsBuilder {
     /// For a table with this many rules.
     pub(super) fn new(rules: usize) -> Self {
         let width = rules.div_ceil(WORD).max(1);
-        let known = FxHashMap::from_iter([(RuleSet::default(), 0)]);
-        Self { known, heads: vec![NO_RULE], wide: Vec::new(), width }
+        Self::of(vec![NO_RULE], Vec::new(), vec![0], width)
+    }
+
+    /// More rows behind these. Those and their chunks are not compared with new ones.
+    fn behind(rows: &Rows) -> Self {
+        Self::of(rows.heads.to_vec(), rows.wide.to_vec(), rows.chunks.to_vec(), rows.width)
+    }
+
+    fn of(heads: Vec<RowHead>, wide: Vec<u32>, chunks: Vec<u64>, width: usize) -> Self {
+        let narrow = FxHashMap::from_iter([((NO_RULE.bits, NO_RULE.places), 0)]);
+        Self { heads, wide, chunks, width, narrow, by_chunks: FxHashMap::default(), places: FxHashMap::default() }
     }
 
     /// Index of the row with these rules.
     pub(super) fn row(&mut self, rules: &RuleSet) -> Row {
-        if let Some(row) = self.known.get(rules) {
-            return *row;
+        let next = self.heads.len() as Row;
+        if let Some(head) = narrow(rules) {
+            let row = *self.narrow.entry((head.bits, head.places)).or_insert(next);
+            if row == next {
+                self.heads.push(head);
+            }
+            return row;
         }
-        let row = self.heads.len() as Row;
-        self.heads.push(encode(rules, self.width, &mut self.wide));
-        self.known.insert(rules.clone(), row);
-        row
+        let mut row = vec![NO_WORD; self.width.div_ceil(WORD)];
+        for (part, words) in rules.chunks() {
+            row[part as usize] = self.chunk(words);
+        }
+        let row = row.into_boxed_slice();
+        if let Some(known) = self.by_chunks.get(&row) {
+            return *known;
+        }
+        self.heads.push(RowHead { places: [WIDE | self.wide.len() as u32, 0], ..NO_RULE });
+        self.wide.extend(&row);
+        self.by_chunks.insert(row, next);
+        next
+    }
+
+    /// Place of the chunk with these words.
+    fn chunk(&mut self, words: &[(u32, u64)]) -> u32 {
+        let summary = words.iter().fold(0, |summary, (place, _)| summary | 1u64 << (*place as usize % WORD));
+        let mut hasher = FxHasher::default();
+        words.iter().for_each(|word| word.hash(&mut hasher));
+        let known = self.places.entry(hasher.finish()).or_default();
+        let is_same = |at: &&u32| {
+            let (start, end) = (**at as usize + 1, **at as usize + 1 + words.len());
+            self.chunks[start - 1] == summary && words.iter().map(|(_, word)| word).eq(&self.chunks[start..end])
+        };
+        if let Some(at) = known.iter().find(is_same) {
+            return *at;
+        }
+        let at = self.chunks.len() as u32;
+        self.chunks.push(summary);
+        self.chunks.extend(words.iter().map(|(_, word)| word));
+        known.push(at);
+        at
     }
 
     pub(super) fn finish(self) -> Rows {
-        Rows { heads: self.heads.into(), wide: self.wide.into(), width: self.width }
+        let Self { heads, wide, chunks, width, .. } = self;
+        Rows { heads: heads.into(), wide: wide.into(), chunks: chunks.into(), width }
     }
 }
 
@@ -408,15 +495,36 @@ mod tests {
 
     #[test]
     fn equal_rows_are_stored_once() {
-        let mut builder = RowsBuilder::new(70);
-        let set: RuleSet = [1, 69].into_iter().collect();
-        let row = builder.row(&set);
-        assert_eq!(builder.row(&set), row);
+        let mut builder = RowsBuilder::new(200);
+        let sets: [RuleSet; 2] = [[1, 69].into_iter().collect(), [1, 69, 140, 199].into_iter().collect()];
+        let row = sets.each_ref().map(|set| builder.row(set));
+        assert_eq!(sets.each_ref().map(|set| builder.row(set)), row);
         let rows = builder.finish();
-        assert_eq!(rows.with(&set).1, row);
-        let (more, new) = rows.with(&[69].into_iter().collect());
-        assert!(new > row);
-        assert_eq!(more.with(&[69].into_iter().collect()).1, new);
-        assert_eq!(more.first_common([row, 0, new]), Some(69));
+        assert_eq!(rows.with(sets.clone()).1, row);
+        let new: [RuleSet; 3] =
+            [[69].into_iter().collect(), [2, 70, 141].into_iter().collect(), [69].into_iter().collect()];
+        let (more, found) = rows.with(new.clone());
+        assert!(found[0] > row[1] && found[1] > found[0] && found[2] == found[0], "{found:?}");
+        assert_eq!(more.with(new).1, found);
+        assert_eq!(more.first_common([row[0], 0, found[0]]), Some(69));
+        assert_eq!(more.first_common([row[1], found[1], found[1]]), Some(2));
+        assert_eq!(sets.map(|set| more.with([set]).1[0]), row);
+    }
+
+    #[test]
+    fn rows_that_differ_by_a_rule_share_the_rest() {
+        let rules = 100_000;
+        let mut builder = RowsBuilder::new(rules as usize);
+        let mut current: RuleSet = (0..rules).step_by(2).collect();
+        builder.row(&current);
+        let before = builder.chunks.len();
+        for rule in (1..rules).step_by(100) {
+            current.insert(rule);
+            builder.row(&current);
+        }
+        let each = (builder.chunks.len() - before) / 1000;
+        assert!(each <= 65, "{each} words a row");
+        let size = builder.finish().size();
+        assert!(size < 1000 * 1000, "{size} bytes for 1,000 rows of 50,000 rules");
     }
 }

@@ -137,15 +137,18 @@ impl RuleTable {
 
     /// This table with other rules for some identities, as in [`RuleTable::new`]; `None` for those of every pod.
     pub fn with_identities(&self, changes: impl IntoIterator<Item = (Identity, Option<RuleSet>)>) -> Self {
-        let mut rows = self.rows.clone();
-        let mut changed = Vec::new();
+        let (mut named, mut sets, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for (identity, rules) in changes {
-            let mut row = self.peers.any_pod();
-            if let Some(rules) = rules {
-                (rows, row) = rows.with(&rules);
+            match rules {
+                Some(rules) => {
+                    named.push(identity);
+                    sets.push(rules);
+                }
+                None => others.push((identity, self.peers.any_pod())),
             }
-            changed.push((identity, row));
         }
+        let (rows, found) = self.rows.with(sets);
+        let changed = named.into_iter().zip(found).chain(others);
         Self { rows, peers: self.peers.with(changed), ..self.clone() }
     }
 

@@ -2,40 +2,20 @@
 
 use std::collections::BTreeSet;
 use std::io;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use arc_swap::ArcSwap;
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 
+use super::MAX_PORTS;
 use super::capture::{Capture, CaptureTap};
-use super::dataplane::{PortPath, PortRequest};
-use super::inbox::{Command, WorkerInbox, WorkerPath};
+use super::inbox::{Command, WorkerPath};
 use super::ports::{OpenPort, OpenQueue, PortTable};
-use super::statistics::{KernelDrops, PortCounters, QueueDepths, Traffic, WorkerCounters};
-use super::{MAX_PORTS, WaitingPackets, WorkerDied};
-use crate::Snapshot;
+use super::request::{PortPath, PortRequest};
+use super::shared::WorkerShared;
+use super::statistics::{KernelDrops, QueueDepths, Traffic};
 use crate::forward::PortId;
-use crate::io::{FrameAccount, GsoPort, GsoSocket, GsoSockets, InterfaceFacts, PortError, Umem, XskQueue};
-
-/// State shared by all threads.
-#[derive(Debug)]
-pub(super) struct WorkerShared {
-    pub(super) umem: Umem,
-    pub(super) tx_budget: u32,
-    pub(super) gso: bool,
-    pub(super) waiting: Option<WaitingPackets>,
-    pub(super) snapshot: Arc<ArcSwap<Snapshot>>,
-    /// By worker.
-    pub(super) inboxes: Vec<WorkerInbox>,
-    /// By worker.
-    pub(super) counters: Vec<WorkerCounters>,
-    /// By worker: drops of packets whose ingress port is closed.
-    pub(super) gone: Vec<PortCounters>,
-    pub(super) started: Instant,
-    /// The first worker that died, if any.
-    pub(super) died: OnceLock<WorkerDied>,
-}
+use crate::io::{FrameAccount, GsoPort, GsoSocket, GsoSockets, InterfaceFacts, PortError, XskQueue};
 
 /// State of the control side; used by one thread at a time.
 pub(super) struct PortControl {

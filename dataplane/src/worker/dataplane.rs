@@ -6,19 +6,21 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use arc_swap::ArcSwap;
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 
 use super::capture::Capture;
-use super::control::{PortControl, WorkerShared};
+use super::control::PortControl;
 use super::grace::GraceThreads;
 use super::inbox::{Command, WorkerInbox};
 use super::ports::PortTable;
 use super::privileges::{Priority, drop_capabilities, raise_priority};
 use super::processor::{PolicyProcessor, Processor};
+use super::request::PortRequest;
 use super::run::Worker;
+use super::shared::WorkerShared;
 use super::statistics::{
     DataplaneStatistics, KernelDrops, PortCounters, PortStatistics, QueueDepths, Traffic, WorkerCounters,
     WorkerStatistics,
@@ -26,53 +28,10 @@ use super::statistics::{
 use super::verdicts::VerdictLog;
 use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
 use crate::conntrack::ConnTable;
-use crate::forward::{Mac, PortId};
-use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, largest_mtu, tag};
+use crate::forward::PortId;
+use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, largest_mtu};
 use crate::pipeline::OriginalSources;
 use crate::{Epoch, Snapshot};
-
-/// A request to open a port.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct PortRequest {
-    /// Its interface, in the calling thread's network namespace.
-    pub interface: String,
-    /// How its packets reach the workers.
-    pub path: PortPath,
-    /// How long to wait for a queue that another socket uses: the kernel frees a queue some time after closing.
-    pub patience: Duration,
-}
-
-/// How a port's packets reach the workers, and come back.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum PortPath {
-    /// By sockets on the interface: on this many of its RX queues, starting with the first; `None`: on all. Packets of
-    /// other queues find no socket.
-    Queues(Option<u32>),
-    /// The interface is the far end of this worker's veth pair: by one socket, with the packets of all ports that are
-    /// [`PortPath::Pairs`].
-    PairOf(usize),
-    /// Through the workers' pairs: the tcx programs on the interface take the packets there, with the port's number. The
-    /// port's MAC addresses in a snapshot must be those of [`PortRequest::macs`].
-    Pairs,
-    /// The node's own stack, through the workers' pairs. The interface, for messages, is the near end of one of them.
-    NodeByPairs,
-}
-
-impl PortRequest {
-    /// All queues of this interface.
-    pub fn new(interface: impl Into<String>) -> Self {
-        Self { interface: interface.into(), path: PortPath::Queues(None), patience: Duration::from_secs(3) }
-    }
-
-    /// The MAC addresses (own, peer) by which a worker's frames reach the pod behind a port on pairs, or the node's stack
-    /// if there is no pod.
-    pub const fn macs(port: Option<PortId>) -> (Mac, Mac) {
-        match port {
-            Some(port) => (tag::FROM, tag::to_pod(port)),
-            None => (tag::FROM, tag::to_node()),
-        }
-    }
-}
 
 /// Running workers and their ports. Dropping it stops them.
 ///

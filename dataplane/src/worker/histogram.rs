@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use super::statistics::Counter;
+use super::counter::Counter;
 
 /// Buckets per power of two: a value is known to within an eighth.
 const STEPS: u32 = 8;

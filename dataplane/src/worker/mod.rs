@@ -12,6 +12,7 @@ mod breaks;
 mod capture;
 mod config;
 mod control;
+mod counter;
 mod dataplane;
 mod error;
 mod grace;
@@ -23,7 +24,9 @@ mod ports;
 mod privileges;
 mod processor;
 mod queue;
+mod request;
 mod run;
+mod shared;
 mod spin;
 mod staged;
 mod state;
@@ -36,10 +39,11 @@ pub use capture::{
     FilterProgramError,
 };
 pub use config::{Config, CoreId, Polling};
-pub use dataplane::{Dataplane, PortPath, PortRequest, available_cores};
+pub use dataplane::{Dataplane, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
 pub use privileges::{Priority, drop_capabilities};
+pub use request::{PortPath, PortRequest};
 pub use staged::{NamedVerdict, StagedLog, StagedRecord, StagedSet, VerdictChange};
 pub use statistics::{
     DataplaneStatistics, KernelDrops, PortStatistics, QueueDepth, QueueDepths, Traffic, WorkerStatistics,

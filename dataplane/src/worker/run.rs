@@ -11,12 +11,12 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use xsk_rs::FrameDesc;
 
 use super::breaks::Breaks;
-use super::control::WorkerShared;
 use super::inbox::Command;
 use super::long::LongPacket;
 use super::moderation::Moderation;
 use super::processor::Processor;
 use super::queue::PortQueue;
+use super::shared::WorkerShared;
 use super::spin::Spin;
 use super::state::{PollIteration, WorkerState};
 use super::waiting;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use arc_swap::{ArcSwapOption, Guard};
 use crossbeam::queue::ArrayQueue;
 
-use super::statistics::Counter;
+use super::counter::Counter;
 use crate::conntrack::Timestamp;
 use crate::names::{Moment, NameTime};
 use crate::packet::Flow;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use nix::sys::epoll::Epoll;
 use xsk_rs::FrameDesc;
 
-use super::control::WorkerShared;
 use super::inbox::{HandOff, HeldFrames, WorkerInbox, WorkerPath};
 use super::long::LongPacket;
 use super::queue::{PairTraffic, PortQueue};
+use super::shared::WorkerShared;
 use super::statistics::{PortCounters, QueueDepth, WorkerCounters};
 use super::waiting::WaitingSweep;
 use crate::DropReason;

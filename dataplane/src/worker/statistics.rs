@@ -1,33 +1,15 @@
 //! Counters with one writer, a worker, and any number of readers.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use super::counter::Counter;
 use super::histogram::{Durations, Histogram};
 use crate::DropReason;
 use crate::batch::BATCH;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, XskStatistics};
 use crate::snapshot::Epoch;
-
-/// A counter with one writer: no locked instructions, since nobody else stores to it.
-#[derive(Default, Debug)]
-pub(crate) struct Counter(AtomicU64);
-
-impl Counter {
-    pub(crate) const fn new() -> Self {
-        Self(AtomicU64::new(0))
-    }
-
-    #[inline]
-    pub(crate) fn add(&self, count: u64) {
-        self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
-    }
-
-    pub(crate) fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
-    }
-}
 
 /// Counters of one worker for one port. Aligned so that no two workers write to the same cache line (or to a pair of
 /// lines that the CPU prefetches together).

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use arc_swap::Guard;
 use crossbeam::queue::ArrayQueue;
 
+use super::counter::Counter;
 use super::staged::{StagedJudge, StagedLog, StagedSet};
-use super::statistics::Counter;
 use crate::conntrack::{ConnTable, Timestamp};
 use crate::forward::PortId;
 use crate::names::{Moment, NameTime};

@@ -1,5 +1,5 @@
 //! `make demo`: a node with pods in network namespaces, the real daemon and real packets. Compares expected with
-//! observed results, changes a policy while a connection is open, and tries another edit before it is in force.
+//! observed results, changes a policy while a connection is open, and tries another edit before it is in effect.
 
 mod live;
 mod terminal;

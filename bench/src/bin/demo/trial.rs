@@ -1,4 +1,4 @@
-//! Tries an edit of a policy on open connections, then puts it into force.
+//! Tries an edit of a policy on open connections, then puts it into effect.
 
 use std::fs;
 use std::path::Path;
@@ -84,7 +84,7 @@ fn open(cluster: &Cluster, (client, server, port): (&str, &str, u16)) -> Result<
     Ok(flow)
 }
 
-/// What `penstock trial status` prints once it names something, with exit code 3.
+/// The output of `penstock trial status` once it names something, with exit code 3.
 fn wait_for_change(admin: &Path) -> Result<String> {
     let deadline = Instant::now() + LIMIT;
     loop {

@@ -35,7 +35,7 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
     let mut results: Vec<ScenarioResult> = scenarios.iter().map(Scenario::empty_result).collect();
     let (mut known, mut again) = (KnownRates::default(), Duration::ZERO);
     let bar = progress(steps(&scenarios, plan.repetitions));
-    // What the deciding cases took the last time, and the others, without the building of their testbeds.
+    // The time of the deciding cases in the last run, and of the others, without the building of their testbeds.
     let (mut repetitions, mut deciding, mut others) = (0, Duration::ZERO, Duration::ZERO);
     for repetition in 1..=plan.repetitions {
         let left = plan.limit.saturating_sub(started.elapsed());

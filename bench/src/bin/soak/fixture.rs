@@ -45,7 +45,7 @@ pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,
     pub(crate) epoch: Instant,
     pub(crate) outages: Vec<Outage>,
-    /// What the daemons so far have warned of.
+    /// Warnings of the daemons so far.
     warnings: Vec<String>,
     scratch: ScratchDir,
     manifests: PathBuf,

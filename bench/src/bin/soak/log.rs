@@ -1,4 +1,4 @@
-//! What daemons' logs must not have: in ordinary churn nothing is worth a warning.
+//! Looks for what daemons' logs must not have: in ordinary churn nothing is worth a warning.
 
 /// Parts of warnings that the soak itself causes.
 const EXPECTED: [&str; 1] = [

@@ -31,7 +31,7 @@ pub(crate) struct Sample {
 
 pub(crate) struct Sampler {
     pub(crate) samples: Vec<Sample>,
-    /// Losses counted by each daemon since it was in force, by reason; policy denials are not losses.
+    /// Losses counted by each daemon since it was in effect, by reason; policy denials are not losses.
     pub(crate) losses: Vec<BTreeMap<String, u64>>,
     /// Losses counted until then.
     at_first: BTreeMap<String, u64>,
@@ -63,7 +63,7 @@ impl Sampler {
         self.last.elapsed() >= INTERVAL
     }
 
-    /// A new daemon is in force.
+    /// A new daemon is in effect.
     pub(crate) fn begin_life(&mut self, fixture: &Fixture) -> Result<()> {
         self.losses.push(BTreeMap::new());
         self.at_first = losses(&fixture.status()?);

@@ -277,7 +277,7 @@ impl ServerState {
     }
 }
 
-/// What discovery says of a group's version with one resource.
+/// The answer of discovery for a group's version with one resource.
 fn resource_list(resource: Resource, version: &str) -> Value {
     json!({
         "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version,

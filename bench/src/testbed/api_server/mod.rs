@@ -198,7 +198,7 @@ impl ApiServer {
         Ok(server)
     }
 
-    /// Applies the shipped role and waits until it is in force.
+    /// Applies the shipped role and waits until it is in effect.
     fn grant(&self) -> Result<()> {
         for object in role::manifests()? {
             let path = match object["kind"].as_str() {

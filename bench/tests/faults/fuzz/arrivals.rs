@@ -2,7 +2,9 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-use super::evaluator::{End, Flow, ICMP, ICMPV6, SCTP, TCP, UDP, are_free, has_own_source, is_of_node, passes};
+use super::evaluator::{
+    End, Flow, ICMP, ICMPV6, SCTP, TCP, UDP, are_free, has_own_source, is_answer, is_of_node, passes,
+};
 
 /// A datagram as it was sent.
 pub(super) struct Sent {
@@ -168,7 +170,8 @@ fn judge_ip(receiver: End, of: &Sent, packet: Option<Packet<'_>>, is_bridged: bo
         return if is_allowed { Ok(()) } else { Err(format!("as a later fragment to {}", packet.to)) };
     }
     if let Some(quoted) = packet.quoted() {
-        let reverse = passes(receiver, of.from, &quoted);
+        // Where a connection to the Service and one to the backend have the same ports, the kernel gives one of them another source port.
+        let reverse = passes(receiver, of.from, &quoted) || is_answer(receiver, of.from, &quoted);
         return if reverse { Ok(()) } else { Err(format!("as an error about {quoted:?}")) };
     }
     match packet.flow() {

@@ -38,7 +38,7 @@ pub(super) const NODE_PORT_OUTSIDE: u16 = 30_066;
 pub(super) const CLIENT: std::ops::Range<u16> = 5000..5006;
 
 pub(super) const SERVICE: [&str; 2] = ["10.96.0.10", "fd00:10:96::10"];
-/// Of the machine outside: one that the narrow pod may reach, and one that it may not.
+/// Addresses of the machine outside: one that the narrow pod may reach, and one that it may not.
 pub(super) const NEAR: [&str; 2] = ["198.51.100.2", "fd00:51:100::2"];
 pub(super) const FAR: [&str; 2] = ["198.51.100.66", "fd00:51:100::66"];
 /// Addresses of the node; the last one only in its configuration, or at its uplink.
@@ -123,11 +123,15 @@ fn behind(protocol: u8, port: u16) -> u16 {
 
 /// Whether a packet of this flow, as it arrives, may be one that `from` has sent to `to`.
 pub(super) fn passes(from: End, to: End, flow: &Flow) -> bool {
-    let [source, destination] = flow.ports;
-    let opened = || may(to, (from, flow.from), flow.protocol, behind(flow.protocol, source));
+    let [_, destination] = flow.ports;
     may(from, (to, flow.to), flow.protocol, behind(flow.protocol, destination))
         // A TCP connection may be picked up in mid-stream, by any port (docs/threat-model.md).
-        || (CLIENT.contains(&destination) || flow.protocol == TCP) && opened()
+        || (CLIENT.contains(&destination) || flow.protocol == TCP) && is_answer(from, to, flow)
+}
+
+/// Whether a packet of this flow may be an answer of `from` to what `to` has sent.
+pub(super) fn is_answer(from: End, to: End, flow: &Flow) -> bool {
+    may(to, (from, flow.from), flow.protocol, behind(flow.protocol, flow.ports[0]))
 }
 
 /// Whether something that `from` has sent may arrive with this source: its own, or one of those that the node gives it.

@@ -20,11 +20,11 @@ const ETHERNET: usize = 14;
 
 /// MAC addresses of the fuzzed node, as a sender knows them.
 pub(super) struct Macs {
-    /// Of each sender.
+    /// MAC of each sender.
     pub(super) own: [[u8; 6]; 5],
-    /// Of what each sends to.
+    /// MAC that each sends to.
     pub(super) gateway: [[u8; 6]; 5],
-    /// Of the node's ends of their links.
+    /// MACs of the node's ends of their links.
     pub(super) node: [[u8; 6]; 5],
 }
 
@@ -137,7 +137,7 @@ impl Maker {
         places.push(at(["224.0.0.1", "ff02::1"][family]));
         let protocols = [UDP, UDP, UDP, TCP, TCP, SCTP, if v6 { ICMPV6 } else { ICMP }, 4, 41, 47, 50, 136];
         let known = [SERVED_UDP, SERVED_TCP, OUTSIDE_UDP, DENIED, SERVICE_PORT, NODE_PORT, NODE_PORT_OUTSIDE, 53, 8472];
-        // What the narrow pod opens from other ports than a client's is answered at ports that nobody else sends to.
+        // Connections of the narrow pod from other ports than a client's are answered at ports that nobody else sends to.
         let is_known = from != End::Narrow && self.random.random();
         let source = if is_known { self.of(&known) } else { self.random.random_range(40_000..60_000) };
         (self.of(&places), self.of(&protocols), [source, self.of(&known)])

@@ -49,7 +49,7 @@ pub(super) fn fill_checksum(transport: &mut [u8], (from, to): (IpAddr, IpAddr), 
     transport[at..at + 2].copy_from_slice(&checksum.to_be_bytes());
 }
 
-/// What differs between the pieces of a datagram.
+/// Fields that differ between the pieces of a datagram.
 #[derive(Clone, Default)]
 pub(super) struct Piece {
     /// IPv6: extension headers with their own next headers to be filled in, and the first one's number; IPv4: options.
@@ -60,7 +60,7 @@ pub(super) struct Piece {
     pub(super) body: Vec<u8>,
 }
 
-/// What all pieces of a datagram have in common.
+/// Fields that all pieces of a datagram have in common.
 #[derive(Clone, Copy)]
 pub(super) struct Datagram {
     pub(super) from: IpAddr,

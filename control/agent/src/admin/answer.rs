@@ -5,22 +5,20 @@ use std::net::IpAddr;
 
 use penstock_admin::types;
 use penstock_dataplane::Epoch;
-use penstock_dataplane::conntrack::{ConnectionInfo, Traffic};
+use penstock_dataplane::conntrack::ConnectionInfo;
 use penstock_dataplane::forward::PortId;
-use penstock_dataplane::names::{NameCounts, NameTime};
-use penstock_dataplane::packet::Flow;
-use penstock_dataplane::policy::{DirectionVerdict, PolicyVerdict};
-use penstock_dataplane::services::FrontendKey;
+use penstock_dataplane::names::NameCounts;
 use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths};
 use penstock_policy::engine::Engine;
 use penstock_policy::explain::{self, PlainText};
 use penstock_policy::flow;
 use penstock_sources::ObjectKind;
 
+use crate::naming::{end, identifier, of_client, service, sides, traffic};
 use crate::ports::PortRole;
 use crate::query::FlowScan;
 use crate::samples::CounterSample;
-use crate::view::{DaemonView, LiveCounters, identifier};
+use crate::view::{DaemonView, LiveCounters};
 
 impl DaemonView<'_> {
     fn engine(&self) -> &Engine {
@@ -245,14 +243,14 @@ impl DaemonView<'_> {
             .iter()
             .map(|connection| {
                 let original = of_client(&connection.original, connection.frontend.as_ref());
-                let (egress, ingress) = self.sides(&connection.original, connection.frontend.as_ref());
+                let (egress, ingress) = sides(self.engine(), &connection.original, connection.frontend.as_ref());
                 let (src_port, dst_port) = original.shown_ports();
                 let [sent, received] = traffic(connection);
                 types::ConnectionFlow {
                     connection: identifier(table.connection_id(&connection.original)),
                     protocol: original.protocol.to_string(),
-                    from: self.end(original.src, src_port),
-                    to: self.end(original.dst, dst_port),
+                    from: end(self.engine(), original.src, src_port),
+                    to: end(self.engine(), original.dst, dst_port),
                     service: connection.frontend.as_ref().map(|frontend| service(self.engine(), frontend)),
                     state: connection.state.name().to_owned(),
                     sent,
@@ -264,18 +262,6 @@ impl DaemonView<'_> {
                 }
             })
             .collect()
-    }
-
-    /// What decides both directions of a connection under the current policy: the egress of the end that opened it, and the
-    /// ingress of the other.
-    pub(crate) fn sides(&self, original: &Flow, frontend: Option<&Flow>) -> (String, String) {
-        sides(self.engine(), original, frontend)
-    }
-
-    /// The Service of a connection whose client's packets have this flow: its port's name, otherwise its address and port.
-    pub(crate) fn service_name(&self, frontend: &Flow) -> String {
-        let types::FlowEnd { address, port, name } = service(self.engine(), frontend);
-        name.unwrap_or_else(|| std::net::SocketAddr::new(address, port).to_string())
     }
 
     fn services(&self) -> types::ServicesStatus {
@@ -311,51 +297,6 @@ impl DaemonView<'_> {
             }
         }
         Ok(types::Explanation { allowed, text, epoch: self.epoch.0 })
-    }
-}
-
-/// What both ends of a connection have sent, the one that opened it first.
-pub(crate) fn traffic(connection: &ConnectionInfo) -> [Option<types::Traffic>; 2] {
-    let sent = |Traffic { packets, bytes }| types::Traffic { packets, bytes };
-    connection.traffic.map_or([None; 2], |traffic| traffic.map(|direction| Some(sent(direction))))
-}
-
-/// The Service's end of a connection, as its client knows it.
-pub(crate) fn service(engine: &Engine, frontend: &Flow) -> types::FlowEnd {
-    let &Flow { dst: address, dst_port: port, protocol, .. } = frontend;
-    let found = engine.service_set().frontend(&FrontendKey { address, protocol, port });
-    types::FlowEnd { address: address.into(), port, name: found.map(|frontend| frontend.name.to_string()) }
-}
-
-/// What decides both directions of a connection under the current policy, in words.
-pub(crate) fn sides(engine: &Engine, original: &Flow, frontend: Option<&Flow>) -> (String, String) {
-    let original = of_client(original, frontend);
-    // As for the connection's next packet: names that it was allowed by may have expired.
-    let PolicyVerdict { egress, ingress } = engine.policy_set().evaluate_named(&original, NameTime::Ever);
-    (side(engine, egress, &original), side(engine, ingress, &original))
-}
-
-/// The flow that policy is asked about: a pod that is its own backend has the Service's address on its side.
-pub(crate) fn of_client(original: &Flow, frontend: Option<&Flow>) -> Flow {
-    let client = frontend.unwrap_or(original);
-    Flow { src: client.src, src_port: client.src_port, ..*original }
-}
-
-/// The rule that decides this direction, or the verdict in words.
-pub(crate) fn side(engine: &Engine, side: DirectionVerdict, flow: &penstock_dataplane::packet::Flow) -> String {
-    let rule = side.rule().and_then(|rule| engine.provenance(rule, flow)).map(|provenance| provenance.to_string());
-    match side {
-        DirectionVerdict::Denied => "denied".to_owned(),
-        DirectionVerdict::NotLocal => "not here".to_owned(),
-        DirectionVerdict::NotReady => "not ready".to_owned(),
-        DirectionVerdict::Open => "open".to_owned(),
-        DirectionVerdict::Exempt => "exempt".to_owned(),
-        DirectionVerdict::Default => "default".to_owned(),
-        DirectionVerdict::Postponed => "for what answers".to_owned(),
-        DirectionVerdict::DeniedBy(_) => format!("denied by {}", rule.unwrap_or_else(|| "a rule".to_owned())),
-        DirectionVerdict::Allowed(_) | DirectionVerdict::AllowedByPeer(_) => {
-            rule.unwrap_or_else(|| "allowed".to_owned())
-        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! The admin API: HTTP with JSON over a unix socket, for the commands and for scripts. It changes nothing of what is in force.
+//! The admin API: HTTP with JSON over a unix socket, for the commands and for scripts. It changes nothing of what is in effect.
 //!
 //! | path | answer |
 //! |---|---|
@@ -16,7 +16,7 @@
 //! |---|---|
 //! | `/v1/capture` | messages of [`penstock_admin::capture`]; query: [`penstock_admin::capture::CaptureQuery`] |
 //!
-//! So does the CNI plugin ([`new_pods`]): what it tells is in force at once.
+//! So does the CNI plugin ([`new_pods`]): what it tells is in effect at once.
 //!
 //! | path | answer |
 //! |---|---|
@@ -30,17 +30,14 @@ mod bundle;
 mod captures;
 mod new_pods;
 mod routes;
-mod socket;
 mod trial;
 
 use std::path::Path;
 
 use tokio::net::UnixListener;
 
-pub(super) use answer::{of_client, service, sides, traffic};
-pub(super) use socket::{AdminSocketError, SocketFile, listen};
-
 use crate::query::QueryHandle;
+use crate::unix_socket::{AdminSocketError, SocketFile, listen};
 
 /// A listening socket, not served yet.
 pub(super) struct AdminListener {

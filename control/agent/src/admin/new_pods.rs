@@ -1,4 +1,4 @@
-//! The socket of the CNI plugin: `POST /v1/pods`, answered once the pod's policy is in force, or the time is over.
+//! The socket of the CNI plugin: `POST /v1/pods`, answered once the pod's policy is in effect, or the time is over.
 
 use std::net::IpAddr;
 use std::time::Duration;

@@ -1,27 +1,25 @@
-//! The objects of a capture: those in force when it begins, and their changes in the order of epochs.
+//! The objects of a capture: those in effect when it begins, and their changes in the order of epochs.
 //!
-//! Objects and changes are taken under the lock under which they are published. Whoever takes the changes after it has taken a packet
-//! has all that were in force for that packet.
+//! A capture subscribes to what is published, and changes are told under the lock under which it is published. Whoever takes them under
+//! that lock, after it has taken a packet, has all that were in effect for that packet.
 
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use penstock_admin::capture::{self, CaptureMessage};
 use penstock_dataplane::Epoch;
 use penstock_policy::model::{Object, ObjectChange};
 
-use crate::objects::{Follower, NodeObjects};
+use crate::subscribers::{Interest, Subscriber, Update};
 
 /// Changes that may wait for a client. Then the capture ends: without a change, packets after it cannot be judged.
 const MOST_WAITING: usize = 100_000;
 /// Bytes of JSON after which a message ends.
 const MESSAGE: usize = 1 << 18;
 
-/// Changes of objects for a capture, if one wants them. It is beside the objects and under their lock.
-#[derive(Default)]
-pub(in super::super) struct ObjectFeed(Option<KeptChanges>);
-
+/// Changes of objects that the capture has not taken yet.
 struct KeptChanges {
-    /// Of the last step.
+    /// Epoch of the last step.
     epoch: Epoch,
     steps: Vec<ObjectStep>,
     waiting: usize,
@@ -39,49 +37,32 @@ pub(in super::super) struct ObjectStep {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in super::super) struct TooManyChanges;
 
-impl ObjectFeed {
-    /// Begins to keep changes, and returns the objects as they are, which are those of this epoch.
-    pub(in super::super) fn begin(&mut self, objects: &mut NodeObjects, epoch: Epoch) -> CapturedObjects {
-        objects.follow(Follower::Capture, true);
-        self.0 = Some(KeptChanges { epoch, steps: Vec::new(), waiting: 0 });
-        let engine = objects.engine();
-        let mut all = engine.state().objects_without_pods();
-        all.extend(engine.state().objects_of_services());
-        all.extend(engine.state().pods_from(0, usize::MAX).0);
-        all.extend(engine.staged().cloned());
-        CapturedObjects { epoch, time: nanoseconds(SystemTime::now()), rest: all.into_iter() }
-    }
+/// Keeps changes for a capture, as long as that runs.
+pub(in super::super) struct ObjectSubscriber(Weak<Mutex<KeptChanges>>);
 
-    /// Keeps no more changes.
-    pub(in super::super) fn end(&mut self, objects: &mut NodeObjects) {
-        objects.follow(Follower::Capture, false);
-        self.0 = None;
-    }
-
-    /// Call after each change of the objects and each publication, with the epoch that was published last.
-    pub(in super::super) fn follow(&mut self, objects: &mut NodeObjects, epoch: Epoch) {
-        let Some(kept) = &mut self.0 else { return };
-        let changes = objects.take_followed(Follower::Capture);
-        if changes.is_empty() && epoch == kept.epoch {
-            return;
+impl Subscriber for ObjectSubscriber {
+    fn update(&mut self, update: &Update<'_>) -> Interest {
+        let Some(kept) = self.0.upgrade() else { return Interest::Ended };
+        let (mut kept, changes) = (locked(&kept), update.changes);
+        if changes.is_empty() && update.epoch == kept.epoch {
+            return Interest::Changes;
         }
-        kept.epoch = epoch;
+        kept.epoch = update.epoch;
         kept.waiting += changes.len().max(1);
         match kept.waiting > MOST_WAITING {
             true => kept.steps.clear(),
-            false => kept.steps.push(ObjectStep { epoch, time: nanoseconds(SystemTime::now()), changes }),
+            false => {
+                let time = nanoseconds(SystemTime::now());
+                kept.steps.push(ObjectStep { epoch: update.epoch, time, changes: changes.to_vec() });
+            }
         }
+        Interest::Changes
     }
+}
 
-    /// The changes since the last call.
-    pub(in super::super) fn take(&mut self) -> Result<Vec<ObjectStep>, TooManyChanges> {
-        let Some(kept) = &mut self.0 else { return Ok(Vec::new()) };
-        if kept.waiting > MOST_WAITING {
-            return Err(TooManyChanges);
-        }
-        kept.waiting = 0;
-        Ok(std::mem::take(&mut kept.steps))
-    }
+fn locked(kept: &Mutex<KeptChanges>) -> MutexGuard<'_, KeptChanges> {
+    // Whoever panicked has ended the daemon.
+    kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ObjectStep {
@@ -105,16 +86,39 @@ impl ObjectStep {
     }
 }
 
-/// The objects that are in force when a capture begins, and are not sent yet.
+/// The objects that are in effect when a capture begins, as far as they are not sent yet, and then their changes.
 pub(in super::super) struct CapturedObjects {
     /// Their epoch.
     pub(in super::super) epoch: Epoch,
     /// When that was, in nanoseconds since 1970.
     pub(in super::super) time: u64,
     rest: std::vec::IntoIter<Object>,
+    changes: Arc<Mutex<KeptChanges>>,
 }
 
 impl CapturedObjects {
+    /// The objects as they are now, and who keeps their changes from now on.
+    pub(in super::super) fn begin(now: &Update<'_>) -> (ObjectSubscriber, Self) {
+        let mut all = now.engine.state().objects_without_pods();
+        all.extend(now.engine.state().objects_of_services());
+        all.extend(now.engine.state().pods_from(0, usize::MAX).0);
+        all.extend(now.engine.staged().cloned());
+        let changes = Arc::new(Mutex::new(KeptChanges { epoch: now.epoch, steps: Vec::new(), waiting: 0 }));
+        let time = nanoseconds(SystemTime::now());
+        let subscriber = ObjectSubscriber(Arc::downgrade(&changes));
+        (subscriber, Self { epoch: now.epoch, time, rest: all.into_iter(), changes })
+    }
+
+    /// The changes since the last call.
+    pub(super) fn take_changes(&self) -> Result<Vec<ObjectStep>, TooManyChanges> {
+        let mut kept = locked(&self.changes);
+        if kept.waiting > MOST_WAITING {
+            return Err(TooManyChanges);
+        }
+        kept.waiting = 0;
+        Ok(std::mem::take(&mut kept.steps))
+    }
+
     /// How many are not sent yet.
     pub(super) fn left(&self) -> usize {
         self.rest.len()
@@ -146,6 +150,7 @@ fn nanoseconds(time: SystemTime) -> u64 {
 
 #[cfg(test)]
 mod tests {
+    use penstock_policy::engine::{Engine, EngineSettings};
     use penstock_policy::model::{Namespace, ObjectRef};
 
     use super::*;
@@ -171,54 +176,66 @@ mod tests {
         read
     }
 
+    /// Objects that a capture follows.
+    struct Published {
+        engine: Engine,
+        subscriber: ObjectSubscriber,
+    }
+
+    impl Published {
+        fn begin(objects: Vec<ObjectChange>, epoch: u32) -> (Self, CapturedObjects) {
+            let mut engine = Engine::new(EngineSettings::for_node("here"));
+            engine.apply(objects);
+            let (subscriber, begun) = CapturedObjects::begin(&update(&engine, &[], epoch));
+            (Self { engine, subscriber }, begun)
+        }
+
+        fn publish(&mut self, changes: &[ObjectChange], epoch: u32) -> Interest {
+            self.engine.apply(changes.to_vec());
+            self.subscriber.update(&update(&self.engine, changes, epoch))
+        }
+    }
+
+    fn update<'a>(engine: &'a Engine, changes: &'a [ObjectChange], epoch: u32) -> Update<'a> {
+        Update { epoch: Epoch(epoch), changes, engine, snapshot: &|| unreachable!("a capture reads no snapshot") }
+    }
+
     #[test]
-    fn what_a_capture_is_sent_are_the_objects_in_force_then_each_change_with_its_epoch() {
-        let mut objects = NodeObjects::new("here", &[]);
-        objects.apply([namespace("a"), namespace("b")], &[]);
-        let mut feed = ObjectFeed::default();
-        feed.follow(&mut objects, Epoch(6));
-        let mut begun = feed.begin(&mut objects, Epoch(7));
+    fn a_capture_gets_the_objects_then_each_change_with_its_epoch() {
+        let (mut published, mut begun) = Published::begin(vec![namespace("a"), namespace("b")], 7);
         assert_eq!((begun.epoch, begun.left()), (Epoch(7), 2));
         let message = begun.next_message().unwrap();
         let decoded = capture::decode(&message).unwrap().unwrap();
         assert_eq!(decoded.message, CaptureMessage::Objects { count: 2 });
         assert_eq!(decoded.frame.iter().filter(|byte| **byte == b'\n').count(), 2);
         assert!(begun.next_message().is_none());
-        objects.apply([namespace("c")], &[]);
-        feed.follow(&mut objects, Epoch(8));
-        feed.follow(&mut objects, Epoch(8));
-        // Of ports alone.
-        feed.follow(&mut objects, Epoch(9));
+        published.publish(&[namespace("c")], 8);
+        published.publish(&[], 8);
+        // Ports alone have changed.
+        published.publish(&[], 9);
         let deleted = ObjectChange::Delete(ObjectRef::Namespace("a".into()));
-        objects.apply([deleted.clone()], &[]);
-        feed.follow(&mut objects, Epoch(10));
+        assert_eq!(published.publish(std::slice::from_ref(&deleted), 10), Interest::Changes);
         let mut stream = Vec::new();
-        feed.take().unwrap().iter().for_each(|step| step.encode(&mut stream));
+        begun.take_changes().unwrap().iter().for_each(|step| step.encode(&mut stream));
         assert_eq!(read(&stream), [(8, vec![namespace("c")]), (9, vec![]), (10, vec![deleted])]);
-        assert!(feed.take().unwrap().is_empty());
-        feed.end(&mut objects);
-        objects.apply([namespace("d")], &[]);
-        feed.follow(&mut objects, Epoch(11));
-        assert!(feed.take().unwrap().is_empty());
+        assert!(begun.take_changes().unwrap().is_empty());
+        drop(begun);
+        assert_eq!(published.publish(&[namespace("d")], 11), Interest::Ended);
     }
 
     #[test]
-    fn a_long_batch_of_changes_is_several_messages_of_one_epoch_and_too_many_are_said() {
-        let mut objects = NodeObjects::new("here", &[]);
-        let mut feed = ObjectFeed::default();
-        feed.begin(&mut objects, Epoch(1));
+    fn many_changes_are_several_messages_and_too_many_are_said() {
+        let (mut published, begun) = Published::begin(Vec::new(), 1);
         let many: Vec<ObjectChange> = (0..20_000).map(|number| namespace(&format!("namespace-{number}"))).collect();
-        objects.apply(many.clone(), &[]);
-        feed.follow(&mut objects, Epoch(2));
+        published.publish(&many, 2);
         let mut stream = Vec::new();
-        feed.take().unwrap().iter().for_each(|step| step.encode(&mut stream));
+        begun.take_changes().unwrap().iter().for_each(|step| step.encode(&mut stream));
         let read = read(&stream);
         assert!(read.len() > 1 && read.iter().all(|(epoch, _)| *epoch == 2), "{} messages", read.len());
         assert_eq!(read.into_iter().flat_map(|(_, changes)| changes).collect::<Vec<_>>(), many);
         for epoch in 3..=8 {
-            objects.apply(many.clone(), &[]);
-            feed.follow(&mut objects, Epoch(epoch));
+            published.publish(&many, epoch);
         }
-        assert_eq!(feed.take().err(), Some(TooManyChanges));
+        assert_eq!(begun.take_changes().err(), Some(TooManyChanges));
     }
 }

@@ -20,7 +20,6 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
-use penstock_dataplane::io::takes_long_packets;
 use penstock_sources::api_server::Access;
 use penstock_sources::convert::ConversionSettings;
 use penstock_sources::{FollowedKinds, Location};
@@ -60,9 +59,6 @@ pub struct Config {
     /// Where programs take pods' packets. `"tcx"` leaves packets whole and the node's routes as they are.
     #[serde(default)]
     pub attach: AttachSetting,
-    /// The same, decided.
-    #[serde(skip)]
-    pub attach_by: Attach,
     /// With `attach = "tcx"`: whether the programs forward packets of established connections by themselves. Otherwise all
     /// packets go through the workers. Only on x86-64.
     #[serde(default = "yes")]
@@ -156,23 +152,6 @@ const KEYS: [&str; 9] = [
 ];
 
 impl Config {
-    /// Whether the kernel's programs forward packets of established connections. They read the connection table in an
-    /// order that x86-64 keeps without barriers.
-    pub(crate) fn offloads(&self) -> bool {
-        self.offload && self.attach_by == Attach::Tcx && cfg!(target_arch = "x86_64")
-    }
-
-    /// Whether workers take packets of several frames. In generic mode a pod's stack hands over what it would segment, which is no
-    /// packet.
-    pub(crate) fn takes_long_packets(&self) -> bool {
-        takes_long_packets() && (self.attach_by == Attach::Tcx || self.xdp.mode == XdpMode::Native)
-    }
-
-    /// Bytes of the longest packet that workers take: of several frames, where the kernel hands them over.
-    pub(crate) fn longest_packet(&self) -> u32 {
-        if self.takes_long_packets() { u16::MAX.into() } else { self.umem.frame_size.largest_packet() }
-    }
-
     /// How objects are read.
     pub(crate) fn conversion(&self) -> ConversionSettings {
         ConversionSettings { domain_names: self.domain_names.enabled, ..ConversionSettings::default() }
@@ -288,26 +267,6 @@ pub enum AttachSetting {
     Tcx,
     /// By XDP on their veths, with a socket for each.
     Xdp,
-}
-
-/// Where programs take pods' packets, decided.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Attach {
-    /// By XDP.
-    #[default]
-    Xdp,
-    /// By tcx.
-    Tcx,
-}
-
-impl Attach {
-    /// Its name in the configuration.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Xdp => "xdp",
-            Self::Tcx => "tcx",
-        }
-    }
 }
 
 /// What applies while no daemon runs (`[fail]`).

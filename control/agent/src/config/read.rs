@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn each_bad_key_gives_one_line_with_file_line_key_value_and_remedy() {
+    fn each_bad_key_is_one_line_with_place_value_and_remedy() {
         let cases = [
             ("", ":1: node: missing; add this key"),
             ("node = \"a\"\n", ":1: source: missing; add this key"),

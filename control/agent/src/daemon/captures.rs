@@ -6,7 +6,8 @@ use penstock_policy::model::ObjectKey;
 
 use super::Daemon;
 use super::queries::NAMED_PER_LOCK;
-use crate::capture::{CaptureChunks, CapturedPorts, RunningCapture};
+use crate::capture::{CaptureChunks, CapturedObjects, RunningCapture};
+use crate::ports::CapturedPorts;
 
 impl Daemon<'_> {
     /// Begins a capture. There is one at a time.
@@ -25,7 +26,7 @@ impl Daemon<'_> {
         }
         if query.objects {
             // Before the first packet.
-            running.with_objects(self.publisher.capture_objects());
+            running.with_objects(self.publisher.subscribe(CapturedObjects::begin));
         }
         let pod = running.pod().map(|pod| self.captured_pod(pod));
         if let Some(capture) = running.for_workers(pod)
@@ -35,7 +36,7 @@ impl Daemon<'_> {
             return Err(format!("cannot capture: {error}"));
         }
         self.set_captured(&running);
-        running.begun(self.config);
+        running.begun(self.config, self.dataplane.connections().midstream_pickup());
         tracing::info!(?query, "a capture begins");
         self.operation.capture = Some(running);
         Ok(chunks)
@@ -91,10 +92,9 @@ impl Daemon<'_> {
             return self.stop_capture(&running);
         }
         let ended = running.forward(
-            |named, packets| {
-                let mut inputs = self.publisher.inputs();
-                let steps = inputs.captured.take();
-                named.name(&self.view(&inputs), packets, steps)
+            |named, objects, packets| {
+                let inputs = self.publisher.inputs();
+                named.name(&self.names(&inputs), objects, packets)
             },
             NAMED_PER_LOCK,
         );
@@ -110,7 +110,6 @@ impl Daemon<'_> {
 
     /// Gives established connections back to the programs, and takes the capture from the workers.
     fn stop_capture(&mut self, ended: &RunningCapture) {
-        self.publisher.end_captured_objects();
         self.ports.set_captured(&CapturedPorts::None);
         if let Err(error) = self.dataplane.capture(None) {
             tracing::warn!(%error, "a worker does not end the capture");

@@ -29,7 +29,7 @@ struct KnownProblem {
 }
 
 impl ProblemLog {
-    /// What to log now that these problems exist; `leaving` are the pods that are being deleted.
+    /// The lines to log now that these problems exist; `leaving` are the pods that are being deleted.
     pub(super) fn update(
         &mut self,
         problems: &BTreeSet<PodProblem>,

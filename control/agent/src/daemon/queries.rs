@@ -3,11 +3,13 @@
 use jiff::Timestamp;
 use penstock_admin::types::{ConnectionFlow, Dump};
 use penstock_dataplane::conntrack::ConnectionInfo;
+use penstock_policy::model::Object;
 
 use super::{Daemon, keep_as_last_good};
 use crate::config::{LoadedConfig, changed_keys};
 use crate::flow_records::FlowRecorder;
 use crate::metrics::Scrape;
+use crate::naming::PacketNames;
 use crate::operation::OperationEvent;
 use crate::publisher::SnapshotInputs;
 use crate::query::{NotAllowed, StateQuery};
@@ -41,10 +43,15 @@ impl Daemon<'_> {
             captured: self.operation.captured,
             unwritten: self.operation.verdicts.unwritten(),
             flow_records: self.records.as_ref().map(FlowRecorder::totals),
-            staged: inputs.trial.counters(),
+            staged: self.trial.counters(),
             usage: &self.operation.usage,
             started: self.operation.started,
         }
+    }
+
+    /// The objects and ports that packets are named by.
+    pub(super) fn names<'v>(&'v self, inputs: &'v SnapshotInputs) -> PacketNames<'v> {
+        PacketNames { engine: inputs.objects.engine(), ports: &self.ports, epoch: inputs.epoch }
     }
 
     /// Handles one event of the operation.
@@ -94,7 +101,7 @@ impl Daemon<'_> {
         let mut lines = Vec::with_capacity(records.len());
         for some in records.chunks(NAMED_PER_LOCK) {
             let inputs = self.publisher.inputs();
-            lines.extend(self.operation.verdicts.lines(&self.view(&inputs), some));
+            lines.extend(self.operation.verdicts.lines(&self.names(&inputs), some));
         }
         self.operation.verdicts.write(lines);
     }
@@ -139,11 +146,11 @@ impl Daemon<'_> {
                 let sources: Vec<_> = self.publisher.inputs().objects.engine().deciding_rules().collect();
                 drop(answer.send(self.operation.usage.list(&sources)));
             }
-            StateQuery::Trial(answer) => self.publisher.ask_trial(answer),
+            StateQuery::Trial(answer) => self.trial.ask(answer),
             StateQuery::Try { policies, answer } => {
                 let is_allowed = self.operation.loaded.config.admin.trials;
                 if is_allowed {
-                    self.publisher.try_policies(policies);
+                    self.try_policies(policies);
                 }
                 let _ = answer.send(is_allowed.then_some(()).ok_or(NotAllowed));
             }
@@ -153,6 +160,12 @@ impl Daemon<'_> {
             StateQuery::Capture { .. } | StateQuery::NewPod { .. } => {}
             StateQuery::Dump(answer) => drop(answer.send(self.dump().await)),
         }
+    }
+
+    /// Judges policies from files beside what is in effect, instead of those before; none: no more.
+    fn try_policies(&self, policies: Vec<Object>) {
+        self.trial.set_files(policies);
+        self.publisher.tell_subscribers();
     }
 
     fn counters(&self) -> LiveCounters {
@@ -166,10 +179,10 @@ impl Daemon<'_> {
     }
 
     async fn dump(&self) -> (Dump, Scrape) {
-        let mut findings = preflight::machine(self.config);
-        findings.extend(preflight::network(self.config, &self.netlink).await);
+        let mut findings = preflight::machine(self.settings);
+        findings.extend(preflight::network(self.settings, &self.netlink).await);
         let resolved_pods = self.publisher.inputs().objects.resolved_pods();
-        findings.extend(preflight::pods(self.config, &self.netstate, self.bindings.bindings(), resolved_pods));
+        findings.extend(preflight::pods(self.settings, &self.netstate, self.bindings.bindings(), resolved_pods));
         let counters = self.counters();
         let inputs = self.publisher.inputs();
         let view = self.view(&inputs);
@@ -209,7 +222,7 @@ impl Daemon<'_> {
         Err(format!("policy is not enforced everywhere: {}{others}", first.reason))
     }
 
-    /// Whether policy is in force, wherever it can be enforced.
+    /// Whether policy is in effect, wherever it can be enforced.
     fn policy_readiness(&self) -> Result<(), String> {
         self.health()?;
         if let Some(rejected) = &self.operation.rejected {
@@ -264,7 +277,7 @@ impl Daemon<'_> {
         let trials = loaded.config.admin.trials;
         if std::mem::replace(&mut self.operation.loaded.config.admin.trials, trials) && !trials {
             // Nobody could end one that runs.
-            self.publisher.try_policies(Vec::new());
+            self.try_policies(Vec::new());
         }
     }
 }

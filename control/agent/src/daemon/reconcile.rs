@@ -15,7 +15,6 @@ use crate::RunError;
 use crate::coverage::{self, NotEnforced, PodCoverage};
 use crate::discovery::{PodProblem, has_network_on, pod_ports};
 use crate::node_context::NodeNetwork;
-use crate::preflight;
 
 impl Daemon<'_> {
     /// Reads the network state and reconciles with it.
@@ -47,7 +46,7 @@ impl Daemon<'_> {
         let (pods, mut problems) = self.publisher.inputs().objects.resolved_pods();
         let bindings = self.bindings.follow(&self.netstate, &pods);
         self.ports.close_new_interfaces(&self.netstate, &bindings.named());
-        let (wanted, more) = pod_ports(&self.netstate, bindings, &pods, preflight::port_limits(self.config));
+        let (wanted, more) = pod_ports(&self.netstate, bindings, &pods, self.settings.port_limits());
         problems.extend(more);
         self.bindings.keep();
         self.solicit_neighbours(&pods, &problems).await;
@@ -101,10 +100,13 @@ impl Daemon<'_> {
         });
         found.extend(unrouted);
         let mut inputs = self.publisher.inputs();
+        let closed = inputs.objects.engine().closed_pods().into_iter();
+        found
+            .extend(closed.map(|(pod, reason)| NotEnforced { reason: format!("pod {pod}: {reason}"), pod: Some(pod) }));
         for new in found.difference(inputs.progress.not_enforced()) {
             tracing::error!(pod = new.pod.as_ref().map(ToString::to_string), "POLICY IS NOT ENFORCED: {}", new.reason);
             if let Some(pod) = &new.pod {
-                // What does not fit is in the log.
+                // The log has what does not fit.
                 let _ = self.tell_events.try_send(PodNotEnforced { pod: pod.clone(), reason: new.reason.clone() });
             }
         }

@@ -9,27 +9,27 @@ use std::time::Duration;
 
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
-use penstock_dataplane::conntrack::{KernelMapFds, KernelMapSizes, KernelMaps, TableMemory};
+use penstock_dataplane::conntrack::{KernelMapFds, KernelMaps, TableMemory};
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::pipeline::{self, OriginalSources};
 use penstock_dataplane::reply::{self, OnDeny, ReplySettings};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
 use penstock_privileges as privileges;
 use penstock_xdp_redirect::{
-    ConnectionMapSizes, ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, ServiceAddresses,
-    TcxOptions, TcxPrograms, TranslatedSources, WaitingArray,
+    ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, ServiceAddresses, TcxOptions, TcxPrograms,
+    TranslatedSources, WaitingArray,
 };
 
-use crate::closed_interfaces::interface;
+use crate::RunError;
 use crate::config::{
-    Attach, Config, DenyAnswer, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan,
+    Config, DenyAnswer, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan,
 };
-use crate::connections::ClearingJobs;
+use crate::connections::{ClearingJobs, map_sizes};
 use crate::discovery::{HostVeth, HostVethError, Lifetime, Link, Netlink, NetworkState, WorkerPairs};
 use crate::node_path::NodePath;
-use crate::ports::{LeavingPrograms, Programs};
+use crate::ports::{LeavingPrograms, Programs, interface};
 use crate::publisher::Publisher;
-use crate::{RunError, preflight};
+use crate::settings::{Attach, Settings};
 
 /// Starts the thread that removes connections of released addresses. It drops all capabilities and reads no clock.
 pub(super) fn start_clearing_thread(
@@ -64,7 +64,7 @@ pub(super) fn pins(config: &Config) -> Result<Option<Pins>, RunError> {
     }
 }
 
-/// What a daemon that takes over has ready before the other one stops: programs that the kernel has verified, and the maps that
+/// A daemon that takes over has this ready before the other one stops: programs that the kernel has verified, and the maps that
 /// they share with those of the other one.
 pub(super) struct Prepared {
     pub(super) maps: SharedMaps,
@@ -74,33 +74,34 @@ pub(super) struct Prepared {
 impl Prepared {
     /// Loads the programs, which takes about a second, while another daemon serves the node. Changes nothing that this one uses.
     /// `None` if it has no such maps: they are made once it has stopped.
-    pub(super) fn beside_another(config: &Config) -> Result<Option<Self>, RunError> {
-        if config.attach_by != Attach::Tcx || config.fail.mode != FailMode::Closed {
+    pub(super) fn beside_another(settings: &Settings<'_>) -> Result<Option<Self>, RunError> {
+        let config = settings.config;
+        if settings.attach != Attach::Tcx || config.fail.mode != FailMode::Closed {
             return Ok(None);
         }
         let pins = Pins::at(&config.fail.pins).map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
-        let Some(maps) = SharedMaps::find(config, &pins)? else { return Ok(None) };
-        let workers = preflight::worker_cores(config).map_err(RunError::bad_input)?.len();
-        let programs = load_tcx(config, workers, &maps).map_err(RunError::bad_input)?;
+        let Some(maps) = SharedMaps::find(settings, &pins)? else { return Ok(None) };
+        let programs = load_tcx(settings, settings.worker_cores().len(), &maps).map_err(RunError::bad_input)?;
         Ok(Some(Self { maps, programs: Some(programs) }))
     }
 }
 
 /// Loads the programs, and makes the interfaces between the node's stack and the workers. On an error neither is left.
 pub(super) async fn open_programs(
-    config: &Config,
+    settings: &Settings<'_>,
     netlink: &Netlink,
     netstate: &NetworkState,
     workers: &[CoreId],
     pins: Option<Pins>,
     Prepared { maps, programs }: Prepared,
 ) -> Result<(Programs, NodePath), RunError> {
-    let mtu = pair_mtu(config, netstate);
+    let config = settings.config;
+    let mtu = pair_mtu(settings, netstate);
     let failed = |error| match error {
         HostVethError::Running | HostVethError::NameTaken(_) => RunError::bad_input(error),
         other => RunError::failed(other),
     };
-    if config.attach_by == Attach::Xdp {
+    if settings.attach == Attach::Xdp {
         let redirect = match pins {
             Some(pins) => Redirect::pinned(pins),
             None => Redirect::new(),
@@ -120,14 +121,14 @@ pub(super) async fn open_programs(
     }
     let pairs = WorkerPairs::create(netlink, &config.host_veth, workers.len(), mtu).await.map_err(failed)?;
     let indices: Vec<u32> = pairs.pairs().iter().map(|pair| pair.node.index).collect();
-    let cpus: Vec<usize> = match preflight::serves_each_core(config) {
+    let cpus: Vec<usize> = match settings.serves_each_core {
         true => workers.iter().map(|core| core.0).collect(),
         false => Vec::new(),
     };
     let load = || -> Result<Programs, RunError> {
         let tcx = match programs {
             Some(programs) => programs,
-            None => load_tcx(config, workers.len(), &maps).map_err(RunError::bad_input)?,
+            None => load_tcx(settings, workers.len(), &maps).map_err(RunError::bad_input)?,
         };
         let tcx = tcx.with_pins(pins);
         tcx.set_pairs(&indices, &cpus).map_err(RunError::failed)?;
@@ -156,14 +157,14 @@ fn leaving_programs(config: &Config, host_veth: &Link, maps: &SharedMaps) -> any
     Ok(LeavingPrograms { tcx, host_veth })
 }
 
-fn load_tcx(config: &Config, workers: usize, maps: &SharedMaps) -> Result<TcxPrograms, LoadError> {
+fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Result<TcxPrograms, LoadError> {
     let options = TcxOptions {
         workers,
-        open_without_workers: config.fail.mode == FailMode::Open,
+        open_without_workers: settings.config.fail.mode == FailMode::Open,
         sources: Some(maps.sources.clone()),
         services: Some(maps.services.clone()),
         beside_xdp: false,
-        waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(config))),
+        waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(settings))),
     };
     TcxPrograms::load(&options, maps.connections.as_ref())
 }
@@ -182,18 +183,6 @@ pub(crate) fn clear_pins(root: &Path) -> Result<usize, PinError> {
     Ok(links.len())
 }
 
-/// Sizes of the BPF maps of a table for this many connections.
-pub(crate) fn connection_map_sizes(connections: usize) -> ConnectionMapSizes {
-    let KernelMapSizes { groups, entries, with_links } = KernelMapSizes::of(connections);
-    ConnectionMapSizes {
-        version: KernelMapSizes::VERSION,
-        table: KernelMapSizes::TABLE,
-        tags: (groups, KernelMapSizes::TAGS),
-        entries: (with_links, KernelMapSizes::ENTRY),
-        usage: (entries, KernelMapSizes::USE),
-    }
-}
-
 /// BPF maps that programs and workers share.
 pub(super) struct SharedMaps {
     connections: Option<ConnectionMaps>,
@@ -203,24 +192,25 @@ pub(super) struct SharedMaps {
 }
 
 impl SharedMaps {
-    pub(super) fn open(config: &Config, pins: Option<&Pins>) -> Result<Self, RunError> {
-        // What outlasts the process without its connection table would be of no use.
-        let lasting = pins.filter(|_| matches!(config.conntrack.mapping, TableMapping::File(_)));
+    pub(super) fn open(settings: &Settings<'_>, pins: Option<&Pins>) -> Result<Self, RunError> {
+        // Without its connection table nothing else is worth keeping.
+        let lasting = pins.filter(|_| matches!(settings.config.conntrack.mapping, TableMapping::File(_)));
         let sources = TranslatedSources::open(lasting).map_err(RunError::bad_input)?;
-        let connections = connection_maps(config, pins)?;
+        let connections = connection_maps(settings, pins)?;
         let services = ServiceAddresses::create().map_err(RunError::bad_input)?;
-        Ok(Self { connections, sources, services, waiting: waiting_array(config)? })
+        Ok(Self { connections, sources, services, waiting: waiting_array(settings)? })
     }
 
     /// Those that another daemon has pinned, if they are as this one needs them.
-    fn find(config: &Config, pins: &Pins) -> Result<Option<Self>, RunError> {
-        if !config.offloads() || !matches!(config.conntrack.mapping, TableMapping::File(_)) {
+    fn find(settings: &Settings<'_>, pins: &Pins) -> Result<Option<Self>, RunError> {
+        let config = settings.config;
+        if !settings.offloads() || !matches!(config.conntrack.mapping, TableMapping::File(_)) {
             return Ok(None);
         }
-        let sizes = connection_map_sizes(config.conntrack.entries as usize);
+        let sizes = map_sizes(config.conntrack.entries as usize);
         let found = ConnectionMaps::find(pins, &sizes).zip(TranslatedSources::find(pins));
         let Some((connections, sources)) = found else { return Ok(None) };
-        let (services, waiting) = (ServiceAddresses::create().map_err(RunError::bad_input)?, waiting_array(config)?);
+        let (services, waiting) = (ServiceAddresses::create().map_err(RunError::bad_input)?, waiting_array(settings)?);
         Ok(Some(Self { connections: Some(connections), sources, services, waiting }))
     }
 
@@ -232,8 +222,8 @@ impl SharedMaps {
     }
 }
 
-fn waiting_array(config: &Config) -> Result<Option<WaitingArray>, RunError> {
-    let by_pairs = config.attach_by == Attach::Tcx;
+fn waiting_array(settings: &Settings<'_>) -> Result<Option<WaitingArray>, RunError> {
+    let by_pairs = settings.attach == Attach::Tcx;
     by_pairs.then(|| WaitingArray::create(WaitingPackets::ELEMENT)).transpose().map_err(RunError::bad_input)
 }
 
@@ -243,7 +233,7 @@ struct NotedSources(TranslatedSources);
 
 impl OriginalSources for NotedSources {
     fn source_of(&self, flow: &Flow) -> Option<Address> {
-        // Of other protocols the programs know no ports.
+        // The programs know no ports of other protocols.
         let has_ports = matches!(flow.protocol, Protocol::TCP | Protocol::UDP | Protocol::SCTP);
         let end = |address: Address, port| SocketAddr::new(address.into(), if has_ports { port } else { 0 });
         let (from, to) = (end(flow.src, flow.src_port), end(flow.dst, flow.dst_port));
@@ -253,19 +243,21 @@ impl OriginalSources for NotedSources {
 
 /// The BPF maps of the connection table, where the tcx programs forward packets of established connections. Removes what an
 /// earlier daemon pinned where this one has none.
-fn connection_maps(config: &Config, pins: Option<&Pins>) -> Result<Option<ConnectionMaps>, RunError> {
-    if !config.offloads() {
+fn connection_maps(settings: &Settings<'_>, pins: Option<&Pins>) -> Result<Option<ConnectionMaps>, RunError> {
+    let config = settings.config;
+    if !settings.offloads() {
         if let Some(pins) = pins {
             pins.remove_connection_maps();
         }
         return Ok(None);
     }
-    let sizes = connection_map_sizes(config.conntrack.entries as usize);
+    let sizes = map_sizes(config.conntrack.entries as usize);
     let pins = pins.filter(|_| matches!(config.conntrack.mapping, TableMapping::File(_)));
     Ok(Some(ConnectionMaps::open(pins, &sizes).map_err(RunError::bad_input)?))
 }
 
-pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Dataplane, RunError> {
+pub(super) fn start_dataplane(settings: &Settings<'_>, maps: &SharedMaps) -> Result<Dataplane, RunError> {
+    let config = settings.config;
     let mut connections = config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?;
     connections.ended = config.flow_records.queue();
     connections.repeats = config.repeat_answers.then(|| config.fail.repeat_answers.duration());
@@ -273,24 +265,23 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
         let [table, tags, entries, uses] = maps.descriptors().map_err(RunError::failed)?;
         connections.memory = TableMemory::Kernel(KernelMaps(Arc::new(KernelMapFds { table, tags, entries, uses })));
     }
-    let cores = preflight::worker_cores(config).map_err(RunError::bad_input)?;
-    let settings = worker::Config {
+    let parameters = worker::Config {
         frames: config.umem.frame_count(),
         frame_size: config.umem.frame_size.bytes(),
-        ring_size: ring_size(config),
+        ring_size: ring_size(settings),
         huge_pages: match config.umem.huge_pages {
             HugePages::Auto => penstock_dataplane::io::HugePages::Auto,
             HugePages::Never => penstock_dataplane::io::HugePages::Never,
         },
-        cores: cores.iter().map(|&core| CoreId(core.into())).collect(),
+        cores: settings.worker_cores().iter().map(|&core| CoreId(core.into())).collect(),
         polling: match config.workers.polling {
-            Polling::Adaptive => worker::Polling::Adaptive { spin: spin(config) },
+            Polling::Adaptive => worker::Polling::Adaptive { spin: spin(settings) },
             Polling::Busy => worker::Polling::Busy,
         },
-        priority: priority(config),
+        priority: priority(settings),
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
-        long_packets: config.takes_long_packets(),
+        long_packets: settings.takes_long_packets(),
         connections,
         replies: replies(config),
         sources: Some(Arc::new(NotedSources(maps.sources.clone()))),
@@ -302,8 +293,8 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
         ..Default::default()
     };
     // Where only the default asks for more, a control group without real-time scheduling is nothing to warn of.
-    let wanted = if config.workers.priority == Priority::Auto { worker::Priority::Nice } else { settings.priority };
-    let dataplane = Dataplane::start(settings).map_err(|error| match error {
+    let wanted = if config.workers.priority == Priority::Auto { worker::Priority::Nice } else { parameters.priority };
+    let dataplane = Dataplane::start(parameters).map_err(|error| match error {
         StartError::Thread { .. } | StartError::Grace(_) => RunError::failed(error),
         _ => RunError::bad_input(error),
     })?;
@@ -315,12 +306,12 @@ pub(super) fn start_dataplane(config: &Config, maps: &SharedMaps) -> Result<Data
     Ok(dataplane)
 }
 
-/// What priority a worker asks for. One that shares its core with pods is woken for their first packets, and would wait for a slice
+/// The priority that a worker asks for. One that shares its core with pods is woken for their first packets, and would wait for a slice
 /// of whoever computes there.
-fn priority(config: &Config) -> worker::Priority {
-    match config.workers.priority {
+fn priority(settings: &Settings<'_>) -> worker::Priority {
+    match settings.config.workers.priority {
         Priority::RealTime => worker::Priority::RealTime,
-        Priority::Auto if preflight::serves_each_core(config) => worker::Priority::RealTime,
+        Priority::Auto if settings.serves_each_core => worker::Priority::RealTime,
         Priority::Auto | Priority::Nice => worker::Priority::Nice,
     }
 }
@@ -340,18 +331,19 @@ fn replies(config: &Config) -> ReplySettings {
 }
 
 /// How long a worker spins at first. One that shares its core with pods leaves it to them.
-fn spin(config: &Config) -> Duration {
-    let default = if preflight::serves_each_core(config) { Duration::ZERO } else { SPIN };
-    config.workers.spin.map_or(default, TimeSpan::duration)
+fn spin(settings: &Settings<'_>) -> Duration {
+    let default = if settings.serves_each_core { Duration::ZERO } else { SPIN };
+    settings.config.workers.spin.map_or(default, TimeSpan::duration)
 }
 
 /// The spin time of workers with cores of their own.
 const SPIN: Duration = Duration::from_micros(50);
 
 /// Entries of a ring. A worker's pair carries the packets of all pods: it may fill a third of the frames.
-fn ring_size(config: &Config) -> u32 {
+fn ring_size(settings: &Settings<'_>) -> u32 {
+    let config = settings.config;
     let configured = config.umem.ring_size.entries();
-    match config.attach_by {
+    match settings.attach {
         Attach::Xdp => configured,
         Attach::Tcx => configured.max(1 << (config.umem.frame_count() / 3).clamp(1, PAIR_RING).ilog2()),
     }
@@ -359,8 +351,8 @@ fn ring_size(config: &Config) -> u32 {
 
 /// Most packets of one pod that wait in the workers' pairs. Where programs forward established connections, few packets need a
 /// worker, and the others wait the less for them. Otherwise a pod's bulk transfers go through a pair.
-fn share_of_pod(config: &Config) -> u32 {
-    ring_size(config) / if config.offloads() { 16 } else { 4 }
+fn share_of_pod(settings: &Settings<'_>) -> u32 {
+    ring_size(settings) / if settings.offloads() { 16 } else { 4 }
 }
 
 /// Most entries of a pair's ring that are not configured.
@@ -369,10 +361,10 @@ const PAIR_RING: u32 = 4096;
 /// Moves these threads, and those that they start later, off the workers' cores if other cores are usable. On a
 /// worker's core a thread of ordinary priority gets a hundredth of the time under load: replacing 10,000 policies took
 /// more than six seconds.
-pub(super) fn leave_cores_to_workers(config: &Config, threads: &[Pid]) {
-    let Ok(workers) = preflight::worker_cores(config) else { return };
+pub(super) fn leave_cores_to_workers(settings: &Settings<'_>, threads: &[Pid]) {
+    let workers = settings.worker_cores();
     let mut others = CpuSet::new();
-    for core in preflight::usable_cores().into_iter().filter(|core| !workers.contains(core)) {
+    for &core in settings.usable_cores.iter().filter(|core| !workers.contains(core)) {
         // A usable core is always in the set's range.
         let _ = others.set(core.into());
     }
@@ -391,12 +383,12 @@ pub(super) fn other_threads() -> Vec<Pid> {
 
 /// The pair's MTU: of any packet, where the kernel hands over those that are longer than a frame, since pods with a longer MTU may
 /// come. Otherwise the largest of the pods' interfaces, at least 1500, at most what a frame holds.
-fn pair_mtu(config: &Config, netstate: &NetworkState) -> u32 {
-    if config.takes_long_packets() {
-        return config.longest_packet();
+fn pair_mtu(settings: &Settings<'_>, netstate: &NetworkState) -> u32 {
+    if settings.takes_long_packets() {
+        return settings.longest_packet();
     }
     let behind = netstate.behind();
     let pods = behind.values().filter_map(|index| netstate.links.get(index)).filter(|link| link.veth);
     let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);
-    largest.min(config.umem.frame_size.largest_packet())
+    largest.min(settings.config.umem.frame_size.largest_packet())
 }

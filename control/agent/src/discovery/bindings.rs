@@ -13,8 +13,8 @@ use penstock_policy::model::{ObjectKey, Pod};
 use serde::{Deserialize, Serialize};
 
 use super::cni_results::CniResult;
-use super::matching::PodProblem;
 use super::network_state::NetworkState;
+use super::pod_problem::PodProblem;
 
 /// Most pods whose interfaces `penstock-cni` has told and no other source knows yet.
 const MOST_TOLD: usize = 4096;
@@ -30,7 +30,7 @@ pub struct FirstBinding {
     pub pod: ObjectKey,
 }
 
-/// What is known of pods' interfaces beside the network's present state.
+/// Knowledge of pods' interfaces that the network's present state does not show.
 #[derive(Clone, Debug, Default)]
 pub struct Bindings {
     results: Vec<CniResult>,
@@ -42,6 +42,8 @@ pub struct Bindings {
     /// MAC addresses of pods by interface. On a bridge no two have the same: the first to have it keeps it.
     macs: BTreeMap<u32, Mac>,
     claims: BTreeSet<PodProblem>,
+    /// Veths that lead to a pod beside its interface, and that no result names.
+    beside: BTreeMap<u32, ObjectKey>,
 }
 
 impl Bindings {
@@ -94,6 +96,21 @@ impl Bindings {
         self.links = links;
         self.follow_neighbours(netstate, &taken, &others);
         self.follow_macs(netstate);
+        self.beside = self.find_beside(netstate);
+    }
+
+    /// Veths that no source names, and that lead to where a pod's interface leads: the kernel knows the network namespace of a veth's
+    /// other end.
+    fn find_beside(&self, netstate: &NetworkState) -> BTreeMap<u32, ObjectKey> {
+        let namespace = |index: &u32| netstate.links.get(index)?.peer_namespace;
+        let of_namespaces: BTreeMap<i32, &ObjectKey> = (self.links.iter())
+            .flat_map(|(pod, links)| links.iter().filter_map(namespace).map(move |namespace| (namespace, pod)))
+            .collect();
+        let (bound, named) = (self.links.values().flatten().collect::<BTreeSet<_>>(), self.named());
+        let unnamed =
+            netstate.links.values().filter(|link| !bound.contains(&link.index) && !named.contains(&link.name));
+        let leads_to = |namespace: i32| of_namespaces.get(&namespace).map(|&pod| pod.clone());
+        unnamed.filter_map(|link| Some((link.index, link.peer_namespace.and_then(leads_to)?))).collect()
     }
 
     /// A pod's interfaces by results, by what was told, or by routes.
@@ -187,7 +204,12 @@ impl Bindings {
         self.macs.get(&link).copied()
     }
 
-    /// What neighbours or MAC addresses claim, and is not so.
+    /// Veths that lead to a pod beside its interface, and that no result names.
+    pub(super) fn beside(&self) -> &BTreeMap<u32, ObjectKey> {
+        &self.beside
+    }
+
+    /// False claims of neighbours or MAC addresses.
     pub fn claims(&self) -> &BTreeSet<PodProblem> {
         &self.claims
     }
@@ -313,7 +335,7 @@ mod tests {
         bindings.update(Vec::new(), &netstate, &pods);
         assert_eq!(links(&bindings, "a"), [9]);
         let of_a = result("a", "eth0", "veth7", "10.1.1.5");
-        // Of another network, of an earlier sandbox's address, of an interface that is gone, and of another pod.
+        // Results of another network, an earlier sandbox's address, an interface that is gone, and another pod.
         let others = [
             result("a", "net1", "veth8", "10.9.9.9"),
             result("a", "eth0", "veth66", "10.1.1.5"),
@@ -326,6 +348,22 @@ mod tests {
         netstate.bridged = vec![HostRoute { destination: "10.1.1.6".parse().unwrap(), link: 7 }];
         bindings.update(vec![result("a", "eth0", "veth7", "10.1.1.5")], &netstate, &pods);
         assert!(links(&bindings, "b").is_empty() && bindings.claims().len() == 1);
+    }
+
+    #[test]
+    fn another_veth_into_a_pods_namespace_is_the_pods() {
+        let mut netstate = bridged(&[(7, "10.1.1.5"), (8, "10.1.1.6")]);
+        netstate.links.get_mut(&9).unwrap().peer_namespace = Some(8);
+        let pods = [pod("one", "10.1.1.5"), pod("two", "10.1.1.6")];
+        let mut bindings = Bindings::default();
+        bindings.update(Vec::new(), &netstate, &pods);
+        assert_eq!(*bindings.beside(), BTreeMap::from([(9, key("two"))]));
+        // A plugin's result names it, and what it is for.
+        bindings.update(vec![result("two", "net1", "veth9", "10.9.9.9")], &netstate, &pods);
+        assert!(bindings.beside().is_empty());
+        netstate.links.get_mut(&9).unwrap().peer_namespace = None;
+        bindings.update(Vec::new(), &netstate, &pods);
+        assert!(bindings.beside().is_empty());
     }
 
     #[test]

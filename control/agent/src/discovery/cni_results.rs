@@ -20,7 +20,7 @@ const MOST_BYTES: u64 = 1 << 20;
 /// Most files of a directory that are read.
 const MOST_FILES: usize = 16_384;
 
-/// What plugins have made for one network of a pod.
+/// The result of plugins for one network of a pod.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CniResult {
     /// The pod.
@@ -150,7 +150,7 @@ struct ResultAddress {
     address: String,
 }
 
-/// What a file says; `None` if it is of no pod, or not understood.
+/// Reads a file; `None` if it is of no pod, or not understood.
 fn parse(text: &str) -> Option<CniResult> {
     let info: CachedInfo = serde_json::from_str(text).ok()?;
     let argument = |name: &str| {

@@ -12,8 +12,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::os::unix::net::UnixDatagram;
 
 use futures_util::TryStreamExt;
 use netlink_packet_route::AddressFamily;
@@ -23,47 +22,17 @@ use rtnetlink::{IpVersion, LinkUnspec, LinkVeth, RouteMessageBuilder};
 
 use super::netlink::{Netlink, NetlinkError, PROTOCOL, ip, table};
 use super::network_state::Link;
+use super::own_links::{ALIAS, HostVethError, clear_pairs, lock};
 use super::private_netns::{NetnsGuard, PrivateNetns};
 use super::sysctl::{Sysctl, Sysctls};
-use super::worker_pairs::clear_pairs;
 use crate::config;
 
-/// Interface alias that marks both ends of the pair as Penstock's.
-pub(super) const ALIAS: &str = "penstock host veth";
 /// The alias that earlier versions set. A pair that one of them left is taken over or removed like any other.
 const EARLIER_ALIAS: &str = "penstock host port";
 
 /// Whether this link is an end of the pair, and not another program's.
 fn is_our_end(link: &Link) -> bool {
     link.veth && matches!(link.alias.as_deref(), Some(ALIAS | EARLIER_ALIAS))
-}
-
-/// Why the host veth cannot be set up.
-#[derive(Debug, thiserror::Error)]
-pub enum HostVethError {
-    /// Another daemon has it.
-    #[error("host_veth: another penstock runs in this network namespace; stop it first")]
-    Running,
-    /// Another program's link has the name.
-    #[error("host_veth: interface {0} exists and is not penstock's; delete it, or set another name under [host_veth]")]
-    NameTaken(String),
-    /// The kernel rejected a request.
-    #[error("host_veth: {0}")]
-    Netlink(#[from] NetlinkError),
-    /// A setting of the pair cannot be written.
-    #[error("host_veth: cannot set {sysctl}: {error}; make /proc/sys writable")]
-    Sysctl {
-        /// The setting.
-        sysctl: String,
-        /// The error.
-        error: io::Error,
-    },
-    /// Cannot create or enter the private netns.
-    #[error("host_veth: cannot create a network namespace for fail.mode = \"open\" ({0}); grant CAP_SYS_ADMIN")]
-    PrivateNetns(#[source] io::Error),
-    /// The pair was deleted.
-    #[error("host_veth: interface {0} is gone; restart penstock, and do not delete the interface")]
-    Gone(String),
 }
 
 /// A route of the node to one pod's address.
@@ -123,7 +92,7 @@ impl HostVeth {
         lifetime: Lifetime,
     ) -> Result<Self, HostVethError> {
         let lock = lock()?;
-        // Of an earlier daemon with `attach = "tcx"`.
+        // An earlier daemon with `attach = "tcx"` may have left them.
         clear_pairs(netlink).await?;
         for name in [config.node.as_str(), config.workers.as_str()] {
             if netlink.link(name).await?.is_some_and(|link| !is_our_end(&link)) {
@@ -317,12 +286,6 @@ fn details(message: &RouteMessage) -> Option<(IpAddr, Details)> {
     Some((address?, details))
 }
 
-/// Allows one daemon per network namespace: two would attach to the same pods.
-pub(super) fn lock() -> Result<UnixDatagram, HostVethError> {
-    let bound = SocketAddr::from_abstract_name(b"penstock").and_then(|name| UnixDatagram::bind_addr(&name));
-    bound.map_err(|_| HostVethError::Running)
-}
-
 /// Brings an end of the pair up.
 async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Link, HostVethError> {
     set_initial_sysctls(name, end)?;
@@ -374,7 +337,7 @@ fn set_initial_sysctls(name: &str, end: End) -> Result<(), HostVethError> {
 
 /// The setting that keeps the kernel from telling pods of a shorter way.
 ///
-/// What pods send to each other through a Service's address leaves by the interface where it came in, and the kernel sends a
+/// A packet between pods through a Service's address leaves by the interface where it came in, and the kernel sends a
 /// redirect for that if `send_redirects` is set on the interface or for `all`. Redirects use up what the pod may get of other
 /// ICMP errors (`ip_rt_send_redirect` and `inet_peer_xrlim_allow` share their counter): a refused connection would time out.
 const REDIRECTS: (&str, &str) = ("all", "send_redirects");
@@ -409,7 +372,7 @@ pub fn keep_answering_arp(settings: &mut Sysctls, veth: &str, found_leftovers: b
     settings.set(Sysctl::v4(veth, "arp_filter"), 0)
 }
 
-/// What the kernel's source validation says of a pod's ARP request, whose sender's route is through another interface
+/// The kernel's answer, by its source validation, to a pod's ARP request, whose sender's route is through another interface
 /// (`__fib_validate_source` in net/ipv4/fib_frontend.c). The larger of both settings counts. Strict (1) drops it. Loose (2) takes it
 /// where the pod's interface has an IPv4 address, and drops it where that has none, as with Calico.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -8,6 +8,7 @@ use penstock_policy::model::{ObjectKey, Pod};
 
 use super::bindings::Bindings;
 use super::network_state::{Link, NetworkState, Shaping};
+use super::pod_problem::PodProblem;
 
 /// A pod and the interface that leads to it.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -22,7 +23,7 @@ pub struct PodPort {
     pub peer_mac: Mac,
     /// MTU of the host side, in bytes.
     pub mtu: u32,
-    /// What others have set on the host side.
+    /// Queueing disciplines and filters that others have set on the host side.
     pub shaping: Shaping,
     /// Name of the host side's bridge, if it has one.
     pub bridge: Option<String>,
@@ -32,186 +33,6 @@ pub struct PodPort {
     pub pod: ObjectKey,
     /// All addresses of the pod.
     pub addresses: BTreeSet<IpAddr>,
-}
-
-/// Why a local pod has no port, or what somebody claims of a pod's port.
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, thiserror::Error)]
-pub enum PodProblem {
-    /// No route leads to any of its addresses, and no neighbour on a bridge has one.
-    #[error(
-        "pod {pod}: no host route to {addresses}; waiting for the CNI plugin to set one, for its result, or for a neighbour on a bridge to answer; a pod without a veth on the node (macvlan, SR-IOV) cannot be served: keep policies off it"
-    )]
-    NoRoute {
-        /// The pod.
-        pod: ObjectKey,
-        /// Its addresses.
-        addresses: String,
-    },
-    /// The route leads to something other than a veth.
-    #[error("pod {pod}: the route to {address} leads to {link}, which is not a veth; only veth pairs are supported")]
-    NotVeth {
-        /// The pod.
-        pod: ObjectKey,
-        /// The address.
-        address: IpAddr,
-        /// The link's name.
-        link: String,
-    },
-    /// Its addresses are behind two interfaces.
-    #[error(
-        "pod {pod}: its addresses are behind {first} and {second}; a pod has one interface: correct its podIPs or the routes"
-    )]
-    TwoLinks {
-        /// The pod.
-        pod: ObjectKey,
-        /// One interface.
-        first: String,
-        /// The other.
-        second: String,
-    },
-    /// Two pods are behind one interface.
-    #[error(
-        "pods {first} and {second}: both are behind {link}; an interface has one pod: correct their podIPs or the routes"
-    )]
-    TwoPods {
-        /// One pod.
-        first: ObjectKey,
-        /// The other.
-        second: ObjectKey,
-        /// The interface.
-        link: String,
-    },
-    /// Two pods claim one address.
-    #[error(
-        "pods {first} and {second}: both have {address}; {first} gets it, because it is not terminating or started later: delete {second}, or correct its podIPs"
-    )]
-    AddressTaken {
-        /// The pod that owns it.
-        first: ObjectKey,
-        /// The other, which does not get it.
-        second: ObjectKey,
-        /// The address.
-        address: IpAddr,
-    },
-    /// Neighbours say that its address is behind an interface that is not its own.
-    #[error(
-        "pod {pod}: neighbours say that {address} is behind {link}, which is another pod's or not the first that they named; the binding stays as it is: somebody claims the pod's address, look at what runs behind {link}"
-    )]
-    Claimed {
-        /// The pod.
-        pod: ObjectKey,
-        /// The address.
-        address: IpAddr,
-        /// The interface.
-        link: String,
-    },
-    /// It has given its interface the MAC address of another pod on the bridge.
-    #[error(
-        "pod {pod}: behind {link} is the MAC address {mac} of another pod on the same bridge; the other pod keeps it: give the interface another address, and look at what runs in the pod"
-    )]
-    MacTaken {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-        /// The MAC address.
-        mac: String,
-    },
-    /// With `attach = "xdp"`: rules lead to the route to it.
-    #[error(
-        "pod {pod}: the route to it through {link} is not in the main table; with attach = \"xdp\" such pods are not served: set attach = \"tcx\""
-    )]
-    OtherTable {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-    },
-    /// It has interfaces beside the one with its addresses.
-    #[error(
-        "pod {pod}: policy is not enforced on its other interfaces ({interfaces}); leave them out, or keep policies off the pod"
-    )]
-    OtherInterfaces {
-        /// The pod.
-        pod: ObjectKey,
-        /// Their names in the pod.
-        interfaces: String,
-    },
-    /// Its interface is down.
-    #[error("pod {pod}: {link} is down; set it up (ip link set {link} up)")]
-    Down {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-    },
-    /// The pod's Ethernet address is not known.
-    #[error(
-        "pod {pod}: the Ethernet address behind {link} is not known yet; waiting for the veth's other end or a neighbour entry"
-    )]
-    NoMac {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-    },
-    /// Its interface's MTU is larger than a frame. It is served all the same.
-    #[error(
-        "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds: of longer packets only those of established connections pass, by tcx; TCP is told to send shorter ones; lower the MTU to {largest}, or raise umem.frame_size"
-    )]
-    TooLong {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-        /// Its MTU.
-        mtu: u32,
-        /// What a frame holds.
-        largest: u32,
-    },
-}
-
-impl PodProblem {
-    /// Whether it passes by itself when it is one of a pod that has just come or is about to go.
-    pub fn can_pass(&self) -> bool {
-        match self {
-            Self::NoRoute { .. }
-            | Self::TwoLinks { .. }
-            | Self::TwoPods { .. }
-            | Self::AddressTaken { .. }
-            | Self::Down { .. }
-            | Self::NoMac { .. } => true,
-            Self::NotVeth { .. }
-            | Self::TooLong { .. }
-            | Self::Claimed { .. }
-            | Self::MacTaken { .. }
-            | Self::OtherTable { .. }
-            | Self::OtherInterfaces { .. } => false,
-        }
-    }
-
-    /// Whether the pod cannot be served as it is wired.
-    pub fn keeps_from_service(&self) -> bool {
-        matches!(self, Self::NotVeth { .. } | Self::TooLong { .. } | Self::OtherTable { .. })
-    }
-
-    /// The affected pods.
-    pub fn pods(&self) -> impl Iterator<Item = &ObjectKey> {
-        let (one, other) = match self {
-            Self::TwoPods { first, second, .. } | Self::AddressTaken { first, second, .. } => (first, Some(second)),
-            Self::NoRoute { pod, .. }
-            | Self::NotVeth { pod, .. }
-            | Self::TwoLinks { pod, .. }
-            | Self::Down { pod, .. }
-            | Self::NoMac { pod, .. }
-            | Self::Claimed { pod, .. }
-            | Self::MacTaken { pod, .. }
-            | Self::OtherTable { pod, .. }
-            | Self::OtherInterfaces { pod, .. }
-            | Self::TooLong { pod, .. } => (pod, None),
-        };
-        std::iter::once(one).chain(other)
-    }
 }
 
 /// The ports of the node's pods, by interface index, and the problems of pods without one.
@@ -234,6 +55,11 @@ pub fn pod_ports<'a>(
         if !others.is_empty() {
             problems.insert(PodProblem::OtherInterfaces { pod: pod.key.clone(), interfaces: others.join(", ") });
         }
+        let beside = bindings.beside().iter().filter(|(_, of)| **of == pod.key);
+        problems.extend(beside.filter_map(|(&index, _)| {
+            let link = netstate.links.get(&index)?.name.clone();
+            Some(PodProblem::AnotherVeth { pod: pod.key.clone(), index, link })
+        }));
         let port = match pod_port(netstate, bindings, pod, limits) {
             Ok(port) => port,
             Err(problem) => {
@@ -257,7 +83,7 @@ pub fn pod_ports<'a>(
     (ports, problems)
 }
 
-/// What limits the pods that get a port.
+/// Limits of the pods that get a port.
 #[derive(Clone, Copy, Debug)]
 pub struct PortLimits<'a> {
     /// Their node.
@@ -366,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_whose_packets_may_be_longer_than_a_frame_is_served_and_named() {
+    fn a_pod_with_packets_longer_than_a_frame_is_served_and_named() {
         let long = Link { mtu: 9000, ..link(7) };
         let (ports, problems) = matched(&netstate([long], &[("10.1.1.5", 7)]), &[pod("a", &["10.1.1.5"])]);
         assert_eq!(ports, [(7, "a".to_owned())]);
@@ -391,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_on_a_bridge_is_matched_by_its_neighbour_entry_unless_it_has_a_host_route() {
+    fn a_bridged_pod_matches_by_neighbour_without_a_host_route() {
         let bridge = Link { veth: false, bridge: true, name: "cni0".into(), ..link(3) };
         let port = |index| Link { master: Some(3), ..link(index) };
         let bridged = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
@@ -405,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_route_in_another_table_counts_where_the_nodes_own_routes_stay() {
+    fn another_tables_route_counts_if_the_nodes_routes_stay() {
         let routes = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
         let by_rules = NetworkState { other_routes: routes, ..netstate([link(7)], &[]) };
         let pods = [pod("a", &["10.1.1.5"])];
@@ -416,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn pods_that_this_node_does_not_serve_get_no_port_and_no_problem() {
+    fn pods_not_served_here_get_no_port_and_no_problem() {
         let netstate = netstate([link(7)], &[("10.1.1.5", 7)]);
         let elsewhere = Pod { node: Some("there".into()), ..pod("a", &["10.1.1.5"]) };
         let unscheduled = Pod { node: None, ..pod("a", &["10.1.1.5"]) };

@@ -148,11 +148,12 @@ impl Netlink {
             all.iter().filter_map(|message| remote_network(message, &tunnels)).collect();
         remote.sort_unstable();
         let bridges: BTreeSet<u32> = links.values().filter(|link| link.bridge).map(|link| link.index).collect();
-        let on_bridge = |link: &Link| link.peer_elsewhere && link.master.is_some_and(|index| bridges.contains(&index));
+        let on_bridge =
+            |link: &Link| link.peer_namespace.is_some() && link.master.is_some_and(|index| bridges.contains(&index));
         let mut unknown = BTreeSet::new();
         for message in &messages {
             let Some(link) = links.get_mut(&message.header.index).filter(|link| link.veth) else { continue };
-            if link.peer_elsewhere {
+            if link.peer_namespace.is_some() {
                 link.peer_mac = self.peer_mac(message).await;
                 if link.peer_mac.is_none() {
                     unknown.insert(link.index);
@@ -369,7 +370,7 @@ fn link(message: &LinkMessage) -> Link {
         up: message.header.flags.contains(LinkFlags::Up),
         veth: false,
         bridge: false,
-        peer_elsewhere: false,
+        peer_namespace: None,
         master: None,
         queues: 1,
         peer_mac: None,
@@ -381,7 +382,7 @@ fn link(message: &LinkMessage) -> Link {
             LinkAttribute::IfAlias(alias) => link.alias = Some(alias.clone()),
             LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
             LinkAttribute::NumRxQueues(queues) => link.queues = *queues,
-            LinkAttribute::LinkNetNsId(_) => link.peer_elsewhere = true,
+            LinkAttribute::LinkNetNsId(id) => link.peer_namespace = Some(*id),
             LinkAttribute::Controller(index) => link.master = Some(*index),
             LinkAttribute::Address(bytes) => link.mac = mac(bytes).unwrap_or_default(),
             LinkAttribute::LinkInfo(info) => {

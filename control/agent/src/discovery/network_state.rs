@@ -49,15 +49,15 @@ pub struct Link {
     pub veth: bool,
     /// Whether it is a bridge.
     pub bridge: bool,
-    /// Whether its other end is in another network namespace.
-    pub peer_elsewhere: bool,
+    /// The kernel's number here of the network namespace that its other end is in; `None` for this one.
+    pub peer_namespace: Option<i32>,
     /// Index of its bridge, bond or other master.
     pub master: Option<u32>,
     /// How many receive queues it has.
     pub queues: u32,
     /// The MAC address of a veth's peer in another network namespace.
     pub peer_mac: Option<Mac>,
-    /// What others have set on it.
+    /// Queueing disciplines and filters that others have set on it.
     pub shaping: Shaping,
 }
 
@@ -115,7 +115,7 @@ impl Link {
             up: true,
             veth: true,
             bridge: false,
-            peer_elsewhere: true,
+            peer_namespace: Some(index as i32),
             master: None,
             queues: 1,
             peer_mac: Some(Mac([2, 0, 0, 0, 1, index as u8])),

@@ -8,9 +8,10 @@ use std::os::unix::net::UnixDatagram;
 
 use rtnetlink::{LinkUnspec, LinkVeth};
 
-use super::host_veth::{ALIAS, HostVethError, clear_host_veth, lock};
+use super::host_veth::clear_host_veth;
 use super::netlink::{Netlink, NetlinkError};
 use super::network_state::Link;
+use super::own_links::{ALIAS, HostVethError, clear_pairs, lock};
 use super::sysctl::{Sysctl, Sysctls};
 use crate::config;
 
@@ -96,23 +97,4 @@ async fn set_up(netlink: &Netlink, name: &str, mtu: u32) -> Result<Link, HostVet
     let set = netlink.handle.link().set(up).execute().await;
     set.map_err(|error| NetlinkError::new(format!("cannot set {name} up"), error))?;
     netlink.link(name).await?.ok_or_else(|| HostVethError::Gone(name.to_owned()))
-}
-
-/// Deletes the pairs of all workers, of which an earlier daemon may have had more. Returns whether there were any.
-pub(super) async fn clear_pairs(netlink: &Netlink) -> Result<bool, HostVethError> {
-    let state = netlink.network_state().await?;
-    let ours = state
-        .links
-        .values()
-        .filter(|link| link.veth && link.name.starts_with("penstock-w") && link.alias.as_deref() == Some(ALIAS));
-    let mut there = false;
-    for link in ours {
-        there = true;
-        let gone = netlink.handle.link().del(link.index).execute().await;
-        match gone.map_err(|error| NetlinkError::new(format!("cannot delete {}", link.name), error)) {
-            Err(error) if !error.is_gone() => return Err(error.into()),
-            _ => {}
-        }
-    }
-    Ok(there)
 }

@@ -9,12 +9,12 @@ use penstock_dataplane::pipeline::DropReason;
 use penstock_dataplane::worker::{LoggedOutcome, VerdictRecord};
 
 use super::record::DecidingRules;
-use crate::verdicts::sides;
+use crate::naming::evaluated_sides;
 
 /// Most that are summed up apart at a time; a sender can forge nothing but ports, and scans of ports are one line each.
 const MOST: usize = 10_000;
 
-/// What is summed up apart.
+/// Packets that are alike in all of this are summed up together.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(super) struct DeniedFlow {
     pub(super) src: IpAddr,
@@ -26,7 +26,7 @@ pub(super) struct DeniedFlow {
     pub(super) rules: DecidingRules,
 }
 
-/// What is known of it.
+/// The sum over packets that are alike.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct DeniedPackets {
     pub(super) packets: u64,
@@ -45,7 +45,7 @@ impl DeniedFlows {
     /// Adds a packet. False if there are too many kinds: it is not counted.
     pub(super) fn add(&mut self, record: &VerdictRecord, at: Time) -> bool {
         let (Some(flow), LoggedOutcome::Dropped(reason)) = (record.flow, record.outcome) else { return true };
-        let rules = record.evaluation.as_ref().map(|evaluation| DecidingRules::new(sides(evaluation)));
+        let rules = record.evaluation.as_ref().map(|evaluation| DecidingRules::new(evaluated_sides(evaluation)));
         self.add_flow(&flow, reason, rules.unwrap_or_default(), record.connection, at)
     }
 

@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_is_counted_and_the_next_lines_are_written() {
+    fn lines_that_cannot_be_written_are_counted_not_later_ones() {
         let directory = tempfile::tempdir().unwrap();
         let inside = directory.path().join("inside");
         fs::create_dir(&inside).unwrap();

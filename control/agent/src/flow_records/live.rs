@@ -1,4 +1,4 @@
-//! What the records of open connections have said so far. The thread that makes records owns it.
+//! Counts that the records of open connections have told so far. The thread that makes records owns it.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -113,7 +113,7 @@ fn extended(conntrack::Traffic { packets, bytes }: conntrack::Traffic) -> Traffi
     Traffic { packets, bytes }
 }
 
-/// What was counted between two looks at the table's counts, which wrap ([`conntrack::Traffic`]).
+/// The difference of two readings of the table's counts, which wrap ([`conntrack::Traffic`]).
 fn since(before: conntrack::Traffic, now: conntrack::Traffic) -> Traffic {
     let modulo = |bits: u32, before: u64, now: u64| now.wrapping_sub(before) & ((1 << bits) - 1);
     Traffic {
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_that_has_expired_and_is_not_swept_yet_is_remembered() {
+    fn an_expired_connection_is_remembered_until_it_is_swept() {
         let mut live = LiveConnections::new(Duration::from_secs(1));
         live.begin_walk();
         live.interval(counted(1, 3, 300));

@@ -4,8 +4,8 @@
 //! the workers have put into bounded queues: connections that have ended
 //! ([`penstock_dataplane::conntrack::EndedConnection`]) and packets that were denied
 //! ([`penstock_dataplane::worker::VerdictLog::take_denied`]). At each interval it walks the table for those that are open,
-//! idle or not, some at a time. It names ends and rules by the objects in force, under the same lock as others, in portions.
-//! What it keeps between records is its own: no other thread reads it.
+//! idle or not, some at a time. It names ends and rules by the objects in effect, under the same lock as others, in portions.
+//! It alone has what it keeps between records: no other thread reads it.
 //!
 //! Records go to a file and to a collector, each behind a bounded queue. What is lost anywhere is counted.
 
@@ -31,11 +31,10 @@ use penstock_policy::engine::Engine;
 use penstock_policy::state::ClusterState;
 use penstock_privileges as privileges;
 
-use super::admin::{of_client, service, sides};
 use super::config;
+use super::naming::{identifier, of_client, service, sides};
 use super::nonblocking_writer::NonBlockingWriter;
 use super::publisher::Publisher;
-use super::view::identifier;
 use denied::{DeniedFlow, DeniedFlows, DeniedPackets};
 use file::{RecordsFileError, RotatingFile};
 use live::{Counted, LiveConnections};
@@ -215,7 +214,7 @@ impl Drop for FlowRecorder {
     }
 }
 
-/// What the thread has.
+/// The thread's state.
 struct RecordMaker {
     node: Arc<str>,
     interval: Duration,

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_names_the_pod_that_had_the_address_when_the_connection_was_opened() {
+    fn a_record_names_the_addresss_pod_at_the_opening() {
         let (mut names, state) = (Names::default(), ClusterState::default());
         let at = |seconds| Timestamp::from_millis(seconds * 1000);
         let look = |names: &mut Names, name: &str, from, to| {

@@ -10,7 +10,7 @@ use penstock_dataplane::packet::TcpFlags;
 use penstock_policy::model::Controller;
 use serde::{Serialize, Serializer};
 
-/// What a record is about. `docs/operate/flow-records.md` describes each field for users.
+/// The event that a record tells. `docs/operate/flow-records.md` describes each field for users.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct FlowRecord {
     /// When it was made.
@@ -83,7 +83,7 @@ impl FlowEvent {
     }
 }
 
-/// What policy says.
+/// The verdict of policy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum RecordedVerdict {
@@ -135,7 +135,7 @@ fn tier(rule: &str) -> Option<&'static str> {
     }
 }
 
-/// What both ends have sent: since the connection was opened, and since its last record.
+/// Traffic of both ends: since the connection was opened, and since its last record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub(crate) struct RecordedCounts {
     pub(crate) sent: Traffic,
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_is_closed_or_reset_by_its_ends_and_otherwise_ends_by_the_table() {
+    fn an_ending_is_by_the_ends_or_else_by_the_table() {
         for (state, ending, expected) in [
             (State::Tcp(TcpState::TimeWait), Ending::Expired, "closed"),
             (State::Tcp(TcpState::LastAck), Ending::Evicted, "closed"),

@@ -17,7 +17,7 @@ const REASONS: [DropReason; 4] =
 /// The Services that have no series of their own. No Service has this name: theirs have a namespace.
 const OTHERS: &str = "other";
 
-/// What is known of Services at a scrape, without the table's connections.
+/// Services as a scrape finds them, without the table's connections.
 #[derive(Debug)]
 pub(super) struct ServiceMetrics {
     services: ServiceSet,
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_of_series_is_bounded_and_their_sum_is_all_connections() {
+    fn series_are_bounded_and_their_sum_is_all_connections() {
         let counts: BTreeMap<Arc<str>, u64> =
             [("", 2), ("shop/api", 7), ("shop/db", 9), ("shop/web", 7), ("shop/x", 1)]
                 .map(|(name, count)| (name.into(), count))

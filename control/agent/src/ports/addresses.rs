@@ -9,7 +9,7 @@ use super::open::mtu;
 use super::{ETHERNET_HEADER, OpenPorts};
 use crate::discovery::{PodPort, PodRoute};
 
-/// What the programs know of a local pod's address.
+/// A local pod's address as the programs know it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Announced {
     /// The longest frame for it, with its Ethernet header; 0 if its pod is not served.

@@ -13,8 +13,8 @@ use penstock_xdp_redirect::{
 };
 
 use super::OpenPorts;
+use super::closed_interfaces::interface;
 use super::programs::{InterfacePrograms, OpenPair, Programs};
-use crate::closed_interfaces::interface;
 use crate::discovery::{Link, PodPort, WorkerVeth, keep_answering_arp};
 
 /// Why an interface could not be made a port.

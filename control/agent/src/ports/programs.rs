@@ -202,7 +202,7 @@ impl InterfacePrograms {
         }
     }
 
-    /// What the pod sent and received without a worker.
+    /// Traffic of the pod without a worker, sent and received.
     pub(super) fn offloaded(&self) -> [TrafficCount; 2] {
         match self {
             // Only if the kernel has no memory for the answer.

@@ -109,7 +109,7 @@ impl Uplinks {
         tcx.attach_uplink(&interface(link), number, link.mac != Default::default())
     }
 
-    /// What is not enforced at the node's interfaces to other machines.
+    /// Names what is not enforced at the node's interfaces to other machines.
     pub(super) fn problems(&self) -> impl Iterator<Item = &String> {
         self.failed.values()
     }

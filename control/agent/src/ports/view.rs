@@ -12,7 +12,7 @@ use super::programs::AttachMode;
 use crate::discovery::PodPort;
 use crate::port_layout::{LayoutPort, PortLayout, ServedPod};
 
-/// What is behind a port, for those who look.
+/// The role of a port, for those who look.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum PortRole {
     Pod,
@@ -101,7 +101,7 @@ impl OpenPorts {
         served.find(|attachment| attachment.last.addresses.contains(&address)).map(|attachment| &attachment.last.pod)
     }
 
-    /// What is behind a port, by a name: a pod's `namespace/name`, `node`, or an interface. `None` if it is not served.
+    /// Names what is behind a port: a pod's `namespace/name`, `node`, or an interface. `None` if it is not served.
     pub(crate) fn name_of(&self, port: PortId) -> Option<String> {
         let interface = |open: &AttachedPort| match open.port.kind {
             PortKind::Host => "node".to_owned(),

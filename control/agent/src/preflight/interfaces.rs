@@ -4,41 +4,42 @@ use penstock_dataplane::io::{Offloads, takes_long_packets};
 use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
 
 use super::PreflightFinding;
-use crate::config::{Attach, Config, XdpMode};
+use crate::config::XdpMode;
 use crate::discovery::{ArpAnswers, Link, PodPort, SourceFilter};
+use crate::settings::{Attach, Settings};
 
 /// A pod's interface that can be served.
-pub(super) fn pod(port: &PodPort, config: &Config) -> Vec<PreflightFinding> {
+pub(super) fn pod(port: &PodPort, settings: &Settings<'_>) -> Vec<PreflightFinding> {
     let own = format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu);
-    let settings = match Offloads::read(&port.name) {
+    let interface = match Offloads::read(&port.name) {
         Ok(offloads) => format!("{own}; {}", describe(&offloads)),
         Err(_) => format!("{own}; cannot read its offloads"),
     };
-    let mut findings = vec![PreflightFinding::ok(settings)];
-    findings.extend(shaping(port, config.attach_by));
-    findings.extend(for_xdp(port, config, SourceFilter::of(&port.name)));
+    let mut findings = vec![PreflightFinding::ok(interface)];
+    findings.extend(shaping(port, settings.attach));
+    findings.extend(for_xdp(port, settings, SourceFilter::of(&port.name)));
     findings
 }
 
-/// What others have set on the interface: limits of bandwidth, filters.
-fn shaping(port: &PodPort, attach_by: Attach) -> Option<PreflightFinding> {
+/// Names what others have set on the interface: limits of bandwidth, filters.
+fn shaping(port: &PodPort, attach: Attach) -> Option<PreflightFinding> {
     let PodPort { name, pod, shaping, .. } = port;
     let which = shaping.directions()?;
     let found = format!("pod {pod}: {name} has a queueing discipline or filters of somebody else, for {which}");
-    Some(match attach_by {
+    Some(match attach {
         Attach::Xdp => PreflightFinding::warning(format!(
             "{found}: by XDP packets pass beside them, so that limits of bandwidth do not hold; set attach = \"tcx\""
         )),
-        _ => PreflightFinding::ok(format!("{found}: all its packets take the way by them, which is slower")),
+        Attach::Tcx => PreflightFinding::ok(format!("{found}: all its packets take the way by them, which is slower")),
     })
 }
 
-/// What matters to an XDP program on the pod's interface, and to none at its tcx hooks.
-fn for_xdp(port: &PodPort, config: &Config, source_filter: SourceFilter) -> Vec<PreflightFinding> {
-    if config.attach_by != Attach::Xdp {
+/// Checks what matters to an XDP program on the pod's interface, and to none at its tcx hooks.
+fn for_xdp(port: &PodPort, settings: &Settings<'_>, source_filter: SourceFilter) -> Vec<PreflightFinding> {
+    if settings.attach != Attach::Xdp {
         return Vec::new();
     }
-    let is_native = config.xdp.mode == XdpMode::Native;
+    let is_native = settings.config.xdp.mode == XdpMode::Native;
     let too_large = is_native.then(|| mtu_too_large_for_native(port, takes_long_packets())).flatten();
     // A warning only: other pods are served, and this one is tried again.
     let program = program(&port.name, port.link).map(PreflightFinding::warning);
@@ -124,6 +125,7 @@ mod tests {
     use penstock_dataplane::forward::Mac;
 
     use super::*;
+    use crate::config::Config;
     use crate::discovery::Shaping;
     use crate::preflight::Level;
     use penstock_policy::model::ObjectKey;
@@ -149,10 +151,11 @@ mod tests {
     fn what_only_xdp_needs_of_a_pods_interface_is_left_out_with_tcx() {
         let parsed = Config::parse("node = \"a\"\n[source]\nmanifests = \"/m\"\n", "/etc/penstock.toml".as_ref());
         let mut config = parsed.unwrap();
-        let mut found = |attach_by, mode, mtu, all| {
+        let mut found = |attach, mode, mtu, all| {
             let strict = SourceFilter { all, own: 0, has_address: true };
-            (config.attach_by, config.xdp.mode) = (attach_by, mode);
-            let findings = for_xdp(&port(mtu), &config, strict);
+            config.xdp.mode = mode;
+            let settings = Settings::of(&config, (attach, None), vec![0], Some(1));
+            let findings = for_xdp(&port(mtu), &settings, strict);
             findings.into_iter().map(|it| (it.level, it.line.contains("rp_filter"))).collect::<Vec<_>>()
         };
         let (mtu, filter) = ((Level::Warning, false), (Level::Ok, true));
@@ -202,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_rp_filter_does_to_a_pods_arp_is_said_or_refuses_the_start() {
+    fn rp_filters_effect_on_arp_is_said_or_refuses_the_start() {
         let v4 = PodPort { addresses: [[10, 0, 0, 1].into()].into(), ..port(1500) };
         for (all, own, has_address, level, text) in [
             (0, 0, false, None, ""),

@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn uplinks_without_access_to_translated_connections_are_an_error_with_a_remedy() {
+    fn uplinks_without_the_kernels_translation_are_an_error() {
         assert_eq!(translation(true).level, Level::Ok);
         let found = translation(false);
         assert_eq!(found.level, Level::Error);
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn uplinks_with_rules_that_may_drop_one_sided_connections_are_a_warning() {
+    fn uplinks_with_rules_on_invalid_packets_are_a_warning() {
         let found = one_sided_tracking(Some("0\n".into())).unwrap();
         assert!(found.level == Level::Warning && found.line.contains("tcpBeLiberal"), "{found:?}");
         assert_eq!((one_sided_tracking(Some("1\n".into())), one_sided_tracking(None)), (None, None));

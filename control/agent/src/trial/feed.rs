@@ -1,15 +1,14 @@
-//! What the threads that publish send to the thread of the trial. They never wait for it.
+//! Messages to the thread of the trial from the threads that publish. They never wait for it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
 use penstock_admin::types::TrialStatus;
 use penstock_dataplane::Snapshot;
 use penstock_policy::model::{Object, ObjectChange};
 use tokio::sync::oneshot;
 
-use super::super::objects::{Follower, NodeObjects};
+use crate::subscribers::{Interest, Subscriber, Update};
 
 /// To the thread.
 pub(super) enum TrialMessage {
@@ -21,70 +20,83 @@ pub(super) enum TrialMessage {
     Files(Vec<Object>),
     /// Nothing is staged any more.
     End,
-    /// What would change.
+    /// The question what would change.
     Status(oneshot::Sender<TrialStatus>),
 }
 
 /// The messages of a [`TrialFeed`].
 pub(in super::super) struct TrialMessages(pub(super) mpsc::Receiver<TrialMessage>);
 
-/// The sending end, beside the objects and under their lock.
+/// The sending end: of questions and policies from files, and of what is published, to which it subscribes.
+#[derive(Clone)]
 pub(in super::super) struct TrialFeed {
+    sender: Arc<Mutex<Sender>>,
+    counters: Arc<StagedCounters>,
+}
+
+struct Sender {
     messages: Option<mpsc::Sender<TrialMessage>>,
     /// Whether the thread follows the objects.
     is_active: bool,
     has_files: bool,
-    counters: Arc<StagedCounters>,
 }
 
 impl TrialFeed {
     pub(in super::super) fn new() -> (Self, TrialMessages) {
-        let (sender, receiver) = mpsc::channel();
-        let feed = Self { messages: Some(sender), is_active: false, has_files: false, counters: Arc::default() };
-        (feed, TrialMessages(receiver))
+        let (messages, receiver) = mpsc::channel();
+        let sender = Sender { messages: Some(messages), is_active: false, has_files: false };
+        (Self { sender: Arc::new(Mutex::new(sender)), counters: Arc::default() }, TrialMessages(receiver))
     }
 
-    /// What the thread counts.
+    /// The thread's counters.
     pub(in super::super) fn counters(&self) -> &Arc<StagedCounters> {
         &self.counters
     }
 
-    /// Call after each change of the objects and each publication, with what was published last.
-    pub(in super::super) fn follow(&mut self, objects: &mut NodeObjects, published: impl FnOnce() -> Arc<Snapshot>) {
-        let is_wanted = self.has_files || objects.engine().staged().next().is_some();
-        match (std::mem::replace(&mut self.is_active, is_wanted), is_wanted) {
-            (false, false) => {}
-            (false, true) => {
-                objects.follow(Follower::Trial, true);
-                self.send(TrialMessage::Begin(published()));
-            }
-            (true, true) => {
-                let changes = objects.take_followed(Follower::Trial);
-                self.send(TrialMessage::Update { changes, snapshot: published() });
-            }
-            (true, false) => {
-                objects.follow(Follower::Trial, false);
-                self.send(TrialMessage::End);
-            }
-        }
-    }
-
-    /// Sets the policies of the trial from files; none ends it. Call [`TrialFeed::follow`] afterwards.
-    pub(in super::super) fn set_files(&mut self, policies: Vec<Object>) {
-        self.has_files = !policies.is_empty();
-        self.send(TrialMessage::Files(policies));
+    /// Sets the policies of the trial from files; none ends it. They count from the next update on.
+    pub(in super::super) fn set_files(&self, policies: Vec<Object>) {
+        let mut sender = self.sender();
+        sender.has_files = !policies.is_empty();
+        sender.send(TrialMessage::Files(policies));
     }
 
     /// Passes a question on.
     pub(in super::super) fn ask(&self, answer: oneshot::Sender<TrialStatus>) {
-        self.send(TrialMessage::Status(answer));
+        self.sender().send(TrialMessage::Status(answer));
     }
 
     /// Ends the thread.
-    pub(in super::super) fn end(&mut self) {
-        self.messages = None;
+    pub(in super::super) fn end(&self) {
+        self.sender().messages = None;
     }
 
+    fn sender(&self) -> MutexGuard<'_, Sender> {
+        // Whoever panicked has ended the daemon.
+        self.sender.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Subscriber for TrialFeed {
+    fn update(&mut self, update: &Update<'_>) -> Interest {
+        let mut sender = self.sender();
+        if sender.messages.is_none() {
+            return Interest::Ended;
+        }
+        let is_wanted = sender.has_files || update.engine.staged().next().is_some();
+        match (std::mem::replace(&mut sender.is_active, is_wanted), is_wanted) {
+            (false, false) => {}
+            (false, true) => sender.send(TrialMessage::Begin((update.snapshot)())),
+            (true, true) => {
+                let (changes, snapshot) = (update.changes.to_vec(), (update.snapshot)());
+                sender.send(TrialMessage::Update { changes, snapshot });
+            }
+            (true, false) => sender.send(TrialMessage::End),
+        }
+        if is_wanted { Interest::Changes } else { Interest::Epochs }
+    }
+}
+
+impl Sender {
     fn send(&self, message: TrialMessage) {
         if let Some(messages) = &self.messages {
             // Sending fails only if the thread has ended.
@@ -93,7 +105,7 @@ impl TrialFeed {
     }
 }
 
-/// What promotion would change, for metrics.
+/// Counts of what promotion would change, for metrics.
 #[derive(Debug, Default)]
 pub(in super::super) struct StagedCounters {
     policies: AtomicU64,
@@ -102,7 +114,7 @@ pub(in super::super) struct StagedCounters {
     opened: [AtomicU64; ChangeKind::ALL.len()],
 }
 
-/// What promotion would do to a connection.
+/// The effect of promotion on a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in super::super) enum ChangeKind {
     /// It passes, and would be denied.
@@ -152,5 +164,45 @@ impl StagedCounters {
         let all = |counters: &[AtomicU64; 3]| counters.each_ref().map(|counter| counter.load(Ordering::Relaxed));
         let totals = ChangeTotals { live: all(&self.live), opened: all(&self.opened) };
         (self.policies.load(Ordering::Relaxed), self.unrecorded.load(Ordering::Relaxed), totals)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use penstock_dataplane::Epoch;
+    use penstock_policy::engine::{Engine, EngineSettings};
+    use penstock_policy::model::{Namespace, ObjectRef};
+
+    use super::*;
+
+    #[test]
+    fn the_trial_follows_objects_while_something_is_staged() {
+        let (feed, TrialMessages(messages)) = TrialFeed::new();
+        let (mut subscriber, engine) = (feed.clone(), Engine::new(EngineSettings::for_node("here")));
+        let changes = [ObjectChange::Delete(ObjectRef::Namespace("shop".into()))];
+        let mut update = |changes: &[ObjectChange]| {
+            let snapshot = || Arc::new(Snapshot::default());
+            subscriber.update(&Update { epoch: Epoch(1), changes, engine: &engine, snapshot: &snapshot })
+        };
+        let sent = || {
+            let name = |message| match message {
+                TrialMessage::Begin(_) => "begin".to_owned(),
+                TrialMessage::Update { changes, .. } => format!("update {}", changes.len()),
+                TrialMessage::Files(files) => format!("files {}", files.len()),
+                TrialMessage::End => "end".to_owned(),
+                TrialMessage::Status(_) => "status".to_owned(),
+            };
+            messages.try_iter().map(name).collect::<Vec<_>>()
+        };
+        let (name, labels) = ("of a file".to_owned(), Default::default());
+        let file = Object::Namespace(Namespace { name, labels, default_deny_ingress: false, terminating: false });
+        assert_eq!((update(&[]), sent()), (Interest::Epochs, vec![]));
+        feed.set_files(vec![file]);
+        assert_eq!((update(&[]), sent()), (Interest::Changes, vec!["files 1".to_owned(), "begin".to_owned()]));
+        assert_eq!((update(&changes), sent()), (Interest::Changes, vec!["update 1".to_owned()]));
+        feed.set_files(Vec::new());
+        assert_eq!((update(&changes), sent()), (Interest::Epochs, vec!["files 0".to_owned(), "end".to_owned()]));
+        feed.end();
+        assert_eq!(update(&[]), Interest::Ended);
     }
 }

@@ -23,7 +23,7 @@ const LOGGED_GROUPS: usize = 20;
 /// The name of every end that is neither a pod nor a node.
 const OUTSIDE: &str = "outside";
 
-/// What was seen of a connection.
+/// How a connection was seen.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Seen {
     /// It is open, and its ends have sent this; `None` where connections have no counters.
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn packets_of_one_connection_are_one_connection_and_each_walk_counts_anew() {
+    fn packets_of_one_connection_count_once_and_walks_anew() {
         let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
         let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
         for connection in [7, 7, 7, 8] {
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn totals_are_by_what_would_happen_and_what_is_denied_comes_first() {
+    fn totals_are_by_outcome_and_denied_comes_first() {
         let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
         let opens = change(DirectionVerdict::Denied, DirectionVerdict::Open);
         let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
@@ -336,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn groups_and_remembered_connections_are_bounded_and_the_rest_is_counted() {
+    fn groups_and_connections_are_bounded_and_the_rest_counted() {
         let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
         let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
         for port in 0..MOST_GROUPS as u16 + 3 {

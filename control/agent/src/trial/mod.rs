@@ -1,4 +1,4 @@
-//! Staged policies on live traffic: a second engine, on a thread of its own, beside what is in force.
+//! Staged policies on live traffic: a second engine, on a thread of its own, beside what is in effect.
 //!
 //! While nothing is staged, the thread sleeps and holds nothing. Once something is, it reads the objects in portions, follows
 //! the engine's changes (`feed`), and compiles them as promoted. Workers get the result beside the snapshot, which stays
@@ -26,7 +26,7 @@ use penstock_policy::model::{Object, ObjectChange, ObjectRef, Staging};
 use penstock_policy::staging::PolicyReading;
 use penstock_privileges as privileges;
 
-use super::admin::traffic;
+use super::naming::traffic;
 use super::publisher::Publisher;
 use feed::TrialMessage;
 use groups::{ChangeGroups, Seen};
@@ -42,7 +42,7 @@ const WALK_SHARED_FOR: Duration = Duration::from_millis(500);
 /// Pods that are read under one lock of the objects: policy waits for that many at most.
 const PODS_PER_LOCK: usize = 500;
 
-/// What the thread needs of the daemon.
+/// The parts of the daemon that the thread needs.
 pub(super) struct TrialContext {
     /// This node's name.
     pub(super) node: String,
@@ -54,15 +54,15 @@ pub(super) struct TrialContext {
 }
 
 impl TrialContext {
-    /// What of this daemon.
-    pub(super) fn new(node: &str, dataplane: &Dataplane, publisher: &Arc<Publisher>) -> Self {
+    /// The parts of this daemon.
+    pub(super) fn new(node: &str, dataplane: &Dataplane, publisher: &Arc<Publisher>, feed: &TrialFeed) -> Self {
         Self {
             node: node.to_owned(),
             publisher: Arc::downgrade(publisher),
             log: Arc::clone(dataplane.verdicts()),
             table: Arc::clone(dataplane.connections()),
             sources: dataplane.original_sources().cloned(),
-            counters: publisher.staged_counters(),
+            counters: Arc::clone(feed.counters()),
         }
     }
 
@@ -91,7 +91,7 @@ impl Drop for TrialThread {
     }
 }
 
-/// What is judged.
+/// The policies that are judged, and the result so far.
 struct Trial {
     engine: Engine,
     snapshot: Arc<Snapshot>,
@@ -110,7 +110,7 @@ struct Trial {
     walked: Option<Instant>,
 }
 
-/// What a round of messages asks for.
+/// Requests of a round of messages.
 #[derive(Default)]
 struct Round {
     begins: Option<Arc<Snapshot>>,
@@ -178,13 +178,16 @@ impl TrialThread {
     fn begin(&mut self, snapshot: Arc<Snapshot>) {
         let Some(publisher) = self.context.publisher.upgrade() else { return };
         let mut engine = Engine::reading(EngineSettings::for_node(&self.context.node), PolicyReading::Promoted);
-        if let Some(names) = publisher.inputs().objects.names() {
+        let inputs = publisher.inputs();
+        if let Some(names) = inputs.objects.names() {
             engine.learn_names(Arc::clone(names));
         }
+        let present = inputs.objects.engine();
+        let (others, staged) = (present.state().objects_without_pods(), present.staged().cloned().collect());
+        drop(inputs);
         let mut give = |objects: Vec<Object>| engine.apply(objects.into_iter().map(ObjectChange::Set));
-        let (others, staged) = publisher.staged_objects();
         give(others);
-        // After those in force: one that is staged for deletion is among both.
+        // After those in effect: one that is staged for deletion is among both.
         give(staged);
         let mut next = Some(0);
         while let Some(first) = next {
@@ -283,7 +286,7 @@ impl Trial {
             walked += 1;
             let (flow, present) = evaluate_connection(&self.set.present, sources, &connection);
             let (_, promoted) = evaluate_connection(&self.set.promoted, sources, &connection);
-            // One that was revoked, by what is not in force any more, is not cut a second time.
+            // One that was revoked, by what is not in effect any more, is not cut a second time.
             let is_cut_already = connection.state == State::Revoked && present.is_allowed();
             if let Some(change) = self.set.differing(present, promoted).filter(|_| !is_cut_already) {
                 let seen = Seen::Live(traffic(&connection));

@@ -7,8 +7,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use etherparse::{IpHeaders, PacketBuilder, PacketBuilderStep};
-use penstock_admin::capture::{CaptureCounts, CaptureMessage, ObjectsInForce, PacketRecord, Verdict as Named};
-use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
+use penstock_admin::capture::{
+    CaptureCounts, CaptureMessage, ObjectsInForce, PacketRecord, PickupInForce, Verdict as Named,
+};
+use penstock_dataplane::conntrack::{Config, ConnTable, MidStreamPickup, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Address, Flow, Protocol, parse};
@@ -141,7 +143,7 @@ fn snapshot(engine: &mut Engine, epoch: Epoch) -> Snapshot {
     Snapshot::new(epoch, engine.policy_set().clone(), forwarding)
 }
 
-/// What policy was asked for the only packet of a batch.
+/// The question to policy about the only packet of a batch.
 #[derive(Default)]
 struct Asked(Option<(Flow, EvaluationReason)>);
 
@@ -157,7 +159,7 @@ struct Dialogue {
     ends: [u8; 2],
     port: u16,
     v6: bool,
-    /// What each end sends next.
+    /// The next segment of each end.
     next: [u32; 2],
     step: Step,
 }
@@ -177,7 +179,7 @@ impl Dialogue {
         Self { ends, port, v6: numbers.below(2) == 0, next, step: Step::Closed }
     }
 
-    /// What one end sends next, and the dialogue if that arrives. One time in eight it is not what the other expects.
+    /// The next segment of one end, and the dialogue if that arrives. One time in eight it is not what the other expects.
     fn segment(self, numbers: &mut Numbers) -> (usize, Vec<u8>, Self) {
         let mut after = self;
         let unexpected = numbers.below(8) == 0;
@@ -240,11 +242,11 @@ struct Decided {
 }
 
 impl Workers {
-    fn new(objects: &[Object]) -> Self {
+    fn new(objects: &[Object], midstream_pickup: MidStreamPickup) -> Self {
         let mut engine = Engine::new(EngineSettings::for_node("here"));
         engine.apply(objects.iter().cloned().map(ObjectChange::Set));
         let newest = snapshot(&mut engine, Epoch(5));
-        let table = Arc::new(ConnTable::new(&Config { entries: 4096, ..Config::default() }).unwrap());
+        let table = Arc::new(ConnTable::new(&Config { entries: 4096, midstream_pickup, ..Config::default() }).unwrap());
         let pipeline = Pipeline::new(Arc::clone(&table), PipelineMode::Full);
         let snapshots = [newest.clone(), newest];
         Self { engine, table, pipeline, snapshots, now: BEGAN, known: HashSet::new(), dialogues: Vec::new() }
@@ -342,15 +344,21 @@ fn is_answer_to_syn(frame: &[u8]) -> bool {
 }
 
 /// Begins a bundle as a daemon does that has so many objects.
-fn begin(bundle: &mut BundleWriter, count: u64, epoch: Epoch, time: u64) {
+fn begin(bundle: &mut BundleWriter, count: u64, epoch: Epoch, time: u64, midstream_pickup: PickupInForce) {
     let (version, node) = ("0.0.0".to_owned(), "here".to_owned());
-    let objects = ObjectsInForce { version, epoch: epoch.0, time, count, services: false, service_cidrs: Vec::new() };
+    let (epoch, services, service_cidrs) = (epoch.0, false, Vec::new());
+    let objects = ObjectsInForce { version, epoch, time, count, services, service_cidrs, midstream_pickup };
     bundle.message(&CaptureMessage::Begin { node, objects: Some(objects) }, &[]).unwrap();
 }
 
 /// The same with these objects.
 fn begin_with(bundle: &mut BundleWriter, objects: &[Object], node: &Workers) {
-    begin(bundle, objects.len() as u64, node.snapshots[0].epoch, node.now);
+    let pickup = match node.table.midstream_pickup() {
+        MidStreamPickup::Until(end) => PickupInForce::Until(end.as_millis() * 1_000_000),
+        MidStreamPickup::Never => PickupInForce::Never,
+        MidStreamPickup::Always | MidStreamPickup::AfterLoss(_) => PickupInForce::Always,
+    };
+    begin(bundle, objects.len() as u64, node.snapshots[0].epoch, node.now, pickup);
     for object in objects {
         let line = serde_json::to_string(object).unwrap() + "\n";
         bundle.message(&CaptureMessage::Objects { count: 1 }, line.as_bytes()).unwrap();
@@ -390,7 +398,13 @@ fn history(seed: u64, directory: &Path) -> Vec<Decided> {
         }
     }
     objects.extend((0..numbers.below(3)).map(|name| policy(&mut numbers, name)));
-    let mut node = Workers::new(&objects);
+    let pickup = match seed % 3 {
+        0 => MidStreamPickup::Always,
+        1 => MidStreamPickup::Never,
+        // Half of the packets are later.
+        _ => MidStreamPickup::Until(Timestamp::from_millis(BEGAN / 1_000_000 + 3_000)),
+    };
+    let mut node = Workers::new(&objects, pickup);
     node.dialogues = (0..8).map(|number| Dialogue::random(&mut numbers, 40_000 + number)).collect();
     (0..50).for_each(|_| _ = node.packet(&mut numbers));
     node.known.clear();
@@ -415,6 +429,11 @@ fn history(seed: u64, directory: &Path) -> Vec<Decided> {
                 node.change(change.clone());
                 write_change(&mut bundle, &change, &node);
             }
+            3 => {
+                // A connection that is met in its middle.
+                let (place, port) = (numbers.below(8) as usize, 41_000 + packets.len() as u16);
+                node.dialogues[place] = Dialogue { step: Step::Open, ..Dialogue::random(&mut numbers, port) };
+            }
             1 | 2 => node.snapshots[1] = node.snapshots[0].clone(),
             _ => packets.push(node.packet(&mut numbers)),
         }
@@ -432,7 +451,7 @@ fn replay(directory: &Path, verdicts: &Path) -> ReplayReport {
 }
 
 #[test]
-fn a_bundle_of_a_random_history_replays_to_the_same_verdict_for_each_packet() {
+fn a_random_historys_bundle_replays_to_the_same_verdicts() {
     let scratch = tempfile::tempdir().unwrap();
     let (mut earlier, mut overtaken, mut seen) = (0, 0, HashMap::new());
     for seed in 0..24 {
@@ -460,9 +479,13 @@ fn a_bundle_of_a_random_history_replays_to_the_same_verdict_for_each_packet() {
         earlier += left_out;
     }
     assert!(earlier > 20 && overtaken > 20, "{earlier}, {overtaken}");
-    for (reason, least) in
-        [("connection_revoked", 20), ("ingress_denied", 20), ("egress_denied", 20), ("invalid_state", 20)]
-    {
+    for (reason, least) in [
+        ("connection_revoked", 20),
+        ("ingress_denied", 20),
+        ("egress_denied", 20),
+        ("invalid_state", 20),
+        ("no_connection", 20),
+    ] {
         assert!(seen.get(&Some(reason.to_owned())).is_some_and(|&count| count >= least), "{reason}: {seen:?}");
     }
 }
@@ -511,7 +534,7 @@ fn write_example(directory: &Path) {
     };
     let mut objects = cluster();
     objects.push(admits(&["0", "2", "3"]));
-    let mut node = Workers::new(&objects);
+    let mut node = Workers::new(&objects, MidStreamPickup::Always);
     let send = |node: &mut Workers, from: u8, to: u8| {
         let mut frame = Vec::new();
         let packet = PacketBuilder::ethernet2([0; 6], [0; 6]).ipv4(address(from).octets(), address(to).octets(), 64);
@@ -550,7 +573,7 @@ fn the_bundle_in_the_documentation_is_as_this_version_writes_it() {
 }
 
 #[test]
-fn a_bundle_is_written_whole_into_a_directory_of_its_own_or_not_at_all() {
+fn a_bundle_is_written_whole_or_not_at_all() {
     let scratch = tempfile::tempdir().unwrap();
     let (new, empty, full) = (scratch.path().join("new"), scratch.path().join("empty"), scratch.path().join("full"));
     std::fs::create_dir(&empty).unwrap();
@@ -560,7 +583,7 @@ fn a_bundle_is_written_whole_into_a_directory_of_its_own_or_not_at_all() {
     for directory in [&new, &empty] {
         let (mut bundle, _) = BundleWriter::create(directory).unwrap();
         assert_eq!(files(directory), 3, "no manifest before the end");
-        begin(&mut bundle, 2, Epoch(5), BEGAN);
+        begin(&mut bundle, 2, Epoch(5), BEGAN, PickupInForce::Always);
         bundle.message(&CaptureMessage::Objects { count: 1 }, b"{}\n").unwrap();
         let error = bundle.end(BEGAN, 0, 0).unwrap_err().to_string();
         assert_eq!(error, "it ended before all objects had come: capture again");

@@ -20,12 +20,12 @@ use serde::Deserialize;
 use crate::Failure;
 use crate::daemon::failure;
 
-/// What was read.
+/// The input, read.
 #[derive(Default)]
 pub(super) struct Input {
     /// The flows, in the order of the files.
     pub(super) flows: Vec<ObservedFlow>,
-    /// What of the input could not be used, one a line.
+    /// Parts of the input that could not be used, one a line.
     pub(super) notes: Vec<String>,
 }
 
@@ -43,11 +43,11 @@ struct Entry {
     time: Option<String>,
     src: Option<End>,
     dst: Option<End>,
-    /// Of the verdict log.
+    /// A line of the verdict log.
     outcome: Option<String>,
-    /// Of the verdict log: how many lines it left out.
+    /// The verdict log's line on how many it left out.
     suppressed: Option<BTreeMap<String, u64>>,
-    /// Of replay.
+    /// A line of replay.
     verdict: Option<String>,
     reason: Option<String>,
     conn: Option<String>,
@@ -264,7 +264,7 @@ impl<'a> JsonReader<'a> {
     }
 }
 
-/// What the state of a connection says.
+/// The meaning of a connection's state.
 fn of_state(state: &str) -> (Opening, Outcome) {
     match state {
         "PICKED_UP" => (Opening::Missing, Outcome::Passed),
@@ -274,7 +274,7 @@ fn of_state(state: &str) -> (Opening, Outcome) {
     }
 }
 
-/// What a line about a packet says of its connection; `None` if it opens none and policy does not deny it.
+/// The connection of a line about a packet; `None` if it opens none and policy does not deny it.
 fn of_packet(
     outcome: Option<&str>,
     verdict: Option<&str>,

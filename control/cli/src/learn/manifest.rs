@@ -15,7 +15,7 @@ use super::yaml::Comments;
 pub(super) struct Manifest {
     /// The object.
     pub(super) value: Value,
-    /// What stands above its entries.
+    /// The comment above its entries.
     pub(super) comments: Comments,
 }
 
@@ -220,7 +220,7 @@ fn keep(list: &mut Vec<Value>, counts: &[u64]) {
     list.retain(|_| counts.next().is_none_or(|count| *count > 0));
 }
 
-/// What an API server adds to an object, and what nobody writes.
+/// Fields that an API server adds to an object, and nobody writes.
 fn forget_server_fields(value: &mut Value) {
     const OF_METADATA: [&str; 6] =
         ["creationTimestamp", "generation", "managedFields", "resourceVersion", "selfLink", "uid"];

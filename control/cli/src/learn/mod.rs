@@ -221,13 +221,13 @@ fn tightened(
     written
 }
 
-/// The cluster with the printed policies in force, read as they are printed.
+/// The cluster with the printed policies in effect, read as they are printed.
 fn with_policies(args: &ManifestArgs, manifests: &Manifests, text: &str) -> Result<Engine, Failure> {
     let mut engine = args.engine_of(manifests, PodScope::AllPods);
     if !text.is_empty() {
         let options = args.options(UnknownFields::Refuse);
         let read = read_text(Path::new("learned"), text, &options);
-        // What is written here is valid, so this says that the writer is wrong.
+        // Only a mistake in the writer makes an invalid policy.
         let read =
             read.map_err(|errors| Failure::Failed(anyhow::anyhow!("the policies cannot be read back: {errors}")))?;
         engine.apply(read.documents.into_iter().map(|document| ObjectChange::Set(document.object)));

@@ -34,7 +34,7 @@ fn note(owners: &BTreeMap<ObjectKey, String>, state: &ClusterState, workload: &W
     ))
 }
 
-/// What a pod without an owner is known by.
+/// The mark by which a pod without an owner is known.
 fn by_ports(pod: &Pod) -> String {
     let mut ports: Vec<String> =
         pod.ports.iter().map(|port| format!("{}/{}", port.number, describe::protocol(port.protocol))).collect();

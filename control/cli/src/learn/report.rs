@@ -1,4 +1,4 @@
-//! What is said about the input and about what was written.
+//! Reports on the input and on what was written.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -30,7 +30,7 @@ pub(super) struct Report {
     /// How many flows the policies were learnt from.
     pub(super) learnt: usize,
     not_learnt: Vec<NotLearntLine>,
-    /// What becomes closed.
+    /// The part that becomes closed.
     pub(super) closed: Option<ClosedWays>,
     /// With --tighten: how many policies change.
     pub(super) changed: Option<usize>,

@@ -83,7 +83,7 @@ impl Writer<'_> {
         }
     }
 
-    /// What stands behind `key:`.
+    /// The text behind `key:`.
     fn field(&mut self, value: &Value, at: &str, depth: usize) {
         let is_block = match value {
             Value::Object(fields) => !fields.is_empty(),

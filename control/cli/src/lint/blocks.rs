@@ -152,7 +152,7 @@ mod tests {
         assert_eq!(said(&[block("10.0.0.0/8", &["10.1.0.0/16"]), block("10.0.0.0/8", &["10.1.0.0/16"])]), [(1, None)]);
     }
 
-    /// What [`RuleBlocks`] finds, by comparing each with each.
+    /// Finds the same as [`RuleBlocks`], by comparing each with each.
     fn naive(blocks: &[IpBlock]) -> Vec<(usize, Option<usize>)> {
         let overlap = |a: &IpNet, b: &IpNet| a.contains(b) || b.contains(a);
         let is_within = |block: &IpBlock, outer: &IpBlock| {

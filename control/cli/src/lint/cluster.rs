@@ -6,7 +6,7 @@ use penstock_policy::model::{ClusterNetworkPolicy, Labels, Namespace, Object, Po
 use penstock_sources::convert::{FieldPath, ISOLATION_ANNOTATION, PathElement};
 use penstock_sources::manifest::Manifests;
 
-use super::services::Services;
+use super::service_ports::Services;
 use super::{Finding, FindingKind};
 
 /// Pods and namespaces, as selectors find them, and Services.

@@ -106,7 +106,7 @@ fn check_rule(placed: &PlacedRule<'_>, earlier: &[PlacedRule<'_>], world: &LintO
         let message = "can never match: none of its peers can match".to_owned();
         return findings.push(placed.finding(FindingKind::NeverMatches, message));
     }
-    // What an Admin rule passes on reaches the Baseline tier, whatever later Admin rules match.
+    // A flow that an Admin rule passes on reaches the Baseline tier, whatever later Admin rules match.
     let mut passed = false;
     for other in earlier
         .iter()

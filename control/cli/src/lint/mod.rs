@@ -5,6 +5,7 @@ mod cluster;
 mod cluster_policy;
 mod policy;
 mod selector;
+mod service_ports;
 mod services;
 mod usage;
 
@@ -13,8 +14,10 @@ use std::io::{self, Write as _};
 
 use penstock_admin::printable::Printable;
 use penstock_policy::engine::Engine;
+use penstock_policy::model::Object;
 use penstock_policy::render::tables::PodScope;
-use penstock_sources::convert::FieldPath;
+
+use penstock_sources::convert::{FieldPath, FieldPathRef};
 use penstock_sources::manifest::{Document, Manifests, Origin, UnknownFields};
 
 use penstock_agent::config::TimeSpan;
@@ -54,7 +57,7 @@ pub(super) struct Args {
     strict: bool,
 }
 
-/// What is found, as it ends the line.
+/// The finding, as it ends the line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum FindingKind {
     NeverMatches,
@@ -76,6 +79,7 @@ enum FindingKind {
     ClosedPort,
     NoDns,
     NeverUsed,
+    TooMany,
 }
 
 impl fmt::Display for FindingKind {
@@ -100,6 +104,7 @@ impl fmt::Display for FindingKind {
             Self::ClosedPort => "closed-port",
             Self::NoDns => "no-dns",
             Self::NeverUsed => "never-used",
+            Self::TooMany => "too-many",
         })
     }
 }
@@ -173,8 +178,13 @@ fn find(manifests: &Manifests, engine: &Engine, v1beta1: bool) -> Vec<Finding> {
     cluster::check(manifests, v1beta1, &mut findings);
     cluster_policy::check(manifests, &world, &mut findings);
     services::check(manifests, &world, engine, &mut findings);
+    let closed = engine.closed_pods();
     for document in &manifests.documents {
         policy::check(document, &world, &mut findings);
+        let Object::Pod(pod) = &document.object else { continue };
+        for (_, reason) in closed.iter().filter(|(of, _)| *of == pod.key) {
+            findings.push(Finding::new(document, FieldPathRef::OBJECT.path(), FindingKind::TooMany, reason));
+        }
     }
     findings
 }

@@ -15,7 +15,7 @@ use penstock_text::number::moment;
 use super::super::rules::seconds;
 use super::{Finding, FindingKind};
 
-/// Findings about rules that are in force on the node as they are written here, and were not used for this long.
+/// Findings about rules that are in effect on the node as they are written here, and were not used for this long.
 pub(super) fn check(manifests: &Manifests, engine: &Engine, live: &Rules, time: TimeSpan, findings: &mut Vec<Finding>) {
     let known: BTreeMap<(&str, &str), &RuleUsage> =
         live.rules.iter().map(|rule| ((rule.rule.as_str(), rule.content.as_str()), rule)).collect();
@@ -63,7 +63,7 @@ spec:
 ";
 
     #[test]
-    fn a_rule_is_found_where_it_is_written_if_the_node_has_it_so_and_has_not_used_it() {
+    fn a_rule_that_the_node_has_not_used_is_found_where_written() {
         let manifests = read_text(Path::new("db.yaml"), POLICY, &Options::default()).unwrap();
         let mut engine = Engine::new(EngineSettings::for_all_pods());
         engine.apply(manifests.objects().map(ObjectChange::Set));

@@ -1,15 +1,15 @@
 //! The matrix as a page that needs nothing but itself.
 //!
-//! The page holds the verdicts and reasons of all ports as data, each different reason once; its script draws the table
-//! and filters it.
+//! The page holds the verdicts and reasons of all ports as data, each different reason once, and each pair of classes of
+//! pods once; its script draws the table and filters it.
 
 use std::collections::HashMap;
 
-use penstock_policy::engine::{DirectionExplanation, Engine};
+use penstock_policy::engine::DirectionExplanation;
 use penstock_policy::flow::ProtocolPort;
 use serde::Serialize;
 
-use super::Matrix;
+use super::rows::{Matrix, Row};
 
 const PAGE: &str = include_str!("page.html");
 /// Placeholder for the data in the page.
@@ -17,21 +17,27 @@ const PLACE: &str = "\"MATRIX DATA\"";
 
 #[derive(Serialize)]
 struct Data {
-    pods: Vec<Pod>,
+    rows: Vec<PageRow>,
+    /// How many classes the rows are of.
+    classes: usize,
     unseen: Vec<String>,
     ports: Vec<String>,
     /// Every text that a side's explanation has.
     reasons: Vec<String>,
     /// A cell's outcome: allowed, reason of the egress side, reason of the ingress side.
     outcomes: Vec<(bool, usize, usize)>,
-    /// By port, then row, then column: the outcome, or -1 where there is no such flow.
+    /// By port, then class of the sender, then of the receiver: the outcome, or -1 where there is no such flow.
     cells: Vec<Vec<i64>>,
 }
 
+/// Equal pods.
 #[derive(Serialize)]
-struct Pod {
+struct PageRow {
     namespace: String,
     name: String,
+    pods: Vec<String>,
+    class: usize,
+    /// The addresses of a pod that is alone.
     addresses: Vec<String>,
 }
 
@@ -54,16 +60,16 @@ impl<T: Clone + Eq + std::hash::Hash> Distinct<T> {
     }
 }
 
-pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
+pub(super) fn render(matrix: &Matrix) -> String {
     let (mut reasons, mut outcomes) = (Distinct::new(), Distinct::new());
-    let places = 0..matrix.pods.len();
+    let classes = 0..matrix.classes();
     let pairs: Vec<(usize, usize)> =
-        places.clone().flat_map(|row| places.clone().map(move |column| (row, column))).collect();
-    let mut cells_of = |service: &ProtocolPort| -> Vec<i64> {
-        let cell = |(row, column): &(usize, usize)| {
-            let flows = matrix.flows(engine, *row, *column, service);
-            let explained = flows.iter().map(|flow| engine.explain(flow));
-            // Of several address families, one that is denied.
+        classes.clone().flat_map(|from| classes.clone().map(move |to| (from, to))).collect();
+    let mut cells_of = |port: &ProtocolPort| -> Vec<i64> {
+        let cell = |(from, to): &(usize, usize)| {
+            let flows = matrix.flows(*from, *to, port);
+            let explained = flows.iter().map(|flow| matrix.engine.explain(flow));
+            // With several address families, one that is denied.
             let Some(explanation) = explained.min_by_key(|explanation| explanation.verdict.is_allowed()) else {
                 return -1;
             };
@@ -73,11 +79,12 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
         };
         pairs.iter().map(cell).collect()
     };
-    let cells = matrix.services.iter().map(&mut cells_of).collect();
+    let cells = matrix.ports.iter().map(&mut cells_of).collect();
     let data = Data {
-        pods: pods(engine, matrix),
+        rows: matrix.rows.iter().map(|row| page_row(matrix, row)).collect(),
+        classes: matrix.classes(),
         unseen: matrix.unseen.iter().map(|(pod, why)| format!("{pod} {why}")).collect(),
-        ports: matrix.services.iter().map(ToString::to_string).collect(),
+        ports: matrix.ports.iter().map(ToString::to_string).collect(),
         reasons: reasons.values,
         outcomes: outcomes.values,
         cells,
@@ -87,13 +94,17 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
     PAGE.replace(PLACE, &json.replace('<', "\\u003c"))
 }
 
-fn pods(engine: &Engine, matrix: &Matrix) -> Vec<Pod> {
-    let pod = |key: &penstock_policy::model::ObjectKey| {
-        let found = engine.state().find_pod(key).and_then(|pod| engine.state().pod(pod));
-        let addresses = found.into_iter().flat_map(|pod| &pod.addresses).map(ToString::to_string).collect();
-        Pod { namespace: key.namespace.clone(), name: key.name.clone(), addresses }
-    };
-    matrix.pods.iter().map(pod).collect()
+fn page_row(matrix: &Matrix, row: &Row) -> PageRow {
+    let state = matrix.engine.state();
+    let alone = row.pods.first().filter(|_| row.pods.len() == 1);
+    let found = alone.and_then(|key| state.pod(state.find_pod(key)?));
+    PageRow {
+        namespace: row.namespace().to_owned(),
+        name: row.name(),
+        pods: row.pods.iter().map(|pod| pod.name.clone()).collect(),
+        class: row.class,
+        addresses: found.into_iter().flat_map(|pod| &pod.addresses).map(ToString::to_string).collect(),
+    }
 }
 
 fn reason(side: &DirectionExplanation) -> String {

@@ -1,20 +1,20 @@
 //! `penstock matrix`: who reaches whom.
 
 mod html;
+mod json;
+mod rows;
 mod services;
 mod table;
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Write as _};
 use std::path::PathBuf;
 
-use penstock_dataplane::packet::{Flow, Protocol};
-use penstock_policy::engine::Engine;
-use penstock_policy::flow::{self, FlowEndpoint, ProtocolPort};
-use penstock_policy::model::{ObjectKey, PolicyPorts, PortMatch, PortProtocol};
+use penstock_policy::flow::{FlowEndpoint, ProtocolPort};
+use penstock_policy::model::ObjectKey;
 use penstock_policy::render::tables::PodScope;
 
+use self::rows::Matrix;
 use super::Failure;
 use super::cluster::ManifestArgs;
 
@@ -22,16 +22,19 @@ use super::cluster::ManifestArgs;
 ///
 /// Without --port it combines every port that a pod names or a policy mentions: a cell shows whether all, some or none of
 /// them are allowed. With --services the columns are the ports of Services, and a cell shows how many of the backends that
-/// the pod may get are allowed.
+/// the pod may get are allowed. Pods of one namespace with equal labels that policy does not tell apart, such as the replicas of a
+/// Deployment, are one row and one column.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
   0  shown
   1  the output cannot be written
-  2  bad input: manifests, a port, or a file that cannot be written
+  2  bad input: manifests, a namespace, pod or port, or a file that cannot be written
 
 Examples:
   penstock matrix --manifests policies/ --port 8080/TCP
+  penstock matrix --manifests policies/ --namespace shop --namespace web
+  penstock matrix --manifests policies/ --pod shop/db-0 --port 5432/TCP
   penstock matrix --manifests policies/ --services
   penstock matrix --manifests policies/ --html matrix.html")]
 pub(super) struct Args {
@@ -41,89 +44,46 @@ pub(super) struct Args {
     /// Services
     #[arg(long, value_name = "PORT/PROTOCOL")]
     port: Vec<ProtocolPort>,
+    /// Only pods of this namespace; may be repeated
+    #[arg(long, value_name = "NAMESPACE")]
+    namespace: Vec<String>,
+    /// Only what this pod reaches, and what reaches it; may be repeated. With --services only its row
+    #[arg(long, value_name = "NAMESPACE/POD")]
+    pod: Vec<FlowEndpoint>,
     /// Instead, write a self-contained HTML page with the deciding rules and a filter by port
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
     /// Show which backends of each Service the pods reach
     #[arg(long, conflicts_with = "html")]
     services: bool,
+    /// Print the groups of equal pods, and which reach which, as JSON
+    #[arg(long, conflicts_with_all = ["html", "services"])]
+    json: bool,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let engine = args.manifests.engine(PodScope::AllPods)?;
-    if args.services {
-        let text = services::render(&engine, &Matrix::new(&engine, Vec::new()), &args.port);
-        return io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output);
-    }
-    let matrix = Matrix::new(&engine, args.port);
-    let Some(path) = args.html else {
-        return io::stdout().write_all(table::render(&engine, &matrix).as_bytes()).or_else(Failure::from_output);
-    };
-    fs::write(&path, html::render(&engine, &matrix)).map_err(|error| {
-        Failure::bad_input(format_args!("{}: cannot be written: {error}: name a file that can", path.display()))
-    })
-}
-
-/// The queries for every pair of pods.
-struct Matrix {
-    /// The pods that policy sees, by namespace and name.
-    pods: Vec<ObjectKey>,
-    /// Those that it does not see, and why.
-    unseen: Vec<(ObjectKey, &'static str)>,
-    /// The ports.
-    services: Vec<ProtocolPort>,
-}
-
-impl Matrix {
-    fn new(engine: &Engine, services: Vec<ProtocolPort>) -> Self {
-        let (mut pods, mut unseen) = (Vec::new(), Vec::new());
-        for (_, pod) in engine.state().pods() {
-            let why = match pod {
-                pod if pod.host_network => "is in the host network: to policy it is its node",
-                pod if pod.finished => "has finished",
-                pod if pod.addresses.is_empty() => "has no address yet",
-                _ => {
-                    pods.push(pod.key.clone());
-                    continue;
-                }
-            };
-            unseen.push((pod.key.clone(), why));
+    let pods: Vec<ObjectKey> = args.pod.iter().map(pod).collect::<Result<_, _>>()?;
+    let ports = if args.services { Vec::new() } else { args.port.clone() };
+    let mut matrix = Matrix::new(&engine, ports, &args.namespace, &pods).map_err(Failure::bad_input)?;
+    let text = match &args.html {
+        _ if args.services => services::render(&matrix, &args.port),
+        _ if args.json => json::render(&mut matrix),
+        Some(path) => {
+            return fs::write(path, html::render(&matrix)).map_err(|error| {
+                Failure::bad_input(format_args!("{}: cannot be written: {error}: name a file that can", path.display()))
+            });
         }
-        pods.sort();
-        unseen.sort();
-        let services = if services.is_empty() { all_services(engine) } else { services };
-        Self { pods, unseen, services }
-    }
-
-    /// The flows from one of the pods to another, by each pair of their addresses. None where there can be none: the two
-    /// have no address family in common, or the receiver has no port of this name.
-    fn flows(&self, engine: &Engine, from: usize, to: usize, service: &ProtocolPort) -> Vec<Flow> {
-        let end = |pod: usize| FlowEndpoint::Pod(self.pods[pod].clone());
-        flow::flows(engine.state(), &end(from), &end(to), service).unwrap_or_default()
-    }
+        None => table::render(&mut matrix),
+    };
+    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
 }
 
-/// Every port that a pod has a name for, and every number at which a policy's range begins. If there is none, all that
-/// policy distinguishes is the pods, and any port shows that.
-fn all_services(engine: &Engine) -> Vec<ProtocolPort> {
-    let number = |protocol: PortProtocol, number| {
-        ProtocolPort::number(penstock_dataplane::policy::PortProtocol::from(protocol).number(), number)
-    };
-    let state = engine.state();
-    let mut services: BTreeSet<ProtocolPort> =
-        state.pods().flat_map(|(_, pod)| &pod.ports).map(|port| number(port.protocol, port.number)).collect();
-    let of_network = state.policies().flat_map(|(policy, _)| policy.ingress.iter().chain(&policy.egress).flatten());
-    let of_cluster = state.cluster_policies().flat_map(|(policy, _)| policy.ingress.iter().chain(&policy.egress));
-    for rule in of_network.chain(of_cluster.map(|rule| &rule.matches)) {
-        if let PolicyPorts::AnyOf(ports) = &rule.ports {
-            services.extend(ports.iter().filter_map(|port| match port.which {
-                PortMatch::Range { first, .. } => Some(number(port.protocol, first)),
-                PortMatch::Every | PortMatch::Name(_) => None,
-            }));
+fn pod(end: &FlowEndpoint) -> Result<ObjectKey, Failure> {
+    match end {
+        FlowEndpoint::Pod(key) => Ok(key.clone()),
+        FlowEndpoint::Address(_) | FlowEndpoint::Service(_) => {
+            Err(Failure::bad_input(format_args!("--pod {end}: not a pod: write NAMESPACE/POD")))
         }
     }
-    if services.is_empty() {
-        services.insert(ProtocolPort::number(Protocol::TCP, 80));
-    }
-    services.into_iter().collect()
 }

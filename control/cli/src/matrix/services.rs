@@ -1,5 +1,6 @@
 //! The matrix of pods and Services: which backends of each Service's port a pod reaches.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use penstock_policy::engine::Engine;
@@ -7,7 +8,8 @@ use penstock_policy::flow::{FlowEndpoint, FlowError, PortRef, ProtocolPort};
 use penstock_policy::model::{ObjectKey, Service, ServicePort};
 use penstock_policy::service_flows::service_flows;
 
-use super::Matrix;
+use super::rows::{Matrix, Row};
+use super::table::equal_pods;
 use crate::style;
 
 /// A pod's way to a Service's port.
@@ -57,15 +59,17 @@ struct Column {
     text: String,
 }
 
-/// A row a pod, by namespaces; columns are the ports of Services with a cluster address, by their numbers. Without `ports` it
-/// is all of them.
-pub(super) fn render(engine: &Engine, matrix: &Matrix, ports: &[ProtocolPort]) -> String {
+/// A row for equal pods, by namespaces; columns are the ports of Services with a cluster address, by their numbers. Without `ports`
+/// it is all of them.
+pub(super) fn render(matrix: &Matrix, ports: &[ProtocolPort]) -> String {
+    let engine = matrix.engine;
     let columns = columns(engine, ports);
     if columns.is_empty() {
         return "no Service has a cluster address and such a port\n".to_owned();
     }
-    let digits = columns.len().max(matrix.pods.len()).to_string().len();
-    let width = matrix.pods.iter().map(|pod| pod.name.len()).max().unwrap_or(0);
+    let digits = columns.len().to_string().len();
+    let rows = || matrix.rows.iter().filter(|row| row.is_chosen);
+    let width = rows().map(|row| row.name().len()).max().unwrap_or(0);
     let mut text = "From each pod (row) to each Service's port (column):\n\n".to_owned();
     for (number, column) in (1..).zip(&columns) {
         text += &format!("  {number:>digits$} {}\n", column.text);
@@ -73,14 +77,15 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix, ports: &[ProtocolPort]) -
     let numbers = (1..=columns.len()).map(|number| format!("  {number:>digits$}")).collect::<String>();
     text += &format!("\n{}{}\n", " ".repeat(2 + width), style::faint(&numbers));
     let (mut namespace, mut seen) = (None, Vec::new());
-    for pod in &matrix.pods {
-        if namespace != Some(&pod.namespace) {
-            namespace = Some(&pod.namespace);
-            text += &format!("{}\n", style::strong(&pod.namespace));
+    for row in rows() {
+        if namespace != Some(row.namespace()) {
+            namespace = Some(row.namespace());
+            text += &format!("{}\n", style::strong(row.namespace()));
         }
-        text += &format!("  {:width$}", pod.name);
+        text += &format!("  {:width$}", row.name());
+        let pods = one_a_node(engine, row);
         for column in &columns {
-            let reach = reach(engine, pod, column);
+            let reach = reach(engine, &pods, column);
             seen.push(reach);
             text += &format!("  {}{}", " ".repeat(digits - 1), reach.symbol());
         }
@@ -88,7 +93,14 @@ pub(super) fn render(engine: &Engine, matrix: &Matrix, ports: &[ProtocolPort]) -
     }
     let legend = Reach::ALL.into_iter().filter(|reach| seen.contains(reach));
     let legend: Vec<String> = legend.map(|reach| format!("{} {}", reach.symbol(), reach.meaning())).collect();
-    text + &format!("\n{}\n", legend.join("  "))
+    text + &format!("\n{}\n{}", legend.join("  "), equal_pods(matrix))
+}
+
+/// The first of equal pods on each node: which backends a pod may get depends on where it is.
+fn one_a_node<'a>(engine: &Engine, row: &'a Row) -> Vec<&'a ObjectKey> {
+    let node = |pod: &ObjectKey| engine.state().node_of(engine.state().find_pod(pod)?);
+    let mut nodes = BTreeSet::new();
+    row.pods.iter().filter(|pod| nodes.insert(node(pod))).collect()
 }
 
 /// The ports of all Services, by name; those that are asked for, if any are.
@@ -123,14 +135,14 @@ fn is_it(port: &ServicePort, asked: &ProtocolPort) -> bool {
         }
 }
 
-/// Over each of the pod's addresses with one of the Service's: policy may decide differently by family.
-fn reach(engine: &Engine, pod: &ObjectKey, column: &Column) -> Reach {
+/// Over each of the pods' addresses with one of the Service's: policy may decide differently by family.
+fn reach(engine: &Engine, pods: &[&ObjectKey], column: &Column) -> Reach {
     let state = engine.state();
-    let addresses = state.find_pod(pod).and_then(|pod| state.pod(pod)).map(|pod| pod.addresses.clone());
+    let addresses = pods.iter().filter_map(|pod| state.pod(state.find_pod(pod)?)).flat_map(|pod| &pod.addresses);
     let (mut allowed, mut denied, mut has_way) = (false, false, false);
-    for address in addresses.unwrap_or_default() {
-        let from = FlowEndpoint::Address(address);
-        let found = match service_flows(state, &from, &column.service, &column.port) {
+    for address in addresses {
+        let from = FlowEndpoint::Address(*address);
+        let found = match service_flows(engine, &from, &column.service, &column.port) {
             Ok(found) => found,
             // Every other reason would concern all pods, and has no column.
             Err(FlowError::Families(..)) => continue,
@@ -138,7 +150,7 @@ fn reach(engine: &Engine, pod: &ObjectKey, column: &Column) -> Reach {
         };
         has_way = true;
         for flow in &found.flows {
-            match engine.explain(flow).verdict.is_allowed() {
+            match engine.evaluate_through_service(flow).is_allowed() {
                 true => allowed = true,
                 false => denied = true,
             }

@@ -1,56 +1,81 @@
 //! The matrix as a table for a terminal.
 
-use penstock_policy::engine::Engine;
 use penstock_policy::model::ObjectKey;
 
-use super::Matrix;
+use super::rows::{Cell, Matrix};
 use crate::style;
 
-/// The combined verdict of a cell for all ports.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Cell {
-    Every,
-    Some,
-    No,
-    /// The same pod.
-    Itself,
-    /// No such flow.
-    Nothing,
-}
-
-/// A row a pod, by namespaces; columns are the same pods by their numbers.
-pub(super) fn render(engine: &Engine, matrix: &Matrix) -> String {
-    let digits = matrix.pods.len().to_string().len();
-    let width = matrix.pods.iter().map(|pod| pod.name.len()).max().unwrap_or(0);
-    let margin = " ".repeat(2 + digits + 1 + width);
-    let numbers = (1..=matrix.pods.len()).map(|number| format!("  {number:>digits$}")).collect::<String>();
-    let services = matrix.services.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    let mut text = format!("From each pod (row) to each pod (column) on {services}:\n\n");
-    text += &format!("{margin}{}\n", style::faint(&numbers));
-    let (mut namespace, mut partly) = (None, false);
-    for (row, pod) in matrix.pods.iter().enumerate() {
-        if namespace != Some(&pod.namespace) {
-            namespace = Some(&pod.namespace);
-            text += &format!("{}\n", style::strong(&pod.namespace));
-        }
-        let cells: Vec<Cell> = (0..matrix.pods.len()).map(|column| cell(engine, matrix, row, column)).collect();
-        partly |= cells.contains(&Cell::Some);
-        let cells: String =
-            cells.into_iter().map(|cell| format!("  {}{}", " ".repeat(digits - 1), symbol(cell))).collect();
-        text += &format!("  {:>digits$} {:width$}{cells}\n", row + 1, pod.name);
-    }
-    text += &legend(matrix.services.len(), partly);
-    for (pod, why) in &matrix.unseen {
-        let ObjectKey { namespace, name } = pod;
+/// A row for equal pods, by namespaces; columns are the same by their numbers. Where pods are chosen: for each of them a table of
+/// all pods, with a column for each direction.
+pub(super) fn render(matrix: &mut Matrix) -> String {
+    let mut text = match matrix.rows.iter().all(|row| row.is_chosen) {
+        true => square(matrix),
+        false => of_chosen(matrix),
+    };
+    text += &equal_pods(matrix);
+    for (ObjectKey { namespace, name }, why) in &matrix.unseen {
         text += &style::faint(format!("not shown: {namespace}/{name} {why}"));
         text += "\n";
     }
     text
 }
 
-fn legend(services: usize, partly: bool) -> String {
+fn square(matrix: &mut Matrix) -> String {
+    let columns: Vec<usize> = (0..matrix.rows.len()).collect();
+    let digits = columns.len().to_string().len();
+    let numbers: Vec<String> = columns.iter().map(|column| format!("{:>digits$}", column + 1)).collect();
+    let head = format!("From each pod (row) to each pod (column) on {}:\n\n", ports(matrix));
+    let (body, is_partly) =
+        table(matrix, &numbers, |matrix, row| columns.iter().map(|column| matrix.cell(row, *column)).collect());
+    head + &body + &legend(matrix.ports.len(), is_partly)
+}
+
+fn of_chosen(matrix: &mut Matrix) -> String {
+    let chosen: Vec<usize> = (0..matrix.rows.len()).filter(|row| matrix.rows[*row].is_chosen).collect();
+    let columns = ["reached".to_owned(), "reaches".to_owned()];
+    let (mut text, mut is_partly) = (String::new(), false);
+    for row in chosen {
+        let name = format!("{}/{}", matrix.rows[row].namespace(), matrix.rows[row].name());
+        let head = format!("Pods that {name} reaches, and that reach it, on {}:", ports(matrix));
+        let (body, partly) =
+            table(matrix, &columns, |matrix, other| vec![matrix.cell(row, other), matrix.cell(other, row)]);
+        text += &format!("{head}\n\n{body}\n");
+        is_partly |= partly;
+    }
+    text.pop();
+    text + &legend(matrix.ports.len(), is_partly)
+}
+
+fn ports(matrix: &Matrix) -> String {
+    matrix.ports.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// A line for each row with these cells, and whether one of them is allowed in part.
+fn table(matrix: &mut Matrix, columns: &[String], cells: impl Fn(&mut Matrix, usize) -> Vec<Cell>) -> (String, bool) {
+    let digits = matrix.rows.len().to_string().len();
+    let width = matrix.rows.iter().map(|row| row.name().len()).max().unwrap_or(0);
+    let head: String = columns.iter().map(|column| format!("  {column}")).collect();
+    let mut text = format!("{}{}\n", " ".repeat(2 + digits + 1 + width), style::faint(head));
+    let (mut namespace, mut is_partly) = (None, false);
+    for row in 0..matrix.rows.len() {
+        let own = matrix.rows[row].namespace().to_owned();
+        if namespace.as_ref() != Some(&own) {
+            text += &format!("{}\n", style::strong(&own));
+            namespace = Some(own);
+        }
+        let found = cells(matrix, row);
+        is_partly |= found.contains(&Cell::Some);
+        let found = found.into_iter().zip(columns);
+        let found: String =
+            found.map(|(cell, column)| format!("  {}{}", " ".repeat(column.len() - 1), symbol(cell))).collect();
+        text += &format!("  {:>digits$} {:width$}{found}\n", row + 1, matrix.rows[row].name());
+    }
+    (text, is_partly)
+}
+
+fn legend(ports: usize, partly: bool) -> String {
     let (every, some, no) = (symbol(Cell::Every), symbol(Cell::Some), symbol(Cell::No));
-    match services {
+    match ports {
         1 if partly => format!("\n{every} allowed  {some} in one address family  {no} denied  = itself\n"),
         1 => format!("\n{every} allowed  {no} denied  = itself\n"),
         _ => format!(
@@ -59,23 +84,13 @@ fn legend(services: usize, partly: bool) -> String {
     }
 }
 
-fn cell(engine: &Engine, matrix: &Matrix, row: usize, column: usize) -> Cell {
-    if row == column {
-        return Cell::Itself;
-    }
-    let flows = matrix.services.iter().flat_map(|service| matrix.flows(engine, row, column, service));
-    let (mut allowed, mut denied) = (false, false);
-    for flow in flows {
-        match engine.evaluate(&flow).is_allowed() {
-            true => allowed = true,
-            false => denied = true,
+/// Says that there are rows of several pods, where there are.
+pub(super) fn equal_pods(matrix: &Matrix) -> String {
+    match matrix.rows.iter().any(|row| row.pods.len() > 1) {
+        true => {
+            "(N): N pods with equal labels that policy does not tell apart, under the name of the first\n".to_owned()
         }
-    }
-    match (allowed, denied) {
-        (true, false) => Cell::Every,
-        (true, true) => Cell::Some,
-        (false, true) => Cell::No,
-        (false, false) => Cell::Nothing,
+        false => String::new(),
     }
 }
 

@@ -32,7 +32,7 @@ fn assert_rejected(command: Command, line: &str) {
 }
 
 #[test]
-fn bad_input_is_a_one_line_error_with_exit_code_2_and_leaves_nothing() {
+fn bad_input_is_one_line_with_exit_code_2_and_leaves_nothing() {
     on_a_node(|| {
         let pod = Pod::new(5);
         ip("link add down0 type veth peer name down1");

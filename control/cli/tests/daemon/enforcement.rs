@@ -11,7 +11,7 @@ use crate::fixture::{
 use crate::netns::{BRIDGE_GATEWAYS, Pod, node_state, on_a_node};
 
 #[test]
-fn policy_is_enforced_on_real_packets_and_follows_manifests_and_interfaces() {
+fn policy_on_packets_follows_manifests_and_interfaces() {
     on_a_node(|| {
         // As a node is set, with reverse path filtering at its strictest.
         for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding", "ipv4/conf/all/rp_filter"] {
@@ -162,7 +162,7 @@ fn a_deleted_pod_stays_closed_while_its_interface_exists() {
 }
 
 #[test]
-fn policy_is_enforced_for_external_peers_with_and_without_an_uplink() {
+fn policy_holds_for_external_peers_with_or_without_an_uplink() {
     for keys in ["", "uplinks = [\"veth9\"]"] {
         on_a_node(|| {
             for setting in ["ipv4/ip_forward", "ipv6/conf/all/forwarding"] {

@@ -194,7 +194,7 @@ pub(crate) fn assert_restored(before: &str) {
     assert!(more.is_empty() && less.is_empty(), "left behind: {more:#?}\ngone: {less:#?}");
 }
 
-/// What a command that is to end by itself says. It gets 20 seconds.
+/// The output of a command that is to end by itself. It gets 20 seconds.
 pub(crate) fn output(mut command: Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let deadline = Instant::now() + Duration::from_secs(20);

@@ -37,7 +37,7 @@ fn two_pods(keys: &str) -> ([Pod; 2], Files) {
 }
 
 #[test]
-fn after_a_kill_pods_are_closed_until_the_next_daemon_takes_over_and_restores_the_node() {
+fn after_a_kill_pods_are_closed_until_the_next_daemon() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("");
         let before = node_state();
@@ -124,7 +124,7 @@ fn page(address: &str, path: &str) -> String {
 }
 
 #[test]
-fn with_a_bad_configuration_the_last_good_one_is_in_force_and_says_so() {
+fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
     const METRICS: &str = "127.0.0.1:19469";
     on_a_node(|| {
         ip("link set lo up");
@@ -191,6 +191,43 @@ fn with_a_bad_configuration_the_last_good_one_is_in_force_and_says_so() {
 }
 
 #[test]
+fn check_refuses_what_a_start_refuses_and_nothing_else() {
+    on_a_node(|| {
+        let state = tempfile::tempdir().unwrap();
+        let ([web, db], files) = two_pods(&format!("conntrack.mapping = \"{}/conntrack\"", state.path().display()));
+        let (good, pipe) = (policy("db", "nobody"), files.path("manifests/pipe.yaml"));
+        let breaks: [(&str, &dyn Fn()); 2] = [
+            ("policies.yaml", &|| files.save("policies.yaml", "kind: Pod\nspec: 3\n")),
+            ("pipe.yaml", &|| nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap()),
+        ];
+        let checked = |subcommand| {
+            let output = output(files.command(subcommand));
+            (output.status.code(), String::from_utf8(output.stdout).unwrap())
+        };
+        for (broken, break_it) in breaks {
+            files.save("policies.yaml", &good);
+            let recorded = state.path().join("conntrack.objects");
+            let daemon = Daemon::start(&files);
+            assert_eq!(reaches(&web, &db), [false; 2]);
+            daemon.end(Signal::SIGTERM);
+            assert!(recorded.exists(), "what is in force is kept for the next start");
+            break_it();
+            let (code, said) = checked("check");
+            let warning = |line: &str| line.starts_with("warning  source: ") && line.contains(broken);
+            assert!(code == Some(0) && said.lines().any(warning), "{broken}: {said}");
+            let daemon = Daemon::start(&files);
+            assert_eq!(reaches(&web, &db), [false; 2], "{broken}: the policy stays");
+            daemon.end(Signal::SIGTERM);
+            fs::remove_file(&recorded).unwrap();
+            for subcommand in ["check", "run"] {
+                assert_eq!(checked(subcommand).0, Some(2), "{broken}: nothing stands for it in {subcommand}");
+            }
+            let _ = fs::remove_file(&pipe);
+        }
+    });
+}
+
+#[test]
 fn keep_closed_on_exit_closes_pods_until_the_next_daemon() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("fail.on_exit = \"keep\"");
@@ -209,7 +246,7 @@ fn keep_closed_on_exit_closes_pods_until_the_next_daemon() {
 }
 
 #[test]
-fn with_fail_mode_open_the_kernel_forwards_once_the_daemon_is_killed() {
+fn with_fail_mode_open_the_kernel_forwards_after_a_kill() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("fail.mode = \"open\"");
         files.save("policies.yaml", &policy("db", "nobody"));
@@ -274,7 +311,7 @@ fn a_new_pod_is_closed_until_its_object_is_known() {
 }
 
 #[test]
-fn when_the_veth_pair_is_deleted_the_daemon_exits_with_an_error_and_pods_stay_closed() {
+fn without_the_veth_pair_the_daemon_fails_and_pods_stay_closed() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("log = { level = \"error\", format = \"json\" }");
         let before = node_state();

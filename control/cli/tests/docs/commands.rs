@@ -16,7 +16,7 @@ use tempfile::TempDir;
 
 use crate::pages::{self, Page};
 
-/// What the shell prints behind each command: a character that no command prints, then its exit code.
+/// The shell prints this behind each command: a character that no command prints, then its exit code.
 const MARK: char = '\u{1e}';
 
 /// A command and its output.

@@ -1,4 +1,4 @@
-//! What pages name without a link: files of the repository, and tests.
+//! Names in pages that are no links: files of the repository, and tests.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -25,13 +25,13 @@ pub(crate) struct Page {
 
 /// A block of code.
 pub(crate) struct Block {
-    /// What stands behind the opening fence.
+    /// The words behind the opening fence.
     pub(crate) info: String,
     /// Where its text is in the page.
     pub(crate) range: Range<usize>,
 }
 
-/// What a page refers to, and what others can refer to in it.
+/// References of a page to others, and its places that others can refer to.
 #[derive(Default)]
 pub(crate) struct Content {
     /// Where a link leads, with the line that it is on.
@@ -114,7 +114,7 @@ impl Page {
         content
     }
 
-    /// What is between the fences of a block.
+    /// The text between the fences of a block.
     fn inside(&self, fenced: Range<usize>) -> Range<usize> {
         let block = &self.text[fenced.clone()];
         let start = block.find('\n').map_or(block.len(), |end| end + 1);

@@ -13,7 +13,7 @@ const SCHEMA: &str = "configs/penstock.schema.json";
 const PAGE: &str = "docs/config.md";
 const HEAD: &str = "| key | default | value |\n|---|---|---|\n";
 
-/// What `penstock schema` prints.
+/// The output of `penstock schema`.
 fn schema() -> String {
     let output = Command::new(env!("CARGO_BIN_EXE_penstock")).arg("schema").output().unwrap();
     assert!(output.status.success());
@@ -104,7 +104,7 @@ fn table(schema: &str) -> String {
 }
 
 #[test]
-fn the_settings_page_and_the_schema_are_generated_from_the_types() {
+fn the_settings_page_and_the_schema_are_of_the_types() {
     let schema = schema();
     let page = fs::read_to_string(root().join(PAGE)).unwrap();
     let start = page.find(HEAD).expect("the page has the table");

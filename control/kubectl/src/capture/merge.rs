@@ -49,7 +49,7 @@ impl<T> Ord for Held<T> {
 }
 
 impl<T> Merger<T> {
-    /// Of so many nodes; an item waits at most for `hold`.
+    /// Merges the items of so many nodes; an item waits at most for `hold`.
     pub(super) fn new(nodes: usize, hold: Duration) -> Self {
         Self { heap: BinaryHeap::new(), nodes: vec![(0, true); nodes], hold, sequence: 0, last: 0, late: 0 }
     }
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn an_item_waits_for_nodes_that_may_have_older_ones_and_not_forever() {
+    fn an_item_waits_a_while_for_nodes_that_may_have_older_ones() {
         let mut merger = Merger::new(2, HOLD);
         merger.push(0, 20, "a20", at(0));
         assert_eq!(merger.pop(at(99)), None, "the other node may have an older one");
@@ -148,7 +148,7 @@ mod tests {
             expected.sort_unstable();
             found.sort_unstable();
             prop_assert_eq!(found, expected);
-            // Of one node, in its own order.
+            // Items of one node keep their order.
             for node in 0..streams.len() {
                 prop_assert!(out.iter().filter(|(of, _)| *of == node).is_sorted_by_key(|(_, (_, number))| *number));
             }

@@ -10,7 +10,7 @@ use super::super::cluster::{Problem, Reader, Running};
 /// Bytes that are read at a time.
 const CHUNK: usize = 1 << 16;
 
-/// What happens on a node, by its number.
+/// An event on a node, by its number.
 #[derive(Debug)]
 pub(super) enum Event {
     /// A message, with the bytes that follow it.

@@ -24,7 +24,7 @@ pub(super) struct Packet {
     pub(super) lost: u64,
 }
 
-/// What the packets of all nodes are written to.
+/// The files that the packets of all nodes are written to.
 pub(super) enum Output {
     Merged { file: Box<VerdictFile<BufWriter<Box<dyn Write>>>>, merger: Merger<Packet> },
     Bundles(Vec<NodeBundle>),

@@ -1,11 +1,11 @@
-//! What to capture on which node.
+//! Decides what to capture on which node.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use super::super::cluster::{PodName, PodPlace};
 
-/// What to capture where.
+/// A node, and what to capture there.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Plan {
     /// By node, the options that only it gets; `None`: all nodes.

@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 
-use penstock_admin::capture::{ObjectsInForce, PacketRecord, Verdict, decode, encode};
+use penstock_admin::capture::{ObjectsInForce, PacketRecord, PickupInForce, Verdict, decode, encode};
 use penstock_replay::capture::CaptureFile;
 
 use super::super::cluster::PodPlace;
@@ -39,6 +39,7 @@ fn messages(interface: &str, times: &[u64], lost: u64, objects: bool) -> Vec<u8>
         count: 1,
         services: false,
         service_cidrs: vec!["10.96.0.0/12".to_owned()],
+        midstream_pickup: PickupInForce::default(),
     };
     encode(&CaptureMessage::Begin { node: "x".to_owned(), objects: objects.then(in_force) }, &[], &mut stream);
     if objects {
@@ -121,7 +122,7 @@ async fn packets_of_two_nodes_are_in_one_file_by_time_until_the_limit() {
 }
 
 #[tokio::test]
-async fn a_node_that_does_not_capture_is_named_and_the_others_are_written() {
+async fn a_node_without_a_capture_is_named_and_others_are_written() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("some.pcapng");
     let whole = messages("shop/web", &[10, 30], 0, false);
@@ -186,7 +187,7 @@ fn place(node: &str, addresses: &[&str]) -> PodPlace {
 }
 
 #[test]
-fn each_end_is_captured_on_its_node_by_its_pod_and_the_others_address() {
+fn each_end_is_captured_on_its_own_node() {
     let (web, db): (PodName, PodName) = ("shop/web".parse().unwrap(), "shop/db".parse().unwrap());
     let plan = between((&web, &place("a", &["10.0.0.1"])), (&db, &place("b", &["10.0.0.2"])));
     let nodes = plan.nodes.unwrap();
@@ -222,7 +223,7 @@ fn each_end_is_captured_on_its_node_by_its_pod_and_the_others_address() {
 }
 
 #[tokio::test]
-async fn a_bundle_has_a_folder_for_each_node_with_its_packets_objects_and_changes() {
+async fn a_bundle_has_a_folder_for_each_node() {
     let folder = tempfile::tempdir().unwrap();
     let directory = folder.path().join("incident");
     let whole =
@@ -258,7 +259,7 @@ async fn a_bundle_has_a_folder_for_each_node_with_its_packets_objects_and_change
 }
 
 #[tokio::test]
-async fn a_filter_expression_is_compiled_here_and_a_wrong_one_is_refused() {
+async fn a_filter_is_compiled_here_and_a_wrong_one_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("web.pcapng");
     let cluster = FakeCluster::new([("a", capturing("shop/web", &[10], 0))]);

@@ -18,7 +18,7 @@ fn daemon(node: &str) -> Daemon {
 }
 
 #[test]
-fn a_node_is_enforced_once_a_later_answer_has_what_an_earlier_one_published() {
+fn a_node_is_enforced_by_an_answer_after_the_publication() {
     let goal = Goal { versions: BTreeMap::from([(POLICIES.to_owned(), 70)]), pod: None };
     let mut seen = Seen::default();
     let restarted = |status: Status| Status { process: 8, ..status };
@@ -78,7 +78,7 @@ fn arguments(timeout: Duration) -> Args {
 }
 
 #[tokio::test]
-async fn waiting_ends_when_the_last_node_has_it_and_names_those_that_do_not() {
+async fn waiting_ends_with_the_last_node_and_names_the_missing() {
     let reply = |version, in_force| Reply::ok(json(&knowing(Some(version), in_force)));
     let cluster = |b: Vec<Reply>| {
         let mut cluster = FakeCluster::new([("a", vec![reply(9, true)]), ("b", b)]);

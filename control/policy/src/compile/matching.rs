@@ -16,7 +16,7 @@ use super::provenance::{PeerKind, Provenance, RuleSource};
 pub struct RuleComparison {
     /// The rule, with the peer and the port that matched. Where one did not match: the first that the rule lists.
     pub provenance: Provenance,
-    /// What did not match; empty if the rule allows the flow.
+    /// The mismatches; none if the rule allows the flow.
     pub mismatches: Vec<Mismatch>,
 }
 

@@ -23,7 +23,7 @@ pub use matching::{Mismatch, RuleComparison, compare, compare_by_name};
 pub(crate) use matching::{is_peer, is_port};
 pub use provenance::{PeerKind, PolicyName, Provenance, RuleSource, SourcePolicy, Tier};
 
-/// What the effective rules of one direction of a pod depend on. Equal keys have equal rules.
+/// The key on which the effective rules of one direction of a pod depend. Equal keys have equal rules.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct TableKey {
     /// The direction.
@@ -130,14 +130,41 @@ pub fn cluster_rules_of(policy: &ClusterNetworkPolicy, direction: Direction) -> 
     }
 }
 
-/// All rules of a key's policies, in the order of their evaluation.
+/// The most entries that a pod's NetworkPolicies may have in one direction: rules, blocks, excepts and ports. With more, none of
+/// their rules allows anything: whoever may write policies for a pod of their own must not hold up everybody's by what it takes to compile them.
+pub const MOST_ENTRIES: usize = 1 << 18;
+
+/// How many entries the NetworkPolicies of a key have, where they are more than [`MOST_ENTRIES`].
+pub fn too_many_entries(state: &ClusterState, key: &TableKey) -> Option<usize> {
+    let policies = key.isolation.iter().flatten().filter_map(|(number, _)| state.policy(*number));
+    let rules = policies.flat_map(|policy| rules_of(policy, key.direction).unwrap_or_default());
+    Some(rules.map(entries).sum()).filter(|entries| *entries > MOST_ENTRIES)
+}
+
+fn entries(rule: &Rule) -> usize {
+    let peers = match &rule.peers {
+        Peers::Every => 0,
+        Peers::AnyOf(peers) => {
+            peers.iter().map(|peer| if let Peer::IpBlock(block) = peer { 1 + block.except.len() } else { 1 }).sum()
+        }
+    };
+    let ports = match &rule.ports {
+        PolicyPorts::Every => 0,
+        PolicyPorts::AnyOf(ports) => ports.len(),
+    };
+    1 + peers + ports
+}
+
+/// All rules of a key's policies that can decide, in the order of their evaluation.
 pub fn sources(state: &ClusterState, key: &TableKey) -> Vec<RuleSource> {
     let direction = key.direction;
     let of_cluster = |list: &[(ClusterPolicyId, u64)]| -> Vec<RuleSource> {
         let policies = list.iter().filter_map(|(number, _)| state.cluster_policy(*number));
         policies.flat_map(|policy| cluster_sources(policy, direction)).collect()
     };
-    let isolating = key.isolation.iter().flatten().filter_map(|(number, _)| state.policy(*number));
+    let is_closed = too_many_entries(state, key).is_some();
+    let isolating =
+        key.isolation.iter().flatten().filter(|_| !is_closed).filter_map(|(number, _)| state.policy(*number));
     let mut all = of_cluster(&key.admin);
     all.extend(isolating.flat_map(|policy| network_sources(policy, direction)));
     all.extend(of_cluster(&key.baseline));
@@ -168,7 +195,7 @@ fn names(rule: &Rule) -> impl Iterator<Item = (&str, PortProtocol)> {
     })
 }
 
-/// What the rules of a key depend on besides its policies: port names that they resolve on peers, and nodes.
+/// The rules of a key depend on more than its policies: port names that they resolve on peers, and nodes.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Dependencies {
     /// Port names; when pods' numbers for them change, the rules change.
@@ -177,7 +204,7 @@ pub struct Dependencies {
     pub nodes: bool,
 }
 
-/// What the rules of a key depend on besides its policies.
+/// Things besides its policies on which the rules of a key depend.
 pub fn dependencies(state: &ClusterState, key: &TableKey) -> Dependencies {
     if key.direction == Direction::Ingress {
         return Dependencies::default();

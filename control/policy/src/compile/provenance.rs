@@ -135,7 +135,7 @@ impl SourcePolicy {
 }
 
 impl RuleSource {
-    /// What the rule matches.
+    /// The flows that the rule matches.
     pub fn get(&self) -> &Rule {
         match &self.policy {
             SourcePolicy::Network(policy) => &super::rules_of(policy, self.direction).unwrap_or_default()[self.rule],
@@ -151,7 +151,7 @@ impl RuleSource {
         }
     }
 
-    /// What it does with what it matches.
+    /// Its action on the flows that it matches.
     pub fn action(&self) -> RuleAction {
         self.cluster_rule().map_or(RuleAction::Accept, |rule| rule.action)
     }
@@ -192,7 +192,7 @@ pub struct Provenance {
     pub direction: Direction,
     /// The rule's index.
     pub rule: usize,
-    /// What kind of peer matched.
+    /// The kind of peer that matched.
     pub kind: PeerKind,
     /// The peer's index in the rule's list.
     pub peer: usize,

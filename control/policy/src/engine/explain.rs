@@ -60,7 +60,7 @@ pub struct DirectionExplanation {
     pub verdict: DirectionVerdict,
     /// The pod whose policies apply; `None` if the address is not a pod's.
     pub pod: Option<ObjectKey>,
-    /// What each tier did, up to the one that decided. Empty if no ClusterNetworkPolicy applies.
+    /// The decisions of the tiers, up to the one that decided the flow. Empty if no ClusterNetworkPolicy applies.
     pub tiers: Vec<TierStep>,
     /// The rules with domain names that stand before the one that decided: the first decides instead once a DNS answer has
     /// given the pod this destination for one of its names. What pods have learnt is not asked.
@@ -85,12 +85,12 @@ impl DirectionExplanation {
     }
 }
 
-/// What one tier did with a flow.
+/// The decision of one tier on a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TierStep {
     /// The tier.
     pub tier: Tier,
-    /// What it did.
+    /// The decision.
     pub outcome: TierOutcome,
 }
 
@@ -103,7 +103,7 @@ pub enum TierOutcome {
     NoMatch,
     /// A ClusterNetworkPolicy's rule matched.
     Rule {
-        /// What the rule does.
+        /// The rule's action.
         action: RuleAction,
         /// The rule.
         rule: Provenance,
@@ -126,14 +126,22 @@ impl TierOutcome {
 pub struct NearestRule {
     /// The rule. Where its peer or port did not match, the first that it lists.
     pub rule: Provenance,
-    /// What did not match: one thing, or two if no rule came closer.
+    /// The mismatches: one, or two if no rule came closer.
     pub mismatches: Vec<Mismatch>,
 }
 
 impl Engine {
     /// Evaluates a flow and explains the verdict.
     pub fn explain(&self, flow: &Flow) -> Explanation {
-        let verdict = self.evaluate(flow);
+        self.explain_as(flow, self.evaluate(flow))
+    }
+
+    /// The same for a flow that its client opens through a Service, of which the destination is a backend.
+    pub fn explain_through_service(&self, flow: &Flow) -> Explanation {
+        self.explain_as(flow, self.evaluate_through_service(flow))
+    }
+
+    fn explain_as(&self, flow: &Flow, verdict: PolicyVerdict) -> Explanation {
         Explanation {
             verdict,
             egress: self.explain_direction(flow, Direction::Egress, verdict.egress),
@@ -181,7 +189,7 @@ impl Engine {
         policies.flat_map(|policy| network_sources(policy, direction)).collect()
     }
 
-    /// What each tier does, read from the policies. None where no ClusterNetworkPolicy was evaluated.
+    /// The decision of each tier, read from the policies. None where no ClusterNetworkPolicy was evaluated.
     fn tiers(
         &self,
         pod: PodId,

@@ -6,16 +6,21 @@
 mod explain;
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use penstock_dataplane::forward::Forwarding;
-use penstock_dataplane::names::NameTable;
+use penstock_dataplane::names::{NameTable, NameTime};
 use penstock_dataplane::packet::Flow;
-use penstock_dataplane::policy::{AddressSet, Direction, PolicySet, PolicyVerdict, RuleRef, RuleScope};
+use penstock_dataplane::policy::{AddressSet, Direction, EvaluationForm, PolicySet, PolicyVerdict, RuleRef, RuleScope};
 use penstock_dataplane::services::ServiceSet;
 
-use crate::compile::{Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources};
-use crate::model::{Object, ObjectChange, Peer, Peers, RuleAction};
+use crate::compile::{
+    MOST_ENTRIES, Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources,
+};
+use crate::derived_slices::derived_slices;
+use crate::describe;
+use crate::model::{EndpointSlice, Object, ObjectChange, ObjectKey, Peer, Peers, RuleAction, Service};
 use crate::render::services::{ServiceProblem, ServiceTables};
 use crate::render::tables::{self, PodScope, RuleUse, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
@@ -51,10 +56,23 @@ pub struct Engine {
     tables: Tables,
     services: ServiceTables,
     staging: StagedPolicies,
+    translated_by: TranslatedBy,
+}
+
+/// Who sends on what pods send to Services' addresses, as far as questions about Services are concerned.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TranslatedBy {
+    /// Whoever it is on each node: the objects are all that is known.
+    Anyone,
+    /// The node's kernel. Egress policy is for what answers only at addresses of [`Engine::set_services`]; where no EndpointSlice is
+    /// known, that is what Services' selectors find.
+    Kernel,
+    /// Workers, what is for cluster addresses, and the node's kernel the rest.
+    Workers,
 }
 
 impl Engine {
-    /// An engine of an empty cluster, for what is in force.
+    /// An engine of an empty cluster, for what is in effect.
     pub fn new(settings: EngineSettings) -> Self {
         Self::reading(settings, PolicyReading::InForce)
     }
@@ -71,7 +89,36 @@ impl Engine {
             tables: Tables::new(settings.scope, settings.reach),
             services,
             staging: StagedPolicies::new(reading),
+            translated_by: TranslatedBy::Anyone,
         }
+    }
+
+    /// Sets who translates on the node about which questions are asked.
+    pub fn set_translated_by(&mut self, who: TranslatedBy) {
+        self.translated_by = who;
+    }
+
+    /// Whether egress policy of what is sent to this address of a Service is for what answers, and not for the address itself.
+    pub(crate) fn is_judged_behind(&self, address: IpAddr) -> bool {
+        let is_postponed = || self.policy_set().services().contains(&address.into());
+        match self.translated_by {
+            TranslatedBy::Anyone => true,
+            TranslatedBy::Kernel => is_postponed(),
+            TranslatedBy::Workers => {
+                is_postponed() || self.state.services().any(|service| service.addresses.contains(&address))
+            }
+        }
+    }
+
+    /// The EndpointSlices of a Service; `None` if they are not known.
+    pub(crate) fn endpoint_slices(&self, service: &Service) -> Option<Vec<Arc<EndpointSlice>>> {
+        let known: Vec<_> = self.state.endpoint_slices(&service.key).map(Arc::clone).collect();
+        if self.translated_by != TranslatedBy::Kernel || self.state.all_endpoint_slices().next().is_some() {
+            return Some(known);
+        }
+        service.selector.as_ref()?;
+        let pods = self.state.pods().map(|(_, pod)| (pod, true));
+        Some(derived_slices(service, pods).into_iter().map(Arc::new).collect())
     }
 
     /// Applies changes atomically: the next [`Engine::policy_set`] and [`Engine::service_set`] contain all of them. Returns
@@ -84,7 +131,7 @@ impl Engine {
     }
 
     /// Replaces the policies of a trial from files, which stand before what the cluster has under their names. Returns
-    /// whether the tables may differ. Without effect on an engine for what is in force.
+    /// whether the tables may differ. Without effect on an engine for what is in effect.
     pub fn set_trial(&mut self, policies: &[Object]) -> bool {
         self.staging.set_trial(policies, |seen| self.state.apply(seen));
         self.update()
@@ -95,7 +142,7 @@ impl Engine {
         self.staging.staged()
     }
 
-    /// What of the staged policies is not as it may be meant, in order. Complete only in an engine as promoted.
+    /// Doubts whether the staged policies are as they are meant, in order. Complete only in an engine as promoted.
     pub fn staged_problems(&self) -> Vec<StagedProblem> {
         self.staging.problems()
     }
@@ -117,7 +164,7 @@ impl Engine {
         self.services.set()
     }
 
-    /// What of the Services cannot be as written, in order.
+    /// Services that cannot be as written, in order.
     pub fn service_problems(&self) -> BTreeSet<ServiceProblem> {
         self.services.problems()
     }
@@ -149,7 +196,7 @@ impl Engine {
         self.tables.take_use()
     }
 
-    /// The rules of all policies in force that decide: all but those that pass a flow on.
+    /// The rules of all policies in effect that decide: all but those that pass a flow on.
     pub fn deciding_rules(&self) -> impl Iterator<Item = RuleSource> {
         let directions = [Direction::Ingress, Direction::Egress];
         let network = self.state.policy_handles().flat_map(move |policy| {
@@ -185,6 +232,14 @@ impl Engine {
         self.policy_set().evaluate(flow)
     }
 
+    /// The same for a flow that its client opens through a Service, of which the destination is a backend. Between a pod and itself
+    /// ClusterNetworkPolicies apply then, and NetworkPolicies do not.
+    pub fn evaluate_through_service(&self, flow: &Flow) -> PolicyVerdict {
+        let is_to_itself = flow.src == flow.dst;
+        let form = if is_to_itself { EvaluationForm::Hairpin } else { EvaluationForm::Plain };
+        self.policy_set().evaluate_as(flow, form, NameTime::Never)
+    }
+
     /// The rule that a verdict of the current set names, with the peer and the port through which it matched this flow.
     /// `None` if the rule no longer exists or no longer matches: the verdict is older than the objects.
     pub fn provenance(&self, rule: RuleRef, flow: &Flow) -> Option<Provenance> {
@@ -194,6 +249,19 @@ impl Engine {
             true => Some(met.provenance),
             false => compare_by_name(&self.state, source, flow),
         }
+    }
+
+    /// Why pods are closed in a direction whatever their NetworkPolicies say, in order: these are too many to compile.
+    pub fn closed_pods(&self) -> BTreeSet<(ObjectKey, String)> {
+        let closed = self.tables.closed().filter_map(|(pod, direction, entries)| {
+            let direction = describe::direction(direction);
+            let reason = format!(
+                "its NetworkPolicies have {entries} rules, blocks, excepts and ports for {direction}, more than {MOST_ENTRIES}: none of them \
+                 allows any {direction}; write fewer rules, or larger blocks"
+            );
+            Some((self.state.pod(pod)?.key.clone(), reason))
+        });
+        closed.collect()
     }
 
     /// The numbers of objects and of table parts.

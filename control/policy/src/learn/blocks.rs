@@ -21,7 +21,7 @@ impl Block {
     }
 }
 
-/// What blocks may hold.
+/// Addresses that blocks may hold.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct BlockLimits {
     /// The most addresses that were not seen which a block may add.

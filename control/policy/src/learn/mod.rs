@@ -121,7 +121,7 @@ pub enum Opening {
     Missing,
 }
 
-/// What became of a connection.
+/// The outcome of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
     /// It was let through, and answered where its protocol answers.
@@ -143,7 +143,7 @@ pub struct ObservedFlow {
     pub protocol: Protocol,
     /// How certain its direction is.
     pub opening: Opening,
-    /// What became of it.
+    /// Its outcome.
     pub outcome: Outcome,
     /// When.
     pub seen: Option<SeenTimes>,

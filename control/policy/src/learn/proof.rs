@@ -1,4 +1,4 @@
-//! What learnt policies do: to the flows they were learnt from, to others, and to everything else.
+//! Proves what learnt policies do: to the flows they were learnt from, to others, and to everything else.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::hash::Hasher;
@@ -21,7 +21,7 @@ use super::LearnableFlow;
 pub struct DeniedFlow {
     /// Its index among the flows that were asked about.
     pub index: usize,
-    /// What is denied: the flow, or that to one backend.
+    /// The flow that is denied: the observed one, or that to one backend.
     pub flow: Flow,
     /// The side that denies it; egress if both do.
     pub direction: Direction,
@@ -67,13 +67,13 @@ pub fn split(flows: &[LearnableFlow], held_out: f64, seed: u64) -> (Vec<&Learnab
 pub struct ClosedWays {
     /// Pairs of pods with a port, in one direction each.
     pub pairs: u64,
-    /// Of these, those with an open port before.
+    /// How many of these had an open port before.
     pub pairs_before: u64,
     /// And now.
     pub pairs_after: u64,
     /// Ports of all pairs.
     pub ways: u64,
-    /// Of these, the open ones before.
+    /// How many of these were open before.
     pub ways_before: u64,
     /// And now.
     pub ways_after: u64,

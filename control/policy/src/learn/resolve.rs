@@ -28,7 +28,7 @@ pub struct LearnableFlow {
     pub flow: Flow,
     /// The Service whose cluster address is its destination.
     pub service: Option<ObjectKey>,
-    /// What policy judges for it: the flow itself, or one to each backend of the Service.
+    /// The flows that policy judges for it: the flow itself, or one to each backend of the Service.
     pub ends: Vec<Flow>,
     /// Whether policy judges the flow to the Service's cluster address, too.
     pub to_service_address: bool,
@@ -123,12 +123,12 @@ pub struct UnusableFlows {
     pub first: usize,
 }
 
-/// What was resolved.
+/// The result of resolving.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Resolution {
-    /// What can be learnt, in the order of the observed flows.
+    /// Flows that can be learnt, in the order of the observed ones.
     pub learnable: Vec<LearnableFlow>,
-    /// What cannot, by reason.
+    /// How many cannot, by reason.
     pub not_learnt: BTreeMap<NotLearnt, UnusableFlows>,
 }
 

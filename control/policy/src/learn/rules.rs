@@ -114,7 +114,7 @@ type PortEvidence = BTreeMap<LearnedPort, Evidence>;
 /// Ports, each with the addresses outside that have connections on it.
 type OutsideEvidence = BTreeMap<LearnedPort, BTreeMap<IpAddr, Evidence>>;
 
-/// What one direction of a workload needs: ports by peer. Addresses outside are grouped at the end.
+/// Needs of one direction of a workload: ports by peer. Addresses outside are grouped at the end.
 #[derive(Default)]
 struct Needs {
     peers: BTreeMap<LearnedPeer, PortEvidence>,
@@ -192,7 +192,7 @@ impl Learner<'_> {
         }
     }
 
-    /// What both ends of a flow need.
+    /// Needs of both ends of a flow.
     fn needs_of(&self, end: &Flow, service: Option<&ObjectKey>, into: &mut BTreeSet<Need>) {
         let Some(protocol) = port_protocol(end.protocol) else { return };
         let (src, dst) = (IpAddr::from(end.src), IpAddr::from(end.dst));
@@ -276,7 +276,7 @@ fn port_protocol(protocol: Protocol) -> Option<PortProtocol> {
     }
 }
 
-/// What blocks may hold: no address of a pod, a node or a Service.
+/// Addresses that blocks may hold: no address of a pod, a node or a Service.
 fn limits(state: &ClusterState, settings: &LearnSettings) -> BlockLimits {
     let of_services = state.services().flat_map(|service| service.addresses.iter().copied());
     let mut never: Vec<Address> =

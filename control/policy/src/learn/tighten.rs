@@ -1,4 +1,4 @@
-//! What existing NetworkPolicies allow and no flow uses.
+//! Finds what existing NetworkPolicies allow and no flow uses.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -14,7 +14,7 @@ use crate::state::{ClusterState, PodId, PodOrNode};
 
 use super::LearnableFlow;
 
-/// What of a policy was used.
+/// The parts of a policy that were used.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PolicyUsage {
     /// Connections with an end in a pod that it selects, in a direction that it isolates.
@@ -25,14 +25,14 @@ pub struct PolicyUsage {
     pub egress: Vec<RuleUsage>,
 }
 
-/// What of a rule was used.
+/// The parts of a rule that were used.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RuleUsage {
     /// Connections that it allows.
     pub connections: u64,
-    /// Of each peer that it lists, the connections that it allows on one of the rule's ports.
+    /// For each peer that it lists, the connections that it allows on one of the rule's ports.
     pub peers: Vec<u64>,
-    /// Of each port that it lists, the connections that it allows with one of the rule's peers.
+    /// For each port that it lists, the connections that it allows with one of the rule's peers.
     pub ports: Vec<u64>,
 }
 

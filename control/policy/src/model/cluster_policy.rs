@@ -23,7 +23,7 @@ pub struct ClusterNetworkPolicy {
     pub ingress: Vec<ClusterRule>,
     /// Its egress rules, in order.
     pub egress: Vec<ClusterRule>,
-    /// Whether it is in force, or staged.
+    /// Whether it is in effect, or staged.
     #[serde(default, skip_serializing_if = "Staging::is_in_force")]
     pub staging: Staging,
 }
@@ -63,10 +63,10 @@ pub struct Subject {
 pub struct ClusterRule {
     /// Its name, for people; need not be unique.
     pub name: Option<String>,
-    /// What it does.
+    /// Its action.
     #[serde(with = "RuleActionForm")]
     pub action: RuleAction,
-    /// What it matches.
+    /// The flows that it matches.
     pub matches: Rule,
     /// Whether it is fully understood.
     pub is_understood: bool,

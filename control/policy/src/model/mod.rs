@@ -84,7 +84,7 @@ pub struct Pod {
     pub ports: Vec<NamedPort>,
     /// Start, creation and deletion: they decide which of two pods owns an address.
     pub lifetime: PodLifetime,
-    /// What makes such pods anew, if anything does. No policy depends on it.
+    /// The workload that makes such pods anew, if one does. No policy depends on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub controller: Option<Controller>,
     /// Its interfaces beside the one with its addresses, as a plugin for several networks has noted them at the object. Policy is
@@ -93,7 +93,7 @@ pub struct Pod {
     pub other_interfaces: Vec<String>,
 }
 
-/// What makes a pod anew when it ends, as it is named across versions: a Deployment rather than one of its ReplicaSets, a
+/// The workload that makes a pod anew when it ends, as it is named across versions: a Deployment rather than one of its ReplicaSets, a
 /// CronJob rather than one of its Jobs.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct Controller {
@@ -165,7 +165,7 @@ pub struct NetworkPolicy {
     pub ingress: Option<Vec<Rule>>,
     /// Its egress rules, where it isolates for egress.
     pub egress: Option<Vec<Rule>>,
-    /// Whether it is in force, or staged.
+    /// Whether it is in effect, or staged.
     #[serde(default, skip_serializing_if = "Staging::is_in_force")]
     pub staging: Staging,
 }

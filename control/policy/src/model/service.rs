@@ -41,6 +41,9 @@ pub struct ServicePort {
     pub number: u16,
     /// Its number at the pods that the selector names.
     pub target: TargetPort,
+    /// Its number at the addresses of nodes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub node_port: Option<u16>,
 }
 
 /// A Service's port at a pod.

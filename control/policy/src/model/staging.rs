@@ -1,25 +1,25 @@
-//! Whether a policy is in force, or staged: judged beside what is in force.
+//! Whether a policy is in effect, or staged: judged beside what is in effect.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Object, ObjectKey, ObjectRef};
 
-/// What a policy's annotations say about its part in what is in force.
+/// A policy's part in what is in effect, by its annotations.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
 pub enum Staging {
-    /// It is in force: no annotation says otherwise.
+    /// It is in effect: no annotation says otherwise.
     #[default]
     InForce,
-    /// A new policy that is not in force yet.
+    /// A new policy that is not in effect yet.
     New,
-    /// Not in force; its spec would replace that of the policy of this name, of the same kind and in the same namespace.
+    /// Not in effect; its spec would replace that of the policy of this name, of the same kind and in the same namespace.
     Replaces(String),
-    /// In force, and would be deleted.
+    /// In effect, and would be deleted.
     Deleted,
 }
 
 impl Staging {
-    /// Whether the policy is in force and stays so.
+    /// Whether the policy is in effect and stays so.
     pub fn is_in_force(&self) -> bool {
         *self == Self::InForce
     }
@@ -31,7 +31,7 @@ impl Staging {
 }
 
 impl Object {
-    /// What a policy's annotations say; `None` of an object that is no policy.
+    /// The meaning of a policy's annotations; `None` of an object that is no policy.
     pub fn staging(&self) -> Option<&Staging> {
         match self {
             Self::NetworkPolicy(policy) => Some(&policy.staging),
@@ -45,7 +45,7 @@ impl Object {
         self.staging().is_some_and(|staging| !staging.is_enforced())
     }
 
-    /// A policy under this name and in force; any other object as it is.
+    /// A policy under this name and in effect; any other object as it is.
     #[must_use]
     pub fn in_force_as(mut self, target: &ObjectRef) -> Self {
         match (&mut self, target) {

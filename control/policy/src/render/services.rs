@@ -42,7 +42,7 @@ pub struct Selection {
     pub backends: Vec<Backend>,
     /// All that serve, sorted, each once.
     pub serving: Vec<Backend>,
-    /// What happens without `backends`.
+    /// The effect of having no `backends`.
     pub without: WithoutBackend,
 }
 
@@ -200,7 +200,7 @@ impl Claimant {
     }
 }
 
-/// What a Service claims.
+/// The addresses and ports that a Service claims.
 #[derive(Debug)]
 struct Claimed {
     claimant: Claimant,
@@ -304,7 +304,7 @@ impl ServiceTables {
         frontends
     }
 
-    /// What cannot be as written, in order.
+    /// Services that cannot be as written, in order.
     pub fn problems(&self) -> BTreeSet<ServiceProblem> {
         let mut problems = BTreeSet::new();
         for key in &self.disputed {

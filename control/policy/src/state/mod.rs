@@ -2,7 +2,7 @@
 //!
 //! A [`ClusterState`] applies one change after another and records what each made outdated: pods whose policies may have
 //! changed, addresses whose owner or peer sets may have. Later stages process only these. No I/O, no clock; the result
-//! does not depend on the order of changes, but for the end of a namespace: policies that go while it is being deleted stay in force
+//! does not depend on the order of changes, but for the end of a namespace: policies that go while it is being deleted stay in effect
 //! for its pods until these are gone. Of two pods that claim one address, the one that [outranks](Pod::outranks)
 //! the other owns it.
 
@@ -57,7 +57,7 @@ pub struct ClusterState {
     outdated_services: FxHashSet<ObjectKey>,
 }
 
-/// What changes made outdated since the last call of [`ClusterState::take_outdated`].
+/// Parts that changes made outdated since the last call of [`ClusterState::take_outdated`].
 #[derive(Default, Debug)]
 pub struct Outdated {
     /// Pods whose policies or enforcement may have changed; a number may no longer be in use.
@@ -158,7 +158,7 @@ impl ClusterState {
         }
     }
 
-    /// What changed since the last call.
+    /// The changes since the last call.
     pub fn take_outdated(&mut self) -> Outdated {
         std::mem::take(&mut self.outdated)
     }
@@ -212,6 +212,11 @@ impl ClusterState {
     /// A policy by its number.
     pub fn policy(&self, policy: PolicyId) -> Option<&Arc<NetworkPolicy>> {
         self.policies.get(policy).map(|record| &record.policy)
+    }
+
+    /// A policy by its name.
+    pub fn find_policy(&self, key: &ObjectKey) -> Option<&Arc<NetworkPolicy>> {
+        self.policies.find(key).and_then(|policy| self.policy(policy))
     }
 
     /// Changes with every change of a policy.
@@ -268,6 +273,11 @@ impl ClusterState {
     /// The labels of a namespace; `None` while its Namespace is unknown.
     pub fn namespace_labels(&self, name: &str) -> Option<&Labels> {
         self.namespaces.get(self.namespaces.find(name)?)?.labels.as_ref()
+    }
+
+    /// Whether a namespace is being deleted.
+    pub fn is_terminating(&self, name: &str) -> bool {
+        self.namespaces.find(name).is_some_and(|namespace| self.namespaces[namespace].terminating)
     }
 
     /// The owner of an address.

@@ -16,7 +16,7 @@ pub type PeerSetId = u32;
 /// its selector must match the namespace's labels, which are unknown.
 pub const NAMESPACE_UNKNOWN: PeerSetId = 0;
 
-/// What the pods (or addresses) of a peer set have in common.
+/// The marks that the pods (or addresses) of a peer set have in common.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum PeerSet {
     /// Pods of one namespace that match a selector.

@@ -77,7 +77,7 @@ impl ClusterState {
     }
 
     /// All EndpointSlices of Services, known or not, in no order.
-    pub(super) fn all_endpoint_slices(&self) -> impl Iterator<Item = &Arc<EndpointSlice>> {
+    pub(crate) fn all_endpoint_slices(&self) -> impl Iterator<Item = &Arc<EndpointSlice>> {
         self.services.values().flat_map(|record| record.slices.values())
     }
 

@@ -33,7 +33,7 @@ fn egress(peers: &[&str], ports: &[&str]) -> Object {
 }
 
 #[test]
-fn clause_1_egress_of_the_source_and_ingress_of_the_destination_must_both_allow() {
+fn clause_1_egress_and_ingress_must_both_allow() {
     let out = policy("shop/out", "app=web", None, Some(vec![rule(&[], &["tcp/1-100"])]));
     let into = policy("shop/in", "app=db", Some(vec![rule(&[], &["tcp/50-200"])]), None);
     with([out, into]).check(&[
@@ -47,7 +47,7 @@ fn clause_1_egress_of_the_source_and_ingress_of_the_destination_must_both_allow(
 }
 
 #[test]
-fn clause_2_a_pod_that_no_policy_selects_is_open_and_policies_only_add() {
+fn clause_2_an_unselected_pod_is_open_and_policies_only_add() {
     let mut cluster = with([]);
     cluster.check(&[("shop/web", "shop/db", "tcp/1", true), ("8.8.8.8", "shop/db", "icmp", true)]);
     cluster.set(policy("shop/none", "app=db", Some(vec![]), None));
@@ -76,7 +76,7 @@ fn clause_2_hundreds_of_policies_on_one_pod_all_count() {
 }
 
 #[test]
-fn clause_3_peers_and_ports_of_one_rule_combine_and_never_across_rules() {
+fn clause_3_peers_and_ports_combine_within_one_rule_only() {
     let rules = vec![rule(&["pods app=web"], &["tcp/80"]), rule(&["namespaces team=blue"], &["udp/53", "tcp/90"])];
     with([policy("shop/p", "app=db", Some(rules), None)]).check(&[
         ("shop/web", "shop/db", "tcp/80", true),
@@ -89,7 +89,7 @@ fn clause_3_peers_and_ports_of_one_rule_combine_and_never_across_rules() {
 }
 
 #[test]
-fn clause_3_no_peers_is_every_peer_and_no_ports_is_every_port_and_protocol() {
+fn clause_3_no_peers_or_ports_is_every_peer_or_port() {
     with([ingress(&[], &["tcp/80"])]).check(&[
         ("8.8.8.8", "shop/db", "tcp/80", true),
         ("lab/probe", "shop/db", "tcp/80", true),
@@ -105,7 +105,7 @@ fn clause_3_no_peers_is_every_peer_and_no_ports_is_every_port_and_protocol() {
 }
 
 #[test]
-fn clause_3_a_protocol_without_ports_matches_only_rules_without_ports() {
+fn clause_3_a_portless_protocol_needs_a_rule_without_ports() {
     with([ingress(&[], &["tcp", "udp", "sctp"])]).check(&[
         ("shop/web", "shop/db", "tcp/1", true),
         ("shop/web", "shop/db", "udp/65535", true),
@@ -172,7 +172,7 @@ fn clause_4_a_block_matches_except_in_its_own_excepts() {
         ("172.18.0.0", "shop/db", "tcp/1", true),
         ("172.32.0.0", "shop/db", "tcp/1", false),
     ]);
-    // What one block excludes, another block of the same rule may include.
+    // An address that one block excludes may be in another block of the same rule.
     cluster(&["172.16.0.0/12 except 172.16.1.0/24", "172.16.1.0/25 except 172.16.1.64/26"]).check(&[
         ("172.16.1.1", "shop/db", "tcp/1", true),
         ("172.16.1.65", "shop/db", "tcp/1", false),
@@ -219,7 +219,7 @@ fn clause_5_ports_by_number_range_and_protocol() {
 }
 
 #[test]
-fn clause_5_a_port_name_on_ingress_is_resolved_on_the_selected_pod() {
+fn clause_5_an_ingress_port_name_is_the_selected_pods() {
     with([policy("shop/p", "", Some(vec![rule(&[], &["tcp/http"])]), None)]).check(&[
         ("lab/web", "shop/web", "tcp/80", true),
         ("lab/web", "shop/web", "tcp/8080", false),
@@ -244,7 +244,7 @@ fn clause_5_a_port_name_on_egress_is_resolved_on_each_peer() {
 }
 
 #[test]
-fn clause_5_a_port_name_needs_a_pod_port_of_that_name_and_protocol() {
+fn clause_5_a_port_name_needs_that_name_and_protocol() {
     with([egress(&["namespaces"], &["tcp/dns"])]).check(&[
         ("shop/web", "lab/web", "tcp/53", true),
         ("shop/web", "lab/web", "udp/53", false),
@@ -258,7 +258,7 @@ fn clause_5_a_port_name_needs_a_pod_port_of_that_name_and_protocol() {
 }
 
 #[test]
-fn clause_5_a_port_name_matches_only_pods_also_with_a_block_or_every_peer() {
+fn clause_5_a_port_name_matches_only_pods() {
     with([egress(&["10.0.0.0/16 except 10.0.2.1/32"], &["tcp/http"])]).check(&[
         ("shop/web", "shop/db", "tcp/8080", true),
         ("shop/web", "lab/web", "tcp/81", false),
@@ -271,13 +271,13 @@ fn clause_5_a_port_name_matches_only_pods_also_with_a_block_or_every_peer() {
         ("shop/web", "8.8.8.8", "tcp/8080", false),
         ("shop/web", "8.8.8.8", "udp/53", true),
     ]);
-    // Of a pod with two addresses, the one in the block.
+    // The block has one of the pod's two addresses.
     with([egress(&["fd00::1:0/112"], &["tcp/http"])])
         .check(&[("fd00::1:1", "fd00::1:2", "tcp/8080", true), ("shop/web", "shop/db", "tcp/8080", false)]);
 }
 
 #[test]
-fn clause_7_a_host_network_pod_counts_as_its_node_and_no_selector_matches_it() {
+fn clause_7_a_host_network_pod_counts_as_its_node() {
     let agent = |node: &str, address: &str| {
         let pod = pod("lab/agent", "app=web", &[address], &["http:tcp/80"]);
         Object::Pod(Pod { host_network: true, node: Some(node.to_owned()), ..pod })
@@ -292,7 +292,7 @@ fn clause_7_a_host_network_pod_counts_as_its_node_and_no_selector_matches_it() {
     cluster.check(&[("192.168.0.77", "shop/db", "tcp/1", false)]);
 }
 
-/// What a node sends to its own pods is exempt: no pod's status takes that away.
+/// A node's packets to its own pods are exempt: no pod's status takes that away.
 #[test]
 fn clause_7_a_pod_with_a_nodes_address_does_not_become_the_node() {
     let taken = "192.168.0.1";
@@ -309,7 +309,7 @@ fn clause_7_a_pod_with_a_nodes_address_does_not_become_the_node() {
 }
 
 #[test]
-fn clause_7_nothing_matches_a_finished_pod_or_one_without_address() {
+fn clause_7_no_finished_or_addressless_pod_is_matched() {
     let mut cluster = with([ingress(&["pods app=web"], &[]), egress(&["namespaces"], &["tcp/http"])]);
     cluster.set(policy("shop/more", "app=db", Some(vec![rule(&["pods app=web"], &[])]), None));
     cluster.check(&[("10.0.1.1", "shop/db", "tcp/8080", true)]);
@@ -323,7 +323,7 @@ fn clause_7_nothing_matches_a_finished_pod_or_one_without_address() {
 }
 
 #[test]
-fn clause_7_an_address_moves_between_pods_in_either_order_of_events() {
+fn clause_7_an_address_moves_in_either_order_of_events() {
     let old = || Object::Pod(pod("lab/old", "app=old", &["10.0.2.9"], &[]));
     let new = || Object::Pod(pod("lab/new", "app=new", &["10.0.2.9"], &[]));
     let gone = || ObjectChange::Delete(ObjectRef::Pod(key("lab/old")));
@@ -351,7 +351,7 @@ fn clause_7_an_address_moves_between_pods_in_either_order_of_events() {
 }
 
 #[test]
-fn clause_7_no_namespace_selector_matches_a_pod_of_an_unknown_namespace() {
+fn clause_7_no_selector_matches_an_unknown_namespaces_pod() {
     let stray = Object::Pod(pod("stray/a", "app=web", &["10.0.3.1"], &["http:tcp/80"]));
     let rules = vec![rule(&["namespaces", "namespaces x!=y"], &[]), rule(&["10.0.3.0/24"], &["udp/1"])];
     let mut cluster = with([policy("shop/p", "app=db", Some(rules), Some(vec![rule(&["namespaces"], &[])])), stray]);
@@ -369,7 +369,7 @@ fn clause_7_no_namespace_selector_matches_a_pod_of_an_unknown_namespace() {
 
 /// A namespace's controller deletes its objects in any order, policies before pods that end slowly.
 #[test]
-fn policies_of_a_terminating_namespace_stay_until_its_pods_are_gone() {
+fn a_terminating_namespaces_policies_outlast_its_pods() {
     let deny = || policy("shop/deny", "", Some(vec![]), None);
     let ending = |terminating| match namespace("shop", "") {
         Object::Namespace(namespace) => ObjectChange::Set(Object::Namespace(Namespace { terminating, ..namespace })),
@@ -412,7 +412,7 @@ fn policies_of_a_terminating_namespace_stay_until_its_pods_are_gone() {
 }
 
 #[test]
-fn clause_8_a_pod_always_reaches_itself_and_its_node_and_is_reached_by_them() {
+fn clause_8_a_pod_always_reaches_itself_and_its_node() {
     let deny = |namespace: &str| policy(&format!("{namespace}/deny"), "", Some(vec![]), Some(vec![]));
     let mut cluster = with([deny("shop"), deny("lab")]);
     cluster.check(&[
@@ -469,7 +469,7 @@ fn a_rule_is_named_by_policy_direction_peer_and_port() {
 }
 
 #[test]
-fn a_denial_names_the_isolating_policies_and_the_nearest_rule_with_its_mismatches() {
+fn a_denial_names_isolating_policies_and_the_nearest_rule() {
     use penstock_policy::compile::Mismatch;
     let into = vec![rule(&["pods app=web"], &["tcp/80"]), rule(&["10.0.2.0/24 except 10.0.2.2/32"], &["tcp/sql"])];
     let cluster = with([policy("shop/p", "app=db", Some(into), None), policy("shop/q", "", Some(vec![]), None)]);

@@ -36,26 +36,26 @@ fn check(engine: &Engine, expected: &[(&str, &str, bool)]) {
 }
 
 #[test]
-fn clause_11_a_policy_that_lets_a_send_to_b_overrules_one_that_lets_b_receive_from_c_only() {
+fn clause_11_a_to_b_overrules_b_from_c_only() {
     let send = policy("ns1/one", "is=a", None, Some(vec![rule(&["pods is=b"], &[])]));
     let receive = policy("ns1/two", "is=b", Some(vec![rule(&["namespaces / pods is=x"], &[])]), None);
     check(&engine([send, receive]), &[(A, B, true), ("10.9.9.9", B, false), (A, X, false)]);
 }
 
 #[test]
-fn clause_11_illustration_1_egress_allow_all_and_ingress_deny_all() {
+fn clause_11_illustration_1_egress_all_and_ingress_none() {
     let both = policy("ns1/p", "", Some(vec![]), Some(vec![rule(&[], &[])]));
     check(&engine([both]), &[(A, B, true), (B, A, true), (X, A, false), (X, B, false)]);
 }
 
 #[test]
-fn clause_11_illustration_2_ingress_allow_all_and_egress_deny_all() {
+fn clause_11_illustration_2_ingress_all_and_egress_none() {
     let both = policy("ns1/p", "", Some(vec![rule(&[], &[])]), Some(vec![]));
     check(&engine([both]), &[(A, B, true), (B, A, true), (A, X, false), (B, X, false), (X, A, true)]);
 }
 
 #[test]
-fn clause_11_illustration_3_egress_to_the_block_of_a_pod_that_may_receive_nothing() {
+fn clause_11_illustration_3_egress_to_a_closed_pods_block() {
     let send = policy("ns1/one", "is=a", None, Some(vec![rule(&["10.0.1.2/32"], &[])]));
     let deny = policy("ns1/two", "", Some(vec![]), None);
     check(&engine([send, deny]), &[(A, B, true), (B, A, false), (X, A, false), (X, B, false)]);

@@ -69,7 +69,7 @@ fn incremental_updates_and_a_fresh_start_give_equal_tables() {
 }
 
 #[test]
-fn incremental_updates_and_a_fresh_start_give_equal_tables_for_one_node() {
+fn updates_and_a_fresh_start_give_one_node_equal_tables() {
     run(|| EngineSettings::for_node("n1"), 64);
 }
 

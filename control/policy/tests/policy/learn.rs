@@ -68,7 +68,7 @@ fn with(objects: &[Object], policies: &[LearnedPolicy]) -> Engine {
     engine(objects.iter().cloned().chain(new))
 }
 
-/// What was learnt from flows.
+/// The policies learnt from flows.
 struct Learnt {
     before: Engine,
     after: Engine,
@@ -218,6 +218,7 @@ fn service(backends: &[&str]) -> Vec<Object> {
             protocol: PortProtocol::Tcp,
             number: 80,
             target: TargetPort::Number(81),
+            node_port: None,
         }],
         external: Vec::new(),
         local_only: false,
@@ -304,7 +305,7 @@ fn some_flows_outside() -> impl Strategy<Value = Vec<Flow>> {
     )
 }
 
-/// What the random cases covered: why flows that were not seen were allowed, and how many were denied.
+/// Coverage of the random cases: why flows that were not seen were allowed, and how many were denied.
 fn check(mut runner: TestRunner) -> BTreeMap<&'static str, u64> {
     let covered = RefCell::new(BTreeMap::new());
     let backends = prop::collection::vec(select(ADDRESSES.iter().chain(&OTHERS).copied().collect::<Vec<_>>()), 0..4);
@@ -374,7 +375,7 @@ fn questions() -> impl Iterator<Item = Flow> {
 }
 
 #[test]
-fn learnt_policies_allow_every_learnt_flow_and_no_other_than_they_state() {
+fn learnt_policies_allow_learnt_flows_and_what_they_state() {
     check(TestRunner::new(Config { cases: 100, failure_persistence: None, ..Config::default() }));
 }
 
@@ -498,7 +499,7 @@ fn nodes_are_exempt_at_home_and_single_addresses_elsewhere() {
 }
 
 #[test]
-fn what_cannot_be_learnt_is_counted_with_its_reason_and_the_rest_is_learnt() {
+fn flows_that_cannot_be_learnt_are_counted_by_reason() {
     let good = seen(flow("10.0.0.4", "10.0.0.1", "tcp/8000"));
     let unknown = key("shop/gone");
     let reply = Flow { src_port: 53, dst_port: 40001, ..flow("10.0.0.5", "10.0.0.4", "udp/1") };
@@ -552,7 +553,7 @@ fn only_ephemeral_ports_of_clients_are_taken_for_replies() {
 }
 
 #[test]
-fn a_pod_is_found_by_its_name_where_its_address_is_another_ones_now() {
+fn a_pod_is_found_by_name_if_its_address_is_anothers_now() {
     let mut observed = seen(flow("10.0.0.4", "10.0.0.2", "tcp/8000"));
     observed.to.pod = Some(key("shop/api-1"));
     let learnt = learn(&shop(), &[observed], &LearnSettings::default());
@@ -596,7 +597,7 @@ fn what_becomes_closed_is_counted_by_pairs_and_ports() {
 }
 
 #[test]
-fn tightening_leaves_out_what_no_flow_uses_and_denies_nothing_that_was_seen() {
+fn tightening_denies_no_flow_that_was_seen() {
     let mut objects = shop();
     let ingress = vec![
         rule(&["namespaces kubernetes.io/metadata.name=web", "pods app=db"], &["tcp/http", "udp/53"]),

@@ -5,10 +5,12 @@
 
 mod agreement;
 mod build;
+mod classes;
 mod clauses;
 mod cluster_wide;
 mod incremental;
 mod learn;
+mod limits;
 mod naive;
 mod names;
 mod nft;

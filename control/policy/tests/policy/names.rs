@@ -70,7 +70,7 @@ impl Learning {
 }
 
 #[test]
-fn a_rule_with_names_matches_what_its_pod_has_heard_for_as_long_as_it_holds() {
+fn a_rule_with_names_matches_answers_until_they_expire() {
     let learning = Learning::new();
     assert!(!learning.egress("shop/web", "tcp/443", 0).is_allowed());
     learning.web_hears("www.example.org");
@@ -139,7 +139,7 @@ fn what_a_pod_has_learnt_is_its_own_and_ends_with_it() {
 }
 
 #[test]
-fn an_engine_that_learns_nothing_accepts_nothing_by_name_and_agrees_with_the_other_forms() {
+fn without_learning_no_name_is_accepted_in_any_form() {
     let mut cluster = Cluster::new(objects());
     cluster.check(&[
         ("shop/web", SITE, "tcp/443", false),
@@ -154,7 +154,7 @@ fn an_engine_that_learns_nothing_accepts_nothing_by_name_and_agrees_with_the_oth
 }
 
 #[test]
-fn a_name_is_written_as_the_api_writes_it_and_one_may_cover_another() {
+fn names_are_written_as_in_the_api_and_may_cover_others() {
     for (wide, narrow, covers) in [
         ("example.org", "EXAMPLE.org.", true),
         ("*.example.org", "a.b.example.org", true),

@@ -5,8 +5,10 @@ use std::net::IpAddr;
 
 use penstock_dataplane::packet::Protocol;
 use penstock_dataplane::services::{Backend, Frontend, WithoutBackend};
-use penstock_policy::engine::{Engine, EngineSettings};
+use penstock_policy::engine::{Engine, EngineSettings, TranslatedBy};
+use penstock_policy::flow::FlowEndpoint;
 use penstock_policy::model::*;
+use penstock_policy::service_flows::{Without, service_flows};
 use proptest::prelude::*;
 
 const NODES: [&str; 3] = ["n0", "n1", "n2"];
@@ -26,7 +28,7 @@ fn node(name: &str, zone: Option<&str>) -> Object {
 }
 
 fn port(name: &str, protocol: PortProtocol, number: u16) -> ServicePort {
-    ServicePort { name: name.to_owned(), protocol, number, target: TargetPort::Number(number) }
+    ServicePort { name: name.to_owned(), protocol, number, target: TargetPort::Number(number), node_port: None }
 }
 
 /// A Service on 10.96.0.`number` and fd00:96::`number`, with port 80/TCP `http` and 53/UDP `dns`.
@@ -384,7 +386,7 @@ fn hints_choose_close_backends_where_all_have_them() {
 
 /// Bad input: two Services with one address.
 #[test]
-fn of_two_services_with_one_address_the_first_by_name_keeps_it_and_both_are_named() {
+fn the_first_of_two_services_by_name_keeps_their_address() {
     for names in [["a", "b"], ["b", "a"]] {
         let mut engine = engine();
         for name in names {
@@ -448,4 +450,67 @@ fn a_change_of_one_service_leaves_the_tables_of_others_in_place() {
     let stranger = slice("x", "unknown", vec![endpoint("10.0.0.9")]);
     assert!(!engine.apply([set(Object::EndpointSlice(stranger))]), "a slice of no known Service has no effect");
     assert_eq!(engine.state().slices_without_service().count(), 1);
+}
+
+#[test]
+fn without_endpoint_slices_questions_go_by_selectors() {
+    let asked = |selector: Option<&str>, other: Option<EndpointSlice>, by_kernel: bool| {
+        let mut engine = engine();
+        if by_kernel {
+            engine.set_translated_by(TranslatedBy::Kernel);
+        }
+        let service = Service { selector: selector.map(super::build::selector), ..service("api", 1, false) };
+        let pods = [("shop/web", "app=web", "10.0.0.1"), ("shop/api", "app=api", "10.0.0.2")];
+        let pods = pods.map(|(name, labels, address)| Object::Pod(super::build::pod(name, labels, &[address], &[])));
+        let objects = pods.into_iter().chain([Object::Service(service)]).chain(other.map(Object::EndpointSlice));
+        engine.apply(objects.map(set));
+        let found =
+            service_flows(&engine, &FlowEndpoint::Pod(key("web")), &key("api"), &"80".parse().unwrap()).unwrap();
+        (found.flows.len(), found.without == Without::Knowledge)
+    };
+    assert_eq!(asked(Some("app=api"), None, true), (1, false));
+    assert_eq!(asked(Some("app=api"), None, false), (0, false), "they are followed, and there are none");
+    assert_eq!(asked(None, None, true), (0, true), "it may have some that nobody here knows");
+    assert_eq!(asked(Some("app=api"), Some(slice("other-1", "other", Vec::new())), true), (0, false), "there are some");
+}
+
+#[test]
+fn where_egress_policy_is_not_postponed_it_is_for_the_services_address() {
+    use penstock_policy::explain::{self, PlainText};
+    let to_api = super::build::rule(&["pods app=api"], &[]);
+    let explained = |client: &str, who: TranslatedBy, postponed: &[&str]| {
+        let mut engine = engine();
+        engine.set_translated_by(who);
+        let pods =
+            [("shop/web", "app=web", "10.0.0.1"), ("shop/api", "app=api", "10.0.0.2"), ("shop/any", "", "10.0.0.3")];
+        let pods = pods.map(|(name, labels, address)| {
+            let pod = super::build::pod(name, labels, &[address], &[]);
+            Object::Pod(Pod { node: Some("n0".to_owned()), ..pod })
+        });
+        let service = Service { external: vec![address("203.0.113.7")], ..service("api", 1, false) };
+        let others = [
+            Object::Service(service),
+            Object::EndpointSlice(slice("api-1", "api", vec![endpoint("10.0.0.2")])),
+            super::build::policy("shop/out", "app=web", None, Some(vec![to_api.clone()])),
+            super::build::namespace("shop", ""),
+        ];
+        engine.apply(pods.into_iter().chain(others).map(set));
+        engine.set_services(&std::sync::Arc::new(postponed.iter().map(|text| address(text).into()).collect()));
+        let from = FlowEndpoint::Pod(key(client));
+        ["10.96.0.1", "203.0.113.7"].map(|to| {
+            let to = FlowEndpoint::Address(address(to));
+            let (is_allowed, text) = explain::text(&engine, &PlainText, &from, &to, &"80".parse().unwrap()).unwrap();
+            (is_allowed, text.contains("egress policy is for its address"))
+        })
+    };
+    let (behind, denied, open) = ((true, false), (false, true), (true, false));
+    for (client, who, postponed, expected) in [
+        ("web", TranslatedBy::Anyone, &[][..], [behind, behind]),
+        ("web", TranslatedBy::Kernel, &["10.96.0.1", "203.0.113.7"], [behind, behind]),
+        ("web", TranslatedBy::Kernel, &[], [denied, denied]),
+        ("web", TranslatedBy::Workers, &[], [behind, denied]),
+        ("any", TranslatedBy::Kernel, &[], [open, open]),
+    ] {
+        assert_eq!(explained(client, who, postponed), expected, "{client}, {who:?}, {postponed:?}");
+    }
 }

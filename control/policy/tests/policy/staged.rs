@@ -45,7 +45,7 @@ fn promoted(objects: &ClusterObjects) -> ClusterObjects {
     after
 }
 
-/// The same cluster as it is in force.
+/// The same cluster as it is in effect.
 fn in_force(objects: &ClusterObjects) -> ClusterObjects {
     let mut now = objects.clone();
     now.policies.retain(|_, policy| matches!(policy.staging, Staging::InForce | Staging::Deleted));
@@ -97,7 +97,7 @@ fn naive(objects: &ClusterObjects, flow: &penstock_dataplane::packet::Flow) -> (
 }
 
 #[test]
-fn shadow_verdicts_are_the_verdicts_after_promotion_on_random_histories() {
+fn shadow_verdicts_are_those_after_promotion() {
     let differing = RefCell::new(BTreeMap::new());
     let mut runner = TestRunner::new(Config { cases: 60, failure_persistence: None, ..Config::default() });
     let histories = (history(), prop::collection::vec(some_staging(), 1..40));
@@ -255,7 +255,7 @@ fn each_annotation_and_each_file_of_a_trial_has_its_meaning() {
 }
 
 #[test]
-fn staged_policies_for_nothing_and_two_for_one_policy_are_problems() {
+fn staged_policies_for_none_or_the_same_are_problems() {
     let edit = |name: &str, target: &str| {
         let edit = policy(&format!("shop/{name}"), "app=db", Some(vec![]), None);
         staged(edit, Staging::Replaces(target.into()))

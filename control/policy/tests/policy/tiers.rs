@@ -39,7 +39,7 @@ fn tiers_decide_in_order_and_a_pass_goes_to_the_next() {
     let pass = || admin(5, vec![ordered(Pass, EVERY_POD, &[]), ordered(Deny, EVERY_POD, &[])], vec![]);
     let deny = || baseline(vec![ordered(Deny, EVERY_POD, &[])], vec![]);
     for (policies, expected) in [
-        // What reaches shop/db: from shop/web on 1 and on 2, from lab/web on 1.
+        // Flows that reach shop/db: from shop/web on 1 and on 2, from lab/web on 1.
         (vec![], [true, true, true]),
         (vec![network_policy()], [true, false, false]),
         (vec![deny()], [false, false, false]),
@@ -85,7 +85,7 @@ fn lower_priority_numbers_come_first_and_equal_ones_by_name() {
 }
 
 #[test]
-fn the_first_rule_that_matches_decides_within_a_policy_also_beyond_64_rules() {
+fn the_first_rule_that_matches_decides_also_beyond_64_rules() {
     let mut rules: Vec<ClusterRule> =
         (1..=200).map(|port| ordered(Accept, EVERY_POD, &[&format!("tcp/{port}")])).collect();
     rules.insert(100, ordered(Deny, EVERY_POD, &["tcp/50-150"]));
@@ -207,7 +207,7 @@ fn a_named_port_is_the_destination_pods_with_its_protocol() {
 }
 
 #[test]
-fn a_rule_without_protocols_matches_icmp_and_one_with_protocols_does_not() {
+fn only_a_rule_without_protocols_matches_icmp() {
     let all = ["tcp/1-65535", "udp/1-65535", "sctp/1-65535"];
     let mut cluster = with([admin(1, vec![ordered(Deny, EVERY_POD, &all)], vec![])]);
     cluster.check(&[("shop/web", "shop/db", "icmp", true), ("shop/web", "shop/db", "sctp/9", false)]);
@@ -216,7 +216,7 @@ fn a_rule_without_protocols_matches_icmp_and_one_with_protocols_does_not() {
 }
 
 #[test]
-fn a_pod_or_namespace_that_is_not_known_is_no_peer_and_an_empty_subject_selects_it() {
+fn an_unknown_pod_is_no_peer_and_an_empty_subject_has_it() {
     let mut cluster = with([admin(1, vec![ordered(Deny, EVERY_POD, &[])], vec![])]);
     cluster.set(Object::Pod(pod("new/db", "app=db", &["10.0.9.1"], &[])));
     cluster.check(&[
@@ -270,7 +270,7 @@ fn an_explanation_names_each_tier_on_the_way() {
 }
 
 #[test]
-fn cluster_wide_a_network_policy_overrules_isolation_but_no_deny_rule() {
+fn cluster_wide_overrules_isolation_but_no_deny_rule() {
     let objects = |policies: Vec<Object>| with([]).objects.objects().into_iter().chain(policies).collect::<Vec<_>>();
     let send = policy("shop/web", "app=web", None, Some(vec![rule(&["pods app=db"], &[])]));
     let closed = policy("shop/db", "app=db", Some(vec![]), None);

@@ -96,7 +96,7 @@ fn hits_are_those_of_the_deciding_rules_on_random_histories() {
 }
 
 #[test]
-fn rules_that_pass_flows_on_are_not_among_those_that_decide_and_content_tells_edits_apart() {
+fn rules_that_pass_flows_on_do_not_decide() {
     let mut engine = counting();
     let rules = |engine: &Engine| {
         let mut rules: Vec<_> = engine.deciding_rules().map(|rule| (rule.name().to_string(), rule.content())).collect();

@@ -29,7 +29,7 @@ fn pods() -> Vec<Object> {
 }
 
 #[test]
-fn clause_11_the_annotation_isolates_every_pod_of_its_namespace_for_ingress() {
+fn clause_11_the_annotation_isolates_its_namespaces_ingress() {
     let mut cluster = Cluster::new(pods().into_iter().chain([isolated_namespace("myns", "")]));
     let isolated = [("bob/any", "myns/back", "tcp/1", false), ("myns/back", "bob/any", "tcp/1", true)];
     cluster.check(&isolated);
@@ -42,7 +42,7 @@ fn clause_11_the_annotation_isolates_every_pod_of_its_namespace_for_ingress() {
 }
 
 #[test]
-fn clause_11_a_policy_adds_in_an_isolated_namespace_and_does_nothing_in_another() {
+fn clause_11_a_policy_adds_only_in_an_isolated_namespace() {
     let allow = || adding("myns/allow-frontend", "role=backend", vec![rule(&["pods role=frontend"], &["tcp/6379"])]);
     let mut cluster = Cluster::new(pods().into_iter().chain([isolated_namespace("myns", ""), allow()]));
     cluster.check(&[
@@ -56,7 +56,7 @@ fn clause_11_a_policy_adds_in_an_isolated_namespace_and_does_nothing_in_another(
 }
 
 #[test]
-fn clause_11_an_empty_list_matches_nothing_and_an_absent_one_everything() {
+fn clause_11_an_empty_list_is_nothing_an_absent_one_all() {
     let nothing = |peers: Peers, ports: PolicyPorts| Rule { peers, ports };
     for (rule, expected) in [
         (nothing(Peers::AnyOf(Vec::new()), PolicyPorts::Every), false),

@@ -4,8 +4,8 @@
 //! |---|---|
 //! | `bundle.json` | what it is, and of when (`Manifest`); written last, so that only a whole bundle has one |
 //! | `packets.pcapng` | the packets, each with what the daemon decided on it as its comment |
-//! | `objects.jsonl` | the objects in force when the capture began, one a line |
-//! | `timeline.jsonl` | their changes in order, each line with the epoch from which it was in force |
+//! | `objects.jsonl` | the objects in effect when the capture began, one a line |
+//! | `timeline.jsonl` | their changes in order, each line with the epoch from which it was in effect |
 //!
 //! Objects are in the daemon's own form rather than that of manifests: it has also what a manifest cannot say, as a policy of
 //! which a part was not understood.
@@ -17,7 +17,9 @@ use std::io::{self, BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
 use ipnet::IpNet;
+use penstock_admin::capture::PickupInForce;
 use penstock_dataplane::Epoch;
+use penstock_dataplane::conntrack::MidStreamPickup;
 use penstock_policy::model::{Object, ObjectChange};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -29,7 +31,7 @@ use super::timeline::Timeline;
 pub use write::BundleWriter;
 
 /// The version of the form of a bundle.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 const MANIFEST: &str = "bundle.json";
 const PACKETS: &str = "packets.pcapng";
@@ -39,7 +41,7 @@ const TIMELINE: &str = "timeline.jsonl";
 /// How far a packet's time may be outside of the capture's: clocks are set.
 const SLACK: u64 = 60 * SECOND;
 
-/// What a bundle is.
+/// The kind of a bundle.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Manifest {
@@ -64,6 +66,9 @@ pub(super) struct Manifest {
     services: bool,
     /// The setting `service_cidrs`.
     service_cidrs: Vec<IpNet>,
+    /// When a segment from the middle of a connection opened one. Not in version 1: at any time.
+    #[serde(default)]
+    midstream_pickup: PickupInForce,
 }
 
 /// The version alone: the rest of another version may be anything.
@@ -98,7 +103,7 @@ pub enum BundleError {
         cause: io::Error,
     },
     /// The bundle is of a later version.
-    #[error("{}: version = {found}: this penstock reads version {VERSION}; replay it with the penstock that wrote it, or a later one", file.display())]
+    #[error("{}: version = {found}: this penstock reads versions 1 to {VERSION}; replay it with the penstock that wrote it, or a later one", file.display())]
     Version {
         /// The file.
         file: PathBuf,
@@ -112,7 +117,7 @@ pub enum BundleError {
         file: PathBuf,
         /// The line's number, from 1.
         line: usize,
-        /// What is wrong.
+        /// The mistake.
         problem: String,
     },
     /// A file is shorter or longer than the manifest says.
@@ -120,7 +125,7 @@ pub enum BundleError {
     Count {
         /// The file.
         file: PathBuf,
-        /// What was counted.
+        /// The counts.
         what: &'static str,
         /// How many there are.
         found: u64,
@@ -146,7 +151,7 @@ pub enum BundleError {
         packet: u64,
         /// Its epoch or time.
         what: String,
-        /// What the bundle covers.
+        /// The extent of the bundle.
         range: String,
     },
     /// The directory to write has files already.
@@ -218,6 +223,15 @@ impl Bundle {
         &self.manifest.service_cidrs
     }
 
+    /// When a segment from the middle of a connection opened one.
+    pub(super) fn midstream_pickup(&self) -> MidStreamPickup {
+        match self.manifest.midstream_pickup {
+            PickupInForce::Always => MidStreamPickup::Always,
+            PickupInForce::Never => MidStreamPickup::Never,
+            PickupInForce::Until(end) => MidStreamPickup::Until(Time(end).on_table_clock()),
+        }
+    }
+
     /// The epoch of the first objects.
     pub(super) fn first_epoch(&self) -> Epoch {
         Epoch(self.manifest.epoch)
@@ -263,7 +277,7 @@ impl Manifest {
             Err(cause) => return Err(BundleError::Unreadable { file, cause }),
         };
         let ManifestVersion { version } = value(&file, 1, &content)?;
-        if version != VERSION {
+        if !(1..=VERSION).contains(&version) {
             return Err(BundleError::Version { file, found: version });
         }
         value(&file, 1, &content)

@@ -10,7 +10,7 @@ use penstock_admin::capture::{CaptureMessage, ObjectsInForce};
 
 use super::{BundleError, MANIFEST, Manifest, OBJECTS, PACKETS, TIMELINE, VERSION};
 
-/// What its first message says of a capture.
+/// The first message about a capture.
 #[derive(Debug)]
 struct Start {
     node: String,
@@ -116,6 +116,7 @@ impl BundleWriter {
             lost,
             services: start.objects.services,
             service_cidrs: start.service_cidrs,
+            midstream_pickup: start.objects.midstream_pickup,
         };
         let text = serde_json::to_string_pretty(&manifest)? + "\n";
         let mut file = create(&self.directory.join(MANIFEST)).map_err(io::Error::other)?;
@@ -130,7 +131,7 @@ impl Drop for BundleWriter {
         if self.is_ended {
             return;
         }
-        // What is left of it is no bundle. What cannot be removed has no manifest, which replay says.
+        // The rest of it is no bundle. Without its manifest replay refuses what cannot be removed.
         for name in [MANIFEST, PACKETS, OBJECTS, TIMELINE] {
             let _ = std::fs::remove_file(self.directory.join(name));
         }

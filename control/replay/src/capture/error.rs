@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 pub struct CaptureError {
     /// The file.
     pub file: PathBuf,
-    /// What is wrong with it.
+    /// The mistake in it.
     pub damage: Damage,
 }
 

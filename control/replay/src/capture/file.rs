@@ -50,7 +50,7 @@ struct PcapNg {
     interfaces: Vec<InterfaceDescription>,
 }
 
-/// What one read step found.
+/// The result of one read step.
 enum ReadStep {
     Packet(Record),
     /// Something else, skipped.

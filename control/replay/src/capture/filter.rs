@@ -14,7 +14,7 @@ pub enum FilterError {
         "--filter {expression:?}: tcpdump, which compiles it, cannot be run ({source}); install it, or use --host, --port and --protocol"
     )]
     NoCompiler {
-        /// What was to be compiled.
+        /// The expression.
         expression: String,
         /// Why it does not run.
         source: io::Error,
@@ -22,9 +22,9 @@ pub enum FilterError {
     /// The expression is wrong.
     #[error("--filter {expression:?}: {message}; write an expression as in pcap-filter(7)")]
     Wrong {
-        /// What was to be compiled.
+        /// The expression.
         expression: String,
-        /// What tcpdump says of it.
+        /// The error that tcpdump prints.
         message: String,
     },
 }

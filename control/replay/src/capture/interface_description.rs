@@ -5,7 +5,7 @@ use pcap_parser::{InterfaceDescriptionBlock, OptionCode, PcapNGOption};
 use super::error::Damage;
 use super::{InterfaceId, LinkType, SECOND, Time};
 
-/// What decoding the packets of an interface needs.
+/// The properties of an interface that decoding its packets needs.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct InterfaceDescription {
     pub(super) id: InterfaceId,

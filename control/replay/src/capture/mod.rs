@@ -16,6 +16,8 @@ mod merge;
 mod verdict_file;
 mod write;
 
+use penstock_dataplane::conntrack::Timestamp;
+
 pub use error::{CaptureError, Damage};
 pub use file::CaptureFile;
 pub use link::LinkType;
@@ -27,10 +29,17 @@ pub use write::CaptureWriter;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 pub struct Time(pub u64);
 
+impl Time {
+    /// The same time for a connection table that lives by the capture's clock.
+    pub(super) const fn on_table_clock(self) -> Timestamp {
+        Timestamp::from_millis(self.0 / 1_000_000)
+    }
+}
+
 /// Nanoseconds in a second.
 pub const SECOND: u64 = 1_000_000_000;
 
-/// What a capture records of a packet besides its bytes.
+/// A packet's record in a capture, besides its bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Record {
     /// When it was captured.

@@ -148,7 +148,7 @@ impl<W: Write> VerdictFile<W> {
     }
 }
 
-/// What the daemon says of a packet, as `key=value` pairs.
+/// The daemon's record of a packet, as `key=value` pairs.
 fn comment(packet: &PacketRecord) -> String {
     let mut text = format!("verdict={}", packet.verdict.name());
     let staged = packet.staged.as_deref();

@@ -39,7 +39,7 @@ pub enum AccessError {
     Kubeconfig {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The mistake in it.
         reason: String,
     },
     /// Its TLS settings or credentials are unusable.

@@ -85,7 +85,7 @@ fn cluster_policy(object: DynamicObject, settings: ConversionSettings) -> Conver
     }
 }
 
-/// What of a Service is not valid is left out.
+/// Parts of a Service that are not valid are left out.
 pub(super) fn service(object: DynamicObject) -> ConvertedObject {
     let reference = ObjectRef::Service(key(&object.metadata));
     typed(object, reference, ObjectKind::Service, |data, metadata| {
@@ -94,7 +94,7 @@ pub(super) fn service(object: DynamicObject) -> ConvertedObject {
     })
 }
 
-/// What of an EndpointSlice is not valid is left out. It is of either version: the items of a list do not say which. All that
+/// Parts of an EndpointSlice that are not valid are left out. It is of either version: the items of a list do not say which. All that
 /// counts of a stable one is also in the older form.
 pub(super) fn endpoint_slice(object: DynamicObject) -> ConvertedObject {
     let reference = ObjectRef::EndpointSlice(key(&object.metadata));

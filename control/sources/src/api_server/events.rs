@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn all_nodes_write_one_event_for_one_problem_and_another_for_the_next() {
+    fn all_nodes_write_one_event_for_one_problem() {
         let name = |problem: &Problem, node| event(problem, node).unwrap().metadata.name.unwrap();
         let first = problem("web", 7, "spec.ingress: why");
         assert_eq!(name(&first, "a"), name(&first, "b"));
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_on_which_policy_is_not_enforced_has_an_event_of_its_own() {
+    fn a_pod_without_enforcement_has_an_event_of_its_own() {
         let pod = ObjectKey { namespace: "shop".to_owned(), name: "web-0".to_owned() };
         let event = event(&PodNotEnforced { pod, reason: "no interface".to_owned() }.into(), "a").unwrap();
         assert_eq!(
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_of_the_cluster_has_its_events_in_the_default_namespace() {
+    fn a_cluster_policys_events_are_in_the_default_namespace() {
         let of_cluster =
             Problem { reference: ObjectRef::ClusterNetworkPolicy("admin".to_owned()), ..problem("", 7, "why") };
         let event = event(&of_cluster, "a").unwrap();

@@ -16,7 +16,7 @@ use serde_json::Value;
 use crate::convert::{self, FieldPath, PathElement};
 use crate::typed;
 
-/// What this version understands of an object.
+/// An object, as far as this version understands it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Interpretation {
     /// Fully understood.
@@ -25,17 +25,17 @@ pub(super) enum Interpretation {
     Restricted {
         /// The object without the rest.
         object: Object,
-        /// What is not understood, and the consequence.
+        /// The part that is not understood, and the consequence.
         problem: String,
     },
     /// Not usable, and no reading would be safe: the last version that was understood stays.
     Kept {
-        /// What is not understood, and the consequence.
+        /// The part that is not understood, and the consequence.
         problem: String,
     },
     /// Not usable: treated as absent.
     Unusable {
-        /// What is not understood, and the consequence.
+        /// The part that is not understood, and the consequence.
         problem: String,
     },
 }
@@ -45,7 +45,7 @@ pub(super) type UnsupportedField = (FieldPath, String);
 
 pub(super) const UNKNOWN: &str = "is not a field that this version knows";
 
-/// Interprets a policy from its metadata and spec. One whose annotations are not understood is in force: that is what the API
+/// Interprets a policy from its metadata and spec. One whose annotations are not understood is in effect: that is what the API
 /// says of every policy, and only what is spelt as we define it says otherwise.
 pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretation {
     staged(metadata, spec_of_policy(metadata, spec))
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_whose_annotations_are_not_understood_is_in_force_and_reported() {
+    fn a_policy_with_unknown_annotations_counts_and_is_reported() {
         let annotated = |name: &str, value: &str| ObjectMeta {
             name: Some("only-web".to_owned()),
             annotations: Some([(format!("policy.penstock.dev/{name}"), value.to_owned())].into()),

@@ -2,7 +2,7 @@
 //!
 //! `kube::runtime::watcher` (5.0) does this too. It is not used because it
 //! - begins a watch that ended at once again without a pause: a proxy that ends every watch is asked in a tight loop;
-//! - begins a streamed list at version 0, which a server may answer from a cache older than what is in force;
+//! - begins a streamed list at version 0, which a server may answer from a cache older than what is in effect;
 //! - cannot begin at a known version: each new client (renewed certificate, moved server) would list everything again;
 //! - keeps a version that the server refused with HTTP status 410, and asks again for streamed lists where there are none;
 //! - does not hand on bookmarks, which show that a watch without events is alive.
@@ -53,9 +53,9 @@ pub(super) struct KindFollower {
     resource_version: Option<String>,
     /// Whether the watch stayed open long enough, or delivered something.
     is_healthy: bool,
-    /// Of a [`ServedKind`], the version that is followed.
+    /// For a [`ServedKind`], the version that is followed.
     served: Option<ApiResource>,
-    /// Of a [`ServedKind`], how often in a row the server said that it does not serve it.
+    /// For a [`ServedKind`], how often in a row the server said that it does not serve it.
     absent: u32,
 }
 
@@ -65,11 +65,11 @@ pub(super) struct ServedKind {
     pub(super) group: &'static str,
     /// Its versions, the preferred one first.
     pub(super) versions: &'static [&'static str],
-    /// What it means that a server serves none of them.
+    /// The meaning of a server that serves none of them.
     pub(super) absence: Absence,
 }
 
-/// What it means that a server does not serve a kind.
+/// The meaning of a server that does not serve a kind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Absence {
     /// There are no objects of it: a CustomResourceDefinition is not there.

@@ -87,7 +87,7 @@ pub struct ApiServer {
 pub struct NodeWriter {
     /// Its name.
     pub node: String,
-    /// What it removes from its Node object once it is ready.
+    /// The taint that it removes from its Node object once it is ready.
     pub startup_taint: Option<StartupTaint>,
     /// Pods that get an Event ([`pods_not_enforced`]).
     pub not_enforced: mpsc::Receiver<PodNotEnforced>,
@@ -251,7 +251,7 @@ impl Drop for ApiServer {
     }
 }
 
-/// What the thread is given that follows an API server.
+/// The input of the thread that follows an API server.
 struct Following {
     access: Access,
     timeouts: ApiServerTimeouts,

@@ -76,7 +76,7 @@ mod tests {
     use crate::FollowedKinds;
 
     #[test]
-    fn an_outage_counts_once_per_kind_and_must_log_when_it_lasts_or_needs_an_operator() {
+    fn an_outage_counts_once_per_kind_and_is_logged_if_it_lasts() {
         let health = Arc::new(SourceHealth::new(FollowedKinds::All));
         let outages = Outages::new(Arc::clone(&health));
         let logged = || outages.lock().logged.len();

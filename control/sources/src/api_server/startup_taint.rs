@@ -1,4 +1,4 @@
-//! A taint that keeps pods off a node until policy is in force there. Whoever registers the node sets it; the daemon removes it.
+//! A taint that keeps pods off a node until policy is in effect there. Whoever registers the node sets it; the daemon removes it.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -69,7 +69,7 @@ pub fn node(node: &Node) -> Result<model::Node, FieldError> {
             let entry_at = addresses_at.index(i);
             push_new(&mut addresses, unicast(&entry.address, &entry_at.field("address"))?);
         }
-        // Of the other kinds, most are names.
+        // Most other kinds are names.
         if let Ok(address) = unicast(&entry.address, &addresses_at) {
             push_new(&mut status_addresses, address);
         }

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::FieldPath;
+use super::path::{FieldPath, FieldPathRef};
 
 /// A field that makes its object invalid.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
@@ -14,6 +14,13 @@ pub struct FieldError {
     pub field: FieldPath,
     /// Its problem.
     pub problem: FieldProblem,
+}
+
+impl FieldPathRef<'_> {
+    /// An error at this field.
+    pub(crate) fn invalid(&self, problem: FieldProblem) -> FieldError {
+        FieldError { field: self.path(), problem }
+    }
 }
 
 /// The problem of a field: one line with value and remedy.

@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use super::{FieldError, FieldProblem};
-
 /// The location of a field in its object, such as `spec.ingress[0].from[1].ipBlock.cidr`.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct FieldPath(Vec<PathElement>);
@@ -99,11 +97,6 @@ impl<'a> FieldPathRef<'a> {
             ElementRef::Index(index) => path.0.push(PathElement::Index(index)),
         }
         path
-    }
-
-    /// An error at this field.
-    pub(crate) fn invalid(&self, problem: FieldProblem) -> FieldError {
-        FieldError { field: self.path(), problem }
     }
 }
 

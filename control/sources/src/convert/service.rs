@@ -1,6 +1,6 @@
 //! Service and EndpointSlice.
 //!
-//! What of such an object is not valid is left out and reported; the rest of it counts. The rules are those of
+//! Parts of such an object that are not valid are left out and reported; the rest of it counts. The rules are those of
 //! `pkg/apis/core/validation` and `pkg/apis/discovery/validation`.
 
 use std::net::IpAddr;
@@ -150,6 +150,8 @@ fn service_port(
             TargetPort::Name(name.clone())
         }
     };
+    let node_port = port.node_port.filter(|number| *number != 0);
+    let node_port = node_port.map(|number| port::number(number, &at.field("nodePort"))).transpose()?;
     if !name.is_empty() {
         names::dns_label(&name).map_err(|problem| at.field("name").invalid(problem))?;
     }
@@ -159,7 +161,7 @@ fn service_port(
     if before.iter().any(|port| (port.number, port.protocol) == (number, protocol)) {
         return Err(at.field("port").invalid(FieldProblem::Repeated(number.to_string())));
     }
-    Ok(ServicePort { name, protocol, number, target })
+    Ok(ServicePort { name, protocol, number, target, node_port })
 }
 
 /// How long `sessionAffinity: ClientIP` lasts.

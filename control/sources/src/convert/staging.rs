@@ -6,13 +6,13 @@ use penstock_policy::model::Staging;
 use super::{FieldError, FieldPathRef, FieldProblem, names};
 
 /// The prefix of the annotations that this version reads on policies. Under it an annotation that it does not know is an
-/// error: a misspelt one would leave in force what its author believes to be staged.
+/// error: a misspelt one would leave in effect what its author believes to be staged.
 pub const POLICY_ANNOTATIONS: &str = "policy.penstock.dev/";
 const STAGED: &str = "policy.penstock.dev/staged";
 const STAGED_FOR: &str = "policy.penstock.dev/staged-for";
 const STAGED_DELETE: &str = "policy.penstock.dev/staged-delete";
 
-/// Reads what a policy's annotations say about its part in what is in force.
+/// Reads what a policy's annotations say about its part in what is in effect.
 ///
 /// # Errors
 /// An annotation under [`POLICY_ANNOTATIONS`] is not known, has a value that it cannot have, or contradicts another.
@@ -70,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn annotations_say_what_is_staged_and_others_prefixes_do_not_matter() {
+    fn annotations_stage_policies_whatever_others_prefixes_say() {
         for (annotations, expected) in [
             (&[][..], Staging::InForce),
             (&[("staged", "false"), ("staged-delete", "false")], Staging::InForce),
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn an_annotation_that_is_not_understood_is_an_error_with_field_and_remedy() {
+    fn an_unknown_annotation_is_an_error_with_field_and_remedy() {
         for (annotations, parts) in [
             (&[("staged", "yes")][..], ["annotations[policy.penstock.dev/staged]", "\"yes\"", "write \"true\""]),
             (&[("staged", "")], ["annotations[policy.penstock.dev/staged]", "\"\"", "write \"true\""]),

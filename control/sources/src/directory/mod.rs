@@ -1,6 +1,6 @@
 //! A directory of manifests as a source: read at start, then watched.
 //!
-//! `files` decides which objects are in force, `watch` decides when to read files.
+//! `files` decides which objects are in effect, `watch` decides when to read files.
 
 mod files;
 mod watch;
@@ -17,7 +17,7 @@ use tokio::sync::mpsc as batches;
 pub use files::DirectoryChanges;
 
 use super::convert::ConversionSettings;
-use super::manifest::{self, ManifestErrors, ManifestProblem, Options};
+use super::manifest::{self, ManifestError, ManifestErrors, ManifestProblem, Options};
 use files::Files;
 use watch::{DirectoryWatch, Message};
 
@@ -33,7 +33,8 @@ pub struct ManifestDirectory {
     batches: Option<batches::Receiver<DirectoryChanges>>,
     messages: mpsc::Sender<Message>,
     thread: Option<JoinHandle<()>>,
-    /// Files that were refused when it was opened.
+    /// Errors of files that were refused when it was opened.
+    problems: Vec<ManifestError>,
     refused: usize,
 }
 
@@ -67,7 +68,7 @@ impl ManifestDirectory {
         Self::open_after(path, settings, &|| None)
     }
 
-    /// The same, with the objects that were in force in the last run, if they are known: they stand for what refused files had.
+    /// The same, with the objects that were in effect in the last run, if they are known: they stand for what refused files had.
     pub fn open_after(
         path: &Path,
         settings: ConversionSettings,
@@ -106,12 +107,18 @@ impl ManifestDirectory {
                 watch.run(files, &sender);
             })
             .map_err(|error| DirectoryError::Watch { path: path.to_owned(), reason: error.to_string() })?;
-        Ok((Self { batches: Some(receiver), messages, thread: Some(thread), refused }, objects))
+        let problems = batch.problems;
+        Ok((Self { batches: Some(receiver), messages, thread: Some(thread), problems, refused }, objects))
     }
 
     /// How many files were refused when it was opened.
     pub fn refused(&self) -> usize {
         self.refused
+    }
+
+    /// Their errors.
+    pub fn problems(&self) -> &[ManifestError] {
+        &self.problems
     }
 
     /// The next batch. Cancel-safe: dropping the future loses none. `None` once the source has ended.

@@ -184,7 +184,7 @@ impl DirectoryWatch {
         self.changed.insert(path.to_owned());
     }
 
-    /// Reads the directory and updates the objects in force.
+    /// Reads the directory and updates the objects in effect.
     fn refresh(&mut self, files: &mut Files) -> DirectoryChanges {
         let had_events = self.events.take().is_some();
         self.follow();

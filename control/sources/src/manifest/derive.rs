@@ -2,14 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use penstock_policy::model::{
-    EndpointPort, EndpointSlice, Object, ObjectKey, Pod, Service, ServiceEndpoint, ServicePort, TargetPort,
-};
+use penstock_policy::derived_slices::derived_slices;
+use penstock_policy::model::{EndpointSlice, Object};
 
 use super::tree::YamlNode;
-
-/// The ports of a Service at one pod.
-type PortsOfPod = Vec<EndpointPort>;
 
 /// An object, and whether it is a pod that is ready.
 type ObjectReadiness<'a> = (&'a Object, bool);
@@ -24,64 +20,19 @@ pub fn derive_endpoint_slices(objects: &[ObjectReadiness<'_>]) -> (Vec<EndpointS
         Object::Service(service) if service.selector.is_some() => Some(service),
         _ => None,
     });
+    let pods = || {
+        objects.iter().filter_map(|(object, is_ready)| match object {
+            Object::Pod(pod) => Some((pod, *is_ready)),
+            _ => None,
+        })
+    };
     let (mut slices, mut derived) = (Vec::new(), 0);
     for service in services {
         let before = slices.len();
-        slices.extend(of_service(service, objects));
+        slices.extend(derived_slices(service, pods()));
         derived += usize::from(slices.len() > before);
     }
     (slices, derived)
-}
-
-/// One slice for each number that the Service's ports have at its pods.
-fn of_service(service: &Service, objects: &[ObjectReadiness<'_>]) -> Vec<EndpointSlice> {
-    let mut by_ports: Vec<(PortsOfPod, Vec<ServiceEndpoint>)> = Vec::new();
-    for &(object, is_ready) in objects {
-        let Object::Pod(pod) = object else { continue };
-        let is_selected = pod.key.namespace == service.key.namespace
-            && !pod.finished
-            && service.selector.as_ref().is_some_and(|selector| selector.matches(&pod.labels));
-        if !is_selected {
-            continue;
-        }
-        let ports: PortsOfPod = service.ports.iter().filter_map(|port| port_at(port, pod)).collect();
-        let endpoints = pod.addresses.iter().map(|&address| ServiceEndpoint {
-            address,
-            ready: is_ready && !pod.lifetime.leaving,
-            serving: is_ready,
-            terminating: pod.lifetime.leaving,
-            node: pod.node.clone(),
-            node_hints: Vec::new(),
-            zone_hints: Vec::new(),
-        });
-        match by_ports.iter_mut().find(|(other, _)| *other == ports) {
-            Some((_, known)) => known.extend(endpoints),
-            None => by_ports.push((ports, endpoints.collect())),
-        }
-    }
-    let slice = |(number, (ports, endpoints)): (usize, (PortsOfPod, Vec<ServiceEndpoint>))| EndpointSlice {
-        key: ObjectKey {
-            namespace: service.key.namespace.clone(),
-            name: format!("{}-derived-{}", service.key.name, number + 1),
-        },
-        service: Some(service.key.name.clone()),
-        ports,
-        endpoints,
-    };
-    by_ports.into_iter().enumerate().map(slice).collect()
-}
-
-/// A Service's port at a pod; `None` if the pod has no port of its name.
-fn port_at(port: &ServicePort, pod: &Pod) -> Option<EndpointPort> {
-    let number = match &port.target {
-        TargetPort::Number(number) => *number,
-        TargetPort::Name(name) => {
-            let named =
-                |named: &&penstock_policy::model::NamedPort| (&named.name, named.protocol) == (name, port.protocol);
-            pod.ports.iter().find(named)?.number
-        }
-    };
-    Some(EndpointPort { name: port.name.clone(), protocol: port.protocol, number })
 }
 
 /// Whether the pod's status says that it is ready, or nothing about it: manifests are often written without a status.

@@ -90,7 +90,7 @@ pub enum ManifestProblem {
         kind: String,
         /// The version found.
         version: String,
-        /// What is supported.
+        /// The versions that are supported.
         remedy: &'static str,
     },
     /// A policy of a kind that is not supported: what it denies would count as allowed.

@@ -118,7 +118,7 @@ pub struct Document {
 }
 
 impl Document {
-    /// Of a pod: whether its status says that it is ready, or nothing about it.
+    /// For a pod: whether its status says that it is ready, or nothing about it.
     pub fn is_ready(&self) -> bool {
         derive::is_ready(&self.tree)
     }
@@ -207,9 +207,9 @@ pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Res
 
 /// A file to read.
 enum NamedFile {
-    /// Of a user, who may name a pipe.
+    /// Files that a user names, who may name a pipe.
     Given(Arc<Path>),
-    /// Of a directory.
+    /// Files of a directory.
     Found(Arc<Path>),
 }
 

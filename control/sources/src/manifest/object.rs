@@ -57,7 +57,7 @@ const FOREIGN_POLICIES: [(&str, &str); 1] = [("k8s.ovn.org", "EgressFirewall")];
 /// denies.
 fn is_foreign_policy(version: &str, kind: &str) -> bool {
     let group = version.split_once('/').map_or("", |(group, _)| group);
-    // Calico's staged policies are in force nowhere.
+    // Calico's staged policies are in effect nowhere.
     let is_named_policy = kind.ends_with("NetworkPolicy") && !kind.starts_with("Staged");
     is_named_policy || group == POLICY_GROUP || FOREIGN_POLICIES.contains(&(group, kind))
 }

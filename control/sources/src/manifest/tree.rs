@@ -39,7 +39,7 @@ struct MappingEntry {
 pub(crate) struct Malformed {
     /// Line, from 1; `None` if the parser does not report it.
     pub(crate) line: Option<u64>,
-    /// What is wrong, in one line.
+    /// The mistake, in one line.
     pub(crate) message: String,
 }
 

@@ -2,6 +2,7 @@
 
 mod html;
 pub(crate) mod markdown;
+mod number;
 pub(crate) mod overview;
 mod plots;
 mod tables;

@@ -1,6 +1,6 @@
 //! The first table of the report: Penstock beside the kernel, in the measures that users of CNI plugins know.
 
-use super::tables::number;
+use super::number::number;
 use crate::results::{Better, Metric, Results, ScenarioResult};
 
 /// One line: a metric of a scenario, for the case of each peer.

@@ -4,7 +4,8 @@ use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-use super::tables::{number, plotted};
+use super::number::number;
+use super::tables::plotted;
 use crate::results::{Samples, ScenarioResult};
 
 const WIDTH: u32 = 900;

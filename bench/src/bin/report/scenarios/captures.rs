@@ -1,4 +1,4 @@
-//! What a packet capture costs the traffic that it captures.
+//! Measures the cost of a packet capture to the traffic that it captures.
 
 use anyhow::{Context, Result, ensure};
 use penstock_bench::load::{Traffic, Trial};

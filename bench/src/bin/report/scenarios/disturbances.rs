@@ -118,7 +118,7 @@ pub(crate) fn swap() -> Scenario {
     }
 }
 
-/// Saves one of two rulesets by turns, each once the other is in force; returns how many were in force by the end. `turn` counts
+/// Saves one of two rulesets by turns, each once the other is in effect; returns how many were in effect by the end. `turn` counts
 /// what was saved so far.
 fn swap_again_and_again(
     reload: &ManifestReloader,

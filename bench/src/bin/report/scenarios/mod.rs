@@ -28,7 +28,7 @@ type Measure = Box<dyn FnMut(&mut PeerTestbed, &Plan, &mut KnownRates) -> Result
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
-    /// What is measured, in full sentences.
+    /// The quantity that is measured, in full sentences.
     pub(crate) about: &'static str,
     /// The metrics of every case, the most important one first.
     pub(crate) metrics: &'static [Metric],

@@ -62,14 +62,14 @@ pub(super) fn streams(testbed: &PeerTestbed, port: u16, streams: usize, length: 
     streams_for(from, to, SocketAddr::new(address, PORTS.start + port), streams, length)
 }
 
-/// What one stream carries in Gb/s, and the processor's milliseconds for a gigabit of it: of both cores, of ends and forwarder
+/// The rate of one stream in Gb/s, and the processor's milliseconds for a gigabit of it: of both cores, of ends and forwarder
 /// together.
 pub(super) fn one_stream(testbed: &PeerTestbed, port: u16, length: Duration) -> Result<[Option<f64>; 2]> {
     let (one, took, busy) = timed(|| streams(testbed, port, 1, length))?;
     Ok([Some(one), (one > 0.0).then(|| busy * 1e3 / (one * took))])
 }
 
-/// What one stream carries and costs, and what eight and 32 carry.
+/// Rate and cost of one stream, and the rates of eight and of 32.
 fn one_and_many(testbed: &PeerTestbed, length: Duration) -> Result<[Option<f64>; 4]> {
     let [one, a_gigabit] = one_stream(testbed, 0, length)?;
     let [eight, many] = [(1, 8), (3, 32)].map(|(port, number)| streams(testbed, port, number, length));
@@ -82,7 +82,7 @@ fn figures(transfers: [Option<f64>; 4], changes: Option<Changes>) -> Vec<Option<
     transfers.into_iter().chain(changes).collect()
 }
 
-/// Changes of policy that a daemon has brought into force.
+/// Changes of policy that a daemon has brought into effect.
 #[derive(Clone, Copy)]
 struct Changes {
     a_second: f64,
@@ -91,21 +91,21 @@ struct Changes {
 }
 
 impl Changes {
-    /// What the daemon of an earlier case of this run did.
+    /// The result of the daemon of an earlier case of this run.
     fn known(known: &KnownRates) -> Option<Self> {
         let of = |name: &str| known.get(name).copied();
         Some(Self { a_second: of(CHANGES_IN_FORCE)?, milliseconds: of(WORK_OF_A_CHANGE)? })
     }
 }
 
-/// The epoch in force, and the processor time of the daemon so far; `None`: there is no daemon.
+/// The epoch in effect, and the processor time of the daemon so far; `None`: there is no daemon.
 fn progress(testbed: &PeerTestbed) -> Result<Option<(u32, Duration)>> {
     let Some(daemon) = testbed.daemon() else { return Ok(None) };
     let epoch = testbed.status_reader().epoch()?;
     Ok(Some((epoch.context("the daemon has no epoch")?, daemon.processor_time()?)))
 }
 
-/// The same while a policy's file is saved [`CHANGES`] times a second: how often that was in force, and which processor time the
+/// The same while a policy's file is saved [`CHANGES`] times a second: how often that was in effect, and which processor time the
 /// daemon took for it. Where no daemon reads the file, a thread computes as long and as often as the daemon last did.
 fn one_and_many_beside_changes(testbed: &PeerTestbed, plan: &Plan, known: &mut KnownRates) -> Result<Vec<Option<f64>>> {
     let (reload, ends) = (testbed.reload(), AtomicBool::new(false));

@@ -131,7 +131,7 @@ pub(crate) fn connections() -> Scenario {
     let case = |connections: u32, spec: TestbedSpec| {
         let traffic = Traffic { connections, ..Traffic::SMALLEST };
         let open = spec.size.open;
-        // What a peer opens a second at least.
+        // Connections that any peer opens in a second.
         let rate = if spec.peer == Peer::OpenVSwitch { 40e3 } else { 300e3 };
         let measure = move |testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates| {
             let now = testbed.open_connections()?;

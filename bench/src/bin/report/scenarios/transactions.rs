@@ -24,7 +24,7 @@ const METRICS: &[Metric] = &[
     Metric::lower("TCP_CRR, processor", "µs/transaction", 1),
 ];
 
-/// What it returns, the seconds that it took, and those for which the cores were busy meanwhile, all together.
+/// The result, the seconds that it took, and those for which the cores were busy meanwhile, all together.
 pub(super) fn timed<T>(work: impl FnOnce() -> Result<T>) -> Result<(T, f64, f64)> {
     let (before, start) = (CoreTimes::read()?, Instant::now());
     let result = work()?;

@@ -16,7 +16,7 @@ use super::*;
 use crate::config::Config;
 use crate::flow_records::record::{DecidingRules, FlowEvent, Identity, RecordedCounts, RecordedEnd, RecordedVerdict};
 
-/// What a collector has got: the resource's attributes, and each log record's event and attributes.
+/// A collector's content: the resource's attributes, and each log record's event and attributes.
 #[derive(Default)]
 struct Got {
     requests: Vec<(HeaderMap, ExportLogsServiceRequest)>,
@@ -126,7 +126,7 @@ fn value(attributes: &[opentelemetry_proto::tonic::common::v1::KeyValue], name: 
 const ANY: ([u8; 4], u16) = ([127, 0, 0, 1], 0);
 
 #[test]
-fn a_record_arrives_under_the_names_of_the_semantic_conventions_with_the_headers() {
+fn records_arrive_by_semantic_conventions_with_the_headers() {
     let got = Shared::default();
     let (runtime, address) = collector(ANY.into(), &got);
     let mut file = tempfile::NamedTempFile::new().unwrap();
@@ -172,7 +172,7 @@ fn a_record_arrives_under_the_names_of_the_semantic_conventions_with_the_headers
 }
 
 #[test]
-fn records_that_were_made_while_the_collector_was_away_arrive_when_it_is_back() {
+fn records_made_without_the_collector_arrive_later() {
     let got = Shared::default();
     // A port that nobody listens on.
     let address = std::net::TcpListener::bind(SocketAddr::from(ANY)).unwrap().local_addr().unwrap();
@@ -221,7 +221,7 @@ fn the_end_does_not_wait_for_a_collector_that_is_away() {
 }
 
 #[test]
-fn files_that_cannot_be_used_are_named_with_a_remedy_and_without_secrets() {
+fn unusable_files_are_named_with_a_remedy_without_secrets() {
     let directory = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
         std::fs::write(directory.path().join(name), text).unwrap();
@@ -250,7 +250,7 @@ fn words(expression: &str) -> Vec<&str> {
 }
 
 #[test]
-fn the_dashboard_asks_a_log_store_only_for_fields_that_records_have() {
+fn the_dashboard_asks_only_for_fields_that_records_have() {
     // As Loki names attributes, those of the resource too.
     let stored = |name: &str| name.replace('.', "_");
     let all = FlowRecord {

@@ -50,7 +50,7 @@ pub struct Tables {
     /// The tables whose rules name nodes.
     by_nodes: FxHashSet<u32>,
     usage: UsageCounts,
-    /// What pods learn of domain names; `None`: names match nothing.
+    /// The domain names that pods learn; `None`: names match nothing.
     names: Option<Arc<NameTable>>,
     set: PolicySet,
 }
@@ -61,7 +61,7 @@ struct EndpointRecord {
     pod: PodId,
     egress: Option<u32>,
     ingress: Option<u32>,
-    /// What this pod has learnt of domain names, since its egress rules had some.
+    /// The domain names that this pod has learnt since its egress rules had some.
     names: Option<(NamedPod, Arc<LearntNames>)>,
 }
 
@@ -71,6 +71,8 @@ struct TableRecord {
     /// The endpoints that use it.
     endpoints: FxHashSet<u32>,
     dependencies: Dependencies,
+    /// How many entries its policies have, if too many.
+    too_many_entries: Option<usize>,
     linked: LinkedRules,
     table: EndpointPolicy,
 }
@@ -216,8 +218,15 @@ impl Tables {
                 let linked = LinkedRules::default();
                 let (endpoints, table) =
                     (FxHashSet::default(), linked.build(&key, &self.identities, self.usage.workers()));
-                let record =
-                    TableRecord { key: key.clone(), endpoints, dependencies: dependencies.clone(), linked, table };
+                let too_many_entries = compile::too_many_entries(state, &key);
+                let record = TableRecord {
+                    key: Arc::clone(&key),
+                    endpoints,
+                    dependencies: dependencies.clone(),
+                    too_many_entries,
+                    linked,
+                    table,
+                };
                 let number = self.tables.insert(key, record);
                 dependencies.names.into_iter().for_each(|name| {
                     self.by_name.entry(name).or_default().insert(number);
@@ -339,7 +348,7 @@ impl Tables {
         self.set = update.finish();
     }
 
-    /// What the pod of an endpoint learns, if its egress rules have domain names. It is kept while they have none, but not for
+    /// The names that an endpoint's pod learns, if its egress rules have domain names. It is kept while they have none, but not for
     /// another pod of its name.
     fn names_of(&mut self, state: &ClusterState, endpoint: u32) -> Option<Arc<LearntNames>> {
         let all = self.names.as_ref()?;
@@ -386,6 +395,16 @@ impl Tables {
             Direction::Egress => record.egress,
             Direction::Ingress => record.ingress,
         }
+    }
+
+    /// The pods that are closed in a direction, since their NetworkPolicies have too many entries there, with their number.
+    pub fn closed(&self) -> impl Iterator<Item = (PodId, Direction, usize)> {
+        self.endpoints.iter().flat_map(|(_, record)| {
+            let directions = [(Direction::Egress, record.egress), (Direction::Ingress, record.ingress)];
+            directions
+                .into_iter()
+                .filter_map(|(direction, table)| Some((record.pod, direction, self.tables[table?].too_many_entries?)))
+        })
     }
 
     /// Has pods whose rules have domain names learn what DNS answers say, in this table. Without it such names match nothing.

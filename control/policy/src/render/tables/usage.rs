@@ -16,7 +16,7 @@ pub struct RuleUse {
     pub hits: u64,
 }
 
-/// What was read of the tables.
+/// Counts as read of the tables.
 #[derive(Debug, Default)]
 pub(super) struct UsageCounts {
     workers: usize,
@@ -51,7 +51,7 @@ impl UsageCounts {
         }
     }
 
-    /// What was counted since the last call, with the tables that are in use.
+    /// Counts since the last call, with the tables that are in use.
     pub(super) fn take<'a>(
         &mut self,
         live: impl Iterator<Item = (u32, &'a [EffectiveRule], &'a EndpointPolicy)>,

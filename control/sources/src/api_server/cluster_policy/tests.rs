@@ -13,7 +13,7 @@ fn spec(egress: Value) -> Value {
     json!({ "tier": "Admin", "priority": 7, "subject": { "namespaces": {} }, "egress": egress })
 }
 
-/// What a rule does, `!` where it is not understood, and what it matches.
+/// A rule's action, `!` where it is not understood, and its peers.
 fn shape(rule: &ClusterRule) -> String {
     let peers = match &rule.matches.peers {
         Peers::Every => "everything".to_owned(),
@@ -23,7 +23,7 @@ fn shape(rule: &ClusterRule) -> String {
 }
 
 #[test]
-fn a_rule_that_is_not_understood_keeps_its_place_and_fails_closed() {
+fn a_rule_not_understood_keeps_its_place_and_fails_closed() {
     let good = json!({ "action": "Accept", "to": [{ "nodes": {} }] });
     for (bad, message) in [
         (json!({ "to": [{ "nodes": {} }, {}] }), "spec.egress[1].to[1]: sets 0 of"),
@@ -56,7 +56,7 @@ fn a_rule_that_is_not_understood_keeps_its_place_and_fails_closed() {
 }
 
 #[test]
-fn domain_names_are_understood_where_they_are_followed_and_only_to_accept() {
+fn domain_names_are_understood_if_followed_only_to_accept() {
     let followed = ConversionSettings { domain_names: true, ..ConversionSettings::default() };
     let names = json!(["example.org", "*.Example.ORG."]);
     for (action, expected) in [("Accept", None), ("Deny", Some("Deny! everything")), ("Pass", Some("Deny! everything"))]
@@ -91,7 +91,7 @@ fn an_unknown_field_of_the_spec_may_change_every_rule() {
 }
 
 #[test]
-fn what_the_server_accepts_beyond_the_manifests_rules_is_understood() {
+fn objects_that_only_a_server_accepts_are_understood() {
     let many: Vec<Value> = (0..30).map(|_| json!({ "nodes": {} })).collect();
     for egress in [
         json!([{ "action": "Accept", "to": many }]),
@@ -103,7 +103,7 @@ fn what_the_server_accepts_beyond_the_manifests_rules_is_understood() {
 }
 
 #[test]
-fn without_a_tier_a_priority_or_an_action_the_last_version_stays() {
+fn without_tier_priority_or_action_the_last_version_stays() {
     let valid = spec(json!([{ "action": "Accept", "to": [{ "nodes": {} }] }]));
     for (field, value) in
         [("tier", json!("Middle")), ("priority", json!(-1)), ("priority", Value::Null), ("egress", json!({}))]
@@ -158,7 +158,7 @@ fn objects(state: &Value) -> Vec<Object> {
 
 #[test]
 #[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
-fn the_conformance_cases_that_manifests_refuse_hold_for_policies_of_a_server() {
+fn conformance_cases_that_manifests_refuse_hold_for_a_server() {
     use penstock_policy::engine::{Engine, EngineSettings};
     use penstock_policy::flow::{FlowEndpoint, flows};
     use penstock_policy::model::ObjectChange;

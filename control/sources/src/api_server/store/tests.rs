@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::*;
 
 fn namespace(name: &str, version: u64) -> ConvertedObject {
-    // What it means changes with every third version only.
+    // Its meaning changes with every third version only.
     let labels = [("third".to_owned(), (version / 3).to_string())].into();
     let object =
         Object::Namespace(Namespace { name: name.to_owned(), labels, default_deny_ingress: false, terminating: false });
@@ -91,7 +91,7 @@ fn the_first_list_of_an_empty_cluster_is_reported_once() {
 }
 
 #[test]
-fn late_and_repeated_events_are_ignored_also_for_deleted_objects() {
+fn late_and_repeated_events_are_ignored_also_for_deletions() {
     let (mut store, first) = listed([namespace("a", 9)]);
     assert_eq!(names(&first), ["+Namespace a"]);
     assert!(!set(&mut store, "a", 9) && !set(&mut store, "a", 3) && !delete(&mut store, "a", 8));
@@ -153,7 +153,7 @@ fn one_batch_of_changes_is_in_an_order_that_can_be_applied() {
 }
 
 #[test]
-fn an_invalid_object_is_counted_and_replaces_its_last_valid_version() {
+fn an_invalid_object_is_counted_and_replaces_a_valid_one() {
     let (mut store, _) = listed([namespace("a", 3)]);
     let nothing = |version| ConvertedObject {
         content: Interpretation::Unusable { problem: "why".to_owned() },

@@ -68,7 +68,7 @@ fn only_differences_are_reported() {
 }
 
 #[test]
-fn a_broken_file_keeps_its_last_good_objects_and_is_reported_once() {
+fn a_broken_file_keeps_its_last_objects_reported_once() {
     let mut files = files();
     set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
     set(&mut files, "b.yaml", &[("y", "10.0.0.2")]);
@@ -160,7 +160,7 @@ fn any_save() -> impl Strategy<Value = (usize, Option<Vec<SavedPod>>)> {
 
 proptest! {
     #[test]
-    fn what_is_in_force_has_no_conflicts_and_is_what_files_say_as_soon_as_they_agree(
+    fn conflicts_never_count_and_files_do_once_they_agree(
         saves in prop::collection::vec((any_save(), any::<bool>()), 1..30)
     ) {
         let text = |pods: &[SavedPod]| -> String {
@@ -213,7 +213,7 @@ proptest! {
 }
 
 #[test]
-fn a_file_that_lost_its_end_in_place_keeps_its_objects_until_stable() {
+fn a_file_cut_in_place_keeps_its_objects_until_stable() {
     let both = pod("x", "10.0.0.1") + &pod("y", "10.0.0.2");
     let first = pod("x", "10.0.0.1");
     // Its text, how it was written, and what is gone at once.
@@ -247,7 +247,7 @@ fn a_file_that_lost_its_end_in_place_keeps_its_objects_until_stable() {
 }
 
 #[test]
-fn objects_of_the_last_run_stand_for_refused_files_until_none_is() {
+fn the_last_runs_objects_stand_for_refused_files() {
     let objects = |text: &str| {
         let read = manifest::parse_file(&Arc::from(Path::new("last")), text, &Options::default()).unwrap();
         read.documents.into_iter().map(|document| document.object).collect::<Vec<_>>()

@@ -1,0 +1,565 @@
+//! The daemon: starts its parts (`start`), keeps ports and routes up to date (`reconcile`), answers queries (`queries`)
+//! and shuts down in order.
+
+mod captures;
+mod problem_log;
+mod queries;
+mod reconcile;
+mod start;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, anyhow};
+use nix::unistd::{Pid, gettid};
+use penstock_dataplane::worker::Dataplane;
+use penstock_policy::engine::TranslatedBy;
+use penstock_policy::model::{Object, ObjectChange};
+use penstock_privileges as privileges;
+use penstock_sources::Source;
+use penstock_sources::api_server::{NodeWriter, PodNotEnforced, StartupTaint, pods_not_enforced};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::MissedTickBehavior;
+
+use super::close_first::CloseFirstFds;
+use super::config::{Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
+use super::connections::{self, ClearingQueue};
+use super::flow_records::{FlowRecorder, Sinks};
+use super::handover::{Handover, HandoverListener, Predecessor};
+use super::last_good::RejectedConfig;
+use super::learnt_names::{self, LearntNamesFile};
+use super::node_path::NodePath;
+use super::objects::NodeObjects;
+use super::operation::{Listeners, Operation};
+use super::pod_bindings::PodBindings;
+use super::policy_thread::{FollowedChanges, PolicyThread};
+use super::ports::OpenPorts;
+use super::preflight::{self, Level, PreflightFinding};
+use super::publisher::Publisher;
+use super::recorded_objects::{ObjectFile, ObjectRecorder, RecordedLines, StaleObjects};
+use super::settings::{Attach, Settings};
+use super::signals::{Signal, Signals};
+use super::trial::{TrialContext, TrialFeed};
+use super::{RunError, StartMode, last_good, logging};
+use crate::discovery::{Events, Netlink, NetworkState};
+use problem_log::ProblemLog;
+pub(super) use start::clear_pins;
+use start::{
+    Prepared, SharedMaps, leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread,
+    start_dataplane,
+};
+
+/// How long a start waits for the API server before it takes the objects of the last run. Pods are closed meanwhile; a server
+/// that is there lists all objects faster.
+const SOURCE_PATIENCE: Duration = Duration::from_secs(2);
+/// How often the network is read without an event, to catch changes that no event reported.
+const RECONCILE_INTERVAL: Duration = Duration::from_secs(3);
+/// How often the workers are checked for a panic.
+const WORKER_CHECK_INTERVAL: Duration = Duration::from_millis(250);
+/// One network change raises several events: those within this time are handled together.
+const DEBOUNCE: Duration = Duration::from_millis(2);
+/// The debounce time is also this multiple of the last read's duration, up to a limit. In a storm of events the reads
+/// do not keep a core busy, and policy does not wait for them long.
+const DEBOUNCE_FACTOR: u32 = 3;
+const MAX_DEBOUNCE: Duration = Duration::from_millis(20);
+/// How long until a port whose queue is busy is tried again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+
+/// How a daemon ended that did not fail.
+pub(super) enum Ended {
+    BySignal,
+    /// Another daemon takes over.
+    HandedOver(Handover),
+}
+
+/// Runs until a signal ends it, another daemon takes over, or a worker dies. Restores the node, unless `fail` says otherwise
+/// or another daemon takes over.
+pub(super) async fn run(
+    layers: &ConfigLayers,
+    loaded: &LoadedConfig,
+    settings: &Settings<'_>,
+    rejected: Option<RejectedConfig>,
+    mode: StartMode,
+) -> Result<Ended, RunError> {
+    let config = settings.config;
+    let mut signals = Signals::listen().context("cannot listen to signals")?;
+    let (netlink, events) = Netlink::open(config.host_veth.table).map_err(RunError::bad_input)?;
+    fail_on_errors(preflight::network(settings, &netlink).await)?;
+    let predecessor = if mode == StartMode::TakeOver { Predecessor::find(&config.admin.socket) } else { None };
+    let record = ObjectFile::of(config);
+    // Before the source, which may take long to open; or once a daemon that runs has closed its own.
+    let listeners = if predecessor.is_some() { None } else { Some(Listeners::open(loaded).await?) };
+    // That daemon has in effect what is recorded, and serves until this one knows all.
+    let recorded = record.as_ref().filter(|_| predecessor.is_none());
+    let (ready, tell_events, writer) = node_writer(config);
+    let Some(OpenedSource { source, objects, stale }) = open_source(config, writer, recorded, &mut signals).await?
+    else {
+        return Ok(Ended::BySignal);
+    };
+    let mut prepared = None;
+    if let Some(predecessor) = predecessor {
+        prepared = Prepared::beside_another(settings)?;
+        predecessor.hand_over().await?;
+    }
+    let listeners = match listeners {
+        Some(listeners) => listeners,
+        None => Listeners::open(loaded).await?,
+    };
+    let handovers = HandoverListener::listen(&config.admin.socket).map_err(RunError::bad_input)?;
+    let (health, is_good) = (source.health(), rejected.is_none());
+    let lines = match &record {
+        Some(_) => RecordedLines::of(&objects),
+        None => RecordedLines::default(),
+    };
+    let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, rejected, health, dataplane);
+    let mut daemon = Daemon::start(settings, netlink, (objects, stale), prepared, tell_events, operation).await?;
+    daemon.operation.ready = Some(ready);
+    if is_good {
+        keep_as_last_good(layers, loaded);
+    }
+    let outcome = match follow(source, record, lines, stale.is_some(), Arc::clone(&daemon.publisher)) {
+        Ok(mut policy_thread) => {
+            let outcome = daemon.serve(&mut policy_thread, &events, &mut signals, handovers).await;
+            policy_thread.end();
+            outcome
+        }
+        Err(error) => Err(RunError::failed(error)),
+    };
+    daemon.report();
+    daemon.write_verdicts();
+    daemon.count_use();
+    daemon.operation.usage.finish();
+    let leaves = match (&outcome, config.fail.on_exit) {
+        (Ok(Ended::BySignal), on_exit) => on_exit,
+        (Ok(Ended::HandedOver(_)), _) => OnExit::Keep,
+        (Err(_), _) => daemon.after_failure(),
+    };
+    if leaves == OnExit::Keep && !matches!(outcome, Ok(Ended::HandedOver(_))) {
+        warn_of_closed_pods(settings.attach);
+    }
+    let stopped = daemon.stop(leaves).await;
+    outcome.and_then(|ended| stopped.map(|()| ended))
+}
+
+fn warn_of_closed_pods(attach: Attach) {
+    match attach {
+        Attach::Xdp => tracing::warn!("pods' interfaces stay closed until the next start, or `penstock cleanup`"),
+        Attach::Tcx => tracing::warn!(
+            "pods' interfaces stay closed to new connections until the next start, or `penstock cleanup`; established ones go on"
+        ),
+    }
+}
+
+/// Publishes and records the source's changes from now on. `lines` are the objects in effect; `are_stale` if they are those of
+/// an earlier run.
+fn follow(
+    source: Source,
+    record: Option<ObjectFile>,
+    lines: RecordedLines,
+    are_stale: bool,
+    publisher: Arc<Publisher>,
+) -> io::Result<PolicyThread> {
+    let stale = are_stale.then(|| lines.references());
+    let recorder = record.map(|file| ObjectRecorder::start(file, lines, are_stale)).transpose()?;
+    PolicyThread::start(FollowedChanges { source, recorder, stale }, publisher)
+}
+
+/// A source, and the objects to start with.
+struct OpenedSource {
+    source: Source,
+    objects: Vec<Object>,
+    /// Set if they are those of an earlier run.
+    stale: Option<StaleObjects>,
+}
+
+/// Makes the writer at an API server, which says that it is ready, and on which pods policy is not enforced.
+fn node_writer(config: &Config) -> (oneshot::Sender<()>, mpsc::Sender<PodNotEnforced>, NodeWriter) {
+    let (ready, is_ready) = oneshot::channel();
+    let key = config.source.startup_taint.as_ref().map(|key| key.as_str().to_owned());
+    let startup_taint = key.map(|key| StartupTaint { key, ready: is_ready });
+    let (tell, not_enforced) = pods_not_enforced();
+    (ready, tell, NodeWriter { node: config.node.as_str().to_owned(), startup_taint, not_enforced })
+}
+
+/// Opens the source and reads all objects, or those of the last run if the API server does not list them soon. `None` if a
+/// signal ended the wait for that.
+async fn open_source(
+    config: &Config,
+    writer: NodeWriter,
+    record: Option<&ObjectFile>,
+    signals: &mut Signals,
+) -> Result<Option<OpenedSource>, RunError> {
+    let (location, followed) = (config.source.location(), config.services.followed_kinds());
+    let last = || record.and_then(ObjectFile::read).map(|(_, objects)| objects);
+    let opened = Source::start(&location, followed, Some(writer), config.conversion(), &last).await;
+    let mut source =
+        opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
+    let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));
+    let mut record = record;
+    loop {
+        tokio::select! {
+            biased;
+            signal = signals.next() => if let Signal::Terminate(name) = signal {
+                tracing::info!(signal = name, "stopped before any policy was in force");
+                return Ok(None);
+            },
+            objects = source.first() => return Ok(Some(OpenedSource { source, objects, stale: None })),
+            () = &mut patience, if record.is_some() => {
+                let Some((recorded, objects)) = record.take().and_then(ObjectFile::read) else { continue };
+                tracing::warn!(
+                    "the API server has not listed all objects: those of the last run, recorded at {recorded}, are in force until it does"
+                );
+                let stale = Some(StaleObjects { recorded, objects: objects.len() });
+                return Ok(Some(OpenedSource { source, objects, stale }));
+            }
+        }
+    }
+}
+
+/// Keeps the configuration for a start with one that is refused.
+fn keep_as_last_good(layers: &ConfigLayers, loaded: &LoadedConfig) {
+    if let Err(error) = last_good::keep(layers, loaded) {
+        tracing::warn!("cannot keep the configuration for a start with a bad one: {error}");
+    }
+}
+
+/// Logs warnings; fails if there are errors.
+pub(super) fn fail_on_errors(findings: Vec<PreflightFinding>) -> Result<(), RunError> {
+    let (errors, others): (Vec<_>, Vec<_>) = findings.into_iter().partition(|finding| finding.level == Level::Error);
+    for finding in others.into_iter().filter(|finding| finding.level == Level::Warning) {
+        tracing::warn!("{}", finding.line);
+    }
+    if errors.is_empty() {
+        Ok(())
+    } else {
+        Err(RunError::BadInput(errors.into_iter().map(|error| error.line).collect()))
+    }
+}
+
+/// One line about what starts here. Not before the last check: what is refused is said in one line of its own.
+fn log_start(settings: &Settings<'_>) {
+    let config = settings.config;
+    tracing::info!(
+        target: logging::MILESTONES,
+        node = %config.node,
+        cores = ?settings.worker_cores(),
+        attach = settings.attach.name(),
+        source = config.source.location().to_string(),
+        admin = %config.admin.socket,
+        metrics = %config.metrics.listen,
+        "penstock {} starts",
+        env!("CARGO_PKG_VERSION")
+    );
+}
+
+struct Daemon<'a> {
+    config: &'a Config,
+    settings: &'a Settings<'a>,
+    netlink: Netlink,
+    netstate: NetworkState,
+    /// How long the last read of the network took.
+    read_took: Duration,
+    publisher: Arc<Publisher>,
+    /// Removes the connections of released addresses.
+    clearing_thread: JoinHandle<()>,
+    trial: TrialFeed,
+    /// Judges what is staged.
+    trial_thread: JoinHandle<()>,
+    dataplane: Arc<Dataplane>,
+    ports: OpenPorts,
+    node_path: NodePath,
+    problems: ProblemLog,
+    /// Which interfaces are pods'.
+    bindings: PodBindings,
+    /// Pods on which policy is not enforced, for Events.
+    tell_events: mpsc::Sender<PodNotEnforced>,
+    /// Pod addresses that the kernel did not route, with the reason that was logged.
+    unrouted: BTreeMap<IpAddr, String>,
+    operation: Operation,
+    /// If records of flows are wanted.
+    records: Option<FlowRecorder>,
+    close_first: CloseFirstFds,
+    /// The domain names that pods learn, if these are followed.
+    names: Option<LearntNamesFile>,
+    /// Held as long as this process uses the connection table in the kernel.
+    _table_lock: Option<std::fs::File>,
+}
+
+impl<'a> Daemon<'a> {
+    async fn start(
+        settings: &'a Settings<'a>,
+        netlink: Netlink,
+        (initial, stale): (Vec<Object>, Option<StaleObjects>),
+        prepared: Option<Prepared>,
+        tell_events: mpsc::Sender<PodNotEnforced>,
+        operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
+    ) -> Result<Self, RunError> {
+        let (config, started) = (settings.config, Instant::now());
+        let netstate = netlink.network_state().await.map_err(RunError::failed)?;
+        let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
+        let initial = match stale {
+            Some(_) => connections::without_moved_pods(config, &netstate, initial),
+            None => initial,
+        };
+        let names = LearntNamesFile::open(config);
+        if let Some(names) = &names {
+            objects.learn_names(Arc::clone(names.table()));
+        }
+        objects.set_translated_by(if config.services.enabled { TranslatedBy::Workers } else { TranslatedBy::Kernel });
+        objects.count_use(settings.worker_cores().len());
+        objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
+        // Only errors end the start. Other problems of a pod are logged later and may pass.
+        let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
+        let unfit = preflight::pods(settings, &netstate, bindings.follow(&netstate, &resolved.0), resolved.clone());
+        fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
+        log_start(settings);
+        if config.dataplane.mode == Mode::Forward {
+            tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
+        }
+        if let Some(after) = config.debug.worker_panics_after {
+            tracing::warn!("debug.worker_panics_after: a worker will panic after {:?}", after.duration());
+        }
+        let pins = pins(config)?;
+        let was_closed = pins.as_ref().is_some_and(|pins| !pins.links().is_empty());
+        connections::make_directory(&config.conntrack.mapping)?;
+        let table_lock = connections::lock(&config.conntrack.mapping, settings.offloads())?;
+        let prepared = match prepared {
+            Some(prepared) => prepared,
+            None => Prepared { maps: SharedMaps::open(settings, pins.as_ref())?, programs: None },
+        };
+        // Threads that exist before the workers: manifest reader and API server client.
+        leave_cores_to_workers(settings, &other_threads());
+        let dataplane = start_dataplane(settings, &prepared.maps)?;
+        let services = prepared.maps.services.clone();
+        let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
+        leave_cores_to_workers(settings, &others);
+        let operation = operation(&dataplane)?;
+        let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
+        let (programs, node_path) =
+            open_programs(settings, &netlink, &netstate, dataplane.cores(), pins, prepared).await?;
+        let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
+        let (clearing, jobs) = ClearingQueue::new();
+        let dataplane = Arc::new(dataplane);
+        let publisher = Arc::new(Publisher::new(config, (objects, stale), services, &dataplane, clearing));
+        let clearing_thread = start_clearing_thread(jobs, config, &dataplane, &publisher).map_err(RunError::failed)?;
+        let (trial, messages) = TrialFeed::new();
+        let context = TrialContext::new(config.node.as_str(), &dataplane, &publisher, &trial);
+        let trial_thread = context.start(messages).map_err(RunError::failed)?;
+        publisher.subscribe(|_| (trial.clone(), ()));
+        let records = sinks.map(|sinks| FlowRecorder::start(sinks, config, &dataplane, &publisher));
+        let records = records.transpose().map_err(RunError::failed)?;
+        let mut daemon = Self {
+            config,
+            settings,
+            netlink,
+            netstate,
+            read_took: Duration::ZERO,
+            publisher,
+            clearing_thread,
+            trial,
+            trial_thread,
+            dataplane,
+            ports,
+            node_path,
+            problems: ProblemLog::default(),
+            bindings,
+            tell_events,
+            unrouted: BTreeMap::new(),
+            operation,
+            records,
+            close_first: CloseFirstFds::default(),
+            names,
+            _table_lock: table_lock,
+        };
+        match daemon.begin(started).await {
+            Ok(()) => Ok(daemon),
+            Err(error) => {
+                // If an earlier daemon left pods closed, a failed start does not open them.
+                let leaves = if was_closed { daemon.after_failure() } else { OnExit::Restore };
+                if leaves == OnExit::Keep {
+                    warn_of_closed_pods(settings.attach);
+                }
+                daemon
+                    .stop(leaves)
+                    .await
+                    .unwrap_or_else(|error| tracing::error!(%error, "could not restore everything"));
+                Err(error)
+            }
+        }
+    }
+
+    /// Opens the host veth and the uplinks, then the pods' ports, and publishes the first snapshot.
+    async fn begin(&mut self, started: Instant) -> Result<(), RunError> {
+        // Read again: now the host veth pair exists.
+        self.netstate = self.netlink.network_state().await.map_err(RunError::failed)?;
+        match &self.node_path {
+            NodePath::HostVeth(host_veth) => {
+                let inside = host_veth.enter_workers_netns().map_err(RunError::failed)?;
+                let opened = self.ports.open_host(&self.dataplane, host_veth.workers(), host_veth.node());
+                drop(inside);
+                opened.map_err(RunError::failed)?;
+                self.ports.check_sources(host_veth.node()).map_err(RunError::bad_input)?;
+            }
+            NodePath::Pairs(pairs) => {
+                self.ports.open_pairs(&self.dataplane, pairs.pairs()).map_err(RunError::bad_input)?;
+            }
+        }
+        self.arrange_close_order().context("cannot duplicate a descriptor").map_err(RunError::Failed)?;
+        // With tcx the programs on pods' veths see what comes from outside.
+        let uplinks = if self.settings.attach == Attach::Xdp { &self.config.uplinks[..] } else { &[] };
+        for name in uplinks {
+            let link = self.netstate.link(name.as_str()).cloned();
+            let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
+            self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
+        }
+        self.reconcile("first state", started).await?;
+        self.ports.take_over_pinned(&self.netstate);
+        self.ports.take_over_programs().map_err(RunError::failed)?;
+        self.dataplane.take_over_offload();
+        self.ports.stop_waiting_for_queues();
+        privileges::drop_to_runtime().map_err(RunError::failed)?;
+        let inputs = self.publisher.inputs();
+        tracing::info!(
+            target: logging::MILESTONES,
+            "ready: {} pods, {} policies, epoch {}{}",
+            self.ports.pods(),
+            inputs.objects.policies(),
+            inputs.epoch.0,
+            if inputs.stale.is_some() { ", by the objects of the last run" } else { "" }
+        );
+        Ok(())
+    }
+
+    /// With `fail.mode = "open"`, the kernel must open the node at once when the daemon dies. It then closes first what
+    /// the rest depends on: the private netns of the host veth, the socket in it, and before them the map that the
+    /// programs check.
+    fn arrange_close_order(&mut self) -> io::Result<()> {
+        if self.config.fail.mode == FailMode::Open {
+            if let Some(namespace) = self.node_path.namespace() {
+                self.close_first.hold(namespace)?;
+            }
+            self.ports.add_close_first(&self.dataplane, &mut self.close_first)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps ports in line with pods and network, and answers queries. Policy changes do not wait for this loop.
+    async fn serve(
+        &mut self,
+        policy_thread: &mut PolicyThread,
+        events: &Events,
+        signals: &mut Signals,
+        mut handovers: HandoverListener,
+    ) -> Result<Ended, RunError> {
+        let publisher = Arc::clone(&self.publisher);
+        let mut reconcile = tokio::time::interval(RECONCILE_INTERVAL);
+        let mut heartbeat = tokio::time::interval(WORKER_CHECK_INTERVAL);
+        let mut keep_names = tokio::time::interval(learnt_names::INTERVAL);
+        for ticks in [&mut reconcile, &mut heartbeat, &mut keep_names] {
+            ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        }
+        let mut fault = self.config.debug.worker_panics_after.map(|after| Instant::now() + after.duration());
+        loop {
+            tokio::select! {
+                biased;
+                () = tokio::time::sleep_until(fault.unwrap_or_else(Instant::now).into()), if fault.is_some() => {
+                    fault = None;
+                    self.dataplane.kill_worker(0);
+                }
+                signal = signals.next() => match signal {
+                    Signal::Terminate(name) => {
+                        tracing::info!(signal = name, "ending");
+                        return Ok(Ended::BySignal);
+                    }
+                    Signal::Statistics => self.report(),
+                    Signal::Reload => self.reload(),
+                },
+                handover = handovers.asked() => {
+                    tracing::info!("another daemon takes over: this one stops its workers");
+                    return Ok(Ended::HandedOver(handover?));
+                }
+                _ = heartbeat.tick() => self.check_workers()?,
+                _ = keep_names.tick(), if self.names.is_some() => self.names.iter_mut().for_each(LearntNamesFile::keep),
+                () = policy_thread.ended() => {
+                    return Err(RunError::Failed(anyhow!("the policy thread has ended; restart penstock")));
+                }
+                // Before pods and network: if those were always ready, nobody could query the daemon.
+                next = self.operation.next() => self.operate(next).await,
+                () = publisher.pods.notified() => self.refresh("pods", Instant::now()).await?,
+                () = tokio::time::sleep(RETRY_INTERVAL), if self.ports.has_busy() => self.reconcile("retry", Instant::now()).await?,
+                () = events.changed() => {
+                    let seen = Instant::now();
+                    tokio::time::sleep((DEBOUNCE_FACTOR * self.read_took).clamp(DEBOUNCE, MAX_DEBOUNCE)).await;
+                    self.refresh("network", seen).await?;
+                }
+                _ = reconcile.tick() => self.refresh("reconcile", Instant::now()).await?,
+            }
+        }
+    }
+
+    fn check_workers(&self) -> Result<(), RunError> {
+        self.dataplane.failed().map_or(Ok(()), |died| Err(RunError::failed(died)))
+    }
+
+    /// Decides what stays when the daemon cannot continue: the same as if it had been killed.
+    fn after_failure(&self) -> OnExit {
+        match self.config.fail.mode {
+            FailMode::Closed => OnExit::Keep,
+            FailMode::Open => OnExit::Restore,
+        }
+    }
+
+    /// Ends all threads. Then either restores everything (rules, routes and the pair first, so that the kernel handles
+    /// the node's own traffic again) or leaves it to the next daemon, with programs that drop because they have no
+    /// sockets.
+    async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
+        let Self {
+            dataplane,
+            ports,
+            node_path,
+            close_first,
+            publisher,
+            clearing_thread,
+            trial,
+            trial_thread,
+            names,
+            records,
+            ..
+        } = self;
+        drop(close_first);
+        // Before the objects go, by which it names what it records last.
+        drop(records);
+        publisher.end();
+        trial.end();
+        // Pods are forgotten with the publisher; workers learn until they are stopped.
+        let learnt = names.as_ref().map(|names| names.table().hold());
+        // A panic has been reported on standard error.
+        let _ = clearing_thread.join();
+        let _ = trial_thread.join();
+        drop(publisher);
+        let removed = match leaves {
+            OnExit::Keep => {
+                ports.keep();
+                Ok(())
+            }
+            OnExit::Restore => {
+                let removed = node_path.remove().await;
+                ports.restore();
+                removed
+            }
+        };
+        let stopped = Arc::into_inner(dataplane).expect("no other thread holds the dataplane").stop();
+        removed.map_err(RunError::failed)?;
+        if let Some(names) = names {
+            names.finish();
+        }
+        drop(learnt);
+        let frames = stopped.map_err(RunError::failed)?;
+        tracing::info!(target: logging::MILESTONES, ?frames, "ended");
+        Ok(())
+    }
+}

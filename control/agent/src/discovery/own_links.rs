@@ -1,0 +1,64 @@
+//! Common to the host veth and the workers' pairs: the mark of this daemon's links, the lock that keeps a second daemon out, and
+//! the removal of pairs, which both do before they make their own.
+
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+use super::netlink::{Netlink, NetlinkError};
+
+/// Interface alias that marks both ends of a pair as Penstock's.
+pub(super) const ALIAS: &str = "penstock host veth";
+
+/// Why the host veth cannot be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum HostVethError {
+    /// Another daemon has it.
+    #[error("host_veth: another penstock runs in this network namespace; stop it first")]
+    Running,
+    /// Another program's link has the name.
+    #[error("host_veth: interface {0} exists and is not penstock's; delete it, or set another name under [host_veth]")]
+    NameTaken(String),
+    /// The kernel rejected a request.
+    #[error("host_veth: {0}")]
+    Netlink(#[from] NetlinkError),
+    /// A setting of the pair cannot be written.
+    #[error("host_veth: cannot set {sysctl}: {error}; make /proc/sys writable")]
+    Sysctl {
+        /// The setting.
+        sysctl: String,
+        /// The error.
+        error: io::Error,
+    },
+    /// Cannot create or enter the private netns.
+    #[error("host_veth: cannot create a network namespace for fail.mode = \"open\" ({0}); grant CAP_SYS_ADMIN")]
+    PrivateNetns(#[source] io::Error),
+    /// The pair was deleted.
+    #[error("host_veth: interface {0} is gone; restart penstock, and do not delete the interface")]
+    Gone(String),
+}
+
+/// Allows one daemon per network namespace: two would attach to the same pods.
+pub(super) fn lock() -> Result<UnixDatagram, HostVethError> {
+    let bound = SocketAddr::from_abstract_name(b"penstock").and_then(|name| UnixDatagram::bind_addr(&name));
+    bound.map_err(|_| HostVethError::Running)
+}
+
+/// Deletes the pairs of all workers, of which an earlier daemon may have had more. Returns whether there were any.
+pub(super) async fn clear_pairs(netlink: &Netlink) -> Result<bool, HostVethError> {
+    let state = netlink.network_state().await?;
+    let ours = state
+        .links
+        .values()
+        .filter(|link| link.veth && link.name.starts_with("penstock-w") && link.alias.as_deref() == Some(ALIAS));
+    let mut there = false;
+    for link in ours {
+        there = true;
+        let gone = netlink.handle.link().del(link.index).execute().await;
+        match gone.map_err(|error| NetlinkError::new(format!("cannot delete {}", link.name), error)) {
+            Err(error) if !error.is_gone() => return Err(error.into()),
+            _ => {}
+        }
+    }
+    Ok(there)
+}

@@ -1,0 +1,43 @@
+//! Limits and counters that all pods share.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Bounds of what is kept. A *name* is one that was given for one address. Over a limit, what expires first is evicted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct NameLimits {
+    /// Names of a pod.
+    pub per_pod: usize,
+    /// Names of one address of a pod.
+    pub per_address: usize,
+    /// Names of all pods. Over it, each pod evicts its own only: no pod takes from another.
+    pub total: usize,
+    /// Names that a pod may have also when all pods have that many.
+    pub reserved: usize,
+}
+
+impl Default for NameLimits {
+    /// Some 16 MB at most, and as much again for a node of a thousand such pods.
+    fn default() -> Self {
+        Self { per_pod: 8192, per_address: 64, total: 131_072, reserved: 512 }
+    }
+}
+
+/// Limits and counters of all pods.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    pub(super) limits: NameLimits,
+    pub(super) names: AtomicU64,
+    pub(super) learnt: AtomicU64,
+    pub(super) evicted: AtomicU64,
+    pub(super) not_understood: AtomicU64,
+    /// Rises with every change.
+    pub(super) changes: AtomicU64,
+}
+
+impl Shared {
+    pub(super) fn evicted(&self) {
+        self.evicted.fetch_add(1, Relaxed);
+        self.names.fetch_sub(1, Relaxed);
+    }
+}

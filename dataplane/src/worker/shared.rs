@@ -1,0 +1,31 @@
+//! State shared by all threads.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use arc_swap::ArcSwap;
+
+use super::inbox::WorkerInbox;
+use super::statistics::{PortCounters, WorkerCounters};
+use super::{WaitingPackets, WorkerDied};
+use crate::Snapshot;
+use crate::io::Umem;
+
+/// State shared by all threads.
+#[derive(Debug)]
+pub(super) struct WorkerShared {
+    pub(super) umem: Umem,
+    pub(super) tx_budget: u32,
+    pub(super) gso: bool,
+    pub(super) waiting: Option<WaitingPackets>,
+    pub(super) snapshot: Arc<ArcSwap<Snapshot>>,
+    /// By worker.
+    pub(super) inboxes: Vec<WorkerInbox>,
+    /// By worker.
+    pub(super) counters: Vec<WorkerCounters>,
+    /// By worker: drops of packets whose ingress port is closed.
+    pub(super) gone: Vec<PortCounters>,
+    pub(super) started: Instant,
+    /// The first worker that died, if any.
+    pub(super) died: OnceLock<WorkerDied>,
+}
