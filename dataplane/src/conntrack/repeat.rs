@@ -298,7 +298,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_shared_fills_whole_elements_as_the_programs_find_them() {
+    fn what_is_shared_fills_whole_elements() {
         assert_eq!(Repeats::ELEMENTS, ANSWERS + CREDITS + 1 + EVENTS / 8);
         assert_eq!(size_of::<Repeats>() % size_of::<Credit>(), 0);
     }

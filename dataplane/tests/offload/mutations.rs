@@ -66,17 +66,17 @@ const CAPTURED: &str = "hits::all_packets_of_a_captured_pod_are_left_to_workers_
 const LEFT: &str = "hits::what_needs_a_worker_is_left_to_it";
 const TRANSLATED: &str = "hits::packets_of_a_connection_to_a_service_are_translated_without_a_worker";
 const CHECKSUM: &str = "hits::a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is";
-const OF_REPEATED: &str = "repeat::a_connection_is_opened_only_if_each_field_of_its_answer_allows_it";
-const OPENING: &str = "repeat::a_packet_opens_a_connection_only_where_a_worker_has_opened_such_a_one";
+const OF_REPEATED: &str = "repeat::a_connection_opens_only_if_each_field_of_an_answer_allows";
+const OPENING: &str = "repeat::a_packet_opens_only_what_a_worker_has_opened_before";
 const OPENED: &str = "repeat::a_connection_like_one_that_a_worker_opened_meets_no_worker";
 const WRITTEN: &str = "repeat::what_a_program_opens_is_written_as_a_worker_writes_it";
 const NO_ANSWER: &str = "repeat::what_a_program_does_not_repeat_has_no_answer_or_no_way";
 const FLOOD: &str = "repeat::a_flood_ends_at_the_credit_of_its_pod_which_is_of_its_share";
-const ENDED: &str = "repeat::a_closed_or_expired_connection_of_the_same_ports_is_a_workers";
+const ENDED: &str = "repeat::an_ended_connection_of_the_same_ports_is_a_workers";
 const PAIR: &str = "repeat::an_answer_is_found_in_either_place_of_its_pair";
 const FULL: &str = "repeat::a_connection_without_a_free_entry_in_its_group_is_a_workers";
 const ALONE: &str = "repeat::answers_end_with_the_daemon_where_they_must_not_outlast_it";
-const AT_ONCE: &str = "repeat::a_program_and_a_worker_that_open_one_connection_leave_one_entry";
+const AT_ONCE: &str = "repeat::a_program_beside_a_worker_leaves_one_entry";
 
 const MUTATIONS: &[Mutation] = &[
     // The entry.

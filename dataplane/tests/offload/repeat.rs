@@ -127,7 +127,7 @@ fn what_a_program_opens_is_written_as_a_worker_writes_it() {
 type Prepare<'a> = &'a (dyn Fn(&mut Node, Sent) + Sync);
 
 #[test]
-fn a_packet_opens_a_connection_only_where_a_worker_has_opened_such_a_one() {
+fn a_packet_opens_only_what_a_worker_has_opened_before() {
     let there = sent(End::A, End::B, true, ACK);
     let datagram = Sent { tcp: false, ..there };
     let out = sent(End::A, End::Outside, true, ACK);
@@ -216,7 +216,7 @@ fn what_a_program_does_not_repeat_has_no_answer_or_no_way() {
 }
 
 #[test]
-fn a_closed_or_expired_connection_of_the_same_ports_is_a_workers() {
+fn an_ended_connection_of_the_same_ports_is_a_workers() {
     for (steps, then) in [(5, "closed"), (1, "expired")] {
         in_namespace(|| {
             let mut node = Node::new();
@@ -284,7 +284,7 @@ fn a_flood_ends_at_the_credit_of_its_pod_which_is_of_its_share() {
 }
 
 #[test]
-fn after_a_change_of_policy_a_repeated_connection_meets_a_worker_or_is_kept() {
+fn a_repeated_connection_meets_a_worker_after_a_change() {
     for keeps in [true, false] {
         in_namespace(|| {
             let mut node = Node::new();
@@ -319,7 +319,7 @@ fn after_a_change_of_policy_a_repeated_connection_meets_a_worker_or_is_kept() {
 }
 
 #[test]
-fn the_next_process_counts_what_programs_opened_and_stops_them_until_it_is_ready() {
+fn the_next_process_counts_and_stops_what_programs_open() {
     in_namespace(|| {
         let mut node = Node::new();
         node.repeat();
@@ -345,7 +345,7 @@ fn the_next_process_counts_what_programs_opened_and_stops_them_until_it_is_ready
 
 /// A program and a worker open the same connections at once, from both sides: each has one entry, and what lost is given back.
 #[test]
-fn a_program_and_a_worker_that_open_one_connection_leave_one_entry() {
+fn a_program_beside_a_worker_leaves_one_entry() {
     in_namespace(|| {
         let mut node = Node::new();
         let connections = open_table(&node.maps);
@@ -460,7 +460,7 @@ impl Shared {
 }
 
 #[test]
-fn a_connection_is_opened_only_if_each_field_of_its_answer_allows_it() {
+fn a_connection_opens_only_if_each_field_of_an_answer_allows() {
     for there in repeatable() {
         in_namespace(|| {
             let mut node = Node::new();

@@ -418,18 +418,18 @@ fn opened_beside_a_worker(crowd: usize, from_same_side: bool) {
 }
 
 #[test]
-fn a_program_and_a_worker_that_open_one_connection_leave_one_entry() {
+fn a_program_beside_a_worker_leaves_one_entry() {
     opened_beside_a_worker(0, true);
     opened_beside_a_worker(0, false);
 }
 
 #[test]
-fn a_program_and_a_worker_leave_one_entry_across_groups() {
+fn a_program_beside_a_worker_leaves_one_entry_across_groups() {
     opened_beside_a_worker(1, true);
 }
 
 #[test]
-fn two_programs_that_open_one_connection_leave_at_most_one_entry() {
+fn two_programs_leave_at_most_one_entry() {
     explore(2, || {
         let (table, wanted) = openable(0);
         table.count_more(OwnerId(1), 2);
