@@ -70,7 +70,7 @@ impl Fields {
         self.entry[0] &= !(TICKS << TICK_AT | GENERATIONS << GENERATION_AT);
         self.used = self.used.map(|used| used & !TICKS);
         if self.entry[5] >> 32 & 0xff == 17 && self.entry[6] == began {
-            self.entry[6] = 0;
+            self.entry[6] = u64::MAX;
         }
         Self { link: 0, ..self }
     }

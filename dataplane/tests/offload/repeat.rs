@@ -516,9 +516,9 @@ fn a_connection_without_a_free_entry_in_its_group_is_a_workers() {
         node.repeat();
         let (words, there) = (Words::of(&node), sent(End::A, End::B, true, ACK));
         answer(&mut node, there);
+        let left = words.behind(ANSWERS + A.index())[0].load(Ordering::Acquire);
         words.fill(true);
         assert!(node.opened_by_program(there).is_none());
-        let left = words.behind(ANSWERS + A.index())[0].load(Ordering::Acquire);
         words.fill(false);
         assert!(node.opened_by_program(there).is_some());
         assert_eq!(
