@@ -125,7 +125,7 @@ impl CaseScript {
     /// Parses a case.
     ///
     /// # Errors
-    /// What is invalid, with file and line.
+    /// The mistake, with file and line.
     pub fn parse(name: &str, text: &str) -> Result<Self, String> {
         let mut script = Self::default();
         for (number, line) in text.lines().enumerate() {

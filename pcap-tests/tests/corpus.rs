@@ -186,7 +186,7 @@ fn replay_output_is_reproducible() {
 }
 
 #[test]
-fn the_link_layer_of_a_capture_makes_no_difference_to_ip_packets() {
+fn the_link_layer_makes_no_difference_to_ip_packets() {
     let scratch = tempfile::tempdir().unwrap();
     let is_ip = |frame: &[u8]| matches!(frame.get(12..14), Some([0x08, 0x00] | [0x86, 0xdd]));
     let mut compared = 0;

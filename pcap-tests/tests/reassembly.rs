@@ -162,7 +162,7 @@ fn passes(player: &mut Player, time: Time, frame: &[u8]) -> bool {
 }
 
 #[test]
-fn fragments_that_pass_reassemble_to_the_header_that_policy_evaluated() {
+fn fragments_that_pass_reassemble_to_the_evaluated_header() {
     let ends: [[IpAddr; 2]; 2] =
         [[[10, 0, 1, 1].into(), [10, 0, 1, 2].into()], ["fd00:1::1".parse().unwrap(), "fd00:1::2".parse().unwrap()]];
     let (mut player, mut random) = (player(), SmallRng::seed_from_u64(0xf4a6));

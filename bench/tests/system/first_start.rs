@@ -29,7 +29,7 @@ const INGRESS: &str = "  policyTypes: [Ingress, Egress]\n  ingress: [{ports: [{p
 /// The behaviour of a connection from its beginning on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Kind {
-    /// Nothing, until policies are in force.
+    /// Nothing, until policies are in effect.
     IdleUntilPolicies,
     /// Nothing, until the daemon runs.
     IdleUntilStart,

@@ -415,7 +415,7 @@ mod tests {
             objects.apply([pod_gone()], &[]);
             assert_eq!(objects.engine().state().statistics().policies, usize::from(what == "made anew meanwhile"));
         }
-        // A daemon that starts meanwhile: what is there when it reads all is in force, and stays.
+        // A daemon that starts meanwhile: what is there when it reads all is in effect, and stays.
         let mut objects = NodeObjects::new("here", &[]);
         objects.apply([namespace(true), pod("web", "here"), closed()], &[]);
         let changes = objects.complete(vec![gone()]);

@@ -1,9 +1,9 @@
 //! One connection: a cache line of eight atomic words.
 
 use super::hash::{KeyWords, NAME_BITS, NAME_MASK};
+use super::held_syn::HeldSyn;
 use super::seqlock::{Control, SeqLock};
 use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
-use super::tcp::HeldSyn;
 use super::time::Tick;
 use crate::packet::{Orientation, Protocol};
 use crate::snapshot::Epoch;
@@ -274,7 +274,7 @@ const OWNER_AT: u32 = NAME_BITS;
 const OWNER: u64 = 0xffff << OWNER_AT;
 /// The owner is no longer counted: the entry is being cleared.
 const UNCOUNTED: u64 = 1 << 56;
-/// State of a SYN that a live connection has let through ([`super::tcp::HeldSyn`]): bits 57–63.
+/// State of a SYN that a live connection has let through ([`super::held_syn::HeldSyn`]): bits 57–63.
 const HELD_SYN_AT: u32 = 57;
 
 /// Address words of a key. Loom uses only one, since it would not terminate otherwise.

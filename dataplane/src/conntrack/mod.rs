@@ -29,6 +29,7 @@ mod groups;
 mod hash;
 #[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
 mod header;
+mod held_syn;
 mod journal;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;

@@ -5,6 +5,7 @@
 //! of a direction fits into 64 bits. Where that requires rounding, it errs towards letting a segment pass to its
 //! receiver, which checks exactly.
 
+use super::held_syn::HeldSyn;
 use super::state::TcpState;
 use crate::packet::{TcpFlags, TcpSegment};
 
@@ -64,36 +65,6 @@ const FIN: u8 = 2;
 const FIN_ACKED: u8 = 4;
 /// Without [`FIN`], since a FIN is not acknowledged before it is sent: a [`HeldSyn`] of this side is stored.
 const HOLDS_SYN: u8 = FIN_ACKED;
-
-/// Seven bits about a SYN that one side of a live connection has sent, stored besides its window. If the other side
-/// acknowledges the SYN, both have lost the connection and open a new one. Otherwise the connection continues as if the
-/// SYN had not been sent.
-///
-/// Bits 0–1 are the side's previous marks [`FIN`] and [`FIN_ACKED`]. Bits 2–6 are a hash of the number that
-/// acknowledges the SYN: enough to distinguish attempts. Security does not depend on it: only the receiver of a
-/// SYN-ACK, which knows the number, continues with it, and policy is evaluated.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(super) struct HeldSyn(pub(super) u8);
-
-impl HeldSyn {
-    fn new(syn: &TcpSegment, marks: u8) -> Self {
-        Self(Self::hash(syn.seq.wrapping_add(1)) << 2 | marks >> 1)
-    }
-
-    const fn hash(ack: u32) -> u8 {
-        (ack.wrapping_mul(0x9e37_79b1) >> 27) as u8
-    }
-
-    /// Whether this number acknowledges it.
-    const fn is_acked_by(self, ack: u32) -> bool {
-        self.0 >> 2 == Self::hash(ack)
-    }
-
-    /// The previous marks of its side.
-    const fn marks(self) -> u8 {
-        (self.0 & 3) << 1
-    }
-}
 
 /// A limit at its position in a word, rounded up.
 #[inline(always)]

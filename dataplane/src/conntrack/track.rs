@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use super::entry::{ControlWord, Tracking};
+use super::held_syn::HeldSyn;
 use super::state::State;
-use super::tcp::HeldSyn;
 use super::time::{self, Tick};
 use super::{sctp, tcp};
 use crate::packet::{Orientation, Protocol, SctpChunk, TcpFlags, TcpSegment, Transport};

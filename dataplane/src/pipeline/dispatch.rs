@@ -1,6 +1,6 @@
 //! Last stage: selects the egress port of an allowed packet.
 
-use super::translate::Translation;
+use super::flows::Translation;
 use crate::forward::{PathPorts, Port, PortId, PortKind};
 use crate::io::tag;
 use crate::packet::{Flow, NextHop, OpenChecksum, Packet, rewrite, translate};

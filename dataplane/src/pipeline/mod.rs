@@ -11,6 +11,7 @@
 
 mod admit;
 mod dispatch;
+mod flows;
 mod names;
 mod offload;
 mod reply;
@@ -25,12 +26,12 @@ use std::sync::Arc;
 pub use crate::DropReason;
 pub use crate::batch::{BATCH, Frames, StackSender};
 use dispatch::PacketPath;
+use flows::Translation;
 pub use offload::keep_offloaded;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 pub use service::{ServiceConnection, evaluate_backend};
 pub use sources::{OriginalSources, evaluate_connection};
-use translate::Translation;
 
 use crate::Snapshot;
 use crate::conntrack::{ConnTable, PreparedFlow, Timestamp};

@@ -1,7 +1,7 @@
 //! Services for who replays captures: a capture may show a packet on either side of its translation, and names no chance.
 
+use super::flows::{inner_flow, policy_flow};
 use super::sources::Opener;
-use super::translate::{inner_flow, policy_flow};
 use crate::conntrack::{ConnTable, Timestamp};
 use crate::names::NameTime;
 use crate::packet::Flow;

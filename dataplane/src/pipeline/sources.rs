@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::translate::policy_flow;
+use super::flows::policy_flow;
 use crate::batch::StackSender;
 use crate::conntrack::ConnectionInfo;
 use crate::names::NameTime;

@@ -3,8 +3,8 @@
 use rand::rngs::StdRng;
 
 use super::dispatch::{Leaving, PacketPath};
+use super::flows::{Translation, policy_flow};
 use super::sources::{Opener, OriginalSources};
-use super::translate::{Translation, policy_flow};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};
 use crate::batch::{Frames, StackSender};
 use crate::conntrack::{

@@ -62,7 +62,8 @@ impl RuleSet {
             let next = match (mine.peek(), theirs.peek()) {
                 (Some(own), Some(other)) if own.0 == other.0 => {
                     let both = (own.0, own.1 | other.1);
-                    (mine.next(), theirs.next());
+                    mine.next();
+                    theirs.next();
                     Some(both)
                 }
                 (Some(own), Some(other)) if own.0 > other.0 => theirs.next(),

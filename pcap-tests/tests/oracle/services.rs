@@ -10,7 +10,7 @@ use super::policy::{ClusterObjects, Flow};
 /// A backend: address and port.
 pub(crate) type Backend = (IpAddr, u16);
 
-/// What is at the destination of a flow.
+/// The owner of a flow's destination.
 pub(crate) enum Target {
     /// No Service.
     Other,
@@ -71,7 +71,7 @@ impl ClusterObjects {
         })
     }
 
-    /// What a pod's packet with this flow is sent to.
+    /// The destination to which a pod's packet with this flow is sent.
     pub(crate) fn target(&self, flow: &Flow) -> Target {
         if !self.translates || self.is_own_node(flow.dst) {
             return Target::Other;

@@ -37,7 +37,7 @@ fn a_pod_with_too_many_entries_is_closed_and_no_other_is() {
     engine.apply(base.into_iter().map(ObjectChange::Set));
     let queries = [("10.0.1.2", 80), ("10.0.1.2", 5432), ("10.0.1.1", 80)];
     assert_eq!((allows(&engine, &queries), engine.closed_pods().len()), (vec![true, false, true], 0));
-    // What another policy allows, too, is more than it may be.
+    // With what another policy allows, too, there is more than there may be.
     let another = policy("shop/another", "app=db", Some(vec![rule(&[], &["tcp/5432"])]), None);
     engine.apply([ObjectChange::Set(another)]);
     let closed: Vec<String> = engine.closed_pods().into_iter().map(|(pod, why)| format!("{pod}: {why}")).collect();

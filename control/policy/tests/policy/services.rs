@@ -475,7 +475,7 @@ fn without_endpoint_slices_questions_go_by_selectors() {
 }
 
 #[test]
-fn egress_that_is_not_postponed_is_for_the_services_address() {
+fn unpostponed_egress_policy_is_for_the_services_address() {
     use penstock_policy::explain::{self, PlainText};
     let to_api = super::build::rule(&["pods app=api"], &[]);
     let explained = |client: &str, who: TranslatedBy, postponed: &[&str]| {
