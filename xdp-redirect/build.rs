@@ -9,8 +9,8 @@ use libbpf_cargo::SkeletonBuilder;
 
 const XDP: &str = "src/bpf/redirect.bpf.c";
 const TCX: &str = "src/bpf/tcx.bpf.c";
-const HEADERS: [&str; 4] =
-    ["src/bpf/established.h", "src/bpf/neighbour.h", "src/bpf/outcome.h", "src/bpf/translation.h"];
+const HEADERS: [&str; 5] =
+    ["src/bpf/established.h", "src/bpf/neighbour.h", "src/bpf/outcome.h", "src/bpf/repeat.h", "src/bpf/translation.h"];
 
 fn main() {
     for source in [XDP, TCX].iter().chain(&HEADERS) {

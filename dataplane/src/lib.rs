@@ -8,6 +8,7 @@ mod batch;
 pub mod conntrack;
 mod drop_reason;
 pub mod forward;
+mod grace;
 pub mod io;
 pub mod names;
 pub mod packet;

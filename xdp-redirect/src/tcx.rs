@@ -378,6 +378,11 @@ impl TcxPrograms {
         self.liveness.socket()
     }
 
+    /// From now on the programs take the process for one that has ended. For tests of what they do then.
+    pub fn forget_process(&self) -> Result<(), libbpf_rs::Error> {
+        self.liveness.map().delete(&0_u32.to_ne_bytes())
+    }
+
     /// The pins, if links are pinned.
     pub fn pins(&self) -> Option<&Pins> {
         self.pins.as_ref()

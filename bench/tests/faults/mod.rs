@@ -15,6 +15,7 @@ mod mutated;
 mod offload;
 mod operation;
 mod paths;
+mod repeated;
 mod restarts;
 mod revoked;
 mod rings;

@@ -27,6 +27,9 @@ pub struct Config {
     /// and bytes of each connection are counted wherever the table lies, for 8 to 40 bytes of memory an entry. 0: none are
     /// kept.
     pub ended: usize,
+    /// Whether programs that read the table may open connections like those that workers have opened, and for how long after the process
+    /// has ended. Not where ended connections are kept: their records have when each was opened.
+    pub repeats: Option<Duration>,
 }
 
 /// Where a table lies.
@@ -69,6 +72,7 @@ impl Default for Config {
             midstream_pickup: MidStreamPickup::Always,
             memory: TableMemory::Anonymous,
             ended: 0,
+            repeats: None,
         }
     }
 }

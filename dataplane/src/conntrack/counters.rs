@@ -60,6 +60,10 @@ events! {
     Translated = translated,
     /// Those of them whose client kept the backend that it had, by affinity.
     AffinityKept = affinity_kept,
+    /// Connections that the kernel's programs opened by a worker's answer; they are among those inserted.
+    Repeated = repeated,
+    /// The same, but too many for the worker that counts them: it has missed these.
+    Unheard = unheard,
 }
 
 const STRIPES: usize = 16;

@@ -37,6 +37,8 @@ mod opener;
 mod origin;
 mod path;
 mod recover;
+#[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
+mod repeat;
 mod sctp;
 mod seqlock;
 #[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]

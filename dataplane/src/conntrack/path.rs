@@ -4,6 +4,7 @@ use super::entry::EpochTag;
 use super::sync::{AtomicU32, AtomicU64, EXCHANGE, Ordering, overwrite};
 use super::time::Tick;
 use crate::packet::Orientation;
+use crate::snapshot::Epoch;
 
 /// Where a connection's packets come from and go to, in one word.
 ///
@@ -54,6 +55,13 @@ impl Path {
         let is_same = self.0 & !(3 << TAKEN_AT) & !NOTED == same;
         let before = if is_same { self.0 } else { same | self.0 & NOTED };
         Some(Self(before | 1 << (TAKEN_AT + orientation as u32)))
+    }
+
+    /// The path of a connection whose first packet, in direction `orientation`, has gone from the first of these interfaces to the second
+    /// under this epoch, and whose answers go back: as a word. `None` as for [`Path::taken`].
+    pub(super) fn of_both_ways(orientation: Orientation, (from, to): (u32, u32), epoch: Epoch) -> Option<u64> {
+        let path = Self::none(0).taken(orientation, from, to, EpochTag::of(epoch))?;
+        Some(path.both_ways().0)
     }
 
     /// This path, taken in both directions.
@@ -266,7 +274,6 @@ mod tests {
     use Orientation::{HighToLow, LowToHigh};
 
     use super::*;
-    use crate::snapshot::Epoch;
 
     fn epoch(number: u32) -> EpochTag {
         EpochTag::of(Epoch(number))

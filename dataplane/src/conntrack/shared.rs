@@ -12,8 +12,10 @@ use super::entry::TableEntry;
 use super::header::FileHeader;
 use super::opener::Opener;
 use super::path::KernelUse;
+use super::repeat::Repeats;
 use super::tags::{LANES, Tags};
 use super::translation::Link;
+use crate::grace::wait_for_programs;
 use crate::snapshot::Epoch;
 
 /// BPF arrays for a table (`BPF_MAP_TYPE_ARRAY` with `BPF_F_MMAPABLE`), of the sizes that [`KernelMapSizes`] says.
@@ -48,7 +50,7 @@ pub struct KernelMapSizes {
     pub groups: u32,
     /// Number of entries.
     pub entries: u32,
-    /// Number of elements of the array of entries: the entries, and then their links and openers.
+    /// Number of elements of the array of entries: the entries, then their links and openers, and what programs need to open connections.
     pub with_links: u32,
 }
 
@@ -68,7 +70,8 @@ impl KernelMapSizes {
     pub fn of(connections: usize) -> Self {
         let groups = super::table::group_count(connections);
         let entries = groups * LANES;
-        Self { groups, entries, with_links: entries + entries / LINKS + entries / OPENERS }
+        let behind = entries / LINKS + entries / OPENERS + Repeats::ELEMENTS;
+        Self { groups, entries, with_links: entries + behind }
     }
 }
 
@@ -90,6 +93,8 @@ struct TablePage {
     header: [u64; FileHeader::WORDS],
     epoch: AtomicU32,
     timeouts: [AtomicU32; TIMEOUTS],
+    repeats: AtomicU32,
+    unused: u32,
 }
 
 /// Timeouts that the programs know.
@@ -117,7 +122,7 @@ impl SharedMaps {
             tags: map(&maps.0.tags, groups * size_of::<Tags>())?,
             entries: map(
                 &maps.0.entries,
-                entries * (size_of::<TableEntry>() + size_of::<Link>() + size_of::<Opener>()),
+                entries * (size_of::<TableEntry>() + size_of::<Link>() + size_of::<Opener>()) + size_of::<Repeats>(),
             )?,
             uses: map(&maps.0.uses, entries * size_of::<KernelUse>())?,
             groups,
@@ -151,6 +156,15 @@ impl SharedMaps {
         unsafe { std::slice::from_raw_parts(self.uses.as_ptr().cast(), self.groups * LANES as usize) }
     }
 
+    /// What programs need to open connections, behind the openers.
+    #[inline]
+    pub(super) fn repeats(&self) -> &Repeats {
+        let at = self.groups * LANES as usize * (size_of::<TableEntry>() + size_of::<Link>() + size_of::<Opener>());
+        // SAFETY: the mapping contains it there ([`SharedMaps::open`]), aligned to 64 bytes as whole elements are, and any bit pattern is a
+        // valid atomic.
+        unsafe { &*self.entries.as_ptr().add(at).cast() }
+    }
+
     fn page(&self) -> &TablePage {
         // SAFETY: the mapping contains one, page-aligned; only atomics in it are read through this reference.
         unsafe { &*self.table.as_ptr().cast() }
@@ -165,6 +179,22 @@ impl SharedMaps {
     /// runs meanwhile may still do so.
     pub(super) fn set_epoch(&self, epoch: Epoch) {
         self.page().epoch.store(epoch.0, Ordering::SeqCst);
+    }
+
+    /// Until when programs may open connections.
+    pub(super) fn set_repeats(&self, until: u32) {
+        let word = &self.page().repeats;
+        // Programs on other cores read it, and what is beside it.
+        if word.load(Ordering::Relaxed) != until {
+            word.store(until, Ordering::SeqCst);
+        }
+    }
+
+    /// The programs open no connection when this returns, and forget by which they could.
+    pub(super) fn stop_repeats(&self) {
+        self.set_repeats(0);
+        wait_for_programs();
+        self.repeats().clear();
     }
 
     /// Timeouts in ticks: TCP established; UDP unreplied, replied, assured; TCP before it is established.

@@ -1,6 +1,7 @@
 //! The table: lookup and insertion.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering as CountOrdering};
+use std::time::Duration;
 
 use crossbeam::utils::CachePadded;
 
@@ -55,6 +56,10 @@ pub struct ConnTable {
     counted: Option<Box<[KernelUse]>>,
     /// Where those that end are noted.
     pub(super) journal: Option<Journal>,
+    /// How long programs may open connections by themselves after the process has ended; `None`: they open none.
+    pub(super) repeats_for: Option<Duration>,
+    /// The first event that is of this process.
+    pub(super) first_event: u64,
 }
 
 /// A connection to insert.
@@ -158,9 +163,15 @@ impl ConnTable {
             quota: config.quota(),
             midstream_pickup: config.midstream_pickup,
             is_published: AtomicBool::new(origin != TableOrigin::Found),
+            repeats_for: config.repeats.filter(|_| config.ended == 0),
+            first_event: 0,
         };
         if let Some(shared) = table.storage.shared() {
             shared.set_timeouts(table.timeout_ticks.of_kernel());
+            if origin == TableOrigin::Found {
+                shared.stop_repeats();
+            }
+            table.first_event = shared.repeats().sent();
         }
         if origin == TableOrigin::Found {
             table.recover();
@@ -222,7 +233,7 @@ impl ConnTable {
     /// read it.
     pub fn publish_epoch(&self, epoch: Epoch) -> bool {
         match self.storage.shared() {
-            Some(shared) if self.is_published.load(CountOrdering::SeqCst) => {
+            Some(shared) if self.is_taken_over() => {
                 shared.set_epoch(epoch);
                 true
             }
@@ -236,12 +247,17 @@ impl ConnTable {
         self.is_published.store(true, CountOrdering::SeqCst);
     }
 
+    pub(super) fn is_taken_over(&self) -> bool {
+        self.is_published.load(CountOrdering::SeqCst)
+    }
+
     /// Counts a packet that a worker forwards, `bytes` long from the IP header on, with these `flags` if it is a TCP segment.
     /// `path`: it has evaluated the packet under
     /// this epoch, and sends it from the first interface to the second (0: the node's stack); the kernel's programs may
     /// forward the next ones of this direction as long as that is the epoch. `knows_answers`: asked for a packet that opens a
     /// connection, which traverses the node's stack or not, whether answers go back from the second interface to the first; then the
-    /// programs may forward these, too. If the table [counts](Self::counts) nothing, it does nothing.
+    /// programs may forward these, too. `may_repeat`: asked after that, whether they may open the next connections that differ in the opener's
+    /// port alone. If the table [counts](Self::counts) nothing, it does nothing.
     pub fn forwarded(
         &self,
         hashed: &PreparedFlow,
@@ -249,6 +265,7 @@ impl ConnTable {
         flags: TcpFlags,
         path: Option<((u32, u32), Epoch)>,
         knows_answers: impl FnOnce(bool) -> bool,
+        may_repeat: impl FnOnce() -> bool,
     ) {
         let Some(uses) = self.uses() else { return };
         let Some((slot, control)) = self.lookup(hashed) else {
@@ -259,11 +276,12 @@ impl ConnTable {
         if let Some(journal) = &self.journal {
             journal.see(slot, flags);
         }
-        let Some((ends, epoch)) = path else { return };
-        let epoch = EpochTag::of(epoch);
+        let Some((ends, snapshot)) = path else { return };
+        let (epoch, mut are_known) = (EpochTag::of(snapshot), false);
         let knows_answers = || {
             let is_opener = hashed.orientation == control.original() && control.is_in(State::Unreplied.code());
-            is_opener && knows_answers(control.is_via_host())
+            are_known = is_opener && knows_answers(control.is_via_host());
+            are_known
         };
         let is_taken = kernel_use.take_path(hashed.orientation, ends, epoch, knows_answers, || {
             let now = self.entry(slot).control();
@@ -272,11 +290,15 @@ impl ConnTable {
         if is_taken {
             self.offloaded.insert(slot / LANES);
         }
+        let is_plain = !control.is_via_host() && !control.is_translated();
+        if is_taken && are_known && is_plain && self.repeats_for.is_some() && may_repeat() {
+            self.leave_answer(hashed, ends, snapshot, self.entry(slot).owner());
+        }
     }
 
     /// Number of connections; it may be off by the few that are being inserted or removed.
     pub fn len(&self) -> usize {
-        self.total.load(CountOrdering::Relaxed) as usize
+        self.total.load(CountOrdering::Relaxed).saturating_sub(self.credit()) as usize
     }
 
     /// Whether the table holds no connection.
@@ -286,6 +308,11 @@ impl ConnTable {
 
     /// Number of connections of this owner.
     pub fn len_of(&self, owner: OwnerId) -> u32 {
+        self.counted(owner).saturating_sub(self.credit_of(owner))
+    }
+
+    /// The same with the connections that programs may open for it.
+    pub(super) fn counted(&self, owner: OwnerId) -> u32 {
         self.owner(owner).load(CountOrdering::Relaxed)
     }
 
@@ -448,7 +475,7 @@ impl ConnTable {
                 return Err(InsertError::Quota);
             };
             // The table has filled up since its owner got so many connections: evict one more of them.
-            if self.len_of(new.owner) > self.limit()
+            if self.counted(new.owner) > self.limit()
                 && let Some((slot, claimed)) = self.evict(new.hashed, Some(new.owner), now)
             {
                 self.entry(slot).free(claimed);
@@ -465,7 +492,7 @@ impl ConnTable {
 
     /// Current maximum number of connections of an owner: at most the number of free entries, so that others have room
     /// however many owners use their maximum (dynamic thresholds: Choudhury and Hahne, 1998); but always a few.
-    fn limit(&self) -> u32 {
+    pub(super) fn limit(&self) -> u32 {
         let free = self.entries.saturating_sub(self.total.load(CountOrdering::Relaxed));
         self.quota.min(free.max(self.entries / SMALL_SHARE).max(1))
     }
@@ -477,8 +504,19 @@ impl ConnTable {
     }
 
     fn uncount(&self, owner: OwnerId) {
-        self.owner(owner).fetch_sub(1, CountOrdering::Relaxed);
-        self.total.fetch_sub(1, CountOrdering::Relaxed);
+        self.count_less(owner, 1);
+    }
+
+    /// Counts so many more connections of `owner`.
+    pub(super) fn count_more(&self, owner: OwnerId, more: u32) {
+        self.total.fetch_add(more, CountOrdering::Relaxed);
+        self.owner(owner).fetch_add(more, CountOrdering::Relaxed);
+    }
+
+    /// Counts so many less.
+    pub(super) fn count_less(&self, owner: OwnerId, less: u32) {
+        self.owner(owner).fetch_sub(less, CountOrdering::Relaxed);
+        self.total.fetch_sub(less, CountOrdering::Relaxed);
     }
 
     /// Claims a free entry in the home group, or in the alternate one if the home group is crowded and the other is
@@ -573,7 +611,7 @@ impl ConnTable {
     }
 
     /// Entries with this key, live or tentative.
-    fn written<'a>(&'a self, hashed: &'a PreparedFlow) -> impl Iterator<Item = SlotRef> + 'a {
+    pub(super) fn written<'a>(&'a self, hashed: &'a PreparedFlow) -> impl Iterator<Item = SlotRef> + 'a {
         [home(hashed.hash, self.groups), alternate(hashed.hash, self.groups)].into_iter().flat_map(move |group| {
             bits(self.tags(group).lanes_with(hashed.tag())).filter_map(move |lane| {
                 let slot = group * LANES + lane;

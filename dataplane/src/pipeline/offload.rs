@@ -10,7 +10,7 @@ use crate::forward::{Port, PortKind};
 use crate::names::NameTime;
 use crate::packet::{Address, AddressScope, Flow, Packet, Protocol, TcpFlags, Transport};
 use crate::policy::FlowEnds;
-use crate::services::Destination;
+use crate::services::{Destination, ServiceSet};
 
 /// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
 /// ones of its direction alike, and of one that opens a connection also the answers. They do so for TCP and UDP in states in which every such packet passes, and decide that for
@@ -44,10 +44,12 @@ pub(super) fn offload(
             _ => TcpFlags::default(),
         };
         let path = path.map(|ends| (ends, snapshot.epoch));
-        connections.forwarded(&slot.hashed, packet.ip_len(), flags, path, |via_host| {
+        let knows_answers = |via_host| {
             let is_shortened = flags.contains(TcpFlags::SYN) && is_longer(snapshot, sender, egress, longest);
             !is_shortened && path.is_some_and(|(ends, _)| knows_answers(snapshot, slot, ends, via_host))
-        });
+        };
+        let may_repeat = || from != Some(0) && may_repeat(snapshot, &packet.flow);
+        connections.forwarded(&slot.hashed, packet.ip_len(), flags, path, knows_answers, may_repeat);
     }
 }
 
@@ -61,6 +63,19 @@ fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u
         && !snapshot.would_be_decapsulated(&answer)
         && !names::asks(snapshot, &slot.packet)
         && has_same_path(snapshot, &found)
+}
+
+/// Whether programs may open the next connections of a pod that differ from this one in the pod's port alone, under this snapshot. Its
+/// answers come back to the pod, so no node takes one for a tunnel's packet, whatever that port is. What has an address of a Service or of
+/// the node may be translated by the node, each time to another end; and what a domain name allows, the clock ends.
+fn may_repeat(snapshot: &Snapshot, flow: &Flow) -> bool {
+    let FlowEnds { src, dst } = snapshot.policy.ends(flow);
+    let (services, forwarding) = (snapshot.services.as_ref(), &snapshot.forwarding);
+    let is_found =
+        |set: &ServiceSet| !matches!(set.find(flow.dst, flow.protocol, flow.dst_port), Destination::NotService);
+    let is_service = dst.is_service() || forwarding.is_service(flow.dst) || services.is_some_and(is_found);
+    let is_nodes = dst.is_node() || forwarding.is_node(flow.dst);
+    !(snapshot.policy.has_names() || is_service || is_nodes) && src.is_pod() && src.port().is_some()
 }
 
 /// The interface of a port, as a path names it. `None`: it has none that the programs know.

@@ -1,9 +1,8 @@
 //! Brings the kernel's programs to a new snapshot, and waits until none forwards under an older epoch any more.
 //!
 //! First the connections that stay allowed get the new verdict ([`keep_offloaded`]), then the programs read the new epoch. A
-//! program that began before an epoch was published may have read the older one. Programs run inside RCU read-side
-//! sections, so after a grace period all of them have ended. It takes some milliseconds, which only the report that an
-//! epoch is in force waits for: each program that begins later reads the new epoch.
+//! program that began before an epoch was published may have read the older one. To wait for these takes some milliseconds, which only the
+//! report that an epoch is in force does: each program that begins later reads the new epoch.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,15 +16,13 @@ use nix::unistd::{Pid, gettid};
 use super::privileges::{Priority, drop_capabilities, raise_priority};
 use crate::Snapshot;
 use crate::conntrack::ConnTable;
+use crate::grace::wait_for_programs;
 use crate::pipeline::keep_offloaded;
 use crate::snapshot::Epoch;
 
 /// Longest time that connections are evaluated before the programs read the new epoch: some ten thousand. The others meet a
 /// worker at their next packet.
 const KEEP_LIMIT: Duration = Duration::from_millis(4);
-/// Time after which a program has ended where the kernel offers no grace period (`nohz_full`): it takes microseconds, and
-/// nothing on its CPU interrupts it for long.
-const INSTEAD: Duration = Duration::from_millis(50);
 
 /// The threads that do it: one brings the programs to new snapshots, and the other waits, so that the next change is not
 /// brought later for it. Dropping it ends them.
@@ -124,35 +121,10 @@ fn wait_for_each(brought: &Receiver<Epoch>, in_force: &InForce) {
         while let Ok(next) = brought.try_recv() {
             epoch = next;
         }
-        if grace_period().is_err() {
-            thread::sleep(INSTEAD);
-        }
+        wait_for_programs();
         in_force.epoch.store(epoch.0, Ordering::Release);
         if let Some(tell) = in_force.tell.get() {
             tell();
-        }
-    }
-}
-
-/// Waits for an RCU grace period (`MEMBARRIER_CMD_GLOBAL`, kernel/sched/membarrier.c).
-fn grace_period() -> io::Result<()> {
-    const MEMBARRIER_CMD_GLOBAL: libc::c_int = 1;
-    // SAFETY: the call takes three numbers and accesses no memory of ours.
-    match unsafe { libc::syscall(libc::SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0) } {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_grace_period_can_be_waited_for() {
-        // The kernel rejects it where some CPUs have no tick.
-        if let Err(error) = grace_period() {
-            assert_eq!(error.raw_os_error(), Some(libc::EINVAL));
         }
     }
 }

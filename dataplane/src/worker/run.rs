@@ -125,7 +125,8 @@ impl<P: Processor> Worker<P> {
             // before it sleeps.
             until_poll_all = if iteration.busy { until_poll_all.checked_sub(1).unwrap_or(POLL_ALL) } else { 0 };
             if !iteration.busy || until_housekeeping == 0 {
-                self.path.processor.housekeeping(epoch, now, iteration.busy);
+                let PacketPath { processor, snapshot, .. } = &mut self.path;
+                processor.housekeeping(snapshot.load(), now, iteration.busy);
                 self.path.state.unwatch_busy(&self.epoll);
                 self.path.state.waiting.sweep(now);
                 until_housekeeping = HOUSEKEEPING;

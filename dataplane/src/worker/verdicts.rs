@@ -303,6 +303,12 @@ impl Recorder {
         self.log.noted.load(Ordering::Relaxed) != 0
     }
 
+    /// Whether all connections that are opened are recorded, or asked about for staged policies.
+    pub(super) fn sees_opened(&self) -> bool {
+        let noted = self.log.noted.load(Ordering::Relaxed);
+        noted & FOR_STAGED != 0 || noted & FOR_LOG != 0 && self.log.opened.load(Ordering::Relaxed) != 0
+    }
+
     /// Records the packets of a batch that was processed with this as its observer, and asks the staged set about those that
     /// open a connection, or tried to.
     pub(super) fn record(

@@ -32,7 +32,7 @@ const PATH_EPOCH_AT: u32 = 48;
 const END_BITS: usize = 21;
 
 /// What the programs read of a connection, and the words for all of them.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Fields {
     /// Control word, four words of addresses, ports with protocol, and tracking of each direction.
     entry: [u64; 8],
@@ -62,6 +62,33 @@ impl Fields {
     fn set_age(&mut self, ticks: i64) {
         let tick = self.tick().wrapping_sub(ticks as u64) & TICKS;
         self.entry[0] = self.entry[0] & !(TICKS << TICK_AT) | tick << TICK_AT;
+    }
+
+    /// What is alike in two entries of the same connection: neither its generation nor when it was used.
+    pub(crate) fn lasting(mut self) -> Self {
+        let began = self.tick();
+        self.entry[0] &= !(TICKS << TICK_AT | GENERATIONS << GENERATION_AT);
+        self.used = self.used.map(|used| used & !TICKS);
+        if self.entry[5] >> 32 & 0xff == 17 && self.entry[6] == began {
+            self.entry[6] = 0;
+        }
+        Self { link: 0, ..self }
+    }
+
+    /// Whether it is of the connection of this flow.
+    pub(crate) fn is_of(&self, flow: &Flow) -> bool {
+        let ends = [flow.src.min(flow.dst), flow.src.max(flow.dst)].map(|end| end.bits());
+        let halves = ends.iter().flat_map(|bits| [(bits >> 64) as u64, *bits as u64]);
+        let ports = [flow.src_port, flow.dst_port].map(u64::from);
+        let [low, high] = if flow.src < flow.dst { ports } else { [ports[1], ports[0]] };
+        self.entry[1..5].iter().copied().eq(halves)
+            && self.entry[5] & 0xff_ffff_ffff == low | high << 16 | u64::from(flow.protocol.0) << 32
+    }
+
+    /// The window of a SYN's sender whose options were not read.
+    pub(crate) fn widen(&mut self, direction: usize) {
+        self.entry[6 + direction] &= !(31 << 52 | 15 << 57);
+        self.entry[6 + direction] |= 16 << 52 | 15 << 57;
     }
 
     /// Evaluated under this epoch, and the path taken under it.
@@ -136,6 +163,32 @@ impl Words {
         let (word, at) = (&Self::words(&self.tags)[slot / 4], slot % 4 * 16);
         let others = word.load(Ordering::Acquire) & !(0xffff << at);
         word.store(others | tag << at, Ordering::Release);
+    }
+
+    /// Element of what programs need to open connections: answers, then credit by owner.
+    pub(crate) fn behind(&self, element: usize) -> &[AtomicU64] {
+        // Eight links are an element, and four openers.
+        let openers = capacity() + capacity() / 8 + capacity() / 4;
+        &Self::words(&self.entries)[(openers + element) * 8..][..8]
+    }
+
+    /// Until when programs may open connections.
+    pub(crate) fn repeats(&self) -> &AtomicU32 {
+        let at = &self.table[HEADER * 8 + 6 * 4..][..4];
+        // SAFETY: as in [`Words::words`].
+        unsafe { &*at.as_ptr().cast() }
+    }
+
+    /// The epoch that programs compare with.
+    pub(crate) fn epoch(&self) -> &AtomicU32 {
+        &self.shared()[0]
+    }
+
+    /// Gives each entry of the table a tag, so that none is free, or takes these away again.
+    pub(crate) fn fill(&self, is_full: bool) {
+        for slot in (0..capacity()).filter(|&slot| self.entry(slot)[0].load(Ordering::Acquire) & STATES == 0) {
+            self.set_tag(slot, u64::from(is_full));
+        }
     }
 
     /// The epoch, and the timeouts.

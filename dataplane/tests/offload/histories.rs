@@ -1,5 +1,6 @@
 //! Random histories of connections, changes of policy and mutated packets.
 
+use penstock_dataplane::packet::parse;
 use proptest::prelude::*;
 use proptest::test_runner::{Config as RunnerConfig, TestRunner};
 
@@ -87,6 +88,8 @@ struct Forwarded {
     translated: u32,
     /// Answers to a SYN.
     answers: u32,
+    /// What opened a connection.
+    opened: u32,
     long: u32,
 }
 
@@ -103,6 +106,10 @@ fn meet(node: &mut Node, words: &Words, packet: Sent, frame: &[u8], forwarded: &
         return;
     };
     forwarded.all += 1;
+    if words.slots().len() > slots.len() {
+        forwarded.opened += 1;
+        return open_both_ways(node, words, packet, frame, &done);
+    }
     forwarded.translated += u32::from(done.1[26..] != frame[26..]);
     let answers = packet.tcp && packet.flags & SYN != 0 && known(node).iter().any(|it| it.ends_with("SYN_RECV"));
     if packet.tcp && !answers {
@@ -115,6 +122,36 @@ fn meet(node: &mut Node, words: &Words, packet: Sent, frame: &[u8], forwarded: &
     assert_alike(node, packet, frame, &done, now);
     assert_eq!(known(node), by_program, "{packet:?}");
     restore(&after);
+}
+
+/// A program has opened a connection: so would a worker, with the same bytes and the same entry, but for the opener's window. The one or the
+/// other stays.
+fn open_both_ways(node: &mut Node, words: &Words, packet: Sent, frame: &[u8], done: &(u32, Vec<u8>)) {
+    let now = Timestamp::now();
+    let flow = parse(frame).unwrap().flow;
+    let remove = |node: &Node| {
+        let table = node.pipeline.connections();
+        assert!(table.find(&table.prepare(&flow), now).unwrap().remove(), "{packet:?}");
+    };
+    let entries = |node: &Node| {
+        let find = |slot: &usize| words.read(*slot).lasting();
+        (known(node), words.slots().iter().map(find).filter(|entry| entry.is_of(&flow)).collect::<Vec<_>>())
+    };
+    let by_program = entries(node);
+    remove(node);
+    assert_alike(node, packet, frame, done, now);
+    let (known, mut by_worker) = entries(node);
+    if packet.tcp {
+        by_worker.iter_mut().for_each(|entry| entry.widen(usize::from(flow.src > flow.dst)));
+    }
+    assert_eq!(by_program, (known, by_worker), "{packet:?}");
+    // There may be no credit for another one.
+    if packet.flow == 1 {
+        remove(node);
+        if node.program(packet.from, packet.to, frame, 0).is_none() {
+            node.worker(packet.from, frame, now);
+        }
+    }
 }
 
 #[test]
@@ -131,16 +168,19 @@ fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes(
                 let (node, forwarded) = &mut *cell.borrow_mut();
                 forget(node);
                 node.next_epoch(true);
+                node.repeat();
                 for step in steps {
                     take(node, &words, step, forwarded);
+                    node.hear();
                 }
                 Ok(())
             })
             .unwrap();
-        let Forwarded { all, translated, answers, long } = forwarded;
+        let Forwarded { all, translated, answers, opened, long } = forwarded;
         assert!(all > 200, "only {all} packets of all passed without a worker");
         assert!(translated > 100, "only {translated} packets of {all} were translated");
         assert!(answers > 50, "only {answers} answers to a SYN passed without a worker");
+        assert!(opened > 20, "only {opened} connections were opened without a worker");
         assert!(long > 20, "only {long} long segments passed without a worker");
     });
 }

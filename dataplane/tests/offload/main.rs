@@ -8,6 +8,7 @@ mod headers;
 mod histories;
 mod hits;
 mod mutations;
+mod repeat;
 mod states;
 mod verifier;
 
@@ -16,6 +17,7 @@ use std::num::NonZeroU32;
 use std::panic::resume_unwind;
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -26,7 +28,7 @@ use penstock_dataplane::conntrack::{
 };
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
-use penstock_dataplane::packet::Protocol;
+use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict, keep_offloaded};
 use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortSpec, RuleName,
@@ -140,15 +142,24 @@ struct Node {
     maps: ConnectionMaps,
     pipeline: Pipeline,
     snapshot: Snapshot,
+    /// The next event of a connection that a program has opened.
+    heard: AtomicU64,
 }
 
 fn open_table(maps: &ConnectionMaps) -> Arc<ConnTable> {
+    open_table_for(maps, WITHOUT_DAEMON)
+}
+
+/// The table, where programs open connections for so long when the process has ended.
+fn open_table_for(maps: &ConnectionMaps, longest: Duration) -> Arc<ConnTable> {
     let [table, tags, entries, uses] = maps.descriptors().unwrap();
     let memory = TableMemory::Kernel(KernelMaps(Arc::new(KernelMapFds { table, tags, entries, uses })));
-    Arc::new(ConnTable::new(&Config { entries: ENTRIES, memory, ..Config::default() }).unwrap())
+    Arc::new(ConnTable::new(&Config { entries: ENTRIES, memory, repeats: Some(longest), ..Config::default() }).unwrap())
 }
 
 const ENTRIES: usize = 128;
+/// How long programs open connections when the process has ended.
+const WITHOUT_DAEMON: Duration = Duration::from_secs(600);
 
 impl Node {
     fn new() -> Self {
@@ -180,7 +191,8 @@ impl Node {
             veth
         });
         let pipeline = Pipeline::new(open_table(&maps), PipelineMode::Full);
-        let mut node = Self { programs, veths, maps, pipeline, snapshot: Snapshot::default() };
+        let mut node =
+            Self { programs, veths, maps, pipeline, snapshot: Snapshot::default(), heard: AtomicU64::new(0) };
         node.publish(Epoch(1), true);
         node
     }

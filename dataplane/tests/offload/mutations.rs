@@ -2,7 +2,7 @@
 //! tests of this program must then fail.
 //!
 //! Run by `make test-long`, or by `cargo test -p penstock-dataplane --features replaceable-programs --test offload -- --ignored
-//! --nocapture`; with `PENSTOCK_MUTATION=TEXT` only mutants with this in their name. Each is compiled by clang alone, and tested by
+//! --nocapture`; with `PENSTOCK_MUTATION=TEXT` only mutants with this in their name, or of this file. Each is compiled by clang alone, and tested by
 //! this very program, which loads it instead of the one that is built in.
 
 use std::fs;
@@ -40,6 +40,7 @@ const fn equivalent(because: &'static str, of: Mutation) -> Mutation {
 
 const LOOKUP: &str = "established.h";
 const PROGRAM: &str = "tcx.bpf.c";
+const REPEAT: &str = "repeat.h";
 
 // Tests that notice mutants, of which each is asked first: to load the programs takes longer than to test them.
 const OF_ENTRY: &str = "entry::a_packet_passes_only_if_each_field_of_its_connection_allows_it";
@@ -65,6 +66,17 @@ const CAPTURED: &str = "hits::all_packets_of_a_captured_pod_are_left_to_workers_
 const LEFT: &str = "hits::what_needs_a_worker_is_left_to_it";
 const TRANSLATED: &str = "hits::packets_of_a_connection_to_a_service_are_translated_without_a_worker";
 const CHECKSUM: &str = "hits::a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is";
+const OF_REPEATED: &str = "repeat::a_connection_is_opened_only_if_each_field_of_its_answer_allows_it";
+const OPENING: &str = "repeat::a_packet_opens_a_connection_only_where_a_worker_has_opened_such_a_one";
+const OPENED: &str = "repeat::a_connection_like_one_that_a_worker_opened_meets_no_worker";
+const WRITTEN: &str = "repeat::what_a_program_opens_is_written_as_a_worker_writes_it";
+const NO_ANSWER: &str = "repeat::what_a_program_does_not_repeat_has_no_answer_or_no_way";
+const FLOOD: &str = "repeat::a_flood_ends_at_the_credit_of_its_pod_which_is_of_its_share";
+const ENDED: &str = "repeat::a_closed_or_expired_connection_of_the_same_ports_is_a_workers";
+const PAIR: &str = "repeat::an_answer_is_found_in_either_place_of_its_pair";
+const FULL: &str = "repeat::a_connection_without_a_free_entry_in_its_group_is_a_workers";
+const ALONE: &str = "repeat::answers_end_with_the_daemon_where_they_must_not_outlast_it";
+const AT_ONCE: &str = "repeat::a_program_and_a_worker_that_open_one_connection_leave_one_entry";
 
 const MUTATIONS: &[Mutation] = &[
     // The entry.
@@ -276,7 +288,7 @@ const MUTATIONS: &[Mutation] = &[
         GROUPS,
         "only one group is searched",
         LOOKUP,
-        "return find_in(other, tag, packet, control);",
+        "return find_in(other, tag, packet, except, control);",
         "return NO_SLOT;",
     ),
     mutation(
@@ -675,6 +687,219 @@ const MUTATIONS: &[Mutation] = &[
         "is_open ? change.addresses : change.addresses + change.ports",
         "change.addresses",
     ),
+    // Connections that programs open.
+    mutation(OF_REPEATED, "answers count whatever the word says", REPEAT, "!(until & REPEATS_ON) || ", ""),
+    mutation(OF_REPEATED, "answers count for ever", REPEAT, " || ((until - now) & TICK_MASK) > TICK_MASK / 2)", ")"),
+    mutation(
+        ALONE,
+        "answers outlast a daemon that must run",
+        REPEAT,
+        "return !(until & REPEATS_WITH_DAEMON) || bpf_map_lookup_elem(&alive, &process);",
+        "return 1;",
+    ),
+    mutation(
+        ALONE,
+        "no answer outlasts the daemon",
+        REPEAT,
+        "return !(until & REPEATS_WITH_DAEMON) || bpf_map_lookup_elem(&alive, &process);",
+        "return !!bpf_map_lookup_elem(&alive, &process);",
+    ),
+    mutation(
+        OPENING,
+        "any segment opens a connection",
+        REPEAT,
+        "packet->flags == OPENING_SYN && packet->length",
+        "packet->length",
+    ),
+    mutation(NO_ANSWER, "a SYN with data opens a connection", REPEAT, " && packet->length == packet->headers;", ";"),
+    mutation(
+        OPENED,
+        "an answer is for one port of the opener",
+        REPEAT,
+        "name & ~(direction ? 0xffff0000ULL : 0xffffULL)",
+        "name",
+    ),
+    mutation(PAIR, "only one answer of a pair is read", REPEAT, "lane < 2; lane++", "lane < 1; lane++"),
+    mutation(
+        OF_REPEATED,
+        "an answer that is being written counts",
+        REPEAT,
+        "((version) && !((version) & 1))",
+        "(version)",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer that was never written counts",
+        REPEAT,
+        "((version) && !((version) & 1))",
+        "(!((version) & 1))",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer for another lower address counts",
+        REPEAT,
+        "(answer->low[0] ^ packet->low[0]) | ",
+        "",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer for the other half of it counts",
+        REPEAT,
+        "(answer->low[1] ^ packet->low[1]) | ",
+        "",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer for another higher address counts",
+        REPEAT,
+        "(answer->high[0] ^ packet->high[0]) |\n\t\t\t    (answer",
+        "(answer",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer for the other half of that counts",
+        REPEAT,
+        "(answer->high[1] ^ packet->high[1]) | ",
+        "",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer for another port counts",
+        REPEAT,
+        "(answer->name ^ question))",
+        "((answer->name ^ question) & 0xff00000000ULL))",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer for another protocol counts",
+        REPEAT,
+        "(answer->name ^ question))",
+        "((answer->name ^ question) & 0xffffffffULL))",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer for the other end counts",
+        REPEAT,
+        "VERDICT_ORIGINAL(found->verdict) == direction &&\n",
+        "1 &&\n",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer for another interface counts",
+        REPEAT,
+        "END(found->path, direction) == at &&\n",
+        "1 &&\n",
+    ),
+    mutation(
+        OF_REPEATED,
+        "an answer of an older epoch counts",
+        REPEAT,
+        " &&\n\t\t       (__s32)(VERDICT_EPOCH(found->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;",
+        ";",
+    ),
+    mutation(
+        OF_REPEATED,
+        "only an answer of the same epoch counts",
+        REPEAT,
+        "&table->epoch) >= 0;",
+        "&table->epoch) == 0;",
+    ),
+    mutation(
+        FLOOD,
+        "credit has no end",
+        REPEAT,
+        "if (*(volatile __s64 *)&credit->left <= 0)\n\t\treturn 0;\n\tif ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)",
+        "if (1)",
+    ),
+    equivalent(
+        "the exchange finds that there is none; to read it first saves locked instructions",
+        mutation(
+            FLOOD,
+            "credit is not read before it is taken",
+            REPEAT,
+            "if (*(volatile __s64 *)&credit->left <= 0)\n\t\treturn 0;\n",
+            "",
+        ),
+    ),
+    mutation(
+        FULL,
+        "credit that was not used is lost",
+        REPEAT,
+        "if (slot == NO_SLOT || !find_parts(slot, &place)) {\n\t\t__sync_fetch_and_add(&credit->left, 1);\n",
+        "if (slot == NO_SLOT || !find_parts(slot, &place)) {\n",
+    ),
+    mutation(
+        AT_ONCE,
+        "credit of what is given up is lost",
+        REPEAT,
+        "unclaim(&place);\n\t\t\t__sync_fetch_and_add(&credit->left, 1);\n",
+        "unclaim(&place);\n",
+    ),
+    mutation(
+        AT_ONCE,
+        "another candidate does not count",
+        REPEAT,
+        "if (find_other(packet, place->slot) == NO_SLOT)\n",
+        "",
+    ),
+    mutation(
+        WRITTEN,
+        "the owner is not written",
+        REPEAT,
+        "packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT",
+        "packet->name",
+    ),
+    mutation(WRITTEN, "the direction is not written", REPEAT, "UDP_UNREPLIED | direction << 5 | ", "UDP_UNREPLIED | "),
+    mutation(
+        WRITTEN,
+        "the epoch has fewer bits",
+        REPEAT,
+        "(VERDICT_EPOCH(what->verdict) & EPOCH_MASK) << 30",
+        "(VERDICT_EPOCH(what->verdict) & 7) << 30",
+    ),
+    mutation(
+        WRITTEN,
+        "the next number is not written",
+        REPEAT,
+        "WINDOW_FROM((__u64)(__u32)(packet->sequence + 1))",
+        "WINDOW_FROM((__u64)(__u32)(packet->sequence))",
+    ),
+    mutation(
+        WRITTEN,
+        "the other end's window is another's",
+        REPEAT,
+        "entry->tracking[!direction] = UNANSWERED((__u64)(__u32)(packet->sequence + 1));",
+        "entry->tracking[!direction] = 0;",
+    ),
+    mutation(
+        WRITTEN,
+        "a datagram's time is not written",
+        REPEAT,
+        "entry->tracking[0] = what->now;",
+        "entry->tracking[0] = 0;",
+    ),
+    mutation(
+        WRITTEN,
+        "the path is not written",
+        REPEAT,
+        "EMPTY_PATH(control), what->path) == EMPTY_PATH(control);",
+        "EMPTY_PATH(control), EMPTY_PATH(control)) == EMPTY_PATH(control);",
+    ),
+    mutation(OPENED, "no worker hears of it", REPEAT, "*(volatile __u64 *)&words[position & 7] = ", "(void)"),
+    mutation(
+        OPENED,
+        "the event is of another generation",
+        REPEAT,
+        "((slot) | GENERATION(control) << 32 | ",
+        "((slot) | ",
+    ),
+    mutation(
+        ENDED,
+        "an ended connection with the same ports does not count",
+        LOOKUP,
+        "if (packet->flags == OPENING_SYN)\n\t\treturn 0;",
+        "if (packet->flags == OPENING_SYN)\n\t\treturn UNKNOWN;",
+    ),
 ];
 
 fn sources() -> PathBuf {
@@ -807,7 +1032,8 @@ fn the_tests_fail_for_each_broken_condition_of_the_programs() {
     let unbroken = run(&source.compile("the unbroken programs"), &[]);
     assert!(matches!(unbroken, Outcome::Passed), "the tests fail for the unbroken programs");
     let wanted = std::env::var("PENSTOCK_MUTATION").unwrap_or_default();
-    let mutations = MUTATIONS.iter().filter(|of| of.equivalent.is_none() && of.breaks.contains(&wanted));
+    let mutations =
+        MUTATIONS.iter().filter(|of| of.equivalent.is_none() && (of.breaks.contains(&wanted) || of.file == wanted));
     let mut missed = Vec::new();
     for mutation in mutations {
         source.restore();

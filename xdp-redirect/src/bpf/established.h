@@ -19,6 +19,7 @@ struct table {
 	__u64 identity[2], groups, boot[2], seed[6], names[2], checksum;
 	__u32 epoch; /* entries that were last evaluated under an older one are for a worker */
 	__u32 timeouts[5]; /* in ticks: TCP established; UDP unreplied, replied, assured; TCP before it is established */
+	__u32 repeats; /* until when programs may open connections by themselves (repeat.h) */
 };
 
 struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_flags, BPF_F_MMAPABLE); __type(key, __u32); __type(value, struct table); } ct_table SEC(".maps");
@@ -39,7 +40,9 @@ struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_fl
 #define GENERATION(control) ((control) >> 53 & 0x3ff)
 #define TRANSLATION (1ULL << 63) /* one of the two entries of a connection to a Service */
 #define IS_WRITTEN(control) (STATE(control) > 1)
-enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_SENT = 2, TCP_SYN_RECEIVED = 4, TCP_ESTABLISHED = 5, FRONTEND = 15 };
+#define FREED(control) (GENERATION(control) << 53)
+#define CLAIMED_ANEW(free) (((GENERATION(free) + 1) & 0x3ff) << 53 | CLAIMED)
+enum { FREE = 0, CLAIMED = 1, UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_SENT = 2, TCP_SYN_RECEIVED = 4, TCP_ESTABLISHED = 5, FRONTEND = 15 };
 
 /* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 for the node's stack; whether a program has
  * forwarded the answer to a SYN or a datagram, the end of the handshake, and in which directions a FIN; in which directions packets take
@@ -69,6 +72,7 @@ enum { UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_SENT = 2, TC
 #define TCP_ACK 0x10
 #define TCP_SYN 0x02
 #define TCP_FIN 0x01
+#define OPENING_SYN (TCP_SYN | TCP_ACK) /* as flags of `struct packet`, which has ACK where the segment has not */
 #define NO_SLOT 0xffffffff
 
 struct packet {
@@ -76,7 +80,7 @@ struct packet {
 	__u32 direction; /* 0: from the lower end */
 	__u32 length;    /* of the IP packet, in bytes */
 	__u32 headers;   /* of IP and transport, in bytes */
-	__u8 protocol, is_v4, hops, flags; /* flags: of a TCP segment, what is beside ACK: SYN, FIN or none */
+	__u8 protocol, is_v4, hops, flags; /* flags: of a TCP segment, what is beside ACK: SYN, FIN or none; of a SYN without ACK both */
 	__u32 sequence, acknowledged; /* of a TCP segment */
 };
 
@@ -112,8 +116,8 @@ static __always_inline __u64 control_of(const struct entry *entry)
 	return *(const volatile __u64 *)&entry->control;
 }
 
-/* The connection with this packet's key in one group, and its control word. */
-static __always_inline __u32 find_in(__u32 group, __u64 wanted, const struct packet *packet, __u64 *control)
+/* The connection with this packet's key in one group, and its control word; not that in slot `except`. */
+static __always_inline __u32 find_in(__u32 group, __u64 wanted, const struct packet *packet, __u32 except, __u64 *control)
 {
 	const struct tags *tags = bpf_map_lookup_elem(&ct_tags, &group);
 	const __u64 ones = 0x0001000100010001ULL;
@@ -135,7 +139,7 @@ static __always_inline __u32 find_in(__u32 group, __u64 wanted, const struct pac
 				continue;
 			slot = group * LANES + word * 4 + lane;
 			entry = entry_at(slot);
-			if (!entry)
+			if (!entry || slot == except)
 				continue;
 			*control = control_of(entry);
 			if (!((entry->low[0] ^ packet->low[0]) | (entry->low[1] ^ packet->low[1]) |
@@ -279,7 +283,8 @@ static __always_inline __u32 read_network(struct __sk_buff *skb, struct packet *
 
 struct pair_of_ports { __be16 from, to; };
 
-/* The ports of a TCP segment with ACK that has no RST and at most one of SYN and FIN, or of a UDP datagram; of any other packet 0. */
+/* The ports of a TCP segment with ACK that has no RST and at most one of SYN and FIN, or of a SYN alone, or of a UDP datagram; of any other
+ * packet 0. */
 static __always_inline const struct pair_of_ports *read_transport(struct __sk_buff *skb, struct packet *packet, __u32 network)
 {
 	const void *end = (void *)(long)skb->data_end;
@@ -293,7 +298,7 @@ static __always_inline const struct pair_of_ports *read_transport(struct __sk_bu
 		if (header < 20 || header > length)
 			return 0;
 		packet->flags = (transport[13] & TCP_DECIDES) ^ TCP_ACK;
-		if (packet->flags & ~(TCP_SYN | TCP_FIN) || packet->flags == (TCP_SYN | TCP_FIN))
+		if (packet->flags != OPENING_SYN && (packet->flags & ~(TCP_SYN | TCP_FIN) || packet->flags == (TCP_SYN | TCP_FIN)))
 			return 0;
 		packet->headers = network + header;
 		packet->sequence = bpf_ntohl(*(const __be32 *)(transport + 4));
@@ -305,6 +310,7 @@ static __always_inline const struct pair_of_ports *read_transport(struct __sk_bu
 		if (said < 8 || said > length)
 			return 0;
 		packet->headers = network + 8;
+		packet->sequence = packet->acknowledged = 0; /* a function that is verified by itself gets no memory that was not written */
 	} else {
 		return 0;
 	}
@@ -383,8 +389,8 @@ static __always_inline __u32 turn(const struct table *table, struct packet *pack
 	return other;
 }
 
-/* The slot of the connection that a packet belongs to, by either of its groups. */
-static __always_inline __u32 find(const struct table *table, const struct packet *packet, __u64 *control)
+/* The slot of the connection that a packet belongs to, by either of its groups; not `except`. */
+static __always_inline __u32 find(const struct table *table, const struct packet *packet, __u32 except, __u64 *control)
 {
 	const __u64 hash = hash_of(table, packet);
 	const __u32 group = home_of(hash, table->groups);
@@ -393,17 +399,20 @@ static __always_inline __u32 find(const struct table *table, const struct packet
 
 	tag |= tag << 16;
 	tag |= tag << 32;
-	slot = find_in(group, tag, packet, control);
+	slot = find_in(group, tag, packet, except, control);
 	if (slot != NO_SLOT)
 		return slot;
 	if (other == group)
 		other = group + 1 < table->groups ? group + 1 : 0;
-	return find_in(other, tag, packet, control);
+	return find_in(other, tag, packet, except, control);
 }
 
-/* Whether a packet needs no worker: its connection is allowed under the present epoch, and a worker has sent a packet of this
- * direction on from this interface (0: from the node's stack), or knows that it would. Not inlined: all frames of a program's calls have 512 bytes of stack. */
-static __noinline int is_established(struct packet *packet, __u32 at, struct connection *found)
+enum { ESTABLISHED = 1, UNKNOWN = 2 }; /* otherwise the packet is for a worker */
+
+/* ESTABLISHED: a packet needs no worker. Its connection is allowed under the present epoch, and a worker has sent a packet of this
+ * direction on from this interface (0: from the node's stack), or knows that it would. UNKNOWN: it has no connection. Not inlined: all frames
+ * of a program's calls have 512 bytes of stack. */
+static __noinline int look_up(struct packet *packet, __u32 at, struct connection *found)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
@@ -415,8 +424,10 @@ static __noinline int is_established(struct packet *packet, __u32 at, struct con
 	if (!table)
 		return 0;
 	epoch = *(const volatile __u32 *)&table->epoch;
-	slot = find(table, packet, &before);
+	slot = find(table, packet, NO_SLOT, &before);
 	if (slot == NO_SLOT)
+		return UNKNOWN;
+	if (packet->flags == OPENING_SYN)
 		return 0;
 	entry = entry_at(slot);
 	found->control = before;

@@ -27,6 +27,7 @@
 #include "established.h"
 #include "neighbour.h"
 #include "outcome.h"
+#include "repeat.h"
 #include "translation.h"
 
 #define MAX_PORTS 4096
@@ -120,10 +121,6 @@ struct { /* the epoch under which a worker has last allowed it; what makes room 
 	__uint(type, BPF_MAP_TYPE_LRU_HASH); __uint(max_entries, 16384);
 	__type(key, struct destination); __type(value, __u32);
 } allowed_to_leave SEC(".maps");
-
-struct { /* a socket of the serving process while it lives */
-	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
-} alive SEC(".maps");
 
 struct waiting { /* packets to workers; their difference waits (dataplane/src/worker/waiting.rs) */
 	__u64 sent, unused[7], received, padding[7];
@@ -529,12 +526,17 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 {
 	const struct interface *to = 0;
 	struct connection connection;
+	struct repeated repeated = {};
 	const struct ethhdr *eth;
 	struct packet packet;
-	int rewritten;
+	int known, rewritten;
 
-	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) ||
-	    !is_established(&packet, skb->ifindex, &connection))
+	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet))
+		return FOR_WORKER;
+	known = look_up(&packet, skb->ifindex, &connection);
+	if (known == UNKNOWN && find_answer(&packet, skb->ifindex, &repeated))
+		opens_by(&connection, &repeated);
+	else if (known != ESTABLISHED)
 		return FOR_WORKER;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
@@ -548,6 +550,8 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 		    !is_mac(&at->pod, eth->h_source))
 			return FOR_WORKER;
 	}
+	if (known == UNKNOWN && !open_again(&packet, &repeated, &connection))
+		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, to);
 	if (rewritten)
 		return rewritten == ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
@@ -568,7 +572,7 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	int rewritten;
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu ||
-	    !is_established(&packet, 0, &connection) || connection.to != skb->ifindex)
+	    look_up(&packet, 0, &connection) != ESTABLISHED || connection.to != skb->ifindex)
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, 0);
 	if (rewritten)

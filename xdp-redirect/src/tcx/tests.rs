@@ -3,7 +3,7 @@ use crate::ConnectionMapSizes;
 
 /// A group of connections.
 const SIZES: ConnectionMapSizes =
-    ConnectionMapSizes { version: 1, table: 136, tags: (1, 64), entries: (32, 64), usage: (32, 32) };
+    ConnectionMapSizes { version: 1, table: 144, tags: (1, 64), entries: (32, 64), usage: (32, 32) };
 
 #[test]
 fn the_tcx_programs_load_whichever_functions_the_kernel_has() {

@@ -16,6 +16,7 @@ mod values;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
@@ -62,6 +63,11 @@ pub struct Config {
     /// packets go through the workers. Only on x86-64.
     #[serde(default = "yes")]
     pub offload: bool,
+    /// With `offload`: whether the programs also open connections, each like one that a worker has opened: between the same addresses, to the
+    /// same port, under a policy that has not changed. Not while connections must meet a worker each: with `flow_records`, a trial, or
+    /// a verdict log of allowed ones.
+    #[serde(default = "yes")]
+    pub repeat_answers: bool,
     /// What happens to a new veth's packets before its pod is known.
     #[serde(default)]
     pub startup: StartupMode,
@@ -133,8 +139,17 @@ pub struct Config {
 }
 
 /// The top-level keys that are not sections.
-const KEYS: [&str; 8] =
-    ["attach", "offload", "node", "node_addresses", "service_cidrs", "uplinks", "pod_interfaces", "startup"];
+const KEYS: [&str; 9] = [
+    "attach",
+    "offload",
+    "repeat_answers",
+    "node",
+    "node_addresses",
+    "service_cidrs",
+    "uplinks",
+    "pod_interfaces",
+    "startup",
+];
 
 impl Config {
     /// How objects are read.
@@ -264,12 +279,25 @@ pub struct Fail {
     pub on_exit: OnExit,
     /// Directory of the pinned XDP links, in bpffs. bpffs is mounted at `/sys/fs/bpf` if it is not.
     pub pins: PathBuf,
+    /// How long the programs go on opening connections (`repeat_answers`) when no daemon runs, with mode `closed`: under the last policy, as
+    /// many as each pod was given. At most `"5d"`; `"0s"`: not at all.
+    pub repeat_answers: TimeSpan,
 }
 
 impl Default for Fail {
     fn default() -> Self {
-        Self { mode: FailMode::Closed, on_exit: OnExit::Restore, pins: "/sys/fs/bpf/penstock".into() }
+        Self {
+            mode: FailMode::Closed,
+            on_exit: OnExit::Restore,
+            pins: "/sys/fs/bpf/penstock".into(),
+            repeat_answers: TimeSpan::microseconds(600_000_000),
+        }
     }
+}
+
+impl Fail {
+    /// The longest time for which programs open connections without a daemon: their clock has few bits.
+    pub(crate) const LONGEST_REPEATS: Duration = Duration::from_secs(5 * 86_400);
 }
 
 /// What happens to pods' packets after the daemon has died.
@@ -461,6 +489,7 @@ impl Conntrack {
                 TableMapping::File(path) => conntrack::TableMemory::File(path.clone()),
             },
             ended: 0,
+            repeats: None,
         })
     }
 }

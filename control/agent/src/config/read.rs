@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use super::operation::MAX_CAPTURE_QUEUE;
 use super::values::{InvalidValue, invalid};
-use super::{Config, FailMode, HostVeth, InterfaceName, MIN_CONNECTIONS, OnExit, Source};
+use super::{Config, Fail, FailMode, HostVeth, InterfaceName, MIN_CONNECTIONS, OnExit, Source};
 
 /// A configuration that cannot be used. One line: file, line, key, value, remedy.
 #[derive(Debug, thiserror::Error)]
@@ -114,6 +114,9 @@ impl Config {
                 &["fail", "on_exit"],
                 invalid!("nothing is kept with fail.mode = \"open\"; remove one of them"),
             );
+        }
+        if self.fail.repeat_answers.duration() > Fail::LONGEST_REPEATS {
+            return wrong(&["fail", "repeat_answers"], invalid!("too long; set at most \"5d\""));
         }
         if matches!(self.host_veth.table, 0 | 253..=255) {
             return wrong(&["host_veth", "table"], invalid!("one of the kernel's own tables; set an unused number"));

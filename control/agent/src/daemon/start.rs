@@ -260,6 +260,7 @@ pub(super) fn start_dataplane(settings: &Settings<'_>, maps: &SharedMaps) -> Res
     let config = settings.config;
     let mut connections = config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?;
     connections.ended = config.flow_records.queue();
+    connections.repeats = config.repeat_answers.then(|| config.fail.repeat_answers.duration());
     if let Some(maps) = &maps.connections {
         let [table, tags, entries, uses] = maps.descriptors().map_err(RunError::failed)?;
         connections.memory = TableMemory::Kernel(KernelMaps(Arc::new(KernelMapFds { table, tags, entries, uses })));

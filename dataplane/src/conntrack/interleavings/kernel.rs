@@ -4,8 +4,10 @@
 use loom::sync::atomic::AtomicU32;
 
 use super::*;
-use crate::conntrack::entry::EpochTag;
+use crate::conntrack::entry::{ControlWord, EntryContents, EpochTag};
 use crate::conntrack::path::{Note, Noted};
+use crate::conntrack::sync::{Ordering as TableOrdering, fence};
+use crate::conntrack::tags::{LANES, bits};
 use crate::conntrack::tcp::Window;
 
 /// A table with the words that the kernel's programs read beside the entries.
@@ -34,7 +36,7 @@ fn take(table: &ConnTable, flow: &Flow, path: (u32, u32), epoch: u32) {
 /// The same; of the packet that opens a connection also the way of its answers, if the worker knows it.
 fn take_and(table: &ConnTable, flow: &Flow, path: (u32, u32), epoch: u32, knows_answers: bool) {
     let path = Some((path, Epoch(epoch)));
-    table.forwarded(&table.prepare(flow), 100, TcpFlags::default(), path, |_| knows_answers);
+    table.forwarded(&table.prepare(flow), 100, TcpFlags::default(), path, |_| knows_answers, || false);
 }
 
 /// The flow with which a program sends on a packet of a translated connection; `None`: to a worker.
@@ -353,5 +355,91 @@ fn a_connection_that_was_kept_is_never_forwarded_under_an_epoch_that_denies_it()
         assert_eq!(forwarded_to(&table, &wanted, 7, &epoch), None);
         assert!(find(&table, &wanted, NOW).unwrap().is_revoked(), "no older verdict replaces a newer one");
         usize::from(was_kept)
+    });
+}
+
+/// A program that opens a connection under epoch 1 by a worker's answer, which goes from interface 7 to 9. It is counted for its owner
+/// already, as credit. Whether the program forwards the packet.
+fn open_by_program(table: &ConnTable, flow: &Flow) -> bool {
+    let hashed = table.prepare(flow);
+    let group = hash::home(hashed.hash, table.groups);
+    let give_back = || table.count_less(OwnerId(1), 1);
+    let lane = bits(table.tags(group).free_lanes()).next();
+    let claimed = lane.and_then(|lane| Some((lane, table.entry(group * LANES + lane).claim()?)));
+    let Some((lane, claimed)) = claimed else {
+        give_back();
+        return false;
+    };
+    let (slot, epoch) = (group * LANES + lane, EpochTag::of(Epoch(1)));
+    let candidate = ControlWord::tentative(claimed, State::Unreplied.code(), hashed.orientation, epoch, NOW.tick());
+    table.publish((slot, candidate), &hashed, EntryContents { owner: OwnerId(1), tracking: [0, 0] });
+    fence(TableOrdering::SeqCst);
+    let entry = table.entry(slot);
+    if table.written(&hashed).any(|(other, _)| other != slot) {
+        if entry.exchange(candidate, candidate.claimed()).is_ok() {
+            table.tags(group).clear(lane);
+            entry.free(candidate.claimed());
+            give_back();
+        }
+        return false;
+    }
+    if entry.exchange(candidate, candidate.confirmed()).is_err() {
+        return false;
+    }
+    take_and(table, flow, (7, 9), 1, true);
+    true
+}
+
+/// A connection that a program opens, of a table with so many others.
+fn openable(crowd: usize) -> (Arc<ConnTable>, Flow) {
+    let table = shared_table();
+    for n in 0..crowd {
+        insert(&table, &flow(&table, 0, n), 1, NOW).unwrap();
+    }
+    let wanted = flow(&table, 0, 2);
+    (table, wanted)
+}
+
+/// A program and a worker open one connection, from either side.
+fn opened_beside_a_worker(crowd: usize, from_same_side: bool) {
+    explore(2, move || {
+        let (table, wanted) = openable(crowd);
+        table.count_more(OwnerId(1), 1);
+        let program = {
+            let table = table.clone();
+            thread::spawn(move || open_by_program(&table, &wanted))
+        };
+        let of_worker = if from_same_side { wanted } else { wanted.reversed() };
+        insert(&table, &of_worker, 1, NOW).unwrap();
+        let by_program = program.join().unwrap();
+        assert_eq!((entries(&table, &wanted), table.len()), (1, crowd + 1), "one entry, and what lost was given back");
+        usize::from(by_program)
+    });
+}
+
+#[test]
+fn a_program_and_a_worker_that_open_one_connection_leave_one_entry() {
+    opened_beside_a_worker(0, true);
+    opened_beside_a_worker(0, false);
+}
+
+#[test]
+fn a_program_and_a_worker_leave_one_entry_across_groups() {
+    opened_beside_a_worker(1, true);
+}
+
+#[test]
+fn two_programs_that_open_one_connection_leave_at_most_one_entry() {
+    explore(2, || {
+        let (table, wanted) = openable(0);
+        table.count_more(OwnerId(1), 2);
+        let other = {
+            let table = table.clone();
+            thread::spawn(move || open_by_program(&table, &wanted.reversed()))
+        };
+        let opened = [open_by_program(&table, &wanted), other.join().unwrap()];
+        let left = opened.iter().filter(|opened| **opened).count();
+        assert_eq!((entries(&table, &wanted), table.len()), (left, left), "at most one, and what lost was given back");
+        left
     });
 }

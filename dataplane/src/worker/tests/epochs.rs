@@ -60,7 +60,7 @@ impl Processor for Held {
         self.inside.store(false, Ordering::SeqCst);
     }
 
-    fn housekeeping(&mut self, _: Epoch, _: Instant, _: bool) {}
+    fn housekeeping(&mut self, _: &Snapshot, _: Instant, _: bool) {}
 }
 
 #[test]

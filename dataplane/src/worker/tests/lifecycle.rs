@@ -215,7 +215,7 @@ impl Processor for SlowToEnd {
         self.0.process(snapshot, now, ingress, frames, verdicts);
     }
 
-    fn housekeeping(&mut self, _: Epoch, _: Instant, _: bool) {}
+    fn housekeeping(&mut self, _: &Snapshot, _: Instant, _: bool) {}
 }
 
 #[test]

@@ -58,7 +58,7 @@ impl Processor for Wires {
         }
     }
 
-    fn housekeeping(&mut self, _: Epoch, _: Instant, _: bool) {}
+    fn housekeeping(&mut self, _: &Snapshot, _: Instant, _: bool) {}
 }
 
 /// Polls a condition, with a timeout for a busy machine.

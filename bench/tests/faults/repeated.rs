@@ -1,0 +1,158 @@
+//! Connections that repeat: programs open them like those that workers have opened, with a daemon and without.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::time::{Duration, Instant};
+
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::testbed::Attach;
+
+use crate::faults::traffic::Sniffer;
+use crate::fixture::{Fixture, pods, policy};
+
+const LIMIT: Duration = Duration::from_secs(20);
+const METRICS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9464);
+const ONLY_POD_0: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
+const NOBODY: &str = "  ingress: []\n";
+/// What a pod gets of a table with 4096 entries: a sixteenth of a quarter.
+const CREDIT: usize = 64;
+
+fn manifests(spec: &str) -> String {
+    pods(3) + &policy("served", "pod-1", spec)
+}
+
+/// Three pods, of which the second admits only the first. `fail`: settings of this section.
+fn fixture(fail: &str) -> Fixture {
+    Fixture::of(&manifests(ONLY_POD_0), |_, config| {
+        config.attach = Attach::Tcx;
+        config.offload = true;
+        config.metrics = Some(METRICS);
+        let directory = config.manifests.parent().unwrap().display();
+        config.conntrack = format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\n");
+        config.sections += &format!("[fail]\non_exit = \"keep\"\n{fail}\n");
+    })
+}
+
+fn outcome(fixture: &Fixture, from: &str, to: &str, protocol: Protocol) -> ProbeOutcome {
+    let once = RetryPolicy { timeout: Duration::from_millis(500), attempts: 1 };
+    probe::run_one(fixture.site(from), fixture.target(to, false), protocol, once).unwrap()
+}
+
+/// The sum of a metric's samples that begin like this.
+fn metric(fixture: &Fixture, name: &str) -> u64 {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        // Empty if a busy machine keeps the daemon from answering.
+        let page = fixture.http(METRICS, "/metrics");
+        if page.trim_end().ends_with("# EOF") {
+            let samples = page.lines().filter(|line| line.starts_with(name));
+            return samples.map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap() as u64).sum();
+        }
+        assert!(Instant::now() < deadline, "no metrics: {page}");
+    }
+}
+
+/// Connections that programs have opened, once the daemon has heard of at least so many.
+fn repeated(fixture: &Fixture, least: u64) -> u64 {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        let count = metric(fixture, "penstock_connection_events_total{event=\"repeated\"}");
+        if count >= least {
+            return count;
+        }
+        assert!(Instant::now() < deadline, "{count} of {least}");
+    }
+}
+
+const TCP: Protocol = Protocol::Tcp(8080);
+const UDP: Protocol = Protocol::Udp(53);
+
+#[test]
+fn repeated_connections_meet_no_worker_until_policy_changes() {
+    let fixture = fixture("");
+    for protocol in [TCP, UDP] {
+        assert_eq!(outcome(&fixture, "test/pod-0", "test/pod-1", protocol), ProbeOutcome::Reached);
+    }
+    let before = repeated(&fixture, 0);
+    let rules = || metric(&fixture, "penstock_connection_events_total{event=\"created\"}");
+    let created = rules();
+    for _ in 0..10 {
+        for protocol in [TCP, UDP] {
+            assert_eq!(outcome(&fixture, "test/pod-0", "test/pod-1", protocol), ProbeOutcome::Reached);
+        }
+        assert_eq!(outcome(&fixture, "test/pod-2", "test/pod-1", TCP), ProbeOutcome::Silent, "no policy allows it");
+    }
+    let after = repeated(&fixture, before + 20);
+    assert_eq!((after, rules()), (before + 20, created + 20), "all of them, and workers have opened none");
+    // The answers are of the policy before.
+    for round in 0..3 {
+        fixture.enforce(&manifests(NOBODY));
+        for protocol in [TCP, UDP] {
+            let now = outcome(&fixture, "test/pod-0", "test/pod-1", protocol);
+            assert_eq!(now, ProbeOutcome::Silent, "{protocol:?}, change {round}");
+        }
+        fixture.enforce(&manifests(ONLY_POD_0));
+        for protocol in [TCP, UDP] {
+            assert_eq!(outcome(&fixture, "test/pod-0", "test/pod-1", protocol), ProbeOutcome::Reached);
+        }
+    }
+}
+
+#[test]
+fn without_a_daemon_connections_that_repeat_open_and_no_others() {
+    for (fail, expected) in [("", ProbeOutcome::Reached), ("repeat_answers = \"0s\"", ProbeOutcome::Silent)] {
+        let mut fixture = fixture(fail);
+        for protocol in [TCP, UDP] {
+            assert_eq!(outcome(&fixture, "test/pod-0", "test/pod-1", protocol), ProbeOutcome::Reached);
+        }
+        // That programs may open connections is said within a second.
+        repeated(&fixture, 0);
+        fixture.kill();
+        let check = |when: &str| {
+            for protocol in [TCP, UDP] {
+                let now = outcome(&fixture, "test/pod-0", "test/pod-1", protocol);
+                assert_eq!(now, expected, "{fail}: {protocol:?} {when}");
+            }
+            let unseen = [("test/pod-0", "test/pod-1", Protocol::Tcp(9090)), ("test/pod-0", "test/pod-2", TCP)];
+            for (from, to, protocol) in unseen.into_iter().chain([("test/pod-2", "test/pod-1", TCP)]) {
+                let now = outcome(&fixture, from, to, protocol);
+                assert_eq!(now, ProbeOutcome::Silent, "{fail}: {from} to {to}, {protocol:?} {when}");
+            }
+        };
+        check("at once");
+        check("and again");
+        fixture.restart();
+        for protocol in [TCP, UDP] {
+            assert_eq!(outcome(&fixture, "test/pod-0", "test/pod-1", protocol), ProbeOutcome::Reached);
+        }
+        let denied = outcome(&fixture, "test/pod-2", "test/pod-1", TCP);
+        assert_eq!(denied, ProbeOutcome::Silent, "the next daemon");
+    }
+}
+
+/// Without a daemon nobody gives a pod more.
+#[test]
+fn a_flood_of_repeated_connections_ends_at_the_pods_credit() {
+    let mut fixture = fixture("");
+    let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
+    let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
+    let from = fixture.site("test/pod-0");
+    let datagram = [0; 16];
+    let send = |port: u16| {
+        let local = SocketAddr::new(from.address(false).unwrap(), port);
+        let socket = from.namespace.run(|| UdpSocket::bind(local)).unwrap();
+        // An error is that of an earlier one.
+        let _ = socket.send_to(&datagram, to);
+    };
+    send(30_000);
+    send(30_001);
+    repeated(&fixture, 1);
+    let namespace = from.namespace.clone();
+    fixture.kill();
+    let local = fixture.site("test/pod-0").address(false).unwrap();
+    for port in 31_000..31_000 + 5 * CREDIT as u16 {
+        let socket = namespace.run(|| UdpSocket::bind(SocketAddr::new(local, port))).unwrap();
+        let _ = socket.send_to(&datagram, to);
+    }
+    let arrived = sniffer.stop().into_keys().filter(|port| *port >= 31_000).count();
+    assert!(arrived > 0 && arrived <= CREDIT, "{arrived} of {}", 5 * CREDIT);
+}

@@ -1,0 +1,293 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* Opens a connection like one that a worker has opened before: the same ends, protocol and port of the answering end, from the same
+ * interface, under a policy that has not changed. The worker has left its answer (dataplane/src/conntrack/repeat.rs), and credit for the
+ * pod whose share it is: a program takes one of it for each connection, and with none left the packet is a worker's.
+ *
+ * The entry is written as a worker writes it, and published in the same two steps, so that of all who insert one key at most one goes
+ * through (`confirm_one` in dataplane/src/conntrack/table.rs). A program that sees another's entry gives up its own. */
+
+#define ANSWERS 4096 /* in pairs, of which each question has one */
+#define CREDITS 4096
+#define EVENTS 16384
+#define ELEMENTS_OF_GROUP (LANES + LANES / LINKS + LANES / 4) /* entries, links, openers; the rest is behind those of all groups */
+
+struct answer { __u64 version, low[2], high[2], name, path, verdict; }; /* the opener's port in `name` is 0 */
+struct credit { __s64 left; __u64 used, unused[6]; };
+struct events { __u64 sent, unused[7]; }; /* before the words of the events, eight to an element */
+
+#define IS_READABLE(version) ((version) && !((version) & 1))
+#define VERDICT_EPOCH(verdict) ((__u32)(verdict))
+#define VERDICT_OWNER(verdict) ((verdict) >> 32 & 0xffff)
+#define VERDICT_ORIGINAL(verdict) ((verdict) >> 48 & 1)
+
+/* Until when programs may repeat answers (`table.repeats`). */
+#define REPEATS_ON (1U << 31)
+#define REPEATS_WITH_DAEMON (1U << 30) /* alone */
+
+enum { GIVEN_UP = 2 }; /* the entry of a key for which there is another one */
+
+struct { /* a socket of the serving process while it lives */
+	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
+} alive SEC(".maps");
+
+#define OWNER_AT 40
+#define EMPTY_PATH(control) GENERATION(control)
+#define EVENT(position, slot, control) \
+	((slot) | GENERATION(control) << 32 | ((position) / EVENTS + 1) << 42)
+
+struct repeated { /* what an answer says of a packet */
+	__u64 path, verdict;
+	__u32 to, now;
+};
+
+static __always_inline void *behind_groups(const struct table *table, __u32 element)
+{
+	return (void *)entry_at(table->groups * ELEMENTS_OF_GROUP + element);
+}
+
+/* Whether programs may repeat answers now: the daemon says so from time to time. */
+static __always_inline int repeats_now(const struct table *table, __u32 now)
+{
+	const __u32 until = *(const volatile __u32 *)&table->repeats;
+	__u32 process = 0;
+
+	if (!(until & REPEATS_ON) || ((until - now) & TICK_MASK) > TICK_MASK / 2)
+		return 0;
+	return !(until & REPEATS_WITH_DAEMON) || bpf_map_lookup_elem(&alive, &process);
+}
+
+/* Whether such a packet opens a connection: a SYN alone, or a datagram. */
+static __always_inline int is_opening(const struct packet *packet)
+{
+	if (packet->protocol != IPPROTO_TCP)
+		return 1;
+	return packet->flags == OPENING_SYN && packet->length == packet->headers;
+}
+
+/* Reads the answer to a packet for which there is no connection. `at`: the interface that it comes from, 0: the node's stack. Not static, as
+ * what follows: the kernel verifies such a function once, and not for each way that leads to it. */
+__noinline int find_answer(struct packet *packet, __u32 at, struct repeated *found)
+{
+	const __u32 zero = 0;
+	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
+	__u32 index, lane, direction;
+	__u64 name, question;
+
+	if (!packet || !found) /* never */
+		return 0;
+	direction = packet->direction & 1;
+	name = packet->name;
+	question = name & ~(direction ? 0xffff0000ULL : 0xffffULL);
+	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
+	if (!table || !is_opening(packet) || !repeats_now(table, found->now))
+		return 0;
+	packet->name = question;
+	index = home_of(hash_of(table, packet), ANSWERS);
+	packet->name = name;
+	for (lane = 0; lane < 2; lane++) {
+		const struct answer *answer = behind_groups(table, index ^ lane);
+		__u64 version;
+
+		if (!answer)
+			return 0;
+		version = *(const volatile __u64 *)&answer->version;
+		if (!IS_READABLE(version) ||
+		    (answer->low[0] ^ packet->low[0]) | (answer->low[1] ^ packet->low[1]) | (answer->high[0] ^ packet->high[0]) |
+			    (answer->high[1] ^ packet->high[1]) | (answer->name ^ question))
+			continue;
+		found->path = *(const volatile __u64 *)&answer->path;
+		found->verdict = *(const volatile __u64 *)&answer->verdict;
+		found->to = END(found->path, !direction);
+		/* Nothing of what was read belongs to another answer. */
+		return *(const volatile __u64 *)&answer->version == version && VERDICT_ORIGINAL(found->verdict) == direction &&
+		       END(found->path, direction) == at &&
+		       (__s32)(VERDICT_EPOCH(found->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;
+	}
+	return 0;
+}
+
+/* What is known of a connection before it is opened. */
+static __always_inline void opens_by(struct connection *connection, const struct repeated *what)
+{
+	connection->use = 0;
+	connection->control = 0;
+	connection->leaving = 0;
+	connection->to = what->to;
+	connection->now = what->now;
+}
+
+struct place { /* an entry of the table that this program has claimed */
+	__u64 *tags; /* those of four entries */
+	struct entry *entry;
+	struct kernel_use *use;
+	__u64 control;
+	__u32 slot, shift;
+};
+
+/* Claims a free entry of a group, and returns its slot; NO_SLOT: there is none, or another one was faster. */
+__noinline __u32 claim(__u32 group)
+{
+	const __u64 ones = 0x0001000100010001ULL;
+	const struct tags *of_group = bpf_map_lookup_elem(&ct_tags, &group);
+	struct entry *entry;
+	__u64 zeros = 0, free;
+	__u32 word, lane, slot;
+
+	if (!of_group)
+		return NO_SLOT;
+	for (word = 0; word < LANES / 4; word++) {
+		const __u64 tags = *(const volatile __u64 *)&of_group->words[word];
+
+		/* The lowest bit is that of a lane without a tag. */
+		zeros = (tags - ones) & ~tags & ones << 15;
+		if (zeros)
+			break;
+	}
+	if (!zeros || word >= LANES / 4)
+		return NO_SLOT;
+	lane = zeros & 1 << 15 ? 0 : zeros & 1ULL << 31 ? 1 : zeros & 1ULL << 47 ? 2 : 3;
+	slot = group * LANES + word * 4 + lane;
+	entry = (struct entry *)entry_at(slot);
+	if (!entry)
+		return NO_SLOT;
+	free = control_of(entry);
+	if (STATE(free) != FREE || __sync_val_compare_and_swap(&entry->control, free, CLAIMED_ANEW(free)) != free)
+		return NO_SLOT;
+	return slot;
+}
+
+/* The slot of another entry with a packet's key, in whatever state; NO_SLOT: there is none. */
+__noinline __u32 find_other(struct packet *packet, __u32 own)
+{
+	const __u32 zero = 0;
+	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
+	__u64 control;
+
+	return table && packet ? find(table, packet, own, &control) : own;
+}
+
+/* Finds the parts of the entry that this program has claimed. */
+static __always_inline int find_parts(__u32 slot, struct place *place)
+{
+	const __u32 group = slot / LANES;
+	struct tags *tags = bpf_map_lookup_elem(&ct_tags, &group);
+
+	place->slot = slot;
+	place->shift = (slot & 3) * 16;
+	place->entry = (struct entry *)entry_at(slot);
+	place->use = bpf_map_lookup_elem(&ct_uses, &slot);
+	if (!tags || !place->entry || !place->use) /* never */
+		return 0;
+	place->tags = &tags->words[slot % LANES / 4];
+	place->control = control_of(place->entry);
+	return 1;
+}
+
+/* Frees the claimed entry. */
+static __always_inline void unclaim(const struct place *place)
+{
+	__sync_fetch_and_and(place->tags, ~(0xffffULL << place->shift));
+	*(volatile __u64 *)&place->entry->control = FREED(place->control);
+}
+
+/* Writes a connection into the claimed entry. The tag first: who sees the entry published finds it. */
+static __always_inline void write_entry(const struct place *place, const struct packet *packet, const struct repeated *what, __u64 hash)
+{
+	const __u64 tag = hash & 0xffff ? hash & 0xffff : 1;
+	const __u32 direction = packet->direction & 1;
+	struct entry *entry = place->entry;
+
+	__sync_fetch_and_or(place->tags, tag << place->shift);
+	*(volatile __u64 *)&place->use->path = EMPTY_PATH(place->control);
+	place->use->packets[0] = place->use->packets[1] = 0;
+	place->use->used[0] = place->use->used[1] = 0;
+	entry->low[0] = packet->low[0];
+	entry->low[1] = packet->low[1];
+	entry->high[0] = packet->high[0];
+	entry->high[1] = packet->high[1];
+	entry->name = packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT;
+	if (packet->protocol == IPPROTO_TCP) {
+		entry->tracking[direction] = WINDOW_FROM((__u64)(__u32)(packet->sequence + 1));
+		entry->tracking[!direction] = UNANSWERED((__u64)(__u32)(packet->sequence + 1));
+	} else {
+		entry->tracking[0] = what->now;
+		entry->tracking[1] = 0;
+	}
+}
+
+/* Takes one of a pod's credit. */
+static __always_inline int takes_credit(struct credit *credit)
+{
+	if (*(volatile __s64 *)&credit->left <= 0)
+		return 0;
+	if ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)
+		return 1;
+	__sync_fetch_and_add(&credit->left, 1);
+	return 0;
+}
+
+/* Tells the workers of the connection. */
+static __always_inline void tell(const struct table *table, const struct place *place, struct credit *credit)
+{
+	struct events *events = behind_groups(table, ANSWERS + CREDITS);
+	__u64 position, *words;
+
+	__sync_fetch_and_add(&credit->used, 1);
+	if (!events)
+		return;
+	position = __sync_fetch_and_add(&events->sent, 1);
+	words = behind_groups(table, ANSWERS + CREDITS + 1 + (position & (EVENTS - 1)) / 8);
+	if (words)
+		*(volatile __u64 *)&words[position & 7] = EVENT(position, place->slot, place->control);
+}
+
+/* Publishes the entry as a candidate, and then as the one of its key, unless there is another. */
+static __always_inline int publish(const struct place *place, struct packet *packet, __u64 control)
+{
+	const __u64 candidate = control | TENTATIVE;
+
+	/* A locked instruction, so that what is read after it is no older: one of two who publish candidates sees the other's. */
+	__sync_val_compare_and_swap(&place->entry->control, place->control, candidate);
+	if (find_other(packet, place->slot) == NO_SLOT)
+		return __sync_val_compare_and_swap(&place->entry->control, candidate, control) == candidate;
+	/* If it fails, a worker has removed the candidate, which is then no longer counted, or has made it the one. */
+	return __sync_val_compare_and_swap(&place->entry->control, candidate, place->control) == candidate ? GIVEN_UP : 0;
+}
+
+/* Opens the connection of a packet by an answer that was found for it; 0: it is for a worker. */
+static __noinline int open_again(struct packet *packet, const struct repeated *what, struct connection *opened)
+{
+	const __u32 zero = 0, direction = packet->direction & 1;
+	struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
+	struct credit *credit = table ? behind_groups(table, ANSWERS + (VERDICT_OWNER(what->verdict) & (CREDITS - 1))) : 0;
+	struct place place;
+	__u64 hash, control;
+	int published;
+	__u32 slot;
+
+	if (!table || !credit || !takes_credit(credit))
+		return 0;
+	hash = hash_of(table, packet);
+	slot = claim(home_of(hash, table->groups));
+	if (slot == NO_SLOT || !find_parts(slot, &place)) {
+		__sync_fetch_and_add(&credit->left, 1);
+		return 0;
+	}
+	write_entry(&place, packet, what, hash);
+	/* SYN_SENT and UNREPLIED have one number. */
+	control = FREED(place.control) | UDP_UNREPLIED | direction << 5 | (__u64)what->now << 8 |
+		  (__u64)(VERDICT_EPOCH(what->verdict) & EPOCH_MASK) << 30;
+	published = publish(&place, packet, control);
+	if (published != 1) {
+		if (published == GIVEN_UP) {
+			unclaim(&place);
+			__sync_fetch_and_add(&credit->left, 1);
+		}
+		return 0;
+	}
+	opened->use = place.use;
+	opened->control = control;
+	tell(table, &place, credit);
+	/* It differs only if the connection has ended already. */
+	return __sync_val_compare_and_swap(&place.use->path, EMPTY_PATH(control), what->path) == EMPTY_PATH(control);
+}
