@@ -71,9 +71,9 @@ impl DeletedPolicies {
 
     fn deleted_with(&mut self, namespace: &str, now: Instant) -> Vec<ObjectChange> {
         self.forget_old(now);
-        let (of_it, others) = self.0.drain(..).partition(|(_, policy)| policy.key.namespace == namespace);
+        let (of_it, others): (VecDeque<_>, VecDeque<_>) =
+            self.0.drain(..).partition(|(_, policy)| policy.key.namespace == namespace);
         self.0 = others;
-        let of_it: VecDeque<(Instant, Arc<NetworkPolicy>)> = of_it;
         let again = of_it.into_iter().flat_map(|(_, policy)| {
             let deleted = ObjectChange::Delete(ObjectRef::NetworkPolicy(policy.key.clone()));
             [ObjectChange::Set(Object::NetworkPolicy(NetworkPolicy::clone(&policy))), deleted]
