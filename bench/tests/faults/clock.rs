@@ -54,7 +54,7 @@ impl WallClock {
 fn ask(fixture: &Fixture, number: u16) -> (UdpSocket, UdpSocket, SocketAddr) {
     let open = |name: &str, port: u16| {
         let site = fixture.site(name);
-        let socket = site.namespace.run(|| UdpSocket::bind((site.address(false).unwrap(), port))).unwrap();
+        let socket = site.namespace.udp((site.address(false).unwrap(), port)).unwrap();
         socket.set_read_timeout(Some(RECEIVE_TIMEOUT)).unwrap();
         socket
     };

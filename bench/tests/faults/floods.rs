@@ -69,7 +69,7 @@ fn pace(fixture: &Fixture, sink: &UdpSink, to: SocketAddr) -> (u64, u64) {
 fn pace_here(fixture: &Fixture, sink: &UdpSink, to: SocketAddr) -> (u64, u64) {
     // Not on the worker's core.
     pin(0).unwrap();
-    let socket = fixture.site("test/pod-0").namespace.run(|| std::net::UdpSocket::bind(("0.0.0.0", 0))).unwrap();
+    let socket = fixture.site("test/pod-0").namespace.udp(("0.0.0.0", 0)).unwrap();
     let (start, before, mut sent) = (Instant::now(), sink.arrived().unwrap(), 0);
     while start.elapsed() < LENGTH || sent < LEAST && start.elapsed() < LONGEST {
         let due = start.elapsed().as_millis() as u64 * PACE;

@@ -6,7 +6,7 @@
 //! does not evict what it was too slow to see answered. The long test uses the defaults, 100,000 packets/s, and a minute.
 
 use std::io::{Read, Write};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -64,7 +64,7 @@ struct HeldConnections {
 impl HeldConnections {
     fn open(client: &Site, server: &Site) -> Self {
         let there = SocketAddr::new(server.address(false).unwrap(), IDLE);
-        let listener = server.namespace.run(|| TcpListener::bind(there)).unwrap();
+        let listener = server.namespace.listen(there).unwrap();
         let connect = |_| {
             let stream = client.namespace.run(|| TcpStream::connect_timeout(&there, TIMEOUT)).unwrap();
             let ends = (stream, listener.accept().unwrap().0);
@@ -72,8 +72,8 @@ impl HeldConnections {
             ends
         };
         let from = SocketAddr::new(client.address(false).unwrap(), IDLE);
-        let asks = client.namespace.run(|| UdpSocket::bind(from)).unwrap();
-        let answers = server.namespace.run(|| UdpSocket::bind(there)).unwrap();
+        let asks = client.namespace.udp(from).unwrap();
+        let answers = server.namespace.udp(there).unwrap();
         [&asks, &answers].into_iter().for_each(|end| end.set_read_timeout(Some(Duration::from_millis(200))).unwrap());
         asks.connect(there).unwrap();
         answers.connect(from).unwrap();

@@ -1,7 +1,7 @@
 //! A pod sends forged replies to open a path for itself or another pod: each is rejected and counted.
 
 use std::collections::BTreeMap;
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use etherparse::icmpv4::DestUnreachableHeader;
@@ -83,7 +83,7 @@ fn forged_replies_open_no_connection_and_are_counted() {
         let address = |name: &str| fixture.site(name).address(v6).unwrap();
         let (victim, other, own) = (address("test/pod-1"), address("test/pod-0"), address("test/pod-2"));
         // Queries use the marked port, so that a quoted query is recognised too.
-        let asking = fixture.site("test/pod-1").namespace.run(|| UdpSocket::bind((victim, MARK))).unwrap();
+        let asking = fixture.site("test/pod-1").namespace.udp((victim, MARK)).unwrap();
         asking.send_to(b"question", SocketAddr::new(other, 53)).unwrap();
         asking.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         let answered = asking.recv_from(&mut [0; 64]).unwrap().1;

@@ -5,7 +5,7 @@
 //! (net/ipv4/tcp.c, `tcp_disconnect`). For its peer and the node it is a machine that lost power.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ type ConnectionEnds = (TcpStream, TcpStream);
 
 /// Opens a connection from each of these ports concurrently; returns those that exchanged data both ways.
 fn open(client: &Namespace, from: SocketAddr, server: &Namespace, to: SocketAddr) -> Vec<Option<ConnectionEnds>> {
-    let listener = server.run(|| TcpListener::bind(to)).unwrap();
+    let listener = server.listen(to).unwrap();
     listener.set_nonblocking(true).unwrap();
     // Backlog for all of them.
     socket2::SockRef::from(&listener).listen(i32::from(CONNECTIONS)).unwrap();
@@ -154,7 +154,7 @@ fn a_forged_syn_does_not_break_a_live_connection() {
     let (outside, server) = (outside.unwrap(), fixture.site("test/pod-0"));
     let client = Site::from(&outside);
     let (from, to) = (client.address(false).unwrap(), server.address(false).unwrap());
-    let listener = server.namespace.run(|| TcpListener::bind((to, PORT))).unwrap();
+    let listener = server.namespace.listen((to, PORT)).unwrap();
     let stream = client.namespace.run(|| TcpStream::connect_timeout(&(to, PORT).into(), TIMEOUT)).unwrap();
     let port = stream.local_addr().unwrap().port();
     let mut ends = (stream, listener.accept().unwrap().0);

@@ -1,6 +1,6 @@
 //! Who a pod is does not follow from what a pod can set: its MAC address, ARP, neighbour discovery.
 
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ fn ip(namespace: &Namespace, arguments: &str) {
 
 /// Whether the other pod's server answers a datagram with this source.
 fn is_answered(namespace: &Namespace, from: IpAddr, to: IpAddr) -> bool {
-    let socket = namespace.run(|| UdpSocket::bind(SocketAddr::new(from, 0))).unwrap();
+    let socket = namespace.udp(SocketAddr::new(from, 0)).unwrap();
     socket.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
     (0..3).any(|_| {
         socket.send_to(b"x", SocketAddr::new(to, PORT)).unwrap();
@@ -121,13 +121,13 @@ fn an_unknown_pod_cuts_nobody_off_by_arp() {
             if announced.is_err() {
                 // Without that command: each new neighbour is asked for with the pod's own address.
                 ip(new, "neigh flush dev eth0");
-                let socket = new.run(|| UdpSocket::bind(SocketAddr::new(victim, 0))).unwrap();
+                let socket = new.udp(SocketAddr::new(victim, 0)).unwrap();
                 socket.send_to(b"x", (IpAddr::from([10, 244, 1, 1]), 9)).unwrap();
             }
             assert_eq!(reaches(&fixture, "test/pod-0"), ProbeOutcome::Reached, "{attach:?}");
         }
         let node = fixture.cluster.node.namespace();
-        let socket = node.run(|| UdpSocket::bind("0.0.0.0:0")).unwrap();
+        let socket = node.udp("0.0.0.0:0").unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
         // The first datagram may be lost while the node resolves the address.
         let is_answered = (0..10)

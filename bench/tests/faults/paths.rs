@@ -1,6 +1,6 @@
 //! ICMP errors to senders whose packets expire or do not fit, as from any router.
 
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use penstock_bench::load::PacketSocket;
@@ -41,7 +41,7 @@ fn ask(wire: &PacketSocket, from: &Site, to: IpAddr, ttl: u32) -> IcmpAnswer {
     let local = SocketAddr::new(from.address(to.is_ipv6()).unwrap(), 0);
     let deadline = Instant::now() + Duration::from_secs(30);
     loop {
-        let socket = from.namespace.run(|| UdpSocket::bind(local)).unwrap();
+        let socket = from.namespace.udp(local).unwrap();
         match to {
             IpAddr::V4(_) => socket.set_ttl(ttl).unwrap(),
             IpAddr::V6(_) => socket2::SockRef::from(&socket).set_unicast_hops_v6(ttl).unwrap(),

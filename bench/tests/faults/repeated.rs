@@ -1,6 +1,6 @@
 //! Connections that repeat: programs open them like those that workers have opened, with a daemon and without.
 
-use std::net::{SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
@@ -139,7 +139,7 @@ fn a_flood_of_repeated_connections_ends_at_the_pods_credit() {
     let datagram = [0; 16];
     let send = |port: u16| {
         let local = SocketAddr::new(from.address(false).unwrap(), port);
-        let socket = from.namespace.run(|| UdpSocket::bind(local)).unwrap();
+        let socket = from.namespace.udp(local).unwrap();
         // An error is that of an earlier one.
         let _ = socket.send_to(&datagram, to);
     };
@@ -150,7 +150,7 @@ fn a_flood_of_repeated_connections_ends_at_the_pods_credit() {
     fixture.kill();
     let local = fixture.site("test/pod-0").address(false).unwrap();
     for port in 31_000..31_000 + 5 * CREDIT as u16 {
-        let socket = namespace.run(|| UdpSocket::bind(SocketAddr::new(local, port))).unwrap();
+        let socket = namespace.udp(SocketAddr::new(local, port)).unwrap();
         let _ = socket.send_to(&datagram, to);
     }
     let arrived = sniffer.stop().into_keys().filter(|port| *port >= 31_000).count();

@@ -1,7 +1,7 @@
 //! A revoked connection does not come back by a SYN on its ports.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use crate::fixture::{Fixture, pods, policy};
@@ -17,7 +17,7 @@ fn a_syn_does_not_restore_a_revoked_connection() {
     let fixture = Fixture::of(&(pods(2) + &policy("of-1", "pod-1", allowed)), |_, _| {});
     let [from, to] = ["test/pod-0", "test/pod-1"].map(|name| fixture.site(name));
     let (own, there) = (from.address(false).unwrap(), to.address(false).unwrap());
-    let listener = to.namespace.run(|| TcpListener::bind((there, PORT))).unwrap();
+    let listener = to.namespace.listen((there, PORT)).unwrap();
     let mut client = from.namespace.run(|| TcpStream::connect_timeout(&(there, PORT).into(), TIMEOUT)).unwrap();
     let port = client.local_addr().unwrap().port();
     let mut server = listener.accept().unwrap().0;

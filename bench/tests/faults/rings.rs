@@ -137,7 +137,7 @@ fn a_receiver_that_does_not_read_causes_no_loss_for_others() {
     let fixture = Fixture::of(&pods(3), |_, config| config.attach = Attach::Xdp);
     let slow = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 9);
     // It is not read and fills up quickly.
-    let _full = fixture.site("test/pod-1").namespace.run(|| std::net::UdpSocket::bind(slow)).unwrap();
+    let _full = fixture.site("test/pod-1").namespace.udp(slow).unwrap();
     let to = SocketAddr::new(fixture.site("node").address(false).unwrap(), 7000);
     let epoch = Instant::now();
     let sniffer = Sniffer::start(fixture.site("node"), to);

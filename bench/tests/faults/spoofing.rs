@@ -204,7 +204,7 @@ fn dhcp_from_a_pod_reaches_no_other_pod() {
     let fixture = Fixture::of(&pods(3), |_, _| {});
     let mut forger = Forger::of(&fixture, "test/pod-2");
     let seen = ["test/pod-0", "test/pod-1"].map(|name| PacketSocket::open(&fixture.site(name).namespace).unwrap());
-    let node = fixture.cluster.node.namespace().run(|| std::net::UdpSocket::bind("0.0.0.0:67")).unwrap();
+    let node = fixture.cluster.node.namespace().udp("0.0.0.0:67").unwrap();
     node.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
     let [v4, v6] = addresses(&fixture, "test/pod-2");
     let (any, every): (IpAddr, IpAddr) = ("0.0.0.0".parse().unwrap(), "255.255.255.255".parse().unwrap());

@@ -1,7 +1,7 @@
 //! Numbered datagrams and a receiver that records them by sender.
 
 use std::collections::BTreeMap;
-use std::net::{SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -25,7 +25,7 @@ impl Stream {
     /// The source port identifies the stream.
     pub(crate) fn start(from: &Site, port: u16, to: SocketAddr, epoch: Instant) -> Self {
         let local = SocketAddr::new(from.address(to.is_ipv6()).unwrap(), port);
-        let socket = from.namespace.run(|| UdpSocket::bind(local)).unwrap();
+        let socket = from.namespace.udp(local).unwrap();
         let ends = Arc::new(AtomicBool::new(false));
         let ended = ends.clone();
         let sender = std::thread::spawn(move || {
@@ -57,7 +57,7 @@ pub(crate) struct Sniffer {
 
 impl Sniffer {
     pub(crate) fn start(at: &Site, address: SocketAddr) -> Self {
-        let socket = at.namespace.run(|| UdpSocket::bind(address)).unwrap();
+        let socket = at.namespace.udp(address).unwrap();
         // A large buffer for a delayed burst.
         setsockopt(&socket, sockopt::RcvBufForce, &(16 << 20)).unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(20))).unwrap();

@@ -1,6 +1,6 @@
 //! Frames with a virtio header, by which a pod has the kernel change them, or cut them up, behind the programs.
 
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use etherparse::PacketBuilder;
@@ -70,12 +70,12 @@ fn a_checksum_elsewhere_is_not_written_behind_policy() {
         let to = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
         let from = pod.address(false).unwrap();
         let bind = |port| {
-            let socket = outside.namespace().run(|| UdpSocket::bind(SocketAddr::new(to, port))).unwrap();
+            let socket = outside.namespace().udp(SocketAddr::new(to, port)).unwrap();
             socket.set_read_timeout(Some(WAIT)).unwrap();
             socket
         };
         let (server, denied) = (bind(ALLOWED), bind(DENIED));
-        let client = pod.namespace.run(|| UdpSocket::bind(SocketAddr::new(from, OWN))).unwrap();
+        let client = pod.namespace.udp(SocketAddr::new(from, OWN)).unwrap();
         client.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         // A connection that the programs forward by themselves.
         server.set_read_timeout(Some(Duration::from_secs(30))).unwrap();

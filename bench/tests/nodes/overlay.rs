@@ -2,7 +2,7 @@
 //! and Penstock beside them.
 
 use std::io::{Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::Duration;
 
 use penstock_bench::cluster::read_objects;
@@ -191,7 +191,7 @@ impl Overlay {
         let node = self.fixture.site("node-b");
         for (v6, by_node_port) in [(false, false), (true, false), (false, true), (true, true)] {
             let here = SocketAddr::new(server.address(v6).unwrap(), BULK);
-            let listener = server.namespace.run(|| TcpListener::bind(here)).unwrap();
+            let listener = server.namespace.listen(here).unwrap();
             let there = match by_node_port {
                 false => SocketAddr::new(*service.addresses.iter().find(|at| at.is_ipv6() == v6).unwrap(), BULK),
                 true => SocketAddr::new(node.address(v6).unwrap(), 30_012 + BULK_NODE_PORTS),

@@ -1,7 +1,7 @@
 //! Reachability beyond single packets between pods: pods with two addresses of a family, processes on nodes, and bulk
 //! transfers over every kind of path between nodes.
 
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use penstock_bench::load::transfer;
@@ -40,9 +40,9 @@ fn pods_with_two_addresses() -> String {
 fn arrives(from: &Site, source: IpAddr, to: &Site) -> bool {
     const PORT: u16 = 7000;
     let there = SocketAddr::new(to.address(source.is_ipv6()).unwrap(), PORT);
-    let receiver = to.namespace.run(|| UdpSocket::bind(there)).unwrap();
+    let receiver = to.namespace.udp(there).unwrap();
     receiver.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-    let sender = from.namespace.run(|| UdpSocket::bind((source, 0))).unwrap();
+    let sender = from.namespace.udp((source, 0)).unwrap();
     (0..3).any(|_| {
         sender.send_to(b"from here", there).unwrap();
         let mut bytes = [0; 64];

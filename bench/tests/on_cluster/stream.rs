@@ -1,6 +1,6 @@
 //! A steady stream of datagrams from one pod to another, to measure when it starts and stops passing.
 
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -24,10 +24,10 @@ impl Stream {
     pub(crate) fn start(from: &Namespace, to: &Namespace, address: &str) -> Self {
         let address: IpAddr = address.parse().unwrap();
         let (arrivals, ends) = (Arc::new(Mutex::new(Vec::new())), Arc::new(AtomicBool::new(false)));
-        let receiver = to.run(|| UdpSocket::bind("0.0.0.0:0").unwrap());
+        let receiver = to.udp("0.0.0.0:0").unwrap();
         receiver.set_read_timeout(Some(Duration::from_millis(20))).unwrap();
         let to_port = SocketAddr::new(address, receiver.local_addr().unwrap().port());
-        let sender = from.run(|| UdpSocket::bind("0.0.0.0:0").unwrap());
+        let sender = from.udp("0.0.0.0:0").unwrap();
         let receive = {
             let (arrivals, ends) = (Arc::clone(&arrivals), Arc::clone(&ends));
             move || {

@@ -191,7 +191,7 @@ fn node_port_to_outside(v6: bool) -> (Fixture, UdpSocket, Outside) {
     });
     let outside = outside.unwrap();
     let here = SocketAddr::new(Site::from(&outside).address(v6).unwrap(), 53);
-    let server = outside.namespace().run(|| UdpSocket::bind(here)).unwrap();
+    let server = outside.namespace().udp(here).unwrap();
     server.set_read_timeout(Some(Duration::from_millis(400))).unwrap();
     (fixture, server, outside)
 }
@@ -202,7 +202,7 @@ fn client(fixture: &Fixture, pod: &str, node: IpAddr, option: Option<libc::c_int
     const HEADER: [u8; 8] = [0, 0, 1, 4, 0, 0, 0, 0];
     let site = fixture.site(pod);
     let here = SocketAddr::new(site.address(node.is_ipv6()).unwrap(), 0);
-    let socket = site.namespace.run(|| UdpSocket::bind(here)).unwrap();
+    let socket = site.namespace.udp(here).unwrap();
     if let Some(option) = option {
         let (header, length) = (HEADER.as_ptr().cast(), HEADER.len() as libc::socklen_t);
         // SAFETY: the header lives across the call and has this length, and the kernel copies it.

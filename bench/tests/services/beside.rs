@@ -83,7 +83,7 @@ impl BesideFixture {
     fn socket(&self) -> UdpSocket {
         let site = self.fixture.site("test/pod-0");
         let here = SocketAddr::new(site.address(false).unwrap(), 0);
-        let socket = site.namespace.run(|| UdpSocket::bind(here)).unwrap();
+        let socket = site.namespace.udp(here).unwrap();
         socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
         socket.connect(SocketAddr::new(service(false), WEB)).unwrap();
         socket

@@ -74,7 +74,7 @@ impl Datagrams {
     /// Whether a long datagram arrives; of several that are sent.
     fn arrives(&self, from: &Site, to: SocketAddr, at: &UdpSocket) -> bool {
         let any: IpAddr = address(if to.is_ipv6() { "::" } else { "0.0.0.0" });
-        let sender = from.namespace.run(|| UdpSocket::bind((any, 0))).unwrap();
+        let sender = from.namespace.udp((any, 0)).unwrap();
         let marker: [u8; 8] = rand::random();
         let datagram = [marker.as_slice(), &[7; LONG]].concat();
         let mut buffer = [0; 2 * LONG];
@@ -97,7 +97,7 @@ impl Datagrams {
 
 /// Receives what comes to the server's port.
 fn server(site: &Site, v6: bool) -> UdpSocket {
-    let socket = site.namespace.run(|| UdpSocket::bind((site.address(v6).unwrap(), SERVER))).unwrap();
+    let socket = site.namespace.udp((site.address(v6).unwrap(), SERVER)).unwrap();
     socket.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
     socket
 }

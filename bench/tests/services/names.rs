@@ -1,7 +1,7 @@
 //! No other sender can use a local pod's address: neither from outside, nor through a tunnel, nor a process on the
 //! node.
 
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use etherparse::PacketBuilder;
@@ -98,7 +98,7 @@ fn packets_past_the_workers_with_a_pods_source_are_dropped() {
             for v6 in [false, true] {
                 let victim = setup.fixture.site("test/pod-1").address(v6).unwrap();
                 let here = SocketAddr::new(victim, OWN);
-                let socket = setup.backend.namespace.run(|| UdpSocket::bind(here)).unwrap();
+                let socket = setup.backend.namespace.udp(here).unwrap();
                 for name in [setup.fixture.site("test/pod-0").address(v6).unwrap(), address(GHOST[usize::from(v6)])] {
                     let packet = packet(name, victim);
                     wire.send(&framed(to_node, &packet)).unwrap();
@@ -136,9 +136,9 @@ fn outside_hosts_cannot_answer_for_a_service_backend() {
         let wire = PacketSocket::open(setup.outside.namespace()).unwrap();
         for v6 in [false, true] {
             let (client, backend) = (setup.fixture.site("test/pod-0"), setup.backend.address(v6).unwrap());
-            let server = setup.backend.namespace.run(|| UdpSocket::bind(SocketAddr::new(backend, OWN))).unwrap();
+            let server = setup.backend.namespace.udp(SocketAddr::new(backend, OWN)).unwrap();
             let own = SocketAddr::new(client.address(v6).unwrap(), 1234);
-            let asking = client.namespace.run(|| UdpSocket::bind(own)).unwrap();
+            let asking = client.namespace.udp(own).unwrap();
             for socket in [&server, &asking] {
                 socket.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
             }

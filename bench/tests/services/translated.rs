@@ -2,7 +2,7 @@
 //! node or not, with and without uplinks.
 
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::time::Duration;
 
 use penstock_bench::load::transfer;
@@ -16,7 +16,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// A socket of the backend on the Service's own port.
 fn backend_udp(setup: &ServiceFixture, v6: bool) -> UdpSocket {
     let here = SocketAddr::new(setup.backend.address(v6).unwrap(), OWN);
-    let socket = setup.backend.namespace.run(|| UdpSocket::bind(here)).unwrap();
+    let socket = setup.backend.namespace.udp(here).unwrap();
     socket.set_read_timeout(Some(TIMEOUT)).unwrap();
     socket
 }
@@ -25,7 +25,7 @@ fn backend_udp(setup: &ServiceFixture, v6: bool) -> UdpSocket {
 fn client_udp(setup: &ServiceFixture, pod: &str, v6: bool) -> UdpSocket {
     let site = setup.fixture.site(pod);
     let here = SocketAddr::new(site.address(v6).unwrap(), 0);
-    let socket = site.namespace.run(|| UdpSocket::bind(here)).unwrap();
+    let socket = site.namespace.udp(here).unwrap();
     socket.connect(SocketAddr::new(service(v6), OWN)).unwrap();
     socket.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
     socket
@@ -34,7 +34,7 @@ fn client_udp(setup: &ServiceFixture, pod: &str, v6: bool) -> UdpSocket {
 /// Both ends of a TCP connection from `pod-0` to the Service.
 fn connect(setup: &ServiceFixture, v6: bool) -> (TcpStream, TcpStream) {
     let here = SocketAddr::new(setup.backend.address(v6).unwrap(), OWN);
-    let listener = setup.backend.namespace.run(|| TcpListener::bind(here)).unwrap();
+    let listener = setup.backend.namespace.listen(here).unwrap();
     let there = SocketAddr::new(service(v6), OWN);
     let client = setup.fixture.site("test/pod-0").namespace.run(|| TcpStream::connect_timeout(&there, TIMEOUT));
     let client = client.unwrap_or_else(|error| panic!("{error}\n{}", setup.logs()));
@@ -142,7 +142,7 @@ fn one_source_port_reaches_a_pod_directly_and_by_its_service() {
         let site = setup.fixture.site("test/pod-0");
         let own = SocketAddr::new(site.address(v6).unwrap(), client.local_addr().unwrap().port());
         drop(client);
-        let client = site.namespace.run(|| UdpSocket::bind(own)).unwrap();
+        let client = site.namespace.udp(own).unwrap();
         client.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
         for to in [setup.backend.address(v6).unwrap(), service(v6)] {
             let to = SocketAddr::new(to, OWN);

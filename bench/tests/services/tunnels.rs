@@ -61,8 +61,7 @@ impl ReceiverSockets {
     fn open(fixture: &Fixture) -> Self {
         let site = fixture.site("test/pod-1");
         let open = |v6| {
-            let socket =
-                site.namespace.run(|| UdpSocket::bind(SocketAddr::new(site.address(v6).unwrap(), OWN))).unwrap();
+            let socket = site.namespace.udp(SocketAddr::new(site.address(v6).unwrap(), OWN)).unwrap();
             socket.set_nonblocking(true).unwrap();
             socket
         };
@@ -188,10 +187,10 @@ fn a_tunnel_that_ends_in_a_pod_is_not_restricted() {
     let (from, to) = (fixture.site("test/pod-0"), fixture.site("test/pod-2"));
     for v6 in [false, true] {
         let there = SocketAddr::new(to.address(v6).unwrap(), 8472);
-        let server = to.namespace.run(|| UdpSocket::bind(there)).unwrap();
+        let server = to.namespace.udp(there).unwrap();
         server.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
         let here = SocketAddr::new(from.address(v6).unwrap(), 0);
-        let client = from.namespace.run(|| UdpSocket::bind(here)).unwrap();
+        let client = from.namespace.udp(here).unwrap();
         let heard = (0..10).any(|_| {
             client.send_to(b"to a pod", there).unwrap();
             server.recv(&mut [0; 16]).is_ok()

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
@@ -90,7 +90,7 @@ fn a_node_port_into_a_tunnel_is_judged_for_its_far_end() {
     let send = |pod: &str, v6: bool, port: u16, text: &str| {
         let node = fixture.cluster.node.addresses().iter().find(|address| address.is_ipv6() == v6).unwrap();
         let from: IpAddr = address(if v6 { "::" } else { "0.0.0.0" });
-        let socket = fixture.site(pod).namespace.run(|| UdpSocket::bind((from, 0))).unwrap();
+        let socket = fixture.site(pod).namespace.udp((from, 0)).unwrap();
         socket.send_to(text.as_bytes(), (*node, port)).unwrap();
     };
     for v6 in [false, true] {

@@ -2,7 +2,7 @@
 //! on the same node, elsewhere, or in the client itself.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -134,7 +134,7 @@ fn bulk_transfers_through_a_service_arrive_as_they_were_sent() {
     for (path, v6) in [(BackendPath::Here, false), (BackendPath::Here, true), (BackendPath::Elsewhere, false)] {
         let setup = WorkersFixture::new(path);
         let here = SocketAddr::new(setup.backend.address(v6).unwrap(), OWN);
-        let listener = setup.backend.namespace.run(|| TcpListener::bind(here)).unwrap();
+        let listener = setup.backend.namespace.listen(here).unwrap();
         let there = SocketAddr::new(service(v6), OWN);
         let pod = setup.fixture.site("test/pod-0");
         let client = pod.namespace.run(|| TcpStream::connect_timeout(&there, TIMEOUT));
@@ -168,7 +168,7 @@ fn a_port_without_backend_or_service_refuses_at_once() {
         let error = pod.namespace.run(|| TcpStream::connect_timeout(&there, TIMEOUT)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::ConnectionRefused, "{there}\n{}", setup.logs());
         let here = SocketAddr::new(pod.address(v6).unwrap(), 0);
-        let socket = pod.namespace.run(|| UdpSocket::bind(here)).unwrap();
+        let socket = pod.namespace.udp(here).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
         socket.connect(there).unwrap();
         socket.send(b"anyone?").unwrap();

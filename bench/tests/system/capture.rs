@@ -102,7 +102,7 @@ impl Offered {
 
 fn socket(site: &Site, port: u16) -> UdpSocket {
     let here = SocketAddr::new(site.address(false).unwrap(), port);
-    let socket = site.namespace.run(|| UdpSocket::bind(here)).unwrap();
+    let socket = site.namespace.udp(here).unwrap();
     socket.set_read_timeout(Some(LIMIT)).unwrap();
     socket
 }

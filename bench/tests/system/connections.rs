@@ -1,7 +1,7 @@
 //! Connections across daemon restarts, floods of other pods, fragmentation, small links, and revocation by policy.
 
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ fn address(site: &Site, v6: bool) -> SocketAddr {
 /// Both ends of a TCP connection.
 fn connect(from: &Site, to: &Site, v6: bool) -> (TcpStream, TcpStream) {
     let there = address(to, v6);
-    let listener = to.namespace.run(|| TcpListener::bind(there)).unwrap();
+    let listener = to.namespace.listen(there).unwrap();
     let client = from.namespace.run(|| TcpStream::connect_timeout(&there, TIMEOUT)).unwrap();
     let (server, _) = listener.accept().unwrap();
     for end in [&client, &server] {
@@ -52,7 +52,7 @@ fn exchange((client, server): &mut (TcpStream, TcpStream)) -> io::Result<()> {
 /// A UDP socket of a site with this receive timeout.
 fn socket(site: &Site, v6: bool, port: u16, wait: Duration) -> UdpSocket {
     let here = SocketAddr::new(site.address(v6).unwrap(), port);
-    let socket = site.namespace.run(|| UdpSocket::bind(here)).unwrap();
+    let socket = site.namespace.udp(here).unwrap();
     socket.set_read_timeout(Some(wait)).unwrap();
     socket
 }

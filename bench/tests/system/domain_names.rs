@@ -1,7 +1,7 @@
 //! Domain names in egress rules, with a resolver that runs outside.
 
 use std::io::{Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpStream, UdpSocket};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -51,7 +51,7 @@ impl World {
         command.arg("--cname=alias.example.org,six.example.org,600");
         let resolver = ServiceProcess::start(command).expect("dnsmasq is installed: `make setup` does that");
         for address in addresses {
-            let listener = outside.namespace().run(|| TcpListener::bind((address, PORT))).unwrap();
+            let listener = outside.namespace().listen((address, PORT)).unwrap();
             thread::spawn(move || {
                 for mut stream in listener.incoming().flatten() {
                     thread::spawn(move || std::io::copy(&mut stream.try_clone().unwrap(), &mut stream));
@@ -114,7 +114,7 @@ fn pods_reach_what_their_resolver_says(attach: Attach) {
     });
     let World { outside, addresses: [v4, v6], .. } = world.as_ref().unwrap();
     let pod = fixture.site("test/pod-0").clone();
-    let socket = pod.namespace.run(|| UdpSocket::bind((pod.address(false).unwrap(), 0))).unwrap();
+    let socket = pod.namespace.udp((pod.address(false).unwrap(), 0)).unwrap();
     socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
     // Established before the pod has a rule with names.
     assert!(resolve(&socket, *v4, "www.example.org", A).ends_with(&octets(*v4)), "{:?}", outside.addresses());

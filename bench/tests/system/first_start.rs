@@ -150,8 +150,8 @@ impl Node {
             let here = all.len();
             let ((client, _), (server, address)) = (self.end(from, v6), self.end(to, v6));
             let at = SocketAddr::new(address, PORT + way);
-            let listener = server.run(|| TcpListener::bind(at)).unwrap();
-            let datagrams = server.run(|| UdpSocket::bind(at)).unwrap();
+            let listener = server.listen(at).unwrap();
+            let datagrams = server.udp(at).unwrap();
             datagrams.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
             let of_way = (count - here).min(count.div_ceil(2 * WAYS));
             for number in 0..of_way {
@@ -189,7 +189,7 @@ impl Node {
     fn opens(&self, port: u16) -> bool {
         let ((client, _), (server, address)) = (self.end("test/pod-0", false), self.end("test/pod-1", false));
         let at = SocketAddr::new(address, port);
-        let _listener = server.run(|| TcpListener::bind(at)).unwrap();
+        let _listener = server.listen(at).unwrap();
         client.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(2))).is_ok()
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -112,8 +112,8 @@ fn assert_adds_up(records: &[Value]) {
 /// Sends datagrams there and back. Returns the client's port.
 fn datagrams(node: &Recorded, count: u64, length: usize) -> u16 {
     let there = node.target(UDP);
-    let server = node.site("test/pod-1").namespace.run(|| UdpSocket::bind(there)).unwrap();
-    let client = node.site("test/pod-0").namespace.run(|| UdpSocket::bind("0.0.0.0:0")).unwrap();
+    let server = node.site("test/pod-1").namespace.udp(there).unwrap();
+    let client = node.site("test/pod-0").namespace.udp("0.0.0.0:0").unwrap();
     for socket in [&server, &client] {
         socket.set_read_timeout(Some(LIMIT)).unwrap();
     }
@@ -129,7 +129,7 @@ fn datagrams(node: &Recorded, count: u64, length: usize) -> u16 {
 
 fn connect(node: &Recorded) -> (TcpStream, TcpStream) {
     let there = node.target(TCP);
-    let listener = node.site("test/pod-1").namespace.run(|| TcpListener::bind(there)).unwrap();
+    let listener = node.site("test/pod-1").namespace.listen(there).unwrap();
     let client = node.site("test/pod-0").namespace.run(|| TcpStream::connect_timeout(&there, LIMIT)).unwrap();
     let (server, _) = listener.accept().unwrap();
     for end in [&client, &server] {
@@ -268,7 +268,7 @@ fn a_collector_takes_every_record() {
         config.sections += "otlp = \"http://127.0.0.1:4318\"\n";
     });
     node.end_of(datagrams(&node, 20, 100));
-    let denied = node.site("test/pod-0").namespace.run(|| UdpSocket::bind("0.0.0.0:0")).unwrap();
+    let denied = node.site("test/pod-0").namespace.udp("0.0.0.0:0").unwrap();
     denied.send_to(b"denied", node.target(DENIED)).unwrap();
     node.wait("of what was denied", |records| records.iter().any(|record| record["event"] == "denied"));
     node.fixture.daemon.signal(Signal::SIGTERM).unwrap();

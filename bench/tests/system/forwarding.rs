@@ -1,6 +1,5 @@
 //! Forwarding between pods, their node and machines behind it.
 
-use std::net::UdpSocket;
 use std::time::Duration;
 
 use penstock_bench::load::UdpSink;
@@ -63,7 +62,7 @@ fn datagrams_of_every_length_arrive_with_a_valid_checksum() {
         let address = std::net::SocketAddr::new(to.address(v6).unwrap(), 7000);
         let sink = UdpSink::open(&to.namespace, address).unwrap();
         let before = (sink.arrived().unwrap(), sink.wrong_checksums().unwrap());
-        let sender = from.namespace.run(|| UdpSocket::bind((from.address(v6).unwrap(), 0)).unwrap());
+        let sender = from.namespace.udp((from.address(v6).unwrap(), 0)).unwrap();
         // Zero bytes, odd and even lengths, and the longest payload of a packet of 1,500 bytes.
         let longest = if v6 { 1452 } else { 1472 };
         let lengths: Vec<usize> = (0..=64).chain([65, 511, 512, 1399, longest - 1, longest]).collect();

@@ -1,6 +1,6 @@
 //! No frame leaks, and an idle daemon uses no CPU time.
 
-use std::net::{SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use penstock_bench::load::{Generator, UdpFlow, UdpSink, transfer};
@@ -147,10 +147,10 @@ fn an_idle_daemon_uses_less_than_three_percent_of_a_core() {
 fn arrived(fixture: &Fixture, from: &str, to: &str, v6: bool, lengths: &[usize]) -> Vec<usize> {
     let (client, server) = (fixture.site(from), fixture.site(to));
     let (source, there) = (client.address(v6).unwrap(), server.address(v6).unwrap());
-    let sink = server.namespace.run(|| UdpSocket::bind((there, 0))).unwrap();
+    let sink = server.namespace.udp((there, 0)).unwrap();
     let there = sink.local_addr().unwrap();
     sink.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
-    let socket = client.namespace.run(|| UdpSocket::bind((source, 0))).unwrap();
+    let socket = client.namespace.udp((source, 0)).unwrap();
     let mut buffer = vec![0; 65_536];
     let mut came = Vec::new();
     for &length in lengths {

@@ -4,6 +4,8 @@ mod netlink;
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::io;
+use std::net::{TcpListener, ToSocketAddrs, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
@@ -12,6 +14,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -117,12 +120,36 @@ impl Namespace {
         })
     }
 
+    /// A UDP socket inside.
+    pub fn udp(&self, at: impl ToSocketAddrs + Sync) -> io::Result<UdpSocket> {
+        self.bind(|| UdpSocket::bind(&at))
+    }
+
+    /// A TCP socket inside that listens.
+    pub fn listen(&self, at: impl ToSocketAddrs + Sync) -> io::Result<TcpListener> {
+        self.bind(|| TcpListener::bind(&at))
+    }
+
+    /// Waits for a port that is in use: a child that another thread has just forked holds a socket that was closed since, until it executes
+    /// its program.
+    fn bind<T: Send>(&self, bind: impl Fn() -> io::Result<T> + Sync) -> io::Result<T> {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        loop {
+            match self.run(&bind) {
+                Err(error) if error.kind() == io::ErrorKind::AddrInUse && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                bound => return bound,
+            }
+        }
+    }
+
     /// Starts a thread inside.
     pub fn spawn<T: Send + 'static>(
         &self,
         name: &str,
         work: impl FnOnce() -> T + Send + 'static,
-    ) -> std::io::Result<JoinHandle<T>> {
+    ) -> io::Result<JoinHandle<T>> {
         let namespace = self.clone();
         std::thread::Builder::new().name(name.into()).spawn(move || {
             namespace.enter();

@@ -9,8 +9,7 @@ mod frames;
 mod headers;
 
 use std::collections::BTreeMap;
-use std::io::ErrorKind;
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use penstock_bench::load::PacketSocket;
@@ -240,16 +239,7 @@ impl World {
     /// Sends until an answer has come back; a worker may be busy with forged frames.
     fn exchange(&mut self, number: u32, port: u16, (end, listens): (End, SocketAddr), to: SocketAddr) {
         let bind = |end: End, at: SocketAddr| {
-            // A child that another test has just forked may hold the last socket of this port for a moment.
-            let deadline = Instant::now() + LIMIT;
-            let socket = loop {
-                match self.namespaces[end as usize].run(|| UdpSocket::bind(at)) {
-                    Err(error) if error.kind() == ErrorKind::AddrInUse && Instant::now() < deadline => {
-                        std::thread::sleep(Duration::from_millis(5));
-                    }
-                    bound => break bound.unwrap(),
-                }
-            };
+            let socket = self.namespaces[end as usize].udp(at).unwrap();
             socket.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
             socket
         };

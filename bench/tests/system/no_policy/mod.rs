@@ -249,11 +249,11 @@ fn answers_at_link_local(node: &Node) -> usize {
     let cache: IpAddr = CACHE.parse().unwrap();
     let loopback = node.cluster.node.netlink().index("lo").unwrap();
     node.cluster.node.netlink().add_address(loopback, cache.into()).unwrap();
-    let server = namespace.run(|| UdpSocket::bind((cache, 53))).unwrap();
+    let server = namespace.udp((cache, 53)).unwrap();
     server.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
     let client = |name: &str| {
         let pod = node.cluster.node.pod(name).unwrap();
-        pod.namespace().run(|| UdpSocket::bind((pod.address(false).unwrap(), 0))).unwrap()
+        pod.namespace().udp((pod.address(false).unwrap(), 0)).unwrap()
     };
     let clients = ["test/pod-0", "test/pod-1"].map(client);
     let is_answered = |client: &UdpSocket| {
