@@ -153,6 +153,11 @@ fn judge_ip(receiver: End, of: &Sent, packet: Option<Packet<'_>>, is_bridged: bo
     if is_bridged && is_discovery && receiver != End::Outside && of.from != End::Outside {
         return Ok(());
     }
+    // The node redirects pods that it has forwarded a packet between, and quotes the packet (RFC 4861 section 8). No sender here has such a
+    // source.
+    if is_bridged && is_link_local && packet.hops == 255 && packet.message() == Some(137) {
+        return Ok(());
+    }
     // The node itself answers whom it believes to have asked.
     let is_nodes_answer = (is_of_node(packet.from) || is_link_local) && matches!(packet.protocol, ICMP | ICMPV6);
     if of.from == End::Outside && is_nodes_answer {
