@@ -60,8 +60,6 @@ struct Verdict;
 #[repr(C, align(64))]
 struct Credit {
     left: AtomicI64,
-    /// Connections that the programs have opened by it.
-    used: Word,
 }
 
 /// `struct events`: how many were sent.
@@ -249,12 +247,6 @@ impl ConnTable {
     /// Credit of all owners.
     pub(super) fn credit(&self) -> u32 {
         self.repeats().map_or(0, Repeats::left)
-    }
-
-    /// Connections of an owner that the programs have opened, since its table was made.
-    pub fn repeated_of(&self, owner: OwnerId) -> u64 {
-        let used = |credit: &Credit| credit.used.load(Ordering::Relaxed);
-        self.repeats().and_then(|repeats| repeats.credit(owner)).map_or(0, used)
     }
 
     /// Hears of at most so many connections that the programs have opened since the last call, and tells the flow of each that is still

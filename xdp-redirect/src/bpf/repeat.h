@@ -12,7 +12,7 @@
 #define ELEMENTS_OF_GROUP (LANES + LANES / LINKS + LANES / 4) /* entries, links, openers; the rest is behind those of all groups */
 
 struct answer { __u64 version, low[2], high[2], name, path, verdict; }; /* the opener's port in `name` is 0 */
-struct credit { __s64 left; __u64 used, unused[6]; };
+struct credit { __s64 left; __u64 unused[7]; };
 struct events { __u64 sent, unused[7]; }; /* before the words of the events, eight to an element */
 
 #define IS_READABLE(version) ((version) && !((version) & 1))
@@ -227,12 +227,11 @@ static __always_inline int takes_credit(struct credit *credit)
 }
 
 /* Tells the workers of the connection. */
-static __always_inline void tell(const struct table *table, const struct place *place, struct credit *credit)
+static __always_inline void tell(const struct table *table, const struct place *place)
 {
 	struct events *events = behind_groups(table, ANSWERS + CREDITS);
 	__u64 position, *words;
 
-	__sync_fetch_and_add(&credit->used, 1);
 	if (!events)
 		return;
 	position = __sync_fetch_and_add(&events->sent, 1);
@@ -287,7 +286,7 @@ static __noinline int open_again(struct packet *packet, const struct repeated *w
 	}
 	opened->use = place.use;
 	opened->control = control;
-	tell(table, &place, credit);
+	tell(table, &place);
 	/* It differs only if the connection has ended already. */
 	return __sync_val_compare_and_swap(&place.use->path, EMPTY_PATH(control), what->path) == EMPTY_PATH(control);
 }
