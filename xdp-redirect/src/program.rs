@@ -8,7 +8,7 @@ use libbpf_rs::{MapHandle, OpenObject};
 
 use crate::liveness::ProcessLiveness;
 use crate::translation::ConnectionFunctions;
-use crate::{AttachOptions, LoadError, LocalPods, ModeChoice, OnMiss, Role, TranslatedSources};
+use crate::{AttachOptions, LoadError, LocalPods, ModeChoice, OnMiss, Role, TranslatedSources, quietly};
 
 /// For pods' ports.
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -137,11 +137,12 @@ impl Program {
 
 /// Loads a program that takes packets of several buffers. Kernels before 5.18 know none (BPF_F_XDP_HAS_FRAGS in linux/bpf.h).
 /// Where it runs in generic mode, the pod's stack hands over what it would segment, which is no packet.
+/// What the first attempt meets is in no log: it would be there for each pod, and the second meets it again if it matters.
 fn with_long_packets(mode: ModeChoice, load: impl Fn(u32) -> Result<Program, LoadError>) -> Result<Program, LoadError> {
     if mode == ModeChoice::Generic {
         return load(0);
     }
-    load(libbpf_rs::libbpf_sys::BPF_F_XDP_HAS_FRAGS).or_else(|_| load(0))
+    quietly(|| load(libbpf_rs::libbpf_sys::BPF_F_XDP_HAS_FRAGS)).or_else(|_| load(0))
 }
 
 fn open_for_node<'a>(
