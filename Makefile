@@ -31,6 +31,14 @@ setup: ## Install what is missing of the compilers, headers and tools (Debian, U
 build: setup ## The penstock binary and the kubectl plugin, optimised, in target/release
 	$(CARGO) build --release --locked -p penstock -p penstock-kubectl -p penstock-cni
 
+# For another machine: the cross compiler, and the libraries to link with.
+PACKAGES_ARM64 := gcc-aarch64-linux-gnu libc6-dev:arm64 linux-libc-dev:arm64 libelf-dev:arm64 zlib1g-dev:arm64
+
+.PHONY: build-arm64
+build-arm64: setup ## The same for arm64, from x86-64, in target/arm64/aarch64-unknown-linux-gnu/release
+	@./scripts/setup $(PACKAGES_ARM64)
+	./scripts/build-arm64 build --release -p penstock -p penstock-kubectl -p penstock-cni
+
 # What measures: the benchmarks' programs, and the daemon that they start.
 .PHONY: build-bench
 build-bench: build ## The programs of the benchmarks too: demo, report, smoke, soak
