@@ -145,9 +145,10 @@ bench-cluster: build ## Round trips, throughput and new connections in that clus
 	$(IN_CLUSTER) PENSTOCK_FIGURES=1 $(CARGO) test --locked --workspace --test cluster -- --include-ignored --nocapture
 
 .PHONY: test-kernels
-test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU   (JOBS=2 guests at a time)
-	@./scripts/setup qemu-system-x86 debootstrap cpio kmod xz-utils
+test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU, one on arm64   (JOBS=2 guests at a time)
+	@./scripts/setup qemu-system-x86 qemu-system-arm debootstrap cpio kmod xz-utils $(PACKAGES_ARM64)
 	$(CARGO) build --locked -p penstock -p penstock-bench --bin penstock --bin demo
+	./scripts/build-arm64 build -p penstock -p penstock-bench --bin penstock --bin demo
 	./scripts/test-kernels
 
 .PHONY: test-collector
