@@ -466,7 +466,7 @@ const MUTATIONS: &[Mutation] = &[
         "return age <= timeout;",
     ),
     mutation(UNEXPIRED, "the time of use is not noted", LOOKUP, " | (found->now ? found->now : 1);", ";"),
-    mutation(COUNTS, "packets are not counted", LOOKUP, "found->use->packets[direction] += packets;", ""),
+    mutation(COUNTS, "packets are not counted", LOOKUP, "use->packets[direction] += packets;", ""),
     mutation(COUNTS, "bytes are not counted", LOOKUP, ">> 22) + packet->length) << 22", ">> 22)) << 22"),
     // Translated connections.
     equivalent(
@@ -662,14 +662,14 @@ const MUTATIONS: &[Mutation] = &[
         NEXT_FLOW,
         "an IPv4 packet leaves with the next connection's addresses",
         PROGRAM,
-        "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 2);\n\tif (control_of(connection->leaving) != connection->leaving_control)\n\t\treturn ENDED;",
+        "change = write_flow(leaving, connection->leaving_direction, head.addresses[0], head.addresses[1], head.ports, 2);\n\tif (control_of(leaving) != connection->leaving_control)\n\t\treturn ENDED;",
         "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 2);",
     ),
     mutation(
         NEXT_FLOW,
         "an IPv6 packet leaves with the next connection's addresses",
         PROGRAM,
-        "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 8);\n\tif (control_of(connection->leaving) != connection->leaving_control)\n\t\treturn ENDED;",
+        "change = write_flow(leaving, connection->leaving_direction, head.addresses[0], head.addresses[1], head.ports, 8);\n\tif (control_of(leaving) != connection->leaving_control)\n\t\treturn ENDED;",
         "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 8);",
     ),
     mutation(
@@ -834,7 +834,13 @@ const MUTATIONS: &[Mutation] = &[
         "packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT",
         "packet->name",
     ),
-    mutation(WRITTEN, "the direction is not written", REPEAT, "UDP_UNREPLIED | direction << 5 | ", "UDP_UNREPLIED | "),
+    mutation(
+        WRITTEN,
+        "the direction is not written",
+        REPEAT,
+        "UDP_UNREPLIED | (packet->direction & 1) << 5 | ",
+        "UDP_UNREPLIED | ",
+    ),
     mutation(
         WRITTEN,
         "the epoch has fewer bits",

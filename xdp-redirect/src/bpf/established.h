@@ -344,11 +344,11 @@ static __always_inline int read_packet(struct __sk_buff *skb, struct packet *pac
 	return 1;
 }
 
-struct connection { /* of a packet that needs no worker */
-	struct kernel_use *use;
-	__u64 control; /* of the entry with state and verdict */
-	const struct entry *leaving; /* of a translated connection: the packet leaves with this entry's key, otherwise 0 */
+struct connection { /* of a packet that needs no worker. Slots, not addresses: these would be numbers behind a function that is verified by itself */
+	__u64 control;           /* of the entry with state and verdict */
 	__u64 leaving_control;
+	__u32 slot;              /* of that entry */
+	__u32 leaving;           /* of a translated connection: the packet leaves with the key in this slot, otherwise NO_SLOT */
 	__u32 leaving_direction; /* in which direction of that key */
 	__u32 to;                /* the interface of the other end, 0: the node's stack */
 	__u32 now;               /* in ticks */
@@ -367,14 +367,16 @@ static __always_inline __u32 turn(const struct table *table, struct packet *pack
 {
 	const __u64 control = found->control, link = link_of(table, slot);
 	const __u32 other = link, is_of_client = STATE(control) == FRONTEND;
+	const struct entry *entry;
 	__u64 leaving;
 
 	if (other >= table->groups * LANES || link_of(table, other) != LINK_TO(slot, control))
 		return NO_SLOT;
-	found->leaving = entry_at(other);
-	if (!found->leaving)
+	entry = entry_at(other);
+	if (!entry)
 		return NO_SLOT;
-	found->leaving_control = leaving = control_of(found->leaving);
+	found->leaving = other;
+	found->leaving_control = leaving = control_of(entry);
 	if (link != LINK_TO(other, leaving) || !(leaving & TRANSLATION) || !IS_WRITTEN(leaving) || (control | leaving) & TENTATIVE ||
 	    is_of_client == (STATE(leaving) == FRONTEND))
 		return NO_SLOT;
@@ -410,9 +412,11 @@ static __always_inline __u32 find(const struct table *table, const struct packet
 enum { ESTABLISHED = 1, UNKNOWN = 2 }; /* otherwise the packet is for a worker */
 
 /* ESTABLISHED: a packet needs no worker. Its connection is allowed under the present epoch, and a worker has sent a packet of this
- * direction on from this interface (0: from the node's stack), or knows that it would. UNKNOWN: it has no connection. Not inlined: all frames
- * of a program's calls have 512 bytes of stack. */
-static __noinline int look_up(struct packet *packet, __u32 at, struct connection *found)
+ * direction on from this interface (0: from the node's stack), or knows that it would. UNKNOWN: it has no connection.
+ *
+ * Not static: the kernel verifies such a function once, and by itself, and not for each kind of headers that a packet may have; nor what
+ * comes after it for each place in which a connection may be. */
+__noinline int look_up(struct packet *packet, __u32 at, struct connection *found)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
@@ -421,7 +425,7 @@ static __noinline int look_up(struct packet *packet, __u32 at, struct connection
 	__u64 before, path, noted;
 	struct kernel_use *use;
 
-	if (!table)
+	if (!table || !packet || !found) /* never */
 		return 0;
 	epoch = *(const volatile __u32 *)&table->epoch;
 	slot = find(table, packet, NO_SLOT, &before);
@@ -431,7 +435,7 @@ static __noinline int look_up(struct packet *packet, __u32 at, struct connection
 		return 0;
 	entry = entry_at(slot);
 	found->control = before;
-	found->leaving = 0;
+	found->leaving = NO_SLOT;
 	if (before & TRANSLATION)
 		slot = turn(table, packet, slot, found);
 	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
@@ -450,7 +454,7 @@ static __noinline int look_up(struct packet *packet, __u32 at, struct connection
 	state = state_of(packet, found->control, path);
 	if (!is_certain(packet, slot, found->control, state, found->now, &kind) || kind > 4)
 		return 0;
-	found->use = use;
+	found->slot = slot;
 	found->to = END(path, !direction);
 	timeout = table->timeouts[kind];
 	if (!is_recent(TICK(found->control), found->now, timeout)) {
@@ -471,8 +475,11 @@ static __noinline int look_up(struct packet *packet, __u32 at, struct connection
 
 static __always_inline void count_use(const struct packet *packet, const struct connection *found, __u32 packets)
 {
-	const __u32 direction = packet->direction & 1;
+	const __u32 direction = packet->direction & 1, slot = found->slot;
+	struct kernel_use *use = bpf_map_lookup_elem(&ct_uses, &slot);
 
-	found->use->packets[direction] += packets;
-	found->use->used[direction] = ((found->use->used[direction] >> 22) + packet->length) << 22 | (found->now ? found->now : 1);
+	if (!use) /* never */
+		return;
+	use->packets[direction] += packets;
+	use->used[direction] = ((use->used[direction] >> 22) + packet->length) << 22 | (found->now ? found->now : 1);
 }

@@ -109,9 +109,8 @@ __noinline int find_answer(struct packet *packet, __u32 at, struct repeated *fou
 /* What is known of a connection before it is opened. */
 static __always_inline void opens_by(struct connection *connection, const struct repeated *what)
 {
-	connection->use = 0;
 	connection->control = 0;
-	connection->leaving = 0;
+	connection->leaving = NO_SLOT;
 	connection->to = what->to;
 	connection->now = what->now;
 }
@@ -254,17 +253,20 @@ static __always_inline int publish(const struct place *place, struct packet *pac
 }
 
 /* Opens the connection of a packet by an answer that was found for it; 0: it is for a worker. */
-static __noinline int open_again(struct packet *packet, const struct repeated *what, struct connection *opened)
+__noinline int open_again(struct packet *packet, struct repeated *what, struct connection *opened)
 {
-	const __u32 zero = 0, direction = packet->direction & 1;
+	const __u32 zero = 0;
 	struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
-	struct credit *credit = table ? behind_groups(table, ANSWERS + (VERDICT_OWNER(what->verdict) & (CREDITS - 1))) : 0;
+	struct credit *credit;
 	struct place place;
 	__u64 hash, control;
 	int published;
 	__u32 slot;
 
-	if (!table || !credit || !takes_credit(credit))
+	if (!table || !packet || !what || !opened) /* never */
+		return 0;
+	credit = behind_groups(table, ANSWERS + (VERDICT_OWNER(what->verdict) & (CREDITS - 1)));
+	if (!credit || !takes_credit(credit))
 		return 0;
 	hash = hash_of(table, packet);
 	slot = claim(home_of(hash, table->groups));
@@ -274,7 +276,7 @@ static __noinline int open_again(struct packet *packet, const struct repeated *w
 	}
 	write_entry(&place, packet, what, hash);
 	/* SYN_SENT and UNREPLIED have one number. */
-	control = FREED(place.control) | UDP_UNREPLIED | direction << 5 | (__u64)what->now << 8 |
+	control = FREED(place.control) | UDP_UNREPLIED | (packet->direction & 1) << 5 | (__u64)what->now << 8 |
 		  (__u64)(VERDICT_EPOCH(what->verdict) & EPOCH_MASK) << 30;
 	published = publish(&place, packet, control);
 	if (published != 1) {
@@ -284,7 +286,7 @@ static __noinline int open_again(struct packet *packet, const struct repeated *w
 		}
 		return 0;
 	}
-	opened->use = place.use;
+	opened->slot = slot;
 	opened->control = control;
 	tell(table, &place);
 	/* It differs only if the connection has ended already. */
