@@ -530,19 +530,13 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	struct repeated repeated;
 	const struct ethhdr *eth;
 	struct packet packet;
-	int known, rewritten;
+	int way, rewritten;
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet))
 		return FOR_WORKER;
-	known = look_up(&packet, skb->ifindex, &connection);
-	if (known == UNKNOWN) {
-		repeated = (struct repeated){};
-		if (!find_answer(&packet, skb->ifindex, &repeated))
-			return FOR_WORKER;
-		opens_by(&connection, &repeated);
-	} else if (known != ESTABLISHED) {
+	way = find_way(&packet, skb->ifindex, &connection, &repeated);
+	if (!way)
 		return FOR_WORKER;
-	}
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
 		if (!to || is_captured(to) || connection.control & VIA_HOST || at->filtered & FILTERS_FROM_POD ||
@@ -555,7 +549,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 		    !is_mac(&at->pod, eth->h_source))
 			return FOR_WORKER;
 	}
-	if (known == UNKNOWN && !open_again(&packet, &repeated, &connection))
+	if (way == OPENS && !open_again(&packet, &repeated, &connection))
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, to);
 	if (rewritten)
@@ -578,7 +572,7 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	int rewritten;
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu ||
-	    look_up(&packet, origin->at, &connection) != ESTABLISHED || connection.to != skb->ifindex)
+	    !look_up(&packet, origin->at, &connection) || connection.to != skb->ifindex)
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, 0);
 	if (rewritten)
