@@ -510,6 +510,7 @@ pub enum OnRevoke {
 #[serde(deny_unknown_fields, default)]
 pub struct Deny {
     /// The answer to a packet of a pod or a node that policy does not let open a connection. Machines outside the cluster get none.
+    /// A policy says otherwise for what it denies by the annotation `policy.penstock.dev/deny-answer`.
     pub answer: DenyAnswer,
 }
 
