@@ -1,7 +1,7 @@
 //! The workers' input: one immutable value, published as a whole.
 
 use crate::forward::{Forwarding, PortId};
-use crate::packet::{Address, Packet};
+use crate::packet::{Address, Flow, Packet};
 use crate::policy::{AddressOwner, PolicySet};
 use crate::services::ServiceSet;
 
@@ -68,6 +68,13 @@ impl Snapshot {
     pub(crate) fn would_be_decapsulated(&self, packet: &Packet) -> bool {
         let is_pod = |address| matches!(self.policy.owner(address), Some(AddressOwner::Pod { .. }));
         self.forwarding.would_be_decapsulated(packet, is_pod)
+    }
+
+    /// Whether a flow's source is an address of the node itself, or of a Service at which its receiver's egress policy is postponed: what comes
+    /// with it from elsewhere answers nothing that a pod has asked the node.
+    #[inline(always)]
+    pub(crate) fn has_nodes_source(&self, flow: &Flow) -> bool {
+        self.forwarding.is_node(flow.src) || self.policy.find(flow.src).is_service() && self.policy.is_unasked(flow)
     }
 
     /// The egress port for `destination`: its pod's port, otherwise the host port.

@@ -2,12 +2,13 @@
 
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::AsRawFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use penstock_bench::probe::{self, EchoServers, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
+use crate::forger::Forger;
 use crate::services::service::{WEB, address, run, service, translate};
 
 /// A Service's address that no rule translates, and which the machine outside has.
@@ -49,7 +50,7 @@ struct Answering {
     /// The addresses of the machine outside.
     machine: [IpAddr; 2],
     _servers: [EchoServers; 2],
-    _outside: Outside,
+    outside: Outside,
 }
 
 impl Answering {
@@ -82,7 +83,7 @@ impl Answering {
         let bare = Site { addresses: BARE.map(address).into(), ..site.clone() };
         let servers = [&site, &bare].map(|site| EchoServers::start(site, OUTSIDE, &SERVICES).unwrap());
         let machine = [false, true].map(|v6| site.address(v6).unwrap());
-        Self { fixture, backend, machine, _servers: servers, _outside: outside }
+        Self { fixture, backend, machine, _servers: servers, outside }
     }
 
     fn enforce(&self, policies: &str) {
@@ -165,6 +166,56 @@ fn an_untranslated_service_is_judged_by_its_own_address() {
                 let outcome = it.probe(pod, (OUTSIDE, bare), protocol);
                 assert_eq!(outcome, expected, "{pod} to {bare}\n{}", it.fixture.statistics().join("\n"));
             }
+        }
+    }
+}
+
+/// A datagram of a pod to `to`, and the answers that it gets: any, and one that a machine outside forges.
+fn answers(it: &Answering, pod: &str, to: SocketAddr) -> [bool; 2] {
+    const FORGED: &[u8] = b"forged";
+    let site = it.fixture.site(pod);
+    let socket = site.namespace.udp((site.address(to.is_ipv6()).unwrap(), 0)).unwrap();
+    socket.connect(to).unwrap();
+    let here = socket.local_addr().unwrap();
+    let hears = |awaited: Duration, is_forged: bool| {
+        let (until, mut bytes) = (Instant::now() + awaited, [0; 64]);
+        while let Some(left) = until.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+            socket.set_read_timeout(Some(left)).unwrap();
+            if socket.recv(&mut bytes).is_ok_and(|length| (&bytes[..length] == FORGED) == is_forged) {
+                return true;
+            }
+        }
+        false
+    };
+    // The next answers need no worker.
+    let is_answered = (0..3).all(|_| {
+        (0..5).any(|_| {
+            socket.send(b"question").unwrap();
+            hears(Duration::from_secs(2), false)
+        })
+    });
+    let mut forger = Forger::outside(&it.fixture, &it.outside);
+    let frame = forger.udp((to.ip(), to.port()), (here.ip(), here.port()), FORGED);
+    (0..3).for_each(|_| forger.send(&frame));
+    [is_answered, hears(Duration::from_millis(500), true)]
+}
+
+#[test]
+fn outside_answers_neither_as_the_node_nor_as_a_service() {
+    let it = Answering::new(false);
+    let node = it.fixture.cluster.node.namespace();
+    // IPv4 would take no packet with an address of its own.
+    for name in ["all", it.outside.interface()] {
+        run(node, "sysctl", &["-q", "-w", &format!("net.ipv4.conf.{name}.accept_local=1")], "");
+    }
+    it.enforce(&(policy("closed", "pod-1", "  ingress: []\n") + &egress("pod-1", &blocks(it.machine), "")));
+    for v6 in [false, true] {
+        let own = *it.fixture.cluster.node.addresses().iter().find(|own| own.is_ipv6() == v6).unwrap();
+        // The kernel itself takes no answer with the address that a connection had before it was translated.
+        for (to, by_kernel) in [(SocketAddr::new(own, 53), true), (SocketAddr::new(service(v6), WEB), false)] {
+            let log = || it.fixture.statistics().join("\n");
+            assert_eq!(answers(&it, "test/pod-1", to), [true, false], "{to}, under policy\n{}", log());
+            assert_eq!(answers(&it, "test/pod-0", to), [true, by_kernel], "{to}, without policy\n{}", log());
         }
     }
 }

@@ -193,7 +193,8 @@ impl ConnectionOwners {
     }
 
     /// Call before the first snapshot is published: assigns the connections found in the file to the ports of
-    /// `forwarding`, and removes those of pods that are gone. Later calls do nothing.
+    /// `forwarding`, removes those of pods that are gone, and writes the owners, so that what is opened from now on has one in the file
+    /// however soon this process ends. Later calls do nothing.
     pub(super) fn take_over(&mut self, table: &ConnTable, forwarding: &Forwarding) {
         if std::mem::replace(&mut self.taken_over, true) {
             return;
@@ -212,6 +213,11 @@ impl ConnectionOwners {
                     "connection table {path}: {found} connections found; removed {removed} of pods that are gone, kept the others"
                 );
             }
+        }
+        match write(&self.mapping, &self.owners) {
+            Ok(()) => self.written.clone_from(&self.owners),
+            // The clearing thread tries again, and says why if it fails.
+            Err(error) => tracing::debug!(%error, "cannot write the owners of the connections"),
         }
     }
 
@@ -467,6 +473,26 @@ mod tests {
             assert!(remaining.contains(&kept), "{kept:?} of {remaining:?}");
         }
         assert_eq!((table.len(), shares.map(|owner| table.len_of(owner)), table.len_of(OwnerId(7))), (2, [1, 1], 0));
+    }
+
+    #[test]
+    fn connections_are_kept_however_soon_the_daemon_is_killed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("conntrack");
+        let mapping = TableMapping::File(path.clone());
+        let (owners, forwarding) = node(&[(1, "web", 11, 1), (2, "db", 12, 2)]);
+        for found in [0, 1] {
+            let table = open(&path);
+            // Its jobs never run.
+            let (clearing, _jobs) = ClearingQueue::new();
+            let mut connections = ConnectionOwners::new(&mapping, clearing);
+            connections.admit(&owners);
+            connections.take_over(&table, &forwarding);
+            assert_eq!(table.len(), found);
+            if found == 0 {
+                enter(&table, &flow(1, 2), 7);
+            }
+        }
     }
 
     #[test]

@@ -63,6 +63,7 @@ pub use fragments::Fragments;
 pub use hash::PreparedFlow;
 pub use journal::{EndedConnection, Ending};
 pub use origin::{OpenError, TableOrigin, UnusableFile};
+pub(crate) use path::BY_NODE;
 pub use path::Traffic;
 pub use shared::{KernelMapFds, KernelMapSizes, KernelMaps};
 pub use state::{EvictionClass, SctpState, State, TcpState};

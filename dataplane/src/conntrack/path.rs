@@ -10,7 +10,7 @@ use crate::snapshot::Epoch;
 ///
 /// | bits | |
 /// |---|---|
-/// | 0–20, 21–41 | index of the interface behind which the lower end is, and the higher one; 0 for the node's stack |
+/// | 0–20, 21–41 | index of the interface behind which the lower end is, and the higher one; 0 for the node's stack; [`BY_NODE`] |
 /// | 42 | a program has forwarded the answer to the opener's SYN or datagram |
 /// | 43 | a program has forwarded the acknowledgement that completes a TCP handshake |
 /// | 44, 45 | a program has forwarded a FIN from the lower end, the higher |
@@ -24,6 +24,11 @@ use crate::snapshot::Epoch;
 pub(super) struct Path(u64);
 
 const END_BITS: u32 = 21;
+
+/// In place of an interface: the node's stack, for an address that nobody but the node may send with. What the stack forwards as it came does
+/// not take such a path.
+pub(crate) const BY_NODE: u32 = (1 << END_BITS) - 1;
+
 const ENDS: u64 = (1 << (2 * END_BITS)) - 1;
 const ANSWERED_AT: u32 = 42;
 const CONFIRMED_AT: u32 = ANSWERED_AT + 1;

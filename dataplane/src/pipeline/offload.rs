@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::{AdmittedPacket, BATCH, Verdict, is_longer, names};
 use crate::Snapshot;
-use crate::conntrack::{ConnTable, ForwardedConnection};
+use crate::conntrack::{BY_NODE, ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
 use crate::names::NameTime;
-use crate::packet::{Address, AddressScope, Flow, Packet, Protocol, TcpFlags, Transport};
+use crate::packet::{AddressScope, Flow, Packet, Protocol, TcpFlags, Transport};
 use crate::policy::FlowEnds;
 use crate::services::{Destination, ServiceSet};
 
@@ -23,12 +23,12 @@ pub(super) fn offload(
     verdicts: &[Verdict; BATCH],
     longest: u16,
 ) {
-    let (sender, from, is_shared) = (from, interface(from), connections.is_shared());
+    let (sender, is_from_stack, is_shared) = (from, from.kind == PortKind::Host, connections.is_shared());
     let reads_answers = snapshot.policy.has_names();
     for slot in slots {
         let Verdict::Forward(egress) = verdicts[slot.index] else { continue };
         // Of the node's stack and back there: it leaves the node, and has no connection here.
-        if from == Some(0) && snapshot.forwarding.host() == Some(egress) {
+        if is_from_stack && snapshot.forwarding.host() == Some(egress) {
             continue;
         }
         let packet = &slot.packet;
@@ -37,8 +37,9 @@ pub(super) fn offload(
             && matches!(packet.transport, Transport::Tcp(_) | Transport::Udp)
             // Workers read the next ones, too.
             && !(reads_answers && names::hears(snapshot, slot).is_some());
-        let to = || snapshot.forwarding.port(egress).and_then(interface);
-        let path = if may_follow { from.zip(to()) } else { None };
+        let flow = slot.hashed.flow();
+        let to = || snapshot.forwarding.port(egress).and_then(|port| end(snapshot, port, &flow.reversed()));
+        let path = if may_follow { end(snapshot, sender, &flow).zip(to()) } else { None };
         let flags = match &packet.transport {
             Transport::Tcp(segment) => segment.flags,
             _ => TcpFlags::default(),
@@ -48,7 +49,7 @@ pub(super) fn offload(
             let is_shortened = flags.contains(TcpFlags::SYN) && is_longer(snapshot, sender, egress, longest);
             !is_shortened && path.is_some_and(|(ends, _)| knows_answers(snapshot, slot, ends, via_host))
         };
-        let may_repeat = || from != Some(0) && may_repeat(snapshot, &packet.flow);
+        let may_repeat = || !is_from_stack && may_repeat(snapshot, &packet.flow);
         connections.forwarded(&slot.hashed, packet.ip_len(), flags, path, knows_answers, may_repeat);
     }
 }
@@ -82,13 +83,18 @@ fn may_repeat(snapshot: &Snapshot, flow: &Flow) -> bool {
         && src.port().is_some()
 }
 
-/// The interface of a port, as a path names it. `None`: it has none that the programs know.
-fn interface(port: &Port) -> Option<u32> {
+/// The end of a path at this port, whose end is the source of this flow. `None`: the port has no interface that the programs know.
+fn end(snapshot: &Snapshot, port: &Port, flow: &Flow) -> Option<u32> {
     match port.kind {
-        PortKind::Pod => (port.interface != 0).then_some(port.interface),
-        PortKind::Host => Some(0),
+        PortKind::Pod => (1..BY_NODE).contains(&port.interface).then_some(port.interface),
+        PortKind::Host => Some(end_at_stack(snapshot, flow)),
         PortKind::Uplink => None,
     }
+}
+
+/// The end of a path at the node's stack: whether workers drop a packet of this flow that the stack forwards as it came.
+fn end_at_stack(snapshot: &Snapshot, flow: &Flow) -> u32 {
+    if snapshot.has_nodes_source(flow) { BY_NODE } else { 0 }
 }
 
 /// Evaluates the connections that the kernel's programs forward, before the epoch of `snapshot` counts for them. Those that stay
@@ -129,17 +135,17 @@ fn has_same_meaning(snapshot: &Snapshot, found: &ForwardedConnection, ends: &Flo
 
 /// Whether workers would admit and forward packets of both directions as before.
 fn has_same_path(snapshot: &Snapshot, found: &ForwardedConnection) -> bool {
-    let Flow { src, dst, .. } = found.original;
-    let is_same = |(address, known): (Address, u32)| {
-        let port = snapshot.pod_port(address).and_then(|id| snapshot.forwarding.port(id));
-        match (port.and_then(interface), known) {
-            (None, 0) => !snapshot.policy.find(address).is_portless_pod(),
-            (Some(_), 0) => found.via_host,
-            (now, known) => now == Some(known),
+    let (original, is_of_stack) = (found.original, |known: u32| matches!(known, 0 | BY_NODE));
+    let is_same = |(flow, known): (Flow, u32)| {
+        let port = snapshot.pod_port(flow.src).and_then(|id| snapshot.forwarding.port(id));
+        match port {
+            Some(_) if is_of_stack(known) => found.via_host && known == end_at_stack(snapshot, &flow),
+            Some(port) => end(snapshot, port, &flow) == Some(known),
+            None => known == end_at_stack(snapshot, &flow) && !snapshot.policy.find(flow.src).is_portless_pod(),
         }
     };
-    let is_direct = !found.ends.contains(&0);
+    let is_direct = !found.ends.iter().any(|&known| is_of_stack(known));
     snapshot.forwarding.host().is_some()
         && !(found.via_host && is_direct)
-        && [(src, found.ends[0]), (dst, found.ends[1])].into_iter().all(is_same)
+        && [(original, found.ends[0]), (original.reversed(), found.ends[1])].into_iter().all(is_same)
 }

@@ -132,8 +132,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     fn has_nodes_source(&mut self, flow: &Flow) -> bool {
         self.from_host
             && matches!(self.sender(), StackSender::Unchanged | StackSender::Untranslated)
-            && (self.snapshot.forwarding.is_node(flow.src)
-                || self.snapshot.policy.find(flow.src).is_service() && self.snapshot.policy.is_unasked(flow))
+            && self.snapshot.has_nodes_source(flow)
             && !self.is_free(flow)
     }
 

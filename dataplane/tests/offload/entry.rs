@@ -30,6 +30,7 @@ const FINISHED: u64 = 0b11 << 44;
 const TAKEN_AT: usize = 46;
 const PATH_EPOCH_AT: u32 = 48;
 const END_BITS: usize = 21;
+const BY_NODE: u64 = 0x1f_ffff;
 
 /// What the programs read of a connection, and the words for all of them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -496,6 +497,8 @@ fn a_packet_passes_only_if_each_field_of_its_connection_allows_it() {
                 check(("its way is through the node's stack", |of, _| of.entry[0] |= VIA_HOST, !is_direct));
                 let other_end: Change = |of, direction| of.path ^= 1 << (END_BITS * (1 - direction) + 10);
                 check(("to an interface that no pod has", other_end, false));
+                let by_node: Change = |of, direction| of.path |= BY_NODE << (END_BITS * direction);
+                check(("from an address of the node", by_node, packet.from == End::Outside));
             }
         }
     });

@@ -312,7 +312,13 @@ const MUTATIONS: &[Mutation] = &[
         "",
     ),
     // Its path.
-    mutation(OF_ENTRY, "a path that no worker has taken counts", LOOKUP, "if (!TAKEN(path, direction) || ", "if ("),
+    mutation(
+        OF_ENTRY,
+        "a path that no worker has taken counts",
+        LOOKUP,
+        "TAKEN(path, direction) && (end == at",
+        "(end == at",
+    ),
     mutation(
         OF_ENTRY,
         "a path is taken in both directions at once",
@@ -320,7 +326,21 @@ const MUTATIONS: &[Mutation] = &[
         "#define TAKEN(path, direction) ((path) >> (46 + (direction)) & 1)",
         "#define TAKEN(path, direction) ((path) >> 46 & 3)",
     ),
-    mutation(OF_ENTRY, "a packet may come from any interface", LOOKUP, "|| END(path, direction) != at |", "|"),
+    mutation(
+        OF_ENTRY,
+        "a packet may come from any interface",
+        LOOKUP,
+        "if (!comes_from(path, direction, at) || ",
+        "if (!TAKEN(path, direction) || ",
+    ),
+    mutation(
+        OF_ENTRY,
+        "a pod may send as the node",
+        LOOKUP,
+        "(end == at || (at",
+        "(end == at || end == BY_NODE || (at",
+    ),
+    mutation(OF_ENTRY, "the node does not send by a path of its stack", LOOKUP, " || (at == BY_NODE && !end)", ""),
     mutation(
         OF_ENTRY,
         "a path of another epoch counts",

@@ -44,10 +44,11 @@ struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_fl
 #define CLAIMED_ANEW(free) (((GENERATION(free) + 1) & 0x3ff) << 53 | CLAIMED)
 enum { FREE = 0, CLAIMED = 1, UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_SENT = 2, TCP_SYN_RECEIVED = 4, TCP_ESTABLISHED = 5, FRONTEND = 15 };
 
-/* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 for the node's stack; whether a program has
+/* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 or BY_NODE for the node's stack; whether a program has
  * forwarded the answer to a SYN or a datagram, the end of the handshake, and in which directions a FIN; in which directions packets take
  * the path; and the low bits of the epoch. */
 #define END(path, end) ((__u32)((path) >> ((end) ? 21 : 0)) & 0x1fffff)
+#define BY_NODE 0x1fffff /* of an address that nobody but the node may send with */
 #define ANSWERED (1ULL << 42)
 #define CONFIRMED (1ULL << 43)
 #define FINISHED(direction) (1ULL << (44 + (direction)))
@@ -409,9 +410,25 @@ static __always_inline __u32 find(const struct table *table, const struct packet
 
 enum { ESTABLISHED = 1, UNKNOWN = 2 }; /* otherwise the packet is for a worker */
 
+/* Whether a packet that came from `at` may take this direction of a path. */
+static __always_inline int comes_from(__u64 path, __u32 direction, __u32 at)
+{
+	const __u32 end = END(path, direction);
+
+	return TAKEN(path, direction) && (end == at || (at == BY_NODE && !end));
+}
+
+/* The interface where a path leads to, 0: the node's stack. */
+static __always_inline __u32 leads_to(__u64 path, __u32 direction)
+{
+	const __u32 end = END(path, !direction);
+
+	return end == BY_NODE ? 0 : end;
+}
+
 /* ESTABLISHED: a packet needs no worker. Its connection is allowed under the present epoch, and a worker has sent a packet of this
- * direction on from this interface (0: from the node's stack), or knows that it would. UNKNOWN: it has no connection. Not inlined: all frames
- * of a program's calls have 512 bytes of stack. */
+ * direction on from this interface, or knows that it would; from the node's stack `at` is BY_NODE, or 0 for what the stack forwards as it
+ * came. UNKNOWN: it has no connection. Not inlined: all frames of a program's calls have 512 bytes of stack. */
 static __noinline int look_up(struct packet *packet, __u32 at, struct connection *found)
 {
 	const __u32 zero = 0;
@@ -445,13 +462,13 @@ static __noinline int look_up(struct packet *packet, __u32 at, struct connection
 		return 0;
 	direction = packet->direction & 1;
 	path = *(volatile __u64 *)&use->path;
-	if (!TAKEN(path, direction) || END(path, direction) != at || PATH_EPOCH(path) != (EPOCH(found->control) & 0xffff))
+	if (!comes_from(path, direction, at) || PATH_EPOCH(path) != (EPOCH(found->control) & 0xffff))
 		return 0;
 	state = state_of(packet, found->control, path);
 	if (!is_certain(packet, slot, found->control, state, found->now, &kind) || kind > 4)
 		return 0;
 	found->use = use;
-	found->to = END(path, !direction);
+	found->to = leads_to(path, direction);
 	timeout = table->timeouts[kind];
 	if (!is_recent(TICK(found->control), found->now, timeout)) {
 		const __u32 one = use->used[0] & TICK_MASK, other = use->used[1] & TICK_MASK;

@@ -97,7 +97,7 @@ __noinline int find_answer(struct packet *packet, __u32 at, struct repeated *fou
 			continue;
 		found->path = *(const volatile __u64 *)&answer->path;
 		found->verdict = *(const volatile __u64 *)&answer->verdict;
-		found->to = END(found->path, !direction);
+		found->to = leads_to(found->path, direction);
 		/* Nothing of what was read belongs to another answer. */
 		return *(const volatile __u64 *)&answer->version == version && VERDICT_ORIGINAL(found->verdict) == direction &&
 		       END(found->path, direction) == at &&

@@ -564,15 +564,16 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	return send_to_pod(skb, connection.to, to->filtered);
 }
 
-/* The same for what the node's stack sends to the pod. */
-static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct interface *at)
+/* The same for what the node's stack sends to the pod. Its addresses, and those of Services, are no evidence in what it forwards as it
+ * came: any machine may send with them. */
+static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct interface *at, const struct origin *origin)
 {
 	struct connection connection;
 	struct packet packet;
 	int rewritten;
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu ||
-	    look_up(&packet, 0, &connection) != ESTABLISHED || connection.to != skb->ifindex)
+	    look_up(&packet, origin->at, &connection) != ESTABLISHED || connection.to != skb->ifindex)
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, 0);
 	if (rewritten)
@@ -667,6 +668,7 @@ __noinline int is_spoofed(struct __sk_buff *skb, struct origin *origin)
 
 	if (!origin || !find_origin(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), origin)) /* the first is never */
 		return 1;
+	origin->at = is_local_output(skb) || !is_untranslated(origin) ? BY_NODE : 0;
 	/* Copies: Linux 6.1 takes no memory of a caller for the key of a map. */
 	from = origin->flow.from;
 	if (is_another_pods(skb, &from))
@@ -708,7 +710,7 @@ int to_pod(struct __sk_buff *skb)
 	if (is_spoofed(skb, &origin))
 		return count(interface, SPOOFED_SOURCE, TC_ACT_SHOT);
 	if (offload) {
-		action = forward_to_pod(skb, at);
+		action = forward_to_pod(skb, at, &origin);
 		if (action != FOR_WORKER)
 			return action;
 	}

@@ -187,6 +187,7 @@ struct origin {
 	int known;    /* it is tracked, and no ICMP error */
 	int is_error; /* an ICMP error about a packet of a tracked connection */
 	int opens;    /* in the direction in which the connection was opened */
+	__u32 at;     /* whose it is for the connection table: BY_NODE, or 0 for what the node forwards with the source that it came with */
 };
 
 static __always_inline int has_ports(__u32 protocol)
