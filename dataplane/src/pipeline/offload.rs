@@ -69,14 +69,18 @@ fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u
 /// Whether programs may open the next connections of a pod that differ from this one in the pod's port alone, under this snapshot. Its
 /// answers come back to the pod, so no node takes one for a tunnel's packet, whatever that port is. What has an address of a Service or of
 /// the node may be translated by the node, each time to another end; and what a domain name allows, the clock ends.
+/// What a policy wants recorded, a worker must see.
 fn may_repeat(snapshot: &Snapshot, flow: &Flow) -> bool {
-    let FlowEnds { src, dst } = snapshot.policy.ends(flow);
+    let ends = snapshot.policy.ends(flow);
+    let FlowEnds { src, dst } = ends;
     let (services, forwarding) = (snapshot.services.as_ref(), &snapshot.forwarding);
     let is_found =
         |set: &ServiceSet| !matches!(set.find(flow.dst, flow.protocol, flow.dst_port), Destination::NotService);
     let is_service = dst.is_service() || forwarding.is_service(flow.dst) || services.is_some_and(is_found);
     let is_nodes = dst.is_node() || forwarding.is_node(flow.dst);
-    !(snapshot.policy.has_names() || is_service || is_nodes) && src.is_pod() && src.port().is_some()
+    !(snapshot.policy.has_names() || snapshot.policy.may_record_allowed(ends) || is_service || is_nodes)
+        && src.is_pod()
+        && src.port().is_some()
 }
 
 /// The end of a path at this port, whose end is the source of this flow. `None`: the port has no interface that the programs know.
