@@ -3,6 +3,7 @@
 use std::sync::atomic::AtomicBool;
 
 use penstock_dataplane::conntrack::OwnerId;
+use penstock_dataplane::io::MemoryFrames;
 
 use super::entry::Words;
 use super::*;
@@ -28,25 +29,25 @@ impl Node {
     }
 
     /// Gives the packet that opens a connection to the program that it meets.
-    fn opened_by_program(&self, there: Sent) -> Option<(u32, Vec<u8>)> {
+    pub(crate) fn opened_by_program(&self, there: Sent) -> Option<(u32, Vec<u8>)> {
         let frame = opening(there).frame();
         self.program(there.from, there.to, &in_step(frame, there.tcp, SYN, true), 0)
     }
 }
 
 /// The packet that opens a connection.
-fn opening(there: Sent) -> Sent {
+pub(crate) fn opening(there: Sent) -> Sent {
     Sent { flags: if there.tcp { SYN } else { 0 }, payload: 0, ..there }
 }
 
 /// A worker opens a connection like this one, which leaves its answer and credit.
-fn answer(node: &mut Node, there: Sent) {
+pub(crate) fn answer(node: &mut Node, there: Sent) {
     let verdict = node.handshake(Sent { flow: FIRST, ..there }, SYN, true, Timestamp::now());
     assert!(matches!(verdict, Verdict::Forward(_)), "{there:?}: {verdict:?}");
 }
 
 /// What programs repeat: of a pod, to another one of the node and to the outside. By IPv6 that one has the lower address.
-fn repeatable() -> Vec<Sent> {
+pub(crate) fn repeatable() -> Vec<Sent> {
     [End::B, End::Outside]
         .into_iter()
         .flat_map(|to| [(true, true), (false, true), (true, false), (false, false)].map(|form| (to, form)))
@@ -88,7 +89,7 @@ fn a_connection_like_one_that_a_worker_opened_meets_no_worker() {
 }
 
 /// The flow of a packet.
-fn flow_of(packet: Sent) -> Flow {
+pub(crate) fn flow_of(packet: Sent) -> Flow {
     let ((from, src_port), (to, dst_port)) = packet.ends();
     let protocol = if packet.tcp { Protocol::TCP } else { Protocol::UDP };
     Flow { src: from.into(), dst: to.into(), protocol, src_port, dst_port }
@@ -203,7 +204,7 @@ fn what_a_program_does_not_repeat_has_no_answer_or_no_way() {
         node.repeat();
         answer(&mut node, to_pod);
         let frame = in_step(opening(to_pod).frame(), true, SYN, true);
-        let tried = node.programs.try_frame(true, node.interface(End::B), &frame, 0).unwrap();
+        let tried = node.programs.try_frame(TriedSender::Pod, node.interface(End::B), &frame, 0).unwrap();
         assert_eq!(tried.frame[..2], TO_WORKER, "a forged source is a worker's to drop");
         for (tcp, payload) in [(true, 1), (false, usize::from(MTU) - 27)] {
             let there = Sent { tcp, ..to_pod };
@@ -213,34 +214,6 @@ fn what_a_program_does_not_repeat_has_no_answer_or_no_way() {
             assert!(node.program(End::A, End::B, &frame, 0).is_none(), "{there:?}, {payload} bytes");
         }
     });
-}
-
-#[test]
-fn an_ended_connection_of_the_same_ports_is_a_workers() {
-    for (steps, then) in [(5, "closed"), (1, "expired")] {
-        in_namespace(|| {
-            let mut node = Node::new();
-            let there = sent(End::A, End::B, true, ACK);
-            node.repeat();
-            let now = Timestamp::now();
-            // Long ago, so that it has expired.
-            let began = if then == "expired" { Timestamp::from_millis(now.as_millis() - 500_000) } else { now };
-            let (back, end) = (there.back(), FIN | ACK);
-            let all = [
-                (there, SYN, true),
-                (back, SYN | ACK, false),
-                (there, ACK, true),
-                (there, end, true),
-                (back, end, false),
-            ];
-            for (packet, flags, from_opener) in all.into_iter().take(steps) {
-                node.handshake(packet, flags, from_opener, began);
-            }
-            answer(&mut node, there);
-            assert!(node.opened_by_program(there).is_none(), "{then}");
-            assert!(node.opened_by_program(Sent { flow: 2, ..there }).is_some(), "{then}: another port");
-        });
-    }
 }
 
 /// Opens connections by programs until one is left to a worker; returns how many.
@@ -371,7 +344,7 @@ fn a_program_beside_a_worker_leaves_one_entry() {
                 }
             });
             for _ in 0..3000 {
-                let tried = node.programs.try_frame(true, at, &frame, 0).unwrap();
+                let tried = node.programs.try_frame(TriedSender::Pod, at, &frame, 0).unwrap();
                 opened += u32::from(tried.frame[..2] != TO_WORKER);
                 let flows = connections.iter(now).map(|found| found.original);
                 most = most.max(flows.filter(|flow| flow.src_port == there.ends().0.1).count());
@@ -388,7 +361,7 @@ fn a_program_beside_a_worker_leaves_one_entry() {
 }
 
 /// Elements before those of credit, as `ANSWERS` in `repeat.h`.
-const ANSWERS: usize = 4096;
+pub(crate) const ANSWERS: usize = 4096;
 
 /// What programs read to open a connection.
 struct Shared {

@@ -4,7 +4,9 @@
  * pod whose share it is: a program takes one of it for each connection, and with none left the packet is a worker's.
  *
  * The entry is written as a worker writes it, and published in the same two steps, so that of all who insert one key at most one goes
- * through (`confirm_one` in dataplane/src/conntrack/table.rs). A program that sees another's entry gives up its own. */
+ * through (`confirm_one` in dataplane/src/conntrack/table.rs). A program that sees another's entry gives up its own.
+ *
+ * An entry of the same key whose connection has ended, and which counts for the same pod, is taken as it is: it needs no credit. */
 
 #define ANSWERS 4096 /* in pairs, of which each question has one */
 #define CREDITS 4096
@@ -32,12 +34,16 @@ struct { /* a socket of the serving process while it lives */
 
 #define OWNER_AT 40
 #define EMPTY_PATH(control) GENERATION(control)
+#define IN_PLACE (1U << 31) /* of one that had ended */
 #define EVENT(position, slot, control) \
 	((slot) | GENERATION(control) << 32 | ((position) / EVENTS + 1) << 42)
 
 struct repeated { /* what an answer says of a packet */
+	__u64 ended; /* the control word of the entry `slot` */
 	__u64 path, verdict;
+	__u32 slot; /* of an entry with the packet's key, NO_SLOT: there is none */
 	__u32 to, now;
+	__u32 unused;
 };
 
 static __always_inline void *behind_groups(const struct table *table, __u32 element)
@@ -64,7 +70,28 @@ static __always_inline int is_opening(const struct packet *packet)
 	return packet->flags == OPENING_SYN && packet->length == packet->headers;
 }
 
-/* Reads the answer to a packet for which there is no connection. `at`: the interface that it comes from, 0: the node's stack. Not static, as
+/* Whether the connection of an entry with the packet's key has ended, so that a worker would open another one in its place: both ends have
+ * sent a FIN, or one a RST; of datagrams, nobody has sent one for as long as such a connection may be idle. */
+static __always_inline int has_ended(const struct table *table, const struct packet *packet, __u32 slot, __u64 control, __u32 now)
+{
+	const struct kernel_use *use = bpf_map_lookup_elem(&ct_uses, &slot);
+	const struct entry *entry = entry_at(slot);
+	__u32 state;
+	__u64 path;
+
+	if (!use || !entry || !IS_WRITTEN(control) || control & (TENTATIVE | REVOKED | VIA_HOST | TRANSLATION))
+		return 0;
+	path = *(const volatile __u64 *)&use->path;
+	state = state_of(packet, control, path);
+	if (packet->protocol != IPPROTO_TCP)
+		return !is_used(use, control, now, table->timeouts[(state - 1) & 3]);
+	if (state == TCP_TIME_WAIT || state == TCP_CLOSE)
+		return 1;
+	return state == TCP_ESTABLISHED && path & FINISHED(0) && path & FINISHED(1) &&
+	       (STATE(control) != TCP_SYN_SENT || IS_ANSWERED(entry->tracking[!ORIGINAL(control)]));
+}
+
+/* Reads the answer to a packet for which there is no connection, or one that has ended. `at`: the interface that it comes from, 0: the node's stack. Not static, as
  * what follows: the kernel verifies such a function once, and not for each way that leads to it. */
 __noinline int find_answer(struct packet *packet, __u32 at, struct repeated *found)
 {
@@ -79,7 +106,8 @@ __noinline int find_answer(struct packet *packet, __u32 at, struct repeated *fou
 	name = packet->name;
 	question = name & ~(direction ? 0xffff0000ULL : 0xffffULL);
 	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
-	if (!table || !is_opening(packet) || !repeats_now(table, found->now))
+	if (!table || !is_opening(packet) ||
+	    (found->slot != NO_SLOT && !has_ended(table, packet, found->slot, found->ended, found->now)) || !repeats_now(table, found->now))
 		return 0;
 	packet->name = question;
 	index = home_of(hash_of(table, packet), ANSWERS);
@@ -106,14 +134,21 @@ __noinline int find_answer(struct packet *packet, __u32 at, struct repeated *fou
 	return 0;
 }
 
-/* What is known of a connection before it is opened. */
-static __always_inline void opens_by(struct connection *connection, const struct repeated *what)
+enum { ESTABLISHED = 1, OPENS = 2 }; /* otherwise the packet is for a worker */
+
+/* How a packet from `at` goes on without a worker: ESTABLISHED, as look_up says, or OPENS: open_again opens its connection. */
+static __always_inline int find_way(struct packet *packet, __u32 at, struct connection *connection, struct repeated *repeated)
 {
-	connection->use = 0;
+	if (look_up(packet, at, connection))
+		return ESTABLISHED;
+	*repeated = (struct repeated){ .slot = connection->slot, .ended = connection->control };
+	if (!find_answer(packet, at, repeated))
+		return 0;
 	connection->control = 0;
-	connection->leaving = 0;
-	connection->to = what->to;
-	connection->now = what->now;
+	connection->leaving = NO_SLOT;
+	connection->to = repeated->to;
+	connection->now = repeated->now;
+	return OPENS;
 }
 
 struct place { /* an entry of the table that this program has claimed */
@@ -166,6 +201,18 @@ __noinline __u32 find_other(struct packet *packet, __u32 own)
 	return table && packet ? find(table, packet, own, &control) : own;
 }
 
+/* Claims the entry of a connection of the same key and owner that has ended, and which stays counted; NO_SLOT: it is another one by now. */
+static __always_inline __u32 claim_ended(const struct packet *packet, const struct repeated *what)
+{
+	struct entry *entry = (struct entry *)entry_at(what->slot);
+
+	/* Also without a SYN that is held, and not about to be cleared. */
+	if (!entry || entry->name != (packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT) ||
+	    __sync_val_compare_and_swap(&entry->control, what->ended, CLAIMED_ANEW(what->ended)) != what->ended)
+		return NO_SLOT;
+	return what->slot;
+}
+
 /* Finds the parts of the entry that this program has claimed. */
 static __always_inline int find_parts(__u32 slot, struct place *place)
 {
@@ -190,22 +237,25 @@ static __always_inline void unclaim(const struct place *place)
 	*(volatile __u64 *)&place->entry->control = FREED(place->control);
 }
 
-/* Writes a connection into the claimed entry. The tag first: who sees the entry published finds it. */
+/* Writes a connection into the claimed entry, which has its key already if that of another one has ended. The tag first: who sees the entry
+ * published finds it. */
 static __always_inline void write_entry(const struct place *place, const struct packet *packet, const struct repeated *what, __u64 hash)
 {
 	const __u64 tag = hash & 0xffff ? hash & 0xffff : 1;
 	const __u32 direction = packet->direction & 1;
 	struct entry *entry = place->entry;
 
-	__sync_fetch_and_or(place->tags, tag << place->shift);
+	if (what->slot == NO_SLOT) {
+		__sync_fetch_and_or(place->tags, tag << place->shift);
+		entry->low[0] = packet->low[0];
+		entry->low[1] = packet->low[1];
+		entry->high[0] = packet->high[0];
+		entry->high[1] = packet->high[1];
+		entry->name = packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT;
+	}
 	*(volatile __u64 *)&place->use->path = EMPTY_PATH(place->control);
 	place->use->packets[0] = place->use->packets[1] = 0;
 	place->use->used[0] = place->use->used[1] = 0;
-	entry->low[0] = packet->low[0];
-	entry->low[1] = packet->low[1];
-	entry->high[0] = packet->high[0];
-	entry->high[1] = packet->high[1];
-	entry->name = packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT;
 	if (packet->protocol == IPPROTO_TCP) {
 		entry->tracking[direction] = WINDOW_FROM((__u64)(__u32)(packet->sequence + 1));
 		entry->tracking[!direction] = UNANSWERED((__u64)(__u32)(packet->sequence + 1));
@@ -226,8 +276,21 @@ static __always_inline int takes_credit(struct credit *credit)
 	return 0;
 }
 
+/* Claims a free entry of the home group for a pod that has credit. */
+static __always_inline __u32 claim_free(const struct table *table, struct credit *credit, __u64 hash)
+{
+	__u32 slot;
+
+	if (!takes_credit(credit))
+		return NO_SLOT;
+	slot = claim(home_of(hash, table->groups));
+	if (slot == NO_SLOT)
+		__sync_fetch_and_add(&credit->left, 1);
+	return slot;
+}
+
 /* Tells the workers of the connection. */
-static __always_inline void tell(const struct table *table, const struct place *place)
+static __always_inline void tell(const struct table *table, const struct place *place, const struct repeated *what)
 {
 	struct events *events = behind_groups(table, ANSWERS + CREDITS);
 	__u64 position, *words;
@@ -237,7 +300,7 @@ static __always_inline void tell(const struct table *table, const struct place *
 	position = __sync_fetch_and_add(&events->sent, 1);
 	words = behind_groups(table, ANSWERS + CREDITS + 1 + (position & (EVENTS - 1)) / 8);
 	if (words)
-		*(volatile __u64 *)&words[position & 7] = EVENT(position, place->slot, place->control);
+		*(volatile __u64 *)&words[position & 7] = EVENT(position, place->slot | (what->slot == NO_SLOT ? 0 : IN_PLACE), place->control);
 }
 
 /* Publishes the entry as a candidate, and then as the one of its key, unless there is another. */
@@ -254,39 +317,41 @@ static __always_inline int publish(const struct place *place, struct packet *pac
 }
 
 /* Opens the connection of a packet by an answer that was found for it; 0: it is for a worker. */
-static __noinline int open_again(struct packet *packet, const struct repeated *what, struct connection *opened)
+__noinline int open_again(struct packet *packet, struct repeated *what, struct connection *opened)
 {
-	const __u32 zero = 0, direction = packet->direction & 1;
+	const __u32 zero = 0;
 	struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
-	struct credit *credit = table ? behind_groups(table, ANSWERS + (VERDICT_OWNER(what->verdict) & (CREDITS - 1))) : 0;
+	struct credit *credit;
 	struct place place;
 	__u64 hash, control;
 	int published;
 	__u32 slot;
 
-	if (!table || !credit || !takes_credit(credit))
+	if (!table || !packet || !what || !opened) /* never */
+		return 0;
+	credit = behind_groups(table, ANSWERS + (VERDICT_OWNER(what->verdict) & (CREDITS - 1)));
+	if (!credit)
 		return 0;
 	hash = hash_of(table, packet);
-	slot = claim(home_of(hash, table->groups));
-	if (slot == NO_SLOT || !find_parts(slot, &place)) {
-		__sync_fetch_and_add(&credit->left, 1);
+	slot = what->slot == NO_SLOT ? claim_free(table, credit, hash) : claim_ended(packet, what);
+	if (slot == NO_SLOT || !find_parts(slot, &place))
 		return 0;
-	}
 	write_entry(&place, packet, what, hash);
 	/* SYN_SENT and UNREPLIED have one number. */
-	control = FREED(place.control) | UDP_UNREPLIED | direction << 5 | (__u64)what->now << 8 |
+	control = FREED(place.control) | UDP_UNREPLIED | (packet->direction & 1) << 5 | (__u64)what->now << 8 |
 		  (__u64)(VERDICT_EPOCH(what->verdict) & EPOCH_MASK) << 30;
 	published = publish(&place, packet, control);
 	if (published != 1) {
 		if (published == GIVEN_UP) {
+			/* It is counted, as one that a program may open. */
 			unclaim(&place);
 			__sync_fetch_and_add(&credit->left, 1);
 		}
 		return 0;
 	}
-	opened->use = place.use;
+	opened->slot = slot;
 	opened->control = control;
-	tell(table, &place);
+	tell(table, &place, what);
 	/* It differs only if the connection has ended already. */
 	return __sync_val_compare_and_swap(&place.use->path, EMPTY_PATH(control), what->path) == EMPTY_PATH(control);
 }

@@ -403,11 +403,10 @@ static __always_inline __u32 write_address(__be16 *to, const __u64 *address, con
 struct change { __u32 addresses, ports; };
 
 /* Writes the flow that a packet of a translated connection leaves with. */
-static __always_inline struct change write_flow(const struct connection *connection, __be16 *from, __be16 *to, __be16 *ports,
+static __always_inline struct change write_flow(const struct entry *entry, __u32 direction, __be16 *from, __be16 *to, __be16 *ports,
 						const __u32 words)
 {
-	const struct entry *entry = connection->leaving;
-	const __u32 from_higher = connection->leaving_direction & 1;
+	const __u32 from_higher = direction & 1;
 	const __u64 name = entry->name;
 	struct change change;
 
@@ -434,14 +433,15 @@ enum { ENDED = 1 }; /* meanwhile: the packet is for a worker */
 static __noinline int translate_v4(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
 				   const struct interface *to)
 {
+	const struct entry *leaving = entry_at(connection->leaving);
 	struct head_v4 head;
 	struct change change;
 	__u32 sum = 0, i;
 
-	if (bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
+	if (!leaving || bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
 		return -1;
-	change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 2);
-	if (control_of(connection->leaving) != connection->leaving_control)
+	change = write_flow(leaving, connection->leaving_direction, head.addresses[0], head.addresses[1], head.ports, 2);
+	if (control_of(leaving) != connection->leaving_control)
 		return ENDED;
 	if (to) {
 		head.to = to->pod;
@@ -460,13 +460,14 @@ static __noinline int translate_v4(struct __sk_buff *skb, const struct packet *p
 static __noinline int translate_v6(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
 				   const struct interface *to)
 {
+	const struct entry *leaving = entry_at(connection->leaving);
 	struct head_v6 head;
 	struct change change;
 
-	if (bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
+	if (!leaving || bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
 		return -1;
-	change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 8);
-	if (control_of(connection->leaving) != connection->leaving_control)
+	change = write_flow(leaving, connection->leaving_direction, head.addresses[0], head.addresses[1], head.ports, 8);
+	if (control_of(leaving) != connection->leaving_control)
 		return ENDED;
 	if (to) {
 		head.to = to->pod;
@@ -481,7 +482,7 @@ static __noinline int translate_v6(struct __sk_buff *skb, const struct packet *p
 static __always_inline int rewrite_for(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
 				       const struct interface *to)
 {
-	if (!connection->leaving)
+	if (connection->leaving == NO_SLOT)
 		return to ? rewrite(skb, packet, to) : 0;
 	return packet->is_v4 ? translate_v4(skb, packet, connection, to) : translate_v6(skb, packet, connection, to);
 }
@@ -525,18 +526,16 @@ static __always_inline int has_passed(struct __sk_buff *skb)
 static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct interface *at)
 {
 	const struct interface *to = 0;
-	struct connection connection;
-	struct repeated repeated = {};
+	struct connection connection = {};
+	struct repeated repeated;
 	const struct ethhdr *eth;
 	struct packet packet;
-	int known, rewritten;
+	int way, rewritten;
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet))
 		return FOR_WORKER;
-	known = look_up(&packet, skb->ifindex, &connection);
-	if (known == UNKNOWN && find_answer(&packet, skb->ifindex, &repeated))
-		opens_by(&connection, &repeated);
-	else if (known != ESTABLISHED)
+	way = find_way(&packet, skb->ifindex, &connection, &repeated);
+	if (!way)
 		return FOR_WORKER;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
@@ -550,7 +549,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 		    !is_mac(&at->pod, eth->h_source))
 			return FOR_WORKER;
 	}
-	if (known == UNKNOWN && !open_again(&packet, &repeated, &connection))
+	if (way == OPENS && !open_again(&packet, &repeated, &connection))
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, to);
 	if (rewritten)
@@ -568,12 +567,12 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
  * came: any machine may send with them. */
 static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct interface *at, const struct origin *origin)
 {
-	struct connection connection;
+	struct connection connection = {};
 	struct packet packet;
 	int rewritten;
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu ||
-	    look_up(&packet, origin->at, &connection) != ESTABLISHED || connection.to != skb->ifindex)
+	    !look_up(&packet, origin->at, &connection) || connection.to != skb->ifindex)
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, 0);
 	if (rewritten)
