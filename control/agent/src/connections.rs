@@ -234,8 +234,9 @@ impl ConnectionOwners {
         table.assign_owners(|flow| {
             let ends = [flow.src, flow.dst];
             let unchanged = ends.iter().all(|end| before.get(end) == now.get(end));
-            let port = ends.into_iter().find_map(|end| forwarding.pod_port(end));
-            port.filter(|_| unchanged).map(|port| OwnerId(port.0))
+            let [opens, opened_to] = ends.map(|end| forwarding.pod_port(end));
+            let owner = opens.map(|port| OwnerId::opens(port.0)).or(opened_to.map(|port| OwnerId::opened_to(port.0)));
+            owner.filter(|_| unchanged)
         })
     }
 
@@ -467,10 +468,11 @@ mod tests {
         settle(&mut ConnectionOwners::new(&mapping, clearing), jobs, &table, &owners, &forwarding);
         let remaining: Vec<(Flow, OwnerId)> = table.iter(NOW).map(|found| (found.original, found.owner)).collect();
         assert_eq!(remaining.len(), 2, "{remaining:?}");
-        for kept in [(flow(1, 2), OwnerId(31)), (flow(OUTSIDE, 1), OwnerId(31))] {
+        let shares = [OwnerId::opens(31), OwnerId::opened_to(31)];
+        for kept in [(flow(1, 2), shares[0]), (flow(OUTSIDE, 1), shares[1])] {
             assert!(remaining.contains(&kept), "{kept:?} of {remaining:?}");
         }
-        assert_eq!((table.len(), table.len_of(OwnerId(31)), table.len_of(OwnerId(7))), (2, 2, 0));
+        assert_eq!((table.len(), shares.map(|owner| table.len_of(owner)), table.len_of(OwnerId(7))), (2, [1, 1], 0));
     }
 
     #[test]

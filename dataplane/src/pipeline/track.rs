@@ -582,9 +582,13 @@ const fn likely_opener(flow: &Flow) -> Option<End> {
     }
 }
 
-/// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.
+/// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is opened to.
 fn owner(ends: FlowEnds<'_>) -> OwnerId {
-    OwnerId(ends.src.port().or(ends.dst.port()).map_or(u16::MAX, |port| port.0))
+    match (ends.src.port(), ends.dst.port()) {
+        (Some(port), _) => OwnerId::opens(port.0),
+        (None, Some(port)) => OwnerId::opened_to(port.0),
+        (None, None) => OwnerId::NONE,
+    }
 }
 
 const fn not_entered(error: InsertError) -> DropReason {
