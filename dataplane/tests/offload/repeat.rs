@@ -58,7 +58,13 @@ pub(crate) fn repeatable() -> Vec<Sent> {
 
 /// Whose share a connection is of.
 pub(crate) fn owner(there: Sent) -> OwnerId {
-    OwnerId(if there.from == End::Outside { there.to } else { there.from }.port().0)
+    if there.from == End::Outside { OwnerId::opened_to(there.to.port().0) } else { OwnerId::opens(there.from.port().0) }
+}
+
+/// Which element of credit is an owner's, as `credit_of` in `repeat.h`.
+pub(crate) fn place_of_credit(owner: OwnerId) -> usize {
+    const PODS: u16 = 4096;
+    usize::from(owner.0 % PODS + if owner.is_opened_to() { PODS } else { 0 })
 }
 
 #[test]
@@ -445,6 +451,7 @@ const OF_SHARED: &[(&str, SharedChange, bool)] = &[
     ("of an epoch long ago", |of, _| of.epoch += 1 << 30, false),
     ("opened by the other end", |of, _| of.answer[7] ^= 1 << 48, false),
     ("of an owner without credit", |of, _| of.answer[7] ^= 1 << 40, false),
+    ("of what another opens to it, or it opens itself", |of, _| of.answer[7] ^= 1 << 47, false),
     ("the last credit", |of, _| of.credit = 1, true),
     ("no credit", |of, _| of.credit = 0, false),
     ("less than none", |of, _| of.credit = u64::MAX, false),
@@ -489,7 +496,7 @@ fn a_connection_opens_only_if_each_field_of_an_answer_allows() {
             let mut node = Node::new();
             node.publish(Epoch(9), true);
             node.repeat();
-            let (words, owner) = (Words::of(&node), usize::from(owner(there).0));
+            let (words, owner) = (Words::of(&node), place_of_credit(owner(there)));
             for (what, change, passes) in OF_SHARED {
                 node.next_epoch(true);
                 answer(&mut node, there);

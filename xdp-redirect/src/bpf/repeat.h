@@ -9,7 +9,8 @@
  * An entry of the same key whose connection has ended, and which counts for the same pod, is taken as it is: it needs no credit. */
 
 #define ANSWERS 4096 /* in pairs, of which each question has one */
-#define CREDITS 4096
+#define PODS 4096
+#define CREDITS (2 * PODS) /* of what each pod opens, and of what others open to each (OwnerId in dataplane/src/conntrack/entry.rs) */
 #define EVENTS 16384
 #define ELEMENTS_OF_GROUP (LANES + LANES / LINKS + LANES / 4) /* entries, links, openers; the rest is behind those of all groups */
 
@@ -263,7 +264,9 @@ static __always_inline void write_entry(const struct place *place, const struct 
 
 static __always_inline struct credit *credit_of(const struct table *table, const struct repeated *what)
 {
-	return behind_groups(table, ANSWERS + (VERDICT_OWNER(what->verdict) & (CREDITS - 1)));
+	const __u32 owner = VERDICT_OWNER(what->verdict), place = (owner & (PODS - 1)) + (owner >> 15) * PODS;
+
+	return behind_groups(table, ANSWERS + place);
 }
 
 /* Takes one of a pod's credit. */
