@@ -83,9 +83,8 @@ fn may_repeat(snapshot: &Snapshot, flow: &Flow, is_as_it_came: Option<bool>) -> 
             // Answers come back to the pod, so no node takes one for a tunnel's packet, whatever the opener's port is.
             None => src.is_pod() && src.port().is_some(),
             Some(is_as_it_came) => {
-                let is_plain = !(src.is_service() || forwarding.is_service(flow.src))
-                    && !(src.is_node() || forwarding.is_node(flow.src))
-                    && !src.is_local_pod();
+                let is_services = src.is_service() || forwarding.is_service(flow.src);
+                let is_plain = !(is_services || src.is_node() || forwarding.is_node(flow.src) || src.is_local_pod());
                 let ends_tunnels = flow.protocol == Protocol::UDP && snapshot.may_end_tunnels(flow.src);
                 is_as_it_came && is_plain && !ends_tunnels && dst.is_pod() && dst.port().is_some()
             }
