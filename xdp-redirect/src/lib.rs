@@ -38,7 +38,8 @@ pub use service_addresses::{MAX_SERVICE_ADDRESSES, ServiceAddressError, ServiceA
 pub use tag::ProgramTag;
 pub use tcx::{
     AttachedUplink, Entrances, Filtered, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth, ServedPort,
-    TcxMapError, TcxOptions, TcxPrograms, TrafficCount, TriedFrame, UplinkNumber, WaitingArray, WorkerPair,
+    TcxMapError, TcxOptions, TcxPrograms, TrafficCount, TriedFrame, TriedSender, UplinkNumber, WaitingArray,
+    WorkerPair,
 };
 pub use translated_sources::TranslatedSources;
 

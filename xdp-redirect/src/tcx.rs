@@ -146,6 +146,17 @@ pub struct TcxMapError {
     source: libbpf_rs::Error,
 }
 
+/// Who sends a frame of [`TcxPrograms::try_frame`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum TriedSender {
+    /// The pod.
+    Pod,
+    /// The node itself, to the pod.
+    Node,
+    /// The node's stack, to the pod: it forwards what has entered by another interface.
+    Stack,
+}
+
 /// Result of [`TcxPrograms::try_frame`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TriedFrame {
@@ -330,12 +341,14 @@ impl TcxPrograms {
     /// Runs the program on what a pod sends (`from_pod`) or on what the node's stack sends to it, on a frame of this
     /// interface, without sending anything (`BPF_PROG_TEST_RUN`). `segment`: bytes of payload of each segment that it would
     /// become on a wire, or 0. For tests of what the programs decide.
-    pub fn try_frame(&self, from_pod: bool, interface: u32, frame: &[u8], segment: u32) -> io::Result<TriedFrame> {
+    pub fn try_frame(&self, sender: TriedSender, interface: u32, frame: &[u8], segment: u32) -> io::Result<TriedFrame> {
+        const LOOPBACK: u32 = 1;
         // The kernel wants the padding, too, to be zero.
         let mut context = MaybeUninit::<skeleton::types::__sk_buff>::zeroed();
         // SAFETY: numbers and pointers, for all of which zero is a valid value.
         let context = unsafe { context.assume_init_mut() };
         (context.ifindex, context.gso_size) = (interface, segment);
+        context.ingress_ifindex = if sender == TriedSender::Stack { LOOPBACK } else { 0 };
         let mut after = vec![0; frame.len()];
         let mut options = libbpf_sys::bpf_test_run_opts {
             sz: size_of::<libbpf_sys::bpf_test_run_opts>() as libbpf_sys::size_t,
@@ -348,7 +361,7 @@ impl TcxPrograms {
             repeat: 1,
             ..Default::default()
         };
-        let program = if from_pod { &self.from_pod } else { &self.to_pod };
+        let program = if sender == TriedSender::Pod { &self.from_pod } else { &self.to_pod };
         // SAFETY: all buffers live across the call and have the lengths that the options say.
         let result = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &mut options) };
         if result != 0 {

@@ -89,6 +89,7 @@ pub(crate) fn policy(
         ingress,
         egress,
         staging: Staging::InForce,
+        notes: Default::default(),
     })
 }
 

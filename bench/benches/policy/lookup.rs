@@ -234,6 +234,7 @@ fn cluster_policy(tier: ClusterTier, number: usize, rules: usize) -> Object {
         ingress: all.clone(),
         egress: all,
         staging: Staging::InForce,
+        notes: Default::default(),
     })
 }
 

@@ -7,6 +7,7 @@ mod changes;
 mod clock;
 mod floods;
 mod floods_from_outside;
+mod floods_of_streams;
 mod forged;
 mod forgotten;
 mod fuzz;

@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
+use penstock_bench::load::PacketSocket;
 use penstock_bench::probe::{self, EchoServers, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{KubeProxy, Outside, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol};
 
@@ -216,6 +217,63 @@ fn outside_answers_neither_as_the_node_nor_as_a_service() {
             let log = || it.fixture.statistics().join("\n");
             assert_eq!(answers(&it, "test/pod-1", to), [true, false], "{to}, under policy\n{}", log());
             assert_eq!(answers(&it, "test/pod-0", to), [true, by_kernel], "{to}, without policy\n{}", log());
+        }
+    }
+}
+
+/// An IPv6 frame as two fragments (RFC 8200 section 4.5), the first of them with 24 bytes of payload, and with options that the second has not: the
+/// kernel copies such a datagram where it cuts it up again.
+fn in_two(frame: &[u8], identification: u32) -> [Vec<u8>; 2] {
+    let (head, payload) = frame.split_at(54);
+    let piece = |options: &[u8], payload: &[u8], place: u16| {
+        let header = [&[head[20], 0][..], &place.to_be_bytes(), &identification.to_be_bytes()].concat();
+        let mut piece = [head, options, &header, payload].concat();
+        let length = piece.len() as u16 - 54;
+        piece[18..20].copy_from_slice(&length.to_be_bytes());
+        piece[20] = if options.is_empty() { 44 } else { 60 };
+        piece
+    };
+    let mut options = [0; 104];
+    options[..4].copy_from_slice(&[44, 12, 1, 100]);
+    [piece(&options, &payload[..24], 1), piece(&[], &payload[24..], 24)]
+}
+
+#[test]
+fn fragments_from_outside_are_not_the_nodes_own() {
+    const MARK: [u8; 4] = *b"mark";
+    let it = Answering::new(false);
+    it.enforce(&policy("closed", "pod-1", "  policyTypes: [Ingress, Egress]\n"));
+    // A node whose rules drop what is invalid forwards no such packet.
+    run(it.fixture.cluster.node.namespace(), "nft", &["flush", "chain", "ip6", "filter", "KUBE-FORWARD"], "");
+    let own = *it.fixture.cluster.node.addresses().iter().find(|own| own.is_ipv6()).unwrap();
+    let mut outside = Forger::outside(&it.fixture, &it.outside);
+    let payload = [&[0; 24][..], &MARK].concat();
+    // Without a checksum, which the kernel's connection tracking takes for invalid.
+    let light = |forger: &Forger, from: (IpAddr, u16), to: (IpAddr, u16)| {
+        let head = [from.1.to_be_bytes(), to.1.to_be_bytes(), [0; 2], [0; 2]].concat();
+        let mut frame = Vec::new();
+        let ip = forger.ip(from.0, to.0);
+        ip.write(&mut frame, etherparse::IpNumber(136), &[&head[..], &payload].concat()).unwrap();
+        frame
+    };
+    for (pod, passes) in [("test/pod-0", true), ("test/pod-1", false)] {
+        let site = it.fixture.site(pod);
+        let (node, to) = ((own, 7), (site.address(true).unwrap(), 8080));
+        // The pod has asked its node.
+        let mut inside = Forger::of(&it.fixture, pod);
+        let questions = [inside.udp(to, node, &payload), light(&inside, to, node)];
+        questions.iter().for_each(|frame| inside.send(frame));
+        let (mut segment, tcp) = (Vec::new(), outside.ip(node.0, to.0).tcp(node.1, to.1, 1_000, 65_000).syn());
+        tcp.write(&mut segment, &payload).unwrap();
+        let frames = [segment, outside.udp(node, to, &payload), light(&outside, node, to)];
+        for (number, (what, frame)) in ["TCP", "UDP", "UDP-Lite"].iter().zip(&frames).enumerate() {
+            let seen = PacketSocket::open(&site.namespace).unwrap();
+            let arrives = (0..if passes { 20 } else { 3 }).any(|turn| {
+                in_two(frame, (number << 8 | turn) as u32).iter().for_each(|piece| outside.send(piece));
+                let frames = seen.received(Duration::from_millis(200)).unwrap();
+                frames.iter().any(|frame| frame.windows(4).any(|bytes| bytes == MARK))
+            });
+            assert_eq!(arrives, passes, "{what} to {pod}\n{}", it.fixture.statistics().join("\n"));
         }
     }
 }

@@ -49,12 +49,14 @@ fn connect(setup: &ServiceFixture, v6: bool) -> (TcpStream, TcpStream) {
 }
 
 /// Transfers so many bytes from one end to the other.
-fn carry(from: &mut TcpStream, to: &mut TcpStream, length: usize) {
+fn carry(setup: &ServiceFixture, from: &mut TcpStream, to: &mut TcpStream, length: usize) {
     let sent: Vec<u8> = (0..length).map(|at| (at * 7 + at / 251) as u8).collect();
     let mut received = vec![0; length];
+    let ends = format!("{:?} to {:?}", from.local_addr(), to.local_addr());
     std::thread::scope(|scope| {
         let writer = scope.spawn(|| from.write_all(&sent));
-        to.read_exact(&mut received).unwrap();
+        let read = to.read_exact(&mut received);
+        read.unwrap_or_else(|error| panic!("{ends}: {error}\n{}", setup.logs()));
         writer.join().unwrap().unwrap();
     });
     assert!(sent == received, "{length} bytes arrive as they were sent");
@@ -86,8 +88,8 @@ fn bulk_tcp_passes_a_service_both_ways() {
         let setup = ServiceFixture::new(backend);
         for v6 in [false, true] {
             let (mut client, mut server) = connect(&setup, v6);
-            carry(&mut client, &mut server, 8 << 20);
-            carry(&mut server, &mut client, 8 << 20);
+            carry(&setup, &mut client, &mut server, 8 << 20);
+            carry(&setup, &mut server, &mut client, 8 << 20);
         }
     }
 }
@@ -177,8 +179,8 @@ fn service_connections_survive_a_kill_of_the_daemon() {
             setup.restart();
             for (client, server) in &mut connections {
                 let (one, other) = if server_first { (server, client) } else { (client, server) };
-                carry(one, other, 10_000);
-                carry(other, one, 10_000);
+                carry(&setup, one, other, 10_000);
+                carry(&setup, other, one, 10_000);
             }
         }
         assert_eq!(setup.probe("test/pod-0", false, Protocol::Tcp(WEB)), ProbeOutcome::Reached);

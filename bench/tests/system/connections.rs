@@ -320,3 +320,35 @@ fn a_denied_client_fails_at_once_if_configured() {
         }
     }
 }
+
+/// Whatever the node's setting is; of two policies that differ, the one that says nothing.
+#[test]
+fn a_policy_says_whether_a_denied_client_is_told() {
+    let noted = |name: &str, pod: &str, answer: &str| {
+        let annotated = format!("name: {name}, annotations: {{policy.penstock.dev/deny-answer: {answer}}}");
+        policy(name, pod, "  ingress: []\n").replace(&format!("name: {name}"), &annotated)
+    };
+    let denying = "---\napiVersion: policy.networking.k8s.io/v1alpha2\nkind: ClusterNetworkPolicy\n\
+         metadata: {name: shut, annotations: {policy.penstock.dev/deny-answer: reject}}\n\
+         spec:\n  tier: Admin\n  priority: 1\n  subject: {pods: {namespaceSelector: {}, podSelector: {matchLabels: {app: pod-4}}}}\n\
+         \x20 ingress: [{action: Deny, from: [{namespaces: {}}]}]\n";
+    let yaml = pods(5)
+        + &noted("tells", "pod-1", "reject")
+        + &policy("plain", "pod-2", "  ingress: []\n")
+        + &noted("tells-two", "pod-3", "reject")
+        + &noted("mute", "pod-3", "none")
+        + denying;
+    for (section, told) in
+        [("", [true, false, false, true]), ("[deny]\nanswer = \"reject\"\n", [true, true, false, true])]
+    {
+        let fixture = Fixture::of(&yaml, |_, config| config.sections += section);
+        let from = fixture.site("test/pod-0");
+        for (pod, is_told) in (1..).zip(told) {
+            let there = address(fixture.site(&format!("test/pod-{pod}")), pod % 2 == 0);
+            let limit = Duration::from_secs(if is_told { 30 } else { 2 });
+            let error = from.namespace.run(|| TcpStream::connect_timeout(&there, limit)).unwrap_err();
+            let expected = if is_told { io::ErrorKind::ConnectionRefused } else { io::ErrorKind::TimedOut };
+            assert_eq!(error.kind(), expected, "pod-{pod}, {section}");
+        }
+    }
+}

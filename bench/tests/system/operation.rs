@@ -435,6 +435,52 @@ fn the_verdict_log_names_rules_and_counts_beyond_its_budget() {
     assert_eq!(counted, suppressed(), "the log says so itself");
 }
 
+/// Also where programs open what repeats: what a policy wants recorded, each time a worker sees.
+#[test]
+fn a_policy_has_what_it_decides_in_the_verdict_log() {
+    const OPENED: usize = 20;
+    let log = "[verdict_log]\noutput = \"FILES/verdicts.jsonl\"\neach_second = 1000\n";
+    let yaml = |log: &str| {
+        let annotated = format!("name: only, annotations: {{policy.penstock.dev/log: {log}}}");
+        let other = policy("other", "pod-2", "  ingress: [{ports: [{port: 8080}]}]\n");
+        pods(3) + &only_port(8080).replace("name: only", &annotated) + &other
+    };
+    let open = AdminFixture::start(&yaml("all"), log);
+    let connect = |to: &str, port, count| {
+        let target = open.fixture.target(to, false);
+        let outcome =
+            |_| probe::run_one(open.fixture.site("test/pod-0"), target, Protocol::Tcp(port), RetryPolicy::default());
+        (0..count).filter(|n| outcome(*n).unwrap() == ProbeOutcome::Reached).count()
+    };
+    let file = open.files.path().join("verdicts.jsonl");
+    let lines = |outcome: &str| -> Vec<Value> {
+        let text = std::fs::read_to_string(&file).unwrap_or_default();
+        let lines = text.lines().map(|line| serde_json::from_str::<Value>(line).expect(line));
+        lines.filter(|line| line["outcome"] == outcome).collect()
+    };
+    assert_eq!((connect("test/pod-1", 8080, OPENED), connect("test/pod-2", 8080, 3)), (OPENED, 3));
+    assert_eq!((connect("test/pod-1", 9090, 1), connect("test/pod-2", 9090, 1)), (0, 0));
+    let denied = |pod: &str, lines: &[Value]| lines.iter().find(|line| line["dst"]["name"] == pod).cloned();
+    let [of_policy, of_other] = ["test/pod-1", "test/pod-2"]
+        .map(|pod| wait_for(|| denied(pod, &lines("ingress_denied")), "what is denied is logged"));
+    assert_eq!(of_policy["policy"]["recorded_for"], serde_json::json!(["test/only"]), "{of_policy}");
+    assert_eq!(of_other["policy"]["recorded_for"], Value::Null, "{of_other}");
+    let opened = wait_for(|| Some(lines("opened")).filter(|all| all.len() >= OPENED), "each is logged");
+    assert_eq!(opened.len(), OPENED, "those of the other policy are not");
+    for line in &opened {
+        assert_eq!(
+            (&line["dst"]["name"], &line["policy"]["recorded_for"][0]),
+            (&"test/pod-1".into(), &"test/only".into())
+        );
+    }
+    // From now on only what it denies.
+    open.fixture.enforce(&yaml("denied"));
+    let before = lines("ingress_denied").len();
+    assert_eq!((connect("test/pod-1", 8080, 3), connect("test/pod-1", 9090, 1)), (3, 0));
+    wait_for(|| (lines("ingress_denied").len() > before).then_some(()), "what is denied is logged");
+    assert_eq!(lines("opened").len(), OPENED);
+}
+
 #[test]
 fn sighup_applies_what_can_change_and_reports_what_cannot() {
     let open = AdminFixture::start(&(pods(2) + &only_port(8080)), "");

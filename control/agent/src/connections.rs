@@ -193,7 +193,8 @@ impl ConnectionOwners {
     }
 
     /// Call before the first snapshot is published: assigns the connections found in the file to the ports of
-    /// `forwarding`, and removes those of pods that are gone. Later calls do nothing.
+    /// `forwarding`, removes those of pods that are gone, and writes the owners, so that what is opened from now on has one in the file
+    /// however soon this process ends. Later calls do nothing.
     pub(super) fn take_over(&mut self, table: &ConnTable, forwarding: &Forwarding) {
         if std::mem::replace(&mut self.taken_over, true) {
             return;
@@ -213,6 +214,11 @@ impl ConnectionOwners {
                 );
             }
         }
+        match write(&self.mapping, &self.owners) {
+            Ok(()) => self.written.clone_from(&self.owners),
+            // The clearing thread tries again, and says why if it fails.
+            Err(error) => tracing::debug!(%error, "cannot write the owners of the connections"),
+        }
     }
 
     /// Assigns each connection to the local pod that opened it, else to its local destination. Removes it if the owner
@@ -228,8 +234,9 @@ impl ConnectionOwners {
         table.assign_owners(|flow| {
             let ends = [flow.src, flow.dst];
             let unchanged = ends.iter().all(|end| before.get(end) == now.get(end));
-            let port = ends.into_iter().find_map(|end| forwarding.pod_port(end));
-            port.filter(|_| unchanged).map(|port| OwnerId(port.0))
+            let [opens, opened_to] = ends.map(|end| forwarding.pod_port(end));
+            let owner = opens.map(|port| OwnerId::opens(port.0)).or(opened_to.map(|port| OwnerId::opened_to(port.0)));
+            owner.filter(|_| unchanged)
         })
     }
 
@@ -461,10 +468,31 @@ mod tests {
         settle(&mut ConnectionOwners::new(&mapping, clearing), jobs, &table, &owners, &forwarding);
         let remaining: Vec<(Flow, OwnerId)> = table.iter(NOW).map(|found| (found.original, found.owner)).collect();
         assert_eq!(remaining.len(), 2, "{remaining:?}");
-        for kept in [(flow(1, 2), OwnerId(31)), (flow(OUTSIDE, 1), OwnerId(31))] {
+        let shares = [OwnerId::opens(31), OwnerId::opened_to(31)];
+        for kept in [(flow(1, 2), shares[0]), (flow(OUTSIDE, 1), shares[1])] {
             assert!(remaining.contains(&kept), "{kept:?} of {remaining:?}");
         }
-        assert_eq!((table.len(), table.len_of(OwnerId(31)), table.len_of(OwnerId(7))), (2, 2, 0));
+        assert_eq!((table.len(), shares.map(|owner| table.len_of(owner)), table.len_of(OwnerId(7))), (2, [1, 1], 0));
+    }
+
+    #[test]
+    fn connections_are_kept_however_soon_the_daemon_is_killed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("conntrack");
+        let mapping = TableMapping::File(path.clone());
+        let (owners, forwarding) = node(&[(1, "web", 11, 1), (2, "db", 12, 2)]);
+        for found in [0, 1] {
+            let table = open(&path);
+            // Its jobs never run.
+            let (clearing, _jobs) = ClearingQueue::new();
+            let mut connections = ConnectionOwners::new(&mapping, clearing);
+            connections.admit(&owners);
+            connections.take_over(&table, &forwarding);
+            assert_eq!(table.len(), found);
+            if found == 0 {
+                enter(&table, &flow(1, 2), 7);
+            }
+        }
     }
 
     #[test]

@@ -370,6 +370,7 @@ mod tests {
             ingress: Some(Vec::new()),
             egress: None,
             staging: Staging::InForce,
+            notes: Default::default(),
         }))
     }
 

@@ -313,6 +313,7 @@ mod tests {
                 ingress: Some(vec![rule]),
                 egress: None,
                 staging: Staging::Replaces("q".into()),
+                notes: Default::default(),
             }),
             Object::ClusterNetworkPolicy(ClusterNetworkPolicy {
                 name: "c".into(),
@@ -322,6 +323,7 @@ mod tests {
                 ingress: [RuleAction::Accept, RuleAction::Deny, RuleAction::Pass].map(cluster_rule).into(),
                 egress: vec![],
                 staging: Staging::InForce,
+                notes: Default::default(),
             }),
             Object::Service(Service {
                 key: key("web"),

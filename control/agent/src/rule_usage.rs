@@ -274,6 +274,7 @@ mod tests {
             ingress: Some(ports.iter().map(rule).collect()),
             egress: None,
             staging: Staging::InForce,
+            notes: Default::default(),
         }))
     }
 

@@ -96,6 +96,9 @@ struct PolicyReason {
     egress_passed_by: Vec<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     ingress_passed_by: Vec<String>,
+    /// The policies that want it recorded.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    recorded_for: Vec<String>,
 }
 
 /// A line that counts missing lines.
@@ -228,6 +231,7 @@ fn policy(evaluation: &LoggedEvaluation) -> PolicyReason {
         ingress,
         egress_passed_by: evaluation.egress_passes.iter().map(ToString::to_string).collect(),
         ingress_passed_by: evaluation.ingress_passes.iter().map(ToString::to_string).collect(),
+        recorded_for: evaluation.recorded_for.iter().map(ToString::to_string).collect(),
     }
 }
 

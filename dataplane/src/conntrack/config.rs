@@ -15,7 +15,7 @@ pub struct Config {
     /// Capacity in connections; 1,048,576 by default. Each takes 64 bytes, about 74 with tags and the spare room that
     /// keeps groups from filling up.
     pub entries: usize,
-    /// Maximum number of connections of one owner; a quarter of `entries` if `None`.
+    /// Maximum number of connections of one [owner](super::OwnerId); a quarter of `entries` if `None`.
     pub quota: Option<u32>,
     /// Idle timeouts.
     pub timeouts: Timeouts,

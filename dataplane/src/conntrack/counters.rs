@@ -38,7 +38,7 @@ events! {
     Retried = retried,
     /// Connections removed by their timeout.
     Expired = expired,
-    /// Connections that had ended and were reopened by a new SYN or INIT.
+    /// Connections that had ended and were reopened by a new SYN or INIT, or by a datagram to the kernel's programs.
     Reopened = reopened,
     /// Connections removed by the caller because their pod was removed.
     Removed = removed,

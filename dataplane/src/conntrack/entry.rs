@@ -8,10 +8,36 @@ use super::time::Tick;
 use crate::packet::{Orientation, Protocol};
 use crate::snapshot::Epoch;
 
-/// Owner of connections for quotas: a small number that the caller assigns to each pod, such as that of its port.
+/// Owner of connections for quotas: a small number that the caller assigns to each pod, such as that of its port, and whether the pod
+/// opens them or others open them to it. So what others do never takes from what the pod may open.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug, Default)]
 #[repr(transparent)]
 pub struct OwnerId(pub u16);
+
+impl OwnerId {
+    /// Others open them: the highest bit, which no pod's number has.
+    const OPENED_TO: u16 = 1 << 15;
+    /// Of connections that no pod is an end of.
+    pub const NONE: Self = Self(u16::MAX);
+
+    /// Of what the pod of this number opens.
+    #[inline]
+    pub const fn opens(pod: u16) -> Self {
+        Self(pod & !Self::OPENED_TO)
+    }
+
+    /// Of what others open to the pod of this number.
+    #[inline]
+    pub const fn opened_to(pod: u16) -> Self {
+        Self(pod | Self::OPENED_TO)
+    }
+
+    /// Whether others open them, each of whom is a source.
+    #[inline]
+    pub const fn is_opened_to(self) -> bool {
+        self.0 & Self::OPENED_TO != 0
+    }
+}
 
 /// Epoch tag: the low 23 bits of an [`Epoch`], as stored in an entry. Compared by serial number arithmetic (RFC 1982):
 /// of two within 2²² of each other the later one is known. [`ConnTable::sweep`](super::ConnTable::sweep) clears older
@@ -67,7 +93,7 @@ impl EpochTag {
 ///
 /// The generation wraps after 2¹⁰ claims. A compare-and-swap delayed that long would also have to find the same state,
 /// epoch and tick to go wrong.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct ControlWord(pub(super) u64);
 
 const STATE: u64 = 15;
@@ -454,15 +480,16 @@ impl TableEntry {
         }
     }
 
-    /// Whether the connection of `control` was opened from this address, given as key words. Valid under the conditions
-    /// of [`TableEntry::owner`].
+    /// Address words of the side that opened the connection of `control`. Valid under the conditions of
+    /// [`TableEntry::owner`].
     #[inline]
-    pub(super) fn is_opened_by(&self, control: ControlWord, source: &[u64; 2]) -> bool {
-        let words = match control.original() {
-            Orientation::LowToHigh => self.words().addresses.get(..2),
-            Orientation::HighToLow => self.words().addresses.get(2..4),
+    pub(super) fn opener_words(&self, control: ControlWord) -> [u64; 2] {
+        let first = match control.original() {
+            Orientation::LowToHigh => 0,
+            Orientation::HighToLow => 2,
         };
-        words.is_some_and(|words| words.iter().zip(source).all(|(word, part)| word.load(Ordering::Relaxed) == *part))
+        let word = |index: usize| self.words().addresses.get(index).map_or(0, |word| word.load(Ordering::Relaxed));
+        [word(first), word(first + 1)]
     }
 
     /// The protocol; only valid for a caller with a control word of the same generation.

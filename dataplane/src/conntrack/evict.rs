@@ -1,48 +1,33 @@
 //! Eviction: which connection makes room for a new one.
 
 use super::counters::TableEvent;
-use super::entry::{ControlWord, OwnerId};
+use super::entry::OwnerId;
 use super::hash::{PreparedFlow, alternate, home, key_of};
 use super::journal::Ending;
 use super::state::{EvictionClass, State};
 use super::table::{ConnTable, SlotRef};
 use super::time::Tick;
+use super::victim::{Among, Candidate, Candidates, Liveness, Source};
 use crate::packet::Orientation;
 use crate::prefetch::prefetch;
 
-/// Eviction order; the lowest rank is evicted first.
-///
-/// Expired and closing connections go first. Then a flood from one address evicts its own connections before others;
-/// and connections that one side can create alone go before those that both sides have confirmed.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct EvictionRank {
-    liveness: Liveness,
-    /// Opened by another address than the new connection.
-    is_of_another: bool,
-    class: EvictionClass,
-    /// Decreases with age: the least recently used goes first.
-    freshness: u32,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Liveness {
-    Expired,
-    Closing,
-    Open,
-}
+/// So many connections of a pod tell which source holds most of its share…
+const ENOUGH: usize = 8;
+/// … and in so many groups they are looked for, where the share is a small part of the table.
+const FAR: u32 = 16;
 
 impl ConnTable {
-    /// Evicts a connection from one of the two groups of `hashed` and claims its entry; only of this owner if one is
-    /// given. `None` if no connection can be evicted.
+    /// Evicts a connection and claims its entry: from one of the two groups of `hashed`, of any owner, or one of this owner. One that
+    /// others have opened to a pod may be found in another group. `None` if no connection can be evicted.
     ///
     /// A connection that was updated or replaced since it was read stays, and the search starts again.
     pub(super) fn evict(&self, hashed: &PreparedFlow, owner: Option<OwnerId>, now: Tick) -> Option<SlotRef> {
         loop {
-            let (rank, slot, control) = self.victim(hashed, owner, now)?;
+            let Candidate { place: (slot, control), liveness, class, .. } = self.victim(hashed, owner, now)?;
             let partner = self.partner((slot, control)).filter(|_| control.is_frontend());
             if self.entry(slot).exchange(control, control.claimed()).is_ok() {
                 // Without its frontend's entry, a connection's packets would open another one.
-                let ending = match rank.liveness {
+                let ending = match liveness {
                     Liveness::Expired => Ending::Expired,
                     Liveness::Closing | Liveness::Open => Ending::Evicted,
                 };
@@ -50,7 +35,7 @@ impl ConnTable {
                 partner.into_iter().for_each(|other| self.remove_entry(other, ending, frontend()));
                 self.note_end(slot, control, ending, None);
                 self.forget(slot);
-                self.counters.count(match (rank.liveness, rank.class, owner) {
+                self.counters.count(match (liveness, class, owner) {
                     (Liveness::Expired, ..) => TableEvent::Expired,
                     (_, _, Some(_)) => TableEvent::EvictedQuota,
                     (_, EvictionClass::Closing, None) => TableEvent::EvictedClosing,
@@ -62,71 +47,83 @@ impl ConnTable {
         }
     }
 
-    fn victim(
-        &self,
-        hashed: &PreparedFlow,
-        owner: Option<OwnerId>,
-        now: Tick,
-    ) -> Option<(EvictionRank, u32, ControlWord)> {
-        let source = match hashed.orientation {
+    fn victim(&self, hashed: &PreparedFlow, owner: Option<OwnerId>, now: Tick) -> Option<Candidate> {
+        let from = Source(match hashed.orientation {
             Orientation::LowToHigh => [hashed.words[0], hashed.words[1]],
             Orientation::HighToLow => [hashed.words[2], hashed.words[3]],
+        });
+        let (first, second) = (home(hashed.hash, self.groups), alternate(hashed.hash, self.groups));
+        let (among, far) = match owner {
+            Some(owner) if owner.is_opened_to() => (Among::OpenedToOne, FAR.min(self.groups)),
+            _ => (Among::All, 1),
         };
-        let mut best: Option<(EvictionRank, u32, ControlWord)> = None;
-        for group in [home(hashed.hash, self.groups), alternate(hashed.hash, self.groups)] {
+        let others = (1..far).map(|distance| (first + distance) % self.groups).filter(|group| *group != second);
+        let mut found = Candidates::new();
+        for (index, group) in [first, second].into_iter().chain(others).enumerate() {
+            if index > 1
+                && found.all().len() >= ENOUGH
+                && let Some(victim) = found.victim(from, among)
+            {
+                return Some(victim);
+            }
             for slot in self.occupied(group) {
                 prefetch(self.entry(slot));
             }
             for slot in self.occupied(group) {
                 let control = self.entry(slot).control();
-                if owner.is_some_and(|owner| owner != self.entry(slot).owner()) {
-                    continue;
-                }
-                if let Some(rank) = self.rank(slot, control, &source, now)
-                    && best.is_none_or(|(least, ..)| rank < least)
+                if owner.is_none_or(|owner| owner == self.entry(slot).owner())
+                    && let Some(candidate) = self.candidate((slot, control), now)
                 {
-                    best = Some((rank, slot, control));
+                    found.push(candidate);
                 }
             }
-            if best.is_some_and(|(rank, ..)| rank.liveness < Liveness::Open) {
+            if found.has_ended() {
                 break;
             }
         }
-        best
+        found.victim(from, among)
     }
 
-    /// Rank of an entry for a new connection from `source`; `None` if it cannot be evicted.
-    fn rank(&self, slot: u32, control: ControlWord, source: &[u64; 2], now: Tick) -> Option<EvictionRank> {
+    /// An entry as a candidate; `None` if it has no connection that can go.
+    fn candidate(&self, (slot, control): SlotRef, now: Tick) -> Option<Candidate> {
         if !control.is_live() {
             return None;
         }
+        let place = (slot, control);
         if control.is_frontend() {
-            return match self.partner((slot, control)) {
-                Some((other, control)) => self.rank(other, control, source, now),
-                None => Some(EvictionRank {
-                    liveness: Liveness::Expired,
-                    is_of_another: false,
-                    class: EvictionClass::Closing,
-                    freshness: 0,
-                }),
+            let lost = Candidate {
+                place,
+                liveness: Liveness::Expired,
+                class: EvictionClass::Closing,
+                source: Source::default(),
+                freshness: 0,
+            };
+            return match self.partner(place) {
+                Some(other) => Some(Candidate { place, ..self.candidate(other, now)? }),
+                None => Some(lost),
             };
         }
         let entry = self.entry(slot);
         let protocol = entry.protocol();
         // A revoked connection ranks by its previous state: one that both sides had confirmed is kept while either may
         // still send. Otherwise a packet of the answering side would open a connection in the other direction.
-        let class = State::from_code(protocol, self.current(protocol, (slot, control)).state())?.eviction_class();
+        let class = State::from_code(protocol, self.current(protocol, place).state())?.eviction_class();
         let (liveness, class) = match class {
-            _ if self.is_expired(protocol, (slot, control), now) => (Liveness::Expired, EvictionClass::Closing),
-            EvictionClass::Kept => return None,
+            _ if self.is_expired(protocol, place, now) => (Liveness::Expired, EvictionClass::Closing),
             // The entry of its frontend is about to be inserted, perhaps here.
-            _ if control.is_translated() && self.partner((slot, control)).is_none() => return None,
+            _ if control.is_translated() && self.partner(place).is_none() => return None,
             EvictionClass::Closing => (Liveness::Closing, class),
-            EvictionClass::Unanswered | EvictionClass::Answered => (Liveness::Open, class),
+            EvictionClass::Kept if control.is_revoked() => return None,
+            EvictionClass::Unanswered | EvictionClass::Answered | EvictionClass::Kept => (Liveness::Open, class),
         };
         let age = control.tick().age(now);
         let age = self.kernel_age(slot, now).map_or(age, |kernel| age.min(kernel));
-        let is_of_another = !entry.is_opened_by(control, source);
-        Some(EvictionRank { liveness, is_of_another, class, freshness: Tick::MASK - age })
+        let source = match self.opener_at(place) {
+            Some(opener) => {
+                opener.map_or_else(Source::default, |it| Source([(it.bits() >> 64) as u64, it.bits() as u64]))
+            }
+            None => Source(entry.opener_words(control)),
+        };
+        Some(Candidate { place, liveness, class, source, freshness: Tick::MASK - age })
     }
 }

@@ -9,7 +9,8 @@
 //!   32.
 //! - If both groups are full, closing connections are evicted first, then those of which only one side has sent, least
 //!   recently used first; never those that both sides have confirmed. An owner (pod) has a share, limited to what
-//!   others leave free, within which it evicts its own connections.
+//!   others leave free, within which it evicts its own connections; and one of what others open to it, where the source
+//!   that holds most gives first.
 //!
 //! A connection to a Service has two entries, one under each of its flows (`translation`).
 //!
@@ -52,6 +53,7 @@ mod tcp;
 mod time;
 mod track;
 mod translation;
+mod victim;
 
 pub use config::{Config, ConfigError, MidStreamPickup, TableMemory, Timeouts};
 pub use conn::{Conn, Reevaluation, Update};

@@ -5,7 +5,8 @@
 //! of the answering end, interfaces and epoch. A program that finds it for a packet without a connection writes the connection into a
 //! free entry, in the steps of [`ConnTable::insert`], and tells the workers by an event. For each it takes one of the *credit* that
 //! workers give the connection's owner. What is given is counted as connections of the owner at once: so the programs open no more than
-//! the owner's share has room for, and an entry that they have made counts like any other.
+//! the owner's share has room for, and an entry that they have made counts like any other. The entry of a connection of the same key and owner
+//! that has ended is counted already: a program takes that one without credit, as a worker would replace it ([`Conn::replace`](super::Conn::replace)).
 
 use std::sync::atomic::{AtomicI64, AtomicU64 as Word};
 
@@ -23,8 +24,10 @@ use crate::snapshot::Epoch;
 
 /// Answers, in pairs: each question has one of a pair.
 const ANSWERS: u32 = 4096;
-/// Owners that may have credit.
-const CREDITS: u32 = 4096;
+/// Owners that may have credit: of what each pod opens, and of what others open to each.
+const CREDITS: u32 = 2 * PODS;
+/// Numbers of pods.
+const PODS: u32 = 4096;
 /// Events that wait for [`ConnTable::hear`].
 const EVENTS: u32 = 1 << 14;
 /// Most connections of an owner that the programs may open before they need more credit.
@@ -60,6 +63,14 @@ struct Verdict;
 #[repr(C, align(64))]
 struct Credit {
     left: AtomicI64,
+}
+
+/// A program has opened a connection in the entry of this slot and generation.
+struct Event {
+    slot: u32,
+    generation: u64,
+    /// In place of one that had ended.
+    is_in_place: bool,
 }
 
 /// `struct events`: how many were sent.
@@ -133,7 +144,9 @@ impl Repeats {
     pub(super) const ELEMENTS: u32 = (size_of::<Self>() / size_of::<Credit>()) as u32;
 
     fn credit(&self, owner: OwnerId) -> Option<&Credit> {
-        self.credits.get(usize::from(owner.0))
+        let pod = u32::from(OwnerId::opens(owner.0).0);
+        let place = if owner.is_opened_to() { PODS + pod } else { pod };
+        self.credits.get(place as usize).filter(|_| pod < PODS)
     }
 
     /// Leaves an answer to this question.
@@ -171,12 +184,15 @@ impl Repeats {
         self.sent.0.load(Ordering::Acquire)
     }
 
-    /// The slot and the generation of the connection in an event. `None`: it is not written yet, or another one in its place.
-    fn event(&self, number: u64) -> Option<(u32, u64)> {
+    /// The connection in an event. `None`: it is not written yet, or another one in its place.
+    fn event(&self, number: u64) -> Option<Event> {
         const LAP_AT: u32 = 42;
+        const IN_PLACE: u32 = 1 << 31;
         let (lap, place) = (number / u64::from(EVENTS) + 1, number % u64::from(EVENTS));
         let word = self.events[place as usize].load(Ordering::Acquire);
-        (word >> LAP_AT == lap & (u64::MAX >> LAP_AT)).then_some((word as u32, word >> 32 & 0x3ff))
+        let (slot, generation) = (word as u32 & !IN_PLACE, word >> 32 & 0x3ff);
+        let event = Event { slot, generation, is_in_place: word as u32 & IN_PLACE != 0 };
+        (word >> LAP_AT == lap & (u64::MAX >> LAP_AT)).then_some(event)
     }
 }
 
@@ -261,7 +277,7 @@ impl ConnTable {
         let first = *next;
         while *next < until {
             match repeats.event(*next) {
-                Some((slot, generation)) => self.hear_of(repeats, slot, generation, &mut tell),
+                Some(event) => self.hear_of(repeats, &event, &mut tell),
                 // It is about to be written.
                 None if sent - *next < u64::from(EVENTS / 2) => break,
                 None => self.counters.count(TableEvent::Unheard),
@@ -271,9 +287,11 @@ impl ConnTable {
         (*next - first) as usize
     }
 
-    fn hear_of(&self, repeats: &Repeats, slot: u32, generation: u64, tell: &mut impl FnMut(&Flow, OwnerId)) {
+    fn hear_of(&self, repeats: &Repeats, event: &Event, tell: &mut impl FnMut(&Flow, OwnerId)) {
+        let Event { slot, generation, is_in_place } = *event;
         self.counters.count(TableEvent::Created);
         self.counters.count(TableEvent::Repeated);
+        self.counters.add(TableEvent::Reopened, u64::from(is_in_place));
         let Some(entry) = self.storage.entries().get(slot as usize) else { return };
         self.offloaded.insert(slot / LANES);
         if let Some(EntrySnapshot { control, key, owner, .. }) = entry.load()

@@ -469,7 +469,7 @@ impl ConnTable {
         let now = new.now.tick();
         let limit = self.limit();
         if self.count(new.owner) >= limit {
-            let Some(held) = self.evict(new.hashed, Some(new.owner), now) else {
+            let Some((slot, claimed)) = self.evict(new.hashed, Some(new.owner), now) else {
                 self.uncount(new.owner);
                 self.counters.count(TableEvent::RefusedQuota);
                 return Err(InsertError::Quota);
@@ -480,7 +480,11 @@ impl ConnTable {
             {
                 self.entry(slot).free(claimed);
             }
-            return Ok(held);
+            let group = slot / LANES;
+            if group == home(new.hashed.hash, self.groups) || group == alternate(new.hashed.hash, self.groups) {
+                return Ok((slot, claimed));
+            }
+            self.entry(slot).free(claimed);
         }
         let found = self.claim_free(new.hashed).or_else(|| self.evict(new.hashed, None, now));
         found.ok_or_else(|| {

@@ -287,6 +287,62 @@ fn a_flood_from_one_address_evicts_its_own_connections_first() {
     assert!(left >= 48, "{left} of 50 are left: one goes only where no entry of the flood is near");
 }
 
+/// Streams of one address, so many that they fill a share of 2,048; whether it is of what others open to a pod.
+fn hoarded(share: OwnerId) -> (ConnTable, impl Fn(u8, u32) -> Flow) {
+    let table = table(8192);
+    let from = |host: u8, n: u32| Flow { src: Address::from_v4_bytes([192, 0, 2, host]), ..flow(n) };
+    for n in 0..2048 {
+        establish(&table, &from(66, n), share, NOW).unwrap();
+    }
+    assert_eq!(table.len_of(share), 2048);
+    (table, from)
+}
+
+#[test]
+fn streams_of_one_source_shut_nobody_out_of_a_pods_share() {
+    let (table, from) = hoarded(OwnerId::opened_to(7));
+    let mut opened = 0;
+    for n in 0..200 {
+        let host = (n % 50) as u8;
+        opened += u32::from(establish(&table, &from(host, n), OwnerId::opened_to(7), NOW).is_ok());
+        // The flood goes on.
+        (0..5).for_each(|m| _ = establish(&table, &from(66, 3000 + 5 * n + m), OwnerId::opened_to(7), NOW));
+    }
+    assert!(opened >= 199, "{opened} of 200 connections of other sources");
+    let left = (0..200).filter(|n| find(&table, &from((n % 50) as u8, *n), NOW).is_some()).count();
+    assert!(left >= 198, "{left} of 200 streams of other sources are left");
+    assert_eq!(table.len_of(OwnerId::opened_to(7)), 2048);
+}
+
+#[test]
+fn what_is_opened_to_a_pod_takes_nothing_of_what_it_opens() {
+    let (table, from) = hoarded(OwnerId::opened_to(7));
+    for n in 0..2048 {
+        establish(&table, &from(1, n).reversed(), OwnerId::opens(7), NOW).unwrap();
+    }
+    let shares = [OwnerId::opens(7), OwnerId::opened_to(7)].map(|owner| table.len_of(owner));
+    assert_eq!(shares, [2048; 2]);
+}
+
+#[test]
+fn a_pods_own_streams_never_give_way_to_its_new_ones() {
+    let (table, from) = hoarded(OwnerId::opens(7));
+    assert!((3000..3100).all(|n| insert_for(&table, &from(1, n), &Transport::Udp, OwnerId::opens(7), NOW).is_err()));
+    assert!((0..2048).all(|n| find(&table, &from(66, n), NOW).is_some()));
+}
+
+/// As where many pods are flooded: each then has a small part of the table.
+#[test]
+fn who_hoards_a_small_share_gives_from_groups_further_away() {
+    let table = ConnTable::new(&Config { entries: 65_536, quota: Some(2048), ..Config::default() }).unwrap();
+    let (share, from) =
+        (OwnerId::opened_to(7), |host: u8, n| Flow { src: Address::from_v4_bytes([192, 0, 2, host]), ..flow(n) });
+    (0..2048).for_each(|n| establish(&table, &from(66, n), share, NOW).unwrap());
+    let opened = (0..500).filter(|n| establish(&table, &from((n % 50) as u8, *n), share, NOW).is_ok()).count();
+    assert!(opened >= 495, "{opened} of 500 connections of other sources");
+    assert!(table.len_of(share) <= 2048);
+}
+
 #[test]
 fn owners_at_their_limit_leave_room_for_another() {
     let table = table(10_000);

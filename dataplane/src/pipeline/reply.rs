@@ -26,7 +26,9 @@ pub(super) fn reply(
     let forwarding = &snapshot.forwarding;
     let packet = &entry.packet;
     let is_refused = is_refused(packet, &dropped);
-    let is_rejected = replies.reject_denied() && is_rejected(snapshot, packet, &dropped);
+    let leaving = || entry.translation().map_or(*packet, |translation| translation.leaving(packet));
+    let is_rejected = is_rejected(snapshot, packet, &dropped)
+        && snapshot.policy.answer_to_denied(&leaving().flow).unwrap_or(replies.reject_denied());
     let has_reply = matches!(
         dropped.reason,
         DropReason::ConnectionRevoked
@@ -38,7 +40,7 @@ pub(super) fn reply(
     if !has_reply && !is_refused && !is_rejected {
         return;
     }
-    let leaving = entry.translation().map_or(*packet, |translation| translation.leaving(packet));
+    let leaving = leaving();
     let path_ports = path_ports(snapshot, ingress, port, (packet, &leaving), dropped.route);
     match dropped.reason {
         DropReason::ConnectionRevoked => {

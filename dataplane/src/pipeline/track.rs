@@ -39,7 +39,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     #[inline(always)]
     pub(super) fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         self.index = entry.index;
-        if let StackSender::Leaving { port, uplink } = self.sender() {
+        let sender = self.sender();
+        entry.is_as_it_came = matches!(sender, StackSender::Unchanged | StackSender::Untranslated);
+        if let StackSender::Leaving { port, uplink } = sender {
             let pod = PortId(port);
             let route = PacketPath::ByUplink(Leaving { uplink, pod, allows_next: false });
             return match self.leave(&entry.packet, pod, uplink) {
@@ -580,9 +582,13 @@ const fn likely_opener(flow: &Flow) -> Option<End> {
     }
 }
 
-/// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is for.
+/// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is opened to.
 fn owner(ends: FlowEnds<'_>) -> OwnerId {
-    OwnerId(ends.src.port().or(ends.dst.port()).map_or(u16::MAX, |port| port.0))
+    match (ends.src.port(), ends.dst.port()) {
+        (Some(port), _) => OwnerId::opens(port.0),
+        (None, Some(port)) => OwnerId::opened_to(port.0),
+        (None, None) => OwnerId::NONE,
+    }
 }
 
 const fn not_entered(error: InsertError) -> DropReason {

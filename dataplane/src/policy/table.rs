@@ -7,6 +7,7 @@ use crate::packet::{Address, Protocol};
 
 use super::blocks::{AddressBlock, Blocks};
 use super::hits::RuleHits;
+use super::notes::TableNotes;
 use super::peers::{Identity, Peers};
 use super::ports::{PortRange, Ports};
 use super::rows::{Row, Rows, RowsBuilder, RuleSet};
@@ -30,6 +31,10 @@ impl RuleName {
     /// The policy: `<namespace>/<name>` or `<tier>/<name>`.
     pub fn policy(&self) -> &str {
         &self.policy
+    }
+
+    pub(super) fn shared_policy(&self) -> Arc<str> {
+        Arc::clone(&self.policy)
     }
 
     /// What it displays as.
@@ -94,6 +99,8 @@ pub struct RuleTable {
     names: Arc<[RuleName]>,
     /// Those of all tables that were made from one by other identities.
     hits: Arc<RuleHits>,
+    /// What its policies want said of their decisions, if they say anything.
+    notes: Option<Arc<TableNotes>>,
 }
 
 impl RuleTable {
@@ -121,13 +128,24 @@ impl RuleTable {
         let every = rows.row(&every);
         let ports = build_ports(rules, &mut rows);
         let names = rules.iter().map(|rule| rule.name.clone()).collect();
-        Self { rows: rows.finish(), peers, blocks, every, ports, names, hits: Arc::default() }
+        Self { rows: rows.finish(), peers, blocks, every, ports, names, hits: Arc::default(), notes: None }
     }
 
     /// This table, with counters of its rules for this many workers.
     #[must_use]
     pub fn counting(self, workers: usize) -> Self {
         Self { hits: Arc::new(RuleHits::new(self.rules(), workers)), ..self }
+    }
+
+    /// This table, with what its policies want said of their decisions.
+    #[must_use]
+    pub fn noting(self, notes: TableNotes) -> Self {
+        let notes = (notes != TableNotes::default()).then(|| Arc::new(notes));
+        Self { notes, ..self }
+    }
+
+    pub(super) fn notes(&self) -> Option<&TableNotes> {
+        self.notes.as_deref()
     }
 
     /// How often its rules decided.

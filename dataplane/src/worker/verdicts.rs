@@ -104,6 +104,8 @@ pub struct LoggedEvaluation {
     pub egress_passes: Vec<RuleName>,
     /// The rules that passed ingress on to the next tier, in order.
     pub ingress_passes: Vec<RuleName>,
+    /// The policies that want what they decide recorded, and have decided this.
+    pub recorded_for: Vec<Arc<str>>,
 }
 
 /// The queue of records from all workers to one reader.
@@ -350,7 +352,7 @@ impl Recorder {
             let own = evaluated[first..next].last();
             let outcome = match (verdict, own) {
                 (Verdict::Drop(reason), _) => LoggedOutcome::Dropped(*reason),
-                (_, Some(EvaluatedFlow { reason: EvaluationReason::Opened, .. })) if opened => LoggedOutcome::Opened,
+                (_, Some(own)) if own.is_recorded(opened, &batch.snapshot.policy) => LoggedOutcome::Opened,
                 _ => continue,
             };
             if !self.within_budget(outcome) {
@@ -458,7 +460,14 @@ impl EvaluatedFlow {
             ingress_rule: rule(verdict.ingress),
             egress_passes: passes(Direction::Egress, verdict.egress),
             ingress_passes: passes(Direction::Ingress, verdict.ingress),
+            // As with these.
+            recorded_for: policy.recorded_for(&flow, &verdict),
         }
+    }
+
+    /// Whether it opened a connection that is recorded: all are, or a policy that allows it wants that.
+    fn is_recorded(&self, all: bool, policy: &PolicySet) -> bool {
+        self.reason == EvaluationReason::Opened && (all || policy.records_allowed(&self.verdict))
     }
 
     /// How it would be evaluated if everything that is staged were promoted; `None` of a packet that opens no connection and

@@ -3,7 +3,9 @@
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use memmap2::{MmapMut, MmapOptions};
+use penstock_dataplane::conntrack::OwnerId;
 
+use super::repeat::{ANSWERS, place_of_credit};
 use super::*;
 
 // The control word, as `dataplane/src/conntrack/entry.rs` has it.
@@ -20,7 +22,7 @@ const EPOCHS: u64 = 0x7f_ffff;
 const GENERATION_AT: u32 = 53;
 const GENERATIONS: u64 = 0x3ff;
 const TRANSLATED: u64 = 1 << 63;
-const CLAIMED: u64 = 1;
+pub(crate) const CLAIMED: u64 = 1;
 const FRONTEND: u64 = 15;
 
 // The path, as `dataplane/src/conntrack/path.rs` has it.
@@ -36,17 +38,17 @@ const BY_NODE: u64 = 0x1f_ffff;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Fields {
     /// Control word, four words of addresses, ports with protocol, and tracking of each direction.
-    entry: [u64; 8],
-    path: u64,
+    pub(crate) entry: [u64; 8],
+    pub(crate) path: u64,
     /// By direction: bytes, and the tick of the last packet.
-    used: [u64; 2],
-    link: u64,
-    epoch: u32,
-    timeouts: [u32; 5],
+    pub(crate) used: [u64; 2],
+    pub(crate) link: u64,
+    pub(crate) epoch: u32,
+    pub(crate) timeouts: [u32; 5],
 }
 
 impl Fields {
-    fn set_state(&mut self, state: u64) {
+    pub(crate) fn set_state(&mut self, state: u64) {
         self.entry[0] = self.entry[0] & !STATES | state;
     }
 
@@ -60,7 +62,17 @@ impl Fields {
         self.entry[0] = self.entry[0] & !(TICKS << TICK_AT) | tick << TICK_AT;
     }
 
-    fn set_age(&mut self, ticks: i64) {
+    /// How often the entry was claimed.
+    pub(crate) fn generation(&self) -> u64 {
+        self.entry[0] >> GENERATION_AT & GENERATIONS
+    }
+
+    /// The present tick, as programs note it.
+    pub(crate) fn now() -> u64 {
+        (Timestamp::now().as_millis() / TICK_MILLISECONDS) & TICKS
+    }
+
+    pub(crate) fn set_age(&mut self, ticks: i64) {
         let tick = self.tick().wrapping_sub(ticks as u64) & TICKS;
         self.entry[0] = self.entry[0] & !(TICKS << TICK_AT) | tick << TICK_AT;
     }
@@ -93,7 +105,7 @@ impl Fields {
     }
 
     /// Evaluated under this epoch, and the path taken under it.
-    fn set_evaluated(&mut self, epoch: u64) {
+    pub(crate) fn set_evaluated(&mut self, epoch: u64) {
         self.entry[0] = self.entry[0] & !(EPOCHS << EPOCH_AT) | (epoch & EPOCHS) << EPOCH_AT;
         self.set_path_epoch(epoch);
     }
@@ -171,6 +183,11 @@ impl Words {
         // Eight links are an element, and four openers.
         let openers = capacity() + capacity() / 8 + capacity() / 4;
         &Self::words(&self.entries)[(openers + element) * 8..][..8]
+    }
+
+    /// What programs may still open for an owner.
+    pub(crate) fn credit(&self, owner: OwnerId) -> u64 {
+        self.behind(ANSWERS + place_of_credit(owner))[0].load(Ordering::Acquire)
     }
 
     /// Until when programs may open connections.
@@ -474,11 +491,15 @@ fn a_packet_passes_only_if_each_field_of_its_connection_allows_it() {
         let mut node = Node::new();
         node.publish(Epoch(9), true);
         let (words, now) = (Words::of(&node), Timestamp::now());
-        for ((a, b), v4, tcp) in [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)]
+        let (other, itself) = (StackSender::Untranslated, StackSender::Process);
+        let ends = [(End::A, End::B, other), (End::A, End::Outside, other), (End::Outside, End::B, other)];
+        for ((a, b, outside), v4, tcp) in ends
             .into_iter()
+            .chain([(End::A, End::Outside, itself), (End::Outside, End::B, itself)])
             .flat_map(|ends| [(ends, true, true), (ends, false, true), (ends, true, false), (ends, false, false)])
         {
             forget(&node);
+            node.outside = outside;
             let there = Sent { v4, ..sent(a, b, tcp, ACK) };
             open(&mut node, there, now);
             let slot = words.slots()[0];
@@ -498,7 +519,7 @@ fn a_packet_passes_only_if_each_field_of_its_connection_allows_it() {
                 let other_end: Change = |of, direction| of.path ^= 1 << (END_BITS * (1 - direction) + 10);
                 check(("to an interface that no pod has", other_end, false));
                 let by_node: Change = |of, direction| of.path |= BY_NODE << (END_BITS * direction);
-                check(("from an address of the node", by_node, packet.from == End::Outside));
+                check(("from an address of the node", by_node, packet.from == End::Outside && outside == itself));
             }
         }
     });
@@ -591,7 +612,7 @@ fn a_late_answer_leaves_the_window_of_the_entrys_next_connection() {
         };
         let (frame, at) = (in_step(back.frame(), true, SYN | ACK, false), node.interface(End::B));
         let before = node.programs.offloaded().unwrap();
-        beside(worker, RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
+        beside(worker, RUNS, || _ = node.programs.try_frame(TriedSender::Pod, at, &frame, 0).unwrap());
         assert_ne!(node.programs.offloaded().unwrap(), before, "some pass");
         assert!(!wrong.into_inner());
     });
@@ -784,7 +805,7 @@ fn a_packet_never_passes_by_the_verdict_of_the_entrys_last_connection() {
             };
             let (frame, at) = (there.frame(), node.interface(End::A));
             let before = node.programs.offloaded().unwrap();
-            beside(worker, RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
+            beside(worker, RUNS, || _ = node.programs.try_frame(TriedSender::Pod, at, &frame, 0).unwrap());
             assert_eq!(node.programs.offloaded().unwrap(), before, "{there:?}");
         }
     });
@@ -825,7 +846,7 @@ fn a_packet_never_leaves_with_the_flow_of_the_entrys_next_connection() {
             let (frame, at) = (there.frame(), node.interface(End::A));
             let port = if v4 { 36 } else { 56 };
             beside(worker, RUNS, || {
-                let tried = node.programs.try_frame(true, at, &frame, 0).unwrap();
+                let tried = node.programs.try_frame(TriedSender::Pod, at, &frame, 0).unwrap();
                 let left = u16::from_be_bytes([tried.frame[port], tried.frame[port + 1]]);
                 assert!(left == SERVICE_PORT || left == ANSWERING_PORT, "{left}: {there:?}");
             });
@@ -857,7 +878,7 @@ fn a_fin_never_brings_back_a_path_that_a_worker_has_just_changed() {
         };
         let (frame, at) = (there.frame(), node.interface(End::A));
         let before = node.programs.offloaded().unwrap();
-        beside_turns(u32::MAX, worker, RUNS, || _ = node.programs.try_frame(true, at, &frame, 0).unwrap());
+        beside_turns(u32::MAX, worker, RUNS, || _ = node.programs.try_frame(TriedSender::Pod, at, &frame, 0).unwrap());
         assert_ne!(node.programs.offloaded().unwrap(), before, "some pass");
         assert!(!brought_back.into_inner());
     });

@@ -11,6 +11,8 @@ use super::*;
 enum Step {
     /// The packets that open the connection of this one: at workers alone, or where they meet a program, which may forward them.
     Open(Sent, bool),
+    /// The same twice by programs, and between the two a FIN of both ends.
+    Reopen(Sent),
     /// This packet with so many mutated bytes (position, and what is changed in it).
     Packet(Sent, Vec<(u16, u8)>),
     /// This packet with the numbers of a handshake.
@@ -62,6 +64,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     let long = (any_packet(), 1..3000_usize, prop_oneof![1..1500_u16, 1335..1365_u16]);
     prop_oneof![
         4 => (any_packet(), any::<bool>()).prop_map(|(packet, by_programs)| Step::Open(packet, by_programs)),
+        2 => any_packet().prop_map(Step::Reopen),
         8 => any_packet().prop_map(Step::Handshake),
         20 => any_packet().prop_map(|packet| Step::Packet(packet, Vec::new())),
         8 => (any_packet(), prop::collection::vec(mutation, 1..3)).prop_map(|(packet, at)| Step::Packet(packet, at)),
@@ -90,6 +93,8 @@ struct Forwarded {
     answers: u32,
     /// What opened a connection.
     opened: u32,
+    /// In the entry of one that had ended.
+    in_place: u32,
     long: u32,
 }
 
@@ -106,8 +111,11 @@ fn meet(node: &mut Node, words: &Words, packet: Sent, frame: &[u8], forwarded: &
         return;
     };
     forwarded.all += 1;
-    if words.slots().len() > slots.len() {
+    let generation = |slot: &usize| words.read(*slot).generation();
+    let is_in_place = before.iter().any(|(slot, fields)| fields.generation() != generation(slot));
+    if words.slots().len() > slots.len() || is_in_place {
         forwarded.opened += 1;
+        forwarded.in_place += u32::from(is_in_place);
         return open_both_ways(node, words, packet, frame, &done);
     }
     forwarded.translated += u32::from(done.1[26..] != frame[26..]);
@@ -176,11 +184,12 @@ fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes(
                 Ok(())
             })
             .unwrap();
-        let Forwarded { all, translated, answers, opened, long } = forwarded;
+        let Forwarded { all, translated, answers, opened, in_place, long } = forwarded;
         assert!(all > 200, "only {all} packets of all passed without a worker");
         assert!(translated > 100, "only {translated} packets of {all} were translated");
         assert!(answers > 50, "only {answers} answers to a SYN passed without a worker");
         assert!(opened > 20, "only {opened} connections were opened without a worker");
+        assert!(in_place > 5, "only {in_place} of them in place of one that had ended");
         assert!(long > 20, "only {long} long segments passed without a worker");
     });
 }
@@ -205,6 +214,16 @@ fn take(node: &mut Node, words: &Words, step: Step, forwarded: &mut Forwarded) {
                     node.handshake(packet, flags, from_opener, now);
                 }
             }
+        }
+        Step::Reopen(packet) => {
+            take(node, words, Step::Open(packet, true), forwarded);
+            for (packet, from_opener) in [(packet, true), (packet.back(), false)] {
+                let packet = Sent { ttl: 64, flags: FIN | ACK, payload: 0, ..packet };
+                let frame = in_step(packet.frame(), packet.tcp, packet.flags, from_opener);
+                // By workers, an acknowledgement of each FIN would have to follow.
+                node.program(packet.from, packet.to, &frame, 0);
+            }
+            take(node, words, Step::Open(packet, true), forwarded);
         }
         Step::Handshake(packet) => {
             let frame = in_step(packet.frame(), packet.tcp, packet.flags, false);

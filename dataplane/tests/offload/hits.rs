@@ -157,7 +157,7 @@ fn what_needs_a_worker_is_left_to_it() {
         assert!(node.program(End::A, End::B, &large, u32::from(MTU) - 40).is_some());
         assert!(node.program(End::A, End::B, &large, u32::from(MTU) - 39).is_none());
         // The same packet from another pod, and one with another pod's MACs towards the node's stack.
-        let tried = node.programs.try_frame(true, node.interface(End::B), &base.frame(), 0).unwrap();
+        let tried = node.programs.try_frame(TriedSender::Pod, node.interface(End::B), &base.frame(), 0).unwrap();
         assert_eq!(tried.frame[..2], TO_WORKER, "a forged source is a worker's to drop");
         let out = sent(End::A, End::Outside, true, ACK);
         open(&mut node, out, now);

@@ -2,6 +2,7 @@
 //! connection table. Needs root; each test has a network namespace of its own, in which nothing is sent.
 
 mod captures;
+mod ended;
 mod entry;
 mod epochs;
 mod headers;
@@ -27,9 +28,10 @@ use penstock_dataplane::conntrack::{
     Config, ConnTable, KernelMapFds, KernelMapSizes, KernelMaps, TableMemory, TableOrigin, Timestamp, Traffic,
 };
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Flow, Protocol};
-use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict, keep_offloaded};
+use penstock_dataplane::pipeline::{
+    BATCH, DropReason, Frames, Pipeline, PipelineMode, StackSender, Verdict, keep_offloaded,
+};
 use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortSpec, RuleName,
     RuleSpec, RuleTable,
@@ -37,7 +39,7 @@ use penstock_dataplane::policy::{
 use penstock_dataplane::services::{Backend, Frontend, FrontendKey, ServiceSet, WithoutBackend};
 use penstock_dataplane::{Epoch, Snapshot};
 use penstock_xdp_redirect::{
-    ConnectionMapSizes, ConnectionMaps, Filtered, Interface, PodVeth, ServedPort, TcxOptions, TcxPrograms,
+    ConnectionMapSizes, ConnectionMaps, Filtered, Interface, PodVeth, ServedPort, TcxOptions, TcxPrograms, TriedSender,
 };
 
 const HOST: PortId = PortId(0);
@@ -144,6 +146,25 @@ struct Node {
     snapshot: Snapshot,
     /// The next event of a connection that a program has opened.
     heard: AtomicU64,
+    /// Who sends what comes from outside: another machine, or the node itself.
+    outside: StackSender,
+}
+
+/// A batch of one frame, and who has sent it if it came from the node's stack.
+struct OneFrame(Vec<u8>, StackSender);
+
+impl Frames for OneFrame {
+    fn len(&self) -> usize {
+        1
+    }
+
+    fn bytes(&mut self, _: usize) -> &mut [u8] {
+        &mut self.0
+    }
+
+    fn stack_sender(&mut self, _: usize) -> StackSender {
+        self.1
+    }
 }
 
 fn open_table(maps: &ConnectionMaps) -> Arc<ConnTable> {
@@ -191,8 +212,15 @@ impl Node {
             veth
         });
         let pipeline = Pipeline::new(open_table(&maps), PipelineMode::Full);
-        let mut node =
-            Self { programs, veths, maps, pipeline, snapshot: Snapshot::default(), heard: AtomicU64::new(0) };
+        let mut node = Self {
+            programs,
+            veths,
+            maps,
+            pipeline,
+            snapshot: Snapshot::default(),
+            heard: AtomicU64::new(0),
+            outside: StackSender::Untranslated,
+        };
         node.publish(Epoch(1), true);
         node
     }
@@ -264,11 +292,10 @@ impl Node {
 
     /// What a worker does with a frame from this end, and the frame afterwards.
     fn worker(&mut self, from: End, frame: &[u8], now: Timestamp) -> (Verdict, Vec<u8>) {
-        let mut batch = MemoryFrames::new();
-        batch.push(frame.to_vec()).unwrap();
+        let mut batch = OneFrame(frame.to_vec(), self.outside);
         let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         self.pipeline.process_batch(&self.snapshot, now, from.port(), &mut batch, &mut verdicts, &mut ());
-        (verdicts[0], batch.drain().next().unwrap())
+        (verdicts[0], batch.0)
     }
 
     /// What a worker does with a packet of a handshake that has the numbers that it must have.
@@ -282,7 +309,12 @@ impl Node {
     fn program(&self, from: End, to: End, frame: &[u8], segment: u32) -> Option<(u32, Vec<u8>)> {
         let at = if from == End::Outside { to } else { from };
         let before = self.programs.offloaded().unwrap();
-        let tried = self.programs.try_frame(from != End::Outside, self.interface(at), frame, segment).unwrap();
+        let sender = match (from, self.outside) {
+            (End::A | End::B, _) => TriedSender::Pod,
+            (End::Outside, StackSender::Process) => TriedSender::Node,
+            (End::Outside, _) => TriedSender::Stack,
+        };
+        let tried = self.programs.try_frame(sender, self.interface(at), frame, segment).unwrap();
         let offloaded = self.programs.offloaded().unwrap() != before;
         let to_worker = tried.action == REDIRECT && tried.frame[..2] == TO_WORKER;
         assert!(to_worker || (tried.action == REDIRECT) <= offloaded, "{tried:?}");

@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use libbpf_rs::libbpf_sys::API_HEADERS;
 
 /// A mutation: a part of the source, which occurs once, and its replacement.
-struct Mutation {
+pub(crate) struct Mutation {
     /// The test to ask first whether it notices.
     noticed_by: &'static str,
     breaks: &'static str,
@@ -24,7 +24,7 @@ struct Mutation {
     equivalent: Option<&'static str>,
 }
 
-const fn mutation(
+pub(crate) const fn mutation(
     noticed_by: &'static str,
     breaks: &'static str,
     file: &'static str,
@@ -38,9 +38,9 @@ const fn equivalent(because: &'static str, of: Mutation) -> Mutation {
     Mutation { equivalent: Some(because), ..of }
 }
 
-const LOOKUP: &str = "established.h";
+pub(crate) const LOOKUP: &str = "established.h";
 const PROGRAM: &str = "tcx.bpf.c";
-const REPEAT: &str = "repeat.h";
+pub(crate) const REPEAT: &str = "repeat.h";
 
 // Tests that notice mutants, of which each is asked first: to load the programs takes longer than to test them.
 const OF_ENTRY: &str = "entry::a_packet_passes_only_if_each_field_of_its_connection_allows_it";
@@ -71,11 +71,16 @@ const OPENING: &str = "repeat::a_packet_opens_only_what_a_worker_has_opened_befo
 const OPENED: &str = "repeat::a_connection_like_one_that_a_worker_opened_meets_no_worker";
 const WRITTEN: &str = "repeat::what_a_program_opens_is_written_as_a_worker_writes_it";
 const NO_ANSWER: &str = "repeat::what_a_program_does_not_repeat_has_no_answer_or_no_way";
+const OF_STACK: &str = "repeat::of_the_nodes_stack_only_what_it_forwards_is_repeated";
 const FLOOD: &str = "repeat::a_flood_ends_at_the_credit_of_its_pod_which_is_of_its_share";
-const ENDED: &str = "repeat::an_ended_connection_of_the_same_ports_is_a_workers";
 const PAIR: &str = "repeat::an_answer_is_found_in_either_place_of_its_pair";
 const FULL: &str = "repeat::a_connection_without_a_free_entry_in_its_group_is_a_workers";
 const ALONE: &str = "repeat::answers_end_with_the_daemon_where_they_must_not_outlast_it";
+
+/// Those of this file and of others, which have them beside their tests.
+fn mutations() -> impl Iterator<Item = &'static Mutation> {
+    MUTATIONS.iter().chain(super::ended::MUTATIONS)
+}
 
 const MUTATIONS: &[Mutation] = &[
     // The entry.
@@ -433,15 +438,15 @@ const MUTATIONS: &[Mutation] = &[
         OF_ENTRY,
         "connections do not expire",
         LOOKUP,
-        "if (!is_recent(TICK(found->control), found->now, timeout)) {",
-        "if (0) {",
+        "if (!is_used(use, found->control, found->now, table->timeouts[kind]))",
+        "if (0)",
     ),
     mutation(
         OF_ENTRY,
         "all have the timeout of an established TCP connection",
         LOOKUP,
-        "timeout = table->timeouts[kind];",
-        "timeout = table->timeouts[0];",
+        "found->now, table->timeouts[kind]))",
+        "found->now, table->timeouts[0]))",
     ),
     mutation(
         OF_ANSWER,
@@ -461,22 +466,22 @@ const MUTATIONS: &[Mutation] = &[
         OF_ENTRY,
         "a connection that programs have never used is recent",
         LOOKUP,
-        "if (!(one && is_recent(one, found->now, timeout)) && !(other && is_recent(other, found->now, timeout)))",
-        "if (0)",
+        " || (one && is_recent(one, now, timeout)) || (other && is_recent(other, now, timeout));",
+        " || is_recent(one, now, timeout) || is_recent(other, now, timeout) || !one || !other;",
     ),
     mutation(
         OF_ENTRY,
         "use in the lower end's direction does not count",
         LOOKUP,
-        "if (!(one && is_recent(one, found->now, timeout)) && ",
-        "if (",
+        " || (one && is_recent(one, now, timeout))",
+        "",
     ),
     mutation(
         OF_ENTRY,
         "use in the higher end's direction does not count",
         LOOKUP,
-        " && !(other && is_recent(other, found->now, timeout)))",
-        ")",
+        " || (other && is_recent(other, now, timeout))",
+        "",
     ),
     mutation(
         OF_ENTRY,
@@ -486,7 +491,7 @@ const MUTATIONS: &[Mutation] = &[
         "return age <= timeout;",
     ),
     mutation(UNEXPIRED, "the time of use is not noted", LOOKUP, " | (found->now ? found->now : 1);", ";"),
-    mutation(COUNTS, "packets are not counted", LOOKUP, "found->use->packets[direction] += packets;", ""),
+    mutation(COUNTS, "packets are not counted", LOOKUP, "use->packets[direction] += packets;", ""),
     mutation(COUNTS, "bytes are not counted", LOOKUP, ">> 22) + packet->length) << 22", ">> 22)) << 22"),
     // Translated connections.
     equivalent(
@@ -613,7 +618,7 @@ const MUTATIONS: &[Mutation] = &[
     mutation(LAST_HOP, "a packet's last hop counts", PROGRAM, "packet.hops <= 1 || ", ""),
     mutation(HEADERS, "a packet's last hop but one does not count", PROGRAM, "packet.hops <= 1", "packet.hops <= 2"),
     mutation(LENGTH, "a packet from a pod may have any length", PROGRAM, " || longest(skb, &packet) > to->mtu)", ")"),
-    mutation(LENGTH, "a packet to a pod may have any length", PROGRAM, " || longest(skb, &packet) > at->mtu ||", " ||"),
+    mutation(LENGTH, "a packet to a pod may have any length", PROGRAM, " || longest(skb, &packet) > at->mtu)", ")"),
     mutation(
         LENGTH,
         "a long segment is measured as a whole",
@@ -660,8 +665,32 @@ const MUTATIONS: &[Mutation] = &[
         OF_ENTRY,
         "the node's packets to another pod come here",
         PROGRAM,
-        " || connection.to != skb->ifindex)",
-        ")",
+        " || connection.to != skb->ifindex ||",
+        " ||",
+    ),
+    mutation(
+        OF_STACK,
+        "what the node itself sends opens a connection",
+        PROGRAM,
+        "origin->at != BY_NODE && skb->ingress_ifindex, &connection",
+        "1, &connection",
+    ),
+    equivalent(
+        "frames of a test have a socket where they have no interface; the kernel itself sends without either",
+        mutation(
+            OF_STACK,
+            "what has not entered the node opens a connection",
+            PROGRAM,
+            "origin->at != BY_NODE && skb->ingress_ifindex, &connection",
+            "origin->at != BY_NODE, &connection",
+        ),
+    ),
+    mutation(
+        OF_STACK,
+        "nothing from the stack opens a connection",
+        PROGRAM,
+        "origin->at != BY_NODE && skb->ingress_ifindex, &connection",
+        "0, &connection",
     ),
     // How it leaves.
     mutation(
@@ -682,14 +711,14 @@ const MUTATIONS: &[Mutation] = &[
         NEXT_FLOW,
         "an IPv4 packet leaves with the next connection's addresses",
         PROGRAM,
-        "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 2);\n\tif (control_of(connection->leaving) != connection->leaving_control)\n\t\treturn ENDED;",
+        "change = write_flow(leaving, connection->leaving_direction, head.addresses[0], head.addresses[1], head.ports, 2);\n\tif (control_of(leaving) != connection->leaving_control)\n\t\treturn ENDED;",
         "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 2);",
     ),
     mutation(
         NEXT_FLOW,
         "an IPv6 packet leaves with the next connection's addresses",
         PROGRAM,
-        "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 8);\n\tif (control_of(connection->leaving) != connection->leaving_control)\n\t\treturn ENDED;",
+        "change = write_flow(leaving, connection->leaving_direction, head.addresses[0], head.addresses[1], head.ports, 8);\n\tif (control_of(leaving) != connection->leaving_control)\n\t\treturn ENDED;",
         "change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 8);",
     ),
     mutation(
@@ -799,21 +828,21 @@ const MUTATIONS: &[Mutation] = &[
         OF_REPEATED,
         "an answer for the other end counts",
         REPEAT,
-        "VERDICT_ORIGINAL(found->verdict) == direction &&\n",
+        "VERDICT_ORIGINAL(answered->verdict) == direction &&\n",
         "1 &&\n",
     ),
     mutation(
         OF_REPEATED,
         "an answer for another interface counts",
         REPEAT,
-        "END(found->path, direction) == at &&\n",
-        "(END(found->path, direction) == at || at) &&\n",
+        "END(answered->path, direction) == at &&\n",
+        "(END(answered->path, direction) == at || at) &&\n",
     ),
     mutation(
         OF_REPEATED,
         "an answer of an older epoch counts",
         REPEAT,
-        " &&\n\t\t       (__s32)(VERDICT_EPOCH(found->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;",
+        " &&\n\t\t       (__s32)(VERDICT_EPOCH(answered->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;",
         ";",
     ),
     mutation(
@@ -827,8 +856,8 @@ const MUTATIONS: &[Mutation] = &[
         FLOOD,
         "credit has no end",
         REPEAT,
-        "if (*(volatile __s64 *)&credit->left <= 0)\n\t\treturn 0;\n\tif ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)",
-        "if (1)",
+        "*(volatile __s64 *)&credit->left <= 0)\n\t\treturn 0;\n\tif ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)",
+        "0)\n\t\treturn 0;\n\tif (1)",
     ),
     equivalent(
         "the exchange finds that there is none; to read it first saves locked instructions",
@@ -836,25 +865,31 @@ const MUTATIONS: &[Mutation] = &[
             FLOOD,
             "credit is not read before it is taken",
             REPEAT,
-            "if (*(volatile __s64 *)&credit->left <= 0)\n\t\treturn 0;\n",
-            "",
+            " || *(volatile __s64 *)&credit->left <= 0)",
+            ")",
         ),
     ),
     mutation(
         FULL,
         "credit that was not used is lost",
         REPEAT,
-        "if (slot == NO_SLOT || !find_parts(slot, &place)) {\n\t\t__sync_fetch_and_add(&credit->left, 1);\n",
-        "if (slot == NO_SLOT || !find_parts(slot, &place)) {\n",
+        "if (slot == NO_SLOT)\n\t\tgive_back(table, what);\n",
+        "",
     ),
     mutation(
         WRITTEN,
         "the owner is not written",
         REPEAT,
-        "packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT",
-        "packet->name",
+        "entry->name = packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT",
+        "entry->name = packet->name",
     ),
-    mutation(WRITTEN, "the direction is not written", REPEAT, "UDP_UNREPLIED | direction << 5 | ", "UDP_UNREPLIED | "),
+    mutation(
+        WRITTEN,
+        "the direction is not written",
+        REPEAT,
+        "UDP_UNREPLIED | (packet->direction & 1) << 5 | ",
+        "UDP_UNREPLIED | ",
+    ),
     mutation(
         WRITTEN,
         "the epoch has fewer bits",
@@ -880,7 +915,7 @@ const MUTATIONS: &[Mutation] = &[
         WRITTEN,
         "a datagram's time is not written",
         REPEAT,
-        "entry->tracking[0] = what->now;",
+        "entry->tracking[0] = now;",
         "entry->tracking[0] = 0;",
     ),
     mutation(
@@ -897,16 +932,6 @@ const MUTATIONS: &[Mutation] = &[
         REPEAT,
         "((slot) | GENERATION(control) << 32 | ",
         "((slot) | ",
-    ),
-    equivalent(
-        "the entry is found once more when the new one is published; to ask before saves writing one",
-        mutation(
-            ENDED,
-            "an ended connection with the same ports does not count",
-            LOOKUP,
-            "if (packet->flags == OPENING_SYN)\n\t\treturn 0;",
-            "if (packet->flags == OPENING_SYN)\n\t\treturn UNKNOWN;",
-        ),
     ),
 ];
 
@@ -1023,7 +1048,7 @@ fn every_mutated_part_of_the_programs_occurs_exactly_once() {
         let text = fs::read_to_string(sources().join(mutation.file)).expect("a file of the project");
         text.matches(mutation.from).count() == 1
     };
-    let others = MUTATIONS.iter().filter(|mutation| !occurs_once(mutation));
+    let others = mutations().filter(|mutation| !occurs_once(mutation));
     let others: Vec<_> = others.map(|mutation| (mutation.breaks, mutation.from)).collect();
     assert!(others.is_empty(), "{others:#?}");
 }
@@ -1040,10 +1065,9 @@ fn the_tests_fail_for_each_broken_condition_of_the_programs() {
     let unbroken = run(&source.compile("the unbroken programs"), &[]);
     assert!(matches!(unbroken, Outcome::Passed), "the tests fail for the unbroken programs");
     let wanted = std::env::var("PENSTOCK_MUTATION").unwrap_or_default();
-    let mutations =
-        MUTATIONS.iter().filter(|of| of.equivalent.is_none() && (of.breaks.contains(&wanted) || of.file == wanted));
+    let is_wanted = |of: &&Mutation| of.equivalent.is_none() && (of.breaks.contains(&wanted) || of.file == wanted);
     let mut missed = Vec::new();
-    for mutation in mutations {
+    for mutation in mutations().filter(is_wanted) {
         source.restore();
         source.apply(mutation);
         let object = source.compile(mutation.breaks);
@@ -1055,7 +1079,7 @@ fn the_tests_fail_for_each_broken_condition_of_the_programs() {
             }
         }
     }
-    for mutation in MUTATIONS {
+    for mutation in mutations() {
         if let Some(reason) = mutation.equivalent {
             println!("not run {}: {reason}", mutation.breaks);
         }

@@ -6,7 +6,7 @@ use super::{Node, in_namespace};
 
 /// Instructions that the kernel verifies of a program, counted on each of its paths. At a million it refuses the program
 /// (BPF_COMPLEXITY_LIMIT_INSNS in include/linux/bpf.h), and a version of the kernel may follow several times as many paths as another.
-const MOST: u64 = 200_000;
+const MOST: u64 = 120_000;
 
 /// Of each program that this process has open: fdinfo shows it since Linux 5.16.
 fn verified_instructions() -> Vec<u64> {

@@ -42,7 +42,7 @@ struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 1); __uint(map_fl
 #define IS_WRITTEN(control) (STATE(control) > 1)
 #define FREED(control) (GENERATION(control) << 53)
 #define CLAIMED_ANEW(free) (((GENERATION(free) + 1) & 0x3ff) << 53 | CLAIMED)
-enum { FREE = 0, CLAIMED = 1, UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_SENT = 2, TCP_SYN_RECEIVED = 4, TCP_ESTABLISHED = 5, FRONTEND = 15 };
+enum { FREE = 0, CLAIMED = 1, UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 4, TCP_SYN_SENT = 2, TCP_SYN_RECEIVED = 4, TCP_ESTABLISHED = 5, TCP_TIME_WAIT = 10, TCP_CLOSE = 11, FRONTEND = 15 };
 
 /* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 or BY_NODE for the node's stack; whether a program has
  * forwarded the answer to a SYN or a datagram, the end of the handshake, and in which directions a FIN; in which directions packets take
@@ -157,6 +157,14 @@ static __always_inline int is_recent(__u32 tick, __u32 now, __u32 timeout)
 	const __u32 age = (now - tick) & TICK_MASK;
 
 	return age <= timeout || age > TICK_MASK - (1 << 16); /* slightly ahead of this CPU's clock */
+}
+
+/* Whether a worker or a program has forwarded a packet of a connection within this time. */
+static __always_inline int is_used(const struct kernel_use *use, __u64 control, __u32 now, __u32 timeout)
+{
+	const __u32 one = use->used[0] & TICK_MASK, other = use->used[1] & TICK_MASK;
+
+	return is_recent(TICK(control), now, timeout) || (one && is_recent(one, now, timeout)) || (other && is_recent(other, now, timeout));
 }
 
 /* The state of a connection, after what programs have noted in its path. */
@@ -345,11 +353,11 @@ static __always_inline int read_packet(struct __sk_buff *skb, struct packet *pac
 	return 1;
 }
 
-struct connection { /* of a packet that needs no worker */
-	struct kernel_use *use;
-	__u64 control; /* of the entry with state and verdict */
-	const struct entry *leaving; /* of a translated connection: the packet leaves with this entry's key, otherwise 0 */
+struct connection { /* of a packet. Slots, not addresses: these would be numbers behind a function that is verified by itself */
+	__u64 control;           /* of the entry with state and verdict */
 	__u64 leaving_control;
+	__u32 slot;              /* of that entry; NO_SLOT: there is none */
+	__u32 leaving;           /* of a translated connection: the packet leaves with the key in this slot, otherwise NO_SLOT */
 	__u32 leaving_direction; /* in which direction of that key */
 	__u32 to;                /* the interface of the other end, 0: the node's stack */
 	__u32 now;               /* in ticks */
@@ -368,14 +376,16 @@ static __always_inline __u32 turn(const struct table *table, struct packet *pack
 {
 	const __u64 control = found->control, link = link_of(table, slot);
 	const __u32 other = link, is_of_client = STATE(control) == FRONTEND;
+	const struct entry *entry;
 	__u64 leaving;
 
 	if (other >= table->groups * LANES || link_of(table, other) != LINK_TO(slot, control))
 		return NO_SLOT;
-	found->leaving = entry_at(other);
-	if (!found->leaving)
+	entry = entry_at(other);
+	if (!entry)
 		return NO_SLOT;
-	found->leaving_control = leaving = control_of(found->leaving);
+	found->leaving = other;
+	found->leaving_control = leaving = control_of(entry);
 	if (link != LINK_TO(other, leaving) || !(leaving & TRANSLATION) || !IS_WRITTEN(leaving) || (control | leaving) & TENTATIVE ||
 	    is_of_client == (STATE(leaving) == FRONTEND))
 		return NO_SLOT;
@@ -408,8 +418,6 @@ static __always_inline __u32 find(const struct table *table, const struct packet
 	return find_in(other, tag, packet, except, control);
 }
 
-enum { ESTABLISHED = 1, UNKNOWN = 2 }; /* otherwise the packet is for a worker */
-
 /* Whether a packet that came from `at` may take this direction of a path. */
 static __always_inline int comes_from(__u64 path, __u32 direction, __u32 at)
 {
@@ -426,29 +434,30 @@ static __always_inline __u32 leads_to(__u64 path, __u32 direction)
 	return end == BY_NODE ? 0 : end;
 }
 
-/* ESTABLISHED: a packet needs no worker. Its connection is allowed under the present epoch, and a worker has sent a packet of this
+/* Whether a packet needs no worker: its connection is allowed under the present epoch, and a worker has sent a packet of this
  * direction on from this interface, or knows that it would; from the node's stack `at` is BY_NODE, or 0 for what the stack forwards as it
- * came. UNKNOWN: it has no connection. Not inlined: all frames of a program's calls have 512 bytes of stack. */
-static __noinline int look_up(struct packet *packet, __u32 at, struct connection *found)
+ * came. Otherwise `found` has the entry with its key, whatever that is.
+ *
+ * Not static: the kernel verifies such a function once, and by itself, and not for each kind of headers that a packet may have; nor what
+ * comes after it for each place in which a connection may be. */
+__noinline int look_up(struct packet *packet, __u32 at, struct connection *found)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 	const struct entry *entry;
-	__u32 epoch, slot, kind, timeout, direction, state;
+	__u32 epoch, slot, kind, direction, state;
 	__u64 before, path, noted;
 	struct kernel_use *use;
 
-	if (!table)
+	if (!table || !packet || !found) /* never */
 		return 0;
 	epoch = *(const volatile __u32 *)&table->epoch;
-	slot = find(table, packet, NO_SLOT, &before);
-	if (slot == NO_SLOT)
-		return UNKNOWN;
-	if (packet->flags == OPENING_SYN)
+	found->slot = slot = find(table, packet, NO_SLOT, &found->control);
+	if (slot == NO_SLOT || packet->flags == OPENING_SYN)
 		return 0;
 	entry = entry_at(slot);
-	found->control = before;
-	found->leaving = 0;
+	before = found->control;
+	found->leaving = NO_SLOT;
 	if (before & TRANSLATION)
 		slot = turn(table, packet, slot, found);
 	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
@@ -467,15 +476,10 @@ static __noinline int look_up(struct packet *packet, __u32 at, struct connection
 	state = state_of(packet, found->control, path);
 	if (!is_certain(packet, slot, found->control, state, found->now, &kind) || kind > 4)
 		return 0;
-	found->use = use;
+	found->slot = slot;
 	found->to = leads_to(path, direction);
-	timeout = table->timeouts[kind];
-	if (!is_recent(TICK(found->control), found->now, timeout)) {
-		const __u32 one = use->used[0] & TICK_MASK, other = use->used[1] & TICK_MASK;
-
-		if (!(one && is_recent(one, found->now, timeout)) && !(other && is_recent(other, found->now, timeout)))
-			return 0;
-	}
+	if (!is_used(use, found->control, found->now, table->timeouts[kind]))
+		return 0;
 	/* Nothing of what was read belongs to another connection or verdict. */
 	if (control_of(entry) != before)
 		return 0;
@@ -488,8 +492,11 @@ static __noinline int look_up(struct packet *packet, __u32 at, struct connection
 
 static __always_inline void count_use(const struct packet *packet, const struct connection *found, __u32 packets)
 {
-	const __u32 direction = packet->direction & 1;
+	const __u32 direction = packet->direction & 1, slot = found->slot;
+	struct kernel_use *use = bpf_map_lookup_elem(&ct_uses, &slot);
 
-	found->use->packets[direction] += packets;
-	found->use->used[direction] = ((found->use->used[direction] >> 22) + packet->length) << 22 | (found->now ? found->now : 1);
+	if (!use) /* never */
+		return;
+	use->packets[direction] += packets;
+	use->used[direction] = ((use->used[direction] >> 22) + packet->length) << 22 | (found->now ? found->now : 1);
 }

@@ -225,8 +225,9 @@ static __always_inline int count(__u32 interface, __u32 outcome, int action)
 }
 
 /* Which worker: that of this CPU, which wakes no other core; or the same for both directions of a connection. A later fragment may meet
- * another worker than the first: workers share what they know of fragments, too. */
-static __always_inline __u32 pair_of(struct __sk_buff *skb)
+ * another worker than the first: workers share what they know of fragments, too. Not inlined: all frames of a program's calls have 512 bytes of
+ * stack. */
+static __noinline __u32 pair_of(struct __sk_buff *skb)
 {
 	struct { union { struct iphdr ip4; struct ipv6hdr ip6; }; } head = {};
 	__u32 ports = 0, sum, offset, index = bpf_get_smp_processor_id();
@@ -403,11 +404,10 @@ static __always_inline __u32 write_address(__be16 *to, const __u64 *address, con
 struct change { __u32 addresses, ports; };
 
 /* Writes the flow that a packet of a translated connection leaves with. */
-static __always_inline struct change write_flow(const struct connection *connection, __be16 *from, __be16 *to, __be16 *ports,
+static __always_inline struct change write_flow(const struct entry *entry, __u32 direction, __be16 *from, __be16 *to, __be16 *ports,
 						const __u32 words)
 {
-	const struct entry *entry = connection->leaving;
-	const __u32 from_higher = connection->leaving_direction & 1;
+	const __u32 from_higher = direction & 1;
 	const __u64 name = entry->name;
 	struct change change;
 
@@ -434,14 +434,15 @@ enum { ENDED = 1 }; /* meanwhile: the packet is for a worker */
 static __noinline int translate_v4(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
 				   const struct interface *to)
 {
+	const struct entry *leaving = entry_at(connection->leaving);
 	struct head_v4 head;
 	struct change change;
 	__u32 sum = 0, i;
 
-	if (bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
+	if (!leaving || bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
 		return -1;
-	change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 2);
-	if (control_of(connection->leaving) != connection->leaving_control)
+	change = write_flow(leaving, connection->leaving_direction, head.addresses[0], head.addresses[1], head.ports, 2);
+	if (control_of(leaving) != connection->leaving_control)
 		return ENDED;
 	if (to) {
 		head.to = to->pod;
@@ -460,13 +461,14 @@ static __noinline int translate_v4(struct __sk_buff *skb, const struct packet *p
 static __noinline int translate_v6(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
 				   const struct interface *to)
 {
+	const struct entry *leaving = entry_at(connection->leaving);
 	struct head_v6 head;
 	struct change change;
 
-	if (bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
+	if (!leaving || bpf_skb_load_bytes(skb, 0, &head, sizeof(head)))
 		return -1;
-	change = write_flow(connection, head.addresses[0], head.addresses[1], head.ports, 8);
-	if (control_of(connection->leaving) != connection->leaving_control)
+	change = write_flow(leaving, connection->leaving_direction, head.addresses[0], head.addresses[1], head.ports, 8);
+	if (control_of(leaving) != connection->leaving_control)
 		return ENDED;
 	if (to) {
 		head.to = to->pod;
@@ -481,7 +483,7 @@ static __noinline int translate_v6(struct __sk_buff *skb, const struct packet *p
 static __always_inline int rewrite_for(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
 				       const struct interface *to)
 {
-	if (!connection->leaving)
+	if (connection->leaving == NO_SLOT)
 		return to ? rewrite(skb, packet, to) : 0;
 	return packet->is_v4 ? translate_v4(skb, packet, connection, to) : translate_v6(skb, packet, connection, to);
 }
@@ -525,18 +527,16 @@ static __always_inline int has_passed(struct __sk_buff *skb)
 static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct interface *at)
 {
 	const struct interface *to = 0;
-	struct connection connection;
-	struct repeated repeated = {};
+	struct connection connection = {};
+	struct repeated repeated;
 	const struct ethhdr *eth;
 	struct packet packet;
-	int known, rewritten;
+	int way, rewritten;
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet))
 		return FOR_WORKER;
-	known = look_up(&packet, skb->ifindex, &connection);
-	if (known == UNKNOWN && find_answer(&packet, skb->ifindex, &repeated))
-		opens_by(&connection, &repeated);
-	else if (known != ESTABLISHED)
+	way = find_way(&packet, skb->ifindex, 1, &connection, &repeated);
+	if (!way)
 		return FOR_WORKER;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
@@ -550,7 +550,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 		    !is_mac(&at->pod, eth->h_source))
 			return FOR_WORKER;
 	}
-	if (known == UNKNOWN && !open_again(&packet, &repeated, &connection))
+	if (way == OPENS && !open_again(&packet, &repeated, &connection))
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, to);
 	if (rewritten)
@@ -565,15 +565,18 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 }
 
 /* The same for what the node's stack sends to the pod. Its addresses, and those of Services, are no evidence in what it forwards as it
- * came: any machine may send with them. */
+ * came: any machine may send with them. Of all else, what opens a connection is a worker's. */
 static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct interface *at, const struct origin *origin)
 {
-	struct connection connection;
+	struct connection connection = {};
+	struct repeated repeated;
 	struct packet packet;
-	int rewritten;
+	int way, rewritten;
 
-	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu ||
-	    look_up(&packet, origin->at, &connection) != ESTABLISHED || connection.to != skb->ifindex)
+	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu)
+		return FOR_WORKER;
+	way = find_way(&packet, origin->at, origin->at != BY_NODE && skb->ingress_ifindex, &connection, &repeated);
+	if (!way || connection.to != skb->ifindex || (way == OPENS && !open_again(&packet, &repeated, &connection)))
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, 0);
 	if (rewritten)
@@ -683,8 +686,8 @@ int to_pod(struct __sk_buff *skb)
 {
 	__u32 interface = skb->ifindex;
 	const struct interface *at = bpf_map_lookup_elem(&interfaces, &interface);
+	struct { __u8 protocol, hops; } ip6; /* of its header */
 	struct origin origin = {};
-	struct ipv6hdr ip6;
 	__u8 type;
 	int action;
 
@@ -696,8 +699,9 @@ int to_pod(struct __sk_buff *skb)
 	case bpf_htons(ETH_P_ARP):
 		return TC_ACT_UNSPEC;
 	case bpf_htons(ETH_P_IPV6): /* the kernel forwards no packet with hop limit 255 */
-		if (!bpf_skb_load_bytes(skb, ETH_HLEN, &ip6, sizeof(ip6)) && ip6.nexthdr == IPPROTO_ICMPV6 && ip6.hop_limit == 255 &&
-		    !bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(ip6), &type, sizeof(type)) && type >= 133 && type <= 137)
+		if (!bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, nexthdr), &ip6, sizeof(ip6)) &&
+		    ip6.protocol == IPPROTO_ICMPV6 && ip6.hops == 255 &&
+		    !bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(struct ipv6hdr), &type, sizeof(type)) && type >= 133 && type <= 137)
 			return TC_ACT_UNSPEC;
 		break;
 	case bpf_htons(ETH_P_IP):

@@ -322,11 +322,25 @@ static __always_inline int is_unchanged(const struct origin *origin)
 	       origin->ports.to == flow->ports.to;
 }
 
-/* Whether a packet without a socket has entered the node. The kernel loses the interface of datagrams that it has put together and cuts up
- * again. Without either it sends TCP resets of its own (nf_send_reset in net/ipv4/netfilter/nf_reject_ipv4.c). */
-static __always_inline int has_entered(const struct __sk_buff *skb, const struct origin *origin)
+/* Whether this is a TCP segment in one piece, right behind the IP header. */
+static __always_inline int is_whole_segment(struct __sk_buff *skb)
 {
-	return skb->ingress_ifindex || (origin->known && origin->flow.protocol != IPPROTO_TCP);
+	__u8 head[10];
+
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, head, sizeof(head)))
+		return 0;
+	if (head[0] >> 4 == 6)
+		return head[offsetof(struct ipv6hdr, nexthdr)] == IPPROTO_TCP;
+	return head[offsetof(struct iphdr, protocol)] == IPPROTO_TCP && !((head[6] & 0x3f) | head[7]);
+}
+
+/* Whether a packet without a socket has entered the node. Without interface and socket the kernel sends resets, and answers for TCP
+ * sockets that it no longer has (nf_send_reset in net/ipv4/netfilter/nf_reject_ipv4.c; tcp_v6_send_response in net/ipv6/tcp_ipv6.c before
+ * Linux 6.13). What it has put together and cuts up again loses its interface (ip_copy_metadata in net/ipv4/ip_output.c), but then is in
+ * pieces. */
+static __always_inline int has_entered(struct __sk_buff *skb)
+{
+	return skb->ingress_ifindex || !is_whole_segment(skb);
 }
 
 /* Whether it leaves with the source that it entered with. What is not tracked has met no rule that translates. */
@@ -344,13 +358,13 @@ enum { /* what workers are told of a packet of the node's stack: flags of its ta
 	UNTRANSLATED = 64,     /* forwarded with the source that it came with, as far as is known */
 };
 
-static __always_inline __u8 sender_of(const struct __sk_buff *skb, const struct origin *origin)
+static __always_inline __u8 sender_of(struct __sk_buff *skb, const struct origin *origin)
 {
 	if (is_local_output(skb))
 		return LOCAL_PROCESS;
 	if (note_origin(origin))
 		return SOURCE_TRANSLATED;
-	if (!has_entered(skb, origin))
+	if (!has_entered(skb))
 		return 0;
 	return is_unchanged(origin) ? UNCHANGED : is_untranslated(origin) ? UNTRANSLATED : 0;
 }

@@ -365,7 +365,8 @@ fn random_frames_arrive_only_where_policy_allows_their_sender() {
     }
 }
 
-/// `FUZZ_SECONDS` makes it longer, and `FUZZ_ONLY` takes only settings whose description has this text.
+/// `FUZZ_SECONDS` makes it longer, `FUZZ_ONLY` takes only settings whose description has this text, and `FUZZ_SEED` repeats what a failure
+/// has printed.
 #[test]
 #[ignore = "takes a minute; make test-long runs it"]
 fn random_frames_for_a_minute_arrive_only_where_policy_allows() {
@@ -373,8 +374,9 @@ fn random_frames_for_a_minute_arrive_only_where_policy_allows() {
     let only = std::env::var("FUZZ_ONLY").unwrap_or_default();
     let all: Vec<Setting> = settings().into_iter().filter(|setting| format!("{setting:?}").contains(&only)).collect();
     let each = Duration::from_secs(seconds) / all.len() as u32;
+    let seed = std::env::var("FUZZ_SEED").ok().map(|text| text.parse().expect("FUZZ_SEED is a number"));
     let mut random: SmallRng = SmallRng::from_os_rng();
     for setting in all.choose_multiple(&mut random, all.len()).copied().collect::<Vec<_>>() {
-        fuzz(setting, random.random(), &Length::Until(Instant::now() + each));
+        fuzz(setting, seed.unwrap_or_else(|| random.random()), &Length::Until(Instant::now() + each));
     }
 }

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use penstock_admin::types;
 use penstock_dataplane::Epoch;
-use penstock_dataplane::conntrack::ConnectionInfo;
+use penstock_dataplane::conntrack::{ConnectionInfo, OwnerId};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::names::NameCounts;
 use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths};
@@ -203,7 +203,8 @@ impl DaemonView<'_> {
     }
 
     fn connections_of(&self, port: PortId) -> u32 {
-        self.dataplane.connections().len_of(penstock_dataplane::conntrack::OwnerId(port.0))
+        let owners = [OwnerId::opens(port.0), OwnerId::opened_to(port.0)];
+        owners.map(|owner| self.dataplane.connections().len_of(owner)).iter().sum()
     }
 
     /// The data for a connection list.

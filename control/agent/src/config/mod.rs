@@ -429,7 +429,7 @@ pub struct Conntrack {
     /// Connections that the table holds, allocated at start: about 82 bytes each, 118 where programs forward packets too.
     #[schemars(range(min = MIN_CONNECTIONS))]
     pub entries: u32,
-    /// Maximum connections of one pod. Default: a quarter of `entries`.
+    /// Maximum connections that one pod opens, and as many that others open to it. Default: a quarter of `entries`.
     pub quota: Option<u32>,
     /// When a mid-stream TCP segment may open a connection that policy allows: `"always"`, `"0s"` for never, or a time after a
     /// start that found no table.
@@ -510,6 +510,7 @@ pub enum OnRevoke {
 #[serde(deny_unknown_fields, default)]
 pub struct Deny {
     /// The answer to a packet of a pod or a node that policy does not let open a connection. Machines outside the cluster get none.
+    /// A policy says otherwise for what it denies by the annotation `policy.penstock.dev/deny-answer`.
     pub answer: DenyAnswer,
 }
 

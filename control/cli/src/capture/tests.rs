@@ -105,6 +105,7 @@ fn cluster_policy(numbers: &mut Numbers, name: u64) -> Object {
         ingress,
         egress,
         staging: Staging::InForce,
+        notes: Default::default(),
     })
 }
 
@@ -119,6 +120,7 @@ fn network_policy(numbers: &mut Numbers, name: u64) -> Object {
         ingress: is_ingress.then(|| vec![rule.clone()]),
         egress: (!is_ingress).then(|| vec![rule]),
         staging: Staging::InForce,
+        notes: Default::default(),
     })
 }
 
@@ -530,6 +532,7 @@ fn write_example(directory: &Path) {
             ingress: Some(vec![rule]),
             egress: None,
             staging: Staging::InForce,
+            notes: Default::default(),
         })
     };
     let mut objects = cluster();

@@ -276,6 +276,7 @@ mod tests {
                 ingress: Some(vec![from]),
                 egress: None,
                 staging: Staging::InForce,
+                notes: Default::default(),
             }));
             for (app, replica) in (0..WORKLOADS).flat_map(|app| (0..REPLICAS).map(move |replica| (app, replica))) {
                 let mut labels = labels(app);

@@ -8,7 +8,7 @@ use penstock_dataplane::policy::{Direction, RuleAction, RuleName};
 use siphasher::sip::SipHasher13;
 
 use crate::describe;
-use crate::model::{ClusterNetworkPolicy, ClusterRule, ClusterTier, NetworkPolicy, ObjectKey, Peer, Rule};
+use crate::model::{ClusterNetworkPolicy, ClusterRule, ClusterTier, NetworkPolicy, ObjectKey, Peer, PolicyNotes, Rule};
 
 /// A rule of a policy.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -154,6 +154,14 @@ impl RuleSource {
     /// Its action on the flows that it matches.
     pub fn action(&self) -> RuleAction {
         self.cluster_rule().map_or(RuleAction::Accept, |rule| rule.action)
+    }
+
+    /// What its policy wants said of what it decides.
+    pub fn notes(&self) -> PolicyNotes {
+        match &self.policy {
+            SourcePolicy::Network(policy) => policy.notes,
+            SourcePolicy::Cluster(policy) => policy.notes,
+        }
     }
 
     /// The namespace of the policy; none for a ClusterNetworkPolicy.

@@ -363,6 +363,7 @@ fn policy(
         pod_selector: own.selector.clone(),
         isolates: true,
         staging: Staging::InForce,
+        notes: Default::default(),
         ingress: Some(to_rules(&ingress)),
         egress: Some(to_rules(&egress)),
     };

@@ -6,7 +6,7 @@ use penstock_dataplane::names::NamePattern;
 use penstock_dataplane::policy::RuleAction;
 use serde::{Deserialize, Serialize};
 
-use super::{Rule, Selector, Staging};
+use super::{PolicyNotes, Rule, Selector, Staging};
 
 /// A ClusterNetworkPolicy.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -26,6 +26,9 @@ pub struct ClusterNetworkPolicy {
     /// Whether it is in effect, or staged.
     #[serde(default, skip_serializing_if = "Staging::is_in_force")]
     pub staging: Staging,
+    /// What it wants said of what it decides.
+    #[serde(default, skip_serializing_if = "PolicyNotes::is_empty")]
+    pub notes: PolicyNotes,
 }
 
 /// The tier of a ClusterNetworkPolicy.

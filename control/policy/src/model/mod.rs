@@ -4,6 +4,7 @@
 //! values it needs. The conversion from the API's types reports errors with their field.
 
 mod cluster_policy;
+mod notes;
 mod service;
 mod staging;
 
@@ -15,6 +16,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 pub use cluster_policy::{ClusterNetworkPolicy, ClusterRule, ClusterTier, DomainPattern, Subject};
+pub use notes::{DenyAnswer, PolicyLog, PolicyNotes};
 pub use penstock_dataplane::policy::RuleAction;
 pub use service::{AddressFamily, EndpointPort, EndpointSlice, Service, ServiceEndpoint, ServicePort, TargetPort};
 pub use staging::Staging;
@@ -168,6 +170,9 @@ pub struct NetworkPolicy {
     /// Whether it is in effect, or staged.
     #[serde(default, skip_serializing_if = "Staging::is_in_force")]
     pub staging: Staging,
+    /// What it wants said of what it decides.
+    #[serde(default, skip_serializing_if = "PolicyNotes::is_empty")]
+    pub notes: PolicyNotes,
 }
 
 /// One rule: matches a flow if a peer *and* a port match. A NetworkPolicy's rule allows what it matches.

@@ -145,6 +145,7 @@ pub(crate) fn policy(name: &str, pods: &str, ingress: Option<Vec<Rule>>, egress:
         ingress,
         egress,
         staging: Staging::InForce,
+        notes: Default::default(),
     })
 }
 
@@ -164,6 +165,7 @@ pub(crate) fn cluster_policy(which: &str, pods: &str, ingress: Vec<ClusterRule>,
         ingress,
         egress,
         staging: Staging::InForce,
+        notes: Default::default(),
     })
 }
 

@@ -14,6 +14,7 @@ mod limits;
 mod naive;
 mod names;
 mod nft;
+mod notes;
 mod random;
 mod services;
 mod staged;

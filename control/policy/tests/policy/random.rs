@@ -169,6 +169,7 @@ fn some_cluster_policy() -> impl Strategy<Value = Object> {
                 ingress,
                 egress,
                 staging: Staging::InForce,
+                notes: Default::default(),
             })
         },
     )
@@ -225,6 +226,7 @@ fn some_object() -> impl Strategy<Value = Object> {
                 ingress,
                 egress,
                 staging: Staging::InForce,
+                notes: Default::default(),
             })
         });
     let of_namespace =

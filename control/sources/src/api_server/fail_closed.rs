@@ -9,7 +9,7 @@ use k8s_openapi::api::networking::v1::{
     NetworkPolicy, NetworkPolicyEgressRule, NetworkPolicyIngressRule, NetworkPolicySpec,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, ObjectMeta};
-use penstock_policy::model::{self, Object, Rule, Selector, Staging};
+use penstock_policy::model::{self, Object, PolicyNotes, Rule, Selector, Staging};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -57,22 +57,27 @@ pub(super) fn staged(metadata: &ObjectMeta, interpretation: Interpretation) -> I
         Ok(staging) => (staging, None),
         Err(wrong) => (Staging::InForce, Some(format!("{wrong}; until this is fixed the policy is in force"))),
     };
+    let (notes, wrong_notes) = match convert::notes(metadata) {
+        Ok(notes) => (notes, None),
+        Err(wrong) => (PolicyNotes::default(), Some(format!("{wrong}; until this is fixed none of these counts"))),
+    };
+    let wrong: Vec<String> = wrong.into_iter().chain(wrong_notes).collect();
     let set = |mut object: Object| {
         match &mut object {
-            Object::NetworkPolicy(policy) => policy.staging = staging,
-            Object::ClusterNetworkPolicy(policy) => policy.staging = staging,
+            Object::NetworkPolicy(policy) => (policy.staging, policy.notes) = (staging, notes),
+            Object::ClusterNetworkPolicy(policy) => (policy.staging, policy.notes) = (staging, notes),
             _ => {}
         }
         object
     };
-    match (interpretation, wrong) {
-        (Interpretation::Full(object), None) => Interpretation::Full(set(object)),
-        (Interpretation::Full(object), Some(problem)) => Interpretation::Restricted { object: set(object), problem },
-        (Interpretation::Restricted { object, problem }, wrong) => {
+    match interpretation {
+        Interpretation::Full(object) if wrong.is_empty() => Interpretation::Full(set(object)),
+        Interpretation::Full(object) => Interpretation::Restricted { object: set(object), problem: wrong.join("; ") },
+        Interpretation::Restricted { object, problem } => {
             let problems: Vec<String> = wrong.into_iter().chain([problem]).collect();
             Interpretation::Restricted { object: set(object), problem: problems.join("; ") }
         }
-        (unread @ (Interpretation::Kept { .. } | Interpretation::Unusable { .. }), _) => unread,
+        unread @ (Interpretation::Kept { .. } | Interpretation::Unusable { .. }) => unread,
     }
 }
 
@@ -224,6 +229,9 @@ mod tests {
             ("staged", "true", &with_wrong_field, Staging::New, Some("spec.ingress[0].form")),
             ("staged", "yes", &with_wrong_field, Staging::InForce, Some("is in force; spec.ingress[0].form")),
             ("staged", "true", &ordered, Staging::New, None),
+            ("log", "denied", &ordered, Staging::InForce, None),
+            ("log", "dropped", &ordered, Staging::InForce, Some("use denied, allowed or all")),
+            ("deny-answer", "rst", &rules, Staging::InForce, Some("use none or reject; until this is fixed")),
             ("staged", "1", &ordered, Staging::InForce, Some("until this is fixed the policy is in force")),
         ] {
             let metadata = annotated(name, value);

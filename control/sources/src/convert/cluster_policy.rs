@@ -176,6 +176,7 @@ pub fn cluster_network_policy(
         ingress,
         egress,
         staging: super::staging(&policy.metadata)?,
+        notes: super::notes(&policy.metadata)?,
     })
 }
 

@@ -197,8 +197,16 @@ pub enum FieldProblem {
     #[error("{0:?} is neither \"true\" nor \"false\": write \"true\", or remove it")]
     Flag(String),
     /// An annotation for policies that does not exist.
-    #[error("is not an annotation that this version knows: use staged, staged-for or staged-delete, or remove it")]
+    #[error(
+        "is not an annotation that this version knows: use staged, staged-for, staged-delete, log or deny-answer, or remove it"
+    )]
     PolicyAnnotation,
+    /// What of a policy is logged.
+    #[error("{0:?} is not what of a policy is logged: use denied, allowed or all")]
+    PolicyLog(String),
+    /// The answer to what a policy denies.
+    #[error("{0:?} is not an answer to what a policy denies: use none or reject")]
+    DenyAnswer(String),
     /// A policy that is staged for itself.
     #[error("{0:?} is the policy itself: give the staged policy another name, or use staged or staged-delete")]
     StagedForItself(String),

@@ -8,6 +8,7 @@ mod cluster;
 mod cluster_policy;
 mod field_error;
 mod names;
+mod notes;
 mod path;
 mod policy;
 mod port;
@@ -26,6 +27,7 @@ pub(crate) use cluster_policy::{
 };
 pub use field_error::{FieldError, FieldProblem};
 pub use names::is_label_key;
+pub(crate) use notes::notes;
 pub use path::{FieldPath, FieldPathRef, PathElement};
 pub use policy::network_policy;
 pub use service::{endpoint_slice, service};

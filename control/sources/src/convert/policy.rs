@@ -34,6 +34,7 @@ pub fn network_policy(policy: &NetworkPolicy) -> Result<model::NetworkPolicy, Fi
         ingress: isolates_ingress.then_some(ingress),
         egress: isolates_egress.then_some(egress),
         staging: super::staging(&policy.metadata)?,
+        notes: super::notes(&policy.metadata)?,
     })
 }
 

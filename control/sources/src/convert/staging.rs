@@ -3,7 +3,7 @@
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use penstock_policy::model::Staging;
 
-use super::{FieldError, FieldPathRef, FieldProblem, names};
+use super::{FieldError, FieldPathRef, FieldProblem, names, notes};
 
 /// The prefix of the annotations that this version reads on policies. Under it an annotation that it does not know is an
 /// error: a misspelt one would leave in effect what its author believes to be staged.
@@ -33,6 +33,7 @@ pub(crate) fn staging(meta: &ObjectMeta) -> Result<Staging, FieldError> {
                 }
                 target = Some(value.clone());
             }
+            notes::LOG | notes::DENY_ANSWER => {}
             _ => return Err(invalid(FieldProblem::PolicyAnnotation)),
         }
     }

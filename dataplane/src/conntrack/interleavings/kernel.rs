@@ -363,30 +363,57 @@ fn a_connection_that_was_kept_is_never_forwarded_under_an_epoch_that_denies_it()
 fn open_by_program(table: &ConnTable, flow: &Flow) -> bool {
     let hashed = table.prepare(flow);
     let group = hash::home(hashed.hash, table.groups);
-    let give_back = || table.count_less(OwnerId(1), 1);
     let lane = bits(table.tags(group).free_lanes()).next();
-    let claimed = lane.and_then(|lane| Some((lane, table.entry(group * LANES + lane).claim()?)));
-    let Some((lane, claimed)) = claimed else {
-        give_back();
-        return false;
+    let claimed = lane.and_then(|lane| Some((group * LANES + lane, table.entry(group * LANES + lane).claim()?)));
+    match claimed {
+        Some(claimed) => publish_by_program(table, &hashed, claimed, NOW),
+        None => {
+            give_back(table);
+            false
+        }
+    }
+}
+
+/// The same in the entry of a connection that has ended, if there is one: it stays counted, and is taken without credit.
+fn reopen_by_program(table: &ConnTable, flow: &Flow, now: Timestamp) -> bool {
+    let hashed = table.prepare(flow);
+    let ended = |&(slot, control): &(u32, ControlWord)| {
+        let is_closed = control.is_in(TcpState::Close as u8) && hashed.protocol() == Protocol::TCP;
+        control.is_live() && (is_closed || table.is_expired(hashed.protocol(), (slot, control), now.tick()))
     };
-    let (slot, epoch) = (group * LANES + lane, EpochTag::of(Epoch(1)));
-    let candidate = ControlWord::tentative(claimed, State::Unreplied.code(), hashed.orientation, epoch, NOW.tick());
-    table.publish((slot, candidate), &hashed, EntryContents { owner: OwnerId(1), tracking: [0, 0] });
+    let Some((slot, control)) = table.written(&hashed).find(ended) else { return false };
+    let claimed = control.claimed_anew();
+    table.entry(slot).exchange(control, claimed).is_ok() && publish_by_program(table, &hashed, (slot, claimed), now)
+}
+
+/// What a program gives back counts as its owner's credit, which is no connection.
+fn give_back(table: &ConnTable) {
+    table.count_less(OwnerId(1), 1);
+}
+
+fn publish_by_program(
+    table: &ConnTable,
+    hashed: &PreparedFlow,
+    (slot, claimed): (u32, ControlWord),
+    now: Timestamp,
+) -> bool {
+    let epoch = EpochTag::of(Epoch(1));
+    let candidate = ControlWord::tentative(claimed, State::Unreplied.code(), hashed.orientation, epoch, now.tick());
+    table.publish((slot, candidate), hashed, EntryContents { owner: OwnerId(1), tracking: [0, 0] });
     fence(TableOrdering::SeqCst);
     let entry = table.entry(slot);
-    if table.written(&hashed).any(|(other, _)| other != slot) {
+    if table.written(hashed).any(|(other, _)| other != slot) {
         if entry.exchange(candidate, candidate.claimed()).is_ok() {
-            table.tags(group).clear(lane);
+            table.tags(slot / LANES).clear(slot % LANES);
             entry.free(candidate.claimed());
-            give_back();
+            give_back(table);
         }
         return false;
     }
     if entry.exchange(candidate, candidate.confirmed()).is_err() {
         return false;
     }
-    take_and(table, flow, (7, 9), 1, true);
+    take_and(table, &hashed.flow(), (7, 9), 1, true);
     true
 }
 
@@ -441,5 +468,111 @@ fn two_programs_leave_at_most_one_entry() {
         let left = opened.iter().filter(|opened| **opened).count();
         assert_eq!((entries(&table, &wanted), table.len()), (left, left), "at most one, and what lost was given back");
         left
+    });
+}
+
+/// A connection that a RST has ended, and the SYN of the next one with its addresses and ports.
+fn reset_connection(table: &ConnTable) -> (Flow, Transport) {
+    let flow = tcp_flow(table, 0);
+    let mut conn = send_syn(table, &flow, 100);
+    let there = conn.original();
+    let update = conn.update(there.opposite(), &segment(TcpFlags::RST.with(TcpFlags::ACK), 0, 101), NOW);
+    assert_eq!(update, Update::Accepted(State::Tcp(TcpState::Close)));
+    (flow, segment(TcpFlags::SYN, 7000, 0))
+}
+
+/// A worker admits a SYN, of which it may find the last connection.
+fn admit(table: &ConnTable, flow: &Flow, syn: &Transport) {
+    let hashed = table.prepare(flow);
+    if let Some(mut found) = find(table, flow, NOW) {
+        match found.update(hashed.orientation(), syn, NOW) {
+            Update::Opens => assert!(found.replace(hashed.orientation(), syn, NOW) || find(table, flow, NOW).is_some()),
+            Update::Removed => {}
+            Update::Accepted(State::Tcp(TcpState::SynSent)) => return,
+            other => panic!("{other:?}"),
+        }
+    }
+    let (owner, epoch) = (OwnerId(1), Epoch(1));
+    let (is_answer, via_host) = (false, false);
+    table
+        .insert(&NewConnection { hashed: &hashed, transport: syn, owner, is_answer, via_host, epoch, now: NOW })
+        .unwrap();
+}
+
+#[test]
+fn a_program_and_a_worker_replace_an_ended_connection_once() {
+    // With two preemptions, which pass as well, it takes minutes.
+    explore_within(1, 2, || {
+        let table = shared_table();
+        let (wanted, syn) = reset_connection(&table);
+        let program = {
+            let table = table.clone();
+            thread::spawn(move || reopen_by_program(&table, &wanted, NOW))
+        };
+        admit(&table, &wanted, &syn);
+        let by_program = program.join().unwrap();
+        assert_eq!((entries(&table, &wanted), table.len()), (1, 1));
+        usize::from(by_program)
+    });
+}
+
+#[test]
+fn a_program_and_a_worker_replace_an_expired_connection_once() {
+    explore(2, || {
+        let table = shared_table();
+        let wanted = flow(&table, 0, 0);
+        insert(&table, &wanted, 1, NOW).unwrap();
+        let program = {
+            let table = table.clone();
+            thread::spawn(move || reopen_by_program(&table, &wanted, LATER))
+        };
+        insert(&table, &wanted.reversed(), 1, LATER).unwrap();
+        let by_program = program.join().unwrap();
+        let left = table.iter(LATER).filter(|connection| is_of(&connection.original, &wanted)).count();
+        assert_eq!((left, table.len()), (1, 1));
+        usize::from(by_program)
+    });
+}
+
+/// One of them has not seen the connection that has ended, since the other one was about to take its entry.
+#[test]
+fn two_programs_replace_an_ended_connection_at_most_once() {
+    explore(2, || {
+        let table = shared_table();
+        let (wanted, _) = reset_connection(&table);
+        table.count_more(OwnerId(1), 1);
+        let other = {
+            let table = table.clone();
+            thread::spawn(move || open_by_program(&table, &wanted.reversed()))
+        };
+        let opened = [reopen_by_program(&table, &wanted, NOW), other.join().unwrap()];
+        let left = opened.iter().filter(|opened| **opened).count();
+        assert_eq!((entries(&table, &wanted), table.len()), (left, left), "what neither takes is given back");
+        left
+    });
+}
+
+/// A worker still has the connection that has ended, and its last segment, while a program gives the entry to the next one.
+#[test]
+fn a_late_segment_changes_nothing_of_the_connection_in_its_place() {
+    explore(2, || {
+        let table = shared_table();
+        let (wanted, _) = reset_connection(&table);
+        let late = {
+            let table = table.clone();
+            thread::spawn(move || {
+                let Some(mut conn) = find(&table, &wanted, NOW) else { return };
+                if conn.state() == State::Tcp(TcpState::Close) {
+                    let next_tick = NOW.plus(Duration::from_secs(1));
+                    let update = conn.update(conn.original(), &segment(TcpFlags::ACK, 101, 1), next_tick);
+                    assert!(matches!(update, Update::Removed | Update::Invalid | Update::Accepted(_)), "{update:?}");
+                }
+            })
+        };
+        let by_program = reopen_by_program(&table, &wanted, NOW);
+        late.join().unwrap();
+        let state = find(&table, &wanted, NOW).unwrap().state();
+        assert_eq!(state == State::Tcp(TcpState::SynSent), by_program, "{state:?}");
+        usize::from(by_program)
     });
 }

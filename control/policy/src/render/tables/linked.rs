@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use penstock_dataplane::names::NameRules;
-use penstock_dataplane::policy::{AddressBlock, EndpointPolicy, PeerSpec, RuleSet, RuleSpec, RuleTable, TieredTable};
+use penstock_dataplane::policy::{
+    AddressBlock, EndpointPolicy, PeerSpec, RuleAction, RuleSet, RuleSpec, RuleTable, TableNotes, TieredTable,
+};
 use rustc_hash::FxHashMap;
 
 use crate::compile::{EffectivePeers, EffectiveRule, TableKey, Tier};
-use crate::model::IpBlock;
+use crate::model::{DenyAnswer, IpBlock, PolicyNotes};
 use crate::state::{ClusterState, NAMESPACE_UNKNOWN, PeerSetId};
 
 use super::identities::{Identities, identity};
@@ -19,11 +21,13 @@ pub(super) struct LinkedRules {
     /// For each rule the peer sets of pods that are peers.
     peer_sets: Vec<Vec<PeerSetId>>,
     every_pod: RuleSet,
+    notes: TableNotes,
 }
 
 impl LinkedRules {
-    /// Acquires the peer sets of rules.
-    pub(super) fn new(rules: Vec<EffectiveRule>, state: &mut ClusterState) -> Self {
+    /// Acquires the peer sets of a key's rules.
+    pub(super) fn new(rules: Vec<EffectiveRule>, key: &TableKey, state: &mut ClusterState) -> Self {
+        let notes = notes(&rules, key, state);
         let link = |rule: &EffectiveRule| match &rule.peers {
             EffectivePeers::Every => Vec::new(),
             EffectivePeers::AnyOf { peer_sets, .. } => {
@@ -35,7 +39,7 @@ impl LinkedRules {
             .zip(&rules)
             .filter(|(_, rule)| matches!(rule.peers, EffectivePeers::AnyOf { every_pod: true, .. }));
         let every_pod = with_every_pod.map(|(number, _)| number).collect();
-        Self { rules, peer_sets, every_pod }
+        Self { rules, peer_sets, every_pod, notes }
     }
 
     /// Releases the peer sets.
@@ -92,7 +96,7 @@ impl LinkedRules {
         }
         let specs: Vec<RuleSpec> = self.rules.iter().map(spec).collect();
         let rows = rows.into_iter().map(|(number, row)| (identity(number), row));
-        let table = RuleTable::new(&specs, rows).counting(workers);
+        let table = RuleTable::new(&specs, rows).counting(workers).noting(self.notes.clone());
         if !key.is_tiered() {
             return EndpointPolicy::Isolated(Arc::new(table));
         }
@@ -100,6 +104,30 @@ impl LinkedRules {
         let actions = self.rules.iter().map(|rule| rule.source.action());
         let tiers = TieredTable::new(table, actions, admin as u32, key.isolation.is_some());
         EndpointPolicy::Tiered(Arc::new(tiers.with_names(self.name_rules())))
+    }
+}
+
+/// What the policies of a key want said of what they decide.
+fn notes(rules: &[EffectiveRule], key: &TableKey, state: &ClusterState) -> TableNotes {
+    let numbers = |wanted: fn(RuleAction, PolicyNotes) -> bool| {
+        let numbered = (0u32..).zip(rules).filter(|(_, rule)| wanted(rule.source.action(), rule.source.notes()));
+        numbered.map(|(number, _)| number).collect()
+    };
+    let denying = (0u32..).zip(rules).filter(|(_, rule)| rule.source.action() == RuleAction::Deny);
+    let answer = |notes: PolicyNotes| notes.deny_answer.map(|answer| answer == DenyAnswer::Reject);
+    let isolating = key.isolation.iter().flatten().filter_map(|(number, _)| state.policy(*number));
+    let isolating = isolating.filter(|policy| policy.isolates && !policy.notes.is_empty());
+    TableNotes {
+        record_allowed: numbers(|action, notes| action == RuleAction::Accept && notes.log.has_allowed()),
+        record_denied: numbers(|action, notes| action == RuleAction::Deny && notes.log.has_denied()),
+        record_isolated: isolating
+            .clone()
+            .filter(|policy| policy.notes.log.has_denied())
+            .map(|policy| policy.key.to_string().into())
+            .collect(),
+        answers: denying.filter_map(|(number, rule)| Some((number, answer(rule.source.notes())?))).collect(),
+        // Of two that differ, the one that says nothing to the sender.
+        isolated_answer: isolating.filter_map(|policy| answer(policy.notes)).min(),
     }
 }
 

@@ -262,8 +262,8 @@ impl Tables {
             }
         }
         for table in &pending.to_build {
-            let rules = compile::rules(state, &self.tables[*table].key);
-            let linked = LinkedRules::new(rules, state);
+            let key = &self.tables[*table].key;
+            let linked = LinkedRules::new(compile::rules(state, key), key, state);
             let record = &self.tables[*table];
             self.usage.retire(*table, &record.linked.rules, &record.table);
             unused.push((*table, std::mem::replace(&mut self.tables[*table].linked, linked)));

@@ -85,7 +85,16 @@ impl Reader {
         let settings = self.settings;
         let ingress = self.rules(spec, "ingress", ingress_rule)?;
         let egress = self.rules(spec, "egress", |rule| egress_rule(rule, settings))?;
-        Ok(ClusterNetworkPolicy { name, tier, priority, subject, ingress, egress, staging: Staging::InForce })
+        Ok(ClusterNetworkPolicy {
+            name,
+            tier,
+            priority,
+            subject,
+            ingress,
+            egress,
+            staging: Staging::InForce,
+            notes: Default::default(),
+        })
     }
 
     fn rules(

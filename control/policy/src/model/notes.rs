@@ -1,0 +1,54 @@
+//! What a policy's annotations ask for beside its verdicts.
+
+use serde::{Deserialize, Serialize};
+
+/// What a policy wants said of what it decides.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+pub struct PolicyNotes {
+    /// What of it is written to the verdict log.
+    pub log: PolicyLog,
+    /// What the sender of a connection gets that it denies; `None`: as the node is configured.
+    pub deny_answer: Option<DenyAnswer>,
+}
+
+impl PolicyNotes {
+    /// Whether it asks for nothing.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// What of a policy is written to the verdict log.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+pub enum PolicyLog {
+    /// Nothing for its sake.
+    #[default]
+    Off,
+    /// Connections that it denies.
+    Denied,
+    /// Connections that it allows.
+    Allowed,
+    /// Both.
+    All,
+}
+
+impl PolicyLog {
+    /// Whether connections that it denies are written.
+    pub const fn has_denied(self) -> bool {
+        matches!(self, Self::Denied | Self::All)
+    }
+
+    /// Whether connections that it allows are written.
+    pub const fn has_allowed(self) -> bool {
+        matches!(self, Self::Allowed | Self::All)
+    }
+}
+
+/// The answer to a connection that a policy denies.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub enum DenyAnswer {
+    /// None: the client waits until it gives up.
+    None,
+    /// A RST, or an ICMP error.
+    Reject,
+}
