@@ -70,6 +70,11 @@ impl Snapshot {
         self.forwarding.would_be_decapsulated(packet, is_pod)
     }
 
+    /// Whether a node may decapsulate what a pod sends to this address, by some port.
+    pub(crate) fn may_end_tunnels(&self, address: Address) -> bool {
+        self.forwarding.may_end_tunnels(address, |address| self.policy.find(address).is_pod())
+    }
+
     /// Whether a flow's source is an address of the node itself, or of a Service at which its receiver's egress policy is postponed: what comes
     /// with it from elsewhere answers nothing that a pod has asked the node.
     #[inline(always)]

@@ -25,7 +25,7 @@ pub use search::{RateSearch, RateSearchResult};
 pub use sink::UdpSink;
 pub use streams::{connections_at, connections_for, streams_for};
 pub use traffic::{FrameLengths, PORTS, Traffic, UdpFrames};
-pub use transactions::{TransactionEnds, connected_transactions, round_trips};
+pub use transactions::{TransactionEnds, connected_transactions, datagram_transactions, round_trips};
 pub use trial::{PROBE_PORT, ProbeMode, ProbeStats, Trial, TrialResult, of_length};
 
 use anyhow::{Context, Result};

@@ -1,8 +1,8 @@
-//! TCP questions and answers of one byte between two pods, as netperf's TCP_RR and TCP_CRR: in a connection that stays, or each
-//! in one of its own.
+//! Questions and answers of one byte between two pods, as netperf's TCP_RR and TCP_CRR: in a connection that stays, or each
+//! in one of its own; and as those of DNS, each datagram from a port of its own.
 
 use std::io::{self, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
@@ -73,16 +73,43 @@ pub fn round_trips(
 /// after a fifth of `length`.
 pub fn connected_transactions(ends: &TransactionEnds<'_>, clients: usize, length: Duration) -> Result<f64> {
     let listeners = (0..SERVERS).map(|port| listen(ends, port)).collect::<Result<Vec<_>>>()?;
-    let (stops, counts, is_over) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+    let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         listeners.iter().for_each(|listener| serve_until(scope, listener, ends, &is_over));
+        let done = transactions_a_second(ends, clients, length, transact_until);
+        // Not before: a client waits for its last answer.
+        is_over.store(true, Ordering::Relaxed);
+        done
+    })
+}
+
+/// The same of datagrams: each question has a socket of its own, and so a port of its own.
+pub fn datagram_transactions(ends: &TransactionEnds<'_>, clients: usize, length: Duration) -> Result<f64> {
+    let bind = |port| {
+        let own = on_any(SocketAddr::new(ends.address.ip(), ends.address.port() + port));
+        ends.to.run(|| UdpSocket::bind(own)).with_context(|| format!("cannot bind {own}"))
+    };
+    let servers = (0..SERVERS).map(bind).collect::<Result<Vec<_>>>()?;
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for server in &servers {
+            scope.spawn(|| answer_datagrams_until(server, ends, &is_over));
+        }
+        let done = transactions_a_second(ends, clients, length, ask_by_datagrams_until);
+        is_over.store(true, Ordering::Relaxed);
+        done
+    })
+}
+
+/// Of a client with this number: how many transactions it has done, where the first word says when it stops and the second when they count.
+type Client = fn(&TransactionEnds<'_>, u16, &AtomicBool, &AtomicBool) -> Result<u64>;
+
+fn transactions_a_second(ends: &TransactionEnds<'_>, clients: usize, length: Duration, client: Client) -> Result<f64> {
+    let (stops, counts) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let (stops, counts) = (&stops, &counts);
         let asking: Vec<ScopedJoinHandle<'_, Result<u64>>> = (0..clients)
-            .map(|client| {
-                scope.spawn({
-                    let (stops, counts) = (&stops, &counts);
-                    move || ends.from.run(|| transact_until(ends, client as u16, stops, counts))
-                })
-            })
+            .map(|number| scope.spawn(move || ends.from.run(|| client(ends, number as u16, stops, counts))))
             .collect();
         std::thread::sleep(length / 5);
         counts.store(true, Ordering::Relaxed);
@@ -94,8 +121,6 @@ pub fn connected_transactions(ends: &TransactionEnds<'_>, clients: usize, length
             .into_iter()
             .map(|client| client.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
             .collect();
-        // Not before: a client waits for its last answer.
-        is_over.store(true, Ordering::Relaxed);
         Ok(done?.iter().sum::<u64>() as f64 / took.as_secs_f64())
     })
 }
@@ -187,6 +212,39 @@ fn transact_until(ends: &TransactionEnds<'_>, number: u16, stops: &AtomicBool, c
         if port > 60_000 {
             port = number;
         }
+    }
+    Ok(done)
+}
+
+fn answer_datagrams_until(server: &UdpSocket, ends: &TransactionEnds<'_>, is_over: &AtomicBool) -> Result<()> {
+    ends.server_core.map_or(Ok(()), pin)?;
+    server.set_read_timeout(Some(Duration::from_millis(20)))?;
+    while !is_over.load(Ordering::Relaxed) {
+        if let Ok((_, client)) = server.recv_from(&mut [0]) {
+            // One that is lost is counted by nobody.
+            let _ = server.send_to(b"!", client);
+        }
+    }
+    Ok(())
+}
+
+fn ask_by_datagrams_until(
+    ends: &TransactionEnds<'_>,
+    number: u16,
+    stops: &AtomicBool,
+    counts: &AtomicBool,
+) -> Result<u64> {
+    ends.client_core.map_or(Ok(()), pin)?;
+    let (mut port, mut done) = (number, 0);
+    while !stops.load(Ordering::Relaxed) {
+        port = port.wrapping_add(1);
+        let client = UdpSocket::bind(on_any(SocketAddr::new(ends.address.ip(), 0)))?;
+        client.connect(SocketAddr::new(ends.address.ip(), ends.address.port() + port % SERVERS))?;
+        client.set_read_timeout(Some(LIMIT))?;
+        client.send(b"?")?;
+        // As a resolver does: what gets no answer is asked again.
+        let is_answered = client.recv(&mut [0]).is_ok();
+        done += u64::from(is_answered && counts.load(Ordering::Relaxed));
     }
     Ok(done)
 }

@@ -3,7 +3,8 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
+use penstock_bench::cluster::Cluster;
+use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::Attach;
 
 use crate::faults::traffic::Sniffer;
@@ -22,7 +23,13 @@ fn manifests(spec: &str) -> String {
 
 /// Three pods, of which the second admits only the first. `fail`: settings of this section.
 fn fixture(fail: &str) -> Fixture {
-    Fixture::of(&manifests(ONLY_POD_0), |_, config| {
+    fixture_with(fail, |_| ())
+}
+
+/// The same, with more beside the pods.
+fn fixture_with(fail: &str, prepare: impl FnOnce(&mut Cluster)) -> Fixture {
+    Fixture::of(&manifests(ONLY_POD_0), |cluster, config| {
+        prepare(cluster);
         config.attach = Attach::Tcx;
         config.offload = true;
         config.metrics = Some(METRICS);
@@ -95,6 +102,44 @@ fn repeated_connections_meet_no_worker_until_policy_changes() {
             assert_eq!(outcome(&fixture, "test/pod-0", "test/pod-1", protocol), ProbeOutcome::Reached);
         }
     }
+}
+
+/// The node's own connections are workers' to see: Kubernetes exempts its processes from policy, and not who sends with its address.
+#[test]
+fn connections_from_another_machine_repeat_and_the_nodes_do_not() {
+    let mut outside = None;
+    let mut fixture = fixture_with("", |cluster| outside = Some(cluster.node.add_outside("outside").unwrap()));
+    let machine = Site::from(outside.as_ref().unwrap());
+    let node = Site::from(&fixture.cluster.node);
+    let admitted = format!("  ingress: [{{from: [{{ipBlock: {{cidr: {}/32}}}}]}}]\n", machine.address(false).unwrap());
+    fixture.enforce(&manifests(&admitted));
+    let once = RetryPolicy { timeout: Duration::from_millis(500), attempts: 1 };
+    let outcome = |fixture: &Fixture, from: &Site, protocol| {
+        probe::run_one(from, fixture.target("test/pod-1", false), protocol, once).unwrap()
+    };
+    let all_reach = |fixture: &Fixture, from: &Site, rounds| {
+        for protocol in (0..rounds).flat_map(|_| [TCP, UDP]) {
+            assert_eq!(outcome(fixture, from, protocol), ProbeOutcome::Reached, "{} {protocol:?}", from.name);
+        }
+    };
+    all_reach(&fixture, &machine, 1);
+    let before = repeated(&fixture, 0);
+    all_reach(&fixture, &node, 5);
+    all_reach(&fixture, &machine, 10);
+    assert_eq!(repeated(&fixture, before + 20), before + 20, "all from the machine alone");
+    let denied = outcome(&fixture, fixture.site("test/pod-0"), TCP);
+    assert_eq!(denied, ProbeOutcome::Silent, "no policy allows it");
+    fixture.enforce(&manifests(NOBODY));
+    for protocol in [TCP, UDP] {
+        assert_eq!(outcome(&fixture, &machine, protocol), ProbeOutcome::Silent, "{protocol:?} under the next policy");
+    }
+    fixture.enforce(&manifests(&admitted));
+    all_reach(&fixture, &machine, 1);
+    repeated(&fixture, before + 20);
+    fixture.kill();
+    all_reach(&fixture, &machine, 2);
+    let unseen = probe::run_one(&machine, fixture.target("test/pod-2", false), TCP, once).unwrap();
+    assert_eq!(unseen, ProbeOutcome::Silent, "without a daemon");
 }
 
 #[test]

@@ -24,8 +24,10 @@ use crate::snapshot::Epoch;
 
 /// Answers, in pairs: each question has one of a pair.
 const ANSWERS: u32 = 4096;
-/// Owners that may have credit.
-const CREDITS: u32 = 4096;
+/// Owners that may have credit: of what each pod opens, and of what others open to each.
+const CREDITS: u32 = 2 * PODS;
+/// Numbers of pods.
+const PODS: u32 = 4096;
 /// Events that wait for [`ConnTable::hear`].
 const EVENTS: u32 = 1 << 14;
 /// Most connections of an owner that the programs may open before they need more credit.
@@ -142,7 +144,9 @@ impl Repeats {
     pub(super) const ELEMENTS: u32 = (size_of::<Self>() / size_of::<Credit>()) as u32;
 
     fn credit(&self, owner: OwnerId) -> Option<&Credit> {
-        self.credits.get(usize::from(owner.0))
+        let pod = u32::from(OwnerId::opens(owner.0).0);
+        let place = if owner.is_opened_to() { PODS + pod } else { pod };
+        self.credits.get(place as usize).filter(|_| pod < PODS)
     }
 
     /// Leaves an answer to this question.

@@ -86,8 +86,12 @@ impl Encapsulation {
             // A later fragment passes only if its first one did.
             _ => false,
         };
-        let to = packet.flow.dst;
-        is_wrapping && (self.is_node(to) || (self.networks.contain(to) && !is_pod(to)))
+        is_wrapping && self.may_end(packet.flow.dst, is_pod)
+    }
+
+    /// Whether packets to this address would be decapsulated, if they are such as a node decapsulates.
+    pub(super) fn may_end(&self, address: Address, is_pod: impl FnOnce(Address) -> bool) -> bool {
+        self.is_node(address) || (self.networks.contain(address) && !is_pod(address))
     }
 
     /// Whether a node may take packets to this address for its own. It is on the pod's link, and may be in any group.

@@ -179,6 +179,11 @@ impl Forwarding {
         self.encapsulation.applies_to(packet, is_pod)
     }
 
+    /// Whether a node may decapsulate what a pod sends to this address, by some port. `is_pod`: as for [`Forwarding::would_be_decapsulated`].
+    pub fn may_end_tunnels(&self, address: Address, is_pod: impl FnOnce(Address) -> bool) -> bool {
+        self.encapsulation.may_end(address, is_pod)
+    }
+
     /// The port of the local pod with this address.
     pub fn pod_port(&self, address: Address) -> Option<PortId> {
         self.local.get(&address).copied().flatten()

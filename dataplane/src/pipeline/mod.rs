@@ -113,6 +113,8 @@ struct AdmittedPacket {
     hashed: PreparedFlow,
     /// Whether it leaves with another flow than it came with. It is beside what every packet touches; the flows are not.
     is_translated: bool,
+    /// Whether the node's stack has forwarded it with the source that it came with; valid only in a batch from there.
+    is_as_it_came: bool,
     /// Valid only if it is translated.
     flows: Translation,
 }
@@ -158,6 +160,7 @@ impl Pipeline {
             hashed: connections.prepare(&packet.flow),
             packet,
             is_translated: false,
+            is_as_it_came: false,
             flows: Translation::default(),
         };
         Self {

@@ -49,7 +49,7 @@ pub(super) fn offload(
             let is_shortened = flags.contains(TcpFlags::SYN) && is_longer(snapshot, sender, egress, longest);
             !is_shortened && path.is_some_and(|(ends, _)| knows_answers(snapshot, slot, ends, via_host))
         };
-        let may_repeat = || !is_from_stack && may_repeat(snapshot, &packet.flow);
+        let may_repeat = || may_repeat(snapshot, &packet.flow, is_from_stack.then_some(slot.is_as_it_came));
         connections.forwarded(&slot.hashed, packet.ip_len(), flags, path, knows_answers, may_repeat);
     }
 }
@@ -66,11 +66,11 @@ fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u
         && has_same_path(snapshot, &found)
 }
 
-/// Whether programs may open the next connections of a pod that differ from this one in the pod's port alone, under this snapshot. Its
-/// answers come back to the pod, so no node takes one for a tunnel's packet, whatever that port is. What has an address of a Service or of
-/// the node may be translated by the node, each time to another end; and what a domain name allows, the clock ends.
-/// What a policy wants recorded, a worker must see.
-fn may_repeat(snapshot: &Snapshot, flow: &Flow) -> bool {
+/// Whether programs may open the next connections that differ from this one in the opener's port alone, under this snapshot: those of a pod,
+/// and of other machines to a pod. `is_as_it_came`: of a packet from the node's stack, whether the stack has forwarded it so. What has an
+/// address of a Service or of the node may be translated by the node, each time to another end, or be of the node itself; and what a domain name
+/// allows, the clock ends. What a policy wants recorded, a worker must see.
+fn may_repeat(snapshot: &Snapshot, flow: &Flow, is_as_it_came: Option<bool>) -> bool {
     let ends = snapshot.policy.ends(flow);
     let FlowEnds { src, dst } = ends;
     let (services, forwarding) = (snapshot.services.as_ref(), &snapshot.forwarding);
@@ -79,8 +79,16 @@ fn may_repeat(snapshot: &Snapshot, flow: &Flow) -> bool {
     let is_service = dst.is_service() || forwarding.is_service(flow.dst) || services.is_some_and(is_found);
     let is_nodes = dst.is_node() || forwarding.is_node(flow.dst);
     !(snapshot.policy.has_names() || snapshot.policy.may_record_allowed(ends) || is_service || is_nodes)
-        && src.is_pod()
-        && src.port().is_some()
+        && match is_as_it_came {
+            // Answers come back to the pod, so no node takes one for a tunnel's packet, whatever the opener's port is.
+            None => src.is_pod() && src.port().is_some(),
+            Some(is_as_it_came) => {
+                let is_services = src.is_service() || forwarding.is_service(flow.src);
+                let is_plain = !(is_services || src.is_node() || forwarding.is_node(flow.src) || src.is_local_pod());
+                let ends_tunnels = flow.protocol == Protocol::UDP && snapshot.may_end_tunnels(flow.src);
+                is_as_it_came && is_plain && !ends_tunnels && dst.is_pod() && dst.port().is_some()
+            }
+        }
 }
 
 /// The end of a path at this port, whose end is the source of this flow. `None`: the port has no interface that the programs know.

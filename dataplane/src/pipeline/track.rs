@@ -39,7 +39,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     #[inline(always)]
     pub(super) fn track(&mut self, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         self.index = entry.index;
-        if let StackSender::Leaving { port, uplink } = self.sender() {
+        let sender = self.sender();
+        entry.is_as_it_came = matches!(sender, StackSender::Unchanged | StackSender::Untranslated);
+        if let StackSender::Leaving { port, uplink } = sender {
             let pod = PortId(port);
             let route = PacketPath::ByUplink(Leaving { uplink, pod, allows_next: false });
             return match self.leave(&entry.packet, pod, uplink) {

@@ -1,10 +1,8 @@
 //! Connections that programs open in the entry of one with the same addresses and ports that has ended.
 
-use penstock_dataplane::conntrack::OwnerId;
-
 use super::entry::{CLAIMED, Fields, Words};
 use super::mutations::{LOOKUP, Mutation, REPEAT, mutation};
-use super::repeat::{answer, flow_of, opening, repeatable};
+use super::repeat::{answer, flow_of, opening, owner, repeatable};
 use super::*;
 
 /// How a connection comes to its end, by workers or programs.
@@ -102,7 +100,7 @@ fn an_ended_connection_leaves_its_entry_to_the_next() {
             in_namespace(|| {
                 let mut node = Node::new();
                 node.repeat();
-                let (words, owner) = (Words::of(&node), OwnerId(A.0));
+                let (words, owner) = (Words::of(&node), owner(there));
                 answer(&mut node, there);
                 end(&mut node, there);
                 node.hear();
@@ -324,14 +322,14 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_ENDINGS,
         "any entry is taken",
         REPEAT,
-        "(found->slot != NO_SLOT && !has_ended(table, packet, found->slot, found->ended, found->now)) || ",
+        "(found->slot != NO_SLOT && !has_ended(table, packet, found)) || ",
         "",
     ),
     mutation(
         OF_FIELDS,
         "a datagram's entry is taken before it has expired",
         REPEAT,
-        "return !is_used(use, control, now, table->timeouts[(state - 1) & 3]);",
+        "return !is_used(use, control, found->now, table->timeouts[(state - 1) & 3]);",
         "return 1;",
     ),
     mutation(OF_FIELDS, "datagrams have one timeout", REPEAT, "table->timeouts[(state - 1) & 3]", "table->timeouts[1]"),
@@ -370,17 +368,17 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_ENDINGS,
         "the generation stays",
         REPEAT,
-        "what->ended, CLAIMED_ANEW(what->ended))",
-        "what->ended, FREED(what->ended) | CLAIMED)",
+        "ended->control, CLAIMED_ANEW(ended->control))",
+        "ended->control, FREED(ended->control) | CLAIMED)",
     ),
     mutation(
         OF_ENDINGS,
         "a free entry is looked for",
         REPEAT,
-        "what->slot == NO_SLOT ? claim_free(table, credit, hash) : claim_ended(packet, what)",
-        "claim_free(table, credit, hash)",
+        "is_new ? claim_free(table, what, hash) : claim_ended(packet, what, proposed)",
+        "claim_free(table, what, hash)",
     ),
-    mutation(OF_ENDINGS, "no worker hears that one had ended", REPEAT, "(what->slot == NO_SLOT ? 0 : IN_PLACE)", "0"),
+    mutation(OF_ENDINGS, "no worker hears that one had ended", REPEAT, "(entry == ENDED_ENTRY ? IN_PLACE : 0)", "0"),
     mutation(
         OF_ANSWERING_SYN,
         "a SYN is looked up like an answer",

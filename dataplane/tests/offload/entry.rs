@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use memmap2::{MmapMut, MmapOptions};
 use penstock_dataplane::conntrack::OwnerId;
 
-use super::repeat::ANSWERS;
+use super::repeat::{ANSWERS, place_of_credit};
 use super::*;
 
 // The control word, as `dataplane/src/conntrack/entry.rs` has it.
@@ -187,7 +187,7 @@ impl Words {
 
     /// What programs may still open for an owner.
     pub(crate) fn credit(&self, owner: OwnerId) -> u64 {
-        self.behind(ANSWERS + usize::from(owner.0))[0].load(Ordering::Acquire)
+        self.behind(ANSWERS + place_of_credit(owner))[0].load(Ordering::Acquire)
     }
 
     /// Until when programs may open connections.

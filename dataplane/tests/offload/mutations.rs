@@ -71,6 +71,7 @@ const OPENING: &str = "repeat::a_packet_opens_only_what_a_worker_has_opened_befo
 const OPENED: &str = "repeat::a_connection_like_one_that_a_worker_opened_meets_no_worker";
 const WRITTEN: &str = "repeat::what_a_program_opens_is_written_as_a_worker_writes_it";
 const NO_ANSWER: &str = "repeat::what_a_program_does_not_repeat_has_no_answer_or_no_way";
+const OF_STACK: &str = "repeat::of_the_nodes_stack_only_what_it_forwards_is_repeated";
 const FLOOD: &str = "repeat::a_flood_ends_at_the_credit_of_its_pod_which_is_of_its_share";
 const PAIR: &str = "repeat::an_answer_is_found_in_either_place_of_its_pair";
 const FULL: &str = "repeat::a_connection_without_a_free_entry_in_its_group_is_a_workers";
@@ -617,7 +618,7 @@ const MUTATIONS: &[Mutation] = &[
     mutation(LAST_HOP, "a packet's last hop counts", PROGRAM, "packet.hops <= 1 || ", ""),
     mutation(HEADERS, "a packet's last hop but one does not count", PROGRAM, "packet.hops <= 1", "packet.hops <= 2"),
     mutation(LENGTH, "a packet from a pod may have any length", PROGRAM, " || longest(skb, &packet) > to->mtu)", ")"),
-    mutation(LENGTH, "a packet to a pod may have any length", PROGRAM, " || longest(skb, &packet) > at->mtu ||", " ||"),
+    mutation(LENGTH, "a packet to a pod may have any length", PROGRAM, " || longest(skb, &packet) > at->mtu)", ")"),
     mutation(
         LENGTH,
         "a long segment is measured as a whole",
@@ -664,8 +665,32 @@ const MUTATIONS: &[Mutation] = &[
         OF_ENTRY,
         "the node's packets to another pod come here",
         PROGRAM,
-        " || connection.to != skb->ifindex)",
-        ")",
+        " || connection.to != skb->ifindex ||",
+        " ||",
+    ),
+    mutation(
+        OF_STACK,
+        "what the node itself sends opens a connection",
+        PROGRAM,
+        "origin->at != BY_NODE && skb->ingress_ifindex, &connection",
+        "1, &connection",
+    ),
+    equivalent(
+        "frames of a test have a socket where they have no interface; the kernel itself sends without either",
+        mutation(
+            OF_STACK,
+            "what has not entered the node opens a connection",
+            PROGRAM,
+            "origin->at != BY_NODE && skb->ingress_ifindex, &connection",
+            "origin->at != BY_NODE, &connection",
+        ),
+    ),
+    mutation(
+        OF_STACK,
+        "nothing from the stack opens a connection",
+        PROGRAM,
+        "origin->at != BY_NODE && skb->ingress_ifindex, &connection",
+        "0, &connection",
     ),
     // How it leaves.
     mutation(
@@ -803,21 +828,21 @@ const MUTATIONS: &[Mutation] = &[
         OF_REPEATED,
         "an answer for the other end counts",
         REPEAT,
-        "VERDICT_ORIGINAL(found->verdict) == direction &&\n",
+        "VERDICT_ORIGINAL(answered->verdict) == direction &&\n",
         "1 &&\n",
     ),
     mutation(
         OF_REPEATED,
         "an answer for another interface counts",
         REPEAT,
-        "END(found->path, direction) == at &&\n",
-        "(END(found->path, direction) == at || at) &&\n",
+        "END(answered->path, direction) == at &&\n",
+        "(END(answered->path, direction) == at || at) &&\n",
     ),
     mutation(
         OF_REPEATED,
         "an answer of an older epoch counts",
         REPEAT,
-        " &&\n\t\t       (__s32)(VERDICT_EPOCH(found->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;",
+        " &&\n\t\t       (__s32)(VERDICT_EPOCH(answered->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;",
         ";",
     ),
     mutation(
@@ -831,8 +856,8 @@ const MUTATIONS: &[Mutation] = &[
         FLOOD,
         "credit has no end",
         REPEAT,
-        "if (*(volatile __s64 *)&credit->left <= 0)\n\t\treturn 0;\n\tif ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)",
-        "if (1)",
+        "*(volatile __s64 *)&credit->left <= 0)\n\t\treturn 0;\n\tif ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)",
+        "0)\n\t\treturn 0;\n\tif (1)",
     ),
     equivalent(
         "the exchange finds that there is none; to read it first saves locked instructions",
@@ -840,15 +865,15 @@ const MUTATIONS: &[Mutation] = &[
             FLOOD,
             "credit is not read before it is taken",
             REPEAT,
-            "if (*(volatile __s64 *)&credit->left <= 0)\n\t\treturn 0;\n",
-            "",
+            " || *(volatile __s64 *)&credit->left <= 0)",
+            ")",
         ),
     ),
     mutation(
         FULL,
         "credit that was not used is lost",
         REPEAT,
-        "if (slot == NO_SLOT)\n\t\t__sync_fetch_and_add(&credit->left, 1);\n",
+        "if (slot == NO_SLOT)\n\t\tgive_back(table, what);\n",
         "",
     ),
     mutation(
@@ -890,7 +915,7 @@ const MUTATIONS: &[Mutation] = &[
         WRITTEN,
         "a datagram's time is not written",
         REPEAT,
-        "entry->tracking[0] = what->now;",
+        "entry->tracking[0] = now;",
         "entry->tracking[0] = 0;",
     ),
     mutation(

@@ -3,6 +3,7 @@
 use std::sync::atomic::AtomicBool;
 
 use penstock_dataplane::conntrack::OwnerId;
+use penstock_dataplane::forward::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::io::MemoryFrames;
 
 use super::entry::Words;
@@ -46,13 +47,24 @@ pub(crate) fn answer(node: &mut Node, there: Sent) {
     assert!(matches!(verdict, Verdict::Forward(_)), "{there:?}: {verdict:?}");
 }
 
-/// What programs repeat: of a pod, to another one of the node and to the outside. By IPv6 that one has the lower address.
+/// What programs repeat: of a pod, to another one of the node and to the outside, and from there. By IPv6 that one has the lower address.
 pub(crate) fn repeatable() -> Vec<Sent> {
-    [End::B, End::Outside]
+    [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)]
         .into_iter()
-        .flat_map(|to| [(true, true), (false, true), (true, false), (false, false)].map(|form| (to, form)))
-        .map(|(to, (v4, tcp))| Sent { v4, ..sent(End::A, to, tcp, ACK) })
+        .flat_map(|ends| [(true, true), (false, true), (true, false), (false, false)].map(|form| (ends, form)))
+        .map(|((from, to), (v4, tcp))| Sent { v4, ..sent(from, to, tcp, ACK) })
         .collect()
+}
+
+/// Whose share a connection is of.
+pub(crate) fn owner(there: Sent) -> OwnerId {
+    if there.from == End::Outside { OwnerId::opened_to(there.to.port().0) } else { OwnerId::opens(there.from.port().0) }
+}
+
+/// Which element of credit is an owner's, as `credit_of` in `repeat.h`.
+pub(crate) fn place_of_credit(owner: OwnerId) -> usize {
+    const PODS: u16 = 4096;
+    usize::from(owner.0 % PODS + if owner.is_opened_to() { PODS } else { 0 })
 }
 
 #[test]
@@ -65,7 +77,7 @@ fn a_connection_like_one_that_a_worker_opened_meets_no_worker() {
             answer(&mut node, there);
             let done = node.opened_by_program(there).unwrap_or_else(|| panic!("{there:?}"));
             let flow = flow_of(there);
-            assert_eq!(node.hear(), [(flow, OwnerId(there.from.port().0))], "{there:?}");
+            assert_eq!(node.hear(), [(flow, owner(there))], "{there:?}");
             // The same bytes as a worker's.
             let frame = in_step(opening(there).frame(), there.tcp, SYN, true);
             forget(&node);
@@ -108,7 +120,7 @@ fn what_a_program_opens_is_written_as_a_worker_writes_it() {
             assert!(node.opened_by_program(there).is_some(), "{there:?}");
             let [slot] = words.slots()[..] else { panic!("{:?}", words.slots()) };
             let by_program = words.read(slot).lasting();
-            let owner = OwnerId(there.from.port().0);
+            let owner = owner(there);
             assert_eq!(node.pipeline.connections().len_of(owner), 1, "{there:?}");
             forget(&node);
             assert_eq!((node.pipeline.connections().len(), words.slots()), (0, vec![]), "{there:?}");
@@ -189,8 +201,7 @@ fn set_last_hop(frame: &mut [u8]) {
 #[test]
 fn what_a_program_does_not_repeat_has_no_answer_or_no_way() {
     let (to_pod, to_service) = (sent(End::A, End::B, true, ACK), to_service(End::A, End::B, true, ACK));
-    let from_outside = sent(End::Outside, End::B, true, ACK);
-    for there in [to_service, from_outside, Sent { tcp: false, ..to_service }, Sent { tcp: false, ..from_outside }] {
+    for there in [to_service, Sent { tcp: false, ..to_service }] {
         in_namespace(|| {
             let mut node = Node::new();
             node.repeat();
@@ -214,6 +225,51 @@ fn what_a_program_does_not_repeat_has_no_answer_or_no_way() {
             assert!(node.program(End::A, End::B, &frame, 0).is_none(), "{there:?}, {payload} bytes");
         }
     });
+}
+
+/// What the stack forwards as it came is repeated, and nothing else that it sends: neither by a worker's answer to it, nor to another sender.
+#[test]
+fn of_the_nodes_stack_only_what_it_forwards_is_repeated() {
+    use StackSender::{Forwarded, Process, Translated, Unchanged, Unknown, Untranslated};
+    let cases = [
+        (Untranslated, Untranslated, true),
+        (Unchanged, Untranslated, true),
+        (Unknown, Untranslated, false),
+        (Process, Untranslated, false),
+        (Forwarded, Untranslated, false),
+        (Translated, Untranslated, false),
+        (Untranslated, Process, false),
+    ];
+    for (answered, then, passes) in cases {
+        for tcp in [true, false] {
+            in_namespace(|| {
+                let there = sent(End::Outside, End::B, tcp, ACK);
+                let mut node = Node::new();
+                node.repeat();
+                node.outside = answered;
+                answer(&mut node, there);
+                node.outside = then;
+                assert_eq!(node.opened_by_program(there).is_some(), passes, "{answered:?}, {then:?}, {tcp}");
+            });
+        }
+    }
+}
+
+/// The ports of its answers are the opener's, and may be those of a tunnel.
+#[test]
+fn a_datagram_from_where_tunnels_may_end_is_a_workers() {
+    for (tcp, v4) in [(true, true), (true, false), (false, true), (false, false)] {
+        in_namespace(|| {
+            let there = Sent { v4, ..sent(End::Outside, End::B, tcp, ACK) };
+            let mut node = Node::new();
+            node.repeat();
+            let nodes = [address(End::Outside, true).into(), address(End::Outside, false).into()];
+            let refused = Arc::new(Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, nodes, []));
+            node.snapshot.forwarding = node.snapshot.forwarding.clone().with_encapsulation(refused);
+            answer(&mut node, there);
+            assert_eq!(node.opened_by_program(there).is_some(), tcp, "{there:?}");
+        });
+    }
 }
 
 /// Opens connections by programs until one is left to a worker; returns how many.
@@ -395,6 +451,7 @@ const OF_SHARED: &[(&str, SharedChange, bool)] = &[
     ("of an epoch long ago", |of, _| of.epoch += 1 << 30, false),
     ("opened by the other end", |of, _| of.answer[7] ^= 1 << 48, false),
     ("of an owner without credit", |of, _| of.answer[7] ^= 1 << 40, false),
+    ("of what another opens to it, or it opens itself", |of, _| of.answer[7] ^= 1 << 47, false),
     ("the last credit", |of, _| of.credit = 1, true),
     ("no credit", |of, _| of.credit = 0, false),
     ("less than none", |of, _| of.credit = u64::MAX, false),
@@ -439,7 +496,7 @@ fn a_connection_opens_only_if_each_field_of_an_answer_allows() {
             let mut node = Node::new();
             node.publish(Epoch(9), true);
             node.repeat();
-            let (words, owner) = (Words::of(&node), there.from.port().index());
+            let (words, owner) = (Words::of(&node), place_of_credit(owner(there)));
             for (what, change, passes) in OF_SHARED {
                 node.next_epoch(true);
                 answer(&mut node, there);

@@ -9,7 +9,8 @@
  * An entry of the same key whose connection has ended, and which counts for the same pod, is taken as it is: it needs no credit. */
 
 #define ANSWERS 4096 /* in pairs, of which each question has one */
-#define CREDITS 4096
+#define PODS 4096
+#define CREDITS (2 * PODS) /* of what each pod opens, and of what others open to each (OwnerId in dataplane/src/conntrack/entry.rs) */
 #define EVENTS 16384
 #define ELEMENTS_OF_GROUP (LANES + LANES / LINKS + LANES / 4) /* entries, links, openers; the rest is behind those of all groups */
 
@@ -26,8 +27,6 @@ struct events { __u64 sent, unused[7]; }; /* before the words of the events, eig
 #define REPEATS_ON (1U << 31)
 #define REPEATS_WITH_DAEMON (1U << 30) /* alone */
 
-enum { GIVEN_UP = 2 }; /* the entry of a key for which there is another one */
-
 struct { /* a socket of the serving process while it lives */
 	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
 } alive SEC(".maps");
@@ -38,13 +37,7 @@ struct { /* a socket of the serving process while it lives */
 #define EVENT(position, slot, control) \
 	((slot) | GENERATION(control) << 32 | ((position) / EVENTS + 1) << 42)
 
-struct repeated { /* what an answer says of a packet */
-	__u64 ended; /* the control word of the entry `slot` */
-	__u64 path, verdict;
-	__u32 slot; /* of an entry with the packet's key, NO_SLOT: there is none */
-	__u32 to, now;
-	__u32 unused;
-};
+struct repeated { __u64 path, verdict; }; /* what an answer says of a packet */
 
 static __always_inline void *behind_groups(const struct table *table, __u32 element)
 {
@@ -72,8 +65,10 @@ static __always_inline int is_opening(const struct packet *packet)
 
 /* Whether the connection of an entry with the packet's key has ended, so that a worker would open another one in its place: both ends have
  * sent a FIN, or one a RST; of datagrams, nobody has sent one for as long as such a connection may be idle. */
-static __always_inline int has_ended(const struct table *table, const struct packet *packet, __u32 slot, __u64 control, __u32 now)
+static __always_inline int has_ended(const struct table *table, const struct packet *packet, const struct connection *found)
 {
+	const __u32 slot = found->slot;
+	const __u64 control = found->control;
 	const struct kernel_use *use = bpf_map_lookup_elem(&ct_uses, &slot);
 	const struct entry *entry = entry_at(slot);
 	__u32 state;
@@ -84,30 +79,31 @@ static __always_inline int has_ended(const struct table *table, const struct pac
 	path = *(const volatile __u64 *)&use->path;
 	state = state_of(packet, control, path);
 	if (packet->protocol != IPPROTO_TCP)
-		return !is_used(use, control, now, table->timeouts[(state - 1) & 3]);
+		return !is_used(use, control, found->now, table->timeouts[(state - 1) & 3]);
 	if (state == TCP_TIME_WAIT || state == TCP_CLOSE)
 		return 1;
 	return state == TCP_ESTABLISHED && path & FINISHED(0) && path & FINISHED(1) &&
 	       (STATE(control) != TCP_SYN_SENT || IS_ANSWERED(entry->tracking[!ORIGINAL(control)]));
 }
 
-/* Reads the answer to a packet for which there is no connection, or one that has ended. `at`: the interface that it comes from, 0: the node's stack. Not static, as
- * what follows: the kernel verifies such a function once, and not for each way that leads to it. */
-__noinline int find_answer(struct packet *packet, __u32 at, struct repeated *found)
+/* Reads the answer to a packet of which look_up has `found` no connection, or one that has ended: `found` gets where it goes. `at`: the interface
+ * that it comes from, 0: the node's stack, which forwards it as it came. Not static, as what follows: the kernel verifies such a function
+ * once, and not for each way that leads to it. */
+__noinline int find_answer(struct packet *packet, __u32 at, struct connection *found, struct repeated *answered)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 	__u32 index, lane, direction;
 	__u64 name, question;
 
-	if (!packet || !found) /* never */
+	if (!packet || !found || !answered) /* never */
 		return 0;
 	direction = packet->direction & 1;
 	name = packet->name;
 	question = name & ~(direction ? 0xffff0000ULL : 0xffffULL);
 	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
 	if (!table || !is_opening(packet) ||
-	    (found->slot != NO_SLOT && !has_ended(table, packet, found->slot, found->ended, found->now)) || !repeats_now(table, found->now))
+	    (found->slot != NO_SLOT && !has_ended(table, packet, found)) || !repeats_now(table, found->now))
 		return 0;
 	packet->name = question;
 	index = home_of(hash_of(table, packet), ANSWERS);
@@ -123,40 +119,39 @@ __noinline int find_answer(struct packet *packet, __u32 at, struct repeated *fou
 		    (answer->low[0] ^ packet->low[0]) | (answer->low[1] ^ packet->low[1]) | (answer->high[0] ^ packet->high[0]) |
 			    (answer->high[1] ^ packet->high[1]) | (answer->name ^ question))
 			continue;
-		found->path = *(const volatile __u64 *)&answer->path;
-		found->verdict = *(const volatile __u64 *)&answer->verdict;
-		found->to = leads_to(found->path, direction);
+		answered->path = *(const volatile __u64 *)&answer->path;
+		answered->verdict = *(const volatile __u64 *)&answer->verdict;
+		if (found->slot == NO_SLOT)
+			found->control = 0;
+		found->leaving = NO_SLOT;
+		found->to = leads_to(answered->path, direction);
 		/* Nothing of what was read belongs to another answer. */
-		return *(const volatile __u64 *)&answer->version == version && VERDICT_ORIGINAL(found->verdict) == direction &&
-		       END(found->path, direction) == at &&
-		       (__s32)(VERDICT_EPOCH(found->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;
+		return *(const volatile __u64 *)&answer->version == version && VERDICT_ORIGINAL(answered->verdict) == direction &&
+		       END(answered->path, direction) == at &&
+		       (__s32)(VERDICT_EPOCH(answered->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;
 	}
 	return 0;
 }
 
 enum { ESTABLISHED = 1, OPENS = 2 }; /* otherwise the packet is for a worker */
 
-/* How a packet from `at` goes on without a worker: ESTABLISHED, as look_up says, or OPENS: open_again opens its connection. */
-static __always_inline int find_way(struct packet *packet, __u32 at, struct connection *connection, struct repeated *repeated)
+/* How a packet from `at` goes on without a worker: ESTABLISHED, as look_up says, or OPENS, if it may: open_again opens its connection. */
+static __always_inline int find_way(struct packet *packet, __u32 at, int may_open, struct connection *connection,
+				    struct repeated *repeated)
 {
 	if (look_up(packet, at, connection))
 		return ESTABLISHED;
-	*repeated = (struct repeated){ .slot = connection->slot, .ended = connection->control };
-	if (!find_answer(packet, at, repeated))
+	if (!may_open)
 		return 0;
-	connection->control = 0;
-	connection->leaving = NO_SLOT;
-	connection->to = repeated->to;
-	connection->now = repeated->now;
-	return OPENS;
+	*repeated = (struct repeated){};
+	return find_answer(packet, at, connection, repeated) ? OPENS : 0;
 }
 
 struct place { /* an entry of the table that this program has claimed */
 	__u64 *tags; /* those of four entries */
 	struct entry *entry;
 	struct kernel_use *use;
-	__u64 control;
-	__u32 slot, shift;
+	__u32 shift;
 };
 
 /* Claims a free entry of a group, and returns its slot; NO_SLOT: there is none, or another one was faster. */
@@ -202,15 +197,15 @@ __noinline __u32 find_other(struct packet *packet, __u32 own)
 }
 
 /* Claims the entry of a connection of the same key and owner that has ended, and which stays counted; NO_SLOT: it is another one by now. */
-static __always_inline __u32 claim_ended(const struct packet *packet, const struct repeated *what)
+static __always_inline __u32 claim_ended(const struct packet *packet, const struct repeated *what, const struct connection *ended)
 {
-	struct entry *entry = (struct entry *)entry_at(what->slot);
+	struct entry *entry = (struct entry *)entry_at(ended->slot);
 
 	/* Also without a SYN that is held, and not about to be cleared. */
 	if (!entry || entry->name != (packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT) ||
-	    __sync_val_compare_and_swap(&entry->control, what->ended, CLAIMED_ANEW(what->ended)) != what->ended)
+	    __sync_val_compare_and_swap(&entry->control, ended->control, CLAIMED_ANEW(ended->control)) != ended->control)
 		return NO_SLOT;
-	return what->slot;
+	return ended->slot;
 }
 
 /* Finds the parts of the entry that this program has claimed. */
@@ -219,56 +214,65 @@ static __always_inline int find_parts(__u32 slot, struct place *place)
 	const __u32 group = slot / LANES;
 	struct tags *tags = bpf_map_lookup_elem(&ct_tags, &group);
 
-	place->slot = slot;
 	place->shift = (slot & 3) * 16;
 	place->entry = (struct entry *)entry_at(slot);
 	place->use = bpf_map_lookup_elem(&ct_uses, &slot);
 	if (!tags || !place->entry || !place->use) /* never */
 		return 0;
 	place->tags = &tags->words[slot % LANES / 4];
-	place->control = control_of(place->entry);
 	return 1;
 }
 
-/* Frees the claimed entry. */
-static __always_inline void unclaim(const struct place *place)
+/* Frees the claimed entry of this generation. */
+static __always_inline void unclaim(const struct place *place, __u64 control)
 {
 	__sync_fetch_and_and(place->tags, ~(0xffffULL << place->shift));
-	*(volatile __u64 *)&place->entry->control = FREED(place->control);
+	*(volatile __u64 *)&place->entry->control = FREED(control);
 }
 
-/* Writes a connection into the claimed entry, which has its key already if that of another one has ended. The tag first: who sees the entry
- * published finds it. */
-static __always_inline void write_entry(const struct place *place, const struct packet *packet, const struct repeated *what, __u64 hash)
+/* Writes the key of a packet into the claimed entry. The tag first: who sees the entry published finds it. */
+static __always_inline void write_key(const struct place *place, const struct packet *packet, const struct repeated *what, __u64 hash)
 {
 	const __u64 tag = hash & 0xffff ? hash & 0xffff : 1;
+	struct entry *entry = place->entry;
+
+	__sync_fetch_and_or(place->tags, tag << place->shift);
+	entry->low[0] = packet->low[0];
+	entry->low[1] = packet->low[1];
+	entry->high[0] = packet->high[0];
+	entry->high[1] = packet->high[1];
+	entry->name = packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT;
+}
+
+/* Writes what is known of the connection that a packet opens into the claimed entry with its key. */
+static __always_inline void write_entry(const struct place *place, const struct packet *packet, __u64 control, __u32 now)
+{
 	const __u32 direction = packet->direction & 1;
 	struct entry *entry = place->entry;
 
-	if (what->slot == NO_SLOT) {
-		__sync_fetch_and_or(place->tags, tag << place->shift);
-		entry->low[0] = packet->low[0];
-		entry->low[1] = packet->low[1];
-		entry->high[0] = packet->high[0];
-		entry->high[1] = packet->high[1];
-		entry->name = packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT;
-	}
-	*(volatile __u64 *)&place->use->path = EMPTY_PATH(place->control);
+	*(volatile __u64 *)&place->use->path = EMPTY_PATH(control);
 	place->use->packets[0] = place->use->packets[1] = 0;
 	place->use->used[0] = place->use->used[1] = 0;
 	if (packet->protocol == IPPROTO_TCP) {
 		entry->tracking[direction] = WINDOW_FROM((__u64)(__u32)(packet->sequence + 1));
 		entry->tracking[!direction] = UNANSWERED((__u64)(__u32)(packet->sequence + 1));
 	} else {
-		entry->tracking[0] = what->now;
+		entry->tracking[0] = now;
 		entry->tracking[1] = 0;
 	}
+}
+
+static __always_inline struct credit *credit_of(const struct table *table, const struct repeated *what)
+{
+	const __u32 owner = VERDICT_OWNER(what->verdict), place = (owner & (PODS - 1)) + (owner >> 15) * PODS;
+
+	return behind_groups(table, ANSWERS + place);
 }
 
 /* Takes one of a pod's credit. */
 static __always_inline int takes_credit(struct credit *credit)
 {
-	if (*(volatile __s64 *)&credit->left <= 0)
+	if (!credit || *(volatile __s64 *)&credit->left <= 0)
 		return 0;
 	if ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)
 		return 1;
@@ -276,21 +280,30 @@ static __always_inline int takes_credit(struct credit *credit)
 	return 0;
 }
 
+/* What is counted for a pod counts again as one that programs may open. */
+static __always_inline void give_back(const struct table *table, const struct repeated *what)
+{
+	struct credit *credit = credit_of(table, what);
+
+	if (credit)
+		__sync_fetch_and_add(&credit->left, 1);
+}
+
 /* Claims a free entry of the home group for a pod that has credit. */
-static __always_inline __u32 claim_free(const struct table *table, struct credit *credit, __u64 hash)
+static __always_inline __u32 claim_free(const struct table *table, const struct repeated *what, __u64 hash)
 {
 	__u32 slot;
 
-	if (!takes_credit(credit))
+	if (!takes_credit(credit_of(table, what)))
 		return NO_SLOT;
 	slot = claim(home_of(hash, table->groups));
 	if (slot == NO_SLOT)
-		__sync_fetch_and_add(&credit->left, 1);
+		give_back(table, what);
 	return slot;
 }
 
 /* Tells the workers of the connection. */
-static __always_inline void tell(const struct table *table, const struct place *place, const struct repeated *what)
+static __always_inline void tell(const struct table *table, __u32 slot, __u64 control)
 {
 	struct events *events = behind_groups(table, ANSWERS + CREDITS);
 	__u64 position, *words;
@@ -300,58 +313,73 @@ static __always_inline void tell(const struct table *table, const struct place *
 	position = __sync_fetch_and_add(&events->sent, 1);
 	words = behind_groups(table, ANSWERS + CREDITS + 1 + (position & (EVENTS - 1)) / 8);
 	if (words)
-		*(volatile __u64 *)&words[position & 7] = EVENT(position, place->slot | (what->slot == NO_SLOT ? 0 : IN_PLACE), place->control);
+		*(volatile __u64 *)&words[position & 7] = EVENT(position, slot, control);
 }
 
-/* Publishes the entry as a candidate, and then as the one of its key, unless there is another. */
-static __always_inline int publish(const struct place *place, struct packet *packet, __u64 control)
-{
-	const __u64 candidate = control | TENTATIVE;
+enum { FREE_ENTRY = 1, ENDED_ENTRY = 2 };
 
-	/* A locked instruction, so that what is read after it is no older: one of two who publish candidates sees the other's. */
-	__sync_val_compare_and_swap(&place->entry->control, place->control, candidate);
-	if (find_other(packet, place->slot) == NO_SLOT)
-		return __sync_val_compare_and_swap(&place->entry->control, candidate, control) == candidate;
-	/* If it fails, a worker has removed the candidate, which is then no longer counted, or has made it the one. */
-	return __sync_val_compare_and_swap(&place->entry->control, candidate, place->control) == candidate ? GIVEN_UP : 0;
-}
-
-/* Opens the connection of a packet by an answer that was found for it; 0: it is for a worker. */
-__noinline int open_again(struct packet *packet, struct repeated *what, struct connection *opened)
+/* Writes the connection of a packet into an entry, by an answer that was found for it, and publishes that as a candidate. Returns which entry
+ * it is; 0: the packet is for a worker. */
+__noinline int propose(struct packet *packet, struct repeated *what, struct connection *proposed)
 {
 	const __u32 zero = 0;
-	struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
-	struct credit *credit;
+	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 	struct place place;
-	__u64 hash, control;
-	int published;
-	__u32 slot;
+	__u32 slot, is_new;
+	__u64 hash, before;
 
-	if (!table || !packet || !what || !opened) /* never */
-		return 0;
-	credit = behind_groups(table, ANSWERS + (VERDICT_OWNER(what->verdict) & (CREDITS - 1)));
-	if (!credit)
+	if (!table || !packet || !what || !proposed) /* never */
 		return 0;
 	hash = hash_of(table, packet);
-	slot = what->slot == NO_SLOT ? claim_free(table, credit, hash) : claim_ended(packet, what);
+	is_new = proposed->slot == NO_SLOT;
+	slot = is_new ? claim_free(table, what, hash) : claim_ended(packet, what, proposed);
 	if (slot == NO_SLOT || !find_parts(slot, &place))
 		return 0;
-	write_entry(&place, packet, what, hash);
+	before = control_of(place.entry);
+	if (is_new)
+		write_key(&place, packet, what, hash);
+	write_entry(&place, packet, before, proposed->now);
+	proposed->slot = slot;
 	/* SYN_SENT and UNREPLIED have one number. */
-	control = FREED(place.control) | UDP_UNREPLIED | (packet->direction & 1) << 5 | (__u64)what->now << 8 |
-		  (__u64)(VERDICT_EPOCH(what->verdict) & EPOCH_MASK) << 30;
-	published = publish(&place, packet, control);
-	if (published != 1) {
-		if (published == GIVEN_UP) {
-			/* It is counted, as one that a program may open. */
-			unclaim(&place);
-			__sync_fetch_and_add(&credit->left, 1);
+	proposed->control = FREED(before) | UDP_UNREPLIED | (packet->direction & 1) << 5 | (__u64)proposed->now << 8 |
+			    (__u64)(VERDICT_EPOCH(what->verdict) & EPOCH_MASK) << 30;
+	/* A locked instruction, so that what is read after it is no older: one of two who publish candidates sees the other's. */
+	__sync_val_compare_and_swap(&place.entry->control, before, proposed->control | TENTATIVE);
+	return is_new ? FREE_ENTRY : ENDED_ENTRY;
+}
+
+/* Publishes the candidate as the entry of its key, unless there is another. Returns whether the packet goes on. */
+__noinline int settle(struct repeated *what, struct connection *proposed, __u32 entry, __u32 other)
+{
+	const __u32 zero = 0;
+	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
+	__u64 candidate, control;
+	struct place place;
+
+	if (!table || !what || !proposed || !find_parts(proposed->slot, &place)) /* never */
+		return 0;
+	control = proposed->control;
+	candidate = control | TENTATIVE;
+	if (other != NO_SLOT) {
+		/* If it fails, a worker has removed the candidate, which is then no longer counted, or has made it the one. */
+		if (__sync_val_compare_and_swap(&place.entry->control, candidate, FREED(control) | CLAIMED) == candidate) {
+			unclaim(&place, control);
+			give_back(table, what);
 		}
 		return 0;
 	}
-	opened->slot = slot;
-	opened->control = control;
-	tell(table, &place, what);
+	if (__sync_val_compare_and_swap(&place.entry->control, candidate, control) != candidate)
+		return 0;
+	tell(table, proposed->slot | (entry == ENDED_ENTRY ? IN_PLACE : 0), control);
 	/* It differs only if the connection has ended already. */
 	return __sync_val_compare_and_swap(&place.use->path, EMPTY_PATH(control), what->path) == EMPTY_PATH(control);
+}
+
+/* Opens the connection of a packet by an answer that was found for it; 0: it is for a worker. In steps that the programs call one after the
+ * other: all frames of nested calls have 512 bytes of stack. */
+static __always_inline int open_again(struct packet *packet, struct repeated *what, struct connection *opened)
+{
+	const __u32 entry = propose(packet, what, opened);
+
+	return entry && settle(what, opened, entry, find_other(packet, opened->slot));
 }

@@ -225,8 +225,9 @@ static __always_inline int count(__u32 interface, __u32 outcome, int action)
 }
 
 /* Which worker: that of this CPU, which wakes no other core; or the same for both directions of a connection. A later fragment may meet
- * another worker than the first: workers share what they know of fragments, too. */
-static __always_inline __u32 pair_of(struct __sk_buff *skb)
+ * another worker than the first: workers share what they know of fragments, too. Not inlined: all frames of a program's calls have 512 bytes of
+ * stack. */
+static __noinline __u32 pair_of(struct __sk_buff *skb)
 {
 	struct { union { struct iphdr ip4; struct ipv6hdr ip6; }; } head = {};
 	__u32 ports = 0, sum, offset, index = bpf_get_smp_processor_id();
@@ -534,7 +535,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet))
 		return FOR_WORKER;
-	way = find_way(&packet, skb->ifindex, &connection, &repeated);
+	way = find_way(&packet, skb->ifindex, 1, &connection, &repeated);
 	if (!way)
 		return FOR_WORKER;
 	if (connection.to) {
@@ -564,15 +565,18 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 }
 
 /* The same for what the node's stack sends to the pod. Its addresses, and those of Services, are no evidence in what it forwards as it
- * came: any machine may send with them. */
+ * came: any machine may send with them. Of all else, what opens a connection is a worker's. */
 static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct interface *at, const struct origin *origin)
 {
 	struct connection connection = {};
+	struct repeated repeated;
 	struct packet packet;
-	int rewritten;
+	int way, rewritten;
 
-	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu ||
-	    !look_up(&packet, origin->at, &connection) || connection.to != skb->ifindex)
+	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet) || longest(skb, &packet) > at->mtu)
+		return FOR_WORKER;
+	way = find_way(&packet, origin->at, origin->at != BY_NODE && skb->ingress_ifindex, &connection, &repeated);
+	if (!way || connection.to != skb->ifindex || (way == OPENS && !open_again(&packet, &repeated, &connection)))
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, 0);
 	if (rewritten)
@@ -682,8 +686,8 @@ int to_pod(struct __sk_buff *skb)
 {
 	__u32 interface = skb->ifindex;
 	const struct interface *at = bpf_map_lookup_elem(&interfaces, &interface);
+	struct { __u8 protocol, hops; } ip6; /* of its header */
 	struct origin origin = {};
-	struct ipv6hdr ip6;
 	__u8 type;
 	int action;
 
@@ -695,8 +699,9 @@ int to_pod(struct __sk_buff *skb)
 	case bpf_htons(ETH_P_ARP):
 		return TC_ACT_UNSPEC;
 	case bpf_htons(ETH_P_IPV6): /* the kernel forwards no packet with hop limit 255 */
-		if (!bpf_skb_load_bytes(skb, ETH_HLEN, &ip6, sizeof(ip6)) && ip6.nexthdr == IPPROTO_ICMPV6 && ip6.hop_limit == 255 &&
-		    !bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(ip6), &type, sizeof(type)) && type >= 133 && type <= 137)
+		if (!bpf_skb_load_bytes(skb, ETH_HLEN + offsetof(struct ipv6hdr, nexthdr), &ip6, sizeof(ip6)) &&
+		    ip6.protocol == IPPROTO_ICMPV6 && ip6.hops == 255 &&
+		    !bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(struct ipv6hdr), &type, sizeof(type)) && type >= 133 && type <= 137)
 			return TC_ACT_UNSPEC;
 		break;
 	case bpf_htons(ETH_P_IP):

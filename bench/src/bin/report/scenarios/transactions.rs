@@ -1,9 +1,11 @@
-//! Questions and answers over TCP, as netperf's TCP_RR and TCP_CRR.
+//! Questions and answers over TCP, as netperf's TCP_RR and TCP_CRR, and over UDP.
 
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use penstock_bench::load::{CoreTimes, PORTS, TransactionEnds, connected_transactions, round_trips};
+use penstock_bench::load::{
+    CoreTimes, PORTS, TransactionEnds, connected_transactions, datagram_transactions, round_trips,
+};
 use penstock_bench::peers::{Peer, PeerTestbed};
 
 use super::{KnownRates, Scenario, ScenarioCase};
@@ -22,6 +24,8 @@ const METRICS: &[Metric] = &[
     Metric::higher("TCP_CRR, one at a time", "k transactions/s", 2),
     Metric::higher("TCP_CRR, 32 at once", "k transactions/s", 2),
     Metric::lower("TCP_CRR, processor", "µs/transaction", 1),
+    Metric::higher("UDP questions, one at a time", "k transactions/s", 2),
+    Metric::higher("UDP questions, 32 at once", "k transactions/s", 2),
 ];
 
 /// The result, the seconds that it took, and those for which the cores were busy meanwhile, all together.
@@ -47,6 +51,8 @@ fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result
         let (many, took, busy) = timed(|| round_trips(&ends(33, None, None)?, 32, Duration::ZERO, length))?;
         let one_opened = connected_transactions(&ends(10, here, here)?, 1, length)?;
         let (opened, opening, busy_opening) = timed(|| connected_transactions(&ends(10, None, None)?, 32, length))?;
+        let one_asked = datagram_transactions(&ends(10, here, here)?, 1, length)?;
+        let asked = datagram_transactions(&ends(10, None, None)?, 32, length)?;
         let of =
             |times: &hdrhistogram::Histogram<u64>, quantile: f64| Some(times.value_at_quantile(quantile) as f64 / 1e3);
         Ok(vec![
@@ -61,6 +67,8 @@ fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result
             Some(one_opened / 1e3),
             Some(opened / 1e3),
             (opened > 0.0).then(|| busy_opening * 1e6 / (opened * opening)),
+            Some(one_asked / 1e3),
+            Some(asked / 1e3),
         ])
     })
 }
@@ -74,10 +82,11 @@ pub(crate) fn transactions() -> Scenario {
     };
     Scenario {
         name: "transactions",
-        title: "TCP questions and answers of one byte",
+        title: "Questions and answers of one byte",
         about: "As netperf's TCP_RR: round trips in one connection, with both ends on one core, with an end on each, and \
                 with a pause of 1 ms after each; and in 32 connections. As TCP_CRR: each question in a connection of its own, from one \
-                client with both ends on one core, and from 32 clients. The processor's time is that of both cores, of ends and \
+                client with both ends on one core, and from 32 clients; and the same by UDP, each question from a port of its own. \
+                The processor's time is that of both cores, of ends and \
                 forwarder together.",
         metrics: METRICS,
         cases: vec![
