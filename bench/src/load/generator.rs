@@ -2,6 +2,7 @@
 //! single frames.
 
 use std::io::{self, Read};
+use std::mem::MaybeUninit;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
@@ -192,6 +193,21 @@ impl PacketSocket {
     /// Sends one frame.
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
         self.socket.send(frame).map(drop)
+    }
+
+    /// Frames received since the last call, without waiting. Frames sent by this host are left out.
+    pub fn waiting(&self) -> Result<Vec<Vec<u8>>> {
+        let mut frames = Vec::new();
+        // Longer than any packet of a link with jumbo frames.
+        let mut buffer = [MaybeUninit::<u8>::uninit(); 16 << 10];
+        loop {
+            match self.socket.recv_with_flags(&mut buffer, libc::MSG_DONTWAIT) {
+                // SAFETY: the kernel has written these bytes.
+                Ok(length) => frames.push(buffer[..length].iter().map(|byte| unsafe { byte.assume_init() }).collect()),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(frames),
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// Frames received since the last call and within the next `time`. Frames sent by this host are left out.

@@ -6,6 +6,7 @@ mod bad_input;
 mod capture;
 mod connections;
 mod dashboards;
+mod differential;
 mod domain_names;
 mod first_start;
 mod flow_records;

@@ -19,7 +19,7 @@ pub fn fill_up(frame_start: usize, captured: u32, original: u32, frames: &mut Ve
             Transport::Sctp { .. } => 16,
             Transport::Udp | Transport::EchoRequest | Transport::EchoReply => 8,
             Transport::IcmpError { .. } => return false,
-            Transport::LaterFragment | Transport::Other => 0,
+            Transport::LaterFragment | Transport::Unreadable | Transport::Other => 0,
         };
         usize::from(packet.layout.transport) + header <= captured as usize
     });

@@ -426,6 +426,11 @@ fn plain(
         // What it has received may have bypassed us, and what was seen may be retransmitted.
         receiver.end = later(receiver.end, ack);
     }
+    if is_from_the_middle(&sender, &receiver) && !fits(&sender, &receiver, segment.seq, end, ack) {
+        // What was taken for the numbers was that of a stray segment, or went another way since.
+        sender.marks &= !SEEN;
+        receiver.marks &= !SEEN;
+    }
     match state {
         // The answering side has an older connection (RFC 9293 section 3.5.1): the opener will reset it.
         TcpState::SynSent if !from_opener && end == segment.seq => return TcpStep::Pass,
@@ -453,6 +458,14 @@ fn plain(
         receiver.marks |= FIN_ACKED;
     }
     accept(after_plain(state, &sender, &receiver, from_opener), sender, receiver)
+}
+
+/// Whether neither SYN was read: nobody knows the numbers with which the connection began, and how the windows are scaled. The kernel lets
+/// segments of such a connection pass whatever their numbers (`IP_CT_TCP_FLAG_BE_LIBERAL` in `tcp_new`,
+/// net/netfilter/nf_conntrack_proto_tcp.c).
+#[inline]
+const fn is_from_the_middle(sender: &Window, receiver: &Window) -> bool {
+    sender.scale == UNKNOWN_SCALE && receiver.scale == UNKNOWN_SCALE
 }
 
 /// Position of a side that is seen again: the reported one, unless it is so little behind the known one that the

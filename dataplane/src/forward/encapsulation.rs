@@ -10,7 +10,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use rustc_hash::FxHashSet;
 
-use crate::packet::{Address, AddressScope, Packet, Transport};
+use crate::packet::{Address, AddressScope, Packet, Protocol, Transport};
 
 /// Well-known UDP tunnel ports, blocked whether or not this node is known to have such a tunnel: other nodes may, and
 /// some tunnels have no interface. VXLAN by IANA and Linux' default, Geneve, GUE, GRE in UDP (RFC 8086; 4755 is DTLS),
@@ -83,6 +83,8 @@ impl Encapsulation {
         let is_wrapping = match packet.transport {
             Transport::Udp => self.ports.binary_search(&packet.flow.dst_port).is_ok(),
             Transport::Other => self.on && PROTOCOLS.contains(&packet.flow.protocol.0),
+            // In fragments that each hold a part of the header, or read otherwise by the node: its port is not known.
+            Transport::Unreadable => self.on && packet.flow.protocol == Protocol::UDP,
             // A later fragment passes only if its first one did.
             _ => false,
         };

@@ -129,7 +129,7 @@ pub fn parse(frame: &[u8]) -> Result<Packet, DropReason> {
 }
 
 /// [`parse`](fn@parse) into an existing packet, which is too large to be passed between functions. After an error its
-/// content is meaningless.
+/// content is meaningless, unless its transport is [`Transport::Unreadable`]: then the rest was read.
 #[inline(always)]
 pub(crate) fn parse_into(frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
     if plain(frame, packet).is_some() {
@@ -195,6 +195,7 @@ fn plain(frame: &[u8], packet: &mut Packet) -> Option<()> {
 /// [`parse_into`] for every packet.
 #[inline(never)]
 fn parse_any(frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
+    packet.transport = Transport::Other;
     let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Err(DropReason::Truncated) };
     match EtherType(u16::from_be_bytes([ethertype[0], ethertype[1]])) {
         EtherType::IPV4 => ipv4(frame, ETHERNET_LEN, packet),
@@ -367,14 +368,22 @@ fn transport_into(frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
         return Ok(());
     }
     let bytes = &frame[usize::from(layout.transport)..usize::from(layout.end)];
-    // Assigned in each arm, so that each writes its own variant without a common temporary.
-    match flow.protocol {
-        Protocol::TCP => packet.transport = tcp(bytes, flow)?,
-        Protocol::UDP => packet.transport = udp(bytes, flow, packet.fragment.is_some())?,
-        Protocol::SCTP => packet.transport = sctp(bytes, flow)?,
-        Protocol::ICMP if flow.src.is_v4() => packet.transport = icmp::v4(bytes, flow, layout.transport)?,
-        Protocol::ICMPV6 if !flow.src.is_v4() => packet.transport = icmp::v6(bytes, flow, layout.transport)?,
-        _ => packet.transport = Transport::Other,
+    let read = match flow.protocol {
+        Protocol::TCP => tcp(bytes, flow),
+        Protocol::UDP => udp(bytes, flow, packet.fragment.is_some()),
+        Protocol::SCTP => sctp(bytes, flow),
+        Protocol::ICMP if flow.src.is_v4() => icmp::v4(bytes, flow, layout.transport),
+        Protocol::ICMPV6 if !flow.src.is_v4() => icmp::v6(bytes, flow, layout.transport),
+        _ => Ok(Transport::Other),
+    };
+    match read {
+        Ok(transport) => packet.transport = transport,
+        Err(reason @ (DropReason::Truncated | DropReason::Malformed)) => {
+            (flow.src_port, flow.dst_port) = (0, 0);
+            packet.transport = Transport::Unreadable;
+            return Err(reason);
+        }
+        Err(reason) => return Err(reason),
     }
     Ok(())
 }
@@ -459,6 +468,19 @@ fn sctp(bytes: &[u8], flow: &mut Flow) -> Result<Transport, DropReason> {
 /// identifiers, but not a whole header, so nothing else is parsed.
 pub fn quoted_flow(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<Flow> {
     quoted(frame, packet, quoted_at).map(|(flow, _)| flow)
+}
+
+/// Source and destination of the packet quoted by an ICMP error, however little of it follows.
+pub(crate) fn quoted_ends(frame: &[u8], packet: &Packet, quoted_at: u16) -> Option<(Address, Address)> {
+    let quoted = frame.get(usize::from(quoted_at)..usize::from(packet.layout.end))?;
+    if packet.flow.src.is_v4() {
+        let header = quoted.first_chunk::<20>().filter(|header| header[0] >> 4 == 4)?;
+        let address = |at: usize| Address::from_v4_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+        Some((address(12), address(16)))
+    } else {
+        let header = ipv6_header(quoted).ok()?;
+        Some((Address::from_v6_bytes(header.source()), Address::from_v6_bytes(header.destination())))
+    }
 }
 
 /// [`quoted_flow`], and where in the frame the quoted transport header starts.

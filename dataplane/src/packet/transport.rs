@@ -105,6 +105,9 @@ pub enum Transport {
     },
     /// A fragment other than the first, without ports.
     LaterFragment,
+    /// A transport header that is cut off, or says what cannot be: identified by addresses and protocol only, and nothing that a
+    /// policy could allow. Routers forward it.
+    Unreadable,
     /// Any other protocol: identified by addresses and protocol only.
     #[default]
     Other,
@@ -118,7 +121,7 @@ impl Transport {
             Self::Tcp(segment) => segment.flags.contains(TcpFlags::SYN) && !segment.flags.contains(TcpFlags::ACK),
             Self::Sctp { chunk, .. } => matches!(chunk, SctpChunk::Init),
             Self::Udp | Self::EchoRequest | Self::Other => true,
-            Self::EchoReply | Self::IcmpError { .. } | Self::LaterFragment => false,
+            Self::EchoReply | Self::IcmpError { .. } | Self::LaterFragment | Self::Unreadable => false,
         }
     }
 }

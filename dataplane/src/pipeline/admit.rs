@@ -1,13 +1,17 @@
 //! First stage: parses a frame and rejects invalid packets.
 
 use crate::forward::{Port, PortKind};
-use crate::packet::{Address, AddressScope, Flow, Packet, parse_into};
+use crate::packet::{Address, AddressScope, Flow, Packet, Protocol, Transport, parse_into};
 use crate::{DropReason, Snapshot};
 
 /// Parses a frame received on `port` and checks its source address and whether it may be routed.
 #[inline(always)]
 pub(super) fn admit(snapshot: &Snapshot, port: &Port, frame: &[u8], packet: &mut Packet) -> Result<(), DropReason> {
-    parse_into(frame, packet)?;
+    if let Err(reason) = parse_into(frame, packet)
+        && !is_forwarded_unread(snapshot, packet)
+    {
+        return Err(reason);
+    }
     let (src, dst) = (packet.flow.src, packet.flow.dst);
     if port.kind != PortKind::Pod {
         from_elsewhere(snapshot, port.kind, &packet.flow)?;
@@ -17,6 +21,18 @@ pub(super) fn admit(snapshot: &Snapshot, port: &Port, frame: &[u8], packet: &mut
         return Err(DropReason::Encapsulation);
     }
     if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(port.kind, src, dst) }
+}
+
+/// Whether a packet passes although its transport header cannot be read: no policy asks for it, and a router does not look at it. Not a part of
+/// an ICMP message: its receiver would put together what no pod may send, as redirects.
+#[cold]
+#[inline(never)]
+fn is_forwarded_unread(snapshot: &Snapshot, packet: &Packet) -> bool {
+    let is_part_of_message =
+        packet.fragment.is_some() && matches!(packet.flow.protocol, Protocol::ICMP | Protocol::ICMPV6);
+    packet.transport == Transport::Unreadable
+        && !is_part_of_message
+        && snapshot.policy.is_free(snapshot.policy.ends(&packet.flow))
 }
 
 /// Checks the source address of a packet that did not come from a pod's port.

@@ -13,7 +13,7 @@ use crate::conntrack::{
 };
 use crate::forward::PortId;
 use crate::names::{Moment, NameTime};
-use crate::packet::{Address, Flow, Packet, Transport, quoted_flow};
+use crate::packet::{Address, Flow, Packet, Transport, quoted_ends, quoted_flow};
 use crate::policy::{AddressEntry, EvaluationForm, FlowEnds};
 use crate::{DropReason, Snapshot};
 
@@ -55,6 +55,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         match entry.packet.transport {
             Transport::IcmpError { quoted_at } => return self.related(entry, quoted_at),
             Transport::LaterFragment => return self.later_fragment(entry),
+            // Between ends without policy, or it were not here.
+            Transport::Unreadable if self.is_to_service(&entry.packet.flow) => return Err(DropReason::Malformed.into()),
+            Transport::Unreadable => return Ok(PacketPath::Direct),
             _ => {}
         }
         let route = match self.connections.find_place(&entry.hashed, self.now) {
@@ -146,8 +149,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         let Some(flow) = fragments.flow_of(&entry.packet, self.ingress, self.now) else {
             // Its first fragment may come later, or another way.
             let flow = &entry.packet.flow;
-            let is_translated = self.translates && self.snapshot.forwarding.is_service(flow.dst);
-            let is_free = !is_translated && self.is_free(flow);
+            let is_free = !self.is_to_service(flow) && self.is_free(flow);
             return if is_free { Ok(PacketPath::Direct) } else { Err(DropReason::Fragment.into()) };
         };
         entry.hashed = self.connections.prepare(&flow);
@@ -161,6 +163,11 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             connection = self.turn(translated, entry)?;
         }
         self.follow(connection, entry)
+    }
+
+    /// Whether workers translate a packet to this destination.
+    fn is_to_service(&self, flow: &Flow) -> bool {
+        self.translates && self.snapshot.forwarding.is_service(flow.dst)
     }
 
     /// A packet of a known connection.
@@ -451,12 +458,14 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     #[inline(never)]
     fn related(&mut self, entry: &mut AdmittedPacket, quoted_at: u16) -> Result<PacketPath, DroppedPacket> {
         let (packet, frame) = (&entry.packet, self.frames.bytes(self.index));
-        let quoted = quoted_flow(frame, packet, quoted_at).ok_or(DropReason::NoConnection)?;
+        let (src, dst) = quoted_ends(frame, packet, quoted_at).ok_or(DropReason::NoConnection)?;
+        let quoted = quoted_flow(frame, packet, quoted_at);
         let is_router = !self.is_pod(packet.flow.src);
-        if quoted.src != packet.flow.dst || !(is_router || quoted.dst == packet.flow.src) {
+        if src != packet.flow.dst || !(is_router || dst == packet.flow.src) {
             return Err(DropReason::NoConnection.into());
         }
-        let Some(mut connection) = self.connections.related(&quoted, self.now) else {
+        let connection = quoted.and_then(|quoted| Some((quoted, self.connections.related(&quoted, self.now)?)));
+        let Some((quoted, mut connection)) = connection else {
             let is_free = self.is_free(&packet.flow);
             return if is_free { Ok(PacketPath::Direct) } else { Err(DropReason::NoConnection.into()) };
         };

@@ -250,7 +250,7 @@ impl Reply {
 fn may_get_error(packet: &Packet) -> bool {
     match packet.transport {
         Transport::Tcp(_) | Transport::Udp | Transport::Sctp { .. } | Transport::EchoRequest => true,
-        Transport::Other => !matches!(packet.flow.protocol, Protocol::ICMP | Protocol::ICMPV6),
+        Transport::Other | Transport::Unreadable => !matches!(packet.flow.protocol, Protocol::ICMP | Protocol::ICMPV6),
         Transport::EchoReply | Transport::IcmpError { .. } | Transport::LaterFragment => false,
     }
 }

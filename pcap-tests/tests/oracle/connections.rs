@@ -668,14 +668,16 @@ pub(crate) fn flow_of(frame: &[u8]) -> Option<Flow> {
     parse_frame(frame).ok().map(|packet| packet.flow)
 }
 
-/// The flow of the packet quoted by an error, if enough of it is present.
+/// The flow of the packet quoted by an error, if its addresses are present. Without ports it is of no protocol.
 fn quoted_flow(bytes: &[u8], is_v6: bool) -> Option<Flow> {
     let (ethertype, header, protocol) = match is_v6 {
         false => (0x0800, usize::from(bytes.first()? & 0xf) * 4, *bytes.get(9)?),
         true => (0x86dd, 40, *bytes.get(6)?),
     };
     let (src, dst) = addresses(ethertype, &[&[0; 14], bytes].concat())?;
-    let transport = bytes.get(header..)?.first_chunk::<8>()?;
+    let Some(transport) = bytes.get(header..).and_then(|rest| rest.first_chunk::<8>()) else {
+        return Some(Flow { src, dst, protocol: 255, sport: 0, dport: 0 });
+    };
     let word = |at: usize| u16::from_be_bytes([transport[at], transport[at + 1]]);
     let (sport, dport) = match (protocol, transport[0]) {
         (6 | 17 | 132, _) => (word(0), word(2)),

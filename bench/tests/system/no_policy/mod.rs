@@ -2,7 +2,7 @@
 //! one arrives at the other, unchanged. The exceptions are a list, which the test prints.
 
 mod cases;
-mod packets;
+pub(super) mod packets;
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -27,11 +27,11 @@ use packets::{Arrival, Before, Case, as_received};
 /// Addresses of the node, by family.
 const NODE: [&str; 2] = ["172.18.0.2", "fd00:172:18::2"];
 /// A port of the node that leads to the Service's backend.
-const NODE_PORT: u16 = 30_080;
+pub(super) const NODE_PORT: u16 = 30_080;
 /// Address of a DNS cache on the node.
 const CACHE: &str = "169.254.20.10";
 /// Idle timeouts, so that a pause of two seconds is as days are.
-const SHORT: &str = "timeouts = { tcp_timeout_established = \"1s\", tcp_timeout_close_wait = \"1s\", \
+pub(super) const SHORT: &str = "timeouts = { tcp_timeout_established = \"1s\", tcp_timeout_close_wait = \"1s\", \
                      tcp_timeout_syn_sent = \"1s\", tcp_timeout_unacknowledged = \"1s\", udp_timeout = \"1s\", \
                      udp_timeout_stream = \"1s\", sctp_timeout_established = \"1s\" }\n";
 
@@ -181,7 +181,7 @@ impl Node {
 }
 
 /// kube-proxy's rules for a Service with a node port, of which the second pod is the backend.
-fn proxy(mode: ProxyMode, cluster: &Cluster) -> KubeProxy {
+pub(super) fn proxy(mode: ProxyMode, cluster: &Cluster) -> KubeProxy {
     let port = |protocol, target| {
         let backends = [false, true].map(|v6| Pod1.at(v6, target)).into();
         ProxiedPort { protocol, number: WEB, node_port: Some(NODE_PORT), backends }
@@ -192,7 +192,7 @@ fn proxy(mode: ProxyMode, cluster: &Cluster) -> KubeProxy {
 }
 
 /// Has a stack answer nothing: connections that the node tracks are those of the packets alone.
-fn silence(namespace: &Namespace) {
+pub(super) fn silence(namespace: &Namespace) {
     const RULES: &str = "table inet silent { chain output { type filter hook output priority 0; policy drop;\n\
                          icmpv6 type { nd-neighbor-solicit, nd-neighbor-advert } accept\n}\n}\n";
     let mut nft = namespace.command("nft").args(["-f", "-"]).stdin(Stdio::piped()).spawn().unwrap();

@@ -11,15 +11,15 @@ pub(super) const PODS_V6: [&str; 2] = ["fd00:10:244:1::10", "fd00:10:244:1::11"]
 const OUTSIDE: &str = "198.51.100.2";
 const OUTSIDE_V6: &str = "fd00:51:100::2";
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum End {
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub(in crate::system) enum End {
     Pod0,
     Pod1,
     Outside,
 }
 
 impl End {
-    pub(super) fn address(self, v6: bool) -> IpAddr {
+    pub(in crate::system) fn address(self, v6: bool) -> IpAddr {
         let text = match (self, v6) {
             (Self::Pod0, false) => PODS[0],
             (Self::Pod1, false) => PODS[1],
@@ -31,7 +31,7 @@ impl End {
         text.parse().unwrap()
     }
 
-    pub(super) fn at(self, v6: bool, port: u16) -> SocketAddr {
+    pub(in crate::system) fn at(self, v6: bool, port: u16) -> SocketAddr {
         SocketAddr::new(self.address(v6), port)
     }
 }

@@ -641,8 +641,25 @@ fn mid_stream_pickup() {
             &[first, c("A", 5010, 9300, 10).ok(PickedUp), s("A", 9000, 5020, 10).ok(Established)],
         ),
         ("windows whose scale is not known", &[first, answer, s("A", 900_000, 5010, 10).ok(Established)]),
-        ("far beyond any window", &[first, answer, c("A", 200_000_000, 9100, 10).bad(Established)]),
-        ("acknowledgement of what was not sent", &[first, answer, c("A", 5010, 99_000, 10).bad(Established)]),
+        (
+            "far beyond any window: the numbers begin anew",
+            &[
+                first,
+                answer,
+                c("A", 200_000_000, 9100, 10).ok(Established),
+                s("A", 9100, 200_000_010, 10).ok(Established),
+                c("A", 200_000_010, 9110, 10).ok(Established),
+            ],
+        ),
+        (
+            "acknowledgement of what was not sent",
+            &[
+                first,
+                answer,
+                c("A", 5010, 2_000_099_000, 10).ok(Established),
+                s("A", 2_000_099_000, 5020, 9).ok(Established),
+            ],
+        ),
         (
             "RST of a side not yet heard",
             &[first, s("R", 9000, 0, 0).ok(Close), c("A", 5010, 9000, 1).ok(Close), c("S", 7, 0, 0).reopens(SynSent)],
