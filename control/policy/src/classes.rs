@@ -1,6 +1,7 @@
 //! Classes of pods that policy does not tell apart.
 //!
-//! Two pods of one class reach the same peers and are reached by the same, by the same rules: replicas of a workload, for example.
+//! Two pods of one class reach the same peers and are reached by the same, by the same rules: replicas of a workload, for example. Only the node
+//! that each is on, which NetworkPolicies exempt, may be another one.
 //! So a question about all pairs of pods need be answered for pairs of classes only.
 
 use std::net::IpAddr;

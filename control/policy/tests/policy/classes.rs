@@ -47,11 +47,15 @@ fn explained(cluster: &Cluster, src: std::net::IpAddr, dst: std::net::IpAddr, po
     cluster.engine.explain(&Flow { src: src.into(), dst: dst.into(), protocol, src_port: 40000, dst_port })
 }
 
-/// Compares two pods of one class by their first addresses of a family, as senders and as receivers.
+/// Compares two pods of one class by their first addresses of a family, as senders and as receivers. Each reaches, and is reached by, its
+/// own node.
 fn compare(cluster: &Cluster, a: &Pod, b: &Pod, is_ipv4: bool) {
+    let nodes = cluster.engine.state().node_addresses(&Selector::default());
+    let is_own_nodes = |peer: &std::net::IpAddr| a.node != b.node && nodes.contains(peer);
     let of = |pod: &Pod| pod.addresses.iter().find(|address| address.is_ipv4() == is_ipv4).copied();
     let (Some(a), Some(b)) = (of(a), of(b)) else { return assert_eq!(of(a), of(b)) };
     let others = ADDRESSES.iter().chain(&OTHERS).map(|text| text.parse::<std::net::IpAddr>().unwrap());
+    let others = others.filter(|peer| !is_own_nodes(peer));
     let own: Vec<_> = cluster.engine.state().pods().flat_map(|(_, pod)| pod.addresses.clone()).collect();
     let peers = others.filter(|peer| peer.is_ipv4() == is_ipv4 && *peer != a && *peer != b && !own.contains(peer));
     let pods = own.iter().copied().filter(|peer| peer.is_ipv4() == is_ipv4 && *peer != a && *peer != b);

@@ -501,7 +501,7 @@ fn admit(table: &ConnTable, flow: &Flow, syn: &Transport) {
 
 #[test]
 fn a_program_and_a_worker_replace_an_ended_connection_once() {
-    // With two preemptions, which pass as well, it takes minutes.
+    // With two preemptions it takes many minutes.
     explore_within(1, 2, || {
         let table = shared_table();
         let (wanted, syn) = reset_connection(&table);
