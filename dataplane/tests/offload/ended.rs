@@ -378,7 +378,13 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         "is_new ? claim_free(table, what, hash) : claim_ended(packet, what, proposed)",
         "claim_free(table, what, hash)",
     ),
-    mutation(OF_ENDINGS, "no worker hears that one had ended", REPEAT, "(entry == ENDED_ENTRY ? IN_PLACE : 0)", "0"),
+    mutation(
+        OF_ENDINGS,
+        "no worker hears that one had ended",
+        REPEAT,
+        "(entry == ENDED_ENTRY ?",
+        "(entry > ENDED_ENTRY ?",
+    ),
     mutation(
         OF_ANSWERING_SYN,
         "a SYN is looked up like an answer",
