@@ -11,7 +11,7 @@ use libbpf_rs::libbpf_sys;
 
 use crate::pins::{Pinned, Pins, link_info};
 use crate::program::{Program, SharedMaps};
-use crate::{AttachOptions, LoadError, Role, TcxOptions, TcxPrograms};
+use crate::{AttachOptions, LoadError, Role, TcxOptions, TcxPrograms, quietly};
 
 /// A program's tag (`bpf_prog_info.tag`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,7 +33,7 @@ impl ProgramTag {
 
     /// The tags of this binary's tcx programs: on what a pod sends, and on what the node's stack sends to it.
     pub fn own_tcx() -> Result<[Self; 3], LoadError> {
-        let programs = TcxPrograms::load(&TcxOptions::default(), None)?;
+        let programs = quietly(|| TcxPrograms::load(&TcxOptions::default(), None))?;
         let tag = |program| Self::of(program).map_err(|error| LoadError::new("the program's tag", error.into()));
         let [from_pod, to_pod, to_uplink] = programs.pinned().map(tag);
         Ok([from_pod?, to_pod?, to_uplink?])

@@ -239,12 +239,15 @@ const MUTATIONS: &[Mutation] = &[
         // So late that tests meet the moment before it often enough.
         "__u64 sum = 0; for (int i = 0; i < 64; i++) sum += bpf_ktime_get_ns(); return entry && sum && (*(volatile __u64 *)&entry->tracking[packet->direction & 1] = window);",
     ),
-    mutation(
-        OF_ANSWER,
-        "an answer may have any state of its window before",
-        LOOKUP,
-        "return entry->tracking[direction] == UNANSWERED(packet->acknowledged);",
-        "return 1;",
+    equivalent(
+        "who notes the answer's number asks for the same once more",
+        mutation(
+            OF_ANSWER,
+            "an answer may have any state of its window before",
+            LOOKUP,
+            "return entry->tracking[direction] == UNANSWERED(packet->acknowledged);",
+            "return 1;",
+        ),
     ),
     mutation(
         OF_ENTRY,

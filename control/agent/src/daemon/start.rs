@@ -17,7 +17,7 @@ use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPac
 use penstock_privileges as privileges;
 use penstock_xdp_redirect::{
     ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, ServiceAddresses, TcxOptions, TcxPrograms,
-    TranslatedSources, WaitingArray,
+    TranslatedSources, WaitingArray, quietly,
 };
 
 use crate::RunError;
@@ -151,7 +151,8 @@ fn leaving_programs(config: &Config, host_veth: &Link, maps: &SharedMaps) -> any
         beside_xdp: true,
         ..TcxOptions::default()
     };
-    let tcx = TcxPrograms::load(&options, None)?;
+    // Where the kernel has no tcx, which is said with the reason, XDP goes on without them.
+    let tcx = quietly(|| TcxPrograms::load(&options, None))?;
     tcx.set_pairs(&[host_veth.index], &[])?;
     let host_veth = tcx.attach_worker(&interface(host_veth))?;
     Ok(LeavingPrograms { tcx, host_veth })
