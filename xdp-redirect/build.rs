@@ -39,14 +39,14 @@ fn compile(clang: &str, source: &str, skeleton: &str, arguments: &[&str]) {
         fail(&format!("cannot compile {source}: {error:#} (its headers are in Debian's linux-libc-dev)"));
     }
     // The generated file has inner attributes, which only a module file may contain, hence the include by path in
-    // program.rs.
+    // program/mod.rs.
     assert!(fs::metadata(&out).is_ok_and(|meta| meta.len() > 0), "{} is empty", out.display());
     if source == TCX && env::var_os("CARGO_FEATURE_REPLACEABLE_PROGRAMS").is_some() {
         make_replaceable(&out);
     }
 }
 
-/// Makes the skeleton ask for the object that it loads (`replaceable_object` in `tcx.rs`).
+/// Makes the skeleton ask for the object that it loads (`replaceable_object` in `tcx/mod.rs`).
 fn make_replaceable(skeleton: &Path) {
     let text = fs::read_to_string(skeleton).expect("it was just written");
     let (from, to) = ("ConfigBuilder::new(DATA)", "ConfigBuilder::new(crate::tcx::replaceable_object(DATA))");
