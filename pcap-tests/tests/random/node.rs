@@ -130,7 +130,7 @@ impl Node {
     }
 
     /// A pod sends a packet. `rule` is for what it sends to, and a worker that translates takes the same backend.
-    pub(super) fn from_pod(&mut self, packet: &Packet, rule: Rule) -> Arrival {
+    pub(super) fn send(&mut self, packet: &Packet, rule: Rule) -> Arrival {
         let port = self.pod_port(packet.flow.src).ok_or("no such pod")?;
         match self.worker(port, StackSender::Unknown, packet, rule)? {
             (HOST, flow) => self.through_stack(&Packet { flow, ..packet.clone() }, rule, false),
@@ -141,7 +141,7 @@ impl Node {
     /// Somebody answers this packet: a pod, the node itself, or another machine, whose packets come `by_uplink` or through the stack.
     pub(super) fn answer(&mut self, packet: &Packet, by_uplink: bool) -> Arrival {
         if self.pod_port(packet.flow.src).is_some() {
-            return self.from_pod(packet, Rule::None);
+            return self.send(packet, Rule::None);
         }
         let is_of_node = is_nodes(packet.flow.src);
         let is_turned = self.tracked.iter().any(|it| it.answers == packet.flow && it.opened != reversed(it.answers));

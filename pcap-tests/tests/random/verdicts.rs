@@ -316,7 +316,7 @@ impl Play {
             return;
         };
         let packet = talk.packet(true);
-        let arrival = self.node.from_pod(&packet, rule);
+        let arrival = self.node.send(&packet, rule);
         let found = arrival.map(|seen| (seen.dst, seen.dport));
         if found.ok() != at {
             self.differ(talk, &format!("{packet:?} must arrive at {at:?}"), &arrival);
