@@ -30,7 +30,7 @@ use crate::view::{DaemonView, LiveCounters};
 pub(crate) struct Scrape {
     statistics: DataplaneStatistics,
     depths: QueueDepths,
-    /// By port number: role, namespace and name of its pod, XDP outcomes.
+    /// By port number: role, namespace and name of its pod, outcomes of its programs.
     ports: BTreeMap<u16, PortLabels>,
     published: u32,
     in_force: Vec<u32>,
@@ -74,7 +74,7 @@ struct PortLabels {
     role: PortRole,
     namespace: String,
     pod: String,
-    xdp: Vec<(String, u64)>,
+    outcomes: Vec<(String, u64)>,
 }
 
 #[derive(Debug)]
@@ -100,9 +100,9 @@ impl Scrape {
         let LiveCounters { sample, depths, ports } = counters;
         let named = ports.into_iter().map(|port| {
             let (namespace, pod) = port.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
-            let xdp = port.outcomes.iter().flat_map(|outcomes| outcomes.iter());
-            let xdp = xdp.map(|(name, count)| (name.to_string(), count)).collect();
-            (port.id.0, PortLabels { role: port.role, namespace: namespace.to_string(), pod: pod.to_string(), xdp })
+            let outcomes = port.outcomes.iter().flat_map(|outcomes| outcomes.iter());
+            let outcomes = outcomes.map(|(name, count)| (name.to_string(), count)).collect();
+            (port.id.0, PortLabels { role: port.role, namespace: namespace.to_string(), pod: pod.to_string(), outcomes })
         });
         let log = view.dataplane.verdicts();
         Self {
@@ -199,12 +199,12 @@ impl Scrape {
         )?;
         to.family(
             FamilyType::Counter,
-            "penstock_port_xdp",
-            "What the XDP program did with packets, by outcome",
+            "penstock_port_program",
+            "Packets by what the program at the port did with them",
             |add| {
                 self.each_port(|labels, port| {
                     let named = self.ports.get(&port.port.0);
-                    let outcomes = named.iter().flat_map(|named| &named.xdp);
+                    let outcomes = named.iter().flat_map(|named| &named.outcomes);
                     let mut outcomes = outcomes.map(|(outcome, count)| (outcome.as_str(), *count));
                     outcomes
                         .try_for_each(|(outcome, count)| add.count(&[labels, &[("outcome", outcome)]].concat(), count))
