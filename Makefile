@@ -86,13 +86,14 @@ test-arm64: setup ## Of the tests without privilege, those of the parser, pipeli
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken code of policy and of the tcx programs
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
-	$(CARGO) test --locked --workspace --test veths -- --ignored --nocapture faults:: nodes:: on_cluster:: system::first_start:: system::differential::
-	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- --include-ignored
+	$(CARGO) test --locked --workspace --test veths -- --ignored --nocapture --skip faults::mends:: faults:: nodes:: on_cluster:: system::first_start:: system::differential::
+	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- --include-ignored --skip faults::mends::each
 	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test full_node
 	@./scripts/setup chromium
 	$(CARGO) test --locked --workspace --test command -- --ignored
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-dataplane --features replaceable-programs --test offload -- --ignored --nocapture
+	$(CARGO) test --locked --workspace --features penstock-dataplane/replaceable-programs --test veths -- --ignored --nocapture faults::mends::
 	$(MAKE) fuzz
 
 .PHONY: fuzz

@@ -37,6 +37,7 @@ pub(crate) struct Scrape {
     offload_in_force: Option<u32>,
     /// From pod to pod, from a pod to the node's stack, and from there to a pod.
     offloaded: Option<[TrafficCount; 3]>,
+    refused_tunnels: Option<u64>,
     cores: Vec<usize>,
     policies: usize,
     pods: usize,
@@ -113,6 +114,7 @@ impl Scrape {
             in_force: view.dataplane.in_force().into_iter().map(|epoch| epoch.0).collect(),
             offload_in_force: view.dataplane.offload_in_force().map(|epoch| epoch.0),
             offloaded: view.ports.offloaded(),
+            refused_tunnels: view.ports.refused_tunnels(),
             cores: view.dataplane.cores().iter().map(|core| core.0).collect(),
             policies: view.objects.policies(),
             pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
@@ -353,6 +355,12 @@ impl Scrape {
                 let counts = self.offloaded.iter().flatten();
                 paths.iter().zip(counts).try_for_each(|(path, count)| add.count(&[("path", path)], count.packets))
             },
+        )?;
+        to.family(
+            FamilyType::Counter,
+            "penstock_tunnel_packets_refused",
+            "Tunnel packets of other nodes' pods to this node, which it would have unwrapped",
+            |add| self.refused_tunnels.iter().try_for_each(|count| add.count(&[], *count)),
         )?;
         to.family(
             FamilyType::Histogram,
