@@ -23,7 +23,7 @@ pub use harness::Harness;
 pub use meter::{DatagramCounts, UdpMeter};
 pub use search::{RateSearch, RateSearchResult};
 pub use sink::UdpSink;
-pub use streams::{connections_at, connections_for, streams_for};
+pub use streams::{connections_at, connections_for, datagrams_for, streams_for};
 pub use traffic::{FrameLengths, PORTS, Traffic, UdpFrames};
 pub use transactions::{TransactionEnds, connected_transactions, datagram_transactions, round_trips};
 pub use trial::{PROBE_PORT, ProbeMode, ProbeStats, Trial, TrialResult, of_length};
