@@ -34,8 +34,7 @@ pub(crate) struct ChangeOutcome {
 /// Denies what connections use, and takes it back.
 pub(crate) fn change_policy(cluster: &Cluster, cell: &Cell) -> Result<ChangeOutcome> {
     let (client, server) = (&cell.sites[CLIENT], &cell.sites[SERVER]);
-    let address = (SERVER as u32, PODS[SERVER].address.into());
-    let established = EchoConnection::open(&client.namespace, address, OPEN, Duration::from_secs(1))?;
+    let established = establish(cell)?;
     let series = Series::start(client, server, SERVER, Protocol::Tcp(OPEN), ATTEMPTS[0])?;
     sleep(Duration::from_millis(200));
     let saved = Instant::now();
@@ -54,6 +53,19 @@ pub(crate) fn change_policy(cluster: &Cluster, cell: &Cell) -> Result<ChangeOutc
         cut: cut.map(|at| at.saturating_duration_since(saved)),
         allowed: allowed.map(|at| at - restored),
     })
+}
+
+/// A connection from the client to the server. Its silence is shorter than what is looked at after a change and while an engine is away.
+fn establish(cell: &Cell) -> Result<EchoConnection> {
+    const SILENCE: Duration = Duration::from_secs(1);
+    let address = (SERVER as u32, PODS[SERVER].address.into());
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        match EchoConnection::open(&cell.sites[CLIENT].namespace, address, OPEN, SILENCE) {
+            Err(_) if Instant::now() < deadline => {}
+            opened => return opened,
+        }
+    }
 }
 
 /// What came of the connections that were tried in a part of a disturbance.
@@ -76,8 +88,7 @@ pub(crate) struct Disturbances {
 /// Kills the engine, starts it, stops it and starts it.
 pub(crate) fn disturb(cell: &Cell, running: &mut Running<'_>, limit: Duration) -> Result<Disturbances> {
     let [client, server, stranger] = [CLIENT, SERVER, STRANGER].map(|pod| &cell.sites[pod]);
-    let address = (SERVER as u32, PODS[SERVER].address.into());
-    let established = EchoConnection::open(&client.namespace, address, OPEN, Duration::from_secs(1))?;
+    let established = establish(cell)?;
     let allowed = Series::start(client, server, SERVER, Protocol::Tcp(OPEN), ATTEMPTS[1])?;
     let denied = Series::start(stranger, server, SERVER, Protocol::Tcp(OPEN), ATTEMPTS[1])?;
     sleep(Duration::from_millis(200));

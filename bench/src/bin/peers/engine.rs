@@ -61,11 +61,14 @@ enum Need {
     Tool(&'static str, &'static str),
     /// The kernel's `queue` statement of nftables (`CONFIG_NFT_QUEUE`).
     NftablesQueue,
+    /// What no testbed here has.
+    Elsewhere(&'static str),
 }
 
 impl Need {
     fn missing(&self) -> Option<String> {
         match self {
+            Self::Elsewhere(why) => Some((*why).to_owned()),
             Self::Tool(program, package) => find(program, package).err().map(|missing| missing.to_string()),
             Self::NftablesQueue => match has_nftables_queue() {
                 Ok(true) => None,
@@ -195,7 +198,7 @@ const IPSET: Need = Need::Tool("ipset", "ipset");
 const NFT: Need = Need::Tool("nft", "nftables");
 
 /// All engines; the first is what the others are compared with.
-pub(crate) static ENGINES: [Engine; 6] = [
+pub(crate) static ENGINES: [Engine; 7] = [
     Engine { name: "none", about: "no enforcement: the kernel's routing, the zero line", ..PLAIN },
     Engine {
         name: "penstock",
@@ -275,6 +278,16 @@ pub(crate) static ENGINES: [Engine; 6] = [
                 "--v=2".to_owned(),
             ]
         },
+        ..PLAIN
+    },
+    Engine {
+        name: "aws",
+        about: "the network policy agent of AWS",
+        prefix: "eni",
+        program: Program::Peer("aws-network-policy-agent"),
+        needs: &[Need::Elsewhere(
+            "it asks the address manager of AWS's CNI plugin for pods, and the instance's metadata service for the node, which this testbed has not",
+        )],
         ..PLAIN
     },
 ];

@@ -226,11 +226,6 @@ fn measure(
     Ok(())
 }
 
-/// The core of both ends of a single connection.
-fn first_core() -> Result<usize> {
-    Ok(penstock_bench::peers::Cores::first_two()?.generator)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

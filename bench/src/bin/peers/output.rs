@@ -93,9 +93,9 @@ fn introduction(report: &Report) -> String {
     };
     format!(
         "Two nodes in network namespaces, pods wired as Calico wires them, one API server. Each engine was seen to allow and to deny \
-         first. Medians of {} rounds in which the engines took turns, each on nodes of its own that begin anew; {:.2} s a measurement; \
+         first. {} in which the engines took turns, each on nodes of its own that begin anew; {:.2} s a measurement; \
          {:.0} minutes in all.{busy}\n",
-        report.rounds,
+        if report.rounds == 1 { "One round".to_owned() } else { format!("Medians of {} rounds", report.rounds) },
         report.length.as_secs_f64(),
         (report.took.as_secs_f64() / 60.0).max(1.0),
     )

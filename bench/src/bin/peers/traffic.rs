@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::Result;
 use nix::time::{ClockId, clock_gettime};
 use penstock_bench::load::{TransactionEnds, connected_transactions, datagrams_for, round_trips, streams_for};
+use penstock_bench::peers::Cores;
 
 use crate::cell::Cell;
 use crate::cluster::{CLIENT, LOAD, PODS, REMOTE, SERVER};
@@ -46,7 +47,8 @@ pub(crate) const PLACES: [(&str, usize); 2] = [("same node", SERVER), ("other no
 /// A rate, and processor time for each unit of it, in the units that the test names.
 pub(crate) struct Measured {
     pub(crate) rate: f64,
-    pub(crate) cost: f64,
+    /// None where nothing arrived.
+    pub(crate) cost: Option<f64>,
 }
 
 /// Measures one kind to one pod. Both ends of one connection share the first core; many are where the scheduler puts them.
@@ -59,7 +61,7 @@ pub(crate) fn measure(
 ) -> Result<Measured> {
     let (from, into) = (&cell.sites[CLIENT].namespace, &cell.sites[to].namespace);
     let address = SocketAddr::new(PODS[to].address.into(), LOAD);
-    let first = crate::first_core()?;
+    let first = Cores::first_two()?.generator;
     let one = TransactionEnds { from, to: into, address, client_core: Some(first), server_core: Some(first) };
     let many = TransactionEnds { client_core: None, server_core: None, ..one };
     // Where both pods are on the first node, the second engine has nothing to do with it.
@@ -76,7 +78,7 @@ pub(crate) fn measure(
     // milliseconds.
     let used = own_time()?.saturating_sub(own) + running.processor_time(nodes)?.saturating_sub(engines);
     let done = rate * 1e3 * (length + length / 5).as_secs_f64();
-    Ok(Measured { rate, cost: used.as_secs_f64() * 1e6 / done })
+    Ok(Measured { rate, cost: (done > 0.0).then(|| used.as_secs_f64() * 1e6 / done) })
 }
 
 /// Processor time of this process, whose threads are both ends.

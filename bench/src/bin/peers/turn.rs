@@ -81,7 +81,8 @@ fn add_traffic(readings: &mut Readings<'_>, cell: &Cell, running: &Running<'_>) 
             let measured = measure(test, cell, to, running, readings.turn.length).with_context(what)?;
             let name = |unit: &str| format!("{}, {place}, {unit}", test.name);
             readings.add(Section::Rates, &name(test.rate), 1, "–", Reading::Number(measured.rate));
-            readings.add(Section::Costs, &name(test.cost), 1, "–", Reading::Number(measured.cost));
+            let cost = measured.cost.map_or(Reading::Absent, Reading::Number);
+            readings.add(Section::Costs, &name(test.cost), 1, "–", cost);
         }
     }
     Ok(())
