@@ -13,7 +13,7 @@ PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make li
 # Everything is built as the caller. What needs privilege (namespaces, XDP, AF_XDP) is run as root: by sudo, if need be.
 ifneq ($(shell id -u),0)
 OF_TESTS := PENSTOCK_BIN,PENSTOCK_TEST_ATTACH,PENSTOCK_TEST_OFFLOAD,PENSTOCK_KUBERNETES,PENSTOCK_KUBE_PROXY_MODE,PENSTOCK_IMAGES,PENSTOCK_HELM
-OF_TESTS := $(OF_TESTS),PENSTOCK_COLLECTOR,PENSTOCK_FIGURES,PENSTOCK_SUITES,PENSTOCK_RESULTS,PENSTOCK_STAY,PENSTOCK_MUTATION,KUBEBUILDER_ASSETS,TREX_DIR,KEEP
+OF_TESTS := $(OF_TESTS),PENSTOCK_COLLECTOR,PENSTOCK_FIGURES,PENSTOCK_SUITES,PENSTOCK_RESULTS,PENSTOCK_STAY,PENSTOCK_MUTATION,KUBEBUILDER_ASSETS,TREX_DIR,KEEP,PENSTOCK_PEERS
 AS_ROOT := sudo --preserve-env=PATH,HOME,TERM,NO_COLOR,$(OF_TESTS)
 export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
@@ -41,7 +41,7 @@ build-arm64: setup ## The same for arm64, from x86-64, in target/arm64/aarch64-u
 
 # What measures: the benchmarks' programs, and the daemon that they start.
 .PHONY: build-bench
-build-bench: build ## The programs of the benchmarks too: demo, report, smoke, soak
+build-bench: build ## The programs of the benchmarks too: demo, report, peers, smoke, soak
 	$(CARGO) build --release --locked -p penstock-bench --bins
 
 # The daemon and the demo as the tests build them: quick to compile, and each frame is accounted for.
@@ -208,6 +208,12 @@ bench: build-bench ## Throughput, latency and loss beside what one would run ins
 bench-long: build-bench ## The same with more and longer repetitions
 	@./scripts/setup $(PEERS) || echo "some peers could not be installed: the report says which"
 	$(AS_ROOT) $(TARGET)/release/report --output $(TARGET)/bench --seconds 2 --repetitions 11 --minutes 600
+
+.PHONY: bench-peers
+bench-peers: build-bench ## Penstock beside other engines of network policy, whose programs are in PENSTOCK_PEERS=DIR   (PEERS_ARGUMENTS='--policies 10')
+	@./scripts/setup openssl iptables ipset || echo "some tools of the engines could not be installed: the report says which"
+	assets=$$(./scripts/kubernetes etcd kube-apiserver) && KUBEBUILDER_ASSETS=$$assets \
+		$(AS_ROOT) $(TARGET)/release/peers --output $(TARGET)/bench $(PEERS_ARGUMENTS)
 
 .PHONY: bench-smoke
 bench-smoke: build-bench ## 64-byte packets per second: Penstock, raw forward, kernel, kernel with nftables
