@@ -34,6 +34,7 @@ mod held_syn;
 mod journal;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;
+mod name;
 mod opener;
 mod origin;
 mod path;
@@ -62,6 +63,7 @@ pub use entry::OwnerId;
 pub use fragments::Fragments;
 pub use hash::PreparedFlow;
 pub use journal::{EndedConnection, Ending};
+pub use name::ConnectionName;
 pub use origin::{OpenError, TableOrigin, UnusableFile};
 pub(crate) use path::BY_NODE;
 pub use path::Traffic;

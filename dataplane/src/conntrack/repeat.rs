@@ -19,8 +19,8 @@ use super::sync::{AtomicU64, Ordering, overwrite};
 use super::table::ConnTable;
 use super::tags::LANES;
 use super::time::{Tick, Timestamp, ticks};
+use crate::epoch::Epoch;
 use crate::packet::Flow;
-use crate::snapshot::Epoch;
 
 /// Answers, in pairs: each question has one of a pair.
 const ANSWERS: u32 = 4096;

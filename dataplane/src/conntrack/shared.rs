@@ -15,8 +15,8 @@ use super::path::KernelUse;
 use super::repeat::Repeats;
 use super::tags::{LANES, Tags};
 use super::translation::Link;
+use crate::epoch::Epoch;
 use crate::grace::wait_for_programs;
-use crate::snapshot::Epoch;
 
 /// BPF arrays for a table (`BPF_MAP_TYPE_ARRAY` with `BPF_F_MMAPABLE`), of the sizes that [`KernelMapSizes`] says.
 #[derive(Clone, Debug)]

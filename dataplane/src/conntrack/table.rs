@@ -27,9 +27,9 @@ use super::tags::{LANES, Tags, bits};
 use super::tcp::Window;
 use super::time::{Tick, Timestamp};
 use super::track;
+use crate::epoch::Epoch;
 use crate::packet::{Flow, Protocol, TcpFlags, Transport};
 use crate::prefetch::prefetch;
-use crate::snapshot::Epoch;
 
 /// The connections of all workers. See the [module](super) for its guarantees.
 pub struct ConnTable {
