@@ -14,6 +14,7 @@ mod admin;
 mod capture;
 mod close_first;
 pub mod config;
+mod connection_limits;
 mod connections;
 mod coverage;
 mod daemon;

@@ -12,7 +12,7 @@ use super::tags::{LANES, bits};
 use super::time::Timestamp;
 use super::track;
 use crate::packet::Transport;
-use crate::snapshot::Epoch;
+use crate::epoch::Epoch;
 
 /// A connection to insert.
 #[derive(Clone, Copy, Debug)]

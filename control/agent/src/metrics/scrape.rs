@@ -7,9 +7,11 @@ use std::time::{Duration, Instant};
 
 use penstock_admin::capture::CaptureCounts;
 use penstock_dataplane::conntrack::ConnTable;
+use penstock_dataplane::limits::{Limit, PodLimits, Refused};
 use penstock_dataplane::names::NameCounts;
-use penstock_dataplane::policy;
+use penstock_dataplane::policy::{self, Direction};
 use penstock_dataplane::worker::{DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths};
+use penstock_policy::model::ObjectKey;
 use penstock_sources::{KindHealth, ObjectKind};
 use penstock_xdp_redirect::TrafficCount;
 use prometheus_client::collector::Collector;
@@ -60,6 +62,8 @@ pub(crate) struct Scrape {
     staged: (u64, u64, ChangeTotals),
     /// Only if domain names are followed.
     names: Option<NameCounts>,
+    /// Of pods whose connections are limited.
+    limits: Vec<RefusedConnections>,
     /// How many rules have decided lately, and never.
     rules: Vec<(&'static str, u64)>,
     source: Vec<(ObjectKind, KindHealth)>,
@@ -76,6 +80,14 @@ struct PortLabels {
     namespace: String,
     pod: String,
     outcomes: Vec<(String, u64)>,
+}
+
+/// What a pod's limits have refused, by the name of the direction.
+#[derive(Debug)]
+struct RefusedConnections {
+    pod: ObjectKey,
+    direction: &'static str,
+    refused: Refused,
 }
 
 #[derive(Debug)]
@@ -139,6 +151,7 @@ impl Scrape {
             is_capturing: view.capture.is_some(),
             staged: view.staged.read(),
             names: view.objects.names().map(|names| names.counts()),
+            limits: refused(view),
             rules: view.usage.ages(jiff::Timestamp::now()),
             refused_files: view.source.refused_files(),
             source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
@@ -552,6 +565,29 @@ impl Scrape {
         Ok(())
     }
 
+    fn encode_limits(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        to.family(
+            FamilyType::Counter,
+            "penstock_limited_connections_refused",
+            "Packets that would have opened a connection beyond a limit of a pod's annotations",
+            |add| {
+                self.limits.iter().try_for_each(|RefusedConnections { pod, direction, refused }| {
+                    let counts = [("connection_rate", refused.each_second), ("too_many_connections", refused.open)];
+                    counts.iter().try_for_each(|(limit, count)| {
+                        let ObjectKey { namespace, name } = pod;
+                        let labels = [
+                            ("namespace", namespace.as_str()),
+                            ("pod", name),
+                            ("direction", direction),
+                            ("limit", limit),
+                        ];
+                        add.count(&labels, *count)
+                    })
+                })
+            },
+        )
+    }
+
     fn encode_staged(&self, to: &mut Exposition<'_>) -> fmt::Result {
         to.family(
             FamilyType::Gauge,
@@ -583,6 +619,20 @@ impl Scrape {
     }
 }
 
+fn refused(view: &DaemonView<'_>) -> Vec<RefusedConnections> {
+    let directions = [("egress", Direction::Egress), ("ingress", Direction::Ingress)];
+    let of_pod = |(pod, limits): (&ObjectKey, &PodLimits)| {
+        let limited = directions.into_iter().filter(|(_, direction)| limits.limit(*direction) != Limit::default());
+        let refused = limited.map(|(name, direction)| RefusedConnections {
+            pod: pod.clone(),
+            direction: name,
+            refused: limits.refused(direction),
+        });
+        refused.collect::<Vec<_>>()
+    };
+    view.objects.limits().iter().flat_map(of_pod).collect()
+}
+
 impl Collector for Scrape {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut to = Exposition::new(encoder);
@@ -597,6 +647,7 @@ impl Collector for Scrape {
         encode_flow_records(&self.flow_records, &mut to)?;
         self.encode_staged(&mut to)?;
         self.encode_names(&mut to)?;
+        self.encode_limits(&mut to)?;
         self.encode_rest(&mut to)
     }
 }
