@@ -13,8 +13,8 @@ use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins};
 use crate::program::{MAX_QUEUES, Program};
 use crate::{
-    AttachError, AttachOptions, Interface, ModeChoice, OwnAddressesError, SocketError, ProgramOutcomeCounts, egress_check,
-    own_addresses,
+    AttachError, AttachOptions, Interface, ModeChoice, OwnAddressesError, ProgramOutcomeCounts, SocketError,
+    egress_check, own_addresses,
 };
 
 /// XDP mode of a program.

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
     AttachError, AttachOptions, Attached, Bridge, ConnectionMapSizes, ConnectionMaps, Interface, LARGEST_NATIVE_MTU,
-    ModeChoice, OnMiss, Pinned, Pins, ProgramTag, Redirect, Role, SocketError, TranslatedSources, XdpMode, ProgramOutcome,
+    ModeChoice, OnMiss, Pinned, Pins, ProgramOutcome, ProgramTag, Redirect, Role, SocketError, TranslatedSources,
+    XdpMode,
 };
 
 /// Runs a test in a temporary network namespace.

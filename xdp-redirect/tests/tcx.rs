@@ -18,8 +18,8 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle};
 use nix::sched::{CloneFlags, CpuSet, sched_getaffinity, sched_setaffinity, unshare};
 use nix::unistd::Pid;
 use penstock_xdp_redirect::{
-    ConnectionMapSizes, ConnectionMaps, Entrances, Filtered, Interface, PinnedProgram, Pins, PodVeth, ServedPort,
-    TcxOptions, TcxPrograms, WaitingArray, WorkerPair, ProgramOutcome,
+    ConnectionMapSizes, ConnectionMaps, Entrances, Filtered, Interface, PinnedProgram, Pins, PodVeth, ProgramOutcome,
+    ServedPort, TcxOptions, TcxPrograms, WaitingArray, WorkerPair,
 };
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
 
@@ -387,9 +387,11 @@ fn a_long_packet_counts_as_its_segments_before_it_is_let_in() {
     in_namespace(|| {
         let array = WaitingArray::create(128).unwrap();
         let node = Node::with(TcxOptions { waiting: Some((array.clone(), 3)), ..TcxOptions::default() });
-        for (payload, size, outcome) in
-            [(400, 8, ProgramOutcome::ShareUsed), (400, 1, ProgramOutcome::ShareUsed), (400, 200, ProgramOutcome::Redirected)]
-        {
+        for (payload, size, outcome) in [
+            (400, 8, ProgramOutcome::ShareUsed),
+            (400, 1, ProgramOutcome::ShareUsed),
+            (400, 200, ProgramOutcome::Redirected),
+        ] {
             let before = node.veths[0].outcomes().unwrap().get(outcome);
             node.pods[0].run(move || {
                 const PACKET_VNET_HDR: libc::c_int = 15;

@@ -200,7 +200,8 @@ fn on_an_uplink_packets_too_long_for_the_pod_pass_to_the_kernel_unless_spoofed()
             frame[at..at + source.len()].copy_from_slice(source);
             frame.resize(length, 0);
             let passes = role == Role::Uplink && *is_other && length > usize::from(longest);
-            let expected = if passes { (PASS, ProgramOutcome::TooLong) } else { (REDIRECT, ProgramOutcome::Redirected) };
+            let expected =
+                if passes { (PASS, ProgramOutcome::TooLong) } else { (REDIRECT, ProgramOutcome::Redirected) };
             assert_eq!(
                 run(&loaded, &frame),
                 expected,

@@ -28,8 +28,8 @@ use crate::local_pods::key;
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins, detach};
 use crate::translation::ConnectionFunctions;
 use crate::{
-    AttachError, Interface, LoadError, OwnAddressesError, ServiceAddresses, TranslatedSources, ProgramOutcome,
-    ProgramOutcomeCounts, in_temporary_namespace, own_addresses,
+    AttachError, Interface, LoadError, OwnAddressesError, ProgramOutcome, ProgramOutcomeCounts, ServiceAddresses,
+    TranslatedSources, in_temporary_namespace, own_addresses,
 };
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]

@@ -115,7 +115,10 @@ impl Scrape {
             let (namespace, pod) = port.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
             let outcomes = port.outcomes.iter().flat_map(|outcomes| outcomes.iter());
             let outcomes = outcomes.map(|(name, count)| (name.to_string(), count)).collect();
-            (port.id.0, PortLabels { role: port.role, namespace: namespace.to_string(), pod: pod.to_string(), outcomes })
+            (
+                port.id.0,
+                PortLabels { role: port.role, namespace: namespace.to_string(), pod: pod.to_string(), outcomes },
+            )
         });
         let log = view.dataplane.verdicts();
         Self {

@@ -8,8 +8,8 @@ use std::os::fd::BorrowedFd;
 use penstock_dataplane::forward::PortId;
 use penstock_xdp_redirect::{
     AttachError, AttachOptions, Attached, AttachedUplink, Entrances, Filtered, Interface, OwnAddressesError, Pinned,
-    PinnedProgram, Pins, PodVeth, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode,
-    ProgramOutcomeCounts,
+    PinnedProgram, Pins, PodVeth, ProgramOutcomeCounts, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount,
+    WorkerPair, XdpMode,
 };
 
 use crate::discovery::PodPort;
