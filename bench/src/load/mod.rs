@@ -25,7 +25,7 @@ pub use meter::{DatagramCounts, UdpMeter};
 pub use ports::{ALL_PORTS, DATAGRAM_SERVERS, PORTS, PROBE_PORT};
 pub use search::{RateSearch, RateSearchResult};
 pub use sink::UdpSink;
-pub use streams::{connections_at, connections_for, streams_for};
+pub use streams::{connections_at, connections_for, datagrams_for, streams_for};
 pub use traffic::{FrameLengths, Traffic, UdpFrames};
 pub use transactions::{TransactionEnds, connected_transactions, datagram_transactions, round_trips};
 pub use trial::{ProbeMode, ProbeStats, Trial, TrialResult, of_length};

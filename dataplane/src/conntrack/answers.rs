@@ -7,7 +7,7 @@ use super::entry::OwnerId;
 use super::hash::{KeyWords, PreparedFlow, home};
 use super::seqlock::{Control, SeqLock};
 use super::sync::{AtomicU64, Ordering, overwrite};
-use crate::snapshot::Epoch;
+use crate::epoch::Epoch;
 
 /// Answers, in pairs: each question has one of a pair.
 const ANSWERS: u32 = 4096;

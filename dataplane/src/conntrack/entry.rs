@@ -5,8 +5,8 @@ use super::held_syn::HeldSyn;
 use super::seqlock::{Control, SeqLock};
 use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
 use super::time::Tick;
+use crate::epoch::Epoch;
 use crate::packet::{Orientation, Protocol};
-use crate::snapshot::Epoch;
 
 /// Owner of connections for quotas: a small number that the caller assigns to each pod, such as that of its port, and whether the pod
 /// opens them or others open them to it. So what others do never takes from what the pod may open.

@@ -11,8 +11,8 @@ use super::table::ConnTable;
 use super::tags::{LANES, bits};
 use super::time::Timestamp;
 use super::track;
+use crate::epoch::Epoch;
 use crate::packet::Transport;
-use crate::snapshot::Epoch;
 
 /// A connection to insert.
 #[derive(Clone, Copy, Debug)]

@@ -41,6 +41,7 @@ mod journal;
 mod kernel_maps;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;
+mod name;
 mod opener;
 mod origin;
 mod path;
@@ -72,6 +73,7 @@ pub use hash::PreparedFlow;
 pub use insert::{InsertError, Insertion, NewConnection};
 pub use journal::{EndedConnection, Ending};
 pub use kernel_maps::{KernelMapFds, KernelMaps};
+pub use name::ConnectionName;
 pub use origin::{OpenError, TableOrigin, UnusableFile};
 pub(crate) use path::BY_NODE;
 pub use path::Traffic;

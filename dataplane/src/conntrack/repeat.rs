@@ -18,8 +18,8 @@ use super::sync::Ordering;
 use super::table::ConnTable;
 use super::tags::LANES;
 use super::time::{Tick, Timestamp, ticks};
+use crate::epoch::Epoch;
 use crate::packet::Flow;
-use crate::snapshot::Epoch;
 
 /// Most connections of an owner that the programs may open before they need more credit.
 const MOST: u32 = 512;

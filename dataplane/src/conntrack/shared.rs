@@ -16,8 +16,8 @@ use super::header::FileHeader;
 use super::kernel_maps::KernelMaps;
 use super::path::KernelUse;
 use super::tags::{LANES, Tags};
+use crate::epoch::Epoch;
 use crate::grace::wait_for_programs;
-use crate::snapshot::Epoch;
 
 /// Sizes of the arrays.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

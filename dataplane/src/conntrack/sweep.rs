@@ -12,8 +12,8 @@ use super::state::{State, TcpState};
 use super::table::ConnTable;
 use super::tags::{LANES, bits};
 use super::time::{TICK, Timestamp};
+use crate::epoch::Epoch;
 use crate::packet::{Address, Flow, Protocol, TcpFlags};
-use crate::snapshot::Epoch;
 
 /// Position of a sweep. Several sweeps may run at once, each with its own cursor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

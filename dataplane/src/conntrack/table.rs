@@ -24,9 +24,9 @@ use super::state::{State, TcpState};
 use super::tags::{LANES, Tags, bits};
 use super::tcp::Window;
 use super::time::Tick;
+use crate::epoch::Epoch;
 use crate::packet::{Flow, Protocol, TcpFlags};
 use crate::prefetch::prefetch;
-use crate::snapshot::Epoch;
 
 /// The connections of all workers. See the [module](super) for its guarantees.
 pub struct ConnTable {

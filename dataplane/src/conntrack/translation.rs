@@ -94,14 +94,14 @@ impl ConnTable {
         &self,
         new: &NewConnection<'_>,
         frontend: &PreparedFlow,
-    ) -> Result<(), TranslatedInsertError> {
+    ) -> Result<Conn<'_>, TranslatedInsertError> {
         let inner = match self.insert_flagged(new, true)? {
             Insertion::Created(inner) => inner,
             Insertion::Found(_) => return Err(TranslatedInsertError::InUse),
         };
         self.insert_frontend(new, frontend, inner.place()).inspect_err(|_| _ = inner.remove())?;
         self.counters.count(TableEvent::Translated);
-        Ok(())
+        Ok(inner)
     }
 
     /// A client of a Service with affinity has opened a connection to a backend, which it has `kept` if it had it before.
