@@ -45,7 +45,7 @@ fn compile(clang: &str, source: &str, name: &str, arguments: &[&str]) {
         fail(&format!("cannot compile {source}: {error:#} (its headers are in Debian's linux-libc-dev)"));
     }
     // The generated file has inner attributes, which only a module file may contain, hence the include by path in
-    // program.rs.
+    // program/mod.rs.
     assert!(fs::metadata(&out).is_ok_and(|meta| meta.len() > 0), "{} is empty", out.display());
     if env::var_os("CARGO_FEATURE_REPLACEABLE_PROGRAMS").is_some() {
         make_replaceable(&out, name);

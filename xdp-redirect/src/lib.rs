@@ -4,7 +4,7 @@
 //! its map of sockets is indexed by the port's RX queues. [`Attached`] owns the attachment: dropping it detaches. All
 //! instances share one map of local pods' addresses ([`LocalPods`]).
 //!
-//! Every packet has one of the outcomes [`XdpOutcome::ALL`], which are counted.
+//! Every packet has one of the outcomes [`ProgramOutcome::ALL`], which are counted.
 
 mod attach;
 mod connection_maps;
@@ -30,7 +30,7 @@ pub use error::{AttachError, LoadError, SocketError};
 pub use foreign::ForeignProgram;
 pub use kernel_types::panics_on_sends;
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
-pub use outcome::{XdpOutcome, XdpOutcomeCounts};
+pub use outcome::{ProgramOutcome, ProgramOutcomeCounts};
 pub use own_addresses::OwnAddressesError;
 pub use pins::{PinError, Pinned, PinnedProgram, Pins};
 pub use program::MAX_QUEUES;

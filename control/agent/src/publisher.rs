@@ -247,12 +247,15 @@ impl Publisher {
         let forwarding = inputs.layout.forwarding(&inputs.node_context, &self.services, &wanted, admitted);
         inputs.postpone(&self.dataplane);
         let policy = inputs.objects.policy_set(&forwarding);
+        let (limits, new_limits) = inputs.objects.limited_pods(&forwarding);
         inputs.connections.take_over(self.dataplane.connections(), &forwarding);
         let served = inputs.layout.served(inputs.connections.owners());
         inputs.progress.published(inputs.epoch, &policy, served, seen);
         let services = self.translates.then(|| inputs.objects.engine().service_set().clone());
-        self.dataplane.publish(Snapshot::new(inputs.epoch, policy, forwarding).with_services(services));
+        let snapshot = Snapshot::new(inputs.epoch, policy, forwarding).with_services(services);
+        self.dataplane.publish(snapshot.with_limits(limits));
         inputs.connections.published();
+        inputs.connections.count_open(new_limits);
         inputs.progress.times.publish.observe(began.elapsed().as_secs_f64());
         inputs.progress.wait_in_force(&self.dataplane);
         if inputs.progress.is_awaiting() {

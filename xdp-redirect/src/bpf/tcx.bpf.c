@@ -747,15 +747,14 @@ static __always_inline int give_header(struct __sk_buff *skb)
 }
 
 /* Whether a worker has not seen a packet with the destination that it leaves with: the node has given it another address or port. Or it has,
- * and egress policy was postponed, since the address is a Service's, but nothing has translated it. Answers follow their
- * connections. */
+ * and egress policy was postponed, since the address is a Service's, but nothing has translated it: then also of a connection that the other
+ * end has opened, as far as the kernel knows. Any machine may begin one with that address, and the kernel tracks what a worker drops. Other
+ * answers follow their connections. */
 static __always_inline int is_to_be_asked(const struct origin *origin)
 {
-	const int is_tracked = origin->known || origin->is_error;
+	const int is_opened = (origin->known || origin->is_error) && origin->opens;
 
-	if (is_tracked && !origin->opens)
-		return 0;
-	return (is_tracked && (!is_same_address(&origin->destination, &origin->flow.to) || origin->ports.to != origin->flow.ports.to)) ||
+	return (is_opened && (!is_same_address(&origin->destination, &origin->flow.to) || origin->ports.to != origin->flow.ports.to)) ||
 	       bpf_map_lookup_elem(&service_addresses, &origin->flow.to);
 }
 

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use penstock_xdp_redirect::{Interface, XdpOutcomeCounts};
+use penstock_xdp_redirect::{Interface, ProgramOutcomeCounts};
 
 use super::programs::InterfacePrograms;
 use crate::config::{Config, InterfacePattern, StartupMode};
@@ -131,7 +131,7 @@ impl ClosedInterfaces {
     }
 
     /// Each closed interface with the counters of its program.
-    pub(super) fn counters(&self) -> Vec<(String, XdpOutcomeCounts)> {
+    pub(super) fn counters(&self) -> Vec<(String, ProgramOutcomeCounts)> {
         let all = self.closed.values().map(|(_, attached)| attached);
         all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes()?))).collect()
     }

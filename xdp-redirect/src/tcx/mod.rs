@@ -28,8 +28,8 @@ use crate::local_pods::key;
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins, detach};
 use crate::translation::ConnectionFunctions;
 use crate::{
-    AttachError, Interface, LoadError, OwnAddressesError, ServiceAddresses, TranslatedSources, XdpOutcome,
-    XdpOutcomeCounts, in_temporary_namespace, own_addresses,
+    AttachError, Interface, LoadError, OwnAddressesError, ProgramOutcome, ProgramOutcomeCounts, ServiceAddresses,
+    TranslatedSources, in_temporary_namespace, own_addresses,
 };
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
@@ -680,8 +680,8 @@ impl PodVeth {
     }
 
     /// Counters of both programs, by outcome.
-    pub fn outcomes(&self) -> Result<XdpOutcomeCounts, libbpf_rs::Error> {
-        XdpOutcomeCounts::read(&self.outcomes)
+    pub fn outcomes(&self) -> Result<ProgramOutcomeCounts, libbpf_rs::Error> {
+        ProgramOutcomeCounts::read(&self.outcomes)
     }
 
     /// Leaves the programs attached if they are pinned, with what they know of the interface; otherwise detaches them.
@@ -709,7 +709,7 @@ fn new_own_addresses() -> Result<MapHandle, libbpf_rs::Error> {
 }
 
 fn new_outcomes() -> Result<MapHandle, libbpf_rs::Error> {
-    MapHandle::create(MapType::PercpuArray, Some("outcomes"), 4, 8, XdpOutcome::ALL.len() as u32, &map_options())
+    MapHandle::create(MapType::PercpuArray, Some("outcomes"), 4, 8, ProgramOutcome::COUNT as u32, &map_options())
 }
 
 fn map_options() -> libbpf_sys::bpf_map_create_opts {
