@@ -353,7 +353,7 @@ fn fuzz(setting: Setting, seed: u64, length: &Length) {
         if round % 16 == 0 {
             world.converse();
         }
-        if setting.is_bridged && round % 64 == 32 {
+        if setting.is_bridged && round % 64 == 8 {
             world.copy_mac();
         }
         world.round();
