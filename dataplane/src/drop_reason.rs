@@ -84,6 +84,10 @@ drop_reasons! {
     TableFull = "table_full",
     /// The pod has used up its share of the connection table.
     QuotaExceeded = "quota_exceeded",
+    /// The pod has opened, or others have opened to it, as many connections in a second as its annotation lets them.
+    ConnectionRate = "connection_rate",
+    /// As many connections of the pod are open, or of others to it, as its annotation lets them.
+    TooManyConnections = "too_many_connections",
     /// A later fragment whose first fragment is unknown.
     Fragment = "fragment",
     /// No port leads to the destination.
@@ -113,6 +117,8 @@ impl DropReason {
                 | Self::NoService
                 | Self::TableFull
                 | Self::QuotaExceeded
+                | Self::ConnectionRate
+                | Self::TooManyConnections
                 | Self::NotReady
         )
     }

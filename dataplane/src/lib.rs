@@ -7,9 +7,11 @@
 mod batch;
 pub mod conntrack;
 mod drop_reason;
+mod epoch;
 pub mod forward;
 mod grace;
 pub mod io;
+pub mod limits;
 pub mod names;
 pub mod packet;
 pub mod pipeline;
@@ -21,4 +23,5 @@ mod snapshot;
 pub mod worker;
 
 pub use drop_reason::DropReason;
-pub use snapshot::{Epoch, Snapshot};
+pub use epoch::Epoch;
+pub use snapshot::Snapshot;

@@ -1,32 +1,11 @@
 //! The workers' input: one immutable value, published as a whole.
 
+use crate::epoch::Epoch;
 use crate::forward::{Forwarding, PortId};
+use crate::limits::LimitedPods;
 use crate::packet::{Address, Flow, Packet};
 use crate::policy::{AddressOwner, PolicySet};
 use crate::services::ServiceSet;
-
-/// Sequence number of published snapshots. A connection stores the low 23 bits of the epoch under which it was last
-/// evaluated; under a later epoch it is evaluated again at its next packet.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub struct Epoch(pub u32);
-
-impl Epoch {
-    /// Number of low bits that a connection stores.
-    pub(crate) const TAG_BITS: u32 = 23;
-
-    /// The epoch of the next snapshot. Epochs whose low 23 bits are zero are skipped: in a connection they mean *never
-    /// evaluated*.
-    #[must_use]
-    pub const fn next(self) -> Self {
-        let next = self.0.wrapping_add(1);
-        Self(if next & ((1 << Self::TAG_BITS) - 1) == 0 { next + 1 } else { next })
-    }
-
-    /// Whether it was published before the other, if fewer than 2^31 lie between both.
-    pub const fn is_before(self, other: Self) -> bool {
-        (self.0.wrapping_sub(other.0) as i32) < 0
-    }
-}
 
 /// Tables of policy, forwarding and Services at one time. Workers load it once per batch and never mix two snapshots.
 #[derive(Clone, Debug, Default)]
@@ -40,6 +19,8 @@ pub struct Snapshot {
     pub forwarding: Forwarding,
     /// Services that workers translate; `None` if the node's kernel translates them.
     pub services: Option<ServiceSet>,
+    /// Pods whose connections are limited.
+    pub limits: LimitedPods,
 }
 
 impl Snapshot {
@@ -48,13 +29,19 @@ impl Snapshot {
     pub fn new(epoch: Epoch, policy: PolicySet, forwarding: Forwarding) -> Self {
         let mut update = policy.update();
         update.set_local(&forwarding);
-        Self { epoch, policy: update.finish(), forwarding, services: None }
+        Self { epoch, policy: update.finish(), forwarding, services: None, limits: LimitedPods::default() }
     }
 
     /// Sets the Services that workers translate.
     #[must_use]
     pub fn with_services(self, services: Option<ServiceSet>) -> Self {
         Self { services, ..self }
+    }
+
+    /// Sets the pods whose connections are limited.
+    #[must_use]
+    pub fn with_limits(self, limits: LimitedPods) -> Self {
+        Self { limits, ..self }
     }
 
     /// The port of the local pod with this address.

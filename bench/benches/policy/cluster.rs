@@ -54,6 +54,7 @@ pub(crate) fn pod(number: usize, namespace: usize, node: usize, app: usize) -> P
         lifetime: Default::default(),
         controller: None,
         other_interfaces: Vec::new(),
+        limits: Default::default(),
     }
 }
 

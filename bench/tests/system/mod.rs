@@ -17,6 +17,7 @@ mod limits;
 mod new_pods;
 mod no_policy;
 mod operation;
+mod pod_limits;
 mod policy;
 mod privileges;
 mod rules;

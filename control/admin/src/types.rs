@@ -284,6 +284,26 @@ pub struct PodStatus {
     pub filtered: Option<String>,
     /// Its connections, which count against its quota of the table.
     pub connections: u32,
+    /// Limits of its connections, by its annotations.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub limits: Vec<ConnectionLimitStatus>,
+}
+
+/// Limits of a pod's connections in one direction.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ConnectionLimitStatus {
+    /// `egress`: of what it opens. `ingress`: of what others open to it.
+    pub direction: String,
+    /// Most that are opened in a second.
+    pub each_second: Option<u32>,
+    /// Most that are open.
+    pub most_open: Option<u32>,
+    /// How many are open, where that is limited.
+    pub open: Option<usize>,
+    /// Packets that would have opened one too many in a second.
+    pub refused_each_second: u64,
+    /// Packets that would have opened one beside as many as may be open.
+    pub refused_open: u64,
 }
 
 /// Frames of the UMEM.

@@ -20,6 +20,7 @@ use penstock_policy::model::{Object, ObjectKey, Pod};
 use penstock_xdp_redirect::ConnectionMapSizes;
 
 use super::config::{Config, TableMapping};
+use super::connection_limits::{self, NewLimits};
 use super::{RunError, handover, last_good, learnt_names, new_pods, pod_bindings, recorded_objects, rule_usage};
 use crate::discovery::NetworkState;
 use crate::state_file::with_suffix;
@@ -249,7 +250,14 @@ impl ConnectionOwners {
         }
         self.being_cleared.extend(&addresses);
         self.written.clone_from(&self.owners);
-        self.clearing.push(ClearingJob { addresses, owners: self.owners.clone() });
+        self.clearing.push(ClearingJob { addresses, owners: self.owners.clone(), limits: Vec::new() });
+    }
+
+    /// Call after the same snapshot is published: has limits that are new count what is open.
+    pub(super) fn count_open(&self, limits: Vec<NewLimits>) {
+        if !limits.is_empty() {
+            self.clearing.push(ClearingJob { addresses: Vec::new(), owners: self.owners.clone(), limits });
+        }
     }
 
     /// The connections of these addresses are removed.
@@ -299,6 +307,8 @@ struct ClearingJob {
     addresses: Vec<IpAddr>,
     /// Then write these owners to the file.
     owners: AddressOwners,
+    /// Have these count what is open.
+    limits: Vec<NewLimits>,
 }
 
 /// Queues jobs for the clearing thread. The default drops them.
@@ -329,12 +339,16 @@ impl ClearingJobs {
         while let Ok(mut job) = self.0.recv() {
             while let Ok(next) = self.0.try_recv() {
                 job.addresses.extend(next.addresses);
+                job.limits.extend(next.limits);
                 job.owners = next.owners;
             }
             if !job.addresses.is_empty() {
                 let addresses: Vec<Address> = job.addresses.iter().map(|&address| address.into()).collect();
                 let removed = table.remove_addresses(&addresses);
                 tracing::debug!(?addresses, connections = removed, "removed connections of released addresses");
+            }
+            if !job.limits.is_empty() {
+                connection_limits::adopt(table, &job.limits);
             }
             // Written after the removal: if the process ends in between, the file still has the old owners, and the
             // next start removes the connections of addresses whose owner differs.

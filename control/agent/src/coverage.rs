@@ -73,6 +73,7 @@ mod tests {
             lifetime: Default::default(),
             controller: None,
             other_interfaces: Vec::new(),
+            limits: Default::default(),
         }
     }
 

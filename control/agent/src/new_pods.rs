@@ -126,6 +126,7 @@ mod tests {
             finished: false,
             controller: None,
             other_interfaces: Vec::new(),
+            limits: Default::default(),
             ports: Vec::new(),
             lifetime: Default::default(),
         }

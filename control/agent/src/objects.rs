@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use penstock_dataplane::forward::Forwarding;
+use penstock_dataplane::limits::LimitedPods;
 use penstock_dataplane::names::NameTable;
 use penstock_dataplane::policy::{AddressSet, Direction, PolicySet};
 use penstock_policy::compile::table_key;
@@ -15,6 +16,7 @@ use penstock_policy::render::services::ServiceProblem;
 use penstock_policy::render::tables::RuleUse;
 use penstock_policy::state::PodOrNode;
 
+use super::connection_limits::{NewLimits, PodConnectionLimits};
 use super::deleted_policies::DeletedPolicies;
 use super::new_pods::{NewPods, TooManyNewPods};
 use crate::discovery::PodProblem;
@@ -43,6 +45,8 @@ pub(super) struct NodeObjects {
     deleted_policies: DeletedPolicies,
     /// The domain names that pods learn, if these are followed.
     names: Option<Arc<NameTable>>,
+    /// How many connections pods may have, by their annotations.
+    limits: PodConnectionLimits,
 }
 
 /// Effects of a batch of changes.
@@ -74,6 +78,7 @@ impl NodeObjects {
             new_pods: NewPods::default(),
             deleted_policies: DeletedPolicies::default(),
             names: None,
+            limits: PodConnectionLimits::default(),
         }
     }
 
@@ -105,7 +110,7 @@ impl NodeObjects {
         changes: impl IntoIterator<Item = ObjectChange>,
         interfaces: &[IpAddr],
     ) -> ChangeEffect {
-        let (mut pods, mut nodes, mut services) = (false, false, false);
+        let (mut pods, mut nodes, mut services, mut limits) = (false, false, false, false);
         let mut others = Vec::new();
         for change in changes {
             match &change {
@@ -123,7 +128,8 @@ impl NodeObjects {
                 }
                 ObjectChange::Delete(ObjectRef::Node(name)) => nodes |= self.others.remove(name).is_some(),
                 ObjectChange::Set(Object::Pod(pod)) if pod.node.as_deref() == Some(&self.node) => {
-                    self.pods.insert(pod.key.clone(), pod.clone());
+                    let before = self.pods.insert(pod.key.clone(), pod.clone());
+                    limits |= before.map(|pod| pod.limits).unwrap_or_default() != pod.limits;
                     pods = true;
                 }
                 ObjectChange::Set(Object::Pod(Pod { key, .. })) | ObjectChange::Delete(ObjectRef::Pod(key)) => {
@@ -147,7 +153,7 @@ impl NodeObjects {
         let before = self.addresses.clone();
         others.extend(self.own_node(interfaces));
         nodes |= before != self.addresses;
-        ChangeEffect { policy: self.give(others), pods, nodes, services }
+        ChangeEffect { policy: self.give(others) || limits, pods, nodes, services }
     }
 
     /// Has the engine count how often each rule decides, for this many workers. Call it before there are objects.
@@ -317,6 +323,23 @@ impl NodeObjects {
         self.engine.policy_set().clone()
     }
 
+    /// The pods of this node whose connections are limited, with the ports of this table, and limits that are new.
+    pub(super) fn limited_pods(&mut self, forwarding: &Forwarding) -> (LimitedPods, Vec<NewLimits>) {
+        let limited = self.pods.values().filter(|pod| !pod.limits.is_empty() && !pod.host_network && !pod.finished);
+        let limited = limited.filter_map(|pod| {
+            let own: Vec<IpAddr> = pod.addresses.iter().copied().filter(|&it| self.has(&pod.key, it)).collect();
+            let port = own.iter().find_map(|&address| forwarding.pod_port(address.into()))?;
+            Some((pod.key.clone(), pod.limits, port, own))
+        });
+        let limited: Vec<_> = limited.collect();
+        self.limits.set(limited.iter().map(|(key, limits, port, own)| (key, *limits, *port, own.clone())))
+    }
+
+    /// The limits of pods' connections that are in effect.
+    pub(super) fn limits(&self) -> &PodConnectionLimits {
+        &self.limits
+    }
+
     /// This node with all of its addresses, if they differ from what the engine knows.
     fn own_node(&mut self, interfaces: &[IpAddr]) -> Option<ObjectChange> {
         let object = self.node_object.iter().flat_map(|node| &node.addresses);
@@ -358,6 +381,7 @@ mod tests {
             lifetime: Default::default(),
             controller: None,
             other_interfaces: Vec::new(),
+            limits: Default::default(),
         }))
     }
 

@@ -18,7 +18,7 @@ use tokio::sync::Notify;
 
 use super::config::{Config, Encapsulation};
 use super::connections::{ClearingQueue, ConnectionOwners};
-use super::node_context::{NodeContext, NodeNetwork};
+use super::node_context::{NodeContext, NodeNetwork, RefusedTunnels};
 use super::objects::{ChangeEffect, NodeObjects};
 use super::port_layout::PortLayout;
 use super::postponed::PostponedAddresses;
@@ -247,12 +247,15 @@ impl Publisher {
         let forwarding = inputs.layout.forwarding(&inputs.node_context, &self.services, &wanted, admitted);
         inputs.postpone(&self.dataplane);
         let policy = inputs.objects.policy_set(&forwarding);
+        let (limits, new_limits) = inputs.objects.limited_pods(&forwarding);
         inputs.connections.take_over(self.dataplane.connections(), &forwarding);
         let served = inputs.layout.served(inputs.connections.owners());
         inputs.progress.published(inputs.epoch, &policy, served, seen);
         let services = self.translates.then(|| inputs.objects.engine().service_set().clone());
-        self.dataplane.publish(Snapshot::new(inputs.epoch, policy, forwarding).with_services(services));
+        let snapshot = Snapshot::new(inputs.epoch, policy, forwarding).with_services(services);
+        self.dataplane.publish(snapshot.with_limits(limits));
         inputs.connections.published();
+        inputs.connections.count_open(new_limits);
         inputs.progress.times.publish.observe(began.elapsed().as_secs_f64());
         inputs.progress.wait_in_force(&self.dataplane);
         if inputs.progress.is_awaiting() {
@@ -283,6 +286,11 @@ impl SnapshotInputs {
         let wanted = if self.network.watches_uplinks { &self.service_addresses } else { &none };
         let postponed = self.postponed.update(wanted, self.epoch, |epoch| dataplane.is_in_force(epoch));
         self.objects.postpone_at(postponed);
+    }
+
+    /// The tunnel packets that this node does not unwrap, as of the last snapshot.
+    pub(super) fn refused_tunnels(&self) -> Arc<RefusedTunnels> {
+        Arc::clone(self.node_context.tunnels())
     }
 
     /// Recomputes the node context. Returns whether it changed.

@@ -252,6 +252,7 @@ mod tests {
             lifetime: PodLifetime { leaving: false, started: Some(7), created: None },
             controller: None,
             other_interfaces: Vec::new(),
+            limits: Default::default(),
         })
     }
 

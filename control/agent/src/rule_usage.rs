@@ -297,6 +297,7 @@ mod tests {
             lifetime: Default::default(),
             controller: None,
             other_interfaces: Vec::new(),
+            limits: Default::default(),
         }
     }
 

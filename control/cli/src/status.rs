@@ -6,8 +6,8 @@ use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{
-    CaptureStatus, FlowRecordsStatus, NamesStatus, NotEnforced, PodStatus, PortStatus, ServicesStatus, StaleObjects,
-    Status,
+    CaptureStatus, ConnectionLimitStatus, FlowRecordsStatus, NamesStatus, NotEnforced, PodStatus, PortStatus,
+    ServicesStatus, StaleObjects, Status,
 };
 use penstock_text::number::{json, percent, short};
 
@@ -64,6 +64,9 @@ fn text(status: &Status) -> String {
     for (pod, filtered) in status.pods.iter().filter_map(|it| Some((&it.pod, it.filtered.as_ref()?))) {
         line(&mut text, &format!("pod {pod}: limits or filters of somebody else for {filtered}"));
     }
+    for (pod, limit) in status.pods.iter().flat_map(|it| it.limits.iter().map(|limit| (&it.pod, limit))) {
+        line(&mut text, &limit_line(pod, limit));
+    }
     let connections = &status.connections;
     line(&mut text, &format!("connections: {} of {}", connections.entries, connections.capacity));
     if let Some(services) = &status.services {
@@ -81,6 +84,15 @@ fn text(status: &Status) -> String {
     let drops = pairs(&status.all_drops());
     line(&mut text, &format!("dropped since the start: {}", if drops.is_empty() { "nothing" } else { &drops }));
     text
+}
+
+fn limit_line(pod: &str, limit: &ConnectionLimitStatus) -> String {
+    let rate = limit.each_second.map(|most| format!("{most} a second ({} refused)", limit.refused_each_second));
+    let open = limit
+        .most_open
+        .map(|most| format!("{} of {most} open ({} refused)", limit.open.unwrap_or_default(), limit.refused_open));
+    let both: Vec<String> = open.into_iter().chain(rate).collect();
+    format!("pod {pod}: {} connections limited: {}", limit.direction, both.join(", "))
 }
 
 fn services_line(services: &ServicesStatus) -> String {

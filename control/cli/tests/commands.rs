@@ -229,6 +229,33 @@ fn lint_finds_the_mistakes_and_nothing_else() {
     }
 }
 
+#[test]
+fn lint_names_what_an_annotation_cannot_say() {
+    let policy = |annotation: &str| {
+        format!(
+            "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata:\n  name: a\n  annotations:\n    {annotation}\n\
+             spec: {{podSelector: {{}}}}\n"
+        )
+    };
+    let pod = |annotation: &str| {
+        format!("apiVersion: v1\nkind: Pod\nmetadata:\n  name: a\n  annotations:\n    {annotation}\n")
+    };
+    for (object, kind, name, value, remedy) in [
+        (policy as fn(&str) -> String, "NetworkPolicy", "log", "everything", "use denied, allowed or all"),
+        (policy, "NetworkPolicy", "deny-answer", "drop", "use none or reject"),
+        (policy, "NetworkPolicy", "logs", "all", "log or deny-answer"),
+        (pod, "Pod", "egress-connections-per-second", "many", "use 1 to 1000000"),
+        (pod, "Pod", "ingress-open-connections", "0", "use 1 to 65536"),
+        (pod, "Pod", "open-connections", "7", "ingress-open-connections"),
+    ] {
+        let yaml = object(&format!("policy.penstock.dev/{name}: \"{value}\""));
+        let found = penstock_with(&["lint", "--manifests", "-"], &yaml, &[]);
+        let start = format!("standard input:6: {kind} default/a: metadata.annotations[policy.penstock.dev/{name}]: ");
+        let text = found.out + &found.error;
+        assert!(text.lines().any(|line| line.contains(&start) && line.contains(remedy)), "{start}{remedy}\n{text}");
+    }
+}
+
 /// One ClusterNetworkPolicy in a line; `ACTION namespace-label` each rule, ingress.
 fn cluster_policy(name: &str, tier: &str, priority: u16, subject: &str, rules: &[(&str, &str)]) -> String {
     let labels =

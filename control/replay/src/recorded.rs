@@ -190,7 +190,14 @@ impl RecordedPackets {
             None => true,
         };
         match verdict.dropped {
-            Some(R::NotReady | R::TableFull | R::QuotaExceeded | R::FlowInUse) => Treatment::NodeState,
+            Some(
+                R::NotReady
+                | R::TableFull
+                | R::QuotaExceeded
+                | R::ConnectionRate
+                | R::TooManyConnections
+                | R::FlowInUse,
+            ) => Treatment::NodeState,
             Some(reason) if is_without_connection(reason) => Treatment::Compare,
             _ if !is_known => Treatment::EarlierConnection,
             Some(R::TooBig | R::NoPort | R::TxRingFull | R::HandOffFull | R::PortGone) => Treatment::Play,
@@ -368,6 +375,8 @@ fn is_without_connection(reason: DropReason) -> bool {
         | R::InvalidState
         | R::TableFull
         | R::QuotaExceeded
+        | R::ConnectionRate
+        | R::TooManyConnections
         | R::NoPort
         | R::TxRingFull
         | R::HandOffFull

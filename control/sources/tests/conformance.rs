@@ -143,6 +143,7 @@ fn pod(pod: &SuitePod) -> Pod {
         finished: false,
         controller: None,
         other_interfaces: Vec::new(),
+        limits: Default::default(),
         ports: pod.ports.iter().map(port).collect(),
         lifetime: Default::default(),
     }

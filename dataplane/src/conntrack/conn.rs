@@ -3,17 +3,17 @@
 use std::time::Duration;
 
 use super::counters::TableEvent;
-use super::entry::{ControlWord, EpochTag, OwnerId, TableEntry, Tracking};
+use super::entry::{ControlWord, EpochTag, OwnerId, SlotRef, TableEntry, Tracking};
 use super::hash::PreparedFlow;
 use super::journal::Ending;
 use super::path::Noted;
 use super::state::{State, TcpState};
-use super::table::{ConnTable, SlotRef};
+use super::table::ConnTable;
 use super::tcp::Window;
 use super::time::{TICK, Tick, Timestamp};
 use super::track::{self, PacketEffect};
+use crate::epoch::Epoch;
 use crate::packet::{Flow, Orientation, Protocol, Transport};
-use crate::snapshot::Epoch;
 
 /// A connection at the time it was found. Other workers may change or remove it at any time. The handle then still
 /// describes the connection that was found, and its updates never reach another one.

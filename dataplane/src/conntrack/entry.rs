@@ -5,8 +5,8 @@ use super::held_syn::HeldSyn;
 use super::seqlock::{Control, SeqLock};
 use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
 use super::time::Tick;
+use crate::epoch::Epoch;
 use crate::packet::{Orientation, Protocol};
-use crate::snapshot::Epoch;
 
 /// Owner of connections for quotas: a small number that the caller assigns to each pod, such as that of its port, and whether the pod
 /// opens them or others open them to it. So what others do never takes from what the pod may open.
@@ -110,6 +110,9 @@ const GENERATION_AT: u32 = EPOCH_AT + EpochTag::BITS;
 const GENERATION: u64 = (1 << 10) - 1;
 const TRANSLATED: u64 = 1 << 63;
 const _: () = assert!(GENERATION_AT == 53 && GENERATION << GENERATION_AT & TRANSLATED == 0);
+
+/// A slot and the control word under which this thread saw or claimed it.
+pub(super) type SlotRef = (u32, ControlWord);
 
 /// State number of a free entry.
 pub(super) const FREE: u8 = 0;

@@ -8,8 +8,8 @@ use super::hash::{alternate, home};
 use super::tags::LANES;
 use super::tests::NOW;
 use super::*;
+use crate::epoch::Epoch;
 use crate::packet::{Address, Flow, FlowKey, Protocol, TcpFlags, TcpSegment, Transport};
-use crate::snapshot::Epoch;
 
 #[derive(Clone, Copy, Debug)]
 enum Op {

@@ -3,8 +3,8 @@
 use super::entry::EpochTag;
 use super::sync::{AtomicU32, AtomicU64, EXCHANGE, Ordering, overwrite};
 use super::time::Tick;
+use crate::epoch::Epoch;
 use crate::packet::Orientation;
-use crate::snapshot::Epoch;
 
 /// Where a connection's packets come from and go to, in one word.
 ///

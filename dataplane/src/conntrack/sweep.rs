@@ -3,16 +3,17 @@
 use std::time::Duration;
 
 use super::counters::TableEvent;
+use super::ended::in_order;
 use super::entry::{EntrySnapshot, EpochTag, OwnerId};
 use super::hash::key_of;
-use super::journal::{Ending, in_order};
+use super::journal::Ending;
 use super::path::{KernelUse, Traffic};
 use super::state::{State, TcpState};
 use super::table::ConnTable;
 use super::tags::{LANES, bits};
 use super::time::{TICK, Timestamp};
+use crate::epoch::Epoch;
 use crate::packet::{Address, Flow, Protocol, TcpFlags};
-use crate::snapshot::Epoch;
 
 /// Position of a sweep. Several sweeps may run at once, each with its own cursor.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]

@@ -16,9 +16,9 @@
 //! With XDP at pods' veths, frames on the host veth carry the first three bytes: which of them the node's stack forwarded.
 
 use crate::batch::StackSender;
+use crate::epoch::Epoch;
 use crate::forward::{Mac, PortId};
 use crate::packet::Protocol;
-use crate::snapshot::Epoch;
 
 const LOCAL: u8 = 0x02;
 const TO_WORKER: u8 = 0xfa;

@@ -69,7 +69,8 @@ fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u
 /// Whether programs may open the next connections that differ from this one in the opener's port alone, under this snapshot: those of a pod,
 /// and of other machines to a pod. `is_as_it_came`: of a packet from the node's stack, whether the stack has forwarded it so. What has an
 /// address of a Service or of the node may be translated by the node, each time to another end, or be of the node itself; and what a domain name
-/// allows, the clock ends. What a policy wants recorded, a worker must see.
+/// allows, the clock ends. What a policy wants recorded, or a pod's limit
+/// counts, a worker must see.
 fn may_repeat(snapshot: &Snapshot, flow: &Flow, is_as_it_came: Option<bool>) -> bool {
     let ends = snapshot.policy.ends(flow);
     let FlowEnds { src, dst } = ends;
@@ -78,7 +79,9 @@ fn may_repeat(snapshot: &Snapshot, flow: &Flow, is_as_it_came: Option<bool>) -> 
         |set: &ServiceSet| !matches!(set.find(flow.dst, flow.protocol, flow.dst_port), Destination::NotService);
     let is_service = dst.is_service() || forwarding.is_service(flow.dst) || services.is_some_and(is_found);
     let is_nodes = dst.is_node() || forwarding.is_node(flow.dst);
-    !(snapshot.policy.has_names() || snapshot.policy.may_record_allowed(ends) || is_service || is_nodes)
+    let is_seen =
+        snapshot.policy.has_names() || snapshot.policy.may_record_allowed(ends) || snapshot.limits.count(ends);
+    !(is_seen || is_service || is_nodes)
         && match is_as_it_came {
             // Answers come back to the pod, so no node takes one for a tunnel's packet, whatever the opener's port is.
             None => src.is_pod() && src.port().is_some(),

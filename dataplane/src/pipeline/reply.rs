@@ -73,6 +73,8 @@ fn is_refused(packet: &Packet, dropped: &DroppedPacket) -> bool {
             | DropReason::IngressDenied
             | DropReason::TableFull
             | DropReason::QuotaExceeded
+            | DropReason::ConnectionRate
+            | DropReason::TooManyConnections
     );
     is_unknown
         && segment.flags.contains(TcpFlags::ACK)

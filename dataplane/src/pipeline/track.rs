@@ -12,6 +12,7 @@ use crate::conntrack::{
     TranslatedInsertError, Update,
 };
 use crate::forward::PortId;
+use crate::limits::Admission;
 use crate::names::{Moment, NameTime};
 use crate::packet::{Address, Flow, Packet, Transport, quoted_ends, quoted_flow};
 use crate::policy::{AddressEntry, EvaluationForm, FlowEnds};
@@ -406,11 +407,21 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             epoch: self.snapshot.epoch,
             now: self.now,
         };
+        let counts = [!self.from_host || *is_answer, !self.is_nodes_own(flow, *opener)];
+        let admission = self.snapshot.limits.admit(*ends, counts, self.connections, self.now)?;
+        let must_be_entered = admission.as_ref().is_some_and(Admission::is_listed);
         if let Some(translation) = entry.translation() {
-            return self.enter_translated(&new, translation, flow).map(|()| route);
+            let connection = self.enter_translated(&new, translation, flow)?;
+            if let Some(admission) = admission {
+                admission.opened(connection.name());
+            }
+            return Ok(route);
         }
         match self.connections.insert(&new) {
             Ok(Insertion::Created(connection)) => {
+                if let Some(admission) = admission {
+                    admission.opened(connection.name());
+                }
                 if sender == StackSender::Translated {
                     self.connections.set_opener(&connection, *opener);
                 }
@@ -429,9 +440,18 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
                     _ => Err(DropReason::InvalidState.into()),
                 }
             }
-            Err(_) if self.snapshot.policy.is_free(*ends) => Ok(route),
+            Err(error)
+                if self.snapshot.policy.is_free(*ends) && (error == InsertError::CannotOpen || !must_be_entered) =>
+            {
+                Ok(route)
+            }
             Err(error) => Err(not_entered(error).into()),
         }
+    }
+
+    /// Whether the node itself opens a connection: its probes are nobody's limit.
+    fn is_nodes_own(&self, flow: &Flow, opener: Option<Address>) -> bool {
+        opener.is_none() && self.snapshot.forwarding.is_node(flow.src)
     }
 
     /// Enters a connection to a Service under both of its flows.
@@ -441,16 +461,16 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         new: &NewConnection<'_>,
         translation: &Translation,
         flow: &Flow,
-    ) -> Result<(), DroppedPacket> {
+    ) -> Result<Conn<'a>, DroppedPacket> {
         let frontend = self.connections.prepare(&translation.frontend);
-        self.connections.insert_translated(new, &frontend).map_err(|error| match error {
+        let connection = self.connections.insert_translated(new, &frontend).map_err(|error| match error {
             TranslatedInsertError::Other(error) => not_entered(error),
             TranslatedInsertError::InUse => DropReason::FlowInUse,
         })?;
         if let Some(affinity) = &translation.affinity {
             self.connections.remember_backend(flow.src, affinity, self.now);
         }
-        Ok(())
+        Ok(connection)
     }
 
     /// An ICMP error: it passes for a live connection, to the sender of the quoted packet. Routers send them, and the

@@ -16,9 +16,9 @@ use nix::unistd::{Pid, gettid};
 use super::privileges::{Priority, drop_capabilities, raise_priority};
 use crate::Snapshot;
 use crate::conntrack::ConnTable;
+use crate::epoch::Epoch;
 use crate::grace::wait_for_programs;
 use crate::pipeline::keep_offloaded;
-use crate::snapshot::Epoch;
 
 /// Longest time that connections are evaluated before the programs read the new epoch: some ten thousand. The others meet a
 /// worker at their next packet.

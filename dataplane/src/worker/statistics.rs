@@ -7,9 +7,9 @@ use super::counter::Counter;
 use super::histogram::{Durations, Histogram};
 use crate::DropReason;
 use crate::batch::BATCH;
+use crate::epoch::Epoch;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, XskStatistics};
-use crate::snapshot::Epoch;
 
 /// Counters of one worker for one port. Aligned so that no two workers write to the same cache line (or to a pair of
 /// lines that the CPU prefetches together).

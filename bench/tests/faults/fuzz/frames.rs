@@ -8,8 +8,8 @@ use rand::seq::IndexedRandom;
 
 use super::arrivals::{MARK, Sent, mark};
 use super::evaluator::{
-    CLIENT, DENIED, End, FAR, ICMP, ICMPV6, NEAR, NODE, NODE_PORT, NODE_PORT_OUTSIDE, OUTSIDE_UDP, SCTP, SERVED_TCP,
-    SERVED_UDP, SERVICE, SERVICE_PORT, TCP, UDP,
+    CLIENT, DENIED, ELSEWHERE, End, FAR, ICMP, ICMPV6, NEAR, NODE, NODE_PORT, NODE_PORT_OUTSIDE, OUTSIDE_UDP, SCTP,
+    SERVED_TCP, SERVED_UDP, SERVICE, SERVICE_PORT, TCP, UDP,
 };
 use super::headers::{Datagram, Piece, checksum_offset, fill_checksum, octets, padding};
 use crate::forger::{BROADCAST, VirtioHeader};
@@ -206,11 +206,12 @@ impl Maker {
         if head.from.is_ipv4() { [0x08, 0] } else { [0x86, 0xdd] }
     }
 
-    /// A datagram of another sender to the served pod, inside another packet.
+    /// A datagram with the source of another, inside another packet.
     fn inner(&mut self, head: &Datagram, payload: Vec<u8>) -> Vec<u8> {
         let v6 = head.from.is_ipv6();
         let to = self.of(&[End::Served, End::Free, End::Outside]).address(v6);
-        let inner = Datagram { from: End::Narrow.address(v6), to, protocol: UDP, ..*head };
+        let from = self.of(&[End::Narrow.address(v6), ELSEWHERE[usize::from(v6)].parse().unwrap()]);
+        let inner = Datagram { from, to, protocol: UDP, ..*head };
         let port = self.of(&[SERVED_UDP, OUTSIDE_UDP]);
         let mut body = [CLIENT.start.to_be_bytes(), port.to_be_bytes()].concat();
         body.extend((payload.len() as u16 + 8).to_be_bytes());

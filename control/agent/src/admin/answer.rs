@@ -5,9 +5,11 @@ use std::net::IpAddr;
 
 use penstock_admin::types;
 use penstock_dataplane::Epoch;
-use penstock_dataplane::conntrack::{ConnectionInfo, OwnerId};
+use penstock_dataplane::conntrack::{ConnectionInfo, OwnerId, Timestamp};
 use penstock_dataplane::forward::PortId;
+use penstock_dataplane::limits::{Limit, PodLimits};
 use penstock_dataplane::names::NameCounts;
+use penstock_dataplane::policy::Direction;
 use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths};
 use penstock_policy::engine::Engine;
 use penstock_policy::explain::{self, PlainText};
@@ -197,9 +199,28 @@ impl DaemonView<'_> {
                 waiting,
                 filtered: self.ports.filters_of(&pod.key),
                 connections: port.map_or(0, |(id, _)| self.connections_of(id)),
+                limits: self.objects.limits().of(&pod.key).map_or_else(Vec::new, |limits| self.limits(limits)),
             }
         })
         .collect()
+    }
+
+    fn limits(&self, limits: &PodLimits) -> Vec<types::ConnectionLimitStatus> {
+        let directions = [("egress", Direction::Egress), ("ingress", Direction::Ingress)];
+        let limited = directions.into_iter().filter(|(_, direction)| limits.limit(*direction) != Limit::default());
+        limited
+            .map(|(name, direction)| {
+                let (limit, refused) = (limits.limit(direction), limits.refused(direction));
+                types::ConnectionLimitStatus {
+                    direction: name.to_owned(),
+                    each_second: limit.each_second,
+                    most_open: limit.open,
+                    open: limits.open(direction, self.dataplane.connections(), Timestamp::now()),
+                    refused_each_second: refused.each_second,
+                    refused_open: refused.open,
+                }
+            })
+            .collect()
     }
 
     fn connections_of(&self, port: PortId) -> u32 {

@@ -124,6 +124,7 @@ mod tests {
             lifetime: Default::default(),
             controller: None,
             other_interfaces: Vec::new(),
+            limits: Default::default(),
         }
     }
 

@@ -7,9 +7,11 @@ use std::time::{Duration, Instant};
 
 use penstock_admin::capture::CaptureCounts;
 use penstock_dataplane::conntrack::ConnTable;
+use penstock_dataplane::limits::{Limit, PodLimits, Refused};
 use penstock_dataplane::names::NameCounts;
-use penstock_dataplane::policy;
+use penstock_dataplane::policy::{self, Direction};
 use penstock_dataplane::worker::{DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths};
+use penstock_policy::model::ObjectKey;
 use penstock_sources::{KindHealth, ObjectKind};
 use penstock_xdp_redirect::TrafficCount;
 use prometheus_client::collector::Collector;
@@ -30,13 +32,14 @@ use crate::view::{DaemonView, LiveCounters};
 pub(crate) struct Scrape {
     statistics: DataplaneStatistics,
     depths: QueueDepths,
-    /// By port number: role, namespace and name of its pod, XDP outcomes.
+    /// By port number: role, namespace and name of its pod, outcomes of its programs.
     ports: BTreeMap<u16, PortLabels>,
     published: u32,
     in_force: Vec<u32>,
     offload_in_force: Option<u32>,
     /// From pod to pod, from a pod to the node's stack, and from there to a pod.
     offloaded: Option<[TrafficCount; 3]>,
+    refused_tunnels: Option<u64>,
     cores: Vec<usize>,
     policies: usize,
     pods: usize,
@@ -59,6 +62,8 @@ pub(crate) struct Scrape {
     staged: (u64, u64, ChangeTotals),
     /// Only if domain names are followed.
     names: Option<NameCounts>,
+    /// Of pods whose connections are limited.
+    limits: Vec<RefusedConnections>,
     /// How many rules have decided lately, and never.
     rules: Vec<(&'static str, u64)>,
     source: Vec<(ObjectKind, KindHealth)>,
@@ -74,7 +79,15 @@ struct PortLabels {
     role: PortRole,
     namespace: String,
     pod: String,
-    xdp: Vec<(String, u64)>,
+    outcomes: Vec<(String, u64)>,
+}
+
+/// What a pod's limits have refused, by the name of the direction.
+#[derive(Debug)]
+struct RefusedConnections {
+    pod: ObjectKey,
+    direction: &'static str,
+    refused: Refused,
 }
 
 #[derive(Debug)]
@@ -100,9 +113,12 @@ impl Scrape {
         let LiveCounters { sample, depths, ports } = counters;
         let named = ports.into_iter().map(|port| {
             let (namespace, pod) = port.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
-            let xdp = port.outcomes.iter().flat_map(|outcomes| outcomes.iter());
-            let xdp = xdp.map(|(name, count)| (name.to_string(), count)).collect();
-            (port.id.0, PortLabels { role: port.role, namespace: namespace.to_string(), pod: pod.to_string(), xdp })
+            let outcomes = port.outcomes.iter().flat_map(|outcomes| outcomes.iter());
+            let outcomes = outcomes.map(|(name, count)| (name.to_string(), count)).collect();
+            (
+                port.id.0,
+                PortLabels { role: port.role, namespace: namespace.to_string(), pod: pod.to_string(), outcomes },
+            )
         });
         let log = view.dataplane.verdicts();
         Self {
@@ -113,6 +129,7 @@ impl Scrape {
             in_force: view.dataplane.in_force().into_iter().map(|epoch| epoch.0).collect(),
             offload_in_force: view.dataplane.offload_in_force().map(|epoch| epoch.0),
             offloaded: view.ports.offloaded(),
+            refused_tunnels: view.ports.refused_tunnels(),
             cores: view.dataplane.cores().iter().map(|core| core.0).collect(),
             policies: view.objects.policies(),
             pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
@@ -137,6 +154,7 @@ impl Scrape {
             is_capturing: view.capture.is_some(),
             staged: view.staged.read(),
             names: view.objects.names().map(|names| names.counts()),
+            limits: refused(view),
             rules: view.usage.ages(jiff::Timestamp::now()),
             refused_files: view.source.refused_files(),
             source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
@@ -199,12 +217,12 @@ impl Scrape {
         )?;
         to.family(
             FamilyType::Counter,
-            "penstock_port_xdp",
-            "What the XDP program did with packets, by outcome",
+            "penstock_port_program",
+            "Packets by what the program at the port did with them",
             |add| {
                 self.each_port(|labels, port| {
                     let named = self.ports.get(&port.port.0);
-                    let outcomes = named.iter().flat_map(|named| &named.xdp);
+                    let outcomes = named.iter().flat_map(|named| &named.outcomes);
                     let mut outcomes = outcomes.map(|(outcome, count)| (outcome.as_str(), *count));
                     outcomes
                         .try_for_each(|(outcome, count)| add.count(&[labels, &[("outcome", outcome)]].concat(), count))
@@ -353,6 +371,12 @@ impl Scrape {
                 let counts = self.offloaded.iter().flatten();
                 paths.iter().zip(counts).try_for_each(|(path, count)| add.count(&[("path", path)], count.packets))
             },
+        )?;
+        to.family(
+            FamilyType::Counter,
+            "penstock_tunnel_packets_refused",
+            "Tunnel packets of other nodes' pods to this node, which it would have unwrapped",
+            |add| self.refused_tunnels.iter().try_for_each(|count| add.count(&[], *count)),
         )?;
         to.family(
             FamilyType::Histogram,
@@ -544,6 +568,29 @@ impl Scrape {
         Ok(())
     }
 
+    fn encode_limits(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        to.family(
+            FamilyType::Counter,
+            "penstock_limited_connections_refused",
+            "Packets that would have opened a connection beyond a limit of a pod's annotations",
+            |add| {
+                self.limits.iter().try_for_each(|RefusedConnections { pod, direction, refused }| {
+                    let counts = [("connection_rate", refused.each_second), ("too_many_connections", refused.open)];
+                    counts.iter().try_for_each(|(limit, count)| {
+                        let ObjectKey { namespace, name } = pod;
+                        let labels = [
+                            ("namespace", namespace.as_str()),
+                            ("pod", name),
+                            ("direction", direction),
+                            ("limit", limit),
+                        ];
+                        add.count(&labels, *count)
+                    })
+                })
+            },
+        )
+    }
+
     fn encode_staged(&self, to: &mut Exposition<'_>) -> fmt::Result {
         to.family(
             FamilyType::Gauge,
@@ -575,6 +622,20 @@ impl Scrape {
     }
 }
 
+fn refused(view: &DaemonView<'_>) -> Vec<RefusedConnections> {
+    let directions = [("egress", Direction::Egress), ("ingress", Direction::Ingress)];
+    let of_pod = |(pod, limits): (&ObjectKey, &PodLimits)| {
+        let limited = directions.into_iter().filter(|(_, direction)| limits.limit(*direction) != Limit::default());
+        let refused = limited.map(|(name, direction)| RefusedConnections {
+            pod: pod.clone(),
+            direction: name,
+            refused: limits.refused(direction),
+        });
+        refused.collect::<Vec<_>>()
+    };
+    view.objects.limits().iter().flat_map(of_pod).collect()
+}
+
 impl Collector for Scrape {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let mut to = Exposition::new(encoder);
@@ -589,6 +650,7 @@ impl Collector for Scrape {
         encode_flow_records(&self.flow_records, &mut to)?;
         self.encode_staged(&mut to)?;
         self.encode_names(&mut to)?;
+        self.encode_limits(&mut to)?;
         self.encode_rest(&mut to)
     }
 }

@@ -63,6 +63,7 @@ fn pod(number: u8) -> Object {
         finished: false,
         controller: None,
         other_interfaces: Vec::new(),
+        limits: Default::default(),
         ports: Vec::new(),
         lifetime: Default::default(),
     })

@@ -292,6 +292,7 @@ mod tests {
                     lifetime: Default::default(),
                     controller: None,
                     other_interfaces: Vec::new(),
+                    limits: Default::default(),
                 }));
             }
         }

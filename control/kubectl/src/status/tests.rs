@@ -29,6 +29,7 @@ pub(crate) fn pod(name: &str, enforced: bool) -> PodStatus {
         enforced,
         waiting: None,
         filtered: None,
+        limits: Vec::new(),
         connections: 0,
     }
 }

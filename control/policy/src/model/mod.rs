@@ -4,6 +4,7 @@
 //! values it needs. The conversion from the API's types reports errors with their field.
 
 mod cluster_policy;
+mod limits;
 mod notes;
 mod service;
 mod staging;
@@ -16,6 +17,7 @@ use ipnet::IpNet;
 use serde::{Deserialize, Serialize};
 
 pub use cluster_policy::{ClusterNetworkPolicy, ClusterRule, ClusterTier, DomainPattern, Subject};
+pub use limits::{ConnectionLimit, ConnectionLimits};
 pub use notes::{DenyAnswer, PolicyLog, PolicyNotes};
 pub use penstock_dataplane::policy::RuleAction;
 pub use service::{AddressFamily, EndpointPort, EndpointSlice, Service, ServiceEndpoint, ServicePort, TargetPort};
@@ -93,6 +95,9 @@ pub struct Pod {
     /// about the pod's addresses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub other_interfaces: Vec<String>,
+    /// How many connections it may have.
+    #[serde(default, skip_serializing_if = "ConnectionLimits::is_empty")]
+    pub limits: ConnectionLimits,
 }
 
 /// The workload that makes a pod anew when it ends, as it is named across versions: a Deployment rather than one of its ReplicaSets, a

@@ -67,6 +67,7 @@ pub(crate) fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) ->
         lifetime: Default::default(),
         controller: None,
         other_interfaces: Vec::new(),
+        limits: Default::default(),
     }
 }
 

@@ -209,6 +209,7 @@ fn some_pod() -> impl Strategy<Value = Object> {
                 finished,
                 controller: None,
                 other_interfaces: Vec::new(),
+                limits: Default::default(),
                 ports,
                 lifetime,
             })

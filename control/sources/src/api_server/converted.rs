@@ -49,8 +49,13 @@ pub(super) fn node(object: DynamicObject) -> ConvertedObject {
 pub(super) fn pod(object: DynamicObject) -> ConvertedObject {
     let reference = ObjectRef::Pod(key(&object.metadata));
     typed(object, reference, ObjectKind::Pod, |data, metadata| {
-        let pod = core::Pod { metadata, ..read(data)? };
-        Ok(whole(convert::pod(&pod).map(Object::Pod)))
+        let mut pod = core::Pod { metadata, ..read(data)? };
+        // It is a pod all the same.
+        let wrong: Vec<_> = convert::limits(&pod.metadata).err().into_iter().collect();
+        if !wrong.is_empty() {
+            pod.metadata = convert::without_limits(pod.metadata);
+        }
+        Ok(convert::pod(&pod).map(|pod| (Object::Pod(pod), wrong)))
     })
 }
 

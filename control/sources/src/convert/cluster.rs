@@ -96,6 +96,7 @@ pub fn pod(pod: &Pod) -> Result<model::Pod, FieldError> {
         ports: named_ports(pod)?,
         lifetime: lifetime(pod),
         controller: controller(pod),
+        limits: super::limits(&pod.metadata)?,
     })
 }
 

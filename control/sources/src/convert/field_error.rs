@@ -201,6 +201,14 @@ pub enum FieldProblem {
         "is not an annotation that this version knows: use staged, staged-for, staged-delete, log or deny-answer, or remove it"
     )]
     PolicyAnnotation,
+    /// An annotation for pods that does not exist.
+    #[error(
+        "is not an annotation of a pod that this version knows: use egress-connections-per-second, ingress-connections-per-second, egress-open-connections or ingress-open-connections, or remove it"
+    )]
+    PodAnnotation,
+    /// How many connections a pod may have.
+    #[error("{0:?} is not a number of connections: use 1 to {1}, or remove it")]
+    ConnectionLimit(String, u32),
     /// What of a policy is logged.
     #[error("{0:?} is not what of a policy is logged: use denied, allowed or all")]
     PolicyLog(String),

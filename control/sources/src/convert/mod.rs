@@ -7,6 +7,7 @@
 mod cluster;
 mod cluster_policy;
 mod field_error;
+mod limits;
 mod names;
 mod notes;
 mod path;
@@ -26,6 +27,7 @@ pub(crate) use cluster_policy::{
     ingress_rule, priority, subject, tier,
 };
 pub use field_error::{FieldError, FieldProblem};
+pub(crate) use limits::{limits, without_limits};
 pub use names::is_label_key;
 pub(crate) use notes::notes;
 pub use path::{FieldPath, FieldPathRef, PathElement};

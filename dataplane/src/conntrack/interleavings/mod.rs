@@ -19,8 +19,8 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::*;
+use crate::epoch::Epoch;
 use crate::packet::{Address, Flow, Orientation, Protocol, TcpFlags, TcpSegment, Transport};
-use crate::snapshot::Epoch;
 
 const NOW: Timestamp = Timestamp::from_millis(1_000_000);
 const LATER: Timestamp = NOW.plus(Duration::from_secs(100));

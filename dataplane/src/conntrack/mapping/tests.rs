@@ -6,8 +6,8 @@ use super::*;
 use crate::conntrack::entry::{ControlWord, EntryContents, EpochTag};
 use crate::conntrack::tests::{NOW, POD, flow, insert, syn, tcp};
 use crate::conntrack::{Config, ConnTable, Insertion, OwnerId, State, TcpState, Update};
+use crate::epoch::Epoch;
 use crate::packet::{TcpFlags, TcpSegment, Transport};
-use crate::snapshot::Epoch;
 
 const ENTRIES: usize = 1000;
 

@@ -7,8 +7,8 @@ use super::super::state::{State, TcpState};
 use super::super::tests::{NOW, POD};
 use super::super::{Config, ConnTable, InsertError, Insertion, MidStreamPickup, NewConnection, Update};
 use super::*;
+use crate::epoch::Epoch;
 use crate::packet::parse;
-use crate::snapshot::Epoch;
 use TcpState::*;
 
 /// Result of a segment.

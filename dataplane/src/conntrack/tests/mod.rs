@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use super::entry::EntrySnapshot;
 use super::*;
+use crate::epoch::Epoch;
 use crate::packet::{Address, Flow, Protocol, TcpFlags, TcpSegment, Transport};
-use crate::snapshot::Epoch;
 
 mod answered;
 mod revoked;
