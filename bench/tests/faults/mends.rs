@@ -106,9 +106,16 @@ const MUTANTS: &[Mutant] = &[
         breaks: "no worker is asked about what the node sends on to another machine",
         finder: Fuzzer("Tcx, offload: true, is_bridged: true, translation: Kernel"),
         file: PROGRAM,
-        from: "return (is_tracked && (!is_same_address(&origin->destination, &origin->flow.to) || \
+        from: "return (is_opened && (!is_same_address(&origin->destination, &origin->flow.to) || \
                origin->ports.to != origin->flow.ports.to)) ||\n\t       bpf_map_lookup_elem",
         to: "return !!bpf_map_lookup_elem",
+    },
+    Mutant {
+        breaks: "what answers who has sent as a Service leaves unasked",
+        finder: Test("services::answering::who_sends_as_a_service_first_opens_no_way_back"),
+        file: PROGRAM,
+        from: "const int is_opened = (origin->known || origin->is_error) && origin->opens;",
+        to: "const int is_opened = origin->known || origin->is_error;\n\n\tif (is_opened && !origin->opens)\n\t\treturn 0;",
     },
     Mutant {
         breaks: "beside XDP no worker is asked about what the node sends on",
