@@ -13,7 +13,7 @@ PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make li
 # Everything is built as the caller. What needs privilege (namespaces, XDP, AF_XDP) is run as root: by sudo, if need be.
 ifneq ($(shell id -u),0)
 OF_TESTS := PENSTOCK_BIN,PENSTOCK_TEST_ATTACH,PENSTOCK_TEST_OFFLOAD,PENSTOCK_KUBERNETES,PENSTOCK_KUBE_PROXY_MODE,PENSTOCK_IMAGES,PENSTOCK_HELM
-OF_TESTS := $(OF_TESTS),PENSTOCK_COLLECTOR,PENSTOCK_FIGURES,PENSTOCK_SUITES,PENSTOCK_RESULTS,PENSTOCK_STAY,PENSTOCK_MUTATION,KUBEBUILDER_ASSETS,TREX_DIR,KEEP
+OF_TESTS := $(OF_TESTS),PENSTOCK_COLLECTOR,PENSTOCK_FIGURES,PENSTOCK_SUITES,PENSTOCK_RESULTS,PENSTOCK_STAY,PENSTOCK_MUTATION,KUBEBUILDER_ASSETS,TREX_DIR,KEEP,PENSTOCK_PEERS
 AS_ROOT := sudo --preserve-env=PATH,HOME,TERM,NO_COLOR,$(OF_TESTS)
 export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
@@ -37,11 +37,11 @@ PACKAGES_ARM64 := gcc-aarch64-linux-gnu libc6-dev:arm64 linux-libc-dev:arm64 lib
 .PHONY: build-arm64
 build-arm64: setup ## The same for arm64, from x86-64, in target/arm64/aarch64-unknown-linux-gnu/release
 	@./scripts/setup $(PACKAGES_ARM64)
-	./scripts/build-arm64 build --release -p penstock -p penstock-kubectl -p penstock-cni
+	./scripts/build-arm64 build --locked --release -p penstock -p penstock-kubectl -p penstock-cni
 
 # What measures: the benchmarks' programs, and the daemon that they start.
 .PHONY: build-bench
-build-bench: build ## The programs of the benchmarks too: demo, report, smoke, soak
+build-bench: build ## The programs of the benchmarks too: demo, report, peers, smoke, soak
 	$(CARGO) build --release --locked -p penstock-bench --bins
 
 # The daemon and the demo as the tests build them: quick to compile, and each frame is accounted for.
@@ -75,16 +75,27 @@ test-unprivileged: setup ## The tests that need neither root nor sudo: parser, p
 	$(AS_CALLER) $(addprefix --test ,$(UNPRIVILEGED)) -- --skip nft::nft_accepts
 	$(AS_CALLER) --lib --exclude penstock-dataplane --exclude penstock-xdp-redirect
 
+# Of these, those that start no other program: qemu-user runs a test, and not what the test starts.
+UNPRIVILEGED_ARM64 := packets capture captures objects policy
+
+.PHONY: test-arm64
+test-arm64: setup ## Of the tests without privilege, those of the parser, pipeline, policy and replay on arm64, from x86-64, by qemu-user
+	@./scripts/setup qemu-user-static libpcap0.8-dev:arm64 $(PACKAGES_ARM64)
+	./scripts/build-arm64 test --locked --workspace --no-fail-fast $(addprefix --test ,$(UNPRIVILEGED_ARM64))
+
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken code of policy and of the tcx programs
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
-	$(CARGO) test --locked --workspace --test veths -- --ignored --nocapture faults:: nodes:: on_cluster:: system::first_start:: system::differential::
-	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- --include-ignored
+	SERVICES_CASES=600 $(CARGO) test --locked --workspace --test captures -- random::
+	$(CARGO) test --locked --workspace --test veths -- --ignored --nocapture --skip faults::mends:: faults:: nodes:: on_cluster:: system::first_start:: system::differential::
+	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- --include-ignored --skip faults::mends::each
 	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test full_node
 	@./scripts/setup chromium
 	$(CARGO) test --locked --workspace --test command -- --ignored
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-dataplane --features replaceable-programs --test offload -- --ignored --nocapture
+	$(CARGO) build --locked --workspace --features penstock-xdp-redirect/replaceable-programs --bin penstock
+	$(CARGO) test --locked --workspace --features penstock-xdp-redirect/replaceable-programs --test veths -- --ignored --nocapture faults::mends::
 	$(MAKE) fuzz
 
 .PHONY: fuzz
@@ -109,9 +120,14 @@ CLUSTER_PACKAGES := openssl runc buildah docker-registry busybox-static iptables
 CLUSTER_PACKAGES += bash bind9-dnsutils netcat-openbsd curl wget
 
 .PHONY: image
-image: build ## The container image that the DaemonSet runs, from the binary in target/release
+image: build ## The container image that the DaemonSet runs, from the binary in target/release   (IMAGE_ARCHIVE=FILE: also there)
 	@./scripts/setup buildah busybox-static ca-certificates
-	./scripts/image
+	./scripts/image "" $(IMAGE_ARCHIVE)
+
+.PHONY: image-arm64
+image-arm64: build-arm64 ## The same for arm64, from x86-64
+	@./scripts/setup buildah ca-certificates qemu-user-static
+	MACHINE=arm64 ./scripts/image "" $(IMAGE_ARCHIVE)
 
 # Builds what a cluster runs, then runs the tests in it. PENSTOCK_KUBE_PROXY_MODE=iptables: kube-proxy in that mode, not in nftables mode.
 IN_CLUSTER = ./scripts/setup $(CLUSTER_PACKAGES) && programs=$$(./scripts/kubernetes $(KUBERNETES) $(SUITES)) && \
@@ -145,10 +161,10 @@ bench-cluster: build ## Round trips, throughput and new connections in that clus
 	$(IN_CLUSTER) PENSTOCK_FIGURES=1 $(CARGO) test --locked --workspace --test cluster -- --include-ignored --nocapture
 
 .PHONY: test-kernels
-test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU, one on arm64   (JOBS=2 guests at a time)
-	@./scripts/setup qemu-system-x86 qemu-system-arm debootstrap cpio kmod xz-utils $(PACKAGES_ARM64)
+test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU, one on arm64; the systemd unit over a reboot   (JOBS=2 guests at a time)
+	@./scripts/setup qemu-system-x86 qemu-system-arm debootstrap cpio kmod xz-utils e2fsprogs $(PACKAGES_ARM64)
 	$(CARGO) build --locked -p penstock -p penstock-bench --bin penstock --bin demo
-	./scripts/build-arm64 build -p penstock -p penstock-bench --bin penstock --bin demo
+	./scripts/build-arm64 build --locked -p penstock -p penstock-bench --bin penstock --bin demo
 	./scripts/test-kernels
 
 .PHONY: test-collector
@@ -194,6 +210,12 @@ bench: build-bench ## Throughput, latency and loss beside what one would run ins
 bench-long: build-bench ## The same with more and longer repetitions
 	@./scripts/setup $(PEERS) || echo "some peers could not be installed: the report says which"
 	$(AS_ROOT) $(TARGET)/release/report --output $(TARGET)/bench --seconds 2 --repetitions 11 --minutes 600
+
+.PHONY: bench-peers
+bench-peers: build-bench ## Penstock beside other engines of network policy, whose programs are in PENSTOCK_PEERS=DIR   (PEERS_ARGUMENTS='--policies 10')
+	@./scripts/setup openssl iptables ipset || echo "some tools of the engines could not be installed: the report says which"
+	assets=$$(./scripts/kubernetes etcd kube-apiserver) && KUBEBUILDER_ASSETS=$$assets \
+		$(AS_ROOT) $(TARGET)/release/peers --output $(TARGET)/bench $(PEERS_ARGUMENTS)
 
 .PHONY: bench-smoke
 bench-smoke: build-bench ## 64-byte packets per second: Penstock, raw forward, kernel, kernel with nftables

@@ -9,8 +9,14 @@ use libbpf_cargo::SkeletonBuilder;
 
 const XDP: &str = "src/bpf/redirect.bpf.c";
 const TCX: &str = "src/bpf/tcx.bpf.c";
-const HEADERS: [&str; 5] =
-    ["src/bpf/established.h", "src/bpf/neighbour.h", "src/bpf/outcome.h", "src/bpf/repeat.h", "src/bpf/translation.h"];
+const HEADERS: [&str; 6] = [
+    "src/bpf/established.h",
+    "src/bpf/neighbour.h",
+    "src/bpf/outcome.h",
+    "src/bpf/repeat.h",
+    "src/bpf/translation.h",
+    "src/bpf/tunnel.h",
+];
 
 fn main() {
     for source in [XDP, TCX].iter().chain(&HEADERS) {
@@ -21,14 +27,14 @@ fn main() {
     if let Err(error) = Command::new(&clang).arg("--version").output() {
         fail(&format!("cannot run {clang} ({error}): install clang (Debian: apt-get install clang) or set CLANG"));
     }
-    compile(&clang, XDP, "pod.skel.rs", &[]);
-    compile(&clang, XDP, "node.skel.rs", &["-DASKS_THE_KERNEL"]);
+    compile(&clang, XDP, "pod", &[]);
+    compile(&clang, XDP, "node", &["-DASKS_THE_KERNEL"]);
     // Compare-and-swap: Linux 5.12.
-    compile(&clang, TCX, "tcx.skel.rs", &["-mcpu=v3"]);
+    compile(&clang, TCX, "tcx", &["-mcpu=v3"]);
 }
 
-fn compile(clang: &str, source: &str, skeleton: &str, arguments: &[&str]) {
-    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(skeleton);
+fn compile(clang: &str, source: &str, name: &str, arguments: &[&str]) {
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join(format!("{name}.skel.rs"));
     let arguments = ["-Wall", "-Werror"].iter().chain(arguments).map(ToString::to_string);
     let built = SkeletonBuilder::new()
         .source(source)
@@ -39,19 +45,21 @@ fn compile(clang: &str, source: &str, skeleton: &str, arguments: &[&str]) {
         fail(&format!("cannot compile {source}: {error:#} (its headers are in Debian's linux-libc-dev)"));
     }
     // The generated file has inner attributes, which only a module file may contain, hence the include by path in
-    // program.rs.
+    // program/mod.rs.
     assert!(fs::metadata(&out).is_ok_and(|meta| meta.len() > 0), "{} is empty", out.display());
-    if source == TCX && env::var_os("CARGO_FEATURE_REPLACEABLE_PROGRAMS").is_some() {
-        make_replaceable(&out);
+    if env::var_os("CARGO_FEATURE_REPLACEABLE_PROGRAMS").is_some() {
+        make_replaceable(&out, name);
     }
 }
 
-/// Makes the skeleton ask for the object that it loads (`replaceable_object` in `tcx.rs`).
-fn make_replaceable(skeleton: &Path) {
+/// Makes the skeleton ask for the object that it loads (`replaceable_object` in `lib.rs`).
+fn make_replaceable(skeleton: &Path, name: &str) {
     let text = fs::read_to_string(skeleton).expect("it was just written");
-    let (from, to) = ("ConfigBuilder::new(DATA)", "ConfigBuilder::new(crate::tcx::replaceable_object(DATA))");
+    let variable = format!("PENSTOCK_{}_OBJECT", name.to_uppercase());
+    let from = "ConfigBuilder::new(DATA)";
+    let to = format!("ConfigBuilder::new(crate::replaceable_object(DATA, {variable:?}))");
     assert_eq!(text.matches(from).count(), 1, "{} opens one object", skeleton.display());
-    fs::write(skeleton, text.replace(from, to)).expect("it was just written");
+    fs::write(skeleton, text.replace(from, &to)).expect("it was just written");
 }
 
 /// Debian keeps `asm/` in a directory named after the host architecture, which clang's BPF target does not search.

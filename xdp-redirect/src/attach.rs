@@ -13,8 +13,8 @@ use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins};
 use crate::program::{MAX_QUEUES, Program};
 use crate::{
-    AttachError, AttachOptions, Interface, ModeChoice, OwnAddressesError, SocketError, XdpOutcomeCounts, egress_check,
-    own_addresses,
+    AttachError, AttachOptions, Interface, ModeChoice, OwnAddressesError, ProgramOutcomeCounts, SocketError,
+    egress_check, own_addresses,
 };
 
 /// XDP mode of a program.
@@ -158,8 +158,8 @@ impl Attached {
     }
 
     /// Counters of the program, by outcome.
-    pub fn outcomes(&self) -> Result<XdpOutcomeCounts, libbpf_rs::Error> {
-        XdpOutcomeCounts::read(&self.program.outcomes)
+    pub fn outcomes(&self) -> Result<ProgramOutcomeCounts, libbpf_rs::Error> {
+        ProgramOutcomeCounts::read(&self.program.outcomes)
     }
 }
 

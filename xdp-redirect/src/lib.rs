@@ -4,7 +4,7 @@
 //! its map of sockets is indexed by the port's RX queues. [`Attached`] owns the attachment: dropping it detaches. All
 //! instances share one map of local pods' addresses ([`LocalPods`]).
 //!
-//! Every packet has one of the outcomes [`XdpOutcome::ALL`], which are counted.
+//! Every packet has one of the outcomes [`ProgramOutcome::ALL`], which are counted.
 
 mod attach;
 mod connection_maps;
@@ -30,16 +30,16 @@ pub use error::{AttachError, LoadError, SocketError};
 pub use foreign::ForeignProgram;
 pub use kernel_types::panics_on_sends;
 pub use local_pods::{LocalPods, LocalPodsError, MAX_LOCAL_ADDRESSES};
-pub use outcome::{XdpOutcome, XdpOutcomeCounts};
+pub use outcome::{ProgramOutcome, ProgramOutcomeCounts};
 pub use own_addresses::OwnAddressesError;
 pub use pins::{PinError, Pinned, PinnedProgram, Pins};
 pub use program::MAX_QUEUES;
 pub use service_addresses::{MAX_SERVICE_ADDRESSES, ServiceAddressError, ServiceAddresses};
 pub use tag::ProgramTag;
 pub use tcx::{
-    AttachedUplink, Entrances, Filtered, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth, ServedPort,
-    TcxMapError, TcxOptions, TcxPrograms, TrafficCount, TriedFrame, TriedSender, UplinkNumber, WaitingArray,
-    WorkerPair,
+    AttachedUplink, Entrances, Filtered, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth, RemoteNetwork,
+    ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount, TriedFrame, TriedSender, UplinkNumber,
+    WaitingArray, WorkerPair,
 };
 pub use translated_sources::TranslatedSources;
 
@@ -48,6 +48,15 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use program::SharedMaps;
 use translation::ConnectionFunctions;
+
+/// The programs in the file that this variable of the environment names, otherwise those that are built in. For tests of what tests notice.
+#[cfg(feature = "replaceable-programs")]
+fn replaceable_object(built_in: &'static [u8], variable: &str) -> &'static [u8] {
+    match std::env::var_os(variable) {
+        Some(path) => std::fs::read(path).unwrap_or_default().leak(),
+        None => built_in,
+    }
+}
 
 /// The largest MTU of a veth's peer at which the driver accepts a program that takes packets in one buffer alone, as before Linux
 /// 5.18: a page of 4,096 bytes, less the XDP headroom, the kernel's tailroom and the Ethernet header (`veth_xdp_set` in

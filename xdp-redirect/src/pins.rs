@@ -69,16 +69,19 @@ pub enum PinnedProgram {
     ToPod,
     /// The tcx program on what the node's stack sends to another machine.
     ToUplink,
+    /// The tcx program on what another machine sends to the node.
+    FromUplink,
 }
 
 impl PinnedProgram {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 7] = [
         Self::Xdp(Role::Pod),
         Self::Xdp(Role::Host),
         Self::Xdp(Role::Uplink),
         Self::FromPod,
         Self::ToPod,
         Self::ToUplink,
+        Self::FromUplink,
     ];
 
     const fn name(self) -> &'static str {
@@ -89,12 +92,18 @@ impl PinnedProgram {
             Self::FromPod => "from_pod",
             Self::ToPod => "to_pod",
             Self::ToUplink => "to_uplink",
+            Self::FromUplink => "from_uplink",
         }
     }
 
     /// Whether its interface is the node's end of a pod's veth.
     pub const fn is_at_pod(self) -> bool {
         matches!(self, Self::Xdp(Role::Pod) | Self::FromPod | Self::ToPod)
+    }
+
+    /// Whether its interface leads to other machines, and it is a tcx program.
+    pub const fn is_at_uplink(self) -> bool {
+        matches!(self, Self::ToUplink | Self::FromUplink)
     }
 }
 

@@ -31,12 +31,13 @@ impl ProgramTag {
         Self::of(program.fd.as_fd()).map_err(|error| LoadError::new("the program's tag", error.into()))
     }
 
-    /// The tags of this binary's tcx programs: on what a pod sends, and on what the node's stack sends to it.
-    pub fn own_tcx() -> Result<[Self; 3], LoadError> {
+    /// The tags of this binary's tcx programs: on what a pod sends, what the node's stack sends to it, what that sends to another machine, and
+    /// what another machine sends.
+    pub fn own_tcx() -> Result<[Self; 4], LoadError> {
         let programs = quietly(|| TcxPrograms::load(&TcxOptions::default(), None))?;
         let tag = |program| Self::of(program).map_err(|error| LoadError::new("the program's tag", error.into()));
-        let [from_pod, to_pod, to_uplink] = programs.pinned().map(tag);
-        Ok([from_pod?, to_pod?, to_uplink?])
+        let [from_pod, to_pod, to_uplink, from_uplink] = programs.pinned().map(tag);
+        Ok([from_pod?, to_pod?, to_uplink?, from_uplink?])
     }
 
     fn of(program: BorrowedFd<'_>) -> io::Result<Self> {

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use nix::sched::{CloneFlags, unshare};
 use penstock_xdp_redirect::{
     AttachError, AttachOptions, Attached, Bridge, ConnectionMapSizes, ConnectionMaps, Interface, LARGEST_NATIVE_MTU,
-    ModeChoice, OnMiss, Pinned, Pins, ProgramTag, Redirect, Role, SocketError, TranslatedSources, XdpMode, XdpOutcome,
+    ModeChoice, OnMiss, Pinned, Pins, ProgramOutcome, ProgramTag, Redirect, Role, SocketError, TranslatedSources,
+    XdpMode,
 };
 
 /// Runs a test in a temporary network namespace.
@@ -62,7 +63,7 @@ fn send(interface: &str, frame: &[u8]) {
 }
 
 /// Waits until this many packets had this outcome.
-fn expect(attached: &Attached, outcome: XdpOutcome, count: u64) {
+fn expect(attached: &Attached, outcome: ProgramOutcome, count: u64) {
     let deadline = Instant::now() + Duration::from_secs(2);
     while attached.outcomes().unwrap().get(outcome) < count && Instant::now() < deadline {
         thread::sleep(Duration::from_millis(1));
@@ -176,8 +177,8 @@ fn without_a_socket_packets_are_dropped_unless_configured_to_pass() {
             for _ in 0..10 {
                 send("vp", &frame);
             }
-            expect(&attached, XdpOutcome::NoSocket, 10);
-            assert_eq!(attached.outcomes().unwrap().get(XdpOutcome::Redirected), 0);
+            expect(&attached, ProgramOutcome::NoSocket, 10);
+            assert_eq!(attached.outcomes().unwrap().get(ProgramOutcome::Redirected), 0);
         }
     });
 }
@@ -210,10 +211,10 @@ fn routable_neighbour_discovery_does_not_pass_to_the_kernel() {
         let attached = Redirect::new().unwrap().attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
         let before = attached.outcomes().unwrap();
         for (to, outcome) in [
-            ("fd00::1", XdpOutcome::NeighbourDiscovery),
-            ("ff02::1:ff00:1", XdpOutcome::NeighbourDiscovery),
-            ("2001:db8::1", XdpOutcome::NoSocket),
-            ("fd00::2", XdpOutcome::NoSocket),
+            ("fd00::1", ProgramOutcome::NeighbourDiscovery),
+            ("ff02::1:ff00:1", ProgramOutcome::NeighbourDiscovery),
+            ("2001:db8::1", ProgramOutcome::NoSocket),
+            ("fd00::2", ProgramOutcome::NoSocket),
         ] {
             let count = attached.outcomes().unwrap().get(outcome) + 1;
             send("vp", &solicitation(to));
@@ -245,12 +246,12 @@ fn neighbour_discovery_of_a_bridges_port_stays_on_the_bridge() {
         redirect.local_pods().insert("2001:db8::5".parse().unwrap(), 0).unwrap();
         let attached = redirect.attach(&interface, AttachOptions { bridge, ..AttachOptions::new(Role::Pod) }).unwrap();
         for (to, outcome) in [
-            ("fd00::1", XdpOutcome::NeighbourDiscovery),
-            ("fd00::2", XdpOutcome::NeighbourDiscovery),
-            ("2001:db8::5", XdpOutcome::NeighbourDiscovery),
+            ("fd00::1", ProgramOutcome::NeighbourDiscovery),
+            ("fd00::2", ProgramOutcome::NeighbourDiscovery),
+            ("2001:db8::5", ProgramOutcome::NeighbourDiscovery),
             // By the uplink, and by a router on the bridge.
-            ("2001:db8::1", XdpOutcome::NoSocket),
-            ("2001:db8:2::1", XdpOutcome::NoSocket),
+            ("2001:db8::1", ProgramOutcome::NoSocket),
+            ("2001:db8:2::1", ProgramOutcome::NoSocket),
         ] {
             let count = attached.outcomes().unwrap().get(outcome) + 1;
             send("vp", &solicitation(to));
@@ -306,7 +307,7 @@ fn a_pinned_link_outlasts_its_owner_and_is_taken_over_without_a_gap() {
         assert_eq!(after.mode(), &XdpMode::Native);
         assert_ne!(program(ip("-d link show dev v")), Some(first), "another program has its place");
         send("vp", &ipv4_frame());
-        expect(&after, XdpOutcome::NoSocket, 1);
+        expect(&after, ProgramOutcome::NoSocket, 1);
         drop(after);
         assert_eq!(program(ip("-d link show dev v")), None);
         assert_eq!(redirect.pins().unwrap().links(), []);

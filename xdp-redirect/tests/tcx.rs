@@ -18,8 +18,8 @@ use libbpf_rs::{MapCore, MapFlags, MapHandle};
 use nix::sched::{CloneFlags, CpuSet, sched_getaffinity, sched_setaffinity, unshare};
 use nix::unistd::Pid;
 use penstock_xdp_redirect::{
-    ConnectionMapSizes, ConnectionMaps, Entrances, Filtered, Interface, PinnedProgram, Pins, PodVeth, ServedPort,
-    TcxOptions, TcxPrograms, WaitingArray, WorkerPair, XdpOutcome,
+    ConnectionMapSizes, ConnectionMaps, Entrances, Filtered, Interface, PinnedProgram, Pins, PodVeth, ProgramOutcome,
+    ServedPort, TcxOptions, TcxPrograms, WaitingArray, WorkerPair,
 };
 use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
 
@@ -249,7 +249,7 @@ fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-fn expect(veth: &PodVeth, outcome: XdpOutcome, count: u64) {
+fn expect(veth: &PodVeth, outcome: ProgramOutcome, count: u64) {
     wait_until(outcome.name(), || veth.outcomes().unwrap().get(outcome) >= count);
     assert_eq!(veth.outcomes().unwrap().get(outcome), count, "{outcome}: {:?}", veth.outcomes());
 }
@@ -267,7 +267,7 @@ fn a_pods_packets_reach_the_worker_with_their_port_and_go_on_to_a_pod_or_the_nod
         let tag = [&TO_WORKER[..], &[CHECKSUM_OPEN, 0, 0, 5], &TO_WORKER, &interface].concat();
         assert_eq!(frame[..12], tag[..]);
         assert!(frame.ends_with(b"hello"));
-        expect(&node.veths[0], XdpOutcome::Redirected, 1);
+        expect(&node.veths[0], ProgramOutcome::Redirected, 1);
 
         let (ready, bound) = channel();
         let (received, result) = channel();
@@ -308,10 +308,10 @@ fn what_the_nodes_stack_sends_to_a_pod_reaches_the_worker_first() {
         // A process of the node that takes a pod's address is not that pod.
         ip("addr add 10.0.0.1/32 dev lo");
         udp(node.pods[0].address()).send_to(b"forged", to).unwrap();
-        expect(&node.veths[1], XdpOutcome::SpoofedSource, 1);
+        expect(&node.veths[1], ProgramOutcome::SpoofedSource, 1);
         node.programs.set_pod_address(IpAddr::from([10, 0, 0, 254]), None).unwrap();
         udp(IpAddr::from([10, 0, 0, 254])).send_to(b"of a pod without worker", to).unwrap();
-        expect(&node.veths[1], XdpOutcome::SpoofedSource, 2);
+        expect(&node.veths[1], ProgramOutcome::SpoofedSource, 2);
         node.programs.remove_pod_address(IpAddr::from([10, 0, 0, 254])).unwrap();
         udp(IpAddr::from([10, 0, 0, 254])).send_to(b"again", to).unwrap();
         assert!(node.worker.next().expect("only this one").ends_with(b"again"));
@@ -347,19 +347,19 @@ fn a_pod_sends_no_more_than_its_share_until_a_worker_has_received_some_and_other
             });
         };
         send(0, 5);
-        expect(&node.veths[0], XdpOutcome::Redirected, 3);
-        expect(&node.veths[0], XdpOutcome::ShareUsed, 2);
+        expect(&node.veths[0], ProgramOutcome::Redirected, 3);
+        expect(&node.veths[0], ProgramOutcome::ShareUsed, 2);
         send(1, 2);
-        expect(&node.veths[1], XdpOutcome::Redirected, 2);
+        expect(&node.veths[1], ProgramOutcome::Redirected, 2);
         set_received(&array, 5, [3, 2]);
         send(0, 3);
-        expect(&node.veths[0], XdpOutcome::Redirected, 5);
-        expect(&node.veths[0], XdpOutcome::ShareUsed, 3);
+        expect(&node.veths[0], ProgramOutcome::Redirected, 5);
+        expect(&node.veths[0], ProgramOutcome::ShareUsed, 3);
         // More received than sent: the difference is negative, not huge.
         set_received(&array, 5, [5, 6]);
         send(0, 5);
-        expect(&node.veths[0], XdpOutcome::Redirected, 9);
-        expect(&node.veths[0], XdpOutcome::ShareUsed, 4);
+        expect(&node.veths[0], ProgramOutcome::Redirected, 9);
+        expect(&node.veths[0], ProgramOutcome::ShareUsed, 4);
     });
 }
 
@@ -387,9 +387,11 @@ fn a_long_packet_counts_as_its_segments_before_it_is_let_in() {
     in_namespace(|| {
         let array = WaitingArray::create(128).unwrap();
         let node = Node::with(TcxOptions { waiting: Some((array.clone(), 3)), ..TcxOptions::default() });
-        for (payload, size, outcome) in
-            [(400, 8, XdpOutcome::ShareUsed), (400, 1, XdpOutcome::ShareUsed), (400, 200, XdpOutcome::Redirected)]
-        {
+        for (payload, size, outcome) in [
+            (400, 8, ProgramOutcome::ShareUsed),
+            (400, 1, ProgramOutcome::ShareUsed),
+            (400, 200, ProgramOutcome::Redirected),
+        ] {
             let before = node.veths[0].outcomes().unwrap().get(outcome);
             node.pods[0].run(move || {
                 const PACKET_VNET_HDR: libc::c_int = 15;
@@ -456,14 +458,14 @@ fn a_veth_that_is_not_served_drops_all_but_address_resolution() {
         node.veths[0].stop_serving();
         let (from, to) = (node.pods[0].address(), SocketAddr::new(node.pods[1].address(), 4000));
         node.pods[0].run(move || udp(from).send_to(b"early", to).unwrap());
-        expect(&node.veths[0], XdpOutcome::NotReady, 1);
+        expect(&node.veths[0], ProgramOutcome::NotReady, 1);
         udp(IpAddr::from([10, 0, 0, 254])).send_to(b"early", SocketAddr::new(from, 4000)).unwrap();
-        expect(&node.veths[0], XdpOutcome::NotReady, 2);
+        expect(&node.veths[0], ProgramOutcome::NotReady, 2);
         node.pods[0].run(|| {
             ip("neigh del 10.0.0.254 dev eth0");
             udp(IpAddr::from([10, 0, 0, 1])).send_to(b"resolve first", "10.0.0.254:4000").unwrap();
         });
-        let arp = || node.veths[0].outcomes().unwrap().get(XdpOutcome::Arp);
+        let arp = || node.veths[0].outcomes().unwrap().get(ProgramOutcome::Arp);
         wait_until("ARP passes", || arp() > 0);
         assert!(node.worker.next().is_none(), "nothing reaches a worker");
     });
@@ -487,7 +489,7 @@ fn without_the_process_packets_pass_only_where_the_setting_says_so() {
                 a.run(send);
                 socket.recv_from(&mut [0; 16]).is_ok() == open
             });
-            assert_eq!(veth.outcomes().unwrap().get(XdpOutcome::NoSocket) > 0, open);
+            assert_eq!(veth.outcomes().unwrap().get(ProgramOutcome::NoSocket) > 0, open);
         });
     }
 }
@@ -546,10 +548,10 @@ fn pinned_programs_stay_and_the_next_process_takes_them_over() {
         let next = load();
         let mut veth = next.attach_pod(&pod.interface()).unwrap();
         pod.run(send);
-        assert_eq!(veth.outcomes().unwrap().get(XdpOutcome::NotReady), 0, "the earlier program still runs");
+        assert_eq!(veth.outcomes().unwrap().get(ProgramOutcome::NotReady), 0, "the earlier program still runs");
         next.take_over([], [&mut veth]).unwrap();
         pod.run(send);
-        expect(&veth, XdpOutcome::NotReady, 1);
+        expect(&veth, ProgramOutcome::NotReady, 1);
         drop(veth);
         assert_eq!(pinned(), []);
         pod.run(send);

@@ -11,9 +11,10 @@ use nix::sys::socket::{setsockopt, sockopt};
 use super::cores::CoreTimes;
 use super::generator::{Generator, UdpFlow};
 use super::meter::{DatagramCounts, UdpMeter};
+use super::ports::{PORTS, PROBE_PORT};
 use super::run::{PROBE_SOURCE, RunningTrial, TrialSockets};
-use super::traffic::{PORTS, SLOTS, UdpFrames, connection_ports};
-use super::trial::{PROBE_PORT, Trial, TrialResult};
+use super::traffic::{SLOTS, UdpFrames, connection_ports};
+use super::trial::{Trial, TrialResult};
 use crate::testbed::{Namespace, Pod};
 
 /// How long packets may still be in flight after the last was sent.

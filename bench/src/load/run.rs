@@ -10,8 +10,9 @@ use nix::errno::Errno;
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrIn, recvmsg};
 
 use super::generator::{Generator, UdpFlow};
-use super::traffic::{FrameTemplates, PORTS, RandomSyns, SLOTS, Traffic, read_stamp};
-use super::trial::{PROBE_PORT, ProbeMode, ProbeStats, Trial};
+use super::ports::{PORTS, PROBE_PORT};
+use super::traffic::{FrameTemplates, RandomSyns, SLOTS, Traffic, read_stamp};
+use super::trial::{ProbeMode, ProbeStats, Trial};
 
 /// Source port of probes on an established connection, and the first source port of first-packet probes.
 pub(super) const PROBE_SOURCE: u16 = 1024;

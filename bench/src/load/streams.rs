@@ -1,7 +1,7 @@
-//! TCP between two pods: bulk streams, and connections that are opened and closed.
+//! Between two pods: bulk TCP streams, datagrams, and connections that are opened and closed.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -10,6 +10,8 @@ use anyhow::{Context, Result, ensure};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use socket2::{Domain, Socket, Type};
 
+use super::pin;
+use super::sink::UdpSink;
 use crate::testbed::Namespace;
 
 /// Bytes per read or write.
@@ -95,6 +97,42 @@ fn goes_on(result: std::io::Result<usize>) -> bool {
         Ok(_) => true,
         Err(error) => matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted),
     }
+}
+
+/// Datagrams a second, with this many bytes of payload, that one socket sends to an address and that arrive there, counted after a fifth
+/// of `length`. `core`: the sender's.
+pub fn datagrams_for(
+    from: &Namespace,
+    to: &Namespace,
+    address: SocketAddr,
+    (bytes, core): (usize, usize),
+    length: Duration,
+) -> Result<f64> {
+    let sink = UdpSink::open(to, on_any(address))?;
+    let sender = from.run(|| UdpSocket::bind(on_any(SocketAddr::new(address.ip(), 0))))?;
+    sender.connect(address).with_context(|| format!("cannot send to {address}"))?;
+    let ends = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            pin(core)?;
+            let payload = vec![0x5a; bytes];
+            while !ends.load(Ordering::Relaxed) {
+                // What is refused does not arrive, and so is not counted.
+                let _ = sender.send(&payload);
+            }
+            anyhow::Ok(())
+        });
+        let counted = || -> Result<f64> {
+            std::thread::sleep(length / 5);
+            let (start, before) = (Instant::now(), sink.arrived()?);
+            std::thread::sleep(length);
+            let (time, after) = (start.elapsed(), sink.arrived()?);
+            Ok((after - before) as f64 / time.as_secs_f64())
+        };
+        let rate = counted();
+        ends.store(true, Ordering::Relaxed);
+        rate
+    })
 }
 
 /// Connections to an address opened and closed per second, counted after a fifth of `length`. The second figure is the

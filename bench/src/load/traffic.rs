@@ -9,9 +9,8 @@ use rand::rngs::SmallRng;
 use rand::{RngCore, SeedableRng};
 
 use super::generator::UdpFlow;
+use super::ports::PORTS;
 
-/// Destination ports of counted packets.
-pub const PORTS: Range<u16> = 9000..9060;
 /// Bytes of headers before a frame's payload.
 const HEADERS: usize = 14 + 20 + 8;
 /// Offset of the UDP header.

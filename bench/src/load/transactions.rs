@@ -13,13 +13,12 @@ use hdrhistogram::Histogram;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::pin;
+use super::ports::SERVERS;
 use super::streams::on_any;
 use crate::testbed::Namespace;
 
 /// Timeout of a connection's single steps.
 const LIMIT: Duration = Duration::from_secs(3);
-/// Ports that serve; several, so that no client runs out of source ports.
-const SERVERS: u16 = 16;
 
 /// Who asks, who answers, and on which cores.
 #[derive(Clone, Copy)]
@@ -86,8 +85,10 @@ pub fn connected_transactions(ends: &TransactionEnds<'_>, clients: usize, length
 /// The same of datagrams: each question has a socket of its own, and so a port of its own.
 pub fn datagram_transactions(ends: &TransactionEnds<'_>, clients: usize, length: Duration) -> Result<f64> {
     let bind = |port| {
-        let own = on_any(SocketAddr::new(ends.address.ip(), ends.address.port() + port));
-        ends.to.run(|| UdpSocket::bind(own)).with_context(|| format!("cannot bind {own}"))
+        let own = SocketAddr::new(ends.address.ip(), ends.address.port() + port);
+        // Where the machine has several addresses, an answer is to come from the one that was asked; a Service's is no machine's.
+        let bound = ends.to.run(|| UdpSocket::bind(own).or_else(|_| UdpSocket::bind(on_any(own))));
+        bound.with_context(|| format!("cannot bind {own}"))
     };
     let servers = (0..SERVERS).map(bind).collect::<Result<Vec<_>>>()?;
     let is_over = AtomicBool::new(false);
@@ -97,7 +98,7 @@ pub fn datagram_transactions(ends: &TransactionEnds<'_>, clients: usize, length:
         }
         let done = transactions_a_second(ends, clients, length, ask_by_datagrams_until);
         is_over.store(true, Ordering::Relaxed);
-        done
+        done.and_then(|done| (done > 0.0).then_some(done).context("no question was answered"))
     })
 }
 

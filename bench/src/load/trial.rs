@@ -7,9 +7,6 @@ use hdrhistogram::Histogram;
 
 use super::traffic::{FrameLengths, Traffic};
 
-/// The destination port of probes.
-pub const PROBE_PORT: u16 = 9060;
-
 /// The kind of probes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum ProbeMode {

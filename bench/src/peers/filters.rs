@@ -13,7 +13,7 @@ use penstock_policy::render::{acl, nft};
 
 use super::policy;
 use super::tools::{find, run, version};
-use crate::load::{PORTS, PROBE_PORT};
+use crate::load::ALL_PORTS;
 use crate::testbed::Namespace;
 
 /// Loads what `penstock render --format nft` prints.
@@ -26,7 +26,7 @@ pub(super) fn nftables(node: &Namespace, engine: &Engine, scratch: &Path) -> Res
 pub(super) fn service(node: &Namespace, scratch: &Path) -> Result<()> {
     let (address, backend) = (policy::cluster_address(0), policy::pod_address(1));
     let mut ports = String::new();
-    for port in PORTS.start..=PROBE_PORT {
+    for port in ALL_PORTS {
         for protocol in ["tcp", "udp"] {
             // Writing to a string does not fail.
             let _ = write!(ports, "{address} . {protocol} . {port} : goto service, ");

@@ -7,7 +7,7 @@ use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::ObjectChange;
 use penstock_sources::manifest::{Options, read_manifests};
 
-use crate::load::{PORTS, PROBE_PORT};
+use crate::load::ALL_PORTS;
 use crate::testbed::ScratchDir;
 
 /// The node's name in the manifests.
@@ -58,7 +58,7 @@ pub(super) fn cluster_address(number: usize) -> Ipv4Addr {
 /// A Service and its backends. The first has all ports that are measured.
 fn service(number: usize) -> String {
     let (address, name) = (cluster_address(number), format!("service-{number}"));
-    let ports = if number == 0 { PORTS.start..PROBE_PORT + 1 } else { 80..81 };
+    let ports = if number == 0 { ALL_PORTS } else { 80..81 };
     let each = |form: &dyn Fn(&str, u16) -> String| -> String {
         let both = ports.clone().flat_map(|port| [("UDP", port), ("TCP", port)]);
         both.map(|(protocol, port)| form(protocol, port)).collect()
@@ -124,7 +124,7 @@ fn pod(name: &str, role: &str, node: &str, address: Ipv4Addr) -> String {
 
 /// One of the policies.
 pub(super) fn policy(number: usize, turn: usize) -> String {
-    let (first, last) = (PORTS.start, PROBE_PORT);
+    let (first, last) = (ALL_PORTS.start, ALL_PORTS.end - 1);
     let ports = format!(
         "ports: [{{ protocol: UDP, port: {first}, endPort: {last} }}, {{ protocol: TCP, port: {first}, endPort: {last} }}]"
     );

@@ -90,6 +90,11 @@ impl Attempt {
         Ok(attempt)
     }
 
+    /// When it began.
+    pub(super) fn started(&self) -> Instant {
+        self.started
+    }
+
     /// The result, once there is one.
     pub(super) fn outcome(&self) -> Option<ProbeOutcome> {
         match self.state {

@@ -6,6 +6,7 @@
 mod attempt;
 mod echo_connection;
 mod sctp;
+mod series;
 mod server;
 
 use std::fmt;
@@ -18,6 +19,7 @@ use crate::testbed::{Namespace, Node, Outside, Pod};
 use attempt::Attempt;
 pub use attempt::time_until_reached;
 pub use echo_connection::EchoConnection;
+pub use series::{OLDEST, Series, SeriesPoint};
 pub use server::{EchoServers, EchoService};
 
 /// The reply of the server with this identity to a request.

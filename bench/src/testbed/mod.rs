@@ -10,6 +10,7 @@
 pub mod api_server;
 mod capture;
 mod cleanup;
+mod control_group;
 mod daemon;
 mod inventory;
 mod kube_proxy;
@@ -17,11 +18,13 @@ mod namespace;
 mod node;
 mod offloads;
 mod process;
+mod relay;
 mod router;
 mod scratch;
 
 pub use capture::{CapturedFrame, PacketCapture, read_packets};
 pub use cleanup::CleanupGuard;
+pub use control_group::ControlGroup;
 pub use daemon::{Attach, Daemon, DaemonConfig, Log, Privileges, penstock_binary};
 pub use inventory::Inventory;
 pub use kube_proxy::{
@@ -32,5 +35,6 @@ pub use namespace::{DIRECTORY, Namespace, Netlink, RouteVia, network_state};
 pub use node::{Gateways, Node, Outside, Pod};
 pub use offloads::Offload;
 pub use process::ServiceProcess;
+pub use relay::Relay;
 pub use router::{InterNodeLink, Router};
 pub use scratch::ScratchDir;

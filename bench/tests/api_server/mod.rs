@@ -6,4 +6,5 @@ mod faults;
 mod follower;
 mod following;
 mod objects;
+mod peers;
 mod services;

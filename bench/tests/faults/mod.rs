@@ -12,6 +12,7 @@ mod forged;
 mod forgotten;
 mod fuzz;
 mod identity;
+mod mends;
 mod mutated;
 mod offload;
 mod operation;

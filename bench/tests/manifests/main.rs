@@ -311,6 +311,23 @@ fn unit_and_daemonset_grant_exactly_the_startup_capabilities() {
 }
 
 #[test]
+fn the_unit_lets_pods_start_once_policy_is_in_effect() {
+    let unit = unit();
+    let values = |key: &str| -> Vec<&str> {
+        unit.lines()
+            .filter_map(|line| line.strip_prefix(key)?.strip_prefix('='))
+            .flat_map(|list| list.split(' '))
+            .collect()
+    };
+    assert_eq!(values("Type"), ["notify"]);
+    let before = values("Before");
+    assert!(before.contains(&"kubelet.service") && before.contains(&"containerd.service"), "{before:?}");
+    assert_eq!(values("RequiredBy"), [""; 0], "a node whose API server is one of its pods starts");
+    assert_eq!(values("StartLimitIntervalSec"), ["0"], "a start that fails is tried again");
+    assert!(values("RestrictAddressFamilies").contains(&"AF_UNIX"), "the message is a datagram to a unix socket");
+}
+
+#[test]
 #[ignore = "needs systemd-analyze: make manifests-check"]
 fn systemd_accepts_the_unit_and_rates_its_sandbox_tight() {
     // systemd's most exposed own daemons are rated 9.6; a unit with only this one's capabilities 8.

@@ -171,6 +171,39 @@ fn an_untranslated_service_is_judged_by_its_own_address() {
     }
 }
 
+/// Whether the machine outside gets a frame with this mark that a pod sends. What is not expected is not waited for long.
+fn leaves(it: &Answering, inside: &mut Forger, frame: &[u8], mark: &[u8], is_expected: bool) -> bool {
+    let seen = PacketSocket::open(it.outside.namespace()).unwrap();
+    (0..if is_expected { 20 } else { 4 }).any(|_| {
+        inside.send(frame);
+        let frames = seen.received(Duration::from_millis(200)).unwrap();
+        frames.iter().any(|frame| frame.windows(mark.len()).any(|bytes| bytes == mark))
+    })
+}
+
+/// The kernel tracks what comes with the address of a Service, whatever a worker says to it. What the pod sends back answers it then, as far
+/// as the kernel knows.
+#[test]
+fn who_sends_as_a_service_first_opens_no_way_back() {
+    const MARK: &[u8] = b"secret";
+    let it = Answering::new(true);
+    it.enforce(&egress("pod-0", "{podSelector: {}}", ""));
+    for v6 in [false, true] {
+        for (pod, passes) in [("test/pod-0", false), ("test/pod-3", true)] {
+            let here = (it.fixture.site(pod).address(v6).unwrap(), 5000);
+            let there = (address(BARE[usize::from(v6)]), 7777);
+            let (mut inside, mut outside) = (Forger::of(&it.fixture, pod), Forger::outside(&it.fixture, &it.outside));
+            let first = outside.udp(there, here, b"first");
+            (0..3).for_each(|_| outside.send(&first));
+            // It is tracked once it has been sent on, or dropped.
+            std::thread::sleep(Duration::from_millis(200));
+            let back = inside.udp(here, there, MARK);
+            let found = leaves(&it, &mut inside, &back, MARK, passes);
+            assert_eq!(found, passes, "{pod}, IPv6: {v6}\n{}", it.fixture.statistics().join("\n"));
+        }
+    }
+}
+
 /// A datagram of a pod to `to`, and the answers that it gets: any, and one that a machine outside forges.
 fn answers(it: &Answering, pod: &str, to: SocketAddr) -> [bool; 2] {
     const FORGED: &[u8] = b"forged";

@@ -4,7 +4,8 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::time::{Duration, Instant};
 
 use etherparse::{IpNumber, PacketBuilder};
-use penstock_bench::testbed::{DaemonConfig, Namespace, Outside};
+use penstock_bench::cluster::Cluster;
+use penstock_bench::testbed::{Attach, DaemonConfig, Namespace, Outside};
 
 use crate::fixture::{Fixture, pods, policy};
 use crate::forger::{Forger, count_to};
@@ -27,13 +28,18 @@ fn tunnel(node: &Namespace, name: &str, port: u16) {
 }
 
 fn fixture(settings: &str) -> (Fixture, Outside) {
+    fixture_with(|_, config| config.sections += settings)
+}
+
+/// `more` runs before the daemon starts.
+fn fixture_with(more: impl FnOnce(&Cluster, &mut DaemonConfig)) -> (Fixture, Outside) {
     let yaml = pods(3) + &policy("served", "pod-1", INGRESS) + &policy("shut", "pod-2", "  policyTypes: [Egress]\n");
     let mut outside = None;
     let fixture = Fixture::of(&yaml, |cluster, config: &mut DaemonConfig| {
         std::fs::write(config.manifests.join("other.yaml"), OTHER_NODE).unwrap();
-        config.sections += settings;
         outside = Some(cluster.node.add_outside("outside").unwrap());
         tunnel(cluster.node.namespace(), "flannel.1", 8472);
+        more(cluster, config);
     });
     (fixture, outside.unwrap())
 }
@@ -131,6 +137,73 @@ fn tunnel_packets_that_the_node_would_unpack_are_dropped() {
     let counted = count_to(&fixture, "test/pod-2", "encapsulation", forger.sent);
     assert_eq!(counted, forger.sent, "{}", fixture.statistics().join("\n"));
     assert_eq!(sockets.heard(), 0, "nothing comes out of the tunnel");
+}
+
+/// The machine outside is a node, too, and these are networks of its pods and a pod there.
+const OUTSIDE_NODE: &str = "{apiVersion: v1, kind: Node, metadata: {name: outside}, status: {addresses: [\
+                            {type: InternalIP, address: 198.51.100.2}, {type: InternalIP, address: \"fd00:51:100::2\"}]}}\n";
+const ITS_PODS: [[&str; 2]; 2] = [["10.244.2.0/24", "198.51.100.2"], ["fd00:10:244:2::/64", "fd00:51:100::2"]];
+const ITS_POD: [&str; 2] = ["10.244.2.66", "fd00:10:244:2::66"];
+
+#[test]
+fn a_node_unwraps_no_tunnel_packet_of_another_nodes_pod() {
+    let metrics = SocketAddr::from(([127, 0, 0, 1], 9469));
+    for attach in [Attach::Tcx, Attach::Xdp] {
+        let (fixture, outside) = fixture_with(|cluster, config| {
+            (config.attach, config.metrics) = (attach, Some(metrics));
+            std::fs::write(config.manifests.join("outside.yaml"), OUTSIDE_NODE).unwrap();
+            for [network, gateway] in ITS_PODS {
+                run(cluster.node.namespace(), "ip", &["route", "add", network, "via", gateway], "");
+            }
+        });
+        let sockets = ReceiverSockets::open(&fixture);
+        let mut forger = Forger::outside(&fixture, &outside);
+        // The other node's own packets come out of the tunnel.
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let node = address("198.51.100.2");
+        while sockets.heard() == 0 {
+            assert!(Instant::now() < deadline, "{attach:?}: nothing\n{}", fixture.statistics().join("\n"));
+            forger.send(&forger.udp((node, 5000), (address("198.51.100.1"), 8472), &vxlan(&fixture, false)));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let mut sent = 0;
+        let mut send = |frame: &[u8]| {
+            forger.send(frame);
+            sent += 1;
+        };
+        let here =
+            [["172.18.0.2", "fd00:172:18::2"], ["10.244.1.1", "fd00:10:244:1::1"], ["198.51.100.1", "fd00:51:100::1"]];
+        let of_outside = Forger::outside(&fixture, &outside);
+        for (v6, to) in here.iter().flat_map(|node| [(false, node[0]), (true, node[1])]) {
+            let (from, to) = (address(ITS_POD[usize::from(v6)]), address(to));
+            let datagram = of_outside.udp((from, 5000), (to, 8472), &vxlan(&fixture, v6));
+            send(&datagram);
+            send(&if v6 { behind_an_option(datagram) } else { first_fragment(datagram) });
+            [4, 41, 47].into_iter().for_each(|protocol| send(&of_protocol(&of_outside, from, to, protocol)));
+        }
+        let refused = || {
+            let page = fixture.http(metrics, "/metrics");
+            let line = page.lines().find_map(|line| line.strip_prefix("penstock_tunnel_packets_refused_total "));
+            line.expect("a counter").parse::<u64>().unwrap()
+        };
+        while refused() < sent {
+            assert!(Instant::now() < deadline, "{attach:?}: {} of {sent} refused", refused());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        assert_eq!((refused(), sockets.heard()), (sent, 0), "{attach:?}: something came out of the tunnel");
+        // A tunnel between pods is their own matter, and so is what else the other node's pods send to this node.
+        let site = fixture.site("test/pod-0");
+        let to = site.address(false).unwrap();
+        let pod = site.namespace.udp(SocketAddr::new(to, 8472)).unwrap();
+        pod.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+        let from = address(ITS_POD[0]);
+        let is_heard = (0..50).any(|_| {
+            forger.send(&forger.udp((from, 5000), (to, 8472), b"to a pod"));
+            pod.recv(&mut [0; 16]).is_ok()
+        });
+        assert!(is_heard, "{attach:?}: {}", fixture.statistics().join("\n"));
+        assert_eq!(refused(), sent);
+    }
 }
 
 #[test]

@@ -50,6 +50,7 @@ mod reserved_descriptors;
 mod rule_usage;
 mod samples;
 mod scans;
+mod service_manager;
 mod settings;
 mod signals;
 mod state_file;

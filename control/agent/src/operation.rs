@@ -20,6 +20,7 @@ use super::new_pods;
 use super::query::{self, QueryHandle, StateQueries, StateQuery};
 use super::rule_usage::{self, RuleUsage};
 use super::samples::{self, CounterSample, CounterSamples};
+use super::service_manager::ServiceManager;
 use super::verdicts::VerdictWriter;
 
 /// How often the verdict log is written.
@@ -85,6 +86,7 @@ pub(super) struct Operation {
     pub(super) started: Instant,
     /// Notified once this daemon is ready.
     pub(super) ready: Option<oneshot::Sender<()>>,
+    pub(super) service_manager: ServiceManager,
     sampling: Interval,
     writing: Interval,
     /// The capture that runs.
@@ -124,6 +126,7 @@ impl Operation {
             usage: RuleUsage::open(&loaded.config),
             started: Instant::now(),
             ready: None,
+            service_manager: ServiceManager::of_environment(),
             sampling: interval(samples::INTERVAL),
             writing: interval(VERDICT_LOG_INTERVAL),
             capture: None,

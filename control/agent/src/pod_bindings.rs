@@ -60,8 +60,10 @@ impl PodBindings {
 
     /// Reads what has changed, and follows it.
     pub(super) fn follow<'a>(&mut self, netstate: &NetworkState, pods: impl IntoIterator<Item = &'a Pod>) -> &Bindings {
-        let pods = pods.into_iter().filter(|pod| has_network_on(pod, &self.node));
+        let (pods, others): (Vec<&Pod>, Vec<&Pod>) = pods.into_iter().partition(|pod| has_network_on(pod, &self.node));
         self.bindings.update(self.results.read(), netstate, pods);
+        let awaits_network = |pod: &&Pod| pod.node.as_deref() == Some(&self.node) && !pod.host_network && !pod.finished;
+        self.bindings.note_awaited(others.iter().any(awaits_network));
         &self.bindings
     }
 

@@ -19,7 +19,7 @@ use tokio::sync::Notify;
 
 use super::config::{Config, Encapsulation, Resolver};
 use super::connections::{ClearingQueue, ConnectionOwners};
-use super::node_context::{NodeContext, NodeNetwork};
+use super::node_context::{NodeContext, NodeNetwork, RefusedTunnels};
 use super::objects::{ChangeEffect, NodeObjects};
 use super::port_layout::PortLayout;
 use super::postponed::PostponedAddresses;
@@ -295,6 +295,11 @@ impl SnapshotInputs {
         let wanted = if self.network.watches_uplinks { &self.service_addresses } else { &none };
         let postponed = self.postponed.update(wanted, self.epoch, |epoch| dataplane.is_in_force(epoch));
         self.objects.postpone_at(postponed);
+    }
+
+    /// The tunnel packets that this node does not unwrap, as of the last snapshot.
+    pub(super) fn refused_tunnels(&self) -> Arc<RefusedTunnels> {
+        Arc::clone(self.node_context.tunnels())
     }
 
     /// Recomputes the node context. Returns whether it changed.

@@ -5,7 +5,7 @@ use std::fmt::Display;
 use penstock_admin::table::align_columns;
 use penstock_dataplane::io::FrameAccount;
 use penstock_dataplane::worker::DataplaneStatistics;
-use penstock_xdp_redirect::{XdpOutcome, XdpOutcomeCounts};
+use penstock_xdp_redirect::{ProgramOutcome, ProgramOutcomeCounts};
 
 use super::ports::{PortRole, PortXdpCounters};
 
@@ -13,7 +13,7 @@ use super::ports::{PortRole, PortXdpCounters};
 pub(super) fn statistics(
     statistics: &DataplaneStatistics,
     ports: &[PortXdpCounters],
-    closed_interfaces: &[(String, XdpOutcomeCounts)],
+    closed_interfaces: &[(String, ProgramOutcomeCounts)],
 ) -> String {
     let heading = ["PORT", "INTERFACE", "POD", "RX", "TX", "DROPPED", "BY CAUSE", "XDP"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
@@ -42,7 +42,7 @@ pub(super) fn statistics(
         ]);
     }
     for (interface, outcomes) in closed_interfaces {
-        let causes = [XdpOutcome::NoSocket, XdpOutcome::VlanTag, XdpOutcome::ForgedNeighbour];
+        let causes = [ProgramOutcome::NoSocket, ProgramOutcome::VlanTag, ProgramOutcome::ForgedNeighbour];
         let dropped: u64 = causes.into_iter().map(|cause| outcomes.get(cause)).sum();
         let (none, no_worker) = ("-".to_owned(), "0".to_owned());
         rows.push(vec![

@@ -8,9 +8,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Folders that have a circle today. One without leaves the list.
-const KNOWN: [&str; 1] = ["dataplane/src conntrack"];
-
 const CRATES: [&str; 14] = [
     "bench",
     "control/admin",
@@ -332,21 +329,14 @@ fn modules_inside_each_crate_have_no_circle() {
             found.extend(circles.map(|(folder, circles)| (format!("{name} {folder}"), circles)));
         }
     }
-    for known in KNOWN {
-        assert!(found.remove(known).is_some(), "{known} has no circle any more: take it off the list");
-    }
     assert!(found.is_empty(), "circles: {found:#?}");
 }
-
-/// Crates in which some modules are still a file beside their folder.
-const IN_TWO_FORMS: [&str; 2] = ["dataplane", "xdp-redirect"];
 
 #[test]
 fn a_module_with_a_folder_is_the_mod_rs_in_it() {
     let project = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let folders = CRATES.iter().filter(|name| !IN_TWO_FORMS.contains(name));
     let mut open: Vec<PathBuf> =
-        folders.flat_map(|name| ["src", "tests"].map(|part| project.join(name).join(part))).collect();
+        CRATES.iter().flat_map(|name| ["src", "tests"].map(|part| project.join(name).join(part))).collect();
     let mut beside = Vec::new();
     while let Some(folder) = open.pop() {
         for path in

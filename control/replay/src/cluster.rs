@@ -51,6 +51,8 @@ pub struct ReplayCluster {
     service_names: FxHashMap<Address, Box<str>>,
     /// Backends of all Services.
     backends: FxHashSet<Address>,
+    /// The addresses at which egress policy is postponed.
+    postponed: Arc<AddressSet>,
     ports: FxHashMap<ObjectKey, PortId>,
     rules: RuleNames,
 }
@@ -81,6 +83,7 @@ impl ReplayCluster {
             names: FxHashMap::default(),
             service_names: FxHashMap::default(),
             backends: FxHashSet::default(),
+            postponed: Arc::default(),
             ports: FxHashMap::default(),
             rules: RuleNames::default(),
         };
@@ -118,7 +121,8 @@ impl ReplayCluster {
         let epoch = self.snapshot.epoch.next();
         let forwarding = self.forwarding()?;
         self.engine.set_local(&forwarding);
-        self.engine.set_services(&Arc::new(self.postponed()));
+        self.postponed = Arc::new(self.addresses_of_kernel());
+        self.engine.set_services(&self.postponed);
         let services = self.services.translates.then(|| self.engine.service_set().clone());
         self.service_names.clear();
         self.backends.clear();
@@ -150,8 +154,8 @@ impl ReplayCluster {
         }
     }
 
-    /// The addresses at which egress policy is postponed, as in a daemon.
-    fn postponed(&self) -> AddressSet {
+    /// The Services' addresses that the node's kernel translates: egress policy is postponed there, as in a daemon.
+    fn addresses_of_kernel(&self) -> AddressSet {
         let services = self.engine.state().services();
         let addresses = |service: &Arc<Service>| {
             let cluster = if self.services.translates { &[][..] } else { &service.addresses };
@@ -251,6 +255,12 @@ impl ReplayCluster {
     pub(super) fn is_service(&self, address: Address) -> bool {
         let is_known = |services: &ServiceSet| services.find(address, Protocol::TCP, 0) != Destination::NotService;
         self.snapshot.services.as_ref().is_some_and(is_known)
+    }
+
+    /// Whether the node's kernel translates what pods send to this address.
+    #[inline]
+    pub(super) fn is_postponed(&self, address: Address) -> bool {
+        self.postponed.contains(&address)
     }
 
     /// Whether a Service has a backend with this address.

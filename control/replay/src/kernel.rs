@@ -8,7 +8,7 @@
 
 use penstock_dataplane::forward::{Forwarding, PortKind};
 use penstock_dataplane::packet::{Address, ETHERNET_LEN};
-use penstock_xdp_redirect::XdpOutcome;
+use penstock_xdp_redirect::ProgramOutcome;
 
 const IPV4: [u8; 2] = [0x08, 0x00];
 const IPV6: [u8; 2] = [0x86, 0xdd];
@@ -18,18 +18,18 @@ const SERVICE_VLAN: [u8; 2] = [0x88, 0xa8];
 
 /// Why a frame from a port of this kind goes to the kernel without a verdict; `None` if it goes to a worker. The program
 /// drops a frame with a VLAN tag on a pod's port; a worker would drop it too, so it goes there.
-pub fn passed_to_kernel(forwarding: &Forwarding, kind: PortKind, frame: &[u8]) -> Option<XdpOutcome> {
-    let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Some(XdpOutcome::NotIp) };
+pub fn passed_to_kernel(forwarding: &Forwarding, kind: PortKind, frame: &[u8]) -> Option<ProgramOutcome> {
+    let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Some(ProgramOutcome::NotIp) };
     let is_uplink = kind == PortKind::Uplink;
     match [ethertype[0], ethertype[1]] {
-        ARP => return Some(XdpOutcome::Arp),
-        VLAN | SERVICE_VLAN => return is_uplink.then_some(XdpOutcome::NotIp),
-        IPV6 if is_neighbour_discovery(forwarding, frame) => return Some(XdpOutcome::NeighbourDiscovery),
+        ARP => return Some(ProgramOutcome::Arp),
+        VLAN | SERVICE_VLAN => return is_uplink.then_some(ProgramOutcome::NotIp),
+        IPV6 if is_neighbour_discovery(forwarding, frame) => return Some(ProgramOutcome::NeighbourDiscovery),
         IPV4 | IPV6 => {}
-        _ => return Some(XdpOutcome::NotIp),
+        _ => return Some(ProgramOutcome::NotIp),
     }
     let is_for_pod = || addresses(frame).is_some_and(|(_, to)| forwarding.pod_port(to).is_some());
-    (is_uplink && !is_for_pod()).then_some(XdpOutcome::NotLocal)
+    (is_uplink && !is_for_pod()).then_some(ProgramOutcome::NotLocal)
 }
 
 /// Source and destination of a frame with a complete IP header, whatever else may be wrong with it.
@@ -111,7 +111,7 @@ mod tests {
 
     #[test]
     fn exactly_what_the_xdp_program_passes_goes_to_the_kernel() {
-        use XdpOutcome::{Arp, NeighbourDiscovery, NotIp, NotLocal};
+        use ProgramOutcome::{Arp, NeighbourDiscovery, NotIp, NotLocal};
         let (pod, host, uplink) = (PortKind::Pod, PortKind::Host, PortKind::Uplink);
         for (name, kind, frame, expected) in [
             ("ARP", pod, frame(ARP, &[0; 28]), Some(Arp)),

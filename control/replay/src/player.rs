@@ -13,7 +13,7 @@ use penstock_dataplane::pipeline::{
 use penstock_dataplane::policy::{Direction, EvaluationForm, PolicySet, PolicyVerdict};
 use penstock_dataplane::services::{Backend, Frontend};
 use penstock_policy::model::ObjectChange;
-use penstock_xdp_redirect::XdpOutcome;
+use penstock_xdp_redirect::ProgramOutcome;
 
 use super::batch::PacketBatch;
 use super::capture::Time;
@@ -32,7 +32,7 @@ pub enum EntryPoint {
     /// A worker never receives it: it is an answer of a Service's port to a client that has no connection there.
     Unasked,
     /// No worker receives it; the outcome says why.
-    Kernel(XdpOutcome),
+    Kernel(ProgramOutcome),
 }
 
 /// The result for a packet.
@@ -43,7 +43,7 @@ pub enum Decision {
     /// It was dropped.
     Deny(DropReason),
     /// It went to the kernel.
-    Kernel(XdpOutcome),
+    Kernel(ProgramOutcome),
 }
 
 /// A packet's relation to a connection.
@@ -109,8 +109,8 @@ pub struct PacketCounters {
     pub allowed: u64,
     /// Packets dropped, by [`DropReason`].
     pub denied: [u64; DropReason::COUNT],
-    /// Packets that went to the kernel, by [`XdpOutcome`].
-    pub kernel: [u64; XdpOutcome::ALL.len()],
+    /// Packets that went to the kernel, by [`ProgramOutcome`].
+    pub kernel: [u64; ProgramOutcome::COUNT],
     /// Connections opened.
     pub connections: u64,
     /// Connections revoked by a policy change.
@@ -119,7 +119,7 @@ pub struct PacketCounters {
 
 impl Default for PacketCounters {
     fn default() -> Self {
-        let kernel = [0; XdpOutcome::ALL.len()];
+        let kernel = [0; ProgramOutcome::COUNT];
         Self { allowed: 0, denied: [0; DropReason::COUNT], kernel, connections: 0, revoked: 0 }
     }
 }
@@ -238,14 +238,14 @@ impl Player {
         EntryPoint::Port(port.unwrap_or(UPLINK))
     }
 
-    /// The port where what `from` sends to `to` enters.
-    fn port_by_source(&self, from: Address, to: Address) -> Result<PortId, XdpOutcome> {
+    /// The port where what `from` sends to `to` enters. What has the address of a Service that the kernel translates, the node's stack sends.
+    fn port_by_source(&self, from: Address, to: Address) -> Result<PortId, ProgramOutcome> {
         let forwarding = &self.cluster.snapshot().forwarding;
         match forwarding.pod_port(from) {
             Some(port) => Ok(port),
-            None if !forwarding.is_node(from) => Ok(UPLINK),
+            None if !forwarding.is_node(from) && !self.cluster.is_postponed(from) => Ok(UPLINK),
             None if forwarding.pod_port(to).is_some() => Ok(HOST),
-            None => Err(XdpOutcome::NotLocal),
+            None => Err(ProgramOutcome::NotLocal),
         }
     }
 

@@ -4,7 +4,7 @@ use std::fmt::{self, Write as _};
 
 use indicatif::HumanCount;
 use penstock_dataplane::pipeline::DropReason;
-use penstock_xdp_redirect::XdpOutcome;
+use penstock_xdp_redirect::ProgramOutcome;
 use serde::Serialize;
 
 use super::player::Player;
@@ -90,7 +90,7 @@ impl Summary {
     pub fn new(input: InputCounts, player: &Player) -> Self {
         let counters = player.counters();
         let denied = DropReason::ALL.iter().map(|reason| (*reason, counters.denied[*reason as usize]));
-        let kernel = XdpOutcome::ALL.iter().map(|outcome| (*outcome, counters.kernel[*outcome as usize]));
+        let kernel = ProgramOutcome::ALL.iter().map(|outcome| (*outcome, counters.kernel[*outcome as usize]));
         let denied = denied.map(|(reason, packets)| ReasonCount { verdict: "deny", reason: reason.name(), packets });
         let kernel =
             kernel.map(|(outcome, packets)| ReasonCount { verdict: "kernel", reason: outcome.name(), packets });

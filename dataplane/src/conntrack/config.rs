@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::entry::ControlWord;
-use super::shared::{KernelMaps, TIMEOUTS};
+use super::kernel_maps::KernelMaps;
 use super::state::{SctpState, State, TcpState};
 use super::time::{LONGEST_TIMEOUT, Timestamp, ticks};
 use crate::packet::Protocol;
@@ -240,6 +240,9 @@ impl Timeouts {
         }
     }
 }
+
+/// Number of timeouts that the kernel's programs know.
+pub(super) const TIMEOUTS: usize = 5;
 
 /// Index of [`State::Revoked`] among the state numbers; no state uses it.
 const REVOKED_AT: u8 = 15;

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use super::counters::TableEvent;
-use super::entry::{ControlWord, EpochTag, OwnerId, TableEntry, Tracking};
+use super::entry::{ControlWord, EpochTag, OwnerId, SlotRef, TableEntry, Tracking};
 use super::hash::PreparedFlow;
 use super::journal::Ending;
 use super::path::Noted;
 use super::state::{State, TcpState};
-use super::table::{ConnTable, SlotRef};
+use super::table::ConnTable;
 use super::tcp::Window;
 use super::time::{TICK, Tick, Timestamp};
 use super::track::{self, PacketEffect};

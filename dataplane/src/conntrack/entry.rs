@@ -111,6 +111,9 @@ const GENERATION: u64 = (1 << 10) - 1;
 const TRANSLATED: u64 = 1 << 63;
 const _: () = assert!(GENERATION_AT == 53 && GENERATION << GENERATION_AT & TRANSLATED == 0);
 
+/// A slot and the control word under which this thread saw or claimed it.
+pub(super) type SlotRef = (u32, ControlWord);
+
 /// State number of a free entry.
 pub(super) const FREE: u8 = 0;
 /// State number of an entry that one thread is writing or clearing.

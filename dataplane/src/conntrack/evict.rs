@@ -1,11 +1,11 @@
 //! Eviction: which connection makes room for a new one.
 
 use super::counters::TableEvent;
-use super::entry::OwnerId;
+use super::entry::{OwnerId, SlotRef};
 use super::hash::{PreparedFlow, alternate, home, key_of};
 use super::journal::Ending;
 use super::state::{EvictionClass, State};
-use super::table::{ConnTable, SlotRef};
+use super::table::ConnTable;
 use super::time::Tick;
 use super::victim::{Among, Candidate, Candidates, Liveness, Source};
 use crate::packet::Orientation;

@@ -1,9 +1,17 @@
-//! A set of groups of the table: a bit for each, so that a walk which wants few of them reads few cache lines.
+//! How many groups a table has, and a set of them: a bit for each, so that a walk which wants few of them reads few cache lines.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::tags::LANES;
+
 /// Groups in a word.
 const WORD: u32 = u64::BITS;
+
+/// Number of groups for this many connections: a tenth more room than needed, so that two groups suffice for each until
+/// all are inserted.
+pub(super) fn group_count(entries: usize) -> u32 {
+    if cfg!(all(test, feature = "loom")) { 2 } else { (entries * 10).div_ceil(9 * LANES as usize).max(2) as u32 }
+}
 
 /// A set of groups that several threads change. What another thread has just changed may not be seen yet: it is a hint.
 pub(super) struct GroupSet(Box<[AtomicU64]>);

@@ -12,13 +12,10 @@ use std::time::Duration;
 
 use crossbeam::queue::ArrayQueue;
 
-use super::entry::{ControlWord, EntrySnapshot};
-use super::hash::key_of;
-use super::path::{Noted, Traffic};
+use super::path::Traffic;
 use super::state::State;
-use super::table::ConnTable;
 use super::time::{TICK, Tick, Timestamp};
-use crate::packet::{Flow, Orientation, TcpFlags};
+use crate::packet::{Flow, TcpFlags};
 
 /// Why a connection left the table.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -59,7 +56,7 @@ pub struct EndedConnection {
     pub traffic: [Traffic; 2],
     /// The flags of all TCP segments that workers forwarded, and those of SYN-ACK and FIN if a program forwarded one.
     pub flags: TcpFlags,
-    last: Tick,
+    pub(super) last: Tick,
 }
 
 impl EndedConnection {
@@ -71,9 +68,9 @@ impl EndedConnection {
 
 /// The queue, and what stands beside the entries.
 pub(super) struct Journal {
-    queue: ArrayQueue<EndedConnection>,
-    lost: AtomicU64,
-    uncounted: AtomicU64,
+    pub(super) queue: ArrayQueue<EndedConnection>,
+    pub(super) lost: AtomicU64,
+    pub(super) uncounted: AtomicU64,
     /// One more than the time in milliseconds at which the connection was opened, 0 if that is not known; and flags in the
     /// low eight bits.
     beside: Box<[AtomicU64]>,
@@ -112,95 +109,14 @@ impl Journal {
     }
 
     /// When the connection of this entry was opened, and the flags of its segments.
-    fn beside(&self, slot: u32) -> (Option<Timestamp>, TcpFlags) {
+    pub(super) fn beside(&self, slot: u32) -> (Option<Timestamp>, TcpFlags) {
         let word = self.beside[slot as usize].load(Ordering::Relaxed);
         ((word >> FLAGS_BITS).checked_sub(1).map(Timestamp::from_millis), TcpFlags(word as u8))
     }
 
-    fn push(&self, ended: EndedConnection) {
+    pub(super) fn push(&self, ended: EndedConnection) {
         if self.queue.push(ended).is_err() {
             self.lost.fetch_add(1, Ordering::Relaxed);
         }
     }
-}
-
-impl ConnTable {
-    /// Takes the connection that ended first among those that were not taken yet. Always `None` without
-    /// [`Config::ended`](super::Config::ended).
-    pub fn take_ended(&self) -> Option<EndedConnection> {
-        self.journal.as_ref()?.queue.pop()
-    }
-
-    /// Ended connections that were lost because nobody took the others fast enough.
-    pub fn ended_lost(&self) -> u64 {
-        self.journal.as_ref().map_or(0, |journal| journal.lost.load(Ordering::Relaxed))
-    }
-
-    /// Packets that were forwarded and are in no connection's counts, because theirs was removed in the same batch.
-    pub fn uncounted(&self) -> u64 {
-        self.journal.as_ref().map_or(0, |journal| journal.uncounted.load(Ordering::Relaxed))
-    }
-
-    /// When the connection of this entry was opened, and the flags of its segments; neither without a journal.
-    pub(super) fn beside(&self, slot: u32) -> (Option<Timestamp>, TcpFlags) {
-        let Some(journal) = &self.journal else { return (None, TcpFlags::default()) };
-        let (begun, mut flags) = journal.beside(slot);
-        let noted = self.uses().map_or_else(Noted::default, |uses| uses[slot as usize].noted());
-        if noted.finished.contains(&true) {
-            flags = flags.with(TcpFlags::FIN);
-        }
-        // Of TCP: a datagram's answer has none.
-        if noted.answered && flags.contains(TcpFlags::SYN) {
-            flags = flags.with(TcpFlags::ACK);
-        }
-        (begun, flags)
-    }
-
-    /// Notes that the connection of `control`, whose entry this thread has claimed, has ended. `frontend`: if it is known
-    /// already.
-    pub(super) fn note_end(&self, slot: u32, control: ControlWord, ending: Ending, frontend: Option<Flow>) {
-        if let Some(journal) = &self.journal
-            && control.is_live()
-            && !control.is_frontend()
-            && let Some(ended) = self.ended((slot, control), ending, frontend)
-        {
-            journal.push(ended);
-        }
-    }
-
-    #[cold]
-    fn ended(
-        &self,
-        (slot, control): (u32, ControlWord),
-        ending: Ending,
-        frontend: Option<Flow>,
-    ) -> Option<EndedConnection> {
-        let EntrySnapshot { key, .. } = self.entry(slot).load_claimed(control)?;
-        let key = key_of(&key);
-        let original = control.original();
-        let kernel_use = &self.uses()?[slot as usize];
-        let (begun, flags) = self.beside(slot);
-        let traffic = in_order(kernel_use.traffic(), original);
-        // Its first packet was dropped behind the table: nothing came of it.
-        if begun.is_some() && traffic.iter().all(|direction| direction.packets == 0) {
-            return None;
-        }
-        let later = |last: Tick, tick: Tick| if last.age(tick) > 0 { tick } else { last };
-        Some(EndedConnection {
-            original: key.flow(original),
-            frontend: frontend.or_else(|| self.frontend_at((slot, control))),
-            via_host: control.is_via_host(),
-            state: State::of(key.protocol, self.current(key.protocol, (slot, control)))?,
-            ending,
-            begun,
-            traffic,
-            flags,
-            last: kernel_use.ticks().fold(control.tick(), later),
-        })
-    }
-}
-
-/// What the opener sent, and what the other end sent, of what the lower end and the higher end sent.
-pub(super) fn in_order(traffic: [Traffic; 2], original: Orientation) -> [Traffic; 2] {
-    [original, original.opposite()].map(|direction| traffic[direction as usize])
 }

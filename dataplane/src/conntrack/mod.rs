@@ -20,18 +20,25 @@
 //! connection.
 
 mod affinity;
+#[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
+mod answers;
+mod beside;
 mod config;
 mod conn;
 mod counters;
+mod ended;
 mod entry;
 mod evict;
+mod find;
 mod fragments;
 mod groups;
 mod hash;
 #[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
 mod header;
 mod held_syn;
+mod insert;
 mod journal;
+mod kernel_maps;
 #[cfg(not(all(test, feature = "loom")))]
 mod mapping;
 mod name;
@@ -60,19 +67,21 @@ pub use config::{Config, ConfigError, MidStreamPickup, TableMemory, Timeouts};
 pub use conn::{Conn, Reevaluation, Update};
 pub use counters::ConnTableStatistics;
 pub use entry::OwnerId;
+pub(crate) use find::ConnPlace;
 pub use fragments::Fragments;
 pub use hash::PreparedFlow;
+pub use insert::{InsertError, Insertion, NewConnection};
 pub use journal::{EndedConnection, Ending};
+pub use kernel_maps::{KernelMapFds, KernelMaps};
 pub use name::ConnectionName;
 pub use origin::{OpenError, TableOrigin, UnusableFile};
 pub(crate) use path::BY_NODE;
 pub use path::Traffic;
-pub use shared::{KernelMapFds, KernelMapSizes, KernelMaps};
+pub use shared::KernelMapSizes;
 pub use state::{EvictionClass, SctpState, State, TcpState};
 pub(crate) use sweep::ForwardedConnection;
 pub use sweep::{ConnectionInfo, SweepCursor, SweepResult};
-pub(crate) use table::ConnPlace;
-pub use table::{ConnTable, InsertError, Insertion, NewConnection};
+pub use table::ConnTable;
 pub use time::Timestamp;
 pub(crate) use translation::{Translated, TranslatedInsertError};
 

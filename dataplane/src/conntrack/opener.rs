@@ -2,31 +2,9 @@
 //! is evaluated for the same opener whenever it changes.
 
 use super::conn::Conn;
-use super::sync::{AtomicU64, Ordering, overwrite};
-use super::table::{ConnTable, SlotRef};
+use super::entry::SlotRef;
+use super::table::ConnTable;
 use crate::packet::Address;
-
-/// An address; only as the entry's link says is it that of the entry's connection. Unspecified: it is not known.
-#[repr(transparent)]
-pub(super) struct Opener([AtomicU64; 2]);
-
-impl Default for Opener {
-    fn default() -> Self {
-        Self([AtomicU64::new(0), AtomicU64::new(0)])
-    }
-}
-
-impl Opener {
-    fn set(&self, bits: u128) {
-        overwrite(&self.0[0], (bits >> 64) as u64, Ordering::Relaxed);
-        overwrite(&self.0[1], bits as u64, Ordering::Release);
-    }
-
-    fn bits(&self) -> u128 {
-        let [high, low] = [&self.0[0], &self.0[1]].map(|word| u128::from(word.load(Ordering::Acquire)));
-        high << 64 | low
-    }
-}
 
 impl ConnTable {
     /// Keeps who opened a connection that was just entered; `None` if the node has translated its source and nobody knows which it was.

@@ -8,28 +8,19 @@
 //! the owner's share has room for, and an entry that they have made counts like any other. The entry of a connection of the same key and owner
 //! that has ended is counted already: a program takes that one without credit, as a worker would replace it ([`Conn::replace`](super::Conn::replace)).
 
-use std::sync::atomic::{AtomicI64, AtomicU64 as Word};
-
+use super::answers::{Credit, EVENTS, Event, Repeats, Verdict};
 use super::counters::TableEvent;
 use super::entry::{EntrySnapshot, OwnerId};
-use super::hash::{KeyWords, PreparedFlow, home, key_of};
+use super::hash::{PreparedFlow, key_of};
 use super::path::Path;
-use super::seqlock::{Control, SeqLock};
-use super::sync::{AtomicU64, Ordering, overwrite};
+use super::shared::SharedMaps;
+use super::sync::Ordering;
 use super::table::ConnTable;
 use super::tags::LANES;
 use super::time::{Tick, Timestamp, ticks};
 use crate::epoch::Epoch;
 use crate::packet::Flow;
 
-/// Answers, in pairs: each question has one of a pair.
-const ANSWERS: u32 = 4096;
-/// Owners that may have credit: of what each pod opens, and of what others open to each.
-const CREDITS: u32 = 2 * PODS;
-/// Numbers of pods.
-const PODS: u32 = 4096;
-/// Events that wait for [`ConnTable::hear`].
-const EVENTS: u32 = 1 << 14;
 /// Most connections of an owner that the programs may open before they need more credit.
 const MOST: u32 = 512;
 /// The same as a part of what the owner may have.
@@ -39,174 +30,10 @@ const ALIVE: u32 = 40;
 /// The most that they may be ahead: less than half of a clock's range (`repeats_now` in `repeat.h`).
 const FAR: u32 = Tick::MASK / 4;
 
-/// What programs and workers share for this, behind the table's openers.
-#[repr(C, align(64))]
-pub(super) struct Repeats {
-    answers: [Answer; ANSWERS as usize],
-    credits: [Credit; CREDITS as usize],
-    sent: Sent,
-    events: [Word; EVENTS as usize],
-}
-
-/// `struct answer`: the key of the connection without the opener's port, the path, and the [`Verdict`].
-#[repr(C, align(64))]
-struct Answer(SeqLock<Version, [AtomicU64; 7]>);
-
-/// Number of the writes of an answer: odd while one is written, 0 before the first.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Version(u64);
-
-/// Under which epoch, whose share, and which direction opens: as one word.
-struct Verdict;
-
-/// `struct credit`.
-#[repr(C, align(64))]
-struct Credit {
-    left: AtomicI64,
-}
-
-/// A program has opened a connection in the entry of this slot and generation.
-struct Event {
-    slot: u32,
-    generation: u64,
-    /// In place of one that had ended.
-    is_in_place: bool,
-}
-
-/// `struct events`: how many were sent.
-#[repr(C, align(64))]
-struct Sent(Word);
-
-const _: () = assert!(cfg!(all(test, feature = "loom")) || size_of::<Answer>() == 64);
-const _: () = assert!(size_of::<Credit>() == 64 && size_of::<Sent>() == 64);
-
-impl Control for Version {
-    fn from_word(word: u64) -> Self {
-        Self(word)
-    }
-
-    fn word(self) -> u64 {
-        self.0
-    }
-
-    fn is_same_write(self, other: Self) -> bool {
-        self == other && self.is_written()
-    }
-}
-
-impl Version {
-    const fn is_written(self) -> bool {
-        self.0 != 0 && self.0 & 1 == 0
-    }
-}
-
-impl Verdict {
-    fn of(epoch: Epoch, owner: OwnerId, question: &PreparedFlow) -> u64 {
-        u64::from(epoch.0) | u64::from(owner.0) << 32 | (question.orientation as u64) << 48
-    }
-
-    const fn epoch(word: u64) -> Epoch {
-        Epoch(word as u32)
-    }
-}
-
-impl Answer {
-    /// Its words, if it is of this key.
-    fn of(&self, key: &KeyWords) -> Option<[u64; 7]> {
-        let words = self.read()?;
-        (words[..5] == key[..]).then_some(words)
-    }
-
-    fn read(&self) -> Option<[u64; 7]> {
-        self.0.read(self.0.control(), |words| std::array::from_fn(|word| words[word].load(Ordering::Relaxed)))
-    }
-
-    /// Whether another one may have its place: it is of an older epoch.
-    fn is_outdated(&self, epoch: Epoch) -> bool {
-        self.read().is_none_or(|words| Verdict::epoch(words[6]).is_before(epoch))
-    }
-
-    /// Writes it, unless another worker is about to.
-    fn write(&self, words: &[u64; 7]) {
-        let before = self.0.control();
-        let (claimed, written) = (Version(before.0.wrapping_add(1)), Version(before.0.wrapping_add(2)));
-        if before.0 & 1 == 0 && self.0.exchange(before, claimed).is_ok() {
-            let store = |to: &[AtomicU64; 7]| {
-                to.iter().zip(words).for_each(|(word, value)| overwrite(word, *value, Ordering::Relaxed));
-            };
-            self.0.publish(written, store);
-        }
-    }
-}
-
-impl Repeats {
-    /// Elements of the array of entries that it takes.
-    pub(super) const ELEMENTS: u32 = (size_of::<Self>() / size_of::<Credit>()) as u32;
-
-    fn credit(&self, owner: OwnerId) -> Option<&Credit> {
-        let pod = u32::from(OwnerId::opens(owner.0).0);
-        let place = if owner.is_opened_to() { PODS + pod } else { pod };
-        self.credits.get(place as usize).filter(|_| pod < PODS)
-    }
-
-    /// Leaves an answer to this question.
-    fn leave(&self, question: &PreparedFlow, path: u64, verdict: u64) {
-        let first = home(question.hash, ANSWERS);
-        let pair = [first, first ^ 1].map(|index| &self.answers[index as usize]);
-        let [k0, k1, k2, k3, k4] = question.words;
-        let words = [k0, k1, k2, k3, k4, path, verdict];
-        match pair.iter().find_map(|answer| Some((answer, answer.of(&question.words)?))) {
-            Some((_, known)) if known == words => {}
-            Some((answer, _)) => answer.write(&words),
-            None => {
-                let outdated = pair.iter().find(|answer| answer.is_outdated(Verdict::epoch(verdict)));
-                outdated.unwrap_or(&pair[(question.hash & 1) as usize]).write(&words);
-            }
-        }
-    }
-
-    /// Forgets what an earlier process has left. Only while the programs open nothing.
-    pub(super) fn clear(&self) {
-        for answer in &self.answers {
-            answer.0.release(Version(0));
-        }
-        for credit in &self.credits {
-            credit.left.store(0, Ordering::Relaxed);
-        }
-    }
-
-    /// Credit that is given and not used.
-    pub(super) fn left(&self) -> u32 {
-        self.credits.iter().map(Credit::left).sum()
-    }
-
-    pub(super) fn sent(&self) -> u64 {
-        self.sent.0.load(Ordering::Acquire)
-    }
-
-    /// The connection in an event. `None`: it is not written yet, or another one in its place.
-    fn event(&self, number: u64) -> Option<Event> {
-        const LAP_AT: u32 = 42;
-        const IN_PLACE: u32 = 1 << 31;
-        let (lap, place) = (number / u64::from(EVENTS) + 1, number % u64::from(EVENTS));
-        let word = self.events[place as usize].load(Ordering::Acquire);
-        let (slot, generation) = (word as u32 & !IN_PLACE, word >> 32 & 0x3ff);
-        let event = Event { slot, generation, is_in_place: word as u32 & IN_PLACE != 0 };
-        (word >> LAP_AT == lap & (u64::MAX >> LAP_AT)).then_some(event)
-    }
-}
-
-impl Credit {
-    fn left(&self) -> u32 {
-        // A program takes it, and gives it back if there was none.
-        self.left.load(Ordering::Relaxed).max(0) as u32
-    }
-}
-
 impl ConnTable {
     /// What is shared with programs that may open connections.
     fn repeats(&self) -> Option<&Repeats> {
-        self.repeats_for.and(self.storage.shared()).map(super::shared::SharedMaps::repeats)
+        self.repeats_for.and(self.storage.shared()).map(SharedMaps::repeats)
     }
 
     /// Whether the kernel's programs may open connections like those that workers have opened, from now on for some time: say so at least
@@ -300,16 +127,5 @@ impl ConnTable {
             self.give_credit(repeats, owner);
             tell(&key_of(&key).flow(control.original()), owner);
         }
-    }
-}
-
-#[cfg(all(test, not(feature = "loom")))]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_shared_fills_whole_elements() {
-        assert_eq!(Repeats::ELEMENTS, ANSWERS + CREDITS + 1 + EVENTS / 8);
-        assert_eq!(size_of::<Repeats>() % size_of::<Credit>(), 0);
     }
 }

@@ -3,45 +3,21 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use memmap2::{MmapMut, MmapOptions};
 
+use super::answers::Repeats;
+use super::beside::{Link, Opener};
+use super::config::TIMEOUTS;
 use super::entry::TableEntry;
+use super::groups::group_count;
 use super::header::FileHeader;
-use super::opener::Opener;
+use super::kernel_maps::KernelMaps;
 use super::path::KernelUse;
-use super::repeat::Repeats;
 use super::tags::{LANES, Tags};
-use super::translation::Link;
 use crate::epoch::Epoch;
 use crate::grace::wait_for_programs;
-
-/// BPF arrays for a table (`BPF_MAP_TYPE_ARRAY` with `BPF_F_MMAPABLE`), of the sizes that [`KernelMapSizes`] says.
-#[derive(Clone, Debug)]
-pub struct KernelMaps(pub Arc<KernelMapFds>);
-
-/// The descriptors of the arrays. The structures in them are those of `xdp-redirect/src/bpf/established.h`.
-#[derive(Debug)]
-pub struct KernelMapFds {
-    /// One element, `struct table`.
-    pub table: OwnedFd,
-    /// `struct tags` of each group.
-    pub tags: OwnedFd,
-    /// `struct entry` of each connection; behind them the links of translated ones, and openers, which only workers read.
-    pub entries: OwnedFd,
-    /// `struct kernel_use` of each connection.
-    pub uses: OwnedFd,
-}
-
-impl PartialEq for KernelMaps {
-    fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.0, &other.0)
-    }
-}
-
-impl Eq for KernelMaps {}
 
 /// Sizes of the arrays.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -68,7 +44,7 @@ impl KernelMapSizes {
 
     /// Those of a table for this many connections.
     pub fn of(connections: usize) -> Self {
-        let groups = super::table::group_count(connections);
+        let groups = group_count(connections);
         let entries = groups * LANES;
         let behind = entries / LINKS + entries / OPENERS + Repeats::ELEMENTS;
         Self { groups, entries, with_links: entries + behind }
@@ -96,9 +72,6 @@ struct TablePage {
     repeats: AtomicU32,
     unused: u32,
 }
-
-/// Timeouts that the programs know.
-pub(super) const TIMEOUTS: usize = 5;
 
 /// The mapped arrays.
 pub(super) struct SharedMaps {

@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use super::counters::TableEvent;
+use super::ended::in_order;
 use super::entry::{EntrySnapshot, EpochTag, OwnerId};
 use super::hash::key_of;
-use super::journal::{Ending, in_order};
+use super::journal::Ending;
 use super::path::{KernelUse, Traffic};
 use super::state::{State, TcpState};
 use super::table::ConnTable;

@@ -9,60 +9,17 @@
 //! What leaves is always the flow of the partner: a packet of the client leaves under the inner flow, one of the backend
 //! under the frontend flow turned round.
 
+use super::beside::{IS_LINK, Link};
 use super::conn::Conn;
 use super::counters::TableEvent;
-use super::entry::{ControlWord, EntryContents, EpochTag, FRONTEND};
+use super::entry::{ControlWord, EntryContents, EpochTag, FRONTEND, SlotRef};
 use super::hash::{PreparedFlow, key_of};
+use super::insert::{InsertError, Insertion, NewConnection};
 use super::journal::Ending;
-use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
-use super::table::{ConnTable, InsertError, Insertion, NewConnection, SlotRef};
+use super::table::ConnTable;
 use super::time::Timestamp;
 use crate::packet::{Address, Flow};
 use crate::services::{Affinity, Backend};
-
-/// Names the other entry of a translated connection: slot in the low 32 bits, generation above, bit 63 set. It is valid
-/// only if that entry names this one; what an earlier connection of the slot left is not.
-#[repr(transparent)]
-pub(super) struct Link(AtomicU64);
-
-const GENERATION_AT: u32 = 32;
-const IS_LINK: u64 = 1 << 63;
-/// Instead of a link: beside the entry is who opened its connection ([`super::opener`]).
-const HAS_OPENER: u64 = 1 << 62;
-
-impl Default for Link {
-    fn default() -> Self {
-        Self(AtomicU64::new(0))
-    }
-}
-
-impl Link {
-    fn to((slot, control): SlotRef) -> u64 {
-        u64::from(slot) | control.generation() << GENERATION_AT | IS_LINK
-    }
-
-    fn set(&self, other: SlotRef) {
-        overwrite(&self.0, Self::to(other), Ordering::Release);
-    }
-
-    /// Says that beside the entry is who opened the connection of this control word.
-    pub(super) fn set_own(&self, control: ControlWord) {
-        overwrite(&self.0, control.generation() << GENERATION_AT | HAS_OPENER, Ordering::Release);
-    }
-
-    pub(super) fn is_own(&self, control: ControlWord) -> bool {
-        self.word() == control.generation() << GENERATION_AT | HAS_OPENER
-    }
-
-    fn word(&self) -> u64 {
-        self.0.load(Ordering::Acquire)
-    }
-
-    /// Removes it if it names this entry.
-    fn clear(&self, other: SlotRef) {
-        let _ = self.0.compare_exchange(Self::to(other), 0, EXCHANGE, Ordering::Relaxed);
-    }
-}
 
 /// A translated connection as one of its packets found it.
 pub(crate) struct Translated<'t> {

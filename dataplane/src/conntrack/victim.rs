@@ -2,9 +2,8 @@
 
 use std::cmp::Reverse;
 
-use super::entry::ControlWord;
+use super::entry::{ControlWord, SlotRef};
 use super::state::EvictionClass;
-use super::table::SlotRef;
 use super::tags::LANES;
 
 /// Two groups, of which each entry may be a candidate.

@@ -5,12 +5,14 @@
 //! --nocapture`; with `PENSTOCK_MUTATION=TEXT` only mutants with this in their name, or of this file. Each is compiled by clang alone, and tested by
 //! this very program, which loads it instead of the one that is built in.
 
-use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use libbpf_rs::libbpf_sys::API_HEADERS;
+use self::mutants::{Source, occurs_once};
+
+#[path = "../../../xdp-redirect/tests/mutants/mod.rs"]
+mod mutants;
 
 /// A mutation: a part of the source, which occurs once, and its replacement.
 pub(crate) struct Mutation {
@@ -938,65 +940,6 @@ const MUTATIONS: &[Mutation] = &[
     ),
 ];
 
-fn sources() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../xdp-redirect/src/bpf")
-}
-
-/// A copy of the programs' source with the headers that it includes.
-struct Source {
-    folder: PathBuf,
-}
-
-impl Source {
-    fn new() -> Self {
-        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("mutations");
-        fs::create_dir_all(folder.join("include/bpf")).expect("below the target directory");
-        for (name, text) in API_HEADERS {
-            fs::write(folder.join("include/bpf").join(name), text).expect("below the target directory");
-        }
-        let source = Self { folder };
-        source.restore();
-        source
-    }
-
-    fn restore(&self) {
-        for entry in fs::read_dir(sources()).expect("a folder of the project") {
-            let path = entry.expect("a readable folder").path();
-            fs::copy(&path, self.folder.join(path.file_name().expect("an entry has a name")))
-                .expect("it can be written");
-        }
-    }
-
-    fn apply(&self, mutation: &Mutation) {
-        let file = self.folder.join(mutation.file);
-        let text = fs::read_to_string(&file).expect("copied above");
-        fs::write(&file, text.replacen(mutation.from, mutation.to, 1)).expect("below the target directory");
-    }
-
-    /// Compiles it as `xdp-redirect/build.rs` does, warnings apart: a mutant may leave something unused.
-    fn compile(&self, what: &str) -> PathBuf {
-        let (object, clang) =
-            (self.folder.join("mutant.o"), std::env::var("CLANG").unwrap_or_else(|_| "clang".to_owned()));
-        let mut command = Command::new(clang);
-        command
-            .args(["-w", "-mcpu=v3", "-idirafter"])
-            .arg(format!("/usr/include/{}-linux-gnu", std::env::consts::ARCH));
-        command.arg("-I").arg(self.folder.join("include")).arg(format!("-D__TARGET_ARCH_{}", bpf_architecture()));
-        command.args(["-g", "-O2", "-target", "bpf", "-c"]).arg(self.folder.join(PROGRAM)).arg("-o").arg(&object);
-        let output = command.output().expect("clang has compiled the programs");
-        assert!(output.status.success(), "{what} does not compile:\n{}", String::from_utf8_lossy(&output.stderr));
-        object
-    }
-}
-
-fn bpf_architecture() -> &'static str {
-    match std::env::consts::ARCH {
-        "x86_64" => "x86",
-        "aarch64" => "arm64",
-        other => other,
-    }
-}
-
 /// What tests say of programs.
 enum Outcome {
     Passed,
@@ -1006,10 +949,10 @@ enum Outcome {
     NotLoaded(Vec<String>),
 }
 
-/// Runs tests of this program with the programs in `object`, until one fails.
-fn run(object: &Path, tests: &[&str]) -> Outcome {
+/// Runs tests of this program with these programs, until one fails.
+fn run(objects: &[(&str, PathBuf)], tests: &[&str]) -> Outcome {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
-    command.args(tests).env("PENSTOCK_TCX_OBJECT", object);
+    command.args(tests).envs(objects.iter().map(|(variable, object)| (variable, object)));
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("this program runs");
     let mut lines = BufReader::new(child.stdout.take().expect("it is a pipe")).lines().map_while(Result::ok);
     let failed = lines.find(|line| line.starts_with("test ") && line.ends_with("FAILED"));
@@ -1034,9 +977,9 @@ fn run(object: &Path, tests: &[&str]) -> Outcome {
 const NOT_LOADED: &str = "the tcx programs";
 
 /// The test that notices a mutant.
-fn noticed_by(object: &Path, mutation: &Mutation) -> Option<String> {
+fn noticed_by(objects: &[(&str, PathBuf)], mutation: &Mutation) -> Option<String> {
     for tests in [&["--exact", mutation.noticed_by][..], &[]] {
-        match run(object, tests) {
+        match run(objects, tests) {
             Outcome::Failed(test) => return Some(test),
             Outcome::NotLoaded(printed) => panic!("{}: the kernel does not load it: {printed:#?}", mutation.breaks),
             Outcome::Passed => {}
@@ -1047,11 +990,7 @@ fn noticed_by(object: &Path, mutation: &Mutation) -> Option<String> {
 
 #[test]
 fn every_mutated_part_of_the_programs_occurs_exactly_once() {
-    let occurs_once = |mutation: &&Mutation| {
-        let text = fs::read_to_string(sources().join(mutation.file)).expect("a file of the project");
-        text.matches(mutation.from).count() == 1
-    };
-    let others = mutations().filter(|mutation| !occurs_once(mutation));
+    let others = mutations().filter(|mutation| !occurs_once(mutation.file, mutation.from));
     let others: Vec<_> = others.map(|mutation| (mutation.breaks, mutation.from)).collect();
     assert!(others.is_empty(), "{others:#?}");
 }
@@ -1059,22 +998,22 @@ fn every_mutated_part_of_the_programs_occurs_exactly_once() {
 #[test]
 #[ignore = "tests each broken version of the programs: some minutes"]
 fn the_tests_fail_for_each_broken_condition_of_the_programs() {
-    let source = Source::new();
-    let nothing = run(Path::new("/dev/null"), &[MAPPED]);
+    let source = Source::new("mutations");
+    let nothing = run(&[("PENSTOCK_TCX_OBJECT", Path::new("/dev/null").to_owned())], &[MAPPED]);
     assert!(
         matches!(nothing, Outcome::NotLoaded(_)),
         "built without --features replaceable-programs: no mutant is loaded"
     );
-    let unbroken = run(&source.compile("the unbroken programs"), &[]);
+    let unbroken = run(&source.compile(PROGRAM, "the unbroken programs"), &[]);
     assert!(matches!(unbroken, Outcome::Passed), "the tests fail for the unbroken programs");
     let wanted = std::env::var("PENSTOCK_MUTATION").unwrap_or_default();
     let is_wanted = |of: &&Mutation| of.equivalent.is_none() && (of.breaks.contains(&wanted) || of.file == wanted);
     let mut missed = Vec::new();
     for mutation in mutations().filter(is_wanted) {
         source.restore();
-        source.apply(mutation);
-        let object = source.compile(mutation.breaks);
-        match noticed_by(&object, mutation) {
+        source.replace(mutation.file, mutation.from, mutation.to);
+        let objects = source.compile(mutation.file, mutation.breaks);
+        match noticed_by(&objects, mutation) {
             Some(test) => println!("noticed {}: {test}", mutation.breaks),
             None => {
                 println!("MISSED  {}", mutation.breaks);

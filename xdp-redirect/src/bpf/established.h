@@ -55,14 +55,14 @@ enum { FREE = 0, CLAIMED = 1, UDP_UNREPLIED = 2, UDP_REPLIED = 3, UDP_ASSURED = 
 #define TAKEN(path, direction) ((path) >> (46 + (direction)) & 1)
 #define PATH_EPOCH(path) ((path) >> 48)
 
-/* The window of the end that answers a SYN (dataplane/src/conntrack/tcp.rs): before it does, with the number that acknowledges the SYN, and then
+/* The window of the end that answers a SYN (dataplane/src/conntrack/tcp/mod.rs): before it does, with the number that acknowledges the SYN, and then
  * with its own next number. It offers at most 64 KiB, and its options are not read: the scale of its later offers is unknown. */
 #define UNKNOWN_SCALE (15ULL << 57)
 #define UNANSWERED(acknowledged) (UNKNOWN_SCALE | (acknowledged))
 #define WINDOW_FROM(next) ((next) | (__u64)((__u32)((next) + 4095) >> 12) << 32 | 16ULL << 52 | UNKNOWN_SCALE | 1ULL << 61)
 #define IS_ANSWERED(window) ((window) >> 52 & 31)
 
-/* The links of translated connections (dataplane/src/conntrack/translation.rs) are behind the entries, eight to an element. */
+/* The links of translated connections (dataplane/src/conntrack/beside.rs) are behind the entries, eight to an element. */
 #define LINKS 8
 #define LINK_TO(slot, control) ((slot) | GENERATION(control) << 32 | 1ULL << 63)
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* Opens a connection like one that a worker has opened before: the same ends, protocol and port of the answering end, from the same
- * interface, under a policy that has not changed. The worker has left its answer (dataplane/src/conntrack/repeat.rs), and credit for the
+ * interface, under a policy that has not changed. The worker has left its answer (dataplane/src/conntrack/answers.rs), and credit for the
  * pod whose share it is: a program takes one of it for each connection, and with none left the packet is a worker's.
  *
  * The entry is written as a worker writes it, and published in the same two steps, so that of all who insert one key at most one goes
- * through (`confirm_one` in dataplane/src/conntrack/table.rs). A program that sees another's entry gives up its own.
+ * through (`confirm_one` in dataplane/src/conntrack/insert.rs). A program that sees another's entry gives up its own.
  *
  * An entry of the same key whose connection has ended, and which counts for the same pod, is taken as it is: it needs no credit. */
 

@@ -5,6 +5,7 @@
  *   the node's stack ── to_pod ──▶ pair
  *   the node's stack ── to_uplink ──▶ pair ──▶ worker ──▶ pair ── from_worker ──▶ uplink: what a pod sent to its own node, and the
  *                                      node has given the address of another machine (a node port)
+ *   uplink ── from_uplink ──▶ the node's stack: not a tunnel packet of another node's pod (tunnel.h)
  *
  * Packets of established connections take the same way without the worker (established.h):
  *
@@ -29,6 +30,7 @@
 #include "outcome.h"
 #include "repeat.h"
 #include "translation.h"
+#include "tunnel.h"
 
 #define MAX_PORTS 4096
 #define MAX_WORKERS 64
@@ -745,15 +747,14 @@ static __always_inline int give_header(struct __sk_buff *skb)
 }
 
 /* Whether a worker has not seen a packet with the destination that it leaves with: the node has given it another address or port. Or it has,
- * and egress policy was postponed, since the address is a Service's, but nothing has translated it. Answers follow their
- * connections. */
+ * and egress policy was postponed, since the address is a Service's, but nothing has translated it: then also of a connection that the other
+ * end has opened, as far as the kernel knows. Any machine may begin one with that address, and the kernel tracks what a worker drops. Other
+ * answers follow their connections. */
 static __always_inline int is_to_be_asked(const struct origin *origin)
 {
-	const int is_tracked = origin->known || origin->is_error;
+	const int is_opened = (origin->known || origin->is_error) && origin->opens;
 
-	if (is_tracked && !origin->opens)
-		return 0;
-	return (is_tracked && (!is_same_address(&origin->destination, &origin->flow.to) || origin->ports.to != origin->flow.ports.to)) ||
+	return (is_opened && (!is_same_address(&origin->destination, &origin->flow.to) || origin->ports.to != origin->flow.ports.to)) ||
 	       bpf_map_lookup_elem(&service_addresses, &origin->flow.to);
 }
 
@@ -812,6 +813,29 @@ int to_uplink(struct __sk_buff *skb)
 	if (!at || (!uplink->header && give_header(skb)))
 		return count(interface, NOT_READY, TC_ACT_SHOT);
 	return tag_for_worker(skb, at, interface, FROM_NODE | LEAVING, uplink->number, FROM_STACK);
+}
+
+/* What another machine sends to this node. */
+SEC("tcx/ingress")
+int from_uplink(struct __sk_buff *skb)
+{
+	const int is_v4 = skb->protocol == bpf_htons(ETH_P_IP);
+	const struct uplink *uplink;
+	struct sent_flow flow = {};
+	__u32 interface = skb->ifindex, zero = 0, at;
+	__u64 *refused;
+
+	if ((!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_open())
+		return TC_ACT_UNSPEC; /* the next program */
+	uplink = bpf_map_lookup_elem(&uplinks, &interface);
+	at = uplink ? uplink->header : ETH_HLEN;
+	if (!is_tunnel_packet(skb, at, is_v4) || !read_addresses(skb, at, is_v4, &flow) || !is_remote_pod(&flow.from) ||
+	    !ends_here(skb, &flow, is_v4))
+		return TC_ACT_UNSPEC; /* the next program */
+	refused = bpf_map_lookup_elem(&refused_tunnels, &zero);
+	if (refused)
+		*refused += 1;
+	return TC_ACT_SHOT;
 }
 
 /* What a worker sends, at the node's end of its pair. */

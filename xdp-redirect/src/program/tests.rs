@@ -9,7 +9,7 @@ use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 use nix::sched::{CloneFlags, unshare};
 
 use super::*;
-use crate::{ModeChoice, XdpOutcome, XdpOutcomeCounts};
+use crate::{ModeChoice, ProgramOutcome, ProgramOutcomeCounts};
 
 const DROP: u32 = libbpf_sys::XDP_DROP;
 const PASS: u32 = libbpf_sys::XDP_PASS;
@@ -52,16 +52,16 @@ fn solicitation_behind_an_option() -> Vec<u8> {
 }
 
 /// The action that the program returns, and the outcome that it counts.
-type ActionAndOutcome = (u32, XdpOutcome);
+type ActionAndOutcome = (u32, ProgramOutcome);
 
 /// The packets that the program must tell apart, and what it must do with each on a pod's port and on an uplink
 /// when the queue has a socket.
 fn packets() -> Vec<(&'static str, Vec<u8>, ActionAndOutcome, ActionAndOutcome)> {
-    let redirected = (REDIRECT, XdpOutcome::Redirected);
-    let not_local = (PASS, XdpOutcome::NotLocal);
-    let not_ip = (PASS, XdpOutcome::NotIp);
-    let discovery = (PASS, XdpOutcome::NeighbourDiscovery);
-    let forged = (DROP, XdpOutcome::ForgedNeighbour);
+    let redirected = (REDIRECT, ProgramOutcome::Redirected);
+    let not_local = (PASS, ProgramOutcome::NotLocal);
+    let not_ip = (PASS, ProgramOutcome::NotIp);
+    let discovery = (PASS, ProgramOutcome::NeighbourDiscovery);
+    let forged = (DROP, ProgramOutcome::ForgedNeighbour);
     let mut tagged_v4 = vec![0, 0];
     tagged_v4.extend(&ipv4(LOCAL_V4)[12..]);
     vec![
@@ -71,7 +71,7 @@ fn packets() -> Vec<(&'static str, Vec<u8>, ActionAndOutcome, ActionAndOutcome)>
         ("IPv6 to a local pod", ipv6(LOCAL_V6, 17, 64, &[0; 8]), redirected, redirected),
         ("IPv6 to elsewhere", ipv6(OTHER_V6, 17, 64, &[0; 8]), redirected, not_local),
         ("IPv6 cut inside its header", ipv6(LOCAL_V6, 17, 64, &[])[..50].to_vec(), redirected, not_local),
-        ("ARP", ethernet(0x0806, &[0; 28]), (PASS, XdpOutcome::Arp), (PASS, XdpOutcome::Arp)),
+        ("ARP", ethernet(0x0806, &[0; 28]), (PASS, ProgramOutcome::Arp), (PASS, ProgramOutcome::Arp)),
         ("router solicitation", icmpv6("ff02::2", 255, 133), discovery, discovery),
         ("router advertisement", icmpv6("ff02::1", 255, 134), forged, discovery),
         ("neighbour solicitation", icmpv6("ff02::1:ff00:5", 255, 135), discovery, discovery),
@@ -84,8 +84,8 @@ fn packets() -> Vec<(&'static str, Vec<u8>, ActionAndOutcome, ActionAndOutcome)>
         ("ICMPv6 of the type above", icmpv6("ff02::1", 255, 138), redirected, not_local),
         ("ICMPv6 to all nodes of a site", icmpv6("ff05::1", 255, 135), discovery, discovery),
         ("echo request", icmpv6(LOCAL_V6, 255, 128), redirected, redirected),
-        ("VLAN tag", ethernet(0x8100, &tagged_v4), (DROP, XdpOutcome::VlanTag), not_ip),
-        ("provider VLAN tag", ethernet(0x88a8, &tagged_v4), (DROP, XdpOutcome::VlanTag), not_ip),
+        ("VLAN tag", ethernet(0x8100, &tagged_v4), (DROP, ProgramOutcome::VlanTag), not_ip),
+        ("provider VLAN tag", ethernet(0x88a8, &tagged_v4), (DROP, ProgramOutcome::VlanTag), not_ip),
         ("LLDP", ethernet(0x88cc, &[0; 20]), not_ip, not_ip),
         ("802.3 length field", ethernet(0x0040, &[0; 60]), not_ip, not_ip),
     ]
@@ -108,17 +108,17 @@ fn test_run(program: BorrowedFd<'_>, frame: &[u8], context: &mut [u8]) -> u32 {
 }
 
 /// Runs the program once over a frame that came in on the loopback interface, and says what it did.
-fn run(loaded: &Program, frame: &[u8]) -> (u32, XdpOutcome) {
-    let before = XdpOutcomeCounts::read(&loaded.outcomes).unwrap();
+fn run(loaded: &Program, frame: &[u8]) -> (u32, ProgramOutcome) {
+    let before = ProgramOutcomeCounts::read(&loaded.outcomes).unwrap();
     // struct xdp_md: data, data_end, data_meta, ingress_ifindex, rx_queue_index, egress_ifindex.
     let mut context = Vec::new();
     for field in [0, frame.len() as u32, 0, 1, 0, 0] {
         context.extend(field.to_ne_bytes());
     }
     let action = test_run(loaded.fd.as_fd(), frame, &mut context);
-    let after = XdpOutcomeCounts::read(&loaded.outcomes).unwrap();
-    let moved: Vec<XdpOutcome> =
-        XdpOutcome::ALL.into_iter().filter(|&outcome| after.get(outcome) != before.get(outcome)).collect();
+    let after = ProgramOutcomeCounts::read(&loaded.outcomes).unwrap();
+    let moved: Vec<ProgramOutcome> =
+        ProgramOutcome::ALL.iter().copied().filter(|&outcome| after.get(outcome) != before.get(outcome)).collect();
     assert_eq!((moved.len(), after.total()), (1, before.total() + 1), "exactly one counter moves, by one");
     (action, moved[0])
 }
@@ -146,7 +146,7 @@ fn every_kind_of_packet_gets_the_action_of_its_port() {
         for (what, frame, on_pod, on_uplink) in packets() {
             let expected = match role {
                 // The node's own stack may be a router.
-                Role::Host if on_pod.1 == XdpOutcome::ForgedNeighbour => on_uplink,
+                Role::Host if on_pod.1 == ProgramOutcome::ForgedNeighbour => on_uplink,
                 Role::Host | Role::Pod => on_pod,
                 Role::Uplink => on_uplink,
             };
@@ -154,7 +154,7 @@ fn every_kind_of_packet_gets_the_action_of_its_port() {
             reached.insert(expected.1);
         }
     }
-    assert_eq!(reached.len(), XdpOutcome::ALL.len() - 9, "all but those that have tests of their own: {reached:?}");
+    assert_eq!(reached.len(), ProgramOutcome::COUNT - 9, "all but those that have tests of their own: {reached:?}");
 }
 
 /// Puts the calling thread into a network namespace that forwards and has routes to the other addresses.
@@ -200,7 +200,8 @@ fn on_an_uplink_packets_too_long_for_the_pod_pass_to_the_kernel_unless_spoofed()
             frame[at..at + source.len()].copy_from_slice(source);
             frame.resize(length, 0);
             let passes = role == Role::Uplink && *is_other && length > usize::from(longest);
-            let expected = if passes { (PASS, XdpOutcome::TooLong) } else { (REDIRECT, XdpOutcome::Redirected) };
+            let expected =
+                if passes { (PASS, ProgramOutcome::TooLong) } else { (REDIRECT, ProgramOutcome::Redirected) };
             assert_eq!(
                 run(&loaded, &frame),
                 expected,
@@ -224,7 +225,7 @@ fn on_an_uplink_possibly_translated_packets_pass_to_the_kernel() {
     let loaded = Program::load(options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
     let value = socket.as_raw_fd().to_ne_bytes();
     loaded.sockets.update(&0u32.to_ne_bytes(), &value, MapFlags::ANY).unwrap();
-    let (redirected, undecided) = ((REDIRECT, XdpOutcome::Redirected), (PASS, XdpOutcome::Undecided));
+    let (redirected, undecided) = ((REDIRECT, ProgramOutcome::Redirected), (PASS, ProgramOutcome::Undecided));
     let v4 = |protocol, fragment| changed(ipv4(LOCAL_V4), protocol, fragment);
     let v6 = |next_header: u8, payload: &[u8]| ipv6(LOCAL_V6, next_header, 64, payload);
     let unreachable = |quoted: &[u8]| v6(58, &[&[1, 4, 0, 0, 0, 0, 0, 0][..], quoted].concat());
@@ -291,7 +292,7 @@ fn the_nodes_stack_sends_no_local_pods_source_that_bypassed_the_workers() {
     for (what, frame, is_pods) in cases {
         // Where it leaves is the loopback, of index 1; it came in there, elsewhere, or was made here.
         for (came_in, is_workers) in [(1_u32, true), (2, false), (0, false)] {
-            let before = XdpOutcomeCounts::read(&loaded.outcomes).unwrap().get(XdpOutcome::SpoofedSource);
+            let before = ProgramOutcomeCounts::read(&loaded.outcomes).unwrap().get(ProgramOutcome::SpoofedSource);
             // struct __sk_buff: ingress_ifindex and ifindex are its tenth and eleventh words.
             let mut context = vec![0; 192];
             context[36..40].copy_from_slice(&came_in.to_ne_bytes());
@@ -299,7 +300,7 @@ fn the_nodes_stack_sends_no_local_pods_source_that_bypassed_the_workers() {
             let action = test_run(loaded.egress_check.as_ref().unwrap().as_fd(), &frame, &mut context);
             let dropped = is_pods && !is_workers;
             assert_eq!(action, if dropped { SHOT } else { OK }, "{what}, came in at {came_in}");
-            let after = XdpOutcomeCounts::read(&loaded.outcomes).unwrap().get(XdpOutcome::SpoofedSource);
+            let after = ProgramOutcomeCounts::read(&loaded.outcomes).unwrap().get(ProgramOutcome::SpoofedSource);
             assert_eq!(after - before, u64::from(dropped), "{what}, came in at {came_in}");
         }
     }
@@ -367,8 +368,8 @@ fn a_known_pod_may_only_claim_its_own_addresses_in_arp_and_neighbour_discovery()
     }
     // Its address goes to another pod.
     crate::own_addresses::set(own, POD_MAC, &[OTHER_V4.into()].into()).unwrap();
-    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, LOCAL_V4)).1, XdpOutcome::ForgedNeighbour);
-    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, OTHER_V4)).1, XdpOutcome::Arp);
+    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, LOCAL_V4)).1, ProgramOutcome::ForgedNeighbour);
+    assert_eq!(run(&loaded, &arp(POD_MAC, POD_MAC, OTHER_V4)).1, ProgramOutcome::Arp);
 }
 
 #[test]
@@ -388,7 +389,7 @@ fn a_miss_is_dropped_unless_configured_to_pass() {
         for role in [Role::Pod, Role::Host, Role::Uplink] {
             let loaded = Program::load(options(role, on_miss), &shared).unwrap();
             for frame in [ipv4(LOCAL_V4), ipv6(LOCAL_V6, 6, 64, &[0; 20])] {
-                assert_eq!(run(&loaded, &frame), (action, XdpOutcome::NoSocket), "{role:?} {on_miss:?}");
+                assert_eq!(run(&loaded, &frame), (action, ProgramOutcome::NoSocket), "{role:?} {on_miss:?}");
             }
         }
     }
@@ -400,17 +401,17 @@ fn after_the_process_ends_packets_pass_only_where_misses_pass() {
     let tagged = ethernet(0x8100, &[&[0, 0], &ipv4(LOCAL_V4)[12..]].concat());
     let open = Program::load(options(Role::Pod, OnMiss::Pass), &shared).unwrap();
     let closed = Program::load(options(Role::Pod, OnMiss::Drop), &shared).unwrap();
-    assert_eq!(run(&open, &tagged), (DROP, XdpOutcome::VlanTag));
+    assert_eq!(run(&open, &tagged), (DROP, ProgramOutcome::VlanTag));
     // Its last descriptor is closed, as when the process dies.
     shared.liveness.socket = crate::liveness::socket().unwrap();
     // A child that another test has just made has it too, until it runs its own program.
     let deadline = Instant::now() + Duration::from_secs(5);
-    while run(&open, &tagged) != (PASS, XdpOutcome::NoSocket) {
+    while run(&open, &tagged) != (PASS, ProgramOutcome::NoSocket) {
         assert!(Instant::now() < deadline, "the socket is closed");
     }
-    assert_eq!(run(&open, &ipv4(LOCAL_V4)), (PASS, XdpOutcome::NoSocket));
-    assert_eq!(run(&closed, &tagged), (DROP, XdpOutcome::VlanTag));
-    assert_eq!(run(&closed, &ipv4(LOCAL_V4)), (DROP, XdpOutcome::NoSocket));
+    assert_eq!(run(&open, &ipv4(LOCAL_V4)), (PASS, ProgramOutcome::NoSocket));
+    assert_eq!(run(&closed, &tagged), (DROP, ProgramOutcome::VlanTag));
+    assert_eq!(run(&closed, &ipv4(LOCAL_V4)), (DROP, ProgramOutcome::NoSocket));
 }
 
 /// As check_pseudo_btf_id in kernel/bpf/verifier.c of kernels before 6.4, which refuses a function.
@@ -452,7 +453,7 @@ fn local_pods_change_for_all_uplinks_at_once() {
     let two = Program::load(options(Role::Uplink, OnMiss::Drop), &shared).unwrap();
     let frame = ipv4(OTHER_V4);
     for (present, expected) in
-        [(false, XdpOutcome::NotLocal), (true, XdpOutcome::NoSocket), (false, XdpOutcome::NotLocal)]
+        [(false, ProgramOutcome::NotLocal), (true, ProgramOutcome::NoSocket), (false, ProgramOutcome::NotLocal)]
     {
         match present {
             true => shared.local_pods.insert(OTHER_V4.into(), u16::MAX).unwrap(),

@@ -24,7 +24,7 @@ fn a_kernel_that_loads_the_programs_without_tcx_is_no_kernel_with_tcx() {
     let programs = TcxPrograms::load(&TcxOptions::default(), None).unwrap();
     programs.try_attaching().unwrap();
     // As a kernel before 6.6 answers, which has not heard of the hook.
-    let (unknown, [from_pod, to_pod, _]) = (libbpf_sys::bpf_attach_type::MAX, programs.pinned());
+    let (unknown, [from_pod, to_pod, ..]) = (libbpf_sys::bpf_attach_type::MAX, programs.pinned());
     let refused = try_links([(from_pod, BPF_TCX_INGRESS), (to_pod, unknown)]).unwrap_err();
     assert!(matches!(refused, AttachError::Tcx { .. }), "{refused}");
 }

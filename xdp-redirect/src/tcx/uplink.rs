@@ -1,9 +1,10 @@
-//! Interfaces to other machines: what a pod sent to its node or to a Service, and the node's stack sends on, goes to a worker first.
+//! Interfaces to other machines: what a pod sent to its node or to a Service, and the node's stack sends on, goes to a worker first. What comes in
+//! there is dropped if it is a tunnel packet of another node's pod.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use libbpf_rs::libbpf_sys::BPF_TCX_EGRESS;
+use libbpf_rs::libbpf_sys::{BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 use libbpf_rs::{MapCore, MapFlags};
 
 use super::{Filtered, Maps, ServedPort, TcxLink, TcxMapError, TcxPrograms};
@@ -18,13 +19,14 @@ pub type UplinkNumber = u8;
 /// That of all uplinks for which there is no other: what workers let pass there is dropped.
 pub const NO_UPLINK_NUMBER: UplinkNumber = UplinkNumber::MAX;
 
-/// An interface to other machines with its program. Dropping it detaches the program.
+/// An interface to other machines with its programs. Dropping it detaches them.
 #[derive(Debug)]
 pub struct AttachedUplink {
     interface: Interface,
     number: UplinkNumber,
     maps: Arc<Maps>,
-    link: Option<TcxLink>,
+    /// That on what leaves, and that on what comes in.
+    links: Vec<TcxLink>,
     is_kept: bool,
 }
 
@@ -39,10 +41,10 @@ impl AttachedUplink {
         self.number
     }
 
-    /// Leaves the program attached if it is pinned, with what it knows of the interface; otherwise detaches it.
+    /// Leaves the programs attached if they are pinned, with what they know of the interface; otherwise detaches them.
     pub fn keep(mut self) {
-        self.link.iter_mut().for_each(|link| link.link.keep());
-        self.is_kept = self.link.as_ref().is_some_and(|link| link.link.pin.is_some());
+        self.links.iter_mut().for_each(|link| link.link.keep());
+        self.is_kept = !self.links.is_empty() && self.links.iter().all(|link| link.link.pin.is_some());
     }
 }
 
@@ -51,8 +53,8 @@ impl Drop for AttachedUplink {
         if self.is_kept {
             return;
         }
-        // The program first: without the entries it drops everything.
-        self.link = None;
+        // The programs first: without the entries one drops everything.
+        self.links.clear();
         let _ = self.maps.uplinks.delete(&self.interface.index.to_ne_bytes());
         let _ = self.maps.set_uplink_interface(self.number, 0);
     }
@@ -60,10 +62,10 @@ impl Drop for AttachedUplink {
 
 impl TcxPrograms {
     /// Attaches to an interface to other machines, in the calling thread's network namespace: packets of local pods that the node has
-    /// translated, or has not although they are to a Service, go to the workers. No other attached uplink has this number, unless it
-    /// is [`NO_UPLINK_NUMBER`].
-    /// `has_ethernet`: whether frames there have an Ethernet header. A pinned link of this interface is taken over, and runs the
-    /// earlier program until [`TcxPrograms::take_over`].
+    /// translated, or has not although they are to a Service, go to the workers, and tunnel packets of other nodes' pods that would end at the
+    /// node are dropped. No other attached uplink has this number, unless it is [`NO_UPLINK_NUMBER`].
+    /// `has_ethernet`: whether frames there have an Ethernet header. Pinned links of this interface are taken over, and run the
+    /// earlier programs until [`TcxPrograms::take_over`].
     pub fn attach_uplink(
         &self,
         interface: &Interface,
@@ -71,7 +73,7 @@ impl TcxPrograms {
         has_ethernet: bool,
     ) -> Result<AttachedUplink, AttachError> {
         let (interface, maps) = (interface.clone(), Arc::clone(&self.maps));
-        let mut uplink = AttachedUplink { interface, number, maps, link: None, is_kept: false };
+        let mut uplink = AttachedUplink { interface, number, maps, links: Vec::new(), is_kept: false };
         let index = uplink.interface.index;
         let mut value = [0; 8];
         value[..4].copy_from_slice(&u32::from(number).to_ne_bytes());
@@ -82,8 +84,13 @@ impl TcxPrograms {
             interface: uplink.interface.name.clone(),
             source: LoadError::new("the maps of an uplink", source),
         })?;
-        let link = self.attach(&uplink.interface, PinnedProgram::ToUplink, &self.to_uplink, BPF_TCX_EGRESS)?;
-        uplink.link = Some(link);
+        for (pinned, program, hook) in [
+            (PinnedProgram::ToUplink, &self.to_uplink, BPF_TCX_EGRESS),
+            (PinnedProgram::FromUplink, &self.from_uplink, BPF_TCX_INGRESS),
+        ] {
+            let link = self.attach(&uplink.interface, pinned, program, hook)?;
+            uplink.links.push(link);
+        }
         if self.is_live.load(Ordering::Relaxed) {
             self.take_over_uplink(&mut uplink)?;
         }
@@ -104,8 +111,11 @@ impl TcxPrograms {
     }
 
     pub(super) fn take_over_uplink(&self, uplink: &mut AttachedUplink) -> Result<(), AttachError> {
-        let Some(link) = &mut uplink.link else { return Ok(()) };
-        self.take_over_link(link, &uplink.interface, &self.to_uplink, BPF_TCX_EGRESS)
+        let programs = [(&self.to_uplink, BPF_TCX_EGRESS), (&self.from_uplink, BPF_TCX_INGRESS)];
+        for (link, (program, hook)) in uplink.links.iter_mut().zip(programs) {
+            self.take_over_link(link, &uplink.interface, program, hook)?;
+        }
+        Ok(())
     }
 }
 

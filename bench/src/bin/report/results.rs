@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use crate::machine::Machine;
+pub(crate) use penstock_bench::figures::Samples;
+use penstock_bench::machine::Machine;
 
 /// Direction in which a metric improves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -29,50 +30,6 @@ impl Metric {
 
     pub(crate) const fn lower(name: &'static str, unit: &'static str, digits: usize) -> Self {
         Self { name, unit, better: Better::Lower, digits }
-    }
-}
-
-/// Values of one metric of one case, in the order of measurement.
-#[derive(Clone, PartialEq, Debug, Default)]
-pub(crate) struct Samples(Vec<f64>);
-
-impl Samples {
-    pub(crate) fn add(&mut self, value: f64) {
-        self.0.push(value);
-    }
-
-    fn sorted(&self) -> Vec<f64> {
-        let mut values = self.0.clone();
-        values.sort_by(f64::total_cmp);
-        values
-    }
-
-    /// The middle value; of an even number, the mean of the middle two.
-    pub(crate) fn median(&self) -> Option<f64> {
-        let sorted = self.sorted();
-        let middle = sorted.len() / 2;
-        match sorted.len() {
-            0 => None,
-            odd if odd % 2 == 1 => Some(sorted[middle]),
-            _ => Some(sorted[middle - 1].midpoint(sorted[middle])),
-        }
-    }
-
-    pub(crate) fn lowest(&self) -> Option<f64> {
-        self.sorted().first().copied()
-    }
-
-    pub(crate) fn highest(&self) -> Option<f64> {
-        self.sorted().last().copied()
-    }
-
-    pub(crate) fn count(&self) -> usize {
-        self.0.len()
-    }
-
-    /// In the order of measurement.
-    pub(crate) fn values(&self) -> &[f64] {
-        &self.0
     }
 }
 
@@ -129,22 +86,5 @@ pub(crate) struct Results {
 impl Results {
     pub(crate) fn scenario(&self, name: &str) -> Option<&ScenarioResult> {
         self.scenarios.iter().find(|scenario| scenario.name == name)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn medians_of_odd_and_even_lists() {
-        for (values, expected) in [
-            (vec![5.0], Some(5.0)),
-            (vec![3.0, 1.0, 2.0], Some(2.0)),
-            (vec![4.0, 1.0, 2.0, 3.0], Some(2.5)),
-            (vec![], None),
-        ] {
-            assert_eq!(Samples(values).median(), expected);
-        }
     }
 }

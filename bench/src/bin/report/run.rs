@@ -4,10 +4,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
+use penstock_bench::machine::{BUSY, Machine};
 
 use crate::Plan;
 use crate::host::{Host, HostInterference};
-use crate::machine::{BUSY, Machine, MachineSettings};
+use crate::machine::{MachineSettings, look_for_gaps};
 use crate::output::overview;
 use crate::results::{CaseResult, Results, Samples, ScenarioResult};
 use crate::scenarios::{KnownRates, Scenario};
@@ -30,7 +31,7 @@ pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> 
         println!("This machine is busy (load average {:.1}): the figures are unreliable.", machine.load);
     }
     let _prepared = MachineSettings::new()?;
-    machine.look_for_gaps(plan.cores)?;
+    look_for_gaps(&mut machine, plan.cores)?;
     let (mut testbeds, mut host) = (PeerTestbeds::new(plan.cores), Host::new(plan.cores)?);
     let mut results: Vec<ScenarioResult> = scenarios.iter().map(Scenario::empty_result).collect();
     let (mut known, mut again) = (KnownRates::default(), Duration::ZERO);

@@ -348,8 +348,8 @@ mod tests {
 
     use super::*;
     use crate::Plan;
-    use crate::machine::Machine;
     use crate::results::{CaseResult, Metric, Samples, ScenarioResult};
+    use penstock_bench::machine::Machine;
 
     const METRICS: &[Metric] = &[Metric::higher("received", "", 0)];
 

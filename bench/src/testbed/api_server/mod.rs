@@ -237,6 +237,16 @@ impl ApiServer {
         }
     }
 
+    /// The port of the loopback at which it serves.
+    pub fn port(&self) -> Result<u16> {
+        let url = match &self.server {
+            ServerKind::FakeServer(server) => server.url(),
+            ServerKind::RealServer(server) => server.url(),
+        };
+        let port = url.rsplit_once(':').and_then(|(_, port)| port.parse().ok());
+        port.with_context(|| format!("no port in {url}"))
+    }
+
     /// A client with full rights.
     pub fn admin(&self) -> &Admin {
         &self.admin

@@ -41,6 +41,8 @@ pub(super) const SERVICE: [&str; 2] = ["10.96.0.10", "fd00:10:96::10"];
 /// Addresses of the machine outside: one that the narrow pod may reach, and one that it may not.
 pub(super) const NEAR: [&str; 2] = ["198.51.100.2", "fd00:51:100::2"];
 pub(super) const FAR: [&str; 2] = ["198.51.100.66", "fd00:51:100::66"];
+/// Addresses of nobody here, as pods of another node have them.
+pub(super) const ELSEWHERE: [&str; 2] = ["10.244.9.9", "fd00:10:244:9::9"];
 /// Addresses of the node; the last one only in its configuration, or at its uplink.
 pub(super) const NODE: [[&str; 4]; 2] = [
     ["172.18.0.2", "10.244.1.1", "198.51.100.1", "203.0.113.9"],

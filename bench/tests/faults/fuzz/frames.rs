@@ -8,8 +8,8 @@ use rand::seq::IndexedRandom;
 
 use super::arrivals::{MARK, Sent, mark};
 use super::evaluator::{
-    CLIENT, DENIED, End, FAR, ICMP, ICMPV6, NEAR, NODE, NODE_PORT, NODE_PORT_OUTSIDE, OUTSIDE_UDP, SCTP, SERVED_TCP,
-    SERVED_UDP, SERVICE, SERVICE_PORT, TCP, UDP,
+    CLIENT, DENIED, ELSEWHERE, End, FAR, ICMP, ICMPV6, NEAR, NODE, NODE_PORT, NODE_PORT_OUTSIDE, OUTSIDE_UDP, SCTP,
+    SERVED_TCP, SERVED_UDP, SERVICE, SERVICE_PORT, TCP, UDP,
 };
 use super::headers::{Datagram, Piece, checksum_offset, fill_checksum, octets, padding};
 use crate::forger::{BROADCAST, VirtioHeader};
@@ -125,9 +125,15 @@ impl Maker {
                 (at(NODE[family][2]), UDP, [client, NODE_PORT]),
             ],
             End::Free => vec![(at(FAR[family]), UDP, [client, DENIED])],
-            End::Shut => vec![],
+            // It may send nothing; by its node, or as neighbour discovery, it would get somewhere.
+            End::Shut => vec![
+                (at(NEAR[family]), if v6 { ICMPV6 } else { ICMP }, [0, 0]),
+                (at(NODE[family][0]), UDP, [client, NODE_PORT_OUTSIDE]),
+                (at(NODE[family][3]), TCP, [client, NODE_PORT_OUTSIDE]),
+                (at(SERVICE[family]), UDP, [client, SERVICE_PORT]),
+            ],
         };
-        if !good.is_empty() && self.random.random() {
+        if self.random.random() {
             return self.of(&good);
         }
         let mut places: Vec<IpAddr> = End::ALL.iter().map(|end| end.address(v6)).collect();
@@ -166,7 +172,9 @@ impl Maker {
             UDP if self.one_in(20) => {
                 sent.how.push("vxlan");
                 let inner = self.inner(head, payload);
-                let vxlan = [&[8, 0, 0, 0, 0, 0, 1, 0][..], &[2; 12], &self.kind(head), &inner].concat();
+                // A device takes no frame with its own MAC as source for another's.
+                let macs = [2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 9];
+                let vxlan = [&[8, 0, 0, 0, 0, 0, 1, 0][..], &macs, &self.kind(head), &inner].concat();
                 let length = (vxlan.len() + 8) as u16;
                 [&source[..], &8472_u16.to_be_bytes(), &length.to_be_bytes(), &[0, 0], &vxlan].concat()
             }
@@ -206,11 +214,12 @@ impl Maker {
         if head.from.is_ipv4() { [0x08, 0] } else { [0x86, 0xdd] }
     }
 
-    /// A datagram of another sender to the served pod, inside another packet.
+    /// A datagram with the source of another, inside another packet.
     fn inner(&mut self, head: &Datagram, payload: Vec<u8>) -> Vec<u8> {
         let v6 = head.from.is_ipv6();
         let to = self.of(&[End::Served, End::Free, End::Outside]).address(v6);
-        let inner = Datagram { from: End::Narrow.address(v6), to, protocol: UDP, ..*head };
+        let from = self.of(&[End::Narrow.address(v6), ELSEWHERE[usize::from(v6)].parse().unwrap()]);
+        let inner = Datagram { from, to, protocol: UDP, ..*head };
         let port = self.of(&[SERVED_UDP, OUTSIDE_UDP]);
         let mut body = [CLIENT.start.to_be_bytes(), port.to_be_bytes()].concat();
         body.extend((payload.len() as u16 + 8).to_be_bytes());
@@ -364,6 +373,10 @@ impl Maker {
     fn frame(&mut self, from: End, mut packet: Vec<u8>, sent: &mut Sent) -> Frame {
         let index = from as usize;
         let (mut to, mut source) = (self.macs.gateway[index], self.macs.own[index]);
+        if sent.protocol == ICMPV6 && self.one_in(2) {
+            // On a bridge, that of its port.
+            to = self.macs.node[index];
+        }
         if self.one_in(6) {
             sent.how.push("to another MAC");
             let other = self.random.random_range(0..self.macs.own.len());

@@ -31,6 +31,8 @@ use crate::fixture::{Fixture, pods};
 use crate::forger::VirtioSocket;
 
 const LIMIT: Duration = Duration::from_secs(30);
+/// The MAC of the node's tunnel, to which inner frames are sent.
+const TUNNEL_MAC: &str = "02:02:02:02:02:02";
 /// Datagrams of each sender in a round; what has arrived is read after each.
 const ROUND: usize = 24;
 
@@ -146,6 +148,10 @@ impl World {
                 let machine = cluster.node.add_outside("outside").unwrap();
                 // A device that computes no checksums: the kernel writes them before it.
                 cluster.node.namespace().set_offload(machine.interface(), Offload::TxChecksum, false).unwrap();
+                // A tunnel that a node has for its pods: it unwraps what comes to its port.
+                let tunnel = "type vxlan external dstport 8472 nolearning";
+                ip(cluster.node.namespace(), &format!("link add tunnel address {TUNNEL_MAC} {tunnel}"));
+                ip(cluster.node.namespace(), "link set tunnel up");
                 for far in FAR {
                     ip(machine.namespace(), &format!("address add {far} dev lo"));
                 }
@@ -265,17 +271,11 @@ impl World {
     /// The narrow pod takes its free neighbour's MAC, says that it has its address, and sends as it would.
     fn copy_mac(&mut self) {
         let (own, other) = (self.maker.macs.own[End::Narrow as usize], self.maker.macs.own[End::Free as usize]);
-        let namespace = self.namespaces[End::Narrow as usize].clone();
-        let set = |mac: [u8; 6]| {
-            let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
-            ip(&namespace, &format!("link set eth0 address {mac}"));
-        };
-        set(other);
+        self.set_mac(other);
         let sender = &self.senders[End::Narrow as usize];
         let IpAddr::V4(free) = End::Free.address(false) else { return };
         let claim = [&other[..], &free.octets(), &[0; 6], &free.octets()].concat();
         let arp = [&[0xff; 6][..], &other, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 1], &claim].concat();
-        self.maker.macs.own[End::Narrow as usize] = other;
         for _ in 0..3 {
             let _ = sender.send(&crate::forger::VirtioHeader::default(), &arp);
             std::thread::sleep(Duration::from_millis(20));
@@ -289,8 +289,30 @@ impl World {
             }
         }
         self.judge_arrivals(Duration::from_millis(20));
-        set(own);
-        self.maker.macs.own[End::Narrow as usize] = own;
+        self.set_mac(own);
+    }
+
+    /// Gives the narrow pod's interface this MAC, as it is, or while it is down for a moment.
+    fn set_mac(&mut self, mac: [u8; 6]) {
+        let namespace = self.namespaces[End::Narrow as usize].clone();
+        let is_down = self.maker.random.random();
+        if is_down {
+            // Without these the pod loses its IPv6 addresses, or cannot use them for a while.
+            for setting in ["keep_addr_on_down=1", "accept_dad=0"] {
+                let set = ["-q", "-w", &format!("net.ipv6.conf.eth0.{setting}")];
+                assert!(namespace.command("sysctl").args(set).status().unwrap().success());
+            }
+            ip(&namespace, "link set eth0 down");
+        }
+        ip(&namespace, &format!("link set eth0 address {}", mac.map(|byte| format!("{byte:02x}")).join(":")));
+        if is_down {
+            ip(&namespace, "link set eth0 up");
+            ip(&namespace, "route replace default via 10.244.1.1");
+            ip(&namespace, "-6 route replace default via fd00:10:244:1::1");
+            // It has an error to report.
+            self.listeners[End::Narrow as usize] = PacketSocket::open(&namespace).unwrap();
+        }
+        self.maker.macs.own[End::Narrow as usize] = mac;
     }
 
     fn logs(&self) -> String {
@@ -331,7 +353,7 @@ fn fuzz(setting: Setting, seed: u64, length: &Length) {
         if round % 16 == 0 {
             world.converse();
         }
-        if setting.is_bridged && round % 64 == 32 {
+        if setting.is_bridged && round % 64 == 8 {
             world.copy_mac();
         }
         world.round();

@@ -77,6 +77,7 @@ impl Daemon<'_> {
             OperationEvent::Sample => {
                 self.operation.samples.keep(CounterSample::take(&self.dataplane, &self.ports));
                 self.announce_ready();
+                self.tell_service_manager();
             }
             OperationEvent::Write => self.write_verdicts(),
             OperationEvent::CountUse => {
@@ -206,6 +207,14 @@ impl Daemon<'_> {
                 Ok(()) => drop(ready.send(())),
                 Err(_) => self.operation.ready = Some(ready),
             }
+        }
+    }
+
+    /// Tells a service manager, once, that the first policy is in effect. By which objects and settings does not matter: those of an
+    /// earlier run are no reason to end this one.
+    fn tell_service_manager(&mut self) {
+        if self.health().is_ok() && self.publisher.inputs().progress.is_programmed() {
+            self.operation.service_manager.tell_ready();
         }
     }
 

@@ -45,7 +45,7 @@ impl Daemon<'_> {
         self.node_path.check(&self.netstate).map_err(RunError::failed)?;
         let (pods, mut problems) = self.publisher.inputs().objects.resolved_pods();
         let bindings = self.bindings.follow(&self.netstate, &pods);
-        self.ports.close_new_interfaces(&self.netstate, &bindings.named());
+        self.ports.close_new_interfaces(&self.netstate, bindings);
         let (wanted, more) = pod_ports(&self.netstate, bindings, &pods, self.settings.port_limits());
         problems.extend(more);
         self.bindings.keep();
@@ -59,6 +59,8 @@ impl Daemon<'_> {
         self.ports.follow_uplinks(&self.netstate);
         let network = NodeNetwork::of(&self.netstate, self.ports.watches_uplinks());
         self.publisher.update_ports(self.ports.layout(), network, why, seen);
+        let tunnels = self.publisher.inputs().refused_tunnels();
+        self.ports.refuse_tunnels(&tunnels);
         self.close_ports(gone);
         self.ports.retract();
         self.follow_capture();

@@ -13,7 +13,7 @@ use penstock_policy::model::{ObjectKey, Pod};
 use serde::{Deserialize, Serialize};
 
 use super::cni_results::CniResult;
-use super::network_state::NetworkState;
+use super::network_state::{Link, NetworkState};
 use super::pod_problem::PodProblem;
 
 /// Most pods whose interfaces `penstock-cni` has told and no other source knows yet.
@@ -44,6 +44,10 @@ pub struct Bindings {
     claims: BTreeSet<PodProblem>,
     /// Veths that lead to a pod beside its interface, and that no result names.
     beside: BTreeMap<u32, ObjectKey>,
+    /// Results name an interface of one of these pods, and no pod is without one.
+    are_results_complete: bool,
+    /// A pod of this node has no address yet.
+    is_pod_awaited: bool,
 }
 
 impl Bindings {
@@ -84,7 +88,7 @@ impl Bindings {
         let routed = netstate.routed();
         let mut links: BTreeMap<ObjectKey, BTreeSet<u32>> = BTreeMap::new();
         let mut others = Vec::new();
-        for pod in pods {
+        for &pod in &pods {
             let sure = self.sure(netstate, &routed, pod);
             match sure.is_empty() {
                 true => others.push(pod),
@@ -97,6 +101,14 @@ impl Bindings {
         self.follow_neighbours(netstate, &taken, &others);
         self.follow_macs(netstate);
         self.beside = self.find_beside(netstate);
+        let is_named = |pod: &&Pod| !self.by_results(netstate, pod).is_empty();
+        self.are_results_complete =
+            pods.iter().any(is_named) && pods.iter().all(|pod| self.links_of(&pod.key).next().is_some());
+    }
+
+    /// Whether a pod of this node has no address yet: its plugins may be making an interface.
+    pub fn note_awaited(&mut self, is_pod_awaited: bool) {
+        self.is_pod_awaited = is_pod_awaited;
     }
 
     /// Veths that no source names, and that lead to where a pod's interface leads: the kernel knows the network namespace of a veth's
@@ -115,23 +127,23 @@ impl Bindings {
 
     /// A pod's interfaces by results, by what was told, or by routes.
     fn sure(&self, netstate: &NetworkState, routed: &BTreeMap<IpAddr, u32>, pod: &Pod) -> BTreeSet<u32> {
-        let veths = |names: &[String]| -> BTreeSet<u32> {
-            let found = names.iter().filter_map(|name| netstate.link(name));
-            found.filter(|link| link.veth).map(|link| link.index).collect()
-        };
-        let of_pod = self.results.iter().filter(|result| result.pod == pod.key);
-        let by_results: BTreeSet<u32> = of_pod
-            .filter(|result| pod.addresses.iter().any(|address| result.addresses.contains(address)))
-            .flat_map(|result| veths(&result.on_node))
-            .collect();
+        let by_results = self.by_results(netstate, pod);
         if !by_results.is_empty() {
             return by_results;
         }
-        let told = self.told.get(&pod.key).map(|names| veths(names)).unwrap_or_default();
+        let told: BTreeSet<u32> =
+            self.told.get(&pod.key).into_iter().flat_map(|names| veths(netstate, names)).collect();
         if !told.is_empty() {
             return told;
         }
         pod.addresses.iter().filter_map(|address| routed.get(address)).copied().collect()
+    }
+
+    fn by_results(&self, netstate: &NetworkState, pod: &Pod) -> BTreeSet<u32> {
+        let of_pod = self.results.iter().filter(|result| result.pod == pod.key);
+        let of_addresses =
+            of_pod.filter(|result| pod.addresses.iter().any(|address| result.addresses.contains(address)));
+        of_addresses.flat_map(|result| veths(netstate, &result.on_node)).collect()
     }
 
     fn follow_neighbours(&mut self, netstate: &NetworkState, taken: &BTreeMap<u32, ObjectKey>, pods: &[&Pod]) {
@@ -209,6 +221,19 @@ impl Bindings {
         &self.beside
     }
 
+    /// Whether this veth is no pod's: all pods of this node have their interfaces, plugins keep results, these have neither its name nor an
+    /// address that is routed to it, and it leads to no pod's network namespace.
+    pub fn is_no_pods(&self, netstate: &NetworkState, link: &Link) -> bool {
+        let routes = netstate.routes.iter().chain(&netstate.other_routes);
+        let mut routed = routes.filter(|route| route.link == link.index).map(|route| route.destination);
+        self.are_results_complete
+            && !self.is_pod_awaited
+            && !self.named().contains(&link.name)
+            && !self.beside.contains_key(&link.index)
+            && !self.links.values().any(|links| links.contains(&link.index))
+            && !routed.any(|address| self.results.iter().any(|result| result.addresses.contains(&address)))
+    }
+
     /// False claims of neighbours or MAC addresses.
     pub fn claims(&self) -> &BTreeSet<PodProblem> {
         &self.claims
@@ -231,9 +256,15 @@ impl Bindings {
     }
 }
 
+/// Those of these names that are veths.
+fn veths(netstate: &NetworkState, names: &[String]) -> Vec<u32> {
+    let found = names.iter().filter_map(|name| netstate.link(name));
+    found.filter(|link| link.veth).map(|link| link.index).collect()
+}
+
 #[cfg(test)]
 mod tests {
-    use super::super::network_state::{HostRoute, Link};
+    use super::super::network_state::HostRoute;
     use super::*;
 
     const BRIDGE: u32 = 3;
@@ -349,6 +380,39 @@ mod tests {
         netstate.bridged = vec![HostRoute { destination: "10.1.1.6".parse().unwrap(), link: 7 }];
         bindings.update(vec![result("a", "eth0", "veth7", "10.1.1.5")], &netstate, &pods);
         assert!(links(&bindings, "b").is_empty() && bindings.claims().len() == 1);
+    }
+
+    #[test]
+    fn a_veth_that_complete_results_do_not_know_is_no_pods() {
+        let routed = |to: &str, link| HostRoute { destination: to.parse().unwrap(), link };
+        let netstate = NetworkState { routes: vec![routed("10.1.1.5", 7), routed("192.0.2.7", 9)], ..bridged(&[]) };
+        let known = || result("a", "eth0", "veth7", "10.1.1.5");
+        let starting = CniResult { addresses: ["192.0.2.7".parse().unwrap()].into(), ..result("b", "eth0", "", "::") };
+        let pod_a = [pod("a", "10.1.1.5")];
+        let with_b = [pod("a", "10.1.1.5"), pod("b", "10.1.1.6")];
+        let mut beside = netstate.clone();
+        beside.links.get_mut(&9).unwrap().peer_namespace = Some(7);
+        for (what, results, netstate, pods, expected) in [
+            ("another system's", vec![known()], &netstate, &pod_a[..], true),
+            ("without results", vec![], &netstate, &pod_a[..], false),
+            (
+                "a pod that starts has its name",
+                vec![known(), result("b", "eth0", "veth9", "10.1.1.6")],
+                &netstate,
+                &pod_a[..],
+                false,
+            ),
+            ("a pod that starts has its address", vec![known(), starting], &netstate, &pod_a[..], false),
+            ("a pod has no interface", vec![known()], &netstate, &with_b[..], false),
+            ("it leads to a pod", vec![known()], &beside, &pod_a[..], false),
+        ] {
+            let mut bindings = Bindings::default();
+            bindings.update(results, netstate, pods);
+            assert_eq!(bindings.is_no_pods(netstate, &netstate.links[&9]), expected, "{what}");
+            assert!(!bindings.is_no_pods(netstate, &netstate.links[&7]), "{what}");
+            bindings.note_awaited(true);
+            assert!(!bindings.is_no_pods(netstate, &netstate.links[&9]), "{what}, and a pod has no address yet");
+        }
     }
 
     #[test]

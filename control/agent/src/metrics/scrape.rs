@@ -32,13 +32,14 @@ use crate::view::{DaemonView, LiveCounters};
 pub(crate) struct Scrape {
     statistics: DataplaneStatistics,
     depths: QueueDepths,
-    /// By port number: role, namespace and name of its pod, XDP outcomes.
+    /// By port number: role, namespace and name of its pod, outcomes of its programs.
     ports: BTreeMap<u16, PortLabels>,
     published: u32,
     in_force: Vec<u32>,
     offload_in_force: Option<u32>,
     /// From pod to pod, from a pod to the node's stack, and from there to a pod.
     offloaded: Option<[TrafficCount; 3]>,
+    refused_tunnels: Option<u64>,
     cores: Vec<usize>,
     policies: usize,
     pods: usize,
@@ -78,7 +79,7 @@ struct PortLabels {
     role: PortRole,
     namespace: String,
     pod: String,
-    xdp: Vec<(String, u64)>,
+    outcomes: Vec<(String, u64)>,
 }
 
 /// What a pod's limits have refused, by the name of the direction.
@@ -112,9 +113,12 @@ impl Scrape {
         let LiveCounters { sample, depths, ports } = counters;
         let named = ports.into_iter().map(|port| {
             let (namespace, pod) = port.pod.map(|pod| (pod.namespace, pod.name)).unwrap_or_default();
-            let xdp = port.outcomes.iter().flat_map(|outcomes| outcomes.iter());
-            let xdp = xdp.map(|(name, count)| (name.to_string(), count)).collect();
-            (port.id.0, PortLabels { role: port.role, namespace: namespace.to_string(), pod: pod.to_string(), xdp })
+            let outcomes = port.outcomes.iter().flat_map(|outcomes| outcomes.iter());
+            let outcomes = outcomes.map(|(name, count)| (name.to_string(), count)).collect();
+            (
+                port.id.0,
+                PortLabels { role: port.role, namespace: namespace.to_string(), pod: pod.to_string(), outcomes },
+            )
         });
         let log = view.dataplane.verdicts();
         Self {
@@ -125,6 +129,7 @@ impl Scrape {
             in_force: view.dataplane.in_force().into_iter().map(|epoch| epoch.0).collect(),
             offload_in_force: view.dataplane.offload_in_force().map(|epoch| epoch.0),
             offloaded: view.ports.offloaded(),
+            refused_tunnels: view.ports.refused_tunnels(),
             cores: view.dataplane.cores().iter().map(|core| core.0).collect(),
             policies: view.objects.policies(),
             pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
@@ -212,12 +217,12 @@ impl Scrape {
         )?;
         to.family(
             FamilyType::Counter,
-            "penstock_port_xdp",
-            "What the XDP program did with packets, by outcome",
+            "penstock_port_program",
+            "Packets by what the program at the port did with them",
             |add| {
                 self.each_port(|labels, port| {
                     let named = self.ports.get(&port.port.0);
-                    let outcomes = named.iter().flat_map(|named| &named.xdp);
+                    let outcomes = named.iter().flat_map(|named| &named.outcomes);
                     let mut outcomes = outcomes.map(|(outcome, count)| (outcome.as_str(), *count));
                     outcomes
                         .try_for_each(|(outcome, count)| add.count(&[labels, &[("outcome", outcome)]].concat(), count))
@@ -366,6 +371,12 @@ impl Scrape {
                 let counts = self.offloaded.iter().flatten();
                 paths.iter().zip(counts).try_for_each(|(path, count)| add.count(&[("path", path)], count.packets))
             },
+        )?;
+        to.family(
+            FamilyType::Counter,
+            "penstock_tunnel_packets_refused",
+            "Tunnel packets of other nodes' pods to this node, which it would have unwrapped",
+            |add| self.refused_tunnels.iter().try_for_each(|count| add.count(&[], *count)),
         )?;
         to.family(
             FamilyType::Histogram,

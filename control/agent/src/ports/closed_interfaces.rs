@@ -2,8 +2,9 @@
 //! that a pod that starts before its object arrives sends nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 
-use penstock_xdp_redirect::{Interface, XdpOutcomeCounts};
+use penstock_xdp_redirect::{Interface, ProgramOutcomeCounts};
 
 use super::programs::InterfacePrograms;
 use crate::config::{Config, InterfacePattern, StartupMode};
@@ -17,8 +18,14 @@ pub(super) struct ClosedInterfaces {
     uplinks: BTreeSet<String>,
     /// Interfaces that existed before the daemon, or turned out to be no pod's.
     ignored: BTreeSet<u32>,
-    closed: BTreeMap<u32, InterfacePrograms>,
+    /// Interfaces that are no pod's by what is known now.
+    nobodys: BTreeSet<u32>,
+    /// Since when each is closed, and by what.
+    closed: BTreeMap<u32, (Instant, InterfacePrograms)>,
 }
+
+/// How late a pod's object may come that says that an interface is being made.
+const LATE_OBJECTS: Duration = Duration::from_secs(30);
 
 impl ClosedInterfaces {
     /// Interfaces that exist now are ignored.
@@ -29,6 +36,7 @@ impl ClosedInterfaces {
             bridges: config.pod_bridges.clone(),
             uplinks: config.uplinks.iter().map(|name| name.as_str().to_owned()).collect(),
             ignored: now.links.keys().copied().collect(),
+            nobodys: BTreeSet::new(),
             closed: BTreeMap::new(),
         }
     }
@@ -46,7 +54,8 @@ impl ClosedInterfaces {
         let new = netstate
             .links
             .values()
-            .filter(|link| !self.ignored.contains(&link.index) && self.may_be_pod_interface(netstate, link, named));
+            .filter(|link| !self.ignored.contains(&link.index) && !self.nobodys.contains(&link.index))
+            .filter(|link| self.may_be_pod_interface(netstate, link, named));
         new.filter(|link| !self.closed.contains_key(&link.index)).map(interface).collect()
     }
 
@@ -72,12 +81,12 @@ impl ClosedInterfaces {
 
     /// Adds an interface that is closed now.
     pub(super) fn put(&mut self, attached: InterfacePrograms) {
-        self.closed.insert(attached.interface().index, attached);
+        self.closed.insert(attached.interface().index, (Instant::now(), attached));
     }
 
     /// Removes and returns the programs of an interface that is about to be served.
     pub(super) fn take(&mut self, index: u32) -> Option<InterfacePrograms> {
-        self.closed.remove(&index)
+        self.closed.remove(&index).map(|(_, attached)| attached)
     }
 
     /// Whether this interface is closed.
@@ -90,39 +99,51 @@ impl ClosedInterfaces {
         self.ignored.insert(index);
     }
 
-    /// Releases interfaces that are gone, and those that joined a bridge or the like without pods, except `kept`.
-    pub(super) fn release(&mut self, netstate: &NetworkState, named: &BTreeSet<String>, kept: &BTreeSet<u32>) {
+    /// Releases interfaces that are gone, those that joined a bridge or the like without pods, and those that are no pod's, except `kept`. One
+    /// that turns out to be a pod's after all is new again.
+    pub(super) fn release(
+        &mut self,
+        netstate: &NetworkState,
+        named: &BTreeSet<String>,
+        is_no_pods: impl Fn(&Link) -> bool,
+        kept: &BTreeSet<u32>,
+    ) {
         self.ignored.retain(|index| netstate.links.contains_key(index));
-        let released: Vec<u32> = (self.closed.keys().copied())
-            .filter(|index| match netstate.links.get(index) {
-                Some(link) => !kept.contains(index) && !self.has_pod_master(netstate, link, named),
+        self.nobodys.retain(|index| netstate.links.get(index).is_some_and(&is_no_pods));
+        let is_nobodys = |since: &Instant, link| since.elapsed() > LATE_OBJECTS && is_no_pods(link);
+        let released: Vec<u32> = (self.closed.iter())
+            .filter(|(index, (since, _))| match netstate.links.get(index) {
+                Some(link) => {
+                    !kept.contains(index) && (!self.has_pod_master(netstate, link, named) || is_nobodys(since, link))
+                }
                 None => true,
             })
+            .map(|(&index, _)| index)
             .collect();
         for index in released {
-            let attached = self.closed.remove(&index);
-            if netstate.links.contains_key(&index) {
-                self.ignored.insert(index);
-                let name = attached.map(|attached| attached.interface().name.clone());
-                tracing::info!(interface = name, "not a pod's interface: opened again");
-            }
+            let attached = self.take(index);
+            let Some(link) = netstate.links.get(&index) else { continue };
+            let known = if is_no_pods(link) { &mut self.nobodys } else { &mut self.ignored };
+            known.insert(index);
+            let name = attached.map(|attached| attached.interface().name.clone());
+            tracing::info!(interface = name, "not a pod's interface: opened again");
         }
     }
 
     /// Each closed interface with the counters of its program.
-    pub(super) fn counters(&self) -> Vec<(String, XdpOutcomeCounts)> {
-        let all = self.closed.values();
+    pub(super) fn counters(&self) -> Vec<(String, ProgramOutcomeCounts)> {
+        let all = self.closed.values().map(|(_, attached)| attached);
         all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes()?))).collect()
     }
 
     /// The programs of all closed interfaces.
     pub(super) fn attached_mut(&mut self) -> impl Iterator<Item = &mut InterfacePrograms> {
-        self.closed.values_mut()
+        self.closed.values_mut().map(|(_, attached)| attached)
     }
 
     /// All programs that are attached.
     pub(super) fn into_attached(self) -> impl Iterator<Item = InterfacePrograms> {
-        self.closed.into_values()
+        self.closed.into_values().map(|(_, attached)| attached)
     }
 }
 
@@ -191,7 +212,7 @@ mod tests {
     fn a_reused_interface_index_may_belong_to_a_new_pod() {
         let mut found = waiting("", &[Link::veth(1, "veth1")]);
         let none = BTreeSet::new();
-        found.release(&netstate(&[]), &none, &BTreeSet::new());
+        found.release(&netstate(&[]), &none, |_| false, &BTreeSet::new());
         assert_eq!(found.new_interfaces(&netstate(&[Link::veth(1, "veth1")]), &none).len(), 1);
     }
 }

@@ -27,7 +27,7 @@ use super::close_first::CloseFirstFds;
 use super::config::{Config, FailMode};
 use super::coverage::NotEnforced;
 use super::reserved_descriptors::ReservedDescriptors;
-use crate::discovery::{Link, NetworkState, PodPort, Sysctls, WorkerVeth};
+use crate::discovery::{Bindings, Link, NetworkState, PodPort, Sysctls, WorkerVeth};
 use addresses::Announced;
 use closed_interfaces::ClosedInterfaces;
 pub(super) use closed_interfaces::interface;
@@ -190,12 +190,13 @@ impl OpenPorts {
         Ok(())
     }
 
-    /// Closes new interfaces that may be a pod's until their pod is known.
-    /// `named`: interfaces that CNI plugins have made for pods.
-    pub(super) fn close_new_interfaces(&mut self, netstate: &NetworkState, named: &BTreeSet<String>) {
+    /// Closes new interfaces that may be a pod's until their pod is known. `bindings`: as of this state.
+    pub(super) fn close_new_interfaces(&mut self, netstate: &NetworkState, bindings: &Bindings) {
+        let named = &bindings.named();
         self.reserved.refill();
         self.untold.retain(|thing, _| thing.parse::<IpAddr>().is_ok() || netstate.link(thing).is_some());
-        self.closed_interfaces.release(netstate, named, &self.unserved);
+        let is_no_pods = |link: &Link| bindings.is_no_pods(netstate, link);
+        self.closed_interfaces.release(netstate, named, is_no_pods, &self.unserved);
         for interface in self.closed_interfaces.new_interfaces(netstate, named) {
             if !self.pods.contains_key(&interface.index) {
                 self.close(&interface, netstate);
@@ -216,7 +217,7 @@ impl OpenPorts {
                 Some(_) if self.pods.contains_key(&index) || self.closed_interfaces.has(index) => {}
                 Some(link) => self.close(&interface(link), netstate),
                 None if permanent.contains(&index) && !is_foreign => {}
-                None if pinned.program == PinnedProgram::ToUplink && self.uplinks.has(index) => {}
+                None if pinned.program.is_at_uplink() && self.uplinks.has(index) => {}
                 None => pins.remove(pinned),
             }
             if is_foreign {
@@ -229,6 +230,11 @@ impl OpenPorts {
     pub(super) fn take_over_programs(&mut self) -> Result<(), AttachError> {
         let pods = self.pods.values_mut().map(|attachment| &mut attachment.open.programs);
         self.programs.take_over(self.uplinks.attached_mut(), pods.chain(self.closed_interfaces.attached_mut()))
+    }
+
+    /// Tunnel packets of other nodes' pods that this node did not unwrap; `None` where no program sees them.
+    pub(super) fn refused_tunnels(&self) -> Option<u64> {
+        self.programs.leaving()?.refused_tunnels().ok()
     }
 
     /// Packets that programs forwarded without a worker: from pod to pod, from a pod to the node's stack, and from there

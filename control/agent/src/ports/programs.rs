@@ -8,8 +8,8 @@ use std::os::fd::BorrowedFd;
 use penstock_dataplane::forward::PortId;
 use penstock_xdp_redirect::{
     AttachError, AttachOptions, Attached, AttachedUplink, Entrances, Filtered, Interface, OwnAddressesError, Pinned,
-    PinnedProgram, Pins, PodVeth, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode,
-    XdpOutcomeCounts,
+    PinnedProgram, Pins, PodVeth, ProgramOutcomeCounts, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount,
+    WorkerPair, XdpMode,
 };
 
 use crate::discovery::PodPort;
@@ -194,11 +194,11 @@ impl InterfacePrograms {
         }
     }
 
-    pub(crate) fn outcomes(&self) -> Option<XdpOutcomeCounts> {
+    pub(crate) fn outcomes(&self) -> Option<ProgramOutcomeCounts> {
         match self {
             Self::Xdp(attached) => attached.outcomes().ok(),
             Self::Tcx { veth, .. } => veth.outcomes().ok(),
-            Self::Pairs(_) => Some(XdpOutcomeCounts::default()),
+            Self::Pairs(_) => Some(ProgramOutcomeCounts::default()),
         }
     }
 

@@ -1,13 +1,19 @@
 //! Interfaces to other machines. What a pod sends to its own node passes without policy, and what it sends to a Service is not judged by the
-//! Service's address; where the node sends it on, egress policy is evaluated for the machine that gets it.
+//! Service's address; where the node sends it on, egress policy is evaluated for the machine that gets it. Tunnel packets of other nodes' pods
+//! are not unwrapped.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
+use ipnet::IpNet;
 use penstock_dataplane::forward::PortId;
-use penstock_xdp_redirect::{AttachError, AttachedUplink, NO_UPLINK_NUMBER, TcxPrograms, UplinkNumber};
+use penstock_xdp_redirect::{
+    AttachError, AttachedUplink, NO_UPLINK_NUMBER, RemoteNetwork, TcxMapError, TcxPrograms, UplinkNumber,
+};
 
 use super::{OpenPorts, interface};
 use crate::discovery::{Link, NetworkState};
+use crate::node_context::RefusedTunnels;
 
 /// The attached uplinks.
 #[derive(Default)]
@@ -17,6 +23,8 @@ pub(super) struct Uplinks {
     senders: BTreeMap<u32, PortId>,
     /// Interfaces that could not be attached, with what is said of them.
     failed: BTreeMap<u32, String>,
+    /// Tunnel packets that the programs refuse.
+    tunnels: Arc<RefusedTunnels>,
 }
 
 impl OpenPorts {
@@ -36,6 +44,20 @@ impl OpenPorts {
         if self.programs.are_xdp() {
             let served = self.pods.values().filter(|pod| pod.served);
             self.uplinks.follow_senders(tcx, served.map(|pod| (pod.last.link, pod.open.id)).collect());
+        }
+    }
+
+    /// Has the programs refuse these tunnel packets.
+    pub(crate) fn refuse_tunnels(&mut self, wanted: &Arc<RefusedTunnels>) {
+        const THING: &str = "tunnel packets";
+        let Some(tcx) = self.programs.leaving().filter(|_| self.uplinks.tunnels != *wanted) else { return };
+        match self.uplinks.refuse_tunnels(tcx, wanted) {
+            Ok(()) => drop(self.untold.remove(THING)),
+            // The next call tries again.
+            Err(error) => {
+                let reason = format!("{error}; tunnel packets of other nodes' pods may be unwrapped here");
+                self.untold.insert(THING.to_owned(), reason);
+            }
         }
     }
 
@@ -89,6 +111,21 @@ impl Uplinks {
                 }
             }
         }
+    }
+
+    fn refuse_tunnels(&mut self, tcx: &TcxPrograms, wanted: &Arc<RefusedTunnels>) -> Result<(), TcxMapError> {
+        let before = &self.tunnels;
+        let network = |network: &IpNet| RemoteNetwork { address: network.addr(), length: network.prefix_len() };
+        for (at, &of_pods) in wanted.networks.iter().filter(|&(at, is)| before.networks.get(at) != Some(is)) {
+            tcx.set_remote_network(network(at), Some(of_pods))?;
+        }
+        for at in before.networks.keys().filter(|at| !wanted.networks.contains_key(at)) {
+            tcx.set_remote_network(network(at), None)?;
+        }
+        wanted.ports.difference(&before.ports).try_for_each(|&port| tcx.set_tunnel_port(port, true))?;
+        before.ports.difference(&wanted.ports).try_for_each(|&port| tcx.set_tunnel_port(port, false))?;
+        self.tunnels = Arc::clone(wanted);
+        Ok(())
     }
 
     fn follow_senders(&mut self, tcx: &TcxPrograms, wanted: BTreeMap<u32, PortId>) {

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_policy::model::ObjectKey;
-use penstock_xdp_redirect::XdpOutcomeCounts;
+use penstock_xdp_redirect::ProgramOutcomeCounts;
 
 use super::OpenPorts;
 use super::open::{AttachedPort, PodAttachment};
@@ -49,7 +49,7 @@ pub(crate) struct PortXdpCounters {
     pub(crate) role: PortRole,
     pub(crate) pod: Option<ObjectKey>,
     pub(crate) mode: AttachMode,
-    pub(crate) outcomes: Option<XdpOutcomeCounts>,
+    pub(crate) outcomes: Option<ProgramOutcomeCounts>,
 }
 
 impl OpenPorts {
@@ -114,7 +114,7 @@ impl OpenPorts {
     }
 
     /// Interfaces that are closed because their pod is not known, with their counters.
-    pub(crate) fn closed_interfaces(&self) -> Vec<(String, XdpOutcomeCounts)> {
+    pub(crate) fn closed_interfaces(&self) -> Vec<(String, ProgramOutcomeCounts)> {
         self.closed_interfaces.counters()
     }
 

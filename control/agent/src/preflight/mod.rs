@@ -161,10 +161,12 @@ pub(super) fn programs(settings: &Settings<'_>) -> Option<PreflightFinding> {
     let at = settings.config.fail.pins.display();
     let tags = Pins::at(&settings.config.fail.pins).ok()?.tags();
     let own = match settings.attach {
-        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok(([pod, ProgramTag::own(Role::Host)?], None))),
-        Attach::Tcx => ProgramTag::own_tcx().map(|[from, to, leaving]| ([from, to], Some(leaving))),
+        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok(([pod, ProgramTag::own(Role::Host)?], [None; 2]))),
+        Attach::Tcx => {
+            ProgramTag::own_tcx().map(|[from, to, leaving, coming]| ([from, to], [leaving, coming].map(Some)))
+        }
     };
-    let ([first, second], third) = match own {
+    let ([first, second], [third, fourth]) = match own {
         Ok(own) => own,
         Err(error) => return Some(PreflightFinding::error(error.to_string())),
     };
@@ -173,6 +175,7 @@ pub(super) fn programs(settings: &Settings<'_>) -> Option<PreflightFinding> {
         (PinnedProgram::Xdp(Role::Pod), Attach::Xdp) | (PinnedProgram::FromPod, Attach::Tcx) => Some(first),
         (PinnedProgram::Xdp(_), Attach::Xdp) | (PinnedProgram::ToPod, Attach::Tcx) => Some(second),
         (PinnedProgram::ToUplink, _) => third,
+        (PinnedProgram::FromUplink, _) => fourth,
         (PinnedProgram::Xdp(_), Attach::Tcx) | (PinnedProgram::FromPod | PinnedProgram::ToPod, Attach::Xdp) => None,
     };
     for (pinned, tag) in &tags {

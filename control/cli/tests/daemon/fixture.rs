@@ -67,7 +67,13 @@ pub(crate) struct Daemon {
 impl Daemon {
     /// Starts it and waits until it is ready.
     pub(crate) fn start(files: &Files) -> Self {
-        let mut command = files.command("run");
+        let daemon = Self::spawn(files.command("run"));
+        daemon.wait_for("ready: ");
+        daemon
+    }
+
+    /// Starts it.
+    pub(crate) fn spawn(mut command: Command) -> Self {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let (sender, lines) = mpsc::channel();
@@ -79,9 +85,7 @@ impl Daemon {
                 BufReader::new(stream).lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
             });
         }
-        let daemon = Self { child, lines };
-        daemon.wait_for("ready: ");
-        daemon
+        Self { child, lines }
     }
 
     /// The next line with this text in it.

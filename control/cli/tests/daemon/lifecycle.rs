@@ -3,6 +3,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, UdpSocket};
+use std::os::unix::net::UnixDatagram;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -338,5 +339,31 @@ fn a_closed_log_pipe_does_not_prevent_cleanup() {
         kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
         assert_eq!(child.wait().unwrap().code(), Some(0));
         assert_restored(&before);
+    });
+}
+
+#[test]
+fn a_service_manager_hears_that_policy_is_in_effect() {
+    on_a_node(|| {
+        let [web, db, job] = [5, 6, 7].map(Pod::new);
+        fs::write("/proc/sys/net/ipv4/ip_forward", "1").unwrap();
+        fs::write("/proc/sys/net/ipv6/conf/all/forwarding", "1").unwrap();
+        let pods = [("web", &web), ("db", &db), ("job", &job)].map(|(name, pod)| pod_manifest(name, pod.addresses()));
+        let files = Files::new("", &[("all.yaml", NAMESPACE.to_owned() + &pods.concat() + &policy("db", "job"))]);
+        let socket = files.path("service-manager");
+        let service_manager = UnixDatagram::bind(&socket).unwrap();
+        service_manager.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut command = files.command("run");
+        command.env("NOTIFY_SOCKET", &socket);
+        let daemon = Daemon::spawn(command);
+        let mut message = [0; 64];
+        let length = service_manager.recv(&mut message).expect("the daemon says something");
+        assert_eq!(&message[..length], b"READY=1");
+        assert_eq!([reaches(&web, &db), reaches(&job, &db)], [[false; 2], [true; 2]]);
+        let (status, _, said) = daemon.end(Signal::SIGTERM);
+        assert_eq!(status.code(), Some(0), "{said}");
+        assert!(said.contains("ready: "), "{said}");
+        service_manager.set_nonblocking(true).unwrap();
+        assert!(service_manager.recv(&mut message).is_err(), "it is said once");
     });
 }

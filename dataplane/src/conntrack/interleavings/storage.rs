@@ -1,14 +1,13 @@
 //! Entries and tags of loom atomics; each run creates its own.
 
+use crate::conntrack::beside::{Link, Opener};
 use crate::conntrack::config::TableMemory;
 use crate::conntrack::entry::TableEntry;
 use crate::conntrack::hash::Seed;
-use crate::conntrack::opener::Opener;
 use crate::conntrack::origin::{OpenError, TableOrigin};
 use crate::conntrack::path::KernelUse;
 use crate::conntrack::shared::SharedMaps;
 use crate::conntrack::tags::{LANES, Tags};
-use crate::conntrack::translation::Link;
 
 pub(in crate::conntrack) struct Storage {
     entries: Box<[TableEntry]>,

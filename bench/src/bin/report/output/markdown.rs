@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use penstock_bench::figures::table;
+
 use super::tables::{self, ReportPart};
 use crate::results::Results;
 
@@ -16,31 +18,6 @@ pub(crate) fn page(parts: &[ReportPart]) -> String {
             ReportPart::Table(rows) => write!(text, "\n{}", table(rows)),
             ReportPart::Plot(name) => writeln!(text, "\n![]({name}.svg)"),
         };
-    }
-    text
-}
-
-fn table(rows: &[Vec<String>]) -> String {
-    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width = |column: usize| {
-        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
-    };
-    let widths: Vec<usize> = (0..columns).map(width).collect();
-    let mut text = String::new();
-    for (index, row) in rows.iter().enumerate() {
-        for (column, width) in widths.iter().enumerate() {
-            let cell = row.get(column).map_or("", String::as_str).replace('|', "\\|");
-            // The first column is text, the others are figures.
-            let _ = if column == 0 { write!(text, "| {cell:width$} ") } else { write!(text, "| {cell:>width$} ") };
-        }
-        text.push_str("|\n");
-        if index == 0 {
-            for (column, width) in widths.iter().enumerate() {
-                let end = if column == 0 { '-' } else { ':' };
-                let _ = write!(text, "|{:-<1$}{end}", "", width + 1);
-            }
-            text.push_str("|\n");
-        }
     }
     text
 }

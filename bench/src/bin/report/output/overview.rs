@@ -123,8 +123,8 @@ mod tests {
 
     use super::*;
     use crate::Plan;
-    use crate::machine::Machine;
     use crate::results::{CaseResult, Samples};
+    use penstock_bench::machine::Machine;
 
     fn results(cases: &[(&str, [f64; 2])]) -> Results {
         const METRICS: &[Metric] =

@@ -49,7 +49,7 @@ pub(crate) fn document(results: &Results, trex: Vec<ReportPart>) -> Vec<ReportPa
 
 fn introduction(results: &Results) -> String {
     let busy = match results.machine.load {
-        load if load > crate::machine::BUSY => {
+        load if load > penstock_bench::machine::BUSY => {
             format!(" **The machine was busy when it began (load average {load:.1}): the figures are unreliable.**")
         }
         _ => String::new(),

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use penstock_bench::load::{
-    CoreTimes, PORTS, TransactionEnds, connected_transactions, datagram_transactions, round_trips,
+    CoreTimes, DATAGRAM_SERVERS, PORTS, TransactionEnds, connected_transactions, datagram_transactions, round_trips,
 };
 use penstock_bench::peers::{Peer, PeerTestbed};
 
@@ -51,8 +51,9 @@ fn measure(testbed: &mut PeerTestbed, plan: &Plan, _: &mut KnownRates) -> Result
         let (many, took, busy) = timed(|| round_trips(&ends(33, None, None)?, 32, Duration::ZERO, length))?;
         let one_opened = connected_transactions(&ends(10, here, here)?, 1, length)?;
         let (opened, opening, busy_opening) = timed(|| connected_transactions(&ends(10, None, None)?, 32, length))?;
-        let one_asked = datagram_transactions(&ends(10, here, here)?, 1, length)?;
-        let asked = datagram_transactions(&ends(10, None, None)?, 32, length)?;
+        let servers = DATAGRAM_SERVERS.start - PORTS.start;
+        let one_asked = datagram_transactions(&ends(servers, here, here)?, 1, length)?;
+        let asked = datagram_transactions(&ends(servers, None, None)?, 32, length)?;
         let of =
             |times: &hdrhistogram::Histogram<u64>, quantile: f64| Some(times.value_at_quantile(quantile) as f64 / 1e3);
         Ok(vec![

@@ -4,6 +4,7 @@
 //! attaches it to a pod's veth, where everything is dropped until [`PodVeth::serve`]. Packets go to a worker through its
 //! veth pair ([`WorkerPair`]), and come back the same way.
 
+mod tunnels;
 mod uplink;
 
 use std::collections::BTreeSet;
@@ -17,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use libbpf_rs::libbpf_sys::{BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
+pub use tunnels::RemoteNetwork;
 pub use uplink::{AttachedUplink, NO_UPLINK_NUMBER, UplinkNumber};
 
 use crate::attach::{is_gone, replace_program};
@@ -26,22 +28,13 @@ use crate::local_pods::key;
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins, detach};
 use crate::translation::ConnectionFunctions;
 use crate::{
-    AttachError, Interface, LoadError, OwnAddressesError, ServiceAddresses, TranslatedSources, XdpOutcome,
-    XdpOutcomeCounts, in_temporary_namespace, own_addresses,
+    AttachError, Interface, LoadError, OwnAddressesError, ProgramOutcome, ProgramOutcomeCounts, ServiceAddresses,
+    TranslatedSources, in_temporary_namespace, own_addresses,
 };
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
 mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/tcx.skel.rs"));
-}
-
-/// The programs in the file that `PENSTOCK_TCX_OBJECT` names, otherwise those that are built in. For tests of what tests notice.
-#[cfg(feature = "replaceable-programs")]
-fn replaceable_object(built_in: &'static [u8]) -> &'static [u8] {
-    match std::env::var_os("PENSTOCK_TCX_OBJECT") {
-        Some(path) => std::fs::read(path).unwrap_or_default().leak(),
-        None => built_in,
-    }
 }
 
 /// Ports that the programs tell apart, as `MAX_PORTS` in `src/bpf/tcx.bpf.c`.
@@ -173,6 +166,7 @@ pub struct TcxPrograms {
     to_pod: OwnedFd,
     from_worker: OwnedFd,
     to_uplink: OwnedFd,
+    from_uplink: OwnedFd,
     maps: Arc<Maps>,
     liveness: ProcessLiveness,
     pins: Option<Pins>,
@@ -189,6 +183,9 @@ struct Maps {
     pod_addresses: MapHandle,
     uplinks: MapHandle,
     uplink_interfaces: MapHandle,
+    tunnel_ports: MapHandle,
+    remote_networks: MapHandle,
+    refused_tunnels: MapHandle,
     offloaded: MapHandle,
     offloaded_ports: MapHandle,
     /// The programs' variables: `pairs` in `src/bpf/tcx.bpf.c`.
@@ -251,6 +248,7 @@ impl TcxPrograms {
             to_pod: program(loaded.progs.to_pod.as_fd())?,
             from_worker: program(loaded.progs.from_worker.as_fd())?,
             to_uplink: program(loaded.progs.to_uplink.as_fd())?,
+            from_uplink: program(loaded.progs.from_uplink.as_fd())?,
             maps: Arc::new(Maps {
                 interfaces: map(&*loaded.maps.interfaces)?,
                 targets: map(&*loaded.maps.targets)?,
@@ -259,6 +257,9 @@ impl TcxPrograms {
                 pod_addresses: map(&*loaded.maps.pod_addresses)?,
                 uplinks: map(&*loaded.maps.uplinks)?,
                 uplink_interfaces: map(&*loaded.maps.uplink_interfaces)?,
+                tunnel_ports: map(&*loaded.maps.tunnel_ports)?,
+                remote_networks: map(&*loaded.maps.remote_networks)?,
+                refused_tunnels: map(&*loaded.maps.refused_tunnels)?,
                 offloaded: map(&*loaded.maps.offloaded)?,
                 offloaded_ports: map(&*loaded.maps.offloaded_ports)?,
                 pairs: map(&*loaded.maps.bss)?,
@@ -380,10 +381,10 @@ impl TcxPrograms {
         Ok(counts)
     }
 
-    /// The programs whose links are pinned: on what a pod sends, on what the node's stack sends to it, and on what it sends to another
-    /// machine.
-    pub(crate) fn pinned(&self) -> [BorrowedFd<'_>; 3] {
-        [self.from_pod.as_fd(), self.to_pod.as_fd(), self.to_uplink.as_fd()]
+    /// The programs whose links are pinned: on what a pod sends, on what the node's stack sends to it, on what it sends to another
+    /// machine, and on what another machine sends.
+    pub(crate) fn pinned(&self) -> [BorrowedFd<'_>; 4] {
+        [self.from_pod.as_fd(), self.to_pod.as_fd(), self.to_uplink.as_fd(), self.from_uplink.as_fd()]
     }
 
     /// As long as this socket is open in any process, [`TcxOptions::open_without_workers`] passes nothing.
@@ -679,8 +680,8 @@ impl PodVeth {
     }
 
     /// Counters of both programs, by outcome.
-    pub fn outcomes(&self) -> Result<XdpOutcomeCounts, libbpf_rs::Error> {
-        XdpOutcomeCounts::read(&self.outcomes)
+    pub fn outcomes(&self) -> Result<ProgramOutcomeCounts, libbpf_rs::Error> {
+        ProgramOutcomeCounts::read(&self.outcomes)
     }
 
     /// Leaves the programs attached if they are pinned, with what they know of the interface; otherwise detaches them.
@@ -708,7 +709,7 @@ fn new_own_addresses() -> Result<MapHandle, libbpf_rs::Error> {
 }
 
 fn new_outcomes() -> Result<MapHandle, libbpf_rs::Error> {
-    MapHandle::create(MapType::PercpuArray, Some("outcomes"), 4, 8, XdpOutcome::ALL.len() as u32, &map_options())
+    MapHandle::create(MapType::PercpuArray, Some("outcomes"), 4, 8, ProgramOutcome::COUNT as u32, &map_options())
 }
 
 fn map_options() -> libbpf_sys::bpf_map_create_opts {

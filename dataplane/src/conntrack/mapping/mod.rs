@@ -13,16 +13,16 @@ use std::time::{Duration, Instant};
 
 use memmap2::{MmapMut, MmapOptions};
 
+use super::beside::{Link, Opener};
 use super::config::TableMemory;
 use super::entry::TableEntry;
 use super::hash::Seed;
 use super::header::FileHeader;
-use super::opener::Opener;
+use super::kernel_maps::KernelMaps;
 use super::origin::{OpenError, TableOrigin, UnusableFile};
 use super::path::KernelUse;
-use super::shared::{KernelMaps, SharedMaps};
+use super::shared::SharedMaps;
 use super::tags::{LANES, Tags};
-use super::translation::Link;
 
 /// Entries and tags in mappings that are initially zero: free.
 pub(super) struct Storage {

@@ -1,0 +1,273 @@
+//! Mutation test of the programs on real packets: takes out one mend at a time, and the frame fuzzer, or the test that is named, must find it.
+//! What the programs ask before they forward a packet by themselves has such a test in `dataplane/tests/offload`.
+//!
+//! Run by `make test-long`; `PENSTOCK_MUTATION=TEXT` takes only mutants with this in their name. The daemon must be built with
+//! `--workspace --features penstock-xdp-redirect/replaceable-programs --bin penstock`.
+
+use std::path::PathBuf;
+use std::process::Command;
+
+use self::mutants::{Source, occurs_once};
+
+#[path = "../../../xdp-redirect/tests/mutants/mod.rs"]
+mod mutants;
+
+const PROGRAM: &str = "tcx.bpf.c";
+const TRANSLATION: &str = "translation.h";
+const NEIGHBOUR: &str = "neighbour.h";
+const TUNNEL: &str = "tunnel.h";
+const XDP: &str = "redirect.bpf.c";
+
+const FUZZER: &str = "faults::fuzz::random_frames_for_a_minute_arrive_only_where_policy_allows";
+const TUNNELS: &str = "services::tunnels::a_node_unwraps_no_tunnel_packet_of_another_nodes_pod";
+/// Seconds that the fuzzer has for a mutant.
+const SECONDS: &str = "90";
+
+/// Who must find a mutant.
+#[derive(Clone, Copy)]
+enum Finder {
+    /// The fuzzer, with a setting whose description has this text.
+    Fuzzer(&'static str),
+    /// A test of this program.
+    Test(&'static str),
+}
+use Finder::{Fuzzer, Test};
+
+/// A mend that is taken out: a part of the source, which occurs once, and its replacement.
+struct Mutant {
+    breaks: &'static str,
+    finder: Finder,
+    file: &'static str,
+    from: &'static str,
+    to: &'static str,
+}
+
+const MUTANTS: &[Mutant] = &[
+    // What the kernel has translated.
+    Mutant {
+        breaks: "behind IPv6 options the node's translation is not seen",
+        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
+        file: TRANSLATION,
+        from: "\tif (reads_connections)\n\t\tread_connection(skb, origin);",
+        to: "\t__u8 next = 6;\n\tif (!is_v4)\n\t\tbpf_skb_load_bytes(skb, offset + offsetof(struct ipv6hdr, nexthdr), &next, 1);\n\
+             \tif (reads_connections && next != 0 && next != 60)\n\t\tread_connection(skb, origin);",
+    },
+    Mutant {
+        breaks: "in later fragments the node's translation is not seen",
+        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
+        file: TRANSLATION,
+        from: "\tif (reads_connections)\n\t\tread_connection(skb, origin);",
+        to: "\t__be16 place = 0;\n\tif (is_v4)\n\t\tbpf_skb_load_bytes(skb, offset + offsetof(struct iphdr, frag_off), &place, 2);\n\
+             \tif (reads_connections && !(place & bpf_htons(0x1fff)))\n\t\tread_connection(skb, origin);",
+    },
+    Mutant {
+        breaks: "what has no interface is the node's own",
+        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
+        file: TRANSLATION,
+        from: "return !skb->ingress_ifindex && skb->sk;",
+        to: "return !skb->ingress_ifindex;",
+    },
+    Mutant {
+        breaks: "pieces that the node cuts up have not entered it",
+        finder: Test("services::answering::fragments_from_outside_are_not_the_nodes_own"),
+        file: TRANSLATION,
+        from: "return skb->ingress_ifindex || !is_whole_segment(skb);",
+        to: "return !!skb->ingress_ifindex;",
+    },
+    Mutant {
+        breaks: "nobody notes who sent what the node masquerades",
+        finder: Test("services::masquerade::a_block_admits_masqueraded_clients_by_their_own_address"),
+        file: TRANSLATION,
+        from: "\tif (note_origin(origin))\n\t\treturn SOURCE_TRANSLATED;",
+        to: "",
+    },
+    Mutant {
+        breaks: "a machine outside answers as a Service's backend",
+        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel"),
+        file: PROGRAM,
+        from: "return origin->known && is_another_pods(skb, &from);",
+        to: "return 0;",
+    },
+    Mutant {
+        breaks: "a machine outside sends as a pod",
+        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: None"),
+        file: PROGRAM,
+        from: "\tif (is_another_pods(skb, &from))\n\t\treturn 1;",
+        to: "",
+    },
+    Mutant {
+        breaks: "what enters with the node's address, or a Service's, is its own",
+        finder: Test("services::answering::outside_answers_neither_as_the_node_nor_as_a_service"),
+        file: PROGRAM,
+        from: "origin->at = is_local_output(skb) || !is_untranslated(origin) ? BY_NODE : 0;",
+        to: "origin->at = BY_NODE;",
+    },
+    Mutant {
+        breaks: "no worker is asked about what the node sends on to another machine",
+        finder: Fuzzer("Tcx, offload: true, is_bridged: true, translation: Kernel"),
+        file: PROGRAM,
+        from: "return (is_tracked && (!is_same_address(&origin->destination, &origin->flow.to) || \
+               origin->ports.to != origin->flow.ports.to)) ||\n\t       bpf_map_lookup_elem",
+        to: "return !!bpf_map_lookup_elem",
+    },
+    Mutant {
+        breaks: "beside XDP no worker is asked about what the node sends on",
+        finder: Fuzzer("Xdp, offload: false, is_bridged: false, translation: Kernel"),
+        file: PROGRAM,
+        from: "\tif (!find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !is_to_be_asked(&origin))\n",
+        to: "\tif (beside_xdp || !find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !is_to_be_asked(&origin))\n",
+    },
+    // What leaves is what was judged.
+    Mutant {
+        breaks: "the kernel writes a checksum wherever the pod says",
+        finder: Fuzzer("offload: true"),
+        file: PROGRAM,
+        from: "!read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet))\n",
+        to: "!read_packet(skb, &packet))\n",
+    },
+    Mutant {
+        breaks: "a frame may have a VLAN tag",
+        finder: Fuzzer("Tcx, offload: false"),
+        file: PROGRAM,
+        from: "if (skb->vlan_present || skb->protocol == bpf_htons(ETH_P_8021Q) || skb->protocol == bpf_htons(ETH_P_8021AD))",
+        to: "if (skb->vlan_present)\n\t\treturn TC_ACT_UNSPEC;\n\tif (0)",
+    },
+    Mutant {
+        breaks: "a frame may have a VLAN tag by XDP",
+        finder: Fuzzer("Xdp"),
+        file: XDP,
+        from: "return uplink ? done(NOT_IP, XDP_PASS) : done(VLAN_TAG, XDP_DROP);",
+        to: "return done(NOT_IP, XDP_PASS);",
+    },
+    // Tunnels.
+    Mutant {
+        breaks: "a node unwraps what another node's pod sends",
+        finder: Test(TUNNELS),
+        file: TUNNEL,
+        from: "return found && *found & OF_PODS;",
+        to: "return 0;",
+    },
+    Mutant {
+        breaks: "a tunnel's port is not seen behind IPv6 options",
+        finder: Test(TUNNELS),
+        file: TUNNEL,
+        from: "next != IPPROTO_DSTOPTS && ",
+        to: "",
+    },
+    Mutant {
+        breaks: "of a tunnel packet in fragments the first is none",
+        finder: Test(TUNNELS),
+        file: TUNNEL,
+        from: "ip4.frag_off & bpf_htons(0x1fff)",
+        to: "ip4.frag_off & bpf_htons(0x3fff)",
+    },
+    Mutant {
+        breaks: "only tunnels by UDP are refused",
+        finder: Test(TUNNELS),
+        file: TUNNEL,
+        from: "if (protocol != IPPROTO_UDP)\n\t\treturn is_wrapping(protocol);",
+        to: "if (protocol != IPPROTO_UDP)\n\t\treturn 0;",
+    },
+    Mutant {
+        breaks: "tunnels between pods are refused, too",
+        finder: Test(TUNNELS),
+        file: TUNNEL,
+        from: "return way != BPF_FIB_LKUP_RET_SUCCESS && way",
+        to: "return 1 || way",
+    },
+    // Who a pod is on a bridge.
+    Mutant {
+        breaks: "neighbour discovery to a port's MAC is routed",
+        finder: Fuzzer("Tcx, offload: true, is_bridged: true"),
+        file: NEIGHBOUR,
+        from: "\tif (bridge)\n\t\treturn is_for_neighbour(ctx, bridge, pods, ip6);",
+        to: "\tif (bridge)\n\t\treturn 1;",
+    },
+    Mutant {
+        breaks: "neighbour discovery to a port's MAC is routed by XDP",
+        finder: Fuzzer("Xdp, offload: false, is_bridged: true"),
+        file: NEIGHBOUR,
+        from: "\tif (bridge)\n\t\treturn is_for_neighbour(ctx, bridge, pods, ip6);",
+        to: "\tif (bridge)\n\t\treturn 1;",
+    },
+    Mutant {
+        breaks: "an unknown pod claims a served pod's address",
+        finder: Test("faults::identity::an_unknown_pod_cuts_nobody_off_by_arp"),
+        file: NEIGHBOUR,
+        from: "return !is_of_another(&sender, interface);",
+        to: "return 1;",
+    },
+    Mutant {
+        breaks: "a known pod speaks for another in ARP",
+        finder: Test("faults::spoofing::spoofed_arp_and_neighbour_discovery_are_dropped_and_counted"),
+        file: NEIGHBOUR,
+        from: "\treturn !(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3]) || bpf_map_lookup_elem(own, &sender);",
+        to: "\treturn 1;",
+    },
+];
+
+/// What the finder says of a mutant.
+enum Outcome {
+    Found,
+    Missed,
+    /// The kernel does not load it, or the test fails for something else.
+    Broken(String),
+}
+
+fn run(objects: &[(&str, PathBuf)], finder: Finder) -> Outcome {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.envs(objects.iter().map(|(variable, object)| (variable, object)));
+    match finder {
+        Fuzzer(only) => command
+            .args(["--ignored", "--exact", FUZZER])
+            .env("FUZZ_ONLY", only)
+            .env("FUZZ_SECONDS", SECONDS)
+            .env_remove("FUZZ_SEED"),
+        Test(test) => command.args(["--include-ignored", "--exact", test]),
+    };
+    let output = command.output().expect("this program runs");
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let is_found = !output.status.success()
+        && match finder {
+            Fuzzer(_) => printed.contains("; sent to "),
+            Test(_) => !printed.contains("the daemon did not get ready"),
+        };
+    match (is_found, output.status.success() && printed.contains("1 passed")) {
+        (true, _) => Outcome::Found,
+        (false, true) => Outcome::Missed,
+        (false, false) => Outcome::Broken(printed),
+    }
+}
+
+#[test]
+fn every_mend_of_the_programs_occurs_exactly_once() {
+    let others: Vec<_> = MUTANTS.iter().filter(|mutant| !occurs_once(mutant.file, mutant.from)).collect();
+    let others: Vec<_> = others.iter().map(|mutant| (mutant.breaks, mutant.from)).collect();
+    assert!(others.is_empty(), "{others:#?}");
+}
+
+#[test]
+#[ignore = "takes a minute for each mutant; make test-long runs it"]
+fn each_mend_that_is_taken_out_of_the_programs_is_found() {
+    let source = Source::new("mends");
+    let nothing = run(&[("PENSTOCK_TCX_OBJECT", PathBuf::from("/dev/null"))], Fuzzer("Tcx, offload: true"));
+    let is_replaceable =
+        matches!(nothing, Outcome::Broken(printed) if printed.contains("the daemon did not get ready"));
+    assert!(is_replaceable, "the daemon is built without --features replaceable-programs: no mutant is loaded");
+    let wanted = std::env::var("PENSTOCK_MUTATION").unwrap_or_default();
+    let mut missed = Vec::new();
+    for mutant in MUTANTS.iter().filter(|mutant| mutant.breaks.contains(&wanted)) {
+        source.restore();
+        source.replace(mutant.file, mutant.from, mutant.to);
+        let objects = source.compile(mutant.file, mutant.breaks);
+        match run(&objects, mutant.finder) {
+            Outcome::Found => println!("found   {}", mutant.breaks),
+            Outcome::Missed => {
+                println!("MISSED  {}", mutant.breaks);
+                missed.push(mutant.breaks);
+            }
+            Outcome::Broken(printed) => panic!("{}: no test of it:\n{printed}", mutant.breaks),
+        }
+    }
+    assert!(missed.is_empty(), "not found: {missed:#?}");
+}
