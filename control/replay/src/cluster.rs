@@ -192,6 +192,7 @@ impl ReplayCluster {
                 mtu: u16::MAX,
                 interface: 0,
                 by_stack: false,
+                bridge: 0,
                 addresses,
             };
             forwarding.insert(id, port).expect("the state has one owner for each address");
