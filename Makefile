@@ -94,7 +94,8 @@ test-long: test ## Every test and those that take minutes: more interleavings, a
 	$(CARGO) test --locked --workspace --test command -- --ignored
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-dataplane --features replaceable-programs --test offload -- --ignored --nocapture
-	$(CARGO) test --locked --workspace --features penstock-dataplane/replaceable-programs --test veths -- --ignored --nocapture faults::mends::
+	$(CARGO) build --locked --workspace --features penstock-xdp-redirect/replaceable-programs --bin penstock
+	$(CARGO) test --locked --workspace --features penstock-xdp-redirect/replaceable-programs --test veths -- --ignored --nocapture faults::mends::
 	$(MAKE) fuzz
 
 .PHONY: fuzz

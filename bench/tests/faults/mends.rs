@@ -1,8 +1,8 @@
 //! Mutation test of the programs on real packets: takes out one mend at a time, and the frame fuzzer, or the test that is named, must find it.
 //! What the programs ask before they forward a packet by themselves has such a test in `dataplane/tests/offload`.
 //!
-//! Run by `make test-long`; `PENSTOCK_MUTATION=TEXT` takes only mutants with this in their name. The daemon must be built with the feature
-//! `replaceable-programs`.
+//! Run by `make test-long`; `PENSTOCK_MUTATION=TEXT` takes only mutants with this in their name. The daemon must be built with
+//! `--workspace --features penstock-xdp-redirect/replaceable-programs --bin penstock`.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -76,7 +76,7 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         breaks: "nobody notes who sent what the node masquerades",
-        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Iptables)"),
+        finder: Test("services::masquerade::a_block_admits_masqueraded_clients_by_their_own_address"),
         file: TRANSLATION,
         from: "\tif (note_origin(origin))\n\t\treturn SOURCE_TRANSLATED;",
         to: "",

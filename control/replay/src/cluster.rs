@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
+use penstock_dataplane::names::Resolvers;
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::policy::{AddressSet, RuleScope};
 use penstock_dataplane::services::{Destination, Frontend, FrontendKey, ServiceSet};
@@ -131,6 +132,8 @@ impl ReplayCluster {
             self.backends.extend(frontend.backends.iter().chain(&*frontend.serving).map(|backend| backend.address));
         }
         self.snapshot = Snapshot::new(epoch, self.engine.policy_set().clone(), forwarding).with_services(services);
+        // A capture does not say which of its servers is the cluster's.
+        self.snapshot = std::mem::take(&mut self.snapshot).with_resolvers(Resolvers::all());
         self.names = names(self.engine.state());
         self.rules.update_rules(&self.engine);
         Ok(())
@@ -189,6 +192,7 @@ impl ReplayCluster {
                 mtu: u16::MAX,
                 interface: 0,
                 by_stack: false,
+                bridge: 0,
                 addresses,
             };
             forwarding.insert(id, port).expect("the state has one owner for each address");

@@ -99,7 +99,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             self.connections.fragments().remember(packet, self.ingress, self.now);
         }
         // An allowed name expires.
-        let allows_next = sent == packet.flow && !policy.has_names();
+        let allows_next = sent == packet.flow && policy.names_of(src).is_none();
         Ok(Leaving { uplink, pod, allows_next })
     }
 

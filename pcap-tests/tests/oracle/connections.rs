@@ -444,6 +444,8 @@ impl Oracle {
                 }
                 Some(false)
             }
+            // It opens nothing at its receiver.
+            0x12 if !found.is_opening() => Some(true),
             _ => None,
         }
     }
@@ -527,9 +529,10 @@ impl TrackedConnection {
         }
         match seen.kind {
             PacketKind::Tcp { flags, seq, len, .. } => {
-                let far = self.next[side].is_some_and(|next| (seq.wrapping_sub(next) as i32).unsigned_abs() > 1 << 24);
-                if far && !(flags & 0x04 != 0 && seq == 0) {
-                    return Some(is_free);
+                let ahead = self.next[side].map_or(0, |next| seq.wrapping_sub(next) as i32);
+                if ahead.unsigned_abs() > 1 << 24 && !(flags & 0x04 != 0 && seq == 0) {
+                    // It is of no use to its receiver, and says nothing about the connection.
+                    return Some(true);
                 }
                 let after = seq.wrapping_add(len + u32::from(flags & 0x02 != 0) + u32::from(flags & 0x01 != 0));
                 if self.next[side].is_none_or(|next| after.wrapping_sub(next) as i32 > 0) {
