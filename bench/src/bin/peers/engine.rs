@@ -100,14 +100,20 @@ impl PeersFolder {
             format!("PENSTOCK_PEERS is not set; set it to a folder with bin/{name}, which its project builds")
         })?;
         let path = folder.join("bin").join(name);
-        ensure!(path.is_file(), "{} is missing; build it as its project says, and put it there", path.display());
+        ensure!(
+            path.is_file(),
+            "bin/{name} is not in the folder that PENSTOCK_PEERS names; build it as its project says, and put it there"
+        );
         Ok(path)
     }
 
     /// A folder in it with what belongs there.
     fn folder(&self, name: &str, content: &str) -> Result<PathBuf> {
         let path = self.0.as_ref().context("PENSTOCK_PEERS is not set")?.join(name);
-        ensure!(path.is_dir(), "{} is missing; put {content} there that its project installs", path.display());
+        ensure!(
+            path.is_dir(),
+            "{name} is not in the folder that PENSTOCK_PEERS names; put {content} there that its project installs"
+        );
         Ok(path)
     }
 
@@ -141,10 +147,8 @@ impl Engine {
         let definitions = self.definitions(peers).err().map(|error| format!("{error:#}"));
         let library = self.library.and_then(|name| peers.folder(name, "the BPF programs").err());
         let library = library.map(|error| format!("{error:#}"));
-        let mut why: Vec<String> = self.needs.iter().filter_map(Need::missing).collect();
-        // What one folder lacks is said once.
-        why.extend(program.or(definitions).or(library));
-        (!why.is_empty()).then(|| why.join("; "))
+        // First what no program would change.
+        self.needs.iter().find_map(Need::missing).or(program).or(definitions).or(library)
     }
 
     /// Its program; `None` where nothing enforces.
@@ -351,6 +355,6 @@ mod tests {
     fn a_program_that_is_not_there_is_named_with_its_place() {
         let why = |folder: Option<&str>| ENGINES[4].missing(&PeersFolder(folder.map(PathBuf::from))).unwrap();
         assert!(why(None).contains("PENSTOCK_PEERS"), "{}", why(None));
-        assert!(why(Some("/nowhere")).contains("/nowhere/bin/kube-router is missing"), "{}", why(Some("/nowhere")));
+        assert!(why(Some("/nowhere")).contains("bin/kube-router is not in the folder"), "{}", why(Some("/nowhere")));
     }
 }
