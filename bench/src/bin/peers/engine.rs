@@ -18,6 +18,8 @@ pub(crate) struct Engine {
     needs: &'static [Need],
     /// Folder of CustomResourceDefinitions, in the peers' folder.
     definitions: Option<&'static str>,
+    /// An object that its project's set-up creates: where, and what.
+    pub(crate) object: Option<(&'static str, &'static str)>,
     /// Folder of its files, in `lib` of the peers' folder, which it finds in `/usr/lib`.
     library: Option<&'static str>,
     arguments: fn(&Place<'_>) -> Vec<String>,
@@ -191,6 +193,7 @@ const PLAIN: Engine = Engine {
     program: Program::None,
     needs: &[],
     definitions: None,
+    object: None,
     library: None,
     arguments: |_| Vec::new(),
     environment: |_| Vec::new(),
@@ -200,6 +203,12 @@ const PLAIN: Engine = Engine {
 const IPTABLES: Need = Need::Tool("iptables", "iptables");
 const IPSET: Need = Need::Tool("ipset", "ipset");
 const NFT: Need = Need::Tool("nft", "nftables");
+
+/// Felix waits until this says that the cluster's objects are there.
+const CALICO_IS_READY: (&str, &str) = (
+    "/apis/crd.projectcalico.org/v1/clusterinformations",
+    r#"{"apiVersion":"crd.projectcalico.org/v1","kind":"ClusterInformation","metadata":{"name":"default"},"spec":{"datastoreReady":true}}"#,
+);
 
 /// All engines; the first is what the others are compared with.
 pub(crate) static ENGINES: [Engine; 7] = [
@@ -218,6 +227,7 @@ pub(crate) static ENGINES: [Engine; 7] = [
         program: Program::Peer("calico-felix"),
         needs: &[NFT, IPTABLES, IPSET],
         definitions: Some("crds/calico"),
+        object: Some(CALICO_IS_READY),
         arguments: |_| felix_arguments(),
         environment: |place| felix(place, &[("FELIX_NFTABLESMODE", "Enabled"), ("FELIX_BPFENABLED", "false")]),
         ..PLAIN
@@ -228,6 +238,7 @@ pub(crate) static ENGINES: [Engine; 7] = [
         program: Program::Peer("calico-felix"),
         needs: &[NFT, IPTABLES, IPSET],
         definitions: Some("crds/calico"),
+        object: Some(CALICO_IS_READY),
         library: Some("lib/calico/bpf"),
         arguments: |_| felix_arguments(),
         environment: |place| {
