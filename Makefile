@@ -84,6 +84,7 @@ test-arm64: setup ## Of the tests without privilege, those of the packet path an
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken code of policy and of the tcx programs
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
+	SERVICES_CASES=600 $(CARGO) test --locked --workspace --test captures -- random::
 	$(CARGO) test --locked --workspace --test veths -- --ignored --nocapture --skip faults::mends:: faults:: nodes:: on_cluster:: system::first_start:: system::differential::
 	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- --include-ignored --skip faults::mends::each
 	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test full_node
@@ -91,7 +92,8 @@ test-long: test ## Every test and those that take minutes: more interleavings, a
 	$(CARGO) test --locked --workspace --test command -- --ignored
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-dataplane --features replaceable-programs --test offload -- --ignored --nocapture
-	$(CARGO) test --locked --workspace --features penstock-dataplane/replaceable-programs --test veths -- --ignored --nocapture faults::mends::
+	$(CARGO) build --locked --workspace --features penstock-xdp-redirect/replaceable-programs --bin penstock
+	$(CARGO) test --locked --workspace --features penstock-xdp-redirect/replaceable-programs --test veths -- --ignored --nocapture faults::mends::
 	$(MAKE) fuzz
 
 .PHONY: fuzz

@@ -19,7 +19,7 @@ use crate::testbed::{Namespace, Node, Outside, Pod};
 use attempt::Attempt;
 pub use attempt::time_until_reached;
 pub use echo_connection::EchoConnection;
-pub use series::{Series, SeriesPoint};
+pub use series::{OLDEST, Series, SeriesPoint};
 pub use server::{EchoServers, EchoService};
 
 /// The reply of the server with this identity to a request.

@@ -11,7 +11,7 @@ use super::attempt::{Attempt, drive};
 use super::{Probe, ProbeOutcome, Protocol, Site};
 
 /// Without an answer for this long an attempt has failed.
-const OLDEST: Duration = Duration::from_millis(300);
+pub const OLDEST: Duration = Duration::from_millis(300);
 
 /// One attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -32,7 +32,7 @@ fn penstock_is_measured_beside_no_enforcement() {
     }
     let denied = of("changes")
         .iter()
-        .find(|figure| figure["figure"] == "first denied connection, ms")
+        .find(|figure| figure["figure"] == "no new connection passes from, ms")
         .map(|it| it["engines"]["penstock"][0]["value"].as_f64());
     assert!(denied.flatten().is_some(), "{printed}");
     let page = std::fs::read_to_string(scratch.path().join("peers.md")).unwrap();

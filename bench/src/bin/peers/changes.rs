@@ -4,7 +4,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use penstock_bench::probe::{EchoConnection, Protocol, Series, SeriesPoint};
+use penstock_bench::probe::{EchoConnection, OLDEST, Protocol, Series, SeriesPoint};
 
 use crate::cell::Cell;
 use crate::cluster::{CLIENT, Cluster, OPEN, PODS, SERVER, STRANGER};
@@ -21,9 +21,9 @@ const ATTEMPTS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis
 
 /// What a change of policy did. Times are from when the API server was asked to save it.
 pub(crate) struct ChangeOutcome {
-    /// When the first connection was tried that was denied.
+    /// When the first connection was tried since which none has passed.
     pub(crate) denied: Option<Duration>,
-    /// Connections tried later that passed all the same.
+    /// Connections that passed after one had not.
     pub(crate) late: usize,
     /// When the established connection had its last answer; `None`: it goes on.
     pub(crate) cut: Option<Duration>,
@@ -39,20 +39,42 @@ pub(crate) fn change_policy(cluster: &Cluster, cell: &Cell) -> Result<ChangeOutc
     sleep(Duration::from_millis(200));
     let saved = Instant::now();
     cluster.set_open(false)?;
-    let denied = series.wait_for(saved, false, LIMIT)?;
-    sleep(AFTER);
+    wait_until_none_passes(&series, saved);
     let cut = established.wait_until_blocked(AFTER);
     let restored = Instant::now();
     cluster.set_open(true)?;
     let allowed = series.wait_for(restored, true, LIMIT)?;
     let points = series.end()?;
-    let late = denied.map_or(0, |denied| count(&points, denied, restored, true).0);
+    let after: Vec<SeriesPoint> = points.into_iter().filter(|it| it.at >= saved && it.at < restored - OLDEST).collect();
+    let (denied, late) = from_when_none_passes(&after);
+    // What lasts no longer than this was the end of the wait, not of the connections.
+    let denied = denied.filter(|&denied| denied + AFTER <= restored);
     Ok(ChangeOutcome {
         denied: denied.map(|at| at - saved),
         late,
         cut: cut.map(|at| at.saturating_duration_since(saved)),
         allowed: allowed.map(|at| at - restored),
     })
+}
+
+/// Waits until no connection has passed for a while, so long that those before it have failed; at most [`LIMIT`].
+fn wait_until_none_passes(series: &Series, saved: Instant) {
+    while saved.elapsed() < LIMIT {
+        let passed = series.points().iter().filter(|point| point.reached).map(|point| point.at).max();
+        if passed.map_or(saved, |passed| passed.max(saved)).elapsed() > AFTER + OLDEST {
+            break;
+        }
+        sleep(Duration::from_millis(20));
+    }
+}
+
+/// When the first attempt began since which none has passed, and how many passed after one that had not. One that takes too long has not
+/// passed either, so a single failure says nothing about policy.
+fn from_when_none_passes(points: &[SeriesPoint]) -> (Option<Instant>, usize) {
+    let last = points.iter().rposition(|point| point.reached);
+    let denied = points.get(last.map_or(0, |last| last + 1)).map(|point| point.at);
+    let first = points.iter().position(|point| !point.reached).unwrap_or(points.len());
+    (denied, points[first..].iter().filter(|point| point.reached).count())
 }
 
 /// A connection from the client to the server. Its silence is shorter than what is looked at after a change and while an engine is away.
@@ -124,6 +146,25 @@ fn count(points: &[SeriesPoint], from: Instant, to: Instant, reached: bool) -> (
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_denial_begins_after_the_last_attempt_that_passes() {
+        let start = Instant::now();
+        let points = |reached: &[bool]| -> Vec<SeriesPoint> {
+            let at = |number: usize| start + Duration::from_millis(number as u64);
+            reached.iter().enumerate().map(|(number, &reached)| SeriesPoint { at: at(number), reached }).collect()
+        };
+        for (reached, denied, late) in [
+            (vec![true, false, false], Some(1), 0),
+            (vec![false, true, true, false], Some(3), 2),
+            (vec![false, false], Some(0), 0),
+            (vec![false, true], None, 1),
+            (vec![], None, 0),
+        ] {
+            let expected = (denied.map(|number| start + Duration::from_millis(number)), late);
+            assert_eq!(from_when_none_passes(&points(&reached)), expected, "{reached:?}");
+        }
+    }
 
     #[test]
     fn attempts_count_for_the_time_in_which_they_began() {

@@ -102,11 +102,9 @@ impl<'a> Running<'a> {
                 bail!("it ended on {}; the end of its output: {}", NODES[number].name, self.output(number));
             }
             if Instant::now() > deadline {
-                bail!(
-                    "not as policy says {limit:?} after its start: {}; the end of its output: {}",
-                    differences.join("; "),
-                    self.output(0)
-                );
+                eprintln!("{} on {}, the end of its output: {}", self.engine.name, NODES[0].name, self.output(0));
+                let (all, first) = (differences.len(), differences.into_iter().take(2).collect::<Vec<_>>().join("; "));
+                bail!("not as policy says {limit:?} after its start, in {all} probes of 14: {first}");
             }
         }
     }

@@ -93,8 +93,8 @@ fn add_change(readings: &mut Readings<'_>, change: &ChangeOutcome) {
     let milliseconds =
         |time: Option<Duration>| time.map_or(Reading::Absent, |time| Reading::Number(time.as_secs_f64() * 1e3));
     let mut add = |name, absent, reading| readings.add(Section::Changes, name, 0, absent, reading);
-    add("first denied connection, ms", NEVER, milliseconds(change.denied));
-    add("connections that passed after it", "–", Reading::Number(change.late as f64));
+    add("no new connection passes from, ms", NEVER, milliseconds(change.denied));
+    add("connections that passed after one had not", "–", Reading::Number(change.late as f64));
     add("last answer in an established connection, ms", "goes on", milliseconds(change.cut));
     add("taken back to the first allowed connection, ms", NEVER, milliseconds(change.allowed));
 }
