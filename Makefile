@@ -164,6 +164,7 @@ test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's ker
 	$(CARGO) build --locked -p penstock -p penstock-bench --bin penstock --bin demo
 	./scripts/build-arm64 build --locked -p penstock -p penstock-bench --bin penstock --bin demo
 	./scripts/test-kernels
+	./scripts/test-ipvs
 
 .PHONY: test-collector
 test-collector: setup ## Flow records into a real OpenTelemetry collector   (fetched by pip)
