@@ -75,17 +75,16 @@ test-unprivileged: setup ## The tests that need neither root nor sudo: parser, p
 	$(AS_CALLER) $(addprefix --test ,$(UNPRIVILEGED)) -- --skip nft::nft_accepts
 	$(AS_CALLER) --lib --exclude penstock-dataplane --exclude penstock-xdp-redirect
 
-# Of these, those that start no other program: qemu-user runs a test, and not what the test starts.
-UNPRIVILEGED_ARM64 := packets capture captures objects policy
-
+# Those of the packet path and of policy: they start no other program, which qemu-user would not run.
 .PHONY: test-arm64
-test-arm64: setup ## Of the tests without privilege, those of the parser, pipeline, policy and replay on arm64, from x86-64, by qemu-user
-	@./scripts/setup qemu-user-static libpcap0.8-dev:arm64 $(PACKAGES_ARM64)
-	./scripts/build-arm64 test --locked --workspace --no-fail-fast $(addprefix --test ,$(UNPRIVILEGED_ARM64))
+test-arm64: setup ## Of the tests without privilege, those of the packet path and of policy on arm64, from x86-64, by qemu-user
+	@./scripts/setup qemu-user-static $(PACKAGES_ARM64)
+	./scripts/build-arm64 test --locked -p penstock-dataplane -p penstock-policy --no-fail-fast --test packets --test policy
 
 .PHONY: test-long
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken code of policy and of the tcx programs
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
+	SERVICES_CASES=600 $(CARGO) test --locked --workspace --test captures -- random::
 	$(CARGO) test --locked --workspace --test veths -- --ignored --nocapture --skip faults::mends:: faults:: nodes:: on_cluster:: system::first_start:: system::differential::
 	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- --include-ignored --skip faults::mends::each
 	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test full_node
@@ -93,7 +92,8 @@ test-long: test ## Every test and those that take minutes: more interleavings, a
 	$(CARGO) test --locked --workspace --test command -- --ignored
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
 	$(CARGO) test --locked -p penstock-dataplane --features replaceable-programs --test offload -- --ignored --nocapture
-	$(CARGO) test --locked --workspace --features penstock-dataplane/replaceable-programs --test veths -- --ignored --nocapture faults::mends::
+	$(CARGO) build --locked --workspace --features penstock-xdp-redirect/replaceable-programs --bin penstock
+	$(CARGO) test --locked --workspace --features penstock-xdp-redirect/replaceable-programs --test veths -- --ignored --nocapture faults::mends::
 	$(MAKE) fuzz
 
 .PHONY: fuzz
@@ -164,6 +164,7 @@ test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's ker
 	$(CARGO) build --locked -p penstock -p penstock-bench --bin penstock --bin demo
 	./scripts/build-arm64 build --locked -p penstock -p penstock-bench --bin penstock --bin demo
 	./scripts/test-kernels
+	./scripts/test-ipvs
 
 .PHONY: test-collector
 test-collector: setup ## Flow records into a real OpenTelemetry collector   (fetched by pip)

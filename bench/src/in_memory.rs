@@ -90,6 +90,7 @@ pub fn snapshot() -> Snapshot {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            bridge: 0,
             addresses: vec![address],
         };
         forwarding.insert(PortId(number.into()), port).expect("a port that is free");

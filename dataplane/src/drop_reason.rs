@@ -78,7 +78,7 @@ drop_reasons! {
     ConnectionRevoked = "connection_revoked",
     /// It belongs to no connection and cannot open one (a TCP segment, an echo reply, an ICMP error).
     NoConnection = "no_connection",
-    /// Invalid in the state of its connection (sequence out of window, unexpected flags).
+    /// Invalid in the state of its connection (TCP flags that no stack sends, another tag of SCTP).
     InvalidState = "invalid_state",
     /// The connection table is full.
     TableFull = "table_full",

@@ -3,6 +3,7 @@
 use crate::epoch::Epoch;
 use crate::forward::{Forwarding, PortId};
 use crate::limits::LimitedPods;
+use crate::names::Resolvers;
 use crate::packet::{Address, Flow, Packet};
 use crate::policy::{AddressOwner, PolicySet};
 use crate::services::ServiceSet;
@@ -21,6 +22,8 @@ pub struct Snapshot {
     pub services: Option<ServiceSet>,
     /// Pods whose connections are limited.
     pub limits: LimitedPods,
+    /// Whose answers teach pods domain names.
+    pub resolvers: Resolvers,
 }
 
 impl Snapshot {
@@ -29,7 +32,14 @@ impl Snapshot {
     pub fn new(epoch: Epoch, policy: PolicySet, forwarding: Forwarding) -> Self {
         let mut update = policy.update();
         update.set_local(&forwarding);
-        Self { epoch, policy: update.finish(), forwarding, services: None, limits: LimitedPods::default() }
+        Self {
+            epoch,
+            policy: update.finish(),
+            forwarding,
+            services: None,
+            limits: LimitedPods::default(),
+            resolvers: Resolvers::default(),
+        }
     }
 
     /// Sets the Services that workers translate.
@@ -42,6 +52,12 @@ impl Snapshot {
     #[must_use]
     pub fn with_limits(self, limits: LimitedPods) -> Self {
         Self { limits, ..self }
+    }
+
+    /// Sets whose answers teach pods domain names.
+    #[must_use]
+    pub fn with_resolvers(self, resolvers: Resolvers) -> Self {
+        Self { resolvers, ..self }
     }
 
     /// The port of the local pod with this address.

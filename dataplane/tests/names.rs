@@ -11,7 +11,7 @@ use penstock_dataplane::Snapshot;
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::io::MemoryFrames;
-use penstock_dataplane::names::{NamePattern, NameRules, NameTable, NamedPod};
+use penstock_dataplane::names::{NamePattern, NameRules, NameTable, NamedPod, Resolvers};
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
     AddressBlock, AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet,
@@ -50,7 +50,7 @@ fn rule(blocks: &[&str], ports: &[(PortProtocol, u16)]) -> RuleSpec {
 /// Accepts DNS to the resolver, TCP port 443 to a name, then denies everything, but passes port 9 on before.
 fn egress(name: Option<&str>) -> EndpointPolicy {
     let everything = ["0.0.0.0/0", "::/0"];
-    let dns = [(PortProtocol::Udp, 53), (PortProtocol::Udp, 5353)];
+    let dns = [(PortProtocol::Udp, 53), (PortProtocol::Udp, 5353), (PortProtocol::Tcp, 53)];
     let rules = [
         rule(&["192.0.2.53/32", "2001:db8::53/128", "10.0.0.2/32"], &dns),
         rule(&[], &[(PortProtocol::Tcp, 443), (PortProtocol::Tcp, 9)]),
@@ -90,8 +90,16 @@ impl Node {
         for (id, kind, addresses) in ports {
             let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
             let addresses = addresses.iter().map(|text| ip(text).into()).collect();
-            let port =
-                Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu: 1500, interface: 0, by_stack: false, addresses };
+            let port = Port {
+                kind,
+                own_mac: mac(1),
+                peer_mac: mac(2),
+                mtu: 1500,
+                interface: 0,
+                by_stack: false,
+                bridge: 0,
+                addresses,
+            };
             forwarding.insert(id, port).unwrap();
         }
         let mut update = PolicySet::default().update();
@@ -117,7 +125,10 @@ impl Node {
         let frontend = Frontend { name: "kube-system/dns".into(), backends, serving, without, affinity: None };
         services.set(key, Some(Arc::new(frontend)));
         let epoch = self.snapshot.epoch.next();
-        self.snapshot = Snapshot::new(epoch, update.finish(), forwarding).with_services(Some(services));
+        let resolvers = [RESOLVER4, RESOLVER6, CLUSTER_DNS, DB4].map(|text| ip(text).into());
+        self.snapshot = Snapshot::new(epoch, update.finish(), forwarding)
+            .with_services(Some(services))
+            .with_resolvers(Resolvers::new(resolvers, ["198.51.100.0/25".parse().unwrap()]));
     }
 
     fn wait(&mut self, millis: u64) {
@@ -135,7 +146,7 @@ impl Node {
     /// The pod asks, and gets this answer: whether both pass.
     fn resolve(&mut self, pod: &str, resolver: &str, answer: &[u8]) -> bool {
         let from = if pod == DB4 { DB } else { WEB };
-        self.passes(from, udp((pod, 4000), (resolver, 53), b"question"))
+        self.passes(from, udp((pod, 4000), (resolver, 53), &question_of(answer)))
             && self.passes(HOST, udp((resolver, 53), (pod, 4000), answer))
     }
 
@@ -206,6 +217,16 @@ fn answer(name: &str, ttl: u32, address: &str) -> Vec<u8> {
     wire
 }
 
+/// The question that this answers, as far as it is an answer.
+fn question_of(answer: &[u8]) -> Vec<u8> {
+    let mut end = 12;
+    while answer.get(end).is_some_and(|length| *length != 0) {
+        end += 1 + usize::from(answer[end]);
+    }
+    let Some(asked) = answer.get(12..end + 5) else { return b"question".to_vec() };
+    [&answer[..2], &[1, 0, 0, 1, 0, 0, 0, 0, 0, 0], asked].concat()
+}
+
 #[test]
 fn a_pod_reaches_a_name_once_an_answer_has_come_and_no_more_once_it_has_expired() {
     for (resolver, site) in [(RESOLVER4, SITE4), (RESOLVER6, SITE6), (RESOLVER4, SITE6), (RESOLVER6, SITE4)] {
@@ -252,7 +273,7 @@ fn what_a_pod_has_not_asked_for_teaches_nothing() {
     // Ingress is open: what comes unasked reaches the pod, but opens a connection of its own.
     assert!(node.passes(HOST, udp((RESOLVER4, 53), (WEB4, 4000), &good)), "unasked");
     assert!(node.passes(HOST, udp(("198.51.100.9", 53), (WEB4, 4000), &good)), "by a stranger");
-    assert!(node.passes(WEB, udp((WEB4, 4001), (RESOLVER4, 53), b"question")));
+    assert!(node.passes(WEB, udp((WEB4, 4001), (RESOLVER4, 53), &question_of(&good))));
     assert!(node.passes(HOST, udp((RESOLVER4, 53), (WEB4, 4002), &good)), "to another port");
     assert!(node.passes(HOST, udp((RESOLVER4, 5353), (WEB4, 4001), &good)), "from another port");
     // Another pod claims to be the resolver, and a pod sends answers itself.
@@ -283,7 +304,9 @@ fn junk_and_questions_from_a_resolver_are_counted_and_pass() {
 #[test]
 fn an_answer_by_way_of_a_service_counts_whatever_port_its_backend_has() {
     let mut node = Node::new("www.example.org");
-    assert!(node.passes(WEB, udp((WEB4, 4000), (CLUSTER_DNS, 53), b"question")));
+    assert!(
+        node.passes(WEB, udp((WEB4, 4000), (CLUSTER_DNS, 53), &question_of(&answer("www.example.org", 60, SITE4))))
+    );
     assert!(node.passes(HOST, udp((RESOLVER4, 5353), (WEB4, 4000), &answer("www.example.org", 60, SITE4))));
     assert!(node.connects(WEB4, SITE4, 1));
 }
@@ -312,14 +335,16 @@ fn a_rule_that_comes_later_matches_what_its_pod_has_learnt_and_hears_on_old_conn
     assert!(node.resolve(DB4, RESOLVER4, &answer("www.example.org", 60, SITE4)));
     node.publish([egress(None), egress(Some("www.example.org"))]);
     assert!(!node.connects(DB4, SITE4, 1));
-    assert!(node.passes(HOST, udp((RESOLVER4, 53), (DB4, 4000), &answer("www.example.org", 60, SITE4))));
+    assert!(node.resolve(DB4, RESOLVER4, &answer("www.example.org", 60, SITE4)));
     assert!(node.connects(DB4, SITE4, 2));
 }
 
 #[test]
 fn an_answer_counts_from_the_next_packet_on_not_from_the_next_batch_of_its_sender() {
     let mut node = Node::new("www.example.org");
-    assert!(node.passes(WEB, udp((WEB4, 4000), (DB4, 53), b"question")));
+    for name in ["www.example.com", "www.example.org"] {
+        assert!(node.passes(WEB, udp((WEB4, 4000), (DB4, 53), &question_of(&answer(name, 60, SITE4)))));
+    }
     // The resolver is a pod of this node: its answer, and the same for the other question, are in one batch.
     let mut frames = MemoryFrames::new();
     for name in ["www.example.com", "www.example.org"] {
@@ -329,4 +354,61 @@ fn an_answer_counts_from_the_next_packet_on_not_from_the_next_batch_of_its_sende
     node.pipeline.process_batch(&node.snapshot, node.now, DB, &mut frames, &mut verdicts, &mut ());
     assert_eq!(verdicts[..2], [Verdict::Forward(WEB); 2]);
     assert!(node.connects(WEB4, SITE4, 1));
+}
+
+/// By a policy that lets the pod ask anybody.
+#[test]
+fn answers_of_others_than_the_clusters_resolvers_teach_nothing() {
+    let mut node = Node::new("www.example.org");
+    let good = answer("www.example.org", 60, SITE4);
+    for resolvers in [Resolvers::default(), Resolvers::new([ip(RESOLVER6).into()], ["192.0.2.0/29".parse().unwrap()])] {
+        node.snapshot = node.snapshot.clone().with_resolvers(resolvers);
+        assert!(node.resolve(WEB4, RESOLVER4, &good), "it filters no DNS");
+        assert!(!node.connects(WEB4, SITE4, 1));
+    }
+    node.snapshot = node.snapshot.clone().with_resolvers(Resolvers::new([], ["192.0.2.0/24".parse().unwrap()]));
+    assert!(node.resolve(WEB4, RESOLVER4, &good) && node.connects(WEB4, SITE4, 2));
+}
+
+/// In segments of these lengths, of which the first comes again and the second one late.
+#[test]
+fn answers_by_tcp_count_however_they_are_cut() {
+    const CLIENT: u16 = 4053;
+    let good = answer("www.example.org", 60, SITE4);
+    let framed = |message: &[u8]| [&(message.len() as u16).to_be_bytes()[..], message].concat();
+    let (question, response) = (framed(&question_of(&good)), framed(&good));
+    for cuts in [vec![response.len()], vec![1, response.len()], vec![2, 9, 30, response.len()]] {
+        let mut node = Node::new("www.example.org");
+        let sends = |node: &mut Node, port, from: (&str, u16), to: (&str, u16), seq, ack, data: &[u8]| {
+            assert!(node.passes(port, data_segment(from, to, seq, ack, data)));
+        };
+        let (pod, resolver) = ((WEB4, CLIENT), (RESOLVER4, 53));
+        assert!(node.passes(WEB, segment(pod, resolver, true, 1000, None)));
+        assert!(node.passes(HOST, segment(resolver, pod, true, 5000, Some(1001))));
+        sends(&mut node, WEB, pod, resolver, 1001, 5001, &question[..2]);
+        sends(&mut node, WEB, pod, resolver, 1003, 5001, &question[2..]);
+        let asked = 1001 + question.len() as u32;
+        let starts = [0].into_iter().chain(cuts.iter().copied());
+        let mut parts: Vec<(usize, usize)> = starts.zip(cuts.iter().copied()).collect();
+        parts.push(parts[0]);
+        if parts.len() > 3 {
+            parts.swap(1, 2);
+        }
+        assert!(!node.connects(WEB4, SITE4, 1), "nothing is learnt");
+        for (start, end) in parts {
+            sends(&mut node, HOST, resolver, pod, 5001 + start as u32, asked, &response[start..end]);
+        }
+        assert!(node.connects(WEB4, SITE4, 2), "{cuts:?}");
+        assert_eq!(node.table.counts().not_understood, 0);
+    }
+}
+
+fn data_segment(from: (&str, u16), to: (&str, u16), seq: u32, ack: u32, data: &[u8]) -> Vec<u8> {
+    packet(from.0, to.0, |ip| {
+        let mut header = TcpHeader::new(from.1, to.1, seq, 4096);
+        (header.ack, header.psh, header.acknowledgment_number) = (true, true, ack);
+        let mut frame = Vec::new();
+        ip.tcp_header(header).write(&mut frame, data).unwrap();
+        frame
+    })
 }

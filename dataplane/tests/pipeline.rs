@@ -52,7 +52,16 @@ fn forwarding() -> Forwarding {
         forwarding
             .insert(
                 id,
-                Port { kind, own_mac: mac(id, 1), peer_mac: mac(id, 2), mtu, interface: 0, by_stack: false, addresses },
+                Port {
+                    kind,
+                    own_mac: mac(id, 1),
+                    peer_mac: mac(id, 2),
+                    mtu,
+                    interface: 0,
+                    by_stack: false,
+                    bridge: 0,
+                    addresses,
+                },
             )
             .unwrap();
     }

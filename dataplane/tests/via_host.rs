@@ -64,7 +64,16 @@ impl Node {
             forwarding
                 .insert(
                     id,
-                    Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, interface: 0, by_stack: false, addresses },
+                    Port {
+                        kind,
+                        own_mac: mac(1),
+                        peer_mac: mac(2),
+                        mtu,
+                        interface: 0,
+                        by_stack: false,
+                        bridge: 0,
+                        addresses,
+                    },
                 )
                 .unwrap();
         }
@@ -482,7 +491,11 @@ fn what_a_pod_sends_by_its_node_to_another_machine_is_evaluated_each_time_for_th
             let mut node = masquerading();
             let frame = udp((source, 40_000), (elsewhere[v6], 53), 10);
             let leaving = |port: PortId| StackSender::Leaving { port: port.0, uplink: 7 };
-            assert_eq!(node.evaluate(HOST, leaving(A), frame.clone()), (Verdict::Forward(HOST), vec![]));
+            let asked = vec![(ip(A_IPS[v6]), ip(elsewhere[v6]))];
+            assert_eq!(node.evaluate(HOST, leaving(A), frame.clone()), (Verdict::Forward(HOST), asked));
+            let segment = tcp((source, 40_000), (elsewhere[v6], 53), ACK, (1, 1));
+            let later = (Verdict::Forward(HOST), vec![]);
+            assert_eq!(node.evaluate(HOST, leaving(A), segment), later, "it opens nothing, and no rule counts it");
             assert_eq!(node.pipeline.connections().statistics().created, 0, "nothing is tracked");
             node.publish_egress(false);
             let denied = (Verdict::Drop(DropReason::EgressDenied), vec![(ip(A_IPS[v6]), ip(elsewhere[v6]))]);

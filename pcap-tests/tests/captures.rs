@@ -6,4 +6,5 @@ mod differential;
 mod floods;
 mod frames;
 mod oracle;
+mod random;
 mod reassembly;

@@ -1,8 +1,8 @@
 //! Mutation test of the programs on real packets: takes out one mend at a time, and the frame fuzzer, or the test that is named, must find it.
 //! What the programs ask before they forward a packet by themselves has such a test in `dataplane/tests/offload`.
 //!
-//! Run by `make test-long`; `PENSTOCK_MUTATION=TEXT` takes only mutants with this in their name. The daemon must be built with the feature
-//! `replaceable-programs`.
+//! Run by `make test-long`; `PENSTOCK_MUTATION=TEXT` takes only mutants with this in their name. The daemon must be built with
+//! `--workspace --features penstock-xdp-redirect/replaceable-programs --bin penstock`.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -76,7 +76,7 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         breaks: "nobody notes who sent what the node masquerades",
-        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Iptables)"),
+        finder: Test("services::masquerade::a_block_admits_masqueraded_clients_by_their_own_address"),
         file: TRANSLATION,
         from: "\tif (note_origin(origin))\n\t\treturn SOURCE_TRANSLATED;",
         to: "",
@@ -106,9 +106,16 @@ const MUTANTS: &[Mutant] = &[
         breaks: "no worker is asked about what the node sends on to another machine",
         finder: Fuzzer("Tcx, offload: true, is_bridged: true, translation: Kernel"),
         file: PROGRAM,
-        from: "return (is_tracked && (!is_same_address(&origin->destination, &origin->flow.to) || \
+        from: "return (is_opened && (!is_same_address(&origin->destination, &origin->flow.to) || \
                origin->ports.to != origin->flow.ports.to)) ||\n\t       bpf_map_lookup_elem",
         to: "return !!bpf_map_lookup_elem",
+    },
+    Mutant {
+        breaks: "what answers who has sent as a Service leaves unasked",
+        finder: Test("services::answering::who_sends_as_a_service_first_opens_no_way_back"),
+        file: PROGRAM,
+        from: "const int is_opened = (origin->known || origin->is_error) && origin->opens;",
+        to: "const int is_opened = origin->known || origin->is_error;\n\n\tif (is_opened && !origin->opens)\n\t\treturn 0;",
     },
     Mutant {
         breaks: "beside XDP no worker is asked about what the node sends on",

@@ -7,6 +7,7 @@ mod exec_server;
 mod fixture;
 mod kubectl;
 mod overlay;
+mod random_services;
 mod reach;
 mod ruleset;
 mod suite;

@@ -171,7 +171,7 @@ fn an_untranslated_service_is_judged_by_its_own_address() {
     }
 }
 
-/// Whether a frame that a pod or a machine sends comes out at the machine outside, or is expected not to.
+/// Whether the machine outside gets a frame with this mark that a pod sends. What is not expected is not waited for long.
 fn leaves(it: &Answering, inside: &mut Forger, frame: &[u8], mark: &[u8], is_expected: bool) -> bool {
     let seen = PacketSocket::open(it.outside.namespace()).unwrap();
     (0..if is_expected { 20 } else { 4 }).any(|_| {

@@ -25,7 +25,8 @@ const NEAR: [&str; 2] = ["10.96.0.10", "203.0.113.7"];
 const BEYOND: [&str; 2] = ["10.96.0.11", "203.0.113.8"];
 const EMPTY: &str = "10.96.0.12";
 const SHUT: &str = "10.96.0.13";
-const CLIENTS: [&str; 3] = ["test/pod-0", "test/pod-2", "test/pod-3"];
+/// Two under egress policy, one without, and the backend here.
+const CLIENTS: [&str; 4] = ["test/pod-0", "test/pod-2", "test/pod-3", "test/pod-1"];
 
 /// An address and a port to which clients send, and who answers.
 struct Way {
@@ -204,14 +205,18 @@ impl Asked {
         self.fixture.manifests.to_str().unwrap()
     }
 
+    fn socket(&self) -> &str {
+        self.fixture.admin().to_str().unwrap()
+    }
+
     /// Asks `evaluate` about all flows.
-    fn evaluated(&self) -> BTreeMap<(String, String), bool> {
+    fn evaluated(&self, manifests: &str) -> BTreeMap<(String, String), bool> {
         let flows = CLIENTS.iter().flat_map(|client| WAYS.iter().map(move |way| (*client, way)));
         let query = |(client, way): (&str, &Way)| {
             format!("{{\"from\":\"{client}\",\"to\":\"{}\",\"port\":{}}}\n", way.to, way.port)
         };
         let queries: String = flows.clone().map(query).collect();
-        let answers = self.print(&["evaluate", "--manifests", self.manifests(), "--queries", "-"], &queries);
+        let answers = self.print(&["evaluate", "--manifests", manifests, "--queries", "-"], &queries);
         let verdicts = answers.lines().map(|line| {
             let answer: serde_json::Value = serde_json::from_str(line).unwrap();
             assert_ne!(answer["verdict"], "partial", "{answer}");
@@ -241,21 +246,102 @@ impl Asked {
     }
 }
 
+impl Asked {
+    /// `learn`, from the daemon's connections, in place of the policies.
+    fn assert_learnt_policies_allow_what_packets_found(&self, flows: &str, found: &BTreeMap<(String, String), bool>) {
+        let scratch = self.fixture.scratch.path();
+        let (bare, file) = (scratch.join("bare"), scratch.join("flows.json"));
+        std::fs::create_dir(&bare).unwrap();
+        let documents = (pods(4) + &objects()).split("---\n").map(str::to_owned).collect::<Vec<_>>();
+        let others = documents.into_iter().filter(|document| !document.contains("kind: NetworkPolicy"));
+        std::fs::write(bare.join("all.yaml"), others.collect::<Vec<_>>().join("---\n")).unwrap();
+        std::fs::write(&file, flows).unwrap();
+        let (bare_at, file) = (bare.to_str().unwrap(), file.to_str().unwrap());
+        let learnt = self.print(&["learn", "--from", file, "--manifests", bare_at, "--no-service-addresses"], "");
+        std::fs::write(bare.join("learnt.yaml"), &learnt).unwrap();
+        let by_learnt = self.evaluated(bare_at);
+        // A pod and itself need no rule.
+        let differ: Vec<_> = found.iter().filter(|(way, reached)| by_learnt[*way] != **reached).collect();
+        assert!(differ.is_empty(), "what packets found is not what learnt policies allow: {differ:#?}\n{learnt}");
+    }
+
+    /// `rules`: each of the three has decided.
+    fn assert_rules_that_decided_have_hits(&self) {
+        let rules: serde_json::Value =
+            serde_json::from_str(&self.print(&["rules", "--json", "--socket", self.socket()], "")).unwrap();
+        let unused: Vec<_> = rules["rules"].as_array().unwrap().iter().filter(|rule| rule["hits"] == 0).collect();
+        assert!(unused.is_empty(), "{unused:#?}");
+    }
+
+    /// `trial`, of an edit that allows nothing. Where the node translates to another one, a worker hears of the first packet to an address
+    /// and port alone.
+    fn assert_a_trial_names_what_an_edit_cuts(&self, workers_translate: bool) {
+        let edit = |of: &str| {
+            policy(&format!("edit-{of}"), &format!("pod-{of}"), "  policyTypes: [Egress]\n").replace(
+                &format!("name: edit-{of}"),
+                &format!("name: edit-{of}, annotations: {{policy.penstock.dev/staged-for: client-{of}}}"),
+            )
+        };
+        self.fixture.save("all.yaml", &(pods(4) + &objects() + &edit("0") + &edit("2")));
+        let cut = [("test/pod-0", "test/pod-1"), ("test/pod-2", "test/far")];
+        let cut = if workers_translate { &cut[..] } else { &cut[..1] };
+        let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
+        loop {
+            let ways = WAYS.iter().filter(|way| way.service.is_some() && way.port == 80 && way.to != EMPTY);
+            for (way, client) in ways.zip(["test/pod-0", "test/pod-2"]) {
+                assert!(self.probe(client, way), "{client}: a staged edit cuts nothing");
+            }
+            let status = self.command(&["trial", "status", "--json", "--socket", self.socket()], "").stdout;
+            let status: serde_json::Value = serde_json::from_slice(&status).unwrap();
+            let names = |(from, to): &(&str, &str)| {
+                let changes = status["changes"].as_array().unwrap();
+                changes.iter().any(|change| {
+                    change["from"] == **from && change["to"] == **to && change["promoted"]["allowed"] == false
+                })
+            };
+            if cut.iter().all(names) {
+                break;
+            }
+            assert!(std::time::Instant::now() < until, "{status:#}");
+        }
+    }
+
+    /// A ClusterNetworkPolicy is for a pod that reaches itself by its Service; every tool says so.
+    fn assert_tiers_keep_a_pod_from_itself(&self) {
+        let lock = "---\napiVersion: policy.networking.k8s.io/v1alpha2\nkind: ClusterNetworkPolicy\nmetadata: {name: lock}\n\
+                    spec: {tier: Admin, priority: 1, subject: {namespaces: {}}, ingress: [{action: Deny, from: [{namespaces: {}}]}]}\n";
+        self.fixture.enforce(&(pods(4) + &objects() + lock));
+        let (client, way) = ("test/pod-1", &WAYS[0]);
+        assert!(!self.probe(client, way), "{}", self.fixture.statistics().join("\n"));
+        let live = ["--live", "--socket", self.socket()];
+        let says = [
+            ("evaluate", self.evaluated(self.manifests())[&(client.to_owned(), way.what.to_owned())]),
+            ("explain", self.explained(&["--manifests", self.manifests()], client, way.to, way.port)),
+            ("explain --live", self.explained(&live, client, way.to, way.port)),
+            ("matrix", self.in_matrix(client, way.service.unwrap())),
+        ];
+        assert_eq!(says.map(|(tool, says)| (tool, says)), says.map(|(tool, _)| (tool, false)));
+    }
+}
+
 fn tools_agree_with_packets(workers_translate: bool) {
     let asked = Asked::new(workers_translate);
     let (socket, bundle) =
         (asked.fixture.manifests.with_file_name("capture.sock"), asked.fixture.scratch.path().join("bundle"));
     let capture = PacketCapture::start_bundle(&socket, &bundle, &[]).unwrap();
-    let found: BTreeMap<(String, String), bool> = CLIENTS
-        .iter()
-        .flat_map(|client| WAYS.iter().map(move |way| (*client, way)))
-        .map(|(client, way)| ((client.to_owned(), way.what.to_owned()), asked.probe(client, way)))
-        .collect();
+    let (mut found, mut flows) = (BTreeMap::new(), String::new());
+    for client in CLIENTS {
+        found.extend(WAYS.iter().map(|way| ((client.to_owned(), way.what.to_owned()), asked.probe(client, way))));
+        // Before those that were refused expire.
+        flows += &asked.print(&["flows", "--json", "--limit", "100000", "--socket", asked.socket()], "");
+    }
     capture.end().unwrap();
     let log = || asked.fixture.statistics().join("\n");
     let expected = |client: &str, way: &Way| match client {
         "test/pod-0" => way.is_near && way.port != 81 && way.to != EMPTY,
         "test/pod-2" => !way.is_near && way.to != OTHER_NODE,
+        // It always reaches itself, by its Service, too.
+        "test/pod-1" => way.to != EMPTY,
         _ => !way.is_near,
     };
     for (client, way) in CLIENTS.iter().flat_map(|client| WAYS.iter().map(move |way| (*client, way))) {
@@ -263,8 +349,8 @@ fn tools_agree_with_packets(workers_translate: bool) {
         assert_eq!(reached, expected(client, way), "packets of {client} to {}\n{}", way.what, log());
     }
     let mut wrong = Vec::new();
-    let evaluated = asked.evaluated();
-    let live = ["--live", "--socket", asked.fixture.admin().to_str().unwrap()];
+    let evaluated = asked.evaluated(asked.manifests());
+    let live = ["--live", "--socket", asked.socket()];
     for (client, way) in CLIENTS.iter().flat_map(|client| WAYS.iter().map(move |way| (*client, way))) {
         let key = (client.to_owned(), way.what.to_owned());
         let mut says = vec![
@@ -291,6 +377,10 @@ fn tools_agree_with_packets(workers_translate: bool) {
         serde_json::from_slice(&replayed.stdout).unwrap_or_else(|_| panic!("{replayed:?}"));
     assert_eq!(summary["recorded"]["different"], 0, "{summary:#}");
     assert!(summary["recorded"]["same"].as_u64().unwrap() > 50, "{summary:#}");
+    asked.assert_learnt_policies_allow_what_packets_found(&flows, &found);
+    asked.assert_rules_that_decided_have_hits();
+    asked.assert_a_trial_names_what_an_edit_cuts(workers_translate);
+    asked.assert_tiers_keep_a_pod_from_itself();
 }
 
 #[test]

@@ -24,7 +24,7 @@ fn policy(resolver: IpAddr) -> String {
         "---\napiVersion: policy.networking.k8s.io/v1alpha2\nkind: ClusterNetworkPolicy\nmetadata: {{name: names}}\n\
          spec:\n  tier: Admin\n  priority: 1\n\
          \x20 subject: {{pods: {{podSelector: {{matchLabels: {{app: pod-0}}}}}}}}\n  egress:\n\
-         \x20 - {{action: Accept, to: [{{networks: [{resolver}/32]}}], protocols: [{{udp: {{destinationPort: {{number: 53}}}}}}]}}\n\
+         \x20 - {{action: Accept, to: [{{networks: [{resolver}/32]}}], protocols: [{{udp: {{destinationPort: {{number: 53}}}}}}, {{tcp: {{destinationPort: {{number: 53}}}}}}]}}\n\
          \x20 - {{action: Accept, to: [{{domainNames: ['*.Example.org.']}}], protocols: [{{tcp: {{destinationPort: {{number: {PORT}}}}}}}]}}\n\
          \x20 - {{action: Deny, to: [{{networks: [0.0.0.0/0, '::/0']}}]}}\n"
     )
@@ -62,15 +62,38 @@ impl World {
     }
 }
 
-/// The answer's bytes for a name and a type of record. Each time from the same port: from the second answer on, packets of an
-/// established connection bring it.
-fn resolve(socket: &UdpSocket, resolver: IpAddr, name: &str, rtype: u8) -> Vec<u8> {
-    let mut question = vec![0, rtype, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
+/// A question for a name's records of a type, with this number.
+fn question(name: &str, rtype: u8, number: u16) -> Vec<u8> {
+    let [high, low] = number.to_be_bytes();
+    let mut question = vec![high, low, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0];
     for label in name.split('.') {
         question.push(label.len() as u8);
         question.extend(label.as_bytes());
     }
     question.extend([0, 0, rtype, 0, 1]);
+    question
+}
+
+/// The same by TCP, in two segments.
+fn resolve_by_tcp(from: &Site, resolver: IpAddr, name: &str, rtype: u8) -> Vec<u8> {
+    let there = SocketAddr::new(resolver, 53);
+    let mut stream = from.namespace.run(|| TcpStream::connect_timeout(&there, TIMEOUT)).expect("a resolver");
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    stream.set_nodelay(true).unwrap();
+    let question = question(name, rtype, 77);
+    stream.write_all(&(question.len() as u16).to_be_bytes()).unwrap();
+    stream.write_all(&question).unwrap();
+    let mut length = [0; 2];
+    stream.read_exact(&mut length).unwrap();
+    let mut answer = vec![0; usize::from(u16::from_be_bytes(length))];
+    stream.read_exact(&mut answer).unwrap();
+    answer
+}
+
+/// The answer's bytes for a name and a type of record. Each time from the same port: from the second answer on, packets of an
+/// established connection bring it.
+fn resolve(socket: &UdpSocket, resolver: IpAddr, name: &str, rtype: u8) -> Vec<u8> {
+    let question = question(name, rtype, rtype.into());
     let deadline = Instant::now() + TIMEOUT;
     let mut answer = [0; 512];
     loop {
@@ -110,7 +133,8 @@ fn pods_reach_what_their_resolver_says(attach: Attach) {
         let directory = config.manifests.parent().unwrap().display();
         config.attach = attach;
         config.conntrack = format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\n");
-        config.sections += "[domain_names]\nenabled = true\n";
+        let resolver = world.as_ref().unwrap().addresses[0];
+        config.sections += &format!("[domain_names]\nresolvers = [\"{resolver}\"]\nmin_ttl = \"1s\"\n");
     });
     let World { outside, addresses: [v4, v6], .. } = world.as_ref().unwrap();
     let pod = fixture.site("test/pod-0").clone();
@@ -162,4 +186,152 @@ fn pods_reach_what_their_resolver_says_with_xdp() {
 #[test]
 fn pods_reach_what_their_resolver_says_with_tcx() {
     pods_reach_what_their_resolver_says(Attach::Tcx);
+}
+
+/// A resolver in a namespace, with these arguments.
+fn dnsmasq(mut command: std::process::Command, port: u16, arguments: &[String]) -> ServiceProcess {
+    command.args(["--no-daemon", "--conf-file=/dev/null", "--no-resolv", "--no-hosts", "--bind-interfaces"]);
+    command.args(["--user=root", "--pid-file", &format!("--port={port}")]).args(arguments);
+    ServiceProcess::start(command).expect("dnsmasq is installed: `make setup` does that")
+}
+
+fn ip(mut command: std::process::Command, arguments: &str) {
+    let status = command.args(arguments.split(' ')).status().unwrap();
+    assert!(status.success(), "ip {arguments}: {status}");
+}
+
+/// Of as many names as pass in some seconds: each is another address, which the pod connects to at once.
+#[test]
+fn no_first_packet_after_an_answer_is_denied() {
+    const NAMES: u16 = 2000;
+    let mut world = None;
+    let fixture = Fixture::of(&pods(1), |cluster, config| {
+        let outside = cluster.node.add_outside("outside").unwrap();
+        let v4 = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
+        ip(outside.namespace().command("ip"), "route add local 198.18.0.0/16 dev lo");
+        ip(cluster.node.namespace().command("ip"), &format!("route add 198.18.0.0/16 via {v4}"));
+        let arguments = [format!("--listen-address={v4}"), "--synth-domain=names.example.org,198.18.0.0/16".to_owned()];
+        let resolver = dnsmasq(outside.namespace().command("dnsmasq"), 53, &arguments);
+        let listener = outside.namespace().listen(("0.0.0.0".parse::<IpAddr>().unwrap(), PORT)).unwrap();
+        thread::spawn(move || listener.incoming().for_each(drop));
+        config.sections += &format!("[domain_names]\nresolvers = [\"{v4}\"]\n");
+        world = Some((outside, v4, resolver));
+    });
+    let v4 = world.as_ref().unwrap().1;
+    let pod = fixture.site("test/pod-0").clone();
+    fixture.enforce(&(pods(1) + &policy(v4)));
+    let socket = pod.namespace.udp((pod.address(false).unwrap(), 0)).unwrap();
+    socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    let denied = || fixture.port("test/pod-0").drops.get("egress_denied").copied().unwrap_or(0);
+    for number in 0..NAMES {
+        let address = format!("198-18-{}-{}", number / 250, 1 + number % 250);
+        let site: IpAddr = address.replace('-', ".").parse().unwrap();
+        assert!(resolve(&socket, v4, &format!("{address}.names.example.org"), A).ends_with(&octets(site)));
+        assert!(connect(&pod, site, TIMEOUT).is_some(), "{site}");
+    }
+    assert_eq!(denied(), 0, "of {NAMES} first packets");
+    assert!(is_denied(&pod, "198.18.99.99".parse().unwrap()) && denied() > 0, "what no answer gave");
+    // The commands tell what was learnt.
+    let penstock = |arguments: &[&str]| {
+        let mut command = std::process::Command::new(penstock_bench::testbed::penstock_binary().unwrap());
+        let output = command.args(arguments).arg("--socket").arg(fixture.admin()).output().unwrap();
+        String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap()
+    };
+    let name = "198-18-0-7.names.example.org";
+    let listed = penstock(&["names", "--pod", "test/pod-0", "--name", name]);
+    assert!(listed.contains(&format!("test/pod-0  {name}  198.18.0.7  ")), "{listed}");
+    assert!(penstock(&["names", "--limit", "10"]).contains(&format!("10 of {NAMES} names")));
+    let explained =
+        penstock(&["explain", "--live", "--from", "test/pod-0", "--to", name, "--port", &format!("{PORT}/TCP")]);
+    assert!(explained.starts_with("allowed: test/pod-0 -> 198-18-0-7.names.example.org"), "{explained}");
+    let explained =
+        penstock(&["explain", "--live", "--from", "test/pod-0", "--to", "x.example.org", "--port", "22/TCP"]);
+    assert!(explained.starts_with("denied: ") && explained.contains("no rule accepts this name"), "{explained}");
+}
+
+/// NodeLocal DNSCache listens at an address of the node's link, which is one of the resolvers by default.
+#[test]
+fn answers_by_tcp_and_of_a_cache_on_the_node_count() {
+    const CACHE: &str = "169.254.20.10";
+    let mut world = None;
+    let fixture = Fixture::of(&pods(1), |cluster, _| {
+        let outside = cluster.node.add_outside("outside").unwrap();
+        let v4 = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
+        let listener = outside.namespace().listen((v4, PORT)).unwrap();
+        thread::spawn(move || listener.incoming().for_each(drop));
+        let node = cluster.node.namespace();
+        ip(node.command("ip"), &format!("address add {CACHE}/32 dev lo"));
+        let names = ["www.example.org", "tcp.example.org"].map(|name| format!("--host-record={name},{v4},600"));
+        let arguments = [&names[..], &[format!("--listen-address={CACHE}")]].concat();
+        world = Some((outside, v4, dnsmasq(node.command("dnsmasq"), 53, &arguments)));
+    });
+    let (cache, v4) = (CACHE.parse().unwrap(), world.as_ref().unwrap().1);
+    let pod = fixture.site("test/pod-0").clone();
+    for (name, is_tcp) in [("tcp.example.org", true), ("www.example.org", false)] {
+        fixture.enforce(&(pods(1) + &policy(cache).replace("*.Example.org.", name)));
+        assert!(is_denied(&pod, v4), "nothing is learnt of {name}");
+        let answer = if is_tcp {
+            resolve_by_tcp(&pod, cache, name, A)
+        } else {
+            let socket = pod.namespace.udp((pod.address(false).unwrap(), 0)).unwrap();
+            socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+            resolve(&socket, cache, name, A)
+        };
+        assert!(answer.ends_with(&octets(v4)));
+        assert!(connect(&pod, v4, TIMEOUT).is_some(), "allowed after the answer for {name}");
+    }
+    let names = fixture.status().domain_names.expect("it is on by default");
+    assert!(names.has_resolver && names.unasked == 0 && names.not_understood == 0, "{names:?}");
+}
+
+/// Beside kube-proxy, and translated by workers. Another server's answers teach nothing.
+#[test]
+fn the_clusters_dns_is_known_by_its_service() {
+    const CLUSTER_DNS: &str = "10.96.0.10";
+    let service = format!(
+        "---\n{{apiVersion: v1, kind: Namespace, metadata: {{name: kube-system}}}}\n---\n\
+         apiVersion: v1\nkind: Service\nmetadata: {{namespace: kube-system, name: kube-dns}}\n\
+         spec:\n  clusterIP: {CLUSTER_DNS}\n  clusterIPs: [{CLUSTER_DNS}]\n\
+         \x20 ports: [{{name: dns, port: 53, protocol: UDP, targetPort: 5353}}, {{name: dns-tcp, port: 53, protocol: TCP, targetPort: 5353}}]\n\
+         ---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+         metadata: {{namespace: kube-system, name: kube-dns-1, labels: {{kubernetes.io/service-name: kube-dns}}}}\n\
+         addressType: IPv4\nports: [{{name: dns, port: 5353, protocol: UDP}}, {{name: dns-tcp, port: 5353, protocol: TCP}}]\n\
+         endpoints: [{{addresses: [10.244.1.11], conditions: {{ready: true}}, nodeName: node}}]\n"
+    );
+    for enabled in [false, true] {
+        let mut world = None;
+        let rules = policy(CLUSTER_DNS.parse().unwrap())
+            .replace(&format!("[{CLUSTER_DNS}/32]"), &format!("[{CLUSTER_DNS}/32, 10.244.1.11/32, 0.0.0.0/0]"));
+        let udp = |port| format!("{{udp: {{destinationPort: {{number: {port}}}}}}}");
+        let rules = rules.replace(&udp(53), &format!("{}, {}", udp(53), udp(5353)));
+        let fixture = Fixture::of(&(pods(2) + &service), |cluster, config| {
+            let outside = cluster.node.add_outside("outside").unwrap();
+            let v4 = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
+            let listener = outside.namespace().listen((v4, PORT)).unwrap();
+            thread::spawn(move || listener.incoming().for_each(drop));
+            cluster.proxy_services(&config.manifests, penstock_bench::testbed::ProxyMode::Iptables).unwrap();
+            config.sections += &format!("[services]\nenabled = {enabled}\n");
+            let record = format!("--host-record=www.example.org,{v4},600");
+            let stranger = dnsmasq(
+                outside.namespace().command("dnsmasq"),
+                53,
+                &[record.clone(), format!("--listen-address={v4}")],
+            );
+            world = Some((outside, v4, stranger, record));
+        });
+        fixture.enforce(&(pods(2) + &service + &rules));
+        let (_, v4, _, record) = world.as_ref().unwrap();
+        let (pod, dns) = (fixture.site("test/pod-0").clone(), fixture.site("test/pod-1").clone());
+        let _resolver = dnsmasq(
+            dns.namespace.command("dnsmasq"),
+            5353,
+            &[record.clone(), "--listen-address=10.244.1.11".to_owned()],
+        );
+        let socket = pod.namespace.udp((pod.address(false).unwrap(), 0)).unwrap();
+        socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        assert!(resolve(&socket, *v4, "www.example.org", A).ends_with(&octets(*v4)));
+        assert!(is_denied(&pod, *v4), "by a stranger's answer, services.enabled = {enabled}");
+        assert!(resolve(&socket, CLUSTER_DNS.parse().unwrap(), "www.example.org", A).ends_with(&octets(*v4)));
+        assert!(connect(&pod, *v4, TIMEOUT).is_some(), "by the cluster's, services.enabled = {enabled}");
+    }
 }

@@ -43,7 +43,7 @@ pub struct Status {
     /// Services that workers translate; `None` if they do not.
     #[serde(default)]
     pub services: Option<ServicesStatus>,
-    /// Domain names that pods have learnt; `None` if these are not followed.
+    /// Domain names that pods have learnt; `None` if no policy of theirs has some, or these are not followed.
     #[serde(default)]
     pub domain_names: Option<NamesStatus>,
     /// Why the configuration was refused at the start, if the last good one is in effect instead; one line per problem.
@@ -94,8 +94,52 @@ pub struct NamesStatus {
     pub learnt: u64,
     /// Names that were evicted since the start, because a limit was reached.
     pub evicted: u64,
-    /// Datagrams from DNS servers since the start that were no answer, or malformed.
+    /// Messages from DNS servers since the start that were no answer, or malformed.
     pub not_understood: u64,
+    /// Answers since the start to something else than what the pod had asked.
+    #[serde(default)]
+    pub unasked: u64,
+    /// Whether a DNS server is known whose answers count.
+    #[serde(default)]
+    pub has_resolver: bool,
+}
+
+/// `GET /v1/names`: the query.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NamesQuery {
+    /// Only what this pod has learnt, `namespace/name`.
+    pub pod: Option<String>,
+    /// Only this name, or those that `*.NAME` matches.
+    pub name: Option<String>,
+    /// At most this many.
+    pub limit: Option<usize>,
+}
+
+/// `GET /v1/names`: the answer.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Names {
+    /// How many match.
+    pub matching: usize,
+    /// The names, by pod, name and address.
+    pub names: Vec<LearntName>,
+    /// The DNS servers whose answers count, as they are configured.
+    pub resolvers: Vec<String>,
+    /// Whether one of them is known.
+    pub has_resolver: bool,
+}
+
+/// A name that a DNS answer gave a pod for an address.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct LearntName {
+    /// The pod, `namespace/name`.
+    pub pod: String,
+    /// The name.
+    pub name: String,
+    /// The address.
+    pub address: IpAddr,
+    /// For how many more seconds the pod may open connections to it by the name; 0: it has expired, and counts for those that are open.
+    pub seconds: u64,
 }
 
 /// Records of flows since the start.

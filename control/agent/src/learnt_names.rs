@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use penstock_dataplane::names::{DomainName, LearntName, Moment, NameTable, NamedPod, PodNames};
+use penstock_dataplane::names::{DomainName, LearntName, Moment, NameLimits, NameTable, NamedPod, PodNames};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
@@ -66,11 +66,11 @@ impl LearntNamesFile {
             };
             Some((StateFile::beside(&config.conntrack.mapping, SUFFIX)?, identity))
         });
-        Some(Self::of(file))
+        Some(Self::of(file, config.domain_names.min_ttl.duration()))
     }
 
-    fn of(file: Option<(StateFile, Identity)>) -> Self {
-        let table = Arc::new(NameTable::default());
+    fn of(file: Option<(StateFile, Identity)>, least: Duration) -> Self {
+        let table = Arc::new(NameTable::new(NameLimits { least, ..NameLimits::default() }));
         match file.as_ref().map_or(Ok(Vec::new()), |(file, identity)| read(file, identity)) {
             Ok(recorded) => table.restore(recorded),
             // A boot is no fault.
@@ -166,6 +166,8 @@ mod tests {
     use super::*;
     use crate::config::TableMapping;
 
+    const LEAST: Duration = Duration::from_secs(1);
+
     fn file(directory: &Path, boot: &str) -> Option<(StateFile, Identity)> {
         let identity =
             Identity { kind: "learnt names".into(), version: VERSION, node: "here".into(), origin: boot.into() };
@@ -187,7 +189,7 @@ mod tests {
     #[tokio::test]
     async fn learnt_names_survive_a_restart_and_not_a_boot() {
         let directory = tempfile::tempdir().unwrap();
-        let mut names = LearntNamesFile::of(file(directory.path(), "boot 1"));
+        let mut names = LearntNamesFile::of(file(directory.path(), "boot 1"), LEAST);
         let held = names.table().of(pod());
         learn(names.table(), "a.org", 60);
         names.keep();
@@ -197,18 +199,18 @@ mod tests {
         names.keep();
         names.finish();
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
-        learn(names.table(), "b.org", 1);
+        learn(names.table(), "b.org", 0);
         names.finish();
-        let next = LearntNamesFile::of(file(directory.path(), "boot 1"));
+        let next = LearntNamesFile::of(file(directory.path(), "boot 1"), LEAST);
         assert_eq!(next.table().all(), names.table().all());
         assert_eq!(next.table().of(pod()).all(), held.all());
         assert_eq!(held.all().iter().map(|it| it.expires).collect::<Vec<_>>(), [Moment(6_000), Moment(65_000)]);
-        assert!(LearntNamesFile::of(file(directory.path(), "boot 2")).table().all().is_empty());
+        assert!(LearntNamesFile::of(file(directory.path(), "boot 2"), LEAST).table().all().is_empty());
         let wrong = [&b"junk"[..], b"", b"\x1f\x8b\x08"];
         for content in wrong {
             fs::write(&path, content).unwrap();
-            assert!(LearntNamesFile::of(file(directory.path(), "boot 1")).table().all().is_empty());
+            assert!(LearntNamesFile::of(file(directory.path(), "boot 1"), LEAST).table().all().is_empty());
         }
-        assert!(LearntNamesFile::of(None).table().all().is_empty());
+        assert!(LearntNamesFile::of(None, LEAST).table().all().is_empty());
     }
 }

@@ -7,7 +7,8 @@ use std::time::Instant;
 
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::limits::LimitedPods;
-use penstock_dataplane::names::NameTable;
+use penstock_dataplane::names::{NameTable, Resolvers};
+use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::{AddressSet, Direction, PolicySet};
 use penstock_policy::compile::table_key;
 use penstock_policy::engine::{Engine, EngineSettings, TranslatedBy};
@@ -16,6 +17,7 @@ use penstock_policy::render::services::ServiceProblem;
 use penstock_policy::render::tables::RuleUse;
 use penstock_policy::state::PodOrNode;
 
+use super::config::Resolver;
 use super::connection_limits::{NewLimits, PodConnectionLimits};
 use super::deleted_policies::DeletedPolicies;
 use super::new_pods::{NewPods, TooManyNewPods};
@@ -310,6 +312,27 @@ impl NodeObjects {
             service.external.iter().chain(cluster).copied().collect::<Vec<_>>()
         };
         services.flat_map(addresses).collect()
+    }
+
+    /// The DNS servers that these stand for; none, if nobody learns names.
+    pub(super) fn resolvers(&self, configured: &[Resolver]) -> Resolvers {
+        if self.names.is_none() {
+            return Resolvers::default();
+        }
+        let state = self.engine.state();
+        let (mut addresses, mut blocks): (BTreeSet<&IpAddr>, _) = (BTreeSet::new(), Vec::new());
+        for resolver in configured {
+            match resolver {
+                Resolver::Block(block) => blocks.push(*block),
+                Resolver::Service(key) => {
+                    addresses
+                        .extend(state.service(key).into_iter().flat_map(|it| it.addresses.iter().chain(&it.external)));
+                    let slices = state.endpoint_slices(key);
+                    addresses.extend(slices.flat_map(|slice| slice.endpoints.iter().map(|endpoint| &endpoint.address)));
+                }
+            }
+        }
+        Resolvers::new(addresses.into_iter().map(|address| Address::from(*address)), blocks)
     }
 
     /// Sets the addresses of Services at which egress policy is postponed.

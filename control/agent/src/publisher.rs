@@ -10,13 +10,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ipnet::IpNet;
+use penstock_dataplane::names::Resolvers;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
 use penstock_policy::model::{ObjectChange, ObjectKey};
 use penstock_xdp_redirect::ServiceAddresses;
 use tokio::sync::Notify;
 
-use super::config::{Config, Encapsulation};
+use super::config::{Config, Encapsulation, Resolver};
 use super::connections::{ClearingQueue, ConnectionOwners};
 use super::node_context::{NodeContext, NodeNetwork, RefusedTunnels};
 use super::objects::{ChangeEffect, NodeObjects};
@@ -34,6 +35,8 @@ pub(super) struct Publisher {
     /// Whether workers translate what pods send to Services.
     translates: bool,
     encapsulation: Encapsulation,
+    /// Whose answers teach pods domain names.
+    resolvers: Vec<Resolver>,
     /// This node's pods may have changed: ports have to follow.
     pub(super) pods: Notify,
     /// A snapshot was published that is not in effect yet, or has come into effect in the kernel's programs.
@@ -58,6 +61,8 @@ pub(super) struct SnapshotInputs {
     postponed: PostponedAddresses,
     /// The addresses of Services, as of the last change of one.
     service_addresses: BTreeSet<IpAddr>,
+    /// As of the last snapshot.
+    pub(super) resolvers: Resolvers,
     subscribers: Subscribers,
 }
 
@@ -82,6 +87,7 @@ impl Publisher {
             connections: ConnectionOwners::new(&config.conntrack.mapping, clearing),
             postponed: PostponedAddresses::new(services),
             service_addresses: objects.service_addresses(config.services.enabled),
+            resolvers: Resolvers::default(),
             subscribers: Subscribers::default(),
             objects,
         };
@@ -94,6 +100,7 @@ impl Publisher {
             services: config.service_cidrs.clone(),
             translates: config.services.enabled,
             encapsulation: config.encapsulation.clone(),
+            resolvers: config.domain_names.resolvers.clone(),
             pods: Notify::new(),
             awaited,
         }
@@ -156,7 +163,8 @@ impl Publisher {
         // Even if a local pod has no port yet: from this snapshot on nobody else may use its address.
         let context_changed = (pods || nodes) && inputs.refresh_node_context(&self.encapsulation);
         let services_changed = services && inputs.refresh_services(self.translates);
-        if policy || context_changed || services_changed {
+        let resolvers_changed = services && inputs.objects.resolvers(&self.resolvers) != inputs.resolvers;
+        if policy || context_changed || services_changed || resolvers_changed {
             self.publish(inputs, &what, seen);
         } else {
             tracing::debug!("no effect on the tables: {what}");
@@ -253,7 +261,8 @@ impl Publisher {
         inputs.progress.published(inputs.epoch, &policy, served, seen);
         let services = self.translates.then(|| inputs.objects.engine().service_set().clone());
         let snapshot = Snapshot::new(inputs.epoch, policy, forwarding).with_services(services);
-        self.dataplane.publish(snapshot.with_limits(limits));
+        inputs.resolvers = inputs.objects.resolvers(&self.resolvers);
+        self.dataplane.publish(snapshot.with_limits(limits).with_resolvers(inputs.resolvers.clone()));
         inputs.connections.published();
         inputs.connections.count_open(new_limits);
         inputs.progress.times.publish.observe(began.elapsed().as_secs_f64());

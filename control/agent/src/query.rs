@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use penstock_admin::capture::CaptureQuery;
-use penstock_admin::types::{ConnectionFlow, Dump, ExplainQuery, Explanation, Rules, Status, TrialStatus};
+use penstock_admin::types::{
+    ConnectionFlow, Dump, ExplainQuery, Explanation, Names, NamesQuery, Rules, Status, TrialStatus,
+};
 use penstock_dataplane::conntrack::{ConnTable, ConnectionInfo};
 use penstock_policy::model::{Object, ObjectKey};
 use tokio::sync::{mpsc, oneshot};
@@ -31,6 +33,8 @@ pub(crate) enum StateQuery {
     Describe { connections: Vec<ConnectionInfo>, answer: oneshot::Sender<Vec<ConnectionFlow>> },
     /// Why a flow is allowed or denied.
     Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
+    /// The domain names that pods have learnt.
+    Names { query: NamesQuery, answer: oneshot::Sender<Result<Names, String>> },
     /// Begin a capture; the answer has its packets.
     Capture { query: Box<CaptureQuery>, answer: oneshot::Sender<Result<CaptureChunks, String>> },
     /// How often each rule decided.

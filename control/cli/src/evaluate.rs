@@ -230,7 +230,7 @@ fn answer(engine: &Engine, line: &str) -> Result<String, BadQuery> {
     let by_service = match &to {
         FlowEndpoint::Service(key) => Some(service_flows(engine, &from, key, &service)?),
         FlowEndpoint::Address(address) => service_flows_at(engine, &from, *address, &service),
-        FlowEndpoint::Pod(_) => None,
+        FlowEndpoint::Pod(_) | FlowEndpoint::Name(_) => None,
     };
     if let Some(flows) = by_service {
         return answer_service(engine, &query, &flows);

@@ -27,7 +27,8 @@ Exit codes:
 Examples:
   penstock explain --manifests policies/ --from shop/web-1 --to shop/db-0 --port 5432/TCP
   penstock explain --manifests policies/ --from shop/web-1 --to 10.1.2.3 --port ICMP
-  penstock explain --live --from shop/web-1 --to shop/db-0 --port 5432/TCP")]
+  penstock explain --live --from shop/web-1 --to shop/db-0 --port 5432/TCP
+  penstock explain --live --from shop/web-1 --to www.example.org --port 443/TCP")]
 #[command(group(clap::ArgGroup::new("cluster").required(true).args(["live", "manifests"])))]
 pub(super) struct Args {
     #[command(flatten)]
@@ -44,7 +45,7 @@ pub(super) struct Args {
     #[arg(long, value_name = "END")]
     from: FlowEndpoint,
     /// The destination: NAMESPACE/POD, an address, or svc/NAMESPACE/SERVICE. Of a Service, also at one of its addresses, each backend
-    /// is explained
+    /// is explained. Or a domain name: which rules accept it, and by the running daemon each address that the pod has learnt for it
     #[arg(long, value_name = "END")]
     to: FlowEndpoint,
     /// PORT/PROTOCOL, the port by number or by name (of a Service its own); or a protocol without ports

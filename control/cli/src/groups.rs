@@ -7,8 +7,8 @@ use clap::Subcommand;
 
 use super::help::Group;
 use super::{
-    Failure, capture, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, ready,
-    render, replay, rules, run, schema, status, top, trial,
+    Failure, capture, check, cleanup, completion, dump, evaluate, explain, flows, learn, lint, man, matrix, names,
+    ready, render, replay, rules, run, schema, status, top, trial,
 };
 
 /// All subcommands.
@@ -43,6 +43,7 @@ pub(super) enum DaemonCommand {
     Ready(ready::Args),
     Capture(capture::Args),
     Rules(rules::Args),
+    Names(names::Args),
     Dump(dump::Args),
 }
 
@@ -84,6 +85,7 @@ impl Command {
             Self::Daemon(DaemonCommand::Top(args)) => top::run(args),
             Self::Daemon(DaemonCommand::Capture(args)) => capture::run(args),
             Self::Daemon(DaemonCommand::Rules(args)) => rules::run(args),
+            Self::Daemon(DaemonCommand::Names(args)) => names::run(args),
             Self::Daemon(DaemonCommand::Dump(args)) => dump::run(args),
             Self::Daemon(DaemonCommand::Ready(args)) => ready::run(args),
             Self::Policy(PolicyCommand::Evaluate(args)) => evaluate::run(args),

@@ -26,6 +26,7 @@ mod learn;
 mod lint;
 mod man;
 mod matrix;
+mod names;
 mod ready;
 mod render;
 mod replay;

@@ -103,9 +103,12 @@ fn services_line(services: &ServicesStatus) -> String {
     )
 }
 
-fn names_line(NamesStatus { kept, learnt, evicted, not_understood }: &NamesStatus) -> String {
+fn names_line(NamesStatus { kept, learnt, evicted, not_understood, unasked, has_resolver }: &NamesStatus) -> String {
+    let without = "; no DNS server is known whose answers count: set domain_names.resolvers";
     format!(
-        "domain names: {kept} kept, {learnt} learnt, {evicted} evicted, {not_understood} DNS answers not understood"
+        "domain names: {kept} kept, {learnt} learnt, {evicted} evicted, {not_understood} DNS answers not understood, {unasked} not asked \
+         for{}",
+        if *has_resolver { "" } else { without }
     )
 }
 
@@ -301,8 +304,9 @@ mod tests {
     fn learnt_names_are_counted_where_they_are_followed() {
         let mut status: Status = serde_json::from_str(STATUS).unwrap();
         assert!(!text(&status).contains("domain names:"));
-        status.domain_names = Some(NamesStatus { kept: 5, learnt: 9, evicted: 1, not_understood: 2 });
-        let line = "domain names: 5 kept, 9 learnt, 1 evicted, 2 DNS answers not understood";
+        status.domain_names =
+            Some(NamesStatus { kept: 5, learnt: 9, evicted: 1, not_understood: 2, unasked: 3, has_resolver: true });
+        let line = "domain names: 5 kept, 9 learnt, 1 evicted, 2 DNS answers not understood, 3 not asked for";
         assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
     }
 

@@ -566,12 +566,13 @@ fn domain_names_match_by_the_captures_answers_until_expiry() {
     // www.example.org is 203.0.113.7 for five seconds.
     let answer = b"\0\x07\x81\x80\0\x01\0\x01\0\0\0\0\x03www\x07example\x03org\0\0\x01\0\x01\
         \xc0\x0c\0\x01\0\x01\0\0\0\x05\0\x04\xcb\0\x71\x07";
+    let question = b"\0\x07\x01\0\0\x01\0\0\0\0\0\0\x03www\x07example\x03org\0\0\x01\0\x01";
     let sends = |seconds, port| (seconds, web(port), site, b"hello".to_vec());
     let packets = [
         sends(0, 1),
         (1, resolver, web(4001), answer.to_vec()),
         sends(1, 2),
-        (2, web(4000), resolver, b"question".to_vec()),
+        (2, web(4000), resolver, question.to_vec()),
         (2, resolver, web(4000), answer.to_vec()),
         sends(3, 3),
         sends(6, 4),

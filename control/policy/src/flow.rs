@@ -4,6 +4,7 @@ use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
+use penstock_dataplane::names::DomainName;
 use penstock_dataplane::packet::{Flow, Protocol};
 
 use crate::model::{ObjectKey, Pod, PortProtocol};
@@ -21,6 +22,8 @@ pub enum FlowEndpoint {
     Address(IpAddr),
     /// A Service by namespace and name, as a destination.
     Service(ObjectKey),
+    /// A domain name, as a destination.
+    Name(DomainName),
 }
 
 /// A protocol, with a port where the protocol has ports.
@@ -43,7 +46,9 @@ pub enum PortRef {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FlowError {
     /// Neither a pod's name nor an address.
-    #[error("{0:?} is not an endpoint: write NAMESPACE/POD, an address, or svc/NAMESPACE/SERVICE as a destination")]
+    #[error(
+        "{0:?} is not an endpoint: write NAMESPACE/POD, an address, or svc/NAMESPACE/SERVICE or a domain name as a destination"
+    )]
     Endpoint(String),
     /// An IPv4-mapped IPv6 address, which no packet carries.
     #[error("{0} is an IPv4-mapped IPv6 address: write it as IPv4")]
@@ -74,6 +79,9 @@ pub enum FlowError {
     /// A Service where it is no destination.
     #[error("Service {0} is no single end: use a pod or an address")]
     ServiceIsNoEnd(ObjectKey),
+    /// A domain name where it is no destination of `explain`.
+    #[error("{0} is no single end: use a pod or an address, or ask penstock explain --to {0}")]
+    NameIsNoEnd(DomainName),
     /// One end has IPv4 addresses only, the other IPv6 addresses only.
     #[error("{0} and {1} have no address family in common: use endpoints of one family")]
     Families(String, String),
@@ -129,7 +137,10 @@ impl FromStr for FlowEndpoint {
             _ => None,
         };
         let service = text.strip_prefix("svc/").and_then(key).map(Self::Service);
-        service.or_else(|| key(text).map(Self::Pod)).ok_or_else(|| FlowError::Endpoint(text.to_owned()))
+        let is_number = |label: &str| label.bytes().all(|byte| byte.is_ascii_digit());
+        let is_name = |name: &DomainName| name.as_str().rsplit_once('.').is_some_and(|(_, last)| !is_number(last));
+        let name = || DomainName::new(text).filter(is_name).map(Self::Name);
+        service.or_else(|| key(text).map(Self::Pod)).or_else(name).ok_or_else(|| FlowError::Endpoint(text.to_owned()))
     }
 }
 
@@ -139,6 +150,7 @@ impl fmt::Display for FlowEndpoint {
             Self::Pod(key) => key.fmt(f),
             Self::Address(address) => address.fmt(f),
             Self::Service(key) => write!(f, "svc/{key}"),
+            Self::Name(name) => name.fmt(f),
         }
     }
 }
@@ -272,6 +284,7 @@ pub fn addresses(state: &ClusterState, end: &FlowEndpoint) -> Result<Vec<IpAddr>
     let key = match end {
         FlowEndpoint::Address(address) => return Ok(vec![*address]),
         FlowEndpoint::Service(key) => return Err(FlowError::ServiceIsNoEnd(key.clone())),
+        FlowEndpoint::Name(name) => return Err(FlowError::NameIsNoEnd(name.clone())),
         FlowEndpoint::Pod(key) => key,
     };
     let pod = state.find_pod(key).and_then(|pod| state.pod(pod)).ok_or_else(|| unknown_pod(state, key))?;
@@ -382,6 +395,8 @@ mod tests {
         assert_eq!("svc/shop/api".parse(), Ok(FlowEndpoint::Service(service)));
         assert_eq!("svc/api".parse(), Ok(pod("svc", "api")), "a namespace may have this name");
         assert_eq!("10.0.0.1".parse(), Ok(FlowEndpoint::Address([10, 0, 0, 1].into())));
+        let name = DomainName::new("www.example.org").unwrap();
+        assert_eq!("WWW.example.org.".parse(), Ok(FlowEndpoint::Name(name)));
         for text in ["", "web-1", "/web", "shop/", "a/b/c", "10.0.0.0/8x/y", "10.0.0.256"] {
             assert!(text.parse::<FlowEndpoint>().is_err(), "{text}");
         }

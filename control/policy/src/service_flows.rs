@@ -92,11 +92,7 @@ fn at_own_address<'a>(state: &'a ClusterState, to: IpAddr, port: &ProtocolPort) 
     let services = state.services().filter(|it| it.addresses.contains(&to) || it.external.contains(&to));
     let found = services.filter_map(|service| Some((service, service_port(service, port)?)));
     let (service, port) = found.min_by_key(|(service, _)| &service.key)?;
-    let service = match service.addresses.contains(&to) {
-        true => Cow::Borrowed(&**service),
-        false => Cow::Owned(from_everywhere(service)),
-    };
-    Some(Frontend { service, port: port.clone(), at: SocketAddr::new(to, port.number) })
+    Some(Frontend { service: as_asked(service, to), port: port.clone(), at: SocketAddr::new(to, port.number) })
 }
 
 /// Another node translates its own node ports: policy here is for that node.
@@ -108,13 +104,16 @@ fn at_own_node<'a>(state: &'a ClusterState, src: IpAddr, to: IpAddr, port: &Prot
     let found = state.services().filter_map(|service| Some((service, service.ports.iter().find(is_it)?)));
     let (service, port) = found.min_by_key(|(service, _)| &service.key)?;
     let at = SocketAddr::new(to, *number);
-    Some(Frontend { service: Cow::Owned(from_everywhere(service)), port: port.clone(), at })
+    Some(Frontend { service: as_asked(service, to), port: port.clone(), at })
 }
 
-/// Packets of a pod to another address than the cluster's go to any backend, whatever `internalTrafficPolicy` says
-/// (pkg/proxy/iptables/proxier.go, the chains `KUBE-EXT`).
-fn from_everywhere(service: &Service) -> Service {
-    Service { local_only: false, ..service.clone() }
+/// A Service as it is for what a pod sends to this address of it, or of the node: to another one than the cluster's any backend may answer,
+/// whatever `internalTrafficPolicy` says (pkg/proxy/iptables/proxier.go, the chains `KUBE-EXT`).
+pub(crate) fn as_asked(service: &Service, to: IpAddr) -> Cow<'_, Service> {
+    match service.addresses.contains(&to) || !service.local_only {
+        true => Cow::Borrowed(service),
+        false => Cow::Owned(Service { local_only: false, ..service.clone() }),
+    }
 }
 
 fn flows(engine: &Engine, src: IpAddr, frontend: &Frontend<'_>) -> ServiceFlows {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
+use penstock_dataplane::names::Resolvers;
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::policy::{AddressSet, RuleScope};
 use penstock_dataplane::services::{Destination, Frontend, FrontendKey, ServiceSet};
@@ -50,6 +51,8 @@ pub struct ReplayCluster {
     service_names: FxHashMap<Address, Box<str>>,
     /// Backends of all Services.
     backends: FxHashSet<Address>,
+    /// The addresses at which egress policy is postponed.
+    postponed: Arc<AddressSet>,
     ports: FxHashMap<ObjectKey, PortId>,
     rules: RuleNames,
 }
@@ -80,6 +83,7 @@ impl ReplayCluster {
             names: FxHashMap::default(),
             service_names: FxHashMap::default(),
             backends: FxHashSet::default(),
+            postponed: Arc::default(),
             ports: FxHashMap::default(),
             rules: RuleNames::default(),
         };
@@ -117,7 +121,8 @@ impl ReplayCluster {
         let epoch = self.snapshot.epoch.next();
         let forwarding = self.forwarding()?;
         self.engine.set_local(&forwarding);
-        self.engine.set_services(&Arc::new(self.postponed()));
+        self.postponed = Arc::new(self.addresses_of_kernel());
+        self.engine.set_services(&self.postponed);
         let services = self.services.translates.then(|| self.engine.service_set().clone());
         self.service_names.clear();
         self.backends.clear();
@@ -127,6 +132,8 @@ impl ReplayCluster {
             self.backends.extend(frontend.backends.iter().chain(&*frontend.serving).map(|backend| backend.address));
         }
         self.snapshot = Snapshot::new(epoch, self.engine.policy_set().clone(), forwarding).with_services(services);
+        // A capture does not say which of its servers is the cluster's.
+        self.snapshot = std::mem::take(&mut self.snapshot).with_resolvers(Resolvers::all());
         self.names = names(self.engine.state());
         self.rules.update_rules(&self.engine);
         Ok(())
@@ -147,8 +154,8 @@ impl ReplayCluster {
         }
     }
 
-    /// The addresses at which egress policy is postponed, as in a daemon.
-    fn postponed(&self) -> AddressSet {
+    /// The Services' addresses that the node's kernel translates: egress policy is postponed there, as in a daemon.
+    fn addresses_of_kernel(&self) -> AddressSet {
         let services = self.engine.state().services();
         let addresses = |service: &Arc<Service>| {
             let cluster = if self.services.translates { &[][..] } else { &service.addresses };
@@ -185,6 +192,7 @@ impl ReplayCluster {
                 mtu: u16::MAX,
                 interface: 0,
                 by_stack: false,
+                bridge: 0,
                 addresses,
             };
             forwarding.insert(id, port).expect("the state has one owner for each address");
@@ -248,6 +256,12 @@ impl ReplayCluster {
     pub(super) fn is_service(&self, address: Address) -> bool {
         let is_known = |services: &ServiceSet| services.find(address, Protocol::TCP, 0) != Destination::NotService;
         self.snapshot.services.as_ref().is_some_and(is_known)
+    }
+
+    /// Whether the node's kernel translates what pods send to this address.
+    #[inline]
+    pub(super) fn is_postponed(&self, address: Address) -> bool {
+        self.postponed.contains(&address)
     }
 
     /// Whether a Service has a backend with this address.

@@ -88,6 +88,7 @@ mod tests {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            bridge: 0,
             addresses,
         };
         forwarding.insert(PortId(0), pod).unwrap();

@@ -238,12 +238,12 @@ impl Player {
         EntryPoint::Port(port.unwrap_or(UPLINK))
     }
 
-    /// The port where what `from` sends to `to` enters.
+    /// The port where what `from` sends to `to` enters. What has the address of a Service that the kernel translates, the node's stack sends.
     fn port_by_source(&self, from: Address, to: Address) -> Result<PortId, ProgramOutcome> {
         let forwarding = &self.cluster.snapshot().forwarding;
         match forwarding.pod_port(from) {
             Some(port) => Ok(port),
-            None if !forwarding.is_node(from) => Ok(UPLINK),
+            None if !forwarding.is_node(from) && !self.cluster.is_postponed(from) => Ok(UPLINK),
             None if forwarding.pod_port(to).is_some() => Ok(HOST),
             None => Err(ProgramOutcome::NotLocal),
         }

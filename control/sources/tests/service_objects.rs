@@ -81,6 +81,36 @@ fn headless_external_and_other_proxies_services_have_no_address() {
     assert!(found.addresses.is_empty());
 }
 
+/// Egress policy is postponed at these: only at what a node translates.
+#[test]
+fn external_addresses_are_those_that_a_node_translates() {
+    let of = |status: Value| {
+        let object: core::Service = serde_json::from_value(json!({
+            "metadata": {"namespace": "shop", "name": "api"},
+            "spec": {
+                "type": "LoadBalancer", "clusterIP": "10.96.0.10", "externalIPs": ["203.0.113.5"],
+                "loadBalancerSourceRanges": ["198.51.100.0/24"], "trafficDistribution": "PreferSameNode",
+            },
+            "status": {"loadBalancer": {"ingress": [status]}},
+        }))
+        .unwrap();
+        let (service, wrong) = convert::service(&object).unwrap();
+        assert!(wrong.is_empty(), "{wrong:?}");
+        service.external
+    };
+    for (ingress, more) in [
+        (json!({"ip": "203.0.113.7"}), Some("203.0.113.7")),
+        (json!({"ip": "203.0.113.7", "ipMode": "VIP"}), Some("203.0.113.7")),
+        // The load balancer keeps the address for itself.
+        (json!({"ip": "203.0.113.7", "ipMode": "Proxy"}), None),
+        (json!({"hostname": "api.example.org"}), None),
+        (json!({"ip": "203.0.113.5"}), None),
+    ] {
+        let expected: Vec<IpAddr> = ["203.0.113.5"].into_iter().chain(more).map(address).collect();
+        assert_eq!(of(ingress.clone()), expected, "{ingress}");
+    }
+}
+
 #[test]
 fn what_is_wrong_in_a_service_is_named_and_the_rest_counts() {
     let ok = json!({"name": "ok", "port": 1});

@@ -7,14 +7,14 @@ use crate::packet::TcpSegment;
 /// SYN had not been sent.
 ///
 /// Bits 0–1 are the side's previous marks `FIN` and `FIN_ACKED`. Bits 2–6 are a hash of the number that
-/// acknowledges the SYN: enough to distinguish attempts. Security does not depend on it: only the receiver of a
+/// acknowledges the SYN with its data: enough to distinguish attempts. Security does not depend on it: only the receiver of a
 /// SYN-ACK, which knows the number, continues with it, and policy is evaluated.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct HeldSyn(pub(super) u8);
 
 impl HeldSyn {
     pub(super) fn new(syn: &TcpSegment, marks: u8) -> Self {
-        Self(Self::hash(syn.seq.wrapping_add(1)) << 2 | marks >> 1)
+        Self(Self::hash(syn.seq.wrapping_add(1).wrapping_add(syn.payload_len.into())) << 2 | marks >> 1)
     }
 
     const fn hash(ack: u32) -> u8 {

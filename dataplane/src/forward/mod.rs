@@ -62,6 +62,8 @@ pub struct Port {
     pub interface: u32,
     /// What a pod sends to another of the node takes the node's stack: others have filters on its interface there.
     pub by_stack: bool,
+    /// Index of the bridge that a pod's interface is a port of; 0: of none.
+    pub bridge: u32,
     /// Allowed source addresses; empty for host and uplink ports, which may use any.
     pub addresses: Vec<Address>,
 }

@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | 0 | `02`: locally administered, unicast | `02` |
 //! | 1 | `fa` | `fb` |
-//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`], 32 [`UNCHANGED`], 64 [`UNTRANSLATED`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`], and which protocol is [`allowed`] |
+//! | 2 | flags: 1 the transport checksum is open, 2 [`FROM_NODE`], 4 [`LOCAL_PROCESS`], 8 [`TRANSLATED`], 16 [`LEAVING`], 32 [`UNCHANGED`], 64 [`UNTRANSLATED`], 128 [`TO_NEIGHBOUR`] | flags: 1 [`TO_NODE`], 2 [`TO_UPLINK`], and which protocol is [`allowed`] |
 //! | 3 | with [`LEAVING`] the uplink's number | with [`TO_UPLINK`] the same |
 //! | 4–5 | number of the pod's port, in network byte order | the same; `ffff`: none |
 //! | 6–7 | `02fa` | of what is [`allowed`] the port, in network byte order |
@@ -40,6 +40,8 @@ pub(crate) const UNCHANGED: u8 = 32;
 pub(crate) const UNTRANSLATED: u8 = 64;
 /// Sent by the pod to its node, and by the node's stack on to another machine.
 pub(crate) const LEAVING: u8 = 16;
+/// Sent by a pod on a bridge to another address there than the bridge's own.
+pub(crate) const TO_NEIGHBOUR: u8 = 128;
 
 /// To the node's stack, as a packet of the port; without a port as one of the pair.
 const TO_NODE: u8 = 1;
@@ -90,6 +92,16 @@ pub(crate) fn stack_sender(frame: &[u8]) -> StackSender {
             }
         }
         _ => StackSender::Unknown,
+    }
+}
+
+/// Whether a pod on a bridge has sent this frame to a neighbour there: to this one, where the frame has the pod's own Ethernet
+/// addresses, or to any, by a program's tag.
+#[inline]
+pub(crate) fn is_to_neighbour(frame: &[u8], neighbour: Mac) -> bool {
+    match frame {
+        [LOCAL, TO_WORKER, flags, ..] => flags & TO_NEIGHBOUR != 0,
+        _ => frame.starts_with(&neighbour.0),
     }
 }
 
@@ -198,5 +210,19 @@ mod tests {
         assert_eq!(frame[..6], [2, 0xfb, 1, 0, 1, 2]);
         assert_eq!(to_pod(PortId(0x0304)).0, [2, 0xfb, 0, 0, 3, 4]);
         set_port(&mut [], PortId(1));
+    }
+
+    #[test]
+    fn a_frame_to_a_neighbour_has_its_address_or_a_tag() {
+        let neighbour = Mac([6, 1, 2, 3, 4, 5]);
+        for (frame, is_to_neighbour) in [
+            (&[2, 0xfa, TO_NEIGHBOUR | CHECKSUM_OPEN, 0, 0, 1, 2, 0xfa][..], true),
+            (&[2, 0xfa, CHECKSUM_OPEN, 0, 0, 1, 2, 0xfa], false),
+            (&[6, 1, 2, 3, 4, 5, 6, 0], true),
+            (&[6, 1, 2, 3, 4, 6, 6, 0], false),
+            (&[6, 1], false),
+        ] {
+            assert_eq!(super::is_to_neighbour(frame, neighbour), is_to_neighbour, "{frame:02x?}");
+        }
     }
 }

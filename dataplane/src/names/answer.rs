@@ -63,6 +63,17 @@ fn is_plain(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_'
 }
 
+/// What is asked, and under which number.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Question {
+    /// The number of the message.
+    pub id: u16,
+    /// The name; `None`: no host has such a name.
+    pub name: Option<DomainName>,
+    /// The type of the records.
+    pub rtype: u16,
+}
+
 /// What an answer gives: each of these addresses for each of these names.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Answer {
@@ -89,26 +100,44 @@ impl From<domain::base::wire::ParseError> for AnswerError {
     }
 }
 
-/// Reads a DNS message (RFC 1035 section 4). An answer without addresses is empty. Only the answer section counts: what else
+/// Reads a question.
+///
+/// # Errors
+/// The message is malformed, or no question.
+pub fn read_question(message: &[u8]) -> Result<Question, AnswerError> {
+    let message = Message::from_octets(message).map_err(|_| AnswerError::Malformed)?;
+    if message.header().qr() { Err(AnswerError::NotAnAnswer) } else { question_of(&message) }
+}
+
+fn question_of<Octs: Octets + ?Sized>(message: &Message<Octs>) -> Result<Question, AnswerError> {
+    let (header, question) = (message.header(), message.sole_question()?);
+    if header.opcode() != Opcode::QUERY || question.qclass() != Class::IN {
+        return Err(AnswerError::NotAnAnswer);
+    }
+    let name = DomainName::read(question.qname());
+    Ok(Question { id: header.id(), name, rtype: question.qtype().to_int() })
+}
+
+/// Reads a DNS message (RFC 1035 section 4), and which question it answers. An answer without addresses is empty. Only the answer section counts: what else
 /// comes with it was not asked for.
 ///
 /// # Errors
 /// The message is malformed, or no answer.
-pub fn read_answer(message: &[u8]) -> Result<Answer, AnswerError> {
-    let message = Message::from_octets(message).map_err(|_| AnswerError::Malformed)?;
-    let header = message.header();
-    let question = message.sole_question()?;
-    if !header.qr() || header.opcode() != Opcode::QUERY || question.qclass() != Class::IN {
+pub fn read_answer(message: &[u8]) -> Result<(Question, Answer), AnswerError> {
+    let message = &Message::from_octets(message).map_err(|_| AnswerError::Malformed)?;
+    let question = question_of(message)?;
+    if !message.header().qr() {
         return Err(AnswerError::NotAnAnswer);
     }
-    if header.rcode() != Rcode::NOERROR {
-        return Ok(Answer::default());
+    if message.header().rcode() != Rcode::NOERROR {
+        return Ok((question, Answer::default()));
     }
     let mut records = Records::default();
     for record in message.answer()?.take(MOST_RECORDS) {
         records.add(&record?)?;
     }
-    Ok(records.of(DomainName::read(question.qname())))
+    let answer = records.of(question.name.clone());
+    Ok((question, answer))
 }
 
 /// The records of an answer section, by their owners.

@@ -2,19 +2,19 @@
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use rustc_hash::FxHashMap;
 
 use super::answer::{Answer, DomainName, read_answer};
 use super::limits::Shared;
+use super::questions::{DnsTalk, Questions};
 use super::rules::NameRules;
+use super::streams::{DnsSegment, Side, Streams};
 use crate::packet::Address;
 
-/// An answer counts for at least this long, also if its TTL is zero: its pod has to get to its first packet.
-const LEAST: Duration = Duration::from_secs(1);
-/// And at most this long, as in most resolvers.
+/// An answer counts at most this long, as in most resolvers.
 const MOST: Duration = Duration::from_secs(7 * 86_400);
 
 /// Milliseconds on the clock by which connections are timed.
@@ -48,7 +48,15 @@ pub struct LearntName {
 #[derive(Debug)]
 pub struct LearntNames {
     learnt: RwLock<Learnt>,
+    heard: Mutex<Heard>,
     shared: Arc<Shared>,
+}
+
+/// What was heard of talks that go on.
+#[derive(Debug, Default)]
+struct Heard {
+    questions: Questions,
+    streams: Streams,
 }
 
 #[derive(Debug, Default)]
@@ -60,7 +68,7 @@ struct Learnt {
 
 impl LearntNames {
     pub(super) fn new(shared: Arc<Shared>) -> Self {
-        Self { learnt: RwLock::default(), shared }
+        Self { learnt: RwLock::default(), heard: Mutex::default(), shared }
     }
 
     fn read(&self) -> RwLockReadGuard<'_, Learnt> {
@@ -71,15 +79,35 @@ impl LearntNames {
         self.learnt.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads a datagram of a DNS server to the pod, received `now`, and learns what it says. One that is not understood is
-    /// counted.
-    pub fn hear(&self, message: &[u8], now: Moment) {
-        match read_answer(message) {
-            Ok(answer) => self.learn(&answer, now),
-            Err(_) => {
-                self.shared.not_understood.fetch_add(1, Relaxed);
-            }
-        }
+    /// Reads a message of the pod to a resolver.
+    pub fn ask(&self, talk: DnsTalk, message: &[u8]) {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner).questions.ask_by(talk, message);
+    }
+
+    /// Reads a message of a resolver to the pod, received `now`, and learns what it says, if it answers what the pod has asked. One that is
+    /// not understood, or does not, is counted.
+    pub fn hear(&self, talk: DnsTalk, message: &[u8], now: Moment) {
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        self.take(&mut heard.questions, talk, message, now);
+    }
+
+    /// Reads a segment of DNS over TCP, likewise.
+    pub fn hear_segment(&self, talk: DnsTalk, side: Side, segment: DnsSegment<'_>, now: Moment) {
+        let mut heard = self.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let Heard { questions, streams } = &mut *heard;
+        streams.read(talk, side, segment, |message| match side {
+            Side::Pod => questions.ask_by(talk, message),
+            Side::Resolver => self.take(questions, talk, message, now),
+        });
+    }
+
+    fn take(&self, questions: &mut Questions, talk: DnsTalk, message: &[u8], now: Moment) {
+        let counter = match read_answer(message) {
+            Ok((question, answer)) if questions.take(talk, &question) => return self.learn(&answer, now),
+            Ok(_) => &self.shared.unasked,
+            Err(_) => &self.shared.not_understood,
+        };
+        counter.fetch_add(1, Relaxed);
     }
 
     /// Learns what an answer says, received `now`. What held longer before keeps doing so.
@@ -90,7 +118,7 @@ impl LearntNames {
         let mut learnt = self.write();
         for (address, of_address) in &answer.addresses {
             for (name, of_name) in &answer.names {
-                let lifetime = (*of_address).min(*of_name).clamp(LEAST, MOST);
+                let lifetime = (*of_address).min(*of_name).clamp(self.shared.limits.least, MOST);
                 let expires = Moment(now.0.saturating_add(lifetime.as_millis() as u64));
                 self.enter(&mut learnt, LearntName { expires, address: *address, name: name.clone() });
             }

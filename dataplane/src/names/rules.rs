@@ -55,6 +55,11 @@ impl NameRules {
         self.names.is_empty() && self.under.is_empty()
     }
 
+    /// Whether a rule matches a name, which is in lower case and has no dot at its end.
+    pub fn match_name(&self, name: &str) -> bool {
+        self.of(name).next().is_some()
+    }
+
     /// The rules that match a name, which is in lower case and has no dot at its end; in no order, and a rule may repeat.
     pub(crate) fn of<'a>(&'a self, name: &'a str) -> impl Iterator<Item = u32> + 'a {
         let parents = name.match_indices('.').filter_map(|(dot, _)| self.under.get(&name[dot + 1..]));

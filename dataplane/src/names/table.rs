@@ -39,6 +39,8 @@ pub struct NameCounts {
     pub evicted: u64,
     /// Datagrams from DNS servers that were no answer, or malformed.
     pub not_understood: u64,
+    /// Answers to something else than what the pod had asked.
+    pub unasked: u64,
 }
 
 /// What the pods of a node have learnt from DNS answers.
@@ -110,9 +112,9 @@ impl NameTable {
 
     /// Counters.
     pub fn counts(&self) -> NameCounts {
-        let Shared { names, learnt, evicted, not_understood, .. } = &*self.shared;
-        let [kept, learnt, evicted, not_understood] =
-            [names, learnt, evicted, not_understood].map(|it| it.load(Relaxed));
-        NameCounts { kept, learnt, evicted, not_understood }
+        let Shared { names, learnt, evicted, not_understood, unasked, .. } = &*self.shared;
+        let [kept, learnt, evicted, not_understood, unasked] =
+            [names, learnt, evicted, not_understood, unasked].map(|it| it.load(Relaxed));
+        NameCounts { kept, learnt, evicted, not_understood, unasked }
     }
 }

@@ -43,6 +43,27 @@ fn message(flags: u16, question: &str, records: &[Record<'_>]) -> Vec<u8> {
 
 const ANSWER: u16 = 0x8180;
 
+/// A pod's talk with its resolver.
+fn talk() -> DnsTalk {
+    let [resolver, pod] = ["192.0.2.53", "10.0.0.1"].map(address);
+    DnsTalk { resolver, pod, port: 4000, is_stream: false }
+}
+
+/// The question in a message that is understood.
+fn question_of(message: &[u8]) -> Vec<u8> {
+    let mut end = 12;
+    while message[end] != 0 {
+        end += 1 + usize::from(message[end]);
+    }
+    [&message[..2], &[1, 0, 0, 1, 0, 0, 0, 0, 0, 0], &message[12..end + 5]].concat()
+}
+
+/// The pod asks, and gets this answer.
+fn resolve(names: &LearntNames, message: &[u8], now: Moment) {
+    names.ask(talk(), &question_of(message));
+    names.hear(talk(), message, now);
+}
+
 fn a(owner: &str, ttl: u32, last: u8) -> Record<'_> {
     (owner, A, ttl, vec![192, 0, 2, last])
 }
@@ -59,7 +80,8 @@ fn address(text: &str) -> Address {
 type Held = Vec<(String, u64)>;
 
 fn read(question: &str, records: &[Record<'_>]) -> (Held, Held) {
-    let answer = read_answer(&message(ANSWER, question, records)).unwrap();
+    let (asked, answer) = read_answer(&message(ANSWER, question, records)).unwrap();
+    assert_eq!((asked.id, asked.name, asked.rtype), (0x1234, DomainName::new(question), A));
     let names = answer.names.iter().map(|(name, left)| (name.to_string(), left.as_secs())).collect();
     (names, answer.addresses.iter().map(|(address, left)| (address.to_string(), left.as_secs())).collect())
 }
@@ -120,7 +142,7 @@ fn a_dot_inside_a_label_is_no_boundary_of_labels() {
     wire.extend([9, b'a', b'.', b'e', b'x', b'a', b'm', b'p', b'l', b'e', 3, b'o', b'r', b'g', 0, 0, 1, 0, 1]);
     wire[7] = 1;
     wire.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 192, 0, 2, 1]);
-    assert_eq!(read_answer(&wire), Ok(Answer::default()));
+    assert_eq!(read_answer(&wire).map(|(_, answer)| answer), Ok(Answer::default()));
 }
 
 #[test]
@@ -133,7 +155,7 @@ fn what_is_no_answer_is_told_from_an_empty_one() {
         (0x8183, Ok(Answer::default())),
         (0x8182, Ok(Answer::default())),
     ] {
-        assert_eq!(read_answer(&message(flags, "a.org", &records)), expected, "{flags:#x}");
+        assert_eq!(read_answer(&message(flags, "a.org", &records)).map(|(_, answer)| answer), expected, "{flags:#x}");
     }
     for length in 0..whole.len() {
         assert!(read_answer(&whole[..length]).is_err(), "the first {length} bytes");
@@ -192,7 +214,7 @@ fn a_name_holds_for_its_ttl_and_then_only_for_connections_that_it_allowed_before
     let table = NameTable::default();
     let names = names_of(&table, "shop/web");
     let at = |millis| NameTime::At(Moment(millis));
-    names.hear(&message(ANSWER, "a.org", &[a("a.org", 2, 1), a("a.org", 0, 2)]), Moment(10_000));
+    resolve(&names, &message(ANSWER, "a.org", &[a("a.org", 2, 1), a("a.org", 0, 2)]), Moment(10_000));
     let [first, second] = ["192.0.2.1", "192.0.2.2"].map(address);
     for (millis, expected) in
         [(10_000, [true, true]), (10_999, [true, true]), (11_000, [true, false]), (12_000, [false, false])]
@@ -203,12 +225,70 @@ fn a_name_holds_for_its_ttl_and_then_only_for_connections_that_it_allowed_before
         assert_eq!(matches(&names, "a.org", first, time), expected);
     }
     // Renewed; a shorter answer shortens nothing.
-    names.hear(&message(ANSWER, "a.org", &[a("a.org", 60, 1)]), Moment(11_000));
-    names.hear(&message(ANSWER, "a.org", &[a("a.org", 5, 1)]), Moment(12_000));
+    resolve(&names, &message(ANSWER, "a.org", &[a("a.org", 60, 1)]), Moment(11_000));
+    resolve(&names, &message(ANSWER, "a.org", &[a("a.org", 5, 1)]), Moment(12_000));
     assert!(matches(&names, "a.org", first, at(70_999)) && !matches(&names, "a.org", first, at(71_000)));
-    assert_eq!(table.counts(), NameCounts { kept: 2, learnt: 4, evicted: 0, not_understood: 0 });
-    names.hear(b"junk", Moment(0));
+    assert_eq!(table.counts(), NameCounts { kept: 2, learnt: 4, evicted: 0, not_understood: 0, unasked: 0 });
+    names.hear(talk(), b"junk", Moment(0));
     assert_eq!(table.counts().not_understood, 1);
+}
+
+#[test]
+fn only_the_answer_to_what_was_asked_there_counts_and_once() {
+    let table = NameTable::default();
+    let names = names_of(&table, "shop/web");
+    let (good, other) =
+        (message(ANSWER, "a.org", &[a("a.org", 60, 1)]), message(ANSWER, "b.org", &[a("b.org", 60, 2)]));
+    let mut number = good.clone();
+    number[1] ^= 1;
+    let mut rtype = good.clone();
+    let at = question_of(&good).len() - 3;
+    rtype[at] = 28;
+    let talks = [
+        DnsTalk { port: 4001, ..talk() },
+        DnsTalk { resolver: address("192.0.2.54"), ..talk() },
+        DnsTalk { is_stream: true, ..talk() },
+    ];
+    names.hear(talk(), &good, Moment(0));
+    names.ask(talk(), &question_of(&good));
+    for wrong in [&other, &number, &rtype] {
+        names.hear(talk(), wrong, Moment(0));
+    }
+    talks.iter().for_each(|talk| names.hear(*talk, &good, Moment(0)));
+    assert_eq!((names.all().len(), table.counts().unasked), (0, 7));
+    // Letters of either case are the same name, as resolvers write them.
+    let mut mixed = good.clone();
+    mixed[13] = b'A';
+    names.hear(talk(), &mixed, Moment(0));
+    names.hear(talk(), &good, Moment(0));
+    assert_eq!((names.all().len(), table.counts().unasked), (1, 8));
+    // More questions than may wait: the oldest is forgotten.
+    let numbered = |number: u16| [&number.to_be_bytes(), &good[2..]].concat();
+    (0..2000).for_each(|number| names.ask(talk(), &question_of(&numbered(number))));
+    names.hear(talk(), &numbered(0), Moment(0));
+    names.hear(talk(), &numbered(1999), Moment(0));
+    assert_eq!(table.counts().unasked, 9);
+}
+
+#[test]
+fn a_hundred_thousand_names_are_kept_and_found() {
+    let limits = NameLimits { per_pod: 100_000, total: 200_000, ..NameLimits::default() };
+    let table = NameTable::new(limits);
+    let names = names_of(&table, "shop/web");
+    let patterns: Vec<NamePattern> =
+        (0..100_000).map(|number| NamePattern::new(&format!("host-{number}.example.org")).unwrap()).collect();
+    let rules = NameRules::new((0..).zip(&patterns));
+    let to = |number: u32| Address::from_v4_bytes((0x0b00_0000 + number).to_be_bytes());
+    let hour = Duration::from_secs(3600);
+    for number in 0..100_000 {
+        let name = DomainName::new(&format!("host-{number}.example.org")).unwrap();
+        names.learn(&Answer { names: vec![(name, hour)], addresses: vec![(to(number), hour)] }, Moment(0));
+    }
+    assert_eq!((table.counts().kept, table.counts().evicted), (100_000, 0));
+    for number in (0..100_000).step_by(997) {
+        let found = names.first_rule(&rules, to(number), NameTime::At(Moment(1)), |_| true);
+        assert_eq!(found, Some(number));
+    }
 }
 
 #[test]
@@ -216,7 +296,7 @@ fn one_pod_learns_nothing_from_anothers_answers_and_keeps_nothing_of_one_before(
     let table = NameTable::default();
     let (web, db) = (names_of(&table, "shop/web"), names_of(&table, "shop/db"));
     let to = address("192.0.2.1");
-    web.hear(&message(ANSWER, "a.org", &[a("a.org", 60, 1)]), Moment(0));
+    resolve(&web, &message(ANSWER, "a.org", &[a("a.org", 60, 1)]), Moment(0));
     assert!(matches(&web, "a.org", to, NameTime::Ever) && !matches(&db, "a.org", to, NameTime::Ever));
     assert!(matches(&names_of(&table, "shop/web"), "a.org", to, NameTime::Ever), "the same pod");
     let next = NamedPod { created: Some(7), ..pod_named("shop/web") };
@@ -231,7 +311,7 @@ fn an_answer_of_a_hundred_addresses_is_kept_whole() {
     let table = NameTable::default();
     let names = names_of(&table, "shop/web");
     let records: Vec<Record<'_>> = (0..100).map(|last| a("a.org", 60, last)).collect();
-    names.hear(&message(ANSWER, "a.org", &records), Moment(0));
+    resolve(&names, &message(ANSWER, "a.org", &records), Moment(0));
     let to = (0..100).map(|last| Address::from_v4_bytes([192, 0, 2, last]));
     assert!(
         to.into_iter()
@@ -242,10 +322,11 @@ fn an_answer_of_a_hundred_addresses_is_kept_whole() {
 
 #[test]
 fn over_a_limit_what_expires_first_goes_and_no_pod_takes_from_another() {
-    let limits = NameLimits { per_pod: 4, per_address: 2, total: 6, reserved: 1 };
+    let limits = NameLimits { per_pod: 4, per_address: 2, total: 6, reserved: 1, ..NameLimits::default() };
     let table = NameTable::new(limits);
     let (web, db) = (names_of(&table, "shop/web"), names_of(&table, "shop/db"));
-    let hear = |pod: &LearntNames, ttl, last| pod.hear(&message(ANSWER, "a.org", &[a("a.org", ttl, last)]), Moment(0));
+    let hear =
+        |pod: &LearntNames, ttl, last| resolve(&pod, &message(ANSWER, "a.org", &[a("a.org", ttl, last)]), Moment(0));
     let known = |pod: &LearntNames| -> Vec<u8> {
         let mut known: Vec<u8> = pod.all().iter().map(|name| name.address.v4_bytes().unwrap()[3]).collect();
         known.sort_unstable();
@@ -263,7 +344,7 @@ fn over_a_limit_what_expires_first_goes_and_no_pod_takes_from_another() {
     hear(&late, 5, 1);
     assert_eq!((known(&late), table.counts().kept), (vec![1], 7), "a pod always has the reserved ones");
     for name in ["b.org", "c.org"] {
-        late.hear(&message(ANSWER, name, &[a(name, 5, 1)]), Moment(0));
+        resolve(&late, &message(ANSWER, name, &[a(name, 5, 1)]), Moment(0));
     }
     assert_eq!(late.all().len(), 1);
 }
@@ -273,7 +354,7 @@ fn what_a_run_has_learnt_is_there_in_the_next_until_it_expires() {
     let table = NameTable::default();
     names_of(&table, "gone/web");
     let web = names_of(&table, "shop/web");
-    web.hear(&message(ANSWER, "a.org", &[a("a.org", 2, 1), a("a.org", 60, 2)]), Moment(0));
+    resolve(&web, &message(ANSWER, "a.org", &[a("a.org", 2, 1), a("a.org", 60, 2)]), Moment(0));
     let next = NameTable::default();
     next.restore(table.all());
     assert_eq!(next.all(), table.all(), "also before its pod is known");
@@ -302,7 +383,7 @@ proptest! {
         let mut heard = heard;
         heard.sort_by_key(|(at, ..)| *at);
         for (at, name, last, ttl, pod) in &heard {
-            pods[*pod].hear(&message(ANSWER, NAMES[*name], &[a(NAMES[*name], *ttl, *last)]), Moment(at * 1000));
+            resolve(&pods[*pod], &message(ANSWER, NAMES[*name], &[a(NAMES[*name], *ttl, *last)]), Moment(at * 1000));
         }
         for (at, pattern, last) in asked {
             let (pattern, to) = (PATTERNS[pattern], Address::from_v4_bytes([192, 0, 2, last]));
@@ -326,12 +407,12 @@ proptest! {
     fn under_any_history_the_limits_hold_and_both_orders_agree(
         heard in prop::collection::vec((0u64..50, 0usize..4, 0u8..20, 0u32..50, 0usize..2), 0..200),
     ) {
-        let limits = NameLimits { per_pod: 12, per_address: 3, total: 18, reserved: 4 };
+        let limits = NameLimits { per_pod: 12, per_address: 3, total: 18, reserved: 4, ..NameLimits::default() };
         let table = NameTable::new(limits);
         let pods = [names_of(&table, "a"), names_of(&table, "b")];
         for (at, name, last, ttl, pod) in heard {
             let name = ["a.org", "b.org", "c.org", "d.org"][name];
-            pods[pod].hear(&message(ANSWER, name, &[a(name, ttl, last)]), Moment(at));
+            resolve(&pods[pod], &message(ANSWER, name, &[a(name, ttl, last)]), Moment(at));
             let kept: Vec<Vec<LearntName>> = pods.iter().map(|pod| pod.all()).collect();
             prop_assert_eq!(table.counts().kept, kept.iter().map(Vec::len).sum::<usize>() as u64);
             for (pod, kept) in pods.iter().zip(&kept) {
@@ -361,18 +442,20 @@ proptest! {
         if is_cut {
             wire.truncate(cut.index(wire.len()));
         }
-        if let Ok(answer) = read_answer(&wire) {
+        if let Ok((_, answer)) = read_answer(&wire) {
             for (name, left) in answer.names {
                 prop_assert_eq!(DomainName::new(name.as_str()), Some(name));
                 prop_assert!(left > Duration::MAX / 2 || left <= Duration::from_secs(i32::MAX as u64));
             }
         }
         let table = NameTable::default();
-        names_of(&table, "shop/web").hear(&wire, Moment(0));
+        let names = names_of(&table, "shop/web");
+        names.ask(talk(), &question_of(&message(ANSWER, "a.org", &records)));
+        names.hear(talk(), &wire, Moment(0));
     }
 
     #[test]
     fn no_bytes_make_the_reader_panic(wire in prop::collection::vec(any::<u8>(), 0..300)) {
-        let _ = read_answer(&wire);
+        let _ = (read_answer(&wire), read_question(&wire));
     }
 }

@@ -12,7 +12,7 @@ pub struct NextHop {
     /// Source MAC.
     pub own: Mac,
     /// Whether to decrement the TTL, as the node's hop. For a packet that crosses the host port the node's own stack
-    /// does it, before or after.
+    /// does it, before or after; between neighbours on a bridge nobody does.
     pub spend_ttl: bool,
     /// Who completes the checksum of a long TCP segment.
     pub open: OpenChecksum,

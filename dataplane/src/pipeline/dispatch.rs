@@ -69,7 +69,7 @@ pub(super) fn dispatch(
     route: PacketPath,
     open: OpenChecksum,
 ) -> Result<PortId, DropReason> {
-    let (egress, hop) = way(snapshot, from, packet, route, open)?;
+    let (egress, hop) = way(snapshot, from, (packet, Some(frame)), route, open)?;
     rewrite(frame, packet, hop);
     Ok(egress)
 }
@@ -88,7 +88,7 @@ pub(super) fn dispatch_translated(
     if from.by_stack && is_answer_to_pod(snapshot, from, &leaving, route) {
         return dispatch(snapshot, from, frame, packet, PacketPath::ViaHost, open);
     }
-    let (egress, hop) = way(snapshot, from, &leaving, route, open)?;
+    let (egress, hop) = way(snapshot, from, (&leaving, None), route, open)?;
     translate(frame, packet, &translation.out, translation.quote.as_ref());
     rewrite(frame, &leaving, hop);
     Ok(egress)
@@ -127,12 +127,19 @@ fn by_uplink(
     Ok((host, NextHop { peer, own: tag::allowed(flow.dst_port, snapshot.epoch), spend_ttl: false, open }))
 }
 
-/// The egress port of a packet, and what is rewritten for it.
+/// Whether a bridge would forward a frame to this port, and no router.
+#[cold]
+#[inline(never)]
+fn is_bridged(from: &Port, to: &Port, frame: Option<&mut [u8]>) -> bool {
+    from.bridge == to.bridge && frame.is_some_and(|frame| tag::is_to_neighbour(frame, to.peer_mac))
+}
+
+/// The egress port of a packet, and what is rewritten for it. `frame`: as it came, unless it leaves with another flow.
 #[inline(always)]
 fn way(
     snapshot: &Snapshot,
     from: &Port,
-    packet: &Packet,
+    (packet, frame): (&Packet, Option<&mut [u8]>),
     route: PacketPath,
     open: OpenChecksum,
 ) -> Result<(PortId, NextHop), DropReason> {
@@ -149,7 +156,7 @@ fn way(
         // The node's stack sent it here because it belongs to a pod; returning it would create a loop.
         return Err(DropReason::NoPort);
     }
-    let spend_ttl = !from_host && !to_host;
+    let spend_ttl = !(from_host || to_host || (from.bridge != 0 && is_bridged(from, port, frame)));
     if spend_ttl && packet.ttl <= 1 {
         return Err(DropReason::TtlExpired);
     }

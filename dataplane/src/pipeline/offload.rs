@@ -36,7 +36,7 @@ pub(super) fn offload(
             && packet.fragment.is_none()
             && matches!(packet.transport, Transport::Tcp(_) | Transport::Udp)
             // Workers read the next ones, too.
-            && !(reads_answers && names::hears(snapshot, slot).is_some());
+            && !(reads_answers && is_dns(snapshot, slot));
         let flow = slot.hashed.flow();
         let to = || snapshot.forwarding.port(egress).and_then(|port| end(snapshot, port, &flow.reversed()));
         let path = if may_follow { end(snapshot, sender, &flow).zip(to()) } else { None };
@@ -54,6 +54,11 @@ pub(super) fn offload(
     }
 }
 
+/// Whether workers read what packets like this one ask or answer.
+fn is_dns(snapshot: &Snapshot, slot: &AdmittedPacket) -> bool {
+    names::hears(snapshot, slot).or_else(|| names::asks(snapshot, &slot.packet)).is_some()
+}
+
 /// Whether a worker would admit the answers to a packet that opens a connection, and send them back from the second of these interfaces to
 /// the first as they are, under this snapshot.
 fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u32), via_host: bool) -> bool {
@@ -62,7 +67,7 @@ fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u
     let found = ForwardedConnection { original, ends: [from, to], via_host, is_translated: slot.is_translated };
     [original.src, original.dst].iter().all(|address| address.scope() == AddressScope::Routable)
         && !snapshot.would_be_decapsulated(&answer)
-        && !names::asks(snapshot, &slot.packet)
+        && names::asks(snapshot, &slot.packet).is_none()
         && has_same_path(snapshot, &found)
 }
 
@@ -79,8 +84,9 @@ fn may_repeat(snapshot: &Snapshot, flow: &Flow, is_as_it_came: Option<bool>) -> 
         |set: &ServiceSet| !matches!(set.find(flow.dst, flow.protocol, flow.dst_port), Destination::NotService);
     let is_service = dst.is_service() || forwarding.is_service(flow.dst) || services.is_some_and(is_found);
     let is_nodes = dst.is_node() || forwarding.is_node(flow.dst);
-    let is_seen =
-        snapshot.policy.has_names() || snapshot.policy.may_record_allowed(ends) || snapshot.limits.count(ends);
+    let is_seen = snapshot.policy.names_of(flow.src).is_some()
+        || snapshot.policy.may_record_allowed(ends)
+        || snapshot.limits.count(ends);
     !(is_seen || is_service || is_nodes)
         && match is_as_it_came {
             // Answers come back to the pod, so no node takes one for a tunnel's packet, whatever the opener's port is.
@@ -134,14 +140,13 @@ pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Durat
 
 /// Whether a worker would find nothing but policy to ask about the next datagram of a UDP connection. Unlike TCP's, such a
 /// connection follows changes of Services and of the node's addresses, so that only one between two pods' own addresses is
-/// sure to go where it went; and workers read the answers of DNS where policy has domain names.
+/// sure to go where it went; and workers read what a pod asks of DNS, and the answers, whose rules have domain names.
 fn has_same_meaning(snapshot: &Snapshot, found: &ForwardedConnection, ends: &FlowEnds<'_>) -> bool {
     let Flow { dst, dst_port, protocol, .. } = found.original;
     let services = snapshot.services.as_ref();
     let is_service = services.is_some_and(|set| !matches!(set.find(dst, protocol, dst_port), Destination::NotService));
-    !(is_service || found.is_translated || found.via_host || snapshot.policy.has_names())
-        && ends.src.is_pod()
-        && ends.dst.is_pod()
+    let reads_names = snapshot.policy.names_of(found.original.src).is_some();
+    !(is_service || found.is_translated || found.via_host || reads_names) && ends.src.is_pod() && ends.dst.is_pod()
 }
 
 /// Whether workers would admit and forward packets of both directions as before.

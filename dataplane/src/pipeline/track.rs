@@ -88,15 +88,18 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         let flow = Flow { src, ..sent };
         let policy = &self.snapshot.policy;
         let verdict = policy.evaluate_as_it_is(&flow, self.name_time(EvaluationReason::Opened));
-        if let Some(reason) = verdict.drop_reason() {
+        // There is no connection here that would tell which of its packets is the first.
+        if !verdict.is_allowed() || packet.transport.may_open() {
             self.observer.evaluated(self.index, &flow, &verdict, EvaluationForm::Plain, EvaluationReason::Opened);
+        }
+        if let Some(reason) = verdict.drop_reason() {
             return Err(reason);
         }
         if packet.fragment.is_some() {
             self.connections.fragments().remember(packet, self.ingress, self.now);
         }
         // An allowed name expires.
-        let allows_next = sent == packet.flow && !policy.has_names();
+        let allows_next = sent == packet.flow && policy.names_of(src).is_none();
         Ok(Leaving { uplink, pod, allows_next })
     }
 

@@ -253,6 +253,11 @@ impl PolicySet {
         if entry.endpoint == NONE { None } else { self.names.get(&entry.endpoint).map(|names| &**names) }
     }
 
+    /// The same, for who looks in.
+    pub fn learnt_by(&self, pod: Address) -> Option<&LearntNames> {
+        self.names_of(pod)
+    }
+
     /// What an endpoint has learnt, if the rules of this direction may ask for it.
     #[inline]
     fn given(&self, tiers: &TieredTable, own: &AddressEntry, time: NameTime) -> Given<'_> {

@@ -54,7 +54,16 @@ impl Node {
             forwarding
                 .insert(
                     id,
-                    Port { kind, own_mac: mac(1), peer_mac: mac(2), mtu, interface: 0, by_stack: false, addresses },
+                    Port {
+                        kind,
+                        own_mac: mac(1),
+                        peer_mac: mac(2),
+                        mtu,
+                        interface: 0,
+                        by_stack: false,
+                        bridge: 0,
+                        addresses,
+                    },
                 )
                 .unwrap();
         }

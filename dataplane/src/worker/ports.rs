@@ -132,6 +132,7 @@ mod tests {
                 mtu: 1500,
                 interface: 0,
                 by_stack: false,
+                bridge: 0,
                 addresses: Vec::new(),
             };
             forwarding.insert(PortId(id), port).unwrap();

@@ -96,6 +96,41 @@ fn a_datagram_to_a_service_meets_a_worker_once_its_backends_change() {
 }
 
 #[test]
+fn between_neighbours_on_a_bridge_no_hop_is_spent() {
+    in_namespace(|| {
+        let mut node = Node::new();
+        let now = Timestamp::now();
+        let mut check = |bridges: [u32; 2], way: Way, v4: bool, to: [u8; 6], is_bridged: bool| {
+            node.bridge(bridges);
+            for ttl in [64, 2, 1] {
+                forget(&node);
+                let opened = Sent { v4, way, ..sent(End::A, End::B, true, ACK) };
+                open(&mut node, opened, now);
+                let packet = Sent { ttl, ..opened };
+                let mut frame = packet.frame();
+                frame[..6].copy_from_slice(&to);
+                let what = format!("{bridges:?}, to {to:x?}: {packet:?}");
+                let Some(done) = node.program(End::A, End::B, &frame, 0) else {
+                    assert!(ttl == 1 && !is_bridged, "{what}");
+                    let expired = Verdict::Drop(DropReason::TtlExpired);
+                    assert_eq!(node.worker(End::A, &frame, now).0, expired, "{what}");
+                    continue;
+                };
+                assert_eq!(done.1[if v4 { 22 } else { 21 }], if is_bridged { ttl } else { ttl - 1 }, "{what}");
+                assert_alike(&mut node, packet, &frame, &done, now);
+            }
+        };
+        for v4 in [true, false] {
+            for (bridges, is_one) in [([5, 5], true), ([5, 6], false), ([5, 0], false), ([0, 0], false)] {
+                check(bridges, Way::Direct, v4, pod_mac(B), is_one);
+                check(bridges, Way::Direct, v4, NODE_MAC, false);
+            }
+            check([5, 5], Way::ToService, v4, pod_mac(B), false);
+        }
+    });
+}
+
+#[test]
 fn all_packets_of_a_captured_pod_are_left_to_workers_and_no_others() {
     in_namespace(|| {
         let mut node = Node::new();
@@ -109,19 +144,11 @@ fn all_packets_of_a_captured_pod_are_left_to_workers_and_no_others() {
                 .collect()
         };
         assert_eq!(forwarded(&mut node), [true; 6]);
-        let served = ServedPort {
-            port: A.0,
-            node_mac: NODE_MAC,
-            pod_mac: pod_mac(A),
-            bridge: 0,
-            mtu: 1400,
-            filtered: Filtered::default(),
-        };
         node.veths[0].set_captured(true).unwrap();
         // What A sends and gets; not what B and the node say to each other.
         let of_others = [false, false, false, false, true, true];
         assert_eq!(forwarded(&mut node), of_others);
-        node.veths[0].serve(&served).unwrap();
+        node.veths[0].serve(&served(A, 0)).unwrap();
         assert_eq!(forwarded(&mut node), of_others, "also once the pod is served anew");
         node.veths[1].set_captured(true).unwrap();
         assert_eq!(forwarded(&mut node), [false; 6]);

@@ -52,6 +52,12 @@ const NEXT: u32 = u32::MAX;
 const REDIRECT: u32 = 7;
 const TO_WORKER: [u8; 2] = [2, 0xfa];
 
+/// How a pod is served that is on this bridge, 0: on none.
+fn served(port: PortId, bridge: u32) -> ServedPort {
+    let (node_mac, pod_mac, filtered) = (NODE_MAC, pod_mac(port), Filtered::default());
+    ServedPort { port: port.0, node_mac, pod_mac, bridge, mtu: MTU.into(), filtered }
+}
+
 fn pod_mac(port: PortId) -> [u8; 6] {
     [2, 0, 0, 0, 1, port.0 as u8]
 }
@@ -144,6 +150,8 @@ struct Node {
     maps: ConnectionMaps,
     pipeline: Pipeline,
     snapshot: Snapshot,
+    /// The bridges that the pods are on, 0: none.
+    bridges: [u32; 2],
     /// The next event of a connection that a program has opened.
     heard: AtomicU64,
     /// Who sends what comes from outside: another machine, or the node itself.
@@ -200,15 +208,7 @@ impl Node {
             let made = Command::new("ip").args(["link", "add", "name", &name, "type", "veth"]).status().unwrap();
             assert!(made.success());
             let mut veth = programs.attach_pod(&Interface::by_name(&name).unwrap()).unwrap();
-            veth.serve(&ServedPort {
-                port: port.0,
-                node_mac: NODE_MAC,
-                pod_mac: pod_mac(port),
-                bridge: 0,
-                mtu: MTU.into(),
-                filtered: Filtered::default(),
-            })
-            .unwrap();
+            veth.serve(&served(port, 0)).unwrap();
             veth
         });
         let pipeline = Pipeline::new(open_table(&maps), PipelineMode::Full);
@@ -218,6 +218,7 @@ impl Node {
             maps,
             pipeline,
             snapshot: Snapshot::default(),
+            bridges: [0; 2],
             heard: AtomicU64::new(0),
             outside: StackSender::Untranslated,
         };
@@ -230,6 +231,15 @@ impl Node {
             End::Outside => 0,
             end => self.veths[end.port().index() - 1].interface().index,
         }
+    }
+
+    /// The pods are on these bridges from now on.
+    fn bridge(&mut self, bridges: [u32; 2]) {
+        for ((veth, port), bridge) in self.veths.iter_mut().zip([A, B]).zip(bridges) {
+            veth.serve(&served(port, bridge)).unwrap();
+        }
+        self.bridges = bridges;
+        self.next_epoch(true);
     }
 
     /// Publishes policy by which B accepts connections, or none.
@@ -251,6 +261,7 @@ impl Node {
                 mtu: if is_pod { MTU } else { 65_535 },
                 interface: self.interface(end),
                 by_stack: false,
+                bridge: if is_pod { self.bridges[id.index() - 1] } else { 0 },
                 addresses,
             };
             forwarding.insert(id, port).unwrap();

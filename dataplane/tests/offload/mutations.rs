@@ -65,6 +65,7 @@ const CLOSED: &str = "states::a_connection_that_its_ends_close_without_a_worker_
 const UNEXPIRED: &str = "states::a_connection_whose_packets_the_kernel_forwards_does_not_expire";
 const COUNTS: &str = "states::a_connection_counts_what_workers_and_programs_forward_in_each_direction";
 const CAPTURED: &str = "hits::all_packets_of_a_captured_pod_are_left_to_workers_and_no_others";
+const NEIGHBOURS: &str = "hits::between_neighbours_on_a_bridge_no_hop_is_spent";
 const LEFT: &str = "hits::what_needs_a_worker_is_left_to_it";
 const TRANSLATED: &str = "hits::packets_of_a_connection_to_a_service_are_translated_without_a_worker";
 const CHECKSUM: &str = "hits::a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is";
@@ -620,7 +621,24 @@ const MUTATIONS: &[Mutation] = &[
         "connection.control & VIA_HOST || ",
         "",
     ),
-    mutation(LAST_HOP, "a packet's last hop counts", PROGRAM, "packet.hops <= 1 || ", ""),
+    mutation(LAST_HOP, "a packet's last hop counts", PROGRAM, "(packet.hops <= 1 && !bridged) || ", ""),
+    mutation(
+        NEIGHBOURS,
+        "a neighbour's last hop is spent",
+        PROGRAM,
+        "packet.hops <= 1 && !bridged",
+        "packet.hops <= 1",
+    ),
+    mutation(NEIGHBOURS, "neighbours are on any bridge", PROGRAM, "at->bridge == to->bridge && ", ""),
+    mutation(
+        NEIGHBOURS,
+        "a translated packet spends no hop",
+        PROGRAM,
+        "connection.leaving == NO_SLOT && is_to_neighbour",
+        "is_to_neighbour",
+    ),
+    mutation(NEIGHBOURS, "a bridge spends no hop", PROGRAM, " && !is_mac(&at->node, eth->h_dest);", ";"),
+    mutation(NEIGHBOURS, "between no bridges no hop is spent", PROGRAM, "return at->bridge && (const", "return (const"),
     mutation(HEADERS, "a packet's last hop but one does not count", PROGRAM, "packet.hops <= 1", "packet.hops <= 2"),
     mutation(LENGTH, "a packet from a pod may have any length", PROGRAM, " || longest(skb, &packet) > to->mtu)", ")"),
     mutation(LENGTH, "a packet to a pod may have any length", PROGRAM, " || longest(skb, &packet) > at->mtu)", ")"),

@@ -40,6 +40,8 @@ struct TrackedConnection {
     picked_up: bool,
     /// A SYN that passed on a live connection: its side, and the number that acknowledges it.
     syn: Option<(usize, u32)>,
+    /// Whether a packet of it has met a policy that denies it.
+    revoked: bool,
 }
 
 /// A node.
@@ -159,7 +161,11 @@ impl Oracle {
         if seen.fragment.as_ref().is_some_and(|fragment| fragment.offset > 0) {
             return Some(seen);
         }
+        self.forget_expired(now);
         self.end_lost(now, seen.flow);
+        if self.end_unserved(reversed(seen.flow)) {
+            return None;
+        }
         if let Some(inner) = self.translations.known(seen.flow) {
             seen.flow = inner;
             return Some(seen);
@@ -169,6 +175,10 @@ impl Oracle {
             return None;
         }
         if self.cluster.local_pod(src).is_none() {
+            return Some(seen);
+        }
+        // A known connection stays as it is, whatever Services there are by now.
+        if self.find(now, &[seen.flow, reversed(seen.flow)]).is_some() {
             return Some(seen);
         }
         match self.cluster.target(&seen.flow) {
@@ -232,6 +242,26 @@ impl Oracle {
         }
     }
 
+    /// Forgets translations whose connection has expired.
+    fn forget_expired(&mut self, now: u64) {
+        let translations = std::mem::take(&mut self.translations.inner);
+        let is_live = |(_, inner): &(Flow, Flow)| self.find(now, &[*inner, reversed(*inner)]).is_some();
+        self.translations.inner = translations.into_iter().filter(is_live).collect();
+    }
+
+    /// Ends a flow of datagrams whose Service is gone, if this is it, as its client knows it or as its backend does. Returns whether it was.
+    fn end_unserved(&mut self, sent: Flow) -> bool {
+        let is_it = |frontend: &Flow, inner: &Flow| sent == *frontend || sent == *inner;
+        let known = self.translations.inner.iter().find(|(frontend, inner)| is_it(frontend, inner));
+        let Some((&frontend, &inner)) = known.filter(|_| sent.protocol == 17) else { return false };
+        let is_gone = !matches!(self.cluster.target(&frontend), Target::Port { .. });
+        if is_gone {
+            self.translations.inner.remove(&frontend);
+            self.connections.remove(&inner);
+        }
+        is_gone
+    }
+
     /// Removes connections of these addresses, which have another owner.
     pub(crate) fn forget(&mut self, addresses: &[IpAddr]) {
         self.connections.retain(|_, connection| {
@@ -250,7 +280,7 @@ impl Oracle {
         match entry {
             EntryPoint::Unknown => match self.cluster.local_pod(src) {
                 Some(pod) => EntryPoint::Pod(pod.key.to_string()),
-                None if self.cluster.is_own_node(src) => EntryPoint::Host,
+                None if self.cluster.is_own_node(src) || self.cluster.is_a_service_alone(src) => EntryPoint::Host,
                 None => EntryPoint::Uplink,
             },
             known => known.clone(),
@@ -414,6 +444,8 @@ impl Oracle {
                 }
                 Some(false)
             }
+            // It opens nothing at its receiver.
+            0x12 if !found.is_opening() => Some(true),
             _ => None,
         }
     }
@@ -440,6 +472,7 @@ impl TrackedConnection {
             reset: false,
             picked_up,
             syn: None,
+            revoked: false,
         }
     }
 
@@ -455,6 +488,9 @@ impl TrackedConnection {
     /// In seconds; those of a node with kube-proxy.
     fn timeout(&self) -> u64 {
         match (self.opened.protocol, self.answered) {
+            // As long as either side may try again.
+            (6, _) if self.revoked => 300,
+            (17, _) if self.revoked => 120,
             (6, _) if self.reset => 10,
             (6, _) if self.ends >= 2 => 120,
             // As long as the data of one side may remain unacknowledged.
@@ -486,15 +522,17 @@ impl TrackedConnection {
         if !self.allowed && matches!(seen.kind, PacketKind::Sctp { chunk: 1, .. }) {
             return None;
         }
-        if !self.allowed {
+        self.revoked = !self.allowed;
+        if self.revoked {
             self.last = now;
             return Some(false);
         }
         match seen.kind {
             PacketKind::Tcp { flags, seq, len, .. } => {
-                let far = self.next[side].is_some_and(|next| (seq.wrapping_sub(next) as i32).unsigned_abs() > 1 << 24);
-                if far && !(flags & 0x04 != 0 && seq == 0) {
-                    return Some(is_free);
+                let ahead = self.next[side].map_or(0, |next| seq.wrapping_sub(next) as i32);
+                if ahead.unsigned_abs() > 1 << 24 && !(flags & 0x04 != 0 && seq == 0) {
+                    // It is of no use to its receiver, and says nothing about the connection.
+                    return Some(true);
                 }
                 let after = seq.wrapping_add(len + u32::from(flags & 0x02 != 0) + u32::from(flags & 0x01 != 0));
                 if self.next[side].is_none_or(|next| after.wrapping_sub(next) as i32 > 0) {
@@ -522,7 +560,7 @@ impl TrackedConnection {
     }
 }
 
-fn reversed(flow: Flow) -> Flow {
+pub(crate) fn reversed(flow: Flow) -> Flow {
     Flow { src: flow.dst, dst: flow.src, sport: flow.dport, dport: flow.sport, ..flow }
 }
 

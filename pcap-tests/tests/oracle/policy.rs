@@ -132,7 +132,7 @@ impl ClusterObjects {
     }
 
     /// Whether a Service that workers do not translate has this address, and no pod or node has it.
-    fn is_a_service_alone(&self, address: IpAddr) -> bool {
+    pub(crate) fn is_a_service_alone(&self, address: IpAddr) -> bool {
         let has = |object: &Object| match object {
             Object::Service(service) => {
                 service.external.contains(&address) || !self.translates && service.addresses.contains(&address)

@@ -357,8 +357,17 @@ static __always_inline void count_offloaded(struct __sk_buff *skb, const struct 
 	}
 }
 
-/* Rewrites a packet for its pod as workers do: MACs, and TTL with the header's checksum (RFC 1624), or the hop limit. */
-static __always_inline int rewrite(struct __sk_buff *skb, const struct packet *packet, const struct interface *to)
+/* Whether a pod on a bridge has sent a frame to a neighbour there. Between these nobody decrements the TTL. */
+static __always_inline int is_to_neighbour(struct __sk_buff *skb, const struct interface *at)
+{
+	const struct ethhdr *eth = (void *)(long)skb->data;
+
+	return at->bridge && (const void *)(eth + 1) <= (void *)(long)skb->data_end && !is_mac(&at->node, eth->h_dest);
+}
+
+/* Rewrites a packet for its pod as workers do: MACs, and, unless it is `bridged`, TTL with the header's checksum (RFC 1624), or the hop
+ * limit. */
+static __always_inline int rewrite(struct __sk_buff *skb, const struct packet *packet, const struct interface *to, int bridged)
 {
 	const void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
 	struct { struct mac to, from; __be16 protocol; __u16 ip[6]; } head = { .to = to->pod, .from = to->node };
@@ -367,6 +376,8 @@ static __always_inline int rewrite(struct __sk_buff *skb, const struct packet *p
 
 	if ((const void *)(words + 6) > end)
 		return -1;
+	if (bridged)
+		return bpf_skb_store_bytes(skb, 0, &head, 2 * ETH_ALEN, 0);
 	head.protocol = skb->protocol;
 	__builtin_memcpy(head.ip, words, sizeof(head.ip));
 	if (!packet->is_v4) {
@@ -483,10 +494,10 @@ static __noinline int translate_v6(struct __sk_buff *skb, const struct packet *p
 /* Rewrites a packet as workers do: MACs and TTL for its pod, addresses and ports of a translated connection, and the checksums that
  * cover them. `to`: the pod's interface, 0 where the node's stack forwards it. */
 static __always_inline int rewrite_for(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
-				       const struct interface *to)
+				       const struct interface *to, int bridged)
 {
 	if (connection->leaving == NO_SLOT)
-		return to ? rewrite(skb, packet, to) : 0;
+		return to ? rewrite(skb, packet, to, bridged) : 0;
 	return packet->is_v4 ? translate_v4(skb, packet, connection, to) : translate_v6(skb, packet, connection, to);
 }
 
@@ -533,7 +544,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	struct repeated repeated;
 	const struct ethhdr *eth;
 	struct packet packet;
-	int way, rewritten;
+	int way, rewritten, bridged = 0;
 
 	if (is_captured(at) || !read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet))
 		return FOR_WORKER;
@@ -542,8 +553,10 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 		return FOR_WORKER;
 	if (connection.to) {
 		to = bpf_map_lookup_elem(&interfaces, &connection.to);
-		if (!to || is_captured(to) || connection.control & VIA_HOST || at->filtered & FILTERS_FROM_POD ||
-		    packet.hops <= 1 || longest(skb, &packet) > to->mtu)
+		if (!to || is_captured(to) || connection.control & VIA_HOST || at->filtered & FILTERS_FROM_POD)
+			return FOR_WORKER;
+		bridged = at->bridge == to->bridge && connection.leaving == NO_SLOT && is_to_neighbour(skb, at);
+		if ((packet.hops <= 1 && !bridged) || longest(skb, &packet) > to->mtu)
 			return FOR_WORKER;
 	} else {
 		/* A worker would have given it these MACs; a bridge forwards by them. */
@@ -554,7 +567,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	}
 	if (way == OPENS && !open_again(&packet, &repeated, &connection))
 		return FOR_WORKER;
-	rewritten = rewrite_for(skb, &packet, &connection, to);
+	rewritten = rewrite_for(skb, &packet, &connection, to, bridged);
 	if (rewritten)
 		return rewritten == ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	count_offloaded(skb, &packet, &connection, at, to);
@@ -580,7 +593,7 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	way = find_way(&packet, origin->at, origin->at != BY_NODE && skb->ingress_ifindex, &connection, &repeated);
 	if (!way || connection.to != skb->ifindex || (way == OPENS && !open_again(&packet, &repeated, &connection)))
 		return FOR_WORKER;
-	rewritten = rewrite_for(skb, &packet, &connection, 0);
+	rewritten = rewrite_for(skb, &packet, &connection, 0, 0);
 	if (rewritten)
 		return rewritten == ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	count_offloaded(skb, &packet, &connection, 0, at);
@@ -650,7 +663,7 @@ int from_pod(struct __sk_buff *skb)
 	}
 	if (!at)
 		return count(interface, NOT_READY, TC_ACT_SHOT);
-	return redirect_to_worker(skb, at, 0, REDIRECTED);
+	return redirect_to_worker(skb, at, is_to_neighbour(skb, at) ? TO_NEIGHBOUR : 0, REDIRECTED);
 }
 
 /* Whether this is a local pod's address, and the packet did not come in by that pod's interface. */

@@ -356,6 +356,7 @@ enum { /* what workers are told of a packet of the node's stack: flags of its ta
 	LEAVING = 16,          /* of a pod, and forwarded to another machine by `uplink` */
 	UNCHANGED = 32,        /* forwarded as it came */
 	UNTRANSLATED = 64,     /* forwarded with the source that it came with, as far as is known */
+	TO_NEIGHBOUR = 128,    /* of a pod on a bridge, to another address there than the bridge's own */
 };
 
 static __always_inline __u8 sender_of(struct __sk_buff *skb, const struct origin *origin)

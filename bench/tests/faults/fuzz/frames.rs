@@ -125,9 +125,15 @@ impl Maker {
                 (at(NODE[family][2]), UDP, [client, NODE_PORT]),
             ],
             End::Free => vec![(at(FAR[family]), UDP, [client, DENIED])],
-            End::Shut => vec![],
+            // It may send nothing; by its node, or as neighbour discovery, it would get somewhere.
+            End::Shut => vec![
+                (at(NEAR[family]), if v6 { ICMPV6 } else { ICMP }, [0, 0]),
+                (at(NODE[family][0]), UDP, [client, NODE_PORT_OUTSIDE]),
+                (at(NODE[family][3]), TCP, [client, NODE_PORT_OUTSIDE]),
+                (at(SERVICE[family]), UDP, [client, SERVICE_PORT]),
+            ],
         };
-        if !good.is_empty() && self.random.random() {
+        if self.random.random() {
             return self.of(&good);
         }
         let mut places: Vec<IpAddr> = End::ALL.iter().map(|end| end.address(v6)).collect();
@@ -166,7 +172,9 @@ impl Maker {
             UDP if self.one_in(20) => {
                 sent.how.push("vxlan");
                 let inner = self.inner(head, payload);
-                let vxlan = [&[8, 0, 0, 0, 0, 0, 1, 0][..], &[2; 12], &self.kind(head), &inner].concat();
+                // A device takes no frame with its own MAC as source for another's.
+                let macs = [2, 2, 2, 2, 2, 2, 2, 0, 0, 0, 0, 9];
+                let vxlan = [&[8, 0, 0, 0, 0, 0, 1, 0][..], &macs, &self.kind(head), &inner].concat();
                 let length = (vxlan.len() + 8) as u16;
                 [&source[..], &8472_u16.to_be_bytes(), &length.to_be_bytes(), &[0, 0], &vxlan].concat()
             }
@@ -365,6 +373,10 @@ impl Maker {
     fn frame(&mut self, from: End, mut packet: Vec<u8>, sent: &mut Sent) -> Frame {
         let index = from as usize;
         let (mut to, mut source) = (self.macs.gateway[index], self.macs.own[index]);
+        if sent.protocol == ICMPV6 && self.one_in(2) {
+            // On a bridge, that of its port.
+            to = self.macs.node[index];
+        }
         if self.one_in(6) {
             sent.how.push("to another MAC");
             let other = self.random.random_range(0..self.macs.own.len());

@@ -8,7 +8,7 @@ use penstock_dataplane::Epoch;
 use penstock_dataplane::conntrack::{ConnectionInfo, OwnerId, Timestamp};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::limits::{Limit, PodLimits};
-use penstock_dataplane::names::NameCounts;
+use penstock_dataplane::names::{Moment, NameCounts};
 use penstock_dataplane::policy::Direction;
 use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths};
 use penstock_policy::engine::Engine;
@@ -54,9 +54,10 @@ impl DaemonView<'_> {
             },
             connections: self.connections(),
             services: self.config.services.enabled.then(|| self.services()),
-            domain_names: self.objects.names().map(|names| {
-                let NameCounts { kept, learnt, evicted, not_understood } = names.counts();
-                types::NamesStatus { kept, learnt, evicted, not_understood }
+            domain_names: self.objects.names().filter(|_| self.engine().policy_set().has_names()).map(|names| {
+                let NameCounts { kept, learnt, evicted, not_understood, unasked } = names.counts();
+                let has_resolver = self.has_resolver();
+                types::NamesStatus { kept, learnt, evicted, not_understood, unasked, has_resolver }
             }),
             configuration_refused: self.rejected.map(|rejected| rejected.reasons.clone()).unwrap_or_default(),
             refused_files: self.source.refused_files(),
@@ -205,6 +206,10 @@ impl DaemonView<'_> {
         .collect()
     }
 
+    fn has_resolver(&self) -> bool {
+        !self.objects.resolvers(&self.config.domain_names.resolvers).is_empty()
+    }
+
     fn limits(&self, limits: &PodLimits) -> Vec<types::ConnectionLimitStatus> {
         let directions = [("egress", Direction::Egress), ("ingress", Direction::Ingress)];
         let limited = directions.into_iter().filter(|(_, direction)| limits.limit(*direction) != Limit::default());
@@ -308,8 +313,10 @@ impl DaemonView<'_> {
             error => error.to_string(),
         };
         let port = query.port.parse().map_err(text)?;
+        let now = Moment(Timestamp::now().as_millis());
         let (allowed, text) =
-            explain::text(self.engine(), &PlainText, &from.map_err(text)?, &to.map_err(text)?, &port).map_err(text)?;
+            explain::text_at(self.engine(), &PlainText, &from.map_err(text)?, &to.map_err(text)?, &port, Some(now))
+                .map_err(text)?;
         let mut text = text;
         let ends = [&query.from, &query.to];
         let is_end = |pod: &str| ends.iter().any(|end| end.strip_prefix("pod/").unwrap_or(end) == pod);

@@ -5,6 +5,7 @@
 //! | `/v1/status` | [`penstock_admin::types::Status`] |
 //! | `/v1/flows` | [`penstock_admin::types::Flows`]; query: [`penstock_admin::types::FlowsQuery`] |
 //! | `/v1/explain` | [`penstock_admin::types::Explanation`]; query: [`penstock_admin::types::ExplainQuery`] |
+//! | `/v1/names` | [`penstock_admin::types::Names`]; query: [`penstock_admin::types::NamesQuery`] |
 //! | `/v1/dump` | [`penstock_admin::types::Dump`] |
 //! | `/v1/rules` | [`penstock_admin::types::Rules`] |
 //! | `/v1/trial` | [`penstock_admin::types::TrialStatus`]; `POST` takes a [`penstock_admin::types::TrialRequest`], `DELETE` ends it |
@@ -28,6 +29,7 @@
 mod answer;
 mod bundle;
 mod captures;
+pub(crate) mod names;
 mod new_pods;
 mod routes;
 mod trial;

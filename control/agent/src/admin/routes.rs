@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
 use penstock_admin::types::{
-    ErrorBody, ExplainQuery, Flows, FlowsQuery, Rules, TrialPolicies, TrialRequest, TrialStatus,
+    ErrorBody, ExplainQuery, Flows, FlowsQuery, Names, NamesQuery, Rules, TrialPolicies, TrialRequest, TrialStatus,
 };
 use penstock_dataplane::conntrack::{self, ConnectionInfo, Timestamp};
 use penstock_dataplane::packet::{Address, Flow, Protocol};
@@ -72,12 +72,13 @@ pub(super) async fn serve(listener: UnixListener, handle: QueryHandle) {
         .route("/v1/dump", get(dump))
         .route("/v1/ready", get(ready))
         .route("/v1/rules", get(rules))
+        .route("/v1/names", get(names))
         .route("/v1/trial", get(trial).post(start_trial).delete(stop_trial))
         .layer(DefaultBodyLimit::max(MOST_BYTES))
         .fallback(|uri: Uri| async move {
             HttpError(
                 StatusCode::NOT_FOUND,
-                format!("{uri}: not found; use /v1/status, /v1/flows, /v1/explain, /v1/rules, /v1/trial, /v1/ready or /v1/dump"),
+                format!("{uri}: not found; use /v1/status, /v1/flows, /v1/explain, /v1/rules, /v1/names, /v1/trial, /v1/ready or /v1/dump"),
             )
         })
         .with_state(handle);
@@ -120,6 +121,11 @@ async fn dump(State(handle): State<QueryHandle>) -> Result<impl IntoResponse, Ht
 
 async fn rules(State(handle): State<QueryHandle>) -> Result<Json<Rules>, HttpError> {
     Ok(Json(handle.query(StateQuery::Rules).await?))
+}
+
+async fn names(State(handle): State<QueryHandle>, Query(query): Query<NamesQuery>) -> Result<Json<Names>, HttpError> {
+    let answer = handle.query(|answer| StateQuery::Names { query, answer }).await?;
+    Ok(Json(answer.map_err(HttpError::bad)?))
 }
 
 async fn trial(State(handle): State<QueryHandle>) -> Result<Json<TrialStatus>, HttpError> {

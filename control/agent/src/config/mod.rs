@@ -32,8 +32,8 @@ pub use network::{Encapsulation, FromPods, HostVeth, Xdp, XdpMode};
 pub use operation::{Admin, Capture, FaultInjection, Metrics, MetricsAddress, SocketPath, VerdictLog, VerdictOutput};
 pub use read::ConfigError;
 pub use values::{
-    Cores, FrameSize, InterfaceName, InterfacePattern, InvalidValue, MemorySize, MidstreamPickup, NodeName, RingSize,
-    TableMapping, TaintKey, TimeSpan,
+    Cores, FrameSize, InterfaceName, InterfacePattern, InvalidValue, MemorySize, MidstreamPickup, NodeName, Resolver,
+    RingSize, TableMapping, TaintKey, TimeSpan,
 };
 
 /// The configuration of `penstock run`.
@@ -231,12 +231,29 @@ impl Services {
 }
 
 /// Domain names in policies (`[domain_names]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DomainNames {
-    /// Experimental: whether `domainNames` of ClusterNetworkPolicies are understood. Workers then read the DNS answers that
-    /// pods with such rules get. Otherwise a rule with them is not understood, and accepts nothing.
+    /// Whether `domainNames` of ClusterNetworkPolicies are understood. Workers then read what pods with such rules ask of DNS, and the answers;
+    /// nothing else changes. Otherwise a rule with them is not understood, and accepts nothing.
     pub enabled: bool,
+    /// The DNS servers whose answers count: Services as `namespace/name`, addresses, and blocks of addresses.
+    pub resolvers: Vec<Resolver>,
+    /// An answer counts for at least this long, also if its TTL is shorter: for clients that try one address after the other.
+    pub min_ttl: TimeSpan,
+}
+
+impl Default for DomainNames {
+    fn default() -> Self {
+        // NodeLocal DNSCache listens at this address of each node
+        // (https://kubernetes.io/docs/tasks/administer-cluster/nodelocaldns/).
+        let resolvers = ["kube-system/kube-dns", "169.254.20.10"];
+        Self {
+            enabled: true,
+            resolvers: resolvers.map(|text| Resolver::try_from(text.to_owned()).expect("a resolver")).to_vec(),
+            min_ttl: TimeSpan::microseconds(60_000_000),
+        }
+    }
 }
 
 fn yes() -> bool {

@@ -1,10 +1,13 @@
 //! Types of config values. Each validates its value where it is read, so that any [`super::Config`] can run.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ipnet::IpNet;
 use penstock_dataplane::io::largest_mtu;
+use penstock_policy::model::ObjectKey;
 use penstock_sources::convert::is_label_key;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -395,6 +398,49 @@ impl fmt::Display for MidstreamPickup {
 }
 
 written_as_text!(MidstreamPickup, "pattern": "^(always|[0-9]+ *(us|ms|s|m|h|d))$");
+
+/// A DNS server whose answers count.
+#[derive(Clone, PartialEq, Eq, Debug, Deserialize)]
+#[serde(try_from = "String")]
+pub enum Resolver {
+    /// The one behind a Service.
+    Service(ObjectKey),
+    /// Those with an address of a block.
+    Block(IpNet),
+}
+
+impl TryFrom<String> for Resolver {
+    type Error = InvalidValue;
+
+    fn try_from(text: String) -> Result<Self, InvalidValue> {
+        if let Ok(address) = text.parse::<IpAddr>() {
+            return Ok(Self::Block(address.into()));
+        }
+        if let Ok(block) = text.parse::<IpNet>() {
+            return Ok(Self::Block(block.trunc()));
+        }
+        match text.split_once('/') {
+            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
+                Ok(Self::Service(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() }))
+            }
+            _ => Err(invalid!(
+                "not a DNS server; write a Service as NAMESPACE/NAME, an address, or a block such as 10.0.0.0/24"
+            )),
+        }
+    }
+}
+
+impl fmt::Display for Resolver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Service(key) => key.fmt(f),
+            Self::Block(block) if block.prefix_len() == block.max_prefix_len() => block.addr().fmt(f),
+            Self::Block(block) => block.fmt(f),
+        }
+    }
+}
+
+written_as_text!(Resolver);
 
 /// A span of time, written `50us`, `10ms`, `30s`, `2m`, `1h` or `5d`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]

@@ -6,6 +6,7 @@ use penstock_dataplane::conntrack::ConnectionInfo;
 use penstock_policy::model::Object;
 
 use super::{Daemon, keep_as_last_good};
+use crate::admin::names;
 use crate::config::{LoadedConfig, changed_keys};
 use crate::flow_records::FlowRecorder;
 use crate::metrics::Scrape;
@@ -137,6 +138,14 @@ impl Daemon<'_> {
             StateQuery::Describe { connections, answer } => drop(answer.send(self.describe(&connections))),
             StateQuery::Explain { query, answer } => {
                 drop(answer.send(self.view(&self.publisher.inputs()).explain(&query)));
+            }
+            StateQuery::Names { query, answer } => {
+                let inputs = self.publisher.inputs();
+                let (table, has_resolver) = (inputs.objects.names().cloned(), !inputs.resolvers.is_empty());
+                drop(inputs);
+                let listed = table.map_or_else(|| Err(names::off()), |table| names::list(&table, &query));
+                let resolvers = &self.config.domain_names.resolvers;
+                drop(answer.send(listed.map(|listed| names::answer(listed, resolvers, has_resolver))));
             }
             StateQuery::Metrics(answer) => {
                 let counters = self.counters();

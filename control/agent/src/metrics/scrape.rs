@@ -552,15 +552,20 @@ impl Scrape {
 
 impl Scrape {
     fn encode_names(&self, to: &mut Exposition<'_>) -> fmt::Result {
-        let Some(NameCounts { kept, learnt, evicted, not_understood }) = self.names else { return Ok(()) };
+        let Some(NameCounts { kept, learnt, evicted, not_understood, unasked }) = self.names else { return Ok(()) };
         to.gauge("penstock_domain_names", "Domain names that pods have learnt, one for each address", kept as f64)?;
         for (name, help, count) in [
             ("penstock_domain_names_learnt", "Domain names that DNS answers gave pods, one for each address", learnt),
             ("penstock_domain_names_evicted", "Domain names that were evicted because a limit was reached", evicted),
             (
                 "penstock_dns_answers_not_understood",
-                "Datagrams from DNS servers to pods with domain names in their rules that were no answer, or malformed",
+                "Messages from DNS servers to pods with domain names in their rules that were no answer, or malformed",
                 not_understood,
+            ),
+            (
+                "penstock_dns_answers_unasked",
+                "Answers from DNS servers to pods with domain names in their rules to something that the pod had not asked",
+                unasked,
             ),
         ] {
             to.family(FamilyType::Counter, name, help, |add| add.count(&[], count))?;

@@ -135,6 +135,7 @@ impl OpenPorts {
             mtu: mtu(node.mtu),
             interface: 0,
             by_stack: false,
+            bridge: 0,
             addresses: Vec::new(),
         };
         let open = self.open(dataplane, workers, self.options(Role::Host), port)?;
@@ -183,6 +184,7 @@ impl OpenPorts {
             mtu: mtu(link.mtu),
             interface: 0,
             by_stack: false,
+            bridge: 0,
             addresses: Vec::new(),
         };
         let open = self.open(dataplane, link, self.options(Role::Uplink), port)?;

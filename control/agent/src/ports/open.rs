@@ -127,6 +127,7 @@ impl OpenPorts {
             mtu: mtu(near.mtu),
             interface: 0,
             by_stack: false,
+            bridge: 0,
             addresses: Vec::new(),
         };
         Ok(AttachedPort { id, programs: InterfacePrograms::Pairs(interface(near)), port })
@@ -270,6 +271,7 @@ fn forwarding_port(port: &PodPort, by_pairs: Option<PortId>) -> Port {
         mtu: mtu(port.mtu),
         interface: port.link,
         by_stack: by_pairs.is_some() && port.shaping.from_pod,
+        bridge: if port.bridge.is_some() { port.enters_by } else { 0 },
         addresses: port.addresses.iter().copied().map(Address::from).collect(),
     }
 }

@@ -138,6 +138,7 @@ fn snapshot(engine: &mut Engine, epoch: Epoch) -> Snapshot {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            bridge: 0,
             addresses,
         };
         forwarding.insert(PortId(40 - u16::from(number)), port).unwrap();

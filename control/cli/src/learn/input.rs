@@ -270,6 +270,7 @@ fn of_state(state: &str) -> (Opening, Outcome) {
         "PICKED_UP" => (Opening::Missing, Outcome::Passed),
         "REVOKED" => (Opening::Assumed, Outcome::Denied),
         "SYN_SENT" | "SYN_SENT2" | "SYN_RECV" | "COOKIE_WAIT" => (Opening::Assumed, Outcome::Unanswered),
+        "UNREPLIED" => (Opening::Assumed, Outcome::Silent),
         _ => (Opening::Assumed, Outcome::Passed),
     }
 }

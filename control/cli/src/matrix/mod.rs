@@ -82,7 +82,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 fn pod(end: &FlowEndpoint) -> Result<ObjectKey, Failure> {
     match end {
         FlowEndpoint::Pod(key) => Ok(key.clone()),
-        FlowEndpoint::Address(_) | FlowEndpoint::Service(_) => {
+        FlowEndpoint::Address(_) | FlowEndpoint::Service(_) | FlowEndpoint::Name(_) => {
             Err(Failure::bad_input(format_args!("--pod {end}: not a pod: write NAMESPACE/POD")))
         }
     }

@@ -1,13 +1,14 @@
 //! Why a flow is allowed or denied.
 
+use penstock_dataplane::names::{DomainName, Moment, NameRules, NameTime};
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{Direction, DirectionVerdict, PolicyVerdict};
 
 use crate::compile::{
-    Mismatch, Provenance, RuleSource, Tier, cluster_rules_of, cluster_sources, compare, compare_by_name,
-    network_sources, rules_of,
+    Mismatch, PeerKind, PolicyName, Provenance, RuleSource, Tier, cluster_rules_of, cluster_sources, compare,
+    compare_by_name, network_sources, rules_of,
 };
-use crate::model::{ObjectKey, RuleAction};
+use crate::model::{ObjectKey, Peer, Peers, RuleAction};
 use crate::state::{PodId, PodOrNode};
 
 use super::Engine;
@@ -130,6 +131,15 @@ pub struct NearestRule {
     pub mismatches: Vec<Mismatch>,
 }
 
+/// Ends the steps with the rule that has accepted by a domain name.
+fn decided_by_name(tiers: &mut Vec<TierStep>, rule: &Provenance) {
+    let PolicyName::Cluster { tier, .. } = rule.policy else { return };
+    if let Some(at) = tiers.iter().position(|step| step.tier == Tier::from(tier)) {
+        tiers.truncate(at + 1);
+        tiers[at].outcome = TierOutcome::Rule { action: RuleAction::Accept, rule: rule.clone(), name: None };
+    }
+}
+
 impl Engine {
     /// Evaluates a flow and explains the verdict.
     pub fn explain(&self, flow: &Flow) -> Explanation {
@@ -139,6 +149,30 @@ impl Engine {
     /// The same for a flow that its client opens through a Service, of which the destination is a backend.
     pub fn explain_through_service(&self, flow: &Flow) -> Explanation {
         self.explain_as(flow, self.evaluate_through_service(flow))
+    }
+
+    /// The same with what the source has learnt of domain names at this time.
+    pub fn explain_named(&self, flow: &Flow, now: Option<Moment>) -> Explanation {
+        let time = now.map_or(NameTime::Never, NameTime::At);
+        self.explain_as(flow, self.policy_set().evaluate_named(flow, time))
+    }
+
+    /// The rules with domain names that accept this one for a flow of the source, whatever its address is, in order.
+    pub fn rules_accepting_name(&self, flow: &Flow, name: &DomainName) -> Vec<Provenance> {
+        let Some(PodOrNode::Pod(pod)) = self.state.owner(&flow.src.into()) else { return Vec::new() };
+        let sources =
+            [Tier::Admin, Tier::Baseline].into_iter().flat_map(|tier| self.tier_sources(pod, Direction::Egress, tier));
+        let is_named = |peer: &Peer| match peer {
+            Peer::DomainNames(patterns) => {
+                NameRules::new(patterns.iter().map(|pattern| (0, pattern.pattern()))).match_name(name.as_str())
+            }
+            _ => false,
+        };
+        let named = sources.filter(|source| match &source.get().peers {
+            Peers::AnyOf(peers) => peers.iter().any(is_named),
+            _ => false,
+        });
+        named.filter_map(|source| compare_by_name(&self.state, &source, flow)).collect()
     }
 
     fn explain_as(&self, flow: &Flow, verdict: PolicyVerdict) -> Explanation {
@@ -163,7 +197,11 @@ impl Engine {
             direction == Direction::Ingress && pod.is_some_and(|pod| self.state.is_denied_by_default(pod));
         let policies = pod.map(|pod| self.policies(pod, direction)).unwrap_or_default();
         let isolated = default_deny || policies.iter().any(|(_, isolates)| *isolates);
-        let tiers = pod.map(|pod| self.tiers(pod, direction, isolated, verdict, flow)).unwrap_or_default();
+        let mut tiers = pod.map(|pod| self.tiers(pod, direction, isolated, verdict, flow)).unwrap_or_default();
+        let rule = verdict.rule().and_then(|rule| self.provenance(rule, flow));
+        if let Some(rule) = rule.as_ref().filter(|rule| rule.kind == PeerKind::DomainNames) {
+            decided_by_name(&mut tiers, rule);
+        }
         DirectionExplanation {
             verdict,
             pod: pod.and_then(|pod| self.state.pod(pod)).map(|pod| pod.key.clone()),
@@ -172,7 +210,7 @@ impl Engine {
             isolated,
             policies: policies.into_iter().map(|(key, _)| key).collect(),
             default_deny,
-            rule: verdict.rule().and_then(|rule| self.provenance(rule, flow)),
+            rule,
             nearest: if verdict == DirectionVerdict::Denied { self.nearest(&sources, flow) } else { None },
         }
     }

@@ -64,10 +64,10 @@ pub struct LearnSettings {
     pub widening: u64,
     /// Where pods' addresses are: one without a pod is unknown there, and not outside.
     pub pod_networks: Vec<IpNet>,
-    /// Whether a flow to a Service's cluster address allows that address, too. Policy sees it where the node translates,
+    /// Whether a flow to a Service's address allows that address, too. Policy sees it where the node translates,
     /// and workers do not (`services.enabled`).
     pub service_addresses: bool,
-    /// Whether to learn TCP connections that nobody answered.
+    /// Whether to learn TCP connections, and datagrams to Services, that nobody answered.
     pub unanswered: bool,
 }
 
@@ -126,6 +126,8 @@ pub enum Opening {
 pub enum Outcome {
     /// It was let through, and answered where its protocol answers.
     Passed,
+    /// It was let through, without an answer, which its protocol need not have.
+    Silent,
     /// TCP without an answer, or refused: an attempt.
     Unanswered,
     /// Policy denied it.

@@ -10,8 +10,9 @@ use penstock_dataplane::services::Backend;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::flow::pod_at;
-use crate::model::{AddressFamily, ObjectKey, Pod, PortProtocol, Service};
+use crate::model::{AddressFamily, ObjectKey, Pod, PortProtocol, Service, ServicePort};
 use crate::render::services::{ClientPlace, protocol, select};
+use crate::service_flows::as_asked;
 use crate::state::{ClusterState, PodOrNode};
 
 use super::{LearnSettings, ObservedEnd, ObservedFlow, Opening, Outcome, SeenTimes};
@@ -50,7 +51,7 @@ pub enum NotLearnt {
     Exempt,
     /// Policy denied it when it was seen.
     Denied,
-    /// TCP without an answer.
+    /// TCP without an answer, or a datagram to a Service.
     Unanswered,
     /// Picked up in mid-stream.
     NoOpening,
@@ -86,7 +87,7 @@ impl fmt::Display for NotLearnt {
             }
             Self::Denied => f.write_str("denied by policy when seen: not learnt"),
             Self::Unanswered => {
-                f.write_str("TCP without an answer, or refused: not learnt; --unanswered learns attempts, too")
+                f.write_str("TCP without an answer, or refused, or datagrams to a Service without an answer: not learnt; --unanswered learns attempts, too")
             }
             Self::NoOpening => f.write_str(
                 "without an opening packet: who opened them is unknown; capture from before they open, or use flows of a daemon that saw it",
@@ -155,8 +156,10 @@ type Destination = (IpAddr, Protocol, u16);
 struct Resolver<'a> {
     state: &'a ClusterState,
     settings: &'a LearnSettings,
-    /// Services by their cluster addresses.
+    /// Services by their addresses: those of the cluster, external ones, and load balancers'.
     services: FxHashMap<IpAddr, &'a Service>,
+    /// Ports of Services by their node port.
+    node_ports: FxHashMap<(Protocol, u16), (&'a Service, &'a ServicePort)>,
     /// Where flows went to, on ports that clients do not get.
     destinations: FxHashSet<Destination>,
     /// Backends by the client's node.
@@ -165,9 +168,15 @@ struct Resolver<'a> {
 
 impl<'a> Resolver<'a> {
     fn new(state: &'a ClusterState, settings: &'a LearnSettings) -> Self {
-        let addresses = state.services().flat_map(|service| service.addresses.iter().map(move |at| (*at, &**service)));
-        let services = addresses.collect();
-        Self { state, settings, services, destinations: FxHashSet::default(), backends: FxHashMap::default() }
+        let external = state.services().flat_map(|service| service.external.iter().map(move |at| (*at, &**service)));
+        let cluster = state.services().flat_map(|service| service.addresses.iter().map(move |at| (*at, &**service)));
+        let services = external.chain(cluster).collect();
+        let ports = state.services().flat_map(|service| service.ports.iter().map(move |port| (&**service, port)));
+        let node_ports = ports
+            .filter_map(|(service, port)| Some(((protocol(port.protocol), port.node_port?), (service, port))))
+            .collect();
+        let (destinations, backends) = (FxHashSet::default(), FxHashMap::default());
+        Self { state, settings, services, node_ports, destinations, backends }
     }
 
     fn note_destinations(&mut self, observed: &[ObservedFlow]) {
@@ -183,7 +192,7 @@ impl<'a> Resolver<'a> {
         match observed.outcome {
             Outcome::Denied => return Err(NotLearnt::Denied),
             Outcome::Unanswered if !self.settings.unanswered => return Err(NotLearnt::Unanswered),
-            Outcome::Unanswered | Outcome::Passed => {}
+            Outcome::Unanswered | Outcome::Silent | Outcome::Passed => {}
         }
         if observed.opening == Opening::Missing {
             return Err(NotLearnt::NoOpening);
@@ -197,15 +206,23 @@ impl<'a> Resolver<'a> {
         if [src, dst].iter().any(|address| !is_unicast(address)) {
             return Err(NotLearnt::NotUnicast);
         }
-        let service = self.services.get(&dst).copied();
+        let service = match self.services.get(&dst) {
+            Some(service) if protocol.has_ports() => Some((*service, self.port_at(service, &flow)?)),
+            Some(_) => None,
+            None => self.at_own_node(&flow),
+        };
+        if service.is_some() && observed.outcome == Outcome::Silent && !self.settings.unanswered {
+            // The node's kernel translates it, and policy may have denied it behind that.
+            return Err(NotLearnt::Unanswered);
+        }
         let mut ends = match service {
-            Some(service) if protocol.has_ports() => self.backends(service, &flow)?,
-            _ => vec![flow],
+            Some((service, port)) => self.backends(service, port, &flow)?,
+            None => vec![flow],
         };
         self.check_ends(&flow, &ends)?;
         ends.retain(|end| !self.is_exempt(end));
-        let to_service_address =
-            self.settings.service_addresses && service.is_some() && pod_at(self.state, src).is_some();
+        let is_of_service = self.services.contains_key(&dst);
+        let to_service_address = self.settings.service_addresses && is_of_service && pod_at(self.state, src).is_some();
         if ends.is_empty() && !to_service_address {
             return Err(NotLearnt::Exempt);
         }
@@ -215,7 +232,7 @@ impl<'a> Resolver<'a> {
         if flow.dst_port == 0 || ends.iter().any(|end| end.dst_port == 0) {
             return Err(NotLearnt::PortZero);
         }
-        let service = service.map(|service| service.key.clone());
+        let service = service.map(|(service, _)| service.key.clone());
         Ok(LearnableFlow { flow, service, ends, to_service_address, seen: observed.seen })
     }
 
@@ -301,19 +318,30 @@ impl<'a> Resolver<'a> {
         }
     }
 
+    /// The port of a Service at one of its addresses.
+    fn port_at(&self, service: &'a Service, flow: &Flow) -> Result<&'a ServicePort, NotLearnt> {
+        let is_it = |port: &&ServicePort| (protocol(port.protocol), port.number) == (flow.protocol, flow.dst_port);
+        service.ports.iter().find(is_it).ok_or_else(|| NotLearnt::NoServicePort(service.key.clone()))
+    }
+
+    /// The Service by whose node port a pod sends to its own node, which sends it on. Another node translates its own.
+    fn at_own_node(&self, flow: &Flow) -> Option<(&'a Service, &'a ServicePort)> {
+        let is_of_pod = pod_at(self.state, flow.src.into()).is_some();
+        let is_to_node = matches!(self.state.owner(&IpAddr::from(flow.dst)), Some(PodOrNode::Node(_)));
+        let found = || self.node_ports.get(&(flow.protocol, flow.dst_port)).copied();
+        if is_of_pod && is_to_node && self.is_exempt(flow) { found() } else { None }
+    }
+
     /// One flow to each backend that the client may get.
-    fn backends(&mut self, service: &Service, flow: &Flow) -> Result<Vec<Flow>, NotLearnt> {
+    fn backends(&mut self, service: &Service, port: &ServicePort, flow: &Flow) -> Result<Vec<Flow>, NotLearnt> {
         let (src, dst) = (IpAddr::from(flow.src), IpAddr::from(flow.dst));
-        let port =
-            service.ports.iter().find(|port| (protocol(port.protocol), port.number) == (flow.protocol, flow.dst_port));
-        let port = port.ok_or_else(|| NotLearnt::NoServicePort(service.key.clone()))?;
         let node = pod_at(self.state, src).and_then(|pod| pod.node.clone());
         let key = (node, (dst, flow.protocol, flow.dst_port));
         let state = self.state;
         let found = self.backends.entry(key).or_insert_with_key(|(node, _)| {
             let place = ClientPlace::on(node.as_deref().unwrap_or_default(), state);
             let slices = state.endpoint_slices(&service.key).map(|slice| &**slice);
-            select(service, port, AddressFamily::of(dst), slices, &place).backends.into()
+            select(&as_asked(service, dst), port, AddressFamily::of(dst), slices, &place).backends.into()
         });
         if found.is_empty() {
             return Err(NotLearnt::NoBackend(service.key.clone()));

@@ -41,7 +41,7 @@ fn engine(objects: impl IntoIterator<Item = Object>) -> Engine {
     engine
 }
 
-fn seen(flow: Flow) -> ObservedFlow {
+pub(super) fn seen(flow: Flow) -> ObservedFlow {
     let end = |address: penstock_dataplane::packet::Address, port| ObservedEnd {
         address: Some(address.into()),
         port,
@@ -57,7 +57,7 @@ fn seen(flow: Flow) -> ObservedFlow {
     }
 }
 
-fn flow(src: &str, dst: &str, to: &str) -> Flow {
+pub(super) fn flow(src: &str, dst: &str, to: &str) -> Flow {
     let (protocol, dst_port) = destination(to);
     let address = |text: &str| text.parse::<IpAddr>().unwrap().into();
     Flow { src: address(src), dst: address(dst), protocol, src_port: 40000, dst_port }
@@ -69,14 +69,14 @@ fn with(objects: &[Object], policies: &[LearnedPolicy]) -> Engine {
 }
 
 /// The policies learnt from flows.
-struct Learnt {
+pub(super) struct Learnt {
     before: Engine,
     after: Engine,
     resolution: Resolution,
     policies: Vec<LearnedPolicy>,
 }
 
-fn learn(objects: &[Object], flows: &[ObservedFlow], settings: &LearnSettings) -> Learnt {
+pub(super) fn learn(objects: &[Object], flows: &[ObservedFlow], settings: &LearnSettings) -> Learnt {
     let before = engine(objects.iter().cloned());
     let resolution = resolve(before.state(), flows, settings);
     let workloads = Workloads::new(before.state(), settings);
@@ -85,7 +85,7 @@ fn learn(objects: &[Object], flows: &[ObservedFlow], settings: &LearnSettings) -
 }
 
 impl Learnt {
-    fn reasons(&self) -> Vec<(NotLearnt, u64)> {
+    pub(super) fn reasons(&self) -> Vec<(NotLearnt, u64)> {
         self.resolution.not_learnt.iter().map(|(reason, unusable)| (reason.clone(), unusable.count)).collect()
     }
 
@@ -98,7 +98,7 @@ impl Learnt {
         self.policies.iter().map(|learned| learned.policy.key.to_string()).collect()
     }
 
-    fn allows(&self, src: &str, dst: &str, to: &str) -> bool {
+    pub(super) fn allows(&self, src: &str, dst: &str, to: &str) -> bool {
         self.after.evaluate(&flow(src, dst, to)).is_allowed()
     }
 }
@@ -208,7 +208,7 @@ fn ends(direction: Direction, flow: &Flow) -> (IpAddr, IpAddr) {
     }
 }
 
-fn service(backends: &[&str]) -> Vec<Object> {
+pub(super) fn service(backends: &[&str]) -> Vec<Object> {
     let mut objects = vec![Object::Service(Service {
         key: key("a/svc"),
         created: None,
@@ -390,7 +390,7 @@ fn random_flows_cover_every_way_of_widening() {
 }
 
 /// A web server in front of an API and a database; names of ports where all pods have them.
-fn shop() -> Vec<Object> {
+pub(super) fn shop() -> Vec<Object> {
     let mut api_2 = pod("shop/api-2", "app=api pod-template-hash=b", &["10.0.1.2"], &["http:tcp/8001"]);
     api_2.node = Some("n2".to_owned());
     let pods = [

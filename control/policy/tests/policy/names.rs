@@ -6,7 +6,7 @@ use std::time::Duration;
 use penstock_dataplane::names::{Answer, DomainName, Moment, NameTable, NameTime, NamedPod};
 use penstock_dataplane::policy::{Direction, DirectionVerdict};
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::explain::{PlainText, text};
+use penstock_policy::explain::{PlainText, text, text_at};
 use penstock_policy::model::RuleAction::{Accept, Deny, Pass};
 use penstock_policy::model::*;
 
@@ -91,6 +91,47 @@ fn a_rule_with_names_matches_answers_until_they_expire() {
     // Without the pods' knowledge, names match nothing: all evaluators agree.
     let flow = learning.cluster.flow("shop/web", SITE, "tcp/443");
     assert!(!learning.cluster.engine.evaluate(&flow).is_allowed());
+}
+
+#[test]
+fn a_name_as_destination_is_explained_by_its_rules_and_addresses() {
+    let learning = Learning::new();
+    let engine = &learning.cluster.engine;
+    let explained = |to: &str, port: &str, now| {
+        let (to, port) = (to.parse().unwrap(), port.parse().unwrap());
+        text_at(engine, &PlainText, &"shop/web".parse().unwrap(), &to, &port, now).unwrap()
+    };
+    let now = Some(Moment(30_000));
+    for (name, port, now, expected) in [
+        (
+            "www.example.org",
+            "443/TCP",
+            None,
+            "unknown: shop/web -> www.example.org, 443/TCP: an answer of DNS decides\n",
+        ),
+        ("WWW.example.org.", "443/TCP", now, "denied: shop/web -> www.example.org, 443/TCP: no answer of DNS"),
+        ("www.example.com", "443/TCP", now, "denied: shop/web -> www.example.com, 443/TCP: no rule accepts this name"),
+        ("www.example.org", "22/TCP", now, "denied: shop/web -> www.example.org, 22/TCP: no rule accepts this name"),
+    ] {
+        let (is_allowed, text) = explained(name, port, now);
+        assert!(!is_allowed && text.starts_with(expected), "{text}");
+        assert_eq!(
+            text.contains("by name  Admin-egress-names-1-domainNames-0-0"),
+            !expected.contains("no rule"),
+            "{text}"
+        );
+    }
+    learning.hear("shop/web", &["10.0.0.1", "fd00::1"], "www.example.org", SITE);
+    let (is_allowed, text) = explained("www.example.org", "443/TCP", now);
+    assert!(
+        is_allowed && text.starts_with("allowed: shop/web -> www.example.org, 443/TCP: 1 address learnt\n"),
+        "{text}"
+    );
+    for part in ["203.0.113.7 is www.example.org for 30 s more\n", "tier     Admin: rule 1 of names accepts\n"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let (is_allowed, text) = explained("www.example.org", "443/TCP", Some(Moment(60_000)));
+    assert!(!is_allowed && text.contains("that still holds"), "expired: {text}");
 }
 
 #[test]

@@ -22,7 +22,7 @@ fn address(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-fn node(name: &str, zone: Option<&str>) -> Object {
+pub(crate) fn node(name: &str, zone: Option<&str>) -> Object {
     let labels = zone.map(|zone| ("topology.kubernetes.io/zone".to_owned(), zone.to_owned())).into_iter().collect();
     Object::Node(Node { name: name.to_owned(), labels, addresses: Vec::new(), status_addresses: Vec::new() })
 }
@@ -32,7 +32,7 @@ fn port(name: &str, protocol: PortProtocol, number: u16) -> ServicePort {
 }
 
 /// A Service on 10.96.0.`number` and fd00:96::`number`, with port 80/TCP `http` and 53/UDP `dns`.
-fn service(name: &str, number: u8, local_only: bool) -> Service {
+pub(crate) fn service(name: &str, number: u8, local_only: bool) -> Service {
     Service {
         key: key(name),
         created: None,
@@ -45,7 +45,7 @@ fn service(name: &str, number: u8, local_only: bool) -> Service {
     }
 }
 
-fn endpoint(text: &str) -> ServiceEndpoint {
+pub(crate) fn endpoint(text: &str) -> ServiceEndpoint {
     ServiceEndpoint {
         address: address(text),
         ready: true,
@@ -57,7 +57,7 @@ fn endpoint(text: &str) -> ServiceEndpoint {
     }
 }
 
-fn slice(name: &str, service: &str, endpoints: Vec<ServiceEndpoint>) -> EndpointSlice {
+pub(crate) fn slice(name: &str, service: &str, endpoints: Vec<ServiceEndpoint>) -> EndpointSlice {
     let port = |name: &str, protocol, number| EndpointPort { name: name.to_owned(), protocol, number };
     EndpointSlice {
         key: key(name),
@@ -67,21 +67,21 @@ fn slice(name: &str, service: &str, endpoints: Vec<ServiceEndpoint>) -> Endpoint
     }
 }
 
-fn set(object: Object) -> ObjectChange {
+pub(crate) fn set(object: Object) -> ObjectChange {
     ObjectChange::Set(object)
 }
 
-fn engine() -> Engine {
+pub(crate) fn engine() -> Engine {
     Engine::new(EngineSettings::for_node("n0"))
 }
 
-fn frontend(engine: &Engine, text: &str) -> Option<Frontend> {
+pub(crate) fn frontend(engine: &Engine, text: &str) -> Option<Frontend> {
     let key =
         penstock_dataplane::services::FrontendKey { address: address(text).into(), protocol: Protocol::TCP, port: 80 };
     engine.service_set().frontend(&key).map(|frontend| Frontend::clone(frontend))
 }
 
-fn backends(frontend: &Frontend) -> Vec<String> {
+pub(crate) fn backends(frontend: &Frontend) -> Vec<String> {
     let text = |backend: &Backend| format!("{}:{}", IpAddr::from(backend.address), backend.port);
     frontend.backends.iter().map(text).collect()
 }

@@ -95,7 +95,8 @@ fn cluster_addresses(spec: &core::ServiceSpec, at: &FieldPathRef<'_>, wrong: &mu
     addresses
 }
 
-/// `spec.externalIPs` and `status.loadBalancer.ingress[].ip`, each once.
+/// `spec.externalIPs` and `status.loadBalancer.ingress[].ip`, each once. Not those that the load balancer keeps for itself (`ipMode: Proxy`):
+/// no node translates these.
 fn external_addresses(service: &core::Service, spec: &core::ServiceSpec, wrong: &mut Vec<FieldError>) -> Vec<IpAddr> {
     let mut addresses: Vec<IpAddr> = Vec::new();
     let at = FieldPathRef::OBJECT;
@@ -113,7 +114,7 @@ fn external_addresses(service: &core::Service, spec: &core::ServiceSpec, wrong: 
         take(text, &externals_at.index(i));
     }
     for (i, point) in ingress.enumerate() {
-        if let Some(text) = &point.ip {
+        if let Some(text) = point.ip.as_ref().filter(|_| point.ip_mode.as_deref() != Some("Proxy")) {
             take(text, &ingress_at.index(i).field("ip"));
         }
     }

@@ -65,6 +65,8 @@ fn connection_ids_persist_with_the_file() {
 fn a_tcp_connection_continues_after_missed_segments() {
     let segment =
         |flags, seq, ack| Transport::Tcp(TcpSegment { seq, ack, window: 1000, flags, ..TcpSegment::default() });
+    let fin = |seq, ack| segment(TcpFlags::ACK.with(TcpFlags::FIN), seq, ack);
+    let established = Update::Accepted(State::Tcp(TcpState::Established));
     let (_directory, path) = directory();
     let (out, back) = (tcp(1).key().1, tcp(1).key().1.opposite());
     let step = |table: &ConnTable, way, transport: &Transport| {
@@ -75,13 +77,13 @@ fn a_tcp_connection_continues_after_missed_segments() {
         insert(&table, &tcp(1), &syn(), NOW).unwrap();
         step(&table, back, &segment(TcpFlags::SYN.with(TcpFlags::ACK), 5000, 1001));
         step(&table, out, &segment(TcpFlags::ACK, 1001, 5001));
-        assert_eq!(step(&table, out, &segment(TcpFlags::ACK, 9_000_000, 5001)), Update::Invalid);
+        assert_eq!(step(&table, out, &fin(9_000_000, 5001)), established, "it does not fit, and ends nothing");
     }
     let table = open(&path).unwrap();
-    let established = Update::Accepted(State::Tcp(TcpState::Established));
     assert_eq!(step(&table, out, &segment(TcpFlags::ACK, 9_000_000, 7_000_000)), established);
     assert_eq!(step(&table, back, &segment(TcpFlags::ACK, 7_000_000, 9_000_000)), established);
-    assert_eq!(step(&table, out, &segment(TcpFlags::ACK, 1001, 7_000_000)), Update::Invalid, "windows hold again");
+    assert_eq!(step(&table, out, &fin(20_000_000, 7_000_000)), established, "windows hold again");
+    assert_eq!(step(&table, out, &fin(9_000_000, 7_000_000)), Update::Accepted(State::Tcp(TcpState::FinWait)));
 }
 
 /// While no worker ran, data arrived whose acknowledgements were lost: the sender retransmits from the first byte, and
@@ -115,7 +117,14 @@ fn a_tcp_connection_continues_with_a_retransmission() {
         }
         assert_eq!(step(&table, out, &data(1101, 5001, 100)), established, "sent again");
         assert_eq!(step(&table, back, &data(5001, 1301, 0)), established, "all of it, answer first: {answer_first}");
-        assert_eq!(step(&table, back, &data(5001, 1400, 0)), Update::Invalid, "windows hold again");
+        let fin = TcpSegment {
+            seq: 5001,
+            ack: 1400,
+            window: 1000,
+            flags: TcpFlags::ACK.with(TcpFlags::FIN),
+            ..TcpSegment::default()
+        };
+        assert_eq!(step(&table, back, &Transport::Tcp(fin)), established, "windows hold again");
     }
 }
 

@@ -2,8 +2,11 @@
 //!
 //! The bounds on sequence and acknowledgement numbers are those of G. van Rooij, *Real Stateful TCP Packet Filtering in
 //! IP Filter* (2001), which the kernel's `tcp_in_window` (net/netfilter/nf_conntrack_proto_tcp.c) uses too. The state
-//! of a direction fits into 64 bits. Where that requires rounding, it errs towards letting a segment pass to its
-//! receiver, which checks exactly.
+//! of a direction fits into 64 bits. Where that requires rounding, it errs towards a segment that fits.
+//!
+//! Numbers decide about the connection, not about the segment: one that does not fit passes and changes nothing ([`TcpStep::Pass`]), as
+//! with `nf_conntrack_tcp_be_liberal`. Its receiver checks exactly, and it opens nothing there. Programs in the kernel read no numbers of an
+//! established connection either, and what is dropped must not depend on who forwards it.
 
 use super::held_syn::HeldSyn;
 use super::state::TcpState;
@@ -181,9 +184,21 @@ impl Window {
         self.end.wrapping_sub(ack) <= MAX_SYN_DATA
     }
 
+    /// Whether a SYN of this side, with data or not, may have had this number.
+    #[inline]
+    const fn has_sent_syn_at(&self, seq: u32) -> bool {
+        self.end.wrapping_sub(seq) <= MAX_SYN_DATA + 1
+    }
+
     /// The sequence number after everything it has sent, if known.
     pub(super) fn next(&self) -> Option<u32> {
         self.is(SEEN).then_some(self.end)
+    }
+
+    /// This window once its side has sent everything before this number.
+    #[inline(always)]
+    fn having_sent(self, end: u32) -> Self {
+        Self { end: later(self.end, end), limit: later(self.limit, end), ..self }
     }
 
     /// Whether it has this mark.
@@ -342,23 +357,22 @@ fn syn_ack(
     held: HeldSyn,
 ) -> TcpStep {
     match state {
-        TcpState::SynSent | TcpState::SynSent2 => {
-            let simultaneous = state == TcpState::SynSent2;
-            if (from_opener && !simultaneous) || !receiver.is_syn_acked_by(segment.ack) {
-                return TcpStep::Invalid;
-            }
-            if simultaneous && segment.end() != sender.end {
-                return TcpStep::Invalid;
-            }
+        TcpState::SynSent | TcpState::SynSent2
+            if receiver.is_syn_acked_by(segment.ack)
+                && if state == TcpState::SynSent { !from_opener } else { sender.has_sent_syn_at(segment.seq) } =>
+        {
+            let before = sender.next().unwrap_or(segment.end());
             let (sender, receiver) = answered(receiver, segment);
-            accept(TcpState::SynReceived, sender, receiver)
+            accept(TcpState::SynReceived, Window { end: later(sender.end, before), ..sender }, receiver)
         }
+        // Of another SYN: its receiver resets it.
+        TcpState::SynSent | TcpState::SynSent2 => TcpStep::Pass,
         _ if receiver.holds_syn() && held.is_acked_by(segment.ack) => {
             let (sender, receiver) = answered(Window::of_acked_syn(segment.ack), segment);
             TcpStep::Restart(sender.pack(), receiver.pack())
         }
-        _ if fits(&sender, &receiver, segment.seq, segment.end(), segment.ack) => TcpStep::Pass,
-        _ => TcpStep::Invalid,
+        // Once more, or of a SYN that was not seen: it opens nothing at its receiver, which answers it by a RST or an ACK.
+        _ => TcpStep::Pass,
     }
 }
 
@@ -384,12 +398,12 @@ fn reset(
     let has_ack = segment.flags.contains(TcpFlags::ACK);
     if state == TcpState::SynSent {
         return match from_opener {
-            // It gives up. With another number it replies to something that was not seen here: its receiver decides.
+            // It gives up.
             true if segment.seq == sender.end => accept(TcpState::Close, sender, receiver),
-            true => TcpStep::Pass,
             // RFC 9293 section 3.10.7.3: a rejection acknowledges the SYN.
             false if has_ack && receiver.is_syn_acked_by(segment.ack) => accept(TcpState::Close, sender, receiver),
-            false => TcpStep::Invalid,
+            // With another number it replies to something that was not seen here: its receiver decides.
+            _ => TcpStep::Pass,
         };
     }
     if receiver.holds_syn() && has_ack && held.is_acked_by(segment.ack) {
@@ -399,7 +413,7 @@ fn reset(
     // Some stacks set ACK and leave the number zero.
     let ack = if has_ack && segment.ack != 0 { segment.ack } else { receiver.end };
     if !fits(&sender, &receiver, segment.seq, segment.end(), ack) {
-        return TcpStep::Invalid;
+        return TcpStep::Pass;
     }
     // RFC 5961 section 3.2: only the number that the receiver expects next resets. That is mostly `sender.end`; it is
     // lower if bytes were lost behind this point, which cannot be seen here.
@@ -418,31 +432,38 @@ fn plain(
     segment: &TcpSegment,
     held: HeldSyn,
 ) -> TcpStep {
+    let has_fin = segment.flags.contains(TcpFlags::FIN);
+    if matches!(state, TcpState::SynSent | TcpState::SynSent2) {
+        // Of an older connection (RFC 9293 section 3.5.1): who does not have it will reset it.
+        return TcpStep::Pass;
+    }
+    let as_before = (sender, receiver);
     // A segment that fits shows that its sender still has the connection: a held SYN on it will not be answered any
     // more.
     let (mut sender, mut receiver) = (sender.without(held), receiver.without(held));
-    let (end, ack) = (segment.end(), segment.ack);
+    let (mut seq, mut end, ack) = (segment.seq, segment.end(), segment.ack);
     if !sender.is(SEEN) && receiver.is(SEEN) {
         // What it has received may have bypassed us, and what was seen may be retransmitted.
         receiver.end = later(receiver.end, ack);
     }
-    if is_from_the_middle(&sender, &receiver) && !fits(&sender, &receiver, segment.seq, end, ack) {
-        // What was taken for the numbers was that of a stray segment, or went another way since.
-        sender.marks &= !SEEN;
-        receiver.marks &= !SEEN;
+    if !fits(&sender, &receiver, seq, end, ack) {
+        if is_from_the_middle(&sender, &receiver) {
+            // What was taken for the numbers was that of a stray segment, or went another way since.
+            sender.marks &= !SEEN;
+            receiver.marks &= !SEEN;
+        } else if seq == end {
+            // Without data only what it acknowledges counts.
+            (seq, end) = (sender.end, sender.end);
+        }
     }
-    match state {
-        // The answering side has an older connection (RFC 9293 section 3.5.1): the opener will reset it.
-        TcpState::SynSent if !from_opener && end == segment.seq => return TcpStep::Pass,
-        TcpState::SynSent | TcpState::SynSent2 => return TcpStep::Invalid,
-        _ if !fits(&sender, &receiver, segment.seq, end, ack) => return TcpStep::Invalid,
-        _ => {}
+    if !fits(&sender, &receiver, seq, end, ack) {
+        let is_ahead = is_a_little_ahead(&sender, &receiver, seq, ack);
+        return if is_ahead { accept(state, as_before.0.having_sent(end), as_before.1) } else { TcpStep::Pass };
     }
     let offer = sender.offer(segment);
     sender.reach = sender.reach.max(log2(offer));
     if sender.is(SEEN) {
-        sender.end = later(sender.end, end);
-        sender.limit = later(sender.limit, end);
+        sender = sender.having_sent(end);
     } else {
         let end = resume(sender.end, end, receiver.offered());
         sender = Window { end, limit: end.wrapping_add(receiver.offered()), marks: sender.marks | SEEN, ..sender };
@@ -451,7 +472,7 @@ fn plain(
         receiver.end = resume(receiver.end, ack, sender.offered().max(MIN_ACK_WINDOW));
     }
     receiver.limit = later(receiver.limit, ack.wrapping_add(offer.max(1)));
-    if segment.flags.contains(TcpFlags::FIN) {
+    if has_fin {
         sender.marks |= FIN;
     }
     if receiver.is(FIN) && ack == receiver.end {
@@ -500,6 +521,15 @@ fn fits(sender: &Window, receiver: &Window, seq: u32, end: u32, ack: u32) -> boo
         || (at_or_before(ack, receiver.end)
             && at_or_before(receiver.end.wrapping_sub(sender.offered().max(MIN_ACK_WINDOW)), ack));
     sent && acknowledged
+}
+
+/// Whether a segment begins beyond the offered window, by less than another one: there are stacks that send more than they may, and
+/// receivers that take it (`tcp_in_window` in the kernel).
+#[inline]
+fn is_a_little_ahead(sender: &Window, receiver: &Window, seq: u32, ack: u32) -> bool {
+    let spare = receiver.offered().max(MIN_ACK_WINDOW);
+    let is_acked = !receiver.is(SEEN) || at_or_before(ack, receiver.end);
+    is_acked && !at_or_before(seq, sender.limit) && at_or_before(seq, sender.limit.wrapping_add(spare))
 }
 
 #[cfg(all(test, not(feature = "loom")))]

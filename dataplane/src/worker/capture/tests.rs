@@ -37,7 +37,16 @@ fn snapshot(own_mac: impl Fn(PortId) -> Mac) -> Snapshot {
         forwarding
             .insert(
                 id,
-                Port { kind: PortKind::Pod, own_mac, peer_mac, mtu: 1500, interface: 0, by_stack: false, addresses },
+                Port {
+                    kind: PortKind::Pod,
+                    own_mac,
+                    peer_mac,
+                    mtu: 1500,
+                    interface: 0,
+                    by_stack: false,
+                    bridge: 0,
+                    addresses,
+                },
             )
             .unwrap();
         let endpoint = Some(EndpointId(number));

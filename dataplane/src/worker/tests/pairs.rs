@@ -41,6 +41,7 @@ impl Pair {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            bridge: 0,
             addresses: Vec::new(),
         };
         forwarding.insert(node, host).unwrap();

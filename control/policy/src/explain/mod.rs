@@ -1,7 +1,10 @@
 //! Why a flow is allowed or denied, as text.
 
+mod by_name;
+
 use std::fmt::{Display, Write as _};
 
+use penstock_dataplane::names::Moment;
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{Direction, DirectionVerdict, RuleAction};
 
@@ -50,10 +53,23 @@ pub fn text(
     to: &FlowEndpoint,
     port: &ProtocolPort,
 ) -> Result<(bool, String), FlowError> {
+    text_at(engine, style, from, to, port, None)
+}
+
+/// The same at a time by which what pods have learnt of domain names counts.
+pub fn text_at(
+    engine: &Engine,
+    style: &dyn TextStyle,
+    from: &FlowEndpoint,
+    to: &FlowEndpoint,
+    port: &ProtocolPort,
+    now: Option<Moment>,
+) -> Result<(bool, String), FlowError> {
     let by_service = match to {
         FlowEndpoint::Service(key) => Some(service_flows(engine, from, key, port)?),
         FlowEndpoint::Address(address) => service_flows_at(engine, from, *address, port),
         FlowEndpoint::Pod(_) => None,
+        FlowEndpoint::Name(name) => return by_name::text(engine, style, from, (name, port), now),
     };
     if let Some(flows) = by_service {
         return match is_judged_at_address(engine, &flows) {
