@@ -306,7 +306,7 @@ mod tests {
         assert!(!text(&status).contains("domain names:"));
         status.domain_names =
             Some(NamesStatus { kept: 5, learnt: 9, evicted: 1, not_understood: 2, unasked: 3, has_resolver: true });
-        let line = "domain names: 5 kept, 9 learnt, 1 evicted, 2 DNS answers not understood";
+        let line = "domain names: 5 kept, 9 learnt, 1 evicted, 2 DNS answers not understood, 3 not asked for";
         assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
     }
 

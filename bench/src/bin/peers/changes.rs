@@ -3,7 +3,7 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use penstock_bench::probe::{EchoConnection, OLDEST, Protocol, Series, SeriesPoint};
 
 use crate::cell::Cell;
@@ -36,7 +36,9 @@ pub(crate) fn change_policy(cluster: &Cluster, cell: &Cell) -> Result<ChangeOutc
     let (client, server) = (&cell.sites[CLIENT], &cell.sites[SERVER]);
     let established = establish(cell)?;
     let series = Series::start(client, server, SERVER, Protocol::Tcp(OPEN), ATTEMPTS[0])?;
-    sleep(Duration::from_millis(200));
+    sleep(OLDEST + Duration::from_millis(200));
+    let (passed, all) = count(&series.points(), Instant::now() - AFTER, Instant::now(), true);
+    ensure!(2 * passed > all, "only {passed} of {all} allowed connections passed within {OLDEST:?} before it");
     let saved = Instant::now();
     cluster.set_open(false)?;
     wait_until_none_passes(&series, saved);

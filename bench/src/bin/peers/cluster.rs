@@ -2,6 +2,7 @@
 
 use std::net::Ipv4Addr;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use http::Method;
@@ -149,6 +150,23 @@ impl Cluster {
             }
         }
         Ok(())
+    }
+
+    /// Creates an object that is not there yet; a server serves a kind a moment after its definition.
+    pub(crate) fn create_once(&self, path: &str, object: &str) -> Result<()> {
+        let object: Value = serde_json::from_str(object)?;
+        let name = object["metadata"]["name"].as_str().context("an object without a name")?;
+        let deadline = Instant::now() + Duration::from_secs(30);
+        loop {
+            let admin = self.server.admin();
+            let is_there = || admin.call(Method::GET, &format!("{path}/{name}"), &Value::Null).is_ok();
+            match admin.call(Method::POST, path, &object) {
+                Ok(_) => return Ok(()),
+                Err(_) if is_there() => return Ok(()),
+                Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(200)),
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Brings the number of policies to this.

@@ -18,6 +18,8 @@ pub(crate) struct Engine {
     needs: &'static [Need],
     /// Folder of CustomResourceDefinitions, in the peers' folder.
     definitions: Option<&'static str>,
+    /// An object that its project's set-up creates: where, and what.
+    pub(crate) object: Option<(&'static str, &'static str)>,
     /// Folder of its files, in `lib` of the peers' folder, which it finds in `/usr/lib`.
     library: Option<&'static str>,
     arguments: fn(&Place<'_>) -> Vec<String>,
@@ -100,14 +102,20 @@ impl PeersFolder {
             format!("PENSTOCK_PEERS is not set; set it to a folder with bin/{name}, which its project builds")
         })?;
         let path = folder.join("bin").join(name);
-        ensure!(path.is_file(), "{} is missing; build it as its project says, and put it there", path.display());
+        ensure!(
+            path.is_file(),
+            "bin/{name} is not in the folder that PENSTOCK_PEERS names; build it as its project says, and put it there"
+        );
         Ok(path)
     }
 
     /// A folder in it with what belongs there.
     fn folder(&self, name: &str, content: &str) -> Result<PathBuf> {
         let path = self.0.as_ref().context("PENSTOCK_PEERS is not set")?.join(name);
-        ensure!(path.is_dir(), "{} is missing; put {content} there that its project installs", path.display());
+        ensure!(
+            path.is_dir(),
+            "{name} is not in the folder that PENSTOCK_PEERS names; put {content} there that its project installs"
+        );
         Ok(path)
     }
 
@@ -141,10 +149,8 @@ impl Engine {
         let definitions = self.definitions(peers).err().map(|error| format!("{error:#}"));
         let library = self.library.and_then(|name| peers.folder(name, "the BPF programs").err());
         let library = library.map(|error| format!("{error:#}"));
-        let mut why: Vec<String> = self.needs.iter().filter_map(Need::missing).collect();
-        // What one folder lacks is said once.
-        why.extend(program.or(definitions).or(library));
-        (!why.is_empty()).then(|| why.join("; "))
+        // First what no program would change.
+        self.needs.iter().find_map(Need::missing).or(program).or(definitions).or(library)
     }
 
     /// Its program; `None` where nothing enforces.
@@ -187,6 +193,7 @@ const PLAIN: Engine = Engine {
     program: Program::None,
     needs: &[],
     definitions: None,
+    object: None,
     library: None,
     arguments: |_| Vec::new(),
     environment: |_| Vec::new(),
@@ -196,6 +203,12 @@ const PLAIN: Engine = Engine {
 const IPTABLES: Need = Need::Tool("iptables", "iptables");
 const IPSET: Need = Need::Tool("ipset", "ipset");
 const NFT: Need = Need::Tool("nft", "nftables");
+
+/// Felix waits until this says that the cluster's objects are there.
+const CALICO_IS_READY: (&str, &str) = (
+    "/apis/crd.projectcalico.org/v1/clusterinformations",
+    r#"{"apiVersion":"crd.projectcalico.org/v1","kind":"ClusterInformation","metadata":{"name":"default"},"spec":{"datastoreReady":true}}"#,
+);
 
 /// All engines; the first is what the others are compared with.
 pub(crate) static ENGINES: [Engine; 7] = [
@@ -214,6 +227,7 @@ pub(crate) static ENGINES: [Engine; 7] = [
         program: Program::Peer("calico-felix"),
         needs: &[NFT, IPTABLES, IPSET],
         definitions: Some("crds/calico"),
+        object: Some(CALICO_IS_READY),
         arguments: |_| felix_arguments(),
         environment: |place| felix(place, &[("FELIX_NFTABLESMODE", "Enabled"), ("FELIX_BPFENABLED", "false")]),
         ..PLAIN
@@ -224,6 +238,7 @@ pub(crate) static ENGINES: [Engine; 7] = [
         program: Program::Peer("calico-felix"),
         needs: &[NFT, IPTABLES, IPSET],
         definitions: Some("crds/calico"),
+        object: Some(CALICO_IS_READY),
         library: Some("lib/calico/bpf"),
         arguments: |_| felix_arguments(),
         environment: |place| {
@@ -351,6 +366,6 @@ mod tests {
     fn a_program_that_is_not_there_is_named_with_its_place() {
         let why = |folder: Option<&str>| ENGINES[4].missing(&PeersFolder(folder.map(PathBuf::from))).unwrap();
         assert!(why(None).contains("PENSTOCK_PEERS"), "{}", why(None));
-        assert!(why(Some("/nowhere")).contains("/nowhere/bin/kube-router is missing"), "{}", why(Some("/nowhere")));
+        assert!(why(Some("/nowhere")).contains("bin/kube-router is not in the folder"), "{}", why(Some("/nowhere")));
     }
 }

@@ -179,7 +179,8 @@ fn prepare(engine: &Engine, cluster: &Cluster, peers: &PeersFolder) -> Result<()
         !engine.is_peer() || cluster.is_real(),
         "it needs a real API server: set KUBEBUILDER_ASSETS to what scripts/kubernetes etcd kube-apiserver prints"
     );
-    engine.definitions(peers)?.map_or(Ok(()), |folder| cluster.define(&folder))
+    engine.definitions(peers)?.map_or(Ok(()), |folder| cluster.define(&folder))?;
+    engine.object.map_or(Ok(()), |(path, object)| cluster.create_once(path, object))
 }
 
 /// Rounds in which each engine has its turn; another one begins each.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use nix::sys::signal::{Signal, kill};
 use penstock_bench::testbed::{ControlGroup, ServiceProcess};
 
@@ -15,6 +15,8 @@ use crate::engine::{Engine, PeersFolder, Place};
 
 /// How long an engine may take to end by itself.
 const END: Duration = Duration::from_secs(10);
+/// How often it may end by itself while it starts.
+const RESTARTS: usize = 4;
 /// An engine that takes less of a core for this long has done what it does at its start.
 const REST: Duration = Duration::from_millis(300);
 /// See [`REST`].
@@ -51,19 +53,22 @@ impl<'a> Running<'a> {
     /// Starts it again after it has ended.
     pub(crate) fn launch(&mut self) -> Result<()> {
         let Some(program) = self.engine.program(self.peers)? else { return Ok(()) };
-        for (number, node) in self.cell.nodes.iter().enumerate() {
-            let pins = pins(self.engine, node)?;
-            let place =
-                Place { node: NODES[number].name, kubeconfig: self.kubeconfig, state: &node.state, pins: &pins };
-            std::fs::write(place.configuration(), (self.engine.configuration)(&place))?;
-            let mut command = self.command(&program, node);
-            command.args(self.engine.arguments(&place)).envs(self.engine.environment(&place));
-            let log = File::options().create(true).append(true).open(log_of(node))?;
-            command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
-            self.groups[number].take_in(&mut command)?;
-            self.processes.push(ServiceProcess::start(command)?);
-        }
+        self.processes =
+            (0..self.cell.nodes.len()).map(|number| self.launch_on(number, &program)).collect::<Result<_>>()?;
         Ok(())
+    }
+
+    fn launch_on(&self, number: usize, program: &Path) -> Result<ServiceProcess> {
+        let node = &self.cell.nodes[number];
+        let pins = pins(self.engine, node)?;
+        let place = Place { node: NODES[number].name, kubeconfig: self.kubeconfig, state: &node.state, pins: &pins };
+        std::fs::write(place.configuration(), (self.engine.configuration)(&place))?;
+        let mut command = self.command(program, node);
+        command.args(self.engine.arguments(&place)).envs(self.engine.environment(&place));
+        let log = File::options().create(true).append(true).open(log_of(node))?;
+        command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
+        self.groups[number].take_in(&mut command)?;
+        ServiceProcess::start(command)
     }
 
     /// In the node's network namespace. Another project's program gets the folders of a machine of its own, in which two nodes
@@ -87,8 +92,8 @@ impl<'a> Running<'a> {
     }
 
     /// Waits until all probes give what policy says; returns when the first round of them began that did.
-    pub(crate) fn wait_until_verified(&self, limit: Duration) -> Result<Instant> {
-        let deadline = Instant::now() + limit;
+    pub(crate) fn wait_until_verified(&mut self, limit: Duration) -> Result<Instant> {
+        let (deadline, mut restarts) = (Instant::now() + limit, 0);
         loop {
             let begun = Instant::now();
             let differences = match self.engine.enforces() {
@@ -99,7 +104,17 @@ impl<'a> Running<'a> {
                 return Ok(begun);
             }
             if let Some(number) = self.processes.iter().position(ServiceProcess::has_ended) {
-                bail!("it ended on {}; the end of its output: {}", NODES[number].name, self.output(number));
+                // As a kubelet: Felix ends where its settings change, and is started again.
+                restarts += 1;
+                if restarts > RESTARTS {
+                    bail!(
+                        "it ends again and again on {}; the end of its output: {}",
+                        NODES[number].name,
+                        self.output(number)
+                    );
+                }
+                let program = self.engine.program(self.peers)?.context("an engine without a program has not ended")?;
+                self.processes[number] = self.launch_on(number, &program)?;
             }
             if Instant::now() > deadline {
                 eprintln!("{} on {}, the end of its output: {}", self.engine.name, NODES[0].name, self.output(0));

@@ -165,8 +165,24 @@ pub(super) fn fragment(packet: &[u8]) -> Option<(usize, &[u8])> {
     (more || place > 0).then(|| (place, &packet[from..]))
 }
 
+/// What a packet has of its datagram, and at which place.
+pub(super) fn piece(packet: &[u8]) -> (usize, &[u8]) {
+    let header = if packet[0] >> 4 == 4 { usize::from(packet[0] & 15) * 4 } else { 40 };
+    fragment(packet).unwrap_or((0, &packet[header.min(packet.len())..]))
+}
+
 pub(super) fn is_fragment(packet: &[u8]) -> bool {
     fragment(packet).is_some()
+}
+
+/// Whether a packet may belong to a connection that others have opened before, or be about one.
+pub(super) fn may_come_from_the_middle(packet: &[u8]) -> bool {
+    transport(packet).is_some_and(|(_, protocol, _)| is_of_connection(protocol))
+}
+
+/// The same of packets of a protocol.
+pub(super) fn is_of_connection(protocol: u8) -> bool {
+    matches!(protocol, TCP | SCTP | ICMP | ICMPV6)
 }
 
 /// The IP packet of a frame, without padding; none for what stacks say to each other about neighbours and groups.
@@ -229,8 +245,10 @@ pub(super) fn without_choices(mut packet: Vec<u8>, is_of_node: bool, is_open: im
     } else if is_of_node && !is_later {
         match protocol {
             TCP | UDP => {
-                // The port of a masquerade.
+                // The port of a masquerade, and its address: that of the way out, which with XDP is another one.
                 clear(&mut packet, at, 2);
+                clear(&mut packet, if is_v4 { 12 } else { 8 }, if is_v4 { 4 } else { 16 });
+                clear(&mut packet, 10, if is_v4 { 2 } else { 0 });
                 clear(&mut packet, at + if protocol == TCP { 16 } else { 6 }, 2);
                 let is_reset = protocol == TCP && packet.get(at + 13).is_some_and(|flags| flags & 4 != 0);
                 if is_reset {

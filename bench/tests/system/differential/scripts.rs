@@ -8,13 +8,14 @@ use rand::seq::SliceRandom;
 use super::bytes::{ICMP, ICMPV6, Ip, SCTP, TCP, UDP, checksum, icmp, octets, sctp, tcp, udp};
 use super::segments::{ACK, FIN, RST, SYN};
 use super::steps::{Act, Hop, Maker, Shot, Step};
-use super::{NODE_PORT, Reference, WEB, service};
+use super::{HOST_PORT, NODE_PORT, Reference, Translator, WEB, service};
 use crate::system::no_policy::packets::End::{self, Outside as Out, Pod0, Pod1};
 
 const ANOTHERS: &str = "ICMP errors about another's connections";
 const GROUPS: &str = "groups and links";
 const SOURCE_ROUTES: &str = "source routes";
 const REDIRECTS: &str = "ICMP redirects";
+const LATE: &str = "segments of no connection to a Service, where workers translate";
 const WRITTEN: &str = "options that routers act on";
 const WHOLE: &str = "headers of IPv6 fragments that are whole, which connection tracking takes away";
 const UNREADABLE: &str = "what cannot be read";
@@ -432,12 +433,17 @@ impl Maker {
     pub(super) fn service(&mut self, steps: &mut Vec<Step>) {
         let v6: bool = self.random.random();
         let node: IpAddr = super::NODE[usize::from(v6)].parse().unwrap();
-        let (from, frontend, is_masqueraded) = match self.random.random_range(0..4) {
-            0 => (Pod0, (node, NODE_PORT), true),
-            1 => (Out, (node, NODE_PORT), true),
-            2 => (Pod1, (service(v6), WEB), true),
+        let (from, frontend, is_masqueraded) = match (self.setting.translator, self.random.random_range(0..4)) {
+            (Translator::HostPort, 0) => (Pod1, (node, HOST_PORT), true),
+            (Translator::HostPort, 1) => (Pod0, (node, HOST_PORT), false),
+            (Translator::HostPort, _) => (Out, (node, HOST_PORT), false),
+            (_, 0) => (Pod0, (node, NODE_PORT), true),
+            (_, 1) => (Out, (node, NODE_PORT), true),
+            // Workers give a pod that is its own backend another source than the kernel does.
+            (Translator::Proxy(_), 2) => (Pod1, (service(v6), WEB), true),
             _ => (Pod0, (service(v6), WEB), false),
         };
+        let is_by_worker = self.setting.translator == Translator::Workers && frontend.0 != node;
         let (port, client, backend) = (self.next_port(), from.address(v6), Pod1.address(v6));
         let (mut own, mut other): (u32, u32) = self.random.random();
         let plan: &[(bool, u8, usize)] = match self.random.random_range(0..4) {
@@ -477,6 +483,7 @@ impl Maker {
             if is_sent || !is_masqueraded {
                 let what = format!("TCP {port} flags {flags:#x} of a Service");
                 self.by_gateway(steps, ends, &ip, (tcp(ports, numbers, flags, 5000, &[], &payload), 16), what);
+                except(steps, (is_by_worker && plan[0].1 == ACK).then_some(LATE));
             }
         }
     }

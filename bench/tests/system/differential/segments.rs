@@ -2,7 +2,6 @@
 
 use rand::Rng;
 
-use super::Reference;
 use super::bytes::{TCP, tcp};
 use super::scripts::{Talk, except};
 use super::steps::{Maker, Step};
@@ -30,14 +29,13 @@ impl Maker {
                     talk.next[by] = talk.next[by].wrapping_sub(1);
                 }
                 has_sent_syn[by] |= flags & SYN != 0;
-                // Whoever tracks connections may ask to see all of them.
-                if self.setting.reference == Reference::Plain && self.one_in(12) {
+                if self.one_in(12) {
                     continue;
                 }
-                if self.setting.reference == Reference::Plain && self.one_in(6) {
+                if self.one_in(6) {
                     self.odd_segment(steps, &talk);
                 }
-                let count = if self.setting.reference == Reference::Plain && self.one_in(12) { 2 } else { 1 };
+                let count = if self.one_in(12) { 2 } else { 1 };
                 for _ in 0..count {
                     let [seq, ack] = Talk::swapped(talk.next, by);
                     self.segment(steps, &talk, by, [seq, ack], flags, length, format!("of life {life}"));
@@ -48,7 +46,7 @@ impl Maker {
             // The same ports, at once.
             talk.next = self.random.random();
         }
-        if self.setting.reference == Reference::Plain && self.one_in(6) && steps.len() > 3 {
+        if self.one_in(6) && steps.len() > 3 {
             let at = self.random.random_range(1..steps.len());
             steps.swap(at - 1, at);
         }
@@ -139,12 +137,11 @@ impl Maker {
         let window = self.random.random();
         let mut bytes = tcp(Talk::swapped(talk.ports, by), numbers, flags, window, options, &payload);
         let mut what = format!("TCP {} flags {flags:#x} numbers {numbers:?} length {length} {what}", talk.ports[0]);
-        let is_plain = self.setting.reference == Reference::Plain;
-        if is_plain && self.one_in(30) {
+        if self.one_in(30) {
             // A header that says to be longer or shorter than it can be.
             bytes[12] = self.random.random();
             what += ", of an odd header length";
-        } else if is_plain && self.one_in(60) {
+        } else if self.one_in(60) {
             bytes.truncate(self.random.random_range(0..20));
             what += ", cut off";
         }

@@ -6,8 +6,8 @@ use rand::Rng;
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom;
 
-use super::bytes::Ip;
-use super::{Event, Reference, Setting};
+use super::bytes::{Ip, is_of_connection};
+use super::{Event, Reference, Setting, Translator};
 use crate::system::no_policy::packets::End::{self, Outside as Out, Pod0, Pod1};
 
 /// The MAC that a frame is for.
@@ -97,7 +97,7 @@ impl Maker {
             (2, Self::groups),
             (2, Self::other),
             (2, Self::ask_the_node),
-            (if self.setting.proxy.is_some() { 10 } else { 0 }, Self::service),
+            (if self.setting.translator == Translator::Nobody { 0 } else { 10 }, Self::service),
         ];
         let (_, make) = kinds.choose_weighted(&mut self.random, |kind| kind.0).unwrap();
         let mut steps = Vec::new();
@@ -168,9 +168,9 @@ impl Maker {
         what: String,
     ) {
         let hop = self.hop(from, to);
-        let is_last_hop = matches!(hop, Hop::Peer(_)) && ip.ttl < 2;
-        let exception = is_last_hop.then_some("a TTL that ends between two pods on a bridge");
-        let exception = exception.or_else(|| self.exception_of(from, to, ip));
+        let is_last_hop = matches!(hop, Hop::Peer(_)) && ip.ttl < 2 && is_of_connection(ip.protocol);
+        let exception = is_last_hop.then_some("a TTL that ends in the node's stack, between two pods on a bridge");
+        let exception = exception.or_else(|| exception_of(from, ip));
         let shot = Shot { from, hop, packet: ip.packet(payload), open_sum: None, exception };
         self.add(steps, ip, shot, what);
     }
@@ -191,8 +191,9 @@ impl Maker {
         what: String,
     ) {
         let is_open = self.one_in(4) && payload.len() > at + 1;
-        // The kernel's tracking reads checksums.
-        let is_wrong = self.setting.reference == Reference::Plain && !is_open && self.one_in(16);
+        // The kernel's tracking reads checksums, and translates no packet with a wrong one; workers do.
+        let reads_sums = self.setting.reference == Reference::Tracked || self.setting.translator == Translator::Workers;
+        let is_wrong = !reads_sums && !is_open && self.one_in(16);
         let mut payload = if payload.len() > at + 1 { ip.summed(payload, at, is_open) } else { payload };
         if is_wrong && payload.len() > at {
             payload[at] ^= 0x55;
@@ -204,9 +205,9 @@ impl Maker {
             shot.open_sum = Some(((14 + shot.packet.len() - payload.len()) as u16, at as u16));
         }
     }
+}
 
-    /// Why the sender's address, or what the kernel's options ask for, is not allowed.
-    fn exception_of(&self, from: End, _to: End, ip: &Ip) -> Option<&'static str> {
-        (ip.from != from.address(ip.is_v6())).then_some("forged sources")
-    }
+/// Why the sender's address is not allowed.
+fn exception_of(from: End, ip: &Ip) -> Option<&'static str> {
+    (ip.from != from.address(ip.is_v6())).then_some("forged sources")
 }

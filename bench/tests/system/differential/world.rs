@@ -8,10 +8,10 @@ use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::load::PacketSocket;
 use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Outside, ScratchDir};
 
-use super::bytes::{of_frame, without_choices};
+use super::bytes::{may_come_from_the_middle, of_frame, without_choices};
 use super::scripts::{group_mac, is_of_node};
 use super::steps::{Act, Hop, Shot, Step};
-use super::{Event, Reference, Setting};
+use super::{Event, HOST_PORT, NODE, Reference, Setting, Translator, WEB, service};
 use crate::fixture::{pods, policy};
 use crate::forger::{VirtioHeader, VirtioSocket};
 use crate::system::no_policy::packets::End::{self, Outside as Out, Pod0, Pod1};
@@ -64,14 +64,24 @@ impl World {
         let outside = cluster.node.add_outside("outside").unwrap();
         let node = cluster.node.namespace();
         prepare(node, setting, with_daemon);
-        if let Some(mode) = setting.proxy {
+        if let Some(mode) = setting.proxy() {
             proxy(mode, &cluster).install(node).unwrap();
+        }
+        if setting.translator == Translator::HostPort {
+            super::nft(node, &host_port());
         }
         let namespaces: Vec<&Namespace> =
             cluster.node.pods().iter().map(|pod| pod.namespace()).chain([outside.namespace()]).collect();
         namespaces.iter().for_each(|namespace| silence(namespace));
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
-        config.conntrack += SHORT;
+        if setting.reference == Reference::Plain {
+            config.conntrack += SHORT;
+        }
+        if setting.translator == Translator::Workers {
+            config.keys += "service_cidrs = [\"10.96.0.0/16\", \"fd00:10:96::/112\"]\n";
+            config.sections += "[services]\nenabled = true\n";
+            std::fs::write(manifests.join("service.yaml"), service_manifest()).unwrap();
+        }
         // By it daemons take over.
         config.admin = Some(scratch.path().join("admin.sock"));
         (config.attach, config.offload) = (setting.attach, setting.offload);
@@ -208,9 +218,12 @@ impl World {
                 let (mut bytes, about) = without_choices(packet, from_node, |number| is_open.contains(&number));
                 let mut macs = [self.mac(*end, &frame[..6]), self.mac(*end, &frame[6..12])];
                 if self.setting.is_bridged && *end != Out {
-                    // Between two pods on a bridge Penstock is a router, which is written.
+                    // Between two pods on a bridge Penstock sends with the bridge's address, which is written. And it asks the node's
+                    // stack, a router, whether it translates a connection whose beginning was not seen.
                     macs[1] = MACS[3];
-                    without_hop(&mut bytes);
+                    if may_come_from_the_middle(&bytes) {
+                        without_hop(&mut bytes);
+                    }
                 }
                 *arrivals.entry(about).or_default().entry((*end, macs, bytes)).or_default() += 1;
             }
@@ -266,11 +279,46 @@ fn prepare(node: &Namespace, setting: Setting, with_daemon: bool) {
         let rules =
             "table inet tracked { chain forward { type filter hook forward priority 0; ct state invalid drop\n}\n}\n";
         super::nft(node, rules);
-        for timeout in ["syn_sent", "syn_recv", "established", "fin_wait", "close_wait", "last_ack", "unacknowledged"] {
-            node.set_sysctl(&format!("net/netfilter/nf_conntrack_tcp_timeout_{timeout}"), "1").unwrap();
-        }
-        for timeout in ["udp_timeout", "udp_timeout_stream", "sctp_timeout_established"] {
-            node.set_sysctl(&format!("net/netfilter/nf_conntrack_{timeout}"), "1").unwrap();
-        }
     }
+}
+
+/// Rules by which a port of the node is that of the second pod.
+fn host_port() -> String {
+    let rule = |v6: bool| {
+        let (ip, node, pod) = (if v6 { "ip6" } else { "ip" }, NODE[usize::from(v6)], Pod1.address(v6));
+        let at = |port| if v6 { format!("[{pod}]:{port}") } else { format!("{pod}:{port}") };
+        let to = |protocol: &str, port| {
+            format!("{ip} daddr {node} {protocol} dport {HOST_PORT} dnat {ip} to {}\n", at(port))
+        };
+        (to("tcp", 8080) + &to("udp", 53), format!("{ip} saddr {pod} {ip} daddr {pod} masquerade\n"))
+    };
+    let [v4, v6] = [false, true].map(rule);
+    format!(
+        "table inet hostport {{\nchain entering {{ type nat hook prerouting priority dstnat;\n{}{}}}\n\
+         chain leaving {{ type nat hook postrouting priority srcnat;\n{}{}}}\n}}\n",
+        v4.0, v6.0, v4.1, v6.1
+    )
+}
+
+/// The Service whose backend is the second pod.
+fn service_manifest() -> String {
+    let [v4, v6] = [false, true].map(|v6| (service(v6), Pod1.address(v6)));
+    let slice = |family: &str, address| {
+        format!(
+            "---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+             metadata: {{namespace: test, name: api-{}, labels: {{kubernetes.io/service-name: api}}}}\n\
+             addressType: {family}\nendpoints: [{{addresses: ['{address}']}}]\n\
+             ports: [{{name: web, protocol: TCP, port: 8080}}, {{name: dns, protocol: UDP, port: 53}}]\n",
+            family.to_lowercase()
+        )
+    };
+    format!(
+        "apiVersion: v1\nkind: Service\nmetadata: {{namespace: test, name: api}}\n\
+         spec:\n  clusterIPs: ['{}', '{}']\n  ports:\n\
+         \x20 - {{name: web, protocol: TCP, port: {WEB}}}\n  - {{name: dns, protocol: UDP, port: {WEB}}}\n{}{}",
+        v4.0,
+        v6.0,
+        slice("IPv4", v4.1),
+        slice("IPv6", v6.1)
+    )
 }

@@ -184,8 +184,10 @@ proptest! {
                 }
             });
             let after = known();
-            if (before[0] == after[0]) != (before[1] == after[1]) {
-                // It fits one of them alone.
+            let differs = by_worker != by_program
+                && (by_worker == Update::Accepted(before[0].0) || by_worker == Update::Restarts);
+            if differs || (before[0] == after[0]) != (before[1] == after[1]) {
+                // It fits the wider windows alone.
                 break;
             }
             prop_assert_eq!(by_worker, by_program, "{:?}", segment);
