@@ -326,7 +326,7 @@ fn over_a_limit_what_expires_first_goes_and_no_pod_takes_from_another() {
     let table = NameTable::new(limits);
     let (web, db) = (names_of(&table, "shop/web"), names_of(&table, "shop/db"));
     let hear =
-        |pod: &LearntNames, ttl, last| resolve(&pod, &message(ANSWER, "a.org", &[a("a.org", ttl, last)]), Moment(0));
+        |pod: &LearntNames, ttl, last| resolve(pod, &message(ANSWER, "a.org", &[a("a.org", ttl, last)]), Moment(0));
     let known = |pod: &LearntNames| -> Vec<u8> {
         let mut known: Vec<u8> = pod.all().iter().map(|name| name.address.v4_bytes().unwrap()[3]).collect();
         known.sort_unstable();
