@@ -15,7 +15,7 @@ const ANSWERS: u32 = 4096;
 const CREDITS: u32 = 2 * PODS;
 /// Numbers of pods.
 const PODS: u32 = 4096;
-/// Events that wait for [`ConnTable::hear`].
+/// Events that wait for [`ConnTable::hear`](super::ConnTable::hear).
 pub(super) const EVENTS: u32 = 1 << 14;
 /// What programs and workers share for this, behind the table's openers.
 #[repr(C, align(64))]
