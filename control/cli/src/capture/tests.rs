@@ -487,7 +487,6 @@ fn a_random_historys_bundle_replays_to_the_same_verdicts() {
         ("connection_revoked", 20),
         ("ingress_denied", 20),
         ("egress_denied", 20),
-        ("invalid_state", 20),
         ("no_connection", 20),
     ] {
         assert!(seen.get(&Some(reason.to_owned())).is_some_and(|&count| count >= least), "{reason}: {seen:?}");
