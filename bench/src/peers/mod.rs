@@ -97,6 +97,16 @@ impl Peer {
         Self::Penstock { enforces: true, sections: format!("attach tcx\noffload {offload}\n") }
     }
 
+    /// The same beside rules of kube-proxy's form: the node translates Services.
+    pub fn penstock_beside_kube_proxy() -> Self {
+        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\n{BY_THE_NODE}") }
+    }
+
+    /// Whether the node's rules translate Services.
+    fn leaves_services_to_the_node(&self) -> bool {
+        !matches!(self, Self::Penstock { sections, .. } if !sections.contains(BY_THE_NODE))
+    }
+
     /// The same, with one worker for all packets that the programs leave to workers. It is like those of the default, which share
     /// their cores with pods.
     pub fn penstock_by_tcx_with_one_worker() -> Self {
@@ -172,7 +182,7 @@ impl PeerTestbed {
         let harness = Harness::open(from, to, gateway)?;
         let (running, description) =
             start(&peer, &node, &manifests, &scratch, size, cores).with_context(|| format!("cannot set {label} up"))?;
-        if size.services > 0 && !matches!(peer, Peer::Penstock { .. }) {
+        if size.services > 0 && peer.leaves_services_to_the_node() {
             filters::service(node.namespace(), scratch.path())?;
         }
         let mut testbed = Self { peer, node, outside, harness, running, manifests, description, size, cores, scratch };
@@ -593,7 +603,7 @@ fn daemon_config(
         conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
     }
     config.conntrack = format!("mapping = \"off\"\n{conntrack}");
-    let services = size.services > 0;
+    let services = size.services > 0 && !sections.contains(BY_THE_NODE);
     config.sections = format!(
         "[services]\nenabled = {services}\n[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n{capture}"
     );
@@ -603,6 +613,9 @@ fn daemon_config(
 fn capture_socket(scratch: &ScratchDir) -> PathBuf {
     scratch.path().join("capture.sock")
 }
+
+/// A line of a peer's sections: kube-proxy translates Services.
+const BY_THE_NODE: &str = "services by the node\n";
 
 /// MiB of a UMEM for a few pods.
 const MEMORY: usize = 64;

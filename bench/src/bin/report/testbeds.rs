@@ -78,6 +78,7 @@ impl TestbedSpec {
         match &self.peer {
             peer if *peer == Peer::penstock_by_tcx(true) => "Penstock, tcx",
             peer if *peer == Peer::penstock_by_tcx(false) => "Penstock, tcx, all by workers",
+            peer if *peer == Peer::penstock_beside_kube_proxy() => "Penstock, tcx, beside kube-proxy",
             peer if *peer == Peer::penstock_by_tcx_with_one_worker() => "Penstock, tcx, one worker",
             peer if *peer == Peer::penstock_by_tcx_with_table(FULL_TABLE) => "Penstock, tcx, full table",
             Peer::Nftables if self.size.open > 0 => "nftables, sets + conntrack, full table",

@@ -483,12 +483,9 @@ fn a_random_historys_bundle_replays_to_the_same_verdicts() {
         earlier += left_out;
     }
     assert!(earlier > 20 && overtaken > 20, "{earlier}, {overtaken}");
-    for (reason, least) in [
-        ("connection_revoked", 20),
-        ("ingress_denied", 20),
-        ("egress_denied", 20),
-        ("no_connection", 20),
-    ] {
+    for (reason, least) in
+        [("connection_revoked", 20), ("ingress_denied", 20), ("egress_denied", 20), ("no_connection", 20)]
+    {
         assert!(seen.get(&Some(reason.to_owned())).is_some_and(|&count| count >= least), "{reason}: {seen:?}");
     }
 }
