@@ -282,23 +282,23 @@ fn fragments_from_outside_are_not_the_nodes_own() {
     let mut outside = Forger::outside(&it.fixture, &it.outside);
     let payload = [&[0; 24][..], &MARK].concat();
     // Without a checksum, which the kernel's connection tracking takes for invalid.
-    let light = |forger: &Forger, from: (IpAddr, u16), to: (IpAddr, u16)| {
+    let light = |forger: &Forger, from: (IpAddr, u16), to: (IpAddr, u16), payload: &[u8]| {
         let head = [from.1.to_be_bytes(), to.1.to_be_bytes(), [0; 2], [0; 2]].concat();
         let mut frame = Vec::new();
         let ip = forger.ip(from.0, to.0);
-        ip.write(&mut frame, etherparse::IpNumber(136), &[&head[..], &payload].concat()).unwrap();
+        ip.write(&mut frame, etherparse::IpNumber(136), &[&head[..], payload].concat()).unwrap();
         frame
     };
     for (pod, passes) in [("test/pod-0", true), ("test/pod-1", false)] {
         let site = it.fixture.site(pod);
         let (node, to) = ((own, 7), (site.address(true).unwrap(), 8080));
-        // The pod has asked its node.
+        // The pod has asked its node, which may answer by an error that quotes the question.
         let mut inside = Forger::of(&it.fixture, pod);
-        let questions = [inside.udp(to, node, &payload), light(&inside, to, node)];
+        let questions = [inside.udp(to, node, &[0; 28]), light(&inside, to, node, &[0; 28])];
         questions.iter().for_each(|frame| inside.send(frame));
         let (mut segment, tcp) = (Vec::new(), outside.ip(node.0, to.0).tcp(node.1, to.1, 1_000, 65_000).syn());
         tcp.write(&mut segment, &payload).unwrap();
-        let frames = [segment, outside.udp(node, to, &payload), light(&outside, node, to)];
+        let frames = [segment, outside.udp(node, to, &payload), light(&outside, node, to, &payload)];
         for (number, (what, frame)) in ["TCP", "UDP", "UDP-Lite"].iter().zip(&frames).enumerate() {
             let seen = PacketSocket::open(&site.namespace).unwrap();
             let arrives = (0..if passes { 20 } else { 3 }).any(|turn| {
