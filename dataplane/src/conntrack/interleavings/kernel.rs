@@ -63,7 +63,7 @@ fn insert_to_service(table: &ConnTable, frontend: &Flow, inner: &Flow) -> Result
         epoch,
         now: NOW,
     };
-    table.insert_translated(&new, &frontend)
+    table.insert_translated(&new, &frontend).map(drop)
 }
 
 /// A connection to a Service ends while a program translates its packets, and the next one gets its entries. With two preemptions,
