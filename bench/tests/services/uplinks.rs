@@ -156,6 +156,7 @@ const INTERFACES: usize = 300;
 const ADDRESSES: usize = 1_300;
 
 #[test]
+#[ignore = "sets up hundreds of interfaces, a minute; make test-long runs it"]
 fn beyond_what_workers_know_of_interfaces_node_ports_are_closed() {
     let many = |number: usize| format!("10.200.{}.{}", number / 250, number % 250 + 1);
     for attach in [Attach::Tcx, Attach::Xdp] {
