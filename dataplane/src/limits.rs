@@ -16,7 +16,7 @@ use crate::conntrack::{ConnTable, ConnectionName, Timestamp};
 use crate::forward::PortId;
 use crate::policy::{Direction, FlowEnds};
 
-/// Most places that are looked at for one connection.
+/// Most places that a worker tries for one connection.
 const MOST_LOOKS: usize = 1024;
 /// So many milliseconds after nothing was found nobody looks again: a pod at its limit costs its worker no more than that.
 const REST: u64 = 5;
