@@ -9,19 +9,9 @@ use libbpf_cargo::SkeletonBuilder;
 
 const XDP: &str = "src/bpf/redirect.bpf.c";
 const TCX: &str = "src/bpf/tcx.bpf.c";
-const HEADERS: [&str; 6] = [
-    "src/bpf/established.h",
-    "src/bpf/neighbour.h",
-    "src/bpf/outcome.h",
-    "src/bpf/repeat.h",
-    "src/bpf/translation.h",
-    "src/bpf/tunnel.h",
-];
 
 fn main() {
-    for source in [XDP, TCX].iter().chain(&HEADERS) {
-        println!("cargo:rerun-if-changed={source}");
-    }
+    println!("cargo:rerun-if-changed=src/bpf");
     println!("cargo:rerun-if-env-changed=CLANG");
     let clang = env::var("CLANG").unwrap_or_else(|_| "clang".to_owned());
     if let Err(error) = Command::new(&clang).arg("--version").output() {

@@ -15,7 +15,7 @@ pub struct OwnAddressesError {
     pub(crate) source: libbpf_rs::Error,
 }
 
-/// Updates the map `own` of `src/bpf/redirect.bpf.c`. Link-local addresses that the pod has chosen stay in it.
+/// Updates the map `own_addresses` of `src/bpf/redirect.bpf.c`. Link-local addresses that the pod has chosen stay in it.
 pub(crate) fn set(map: &MapHandle, mac: [u8; 6], addresses: &BTreeSet<IpAddr>) -> Result<(), libbpf_rs::Error> {
     /// Marks the pod as known: while present, the program checks the other entries.
     const KNOWN: [u8; 16] = Ipv6Addr::UNSPECIFIED.octets();

@@ -9,7 +9,7 @@ use libbpf_rs::{ErrorKind, MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
 use crate::LoadError;
 use crate::local_pods::key;
 
-/// Capacity of the map, as `service_addresses` in `src/bpf/tcx.bpf.c`.
+/// Capacity of the map, as `service_addresses` in `src/bpf/tcx_maps.h`.
 pub const MAX_SERVICE_ADDRESSES: u32 = 65_536;
 
 /// Addresses of Services, for the program on what leaves the node: a packet of a pod to one of them that leaves as it is must meet a

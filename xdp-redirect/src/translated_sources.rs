@@ -10,7 +10,7 @@ use crate::LoadError;
 use crate::local_pods::key;
 use crate::pins::Pins;
 
-/// Capacity of the map, as `sources` in `src/bpf/translation.h`. The connection whose entry was used least recently makes
+/// Capacity of the map, as `sources` in `src/bpf/origin.h`. The connection whose entry was used least recently makes
 /// room.
 const MAX_SOURCES: u32 = 16_384;
 /// Bytes of `struct sent_flow`: two addresses, two ports in network order, the protocol in 32 bits.

@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 use crate::kernel_types::KernelTypes;
 
-/// Functions of connection tracking that are called in `src/bpf/translation.h`.
+/// Functions of connection tracking that `src/bpf/kernel_conntrack.h` names.
 const LOOKUPS: [&CStr; 2] = [c"bpf_xdp_ct_lookup", c"bpf_ct_release"];
 /// Gives a program the kernel's own record of a packet.
 const CAST: &CStr = c"bpf_cast_to_kern_ctx";

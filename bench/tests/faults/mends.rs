@@ -13,7 +13,10 @@ use self::mutants::{Source, occurs_once};
 mod mutants;
 
 const PROGRAM: &str = "tcx.bpf.c";
-const TRANSLATION: &str = "translation.h";
+const FORWARD: &str = "forward.h";
+const ORIGIN: &str = "origin.h";
+const PODS: &str = "pods.h";
+const EGRESS: &str = "egress.h";
 const NEIGHBOUR: &str = "neighbour.h";
 const TUNNEL: &str = "tunnel.h";
 const XDP: &str = "redirect.bpf.c";
@@ -47,7 +50,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         breaks: "behind IPv6 options the node's translation is not seen",
         finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
-        file: TRANSLATION,
+        file: ORIGIN,
         from: "\tif (reads_connections)\n\t\tread_connection(skb, origin);",
         to: "\t__u8 next = 6;\n\tif (!is_v4)\n\t\tbpf_skb_load_bytes(skb, offset + offsetof(struct ipv6hdr, nexthdr), &next, 1);\n\
              \tif (reads_connections && next != 0 && next != 60)\n\t\tread_connection(skb, origin);",
@@ -55,7 +58,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         breaks: "in later fragments the node's translation is not seen",
         finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
-        file: TRANSLATION,
+        file: ORIGIN,
         from: "\tif (reads_connections)\n\t\tread_connection(skb, origin);",
         to: "\t__be16 place = 0;\n\tif (is_v4)\n\t\tbpf_skb_load_bytes(skb, offset + offsetof(struct iphdr, frag_off), &place, 2);\n\
              \tif (reads_connections && !(place & bpf_htons(0x1fff)))\n\t\tread_connection(skb, origin);",
@@ -63,49 +66,49 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         breaks: "what has no interface is the node's own",
         finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
-        file: TRANSLATION,
+        file: ORIGIN,
         from: "return !skb->ingress_ifindex && skb->sk;",
         to: "return !skb->ingress_ifindex;",
     },
     Mutant {
         breaks: "pieces that the node cuts up have not entered it",
         finder: Test("services::answering::fragments_from_outside_are_not_the_nodes_own"),
-        file: TRANSLATION,
+        file: ORIGIN,
         from: "return skb->ingress_ifindex || !is_whole_segment(skb);",
         to: "return !!skb->ingress_ifindex;",
     },
     Mutant {
         breaks: "nobody notes who sent what the node masquerades",
         finder: Test("services::masquerade::a_block_admits_masqueraded_clients_by_their_own_address"),
-        file: TRANSLATION,
-        from: "\tif (note_origin(origin))\n\t\treturn SOURCE_TRANSLATED;",
+        file: ORIGIN,
+        from: "\tif (record_source(origin))\n\t\treturn SOURCE_TRANSLATED;",
         to: "",
     },
     Mutant {
         breaks: "a machine outside answers as a Service's backend",
         finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel"),
-        file: PROGRAM,
-        from: "return origin->known && is_another_pods(skb, &from);",
+        file: PODS,
+        from: "return origin->known && is_spoofed_pod(skb, &from);",
         to: "return 0;",
     },
     Mutant {
         breaks: "a machine outside sends as a pod",
         finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: None"),
-        file: PROGRAM,
-        from: "\tif (is_another_pods(skb, &from))\n\t\treturn 1;",
+        file: PODS,
+        from: "\tif (is_spoofed_pod(skb, &from))\n\t\treturn 1;",
         to: "",
     },
     Mutant {
         breaks: "what enters with the node's address, or a Service's, is its own",
         finder: Test("services::answering::outside_answers_neither_as_the_node_nor_as_a_service"),
-        file: PROGRAM,
-        from: "origin->at = is_local_output(skb) || !is_untranslated(origin) ? BY_NODE : 0;",
-        to: "origin->at = BY_NODE;",
+        file: PODS,
+        from: "origin->ingress = is_locally_generated(skb) || !is_untranslated(origin) ? BY_NODE : 0;",
+        to: "origin->ingress = BY_NODE;",
     },
     Mutant {
         breaks: "no worker is asked about what the node sends on to another machine",
         finder: Fuzzer("Tcx, offload: true, is_bridged: true, translation: Kernel"),
-        file: PROGRAM,
+        file: EGRESS,
         from: "return (is_opened && (!is_same_address(&origin->destination, &origin->flow.to) || \
                origin->ports.to != origin->flow.ports.to)) ||\n\t       bpf_map_lookup_elem",
         to: "return !!bpf_map_lookup_elem",
@@ -113,7 +116,7 @@ const MUTANTS: &[Mutant] = &[
     Mutant {
         breaks: "what answers who has sent as a Service leaves unasked",
         finder: Test("services::answering::who_sends_as_a_service_first_opens_no_way_back"),
-        file: PROGRAM,
+        file: EGRESS,
         from: "const int is_opened = (origin->known || origin->is_error) && origin->opens;",
         to: "const int is_opened = origin->known || origin->is_error;\n\n\tif (is_opened && !origin->opens)\n\t\treturn 0;",
     },
@@ -121,15 +124,15 @@ const MUTANTS: &[Mutant] = &[
         breaks: "beside XDP no worker is asked about what the node sends on",
         finder: Fuzzer("Xdp, offload: false, is_bridged: false, translation: Kernel"),
         file: PROGRAM,
-        from: "\tif (!find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !is_to_be_asked(&origin))\n",
-        to: "\tif (beside_xdp || !find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !is_to_be_asked(&origin))\n",
+        from: "\tif (!find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !needs_egress_check(&origin))\n",
+        to: "\tif (beside_xdp || !find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !needs_egress_check(&origin))\n",
     },
     // What leaves is what was judged.
     Mutant {
         breaks: "the kernel writes a checksum wherever the pod says",
         finder: Fuzzer("offload: true"),
-        file: PROGRAM,
-        from: "!read_packet(skb, &packet) || !is_checksum_in_place(skb, &packet))\n",
+        file: FORWARD,
+        from: "!read_packet(skb, &packet) || !is_checksum_in_transport_header(skb, &packet))\n",
         to: "!read_packet(skb, &packet))\n",
     },
     Mutant {
@@ -143,15 +146,15 @@ const MUTANTS: &[Mutant] = &[
         breaks: "a frame may have a VLAN tag by XDP",
         finder: Fuzzer("Xdp"),
         file: XDP,
-        from: "return uplink ? done(NOT_IP, XDP_PASS) : done(VLAN_TAG, XDP_DROP);",
-        to: "return done(NOT_IP, XDP_PASS);",
+        from: "return uplink ? count(NOT_IP, XDP_PASS) : count(VLAN_TAG, XDP_DROP);",
+        to: "return count(NOT_IP, XDP_PASS);",
     },
     // Tunnels.
     Mutant {
         breaks: "a node unwraps what another node's pod sends",
         finder: Test(TUNNELS),
         file: TUNNEL,
-        from: "return found && *found & OF_PODS;",
+        from: "return found && *found & POD_NETWORK;",
         to: "return 0;",
     },
     Mutant {
@@ -172,43 +175,43 @@ const MUTANTS: &[Mutant] = &[
         breaks: "only tunnels by UDP are refused",
         finder: Test(TUNNELS),
         file: TUNNEL,
-        from: "if (protocol != IPPROTO_UDP)\n\t\treturn is_wrapping(protocol);",
+        from: "if (protocol != IPPROTO_UDP)\n\t\treturn is_encapsulation(protocol);",
         to: "if (protocol != IPPROTO_UDP)\n\t\treturn 0;",
     },
     Mutant {
         breaks: "tunnels between pods are refused, too",
         finder: Test(TUNNELS),
         file: TUNNEL,
-        from: "return way != BPF_FIB_LKUP_RET_SUCCESS && way",
-        to: "return 1 || way",
+        from: "return found != BPF_FIB_LKUP_RET_SUCCESS && found",
+        to: "return 1 || found",
     },
     // Who a pod is on a bridge.
     Mutant {
         breaks: "neighbour discovery to a port's MAC is routed",
         finder: Fuzzer("Tcx, offload: true, is_bridged: true"),
         file: NEIGHBOUR,
-        from: "\tif (bridge)\n\t\treturn is_for_neighbour(ctx, bridge, pods, ip6);",
+        from: "\tif (bridge)\n\t\treturn stays_on_bridge(ctx, bridge, pods, ip6);",
         to: "\tif (bridge)\n\t\treturn 1;",
     },
     Mutant {
         breaks: "neighbour discovery to a port's MAC is routed by XDP",
         finder: Fuzzer("Xdp, offload: false, is_bridged: true"),
         file: NEIGHBOUR,
-        from: "\tif (bridge)\n\t\treturn is_for_neighbour(ctx, bridge, pods, ip6);",
+        from: "\tif (bridge)\n\t\treturn stays_on_bridge(ctx, bridge, pods, ip6);",
         to: "\tif (bridge)\n\t\treturn 1;",
     },
     Mutant {
         breaks: "an unknown pod claims a served pod's address",
         finder: Test("faults::identity::an_unknown_pod_cuts_nobody_off_by_arp"),
         file: NEIGHBOUR,
-        from: "return !is_of_another(&sender, interface);",
+        from: "return !belongs_to_other_pod(&sender, ifindex);",
         to: "return 1;",
     },
     Mutant {
         breaks: "a known pod speaks for another in ARP",
         finder: Test("faults::spoofing::spoofed_arp_and_neighbour_discovery_are_dropped_and_counted"),
         file: NEIGHBOUR,
-        from: "\treturn !(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3]) || bpf_map_lookup_elem(own, &sender);",
+        from: "\treturn !(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3]) || bpf_map_lookup_elem(pod_macs, &sender);",
         to: "\treturn 1;",
     },
 ];

@@ -7,7 +7,7 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct KernelMaps(pub Arc<KernelMapFds>);
 
-/// The descriptors of the arrays. The structures in them are those of `xdp-redirect/src/bpf/established.h`.
+/// The descriptors of the arrays. The structures in them are those of `xdp-redirect/src/bpf/conntrack_maps.h`.
 #[derive(Debug)]
 pub struct KernelMapFds {
     /// One element, `struct table`.

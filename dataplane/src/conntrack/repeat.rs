@@ -27,7 +27,7 @@ const MOST: u32 = 512;
 const PART: u32 = 16;
 /// Ticks until the daemon says again that answers may be repeated: more than the longest time that its thread needs for it.
 const ALIVE: u32 = 40;
-/// The most that they may be ahead: less than half of a clock's range (`repeats_now` in `repeat.h`).
+/// The most that they may be ahead: less than half of a clock's range (`may_repeat` in `repeat.h`).
 const FAR: u32 = Tick::MASK / 4;
 
 impl ConnTable {

@@ -19,7 +19,7 @@ pub const WELL_KNOWN_TUNNEL_PORTS: [u16; 9] = [4789, 8472, 6081, 6080, 4754, 663
 
 /// IP protocols that Linux decapsulates without a key (`inet_add_protocol` and `inet6_add_protocol` in net/): IPIP,
 /// IPv6 (sit, ip6_tunnel), GRE, IPComp, PIM (register messages), L2TP, MPLS in IP, Ethernet (segment routing). ESP and
-/// AH are not included: they require a key. The same as in `is_wrapping` in xdp-redirect/src/bpf/tunnel.h.
+/// AH are not included: they require a key. The same as in `is_encapsulation` in xdp-redirect/src/bpf/tunnel.h.
 const PROTOCOLS: [u8; 8] = [4, 41, 47, 103, 108, 115, 137, 143];
 
 /// The packets of pods that are dropped because a node would decapsulate them. None by default.

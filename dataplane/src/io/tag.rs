@@ -1,7 +1,7 @@
 //! Tags of frames on a worker's veth pair, which carries the packets of many ports: both Ethernet addresses say which.
 //!
 //! The tcx programs write the tags of frames to a worker and read those of frames from one; both sides replace both
-//! addresses, so that no pod's bytes are ever taken for a tag (`struct tag` in `xdp-redirect/src/bpf/tcx.bpf.c`).
+//! addresses, so that no pod's bytes are ever taken for a tag (`struct tag` in `xdp-redirect/src/bpf/worker.h`).
 //!
 //! | bytes | to a worker | from a worker |
 //! |---|---|---|

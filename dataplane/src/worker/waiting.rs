@@ -21,7 +21,7 @@ pub struct WaitingPackets {
     map: Arc<MmapRaw>,
 }
 
-/// `struct waiting` in `xdp-redirect/src/bpf/tcx.bpf.c`. Each counter has its own cache lines: programs on other cores write
+/// `struct waiting` in `xdp-redirect/src/bpf/tcx_maps.h`. Each counter has its own cache lines: programs on other cores write
 /// the first.
 #[repr(C, align(128))]
 struct Waiting {

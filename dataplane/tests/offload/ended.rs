@@ -329,7 +329,7 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_FIELDS,
         "a datagram's entry is taken before it has expired",
         REPEAT,
-        "return !is_used(use, control, found->now, table->timeouts[(state - 1) & 3]);",
+        "return !is_active(use, control, found->now, table->timeouts[(state - 1) & 3]);",
         "return 1;",
     ),
     mutation(OF_FIELDS, "datagrams have one timeout", REPEAT, "table->timeouts[(state - 1) & 3]", "table->timeouts[1]"),
@@ -361,7 +361,7 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_FIELDS,
         "the entry of another owner is taken",
         REPEAT,
-        "if (!entry || entry->name != (packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT) ||",
+        "if (!entry || entry->ports != (packet->ports | VERDICT_OWNER(decision->verdict) << OWNER_AT) ||",
         "if (!entry ||",
     ),
     mutation(
@@ -375,8 +375,8 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_ENDINGS,
         "a free entry is looked for",
         REPEAT,
-        "is_new ? claim_free(table, what, hash) : claim_ended(packet, what, proposed)",
-        "claim_free(table, what, hash)",
+        "is_new ? claim_free(table, decision, hash) : claim_ended(packet, decision, candidate)",
+        "claim_free(table, decision, hash)",
     ),
     mutation(
         OF_ENDINGS,

@@ -1,5 +1,23 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* What a program did with a packet, and why. */
+/* The outcomes that programs count for each interface, numbered as ProgramOutcome in xdp-redirect/src/outcome.rs. */
+#pragma once
 
-enum outcome { REDIRECTED, NO_SOCKET, ARP, NEIGHBOUR_DISCOVERY, NOT_IP, NOT_LOCAL, VLAN_TAG, FORGED_NEIGHBOUR, TOO_LONG,
-	       SPOOFED_SOURCE, TRANSLATED, UNDECIDED, NOT_READY, FROM_STACK, SHARE_USED, NO_MEMORY, OUTCOMES };
+enum outcome {
+	REDIRECTED,
+	NO_SOCKET,
+	ARP,
+	NEIGHBOUR_DISCOVERY,
+	NOT_IP,
+	NOT_LOCAL,
+	VLAN_TAG,
+	FORGED_NEIGHBOUR,
+	TOO_LONG,
+	SPOOFED_SOURCE,
+	TRANSLATED,
+	UNDECIDED,
+	NOT_READY,
+	FROM_STACK,
+	SHARE_USED,
+	NO_MEMORY,
+	OUTCOMES
+};

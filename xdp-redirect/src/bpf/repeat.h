@@ -3,20 +3,37 @@
  * interface, under a policy that has not changed. The worker has left its answer (dataplane/src/conntrack/answers.rs), and credit for the
  * pod whose share it is: a program takes one of it for each connection, and with none left the packet is a worker's.
  *
- * The entry is written as a worker writes it, and published in the same two steps, so that of all who insert one key at most one goes
- * through (`confirm_one` in dataplane/src/conntrack/insert.rs). A program that sees another's entry gives up its own.
+ * Programs and workers may insert the same key at the same time, each into an entry of its own. So each first publishes its entry as a
+ * candidate, with TENTATIVE in its control word, then looks for another entry with the key, and only then takes TENTATIVE away
+ * (`confirm_one` in dataplane/src/conntrack/insert.rs). Since the first step is a locked instruction, of two who insert at least one sees the
+ * other's candidate; a program that sees one, whatever its state, gives up its own. So at most one entry of a key is ever confirmed.
  *
  * An entry of the same key whose connection has ended, and which counts for the same pod, is taken as it is: it needs no credit. */
+#pragma once
+#include "established.h"
+#include "liveness.h"
 
 #define ANSWERS 4096 /* in pairs, of which each question has one */
 #define PODS 4096
-#define CREDITS (2 * PODS) /* of what each pod opens, and of what others open to each (OwnerId in dataplane/src/conntrack/entry.rs) */
+/* Of the connections that each pod opens, and of those that others open to it (OwnerId in dataplane/src/conntrack/entry.rs). */
+#define CREDITS (2 * PODS)
 #define EVENTS 16384
 #define ELEMENTS_OF_GROUP (LANES + LANES / LINKS + LANES / 4) /* entries, links, openers; the rest is behind those of all groups */
 
-struct answer { __u64 version, low[2], high[2], name, path, verdict; }; /* the opener's port in `name` is 0 */
-struct credit { __s64 left; __u64 unused[7]; };
-struct events { __u64 sent, unused[7]; }; /* before the words of the events, eight to an element */
+struct answer {
+	__u64 version; /* odd while a worker writes it; 0: never written */
+	__u64 low[2], high[2], ports; /* the opener's port is 0 */
+	__u64 path, verdict;
+};
+
+struct credit {
+	__s64 left;
+	__u64 unused[7];
+};
+
+struct events { /* before the words of the events, eight to an element */
+	__u64 sent, unused[7];
+};
 
 #define IS_READABLE(version) ((version) && !((version) & 1))
 #define VERDICT_EPOCH(verdict) ((__u32)(verdict))
@@ -27,25 +44,22 @@ struct events { __u64 sent, unused[7]; }; /* before the words of the events, eig
 #define REPEATS_ON (1U << 31)
 #define REPEATS_WITH_DAEMON (1U << 30) /* alone */
 
-struct { /* a socket of the serving process while it lives */
-	__uint(type, BPF_MAP_TYPE_XSKMAP); __uint(max_entries, 1); __type(key, __u32); __type(value, __u32);
-} alive SEC(".maps");
-
-#define OWNER_AT 40
 #define EMPTY_PATH(control) GENERATION(control)
-#define IN_PLACE (1U << 31) /* of one that had ended */
+#define IN_PLACE (1U << 31) /* of a connection that had ended */
 #define EVENT(position, slot, control) \
 	((slot) | GENERATION(control) << 32 | ((position) / EVENTS + 1) << 42)
 
-struct repeated { __u64 path, verdict; }; /* what an answer says of a packet */
+struct decision { /* that of an answer */
+	__u64 path, verdict;
+};
 
-static __always_inline void *behind_groups(const struct table *table, __u32 element)
+static __always_inline void *element_behind_groups(const struct table *table, __u32 element)
 {
 	return (void *)entry_at(table->groups * ELEMENTS_OF_GROUP + element);
 }
 
 /* Whether programs may repeat answers now: the daemon says so from time to time. */
-static __always_inline int repeats_now(const struct table *table, __u32 now)
+static __always_inline int may_repeat(const struct table *table, __u32 now)
 {
 	const __u32 until = *(const volatile __u32 *)&table->repeats;
 	__u32 process = 0;
@@ -79,37 +93,41 @@ static __always_inline int has_ended(const struct table *table, const struct pac
 	path = *(const volatile __u64 *)&use->path;
 	state = state_of(packet, control, path);
 	if (packet->protocol != IPPROTO_TCP)
-		return !is_used(use, control, found->now, table->timeouts[(state - 1) & 3]);
+		return !is_active(use, control, found->now, table->timeouts[(state - 1) & 3]);
 	if (state == TCP_TIME_WAIT || state == TCP_CLOSE)
 		return 1;
 	return state == TCP_ESTABLISHED && path & FINISHED(0) && path & FINISHED(1) &&
 	       (STATE(control) != TCP_SYN_SENT || IS_ANSWERED(entry->tracking[!ORIGINAL(control)]));
 }
 
-/* Reads the answer to a packet of which look_up has `found` no connection, or one that has ended: `found` gets where it goes. `at`: the interface
- * that it comes from, 0: the node's stack, which forwards it as it came. Not static, as what follows: the kernel verifies such a function
- * once, and not for each way that leads to it. */
-__noinline int find_answer(struct packet *packet, __u32 at, struct connection *found, struct repeated *answered)
+/* Reads the answer to a packet of which look_up has `found` no connection, or one that has ended: `found` gets where it goes. `ingress`: the
+ * interface that it comes from, 0: the node's stack, which forwards it as it came.
+ *
+ * A worker makes the version odd, writes, and makes it even again. With the same even version before and after, all that was read is of one
+ * answer.
+ *
+ * Not static, like the functions below: the kernel verifies such a function once, and not for each way that leads to it. */
+__noinline int find_answer(struct packet *packet, __u32 ingress, struct connection *found, struct decision *decision)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 	__u32 index, lane, direction;
-	__u64 name, question;
+	__u64 ports, question;
 
-	if (!packet || !found || !answered) /* never */
+	if (!packet || !found || !decision) /* never */
 		return 0;
 	direction = packet->direction & 1;
-	name = packet->name;
-	question = name & ~(direction ? 0xffff0000ULL : 0xffffULL);
+	ports = packet->ports;
+	question = ports & ~(direction ? 0xffff0000ULL : 0xffffULL);
 	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
 	if (!table || !is_opening(packet) ||
-	    (found->slot != NO_SLOT && !has_ended(table, packet, found)) || !repeats_now(table, found->now))
+	    (found->slot != NO_SLOT && !has_ended(table, packet, found)) || !may_repeat(table, found->now))
 		return 0;
-	packet->name = question;
+	packet->ports = question;
 	index = home_of(hash_of(table, packet), ANSWERS);
-	packet->name = name;
+	packet->ports = ports;
 	for (lane = 0; lane < 2; lane++) {
-		const struct answer *answer = behind_groups(table, index ^ lane);
+		const struct answer *answer = element_behind_groups(table, index ^ lane);
 		__u64 version;
 
 		if (!answer)
@@ -117,37 +135,36 @@ __noinline int find_answer(struct packet *packet, __u32 at, struct connection *f
 		version = *(const volatile __u64 *)&answer->version;
 		if (!IS_READABLE(version) ||
 		    (answer->low[0] ^ packet->low[0]) | (answer->low[1] ^ packet->low[1]) | (answer->high[0] ^ packet->high[0]) |
-			    (answer->high[1] ^ packet->high[1]) | (answer->name ^ question))
+			    (answer->high[1] ^ packet->high[1]) | (answer->ports ^ question))
 			continue;
-		answered->path = *(const volatile __u64 *)&answer->path;
-		answered->verdict = *(const volatile __u64 *)&answer->verdict;
+		decision->path = *(const volatile __u64 *)&answer->path;
+		decision->verdict = *(const volatile __u64 *)&answer->verdict;
 		if (found->slot == NO_SLOT)
 			found->control = 0;
-		found->leaving = NO_SLOT;
-		found->to = leads_to(answered->path, direction);
-		/* Nothing of what was read belongs to another answer. */
-		return *(const volatile __u64 *)&answer->version == version && VERDICT_ORIGINAL(answered->verdict) == direction &&
-		       END(answered->path, direction) == at &&
-		       (__s32)(VERDICT_EPOCH(answered->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;
+		found->nat_slot = NO_SLOT;
+		found->to_ifindex = target_of(decision->path, direction);
+		return *(const volatile __u64 *)&answer->version == version && VERDICT_ORIGINAL(decision->verdict) == direction &&
+		       END(decision->path, direction) == ingress &&
+		       (__s32)(VERDICT_EPOCH(decision->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;
 	}
 	return 0;
 }
 
 enum { ESTABLISHED = 1, OPENS = 2 }; /* otherwise the packet is for a worker */
 
-/* How a packet from `at` goes on without a worker: ESTABLISHED, as look_up says, or OPENS, if it may: open_again opens its connection. */
-static __always_inline int find_way(struct packet *packet, __u32 at, int may_open, struct connection *connection,
-				    struct repeated *repeated)
+/* How a packet goes on without a worker: ESTABLISHED, as look_up says, or OPENS, if it may: open_connection then opens its connection. */
+static __always_inline int find_connection(struct packet *packet, __u32 ingress, int may_open, struct connection *connection,
+					   struct decision *decision)
 {
-	if (look_up(packet, at, connection))
+	if (look_up(packet, ingress, connection))
 		return ESTABLISHED;
 	if (!may_open)
 		return 0;
-	*repeated = (struct repeated){};
-	return find_answer(packet, at, connection, repeated) ? OPENS : 0;
+	*decision = (struct decision){};
+	return find_answer(packet, ingress, connection, decision) ? OPENS : 0;
 }
 
-struct place { /* an entry of the table that this program has claimed */
+struct claimed_entry { /* that this program has claimed, and nobody else writes */
 	__u64 *tags; /* those of four entries */
 	struct entry *entry;
 	struct kernel_use *use;
@@ -187,72 +204,73 @@ __noinline __u32 claim(__u32 group)
 }
 
 /* The slot of another entry with a packet's key, in whatever state; NO_SLOT: there is none. */
-__noinline __u32 find_other(struct packet *packet, __u32 own)
+__noinline __u32 find_other(struct packet *packet, __u32 claimed)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 	__u64 control;
 
-	return table && packet ? find(table, packet, own, &control) : own;
+	return table && packet ? find(table, packet, claimed, &control) : claimed;
 }
 
 /* Claims the entry of a connection of the same key and owner that has ended, and which stays counted; NO_SLOT: it is another one by now. */
-static __always_inline __u32 claim_ended(const struct packet *packet, const struct repeated *what, const struct connection *ended)
+static __always_inline __u32 claim_ended(const struct packet *packet, const struct decision *decision, const struct connection *ended)
 {
 	struct entry *entry = (struct entry *)entry_at(ended->slot);
 
-	/* Also without a SYN that is held, and not about to be cleared. */
-	if (!entry || entry->name != (packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT) ||
+	/* With the owner, and without the flags above it: no SYN is held, and no worker is about to clear the entry. */
+	if (!entry || entry->ports != (packet->ports | VERDICT_OWNER(decision->verdict) << OWNER_AT) ||
 	    __sync_val_compare_and_swap(&entry->control, ended->control, CLAIMED_ANEW(ended->control)) != ended->control)
 		return NO_SLOT;
 	return ended->slot;
 }
 
 /* Finds the parts of the entry that this program has claimed. */
-static __always_inline int find_parts(__u32 slot, struct place *place)
+static __always_inline int find_parts(__u32 slot, struct claimed_entry *claimed)
 {
 	const __u32 group = slot / LANES;
 	struct tags *tags = bpf_map_lookup_elem(&ct_tags, &group);
 
-	place->shift = (slot & 3) * 16;
-	place->entry = (struct entry *)entry_at(slot);
-	place->use = bpf_map_lookup_elem(&ct_uses, &slot);
-	if (!tags || !place->entry || !place->use) /* never */
+	claimed->shift = (slot & 3) * 16;
+	claimed->entry = (struct entry *)entry_at(slot);
+	claimed->use = bpf_map_lookup_elem(&ct_uses, &slot);
+	if (!tags || !claimed->entry || !claimed->use) /* never */
 		return 0;
-	place->tags = &tags->words[slot % LANES / 4];
+	claimed->tags = &tags->words[slot % LANES / 4];
 	return 1;
 }
 
 /* Frees the claimed entry of this generation. */
-static __always_inline void unclaim(const struct place *place, __u64 control)
+static __always_inline void unclaim(const struct claimed_entry *claimed, __u64 control)
 {
-	__sync_fetch_and_and(place->tags, ~(0xffffULL << place->shift));
-	*(volatile __u64 *)&place->entry->control = FREED(control);
+	__sync_fetch_and_and(claimed->tags, ~(0xffffULL << claimed->shift));
+	*(volatile __u64 *)&claimed->entry->control = FREED(control);
 }
 
 /* Writes the key of a packet into the claimed entry. The tag first: who sees the entry published finds it. */
-static __always_inline void write_key(const struct place *place, const struct packet *packet, const struct repeated *what, __u64 hash)
+static __always_inline void write_key(const struct claimed_entry *claimed, const struct packet *packet, const struct decision *decision,
+				      __u64 hash)
 {
 	const __u64 tag = hash & 0xffff ? hash & 0xffff : 1;
-	struct entry *entry = place->entry;
+	struct entry *entry = claimed->entry;
 
-	__sync_fetch_and_or(place->tags, tag << place->shift);
+	__sync_fetch_and_or(claimed->tags, tag << claimed->shift);
 	entry->low[0] = packet->low[0];
 	entry->low[1] = packet->low[1];
 	entry->high[0] = packet->high[0];
 	entry->high[1] = packet->high[1];
-	entry->name = packet->name | VERDICT_OWNER(what->verdict) << OWNER_AT;
+	entry->ports = packet->ports | VERDICT_OWNER(decision->verdict) << OWNER_AT;
 }
 
-/* Writes what is known of the connection that a packet opens into the claimed entry with its key. */
-static __always_inline void write_entry(const struct place *place, const struct packet *packet, __u64 control, __u32 now)
+/* Writes the state of the connection that a packet opens into the claimed entry with its key. */
+static __always_inline void write_entry(const struct claimed_entry *claimed, const struct packet *packet, __u64 control, __u32 now)
 {
 	const __u32 direction = packet->direction & 1;
-	struct entry *entry = place->entry;
+	struct entry *entry = claimed->entry;
 
-	*(volatile __u64 *)&place->use->path = EMPTY_PATH(control);
-	place->use->packets[0] = place->use->packets[1] = 0;
-	place->use->used[0] = place->use->used[1] = 0;
+	*(volatile __u64 *)&claimed->use->path = EMPTY_PATH(control);
+	claimed->use->packets[0] = claimed->use->packets[1] = 0;
+	claimed->use->used[0] = claimed->use->used[1] = 0;
 	if (packet->protocol == IPPROTO_TCP) {
 		entry->tracking[direction] = WINDOW_FROM((__u64)(__u32)(packet->sequence + 1));
 		entry->tracking[!direction] = UNANSWERED((__u64)(__u32)(packet->sequence + 1));
@@ -262,15 +280,15 @@ static __always_inline void write_entry(const struct place *place, const struct 
 	}
 }
 
-static __always_inline struct credit *credit_of(const struct table *table, const struct repeated *what)
+static __always_inline struct credit *credit_of(const struct table *table, const struct decision *decision)
 {
-	const __u32 owner = VERDICT_OWNER(what->verdict), place = (owner & (PODS - 1)) + (owner >> 15) * PODS;
+	const __u32 owner = VERDICT_OWNER(decision->verdict), index = (owner & (PODS - 1)) + (owner >> 15) * PODS;
 
-	return behind_groups(table, ANSWERS + place);
+	return element_behind_groups(table, ANSWERS + index);
 }
 
-/* Takes one of a pod's credit. */
-static __always_inline int takes_credit(struct credit *credit)
+/* Takes one of a pod's credit. Several CPUs may read the last one; who takes more than there is gives it back. */
+static __always_inline int take_credit(struct credit *credit)
 {
 	if (!credit || *(volatile __s64 *)&credit->left <= 0)
 		return 0;
@@ -280,38 +298,37 @@ static __always_inline int takes_credit(struct credit *credit)
 	return 0;
 }
 
-/* What is counted for a pod counts again as one that programs may open. */
-static __always_inline void give_back(const struct table *table, const struct repeated *what)
+static __always_inline void return_credit(const struct table *table, const struct decision *decision)
 {
-	struct credit *credit = credit_of(table, what);
+	struct credit *credit = credit_of(table, decision);
 
 	if (credit)
 		__sync_fetch_and_add(&credit->left, 1);
 }
 
 /* Claims a free entry of the home group for a pod that has credit. */
-static __always_inline __u32 claim_free(const struct table *table, const struct repeated *what, __u64 hash)
+static __always_inline __u32 claim_free(const struct table *table, const struct decision *decision, __u64 hash)
 {
 	__u32 slot;
 
-	if (!takes_credit(credit_of(table, what)))
+	if (!take_credit(credit_of(table, decision)))
 		return NO_SLOT;
 	slot = claim(home_of(hash, table->groups));
 	if (slot == NO_SLOT)
-		give_back(table, what);
+		return_credit(table, decision);
 	return slot;
 }
 
 /* Tells the workers of the connection. */
-static __always_inline void tell(const struct table *table, __u32 slot, __u64 control)
+static __always_inline void send_event(const struct table *table, __u32 slot, __u64 control)
 {
-	struct events *events = behind_groups(table, ANSWERS + CREDITS);
+	struct events *events = element_behind_groups(table, ANSWERS + CREDITS);
 	__u64 position, *words;
 
 	if (!events)
 		return;
 	position = __sync_fetch_and_add(&events->sent, 1);
-	words = behind_groups(table, ANSWERS + CREDITS + 1 + (position & (EVENTS - 1)) / 8);
+	words = element_behind_groups(table, ANSWERS + CREDITS + 1 + (position & (EVENTS - 1)) / 8);
 	if (words)
 		*(volatile __u64 *)&words[position & 7] = EVENT(position, slot, control);
 }
@@ -320,66 +337,66 @@ enum { FREE_ENTRY = 1, ENDED_ENTRY = 2 };
 
 /* Writes the connection of a packet into an entry, by an answer that was found for it, and publishes that as a candidate. Returns which entry
  * it is; 0: the packet is for a worker. */
-__noinline int propose(struct packet *packet, struct repeated *what, struct connection *proposed)
+__noinline int publish_candidate(struct packet *packet, struct decision *decision, struct connection *candidate)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
-	struct place place;
+	struct claimed_entry claimed;
 	__u32 slot, is_new;
 	__u64 hash, before;
 
-	if (!table || !packet || !what || !proposed) /* never */
+	if (!table || !packet || !decision || !candidate) /* never */
 		return 0;
 	hash = hash_of(table, packet);
-	is_new = proposed->slot == NO_SLOT;
-	slot = is_new ? claim_free(table, what, hash) : claim_ended(packet, what, proposed);
-	if (slot == NO_SLOT || !find_parts(slot, &place))
+	is_new = candidate->slot == NO_SLOT;
+	slot = is_new ? claim_free(table, decision, hash) : claim_ended(packet, decision, candidate);
+	if (slot == NO_SLOT || !find_parts(slot, &claimed))
 		return 0;
-	before = control_of(place.entry);
+	before = control_of(claimed.entry);
 	if (is_new)
-		write_key(&place, packet, what, hash);
-	write_entry(&place, packet, before, proposed->now);
-	proposed->slot = slot;
+		write_key(&claimed, packet, decision, hash);
+	write_entry(&claimed, packet, before, candidate->now);
+	candidate->slot = slot;
 	/* SYN_SENT and UNREPLIED have one number. */
-	proposed->control = FREED(before) | UDP_UNREPLIED | (packet->direction & 1) << 5 | (__u64)proposed->now << 8 |
-			    (__u64)(VERDICT_EPOCH(what->verdict) & EPOCH_MASK) << 30;
-	/* A locked instruction, so that what is read after it is no older: one of two who publish candidates sees the other's. */
-	__sync_val_compare_and_swap(&place.entry->control, before, proposed->control | TENTATIVE);
+	candidate->control = FREED(before) | UDP_UNREPLIED | (packet->direction & 1) << 5 | (__u64)candidate->now << 8 |
+			    (__u64)(VERDICT_EPOCH(decision->verdict) & EPOCH_MASK) << 30;
+	/* A locked instruction: find_other reads nothing older than this. */
+	__sync_val_compare_and_swap(&claimed.entry->control, before, candidate->control | TENTATIVE);
 	return is_new ? FREE_ENTRY : ENDED_ENTRY;
 }
 
 /* Publishes the candidate as the entry of its key, unless there is another. Returns whether the packet goes on. */
-__noinline int settle(struct repeated *what, struct connection *proposed, __u32 entry, __u32 other)
+__noinline int commit_candidate(struct decision *decision, struct connection *candidate, __u32 entry, __u32 other)
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
-	__u64 candidate, control;
-	struct place place;
+	__u64 tentative, control;
+	struct claimed_entry claimed;
 
-	if (!table || !what || !proposed || !find_parts(proposed->slot, &place)) /* never */
+	if (!table || !decision || !candidate || !find_parts(candidate->slot, &claimed)) /* never */
 		return 0;
-	control = proposed->control;
-	candidate = control | TENTATIVE;
+	control = candidate->control;
+	tentative = control | TENTATIVE;
 	if (other != NO_SLOT) {
-		/* If it fails, a worker has removed the candidate, which is then no longer counted, or has made it the one. */
-		if (__sync_val_compare_and_swap(&place.entry->control, candidate, FREED(control) | CLAIMED) == candidate) {
-			unclaim(&place, control);
-			give_back(table, what);
+		/* If this fails, a worker has removed the candidate, which is then no longer counted, or has confirmed it. */
+		if (__sync_val_compare_and_swap(&claimed.entry->control, tentative, FREED(control) | CLAIMED) == tentative) {
+			unclaim(&claimed, control);
+			return_credit(table, decision);
 		}
 		return 0;
 	}
-	if (__sync_val_compare_and_swap(&place.entry->control, candidate, control) != candidate)
+	if (__sync_val_compare_and_swap(&claimed.entry->control, tentative, control) != tentative)
 		return 0;
-	tell(table, proposed->slot | (entry == ENDED_ENTRY ? IN_PLACE : 0), control);
-	/* It differs only if the connection has ended already. */
-	return __sync_val_compare_and_swap(&place.use->path, EMPTY_PATH(control), what->path) == EMPTY_PATH(control);
+	send_event(table, candidate->slot | (entry == ENDED_ENTRY ? IN_PLACE : 0), control);
+	/* The path is another only if the connection has ended already. */
+	return __sync_val_compare_and_swap(&claimed.use->path, EMPTY_PATH(control), decision->path) == EMPTY_PATH(control);
 }
 
 /* Opens the connection of a packet by an answer that was found for it; 0: it is for a worker. In steps that the programs call one after the
  * other: all frames of nested calls have 512 bytes of stack. */
-static __always_inline int open_again(struct packet *packet, struct repeated *what, struct connection *opened)
+static __always_inline int open_connection(struct packet *packet, struct decision *decision, struct connection *opened)
 {
-	const __u32 entry = propose(packet, what, opened);
+	const __u32 entry = publish_candidate(packet, decision, opened);
 
-	return entry && settle(what, opened, entry, find_other(packet, opened->slot));
+	return entry && commit_candidate(decision, opened, entry, find_other(packet, opened->slot));
 }

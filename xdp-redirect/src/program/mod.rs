@@ -81,7 +81,7 @@ macro_rules! loaded {
             fd: duplicate(loaded.progs.penstock.as_fd())?,
             sockets: handle(&*loaded.maps.sockets)?,
             outcomes: handle(&*loaded.maps.outcomes)?,
-            own: handle(&*loaded.maps.own)?,
+            own: handle(&*loaded.maps.own_addresses)?,
             egress_check: $egress_check(&loaded)?,
         })
     }};

@@ -37,14 +37,14 @@ mod skeleton {
     include!(concat!(env!("OUT_DIR"), "/tcx.skel.rs"));
 }
 
-/// Ports that the programs tell apart, as `MAX_PORTS` in `src/bpf/tcx.bpf.c`.
+/// Ports that the programs tell apart, as `MAX_PORTS` in `src/bpf/tcx_maps.h`.
 pub const MAX_TCX_PORTS: u16 = 4096;
-/// Workers that packets can be spread over, as `MAX_WORKERS` in `src/bpf/tcx.bpf.c`.
+/// Workers that packets can be spread over, as `MAX_WORKERS` in `src/bpf/tcx_maps.h`.
 pub const MAX_TCX_WORKERS: usize = 64;
-/// Addresses of a pod, its link-local ones included, as `own` in `src/bpf/tcx.bpf.c`.
+/// Addresses of a pod, its link-local ones included, as `struct pod_macs` in `src/bpf/tcx_maps.h`.
 const MAX_OWN_ADDRESSES: u32 = 32;
 
-/// CPUs whose packets have a worker of their own, as `MAX_CPUS` in `src/bpf/tcx.bpf.c`.
+/// CPUs whose packets have a worker of their own, as `MAX_CPUS` in `src/bpf/tcx_maps.h`.
 const MAX_CPUS: usize = 1024;
 
 /// How to load the programs.
@@ -78,7 +78,7 @@ impl Default for TcxOptions {
     }
 }
 
-/// The array in which programs and workers count the packets that wait for a worker: `waiting` in `src/bpf/tcx.bpf.c`.
+/// The array in which programs and workers count the packets that wait for a worker: `waiting` in `src/bpf/tcx_maps.h`.
 #[derive(Clone, Debug)]
 pub struct WaitingArray(Arc<MapHandle>);
 
@@ -123,7 +123,7 @@ pub struct Filtered {
 }
 
 impl Filtered {
-    /// `FILTERS_…` in `src/bpf/tcx.bpf.c`.
+    /// `FILTERS_…` in `src/bpf/tcx_maps.h`.
     fn flags(self) -> u8 {
         u8::from(self.to_pod) | u8::from(self.from_pod) << 1
     }
@@ -188,7 +188,7 @@ struct Maps {
     refused_tunnels: MapHandle,
     offloaded: MapHandle,
     offloaded_ports: MapHandle,
-    /// The programs' variables: `pairs` in `src/bpf/tcx.bpf.c`.
+    /// The programs' variables: `pairs` in `src/bpf/tcx_maps.h`.
     pairs: MapHandle,
 }
 
@@ -546,7 +546,7 @@ impl Maps {
     }
 }
 
-/// Size of `struct interface` and of `struct target` in `src/bpf/tcx.bpf.c`.
+/// Size of `struct interface` and of `struct target` in `src/bpf/tcx_maps.h`.
 const INTERFACE: usize = 24;
 const TARGET: usize = 20;
 

@@ -45,7 +45,7 @@ impl TcxPrograms {
     pub fn set_remote_network(&self, network: RemoteNetwork, of_pods: Option<bool>) -> Result<(), TcxMapError> {
         let (map, key) = (&self.maps.remote_networks, network.key());
         let set = match of_pods {
-            // `OF_PODS` in `src/bpf/tunnel.h`.
+            // `POD_NETWORK` in `src/bpf/tunnel.h`.
             Some(of_pods) => map.update(&key, &u32::from(of_pods).to_ne_bytes(), MapFlags::ANY),
             None => gone(map.delete(&key)),
         };

@@ -14,7 +14,7 @@ use crate::{AttachError, Interface, LoadError};
 /// Bytes of an Ethernet header.
 const ETHERNET_HEADER: u32 = 14;
 
-/// The number by which workers know an uplink: as many as `MAX_UPLINKS` in `src/bpf/tcx.bpf.c`.
+/// The number by which workers know an uplink: as many as `MAX_UPLINKS` in `src/bpf/tcx_maps.h`.
 pub type UplinkNumber = u8;
 /// That of all uplinks for which there is no other: what workers let pass there is dropped.
 pub const NO_UPLINK_NUMBER: UplinkNumber = UplinkNumber::MAX;

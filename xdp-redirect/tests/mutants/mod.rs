@@ -63,13 +63,18 @@ impl Source {
     /// Compiles what a change of this file concerns, warnings apart: a mutant may leave something unused. Returns what to set in the
     /// environment. `what`: the mutant, for people.
     pub(crate) fn compile(&self, file: &str, what: &str) -> Vec<(&'static str, PathBuf)> {
-        let text = |source: &str| fs::read_to_string(self.folder.join(source)).expect("copied above");
-        let is_concerned = |source: &str| file == source || text(source).contains(&format!("#include \"{file}\""));
-        let objects = OBJECTS.iter().filter(|(source, ..)| is_concerned(source));
+        let objects = OBJECTS.iter().filter(|(source, ..)| self.includes(source, file));
         let compile = |&(source, variable, arguments): &(&'static str, &'static str, &[&str])| {
             (variable, self.object(source, variable, arguments, what))
         };
         objects.map(compile).collect()
+    }
+
+    /// Whether a file is this one, or includes it, or a header that does.
+    fn includes(&self, from: &str, file: &str) -> bool {
+        let text = fs::read_to_string(self.folder.join(from)).expect("copied above");
+        let mut headers = text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
+        from == file || headers.any(|header| self.includes(header, file))
     }
 
     fn object(&self, source: &str, name: &str, arguments: &[&str], what: &str) -> PathBuf {
