@@ -168,7 +168,15 @@ fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Resul
         host_routing: settings.routes_past_stack(),
         waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(settings))),
     };
-    TcxPrograms::load(&options, maps.connections.as_ref())
+    let load = |options: &TcxOptions| TcxPrograms::load(options, maps.connections.as_ref());
+    if !options.host_routing {
+        return load(&options);
+    }
+    // It reads structures of the kernel that differ between versions; without it nothing is missing but speed.
+    quietly(|| load(&options)).or_else(|error| {
+        tracing::warn!(%error, "host_routing: not with this kernel; packets to other machines take the node's stack");
+        load(&TcxOptions { host_routing: false, ..options })
+    })
 }
 
 /// Removes all links that are pinned for this network namespace. Returns how many.
