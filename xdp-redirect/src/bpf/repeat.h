@@ -15,7 +15,7 @@
 #define ELEMENTS_OF_GROUP (LANES + LANES / LINKS + LANES / 4) /* entries, links, openers; the rest is behind those of all groups */
 
 struct answer { __u64 version, low[2], high[2], name, path, verdict; }; /* the opener's port in `name` is 0 */
-struct credit { __s64 left; __u64 unused[7]; };
+struct credit { __s64 left, alone; __u64 unused[6]; }; /* `alone`: what is left while no process serves the workers */
 struct events { __u64 sent, unused[7]; }; /* before the words of the events, eight to an element */
 
 #define IS_READABLE(version) ((version) && !((version) & 1))
@@ -269,15 +269,25 @@ static __always_inline struct credit *credit_of(const struct table *table, const
 	return behind_groups(table, ANSWERS + place);
 }
 
-/* Takes one of a pod's credit. */
+static __always_inline int takes_one(__s64 *left)
+{
+	if (*(volatile __s64 *)left <= 0)
+		return 0;
+	if ((__s64)__sync_fetch_and_add(left, -1) > 0)
+		return 1;
+	__sync_fetch_and_add(left, 1);
+	return 0;
+}
+
+/* Takes one of a pod's credit. Without a daemon nobody gives more, and what has ended is not taken away: then also what else the pod's share
+ * had room for. */
 static __always_inline int takes_credit(struct credit *credit)
 {
-	if (!credit || *(volatile __s64 *)&credit->left <= 0)
+	__u32 process = 0;
+
+	if (!credit)
 		return 0;
-	if ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)
-		return 1;
-	__sync_fetch_and_add(&credit->left, 1);
-	return 0;
+	return takes_one(&credit->left) || (!bpf_map_lookup_elem(&alive, &process) && takes_one(&credit->alone));
 }
 
 /* What is counted for a pod counts again as one that programs may open. */
