@@ -203,7 +203,8 @@ impl Node {
             usage: (entries, KernelMapSizes::USE),
         };
         let maps = ConnectionMaps::open(None, &sizes).unwrap();
-        let programs = TcxPrograms::load(&TcxOptions::default(), Some(&maps)).unwrap();
+        let programs =
+            TcxPrograms::load(&TcxOptions { host_routing: true, ..TcxOptions::default() }, Some(&maps)).unwrap();
         programs.set_pairs(&[1], &[]).unwrap();
         let veths = [A, B].map(|port| {
             let name = format!("v{}", port.0);

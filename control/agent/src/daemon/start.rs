@@ -175,6 +175,7 @@ fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Resul
         sources: Some(maps.sources.clone()),
         services: Some(maps.services.clone()),
         beside_xdp: false,
+        host_routing: settings.routes_past_stack(),
         waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(settings))),
     };
     TcxPrograms::load(&options, maps.connections.as_ref())

@@ -20,7 +20,7 @@ use penstock_dataplane::io::PortError;
 use penstock_dataplane::worker::{Dataplane, DataplaneStatistics, Traffic};
 use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Interface, ModeChoice, OnMiss, Pinned, PinnedProgram, Role, TrafficCount,
+    AttachError, AttachOptions, Interface, KeptBy, ModeChoice, OnMiss, Pinned, PinnedProgram, Role, TrafficCount,
 };
 
 use super::close_first::CloseFirstFds;
@@ -258,17 +258,27 @@ impl OpenPorts {
     }
 
     /// Packets that programs forwarded without a worker: from pod to pod, from a pod to the node's stack, and from there
-    /// to a pod. `None` with XDP.
-    pub(super) fn offloaded(&self) -> Option<[TrafficCount; 3]> {
+    /// to a pod; past the stack, to another machine and from there. `None` with XDP.
+    pub(super) fn offloaded(&self) -> Option<[TrafficCount; 5]> {
         self.programs.offloaded()
+    }
+
+    /// For each interface to other machines, what keeps pods' packets that come in there to the node's stack, by family: IPv4, IPv6.
+    pub(super) fn kept_by(&self) -> Vec<(&str, [Option<KeptBy>; 2])> {
+        match &self.programs {
+            Programs::Tcx { tcx, .. } => self.uplinks.kept_by(tcx),
+            Programs::Xdp { .. } => Vec::new(),
+        }
     }
 
     /// Adds what programs forwarded without a worker to the workers' counters.
     pub(super) fn add_offloaded(&self, statistics: &mut DataplaneStatistics) {
-        let Some([_, to_stack, from_stack]) = self.offloaded() else { return };
+        let Some([_, to_stack, from_stack, to_uplink, from_uplink]) = self.offloaded() else { return };
         let mut by_port: BTreeMap<PortId, [TrafficCount; 2]> =
             self.pods.values().map(|pod| (pod.open.id, pod.open.programs.offloaded())).collect();
-        by_port.extend(self.permanent.iter().map(|open| (open.id, [from_stack, to_stack])));
+        // The port of the node's stack is that of other machines.
+        let of_node = [sum(from_stack, from_uplink), sum(to_stack, to_uplink)];
+        by_port.extend(self.permanent.iter().map(|open| (open.id, of_node)));
         for port in &mut statistics.ports {
             add(&mut port.traffic, by_port.get(&port.port).unwrap_or(&Default::default()));
         }
@@ -475,6 +485,10 @@ impl OpenPorts {
 }
 
 /// Adds what a port's pod sent and received without a worker.
+fn sum(one: TrafficCount, other: TrafficCount) -> TrafficCount {
+    TrafficCount { packets: one.packets + other.packets, bytes: one.bytes + other.bytes }
+}
+
 fn add(traffic: &mut Traffic, [sent, received]: &[TrafficCount; 2]) {
     traffic.rx_packets += sent.packets;
     traffic.rx_bytes += sent.bytes;
