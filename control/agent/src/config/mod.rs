@@ -312,8 +312,8 @@ pub struct Fail {
     pub on_exit: OnExit,
     /// Directory of the pinned XDP links, in bpffs. bpffs is mounted at `/sys/fs/bpf` if it is not.
     pub pins: PathBuf,
-    /// How long the programs go on opening connections (`repeat_answers`) when no daemon runs, with mode `closed`: under the last policy, as
-    /// many as each pod was given. At most `"5d"`; `"0s"`: not at all.
+    /// How long the programs go on opening connections (`repeat_answers`) when no daemon runs, with mode `closed`: under the last policy, and
+    /// for each pod a quarter of its share at most. At most `"5d"`; `"0s"`: not at all.
     pub repeat_answers: TimeSpan,
 }
 

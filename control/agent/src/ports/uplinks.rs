@@ -38,7 +38,8 @@ impl OpenPorts {
         let pods = self.pods.values().flat_map(|pod| [pod.last.link, pod.last.enters_by]);
         let known: BTreeSet<u32> = own.chain(pairs).chain(pods).collect();
         let is_uplink = |link: &&Link| {
-            link.up && link.name != "lo" && !known.contains(&link.index) && !self.closed_interfaces.has(link.index)
+            let is_own = known.contains(&link.index) || link.is_penstocks();
+            link.up && link.name != "lo" && !is_own && !self.closed_interfaces.has(link.index)
         };
         self.uplinks.follow_links(tcx, netstate.links.values().filter(is_uplink));
         self.uplinks.follow_longest(netstate.longest.unwrap_or(u32::MAX));
