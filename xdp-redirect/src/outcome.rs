@@ -36,7 +36,7 @@ outcomes! {
     NeighbourDiscovery = "neighbour_discovery",
     /// Not IP: passed to the kernel.
     NotIp = "not_ip",
-    /// On an uplink, not to a local pod: passed to the kernel.
+    /// On an uplink, not to a local pod: passed to the kernel. At a pod's veth, by tcx: for another port of its bridge, and dropped.
     NotLocal = "not_local",
     /// On a pod or host port, VLAN-tagged: dropped, since the kernel would treat VLAN 0 as untagged.
     VlanTag = "vlan_tag",

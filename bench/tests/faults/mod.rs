@@ -2,6 +2,7 @@
 //!
 //! As in the system tests: the real daemon on real veths, a separate node for each test.
 
+mod bridges;
 mod busy_core;
 mod changes;
 mod clock;

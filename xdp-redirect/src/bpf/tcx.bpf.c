@@ -114,6 +114,15 @@ int from_pod(struct __sk_buff *skb)
 	return redirect_to_worker(skb, iface, is_to_bridge_neighbour(skb, iface) ? TO_NEIGHBOUR : 0, REDIRECTED);
 }
 
+/* Whether a frame is for another's Ethernet address: a bridge sends to all of its ports what it has not learnt. The other gets it by its own
+ * port. A worker goes by IP addresses, and would send it there once more. */
+static __always_inline int is_flooded(struct __sk_buff *skb, const struct interface *iface)
+{
+	__u8 to[ETH_ALEN] __attribute__((aligned(2)));
+
+	return iface->bridge && !bpf_skb_load_bytes(skb, 0, to, sizeof(to)) && !(to[0] & 1) && !is_mac(&iface->pod_mac, to);
+}
+
 /* On packets that the node's stack sends to a pod: of its own processes, or forwarded and translated. */
 SEC("tcx/egress")
 int to_pod(struct __sk_buff *skb)
@@ -145,6 +154,8 @@ int to_pod(struct __sk_buff *skb)
 	}
 	if (!iface)
 		return count(ifindex, NOT_READY, TC_ACT_SHOT);
+	if (is_flooded(skb, iface))
+		return count(ifindex, NOT_LOCAL, TC_ACT_SHOT);
 	if (is_spoofed(skb, &origin))
 		return count(ifindex, SPOOFED_SOURCE, TC_ACT_SHOT);
 	if (offload) {

@@ -151,7 +151,7 @@ impl Netlink {
     }
 
     /// Makes an interface a port of a bridge.
-    pub(crate) fn set_controller(&self, index: u32, bridge: u32) -> Result<()> {
+    pub fn set_controller(&self, index: u32, bridge: u32) -> Result<()> {
         self.change(LinkUnspec::new_with_index(index).controller(bridge).build())
             .with_context(|| format!("cannot make interface {index} a port of {bridge}"))
     }

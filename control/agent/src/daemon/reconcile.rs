@@ -15,6 +15,7 @@ use crate::RunError;
 use crate::coverage::{self, NotEnforced, PodCoverage};
 use crate::discovery::{PodProblem, has_network_on, pod_ports};
 use crate::node_context::NodeNetwork;
+use crate::settings::Attach;
 
 impl Daemon<'_> {
     /// Reads the network state and reconciles with it.
@@ -98,6 +99,10 @@ impl Daemon<'_> {
             is_closed: &|link| self.ports.is_closed(link),
         };
         let mut found = coverage::of_pods(under_policy, &coverage);
+        if self.settings.attach == Attach::Xdp {
+            let is_watched = |link| self.ports.has_programs(link);
+            found.extend(coverage::of_bridges(under_policy, self.bindings.bindings(), &self.netstate, is_watched));
+        }
         found.extend(self.ports.not_enforced());
         let unrouted = self.unrouted.iter().map(|(address, reason)| NotEnforced {
             pod: self.ports.pod_with(*address).cloned(),

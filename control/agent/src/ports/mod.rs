@@ -406,6 +406,11 @@ impl OpenPorts {
         self.closed_interfaces.has(index) || self.pods.get(&index).is_some_and(|attachment| !attachment.served)
     }
 
+    /// Whether programs see all that comes in by an interface, because it is a pod's, or closed.
+    pub(super) fn has_programs(&self, index: u32) -> bool {
+        self.pods.contains_key(&index) || self.closed_interfaces.has(index)
+    }
+
     /// Settings that policy needs and the kernel did not accept.
     pub(super) fn not_enforced(&self) -> impl Iterator<Item = NotEnforced> {
         let open = self.failed.iter().filter(|(index, _)| !self.closed_interfaces.has(**index));
