@@ -11,8 +11,8 @@ use penstock_dataplane::conntrack::{
     Config, ConnTable, EndedConnection, Ending, State, SweepCursor, TcpState, Timestamp,
 };
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Flow, TcpFlags, parse};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortSpec, RuleName,

@@ -10,8 +10,8 @@ use etherparse::{PacketBuilder, TcpHeader};
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::names::{NamePattern, NameRules, NameTable, NamedPod, Resolvers};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
     AddressBlock, AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet,

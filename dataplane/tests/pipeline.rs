@@ -7,8 +7,8 @@ use std::sync::Arc;
 use etherparse::{IcmpEchoHeader, Icmpv4Type, Icmpv6Type, PacketBuilder, TcpHeader};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Transport, parse};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortProtocol, PortRange,

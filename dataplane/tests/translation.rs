@@ -9,8 +9,8 @@ use std::time::Duration;
 use etherparse::{IcmpEchoHeader, Icmpv4Header, Icmpv4Type, IpNumber, PacketBuilder, TcpHeader, icmpv4};
 use penstock_dataplane::conntrack::{Config, ConnTable, EndedConnection, Ending, SweepCursor, TableMemory, Timestamp};
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Flow, Protocol, Transport, parse};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
     AddressBlock, AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet,

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use etherparse::{IpNumber, Ipv4Header, PacketBuilder};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::names::NameTime;
 use penstock_dataplane::packet::{Address, Flow};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{
     BATCH, DropReason, EvaluationReason, Frames, Observer, OriginalSources, Pipeline, PipelineMode, StackSender,
     Verdict, evaluate_connection,

@@ -1,6 +1,6 @@
 //! Forwarding of allowed packets: logical ports, next hops and MAC addresses.
 //!
-//! A *logical port* is a pod, the node or an uplink; the queues of its interface belong to [`crate::io`]. The
+//! A *logical port* is a pod, the node or an uplink; the queues of its interface belong to `crate::io`. The
 //! separation allows other ways to reach a pod.
 
 mod encapsulation;

@@ -2,8 +2,8 @@
 
 use super::flows::Translation;
 use crate::forward::{PathPorts, Port, PortId, PortKind};
-use crate::io::tag;
 use crate::packet::{Flow, NextHop, OpenChecksum, Packet, rewrite, translate};
+use crate::tag;
 use crate::{DropReason, Snapshot};
 
 /// Path of a packet that may pass.

@@ -24,7 +24,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use crate::DropReason;
-pub use crate::batch::{BATCH, Frames, StackSender};
+pub use crate::batch::{BATCH, Frames, MemoryFrames, StackSender};
 use dispatch::PacketPath;
 use flows::Translation;
 pub use offload::keep_offloaded;

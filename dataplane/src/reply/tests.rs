@@ -8,9 +8,9 @@ use etherparse::{NetSlice, PacketBuilder, SlicedPacket, TransportSlice};
 use proptest::prelude::*;
 
 use super::*;
+use crate::batch::MemoryFrames;
 use crate::conntrack::{Config, ConnTable};
 use crate::forward::{Mac, Port};
-use crate::io::MemoryFrames;
 use crate::packet::{Sum, parse};
 use crate::pipeline::{BATCH, Pipeline, PipelineMode, Verdict};
 use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable};

@@ -16,7 +16,7 @@ use super::control::PortControl;
 use super::grace::GraceThreads;
 use super::inbox::{Command, WorkerInbox};
 use super::ports::PortTable;
-use super::privileges::{Priority, drop_capabilities, raise_priority};
+use super::priority::{Priority, raise_priority};
 use super::processor::{PolicyProcessor, Processor};
 use super::request::PortRequest;
 use super::run::Worker;
@@ -31,7 +31,7 @@ use crate::conntrack::ConnTable;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, largest_mtu};
 use crate::pipeline::OriginalSources;
-use crate::{Epoch, Snapshot};
+use crate::{Epoch, Snapshot, drop_capabilities};
 
 /// Running workers and their ports. Dropping it stops them.
 ///

@@ -13,12 +13,12 @@ use std::time::Duration;
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 use nix::unistd::{Pid, gettid};
 
-use super::privileges::{Priority, drop_capabilities, raise_priority};
-use crate::Snapshot;
+use super::priority::{Priority, raise_priority};
 use crate::conntrack::ConnTable;
 use crate::epoch::Epoch;
 use crate::grace::wait_for_programs;
 use crate::pipeline::keep_offloaded;
+use crate::{Snapshot, drop_capabilities};
 
 /// Longest time that connections are evaluated before the programs read the new epoch: some ten thousand. The others meet a
 /// worker at their next packet.

@@ -23,10 +23,10 @@ use super::waiting;
 use super::{Polling, Priority};
 use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
-use crate::io::tag::FrameTag;
 use crate::io::{RxBatch, XskQueue};
 use crate::packet::finish_open;
 use crate::pipeline::Verdict;
+use crate::tag::FrameTag;
 use crate::{DropReason, Snapshot};
 
 /// Maximum sleep in milliseconds, so that housekeeping runs regularly.

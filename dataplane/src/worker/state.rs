@@ -14,8 +14,8 @@ use super::waiting::WaitingSweep;
 use crate::DropReason;
 use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
-use crate::io::tag::{self, FrameTag};
 use crate::io::{FrameCache, FrameOwner, GsoPort, Kick, RxBatch, XskQueue};
+use crate::tag::{self, FrameTag};
 
 /// Missing frames at which a fill ring is refilled while packets arrive.
 const REFILL: u32 = 32;

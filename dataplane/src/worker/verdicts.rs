@@ -485,8 +485,8 @@ impl EvaluatedFlow {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::MemoryFrames;
     use crate::conntrack::Config;
-    use crate::io::MemoryFrames;
 
     /// Records a batch of frames too short to be parsed, all dropped for this reason.
     fn record(recorder: &mut Recorder, now: Instant, reason: DropReason, count: usize) {

@@ -276,7 +276,7 @@ impl Scrape {
             "penstock_drops",
             "Packets dropped by workers, by drop reason; closed ports included",
             |add| {
-                let mut reasons = penstock_dataplane::DropReason::ALL.iter().copied();
+                let mut reasons = penstock_dataplane::DropReason::of_workers();
                 reasons.try_for_each(|reason| add.count(&[("reason", reason.name())], total.dropped(reason)))
             },
         )?;

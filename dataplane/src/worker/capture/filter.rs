@@ -1,7 +1,7 @@
 //! Which packets a capture has.
 
-use super::FilterProgram;
 use crate::DropReason;
+use crate::filter_program::FilterProgram;
 use crate::forward::PortId;
 use crate::packet::{Address, Flow, Protocol};
 use crate::pipeline::Verdict;

@@ -5,7 +5,6 @@
 //! for which no buffer is free is counted as lost. So a slow reader loses packets of the capture, and never delays a worker.
 
 mod filter;
-mod program;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,14 +13,13 @@ use std::time::Instant;
 use crossbeam::queue::ArrayQueue;
 
 pub use filter::{CaptureFilter, CapturedPod};
-pub use program::{FilterInstruction, FilterProgram, FilterProgramError};
 
 use super::verdicts::{LoggedEvaluation, Recorder};
 use crate::conntrack::{ConnTable, Timestamp};
 use crate::forward::PortId;
-use crate::io::tag;
 use crate::packet::{Flow, parse};
 use crate::pipeline::{BATCH, Frames, Verdict};
+use crate::tag;
 use crate::{Epoch, Snapshot};
 use filter::SeenPacket;
 

@@ -6,9 +6,9 @@ use etherparse::{Icmpv4Type, PacketBuilder};
 
 use super::*;
 use crate::DropReason;
+use crate::batch::MemoryFrames;
 use crate::conntrack::Config;
 use crate::forward::{Forwarding, Mac, Port, PortKind};
-use crate::io::MemoryFrames;
 use crate::packet::{Address, Protocol};
 use crate::pipeline::{Pipeline, PipelineMode};
 use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable};

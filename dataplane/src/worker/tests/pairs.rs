@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::net::{Raw, in_namespace, veth};
 use super::*;
 use crate::forward::{Forwarding, Port, PortKind};
-use crate::io::tag::{CHECKSUM_OPEN, FROM_NODE};
+use crate::tag::{CHECKSUM_OPEN, FROM_NODE};
 
 /// A worker's pair `x` and `xp`, ports of the interfaces `a` and `b` on it, and the node's stack.
 struct Pair {
