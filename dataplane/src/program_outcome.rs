@@ -1,4 +1,4 @@
-//! What the programs at the ports do with packets, as they count it.
+//! Outcomes of packets in the programs at the ports, as they count them.
 
 use crate::DropReason;
 

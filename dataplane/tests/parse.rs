@@ -74,7 +74,7 @@ fn tcp_segments_show_their_ports_numbers_flags_and_window_scale() {
 }
 
 #[test]
-fn the_window_scale_is_parsed_on_syn_segments_only_and_with_odd_options() {
+fn the_window_scale_is_parsed_on_syn_segments_alone() {
     for (name, flags, options, expected) in [
         ("none", 0x02, &[][..], None),
         ("alone", 0x02, &[3, 3, 7, 0][..], Some(7)),

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn queries_of_a_host_to_itself_have_one_connection_per_identifier() {
+    fn a_hosts_queries_to_itself_have_a_connection_each() {
         let keys: std::collections::HashSet<_> =
             every().map(|(query, identifier)| flow(query, identifier, (1, 1), QueryingEnd::Source).key().0).collect();
         assert_eq!(keys.len(), 3 << 16);

@@ -8,10 +8,10 @@
 //! Packets of a port come through queues of its own interface, or through each worker's veth pair, which carries the
 //! packets of many ports ([`PortPath`]).
 
-mod breaks;
 mod capture;
 mod config;
 mod control;
+mod core_sharing;
 mod counter;
 mod dataplane;
 mod error;

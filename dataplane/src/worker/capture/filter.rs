@@ -36,7 +36,7 @@ pub struct CapturedPod {
     pub addresses: Vec<Address>,
 }
 
-/// What a filter sees of a packet.
+/// The parts of a packet that a filter sees.
 pub(super) struct SeenPacket {
     pub(super) ingress: PortId,
     pub(super) verdict: Verdict,

@@ -26,7 +26,7 @@ use filter::SeenPacket;
 /// Bytes of both Ethernet addresses.
 const MACS: usize = 12;
 
-/// What a capture is: which packets, and where their copies go.
+/// A capture: which packets, and where their copies go.
 #[derive(Clone, Debug)]
 pub struct Capture {
     /// Which packets.
@@ -44,7 +44,7 @@ pub struct CapturedPacket {
     pub worker: usize,
     /// Ingress port.
     pub ingress: PortId,
-    /// What was decided.
+    /// The decision.
     pub verdict: Verdict,
     /// Epoch of the snapshot.
     pub epoch: Epoch,
@@ -137,7 +137,7 @@ pub(crate) struct CaptureTap {
     bytes: Box<[u8]>,
 }
 
-/// What holds for all packets of a batch.
+/// The same for all packets of a batch.
 pub(super) struct CapturedBatch<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) connections: &'a ConnTable,
