@@ -146,7 +146,7 @@ impl Fixture {
         self.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
         let deadline = Instant::now() + LIMIT;
         while !self.status().in_force {
-            assert!(Instant::now() < deadline, "the change is not in force");
+            assert!(Instant::now() < deadline, "the change is not in effect");
             std::thread::sleep(Duration::from_millis(2));
         }
     }

@@ -1,4 +1,4 @@
-//! Drop reasons: a closed set, shared by counters, logs and replay.
+//! Drop reasons: a closed set, shared by the programs at the ports, workers, counters, logs and replay.
 
 macro_rules! drop_reasons {
     ($($(#[doc = $doc:literal])+ $variant:ident = $name:literal,)+) => {
@@ -38,9 +38,9 @@ drop_reasons! {
     SourceRoute = "source_route",
     /// An ICMP redirect, which would change routes independently of policy.
     Redirect = "redirect",
-    /// Neighbour discovery that the XDP program did not recognise: behind extension headers, or not from the link (hop
-    /// limit below 255).
-    NeighbourDiscovery = "neighbour_discovery",
+    /// Neighbour discovery that is none by RFC 4861: behind extension headers, or not from the link (hop limit below 255).
+    /// A program passes the other to the kernel.
+    InvalidDiscovery = "invalid_discovery",
     /// The IPv4 header checksum is wrong.
     HeaderChecksum = "header_checksum",
     /// The source address is not the pod's own.
@@ -98,11 +98,26 @@ drop_reasons! {
     HandOffFull = "hand_off_full",
     /// Its port was closed while it was in transit.
     PortGone = "port_gone",
-    /// The port is known, but its pod or policies are not yet.
+    /// The port is known, but its pod or policies are not yet. At a pod's veth, by tcx: no worker serves the pod yet, or any more.
     NotReady = "not_ready",
+    /// By a program: the queue of an AF_XDP program has no socket. The program drops the packet, or passes it, as `fail.mode` says.
+    NoSocket = "no_socket",
+    /// By a program: ARP or neighbour discovery in which the pod claims another's address or acts as a router.
+    ForgedNeighbour = "forged_neighbour",
+    /// By a program: the pod's share of the workers' queues is used up.
+    ShareUsed = "share_used",
+    /// By a program: the kernel had no memory for the headers that the program was to write.
+    NoMemory = "no_memory",
 }
 
 impl DropReason {
+    /// Those for which workers drop packets. The others are of the programs at the ports alone, which count them
+    /// ([`ProgramOutcome`](crate::ProgramOutcome)).
+    pub fn of_workers() -> impl Iterator<Item = Self> {
+        let of_programs = [Self::NoSocket, Self::ForgedNeighbour, Self::ShareUsed, Self::NoMemory];
+        Self::ALL.iter().copied().filter(move |reason| !of_programs.contains(reason))
+    }
+
     /// Whether a packet that is dropped for it may have been the first of a connection, which is denied by that. Others
     /// belong to a connection, or to none.
     pub const fn denies_connection(self) -> bool {

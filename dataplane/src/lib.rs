@@ -1,15 +1,23 @@
 //! Penstock's dataplane: everything that processes packets. It does not know Kubernetes.
 //!
-//! Path of a packet: [`io`] passes a batch of frames to a [`worker`], which runs the [`pipeline`]: parse ([`packet`]),
+//! Path of a packet: `io` passes a batch of frames to a `worker`, which runs the [`pipeline`]: parse ([`packet`]),
 //! find the connection ([`conntrack`]), choose the backend of a Service ([`services`]), evaluate policy ([`policy`]),
 //! then rewrite and forward ([`forward`]). Tables of policy, Services and forwarding are one immutable [`Snapshot`].
+//!
+//! Sockets and workers are behind the feature `af-xdp`. Without it this is the packet core, which links no C library.
+
+// Only sockets and workers use some of what the core has for them.
+#![cfg_attr(not(feature = "af-xdp"), expect(dead_code, unused_imports))]
 
 mod batch;
+mod capabilities;
 pub mod conntrack;
 mod drop_reason;
 mod epoch;
+pub mod filter_program;
 pub mod forward;
 mod grace;
+#[cfg(feature = "af-xdp")]
 pub mod io;
 pub mod limits;
 pub mod names;
@@ -17,11 +25,16 @@ pub mod packet;
 pub mod pipeline;
 pub mod policy;
 mod prefetch;
+mod program_outcome;
 pub mod reply;
 pub mod services;
 mod snapshot;
+mod tag;
+#[cfg(feature = "af-xdp")]
 pub mod worker;
 
+pub use capabilities::drop_capabilities;
 pub use drop_reason::DropReason;
 pub use epoch::Epoch;
+pub use program_outcome::ProgramOutcome;
 pub use snapshot::Snapshot;

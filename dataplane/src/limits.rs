@@ -33,7 +33,7 @@ pub struct Limit {
     pub open: Option<u32>,
 }
 
-/// What a pod's limits have refused.
+/// Connections that a pod's limits have refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Refused {
     /// Packets that would have opened a connection too many in a second.
@@ -75,7 +75,7 @@ struct OpenList {
     rests_until: AtomicU64,
 }
 
-/// What a connection that is about to be opened counts against one pod's limits, unless it is dropped.
+/// The count of a connection that is about to be opened against one pod's limits, unless it is dropped.
 struct Held<'a> {
     of: &'a Direct,
     place: Option<usize>,
@@ -102,7 +102,7 @@ impl PodLimits {
         self.of(direction).limit
     }
 
-    /// What they have refused since they are there.
+    /// Connections that they have refused since they are there.
     pub fn refused(&self, direction: Direction) -> Refused {
         let [each_second, open] = self.of(direction).refused.each_ref().map(|count| count.load(Ordering::Relaxed));
         Refused { each_second, open }

@@ -32,7 +32,7 @@ pub struct FrontendKey {
     pub port: u16,
 }
 
-/// What happens to a packet that opens a connection to a frontend without a backend.
+/// The fate of a packet that opens a connection to a frontend without a backend.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub enum WithoutBackend {
     /// Refused: by a RST for TCP, otherwise by an ICMP error. There is no backend anywhere.
@@ -60,7 +60,7 @@ pub struct Frontend {
     pub backends: Arc<[Backend]>,
     /// All that serve, wherever they are and whether they take new connections or not; sorted, each once.
     pub serving: Arc<[Backend]>,
-    /// What happens without [`Frontend::backends`].
+    /// The fate of packets without [`Frontend::backends`].
     pub without: WithoutBackend,
     /// Whether a client keeps its backend.
     pub affinity: Option<Affinity>,
@@ -78,7 +78,7 @@ impl Frontend {
     }
 }
 
-/// What a set says of a destination.
+/// The answer of a set about a destination.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Destination<'a> {
     /// No Service has the address.
@@ -105,7 +105,7 @@ pub struct ServiceSet {
 }
 
 impl ServiceSet {
-    /// What is at this address and port.
+    /// The frontend at this address and port.
     pub fn find(&self, address: Address, protocol: Protocol, port: u16) -> Destination<'_> {
         let Some(shards) = &self.shards else { return Destination::NotService };
         match shards[shard_of(address)].get(&address) {

@@ -11,8 +11,8 @@ use penstock_dataplane::conntrack::{
     Config, ConnTable, EndedConnection, Ending, State, SweepCursor, TcpState, Timestamp,
 };
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Flow, TcpFlags, parse};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortSpec, RuleName,
@@ -275,7 +275,7 @@ fn a_record_says_how_and_when_a_connection_ended() {
 }
 
 #[test]
-fn a_table_that_nobody_reads_keeps_so_many_records_and_counts_the_others() {
+fn an_unread_table_keeps_some_records_and_counts_the_rest() {
     let mut node = Node::new(4096, 16);
     (0..100).for_each(|client| _ = node.send(0, &[packet(0, (1024 + client, 53), None, 1)]));
     node.now = node.now.plus(Duration::from_secs(600));

@@ -10,8 +10,8 @@ use etherparse::{PacketBuilder, TcpHeader};
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::names::{NamePattern, NameRules, NameTable, NamedPod, Resolvers};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
     AddressBlock, AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet,
@@ -228,7 +228,7 @@ fn question_of(answer: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn a_pod_reaches_a_name_once_an_answer_has_come_and_no_more_once_it_has_expired() {
+fn a_pod_reaches_a_name_from_its_answer_until_it_expires() {
     for (resolver, site) in [(RESOLVER4, SITE4), (RESOLVER6, SITE6), (RESOLVER4, SITE6), (RESOLVER6, SITE4)] {
         let own = |other: &str| if ip(other).is_ipv4() { WEB4 } else { WEB6 };
         let mut node = Node::new("www.example.org");
@@ -302,7 +302,7 @@ fn junk_and_questions_from_a_resolver_are_counted_and_pass() {
 }
 
 #[test]
-fn an_answer_by_way_of_a_service_counts_whatever_port_its_backend_has() {
+fn an_answer_by_a_service_counts_whatever_its_backends_port() {
     let mut node = Node::new("www.example.org");
     assert!(
         node.passes(WEB, udp((WEB4, 4000), (CLUSTER_DNS, 53), &question_of(&answer("www.example.org", 60, SITE4))))
@@ -312,7 +312,7 @@ fn an_answer_by_way_of_a_service_counts_whatever_port_its_backend_has() {
 }
 
 #[test]
-fn a_live_connection_survives_expiry_and_a_policy_change_that_keeps_its_name() {
+fn a_live_connection_survives_the_expiry_of_its_name() {
     let mut node = Node::new("www.example.org");
     let established = |source| tcp((WEB4, source), (SITE4, 443), false);
     node.resolve(WEB4, RESOLVER4, &answer("www.example.org", 2, SITE4));
@@ -326,7 +326,7 @@ fn a_live_connection_survives_expiry_and_a_policy_change_that_keeps_its_name() {
 }
 
 #[test]
-fn a_rule_that_comes_later_matches_what_its_pod_has_learnt_and_hears_on_old_connections() {
+fn a_later_rule_matches_names_that_its_pod_has_learnt() {
     let mut node = Node::new("www.example.com");
     assert!(node.resolve(WEB4, RESOLVER4, &answer("www.example.org", 60, SITE4)));
     node.publish([egress(Some("www.example.org")), egress(None)]);
@@ -340,7 +340,7 @@ fn a_rule_that_comes_later_matches_what_its_pod_has_learnt_and_hears_on_old_conn
 }
 
 #[test]
-fn an_answer_counts_from_the_next_packet_on_not_from_the_next_batch_of_its_sender() {
+fn an_answer_counts_from_the_next_packet_on() {
     let mut node = Node::new("www.example.org");
     for name in ["www.example.com", "www.example.org"] {
         assert!(node.passes(WEB, udp((WEB4, 4000), (DB4, 53), &question_of(&answer(name, 60, SITE4)))));

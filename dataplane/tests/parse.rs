@@ -74,7 +74,7 @@ fn tcp_segments_show_their_ports_numbers_flags_and_window_scale() {
 }
 
 #[test]
-fn the_window_scale_is_parsed_on_syn_segments_only_and_with_odd_options() {
+fn the_window_scale_is_parsed_on_syn_segments_alone() {
     for (name, flags, options, expected) in [
         ("none", 0x02, &[][..], None),
         ("alone", 0x02, &[3, 3, 7, 0][..], Some(7)),
@@ -195,7 +195,7 @@ fn invalid_packets_are_rejected_with_their_reason() {
         ("SCTP without a chunk", v4(132, &[0; 12], |_| {}), DropReason::Truncated),
         ("redirect", v4(1, &[5, 0, 0, 0, 0, 0, 0, 0], |_| {}), DropReason::Redirect),
         ("redirect over IPv6", v6(58, &[137, 0, 0, 0, 0, 0, 0, 0]), DropReason::Redirect),
-        ("router advertisement", v6(58, &[134, 0, 0, 0, 0, 0, 0, 0]), DropReason::NeighbourDiscovery),
+        ("router advertisement", v6(58, &[134, 0, 0, 0, 0, 0, 0, 0]), DropReason::InvalidDiscovery),
         ("mapped address in an IPv6 header", mapped, DropReason::Malformed),
         (
             "hop-by-hop that is not first",

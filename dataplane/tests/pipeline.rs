@@ -7,8 +7,8 @@ use std::sync::Arc;
 use etherparse::{IcmpEchoHeader, Icmpv4Type, Icmpv6Type, PacketBuilder, TcpHeader};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Transport, parse};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortProtocol, PortRange,
@@ -347,7 +347,7 @@ fn establish(node: &mut Node) -> (Vec<u8>, Vec<u8>) {
 }
 
 #[test]
-fn a_policy_change_revokes_a_connection_at_its_next_packet_from_either_side() {
+fn a_change_revokes_a_connection_at_either_sides_packet() {
     for first in [WEB, DB] {
         let mut node = Node::new();
         let (there, back) = establish(&mut node);
@@ -381,7 +381,7 @@ fn replies_do_not_restore_a_revoked_udp_flow() {
 }
 
 #[test]
-fn a_syn_may_reopen_a_revoked_connection_in_an_allowed_direction() {
+fn a_syn_reopens_a_revoked_connection_where_allowed() {
     let mut node = Node::new();
     let (there, _) = establish(&mut node);
     node.publish(Ingress::Nothing);

@@ -9,8 +9,8 @@ use std::time::Duration;
 use etherparse::{IcmpEchoHeader, Icmpv4Header, Icmpv4Type, IpNumber, PacketBuilder, TcpHeader, icmpv4};
 use penstock_dataplane::conntrack::{Config, ConnTable, EndedConnection, Ending, SweepCursor, TableMemory, Timestamp};
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Flow, Protocol, Transport, parse};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{BATCH, DropReason, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{
     AddressBlock, AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet,
@@ -257,7 +257,7 @@ fn packet(flow: &Flow) -> Vec<u8> {
 
 /// S9 and S10: what a client sends to the Service reaches the backend, and its answer comes from the Service.
 #[test]
-fn s10_replies_come_from_the_services_address_over_both_families() {
+fn s10_replies_come_from_the_services_address() {
     for (client, vip, server) in [(WEB4, VIP4, DB4), (WEB6, VIP6, DB6)] {
         for protocol in [Protocol::TCP, Protocol::UDP, Protocol::SCTP] {
             let mut node = Node::new();
@@ -299,7 +299,7 @@ fn later(flow: &Flow) -> Vec<u8> {
 }
 
 #[test]
-fn s10_backends_on_other_nodes_answer_over_the_host_port_or_an_uplink() {
+fn s10_remote_backends_answer_by_the_host_port_or_an_uplink() {
     for from in [HOST, UPLINK] {
         let mut node = Node::with(services(|v4| frontend(&[if v4 { FAR4 } else { FAR6 }])));
         let sent = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
@@ -310,7 +310,7 @@ fn s10_backends_on_other_nodes_answer_over_the_host_port_or_an_uplink() {
 }
 
 #[test]
-fn s10_a_backend_in_the_host_network_answers_from_the_services_address() {
+fn s10_a_host_network_backend_answers_as_the_service() {
     let mut node = Node::with(services(|v4| frontend(&[if v4 { NODE4 } else { FAR6 }])));
     let sent = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
     let inner = node.pass(WEB, &packet(&sent), HOST);
@@ -360,7 +360,7 @@ fn s10_icmp_errors_quote_what_their_receiver_has_sent() {
 }
 
 #[test]
-fn s10_the_path_mtu_behind_the_service_is_told_about_the_clients_own_packet() {
+fn s10_path_mtu_errors_are_about_the_clients_own_packet() {
     let mut node = Node::new();
     let sent = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
     let mut long = Vec::new();
@@ -399,7 +399,7 @@ fn s5_backends_are_chosen_uniformly_once_for_each_connection() {
 }
 
 #[test]
-fn s5_a_connection_keeps_its_backend_when_another_is_chosen_for_new_ones() {
+fn s5_a_connection_keeps_its_backend() {
     let mut node = Node::new();
     let sent = flow(Protocol::TCP, (WEB4, 4000), (VIP4, PORT));
     let inner = node.pass(WEB, &syn(&sent), DB);
@@ -410,7 +410,7 @@ fn s5_a_connection_keeps_its_backend_when_another_is_chosen_for_new_ones() {
 }
 
 #[test]
-fn s5_a_connection_from_the_same_port_after_an_ended_one_chooses_again() {
+fn s5_a_reused_port_after_an_ended_connection_chooses_again() {
     let mut node = Node::new();
     let sent = flow(Protocol::TCP, (WEB4, 4000), (VIP4, PORT));
     for backends in [[DB4, DB6], [FAR4, FAR6], [FAR4, FAR6], [DB4, DB6]] {
@@ -456,7 +456,7 @@ fn s6_a_client_keeps_its_backend_for_the_time_of_affinity() {
 }
 
 #[test]
-fn s7_without_a_backend_tcp_is_reset_and_others_get_port_unreachable() {
+fn s7_without_a_backend_tcp_is_reset_and_udp_unreachable() {
     let mut node = Node::with(services(|_| frontend(&[])));
     for (client, vip) in [(WEB4, VIP4), (WEB6, VIP6)] {
         let sent = flow(Protocol::TCP, (client, 4000), (vip, PORT));
@@ -478,14 +478,14 @@ fn s7_without_a_backend_tcp_is_reset_and_others_get_port_unreachable() {
 }
 
 #[test]
-fn s3_without_a_backend_here_and_some_elsewhere_packets_are_dropped_silently() {
+fn s3_with_backends_elsewhere_alone_packets_are_dropped() {
     let mut node = Node::with(services(|_| Frontend { without: WithoutBackend::Dropped, ..frontend(&[]) }));
     node.refuse(WEB, &syn(&flow(Protocol::TCP, (WEB4, 4000), (VIP4, PORT))), DropReason::NoLocalBackend);
     assert!(node.replies().is_empty());
 }
 
 #[test]
-fn s8_other_ports_are_refused_and_addresses_of_no_service_dropped() {
+fn s8_other_ports_are_refused_and_other_addresses_dropped() {
     let mut node = Node::new();
     let other_port = flow(Protocol::TCP, (WEB4, 4000), (VIP4, 81));
     node.refuse(WEB, &syn(&other_port), DropReason::NoServicePort);
@@ -532,7 +532,7 @@ fn s9_policy_is_evaluated_for_the_backend_on_both_sides() {
 }
 
 #[test]
-fn s9_a_connection_that_policy_no_longer_allows_is_cut_in_both_directions() {
+fn s9_a_revoked_connection_is_cut_in_both_directions() {
     let mut node = Node::new();
     let sent = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
     let inner = node.pass(WEB, &packet(&sent), DB);
@@ -545,7 +545,7 @@ fn s9_a_connection_that_policy_no_longer_allows_is_cut_in_both_directions() {
 }
 
 #[test]
-fn s11_a_pod_that_is_its_own_backend_reaches_itself_whatever_network_policies_say() {
+fn s11_a_pod_that_is_its_own_backend_reaches_itself() {
     for (client, vip) in [(WEB4, VIP4), (WEB6, VIP6)] {
         let mut node = Node::with(services(|v4| frontend(&[if v4 { WEB4 } else { WEB6 }])));
         let closed = || EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], [])));
@@ -561,7 +561,7 @@ fn s11_a_pod_that_is_its_own_backend_reaches_itself_whatever_network_policies_sa
 }
 
 #[test]
-fn s11_cluster_network_policies_apply_to_a_pod_that_is_its_own_backend() {
+fn s11_tiers_apply_to_a_pod_that_is_its_own_backend() {
     let mut node = Node::with(services(|v4| frontend(&[if v4 { WEB4 } else { WEB6 }])));
     let sent = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
     for (action, expected) in
@@ -576,7 +576,7 @@ fn s11_cluster_network_policies_apply_to_a_pod_that_is_its_own_backend() {
 }
 
 #[test]
-fn s12_a_datagram_flow_gets_another_backend_when_its_own_stops_serving() {
+fn s12_a_datagram_flow_leaves_a_backend_that_stops_serving() {
     let mut node = Node::new();
     let udp = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
     let tcp = flow(Protocol::TCP, (WEB4, 4000), (VIP4, PORT));
@@ -596,7 +596,7 @@ fn s12_a_datagram_flow_gets_another_backend_when_its_own_stops_serving() {
 
 /// A resolver asks from a port again, when its last question from there has timed out and was not swept yet.
 #[test]
-fn a_port_that_is_used_again_after_its_flow_expired_chooses_again() {
+fn a_port_used_again_after_expiry_chooses_again() {
     let mut node = Node::new();
     let udp = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
     for backends in [[DB4, DB6], [FAR4, FAR6], [DB4, DB6], [FAR4, FAR6]] {
@@ -611,7 +611,7 @@ fn a_port_that_is_used_again_after_its_flow_expired_chooses_again() {
 
 /// Otherwise it would open a connection from backend to client, for which no later packet could get this backend again.
 #[test]
-fn s12_an_answer_that_is_on_its_way_when_its_backend_stops_serving_is_the_services() {
+fn s12_a_late_answer_of_a_former_backend_is_the_services() {
     let mut node = Node::new();
     let udp = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
     let inner = node.pass(WEB, &packet(&udp), DB);
@@ -690,7 +690,7 @@ fn s15_only_pods_packets_are_translated() {
 }
 
 #[test]
-fn without_services_a_packet_to_a_service_goes_to_the_node_as_it_is() {
+fn without_services_packets_go_to_the_node_unchanged() {
     let mut node = Node::new();
     node.publish(|snapshot| snapshot.services = None);
     let sent = flow(Protocol::UDP, (WEB4, 4000), (VIP4, PORT));
@@ -702,7 +702,7 @@ fn without_services_a_packet_to_a_service_goes_to_the_node_as_it_is() {
 
 /// The same client port to the Service and to its backend: the second one cannot be told from the first.
 #[test]
-fn a_flow_that_another_connection_has_is_not_chosen_and_not_taken() {
+fn a_flow_of_another_connection_is_not_chosen_or_taken() {
     let mut node = Node::with(services(|_| frontend(&[DB4, FAR4])));
     let direct = flow(Protocol::UDP, (WEB4, 4000), (DB4, TARGET));
     assert_eq!(node.pass(WEB, &packet(&direct), DB), direct);

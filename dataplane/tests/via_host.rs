@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use etherparse::{IpNumber, Ipv4Header, PacketBuilder};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::names::NameTime;
 use penstock_dataplane::packet::{Address, Flow};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{
     BATCH, DropReason, EvaluationReason, Frames, Observer, OriginalSources, Pipeline, PipelineMode, StackSender,
     Verdict, evaluate_connection,
@@ -180,7 +180,7 @@ fn fragment(mut frame: Vec<u8>, offset: u16, more: bool) -> Vec<u8> {
 }
 
 #[test]
-fn a_connection_through_the_nodes_stack_uses_it_in_both_directions() {
+fn a_connection_by_the_nodes_stack_uses_it_both_ways() {
     for v6 in [0, 1] {
         let mut node = Node::new();
         let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
@@ -203,7 +203,7 @@ fn a_connection_through_the_nodes_stack_uses_it_in_both_directions() {
 }
 
 #[test]
-fn a_mid_stream_segment_between_two_pods_goes_through_the_nodes_stack() {
+fn a_mid_stream_segment_between_pods_goes_by_the_stack() {
     for v6 in [0, 1] {
         let mut node = Node::new();
         let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
@@ -217,7 +217,7 @@ fn a_mid_stream_segment_between_two_pods_goes_through_the_nodes_stack() {
 }
 
 #[test]
-fn icmp_errors_about_a_connection_through_the_stack_take_the_same_path() {
+fn icmp_errors_follow_a_connection_through_the_stack() {
     for v6 in [0, 1] {
         let mut node = Node::new();
         let (a, b) = ((A_IPS[v6], 1000), (B_IPS[v6], 8080));
@@ -236,7 +236,7 @@ fn icmp_errors_about_a_connection_through_the_stack_take_the_same_path() {
 }
 
 #[test]
-fn later_fragments_follow_their_first_fragment_through_the_nodes_stack() {
+fn later_fragments_follow_the_first_through_the_stack() {
     let mut node = Node::new();
     let (a, b) = ((A_IPS[0], 1000), (B_IPS[0], 8080));
     assert_eq!(node.verdict(HOST, &udp(a, b, 10)), Verdict::Forward(B));
@@ -246,7 +246,7 @@ fn later_fragments_follow_their_first_fragment_through_the_nodes_stack() {
 }
 
 #[test]
-fn both_ends_of_a_connection_through_the_stack_are_reset_on_their_own_path() {
+fn resets_through_the_stack_take_each_ends_path() {
     let mut node = Node::new();
     let (a, b) = ((A_IPS[0], 1000), (B_IPS[0], 8080));
     assert_eq!(node.verdict(HOST, &tcp(a, b, SYN, (1000, 0))), Verdict::Forward(B));
@@ -259,7 +259,7 @@ fn both_ends_of_a_connection_through_the_stack_are_reset_on_their_own_path() {
 }
 
 #[test]
-fn a_connection_that_the_node_does_not_translate_leaves_its_stack() {
+fn an_untranslated_connection_leaves_the_nodes_stack() {
     for v6 in [0, 1] {
         let ends = |port| ((A_IPS[v6], port), (B_IPS[v6], 8080));
         // Workers met it in its middle.
@@ -288,7 +288,7 @@ fn a_connection_that_the_node_does_not_translate_leaves_its_stack() {
 }
 
 #[test]
-fn what_a_pod_with_filters_sends_to_another_takes_the_nodes_stack() {
+fn packets_of_a_pod_with_filters_take_the_nodes_stack() {
     for v6 in [0, 1] {
         let mut node = Node::new();
         let mut port = node.snapshot.forwarding.port(A).unwrap().clone();
@@ -412,7 +412,7 @@ impl Node {
 }
 
 #[test]
-fn policy_is_evaluated_for_who_sent_what_the_node_forwards_and_only_its_processes_are_exempt() {
+fn only_the_nodes_own_processes_are_exempt_from_policy() {
     let (passes, denied) = (Verdict::Forward(B), Verdict::Drop(DropReason::IngressDenied));
     for v6 in [0, 1] {
         let (own, client) = (ip(NODE_IPS[v6]), ip(CLIENT[v6]));
@@ -440,7 +440,7 @@ fn policy_is_evaluated_for_who_sent_what_the_node_forwards_and_only_its_processe
 }
 
 #[test]
-fn what_enters_with_the_nodes_own_address_answers_no_pod_under_policy() {
+fn an_outsider_with_the_nodes_address_answers_no_pod() {
     for v6 in [0, 1] {
         for sender in [StackSender::Unchanged, StackSender::Untranslated] {
             for (open, expected) in [(true, Verdict::Forward(B)), (false, Verdict::Drop(DropReason::SpoofedSource))] {
@@ -483,7 +483,7 @@ fn a_translated_source_that_was_the_nodes_has_no_exemption() {
 }
 
 #[test]
-fn what_a_pod_sends_by_its_node_to_another_machine_is_evaluated_each_time_for_the_pod() {
+fn packets_by_the_node_to_another_machine_are_the_pods() {
     let elsewhere = ["203.0.113.99", "2001:db8::99"];
     for v6 in [0, 1] {
         // With the pod's own source, and with one that the node gave it. Port 40000 is another client's.
@@ -512,7 +512,7 @@ fn what_a_pod_sends_by_its_node_to_another_machine_is_evaluated_each_time_for_th
 }
 
 #[test]
-fn what_leaves_by_an_uplink_is_as_the_node_sent_it_and_names_the_uplink() {
+fn a_packet_leaves_by_the_uplink_as_the_node_sent_it() {
     for v6 in [0, 1] {
         let frame = udp((NODE_IPS[v6], 9), (CLIENT[v6], 53), 10);
         let mut frames = OfStack(MemoryFrames::new(), StackSender::Leaving { port: A.0, uplink: 7 });
@@ -557,7 +557,7 @@ impl OriginalSources for Forgetful {
 }
 
 #[test]
-fn a_connections_client_is_kept_beside_it_and_no_flood_forgets_it() {
+fn no_flood_forgets_the_client_of_a_connection() {
     for v6 in [0, 1] {
         let there = udp((NODE_IPS[v6], 40_000), (B_IPS[v6], 53), 10);
         let back = udp((B_IPS[v6], 53), (NODE_IPS[v6], 40_000), 10);
@@ -581,7 +581,7 @@ fn a_connections_client_is_kept_beside_it_and_no_flood_forgets_it() {
 }
 
 #[test]
-fn a_translated_connection_is_evaluated_again_for_its_client_whichever_side_sends() {
+fn a_translated_connection_is_reevaluated_for_its_client() {
     for v6 in [0, 1] {
         let there = |port| udp((NODE_IPS[v6], port), (B_IPS[v6], 53), 10);
         let back = udp((B_IPS[v6], 53), (NODE_IPS[v6], 40_000), 10);
@@ -633,7 +633,7 @@ impl Node {
 }
 
 #[test]
-fn another_set_judges_packets_and_open_connections_as_it_would_if_it_were_published() {
+fn a_staged_set_judges_as_if_it_were_published() {
     for v6 in [0, 1] {
         let node_ip = NODE_IPS[v6];
         let to_b = |from: &str, port| udp((from, port), (B_IPS[v6], 53), 10);

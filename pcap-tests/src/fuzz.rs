@@ -63,7 +63,7 @@ impl FuzzNode {
     }
 
     /// Adds a frame to the next batch, and evaluates the batch when it is full.
-    pub fn give(&mut self, frame: &[u8]) {
+    pub fn push(&mut self, frame: &[u8]) {
         let start = self.batch.bytes().len();
         self.batch.space().extend_from_slice(frame);
         let length = frame.len() as u32;
@@ -135,7 +135,7 @@ pub fn frames(node: &mut FuzzNode, mut bytes: &[u8]) {
     while let [port, high, low, rest @ ..] = bytes {
         let length = usize::from(u16::from_be_bytes([*high, *low])).min(rest.len());
         let (frame, behind) = rest.split_at(length);
-        node.give(frame);
+        node.push(frame);
         if port & 0x40 == 0 {
             node.evaluate(port & 0x3f);
         }

@@ -143,6 +143,7 @@ fn the_corpus_covers_every_verdict_reason_and_connection_state() {
         "source_route",
         "redirect",
         "neighbour_discovery",
+        "invalid_discovery",
         "header_checksum",
         "spoofed_source",
         "encapsulation",

@@ -51,7 +51,7 @@ fn two_million_random_and_mutated_frames_get_one_verdict_each() {
     let mut random = SmallRng::seed_from_u64(0x5eed);
     let mut node = FuzzNode::default();
     for number in 0..TWO_MILLION {
-        node.give(&mutated(&corpus, &mut random));
+        node.push(&mutated(&corpus, &mut random));
         if random.random_ratio(1, 16) {
             node.evaluate(random.random());
         }

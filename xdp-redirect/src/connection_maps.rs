@@ -16,7 +16,7 @@ use crate::pins::Pins;
 pub struct ConnectionMapSizes {
     /// Version of their contents: arrays of another version are not taken over.
     pub version: u64,
-    /// Of the one `struct table` in `src/bpf/conntrack_maps.h`.
+    /// The size of the one `struct table` in `src/bpf/conntrack_maps.h`.
     pub table: u32,
     /// Number of groups, and bytes of their tags.
     pub tags: (u32, u32),

@@ -372,7 +372,7 @@ mod tests {
     use super::{Pinned, PinnedProgram, parse};
 
     #[test]
-    fn pin_names_encode_program_and_interface_and_other_names_are_ignored() {
+    fn pin_names_encode_program_and_interface() {
         for program in PinnedProgram::ALL {
             let pinned = Pinned { program, interface: 4_294_967_295 };
             assert_eq!(parse(&format!("{}-{}", program.name(), pinned.interface)), Some(pinned));

@@ -1,4 +1,4 @@
-//! What programs can ask the kernel of a packet's connection.
+//! Functions of the kernel by which programs ask about a packet's connection.
 
 use std::ffi::CStr;
 
@@ -13,7 +13,7 @@ const READ: [&CStr; 2] = [c"sk_buff", c"nf_conn"];
 /// The module that has the lookups, and may alone describe the structures, if they are not built in.
 const MODULE: &CStr = c"nf_conntrack";
 
-/// What the kernel has of this, or has not. Programs are told by constants, with which the verifier leaves out what they would
+/// Which of this the kernel has. Programs are told by constants, with which the verifier leaves out what they would
 /// call or read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct ConnectionFunctions {

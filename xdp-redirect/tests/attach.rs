@@ -164,7 +164,7 @@ fn a_missing_interface_or_queue_is_named() {
 }
 
 #[test]
-fn without_a_socket_packets_are_dropped_unless_configured_to_pass() {
+fn without_a_socket_packets_pass_only_by_setting() {
     in_namespace(|| {
         let interface = veth();
         let redirect = Redirect::new().unwrap();
@@ -287,7 +287,7 @@ fn ipv4_frame() -> Vec<u8> {
 }
 
 #[test]
-fn a_pinned_link_outlasts_its_owner_and_is_taken_over_without_a_gap() {
+fn a_pinned_link_is_taken_over_without_a_gap() {
     in_namespace(|| {
         let root = PinRoot::new("takeover");
         let interface = veth();
@@ -339,7 +339,7 @@ fn replace_by_another(pin: &std::path::Path) {
 }
 
 #[test]
-fn instances_share_the_binarys_tag_and_a_foreign_program_is_detected_and_replaced() {
+fn a_foreign_program_is_detected_by_its_tag_and_replaced() {
     in_namespace(|| {
         let root = PinRoot::new("tag");
         let interface = veth();
@@ -391,7 +391,7 @@ fn pins_of_removed_interfaces_and_namespaces_are_swept() {
 }
 
 #[test]
-fn a_start_in_another_namespace_keeps_a_connection_table_that_waits_for_its_next_daemon() {
+fn a_start_elsewhere_keeps_a_waiting_connection_table() {
     let root = PinRoot::new("table");
     let sizes = ConnectionMapSizes { version: 1, table: 64, tags: (1, 64), entries: (1, 64), usage: (1, 64) };
     in_namespace(|| {

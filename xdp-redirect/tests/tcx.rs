@@ -255,7 +255,7 @@ fn expect(veth: &PodVeth, outcome: ProgramOutcome, count: u64) {
 }
 
 #[test]
-fn a_pods_packets_reach_the_worker_with_their_port_and_go_on_to_a_pod_or_the_node() {
+fn a_pods_packets_reach_the_worker_with_their_port_and_go_on() {
     in_namespace(|| {
         let node = Node::new();
         let [a, b] = &node.pods;
@@ -332,7 +332,7 @@ fn set_received(array: &WaitingArray, port: u32, [sent, received]: [u64; 2]) {
 }
 
 #[test]
-fn a_pod_sends_no_more_than_its_share_until_a_worker_has_received_some_and_others_are_not_affected() {
+fn a_pods_share_of_waiting_packets_affects_no_other_pod() {
     in_namespace(|| {
         let array = WaitingArray::create(128).unwrap();
         let node = Node::with(TcxOptions { waiting: Some((array.clone(), 3)), ..TcxOptions::default() });
@@ -417,7 +417,7 @@ fn a_long_packet_counts_as_its_segments_before_it_is_let_in() {
 }
 
 #[test]
-fn what_a_cpu_sends_goes_to_its_own_worker_whatever_the_connection() {
+fn packets_of_a_cpu_go_to_its_own_worker() {
     let usable = sched_getaffinity(Pid::from_raw(0)).unwrap();
     let cpus: Vec<usize> = (0..CpuSet::count()).filter(|&cpu| usable.is_set(cpu).unwrap()).take(2).collect();
     if cpus.len() < 2 {
@@ -472,7 +472,7 @@ fn a_veth_that_is_not_served_drops_all_but_address_resolution() {
 }
 
 #[test]
-fn without_the_process_packets_pass_only_where_the_setting_says_so() {
+fn without_the_process_packets_pass_only_by_setting() {
     for open in [false, true] {
         in_namespace(|| {
             let options = TcxOptions { open_without_workers: open, ..TcxOptions::default() };

@@ -124,7 +124,7 @@ pub fn times_until_in_force(testbed: &PeerTestbed, changes: usize) -> Result<Cha
             if let Some(arrived) = connection.send_one()? {
                 break arrived;
             }
-            ensure!(saved.elapsed() < LIMIT, "the policy is not in force after {LIMIT:?}");
+            ensure!(saved.elapsed() < LIMIT, "the policy is not in effect after {LIMIT:?}");
         };
         times.opened.push(first - saved);
         let mut last = first;

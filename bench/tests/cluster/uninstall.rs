@@ -14,7 +14,7 @@ pub(crate) fn the_documented_commands_remove_and_install(cluster: &mut RealClust
     documented::remove(cluster)?;
     expect_reached(cluster, "lab/guest", "shop/api", 8080, true)?;
     let status = documented::install(cluster)?;
-    ensure!(status.contains("is in force on every worker"), "README's last command printed:\n{status}");
+    ensure!(status.contains("is in effect on every worker"), "README's last command printed:\n{status}");
     expect_reached(cluster, "lab/guest", "shop/api", 8080, false)
 }
 
@@ -66,7 +66,7 @@ pub(crate) fn helm_installs_changes_and_removes(cluster: &mut RealCluster) -> Re
     rolled_out("penstock")?;
     cluster.wait_for_penstock()?;
     let status: Value = serde_json::from_str(&cluster.penstock(0, &["status", "--json"])?)?;
-    ensure!(status["services"].is_object(), "the changed configuration is not in force: {status}");
+    ensure!(status["services"].is_object(), "the changed configuration is not in effect: {status}");
     expect_reached(cluster, "lab/guest", "shop/api", 8080, false)?;
 
     helm(&["upgrade", "penstock", &chart, "--reuse-values", "--set", "uninstall=true"])?;

@@ -54,14 +54,14 @@ pub(crate) fn commands_answer_in_the_pods(cluster: &mut RealCluster) -> Result<(
     for node in 0..cluster.nodes.len() {
         let status = cluster.penstock(node, &["status"])?;
         ensure!(
-            status.contains("is in force on every worker") && status.contains("tcx"),
+            status.contains("is in effect on every worker") && status.contains("tcx"),
             "the default attach mode: {status}"
         );
         cluster.penstock(node, &["flows"])?;
         cluster.penstock(node, &["dump", "/tmp/bundle.tar.gz"])?;
     }
     let shown = cluster.kubectl(&["-n", "kube-system", "exec", "ds/penstock", "--", "penstock", "status"])?;
-    ensure!(shown.contains("is in force on every worker"), "as README has it: {shown}");
+    ensure!(shown.contains("is in effect on every worker"), "as README has it: {shown}");
     Ok(())
 }
 

@@ -67,7 +67,7 @@ fn assert_unaffected(fixture: &Fixture) {
         fixture.save("only.yaml", &only_port(open));
         let deadline = Instant::now() + Duration::from_secs(30);
         while tcp(fixture, closed) != ProbeOutcome::Silent || tcp(fixture, open) != ProbeOutcome::Reached {
-            assert!(Instant::now() < deadline, "a change of policy is not in force");
+            assert!(Instant::now() < deadline, "a change of policy is not in effect");
         }
     }
 }

@@ -39,7 +39,7 @@ fn no_packet_reaches_a_pod_between_a_kill_and_the_next_start() {
             assert!(times().any(|sent| sent < dead), "before");
             assert_eq!(times().filter(|&sent| sent > dead && sent < starts).count(), 0, "without a daemon none passes");
             let first = times().filter(|&sent| sent > starts).min().expect("after");
-            println!("in force {:?} after the start (v6: {v6})", first - starts);
+            println!("in effect {:?} after the start (v6: {v6})", first - starts);
         }
     }
 }

@@ -183,7 +183,7 @@ fn a_trial_runs_on_both_nodes_and_is_summed() {
                   spec: {podSelector: {matchLabels: {app: db}}, policyTypes: [Ingress]}\n";
     std::fs::write(&staged, policy).unwrap();
     let started = setup.run(&["trial", "start", "--manifests", staged.to_str().unwrap()], 0).0;
-    assert!(started.starts_with("node-a, node-b: judged beside what is in force"), "{started}");
+    assert!(started.starts_with("node-a, node-b: judged beside what is in effect"), "{started}");
     let deadline = Instant::now() + LIMIT;
     let change = loop {
         let status = Command::output(&mut setup.command(&["trial", "status", "--json"])).unwrap();

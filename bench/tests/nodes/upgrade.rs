@@ -72,7 +72,7 @@ fn replace_daemon(fixture: &mut Fixture, node: usize, flows: &[EchoConnection]) 
     let took = began.elapsed();
     flows.iter().for_each(|flow| flow.wait_for(10, SILENCE).unwrap());
     let gaps: Vec<Duration> = flows.iter().map(EchoConnection::take_slowest).collect();
-    println!("node {node}: from SIGTERM to the next daemon in force {took:.2?}; longest gaps {gaps:.2?}");
+    println!("node {node}: from SIGTERM to the next daemon in effect {took:.2?}; longest gaps {gaps:.2?}");
     let found = fixture.daemons[node].log().wait_for_after(0, "connections found", Duration::from_secs(1));
     println!("{}", found.unwrap());
 }

@@ -35,11 +35,11 @@ fn away_for(length: Duration) {
     let (web, lab) = (from(&fixture, "web"), from(&fixture, "lab"));
     let deadline = Instant::now() + Duration::from_secs(30);
     while !web.passes() || lab.passes() {
-        assert!(Instant::now() < deadline, "the policy is in force");
+        assert!(Instant::now() < deadline, "the policy is in effect");
     }
     let began = Instant::now();
     fixture.server.stop();
-    fixture.daemon.log().wait_for_after(0, "stay in force", Duration::from_secs(10)).unwrap();
+    fixture.daemon.log().wait_for_after(0, "stay in effect", Duration::from_secs(10)).unwrap();
 
     // A pod goes, another one gets its address, a third one is created, and a policy changes.
     drop(lab);
@@ -64,11 +64,11 @@ fn away_for(length: Duration) {
     let returns = Instant::now();
     let took = late.time_until_passing(|| fixture.server.resume().unwrap());
     while web.passes() {
-        assert!(returns.elapsed() < Duration::from_secs(20), "the old policy stays in force");
+        assert!(returns.elapsed() < Duration::from_secs(20), "the old policy stays in effect");
     }
     let last_of_web = web.last_arrival().saturating_duration_since(returns);
     println!(
-        "away for {length:?}: in force {took:.2?} after its return; what is denied since ended {last_of_web:.2?} after it"
+        "away for {length:?}: in effect {took:.2?} after its return; what is denied since ended {last_of_web:.2?} after it"
     );
     assert!(took < SOON && last_of_web < SOON, "{took:?} and {last_of_web:?}");
     assert!(!heir.passes(), "the address is another pod's now");

@@ -45,12 +45,12 @@ fn policies_stay_during_an_outage_which_is_logged_once() {
     let denied = Stream::start(&namespace("test/lab"), &namespace("test/db"), "10.244.1.11");
     let deadline = Instant::now() + SOON;
     while !allowed.passes() || denied.passes() {
-        assert!(Instant::now() < deadline, "the policy is in force");
+        assert!(Instant::now() < deadline, "the policy is in effect");
     }
     // A real server that has just started may refuse its users before it knows their rights.
     let before = fixture.daemon.log().lines().len();
     fixture.server.stop();
-    fixture.daemon.log().wait_for_after(before, "stay in force", Duration::from_secs(30)).unwrap();
+    fixture.daemon.log().wait_for_after(before, "stay in effect", Duration::from_secs(30)).unwrap();
     for _ in 0..5 {
         assert!(allowed.passes() && !denied.passes(), "nothing changes while it is away");
     }
@@ -62,7 +62,7 @@ fn policies_stay_during_an_outage_which_is_logged_once() {
         assert!(Instant::now() < deadline, "changes are followed again");
     }
     let log = fixture.daemon.log().lines();
-    let logged = log.iter().skip(before).filter(|line| line.contains("stay in force")).count();
+    let logged = log.iter().skip(before).filter(|line| line.contains("stay in effect")).count();
     assert_eq!(logged, 1, "{}", fixture.daemon.log().lines().join("\n"));
 }
 

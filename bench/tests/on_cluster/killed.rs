@@ -20,7 +20,7 @@ fn after_a_kill_no_packet_passes_without_a_verdict() {
     let allowed = Stream::start(&web.namespace, &db.namespace, "10.244.1.11");
     let deadline = Instant::now() + LIMIT;
     while !allowed.passes() {
-        assert!(Instant::now() < deadline, "the policy is in force");
+        assert!(Instant::now() < deadline, "the policy is in effect");
     }
     let denied = Stream::start(&lab.namespace, &db.namespace, "10.244.1.11");
     let _servers = EchoServers::start(&db, 7, &[EchoService::Tcp(8080)]).unwrap();
@@ -45,7 +45,7 @@ fn after_a_kill_no_packet_passes_without_a_verdict() {
         assert!(began.elapsed() < LIMIT, "nothing passes after the start");
         std::thread::sleep(Duration::from_millis(1));
     }
-    println!("in force {:.2?} after the start", began.elapsed());
+    println!("in effect {:.2?} after the start", began.elapsed());
     flow.wait_for(100, 6 * LIMIT).unwrap();
     assert_eq!(flow.wait_until_blocked(Duration::from_millis(1)), None, "the connection goes on");
     assert_eq!(denied.count(), 0, "never what policy denies");

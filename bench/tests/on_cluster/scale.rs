@@ -112,7 +112,7 @@ fn a_thousand_events_a_second_among_100000_pods_are_followed() {
     let toml = configuration(&server.kubeconfig(Account::Penstock), "off", "");
     let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();
     daemon.log().wait_for_after(0, "ready: ", Duration::from_secs(120)).unwrap();
-    println!("{PODS} pods and {POLICIES} policies read and in force after {:.1?}", started.elapsed());
+    println!("{PODS} pods and {POLICIES} policies read and in effect after {:.1?}", started.elapsed());
 
     let (before, time) = (metrics(&node), daemon.processor_time().unwrap());
     let (begun, total) = (Instant::now(), EVENTS_A_SECOND * SECONDS);
@@ -138,12 +138,12 @@ fn a_thousand_events_a_second_among_100000_pods_are_followed() {
     let used = (daemon.processor_time().unwrap() - time).as_secs_f64() / wall.as_secs_f64();
     let p99 = p99(&before, &after, "penstock_enforced_seconds");
     println!(
-        "{total} events in {wall:.1?} (at worst {lag:.1?} late): {:.0} snapshots, event to in force p99 below {p99:.1?}, \
+        "{total} events in {wall:.1?} (at worst {lag:.1?} late): {:.0} snapshots, event to in effect p99 below {p99:.1?}, \
          all taken in {behind:.1?} after the last, {:.1} % of a core",
         sample(&after, "penstock_epoch ") - sample(&before, "penstock_epoch "),
         used * 100.0
     );
-    assert!(p99 <= P99, "event to in force: p99 {p99:?}");
+    assert!(p99 <= P99, "event to in effect: p99 {p99:?}");
     assert!(behind <= P99 + Duration::from_millis(50), "{behind:?} behind the last event");
     assert!(used < OF_A_CORE, "{used:.2} of a core");
 }

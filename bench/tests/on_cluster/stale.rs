@@ -23,7 +23,7 @@ fn killed_without_a_server() -> Option<Fixture> {
         eprintln!("SKIPPED: nobody can change the objects of a real API server while it is away");
         return None;
     }
-    until("the policy is in force", || passes(&fixture, "web") && !passes(&fixture, "lab"));
+    until("the policy is in effect", || passes(&fixture, "web") && !passes(&fixture, "lab"));
     std::thread::sleep(RECORDED);
     fixture.server.stop();
     fixture.kill();
@@ -48,7 +48,7 @@ fn the_last_objects_count_after_a_restart_without_the_server() {
     let began = Instant::now();
     fixture.restart();
     until("what was allowed is", || passes(&fixture, "web"));
-    println!("in force {:.2?} after the start, without an API server", began.elapsed());
+    println!("in effect {:.2?} after the start, without an API server", began.elapsed());
     assert!(!passes(&fixture, "lab"), "what was denied is");
     assert!(page(&fixture, "/metrics").contains("\npenstock_objects_stale 1"));
     assert!(page(&fixture, "/metrics").contains("\npenstock_objects_recorded_timestamp_seconds "));
@@ -62,7 +62,7 @@ fn the_last_objects_count_after_a_restart_without_the_server() {
     server.create_elsewhere(&policy("db", "lab")).unwrap();
     let seen = fixture.daemon.log().len();
     fixture.server.resume().unwrap();
-    until("the server's objects are in force", || passes(&fixture, "lab") && !passes(&fixture, "web"));
+    until("the server's objects are in effect", || passes(&fixture, "lab") && !passes(&fixture, "web"));
     let lines = fixture.daemon.log().lines().split_off(seen);
     let published = lines.iter().filter(|line| line.contains("published: ")).count();
     assert!((1..=2).contains(&published), "one snapshot with all, one without the pod's port: {lines:#?}");
@@ -93,7 +93,7 @@ fn damaged_or_other_versions_objects_leave_pods_closed() {
     std::thread::sleep(Duration::from_secs(1));
     assert!(!passes(&fixture, "web") && !passes(&fixture, "lab"), "closed until the server is back");
     fixture.server.resume().unwrap();
-    until("the policy is in force again", || passes(&fixture, "web"));
+    until("the policy is in effect again", || passes(&fixture, "web"));
     assert!(!passes(&fixture, "lab"));
 }
 

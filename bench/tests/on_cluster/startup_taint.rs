@@ -39,7 +39,7 @@ fn a_ready_daemon_removes_its_startup_taint_from_its_node_alone() {
     if let Some(fake) = fixture.server.fake() {
         // Longer than the daemon waits before it starts with the objects of its last run.
         std::thread::sleep(Duration::from_secs(4));
-        assert_eq!(taints(&fixture).len(), 4, "nothing is in force yet");
+        assert_eq!(taints(&fixture).len(), 4, "nothing is in effect yet");
         fake.set_readable(Resource::NetworkPolicies, true);
     }
     let deadline = Instant::now() + LIMIT;

@@ -180,7 +180,7 @@ impl Node {
         let client = Client::new(self.config.admin.as_deref().unwrap()).unwrap();
         let deadline = Instant::now() + LIMIT;
         while !client.get::<Status>("/v1/status", &()).unwrap().in_force {
-            assert!(Instant::now() < deadline, "the policies are not in force");
+            assert!(Instant::now() < deadline, "the policies are not in effect");
             thread::sleep(Duration::from_millis(5));
         }
     }

@@ -100,7 +100,7 @@ fn a_new_pod_unknown_to_the_source_starts_closed() {
     let (output, took) = add(&mut fixture, 1);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && took >= Duration::from_secs(1), "{took:?}");
-    assert!(said.contains("test/new starts before its policy is in force: the source has not told"), "{said}");
+    assert!(said.contains("test/new starts before its policy is in effect: the source has not told"), "{said}");
     assert_first(&fixture, "test/pod-1", false, ProbeOutcome::Silent);
 }
 

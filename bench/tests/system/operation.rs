@@ -259,7 +259,7 @@ fn status_shows_a_change_for_its_pods_and_when_it_is_in_force() {
             let status = open.status();
             (status.published > before.published && status.in_force).then_some(status)
         },
-        "the change is in force",
+        "the change is in effect",
     );
     let (first, second) = (pod(&after, "test/pod-0"), pod(&after, "test/pod-1"));
     assert_eq!(first.changed, pod(&before, "test/pod-0").changed, "its own rules are as they were");
@@ -271,7 +271,7 @@ fn status_shows_a_change_for_its_pods_and_when_it_is_in_force() {
     assert_eq!(counted(&metrics), 1.0, "one event, the start not counted");
     let took = metrics["penstock_enforced_seconds_sum"];
     let longest = saving.elapsed().as_secs_f64();
-    assert!(took > 0.0 && took < longest, "{took} s from the event to a snapshot in force, of {longest} s");
+    assert!(took > 0.0 && took < longest, "{took} s from the event to a snapshot in effect, of {longest} s");
     // The status names what a pod without an interface waits for.
     let lost = crate::fixture::pod("lost", "10.244.1.99", "fd00:10:244:1::99");
     open.fixture.save("all.yaml", &(pods(2) + &lost));
@@ -329,7 +329,7 @@ fn commands_query_the_daemon_and_report_errors() {
     flow.wait_for(100, LIMIT).unwrap();
 
     let status = open.print(&["status"]);
-    assert!(status.contains("is in force on every worker") && status.contains("test/pod-1"), "{status}");
+    assert!(status.contains("is in effect on every worker") && status.contains("test/pod-1"), "{status}");
     let json: Value = serde_json::from_str(&open.print(&["status", "--json"])).unwrap();
     assert_eq!(json["node"], "node");
     let flows = open.print(&["flows", "--pod", "test/pod-0", "--protocol", "tcp"]);

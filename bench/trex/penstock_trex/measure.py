@@ -36,7 +36,7 @@ def checked(trial, what):
     if trial.sent == 0:
         raise Refused(f'no {what} were sent')
     if trial.denied_received:
-        raise Refused(f'{trial.denied_received} {what} arrived that policy should deny: is it in force?')
+        raise Refused(f'{trial.denied_received} {what} arrived that policy should deny: is it in effect?')
     rate = f'at only {trial.offered:.0f} a second'
     if trial.loss_of_others > 0:
         again = f', and {trial.again} SYNs sent again' if trial.again else ''

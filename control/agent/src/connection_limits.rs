@@ -70,7 +70,7 @@ pub(super) fn adopt(table: &ConnTable, new: &[NewLimits]) {
         .collect();
     let mut found = vec![(Vec::new(), Vec::new()); new.len()];
     for (flow, name, via_host) in table.open_connections(Timestamp::now()) {
-        // What a pod sends, and the node hands to another one translated, was counted when the pod sent it.
+        // A packet that the node hands to another pod translated was counted when the pod sent it.
         if let Some(&source) = by_address.get(&flow.src).filter(|_| !via_host) {
             found[source].0.push(name);
         }

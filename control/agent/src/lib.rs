@@ -158,7 +158,7 @@ fn run_last_good(
     }
     tracing::error!(
         target: logging::MILESTONES,
-        "starting with the last good configuration instead, which was in force at {since}: correct {} and restart penstock",
+        "starting with the last good configuration instead, which was in effect at {since}: correct {} and restart penstock",
         layers.file().display()
     );
     match run_with(layers, &loaded, Some(RejectedConfig { reasons: reasons.clone() }), mode) {

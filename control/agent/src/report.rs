@@ -5,7 +5,7 @@ use std::fmt::Display;
 use penstock_admin::table::align_columns;
 use penstock_dataplane::io::FrameAccount;
 use penstock_dataplane::worker::DataplaneStatistics;
-use penstock_xdp_redirect::{ProgramOutcome, ProgramOutcomeCounts};
+use penstock_xdp_redirect::ProgramOutcomeCounts;
 
 use super::ports::{PortRole, PortXdpCounters};
 
@@ -42,8 +42,8 @@ pub(super) fn statistics(
         ]);
     }
     for (interface, outcomes) in closed_interfaces {
-        let causes = [ProgramOutcome::NoSocket, ProgramOutcome::VlanTag, ProgramOutcome::ForgedNeighbour];
-        let dropped: u64 = causes.into_iter().map(|cause| outcomes.get(cause)).sum();
+        let dropped = outcomes.iter().filter(|(outcome, _)| outcome.drop_reason().is_some());
+        let dropped: u64 = dropped.map(|(_, packets)| packets).sum();
         let (none, no_worker) = ("-".to_owned(), "0".to_owned());
         rows.push(vec![
             none,

@@ -62,7 +62,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let no_other = |reason: &dyn Display| Failure::bad_input(format_args!("{fix} ({reason})"));
     let last_good = last_good::find(&layers).map_err(|error| no_other(&error))?;
     let LastGood { loaded, since } = last_good.ok_or_else(|| no_other(&"there is no last good configuration"))?;
-    match checked(&format!("the last good configuration, in force at {since}"), &loaded, source)? {
+    match checked(&format!("the last good configuration, in effect at {since}"), &loaded, source)? {
         0 => Ok(()),
         _ => Err(no_other(&"the last good configuration has errors, too")),
     }

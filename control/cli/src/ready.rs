@@ -8,7 +8,7 @@ use super::daemon::{DaemonArgs, failure};
 
 /// Tell whether the daemon of this container is ready, for a readiness probe
 ///
-/// Ready: all objects are read, and policy is in force on every worker. While one daemon takes over from another, both
+/// Ready: all objects are read, and policy is in effect on every worker. While one daemon takes over from another, both
 /// containers see the socket of the one that serves; the other container is not ready.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\

@@ -14,7 +14,7 @@ use super::cluster::ManifestArgs;
 
 /// Run the packets of a capture through the workers' pipeline, and report the verdicts
 ///
-/// With a bundle (`penstock capture --bundle`) it evaluates each packet under the objects that were in force for it, and compares
+/// With a bundle (`penstock capture --bundle`) it evaluates each packet under the objects that were in effect for it, and compares
 /// with what the daemon decided. `--compare` then has objects of the same name in it replaced throughout, or adds them.
 ///
 /// A packet enters by the port of its source address: a local pod's port, the host veth for the node, otherwise the uplink;

@@ -10,7 +10,7 @@ use penstock_text::rules::text;
 use super::Failure;
 use super::daemon::DaemonArgs;
 
-/// List the rules in force on a node, with how often each decided a connection
+/// List the rules in effect on a node, with how often each decided a connection
 ///
 /// A rule has a hit when it decides a connection that is opened on this node; a Deny, for each packet that it denies. A
 /// connection between two pods of a node is decided by a rule for each side. Hits are kept over restarts of the daemon.

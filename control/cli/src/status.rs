@@ -15,9 +15,9 @@ use super::Failure;
 use super::daemon::DaemonArgs;
 use super::style;
 
-/// Show a running daemon: workers, ports, pods, and whether policy is in force
+/// Show a running daemon: workers, ports, pods, and whether policy is in effect
 ///
-/// A pod is enforced once its own rules, and all that is known of its peers, are in force on every worker: from then on no
+/// A pod is enforced once its own rules, and all that is known of its peers, are in effect on every worker: from then on no
 /// packet is evaluated under anything older. IN FORCE is the snapshot under which a worker evaluates. Rates are those of
 /// the last one or two seconds. RINGS has frames that wait to receive packets, and frames that are being sent. Clocks are those of
 /// the processor's time stamp counter per packet since the start, from one poll iteration in 64.
@@ -145,8 +145,8 @@ fn records_line(records: &FlowRecordsStatus) -> String {
 fn heading(status: &Status) -> String {
     let Status { version, node, process, policies, published, in_force, .. } = status;
     let force = match in_force {
-        true => style::good(format!("snapshot {published} is in force on every worker")),
-        false => style::mixed(format!("snapshot {published} is not in force on every worker yet")),
+        true => style::good(format!("snapshot {published} is in effect on every worker")),
+        false => style::mixed(format!("snapshot {published} is not in effect on every worker yet")),
     };
     let uptime = status.uptime_seconds as u64;
     let uptime = match uptime {
@@ -158,11 +158,11 @@ fn heading(status: &Status) -> String {
     let mut text =
         format!("penstock {version} on {node}, process {process}, up {uptime}, {policies} policies; {force}\n");
     for reason in &status.configuration_refused {
-        line(&mut text, &style::bad(format!("configuration refused, the last good one is in force: {reason}")));
+        line(&mut text, &style::bad(format!("configuration refused, the last good one is in effect: {reason}")));
     }
     if status.refused_files > 0 {
         let refused = status.refused_files;
-        line(&mut text, &style::bad(format!("manifests refused: {refused}; their last good objects are in force")));
+        line(&mut text, &style::bad(format!("manifests refused: {refused}; their last good objects are in effect")));
     }
     if let Some(StaleObjects { recorded, objects }) = &status.stale {
         let stale = format!("stale: {objects} objects as recorded at {recorded}; the API server has not been read yet");

@@ -145,8 +145,8 @@ impl View {
     fn heading(&self) -> Paragraph<'_> {
         let Status { node, version, published, in_force, frames, connections, .. } = &self.status;
         let force = match in_force {
-            true => Span::styled(format!("snapshot {published} in force"), Style::new().fg(Color::Green)),
-            false => Span::styled(format!("snapshot {published} not in force yet"), Style::new().fg(Color::Yellow)),
+            true => Span::styled(format!("snapshot {published} in effect"), Style::new().fg(Color::Green)),
+            false => Span::styled(format!("snapshot {published} not in effect yet"), Style::new().fg(Color::Yellow)),
         };
         let used = 1.0 - f64::from(frames.free) / f64::from(frames.total.max(1));
         let rest = format!(
@@ -324,7 +324,7 @@ mod tests {
         view.update(status(12.0, 160));
         let shown = screen(&view).join("\n");
         for part in [
-            "penstock 1 on worker-1   snapshot 7 in force",
+            "penstock 1 on worker-1   snapshot 7 in effect",
             "frames in use 25.0 %",
             "█████···············",
             "25.0 %",

@@ -15,8 +15,8 @@ use super::daemon::{DaemonArgs, failure};
 
 /// Try policies on live traffic: what would change, without changing it
 ///
-/// A policy with the annotation policy.penstock.dev/staged: "true" is not in force. The daemon judges every connection that is
-/// open, opened or denied by what is in force and by what would be if everything that is staged were promoted, and sums up
+/// A policy with the annotation policy.penstock.dev/staged: "true" is not in effect. The daemon judges every connection that is
+/// open, opened or denied by what is in effect and by what would be if everything that is staged were promoted, and sums up
 /// where the two differ. `start` does the same with policies of files, on this node alone and without touching the cluster:
 /// each counts as if it were applied. No connection is treated otherwise meanwhile.
 #[derive(clap::Args, Debug)]
@@ -24,13 +24,13 @@ use super::daemon::{DaemonArgs, failure};
 Annotations of NetworkPolicy and ClusterNetworkPolicy, in the cluster or in files:
   policy.penstock.dev/staged: \"true\"         a new policy
   policy.penstock.dev/staged-for: NAME        in place of that policy, in the same namespace
-  policy.penstock.dev/staged-delete: \"true\"  stays in force, and is judged as if it were gone
+  policy.penstock.dev/staged-delete: \"true\"  stays in effect, and is judged as if it were gone
 
 Columns of status:
   LIVE     connections that are open, or revoked and would be allowed again
   OPENED   connections that were opened, or denied, since these policies are judged
   PACKETS  packets that opened them, or were denied; other packets are not counted one by one
-  NOW      the verdict in force
+  NOW      the verdict in effect
   STAGED   the verdict after promotion, with what decides it
 
 Exit codes:
@@ -58,7 +58,7 @@ enum Action {
         /// Manifests, YAML or JSON: files, directories (*.yaml, *.yml, *.json in them), or - for standard input
         #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
         manifests: Vec<PathBuf>,
-        /// Of standard input read so many bytes, for a connection that cannot say where it ends
+        /// Read so many bytes of standard input, for a connection that cannot say where it ends
         #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=MAX_INPUT))]
         input_bytes: Option<u64>,
     },
@@ -99,7 +99,7 @@ fn start(daemon: &DaemonArgs, manifests: &[PathBuf], input_bytes: Option<u64>) -
     };
     let request = TrialRequest { manifests };
     let TrialPolicies { policies, left_out } = daemon.client()?.post("/v1/trial", &request).map_err(failure)?;
-    let mut text = format!("judged beside what is in force: {}\n", policies.join(", "));
+    let mut text = format!("judged beside what is in effect: {}\n", policies.join(", "));
     if left_out > 0 {
         let _ = writeln!(text, "not used, of other kinds: {left_out}; pods and namespaces are those of the cluster");
     }

@@ -7,15 +7,12 @@ use serde_json::Value;
 
 /// Who depends on whom among the crates of this project. Cargo itself refuses a circle.
 const DRAWN: [(&str, &[&str]); 11] = [
-    ("penstock-xdp-redirect", &[]),
+    ("penstock-xdp-redirect", &["penstock-dataplane"]),
     ("penstock-dataplane", &[]),
     ("penstock-policy", &["penstock-dataplane"]),
     ("penstock-privileges", &["penstock-dataplane"]),
     ("penstock-sources", &["penstock-admin", "penstock-policy", "penstock-privileges"]),
-    (
-        "penstock-replay",
-        &["penstock-admin", "penstock-dataplane", "penstock-policy", "penstock-sources", "penstock-xdp-redirect"],
-    ),
+    ("penstock-replay", &["penstock-admin", "penstock-dataplane", "penstock-policy", "penstock-sources"]),
     ("penstock-admin", &[]),
     ("penstock-text", &["penstock-admin"]),
     ("penstock-kubectl", &["penstock-admin", "penstock-replay", "penstock-sources", "penstock-text"]),
@@ -60,6 +57,13 @@ const TERMINAL: [&str; 10] = [
     "ratatui",
     "supports-color",
 ];
+
+/// Crates that compute, and commands that run anywhere: none needs a socket or a program in the kernel.
+const OF_ANY_MACHINE: [&str; 6] =
+    ["penstock-admin", "penstock-kubectl", "penstock-policy", "penstock-replay", "penstock-sources", "penstock-text"];
+
+/// The C libraries of sockets and programs, and what calls them.
+const OF_NODES: [&str; 3] = ["libbpf-sys", "libxdp-sys", "xsk-rs"];
 
 /// Links of each package, by name: the dependencies of a build, not those of tests and build scripts.
 struct Links(BTreeMap<String, BTreeSet<String>>);
@@ -133,4 +137,41 @@ fn privileged_crates_link_no_terminal_library() {
     // The names above are spelt as the packages are: the command links these.
     let command = links.closure("penstock");
     assert!(["clap", "indicatif", "owo-colors", "ratatui"].iter().all(|&name| command.contains(name)));
+}
+
+/// All that a build of this package alone links. Cargo's metadata has the features of the whole workspace instead.
+fn linked_alone(package: &str) -> BTreeSet<String> {
+    let output = Command::new(env!("CARGO"))
+        .args([
+            "tree",
+            "--locked",
+            "--offline",
+            "--edges",
+            "normal",
+            "--prefix",
+            "none",
+            "--format",
+            "{p}",
+            "--package",
+        ])
+        .arg(package)
+        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines().filter_map(|line| Some(line.split_whitespace().next()?.to_owned())).collect()
+}
+
+#[test]
+fn only_the_daemon_links_libxdp_and_libbpf() {
+    let is_linked = |package: &str| {
+        let linked = linked_alone(package);
+        assert!(linked.contains(package), "{linked:?}");
+        OF_NODES.map(|name| linked.contains(name))
+    };
+    for package in OF_ANY_MACHINE.into_iter().chain(["penstock-dataplane"]) {
+        assert_eq!(is_linked(package), [false; 3], "{package}: which of {OF_NODES:?} it links");
+    }
+    assert_eq!(is_linked("penstock-agent"), [true; 3], "which of {OF_NODES:?} the daemon links");
 }

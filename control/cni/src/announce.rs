@@ -28,7 +28,7 @@ pub(crate) fn wait(socket: &Path, limit: Duration, result: &Value, veths: &[Stri
     loop {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            eprintln!("penstock-cni: {namespace}/{name} starts before its policy is in force: {awaits}");
+            eprintln!("penstock-cni: {namespace}/{name} starts before its policy is in effect: {awaits}");
             return;
         }
         let wait_ms = u64::try_from(left.as_millis()).unwrap_or(NewPod::LONGEST_WAIT).min(NewPod::LONGEST_WAIT);

@@ -25,10 +25,10 @@ const CONF_DIR: &str = "/etc/cni/net.d";
 #[derive(Parser)]
 #[command(
     version,
-    about = "Closes a new pod's interface until its policy is in force",
+    about = "Closes a new pod's interface until its policy is in effect",
     long_about = "A chained CNI plugin. The container runtime runs it last in the chain, with CNI_COMMAND in its environment.\n\
                   It puts programs on the node's end of a new pod's veth that drop everything; the Penstock daemon takes them over.\n\
-                  If a daemon runs, the pod's containers start once the pod's policy is in force, or after --wait-seconds.",
+                  If a daemon runs, the pod's containers start once the pod's policy is in effect, or after --wait-seconds.",
     after_help = "Examples:\n  penstock-cni install                                  on a node\n  \
                   penstock-cni install --bin-dir /host/opt/cni/bin --conf-dir /host/etc/cni/net.d   in an init container\n  \
                   penstock-cni install --wait-seconds 0                  do not wait for the daemon\n  \

@@ -14,7 +14,7 @@ use super::Failure;
 use super::ask::{Answers, Asking, WithMissing, ask_all, parsed, print, words};
 use super::cluster::{Cluster, Daemon};
 
-/// List the rules in force with how often each decided a connection, summed over all nodes
+/// List the rules in effect with how often each decided a connection, summed over all nodes
 ///
 /// A connection between pods of two nodes has a hit for the rule of each side, on its own node. KNOWN SINCE is the latest time of
 /// all nodes that have the rule: since then none of them has missed a hit. A rule is listed as unused only if it is unused on

@@ -279,7 +279,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("a.yaml"), "kind: A\n").unwrap();
         std::fs::write(folder.path().join("b.json"), r#"{"kind": "B"}"#).unwrap();
-        let judged = Reply::EndsAfterInput(0, b"judged beside what is in force: shop/db\n".to_vec(), String::new());
+        let judged = Reply::EndsAfterInput(0, b"judged beside what is in effect: shop/db\n".to_vec(), String::new());
         let refused = Reply::EndsAfterInput(2, Vec::new(), "penstock: admin.trials is false; set it\n".to_owned());
         let cluster = FakeCluster::new([("a", vec![judged.clone()]), ("b", vec![refused]), ("c", vec![judged])]);
         let ended = start(&cluster, ASKING, &[folder.path().to_owned()]).await;

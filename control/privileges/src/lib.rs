@@ -63,7 +63,7 @@ pub fn drop_to_runtime() -> Result<(), CapsError> {
 
 /// Drops all capabilities of the calling thread and of those that it starts later. Cannot fail.
 pub fn drop_all() {
-    penstock_dataplane::worker::drop_capabilities();
+    penstock_dataplane::drop_capabilities();
 }
 
 /// Runs `start` on a thread without capabilities, so that threads which a library starts in it have none.

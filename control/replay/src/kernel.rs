@@ -6,9 +6,9 @@
 //! in the kernel's routing table whether neighbour discovery of a global address is for the node; here the node's
 //! addresses decide.
 
+use penstock_dataplane::ProgramOutcome;
 use penstock_dataplane::forward::{Forwarding, PortKind};
 use penstock_dataplane::packet::{Address, ETHERNET_LEN};
-use penstock_xdp_redirect::ProgramOutcome;
 
 const IPV4: [u8; 2] = [0x08, 0x00];
 const IPV6: [u8; 2] = [0x86, 0xdd];

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use penstock_dataplane::ProgramOutcome;
 use penstock_dataplane::conntrack::{Config, ConnTable, OpenError, SweepCursor, Timestamp};
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_dataplane::names::{Moment, NameTime};
@@ -13,7 +14,6 @@ use penstock_dataplane::pipeline::{
 use penstock_dataplane::policy::{Direction, EvaluationForm, PolicySet, PolicyVerdict};
 use penstock_dataplane::services::{Backend, Frontend};
 use penstock_policy::model::ObjectChange;
-use penstock_xdp_redirect::ProgramOutcome;
 
 use super::batch::PacketBatch;
 use super::capture::Time;

@@ -353,7 +353,7 @@ fn is_without_connection(reason: DropReason) -> bool {
         | R::ExtensionHeaders
         | R::SourceRoute
         | R::Redirect
-        | R::NeighbourDiscovery
+        | R::InvalidDiscovery
         | R::HeaderChecksum
         | R::SpoofedSource
         | R::Encapsulation
@@ -367,7 +367,11 @@ fn is_without_connection(reason: DropReason) -> bool {
         | R::NoServicePort
         | R::NoService
         | R::NoConnection
-        | R::Fragment => true,
+        | R::Fragment
+        | R::NoSocket
+        | R::ForgedNeighbour
+        | R::ShareUsed
+        | R::NoMemory => true,
         R::TtlExpired
         | R::TooBig
         | R::FlowInUse

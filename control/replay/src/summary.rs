@@ -3,8 +3,8 @@
 use std::fmt::{self, Write as _};
 
 use indicatif::HumanCount;
+use penstock_dataplane::ProgramOutcome;
 use penstock_dataplane::pipeline::DropReason;
-use penstock_xdp_redirect::ProgramOutcome;
 use serde::Serialize;
 
 use super::player::Player;

@@ -21,7 +21,7 @@ const MOST: usize = 1 << 16;
 
 #[derive(Default)]
 struct AffinityEntry {
-    /// Of client and Service port; 0 if it is free.
+    /// The hash of client and Service port; 0 if it is free.
     key: AtomicU64,
     /// Seconds in the upper half, digest in the lower.
     value: AtomicU64,
@@ -124,7 +124,7 @@ mod tests {
     const OF: Affinity = Affinity { id: 7, seconds: 60 };
 
     #[test]
-    fn a_client_keeps_its_backend_for_the_time_since_its_last_connection() {
+    fn affinity_lasts_from_the_clients_last_connection() {
         let table = AffinityTable::new(1024);
         let backends = [backend(1), backend(2)];
         let find = |of: &Affinity, now| table.find(of, client(1), &backends, at(now)).map(|found| found.port);

@@ -17,7 +17,7 @@ const CREDITS: u32 = 2 * PODS;
 const PODS: u32 = 4096;
 /// Events that wait for [`ConnTable::hear`](super::ConnTable::hear).
 pub(super) const EVENTS: u32 = 1 << 14;
-/// What programs and workers share for this, behind the table's openers.
+/// The memory that programs and workers share for this, behind the table's openers.
 #[repr(C, align(64))]
 pub(super) struct Repeats {
     answers: [Answer; ANSWERS as usize],
@@ -129,8 +129,8 @@ impl Repeats {
         self.credits.get(place as usize).filter(|_| pod < PODS)
     }
 
-    /// Leaves an answer to this question.
-    pub(super) fn leave(&self, question: &PreparedFlow, path: u64, verdict: u64) {
+    /// Stores the answer to this question.
+    pub(super) fn store(&self, question: &PreparedFlow, path: u64, verdict: u64) {
         let first = home(question.hash, ANSWERS);
         let pair = [first, first ^ 1].map(|index| &self.answers[index as usize]);
         let [k0, k1, k2, k3, k4] = question.words;

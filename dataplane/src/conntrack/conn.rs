@@ -281,7 +281,7 @@ impl<'t> Conn<'t> {
         }
     }
 
-    /// What is known of its state and windows. After segments that the kernel forwarded by itself, windows begin anew; not after a
+    /// Its state and windows, as far as they are known. After segments that the kernel forwarded by itself, windows begin anew; not after a
     /// SYN-ACK alone, whose number programs note.
     fn known(&self, mut tracked: Tracking, now: Tick) -> Option<(State, Tracking)> {
         let (protocol, place) = (self.hashed.protocol(), self.place());

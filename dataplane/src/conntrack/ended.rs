@@ -36,7 +36,7 @@ impl ConnTable {
         if noted.finished.contains(&true) {
             flags = flags.with(TcpFlags::FIN);
         }
-        // Of TCP: a datagram's answer has none.
+        // For TCP alone: a datagram's answer has none.
         if noted.answered && flags.contains(TcpFlags::SYN) {
             flags = flags.with(TcpFlags::ACK);
         }
@@ -82,7 +82,7 @@ impl ConnTable {
     }
 }
 
-/// What the opener sent, and what the other end sent, of what the lower end and the higher end sent.
+/// The opener's traffic and the other end's, from the lower end's and the higher end's.
 pub(super) fn in_order(traffic: [Traffic; 2], original: Orientation) -> [Traffic; 2] {
     [original, original.opposite()].map(|direction| traffic[direction as usize])
 }

@@ -1,6 +1,6 @@
 //! One connection: a cache line of eight atomic words.
 
-use super::hash::{KeyWords, NAME_BITS, NAME_MASK};
+use super::hash::{KeyWords, PORTS_BITS, PORTS_MASK};
 use super::held_syn::HeldSyn;
 use super::seqlock::{Control, SeqLock};
 use super::sync::{AtomicU64, EXCHANGE, Ordering, overwrite};
@@ -17,16 +17,16 @@ pub struct OwnerId(pub u16);
 impl OwnerId {
     /// Others open them: the highest bit, which no pod's number has.
     const OPENED_TO: u16 = 1 << 15;
-    /// Of connections that no pod is an end of.
+    /// Owns connections that no pod is an end of.
     pub const NONE: Self = Self(u16::MAX);
 
-    /// Of what the pod of this number opens.
+    /// Owns the connections that the pod of this number opens.
     #[inline]
     pub const fn opens(pod: u16) -> Self {
         Self(pod & !Self::OPENED_TO)
     }
 
-    /// Of what others open to the pod of this number.
+    /// Owns the connections that others open to the pod of this number.
     #[inline]
     pub const fn opened_to(pod: u16) -> Self {
         Self(pod | Self::OPENED_TO)
@@ -299,7 +299,7 @@ pub(super) struct EntrySnapshot {
 }
 
 /// The last key word above the key's 40 bits: owner in bits 40–55, then a flag, then a held SYN.
-const OWNER_AT: u32 = NAME_BITS;
+const OWNER_AT: u32 = PORTS_BITS;
 const OWNER: u64 = 0xffff << OWNER_AT;
 /// The owner is no longer counted: the entry is being cleared.
 const UNCOUNTED: u64 = 1 << 56;
@@ -320,7 +320,7 @@ struct EntryWords {
     /// Both addresses.
     addresses: [AtomicU64; ADDRESS_WORDS],
     /// Ports and protocol in the low 40 bits, then owner, flag and held SYN.
-    name: AtomicU64,
+    ports: AtomicU64,
     tracking: [AtomicU64; 2],
 }
 
@@ -331,7 +331,7 @@ impl TableEntry {
     pub(super) fn new() -> Self {
         let zero = || AtomicU64::new(0);
         let addresses = std::array::from_fn(|_| zero());
-        Self(SeqLock::new(EntryWords { addresses, name: zero(), tracking: [zero(), zero()] }))
+        Self(SeqLock::new(EntryWords { addresses, ports: zero(), tracking: [zero(), zero()] }))
     }
 
     /// The control word, with acquire ordering.
@@ -359,7 +359,7 @@ impl TableEntry {
             for (word, value) in words.addresses.iter().zip(key) {
                 word.store(*value, Ordering::Relaxed);
             }
-            overwrite(&words.name, key[4] | u64::from(contents.owner.0) << OWNER_AT, Ordering::Relaxed);
+            overwrite(&words.ports, key[4] | u64::from(contents.owner.0) << OWNER_AT, Ordering::Relaxed);
             for (word, value) in words.tracking.iter().zip(contents.tracking) {
                 overwrite(word, value, Ordering::Relaxed);
             }
@@ -377,9 +377,10 @@ impl TableEntry {
         let before = self.control();
         let words = self.words();
         // No early exit between the words: the comparison is one branch, which is nearly always taken.
-        let name = (words.name.load(Ordering::Relaxed) ^ key[4]) & NAME_MASK;
+        let ports = (words.ports.load(Ordering::Relaxed) ^ key[4]) & PORTS_MASK;
         let addresses = words.addresses.iter().zip(key);
-        let differs = addresses.fold(name, |differs, (word, wanted)| differs | (word.load(Ordering::Relaxed) ^ wanted));
+        let differs =
+            addresses.fold(ports, |differs, (word, wanted)| differs | (word.load(Ordering::Relaxed) ^ wanted));
         (differs == 0 && self.0.is_still(before)).then_some(before)
     }
 
@@ -389,7 +390,7 @@ impl TableEntry {
         self.0.read(control, |words| words.snapshot(control))
     }
 
-    /// What the entry contained under `control`, though it is claimed for clearing or free by now; `None` if it was claimed
+    /// The contents of the entry under `control`, though it is claimed for clearing or free by now; `None` if it was claimed
     /// for another connection.
     pub(super) fn load_claimed(&self, control: ControlWord) -> Option<EntrySnapshot> {
         let snapshot = self.words().snapshot(control);
@@ -439,28 +440,28 @@ impl TableEntry {
     /// read control word by compare-and-swap, or has claimed the entry.
     #[inline]
     pub(super) fn owner(&self) -> OwnerId {
-        OwnerId((self.words().name.load(Ordering::Relaxed) >> OWNER_AT) as u16)
+        OwnerId((self.words().ports.load(Ordering::Relaxed) >> OWNER_AT) as u16)
     }
 
     /// The owner of a connection that this thread has claimed for clearing. Afterwards [`TableEntry::exchange_owner`]
     /// fails, so the returned owner is the one it is counted for.
     pub(super) fn take_owner(&self) -> OwnerId {
-        OwnerId((self.words().name.fetch_or(UNCOUNTED, EXCHANGE) >> OWNER_AT) as u16)
+        OwnerId((self.words().ports.fetch_or(UNCOUNTED, EXCHANGE) >> OWNER_AT) as u16)
     }
 
     /// Assigns the connection of `control` to another owner; returns the previous one, or `None` if the connection was
     /// removed.
     pub(super) fn exchange_owner(&self, control: ControlWord, to: OwnerId) -> Option<OwnerId> {
-        let mut name = self.words().name.load(Ordering::Relaxed);
+        let mut ports = self.words().ports.load(Ordering::Relaxed);
         loop {
-            if !self.0.is_still(control) || name & UNCOUNTED != 0 {
+            if !self.0.is_still(control) || ports & UNCOUNTED != 0 {
                 return None;
             }
             // A thread that clears the entry later sets UNCOUNTED first and finds the new owner.
-            let wanted = name & !OWNER | u64::from(to.0) << OWNER_AT;
-            match self.words().name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
-                Ok(_) => return Some(OwnerId((name >> OWNER_AT) as u16)),
-                Err(found) => name = found,
+            let wanted = ports & !OWNER | u64::from(to.0) << OWNER_AT;
+            match self.words().ports.compare_exchange(ports, wanted, EXCHANGE, Ordering::Relaxed) {
+                Ok(_) => return Some(OwnerId((ports >> OWNER_AT) as u16)),
+                Err(found) => ports = found,
             }
         }
     }
@@ -468,17 +469,17 @@ impl TableEntry {
     /// The held SYN, if the tracking words indicate one; valid under the conditions of [`TableEntry::owner`].
     #[inline]
     pub(super) fn held_syn(&self) -> HeldSyn {
-        HeldSyn((self.words().name.load(Ordering::Relaxed) >> HELD_SYN_AT) as u8)
+        HeldSyn((self.words().ports.load(Ordering::Relaxed) >> HELD_SYN_AT) as u8)
     }
 
     /// Stores a held SYN in the connection of `control`, if it still exists.
     pub(super) fn hold_syn(&self, control: ControlWord, syn: HeldSyn) {
-        let mut name = self.words().name.load(Ordering::Relaxed);
+        let mut ports = self.words().ports.load(Ordering::Relaxed);
         while self.0.is_still(control) {
-            let wanted = name & ((1 << HELD_SYN_AT) - 1) | u64::from(syn.0) << HELD_SYN_AT;
-            match self.words().name.compare_exchange(name, wanted, EXCHANGE, Ordering::Relaxed) {
+            let wanted = ports & ((1 << HELD_SYN_AT) - 1) | u64::from(syn.0) << HELD_SYN_AT;
+            match self.words().ports.compare_exchange(ports, wanted, EXCHANGE, Ordering::Relaxed) {
                 Ok(_) => return,
-                Err(found) => name = found,
+                Err(found) => ports = found,
             }
         }
     }
@@ -498,7 +499,7 @@ impl TableEntry {
     /// The protocol; only valid for a caller with a control word of the same generation.
     #[inline]
     pub(super) fn protocol(&self) -> Protocol {
-        Protocol((self.words().name.load(Ordering::Relaxed) >> 32) as u8)
+        Protocol((self.words().ports.load(Ordering::Relaxed) >> 32) as u8)
     }
 }
 
@@ -509,9 +510,9 @@ impl EntryWords {
         for (value, word) in key.iter_mut().zip(&self.addresses) {
             *value = word.load(Ordering::Relaxed);
         }
-        let name = self.name.load(Ordering::Relaxed);
-        key[4] = name & NAME_MASK;
-        EntrySnapshot { control, key, owner: OwnerId((name >> OWNER_AT) as u16), tracking: self.tracking() }
+        let ports = self.ports.load(Ordering::Relaxed);
+        key[4] = ports & PORTS_MASK;
+        EntrySnapshot { control, key, owner: OwnerId((ports >> OWNER_AT) as u16), tracking: self.tracking() }
     }
 
     #[inline]

@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn overlap_is_counted_from_the_fragment_header_not_the_transport_header() {
+    fn overlap_counts_from_the_fragment_header() {
         let fragments = Fragments::new();
         // 64 bytes of extension headers out of 1480 behind the Fragment header.
         let mut first = fragment(true, 7, 0);
@@ -338,7 +338,7 @@ mod tests {
 
     /// Identifications are reused, so the second one is valid and its fragments follow it.
     #[test]
-    fn later_fragments_follow_the_second_first_fragment_and_begin_behind_both() {
+    fn later_fragments_follow_a_second_first_fragment() {
         for v6 in [false, true] {
             let fragments = Fragments::new();
             let (long, mut short) = (fragment(v6, 7, 0), fragment(v6, 7, 0));
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_of_first_fragments_from_other_ports_leaves_each_port_its_share() {
+    fn a_flood_of_first_fragments_leaves_each_port_its_share() {
         const DATAGRAMS: u32 = 400;
         const FLOOD: u32 = 200_000;
         for (flooding, share) in [(1, 4), (3, 2), (7, 1)] {

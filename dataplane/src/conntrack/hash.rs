@@ -15,9 +15,9 @@ use crate::packet::{Address, Flow, FlowKey, Orientation, Protocol};
 pub(super) type KeyWords = [u64; 5];
 
 /// Bits of the last word that belong to the key: two ports and the protocol.
-pub(super) const NAME_BITS: u32 = 40;
-/// Mask of [`NAME_BITS`].
-pub(super) const NAME_MASK: u64 = (1 << NAME_BITS) - 1;
+pub(super) const PORTS_BITS: u32 = 40;
+/// Mask of [`PORTS_BITS`].
+pub(super) const PORTS_MASK: u64 = (1 << PORTS_BITS) - 1;
 
 #[inline]
 pub(super) fn key_words(key: &FlowKey) -> KeyWords {
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_id_is_equal_in_both_directions_and_depends_on_the_seed() {
+    fn a_connection_id_is_equal_both_ways_and_of_the_seed() {
         let flow = Flow { src_port: 1000, dst_port: 80, protocol: Protocol::TCP, ..Flow::default() };
         let (one, other) = (Seed::random(), Seed::random());
         assert_eq!(one.name(&flow), one.name(&flow.reversed()));

@@ -42,7 +42,7 @@ impl Ending {
 pub struct EndedConnection {
     /// The flow of the packet that opened it; of a connection to a Service that between client and backend.
     pub original: Flow,
-    /// Of a connection to a Service: the same packet's flow as the client sent it, to the cluster address.
+    /// For a connection to a Service: the same packet's flow as the client sent it, to the cluster address.
     pub frontend: Option<Flow>,
     /// Whether its packets traversed the node's own stack.
     pub via_host: bool,
@@ -52,7 +52,7 @@ pub struct EndedConnection {
     pub ending: Ending,
     /// When it was opened; `None`: by an earlier process.
     pub begun: Option<Timestamp>,
-    /// What the opener sent, and what the other end sent.
+    /// The opener's traffic, and the other end's.
     pub traffic: [Traffic; 2],
     /// The flags of all TCP segments that workers forwarded, and those of SYN-ACK and FIN if a program forwarded one.
     pub flags: TcpFlags,

@@ -13,7 +13,7 @@ pub struct ConnectionName(u64);
 
 const GENERATION_AT: u32 = 32;
 const IS_NAME: u64 = 1 << 63;
-/// What nobody has answered, and nobody has sent a packet of for so many ticks, does not count as open.
+/// A connection that nobody has answered, and of which nobody has sent a packet for so many ticks, does not count as open.
 const UNANSWERED: u32 = 2;
 
 impl ConnectionName {

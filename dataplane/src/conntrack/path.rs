@@ -75,7 +75,7 @@ impl Path {
     }
 }
 
-/// What was forwarded of one connection, and the path by which the kernel's programs may. Workers write the path, the
+/// The forwarded packets of one connection, and the path by which the kernel's programs may. Workers write the path, the
 /// programs what they note in it, and the ticks. Both count packets, without locked instructions in the programs: where two CPUs forward packets of
 /// one direction at the same moment, a count may be lost.
 #[repr(C, align(32))]
@@ -88,7 +88,7 @@ pub(super) struct KernelUse {
     used: [AtomicU64; 2],
 }
 
-/// What programs have forwarded of a TCP connection that leads to another state: only workers write states.
+/// Packets of a TCP connection that programs have forwarded and that lead to another state: only workers write states.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(super) struct Noted {
     /// The answer to the opener's SYN, or to its datagram.
@@ -99,7 +99,7 @@ pub(super) struct Noted {
     pub(super) finished: [bool; 2],
 }
 
-/// What a program notes.
+/// Changes of state that a program records.
 #[cfg(test)]
 pub(super) enum Note {
     Answer,
@@ -110,7 +110,7 @@ pub(super) enum Note {
 
 const BYTES_AT: u32 = Tick::BITS;
 
-/// What workers and programs forwarded of a connection in one direction. IP packets; a long segment that the kernel cuts up
+/// Traffic that workers and programs forwarded for a connection in one direction. IP packets; a long segment that the kernel cuts up
 /// later counts as its segments, and with its own length.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Traffic {
@@ -167,7 +167,7 @@ impl KernelUse {
         is_still() && self.path.compare_exchange(before, after.0, EXCHANGE, Ordering::Relaxed).is_ok()
     }
 
-    /// What a program reads of the path for a packet in direction `orientation`: the interfaces that it comes from and goes
+    /// The path as a program reads it for a packet in direction `orientation`: the interfaces that it comes from and goes
     /// to, and the low bits of the epoch. `None`: no worker has taken it.
     #[cfg(all(test, feature = "loom"))]
     pub(super) fn read_path(&self, orientation: Orientation) -> Option<(u32, u32, u64)> {
@@ -212,7 +212,7 @@ impl KernelUse {
         overwrite(&self.path, Path::none(generation).0, Ordering::Release);
     }
 
-    /// What programs have noted.
+    /// The changes that programs have recorded.
     #[inline]
     pub(super) fn noted(&self) -> Noted {
         let path = self.path.load(Ordering::Acquire);
@@ -221,7 +221,7 @@ impl KernelUse {
         Noted { answered: bit(ANSWERED_AT), confirmed: bit(CONFIRMED_AT), finished }
     }
 
-    /// What a program notes of a packet that it forwards. `is_still`: as for [`KernelUse::take_path`]. False: the packet is for a worker.
+    /// Records as a program does the change by a packet that it forwards. `is_still`: as for [`KernelUse::take_path`]. False: the packet is for a worker.
     #[cfg(test)]
     pub(super) fn note(&self, what: Note, is_still: impl FnOnce() -> bool) -> bool {
         let bit = match what {
@@ -265,7 +265,7 @@ impl KernelUse {
         self.used[orientation as usize].fetch_add(u64::from(bytes) << BYTES_AT, Ordering::Relaxed);
     }
 
-    /// What was forwarded from the lower end, and from the higher one.
+    /// Traffic from the lower end, and from the higher one.
     pub(super) fn traffic(&self) -> [Traffic; 2] {
         std::array::from_fn(|direction| Traffic {
             packets: self.packets[direction].load(Ordering::Relaxed).into(),
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn each_direction_is_taken_for_itself_and_between_the_same_interfaces() {
+    fn each_direction_of_a_path_is_taken_for_itself() {
         let there = Path::none(3).taken(LowToHigh, 7, 9, epoch(5)).unwrap();
         assert_eq!(there.0, 7 | 9 << 21 | 1 << 46 | 5 << 48);
         let both = there.taken(HighToLow, 9, 7, epoch(5)).unwrap();
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_of_answers_is_asked_for_once_and_taken_with_the_question() {
+    fn the_path_of_answers_is_taken_with_the_question() {
         let entry = KernelUse::new();
         assert!(entry.take_path(LowToHigh, (7, 9), epoch(5), || true, || true));
         let taken = entry.path.load(Ordering::Relaxed);

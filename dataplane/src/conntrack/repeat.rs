@@ -36,7 +36,7 @@ const ALIVE: u32 = 40;
 const FAR: u32 = Tick::MASK / 4;
 
 impl ConnTable {
-    /// What is shared with programs that may open connections.
+    /// The memory shared with programs that may open connections.
     fn repeats(&self) -> Option<&Repeats> {
         self.repeats_for.and(self.storage.shared()).map(SharedMaps::repeats)
     }
@@ -64,7 +64,7 @@ impl ConnTable {
         // With one address at both ends the ports tell which is the lower.
         let may_have = flow.src != flow.dst && repeats.credit(owner).is_some();
         if let Some(path) = path.filter(|_| may_have) {
-            repeats.leave(&question, path, Verdict::of(epoch, owner, &question));
+            repeats.store(&question, path, Verdict::of(epoch, owner, &question));
             self.give_credit(repeats, owner);
         }
     }

@@ -76,7 +76,7 @@ impl<C: Control, W> SeqLock<C, W> {
         self.control.store(control.word(), Ordering::Release);
     }
 
-    /// What `read` makes of the words by relaxed loads, or `None` if they are not of the write of `before`.
+    /// The result of `read` on the words by relaxed loads, or `None` if they are not of the write of `before`.
     #[inline(always)]
     pub(super) fn read<T>(&self, before: C, read: impl FnOnce(&W) -> T) -> Option<T> {
         let result = read(&self.words);

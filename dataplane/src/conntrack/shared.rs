@@ -129,7 +129,7 @@ impl SharedMaps {
         unsafe { std::slice::from_raw_parts(self.uses.as_ptr().cast(), self.groups * LANES as usize) }
     }
 
-    /// What programs need to open connections, behind the openers.
+    /// The memory that programs need to open connections, behind the openers.
     #[inline]
     pub(super) fn repeats(&self) -> &Repeats {
         let at = self.groups * LANES as usize * (size_of::<TableEntry>() + size_of::<Link>() + size_of::<Opener>());

@@ -6,9 +6,9 @@ use crate::packet::Protocol;
 /// The state of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum State {
-    /// Of a TCP connection.
+    /// The state of a TCP connection.
     Tcp(TcpState),
-    /// Of an SCTP association.
+    /// The state of an SCTP association.
     Sctp(SctpState),
     /// Other protocols: only the opening side has sent.
     Unreplied,

@@ -37,7 +37,7 @@ pub struct SweepResult {
 pub struct ConnectionInfo {
     /// The flow of the packet that opened it; of a connection to a Service that between client and backend.
     pub original: Flow,
-    /// Of a connection to a Service: the same packet's flow as the client sent it, to the cluster address.
+    /// For a connection to a Service: the same packet's flow as the client sent it, to the cluster address.
     pub frontend: Option<Flow>,
     /// Whether its packets traverse the node's own stack.
     pub via_host: bool,
@@ -51,7 +51,7 @@ pub struct ConnectionInfo {
     pub idle: Duration,
     /// Time until it expires without another packet, to within a second.
     pub expires_in: Duration,
-    /// What the opener sent, and what the other end sent; `None` where the table [counts](ConnTable::counts) nothing.
+    /// The opener's traffic, and the other end's; `None` where the table [counts](ConnTable::counts) nothing.
     pub traffic: Option<[Traffic; 2]>,
     /// When it was opened; `None`: by an earlier process, or without [`Config::ended`](super::Config::ended).
     pub begun: Option<Timestamp>,

@@ -162,7 +162,7 @@ impl ConnTable {
         self.storage.shared().is_some()
     }
 
-    /// What was forwarded of each entry's connection, if that is counted.
+    /// Traffic of each entry's connection, if that is counted.
     #[inline]
     pub(super) fn uses(&self) -> Option<&[KernelUse]> {
         self.storage.uses().or(self.counted.as_deref())
@@ -398,7 +398,7 @@ impl ConnTable {
         age > timeout && self.kernel_age(slot, now).is_none_or(|age| age > timeout)
     }
 
-    /// What programs have noted of a connection that is in a state in which they forward, or was when policy revoked it. What led to the
+    /// The changes that programs have recorded of a connection that is in a state in which they forward, or was when policy revoked it. What led to the
     /// state that workers have written since is not among it.
     pub(super) fn noted(&self, protocol: Protocol, (slot, control): SlotRef) -> Noted {
         const OPENED: u8 = TcpState::SynSent as u8;

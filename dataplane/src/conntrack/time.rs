@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ages_are_correct_across_the_wrap_and_with_a_clock_slightly_ahead() {
+    fn ages_are_right_across_the_wrap_and_a_clock_ahead() {
         let (early, late) = (Timestamp::from_millis(1_000_000), Timestamp::from_millis(1_000_000 + 60_000));
         assert_eq!(early.tick().age(late.tick()), 117);
         assert_eq!(late.tick().age(early.tick()), 0);

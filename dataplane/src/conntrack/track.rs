@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_datagram_of_the_answering_side_is_a_reply_and_two_seconds_make_a_stream() {
+    fn a_datagram_back_is_a_reply_and_two_seconds_a_stream() {
         for (protocol, transport) in [(Protocol::UDP, Transport::Udp), (Protocol(47), Transport::Other)] {
             let (state, tracking) = open(protocol, LowToHigh, &transport, false, NOW).unwrap();
             let step = |state, orientation, after: u32| match step(

@@ -6,7 +6,7 @@
 //! other by slot and generation. They belong together only while each names the other, so that neither needs to be removed
 //! together with the other: an entry whose partner is gone is not found, and is removed by the next who sees it.
 //!
-//! What leaves is always the flow of the partner: a packet of the client leaves under the inner flow, one of the backend
+//! A packet always leaves with the flow of the partner: a packet of the client leaves under the inner flow, one of the backend
 //! under the frontend flow turned round.
 
 use super::beside::{IS_LINK, Link};
@@ -34,7 +34,7 @@ pub(crate) struct Translated<'t> {
 }
 
 impl ConnTable {
-    /// What a found entry with the flag is part of. `None` if the connection has ended.
+    /// The translated connection that a found entry with the flag is part of. `None` if the connection has ended.
     pub(crate) fn translated<'t>(&'t self, found: &Conn<'t>, now: Timestamp) -> Option<Translated<'t>> {
         let (slot, control) = found.place();
         let (other, other_control) = self.partner((slot, control))?;

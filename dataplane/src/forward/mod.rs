@@ -1,6 +1,6 @@
 //! Forwarding of allowed packets: logical ports, next hops and MAC addresses.
 //!
-//! A *logical port* is a pod, the node or an uplink; the queues of its interface belong to [`crate::io`]. The
+//! A *logical port* is a pod, the node or an uplink; the queues of its interface belong to `crate::io`. The
 //! separation allows other ways to reach a pod.
 
 mod encapsulation;
@@ -35,7 +35,7 @@ impl fmt::Display for PortId {
     }
 }
 
-/// What is behind a port.
+/// Who is behind a port.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PortKind {
     /// The host side of a pod's veth: packets received on it must have one of the pod's source addresses.
@@ -50,7 +50,7 @@ pub enum PortKind {
 /// Port data for the packet path.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Port {
-    /// What is behind it.
+    /// Who is behind it.
     pub kind: PortKind,
     /// Source MAC of frames sent on it.
     pub own_mac: Mac,
@@ -60,7 +60,7 @@ pub struct Port {
     pub mtu: u16,
     /// Index of a pod's interface on the node, for the kernel's programs; 0 if they do not forward for it.
     pub interface: u32,
-    /// What a pod sends to another of the node takes the node's stack: others have filters on its interface there.
+    /// Packets of a pod to another one of the node take the node's stack: others have filters on its interface there.
     pub by_stack: bool,
     /// Index of the bridge that a pod's interface is a port of; 0: of none.
     pub bridge: u32,
@@ -72,9 +72,9 @@ pub struct Port {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PathPorts {
     /// Towards the packet's destination.
-    pub(crate) ahead: Option<PortId>,
+    pub(crate) forward: Option<PortId>,
     /// Towards its sender, for replies.
-    pub(crate) back: Option<PortId>,
+    pub(crate) reply: Option<PortId>,
 }
 
 /// The addresses of this node's pods, with their ports; `None` for a pod without a port.

@@ -241,7 +241,7 @@ impl FrameCache {
 
     /// Frees a frame.
     #[inline]
-    pub(crate) fn give(&mut self, frame: FrameDesc, pool: &FramePool) {
+    pub(crate) fn free(&mut self, frame: FrameDesc, pool: &FramePool) {
         pool.mark(&frame, FrameOwner::Free);
         if self.frames.len() == Self::CAPACITY {
             for spilled in self.frames.drain(Self::CAPACITY / 2..) {
@@ -322,8 +322,8 @@ mod tests {
     fn a_frame_freed_twice_into_a_cache_is_detected() {
         let (pool, mut cache) = (one_frame(), FrameCache::new());
         let frame = cache.take(&pool).unwrap();
-        cache.give(frame, &pool);
-        cache.give(frame, &pool);
+        cache.free(frame, &pool);
+        cache.free(frame, &pool);
     }
 
     #[test]

@@ -2,9 +2,10 @@
 
 use xsk_rs::FrameDesc;
 
-use super::{Umem, tag};
+use super::Umem;
 use crate::batch::{BATCH, Frames, StackSender};
 use crate::prefetch::prefetch;
+use crate::tag;
 
 /// Frames received on one queue. They belong to the worker that received them until it passes them on.
 #[derive(Debug)]

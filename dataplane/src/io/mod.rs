@@ -9,8 +9,6 @@ mod error;
 mod fill;
 mod gso;
 mod interface;
-mod memory;
-pub(crate) mod tag;
 mod umem;
 mod xsk;
 
@@ -21,6 +19,5 @@ pub use error::{PortError, UmemError};
 pub(crate) use fill::FillTarget;
 pub(crate) use gso::{GsoPort, GsoSocket, GsoSockets};
 pub use interface::{InterfaceFacts, Offloads, largest_mtu, takes_long_packets};
-pub use memory::MemoryFrames;
 pub use umem::{HugePages, Pages, Umem, UmemConfig};
 pub(crate) use xsk::{Kick, XskQueue, XskStatistics};

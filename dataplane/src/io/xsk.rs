@@ -114,7 +114,7 @@ impl XskQueue {
         (self.sender, self.joins) = (Some(sender), joins);
     }
 
-    /// What sends packets that do not fit a frame.
+    /// Sends packets that do not fit a frame.
     pub(crate) fn sender(&self) -> Option<Arc<GsoPort>> {
         self.sender.clone()
     }
@@ -274,7 +274,7 @@ impl XskQueue {
             // SAFETY: the ring's frames belong to the UMEM that the socket was created with.
             let count = unsafe { self.completion.consume(scratch) };
             for frame in &scratch[..count] {
-                cache.give(*frame, pool);
+                cache.free(*frame, pool);
             }
             total += count as u32;
             if count < BATCH {
@@ -313,7 +313,7 @@ impl XskQueue {
             let taken = unsafe { self.fill.produce(&scratch[..count]) };
             self.filled += taken as u32;
             for frame in &scratch[taken..count] {
-                cache.give(*frame, pool);
+                cache.free(*frame, pool);
             }
             if taken < count {
                 return;

@@ -1,4 +1,4 @@
-//! What a DNS answer says of names and addresses.
+//! Reads names and addresses in DNS answers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -63,7 +63,7 @@ fn is_plain(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_'
 }
 
-/// What is asked, and under which number.
+/// A question, and its number.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Question {
     /// The number of the message.
@@ -74,7 +74,7 @@ pub struct Question {
     pub rtype: u16,
 }
 
-/// What an answer gives: each of these addresses for each of these names.
+/// The records of an answer: each of these addresses for each of these names.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Answer {
     /// The name that was asked for, and the aliases on the way to the addresses, each with how long its alias holds.
@@ -166,7 +166,7 @@ impl Records {
         Ok(())
     }
 
-    /// What they give for the name that was asked for. Records stand in any order.
+    /// The addresses that they give for the name that was asked for. Records stand in any order.
     fn of(&self, asked: Option<DomainName>) -> Answer {
         let mut chain = Vec::new();
         let mut next = asked;

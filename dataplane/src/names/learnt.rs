@@ -1,4 +1,4 @@
-//! What one pod has learnt.
+//! The names that one pod has learnt.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering::Relaxed;
@@ -44,7 +44,7 @@ pub struct LearntName {
     pub name: DomainName,
 }
 
-/// What one pod has learnt from DNS answers.
+/// The names that one pod has learnt from DNS answers.
 #[derive(Debug)]
 pub struct LearntNames {
     learnt: RwLock<Learnt>,
@@ -52,7 +52,7 @@ pub struct LearntNames {
     shared: Arc<Shared>,
 }
 
-/// What was heard of talks that go on.
+/// Questions and streams that are not finished.
 #[derive(Debug, Default)]
 struct Heard {
     questions: Questions,
@@ -120,7 +120,7 @@ impl LearntNames {
             for (name, of_name) in &answer.names {
                 let lifetime = (*of_address).min(*of_name).clamp(self.shared.limits.least, MOST);
                 let expires = Moment(now.0.saturating_add(lifetime.as_millis() as u64));
-                self.enter(&mut learnt, LearntName { expires, address: *address, name: name.clone() });
+                self.record(&mut learnt, LearntName { expires, address: *address, name: name.clone() });
             }
         }
         drop(learnt);
@@ -128,13 +128,13 @@ impl LearntNames {
         self.shared.changes.fetch_add(1, Relaxed);
     }
 
-    /// Enters what an earlier run has learnt.
+    /// Records names that an earlier run has learnt.
     pub(super) fn restore(&self, names: impl IntoIterator<Item = LearntName>) {
         let mut learnt = self.write();
-        names.into_iter().for_each(|name| self.enter(&mut learnt, name));
+        names.into_iter().for_each(|name| self.record(&mut learnt, name));
     }
 
-    fn enter(&self, learnt: &mut Learnt, new: LearntName) {
+    fn record(&self, learnt: &mut Learnt, new: LearntName) {
         match learnt.until(&new) {
             Some(before) if before >= new.expires => return,
             Some(before) => {

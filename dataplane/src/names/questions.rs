@@ -1,4 +1,4 @@
-//! What a pod has asked, so that only the answers to that teach it anything.
+//! The questions that a pod has asked, so that only the answers to that teach it anything.
 
 use std::collections::VecDeque;
 

@@ -36,12 +36,12 @@ pub struct DnsSegment<'a> {
 #[derive(Debug, Default)]
 pub(super) struct Streams(VecDeque<(DnsTalk, [Direction; 2])>);
 
-/// What one end sends.
+/// The bytes that one end sends.
 #[derive(Debug, Default)]
 struct Direction {
     /// The number of the next byte; `None`: not known, so that nothing is read.
     next: Option<u32>,
-    /// What of a message has come.
+    /// The part of a message that has come.
     begun: Vec<u8>,
     later: Vec<(u32, Box<[u8]>)>,
 }
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_began_before_it_was_seen_is_not_read_and_the_oldest_make_room() {
+    fn streams_begin_when_seen_and_the_oldest_make_room() {
         let mut streams = Streams::default();
         let opens = DnsSegment { seq: 0, opens: true, data: &[] };
         let whole = DnsSegment { seq: 1, opens: false, data: &[0, 1, 7] };

@@ -24,11 +24,11 @@ pub struct NamedPod {
 pub struct PodNames {
     /// The pod.
     pub pod: NamedPod,
-    /// What it has learnt, what expires first first.
+    /// Its names, in the order in which they expire.
     pub names: Vec<LearntName>,
 }
 
-/// What all pods have learnt, counted since the start.
+/// Names that all pods have learnt, counted since the start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct NameCounts {
     /// Names that are kept, expired ones included.
@@ -43,7 +43,7 @@ pub struct NameCounts {
     pub unasked: u64,
 }
 
-/// What the pods of a node have learnt from DNS answers.
+/// The names that the pods of a node have learnt from DNS answers.
 #[derive(Debug, Default)]
 pub struct NameTable {
     pods: Mutex<Pods>,
@@ -53,7 +53,7 @@ pub struct NameTable {
 #[derive(Debug, Default)]
 struct Pods {
     used: BTreeMap<NamedPod, Arc<LearntNames>>,
-    /// Of an earlier run, until their pods are known.
+    /// Names of an earlier run, until their pods are known.
     recorded: BTreeMap<NamedPod, Vec<LearntName>>,
 }
 
@@ -67,7 +67,7 @@ impl NameTable {
         self.pods.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What this pod has learnt, from now on or before. It is forgotten once all clones that this has returned are dropped.
+    /// The names that this pod has learnt, from now on or before. They are forgotten once all clones that this has returned are dropped.
     pub fn of(&self, pod: NamedPod) -> Arc<LearntNames> {
         let mut pods = self.pods();
         // A pod that comes is rare, and so is one that goes.

@@ -91,7 +91,7 @@ fn texts(list: &[(&str, u64)]) -> Held {
 }
 
 #[test]
-fn an_answer_gives_its_addresses_for_the_name_and_each_alias_on_the_way() {
+fn an_answer_gives_its_addresses_for_each_alias() {
     let v6 = vec![0x20, 1, 0xd, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7];
     let mapped = vec![0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 192, 0, 2, 1];
     type Case<'a> = (&'a str, Vec<Record<'a>>, &'a [(&'a str, u64)], &'a [(&'a str, u64)]);
@@ -210,7 +210,7 @@ fn matches(names: &LearntNames, pattern: &str, address: Address, time: NameTime)
 }
 
 #[test]
-fn a_name_holds_for_its_ttl_and_then_only_for_connections_that_it_allowed_before() {
+fn an_expired_name_holds_for_its_open_connections_alone() {
     let table = NameTable::default();
     let names = names_of(&table, "shop/web");
     let at = |millis| NameTime::At(Moment(millis));
@@ -292,7 +292,7 @@ fn a_hundred_thousand_names_are_kept_and_found() {
 }
 
 #[test]
-fn one_pod_learns_nothing_from_anothers_answers_and_keeps_nothing_of_one_before() {
+fn a_pod_learns_names_from_its_own_answers_alone() {
     let table = NameTable::default();
     let (web, db) = (names_of(&table, "shop/web"), names_of(&table, "shop/db"));
     let to = address("192.0.2.1");
@@ -321,7 +321,7 @@ fn an_answer_of_a_hundred_addresses_is_kept_whole() {
 }
 
 #[test]
-fn over_a_limit_what_expires_first_goes_and_no_pod_takes_from_another() {
+fn over_a_limit_the_first_to_expire_goes_within_each_pod() {
     let limits = NameLimits { per_pod: 4, per_address: 2, total: 6, reserved: 1, ..NameLimits::default() };
     let table = NameTable::new(limits);
     let (web, db) = (names_of(&table, "shop/web"), names_of(&table, "shop/db"));

@@ -101,7 +101,7 @@ pub(super) fn v6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Dr
         1..=4 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
         137 => Err(DropReason::Redirect),
         // RFC 4861: the XDP program passed valid ones to the kernel.
-        133..=136 => Err(DropReason::NeighbourDiscovery),
+        133..=136 => Err(DropReason::InvalidDiscovery),
         _ => Ok(query(header, flow).unwrap_or(Transport::Other)),
     }
 }
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn queries_of_a_host_to_itself_have_one_connection_per_identifier() {
+    fn a_hosts_queries_to_itself_have_a_connection_each() {
         let keys: std::collections::HashSet<_> =
             every().map(|(query, identifier)| flow(query, identifier, (1, 1), QueryingEnd::Source).key().0).collect();
         assert_eq!(keys.len(), 3 << 16);

@@ -13,7 +13,7 @@ pub struct NextHop {
     pub own: Mac,
     /// Whether to decrement the TTL, as the node's hop. For a packet that crosses the host port the node's own stack
     /// does it, before or after; between neighbours on a bridge nobody does.
-    pub spend_ttl: bool,
+    pub decrement_ttl: bool,
     /// Who completes the checksum of a long TCP segment.
     pub open: OpenChecksum,
 }
@@ -41,7 +41,7 @@ pub(crate) const LEAST: usize = ETHERNET_LEN + 40 + LONG as usize;
 pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
     frame[..6].copy_from_slice(&hop.peer.0);
     frame[6..12].copy_from_slice(&hop.own.0);
-    if hop.spend_ttl {
+    if hop.decrement_ttl {
         let network = usize::from(packet.layout.network);
         if packet.flow.src.is_v4() {
             decrement_ttl(&mut frame[network..network + 20]);
@@ -115,7 +115,7 @@ mod tests {
     const HOP: NextHop = NextHop {
         peer: Mac([2, 0, 0, 0, 0, 2]),
         own: Mac([2, 0, 0, 0, 0, 1]),
-        spend_ttl: true,
+        decrement_ttl: true,
         open: OpenChecksum::Finish,
     };
 
@@ -144,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forwarded_frame_differs_only_in_macs_ttl_and_header_checksum() {
+    fn a_forwarded_frame_changes_in_macs_ttl_and_checksum_alone() {
         for (name, before) in frames() {
             let mut after = before.clone();
             let packet = parse(&before).unwrap();
@@ -213,7 +213,7 @@ mod tests {
     fn the_ttl_is_unchanged_for_another_hop() {
         for (name, before) in frames() {
             let mut after = before.clone();
-            rewrite(&mut after, &parse(&before).unwrap(), NextHop { spend_ttl: false, ..HOP });
+            rewrite(&mut after, &parse(&before).unwrap(), NextHop { decrement_ttl: false, ..HOP });
             assert_eq!(after[12..], before[12..], "{name}");
         }
     }

@@ -2,8 +2,8 @@
 
 use super::flows::Translation;
 use crate::forward::{PathPorts, Port, PortId, PortKind};
-use crate::io::tag;
 use crate::packet::{Flow, NextHop, OpenChecksum, Packet, rewrite, translate};
+use crate::tag;
 use crate::{DropReason, Snapshot};
 
 /// Path of a packet that may pass.
@@ -39,10 +39,10 @@ pub(super) fn path_ports(
     (packet, leaving): (&Packet, &Packet),
     route: PacketPath,
 ) -> PathPorts {
-    let ahead = egress(snapshot, leaving, route);
+    let forward = egress(snapshot, leaving, route);
     // If the node translates a sender's packets, the sender only knows the node's translation of the reply.
-    let back = if from.kind == PortKind::Host { Some(ingress) } else { snapshot.next_hop(packet.flow.src) };
-    PathPorts { ahead, back }
+    let reply = if from.kind == PortKind::Host { Some(ingress) } else { snapshot.next_hop(packet.flow.src) };
+    PathPorts { forward, reply }
 }
 
 #[inline(always)]
@@ -124,7 +124,7 @@ fn by_uplink(
     let host = snapshot.forwarding.host().ok_or(DropReason::NoPort)?;
     let next = leaving.allows_next.then_some(flow.protocol);
     let peer = tag::to_uplink(leaving.uplink, leaving.pod, next);
-    Ok((host, NextHop { peer, own: tag::allowed(flow.dst_port, snapshot.epoch), spend_ttl: false, open }))
+    Ok((host, NextHop { peer, own: tag::allowed(flow.dst_port, snapshot.epoch), decrement_ttl: false, open }))
 }
 
 /// Whether a bridge would forward a frame to this port, and no router.
@@ -156,12 +156,12 @@ fn way(
         // The node's stack sent it here because it belongs to a pod; returning it would create a loop.
         return Err(DropReason::NoPort);
     }
-    let spend_ttl = !(from_host || to_host || (from.bridge != 0 && is_bridged(from, port, frame)));
-    if spend_ttl && packet.ttl <= 1 {
+    let decrement_ttl = !(from_host || to_host || (from.bridge != 0 && is_bridged(from, port, frame)));
+    if decrement_ttl && packet.ttl <= 1 {
         return Err(DropReason::TtlExpired);
     }
     if packet.ip_len() > port.mtu {
         return Err(DropReason::TooBig);
     }
-    Ok((egress, NextHop { peer: port.peer_mac, own: port.own_mac, spend_ttl, open }))
+    Ok((egress, NextHop { peer: port.peer_mac, own: port.own_mac, decrement_ttl, open }))
 }

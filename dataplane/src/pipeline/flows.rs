@@ -13,7 +13,7 @@ pub(super) struct Translation {
     pub(super) inner: Flow,
     /// The flow with which it leaves; of an ICMP error only the addresses.
     pub(super) out: Flow,
-    /// Of an ICMP error: the flow of the packet that it quotes, as its receiver knows it.
+    /// In an ICMP error: the flow of the packet that it quotes, as its receiver knows it.
     pub(super) quote: Option<Flow>,
     /// Whether it is an answer of a backend that the connection has lost, or may not have any more.
     pub(super) is_late: bool,

@@ -24,7 +24,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 pub use crate::DropReason;
-pub use crate::batch::{BATCH, Frames, StackSender};
+pub use crate::batch::{BATCH, Frames, MemoryFrames, StackSender};
 use dispatch::PacketPath;
 use flows::Translation;
 pub use offload::keep_offloaded;
@@ -109,7 +109,7 @@ impl Observer for () {
 struct AdmittedPacket {
     index: usize,
     packet: Packet,
-    /// Of its flow between client and backend once it is translated.
+    /// The prepared flow: between client and backend once it is translated.
     hashed: PreparedFlow,
     /// Whether it leaves with another flow than it came with. It is beside what every packet touches; the flows are not.
     is_translated: bool,
@@ -254,7 +254,8 @@ impl Pipeline {
             };
             let frame = tracker.frames.bytes(entry.index);
             let form = (self.open, self.longest);
-            verdicts[entry.index] = conclude(&mut self.replies, snapshot, (ingress, port), frame, entry, form, allowed);
+            verdicts[entry.index] =
+                dispatch_or_reply(&mut self.replies, snapshot, (ingress, port), frame, entry, form, allowed);
         }
         if snapshot.policy.has_names() && self.mode == PipelineMode::Full {
             names::learn(connections, snapshot, now, frames, &self.slots[..admitted], verdicts);
@@ -307,7 +308,7 @@ impl Pipeline {
 
 /// Last stage: dispatches an allowed packet, and replies to a dropped one if its sender is notified.
 #[inline(always)]
-fn conclude(
+fn dispatch_or_reply(
     replies: &mut Replies,
     snapshot: &Snapshot,
     (ingress, port): (PortId, &Port),

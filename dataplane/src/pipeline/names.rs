@@ -28,7 +28,7 @@ pub(super) fn learn<F: Frames>(
     let moment = Moment(now.as_millis());
     for slot in slots {
         let Verdict::Forward(_) = verdicts[slot.index] else { continue };
-        let (names, side, flow) = match (hears(snapshot, slot), asks(snapshot, &slot.packet)) {
+        let (names, side, flow) = match (answers_for(snapshot, slot), questions_of(snapshot, &slot.packet)) {
             (Some(names), _) => (names, Side::Resolver, flow_out(slot).reversed()),
             (None, Some(names)) => (names, Side::Pod, slot.packet.flow),
             (None, None) => continue,
@@ -58,16 +58,16 @@ fn flow_out(slot: &AdmittedPacket) -> Flow {
     slot.translation().map_or(slot.packet.flow, |translation| translation.out)
 }
 
-/// What the pod has learnt for which this packet may be a DNS answer, if its rules have names: as the pod receives it, from the port of one
+/// The names of the pod for which this packet may be a DNS answer, if its rules have names: as the pod receives it, from the port of one
 /// of the cluster's resolvers. A fragment is none: its rest would be missing.
-pub(super) fn hears<'a>(snapshot: &'a Snapshot, slot: &AdmittedPacket) -> Option<&'a LearntNames> {
+pub(super) fn answers_for<'a>(snapshot: &'a Snapshot, slot: &AdmittedPacket) -> Option<&'a LearntNames> {
     let flow = flow_out(slot);
     let may_answer = flow.src_port == DNS && is_read(&slot.packet);
     if may_answer { snapshot.policy.names_of(flow.dst).filter(|_| snapshot.resolvers.contains(flow.src)) } else { None }
 }
 
-/// What a pod has learnt that may ask one of the cluster's resolvers by this packet.
-pub(super) fn asks<'a>(snapshot: &'a Snapshot, packet: &Packet) -> Option<&'a LearntNames> {
+/// The names of a pod that may ask one of the cluster's resolvers by this packet.
+pub(super) fn questions_of<'a>(snapshot: &'a Snapshot, packet: &Packet) -> Option<&'a LearntNames> {
     let flow = &packet.flow;
     let may_ask = flow.dst_port == DNS && is_read(packet);
     if may_ask { snapshot.policy.names_of(flow.src).filter(|_| snapshot.resolvers.contains(flow.dst)) } else { None }
@@ -85,7 +85,7 @@ fn datagram<'a>(frame: &'a [u8], slot: &AdmittedPacket) -> Option<&'a [u8]> {
     datagram.get(UDP_HEADER..usize::from(length))
 }
 
-/// What a segment says of its stream.
+/// The place of a segment in its stream.
 fn segment<'a>(frame: &'a [u8], slot: &AdmittedPacket) -> Option<DnsSegment<'a>> {
     let Transport::Tcp(segment) = &slot.packet.transport else { return None };
     let end = usize::from(slot.packet.layout.end);

@@ -27,7 +27,7 @@ pub(super) fn offload(
     let reads_answers = snapshot.policy.has_names();
     for slot in slots {
         let Verdict::Forward(egress) = verdicts[slot.index] else { continue };
-        // Of the node's stack and back there: it leaves the node, and has no connection here.
+        // From the node's stack and back there: it leaves the node, and has no connection here.
         if is_from_stack && snapshot.forwarding.host() == Some(egress) {
             continue;
         }
@@ -56,7 +56,7 @@ pub(super) fn offload(
 
 /// Whether workers read what packets like this one ask or answer.
 fn is_dns(snapshot: &Snapshot, slot: &AdmittedPacket) -> bool {
-    names::hears(snapshot, slot).or_else(|| names::asks(snapshot, &slot.packet)).is_some()
+    names::answers_for(snapshot, slot).or_else(|| names::questions_of(snapshot, &slot.packet)).is_some()
 }
 
 /// Whether a worker would admit the answers to a packet that opens a connection, and send them back from the second of these interfaces to
@@ -67,7 +67,7 @@ fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u
     let found = ForwardedConnection { original, ends: [from, to], via_host, is_translated: slot.is_translated };
     [original.src, original.dst].iter().all(|address| address.scope() == AddressScope::Routable)
         && !snapshot.would_be_decapsulated(&answer)
-        && names::asks(snapshot, &slot.packet).is_none()
+        && names::questions_of(snapshot, &slot.packet).is_none()
         && has_same_path(snapshot, &found)
 }
 

@@ -91,6 +91,6 @@ fn is_rejected(snapshot: &Snapshot, packet: &Packet, dropped: &DroppedPacket) ->
 }
 
 fn mtu(forwarding: &Forwarding, path_ports: PathPorts, packet: &Packet) -> Option<u16> {
-    let mtu = forwarding.port(path_ports.ahead?)?.mtu;
+    let mtu = forwarding.port(path_ports.forward?)?.mtu;
     Some(if packet.flow.src.is_v4() { mtu } else { mtu.max(LEAST_MTU_V6) })
 }

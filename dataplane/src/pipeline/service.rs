@@ -39,13 +39,13 @@ impl ServiceConnection {
         Backend { address: self.inner.dst, port: self.inner.dst_port }
     }
 
-    /// What policy says of it.
+    /// The verdict of policy on it.
     pub fn evaluate(&self, policy: &PolicySet) -> PolicyVerdict {
         evaluate_client(policy, &policy_flow(self.inner, Some(&self.frontend)), NameTime::Ever)
     }
 }
 
-/// What policy says of a client's first packet to a Service, with this flow, if it goes to this backend.
+/// The verdict of policy on a client's first packet to a Service, with this flow, if it goes to this backend.
 pub fn evaluate_backend(policy: &PolicySet, flow: &Flow, backend: &Backend, time: NameTime) -> PolicyVerdict {
     evaluate_client(policy, &policy_flow(inner_flow(flow, backend), Some(flow)), time)
 }

@@ -15,7 +15,7 @@ pub trait OriginalSources: fmt::Debug + Send + Sync {
     fn source_of(&self, flow: &Flow) -> Option<Address>;
 }
 
-/// What policy was asked, and the verdict: the flow as it was before the node translated its source.
+/// The flow that policy was asked about, and the verdict: the flow as it was before the node translated its source.
 pub(super) type Evaluated = (Flow, PolicyVerdict, EvaluationForm);
 
 /// Evaluates policy for a flow that `sender` opens.
@@ -78,7 +78,7 @@ pub(super) enum Opener {
     Sender(StackSender),
     /// A pod that the workers send on to a Service's backend.
     ClientOfService,
-    /// Of a known connection, whose source the node's stack has translated: what is kept beside it.
+    /// A known connection, whose source the node's stack has translated: what is kept beside it.
     Kept(Option<Address>),
 }
 
@@ -101,7 +101,7 @@ impl Opener {
         if !via_host || ends.src.is_local_pod() {
             return Self::Sender(StackSender::Unknown);
         }
-        // Of no pod, and forwarded.
+        // It is of no pod, and forwarded.
         kept().map_or(Self::Sender(StackSender::Forwarded), Self::Kept)
     }
 

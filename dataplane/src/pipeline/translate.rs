@@ -29,7 +29,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     ) -> Result<Option<Conn<'a>>, DroppedPacket> {
         match found.and_then(|found| self.connections.translated(&found, self.now)) {
             Some(translated) if self.has_lost_its_backend(&translated) => self.turn_lost(translated, entry),
-            Some(translated) => self.turn(translated, entry).map(Some),
+            Some(translated) => self.set_flows(translated, entry).map(Some),
             None => self.ask_services(entry, None).map(|()| None),
         }
     }
@@ -43,7 +43,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     ) -> Result<Option<Conn<'a>>, DroppedPacket> {
         let is_answer = translated.connection.is_reply(translated.inner.orientation());
         if is_answer && self.frontend_of(&translated.frontend).is_some() {
-            let connection = self.turn(translated, entry)?;
+            let connection = self.set_flows(translated, entry)?;
             entry.flows.is_late = true;
             return Ok(Some(connection));
         }
@@ -62,7 +62,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     }
 
     /// Gives a packet the flows of its connection.
-    pub(super) fn turn(
+    pub(super) fn set_flows(
         &mut self,
         translated: Translated<'a>,
         entry: &mut AdmittedPacket,
@@ -171,12 +171,12 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
 
     fn is_in_use(&self, hashed: &PreparedFlow, old: Option<&Conn<'_>>) -> bool {
         let Some(found) = self.connections.find(hashed, self.now) else { return false };
-        // What is left of a translated connection that has ended gives way.
+        // The rest of a translated connection that has ended gives way.
         let is_left = found.is_translated() && self.connections.translated(&found, self.now).is_none();
         !is_left && !old.is_some_and(|old| old.is_same(&found))
     }
 
-    /// What holds for a packet to a backend as for one that a pod sends there directly.
+    /// Checks of a packet to a backend that also hold for one that a pod sends there directly.
     fn check(&self, packet: &Packet, inner: &Flow) -> Result<(), DropReason> {
         let direct = Packet { flow: *inner, ..*packet };
         if self.snapshot.would_be_decapsulated(&direct) && self.snapshot.pod_port(inner.dst).is_none() {
@@ -187,7 +187,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
 
     /// The flows of an ICMP error about a connection to a Service, whose packet it quotes with the flow `quoted`. `None`: its
     /// receiver knows what is quoted.
-    pub(super) fn turn_error(
+    pub(super) fn error_flows(
         &self,
         packet: &Packet,
         quoted: &Flow,

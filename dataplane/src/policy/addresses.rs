@@ -7,17 +7,7 @@ use crate::forward::{Forwarding, LocalAddresses, PortId};
 use crate::packet::Address;
 
 use super::peers::Identity;
-use super::{AddressSet, DirectionVerdict};
-
-/// A pod whose policies are enforced on this node. Numbered from 0; small numbers are reused first.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-#[repr(transparent)]
-pub struct EndpointId(pub u32);
-
-/// A node of the cluster; any number except `u32::MAX`.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-#[repr(transparent)]
-pub struct NodeId(pub u32);
+use super::{AddressSet, DirectionVerdict, EndpointId, NodeId};
 
 /// Owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -267,7 +257,7 @@ impl AddressMap {
         }
     }
 
-    /// What an address is that is at no pod of this node.
+    /// The kind of an address that is at no pod of this node.
     fn elsewhere(&self, address: Address) -> LocalAddress {
         if self.services.contains(&address) { LocalAddress::Service } else { LocalAddress::No }
     }
@@ -407,7 +397,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_that_stay_copy_nothing_and_one_that_changes_copies_a_shard() {
+    fn only_ports_that_change_copy_a_shard() {
         let mut map = large();
         let own = |pods: std::ops::Range<u8>| pods.map(|pod| Address::from_v4_bytes([10, 0, 0, pod])).collect();
         map.set_local(&forwarding([own(0..50), own(50..90)], own(90..99)));

@@ -190,20 +190,20 @@ fn changes(any: &RuleSet, blocks: &[(&AddressBlock, u32)], rows: &mut RowsBuilde
 /// A block's rule applies inside it except within its own excepts.
 fn step(sweep: &mut RuleSweep, event: Boundary, excepts: &mut u32, rule: u32) {
     match event {
-        Boundary::BlockBegins => sweep.enter(rule),
+        Boundary::BlockBegins => sweep.begin_range(rule),
         Boundary::ExceptBegins => {
             *excepts += 1;
             if *excepts == 1 {
-                sweep.leave(rule);
+                sweep.end_range(rule);
             }
         }
         Boundary::ExceptEnds => {
             *excepts -= 1;
             if *excepts == 0 {
-                sweep.enter(rule);
+                sweep.begin_range(rule);
             }
         }
-        Boundary::BlockEnds => sweep.leave(rule),
+        Boundary::BlockEnds => sweep.end_range(rule),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::addresses::EndpointId;
+use super::EndpointId;
 use super::table::RuleTable;
 use super::tiers::TieredTable;
 
@@ -41,9 +41,9 @@ impl EndpointPolicy {
 /// Policy of both directions of an endpoint.
 #[derive(Clone, Debug)]
 pub struct Endpoint {
-    /// What it may send.
+    /// The flows that it may send.
     pub egress: EndpointPolicy,
-    /// What it may receive.
+    /// The flows that it may receive.
     pub ingress: EndpointPolicy,
 }
 

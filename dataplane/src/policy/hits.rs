@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn workers_count_without_losing_a_hit_and_without_a_row_nothing_is_counted() {
+    fn workers_count_every_hit_of_rules_that_have_a_row() {
         let hits = RuleHits::new(20, 3);
         thread::scope(|scope| {
             for worker in 0..3 {

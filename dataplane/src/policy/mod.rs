@@ -26,33 +26,37 @@ mod addresses;
 mod blocks;
 mod endpoints;
 mod hits;
+mod ids;
 mod notes;
 mod peers;
 mod ports;
 mod rows;
 mod table;
 mod tiers;
+mod update;
+mod verdict;
 
 #[cfg(test)]
 mod tests;
 
-pub use addresses::{AddressOwner, EndpointId, NodeId};
+pub use addresses::AddressOwner;
 pub use blocks::AddressBlock;
 pub use endpoints::{Endpoint, EndpointPolicy};
 pub use hits::RuleHits;
+pub use ids::{EndpointId, NodeId};
 pub use notes::TableNotes;
 pub use peers::Identity;
 pub use ports::{PortProtocol, PortRange};
 pub use rows::RuleSet;
 pub use table::{PeerSpec, PortSpec, RuleName, RuleSpec, RuleTable};
 pub use tiers::{RuleAction, TieredTable};
+pub use update::PolicySetUpdate;
+pub use verdict::{Direction, DirectionVerdict, EvaluationForm, PolicyVerdict, RuleRef, RuleScope};
 
 use std::sync::Arc;
 
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::DropReason;
-use crate::forward::Forwarding;
 use crate::names::{LearntNames, NameTime};
 use crate::packet::{Address, Flow};
 
@@ -61,128 +65,10 @@ use addresses::{AddressMap, NONE};
 use endpoints::Endpoints;
 use tiers::{Given, TierOutcome};
 
-/// Direction of an endpoint's policy.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-pub enum Direction {
-    /// Packets that the endpoint sends.
-    Egress,
-    /// Packets that the endpoint receives.
-    Ingress,
-}
-
 /// A set of addresses.
 pub type AddressSet = FxHashSet<Address>;
 
-/// Refers to a rule of a [`PolicySet`] by endpoint, direction and number in the table. Only valid with the set that
-/// returned it.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-pub struct RuleRef {
-    /// Endpoint of the rule.
-    pub endpoint: EndpointId,
-    /// Direction of the rule.
-    pub direction: Direction,
-    /// Number of the rule in the table.
-    pub rule: u32,
-}
-
-/// Verdict of one direction of a flow. The zero value denies.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum DirectionVerdict {
-    /// The pod is isolated in this direction and no rule allows the flow.
-    #[default]
-    Denied,
-    /// The pod is not enforced here (it is on another node), or there is no pod.
-    NotLocal,
-    /// The address is behind a pod's port of this node, but policy does not know the pod yet.
-    NotReady,
-    /// No policy applies to the pod in this direction.
-    Open,
-    /// This rule allows the flow: of a NetworkPolicy that isolates the pod, or an Accept of a ClusterNetworkPolicy.
-    Allowed(RuleRef),
-    /// This Deny rule of a ClusterNetworkPolicy denies the flow.
-    DeniedBy(RuleRef),
-    /// ClusterNetworkPolicies apply to the pod, and no rule of any tier decided: allowed.
-    Default,
-    /// Egress to an address of a Service, which the node's kernel translates: decided for what answers, once that is known.
-    Postponed,
-    /// The pod is isolated and none of its rules allows the flow, but this rule of the other direction does, and rules
-    /// are honoured cluster-wide.
-    AllowedByPeer(RuleRef),
-    /// A pod and itself: never subject to policy. A pod and its node: never denied by NetworkPolicy.
-    Exempt,
-}
-
-impl DirectionVerdict {
-    /// Whether this direction allows the flow.
-    #[inline]
-    pub const fn is_allowed(&self) -> bool {
-        !matches!(self, Self::Denied | Self::DeniedBy(_) | Self::NotReady)
-    }
-
-    /// The rule that decided, of either direction.
-    pub const fn rule(&self) -> Option<RuleRef> {
-        match self {
-            Self::Allowed(rule) | Self::DeniedBy(rule) | Self::AllowedByPeer(rule) => Some(*rule),
-            _ => None,
-        }
-    }
-}
-
-/// Policy verdict on a flow: both directions. The zero value denies.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub struct PolicyVerdict {
-    /// Egress of the source.
-    pub egress: DirectionVerdict,
-    /// Ingress of the destination.
-    pub ingress: DirectionVerdict,
-}
-
-impl PolicyVerdict {
-    /// Whether a worker lets the flow pass: no direction denies it, and at least one end is enforced here.
-    #[inline]
-    pub const fn is_allowed(&self) -> bool {
-        self.drop_reason().is_none()
-    }
-
-    /// Why a worker drops the flow; egress is checked before ingress. If neither end is known here, the flow belongs to
-    /// a pod whose policies are not known yet.
-    #[inline]
-    pub const fn drop_reason(&self) -> Option<DropReason> {
-        match (self.egress, self.ingress) {
-            (DirectionVerdict::NotReady, _) | (_, DirectionVerdict::NotReady) => Some(DropReason::NotReady),
-            (DirectionVerdict::Denied | DirectionVerdict::DeniedBy(_), _) => Some(DropReason::EgressDenied),
-            (_, DirectionVerdict::Denied | DirectionVerdict::DeniedBy(_)) => Some(DropReason::IngressDenied),
-            (DirectionVerdict::NotLocal, DirectionVerdict::NotLocal) => Some(DropReason::NotReady),
-            _ => None,
-        }
-    }
-}
-
-/// Whether a rule of one direction also allows the flow in the other direction.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum RuleScope {
-    /// Both directions must allow, as in the Kubernetes API.
-    #[default]
-    BothSides,
-    /// A rule is honoured cluster-wide. A direction without policy has no rule and does not override the other.
-    ClusterWide,
-}
-
-/// How policy was evaluated for a flow: what else may be asked of another set about the same packet.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
-pub enum EvaluationForm {
-    /// As it stands.
-    #[default]
-    Plain,
-    /// As one that the node's stack forwards: its source has no exemption as the node's.
-    Forwarded,
-    /// The same, and its source, which the stack has translated, is not known.
-    Unknown,
-    /// As one of a pod to itself through a Service.
-    Hairpin,
-}
-
-/// What is known of the source and the destination of a flow.
+/// Source and destination of a flow, as far as they are known.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FlowEnds<'a> {
     pub(crate) src: &'a AddressEntry,
@@ -247,7 +133,7 @@ impl PolicySet {
         !self.names.is_empty()
     }
 
-    /// What the pod of this node with this address has learnt, if its egress rules have domain names that are followed.
+    /// The names that the pod of this node with this address has learnt, if its egress rules have domain names that are followed.
     pub(crate) fn names_of(&self, address: Address) -> Option<&LearntNames> {
         let entry = self.find(address);
         if entry.endpoint == NONE { None } else { self.names.get(&entry.endpoint).map(|names| &**names) }
@@ -258,7 +144,7 @@ impl PolicySet {
         self.names_of(pod)
     }
 
-    /// What an endpoint has learnt, if the rules of this direction may ask for it.
+    /// The names that an endpoint has learnt, if the rules of this direction may ask for it.
     #[inline]
     fn given(&self, tiers: &TieredTable, own: &AddressEntry, time: NameTime) -> Given<'_> {
         if !tiers.has_names() || time == NameTime::Never {
@@ -290,13 +176,13 @@ impl PolicySet {
         }
     }
 
-    /// What is known of an address.
+    /// The entry of an address.
     #[inline(always)]
     pub(crate) fn find(&self, address: Address) -> &AddressEntry {
         self.addresses.find(address)
     }
 
-    /// What is known of both ends of a flow.
+    /// The entries of both ends of a flow.
     #[inline]
     pub(crate) fn ends(&self, flow: &Flow) -> FlowEnds<'_> {
         FlowEnds { src: self.find(flow.src), dst: self.find(flow.dst) }
@@ -558,66 +444,5 @@ fn tiered(outcome: TierOutcome, endpoint: u32, direction: Direction) -> Directio
         TierOutcome::Isolated => DirectionVerdict::Denied,
         TierOutcome::OwnNode => DirectionVerdict::Exempt,
         TierOutcome::Default => DirectionVerdict::Default,
-    }
-}
-
-/// Builds the next [`PolicySet`] from the previous one. It is not visible before [`PolicySetUpdate::finish`].
-#[derive(Debug)]
-pub struct PolicySetUpdate {
-    set: PolicySet,
-}
-
-impl PolicySetUpdate {
-    /// Sets the owner of an address; `None` removes it.
-    pub fn set_address(&mut self, address: Address, owner: Option<AddressOwner>) -> &mut Self {
-        self.set.addresses.set_owner(address, owner);
-        self
-    }
-
-    /// Sets which addresses are at pods of this node, and at which ports: those of `forwarding` and no others.
-    pub fn set_local(&mut self, forwarding: &Forwarding) -> &mut Self {
-        self.set.addresses.set_local(forwarding);
-        self
-    }
-
-    /// Sets the addresses at which pods may send to Services that the node's kernel translates: egress to them is postponed until it
-    /// is known what answers. The caller sees to it that it is then asked.
-    pub fn set_services(&mut self, services: &Arc<AddressSet>) -> &mut Self {
-        self.set.addresses.set_services(services);
-        self
-    }
-
-    /// Sets an endpoint's policy; `None` removes it. Addresses of an endpoint without policy are denied everything.
-    pub fn set_endpoint(&mut self, id: EndpointId, endpoint: Option<Endpoint>) -> &mut Self {
-        self.set.endpoints.set(id, endpoint);
-        self
-    }
-
-    /// Sets what an endpoint learns of domain names; `None`: its egress rules have none.
-    pub fn set_names(&mut self, id: EndpointId, names: Option<Arc<LearntNames>>) -> &mut Self {
-        let is_known = match (self.set.names.get(&id.0), &names) {
-            (Some(before), Some(now)) => Arc::ptr_eq(before, now),
-            (None, None) => true,
-            _ => false,
-        };
-        if !is_known {
-            let all = Arc::make_mut(&mut self.set.names);
-            match names {
-                Some(names) => all.insert(id.0, names),
-                None => all.remove(&id.0),
-            };
-        }
-        self
-    }
-
-    /// Sets whether rules are honoured cluster-wide.
-    pub fn set_rule_scope(&mut self, rule_scope: RuleScope) -> &mut Self {
-        self.set.rule_scope = rule_scope;
-        self
-    }
-
-    /// The new set.
-    pub fn finish(self) -> PolicySet {
-        self.set
     }
 }

@@ -1,8 +1,9 @@
-//! What policies want said of what they decide, beside the verdict: nothing here changes one.
+//! How policies want their decisions reported, beside the verdict: nothing here changes one.
 
 use std::sync::Arc;
 
-use super::addresses::{EndpointId, NONE};
+use super::EndpointId;
+use super::addresses::NONE;
 use super::{Direction, DirectionVerdict, FlowEnds, PolicySet, PolicyVerdict, RuleRef};
 use crate::names::NameTime;
 use crate::packet::Flow;

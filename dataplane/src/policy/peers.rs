@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn removing_all_identities_frees_pages_and_leaves_older_copies_unchanged() {
+    fn removing_all_identities_frees_pages_but_no_older_copies() {
         let before = Peers::new(0).with([(identity(3), 2), (identity(500), 2)]);
         let after = before.with([(identity(3), 0), (identity(500), 0)]);
         assert_eq!(after.size(), 0);

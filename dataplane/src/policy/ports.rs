@@ -135,10 +135,10 @@ fn intervals(any: &RuleSet, ranges: &[(u16, u16, u32)], rows: &mut RowsBuilder) 
         }
         start = place;
         for (_, _, rule) in same_place.iter().filter(|event| event.1) {
-            sweep.enter(*rule);
+            sweep.begin_range(*rule);
         }
         for (_, _, rule) in same_place.iter().filter(|event| !event.1) {
-            sweep.leave(*rule);
+            sweep.end_range(*rule);
         }
     }
     if start < FAN * FAN {

@@ -426,7 +426,7 @@ pub(super) struct RuleSweep {
 
 impl RuleSweep {
     /// A range of this rule begins.
-    pub(super) fn enter(&mut self, rule: u32) {
+    pub(super) fn begin_range(&mut self, rule: u32) {
         let depth = self.depth.entry(rule).or_default();
         *depth += 1;
         if *depth == 1 {
@@ -435,7 +435,7 @@ impl RuleSweep {
     }
 
     /// A range of this rule ends.
-    pub(super) fn leave(&mut self, rule: u32) {
+    pub(super) fn end_range(&mut self, rule: u32) {
         let depth = self.depth.get_mut(&rule).expect("a range ends that had begun");
         *depth -= 1;
         if *depth == 0 {
@@ -474,7 +474,7 @@ mod tests {
 
         #[test]
         fn first_common_is_the_lowest_of_the_sets(
-            // Of one word, of two or three, and of many.
+            // Rows of one word, of two or three, and of many.
             rules in prop_oneof![1u32..=64, 65u32..180, 1u32..9000],
             picks in [any_rules(), any_rules(), any_rules()],
             start in prop_oneof![0u32..200, any::<u32>()],

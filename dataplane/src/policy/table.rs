@@ -37,7 +37,7 @@ impl RuleName {
         Arc::clone(&self.policy)
     }
 
-    /// What it displays as.
+    /// The text that it displays as.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -99,7 +99,7 @@ pub struct RuleTable {
     names: Arc<[RuleName]>,
     /// Those of all tables that were made from one by other identities.
     hits: Arc<RuleHits>,
-    /// What its policies want said of their decisions, if they say anything.
+    /// How its policies want their decisions reported, if they say anything.
     notes: Option<Arc<TableNotes>>,
 }
 

@@ -2,7 +2,8 @@ use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use crate::forward::{Mac, Port, PortId, PortKind};
+use crate::DropReason;
+use crate::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use crate::packet::Protocol;
 
 use super::*;
@@ -153,7 +154,7 @@ fn egress_is_reported_before_ingress_if_both_deny() {
 }
 
 #[test]
-fn a_later_set_shares_tables_and_leaves_the_earlier_one_unchanged() {
+fn a_later_set_shares_tables_and_changes_no_earlier_one() {
     let before = example();
     let mut update = before.update();
     update.set_address(address(REMOTE), pod(3, None, 1)).set_endpoint(EndpointId(0), None);
@@ -215,7 +216,7 @@ fn more_than_64_rules_work() {
 }
 
 #[test]
-fn cluster_wide_rules_allow_in_the_other_direction_but_open_ones_do_not() {
+fn cluster_wide_rules_allow_both_ways_but_open_ones_do_not() {
     // `db` may receive TCP 5432 from identity 1; now identity 1 may send nothing.
     let mut update = example().update();
     update.set_rule_scope(RuleScope::ClusterWide);
@@ -242,7 +243,7 @@ fn tiers(is_isolated: bool) -> EndpointPolicy {
 }
 
 #[test]
-fn tiers_are_evaluated_in_order_and_only_network_policy_spares_the_own_node() {
+fn tiers_have_an_order_and_do_not_spare_the_own_node() {
     for is_isolated in [true, false] {
         let mut update = example().update();
         update
@@ -302,7 +303,7 @@ fn a_source_that_nobody_knows_has_what_every_source_has() {
 }
 
 #[test]
-fn in_tiers_a_source_that_nobody_knows_is_denied_what_any_source_is() {
+fn an_unknown_source_is_denied_what_a_tier_denies_to_any() {
     use RuleAction::{Accept, Deny, Pass};
     // Each case: rules of the Admin tier, each for every source or for one, and a NetworkPolicy's rule or none.
     for (admin, of_policy, is_allowed) in [

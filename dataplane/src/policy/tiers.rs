@@ -9,7 +9,7 @@ use super::peers::Identity;
 use super::rows::{Row, RuleSet};
 use super::table::RuleTable;
 
-/// What a rule does with a flow that it matches.
+/// The action of a rule on a flow that it matches.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum RuleAction {
     /// Allows it.
@@ -37,7 +37,7 @@ pub struct TieredTable {
     names: Option<Arc<NameRules>>,
 }
 
-/// What is learnt of domain names by the pod whose egress is evaluated, and what of it counts.
+/// The domain names that the pod whose egress is evaluated has learnt, and which of them count.
 pub(super) type Given<'a> = Option<(&'a LearntNames, NameTime)>;
 
 /// The outcome of all tiers, with the number of the rule that decided.

@@ -16,7 +16,7 @@ use crate::conntrack::Timestamp;
 use crate::forward::{Forwarding, PathPorts, PortId, PortKind};
 use crate::packet::{Address, ETHERNET_LEN, Flow, Packet, Protocol, TcpFlags, TcpSegment, Transport};
 
-/// What happens when policy revokes a connection.
+/// The answer when policy revokes a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum OnRevoke {
     /// Its packets are dropped without a reply.
@@ -27,7 +27,7 @@ pub enum OnRevoke {
     Reset,
 }
 
-/// What happens to a packet that policy does not let open a connection.
+/// The answer to a packet that policy does not let open a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum OnDeny {
     /// It is dropped without a reply: its sender tries again until it gives up.
@@ -56,7 +56,7 @@ type Errors = TokenBucket<1_000, 50>;
 /// notified at their next packet.
 type Resets = TokenBucket<10_000, 1_000>;
 
-/// What one worker may still reply to packets that came in by one port.
+/// The replies that one worker may still send to packets that came in by one port.
 #[derive(Clone, Default)]
 struct PortBudget {
     errors: Errors,
@@ -153,10 +153,10 @@ impl Replies {
         if segment.flags.contains(TcpFlags::RST) {
             return;
         }
-        self.reset(forwarding, path_ports.back, &packet.flow.reversed(), answer_to(&segment));
+        self.reset(forwarding, path_ports.reply, &packet.flow.reversed(), answer_to(&segment));
         if let Some((leaving, next)) = next {
             let acknowledged = segment.flags.contains(TcpFlags::ACK).then_some(segment.ack);
-            self.reset(forwarding, path_ports.ahead, &leaving, (next, acknowledged));
+            self.reset(forwarding, path_ports.forward, &leaving, (next, acknowledged));
         }
     }
 
@@ -180,7 +180,7 @@ impl Replies {
         match packet.transport {
             Transport::Tcp(segment) if segment.flags.contains(TcpFlags::RST) => {}
             Transport::Tcp(segment) => {
-                self.reset(forwarding, path_ports.back, &packet.flow.reversed(), answer_to(&segment));
+                self.reset(forwarding, path_ports.reply, &packet.flow.reversed(), answer_to(&segment));
             }
             _ => self.error(forwarding, path_ports, frame, packet, IcmpError::PortUnreachable),
         }
@@ -218,7 +218,7 @@ impl Replies {
         let quoted = &frame[usize::from(packet.layout.network)..usize::from(packet.layout.end)];
         let out = &mut reply.bytes[ETHERNET_LEN..];
         reply.length = ETHERNET_LEN + build::error(out, error, source, packet.flow.src, quoted);
-        if reply.address(forwarding, path_ports.back, packet.flow.src).is_none() {
+        if reply.address(forwarding, path_ports.reply, packet.flow.src).is_none() {
             self.count -= 1;
         }
     }
@@ -258,7 +258,7 @@ fn may_get_error(packet: &Packet) -> bool {
 /// Source address of an ICMP error: the node's, as the router. Errors that leave through the host port have the address
 /// of the packet's destination, since the node's stack drops packets from its own addresses.
 fn source(forwarding: &Forwarding, path_ports: PathPorts, packet: &Packet) -> Option<Address> {
-    let egress = forwarding.port(path_ports.back?)?;
+    let egress = forwarding.port(path_ports.reply?)?;
     let node = forwarding.node_address(packet.flow.src.is_v4()).filter(|_| egress.kind != PortKind::Host);
     Some(node.unwrap_or(packet.flow.dst))
 }

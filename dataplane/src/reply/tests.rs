@@ -8,9 +8,9 @@ use etherparse::{NetSlice, PacketBuilder, SlicedPacket, TransportSlice};
 use proptest::prelude::*;
 
 use super::*;
+use crate::batch::MemoryFrames;
 use crate::conntrack::{Config, ConnTable};
 use crate::forward::{Mac, Port};
-use crate::io::MemoryFrames;
 use crate::packet::{Sum, parse};
 use crate::pipeline::{BATCH, Pipeline, PipelineMode, Verdict};
 use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable};
@@ -184,7 +184,7 @@ fn icmp(frame: &[u8]) -> (IpAddr, IpAddr, u8, u8, [u8; 4], Vec<u8>) {
 }
 
 #[test]
-fn both_ends_of_a_revoked_tcp_connection_are_reset_with_the_expected_numbers() {
+fn both_ends_of_a_revoked_connection_get_a_valid_reset() {
     for (web, db) in WEB_IPS.into_iter().zip(DB_IPS) {
         let (w, d) = ((web, 40_000), (db, 5432));
         let mut node = Node::new(OnRevoke::Reset);

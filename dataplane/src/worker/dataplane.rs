@@ -16,7 +16,7 @@ use super::control::PortControl;
 use super::grace::GraceThreads;
 use super::inbox::{Command, WorkerInbox};
 use super::ports::PortTable;
-use super::privileges::{Priority, drop_capabilities, raise_priority};
+use super::priority::{Priority, raise_priority};
 use super::processor::{PolicyProcessor, Processor};
 use super::request::PortRequest;
 use super::run::Worker;
@@ -31,7 +31,7 @@ use crate::conntrack::ConnTable;
 use crate::forward::PortId;
 use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, largest_mtu};
 use crate::pipeline::OriginalSources;
-use crate::{Epoch, Snapshot};
+use crate::{Epoch, Snapshot, drop_capabilities};
 
 /// How long the kernel's programs may take to be brought to the last snapshot.
 const HALT: Duration = Duration::from_secs(1);
@@ -273,7 +273,7 @@ impl Dataplane {
         self.control().depths()
     }
 
-    /// By worker: the epoch in force. From now on it evaluates no packet under an older one; packets that it evaluated
+    /// By worker: the epoch in effect. From now on it evaluates no packet under an older one; packets that it evaluated
     /// before may still be in transit.
     ///
     /// A worker that is awake reports the epoch in every poll iteration, some microseconds after publication. One that
@@ -285,7 +285,7 @@ impl Dataplane {
         workers.map(|(inbox, counters)| if inbox.is_asleep() { published } else { counters.epoch() }).collect()
     }
 
-    /// The epoch in force in the kernel's programs, if they forward: they leave every packet of a connection that was
+    /// The epoch in effect in the kernel's programs, if they forward: they leave every packet of a connection that was
     /// evaluated under an older one to the workers.
     pub fn offload_in_force(&self) -> Option<Epoch> {
         self.grace.as_ref().map(GraceThreads::in_force)
@@ -304,7 +304,7 @@ impl Dataplane {
         self.grace.iter().flat_map(GraceThreads::ids)
     }
 
-    /// Whether this published epoch, or a later one, is in force on every worker and in the kernel's programs.
+    /// Whether this published epoch, or a later one, is in effect on every worker and in the kernel's programs.
     pub fn is_in_force(&self, epoch: Epoch) -> bool {
         // The default is that of no snapshot.
         let has = |in_force: Epoch| in_force != Epoch::default() && !in_force.is_before(epoch);

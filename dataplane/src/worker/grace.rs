@@ -2,7 +2,7 @@
 //!
 //! First the connections that stay allowed get the new verdict ([`keep_offloaded`]), then the programs read the new epoch. A
 //! program that began before an epoch was published may have read the older one. To wait for these takes some milliseconds, which only the
-//! report that an epoch is in force does: each program that begins later reads the new epoch.
+//! report that an epoch is in effect does: each program that begins later reads the new epoch.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,12 +13,12 @@ use std::time::Duration;
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
 use nix::unistd::{Pid, gettid};
 
-use super::privileges::{Priority, drop_capabilities, raise_priority};
-use crate::Snapshot;
+use super::priority::{Priority, raise_priority};
 use crate::conntrack::ConnTable;
 use crate::epoch::Epoch;
 use crate::grace::wait_for_programs;
 use crate::pipeline::keep_offloaded;
+use crate::{Snapshot, drop_capabilities};
 
 /// Longest time that connections are evaluated before the programs read the new epoch: some ten thousand. The others meet a
 /// worker at their next packet.
@@ -60,7 +60,7 @@ impl GraceThreads {
     /// The workers have this snapshot.
     pub(super) fn published(&self, snapshot: Arc<Snapshot>) {
         if let Some(published) = &self.published {
-            // Sending fails only if the thread has ended; then no epoch is reported as in force.
+            // Sending fails only if the thread has ended; then no epoch is reported as in effect.
             let _ = published.send(snapshot);
         }
     }
@@ -109,7 +109,7 @@ fn bring_each(published: &Receiver<Arc<Snapshot>>, connections: &ConnTable, brou
         }
         keep_offloaded(connections, &snapshot, KEEP_LIMIT);
         if connections.publish_epoch(snapshot.epoch) {
-            // Fails only if the other thread has ended; then no epoch is reported as in force.
+            // Fails only if the other thread has ended; then no epoch is reported as in effect.
             let _ = brought.send(snapshot.epoch);
         }
     }

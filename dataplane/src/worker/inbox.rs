@@ -28,7 +28,7 @@ pub(crate) struct HandOff {
 #[derive(Clone, Debug)]
 pub(crate) struct HeldFrames {
     pub(crate) cached: u32,
-    /// Of its queues.
+    /// The depths of its queues.
     pub(crate) queues: Vec<QueueDepth>,
 }
 
@@ -142,13 +142,13 @@ impl WorkerInbox {
         self.asleep.load(Ordering::Relaxed)
     }
 
-    /// Announces that the worker is awake. `rung`: the descriptor of [`wake_fd`](Self::wake_fd) was readable.
-    pub(crate) fn resume(&self, rung: bool) {
+    /// Announces that the worker is awake. `signalled`: the descriptor of [`wake_fd`](Self::wake_fd) was readable.
+    pub(crate) fn resume(&self, signalled: bool) {
         self.asleep.store(false, Ordering::Relaxed);
         // For `WorkerInbox::is_asleep`: orders this before everything that the worker reads from now on.
         fence(Ordering::SeqCst);
         // A wake-up that comes just now keeps it readable, and ends the next sleep at once.
-        if rung {
+        if signalled {
             let _ = self.wake_fd.read();
         }
     }
@@ -177,8 +177,8 @@ mod tests {
                     }
                     if seen < ROUNDS && inbox.prepare_sleep() {
                         let mut fds = [PollFd::new(inbox.wake_fd().as_fd(), PollFlags::POLLIN)];
-                        let rung = poll(&mut fds, PollTimeout::from(5_000u16)).unwrap();
-                        assert_eq!(rung, 1, "a wake-up was lost after {seen} packets");
+                        let signalled = poll(&mut fds, PollTimeout::from(5_000u16)).unwrap();
+                        assert_eq!(signalled, 1, "a wake-up was lost after {seen} packets");
                         inbox.resume(true);
                         slept += 1;
                     }

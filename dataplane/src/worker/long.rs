@@ -2,7 +2,7 @@
 //! the UMEM. That is rare: programs forward the packets of established connections, whatever their length.
 
 use crate::batch::{Frames, StackSender};
-use crate::io::tag;
+use crate::tag;
 
 /// Bytes of the longest frame that the parser's offsets can name.
 const LONGEST: usize = u16::MAX as usize;

@@ -8,10 +8,10 @@
 //! Packets of a port come through queues of its own interface, or through each worker's veth pair, which carries the
 //! packets of many ports ([`PortPath`]).
 
-mod breaks;
 mod capture;
 mod config;
 mod control;
+mod core_sharing;
 mod counter;
 mod dataplane;
 mod error;
@@ -21,7 +21,7 @@ mod inbox;
 mod long;
 mod moderation;
 mod ports;
-mod privileges;
+mod priority;
 mod processor;
 mod queue;
 mod request;
@@ -34,15 +34,12 @@ mod statistics;
 mod verdicts;
 mod waiting;
 
-pub use capture::{
-    Capture, CaptureFilter, CaptureQueue, CapturedPacket, CapturedPod, FilterInstruction, FilterProgram,
-    FilterProgramError,
-};
+pub use capture::{Capture, CaptureFilter, CaptureQueue, CapturedPacket, CapturedPod};
 pub use config::{Config, CoreId, Polling};
 pub use dataplane::{Dataplane, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
-pub use privileges::{Hurry, Priority, drop_capabilities};
+pub use priority::{Hurry, Priority};
 pub use request::{PortPath, PortRequest};
 pub use staged::{NamedVerdict, StagedLog, StagedRecord, StagedSet, VerdictChange};
 pub use statistics::{

@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn it_naps_on_while_naps_gather_packets_and_then_sleeps_until_there_is_one() {
+    fn it_naps_while_naps_gather_packets_then_sleeps() {
         let mut moderation = after(MANY, 5);
         for batches in [&[WORTH][..], &[WORTH / 2, WORTH / 2], &[64, 64]] {
             assert_eq!(moderation.nap(), Some(NAP));
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn naps_that_are_not_worth_it_get_rare_and_one_that_is_makes_them_usual_again() {
+    fn naps_get_rare_until_one_is_worth_it() {
         let mut moderation = after(MANY, 5);
         let mut short_sleeps_until_nap = |packets: u32| {
             let mut sleeps = 0;

@@ -38,7 +38,7 @@ pub(super) struct OpenPort {
 }
 
 impl OpenPort {
-    /// What the kernel dropped at its sockets until now.
+    /// Packets that the kernel dropped at its sockets until now.
     pub(super) fn kernel_drops(&self) -> KernelDrops {
         let mut drops = KernelDrops::default();
         for queue in &self.queues {
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_port_number_is_reused_only_when_the_published_table_no_longer_contains_it() {
+    fn a_port_number_is_reused_once_it_is_unpublished() {
         let mut table = PortTable::default();
         let none = snapshot_with(&[]);
         assert_eq!(table.vacant(&none), Some(PortId(0)));

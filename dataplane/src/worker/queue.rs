@@ -24,7 +24,7 @@ pub(super) struct PortQueue {
     /// Packets to send in this iteration, with their ingress ports. At most a batch.
     frames: Vec<FrameDesc>,
     ingress: Vec<PortId>,
-    /// Of a pair: their egress ports, and what was sent on each, for those ports' counters.
+    /// On a pair: their egress ports, and what was sent on each, for those ports' counters.
     pub(super) pair: Option<PairTraffic>,
     /// The kernel must be woken: the TX ring contains packets that it has not taken.
     unsent: bool,
@@ -56,7 +56,7 @@ impl PairTraffic {
 }
 
 impl PortQueue {
-    /// What epoll tells of a queue.
+    /// The event by which epoll names a queue.
     pub(super) const READY: u64 = 1;
 
     pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>, pair: Option<PairTraffic>) -> Self {
@@ -109,7 +109,7 @@ impl PortQueue {
             // Earlier packets of their connection must be sent before them.
             sent = self.fill_ring(sent, at, umem);
             if sent == at && self.drain() && self.send_joined(at, &joined, umem) {
-                self.frames[at..end].iter().for_each(|frame| cache.give(*frame, umem.pool()));
+                self.frames[at..end].iter().for_each(|frame| cache.free(*frame, umem.pool()));
                 left_joined += joined.count;
                 sent = end;
             }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::forward::{Mac, PortId};
-use crate::io::tag;
+use crate::tag;
 
 /// A request to open a port.
 #[derive(Clone, PartialEq, Eq, Debug)]

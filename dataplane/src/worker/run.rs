@@ -10,7 +10,7 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use xsk_rs::FrameDesc;
 
-use super::breaks::Breaks;
+use super::core_sharing::CoreSharing;
 use super::inbox::Command;
 use super::long::LongPacket;
 use super::moderation::Moderation;
@@ -23,10 +23,10 @@ use super::waiting;
 use super::{Polling, Priority};
 use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
-use crate::io::tag::FrameTag;
 use crate::io::{RxBatch, XskQueue};
 use crate::packet::finish_open;
 use crate::pipeline::Verdict;
+use crate::tag::FrameTag;
 use crate::{DropReason, Epoch, Snapshot};
 
 /// Maximum sleep in milliseconds, so that housekeeping runs regularly.
@@ -37,7 +37,7 @@ const STALLED_SLEEP: (u16, u16) = (1, 32);
 const UNWATCHED_SLEEP: u16 = 1;
 /// Maximum sleep before the first snapshot, whose publishing wakes nobody, in milliseconds.
 const UNPUBLISHED_SLEEP: u16 = 1;
-/// What epoll tells of the inbox's descriptor; of queues it tells [`PortQueue::READY`].
+/// The event by which epoll names the inbox's descriptor; for queues it is [`PortQueue::READY`].
 const WAKE: u64 = PortQueue::READY + 1;
 /// Poll iterations between housekeeping steps while packets arrive.
 const HOUSEKEEPING: u32 = 64;
@@ -52,14 +52,14 @@ pub(super) struct Worker<P> {
     /// `None`: it never sleeps.
     spin: Option<Spin>,
     moderation: Moderation,
-    /// Of a worker with real-time priority.
-    breaks: Option<Breaks>,
+    /// For a worker with real-time priority.
+    core_sharing: Option<CoreSharing>,
     shared: Arc<WorkerShared>,
     /// The batch that is being processed, apart from what processes it.
     received: [FrameDesc; BATCH],
 }
 
-/// What processes a batch: evaluates it and passes its frames on.
+/// Processes a batch: evaluates it and passes its frames on.
 struct PacketPath<P> {
     state: WorkerState,
     processor: P,
@@ -92,7 +92,7 @@ impl<P: Processor> Worker<P> {
             epoll,
             spin,
             moderation: Moderation::default(),
-            breaks: None,
+            core_sharing: None,
             shared,
             received: [FrameDesc::default(); BATCH],
         })
@@ -101,7 +101,7 @@ impl<P: Processor> Worker<P> {
     /// Moves packets until a stop command, with the priority that its thread has, then returns its queues.
     pub(super) fn run(mut self, priority: Priority) -> Vec<XskQueue> {
         let mut last_busy = Instant::now();
-        self.breaks = (priority == Priority::RealTime).then(|| Breaks::new(last_busy));
+        self.core_sharing = (priority == Priority::RealTime).then(|| CoreSharing::new(last_busy));
         let (mut until_housekeeping, mut until_poll_all) = (HOUSEKEEPING, 0_u32);
         let mut stalled_sleep = STALLED_SLEEP.0;
         let mut busy_since: Option<Instant> = None;
@@ -114,7 +114,7 @@ impl<P: Processor> Worker<P> {
             if let Some(since) = busy_since.take() {
                 self.path.state.counters().busy_iterations.record(now.duration_since(since));
             }
-            if let Some(due) = self.breaks.as_mut().and_then(|breaks| breaks.due(now)) {
+            if let Some(due) = self.core_sharing.as_mut().and_then(|sharing| sharing.due(now)) {
                 self.count_sleep(due);
                 thread::sleep(due);
                 continue;
@@ -220,7 +220,7 @@ impl<P: Processor> Worker<P> {
             return;
         }
         let before = Instant::now();
-        let rung = match nap {
+        let signalled = match nap {
             Some(nap) => {
                 thread::sleep(nap);
                 false
@@ -229,10 +229,10 @@ impl<P: Processor> Worker<P> {
         };
         let asleep = before.elapsed();
         self.moderation.slept(asleep);
-        if let Some(breaks) = &mut self.breaks {
-            breaks.slept(asleep);
+        if let Some(sharing) = &mut self.core_sharing {
+            sharing.slept(asleep);
         }
-        self.path.state.inbox().resume(rung);
+        self.path.state.inbox().resume(signalled);
         self.count_sleep(asleep);
     }
 

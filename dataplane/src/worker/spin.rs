@@ -59,7 +59,7 @@ mod tests {
     }
 
     #[test]
-    fn it_grows_while_packets_come_soon_after_the_worker_fell_asleep_and_no_further_than_fourfold() {
+    fn it_grows_up_to_fourfold_while_packets_come_soon() {
         for (pauses, expected) in [
             (&[][..], 50),
             (&[49; 9], 50),

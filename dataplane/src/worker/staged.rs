@@ -1,7 +1,7 @@
-//! Staged policies beside those in force: what each opened connection's verdict would be.
+//! Staged policies beside those in effect: what each opened connection's verdict would be.
 //!
 //! A worker asks the staged set only about packets for which policy was evaluated: those that open a connection, or try
-//! to. It evaluates two sets that were compiled from the same objects, one as they are in force and one as promoted, so
+//! to. It evaluates two sets that were compiled from the same objects, one as they are in effect and one as promoted, so
 //! that a difference is never one of time. Where they differ it puts a record into a lock-free queue, within a budget;
 //! records that do not fit are counted. While nothing is staged, a batch costs the one load that also asks for the
 //! verdict log.
@@ -28,9 +28,9 @@ const BUDGET: u32 = 2_000;
 pub struct StagedSet {
     /// Which staged policies it is about, for the reader of the records.
     pub number: u64,
-    /// What is in force.
+    /// The policy in effect.
     pub present: PolicySet,
-    /// What would be in force if everything that is staged were promoted.
+    /// The policy that would be in effect if everything that is staged were promoted.
     pub promoted: PolicySet,
 }
 
@@ -56,14 +56,14 @@ impl NamedVerdict {
 /// Two verdicts that differ.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct VerdictChange {
-    /// What is in force.
+    /// The policy in effect.
     pub present: NamedVerdict,
-    /// What would be.
+    /// The verdict that would be.
     pub promoted: NamedVerdict,
 }
 
 impl StagedSet {
-    /// What promotion would change for a flow: whether it passes, or in which direction it is denied.
+    /// The change for a flow by promotion: whether it passes, or in which direction it is denied.
     pub fn change(&self, flow: &Flow, form: EvaluationForm, time: NameTime) -> Option<VerdictChange> {
         self.differing(self.present.evaluate_as(flow, form, time), self.promoted.evaluate_as(flow, form, time))
     }
@@ -88,7 +88,7 @@ pub struct StagedRecord {
     pub flow: Flow,
     /// Bytes received, Ethernet header included.
     pub bytes: usize,
-    /// What would change.
+    /// The change.
     pub change: VerdictChange,
 }
 
@@ -102,7 +102,7 @@ pub struct StagedLog {
     workers: Box<[StagedCounters]>,
 }
 
-/// What one worker counts.
+/// The counters of one worker.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct StagedCounters {
@@ -128,7 +128,7 @@ impl StagedLog {
         retired.retain(|old| Arc::strong_count(old) > 1);
     }
 
-    /// What workers ask now.
+    /// The sets that workers ask now.
     pub(super) fn set(&self) -> Guard<Option<Arc<StagedSet>>> {
         self.set.load()
     }
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_is_recorded_within_the_budget_and_the_rest_is_counted() {
+    fn differences_beyond_the_budget_are_counted() {
         let log = StagedLog::new(2);
         let (mut judge, now) = (StagedJudge::default(), Instant::now());
         judge.judge(&log, 1, now, asked(10));

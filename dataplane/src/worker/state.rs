@@ -14,8 +14,8 @@ use super::waiting::WaitingSweep;
 use crate::DropReason;
 use crate::batch::{BATCH, Frames};
 use crate::forward::PortId;
-use crate::io::tag::{self, FrameTag};
 use crate::io::{FrameCache, FrameOwner, GsoPort, Kick, RxBatch, XskQueue};
+use crate::tag::{self, FrameTag};
 
 /// Missing frames at which a fill ring is refilled while packets arrive.
 const REFILL: u32 = 32;
@@ -111,7 +111,7 @@ impl WorkerState {
     /// Frees a frame and counts its drop on its ingress port.
     pub(super) fn drop_frame(&mut self, frame: FrameDesc, ingress: PortId, reason: DropReason) {
         self.count_drop(frame.lengths().data(), ingress, reason);
-        self.cache.give(frame, self.shared.umem.pool());
+        self.cache.free(frame, self.shared.umem.pool());
     }
 
     /// Counts a dropped packet of this many bytes on its ingress port.
@@ -125,7 +125,7 @@ impl WorkerState {
         packet.push(batch.bytes(index));
         let mut frame = batch.frame(index);
         frame.set_options(0);
-        self.cache.give(frame, self.shared.umem.pool());
+        self.cache.free(frame, self.shared.umem.pool());
     }
 
     /// Sends a packet that does not fit a frame, behind what is waiting for the same port.

@@ -121,7 +121,7 @@ pub struct VerdictLog {
     staged: StagedLog,
     /// Packets that were denied as the first of a connection, for who keeps records of flows; allocated once that is wanted.
     denied: OnceLock<ArrayQueue<VerdictRecord>>,
-    /// Of these per worker and second; 0 is off.
+    /// So many of these per worker and second; 0 is off.
     denied_budget: AtomicU32,
     workers: Box<[WorkerLogCounters]>,
 }
@@ -171,14 +171,14 @@ impl VerdictLog {
         self.note(FOR_LOG, budget.each_second > 0);
     }
 
-    /// Sets what workers ask beside what is in force, from each worker's next batch on; `None`: nothing is staged.
+    /// Sets what workers ask beside what is in effect, from each worker's next batch on; `None`: nothing is staged.
     pub fn stage(&self, set: Option<StagedSet>) {
         let is_staged = set.is_some();
         self.staged.replace(set);
         self.note(FOR_STAGED, is_staged);
     }
 
-    /// What would change if everything that is staged were promoted.
+    /// The change if everything that is staged were promoted.
     pub fn staged(&self) -> &StagedLog {
         &self.staged
     }
@@ -348,7 +348,7 @@ impl Recorder {
         for (index, verdict) in verdicts.iter().enumerate().take(frames.len()) {
             let first = next;
             next += evaluated[first..].iter().take_while(|own| own.index == index).count();
-            // Of two, the first concerned a connection that had ended.
+            // The first of the two concerned a connection that had ended.
             let own = evaluated[first..next].last();
             let outcome = match (verdict, own) {
                 (Verdict::Drop(reason), _) => LoggedOutcome::Dropped(*reason),
@@ -395,7 +395,7 @@ impl Recorder {
         self.evaluated.iter().rev().find(|own| own.index == index)
     }
 
-    /// What is staged, if anything is.
+    /// The staged policies, if there are any.
     pub(super) fn staged(&self) -> Guard<Option<Arc<StagedSet>>> {
         self.log.staged.set()
     }
@@ -485,8 +485,8 @@ impl EvaluatedFlow {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::batch::MemoryFrames;
     use crate::conntrack::Config;
-    use crate::io::MemoryFrames;
 
     /// Records a batch of frames too short to be parsed, all dropped for this reason.
     fn record(recorder: &mut Recorder, now: Instant, reason: DropReason, count: usize) {
@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn each_reason_has_a_budget_per_second_and_the_excess_is_counted() {
+    fn each_reason_has_a_budget_and_the_excess_is_counted() {
         let log = Arc::new(VerdictLog::new(2));
         let mut recorder = Recorder::new(log.clone(), 1);
         assert!(!recorder.is_on());
@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn denied_first_packets_are_kept_beside_the_log_and_within_a_budget_of_their_own() {
+    fn denied_first_packets_have_a_budget_of_their_own() {
         let log = Arc::new(VerdictLog::new(1));
         let mut recorder = Recorder::new(log.clone(), 0);
         log.keep_denied(3);

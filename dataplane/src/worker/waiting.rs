@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn lost_packets_wait_until_the_second_sweep_and_none_is_received_before_it_was_sent() {
+    fn lost_packets_wait_for_the_second_sweep() {
         let (packets, start) = (packets(), Instant::now());
         let mut sweep = WaitingSweep::new(Some(packets.clone()));
         sweep.add(PortId(1));

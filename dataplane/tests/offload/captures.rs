@@ -79,7 +79,7 @@ fn mapped(file: &[u8]) -> Vec<(End, End, Vec<u8>)> {
 }
 
 #[test]
-fn of_the_captures_frames_programs_forward_only_what_a_worker_would_and_alike() {
+fn programs_forward_captured_frames_as_a_worker_would() {
     let cases = Path::new(env!("CARGO_MANIFEST_DIR")).join("../pcap-tests/cases");
     let mut files = Vec::new();
     captures(&cases, &mut files);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn after_a_change_each_connection_meets_a_worker_once_and_is_evaluated() {
+fn after_a_change_each_connection_meets_a_worker_once() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -75,7 +75,7 @@ fn a_stale_epoch_is_no_hit_across_the_wrap_of_its_numbers() {
 }
 
 #[test]
-fn a_connection_is_kept_whose_part_of_the_table_an_earlier_change_found_empty() {
+fn a_connection_in_a_part_once_found_empty_is_kept() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -117,7 +117,7 @@ fn connections_that_stay_allowed_need_no_worker_after_a_change() {
 
 /// Unlike TCP's, which stay where they are.
 #[test]
-fn datagrams_that_may_have_another_way_now_meet_a_worker_after_a_change() {
+fn datagrams_with_a_changed_path_meet_a_worker() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -156,7 +156,7 @@ fn datagrams_that_may_have_another_way_now_meet_a_worker_after_a_change() {
 }
 
 #[test]
-fn connections_to_services_that_stay_allowed_need_no_worker_after_a_change() {
+fn allowed_service_connections_need_no_worker_after_a_change() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -178,7 +178,7 @@ fn connections_to_services_that_stay_allowed_need_no_worker_after_a_change() {
 }
 
 #[test]
-fn the_next_process_finds_the_table_and_forwarding_goes_on_meanwhile() {
+fn forwarding_goes_on_until_the_next_process() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();

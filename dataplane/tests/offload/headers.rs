@@ -145,7 +145,7 @@ fn a_packet_passes_only_if_each_field_of_its_headers_allows_it() {
 }
 
 #[test]
-fn a_packet_with_its_last_hop_or_a_wrong_checksum_meets_a_worker() {
+fn a_last_hop_or_a_wrong_checksum_meets_a_worker() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -177,7 +177,7 @@ fn a_packet_with_its_last_hop_or_a_wrong_checksum_meets_a_worker() {
 
 /// An IPv6 packet with mapped addresses has the key of the IPv4 connection.
 #[test]
-fn an_ipv6_packet_with_mapped_addresses_is_not_of_the_ipv4_connection() {
+fn mapped_ipv6_addresses_are_not_of_the_ipv4_connection() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -201,7 +201,7 @@ fn an_ipv6_packet_with_mapped_addresses_is_not_of_the_ipv4_connection() {
 }
 
 #[test]
-fn what_is_too_long_for_a_pod_meets_a_worker_measured_by_its_segments() {
+fn segments_too_long_for_a_pod_meet_a_worker() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();

@@ -163,7 +163,7 @@ fn open_both_ways(node: &mut Node, words: &Words, packet: Sent, frame: &[u8], do
 }
 
 #[test]
-fn the_kernel_forwards_only_what_a_worker_would_forward_and_with_the_same_bytes() {
+fn the_kernel_forwards_only_what_a_worker_would_and_alike() {
     in_namespace(|| {
         let mut node = Node::new();
         let (words, mut forwarded) = (Words::of(&node), Forwarded::default());

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn packets_of_an_established_connection_pass_without_a_worker_in_both_directions() {
+fn established_packets_pass_without_a_worker_both_ways() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -24,7 +24,7 @@ fn packets_of_an_established_connection_pass_without_a_worker_in_both_directions
 }
 
 #[test]
-fn packets_of_a_connection_to_a_service_are_translated_without_a_worker() {
+fn packets_to_a_service_are_translated_without_a_worker() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -50,7 +50,7 @@ fn packets_of_a_connection_to_a_service_are_translated_without_a_worker() {
 }
 
 #[test]
-fn a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is() {
+fn a_translated_checksum_stays_as_right_or_wrong_as_it_is() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -76,7 +76,7 @@ fn a_translated_packet_keeps_a_checksum_as_right_or_wrong_as_it_is() {
 }
 
 #[test]
-fn a_datagram_to_a_service_meets_a_worker_once_its_backends_change() {
+fn a_datagram_meets_a_worker_once_its_backends_change() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -131,7 +131,7 @@ fn between_neighbours_on_a_bridge_no_hop_is_spent() {
 }
 
 #[test]
-fn all_packets_of_a_captured_pod_are_left_to_workers_and_no_others() {
+fn only_a_captured_pods_packets_all_go_to_workers() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();

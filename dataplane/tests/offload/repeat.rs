@@ -4,7 +4,7 @@ use std::sync::atomic::AtomicBool;
 
 use penstock_dataplane::conntrack::OwnerId;
 use penstock_dataplane::forward::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
-use penstock_dataplane::io::MemoryFrames;
+use penstock_dataplane::pipeline::MemoryFrames;
 
 use super::entry::Words;
 use super::*;

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn a_connection_whose_packets_the_kernel_forwards_does_not_expire() {
+fn a_connection_that_the_kernel_forwards_does_not_expire() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -31,7 +31,7 @@ fn counted(node: &Node) -> [Traffic; 2] {
 }
 
 #[test]
-fn a_connection_counts_what_workers_and_programs_forward_in_each_direction() {
+fn a_connection_counts_traffic_of_workers_and_programs() {
     for there in [
         sent(End::A, End::B, true, ACK),
         sent(End::A, End::B, false, 0),
@@ -105,7 +105,7 @@ fn a_datagram_too_early_to_open_a_stream_needs_no_worker() {
 }
 
 #[test]
-fn segments_after_those_that_the_kernel_forwarded_are_not_out_of_window() {
+fn segments_after_forwarded_ones_are_in_window() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -141,7 +141,7 @@ fn half_open(node: &mut Node, there: Sent, now: Timestamp) {
 type Change<'a> = &'a dyn Fn(&mut [u8]);
 
 #[test]
-fn the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns() {
+fn a_handshake_ends_without_a_worker_by_both_syns_numbers() {
     for there in [
         sent(End::A, End::B, true, ACK),
         sent(End::B, End::A, true, ACK),
@@ -191,7 +191,7 @@ fn the_end_of_a_handshake_needs_no_worker_if_it_has_the_numbers_of_both_syns() {
 }
 
 #[test]
-fn a_reset_after_a_handshake_that_a_program_completed_closes_by_its_number() {
+fn a_reset_closes_a_handshake_that_a_program_completed() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
@@ -212,7 +212,7 @@ fn a_reset_after_a_handshake_that_a_program_completed_closes_by_its_number() {
 }
 
 #[test]
-fn a_connection_that_its_ends_close_without_a_worker_has_ended_for_workers() {
+fn a_close_without_a_worker_counts_for_workers() {
     for there in [
         sent(End::A, End::B, true, ACK),
         Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
@@ -353,7 +353,7 @@ fn of_a_handshake_only_the_syn_meets_a_worker() {
 }
 
 #[test]
-fn of_a_question_and_its_answer_only_the_question_meets_a_worker() {
+fn only_the_question_of_a_pair_meets_a_worker() {
     for there in openers().map(|there| Sent { tcp: false, flags: 0, ..there }) {
         in_namespace(|| {
             let mut node = Node::new();

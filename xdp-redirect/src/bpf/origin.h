@@ -143,7 +143,7 @@ static __always_inline int is_untranslated(const struct origin *origin)
 	return reads_connections && !origin->is_error && (!origin->known || is_same_address(&origin->source, &origin->flow.from));
 }
 
-enum { /* flags of a frame to a worker, about a packet of the node's stack (dataplane/src/io/tag.rs) */
+enum { /* flags of a frame to a worker, about a packet of the node's stack (dataplane/src/tag.rs) */
 	FROM_NODE = 2,         /* from the node's stack, otherwise from the pod */
 	LOCAL_PROCESS = 4,     /* sent by the node itself, not forwarded */
 	SOURCE_TRANSLATED = 8, /* forwarded, with another source than it came with: that is in `sources` */

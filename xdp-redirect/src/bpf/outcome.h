@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* The outcomes that programs count for each interface, numbered as ProgramOutcome in xdp-redirect/src/outcome.rs. */
+/* The outcomes that programs count for each interface, numbered as ProgramOutcome in dataplane/src/program_outcome.rs. */
 #pragma once
 
 enum outcome {

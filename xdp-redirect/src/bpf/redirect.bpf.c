@@ -196,7 +196,7 @@ static __always_inline int is_tagged_by_to_uplink(struct __sk_buff *skb)
 	return !bpf_skb_load_bytes(skb, 0, tag, sizeof(tag)) && tag[0] == 0x02 && tag[1] == 0xfa && tag[2] & LEAVING;
 }
 
-/* Writes into the Ethernet destination who sent a packet to the workers (dataplane/src/io/tag.rs). */
+/* Writes into the Ethernet destination who sent a packet to the workers (dataplane/src/tag.rs). */
 static __always_inline int write_sender_tag(struct __sk_buff *skb, const struct origin *origin)
 {
 	__u8 tag[3] = { 0x02, 0xfa, FROM_NODE };

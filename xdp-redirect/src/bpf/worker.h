@@ -5,7 +5,7 @@
 #include "origin.h"
 #include "tcx_maps.h"
 
-/* Both Ethernet addresses of a frame on a pair (dataplane/src/io/tag.rs). Pods cannot write these: the programs replace both addresses of each
+/* Both Ethernet addresses of a frame on a pair (dataplane/src/tag.rs). Pods cannot write these: the programs replace both addresses of each
  * frame that enters or leaves a pair. The first byte makes each a locally administered unicast address. */
 struct tag {
 	__u8 to_local, to_kind, flags, uplink;

@@ -95,7 +95,7 @@ impl Program {
         }
         let functions = ConnectionFunctions::of_kernel();
         if options.role == Role::Uplink {
-            // What is longer than a frame goes by the kernel.
+            // Packets longer than a frame go by the kernel.
             return Self::load_for_node(options, shared, functions, 0);
         }
         with_long_packets(options.mode, |flags| Self::load_for_node(options, shared, functions, flags))
@@ -137,7 +137,7 @@ impl Program {
 
 /// Loads a program that takes packets of several buffers. Kernels before 5.18 know none (BPF_F_XDP_HAS_FRAGS in linux/bpf.h).
 /// Where it runs in generic mode, the pod's stack hands over what it would segment, which is no packet.
-/// What the first attempt meets is in no log: it would be there for each pod, and the second meets it again if it matters.
+/// An error of the first attempt is in no log: it would be there for each pod, and the second attempt meets it again if it matters.
 fn with_long_packets(mode: ModeChoice, load: impl Fn(u32) -> Result<Program, LoadError>) -> Result<Program, LoadError> {
     if mode == ModeChoice::Generic {
         return load(0);

@@ -169,7 +169,7 @@ fn enter_a_router() {
 }
 
 #[test]
-fn on_an_uplink_packets_too_long_for_the_pod_pass_to_the_kernel_unless_spoofed() {
+fn uplink_packets_too_long_for_the_pod_pass_unless_spoofed() {
     enter_a_router();
     let (shared, socket) = (shared(), crate::liveness::socket().unwrap());
     let v6 = |address: &str| address.parse::<Ipv6Addr>().unwrap().octets().to_vec();
@@ -263,7 +263,7 @@ fn on_an_uplink_possibly_translated_packets_pass_to_the_kernel() {
 }
 
 #[test]
-fn the_nodes_stack_sends_no_local_pods_source_that_bypassed_the_workers() {
+fn the_stack_sends_no_pods_source_that_bypassed_workers() {
     // TC_ACT_OK and TC_ACT_SHOT of linux/pkt_cls.h.
     const OK: u32 = 0;
     const SHOT: u32 = 2;
@@ -331,7 +331,7 @@ fn discovery(kind: u8, from: &str, target: &str) -> Vec<u8> {
 }
 
 #[test]
-fn a_known_pod_may_only_claim_its_own_addresses_in_arp_and_neighbour_discovery() {
+fn a_known_pod_may_claim_its_own_addresses_alone() {
     let mut stranger = discovery(135, LOCAL_V6, "fd00::1");
     stranger[6..12].copy_from_slice(&OTHER_MAC);
     let cases = [

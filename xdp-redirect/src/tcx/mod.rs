@@ -158,7 +158,7 @@ pub enum TriedSender {
 /// Result of [`TcxPrograms::try_frame`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TriedFrame {
-    /// What the program returned: `TC_ACT_*` of `linux/pkt_cls.h`.
+    /// The action that the program returned: `TC_ACT_*` of `linux/pkt_cls.h`.
     pub action: u32,
     /// The frame as the program left it.
     pub frame: Vec<u8>,
@@ -442,7 +442,7 @@ impl TcxPrograms {
         for (map, inner) in [(&self.maps.own_addresses, &own), (&self.maps.outcomes, &outcomes)] {
             map.update(&index, &inner.as_fd().as_raw_fd().to_ne_bytes(), MapFlags::ANY).map_err(kernel)?;
         }
-        // What the pod sends first: until both are attached, nothing that it sends passes.
+        // The program for packets of the pod first: until both are attached, nothing that it sends passes.
         let from_pod = self.attach(interface, PinnedProgram::FromPod, &self.from_pod, BPF_TCX_INGRESS)?;
         let to_pod = self.attach(interface, PinnedProgram::ToPod, &self.to_pod, BPF_TCX_EGRESS)?;
         let mut veth = PodVeth {
@@ -691,7 +691,7 @@ impl PodVeth {
             .map_err(|source| OwnAddressesError { interface: self.interface.name.clone(), source })
     }
 
-    /// What the pod sent and what it received without a worker, since it is served.
+    /// Packets that the pod sent and received without a worker, since it is served.
     pub fn offloaded(&self) -> Result<[TrafficCount; 2], libbpf_rs::Error> {
         match self.served {
             Some(served) => sums(&self.maps.offloaded_ports, served.port.into()),

@@ -20,7 +20,7 @@ fn the_tcx_programs_load_whichever_functions_the_kernel_has() {
 }
 
 #[test]
-fn a_kernel_that_loads_the_programs_without_tcx_is_no_kernel_with_tcx() {
+fn a_kernel_that_loads_but_lacks_tcx_has_no_tcx() {
     let programs = TcxPrograms::load(&TcxOptions::default(), None).unwrap();
     programs.try_attaching().unwrap();
     // As a kernel before 6.6 answers, which has not heard of the hook.

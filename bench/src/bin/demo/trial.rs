@@ -34,7 +34,7 @@ pub(crate) fn try_before_enforcing(
     manifests: &Path,
     admin: &Path,
 ) -> Result<()> {
-    heading("An edit of a policy is tried on live traffic, then put into force");
+    heading("An edit of a policy is tried on live traffic, then put into effect");
     let flows = step("Opening two connections", || {
         let flows = [open(cluster, CUT)?, open(cluster, KEPT)?];
         Ok((flows, format!("{} to {} and {} to {}", CUT.0, CUT.1, KEPT.0, KEPT.1)))
@@ -59,7 +59,7 @@ pub(crate) fn try_before_enforcing(
         CUT.0,
         CUT.1
     );
-    step("Putting it into force", || {
+    step("Putting it into effect", || {
         scratch.save(&file, &new)?;
         fs::remove_file(manifests.join(STAGED_FILE))?;
         let [cut, kept] = &flows;

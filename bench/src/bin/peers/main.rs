@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_measures_nothing_is_refused_with_the_setting_and_its_limits() {
+    fn a_setting_that_measures_nothing_is_refused() {
         for (arguments, expected) in [
             (["--rounds", "0"], "--rounds 0"),
             (["--seconds", "0"], "--seconds must be between"),

@@ -90,7 +90,7 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_least("the same against Open vSwitch, userspace, with conntrack", "pps", "received", 2.0)
         .against("Open vSwitch, userspace"),
     at_most(
-        "from save to in force, p99, while 50 pods come and go each second: ms beyond that at rest",
+        "from save to in effect, p99, while 50 pods come and go each second: ms beyond that at rest",
         "policy-churn",
         "p99",
         10.0,

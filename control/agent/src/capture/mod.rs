@@ -320,9 +320,9 @@ fn pod(text: &str) -> Result<ObjectKey, String> {
 
 fn filter(query: &CaptureQuery) -> Result<CaptureFilter, String> {
     let reason = query.reason.as_deref().map(|name| {
-        let known = DropReason::ALL.iter().copied().find(|reason| reason.name() == name);
+        let known = DropReason::of_workers().find(|reason| reason.name() == name);
         known.ok_or_else(|| {
-            let names: Vec<&str> = DropReason::ALL.iter().map(|reason| reason.name()).collect();
+            let names: Vec<&str> = DropReason::of_workers().map(DropReason::name).collect();
             format!("reason {name:?}: unknown; use one of {}", names.join(", "))
         })
     });

@@ -186,7 +186,7 @@ pub struct Source {
     pub context: Option<String>,
     /// Whether to follow the API server of the cluster that this runs in, with the pod's service account.
     pub in_cluster: bool,
-    /// The key of a taint of this machine's Node object, whatever its effect, that the daemon removes once policy is in force on
+    /// The key of a taint of this machine's Node object, whatever its effect, that the daemon removes once policy is in effect on
     /// every worker. Nodes are registered with it, so that pods are scheduled there only then. Needs an API server.
     pub startup_taint: Option<TaintKey>,
 }

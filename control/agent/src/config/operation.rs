@@ -17,7 +17,7 @@ use super::values::{InvalidValue, TimeSpan, invalid, written_as_text};
 pub struct Admin {
     /// Path of the admin API's unix socket, at most 90 bytes; or `"off"`.
     pub socket: SocketPath,
-    /// Whether `penstock trial start` may have policies of files judged beside what is in force. They change no verdict, but
+    /// Whether `penstock trial start` may have policies of files judged beside what is in effect. They change no verdict, but
     /// cost the daemon a second compilation of all policies. SIGHUP applies it.
     pub trials: bool,
 }

@@ -244,14 +244,14 @@ async fn open_source(
         tokio::select! {
             biased;
             signal = signals.next() => if let Signal::Terminate(name) = signal {
-                tracing::info!(signal = name, "stopped before any policy was in force");
+                tracing::info!(signal = name, "stopped before any policy was in effect");
                 return Ok(None);
             },
             objects = source.first() => return Ok(Some(OpenedSource { source, objects, stale: None })),
             () = &mut patience, if record.is_some() => {
                 let Some((recorded, objects)) = record.take().and_then(ObjectFile::read) else { continue };
                 tracing::warn!(
-                    "the API server has not listed all objects: those of the last run, recorded at {recorded}, are in force until it does"
+                    "the API server has not listed all objects: those of the last run, recorded at {recorded}, are in effect until it does"
                 );
                 let stale = Some(StaleObjects { recorded, objects: objects.len() });
                 return Ok(Some(OpenedSource { source, objects, stale }));

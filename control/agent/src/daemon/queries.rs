@@ -248,18 +248,18 @@ impl Daemon<'_> {
         self.health()?;
         if let Some(rejected) = &self.operation.rejected {
             let reason = rejected.reasons.first().map_or("", String::as_str);
-            return Err(format!("the configuration is refused, and the last good one is in force: {reason}"));
+            return Err(format!("the configuration is refused, and the last good one is in effect: {reason}"));
         }
         let inputs = self.publisher.inputs();
         if let Some(StaleObjects { recorded, .. }) = inputs.stale {
-            return Err(format!("the API server has not been read yet; what was recorded at {recorded} is in force"));
+            return Err(format!("the API server has not been read yet; what was recorded at {recorded} is in effect"));
         }
         if !self.operation.source.is_synced() {
             return Err("not all objects have been read yet".to_owned());
         }
         match inputs.progress.is_programmed() {
             true => Ok(()),
-            false => Err("no policy is in force on every worker yet".to_owned()),
+            false => Err("no policy is in effect on every worker yet".to_owned()),
         }
     }
 
@@ -283,7 +283,7 @@ impl Daemon<'_> {
         if kept.is_empty() {
             keep_as_last_good(&self.operation.layers, &loaded);
             if self.operation.rejected.take().is_some() {
-                tracing::info!(target: logging::MILESTONES, "the configuration is good again, and in force");
+                tracing::info!(target: logging::MILESTONES, "the configuration is good again, and in effect");
             }
         }
     }

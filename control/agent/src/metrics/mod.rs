@@ -26,7 +26,7 @@ fn text_of(scrape: Scrape) -> String {
     registry.register("penstock_publish_seconds", "From tables to a published snapshot", times.publish.clone());
     registry.register(
         "penstock_enforced_seconds",
-        "From an event to a snapshot that is in force on every worker",
+        "From an event to a snapshot that is in effect on every worker",
         times.enforced.clone(),
     );
     registry.register("penstock_changes", "Changes of objects taken in", times.changes.clone());

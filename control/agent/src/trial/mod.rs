@@ -256,7 +256,7 @@ impl Trial {
         (self.staged, self.number) = (staged, self.number + 1);
         (self.judged_before, self.unrecorded_before) = (log.judged(), log.unrecorded());
         (self.since, self.groups, self.walked) = (Time::now(), ChangeGroups::default(), None);
-        tracing::info!("judged beside what is in force: {}", named(&self.staged).join(", "));
+        tracing::info!("judged beside what is in effect: {}", named(&self.staged).join(", "));
         for problem in self.engine.staged_problems() {
             tracing::warn!("{problem}");
         }

@@ -27,7 +27,7 @@ use super::Failure;
 /// only where `capture.socket` is set in its configuration. Established connections that programs forward in the kernel go
 /// through the workers while a capture wants them.
 ///
-/// With `--bundle` a directory gets the packets, the cluster's objects as they are in force when the capture begins, and each change
+/// With `--bundle` a directory gets the packets, the cluster's objects as they are in effect when the capture begins, and each change
 /// of them meanwhile. `penstock replay DIR` evaluates the packets again, and says whether it decides as the daemon did.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\

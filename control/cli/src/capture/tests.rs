@@ -12,8 +12,8 @@ use penstock_admin::capture::{
 };
 use penstock_dataplane::conntrack::{Config, ConnTable, MidStreamPickup, Timestamp};
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
-use penstock_dataplane::io::MemoryFrames;
 use penstock_dataplane::packet::{Address, Flow, Protocol, parse};
+use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{BATCH, EvaluationReason, Observer, Pipeline, PipelineMode, Verdict};
 use penstock_dataplane::policy::{EvaluationForm, PolicyVerdict, RuleAction};
 use penstock_dataplane::{DropReason, Epoch, Snapshot};

@@ -100,7 +100,7 @@ impl Report {
         if !present.is_empty() {
             let pods = Vec::from_iter(present.into_keys()).join(", ");
             self.notes.push(format!(
-                "NetworkPolicies that select {pods} stay in force, with all that they allow: --tighten narrows them"
+                "NetworkPolicies that select {pods} stay in effect, with all that they allow: --tighten narrows them"
             ));
         }
     }

@@ -168,7 +168,7 @@ fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
             let check = output(check);
             let said = String::from_utf8(check.stdout).unwrap();
             assert_eq!(check.status.code(), Some(0), "{said}");
-            assert!(said.contains(reason) && said.contains("the last good configuration, in force at "), "{said}");
+            assert!(said.contains(reason) && said.contains("the last good configuration, in effect at "), "{said}");
             let daemon = Daemon::start(&files);
             assert_eq!(reaches(&web, &db), [true; 2], "{reason}");
             assert!(page(METRICS, "/metrics").contains("\npenstock_config_rejected 1"), "{reason}");
@@ -177,7 +177,7 @@ fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
             assert!(page(METRICS, "/healthz").starts_with("HTTP/1.0 200"));
             let status = status();
             assert!(
-                status.contains("configuration refused, the last good one is in force: ") && status.contains(reason),
+                status.contains("configuration refused, the last good one is in effect: ") && status.contains(reason),
                 "{status}"
             );
             let (.., said) = daemon.end(Signal::SIGTERM);
@@ -211,7 +211,7 @@ fn check_refuses_what_a_start_refuses_and_nothing_else() {
             let daemon = Daemon::start(&files);
             assert_eq!(reaches(&web, &db), [false; 2]);
             daemon.end(Signal::SIGTERM);
-            assert!(recorded.exists(), "what is in force is kept for the next start");
+            assert!(recorded.exists(), "what is in effect is kept for the next start");
             break_it();
             let (code, said) = checked("check");
             let warning = |line: &str| line.starts_with("warning  source: ") && line.contains(broken);

@@ -9,10 +9,10 @@ use super::Failure;
 use super::ask::{Answers, Asking, WithMissing, ask_all, parsed, print, words};
 use super::cluster::{Cluster, Daemon, Fleet};
 
-/// Show the daemons of all nodes: version, pods, and whether policy is in force
+/// Show the daemons of all nodes: version, pods, and whether policy is in effect
 ///
 /// IN FORCE says whether the snapshot that was published last is the one under which every worker of the node evaluates. A pod
-/// is enforced once its own rules, and all that is known of its peers, are in force there. To wait for it, see `wait`.
+/// is enforced once its own rules, and all that is known of its peers, are in effect there. To wait for it, see `wait`.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:

@@ -22,7 +22,7 @@ use super::status;
 /// Between two looks at all nodes.
 const PAUSE: Duration = Duration::from_millis(300);
 
-/// Wait until policy is in force on every node
+/// Wait until policy is in effect on every node
 ///
 /// Looks up the object's resourceVersion at the API server, and waits until each daemon has published it and every worker of the
 /// node evaluates by it. From then on no packet anywhere is judged by anything older. Of a pod, its node must have it enforced, and
@@ -31,10 +31,10 @@ const PAUSE: Duration = Duration::from_millis(300);
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
-  0  in force on every node
-  1  not in force everywhere within the time, or the API server is away
+  0  in effect on every node
+  1  not in effect everywhere within the time, or the API server is away
   2  bad input: arguments, the kubeconfig, rights that the user lacks, or no such object
-  4  within the time in force on all nodes that have answered, and some have not; they are named
+  4  within the time in effect on all nodes that have answered, and some have not; they are named
 
 Examples:
   kubectl penstock wait --for enforced
@@ -159,7 +159,7 @@ impl Seen {
         }
         self.0.insert(identity);
         if !was_seen || !status.in_force {
-            return not_yet("is not in force on every worker yet");
+            return not_yet("is not in effect on every worker yet");
         }
         let pod = goal.pod.as_ref().filter(|(_, node)| *node == daemon.node).map(|(name, _)| name.to_string());
         let mut not_enforced = status.not_enforced.iter();

@@ -29,10 +29,10 @@ fn a_node_is_enforced_by_an_answer_after_the_publication() {
     for (number, (status, expected)) in [
         (knowing(None, true), Some("does not say which networkpolicies")),
         (knowing(Some(69), true), Some("knows networkpolicies up to version 69, and not 70 yet")),
-        (knowing(Some(70), true), Some("is not in force on every worker yet")),
-        (knowing(Some(71), false), Some("is not in force on every worker yet")),
+        (knowing(Some(70), true), Some("is not in effect on every worker yet")),
+        (knowing(Some(71), false), Some("is not in effect on every worker yet")),
         (knowing(Some(71), true), None),
-        (restarted(knowing(Some(90), true)), Some("is not in force on every worker yet")),
+        (restarted(knowing(Some(90), true)), Some("is not in effect on every worker yet")),
         (restarted(stale(knowing(Some(90), true))), Some("has the objects of 2026-11-22T10:00:00Z")),
         (restarted(knowing(Some(90), true)), None),
     ]

@@ -156,7 +156,7 @@ impl RuleSource {
         self.cluster_rule().map_or(RuleAction::Accept, |rule| rule.action)
     }
 
-    /// What its policy wants said of what it decides.
+    /// How its policy wants its decisions reported.
     pub fn notes(&self) -> PolicyNotes {
         match &self.policy {
             SourcePolicy::Network(policy) => policy.notes,

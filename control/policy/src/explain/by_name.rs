@@ -60,7 +60,7 @@ fn rules(
     port: &ProtocolPort,
     from: &FlowEndpoint,
 ) -> Result<Vec<crate::compile::Provenance>, FlowError> {
-    // Of each family an address that is nobody's (RFC 5737, RFC 3849): a name is asked, not it.
+    // An address of each family that is nobody's (RFC 5737, RFC 3849): a name is asked, not it.
     let nobodys = |own: &IpAddr| if own.is_ipv4() { "192.0.2.0" } else { "2001:db8::" };
     let to = own.first().map(|own| FlowEndpoint::Address(nobodys(own).parse().expect("an address")));
     let flow: Option<Flow> =

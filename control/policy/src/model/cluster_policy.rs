@@ -26,7 +26,7 @@ pub struct ClusterNetworkPolicy {
     /// Whether it is in effect, or staged.
     #[serde(default, skip_serializing_if = "Staging::is_in_force")]
     pub staging: Staging,
-    /// What it wants said of what it decides.
+    /// How it wants its decisions reported.
     #[serde(default, skip_serializing_if = "PolicyNotes::is_empty")]
     pub notes: PolicyNotes,
 }

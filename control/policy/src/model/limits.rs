@@ -5,10 +5,10 @@ use serde::{Deserialize, Serialize};
 /// Limits of a pod's connections.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct ConnectionLimits {
-    /// Of what it opens.
+    /// The limit of connections that it opens.
     #[serde(default)]
     pub egress: ConnectionLimit,
-    /// Of what others open to it.
+    /// The limit of connections that others open to it.
     #[serde(default)]
     pub ingress: ConnectionLimit,
 }

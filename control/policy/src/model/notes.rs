@@ -1,13 +1,13 @@
-//! What a policy's annotations ask for beside its verdicts.
+//! Annotations of a policy that ask for something beside its verdicts.
 
 use serde::{Deserialize, Serialize};
 
-/// What a policy wants said of what it decides.
+/// How a policy wants its decisions reported.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct PolicyNotes {
-    /// What of it is written to the verdict log.
+    /// Which of its decisions are written to the verdict log.
     pub log: PolicyLog,
-    /// What the sender of a connection gets that it denies; `None`: as the node is configured.
+    /// The answer to the sender of a connection that it denies; `None`: as the node is configured.
     pub deny_answer: Option<DenyAnswer>,
 }
 
@@ -18,7 +18,7 @@ impl PolicyNotes {
     }
 }
 
-/// What of a policy is written to the verdict log.
+/// Which decisions of a policy are written to the verdict log.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub enum PolicyLog {
     /// Nothing for its sake.

@@ -94,7 +94,7 @@ fn a_rule_with_names_matches_answers_until_they_expire() {
 }
 
 #[test]
-fn a_name_as_destination_is_explained_by_its_rules_and_addresses() {
+fn a_destination_name_is_explained_by_rules_and_addresses() {
     let learning = Learning::new();
     let engine = &learning.cluster.engine;
     let explained = |to: &str, port: &str, now| {

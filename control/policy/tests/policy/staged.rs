@@ -230,7 +230,7 @@ fn each_annotation_and_each_file_of_a_trial_has_its_meaning() {
     let edit = policy("shop/edit", "app=db", Some(vec![rule(&[], &["tcp/2"])]), None);
     let with = |more: Object| engines(&[cluster(), vec![more]].concat());
     let as_before = [true, false];
-    assert_eq!(reaches(&with(edit.clone()), [1, 2]), [[true, true]; 2], "in force, it adds to the other");
+    assert_eq!(reaches(&with(edit.clone()), [1, 2]), [[true, true]; 2], "in effect, it adds to the other");
     let new = with(staged(edit.clone(), Staging::New));
     assert_eq!(reaches(&new, [1, 2]), [as_before, [true, true]]);
     let replaced = with(staged(edit.clone(), Staging::Replaces("db".into())));

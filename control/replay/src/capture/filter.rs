@@ -61,7 +61,7 @@ pub fn in_one_line(program: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use penstock_dataplane::worker::FilterProgram;
+    use penstock_dataplane::filter_program::FilterProgram;
 
     use super::*;
 

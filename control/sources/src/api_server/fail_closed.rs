@@ -55,7 +55,7 @@ pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>) -> Interpretat
 pub(super) fn staged(metadata: &ObjectMeta, interpretation: Interpretation) -> Interpretation {
     let (staging, wrong) = match convert::staging(metadata) {
         Ok(staging) => (staging, None),
-        Err(wrong) => (Staging::InForce, Some(format!("{wrong}; until this is fixed the policy is in force"))),
+        Err(wrong) => (Staging::InForce, Some(format!("{wrong}; until this is fixed the policy is in effect"))),
     };
     let (notes, wrong_notes) = match convert::notes(metadata) {
         Ok(notes) => (notes, None),
@@ -227,12 +227,12 @@ mod tests {
             ("staged", "yes", &rules, Staging::InForce, Some("\"yes\"")),
             ("staging", "true", &rules, Staging::InForce, Some("staging]: is not an annotation")),
             ("staged", "true", &with_wrong_field, Staging::New, Some("spec.ingress[0].form")),
-            ("staged", "yes", &with_wrong_field, Staging::InForce, Some("is in force; spec.ingress[0].form")),
+            ("staged", "yes", &with_wrong_field, Staging::InForce, Some("is in effect; spec.ingress[0].form")),
             ("staged", "true", &ordered, Staging::New, None),
             ("log", "denied", &ordered, Staging::InForce, None),
             ("log", "dropped", &ordered, Staging::InForce, Some("use denied, allowed or all")),
             ("deny-answer", "rst", &rules, Staging::InForce, Some("use none or reject; until this is fixed")),
-            ("staged", "1", &ordered, Staging::InForce, Some("until this is fixed the policy is in force")),
+            ("staged", "1", &ordered, Staging::InForce, Some("until this is fixed the policy is in effect")),
         ] {
             let metadata = annotated(name, value);
             let read = match spec.get("tier") {

@@ -46,7 +46,7 @@ impl Outages {
         let must_log = outage.logged.is_empty() || repeats;
         outage.since.get_or_insert_with(Instant::now);
         if must_log && outage.logged.len() < MOST_LINES {
-            tracing::warn!("API server, {}: {text}; known objects stay in force; retrying", kind.resource());
+            tracing::warn!("API server, {}: {text}; known objects stay in effect; retrying", kind.resource());
             outage.logged.push(text);
         } else {
             tracing::debug!("API server, {}: {text}", kind.resource());

@@ -209,7 +209,7 @@ pub enum FieldProblem {
     /// How many connections a pod may have.
     #[error("{0:?} is not a number of connections: use 1 to {1}, or remove it")]
     ConnectionLimit(String, u32),
-    /// What of a policy is logged.
+    /// Which decisions of a policy are logged.
     #[error("{0:?} is not what of a policy is logged: use denied, allowed or all")]
     PolicyLog(String),
     /// The answer to what a policy denies.

@@ -69,7 +69,7 @@ fn insert_to_service(table: &ConnTable, frontend: &Flow, inner: &Flow) -> Result
 /// A connection to a Service ends while a program translates its packets, and the next one gets its entries. With two preemptions,
 /// which pass as well, it takes minutes.
 #[test]
-fn a_program_never_translates_into_the_flow_of_the_entrys_next_connection() {
+fn a_program_never_translates_into_the_entrys_next_flow() {
     explore_within(1, 2, || {
         let table = shared_table();
         let flows: [Flow; 4] = std::array::from_fn(|n| flow(&table, 0, n));
@@ -93,7 +93,7 @@ fn a_program_never_translates_into_the_flow_of_the_entrys_next_connection() {
 
 /// The connection is removed and another one is written into its entry, while a worker still notes the path of the first.
 #[test]
-fn a_program_never_forwards_by_the_path_of_the_entrys_last_connection() {
+fn a_program_never_forwards_by_the_entrys_last_path() {
     explore(1, || {
         let table = shared_table();
         let epoch = Arc::new(AtomicU32::new(1));
@@ -143,7 +143,7 @@ fn a_late_fin_does_not_close_the_entrys_next_connection() {
 /// Policy changes from *allowed* under epoch 1 to *denied* under epoch 2 while a worker that has not seen the change sends a
 /// packet on. The workers evaluate the connection again at its next packet under epoch 2.
 #[test]
-fn a_program_that_reads_the_new_epoch_forwards_nothing_that_it_denies() {
+fn a_program_under_the_new_epoch_forwards_nothing_denied() {
     explore(2, || {
         let table = shared_table();
         let epoch = Arc::new(AtomicU32::new(1));
@@ -323,7 +323,7 @@ fn published_beside_a_late_worker(is_kept: bool) {
 }
 
 #[test]
-fn a_late_worker_changes_no_path_of_a_connection_that_stays_allowed() {
+fn a_late_worker_changes_no_path_of_a_kept_connection() {
     published_beside_a_late_worker(true);
 }
 
@@ -335,7 +335,7 @@ fn a_late_worker_brings_no_connection_back_that_is_not_kept() {
 /// Epoch 2 allows a connection and epoch 3 denies it: a worker that has the second snapshot revokes it while the first one is
 /// being published. With three threads and all that they do here, two preemptions take long.
 #[test]
-fn a_connection_that_was_kept_is_never_forwarded_under_an_epoch_that_denies_it() {
+fn a_kept_connection_is_never_forwarded_where_it_is_denied() {
     explore_within(1, 2, || {
         let (table, epoch) = (shared_table(), Arc::new(AtomicU32::new(1)));
         let wanted = forwarded_connection(&table);
@@ -387,7 +387,7 @@ fn reopen_by_program(table: &ConnTable, flow: &Flow, now: Timestamp) -> bool {
     table.entry(slot).exchange(control, claimed).is_ok() && publish_by_program(table, &hashed, (slot, claimed), now)
 }
 
-/// What a program gives back counts as its owner's credit, which is no connection.
+/// Credit that a program gives back counts as its owner's, which is no connection.
 fn give_back(table: &ConnTable) {
     table.count_less(OwnerId(1), 1);
 }
@@ -555,7 +555,7 @@ fn two_programs_replace_an_ended_connection_at_most_once() {
 
 /// A worker still has the connection that has ended, and its last segment, while a program gives the entry to the next one.
 #[test]
-fn a_late_segment_changes_nothing_of_the_connection_in_its_place() {
+fn a_late_segment_does_not_change_the_connection_in_its_place() {
     explore(2, || {
         let table = shared_table();
         let (wanted, _) = reset_connection(&table);

@@ -151,7 +151,7 @@ fn one_of_two_concurrent_revocations_reports_it() {
     });
 }
 
-/// What two workers write that evaluate policy concurrently, one under an epoch, the other under the next; the third
+/// Writes of two workers that evaluate policy concurrently, one under an epoch, the other under the next; the third
 /// word of each case says whether the connection was revoked before.
 fn verdicts_of_two_epochs(was_cut: bool, older: bool, newer: bool) {
     explore(2, move || {

@@ -32,7 +32,7 @@ pub(super) struct Storage {
     memory: Memory,
 }
 
-/// What the pointers refer to.
+/// The memory that the pointers refer to.
 enum Memory {
     /// One mapping; its file is locked as long as the table exists.
     One(
@@ -144,7 +144,7 @@ impl Storage {
         unsafe { std::slice::from_raw_parts(links.as_ptr().add(links.len()).cast(), links.len()) }
     }
 
-    /// What the kernel forwarded of each entry, if its programs read the table.
+    /// Packets that the kernel forwarded for each entry, if its programs read the table.
     #[inline]
     pub(super) fn uses(&self) -> Option<&[KernelUse]> {
         match &self.memory {

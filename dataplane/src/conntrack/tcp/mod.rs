@@ -316,7 +316,7 @@ pub(super) fn fast_step(sender: u64, receiver: u64, segment: &TcpSegment) -> Opt
     Some((kept | numbers, receiver & !LIMIT_MASK | limit))
 }
 
-/// Of a segment's sender and receiver.
+/// The windows of a segment's sender and receiver.
 type Windows = (Window, Window);
 
 #[inline(always)]
@@ -365,7 +365,7 @@ fn syn_ack(
             let (sender, receiver) = answered(receiver, segment);
             accept(TcpState::SynReceived, Window { end: later(sender.end, before), ..sender }, receiver)
         }
-        // Of another SYN: its receiver resets it.
+        // The answer to another SYN: its receiver resets it.
         TcpState::SynSent | TcpState::SynSent2 => TcpStep::Pass,
         _ if receiver.holds_syn() && held.is_acked_by(segment.ack) => {
             let (sender, receiver) = answered(Window::of_acked_syn(segment.ack), segment);
@@ -434,7 +434,7 @@ fn plain(
 ) -> TcpStep {
     let has_fin = segment.flags.contains(TcpFlags::FIN);
     if matches!(state, TcpState::SynSent | TcpState::SynSent2) {
-        // Of an older connection (RFC 9293 section 3.5.1): who does not have it will reset it.
+        // A segment of an older connection (RFC 9293 section 3.5.1): who does not have it will reset it.
         return TcpStep::Pass;
     }
     let as_before = (sender, receiver);
@@ -443,12 +443,12 @@ fn plain(
     let (mut sender, mut receiver) = (sender.without(held), receiver.without(held));
     let (mut seq, mut end, ack) = (segment.seq, segment.end(), segment.ack);
     if !sender.is(SEEN) && receiver.is(SEEN) {
-        // What it has received may have bypassed us, and what was seen may be retransmitted.
+        // Packets that it has received may have bypassed us, and those that were seen may be retransmitted.
         receiver.end = later(receiver.end, ack);
     }
     if !fits(&sender, &receiver, seq, end, ack) {
         if is_from_the_middle(&sender, &receiver) {
-            // What was taken for the numbers was that of a stray segment, or went another way since.
+            // The numbers were taken from a stray segment, or went another way since.
             sender.marks &= !SEEN;
             receiver.marks &= !SEEN;
         } else if seq == end {

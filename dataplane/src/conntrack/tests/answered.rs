@@ -93,7 +93,7 @@ fn an_opener_makes_a_stream_of_what_a_program_has_answered() {
 }
 
 #[test]
-fn what_programs_have_confirmed_is_never_evicted_even_when_revoked() {
+fn connections_that_programs_confirmed_are_never_evicted() {
     for is_revoked in [false, true] {
         let table = counting_table();
         let first = tcp(0);
@@ -151,7 +151,7 @@ proptest! {
     /// One connection whose SYN-ACK a worker has seen, and one whose SYN-ACK a program has forwarded: the windows of the second are
     /// wider, since the scale that the answer has announced is not known.
     #[test]
-    fn after_an_answer_by_a_program_workers_drop_nothing_else_and_go_on_alike(
+    fn workers_go_on_alike_after_an_answer_by_a_program(
         scales in prop::array::uniform2(prop::option::of(0..14_u8)),
         window in any::<u16>(),
         segments in prop::collection::vec(any_segment(), 1..12),

@@ -376,7 +376,7 @@ fn an_owner_beyond_its_share_gives_back_as_the_table_fills() {
 }
 
 #[test]
-fn a_mid_stream_segment_opens_only_in_time_and_within_half_a_share() {
+fn a_mid_stream_segment_opens_in_time_and_half_a_share() {
     let ack =
         Transport::Tcp(TcpSegment { seq: 1, ack: 1, window: 1000, flags: TcpFlags::ACK, ..TcpSegment::default() });
     let end = NOW.plus(Duration::from_secs(60));

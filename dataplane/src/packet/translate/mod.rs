@@ -152,7 +152,7 @@ fn translate_error(frame: &mut [u8], packet: &Packet, flow: &Flow, (quoted_at, q
         ports.write(frame, at, &quote.src_port.to_be_bytes());
         ports.write(frame, at + 2, &quote.dst_port.to_be_bytes());
         change = header.and(ports);
-        // Of the quoted packet there may be only eight bytes behind its IP header.
+        // The quoted packet may have only eight bytes behind its IP header.
         if let Some(field) = checksum_at(before.protocol).map(|field| at + field)
             && field + 2 <= usize::from(packet.layout.end)
             && !(before.protocol == Protocol::UDP && frame[field..field + 2] == [0, 0])

@@ -99,7 +99,7 @@ fn looks_open(frame: &[u8]) -> bool {
 
 proptest! {
     #[test]
-    fn a_translated_packet_is_the_one_that_its_sender_would_have_sent(
+    fn a_translated_packet_is_as_its_sender_would_have_sent_it(
         (flow, other) in flows(), payload in prop::collection::vec(any::<u8>(), 0..60),
     ) {
         prop_assume!(![&flow, &other].into_iter().any(|flow| looks_open(&frame(flow, &payload))));
@@ -127,7 +127,7 @@ proptest! {
         open[at..at + 2].copy_from_slice(&pseudo.to_be_bytes());
         translate(&mut open, &packet, &other, None);
         // As the last stage does.
-        let hop = NextHop { peer: Mac([2; 6]), own: Mac([1; 6]), spend_ttl: false, open: OpenChecksum::Finish };
+        let hop = NextHop { peer: Mac([2; 6]), own: Mac([1; 6]), decrement_ttl: false, open: OpenChecksum::Finish };
         let packet = parse(&open).unwrap();
         rewrite(&mut open, &packet, hop);
         assert_same(&open, &frame(&other, &payload))?;

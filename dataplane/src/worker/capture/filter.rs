@@ -1,7 +1,7 @@
 //! Which packets a capture has.
 
-use super::FilterProgram;
 use crate::DropReason;
+use crate::filter_program::FilterProgram;
 use crate::forward::PortId;
 use crate::packet::{Address, Flow, Protocol};
 use crate::pipeline::Verdict;
@@ -36,7 +36,7 @@ pub struct CapturedPod {
     pub addresses: Vec<Address>,
 }
 
-/// What a filter sees of a packet.
+/// The parts of a packet that a filter sees.
 pub(super) struct SeenPacket {
     pub(super) ingress: PortId,
     pub(super) verdict: Verdict,

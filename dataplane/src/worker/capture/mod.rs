@@ -5,7 +5,6 @@
 //! for which no buffer is free is counted as lost. So a slow reader loses packets of the capture, and never delays a worker.
 
 mod filter;
-mod program;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,21 +13,20 @@ use std::time::Instant;
 use crossbeam::queue::ArrayQueue;
 
 pub use filter::{CaptureFilter, CapturedPod};
-pub use program::{FilterInstruction, FilterProgram, FilterProgramError};
 
 use super::verdicts::{LoggedEvaluation, Recorder};
 use crate::conntrack::{ConnTable, Timestamp};
 use crate::forward::PortId;
-use crate::io::tag;
 use crate::packet::{Flow, parse};
 use crate::pipeline::{BATCH, Frames, Verdict};
+use crate::tag;
 use crate::{Epoch, Snapshot};
 use filter::SeenPacket;
 
 /// Bytes of both Ethernet addresses.
 const MACS: usize = 12;
 
-/// What a capture is: which packets, and where their copies go.
+/// A capture: which packets, and where their copies go.
 #[derive(Clone, Debug)]
 pub struct Capture {
     /// Which packets.
@@ -46,7 +44,7 @@ pub struct CapturedPacket {
     pub worker: usize,
     /// Ingress port.
     pub ingress: PortId,
-    /// What was decided.
+    /// The decision.
     pub verdict: Verdict,
     /// Epoch of the snapshot.
     pub epoch: Epoch,
@@ -139,7 +137,7 @@ pub(crate) struct CaptureTap {
     bytes: Box<[u8]>,
 }
 
-/// What holds for all packets of a batch.
+/// The same for all packets of a batch.
 pub(super) struct CapturedBatch<'a> {
     pub(super) snapshot: &'a Snapshot,
     pub(super) connections: &'a ConnTable,

@@ -6,9 +6,9 @@ use etherparse::{Icmpv4Type, PacketBuilder};
 
 use super::*;
 use crate::DropReason;
+use crate::batch::MemoryFrames;
 use crate::conntrack::Config;
 use crate::forward::{Forwarding, Mac, Port, PortKind};
-use crate::io::MemoryFrames;
 use crate::packet::{Address, Protocol};
 use crate::pipeline::{Pipeline, PipelineMode};
 use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable};
@@ -170,7 +170,7 @@ fn packets_are_captured_as_they_came_with_what_was_decided() {
 }
 
 #[test]
-fn a_packet_that_opens_a_connection_or_tries_to_has_what_staged_policies_would_decide_and_no_other_has() {
+fn only_opening_packets_have_what_staged_policies_decide() {
     let mut bench = Bench::new(CaptureFilter::default(), snapshot(real_mac), 16, 2048);
     // The connections of each round have a port of their own.
     let process = |bench: &mut Bench, port| -> Vec<Option<bool>> {
@@ -218,7 +218,7 @@ fn a_translated_packet_is_captured_as_it_came_and_as_it_leaves() {
 }
 
 #[test]
-fn a_full_queue_loses_packets_which_are_counted_and_changes_no_verdict() {
+fn a_full_queue_counts_lost_packets_and_changes_no_verdict() {
     let mut bench = Bench::new(CaptureFilter::default(), snapshot(real_mac), 3, 64);
     let frame = udp((DB4, 9), (WEB4, 7), &[5; 100]);
     let sent = bench.process(DB, vec![frame.clone(); 10]);
@@ -233,7 +233,7 @@ fn a_full_queue_loses_packets_which_are_counted_and_changes_no_verdict() {
 }
 
 #[test]
-fn addresses_that_are_tags_between_programs_and_workers_are_left_out() {
+fn tags_of_programs_and_workers_are_no_addresses() {
     let mut bench = Bench::new(CaptureFilter::default(), snapshot(|_| tag::FROM), 4, 2048);
     let frame = udp((DB4, 9), (WEB4, 7), b"");
     bench.process(DB, vec![frame.clone()]);

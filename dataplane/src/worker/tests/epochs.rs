@@ -1,4 +1,4 @@
-//! The epoch reported as in force is the one under which packets are evaluated.
+//! The epoch reported as in effect is the one under which packets are evaluated.
 
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
@@ -11,14 +11,14 @@ fn snapshot(epoch: u32) -> Snapshot {
 }
 
 #[test]
-fn a_published_snapshot_is_immediately_in_force_on_sleeping_workers() {
+fn a_snapshot_is_in_effect_on_sleeping_workers_at_once() {
     in_namespace(|| {
         let bench = Bench::start(config(&[0, 1]));
         wait_until("both sleep", || bench.dataplane.statistics().workers.iter().all(|worker| worker.sleeps > 0));
         for epoch in 1..100 {
             bench.dataplane.publish(snapshot(epoch));
             // One that was just waking up may finish its poll iteration.
-            wait_until("in force", || bench.dataplane.in_force() == [Epoch(epoch); 2]);
+            wait_until("in effect", || bench.dataplane.in_force() == [Epoch(epoch); 2]);
         }
     });
 }
@@ -29,7 +29,7 @@ fn a_worker_that_never_sleeps_reports_its_epoch_every_iteration() {
         let bench = Bench::start(Config { polling: Polling::Busy, ..config(&[0]) });
         for epoch in 1..50 {
             bench.dataplane.publish(snapshot(epoch));
-            wait_until("in force", || bench.dataplane.in_force() == [Epoch(epoch)]);
+            wait_until("in effect", || bench.dataplane.in_force() == [Epoch(epoch)]);
         }
     });
 }
@@ -64,7 +64,7 @@ impl Processor for Held {
 }
 
 #[test]
-fn a_snapshot_is_not_in_force_while_a_batch_is_evaluated_under_the_previous_one() {
+fn a_snapshot_is_in_effect_once_no_batch_uses_the_last_one() {
     in_namespace(|| {
         veth("a");
         let held = Held::default();
@@ -82,7 +82,7 @@ fn a_snapshot_is_not_in_force_while_a_batch_is_evaluated_under_the_previous_one(
             thread::sleep(Duration::from_micros(100));
         }
         held.holds.store(false, Ordering::SeqCst);
-        wait_until("in force", || bench.dataplane.in_force() == [Epoch(2)]);
+        wait_until("in effect", || bench.dataplane.in_force() == [Epoch(2)]);
         assert_eq!(held.evaluated_under.load(Ordering::SeqCst), 1, "the current batch keeps its snapshot");
         sender.send_all(&[frame(1, 60)]);
         wait_until("the next one under the new snapshot", || held.evaluated_under.load(Ordering::SeqCst) == 2);

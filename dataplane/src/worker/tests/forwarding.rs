@@ -125,7 +125,7 @@ fn a_million_packets_leak_no_frame() {
 }
 
 #[test]
-fn the_longest_packet_of_a_frame_passes_also_where_a_link_takes_longer_ones() {
+fn the_longest_packet_of_a_frame_passes_on_longer_links() {
     in_namespace(|| {
         veth("a");
         veth("b");
@@ -147,7 +147,7 @@ fn the_longest_packet_of_a_frame_passes_also_where_a_link_takes_longer_ones() {
 }
 
 #[test]
-fn what_the_kernel_dropped_stays_in_the_total_when_its_port_is_closed() {
+fn kernel_drops_of_a_closed_port_stay_in_the_total() {
     in_namespace(|| {
         veth("a");
         let bench = Bench::start(Config { long_packets: false, ..config(&[0]) });

@@ -9,7 +9,7 @@ use super::*;
 use crate::io::PortError;
 
 #[test]
-fn a_hundred_ports_opened_and_closed_under_traffic_leak_no_frame() {
+fn opening_and_closing_ports_under_traffic_leaks_no_frame() {
     in_namespace(|| {
         veth("a");
         veth("b");
@@ -126,7 +126,7 @@ fn idle_workers_sleep_and_busy_ones_do_not() {
 }
 
 #[test]
-fn a_realtime_worker_that_never_sleeps_leaves_its_core_now_and_then() {
+fn a_busy_realtime_worker_shares_its_core() {
     in_namespace(|| {
         for (priority, leaves) in [(Priority::RealTime, true), (Priority::Nice, false)] {
             let bench = Bench::start(Config { polling: Polling::Busy, priority, ..config(&[0]) });
@@ -219,7 +219,7 @@ impl Processor for SlowToEnd {
 }
 
 #[test]
-fn closing_a_dead_workers_port_returns_when_its_thread_has_closed_everything() {
+fn closing_a_dead_workers_port_waits_for_its_thread() {
     in_namespace(|| {
         veth("a");
         let ended = Arc::new(AtomicBool::new(false));
@@ -289,7 +289,7 @@ fn invalid_requests_are_rejected_in_one_line_with_the_remedy() {
 }
 
 #[test]
-fn the_default_memory_suffices_for_110_pods_and_workers_still_sleep() {
+fn the_default_memory_suffices_for_110_pods() {
     const PODS: usize = 110;
     in_namespace(|| {
         let name = |pod: usize| format!("pod{pod}");

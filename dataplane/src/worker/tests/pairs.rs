@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::net::{Raw, in_namespace, veth};
 use super::*;
 use crate::forward::{Forwarding, Port, PortKind};
-use crate::io::tag::{CHECKSUM_OPEN, FROM_NODE};
+use crate::tag::{CHECKSUM_OPEN, FROM_NODE};
 
 /// A worker's pair `x` and `xp`, ports of the interfaces `a` and `b` on it, and the node's stack.
 struct Pair {
@@ -78,7 +78,7 @@ impl Pair {
 }
 
 #[test]
-fn packets_of_several_ports_share_a_pair_and_keep_their_order_and_counters() {
+fn ports_that_share_a_pair_keep_order_and_counters() {
     in_namespace(|| {
         let pair = Pair::new();
         let [a, b] = pair.ports;
@@ -102,7 +102,7 @@ fn packets_of_several_ports_share_a_pair_and_keep_their_order_and_counters() {
 }
 
 #[test]
-fn what_a_pod_sends_to_the_node_names_its_port_and_what_the_node_sends_is_the_hosts() {
+fn a_frame_from_a_pod_or_the_node_names_its_port() {
     in_namespace(|| {
         let pair = Pair::new();
         let [a, b] = pair.ports;
@@ -118,7 +118,7 @@ fn what_a_pod_sends_to_the_node_names_its_port_and_what_the_node_sends_is_the_ho
 }
 
 #[test]
-fn frames_without_the_tag_of_an_open_port_are_dropped_as_the_pairs_own() {
+fn frames_without_an_open_ports_tag_are_dropped() {
     in_namespace(|| {
         let pair = Pair::new();
         let [a, b] = pair.ports;

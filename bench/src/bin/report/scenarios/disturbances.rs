@@ -102,7 +102,7 @@ pub(crate) fn swap() -> Scenario {
             let swapping = |ends: &AtomicBool| swap_again_and_again(&reload, &status, (&rules, &mut turn), ends);
             let (outcome, swaps) = testbed.run_beside(&steady(SWAPS), swapping)?;
             // A swap after the traffic would lose nothing, either.
-            ensure!(swaps >= 1.0, "the new rules were not in force when the traffic ended");
+            ensure!(swaps >= 1.0, "the new rules were not in effect when the traffic ended");
             Ok(figures(&outcome, swaps))
         };
         ScenarioCase::of(peer, measure).with(|spec| spec.policies(10_000))
@@ -111,7 +111,7 @@ pub(crate) fn swap() -> Scenario {
         name: "swap",
         title: "10,000 rules are replaced at once during traffic",
         about: "100 k packets a second on one connection and 10 k probes a second for six seconds; meanwhile 9,998 of 10,000 \
-                policies that select the receiver get another port, again and again, each time once the last change is in force. \
+                policies that select the receiver get another port, again and again, each time once the last change is in effect. \
                 \"changes\" are the swaps of a repetition. nftables loads the ruleset rendered of them.",
         metrics: METRICS,
         cases: [Peer::penstock(), Peer::Nftables, Peer::penstock_by_tcx(true)].map(case).into(),
@@ -306,7 +306,7 @@ pub(crate) fn policy_churn() -> Scenario {
         name: "policy-churn",
         title: "From saving a policy to the first packet that it allows, and to the last one that it does not",
         about: "A policy that opens a port to a pod is saved and taken back by turns, 150 times a repetition, by tcx 60 times; a packet \
-                each 0.2 ms of one UDP connection tells when it is in force. \"Cut\" is the time from taking it back to the last packet \
+                each 0.2 ms of one UDP connection tells when it is in effect. \"Cut\" is the time from taking it back to the last packet \
                 that still arrives; by tcx the kernel forwards these packets, without a worker. Beside it 50 pods come and go \
                 each second: an interface, a route and a manifest each.",
         metrics: CHURN_METRICS,

@@ -140,7 +140,7 @@ fn one_and_many_beside_changes(testbed: &PeerTestbed, plan: &Plan, known: &mut K
     let Some(((before, took_before), (after, took))) = before.zip(progress(testbed)?) else {
         return Ok(figures(rates, None));
     };
-    ensure!(after > before, "no change came into force");
+    ensure!(after > before, "no change came into effect");
     let changes = f64::from(after - before);
     let changes =
         Changes { a_second: changes / seconds, milliseconds: (took - took_before).as_secs_f64() * 1e3 / changes };
@@ -172,7 +172,7 @@ const BULK: &[Metric] = &[
 
 /// Changes of policy a second beside a bulk transfer.
 const CHANGES: f64 = 100.0;
-const CHANGES_IN_FORCE: &str = "changes in force";
+const CHANGES_IN_FORCE: &str = "changes in effect";
 const WORK_OF_A_CHANGE: &str = "a change, processor";
 /// The manifest that changes.
 const FILE: &str = "changing.yaml";

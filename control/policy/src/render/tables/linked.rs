@@ -107,7 +107,7 @@ impl LinkedRules {
     }
 }
 
-/// What the policies of a key want said of what they decide.
+/// How the policies of a key want their decisions reported.
 fn notes(rules: &[EffectiveRule], key: &TableKey, state: &ClusterState) -> TableNotes {
     let numbers = |wanted: fn(RuleAction, PolicyNotes) -> bool| {
         let numbered = (0u32..).zip(rules).filter(|(_, rule)| wanted(rule.source.action(), rule.source.notes()));
@@ -126,7 +126,7 @@ fn notes(rules: &[EffectiveRule], key: &TableKey, state: &ClusterState) -> Table
             .map(|policy| policy.key.to_string().into())
             .collect(),
         answers: denying.filter_map(|(number, rule)| Some((number, answer(rule.source.notes())?))).collect(),
-        // Of two that differ, the one that says nothing to the sender.
+        // If two differ, the one that says nothing to the sender.
         isolated_answer: isolating.filter_map(|policy| answer(policy.notes)).min(),
     }
 }

@@ -144,7 +144,7 @@ impl Reader {
     }
 }
 
-const KEPT: &str = "until this is fixed, the last version that was understood stays in force, if there was one";
+const KEPT: &str = "until this is fixed, the last version that was understood stays in effect, if there was one";
 
 fn kept(error: FieldError) -> NotRead {
     NotRead::Kept(format!("{error}; {KEPT}"))

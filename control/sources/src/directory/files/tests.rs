@@ -193,7 +193,7 @@ proptest! {
                 };
             }
             let in_force: BTreeMap<_, _> = files.objects().map(|object| (object.reference(), object.clone())).collect();
-            prop_assert_eq!(&followed, &in_force, "what was reported is what is in force");
+            prop_assert_eq!(&followed, &in_force, "what was reported is what is in effect");
             let owned: Vec<IpAddr> = in_force.values().flat_map(manifest::owned_addresses).copied().collect();
             prop_assert_eq!(owned.iter().collect::<BTreeSet<_>>().len(), owned.len(), "an address has one pod: {:?}", owned);
             let all: Vec<_> = saved.iter().flatten().collect();

@@ -1,21 +1,19 @@
 //! After translation: an existing connection allows the packet, otherwise policy is evaluated.
 
+mod open;
+
 use rand::rngs::StdRng;
 
 use super::dispatch::{Leaving, PacketPath};
-use super::flows::{Translation, policy_flow};
+use super::flows::policy_flow;
 use super::sources::{Opener, OriginalSources};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};
 use crate::batch::{Frames, StackSender};
-use crate::conntrack::{
-    Conn, ConnPlace, ConnTable, InsertError, Insertion, NewConnection, OwnerId, Reevaluation, Timestamp,
-    TranslatedInsertError, Update,
-};
+use crate::conntrack::{Conn, ConnPlace, ConnTable, Reevaluation, Timestamp, Update};
 use crate::forward::PortId;
-use crate::limits::Admission;
 use crate::names::{Moment, NameTime};
 use crate::packet::{Address, Flow, Packet, Transport, quoted_ends, quoted_flow};
-use crate::policy::{AddressEntry, EvaluationForm, FlowEnds};
+use crate::policy::{EvaluationForm, FlowEnds};
 use crate::{DropReason, Snapshot};
 
 /// The stage for one batch, with the current packet.
@@ -45,7 +43,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         if let StackSender::Leaving { port, uplink } = sender {
             let pod = PortId(port);
             let route = PacketPath::ByUplink(Leaving { uplink, pod, allows_next: false });
-            return match self.leave(&entry.packet, pod, uplink) {
+            return match self.leave_by_uplink(&entry.packet, pod, uplink) {
                 Ok(leaving) => Ok(PacketPath::ByUplink(leaving)),
                 Err(reason) => Err(DroppedPacket { route, ..reason.into() }),
             };
@@ -78,7 +76,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// answers come back by the node, so that there is no connection to track: the program at the uplink keeps what is allowed.
     #[cold]
     #[inline(never)]
-    fn leave(&mut self, packet: &Packet, pod: PortId, uplink: u8) -> Result<Leaving, DropReason> {
+    fn leave_by_uplink(&mut self, packet: &Packet, pod: PortId, uplink: u8) -> Result<Leaving, DropReason> {
         let sent = self.leaving_flow(packet)?;
         let is_own =
             |address: &&Address| address.is_v4() == sent.src.is_v4() && self.snapshot.pod_port(**address) == Some(pod);
@@ -164,7 +162,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             if self.has_lost_its_backend(&translated) {
                 return Err(DropReason::Fragment.into());
             }
-            connection = self.turn(translated, entry)?;
+            connection = self.set_flows(translated, entry)?;
         }
         self.follow(connection, entry)
     }
@@ -207,7 +205,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             Update::Removed | Update::ReverseSyn if connection.is_translated() => rejected(DropReason::InvalidState),
             Update::Removed => self.open(entry),
             Update::Opens => self.open_in_place(connection, entry),
-            Update::ReverseSyn => self.ask_in_reverse(connection, entry).map(|()| route),
+            Update::ReverseSyn => self.evaluate_reverse_syn(connection, entry).map(|()| route),
             Update::Restarts => self.restart(connection, entry).map(|()| route),
         }
     }
@@ -224,11 +222,11 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         if !old.replace(orientation, &entry.packet.transport, self.now) {
             return Err(DropReason::InvalidState.into());
         }
-        self.enter(entry, &opening)
+        self.insert(entry, &opening)
     }
 
     /// A SYN on a live connection from the answering side.
-    fn ask_in_reverse(&mut self, mut connection: Conn<'_>, entry: &AdmittedPacket) -> Result<(), DroppedPacket> {
+    fn evaluate_reverse_syn(&mut self, mut connection: Conn<'_>, entry: &AdmittedPacket) -> Result<(), DroppedPacket> {
         let opener = Opener::Sender(self.sender());
         let flow = &entry.packet.flow;
         self.evaluate(flow, self.snapshot.policy.ends(flow), opener, EvaluationReason::Opened)?;
@@ -271,23 +269,6 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             }
         }
         PacketPath::Direct
-    }
-
-    /// Whether the connection that this packet opens goes through the node's own stack in both directions. A pod's packet
-    /// that comes from the stack was translated there, and so was what the stack forwards with an address of the node. For
-    /// a mid-stream pick-up between two local pods this is unknown; the stack forwards it either way, if there is a port
-    /// into it.
-    fn enters_via_host(&self, packet: &Packet, ends: FlowEnds<'_>, sender: StackSender) -> bool {
-        let is_pod = |end: &AddressEntry| end.port().is_some();
-        let known = packet.transport.may_open();
-        let has_host = self.snapshot.forwarding.host().is_some();
-        let is_translated = match sender {
-            StackSender::Translated => true,
-            StackSender::Forwarded | StackSender::Untranslated => ends.src.is_node(),
-            StackSender::Unchanged => return false,
-            StackSender::Process | StackSender::Unknown | StackSender::Leaving { .. } => false,
-        };
-        has_host && (is_translated || is_pod(ends.src) && (self.from_host || !known && is_pod(ends.dst)))
     }
 
     fn is_pod(&self, address: Address) -> bool {
@@ -338,142 +319,11 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         }
     }
 
-    /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
-    #[inline(never)]
-    fn open(&mut self, entry: &AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
-        let opening = if is_from_the_middle(&entry.packet.transport) && !entry.is_translated {
-            self.evaluate_from_the_middle(&entry.packet.flow)?
-        } else {
-            self.evaluate_first(entry)?
-        };
-        self.enter(entry, &opening)
-    }
-
-    /// Evaluates policy for a packet that opens a connection.
-    fn evaluate_first(&mut self, entry: &AdmittedPacket) -> Result<Opening<'a>, DropReason> {
-        let flow = policy_flow(entry.inner(), entry.translation().map(|translation| &translation.frontend));
-        let ends = self.snapshot.policy.ends(&flow);
-        let opener = if entry.is_translated { Opener::ClientOfService } else { Opener::Sender(self.sender()) };
-        let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
-        Ok(Opening { flow, ends, is_answer: false, opener: (asked.src != flow.src).then_some(asked.src) })
-    }
-
-    /// Evaluates policy for a packet from the middle of a connection that is not known: it is older than the table, or than its
-    /// timeout. Either end may have opened it. Ports tell mostly; where they do not, either direction may allow it. What the node
-    /// itself has an end of is known by the node.
-    #[cold]
-    fn evaluate_from_the_middle(&mut self, flow: &Flow) -> Result<Opening<'a>, DropReason> {
-        let (policy, sources) = (&self.snapshot.policy, self.sources);
-        let time = self.name_time(EvaluationReason::Opened);
-        let (there, back) = ((*flow, Opener::Sender(self.sender())), (flow.reversed(), Opener::of_answer()));
-        let allows = |(flow, opener): &(Flow, Opener)| {
-            opener.evaluate(policy, sources, flow, policy.ends(flow), time).1.is_allowed()
-        };
-        let ends = policy.ends(flow);
-        let is_answer = !ends.src.is_node()
-            && !ends.dst.is_node()
-            && match likely_opener(flow) {
-                Some(end) => end == End::Receiver,
-                None => !allows(&there) && allows(&back),
-            };
-        let (flow, opener) = if is_answer { back } else { there };
-        let ends = policy.ends(&flow);
-        let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
-        Ok(Opening { flow, ends, is_answer, opener: (asked.src != flow.src).then_some(asked.src) })
-    }
-
     /// Whether no policy selects an end of this flow, so that its packets pass whatever their connection.
     #[cold]
     #[inline(never)]
     fn is_free(&self, flow: &Flow) -> bool {
         self.snapshot.policy.is_free(self.snapshot.policy.ends(flow))
-    }
-
-    /// Enters the connection that an allowed packet opens.
-    fn enter(&mut self, entry: &AdmittedPacket, opening: &Opening<'_>) -> Result<PacketPath, DroppedPacket> {
-        let AdmittedPacket { packet, hashed, is_translated, .. } = entry;
-        let sender = self.sender();
-        let Opening { flow, ends, is_answer, opener } = opening;
-        let of_packet = if *is_answer { FlowEnds { src: ends.dst, dst: ends.src } } else { *ends };
-        let via_host = !is_translated && self.enters_via_host(packet, of_packet, sender);
-        let route = match of_packet.dst.port() {
-            _ if via_host && !self.from_host => PacketPath::ViaHost,
-            Some(port) => PacketPath::At(port),
-            None => PacketPath::Direct,
-        };
-        let new = NewConnection {
-            hashed,
-            transport: &packet.transport,
-            owner: owner(*ends),
-            is_answer: *is_answer,
-            via_host,
-            epoch: self.snapshot.epoch,
-            now: self.now,
-        };
-        let counts = [!self.from_host || *is_answer, !self.is_nodes_own(flow, *opener)];
-        let admission = self.snapshot.limits.admit(*ends, counts, self.connections, self.now)?;
-        let must_be_entered = admission.as_ref().is_some_and(Admission::is_listed);
-        if let Some(translation) = entry.translation() {
-            let connection = self.enter_translated(&new, translation, flow)?;
-            if let Some(admission) = admission {
-                admission.opened(connection.name());
-            }
-            return Ok(route);
-        }
-        match self.connections.insert(&new) {
-            Ok(Insertion::Created(connection)) => {
-                if let Some(admission) = admission {
-                    admission.opened(connection.name());
-                }
-                if sender == StackSender::Translated {
-                    self.connections.set_opener(&connection, *opener);
-                }
-                Ok(route)
-            }
-            // Another worker was first, perhaps with a packet of the other direction.
-            Ok(Insertion::Found(connection)) if connection.is_translated() => Err(DropReason::FlowInUse.into()),
-            Ok(Insertion::Found(mut connection)) => {
-                let route = self.route_of(&mut connection, packet);
-                match connection.update(hashed.orientation(), &packet.transport, self.now) {
-                    Update::Accepted(_) => Ok(route),
-                    Update::Revoked => {
-                        Err(DroppedPacket { reason: DropReason::ConnectionRevoked, revoked_at: None, route })
-                    }
-                    // Ended again within the same instant: the sender will try again.
-                    _ => Err(DropReason::InvalidState.into()),
-                }
-            }
-            Err(error)
-                if self.snapshot.policy.is_free(*ends) && (error == InsertError::CannotOpen || !must_be_entered) =>
-            {
-                Ok(route)
-            }
-            Err(error) => Err(not_entered(error).into()),
-        }
-    }
-
-    /// Whether the node itself opens a connection: its probes are nobody's limit.
-    fn is_nodes_own(&self, flow: &Flow, opener: Option<Address>) -> bool {
-        opener.is_none() && self.snapshot.forwarding.is_node(flow.src)
-    }
-
-    /// Enters a connection to a Service under both of its flows.
-    #[inline(never)]
-    fn enter_translated(
-        &mut self,
-        new: &NewConnection<'_>,
-        translation: &Translation,
-        flow: &Flow,
-    ) -> Result<Conn<'a>, DroppedPacket> {
-        let frontend = self.connections.prepare(&translation.frontend);
-        let connection = self.connections.insert_translated(new, &frontend).map_err(|error| match error {
-            TranslatedInsertError::Other(error) => not_entered(error),
-            TranslatedInsertError::InUse => DropReason::FlowInUse,
-        })?;
-        if let Some(affinity) = &translation.affinity {
-            self.connections.remember_backend(flow.src, affinity, self.now);
-        }
-        Ok(connection)
     }
 
     /// An ICMP error: it passes for a live connection, to the sender of the quoted packet. Routers send them, and the
@@ -498,8 +348,8 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             if self.has_lost_its_backend(&translated) {
                 return Err(DropReason::NoConnection.into());
             }
-            let turned = self.turn_error(packet, &quoted, &translated);
-            entry.set_translation(turned);
+            let flows = self.error_flows(packet, &quoted, &translated);
+            entry.set_translation(flows);
             connection = translated.connection;
         }
         if !connection.is_evaluated_under(self.snapshot.epoch) {
@@ -577,56 +427,5 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             }
             Some(reason) => Err(reason),
         }
-    }
-}
-
-/// A connection that a packet opens, in the direction in which it is opened.
-struct Opening<'a> {
-    /// What policy was asked.
-    flow: Flow,
-    ends: FlowEnds<'a>,
-    /// Whether the packet's receiver has opened it.
-    is_answer: bool,
-    /// Who has opened it, where the node's stack has translated that one's address.
-    opener: Option<Address>,
-}
-
-/// Whether a packet belongs to a connection that others have opened before. Not what answers or ends one: nf_conntrack picks up
-/// none of these either (`tcp_new` in net/netfilter/nf_conntrack_proto_tcp.c).
-fn is_from_the_middle(transport: &Transport) -> bool {
-    matches!(transport, Transport::Tcp(_) | Transport::Sctp { .. }) && !transport.may_open()
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
-    Sender,
-    Receiver,
-}
-
-/// The end that has probably opened a connection: of its ports one alone is such as Linux gives to a socket that connects
-/// (`ip_local_port_range`, 32768 to 60999 by default).
-const fn likely_opener(flow: &Flow) -> Option<End> {
-    const FIRST_LOCAL: u16 = 32_768;
-    match (flow.src_port >= FIRST_LOCAL, flow.dst_port >= FIRST_LOCAL) {
-        (true, false) => Some(End::Sender),
-        (false, true) => Some(End::Receiver),
-        _ => None,
-    }
-}
-
-/// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is opened to.
-fn owner(ends: FlowEnds<'_>) -> OwnerId {
-    match (ends.src.port(), ends.dst.port()) {
-        (Some(port), _) => OwnerId::opens(port.0),
-        (None, Some(port)) => OwnerId::opened_to(port.0),
-        (None, None) => OwnerId::NONE,
-    }
-}
-
-const fn not_entered(error: InsertError) -> DropReason {
-    match error {
-        InsertError::Full => DropReason::TableFull,
-        InsertError::Quota => DropReason::QuotaExceeded,
-        InsertError::CannotOpen => DropReason::NoConnection,
     }
 }

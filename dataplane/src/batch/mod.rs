@@ -1,4 +1,8 @@
-//! A batch of frames: what the pipeline gets and what sockets and memory provide.
+//! A batch of frames, which the pipeline gets of sockets or of memory.
+
+mod memory;
+
+pub use memory::MemoryFrames;
 
 /// Maximum frames in one batch.
 pub const BATCH: usize = 64;

@@ -137,7 +137,7 @@ impl FilterProgram {
         self.run(frame).is_some_and(|bytes| bytes > 0)
     }
 
-    /// What the program returns: the bytes to keep of a frame. `None`: it ended early.
+    /// The result of the program: the bytes to keep of a frame. `None`: it ended early.
     fn run(&self, frame: &[u8]) -> Option<u32> {
         let (mut a, mut x, mut cells) = (0_u32, 0_u32, [0_u32; CELLS]);
         let mut at = 0;

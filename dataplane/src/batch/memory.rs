@@ -1,6 +1,6 @@
 //! Frames in ordinary memory: for tests, replay and the fuzzer, which have no socket.
 
-use crate::batch::{BATCH, Frames};
+use super::{BATCH, Frames};
 
 /// A batch of frames in ordinary memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

@@ -12,13 +12,13 @@ const SHARE: Duration = Duration::from_micros(400);
 
 /// Tells when a worker has to sleep.
 #[derive(Debug)]
-pub(super) struct Breaks {
+pub(super) struct CoreSharing {
     ends: Instant,
     /// How long it has slept in this period.
     asleep: Duration,
 }
 
-impl Breaks {
+impl CoreSharing {
     pub(super) fn new(now: Instant) -> Self {
         Self { ends: now + PERIOD, asleep: Duration::ZERO }
     }
@@ -48,14 +48,14 @@ mod tests {
     /// by itself after each.
     fn breaks(asleep: u64, iterations: u64) -> Vec<(u64, u64)> {
         let (start, mut at, mut taken) = (Instant::now(), 0, Vec::new());
-        let mut breaks = Breaks::new(start);
+        let mut sharing = CoreSharing::new(start);
         for _ in 0..iterations {
             at += 100;
-            if let Some(due) = breaks.due(start + Duration::from_micros(at)) {
+            if let Some(due) = sharing.due(start + Duration::from_micros(at)) {
                 taken.push((at, due.as_micros() as u64));
                 at += due.as_micros() as u64;
             }
-            breaks.slept(Duration::from_micros(asleep));
+            sharing.slept(Duration::from_micros(asleep));
             at += asleep;
         }
         taken

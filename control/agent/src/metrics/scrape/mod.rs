@@ -1,5 +1,7 @@
 //! All metrics of one scrape.
 
+mod features;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -24,7 +26,7 @@ use crate::ports::PortRole;
 use crate::progress::StepTimes;
 use crate::recorded_objects::StaleObjects;
 use crate::scans::TableCounts;
-use crate::trial::{ChangeKind, ChangeTotals};
+use crate::trial::ChangeTotals;
 use crate::view::{DaemonView, LiveCounters};
 
 /// The values of one scrape, except those of [`StepTimes`].
@@ -64,7 +66,7 @@ pub(crate) struct Scrape {
     staged: (u64, u64, ChangeTotals),
     /// Only if domain names are followed.
     names: Option<NameCounts>,
-    /// Of pods whose connections are limited.
+    /// The refused connections of pods whose connections are limited.
     limits: Vec<RefusedConnections>,
     /// How many rules have decided lately, and never.
     rules: Vec<(&'static str, u64)>,
@@ -84,7 +86,7 @@ struct PortLabels {
     outcomes: Vec<(String, u64)>,
 }
 
-/// What a pod's limits have refused, by the name of the direction.
+/// Connections that a pod's limits have refused, by the name of the direction.
 #[derive(Debug)]
 struct RefusedConnections {
     pod: ObjectKey,
@@ -289,7 +291,7 @@ impl Scrape {
             "penstock_drops",
             "Packets dropped by workers, by drop reason; closed ports included",
             |add| {
-                let mut reasons = penstock_dataplane::DropReason::ALL.iter().copied();
+                let mut reasons = penstock_dataplane::DropReason::of_workers();
                 reasons.try_for_each(|reason| add.count(&[("reason", reason.name())], total.dropped(reason)))
             },
         )?;
@@ -363,7 +365,7 @@ impl Scrape {
         to.family(FamilyType::Gauge, "penstock_worker_core", "The core that a worker is pinned to", |add| {
             self.cores.iter().enumerate().try_for_each(|(n, core)| add.value(&[("worker", &label(n))], *core as f64))
         })?;
-        to.family(FamilyType::Gauge, "penstock_worker_epoch", "The snapshot in force on a worker", |add| {
+        to.family(FamilyType::Gauge, "penstock_worker_epoch", "The snapshot in effect on a worker", |add| {
             self.in_force
                 .iter()
                 .enumerate()
@@ -372,7 +374,7 @@ impl Scrape {
         to.family(
             FamilyType::Gauge,
             "penstock_offload_epoch",
-            "The snapshot in force in the tcx programs, if they forward packets of established connections",
+            "The snapshot in effect in the tcx programs, if they forward packets of established connections",
             |add| self.offload_in_force.iter().try_for_each(|epoch| add.value(&[], (*epoch).into())),
         )?;
         to.family(
@@ -435,7 +437,7 @@ impl Scrape {
     fn encode_source(&self, to: &mut Exposition<'_>) -> fmt::Result {
         to.gauge(
             "penstock_source_refused_files",
-            "Manifests that are not applied; their last valid objects are in force",
+            "Manifests that are not applied; their last valid objects are in effect",
             self.refused_files as f64,
         )?;
         let gauge = |get: fn(&KindHealth) -> f64| -> Vec<(&str, f64)> {
@@ -542,18 +544,18 @@ impl Scrape {
         to.gauge("penstock_policy_memory_bytes", "Memory of the policy tables", self.tables.bytes as f64)?;
         to.gauge(
             "penstock_config_rejected",
-            "1 if the configuration was refused and the last good one is in force",
+            "1 if the configuration was refused and the last good one is in effect",
             u8::from(self.config_rejected).into(),
         )?;
         to.gauge(
             "penstock_objects_stale",
-            "1 while the objects of an earlier run are in force, because the source has not been read yet",
+            "1 while the objects of an earlier run are in effect, because the source has not been read yet",
             u8::from(self.stale.is_some()).into(),
         )?;
         to.family(
             FamilyType::Gauge,
             "penstock_objects_recorded_timestamp_seconds",
-            "When stale objects were recorded; absent if none are in force",
+            "When stale objects were recorded; absent if none are in effect",
             |add| self.stale.map_or(Ok(()), |stale| add.value(&[], stale.recorded.as_second() as f64)),
         )?;
         to.gauge("penstock_epoch", "The snapshot that was published last", self.published.into())?;
@@ -574,83 +576,6 @@ impl Scrape {
             "penstock_verdict_log_lost",
             "Records of the verdict log that were lost because it was not read fast enough",
             |add| add.count(&[], self.verdicts.lost),
-        )
-    }
-}
-
-impl Scrape {
-    fn encode_names(&self, to: &mut Exposition<'_>) -> fmt::Result {
-        let Some(NameCounts { kept, learnt, evicted, not_understood, unasked }) = self.names else { return Ok(()) };
-        to.gauge("penstock_domain_names", "Domain names that pods have learnt, one for each address", kept as f64)?;
-        for (name, help, count) in [
-            ("penstock_domain_names_learnt", "Domain names that DNS answers gave pods, one for each address", learnt),
-            ("penstock_domain_names_evicted", "Domain names that were evicted because a limit was reached", evicted),
-            (
-                "penstock_dns_answers_not_understood",
-                "Messages from DNS servers to pods with domain names in their rules that were no answer, or malformed",
-                not_understood,
-            ),
-            (
-                "penstock_dns_answers_unasked",
-                "Answers from DNS servers to pods with domain names in their rules to something that the pod had not asked",
-                unasked,
-            ),
-        ] {
-            to.family(FamilyType::Counter, name, help, |add| add.count(&[], count))?;
-        }
-        Ok(())
-    }
-
-    fn encode_limits(&self, to: &mut Exposition<'_>) -> fmt::Result {
-        to.family(
-            FamilyType::Counter,
-            "penstock_limited_connections_refused",
-            "Packets that would have opened a connection beyond a limit of a pod's annotations",
-            |add| {
-                self.limits.iter().try_for_each(|RefusedConnections { pod, direction, refused }| {
-                    let counts = [("connection_rate", refused.each_second), ("too_many_connections", refused.open)];
-                    counts.iter().try_for_each(|(limit, count)| {
-                        let ObjectKey { namespace, name } = pod;
-                        let labels = [
-                            ("namespace", namespace.as_str()),
-                            ("pod", name),
-                            ("direction", direction),
-                            ("limit", limit),
-                        ];
-                        add.count(&labels, *count)
-                    })
-                })
-            },
-        )
-    }
-
-    fn encode_staged(&self, to: &mut Exposition<'_>) -> fmt::Result {
-        to.family(
-            FamilyType::Gauge,
-            "penstock_rules",
-            "Rules in force that decided a connection within this time, and that never did",
-            |add| self.rules.iter().try_for_each(|(used, count)| add.value(&[("used", used)], *count as f64)),
-        )?;
-        let (policies, unrecorded, ChangeTotals { live, opened }) = self.staged;
-        let each = |counts: [u64; 3]| ChangeKind::ALL.into_iter().map(ChangeKind::name).zip(counts);
-        to.gauge("penstock_staged_policies", "Policies that are staged", policies as f64)?;
-        to.family(
-            FamilyType::Gauge,
-            "penstock_staged_connections",
-            "Open connections that promotion of what is staged would change, by what would happen to them",
-            |add| each(live).try_for_each(|(kind, count)| add.value(&[("change", kind)], count as f64)),
-        )?;
-        to.family(
-            FamilyType::Gauge,
-            "penstock_staged_opened_connections",
-            "Connections opened, or denied, since the present policies are staged, that promotion would change",
-            |add| each(opened).try_for_each(|(kind, count)| add.value(&[("change", kind)], count as f64)),
-        )?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_staged_unrecorded",
-            "Packets whose verdict promotion would change, beyond what is recorded",
-            |add| add.count(&[], unrecorded),
         )
     }
 }
@@ -680,30 +605,12 @@ impl Collector for Scrape {
             services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
         }
         self.encode_captures(&mut to)?;
-        encode_flow_records(&self.flow_records, &mut to)?;
+        features::encode_flow_records(&self.flow_records, &mut to)?;
         self.encode_staged(&mut to)?;
         self.encode_names(&mut to)?;
         self.encode_limits(&mut to)?;
         self.encode_rest(&mut to)
     }
-}
-
-fn encode_flow_records(totals: &RecordTotals, to: &mut Exposition<'_>) -> fmt::Result {
-    to.family(FamilyType::Counter, "penstock_flow_records", "Records of flows that were made, by event", |add| {
-        totals.made.iter().try_for_each(|(event, count)| add.count(&[("event", event)], *count))
-    })?;
-    to.family(
-        FamilyType::Counter,
-        "penstock_flow_records_lost",
-        "Ended connections and denied packets without a record, and records that were not written or sent",
-        |add| totals.lost.iter().try_for_each(|(at, count)| add.count(&[("at", at)], *count)),
-    )?;
-    to.family(
-        FamilyType::Counter,
-        "penstock_flow_uncounted_packets",
-        "Forwarded packets that are in no connection's counts",
-        |add| add.count(&[], totals.uncounted),
-    )
 }
 
 fn poll_times(histogram: &Histogram) -> super::exposition::Buckets {
