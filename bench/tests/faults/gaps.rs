@@ -114,7 +114,7 @@ fn unanswered(parts: &[Part], questions: &[Question]) -> Vec<(&'static str, usiz
 }
 
 #[test]
-fn no_repeated_connection_is_lost_by_a_crash_start_stop_or_takeover() {
+fn a_crash_start_stop_or_takeover_loses_no_repeated_one() {
     let mut fixture = fixture();
     let_repeat(&fixture);
     let to = address(&fixture);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* What in the kernel has a say in packets that the node's stack forwards. It is read from the kernel's own structures for each packet: what
+/* The parts of the kernel that have a say in packets that the node's stack forwards. They are read from the kernel's own structures for each packet: what
  * changes there holds for the next one, whoever has changed it. */
 #pragma once
 #include "kernel_conntrack.h"
@@ -93,7 +93,7 @@ static __always_inline int has_controller(const struct net_device *device)
 	return device->rx_handler || BPF_CORE_READ_BITFIELD(device, priv_flags) & bpf_core_enum_value(enum netdev_priv_flags, IFF_L3MDEV_SLAVE);
 }
 
-/* What the route does not say: ip6_forward in net/ipv6/ip6_output.c, ipv6_rcv, and ip_forward in net/ipv4/ip_forward.c. */
+/* Checks that the route does not make: ip6_forward in net/ipv6/ip6_output.c, ipv6_rcv, and ip_forward in net/ipv4/ip_forward.c. */
 static __always_inline int is_set_otherwise(const struct net *net, const struct net_device *device, int is_v4)
 {
 	if (is_v4)
@@ -101,7 +101,7 @@ static __always_inline int is_set_otherwise(const struct net *net, const struct 
 	return !net->ipv6.devconf_all->forwarding || device->ip6_ptr->cnf.disable_ipv6;
 }
 
-/* What keeps a packet that came in by this interface to the node's stack. Not static, as what is verified once. */
+/* Whether something keeps a packet that came in by this interface to the node's stack. Not static, as what is verified once. */
 __noinline int kept_by(struct __sk_buff *skb)
 {
 	const int is_v4 = skb->protocol == bpf_htons(ETH_P_IP);

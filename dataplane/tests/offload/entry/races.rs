@@ -63,7 +63,7 @@ fn of_next_generation(control: u64, claims: &AtomicU64) -> u64 {
 
 /// An entry has in turn an allowed connection of another flow, and the packet's flow, which is revoked.
 #[test]
-fn a_packet_never_passes_by_the_verdict_of_the_entrys_last_connection() {
+fn a_packet_never_passes_by_the_entrys_last_verdict() {
     in_namespace(|| {
         let mut node = Node::new();
         let (words, now) = (Words::of(&node), Timestamp::now());
@@ -92,7 +92,7 @@ fn a_packet_never_passes_by_the_verdict_of_the_entrys_last_connection() {
 
 /// While a program translates a packet, its connection ends, and another one gets the entry that the packet leaves with.
 #[test]
-fn a_packet_never_leaves_with_the_flow_of_the_entrys_next_connection() {
+fn a_packet_never_leaves_with_the_entrys_next_flow() {
     in_namespace(|| {
         let mut node = Node::new();
         let (words, now) = (Words::of(&node), Timestamp::now());
@@ -135,7 +135,7 @@ fn a_packet_never_leaves_with_the_flow_of_the_entrys_next_connection() {
 
 /// A worker changes the path while a program forwards a FIN, and notes it there.
 #[test]
-fn a_fin_never_brings_back_a_path_that_a_worker_has_just_changed() {
+fn a_fin_never_brings_back_a_path_that_a_worker_changed() {
     in_namespace(|| {
         let mut node = Node::new();
         let (words, now) = (Words::of(&node), Timestamp::now());
@@ -165,7 +165,7 @@ fn a_fin_never_brings_back_a_path_that_a_worker_has_just_changed() {
 
 /// While a program notes the number of a SYN-ACK, the next SYN that was sent between the same ends gets the entry.
 #[test]
-fn a_late_answer_leaves_the_window_of_the_entrys_next_connection() {
+fn a_late_answer_leaves_the_entrys_next_window() {
     in_namespace(|| {
         let mut node = Node::new();
         let (words, now) = (Words::of(&node), Timestamp::now());

@@ -60,7 +60,7 @@ impl Scrape {
         to.family(
             FamilyType::Gauge,
             "penstock_rules",
-            "Rules in force that decided a connection within this time, and that never did",
+            "Rules in effect that decided a connection within this time, and that never did",
             |add| self.rules.iter().try_for_each(|(used, count)| add.value(&[("used", used)], *count as f64)),
         )?;
         let (policies, unrecorded, ChangeTotals { live, opened }) = self.staged;
