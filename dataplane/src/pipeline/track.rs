@@ -8,7 +8,7 @@ use super::sources::{Opener, OriginalSources};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};
 use crate::batch::{Frames, StackSender};
 use crate::conntrack::{
-    Conn, ConnPlace, ConnTable, InsertError, Insertion, NewConnection, OwnerId, Reevaluation, Timestamp,
+    Conn, ConnPlace, ConnTable, DatagramKey, InsertError, Insertion, NewConnection, OwnerId, Reevaluation, Timestamp,
     TranslatedInsertError, Update,
 };
 use crate::forward::PortId;
@@ -32,6 +32,8 @@ pub(super) struct Tracker<'a, F, O> {
     pub(super) from_host: bool,
     /// Whether packets of the batch to Services are translated.
     pub(super) translates: bool,
+    /// Whether fragments that are early are held.
+    pub(super) holds_early: bool,
     pub(super) rng: &'a mut StdRng,
 }
 
@@ -47,7 +49,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             let route = PacketPath::ByUplink(Leaving { uplink, pod, allows_next: false });
             return match self.leave(&entry.packet, pod, uplink) {
                 Ok(leaving) => Ok(PacketPath::ByUplink(leaving)),
-                Err(reason) => Err(DroppedPacket { route, ..reason.into() }),
+                Err(dropped) => Err(DroppedPacket { route, ..dropped }),
             };
         }
         if self.has_nodes_source(&entry.packet.flow) {
@@ -78,7 +80,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// answers come back by the node, so that there is no connection to track: the program at the uplink keeps what is allowed.
     #[cold]
     #[inline(never)]
-    fn leave(&mut self, packet: &Packet, pod: PortId, uplink: u8) -> Result<Leaving, DropReason> {
+    fn leave(&mut self, packet: &Packet, pod: PortId, uplink: u8) -> Result<Leaving, DroppedPacket> {
         let sent = self.leaving_flow(packet)?;
         let is_own =
             |address: &&Address| address.is_v4() == sent.src.is_v4() && self.snapshot.pod_port(**address) == Some(pod);
@@ -93,7 +95,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             self.observer.evaluated(self.index, &flow, &verdict, EvaluationForm::Plain, EvaluationReason::Opened);
         }
         if let Some(reason) = verdict.drop_reason() {
-            return Err(reason);
+            return Err(reason.into());
         }
         if packet.fragment.is_some() {
             self.connections.fragments().remember(packet, self.ingress, self.now);
@@ -104,16 +106,17 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     }
 
     /// The flow that a packet which leaves the node belongs to, in the direction of its sender.
-    fn leaving_flow(&mut self, packet: &Packet) -> Result<Flow, DropReason> {
+    fn leaving_flow(&mut self, packet: &Packet) -> Result<Flow, DroppedPacket> {
         match packet.transport {
             Transport::IcmpError { quoted_at } => {
                 let quoted = quoted_flow(self.frames.bytes(self.index), packet, quoted_at);
                 let is_answer = |quoted: &Flow| quoted.src == packet.flow.dst;
-                quoted.filter(is_answer).map(|quoted| quoted.reversed()).ok_or(DropReason::NoConnection)
+                let quoted = quoted.filter(is_answer).map(|quoted| quoted.reversed());
+                quoted.ok_or_else(|| DropReason::NoConnection.into())
             }
             Transport::LaterFragment => {
-                let fragments = self.connections.fragments();
-                fragments.flow_of(packet, self.ingress, self.now).ok_or(DropReason::Fragment)
+                let flow = self.connections.fragments().flow_of(packet, self.ingress, self.now);
+                flow.ok_or_else(|| self.without_flow(packet))
             }
             _ => Ok(packet.flow),
         }
@@ -154,7 +157,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             // Its first fragment may come later, or another way.
             let flow = &entry.packet.flow;
             let is_free = !self.is_to_service(flow) && self.is_free(flow);
-            return if is_free { Ok(PacketPath::Direct) } else { Err(DropReason::Fragment.into()) };
+            return if is_free { Ok(PacketPath::Direct) } else { Err(self.without_flow(&entry.packet)) };
         };
         entry.hashed = self.connections.prepare(&flow);
         let mut connection = self.connections.find(&entry.hashed, self.now).ok_or(DropReason::Fragment)?;
@@ -167,6 +170,13 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             connection = self.turn(translated, entry)?;
         }
         self.follow(connection, entry)
+    }
+
+    /// A later fragment that gets no flow: its first is not known yet, or it overlaps that.
+    fn without_flow(&self, packet: &Packet) -> DroppedPacket {
+        let datagram = DatagramKey::of(packet, self.ingress);
+        let has_first = datagram.is_some_and(|it| self.connections.fragments().has_first(&it, self.now));
+        DroppedPacket { is_early: self.holds_early && !has_first, ..DropReason::Fragment.into() }
     }
 
     /// Whether workers translate a packet to this destination.
@@ -197,7 +207,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         entry: &mut AdmittedPacket,
         route: PacketPath,
     ) -> Result<PacketPath, DroppedPacket> {
-        let rejected = |reason| Err(DroppedPacket { reason, revoked_at: None, route });
+        let rejected = |reason: DropReason| Err(DroppedPacket { route, ..reason.into() });
         match update {
             Update::Accepted(_) => Ok(route),
             Update::Invalid if self.is_free(&entry.inner()) => Ok(route),
@@ -436,9 +446,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
                 let route = self.route_of(&mut connection, packet);
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
                     Update::Accepted(_) => Ok(route),
-                    Update::Revoked => {
-                        Err(DroppedPacket { reason: DropReason::ConnectionRevoked, revoked_at: None, route })
-                    }
+                    Update::Revoked => Err(DroppedPacket { route, ..DropReason::ConnectionRevoked.into() }),
                     // Ended again within the same instant: the sender will try again.
                     _ => Err(DropReason::InvalidState.into()),
                 }
@@ -508,7 +516,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         // The node translates what is quoted back to what its receiver knows.
         let route = if connection.via_host() && !self.from_host { PacketPath::ViaHost } else { PacketPath::Direct };
         if connection.is_revoked() {
-            Err(DroppedPacket { reason: DropReason::ConnectionRevoked, revoked_at: None, route })
+            Err(DroppedPacket { route, ..DropReason::ConnectionRevoked.into() })
         } else {
             Ok(route)
         }

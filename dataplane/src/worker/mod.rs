@@ -14,6 +14,7 @@ mod config;
 mod control;
 mod counter;
 mod dataplane;
+mod early;
 mod error;
 mod grace;
 mod histogram;
