@@ -37,9 +37,9 @@ pub use program::MAX_QUEUES;
 pub use service_addresses::{MAX_SERVICE_ADDRESSES, ServiceAddressError, ServiceAddresses};
 pub use tag::ProgramTag;
 pub use tcx::{
-    AttachedUplink, Entrances, Filtered, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth, RemoteNetwork,
-    ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount, TriedFrame, TriedSender, UplinkNumber,
-    WaitingArray, WorkerPair,
+    AttachedUplink, Entrances, Filtered, KeptBy, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth,
+    RemoteNetwork, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount, TriedFrame, TriedSender,
+    UplinkNumber, WaitingArray, WorkerPair,
 };
 pub use translated_sources::TranslatedSources;
 

@@ -229,6 +229,11 @@ impl Pins {
         named.filter(|pinned| self.take(*pinned).is_some()).collect()
     }
 
+    /// Whether such a link is pinned, and its interface exists.
+    pub fn has(&self, pinned: Pinned) -> bool {
+        self.take(pinned).is_some()
+    }
+
     /// Removes a pinned link: the interface then has no program.
     pub fn remove(&self, pinned: Pinned) {
         if let Some(link) = self.take(pinned) {

@@ -161,6 +161,16 @@ pub struct RetryPolicy {
     pub attempts: u32,
 }
 
+impl RetryPolicy {
+    /// For a probe that is expected to reach its destination, or not: one that must be reached may take long on a busy machine.
+    pub fn expecting(reached: bool) -> Self {
+        match reached {
+            true => Self { timeout: Duration::from_secs(1), attempts: 5 },
+            false => Self::default(),
+        }
+    }
+}
+
 impl Default for RetryPolicy {
     /// Three attempts of 300 ms: a busy machine may delay one packet, but hardly three.
     fn default() -> Self {

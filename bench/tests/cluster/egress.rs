@@ -100,7 +100,7 @@ impl<'c> Pods<'c> {
         for (to, addresses, protocol, reached) in rows {
             for &address in addresses {
                 let target = (self.sites[*to].0, address);
-                let outcome = probe::run_one(&self.sites[from].1, target, *protocol, RetryPolicy::default())?;
+                let outcome = probe::run_one(&self.sites[from].1, target, *protocol, RetryPolicy::expecting(*reached))?;
                 if (outcome == ProbeOutcome::Reached) != *reached {
                     let right = if *reached { "allowed" } else { "denied" };
                     wrong.push(format!("{from} to {to} by {address}, {protocol}: {outcome}, which is {right}"));

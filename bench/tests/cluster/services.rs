@@ -8,15 +8,11 @@ use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use crate::real_cluster::RealCluster;
 
 /// A probe of `from` to `address`, behind which the pod `to` answers.
-fn outcome(cluster: &RealCluster, from: &Site, to: &str, address: IpAddr, protocol: Protocol) -> Result<ProbeOutcome> {
-    let (identity, _) = cluster.target(to, false);
-    probe::run_one(from, (identity, address), protocol, RetryPolicy::default())
-}
-
 fn expect(cluster: &RealCluster, rows: &[(&Site, &str, IpAddr, Protocol, bool)]) -> Result<()> {
     let mut wrong = Vec::new();
     for &(from, to, address, protocol, reached) in rows {
-        let outcome = outcome(cluster, from, to, address, protocol)?;
+        let target = (cluster.target(to, false).0, address);
+        let outcome = probe::run_one(from, target, protocol, RetryPolicy::expecting(reached))?;
         if (outcome == ProbeOutcome::Reached) != reached {
             let expected = if reached { "reached" } else { "denied" };
             wrong.push(format!("{} to {to} by {address}, {protocol}: {outcome}, expected: {expected}", from.name));
@@ -69,7 +65,8 @@ pub(crate) fn workers_translate_and_policy_is_for_the_backend(cluster: &mut Real
     ]);
     cluster.switch_all_on()?;
     expect(cluster, &rows)?;
-    let refused = outcome(cluster, cluster.site("lab/guest"), "shop/web", empty, tcp)?;
+    let target = (cluster.target("shop/web", false).0, empty);
+    let refused = probe::run_one(cluster.site("lab/guest"), target, tcp, RetryPolicy::default())?;
     ensure!(refused == ProbeOutcome::Refused, "a Service without a backend: {refused}");
     Ok(())
 }

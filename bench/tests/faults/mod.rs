@@ -11,6 +11,7 @@ mod floods_of_streams;
 mod forged;
 mod forgotten;
 mod fuzz;
+mod gaps;
 mod identity;
 mod mends;
 mod mutated;

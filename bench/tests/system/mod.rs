@@ -13,6 +13,7 @@ mod first_start;
 mod flow_records;
 mod forwarding;
 mod frames;
+mod host_routing;
 mod lifecycle;
 mod limits;
 mod new_pods;

@@ -40,6 +40,9 @@ pub struct Status {
     pub frames: FrameCounts,
     /// The connection table.
     pub connections: TableStatus,
+    /// Interfaces to other machines, and whether packets of pods may pass the node's stack by there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub host_routing: Vec<HostRoutingStatus>,
     /// Services that workers translate; `None` if they do not.
     #[serde(default)]
     pub services: Option<ServicesStatus>,
@@ -74,6 +77,17 @@ impl Status {
     pub fn all_drops(&self) -> BTreeMap<String, u64> {
         with_kernel(&self.drops, &self.kernel_drops)
     }
+}
+
+/// An interface to other machines.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct HostRoutingStatus {
+    /// The interface.
+    pub interface: String,
+    /// What keeps packets of IPv4 to the node's stack; `None`: nothing does.
+    pub ipv4_kept_by: Option<String>,
+    /// The same for IPv6.
+    pub ipv6_kept_by: Option<String>,
 }
 
 /// Something on which policy is not enforced: a pod under policy that is neither served nor closed, or something of the node.

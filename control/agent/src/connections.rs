@@ -11,7 +11,7 @@ use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 
 use penstock_dataplane::conntrack::{ConnTable, KernelMapSizes, OpenError, OwnerId, TableOrigin};
 use penstock_dataplane::forward::Forwarding;
@@ -208,6 +208,7 @@ impl ConnectionOwners {
                 tracing::warn!("connection table {path}: {reason}; created a new one, all connections are new");
             }
             TableOrigin::Found => {
+                table.adopt();
                 let found = table.len();
                 let removed = self.adopt(table, forwarding);
                 tracing::info!(
@@ -268,6 +269,11 @@ impl ConnectionOwners {
         }
     }
 
+    /// By which the thread is kept from the table.
+    pub(super) fn use_of_table(&self) -> TableUse {
+        self.clearing.in_use.clone()
+    }
+
     /// Queues no more jobs: the thread ends after the queued ones.
     pub(super) fn end(&mut self) {
         self.clearing = ClearingQueue::default();
@@ -313,19 +319,47 @@ struct ClearingJob {
 
 /// Queues jobs for the clearing thread. The default drops them.
 #[derive(Clone, Debug, Default)]
-pub(super) struct ClearingQueue(Option<mpsc::Sender<ClearingJob>>);
+pub(super) struct ClearingQueue {
+    jobs: Option<mpsc::Sender<ClearingJob>>,
+    in_use: TableUse,
+}
 
 /// The jobs of a [`ClearingQueue`].
-pub(super) struct ClearingJobs(mpsc::Receiver<ClearingJob>);
+pub(super) struct ClearingJobs {
+    jobs: mpsc::Receiver<ClearingJob>,
+    in_use: TableUse,
+}
+
+/// Whether the clearing thread may still change the connection table; locked while it does.
+#[derive(Clone, Debug)]
+pub(super) struct TableUse(Arc<Mutex<bool>>);
+
+impl Default for TableUse {
+    fn default() -> Self {
+        Self(Arc::new(Mutex::new(true)))
+    }
+}
+
+impl TableUse {
+    /// Once this returns, the thread changes nothing any more: another process has the table.
+    pub(super) fn end(&self) {
+        *self.lock() = false;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl ClearingQueue {
     pub(super) fn new() -> (Self, ClearingJobs) {
-        let (sender, receiver) = mpsc::channel();
-        (Self(Some(sender)), ClearingJobs(receiver))
+        let (sender, jobs) = mpsc::channel();
+        let in_use = TableUse::default();
+        (Self { jobs: Some(sender), in_use: in_use.clone() }, ClearingJobs { jobs, in_use })
     }
 
     fn push(&self, job: ClearingJob) {
-        if let Some(sender) = &self.0 {
+        if let Some(sender) = &self.jobs {
             // Sending fails only if the thread has ended.
             let _ = sender.send(job);
         }
@@ -336,11 +370,15 @@ impl ClearingJobs {
     /// Processes jobs, all queued ones in one scan, until the queue is closed; calls `cleared` after each scan. Reads
     /// no clock and needs no capability.
     pub(super) fn run(self, mapping: &TableMapping, table: &ConnTable, mut cleared: impl FnMut(&[IpAddr])) {
-        while let Ok(mut job) = self.0.recv() {
-            while let Ok(next) = self.0.try_recv() {
+        while let Ok(mut job) = self.jobs.recv() {
+            while let Ok(next) = self.jobs.try_recv() {
                 job.addresses.extend(next.addresses);
                 job.limits.extend(next.limits);
                 job.owners = next.owners;
+            }
+            let may_change = self.in_use.lock();
+            if !*may_change {
+                return;
             }
             if !job.addresses.is_empty() {
                 let addresses: Vec<Address> = job.addresses.iter().map(|&address| address.into()).collect();
@@ -355,6 +393,7 @@ impl ClearingJobs {
             if let Err(error) = write(mapping, &job.owners) {
                 tracing::warn!(%error, "cannot write the owners of the connections: a restart will drop some");
             }
+            drop(may_change);
             if !job.addresses.is_empty() {
                 cleared(&job.addresses);
             }

@@ -1,9 +1,11 @@
 //! A new daemon takes over from the one that runs (`penstock run --take-over`).
 //!
-//! For a moment two daemons are in one network namespace. The new one reads all objects and loads its programs, and only then asks the
-//! old one, by a unix socket beside the admin socket. The old one stops as a daemon does whose place another will take: its programs stay, with the
-//! connection table in the kernel. It answers when its ports and listeners are free, and the new one opens them. Meanwhile
-//! the programs forward packets of established connections (`attach = "tcx"`), and new connections wait.
+//! For a moment two daemons are in one network namespace. The new one reads all objects, loads its programs, opens all ports and compiles
+//! all policy (`attach = "tcx"` with `offload`). Then it puts its programs in the place of the old one's, so that packets for workers wait in its own
+//! rings, and asks the old one, by a unix socket beside the admin socket. That one ends its workers and answers: from now on the connection table
+//! is the new one's, which publishes, and decides what waits. The old one then stops as a daemon does whose place another has taken,
+//! and answers once more when its listeners and files are free. Without programs that forward by themselves nothing can be prepared beside a daemon: then
+//! the new one asks first, and new connections wait until it is ready.
 //!
 //! The old process stays, without workers, until a signal ends it: whoever supervises it would start it again. It fails if
 //! the daemon that took over is gone, so that it is started again.
@@ -15,9 +17,10 @@ use std::time::Duration;
 
 use anyhow::{Context, anyhow};
 use nix::sys::socket::{getsockopt, sockopt};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::sync::mpsc;
+use tokio::time::error::Elapsed;
 use tokio::time::{sleep, timeout};
 
 use super::RunError;
@@ -26,6 +29,9 @@ use super::signals::{Signal, Signals};
 use super::unix_socket::{AdminSocketError, SocketFile, listen};
 
 const REQUEST: &[u8] = b"take over\n";
+/// Its workers have ended.
+const STOPPED: &[u8] = b"stopped\n";
+/// All that the next daemon needs is free.
 const RELEASED: &[u8] = b"released\n";
 /// How long a client of the socket may take for its request.
 const REQUEST_LIMIT: Duration = Duration::from_secs(1);
@@ -79,7 +85,13 @@ impl HandoverListener {
 pub(super) struct Handover(net::UnixStream);
 
 impl Handover {
-    /// Tells the new daemon that the ports are free, then waits for a signal.
+    /// Tells the new daemon that the connection table is its own.
+    pub(super) fn tell_stopped(&mut self) {
+        // If it is gone, the look for it will say so.
+        let _ = self.0.set_nonblocking(false).and_then(|()| self.0.write_all(STOPPED));
+    }
+
+    /// Tells the new daemon that everything is free, then waits for a signal.
     ///
     /// # Errors
     /// If the new daemon is gone.
@@ -124,41 +136,78 @@ impl Predecessor {
         Some(Self(path))
     }
 
-    /// Asks it to stop its workers, and waits until it has.
-    pub(super) async fn hand_over(self) -> Result<(), RunError> {
-        let stopped = timeout(RELEASE_LIMIT, async {
+    /// Asks it to stop its workers, and waits until they have ended.
+    pub(super) async fn stop_workers(self) -> Result<StoppedPredecessor, RunError> {
+        let limit = timeout(RELEASE_LIMIT, async {
             // A daemon that ends meanwhile by itself answers nothing.
-            while !self.ask().await? {
+            loop {
+                if let Some(running) = self.ask().await? {
+                    return Ok(running);
+                }
                 sleep(Duration::from_millis(50)).await;
             }
-            Ok::<(), io::Error>(())
         });
-        let limit = RELEASE_LIMIT.as_secs();
-        match stopped.await {
-            Ok(Ok(())) => Ok(()),
+        let answer = self.in_time(limit.await)?;
+        Ok(StoppedPredecessor { predecessor: self, answer })
+    }
+
+    fn in_time<T>(&self, result: Result<io::Result<T>, Elapsed>) -> Result<T, RunError> {
+        let (path, limit) = (self.0.display(), RELEASE_LIMIT.as_secs());
+        match result {
+            Ok(Ok(result)) => Ok(result),
             Ok(Err(error)) => Err(RunError::Failed(anyhow!(
-                "{}: cannot ask the daemon that runs to hand over ({error}); stop it",
-                self.0.display()
+                "{path}: cannot ask the daemon that runs to hand over ({error}); stop it"
             ))),
             Err(_) => Err(RunError::Failed(anyhow!(
-                "{}: the daemon that runs has not handed over within {limit} s; stop it",
-                self.0.display()
+                "{path}: the daemon that runs has not handed over within {limit} s; stop it"
             ))),
         }
     }
 
-    /// Asks it once. Returns whether it has released everything, or is gone.
-    async fn ask(&self) -> io::Result<bool> {
+    /// Asks it once. `None`: it has not answered.
+    async fn ask(&self) -> io::Result<Option<Answer>> {
         let mut running = match UnixStream::connect(&self.0).await {
-            Ok(running) => running,
+            Ok(running) => BufReader::new(running),
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
-                return Ok(true);
+                return Ok(Some(Answer::Released));
             }
             Err(error) => return Err(error),
         };
+        let asked = running.get_mut().write_all(REQUEST).await;
         let mut answer = Vec::new();
-        let asked = running.write_all(REQUEST).await;
-        Ok(asked.is_ok() && running.read_to_end(&mut answer).await.is_ok() && answer == RELEASED)
+        Ok(match asked.is_ok() && running.read_until(b'\n', &mut answer).await.is_ok() {
+            true if answer == STOPPED => Some(Answer::Stopped(running)),
+            // As earlier versions do.
+            true if answer == RELEASED => Some(Answer::Released),
+            _ => None,
+        })
+    }
+}
+
+/// What a daemon answers that was asked to hand over.
+enum Answer {
+    Stopped(BufReader<UnixStream>),
+    /// Or it is gone.
+    Released,
+}
+
+/// The daemon that ran, whose workers have ended.
+pub(super) struct StoppedPredecessor {
+    predecessor: Predecessor,
+    answer: Answer,
+}
+
+impl StoppedPredecessor {
+    /// Waits until its listeners and files are free.
+    pub(super) async fn released(self) -> Result<(), RunError> {
+        let Self { predecessor, answer } = self;
+        let Answer::Stopped(mut running) = answer else { return Ok(()) };
+        let limit = timeout(RELEASE_LIMIT, async {
+            let mut answer = Vec::new();
+            // One that ends instead has released everything, too.
+            running.read_until(b'\n', &mut answer).await.map(drop)
+        });
+        predecessor.in_time(limit.await)
     }
 }
 
@@ -178,13 +227,16 @@ mod tests {
         let mut listener = HandoverListener::listen(&admin).unwrap();
         let predecessor = Predecessor::find(&admin).expect("one listens");
         assert!(timeout(Duration::from_millis(100), listener.asked()).await.is_err(), "it was only looked for");
-        let asks = tokio::spawn(predecessor.hand_over());
-        let Handover(mut client) = listener.asked().await.unwrap();
+        let asks = tokio::spawn(predecessor.stop_workers());
+        let mut handover = listener.asked().await.unwrap();
         assert!(!asks.is_finished(), "not before the other has stopped");
-        client.set_nonblocking(false).unwrap();
-        client.write_all(RELEASED).unwrap();
-        drop((client, listener));
-        asks.await.unwrap().unwrap();
+        handover.tell_stopped();
+        let stopped = asks.await.unwrap().unwrap();
+        let waits = tokio::spawn(stopped.released());
+        sleep(Duration::from_millis(20)).await;
+        assert!(!waits.is_finished(), "not before the other has released everything");
+        handover.0.write_all(RELEASED).unwrap();
+        waits.await.unwrap().unwrap();
     }
 
     #[tokio::test]
@@ -192,8 +244,20 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let admin = admin_in(&directory);
         let mut listener = HandoverListener::listen(&admin).unwrap();
-        let asks = tokio::spawn(Predecessor::find(&admin).unwrap().hand_over());
+        let asks = tokio::spawn(Predecessor::find(&admin).unwrap().stop_workers());
         drop((listener.asked().await.unwrap(), listener));
-        asks.await.unwrap().unwrap();
+        asks.await.unwrap().unwrap().released().await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_daemon_of_an_earlier_version_releases_all_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let admin = admin_in(&directory);
+        let mut listener = HandoverListener::listen(&admin).unwrap();
+        let asks = tokio::spawn(Predecessor::find(&admin).unwrap().stop_workers());
+        let Handover(mut client) = listener.asked().await.unwrap();
+        client.set_nonblocking(false).unwrap();
+        client.write_all(RELEASED).unwrap();
+        asks.await.unwrap().unwrap().released().await.unwrap();
     }
 }

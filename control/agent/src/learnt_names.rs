@@ -70,21 +70,26 @@ impl LearntNamesFile {
     }
 
     fn of(file: Option<(StateFile, Identity)>, least: Duration) -> Self {
-        let table = Arc::new(NameTable::new(NameLimits { least, ..NameLimits::default() }));
-        match file.as_ref().map_or(Ok(Vec::new()), |(file, identity)| read(file, identity)) {
-            Ok(recorded) => table.restore(recorded),
-            // A boot is no fault.
-            Err(error @ StateFileError::Other { .. }) => tracing::info!("names of the last run: {error}"),
-            Err(error) => tracing::warn!("names of the last run: {error}"),
-        }
-        Self {
-            table,
+        let this = Self {
+            table: Arc::new(NameTable::new(NameLimits { least, ..NameLimits::default() })),
             file,
             started: Instant::now(),
             written: Instant::now(),
             changes: 0,
             is_writing: Arc::default(),
             took: Arc::default(),
+        };
+        this.read();
+        this
+    }
+
+    /// Reads what the last run has learnt: again, once one has ended that ran beside this one.
+    pub(super) fn read(&self) {
+        match self.file.as_ref().map_or(Ok(Vec::new()), |(file, identity)| read(file, identity)) {
+            Ok(recorded) => self.table.restore(recorded),
+            // A boot is no fault.
+            Err(error @ StateFileError::Other { .. }) => tracing::info!("names of the last run: {error}"),
+            Err(error) => tracing::warn!("names of the last run: {error}"),
         }
     }
 

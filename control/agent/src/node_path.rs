@@ -35,6 +35,14 @@ impl NodePath {
         }
     }
 
+    /// The daemon that ran has ended: what it has left of the same is removed.
+    pub(crate) async fn replace_others(&mut self, config: &crate::config::HostVeth) -> Result<(), HostVethError> {
+        match self {
+            Self::HostVeth(_) => Ok(()),
+            Self::Pairs(pairs) => pairs.replace_others(config).await,
+        }
+    }
+
     /// Sets exactly these routes into the host veth. Returns the addresses that the kernel rejected, with the errors.
     pub(crate) async fn set_routes(
         &self,

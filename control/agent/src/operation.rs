@@ -34,26 +34,36 @@ pub(super) struct Listeners {
 }
 
 impl Listeners {
+    /// None yet: another daemon has them.
+    pub(super) fn closed() -> Self {
+        let (handle, queries) = query::channel();
+        Self { handle, queries, served: Vec::new() }
+    }
+
     /// Listens and serves from now on. Until the daemon's loop runs, clients get "starting".
     pub(super) async fn open(loaded: &LoadedConfig) -> Result<Self, RunError> {
-        let (handle, queries) = query::channel();
-        let listen = |socket: &SocketPath, key| {
-            socket.path().map(|path| AdminListener::listen(path, key)).transpose().map_err(RunError::bad_input)
-        };
-        let admin = listen(&loaded.config.admin.socket, "admin.socket")?;
-        let captures = listen(&loaded.config.capture.socket, "capture.socket")?;
-        let new_pods = new_pods::path(&loaded.config.admin.socket);
-        let new_pods = new_pods.map(|path| AdminListener::listen(&path, "admin.socket")).transpose();
-        let new_pods = new_pods.map_err(RunError::bad_input)?;
-        if let Some(address) = loaded.config.metrics.listen.address() {
-            MetricsListener::listen(address).await.map_err(RunError::bad_input)?.serve(handle.clone());
-        }
-        let admin = admin.map(|admin| admin.serve(handle.clone()));
-        let captures = captures.map(|captures| captures.serve_captures(handle.clone()));
-        let new_pods = new_pods.map(|new_pods| new_pods.serve_new_pods(handle.clone()));
-        let served = admin.into_iter().chain(captures).chain(new_pods).collect();
-        Ok(Self { handle, queries, served })
+        let mut this = Self::closed();
+        this.served = serve(loaded, &this.handle).await?;
+        Ok(this)
     }
+}
+
+async fn serve(loaded: &LoadedConfig, handle: &QueryHandle) -> Result<Vec<AdminServer>, RunError> {
+    let listen = |socket: &SocketPath, key| {
+        socket.path().map(|path| AdminListener::listen(path, key)).transpose().map_err(RunError::bad_input)
+    };
+    let admin = listen(&loaded.config.admin.socket, "admin.socket")?;
+    let captures = listen(&loaded.config.capture.socket, "capture.socket")?;
+    let new_pods = new_pods::path(&loaded.config.admin.socket);
+    let new_pods = new_pods.map(|path| AdminListener::listen(&path, "admin.socket")).transpose();
+    let new_pods = new_pods.map_err(RunError::bad_input)?;
+    if let Some(address) = loaded.config.metrics.listen.address() {
+        MetricsListener::listen(address).await.map_err(RunError::bad_input)?.serve(handle.clone());
+    }
+    let admin = admin.map(|admin| admin.serve(handle.clone()));
+    let captures = captures.map(|captures| captures.serve_captures(handle.clone()));
+    let new_pods = new_pods.map(|new_pods| new_pods.serve_new_pods(handle.clone()));
+    Ok(admin.into_iter().chain(captures).chain(new_pods).collect())
 }
 
 /// The next step of the daemon's loop.
@@ -135,6 +145,15 @@ impl Operation {
             counting: interval(rule_usage::INTERVAL),
             _served: listeners.served,
         })
+    }
+
+    /// Listens from now on: the daemon that has ended had all sockets.
+    pub(super) async fn listen(&mut self) -> Result<(), RunError> {
+        if let Some(handle) = &self.handle {
+            self._served = serve(&self.loaded, handle).await?;
+        }
+        self.usage = RuleUsage::open(&self.loaded.config);
+        Ok(())
     }
 
     /// Waits for the next event. Cancelling the wait loses nothing.

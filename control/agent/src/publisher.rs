@@ -49,8 +49,8 @@ pub(super) struct SnapshotInputs {
     /// Set while the objects are those of an earlier run.
     pub(super) stale: Option<StaleObjects>,
     pub(super) epoch: Epoch,
-    /// Whether nothing was published yet.
-    is_first: bool,
+    /// Whether nothing is published: not yet, or not any more.
+    is_held: bool,
     pub(super) progress: EnforcementProgress,
     /// The ports that are open.
     layout: PortLayout,
@@ -67,7 +67,7 @@ pub(super) struct SnapshotInputs {
 }
 
 impl Publisher {
-    /// Publishes nothing before the first [`Publisher::update_ports`]. `clearing` takes work on the connection table.
+    /// Publishes nothing before [`Publisher::begin`]. `clearing` takes work on the connection table.
     /// `services`: the map of the program on what leaves the node.
     pub(super) fn new(
         config: &Config,
@@ -79,7 +79,7 @@ impl Publisher {
         let inputs = SnapshotInputs {
             stale,
             epoch: dataplane.connections().last_epoch(),
-            is_first: true,
+            is_held: true,
             progress: EnforcementProgress::new(),
             layout: PortLayout::default(),
             network: NodeNetwork::default(),
@@ -176,6 +176,26 @@ impl Publisher {
         }
     }
 
+    /// Publishes what is known by now, and each change from now on.
+    pub(super) fn begin(&self, why: &str, seen: Instant) {
+        let mut inputs = self.inputs();
+        inputs.is_held = false;
+        // A daemon that ran until now has published more.
+        inputs.epoch = self.dataplane.connections().last_epoch();
+        self.publish(&mut inputs, why, seen);
+        self.tell(&mut inputs);
+    }
+
+    /// Publishes nothing any more, and has the connection table left alone: another process is about to have it.
+    pub(super) fn hold(&self) {
+        let mut inputs = self.inputs();
+        inputs.is_held = true;
+        let in_use = inputs.connections.use_of_table();
+        // The clearing thread tells of what it has done.
+        drop(inputs);
+        in_use.end();
+    }
+
     /// Applies the open ports and the node's network, and publishes if either changed. After it returns, ports that are
     /// not in `layout` may be closed.
     pub(super) fn update_ports(&self, layout: PortLayout, network: NodeNetwork, why: &str, seen: Instant) -> bool {
@@ -186,8 +206,7 @@ impl Publisher {
         inputs.network = network;
         let context_changed = inputs.refresh_node_context(&self.encapsulation);
         let layout_changed = layout != inputs.layout;
-        let first = std::mem::take(&mut inputs.is_first);
-        if policy || layout_changed || first || context_changed {
+        if policy || layout_changed || context_changed {
             inputs.layout = layout;
             self.publish(inputs, why, seen);
         }
@@ -248,13 +267,19 @@ impl Publisher {
     }
 
     fn publish(&self, inputs: &mut SnapshotInputs, why: &str, seen: Instant) {
-        inputs.epoch = inputs.epoch.next();
+        if !inputs.is_held {
+            inputs.epoch = inputs.epoch.next();
+        }
         let began = Instant::now();
         let wanted = inputs.owners();
         let admitted = inputs.connections.admit(&wanted);
         let forwarding = inputs.layout.forwarding(&inputs.node_context, &self.services, &wanted, admitted);
         inputs.postpone(&self.dataplane);
         let policy = inputs.objects.policy_set(&forwarding);
+        if inputs.is_held {
+            // It is compiled by now, so that what is published first does not wait for it.
+            return;
+        }
         let (limits, new_limits) = inputs.objects.limited_pods(&forwarding);
         inputs.connections.take_over(self.dataplane.connections(), &forwarding);
         let served = inputs.layout.served(inputs.connections.owners());

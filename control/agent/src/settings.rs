@@ -6,7 +6,7 @@ use penstock_dataplane::conntrack;
 use penstock_dataplane::io::takes_long_packets;
 use penstock_xdp_redirect::{ConnectionMaps, MAX_TCX_WORKERS, TcxOptions, TcxPrograms, quietly};
 
-use super::config::{AttachSetting, Config, XdpMode};
+use super::config::{AttachSetting, Config, HostRouting, XdpMode};
 use super::connections::map_sizes;
 use crate::discovery::PortLimits;
 
@@ -95,6 +95,11 @@ impl<'c> Settings<'c> {
     /// order that x86-64 keeps without barriers.
     pub(super) fn offloads(&self) -> bool {
         self.config.offload && self.attach == Attach::Tcx && cfg!(target_arch = "x86_64")
+    }
+
+    /// Whether packets may pass the node's stack by, to other machines and from them.
+    pub(super) fn routes_past_stack(&self) -> bool {
+        self.offloads() && self.config.host_routing == HostRouting::Auto
     }
 
     /// Whether workers take packets of several frames. In generic mode a pod's stack hands over what it would segment, which is no

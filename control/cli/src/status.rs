@@ -6,8 +6,8 @@ use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{
-    CaptureStatus, ConnectionLimitStatus, FlowRecordsStatus, NamesStatus, NotEnforced, PodStatus, PortStatus,
-    ServicesStatus, StaleObjects, Status,
+    CaptureStatus, ConnectionLimitStatus, FlowRecordsStatus, HostRoutingStatus, NamesStatus, NotEnforced, PodStatus,
+    PortStatus, ServicesStatus, StaleObjects, Status,
 };
 use penstock_text::number::{json, percent, short};
 
@@ -67,6 +67,9 @@ fn text(status: &Status) -> String {
     for (pod, limit) in status.pods.iter().flat_map(|it| it.limits.iter().map(|limit| (&it.pod, limit))) {
         line(&mut text, &limit_line(pod, limit));
     }
+    for interface in &status.host_routing {
+        line(&mut text, &host_routing_line(interface));
+    }
     let connections = &status.connections;
     line(&mut text, &format!("connections: {} of {}", connections.entries, connections.capacity));
     if let Some(services) = &status.services {
@@ -84,6 +87,17 @@ fn text(status: &Status) -> String {
     let drops = pairs(&status.all_drops());
     line(&mut text, &format!("dropped since the start: {}", if drops.is_empty() { "nothing" } else { &drops }));
     text
+}
+
+fn host_routing_line(HostRoutingStatus { interface, ipv4_kept_by, ipv6_kept_by }: &HostRoutingStatus) -> String {
+    let way = |kept_by: &Option<String>| match kept_by {
+        None => "past the node's stack".to_owned(),
+        Some(reason) => format!("by the node's stack, for {reason}"),
+    };
+    match (way(ipv4_kept_by), way(ipv6_kept_by)) {
+        (ipv4, ipv6) if ipv4 == ipv6 => format!("uplink {interface}: {ipv4}"),
+        (ipv4, ipv6) => format!("uplink {interface}: IPv4 {ipv4}; IPv6 {ipv6}"),
+    }
 }
 
 fn limit_line(pod: &str, limit: &ConnectionLimitStatus) -> String {
@@ -298,6 +312,25 @@ mod tests {
         });
         let line = "services: 5 frontends (1 without a backend), 9 backends, affinity of 3 clients (room for 65536)";
         assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
+    }
+
+    #[test]
+    fn uplinks_say_what_keeps_packets_to_the_nodes_stack() {
+        let mut status: Status = serde_json::from_str(STATUS).unwrap();
+        assert!(!text(&status).contains("uplink"));
+        let by = |reason: Option<&str>| reason.map(str::to_owned);
+        for (kept_by, line) in [
+            ([None, None], "uplink eth0: past the node's stack"),
+            ([Some("netfilter hooks"); 2], "uplink eth0: by the node's stack, for netfilter hooks"),
+            (
+                [Some("netfilter hooks"), None],
+                "uplink eth0: IPv4 by the node's stack, for netfilter hooks; IPv6 past the node's stack",
+            ),
+        ] {
+            let [ipv4_kept_by, ipv6_kept_by] = kept_by.map(by);
+            status.host_routing = vec![HostRoutingStatus { interface: "eth0".to_owned(), ipv4_kept_by, ipv6_kept_by }];
+            assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
+        }
     }
 
     #[test]

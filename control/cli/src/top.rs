@@ -297,6 +297,7 @@ mod tests {
             kernel_drops: BTreeMap::from([("rx_ring_full".to_owned(), 2 * denied)]),
             frames: FrameCounts { total: 100, free: 75, fill: 25, in_flight: 0 },
             connections: TableStatus::default(),
+            host_routing: Vec::new(),
             services: None,
             domain_names: None,
             configuration_refused: Vec::new(),

@@ -41,6 +41,8 @@ pub(super) struct Verdict;
 #[repr(C, align(64))]
 pub(super) struct Credit {
     pub(super) left: AtomicI64,
+    /// For programs without a daemon; it is not counted.
+    pub(super) alone: AtomicI64,
 }
 
 /// A program has opened a connection in the entry of this slot and generation.
@@ -150,6 +152,7 @@ impl Repeats {
         }
         for credit in &self.credits {
             credit.left.store(0, Ordering::Relaxed);
+            credit.alone.store(0, Ordering::Relaxed);
         }
     }
 

@@ -8,33 +8,46 @@ use super::hash::{alternate, home, key_of, tag};
 use super::journal::Ending;
 use super::state::State;
 use super::table::ConnTable;
-use super::tags::LANES;
+use super::tags::{LANES, bits};
 use super::tcp::Window;
 use crate::packet::{Flow, Protocol};
 
 impl ConnTable {
-    /// Prepares a found table for use before other threads access it: clears operations in progress, removes damaged
+    /// Prepares a found table for use before other threads of this process access it: clears operations in progress, removes damaged
     /// entries, marks every connection for evaluation, and resets windows so that they begin with the next segments.
-    pub(super) fn recover(&mut self) {
-        for slot in 0..self.capacity() as u32 {
-            let (group, lane) = (slot / LANES, slot % LANES);
-            match self.sound(slot) {
-                Some(loaded) => {
-                    let tag = tag(self.seed.hash(&loaded.key));
-                    // The kernel's programs may be reading a right one.
-                    if self.tags(group).lanes_with(tag) >> lane & 1 == 0 {
-                        self.tags(group).clear(lane);
-                        self.tags(group).set(lane, tag);
-                    }
-                    self.keep(slot, &loaded);
-                }
-                None => {
+    pub(super) fn recover(&self) {
+        // Not each entry of a large table: new connections may wait for this.
+        let tagged = (0..self.groups).flat_map(|group| self.occupied(group));
+        let untagged = self.untagged.iter().copied();
+        tagged
+            .chain(untagged.filter(|slot| self.tags(slot / LANES).free_lanes() >> (slot % LANES) & 1 == 1))
+            .for_each(|slot| self.recover_entry(slot));
+        self.recover_translated();
+    }
+
+    /// The slots that an earlier process had claimed and not given a tag when it ended, or when this one looked.
+    pub(super) fn find_untagged(&self) -> Box<[u32]> {
+        let lanes = |group: u32| bits(self.tags(group).free_lanes()).map(move |lane| group * LANES + lane);
+        (0..self.groups).flat_map(lanes).filter(|&slot| !self.entry(slot).control().is_free()).collect()
+    }
+
+    fn recover_entry(&self, slot: u32) {
+        let (group, lane) = (slot / LANES, slot % LANES);
+        match self.sound(slot) {
+            Some(loaded) => {
+                let tag = tag(self.seed.hash(&loaded.key));
+                // The kernel's programs may be reading a right one.
+                if self.tags(group).lanes_with(tag) >> lane & 1 == 0 {
                     self.tags(group).clear(lane);
-                    self.entry(slot).free(self.entry(slot).control());
+                    self.tags(group).set(lane, tag);
                 }
+                self.keep(slot, &loaded);
+            }
+            None => {
+                self.tags(group).clear(lane);
+                self.entry(slot).free(self.entry(slot).control());
             }
         }
-        self.recover_translated();
     }
 
     /// The content of an entry, if it is consistent and at a valid position.

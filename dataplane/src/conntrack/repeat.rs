@@ -8,6 +8,8 @@
 //! the owner's share has room for, and an entry that they have made counts like any other. The entry of a connection of the same key and owner
 //! that has ended is counted already: a program takes that one without credit, as a worker would replace it ([`Conn::replace`](super::Conn::replace)).
 
+use std::sync::atomic::Ordering as CountOrdering;
+
 use super::answers::{Credit, EVENTS, Event, Repeats, Verdict};
 use super::counters::TableEvent;
 use super::entry::{EntrySnapshot, OwnerId};
@@ -25,6 +27,9 @@ use crate::packet::Flow;
 const MOST: u32 = 512;
 /// The same as a part of what the owner may have.
 const PART: u32 = 16;
+/// The part of what else an owner may have that the programs may open without a daemon: nobody gives credit then, nor takes away what has
+/// ended, and others' connections need entries, too.
+const PART_ALONE: u32 = 4;
 /// Ticks until the daemon says again that answers may be repeated: more than the longest time that its thread needs for it.
 const ALIVE: u32 = 40;
 /// The most that they may be ahead: less than half of a clock's range (`may_repeat` in `repeat.h`).
@@ -69,11 +74,12 @@ impl ConnTable {
         let Some(credit) = repeats.credit(owner) else { return };
         let limit = self.limit();
         let (most, before) = (MOST.min(limit / PART), credit.left.load(Ordering::Relaxed));
-        let left = before.max(0) as u32;
+        let (left, room) = (before.max(0) as u32, limit.saturating_sub(self.counted(owner)));
+        credit.alone.store(i64::from(room / PART_ALONE), Ordering::Relaxed);
         if left > most / 2 {
             return;
         }
-        let more = (most - left).min(limit.saturating_sub(self.counted(owner)));
+        let more = (most - left).min(room);
         // Counted first: a connection may be opened by it, and end, at once.
         self.count_more(owner, more);
         let after = before + i64::from(more);
@@ -97,9 +103,10 @@ impl ConnTable {
     pub fn hear(&self, next: &mut u64, most: usize, mut tell: impl FnMut(&Flow, OwnerId)) -> usize {
         let Some(repeats) = self.repeats() else { return 0 };
         let (sent, began) = (repeats.sent(), *next);
+        let own = self.first_event.load(CountOrdering::Relaxed);
         // Who was too slow has missed the first ones, and those before this process are not its own.
-        *next = (*next).max(self.first_event).max(sent.saturating_sub(u64::from(EVENTS)));
-        self.counters.add(TableEvent::Unheard, *next - began.max(self.first_event));
+        *next = (*next).max(own).max(sent.saturating_sub(u64::from(EVENTS)));
+        self.counters.add(TableEvent::Unheard, *next - began.max(own));
         let until = sent.min(next.saturating_add(most as u64));
         let first = *next;
         while *next < until {

@@ -1,6 +1,6 @@
 //! The table: its parts, lookup, and what becomes of an entry in the end.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering as CountOrdering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64 as Counter, Ordering as CountOrdering};
 use std::time::Duration;
 
 use crossbeam::utils::CachePadded;
@@ -45,6 +45,10 @@ pub struct ConnTable {
     entries: u32,
     quota: u32,
     pub(super) midstream_pickup: MidStreamPickup,
+    /// Slots that an earlier process had claimed when this one found the table, without tags.
+    pub(super) untagged: Box<[u32]>,
+    /// Whether [`ConnTable::adopt`] was called.
+    is_adopted: AtomicBool,
     /// Whether published epochs are those of the kernel's programs ([`ConnTable::take_over`]).
     is_published: AtomicBool,
     /// The groups that may have a connection which the kernel's programs forward.
@@ -56,7 +60,7 @@ pub struct ConnTable {
     /// How long programs may open connections by themselves after the process has ended; `None`: they open none.
     pub(super) repeats_for: Option<Duration>,
     /// The first event that is of this process.
-    pub(super) first_event: u64,
+    pub(super) first_event: Counter,
 }
 
 /// Number of owners that are counted.
@@ -95,24 +99,38 @@ impl ConnTable {
             entries: config.entries as u32,
             quota: config.quota(),
             midstream_pickup: config.midstream_pickup,
+            untagged: Box::default(),
+            is_adopted: AtomicBool::new(false),
             is_published: AtomicBool::new(origin != TableOrigin::Found),
             repeats_for: config.repeats.filter(|_| config.ended == 0),
-            first_event: 0,
+            first_event: Counter::new(0),
         };
-        if let Some(shared) = table.storage.shared() {
-            shared.set_timeouts(table.timeout_ticks.of_kernel());
-            if origin == TableOrigin::Found {
-                shared.stop_repeats();
-            }
-            table.first_event = shared.repeats().sent();
-        }
         if origin == TableOrigin::Found {
-            table.recover();
             if let MidStreamPickup::AfterLoss(_) = table.midstream_pickup {
                 table.midstream_pickup = MidStreamPickup::Never;
             }
+            table.untagged = table.find_untagged();
+            if !table.is_shared() {
+                table.recover();
+            }
+        } else if let Some(shared) = table.storage.shared() {
+            shared.set_timeouts(table.timeout_ticks.of_kernel());
         }
         Ok(table)
+    }
+
+    /// Makes what was found in BPF arrays this process' own: the kernel's programs open no connections by themselves any more, and
+    /// connections are counted. Until then they go on as the last process has left them, so call it when its programs are replaced; before
+    /// that no thread of this process may use the table, and no other process may. Of a table that is this process' own it changes nothing.
+    pub fn adopt(&self) {
+        let Some(shared) = self.storage.shared() else { return };
+        if self.origin != TableOrigin::Found || self.is_adopted.swap(true, CountOrdering::SeqCst) {
+            return;
+        }
+        shared.set_timeouts(self.timeout_ticks.of_kernel());
+        shared.stop_repeats();
+        self.first_event.store(shared.repeats().sent(), CountOrdering::Relaxed);
+        self.recover();
     }
 
     /// When a mid-stream packet may open a connection: as configured, or never where connections outlast the process.
@@ -172,6 +190,12 @@ impl ConnTable {
             }
             _ => false,
         }
+    }
+
+    /// Whether the kernel's programs compare with this epoch, or a later one; `None`: no epoch is theirs.
+    pub fn is_published(&self, epoch: Epoch) -> Option<bool> {
+        let shared = self.storage.shared().filter(|_| self.is_taken_over())?;
+        Some(!shared.epoch().is_before(epoch))
     }
 
     /// The workers have policy and ports: from now on published epochs are those of the kernel's programs, and what the last

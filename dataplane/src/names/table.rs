@@ -81,9 +81,16 @@ impl NameTable {
         names
     }
 
-    /// Keeps what an earlier run has learnt until its pods are known.
+    /// Gives pods what an earlier run has learnt, and keeps what is of others until they are known.
     pub fn restore(&self, recorded: Vec<PodNames>) {
-        self.pods().recorded = recorded.into_iter().map(|PodNames { pod, names }| (pod, names)).collect();
+        let mut pods = self.pods();
+        pods.recorded.clear();
+        for PodNames { pod, names } in recorded {
+            match pods.used.get(&pod) {
+                Some(known) => known.restore(names),
+                None => drop(pods.recorded.insert(pod, names)),
+            }
+        }
     }
 
     /// Forgets what an earlier run has learnt for pods that have not come.

@@ -41,6 +41,15 @@ impl PortControl {
         self.shared.inboxes[worker].command();
     }
 
+    /// Ends all workers, and waits until they have.
+    pub(super) fn halt(&self) {
+        self.workers().for_each(|worker| self.send(worker, Command::Stop));
+        for end in &self.ends {
+            // Nothing is sent: it ends with the worker.
+            let _ = end.recv_timeout(END);
+        }
+    }
+
     /// Sends a request to workers and waits for all replies.
     fn ask<T>(
         &self,

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use crossbeam::channel::{Receiver, Sender, bounded, unbounded};
@@ -32,6 +32,9 @@ use crate::forward::PortId;
 use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, largest_mtu};
 use crate::pipeline::OriginalSources;
 use crate::{Epoch, Snapshot};
+
+/// How long the kernel's programs may take to be brought to the last snapshot.
+const HALT: Duration = Duration::from_secs(1);
 
 /// Running workers and their ports. Dropping it stops them.
 ///
@@ -362,6 +365,19 @@ impl Dataplane {
     /// Makes a worker panic, to test what happens when one dies. [`Dataplane::failed`] reports it afterwards.
     pub fn kill_worker(&self, worker: usize) {
         self.control().send(worker, Command::Panic);
+    }
+
+    /// Ends the workers, and waits until nothing of this process writes to the connection table: another one may have it now. Publish nothing
+    /// any more. Ports stay open until [`Dataplane::stop`].
+    pub fn halt(&self) {
+        self.control().halt();
+        let published = self.shared.snapshot.load().epoch;
+        let until = Instant::now() + HALT;
+        // The programs are brought to the last snapshot first.
+        while self.grace.is_some() && self.connections.is_published(published) == Some(false) && Instant::now() < until
+        {
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Stops the workers and closes all ports. The returned account is counted by frame owners: all frames are free.

@@ -43,7 +43,7 @@ pub use config::{Config, CoreId, Polling};
 pub use dataplane::{Dataplane, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
-pub use privileges::{Priority, drop_capabilities};
+pub use privileges::{Hurry, Priority, drop_capabilities};
 pub use request::{PortPath, PortRequest};
 pub use staged::{NamedVerdict, StagedLog, StagedRecord, StagedSet, VerdictChange};
 pub use statistics::{

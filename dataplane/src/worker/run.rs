@@ -29,7 +29,7 @@ use crate::io::tag::FrameTag;
 use crate::io::{RxBatch, XskQueue, longest_frame};
 use crate::packet::finish_open;
 use crate::pipeline::Verdict;
-use crate::{DropReason, Snapshot};
+use crate::{DropReason, Epoch, Snapshot};
 
 /// Maximum sleep in milliseconds, so that housekeeping runs regularly.
 const LONGEST_SLEEP: u16 = 250;
@@ -37,6 +37,8 @@ const LONGEST_SLEEP: u16 = 250;
 const STALLED_SLEEP: (u16, u16) = (1, 32);
 /// Maximum sleep while the kernel has no room to watch one of the queues, in milliseconds.
 const UNWATCHED_SLEEP: u16 = 1;
+/// Maximum sleep before the first snapshot, whose publishing wakes nobody, in milliseconds.
+const UNPUBLISHED_SLEEP: u16 = 1;
 /// What epoll tells of the inbox's descriptor; of queues it tells [`PortQueue::READY`].
 const WAKE: u64 = PortQueue::READY + 1;
 /// Poll iterations between housekeeping steps while packets arrive.
@@ -122,6 +124,10 @@ impl<P: Processor> Worker<P> {
                 continue;
             }
             let epoch = self.path.snapshot.load().epoch;
+            if epoch == Epoch::default() {
+                self.wait_for_policy();
+                continue;
+            }
             self.path.state.counters().set_epoch(epoch);
             let iteration = self.poll_once(now, until_poll_all == 0);
             until_housekeeping -= 1;
@@ -163,6 +169,14 @@ impl<P: Processor> Worker<P> {
             (false, _) => early::SLEEP,
             (true, true) => waiting::SLEEP,
             (true, false) => LONGEST_SLEEP,
+        }
+    }
+
+    /// Before the first snapshot nothing is decided: packets wait in their rings, and the table may be another process' still.
+    fn wait_for_policy(&mut self) {
+        if self.path.state.inbox().prepare_sleep() {
+            let rung = self.wait(UNPUBLISHED_SLEEP);
+            self.path.state.inbox().resume(rung);
         }
     }
 

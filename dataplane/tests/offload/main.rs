@@ -176,10 +176,12 @@ impl Frames for OneFrame {
 }
 
 fn open_table(maps: &ConnectionMaps) -> Arc<ConnTable> {
-    open_table_for(maps, WITHOUT_DAEMON)
+    let table = open_table_for(maps, WITHOUT_DAEMON);
+    table.adopt();
+    table
 }
 
-/// The table, where programs open connections for so long when the process has ended.
+/// The table as it is, where programs open connections for so long when the process has ended.
 fn open_table_for(maps: &ConnectionMaps, longest: Duration) -> Arc<ConnTable> {
     let [table, tags, entries, uses] = maps.descriptors().unwrap();
     let memory = TableMemory::Kernel(KernelMaps(Arc::new(KernelMapFds { table, tags, entries, uses })));
@@ -201,7 +203,8 @@ impl Node {
             usage: (entries, KernelMapSizes::USE),
         };
         let maps = ConnectionMaps::open(None, &sizes).unwrap();
-        let programs = TcxPrograms::load(&TcxOptions::default(), Some(&maps)).unwrap();
+        let programs =
+            TcxPrograms::load(&TcxOptions { host_routing: true, ..TcxOptions::default() }, Some(&maps)).unwrap();
         programs.set_pairs(&[1], &[]).unwrap();
         let veths = [A, B].map(|port| {
             let name = format!("v{}", port.0);

@@ -894,7 +894,7 @@ const MUTATIONS: &[Mutation] = &[
         FLOOD,
         "credit has no end",
         REPEAT,
-        "*(volatile __s64 *)&credit->left <= 0)\n\t\treturn 0;\n\tif ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)",
+        "*(volatile __s64 *)left <= 0)\n\t\treturn 0;\n\tif ((__s64)__sync_fetch_and_add(left, -1) > 0)",
         "0)\n\t\treturn 0;\n\tif (1)",
     ),
     equivalent(
@@ -903,8 +903,8 @@ const MUTATIONS: &[Mutation] = &[
             FLOOD,
             "credit is not read before it is taken",
             REPEAT,
-            " || *(volatile __s64 *)&credit->left <= 0)",
-            ")",
+            "if (*(volatile __s64 *)left <= 0)\n\t\treturn 0;\n\tif",
+            "if",
         ),
     ),
     mutation(

@@ -355,10 +355,13 @@ fn the_next_process_counts_and_stops_what_programs_open() {
         let there = sent(End::A, End::B, true, ACK);
         answer(&mut node, there);
         assert!(node.opened_by_program(there).is_some(), "without a daemon as with one");
-        node.pipeline = Pipeline::new(open_table(&node.maps), PipelineMode::Full);
+        node.pipeline = Pipeline::new(open_table_for(&node.maps, WITHOUT_DAEMON), PipelineMode::Full);
+        let meanwhile = Sent { flow: 4, ..there };
+        assert!(node.opened_by_program(meanwhile).is_some(), "until the next process takes the table");
         let table = node.pipeline.connections();
-        assert_eq!((table.origin(), table.len()), (&TableOrigin::Found, 2));
-        assert_eq!(table.len_of(OwnerId(A.0)), 2, "the credit has ended with its process");
+        table.adopt();
+        assert_eq!((table.origin(), table.len()), (&TableOrigin::Found, 3));
+        assert_eq!(table.len_of(OwnerId(A.0)), 3, "the credit has ended with its process");
         let next = Sent { flow: 3, ..there };
         node.repeat();
         assert!(node.opened_by_program(next).is_none(), "before it has ports and policy");
@@ -575,6 +578,28 @@ fn answers_end_with_the_daemon_where_they_must_not_outlast_it() {
             node.programs.forget_process().unwrap();
             let next = Sent { flow: 2, ..there };
             assert_eq!(node.opened_by_program(next).is_some(), passes, "{longest:?}");
+        });
+    }
+}
+
+/// With a daemon a flood ends at the credit that workers give; without one it may have more of its pod's share, and has an end, too.
+#[test]
+fn without_a_daemon_a_pod_has_a_part_of_its_share_as_credit() {
+    for tcp in [true, false] {
+        in_namespace(|| {
+            let mut node = Node::new();
+            node.repeat();
+            let there = sent(End::A, End::B, tcp, if tcp { ACK } else { 0 });
+            let credit = 2;
+            answer(&mut node, there);
+            let alone = (ENTRIES / 4) as u8 / 4;
+            assert_eq!(flood(&node, there, 0), credit);
+            node.programs.forget_process().unwrap();
+            // The worker's own connection was counted by then.
+            assert_eq!(flood(&node, there, 10), alone - 1);
+            assert_eq!(flood(&node, there, 50), 0);
+            let table = open_table(&node.maps);
+            assert_eq!(table.len_of(OwnerId(A.0)), u32::from(credit + alone), "the next process counts them all");
         });
     }
 }

@@ -185,6 +185,7 @@ struct connection {
 	__u32 nat_direction; /* in which direction of that key */
 	__u32 to_ifindex;    /* the interface of the other end, 0: the node's stack */
 	__u32 now;           /* in ticks */
+	__u32 only_plain;    /* of the caller: a translated connection is for a worker */
 };
 
 static __always_inline __u64 link_of(const struct table *table, __u32 slot)
@@ -270,7 +271,7 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	before = found->control;
 	found->nat_slot = NO_SLOT;
 	if (before & TRANSLATION)
-		slot = follow_link(table, packet, slot, found);
+		slot = found->only_plain ? NO_SLOT : follow_link(table, packet, slot, found);
 	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
 	if (!entry || slot == NO_SLOT)
 		return 0;

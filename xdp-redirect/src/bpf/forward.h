@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* Forwards packets that need no worker, as a worker would. */
 #pragma once
+#include "host_routing.h"
 #include "repeat.h"
 #include "rewrite.h"
 #include "worker.h"
@@ -11,11 +12,10 @@ static __always_inline void add_traffic(struct traffic *traffic, __u32 packets, 
 	traffic->bytes += bytes;
 }
 
-/* `from`, `to`: the pods' ends; 0: the node's stack. */
+/* `from`, `to`: the pods' ends, 0 for any other. */
 static __always_inline void count_offloaded(struct __sk_buff *skb, const struct packet *packet, const struct connection *connection,
-					    const struct interface *from, const struct interface *to)
+					    const struct interface *from, const struct interface *to, __u32 path)
 {
-	__u32 path = !from ? STACK_TO_POD : to ? POD_TO_POD : POD_TO_STACK;
 	struct traffic *all = bpf_map_lookup_elem(&offloaded, &path);
 	__u32 packets = skb->gso_segs ? skb->gso_segs : 1, port;
 	struct port_traffic *port_traffic;
@@ -88,7 +88,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	struct decision decision;
 	const struct ethhdr *eth;
 	struct packet packet;
-	int found, rewritten, bridged = 0;
+	int found, rewritten, action, bridged = 0;
 
 	if (is_captured(iface) || !read_packet(skb, &packet) || !is_checksum_in_transport_header(skb, &packet))
 		return FOR_WORKER;
@@ -114,9 +114,13 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	rewritten = rewrite_for(skb, &packet, &connection, to, bridged);
 	if (rewritten)
 		return rewritten == CONNECTION_ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
-	count_offloaded(skb, &packet, &connection, iface, to);
-	if (!to)
-		return TC_ACT_UNSPEC;
+	if (!to) {
+		action = connection.control & VIA_HOST || connection.nat_slot != NO_SLOT ?
+				 FOR_STACK : send_out(skb, &packet, iface, longest_packet(skb, &packet));
+		count_offloaded(skb, &packet, &connection, iface, 0, action == FOR_STACK ? POD_TO_STACK : POD_TO_UPLINK);
+		return action == FOR_STACK ? TC_ACT_UNSPEC : action;
+	}
+	count_offloaded(skb, &packet, &connection, iface, to, POD_TO_POD);
 	/* The pod may have given it any MAC. */
 	if (skb->pkt_type)
 		bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
@@ -141,6 +145,45 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	rewritten = rewrite_for(skb, &packet, &connection, 0, 0);
 	if (rewritten)
 		return rewritten == CONNECTION_ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
-	count_offloaded(skb, &packet, &connection, 0, iface);
+	count_offloaded(skb, &packet, &connection, 0, iface, STACK_TO_POD);
 	return TC_ACT_UNSPEC;
+}
+
+/* Sends a packet of another machine to its pod as the node's stack and to_pod would. Returns FOR_STACK where it does not. Whatever may keep it to
+ * the stack is asked before its connection is looked up, which leaves a note that only the first to look leaves. */
+static __always_inline int forward_from_uplink(struct __sk_buff *skb, const struct uplink *uplink)
+{
+	struct connection connection = { .only_plain = 1 };
+	const struct pod_interfaces *pod;
+	const struct interface *iface;
+	struct decision decision;
+	struct sent_flow flow;
+	struct packet packet;
+	__u32 length, ifindex;
+	int found;
+
+	if (skb->vlan_present || skb->pkt_type || skb->mark || kept_by(skb) != BY_NOBODY ||
+	    !read_addresses(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), &flow))
+		return FOR_STACK;
+	pod = bpf_map_lookup_elem(&pod_addresses, &flow.to);
+	if (!pod)
+		return FOR_STACK;
+	ifindex = pod->veth;
+	iface = bpf_map_lookup_elem(&interfaces, &ifindex);
+	/* No other machine has a local pod's address. */
+	if (!iface || iface->bridge || is_captured(iface) || bpf_map_lookup_elem(&pod_addresses, &flow.from))
+		return FOR_STACK;
+	if (!read_packet(skb, &packet) || !is_checksum_in_transport_header(skb, &packet) || !is_routable(&packet))
+		return FOR_STACK;
+	length = longest_packet(skb, &packet);
+	if (length > iface->mtu || length > uplink->longest || !is_routed_to(skb, ifindex, length))
+		return FOR_STACK;
+	found = find_connection(&packet, 0, 1, &connection, &decision);
+	if (!found || connection.to_ifindex != ifindex || (found == OPENS && !open_connection(&packet, &decision, &connection)))
+		return FOR_STACK;
+	if (rewrite(skb, &packet, iface, 0))
+		return count(ifindex, NO_MEMORY, TC_ACT_SHOT);
+	update_complete_checksum(skb, packet.is_v4);
+	count_offloaded(skb, &packet, &connection, 0, iface, UPLINK_TO_POD);
+	return send_to_pod(skb, ifindex, iface->filtered);
 }

@@ -28,7 +28,8 @@ struct answer {
 
 struct credit {
 	__s64 left;
-	__u64 unused[7];
+	__s64 alone; /* what is left while no process serves the workers */
+	__u64 unused[6];
 };
 
 struct events { /* before the words of the events, eight to an element */
@@ -287,15 +288,26 @@ static __always_inline struct credit *credit_of(const struct table *table, const
 	return element_behind_groups(table, ANSWERS + index);
 }
 
-/* Takes one of a pod's credit. Several CPUs may read the last one; who takes more than there is gives it back. */
+/* Several CPUs may read the last one; who takes more than there is gives it back. */
+static __always_inline int take_one(__s64 *left)
+{
+	if (*(volatile __s64 *)left <= 0)
+		return 0;
+	if ((__s64)__sync_fetch_and_add(left, -1) > 0)
+		return 1;
+	__sync_fetch_and_add(left, 1);
+	return 0;
+}
+
+/* Takes one of a pod's credit. Without a daemon nobody gives more, and what has ended is not taken away: then also what else the pod's share
+ * had room for. */
 static __always_inline int take_credit(struct credit *credit)
 {
-	if (!credit || *(volatile __s64 *)&credit->left <= 0)
+	__u32 process = 0;
+
+	if (!credit)
 		return 0;
-	if ((__s64)__sync_fetch_and_add(&credit->left, -1) > 0)
-		return 1;
-	__sync_fetch_and_add(&credit->left, 1);
-	return 0;
+	return take_one(&credit->left) || (!bpf_map_lookup_elem(&alive, &process) && take_one(&credit->alone));
 }
 
 static __always_inline void return_credit(const struct table *table, const struct decision *decision)

@@ -12,10 +12,15 @@
  *   pod ── from_pod ──▶ pod, or the node's stack
  *   the node's stack ── to_pod ──▶ pod
  *
+ * Where nothing on the node has a say in a packet, it passes the node's stack by (host_routing.h):
+ *
+ *   pod ── from_pod ──▶ uplink
+ *   uplink ── from_uplink ──▶ pod
+ *
  * A frame on a pair carries in its Ethernet addresses what the other side must know (struct tag in worker.h).
  *
  * The headers, in the order in which a packet needs them: tcx_maps.h (settings and maps), neighbour.h (address resolution), packet.h and
- * established.h (its connection), repeat.h (opening one), rewrite.h and forward.h (its way without a worker), worker.h (its way to one),
+ * established.h (its connection), repeat.h (opening one), rewrite.h, forward.h and host_routing.h (its way without a worker), worker.h (its way to one),
  * origin.h and pods.h (who sent it, behind the node's stack), egress.h and tunnel.h (other machines). */
 #include <stddef.h>
 #include <linux/bpf.h>
@@ -163,7 +168,8 @@ int to_uplink(struct __sk_buff *skb)
 	struct origin origin = {};
 	__u32 ifindex = skb->ifindex;
 
-	if ((!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_locally_generated(skb) || is_from_worker(skb) || is_fail_open())
+	if (has_passed(skb) || (!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_locally_generated(skb) || is_from_worker(skb) ||
+	    is_fail_open())
 		return TC_ACT_UNSPEC; /* the next program */
 	uplink = bpf_map_lookup_elem(&uplinks, &ifindex);
 	if (!uplink)
@@ -191,10 +197,16 @@ int from_uplink(struct __sk_buff *skb)
 	struct sent_flow flow = {};
 	__u32 ifindex = skb->ifindex, zero = 0, offset;
 	__u64 *refused;
+	int action;
 
 	if ((!is_v4 && skb->protocol != bpf_htons(ETH_P_IPV6)) || is_fail_open())
 		return TC_ACT_UNSPEC; /* the next program */
 	uplink = bpf_map_lookup_elem(&uplinks, &ifindex);
+	if (host_routing && uplink && uplink->longest) {
+		action = forward_from_uplink(skb, uplink);
+		if (action != FOR_STACK)
+			return action;
+	}
 	offset = uplink ? uplink->header : ETH_HLEN;
 	if (!is_tunnel_packet(skb, offset, is_v4) || !read_addresses(skb, offset, is_v4, &flow) || !is_remote_pod(&flow.from) ||
 	    !is_for_this_node(skb, &flow, is_v4))
@@ -203,6 +215,13 @@ int from_uplink(struct __sk_buff *skb)
 	if (refused)
 		*refused += 1;
 	return TC_ACT_SHOT;
+}
+
+/* Never attached: a test run on an interface says what keeps packets that come in there to the node's stack. */
+SEC("tcx/ingress")
+int what_keeps(struct __sk_buff *skb)
+{
+	return kept_by(skb);
 }
 
 /* On packets that a worker sends, at the node's end of its pair. */

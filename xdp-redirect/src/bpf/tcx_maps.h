@@ -14,6 +14,7 @@ const volatile __u32 workers = 1;              /* in use of `pairs.of_workers` *
 const volatile __u32 passed = 0;               /* mark of a packet that goes on behind these programs; random */
 const volatile __u32 share = 0;                /* most packets of a port that wait for workers; 0: any number */
 const volatile __u32 offload = 0;              /* forward packets of established connections without a worker */
+const volatile __u32 host_routing = 0;         /* between pods and other machines past the node's stack, where nothing has a say there */
 const volatile __u32 beside_xdp = 0;           /* XDP serves the pods: the one pair is the host veth, whose packets are the pods', too */
 
 volatile struct { /* interface indices of the node's ends of workers' pairs, set before the programs are attached */
@@ -109,6 +110,7 @@ struct {
 struct uplink { /* an interface to other machines */
 	__u32 number;
 	__u32 header; /* bytes of its link-layer header: that of Ethernet, or none */
+	__u32 longest; /* packet, in bytes, that may leave and enter past the node's stack; 0: none */
 };
 
 /* By interface index. */
@@ -182,7 +184,7 @@ struct {
 	__type(value, struct port_traffic);
 } offloaded_ports SEC(".maps");
 
-enum { POD_TO_POD, POD_TO_STACK, STACK_TO_POD, OFFLOAD_PATHS };
+enum { POD_TO_POD, POD_TO_STACK, STACK_TO_POD, POD_TO_UPLINK, UPLINK_TO_POD, OFFLOAD_PATHS };
 
 /* The same by where it came from and went to. */
 struct {

@@ -4,6 +4,7 @@
 //! attaches it to a pod's veth, where everything is dropped until [`PodVeth::serve`]. Packets go to a worker through its
 //! veth pair ([`WorkerPair`]), and come back the same way.
 
+mod host_routing;
 mod tunnels;
 mod uplink;
 
@@ -15,6 +16,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+pub use host_routing::KeptBy;
 use libbpf_rs::libbpf_sys::{BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
@@ -61,6 +63,8 @@ pub struct TcxOptions {
     /// Whether XDP programs serve the pods, and of these programs only those on uplinks and at the host veth are attached, which is then the one
     /// pair ([`TcxPrograms::set_sender`]).
     pub beside_xdp: bool,
+    /// Whether packets between pods and other machines pass the node's stack by, where nothing there has a say in them.
+    pub host_routing: bool,
     /// Where programs count what they send to workers, and how many packets of a pod may wait there; more are dropped.
     pub waiting: Option<(WaitingArray, u32)>,
 }
@@ -73,6 +77,7 @@ impl Default for TcxOptions {
             sources: None,
             services: None,
             beside_xdp: false,
+            host_routing: false,
             waiting: None,
         }
     }
@@ -167,6 +172,7 @@ pub struct TcxPrograms {
     from_worker: OwnedFd,
     to_uplink: OwnedFd,
     from_uplink: OwnedFd,
+    what_keeps: OwnedFd,
     maps: Arc<Maps>,
     liveness: ProcessLiveness,
     pins: Option<Pins>,
@@ -216,6 +222,7 @@ impl TcxPrograms {
         // Not 0, which every packet has that nothing has marked.
         constants.passed = rand::random::<u32>() | 1;
         constants.offload = connections.is_some().into();
+        constants.host_routing = options.host_routing.into();
         constants.beside_xdp = options.beside_xdp.into();
         (constants.reads_connections, constants.casts_packets) = (functions.reads.into(), functions.casts.into());
         if let Some(connections) = connections {
@@ -249,6 +256,7 @@ impl TcxPrograms {
             from_worker: program(loaded.progs.from_worker.as_fd())?,
             to_uplink: program(loaded.progs.to_uplink.as_fd())?,
             from_uplink: program(loaded.progs.from_uplink.as_fd())?,
+            what_keeps: program(loaded.progs.what_keeps.as_fd())?,
             maps: Arc::new(Maps {
                 interfaces: map(&*loaded.maps.interfaces)?,
                 targets: map(&*loaded.maps.targets)?,
@@ -344,12 +352,25 @@ impl TcxPrograms {
     /// become on a wire, or 0. For tests of what the programs decide.
     pub fn try_frame(&self, sender: TriedSender, interface: u32, frame: &[u8], segment: u32) -> io::Result<TriedFrame> {
         const LOOPBACK: u32 = 1;
+        let program = if sender == TriedSender::Pod { &self.from_pod } else { &self.to_pod };
+        let came_by = if sender == TriedSender::Stack { LOOPBACK } else { 0 };
+        self.try_program(program, interface, came_by, frame, segment)
+    }
+
+    fn try_program(
+        &self,
+        program: &OwnedFd,
+        interface: u32,
+        came_by: u32,
+        frame: &[u8],
+        segment: u32,
+    ) -> io::Result<TriedFrame> {
         // The kernel wants the padding, too, to be zero.
         let mut context = MaybeUninit::<skeleton::types::__sk_buff>::zeroed();
         // SAFETY: numbers and pointers, for all of which zero is a valid value.
         let context = unsafe { context.assume_init_mut() };
         (context.ifindex, context.gso_size) = (interface, segment);
-        context.ingress_ifindex = if sender == TriedSender::Stack { LOOPBACK } else { 0 };
+        context.ingress_ifindex = came_by;
         let mut after = vec![0; frame.len()];
         let mut options = libbpf_sys::bpf_test_run_opts {
             sz: size_of::<libbpf_sys::bpf_test_run_opts>() as libbpf_sys::size_t,
@@ -362,7 +383,6 @@ impl TcxPrograms {
             repeat: 1,
             ..Default::default()
         };
-        let program = if sender == TriedSender::Pod { &self.from_pod } else { &self.to_pod };
         // SAFETY: all buffers live across the call and have the lengths that the options say.
         let result = unsafe { libbpf_sys::bpf_prog_test_run_opts(program.as_raw_fd(), &mut options) };
         if result != 0 {
@@ -372,9 +392,9 @@ impl TcxPrograms {
     }
 
     /// Packets of established connections that the programs forwarded by themselves: from pod to pod, from a pod to the
-    /// node's stack, and from there to a pod.
-    pub fn offloaded(&self) -> Result<[TrafficCount; 3], libbpf_rs::Error> {
-        let mut counts = [TrafficCount::default(); 3];
+    /// node's stack, and from there to a pod; past that, from a pod to another machine, and from there to a pod.
+    pub fn offloaded(&self) -> Result<[TrafficCount; 5], libbpf_rs::Error> {
+        let mut counts = [TrafficCount::default(); 5];
         for (way, count) in (0u32..).zip(&mut counts) {
             [*count] = sums(&self.maps.offloaded, way)?;
         }

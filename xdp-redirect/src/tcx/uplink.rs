@@ -24,6 +24,9 @@ pub const NO_UPLINK_NUMBER: UplinkNumber = UplinkNumber::MAX;
 pub struct AttachedUplink {
     interface: Interface,
     number: UplinkNumber,
+    header: u32,
+    /// The longest packet that may pass the node's stack by.
+    longest: u32,
     maps: Arc<Maps>,
     /// That on what leaves, and that on what comes in.
     links: Vec<TcxLink>,
@@ -39,6 +42,31 @@ impl AttachedUplink {
     /// The number that it was attached with.
     pub fn number(&self) -> UplinkNumber {
         self.number
+    }
+
+    /// From now on packets of pods of at most this length, in bytes, may leave and enter there past the node's stack
+    /// ([`super::TcxOptions::host_routing`]); 0, as after it is attached: none. An interface without an Ethernet header has none.
+    pub fn set_longest(&mut self, longest: u32) -> Result<(), TcxMapError> {
+        let longest = if self.header == 0 { 0 } else { longest };
+        if self.longest == longest {
+            return Ok(());
+        }
+        let before = std::mem::replace(&mut self.longest, longest);
+        self.set_entry().map_err(|source| {
+            self.longest = before;
+            TcxMapError { thing: format!("uplink {}", self.interface), source }
+        })
+    }
+
+    /// Whether packets may pass the node's stack by there.
+    pub fn has_way(&self) -> bool {
+        self.header != 0
+    }
+
+    fn set_entry(&self) -> Result<(), libbpf_rs::Error> {
+        let words = [self.number.into(), self.header, self.longest];
+        let value: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();
+        self.maps.uplinks.update(&self.interface.index.to_ne_bytes(), &value, MapFlags::ANY)
     }
 
     /// Leaves the programs attached if they are pinned, with what they know of the interface; otherwise detaches them.
@@ -73,13 +101,11 @@ impl TcxPrograms {
         has_ethernet: bool,
     ) -> Result<AttachedUplink, AttachError> {
         let (interface, maps) = (interface.clone(), Arc::clone(&self.maps));
-        let mut uplink = AttachedUplink { interface, number, maps, links: Vec::new(), is_kept: false };
-        let index = uplink.interface.index;
-        let mut value = [0; 8];
-        value[..4].copy_from_slice(&u32::from(number).to_ne_bytes());
-        value[4..].copy_from_slice(&(if has_ethernet { ETHERNET_HEADER } else { 0 }).to_ne_bytes());
-        let set = self.maps.set_uplink_interface(number, index);
-        let set = set.and_then(|()| self.maps.uplinks.update(&index.to_ne_bytes(), &value, MapFlags::ANY));
+        let header = if has_ethernet { ETHERNET_HEADER } else { 0 };
+        let mut uplink =
+            AttachedUplink { interface, number, header, longest: 0, maps, links: Vec::new(), is_kept: false };
+        let set = self.maps.set_uplink_interface(number, uplink.interface.index);
+        let set = set.and_then(|()| uplink.set_entry());
         set.map_err(|source| AttachError::Load {
             interface: uplink.interface.name.clone(),
             source: LoadError::new("the maps of an uplink", source),

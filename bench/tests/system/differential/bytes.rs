@@ -256,7 +256,10 @@ pub(super) fn without_choices(mut packet: Vec<u8>, is_of_node: bool, is_open: im
                 }
             }
             ICMP | ICMPV6 => {
-                // An identifier of a masquerade, or the node's own answer.
+                // An identifier of a masquerade, or the node's own answer, whose number means nothing.
+                if [0, 129].contains(&kind) {
+                    about = 0;
+                }
                 for from in [at + 2, at + 4] {
                     clear(&mut packet, from, 2);
                 }

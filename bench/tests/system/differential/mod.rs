@@ -66,6 +66,8 @@ enum Translator {
 struct Setting {
     attach: Attach,
     offload: bool,
+    /// Whether packets to other machines may pass the node's stack by.
+    past_stack: bool,
     is_bridged: bool,
     translator: Translator,
     mtu: Option<u32>,
@@ -76,6 +78,14 @@ impl Setting {
     /// Whether the node without a daemon tracks connections.
     fn tracks(&self) -> bool {
         self.reference == Reference::Tracked || self.translator != Translator::Nobody
+    }
+
+    /// Whether the nodes change, too, in the same ways.
+    fn changes(&self) -> bool {
+        self.past_stack
+            && !self.is_bridged
+            && self.translator == Translator::Nobody
+            && self.reference == Reference::Plain
     }
 
     /// The kube-proxy of both nodes.
@@ -96,13 +106,32 @@ enum Event {
     Restart,
     Kill,
     TakeOver,
+    /// Of the way to the machine: begins or ends.
+    OfWay(Obstacle),
+}
+
+/// What is in the way between pods and the machine, for all packets or for some.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Obstacle {
+    /// Rules that drop datagrams of DNS, both ways, and segments with data to the web's port.
+    Rules,
+    /// A route that leads nowhere. (Errors of one that is unreachable have a rate of their own, which is the whole machine's.)
+    Blackhole,
+    /// A smaller MTU of the link.
+    Narrow,
 }
 
 const EVENTS: [Event; 4] = [Event::Pause, Event::Restart, Event::Kill, Event::TakeOver];
+const OBSTACLES: [Obstacle; 3] = [Obstacle::Rules, Obstacle::Blackhole, Obstacle::Narrow];
 
 fn settings() -> Vec<Setting> {
     let mut all = Vec::new();
-    for (attach, offload) in [(Attach::Tcx, true), (Attach::Tcx, false), (Attach::Xdp, false)] {
+    for (attach, offload, past_stack) in [
+        (Attach::Tcx, true, true),
+        (Attach::Tcx, true, false),
+        (Attach::Tcx, false, false),
+        (Attach::Xdp, false, false),
+    ] {
         for (is_bridged, mtu) in [(false, None), (true, None), (false, Some(9001))] {
             let modes = [ProxyMode::Iptables, ProxyMode::Nftables].map(Translator::Proxy);
             let others = [Translator::Nobody, Translator::HostPort, Translator::Workers];
@@ -111,6 +140,7 @@ fn settings() -> Vec<Setting> {
             all.extend(both.map(|(translator, reference)| Setting {
                 attach,
                 offload,
+                past_stack,
                 is_bridged,
                 translator,
                 mtu,
@@ -219,8 +249,11 @@ fn compare(setting: Setting, seed: u64, rounds: usize, until: Option<Instant>) {
         // What a daemon forgets with its table, the kernel keeps.
         let needs_table = setting.reference == Reference::Tracked || setting.translator == Translator::Workers;
         let is_eventful = !needs_table && (round % 4 == 3 || round + 1 == rounds);
-        let events =
+        let mut events: Vec<Event> =
             if is_eventful { EVENTS.choose_multiple(&mut maker.random, 2).copied().collect() } else { Vec::new() };
+        if setting.changes() {
+            events.extend((0..4).map(|_| Event::OfWay(*OBSTACLES.choose(&mut maker.random).unwrap())));
+        }
         let history = maker.history(ROUND, &events);
         let (differences, passed) = pair.run(&history, &mut excepted);
         sent += history.len();
@@ -248,24 +281,31 @@ fn seed(default: u64) -> u64 {
 
 /// Four rounds in each of these settings.
 fn compare_each(
-    settings: impl IntoIterator<Item = (Attach, bool, bool, Translator, Option<u32>)>,
+    settings: impl IntoIterator<Item = (Attach, [bool; 2], bool, Translator, Option<u32>)>,
     reference: Reference,
 ) {
-    for (attach, offload, is_bridged, translator, mtu) in settings {
-        compare(Setting { attach, offload, is_bridged, translator, mtu, reference }, seed(45), 4, None);
+    for (attach, [offload, past_stack], is_bridged, translator, mtu) in settings {
+        let setting = Setting { attach, offload, past_stack, is_bridged, translator, mtu, reference };
+        compare(setting, seed(45), 4, None);
     }
 }
+
+/// Workers alone; programs, too; and past the node's stack.
+const WORKERS: [bool; 2] = [false, false];
+const PROGRAMS: [bool; 2] = [true, false];
+const PAST_STACK: [bool; 2] = [true, true];
 
 #[test]
 fn random_packets_arrive_as_on_a_plain_node() {
     let settings = [
-        (Attach::Tcx, true, false, Translator::Nobody, None),
-        (Attach::Tcx, true, true, Translator::Nobody, None),
-        (Attach::Xdp, false, false, Translator::Nobody, None),
-        (Attach::Tcx, true, false, Translator::Proxy(ProxyMode::Nftables), None),
-        (Attach::Tcx, false, false, Translator::Proxy(ProxyMode::Iptables), Some(9001)),
-        (Attach::Tcx, true, true, Translator::HostPort, None),
-        (Attach::Tcx, true, false, Translator::Workers, None),
+        (Attach::Tcx, PAST_STACK, false, Translator::Nobody, None),
+        (Attach::Tcx, PROGRAMS, false, Translator::Nobody, None),
+        (Attach::Tcx, PAST_STACK, true, Translator::Nobody, None),
+        (Attach::Xdp, WORKERS, false, Translator::Nobody, None),
+        (Attach::Tcx, PAST_STACK, false, Translator::Proxy(ProxyMode::Nftables), None),
+        (Attach::Tcx, WORKERS, false, Translator::Proxy(ProxyMode::Iptables), Some(9001)),
+        (Attach::Tcx, PAST_STACK, true, Translator::HostPort, None),
+        (Attach::Tcx, PAST_STACK, false, Translator::Workers, None),
     ];
     compare_each(settings, Reference::Plain);
 }
@@ -273,9 +313,9 @@ fn random_packets_arrive_as_on_a_plain_node() {
 #[test]
 fn allowed_connections_pass_what_the_kernels_tracking_does() {
     let settings = [
-        (Attach::Tcx, true, false, Translator::Nobody, None),
-        (Attach::Tcx, false, true, Translator::Nobody, None),
-        (Attach::Xdp, false, false, Translator::Nobody, Some(9001)),
+        (Attach::Tcx, PAST_STACK, false, Translator::Nobody, None),
+        (Attach::Tcx, WORKERS, true, Translator::Nobody, None),
+        (Attach::Xdp, WORKERS, false, Translator::Nobody, Some(9001)),
     ];
     compare_each(settings, Reference::Tracked);
 }

@@ -269,7 +269,7 @@ impl Maker {
             5 => (&[137, 7, 4, 10, 244, 1, 1, 0], "strict source route", Some(SOURCE_ROUTES)),
             6 => (&[158, 4, 1, 2], "an experiment", None),
             7 => (&[130, 4, 1, 2], "security", None),
-            8 => (&[0, 9, 9, 9], "what follows the end", None),
+            8 => (&[0, 9, 9, 9], "what follows the end", Some(WRITTEN)),
             9 => (&[134, 6, 0, 0, 0, 1, 0, 0], "a label", Some(WRITTEN)),
             _ => (&[9, 1, 0, 0], "of a wrong length", Some(UNREADABLE)),
         };

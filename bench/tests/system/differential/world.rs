@@ -1,6 +1,6 @@
 //! A node with two pods and a machine behind it, with a daemon or without, and what arrives where.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -11,7 +11,7 @@ use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Outside, ScratchD
 use super::bytes::{may_come_from_the_middle, of_frame, without_choices};
 use super::scripts::{group_mac, is_of_node};
 use super::steps::{Act, Hop, Shot, Step};
-use super::{Event, HOST_PORT, NODE, Reference, Setting, Translator, WEB, service};
+use super::{Event, HOST_PORT, NODE, Obstacle, Reference, Setting, Translator, WEB, service};
 use crate::fixture::{pods, policy};
 use crate::forger::{VirtioHeader, VirtioSocket};
 use crate::system::no_policy::packets::End::{self, Outside as Out, Pod0, Pod1};
@@ -31,7 +31,9 @@ pub(super) type Arrivals = BTreeMap<u16, BTreeMap<Arrival, usize>>;
 
 pub(super) struct World {
     cluster: Cluster,
-    _outside: Outside,
+    outside: Outside,
+    /// What is in the way to it now.
+    obstacles: BTreeSet<Obstacle>,
     daemon: Option<Daemon>,
     config: DaemonConfig,
     setting: Setting,
@@ -85,6 +87,7 @@ impl World {
         // By it daemons take over.
         config.admin = Some(scratch.path().join("admin.sock"));
         (config.attach, config.offload) = (setting.attach, setting.offload);
+        config.keys += if setting.past_stack { "host_routing = \"auto\"\n" } else { "host_routing = \"never\"\n" };
         let wires = namespaces.iter().map(|namespace| PacketSocket::open(namespace).unwrap()).collect();
         let senders = namespaces.iter().map(|namespace| VirtioSocket::open(namespace)).collect();
         let own = namespaces.iter().map(|namespace| namespace.netlink().unwrap().mac("eth0").unwrap()).collect();
@@ -93,7 +96,8 @@ impl World {
         let gateways = links.iter().map(|link| cluster.node.netlink().mac(link).unwrap()).collect();
         let mut world = Self {
             cluster,
-            _outside: outside,
+            outside,
+            obstacles: BTreeSet::new(),
             daemon: None,
             config,
             setting,
@@ -118,16 +122,18 @@ impl World {
         self.daemon = Some(daemon);
     }
 
-    /// An event of a history; a node without a daemon has none but pauses.
+    /// An event of a history; a node without a daemon has none but pauses and obstacles.
     fn change(&mut self, event: Event) {
-        if event == Event::Pause {
-            std::thread::sleep(Duration::from_millis(2100));
+        match event {
+            Event::Pause => std::thread::sleep(Duration::from_millis(2100)),
+            Event::OfWay(obstacle) => self.change_way(obstacle),
+            Event::Restart | Event::Kill | Event::TakeOver => {}
         }
         if self.daemon.is_none() {
             return;
         }
         let signal = match event {
-            Event::Pause => return,
+            Event::Pause | Event::OfWay(_) => return,
             Event::TakeOver => return self.start(true),
             Event::Restart => Signal::SIGTERM,
             Event::Kill => Signal::SIGKILL,
@@ -137,6 +143,27 @@ impl World {
         daemon.wait_until_ended(Duration::from_secs(60)).unwrap();
         drop(daemon);
         self.start(false);
+    }
+
+    /// Puts something into the way between pods and the machine, or takes it away.
+    fn change_way(&mut self, obstacle: Obstacle) {
+        let is_new = self.obstacles.insert(obstacle) || !self.obstacles.remove(&obstacle);
+        let (node, link) = (self.cluster.node.namespace(), self.outside.interface());
+        let command = match (obstacle, is_new) {
+            (Obstacle::Rules, true) => format!(
+                "nft 'table inet way {{ chain f {{ type filter hook forward priority 0; oifname {link} udp dport 53 drop; \
+                 iifname {link} udp sport 53 drop; oifname {link} tcp flags psh drop; }}; }}'"
+            ),
+            (Obstacle::Rules, false) => "nft delete table inet way".to_owned(),
+            (Obstacle::Blackhole, _) => {
+                let what = if is_new { "add" } else { "del" };
+                let routes = self.outside.addresses().iter().map(|to| format!("ip route {what} blackhole {to}; "));
+                routes.collect()
+            }
+            (Obstacle::Narrow, _) => format!("ip link set {link} mtu {}", if is_new { 1300 } else { 1500 }),
+        };
+        let changed = node.command("sh").args(["-ec", &command]).status().unwrap();
+        assert!(changed.success(), "{command}");
     }
 
     fn send(&self, shot: &Shot) {
@@ -163,7 +190,7 @@ impl World {
 
     /// Sends a history. With what is expected, waits for it: before the next packet for a moment, at the end until it is there.
     pub(super) fn run(&mut self, history: &[Step], expected: Option<&Arrivals>) -> Arrivals {
-        let is_open: std::collections::BTreeSet<u16> = history
+        let is_open: BTreeSet<u16> = history
             .iter()
             .filter(|step| matches!(&step.act, Act::Send(shot) if shot.open_sum.is_some()))
             .map(|step| step.number)
@@ -206,7 +233,7 @@ impl World {
         }
     }
 
-    fn listen(&self, arrivals: &mut Arrivals, is_open: &std::collections::BTreeSet<u16>) {
+    fn listen(&self, arrivals: &mut Arrivals, is_open: &BTreeSet<u16>) {
         for (end, wire) in ENDS.iter().zip(&self.wires) {
             for frame in wire.waiting().unwrap() {
                 let Some(packet) = of_frame(&frame) else { continue };

@@ -15,6 +15,7 @@ use penstock_policy::engine::Engine;
 use penstock_policy::explain::{self, PlainText};
 use penstock_policy::flow;
 use penstock_sources::ObjectKind;
+use penstock_xdp_redirect::KeptBy;
 
 use crate::naming::{end, identifier, of_client, service, sides, traffic};
 use crate::ports::PortRole;
@@ -53,6 +54,7 @@ impl DaemonView<'_> {
                 in_flight: depths.frames.in_flight,
             },
             connections: self.connections(),
+            host_routing: self.host_routing(),
             services: self.config.services.enabled.then(|| self.services()),
             domain_names: self.objects.names().filter(|_| self.engine().policy_set().has_names()).map(|names| {
                 let NameCounts { kept, learnt, evicted, not_understood, unasked } = names.counts();
@@ -96,6 +98,15 @@ impl DaemonView<'_> {
             outages: health.outages,
             version: health.version,
         }
+    }
+
+    fn host_routing(&self) -> Vec<types::HostRoutingStatus> {
+        let interfaces = self.ports.kept_by().into_iter();
+        let status = |(interface, kept_by): (&str, [Option<KeptBy>; 2])| {
+            let [ipv4_kept_by, ipv6_kept_by] = kept_by.map(|by| by.map(|by| by.name().to_owned()));
+            types::HostRoutingStatus { interface: interface.to_owned(), ipv4_kept_by, ipv6_kept_by }
+        };
+        interfaces.map(status).collect()
     }
 
     fn connections(&self) -> types::TableStatus {

@@ -68,6 +68,9 @@ pub struct Config {
     /// a verdict log of allowed ones.
     #[serde(default = "yes")]
     pub repeat_answers: bool,
+    /// With `offload`: whether packets between pods and other machines pass the node's stack by.
+    #[serde(default)]
+    pub host_routing: HostRouting,
     /// What happens to a new veth's packets before its pod is known.
     #[serde(default)]
     pub startup: StartupMode,
@@ -139,9 +142,10 @@ pub struct Config {
 }
 
 /// The top-level keys that are not sections.
-const KEYS: [&str; 9] = [
+const KEYS: [&str; 10] = [
     "attach",
     "offload",
+    "host_routing",
     "repeat_answers",
     "node",
     "node_addresses",
@@ -286,6 +290,18 @@ pub enum AttachSetting {
     Xdp,
 }
 
+/// Whether packets between pods and other machines pass the node's stack by.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum HostRouting {
+    /// Each packet in which nothing on the node has a say: no netfilter hook, such as kube-proxy's, no IPsec policy, no filter of somebody else;
+    /// and which the node's routes and neighbours are ready for.
+    #[default]
+    Auto,
+    /// None.
+    Never,
+}
+
 /// What applies while no daemon runs (`[fail]`).
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -296,8 +312,8 @@ pub struct Fail {
     pub on_exit: OnExit,
     /// Directory of the pinned XDP links, in bpffs. bpffs is mounted at `/sys/fs/bpf` if it is not.
     pub pins: PathBuf,
-    /// How long the programs go on opening connections (`repeat_answers`) when no daemon runs, with mode `closed`: under the last policy, as
-    /// many as each pod was given. At most `"5d"`; `"0s"`: not at all.
+    /// How long the programs go on opening connections (`repeat_answers`) when no daemon runs, with mode `closed`: under the last policy, and
+    /// for each pod a quarter of its share at most. At most `"5d"`; `"0s"`: not at all.
     pub repeat_answers: TimeSpan,
 }
 

@@ -16,12 +16,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use nix::unistd::{Pid, gettid};
-use penstock_dataplane::worker::Dataplane;
+use penstock_dataplane::worker::{Dataplane, Hurry};
 use penstock_policy::engine::TranslatedBy;
 use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
 use penstock_sources::Source;
 use penstock_sources::api_server::{NodeWriter, PodNotEnforced, StartupTaint, pods_not_enforced};
+use penstock_xdp_redirect::Pins;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
 
@@ -49,8 +50,8 @@ use crate::discovery::{Events, Netlink, NetworkState};
 use problem_log::ProblemLog;
 pub(super) use start::clear_pins;
 use start::{
-    Prepared, SharedMaps, leave_cores_to_workers, open_programs, other_threads, pins, start_clearing_thread,
-    start_dataplane,
+    Prepared, SharedMaps, leave_cores_to_workers, open_programs, other_threads, pins, pins_beside,
+    start_clearing_thread, start_dataplane,
 };
 
 /// How long a start waits for the API server before it takes the objects of the last run. Pods are closed meanwhile; a server
@@ -92,7 +93,7 @@ pub(super) async fn run(
     let predecessor = if mode == StartMode::TakeOver { Predecessor::find(&config.admin.socket) } else { None };
     let record = ObjectFile::of(config);
     // Before the source, which may take long to open; or once a daemon that runs has closed its own.
-    let listeners = if predecessor.is_some() { None } else { Some(Listeners::open(loaded).await?) };
+    let sockets = if predecessor.is_some() { None } else { Some(Sockets::open(loaded).await?) };
     // That daemon has in effect what is recorded, and serves until this one knows all.
     let recorded = record.as_ref().filter(|_| predecessor.is_none());
     let (ready, tell_events, writer) = node_writer(config);
@@ -100,17 +101,18 @@ pub(super) async fn run(
     else {
         return Ok(Ended::BySignal);
     };
-    let mut prepared = None;
-    if let Some(predecessor) = predecessor {
-        prepared = Prepared::beside_another(settings)?;
-        predecessor.hand_over().await?;
-    }
-    let listeners = match listeners {
-        Some(listeners) => listeners,
-        None => Listeners::open(loaded).await?,
+    let (predecessor, prepared) = prepare_beside(settings, predecessor).await?;
+    let sockets = match sockets {
+        // It has them still.
+        None if predecessor.is_some() => None,
+        None => Some(Sockets::open(loaded).await?),
+        opened => opened,
     };
-    let handovers = HandoverListener::listen(&config.admin.socket).map_err(RunError::bad_input)?;
-    let (health, is_good) = (source.health(), rejected.is_none());
+    let (listeners, handovers) = match sockets {
+        Some(Sockets { listeners, handovers }) => (listeners, Some(handovers)),
+        None => (Listeners::closed(), None),
+    };
+    let (health, is_good, started) = (source.health(), rejected.is_none(), Instant::now());
     let lines = match &record {
         Some(_) => RecordedLines::of(&objects),
         None => RecordedLines::default(),
@@ -118,17 +120,28 @@ pub(super) async fn run(
     let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, rejected, health, dataplane);
     let mut daemon = Daemon::start(settings, netlink, (objects, stale), prepared, tell_events, operation).await?;
     daemon.operation.ready = Some(ready);
+    // What has changed meanwhile is in the first policy, too.
+    let followed = follow(source, record, lines, stale.is_some(), Arc::clone(&daemon.publisher));
+    let mut policy_thread = match followed {
+        Ok(policy_thread) => policy_thread,
+        Err(error) => return Err(daemon.abandon(RunError::failed(error)).await),
+    };
+    let handovers = match daemon.go_live(predecessor, handovers, started).await {
+        Ok(handovers) => handovers,
+        Err(error) => {
+            policy_thread.end();
+            return Err(daemon.abandon(error).await);
+        }
+    };
     if is_good {
         keep_as_last_good(layers, loaded);
     }
-    let outcome = match follow(source, record, lines, stale.is_some(), Arc::clone(&daemon.publisher)) {
-        Ok(mut policy_thread) => {
-            let outcome = daemon.serve(&mut policy_thread, &events, &mut signals, handovers).await;
-            policy_thread.end();
-            outcome
-        }
-        Err(error) => Err(RunError::failed(error)),
-    };
+    let mut outcome = daemon.serve(&mut policy_thread, &events, &mut signals, handovers).await;
+    if let Ok(Ended::HandedOver(handover)) = &mut outcome {
+        daemon.leave_table();
+        handover.tell_stopped();
+    }
+    policy_thread.end();
     daemon.report();
     daemon.write_verdicts();
     daemon.count_use();
@@ -152,6 +165,33 @@ fn warn_of_closed_pods(attach: Attach) {
             "pods' interfaces stay closed to new connections until the next start, or `penstock cleanup`; established ones go on"
         ),
     }
+}
+
+/// What a daemon listens on.
+struct Sockets {
+    listeners: Listeners,
+    handovers: HandoverListener,
+}
+
+impl Sockets {
+    async fn open(loaded: &LoadedConfig) -> Result<Self, RunError> {
+        let listeners = Listeners::open(loaded).await?;
+        let handovers = HandoverListener::listen(&loaded.config.admin.socket).map_err(RunError::bad_input)?;
+        Ok(Self { listeners, handovers })
+    }
+}
+
+/// Prepares what can be beside the daemon that runs, if one does; if nothing can, that one stops first.
+async fn prepare_beside(
+    settings: &Settings<'_>,
+    predecessor: Option<Predecessor>,
+) -> Result<(Option<Predecessor>, Option<Prepared>), RunError> {
+    let Some(predecessor) = predecessor else { return Ok((None, None)) };
+    if let Some(prepared) = Prepared::beside_another(settings)? {
+        return Ok((Some(predecessor), Some(prepared)));
+    }
+    predecessor.stop_workers().await?.released().await?;
+    Ok((None, None))
 }
 
 /// Publishes and records the source's changes from now on. `lines` are the objects in effect; `are_stale` if they are those of
@@ -285,8 +325,16 @@ struct Daemon<'a> {
     close_first: CloseFirstFds,
     /// The domain names that pods learn, if these are followed.
     names: Option<LearntNamesFile>,
+    /// Another daemon runs, and has the node.
+    is_beside: bool,
+    /// The next daemon has the connection table, and this one's workers have ended.
+    has_left: bool,
+    /// An earlier daemon, or that one, has left programs: a failed start must not open pods.
+    was_closed: bool,
     /// Held as long as this process uses the connection table in the kernel.
-    _table_lock: Option<std::fs::File>,
+    table_lock: Option<std::fs::File>,
+    /// Locks the pins where another daemon had them.
+    pins_lock: Option<Pins>,
 }
 
 impl<'a> Daemon<'a> {
@@ -298,7 +346,7 @@ impl<'a> Daemon<'a> {
         tell_events: mpsc::Sender<PodNotEnforced>,
         operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
     ) -> Result<Self, RunError> {
-        let (config, started) = (settings.config, Instant::now());
+        let config = settings.config;
         let netstate = netlink.network_state().await.map_err(RunError::failed)?;
         let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
         let initial = match stale {
@@ -323,13 +371,17 @@ impl<'a> Daemon<'a> {
         if let Some(after) = config.debug.worker_panics_after {
             tracing::warn!("debug.worker_panics_after: a worker will panic after {:?}", after.duration());
         }
-        let pins = pins(config)?;
+        let is_beside = prepared.is_some();
+        let pins = if is_beside { Some(pins_beside(config)?) } else { pins(config)? };
         let was_closed = pins.as_ref().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
-        let table_lock = connections::lock(&config.conntrack.mapping, settings.offloads())?;
+        let mut table_lock = None;
         let prepared = match prepared {
             Some(prepared) => prepared,
-            None => Prepared { maps: SharedMaps::open(settings, pins.as_ref())?, programs: None },
+            None => {
+                table_lock = connections::lock(&config.conntrack.mapping, settings.offloads())?;
+                Prepared { maps: SharedMaps::open(settings, pins.as_ref())?, programs: None }
+            }
         };
         // Threads that exist before the workers: manifest reader and API server client.
         leave_cores_to_workers(settings, &other_threads());
@@ -340,8 +392,11 @@ impl<'a> Daemon<'a> {
         let operation = operation(&dataplane)?;
         let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
         let (programs, node_path) =
-            open_programs(settings, &netlink, &netstate, dataplane.cores(), pins, prepared).await?;
-        let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
+            open_programs(settings, &netlink, &netstate, (dataplane.cores(), is_beside), pins, prepared).await?;
+        let mut ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
+        if is_beside {
+            ports.set_beside();
+        }
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
         let publisher = Arc::new(Publisher::new(config, (objects, stale), services, &dataplane, clearing));
@@ -373,27 +428,30 @@ impl<'a> Daemon<'a> {
             records,
             close_first: CloseFirstFds::default(),
             names,
-            _table_lock: table_lock,
+            is_beside,
+            has_left: false,
+            was_closed,
+            table_lock,
+            pins_lock: None,
         };
-        match daemon.begin(started).await {
+        match daemon.prepare().await {
             Ok(()) => Ok(daemon),
-            Err(error) => {
-                // If an earlier daemon left pods closed, a failed start does not open them.
-                let leaves = if was_closed { daemon.after_failure() } else { OnExit::Restore };
-                if leaves == OnExit::Keep {
-                    warn_of_closed_pods(settings.attach);
-                }
-                daemon
-                    .stop(leaves)
-                    .await
-                    .unwrap_or_else(|error| tracing::error!(%error, "could not restore everything"));
-                Err(error)
-            }
+            Err(error) => Err(daemon.abandon(error).await),
         }
     }
 
-    /// Opens the host veth and the uplinks, then the pods' ports, and publishes the first snapshot.
-    async fn begin(&mut self, started: Instant) -> Result<(), RunError> {
+    /// Ends a start that has failed with this error. If an earlier daemon left pods closed, that does not open them.
+    async fn abandon(self, error: RunError) -> RunError {
+        let leaves = if self.was_closed { self.after_failure() } else { OnExit::Restore };
+        if leaves == OnExit::Keep && !self.is_beside {
+            warn_of_closed_pods(self.settings.attach);
+        }
+        self.stop(leaves).await.unwrap_or_else(|error| tracing::error!(%error, "could not restore everything"));
+        error
+    }
+
+    /// Opens the host veth and the uplinks, then the pods' ports, and compiles policy. Programs of an earlier daemon, or one that runs, stay.
+    async fn prepare(&mut self) -> Result<(), RunError> {
         // Read again: now the host veth pair exists.
         self.netstate = self.netlink.network_state().await.map_err(RunError::failed)?;
         match &self.node_path {
@@ -416,10 +474,44 @@ impl<'a> Daemon<'a> {
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
             self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
         }
-        self.reconcile("first state", started).await?;
+        self.reconcile("first state", Instant::now()).await
+    }
+
+    /// From now on this daemon has the node. Its programs come first, so that packets for workers wait in its own rings until the connection table
+    /// and the first policy are there; before them the programs of an earlier daemon go on by themselves, and those of one that runs with its
+    /// workers. Returns the listener for the next daemon, which it opens itself where that one had it.
+    async fn go_live(
+        &mut self,
+        predecessor: Option<Predecessor>,
+        handovers: Option<HandoverListener>,
+        started: Instant,
+    ) -> Result<HandoverListener, RunError> {
+        if predecessor.is_some() {
+            // Pods have come and gone meanwhile.
+            self.refresh("last state", Instant::now()).await?;
+        }
+        let hurry = Hurry::begin();
         self.ports.take_over_pinned(&self.netstate);
         self.ports.take_over_programs().map_err(RunError::failed)?;
+        let stopped = match predecessor {
+            Some(predecessor) => {
+                let stopped = predecessor.stop_workers().await?;
+                self.names.iter().for_each(LearntNamesFile::read);
+                Some(stopped)
+            }
+            None => None,
+        };
+        self.is_beside = false;
+        self.publisher.begin("first state", started);
         self.dataplane.take_over_offload();
+        drop(hurry);
+        let handovers = match stopped {
+            Some(stopped) => {
+                stopped.released().await?;
+                self.take_what_is_released().await?
+            }
+            None => handovers.expect("it listens where no other daemon did"),
+        };
         self.ports.stop_waiting_for_queues();
         privileges::drop_to_runtime().map_err(RunError::failed)?;
         let inputs = self.publisher.inputs();
@@ -431,7 +523,28 @@ impl<'a> Daemon<'a> {
             inputs.epoch.0,
             if inputs.stale.is_some() { ", by the objects of the last run" } else { "" }
         );
-        Ok(())
+        Ok(handovers)
+    }
+
+    /// Locks, sockets and names of the daemon that ran.
+    async fn take_what_is_released(&mut self) -> Result<HandoverListener, RunError> {
+        let config = self.config;
+        self.table_lock = connections::lock(&config.conntrack.mapping, self.settings.offloads())?;
+        self.pins_lock = pins(config)?;
+        self.node_path.replace_others(&config.host_veth).await.map_err(RunError::failed)?;
+        self.operation.listen().await?;
+        HandoverListener::listen(&config.admin.socket).map_err(RunError::bad_input)
+    }
+
+    /// Leaves the connection table to the next daemon: workers end, and nothing is published any more.
+    fn leave_table(&mut self) {
+        let _hurry = Hurry::begin();
+        self.has_left = true;
+        self.publisher.hold();
+        self.dataplane.halt();
+        if let Some(names) = self.names.as_ref().filter(|names| names.table().changes() > 0) {
+            names.finish();
+        }
     }
 
     /// With `fail.mode = "open"`, the kernel must open the node at once when the daemon dies. It then closes first what
@@ -528,6 +641,7 @@ impl<'a> Daemon<'a> {
             trial_thread,
             names,
             records,
+            is_beside,
             ..
         } = self;
         drop(close_first);
@@ -544,7 +658,8 @@ impl<'a> Daemon<'a> {
         let removed = match leaves {
             OnExit::Keep => {
                 ports.keep();
-                Ok(())
+                // The daemon that runs has its own.
+                if is_beside { node_path.remove().await } else { Ok(()) }
             }
             OnExit::Restore => {
                 let removed = node_path.remove().await;

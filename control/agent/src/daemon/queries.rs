@@ -115,9 +115,12 @@ impl Daemon<'_> {
             &self.ports.xdp_counters(),
             &self.ports.closed_interfaces(),
         );
-        match self.dataplane.frames() {
-            Ok(frames) => text.push_str(&report::frames(&frames)),
-            Err(error) => tracing::warn!(%error, "could not count the frames"),
+        // Workers that have left the table to another daemon are not asked.
+        if !self.has_left {
+            match self.dataplane.frames() {
+                Ok(frames) => text.push_str(&report::frames(&frames)),
+                Err(error) => tracing::warn!(%error, "could not count the frames"),
+            }
         }
         if !logging::print(text) {
             tracing::warn!("statistics not printed: the previous ones have not been read");

@@ -65,7 +65,10 @@ impl Daemon<'_> {
         self.ports.retract();
         self.follow_capture();
         self.update_routes().await;
-        self.note_not_enforced(&under_policy);
+        // What the daemon that runs has attached to since is taken later.
+        if !self.is_beside {
+            self.note_not_enforced(&under_policy);
+        }
         Ok(())
     }
 

@@ -64,6 +64,11 @@ pub(super) fn pins(config: &Config) -> Result<Option<Pins>, RunError> {
     }
 }
 
+/// The pins of the daemon that runs. It has them locked.
+pub(super) fn pins_beside(config: &Config) -> Result<Pins, RunError> {
+    Pins::at(&config.fail.pins).map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))
+}
+
 /// A daemon that takes over has this ready before the other one stops: programs that the kernel has verified, and the maps that
 /// they share with those of the other one.
 pub(super) struct Prepared {
@@ -79,19 +84,20 @@ impl Prepared {
         if settings.attach != Attach::Tcx || config.fail.mode != FailMode::Closed {
             return Ok(None);
         }
-        let pins = Pins::at(&config.fail.pins).map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
+        let pins = pins_beside(config)?;
         let Some(maps) = SharedMaps::find(settings, &pins)? else { return Ok(None) };
         let programs = load_tcx(settings, settings.worker_cores().len(), &maps).map_err(RunError::bad_input)?;
         Ok(Some(Self { maps, programs: Some(programs) }))
     }
 }
 
-/// Loads the programs, and makes the interfaces between the node's stack and the workers. On an error neither is left.
+/// Loads the programs, and makes the interfaces between the node's stack and the workers; beside those of a daemon that runs, if it is
+/// said so. On an error neither is left.
 pub(super) async fn open_programs(
     settings: &Settings<'_>,
     netlink: &Netlink,
     netstate: &NetworkState,
-    workers: &[CoreId],
+    (workers, is_beside): (&[CoreId], bool),
     pins: Option<Pins>,
     Prepared { maps, programs }: Prepared,
 ) -> Result<(Programs, NodePath), RunError> {
@@ -119,7 +125,11 @@ pub(super) async fn open_programs(
             .ok();
         return Ok((Programs::Xdp { redirect, leaving }, NodePath::HostVeth(Box::new(host_veth))));
     }
-    let pairs = WorkerPairs::create(netlink, &config.host_veth, workers.len(), mtu).await.map_err(failed)?;
+    let pairs = match is_beside {
+        true => WorkerPairs::create_beside(netlink, workers.len(), mtu).await,
+        false => WorkerPairs::create(netlink, &config.host_veth, workers.len(), mtu).await,
+    };
+    let pairs = pairs.map_err(failed)?;
     let indices: Vec<u32> = pairs.pairs().iter().map(|pair| pair.node.index).collect();
     let cpus: Vec<usize> = match settings.serves_each_core {
         true => workers.iter().map(|core| core.0).collect(),
@@ -165,6 +175,7 @@ fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Resul
         sources: Some(maps.sources.clone()),
         services: Some(maps.services.clone()),
         beside_xdp: false,
+        host_routing: settings.routes_past_stack(),
         waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(settings))),
     };
     TcxPrograms::load(&options, maps.connections.as_ref())

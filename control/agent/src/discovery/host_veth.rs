@@ -93,7 +93,7 @@ impl HostVeth {
     ) -> Result<Self, HostVethError> {
         let lock = lock()?;
         // An earlier daemon with `attach = "tcx"` may have left them.
-        clear_pairs(netlink).await?;
+        clear_pairs(netlink, &[]).await?;
         for name in [config.node.as_str(), config.workers.as_str()] {
             if netlink.link(name).await?.is_some_and(|link| !is_our_end(&link)) {
                 return Err(HostVethError::NameTaken(name.to_owned()));
@@ -492,7 +492,7 @@ async fn is_complete(netlink: &Netlink, config: &config::HostVeth, mtu: u32) -> 
 pub async fn clear_leftovers(netlink: &Netlink, config: &config::HostVeth) -> Result<bool, HostVethError> {
     let _lock = lock()?;
     let had_pair = clear_host_veth(netlink, config).await?;
-    Ok(clear_pairs(netlink).await? || had_pair)
+    Ok(clear_pairs(netlink, &[]).await? || had_pair)
 }
 
 /// Removes the host veth of an earlier daemon, its rules and what else it changed. Returns whether there was anything.

@@ -16,7 +16,8 @@ use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
 };
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteProtocol, RouteType, RouteVia,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteProtocol, RouteType,
+    RouteVia,
 };
 use netlink_packet_route::tc::{TcAttribute, TcHandle};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
@@ -182,6 +183,7 @@ impl Netlink {
             local_prefixes,
             tunnel_ports,
             remote,
+            longest: all.iter().filter_map(mtu).min(),
         })
     }
 
@@ -535,6 +537,16 @@ fn remote_network(message: &RouteMessage, tunnels: &BTreeSet<u32>) -> Option<Rem
     let network = IpNet::new(destination?, header.destination_prefix_length).ok()?;
     let by_tunnel = links.iter().any(|link| tunnels.contains(link));
     (by_tunnel || !gateways.is_empty()).then_some(RemoteNetwork { network, gateways, by_tunnel })
+}
+
+/// The MTU that an IPv4 route sets.
+fn mtu(message: &RouteMessage) -> Option<u32> {
+    let of_v4 = message.header.address_family == AddressFamily::Inet;
+    let metrics = message.attributes.iter().filter_map(|attribute| match attribute {
+        RouteAttribute::Metrics(metrics) if of_v4 => Some(metrics),
+        _ => None,
+    });
+    metrics.flatten().find_map(|metric| if let RouteMetric::Mtu(mtu) = metric { Some(*mtu) } else { None })
 }
 
 fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {

@@ -28,6 +28,9 @@ pub struct NetworkState {
     pub tunnel_ports: BTreeSet<u16>,
     /// Networks that other machines route: of pods on other nodes, and others.
     pub remote: Vec<RemoteNetwork>,
+    /// The smallest MTU that an IPv4 route sets. The kernel forwards nothing longer by it, but does not say so to programs that ask for the
+    /// route (`ip_mtu_from_fib_result` in net/ipv4/route.c).
+    pub longest: Option<u32>,
 }
 
 /// A network interface.

@@ -6,6 +6,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use super::netlink::{Netlink, NetlinkError};
+use super::network_state::Link;
 
 /// Interface alias that marks both ends of a pair as Penstock's.
 pub(super) const ALIAS: &str = "penstock host veth";
@@ -44,13 +45,17 @@ pub(super) fn lock() -> Result<UnixDatagram, HostVethError> {
     bound.map_err(|_| HostVethError::Running)
 }
 
-/// Deletes the pairs of all workers, of which an earlier daemon may have had more. Returns whether there were any.
-pub(super) async fn clear_pairs(netlink: &Netlink) -> Result<bool, HostVethError> {
+/// Names of a worker's pair without its number: the node's end and the worker's. A daemon that starts beside another one has those that it has not.
+pub(super) const PAIR_NAMES: [[&str; 2]; 2] = [["penstock-w", "penstock-x"], ["penstock-y", "penstock-z"]];
+
+/// Deletes the pairs of all workers, of which an earlier daemon may have had more, except those whose node's end is one of these interfaces.
+/// Returns whether there were any.
+pub(super) async fn clear_pairs(netlink: &Netlink, kept: &[u32]) -> Result<bool, HostVethError> {
     let state = netlink.network_state().await?;
-    let ours = state
-        .links
-        .values()
-        .filter(|link| link.veth && link.name.starts_with("penstock-w") && link.alias.as_deref() == Some(ALIAS));
+    let is_node_end = |name: &str| PAIR_NAMES.iter().any(|[node, _]| name.starts_with(node));
+    let ours = state.links.values().filter(|link| {
+        link.veth && is_node_end(&link.name) && link.alias.as_deref() == Some(ALIAS) && !kept.contains(&link.index)
+    });
     let mut there = false;
     for link in ours {
         there = true;
@@ -61,4 +66,11 @@ pub(super) async fn clear_pairs(netlink: &Netlink) -> Result<bool, HostVethError
         }
     }
     Ok(there)
+}
+
+impl Link {
+    /// Whether it is one of this daemon's own, or of another daemon that runs or has run here.
+    pub(crate) fn is_penstocks(&self) -> bool {
+        self.veth && self.alias.as_deref() == Some(ALIAS)
+    }
 }

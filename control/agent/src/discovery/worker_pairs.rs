@@ -2,7 +2,7 @@
 //! is at its other end.
 //!
 //! Nothing in the node's routes, rules or settings refers to them. They are removed at the end, and what a killed daemon
-//! left is made anew by the next.
+//! left is made anew by the next. One that takes over makes its own beside those of the daemon that runs, under other names.
 
 use std::os::unix::net::UnixDatagram;
 
@@ -11,7 +11,7 @@ use rtnetlink::{LinkUnspec, LinkVeth};
 use super::host_veth::clear_host_veth;
 use super::netlink::{Netlink, NetlinkError};
 use super::network_state::Link;
-use super::own_links::{ALIAS, HostVethError, clear_pairs, lock};
+use super::own_links::{ALIAS, HostVethError, PAIR_NAMES, clear_pairs, lock};
 use super::sysctl::{Sysctl, Sysctls};
 use crate::config;
 
@@ -29,8 +29,8 @@ pub struct WorkerVeth {
 pub struct WorkerPairs {
     netlink: Netlink,
     pairs: Vec<WorkerVeth>,
-    /// Keeps other daemons out.
-    _lock: UnixDatagram,
+    /// Keeps other daemons out, once these are the only ones.
+    lock: Option<UnixDatagram>,
 }
 
 impl WorkerPairs {
@@ -44,20 +44,30 @@ impl WorkerPairs {
     ) -> Result<Self, HostVethError> {
         let lock = lock()?;
         clear_host_veth(netlink, host_veth).await?;
-        clear_pairs(netlink).await?;
-        let mut pairs = Vec::new();
-        for worker in 0..workers {
-            match create(netlink, worker, mtu).await {
-                Ok(pair) => pairs.push(pair),
-                Err(error) => {
-                    if let Err(error) = clear_pairs(netlink).await {
-                        tracing::warn!(%error, "cannot remove the workers' veth pairs");
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        Ok(Self { netlink: netlink.clone(), pairs, _lock: lock })
+        clear_pairs(netlink, &[]).await?;
+        let pairs = create_all(netlink, PAIR_NAMES[0], workers, mtu).await?;
+        Ok(Self { netlink: netlink.clone(), pairs, lock: Some(lock) })
+    }
+
+    /// The same beside the pairs of a daemon that runs, which stay until [`WorkerPairs::replace_others`].
+    pub async fn create_beside(netlink: &Netlink, workers: usize, mtu: u32) -> Result<Self, HostVethError> {
+        let state = netlink.network_state().await?;
+        let is_taken = |[node, _]: &[&str; 2]| state.links.values().any(|link| link.name.starts_with(node));
+        let names = PAIR_NAMES.into_iter().find(|names| !is_taken(names));
+        let names = names.ok_or_else(|| HostVethError::NameTaken(format!("{}0", PAIR_NAMES[1][0])))?;
+        let pairs = create_all(netlink, names, workers, mtu).await?;
+        Ok(Self { netlink: netlink.clone(), pairs, lock: None })
+    }
+
+    /// The daemon that ran has ended: removes its pairs.
+    pub async fn replace_others(&mut self, host_veth: &config::HostVeth) -> Result<(), HostVethError> {
+        self.lock = Some(lock()?);
+        clear_host_veth(&self.netlink, host_veth).await?;
+        clear_pairs(&self.netlink, &self.indices()).await.map(drop)
+    }
+
+    fn indices(&self) -> Vec<u32> {
+        self.pairs.iter().map(|pair| pair.node.index).collect()
     }
 
     /// By worker.
@@ -67,17 +77,44 @@ impl WorkerPairs {
 
     /// Removes the pairs.
     pub async fn remove(self) -> Result<(), HostVethError> {
-        clear_pairs(&self.netlink).await.map(drop)
+        remove_all(&self.netlink, &self.pairs).await
     }
 }
 
-/// Names of a worker's pair: the node's end and the worker's.
-fn names(worker: usize) -> [String; 2] {
-    [format!("penstock-w{worker}"), format!("penstock-x{worker}")]
+async fn remove_all(netlink: &Netlink, pairs: &[WorkerVeth]) -> Result<(), HostVethError> {
+    for pair in pairs {
+        let gone = netlink.handle.link().del(pair.node.index).execute().await;
+        match gone.map_err(|error| NetlinkError::new(format!("cannot delete {}", pair.node.name), error)) {
+            Err(error) if !error.is_gone() => return Err(error.into()),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
-async fn create(netlink: &Netlink, worker: usize, mtu: u32) -> Result<WorkerVeth, HostVethError> {
-    let [node, far] = names(worker);
+/// On an error none is left, if the kernel removes them.
+async fn create_all(
+    netlink: &Netlink,
+    names: [&str; 2],
+    workers: usize,
+    mtu: u32,
+) -> Result<Vec<WorkerVeth>, HostVethError> {
+    let mut pairs = Vec::new();
+    for worker in 0..workers {
+        match create(netlink, names.map(|name| format!("{name}{worker}")), mtu).await {
+            Ok(pair) => pairs.push(pair),
+            Err(error) => {
+                if let Err(error) = remove_all(netlink, &pairs).await {
+                    tracing::warn!(%error, "cannot remove the workers' veth pairs");
+                }
+                return Err(error);
+            }
+        }
+    }
+    Ok(pairs)
+}
+
+async fn create(netlink: &Netlink, [node, far]: [String; 2], mtu: u32) -> Result<WorkerVeth, HostVethError> {
     let pair = LinkVeth::new(&node, &far).mtu(mtu).alias(ALIAS).build();
     let made = netlink.handle.link().add(pair).execute().await;
     made.map_err(|error| NetlinkError::new(format!("cannot add {node}"), error))?;

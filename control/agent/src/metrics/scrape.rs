@@ -13,7 +13,7 @@ use penstock_dataplane::policy::{self, Direction};
 use penstock_dataplane::worker::{DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths};
 use penstock_policy::model::ObjectKey;
 use penstock_sources::{KindHealth, ObjectKind};
-use penstock_xdp_redirect::TrafficCount;
+use penstock_xdp_redirect::{KeptBy, TrafficCount};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
 
@@ -38,7 +38,9 @@ pub(crate) struct Scrape {
     in_force: Vec<u32>,
     offload_in_force: Option<u32>,
     /// From pod to pod, from a pod to the node's stack, and from there to a pod.
-    offloaded: Option<[TrafficCount; 3]>,
+    offloaded: Option<[TrafficCount; 5]>,
+    /// Of each uplink and family, by what packets are kept to the node's stack.
+    kept_by: Vec<(String, &'static str, Option<KeptBy>)>,
     refused_tunnels: Option<u64>,
     cores: Vec<usize>,
     policies: usize,
@@ -106,6 +108,16 @@ struct VerdictLogCounts {
 /// Bucket bounds of the poll histogram, in nanoseconds: powers of two, where the workers' own buckets end.
 const POLL_BUCKETS: [u64; 8] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24];
 
+/// What keeps packets between pods and other machines to the node's stack, by interface and family.
+fn kept_by(view: &DaemonView<'_>) -> Vec<(String, &'static str, Option<KeptBy>)> {
+    let by_interface = view.ports.kept_by().into_iter();
+    let families = |(interface, kept_by): (&str, [Option<KeptBy>; 2])| {
+        let interface = interface.to_owned();
+        ["ipv4", "ipv6"].into_iter().zip(kept_by).map(move |(family, by)| (interface.clone(), family, by))
+    };
+    by_interface.flat_map(families).collect()
+}
+
 impl Scrape {
     /// Reads all values except the connections' states, which need a scan of the table.
     pub(crate) fn new(view: &DaemonView<'_>, counters: LiveCounters) -> Self {
@@ -129,6 +141,7 @@ impl Scrape {
             in_force: view.dataplane.in_force().into_iter().map(|epoch| epoch.0).collect(),
             offload_in_force: view.dataplane.offload_in_force().map(|epoch| epoch.0),
             offloaded: view.ports.offloaded(),
+            kept_by: kept_by(view),
             refused_tunnels: view.ports.refused_tunnels(),
             cores: view.dataplane.cores().iter().map(|core| core.0).collect(),
             policies: view.objects.policies(),
@@ -367,9 +380,24 @@ impl Scrape {
             "penstock_offloaded_packets",
             "Packets that the tcx programs forwarded without a worker; port counters include them",
             |add| {
-                let paths = ["pod_to_pod", "pod_to_stack", "stack_to_pod"];
+                let paths = ["pod_to_pod", "pod_to_stack", "stack_to_pod", "pod_to_uplink", "uplink_to_pod"];
                 let counts = self.offloaded.iter().flatten();
                 paths.iter().zip(counts).try_for_each(|(path, count)| add.count(&[("path", path)], count.packets))
+            },
+        )?;
+        to.family(
+            FamilyType::Gauge,
+            "penstock_host_routing",
+            "Whether packets between pods and other machines may pass the node's stack by, and what keeps them to it",
+            |add| {
+                self.kept_by.iter().try_for_each(|(interface, family, kept_by)| {
+                    let labels = [
+                        ("interface", interface.as_str()),
+                        ("family", family),
+                        ("kept_by", kept_by.map_or("", KeptBy::name)),
+                    ];
+                    add.value(&labels, f64::from(u8::from(kept_by.is_none())))
+                })
             },
         )?;
         to.family(

@@ -20,7 +20,7 @@ use penstock_dataplane::io::PortError;
 use penstock_dataplane::worker::{Dataplane, DataplaneStatistics, Traffic};
 use penstock_policy::model::ObjectKey;
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Interface, ModeChoice, OnMiss, PinnedProgram, Role, TrafficCount,
+    AttachError, AttachOptions, Interface, KeptBy, ModeChoice, OnMiss, Pinned, PinnedProgram, Role, TrafficCount,
 };
 
 use super::close_first::CloseFirstFds;
@@ -88,6 +88,8 @@ pub(super) struct OpenPorts {
     settings: Sysctls,
     /// Whether an earlier daemon may have changed the settings.
     found_leftovers: bool,
+    /// Whether another daemon runs, which has attached to pods' interfaces.
+    is_beside: bool,
 }
 
 impl OpenPorts {
@@ -118,7 +120,20 @@ impl OpenPorts {
             reserved: ReservedDescriptors::hold(),
             settings: Sysctls::default(),
             found_leftovers,
+            is_beside: false,
         }
+    }
+
+    /// Until [`OpenPorts::take_over_programs`] only interfaces are touched that the daemon which runs has attached to: two would attach to a
+    /// new one.
+    pub(super) fn set_beside(&mut self) {
+        self.is_beside = true;
+    }
+
+    /// Whether another daemon may be about to attach to this interface.
+    pub(super) fn is_left_to_other(&self, interface: u32) -> bool {
+        self.is_beside
+            && !self.programs.pins().is_some_and(|pins| pins.has(Pinned { program: PinnedProgram::FromPod, interface }))
     }
 
     /// Opens the host veth: packets sent through it arrive at the node's end.
@@ -200,7 +215,7 @@ impl OpenPorts {
         let is_no_pods = |link: &Link| bindings.is_no_pods(netstate, link);
         self.closed_interfaces.release(netstate, named, is_no_pods, &self.unserved);
         for interface in self.closed_interfaces.new_interfaces(netstate, named) {
-            if !self.pods.contains_key(&interface.index) {
+            if !self.pods.contains_key(&interface.index) && !self.is_left_to_other(interface.index) {
                 self.close(&interface, netstate);
             }
         }
@@ -218,8 +233,10 @@ impl OpenPorts {
             match netstate.links.get(&index).filter(|_| pinned.program.is_at_pod()) {
                 Some(_) if self.pods.contains_key(&index) || self.closed_interfaces.has(index) => {}
                 Some(link) => self.close(&interface(link), netstate),
-                None if permanent.contains(&index) && !is_foreign => {}
                 None if pinned.program.is_at_uplink() && self.uplinks.has(index) => {}
+                None if permanent.contains(&index) && !is_foreign && !pinned.program.is_at_uplink() => {}
+                // It is newer than what was read of the network.
+                None if pinned.program.is_at_pod() && !is_foreign => {}
                 None => pins.remove(pinned),
             }
             if is_foreign {
@@ -230,6 +247,7 @@ impl OpenPorts {
 
     /// From now on the programs run where an earlier daemon left its own. Ports and policy are in place.
     pub(super) fn take_over_programs(&mut self) -> Result<(), AttachError> {
+        self.is_beside = false;
         let pods = self.pods.values_mut().map(|attachment| &mut attachment.open.programs);
         self.programs.take_over(self.uplinks.attached_mut(), pods.chain(self.closed_interfaces.attached_mut()))
     }
@@ -240,17 +258,27 @@ impl OpenPorts {
     }
 
     /// Packets that programs forwarded without a worker: from pod to pod, from a pod to the node's stack, and from there
-    /// to a pod. `None` with XDP.
-    pub(super) fn offloaded(&self) -> Option<[TrafficCount; 3]> {
+    /// to a pod; past the stack, to another machine and from there. `None` with XDP.
+    pub(super) fn offloaded(&self) -> Option<[TrafficCount; 5]> {
         self.programs.offloaded()
+    }
+
+    /// For each interface to other machines, what keeps pods' packets that come in there to the node's stack, by family: IPv4, IPv6.
+    pub(super) fn kept_by(&self) -> Vec<(&str, [Option<KeptBy>; 2])> {
+        match &self.programs {
+            Programs::Tcx { tcx, .. } => self.uplinks.kept_by(tcx),
+            Programs::Xdp { .. } => Vec::new(),
+        }
     }
 
     /// Adds what programs forwarded without a worker to the workers' counters.
     pub(super) fn add_offloaded(&self, statistics: &mut DataplaneStatistics) {
-        let Some([_, to_stack, from_stack]) = self.offloaded() else { return };
+        let Some([_, to_stack, from_stack, to_uplink, from_uplink]) = self.offloaded() else { return };
         let mut by_port: BTreeMap<PortId, [TrafficCount; 2]> =
             self.pods.values().map(|pod| (pod.open.id, pod.open.programs.offloaded())).collect();
-        by_port.extend(self.permanent.iter().map(|open| (open.id, [from_stack, to_stack])));
+        // The port of the node's stack is that of other machines.
+        let of_node = [sum(from_stack, from_uplink), sum(to_stack, to_uplink)];
+        by_port.extend(self.permanent.iter().map(|open| (open.id, of_node)));
         for port in &mut statistics.ports {
             add(&mut port.traffic, by_port.get(&port.port).unwrap_or(&Default::default()));
         }
@@ -314,6 +342,7 @@ impl OpenPorts {
         }
         self.failed.retain(|index, _| wanted.contains_key(index));
         self.busy.retain(|index, _| wanted.contains_key(index));
+        self.attach_ahead(netstate, &wanted);
         for (index, port) in wanted {
             if let Some(attachment) = self.pods.get_mut(&index) {
                 if !attachment.served || attachment.last != port {
@@ -322,7 +351,7 @@ impl OpenPorts {
                 }
                 continue;
             }
-            let Some(link) = netstate.links.get(&index) else { continue };
+            let Some(link) = netstate.links.get(&index).filter(|_| !self.is_left_to_other(index)) else { continue };
             let options = AttachOptions { bridge: netstate.bridge(link), ..self.options(Role::Pod) };
             let pod = port.pod.clone();
             match self.open_pod(dataplane, link, options, port) {
@@ -355,7 +384,8 @@ impl OpenPorts {
     pub(super) fn close_unserved(&mut self, netstate: &NetworkState, links: &BTreeSet<u32>, hopeless: &BTreeSet<u32>) {
         self.unserved.retain(|index| netstate.links.contains_key(index) && !self.pods.contains_key(index));
         for &index in links {
-            let is_open = !self.pods.contains_key(&index) && !self.closed_interfaces.has(index);
+            let is_attached = self.pods.contains_key(&index) || self.closed_interfaces.has(index);
+            let is_open = !is_attached && !self.is_left_to_other(index);
             let Some(link) = netstate.links.get(&index).filter(|link| link.veth && is_open) else { continue };
             self.close(&interface(link), netstate);
             if self.closed_interfaces.has(index) {
@@ -455,6 +485,10 @@ impl OpenPorts {
 }
 
 /// Adds what a port's pod sent and received without a worker.
+fn sum(one: TrafficCount, other: TrafficCount) -> TrafficCount {
+    TrafficCount { packets: one.packets + other.packets, bytes: one.bytes + other.bytes }
+}
+
 fn add(traffic: &mut Traffic, [sent, received]: &[TrafficCount; 2]) {
     traffic.rx_packets += sent.packets;
     traffic.rx_bytes += sent.bytes;

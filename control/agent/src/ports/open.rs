@@ -1,21 +1,22 @@
 //! Turns an interface into a port: with XDP by sockets in the workers and a program on the interface, with tcx by programs
 //! on the interface that lead to the workers' pairs.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::thread;
 
 use penstock_dataplane::forward::{Port, PortId, PortKind};
 use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortPath, PortRequest};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, ModeChoice, OnMiss, Role, SocketError, TcxMapError, XdpMode,
+    AttachError, AttachOptions, Attached, Interface, ModeChoice, OnMiss, Role, SocketError, TcxMapError, XdpMode,
 };
 
 use super::OpenPorts;
 use super::closed_interfaces::interface;
 use super::programs::{InterfacePrograms, OpenPair, Programs};
-use crate::discovery::{Link, PodPort, WorkerVeth, keep_answering_arp};
+use crate::discovery::{Link, NetworkState, PodPort, WorkerVeth, keep_answering_arp};
 
 /// Why an interface could not be made a port.
 #[derive(Debug, thiserror::Error)]
@@ -46,7 +47,38 @@ pub(super) struct PodAttachment {
     pub(super) served: bool,
 }
 
+/// Threads that attach to pods' interfaces at a time. The kernel waits for a grace period up to four times for each interface
+/// (`tcx_entry_sync` in include/net/tcx.h, `maybe_wait_bpf_programs` in kernel/bpf/syscall.c), and one period serves all who wait.
+const ATTACHING: usize = 16;
+
 impl OpenPorts {
+    /// Attaches to new interfaces, many at once, and closes them: those of a whole node come at a start. By tcx alone; with XDP sockets come
+    /// first. What fails is tried again when its port is opened.
+    pub(super) fn attach_ahead(&mut self, netstate: &NetworkState, wanted: &BTreeMap<u32, PodPort>) {
+        let is_new = |index: &&u32| {
+            let is_attached = self.pods.contains_key(*index) || self.closed_interfaces.has(**index);
+            !is_attached && !self.is_left_to_other(**index)
+        };
+        let links = wanted.keys().filter(is_new).filter_map(|index| netstate.links.get(index));
+        let new: Vec<(Interface, AttachOptions)> = links
+            .map(|link| (interface(link), AttachOptions { bridge: netstate.bridge(link), ..self.options(Role::Pod) }))
+            .collect();
+        let Programs::Tcx { tcx, .. } = &self.programs else { return };
+        if new.len() < 2 {
+            return;
+        }
+        let attach = |part: &[(Interface, AttachOptions)]| -> Vec<InterfacePrograms> {
+            let attached = part.iter().map(|(interface, options)| (tcx.attach_pod(interface), *options));
+            attached.filter_map(|(veth, options)| Some(InterfacePrograms::Tcx { veth: veth.ok()?, options })).collect()
+        };
+        let attached: Vec<InterfacePrograms> = thread::scope(|scope| {
+            let parts = new.chunks(new.len().div_ceil(ATTACHING));
+            let threads: Vec<_> = parts.map(|part| scope.spawn(move || attach(part))).collect();
+            threads.into_iter().flat_map(|thread| thread.join().unwrap_or_default()).collect()
+        });
+        attached.into_iter().for_each(|programs| self.closed_interfaces.put(programs));
+    }
+
     pub(super) fn open_pod(
         &mut self,
         dataplane: &Dataplane,

@@ -112,7 +112,7 @@ impl Programs {
     }
 
     /// Packets that the programs forwarded without a worker ([`TcxPrograms::offloaded`]).
-    pub(crate) fn offloaded(&self) -> Option<[TrafficCount; 3]> {
+    pub(crate) fn offloaded(&self) -> Option<[TrafficCount; 5]> {
         match self {
             Self::Xdp { .. } => None,
             Self::Tcx { tcx, .. } => tcx.offloaded().ok(),

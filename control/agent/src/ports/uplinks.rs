@@ -8,7 +8,7 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use penstock_dataplane::forward::PortId;
 use penstock_xdp_redirect::{
-    AttachError, AttachedUplink, NO_UPLINK_NUMBER, RemoteNetwork, TcxMapError, TcxPrograms, UplinkNumber,
+    AttachError, AttachedUplink, KeptBy, NO_UPLINK_NUMBER, RemoteNetwork, TcxMapError, TcxPrograms, UplinkNumber,
 };
 
 use super::{OpenPorts, interface};
@@ -38,9 +38,11 @@ impl OpenPorts {
         let pods = self.pods.values().flat_map(|pod| [pod.last.link, pod.last.enters_by]);
         let known: BTreeSet<u32> = own.chain(pairs).chain(pods).collect();
         let is_uplink = |link: &&Link| {
-            link.up && link.name != "lo" && !known.contains(&link.index) && !self.closed_interfaces.has(link.index)
+            let is_own = known.contains(&link.index) || link.is_penstocks();
+            link.up && link.name != "lo" && !is_own && !self.closed_interfaces.has(link.index)
         };
         self.uplinks.follow_links(tcx, netstate.links.values().filter(is_uplink));
+        self.uplinks.follow_longest(netstate.longest.unwrap_or(u32::MAX));
         if self.programs.are_xdp() {
             let served = self.pods.values().filter(|pod| pod.served);
             self.uplinks.follow_senders(tcx, served.map(|pod| (pod.last.link, pod.open.id)).collect());
@@ -111,6 +113,27 @@ impl Uplinks {
                 }
             }
         }
+    }
+
+    /// `longest`: the longest packet that all routes take.
+    fn follow_longest(&mut self, longest: u32) {
+        for uplink in self.attached.values_mut() {
+            if let Err(error) = uplink.set_longest(longest) {
+                tracing::error!(%error, "packets may pass the node's stack by that are too long for its routes");
+            }
+        }
+    }
+
+    /// What keeps packets that come in by each of them to the node's stack.
+    pub(super) fn kept_by(&self, tcx: &TcxPrograms) -> Vec<(&str, [Option<KeptBy>; 2])> {
+        let of = |uplink: &AttachedUplink, v6| {
+            if !uplink.has_way() {
+                return Some(KeptBy::Header);
+            }
+            tcx.kept_by(uplink.interface().index, v6).unwrap_or(Some(KeptBy::Other))
+        };
+        let uplinks = self.attached.values();
+        uplinks.map(|uplink| (uplink.interface().name.as_str(), [false, true].map(|v6| of(uplink, v6)))).collect()
     }
 
     fn refuse_tunnels(&mut self, tcx: &TcxPrograms, wanted: &Arc<RefusedTunnels>) -> Result<(), TcxMapError> {

@@ -74,13 +74,14 @@ fn json_documents(text: &str) -> Option<Vec<usize>> {
 
 fn parse_yaml(text: &str) -> Result<Vec<YamlNode>, Malformed> {
     // The parser's default limits are for small files. A dump of a whole cluster is larger; nesting and alias expansion
-    // stay limited.
+    // stay limited: what aliases repeat in a file of a few hundred bytes would keep the reader from all others for seconds.
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
             max_events: usize::MAX,
             max_nodes: usize::MAX,
             max_documents: usize::MAX,
             max_total_scalar_bytes: usize::MAX,
+            max_recorded_anchor_events: 50_000,
         },
         // YAML 1.2: `y`, `no` and `on` are strings. Where a string is needed, as in a name or a label, nothing else can be
         // meant; where a boolean is needed, they are rejected.
@@ -350,6 +351,15 @@ b:
         let trees = parse("a: &x {k: v}\nb:\n  <<: *x\n  l: w\nc: *x\n").unwrap();
         assert_eq!(trees[0].to_value(), json!({"a": {"k": "v"}, "b": {"l": "w", "k": "v"}, "c": {"k": "v"}}));
         assert_eq!(trees[0].line_of(&path(&["c", "k"])), 5);
+    }
+
+    #[test]
+    fn aliases_that_multiply_are_refused_soon() {
+        let first = ["a: &n0 [x, x, x, x, x, x, x, x]".to_owned()];
+        let others = (1..12).map(|n| format!("{n}: &n{n} [{}]", vec![format!("*n{}", n - 1); 8].join(", ")));
+        let malformed = parse(&first.into_iter().chain(others).collect::<Vec<_>>().join("\n")).unwrap_err();
+        assert!(malformed.message.contains("limits breached"), "{malformed:?}");
+        assert_eq!(malformed.line, Some(6), "the line at which it is given up: {malformed:?}");
     }
 
     #[test]

@@ -92,6 +92,8 @@ impl Bench {
     fn start(config: Config) -> Self {
         let wires = Wires::new();
         let dataplane = Dataplane::start_with(config, |_, _| wires.clone()).unwrap();
+        // Workers take nothing before.
+        dataplane.publish(Snapshot { epoch: crate::Epoch(1), ..Snapshot::default() });
         Self { dataplane, redirect: Redirect::new().unwrap(), wires }
     }
 

@@ -1,0 +1,189 @@
+//! A crash, a stop, a start and a takeover under steady connections that repeat: none of them is lost, and none passes that policy denies.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use penstock_bench::probe::{ProbeOutcome, Protocol, Site};
+use penstock_bench::testbed::Attach;
+
+use crate::faults::repeated::{METRICS, NOBODY, ONLY_POD_0, manifests, outcome, repeated};
+use crate::fixture::Fixture;
+
+const LIMIT: Duration = Duration::from_secs(20);
+/// Between two questions. A pod's credit without a daemon lasts for minutes of them.
+const INTERVAL: Duration = Duration::from_millis(5);
+/// Below those that the kernel chooses.
+const FIRST_PORT: u16 = 2000;
+/// How long something stays as it is.
+const WHILE: Duration = Duration::from_millis(500);
+
+/// Three pods, of which the second admits only the first.
+fn fixture() -> Fixture {
+    Fixture::of(&manifests(ONLY_POD_0), |_, config| {
+        config.attach = Attach::Tcx;
+        config.offload = true;
+        config.metrics = Some(METRICS);
+        let directory = config.manifests.parent().unwrap().display();
+        config.conntrack = format!("mapping = \"{directory}/run/conntrack\"\nentries = 131072\n");
+        config.sections += "[fail]\non_exit = \"keep\"\n";
+    })
+}
+
+/// A datagram from a port of its own, and whether its answer came. Nobody sends one again.
+struct Question {
+    asked: Instant,
+    is_answered: bool,
+}
+
+/// Asks without end.
+struct Questions {
+    ends: Arc<AtomicBool>,
+    thread: JoinHandle<Vec<Question>>,
+}
+
+impl Questions {
+    fn start(from: &Site, to: SocketAddr) -> Self {
+        let (ends, from_address) = (Arc::new(AtomicBool::new(false)), from.address(to.is_ipv6()).unwrap());
+        let ended = Arc::clone(&ends);
+        let ask = move || {
+            let (mut asked, mut waiting): (Vec<Question>, Vec<(usize, UdpSocket)>) = (Vec::new(), Vec::new());
+            let mut until = None;
+            while until.is_none_or(|until| Instant::now() < until) {
+                if !ended.load(Ordering::Relaxed) {
+                    // Each of a port that was not used before: the entry of another one may need a worker.
+                    let port = FIRST_PORT + u16::try_from(asked.len()).unwrap();
+                    let socket = UdpSocket::bind(SocketAddr::new(from_address, port)).unwrap();
+                    socket.set_nonblocking(true).unwrap();
+                    socket.connect(to).unwrap();
+                    socket.send(&[0; 16]).unwrap();
+                    waiting.push((asked.len(), socket));
+                    asked.push(Question { asked: Instant::now(), is_answered: false });
+                } else if waiting.is_empty() {
+                    break;
+                } else {
+                    // However busy the machine is.
+                    until = until.or_else(|| Some(Instant::now() + Duration::from_secs(3)));
+                }
+                waiting.retain(|(number, socket)| {
+                    asked[*number].is_answered = socket.recv(&mut [0; 64]).is_ok();
+                    !asked[*number].is_answered
+                });
+                std::thread::sleep(INTERVAL);
+            }
+            asked
+        };
+        Self { ends, thread: from.namespace.spawn("questions", ask).unwrap() }
+    }
+
+    fn end(self) -> Vec<Question> {
+        self.ends.store(true, Ordering::Relaxed);
+        self.thread.join().unwrap()
+    }
+}
+
+fn address(fixture: &Fixture) -> SocketAddr {
+    SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 53)
+}
+
+/// The first pod has asked, and programs repeat the answer.
+fn let_repeat(fixture: &Fixture) {
+    let deadline = Instant::now() + LIMIT;
+    let before = repeated(fixture, 0);
+    while repeated(fixture, 0) < before + 2 {
+        assert!(Instant::now() < deadline, "no connection is repeated");
+        assert_eq!(outcome(fixture, "test/pod-0", "test/pod-1", Protocol::Udp(53)), ProbeOutcome::Reached);
+    }
+}
+
+/// A part of a test: its name, and when it began.
+type Part = (&'static str, Instant);
+
+/// Which of the parts' questions had no answer, and how many there were.
+fn unanswered(parts: &[Part], questions: &[Question]) -> Vec<(&'static str, usize, usize)> {
+    let of_part = |number: usize| {
+        let (name, from) = parts[number];
+        let until = parts.get(number + 1).map(|(_, at)| *at);
+        let within = || questions.iter().filter(|it| it.asked >= from && until.is_none_or(|until| it.asked < until));
+        (name, within().filter(|it| !it.is_answered).count(), within().count())
+    };
+    (0..parts.len()).map(of_part).collect()
+}
+
+#[test]
+fn no_repeated_connection_is_lost_by_a_crash_start_stop_or_takeover() {
+    let mut fixture = fixture();
+    let_repeat(&fixture);
+    let to = address(&fixture);
+    let allowed = Questions::start(fixture.site("test/pod-0"), to);
+    let denied = Questions::start(fixture.site("test/pod-2"), to);
+    let mut parts: Vec<Part> = vec![("before", Instant::now())];
+    let mut next = |name| {
+        std::thread::sleep(WHILE);
+        parts.push((name, Instant::now()));
+    };
+    for (ends, end, start) in
+        [(Signal::SIGKILL, "a crash", "the start after it"), (Signal::SIGTERM, "a stop", "the start after that")]
+    {
+        next(end);
+        fixture.daemon.signal(ends).unwrap();
+        fixture.daemon.wait_until_ended(Duration::from_secs(30)).unwrap();
+        next(start);
+        fixture.restart();
+        // Also once programs repeat what workers of this daemon have answered.
+        let_repeat(&fixture);
+    }
+    next("a takeover");
+    let before = fixture.take_over();
+    let_repeat(&fixture);
+    next("after it");
+    std::thread::sleep(WHILE);
+    let (allowed, denied) = (allowed.end(), denied.end());
+    drop(before);
+    let lost = unanswered(&parts, &allowed);
+    println!("unanswered: {lost:?}");
+    assert!(
+        lost.iter().all(|(_, lost, all)| *lost == 0 && *all > 0),
+        "{lost:?}\n{}",
+        fixture.daemon.log().lines().join("\n")
+    );
+    assert!(denied.iter().all(|question| !question.is_answered), "{:?}", unanswered(&parts, &denied));
+}
+
+/// Until the next daemon has the node the last policy stands, as documented; from then on its own.
+#[test]
+fn a_policy_that_changed_without_a_daemon_holds_from_its_start() {
+    let mut fixture = fixture();
+    let_repeat(&fixture);
+    let to = address(&fixture);
+    for takes_over in [false, true] {
+        let questions = Questions::start(fixture.site("test/pod-0"), to);
+        std::thread::sleep(WHILE);
+        let from = match takes_over {
+            false => {
+                fixture.kill();
+                fixture.save("all.yaml", &manifests(NOBODY));
+                fixture.restart();
+                Instant::now()
+            }
+            // The one that runs has it in effect before the next one begins.
+            true => {
+                fixture.enforce(&manifests(NOBODY));
+                let from = Instant::now();
+                drop(fixture.take_over());
+                from
+            }
+        };
+        std::thread::sleep(WHILE);
+        let questions = questions.end();
+        let passed = |question: &&Question| question.asked > from && question.is_answered;
+        assert_eq!(questions.iter().filter(passed).count(), 0, "takes over: {takes_over}");
+        assert!(questions.iter().any(|question| question.is_answered), "before");
+        assert_eq!(outcome(&fixture, "test/pod-0", "test/pod-1", Protocol::Tcp(8080)), ProbeOutcome::Silent);
+        fixture.enforce(&manifests(ONLY_POD_0));
+        let_repeat(&fixture);
+    }
+}
