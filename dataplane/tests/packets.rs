@@ -1,6 +1,7 @@
 //! The packet path in memory, by its public interface: parser, pipeline, translation, policy tables, names and journal. One test
 //! program, since each would link the same.
 
+mod early;
 mod journal;
 mod modules;
 mod names;

@@ -809,7 +809,7 @@ fn a_flood_to_a_service_does_not_fill_the_table() {
         // It evicts older connections of the pod, and is pinned all the same.
         match first.0 {
             Verdict::Forward(_) => assert_eq!(first.1, again.1, "{number}"),
-            Verdict::Drop(reason) => assert_eq!(reason, DropReason::QuotaExceeded, "{number}"),
+            other => assert_eq!(other, Verdict::Drop(DropReason::QuotaExceeded), "{number}"),
         }
     }
     let connections = node.pipeline.connections();

@@ -23,14 +23,14 @@ use penstock_dataplane::policy::{
 use penstock_dataplane::reply::{OnRevoke, ReplySettings};
 use penstock_dataplane::{Epoch, Snapshot};
 
-const HOST: PortId = PortId(0);
-const A: PortId = PortId(1);
-const B: PortId = PortId(2);
+pub(crate) const HOST: PortId = PortId(0);
+pub(crate) const A: PortId = PortId(1);
+pub(crate) const B: PortId = PortId(2);
 const UPLINK: PortId = PortId(3);
-const A_IPS: [&str; 2] = ["10.0.0.1", "fd00::1"];
-const B_IPS: [&str; 2] = ["10.0.0.2", "fd00::2"];
+pub(crate) const A_IPS: [&str; 2] = ["10.0.0.1", "fd00::1"];
+pub(crate) const B_IPS: [&str; 2] = ["10.0.0.2", "fd00::2"];
 const GHOST: &str = "10.0.0.9";
-const NODE_IPS: [&str; 2] = ["192.168.0.1", "fd01::1"];
+pub(crate) const NODE_IPS: [&str; 2] = ["192.168.0.1", "fd01::1"];
 const B_MTU: u16 = 1400;
 
 const SYN: u8 = 2;
@@ -41,13 +41,13 @@ fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-struct Node {
-    pipeline: Pipeline,
-    snapshot: Snapshot,
+pub(crate) struct Node {
+    pub(crate) pipeline: Pipeline,
+    pub(crate) snapshot: Snapshot,
 }
 
 impl Node {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
         let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, NODE_IPS.map(|text| ip(text).into()), []);
         let mut forwarding = Forwarding::new(NODE_IPS.map(|text| ip(text).into()))
@@ -95,15 +95,19 @@ impl Node {
     }
 
     fn publish_both(&mut self, a_may_send: bool, b_admits: bool) {
+        let policy = |open| {
+            if open { EndpointPolicy::Open } else { EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))) }
+        };
+        self.publish_policies(policy(a_may_send), policy(b_admits));
+    }
+
+    /// The egress policy of `a`, and the ingress policy of `b`.
+    pub(crate) fn publish_policies(&mut self, egress: EndpointPolicy, ingress: EndpointPolicy) {
         let pod = |number| AddressOwner::Pod {
             identity: Identity(NonZeroU32::new(number).unwrap()),
             endpoint: Some(EndpointId(number)),
             node: Some(NodeId(0)),
         };
-        let policy = |open| {
-            if open { EndpointPolicy::Open } else { EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))) }
-        };
-        let (egress, ingress) = (policy(a_may_send), policy(b_admits));
         let mut update = PolicySet::default().update();
         for (texts, owner) in [(A_IPS, pod(1)), (B_IPS, pod(2)), (NODE_IPS, AddressOwner::Node(NodeId(0)))] {
             for text in texts {
@@ -142,7 +146,7 @@ fn builder(from: &str, to: &str, ttl: u8) -> etherparse::PacketBuilderStep<ether
     }
 }
 
-fn udp(from: (&str, u16), to: (&str, u16), length: usize) -> Vec<u8> {
+pub(crate) fn udp(from: (&str, u16), to: (&str, u16), length: usize) -> Vec<u8> {
     let mut frame = Vec::new();
     builder(from.0, to.0, 64).udp(from.1, to.1).write(&mut frame, &vec![0; length]).unwrap();
     frame
@@ -349,7 +353,7 @@ fn tunnel_packets_from_pods_to_nodes_are_dropped() {
 }
 
 /// A frame that the node's stack sent, and for whom.
-struct OfStack(MemoryFrames, StackSender);
+pub(crate) struct OfStack(pub(crate) MemoryFrames, pub(crate) StackSender);
 
 impl Frames for OfStack {
     fn len(&self) -> usize {
@@ -392,7 +396,7 @@ impl Observer for Evaluated {
 }
 
 /// A node that knows whose packets it translates.
-fn masquerading() -> Node {
+pub(crate) fn masquerading() -> Node {
     let mut node = Node::new();
     let connections = Arc::new(ConnTable::new(&Config { entries: 1024, ..Config::default() }).unwrap());
     node.pipeline = Pipeline::new(connections, PipelineMode::Full).with_sources(Some(Arc::new(OfClient)));

@@ -12,6 +12,7 @@ use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir};
 
 use crate::fixture::{Fixture, pods, policy};
+use crate::forger::count_to;
 
 /// Timeout for retransmissions after a pause of the daemon.
 const TIMEOUT: Duration = Duration::from_secs(15);
@@ -218,10 +219,10 @@ fn fragments_of_8_kilobytes_pass_or_are_dropped_by_policy() {
         let error = server.recv_from(&mut arrived).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::WouldBlock, "{error}");
     }
-    let statistics = fixture.statistics();
-    let line = statistics.iter().find(|line| line.contains("test/pod-2")).expect("a line of that pod");
-    // The first of each datagram's six fragments was denied, and the others had no known first fragment.
-    assert!(line.contains("ingress_denied 2") && line.contains("fragment 10"), "{line}");
+    // The first of each datagram's six fragments was denied, and the others waited in vain for one that passes.
+    for (cause, packets) in [("ingress_denied", 2), ("fragment", 10)] {
+        assert_eq!(count_to(&fixture, "test/pod-2", cause, packets), packets, "{cause}");
+    }
 }
 
 /// Sends datagrams of this length until the sender learns that the path MTU is smaller, then one that must arrive.

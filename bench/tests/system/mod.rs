@@ -8,6 +8,7 @@ mod connections;
 mod dashboards;
 mod differential;
 mod domain_names;
+mod early_fragments;
 mod first_start;
 mod flow_records;
 mod forwarding;

@@ -6,5 +6,6 @@ mod learn;
 mod matrix;
 mod modules;
 mod replay_command;
+mod replay_fragments;
 mod replay_stream;
 mod services;

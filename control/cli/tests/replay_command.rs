@@ -34,12 +34,12 @@ spec:
     - from: [{ podSelector: { matchLabels: { app: cron } } }]
 "#;
 
-struct ReplayDirectory {
+pub(crate) struct ReplayDirectory {
     directory: tempfile::TempDir,
 }
 
 impl ReplayDirectory {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let directory = Self { directory: tempfile::tempdir().unwrap() };
         directory.write("cluster/pods.yaml", CLUSTER.as_bytes());
         directory.write("cluster/policy.yaml", POLICY.as_bytes());
@@ -49,17 +49,17 @@ impl ReplayDirectory {
         directory
     }
 
-    fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    fn write(&self, name: &str, bytes: &[u8]) {
+    pub(crate) fn write(&self, name: &str, bytes: &[u8]) {
         fs::create_dir_all(self.path(name).parent().unwrap()).unwrap();
         fs::write(self.path(name), bytes).unwrap();
     }
 
     /// Runs the command in the directory.
-    fn replay(&self, arguments: &[&str]) -> Output {
+    pub(crate) fn replay(&self, arguments: &[&str]) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_penstock"));
         command.arg("replay").args(arguments).current_dir(self.directory.path()).output().unwrap()
     }

@@ -68,6 +68,12 @@ impl PacketBatch {
         &self.bytes
     }
 
+    /// A batch of one of its packets.
+    pub(super) fn single(&self, packet: &BatchedPacket) -> Self {
+        let bytes = self.frame(packet).to_vec();
+        Self { packets: vec![BatchedPacket { range: 0..bytes.len(), ..*packet }], bytes }
+    }
+
     /// Copies the frames of another batch, to keep them as they were before processing.
     pub fn copy_from(&mut self, other: &Self) {
         self.bytes.clear();

@@ -5,12 +5,13 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 
 use penstock_dataplane::DropReason;
-use penstock_dataplane::packet::{Flow, Packet};
+use penstock_dataplane::packet::{Flow, Packet, parse};
 use rustc_hash::{FxHashSet, FxHasher};
 use serde::Serialize;
 
+use super::batch::PacketBatch;
 use super::cluster::ReplayCluster;
-use super::player::Decision;
+use super::player::{Decision, EntryPoint, Player};
 use super::rules::Rules;
 use super::summary::grouped;
 
@@ -82,7 +83,68 @@ impl PacketOutcome<'_> {
     }
 }
 
+/// What is decided of a packet under one set of objects.
+pub(super) struct Said {
+    decision: Decision,
+    rules: Rules,
+    /// Of its connection, in opening direction.
+    flow: Option<Flow>,
+}
+
+impl Said {
+    /// Of packet `index` of the player's last batch.
+    pub(super) fn of(player: &mut Player, entry: EntryPoint, index: usize, frame: &[u8]) -> Self {
+        let decision = player.decision(entry, index);
+        let Ok(packet) = parse(frame) else { return Self { decision, rules: Rules::default(), flow: None } };
+        let rules = player.connection_state(entry, index, &packet, frame).1;
+        Self { decision, rules, flow: player.original_flow(&packet, frame) }
+    }
+
+    fn outcome<'a>(&self, cluster: &'a ReplayCluster) -> PacketOutcome<'a> {
+        PacketOutcome { cluster, decision: self.decision, rules: self.rules }
+    }
+}
+
+/// Compared for a change is the verdict, not its reason.
+fn kind(decision: Decision) -> u8 {
+    match decision {
+        Decision::Allow => 0,
+        Decision::Deny(_) => 1,
+        Decision::Kernel(_) => 2,
+    }
+}
+
+/// Records the packets of a batch whose verdict differs, but for those that are held.
+pub(super) fn compare(
+    before: (&mut Player, EntryPoint),
+    after: (&mut Player, EntryPoint),
+    batch: &PacketBatch,
+    comparison: &mut Comparison,
+) {
+    for (index, member) in batch.packets().iter().enumerate() {
+        let decisions = (before.0.decision(before.1, index), after.0.decision(after.1, index));
+        let is_early = before.0.is_early(index) || after.0.is_early(index);
+        if is_early || kind(decisions.0) == kind(decisions.1) {
+            continue;
+        }
+        let frame = batch.frame(member);
+        let said = Said::of(before.0, before.1, index, frame);
+        let other = Said::of(after.0, after.1, index, frame);
+        comparison.note_said((&*before.0, &said), (&*after.0, &other), frame, member.record.original);
+    }
+}
+
 impl Comparison {
+    /// Records a packet of so many bytes, if its verdict differs.
+    pub(super) fn note_said(&mut self, before: (&Player, &Said), after: (&Player, &Said), frame: &[u8], bytes: u32) {
+        if kind(before.1.decision) == kind(after.1.decision) {
+            return;
+        }
+        let flow = before.1.flow.or(after.1.flow);
+        let outcomes = (before.1.outcome(before.0.cluster()), after.1.outcome(after.0.cluster()));
+        self.note(flow, parse(frame).ok().as_ref(), bytes, &outcomes.0, &outcomes.1);
+    }
+
     /// Records a packet whose verdict differs under the second set. `flow` is its connection's, in opening direction.
     pub(super) fn note(
         &mut self,

@@ -20,6 +20,7 @@ pub mod cluster;
 pub mod compare;
 pub mod connections;
 mod dedup;
+mod in_order;
 pub mod kernel;
 mod line;
 mod objects;

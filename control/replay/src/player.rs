@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_dataplane::ProgramOutcome;
-use penstock_dataplane::conntrack::{Config, ConnTable, OpenError, SweepCursor, Timestamp};
+use penstock_dataplane::conntrack::{Config, ConnTable, DatagramKey, OpenError, SweepCursor, Timestamp};
 use penstock_dataplane::forward::{PortId, PortKind};
 use penstock_dataplane::names::{Moment, NameTime};
 use penstock_dataplane::packet::{Address, Flow, Packet, Transport, parse, quoted_flow, translate};
 use penstock_dataplane::pipeline::{
-    BATCH, DropReason, EvaluationReason, Frames, Observer, Pipeline, PipelineMode, ServiceConnection, Verdict,
+    BATCH, DropReason, EarlyFragments, EvaluationReason, Frames, Observer, Pipeline, PipelineMode, ServiceConnection,
+    StackSender, Verdict,
 };
 use penstock_dataplane::policy::{Direction, EvaluationForm, PolicySet, PolicyVerdict};
 use penstock_dataplane::services::{Backend, Frontend};
@@ -128,6 +129,10 @@ impl Default for PacketCounters {
 pub struct Player {
     cluster: ReplayCluster,
     pipeline: Pipeline,
+    /// The numbers of held packets.
+    early: EarlyFragments<u64>,
+    /// Whether one of the last batch is held.
+    has_early: bool,
     table: Arc<ConnTable>,
     now: Timestamp,
     swept: Timestamp,
@@ -164,6 +169,8 @@ impl Player {
         Ok(Self {
             cluster,
             pipeline: Pipeline::new(Arc::clone(&table), PipelineMode::Full),
+            early: EarlyFragments::new(EarlyFragments::<u64>::MOST),
+            has_early: false,
             table,
             now: Timestamp::default(),
             swept: Timestamp::default(),
@@ -181,6 +188,12 @@ impl Player {
     /// Sets the backends that the captures show.
     pub(super) fn showing(self, shown: Arc<ShownBackends>) -> Self {
         Self { shown, ..self }
+    }
+
+    /// Holds fragments that come before their first, as a worker does. Otherwise they are dropped.
+    pub(super) fn holding(mut self) -> Self {
+        self.pipeline.hold_early(true);
+        self
     }
 
     /// The current cluster.
@@ -285,6 +298,7 @@ impl Player {
     pub fn play(&mut self, entry: EntryPoint, time: Time, batch: &mut PacketBatch) {
         self.evaluations.clear();
         self.choices.clear();
+        self.has_early = false;
         let port = match entry {
             EntryPoint::Kernel(outcome) => {
                 self.counters.kernel[outcome as usize] += batch.packets().len() as u64;
@@ -316,6 +330,7 @@ impl Player {
             match verdict {
                 Verdict::Forward(_) => self.counters.allowed += 1,
                 Verdict::Drop(reason) => self.counters.denied[*reason as usize] += 1,
+                Verdict::Early => self.has_early = true,
             }
         }
         self.count_connections();
@@ -369,8 +384,54 @@ impl Player {
             EntryPoint::Port(_) | EntryPoint::Turned(..) | EntryPoint::Unasked => match self.verdicts[index] {
                 Verdict::Forward(_) => Decision::Allow,
                 Verdict::Drop(reason) => Decision::Deny(reason),
+                Verdict::Early => Decision::Deny(DropReason::Fragment),
             },
         }
+    }
+
+    /// Whether a packet of the last batch is held.
+    #[inline]
+    pub(super) fn has_early(&self) -> bool {
+        self.has_early
+    }
+
+    /// Whether packet `index` of the last batch is held: nothing is decided.
+    #[inline]
+    pub(super) fn is_early(&self, index: usize) -> bool {
+        self.has_early && self.verdicts[index] == Verdict::Early
+    }
+
+    /// Holds a packet with this number, which entered at `entry`. Returns the one that is to be played again instead.
+    pub(super) fn hold_early(&mut self, entry: EntryPoint, number: u64, frame: &[u8]) -> Option<u64> {
+        let (EntryPoint::Port(port) | EntryPoint::Turned(port, _)) = entry else { return Some(number) };
+        let packet = parse(frame).ok();
+        let datagram = packet.as_ref().and_then(|packet| Some((packet, DatagramKey::of(packet, port)?)));
+        let Some((packet, datagram)) = datagram else { return Some(number) };
+        let holder = EarlyFragments::<u64>::holder(self.cluster.snapshot(), port, StackSender::Unknown, packet);
+        self.early.hold(datagram, holder, self.now, number)
+    }
+
+    /// Takes the held packets that are to be played again at this time: their first fragment has passed, or their time is over.
+    pub(super) fn take_due(&mut self, time: Time) -> Vec<u64> {
+        self.advance(time);
+        let (fragments, now) = (self.table.fragments(), self.now);
+        if self.early.is_empty() || !self.early.may_be_due(fragments, now) {
+            return Vec::new();
+        }
+        let mut from = 0;
+        std::iter::from_fn(|| self.early.take_due(&mut from, fragments, now)).collect()
+    }
+
+    /// Takes the packet that is held for longest.
+    pub(super) fn take_oldest(&mut self) -> Option<u64> {
+        self.early.take_oldest()
+    }
+
+    /// Plays a packet that was held; it is not held again.
+    pub(super) fn play_again(&mut self, entry: EntryPoint, time: Time, batch: &mut PacketBatch) {
+        self.pipeline.hold_early(false);
+        self.play(entry, time, batch);
+        self.pipeline.hold_early(true);
     }
 
     /// The packet's relation to a connection, and the rules that allow that connection or deny the packet. Valid until the next batch.
@@ -505,5 +566,6 @@ fn is_let_through(verdict: Verdict) -> bool {
         Verdict::Drop(reason) => {
             matches!(reason, TtlExpired | TooBig | NoPort | PortGone | TxRingFull | HandOffFull)
         }
+        Verdict::Early => false,
     }
 }

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 
 use penstock_dataplane::packet::parse;
 
-use super::batch::PacketBatch;
-use super::capture::{CaptureInterface, CaptureWriter};
+use super::batch::{BatchedPacket, PacketBatch};
+use super::capture::{CaptureInterface, CaptureWriter, Record};
+use super::in_order::{InOrder, PacketResult};
 use super::line::{EvaluatedPacket, VerdictLineWriter};
 use super::output::{Output, OutputError};
 use super::player::{Decision, EntryPoint, Player};
@@ -28,7 +29,10 @@ pub(super) struct Sinks {
     allowed: Option<CaptureSink>,
     denied: Option<CaptureSink>,
     lines: VerdictLineWriter,
-    text: Vec<u8>,
+    /// Of the packet that is written.
+    comment: Vec<u8>,
+    line: Vec<u8>,
+    order: InOrder,
 }
 
 struct CaptureSink {
@@ -51,7 +55,9 @@ impl Sinks {
             allowed: paths.allowed.as_ref().map(capture).transpose()?,
             denied: paths.denied.as_ref().map(capture).transpose()?,
             lines: VerdictLineWriter::default(),
-            text: Vec::with_capacity(2 * WRITE_SIZE),
+            comment: Vec::new(),
+            line: Vec::new(),
+            order: InOrder::default(),
         })
     }
 
@@ -81,44 +87,92 @@ impl Sinks {
     ) -> Result<(), OutputError> {
         let captured = if player.cluster().translates() { originals } else { batch };
         for (index, member) in captured.packets().iter().enumerate() {
-            let frame = captured.frame(member);
-            let packet = parse(frame).ok();
-            let (connection_state, rules) = match &packet {
-                Some(packet) => player.connection_state(entry, index, packet, frame),
-                None => Default::default(),
-            };
-            let service = packet.as_ref().and_then(|packet| player.service(index, packet, frame));
-            let decision = player.decision(entry, index);
-            let capture = match decision {
-                Decision::Allow => &mut self.allowed,
-                Decision::Deny(_) => &mut self.denied,
-                Decision::Kernel(_) => &mut None,
-            };
-            if let Some(capture) = capture {
-                self.text.clear();
-                match decision {
-                    Decision::Deny(reason) => self.text.extend_from_slice(reason.name().as_bytes()),
-                    _ => player.cluster().rules().write_names(rules, &mut self.text),
-                }
-                let comment = std::str::from_utf8(&self.text).unwrap_or_default();
-                let original = originals.frame(&originals.packets()[index]);
-                let captured = &original[..original.len().min(member.record.captured as usize)];
-                let interface = &interfaces[member.record.interface.index()];
-                let written = capture.writer.write(&member.record, interface, captured, comment);
-                written.map_err(|cause| capture.output.error(cause))?;
-                capture.write_batch(WRITE_SIZE)?;
+            if player.is_early(index) {
+                self.order.wait_for(member.number);
+                continue;
             }
-            if let Some(output) = &mut self.verdicts {
-                let (number, time) = (member.number, member.record.time);
-                let packet = packet.as_ref();
-                let evaluated =
-                    EvaluatedPacket { number, time, frame, packet, decision, connection_state, rules, service };
-                self.text.clear();
-                self.lines.write(&evaluated, player.cluster(), &mut self.text);
-                output.write(&self.text)?;
-            }
+            let original = originals.packets().get(index).map_or(&[][..], |original| originals.frame(original));
+            let original = &original[..original.len().min(member.record.captured as usize)];
+            self.write_packet((entry, index), member, (captured.frame(member), original), player, interfaces)?;
         }
         Ok(())
+    }
+
+    /// Writes a packet of the last batch, or lets its result wait for one before it.
+    #[inline]
+    fn write_packet(
+        &mut self,
+        (entry, index): (EntryPoint, usize),
+        member: &BatchedPacket,
+        (frame, original): (&[u8], &[u8]),
+        player: &mut Player,
+        interfaces: &[CaptureInterface],
+    ) -> Result<(), OutputError> {
+        let packet = parse(frame).ok();
+        let (connection_state, rules) = match &packet {
+            Some(packet) => player.connection_state(entry, index, packet, frame),
+            None => Default::default(),
+        };
+        let service = packet.as_ref().and_then(|packet| player.service(index, packet, frame));
+        let decision = player.decision(entry, index);
+        let (number, record) = (member.number, member.record);
+        let (mut comment, mut line) = (std::mem::take(&mut self.comment), std::mem::take(&mut self.line));
+        comment.clear();
+        line.clear();
+        if self.capture_of(decision).is_some() {
+            match decision {
+                Decision::Deny(reason) => comment.extend_from_slice(reason.name().as_bytes()),
+                _ => player.cluster().rules().write_names(rules, &mut comment),
+            }
+        }
+        if self.verdicts.is_some() {
+            let (time, packet) = (record.time, packet.as_ref());
+            let evaluated = EvaluatedPacket { number, time, frame, packet, decision, connection_state, rules, service };
+            self.lines.write(&evaluated, player.cluster(), &mut line);
+        }
+        if self.order.is_empty() {
+            self.write_result(decision, &record, (original, &comment), &line, interfaces)?;
+            (self.comment, self.line) = (comment, line);
+            return Ok(());
+        }
+        let frame = if self.capture_of(decision).is_some() { original.to_vec() } else { Vec::new() };
+        self.order.add(PacketResult { number, record, decision, frame, comment, line });
+        while let Some(PacketResult { record, decision, frame, comment, line, .. }) = self.order.take() {
+            self.write_result(decision, &record, (&frame, &comment), &line, interfaces)?;
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn write_result(
+        &mut self,
+        decision: Decision,
+        record: &Record,
+        (frame, comment): (&[u8], &[u8]),
+        line: &[u8],
+        interfaces: &[CaptureInterface],
+    ) -> Result<(), OutputError> {
+        if let Some(capture) = self.capture_of(decision) {
+            let comment = std::str::from_utf8(comment).unwrap_or_default();
+            let written = capture.writer.write(record, &interfaces[record.interface.index()], frame, comment);
+            written.map_err(|cause| capture.output.error(cause))?;
+            capture.write_batch(WRITE_SIZE)?;
+        }
+        self.verdicts.as_mut().map_or(Ok(()), |output| output.write(line))
+    }
+
+    #[inline]
+    fn capture_of(&mut self, decision: Decision) -> Option<&mut CaptureSink> {
+        match decision {
+            Decision::Allow => self.allowed.as_mut(),
+            Decision::Deny(_) => self.denied.as_mut(),
+            Decision::Kernel(_) => None,
+        }
+    }
+
+    /// Whether the first packet that is waited for must be decided now.
+    pub(super) fn is_full(&self) -> bool {
+        self.order.is_full()
     }
 
     /// Completes all files, which gives them their names.

@@ -1,10 +1,9 @@
 //! Fragments: later fragments of a datagram have no ports and follow its first fragment.
 //!
 //! The first fragment contains the ports and is evaluated like any packet. If it passes, it is recorded here, and the
-//! later fragments get its flow. A later fragment that arrives before its first one, or whose first one was dropped,
-//! finds no record and is dropped. So is one that overlaps the first one's bytes, since it could replace the headers
-//! that were evaluated (RFC 1858, RFC 3128, RFC 5722). Overlap is computed from where fragment offsets count: in IPv6
-//! behind the Fragment header, where extension headers may precede the transport header (RFC 8200 section 4.5).
+//! later fragments get its flow. A later fragment that overlaps the first one's bytes is dropped, since it could replace
+//! the headers that were evaluated (RFC 1858, RFC 3128, RFC 5722). Overlap is computed from where fragment offsets count:
+//! in IPv6 behind the Fragment header, where extension headers may precede the transport header (RFC 8200 section 4.5).
 //!
 //! Later fragments that overlap each other pass. The first fragment contains all headers, so no evaluated bytes are
 //! affected, and the receiver discards such a datagram (RFC 5722; Linux does so in IPv4 too).
@@ -14,15 +13,15 @@
 //! first fragments, as long as the longer one is recorded. A receiver that reassembles overlapping fragments against
 //! RFC 5722 may combine fragments of both; each of the two was allowed.
 //!
-//! Later fragments may arrive in any order. One that arrives before its first fragment is not queued: senders of
-//! fragments without a first one would otherwise hold UMEM frames that other pods need. Linux sends a datagram's
-//! fragments in order and a veth preserves the order. If a network reorders them, the datagram is lost as if one of its
-//! fragments were, and the drop is counted as [`Fragment`](crate::DropReason::Fragment).
+//! Later fragments may arrive in any order. One that finds no record, since its first fragment is still on its way or was
+//! dropped, is [early](crate::pipeline::EarlyFragments): whoever received it holds a copy and tries it again.
 //!
 //! The cache is shared by all workers and bounded: sets of eight entries of one cache line each, read and written
 //! without locks like the connection table. If a set is full, the port with most entries in it loses its oldest
 //! datagram. A flooding port therefore replaces its own entries, and flooding ports can only take all of a set if there
 //! are as many of them as entries. Everything received on an uplink belongs to one port.
+
+use crossbeam::utils::CachePadded;
 
 use super::hash::Seed;
 use super::seqlock::{Control, SeqLock};
@@ -35,6 +34,8 @@ use crate::packet::{Flow, Packet, Protocol};
 pub struct Fragments {
     sets: Box<[[FragmentEntry; WAYS]]>,
     seed: Seed,
+    /// How many were recorded. Apart: all workers write it.
+    remembered: CachePadded<AtomicU64>,
 }
 
 const WAYS: usize = if cfg!(all(test, feature = "loom")) { 1 } else { 8 };
@@ -108,9 +109,21 @@ type Key = [u64; 5];
 const LAST: usize = 4;
 const PORT_SHIFT: u32 = 32;
 
+/// What all fragments of a datagram share, and the port that received them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DatagramKey(Key);
+
+impl DatagramKey {
+    /// Of a fragment; `port` is its ingress port.
+    pub fn of(fragment: &Packet, port: PortId) -> Option<Self> {
+        key(fragment, port).map(Self)
+    }
+}
+
 impl Fragments {
     pub(super) fn new() -> Self {
-        Self { sets: (0..SETS).map(|_| Default::default()).collect(), seed: Seed::random() }
+        let sets = (0..SETS).map(|_| Default::default()).collect();
+        Self { sets, seed: Seed::random(), remembered: CachePadded::new(AtomicU64::new(0)) }
     }
 
     /// Records the first fragment of a datagram that has passed; `port` is its ingress port. Other packets are ignored.
@@ -122,23 +135,39 @@ impl Fragments {
         let (first, now) = (FirstFragment::of(packet), now.tick());
         let hash = self.seed.hash(&key);
         let set = self.set(hash);
-        let Some((entry, before)) = set.iter().find_map(|entry| Some((entry, entry.read(&key, now)?))) else {
-            return victim(set, port, (hash >> 32) as usize, now).write(&key, first, now);
-        };
-        // An earlier, longer one keeps its original expiry: identifications are reused, and the path MTU may have
-        // shrunk since.
-        let (end, since) = if before.end > first.end { (before.end, entry.tick()) } else { (first.end, now) };
-        entry.write(&key, FirstFragment { end, ..first }, since);
+        match set.iter().find_map(|entry| Some((entry, entry.read(&key, now)?))) {
+            None => victim(set, port, (hash >> 32) as usize, now).write(&key, first, now),
+            Some((entry, before)) => {
+                // An earlier, longer one keeps its original expiry: identifications are reused, and the path MTU may have
+                // shrunk since.
+                let (end, since) = if before.end > first.end { (before.end, entry.tick()) } else { (first.end, now) };
+                entry.write(&key, FirstFragment { end, ..first }, since);
+            }
+        }
+        // Whoever sees this count sees the record.
+        self.remembered.fetch_add(1, Ordering::Release);
+    }
+
+    /// How many first fragments all workers have recorded.
+    pub(crate) fn remembered(&self) -> u64 {
+        self.remembered.load(Ordering::Acquire)
+    }
+
+    /// Whether the first fragment of this datagram is recorded.
+    pub(crate) fn has_first(&self, datagram: &DatagramKey, now: Timestamp) -> bool {
+        self.first(&datagram.0, now).is_some()
     }
 
     /// The flow of a later fragment, with the ports of the first one; `None` if that is unknown or this one overlaps
     /// it.
     pub fn flow_of(&self, packet: &Packet, port: PortId, now: Timestamp) -> Option<Flow> {
         let fragment = packet.fragment.filter(|fragment| !fragment.is_first())?;
-        let key = key(packet, port)?;
-        let first = self.set(self.seed.hash(&key)).iter().find_map(|entry| entry.read(&key, now.tick()))?;
-        let FirstFragment { protocol, src_port, dst_port, end } = first;
+        let FirstFragment { protocol, src_port, dst_port, end } = self.first(&key(packet, port)?, now)?;
         (fragment.offset() >= end).then_some(Flow { protocol, src_port, dst_port, ..packet.flow })
+    }
+
+    fn first(&self, key: &Key, now: Timestamp) -> Option<FirstFragment> {
+        self.set(self.seed.hash(key)).iter().find_map(|entry| entry.read(key, now.tick()))
     }
 
     fn set(&self, hash: u64) -> &[FragmentEntry; WAYS] {

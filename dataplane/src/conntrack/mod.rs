@@ -68,7 +68,7 @@ pub use conn::{Conn, Reevaluation, Update};
 pub use counters::ConnTableStatistics;
 pub use entry::OwnerId;
 pub(crate) use find::ConnPlace;
-pub use fragments::Fragments;
+pub use fragments::{DatagramKey, Fragments};
 pub use hash::PreparedFlow;
 pub use insert::{InsertError, Insertion, NewConnection};
 pub use journal::{EndedConnection, Ending};

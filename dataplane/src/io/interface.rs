@@ -21,6 +21,11 @@ pub const fn largest_mtu(frame_size: u32) -> u32 {
     frame_size.saturating_sub(HEADROOM + ETHERNET)
 }
 
+/// Bytes of the longest packet that a frame holds, Ethernet header included.
+pub(crate) const fn longest_frame(frame_size: u32) -> usize {
+    (largest_mtu(frame_size) + ETHERNET) as usize
+}
+
 /// Whether the kernel hands over packets that are longer than a frame, in several of them: Linux 6.6. An older one refuses the flag before
 /// it looks for the interface (`xsk_bind` in net/xdp/xsk.c), which there is none of.
 pub fn takes_long_packets() -> bool {

@@ -164,7 +164,7 @@ impl Umem {
         let mut data = unsafe { self.xsk.data_mut(frame) };
         let mut cursor = data.cursor();
         cursor.set_pos(0);
-        cursor.write_all(bytes).expect("an answer is shorter than the smallest frame");
+        cursor.write_all(bytes).expect("what is written fits the smallest frame");
     }
 
     /// The bytes of a frame.

@@ -11,6 +11,7 @@
 
 mod admit;
 mod dispatch;
+mod early;
 mod flows;
 mod names;
 mod offload;
@@ -26,6 +27,7 @@ use std::sync::Arc;
 pub use crate::DropReason;
 pub use crate::batch::{BATCH, Frames, MemoryFrames, StackSender};
 use dispatch::PacketPath;
+pub use early::EarlyFragments;
 use flows::Translation;
 pub use offload::keep_offloaded;
 use rand::SeedableRng;
@@ -51,6 +53,10 @@ pub enum Verdict {
     Drop(DropReason),
     /// Rewritten in place, to be sent on this port.
     Forward(PortId),
+    /// Nothing yet: a later fragment whose first is not known. Only from a pipeline that
+    /// [holds early fragments](Pipeline::hold_early): the caller counts and logs nothing, keeps it with [`EarlyFragments`],
+    /// and processes it again.
+    Early,
 }
 
 /// How much of the pipeline runs.
@@ -128,11 +134,13 @@ struct DroppedPacket {
     revoked_at: Option<u32>,
     /// The path it would have taken.
     route: PacketPath,
+    /// It is not dropped yet, but held.
+    is_early: bool,
 }
 
 impl From<DropReason> for DroppedPacket {
     fn from(reason: DropReason) -> Self {
-        Self { reason, revoked_at: None, route: PacketPath::Direct }
+        Self { reason, revoked_at: None, route: PacketPath::Direct, is_early: false }
     }
 }
 
@@ -147,6 +155,7 @@ pub struct Pipeline {
     /// Bytes of the longest packet that a frame holds.
     longest: u16,
     sources: Option<Arc<dyn OriginalSources>>,
+    holds_early: bool,
     /// Chooses backends.
     rng: StdRng,
 }
@@ -171,6 +180,7 @@ impl Pipeline {
             open: OpenChecksum::Finish,
             longest: u16::MAX,
             sources: None,
+            holds_early: false,
             rng: StdRng::from_os_rng(),
         }
     }
@@ -197,6 +207,11 @@ impl Pipeline {
     #[must_use]
     pub fn with_sources(self, sources: Option<Arc<dyn OriginalSources>>) -> Self {
         Self { sources, ..self }
+    }
+
+    /// Whether fragments that come before their first are [`Verdict::Early`] from the next batch on. Otherwise they are dropped.
+    pub fn hold_early(&mut self, holds: bool) {
+        self.holds_early = holds;
     }
 
     /// Replies to the last batch.
@@ -245,6 +260,7 @@ impl Pipeline {
             observer,
             from_host,
             translates,
+            holds_early: self.holds_early,
             rng,
         };
         for entry in &mut self.slots[..admitted] {
@@ -333,9 +349,10 @@ fn dispatch_or_reply(
                     }
                     return Verdict::Forward(egress);
                 }
-                Err(reason) => DroppedPacket { reason, revoked_at: None, route },
+                Err(reason) => DroppedPacket { route, ..reason.into() },
             }
         }
+        Err(dropped) if dropped.is_early => return Verdict::Early,
         Err(dropped) => dropped,
     };
     reply::reply(replies, snapshot, (ingress, port), frame, entry, dropped);

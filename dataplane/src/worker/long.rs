@@ -1,5 +1,5 @@
-//! A packet that came in several frames, since it is longer than one, as on links with jumbo frames. It is put together outside of
-//! the UMEM. That is rare: programs forward the packets of established connections, whatever their length.
+//! A packet outside of the UMEM: one that came in several frames, since it is longer than one, as on links with jumbo frames, or
+//! one that is held. That is rare: programs forward the packets of established connections, whatever their length.
 
 use crate::batch::{Frames, StackSender};
 use crate::tag;
@@ -16,7 +16,12 @@ pub(crate) struct LongPacket {
 
 impl LongPacket {
     pub(super) fn new() -> Self {
-        Self { bytes: Vec::with_capacity(LONGEST), is_cut: false }
+        Self::with_capacity(LONGEST)
+    }
+
+    /// Room for a packet of so many bytes.
+    pub(super) fn with_capacity(length: usize) -> Self {
+        Self { bytes: Vec::with_capacity(length), is_cut: false }
     }
 
     /// Forgets the last packet.

@@ -14,6 +14,7 @@ mod control;
 mod core_sharing;
 mod counter;
 mod dataplane;
+mod early;
 mod error;
 mod grace;
 mod histogram;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::capture::{CaptureTap, CapturedBatch};
 use super::long::LongPacket;
 use super::verdicts::{Recorder, VerdictLog};
-use crate::conntrack::{ConnTable, SweepCursor, Timestamp};
+use crate::conntrack::{ConnTable, Fragments, SweepCursor, Timestamp};
 use crate::forward::PortId;
 use crate::io::RxBatch;
 use crate::packet::Flow;
@@ -27,7 +27,7 @@ pub(crate) trait Processor: Send + 'static {
         verdicts: &mut [Verdict; BATCH],
     );
 
-    /// The same for a packet that came in several frames.
+    /// The same for a packet outside of the UMEM. It is not [early](Verdict::Early).
     fn process_long(
         &mut self,
         _snapshot: &Snapshot,
@@ -41,6 +41,11 @@ pub(crate) trait Processor: Send + 'static {
 
     /// Replies to the last batch.
     fn replies(&mut self) -> Option<&mut Replies> {
+        None
+    }
+
+    /// The first fragments that have passed, and the time on their clock; `None`: no packet is early.
+    fn fragments(&self, _now: Instant) -> Option<(&Fragments, Timestamp)> {
         None
     }
 
@@ -217,6 +222,7 @@ impl Processor for PolicyProcessor {
         frames: &mut RxBatch<'_>,
         verdicts: &mut [Verdict; BATCH],
     ) {
+        self.pipeline.hold_early(true);
         self.evaluate(snapshot, now, ingress, frames, verdicts);
     }
 
@@ -229,12 +235,17 @@ impl Processor for PolicyProcessor {
         packet: &mut LongPacket,
         verdicts: &mut [Verdict; BATCH],
     ) {
+        self.pipeline.hold_early(false);
         self.evaluate(snapshot, now, ingress, packet, verdicts);
     }
 
     #[inline]
     fn replies(&mut self) -> Option<&mut Replies> {
         Some(self.pipeline.replies())
+    }
+
+    fn fragments(&self, now: Instant) -> Option<(&Fragments, Timestamp)> {
+        Some((self.pipeline.connections().fragments(), self.timestamp(now)))
     }
 
     fn capture(&mut self, tap: Option<Box<CaptureTap>>) -> Option<Box<CaptureTap>> {

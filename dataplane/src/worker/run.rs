@@ -11,6 +11,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 use xsk_rs::FrameDesc;
 
 use super::core_sharing::CoreSharing;
+use super::early::{self, EarlyPacket, EarlyPackets};
 use super::inbox::Command;
 use super::long::LongPacket;
 use super::moderation::Moderation;
@@ -22,8 +23,9 @@ use super::state::{PollIteration, WorkerState};
 use super::waiting;
 use super::{Polling, Priority};
 use crate::batch::{BATCH, Frames};
+use crate::conntrack::Timestamp;
 use crate::forward::PortId;
-use crate::io::{RxBatch, XskQueue};
+use crate::io::{RxBatch, XskQueue, longest_frame};
 use crate::packet::finish_open;
 use crate::pipeline::Verdict;
 use crate::tag::FrameTag;
@@ -67,6 +69,7 @@ struct PacketPath<P> {
     verdicts: [Verdict; BATCH],
     /// The last packet that came in several frames.
     long: LongPacket,
+    early: EarlyPackets,
 }
 
 impl<P: Processor> Worker<P> {
@@ -86,8 +89,9 @@ impl<P: Processor> Worker<P> {
             Polling::Adaptive { spin } => Some(Spin::new(spin)),
             Polling::Busy => None,
         };
+        let early = EarlyPackets::new(longest_frame(shared.umem.config().frame_size));
         Ok(Self {
-            path: PacketPath { state, processor, snapshot, verdicts, long: LongPacket::new() },
+            path: PacketPath { state, processor, snapshot, verdicts, long: LongPacket::new(), early },
             commands,
             epoll,
             spin,
@@ -151,12 +155,20 @@ impl<P: Processor> Worker<P> {
             match &mut self.spin {
                 Some(spin) if spin.is_over(now.duration_since(last_busy)) => {
                     spin.slept();
-                    let longest = if self.path.state.waiting.may_wait() { waiting::SLEEP } else { LONGEST_SLEEP };
-                    self.sleep(if iteration.stalled { stalled_sleep } else { longest });
+                    self.sleep(if iteration.stalled { stalled_sleep } else { self.longest_sleep() });
                     stalled_sleep = (2 * stalled_sleep).min(STALLED_SLEEP.1);
                 }
                 _ => std::hint::spin_loop(),
             }
+        }
+    }
+
+    /// How long it may sleep while no packet arrives, in milliseconds.
+    fn longest_sleep(&self) -> u16 {
+        match (self.path.early.is_empty(), self.path.state.waiting.may_wait()) {
+            (false, _) => early::SLEEP,
+            (true, true) => waiting::SLEEP,
+            (true, false) => LONGEST_SLEEP,
         }
     }
 
@@ -181,6 +193,9 @@ impl<P: Processor> Worker<P> {
             }
         }
         iteration.busy |= iteration.received > 0;
+        if !self.path.early.is_empty() {
+            iteration.busy |= self.path.try_early(now);
+        }
         self.path.state.deactivate_quiet();
         self.path.state.flush(&mut self.received, &mut iteration);
         self.path.state.counters().rounds.add(1);
@@ -259,10 +274,12 @@ impl<P: Processor> Worker<P> {
                     let _ = done.send(());
                 }
                 Command::Unroute { port, done } => {
+                    self.path.forget_early(port);
                     self.path.state.unroute(port);
                     let _ = done.send(());
                 }
                 Command::Detach { port, done } => {
+                    self.path.forget_early(port);
                     let queues = self.path.state.detach(port, &mut self.received);
                     for xsk in &queues {
                         let _ = self.epoll.delete(xsk.as_fd());
@@ -360,6 +377,7 @@ impl<P: Processor> PacketPath<P> {
                 self.state.send_long(packet.bytes(0), to, ingress);
             }
             Verdict::Drop(reason) => self.state.count_drop(length, ingress, reason),
+            Verdict::Early => self.state.count_drop(length, ingress, DropReason::Fragment),
         }
         self.send_replies(ingress);
     }
@@ -401,6 +419,7 @@ impl<P: Processor> PacketPath<P> {
         let count = batch.len();
         let snapshot = self.snapshot.load();
         self.processor.process(snapshot, now, ingress, &mut batch, &mut self.verdicts);
+        let mut has_early = false;
         for position in 0..count {
             match self.verdicts[position] {
                 Verdict::Forward(port) => {
@@ -408,9 +427,74 @@ impl<P: Processor> PacketPath<P> {
                     self.state.forward(batch.frame(position), port, ingress);
                 }
                 Verdict::Drop(reason) => self.state.drop_frame(batch.frame(position), ingress, reason),
+                Verdict::Early => has_early = true,
             }
         }
         self.send_replies(ingress);
+        if has_early {
+            self.hold_early(batch, ingress, now);
+        }
+    }
+
+    /// Holds copies of the fragments of an evaluated batch that came before their first.
+    #[cold]
+    #[inline(never)]
+    fn hold_early(&mut self, mut batch: RxBatch<'_>, ingress: PortId, now: Instant) {
+        let verdicts = self.verdicts;
+        for position in (0..batch.len()).filter(|&position| verdicts[position] == Verdict::Early) {
+            let time = self.processor.fragments(now).map_or_else(Timestamp::default, |(_, time)| time);
+            let held = self.early.hold(self.snapshot.load(), ingress, (&mut batch, position), time);
+            match held {
+                Ok(evicted) => {
+                    self.state.free(batch.frame(position));
+                    evicted.into_iter().for_each(|evicted| self.try_again(evicted, now));
+                }
+                Err(reason) => self.state.drop_frame(batch.frame(position), ingress, reason),
+            }
+        }
+    }
+
+    /// Tries the held fragments again whose first has passed, or whose time is over. Returns whether there were some.
+    #[cold]
+    #[inline(never)]
+    fn try_early(&mut self, now: Instant) -> bool {
+        let Some((fragments, time)) = self.processor.fragments(now) else { return false };
+        if !self.early.may_be_due(fragments, time) {
+            return false;
+        }
+        let (mut from, mut has_tried) = (0, false);
+        while let Some((fragments, time)) = self.processor.fragments(now)
+            && let Some(due) = self.early.take_due(&mut from, fragments, time)
+        {
+            self.try_again(due, now);
+            has_tried = true;
+        }
+        has_tried
+    }
+
+    /// Evaluates a held fragment as if it came now, and sends it on.
+    fn try_again(&mut self, EarlyPacket { ingress, mut packet }: EarlyPacket, now: Instant) {
+        self.processor.process_long(self.snapshot.load(), now, ingress, &mut packet, &mut self.verdicts);
+        let frame = packet.bytes(0);
+        let dropped = match self.verdicts[0] {
+            Verdict::Forward(to) => {
+                self.state.set_origin(frame, to, ingress);
+                (!self.state.forward_copy(frame, to, ingress)).then_some(DropReason::TxRingFull)
+            }
+            Verdict::Drop(reason) => Some(reason),
+            Verdict::Early => Some(DropReason::Fragment),
+        };
+        if let Some(reason) = dropped {
+            self.state.count_drop(frame.len(), ingress, reason);
+        }
+        self.early.give_back(packet);
+        self.send_replies(ingress);
+    }
+
+    /// Drops the held fragments of a port that is closed: its number may be another's soon.
+    fn forget_early(&mut self, port: PortId) {
+        let state = &self.state;
+        self.early.forget(port, |ingress, length| state.count_drop(length, ingress, DropReason::PortGone));
     }
 
     /// Sends the replies to what was received last.

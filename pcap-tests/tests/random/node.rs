@@ -174,6 +174,7 @@ impl Node {
         self.pipeline.process_batch(snapshot, now, port, &mut frame, &mut verdicts, &mut Chooser(named));
         match verdicts[0] {
             Verdict::Drop(reason) => Err(reason.name()),
+            Verdict::Early => Err("early"),
             Verdict::Forward(port) => Ok((port, flow_of(&frame.0).ok_or("a worker sends what cannot be read")?)),
         }
     }

@@ -404,6 +404,8 @@ impl NamedConnections {
             pipeline::Verdict::Forward(egress) if packet.is_translated => (Verdict::Allow, None, egress),
             pipeline::Verdict::Forward(_) => (Verdict::Allow, None, packet.ingress),
             pipeline::Verdict::Drop(reason) => (Verdict::Deny, Some(reason), packet.ingress),
+            // None of these is captured.
+            pipeline::Verdict::Early => (Verdict::Deny, Some(DropReason::Fragment), packet.ingress),
         };
         let rules = match &packet.evaluation {
             Some(evaluation) => {

@@ -311,6 +311,7 @@ impl Workers {
         let dropped = match verdicts[0] {
             Verdict::Drop(reason) => Some(reason),
             Verdict::Forward(_) => None,
+            Verdict::Early => panic!("nothing is held"),
         };
         // In the place of a connection that is not in the capture, by a SYN of its own.
         let is_reopened = is_answer_to_syn(&frame) && !self.known.contains(&connection);

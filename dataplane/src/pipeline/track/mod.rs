@@ -9,7 +9,7 @@ use super::flows::policy_flow;
 use super::sources::{Opener, OriginalSources};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};
 use crate::batch::{Frames, StackSender};
-use crate::conntrack::{Conn, ConnPlace, ConnTable, Reevaluation, Timestamp, Update};
+use crate::conntrack::{Conn, ConnPlace, ConnTable, DatagramKey, Reevaluation, Timestamp, Update};
 use crate::forward::PortId;
 use crate::names::{Moment, NameTime};
 use crate::packet::{Address, Flow, Packet, Transport, quoted_ends, quoted_flow};
@@ -30,6 +30,8 @@ pub(super) struct Tracker<'a, F, O> {
     pub(super) from_host: bool,
     /// Whether packets of the batch to Services are translated.
     pub(super) translates: bool,
+    /// Whether fragments that are early are held.
+    pub(super) holds_early: bool,
     pub(super) rng: &'a mut StdRng,
 }
 
@@ -45,7 +47,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             let route = PacketPath::ByUplink(Leaving { uplink, pod, allows_next: false });
             return match self.leave_by_uplink(&entry.packet, pod, uplink) {
                 Ok(leaving) => Ok(PacketPath::ByUplink(leaving)),
-                Err(reason) => Err(DroppedPacket { route, ..reason.into() }),
+                Err(dropped) => Err(DroppedPacket { route, ..dropped }),
             };
         }
         if self.has_nodes_source(&entry.packet.flow) {
@@ -76,7 +78,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// answers come back by the node, so that there is no connection to track: the program at the uplink keeps what is allowed.
     #[cold]
     #[inline(never)]
-    fn leave_by_uplink(&mut self, packet: &Packet, pod: PortId, uplink: u8) -> Result<Leaving, DropReason> {
+    fn leave_by_uplink(&mut self, packet: &Packet, pod: PortId, uplink: u8) -> Result<Leaving, DroppedPacket> {
         let sent = self.leaving_flow(packet)?;
         let is_own =
             |address: &&Address| address.is_v4() == sent.src.is_v4() && self.snapshot.pod_port(**address) == Some(pod);
@@ -91,7 +93,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             self.observer.evaluated(self.index, &flow, &verdict, EvaluationForm::Plain, EvaluationReason::Opened);
         }
         if let Some(reason) = verdict.drop_reason() {
-            return Err(reason);
+            return Err(reason.into());
         }
         if packet.fragment.is_some() {
             self.connections.fragments().remember(packet, self.ingress, self.now);
@@ -102,16 +104,17 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     }
 
     /// The flow that a packet which leaves the node belongs to, in the direction of its sender.
-    fn leaving_flow(&mut self, packet: &Packet) -> Result<Flow, DropReason> {
+    fn leaving_flow(&mut self, packet: &Packet) -> Result<Flow, DroppedPacket> {
         match packet.transport {
             Transport::IcmpError { quoted_at } => {
                 let quoted = quoted_flow(self.frames.bytes(self.index), packet, quoted_at);
                 let is_answer = |quoted: &Flow| quoted.src == packet.flow.dst;
-                quoted.filter(is_answer).map(|quoted| quoted.reversed()).ok_or(DropReason::NoConnection)
+                let quoted = quoted.filter(is_answer).map(|quoted| quoted.reversed());
+                quoted.ok_or_else(|| DropReason::NoConnection.into())
             }
             Transport::LaterFragment => {
-                let fragments = self.connections.fragments();
-                fragments.flow_of(packet, self.ingress, self.now).ok_or(DropReason::Fragment)
+                let flow = self.connections.fragments().flow_of(packet, self.ingress, self.now);
+                flow.ok_or_else(|| self.without_flow(packet))
             }
             _ => Ok(packet.flow),
         }
@@ -152,7 +155,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             // Its first fragment may come later, or another way.
             let flow = &entry.packet.flow;
             let is_free = !self.is_to_service(flow) && self.is_free(flow);
-            return if is_free { Ok(PacketPath::Direct) } else { Err(DropReason::Fragment.into()) };
+            return if is_free { Ok(PacketPath::Direct) } else { Err(self.without_flow(&entry.packet)) };
         };
         entry.hashed = self.connections.prepare(&flow);
         let mut connection = self.connections.find(&entry.hashed, self.now).ok_or(DropReason::Fragment)?;
@@ -165,6 +168,13 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             connection = self.set_flows(translated, entry)?;
         }
         self.follow(connection, entry)
+    }
+
+    /// A later fragment that gets no flow: its first is not known yet, or it overlaps that.
+    fn without_flow(&self, packet: &Packet) -> DroppedPacket {
+        let datagram = DatagramKey::of(packet, self.ingress);
+        let has_first = datagram.is_some_and(|it| self.connections.fragments().has_first(&it, self.now));
+        DroppedPacket { is_early: self.holds_early && !has_first, ..DropReason::Fragment.into() }
     }
 
     /// Whether workers translate a packet to this destination.
@@ -195,7 +205,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         entry: &mut AdmittedPacket,
         route: PacketPath,
     ) -> Result<PacketPath, DroppedPacket> {
-        let rejected = |reason| Err(DroppedPacket { reason, revoked_at: None, route });
+        let rejected = |reason: DropReason| Err(DroppedPacket { route, ..reason.into() });
         match update {
             Update::Accepted(_) => Ok(route),
             Update::Invalid if self.is_free(&entry.inner()) => Ok(route),
@@ -358,7 +368,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         // The node translates what is quoted back to what its receiver knows.
         let route = if connection.via_host() && !self.from_host { PacketPath::ViaHost } else { PacketPath::Direct };
         if connection.is_revoked() {
-            Err(DroppedPacket { reason: DropReason::ConnectionRevoked, revoked_at: None, route })
+            Err(DroppedPacket { route, ..DropReason::ConnectionRevoked.into() })
         } else {
             Ok(route)
         }

@@ -108,9 +108,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
                 let route = self.route_of(&mut connection, packet);
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
                     Update::Accepted(_) => Ok(route),
-                    Update::Revoked => {
-                        Err(DroppedPacket { reason: DropReason::ConnectionRevoked, revoked_at: None, route })
-                    }
+                    Update::Revoked => Err(DroppedPacket { route, ..DropReason::ConnectionRevoked.into() }),
                     // Ended again within the same instant: the sender will try again.
                     _ => Err(DropReason::InvalidState.into()),
                 }

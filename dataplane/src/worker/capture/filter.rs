@@ -77,7 +77,7 @@ impl CapturedPod {
         let is_end = |flow: &Flow| self.addresses.contains(&flow.src) || self.addresses.contains(&flow.dst);
         let egress = match seen.verdict {
             Verdict::Forward(port) => Some(port),
-            Verdict::Drop(_) => None,
+            Verdict::Drop(_) | Verdict::Early => None,
         };
         let by_port = self.port.is_some_and(|port| seen.ingress == port || egress == Some(port));
         by_port || seen.flows.iter().flatten().any(is_end)

@@ -181,6 +181,10 @@ impl CaptureTap {
         let has_macs = port.is_some_and(|port| port.own_mac != tag::FROM);
         let staged = recorder.staged();
         for (index, &verdict) in verdicts.iter().enumerate().take(frames.len()) {
+            // It is captured once it is decided.
+            if verdict == Verdict::Early {
+                continue;
+            }
             let received = self.received[index];
             let frame = frames.bytes(index);
             let sent = sent_flow(&received, verdict, frame);
@@ -243,7 +247,7 @@ impl CaptureTap {
 /// The flow with which a packet leaves, if that is another than it came with.
 fn sent_flow(received: &Received, verdict: Verdict, frame: &[u8]) -> Option<Flow> {
     match verdict {
-        Verdict::Drop(_) => None,
+        Verdict::Drop(_) | Verdict::Early => None,
         Verdict::Forward(_) => {
             let sent = parse(frame).ok()?.flow;
             (Some(sent) != received.flow).then_some(sent)

@@ -170,6 +170,22 @@ fn packets_are_captured_as_they_came_with_what_was_decided() {
 }
 
 #[test]
+fn a_fragment_before_its_first_is_captured_once_it_is_decided() {
+    let mut bench = Bench::new(CaptureFilter::default(), snapshot(real_mac), 16, 2048);
+    let mut early = udp((WEB4, 7), (DB4, 9), b"later");
+    early[20..22].copy_from_slice(&185_u16.to_be_bytes());
+    let header = etherparse::Ipv4Header::from_slice(&early[14..]).unwrap().0;
+    early[24..26].copy_from_slice(&header.calc_header_checksum().to_be_bytes());
+    bench.pipeline.hold_early(true);
+    assert_eq!(bench.process(WEB, vec![early.clone()]), [early.clone()]);
+    assert_eq!(bench.captured().len(), 0);
+    bench.pipeline.hold_early(false);
+    bench.process(WEB, vec![early.clone()]);
+    let [packet] = &bench.captured()[..] else { panic!("one packet") };
+    assert_eq!((packet.verdict, &packet.bytes), (Verdict::Drop(DropReason::Fragment), &early));
+}
+
+#[test]
 fn only_opening_packets_have_what_staged_policies_decide() {
     let mut bench = Bench::new(CaptureFilter::default(), snapshot(real_mac), 16, 2048);
     // The connections of each round have a port of their own.

@@ -1,5 +1,7 @@
 //! Runs a replay from its options to its report.
 
+mod early;
+
 use std::collections::BTreeSet;
 use std::io::IsTerminal;
 use std::path::PathBuf;
@@ -13,13 +15,13 @@ use penstock_dataplane::packet::{Address, parse};
 use penstock_dataplane::policy::RuleScope;
 use penstock_policy::model::{ObjectChange, ObjectRef};
 use penstock_sources::manifest::{self, ManifestErrors};
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::batch::PacketBatch;
 use super::bundle::{Bundle, BundleError};
 use super::capture::{CaptureError, Captures, Record};
 use super::cluster::{ClusterError, HOST, ReplayCluster};
-use super::compare::{Comparison, PacketOutcome};
+use super::compare::{Comparison, PacketOutcome, compare};
 use super::dedup::Deduplicator;
 use super::objects::ReplayObjects;
 use super::output::OutputError;
@@ -32,6 +34,7 @@ use super::sinks::{OutputPaths, Sinks};
 use super::summary::{InputCounts, Summary};
 use super::timeline::{Timeline, TimelineError};
 use super::truncated::fill_up;
+use early::EarlyPacket;
 
 /// Inputs, settings and outputs of a replay.
 #[derive(Clone, Debug, Default)]
@@ -157,6 +160,7 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
         batch: PacketBatch::default(),
         originals: PacketBatch::default(),
         key: None,
+        early: FxHashMap::default(),
         notes: derived.into_iter().filter_map(|derived| note_derived(derived, &reading)).collect(),
     };
     run.play_all(options)
@@ -238,7 +242,10 @@ impl ReplayRun {
         let cluster = ReplayCluster::new(objects.all(), options.node.as_deref(), options.reach)?;
         let cluster = cluster.with_services(reading.clone())?;
         let ports = port_map(options, &cluster)?;
-        Ok(Self { player: Player::new(cluster, &options.connections)?.showing(Arc::clone(shown)), ports })
+        let player = Player::new(cluster, &options.connections)?.showing(Arc::clone(shown));
+        // The daemon has held what is in a bundle.
+        let player = if options.bundle.is_none() { player.holding() } else { player };
+        Ok(Self { player, ports })
     }
 
     #[inline]
@@ -296,6 +303,8 @@ struct Replay {
     /// The batch before processing.
     originals: PacketBatch,
     key: Option<PacketKey>,
+    /// Packets that are held, by number.
+    early: FxHashMap<u64, EarlyPacket>,
     /// Notes about the input.
     notes: Vec<String>,
     progress: ProgressDisplay,
@@ -337,6 +346,7 @@ impl Replay {
             self.progress.tick(self.input.packets, &self.captures);
         }
         self.flush(start)?;
+        self.end_early()?;
         self.progress.finish();
         self.sinks.complete()?;
         let lost = self.recorded.as_ref().and_then(|packets| note_lost(packets.lost()));
@@ -410,6 +420,7 @@ impl Replay {
     fn flush(&mut self, start: usize) -> Result<usize, ReplayError> {
         let Some(key) = self.key.filter(|_| !self.batch.is_empty()) else { return Ok(start) };
         let time = self.batch.packets()[0].record.time;
+        self.try_early(time)?;
         let is_translated = self.before.player.cluster().translates();
         if self.sinks.writes_captures() || is_translated {
             self.originals.copy_from(&self.batch);
@@ -430,41 +441,18 @@ impl Replay {
             let batch = if is_translated { &self.originals } else { &self.batch };
             compare_recorded(recorded, (&mut self.before.player, key.before), batch);
         }
+        let evicted = if self.has_early() { self.hold_early(key) } else { Vec::new() };
         if !self.sinks.is_empty() {
             let (player, interfaces) = (&mut self.before.player, self.captures.interfaces());
             self.sinks.write_verdict(key.before, &self.batch, &self.originals, player, interfaces)?;
         }
+        for (side, number) in evicted {
+            self.try_again(side, number, time)?;
+        }
+        self.try_early(time)?;
         self.batch.clear();
         self.key = None;
         Ok(0)
-    }
-}
-
-/// Records the packets of a batch whose verdict differs.
-fn compare(
-    before: (&mut Player, EntryPoint),
-    after: (&mut Player, EntryPoint),
-    batch: &PacketBatch,
-    comparison: &mut Comparison,
-) {
-    for (index, member) in batch.packets().iter().enumerate() {
-        let decisions = (before.0.decision(before.1, index), after.0.decision(after.1, index));
-        if kind(decisions.0) == kind(decisions.1) {
-            continue;
-        }
-        let frame = batch.frame(member);
-        let packet = parse(frame).ok();
-        let rules = |(player, entry): (&mut Player, EntryPoint)| match &packet {
-            Some(packet) => player.connection_state(entry, index, packet, frame).1,
-            None => Default::default(),
-        };
-        let rules = (rules((&mut *before.0, before.1)), rules((&mut *after.0, after.1)));
-        let flow = packet
-            .as_ref()
-            .and_then(|packet| before.0.original_flow(packet, frame).or_else(|| after.0.original_flow(packet, frame)));
-        let outcome = |player, decision, rules| PacketOutcome { cluster: Player::cluster(player), decision, rules };
-        let outcomes = (outcome(&*before.0, decisions.0, rules.0), outcome(&*after.0, decisions.1, rules.1));
-        comparison.note(flow, packet.as_ref(), member.record.original, &outcomes.0, &outcomes.1);
     }
 }
 
@@ -487,15 +475,6 @@ fn compare_recorded(recorded: &mut RecordedPackets, (player, entry): (&mut Playe
         let outcome = |decision, rules| PacketOutcome { cluster: Player::cluster(player), decision, rules };
         let outcomes = (outcome(before, Rules::default()), outcome(decision, rules.unwrap_or_default()));
         recorded.differences().note(flow, parsed.as_ref(), member.record.original, &outcomes.0, &outcomes.1);
-    }
-}
-
-/// Compared for a change is the verdict, not its reason.
-fn kind(decision: Decision) -> u8 {
-    match decision {
-        Decision::Allow => 0,
-        Decision::Deny(_) => 1,
-        Decision::Kernel(_) => 2,
     }
 }
 
