@@ -1,6 +1,7 @@
 //! A crash, a stop, a start and a takeover under steady connections that repeat: none of them is lost, and none passes that policy denies.
 
-use std::net::{SocketAddr, UdpSocket};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -85,6 +86,25 @@ impl Questions {
     }
 }
 
+/// Opens TCP connections one after another. Returns how many, and how long each took.
+fn connect_until(from: &Site, to: SocketAddr, ends: &Arc<AtomicBool>) -> JoinHandle<Vec<Duration>> {
+    let ended = Arc::clone(ends);
+    let connect = move || {
+        let mut took = Vec::new();
+        while !ended.load(Ordering::Relaxed) {
+            let begun = Instant::now();
+            let mut stream = TcpStream::connect_timeout(&to, LIMIT).unwrap();
+            stream.set_read_timeout(Some(LIMIT)).unwrap();
+            stream.write_all(&[0; 16]).unwrap();
+            stream.read_exact(&mut [0; 20]).unwrap();
+            took.push(begun.elapsed());
+            std::thread::sleep(INTERVAL);
+        }
+        took
+    };
+    from.namespace.spawn("connections", connect).unwrap()
+}
+
 fn address(fixture: &Fixture) -> SocketAddr {
     SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 53)
 }
@@ -93,9 +113,11 @@ fn address(fixture: &Fixture) -> SocketAddr {
 fn let_repeat(fixture: &Fixture) {
     let deadline = Instant::now() + LIMIT;
     let before = repeated(fixture, 0);
-    while repeated(fixture, 0) < before + 2 {
+    while repeated(fixture, 0) < before + 4 {
         assert!(Instant::now() < deadline, "no connection is repeated");
-        assert_eq!(outcome(fixture, "test/pod-0", "test/pod-1", Protocol::Udp(53)), ProbeOutcome::Reached);
+        for protocol in [Protocol::Udp(53), Protocol::Tcp(8080)] {
+            assert_eq!(outcome(fixture, "test/pod-0", "test/pod-1", protocol), ProbeOutcome::Reached);
+        }
     }
 }
 
@@ -120,6 +142,8 @@ fn a_crash_start_stop_or_takeover_loses_no_repeated_one() {
     let to = address(&fixture);
     let allowed = Questions::start(fixture.site("test/pod-0"), to);
     let denied = Questions::start(fixture.site("test/pod-2"), to);
+    let ends = Arc::new(AtomicBool::new(false));
+    let connections = connect_until(fixture.site("test/pod-0"), SocketAddr::new(to.ip(), 8080), &ends);
     let mut parts: Vec<Part> = vec![("before", Instant::now())];
     let mut next = |name| {
         std::thread::sleep(WHILE);
@@ -143,6 +167,10 @@ fn a_crash_start_stop_or_takeover_loses_no_repeated_one() {
     std::thread::sleep(WHILE);
     let (allowed, denied) = (allowed.end(), denied.end());
     drop(before);
+    ends.store(true, Ordering::Relaxed);
+    let connections = connections.join().expect("each TCP connection opens");
+    let slow = connections.iter().filter(|took| **took >= Duration::from_secs(1)).count();
+    println!("{} TCP connections, of which {slow} took a second or more", connections.len());
     let lost = unanswered(&parts, &allowed);
     println!("unanswered: {lost:?}");
     assert!(
