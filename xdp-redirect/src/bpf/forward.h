@@ -115,7 +115,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	if (rewritten)
 		return rewritten == CONNECTION_ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	if (!to) {
-		action = connection.control & VIA_HOST || connection.nat_slot != NO_SLOT ?
+		action = connection.nat_slot != NO_SLOT || connection.control & VIA_HOST ?
 				 FOR_STACK : send_out(skb, &packet, iface, longest_packet(skb, &packet));
 		count_offloaded(skb, &packet, &connection, iface, 0, action == FOR_STACK ? POD_TO_STACK : POD_TO_UPLINK);
 		return action == FOR_STACK ? TC_ACT_UNSPEC : action;
