@@ -12,7 +12,7 @@ pub enum Direction {
     Ingress,
 }
 
-/// Refers to a rule of a [`PolicySet`] by endpoint, direction and number in the table. Only valid with the set that
+/// Refers to a rule of a [`PolicySet`](super::PolicySet) by endpoint, direction and number in the table. Only valid with the set that
 /// returned it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct RuleRef {
