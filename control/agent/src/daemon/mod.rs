@@ -5,6 +5,7 @@ mod captures;
 mod problem_log;
 mod queries;
 mod reconcile;
+mod source;
 mod start;
 
 use std::collections::BTreeMap;
@@ -20,8 +21,7 @@ use penstock_dataplane::worker::{Dataplane, Hurry};
 use penstock_policy::engine::TranslatedBy;
 use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
-use penstock_sources::Source;
-use penstock_sources::api_server::{NodeWriter, PodNotEnforced, StartupTaint, pods_not_enforced};
+use penstock_sources::api_server::PodNotEnforced;
 use penstock_xdp_redirect::Pins;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::MissedTickBehavior;
@@ -37,26 +37,24 @@ use super::node_path::NodePath;
 use super::objects::NodeObjects;
 use super::operation::{Listeners, Operation};
 use super::pod_bindings::PodBindings;
-use super::policy_thread::{FollowedChanges, PolicyThread};
+use super::policy_thread::PolicyThread;
 use super::ports::OpenPorts;
 use super::preflight::{self, Level, PreflightFinding};
 use super::publisher::Publisher;
-use super::recorded_objects::{ObjectFile, ObjectRecorder, RecordedLines, StaleObjects};
+use super::recorded_objects::{ObjectFile, RecordedLines, StaleObjects};
 use super::settings::{Attach, Settings};
 use super::signals::{Signal, Signals};
 use super::trial::{TrialContext, TrialFeed};
 use super::{RunError, StartMode, last_good, logging};
 use crate::discovery::{Events, Netlink, NetworkState};
 use problem_log::ProblemLog;
+use source::{OpenedSource, follow, node_writer, open_source};
 pub(super) use start::clear_pins;
 use start::{
     Prepared, SharedMaps, leave_cores_to_workers, open_programs, other_threads, pins, pins_beside,
     start_clearing_thread, start_dataplane,
 };
 
-/// How long a start waits for the API server before it takes the objects of the last run. Pods are closed meanwhile; a server
-/// that is there lists all objects faster.
-const SOURCE_PATIENCE: Duration = Duration::from_secs(2);
 /// How often the network is read without an event, to catch changes that no event reported.
 const RECONCILE_INTERVAL: Duration = Duration::from_secs(3);
 /// How often the workers are checked for a panic.
@@ -192,72 +190,6 @@ async fn prepare_beside(
     }
     predecessor.stop_workers().await?.released().await?;
     Ok((None, None))
-}
-
-/// Publishes and records the source's changes from now on. `lines` are the objects in effect; `are_stale` if they are those of
-/// an earlier run.
-fn follow(
-    source: Source,
-    record: Option<ObjectFile>,
-    lines: RecordedLines,
-    are_stale: bool,
-    publisher: Arc<Publisher>,
-) -> io::Result<PolicyThread> {
-    let stale = are_stale.then(|| lines.references());
-    let recorder = record.map(|file| ObjectRecorder::start(file, lines, are_stale)).transpose()?;
-    PolicyThread::start(FollowedChanges { source, recorder, stale }, publisher)
-}
-
-/// A source, and the objects to start with.
-struct OpenedSource {
-    source: Source,
-    objects: Vec<Object>,
-    /// Set if they are those of an earlier run.
-    stale: Option<StaleObjects>,
-}
-
-/// Makes the writer at an API server, which says that it is ready, and on which pods policy is not enforced.
-fn node_writer(config: &Config) -> (oneshot::Sender<()>, mpsc::Sender<PodNotEnforced>, NodeWriter) {
-    let (ready, is_ready) = oneshot::channel();
-    let key = config.source.startup_taint.as_ref().map(|key| key.as_str().to_owned());
-    let startup_taint = key.map(|key| StartupTaint { key, ready: is_ready });
-    let (tell, not_enforced) = pods_not_enforced();
-    (ready, tell, NodeWriter { node: config.node.as_str().to_owned(), startup_taint, not_enforced })
-}
-
-/// Opens the source and reads all objects, or those of the last run if the API server does not list them soon. `None` if a
-/// signal ended the wait for that.
-async fn open_source(
-    config: &Config,
-    writer: NodeWriter,
-    record: Option<&ObjectFile>,
-    signals: &mut Signals,
-) -> Result<Option<OpenedSource>, RunError> {
-    let (location, followed) = (config.source.location(), config.services.followed_kinds());
-    let last = || record.and_then(ObjectFile::read).map(|(_, objects)| objects);
-    let opened = Source::start(&location, followed, Some(writer), config.conversion(), &last).await;
-    let mut source =
-        opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
-    let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));
-    let mut record = record;
-    loop {
-        tokio::select! {
-            biased;
-            signal = signals.next() => if let Signal::Terminate(name) = signal {
-                tracing::info!(signal = name, "stopped before any policy was in effect");
-                return Ok(None);
-            },
-            objects = source.first() => return Ok(Some(OpenedSource { source, objects, stale: None })),
-            () = &mut patience, if record.is_some() => {
-                let Some((recorded, objects)) = record.take().and_then(ObjectFile::read) else { continue };
-                tracing::warn!(
-                    "the API server has not listed all objects: those of the last run, recorded at {recorded}, are in effect until it does"
-                );
-                let stale = Some(StaleObjects { recorded, objects: objects.len() });
-                return Ok(Some(OpenedSource { source, objects, stale }));
-            }
-        }
-    }
 }
 
 /// Keeps the configuration for a start with one that is refused.
