@@ -2,6 +2,7 @@
 //! tests print a message and skip.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use penstock_bench::conformance::{
@@ -84,10 +85,10 @@ impl SuiteRunner {
     }
 }
 
-/// Waits until every node has adopted what was saved last.
+/// Waits until what was saved last is in effect on every node.
 pub(crate) fn wait_until_adopted(fixture: &Fixture, marks: &mut u32) {
     for (node, daemon) in fixture.daemons.iter().enumerate() {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(30);
         // Later saves are read later. If a batch contains both, its log line may be truncated: then save once more.
         loop {
             *marks += 1;
@@ -100,7 +101,18 @@ pub(crate) fn wait_until_adopted(fixture: &Fixture, marks: &mut u32) {
             }
             assert!(Instant::now() < deadline, "node {node} does not follow:\n{}", fixture.logs());
         }
+        let published = last_epoch(&daemon.log().lines(), "published: ");
+        while last_epoch(&daemon.log().lines(), "in effect on all workers") < published {
+            assert!(Instant::now() < deadline, "node {node}: {published:?} is not in effect:\n{}", fixture.logs());
+            thread::sleep(Duration::from_millis(1));
+        }
     }
+}
+
+/// The epoch of the last line of a log that says this.
+fn last_epoch(lines: &[String], what: &str) -> Option<u32> {
+    let line = lines.iter().rev().find(|line| line.contains(what))?;
+    line.split_once(" epoch=")?.1.split(' ').next()?.parse().ok()
 }
 
 /// Sends probes between the pods of a fixture; those that should get an answer and do not are sent again.

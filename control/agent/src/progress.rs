@@ -128,6 +128,7 @@ impl EnforcementProgress {
     fn take_in_force(&mut self, is_in_force: impl Fn(Epoch) -> bool) -> bool {
         let was_programmed = self.programmed;
         while let Some(oldest) = self.awaited.pop_front_if(|oldest| is_in_force(oldest.epoch)) {
+            tracing::debug!(epoch = oldest.epoch.0, "in effect on all workers and in the programs");
             // Not the first snapshots: no event caused them, and they take as long as the interfaces do.
             if was_programmed {
                 self.times.enforced.observe(oldest.seen.elapsed().as_secs_f64());

@@ -253,7 +253,11 @@ impl Publisher {
         self.tell(&mut self.inputs());
     }
 
+    /// Not before the first snapshot: they would judge by one that knows no pod.
     fn tell(&self, inputs: &mut SnapshotInputs) {
+        if inputs.is_held {
+            return;
+        }
         let changes = inputs.objects.take_changes();
         let snapshot = || self.dataplane.snapshot();
         let engine = inputs.objects.engine();

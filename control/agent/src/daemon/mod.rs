@@ -23,7 +23,7 @@ use penstock_policy::model::{Object, ObjectChange};
 use penstock_privileges as privileges;
 use penstock_sources::api_server::PodNotEnforced;
 use penstock_xdp_redirect::Pins;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 
 use super::close_first::CloseFirstFds;

@@ -186,7 +186,8 @@ proptest! {
             let after = known();
             let differs = by_worker != by_program
                 && (by_worker == Update::Accepted(before[0].0) || by_worker == Update::Restarts);
-            if differs || (before[0] == after[0]) != (before[1] == after[1]) {
+            let changed = [0, 1].map(|n| (before[n].0 != after[n].0, before[n].1 != after[n].1));
+            if differs || changed[0] != changed[1] {
                 // It fits the wider windows alone.
                 break;
             }
