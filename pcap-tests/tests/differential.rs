@@ -6,6 +6,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use crate::oracle::connections::{EntryPoint, Oracle, flow_of};
+use crate::oracle::fragments::Fragment;
 use crate::oracle::policy::ClusterObjects;
 use penstock_pcap_tests::{CorpusCase, cases, real, root};
 use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
@@ -102,6 +103,9 @@ fn entry(case: &CorpusCase, interface: Option<&str>) -> EntryPoint {
     }
 }
 
+/// How long a fragment that comes before its first is held, in nanoseconds.
+const LONGEST_HOLD: u64 = 1_000_000_000;
+
 /// What replay and the oracle say of a case.
 #[derive(Default)]
 pub(crate) struct Comparison {
@@ -125,21 +129,41 @@ pub(crate) fn compare(case: &CorpusCase) -> Comparison {
     oracle.cluster.service_blocks = case.script.service_cidrs.iter().map(|block| block.parse().unwrap()).collect();
     oracle.translations.captured = case.packets().iter().filter_map(|(_, packet)| flow_of(&packet.frame)).collect();
     let mut steps = steps(case).into_iter().peekable();
-    let (mut now, mut found) = (0, Comparison::default());
-    for ((time, packet), line) in case.packets().iter().zip(&lines) {
+    let (packets, mut now, mut found) = (case.packets(), 0, Comparison::default());
+    // Later fragments without their first, by number: asked about again after each packet, as long as they may be held.
+    let mut early: Vec<usize> = Vec::new();
+    for (number, (time, _)) in packets.iter().enumerate() {
         while let Some((_, step)) = steps.next_if(|(at, _)| at <= time) {
             take(case, &step, &mut oracle);
         }
         now = now.max(*time);
-        let verdict = oracle.evaluate(now / 1_000_000_000, &entry(case, packet.interface.as_deref()), &packet.frame);
+        early.insert(0, number);
+        early.retain(|&number| {
+            let (since, packet) = &packets[number];
+            let entry = entry(case, packet.interface.as_deref());
+            let verdict = oracle.evaluate(now / 1_000_000_000, &entry, &packet.frame);
+            let is_later = Fragment::of(&packet.frame).is_some_and(|fragment| fragment.offset > 0);
+            let is_held = is_later && verdict == Some("deny") && now - since <= LONGEST_HOLD;
+            if !is_held {
+                found.add(case, verdict, &lines[number]);
+            }
+            is_held
+        });
+    }
+    early.into_iter().for_each(|number| found.add(case, Some("deny"), &lines[number]));
+    found
+}
+
+impl Comparison {
+    /// Compares what the oracle says of a packet with its line of replay's output.
+    fn add(&mut self, case: &CorpusCase, verdict: Option<&str>, line: &str) {
         let value: Value = serde_json::from_str(line).unwrap();
         match verdict {
-            None => found.silent += 1,
-            Some(verdict) if value["verdict"] == verdict => found.compared += 1,
-            Some(verdict) => found.differences.push(format!("{}: the oracle says {verdict}: {line}", case.name)),
+            None => self.silent += 1,
+            Some(verdict) if value["verdict"] == verdict => self.compared += 1,
+            Some(verdict) => self.differences.push(format!("{}: the oracle says {verdict}: {line}", case.name)),
         }
     }
-    found
 }
 
 #[test]
