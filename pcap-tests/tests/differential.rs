@@ -6,7 +6,6 @@ use std::fs;
 use std::path::PathBuf;
 
 use crate::oracle::connections::{EntryPoint, Oracle, flow_of};
-use crate::oracle::fragments::Fragment;
 use crate::oracle::policy::ClusterObjects;
 use penstock_pcap_tests::{CorpusCase, cases, real, root};
 use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
@@ -142,8 +141,8 @@ pub(crate) fn compare(case: &CorpusCase) -> Comparison {
             let (since, packet) = &packets[number];
             let entry = entry(case, packet.interface.as_deref());
             let verdict = oracle.evaluate(now / 1_000_000_000, &entry, &packet.frame);
-            let is_later = Fragment::of(&packet.frame).is_some_and(|fragment| fragment.offset > 0);
-            let is_held = is_later && verdict == Some("deny") && now - since <= LONGEST_HOLD;
+            let is_early = oracle.is_early(now / 1_000_000_000, &packet.frame);
+            let is_held = is_early && verdict == Some("deny") && now - since <= LONGEST_HOLD;
             if !is_held {
                 found.add(case, verdict, &lines[number]);
             }

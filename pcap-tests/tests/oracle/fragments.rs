@@ -100,6 +100,11 @@ impl PassedDatagrams {
         self.0.entry(fragment.name).or_default().push((now, fragment.bytes.len(), flow));
     }
 
+    /// Whether a first fragment of this one's datagram has passed.
+    pub(crate) fn has_first(&self, now: u64, fragment: &Fragment) -> bool {
+        self.0.get(&fragment.name).is_some_and(|firsts| firsts.iter().any(|(at, ..)| now - at <= 30))
+    }
+
     /// The flow of a later fragment: that of the most recent first fragment, unless it overlaps a first fragment of the
     /// last 30 seconds.
     pub(crate) fn flow_of(&self, now: u64, fragment: &Fragment) -> Option<Flow> {
