@@ -82,12 +82,12 @@ enum PacketKind {
     Other,
 }
 
-/// Whether this is a later fragment of a datagram whose first has not passed yet.
-pub(crate) fn is_early(&self, now: u64, frame: &[u8]) -> bool {
-    Fragment::of(frame).is_some_and(|fragment| fragment.offset > 0 && !self.datagrams.has_first(now, &fragment))
-}
-
 impl Oracle {
+    /// Whether this is a later fragment of a datagram whose first has not passed yet.
+    pub(crate) fn is_early(&self, now: u64, frame: &[u8]) -> bool {
+        Fragment::of(frame).is_some_and(|fragment| fragment.offset > 0 && !self.datagrams.has_first(now, &fragment))
+    }
+
     /// Evaluates a packet seen at `now`, in seconds.
     pub(crate) fn evaluate(&mut self, now: u64, entry: &EntryPoint, frame: &[u8]) -> OracleVerdict {
         if let Some(verdict) = self.before_workers(entry, frame) {
