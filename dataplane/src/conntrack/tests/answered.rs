@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::conntrack::entry::Tracking;
 use crate::conntrack::path::Note;
 use crate::conntrack::tcp::Window;
 use crate::packet::Orientation;
@@ -186,8 +187,13 @@ proptest! {
             let after = known();
             let differs = by_worker != by_program
                 && (by_worker == Update::Accepted(before[0].0) || by_worker == Update::Restarts);
-            let changed = [0, 1].map(|n| (before[n].0 != after[n].0, before[n].1 != after[n].1));
-            if differs || changed[0] != changed[1] {
+            let sent_until = |known: &[(State, Option<Tracking>); 2]| {
+                known.map(|(_, tracking)| tracking.unwrap().map(|word| word as u32))
+            };
+            let [one, other] = sent_until(&before);
+            prop_assert_eq!(one, other, "until here both know the same numbers");
+            let [one, other] = sent_until(&after);
+            if differs || (before[0] == after[0]) != (before[1] == after[1]) || one != other {
                 // It fits the wider windows alone.
                 break;
             }
