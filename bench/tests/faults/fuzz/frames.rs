@@ -32,8 +32,8 @@ pub(super) struct Macs {
 pub(super) struct Maker {
     pub(super) random: SmallRng,
     pub(super) macs: Macs,
-    /// Identifications of datagrams in fragments are not used again soon: pieces of two would be one.
-    fragmented: u32,
+    /// Of the last datagram. None is used again soon: fragments of two, as the kernel also makes them of long ones, would be of one.
+    identification: u32,
 }
 
 /// A frame, with what the kernel is to do with it.
@@ -49,7 +49,7 @@ pub(super) fn payload(number: u32, length: usize) -> Vec<u8> {
 
 impl Maker {
     pub(super) fn new(random: SmallRng, macs: Macs) -> Self {
-        Self { random, macs, fragmented: 0 }
+        Self { random, macs, identification: 0 }
     }
 
     fn one_in(&mut self, of: u32) -> bool {
@@ -67,7 +67,8 @@ impl Maker {
         let mut sent = Sent { from, to, protocol, ports: vec![ports], how: Vec::new() };
         let source = self.source(from, v6, &mut sent);
         let hops = if self.one_in(6) { self.of(&[0, 1, 2, 255]) } else { 64 };
-        let head = Datagram { from: source, to, hops, protocol, identification: 0 };
+        self.identification += 1;
+        let head = Datagram { from: source, to, hops, protocol, identification: self.identification };
         let length = if self.one_in(4) { self.random.random_range(0..1400) } else { self.random.random_range(8..200) };
         let mut body = self.transport(&head, ports, payload(number, length), &mut sent);
         let is_open = protocol != ICMP && self.one_in(5);
@@ -293,8 +294,6 @@ impl Maker {
     /// Fragments of a datagram, in any order, now and then with two at one place, or one missing.
     fn pieces(&mut self, head: &Datagram, mut body: Vec<u8>, number: u32, sent: &mut Sent) -> Vec<Frame> {
         sent.how.push("fragments");
-        self.fragmented += 1;
-        let head = &Datagram { identification: self.fragmented, ..*head };
         let v6 = head.from.is_ipv6();
         if self.one_in(3) {
             body.extend(payload(number, self.random.random_range(100..4000)));
@@ -390,7 +389,7 @@ impl Maker {
         if self.one_in(20) && packet.len() > MARK + 20 {
             sent.how.push("changed");
             // A fragment whose identification changes would be one of another datagram.
-            if self.random.random() || sent.how.contains(&"fragments") {
+            if self.random.random() || sent.how.iter().any(|how| ["fragments", "segments"].contains(how)) {
                 packet.truncate(self.random.random_range(20..packet.len()));
             } else {
                 let at = self.random.random_range(0..packet.len());
