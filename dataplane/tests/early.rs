@@ -48,7 +48,7 @@ impl Worker {
         pipeline.process_batch(snapshot, now, port, &mut frames, &mut verdicts, &mut ());
         if verdicts[0] == Verdict::Early {
             assert_eq!(frames.bytes(0), frame, "it is held as it came");
-            assert_eq!(pipeline.replies().take().count(), 0, "nobody is told");
+            assert_eq!(pipeline.replies().take().count(), 0, "no reply is sent");
         }
         verdicts[0]
     }

@@ -13,7 +13,7 @@ const READ: [&CStr; 2] = [c"sk_buff", c"nf_conn"];
 /// The module that has the lookups, and may alone describe the structures, if they are not built in.
 const MODULE: &CStr = c"nf_conntrack";
 
-/// Which of this the kernel has. Programs are told by constants, with which the verifier leaves out what they would
+/// Which of this the kernel has. Programs read it from constants, with which the verifier leaves out what they would
 /// call or read.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) struct ConnectionFunctions {

@@ -64,7 +64,7 @@ fn away_for(length: Duration) {
     let returns = Instant::now();
     let took = late.time_until_passing(|| fixture.server.resume().unwrap());
     while web.passes() {
-        assert!(returns.elapsed() < Duration::from_secs(20), "the old policy stays in effect");
+        assert!(returns.elapsed() < Duration::from_secs(60), "the old policy stays in effect");
     }
     let last_of_web = web.last_arrival().saturating_duration_since(returns);
     println!(
