@@ -15,9 +15,7 @@ use crate::packet::{Address, Protocol};
 /// One end of a connection: an address and a port.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct Backend {
-    /// Its address.
     pub address: Address,
-    /// Its port.
     pub port: u16,
 }
 
@@ -42,7 +40,6 @@ pub enum WithoutBackend {
     Dropped,
 }
 
-/// A client keeps its backend.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Affinity {
     /// Identifies the Service's port. It is the same at each of the Service's addresses and for every process.
@@ -62,7 +59,6 @@ pub struct Frontend {
     pub serving: Arc<[Backend]>,
     /// The fate of packets without [`Frontend::backends`].
     pub without: WithoutBackend,
-    /// Whether a client keeps its backend.
     pub affinity: Option<Affinity>,
 }
 
@@ -72,7 +68,6 @@ impl Frontend {
         self.backends.binary_search(backend).is_ok()
     }
 
-    /// Whether this backend serves.
     pub fn is_serving(&self, backend: &Backend) -> bool {
         self.serving.binary_search(backend).is_ok()
     }
@@ -81,17 +76,13 @@ impl Frontend {
 /// The answer of a set about a destination.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Destination<'a> {
-    /// No Service has the address.
     NotService,
     /// A Service has the address, and none has this port there.
     NoSuchPort,
-    /// This frontend.
     Frontend(&'a Arc<Frontend>),
 }
 
-/// A port of one address.
 type PortOfAddress = (Protocol, u16, Arc<Frontend>);
-/// The addresses of one shard, each with its ports.
 type Shard = FxHashMap<Address, Arc<[PortOfAddress]>>;
 
 /// A change copies one shard: about ten addresses at 10,000 Services.
@@ -117,7 +108,6 @@ impl ServiceSet {
         }
     }
 
-    /// The frontend of this key.
     pub fn frontend(&self, key: &FrontendKey) -> Option<&Arc<Frontend>> {
         match self.find(key.address, key.protocol, key.port) {
             Destination::Frontend(frontend) => Some(frontend),
@@ -164,12 +154,10 @@ impl ServiceSet {
         }
     }
 
-    /// The number of frontends.
     pub fn len(&self) -> usize {
         self.frontends
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.frontends == 0
     }

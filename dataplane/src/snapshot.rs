@@ -16,11 +16,9 @@ pub struct Snapshot {
     pub epoch: Epoch,
     /// Policy tables, and the map of addresses.
     pub policy: PolicySet,
-    /// Forwarding table.
     pub forwarding: Forwarding,
     /// Services that workers translate; `None` if the node's kernel translates them.
     pub services: Option<ServiceSet>,
-    /// Pods whose connections are limited.
     pub limits: LimitedPods,
     /// Whose answers teach pods domain names.
     pub resolvers: Resolvers,
@@ -42,7 +40,6 @@ impl Snapshot {
         }
     }
 
-    /// Sets the Services that workers translate.
     #[must_use]
     pub fn with_services(self, services: Option<ServiceSet>) -> Self {
         Self { services, ..self }

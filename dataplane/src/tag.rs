@@ -45,12 +45,9 @@ pub(crate) const TO_NEIGHBOUR: u8 = 128;
 
 /// To the node's stack, as a packet of the port; without a port as one of the pair.
 const TO_NODE: u8 = 1;
-/// Out by an uplink.
 const TO_UPLINK: u8 = 2;
-/// No port.
 const NO_PORT: PortId = PortId(0xffff);
 
-/// Where a frame came from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct FrameTag {
     /// The port of the pod at whose veth it was.

@@ -91,7 +91,6 @@ pub enum OnMiss {
     Pass,
 }
 
-/// Allowed XDP modes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ModeChoice {
     /// Native if the driver can, otherwise generic.
@@ -106,11 +105,8 @@ pub enum ModeChoice {
 /// Options for loading and attaching a port's program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AttachOptions {
-    /// Packets to redirect.
     pub role: Role,
-    /// Behaviour on a miss.
     pub on_miss: OnMiss,
-    /// Allowed XDP modes.
     pub mode: ModeChoice,
     /// The bridge that the interface belongs to, if any: neighbour discovery between its ports is not redirected to workers.
     pub bridge: Option<Bridge>,
@@ -123,12 +119,9 @@ impl AttachOptions {
     }
 }
 
-/// A bridge.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Bridge {
-    /// Its index.
     pub index: u32,
-    /// Its MAC address.
     pub mac: [u8; 6],
 }
 

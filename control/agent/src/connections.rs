@@ -324,7 +324,6 @@ pub(super) struct ClearingQueue {
     in_use: TableUse,
 }
 
-/// The jobs of a [`ClearingQueue`].
 pub(super) struct ClearingJobs {
     jobs: mpsc::Receiver<ClearingJob>,
     in_use: TableUse,

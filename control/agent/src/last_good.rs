@@ -12,10 +12,8 @@ const VERSION: u32 = 1;
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".config";
 
-/// The last good configuration.
 #[derive(Clone, Debug)]
 pub struct LastGood {
-    /// The configuration.
     pub loaded: LoadedConfig,
     /// When a daemon got ready with it.
     pub since: Timestamp,
@@ -31,7 +29,6 @@ pub(crate) struct RejectedConfig {
 /// Why there is no last good configuration, though there is a file.
 #[derive(Debug, thiserror::Error)]
 pub enum LastGoodError {
-    /// The file is not used.
     #[error(transparent)]
     File(#[from] FileError),
     /// Its content is refused too, by this version.

@@ -93,7 +93,6 @@ impl LearntNamesFile {
         }
     }
 
-    /// The table.
     pub(super) fn table(&self) -> &Arc<NameTable> {
         &self.table
     }

@@ -196,7 +196,6 @@ fn run_with(
 /// Which objects [`check`] reads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CheckedSource {
-    /// Those of the configured source.
     Any,
     /// Those of manifests only: an API server may be away, and a daemon would wait for it.
     Manifests,
@@ -233,7 +232,6 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
     Ok(findings)
 }
 
-/// The things that [`cleanup`] removed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CleanedUp {
     /// How many interfaces had a pinned program.

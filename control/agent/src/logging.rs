@@ -38,7 +38,6 @@ const OWN_CRATES: [&str; 7] = [
 /// Lines that may wait to be written.
 const WAITING_LINES: usize = 1_024;
 
-/// Recent lines that are kept.
 const RECENT_LINES: usize = 1_000;
 
 static FILTER: OnceLock<reload::Handle<Targets, Registry>> = OnceLock::new();
@@ -106,7 +105,6 @@ fn outputs() -> MutexGuard<'static, Option<Outputs>> {
     OUTPUTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sets the log level.
 pub(super) fn set_level(level: LogLevel) {
     if let Some(handle) = FILTER.get()
         && let Err(error) = handle.reload(filter(level))
@@ -115,7 +113,6 @@ pub(super) fn set_level(level: LogLevel) {
     }
 }
 
-/// The last lines of the log.
 pub(super) fn recent() -> String {
     recent_lines().iter().map(String::as_str).collect()
 }

@@ -68,15 +68,10 @@ async fn serve(loaded: &LoadedConfig, handle: &QueryHandle) -> Result<Vec<AdminS
 
 /// The next step of the daemon's loop.
 pub(super) enum OperationEvent {
-    /// Answer a query.
     Answer(StateQuery),
-    /// Take a sample of the counters.
     Sample,
-    /// Write the verdict log.
     Write,
-    /// Pass packets of the capture on.
     Capture,
-    /// Read how often rules decided.
     CountUse,
 }
 
@@ -94,12 +89,10 @@ pub(super) struct Operation {
     pub(super) verdicts: VerdictWriter,
     pub(super) usage: RuleUsage,
     pub(super) started: Instant,
-    /// Notified once this daemon is ready.
     pub(super) ready: Option<oneshot::Sender<()>>,
     pub(super) service_manager: ServiceManager,
     sampling: Interval,
     writing: Interval,
-    /// The capture that runs.
     pub(super) capture: Option<RunningCapture>,
     /// Counts of those that have ended.
     pub(super) captured: CaptureCounts,

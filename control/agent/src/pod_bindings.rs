@@ -26,7 +26,6 @@ pub(super) struct PodBindings {
     results: CniResults,
     node: String,
     file: Option<(StateFile, Identity)>,
-    /// The file's content.
     kept: Vec<FirstBinding>,
     /// A problem of the file was logged.
     is_failing: bool,

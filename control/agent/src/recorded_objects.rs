@@ -32,9 +32,7 @@ const INTERVAL_FACTOR: u32 = 50;
 /// The report on objects of an earlier run while they are in effect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct StaleObjects {
-    /// When they were written.
     pub(crate) recorded: Timestamp,
-    /// How many there are.
     pub(crate) objects: usize,
 }
 
@@ -130,7 +128,6 @@ impl RecordedLines {
         lines
     }
 
-    /// The objects that have a line.
     pub(crate) fn references(&self) -> BTreeSet<ObjectRef> {
         self.0.keys().cloned().collect()
     }

@@ -55,11 +55,9 @@ impl RuleId {
 struct Used {
     hits: u64,
     last: Option<i64>,
-    /// Since when it is known.
     since: i64,
 }
 
-/// Counts as read of the engine.
 pub(super) struct CountedRules {
     used: Vec<RuleUse>,
     revision: u64,

@@ -10,17 +10,13 @@ use super::config::{AttachSetting, Config, HostRouting, XdpMode};
 use super::connections::map_sizes;
 use crate::discovery::PortLimits;
 
-/// Where programs take pods' packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Attach {
-    /// By XDP.
     Xdp,
-    /// By tcx.
     Tcx,
 }
 
 impl Attach {
-    /// Its name in the configuration.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Xdp => "xdp",
@@ -142,7 +138,6 @@ pub(super) fn try_tcx(offloads: bool) -> Result<(), String> {
     loaded.map_err(|error| error.to_string())?.try_attaching().map_err(|error| error.to_string())
 }
 
-/// Cores as text.
 pub(super) fn list(cores: &[u16]) -> String {
     cores.iter().map(u16::to_string).collect::<Vec<_>>().join(", ")
 }

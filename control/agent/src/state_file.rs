@@ -26,13 +26,10 @@ const MAX_BYTES: u64 = 256 << 20;
 /// The subject of a file. A file of another identity is not used.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct Identity {
-    /// The kind of its content.
     pub(crate) kind: String,
     /// The version of the content's form.
     pub(crate) version: u32,
-    /// The node's name.
     pub(crate) node: String,
-    /// Where the content came from.
     pub(crate) origin: String,
 }
 
@@ -43,10 +40,8 @@ struct Header {
     written: i64,
 }
 
-/// A file that was read.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Stored {
-    /// When it was written.
     pub(crate) written: Timestamp,
     pub(crate) content: Vec<u8>,
 }
@@ -66,7 +61,6 @@ pub(crate) enum StateFileError {
     TooLarge(PathBuf),
 }
 
-/// A file of the state directory.
 #[derive(Clone, Debug)]
 pub(crate) struct StateFile {
     path: PathBuf,
@@ -84,7 +78,6 @@ impl StateFile {
         &self.path
     }
 
-    /// Writes the file anew.
     pub(crate) fn write<'a>(
         &self,
         identity: &Identity,

@@ -42,7 +42,6 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// Reads a length of time.
 pub(super) fn time(text: &str) -> Result<TimeSpan, String> {
     TimeSpan::try_from(text.to_owned()).map_err(|error| error.to_string())
 }

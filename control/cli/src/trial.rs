@@ -113,7 +113,6 @@ fn read(manifests: &[PathBuf]) -> Result<Vec<TrialManifest>, Failure> {
     Ok(texts.into_iter().map(manifest).collect())
 }
 
-/// So many bytes of standard input.
 fn read_input(count: u64) -> Result<TrialManifest, Failure> {
     let mut text = String::new();
     match io::stdin().lock().take(count).read_to_string(&mut text) {

@@ -20,7 +20,6 @@ pub(crate) struct Veth {
     pub(crate) index: u32,
 }
 
-/// An interface cannot be closed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CloseError {
     #[error("{}: no BPF file system: mount one on the node (mount -t bpf bpf /sys/fs/bpf)", .0.display())]

@@ -247,7 +247,6 @@ fn owned((resource, version): (&str, u64)) -> (String, u64) {
 }
 
 impl ApiCluster {
-    /// Why a command was not started.
     fn not_started(&self, daemon: &Daemon, error: &kube::Error) -> Problem {
         let pod = &daemon.pod;
         match error {
@@ -382,7 +381,6 @@ fn exit_code(status: Option<Status>, pod: &str) -> Result<i32, Problem> {
     }
 }
 
-/// All objects of a list.
 async fn pages<K>(api: &Api<K>, mut params: ListParams) -> Result<Vec<K>, kube::Error>
 where
     K: Clone + serde::de::DeserializeOwned + std::fmt::Debug,

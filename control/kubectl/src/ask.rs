@@ -16,7 +16,6 @@ const MAX_ANSWER: u64 = 256 << 20;
 /// Most bytes of standard error that are kept.
 pub(super) const MAX_ERRORS: u64 = 64 << 10;
 
-/// How to ask.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Asking {
     /// How long a node may take for its whole answer.
@@ -25,7 +24,6 @@ pub(super) struct Asking {
     pub(super) parallel: usize,
 }
 
-/// The output of a command.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Output {
     pub(super) code: i32,
@@ -45,7 +43,6 @@ pub(super) struct Answers<T> {
 pub(super) struct WithMissing<'a, T> {
     #[serde(flatten)]
     pub(super) answer: T,
-    /// The nodes that have not answered.
     pub(super) missing: &'a [Missing],
 }
 
@@ -65,7 +62,6 @@ impl<T> Answers<T> {
         })
     }
 
-    /// How many nodes were to answer.
     pub(super) fn all(&self) -> usize {
         self.answers.len() + self.missing.len()
     }
@@ -215,12 +211,10 @@ pub(super) fn parsed<T: DeserializeOwned>(output: &Output) -> Result<T, Problem>
     from_json(succeeded(output, &[0])?)
 }
 
-/// Parses JSON.
 pub(super) fn from_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
     serde_json::from_slice(bytes).map_err(|error| Problem::Garbage(error.to_string()))
 }
 
-/// A command as its words.
 pub(super) fn words(command: &[&str]) -> Vec<String> {
     command.iter().map(|&word| word.to_owned()).collect()
 }

@@ -35,7 +35,6 @@ pub(super) struct Args {
     directory: PathBuf,
 }
 
-/// A file of a bundle.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct BundleFile {
     path: PathBuf,

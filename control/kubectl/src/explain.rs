@@ -42,7 +42,6 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// A node's explanation.
 #[derive(Serialize)]
 struct NodeExplanation<'a> {
     node: &'a str,

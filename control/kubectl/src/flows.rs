@@ -72,10 +72,8 @@ struct NodeFlow {
     rate: Option<f64>,
 }
 
-/// The connections of all nodes.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct Merged {
-    /// How many match, on all nodes.
     matching: usize,
     /// Sorted by their ends, then by node.
     flows: Vec<NodeFlow>,

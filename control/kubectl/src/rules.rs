@@ -40,16 +40,13 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// A rule on all nodes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 struct ClusterRule {
-    /// Nodes that have it.
     nodes: usize,
     #[serde(flatten)]
     usage: RuleUsage,
 }
 
-/// The rules of all nodes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 struct Merged {
     /// The earliest of the nodes' times.

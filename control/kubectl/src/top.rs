@@ -45,18 +45,15 @@ pub(super) struct Args {
 /// The load of one node, or of all.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 struct Load {
-    /// Workers.
     workers: usize,
     /// The sum of the shares of their time in which they moved packets.
     busy: f64,
-    /// The rates of all ports together.
     rate: Rate,
     connections: usize,
     /// Packets dropped since the start, by reason.
     drops: BTreeMap<String, u64>,
 }
 
-/// Packets and bytes per second.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize)]
 struct Rate {
     rx_packets: f64,
@@ -66,7 +63,6 @@ struct Rate {
     dropped_packets: f64,
 }
 
-/// A pod's rates.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct PodLoad {
     pod: String,
@@ -74,7 +70,6 @@ struct PodLoad {
     rate: Rate,
 }
 
-/// All nodes.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct Merged {
     sum: Load,

@@ -59,7 +59,6 @@ enum Action {
     Stop,
 }
 
-/// The answer of all nodes together.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct Merged {
     /// Nodes that judge staged policies.

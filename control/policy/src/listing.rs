@@ -170,7 +170,6 @@ fn ports(ports: &PortSpec) -> Option<Vec<String>> {
 }
 
 impl Listing {
-    /// The listing as text.
     fn to_text(&self) -> String {
         let mut text = String::new();
         // Writing to a string does not fail.

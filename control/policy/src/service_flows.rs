@@ -37,7 +37,6 @@ pub enum Without {
 }
 
 impl Without {
-    /// In words.
     pub const fn describe(self) -> &'static str {
         match self {
             Self::Backend(WithoutBackend::Refused) => "no backend anywhere: refused",

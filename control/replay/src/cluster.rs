@@ -24,7 +24,6 @@ pub const HOST: PortId = PortId(0);
 pub const UPLINK: PortId = PortId(1);
 const FIRST_POD: usize = 2;
 
-/// Why objects cannot be replayed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ClusterError {
     /// The node is not in the manifests.
@@ -35,7 +34,6 @@ pub enum ClusterError {
         /// The names in the manifests.
         known: String,
     },
-    /// More pods than port numbers.
     #[error("{0} pods exceed the replay's 65,534 ports: select the pods of one node with --node")]
     TooManyPods(usize),
 }
@@ -49,7 +47,6 @@ pub struct ReplayCluster {
     names: FxHashMap<Address, Box<str>>,
     /// Names of Services, by the cluster address that is translated.
     service_names: FxHashMap<Address, Box<str>>,
-    /// Backends of all Services.
     backends: FxHashSet<Address>,
     /// The addresses at which egress policy is postponed.
     postponed: Arc<AddressSet>,
@@ -216,7 +213,6 @@ impl ReplayCluster {
         Ok(forwarding)
     }
 
-    /// The tables for the pipeline.
     #[inline]
     pub fn snapshot(&self) -> &Snapshot {
         &self.snapshot
@@ -228,7 +224,6 @@ impl ReplayCluster {
         (&self.snapshot, &mut self.rules)
     }
 
-    /// The rules in effect so far.
     pub fn rules(&self) -> &RuleNames {
         &self.rules
     }
@@ -245,7 +240,6 @@ impl ReplayCluster {
         self.name(address).map_or_else(|| IpAddr::from(address).to_string(), str::to_owned)
     }
 
-    /// Whether packets to Services are translated.
     #[inline]
     pub fn translates(&self) -> bool {
         self.snapshot.services.is_some()
@@ -279,17 +273,14 @@ impl ReplayCluster {
         self.snapshot.services.as_ref()?.frontend(&key)
     }
 
-    /// The ports of all local pods.
     pub(super) fn pod_ports(&self) -> impl Iterator<Item = (&ObjectKey, PortId)> {
         self.ports.iter().map(|(pod, port)| (pod, *port))
     }
 
-    /// The port of a local pod.
     pub fn pod_port(&self, pod: &ObjectKey) -> Option<PortId> {
         self.ports.get(pod).copied()
     }
 
-    /// The objects.
     pub fn state(&self) -> &ClusterState {
         self.engine.state()
     }

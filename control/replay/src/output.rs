@@ -10,13 +10,10 @@ use nix::fcntl::{AT_FDCWD, AtFlags, OFlag};
 use nix::unistd::linkat;
 use tempfile::NamedTempFile;
 
-/// An output that cannot be written.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: cannot be written: {cause}", file.display())]
 pub struct OutputError {
-    /// The file.
     pub file: PathBuf,
-    /// Why.
     pub cause: io::Error,
 }
 

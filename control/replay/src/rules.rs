@@ -118,7 +118,6 @@ impl RuleNames {
         }
     }
 
-    /// A rule's name.
     #[inline]
     pub fn name(&self, rule: RuleId) -> &str {
         self.names[rule.0 as usize].text()

@@ -25,7 +25,6 @@ use serde::Serialize;
 use super::capture::{CaptureError, Captures, Time};
 use super::truncated::fill_up;
 
-/// How packets to Services are read.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ServiceReading {
     /// Whether they are translated as workers do with `services.enabled`; otherwise the node's kernel does it, and egress policy is for
@@ -101,7 +100,6 @@ pub(super) struct BackendChoice {
     pub(super) flow: Flow,
     /// The Service's port.
     pub(super) service: Arc<str>,
-    /// The backend that it gets.
     pub(super) backend: Backend,
     /// How many it may get.
     pub(super) backends: usize,
@@ -139,7 +137,6 @@ impl BackendChoice {
 /// The verdict of policy on the backends of a Service.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Reach {
-    /// It allows each.
     Allow,
     /// It allows none.
     Deny,
@@ -178,7 +175,6 @@ pub struct ServiceCount {
 pub struct PartlyDenied {
     /// The client: a pod, or an address.
     pub client: String,
-    /// How many backends it may get.
     pub backends: usize,
     /// Those of them that policy denies it: pods or addresses, without their port.
     pub denied: Vec<String>,

@@ -11,7 +11,6 @@ use super::line::{EvaluatedPacket, VerdictLineWriter};
 use super::output::{Output, OutputError};
 use super::player::{Decision, EntryPoint, Player};
 
-/// The files to write.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct OutputPaths {
     /// Verdicts: one line of JSON per packet.
@@ -22,7 +21,6 @@ pub struct OutputPaths {
     pub denied: Option<PathBuf>,
 }
 
-/// The files being written.
 #[derive(Default)]
 pub(super) struct Sinks {
     verdicts: Option<Output>,
@@ -61,7 +59,6 @@ impl Sinks {
         })
     }
 
-    /// Whether no file is written.
     pub(super) fn is_empty(&self) -> bool {
         self.verdicts.is_none() && !self.writes_captures()
     }

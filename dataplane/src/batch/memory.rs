@@ -9,7 +9,6 @@ pub struct MemoryFrames {
 }
 
 impl MemoryFrames {
-    /// An empty batch.
     pub fn new() -> Self {
         Self::default()
     }

@@ -4,7 +4,6 @@ mod memory;
 
 pub use memory::MemoryFrames;
 
-/// Maximum frames in one batch.
 pub const BATCH: usize = 64;
 
 /// The frames of one batch, all received on one port.
@@ -14,7 +13,6 @@ pub trait Frames {
     /// Number of frames in the batch; at most [`BATCH`].
     fn len(&self) -> usize;
 
-    /// Whether the batch is empty.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -50,7 +48,6 @@ pub enum StackSender {
     Leaving {
         /// The number of the pod's port.
         port: u16,
-        /// The uplink's number.
         uplink: u8,
     },
 }

@@ -13,7 +13,6 @@ use super::PortError;
 const HEADROOM: u32 = 256;
 /// For packets of several frames (linux/if_xdp.h).
 const XDP_USE_SG: u16 = 16;
-/// Bytes of an Ethernet header.
 const ETHERNET: u32 = 14;
 
 /// The largest MTU whose packets fit into frames of this size, in bytes.
@@ -55,13 +54,9 @@ pub fn takes_long_packets() -> bool {
 /// Current properties of an interface in the calling thread's network namespace.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct InterfaceFacts {
-    /// Its name.
     pub name: String,
-    /// Its index.
     pub index: u32,
-    /// Its MTU.
     pub mtu: u32,
-    /// Whether it is up.
     pub up: bool,
     /// Number of RX queues in use.
     pub queues: u32,

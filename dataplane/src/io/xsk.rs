@@ -161,7 +161,6 @@ impl XskQueue {
         self.filled < self.fill_target.allowed(pool.available())
     }
 
-    /// Frames being sent.
     pub(crate) fn outstanding(&self) -> u32 {
         self.outstanding
     }

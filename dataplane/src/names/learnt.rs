@@ -38,9 +38,7 @@ pub enum NameTime {
 pub struct LearntName {
     /// Until when it holds for new connections.
     pub expires: Moment,
-    /// The address.
     pub address: Address,
-    /// The name.
     pub name: DomainName,
 }
 

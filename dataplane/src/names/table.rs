@@ -22,7 +22,6 @@ pub struct NamedPod {
 /// A pod and what it has learnt.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PodNames {
-    /// The pod.
     pub pod: NamedPod,
     /// Its names, in the order in which they expire.
     pub names: Vec<LearntName>,
@@ -58,7 +57,6 @@ struct Pods {
 }
 
 impl NameTable {
-    /// An empty table with these limits.
     pub fn new(limits: NameLimits) -> Self {
         Self { pods: Mutex::default(), shared: Arc::new(Shared { limits, ..Shared::default() }) }
     }
@@ -117,7 +115,6 @@ impl NameTable {
         self.shared.changes.load(Relaxed)
     }
 
-    /// Counters.
     pub fn counts(&self) -> NameCounts {
         let Shared { names, learnt, evicted, not_understood, unasked, .. } = &*self.shared;
         let [kept, learnt, evicted, not_understood, unasked] =

@@ -55,12 +55,10 @@ impl Fragment {
         self.len
     }
 
-    /// Whether it carries nothing.
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether more fragments follow.
     pub const fn more(&self) -> bool {
         self.place.get() & 1 == 1
     }
@@ -94,14 +92,11 @@ pub struct Layout {
     pub end: u16,
 }
 
-/// A packet with validated headers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Packet {
     /// Addresses, protocol and ports. For an ICMP error the outer packet's addresses, without ports.
     pub flow: Flow,
-    /// Fields for the connection table.
     pub transport: Transport,
-    /// Offsets of its parts.
     pub layout: Layout,
     /// TTL or hop limit as received.
     pub ttl: u8,

@@ -9,10 +9,8 @@ use crate::packet::Address;
 use super::peers::Identity;
 use super::{AddressSet, DirectionVerdict, EndpointId, NodeId};
 
-/// Owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AddressOwner {
-    /// A pod's.
     Pod {
         /// Its class with respect to selectors.
         identity: Identity,
@@ -21,7 +19,6 @@ pub enum AddressOwner {
         /// The node on which it runs, if known.
         node: Option<NodeId>,
     },
-    /// The address of a node itself.
     Node(NodeId),
 }
 
@@ -38,7 +35,6 @@ pub(crate) enum LocalAddress {
     Service,
     /// At a pod of this node that has no port (yet, or any more).
     Portless,
-    /// At the pod behind this port.
     At(PortId),
 }
 
@@ -56,7 +52,6 @@ pub(crate) struct AddressEntry {
 }
 
 impl AddressEntry {
-    /// An unknown address.
     pub(super) const UNKNOWN: Self = Self { identity: 0, endpoint: NONE, node: NONE, local: LocalAddress::No };
 
     /// The port of the local pod with this address.
@@ -164,9 +159,7 @@ pub(super) struct AddressMap {
     shards: Arc<[Arc<[AddressSlot]>; SHARDS]>,
     /// Number of addresses with an owner.
     owned: usize,
-    /// The local addresses in it.
     local: Arc<LocalAddresses>,
-    /// The addresses of Services in it.
     services: Arc<AddressSet>,
 }
 
@@ -198,7 +191,6 @@ const fn slot_of(hash: u64, slots: usize) -> usize {
 }
 
 impl AddressMap {
-    /// The entry of an address.
     #[inline(always)]
     pub(super) fn find(&self, address: Address) -> &AddressEntry {
         let hash = hash(address);
@@ -217,7 +209,6 @@ impl AddressMap {
         &self.services
     }
 
-    /// Number of addresses with an owner.
     pub(super) fn owned(&self) -> usize {
         self.owned
     }

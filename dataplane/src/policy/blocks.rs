@@ -11,9 +11,7 @@ use super::rows::{Row, RowsBuilder, RuleSet, RuleSweep};
 /// Addresses in `cidr` and in none of `except`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct AddressBlock {
-    /// The block.
     pub cidr: IpNet,
-    /// Excluded parts of it.
     pub except: Vec<IpNet>,
 }
 

@@ -12,9 +12,7 @@ use super::table::RuleTable;
 /// The action of a rule on a flow that it matches.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum RuleAction {
-    /// Allows it.
     Accept,
-    /// Denies it.
     Deny,
     /// Leaves it to the next tier.
     Pass,
@@ -43,15 +41,12 @@ pub(super) type Given<'a> = Option<(&'a LearntNames, NameTime)>;
 /// The outcome of all tiers, with the number of the rule that decided.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum TierOutcome {
-    /// A rule accepts.
     Accepted(u32),
-    /// A rule denies.
     Denied(u32),
     /// NetworkPolicies isolate the endpoint, and none of their rules allows the flow.
     Isolated,
     /// NetworkPolicies isolate the endpoint, and the flow is between it and its own node.
     OwnNode,
-    /// No rule decided.
     Default,
 }
 
@@ -74,7 +69,6 @@ impl TieredTable {
         Self { names: (!names.is_empty()).then(|| Arc::new(names)), ..self }
     }
 
-    /// Whether a rule has domain names.
     #[inline]
     pub fn has_names(&self) -> bool {
         self.names.is_some()
@@ -85,7 +79,6 @@ impl TieredTable {
         Self { table: self.table.with_identities(changes), ..self.clone() }
     }
 
-    /// All rules, without their actions.
     pub fn table(&self) -> &RuleTable {
         &self.table
     }

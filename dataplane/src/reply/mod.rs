@@ -84,7 +84,6 @@ struct Reply {
 }
 
 impl Replies {
-    /// No replies yet.
     pub fn new(settings: ReplySettings) -> Self {
         let none = Reply { bytes: [0; LONGEST], length: 0, port: PortId(0) };
         Self {

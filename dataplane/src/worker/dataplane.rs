@@ -51,7 +51,6 @@ pub struct Dataplane {
     retired: Mutex<Vec<Arc<Snapshot>>>,
     threads: Vec<JoinHandle<Vec<XskQueue>>>,
     cores: Vec<CoreId>,
-    /// Scheduling priority of each worker.
     priorities: Vec<Priority>,
     verdicts: Arc<VerdictLog>,
     /// Senders whose source the node's stack has translated.
@@ -238,7 +237,6 @@ impl Dataplane {
         }
     }
 
-    /// The last published snapshot.
     pub fn snapshot(&self) -> Arc<Snapshot> {
         self.shared.snapshot.load_full()
     }
@@ -461,7 +459,6 @@ fn share(umem: Umem, config: &Config) -> Result<WorkerShared, UmemError> {
 /// How much longer than it asks for a worker may sleep, in nanoseconds.
 const TIMER_SLACK: u64 = 1000;
 
-/// Arguments of a worker's thread.
 struct ThreadArguments {
     index: usize,
     core: CoreId,

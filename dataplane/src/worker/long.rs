@@ -42,7 +42,6 @@ impl LongPacket {
         self.is_cut = true;
     }
 
-    /// Whether all of it is there.
     pub(super) fn is_whole(&self) -> bool {
         !self.is_cut
     }

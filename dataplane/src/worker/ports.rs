@@ -16,7 +16,6 @@ use crate::io::{GsoPort, GsoSocket, QueueSlot, XskQueue};
 pub(super) struct OpenQueue {
     /// The queue's number on its interface.
     pub(super) queue: u32,
-    /// The worker that owns it.
     pub(super) worker: usize,
     /// Marks its frames.
     pub(super) slot: QueueSlot,
@@ -26,7 +25,6 @@ pub(super) struct OpenQueue {
     pub(super) gso: Option<io::Result<Arc<GsoSocket>>>,
 }
 
-/// An open port.
 #[derive(Debug)]
 pub(super) struct OpenPort {
     pub(super) interface: String,

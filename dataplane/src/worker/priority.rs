@@ -2,10 +2,8 @@
 
 use nix::libc;
 
-/// Scheduling priority of a worker.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub enum Priority {
-    /// That of an ordinary thread.
     Ordinary,
     /// Nice -20, relative to threads of its own control group. Other groups get their share of the core in slices of a
     /// few milliseconds, which queues can buffer.

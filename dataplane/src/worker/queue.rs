@@ -175,7 +175,6 @@ impl PortQueue {
         self.unsent || self.xsk.outstanding() > 0 || self.xsk.wants_frames(pool)
     }
 
-    /// Counts a received batch.
     #[inline]
     pub(super) fn count_batch(&mut self) {
         self.moved = self.moved.saturating_add(1);

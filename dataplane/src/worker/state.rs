@@ -24,10 +24,8 @@ const QUIET: u16 = 64;
 /// Maximum packets taken from other workers per iteration.
 const HAND_OFF_LIMIT: usize = 4 * BATCH;
 
-/// How to reach a port.
 #[derive(Clone, Copy, Default)]
 enum PortRoute {
-    /// The port is not open.
     #[default]
     Gone,
     /// Through a queue of this worker, by index.
@@ -70,12 +68,10 @@ pub(super) struct WorkerState {
     pub(super) waiting: WaitingSweep,
 }
 
-/// Result of one poll iteration.
 #[derive(Default)]
 pub(super) struct PollIteration {
     /// Packets were moved, or frames were completed.
     pub(super) busy: bool,
-    /// Packets received.
     pub(super) received: u32,
     /// The kernel does not accept packets to send.
     pub(super) stalled: bool,
@@ -309,7 +305,6 @@ impl WorkerState {
         self.queues.iter_mut().flatten().filter_map(|queue| queue.watch(epoll).err()).count() == 0
     }
 
-    /// Stops watching queues with high traffic.
     pub(super) fn unwatch_busy(&mut self, epoll: &Epoll) {
         self.queues.iter_mut().flatten().for_each(|queue| queue.unwatch_if_busy(epoll));
     }
@@ -442,7 +437,6 @@ impl WorkerState {
         }
     }
 
-    /// Stops sending packets on a port.
     pub(super) fn unroute(&mut self, port: PortId) {
         if let Some(entry) = self.ports.get_mut(port.index()) {
             *entry = PortEntry::default();

@@ -49,7 +49,6 @@ const MAX_OWN_ADDRESSES: u32 = 32;
 /// CPUs whose packets have a worker of their own, as `MAX_CPUS` in `src/bpf/tcx_maps.h`.
 const MAX_CPUS: usize = 1024;
 
-/// How to load the programs.
 #[derive(Clone, Debug)]
 pub struct TcxOptions {
     /// How many workers there are: from 1 to [`MAX_TCX_WORKERS`].
@@ -147,7 +146,6 @@ pub struct TcxMapError {
 /// Who sends a frame of [`TcxPrograms::try_frame`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TriedSender {
-    /// The pod.
     Pod,
     /// The node itself, to the pod.
     Node,
@@ -155,7 +153,6 @@ pub enum TriedSender {
     Stack,
 }
 
-/// Result of [`TcxPrograms::try_frame`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TriedFrame {
     /// The action that the program returned: `TC_ACT_*` of `linux/pkt_cls.h`.
@@ -164,7 +161,6 @@ pub struct TriedFrame {
     pub frame: Vec<u8>,
 }
 
-/// The loaded programs and their maps.
 #[derive(Debug)]
 pub struct TcxPrograms {
     from_pod: OwnedFd,
@@ -526,9 +522,7 @@ pub struct Entrances {
 /// Packets, as segments on a wire, and their bytes, Ethernet headers of long segments counted once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TrafficCount {
-    /// Packets.
     pub packets: u64,
-    /// Bytes.
     pub bytes: u64,
 }
 
@@ -631,7 +625,6 @@ struct TcxLink {
 }
 
 impl PodVeth {
-    /// The interface.
     pub fn interface(&self) -> &Interface {
         &self.interface
     }
@@ -699,7 +692,6 @@ impl PodVeth {
         }
     }
 
-    /// Counters of both programs, by outcome.
     pub fn outcomes(&self) -> Result<ProgramOutcomeCounts, libbpf_rs::Error> {
         ProgramOutcomeCounts::read(&self.outcomes)
     }

@@ -28,7 +28,6 @@ impl DaemonView<'_> {
         self.objects.engine()
     }
 
-    /// The daemon's status.
     pub(crate) fn status(&self, counters: &LiveCounters) -> types::Status {
         let LiveCounters { sample: now, depths, .. } = counters;
         let before = self.samples.before(now);
@@ -244,7 +243,6 @@ impl DaemonView<'_> {
         owners.map(|owner| self.dataplane.connections().len_of(owner)).iter().sum()
     }
 
-    /// The data for a connection list.
     pub(crate) fn listing(&self, end: Option<&str>, service: Option<&str>) -> Result<FlowScan, String> {
         let addresses = end.map(|end| self.addresses(end)).transpose()?;
         let cluster_addresses = service.map(|service| self.cluster_addresses(service)).transpose()?;

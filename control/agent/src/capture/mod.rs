@@ -48,7 +48,6 @@ const LAST_MESSAGE: Duration = Duration::from_secs(10);
 /// The client's end: chunks of messages.
 pub(super) type CaptureChunks = mpsc::Receiver<Vec<u8>>;
 
-/// A capture that runs.
 pub(super) struct RunningCapture {
     /// Without the pod.
     filter: CaptureFilter,
@@ -127,22 +126,18 @@ impl RunningCapture {
         Ok((running, chunks))
     }
 
-    /// The pod that is asked for.
     pub(super) fn pod(&self) -> Option<&ObjectKey> {
         self.pod.as_ref()
     }
 
-    /// How much was captured so far.
     pub(super) fn counts(&self) -> CaptureCounts {
         CaptureCounts { lost: self.queue.lost(), ..self.counts }
     }
 
-    /// How long it runs.
     pub(super) fn age(&self) -> Duration {
         self.origin.0.elapsed()
     }
 
-    /// Whether the client is gone.
     pub(super) fn is_abandoned(&self) -> bool {
         self.chunks.is_closed()
     }

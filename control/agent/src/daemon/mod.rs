@@ -71,7 +71,6 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// How a daemon ended that did not fail.
 pub(super) enum Ended {
     BySignal,
-    /// Another daemon takes over.
     HandedOver(Handover),
 }
 
@@ -165,7 +164,6 @@ fn warn_of_closed_pods(attach: Attach) {
     }
 }
 
-/// What a daemon listens on.
 struct Sockets {
     listeners: Listeners,
     handovers: HandoverListener,

@@ -55,7 +55,6 @@ impl Daemon<'_> {
         PacketNames { engine: inputs.objects.engine(), ports: &self.ports, epoch: inputs.epoch }
     }
 
-    /// Handles one event of the operation.
     pub(super) async fn operate(&mut self, next: OperationEvent) {
         match next {
             OperationEvent::Answer(StateQuery::Capture { query, answer }) => {
@@ -108,7 +107,6 @@ impl Daemon<'_> {
         self.operation.verdicts.write(lines);
     }
 
-    /// Prints the statistics.
     pub(super) fn report(&self) {
         let mut text = report::statistics(
             &self.dataplane.statistics(),

@@ -23,7 +23,6 @@ const MOST_FILES: usize = 16_384;
 /// The result of plugins for one network of a pod.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CniResult {
-    /// The pod.
     pub pod: ObjectKey,
     /// Its sandbox: all networks of one sandbox are those of one pod.
     pub sandbox: String,

@@ -46,16 +46,13 @@ pub struct PodRoute {
     pub enters_by: u32,
 }
 
-/// How long the pair lives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lifetime {
     /// Until it is removed: a daemon that dies leaves it to the next.
     Node,
-    /// As long as the daemon lives.
     Daemon,
 }
 
-/// An end of the pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
     Node,
@@ -177,7 +174,6 @@ impl HostVeth {
         self.private_netns.as_ref().map(|private_netns| private_netns.file().as_fd())
     }
 
-    /// The node's end.
     pub fn node(&self) -> &Link {
         &self.node
     }
@@ -459,7 +455,6 @@ async fn add_rules(netlink: &Netlink, config: &config::HostVeth) -> Result<Vec<A
     Ok(families)
 }
 
-/// Our rules for one family.
 async fn our_rules(netlink: &Netlink, version: IpVersion) -> Vec<RuleMessage> {
     let rules: Vec<RuleMessage> = netlink.handle.rule().get(version).execute().try_collect().await.unwrap_or_default();
     rules.into_iter().filter(is_ours).collect()

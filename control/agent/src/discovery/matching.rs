@@ -29,9 +29,7 @@ pub struct PodPort {
     pub bridge: Option<String>,
     /// Index of the interface by which its packets enter the node's stack: the host side, or its bridge.
     pub enters_by: u32,
-    /// The pod.
     pub pod: ObjectKey,
-    /// All addresses of the pod.
     pub addresses: BTreeSet<IpAddr>,
 }
 
@@ -86,7 +84,6 @@ pub fn pod_ports<'a>(
 /// Limits of the pods that get a port.
 #[derive(Clone, Copy, Debug)]
 pub struct PortLimits<'a> {
-    /// Their node.
     pub node: &'a str,
     /// The longest IP packet that a frame holds, in bytes.
     pub largest: u32,

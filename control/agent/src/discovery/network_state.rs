@@ -33,30 +33,24 @@ pub struct NetworkState {
     pub longest: Option<u32>,
 }
 
-/// A network interface.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Link {
     /// Its index in this namespace.
     pub index: u32,
-    /// Its name.
     pub name: String,
-    /// Its alias, where it has one.
     pub alias: Option<String>,
     /// Its Ethernet address; zero where it has none.
     pub mac: Mac,
     /// Its MTU in bytes, without the link header.
     pub mtu: u32,
-    /// Whether it is up.
     pub up: bool,
     /// Whether it is one end of a veth pair.
     pub veth: bool,
-    /// Whether it is a bridge.
     pub bridge: bool,
     /// The kernel's number here of the network namespace that its other end is in; `None` for this one.
     pub peer_namespace: Option<i32>,
     /// Index of its bridge, bond or other master.
     pub master: Option<u32>,
-    /// How many receive queues it has.
     pub queues: u32,
     /// The MAC address of a veth's peer in another network namespace.
     pub peer_mac: Option<Mac>,
@@ -88,7 +82,6 @@ impl Shaping {
 /// A network behind another machine.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct RemoteNetwork {
-    /// The network.
     pub network: IpNet,
     /// The machines that route it.
     pub gateways: Vec<IpAddr>,
@@ -99,9 +92,7 @@ pub struct RemoteNetwork {
 /// A route to one address directly behind a link, as ptp-like CNI plugins set it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct HostRoute {
-    /// The address.
     pub destination: IpAddr,
-    /// Index of the link.
     pub link: u32,
 }
 
@@ -128,7 +119,6 @@ impl Link {
 }
 
 impl NetworkState {
-    /// The link with this name.
     pub fn link(&self, name: &str) -> Option<&Link> {
         self.links.values().find(|link| link.name == name)
     }
@@ -161,7 +151,6 @@ impl NetworkState {
         self.networks.iter().find(|(network, _)| network.contains(&address)).map(|&(_, bridge)| bridge)
     }
 
-    /// The master of a link.
     pub fn master_of(&self, link: &Link) -> Option<&Link> {
         link.master.and_then(|index| self.links.get(&index))
     }

@@ -26,7 +26,6 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// A listening port whose connections are bounded.
 pub(super) struct BoundedListener {
     listener: TcpListener,
-    /// How long each connection lasts.
     lifetime: Duration,
     /// The open connections, oldest first.
     open: VecDeque<Weak<Ended>>,

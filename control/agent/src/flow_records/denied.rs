@@ -75,7 +75,6 @@ impl DeniedFlows {
         true
     }
 
-    /// Takes all.
     pub(super) fn take(&mut self) -> Vec<(DeniedFlow, DeniedPackets)> {
         self.0.drain().collect()
     }

@@ -44,7 +44,6 @@ use record::{DecidingRules, FlowEvent, FlowRecord, RecordedEnd, RecordedVerdict,
 
 /// How often the workers' queues are emptied.
 const ROUND: Duration = Duration::from_millis(100);
-/// How often denied connections are recorded.
 const DENIED_INTERVAL: Duration = Duration::from_secs(5);
 /// How many records are made under one lock of the objects: policy waits for that many at most.
 const PORTION: usize = 200;
@@ -55,7 +54,6 @@ const WAITING_CHUNKS: usize = 64;
 /// How long the last records may take when the daemon ends.
 const LAST_RECORDS: Duration = Duration::from_millis(500);
 
-/// Records made, and lost.
 #[derive(Debug, Default)]
 pub(super) struct RecordCounters {
     made: [AtomicU64; FlowEvent::ALL.len()],
@@ -85,13 +83,11 @@ pub(super) struct FlowRecorder {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Where records go to.
 pub(super) struct Sinks {
     counters: Arc<RecordCounters>,
     /// `None` as well if it has no thread: every record counts as lost then.
     file: Option<NonBlockingWriter>,
     otlp: Option<OtlpSender>,
-    /// Whether each is configured.
     wanted: [bool; 2],
 }
 
@@ -214,7 +210,6 @@ impl Drop for FlowRecorder {
     }
 }
 
-/// The thread's state.
 struct RecordMaker {
     node: Arc<str>,
     interval: Duration,
@@ -268,7 +263,6 @@ enum Cause {
     Interval,
     /// It is open when the daemon ends.
     DaemonEnds,
-    /// It has ended.
     Ended(Ending),
 }
 

@@ -7,37 +7,31 @@ use penstock_admin::printable::printable;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
-/// The type of a metric family.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum FamilyType {
     /// Only grows; the format adds `_total` to its name.
     Counter,
-    /// A current value.
     Gauge,
     /// How often values fell into each bucket.
     Histogram,
 }
 
-/// LabelPairs with their values.
 pub(super) type LabelPairs<'a> = [(&'a str, &'a str)];
 
-/// The same with values that are [printable]: interfaces may be called by anything but a slash and white space.
+/// Labels with values that are [printable]: interfaces may be called by anything but a slash and white space.
 fn written<'a>(labels: &LabelPairs<'a>) -> Vec<(&'a str, Cow<'a, str>)> {
     labels.iter().map(|&(name, value)| (name, printable(value))).collect()
 }
 
 /// How often values fell into each bucket.
 pub(super) struct Buckets {
-    /// Sum of all values.
     pub(super) sum: f64,
     /// Ascending upper bounds, each with the count of values up to it and above the previous one.
     pub(super) buckets: Vec<(f64, u64)>,
 }
 
-/// Writes families.
 pub(super) struct Exposition<'a>(DescriptorEncoder<'a>);
 
-/// Writes the members of one family.
 pub(super) struct FamilyWriter<'a>(MetricEncoder<'a>);
 
 impl<'a> Exposition<'a> {
@@ -61,7 +55,6 @@ impl<'a> Exposition<'a> {
         write(&mut FamilyWriter(self.0.encode_descriptor(name, help, None, kind)?))
     }
 
-    /// Writes a gauge without labels.
     pub(super) fn gauge(&mut self, name: &str, help: &str, value: f64) -> fmt::Result {
         self.family(FamilyType::Gauge, name, help, |add| add.value(&[], value))
     }
@@ -75,7 +68,6 @@ impl<'a> Exposition<'a> {
 }
 
 impl FamilyWriter<'_> {
-    /// A counter.
     pub(super) fn count(&mut self, labels: &LabelPairs<'_>, count: u64) -> fmt::Result {
         match labels {
             [] => self.0.encode_counter::<NoLabelSet, _, f64>(&count, None),
@@ -83,12 +75,10 @@ impl FamilyWriter<'_> {
         }
     }
 
-    /// A counter of seconds.
     pub(super) fn count_seconds(&mut self, labels: &LabelPairs<'_>, seconds: f64) -> fmt::Result {
         self.0.encode_family(&written(labels))?.encode_counter::<NoLabelSet, _, f64>(&seconds, None)
     }
 
-    /// A gauge.
     pub(super) fn value(&mut self, labels: &LabelPairs<'_>, value: f64) -> fmt::Result {
         match labels {
             [] => self.0.encode_gauge(&value),

@@ -44,7 +44,6 @@ const PODS_PER_LOCK: usize = 500;
 
 /// The parts of the daemon that the thread needs.
 pub(super) struct TrialContext {
-    /// This node's name.
     pub(super) node: String,
     pub(super) publisher: Weak<Publisher>,
     pub(super) log: Arc<VerdictLog>,
@@ -54,7 +53,6 @@ pub(super) struct TrialContext {
 }
 
 impl TrialContext {
-    /// The parts of this daemon.
     pub(super) fn new(node: &str, dataplane: &Dataplane, publisher: &Arc<Publisher>, feed: &TrialFeed) -> Self {
         Self {
             node: node.to_owned(),
@@ -110,7 +108,6 @@ struct Trial {
     walked: Option<Instant>,
 }
 
-/// Requests of a round of messages.
 #[derive(Default)]
 struct Round {
     begins: Option<Arc<Snapshot>>,

@@ -22,7 +22,6 @@ use super::manifest::{Manifest, connections, plural};
 /// The flows of which lists name at most so many.
 const LISTED: usize = 10;
 
-/// All that is said.
 pub(super) struct Report {
     /// Notes, one a line.
     pub(super) notes: Vec<String>,
@@ -30,7 +29,6 @@ pub(super) struct Report {
     /// How many flows the policies were learnt from.
     pub(super) learnt: usize,
     not_learnt: Vec<NotLearntLine>,
-    /// The part that becomes closed.
     pub(super) closed: Option<ClosedWays>,
     /// With --tighten: how many policies change.
     pub(super) changed: Option<usize>,
@@ -139,7 +137,6 @@ impl Report {
         some
     }
 
-    /// The comment above all policies.
     pub(super) fn head(&self, learnt: &[&LearnableFlow], tighten: bool) -> String {
         let mut evidence = Evidence { connections: learnt.len() as u64, seen: None };
         let times: Vec<SeenTimes> = learnt.iter().filter_map(|flow| flow.seen).collect();
@@ -247,7 +244,6 @@ fn end(engine: &Engine, address: Address) -> String {
     flow::name(engine.state(), address).map_or_else(|| address.to_string(), |name| format!("{name} ({address})"))
 }
 
-/// A flow as it was observed.
 fn observed(engine: &Engine, observed: &ObservedFlow) -> String {
     let end = |end: &ObservedEnd| {
         // The identifier of a query is no port.

@@ -125,7 +125,6 @@ mod tests {
         IpBlock { cidr: cidr.parse().unwrap(), except: except.iter().map(|net| net.parse().unwrap()).collect() }
     }
 
-    /// By peer and except.
     fn said(blocks: &[IpBlock]) -> Vec<(usize, Option<usize>)> {
         let peers: Vec<Peer> = blocks.iter().cloned().map(Peer::IpBlock).collect();
         let blocks = RuleBlocks::of(&peers);

@@ -228,7 +228,6 @@ impl DirectionCheck<'_> {
         }
     }
 
-    /// The pods that are a peer.
     fn peers_of<'a>(&'a self, peer: &'a Peer) -> Box<dyn Iterator<Item = &'a Pod> + 'a> {
         match peer {
             Peer::Pods(pods) => Box::new(self.world.pods_in(&self.policy.key.namespace, pods)),

@@ -141,7 +141,6 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Why there is nothing to show.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NoSuchRow {
     #[error("--namespace {0}: no pod is in it: correct its name")]

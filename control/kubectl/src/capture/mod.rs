@@ -172,9 +172,7 @@ impl Target {
 
 /// Which of the packets that come are written.
 struct Limits {
-    /// So many of all nodes together.
     packets: Option<u64>,
-    /// Between these addresses.
     between: Option<(Vec<IpAddr>, Vec<IpAddr>)>,
 }
 
@@ -201,7 +199,6 @@ impl Args {
         Ok(plan::of_pod(pod, cluster.pod(pod).await?))
     }
 
-    /// The program for the daemons.
     fn compiled(&self) -> Result<Option<String>, Failure> {
         match (&self.filter, &self.program) {
             (Some(expression), _) => filter::compile(expression).map(Some).map_err(Failure::bad_input),
@@ -253,7 +250,6 @@ struct Capture {
     nodes: Vec<CapturingNode>,
     missing: Vec<Missing>,
     events: mpsc::Receiver<Event>,
-    /// Packets that are written.
     written: u64,
     /// Ends with this value.
     _tasks: JoinSet<()>,
@@ -263,16 +259,13 @@ struct CapturingNode {
     daemon: Daemon,
     stdin: Option<Writer>,
     began: bool,
-    /// Its counts so far.
     counts: CaptureCounts,
     /// Why its daemon has ended the capture.
     reason: Option<String>,
-    /// How its command ended.
     ended: Option<Result<(), Problem>>,
 }
 
 impl Capture {
-    /// Starts captures on all nodes.
     async fn start<C: Cluster>(
         cluster: &C,
         asking: Asking,

@@ -31,7 +31,6 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// A node's answer.
 #[derive(Serialize)]
 struct NodeStatus<'a> {
     node: &'a str,
@@ -39,7 +38,6 @@ struct NodeStatus<'a> {
     status: &'a Status,
 }
 
-/// All nodes' answers.
 #[derive(Serialize)]
 struct ClusterStatus<'a> {
     /// Whether every node has answered and has all its pods enforced.
@@ -53,7 +51,6 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
     print(&text, &answers)
 }
 
-/// Asks all daemons for their status.
 pub(super) async fn ask<C: Cluster>(cluster: &C, asking: Asking, fleet: Fleet) -> Answers<Status> {
     super::tell(fleet.note.as_deref());
     let command = |_: &Daemon| words(&["penstock", "status", "--json"]);

@@ -8,7 +8,6 @@ use penstock_dataplane::packet::Address;
 /// A block and what of it was seen.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Block {
-    /// The block.
     pub cidr: IpNet,
     /// How many of its addresses were seen, at least 1.
     pub seen: u64,
@@ -21,7 +20,6 @@ impl Block {
     }
 }
 
-/// Addresses that blocks may hold.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct BlockLimits {
     /// The most addresses that were not seen which a block may add.

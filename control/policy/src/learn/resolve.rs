@@ -33,12 +33,10 @@ pub struct LearnableFlow {
     pub ends: Vec<Flow>,
     /// Whether policy judges the flow to the Service's cluster address, too.
     pub to_service_address: bool,
-    /// When it was seen.
     pub seen: Option<SeenTimes>,
 }
 
 impl LearnableFlow {
-    /// All flows that policy must allow.
     pub fn judged(&self) -> impl Iterator<Item = &Flow> {
         self.ends.iter().chain(self.to_service_address.then_some(&self.flow))
     }
@@ -61,7 +59,6 @@ pub enum NotLearnt {
     UnknownPod(String),
     /// Within the pod networks, but no pod has the address.
     PodNetwork(IpAddr),
-    /// Neither end is a pod.
     NoPod,
     /// Neither end has an address, or the two have none of one family.
     NoAddress,
@@ -118,22 +115,18 @@ impl fmt::Display for NotLearnt {
 /// Flows that are not learnt for one reason.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct UnusableFlows {
-    /// How many.
     pub count: u64,
     /// Index of the first among the observed flows.
     pub first: usize,
 }
 
-/// The result of resolving.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Resolution {
     /// Flows that can be learnt, in the order of the observed ones.
     pub learnable: Vec<LearnableFlow>,
-    /// How many cannot, by reason.
     pub not_learnt: BTreeMap<NotLearnt, UnusableFlows>,
 }
 
-/// Resolves observed flows.
 pub fn resolve(state: &ClusterState, observed: &[ObservedFlow], settings: &LearnSettings) -> Resolution {
     let mut resolver = Resolver::new(state, settings);
     resolver.note_destinations(observed);
@@ -158,7 +151,6 @@ struct Resolver<'a> {
     settings: &'a LearnSettings,
     /// Services by their addresses: those of the cluster, external ones, and load balancers'.
     services: FxHashMap<IpAddr, &'a Service>,
-    /// Ports of Services by their node port.
     node_ports: FxHashMap<(Protocol, u16), (&'a Service, &'a ServicePort)>,
     /// Where flows went to, on ports that clients do not get.
     destinations: FxHashSet<Destination>,

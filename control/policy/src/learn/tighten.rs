@@ -28,7 +28,6 @@ pub struct PolicyUsage {
 /// The parts of a rule that were used.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RuleUsage {
-    /// Connections that it allows.
     pub connections: u64,
     /// For each peer that it lists, the connections that it allows on one of the rule's ports.
     pub peers: Vec<u64>,

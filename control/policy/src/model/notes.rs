@@ -12,7 +12,6 @@ pub struct PolicyNotes {
 }
 
 impl PolicyNotes {
-    /// Whether it asks for nothing.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
@@ -24,11 +23,8 @@ pub enum PolicyLog {
     /// Nothing for its sake.
     #[default]
     Off,
-    /// Connections that it denies.
     Denied,
-    /// Connections that it allows.
     Allowed,
-    /// Both.
     All,
 }
 

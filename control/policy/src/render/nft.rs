@@ -27,7 +27,6 @@ pub const TABLE: &str = "penstock";
 struct Family {
     /// Keyword of a match.
     word: &'static str,
-    /// Type of a set.
     set_type: &'static str,
     /// Suffix of names.
     tag: &'static str,
@@ -143,7 +142,6 @@ fn rule_lines(
     }
 }
 
-/// The address families that occur.
 fn families_of(peers: &[IpNet]) -> impl Iterator<Item = Family> {
     FAMILIES.into_iter().filter(|family| peers.iter().any(|net| family.has(&net.addr())))
 }

@@ -24,12 +24,10 @@ use crate::state::ClusterState;
 pub struct ClientPlace {
     /// Its node; empty if unknown.
     pub node: String,
-    /// The zone of its node.
     pub zone: Option<String>,
 }
 
 impl ClientPlace {
-    /// On this node.
     pub fn on(node: &str, state: &ClusterState) -> Self {
         Self { node: node.to_owned(), zone: state.zone_of(node).map(str::to_owned) }
     }
@@ -117,7 +115,6 @@ fn candidates<'a>(
 
 /// Which endpoints are close enough to a client.
 enum Closeness<'a> {
-    /// All.
     Every,
     /// Those with a hint for this node.
     Node(&'a str),
@@ -161,15 +158,11 @@ impl<'a> Closeness<'a> {
 pub enum ServiceProblem {
     /// Two Services have one address and port.
     SharedAddress {
-        /// The Service that has it.
         first: ObjectKey,
         /// The Service that does not get it.
         second: ObjectKey,
-        /// The address.
         address: IpAddr,
-        /// The port.
         port: u16,
-        /// Its protocol.
         protocol: PortProtocol,
     },
 }
@@ -215,7 +208,6 @@ pub struct ServiceTables {
     claimed: FxHashMap<ObjectKey, Claimed>,
     /// By frontend the Services that claim it: the first one has it.
     claims: FxHashMap<FrontendKey, BTreeSet<Claimant>>,
-    /// Frontends that several Services claim.
     disputed: BTreeSet<FrontendKey>,
     set: ServiceSet,
 }
@@ -226,7 +218,6 @@ impl ServiceTables {
         Self { place: ClientPlace { node: node.to_owned(), zone: None }, ..Self::default() }
     }
 
-    /// The table after the last update.
     pub fn set(&self) -> &ServiceSet {
         &self.set
     }

@@ -47,7 +47,6 @@ pub struct ClusterState {
     policies: Registry<ObjectKey, PolicyRecord>,
     cluster_policies: Registry<String, ClusterPolicyRecord>,
     services: FxHashMap<ObjectKey, ServiceRecord>,
-    /// The Service of each EndpointSlice.
     slice_services: FxHashMap<ObjectKey, ObjectKey>,
     claims: FxHashMap<IpAddr, Claim>,
     index: PodIndex,
@@ -75,7 +74,6 @@ struct NamespaceRecord {
     /// Its labels; `None` while the Namespace is unknown.
     labels: Option<Labels>,
     default_deny_ingress: bool,
-    /// Whether the Namespace is being deleted.
     terminating: bool,
     selections: Vec<u32>,
     peer_sets: PeerSetIndex,
@@ -128,10 +126,8 @@ struct Claim {
     nodes: Vec<NodeNumber>,
 }
 
-/// The owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PodOrNode {
-    /// A pod.
     Pod(PodId),
     /// A node, or its pods in the host network.
     Node(NodeNumber),
@@ -168,17 +164,14 @@ impl ClusterState {
         std::mem::take(&mut self.outdated_services)
     }
 
-    /// The number of a pod.
     pub fn find_pod(&self, key: &ObjectKey) -> Option<PodId> {
         self.pods.find(key)
     }
 
-    /// A pod by its number.
     pub fn pod(&self, pod: PodId) -> Option<&Pod> {
         self.pods.get(pod).map(|record| &record.pod)
     }
 
-    /// All pods.
     pub fn pods(&self) -> impl Iterator<Item = (PodId, &Pod)> {
         self.pods.iter().map(|(number, record)| (number, &record.pod))
     }
@@ -188,7 +181,6 @@ impl ClusterState {
         self.pods.get(pod).is_some_and(|record| is_present(&record.pod))
     }
 
-    /// The node that runs a pod.
     pub fn node_of(&self, pod: PodId) -> Option<NodeNumber> {
         self.pods.get(pod)?.node
     }
@@ -209,12 +201,10 @@ impl ClusterState {
         policies.iter().map(|policy| (*policy, self.policies[*policy].revision))
     }
 
-    /// A policy by its number.
     pub fn policy(&self, policy: PolicyId) -> Option<&Arc<NetworkPolicy>> {
         self.policies.get(policy).map(|record| &record.policy)
     }
 
-    /// A policy by its name.
     pub fn find_policy(&self, key: &ObjectKey) -> Option<&Arc<NetworkPolicy>> {
         self.policies.find(key).and_then(|policy| self.policy(policy))
     }
@@ -224,12 +214,10 @@ impl ClusterState {
         self.revision
     }
 
-    /// All policies.
     pub(crate) fn policy_handles(&self) -> impl Iterator<Item = &Arc<NetworkPolicy>> {
         self.policies.iter().map(|(_, record)| &record.policy)
     }
 
-    /// All ClusterNetworkPolicies.
     pub(crate) fn cluster_policy_handles(&self) -> impl Iterator<Item = &Arc<ClusterNetworkPolicy>> {
         self.cluster_policies.iter().map(|(_, record)| &record.policy)
     }
@@ -275,12 +263,10 @@ impl ClusterState {
         self.namespaces.get(self.namespaces.find(name)?)?.labels.as_ref()
     }
 
-    /// Whether a namespace is being deleted.
     pub fn is_terminating(&self, name: &str) -> bool {
         self.namespaces.find(name).is_some_and(|namespace| self.namespaces[namespace].terminating)
     }
 
-    /// The owner of an address.
     pub fn owner(&self, address: &IpAddr) -> Option<PodOrNode> {
         let claim = self.claims.get(address)?;
         if let Some(node) = claim.nodes.last() {
@@ -291,7 +277,6 @@ impl ClusterState {
         pod.map(PodOrNode::Pod)
     }
 
-    /// Every address with an owner.
     pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, PodOrNode)> {
         self.claims.keys().filter_map(|address| Some((*address, self.owner(address)?)))
     }
@@ -453,19 +438,12 @@ impl ClusterState {
 /// The numbers of objects and peer sets in a [`ClusterState`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StateStatistics {
-    /// Namespaces known.
     pub namespaces: usize,
-    /// Nodes known.
     pub nodes: usize,
-    /// Pods.
     pub pods: usize,
-    /// NetworkPolicies.
     pub policies: usize,
-    /// ClusterNetworkPolicies.
     pub cluster_policies: usize,
-    /// Services.
     pub services: usize,
-    /// Peer sets that rules use.
     pub peer_sets: usize,
 }
 

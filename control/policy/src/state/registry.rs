@@ -23,7 +23,6 @@ impl<K, V> Default for Registry<K, V> {
 }
 
 impl<K: Eq + Hash, V> Registry<K, V> {
-    /// The number of a key.
     pub(crate) fn find<Q: Eq + Hash + ?Sized>(&self, key: &Q) -> Option<u32>
     where
         K: std::borrow::Borrow<Q>,
@@ -58,7 +57,6 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         }
     }
 
-    /// Removes an entry.
     pub(crate) fn remove<Q: Eq + Hash + ?Sized>(&mut self, key: &Q) -> Option<V>
     where
         K: std::borrow::Borrow<Q>,
@@ -68,7 +66,6 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         self.entries[number as usize].take()
     }
 
-    /// The value under a number.
     pub(crate) fn get(&self, number: u32) -> Option<&V> {
         self.entries.get(number as usize)?.as_ref()
     }
@@ -89,12 +86,10 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         self.index.iter().filter_map(|(key, number)| Some((key, self.get(*number)?)))
     }
 
-    /// All values, to change them.
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut V> {
         self.entries.iter_mut().flatten()
     }
 
-    /// How many entries there are.
     pub(crate) fn len(&self) -> usize {
         self.index.len()
     }

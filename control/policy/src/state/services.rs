@@ -61,7 +61,6 @@ impl ClusterState {
         }
     }
 
-    /// A Service.
     pub fn service(&self, key: &ObjectKey) -> Option<&Arc<Service>> {
         self.services.get(key)?.service.as_ref()
     }

@@ -50,7 +50,6 @@ struct PcapNg {
     interfaces: Vec<InterfaceDescription>,
 }
 
-/// The result of one read step.
 enum ReadStep {
     Packet(Record),
     /// Something else, skipped.
@@ -111,7 +110,6 @@ impl CaptureFile {
         self.comment.as_deref().unwrap_or_default()
     }
 
-    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -157,7 +155,6 @@ impl CaptureFile {
     }
 }
 
-/// The uncompressed bytes of the file.
 fn uncompressed(mut file: impl Read + 'static) -> io::Result<Box<dyn Read>> {
     let mut magic = [0; 2];
     let mut filled = 0;

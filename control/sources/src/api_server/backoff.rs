@@ -48,7 +48,6 @@ impl Backoff {
         self.step().max(requested.unwrap_or_default())
     }
 
-    /// Resets after a success.
     pub(super) fn reset(&mut self) {
         *self = Self::default();
     }

@@ -59,10 +59,8 @@ const ENDPOINT_SLICES: ServedKind =
 /// Why an API server cannot be a source. An unreachable server is not an error: the source waits for it.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiServerError {
-    /// No access to it.
     #[error(transparent)]
     Access(#[from] AccessError),
-    /// The thread cannot be started.
     #[error("API server: cannot start a thread: {0}")]
     Thread(std::io::Error),
 }
@@ -85,7 +83,6 @@ pub struct ApiServer {
 /// is not enforced.
 #[derive(Debug)]
 pub struct NodeWriter {
-    /// Its name.
     pub node: String,
     /// The taint that it removes from its Node object once it is ready.
     pub startup_taint: Option<StartupTaint>,
@@ -110,9 +107,7 @@ struct Batch {
 /// ApiServerTimeouts for an API server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ApiServerTimeouts {
-    /// One page of a list.
     pub page: Duration,
-    /// The start of a watch.
     pub watch_start: Duration,
     /// Between two objects of a streamed list. A server that does not support such lists never ends one.
     pub list_pause: Duration,
@@ -164,7 +159,6 @@ impl Shared {
         self.store().take_problem()
     }
 
-    /// Reports the numbers of objects.
     fn count(&self, kind: ObjectKind) {
         let (objects, invalid) = self.store().count(kind);
         self.health.count(kind, objects, invalid);
@@ -178,7 +172,6 @@ impl Shared {
         }
     }
 
-    /// Notifies of changes in the store.
     fn changed(&self, kind: ObjectKind) {
         self.count(kind);
         self.news.notify_one();

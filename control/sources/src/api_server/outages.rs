@@ -7,7 +7,6 @@ use std::time::Instant;
 use super::request_error::RequestError;
 use crate::{ObjectKind, SourceHealth};
 
-/// The kinds that currently fail.
 #[derive(Debug)]
 pub(super) struct Outages {
     health: Arc<SourceHealth>,
@@ -31,7 +30,6 @@ impl Outages {
         Self { health, outage: Mutex::default() }
     }
 
-    /// A kind fails.
     pub(super) fn failed(&self, kind: ObjectKind, failure: &RequestError) {
         let mut outage = self.lock();
         let text = failure.to_string();
@@ -53,7 +51,6 @@ impl Outages {
         }
     }
 
-    /// A kind is followed again.
     pub(super) fn recovered(&self, kind: ObjectKind) {
         self.health.connected(kind);
         let mut outage = self.lock();

@@ -25,7 +25,6 @@ pub struct StartupTaint {
     pub ready: oneshot::Receiver<()>,
 }
 
-/// Why it was not removed.
 #[derive(Debug, thiserror::Error)]
 enum RemoveError {
     #[error("{0}: the account needs the verbs get and patch on nodes; apply configs/kubernetes/startup-taint")]

@@ -60,7 +60,6 @@ struct PodsFields {
     pod_selector: Option<LabelSelector>,
 }
 
-/// An ingress rule.
 #[derive(serde::Deserialize, Debug)]
 pub(crate) struct IngressRule {
     name: Option<String>,
@@ -69,7 +68,6 @@ pub(crate) struct IngressRule {
     protocols: Option<Vec<Mapping<ProtocolFields>>>,
 }
 
-/// An egress rule.
 #[derive(serde::Deserialize, Debug)]
 pub(crate) struct EgressRule {
     name: Option<String>,
@@ -143,7 +141,6 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Mapping<T> {
     }
 }
 
-/// Which limits a policy must keep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Strictness {
     /// All that the CustomResourceDefinition sets.
@@ -180,12 +177,10 @@ pub fn cluster_network_policy(
     })
 }
 
-/// The name of a policy.
 pub(crate) fn cluster_policy_name(metadata: &ObjectMeta) -> Result<String, FieldError> {
     super::name(metadata, names::dns_subdomain)
 }
 
-/// The tier of a policy.
 pub(crate) fn tier(tier: Option<&str>, at: &FieldPathRef<'_>) -> Result<ClusterTier, FieldError> {
     match tier {
         Some("Admin") => Ok(ClusterTier::Admin),
@@ -195,14 +190,12 @@ pub(crate) fn tier(tier: Option<&str>, at: &FieldPathRef<'_>) -> Result<ClusterT
     }
 }
 
-/// The priority of a policy.
 pub(crate) fn priority(priority: Option<i64>, at: &FieldPathRef<'_>) -> Result<u16, FieldError> {
     let priority = priority.ok_or_else(|| at.invalid(FieldProblem::Missing("use 0 to 1000; lower comes first")))?;
     let valid = u16::try_from(priority).ok().filter(|valid| *valid <= HIGHEST_PRIORITY);
     valid.ok_or_else(|| at.invalid(FieldProblem::Priority(priority)))
 }
 
-/// The subject of a policy.
 pub(crate) fn subject(subject: Option<&SubjectFields>, at: &FieldPathRef<'_>) -> Result<Subject, FieldError> {
     let Some(SubjectFields { namespaces, pods }) = subject else {
         return Err(at.invalid(FieldProblem::Missing("set namespaces or pods")));
@@ -220,7 +213,6 @@ pub(crate) fn subject(subject: Option<&SubjectFields>, at: &FieldPathRef<'_>) ->
     }
 }
 
-/// The action of a rule.
 pub(crate) fn action(action: Option<&str>, at: &FieldPathRef<'_>) -> Result<RuleAction, FieldError> {
     match action {
         Some("Accept") => Ok(RuleAction::Accept),
@@ -231,7 +223,6 @@ pub(crate) fn action(action: Option<&str>, at: &FieldPathRef<'_>) -> Result<Rule
     }
 }
 
-/// Converts an ingress rule.
 pub(crate) fn ingress_rule(
     rule: &IngressRule,
     strictness: Strictness,
@@ -242,7 +233,6 @@ pub(crate) fn ingress_rule(
     finish(&rule.name, &rule.action, peers, &rule.protocols, strictness, at)
 }
 
-/// Converts an egress rule.
 pub(crate) fn egress_rule(
     rule: &EgressRule,
     strictness: Strictness,

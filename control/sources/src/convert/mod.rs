@@ -70,7 +70,6 @@ fn key(meta: &ObjectMeta) -> Result<ObjectKey, FieldError> {
     Ok(ObjectKey { namespace, name })
 }
 
-/// The labels of an object.
 fn labels(meta: &ObjectMeta) -> Result<penstock_policy::model::Labels, FieldError> {
     let at = FieldPathRef::OBJECT;
     let at = at.field("metadata");

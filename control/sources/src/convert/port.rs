@@ -47,7 +47,6 @@ pub(super) fn container_port(port: &ContainerPort, at: &FieldPathRef<'_>) -> Res
     Ok(Some(NamedPort { name: name.to_owned(), protocol, number }))
 }
 
-/// A port's number.
 pub(super) fn number(number: i32, at: &FieldPathRef<'_>) -> Result<u16, FieldError> {
     match u16::try_from(number) {
         Ok(number) if number > 0 => Ok(number),

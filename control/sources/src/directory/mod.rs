@@ -43,23 +43,12 @@ pub struct ManifestDirectory {
 pub enum DirectoryError {
     /// It does not exist or is not a directory.
     #[error("manifests: {path}: {reason}: set it to a readable directory", path = .path.display())]
-    NotADirectory {
-        /// The directory.
-        path: PathBuf,
-        /// The system's message.
-        reason: String,
-    },
+    NotADirectory { path: PathBuf, reason: String },
     /// Its manifests have errors, and there is no earlier valid state.
     #[error(transparent)]
     Manifests(#[from] ManifestErrors),
-    /// It cannot be watched.
     #[error("manifests: {path}: cannot be watched: {reason}", path = .path.display())]
-    Watch {
-        /// The directory.
-        path: PathBuf,
-        /// The system's message.
-        reason: String,
-    },
+    Watch { path: PathBuf, reason: String },
 }
 
 impl ManifestDirectory {
@@ -116,7 +105,6 @@ impl ManifestDirectory {
         self.refused
     }
 
-    /// Their errors.
     pub fn problems(&self) -> &[ManifestError] {
         &self.problems
     }

@@ -36,12 +36,9 @@ const LONGEST_WRITE: Duration = Duration::from_secs(10);
 /// Interval of the check for lost events.
 const CHECK: Duration = Duration::from_secs(1);
 
-/// Messages to the watching thread.
 #[derive(Debug)]
 pub(super) enum Message {
-    /// A file event.
     Event(notify::Result<Event>),
-    /// The owner was dropped.
     Stop,
 }
 
@@ -52,7 +49,6 @@ fn stamp(data: &Metadata) -> Stamp {
     (data.dev(), data.ino(), data.size(), data.mtime(), data.mtime_nsec(), data.ctime(), data.ctime_nsec())
 }
 
-/// A directory that is watched.
 pub(super) struct DirectoryWatch {
     path: PathBuf,
     watcher: RecommendedWatcher,

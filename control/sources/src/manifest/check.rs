@@ -23,7 +23,6 @@ pub(crate) struct Conflict {
     pub(crate) at_second: ManifestError,
 }
 
-/// An object in the checked sequence.
 #[derive(Clone, Copy)]
 struct CheckedObject<'a> {
     place: usize,

@@ -29,12 +29,10 @@ use tree::YamlNode;
 /// `include/uapi/asm-generic/fcntl.h`
 const O_NONBLOCK: i32 = 0o4000;
 
-/// How to read manifests.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Which objects to read beyond the stable API.
     pub settings: ConversionSettings,
-    /// How to treat unknown fields.
     pub unknown_fields: UnknownFields,
     /// Whether files may be of a folder that a cluster is deployed from: workloads stand for their pods, and what is no object is
     /// passed over.
@@ -52,7 +50,6 @@ pub enum UnknownFields {
     Note,
 }
 
-/// The result of reading manifests.
 #[derive(Debug, Default)]
 pub struct Manifests {
     /// The objects, in the order of files and documents.
@@ -85,7 +82,6 @@ impl Manifests {
         pods.collect()
     }
 
-    /// Adds what a file has.
     fn extend(&mut self, read: Self) {
         self.documents.extend(read.documents);
         self.ignored.extend(read.ignored);
@@ -103,12 +99,9 @@ impl Manifests {
     }
 }
 
-/// An object and its location.
 #[derive(Debug)]
 pub struct Document {
-    /// The object.
     pub object: Object,
-    /// Where it starts.
     pub origin: Origin,
     /// Fields that this version does not know.
     pub unknown_fields: Vec<FieldPath>,
@@ -137,7 +130,6 @@ impl Document {
 /// A skipped object of another kind.
 #[derive(Clone, Debug)]
 pub struct Ignored {
-    /// Where it starts.
     pub origin: Origin,
     /// Its kind and name: `Deployment shop/web`.
     pub object: String,
@@ -205,7 +197,6 @@ pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Res
     if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
 }
 
-/// A file to read.
 enum NamedFile {
     /// Files that a user names, who may name a pipe.
     Given(Arc<Path>),
@@ -228,7 +219,6 @@ impl NamedFile {
     }
 }
 
-/// The files that the paths name.
 fn files<P: AsRef<Path>>(paths: &[P], errors: &mut Vec<ManifestError>) -> Vec<NamedFile> {
     let mut files = Vec::new();
     for path in paths.iter().map(AsRef::as_ref) {

@@ -24,7 +24,6 @@ impl Change {
         self.0 = (sum & 0xffff) + (sum >> 16);
     }
 
-    /// Both changes.
     fn and(self, other: Self) -> Self {
         let sum = self.0 + other.0;
         Self((sum & 0xffff) + (sum >> 16))

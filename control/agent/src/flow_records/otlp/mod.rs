@@ -35,7 +35,6 @@ use crate::config;
 
 /// Batches that wait for the collector, of a portion of records each.
 const WAITING: usize = 64;
-/// How long a request may take.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// First and longest wait before a batch is sent again after the exporter has given up; doubled each time.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
@@ -45,19 +44,8 @@ const FLUSH: Duration = Duration::from_secs(1);
 /// The collector's settings cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OtlpError {
-    /// A file that is named there.
     #[error("flow_records.{key} = {}: {why}; {remedy}", .path.display())]
-    File {
-        /// The key.
-        key: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The mistake.
-        why: String,
-        /// The remedy.
-        remedy: &'static str,
-    },
-    /// The system has no certificates.
+    File { key: &'static str, path: PathBuf, why: String, remedy: &'static str },
     #[error(
         "flow_records.otlp: cannot read the certificates that the system trusts ({0}); set flow_records.otlp_ca_file"
     )]
@@ -65,7 +53,6 @@ pub(crate) enum OtlpError {
     /// The TLS library has refused the settings.
     #[error("flow_records.otlp: {0}; set flow_records.otlp_ca_file to certificates of X.509 version 3")]
     Tls(#[from] rustls::Error),
-    /// The exporter has.
     #[error("flow_records.otlp: {0}; set the URL of a collector, or \"off\"")]
     Exporter(#[from] ExporterBuildError),
     /// There is no runtime to send in.
@@ -80,7 +67,6 @@ impl OtlpError {
     }
 }
 
-/// A batch was not taken.
 struct NotTaken {
     why: String,
     /// Whether it would not be taken another time, either.

@@ -457,13 +457,13 @@ impl Scrape {
         )?;
         to.gauges(
             "penstock_source_objects",
-            "NodeObjects of a kind",
+            "Objects of a kind",
             "resource",
             &gauge(|health| health.objects as f64),
         )?;
         to.gauges(
             "penstock_source_invalid_objects",
-            "NodeObjects among them that are not understood",
+            "Objects among them that are not understood",
             "resource",
             &gauge(|health| health.invalid as f64),
         )?;

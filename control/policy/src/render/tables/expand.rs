@@ -12,7 +12,6 @@ use crate::state::NAMESPACE_UNKNOWN;
 
 use super::Tables;
 
-/// Expands rules of [`Tables`].
 #[derive(Debug)]
 pub struct Expansion<'a> {
     tables: &'a Tables,
@@ -26,12 +25,10 @@ pub struct ExpandedRule<'a> {
     pub source: &'a RuleSource,
     /// The peers' addresses, sorted and disjoint; `None` for every address.
     pub peers: Option<Vec<IpNet>>,
-    /// Which destinations match.
     pub ports: &'a PortSpec,
 }
 
 impl Tables {
-    /// Prepares to expand rules.
     pub fn expand(&self) -> Expansion<'_> {
         let mut addresses: FxHashMap<u32, Vec<IpAddr>> = FxHashMap::default();
         for (address, identity) in self.identities.addresses() {

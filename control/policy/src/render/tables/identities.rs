@@ -8,12 +8,10 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::state::{PeerSetId, Registry};
 
-/// An identity.
 #[derive(Debug)]
 struct IdentityRecord {
     /// Sorted.
     peer_sets: Box<[PeerSetId]>,
-    /// How many addresses have it.
     addresses: usize,
 }
 
@@ -108,12 +106,10 @@ impl Identities {
         self.known.get(number).map(|record| &*record.peer_sets).unwrap_or_default()
     }
 
-    /// The identities in a peer set.
     pub(super) fn in_peer_set(&self, peer_set: PeerSetId) -> impl Iterator<Item = u32> {
         self.by_peer_set.get(&peer_set).into_iter().flatten().copied()
     }
 
-    /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.known.len()
     }

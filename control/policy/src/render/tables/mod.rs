@@ -38,7 +38,6 @@ pub enum PodScope {
     Node(String),
 }
 
-/// Tables for the pods in scope.
 #[derive(Debug)]
 pub struct Tables {
     scope: PodScope,
@@ -68,7 +67,6 @@ struct EndpointRecord {
 #[derive(Debug)]
 struct TableRecord {
     key: Arc<TableKey>,
-    /// The endpoints that use it.
     endpoints: FxHashSet<u32>,
     dependencies: Dependencies,
     /// How many entries its policies have, if too many.
@@ -77,12 +75,10 @@ struct TableRecord {
     table: EndpointPolicy,
 }
 
-/// The work of one update.
 #[derive(Default)]
 struct PendingUpdate {
     /// Endpoints whose tables may have changed; a number may no longer be in use.
     endpoints: FxHashSet<u32>,
-    /// Tables to build.
     to_build: FxHashSet<u32>,
     /// Tables that an endpoint released.
     released: FxHashSet<u32>,
@@ -423,7 +419,6 @@ impl Tables {
         self.usage.take(live)
     }
 
-    /// The pods in scope.
     pub fn pods(&self) -> impl Iterator<Item = PodId> {
         self.endpoints.iter().map(|(_, record)| record.pod)
     }
@@ -440,16 +435,13 @@ impl Tables {
     }
 }
 
-/// Sizes of a set of tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TableStatistics {
     /// Pods in scope.
     pub endpoints: usize,
     /// Groups of addresses that rules distinguish.
     pub identities: usize,
-    /// Distinct tables of pods in scope.
     pub tables: usize,
-    /// Effective rules in them.
     pub rules: usize,
 }
 
