@@ -31,7 +31,6 @@ pub const DEFAULT_SOCKET: &str = "/run/penstock/capture.sock";
 pub const MAX_PACKETS: u64 = 10_000_000;
 /// Longest capture, in seconds.
 pub const MAX_SECONDS: u64 = 3_600;
-/// Most bytes of frames of a capture.
 pub const MAX_BYTES: u64 = 4 << 30;
 /// Most bytes that are kept of a frame; no frame is longer.
 pub const MAX_SNAP_LENGTH: u32 = 4_096;
@@ -50,13 +49,9 @@ const LONGEST: usize = 16 << 20;
 pub struct CaptureQuery {
     /// Only packets from or to this pod of the node: `namespace/name`.
     pub pod: Option<String>,
-    /// Only packets that passed, or that were dropped.
     pub verdict: Option<Verdict>,
-    /// Only packets that were dropped for this reason.
     pub reason: Option<String>,
-    /// Only packets from or to this address.
     pub host: Option<IpAddr>,
-    /// Only packets from or to this port.
     pub port: Option<u16>,
     /// Only packets of this protocol: by name or number.
     pub protocol: Option<String>,
@@ -163,7 +158,6 @@ pub struct CaptureCounts {
     pub lost: u64,
 }
 
-/// A packet with what was decided on it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct PacketRecord {
     /// When its batch was received, in nanoseconds since 1970.
@@ -219,7 +213,6 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// Appends a message to a stream of them.
 pub fn encode(message: &CaptureMessage, frame: &[u8], stream: &mut Vec<u8>) {
     let head = serde_json::to_vec(message).expect("strings and numbers are JSON");
     stream.extend_from_slice(&(head.len() as u32).to_le_bytes());
@@ -228,7 +221,6 @@ pub fn encode(message: &CaptureMessage, frame: &[u8], stream: &mut Vec<u8>) {
     stream.extend_from_slice(frame);
 }
 
-/// A message as it is in a stream.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DecodedMessage<'a> {
     pub message: CaptureMessage,
@@ -286,7 +278,6 @@ async fn ready(descriptor: Option<&AsyncFd<OwnedFd>>, interest: Interest) {
 
 #[derive(Debug)]
 pub enum CaptureEvent<'a> {
-    /// A message, with the frame of a packet.
     Message(CaptureMessage, &'a [u8]),
     /// SIGINT or SIGTERM asks to end, or the input has ended ([`CaptureStream::watch_input`]).
     Interrupted,
@@ -393,7 +384,6 @@ impl CaptureStream {
         Ok(CaptureEvent::Message(message, &self.received[frame]))
     }
 
-    /// Whether the next message has arrived already.
     pub fn has_next(&self) -> bool {
         message_length(&self.received[self.read..]).is_ok_and(|length| length.is_some())
     }

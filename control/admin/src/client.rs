@@ -50,7 +50,6 @@ impl Client {
         self.request(Method::GET, &format!("{path}?{query}"), Bytes::new())
     }
 
-    /// Sends `body` to `path`, and parses the answer.
     pub fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, ClientError> {
         let body = serde_json::to_vec(body).map_err(|error| self.failed(error.to_string()))?;
         self.request(Method::POST, path, body.into())

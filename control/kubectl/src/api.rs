@@ -20,7 +20,6 @@ use super::cluster::{Cluster, ClusterError, Daemon, Fleet, Missing, PodName, Pod
 
 /// How long a connection to the API server may take.
 const CONNECT: Duration = Duration::from_secs(10);
-/// Objects in a page of a list.
 const PAGE: u32 = 500;
 /// Bytes that are kept of an output until they are read.
 const BUFFER: usize = 1 << 16;
@@ -58,7 +57,6 @@ pub(super) struct ClusterArgs {
     impersonate_group: Vec<String>,
 }
 
-/// A cluster by its API server.
 pub(super) struct ApiCluster {
     client: Client,
     args: ClusterArgs,
@@ -399,7 +397,6 @@ where
 
 type ObjectMeta = k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-/// The metadata of all objects of a list.
 async fn pages_of_metadata<K>(api: &Api<K>) -> Result<Vec<ObjectMeta>, kube::Error>
 where
     K: Clone + serde::de::DeserializeOwned + std::fmt::Debug,
@@ -436,7 +433,6 @@ fn refused(error: &kube::Error, verb: &str, resource: &str, place: &str) -> Clus
     }
 }
 
-/// An error of the client in one line.
 fn short(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) if !status.message.is_empty() => status.message.clone(),

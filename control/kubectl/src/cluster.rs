@@ -89,7 +89,6 @@ pub(super) type Writer = Pin<Box<dyn AsyncWrite + Send>>;
 
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub(super) enum Problem {
-    /// No pod of Penstock is on the node.
     #[error("no pod of Penstock is there; see what keeps the DaemonSet off this node, or leave it out with --node")]
     NoPod,
     #[error("{0}")]
@@ -106,7 +105,6 @@ pub(super) enum Problem {
     /// The daemon's version does not know the command or an option of it.
     #[error("does not know this command or option ({0}): an older version; update Penstock on this node")]
     OldVersion(String),
-    /// The daemon refuses what it is asked.
     #[error("{0}")]
     Refused(String),
     #[error("{0}")]
@@ -141,7 +139,6 @@ impl Problem {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub(super) struct Missing {
     pub(super) node: String,
-    /// Its pod of Penstock, if it has one.
     pub(super) pod: Option<String>,
     /// One name from a closed set.
     pub(super) problem: &'static str,
@@ -162,7 +159,6 @@ impl Missing {
     }
 }
 
-/// Why a cluster cannot be asked at all.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub(super) enum ClusterError {
     /// The user must change something: a line names the thing, the value and the remedy.

@@ -12,7 +12,6 @@ use tokio::sync::oneshot;
 use super::ask::Asking;
 use super::cluster::{Cluster, ClusterError, Daemon, Fleet, Missing, PodName, PodPlace, Problem, Running, Target};
 
-/// The answer of a node to any command.
 #[derive(Clone, Debug)]
 pub(super) enum Reply {
     /// The exit code, standard output, standard error.
@@ -45,7 +44,6 @@ pub(super) struct FakeCluster {
     /// Standard input of each command that had one.
     pub(super) inputs: Arc<Mutex<Vec<Vec<u8>>>>,
     running: AtomicUsize,
-    /// The most commands that ran at a time.
     pub(super) most: AtomicUsize,
 }
 

@@ -79,7 +79,7 @@ impl Status {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HostRoutingStatus {
     pub interface: String,
-    /// What keeps packets of IPv4 to the node's stack; `None`: nothing does.
+    /// The reason why packets of IPv4 go by the node's stack; `None`: they need not.
     pub ipv4_kept_by: Option<String>,
     pub ipv6_kept_by: Option<String>,
 }
@@ -177,7 +177,6 @@ pub struct StaleObjects {
     pub objects: usize,
 }
 
-/// State of the object source for one resource.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct SourceStatus {
     /// Whether all objects have been read at least once.
@@ -200,7 +199,6 @@ pub struct SourceStatus {
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct WorkerStatus {
     pub worker: usize,
-    /// The core that it is pinned to.
     pub core: usize,
     /// The epoch in effect on it: it evaluates no packet under an older policy from now on.
     pub epoch: u32,
@@ -276,6 +274,16 @@ pub struct PortRates {
     pub dropped_packets: f64,
 }
 
+impl std::ops::AddAssign<&Self> for PortRates {
+    fn add_assign(&mut self, other: &Self) {
+        self.rx_packets += other.rx_packets;
+        self.rx_bytes += other.rx_bytes;
+        self.tx_packets += other.tx_packets;
+        self.tx_bytes += other.tx_bytes;
+        self.dropped_packets += other.dropped_packets;
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct RingDepth {
     /// With the kernel for receiving, or received and not yet read.
@@ -306,7 +314,6 @@ pub struct PodStatus {
     pub filtered: Option<String>,
     /// Its connections, which count against its quota of the table.
     pub connections: u32,
-    /// Limits of its connections, by its annotations.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub limits: Vec<ConnectionLimitStatus>,
 }

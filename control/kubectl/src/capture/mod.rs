@@ -170,7 +170,6 @@ impl Target {
     }
 }
 
-/// Which of the packets that come are written.
 struct Limits {
     packets: Option<u64>,
     between: Option<(Vec<IpAddr>, Vec<IpAddr>)>,
@@ -189,7 +188,6 @@ fn create(path: &Path) -> Result<File, Failure> {
 }
 
 impl Args {
-    /// Which nodes to ask, and for what.
     async fn plan<C: Cluster>(&self, cluster: &C) -> Result<Plan, Failure> {
         if let (Some(from), Some(to)) = (&self.from, &self.to) {
             let (one, other) = (cluster.pod(from).await?, cluster.pod(to).await?);
@@ -245,7 +243,6 @@ impl Args {
     }
 }
 
-/// A capture that runs on several nodes.
 struct Capture {
     nodes: Vec<CapturingNode>,
     missing: Vec<Missing>,
@@ -260,7 +257,6 @@ struct CapturingNode {
     stdin: Option<Writer>,
     began: bool,
     counts: CaptureCounts,
-    /// Why its daemon has ended the capture.
     reason: Option<String>,
     ended: Option<Result<(), Problem>>,
 }
@@ -295,7 +291,6 @@ impl Capture {
         Self { nodes, missing, events, written: 0, _tasks: tasks }
     }
 
-    /// Writes what comes until all nodes have ended.
     async fn run(&mut self, target: Target, args: &Args, limits: &Limits) -> io::Result<()> {
         let names: Vec<String> = self.nodes.iter().map(|node| node.daemon.node.clone()).collect();
         let (mut output, watched) = match target {

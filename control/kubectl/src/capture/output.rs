@@ -62,7 +62,6 @@ impl Output {
         }
     }
 
-    /// Packets of a node that are written.
     pub(super) fn packets_of(&self, node: usize) -> u64 {
         match self {
             Self::Merged { file, .. } => file.packets_of(node),

@@ -2,11 +2,10 @@
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::Status;
-use penstock_text::number::json;
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, WithMissing, ask_all, parsed, print, words};
+use super::ask::{Answers, Asking, ask_all, parsed, print, whole_json, words};
 use super::cluster::{Cluster, Daemon, Fleet};
 
 /// Show the daemons of all nodes: version, pods, and whether policy is in effect
@@ -61,7 +60,7 @@ fn as_json(answers: &Answers<Status>) -> String {
     let nodes = answers.answers.iter();
     let nodes = nodes.map(|(daemon, status)| NodeStatus { node: &daemon.node, pod: &daemon.pod, status }).collect();
     let enforced = answers.missing.is_empty() && answers.answers.iter().all(|(_, status)| is_enforced(status));
-    json(&WithMissing { answer: ClusterStatus { enforced, nodes }, missing: &answers.missing })
+    whole_json(&ClusterStatus { enforced, nodes }, &answers.missing, false)
 }
 
 /// Whether all of a node is in effect, as far as its daemon knows the cluster.
