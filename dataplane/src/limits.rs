@@ -27,12 +27,10 @@ const TAKEN: u64 = 1;
 /// How many connections a pod may have in one direction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Limit {
-    /// So many are opened in a second.
     pub each_second: Option<u32>,
     pub open: Option<u32>,
 }
 
-/// Connections that a pod's limits have refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Refused {
     /// Packets that would have opened a connection too many in a second.
@@ -236,7 +234,6 @@ impl LimitedPods {
         self.0.as_ref()?.get(&port?).map(Arc::as_ref)
     }
 
-    /// Whether a limit counts connections between these ends.
     pub(crate) fn count(&self, ends: FlowEnds<'_>) -> bool {
         self.0.is_some() && (self.of(ends.src.port()).is_some() || self.of(ends.dst.port()).is_some())
     }

@@ -48,7 +48,6 @@ pub struct Affinity {
     pub seconds: u32,
 }
 
-/// A Service's port at a cluster address.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Frontend {
     /// The name of the Service's port, for display: `shop/api:http`.
@@ -63,7 +62,6 @@ pub struct Frontend {
 }
 
 impl Frontend {
-    /// Whether a new connection may get this backend.
     pub fn may_choose(&self, backend: &Backend) -> bool {
         self.backends.binary_search(backend).is_ok()
     }
@@ -73,7 +71,6 @@ impl Frontend {
     }
 }
 
-/// The answer of a set about a destination.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Destination<'a> {
     NotService,
@@ -96,7 +93,6 @@ pub struct ServiceSet {
 }
 
 impl ServiceSet {
-    /// The frontend at this address and port.
     pub fn find(&self, address: Address, protocol: Protocol, port: u16) -> Destination<'_> {
         let Some(shards) = &self.shards else { return Destination::NotService };
         match shards[shard_of(address)].get(&address) {

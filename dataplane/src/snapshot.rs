@@ -14,7 +14,6 @@ use crate::services::ServiceSet;
 pub struct Snapshot {
     /// Sequence number of its publication.
     pub epoch: Epoch,
-    /// Policy tables, and the map of addresses.
     pub policy: PolicySet,
     pub forwarding: Forwarding,
     /// Services that workers translate; `None` if the node's kernel translates them.
@@ -45,13 +44,11 @@ impl Snapshot {
         Self { services, ..self }
     }
 
-    /// Sets the pods whose connections are limited.
     #[must_use]
     pub fn with_limits(self, limits: LimitedPods) -> Self {
         Self { limits, ..self }
     }
 
-    /// Sets whose answers teach pods domain names.
     #[must_use]
     pub fn with_resolvers(self, resolvers: Resolvers) -> Self {
         Self { resolvers, ..self }

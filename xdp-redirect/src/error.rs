@@ -44,7 +44,6 @@ pub enum AttachError {
         /// Name, identifier and mode of that program.
         program: String,
     },
-    /// The process is not permitted to attach programs.
     #[error("attaching to interface {interface} is not permitted: run as root or with CAP_BPF and CAP_NET_ADMIN")]
     NotPermitted { interface: String },
     #[error("interface {interface}: {source}")]
@@ -76,7 +75,6 @@ pub enum AttachError {
 /// A socket could not be put into a port's map.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// The queue has no place in the map.
     #[error(
         "interface {interface}: RX queue {queue} is beyond the {max} that are supported: reduce its channels (ethtool -L {interface} combined {max})"
     )]

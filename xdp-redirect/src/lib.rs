@@ -68,7 +68,6 @@ pub const LARGEST_NATIVE_MTU: u32 = 4096 - 256 - 320 - 14;
 /// (`XDP_SHARED_UMEM`). XDP links are older (5.9), and what is younger is optional.
 pub const MINIMUM_KERNEL: (u32, u32) = (5, 10);
 
-/// Packets of a port that are redirected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
     /// The host side of a pod's veth: all IP packets. Its ARP and neighbour discovery must be about itself
@@ -135,7 +134,6 @@ pub struct Interface {
 }
 
 impl Interface {
-    /// Looks an interface up by its name.
     pub fn by_name(name: &str) -> Result<Self, AttachError> {
         match nix::net::if_::if_nametoindex(name) {
             Ok(index) => Ok(Self { name: name.to_owned(), index }),
@@ -225,7 +223,6 @@ impl Redirect {
         self.pins.as_ref()
     }
 
-    /// The addresses of this node's pods.
     pub fn local_pods(&self) -> &LocalPods {
         &self.shared.local_pods
     }

@@ -82,7 +82,6 @@ impl LocalPods {
         }
     }
 
-    /// Whether packets to this address are redirected.
     pub fn contains(&self, address: IpAddr) -> bool {
         matches!(self.map.lookup(&key(address), MapFlags::ANY), Ok(Some(_)))
     }

@@ -29,7 +29,6 @@ const BPFFS: &str = "/sys/fs/bpf";
 pub enum PinError {
     #[error("{}: not in a BPF file system; give a directory below {BPFFS}", .directory.display())]
     NotBpffs { directory: PathBuf },
-    /// bpffs is not mounted and could not be.
     #[error("{BPFFS}: no BPF file system there, and it cannot be mounted ({source}): mount -t bpf bpf {BPFFS}")]
     Mount { source: io::Error },
     /// A file or directory in it is not accessible.
@@ -37,7 +36,6 @@ pub enum PinError {
     File { path: PathBuf, source: io::Error },
 }
 
-/// The pinned links of one network namespace.
 #[derive(Clone, Debug)]
 pub struct Pins {
     directory: PathBuf,

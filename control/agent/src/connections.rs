@@ -261,7 +261,6 @@ impl ConnectionOwners {
         }
     }
 
-    /// The connections of these addresses are removed.
     pub(super) fn cleared(&mut self, addresses: &[IpAddr]) {
         for address in addresses {
             self.released.remove(address);
@@ -465,17 +464,7 @@ mod tests {
             let key = ObjectKey { namespace: "shop".into(), name: name.into() };
             owners.insert(ip(last), (key, interface));
             let addresses = vec![ip(last).into()];
-            let mac = Default::default();
-            let behind = Port {
-                kind: PortKind::Pod,
-                own_mac: mac,
-                peer_mac: mac,
-                mtu: 1500,
-                interface: 0,
-                by_stack: false,
-                bridge: 0,
-                addresses,
-            };
+            let behind = Port::new(PortKind::Pod, addresses);
             forwarding.insert(PortId(port), behind).unwrap();
         }
         (owners, forwarding)

@@ -45,7 +45,6 @@ pub(super) fn path(admin: &SocketPath) -> Option<PathBuf> {
     admin.path().map(|admin| admin.with_extension("handover"))
 }
 
-/// Where a daemon is asked to hand over.
 pub(super) struct HandoverListener {
     requests: mpsc::Receiver<UnixStream>,
     _file: Option<SocketFile>,
@@ -181,7 +180,7 @@ impl Predecessor {
     }
 }
 
-/// What a daemon answers that was asked to hand over.
+/// The answer of a daemon that was asked to hand over.
 enum Answer {
     Stopped(BufReader<UnixStream>),
     /// Or it is gone.

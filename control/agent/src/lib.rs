@@ -41,6 +41,7 @@ mod ports;
 mod postponed;
 pub mod preflight;
 mod private_file;
+pub mod privileges;
 mod progress;
 mod publisher;
 mod query;
@@ -65,7 +66,6 @@ use std::io;
 use std::time::Duration;
 
 use penstock_policy::model::ObjectChange;
-use penstock_privileges as privileges;
 use penstock_sources::{Location, Source};
 
 use anyhow::Context;

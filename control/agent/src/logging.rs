@@ -25,17 +25,15 @@ use super::nonblocking_writer::NonBlockingWriter;
 pub(super) const MILESTONES: &str = "penstock";
 
 /// The crates of this project in the daemon. Full names, because [`MILESTONES`] is a prefix of all.
-const OWN_CRATES: [&str; 7] = [
+const OWN_CRATES: [&str; 6] = [
     "penstock_admin",
     "penstock_agent",
     "penstock_dataplane",
     "penstock_policy",
-    "penstock_privileges",
     "penstock_sources",
     "penstock_xdp_redirect",
 ];
 
-/// Lines that may wait to be written.
 const WAITING_LINES: usize = 1_024;
 
 const RECENT_LINES: usize = 1_000;
@@ -44,10 +42,8 @@ static FILTER: OnceLock<reload::Handle<Targets, Registry>> = OnceLock::new();
 static OUTPUTS: Mutex<Option<Outputs>> = Mutex::new(None);
 static RECENT: Mutex<VecDeque<String>> = Mutex::new(VecDeque::new());
 
-/// The non-blocking outputs of the process.
 struct Outputs {
     log: NonBlockingWriter,
-    /// Lines of the log that were dropped.
     lost: u64,
     statistics: NonBlockingWriter,
 }

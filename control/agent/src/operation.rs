@@ -23,7 +23,6 @@ use super::samples::{self, CounterSample, CounterSamples};
 use super::service_manager::ServiceManager;
 use super::verdicts::VerdictWriter;
 
-/// How often the verdict log is written.
 const VERDICT_LOG_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Listening sockets, opened before the daemon touches the node so that problems with them end the start early.
@@ -66,7 +65,6 @@ async fn serve(loaded: &LoadedConfig, handle: &QueryHandle) -> Result<Vec<AdminS
     Ok(admin.into_iter().chain(captures).chain(new_pods).collect())
 }
 
-/// The next step of the daemon's loop.
 pub(super) enum OperationEvent {
     Answer(StateQuery),
     Sample,

@@ -41,7 +41,6 @@ struct AwaitedSnapshot {
 #[derive(Debug)]
 pub(super) struct EnforcementProgress {
     pods: BTreeMap<ObjectKey, PublishedPod>,
-    /// The pods on which policy is not enforced.
     not_enforced: BTreeSet<NotEnforced>,
     waiting: BTreeMap<ObjectKey, String>,
     /// The snapshots that are not in effect everywhere yet, oldest first.
@@ -180,7 +179,6 @@ impl EnforcementProgress {
         self.not_enforced = not_enforced;
     }
 
-    /// The pods on which policy is not enforced.
     pub(super) fn not_enforced(&self) -> &BTreeSet<NotEnforced> {
         &self.not_enforced
     }

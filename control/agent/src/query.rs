@@ -35,12 +35,10 @@ pub(crate) enum StateQuery {
         connections: Vec<ConnectionInfo>,
         answer: oneshot::Sender<Vec<ConnectionFlow>>,
     },
-    /// Why a flow is allowed or denied.
     Explain {
         query: ExplainQuery,
         answer: oneshot::Sender<Result<Explanation, String>>,
     },
-    /// The domain names that pods have learnt.
     Names {
         query: NamesQuery,
         answer: oneshot::Sender<Result<Names, String>>,
@@ -62,7 +60,6 @@ pub(crate) enum StateQuery {
     NewPod {
         pod: ObjectKey,
         addresses: Vec<IpAddr>,
-        /// Names of its interfaces on the node.
         interfaces: Vec<String>,
         answer: oneshot::Sender<Result<(), String>>,
     },
@@ -93,12 +90,10 @@ pub(crate) struct NotAllowed;
 pub(crate) enum QueryError {
     #[error("the daemon is starting: it is still reading all objects; try again later")]
     Starting,
-    /// The loop did not answer in time.
     #[error("the daemon's loop does not answer: it is shutting down or stuck; see its log")]
     Unresponsive,
 }
 
-/// Sends queries to the daemon's loop.
 #[derive(Clone)]
 pub(crate) struct QueryHandle {
     queries: mpsc::Sender<StateQuery>,
@@ -106,7 +101,6 @@ pub(crate) struct QueryHandle {
     scans: TableScans,
 }
 
-/// Receives the queries in the daemon's loop.
 pub(crate) type StateQueries = mpsc::Receiver<StateQuery>;
 
 pub(crate) fn channel() -> (QueryHandle, StateQueries) {
@@ -119,7 +113,6 @@ impl QueryHandle {
         self.started.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the loop does not run yet.
     pub(crate) fn is_starting(&self) -> bool {
         !self.started.load(Ordering::Relaxed)
     }
@@ -128,7 +121,6 @@ impl QueryHandle {
         &self.scans
     }
 
-    /// Sends a query and waits for the answer.
     pub(crate) async fn query<T>(&self, query: impl FnOnce(oneshot::Sender<T>) -> StateQuery) -> Result<T, QueryError> {
         if self.is_starting() {
             return Err(QueryError::Starting);

@@ -20,7 +20,6 @@ const SHARED_FOR: Duration = Duration::from_millis(500);
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) type StateCounts = BTreeMap<&'static str, u64>;
-/// Counts of one walk of the table.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct TableCounts {
     pub(super) by_state: StateCounts,

@@ -34,7 +34,6 @@ pub(super) struct Settings<'c> {
     pub(super) not_tcx: Option<String>,
     /// The workers' cores, or why they cannot be used, which refuses the start.
     pub(super) cores: Result<Vec<u16>, String>,
-    /// The cores that this process may run on.
     pub(super) usable_cores: Vec<u16>,
     /// Whether each core has a worker, for the packets that it sends.
     pub(super) serves_each_core: bool,
@@ -109,7 +108,6 @@ impl<'c> Settings<'c> {
         if self.takes_long_packets() { u16::MAX.into() } else { self.config.umem.frame_size.largest_packet() }
     }
 
-    /// Limits of the pods that get a port.
     pub(super) fn port_limits(&self) -> PortLimits<'_> {
         PortLimits {
             node: self.config.node.as_str(),

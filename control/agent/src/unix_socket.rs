@@ -12,7 +12,6 @@ use tokio::net::UnixListener;
 pub(crate) enum AdminSocketError {
     #[error("{key} = {}: another daemon listens there; stop it, or set another path", .path.display())]
     Live { key: &'static str, path: PathBuf },
-    /// The path is something other than a socket.
     #[error("{key} = {}: not a socket; remove the file, or set another path", .path.display())]
     NoSocket { key: &'static str, path: PathBuf },
     #[error("{key} = {}: cannot create it ({source}); set a path in a writable directory, or \"off\"", .path.display())]

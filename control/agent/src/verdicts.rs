@@ -50,7 +50,6 @@ struct VerdictLine<'a> {
     outcome: &'static str,
     worker: usize,
     epoch: u32,
-    /// The port that it came in by.
     ingress: IngressPort<'a>,
     bytes: usize,
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -35,7 +35,6 @@ pub(crate) struct DaemonView<'a> {
     pub(crate) capture: Option<&'a RunningCapture>,
     /// Packets of captures that have ended.
     pub(crate) captured: CaptureCounts,
-    /// Verdict log lines that could not be written.
     pub(crate) unwritten: u64,
     /// Records of flows made and lost, if there are any.
     pub(crate) flow_records: Option<RecordTotals>,

@@ -98,7 +98,6 @@ impl ManifestArgs {
         Ok(manifests)
     }
 
-    /// The policy of manifests that are read already.
     pub(super) fn engine_of(&self, manifests: &Manifests, scope: PodScope) -> Engine {
         let reading = if self.staged { PolicyReading::Promoted } else { PolicyReading::InForce };
         let mut engine = Engine::reading(EngineSettings { scope, reach: self.reach() }, reading);
@@ -129,7 +128,6 @@ impl ManifestArgs {
         }
     }
 
-    /// Whether v1beta1's objects have their meaning.
     pub(super) fn reads_v1beta1(&self) -> bool {
         self.v1beta1
     }

@@ -88,7 +88,6 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     }
 }
 
-/// Most bytes of manifests that a daemon takes.
 const MAX_INPUT: u64 = 8 << 20;
 
 fn start(daemon: &DaemonArgs, manifests: &[PathBuf], input_bytes: Option<u64>) -> Result<(), Failure> {

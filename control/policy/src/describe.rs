@@ -90,7 +90,6 @@ pub(crate) fn ports(ports: &PolicyPorts) -> String {
     }
 }
 
-/// An action, as what its rule does.
 pub fn action(action: RuleAction) -> &'static str {
     match action {
         RuleAction::Accept => "accepts",

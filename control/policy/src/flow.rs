@@ -42,7 +42,6 @@ pub enum PortRef {
 
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FlowError {
-    /// Neither a pod's name nor an address.
     #[error(
         "{0:?} is not an endpoint: write NAMESPACE/POD, an address, or svc/NAMESPACE/SERVICE or a domain name as a destination"
     )]
@@ -63,7 +62,6 @@ pub enum FlowError {
     NoClusterAddress(ObjectKey),
     #[error("Service {service} has no port {port}: use one of its own, by number or by name")]
     NoServicePort { service: ObjectKey, port: String },
-    /// A Service where it is no destination.
     #[error("Service {0} is no single end: use a pod or an address")]
     ServiceIsNoEnd(ObjectKey),
     /// A domain name where it is no destination of `explain`.
@@ -77,12 +75,10 @@ pub enum FlowError {
         "{0:?} is not a port: write PORT/PROTOCOL such as 80/TCP or http/TCP, or a protocol without ports such as ICMP"
     )]
     Port(String),
-    /// Neither a protocol's name nor its number.
     #[error("{0:?} is not a protocol: write TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255")]
     Protocol(String),
     #[error("{0:?} is not a port: write the port before its protocol, {1}")]
     Reversed(String, String),
-    /// A node where it is no end.
     #[error("{0} is no pod: write an address of node {1}{2}")]
     NodeIsNoEnd(ObjectKey, String, String),
     #[error("{0} is no pod, and no node {1} is known: use an address")]
@@ -171,7 +167,6 @@ impl ProtocolPort {
         self.protocol
     }
 
-    /// The port, where the protocol has ports.
     pub fn port(&self) -> Option<&PortRef> {
         self.port.as_ref()
     }

@@ -18,7 +18,6 @@ pub fn json(engine: &Engine) -> String {
     serde_json::to_string_pretty(&listing(engine)).expect("strings and numbers are JSON") + "\n"
 }
 
-/// The rule tables of the workers as text.
 pub fn text(engine: &Engine) -> String {
     listing(engine).to_text()
 }

@@ -24,10 +24,8 @@ pub enum StagedProblem {
         "{staged} is staged for {target}, which does not exist: it is judged as a new policy; correct the name, or use policy.penstock.dev/staged: \"true\""
     )]
     NoTarget { staged: ObjectRef, target: ObjectRef },
-    /// Another one is for the same policy.
     #[error("{staged} is staged for {target}, and so is {counts}, which counts: remove one of them")]
     SameTarget {
-        /// The staged policy that does not count.
         staged: ObjectRef,
         /// The one that does: the first by name.
         counts: ObjectRef,

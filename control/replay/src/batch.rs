@@ -29,7 +29,6 @@ impl PacketBatch {
         &mut self.bytes
     }
 
-    /// Whether it has no room for another packet.
     #[inline]
     pub fn is_full(&self) -> bool {
         self.packets.len() == BATCH

@@ -26,7 +26,6 @@ const FIRST_POD: usize = 2;
 
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ClusterError {
-    /// The node is not in the manifests.
     #[error("--node {name}: the manifests have no Node of this name and no Pod on it; they have {known}")]
     UnknownNode {
         /// The name from `--node`.
@@ -38,7 +37,6 @@ pub enum ClusterError {
     TooManyPods(usize),
 }
 
-/// The cluster at one time of a replay.
 pub struct ReplayCluster {
     engine: Engine,
     scope: PodScope,
@@ -48,7 +46,6 @@ pub struct ReplayCluster {
     /// Names of Services, by the cluster address that is translated.
     service_names: FxHashMap<Address, Box<str>>,
     backends: FxHashSet<Address>,
-    /// The addresses at which egress policy is postponed.
     postponed: Arc<AddressSet>,
     ports: FxHashMap<ObjectKey, PortId>,
     rules: RuleNames,
@@ -182,16 +179,7 @@ impl ReplayCluster {
         let mut insert = |id: PortId, kind, addresses: Vec<Address>| {
             let mac = |end| Mac([2, 0, 0, end, (id.0 >> 8) as u8, id.0 as u8]);
             // Captured packets may exceed a link's MTU: the kernel had not segmented them yet.
-            let port = Port {
-                kind,
-                own_mac: mac(1),
-                peer_mac: mac(2),
-                mtu: u16::MAX,
-                interface: 0,
-                by_stack: false,
-                bridge: 0,
-                addresses,
-            };
+            let port = Port { own_mac: mac(1), peer_mac: mac(2), mtu: u16::MAX, ..Port::new(kind, addresses) };
             forwarding.insert(id, port).expect("the state has one owner for each address");
         };
         insert(HOST, PortKind::Host, Vec::new());
@@ -245,7 +233,6 @@ impl ReplayCluster {
         self.snapshot.services.is_some()
     }
 
-    /// Whether packets to this address are translated.
     #[inline]
     pub(super) fn is_service(&self, address: Address) -> bool {
         let is_known = |services: &ServiceSet| services.find(address, Protocol::TCP, 0) != Destination::NotService;

@@ -30,7 +30,6 @@ pub struct Group {
     pub after: PacketVerdict,
 }
 
-/// The verdict on a packet, and the rule.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize)]
 pub struct PacketVerdict {
     /// `allow`, `deny` or `kernel`.
@@ -54,7 +53,6 @@ pub struct Comparison {
     groups: BTreeMap<Group, ChangeCount>,
 }
 
-/// One packet under one set of objects.
 pub(super) struct PacketOutcome<'a> {
     pub(super) cluster: &'a ReplayCluster,
     pub(super) decision: Decision,
@@ -80,16 +78,16 @@ impl PacketOutcome<'_> {
     }
 }
 
-/// What is decided of a packet under one set of objects.
+/// The decision on a packet under one set of objects.
 pub(super) struct Said {
     decision: Decision,
     rules: Rules,
-    /// Of its connection, in opening direction.
+    /// The flow of its connection, in opening direction.
     flow: Option<Flow>,
 }
 
 impl Said {
-    /// Of packet `index` of the player's last batch.
+    /// The decision on packet `index` of the player's last batch.
     pub(super) fn of(player: &mut Player, entry: EntryPoint, index: usize, frame: &[u8]) -> Self {
         let decision = player.decision(entry, index);
         let Ok(packet) = parse(frame) else { return Self { decision, rules: Rules::default(), flow: None } };

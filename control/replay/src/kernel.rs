@@ -69,7 +69,7 @@ fn is_neighbour_discovery(forwarding: &Forwarding, frame: &[u8]) -> bool {
 mod tests {
     use std::net::Ipv6Addr;
 
-    use penstock_dataplane::forward::{Mac, Port, PortId};
+    use penstock_dataplane::forward::{Port, PortId};
 
     use super::*;
 
@@ -80,17 +80,7 @@ mod tests {
         let address = |text: &str| Address::from(text.parse::<std::net::IpAddr>().unwrap());
         let mut forwarding = Forwarding::new([address(NODE)]);
         let addresses = vec![address(POD), address("10.0.0.1")];
-        let mac = Mac::default();
-        let pod = Port {
-            kind: PortKind::Pod,
-            own_mac: mac,
-            peer_mac: mac,
-            mtu: 1500,
-            interface: 0,
-            by_stack: false,
-            bridge: 0,
-            addresses,
-        };
+        let pod = Port::new(PortKind::Pod, addresses);
         forwarding.insert(PortId(0), pod).unwrap();
         forwarding
     }

@@ -26,7 +26,6 @@ pub(super) struct EvaluatedPacket<'a> {
     pub(super) connection_state: Option<ConnectionState>,
     /// The rules that allow its connection, or the one that denies it.
     pub(super) rules: Rules,
-    /// The part of a Service in it.
     pub(super) service: Option<ServicePacket>,
 }
 

@@ -86,7 +86,6 @@ impl Output {
         self.writer.write_all(bytes).map_err(|cause| self.error(cause))
     }
 
-    /// An error with the file's path.
     pub(super) fn error(&self, cause: io::Error) -> OutputError {
         OutputError { file: self.path.clone(), cause }
     }
@@ -114,7 +113,6 @@ fn sink(path: &Path) -> io::Result<Sink> {
     }
 }
 
-/// Prefix of the names of incomplete files.
 const PREFIX: &str = ".penstock-";
 
 fn directory(path: &Path) -> &Path {

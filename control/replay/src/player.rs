@@ -43,14 +43,12 @@ pub enum Decision {
     Kernel(ProgramOutcome),
 }
 
-/// A packet's relation to a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ConnectionState {
     New,
     Established,
     /// Is an ICMP error about one.
     Related,
-    /// Belongs to one that policy has revoked.
     Revoked,
 }
 
@@ -138,7 +136,6 @@ pub struct Player {
     has_met_services: bool,
 }
 
-/// The part of a Service in a packet.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct ServicePacket {
     /// The Service's port; empty if there is none any more.

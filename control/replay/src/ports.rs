@@ -12,7 +12,6 @@ use super::cluster::{HOST, ReplayCluster, UPLINK};
 /// An interface of the capture and its port: `veth1=shop/web`, `eth0=uplink`, `cni0=host`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Mapping {
-    /// The interface's name in a pcapng capture.
     pub interface: String,
     pub port: PortName,
 }

@@ -45,7 +45,6 @@ enum Treatment {
     NodeState,
 }
 
-/// A packet that is to be played.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RecordedPacket {
     pub(super) verdict: RecordedVerdict,
@@ -200,7 +199,6 @@ impl RecordedPackets {
         }
     }
 
-    /// Notes a packet of the next batch.
     pub(super) fn push(&mut self, packet: RecordedPacket) {
         self.batch.push(packet);
     }

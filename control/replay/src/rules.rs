@@ -111,7 +111,6 @@ impl RuleNames {
         }
     }
 
-    /// Counts a connection that these rules decided.
     pub(super) fn hit(&mut self, rules: Rules) {
         for rule in [rules.egress, rules.ingress].into_iter().flatten() {
             self.connections[rule.0 as usize] += 1;

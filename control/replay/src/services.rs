@@ -34,7 +34,6 @@ pub struct ServiceReading {
     pub blocks: Vec<IpNet>,
 }
 
-/// A client's address, port and protocol.
 type ClientPort = (Address, u16, Protocol);
 
 /// Backends that captures show: what a client's port that sends to a Service sends to other addresses.
@@ -96,7 +95,6 @@ impl ShownBackends {
 pub(super) struct BackendChoice {
     /// The packet's place in its batch.
     pub(super) index: usize,
-    /// Its flow, as the client sent it.
     pub(super) flow: Flow,
     /// The Service's port.
     pub(super) service: Arc<str>,
@@ -124,7 +122,6 @@ impl BackendChoice {
         Some(Self { index, flow: *flow, service, backend, backends, denied })
     }
 
-    /// The verdict of policy on all of them.
     pub(super) fn reach(&self) -> Reach {
         match self.denied.len() {
             0 => Reach::Allow,
@@ -160,7 +157,6 @@ impl Reach {
 pub struct ServiceCount {
     /// The port: `shop/api:http`.
     pub service: String,
-    /// Connections that policy allows to each backend.
     pub allow: u64,
     /// Connections that it allows to none.
     pub deny: u64,
@@ -180,7 +176,6 @@ pub struct PartlyDenied {
     pub denied: Vec<String>,
 }
 
-/// Counts choices by the Service's port.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ServiceCounters(std::collections::BTreeMap<Arc<str>, ServiceCount>);
 

@@ -15,9 +15,7 @@ use super::player::{Decision, EntryPoint, Player};
 pub struct OutputPaths {
     /// Verdicts: one line of JSON per packet.
     pub verdicts: Option<PathBuf>,
-    /// A capture of the packets that passed.
     pub allowed: Option<PathBuf>,
-    /// A capture of the packets that were dropped.
     pub denied: Option<PathBuf>,
 }
 
@@ -27,7 +25,7 @@ pub(super) struct Sinks {
     allowed: Option<CaptureSink>,
     denied: Option<CaptureSink>,
     lines: VerdictLineWriter,
-    /// Of the packet that is written.
+    /// The comment of the packet that is written now.
     comment: Vec<u8>,
     line: Vec<u8>,
     order: InOrder,
@@ -38,7 +36,6 @@ struct CaptureSink {
     writer: CaptureWriter<Vec<u8>>,
 }
 
-/// Bytes of text buffered before a write.
 const WRITE_SIZE: usize = 1 << 16;
 
 impl Sinks {
@@ -63,7 +60,6 @@ impl Sinks {
         self.verdicts.is_none() && !self.writes_captures()
     }
 
-    /// Whether it needs the frames as captured.
     pub(super) fn writes_captures(&self) -> bool {
         self.allowed.is_some() || self.denied.is_some()
     }

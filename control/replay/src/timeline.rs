@@ -176,7 +176,6 @@ impl Timeline {
         self.service_addresses.iter().copied()
     }
 
-    /// The number of steps later than every packet.
     pub fn remaining(&self) -> usize {
         self.steps.len() - self.next
     }

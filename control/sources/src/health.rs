@@ -55,7 +55,6 @@ impl ObjectKind {
     }
 }
 
-/// Which kinds of objects a source follows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum FollowedKinds {
     #[default]
@@ -112,7 +111,6 @@ impl KindCounters {
     }
 }
 
-/// A source's health for one kind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct KindHealth {
     /// All objects of the kind were read at least once. Stays true in an outage: known objects stay in effect.
@@ -192,7 +190,6 @@ impl SourceHealth {
         self.kinds[kind as usize].events.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Records a complete list of a kind.
     pub(super) fn listed(&self, kind: ObjectKind) {
         self.sign(kind);
         let counters = &self.kinds[kind as usize];
@@ -200,7 +197,6 @@ impl SourceHealth {
         counters.synced.store(true, Ordering::Relaxed);
     }
 
-    /// Records that changes arrive from now on.
     pub(super) fn connected(&self, kind: ObjectKind) {
         let counters = &self.kinds[kind as usize];
         counters.connected.store(true, Ordering::Relaxed);

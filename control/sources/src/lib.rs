@@ -30,7 +30,6 @@ use manifest::ManifestError;
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Location {
     Manifests(PathBuf),
-    /// The API server of a cluster.
     ApiServer(Access),
 }
 
@@ -72,7 +71,6 @@ pub enum SourceError {
     /// The manifest directory is missing or its manifests have errors.
     #[error(transparent)]
     Manifests(#[from] directory::DirectoryError),
-    /// The API server cannot be accessed.
     #[error(transparent)]
     ApiServer(#[from] api_server::ApiServerError),
 }

@@ -2,7 +2,6 @@
 
 use super::{BATCH, Frames};
 
-/// A batch of frames in ordinary memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct MemoryFrames {
     frames: Vec<Vec<u8>>,

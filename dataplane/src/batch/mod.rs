@@ -45,11 +45,7 @@ pub enum StackSender {
     Translated,
     /// This port's pod, to its own node or to a Service. The node has given the packet the address of what answers, another machine,
     /// and perhaps an address of its own as source, or has not translated it, and sends it out by this uplink.
-    Leaving {
-        /// The number of the pod's port.
-        port: u16,
-        uplink: u8,
-    },
+    Leaving { port: u16, uplink: u8 },
 }
 
 impl StackSender {

@@ -30,7 +30,6 @@ pub enum FilterProgramError {
     NotAProgram(String),
     #[error("the filter program has {0} instructions, and at most {max} are run: write a shorter expression", max = FilterProgram::LONGEST)]
     TooLong(usize),
-    /// It does not end with a return.
     #[error("the filter program does not end with a return: compile it with libpcap (tcpdump -ddd)")]
     NoEnd,
     /// An operation that does not exist, or one of the kernel's extensions.

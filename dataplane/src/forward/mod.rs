@@ -64,6 +64,14 @@ pub struct Port {
     pub addresses: Vec<Address>,
 }
 
+impl Port {
+    /// A port without interface and bridge, with Ethernet's MTU and without MACs.
+    pub fn new(kind: PortKind, addresses: Vec<Address>) -> Self {
+        let mac = Mac::default();
+        Self { kind, own_mac: mac, peer_mac: mac, mtu: 1500, interface: 0, by_stack: false, bridge: 0, addresses }
+    }
+}
+
 /// The ports towards the two ends of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PathPorts {
@@ -92,7 +100,6 @@ pub struct Forwarding {
     encapsulation_hint: encapsulation::Hint,
 }
 
-/// An address was assigned to two ports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "address {address} is on port {first} and on port {second}: one address belongs to one pod; correct the pods' status.podIPs"
@@ -154,7 +161,6 @@ impl Forwarding {
         self.ports.get(id.index())?.as_ref()
     }
 
-    /// The port into the node's own stack.
     #[inline]
     pub fn host(&self) -> Option<PortId> {
         self.host
@@ -183,7 +189,6 @@ impl Forwarding {
         self.local.get(&address).copied().flatten()
     }
 
-    /// The addresses of this node's pods.
     pub(crate) fn local_addresses(&self) -> &Arc<LocalAddresses> {
         &self.local
     }
@@ -204,7 +209,6 @@ impl Forwarding {
         self.services.iter().any(|block| block.contains(&address))
     }
 
-    /// All ports with their identifiers, in order.
     pub fn ports(&self) -> impl Iterator<Item = (PortId, &Port)> {
         self.ports.iter().enumerate().filter_map(|(index, port)| Some((PortId(index as u16), port.as_ref()?)))
     }

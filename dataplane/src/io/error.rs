@@ -31,7 +31,6 @@ pub enum UmemError {
     Kernel { step: &'static str, source: io::Error },
 }
 
-/// A port could not be opened or closed.
 #[derive(Debug, thiserror::Error)]
 pub enum PortError {
     #[error("interface {interface} does not exist in this network namespace: correct the name or create the interface")]

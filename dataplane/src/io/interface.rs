@@ -58,9 +58,7 @@ pub struct InterfaceFacts {
     pub index: u32,
     pub mtu: u32,
     pub up: bool,
-    /// Number of RX queues in use.
     pub queues: u32,
-    /// Number of TX queues in use.
     pub tx_queues: u32,
 }
 
@@ -170,7 +168,6 @@ const ETHTOOL_GFLAGS: u32 = 0x25;
 const ETHTOOL_GGRO: u32 = 0x2b;
 const ETH_FLAG_LRO: u32 = 1 << 15;
 
-/// A `struct ifreq`, reused for several requests.
 struct Request<'a> {
     control: &'a OwnedFd,
     // SAFETY-relevant: always holds a NUL-terminated name, which `new` put there.

@@ -64,7 +64,6 @@ impl UmemConfig {
     }
 }
 
-/// The memory of the frames of all ports.
 #[derive(Debug)]
 pub struct Umem {
     xsk: xsk_rs::Umem,
@@ -139,7 +138,6 @@ impl Umem {
         &self.config
     }
 
-    /// The kind of pages that it uses.
     pub fn pages(&self) -> Pages {
         self.pages
     }

@@ -14,7 +14,6 @@ use super::{FillTarget, FrameCache, FrameOwner, FramePool, GsoPort, PortError, Q
 use crate::batch::BATCH;
 use crate::packet::{JoinedSegments, LEAST_TO_JOIN, finish_open};
 
-/// Result of waking the kernel to send.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kick {
     /// The kernel has taken everything from the TX ring.
@@ -114,7 +113,6 @@ impl XskQueue {
         (self.sender, self.joins) = (Some(sender), joins);
     }
 
-    /// Sends packets that do not fit a frame.
     pub(crate) fn sender(&self) -> Option<Arc<GsoPort>> {
         self.sender.clone()
     }

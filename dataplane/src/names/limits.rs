@@ -8,7 +8,6 @@ use std::time::Duration;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NameLimits {
     pub per_pod: usize,
-    /// Names of one address of a pod.
     pub per_address: usize,
     /// Names of all pods. Over it, each pod evicts its own only: no pod takes from another.
     pub total: usize,

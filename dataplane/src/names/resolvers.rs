@@ -31,7 +31,6 @@ impl Resolvers {
         !self.are_all && self.addresses.is_empty() && self.blocks.is_empty()
     }
 
-    /// Whether the server at this address is one.
     pub fn contains(&self, address: Address) -> bool {
         let is_in_block = || {
             let address = IpAddr::from(address);

@@ -28,7 +28,6 @@ pub struct DnsSegment<'a> {
     pub data: &'a [u8],
 }
 
-/// The connections of a pod to resolvers.
 #[derive(Debug, Default)]
 pub(super) struct Streams(VecDeque<(DnsTalk, [Direction; 2])>);
 

@@ -19,7 +19,6 @@ pub struct NamedPod {
     pub addresses: Vec<IpAddr>,
 }
 
-/// A pod and what it has learnt.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PodNames {
     pub pod: NamedPod,
@@ -30,7 +29,6 @@ pub struct PodNames {
 /// Names that all pods have learnt, counted since the start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct NameCounts {
-    /// Names that are kept, expired ones included.
     pub kept: u64,
     /// Names that answers gave, also those that were known.
     pub learnt: u64,

@@ -63,7 +63,6 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// The flow of packets in the other direction.
     #[inline]
     pub const fn reversed(self) -> Self {
         Self { src: self.dst, dst: self.src, protocol: self.protocol, src_port: self.dst_port, dst_port: self.src_port }

@@ -8,7 +8,6 @@ use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
 use super::{Address, Flow, Protocol, Sum, icmp};
 use crate::DropReason;
 
-/// Bytes of an Ethernet II header.
 pub const ETHERNET_LEN: usize = 14;
 /// Maximum number of IPv6 extension headers; legitimate senders do not need more.
 const MAX_EXTENSION_HEADERS: usize = 6;
@@ -105,7 +104,6 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// Length of the IP packet in bytes.
     #[inline]
     pub fn ip_len(&self) -> u16 {
         self.layout.end - self.layout.network

@@ -12,7 +12,6 @@ impl TcpFlags {
     pub const ACK: Self = Self(0x10);
     pub const URG: Self = Self(0x20);
 
-    /// Whether all bits of `flags` are set.
     #[inline]
     pub const fn contains(self, flags: Self) -> bool {
         self.0 & flags.0 == flags.0

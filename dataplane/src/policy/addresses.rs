@@ -25,7 +25,6 @@ pub enum AddressOwner {
 /// "None" in an [`AddressEntry`].
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Where this node finds a pod's address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum LocalAddress {
     /// Not at a pod of this node.
@@ -91,7 +90,6 @@ impl AddressEntry {
         Self { local: if self.local == LocalAddress::Service { LocalAddress::No } else { self.local }, ..*self }
     }
 
-    /// Whether it is a node's own address.
     #[inline]
     pub(crate) const fn is_node(&self) -> bool {
         self.identity == 0 && self.node != NONE
@@ -107,7 +105,6 @@ impl AddressEntry {
         }
     }
 
-    /// The owner; `None` if it is not known.
     pub(super) fn owner(&self) -> Option<AddressOwner> {
         let some = |number: u32| (number != NONE).then_some(number);
         match NonZeroU32::new(self.identity) {
@@ -213,7 +210,6 @@ impl AddressMap {
         self.owned
     }
 
-    /// Sets or removes the owner of an address.
     pub(super) fn set_owner(&mut self, address: Address, owner: Option<AddressOwner>) {
         let before = *self.find(address);
         let mut after = before;
@@ -307,7 +303,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::forward::{Mac, Port, PortKind};
+    use crate::forward::{Port, PortKind};
 
     fn pod(number: u32) -> AddressOwner {
         let identity = Identity(NonZeroU32::new(number).unwrap());
@@ -323,17 +319,7 @@ mod tests {
     fn forwarding(of_ports: [Vec<Address>; 2], portless: Vec<Address>) -> Forwarding {
         let mut forwarding = Forwarding::new([]).with_portless(portless);
         for (number, addresses) in (0..).zip(of_ports) {
-            let mac = Mac::default();
-            let port = Port {
-                kind: PortKind::Pod,
-                own_mac: mac,
-                peer_mac: mac,
-                mtu: 1500,
-                interface: 0,
-                by_stack: false,
-                bridge: 0,
-                addresses,
-            };
+            let port = Port::new(PortKind::Pod, addresses);
             forwarding.insert(PortId(number), port).unwrap();
         }
         forwarding

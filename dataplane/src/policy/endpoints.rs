@@ -6,7 +6,6 @@ use super::EndpointId;
 use super::table::RuleTable;
 use super::tiers::TieredTable;
 
-/// Policy of one direction of an endpoint.
 #[derive(Clone, Debug)]
 pub enum EndpointPolicy {
     /// No policy applies to it in this direction: everything is allowed.
@@ -37,12 +36,9 @@ impl EndpointPolicy {
     }
 }
 
-/// Policy of both directions of an endpoint.
 #[derive(Clone, Debug)]
 pub struct Endpoint {
-    /// The flows that it may send.
     pub egress: EndpointPolicy,
-    /// The flows that it may receive.
     pub ingress: EndpointPolicy,
 }
 

@@ -180,7 +180,6 @@ impl PolicySet {
         self.addresses.find(address)
     }
 
-    /// The entries of both ends of a flow.
     #[inline]
     pub(crate) fn ends(&self, flow: &Flow) -> FlowEnds<'_> {
         FlowEnds { src: self.find(flow.src), dst: self.find(flow.dst) }

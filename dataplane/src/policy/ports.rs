@@ -6,7 +6,6 @@ use crate::packet::Protocol;
 
 use super::rows::{Row, RowsBuilder, RuleSet, RuleSweep};
 
-/// A protocol in a rule's ports.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum PortProtocol {
     Tcp,

@@ -206,7 +206,6 @@ impl RuleTable {
         self.rows.has(ports, rule)
     }
 
-    /// The name of a rule by its number.
     pub fn name(&self, rule: u32) -> Option<&RuleName> {
         self.names.get(rule as usize)
     }

@@ -28,7 +28,6 @@ pub enum RuleAction {
 pub struct TieredTable {
     table: RuleTable,
     actions: Arc<[RuleAction]>,
-    /// The number of rules of the Admin tier.
     admin: u32,
     is_isolated: bool,
     /// Domain names of rules, which match besides the rows.
@@ -83,7 +82,6 @@ impl TieredTable {
         &self.table
     }
 
-    /// Whether the rule is a NetworkPolicy's.
     pub(super) fn is_of_network_policy(&self, rule: u32) -> bool {
         self.is_isolated && rule >= self.admin
     }

@@ -15,7 +15,6 @@ pub enum Direction {
 pub struct RuleRef {
     pub endpoint: EndpointId,
     pub direction: Direction,
-    /// Number of the rule in the table.
     pub rule: u32,
 }
 

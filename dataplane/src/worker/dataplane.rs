@@ -241,7 +241,6 @@ impl Dataplane {
         self.shared.snapshot.load_full()
     }
 
-    /// All counters, read without stopping a worker.
     pub fn statistics(&self) -> DataplaneStatistics {
         let control = self.control();
         let running = self.shared.started.elapsed();
@@ -326,7 +325,6 @@ impl Dataplane {
         &self.cores
     }
 
-    /// The connection table shared by all workers.
     pub fn connections(&self) -> &Arc<ConnTable> {
         &self.connections
     }

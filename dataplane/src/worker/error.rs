@@ -19,7 +19,6 @@ pub enum StartError {
     /// The UMEM could not be created.
     #[error(transparent)]
     Umem(#[from] UmemError),
-    /// The connection table could not be created.
     #[error(transparent)]
     Connections(#[from] OpenError),
     /// The thread that waits for the kernel's programs could not be started.

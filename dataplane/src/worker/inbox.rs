@@ -30,7 +30,6 @@ pub(crate) struct HeldFrames {
     pub(crate) queues: Vec<QueueDepth>,
 }
 
-/// How a worker reaches a new port.
 #[derive(Debug)]
 pub(crate) enum WorkerPath {
     /// By its own queues, of which there is at least one.
@@ -86,7 +85,6 @@ pub(crate) struct WorkerInbox {
 }
 
 impl WorkerInbox {
-    /// Capacity of the hand-off queue, in packets.
     pub(crate) const CAPACITY: usize = 4096;
 
     pub(crate) fn new() -> Result<Self, Errno> {

@@ -14,7 +14,6 @@ use crate::io::{GsoPort, GsoSocket, QueueSlot, XskQueue};
 /// One queue of an open port.
 #[derive(Debug)]
 pub(super) struct OpenQueue {
-    /// The queue's number on its interface.
     pub(super) queue: u32,
     pub(super) worker: usize,
     /// Marks its frames.
@@ -98,7 +97,6 @@ impl PortTable {
         self.ports.iter().enumerate().filter_map(|(index, port)| Some((PortId(index as u16), port.as_ref()?)))
     }
 
-    /// Allocates a slot for a new queue.
     pub(super) fn take_slot(&mut self) -> Option<QueueSlot> {
         self.free_slots.pop().or_else(|| {
             (self.slots_used < QueueSlot::COUNT).then(|| {
@@ -108,7 +106,6 @@ impl PortTable {
         })
     }
 
-    /// Returns a slot whose frames are free.
     pub(super) fn give_slot(&mut self, slot: QueueSlot) {
         self.free_slots.push(slot);
     }
@@ -117,22 +114,12 @@ impl PortTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::forward::{Forwarding, Mac, Port, PortKind};
+    use crate::forward::{Forwarding, Port, PortKind};
 
     fn snapshot_with(ids: &[u16]) -> Snapshot {
         let mut forwarding = Forwarding::new([]);
         for &id in ids {
-            let (own_mac, peer_mac) = (Mac::default(), Mac::default());
-            let port = Port {
-                kind: PortKind::Pod,
-                own_mac,
-                peer_mac,
-                mtu: 1500,
-                interface: 0,
-                by_stack: false,
-                bridge: 0,
-                addresses: Vec::new(),
-            };
+            let port = Port::new(PortKind::Pod, Vec::new());
             forwarding.insert(PortId(id), port).unwrap();
         }
         Snapshot { forwarding, ..Snapshot::default() }

@@ -38,7 +38,7 @@ pub struct Hurry {
 }
 
 impl Hurry {
-    /// Of the calling thread.
+    /// Raises the calling thread.
     pub fn begin() -> Self {
         // SAFETY: no memory is passed; 0 means the calling thread. An error has the number of nice -1, which does no harm.
         let nice = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };

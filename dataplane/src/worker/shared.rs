@@ -23,6 +23,5 @@ pub(super) struct WorkerShared {
     /// By worker: drops of packets whose ingress port is closed.
     pub(super) gone: Vec<PortCounters>,
     pub(super) started: Instant,
-    /// The first worker that died, if any.
     pub(super) died: OnceLock<WorkerDied>,
 }

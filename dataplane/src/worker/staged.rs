@@ -32,7 +32,6 @@ pub struct StagedSet {
     pub promoted: PolicySet,
 }
 
-/// A verdict with the rules that decided it.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct NamedVerdict {
     pub verdict: PolicyVerdict,
@@ -126,7 +125,6 @@ impl StagedLog {
         self.queue.pop()
     }
 
-    /// Packets that the staged set was asked about.
     pub fn judged(&self) -> u64 {
         self.workers.iter().map(|counters| counters.judged.get()).sum()
     }

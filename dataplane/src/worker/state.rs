@@ -21,7 +21,6 @@ use crate::tag::{self, FrameTag};
 const REFILL: u32 = 32;
 /// Poll iterations without a packet after which a queue is no longer polled in every iteration.
 const QUIET: u16 = 64;
-/// Maximum packets taken from other workers per iteration.
 const HAND_OFF_LIMIT: usize = 4 * BATCH;
 
 #[derive(Clone, Copy, Default)]
@@ -34,7 +33,6 @@ enum PortRoute {
     Other(usize),
 }
 
-/// A worker's view of a port.
 #[derive(Clone, Default)]
 struct PortEntry {
     route: PortRoute,
@@ -148,7 +146,6 @@ impl WorkerState {
         }
     }
 
-    /// Queues a packet for sending on a port.
     #[inline]
     pub(super) fn forward(&mut self, frame: FrameDesc, port: PortId, ingress: PortId) {
         match self.ports.get(port.index()).map_or(PortRoute::Gone, |entry| entry.route) {
@@ -186,7 +183,6 @@ impl WorkerState {
         true
     }
 
-    /// Frees a frame whose packet was copied.
     pub(super) fn free(&mut self, frame: FrameDesc) {
         self.cache.free(frame, self.shared.umem.pool());
     }
@@ -389,7 +385,6 @@ impl WorkerState {
         index
     }
 
-    /// Whether frames of this queue carry tags.
     #[inline]
     pub(super) fn is_pair(&self, index: usize) -> bool {
         self.pair == Some(index)
@@ -465,7 +460,6 @@ impl WorkerState {
         }
     }
 
-    /// Detaches all queues and releases all frames.
     pub(super) fn release_all(&mut self, scratch: &mut [FrameDesc; BATCH]) -> Vec<XskQueue> {
         self.drain_inbox(scratch);
         self.cache.empty_into(self.shared.umem.pool());

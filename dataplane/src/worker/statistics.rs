@@ -58,7 +58,6 @@ pub(crate) struct WorkerCounters {
     pub(crate) replies_suppressed: Counter,
     pub(crate) sleeps: Counter,
     pub(crate) asleep_nanoseconds: Counter,
-    /// Durations of poll iterations that moved packets.
     pub(crate) busy_iterations: Durations,
     batch_sizes: [Counter; BATCH_SIZES],
     epoch: AtomicU32,
@@ -112,7 +111,6 @@ impl Traffic {
         self.drops[reason as usize]
     }
 
-    /// All reasons with dropped packets, and their counts.
     pub fn drops(&self) -> impl Iterator<Item = (DropReason, u64)> + '_ {
         DropReason::ALL.iter().map(|&reason| (reason, self.dropped(reason))).filter(|(_, count)| *count > 0)
     }
@@ -190,7 +188,6 @@ impl KernelDrops {
     }
 }
 
-/// Number of frames in a port's queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct QueueDepth {
     pub port: PortId,
@@ -215,7 +212,6 @@ pub struct PortStatistics {
     /// Counters of all workers.
     pub traffic: Traffic,
     pub by_worker: Vec<Traffic>,
-    /// Drops by the kernel at its sockets.
     pub kernel: KernelDrops,
 }
 
@@ -268,7 +264,6 @@ impl WorkerStatistics {
     }
 }
 
-/// All statistics at about the same time.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct DataplaneStatistics {
     /// The open ports in the order of their numbers.

@@ -33,7 +33,6 @@ const FOR_DENIED: u32 = 4;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum LoggedOutcome {
-    /// It opened a connection, which policy allows.
     Opened,
     Dropped(DropReason),
 }
@@ -204,13 +203,11 @@ impl VerdictLog {
         self.workers.iter().map(|counters| counters.suppressed[outcome.index()].get()).sum()
     }
 
-    /// Records lost because the reader was too slow.
     pub fn lost(&self) -> u64 {
         self.workers.iter().map(|counters| counters.lost.get()).sum()
     }
 }
 
-/// A worker's side of the log.
 pub(super) struct Recorder {
     log: Arc<VerdictLog>,
     worker: usize,
@@ -222,7 +219,6 @@ pub(super) struct Recorder {
     judge: StagedJudge,
 }
 
-/// A policy evaluation of the current batch.
 #[derive(Clone, Copy)]
 pub(super) struct EvaluatedFlow {
     index: usize,
@@ -375,7 +371,6 @@ impl Recorder {
         self.evaluated.iter().rev().find(|own| own.index == index)
     }
 
-    /// The staged policies, if there are any.
     pub(super) fn staged(&self) -> Guard<Option<Arc<StagedSet>>> {
         self.log.staged.set()
     }

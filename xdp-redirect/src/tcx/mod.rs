@@ -100,7 +100,6 @@ impl WaitingArray {
     }
 }
 
-/// A pod as the programs must know it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ServedPort {
     /// The number that workers know it by; below [`MAX_TCX_PORTS`].
@@ -609,7 +608,6 @@ pub struct PodVeth {
     own: MapHandle,
     outcomes: MapHandle,
     served: Option<ServedPort>,
-    /// Whether workers must see all of its packets.
     is_captured: bool,
     /// That of what the pod sends, and that of what the node's stack sends to it.
     links: [TcxLink; 2],

@@ -312,7 +312,6 @@ impl DaemonView<'_> {
         }
     }
 
-    /// Why a flow is allowed or denied.
     pub(crate) fn explain(&self, query: &types::ExplainQuery) -> Result<types::Explanation, String> {
         let (from, to) = (query.from.parse(), query.to.parse());
         let text = |error: flow::FlowError| match error {

@@ -13,7 +13,6 @@ pub(super) enum TrialError {
     Manifests(#[from] ManifestErrors),
     #[error("no NetworkPolicy or ClusterNetworkPolicy in {0}: name manifests with the policies to try")]
     NoPolicy(String),
-    /// Two say what becomes of one policy.
     #[error("{second} and {first} both say what becomes of {target}: remove one of them")]
     Conflict { first: String, second: String, target: String },
 }

@@ -36,7 +36,6 @@ use super::ports::CapturedPorts;
 pub(super) const INTERVAL: Duration = Duration::from_millis(5);
 /// How often the client hears of the capture, without packets too.
 const PROGRESS: Duration = Duration::from_secs(1);
-/// Chunks that may wait for the client.
 const WAITING_CHUNKS: usize = 8;
 /// Chunks that are made in one round, to keep the daemon's loop responsive.
 const CHUNKS_PER_ROUND: usize = 4;
@@ -68,7 +67,6 @@ pub(super) struct RunningCapture {
     objects: ObjectsOfCapture,
 }
 
-/// The objects that go with the packets.
 pub(super) enum ObjectsOfCapture {
     /// None are asked for, or they are not taken yet.
     None,
@@ -78,7 +76,6 @@ pub(super) enum ObjectsOfCapture {
     Lost,
 }
 
-/// Knowledge of packets when they are passed on.
 #[derive(Default)]
 pub(super) struct NamedPackets {
     records: Vec<PacketRecord>,
@@ -364,7 +361,6 @@ pub(super) struct NamedConnections {
     ports: HashMap<PortId, String>,
 }
 
-/// The rules of both ends, and the Service.
 #[derive(Clone)]
 struct Rules {
     egress: String,

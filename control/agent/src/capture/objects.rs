@@ -66,7 +66,6 @@ fn locked(kept: &Mutex<KeptChanges>) -> MutexGuard<'_, KeptChanges> {
 }
 
 impl ObjectStep {
-    /// Appends it to a stream of messages.
     pub(super) fn encode(&self, stream: &mut Vec<u8>) {
         let message = CaptureMessage::Changes { epoch: self.epoch.0, time: self.time };
         let mut array = vec![b'['];

@@ -86,7 +86,6 @@ impl Daemon<'_> {
         }
     }
 
-    /// Reads how often rules decided so far.
     pub(super) fn count_use(&mut self) {
         let mut inputs = self.publisher.inputs();
         // Objects of an earlier run may not be all.
@@ -96,7 +95,6 @@ impl Daemon<'_> {
         self.operation.usage.add(counted, is_synced, Timestamp::now());
     }
 
-    /// Writes what the workers have recorded so far.
     pub(super) fn write_verdicts(&mut self) {
         let records = self.operation.verdicts.take();
         let mut lines = Vec::with_capacity(records.len());

@@ -20,7 +20,6 @@ use crate::signals::{Signal, Signals};
 /// that is there lists all objects faster.
 const SOURCE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// A source, and the objects to start with.
 pub(super) struct OpenedSource {
     pub(super) source: Source,
     pub(super) objects: Vec<Object>,

@@ -268,19 +268,7 @@ mod tests {
     }
 
     fn pod(name: &str, address: &str) -> Pod {
-        Pod {
-            key: key(name),
-            labels: Default::default(),
-            node: Some("here".into()),
-            addresses: vec![address.parse().unwrap()],
-            host_network: false,
-            finished: false,
-            ports: Vec::new(),
-            lifetime: Default::default(),
-            controller: None,
-            other_interfaces: Vec::new(),
-            limits: Default::default(),
-        }
+        Pod { key: key(name), node: Some("here".into()), addresses: vec![address.parse().unwrap()], ..Pod::default() }
     }
 
     /// Ports of a bridge, and the address of the neighbour behind each.

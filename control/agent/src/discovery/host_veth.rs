@@ -40,7 +40,6 @@ fn is_our_end(link: &Link) -> bool {
 pub struct PodRoute {
     /// Index of the pod's veth: packets get the source address that they would have on that link.
     pub link: u32,
-    /// MTU towards the pod, in bytes.
     pub mtu: u32,
     /// Index of the interface by which the pod's packets enter the node's stack: its veth, or the bridge of that.
     pub enters_by: u32,
@@ -68,7 +67,6 @@ pub struct HostVeth {
     workers: Link,
     /// The namespace of the workers' end, if not the node's.
     private_netns: Option<PrivateNetns>,
-    /// Whether an earlier daemon left rules behind.
     found_leftovers: bool,
     /// Address families that have a rule.
     families: Vec<AddressFamily>,
@@ -240,7 +238,6 @@ impl HostVeth {
         message
     }
 
-    /// The routes of our table in the kernel.
     async fn routes(&self) -> Result<BTreeMap<IpAddr, (RouteMessage, Details)>, HostVethError> {
         let mut found = BTreeMap::new();
         for &family in &self.families {
@@ -282,7 +279,6 @@ fn details(message: &RouteMessage) -> Option<(IpAddr, Details)> {
     Some((address?, details))
 }
 
-/// Brings an end of the pair up.
 async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Link, HostVethError> {
     set_initial_sysctls(name, end)?;
     // No ARP on the node's end: it has no neighbours, and the workers take whatever it sends.
@@ -377,7 +373,6 @@ pub struct SourceFilter {
     pub all: i64,
     /// `rp_filter` of this one.
     pub own: i64,
-    /// Whether it has an IPv4 address.
     pub has_address: bool,
 }
 

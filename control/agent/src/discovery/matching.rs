@@ -81,7 +81,6 @@ pub fn pod_ports<'a>(
     (ports, problems)
 }
 
-/// Limits of the pods that get a port.
 #[derive(Clone, Copy, Debug)]
 pub struct PortLimits<'a> {
     pub node: &'a str,
@@ -155,16 +154,9 @@ mod tests {
     fn pod(name: &str, addresses: &[&str]) -> Pod {
         Pod {
             key: ObjectKey { namespace: "shop".into(), name: name.into() },
-            labels: Default::default(),
             node: Some("here".into()),
             addresses: addresses.iter().map(|text| text.parse().unwrap()).collect(),
-            host_network: false,
-            finished: false,
-            ports: Vec::new(),
-            lifetime: Default::default(),
-            controller: None,
-            other_interfaces: Vec::new(),
-            limits: Default::default(),
+            ..Pod::default()
         }
     }
 

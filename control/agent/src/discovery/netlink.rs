@@ -64,7 +64,6 @@ pub struct Netlink {
     awaited: Arc<DashSet<IpAddr>>,
 }
 
-/// Waits for changes of links, routes or addresses.
 #[derive(Clone, Debug)]
 pub struct Events {
     changed: Arc<Notify>,

@@ -10,7 +10,6 @@ use penstock_xdp_redirect::Bridge;
 /// One read of the kernel's links, routes and addresses.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct NetworkState {
-    /// All links of the namespace, by interface index.
     pub links: BTreeMap<u32, Link>,
     /// Routes of the main table to single addresses without a gateway.
     pub routes: Vec<HostRoute>,
@@ -98,7 +97,6 @@ pub struct HostRoute {
 
 #[cfg(test)]
 impl Link {
-    /// A pod's veth, for tests.
     pub(crate) fn veth(index: u32, name: &str) -> Self {
         Self {
             index,
@@ -146,7 +144,6 @@ impl NetworkState {
         self.routes.iter().any(|route| route.link == link)
     }
 
-    /// The bridge whose network contains this address.
     pub fn bridge_of(&self, address: IpAddr) -> Option<u32> {
         self.networks.iter().find(|(network, _)| network.contains(&address)).map(|&(_, bridge)| bridge)
     }
@@ -155,7 +152,6 @@ impl NetworkState {
         link.master.and_then(|index| self.links.get(&index))
     }
 
-    /// A link's bridge, if it has one.
     pub fn bridge(&self, link: &Link) -> Option<Bridge> {
         let bridge = self.master_of(link).filter(|master| master.bridge)?;
         Some(Bridge { index: bridge.index, mac: bridge.mac.0 })

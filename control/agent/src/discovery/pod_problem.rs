@@ -59,7 +59,6 @@ pub enum PodProblem {
     AnotherVeth { pod: ObjectKey, index: u32, link: String },
     #[error("pod {pod}: {link} is down; set it up (ip link set {link} up)")]
     Down { pod: ObjectKey, link: String },
-    /// The pod's Ethernet address is not known.
     #[error(
         "pod {pod}: the Ethernet address behind {link} is not known yet; waiting for the veth's other end or a neighbour entry"
     )]

@@ -19,7 +19,6 @@ use crate::config;
 pub struct WorkerVeth {
     /// The end that programs put packets into, and where the worker's come out.
     pub node: Link,
-    /// The end with the worker's socket.
     pub worker: Link,
 }
 

@@ -20,10 +20,8 @@ use tokio::time::{Sleep, sleep};
 const MOST: usize = 64;
 /// How long a connection lasts, whatever it does: a scrape of a large table takes a second.
 const LIFETIME: Duration = Duration::from_secs(30);
-/// Pause after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A listening port whose connections are bounded.
 pub(super) struct BoundedListener {
     listener: TcpListener,
     lifetime: Duration,

@@ -26,7 +26,6 @@ pub(super) struct DeniedFlow {
     pub(super) rules: DecidingRules,
 }
 
-/// The sum over packets that are alike.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct DeniedPackets {
     pub(super) packets: u64,

@@ -29,12 +29,12 @@ use penstock_dataplane::packet::{Address, Flow, TcpFlags};
 use penstock_dataplane::worker::{Dataplane, VerdictLog};
 use penstock_policy::engine::Engine;
 use penstock_policy::state::ClusterState;
-use penstock_privileges as privileges;
 
 use super::config;
 use super::naming::{identifier, of_client, service, sides};
 use super::nonblocking_writer::NonBlockingWriter;
 use super::publisher::Publisher;
+use crate::privileges;
 use denied::{DeniedFlow, DeniedFlows, DeniedPackets};
 use file::{RecordsFileError, RotatingFile};
 use live::{Counted, LiveConnections};
@@ -42,7 +42,6 @@ use names::Names;
 use otlp::{OtlpError, OtlpSender};
 use record::{DecidingRules, FlowEvent, FlowRecord, RecordedEnd, RecordedVerdict, ended, flag_names};
 
-/// How often the workers' queues are emptied.
 const ROUND: Duration = Duration::from_millis(100);
 const DENIED_INTERVAL: Duration = Duration::from_secs(5);
 /// How many records are made under one lock of the objects: policy waits for that many at most.
@@ -91,7 +90,6 @@ pub(super) struct Sinks {
     wanted: [bool; 2],
 }
 
-/// Where records are to go cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SinkError {
     #[error(transparent)]
@@ -136,7 +134,6 @@ impl Sinks {
     }
 }
 
-/// Starts the thread that writes the file.
 fn writer(file: RotatingFile) -> Option<NonBlockingWriter> {
     let failed = |error| tracing::error!(%error, "cannot write flow_records.file; records are lost until it can");
     NonBlockingWriter::new("flow-file", WAITING_CHUNKS, file, failed)
@@ -184,7 +181,6 @@ impl FlowRecorder {
         Ok(Self { counters, table, log, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Records made and lost since the start.
     pub(super) fn totals(&self) -> RecordTotals {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let made = FlowEvent::ALL.map(|event| (event.name(), read(&self.counters.made[event as usize])));
@@ -244,7 +240,6 @@ impl Now {
     }
 }
 
-/// A connection that is open, or has ended.
 struct Connection {
     original: Flow,
     frontend: Option<Flow>,

@@ -175,7 +175,6 @@ impl NodeObjects {
         self.names.as_ref()
     }
 
-    /// How often rules decided since the last call.
     pub(super) fn take_use(&mut self) -> Vec<RuleUse> {
         self.engine.take_use()
     }

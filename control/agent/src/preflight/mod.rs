@@ -93,7 +93,6 @@ fn source(location: &Location) -> Option<PreflightFinding> {
     })
 }
 
-/// Checks the calling thread's network namespace.
 pub(super) async fn network(settings: &Settings<'_>, netlink: &Netlink) -> Vec<PreflightFinding> {
     let config = settings.config;
     let mut findings = Vec::new();

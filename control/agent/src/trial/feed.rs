@@ -102,7 +102,6 @@ impl Sender {
     }
 }
 
-/// Counts of what promotion would change, for metrics.
 #[derive(Debug, Default)]
 pub(in super::super) struct StagedCounters {
     policies: AtomicU64,
@@ -111,7 +110,6 @@ pub(in super::super) struct StagedCounters {
     opened: [AtomicU64; ChangeKind::ALL.len()],
 }
 
-/// The effect of promotion on a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in super::super) enum ChangeKind {
     /// It passes, and would be denied.

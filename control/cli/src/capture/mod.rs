@@ -237,7 +237,6 @@ fn failure(error: CaptureError) -> Failure {
     }
 }
 
-/// Why a capture ended before its end.
 #[derive(Debug, thiserror::Error)]
 enum CaptureFailure {
     #[error("cannot write: {0}")]

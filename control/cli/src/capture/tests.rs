@@ -59,13 +59,7 @@ fn pod(number: u8) -> Object {
         labels: [("app".to_owned(), number.to_string())].into(),
         node: Some("here".to_owned()),
         addresses: vec![address(number).into()],
-        host_network: false,
-        finished: false,
-        controller: None,
-        other_interfaces: Vec::new(),
-        limits: Default::default(),
-        ports: Vec::new(),
-        lifetime: Default::default(),
+        ..Pod::default()
     })
 }
 
@@ -131,16 +125,7 @@ fn snapshot(engine: &mut Engine, epoch: Epoch) -> Snapshot {
     for number in 0..PODS {
         let mac = Mac([2, 0, 0, 0, 0, number]);
         let addresses = vec![IpAddr::from(address(number)).into(), IpAddr::from(address6(number)).into()];
-        let port = Port {
-            kind: PortKind::Pod,
-            own_mac: mac,
-            peer_mac: mac,
-            mtu: 1500,
-            interface: 0,
-            by_stack: false,
-            bridge: 0,
-            addresses,
-        };
+        let port = Port { own_mac: mac, peer_mac: mac, ..Port::new(PortKind::Pod, addresses) };
         forwarding.insert(PortId(40 - u16::from(number)), port).unwrap();
     }
     engine.set_local(&forwarding);

@@ -260,7 +260,6 @@ impl<'a> JsonReader<'a> {
     }
 }
 
-/// The meaning of a connection's state.
 fn of_state(state: &str) -> (Opening, Outcome) {
     match state {
         "PICKED_UP" => (Opening::Missing, Outcome::Passed),

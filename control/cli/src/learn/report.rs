@@ -26,7 +26,6 @@ pub(super) struct Report {
     /// Notes, one a line.
     pub(super) notes: Vec<String>,
     observed: usize,
-    /// How many flows the policies were learnt from.
     pub(super) learnt: usize,
     not_learnt: Vec<NotLearntLine>,
     pub(super) closed: Option<ClosedWays>,
@@ -150,7 +149,6 @@ impl Report {
         format!("# {what} {}.\n", connections(&evidence))
     }
 
-    /// Prints all of it on standard error.
     pub(super) fn print(&self) {
         self.lines().iter().for_each(|line| eprintln!("penstock: {}", Printable(line)));
     }
@@ -176,7 +174,6 @@ impl Report {
         lines
     }
 
-    /// Policies, evidence and report, for a program.
     pub(super) fn json(&self, written: &[Manifest]) -> String {
         let policies = written.iter().map(|one| json!({ "manifest": one.value, "comments": one.comments }));
         let closed = self.closed.map(|closed| {

@@ -87,7 +87,6 @@ fn block_of(peer: &Peer) -> Option<&IpBlock> {
     }
 }
 
-/// Networks with their indexes in a list.
 struct Networks(BTreeMap<IpNet, Vec<usize>>);
 
 impl FromIterator<(IpNet, usize)> for Networks {

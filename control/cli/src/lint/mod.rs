@@ -57,7 +57,6 @@ pub(super) struct Args {
     strict: bool,
 }
 
-/// The finding, as it ends the line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum FindingKind {
     NeverMatches,

@@ -12,12 +12,10 @@ use super::blocks::RuleBlocks;
 use super::cluster::LintObjects;
 use super::{Finding, FindingKind, blocks, selector};
 
-/// One direction of the policy under check.
 struct DirectionCheck<'a> {
     document: &'a Document,
     policy: &'a NetworkPolicy,
     world: &'a LintObjects,
-    /// The field of a rule's peers.
     peers: &'static str,
     is_ingress: bool,
 }

@@ -5,7 +5,6 @@ use std::net::IpAddr;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use penstock_dataplane::packet::Address;
 
-/// A block and what of it was seen.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Block {
     pub cidr: IpNet,

@@ -91,7 +91,6 @@ impl LearnSettings {
         })
     }
 
-    /// Whether policies of a namespace are written.
     pub(crate) fn covers(&self, namespace: &str) -> bool {
         self.namespace.as_deref().is_none_or(|only| only == namespace)
     }
@@ -151,7 +150,6 @@ pub struct SeenTimes {
     pub last: u64,
 }
 
-/// How much supports a part of a policy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Evidence {
     pub connections: u64,

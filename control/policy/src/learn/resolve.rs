@@ -22,7 +22,6 @@ const FIRST_EPHEMERAL: u16 = 32768;
 /// One behind the system ports (RFC 6335 section 6), which no client gets.
 const FIRST_USER: u16 = 1024;
 
-/// A flow from which policies can be learnt.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LearnableFlow {
     /// The flow in its opening direction, as it was observed.
@@ -68,9 +67,7 @@ pub enum NotLearnt {
     Protocol(Protocol),
     /// Port 0, which no port of a NetworkPolicy can be.
     PortZero,
-    /// A port that the Service does not have.
     NoServicePort(ObjectKey),
-    /// The Service has no backend for the client.
     NoBackend(ObjectKey),
     /// Neither end is in the namespace that is learnt.
     OtherNamespace,
@@ -112,7 +109,6 @@ impl fmt::Display for NotLearnt {
     }
 }
 
-/// Flows that are not learnt for one reason.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct UnusableFlows {
     pub count: u64,

@@ -72,7 +72,6 @@ pub struct LearnedPort {
     pub is_added: bool,
 }
 
-/// A port by number or by name.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum PortName {
     Number(u16),

@@ -31,7 +31,6 @@ pub struct Workloads {
 }
 
 impl Workloads {
-    /// The workloads of the pods that policy sees.
     pub fn new(state: &ClusterState, settings: &LearnSettings) -> Self {
         let mut found: BTreeMap<(String, Labels), Vec<PodId>> = BTreeMap::new();
         for (id, pod) in state.pods().filter(|(id, _)| state.is_present(*id)) {

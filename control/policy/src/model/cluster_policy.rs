@@ -19,7 +19,6 @@ pub struct ClusterNetworkPolicy {
     pub ingress: Vec<ClusterRule>,
     /// Its egress rules, in order.
     pub egress: Vec<ClusterRule>,
-    /// Whether it is in effect, or staged.
     #[serde(default, skip_serializing_if = "Staging::is_in_force")]
     pub staging: Staging,
     #[serde(default, skip_serializing_if = "PolicyNotes::is_empty")]
@@ -110,7 +109,6 @@ impl From<DomainPattern> for String {
     }
 }
 
-/// A text that is no domain name.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0:?} is not a domain name: write example.org or *.example.org")]
 pub struct NotADomainName(String);

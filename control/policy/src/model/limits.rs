@@ -4,7 +4,6 @@ use serde::{Deserialize, Serialize};
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct ConnectionLimits {
-    /// The limit of connections that it opens.
     #[serde(default)]
     pub egress: ConnectionLimit,
     /// The limit of connections that others open to it.

@@ -25,7 +25,7 @@ pub use staging::Staging;
 
 pub type Labels = BTreeMap<String, String>;
 
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
 pub struct ObjectKey {
     pub namespace: String,
     pub name: String,
@@ -61,7 +61,7 @@ pub struct Node {
 }
 
 /// A Pod, reduced to what policy needs.
-#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct Pod {
     pub key: ObjectKey,
     pub labels: Labels,
@@ -122,7 +122,6 @@ pub struct PodLifetime {
     pub created: Option<i64>,
 }
 
-/// A named port of a pod's container.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct NamedPort {
     pub name: String,
@@ -144,7 +143,6 @@ pub enum PortProtocol {
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct NetworkPolicy {
     pub key: ObjectKey,
-    /// Which pods of its namespace it selects.
     pub pod_selector: Selector,
     /// Whether it isolates the pods it selects. A policy of `extensions/v1beta1` does not: there only the namespace's
     /// annotation isolates, and policies add what is allowed.
@@ -153,7 +151,6 @@ pub struct NetworkPolicy {
     pub ingress: Option<Vec<Rule>>,
     /// Its egress rules, where it isolates for egress.
     pub egress: Option<Vec<Rule>>,
-    /// Whether it is in effect, or staged.
     #[serde(default, skip_serializing_if = "Staging::is_in_force")]
     pub staging: Staging,
     #[serde(default, skip_serializing_if = "PolicyNotes::is_empty")]
@@ -246,7 +243,6 @@ pub struct Requirement {
     pub operator: LabelOperator,
 }
 
-/// The operator of a requirement, with its values.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum LabelOperator {
     /// Present, with one of these values (sorted, at least one).
@@ -258,7 +254,6 @@ pub enum LabelOperator {
 }
 
 impl Selector {
-    /// Whether an object with these labels matches.
     pub fn matches(&self, labels: &Labels) -> bool {
         self.requirements.iter().all(|requirement| {
             let value = labels.get(&requirement.key);
@@ -281,7 +276,6 @@ pub enum ObjectChange {
     Delete(ObjectRef),
 }
 
-/// Any object that the control plane keeps.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Object {
     Namespace(Namespace),

@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How a policy wants its decisions reported.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct PolicyNotes {
     /// Which of its decisions are written to the verdict log.
@@ -29,12 +28,10 @@ pub enum PolicyLog {
 }
 
 impl PolicyLog {
-    /// Whether connections that it denies are written.
     pub const fn has_denied(self) -> bool {
         matches!(self, Self::Denied | Self::All)
     }
 
-    /// Whether connections that it allows are written.
     pub const fn has_allowed(self) -> bool {
         matches!(self, Self::Allowed | Self::All)
     }

@@ -42,14 +42,12 @@ pub struct ServicePort {
     pub node_port: Option<u16>,
 }
 
-/// A Service's port at a pod.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum TargetPort {
     Number(u16),
     Name(String),
 }
 
-/// The family of an EndpointSlice's addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum AddressFamily {
     V4,
@@ -87,7 +85,6 @@ pub struct EndpointSlice {
 
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct EndpointPort {
-    /// The name of the Service's port.
     pub name: String,
     pub protocol: PortProtocol,
     pub number: u16,

@@ -19,7 +19,6 @@ use crate::state::{ClusterState, PodId};
 use super::acl::{own_addresses, own_node_addresses};
 use super::tables::{ExpandedRule, Tables};
 
-/// The name of the table, of family `inet`.
 pub const TABLE: &str = "penstock";
 
 /// An address family as nftables names it.

@@ -113,7 +113,6 @@ fn candidates<'a>(
     found
 }
 
-/// Which endpoints are close enough to a client.
 enum Closeness<'a> {
     Every,
     /// Those with a hint for this node.
@@ -156,7 +155,6 @@ impl<'a> Closeness<'a> {
 /// Something in Services that cannot be as written. The rest counts.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum ServiceProblem {
-    /// Two Services have one address and port.
     SharedAddress {
         first: ObjectKey,
         /// The Service that does not get it.
@@ -193,7 +191,6 @@ impl Claimant {
     }
 }
 
-/// The addresses and ports that a Service claims.
 #[derive(Debug)]
 struct Claimed {
     claimant: Claimant,

@@ -31,14 +31,12 @@ use services::ServiceRecord;
 
 pub use peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
 
-/// Number of a policy in a [`ClusterState`].
 pub type PolicyId = u32;
 /// Number of a ClusterNetworkPolicy in a [`ClusterState`].
 pub type ClusterPolicyId = u32;
 /// Number of a node's name in a [`ClusterState`].
 pub type NodeNumber = u32;
 
-/// Everything that policy needs from a cluster.
 #[derive(Default, Debug)]
 pub struct ClusterState {
     namespaces: Registry<String, NamespaceRecord>,
@@ -65,7 +63,6 @@ pub struct Outdated {
     pub addresses: FxHashSet<IpAddr>,
     /// Port names whose numbers changed.
     pub names: FxHashSet<(String, PortProtocol)>,
-    /// Whether labels or addresses of Nodes changed.
     pub nodes: bool,
 }
 
@@ -107,7 +104,6 @@ struct PodRecord {
     cluster_policies: Vec<ClusterPolicyId>,
 }
 
-/// A policy and the pods it selects.
 #[derive(Debug)]
 struct PolicyRecord {
     policy: Arc<NetworkPolicy>,
@@ -185,12 +181,10 @@ impl ClusterState {
         self.pods.get(pod)?.node
     }
 
-    /// The number of a node's name.
     pub fn find_node(&self, name: &str) -> Option<NodeNumber> {
         self.nodes.find(name)
     }
 
-    /// A node's name by its number.
     pub fn node_name(&self, node: NodeNumber) -> Option<&str> {
         self.nodes.get(node).map(|record| record.name.as_str())
     }
@@ -367,7 +361,6 @@ impl ClusterState {
         }
     }
 
-    /// The numbers of objects and peer sets.
     pub fn statistics(&self) -> StateStatistics {
         StateStatistics {
             namespaces: self.namespaces.iter().filter(|(_, record)| record.labels.is_some()).count(),

@@ -19,7 +19,6 @@ pub const NAMESPACE_UNKNOWN: PeerSetId = 0;
 /// The marks that the pods (or addresses) of a peer set have in common.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum PeerSet {
-    /// Pods of one namespace that match a selector.
     InNamespace {
         namespace: String,
         pods: Selector,

@@ -60,7 +60,6 @@ pub(super) struct Manifest {
     /// Packets in `packets.pcapng`, and packets that fit the capture and are not in it.
     packets: u64,
     lost: u64,
-    /// Whether workers translated what pods sent to Services.
     services: bool,
     service_cidrs: Vec<IpNet>,
     /// When a segment from the middle of a connection opened one. Not in version 1: at any time.
@@ -85,7 +84,6 @@ struct TimelineLine {
     changes: Vec<ObjectChange>,
 }
 
-/// Why a bundle cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum BundleError {
     /// The directory is not there, or is no bundle.
@@ -93,10 +91,8 @@ pub enum BundleError {
     NoManifest(PathBuf),
     #[error("{}: cannot be read ({cause}); copy the whole directory of the capture again", file.display())]
     Unreadable { file: PathBuf, cause: io::Error },
-    /// The bundle is of a later version.
     #[error("{}: version = {found}: this penstock reads versions 1 to {VERSION}; replay it with the penstock that wrote it, or a later one", file.display())]
     Version { file: PathBuf, found: u32 },
-    /// A line is not what belongs there.
     #[error("{}: line {line}: {problem}; the file is damaged: copy the whole directory of the capture again", file.display())]
     Line {
         file: PathBuf,
@@ -125,10 +121,8 @@ pub enum BundleError {
         what: String,
         range: String,
     },
-    /// The directory to write has files already.
     #[error("{}: is not empty; give the name of a directory that does not exist, or of an empty one", .0.display())]
     NotEmpty(PathBuf),
-    /// The directory or a file cannot be created.
     #[error("{}: cannot be created ({cause}); give a path that can be written", file.display())]
     Uncreated { file: PathBuf, cause: io::Error },
 }
@@ -178,7 +172,6 @@ impl Bundle {
         &self.manifest.node
     }
 
-    /// Whether workers translated what pods sent to Services.
     pub(super) fn services(&self) -> bool {
         self.manifest.services
     }

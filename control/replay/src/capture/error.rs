@@ -32,12 +32,7 @@ pub enum Damage {
     #[error(
         "interface {interface} has time resolution {resolution:#04x}: supported are 10^-0 to 10^-19 and 2^-0 to 2^-63"
     )]
-    Resolution {
-        /// The interface's number in its section.
-        interface: usize,
-        resolution: u8,
-    },
-    /// A record or block longer than the maximum.
+    Resolution { interface: usize, resolution: u8 },
     #[error("the record at byte {at} claims {length} bytes, more than any packet: the file is damaged there")]
     TooLong {
         at: u64,

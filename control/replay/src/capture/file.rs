@@ -43,7 +43,6 @@ struct Pcap {
     interface: InterfaceId,
 }
 
-/// The current section of a pcapng file.
 #[derive(Default)]
 struct PcapNg {
     big_endian: bool,

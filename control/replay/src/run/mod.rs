@@ -36,7 +36,6 @@ use super::timeline::{Timeline, TimelineError};
 use super::truncated::fill_up;
 use early::EarlyPacket;
 
-/// Inputs, settings and outputs of a replay.
 #[derive(Clone, Debug, Default)]
 pub struct ReplayOptions {
     /// A bundle that `penstock capture --bundle` has written; instead of captures, manifests, node, ports and timeline.
@@ -210,7 +209,6 @@ fn note_derived(services: usize, reading: &ServiceReading) -> Option<String> {
     reading.translates.then(|| format!("no EndpointSlices: derived those of {services} from selectors and ready pods"))
 }
 
-/// One set of objects and its player.
 struct ReplayRun {
     player: Player,
     ports: PortMap,

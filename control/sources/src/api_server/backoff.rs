@@ -32,7 +32,6 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// The delay after a failed connection attempt.
     pub(super) fn next_unreachable(&mut self) -> Duration {
         if self.failures > DOUBLINGS_UNREACHABLE {
             self.reset();

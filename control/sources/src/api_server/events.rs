@@ -40,7 +40,6 @@ pub(super) struct Problem {
     pub(super) text: String,
 }
 
-/// Problems that no Event was written for yet.
 #[derive(Debug, Default)]
 pub(super) struct Problems(VecDeque<Problem>);
 

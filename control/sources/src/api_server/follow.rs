@@ -266,7 +266,6 @@ impl KindFollower {
         }
     }
 
-    /// Watches from a version until the watch ends.
     async fn watch(&mut self, api: &Objects, version: &str, convert: Converter) -> Result<(), RequestError> {
         let started = within(self.timeouts().watch_start, api.watch(&watch_params(), version)).await?;
         let events = started.map_err(|error| RequestError::of(&error, self.kind))?;
@@ -446,7 +445,6 @@ fn watch_params() -> WatchParams {
     WatchParams { timeout: Some(rand::rng().random_range(WATCH_TIME)), ..WatchParams::default() }
 }
 
-/// The result of a future, or a timeout.
 async fn within<F: Future>(limit: Duration, future: F) -> Result<F::Output, RequestError> {
     timeout(limit, future).await.map_err(|_| RequestError::Slow(limit))
 }

@@ -25,8 +25,8 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::core::ApiResource;
+use penstock_dataplane::drop_capabilities;
 use penstock_policy::model::{Object, ObjectChange};
-use penstock_privileges as privileges;
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -43,7 +43,6 @@ use follow::{Absence, KindFollower, ServedKind};
 use outages::Outages;
 use store::Store;
 
-/// Changes within this time form one batch.
 const GATHER: Duration = Duration::from_millis(3);
 /// Interval of the log message about kinds not yet listed at start.
 const LOG_AWAITED: Duration = Duration::from_secs(10);
@@ -133,14 +132,12 @@ impl Default for ApiServerTimeouts {
     }
 }
 
-/// State shared by the followers of all kinds.
 struct Shared {
     timeouts: ApiServerTimeouts,
     client: RenewableClient,
     health: Arc<SourceHealth>,
     outages: Outages,
     store: Mutex<Store>,
-    /// Notified when there may be changes to send.
     news: Notify,
 }
 
@@ -266,7 +263,7 @@ impl Following {
         let Self { access, timeouts, health, writer, settings } = self;
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let body = move || {
-            privileges::drop_all();
+            drop_capabilities();
             runtime.block_on(async {
                 // A client must be built in the runtime that uses it.
                 let client = RenewableClient::new(&access).await;

@@ -15,10 +15,8 @@ pub(super) struct Outages {
 
 #[derive(Debug, Default)]
 struct CurrentOutage {
-    /// The last reported failure of each kind.
     kinds: BTreeMap<ObjectKind, String>,
     since: Option<Instant>,
-    /// The lines logged since the outage began.
     logged: Vec<String>,
 }
 

@@ -16,7 +16,6 @@ use super::backoff::Backoff;
 /// For one request.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A taint to remove from the own node.
 #[derive(Debug)]
 pub struct StartupTaint {
     /// Its key; the effect may be any.

@@ -116,7 +116,6 @@ fn controller(pod: &Pod) -> Option<model::Controller> {
     Some(model::Controller { kind: kind.to_owned(), name: name.to_owned() })
 }
 
-/// Most interfaces of a pod that are told.
 const MOST_INTERFACES: usize = 16;
 
 /// An entry of the annotation in which Multus and others note a pod's networks

@@ -21,7 +21,6 @@ use super::{ConversionSettings, FieldError, FieldPathRef, FieldProblem, names};
 
 /// The most rules of a direction, peers of a rule, and entries of a list.
 const MOST: usize = 25;
-/// The most characters of a rule's name.
 const RULE_NAME: usize = 100;
 /// The most characters of a network.
 const NETWORK: usize = 43;
@@ -149,7 +148,6 @@ pub(crate) enum Strictness {
     Server,
 }
 
-/// Converts a ClusterNetworkPolicy of a manifest.
 pub fn cluster_network_policy(
     policy: &ClusterNetworkPolicy,
     settings: ConversionSettings,
@@ -453,7 +451,6 @@ fn one_of(fields: &[(&'static str, bool)], at: &FieldPathRef<'_>) -> Result<(), 
     }
 }
 
-/// Converts a list that may be absent.
 fn list<T, R>(
     entries: &Option<Vec<Mapping<T>>>,
     at: &FieldPathRef<'_>,
@@ -466,7 +463,6 @@ fn list<T, R>(
     entries.iter().enumerate().map(|(i, Mapping(entry))| convert(entry, &at.index(i))).collect()
 }
 
-/// Converts a list with at least one entry.
 fn at_least_one<T, R>(
     entries: &Option<Vec<Mapping<T>>>,
     strictness: Strictness,

@@ -52,7 +52,6 @@ pub struct ConversionSettings {
     pub domain_names: bool,
 }
 
-/// The name of an object without a namespace.
 fn name(meta: &ObjectMeta, valid: fn(&str) -> Result<(), FieldProblem>) -> Result<String, FieldError> {
     let at = FieldPathRef::OBJECT;
     let at = at.field("metadata");

@@ -15,7 +15,6 @@ pub enum PathElement {
 }
 
 impl FieldPath {
-    /// The elements from the object to the field.
     pub fn elements(&self) -> &[PathElement] {
         &self.0
     }

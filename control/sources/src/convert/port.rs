@@ -7,7 +7,6 @@ use penstock_policy::model::{NamedPort, PolicyPort, PortMatch, PortProtocol};
 
 use super::{FieldError, FieldPathRef, FieldProblem, names};
 
-/// A port of a policy's rule.
 pub(super) fn policy_port(port: &NetworkPolicyPort, at: &FieldPathRef<'_>) -> Result<PolicyPort, FieldError> {
     let protocol = protocol(port.protocol.as_deref(), &at.field("protocol"))?;
     let port_at = at.field("port");

@@ -77,7 +77,6 @@ pub enum ManifestProblem {
     /// A document that is not an API object.
     #[error("is not a Kubernetes object: write a mapping with apiVersion and kind")]
     NotAnObject,
-    /// A supported kind in an unsupported version.
     #[error("{kind} of apiVersion {version} is not supported: use {remedy}")]
     ApiVersion { kind: String, version: String, remedy: &'static str },
     /// A policy of a kind that is not supported: what it denies would count as allowed.
@@ -85,7 +84,6 @@ pub enum ManifestProblem {
         "{kind} of apiVersion {version} is a kind of policy that is not understood: write it as a NetworkPolicy or ClusterNetworkPolicy, or keep it out of these manifests"
     )]
     ForeignPolicy { kind: String, version: String },
-    /// A list whose items are not a list.
     #[error("is not a list of objects")]
     NotAList,
     #[error("{0}")]
@@ -95,7 +93,6 @@ pub enum ManifestProblem {
     UnknownField,
     #[error(transparent)]
     Invalid(#[from] FieldProblem),
-    /// Two objects of one kind and name.
     #[error("is defined twice, also at {other}: remove one, or rename it")]
     Duplicate { other: Origin },
     #[error("address {address} is also that of {other} at {other_origin}: give each pod its own")]

@@ -103,7 +103,6 @@ impl Manifests {
 pub struct Document {
     pub object: Object,
     pub origin: Origin,
-    /// Fields that this version does not know.
     pub unknown_fields: Vec<FieldPath>,
     /// Whether it stands for the pods of a workload.
     stands_in: bool,
@@ -127,7 +126,6 @@ impl Document {
     }
 }
 
-/// A skipped object of another kind.
 #[derive(Clone, Debug)]
 pub struct Ignored {
     pub origin: Origin,
@@ -248,7 +246,6 @@ pub(crate) fn files_in(directory: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Whether a path has a manifest's extension.
 pub(crate) fn is_manifest(path: &Path) -> bool {
     let is_hidden = path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."));
     let extension = path.extension().and_then(|extension| extension.to_str());

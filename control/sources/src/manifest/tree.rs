@@ -102,7 +102,6 @@ impl YamlNode {
         self.line
     }
 
-    /// The value of a mapping's key.
     pub(crate) fn get(&self, key: &str) -> Option<&YamlNode> {
         self.entry(key).map(|entry| &entry.value)
     }

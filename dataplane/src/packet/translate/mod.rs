@@ -42,7 +42,6 @@ impl Change {
     }
 }
 
-/// Where an IP header has its addresses.
 const SOURCE_V4: usize = 12;
 const SOURCE_V6: usize = 8;
 const CHECKSUM_V4: usize = 10;

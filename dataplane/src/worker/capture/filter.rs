@@ -9,13 +9,10 @@ use crate::pipeline::Verdict;
 /// Which packets a capture has: those that fit every part that is set.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CaptureFilter {
-    /// Only packets from or to this pod.
     pub pod: Option<CapturedPod>,
     /// Only packets that pass (`true`), or that are dropped.
     pub allowed: Option<bool>,
-    /// Only packets that are dropped for this reason.
     pub reason: Option<DropReason>,
-    /// Only packets from or to this address.
     pub host: Option<Address>,
     /// Only packets from or to this port; of ICMP queries their identifier.
     pub port: Option<u16>,

@@ -121,7 +121,6 @@ struct Received {
     fits_program: bool,
 }
 
-/// A worker's side of a capture.
 pub(crate) struct CaptureTap {
     capture: Capture,
     worker: usize,

@@ -22,7 +22,6 @@ use opentelemetry_otlp::ExporterBuildError;
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
 use opentelemetry_sdk::logs::{LogBatch, LogProcessor, SdkLogRecord, SdkLogger, SdkLoggerProvider};
-use penstock_privileges as privileges;
 use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -32,6 +31,7 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use self::http::HttpExporter;
 use super::record::FlowRecord;
 use crate::config;
+use crate::privileges;
 
 /// Batches that wait for the collector, of a portion of records each.
 const WAITING: usize = 64;
@@ -41,7 +41,6 @@ const AGAIN: (Duration, Duration) = (Duration::from_millis(500), Duration::from_
 /// How long the end waits for what is queued.
 const FLUSH: Duration = Duration::from_secs(1);
 
-/// The collector's settings cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OtlpError {
     #[error("flow_records.{key} = {}: {why}; {remedy}", .path.display())]
@@ -55,13 +54,11 @@ pub(crate) enum OtlpError {
     Tls(#[from] rustls::Error),
     #[error("flow_records.otlp: {0}; set the URL of a collector, or \"off\"")]
     Exporter(#[from] ExporterBuildError),
-    /// There is no runtime to send in.
     #[error("flow_records.otlp: cannot start what sends records ({0}); the limit of open files may be too low")]
     Runtime(io::Error),
 }
 
 impl OtlpError {
-    /// A file of certificates cannot be used.
     fn certificates(path: &Path, why: String) -> Self {
         Self::File { key: "otlp_ca_file", path: path.to_owned(), why, remedy: "name a file of PEM certificates" }
     }
@@ -190,7 +187,6 @@ impl Sending {
     }
 }
 
-/// Keeps what the logger emits, for the batch.
 #[derive(Debug)]
 struct Kept(Arc<Mutex<Vec<(SdkLogRecord, InstrumentationScope)>>>);
 

@@ -18,7 +18,6 @@ pub struct Expansion<'a> {
     addresses: FxHashMap<u32, Vec<IpAddr>>,
 }
 
-/// An effective rule with its peers as addresses.
 #[derive(Clone, Debug)]
 pub struct ExpandedRule<'a> {
     /// The policy's rule it comes from.

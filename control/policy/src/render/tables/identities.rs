@@ -91,12 +91,10 @@ impl Identities {
         changed
     }
 
-    /// The identity of a pod's address.
     pub(super) fn at(&self, address: &IpAddr) -> Option<u32> {
         self.by_address.get(address).copied()
     }
 
-    /// Every pod's address, with its identity.
     pub(super) fn addresses(&self) -> impl Iterator<Item = (IpAddr, u32)> {
         self.by_address.iter().map(|(address, number)| (*address, *number))
     }

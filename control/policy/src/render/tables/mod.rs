@@ -423,7 +423,6 @@ impl Tables {
         self.endpoints.iter().map(|(_, record)| record.pod)
     }
 
-    /// How many identities and tables there are.
     pub fn statistics(&self) -> TableStatistics {
         let rules = self.tables.iter().map(|(_, record)| record.linked.rules.len()).sum();
         TableStatistics {

@@ -130,7 +130,6 @@ impl Reader {
         Ok(rules)
     }
 
-    /// The most restrictive reading of a rule.
     fn narrowed(&mut self, name: Option<String>, action: RuleAction) -> ClusterRule {
         self.narrowed += 1;
         let (action, peers) = match action {

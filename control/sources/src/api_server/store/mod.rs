@@ -55,7 +55,6 @@ struct Known {
     problem_hash: Option<u64>,
 }
 
-/// An object of a list in progress.
 #[derive(Debug)]
 struct Listed {
     known: Known,
@@ -83,7 +82,6 @@ impl Store {
         self.kinds[kind as usize].list = Some(FxHashMap::default());
     }
 
-    /// Adds an object to the list in progress.
     pub(super) fn list(&mut self, kind: ObjectKind, object: ConvertedObject) {
         let ConvertedObject { reference, version, uid, content } = object;
         let objects = &mut self.kinds[kind as usize];

@@ -30,7 +30,6 @@ pub struct DirectoryChanges {
     pub fixed: Vec<PathBuf>,
     /// Files that count now though they have lost their end, or all they had.
     pub shortened: Vec<PathBuf>,
-    /// How many files are not applied now.
     pub refused: usize,
 }
 
