@@ -82,9 +82,14 @@ pub fn snapshot() -> Snapshot {
     for (number, address) in [(0, CLIENT), (1, SERVER)] {
         let address = Address::from_v4_bytes(address.octets());
         let port = Port {
+            kind: PortKind::Pod,
             own_mac: Mac([2, 0, 0, 0, 0, number]),
             peer_mac: Mac([4, 0, 0, 0, 0, number]),
-            ..Port::new(PortKind::Pod, vec![address])
+            mtu: 1500,
+            interface: 0,
+            by_stack: false,
+            bridge: 0,
+            addresses: vec![address],
         };
         forwarding.insert(PortId(number.into()), port).expect("a port that is free");
         let endpoint = EndpointId(number.into());

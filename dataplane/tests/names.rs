@@ -90,7 +90,16 @@ impl Node {
         for (id, kind, addresses) in ports {
             let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
             let addresses = addresses.iter().map(|text| ip(text).into()).collect();
-            let port = Port { own_mac: mac(1), peer_mac: mac(2), ..Port::new(kind, addresses) };
+            let port = Port {
+                kind,
+                own_mac: mac(1),
+                peer_mac: mac(2),
+                mtu: 1500,
+                interface: 0,
+                by_stack: false,
+                bridge: 0,
+                addresses,
+            };
             forwarding.insert(id, port).unwrap();
         }
         let mut update = PolicySet::default().update();

@@ -50,7 +50,19 @@ fn forwarding() -> Forwarding {
     ] {
         let addresses = addresses.iter().map(|text| ip(text).into()).collect();
         forwarding
-            .insert(id, Port { own_mac: mac(id, 1), peer_mac: mac(id, 2), mtu, ..Port::new(kind, addresses) })
+            .insert(
+                id,
+                Port {
+                    kind,
+                    own_mac: mac(id, 1),
+                    peer_mac: mac(id, 2),
+                    mtu,
+                    interface: 0,
+                    by_stack: false,
+                    bridge: 0,
+                    addresses,
+                },
+            )
             .unwrap();
     }
     forwarding

@@ -20,14 +20,17 @@ impl ProgramOutcomeCounts {
         Ok(total)
     }
 
+    /// Packets with this outcome.
     pub fn get(&self, outcome: ProgramOutcome) -> u64 {
         self.0[outcome as usize]
     }
 
+    /// Each outcome with its packets.
     pub fn iter(&self) -> impl Iterator<Item = (ProgramOutcome, u64)> + '_ {
         ProgramOutcome::ALL.iter().map(|outcome| (*outcome, self.get(*outcome)))
     }
 
+    /// All packets that the program saw.
     pub fn total(&self) -> u64 {
         self.0.iter().sum()
     }

@@ -464,7 +464,17 @@ mod tests {
             let key = ObjectKey { namespace: "shop".into(), name: name.into() };
             owners.insert(ip(last), (key, interface));
             let addresses = vec![ip(last).into()];
-            let behind = Port::new(PortKind::Pod, addresses);
+            let mac = Default::default();
+            let behind = Port {
+                kind: PortKind::Pod,
+                own_mac: mac,
+                peer_mac: mac,
+                mtu: 1500,
+                interface: 0,
+                by_stack: false,
+                bridge: 0,
+                addresses,
+            };
             forwarding.insert(PortId(port), behind).unwrap();
         }
         (owners, forwarding)

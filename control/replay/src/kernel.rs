@@ -69,7 +69,7 @@ fn is_neighbour_discovery(forwarding: &Forwarding, frame: &[u8]) -> bool {
 mod tests {
     use std::net::Ipv6Addr;
 
-    use penstock_dataplane::forward::{Port, PortId};
+    use penstock_dataplane::forward::{Mac, Port, PortId};
 
     use super::*;
 
@@ -80,7 +80,17 @@ mod tests {
         let address = |text: &str| Address::from(text.parse::<std::net::IpAddr>().unwrap());
         let mut forwarding = Forwarding::new([address(NODE)]);
         let addresses = vec![address(POD), address("10.0.0.1")];
-        let pod = Port::new(PortKind::Pod, addresses);
+        let mac = Mac::default();
+        let pod = Port {
+            kind: PortKind::Pod,
+            own_mac: mac,
+            peer_mac: mac,
+            mtu: 1500,
+            interface: 0,
+            by_stack: false,
+            bridge: 0,
+            addresses,
+        };
         forwarding.insert(PortId(0), pod).unwrap();
         forwarding
     }

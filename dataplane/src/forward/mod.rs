@@ -64,14 +64,6 @@ pub struct Port {
     pub addresses: Vec<Address>,
 }
 
-impl Port {
-    /// A port without interface and bridge, with Ethernet's MTU and without MACs.
-    pub fn new(kind: PortKind, addresses: Vec<Address>) -> Self {
-        let mac = Mac::default();
-        Self { kind, own_mac: mac, peer_mac: mac, mtu: 1500, interface: 0, by_stack: false, bridge: 0, addresses }
-    }
-}
-
 /// The ports towards the two ends of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PathPorts {

@@ -303,7 +303,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::forward::{Port, PortKind};
+    use crate::forward::{Mac, Port, PortKind};
 
     fn pod(number: u32) -> AddressOwner {
         let identity = Identity(NonZeroU32::new(number).unwrap());
@@ -319,7 +319,17 @@ mod tests {
     fn forwarding(of_ports: [Vec<Address>; 2], portless: Vec<Address>) -> Forwarding {
         let mut forwarding = Forwarding::new([]).with_portless(portless);
         for (number, addresses) in (0..).zip(of_ports) {
-            let port = Port::new(PortKind::Pod, addresses);
+            let mac = Mac::default();
+            let port = Port {
+                kind: PortKind::Pod,
+                own_mac: mac,
+                peer_mac: mac,
+                mtu: 1500,
+                interface: 0,
+                by_stack: false,
+                bridge: 0,
+                addresses,
+            };
             forwarding.insert(PortId(number), port).unwrap();
         }
         forwarding

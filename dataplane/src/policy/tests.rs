@@ -3,7 +3,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use crate::DropReason;
-use crate::forward::{Forwarding, Port, PortId, PortKind};
+use crate::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use crate::packet::Protocol;
 
 use super::*;
@@ -120,8 +120,18 @@ fn unknown_ends_are_denied() {
 
 #[test]
 fn a_pod_with_a_port_is_denied_until_policy_knows_it() {
+    let mac = Mac::default();
     let addresses = [WEB, DB].map(address).to_vec();
-    let port = Port::new(PortKind::Pod, addresses);
+    let port = Port {
+        kind: PortKind::Pod,
+        own_mac: mac,
+        peer_mac: mac,
+        mtu: 1500,
+        interface: 0,
+        by_stack: false,
+        bridge: 0,
+        addresses,
+    };
     let mut forwarding = Forwarding::new([]).with_portless([address(REMOTE)]);
     forwarding.insert(PortId(0), port).unwrap();
     let mut update = example().update();

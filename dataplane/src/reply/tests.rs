@@ -52,7 +52,19 @@ impl Node {
             let addresses = addresses.iter().map(|text| ip(text).into()).collect();
             let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
             forwarding
-                .insert(id, Port { own_mac: mac(1), peer_mac: mac(2), mtu, ..Port::new(kind, addresses) })
+                .insert(
+                    id,
+                    Port {
+                        kind,
+                        own_mac: mac(1),
+                        peer_mac: mac(2),
+                        mtu,
+                        interface: 0,
+                        by_stack: false,
+                        bridge: 0,
+                        addresses,
+                    },
+                )
                 .unwrap();
         }
         let pipeline = Pipeline::new(connections, PipelineMode::Full).replying(settings);

@@ -114,12 +114,22 @@ impl PortTable {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::forward::{Forwarding, Port, PortKind};
+    use crate::forward::{Forwarding, Mac, Port, PortKind};
 
     fn snapshot_with(ids: &[u16]) -> Snapshot {
         let mut forwarding = Forwarding::new([]);
         for &id in ids {
-            let port = Port::new(PortKind::Pod, Vec::new());
+            let (own_mac, peer_mac) = (Mac::default(), Mac::default());
+            let port = Port {
+                kind: PortKind::Pod,
+                own_mac,
+                peer_mac,
+                mtu: 1500,
+                interface: 0,
+                by_stack: false,
+                bridge: 0,
+                addresses: Vec::new(),
+            };
             forwarding.insert(PortId(id), port).unwrap();
         }
         Snapshot { forwarding, ..Snapshot::default() }

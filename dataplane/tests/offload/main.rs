@@ -258,12 +258,14 @@ impl Node {
             let addresses =
                 if is_pod { vec![address(end, true).into(), address(end, false).into()] } else { Vec::new() };
             let port = Port {
+                kind: if is_pod { PortKind::Pod } else { PortKind::Host },
                 own_mac: Mac(NODE_MAC),
                 peer_mac: Mac(pod_mac(id)),
                 mtu: if is_pod { MTU } else { 65_535 },
                 interface: self.interface(end),
+                by_stack: false,
                 bridge: if is_pod { self.bridges[id.index() - 1] } else { 0 },
-                ..Port::new(if is_pod { PortKind::Pod } else { PortKind::Host }, addresses)
+                addresses,
             };
             forwarding.insert(id, port).unwrap();
         }

@@ -49,6 +49,7 @@ const MAX_OWN_ADDRESSES: u32 = 32;
 /// CPUs whose packets have a worker of their own, as `MAX_CPUS` in `src/bpf/tcx_maps.h`.
 const MAX_CPUS: usize = 1024;
 
+/// How to load the programs.
 #[derive(Clone, Debug)]
 pub struct TcxOptions {
     /// How many workers there are: from 1 to [`MAX_TCX_WORKERS`].
@@ -100,6 +101,7 @@ impl WaitingArray {
     }
 }
 
+/// A pod as the programs must know it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ServedPort {
     /// The number that workers know it by; below [`MAX_TCX_PORTS`].
@@ -145,6 +147,7 @@ pub struct TcxMapError {
 /// Who sends a frame of [`TcxPrograms::try_frame`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TriedSender {
+    /// The pod.
     Pod,
     /// The node itself, to the pod.
     Node,
@@ -152,6 +155,7 @@ pub enum TriedSender {
     Stack,
 }
 
+/// Result of [`TcxPrograms::try_frame`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TriedFrame {
     /// The action that the program returned: `TC_ACT_*` of `linux/pkt_cls.h`.
@@ -160,6 +164,7 @@ pub struct TriedFrame {
     pub frame: Vec<u8>,
 }
 
+/// The loaded programs and their maps.
 #[derive(Debug)]
 pub struct TcxPrograms {
     from_pod: OwnedFd,
@@ -521,7 +526,9 @@ pub struct Entrances {
 /// Packets, as segments on a wire, and their bytes, Ethernet headers of long segments counted once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TrafficCount {
+    /// Packets.
     pub packets: u64,
+    /// Bytes.
     pub bytes: u64,
 }
 
@@ -608,6 +615,7 @@ pub struct PodVeth {
     own: MapHandle,
     outcomes: MapHandle,
     served: Option<ServedPort>,
+    /// Whether workers must see all of its packets.
     is_captured: bool,
     /// That of what the pod sends, and that of what the node's stack sends to it.
     links: [TcxLink; 2],
@@ -623,6 +631,7 @@ struct TcxLink {
 }
 
 impl PodVeth {
+    /// The interface.
     pub fn interface(&self) -> &Interface {
         &self.interface
     }
@@ -690,6 +699,7 @@ impl PodVeth {
         }
     }
 
+    /// Counters of both programs, by outcome.
     pub fn outcomes(&self) -> Result<ProgramOutcomeCounts, libbpf_rs::Error> {
         ProgramOutcomeCounts::read(&self.outcomes)
     }

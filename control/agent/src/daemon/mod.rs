@@ -45,11 +45,11 @@ use super::{RunError, StartMode, last_good, logging};
 use crate::discovery::{Events, Netlink, NetworkState};
 use crate::privileges;
 use problem_log::ProblemLog;
-use source::{OpenedSource, follow, node_writer, open_source};
+use source::{OpenedSource, first_objects, follow, node_writer, open_source};
 pub(super) use start::clear_pins;
 use start::{
-    Prepared, SharedMaps, first_objects, log_start, open_programs, pins, pins_beside, start_clearing_thread,
-    start_trial_thread, start_workers,
+    Prepared, SharedMaps, log_start, open_programs, pins, pins_beside, start_clearing_thread, start_trial_thread,
+    start_workers,
 };
 
 /// How often the network is read without an event, to catch changes that no event reported.

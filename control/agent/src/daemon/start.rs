@@ -14,8 +14,6 @@ use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::pipeline::{self, OriginalSources};
 use penstock_dataplane::reply::{self, OnDeny, ReplySettings};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
-use penstock_policy::engine::TranslatedBy;
-use penstock_policy::model::{Object, ObjectChange};
 use penstock_xdp_redirect::{
     ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, ServiceAddresses, TcxOptions, TcxPrograms,
     TranslatedSources, WaitingArray, quietly,
@@ -26,15 +24,12 @@ use crate::config::{
 };
 use crate::connections::{ClearingJobs, map_sizes};
 use crate::discovery::{HostVeth, HostVethError, Lifetime, Link, Netlink, NetworkState, WorkerPairs};
-use crate::learnt_names::LearntNamesFile;
 use crate::node_path::NodePath;
-use crate::objects::NodeObjects;
 use crate::ports::{LeavingPrograms, Programs, interface};
-use crate::privileges;
 use crate::publisher::Publisher;
 use crate::settings::{Attach, Settings};
 use crate::trial::{TrialContext, TrialFeed};
-use crate::{RunError, logging};
+use crate::{RunError, logging, privileges};
 
 pub(super) fn log_start(settings: &Settings<'_>) {
     let config = settings.config;
@@ -55,24 +50,6 @@ pub(super) fn log_start(settings: &Settings<'_>) {
     if let Some(after) = config.debug.worker_panics_after {
         tracing::warn!("debug.worker_panics_after: a worker will panic after {:?}", after.duration());
     }
-}
-
-/// The objects of this node to start with.
-pub(super) fn first_objects(
-    settings: &Settings<'_>,
-    netstate: &NetworkState,
-    initial: Vec<Object>,
-    names: Option<&LearntNamesFile>,
-) -> NodeObjects {
-    let config = settings.config;
-    let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
-    if let Some(names) = names {
-        objects.learn_names(Arc::clone(names.table()));
-    }
-    objects.set_translated_by(if config.services.enabled { TranslatedBy::Workers } else { TranslatedBy::Kernel });
-    objects.count_use(settings.worker_cores().len());
-    objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
-    objects
 }
 
 /// Starts the workers, and moves the other threads off their cores.

@@ -40,18 +40,22 @@ fn is_our_end(link: &Link) -> bool {
 pub struct PodRoute {
     /// Index of the pod's veth: packets get the source address that they would have on that link.
     pub link: u32,
+    /// MTU towards the pod, in bytes.
     pub mtu: u32,
     /// Index of the interface by which the pod's packets enter the node's stack: its veth, or the bridge of that.
     pub enters_by: u32,
 }
 
+/// How long the pair lives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lifetime {
     /// Until it is removed: a daemon that dies leaves it to the next.
     Node,
+    /// As long as the daemon lives.
     Daemon,
 }
 
+/// An end of the pair.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
     Node,
@@ -67,6 +71,7 @@ pub struct HostVeth {
     workers: Link,
     /// The namespace of the workers' end, if not the node's.
     private_netns: Option<PrivateNetns>,
+    /// Whether an earlier daemon left rules behind.
     found_leftovers: bool,
     /// Address families that have a rule.
     families: Vec<AddressFamily>,
@@ -172,6 +177,7 @@ impl HostVeth {
         self.private_netns.as_ref().map(|private_netns| private_netns.file().as_fd())
     }
 
+    /// The node's end.
     pub fn node(&self) -> &Link {
         &self.node
     }
@@ -238,6 +244,7 @@ impl HostVeth {
         message
     }
 
+    /// The routes of our table in the kernel.
     async fn routes(&self) -> Result<BTreeMap<IpAddr, (RouteMessage, Details)>, HostVethError> {
         let mut found = BTreeMap::new();
         for &family in &self.families {
@@ -279,6 +286,7 @@ fn details(message: &RouteMessage) -> Option<(IpAddr, Details)> {
     Some((address?, details))
 }
 
+/// Brings an end of the pair up.
 async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Link, HostVethError> {
     set_initial_sysctls(name, end)?;
     // No ARP on the node's end: it has no neighbours, and the workers take whatever it sends.
@@ -373,6 +381,7 @@ pub struct SourceFilter {
     pub all: i64,
     /// `rp_filter` of this one.
     pub own: i64,
+    /// Whether it has an IPv4 address.
     pub has_address: bool,
 }
 
@@ -450,6 +459,7 @@ async fn add_rules(netlink: &Netlink, config: &config::HostVeth) -> Result<Vec<A
     Ok(families)
 }
 
+/// Our rules for one family.
 async fn our_rules(netlink: &Netlink, version: IpVersion) -> Vec<RuleMessage> {
     let rules: Vec<RuleMessage> = netlink.handle.rule().get(version).execute().try_collect().await.unwrap_or_default();
     rules.into_iter().filter(is_ours).collect()

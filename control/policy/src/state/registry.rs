@@ -23,6 +23,7 @@ impl<K, V> Default for Registry<K, V> {
 }
 
 impl<K: Eq + Hash, V> Registry<K, V> {
+    /// The number of a key.
     pub(crate) fn find<Q: Eq + Hash + ?Sized>(&self, key: &Q) -> Option<u32>
     where
         K: std::borrow::Borrow<Q>,
@@ -57,6 +58,7 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         }
     }
 
+    /// Removes an entry.
     pub(crate) fn remove<Q: Eq + Hash + ?Sized>(&mut self, key: &Q) -> Option<V>
     where
         K: std::borrow::Borrow<Q>,
@@ -66,6 +68,7 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         self.entries[number as usize].take()
     }
 
+    /// The value under a number.
     pub(crate) fn get(&self, number: u32) -> Option<&V> {
         self.entries.get(number as usize)?.as_ref()
     }
@@ -86,10 +89,12 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         self.index.iter().filter_map(|(key, number)| Some((key, self.get(*number)?)))
     }
 
+    /// All values, to change them.
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut V> {
         self.entries.iter_mut().flatten()
     }
 
+    /// How many entries there are.
     pub(crate) fn len(&self) -> usize {
         self.index.len()
     }

@@ -8,10 +8,12 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::state::{PeerSetId, Registry};
 
+/// An identity.
 #[derive(Debug)]
 struct IdentityRecord {
     /// Sorted.
     peer_sets: Box<[PeerSetId]>,
+    /// How many addresses have it.
     addresses: usize,
 }
 
@@ -91,10 +93,12 @@ impl Identities {
         changed
     }
 
+    /// The identity of a pod's address.
     pub(super) fn at(&self, address: &IpAddr) -> Option<u32> {
         self.by_address.get(address).copied()
     }
 
+    /// Every pod's address, with its identity.
     pub(super) fn addresses(&self) -> impl Iterator<Item = (IpAddr, u32)> {
         self.by_address.iter().map(|(address, number)| (*address, *number))
     }
@@ -104,10 +108,12 @@ impl Identities {
         self.known.get(number).map(|record| &*record.peer_sets).unwrap_or_default()
     }
 
+    /// The identities in a peer set.
     pub(super) fn in_peer_set(&self, peer_set: PeerSetId) -> impl Iterator<Item = u32> {
         self.by_peer_set.get(&peer_set).into_iter().flatten().copied()
     }
 
+    /// How many there are.
     pub(super) fn len(&self) -> usize {
         self.known.len()
     }

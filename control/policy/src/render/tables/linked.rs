@@ -42,6 +42,7 @@ impl LinkedRules {
         Self { rules, peer_sets, every_pod, notes }
     }
 
+    /// Releases the peer sets.
     pub(super) fn unlink(self, state: &mut ClusterState) {
         self.peer_sets.into_iter().flatten().for_each(|peer_set| state.release(peer_set));
     }
@@ -68,6 +69,7 @@ impl LinkedRules {
         self.peer_sets[rule as usize].iter().flat_map(|peer_set| identities.in_peer_set(*peer_set))
     }
 
+    /// The rules with domain names.
     fn name_rules(&self) -> NameRules {
         let names = (0u32..).zip(&self.rules).flat_map(|(number, rule)| match &rule.peers {
             EffectivePeers::AnyOf { names, .. } => names.iter().map(|name| (number, name)).collect(),

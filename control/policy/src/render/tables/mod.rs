@@ -38,6 +38,7 @@ pub enum PodScope {
     Node(String),
 }
 
+/// Tables for the pods in scope.
 #[derive(Debug)]
 pub struct Tables {
     scope: PodScope,
@@ -67,6 +68,7 @@ struct EndpointRecord {
 #[derive(Debug)]
 struct TableRecord {
     key: Arc<TableKey>,
+    /// The endpoints that use it.
     endpoints: FxHashSet<u32>,
     dependencies: Dependencies,
     /// How many entries its policies have, if too many.
@@ -75,10 +77,12 @@ struct TableRecord {
     table: EndpointPolicy,
 }
 
+/// The work of one update.
 #[derive(Default)]
 struct PendingUpdate {
     /// Endpoints whose tables may have changed; a number may no longer be in use.
     endpoints: FxHashSet<u32>,
+    /// Tables to build.
     to_build: FxHashSet<u32>,
     /// Tables that an endpoint released.
     released: FxHashSet<u32>,
@@ -419,10 +423,12 @@ impl Tables {
         self.usage.take(live)
     }
 
+    /// The pods in scope.
     pub fn pods(&self) -> impl Iterator<Item = PodId> {
         self.endpoints.iter().map(|(_, record)| record.pod)
     }
 
+    /// How many identities and tables there are.
     pub fn statistics(&self) -> TableStatistics {
         let rules = self.tables.iter().map(|(_, record)| record.linked.rules.len()).sum();
         TableStatistics {
@@ -434,13 +440,16 @@ impl Tables {
     }
 }
 
+/// Sizes of a set of tables.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TableStatistics {
     /// Pods in scope.
     pub endpoints: usize,
     /// Groups of addresses that rules distinguish.
     pub identities: usize,
+    /// Distinct tables of pods in scope.
     pub tables: usize,
+    /// Effective rules in them.
     pub rules: usize,
 }
 
