@@ -264,6 +264,7 @@ impl Node {
                 mtu: if is_pod { MTU } else { 65_535 },
                 interface: self.interface(end),
                 by_stack: false,
+                by_host: None,
                 bridge: if is_pod { self.bridges[id.index() - 1] } else { 0 },
                 addresses,
             };
