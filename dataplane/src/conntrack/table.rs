@@ -394,8 +394,13 @@ impl ConnTable {
         if control.is_frontend() {
             return self.partner((slot, control)).is_none();
         }
-        let timeout = self.timeout_ticks.of(protocol, self.current(protocol, (slot, control)));
-        age > timeout && self.kernel_age(slot, now).is_none_or(|age| age > timeout)
+        self.is_idle((slot, control), self.timeout_ticks.of(protocol, self.current(protocol, (slot, control))), now)
+    }
+
+    /// Whether neither a worker nor a program has had a packet of it for more than so many ticks.
+    #[inline]
+    pub(super) fn is_idle(&self, (slot, control): SlotRef, timeout: u32, now: Tick) -> bool {
+        control.tick().age(now) > timeout && self.kernel_age(slot, now).is_none_or(|age| age > timeout)
     }
 
     /// The changes that programs have recorded of a connection that is in a state in which they forward, or was when policy revoked it. What led to the
@@ -455,16 +460,18 @@ impl ConnTable {
     /// Removes the connection of `control` if it has expired. One that was updated or replaced since `control` was read
     /// stays: its control word differs.
     pub(super) fn expire(&self, slot: u32, control: ControlWord, now: Tick) -> bool {
-        let entry = self.entry(slot);
-        if !control.is_live() || !self.is_expired(entry.protocol(), (slot, control), now) {
-            return false;
-        }
-        let expired = entry.exchange(control, control.claimed()).is_ok();
-        if expired {
+        let is_over = control.is_live() && self.is_expired(self.entry(slot).protocol(), (slot, control), now);
+        is_over && self.end(slot, control)
+    }
+
+    /// Removes the connection of `control`, whose time is over, unless it has changed since.
+    pub(super) fn end(&self, slot: u32, control: ControlWord) -> bool {
+        let ended = self.entry(slot).exchange(control, control.claimed()).is_ok();
+        if ended {
             self.release(slot, control, Ending::Expired);
             self.counters.count(TableEvent::Expired);
         }
-        expired
+        ended
     }
 
     /// Frees an entry that this thread has claimed from the connection of `control`.
