@@ -13,7 +13,8 @@
 //! | 6–7 | `02fa` | of what is [`allowed`] the port, in network byte order |
 //! | 8–11 | index of the interface at which the frame was, in network byte order | and the epoch, the same |
 //!
-//! With XDP at pods' veths, frames on the host veth carry the first three bytes: which of them the node's stack forwarded.
+//! With XDP at pods' veths, frames to workers on the host veth carry the first three bytes: which of them the node's stack forwarded. Those from
+//! workers have a tag where they leave by an uplink, and where others have filters on the pod's interface ([`crate::forward::Port::by_host`]).
 
 use crate::batch::StackSender;
 use crate::epoch::Epoch;
@@ -110,7 +111,12 @@ pub(crate) const fn to_pod(port: PortId) -> Mac {
 
 /// Destination address by which a frame from a worker goes to the node's stack, as received on the pair.
 pub(crate) const fn to_node() -> Mac {
-    let [p, q] = NO_PORT.0.to_be_bytes();
+    to_node_from(NO_PORT)
+}
+
+/// Destination address by which a frame from a worker goes to the node's stack, as received from the pod behind this port.
+pub(crate) const fn to_node_from(port: PortId) -> Mac {
+    let [p, q] = port.0.to_be_bytes();
     Mac([LOCAL, FROM_WORKER, TO_NODE, 0, p, q])
 }
 

@@ -186,6 +186,7 @@ impl ReplayCluster {
                 mtu: u16::MAX,
                 interface: 0,
                 by_stack: false,
+                by_host: None,
                 bridge: 0,
                 addresses,
             };

@@ -58,6 +58,9 @@ pub struct Port {
     pub interface: u32,
     /// Packets of a pod to another one of the node take the node's stack: others have filters on its interface there.
     pub by_stack: bool,
+    /// Where XDP serves a pod on whose interface others have filters: the port's number. Programs behind the host port send on what is for the pod, and
+    /// what it sends [by the node's stack](Self::by_stack), by that interface.
+    pub by_host: Option<PortId>,
     /// Index of the bridge that a pod's interface is a port of; 0: of none.
     pub bridge: u32,
     /// Allowed source addresses; empty for host and uplink ports, which may use any.

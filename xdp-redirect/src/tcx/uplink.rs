@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use libbpf_rs::libbpf_sys::{BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 use libbpf_rs::{MapCore, MapFlags};
 
-use super::{Filtered, Maps, ServedPort, TcxLink, TcxMapError, TcxPrograms};
+use super::{Maps, TcxLink, TcxMapError, TcxPrograms};
 use crate::pins::PinnedProgram;
 use crate::{AttachError, Interface, LoadError};
 
@@ -118,19 +118,6 @@ impl TcxPrograms {
             self.take_over_uplink(&mut uplink)?;
         }
         Ok(uplink)
-    }
-
-    /// Names the port of the pod behind an interface that XDP programs serve, for what it sends by uplinks; `None`: it has none any more, and
-    /// what the node has translated of it is dropped there.
-    pub fn set_sender(&self, interface: u32, port: Option<u16>) -> Result<(), TcxMapError> {
-        let Some(port) = port else {
-            self.maps.interfaces_remove(interface);
-            return Ok(());
-        };
-        let sender =
-            ServedPort { port, node_mac: [0; 6], pod_mac: [0; 6], bridge: 0, mtu: 0, filtered: Filtered::default() };
-        let set = self.maps.interfaces.update(&interface.to_ne_bytes(), &sender.interface(false), MapFlags::ANY);
-        set.map_err(|source| TcxMapError { thing: format!("interface {interface}"), source })
     }
 
     pub(super) fn take_over_uplink(&self, uplink: &mut AttachedUplink) -> Result<(), AttachError> {

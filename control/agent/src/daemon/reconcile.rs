@@ -15,7 +15,6 @@ use crate::RunError;
 use crate::coverage::{self, NotEnforced, PodCoverage};
 use crate::discovery::{PodProblem, has_network_on, pod_ports};
 use crate::node_context::NodeNetwork;
-use crate::settings::Attach;
 
 impl Daemon<'_> {
     pub(super) async fn refresh(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
@@ -98,7 +97,7 @@ impl Daemon<'_> {
             is_closed: &|link| self.ports.is_closed(link),
         };
         let mut found = coverage::of_pods(under_policy, &coverage);
-        if self.settings.attach == Attach::Xdp {
+        if !self.ports.watches_bridges() {
             let is_watched = |link| self.ports.has_programs(link);
             found.extend(coverage::of_bridges(under_policy, self.bindings.bindings(), &self.netstate, is_watched));
         }

@@ -25,7 +25,7 @@ use crate::config::{
 use crate::connections::{ClearingJobs, map_sizes};
 use crate::discovery::{HostVeth, HostVethError, Lifetime, Link, Netlink, NetworkState, WorkerPairs};
 use crate::node_path::NodePath;
-use crate::ports::{LeavingPrograms, Programs, interface};
+use crate::ports::{Programs, ProgramsBesideXdp, interface};
 use crate::publisher::Publisher;
 use crate::settings::{Attach, Settings};
 use crate::trial::{TrialContext, TrialFeed};
@@ -152,7 +152,7 @@ pub(super) async fn open_programs(
         other => RunError::failed(other),
     };
     if settings.attach == Attach::Xdp {
-        let redirect = match pins {
+        let redirect = match pins.clone() {
             Some(pins) => Redirect::pinned(pins),
             None => Redirect::new(),
         };
@@ -162,12 +162,12 @@ pub(super) async fn open_programs(
             FailMode::Open => Lifetime::Daemon,
         };
         let host_veth = HostVeth::create(netlink, &config.host_veth, mtu, lifetime).await.map_err(failed)?;
-        let leaving = leaving_programs(config, host_veth.node(), &maps)
+        let beside = programs_beside_xdp(config, host_veth.node(), pins, &maps)
             .inspect_err(|error| {
                 tracing::warn!(%error, "the kernel has no tcx: EGRESS POLICY IS NOT ENFORCED on what pods send to their node or to a Service and it sends on to another one");
             })
             .ok();
-        return Ok((Programs::Xdp { redirect, leaving }, NodePath::HostVeth(Box::new(host_veth))));
+        return Ok((Programs::Xdp { redirect, beside }, NodePath::HostVeth(Box::new(host_veth))));
     }
     let pairs = match is_beside {
         true => WorkerPairs::create_beside(netlink, workers.len(), mtu).await,
@@ -197,19 +197,25 @@ pub(super) async fn open_programs(
     }
 }
 
-/// The programs on what leaves the node, beside XDP at pods: they send to the workers by the host veth.
-fn leaving_programs(config: &Config, host_veth: &Link, maps: &SharedMaps) -> anyhow::Result<LeavingPrograms> {
+/// The programs beside XDP, on what pods get and on what leaves the node: they send to the workers by the host veth.
+fn programs_beside_xdp(
+    config: &Config,
+    host_veth: &Link,
+    pins: Option<Pins>,
+    maps: &SharedMaps,
+) -> anyhow::Result<ProgramsBesideXdp> {
     let options = TcxOptions {
         open_without_workers: config.fail.mode == FailMode::Open,
+        sources: Some(maps.sources.clone()),
         services: Some(maps.services.clone()),
         beside_xdp: true,
         ..TcxOptions::default()
     };
     // Where the kernel has no tcx, which is said with the reason, XDP goes on without them.
-    let tcx = quietly(|| TcxPrograms::load(&options, None))?;
+    let tcx = quietly(|| TcxPrograms::load(&options, None))?.with_pins(pins);
     tcx.set_pairs(&[host_veth.index], &[])?;
     let host_veth = tcx.attach_worker(&interface(host_veth))?;
-    Ok(LeavingPrograms { tcx, host_veth })
+    Ok(ProgramsBesideXdp { tcx, host_veth })
 }
 
 fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Result<TcxPrograms, LoadError> {

@@ -132,6 +132,7 @@ fn snapshot(engine: &mut Engine, epoch: Epoch) -> Snapshot {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            by_host: None,
             bridge: 0,
             addresses,
         };
