@@ -228,10 +228,9 @@ fn ask_first(stack: &mut Stack, there: Sent) {
     stack.send(&frame);
 }
 
-#[test]
-fn behind_the_nodes_translation_only_what_it_says_is_repeated() {
+fn cases() -> [Case<'static>; 10] {
     let nothing: &(dyn Fn(&mut Stack, Sent) + Sync) = &|_, _| ();
-    let cases: [Case<'_>; 10] = [
+    [
         ("as it is", TO_B, nothing, &|_| (), true),
         (
             "to another port",
@@ -272,8 +271,12 @@ fn behind_the_nodes_translation_only_what_it_says_is_repeated() {
         ("of the outside", TO_B, &answer_outside, &|frame| set_source(frame, End::Outside), true),
         ("of the outside, as a pod", TO_B, nothing, &|frame| set_source(frame, End::Outside), false),
         ("under another policy", TO_B, &|stack, _| stack.node.next_epoch(true), &|_| (), false),
-    ];
-    for (what, rules, prepare, change, passes) in cases {
+    ]
+}
+
+#[test]
+fn behind_the_nodes_translation_only_what_it_says_is_repeated() {
+    for (what, rules, prepare, change, passes) in cases() {
         for tcp in [true, false] {
             in_namespace(|| {
                 let (mut stack, there) = (Stack::new(rules), from_client(true, tcp));
