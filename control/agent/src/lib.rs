@@ -55,6 +55,7 @@ mod settings;
 mod signals;
 mod state_file;
 mod subscribers;
+mod table_builder;
 mod trial;
 mod unix_socket;
 mod verdicts;
