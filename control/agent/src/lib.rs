@@ -56,6 +56,7 @@ mod settings;
 mod signals;
 mod state_file;
 mod subscribers;
+mod table_builder;
 mod trial;
 mod unix_socket;
 mod verdicts;

@@ -307,6 +307,9 @@ pub struct PodStatus {
     pub published: Option<u32>,
     /// Whether its policy and its peers' addresses are in effect on every worker.
     pub enforced: bool,
+    /// Whether tables of its policies, which have many rules, are being built: what is in effect for it is older.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub building: bool,
     /// Why it is not attached yet.
     pub waiting: Option<String>,
     /// Which of its packets others have limits of bandwidth or filters for, and whether these hold.

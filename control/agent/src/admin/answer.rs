@@ -199,6 +199,7 @@ impl DaemonView<'_> {
                 None => Some(self.progress.waiting(&pod.key, pod.addresses.is_empty())),
                 Some(_) => None,
             };
+            let building = self.objects.engine().is_waiting(&pod.key);
             types::PodStatus {
                 pod: pod.key.to_string(),
                 addresses: pod.addresses.clone(),
@@ -206,7 +207,8 @@ impl DaemonView<'_> {
                 port: port.map(|(id, _)| id.0),
                 changed: changed.map(|epoch| epoch.0),
                 published: changed.map(|_| self.epoch.0),
-                enforced: changed.is_some() && everywhere,
+                enforced: changed.is_some() && everywhere && !building,
+                building,
                 waiting,
                 filtered: self.ports.filters_of(&pod.key),
                 connections: port.map_or(0, |(id, _)| self.connections_of(id)),

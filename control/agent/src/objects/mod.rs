@@ -14,7 +14,7 @@ use penstock_policy::compile::table_key;
 use penstock_policy::engine::{Engine, EngineSettings, TranslatedBy};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod, Service};
 use penstock_policy::render::services::ServiceProblem;
-use penstock_policy::render::tables::RuleUse;
+use penstock_policy::render::tables::{BuiltTables, RuleUse, TableJob};
 use penstock_policy::state::PodOrNode;
 
 use super::config::Resolver;
@@ -163,6 +163,21 @@ impl NodeObjects {
     pub(super) fn learn_names(&mut self, names: Arc<NameTable>) {
         self.engine.learn_names(Arc::clone(&names));
         self.names = Some(names);
+    }
+
+    /// From now on leaves tables with more entries than these aside.
+    pub(super) fn build_aside(&mut self, at_once: usize) {
+        self.engine.build_aside(at_once);
+    }
+
+    /// Compiles up to this many rules of tables that were left aside; returns tables once all of theirs are.
+    pub(super) fn prepare_tables(&mut self, most: usize) -> Option<TableJob> {
+        self.engine.prepare_tables(most)
+    }
+
+    /// Takes tables that were left aside. Returns whether the policy may differ.
+    pub(super) fn finish_tables(&mut self, built: BuiltTables) -> bool {
+        self.engine.finish_tables(built)
     }
 
     /// Sets who translates what pods send to Services, which questions about these depend on.

@@ -28,6 +28,7 @@ pub(crate) fn pod(name: &str, enforced: bool) -> PodStatus {
         changed: Some(1),
         published: Some(4),
         enforced,
+        building: false,
         waiting: None,
         filtered: None,
         limits: Vec::new(),

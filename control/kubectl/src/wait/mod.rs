@@ -176,6 +176,7 @@ fn of_pod(name: &PodName, status: &Status) -> State {
         None => State::NotYet(format!("does not have pod {name} yet")),
         Some(pod) => match (&pod.waiting, pod.enforced) {
             (Some(waiting), _) => State::NotYet(format!("pod {name} is not attached: {waiting}")),
+            (None, false) if pod.building => State::NotYet(format!("builds the tables of pod {name}")),
             (None, false) => State::NotYet(format!("pod {name} is not enforced yet")),
             (None, true) => State::Enforced,
         },

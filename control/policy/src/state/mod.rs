@@ -13,10 +13,12 @@ mod peer_set;
 mod pods;
 mod registry;
 mod services;
+mod summary;
 
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use penstock_dataplane::policy::Direction;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::model::{
@@ -28,8 +30,10 @@ use cluster_policies::ClusterPolicyRecord;
 use peer_set::{NamespaceSelection, PeerSetIndex, PeerSetRecord, PeerSets, PodIndex};
 pub(crate) use registry::Registry;
 use services::ServiceRecord;
+use summary::PolicySummary;
 
 pub use peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
+pub use summary::{MOST_ENTRIES_IN_NAMESPACE, RulesSummary};
 
 pub type PolicyId = u32;
 /// Number of a ClusterNetworkPolicy in a [`ClusterState`].
@@ -50,6 +54,8 @@ pub struct ClusterState {
     index: PodIndex,
     peer_sets: PeerSets,
     revision: u64,
+    /// Changes with the labels and addresses of Nodes.
+    node_revision: u64,
     outdated: Outdated,
     outdated_services: FxHashSet<ObjectKey>,
 }
@@ -76,6 +82,8 @@ struct NamespaceRecord {
     peer_sets: PeerSetIndex,
     pods: FxHashSet<PodId>,
     policies: FxHashSet<PolicyId>,
+    /// How many entries its policies have.
+    entries: usize,
     /// The ClusterNetworkPolicies whose subjects may be in it.
     cluster_policies: FxHashSet<ClusterPolicyId>,
 }
@@ -107,6 +115,7 @@ struct PodRecord {
 #[derive(Debug)]
 struct PolicyRecord {
     policy: Arc<NetworkPolicy>,
+    summary: PolicySummary,
     namespace: u32,
     revision: u64,
     pods: FxHashSet<PodId>,
@@ -201,6 +210,26 @@ impl ClusterState {
 
     pub fn find_policy(&self, key: &ObjectKey) -> Option<&Arc<NetworkPolicy>> {
         self.policies.find(key).and_then(|policy| self.policy(policy))
+    }
+
+    /// What tables depend on in the rules of a policy.
+    pub fn policy_summary(&self, policy: PolicyId, direction: Direction) -> &RulesSummary {
+        self.policies[policy].summary.direction(direction)
+    }
+
+    /// What tables depend on in the rules of a ClusterNetworkPolicy.
+    pub fn cluster_policy_summary(&self, policy: ClusterPolicyId, direction: Direction) -> &RulesSummary {
+        self.cluster_policies[policy].summary.direction(direction)
+    }
+
+    /// How many entries the NetworkPolicies of a pod's namespace have.
+    pub fn entries_in_namespace_of(&self, pod: PodId) -> usize {
+        self.pods.get(pod).map_or(0, |record| self.namespaces[record.namespace].entries)
+    }
+
+    /// Changes with the labels and addresses of Nodes.
+    pub fn node_revision(&self) -> u64 {
+        self.node_revision
     }
 
     /// Changes with every change of a policy.

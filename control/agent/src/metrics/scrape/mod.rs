@@ -52,6 +52,7 @@ pub(crate) struct Scrape {
     policies: usize,
     pods: usize,
     attached: usize,
+    building: usize,
     /// Pods under policy that are neither served nor closed, and things of the node.
     not_enforced: [usize; 2],
     tables: policy::PolicySetStatistics,
@@ -152,6 +153,7 @@ impl Scrape {
             policies: view.objects.policies(),
             pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
             attached: view.ports.pods(),
+            building: view.objects.engine().waiting_pods(),
             not_enforced: [true, false]
                 .map(|pods| view.progress.not_enforced().iter().filter(|one| one.pod.is_some() == pods).count()),
             tables: view.objects.engine().policy_set().statistics(),
@@ -483,9 +485,9 @@ impl Scrape {
         to.gauge("penstock_policies", "NetworkPolicies in the cluster", self.policies as f64)?;
         to.gauges(
             "penstock_pods",
-            "Pods of this node: known, and attached to the workers",
+            "Pods of this node: known, attached to the workers, and those whose new tables are being built",
             "state",
-            [("known", self.pods as f64), ("attached", self.attached as f64)],
+            [("known", self.pods as f64), ("attached", self.attached as f64), ("building", self.building as f64)],
         )?;
         let [pods, node] = self.not_enforced.map(|count| count as f64);
         to.gauges(

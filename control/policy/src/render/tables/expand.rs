@@ -54,7 +54,7 @@ impl<'a> Expansion<'a> {
     fn peers(&self, table: u32, rule: u32, peers: &EffectivePeers) -> Option<Vec<IpNet>> {
         let EffectivePeers::AnyOf { every_pod, blocks, .. } = peers else { return None };
         let identities = &self.tables.identities;
-        let mut peers: FxHashSet<u32> = self.tables.tables[table].linked.peers(rule, identities).collect();
+        let mut peers: FxHashSet<u32> = self.tables.tables[table].linked.peers(rule, identities.members()).collect();
         if *every_pod {
             let known = |identity: &u32| identities.peer_sets(*identity).first() != Some(&NAMESPACE_UNKNOWN);
             peers.extend(self.addresses.keys().copied().filter(known));
