@@ -9,7 +9,7 @@ use super::configuration::ConfigArgs;
 
 /// Remove what a killed daemon, or one with fail.on_exit = "keep", left on the node
 ///
-/// Removes the XDP programs from pods' interfaces, the host veth, its routes and rules, and the files of conntrack.mapping (the
+/// Removes the programs from interfaces, the host veth, its routes and rules, and the files of conntrack.mapping (the
 /// connections among them) and admin.socket. From then on the kernel forwards pods' packets, and NO POLICY IS ENFORCED.
 /// Rejected while a daemon runs. It is no error if nothing is left.
 #[derive(clap::Args, Debug)]
@@ -33,6 +33,6 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         RunError::Failed(error) => Failure::Failed(error),
     })?;
     let host_veth = if host_veth { "the host veth" } else { "no host veth" };
-    let answer = format!("removed: {programs} XDP programs, {host_veth}, {files} files\n");
+    let answer = format!("removed: {programs} programs on interfaces, {host_veth}, {files} files\n");
     io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
 }

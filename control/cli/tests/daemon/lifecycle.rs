@@ -82,11 +82,17 @@ fn cleanup_removes_what_a_killed_daemon_left() {
         assert_eq!(reaches(&web, &db), [false; 2]);
         let said = output(files.command("cleanup"));
         assert_eq!(said.status.code(), Some(0));
-        assert_eq!(String::from_utf8_lossy(&said.stdout), "removed: 2 XDP programs, the host veth, 0 files\n");
+        assert_eq!(
+            String::from_utf8_lossy(&said.stdout),
+            "removed: 4 programs on interfaces, the host veth, 0 files\n"
+        );
         assert_restored(&before);
         assert_forwarded_by_kernel(&web, &db);
         let again = output(files.command("cleanup"));
-        assert_eq!(String::from_utf8_lossy(&again.stdout), "removed: 0 XDP programs, no host veth, 0 files\n");
+        assert_eq!(
+            String::from_utf8_lossy(&again.stdout),
+            "removed: 0 programs on interfaces, no host veth, 0 files\n"
+        );
     });
 }
 
