@@ -32,12 +32,10 @@ impl Batch {
         Self { frames, header, first: 0 }
     }
 
-    /// Number of frames in total.
     pub fn count(&self) -> usize {
         self.frames.len()
     }
 
-    /// Advances to the next batch.
     pub fn turn(&mut self) {
         self.first = (self.first + BATCH) % self.frames.len();
     }

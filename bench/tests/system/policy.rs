@@ -139,3 +139,43 @@ fn to_egress_policy_a_service_address_is_no_pods() {
     fixture.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
     assert_eq!((ask(service), ask(other)), (ProbeOutcome::Reached, ProbeOutcome::Silent));
 }
+
+/// Both change at once, so the order in which they take effect says which waited.
+#[test]
+fn a_pod_with_few_rules_does_not_wait_for_one_with_many() {
+    let small = |port: u16| policy("small", "pod-0", &format!("  ingress: [{{ports: [{{port: {port}}}]}}]\n"));
+    let big = |rules: u32| {
+        let rule = |n: u32| {
+            let [_, _, a, b] = n.to_be_bytes();
+            format!("  - {{from: [{{ipBlock: {{cidr: 11.0.{a}.{b}/32}}}}], ports: [{{port: {}}}]}}\n", 1 + n)
+        };
+        let own = "  - {from: [{ipBlock: {cidr: 10.244.1.10/32}}], ports: [{port: 9090}]}\n";
+        policy("big", "pod-1", &format!("  ingress:\n{own}{}", (0..rules).map(rule).collect::<String>()))
+    };
+    let fixture = Fixture::of(&(pods(2) + &small(8080) + &big(1)), |_, _| {});
+    let pod = |name: &str| {
+        let pods = fixture.status().pods;
+        pods.into_iter().find(|pod| pod.pod == name).expect("a pod of this name")
+    };
+    let names = ["test/pod-0", "test/pod-1"];
+    let before = names.map(|name| pod(name).changed);
+    fixture.save("all.yaml", &(pods(2) + &small(9090) + &big(4_000)));
+    let deadline = Instant::now() + Duration::from_secs(120);
+    loop {
+        let now = names.map(pod);
+        let is_changed = |place: usize| now[place].changed > before[place];
+        if is_changed(0) && !is_changed(1) {
+            assert!(
+                now[1].building && !now[1].enforced,
+                "what was in effect for it stays, and the status says so: {now:?}"
+            );
+        }
+        if is_changed(0) && is_changed(1) && now.iter().all(|pod| pod.enforced) {
+            assert!(now[0].changed < now[1].changed, "{now:?}");
+            break;
+        }
+        assert!(Instant::now() < deadline, "{now:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    fixture.assert_as_expected(&fixture.matrix());
+}

@@ -1,5 +1,5 @@
 //! The thread that follows the objects: it compiles and publishes their changes at once, whatever the control thread
-//! does meanwhile. It has no capabilities and makes no blocking call.
+//! does meanwhile. It has no capabilities and makes no blocking call. What takes long to build another thread builds meanwhile.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -7,14 +7,15 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::privileges;
 use penstock_policy::model::{ObjectChange, ObjectRef};
-use penstock_privileges as privileges;
 use penstock_sources::Source;
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, oneshot};
 
 use super::publisher::Publisher;
 use super::recorded_objects::{self, ObjectRecorder};
+use super::table_builder::TableBuilder;
 
 /// How often a snapshot that workers have not taken yet is checked for being in effect.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);
@@ -31,12 +32,13 @@ impl PolicyThread {
     pub(super) fn start(changes: FollowedChanges, publisher: Arc<Publisher>) -> io::Result<Self> {
         let (stop, (end_sender, ended)) = (Arc::new(Notify::new()), oneshot::channel());
         let stopped = Arc::clone(&stop);
+        let builder = TableBuilder::start()?;
         let runtime = Builder::new_current_thread().enable_time().on_thread_start(privileges::drop_all).build()?;
         let thread = thread::Builder::new().name("policy".to_owned()).spawn(move || {
             privileges::drop_all();
             // Dropped at the end, also by a panic.
             let _says_ended = end_sender;
-            runtime.block_on(publish_changes(changes, &publisher, &stopped));
+            runtime.block_on(publish_changes(changes, &publisher, builder, &stopped));
         })?;
         Ok(Self { stop, ended, thread })
     }
@@ -63,18 +65,35 @@ pub(super) struct FollowedChanges {
     pub(super) stale: Option<BTreeSet<ObjectRef>>,
 }
 
-async fn publish_changes(mut followed: FollowedChanges, publisher: &Publisher, stop: &Notify) {
+async fn publish_changes(
+    mut followed: FollowedChanges,
+    publisher: &Publisher,
+    mut builder: TableBuilder,
+    stop: &Notify,
+) {
     loop {
         let is_awaiting_workers = publisher.is_awaiting_workers();
+        let has_tables_to_prepare = publisher.has_tables_to_prepare();
         tokio::select! {
             biased;
             () = stop.notified() => return,
+            // Before changes, which may come without a pause.
+            built = builder.built() => match built {
+                Some(built) => publisher.take_tables(built),
+                None => return,
+            },
             changes = followed.source.next() => match changes {
                 Some(changes) => followed.publish(changes, publisher, Instant::now()),
                 None => return,
             },
             () = publisher.awaited.notified() => publisher.check_in_force(),
+            () = publisher.left_aside.notified() => {}
+            // Changes that have come meanwhile are first.
+            () = tokio::task::yield_now(), if has_tables_to_prepare => {}
             () = tokio::time::sleep(CHECK_INTERVAL), if is_awaiting_workers => publisher.check_in_force(),
+        }
+        if let Some(job) = publisher.prepare_tables() {
+            builder.build(job);
         }
     }
 }

@@ -14,6 +14,7 @@ use penstock_dataplane::names::Resolvers;
 use penstock_dataplane::worker::Dataplane;
 use penstock_dataplane::{Epoch, Snapshot};
 use penstock_policy::model::{ObjectChange, ObjectKey};
+use penstock_policy::render::tables::{BuiltTables, TableJob};
 use penstock_xdp_redirect::ServiceAddresses;
 use tokio::sync::Notify;
 
@@ -26,6 +27,12 @@ use super::postponed::PostponedAddresses;
 use super::progress::EnforcementProgress;
 use super::recorded_objects::StaleObjects;
 use super::subscribers::{Subscriber, Subscribers, Update};
+
+/// Entries of tables that a change builds at once: so others wait for it for some tens of milliseconds at most. The largest are left
+/// aside.
+const ENTRIES_AT_ONCE: usize = 2048;
+/// Rules that are compiled between two changes.
+const RULES_AT_ONCE: usize = 256;
 
 /// Publishes snapshots of its [`SnapshotInputs`].
 pub(super) struct Publisher {
@@ -41,6 +48,8 @@ pub(super) struct Publisher {
     pub(super) pods: Notify,
     /// A snapshot was published that is not in effect yet, or has come into effect in the kernel's programs.
     pub(super) awaited: Arc<Notify>,
+    /// Tables were left aside.
+    pub(super) left_aside: Notify,
 }
 
 /// Everything that a snapshot is made of.
@@ -49,6 +58,8 @@ pub(super) struct SnapshotInputs {
     /// Set while the objects are those of an earlier run.
     pub(super) stale: Option<StaleObjects>,
     pub(super) epoch: Epoch,
+    /// Since when tables are left aside.
+    left_aside: Option<Instant>,
     /// Whether nothing is published: not yet, or not any more.
     is_held: bool,
     pub(super) progress: EnforcementProgress,
@@ -79,6 +90,7 @@ impl Publisher {
         let inputs = SnapshotInputs {
             stale,
             epoch: dataplane.connections().last_epoch(),
+            left_aside: None,
             is_held: true,
             progress: EnforcementProgress::new(),
             layout: PortLayout::default(),
@@ -103,6 +115,7 @@ impl Publisher {
             resolvers: config.domain_names.resolvers.clone(),
             pods: Notify::new(),
             awaited,
+            left_aside: Notify::new(),
         }
     }
 
@@ -146,6 +159,9 @@ impl Publisher {
         if !inputs.progress.has_addresses(pod, addresses) {
             return Err(inputs.progress.waiting(pod, false));
         }
+        if inputs.objects.engine().is_waiting(pod) {
+            return Err("the tables of its policies are being built".to_owned());
+        }
         // Not all that was published: where pods come and go all the time, something is always awaited.
         match inputs.progress.changed(pod) {
             Some(changed) if self.dataplane.is_in_force(changed) => Ok(()),
@@ -170,6 +186,7 @@ impl Publisher {
             tracing::debug!("no effect on the tables: {what}");
         }
         self.tell(inputs);
+        self.note_left_aside(inputs, seen);
         // A pod that is not served is closed if policy is about it from now on.
         if pods || (policy && inputs.progress.has_waiting()) {
             self.pods.notify_one();
@@ -180,6 +197,8 @@ impl Publisher {
     pub(super) fn begin(&self, why: &str, seen: Instant) {
         let mut inputs = self.inputs();
         inputs.is_held = false;
+        // Not before: what a daemon starts with is in effect as a whole, so that no connection is cut for a table that is still built.
+        inputs.objects.build_aside(ENTRIES_AT_ONCE);
         // A daemon that ran until now has published more.
         inputs.epoch = self.dataplane.connections().last_epoch();
         self.publish(&mut inputs, why, seen);
@@ -211,7 +230,41 @@ impl Publisher {
             self.publish(inputs, why, seen);
         }
         self.tell(inputs);
+        self.note_left_aside(inputs, seen);
         layout_changed
+    }
+
+    /// Whether [`Publisher::prepare_tables`] has something to do.
+    pub(super) fn has_tables_to_prepare(&self) -> bool {
+        self.inputs().objects.engine().has_tables_to_prepare()
+    }
+
+    /// Compiles some rules of tables that were left aside; returns tables once all of theirs are.
+    pub(super) fn prepare_tables(&self) -> Option<TableJob> {
+        let mut inputs = self.inputs();
+        if !inputs.objects.engine().has_tables_to_prepare() {
+            return None;
+        }
+        inputs.objects.prepare_tables(RULES_AT_ONCE)
+    }
+
+    /// Takes tables that were left aside into effect.
+    pub(super) fn take_tables(&self, built: BuiltTables) {
+        let mut inputs = self.inputs();
+        let seen = inputs.left_aside.take().unwrap_or_else(Instant::now);
+        if inputs.objects.finish_tables(built) {
+            self.publish(&mut inputs, "tables with many entries are built", seen);
+            self.tell(&mut inputs);
+        }
+        self.note_left_aside(&mut inputs, Instant::now());
+    }
+
+    /// Notes since when tables are left aside, if some are, and wakes the policy thread.
+    fn note_left_aside(&self, inputs: &mut SnapshotInputs, seen: Instant) {
+        if inputs.objects.engine().has_tables_to_prepare() {
+            inputs.left_aside.get_or_insert(seen);
+            self.left_aside.notify_one();
+        }
     }
 
     /// The connections of these addresses are removed: publishes if a pod waited for one of them.

@@ -243,6 +243,7 @@ fn pods(pods: &[PodStatus], not_enforced: &[NotEnforced]) -> Vec<Vec<String>> {
             (Some(waiting), _) => format!("not attached: {waiting}"),
             (None, _) if is_open(&pod.pod) => "NOT EVERYWHERE".to_owned(),
             (None, true) => "yes".to_owned(),
+            (None, false) if pod.building => "not yet: its tables are being built".to_owned(),
             (None, false) => "not yet".to_owned(),
         };
         vec![

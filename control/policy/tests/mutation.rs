@@ -34,6 +34,7 @@ const TIERS: &str = "dataplane/src/policy/tiers.rs";
 const CLUSTER_POLICY: &str = "control/policy/src/model/cluster_policy.rs";
 const CLUSTER_POLICIES: &str = "control/policy/src/state/cluster_policies.rs";
 const OBJECTS: &str = "control/policy/src/state/objects.rs";
+const ASIDE: &str = "control/policy/src/render/tables/aside.rs";
 const LINKED: &str = "control/policy/src/render/tables/linked.rs";
 
 const MUTATIONS: &[Mutation] = &[
@@ -292,7 +293,7 @@ const MUTATIONS: &[Mutation] = &[
         "record.status_addresses.iter().copied()",
         "record.addresses.iter().flatten().copied()",
     ),
-    mutation("incremental: tables do not follow nodes", TABLES, "pending.to_build.extend(&self.by_nodes);", ""),
+    mutation("incremental: tables do not follow nodes", TABLES, "tables.extend(&self.by_nodes);", ""),
     mutation(
         "incremental: a pod's new labels do not count for ClusterNetworkPolicies",
         PODS,
@@ -314,8 +315,38 @@ const MUTATIONS: &[Mutation] = &[
     mutation(
         "incremental: tables do not follow port names",
         TABLES,
-        "pending.to_build.extend(self.by_name.get(name).into_iter().flatten());",
+        "tables.extend(self.by_name.get(name).into_iter().flatten());",
         "let _ = name;",
+    ),
+    mutation(
+        "aside: identities that change while another thread builds do not count",
+        TABLES,
+        "Stage::Building(all) => all.extend(changed),",
+        "Stage::Building(_) => {}",
+    ),
+    mutation(
+        "aside: a pod is not looked at again after its turn",
+        ASIDE,
+        "        for pod in held {\n            self.assign_tables(state, pod, &mut pending);\n        }\n",
+        "        drop(held);\n",
+    ),
+    mutation(
+        "aside: a number is used again before its peer sets are released",
+        TABLES,
+        "        UnusedTable { number, linked: record.linked, table: record.table }",
+        "        self.tables.free(number);\n        UnusedTable { number, linked: record.linked, table: record.table }",
+    ),
+    mutation(
+        "aside: another pod of the same name keeps what the first had",
+        TABLES,
+        "if owner.as_ref() != Some(&self.endpoints[number].owner) {",
+        "if owner.is_none() {",
+    ),
+    mutation(
+        "aside: a new pod is open until its tables are built",
+        TABLES,
+        "unbuilt: EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))),",
+        "unbuilt: EndpointPolicy::Open,",
     ),
     mutation(
         "incremental: a pod's new labels do not count for policies that select it",

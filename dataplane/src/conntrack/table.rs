@@ -213,8 +213,8 @@ impl ConnTable {
     /// this epoch, and sends it from the first interface to the second (0: the node's stack); the kernel's programs may
     /// forward the next ones of this direction as long as that is the epoch. `knows_answers`: asked for a packet that opens a
     /// connection, which traverses the node's stack or not, whether answers go back from the second interface to the first; then the
-    /// programs may forward these, too. `may_repeat`: asked after that, whether they may open the next connections that differ in the opener's
-    /// port alone. If the table [counts](Self::counts) nothing, it does nothing.
+    /// programs may forward these, too. `may_repeat`: asked after that, and for the same, whether they may open the next connections that differ
+    /// in the opener's port alone. If the table [counts](Self::counts) nothing, it does nothing.
     pub fn forwarded(
         &self,
         hashed: &PreparedFlow,
@@ -222,7 +222,7 @@ impl ConnTable {
         flags: TcpFlags,
         path: Option<((u32, u32), Epoch)>,
         knows_answers: impl FnOnce(bool) -> bool,
-        may_repeat: impl FnOnce() -> bool,
+        may_repeat: impl FnOnce(bool) -> bool,
     ) {
         let Some(uses) = self.uses() else { return };
         let Some((slot, control)) = self.lookup(hashed) else {
@@ -247,9 +247,9 @@ impl ConnTable {
         if is_taken {
             self.offloaded.insert(slot / LANES);
         }
-        let is_plain = !control.is_via_host() && !control.is_translated();
-        if is_taken && are_known && is_plain && self.repeats_for.is_some() && may_repeat() {
-            self.leave_answer(hashed, ends, snapshot, self.entry(slot).owner());
+        let (via_host, is_asked) = (control.is_via_host(), !control.is_translated() && self.repeats_for.is_some());
+        if is_taken && are_known && is_asked && may_repeat(via_host) {
+            self.leave_answer(hashed, (ends, via_host), snapshot, self.entry(slot).owner());
         }
     }
 

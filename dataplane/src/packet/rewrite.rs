@@ -4,7 +4,6 @@ use super::checksum::{finish_partial, finish_sctp, updated};
 use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport, parse};
 use crate::packet::Mac;
 
-/// Rewriting of a forwarded frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NextHop {
     /// Destination MAC.

@@ -23,6 +23,15 @@ static __always_inline int is_spoofed_pod(struct __sk_buff *skb, const struct in
 	return !beside_xdp || skb->ingress_ifindex != pairs.of_workers[0];
 }
 
+/* Whether the node forwards a pod's packet with its source to another end, or by another port, than the pod has sent it to. It then goes through the
+ * stack in both directions, as workers note (opens_via_host in dataplane/src/pipeline/track/open.rs). Of what the kernel does not track nobody knows. */
+static __always_inline int is_translated_for_pod(const struct origin *origin)
+{
+	const struct in6_addr from = origin->flow.from; /* Linux 6.1 takes no memory of a caller for the key of a map */
+
+	return origin->opens && !is_unchanged(origin) && bpf_map_lookup_elem(&pod_addresses, &from);
+}
+
 /* Whether a packet that the node's stack sends has the source of a local pod, now or before the node translated it, but did
  * not come from that pod. A pod's packets enter the stack by its interface, after the workers have checked them. The kernel
  * records that interface, which forwarding and translation keep; it is 0 for what the node itself sends.

@@ -11,12 +11,11 @@ use super::{Maps, TcxLink, TcxMapError, TcxPrograms};
 use crate::pins::PinnedProgram;
 use crate::{AttachError, Interface, LoadError};
 
-/// Bytes of an Ethernet header.
 const ETHERNET_HEADER: u32 = 14;
 
 /// The number by which workers know an uplink: as many as `MAX_UPLINKS` in `src/bpf/tcx_maps.h`.
 pub type UplinkNumber = u8;
-/// That of all uplinks for which there is no other: what workers let pass there is dropped.
+/// The number of all uplinks for which there is no other: what workers let pass there is dropped.
 pub const NO_UPLINK_NUMBER: UplinkNumber = UplinkNumber::MAX;
 
 /// An interface to other machines with its programs. Dropping it detaches them.
@@ -34,12 +33,10 @@ pub struct AttachedUplink {
 }
 
 impl AttachedUplink {
-    /// The interface.
     pub fn interface(&self) -> &Interface {
         &self.interface
     }
 
-    /// The number that it was attached with.
     pub fn number(&self) -> UplinkNumber {
         self.number
     }

@@ -28,7 +28,6 @@ impl DaemonView<'_> {
         self.objects.engine()
     }
 
-    /// The daemon's status.
     pub(crate) fn status(&self, counters: &LiveCounters) -> types::Status {
         let LiveCounters { sample: now, depths, .. } = counters;
         let before = self.samples.before(now);
@@ -200,6 +199,7 @@ impl DaemonView<'_> {
                 None => Some(self.progress.waiting(&pod.key, pod.addresses.is_empty())),
                 Some(_) => None,
             };
+            let building = self.objects.engine().is_waiting(&pod.key);
             types::PodStatus {
                 pod: pod.key.to_string(),
                 addresses: pod.addresses.clone(),
@@ -207,7 +207,8 @@ impl DaemonView<'_> {
                 port: port.map(|(id, _)| id.0),
                 changed: changed.map(|epoch| epoch.0),
                 published: changed.map(|_| self.epoch.0),
-                enforced: changed.is_some() && everywhere,
+                enforced: changed.is_some() && everywhere && !building,
+                building,
                 waiting,
                 filtered: self.ports.filters_of(&pod.key),
                 connections: port.map_or(0, |(id, _)| self.connections_of(id)),
@@ -244,7 +245,6 @@ impl DaemonView<'_> {
         owners.map(|owner| self.dataplane.connections().len_of(owner)).iter().sum()
     }
 
-    /// The data for a connection list.
     pub(crate) fn listing(&self, end: Option<&str>, service: Option<&str>) -> Result<FlowScan, String> {
         let addresses = end.map(|end| self.addresses(end)).transpose()?;
         let cluster_addresses = service.map(|service| self.cluster_addresses(service)).transpose()?;
@@ -314,7 +314,6 @@ impl DaemonView<'_> {
         }
     }
 
-    /// Why a flow is allowed or denied.
     pub(crate) fn explain(&self, query: &types::ExplainQuery) -> Result<types::Explanation, String> {
         let (from, to) = (query.from.parse(), query.to.parse());
         let text = |error: flow::FlowError| match error {

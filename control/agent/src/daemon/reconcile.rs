@@ -17,7 +17,6 @@ use crate::discovery::{PodProblem, has_network_on, pod_ports};
 use crate::node_context::NodeNetwork;
 
 impl Daemon<'_> {
-    /// Reads the network state and reconciles with it.
     pub(super) async fn refresh(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
         if self.read_network_state().await { self.reconcile(why, seen).await } else { Ok(()) }
     }
@@ -65,7 +64,7 @@ impl Daemon<'_> {
         self.ports.retract();
         self.follow_capture();
         self.update_routes().await;
-        // What the daemon that runs has attached to since is taken later.
+        // Ports that the running daemon has attached to since are taken later.
         if !self.is_beside {
             self.note_not_enforced(&under_policy);
         }

@@ -14,13 +14,11 @@ use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::pipeline::{self, OriginalSources};
 use penstock_dataplane::reply::{self, OnDeny, ReplySettings};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
-use penstock_privileges as privileges;
 use penstock_xdp_redirect::{
     ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, ServiceAddresses, TcxOptions, TcxPrograms,
     TranslatedSources, WaitingArray, quietly,
 };
 
-use crate::RunError;
 use crate::config::{
     Config, DenyAnswer, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan,
 };
@@ -30,6 +28,52 @@ use crate::node_path::NodePath;
 use crate::ports::{Programs, ProgramsBesideXdp, interface};
 use crate::publisher::Publisher;
 use crate::settings::{Attach, Settings};
+use crate::trial::{TrialContext, TrialFeed};
+use crate::{RunError, logging, privileges};
+
+pub(super) fn log_start(settings: &Settings<'_>) {
+    let config = settings.config;
+    tracing::info!(
+        target: logging::MILESTONES,
+        node = %config.node,
+        cores = ?settings.worker_cores(),
+        attach = settings.attach.name(),
+        source = config.source.location().to_string(),
+        admin = %config.admin.socket,
+        metrics = %config.metrics.listen,
+        "penstock {} starts",
+        env!("CARGO_PKG_VERSION")
+    );
+    if config.dataplane.mode == Mode::Forward {
+        tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
+    }
+    if let Some(after) = config.debug.worker_panics_after {
+        tracing::warn!("debug.worker_panics_after: a worker will panic after {:?}", after.duration());
+    }
+}
+
+/// Starts the workers, and moves the other threads off their cores.
+pub(super) fn start_workers(settings: &Settings<'_>, maps: &SharedMaps) -> Result<Dataplane, RunError> {
+    // Threads that exist before the workers: manifest reader and API server client.
+    leave_cores_to_workers(settings, &other_threads());
+    let dataplane = start_dataplane(settings, maps)?;
+    let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
+    leave_cores_to_workers(settings, &others);
+    Ok(dataplane)
+}
+
+/// Starts the thread that judges what is staged, once something is.
+pub(super) fn start_trial_thread(
+    config: &Config,
+    dataplane: &Arc<Dataplane>,
+    publisher: &Arc<Publisher>,
+) -> io::Result<(TrialFeed, JoinHandle<()>)> {
+    let (trial, messages) = TrialFeed::new();
+    let context = TrialContext::new(config.node.as_str(), dataplane, publisher, &trial);
+    let thread = context.start(messages)?;
+    publisher.subscribe(|_| (trial.clone(), ()));
+    Ok((trial, thread))
+}
 
 /// Starts the thread that removes connections of released addresses. It drops all capabilities and reads no clock.
 pub(super) fn start_clearing_thread(
@@ -240,7 +284,6 @@ impl SharedMaps {
         Ok(Some(Self { connections: Some(connections), sources, services, waiting }))
     }
 
-    /// The counters of packets that wait for workers.
     fn waiting(&self) -> Result<Option<WaitingPackets>, RunError> {
         let Some(array) = &self.waiting else { return Ok(None) };
         let mapped = array.descriptor().and_then(|array| WaitingPackets::map(&array, MAX_TCX_PORTS.into()));
@@ -282,7 +325,7 @@ fn connection_maps(settings: &Settings<'_>, pins: Option<&Pins>) -> Result<Optio
     Ok(Some(ConnectionMaps::open(pins, &sizes).map_err(RunError::bad_input)?))
 }
 
-pub(super) fn start_dataplane(settings: &Settings<'_>, maps: &SharedMaps) -> Result<Dataplane, RunError> {
+fn start_dataplane(settings: &Settings<'_>, maps: &SharedMaps) -> Result<Dataplane, RunError> {
     let config = settings.config;
     let mut connections = config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?;
     connections.ended = config.flow_records.queue();
@@ -387,7 +430,7 @@ const PAIR_RING: u32 = 4096;
 /// Moves these threads, and those that they start later, off the workers' cores if other cores are usable. On a
 /// worker's core a thread of ordinary priority gets a hundredth of the time under load: replacing 10,000 policies took
 /// more than six seconds.
-pub(super) fn leave_cores_to_workers(settings: &Settings<'_>, threads: &[Pid]) {
+fn leave_cores_to_workers(settings: &Settings<'_>, threads: &[Pid]) {
     let workers = settings.worker_cores();
     let mut others = CpuSet::new();
     for &core in settings.usable_cores.iter().filter(|core| !workers.contains(core)) {
@@ -401,7 +444,7 @@ pub(super) fn leave_cores_to_workers(settings: &Settings<'_>, threads: &[Pid]) {
 }
 
 /// The threads of this process except the calling one.
-pub(super) fn other_threads() -> Vec<Pid> {
+fn other_threads() -> Vec<Pid> {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let threads = tasks.filter_map(|task| task.file_name().to_str()?.parse().ok().map(Pid::from_raw));
     threads.filter(|thread| *thread != gettid()).collect()

@@ -14,7 +14,7 @@ use penstock_policy::compile::table_key;
 use penstock_policy::engine::{Engine, EngineSettings, TranslatedBy};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod, Service};
 use penstock_policy::render::services::ServiceProblem;
-use penstock_policy::render::tables::RuleUse;
+use penstock_policy::render::tables::{BuiltTables, RuleUse, TableJob};
 use penstock_policy::state::PodOrNode;
 
 use super::config::Resolver;
@@ -41,7 +41,6 @@ pub(super) struct NodeObjects {
     policies: BTreeSet<ObjectRef>,
     /// Changes that the engine was given since they were last taken, if they are kept.
     kept: Option<Vec<ObjectChange>>,
-    /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
     new_pods: NewPods,
     deleted_policies: DeletedPolicies,
@@ -51,15 +50,12 @@ pub(super) struct NodeObjects {
     limits: PodConnectionLimits,
 }
 
-/// Effects of a batch of changes.
 pub(super) struct ChangeEffect {
     /// The compiled policy may differ.
     pub(super) policy: bool,
-    /// Pods of this node changed.
     pub(super) pods: bool,
     /// Addresses of this node or another changed.
     pub(super) nodes: bool,
-    /// Services changed.
     pub(super) services: bool,
 }
 
@@ -169,6 +165,21 @@ impl NodeObjects {
         self.names = Some(names);
     }
 
+    /// From now on leaves tables with more entries than these aside.
+    pub(super) fn build_aside(&mut self, at_once: usize) {
+        self.engine.build_aside(at_once);
+    }
+
+    /// Compiles up to this many rules of tables that were left aside; returns tables once all of theirs are.
+    pub(super) fn prepare_tables(&mut self, most: usize) -> Option<TableJob> {
+        self.engine.prepare_tables(most)
+    }
+
+    /// Takes tables that were left aside. Returns whether the policy may differ.
+    pub(super) fn finish_tables(&mut self, built: BuiltTables) -> bool {
+        self.engine.finish_tables(built)
+    }
+
     /// Sets who translates what pods send to Services, which questions about these depend on.
     pub(super) fn set_translated_by(&mut self, who: TranslatedBy) {
         self.engine.set_translated_by(who);
@@ -179,7 +190,6 @@ impl NodeObjects {
         self.names.as_ref()
     }
 
-    /// How often rules decided since the last call.
     pub(super) fn take_use(&mut self) -> Vec<RuleUse> {
         self.engine.take_use()
     }
@@ -226,7 +236,6 @@ impl NodeObjects {
         self.configured = configured.to_vec();
     }
 
-    /// The policy engine.
     pub(super) fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -287,12 +296,10 @@ impl NodeObjects {
         self.policies.len()
     }
 
-    /// All addresses of this node.
     pub(super) fn node_addresses(&self) -> &[IpAddr] {
         &self.addresses
     }
 
-    /// All addresses of other nodes.
     pub(super) fn other_nodes(&self) -> impl Iterator<Item = IpAddr> {
         self.others.values().flatten().copied()
     }

@@ -8,7 +8,6 @@ use crate::config::XdpMode;
 use crate::discovery::{ArpAnswers, Link, PodPort, Shaping, SourceFilter};
 use crate::settings::{Attach, Settings, try_tcx};
 
-/// A pod's interface that can be served.
 pub(super) fn pod(port: &PodPort, settings: &Settings<'_>) -> Vec<PreflightFinding> {
     let own = format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu);
     let interface = match Offloads::read(&port.name) {

@@ -21,10 +21,8 @@ use penstock_xdp_redirect::{
 use super::settings::{Attach, Settings, list, try_tcx};
 use crate::discovery::{Bindings, Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
 
-/// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Level {
-    /// As required.
     Ok,
     /// Works, with a limitation.
     Warning,
@@ -45,9 +43,7 @@ impl fmt::Display for Level {
 /// The result of one check: names the thing, its value and the remedy in one line.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PreflightFinding {
-    /// How much it matters.
     pub level: Level,
-    /// The result.
     pub line: String,
 }
 
@@ -97,7 +93,6 @@ fn source(location: &Location) -> Option<PreflightFinding> {
     })
 }
 
-/// Checks the calling thread's network namespace.
 pub(super) async fn network(settings: &Settings<'_>, netlink: &Netlink) -> Vec<PreflightFinding> {
     let config = settings.config;
     let mut findings = Vec::new();
@@ -258,7 +253,6 @@ pub(super) fn pods(
 
 /// Required capabilities, by their number in linux/capability.h.
 const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW"), (BPF, "CAP_BPF")];
-/// CAP_BPF.
 const BPF: u32 = 39;
 /// CAP_SYS_ADMIN, which includes CAP_BPF.
 const SYS_ADMIN: u32 = 21;

@@ -1,4 +1,5 @@
 use penstock_admin::types::{PodStatus, SourceStatus};
+use penstock_text::number::json;
 
 use super::*;
 use crate::ask::problem;
@@ -27,6 +28,7 @@ pub(crate) fn pod(name: &str, enforced: bool) -> PodStatus {
         changed: Some(1),
         published: Some(4),
         enforced,
+        building: false,
         waiting: None,
         filtered: None,
         limits: Vec::new(),

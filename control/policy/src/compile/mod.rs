@@ -1,6 +1,7 @@
 //! From the policies of a pod to the effective rules of each direction, in the order of their tiers.
 //!
-//! A [`TableKey`] holds what the rules of one direction of a pod depend on: pods with equal keys share one rule table.
+//! A [`TableKey`] holds all that the rules of one direction of a pod depend on: pods with equal keys share one rule table, and the
+//! rules of a table never change.
 //! Effective rules are the policies' rules with port names resolved on the server. On ingress the server is the selected
 //! pod itself. On egress it is the peer, so a rule is split by the numbers that pods have for the name.
 
@@ -8,6 +9,7 @@ mod matching;
 mod provenance;
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use penstock_dataplane::names::NamePattern;
@@ -17,7 +19,7 @@ use crate::model::{
     ClusterNetworkPolicy, ClusterRule, ClusterTier, IpBlock, NamedPort, NetworkPolicy, Peer, Peers, PolicyPort,
     PolicyPorts, PortMatch, PortProtocol, Rule, Selector,
 };
-use crate::state::{ClusterPolicyId, ClusterState, PeerSet, PodId, PolicyId};
+use crate::state::{ClusterPolicyId, ClusterState, MOST_ENTRIES_IN_NAMESPACE, PeerSet, PodId, PolicyId, RulesSummary};
 
 pub use matching::{Mismatch, RuleComparison, compare, compare_by_name};
 pub(crate) use matching::{is_peer, is_port};
@@ -35,8 +37,23 @@ pub struct TableKey {
     pub isolation: Option<Vec<(PolicyId, u64)>>,
     /// Those of the Baseline tier, in order; none if the pod is isolated, since the tier is never reached then.
     pub baseline: Vec<(ClusterPolicyId, u64)>,
-    /// On ingress, the pod's named ports that the policies refer to; sorted.
+    /// The named ports that the policies refer to, sorted: on ingress the pod's own, on egress those of all pods.
     pub ports: Vec<NamedPort>,
+    /// The revision of Nodes, if rules name some.
+    pub nodes: Option<u64>,
+    /// Why its NetworkPolicies allow nothing, whatever they say.
+    pub closed: Option<TooManyEntries>,
+    /// How many entries its rules have: what it takes to compile them.
+    pub entries: usize,
+}
+
+/// The NetworkPolicies of a pod or a namespace have too many entries: rules, peers, excepts and ports.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum TooManyEntries {
+    /// So many in one direction of the pod, more than [`MOST_ENTRIES`].
+    OfPod(usize),
+    /// So many in its namespace, more than [`MOST_ENTRIES_IN_NAMESPACE`].
+    OfNamespace(usize),
 }
 
 /// One effective rule.
@@ -94,16 +111,9 @@ pub fn table_key(state: &ClusterState, pod: PodId, direction: Direction) -> Opti
         return None;
     }
     let isolation = isolated.then_some(policies);
-    let mut key = TableKey { direction, admin, isolation, baseline, ports: Vec::new() };
-    if direction == Direction::Ingress {
-        let sources = sources(state, &key);
-        let wanted: Vec<(&str, PortProtocol)> = sources.iter().flat_map(|source| names(source.get())).collect();
-        let own = state.pod(pod).into_iter().flat_map(|pod| &pod.ports);
-        let named = own.filter(|port| wanted.contains(&(port.name.as_str(), port.protocol)));
-        key.ports = named.cloned().collect();
-        key.ports.sort_unstable();
-        key.ports.dedup();
-    }
+    let (ports, nodes, closed, entries) = (Vec::new(), None, None, 0);
+    let mut key = TableKey { direction, admin, isolation, baseline, ports, nodes, closed, entries };
+    key.complete(state, pod);
     Some(key)
 }
 
@@ -111,6 +121,63 @@ impl TableKey {
     /// Whether ClusterNetworkPolicies apply.
     pub fn is_tiered(&self) -> bool {
         !(self.admin.is_empty() && self.baseline.is_empty())
+    }
+
+    /// Finds what the policies' rules depend on besides themselves, and whether they are too many.
+    fn complete(&mut self, state: &ClusterState, pod: PodId) {
+        let direction = self.direction;
+        let of_cluster = self.admin.iter().chain(&self.baseline);
+        let mut all: Vec<&RulesSummary> =
+            of_cluster.map(|(policy, _)| state.cluster_policy_summary(*policy, direction)).collect();
+        let isolating: Vec<&RulesSummary> =
+            self.isolation.iter().flatten().map(|(policy, _)| state.policy_summary(*policy, direction)).collect();
+        let (in_namespace, of_pod) = (state.entries_in_namespace_of(pod), self.entries_of(state, &isolating));
+        self.closed = match self.isolation {
+            Some(_) if in_namespace > MOST_ENTRIES_IN_NAMESPACE => Some(TooManyEntries::OfNamespace(in_namespace)),
+            Some(_) if of_pod > MOST_ENTRIES => Some(TooManyEntries::OfPod(of_pod)),
+            _ => None,
+        };
+        if self.closed.is_none() {
+            all.extend(isolating);
+        }
+        self.entries = self.entries_of(state, &all);
+        let wanted: BTreeSet<&(String, PortProtocol)> =
+            all.iter().flat_map(|summary| summary.names.iter().map(|(name, _)| name)).collect();
+        self.ports = self.named_ports(state, pod, &wanted);
+        self.ports.sort_unstable();
+        self.ports.dedup();
+        self.nodes = all.iter().any(|summary| summary.nodes).then(|| state.node_revision());
+    }
+
+    /// On egress, a rule with a port's name has a part for each number of it.
+    fn entries_of(&self, state: &ClusterState, summaries: &[&RulesSummary]) -> usize {
+        let parts = |summary: &&RulesSummary| match self.direction {
+            Direction::Ingress => 0,
+            Direction::Egress => {
+                let of_name =
+                    |((name, protocol), entries): &((String, _), usize)| entries * state.numbers(name, *protocol).len();
+                summary.names.iter().map(of_name).sum()
+            }
+        };
+        summaries.iter().map(|summary| summary.entries + parts(summary)).sum()
+    }
+
+    fn named_ports(
+        &self,
+        state: &ClusterState,
+        pod: PodId,
+        wanted: &BTreeSet<&(String, PortProtocol)>,
+    ) -> Vec<NamedPort> {
+        let is_wanted = |port: &&NamedPort| wanted.iter().any(|(name, of)| *name == port.name && *of == port.protocol);
+        if self.direction == Direction::Ingress {
+            let own = state.pod(pod).into_iter().flat_map(|pod| &pod.ports);
+            return own.filter(is_wanted).cloned().collect();
+        }
+        let numbers = |(name, protocol): &&(String, PortProtocol)| {
+            let port = |number| NamedPort { name: name.clone(), protocol: *protocol, number };
+            state.numbers(name, *protocol).into_iter().map(port).collect::<Vec<_>>()
+        };
+        wanted.iter().flat_map(numbers).collect()
     }
 }
 
@@ -131,29 +198,8 @@ pub fn cluster_rules_of(policy: &ClusterNetworkPolicy, direction: Direction) -> 
 }
 
 /// The most entries that a pod's NetworkPolicies may have in one direction: rules, blocks, excepts and ports. With more, none of
-/// their rules allows anything: whoever may write policies for a pod of their own must not hold up everybody's by what it takes to compile them.
+/// their rules allows anything: whoever may write policies for a pod of their own must not fill memory by what they take.
 pub const MOST_ENTRIES: usize = 1 << 18;
-
-/// How many entries the NetworkPolicies of a key have, where they are more than [`MOST_ENTRIES`].
-pub fn too_many_entries(state: &ClusterState, key: &TableKey) -> Option<usize> {
-    let policies = key.isolation.iter().flatten().filter_map(|(number, _)| state.policy(*number));
-    let rules = policies.flat_map(|policy| rules_of(policy, key.direction).unwrap_or_default());
-    Some(rules.map(entries).sum()).filter(|entries| *entries > MOST_ENTRIES)
-}
-
-fn entries(rule: &Rule) -> usize {
-    let peers = match &rule.peers {
-        Peers::Every => 0,
-        Peers::AnyOf(peers) => {
-            peers.iter().map(|peer| if let Peer::IpBlock(block) = peer { 1 + block.except.len() } else { 1 }).sum()
-        }
-    };
-    let ports = match &rule.ports {
-        PolicyPorts::Every => 0,
-        PolicyPorts::AnyOf(ports) => ports.len(),
-    };
-    1 + peers + ports
-}
 
 /// All rules of a key's policies that can decide, in the order of their evaluation.
 pub fn sources(state: &ClusterState, key: &TableKey) -> Vec<RuleSource> {
@@ -162,7 +208,7 @@ pub fn sources(state: &ClusterState, key: &TableKey) -> Vec<RuleSource> {
         let policies = list.iter().filter_map(|(number, _)| state.cluster_policy(*number));
         policies.flat_map(|policy| cluster_sources(policy, direction)).collect()
     };
-    let is_closed = too_many_entries(state, key).is_some();
+    let is_closed = key.closed.is_some();
     let isolating =
         key.isolation.iter().flatten().filter(|_| !is_closed).filter_map(|(number, _)| state.policy(*number));
     let mut all = of_cluster(&key.admin);
@@ -195,43 +241,24 @@ fn names(rule: &Rule) -> impl Iterator<Item = (&str, PortProtocol)> {
     })
 }
 
-/// The rules of a key depend on more than its policies: port names that they resolve on peers, and nodes.
-#[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct Dependencies {
-    /// Port names; when pods' numbers for them change, the rules change.
-    pub names: Vec<(String, PortProtocol)>,
-    /// Whether a rule names nodes; when their labels or addresses change, the rules change.
-    pub nodes: bool,
-}
-
-/// Things besides its policies on which the rules of a key depend.
-pub fn dependencies(state: &ClusterState, key: &TableKey) -> Dependencies {
+/// The port names in the rules of a key's policies, whose numbers on peers its rules depend on.
+pub fn peers_names(state: &ClusterState, key: &TableKey) -> Vec<(String, PortProtocol)> {
     if key.direction == Direction::Ingress {
-        return Dependencies::default();
+        return Vec::new();
     }
-    let sources = sources(state, key);
-    let rules = || sources.iter().map(RuleSource::get);
-    let mut all: Vec<_> = rules().flat_map(names).map(|(name, protocol)| (name.to_owned(), protocol)).collect();
-    all.sort_unstable();
-    all.dedup();
-    let names_nodes = |rule: &Rule| match &rule.peers {
-        Peers::Every => false,
-        Peers::AnyOf(peers) => peers.iter().any(|peer| matches!(peer, Peer::Nodes(_))),
-    };
-    Dependencies { names: all, nodes: rules().any(names_nodes) }
+    let isolating = key.isolation.iter().flatten().filter(|_| key.closed.is_none());
+    let summaries = isolating.map(|(policy, _)| state.policy_summary(*policy, key.direction));
+    let of_cluster = key.admin.iter().chain(&key.baseline);
+    let summaries = summaries.chain(of_cluster.map(|(policy, _)| state.cluster_policy_summary(*policy, key.direction)));
+    let mut names: Vec<_> = summaries.flat_map(|summary| summary.names.iter().map(|(name, _)| name.clone())).collect();
+    names.sort_unstable();
+    names.dedup();
+    names
 }
 
-/// The effective rules of a key, in the order of their evaluation. Leaves out a rule that can match nothing: an empty
-/// list, a name that no pod has, nodes that do not exist.
-pub fn rules(state: &ClusterState, key: &TableKey) -> Vec<EffectiveRule> {
-    let mut effective = Vec::new();
-    for source in sources(state, key) {
-        one_rule(state, key, &source, &mut effective);
-    }
-    effective
-}
-
-fn one_rule(state: &ClusterState, key: &TableKey, source: &RuleSource, into: &mut Vec<EffectiveRule>) {
+/// Appends the effective rules of one of a key's [`sources`]; none if it can match nothing: an empty list, a name that no pod has,
+/// nodes that do not exist.
+pub fn append_rules(state: &ClusterState, key: &TableKey, source: &RuleSource, into: &mut Vec<EffectiveRule>) {
     let rule = source.get();
     let peers = peers_with_nodes(state, &rule.peers);
     let Some(effective) = self::peers(source, &peers) else { return };
@@ -247,9 +274,8 @@ fn one_rule(state: &ClusterState, key: &TableKey, source: &RuleSource, into: &mu
         named.sort_unstable();
         named.dedup();
         for (name, protocol) in named {
-            for number in state.numbers(name, protocol) {
-                let port = NamedPort { name: name.to_owned(), protocol, number };
-                into.push(on_peers_with(port, source, &peers));
+            for port in key.ports.iter().filter(|port| port.name == name && port.protocol == protocol) {
+                into.push(on_peers_with(port.clone(), source, &peers));
             }
         }
     }
@@ -338,7 +364,8 @@ fn ranges(key: &TableKey, port: &PolicyPort) -> Vec<PortRange> {
         PortMatch::Every => vec![range(port.protocol, 0, u16::MAX)],
         PortMatch::Range { first, last } => vec![range(port.protocol, *first, *last)],
         PortMatch::Name(name) => {
-            let own = key.ports.iter().filter(|own| own.name == *name && own.protocol == port.protocol);
+            let own = key.ports.iter().filter(|_| key.direction == Direction::Ingress);
+            let own = own.filter(|own| own.name == *name && own.protocol == port.protocol);
             own.map(|own| range(own.protocol, own.number, own.number)).collect()
         }
     }

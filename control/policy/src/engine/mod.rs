@@ -16,15 +16,15 @@ use penstock_dataplane::policy::{AddressSet, Direction, EvaluationForm, PolicySe
 use penstock_dataplane::services::ServiceSet;
 
 use crate::compile::{
-    MOST_ENTRIES, Provenance, RuleSource, cluster_sources, compare, compare_by_name, network_sources,
+    MOST_ENTRIES, Provenance, RuleSource, TooManyEntries, cluster_sources, compare, compare_by_name, network_sources,
 };
 use crate::derived_slices::derived_slices;
 use crate::describe;
 use crate::model::{EndpointSlice, Object, ObjectChange, ObjectKey, Peer, Peers, RuleAction, Service};
 use crate::render::services::{ServiceProblem, ServiceTables};
-use crate::render::tables::{self, PodScope, RuleUse, Tables};
+use crate::render::tables::{self, BuiltTables, PodScope, RuleUse, TableJob, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
-use crate::state::{self, ClusterState};
+use crate::state::{self, ClusterState, MOST_ENTRIES_IN_NAMESPACE};
 
 pub use explain::{DirectionExplanation, Explanation, NearestRule, TierOutcome, TierStep};
 
@@ -153,6 +153,38 @@ impl Engine {
         self.tables.update(&mut self.state) || has_other_services
     }
 
+    /// From now on leaves tables aside that have more entries than this: their pods keep what is in effect for them, and new pods are
+    /// closed, until [`Engine::finish_tables`] has them.
+    pub fn build_aside(&mut self, at_once: usize) {
+        self.tables.build_aside(at_once);
+    }
+
+    /// Whether tables are left aside that [`Engine::prepare_tables`] has something to do for.
+    pub fn has_tables_to_prepare(&self) -> bool {
+        self.tables.has_work()
+    }
+
+    /// Compiles up to this many rules of tables that were left aside, without effect on the policy. Once the rules of some tables all
+    /// are, returns these tables, to be built on another thread.
+    pub fn prepare_tables(&mut self, most: usize) -> Option<TableJob> {
+        self.tables.prepare(&mut self.state, most)
+    }
+
+    /// Has the next [`Engine::policy_set`] contain these tables. Returns whether it may differ.
+    pub fn finish_tables(&mut self, built: BuiltTables) -> bool {
+        self.tables.finish(&mut self.state, built)
+    }
+
+    /// Whether a pod waits for tables that were left aside.
+    pub fn is_waiting(&self, pod: &ObjectKey) -> bool {
+        self.state.find_pod(pod).is_some_and(|pod| self.tables.is_waiting(pod))
+    }
+
+    /// How many pods do.
+    pub fn waiting_pods(&self) -> usize {
+        self.tables.waiting()
+    }
+
     /// The tables after the last change. A clone is cheap and does not change.
     pub fn policy_set(&self) -> &PolicySet {
         self.tables.policy_set()
@@ -255,11 +287,16 @@ impl Engine {
     pub fn closed_pods(&self) -> BTreeSet<(ObjectKey, String)> {
         let closed = self.tables.closed().filter_map(|(pod, direction, entries)| {
             let direction = describe::direction(direction);
-            let reason = format!(
-                "its NetworkPolicies have {entries} rules, blocks, excepts and ports for {direction}, more than {MOST_ENTRIES}: none of them \
-                 allows any {direction}; write fewer rules, or larger blocks"
-            );
-            Some((self.state.pod(pod)?.key.clone(), reason))
+            let found = match entries {
+                TooManyEntries::OfPod(entries) => format!(
+                    "its NetworkPolicies have {entries} rules, blocks, excepts and ports for {direction}, more than {MOST_ENTRIES}"
+                ),
+                TooManyEntries::OfNamespace(entries) => format!(
+                    "the NetworkPolicies of its namespace have {entries} rules, blocks, excepts and ports, more than {MOST_ENTRIES_IN_NAMESPACE}"
+                ),
+            };
+            let remedy = format!("none of them allows any {direction}; write fewer rules, or larger blocks");
+            Some((self.state.pod(pod)?.key.clone(), format!("{found}: {remedy}")))
         });
         closed.collect()
     }

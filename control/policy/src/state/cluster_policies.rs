@@ -7,12 +7,14 @@ use rustc_hash::FxHashSet;
 use crate::model::{ClusterNetworkPolicy, Selector};
 
 use super::peer_set::PodId;
+use super::summary::PolicySummary;
 use super::{ClusterPolicyId, ClusterState, NamespaceRecord};
 
 /// A ClusterNetworkPolicy and the pods it selects.
 #[derive(Debug)]
 pub(super) struct ClusterPolicyRecord {
     pub(super) policy: Arc<ClusterNetworkPolicy>,
+    pub(super) summary: PolicySummary,
     pub(super) revision: u64,
     pub(super) pods: FxHashSet<PodId>,
 }
@@ -36,12 +38,18 @@ impl ClusterState {
                 number
             }
             None => {
-                let record = ClusterPolicyRecord { policy: policy.clone(), revision: 0, pods: FxHashSet::default() };
+                let record = ClusterPolicyRecord {
+                    policy: policy.clone(),
+                    summary: PolicySummary::default(),
+                    revision: 0,
+                    pods: FxHashSet::default(),
+                };
                 self.cluster_policies.insert(policy.name.clone(), record)
             }
         };
         self.revision += 1;
         let record = &mut self.cluster_policies[number];
+        record.summary = PolicySummary::of_cluster(&policy);
         (record.policy, record.revision) = (policy, self.revision);
         self.assign_cluster_policy(number);
     }

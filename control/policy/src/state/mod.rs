@@ -13,10 +13,12 @@ mod peer_set;
 mod pods;
 mod registry;
 mod services;
+mod summary;
 
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use penstock_dataplane::policy::Direction;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::model::{
@@ -28,17 +30,17 @@ use cluster_policies::ClusterPolicyRecord;
 use peer_set::{NamespaceSelection, PeerSetIndex, PeerSetRecord, PeerSets, PodIndex};
 pub(crate) use registry::Registry;
 use services::ServiceRecord;
+use summary::PolicySummary;
 
 pub use peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
+pub use summary::{MOST_ENTRIES_IN_NAMESPACE, RulesSummary};
 
-/// Number of a policy in a [`ClusterState`].
 pub type PolicyId = u32;
 /// Number of a ClusterNetworkPolicy in a [`ClusterState`].
 pub type ClusterPolicyId = u32;
 /// Number of a node's name in a [`ClusterState`].
 pub type NodeNumber = u32;
 
-/// Everything that policy needs from a cluster.
 #[derive(Default, Debug)]
 pub struct ClusterState {
     namespaces: Registry<String, NamespaceRecord>,
@@ -47,12 +49,13 @@ pub struct ClusterState {
     policies: Registry<ObjectKey, PolicyRecord>,
     cluster_policies: Registry<String, ClusterPolicyRecord>,
     services: FxHashMap<ObjectKey, ServiceRecord>,
-    /// The Service of each EndpointSlice.
     slice_services: FxHashMap<ObjectKey, ObjectKey>,
     claims: FxHashMap<IpAddr, Claim>,
     index: PodIndex,
     peer_sets: PeerSets,
     revision: u64,
+    /// Changes with the labels and addresses of Nodes.
+    node_revision: u64,
     outdated: Outdated,
     outdated_services: FxHashSet<ObjectKey>,
 }
@@ -66,7 +69,6 @@ pub struct Outdated {
     pub addresses: FxHashSet<IpAddr>,
     /// Port names whose numbers changed.
     pub names: FxHashSet<(String, PortProtocol)>,
-    /// Whether labels or addresses of Nodes changed.
     pub nodes: bool,
 }
 
@@ -75,12 +77,13 @@ struct NamespaceRecord {
     /// Its labels; `None` while the Namespace is unknown.
     labels: Option<Labels>,
     default_deny_ingress: bool,
-    /// Whether the Namespace is being deleted.
     terminating: bool,
     selections: Vec<u32>,
     peer_sets: PeerSetIndex,
     pods: FxHashSet<PodId>,
     policies: FxHashSet<PolicyId>,
+    /// How many entries its policies have.
+    entries: usize,
     /// The ClusterNetworkPolicies whose subjects may be in it.
     cluster_policies: FxHashSet<ClusterPolicyId>,
 }
@@ -109,10 +112,10 @@ struct PodRecord {
     cluster_policies: Vec<ClusterPolicyId>,
 }
 
-/// A policy and the pods it selects.
 #[derive(Debug)]
 struct PolicyRecord {
     policy: Arc<NetworkPolicy>,
+    summary: PolicySummary,
     namespace: u32,
     revision: u64,
     pods: FxHashSet<PodId>,
@@ -128,10 +131,8 @@ struct Claim {
     nodes: Vec<NodeNumber>,
 }
 
-/// The owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PodOrNode {
-    /// A pod.
     Pod(PodId),
     /// A node, or its pods in the host network.
     Node(NodeNumber),
@@ -168,17 +169,14 @@ impl ClusterState {
         std::mem::take(&mut self.outdated_services)
     }
 
-    /// The number of a pod.
     pub fn find_pod(&self, key: &ObjectKey) -> Option<PodId> {
         self.pods.find(key)
     }
 
-    /// A pod by its number.
     pub fn pod(&self, pod: PodId) -> Option<&Pod> {
         self.pods.get(pod).map(|record| &record.pod)
     }
 
-    /// All pods.
     pub fn pods(&self) -> impl Iterator<Item = (PodId, &Pod)> {
         self.pods.iter().map(|(number, record)| (number, &record.pod))
     }
@@ -188,17 +186,14 @@ impl ClusterState {
         self.pods.get(pod).is_some_and(|record| is_present(&record.pod))
     }
 
-    /// The node that runs a pod.
     pub fn node_of(&self, pod: PodId) -> Option<NodeNumber> {
         self.pods.get(pod)?.node
     }
 
-    /// The number of a node's name.
     pub fn find_node(&self, name: &str) -> Option<NodeNumber> {
         self.nodes.find(name)
     }
 
-    /// A node's name by its number.
     pub fn node_name(&self, node: NodeNumber) -> Option<&str> {
         self.nodes.get(node).map(|record| record.name.as_str())
     }
@@ -209,14 +204,32 @@ impl ClusterState {
         policies.iter().map(|policy| (*policy, self.policies[*policy].revision))
     }
 
-    /// A policy by its number.
     pub fn policy(&self, policy: PolicyId) -> Option<&Arc<NetworkPolicy>> {
         self.policies.get(policy).map(|record| &record.policy)
     }
 
-    /// A policy by its name.
     pub fn find_policy(&self, key: &ObjectKey) -> Option<&Arc<NetworkPolicy>> {
         self.policies.find(key).and_then(|policy| self.policy(policy))
+    }
+
+    /// What tables depend on in the rules of a policy.
+    pub fn policy_summary(&self, policy: PolicyId, direction: Direction) -> &RulesSummary {
+        self.policies[policy].summary.direction(direction)
+    }
+
+    /// What tables depend on in the rules of a ClusterNetworkPolicy.
+    pub fn cluster_policy_summary(&self, policy: ClusterPolicyId, direction: Direction) -> &RulesSummary {
+        self.cluster_policies[policy].summary.direction(direction)
+    }
+
+    /// How many entries the NetworkPolicies of a pod's namespace have.
+    pub fn entries_in_namespace_of(&self, pod: PodId) -> usize {
+        self.pods.get(pod).map_or(0, |record| self.namespaces[record.namespace].entries)
+    }
+
+    /// Changes with the labels and addresses of Nodes.
+    pub fn node_revision(&self) -> u64 {
+        self.node_revision
     }
 
     /// Changes with every change of a policy.
@@ -224,12 +237,10 @@ impl ClusterState {
         self.revision
     }
 
-    /// All policies.
     pub(crate) fn policy_handles(&self) -> impl Iterator<Item = &Arc<NetworkPolicy>> {
         self.policies.iter().map(|(_, record)| &record.policy)
     }
 
-    /// All ClusterNetworkPolicies.
     pub(crate) fn cluster_policy_handles(&self) -> impl Iterator<Item = &Arc<ClusterNetworkPolicy>> {
         self.cluster_policies.iter().map(|(_, record)| &record.policy)
     }
@@ -275,12 +286,10 @@ impl ClusterState {
         self.namespaces.get(self.namespaces.find(name)?)?.labels.as_ref()
     }
 
-    /// Whether a namespace is being deleted.
     pub fn is_terminating(&self, name: &str) -> bool {
         self.namespaces.find(name).is_some_and(|namespace| self.namespaces[namespace].terminating)
     }
 
-    /// The owner of an address.
     pub fn owner(&self, address: &IpAddr) -> Option<PodOrNode> {
         let claim = self.claims.get(address)?;
         if let Some(node) = claim.nodes.last() {
@@ -291,7 +300,6 @@ impl ClusterState {
         pod.map(PodOrNode::Pod)
     }
 
-    /// Every address with an owner.
     pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, PodOrNode)> {
         self.claims.keys().filter_map(|address| Some((*address, self.owner(address)?)))
     }
@@ -382,7 +390,6 @@ impl ClusterState {
         }
     }
 
-    /// The numbers of objects and peer sets.
     pub fn statistics(&self) -> StateStatistics {
         StateStatistics {
             namespaces: self.namespaces.iter().filter(|(_, record)| record.labels.is_some()).count(),
@@ -453,19 +460,12 @@ impl ClusterState {
 /// The numbers of objects and peer sets in a [`ClusterState`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StateStatistics {
-    /// Namespaces known.
     pub namespaces: usize,
-    /// Nodes known.
     pub nodes: usize,
-    /// Pods.
     pub pods: usize,
-    /// NetworkPolicies.
     pub policies: usize,
-    /// ClusterNetworkPolicies.
     pub cluster_policies: usize,
-    /// Services.
     pub services: usize,
-    /// Peer sets that rules use.
     pub peer_sets: usize,
 }
 

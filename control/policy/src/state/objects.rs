@@ -8,7 +8,8 @@ use rustc_hash::FxHashSet;
 use crate::model::{Namespace, NetworkPolicy, Node, ObjectKey};
 
 use super::peer_set::PodId;
-use super::{ClusterState, NodeNumber, NodeRecord, PolicyRecord};
+use super::summary::PolicySummary;
+use super::{ClusterState, MOST_ENTRIES_IN_NAMESPACE, NodeNumber, NodeRecord, PolicyRecord};
 
 impl ClusterState {
     pub(super) fn set_namespace(&mut self, namespace: Namespace) {
@@ -71,6 +72,7 @@ impl ClusterState {
                 let namespace = self.namespace(&policy.key.namespace);
                 let record = PolicyRecord {
                     policy: policy.clone(),
+                    summary: PolicySummary::default(),
                     namespace,
                     revision: 0,
                     pods: FxHashSet::default(),
@@ -86,10 +88,23 @@ impl ClusterState {
         let labels = |pod: &PodId| &self.pods[*pod].pod.labels;
         let selected: FxHashSet<PodId> =
             namespace.pods.iter().copied().filter(|pod| policy.pod_selector.matches(labels(pod))).collect();
+        self.set_policy_summary(number, PolicySummary::of(&policy));
         let record = &mut self.policies[number];
         (record.policy, record.revision, record.outlives) = (policy, self.revision, false);
         let before = std::mem::replace(&mut record.pods, selected.clone());
         self.reassign(number, &before, &selected);
+    }
+
+    /// All pods of a namespace with too many entries are closed, so these follow what it has.
+    fn set_policy_summary(&mut self, number: u32, summary: PolicySummary) {
+        let record = &mut self.policies[number];
+        let namespace = &mut self.namespaces[record.namespace];
+        let before = namespace.entries;
+        namespace.entries = before + summary.entries() - record.summary.entries();
+        record.summary = summary;
+        if before.max(namespace.entries) > MOST_ENTRIES_IN_NAMESPACE {
+            self.outdated.pods.extend(&namespace.pods);
+        }
     }
 
     pub(super) fn delete_policy(&mut self, key: &ObjectKey) {
@@ -117,6 +132,7 @@ impl ClusterState {
         self.revision += 1;
         let before = std::mem::take(&mut self.policies[number].pods);
         self.reassign(number, &before, &FxHashSet::default());
+        self.set_policy_summary(number, PolicySummary::default());
         let record = self.policies.remove(key).expect("found above");
         self.namespaces[record.namespace].policies.remove(&number);
         self.forget_if_empty(&key.namespace);
@@ -146,17 +162,25 @@ impl ClusterState {
         let node = self.node(&object.name);
         let record = &mut self.nodes[node];
         let Node { labels, addresses, status_addresses, .. } = object;
-        self.outdated.nodes |= (&record.labels, &record.status_addresses) != (&labels, &status_addresses);
+        let is_changed = (&record.labels, &record.status_addresses) != (&labels, &status_addresses);
         (record.labels, record.status_addresses) = (labels, status_addresses);
+        if is_changed {
+            self.outdate_nodes();
+        }
         self.set_node_addresses(node, Some(addresses));
     }
 
     pub(super) fn delete_node(&mut self, name: &str) {
         let Some(node) = self.nodes.find(name) else { return };
-        self.outdated.nodes = true;
         let record = &mut self.nodes[node];
         (record.labels, record.status_addresses) = Default::default();
+        self.outdate_nodes();
         self.set_node_addresses(node, None);
+    }
+
+    fn outdate_nodes(&mut self) {
+        self.outdated.nodes = true;
+        self.node_revision += 1;
     }
 
     fn set_node_addresses(&mut self, node: NodeNumber, addresses: Option<Vec<IpAddr>>) {

@@ -68,9 +68,29 @@ impl<K: Eq + Hash, V> Registry<K, V> {
         self.entries[number as usize].take()
     }
 
+    /// Removes an entry whose number is still in use: nobody has it before [`Registry::free`].
+    pub(crate) fn withdraw<Q: Eq + Hash + ?Sized>(&mut self, key: &Q) -> Option<(u32, V)>
+    where
+        K: std::borrow::Borrow<Q>,
+    {
+        let number = self.index.remove(key)?;
+        Some((number, self.entries[number as usize].take()?))
+    }
+
+    /// A withdrawn number is not in use any more.
+    pub(crate) fn free(&mut self, number: u32) {
+        debug_assert!(self.entries[number as usize].is_none(), "it is withdrawn");
+        self.free.push(Reverse(number));
+    }
+
     /// The value under a number.
     pub(crate) fn get(&self, number: u32) -> Option<&V> {
         self.entries.get(number as usize)?.as_ref()
+    }
+
+    /// The value under a number, to change it.
+    pub(crate) fn get_mut(&mut self, number: u32) -> Option<&mut V> {
+        self.entries.get_mut(number as usize)?.as_mut()
     }
 
     /// All entries by ascending number.

@@ -14,7 +14,7 @@ use super::naive::ClusterObjects;
 use super::random::history;
 
 /// The result of an engine, without the numbers that depend on its history.
-fn outcome(engine: &Engine) -> impl PartialEq + std::fmt::Debug + use<> {
+pub(super) fn outcome(engine: &Engine) -> impl PartialEq + std::fmt::Debug + use<> {
     let (state, tables) = engine.statistics();
     let set = engine.policy_set().statistics();
     let mut rules: Vec<_> = engine

@@ -3,6 +3,7 @@
 use penstock_policy::compile::MOST_ENTRIES;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Object, ObjectChange};
+use penstock_policy::state::MOST_ENTRIES_IN_NAMESPACE;
 
 use super::build::*;
 
@@ -45,4 +46,58 @@ fn a_pod_with_too_many_entries_is_closed_and_no_other_is() {
     assert!(closed[0].starts_with("shop/db: its NetworkPolicies have 262146 rules,"), "{closed:?}");
     engine.apply([ObjectChange::Set(long(1))]);
     assert_eq!((allows(&engine, &queries), engine.closed_pods().len()), (vec![true, true, true], 0));
+}
+
+#[test]
+fn a_namespace_with_too_many_entries_closes_its_own_pods() {
+    let long = |name: &str, ports: usize| {
+        // They select no pod, and count all the same.
+        policy(name, "app=none", Some(vec![rule(&[], &vec!["tcp/80"; ports])]), None)
+    };
+    let of_web =
+        |namespace: &str| policy(&format!("{namespace}/web"), "app=web", Some(vec![rule(&[], &["tcp/80"])]), None);
+    let mut engine = Engine::new(EngineSettings::for_all_pods());
+    let objects = [
+        namespace("shop", ""),
+        namespace("bank", ""),
+        Object::Pod(pod("shop/web", "app=web", &["10.0.1.1"], &[])),
+        Object::Pod(pod("shop/open", "app=open", &["10.0.1.2"], &[])),
+        Object::Pod(pod("bank/web", "app=web", &["10.0.2.1"], &[])),
+        of_web("shop"),
+        of_web("bank"),
+        // Two entries are those of `web`, and one is this rule's own.
+        long("shop/long", MOST_ENTRIES_IN_NAMESPACE - 3),
+    ];
+    engine.apply(objects.into_iter().map(ObjectChange::Set));
+    let queries = [("10.0.1.1", 80), ("10.0.1.2", 80), ("10.0.2.1", 80)];
+    assert_eq!((allows(&engine, &queries), engine.closed_pods().len()), (vec![true, true, true], 0));
+    engine.apply([ObjectChange::Set(long("shop/more", 0))]);
+    let closed: Vec<String> = engine.closed_pods().into_iter().map(|(pod, why)| format!("{pod}: {why}")).collect();
+    assert_eq!((allows(&engine, &queries), closed.len()), (vec![false, true, true], 1), "{closed:?}");
+    assert!(closed[0].starts_with("shop/web: the NetworkPolicies of its namespace have 524289 rules,"), "{closed:?}");
+    engine.apply([ObjectChange::Delete(long("shop/more", 0).reference())]);
+    assert_eq!((allows(&engine, &queries), engine.closed_pods().len()), (vec![true, true, true], 0));
+}
+
+#[test]
+fn each_number_of_a_ports_name_counts() {
+    let mut engine = Engine::new(EngineSettings::for_all_pods());
+    // A rule and its peer for each number, beside the rules, peers and ports as they are written.
+    let rules = MOST_ENTRIES / 16;
+    let long = policy("shop/web", "app=web", None, Some(vec![rule(&["10.0.0.0/8"], &["tcp/http"]); rules]));
+    let pod = |number: u8| {
+        let port = format!("http:tcp/{}", 8000 + u16::from(number));
+        ObjectChange::Set(Object::Pod(pod(
+            &format!("shop/web-{number}"),
+            if number == 0 { "app=web" } else { "app=db" },
+            &[format!("10.0.1.{number}").as_str()],
+            &[port.as_str()],
+        )))
+    };
+    let of_namespace = [ObjectChange::Set(namespace("shop", "")), ObjectChange::Set(long)];
+    engine.apply(of_namespace.into_iter().chain((0..7).map(pod)));
+    let closed: Vec<String> = engine.closed_pods().into_iter().map(|(pod, why)| format!("{pod}: {why}")).collect();
+    assert_eq!(closed.len(), 1, "{closed:?}");
+    assert!(closed[0].starts_with("shop/web-0: its NetworkPolicies have 278528 rules,"), "{closed:?}");
+    assert!(closed[0].contains("egress"), "{closed:?}");
 }

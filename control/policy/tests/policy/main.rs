@@ -4,6 +4,7 @@
 //! that reads the objects and shares no code with either.
 
 mod agreement;
+mod aside;
 mod build;
 mod classes;
 mod clauses;

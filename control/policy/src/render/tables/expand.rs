@@ -12,26 +12,22 @@ use crate::state::NAMESPACE_UNKNOWN;
 
 use super::Tables;
 
-/// Expands rules of [`Tables`].
 #[derive(Debug)]
 pub struct Expansion<'a> {
     tables: &'a Tables,
     addresses: FxHashMap<u32, Vec<IpAddr>>,
 }
 
-/// An effective rule with its peers as addresses.
 #[derive(Clone, Debug)]
 pub struct ExpandedRule<'a> {
     /// The policy's rule it comes from.
     pub source: &'a RuleSource,
     /// The peers' addresses, sorted and disjoint; `None` for every address.
     pub peers: Option<Vec<IpNet>>,
-    /// Which destinations match.
     pub ports: &'a PortSpec,
 }
 
 impl Tables {
-    /// Prepares to expand rules.
     pub fn expand(&self) -> Expansion<'_> {
         let mut addresses: FxHashMap<u32, Vec<IpAddr>> = FxHashMap::default();
         for (address, identity) in self.identities.addresses() {
@@ -58,7 +54,7 @@ impl<'a> Expansion<'a> {
     fn peers(&self, table: u32, rule: u32, peers: &EffectivePeers) -> Option<Vec<IpNet>> {
         let EffectivePeers::AnyOf { every_pod, blocks, .. } = peers else { return None };
         let identities = &self.tables.identities;
-        let mut peers: FxHashSet<u32> = self.tables.tables[table].linked.peers(rule, identities).collect();
+        let mut peers: FxHashSet<u32> = self.tables.tables[table].linked.peers(rule, identities.members()).collect();
         if *every_pod {
             let known = |identity: &u32| identities.peer_sets(*identity).first() != Some(&NAMESPACE_UNKNOWN);
             peers.extend(self.addresses.keys().copied().filter(known));

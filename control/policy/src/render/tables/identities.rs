@@ -22,10 +22,48 @@ struct IdentityRecord {
 pub(super) struct Identities {
     known: Registry<Box<[PeerSetId]>, IdentityRecord>,
     by_address: FxHashMap<IpAddr, u32>,
-    by_peer_set: FxHashMap<PeerSetId, FxHashSet<u32>>,
+    members: Members,
     /// Identities added or removed; those removed are listed below with their peer sets.
     changed: FxHashSet<u32>,
     removed: Vec<(u32, Box<[PeerSetId]>)>,
+}
+
+/// The identities in each peer set.
+#[derive(Default, Debug)]
+pub(super) struct Members(FxHashMap<PeerSetId, FxHashSet<u32>>);
+
+impl Members {
+    /// The identities in a peer set.
+    pub(super) fn of(&self, peer_set: PeerSetId) -> impl Iterator<Item = u32> {
+        self.0.get(&peer_set).into_iter().flatten().copied()
+    }
+
+    pub(super) fn has(&self, peer_set: PeerSetId, identity: u32) -> bool {
+        self.0.get(&peer_set).is_some_and(|members| members.contains(&identity))
+    }
+
+    /// A copy for these peer sets, which may repeat.
+    pub(super) fn only(&self, peer_sets: impl Iterator<Item = PeerSetId>) -> Self {
+        let mut copy = FxHashMap::default();
+        for peer_set in peer_sets {
+            if let Some(members) = self.0.get(&peer_set) {
+                copy.entry(peer_set).or_insert_with(|| members.clone());
+            }
+        }
+        Self(copy)
+    }
+
+    fn insert(&mut self, peer_set: PeerSetId, identity: u32) {
+        self.0.entry(peer_set).or_default().insert(identity);
+    }
+
+    fn remove(&mut self, peer_set: PeerSetId, identity: u32) {
+        let members = self.0.entry(peer_set).or_default();
+        members.remove(&identity);
+        if members.is_empty() {
+            self.0.remove(&peer_set);
+        }
+    }
 }
 
 /// The identity number in tables: they count from 1.
@@ -55,7 +93,7 @@ impl Identities {
         let number =
             self.known.insert(peer_sets.clone(), IdentityRecord { peer_sets: peer_sets.clone(), addresses: 1 });
         for peer_set in &peer_sets {
-            self.by_peer_set.entry(*peer_set).or_default().insert(number);
+            self.members.insert(*peer_set, number);
         }
         self.changed.insert(number);
         number
@@ -70,11 +108,7 @@ impl Identities {
         let peer_sets = std::mem::take(&mut record.peer_sets);
         self.known.remove(&peer_sets);
         for peer_set in &peer_sets {
-            let members = self.by_peer_set.entry(*peer_set).or_default();
-            members.remove(&number);
-            if members.is_empty() {
-                self.by_peer_set.remove(peer_set);
-            }
+            self.members.remove(*peer_set, number);
         }
         self.changed.insert(number);
         self.removed.push((number, peer_sets));
@@ -108,9 +142,9 @@ impl Identities {
         self.known.get(number).map(|record| &*record.peer_sets).unwrap_or_default()
     }
 
-    /// The identities in a peer set.
-    pub(super) fn in_peer_set(&self, peer_set: PeerSetId) -> impl Iterator<Item = u32> {
-        self.by_peer_set.get(&peer_set).into_iter().flatten().copied()
+    /// The identities in each peer set.
+    pub(super) fn members(&self) -> &Members {
+        &self.members
     }
 
     /// How many there are.

@@ -8,11 +8,11 @@ use penstock_dataplane::policy::{
 };
 use rustc_hash::FxHashMap;
 
-use crate::compile::{EffectivePeers, EffectiveRule, TableKey, Tier};
+use crate::compile::{self, EffectivePeers, EffectiveRule, RuleSource, TableKey, Tier};
 use crate::model::{DenyAnswer, IpBlock, PolicyNotes};
 use crate::state::{ClusterState, NAMESPACE_UNKNOWN, PeerSetId};
 
-use super::identities::{Identities, identity};
+use super::identities::{Members, identity};
 
 /// The rules of one table, with references to the peer sets they use.
 #[derive(Default, Debug)]
@@ -25,32 +25,46 @@ pub(super) struct LinkedRules {
 }
 
 impl LinkedRules {
-    /// Acquires the peer sets of a key's rules.
-    pub(super) fn new(rules: Vec<EffectiveRule>, key: &TableKey, state: &mut ClusterState) -> Self {
-        let notes = notes(&rules, key, state);
-        let link = |rule: &EffectiveRule| match &rule.peers {
-            EffectivePeers::Every => Vec::new(),
-            EffectivePeers::AnyOf { peer_sets, .. } => {
-                peer_sets.iter().map(|peer_set| state.acquire(peer_set)).collect()
-            }
-        };
-        let peer_sets = rules.iter().map(link).collect();
-        let with_every_pod = (0u32..)
-            .zip(&rules)
-            .filter(|(_, rule)| matches!(rule.peers, EffectivePeers::AnyOf { every_pod: true, .. }));
-        let every_pod = with_every_pod.map(|(number, _)| number).collect();
-        Self { rules, peer_sets, every_pod, notes }
+    /// Those of a key, none of which has been added yet.
+    pub(super) fn of(key: &TableKey, state: &ClusterState) -> Self {
+        Self { notes: notes_of_isolation(key, state), ..Self::default() }
     }
 
-    /// Releases the peer sets.
-    pub(super) fn unlink(self, state: &mut ClusterState) {
-        self.peer_sets.into_iter().flatten().for_each(|peer_set| state.release(peer_set));
+    /// Adds what follows from one of the key's rules, and acquires its peer sets.
+    pub(super) fn add(&mut self, source: &RuleSource, key: &TableKey, state: &mut ClusterState) {
+        let first = self.rules.len();
+        compile::append_rules(state, key, source, &mut self.rules);
+        for (number, rule) in (first as u32..).zip(&self.rules[first..]) {
+            let (every_pod, peer_sets) = match &rule.peers {
+                EffectivePeers::Every => (false, &[][..]),
+                EffectivePeers::AnyOf { every_pod, peer_sets, .. } => (*every_pod, peer_sets.as_slice()),
+            };
+            self.peer_sets.push(peer_sets.iter().map(|peer_set| state.acquire(peer_set)).collect());
+            if every_pod {
+                self.every_pod.insert(number);
+            }
+        }
+    }
+
+    /// Call it once all rules have been added.
+    pub(super) fn complete(&mut self) {
+        note_rules(&self.rules, &mut self.notes);
+    }
+
+    /// The acquired peer sets, each as often as it is to be released.
+    pub(super) fn take_peer_sets(&mut self) -> Vec<Vec<PeerSetId>> {
+        std::mem::take(&mut self.peer_sets)
     }
 
     /// Every peer set that affects rows; may repeat.
     pub(super) fn uses(&self) -> impl Iterator<Item = PeerSetId> {
+        self.uses_from(0)
+    }
+
+    /// Every peer set that affects rows by rules from this one on; may repeat, and may have one of the rules before.
+    pub(super) fn uses_from(&self, first: usize) -> impl Iterator<Item = PeerSetId> {
         let unknown = (!self.every_pod.is_empty()).then_some(NAMESPACE_UNKNOWN);
-        self.peer_sets.iter().flatten().copied().chain(unknown)
+        self.peer_sets[first..].iter().flatten().copied().chain(unknown)
     }
 
     /// The rules that match an identity with these peer sets; `None` if they are those that match every pod.
@@ -65,8 +79,8 @@ impl LinkedRules {
     }
 
     /// The identities that match a rule by its peer sets; may repeat.
-    pub(super) fn peers(&self, rule: u32, identities: &Identities) -> impl Iterator<Item = u32> {
-        self.peer_sets[rule as usize].iter().flat_map(|peer_set| identities.in_peer_set(*peer_set))
+    pub(super) fn peers(&self, rule: u32, members: &Members) -> impl Iterator<Item = u32> {
+        self.peer_sets[rule as usize].iter().flat_map(|peer_set| members.of(*peer_set))
     }
 
     /// The rules with domain names.
@@ -79,17 +93,17 @@ impl LinkedRules {
     }
 
     /// Builds the table of a key, which counts for this many workers.
-    pub(super) fn build(&self, key: &TableKey, identities: &Identities, workers: usize) -> EndpointPolicy {
+    pub(super) fn build(&self, key: &TableKey, members: &Members, workers: usize) -> EndpointPolicy {
         let mut rows: FxHashMap<u32, RuleSet> = FxHashMap::default();
         for rule in 0..self.rules.len() as u32 {
-            self.peers(rule, identities).for_each(|identity| rows.entry(identity).or_default().insert(rule));
+            self.peers(rule, members).for_each(|identity| rows.entry(identity).or_default().insert(rule));
         }
         if !self.every_pod.is_empty() {
-            identities.in_peer_set(NAMESPACE_UNKNOWN).for_each(|identity| {
+            members.of(NAMESPACE_UNKNOWN).for_each(|identity| {
                 rows.entry(identity).or_default();
             });
             for (identity, row) in &mut rows {
-                if identities.peer_sets(*identity).first() != Some(&NAMESPACE_UNKNOWN) {
+                if !members.has(NAMESPACE_UNKNOWN, *identity) {
                     row.union_with(&self.every_pod);
                 }
             }
@@ -107,28 +121,37 @@ impl LinkedRules {
     }
 }
 
-/// How the policies of a key want their decisions reported.
-fn notes(rules: &[EffectiveRule], key: &TableKey, state: &ClusterState) -> TableNotes {
-    let numbers = |wanted: fn(RuleAction, PolicyNotes) -> bool| {
-        let numbered = (0u32..).zip(rules).filter(|(_, rule)| wanted(rule.source.action(), rule.source.notes()));
-        numbered.map(|(number, _)| number).collect()
-    };
-    let denying = (0u32..).zip(rules).filter(|(_, rule)| rule.source.action() == RuleAction::Deny);
-    let answer = |notes: PolicyNotes| notes.deny_answer.map(|answer| answer == DenyAnswer::Reject);
+/// How those of a key's policies that isolate want denials reported that no rule decides.
+fn notes_of_isolation(key: &TableKey, state: &ClusterState) -> TableNotes {
     let isolating = key.isolation.iter().flatten().filter_map(|(number, _)| state.policy(*number));
     let isolating = isolating.filter(|policy| policy.isolates && !policy.notes.is_empty());
     TableNotes {
-        record_allowed: numbers(|action, notes| action == RuleAction::Accept && notes.log.has_allowed()),
-        record_denied: numbers(|action, notes| action == RuleAction::Deny && notes.log.has_denied()),
         record_isolated: isolating
             .clone()
             .filter(|policy| policy.notes.log.has_denied())
             .map(|policy| policy.key.to_string().into())
             .collect(),
-        answers: denying.filter_map(|(number, rule)| Some((number, answer(rule.source.notes())?))).collect(),
         // If two differ, the one that says nothing to the sender.
         isolated_answer: isolating.filter_map(|policy| answer(policy.notes)).min(),
+        ..TableNotes::default()
     }
+}
+
+/// How the policies of rules want their decisions reported.
+fn note_rules(rules: &[EffectiveRule], notes: &mut TableNotes) {
+    let numbers = |wanted: fn(RuleAction, PolicyNotes) -> bool| {
+        let numbered = (0u32..).zip(rules).filter(|(_, rule)| wanted(rule.source.action(), rule.source.notes()));
+        numbered.map(|(number, _)| number).collect()
+    };
+    notes.record_allowed = numbers(|action, notes| action == RuleAction::Accept && notes.log.has_allowed());
+    notes.record_denied = numbers(|action, notes| action == RuleAction::Deny && notes.log.has_denied());
+    let denying = (0u32..).zip(rules).filter(|(_, rule)| rule.source.action() == RuleAction::Deny);
+    notes.answers = denying.filter_map(|(number, rule)| Some((number, answer(rule.source.notes())?))).collect();
+}
+
+/// Whether a policy wants denials answered, if it says so.
+fn answer(notes: PolicyNotes) -> Option<bool> {
+    notes.deny_answer.map(|answer| answer == DenyAnswer::Reject)
 }
 
 fn spec(rule: &EffectiveRule) -> RuleSpec {

@@ -2,8 +2,10 @@
 //!
 //! [`Tables::update`] handles only what the state reports as outdated. It finds the table keys of affected pods, compiles
 //! new ones, gives addresses with changed peer sets their identities, patches tables that contain an added or removed
-//! identity, and publishes all of it in one new [`PolicySet`].
+//! identity, and publishes all of it in one new [`PolicySet`]. What takes long to build may be left `aside`.
 
+mod aside;
+mod endpoints;
 mod expand;
 mod identities;
 mod linked;
@@ -16,13 +18,17 @@ use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::names::{LearntNames, NameTable, NamedPod};
 use penstock_dataplane::policy::{
     AddressOwner, AddressSet, Direction, Endpoint, EndpointId, EndpointPolicy, NodeId, PolicySet, RuleRef, RuleScope,
+    RuleTable,
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use crate::compile::{self, Dependencies, EffectiveRule, TableKey};
+use crate::compile::{self, EffectiveRule, TableKey, TooManyEntries};
 use crate::model::PortProtocol;
 use crate::state::{ClusterState, Outdated, PeerSetId, PodId, PodOrNode, Registry};
 
+use aside::{Aside, UnusedTable};
+pub use aside::{BuiltTables, TableJob};
+use endpoints::{EndpointRecord, Sides, Stage, TableRecord, owner_of};
 pub use expand::{ExpandedRule, Expansion};
 use identities::{Identities, identity};
 use linked::LinkedRules;
@@ -50,38 +56,22 @@ pub struct Tables {
     /// The tables whose rules name nodes.
     by_nodes: FxHashSet<u32>,
     usage: UsageCounts,
+    /// What is built beside the others; `None`: nothing.
+    aside: Option<Aside>,
+    /// The table of pods whose own is not built yet: it denies everything.
+    unbuilt: EndpointPolicy,
     /// The domain names that pods learn; `None`: names match nothing.
     names: Option<Arc<NameTable>>,
     set: PolicySet,
 }
 
-/// A pod in scope and its tables; `None` where no policy applies.
-#[derive(Debug)]
-struct EndpointRecord {
-    pod: PodId,
-    egress: Option<u32>,
-    ingress: Option<u32>,
-    /// The domain names that this pod has learnt since its egress rules had some.
-    names: Option<(NamedPod, Arc<LearntNames>)>,
-}
-
-#[derive(Debug)]
-struct TableRecord {
-    key: Arc<TableKey>,
-    /// The endpoints that use it.
-    endpoints: FxHashSet<u32>,
-    dependencies: Dependencies,
-    /// How many entries its policies have, if too many.
-    too_many_entries: Option<usize>,
-    linked: LinkedRules,
-    table: EndpointPolicy,
-}
-
 /// The work of one update.
 #[derive(Default)]
 struct PendingUpdate {
-    /// Endpoints whose tables may have changed; a number may no longer be in use.
+    /// Endpoints to publish; a number may no longer be in use.
     endpoints: FxHashSet<u32>,
+    /// Endpoints that may want other tables, or whose tables may be built now.
+    assigned: FxHashSet<u32>,
     /// Tables to build.
     to_build: FxHashSet<u32>,
     /// Tables that an endpoint released.
@@ -106,6 +96,8 @@ impl Tables {
             by_name: FxHashMap::default(),
             by_nodes: FxHashSet::default(),
             usage: UsageCounts::default(),
+            aside: None,
+            unbuilt: EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))),
             names: None,
             set: update.finish(),
         }
@@ -141,63 +133,87 @@ impl Tables {
 
     /// Updates the tables from the state. Returns whether anything changed.
     pub fn update(&mut self, state: &mut ClusterState) -> bool {
-        let Outdated { pods, mut addresses, names, nodes } = state.take_outdated();
-        let mut pending = PendingUpdate::default();
+        let Outdated { mut pods, addresses, names, nodes } = state.take_outdated();
+        let mut tables: FxHashSet<u32> = FxHashSet::default();
         if nodes {
-            pending.to_build.extend(&self.by_nodes);
+            tables.extend(&self.by_nodes);
         }
         for name in &names {
-            pending.to_build.extend(self.by_name.get(name).into_iter().flatten());
+            tables.extend(self.by_name.get(name).into_iter().flatten());
         }
+        let endpoints = tables.into_iter().flat_map(|table| &self.tables[table].endpoints);
+        pods.extend(endpoints.map(|endpoint| self.endpoints[*endpoint].pod));
+        let mut pending = PendingUpdate::default();
         for pod in pods {
             self.assign_tables(state, pod, &mut pending);
         }
+        self.settle(state, addresses, pending)
+    }
+
+    /// Builds what is to be built at once, and publishes it.
+    fn settle(
+        &mut self,
+        state: &mut ClusterState,
+        mut addresses: FxHashSet<IpAddr>,
+        mut pending: PendingUpdate,
+    ) -> bool {
+        self.leave_aside(&mut pending);
+        self.serve(&mut pending);
         self.link(state, &mut pending);
         // Linking acquires and releases peer sets; that outdates addresses, but no pod and no port name.
         addresses.extend(state.take_outdated().addresses);
         if addresses.is_empty() && pending.endpoints.is_empty() && pending.to_build.is_empty() {
             return false;
         }
-        for address in &addresses {
+        self.publish_all(state, &addresses, &mut pending);
+        true
+    }
+
+    /// Gives outdated addresses their identities, builds tables, and publishes everything.
+    fn publish_all(&mut self, state: &ClusterState, addresses: &FxHashSet<IpAddr>, pending: &mut PendingUpdate) {
+        for address in addresses {
             let peer_sets = match state.owner(address) {
                 Some(PodOrNode::Pod(pod)) => Some(state.peer_sets_at(pod, address)),
                 Some(PodOrNode::Node(_)) | None => None,
             };
             self.identities.set(*address, peer_sets);
         }
-        self.rebuild(&mut pending);
-        self.publish(state, &addresses, &pending);
-        true
+        self.rebuild(pending);
+        self.publish(state, addresses, pending);
     }
 
     /// Finds the table keys of a pod and assigns their tables.
     fn assign_tables(&mut self, state: &ClusterState, pod: PodId, pending: &mut PendingUpdate) {
-        if !self.is_in_scope(state, pod) {
-            let Some(number) = self.endpoints.find(&pod) else { return };
-            let record = self.endpoints.remove(&pod).expect("found above");
-            [record.egress, record.ingress]
-                .into_iter()
-                .flatten()
-                .for_each(|table| self.release_table(number, table, pending));
-            pending.endpoints.insert(number);
-            return;
-        }
-        let open = || EndpointRecord { pod, egress: None, ingress: None, names: None };
-        let number = self.endpoints.find_or_insert(&pod, open);
-        pending.endpoints.insert(number);
-        for direction in [Direction::Egress, Direction::Ingress] {
-            let key = compile::table_key(state, pod, direction);
-            let table = key.map(|key| self.assign_table(state, number, key, pending));
-            let record = &mut self.endpoints[number];
-            let slot = match direction {
-                Direction::Egress => &mut record.egress,
-                Direction::Ingress => &mut record.ingress,
-            };
-            let before = std::mem::replace(slot, table);
-            if let Some(before) = before.filter(|before| Some(*before) != table) {
-                self.release_table(number, before, pending);
+        let owner = state.pod(pod).filter(|_| self.is_in_scope(state, pod)).map(owner_of);
+        if let Some(number) = self.endpoints.find(&pod) {
+            if owner.as_ref() != Some(&self.endpoints[number].owner) {
+                self.remove_endpoint(pod, number, pending);
+            } else if self.endpoints[number].wanted.tables().any(|table| self.tables[table].has_turn()) {
+                self.aside.as_mut().expect("tables have turns").held.insert(pod);
+                return;
             }
         }
+        let Some(owner) = owner else { return };
+        let number = self.endpoints.find_or_insert(&pod, || EndpointRecord::new(pod, owner));
+        pending.assigned.insert(number);
+        let [egress, ingress] = [Direction::Egress, Direction::Ingress].map(|direction| {
+            let key = compile::table_key(state, pod, direction)?;
+            Some(self.assign_table(state, number, key, pending))
+        });
+        let before = std::mem::replace(&mut self.endpoints[number].wanted, Sides { egress, ingress });
+        before.tables().for_each(|table| self.release_table(number, table, pending));
+    }
+
+    fn remove_endpoint(&mut self, pod: PodId, number: u32, pending: &mut PendingUpdate) {
+        let record = self.endpoints.remove(&pod).expect("the caller has found it");
+        if let Some(aside) = &mut self.aside {
+            aside.forget(number, &record);
+        }
+        for table in record.tables() {
+            self.tables[table].endpoints.remove(&number);
+            pending.released.insert(table);
+        }
+        pending.endpoints.insert(number);
     }
 
     fn is_in_scope(&self, state: &ClusterState, pod: PodId) -> bool {
@@ -214,24 +230,20 @@ impl Tables {
             Some(table) => table,
             None => {
                 let key = Arc::new(key);
-                let dependencies = compile::dependencies(state, &key);
-                let linked = LinkedRules::default();
-                let (endpoints, table) =
-                    (FxHashSet::default(), linked.build(&key, &self.identities, self.usage.workers()));
-                let too_many_entries = compile::too_many_entries(state, &key);
                 let record = TableRecord {
                     key: Arc::clone(&key),
-                    endpoints,
-                    dependencies: dependencies.clone(),
-                    too_many_entries,
-                    linked,
-                    table,
+                    endpoints: FxHashSet::default(),
+                    names: compile::peers_names(state, &key),
+                    stage: Stage::Waiting,
+                    linked: LinkedRules::default(),
+                    table: self.unbuilt.clone(),
                 };
+                let names_nodes = key.nodes.is_some();
                 let number = self.tables.insert(key, record);
-                dependencies.names.into_iter().for_each(|name| {
-                    self.by_name.entry(name).or_default().insert(number);
-                });
-                if dependencies.nodes {
+                for name in &self.tables[number].names {
+                    self.by_name.entry(name.clone()).or_default().insert(number);
+                }
+                if names_nodes {
                     self.by_nodes.insert(number);
                 }
                 pending.to_build.insert(number);
@@ -242,9 +254,33 @@ impl Tables {
         table
     }
 
+    /// An endpoint has another table in place of this one, in effect or to come.
     fn release_table(&mut self, endpoint: u32, table: u32, pending: &mut PendingUpdate) {
-        self.tables[table].endpoints.remove(&endpoint);
-        pending.released.insert(table);
+        if !self.endpoints[endpoint].tables().any(|used| used == table) {
+            self.tables[table].endpoints.remove(&endpoint);
+            pending.released.insert(table);
+        }
+    }
+
+    /// Takes the tables of assigned endpoints into effect, both directions at once, if both are built or are to be built now. What waits
+    /// with something in effect is not published.
+    fn serve(&mut self, pending: &mut PendingUpdate) {
+        for number in std::mem::take(&mut pending.assigned) {
+            let Some(record) = self.endpoints.get(number) else { continue };
+            let is_built = |table: u32| self.tables[table].stage == Stage::Built || pending.to_build.contains(&table);
+            let wanted = record.wanted;
+            if wanted.tables().all(is_built) {
+                let before = self.endpoints[number].served.replace(wanted);
+                before.unwrap_or_default().tables().for_each(|table| self.release_table(number, table, pending));
+            }
+            let record = &mut self.endpoints[number];
+            if let Some(aside) = &mut self.aside {
+                aside.set_waiting(number, record);
+            }
+            if !record.is_waiting() || record.served.is_none() {
+                pending.endpoints.insert(number);
+            }
+        }
     }
 
     /// Compiles the tables to build and removes those without endpoints. Acquires before it releases, so a peer set that
@@ -252,48 +288,60 @@ impl Tables {
     fn link(&mut self, state: &mut ClusterState, pending: &mut PendingUpdate) {
         let mut unused = Vec::new();
         for table in &pending.released {
-            if self.tables[*table].endpoints.is_empty() {
-                let key = self.tables[*table].key.clone();
-                let record = self.tables.remove(&*key).expect("the table is known by its key");
+            // One whose turn it is goes afterwards.
+            if self.tables.get(*table).is_some_and(|record| record.endpoints.is_empty() && !record.has_turn()) {
                 pending.to_build.remove(table);
-                self.forget_dependencies(*table, &record.dependencies);
-                self.usage.retire(*table, &record.linked.rules, &record.table);
-                unused.push((*table, record.linked));
+                unused.push(self.remove_table(*table));
             }
         }
         for table in &pending.to_build {
-            let key = &self.tables[*table].key;
-            let linked = LinkedRules::new(compile::rules(state, key), key, state);
-            let record = &self.tables[*table];
-            self.usage.retire(*table, &record.linked.rules, &record.table);
-            unused.push((*table, std::mem::replace(&mut self.tables[*table].linked, linked)));
-        }
-        for (table, linked) in unused {
-            for peer_set in linked.uses() {
-                remove(&mut self.by_peer_set, &peer_set, table);
+            let record = &mut self.tables[*table];
+            record.linked = LinkedRules::of(&record.key, state);
+            for source in compile::sources(state, &record.key) {
+                record.linked.add(&source, &record.key, state);
             }
-            linked.unlink(state);
-        }
-        for table in &pending.to_build {
-            for peer_set in self.tables[*table].linked.uses() {
+            record.linked.complete();
+            for peer_set in record.linked.uses() {
                 self.by_peer_set.entry(peer_set).or_default().insert(*table);
             }
-            pending.endpoints.extend(&self.tables[*table].endpoints);
+            pending.endpoints.extend(&record.endpoints);
+        }
+        for unused in unused {
+            match &mut self.aside {
+                Some(aside) => aside.take_unused(unused),
+                None => self.release(unused, state),
+            }
         }
     }
 
-    fn forget_dependencies(&mut self, table: u32, dependencies: &Dependencies) {
-        for name in &dependencies.names {
+    /// Removes a table, but for what it has acquired.
+    fn remove_table(&mut self, table: u32) -> UnusedTable {
+        let key = Arc::clone(&self.tables[table].key);
+        let (number, record) = self.tables.withdraw(&*key).expect("the table is known by its key");
+        for name in &record.names {
             remove(&mut self.by_name, name, table);
         }
         self.by_nodes.remove(&table);
+        if record.stage == Stage::Built {
+            self.usage.retire(table, &record.linked.rules, &record.table);
+        }
+        UnusedTable { number, linked: record.linked, table: record.table }
+    }
+
+    fn release(&mut self, UnusedTable { number, mut linked, .. }: UnusedTable, state: &mut ClusterState) {
+        for peer_set in linked.uses() {
+            remove(&mut self.by_peer_set, &peer_set, number);
+        }
+        linked.take_peer_sets().into_iter().flatten().for_each(|peer_set| state.release(peer_set));
+        self.tables.free(number);
     }
 
     /// Builds new tables and patches those that contain an added or removed identity.
     fn rebuild(&mut self, pending: &mut PendingUpdate) {
         for table in &pending.to_build {
             let record = &mut self.tables[*table];
-            record.table = record.linked.build(&record.key, &self.identities, self.usage.workers());
+            record.table = record.linked.build(&record.key, self.identities.members(), self.usage.workers());
+            record.stage = Stage::Built;
         }
         let mut patches: FxHashMap<u32, FxHashSet<u32>> = FxHashMap::default();
         for (identity, peer_set) in self.identities.take_changed() {
@@ -304,17 +352,17 @@ impl Tables {
             }
         }
         for (table, changed) in patches {
-            let record = &mut self.tables[table];
-            let rows = changed.into_iter().map(|number| {
-                let peer_sets = self.identities.peer_sets(number);
-                (identity(number), if peer_sets.is_empty() { None } else { record.linked.row(peer_sets) })
-            });
-            record.table = match &record.table {
-                EndpointPolicy::Open => unreachable!("a table is never open"),
-                EndpointPolicy::Isolated(table) => EndpointPolicy::Isolated(Arc::new(table.with_identities(rows))),
-                EndpointPolicy::Tiered(tiers) => EndpointPolicy::Tiered(Arc::new(tiers.with_identities(rows))),
-            };
-            pending.endpoints.extend(&record.endpoints);
+            // None of one that is not used any more and has not released its peer sets yet.
+            let Some(record) = self.tables.get_mut(table) else { continue };
+            match &mut record.stage {
+                // It is built from the identities of then.
+                Stage::Waiting | Stage::Linking => {}
+                Stage::Building(all) => all.extend(changed),
+                Stage::Built => {
+                    record.patch(changed, &self.identities);
+                    pending.endpoints.extend(&record.endpoints);
+                }
+            }
         }
     }
 
@@ -326,10 +374,10 @@ impl Tables {
         for number in &pending.endpoints {
             let isolation =
                 |table: Option<u32>| table.map_or(EndpointPolicy::Open, |table| self.tables[table].table.clone());
-            let endpoint = self
-                .endpoints
-                .get(*number)
-                .map(|record| Endpoint { egress: isolation(record.egress), ingress: isolation(record.ingress) });
+            let endpoint = self.endpoints.get(*number).map(|record| {
+                let Sides { egress, ingress } = record.in_effect();
+                Endpoint { egress: isolation(egress), ingress: isolation(ingress) }
+            });
             update.set_endpoint(EndpointId(*number), endpoint);
             update.set_names(EndpointId(*number), self.names_of(state, *number));
         }
@@ -353,7 +401,7 @@ impl Tables {
     fn names_of(&mut self, state: &ClusterState, endpoint: u32) -> Option<Arc<LearntNames>> {
         let all = self.names.as_ref()?;
         let record = self.endpoints.get(endpoint)?;
-        let has_names = record.egress.is_some_and(|table| match &self.tables[table].table {
+        let has_names = record.in_effect().egress.is_some_and(|table| match &self.tables[table].table {
             EndpointPolicy::Tiered(tiers) => tiers.has_names(),
             EndpointPolicy::Open | EndpointPolicy::Isolated(_) => false,
         });
@@ -370,6 +418,12 @@ impl Tables {
         }
         let (_, names) = record.names.get_or_insert_with(|| (named.clone(), all.of(named)));
         Some(Arc::clone(names))
+    }
+
+    /// Whether a pod waits for tables of its policies: what is in effect for it is older, or, for a new pod, denies everything.
+    pub fn is_waiting(&self, pod: PodId) -> bool {
+        let is_held = self.aside.as_ref().is_some_and(|aside| aside.held.contains(&pod));
+        is_held || self.endpoints.find(&pod).is_some_and(|number| self.endpoints[number].is_waiting())
     }
 
     /// The key of one direction's table of a pod; `None` if no policy applies or the pod is not in scope.
@@ -390,20 +444,14 @@ impl Tables {
 
     /// The table number of one direction of a pod, from 0; `None` if no policy applies or it is not in scope.
     pub fn table_of(&self, pod: PodId, direction: Direction) -> Option<u32> {
-        let record = &self.endpoints[self.endpoints.find(&pod)?];
-        match direction {
-            Direction::Egress => record.egress,
-            Direction::Ingress => record.ingress,
-        }
+        self.endpoints[self.endpoints.find(&pod)?].in_effect().get(direction)
     }
 
-    /// The pods that are closed in a direction, since their NetworkPolicies have too many entries there, with their number.
-    pub fn closed(&self) -> impl Iterator<Item = (PodId, Direction, usize)> {
+    /// The pods that are closed in a direction, since there are too many entries.
+    pub fn closed(&self) -> impl Iterator<Item = (PodId, Direction, TooManyEntries)> {
         self.endpoints.iter().flat_map(|(_, record)| {
-            let directions = [(Direction::Egress, record.egress), (Direction::Ingress, record.ingress)];
-            directions
-                .into_iter()
-                .filter_map(|(direction, table)| Some((record.pod, direction, self.tables[table?].too_many_entries?)))
+            let tables = record.wanted.tables().map(|table| &self.tables[table].key);
+            tables.filter_map(|key| Some((record.pod, key.direction, key.closed?)))
         })
     }
 

@@ -1,0 +1,93 @@
+//! What tables depend on in the rules of a policy. It is read once for each version of the policy, so that a pod's table is
+//! found without reading the rules again for each pod.
+
+use crate::model::{ClusterNetworkPolicy, NetworkPolicy, Peer, Peers, PolicyPorts, PortMatch, PortProtocol, Rule};
+
+use penstock_dataplane::policy::Direction;
+
+/// The most entries that the NetworkPolicies of a namespace may have: rules, peers, excepts and ports of both directions.
+pub const MOST_ENTRIES_IN_NAMESPACE: usize = 1 << 19;
+
+/// What tables depend on in the rules of one direction of a policy.
+#[derive(Default, Debug)]
+pub struct RulesSummary {
+    /// Rules, peers, excepts and ports.
+    pub entries: usize,
+    /// Port names, sorted, each with the entries that one number for it adds: its rules and their peers.
+    pub names: Vec<((String, PortProtocol), usize)>,
+    /// Whether a peer selects nodes.
+    pub nodes: bool,
+}
+
+impl RulesSummary {
+    fn of<'a>(rules: impl Iterator<Item = &'a Rule>) -> Self {
+        let mut summary = Self::default();
+        for rule in rules {
+            summary.add(rule);
+        }
+        summary.names.sort_unstable();
+        summary.names.dedup_by(|next, kept| {
+            let is_same = next.0 == kept.0;
+            kept.1 += if is_same { next.1 } else { 0 };
+            is_same
+        });
+        summary
+    }
+
+    fn add(&mut self, rule: &Rule) {
+        let peers = match &rule.peers {
+            Peers::Every => 0,
+            Peers::AnyOf(peers) => {
+                self.nodes |= peers.iter().any(|peer| matches!(peer, Peer::Nodes(_)));
+                peers.iter().map(entries).sum()
+            }
+        };
+        let ports: &[_] = match &rule.ports {
+            PolicyPorts::Every => &[],
+            PolicyPorts::AnyOf(ports) => ports,
+        };
+        let named = ports.iter().filter_map(|port| match &port.which {
+            PortMatch::Name(name) => Some(((name.clone(), port.protocol), 1 + peers)),
+            PortMatch::Every | PortMatch::Range { .. } => None,
+        });
+        self.names.extend(named);
+        self.entries += 1 + peers + ports.len();
+    }
+}
+
+fn entries(peer: &Peer) -> usize {
+    match peer {
+        Peer::IpBlock(block) => 1 + block.except.len(),
+        _ => 1,
+    }
+}
+
+/// The summaries of both directions of a policy.
+#[derive(Default, Debug)]
+pub(super) struct PolicySummary {
+    egress: RulesSummary,
+    ingress: RulesSummary,
+}
+
+impl PolicySummary {
+    pub(super) fn of(policy: &NetworkPolicy) -> Self {
+        let rules = |rules: &Option<Vec<Rule>>| RulesSummary::of(rules.iter().flatten());
+        Self { egress: rules(&policy.egress), ingress: rules(&policy.ingress) }
+    }
+
+    pub(super) fn of_cluster(policy: &ClusterNetworkPolicy) -> Self {
+        let egress = RulesSummary::of(policy.egress.iter().map(|rule| &rule.matches));
+        Self { egress, ingress: RulesSummary::of(policy.ingress.iter().map(|rule| &rule.matches)) }
+    }
+
+    pub(super) fn direction(&self, direction: Direction) -> &RulesSummary {
+        match direction {
+            Direction::Egress => &self.egress,
+            Direction::Ingress => &self.ingress,
+        }
+    }
+
+    pub(super) fn entries(&self) -> usize {
+        self.egress.entries + self.ingress.entries
+    }
+}
