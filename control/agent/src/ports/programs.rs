@@ -107,7 +107,7 @@ impl Programs {
                         .into_iter()
                         .for_each(|pins| pins.remove(Pinned { program, interface: interface.index }));
                 }
-                InterfacePrograms::Xdp { attached, veth, options }
+                InterfacePrograms::Xdp { attached: Box::new(attached), veth, options }
             }
             Self::Tcx { tcx, .. } => InterfacePrograms::Tcx { veth: tcx.attach_pod(interface)?, options },
         })
@@ -177,7 +177,7 @@ impl fmt::Display for AttachMode {
 /// The programs on one interface. Dropping it detaches them.
 pub(crate) enum InterfacePrograms {
     Xdp {
-        attached: Attached,
+        attached: Box<Attached>,
         /// On what a pod gets, where the kernel has tcx.
         veth: Option<PodVeth>,
         options: AttachOptions,
