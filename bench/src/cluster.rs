@@ -15,9 +15,7 @@ use crate::testbed::{
 
 /// The node and pods of a directory of manifests.
 pub struct Cluster {
-    /// The node, wired.
     pub node: Node,
-    /// The node's name.
     pub name: String,
     /// Ends of probes: the node first, then its pods, in the order of the manifests.
     pub sites: Vec<Site>,
@@ -116,7 +114,6 @@ fn ports(service: &ProxiedService, number: impl Fn(&ProxiedPort) -> Option<u16>)
 
 /// Nodes joined by a router, and their pods, from manifests.
 pub struct MultiNodeCluster {
-    /// The router between the nodes.
     pub router: Router,
     /// Names and nodes, wired, in the order of the manifests.
     pub nodes: Vec<(String, Node)>,
@@ -124,7 +121,6 @@ pub struct MultiNodeCluster {
     pub sites: Vec<Site>,
 }
 
-/// How nodes and pods are wired.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NodeLayout {
     /// How one node reaches the pods of another.

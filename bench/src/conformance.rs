@@ -16,7 +16,6 @@ use serde_json::{Value, json};
 
 use crate::probe::{self, EchoService, Probe, ProbeOutcome, Protocol, RetryPolicy, Site};
 
-/// All cases.
 #[derive(Deserialize)]
 pub struct Suite {
     /// In the tool's order.
@@ -28,7 +27,6 @@ pub struct Suite {
 pub struct SuiteCase {
     /// Its number in the data.
     pub id: u32,
-    /// Its subject.
     pub description: String,
     /// The features that it uses, such as `named-port`.
     pub tags: BTreeSet<String>,
@@ -39,13 +37,11 @@ pub struct SuiteCase {
 /// The cluster at one time, and what holds then.
 #[derive(Deserialize)]
 pub struct SuiteStep {
-    /// Namespaces, pods and policies.
     pub state: SuiteState,
     /// One row for each pair of pods and each port and protocol.
     pub expected: Vec<SuiteExpectation>,
 }
 
-/// All objects of a step.
 #[derive(Deserialize)]
 pub struct SuiteState {
     namespaces: Vec<SuiteNamespace>,
@@ -60,12 +56,10 @@ struct SuiteNamespace {
     labels: BTreeMap<String, String>,
 }
 
-/// A pod with one address.
 #[derive(Deserialize)]
 pub struct SuitePod {
     namespace: String,
     name: String,
-    /// Its address in the data.
     pub ip: IpAddr,
     labels: BTreeMap<String, String>,
     ports: Vec<SuitePort>,
@@ -87,7 +81,6 @@ pub struct SuiteExpectation {
     pub to: String,
     resolved_port: u16,
     protocol: String,
-    /// Policy lets it pass.
     pub allowed: bool,
     /// From a pod to itself: the suite lets a policy cut these off, Kubernetes does not.
     #[serde(default, rename = "self")]
@@ -118,7 +111,6 @@ pub fn by_turns(place: usize) -> usize {
 pub struct PodPlacement(BTreeMap<String, usize>);
 
 impl PodPlacement {
-    /// Places all pods of the suite.
     pub fn new(suite: &Suite, placement: Placement) -> Self {
         let pods: BTreeSet<String> = suite.all_pods().map(SuitePod::full_name).collect();
         Self(pods.into_iter().enumerate().map(|(place, pod)| (pod, placement(place))).collect())
@@ -173,12 +165,10 @@ impl SuitePod {
         format!("{}/{}", self.namespace, self.name)
     }
 
-    /// Its namespace.
     pub fn namespace(&self) -> &str {
         &self.namespace
     }
 
-    /// Its object, with its address.
     pub fn object(&self, places: &PodPlacement) -> Value {
         let port = |port: &SuitePort| json!({"name": port.name, "containerPort": port.port, "protocol": port.protocol});
         let ports: Vec<Value> = self.ports.iter().map(port).collect();

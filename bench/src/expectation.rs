@@ -13,12 +13,9 @@ use crate::probe::{Probe, Protocol};
 /// Port at the client's end of a probe; no policy matches on it.
 const EPHEMERAL: u16 = 50_000;
 
-/// Expected result of a probe.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Expectation {
-    /// It is answered.
     Allowed,
-    /// It is dropped.
     Denied {
         /// The isolated pod, the direction, and the policies that isolate it.
         by: String,
@@ -40,7 +37,6 @@ pub struct PolicyOracle {
 }
 
 impl PolicyOracle {
-    /// Loads all objects at once.
     pub fn new(objects: &[Object]) -> Self {
         let mut engine = Engine::new(EngineSettings::for_all_pods());
         engine.apply(objects.iter().cloned().map(ObjectChange::Set));

@@ -7,7 +7,6 @@ use std::fmt::Write;
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// Adds a value.
     pub fn add(&mut self, value: f64) {
         self.0.push(value);
     }
@@ -29,17 +28,14 @@ impl Samples {
         }
     }
 
-    /// The lowest value.
     pub fn lowest(&self) -> Option<f64> {
         self.sorted().first().copied()
     }
 
-    /// The highest value.
     pub fn highest(&self) -> Option<f64> {
         self.sorted().last().copied()
     }
 
-    /// Number of values.
     pub fn count(&self) -> usize {
         self.0.len()
     }

@@ -32,12 +32,10 @@ impl Batch {
         Self { frames, header, first: 0 }
     }
 
-    /// Number of frames in total.
     pub fn count(&self) -> usize {
         self.frames.len()
     }
 
-    /// Advances to the next batch.
     pub fn turn(&mut self) {
         self.first = (self.first + BATCH) % self.frames.len();
     }
@@ -90,6 +88,7 @@ pub fn snapshot() -> Snapshot {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            by_host: None,
             bridge: 0,
             addresses: vec![address],
         };

@@ -9,7 +9,6 @@ use anyhow::Result;
 /// The machine as described in the report.
 #[derive(Clone, Debug)]
 pub struct Machine {
-    /// Names and values.
     pub facts: Vec<(String, String)>,
     /// Load average at the start, by other processes.
     pub load: f64,
@@ -19,7 +18,6 @@ pub struct Machine {
 pub const BUSY: f64 = 0.7;
 
 impl Machine {
-    /// Looks at it now.
     pub fn look() -> Result<Self> {
         let kernel = nix::sys::utsname::uname()?;
         let load = fs::read_to_string("/proc/loadavg")?;

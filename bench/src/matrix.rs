@@ -13,13 +13,10 @@ use crate::probe::{self, Frontend, Probe, ProbeOutcome, Protocol, RetryPolicy, S
 /// A probe with its expected and its observed result.
 #[derive(Clone, Debug)]
 pub struct MatrixEntry {
-    /// The probe.
     pub probe: Probe,
     /// Index of the frontend that it is sent to; `None` if to the site itself.
     pub frontend: Option<usize>,
-    /// The result that the policies imply.
     pub expected: Expectation,
-    /// The result of the packets.
     pub outcome: ProbeOutcome,
 }
 
@@ -73,7 +70,6 @@ impl Matrix {
         Ok(Self { sites, frontends, protocols: protocols.to_vec(), entries })
     }
 
-    /// All probes.
     pub fn entries(&self) -> &[MatrixEntry] {
         &self.entries
     }
@@ -118,7 +114,6 @@ impl Matrix {
         sites.chain((0..self.frontends.len()).map(Destination::Frontend))
     }
 
-    /// The names of the columns.
     fn names(&self) -> impl Iterator<Item = &String> {
         self.sites.iter().chain(&self.frontends)
     }
@@ -202,7 +197,6 @@ fn expect(sites: &[Site], frontend: Option<&Frontend>, oracle: &PolicyOracle, pr
     Ok(oracle.expect_at(source, backend))
 }
 
-/// A column of the grid.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Destination {
     Site(usize),
@@ -249,7 +243,6 @@ impl Legend {
     }
 }
 
-/// Explains the marks of a grid.
 pub fn key(protocols: &[Protocol]) -> Vec<String> {
     let order = protocols.iter().map(Protocol::to_string).collect::<Vec<_>>().join(", ");
     let mark = |mark: Mark| mark.styled();

@@ -33,7 +33,7 @@ mod tag;
 #[cfg(feature = "af-xdp")]
 pub mod worker;
 
-pub use capabilities::drop_capabilities;
+pub use capabilities::{drop_capabilities, without_capabilities};
 pub use drop_reason::DropReason;
 pub use epoch::Epoch;
 pub use program_outcome::ProgramOutcome;

@@ -27,13 +27,10 @@ const TAKEN: u64 = 1;
 /// How many connections a pod may have in one direction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Limit {
-    /// So many are opened in a second.
     pub each_second: Option<u32>,
-    /// So many are open.
     pub open: Option<u32>,
 }
 
-/// Connections that a pod's limits have refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Refused {
     /// Packets that would have opened a connection too many in a second.
@@ -179,7 +176,6 @@ impl OpenList {
         self.places.iter().filter_map(|place| ConnectionName::from_word(place.load(Ordering::Relaxed)))
     }
 
-    /// A place for one more.
     fn take(&self, table: &ConnTable, now: Timestamp) -> Option<usize> {
         if now.as_millis() < self.rests_until.load(Ordering::Relaxed) {
             return None;
@@ -201,7 +197,6 @@ impl OpenList {
 }
 
 impl Admission<'_> {
-    /// The connection is open.
     pub(crate) fn opened(mut self, name: ConnectionName) {
         for held in self.0.iter_mut().filter_map(Option::take) {
             if let Some((list, place)) = held.of.open.as_ref().zip(held.place) {
@@ -230,7 +225,6 @@ impl Drop for Admission<'_> {
 pub struct LimitedPods(Option<Arc<FxHashMap<PortId, Arc<PodLimits>>>>);
 
 impl LimitedPods {
-    /// With these.
     pub fn new(pods: impl IntoIterator<Item = (PortId, Arc<PodLimits>)>) -> Self {
         let pods: FxHashMap<_, _> = pods.into_iter().collect();
         Self((!pods.is_empty()).then(|| Arc::new(pods)))
@@ -240,7 +234,6 @@ impl LimitedPods {
         self.0.as_ref()?.get(&port?).map(Arc::as_ref)
     }
 
-    /// Whether a limit counts connections between these ends.
     pub(crate) fn count(&self, ends: FlowEnds<'_>) -> bool {
         self.0.is_some() && (self.of(ends.src.port()).is_some() || self.of(ends.dst.port()).is_some())
     }

@@ -1,6 +1,5 @@
 //! Prefetch hints.
 
-/// Prefetches the cache line at `at`.
 #[inline]
 pub(crate) fn prefetch<T>(at: &T) {
     #[cfg(target_arch = "x86_64")]

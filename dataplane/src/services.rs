@@ -15,9 +15,7 @@ use crate::packet::{Address, Protocol};
 /// One end of a connection: an address and a port.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct Backend {
-    /// Its address.
     pub address: Address,
-    /// Its port.
     pub port: u16,
 }
 
@@ -42,7 +40,6 @@ pub enum WithoutBackend {
     Dropped,
 }
 
-/// A client keeps its backend.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Affinity {
     /// Identifies the Service's port. It is the same at each of the Service's addresses and for every process.
@@ -51,7 +48,6 @@ pub struct Affinity {
     pub seconds: u32,
 }
 
-/// A Service's port at a cluster address.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct Frontend {
     /// The name of the Service's port, for display: `shop/api:http`.
@@ -62,36 +58,28 @@ pub struct Frontend {
     pub serving: Arc<[Backend]>,
     /// The fate of packets without [`Frontend::backends`].
     pub without: WithoutBackend,
-    /// Whether a client keeps its backend.
     pub affinity: Option<Affinity>,
 }
 
 impl Frontend {
-    /// Whether a new connection may get this backend.
     pub fn may_choose(&self, backend: &Backend) -> bool {
         self.backends.binary_search(backend).is_ok()
     }
 
-    /// Whether this backend serves.
     pub fn is_serving(&self, backend: &Backend) -> bool {
         self.serving.binary_search(backend).is_ok()
     }
 }
 
-/// The answer of a set about a destination.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Destination<'a> {
-    /// No Service has the address.
     NotService,
     /// A Service has the address, and none has this port there.
     NoSuchPort,
-    /// This frontend.
     Frontend(&'a Arc<Frontend>),
 }
 
-/// A port of one address.
 type PortOfAddress = (Protocol, u16, Arc<Frontend>);
-/// The addresses of one shard, each with its ports.
 type Shard = FxHashMap<Address, Arc<[PortOfAddress]>>;
 
 /// A change copies one shard: about ten addresses at 10,000 Services.
@@ -105,7 +93,6 @@ pub struct ServiceSet {
 }
 
 impl ServiceSet {
-    /// The frontend at this address and port.
     pub fn find(&self, address: Address, protocol: Protocol, port: u16) -> Destination<'_> {
         let Some(shards) = &self.shards else { return Destination::NotService };
         match shards[shard_of(address)].get(&address) {
@@ -117,7 +104,6 @@ impl ServiceSet {
         }
     }
 
-    /// The frontend of this key.
     pub fn frontend(&self, key: &FrontendKey) -> Option<&Arc<Frontend>> {
         match self.find(key.address, key.protocol, key.port) {
             Destination::Frontend(frontend) => Some(frontend),
@@ -164,12 +150,10 @@ impl ServiceSet {
         }
     }
 
-    /// The number of frontends.
     pub fn len(&self) -> usize {
         self.frontends
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         self.frontends == 0
     }

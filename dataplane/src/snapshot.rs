@@ -14,13 +14,10 @@ use crate::services::ServiceSet;
 pub struct Snapshot {
     /// Sequence number of its publication.
     pub epoch: Epoch,
-    /// Policy tables, and the map of addresses.
     pub policy: PolicySet,
-    /// Forwarding table.
     pub forwarding: Forwarding,
     /// Services that workers translate; `None` if the node's kernel translates them.
     pub services: Option<ServiceSet>,
-    /// Pods whose connections are limited.
     pub limits: LimitedPods,
     /// Whose answers teach pods domain names.
     pub resolvers: Resolvers,
@@ -42,19 +39,16 @@ impl Snapshot {
         }
     }
 
-    /// Sets the Services that workers translate.
     #[must_use]
     pub fn with_services(self, services: Option<ServiceSet>) -> Self {
         Self { services, ..self }
     }
 
-    /// Sets the pods whose connections are limited.
     #[must_use]
     pub fn with_limits(self, limits: LimitedPods) -> Self {
         Self { limits, ..self }
     }
 
-    /// Sets whose answers teach pods domain names.
     #[must_use]
     pub fn with_resolvers(self, resolvers: Resolvers) -> Self {
         Self { resolvers, ..self }

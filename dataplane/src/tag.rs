@@ -13,7 +13,8 @@
 //! | 6–7 | `02fa` | of what is [`allowed`] the port, in network byte order |
 //! | 8–11 | index of the interface at which the frame was, in network byte order | and the epoch, the same |
 //!
-//! With XDP at pods' veths, frames on the host veth carry the first three bytes: which of them the node's stack forwarded.
+//! With XDP at pods' veths, frames to workers on the host veth carry the first three bytes: which of them the node's stack forwarded. Those from
+//! workers have a tag where they leave by an uplink, and where others have filters on the pod's interface ([`crate::forward::Port::by_host`]).
 
 use crate::batch::StackSender;
 use crate::epoch::Epoch;
@@ -45,12 +46,9 @@ pub(crate) const TO_NEIGHBOUR: u8 = 128;
 
 /// To the node's stack, as a packet of the port; without a port as one of the pair.
 const TO_NODE: u8 = 1;
-/// Out by an uplink.
 const TO_UPLINK: u8 = 2;
-/// No port.
 const NO_PORT: PortId = PortId(0xffff);
 
-/// Where a frame came from.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct FrameTag {
     /// The port of the pod at whose veth it was.
@@ -113,7 +111,12 @@ pub(crate) const fn to_pod(port: PortId) -> Mac {
 
 /// Destination address by which a frame from a worker goes to the node's stack, as received on the pair.
 pub(crate) const fn to_node() -> Mac {
-    let [p, q] = NO_PORT.0.to_be_bytes();
+    to_node_from(NO_PORT)
+}
+
+/// Destination address by which a frame from a worker goes to the node's stack, as received from the pod behind this port.
+pub(crate) const fn to_node_from(port: PortId) -> Mac {
+    let [p, q] = port.0.to_be_bytes();
     Mac([LOCAL, FROM_WORKER, TO_NODE, 0, p, q])
 }
 
@@ -140,11 +143,12 @@ pub(crate) fn allowed(to_port: u16, epoch: Epoch) -> Mac {
     Mac([p, q, a, b, c, d])
 }
 
-/// Makes a frame with the address of [`to_node`] one that the node's stack receives as a packet of this port.
+/// Makes a frame with the address of [`to_node`] one that the node's stack receives as a packet of this port. One that leaves [by an
+/// uplink](to_uplink) came from the stack, and names its pod's port already.
 #[inline]
 pub(crate) fn set_port(frame: &mut [u8], port: PortId) {
-    if let Some(bytes) = frame.get_mut(4..6) {
-        bytes.copy_from_slice(&port.0.to_be_bytes());
+    if let [LOCAL, FROM_WORKER, TO_NODE, _, p, q, ..] = frame {
+        [*p, *q] = port.0.to_be_bytes();
     }
 }
 
@@ -210,6 +214,9 @@ mod tests {
         assert_eq!(frame[..6], [2, 0xfb, 1, 0, 1, 2]);
         assert_eq!(to_pod(PortId(0x0304)).0, [2, 0xfb, 0, 0, 3, 4]);
         set_port(&mut [], PortId(1));
+        let mut leaving = [to_uplink(9, PortId(0x0506), Some(Protocol::TCP)).0, allowed(80, Epoch(1)).0].concat();
+        set_port(&mut leaving, PortId(1));
+        assert_eq!(leaving[..6], [2, 0xfb, 2 | 4, 9, 5, 6], "that of who may send there");
     }
 
     #[test]

@@ -97,6 +97,7 @@ impl Node {
                 mtu: 1500,
                 interface: 0,
                 by_stack: false,
+                by_host: None,
                 bridge: 0,
                 addresses,
             };

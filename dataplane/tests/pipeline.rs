@@ -59,6 +59,7 @@ fn forwarding() -> Forwarding {
                     mtu,
                     interface: 0,
                     by_stack: false,
+                    by_host: None,
                     bridge: 0,
                     addresses,
                 },

@@ -10,7 +10,7 @@ use etherparse::{IpNumber, Ipv4Header, PacketBuilder};
 use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::names::NameTime;
-use penstock_dataplane::packet::{Address, Flow};
+use penstock_dataplane::packet::{Address, Flow, parse};
 use penstock_dataplane::pipeline::MemoryFrames;
 use penstock_dataplane::pipeline::{
     BATCH, DropReason, EvaluationReason, Frames, Observer, OriginalSources, Pipeline, PipelineMode, StackSender,
@@ -71,6 +71,7 @@ impl Node {
                         mtu,
                         interface: 0,
                         by_stack: false,
+                        by_host: None,
                         bridge: 0,
                         addresses,
                     },
@@ -134,6 +135,16 @@ impl Node {
 
     fn verdict(&mut self, port: PortId, frame: &[u8]) -> Verdict {
         self.send(port, frame).0
+    }
+
+    /// The verdict on one frame, and how it leaves.
+    fn forward(&mut self, port: PortId, sender: StackSender, frame: Vec<u8>) -> (Verdict, Vec<u8>) {
+        let mut frames = OfStack(MemoryFrames::new(), sender);
+        frames.0.push(frame).unwrap();
+        let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
+        let now = Timestamp::from_millis(1_000_000);
+        self.pipeline.process_batch(&self.snapshot, now, port, &mut frames, &mut verdicts, &mut ());
+        (verdicts[0], frames.bytes(0).to_vec())
     }
 }
 
@@ -310,6 +321,69 @@ fn packets_of_a_pod_with_filters_take_the_nodes_stack() {
             let denied = Verdict::Drop(DropReason::IngressDenied);
             assert_eq!(node.evaluate(port, sender, udp((A_IPS[v6], 1001), b, 10)).0, denied);
         }
+    }
+}
+
+#[test]
+fn where_xdp_serves_a_pod_a_tag_leads_past_its_filters() {
+    let (to_pod, to_node, from) = ([2, 0xfb, 0, 0, 0, A.0 as u8], [2, 0xfb, 1, 0, 0, A.0 as u8], [2, 0xfb, 0, 0, 0, 0]);
+    let mac = |port: PortId, end| [2, 0, 0, 0, port.0 as u8, end];
+    let (a, b, outside) = ((A_IPS[0], 1000), (B_IPS[0], 8080), ("203.0.113.7", 53));
+    for (by_stack, sent_to, by) in [(true, HOST, [to_node, from]), (false, B, [mac(B, 2), mac(B, 1)])] {
+        let mut node = Node::new();
+        let mut port = node.snapshot.forwarding.port(A).unwrap().clone();
+        (port.by_stack, port.by_host) = (by_stack, Some(A));
+        node.snapshot.forwarding.insert(A, port).unwrap();
+        let out = if by_stack { by } else { [mac(HOST, 2), mac(HOST, 1)] };
+        for (ingress, sender, frame, egress, macs, ttl) in [
+            (A, StackSender::Unknown, udp(a, b, 10), sent_to, by, if by_stack { 64 } else { 63 }),
+            (A, StackSender::Unknown, udp(a, outside, 10), HOST, out, 64),
+            (B, StackSender::Unknown, udp((B_IPS[0], 53), a, 10), HOST, [to_pod, from], 63),
+            (HOST, StackSender::Process, udp((NODE_IPS[0], 53), a, 10), HOST, [to_pod, from], 64),
+            (HOST, StackSender::Process, udp((NODE_IPS[0], 53), b, 10), B, [mac(B, 2), mac(B, 1)], 64),
+        ] {
+            let case = format!("{ingress} to {egress}, by stack {by_stack}");
+            let (verdict, frame) = node.forward(ingress, sender, frame);
+            assert_eq!(
+                (verdict, &frame[..12], frame[22]),
+                (Verdict::Forward(egress), macs.as_flattened(), ttl),
+                "{case}"
+            );
+        }
+    }
+}
+
+#[test]
+fn by_the_nodes_stack_no_hop_is_spent_between_neighbours() {
+    let to_neighbour = [2, 0, 0, 0, A.0 as u8, 2];
+    for (bridges, to, ttl, leaves_with) in [
+        ([7, 7], to_neighbour, 64, 65),
+        ([7, 7], to_neighbour, 1, 2),
+        ([7, 7], to_neighbour, 253, 254),
+        ([7, 7], to_neighbour, 254, 254),
+        ([7, 7], to_neighbour, 255, 255),
+        ([7, 7], to_neighbour, 0, 0),
+        ([7, 7], [2, 0, 0, 0, B.0 as u8, 1], 64, 64),
+        ([7, 8], to_neighbour, 64, 64),
+        ([0, 0], to_neighbour, 64, 64),
+    ] {
+        let mut node = Node::new();
+        for (id, bridge) in [A, B].into_iter().zip(bridges) {
+            let port = Port { bridge, ..node.snapshot.forwarding.port(id).unwrap().clone() };
+            node.snapshot.forwarding.insert(id, port).unwrap();
+        }
+        // Workers meet it in its middle, and ask the stack whether it translates it.
+        let header = etherparse::TcpHeader { ack: true, ..etherparse::TcpHeader::new(80, 1000, 5000, 4096) };
+        let mut frame = Vec::new();
+        builder(B_IPS[0], A_IPS[0], ttl).tcp_header(header).write(&mut frame, &[]).unwrap();
+        frame[..6].copy_from_slice(&to);
+        let (verdict, frame) = node.forward(B, StackSender::Unknown, frame);
+        assert_eq!(
+            (verdict, frame[22]),
+            (Verdict::Forward(HOST), leaves_with),
+            "TTL {ttl}, bridges {bridges:?}, {to:x?}"
+        );
+        assert!(parse(&frame).is_ok(), "its checksum is right");
     }
 }
 

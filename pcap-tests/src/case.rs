@@ -20,11 +20,9 @@ pub struct CorpusCase {
     pub file: PathBuf,
     /// `<group>/<name>`.
     pub name: String,
-    /// Its content.
     pub script: CaseScript,
 }
 
-/// The directory of this crate.
 pub fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
@@ -75,7 +73,6 @@ fn entries(directory: &Path) -> Vec<PathBuf> {
 }
 
 impl CorpusCase {
-    /// Builds its packets.
     pub fn packets(&self) -> Vec<(u64, BuiltPacket)> {
         let mut built: Vec<BuiltPacket> = Vec::new();
         for line in &self.script.packets {
@@ -85,22 +82,18 @@ impl CorpusCase {
         self.script.packets.iter().map(|line| line.time).zip(built).collect()
     }
 
-    /// Builds the bytes of its capture.
     pub fn capture(&self) -> Vec<u8> {
         pcapng(self.script.link, &self.packets())
     }
 
-    /// File of its capture.
     pub fn capture_file(&self) -> PathBuf {
         self.file.with_extension("pcapng")
     }
 
-    /// File of its expected verdicts.
     pub fn expected_file(&self) -> PathBuf {
         self.file.with_extension("expected")
     }
 
-    /// Directory of its manifests.
     pub fn manifests(&self) -> PathBuf {
         root().join("clusters").join(&self.script.cluster)
     }

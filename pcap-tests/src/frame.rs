@@ -19,30 +19,23 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     })
 }
 
-/// Content of a checksum field.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ChecksumSpec {
-    /// The correct checksum.
     #[default]
     Right,
-    /// A wrong checksum.
     Bad,
     /// The sum of the pseudo-header only, as with checksum offload.
     Partial,
-    /// Zero.
     Zero,
 }
 
 /// The IP layer of a packet, of either version.
 #[derive(Clone, Debug)]
 pub struct IpSpec {
-    /// Source address.
     pub src: IpAddr,
     /// Destination address, of the same family.
     pub dst: IpAddr,
-    /// Protocol of the payload.
     pub protocol: u8,
-    /// TTL or hop limit.
     pub ttl: u8,
     /// IPv4 identification, or that of the IPv6 fragment header.
     pub id: u32,
@@ -60,7 +53,6 @@ pub struct IpSpec {
     pub version: Option<u8>,
     /// IPv4 header length in words, if not the correct one.
     pub header_words: Option<u8>,
-    /// The IPv4 header checksum.
     pub checksum: ChecksumSpec,
 }
 

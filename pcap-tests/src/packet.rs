@@ -5,14 +5,12 @@ use std::net::IpAddr;
 use crate::frame::{ChecksumSpec, IpSpec, crc32c, sum, write_checksum};
 use crate::script::PacketLine;
 
-/// A frame and its capture metadata.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct BuiltPacket {
     /// The frame, from its Ethernet header on.
     pub frame: Vec<u8>,
     /// Its length on the wire: longer than the frame if the capture's snap length truncated it.
     pub original: usize,
-    /// The interface of the capture.
     pub interface: Option<String>,
 }
 

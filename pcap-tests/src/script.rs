@@ -14,7 +14,6 @@
 
 use std::net::{IpAddr, SocketAddr};
 
-/// A parsed case.
 #[derive(Clone, Debug, Default)]
 pub struct CaseScript {
     /// Purpose of the case, in one sentence.
@@ -25,13 +24,11 @@ pub struct CaseScript {
     pub node: Option<String>,
     /// Mapping of interfaces to ports, as for the command's `--ports`.
     pub ports: Vec<String>,
-    /// Whether duplicate packets are counted once.
     pub dedup: bool,
     /// Whether objects of the v1beta1 API and its annotation are read.
     pub v1beta1: bool,
     /// Whether a rule's action applies cluster-wide.
     pub cluster_wide: bool,
-    /// Link layer of the capture.
     pub link: LinkLayer,
     /// Whether cluster addresses are evaluated as they are.
     pub untranslated: bool,
@@ -39,14 +36,12 @@ pub struct CaseScript {
     pub service_cidrs: Vec<String>,
     /// Timeline in TOML.
     pub timeline: String,
-    /// The packets.
     pub packets: Vec<PacketLine>,
 }
 
 /// Link layer of a case's capture.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum LinkLayer {
-    /// Ethernet.
     #[default]
     Ethernet,
     /// Linux cooked.
@@ -57,16 +52,12 @@ pub enum LinkLayer {
     Raw,
 }
 
-/// A packet of a case.
 #[derive(Clone, Debug)]
 pub struct PacketLine {
     /// Nanoseconds after the start of the case.
     pub time: u64,
-    /// Source address and port.
     pub src: PacketEnd,
-    /// Destination address and port.
     pub dst: PacketEnd,
-    /// Kind of packet.
     pub kind: String,
     /// Modifiers: `word` or `word=value`.
     pub words: Vec<(String, String)>,
@@ -74,10 +65,8 @@ pub struct PacketLine {
     pub place: String,
 }
 
-/// An end of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PacketEnd {
-    /// Its address.
     pub address: IpAddr,
     /// Its port; 0 if none is given.
     pub port: u16,

@@ -20,7 +20,6 @@ use crate::{
 /// XDP mode of a program.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum XdpMode {
-    /// Native: in the driver.
     Native,
     /// Generic: in the kernel's generic path.
     ///
@@ -108,12 +107,10 @@ impl Attached {
         self.link.keep();
     }
 
-    /// The interface it is attached to.
     pub fn interface(&self) -> &Interface {
         &self.interface
     }
 
-    /// The options it was attached with.
     pub fn options(&self) -> AttachOptions {
         self.options
     }
@@ -157,7 +154,6 @@ impl Attached {
             .map_err(|source| AttachError::Filter { interface: node.name.clone(), source })
     }
 
-    /// Counters of the program, by outcome.
     pub fn outcomes(&self) -> Result<ProgramOutcomeCounts, libbpf_rs::Error> {
         ProgramOutcomeCounts::read(&self.program.outcomes)
     }
@@ -208,7 +204,6 @@ fn create_link(program: &Program, interface: &Interface, flags: u32) -> io::Resu
     }
 }
 
-/// Replaces the program of a link.
 pub(crate) fn replace_program(link: &OwnedFd, program: &OwnedFd) -> io::Result<()> {
     // SAFETY: both descriptors are open and passed by value; no options are given.
     let result = unsafe { libbpf_sys::bpf_link_update(link.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) };

@@ -26,7 +26,6 @@ pub struct ConnectionMapSizes {
     pub usage: (u32, u32),
 }
 
-/// The arrays could not be made.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "the connection table's BPF maps: {source}; {bytes} bytes of kernel memory are needed: set conntrack.entries lower, or offload = false"

@@ -11,7 +11,6 @@ const OWN: &[u8] = b"penstock";
 /// An XDP program attached by another application.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ForeignProgram {
-    /// Its BPF program id.
     pub id: u32,
     /// Its name, if it has one and it could be read.
     pub name: Option<String>,

@@ -68,7 +68,6 @@ pub const LARGEST_NATIVE_MTU: u32 = 4096 - 256 - 320 - 14;
 /// (`XDP_SHARED_UMEM`). XDP links are older (5.9), and what is younger is optional.
 pub const MINIMUM_KERNEL: (u32, u32) = (5, 10);
 
-/// Packets of a port that are redirected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
     /// The host side of a pod's veth: all IP packets. Its ARP and neighbour discovery must be about itself
@@ -91,7 +90,6 @@ pub enum OnMiss {
     Pass,
 }
 
-/// Allowed XDP modes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum ModeChoice {
     /// Native if the driver can, otherwise generic.
@@ -106,11 +104,8 @@ pub enum ModeChoice {
 /// Options for loading and attaching a port's program.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct AttachOptions {
-    /// Packets to redirect.
     pub role: Role,
-    /// Behaviour on a miss.
     pub on_miss: OnMiss,
-    /// Allowed XDP modes.
     pub mode: ModeChoice,
     /// The bridge that the interface belongs to, if any: neighbour discovery between its ports is not redirected to workers.
     pub bridge: Option<Bridge>,
@@ -123,12 +118,9 @@ impl AttachOptions {
     }
 }
 
-/// A bridge.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Bridge {
-    /// Its index.
     pub index: u32,
-    /// Its MAC address.
     pub mac: [u8; 6],
 }
 
@@ -142,7 +134,6 @@ pub struct Interface {
 }
 
 impl Interface {
-    /// Looks an interface up by its name.
     pub fn by_name(name: &str) -> Result<Self, AttachError> {
         match nix::net::if_::if_nametoindex(name) {
             Ok(index) => Ok(Self { name: name.to_owned(), index }),
@@ -232,7 +223,6 @@ impl Redirect {
         self.pins.as_ref()
     }
 
-    /// The addresses of this node's pods.
     pub fn local_pods(&self) -> &LocalPods {
         &self.shared.local_pods
     }

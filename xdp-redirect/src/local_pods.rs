@@ -21,20 +21,10 @@ pub struct LocalPods {
 /// The map of local pods could not be changed.
 #[derive(Debug, thiserror::Error)]
 pub enum LocalPodsError {
-    /// It is full.
     #[error("address {address} does not fit: a node has room for {MAX_LOCAL_ADDRESSES} addresses of local pods")]
-    Full {
-        /// The address to be added.
-        address: IpAddr,
-    },
-    /// The kernel rejected the change.
+    Full { address: IpAddr },
     #[error("address {address}: the kernel does not change the map of local pods ({source})")]
-    Kernel {
-        /// The address.
-        address: IpAddr,
-        /// Error of the kernel.
-        source: libbpf_rs::Error,
-    },
+    Kernel { address: IpAddr, source: libbpf_rs::Error },
 }
 
 impl LocalPods {
@@ -92,7 +82,6 @@ impl LocalPods {
         }
     }
 
-    /// Whether packets to this address are redirected.
     pub fn contains(&self, address: IpAddr) -> bool {
         matches!(self.map.lookup(&key(address), MapFlags::ANY), Ok(Some(_)))
     }

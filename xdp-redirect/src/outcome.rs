@@ -20,6 +20,13 @@ impl ProgramOutcomeCounts {
         Ok(total)
     }
 
+    /// The packets of both.
+    #[must_use]
+    pub fn and(mut self, other: Self) -> Self {
+        self.0.iter_mut().zip(other.0).for_each(|(count, more)| *count += more);
+        self
+    }
+
     /// Packets with this outcome.
     pub fn get(&self, outcome: ProgramOutcome) -> u64 {
         self.0[outcome as usize]

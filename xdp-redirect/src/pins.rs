@@ -25,32 +25,17 @@ use crate::Role;
 /// Conventional mount point of bpffs; mounted if missing.
 const BPFFS: &str = "/sys/fs/bpf";
 
-/// Links could not be pinned.
 #[derive(Debug, thiserror::Error)]
 pub enum PinError {
-    /// The directory is not in bpffs.
     #[error("{}: not in a BPF file system; give a directory below {BPFFS}", .directory.display())]
-    NotBpffs {
-        /// The requested directory.
-        directory: PathBuf,
-    },
-    /// bpffs is not mounted and could not be.
+    NotBpffs { directory: PathBuf },
     #[error("{BPFFS}: no BPF file system there, and it cannot be mounted ({source}): mount -t bpf bpf {BPFFS}")]
-    Mount {
-        /// Error of the kernel.
-        source: io::Error,
-    },
+    Mount { source: io::Error },
     /// A file or directory in it is not accessible.
     #[error("{}: {source}; it must be writable for this process", .path.display())]
-    File {
-        /// The file or directory.
-        path: PathBuf,
-        /// Error of the kernel.
-        source: io::Error,
-    },
+    File { path: PathBuf, source: io::Error },
 }
 
-/// The pinned links of one network namespace.
 #[derive(Clone, Debug)]
 pub struct Pins {
     directory: PathBuf,
@@ -58,7 +43,6 @@ pub struct Pins {
     _lock: Option<Arc<File>>,
 }
 
-/// The program of a pinned link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PinnedProgram {
     /// The XDP program in this role.
@@ -107,10 +91,8 @@ impl PinnedProgram {
     }
 }
 
-/// A pinned link.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Pinned {
-    /// Its program.
     pub program: PinnedProgram,
     /// Index of its interface, while that exists.
     pub interface: u32,
@@ -300,7 +282,6 @@ impl Pins {
     }
 }
 
-/// Parses a file name.
 fn parse(name: &str) -> Option<Pinned> {
     let (program, interface) = name.rsplit_once('-')?;
     let program = PinnedProgram::ALL.into_iter().find(|known| known.name() == program)?;

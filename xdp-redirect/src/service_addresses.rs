@@ -53,7 +53,6 @@ impl ServiceAddresses {
         &self.map
     }
 
-    /// Enters an address.
     pub fn insert(&self, address: IpAddr) -> Result<(), ServiceAddressError> {
         let entered = self.map.update(&key(address), &1_u32.to_ne_bytes(), MapFlags::ANY);
         entered.map_err(|source| ServiceAddressError { address, source })

@@ -66,7 +66,6 @@ impl Pins {
     }
 }
 
-/// Opens the program with this id.
 fn open(id: u32) -> io::Result<OwnedFd> {
     // SAFETY: the id is passed by value.
     match unsafe { libbpf_sys::bpf_prog_get_fd_by_id(id) } {

@@ -51,7 +51,6 @@ impl TranslatedSources {
         Ok(Self { map: Arc::new(map) })
     }
 
-    /// Opens the map that a process has pinned.
     pub fn find(pins: &Pins) -> Option<Self> {
         Some(Self { map: Arc::new(MapHandle::from_pinned_path(pins.map_path(NAME)).ok()?) })
     }
@@ -91,7 +90,6 @@ fn flow_key(protocol: u8, from: SocketAddr, to: SocketAddr) -> [u8; KEY] {
 }
 
 impl Pins {
-    /// Removes the pinned map of translated sources.
     pub fn remove_translated_sources(&self) {
         self.remove_maps("translated_sources_");
     }

@@ -8,7 +8,6 @@ use crate::kernel_types::KernelTypes;
 const LOOKUPS: [&CStr; 2] = [c"bpf_xdp_ct_lookup", c"bpf_ct_release"];
 /// Gives a program the kernel's own record of a packet.
 const CAST: &CStr = c"bpf_cast_to_kern_ctx";
-/// Structures that are read there.
 const READ: [&CStr; 2] = [c"sk_buff", c"nf_conn"];
 /// The module that has the lookups, and may alone describe the structures, if they are not built in.
 const MODULE: &CStr = c"nf_conntrack";

@@ -44,17 +44,12 @@ pub(crate) fn pod(number: usize, namespace: usize, node: usize, app: usize) -> P
         labels,
         node: Some(format!("node-{node}")),
         addresses: vec![address(number)],
-        host_network: false,
-        finished: false,
         ports: vec![NamedPort {
             name: "http".to_owned(),
             protocol: PortProtocol::Tcp,
             number: 8080 + (app % 3) as u16,
         }],
-        lifetime: Default::default(),
-        controller: None,
-        other_interfaces: Vec::new(),
-        limits: Default::default(),
+        ..Pod::default()
     }
 }
 

@@ -11,12 +11,10 @@ use rand::{RngCore, SeedableRng};
 
 use crate::testbed::Namespace;
 
-/// Bytes per write.
 const CHUNK: usize = 64 << 10;
 /// A transfer without progress for this long has failed.
 const STALL: Duration = Duration::from_secs(15);
 
-/// Result of a transfer.
 #[derive(Clone, Copy, Debug)]
 pub struct TransferReport {
     /// Bytes received, all identical to what was sent.
@@ -30,7 +28,6 @@ pub struct TransferReport {
 }
 
 impl TransferReport {
-    /// Gigabits per second.
     pub fn gigabits_per_second(&self) -> f64 {
         self.bytes as f64 * 8.0 / self.time.as_secs_f64() / 1e9
     }
@@ -46,7 +43,6 @@ pub fn transfer(from: &Namespace, to: &Namespace, address: IpAddr, bytes: u64) -
     run(from, to, address, |sent, _| sent < bytes)
 }
 
-/// Sends for this long.
 pub fn transfer_for(from: &Namespace, to: &Namespace, address: IpAddr, length: Duration) -> Result<TransferReport> {
     run(from, to, address, |_, time| time < length)
 }

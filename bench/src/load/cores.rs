@@ -18,7 +18,6 @@ struct CoreTime {
 }
 
 impl CoreTimes {
-    /// Reads the current values.
     pub fn read() -> Result<Self> {
         parse(&std::fs::read_to_string("/proc/stat")?)
     }

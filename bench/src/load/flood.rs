@@ -13,25 +13,19 @@ use rand::{RngCore, SeedableRng};
 use super::generator::Generator;
 use crate::testbed::{Namespace, Netlink, Node, Outside, RouteVia};
 
-/// Packets built and sent per call.
 const BATCH: usize = 64;
 /// A flood that was held up for longer than this, in seconds, does not catch up on the rest.
 const LATE: f64 = 0.02;
 
-/// Packet type of a flood.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FloodPackets {
     /// TCP segments with only the ACK flag, as from the middle of a connection.
     Ack,
-    /// TCP SYNs.
     Syn,
-    /// TCP RSTs.
     Rst,
-    /// UDP datagrams.
     Udp,
 }
 
-/// Source addresses of a flood.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FloodSources {
     /// A different address of 11.0.0.0/8 and port for each packet.
@@ -42,11 +36,8 @@ pub enum FloodSources {
 
 /// A flood to a pod, from a machine outside the node or from another pod.
 pub struct Flood {
-    /// Packet type.
     pub packets: FloodPackets,
-    /// Source addresses.
     pub sources: FloodSources,
-    /// Destination address and port.
     pub destination: (Ipv4Addr, u16),
     macs: ([u8; 6], [u8; 6]),
     random: SmallRng,

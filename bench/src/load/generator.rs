@@ -13,7 +13,6 @@ use socket2::{Domain, Protocol, SockAddr, SockAddrStorage, Socket, Type};
 
 use crate::testbed::Namespace;
 
-/// Frames per system call.
 const BATCH: usize = 128;
 
 /// Bytes of the Ethernet, IPv4 and UDP headers.
@@ -24,11 +23,8 @@ const HEADERS: usize = 14 + 20 + 8;
 pub struct UdpFlow {
     /// MAC of the interface that sends.
     pub source_mac: [u8; 6],
-    /// MAC of the gateway.
     pub gateway_mac: [u8; 6],
-    /// Source address and port.
     pub source: SocketAddr,
-    /// Destination address and port.
     pub destination: SocketAddr,
 }
 
@@ -51,7 +47,6 @@ impl UdpFlow {
     }
 }
 
-/// A packet socket on one interface.
 pub struct Generator {
     socket: Socket,
 }
@@ -190,7 +185,6 @@ impl PacketSocket {
         namespace.run(open).context("cannot open a packet socket")
     }
 
-    /// Sends one frame.
     pub fn send(&self, frame: &[u8]) -> io::Result<()> {
         self.socket.send(frame).map(drop)
     }

@@ -144,7 +144,6 @@ impl Harness {
         }
     }
 
-    /// Waits until no more datagrams arrive.
     fn wait_until_quiet(&self, run: &mut RunningTrial<'_>) -> Result<DatagramCounts> {
         let deadline = Instant::now() + LAST;
         let mut count = self.meter.count()?;

@@ -18,17 +18,13 @@ pub struct UdpMeter {
     sockets: Vec<UdpSocket>,
 }
 
-/// Datagrams counted so far.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DatagramCounts {
-    /// Datagrams with a valid checksum.
     pub arrived: u64,
-    /// Datagrams with an invalid checksum.
     pub corrupted: u64,
 }
 
 impl UdpMeter {
-    /// Opens the sockets inside `namespace`.
     pub fn open(namespace: &Namespace, address: IpAddr, ports: Range<u16>) -> Result<Self> {
         let open = || ports.clone().map(|port| bind(SocketAddr::new(address, port))).collect::<Result<Vec<_>>>();
         let sockets = namespace.run(open)?;
@@ -42,7 +38,6 @@ impl UdpMeter {
         }
     }
 
-    /// Reads the counters.
     pub fn count(&self) -> Result<DatagramCounts> {
         let read = || std::fs::read_to_string("/proc/thread-self/net/snmp");
         let text = self.namespace.run(read)?;

@@ -2,9 +2,7 @@
 
 use std::ops::Range;
 
-/// Destination ports of counted packets.
 pub const PORTS: Range<u16> = 9000..9060;
-/// Destination port of probes.
 pub const PROBE_PORT: u16 = 9060;
 /// Ports that serve in a measurement of connections; several, so that no client runs out of source ports.
 pub(super) const SERVERS: u16 = 16;

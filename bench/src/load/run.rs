@@ -26,7 +26,6 @@ pub(super) struct SendCounts {
     pub(super) time: Duration,
 }
 
-/// Sockets of a trial.
 pub(super) struct TrialSockets<'a> {
     pub(super) generator: &'a Generator,
     pub(super) hop: &'a UdpFlow,
@@ -36,7 +35,6 @@ pub(super) struct TrialSockets<'a> {
     pub(super) receiver: &'a UdpSocket,
 }
 
-/// A running trial.
 pub(super) struct RunningTrial<'a> {
     sockets: TrialSockets<'a>,
     frames: FrameTemplates,

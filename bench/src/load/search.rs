@@ -7,29 +7,23 @@ use std::time::Duration;
 
 use anyhow::Result;
 
-/// Parameters of a search.
 #[derive(Clone, Copy, Debug)]
 pub struct RateSearch {
     /// Accepted share of lost packets: 0 for the no-drop rate.
     pub may_lose: f64,
     /// Highest rate to try, in packets a second.
     pub highest: f64,
-    /// Length of a narrowing trial.
     pub short: Duration,
-    /// Length of a confirming trial.
     pub long: Duration,
     /// Width of the interval at which narrowing ends, as a share of its upper end.
     pub width: f64,
-    /// Maximum number of trials.
     pub trials: u32,
 }
 
-/// Result of a search.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub struct RateSearchResult {
     /// Highest rate that a long trial confirmed, in packets a second; zero if none did.
     pub rate: f64,
-    /// Number of trials used.
     pub trials: u32,
 }
 

@@ -17,7 +17,6 @@ pub struct UdpSink {
 }
 
 impl UdpSink {
-    /// Binds one inside `namespace`.
     pub fn open(namespace: &Namespace, address: SocketAddr) -> Result<Self> {
         let socket = namespace
             .run(|| {
@@ -30,7 +29,6 @@ impl UdpSink {
         Ok(Self { namespace: namespace.clone(), socket })
     }
 
-    /// The socket.
     pub fn socket(&self) -> &UdpSocket {
         &self.socket
     }

@@ -14,11 +14,8 @@ use super::pin;
 use super::sink::UdpSink;
 use crate::testbed::Namespace;
 
-/// Bytes per read or write.
 const CHUNK: usize = 128 << 10;
-/// Timeout for opening a connection.
 const OPEN: Duration = Duration::from_secs(3);
-/// Threads that open connections.
 const CLIENTS: usize = 2;
 /// Server ports; several, so that no client runs out of source ports.
 const SERVERS: u16 = 16;
@@ -165,7 +162,6 @@ pub fn connections_for(
     })
 }
 
-/// Client threads for paced connections.
 const PACED: u32 = 16;
 /// Shorter than the one second after which TCP retransmits a SYN.
 const AT_ONCE: Duration = Duration::from_millis(950);

@@ -19,9 +19,7 @@ const UDP: usize = 14 + 20;
 const TCP: usize = UDP;
 /// Bytes of number, time and check at the start of a payload.
 const STAMP: usize = 20;
-/// Lowest source port of a connection.
 const FIRST_SOURCE: u16 = 1024;
-/// Number of source ports for connections.
 const SOURCES: u32 = (u16::MAX - FIRST_SOURCE) as u32;
 /// First number of a new connection. Rotating connections are numbered below it in every trial, so that the two never
 /// collide.
@@ -32,7 +30,6 @@ pub(super) const SLOTS: usize = 120;
 /// Frame lengths in bytes, from the Ethernet header to the end of the payload, without the frame check sequence.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum FrameLengths {
-    /// All frames of this length.
     Of(usize),
     /// The simple Internet mix: seven frames of 64 bytes to four of 576 and one of 1,500.
     Imix,
@@ -47,7 +44,6 @@ impl FrameLengths {
         }
     }
 
-    /// Name for reports.
     pub fn name(self) -> String {
         match self {
             Self::Of(length) => format!("{length}"),
@@ -56,10 +52,8 @@ impl FrameLengths {
     }
 }
 
-/// Description of the traffic.
 #[derive(Clone, Copy, Debug)]
 pub struct Traffic {
-    /// Frame lengths.
     pub lengths: FrameLengths,
     /// Number of connections that rotate, packet by packet.
     pub connections: u32,
@@ -248,7 +242,6 @@ impl RandomSyns {
         Ok(Self { frame, random: SmallRng::seed_from_u64(7) })
     }
 
-    /// The next SYN.
     pub(super) fn next(&mut self) -> &[u8] {
         let number = self.random.next_u32();
         let source = FIRST_SOURCE + (self.random.next_u32() % SOURCES) as u16;

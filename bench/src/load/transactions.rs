@@ -23,15 +23,12 @@ const LIMIT: Duration = Duration::from_secs(3);
 /// Who asks, who answers, and on which cores.
 #[derive(Clone, Copy)]
 pub struct TransactionEnds<'a> {
-    /// The namespace of the clients.
     pub from: &'a Namespace,
-    /// That of the servers.
     pub to: &'a Namespace,
     /// Where the clients ask; the first of 16 ports.
     pub address: SocketAddr,
     /// The clients' core; `None`: wherever the scheduler puts them.
     pub client_core: Option<usize>,
-    /// The servers' core.
     pub server_core: Option<usize>,
 }
 
@@ -171,7 +168,6 @@ fn ask_until(
     Ok(times)
 }
 
-/// Answers until the client is gone.
 fn answer(mut server: TcpStream) {
     while server.read_exact(&mut [0]).is_ok() && server.write_all(b"!").is_ok() {}
 }

@@ -7,10 +7,8 @@ use hdrhistogram::Histogram;
 
 use super::traffic::{FrameLengths, Traffic};
 
-/// The kind of probes.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum ProbeMode {
-    /// Nothing.
     Off,
     /// This many probes a second on one connection, each answered.
     RoundTrip(f64),
@@ -21,19 +19,15 @@ pub enum ProbeMode {
 /// Probe results. Times are in nanoseconds.
 #[derive(Clone, Debug)]
 pub struct ProbeStats {
-    /// Probes sent.
     pub sent: u64,
-    /// Probes that arrived unchanged.
     pub arrived: u64,
     /// Probes among those that arrived after a later one.
     pub reordered: u64,
-    /// Probes that arrived changed.
     pub corrupted: u64,
     /// From the scheduled time of sending until the probe reached the receiver's stack.
     pub one_way: Histogram<u64>,
     /// One-way time plus the time from sending the reply until it reached the sender's stack.
     pub round_trip: Histogram<u64>,
-    /// Longest interval without an arrival.
     pub longest_gap: Duration,
 }
 
@@ -45,24 +39,18 @@ impl ProbeStats {
         Ok(Self { sent: 0, arrived: 0, reordered: 0, corrupted: 0, one_way, round_trip, longest_gap })
     }
 
-    /// Probes that did not arrive.
     pub fn lost(&self) -> u64 {
         self.sent.saturating_sub(self.arrived + self.corrupted)
     }
 }
 
-/// Parameters of a trial.
 #[derive(Clone, Copy, Debug)]
 pub struct Trial {
-    /// Traffic to send.
     pub traffic: Traffic,
     /// Packets a second; `None`: as fast as the core can.
     pub rate: Option<f64>,
-    /// Duration of the counted part.
     pub length: Duration,
-    /// Warm-up before it.
     pub warm_up: Duration,
-    /// Probes sent beside the traffic.
     pub probing: ProbeMode,
     /// Spoofed TCP SYNs a second sent beside the traffic.
     pub syns: f64,
@@ -90,7 +78,6 @@ impl Trial {
     }
 }
 
-/// Result of a trial.
 #[derive(Clone, Debug)]
 pub struct TrialResult {
     /// Time it took to send the counted packets.
@@ -99,30 +86,23 @@ pub struct TrialResult {
     pub offered: u64,
     /// Packets rejected by the interface.
     pub refused: u64,
-    /// Packets received with a valid checksum.
     pub received: u64,
-    /// Packets received with an invalid checksum.
     pub corrupted: u64,
-    /// Busy time of each core.
     pub busy: Vec<Duration>,
     /// Time stolen by the host from all cores together.
     pub stolen: Duration,
-    /// Probe results.
     pub probes: ProbeStats,
 }
 
 impl TrialResult {
-    /// Packets received a second.
     pub fn rate(&self) -> f64 {
         self.received as f64 / self.time.as_secs_f64()
     }
 
-    /// Packets offered a second.
     pub fn offered_rate(&self) -> f64 {
         self.offered as f64 / self.time.as_secs_f64()
     }
 
-    /// Packets that did not arrive.
     pub fn lost(&self) -> u64 {
         self.offered.saturating_sub(self.received)
     }

@@ -21,7 +21,6 @@ const GROUP: u32 = 10;
 const ALIVE: usize = 2;
 /// Port that is opened and closed in turn; no other policy allows it.
 const PORT: u16 = 9200;
-/// Timeout of a change.
 const LIMIT: Duration = Duration::from_secs(10);
 /// Interval between packets: the resolution of the measured time.
 const INTERVAL: Duration = Duration::from_micros(200);
@@ -67,7 +66,6 @@ pub struct PodChurn {
 }
 
 impl PodChurn {
-    /// From this testbed.
     pub fn new(testbed: &PeerTestbed) -> Self {
         Self { node: testbed.node().namespace().clone(), reload: testbed.reload() }
     }

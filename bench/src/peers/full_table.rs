@@ -13,7 +13,6 @@ use crate::load::{Generator, PORTS, Traffic, Trial, UdpFlow, UdpFrames, pin};
 const MEASURED: u32 = 100_000;
 /// Packets a second of each pod that opens others.
 const RATE: f64 = 200e3;
-/// Packets a call.
 const BURST: u32 = 64;
 /// How often all connections are opened that are not there yet.
 const PASSES: usize = 4;

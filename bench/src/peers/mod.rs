@@ -40,9 +40,7 @@ pub use tools::{MissingTool, find};
 /// The core of generator and receiver, and the forwarder's core where it has one of its own.
 #[derive(Clone, Copy, Debug)]
 pub struct Cores {
-    /// Core of the generator.
     pub generator: usize,
-    /// Core of the worker.
     pub worker: usize,
 }
 
@@ -57,24 +55,19 @@ impl Cores {
     }
 }
 
-/// A forwarder.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Peer {
-    /// Penstock.
     Penstock {
         /// Whether policy is enforced; otherwise everything is forwarded.
         enforces: bool,
-        /// Further sections of the configuration.
         sections: String,
     },
-    /// Kernel routing without policy.
     Kernel,
     /// nftables with connection tracking, sets and verdict maps, as rendered by `penstock render --format nft`.
     Nftables,
     /// nftables with one rule per entry of `penstock render --format acl`, without connection tracking. Measured
     /// packets match last.
     Linear,
-    /// iptables with ipset and connection tracking.
     Iptables,
     /// iptables that queues the first packets of a connection to a process (NFQUEUE) for a verdict.
     Nfqueue,
@@ -130,7 +123,6 @@ impl Peer {
         Self::Penstock { enforces: false, sections: "attach tcx\noffload false\n".to_owned() }
     }
 
-    /// Whether policy is enforced.
     pub fn enforces(&self) -> bool {
         !matches!(self, Self::Kernel | Self::Testpmd | Self::Redirect | Self::Penstock { enforces: false, .. })
     }
@@ -145,7 +137,6 @@ impl Peer {
     }
 }
 
-/// The parts of a running peer.
 enum RunningPeer {
     Rules,
     Penstock(Box<Daemon>),
@@ -198,12 +189,10 @@ impl PeerTestbed {
         Ok(testbed)
     }
 
-    /// The forwarder.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
 
-    /// The node and its pods.
     pub fn node(&self) -> &Node {
         &self.node
     }
@@ -238,7 +227,6 @@ impl PeerTestbed {
         Ok((Flood::new(&self.node, end, packets, FloodSources::One(from), to)?, pod.namespace().clone()))
     }
 
-    /// The peer's description of itself.
     pub fn description(&self) -> &str {
         &self.description
     }
@@ -251,7 +239,6 @@ impl PeerTestbed {
         }
     }
 
-    /// A pod.
     pub fn pod(&self, number: usize) -> Result<&Pod> {
         self.node.pod(&pod_name(number))
     }
@@ -334,7 +321,6 @@ impl PeerTestbed {
         }
     }
 
-    /// Size of the cluster.
     pub fn size(&self) -> ClusterSize {
         self.size
     }
@@ -457,7 +443,6 @@ impl StatusReader {
     }
 }
 
-/// Changes manifests during a measurement.
 pub struct ManifestReloader {
     peer: Peer,
     node: Namespace,
@@ -484,7 +469,6 @@ impl ManifestReloader {
         Ok(std::fs::rename(&new, self.manifests.join(file))?)
     }
 
-    /// Removes a further manifest.
     pub fn remove(&self, file: &str) -> Result<()> {
         std::fs::remove_file(self.manifests.join(file)).with_context(|| format!("cannot remove {file}"))
     }

@@ -18,7 +18,6 @@ const QUEUE: u16 = 0;
 /// A datagram to this port of the node's loopback wakes the thread, which blocks in a system call otherwise.
 const WAKE: u16 = 9;
 
-/// The thread that issues verdicts.
 pub(super) struct VerdictThread {
     node: Namespace,
     ends: Arc<AtomicBool>,

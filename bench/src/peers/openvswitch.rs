@@ -16,7 +16,6 @@ use super::policy::pod_name;
 use super::tools::{find, finish, version};
 use crate::testbed::{Node, Offload, Pod, ScratchDir, ServiceProcess};
 
-/// Startup timeout.
 const START: Duration = Duration::from_secs(10);
 const SCHEMA: &str = "/usr/share/openvswitch/vswitch.ovsschema";
 

@@ -16,14 +16,12 @@ pub const NODE: &str = "bench";
 const OTHER_NODE: &str = "bench-other";
 /// The address of its pod.
 pub(super) const REMOTE: Ipv4Addr = Ipv4Addr::new(10, 244, 2, 10);
-/// The node's address.
 pub(super) const NODE_ADDRESS: Ipv4Addr = Ipv4Addr::new(172, 18, 0, 2);
 /// The second node's address: that of the machine behind the node.
 const OTHER_NODE_ADDRESS: Ipv4Addr = Ipv4Addr::new(198, 51, 100, 2);
 /// A port that no policy allows.
 pub(super) const DENIED: u16 = 9100;
 
-/// Size of the cluster.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct ClusterSize {
     /// Pods; every even one sends to the next.
@@ -40,17 +38,14 @@ pub struct ClusterSize {
     pub open: u32,
 }
 
-/// The name of a pod.
 pub fn pod_name(number: usize) -> String {
     format!("bench/pod-{number}")
 }
 
-/// The address of a pod.
 pub(super) fn pod_address(number: usize) -> Ipv4Addr {
     Ipv4Addr::from_bits(Ipv4Addr::new(10, 244, 1, 10).to_bits() + number as u32)
 }
 
-/// The cluster address of a Service.
 pub(super) fn cluster_address(number: usize) -> Ipv4Addr {
     Ipv4Addr::from_bits(Ipv4Addr::new(10, 96, 0, 10).to_bits() + number as u32)
 }
@@ -122,7 +117,6 @@ fn pod(name: &str, role: &str, node: &str, address: Ipv4Addr) -> String {
     )
 }
 
-/// One of the policies.
 pub(super) fn policy(number: usize, turn: usize) -> String {
     let (first, last) = (ALL_PORTS.start, ALL_PORTS.end - 1);
     let ports = format!(

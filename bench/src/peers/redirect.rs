@@ -8,7 +8,6 @@ use crate::testbed::{Node, Pod, ScratchDir};
 
 const PROGRAM: &str = include_str!("redirect.bpf.c");
 
-/// Joins the first two pods.
 pub(super) fn start(node: &Node, scratch: &ScratchDir) -> Result<String> {
     let pods = [node.pod(&pod_name(0))?, node.pod(&pod_name(1))?];
     let source = scratch.path().join("redirect.bpf.c");

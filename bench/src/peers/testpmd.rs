@@ -11,7 +11,6 @@ use super::policy::pod_name;
 use super::tools::find;
 use crate::testbed::{Node, ScratchDir, ServiceProcess};
 
-/// Startup timeout.
 const START: Duration = Duration::from_secs(20);
 
 pub(super) fn start(node: &Node, scratch: &ScratchDir, cores: Cores) -> Result<(ServiceProcess, String)> {

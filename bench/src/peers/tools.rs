@@ -8,7 +8,6 @@ use anyhow::{Context, Result, ensure};
 
 use crate::testbed::Namespace;
 
-/// A program is not installed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct MissingTool {
     program: &'static str,
@@ -58,7 +57,6 @@ pub(super) fn version(program: &'static str, argument: &str) -> Result<String> {
     Ok(finish(command, "")?.lines().next().unwrap_or_default().to_owned())
 }
 
-/// The kernel's name and release.
 pub(super) fn kernel() -> Result<String> {
     let name = nix::sys::utsname::uname()?;
     Ok(format!("{} {}", name.sysname().to_string_lossy(), name.release().to_string_lossy()))

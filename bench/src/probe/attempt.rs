@@ -22,7 +22,6 @@ const ECHO_REPLY_V4: u8 = 0;
 const ECHO_REQUEST_V6: u8 = 128;
 const ECHO_REPLY_V6: u8 = 129;
 
-/// A running attempt or its result.
 pub(super) struct Attempt {
     socket: Socket,
     started: Instant,
@@ -90,12 +89,10 @@ impl Attempt {
         Ok(attempt)
     }
 
-    /// When it began.
     pub(super) fn started(&self) -> Instant {
         self.started
     }
 
-    /// The result, once there is one.
     pub(super) fn outcome(&self) -> Option<ProbeOutcome> {
         match self.state {
             AttemptState::Done(outcome) => Some(outcome),

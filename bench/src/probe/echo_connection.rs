@@ -58,7 +58,6 @@ impl EchoConnection {
         Ok(Self { stream: own, exchanges, slowest, stop, blocked, thread: Some(thread) })
     }
 
-    /// Exchanges completed so far.
     pub fn exchanges(&self) -> u64 {
         self.exchanges.load(Ordering::Relaxed)
     }

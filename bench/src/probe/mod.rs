@@ -32,16 +32,12 @@ fn reply_to(identity: u32, request: &[u8]) -> Vec<u8> {
 /// An end of a probe: a namespace with its addresses.
 #[derive(Clone)]
 pub struct Site {
-    /// Name in reports.
     pub name: String,
-    /// Namespace of its sockets.
     pub namespace: Namespace,
-    /// Addresses at which it is reached.
     pub addresses: Vec<IpAddr>,
 }
 
 impl Site {
-    /// Its address of one family.
     pub fn address(&self, v6: bool) -> Option<IpAddr> {
         self.addresses.iter().copied().find(|address| address.is_ipv6() == v6)
     }
@@ -69,7 +65,6 @@ impl From<&Outside> for Site {
 /// An address of a Service or of a node that leads to another site's server.
 #[derive(Clone, Debug)]
 pub struct Frontend {
-    /// Name in reports.
     pub name: String,
     /// Its addresses, at most one of each family.
     pub addresses: Vec<IpAddr>,
@@ -79,7 +74,6 @@ pub struct Frontend {
     pub ports: Vec<(Protocol, Protocol)>,
 }
 
-/// Protocol of a probe.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Protocol {
     /// Connects to this port, exchanges some bytes and closes.
@@ -112,20 +106,16 @@ pub struct Probe {
     pub to: usize,
     /// Source address; `None` for the one that the client's kernel chooses.
     pub source: Option<IpAddr>,
-    /// Destination address.
     pub destination: IpAddr,
-    /// Protocol.
     pub protocol: Protocol,
 }
 
-/// Result of a probe.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum ProbeOutcome {
     /// The right server replied with the right payload.
     Reached,
     /// The destination's kernel rejected the packet: it arrived, but nothing listens there.
     Refused,
-    /// No reply in time.
     Silent,
     /// A reply with the wrong identity or payload.
     Wrong,
@@ -155,7 +145,6 @@ impl fmt::Display for ProbeOutcome {
 /// How long to wait for a reply, and how often to try again.
 #[derive(Clone, Copy, Debug)]
 pub struct RetryPolicy {
-    /// Timeout of each attempt.
     pub timeout: Duration,
     /// Number of attempts while nothing comes back.
     pub attempts: u32,
@@ -240,7 +229,6 @@ pub fn run(sites: &[Site], probes: &[Probe], patience: RetryPolicy) -> Result<Ve
     })
 }
 
-/// Runs one probe from a site.
 pub fn run_one(from: &Site, to: (u32, IpAddr), protocol: Protocol, patience: RetryPolicy) -> Result<ProbeOutcome> {
     let probe = Probe { from: 0, to: to.0 as usize, source: None, destination: to.1, protocol };
     let outcomes = from.namespace.run(|| run_here(&[probe], patience))?;

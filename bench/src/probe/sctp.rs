@@ -78,7 +78,6 @@ impl Server {
         Ok(Self { socket: socket.into(), port })
     }
 
-    /// Answers everything that has arrived.
     pub(super) fn answer(&self, identity: u32) {
         let mut buffer = [0; 4096];
         while let Ok((length, from)) = self.socket.recv_from(&mut buffer) {

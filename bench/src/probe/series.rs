@@ -13,12 +13,9 @@ use super::{Probe, ProbeOutcome, Protocol, Site};
 /// Without an answer for this long an attempt has failed.
 pub const OLDEST: Duration = Duration::from_millis(300);
 
-/// One attempt.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SeriesPoint {
-    /// When it began.
     pub at: Instant,
-    /// Whether the right answer came.
     pub reached: bool,
 }
 

@@ -21,10 +21,8 @@ pub struct PacketCapture {
     lines: Receiver<String>,
 }
 
-/// A packet of its file.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CapturedFrame {
-    /// Name of the interface.
     pub interface: String,
     /// Nanoseconds since 1970.
     pub time: u64,
@@ -32,7 +30,6 @@ pub struct CapturedFrame {
     pub bytes: Vec<u8>,
     /// Bytes of the whole frame.
     pub length: u32,
-    /// Its comment.
     pub comment: String,
 }
 
@@ -87,7 +84,6 @@ impl PacketCapture {
         bail!("penstock capture printed no {text:?}: {seen:?}")
     }
 
-    /// The packets so far.
     pub fn packets(&self) -> Result<Vec<CapturedFrame>> {
         read_packets(&self.file)
     }
@@ -105,7 +101,6 @@ impl PacketCapture {
         }
     }
 
-    /// Sends it a signal.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         Ok(kill(Pid::from_raw(self.child.id() as i32), signal)?)
     }

@@ -24,7 +24,6 @@ pub struct ControlGroup {
 }
 
 impl ControlGroup {
-    /// Makes an empty group.
     pub fn new(label: &str) -> Result<Self> {
         let mounts = fs::read_to_string("/proc/self/mounts").context("cannot read /proc/self/mounts")?;
         let root = mount_point(&mounts).context(
@@ -60,7 +59,6 @@ impl ControlGroup {
         usage(&text).with_context(|| format!("{} has no usage_usec", file.display()))
     }
 
-    /// The processes in it now.
     pub fn processes(&self) -> Vec<i32> {
         let text = fs::read_to_string(self.path.join("cgroup.procs")).unwrap_or_default();
         text.lines().filter_map(|line| line.parse().ok()).collect()

@@ -19,14 +19,10 @@ use super::scratch::ScratchDir;
 
 /// Log line of a daemon that is ready.
 const READY: &str = "ready: ";
-/// Startup timeout.
 const START: Duration = Duration::from_secs(60);
-/// Configuration of a daemon.
 #[derive(Clone, Debug)]
 pub struct DaemonConfig {
-    /// The node's name.
     pub node: String,
-    /// Its directory of manifests.
     pub manifests: PathBuf,
     /// Where programs take pods' packets; [`Attach::of_run`] unless a test needs one of the two.
     pub attach: Attach,
@@ -42,18 +38,15 @@ pub struct DaemonConfig {
     pub admin: Option<PathBuf>,
     /// Address of the metrics endpoint, if enabled.
     pub metrics: Option<SocketAddr>,
-    /// Additional environment variables.
     pub environment: Vec<(String, String)>,
 }
 
-/// Where programs take pods' packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Attach {
     /// As the daemon decides by itself.
     Auto,
     /// By XDP on their veths.
     Xdp,
-    /// By tcx on their veths.
     Tcx,
 }
 
@@ -70,7 +63,6 @@ impl Attach {
         }
     }
 
-    /// Its name in the configuration.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
@@ -98,7 +90,6 @@ impl DaemonConfig {
         }
     }
 
-    /// As TOML.
     pub fn to_toml(&self) -> String {
         let Self { node, manifests, attach, offload, keys, conntrack, sections, admin, metrics, environment: _ } = self;
         let manifests = manifests.display();
@@ -113,7 +104,6 @@ impl DaemonConfig {
     }
 }
 
-/// Privileges of the daemon.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Privileges {
     /// Those of this process.
@@ -239,12 +229,10 @@ impl Daemon {
         Ok(Self { process, log, config, _guard: guard, _scratch: scratch })
     }
 
-    /// Its configuration file.
     pub fn config(&self) -> &Path {
         &self.config
     }
 
-    /// Its process id.
     pub fn id(&self) -> Pid {
         self.process.id
     }
@@ -254,7 +242,6 @@ impl Daemon {
         &self.log
     }
 
-    /// Sends it a signal.
     pub fn signal(&self, signal: Signal) -> Result<()> {
         kill(self.id(), signal).with_context(|| format!("cannot send {signal} to the daemon"))
     }
@@ -324,7 +311,6 @@ impl Log {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All lines so far.
     pub fn lines(&self) -> Vec<String> {
         self.state().lines.clone()
     }
@@ -334,7 +320,6 @@ impl Log {
         self.state().lines.len()
     }
 
-    /// Whether nothing was written yet.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

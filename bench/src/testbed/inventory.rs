@@ -38,12 +38,10 @@ impl Inventory {
         more.chain(less).collect()
     }
 
-    /// Number of items.
     pub fn len(&self) -> usize {
         self.items.len()
     }
 
-    /// Whether there are no items.
     pub fn is_empty(&self) -> bool {
         self.items.is_empty()
     }

@@ -26,7 +26,6 @@ pub const SERVICE_NETWORKS: [&str; 2] = ["10.96.0.0/16", "fd00:10:96::/112"];
 /// The mark of packets to masquerade: bit 14, kube-proxy's `--iptables-masquerade-bit`.
 const MASQUERADE: &str = "0x4000";
 
-/// kube-proxy's mode (`--proxy-mode`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ProxyMode {
     /// Chains that are gone through rule by rule.
@@ -38,11 +37,8 @@ pub enum ProxyMode {
 /// A protocol of a Service's port.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ServiceProtocol {
-    /// TCP.
     Tcp,
-    /// UDP.
     Udp,
-    /// SCTP.
     Sctp,
 }
 
@@ -56,12 +52,9 @@ impl ServiceProtocol {
     }
 }
 
-/// A port of a Service.
 #[derive(Clone, Debug)]
 pub struct ProxiedPort {
-    /// Its protocol.
     pub protocol: ServiceProtocol,
-    /// Its number at the cluster address.
     pub number: u16,
     /// Its number at each of the node's addresses.
     pub node_port: Option<u16>,
@@ -72,22 +65,18 @@ pub struct ProxiedPort {
 /// A Service as kube-proxy knows it.
 #[derive(Clone, Debug)]
 pub struct ProxiedService {
-    /// `namespace/name`.
     pub name: String,
     /// Its cluster addresses, at most one of each family.
     pub addresses: Vec<IpAddr>,
-    /// Its ports.
     pub ports: Vec<ProxiedPort>,
 }
 
 /// The rules for Services on one node.
 #[derive(Clone, Debug)]
 pub struct KubeProxy {
-    /// Their form.
     pub mode: ProxyMode,
     /// The node's addresses, at which node ports are open.
     pub node: Vec<IpAddr>,
-    /// The Services.
     pub services: Vec<ProxiedService>,
 }
 
@@ -127,13 +116,11 @@ fn install(node: &Namespace, rules: &str) -> Result<()> {
 struct Entry<'a> {
     /// Part of the names of its chains.
     id: String,
-    /// The cluster address.
     address: IpAddr,
     port: &'a ProxiedPort,
     backends: Vec<SocketAddr>,
 }
 
-/// The rules of one family.
 struct Rules<'a> {
     mode: ProxyMode,
     ip: &'static str,

@@ -22,9 +22,7 @@ const LONGEST_INTERFACE: usize = 15;
 /// The gateway addresses on the host side of every pod's veth, one per family.
 #[derive(Clone, Copy, Debug)]
 pub struct Gateways {
-    /// For IPv4.
     pub v4: Ipv4Addr,
-    /// For IPv6.
     pub v6: Ipv6Addr,
 }
 
@@ -90,22 +88,18 @@ impl Node {
         Ok(Self { namespace, netlink, addresses: addresses.to_vec(), gateways, pods: Vec::new() })
     }
 
-    /// Its namespace.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 
-    /// A netlink socket inside it.
     pub fn netlink(&self) -> &Netlink {
         &self.netlink
     }
 
-    /// Its addresses, without the gateway addresses.
     pub fn addresses(&self) -> &[IpAddr] {
         &self.addresses
     }
 
-    /// The gateways of its pods.
     pub fn gateways(&self) -> Gateways {
         self.gateways
     }
@@ -115,7 +109,6 @@ impl Node {
         &self.pods
     }
 
-    /// The pod of this name.
     pub fn pod(&self, name: &str) -> Result<&Pod> {
         self.pods.iter().find(|pod| pod.name == name).with_context(|| format!("no pod {name} on this node"))
     }
@@ -221,27 +214,22 @@ impl Node {
 }
 
 impl Pod {
-    /// Its name, as given.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its namespace.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 
-    /// Its addresses.
     pub fn addresses(&self) -> &[IpAddr] {
         &self.addresses
     }
 
-    /// Its address of a family.
     pub fn address(&self, v6: bool) -> Option<IpAddr> {
         self.addresses.iter().copied().find(|address| address.is_ipv6() == v6)
     }
 
-    /// The host side of its veth.
     pub fn interface(&self) -> &str {
         &self.interface
     }
@@ -275,17 +263,14 @@ impl Outside {
         Ok(Self { namespace, addresses, interface })
     }
 
-    /// Its namespace.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 
-    /// Its addresses, one per family.
     pub fn addresses(&self) -> &[IpAddr] {
         &self.addresses
     }
 
-    /// The node's interface towards it.
     pub fn interface(&self) -> &str {
         &self.interface
     }
@@ -306,7 +291,6 @@ pub(super) fn settle_pair(netlink: &Netlink, index: u32, peer: &Namespace) -> Re
     settle(&inside, inside.index("eth0")?).with_context(|| format!("in {}", peer.name()))
 }
 
-/// The same for one interface.
 pub(super) fn settle(netlink: &Netlink, index: u32) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(5);
     while !netlink.is_settled(index)? {

@@ -10,13 +10,9 @@ use super::namespace::Namespace;
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Offload {
-    /// Checksums of transmitted packets.
     TxChecksum = 0x17,
-    /// TCP segmentation.
     Tso = 0x1f,
-    /// Generic segmentation.
     Gso = 0x24,
-    /// Generic receive offload.
     Gro = 0x2c,
 }
 

@@ -11,7 +11,6 @@ use nix::unistd::Pid;
 
 use super::cleanup::CleanupGuard;
 
-/// Timeout for ending after a signal.
 pub(super) const END: Duration = Duration::from_secs(10);
 
 /// A child process, shared with the guard that ends it.
@@ -85,7 +84,6 @@ impl ServiceProcess {
         Ok(Self { process, _guard: guard })
     }
 
-    /// Its process id.
     pub fn id(&self) -> Pid {
         self.process.id
     }

@@ -20,7 +20,6 @@ pub struct Relay {
 }
 
 impl Relay {
-    /// Starts it.
     pub fn start(namespace: &Namespace, port: u16) -> Result<Self> {
         let listener = namespace.listen(("127.0.0.1", port)).with_context(|| format!("cannot listen on {port}"))?;
         listener.set_nonblocking(true)?;

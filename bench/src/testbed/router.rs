@@ -53,19 +53,16 @@ pub struct Router {
 }
 
 impl Router {
-    /// A router without nodes.
     pub fn new(label: &str) -> Result<Self> {
         let namespace = forwarding(label)?;
         let netlink = namespace.netlink()?;
         Ok(Self { namespace, netlink, links: Vec::new() })
     }
 
-    /// Its namespace.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 
-    /// A netlink socket inside it.
     pub fn netlink(&self) -> &Netlink {
         &self.netlink
     }

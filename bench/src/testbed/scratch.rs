@@ -7,14 +7,12 @@ use anyhow::{Context, Result};
 
 use super::cleanup::CleanupGuard;
 
-/// A temporary directory of this process.
 pub struct ScratchDir {
     path: PathBuf,
     _guard: CleanupGuard,
 }
 
 impl ScratchDir {
-    /// Makes an empty directory.
     pub fn new() -> Result<Self> {
         Self::made(tempfile::Builder::new().prefix("penstock-").tempdir()?)
     }
@@ -60,7 +58,6 @@ impl ScratchDir {
         fs::rename(&new, file).with_context(|| format!("cannot save {}", file.display()))
     }
 
-    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }

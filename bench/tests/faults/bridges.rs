@@ -1,14 +1,16 @@
 //! Bridges that pods share with something else, as with a machine behind a physical port.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
+use penstock_bench::load::{PacketSocket, transfer};
 use penstock_bench::testbed::{Attach, Namespace};
 
 use crate::fixture::{Fixture, pods, policy};
 
 const LIMIT: Duration = Duration::from_secs(30);
 const PORT: u16 = 5353;
+const BYTES: u64 = 5_000_000;
 
 /// A machine that is a port of the pods' bridge.
 struct Neighbour {
@@ -17,11 +19,13 @@ struct Neighbour {
 }
 
 impl Neighbour {
-    /// Two pods, of which `pod-1` takes in nothing, and the machine.
+    /// Three pods, of which `pod-1` takes in nothing and `pod-2` what `pod-0` sends, and the machine.
     fn beside_pods(attach: Attach) -> (Fixture, Self) {
         let namespace = Namespace::new("neighbour").unwrap();
         let address = "10.244.1.200:4000".parse().unwrap();
-        let yaml = pods(3) + &policy("closed", "pod-1", "  policyTypes: [Ingress]\n");
+        let of_a_pod = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
+        let yaml =
+            pods(3) + &policy("closed", "pod-1", "  policyTypes: [Ingress]\n") + &policy("one", "pod-2", of_a_pod);
         let fixture = Fixture::bridged(&yaml, |cluster, config| {
             config.attach = attach;
             let netlink = cluster.node.netlink();
@@ -53,6 +57,34 @@ impl Neighbour {
         sender.send_to(b"once", to).unwrap();
         std::iter::from_fn(|| receiver.recv(&mut [0; 9]).ok()).count()
     }
+
+    /// A pod gets nothing of what comes with this source, in one frame, with tags, or in fragments.
+    fn assert_denied(&self, fixture: &Fixture, pod: &str, source: IpAddr, case: &str) {
+        let site = fixture.site(pod);
+        let to = SocketAddr::new(site.address(false).unwrap(), PORT);
+        let receiver = site.namespace.udp(to).unwrap();
+        receiver.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+        let mac = |namespace: &Namespace| namespace.netlink().unwrap().mac("eth0").unwrap();
+        let (IpAddr::V4(from), IpAddr::V4(at)) = (source, to.ip()) else { unreachable!("addresses of IPv4") };
+        let mut frame = Vec::new();
+        etherparse::PacketBuilder::ethernet2(mac(&self.namespace), mac(&site.namespace))
+            .ipv4(from.octets(), at.octets(), 64)
+            .udp(4001, PORT)
+            .write(&mut frame, b"denied")
+            .unwrap();
+        // The pod's kernel takes any number of tags of VLAN 0 for none.
+        let tagged = |tags: usize| [&frame[..12], &[0x81, 0, 0, 0].repeat(tags), &frame[12..]].concat();
+        let frames = [frame.clone(), tagged(1), tagged(2), tagged(3)];
+        let wire = PacketSocket::open(&self.namespace).unwrap();
+        let sender = self.namespace.udp(self.address).unwrap();
+        for _ in 0..3 {
+            frames.iter().for_each(|frame| wire.send(frame).unwrap());
+            if source == self.address.ip() {
+                assert_eq!(sender.send_to(&[0; 3000], to).unwrap(), 3000);
+            }
+        }
+        assert!(receiver.recv(&mut [0; 3000]).is_err(), "{case}: policy does not hold for {pod}");
+    }
 }
 
 #[test]
@@ -74,24 +106,33 @@ fn what_a_bridge_floods_arrives_once() {
 }
 
 #[test]
-fn what_shares_a_pods_bridge_meets_policy_or_is_named() {
+fn what_shares_a_pods_bridge_meets_policy_without_a_daemon_too() {
+    for attach in [Attach::Tcx, Attach::Xdp] {
+        let (mut fixture, neighbour) = Neighbour::beside_pods(attach);
+        let assert_holds = |fixture: &Fixture, when: &str| {
+            neighbour.assert_denied(fixture, "test/pod-1", neighbour.address.ip(), &format!("{attach:?}, {when}"));
+            let forged = fixture.site("test/pod-0").address(false).unwrap();
+            neighbour.assert_denied(fixture, "test/pod-2", forged, &format!("{attach:?}, {when}, as another pod"));
+        };
+        for when in ["at first", "after a restart"] {
+            assert_eq!(neighbour.copies(&fixture, "test/pod-0", || {}), 1, "{attach:?}, {when}: no policy is about it");
+            assert!(fixture.status().not_enforced.is_empty(), "{attach:?}: {:?}", fixture.status().not_enforced);
+            assert_holds(&fixture, when);
+            fixture.kill();
+            assert_holds(&fixture, "without a daemon");
+            fixture.restart();
+        }
+    }
+}
+
+#[test]
+fn a_connection_with_what_shares_a_pods_bridge_works() {
     for attach in [Attach::Tcx, Attach::Xdp] {
         let (fixture, neighbour) = Neighbour::beside_pods(attach);
-        assert_eq!(neighbour.copies(&fixture, "test/pod-0", || {}), 1, "{attach:?}: no policy is about it");
-        let not_enforced = fixture.status().not_enforced;
-        if attach == Attach::Xdp {
-            assert_eq!(not_enforced.len(), 1, "{not_enforced:?}");
-            assert_eq!(not_enforced[0].pod.as_deref(), Some("test/pod-1"));
-            assert!(not_enforced[0].reason.contains("from physical0, which its bridge cni0"), "{not_enforced:?}");
-            continue;
-        }
-        assert!(not_enforced.is_empty(), "{not_enforced:?}");
-        let site = fixture.site("test/pod-1");
-        let to = SocketAddr::new(site.address(false).unwrap(), PORT);
-        let receiver = site.namespace.udp(to).unwrap();
-        receiver.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
-        let sender = neighbour.namespace.udp(neighbour.address).unwrap();
-        (0..3).for_each(|_| assert_eq!(sender.send_to(b"denied", to).unwrap(), 6));
-        assert!(receiver.recv(&mut [0; 9]).is_err(), "policy does not hold");
+        let site = fixture.site("test/pod-0");
+        let address = site.address(false).unwrap();
+        let into = transfer(&neighbour.namespace, &site.namespace, address, BYTES).unwrap();
+        let out = transfer(&site.namespace, &neighbour.namespace, neighbour.address.ip(), BYTES).unwrap();
+        assert!(into.bytes >= BYTES && out.bytes >= BYTES, "{attach:?}: {into:?} {out:?}");
     }
 }

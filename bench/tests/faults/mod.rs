@@ -19,7 +19,7 @@ mod mutated;
 mod offload;
 mod operation;
 mod paths;
-mod repeated;
+pub(crate) mod repeated;
 mod restarts;
 mod revoked;
 mod rings;

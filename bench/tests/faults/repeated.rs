@@ -11,7 +11,7 @@ use crate::faults::traffic::Sniffer;
 use crate::fixture::{Fixture, pods, policy};
 
 const LIMIT: Duration = Duration::from_secs(20);
-pub(super) const METRICS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9464);
+pub(crate) const METRICS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9464);
 pub(super) const ONLY_POD_0: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
 pub(super) const NOBODY: &str = "  ingress: []\n";
 /// What a pod gets of a table with 4096 entries, of which a quarter is its share: a sixteenth of that, and a quarter without a daemon.
@@ -46,7 +46,7 @@ pub(super) fn outcome(fixture: &Fixture, from: &str, to: &str, protocol: Protoco
 }
 
 /// The sum of a metric's samples that begin like this.
-fn metric(fixture: &Fixture, name: &str) -> u64 {
+pub(crate) fn metric(fixture: &Fixture, name: &str) -> u64 {
     let deadline = Instant::now() + LIMIT;
     loop {
         // Empty if a busy machine keeps the daemon from answering.
@@ -60,7 +60,7 @@ fn metric(fixture: &Fixture, name: &str) -> u64 {
 }
 
 /// Connections that programs have opened, once the daemon has heard of at least so many.
-pub(super) fn repeated(fixture: &Fixture, least: u64) -> u64 {
+pub(crate) fn repeated(fixture: &Fixture, least: u64) -> u64 {
     let deadline = Instant::now() + LIMIT;
     loop {
         let count = metric(fixture, REPEATED);

@@ -9,9 +9,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use penstock_agent::config::Config;
+use penstock_agent::privileges::STARTUP;
 use penstock_bench::testbed::ScratchDir;
 use penstock_bench::testbed::api_server::ApiServer;
-use penstock_privileges::STARTUP;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 

@@ -10,6 +10,7 @@ mod datagrams;
 mod kube_proxy;
 mod masquerade;
 mod names;
+mod repeated;
 mod rolling;
 pub(crate) mod service;
 mod tools;

@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy};
-use penstock_bench::testbed::Attach;
 
 use crate::fixture::{Fixture, pods};
 
@@ -70,10 +69,6 @@ fn limits_of_bandwidth_on_a_pods_interface_hold() {
         std::thread::sleep(Duration::from_millis(10));
     }
     let said = said().unwrap();
-    if Attach::of_run() == Attach::Xdp {
-        assert_eq!(said, "what it sends and receives; its packets pass beside these");
-        return;
-    }
     assert_eq!(said, "what it sends and receives; its packets take the way by these");
     let buckets = [interface.as_str(), "sent"];
     let assert_passed = |what: &str, least: u64, work: &dyn Fn()| {

@@ -9,10 +9,10 @@ use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use penstock_admin::client::Client;
 use penstock_admin::types::{Flows, FlowsQuery};
+use penstock_agent::privileges::{RUNTIME, STARTUP};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir, network_state};
-use penstock_privileges::{RUNTIME, STARTUP};
 
 use crate::fixture::{Fixture, pod, pods, policy};
 

@@ -28,11 +28,9 @@ use super::types::ErrorBody;
 
 /// Where a daemon offers captures, if its configuration says so.
 pub const DEFAULT_SOCKET: &str = "/run/penstock/capture.sock";
-/// Most packets of a capture.
 pub const MAX_PACKETS: u64 = 10_000_000;
 /// Longest capture, in seconds.
 pub const MAX_SECONDS: u64 = 3_600;
-/// Most bytes of frames of a capture.
 pub const MAX_BYTES: u64 = 4 << 30;
 /// Most bytes that are kept of a frame; no frame is longer.
 pub const MAX_SNAP_LENGTH: u32 = 4_096;
@@ -51,13 +49,9 @@ const LONGEST: usize = 16 << 20;
 pub struct CaptureQuery {
     /// Only packets from or to this pod of the node: `namespace/name`.
     pub pod: Option<String>,
-    /// Only packets that passed, or that were dropped.
     pub verdict: Option<Verdict>,
-    /// Only packets that were dropped for this reason.
     pub reason: Option<String>,
-    /// Only packets from or to this address.
     pub host: Option<IpAddr>,
-    /// Only packets from or to this port.
     pub port: Option<u16>,
     /// Only packets of this protocol: by name or number.
     pub protocol: Option<String>,
@@ -80,18 +74,14 @@ pub struct CaptureQuery {
     pub objects: bool,
 }
 
-/// The decision on a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
-    /// It passed.
     Allow,
-    /// It was dropped.
     Deny,
 }
 
 impl Verdict {
-    /// Its name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Allow => "allow",
@@ -100,23 +90,18 @@ impl Verdict {
     }
 }
 
-/// A message of a capture.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CaptureMessage {
     /// The capture has begun: packets that workers receive from now on are in it. The first message.
     Begin {
-        /// The node's name.
         node: String,
         /// The cluster's objects that follow, if the query asks for them.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         objects: Option<ObjectsInForce>,
     },
     /// Some of the objects that are in effect when the capture begins, before all packets; a line of JSON for each follows.
-    Objects {
-        /// Their number.
-        count: u64,
-    },
+    Objects { count: u64 },
     /// Objects have changed; a JSON array of the changes follows. A long batch comes as several messages.
     Changes {
         /// The first epoch under which all of them are in effect.
@@ -132,7 +117,6 @@ pub enum CaptureMessage {
     End {
         /// Which limit was reached, or what else ended it.
         reason: String,
-        /// How much was captured.
         counts: CaptureCounts,
     },
 }
@@ -140,17 +124,14 @@ pub enum CaptureMessage {
 /// The objects under which packets of a capture are processed.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ObjectsInForce {
-    /// The daemon's version.
     pub version: String,
     /// The first epoch of the capture: the objects are those of this epoch.
     pub epoch: u32,
     /// When the capture began, in nanoseconds since 1970.
     pub time: u64,
-    /// How many objects come.
     pub count: u64,
     /// Whether workers translate what pods send to Services.
     pub services: bool,
-    /// The setting `service_cidrs`.
     pub service_cidrs: Vec<String>,
     /// When a segment from the middle of a connection opens one. A daemon that does not say it does so always.
     #[serde(default)]
@@ -161,19 +142,15 @@ pub struct ObjectsInForce {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum PickupInForce {
-    /// At any time.
     #[default]
     Always,
-    /// At no time.
     Never,
     /// Up to this time, in nanoseconds since 1970.
     Until(u64),
 }
 
-/// How much was captured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct CaptureCounts {
-    /// Packets in the capture.
     pub packets: u64,
     /// Bytes of their frames that were kept.
     pub bytes: u64,
@@ -181,7 +158,6 @@ pub struct CaptureCounts {
     pub lost: u64,
 }
 
-/// A packet with what was decided on it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct PacketRecord {
     /// When its batch was received, in nanoseconds since 1970.
@@ -196,9 +172,7 @@ pub struct PacketRecord {
     /// before.
     #[serde(default, skip_serializing_if = "is_false")]
     pub translated: bool,
-    /// The verdict.
     pub verdict: Verdict,
-    /// Why it was dropped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// The rule that decides the egress of the end that opened its connection, or the verdict; `None` if policy was not asked.
@@ -207,7 +181,6 @@ pub struct PacketRecord {
     /// The same for the ingress of the other end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ingress: Option<String>,
-    /// Its connection's identifier.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connection: Option<String>,
     /// The Service that its connection is to, as its client knows it: name, or address and port.
@@ -222,7 +195,6 @@ pub struct PacketRecord {
     pub staged: Option<Box<StagedVerdict>>,
     /// The epoch under which it was processed.
     pub epoch: u32,
-    /// The worker that processed it.
     pub worker: usize,
 }
 
@@ -241,7 +213,6 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// Appends a message to a stream of them.
 pub fn encode(message: &CaptureMessage, frame: &[u8], stream: &mut Vec<u8>) {
     let head = serde_json::to_vec(message).expect("strings and numbers are JSON");
     stream.extend_from_slice(&(head.len() as u32).to_le_bytes());
@@ -250,12 +221,9 @@ pub fn encode(message: &CaptureMessage, frame: &[u8], stream: &mut Vec<u8>) {
     stream.extend_from_slice(frame);
 }
 
-/// A message as it is in a stream.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct DecodedMessage<'a> {
-    /// The message.
     pub message: CaptureMessage,
-    /// The frame of a packet.
     pub frame: &'a [u8],
     /// Bytes that both take of the stream.
     pub length: usize,
@@ -287,29 +255,15 @@ fn message_length(stream: &[u8]) -> Result<Option<(usize, usize)>, String> {
     Ok((rest.len() >= both).then_some((head, LENGTHS + both)))
 }
 
-/// Why there is no capture.
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {
-    /// No daemon offers captures there.
     #[error("{}: no daemon offers captures there ({source}); set capture.socket in its configuration, which is \"off\" by default, and restart it, or give its path with --socket", .path.display())]
-    NotOffered {
-        /// The socket.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The daemon refuses the query.
+    NotOffered { path: PathBuf, source: io::Error },
     #[error("{0}")]
     Refused(String),
     /// The daemon sends no valid stream, or it ends early.
     #[error("{}: {what}", .path.display())]
-    Broken {
-        /// The socket.
-        path: PathBuf,
-        /// The error.
-        what: String,
-    },
-    /// The system refuses what this needs.
+    Broken { path: PathBuf, what: String },
     #[error("cannot capture: {0}")]
     System(#[from] io::Error),
 }
@@ -322,10 +276,8 @@ async fn ready(descriptor: Option<&AsyncFd<OwnedFd>>, interest: Interest) {
     }
 }
 
-/// The next part of a capture.
 #[derive(Debug)]
 pub enum CaptureEvent<'a> {
-    /// A message, with the frame of a packet.
     Message(CaptureMessage, &'a [u8]),
     /// SIGINT or SIGTERM asks to end, or the input has ended ([`CaptureStream::watch_input`]).
     Interrupted,
@@ -432,7 +384,6 @@ impl CaptureStream {
         Ok(CaptureEvent::Message(message, &self.received[frame]))
     }
 
-    /// Whether the next message has arrived already.
     pub fn has_next(&self) -> bool {
         message_length(&self.received[self.read..]).is_ok_and(|length| length.is_some())
     }

@@ -16,38 +16,23 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::types::ErrorBody;
 
-/// Where the daemon listens by default.
 pub const DEFAULT_SOCKET: &str = "/run/penstock/admin.sock";
 /// Where it listens for the CNI plugin by default: beside [`DEFAULT_SOCKET`].
 pub const DEFAULT_CNI_SOCKET: &str = "/run/penstock/admin.cni";
 /// How long an answer may take: a bundle of a large node takes seconds.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// No daemon listens.
     #[error("{}: no daemon listens there ({source}); start one (penstock run), or give its socket with --socket (the key admin.socket of its configuration)", .path.display())]
-    NoDaemon {
-        /// The socket.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The daemon rejected the request.
+    NoDaemon { path: PathBuf, source: io::Error },
     #[error("{0}")]
     Rejected(String),
     /// A daemon listens, but sent no valid answer.
     #[error("{}: {what}", .path.display())]
-    Failed {
-        /// The socket.
-        path: PathBuf,
-        /// The error.
-        what: String,
-    },
+    Failed { path: PathBuf, what: String },
 }
 
-/// A client of one daemon.
 pub struct Client {
     socket: PathBuf,
     runtime: Runtime,
@@ -65,7 +50,6 @@ impl Client {
         self.request(Method::GET, &format!("{path}?{query}"), Bytes::new())
     }
 
-    /// Sends `body` to `path`, and parses the answer.
     pub fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, ClientError> {
         let body = serde_json::to_vec(body).map_err(|error| self.failed(error.to_string()))?;
         self.request(Method::POST, path, body.into())

@@ -21,7 +21,6 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     if text.contains(is_unprintable) { Printable(text).to_string().into() } else { text.into() }
 }
 
-/// Escapes what is written to it.
 pub struct Escaping<W>(pub W);
 
 impl<W: Write> Write for Escaping<W> {

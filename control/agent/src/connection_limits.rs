@@ -45,12 +45,10 @@ impl PodConnectionLimits {
         (LimitedPods::new(self.0.values().map(|pod| (pod.port, Arc::clone(&pod.limits)))), new)
     }
 
-    /// The limits of this pod.
     pub(super) fn of(&self, pod: &ObjectKey) -> Option<&PodLimits> {
         self.0.get(pod).map(|pod| &*pod.limits)
     }
 
-    /// All of them.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&ObjectKey, &PodLimits)> {
         self.0.iter().map(|(key, pod)| (key, &*pod.limits))
     }

@@ -261,7 +261,6 @@ impl ConnectionOwners {
         }
     }
 
-    /// The connections of these addresses are removed.
     pub(super) fn cleared(&mut self, addresses: &[IpAddr]) {
         for address in addresses {
             self.released.remove(address);
@@ -324,7 +323,6 @@ pub(super) struct ClearingQueue {
     in_use: TableUse,
 }
 
-/// The jobs of a [`ClearingQueue`].
 pub(super) struct ClearingJobs {
     jobs: mpsc::Receiver<ClearingJob>,
     in_use: TableUse,
@@ -474,6 +472,7 @@ mod tests {
                 mtu: 1500,
                 interface: 0,
                 by_stack: false,
+                by_host: None,
                 bridge: 0,
                 addresses,
             };

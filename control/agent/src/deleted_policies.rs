@@ -13,7 +13,6 @@ use penstock_policy::state::ClusterState;
 
 /// How long one watch may be behind another. A policy that somebody deletes so shortly before its namespace stays in effect, too.
 const BEHIND: Duration = Duration::from_secs(60);
-/// Most policies that are remembered.
 const MOST: usize = 4096;
 
 /// The policies that were deleted lately from namespaces that were not being deleted, oldest first.

@@ -29,7 +29,6 @@ use super::signals::{Signal, Signals};
 use super::unix_socket::{AdminSocketError, SocketFile, listen};
 
 const REQUEST: &[u8] = b"take over\n";
-/// Its workers have ended.
 const STOPPED: &[u8] = b"stopped\n";
 /// All that the next daemon needs is free.
 const RELEASED: &[u8] = b"released\n";
@@ -46,7 +45,6 @@ pub(super) fn path(admin: &SocketPath) -> Option<PathBuf> {
     admin.path().map(|admin| admin.with_extension("handover"))
 }
 
-/// Where a daemon is asked to hand over.
 pub(super) struct HandoverListener {
     requests: mpsc::Receiver<UnixStream>,
     _file: Option<SocketFile>,
@@ -122,11 +120,9 @@ async fn wait_for_end(path: Option<&Path>) -> Result<(), RunError> {
     Err(RunError::Failed(anyhow!("the daemon that took over is gone; start penstock again")))
 }
 
-/// The daemon that runs already.
 pub(super) struct Predecessor(PathBuf);
 
 impl Predecessor {
-    /// Looks for it.
     pub(super) fn find(admin: &SocketPath) -> Option<Self> {
         let path = path(admin)?;
         let running = net::UnixStream::connect(&path).ok()?;
@@ -184,7 +180,7 @@ impl Predecessor {
     }
 }
 
-/// What a daemon answers that was asked to hand over.
+/// The answer of a daemon that was asked to hand over.
 enum Answer {
     Stopped(BufReader<UnixStream>),
     /// Or it is gone.

@@ -6,16 +6,13 @@ use jiff::Timestamp;
 use crate::config::{ConfigError, ConfigLayers, LoadedConfig, TableMapping};
 use crate::state_file::{Identity, StateFile, StateFileError};
 
-/// The version of the file's form.
 const VERSION: u32 = 1;
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".config";
 
-/// The last good configuration.
 #[derive(Clone, Debug)]
 pub struct LastGood {
-    /// The configuration.
     pub loaded: LoadedConfig,
     /// When a daemon got ready with it.
     pub since: Timestamp,
@@ -31,10 +28,8 @@ pub(crate) struct RejectedConfig {
 /// Why there is no last good configuration, though there is a file.
 #[derive(Debug, thiserror::Error)]
 pub enum LastGoodError {
-    /// The file is not used.
     #[error(transparent)]
     File(#[from] FileError),
-    /// Its content is refused too, by this version.
     #[error("the last good configuration is refused, too: {0}")]
     Config(#[from] ConfigError),
 }
@@ -46,8 +41,8 @@ pub struct FileError(#[from] StateFileError);
 
 /// Keeps a configuration with which the daemon is ready. Does nothing without a state directory.
 pub(crate) fn keep(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), StateFileError> {
-    match StateFile::beside(&loaded.config.conntrack.mapping, SUFFIX) {
-        Some(file) => file.write(&identity(layers), [loaded.values.to_string().as_bytes()]),
+    match StateFile::beside(&loaded.config.conntrack.mapping, SUFFIX, identity(layers)) {
+        Some(file) => file.write([loaded.values.to_string().as_bytes()]),
         None => Ok(()),
     }
 }
@@ -56,20 +51,16 @@ pub(crate) fn keep(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), S
 pub fn find(layers: &ConfigLayers) -> Result<Option<LastGood>, LastGoodError> {
     let mapping = layers.text_of(&["conntrack", "mapping"]);
     let mapping = mapping.and_then(|text| TableMapping::try_from(text).ok()).unwrap_or_default();
-    let Some(file) = StateFile::beside(&mapping, SUFFIX) else { return Ok(None) };
-    let Some(stored) = file.read(&identity(layers)).map_err(FileError)? else { return Ok(None) };
+    let Some(file) = StateFile::beside(&mapping, SUFFIX, identity(layers)) else { return Ok(None) };
+    let Some(stored) = file.read().map_err(FileError)? else { return Ok(None) };
     let loaded = layers.without_overrides().parse(&String::from_utf8_lossy(&stored.content))?;
     Ok(Some(LastGood { loaded, since: stored.written }))
 }
 
 /// The same file and, where the environment or the command line names it, the same node.
 fn identity(layers: &ConfigLayers) -> Identity {
-    Identity {
-        kind: "a configuration".to_owned(),
-        version: VERSION,
-        node: layers.overridden(&["node"]).unwrap_or_default(),
-        origin: layers.file().display().to_string(),
-    }
+    let node = layers.overridden(&["node"]).unwrap_or_default();
+    Identity::new("a configuration", VERSION, &node, layers.file().display().to_string())
 }
 
 #[cfg(test)]

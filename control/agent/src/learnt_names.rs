@@ -3,30 +3,23 @@
 //! Names that have expired are kept as such: they let no new connection pass, but those that they allowed are still
 //! allowed when policy is evaluated again. Times count from boot, so the file is not used after one.
 
-use std::fs;
-use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use penstock_dataplane::names::{DomainName, LearntName, Moment, NameLimits, NameTable, NamedPod, PodNames};
 use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
-use crate::state_file::{Identity, StateFile, StateFileError};
+use crate::state_file::{Identity, KeptFile, StateFile, StateFileError};
 
-/// How often the file is written at most, if something has changed. It is also this multiple of the last write's duration.
+/// How often the file is written at most, if something has changed.
 pub(super) const INTERVAL: Duration = Duration::from_secs(1);
-const INTERVAL_FACTOR: u32 = 50;
 /// How long names of the last run wait for their pods.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// The version of the file's form.
 const VERSION: u32 = 1;
 /// Suffix of the file, after the name of the connection table's file.
 pub(super) const SUFFIX: &str = ".names";
-/// Changes with every boot of the machine.
-const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
 /// A pod in the file, with its names: when each expires, in milliseconds since boot, its address, and the name.
 #[derive(Serialize, Deserialize)]
@@ -37,17 +30,12 @@ struct StoredPod {
     names: Vec<(u64, IpAddr, String)>,
 }
 
-/// The table of names, and its file.
 pub(super) struct LearntNamesFile {
     table: Arc<NameTable>,
-    file: Option<(StateFile, Identity)>,
+    file: KeptFile,
     started: Instant,
-    written: Instant,
     /// The table's number of changes when it was written.
     changes: u64,
-    is_writing: Arc<AtomicBool>,
-    /// How long the last write took, in milliseconds.
-    took: Arc<AtomicU64>,
 }
 
 impl LearntNamesFile {
@@ -56,28 +44,19 @@ impl LearntNamesFile {
         if !config.domain_names.enabled {
             return None;
         }
-        let boot = fs::read_to_string(BOOT).ok();
-        let file = boot.and_then(|boot| {
-            let identity = Identity {
-                kind: "learnt names".to_owned(),
-                version: VERSION,
-                node: config.node.to_string(),
-                origin: format!("boot {}", boot.trim()),
-            };
-            Some((StateFile::beside(&config.conntrack.mapping, SUFFIX)?, identity))
+        let file = Identity::of_boot().and_then(|boot| {
+            let identity = Identity::new("learnt names", VERSION, config.node.as_str(), boot);
+            StateFile::beside(&config.conntrack.mapping, SUFFIX, identity)
         });
         Some(Self::of(file, config.domain_names.min_ttl.duration()))
     }
 
-    fn of(file: Option<(StateFile, Identity)>, least: Duration) -> Self {
+    fn of(file: Option<StateFile>, least: Duration) -> Self {
         let this = Self {
             table: Arc::new(NameTable::new(NameLimits { least, ..NameLimits::default() })),
-            file,
+            file: KeptFile::new(file, "names that pods have learnt"),
             started: Instant::now(),
-            written: Instant::now(),
             changes: 0,
-            is_writing: Arc::default(),
-            took: Arc::default(),
         };
         this.read();
         this
@@ -85,15 +64,14 @@ impl LearntNamesFile {
 
     /// Reads what the last run has learnt: again, once one has ended that ran beside this one.
     pub(super) fn read(&self) {
-        match self.file.as_ref().map_or(Ok(Vec::new()), |(file, identity)| read(file, identity)) {
-            Ok(recorded) => self.table.restore(recorded),
+        match self.file.read_json::<Vec<StoredPod>>() {
+            Ok(stored) => self.table.restore(stored.into_iter().flatten().map(PodNames::from).collect()),
             // A boot is no fault.
             Err(error @ StateFileError::Other { .. }) => tracing::info!("names of the last run: {error}"),
             Err(error) => tracing::warn!("names of the last run: {error}"),
         }
     }
 
-    /// The table.
     pub(super) fn table(&self) -> &Arc<NameTable> {
         &self.table
     }
@@ -103,51 +81,31 @@ impl LearntNamesFile {
         if self.started.elapsed() > PATIENCE {
             self.table.forget_recorded();
         }
-        let pause = INTERVAL.max(Duration::from_millis(self.took.load(Ordering::Relaxed)) * INTERVAL_FACTOR);
         let changes = self.table.changes();
-        if changes == self.changes || self.written.elapsed() < pause || self.is_writing.load(Ordering::Acquire) {
+        if changes == self.changes || !self.file.is_due(INTERVAL) {
             return;
         }
-        (self.changes, self.written) = (changes, Instant::now());
-        let Some((file, identity)) = self.file.clone() else { return };
-        let (table, is_writing, took) = (Arc::clone(&self.table), Arc::clone(&self.is_writing), Arc::clone(&self.took));
-        is_writing.store(true, Ordering::Release);
-        tokio::task::spawn_blocking(move || {
-            let began = Instant::now();
-            write(&file, &identity, &table);
-            took.store(began.elapsed().as_millis() as u64, Ordering::Relaxed);
-            is_writing.store(false, Ordering::Release);
-        });
+        self.changes = changes;
+        let table = Arc::clone(&self.table);
+        self.file.write(move || content(&table));
     }
 
     /// Writes the file, for the next run. Call it once no worker learns any more.
     pub(super) fn finish(&self) {
-        // One that is being written has the same temporary file.
-        let until = Instant::now() + Duration::from_secs(1);
-        while self.is_writing.load(Ordering::Acquire) && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        if let Some((file, identity)) = self.file.as_ref().filter(|_| !self.is_writing.load(Ordering::Acquire)) {
-            write(file, identity, &self.table);
-        }
+        self.file.finish(|| content(&self.table));
     }
 }
 
-fn read(file: &StateFile, identity: &Identity) -> Result<Vec<PodNames>, StateFileError> {
-    let Some(stored) = file.read(identity)? else { return Ok(Vec::new()) };
-    let pods: Result<Vec<StoredPod>, _> = serde_json::from_slice(&stored.content);
-    let damaged = |error| StateFileError::Damaged { path: file.path().to_owned(), error: io::Error::from(error) };
-    let name = |(expires, address, name): (u64, IpAddr, String)| {
-        Some(LearntName { expires: Moment(expires), address: address.into(), name: DomainName::new(&name)? })
-    };
-    let pod = |StoredPod { pod, created, addresses, names }| PodNames {
-        pod: NamedPod { name: pod, created, addresses },
-        names: names.into_iter().filter_map(name).collect(),
-    };
-    Ok(pods.map_err(damaged)?.into_iter().map(pod).collect())
+impl From<StoredPod> for PodNames {
+    fn from(StoredPod { pod, created, addresses, names }: StoredPod) -> Self {
+        let name = |(expires, address, name): (u64, IpAddr, String)| {
+            Some(LearntName { expires: Moment(expires), address: address.into(), name: DomainName::new(&name)? })
+        };
+        Self { pod: NamedPod { name: pod, created, addresses }, names: names.into_iter().filter_map(name).collect() }
+    }
 }
 
-fn write(file: &StateFile, identity: &Identity, table: &NameTable) {
+fn content(table: &NameTable) -> Vec<u8> {
     let stored = |PodNames { pod, names }: PodNames| StoredPod {
         pod: pod.name,
         created: pod.created,
@@ -155,14 +113,12 @@ fn write(file: &StateFile, identity: &Identity, table: &NameTable) {
         names: names.iter().map(|it| (it.expires.0, it.address.into(), it.name.to_string())).collect(),
     };
     let pods: Vec<StoredPod> = table.all().into_iter().map(stored).collect();
-    let lines = serde_json::to_vec(&pods).expect("text and numbers are JSON");
-    if let Err(error) = file.write(identity, [lines.as_slice()]) {
-        tracing::warn!("names that pods have learnt are not kept for the next run: {error}");
-    }
+    serde_json::to_vec(&pods).expect("text and numbers are JSON")
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::PermissionsExt;
     use std::path::Path;
 
@@ -173,10 +129,9 @@ mod tests {
 
     const LEAST: Duration = Duration::from_secs(1);
 
-    fn file(directory: &Path, boot: &str) -> Option<(StateFile, Identity)> {
-        let identity =
-            Identity { kind: "learnt names".into(), version: VERSION, node: "here".into(), origin: boot.into() };
-        Some((StateFile::beside(&TableMapping::File(directory.join("conntrack")), SUFFIX).unwrap(), identity))
+    fn file(directory: &Path, boot: &str) -> Option<StateFile> {
+        let identity = Identity::new("learnt names", VERSION, "here", boot.into());
+        StateFile::beside(&TableMapping::File(directory.join("conntrack")), SUFFIX, identity)
     }
 
     fn pod() -> NamedPod {
@@ -200,7 +155,7 @@ mod tests {
         names.keep();
         let path = directory.path().join(format!("conntrack{SUFFIX}"));
         assert!(!path.exists(), "not before a second has passed");
-        names.written = Instant::now() - INTERVAL;
+        names.file.written = Instant::now() - INTERVAL;
         names.keep();
         names.finish();
         assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);

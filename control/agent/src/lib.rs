@@ -41,6 +41,7 @@ mod ports;
 mod postponed;
 pub mod preflight;
 mod private_file;
+pub mod privileges;
 mod progress;
 mod publisher;
 mod query;
@@ -66,7 +67,6 @@ use std::io;
 use std::time::Duration;
 
 use penstock_policy::model::ObjectChange;
-use penstock_privileges as privileges;
 use penstock_sources::{Location, Source};
 
 use anyhow::Context;
@@ -197,7 +197,6 @@ fn run_with(
 /// Which objects [`check`] reads.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum CheckedSource {
-    /// Those of the configured source.
     Any,
     /// Those of manifests only: an API server may be away, and a daemon would wait for it.
     Manifests,
@@ -234,7 +233,6 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
     Ok(findings)
 }
 
-/// The things that [`cleanup`] removed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CleanedUp {
     /// How many interfaces had a pinned program.

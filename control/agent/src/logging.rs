@@ -25,30 +25,25 @@ use super::nonblocking_writer::NonBlockingWriter;
 pub(super) const MILESTONES: &str = "penstock";
 
 /// The crates of this project in the daemon. Full names, because [`MILESTONES`] is a prefix of all.
-const OWN_CRATES: [&str; 7] = [
+const OWN_CRATES: [&str; 6] = [
     "penstock_admin",
     "penstock_agent",
     "penstock_dataplane",
     "penstock_policy",
-    "penstock_privileges",
     "penstock_sources",
     "penstock_xdp_redirect",
 ];
 
-/// Lines that may wait to be written.
 const WAITING_LINES: usize = 1_024;
 
-/// Recent lines that are kept.
 const RECENT_LINES: usize = 1_000;
 
 static FILTER: OnceLock<reload::Handle<Targets, Registry>> = OnceLock::new();
 static OUTPUTS: Mutex<Option<Outputs>> = Mutex::new(None);
 static RECENT: Mutex<VecDeque<String>> = Mutex::new(VecDeque::new());
 
-/// The non-blocking outputs of the process.
 struct Outputs {
     log: NonBlockingWriter,
-    /// Lines of the log that were dropped.
     lost: u64,
     statistics: NonBlockingWriter,
 }
@@ -106,7 +101,6 @@ fn outputs() -> MutexGuard<'static, Option<Outputs>> {
     OUTPUTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Sets the log level.
 pub(super) fn set_level(level: LogLevel) {
     if let Some(handle) = FILTER.get()
         && let Err(error) = handle.reload(filter(level))
@@ -115,7 +109,6 @@ pub(super) fn set_level(level: LogLevel) {
     }
 }
 
-/// The last lines of the log.
 pub(super) fn recent() -> String {
     recent_lines().iter().map(String::as_str).collect()
 }

@@ -21,7 +21,6 @@ pub(super) struct PacketNames<'a> {
     pub(super) epoch: Epoch,
 }
 
-/// A connection's identifier as text.
 pub(super) fn identifier(connection: u64) -> String {
     format!("{connection:016x}")
 }

@@ -21,7 +21,6 @@ pub(super) fn path(admin: &SocketPath) -> Option<PathBuf> {
     admin.path().map(|admin| admin.with_extension("cni"))
 }
 
-/// There is no room for another pod.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{MOST} new pods wait for the source to tell their addresses; is the API server away?")]
 pub(super) struct TooManyNewPods;
@@ -117,19 +116,7 @@ mod tests {
     }
 
     fn pod(told: &[&str]) -> Pod {
-        Pod {
-            key: key(),
-            labels: Default::default(),
-            node: Some("here".into()),
-            addresses: addresses(told),
-            host_network: false,
-            finished: false,
-            controller: None,
-            other_interfaces: Vec::new(),
-            limits: Default::default(),
-            ports: Vec::new(),
-            lifetime: Default::default(),
-        }
+        Pod { key: key(), node: Some("here".into()), addresses: addresses(told), ..Pod::default() }
     }
 
     /// Objects that the source tells, in turn, and the addresses that the pod then has; `None`: it is deleted.

@@ -15,14 +15,12 @@ use crate::discovery::{NetworkState, RemoteNetwork};
 /// The part of the network state that snapshots need.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct NodeNetwork {
-    /// Addresses on the node's interfaces.
     pub(super) addresses: Vec<IpAddr>,
     /// Other prefixes that the node accepts as its own.
     local_prefixes: BTreeSet<IpNet>,
     tunnel_ports: BTreeSet<u16>,
     /// Whether programs see all that leaves the node.
     pub(super) watches_uplinks: bool,
-    /// Networks behind other machines.
     remote: Vec<RemoteNetwork>,
 }
 
@@ -41,7 +39,6 @@ impl NodeNetwork {
 /// The node's part of a snapshot. A change of it needs a new snapshot.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct NodeContext {
-    /// This node's addresses.
     node: BTreeSet<IpAddr>,
     /// Addresses of this node's pods, served or not.
     pods: BTreeSet<IpAddr>,
@@ -52,7 +49,6 @@ pub(super) struct NodeContext {
 /// The tunnel packets that this node does not unwrap.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct RefusedTunnels {
-    /// UDP ports of tunnels.
     pub(super) ports: BTreeSet<u16>,
     /// Other nodes' networks, and whether pods are there: of two that contain an address the longer one counts.
     pub(super) networks: BTreeMap<IpNet, bool>,

@@ -15,7 +15,6 @@ pub(crate) enum NodePath {
 }
 
 impl NodePath {
-    /// Whether an earlier daemon left settings behind.
     pub(crate) fn found_leftovers(&self) -> bool {
         match self {
             Self::HostVeth(host_veth) => host_veth.found_leftovers(),

@@ -9,7 +9,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use penstock_privileges as privileges;
+use crate::privileges;
 
 /// How long a drop waits for queued chunks: enough for a slow disk.
 const FLUSH_TIME: Duration = Duration::from_secs(1);

@@ -23,7 +23,6 @@ use super::samples::{self, CounterSample, CounterSamples};
 use super::service_manager::ServiceManager;
 use super::verdicts::VerdictWriter;
 
-/// How often the verdict log is written.
 const VERDICT_LOG_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Listening sockets, opened before the daemon touches the node so that problems with them end the start early.
@@ -66,17 +65,11 @@ async fn serve(loaded: &LoadedConfig, handle: &QueryHandle) -> Result<Vec<AdminS
     Ok(admin.into_iter().chain(captures).chain(new_pods).collect())
 }
 
-/// The next step of the daemon's loop.
 pub(super) enum OperationEvent {
-    /// Answer a query.
     Answer(StateQuery),
-    /// Take a sample of the counters.
     Sample,
-    /// Write the verdict log.
     Write,
-    /// Pass packets of the capture on.
     Capture,
-    /// Read how often rules decided.
     CountUse,
 }
 
@@ -94,12 +87,10 @@ pub(super) struct Operation {
     pub(super) verdicts: VerdictWriter,
     pub(super) usage: RuleUsage,
     pub(super) started: Instant,
-    /// Notified once this daemon is ready.
     pub(super) ready: Option<oneshot::Sender<()>>,
     pub(super) service_manager: ServiceManager,
     sampling: Interval,
     writing: Interval,
-    /// The capture that runs.
     pub(super) capture: Option<RunningCapture>,
     /// Counts of those that have ended.
     pub(super) captured: CaptureCounts,

@@ -2,7 +2,6 @@
 //! asked again by the next process.
 
 use std::fs;
-use std::io;
 use std::os::unix::fs::MetadataExt;
 
 use penstock_policy::model::{ObjectKey, Pod};
@@ -13,11 +12,8 @@ use crate::state_file::{Identity, StateFile, StateFileError};
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".interfaces";
-/// The version of the file's form.
 const VERSION: u32 = 1;
-/// Another boot has other interfaces.
-const BOOT: &str = "/proc/sys/kernel/random/boot_id";
-/// And so has another network namespace.
+/// Another one has other interfaces, as another boot has.
 const NAMESPACE: &str = "/proc/thread-self/ns/net";
 
 /// The bindings, up to date with the last [`PodBindings::follow`].
@@ -25,8 +21,7 @@ pub(super) struct PodBindings {
     bindings: Bindings,
     results: CniResults,
     node: String,
-    file: Option<(StateFile, Identity)>,
-    /// The file's content.
+    file: Option<StateFile>,
     kept: Vec<FirstBinding>,
     /// A problem of the file was logged.
     is_failing: bool,
@@ -36,24 +31,20 @@ impl PodBindings {
     /// With what an earlier process has found, if there is a state directory. The calling thread is in the node's namespace.
     pub(super) fn open(config: &Config) -> Self {
         let node = config.node.as_str().to_owned();
-        let boot = fs::read_to_string(BOOT).and_then(|boot| Ok((boot, fs::metadata(NAMESPACE)?.ino())));
-        let file = boot.ok().and_then(|(boot, namespace)| {
-            let origin = format!("boot {}, network namespace {namespace}", boot.trim());
-            let identity =
-                Identity { kind: "pods' interfaces".to_owned(), version: VERSION, node: node.clone(), origin };
-            Some((StateFile::beside(&config.conntrack.mapping, SUFFIX)?, identity))
+        let file = Identity::of_boot().zip(fs::metadata(NAMESPACE).ok()).and_then(|(boot, namespace)| {
+            let origin = format!("{boot}, network namespace {}", namespace.ino());
+            let identity = Identity::new("pods' interfaces", VERSION, &node, origin);
+            StateFile::beside(&config.conntrack.mapping, SUFFIX, identity)
         });
-        let kept = match file.as_ref().map_or(Ok(Vec::new()), |(file, identity)| read(file, identity)) {
-            Ok(kept) => kept,
-            Err(error @ StateFileError::Other { .. }) => {
-                tracing::info!("interfaces of the last run: {error}");
-                Vec::new()
+        let read = file.as_ref().map_or(Ok(None), StateFile::read_json::<Vec<FirstBinding>>);
+        let kept = read.unwrap_or_else(|error| {
+            match error {
+                StateFileError::Other { .. } => tracing::info!("interfaces of the last run: {error}"),
+                _ => tracing::warn!("interfaces of the last run: {error}"),
             }
-            Err(error) => {
-                tracing::warn!("interfaces of the last run: {error}");
-                Vec::new()
-            }
-        };
+            None
+        });
+        let kept = kept.unwrap_or_default();
         let (bindings, results) = (Bindings::of_earlier(kept.clone()), CniResults::new(&config.cni_results));
         Self { bindings, results, node, file, kept, is_failing: false }
     }
@@ -79,14 +70,14 @@ impl PodBindings {
 
     /// Writes the file, if neighbours have named a pod's interface, or one is gone.
     pub(super) fn keep(&mut self) {
-        let Some((file, identity)) = &self.file else { return };
+        let Some(file) = &self.file else { return };
         if self.bindings.first().eq(&self.kept) {
             return;
         }
         self.kept = self.bindings.first().cloned().collect();
         // Strings and numbers are always serializable.
         let content = serde_json::to_vec(&self.kept).unwrap_or_default();
-        match file.write(identity, [&content[..]]) {
+        match file.write([&content[..]]) {
             Ok(()) => self.is_failing = false,
             Err(error) => {
                 if !std::mem::replace(&mut self.is_failing, true) {
@@ -95,10 +86,4 @@ impl PodBindings {
             }
         }
     }
-}
-
-fn read(file: &StateFile, identity: &Identity) -> Result<Vec<FirstBinding>, StateFileError> {
-    let Some(stored) = file.read(identity)? else { return Ok(Vec::new()) };
-    serde_json::from_slice(&stored.content)
-        .map_err(|error| StateFileError::Damaged { path: file.path().to_owned(), error: io::Error::from(error) })
 }

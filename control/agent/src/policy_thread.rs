@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::privileges;
 use penstock_policy::model::{ObjectChange, ObjectRef};
-use penstock_privileges as privileges;
 use penstock_sources::Source;
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, oneshot};

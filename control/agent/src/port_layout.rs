@@ -17,7 +17,6 @@ pub(super) struct PortLayout {
     pub(super) ports: Vec<LayoutPort>,
 }
 
-/// An open port.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct LayoutPort {
     pub(super) id: PortId,
@@ -27,7 +26,6 @@ pub(super) struct LayoutPort {
     pub(super) pod: Option<ServedPod>,
 }
 
-/// The pod behind a port.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct ServedPod {
     pub(super) key: ObjectKey,
@@ -43,7 +41,6 @@ impl PortLayout {
         served.flat_map(|pod| pod.addresses.iter().map(|&at| (at, (pod.key.clone(), pod.link)))).collect()
     }
 
-    /// How many pods are served.
     pub(super) fn pods(&self) -> usize {
         self.ports.iter().filter(|port| port.pod.is_some()).count()
     }

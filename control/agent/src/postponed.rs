@@ -11,7 +11,6 @@ use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::AddressSet;
 use penstock_xdp_redirect::ServiceAddresses;
 
-/// Addresses that the program and the tables have.
 pub(super) struct PostponedAddresses {
     program: ServiceAddresses,
     /// The addresses that the program has; of those that are no Service's any more, the first snapshot without them.

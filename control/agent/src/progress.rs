@@ -22,7 +22,6 @@ const IN_FORCE_WAIT: Duration = Duration::from_micros(200);
 /// Most snapshots that are awaited at a time. While a worker takes none, later ones count as one change.
 const MOST_AWAITED: usize = 1024;
 
-/// A pod as it was published.
 #[derive(Debug)]
 struct PublishedPod {
     port: PortId,
@@ -42,9 +41,7 @@ struct AwaitedSnapshot {
 #[derive(Debug)]
 pub(super) struct EnforcementProgress {
     pods: BTreeMap<ObjectKey, PublishedPod>,
-    /// The pods on which policy is not enforced.
     not_enforced: BTreeSet<NotEnforced>,
-    /// Why pods are not attached.
     waiting: BTreeMap<ObjectKey, String>,
     /// The snapshots that are not in effect everywhere yet, oldest first.
     awaited: VecDeque<AwaitedSnapshot>,
@@ -62,7 +59,6 @@ pub(super) struct StepTimes {
     pub(super) publish: Histogram,
     /// From the event to a snapshot that is in effect on every worker.
     pub(super) enforced: Histogram,
-    /// Changes of objects applied.
     pub(super) changes: Counter,
 }
 
@@ -165,7 +161,6 @@ impl EnforcementProgress {
         self.pods.get(pod).is_some_and(|pod| addresses.iter().all(|address| pod.addresses.contains(address)))
     }
 
-    /// Records why pods are not attached.
     pub(super) fn note_problems(&mut self, problems: &BTreeSet<PodProblem>) {
         self.waiting.clear();
         for problem in problems {
@@ -180,12 +175,10 @@ impl EnforcementProgress {
         !self.waiting.is_empty()
     }
 
-    /// Records what is not enforced.
     pub(super) fn note_not_enforced(&mut self, not_enforced: BTreeSet<NotEnforced>) {
         self.not_enforced = not_enforced;
     }
 
-    /// The pods on which policy is not enforced.
     pub(super) fn not_enforced(&self) -> &BTreeSet<NotEnforced> {
         &self.not_enforced
     }

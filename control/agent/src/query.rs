@@ -20,40 +20,51 @@ use crate::scans::TableScans;
 
 /// How long an answer may take. The loop is busy this long only if something is wrong with it.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How many queries may wait.
 const CAPACITY: usize = 64;
 
 /// A query to the daemon's loop, with the channel for its answer.
 pub(crate) enum StateQuery {
-    /// The daemon's status.
     Status(oneshot::Sender<Status>),
     /// The connection table, and the addresses of `end` and `service`.
-    Connections { end: Option<String>, service: Option<String>, answer: oneshot::Sender<Result<FlowScan, String>> },
-    /// Names and rules of connections.
-    Describe { connections: Vec<ConnectionInfo>, answer: oneshot::Sender<Vec<ConnectionFlow>> },
-    /// Why a flow is allowed or denied.
-    Explain { query: ExplainQuery, answer: oneshot::Sender<Result<Explanation, String>> },
-    /// The domain names that pods have learnt.
-    Names { query: NamesQuery, answer: oneshot::Sender<Result<Names, String>> },
+    Connections {
+        end: Option<String>,
+        service: Option<String>,
+        answer: oneshot::Sender<Result<FlowScan, String>>,
+    },
+    Describe {
+        connections: Vec<ConnectionInfo>,
+        answer: oneshot::Sender<Vec<ConnectionFlow>>,
+    },
+    Explain {
+        query: ExplainQuery,
+        answer: oneshot::Sender<Result<Explanation, String>>,
+    },
+    Names {
+        query: NamesQuery,
+        answer: oneshot::Sender<Result<Names, String>>,
+    },
     /// Begin a capture; the answer has its packets.
-    Capture { query: Box<CaptureQuery>, answer: oneshot::Sender<Result<CaptureChunks, String>> },
-    /// How often each rule decided.
+    Capture {
+        query: Box<CaptureQuery>,
+        answer: oneshot::Sender<Result<CaptureChunks, String>>,
+    },
     Rules(oneshot::Sender<Rules>),
     /// The changes that promotion of all that is staged would make. The thread of the trial answers.
     Trial(oneshot::Sender<TrialStatus>),
     /// Judge these policies of files beside what is in effect; none: no more. The answer says why not.
-    Try { policies: Vec<Object>, answer: oneshot::Sender<Result<(), NotAllowed>> },
+    Try {
+        policies: Vec<Object>,
+        answer: oneshot::Sender<Result<(), NotAllowed>>,
+    },
     /// A CNI plugin has given a pod these addresses. The answer says what is awaited until its policy is in effect.
     NewPod {
         pod: ObjectKey,
         addresses: Vec<IpAddr>,
-        /// Names of its interfaces on the node.
         interfaces: Vec<String>,
         answer: oneshot::Sender<Result<(), String>>,
     },
     /// A support bundle without the connections, and the data for its metrics.
     Dump(oneshot::Sender<(Dump, Scrape)>),
-    /// The data for the metrics.
     Metrics(oneshot::Sender<Scrape>),
     /// Whether all workers are alive; otherwise the problem.
     Health(oneshot::Sender<Result<(), String>>),
@@ -61,9 +72,7 @@ pub(crate) enum StateQuery {
     Readiness(oneshot::Sender<Result<(), String>>),
 }
 
-/// Source of a connection list.
 pub(crate) struct FlowScan {
-    /// The table.
     pub(crate) table: Arc<ConnTable>,
     /// The addresses to list; `None` for all.
     pub(crate) addresses: Option<Vec<IpAddr>>,
@@ -71,25 +80,20 @@ pub(crate) struct FlowScan {
     pub(crate) cluster_addresses: Option<Vec<IpAddr>>,
 }
 
-/// The configuration does not allow it.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error(
     "trials from files are not allowed on this node (admin.trials = false): set admin.trials = true and reload the configuration (SIGHUP), or stage the policies in the cluster by the annotation policy.penstock.dev/staged"
 )]
 pub(crate) struct NotAllowed;
 
-/// No answer.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 pub(crate) enum QueryError {
-    /// The loop does not run yet.
     #[error("the daemon is starting: it is still reading all objects; try again later")]
     Starting,
-    /// The loop did not answer in time.
     #[error("the daemon's loop does not answer: it is shutting down or stuck; see its log")]
     Unresponsive,
 }
 
-/// Sends queries to the daemon's loop.
 #[derive(Clone)]
 pub(crate) struct QueryHandle {
     queries: mpsc::Sender<StateQuery>,
@@ -97,32 +101,26 @@ pub(crate) struct QueryHandle {
     scans: TableScans,
 }
 
-/// Receives the queries in the daemon's loop.
 pub(crate) type StateQueries = mpsc::Receiver<StateQuery>;
 
-/// Makes both ends.
 pub(crate) fn channel() -> (QueryHandle, StateQueries) {
     let (sender, receiver) = mpsc::channel(CAPACITY);
     (QueryHandle { queries: sender, started: Arc::default(), scans: TableScans::default() }, receiver)
 }
 
 impl QueryHandle {
-    /// Marks the loop as running.
     pub(crate) fn started(&self) {
         self.started.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the loop does not run yet.
     pub(crate) fn is_starting(&self) -> bool {
         !self.started.load(Ordering::Relaxed)
     }
 
-    /// Scans of the connection table.
     pub(crate) fn scans(&self) -> &TableScans {
         &self.scans
     }
 
-    /// Sends a query and waits for the answer.
     pub(crate) async fn query<T>(&self, query: impl FnOnce(oneshot::Sender<T>) -> StateQuery) -> Result<T, QueryError> {
         if self.is_starting() {
             return Err(QueryError::Starting);

@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
-use penstock_privileges as privileges;
 use penstock_sources::FollowedKinds;
 
 use crate::config::Config;
-use crate::state_file::{Identity, StateFile, StateFileError};
+use crate::privileges;
+use crate::state_file::{Identity, StateFile};
 
 /// The version of the file's form: that of [`Object`] as JSON. A test asks for another one when that changes.
 const VERSION: u32 = 7;
@@ -32,18 +32,13 @@ const INTERVAL_FACTOR: u32 = 50;
 /// The report on objects of an earlier run while they are in effect.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct StaleObjects {
-    /// When they were written.
     pub(crate) recorded: Timestamp,
-    /// How many there are.
     pub(crate) objects: usize,
 }
 
 /// The file of the objects of one API server for one node.
 #[derive(Clone, Debug)]
-pub(crate) struct ObjectFile {
-    file: StateFile,
-    identity: Identity,
-}
+pub(crate) struct ObjectFile(StateFile);
 
 impl ObjectFile {
     /// The file of this configuration; `None` without a state directory. Of manifests, too: one of them may be refused at the next
@@ -59,19 +54,17 @@ impl ObjectFile {
         if config.domain_names.enabled {
             origin.push_str(", with domain names");
         }
-        let identity = Identity { kind: "objects".to_owned(), version: VERSION, node: config.node.to_string(), origin };
-        Some(Self { file: StateFile::beside(&config.conntrack.mapping, SUFFIX)?, identity })
+        let identity = Identity::new("objects", VERSION, config.node.as_str(), origin);
+        StateFile::beside(&config.conntrack.mapping, SUFFIX, identity).map(Self)
     }
 
     /// The objects, and when they were written. `None` if there are none to use; the log then says why.
     pub(crate) fn read(&self) -> Option<(Timestamp, Vec<Object>)> {
-        let read = self.file.read(&self.identity).and_then(|stored| {
+        let read = self.0.read().and_then(|stored| {
             let Some(stored) = stored else { return Ok(None) };
             let objects = serde_json::Deserializer::from_slice(&stored.content).into_iter();
             let objects: Result<Vec<Object>, serde_json::Error> = objects.collect();
-            let damaged =
-                |error| StateFileError::Damaged { path: self.file.path().to_owned(), error: io::Error::from(error) };
-            Ok(Some((stored.written, objects.map_err(damaged)?)))
+            Ok(Some((stored.written, objects.map_err(|error| self.0.damaged(error.into()))?)))
         });
         read.unwrap_or_else(|error| {
             tracing::warn!("objects of the last run: {error}");
@@ -130,7 +123,6 @@ impl RecordedLines {
         lines
     }
 
-    /// The objects that have a line.
     pub(crate) fn references(&self) -> BTreeSet<ObjectRef> {
         self.0.keys().cloned().collect()
     }
@@ -188,8 +180,8 @@ impl ObjectRecord {
     }
 
     fn write(&mut self) {
-        let ObjectFile { file, identity } = &self.file;
-        let written = file.write(identity, self.lines.0.values().map(|line| &line[..]));
+        let ObjectFile(file) = &self.file;
+        let written = file.write(self.lines.0.values().map(|line| &line[..]));
         let failed = written.is_err();
         if let Err(error) = written {
             // The file does not have what is in effect any more.
@@ -246,13 +238,9 @@ mod tests {
             labels: [("app".to_owned(), name.to_owned())].into(),
             node: Some("here".into()),
             addresses: vec![[10, 1, 1, last].into(), "fd00::5".parse().unwrap()],
-            host_network: false,
-            finished: false,
             ports: vec![NamedPort { name: "http".into(), protocol: PortProtocol::Tcp, number: 8080 }],
             lifetime: PodLifetime { leaving: false, started: Some(7), created: None },
-            controller: None,
-            other_interfaces: Vec::new(),
-            limits: Default::default(),
+            ..Pod::default()
         })
     }
 
@@ -386,7 +374,7 @@ mod tests {
             .map(|object| format!("{object:?}"))
             .collect();
         assert_eq!(read.iter().map(|object| format!("{object:?}")).collect::<BTreeSet<_>>(), expected);
-        assert_eq!(fs::metadata(file.file.path()).unwrap().mode() & 0o777, 0o600);
+        assert_eq!(fs::metadata(file.0.path()).unwrap().mode() & 0o777, 0o600);
         assert!(ObjectFile::of(&config(directory.path(), "there")).unwrap().read().is_none(), "another node's");
     }
 
@@ -410,11 +398,10 @@ mod tests {
     #[test]
     fn content_that_is_no_object_is_not_used() {
         let directory = tempfile::tempdir().unwrap();
-        let ObjectFile { file, identity } = ObjectFile::of(&config(directory.path(), "here")).unwrap();
+        let file = ObjectFile::of(&config(directory.path(), "here")).unwrap();
         let good = serde_json::to_vec(&pod("web", 5)).unwrap();
         for bad in [&b"{\"Pod\": {}}"[..], b"{\"Unheard\": {}}", b"[]", &good[..good.len() - 1]] {
-            file.write(&identity, [&good[..], b"\n", bad]).unwrap();
-            let file = ObjectFile { file: file.clone(), identity: identity.clone() };
+            file.0.write([&good[..], b"\n", bad]).unwrap();
             assert!(file.read().is_none(), "{}", String::from_utf8_lossy(bad));
         }
     }
@@ -429,8 +416,7 @@ mod tests {
         };
         let line = serde_json::to_vec(&pod("web", 5)).unwrap();
         for (recorded, read) in [(false, false), (true, true), (false, true), (true, false)] {
-            let ObjectFile { file: written, identity } = file(recorded);
-            written.write(&identity, [&line[..]]).unwrap();
+            file(recorded).0.write([&line[..]]).unwrap();
             assert_eq!(file(read).read().is_some(), recorded == read, "recorded {recorded}, read {read}");
         }
     }

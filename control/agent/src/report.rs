@@ -72,7 +72,6 @@ pub(super) fn statistics(
     text
 }
 
-/// The frame account in one line.
 pub(super) fn frames(frames: &FrameAccount) -> String {
     let FrameAccount { total, free, fill, in_flight } = frames;
     let verdict = if frames.is_balanced() { "balanced" } else { "NOT balanced" };

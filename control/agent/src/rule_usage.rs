@@ -5,10 +5,7 @@
 //! are never more entries than rules.
 
 use std::collections::BTreeMap;
-use std::io;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use penstock_admin::types;
@@ -19,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use super::config::Config;
 use super::objects::NodeObjects;
-use super::state_file::{Identity, StateFile, StateFileError};
+use super::state_file::{Identity, KeptFile, StateFile};
 
 /// How often the tables' counters are read: the resolution of the last hit.
 pub(super) const INTERVAL: Duration = Duration::from_secs(5);
@@ -27,7 +24,6 @@ pub(super) const INTERVAL: Duration = Duration::from_secs(5);
 const WRITE_INTERVAL: Duration = Duration::from_secs(60);
 /// The most rules that are kept. Others are counted from when one of these is gone.
 const MOST_RULES: usize = 50_000;
-/// The version of the file's form.
 const VERSION: u32 = 2;
 /// Suffix of the file, after the name of the connection table's file.
 pub(super) const SUFFIX: &str = ".rules";
@@ -55,53 +51,40 @@ impl RuleId {
 struct Used {
     hits: u64,
     last: Option<i64>,
-    /// Since when it is known.
     since: i64,
 }
 
-/// Counts as read of the engine.
 pub(super) struct CountedRules {
     used: Vec<RuleUse>,
     revision: u64,
     rules: Option<Vec<RuleSource>>,
 }
 
-/// The usage of all rules in effect.
 pub(super) struct RuleUsage {
     rules: BTreeMap<RuleId, Used>,
     /// Which state of the policies the rules are of.
     revision: Option<u64>,
     left_out: usize,
-    file: Option<(StateFile, Identity)>,
+    file: KeptFile,
     is_changed: bool,
-    written: Instant,
-    is_writing: Arc<AtomicBool>,
 }
 
 impl RuleUsage {
     /// Opens what the last run has kept, if there is a state directory.
     pub(super) fn open(config: &Config) -> Self {
-        let identity = Identity {
-            kind: "rule usage".to_owned(),
-            version: VERSION,
-            node: config.node.to_string(),
-            origin: config.source.location().to_string(),
-        };
-        let file = StateFile::beside(&config.conntrack.mapping, SUFFIX).map(|file| (file, identity));
-        let read = file.as_ref().map_or(Ok(BTreeMap::new()), |(file, identity)| read(file, identity));
-        let rules = read.unwrap_or_else(|error| {
+        let origin = config.source.location().to_string();
+        let identity = Identity::new("rule usage", VERSION, config.node.as_str(), origin);
+        Self::of(StateFile::beside(&config.conntrack.mapping, SUFFIX, identity))
+    }
+
+    fn of(file: Option<StateFile>) -> Self {
+        let file = KeptFile::new(file, "hits of rules");
+        let read = file.read_json::<Vec<(RuleId, Used)>>().unwrap_or_else(|error| {
             tracing::warn!("usage of rules: {error}");
-            BTreeMap::new()
+            None
         });
-        Self {
-            rules,
-            revision: None,
-            left_out: 0,
-            file,
-            is_changed: false,
-            written: Instant::now(),
-            is_writing: Arc::default(),
-        }
+        let rules = read.into_iter().flatten().take(MOST_RULES).collect();
+        Self { rules, revision: None, left_out: 0, file, is_changed: false }
     }
 
     /// Reads the workers' counts, and the rules if they are not those of the last call. Call it with the objects locked; names
@@ -148,29 +131,16 @@ impl RuleUsage {
 
     /// Writes the file, if it is time and something has changed, on a thread of its own.
     pub(super) fn keep(&mut self) {
-        if !self.is_changed || self.written.elapsed() < WRITE_INTERVAL || self.is_writing.load(Ordering::Acquire) {
-            return;
+        if self.is_changed && self.file.is_due(WRITE_INTERVAL) {
+            self.is_changed = false;
+            let lines = self.lines();
+            self.file.write(|| lines);
         }
-        (self.is_changed, self.written) = (false, Instant::now());
-        let Some((file, identity)) = self.file.clone() else { return };
-        let (lines, is_writing) = (self.lines(), Arc::clone(&self.is_writing));
-        is_writing.store(true, Ordering::Release);
-        tokio::task::spawn_blocking(move || {
-            write(&file, &identity, &lines);
-            is_writing.store(false, Ordering::Release);
-        });
     }
 
     /// Writes the file, for the next run.
     pub(super) fn finish(&self) {
-        // One that is being written has the same temporary file.
-        let until = Instant::now() + Duration::from_secs(1);
-        while self.is_writing.load(Ordering::Acquire) && Instant::now() < until {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        if let Some((file, identity)) = self.file.as_ref().filter(|_| !self.is_writing.load(Ordering::Acquire)) {
-            write(file, identity, &self.lines());
-        }
+        self.file.finish(|| self.lines());
     }
 
     fn lines(&self) -> Vec<u8> {
@@ -213,19 +183,6 @@ fn listed(source: &RuleSource, id: &RuleId, used: &Used) -> types::RuleUsage {
     }
 }
 
-fn read(file: &StateFile, identity: &Identity) -> Result<BTreeMap<RuleId, Used>, StateFileError> {
-    let Some(stored) = file.read(identity)? else { return Ok(BTreeMap::new()) };
-    let rules: Result<Vec<(RuleId, Used)>, _> = serde_json::from_slice(&stored.content);
-    let damaged = |error| StateFileError::Damaged { path: file.path().to_owned(), error: io::Error::from(error) };
-    Ok(rules.map_err(damaged)?.into_iter().take(MOST_RULES).collect())
-}
-
-fn write(file: &StateFile, identity: &Identity, lines: &[u8]) {
-    if let Err(error) = file.write(identity, [lines]) {
-        tracing::warn!("usage of rules is not kept for the next run: {error}");
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
@@ -240,20 +197,10 @@ mod tests {
     use crate::config::TableMapping;
 
     fn usage(directory: &Path) -> RuleUsage {
-        let identity =
-            Identity { kind: "rule usage".into(), version: VERSION, node: "here".into(), origin: "x".into() };
-        let mapping = TableMapping::File(directory.join("conntrack"));
-        let file = StateFile::beside(&mapping, SUFFIX).unwrap();
-        let rules = read(&file, &identity).unwrap();
-        RuleUsage {
-            rules,
-            revision: None,
-            left_out: 0,
-            file: Some((file, identity)),
-            is_changed: false,
-            written: Instant::now(),
-            is_writing: Arc::default(),
-        }
+        let identity = Identity::new("rule usage", VERSION, "here", "x".into());
+        let file = StateFile::beside(&TableMapping::File(directory.join("conntrack")), SUFFIX, identity);
+        assert!(file.as_ref().unwrap().read().is_ok());
+        RuleUsage::of(file)
     }
 
     fn key(name: &str) -> ObjectKey {
@@ -286,19 +233,7 @@ mod tests {
     }
 
     fn pod(address: [u8; 4]) -> Pod {
-        Pod {
-            key: key("web"),
-            labels: Default::default(),
-            node: Some("here".into()),
-            addresses: vec![address.into()],
-            host_network: false,
-            finished: false,
-            ports: Vec::new(),
-            lifetime: Default::default(),
-            controller: None,
-            other_interfaces: Vec::new(),
-            limits: Default::default(),
-        }
+        Pod { key: key("web"), node: Some("here".into()), addresses: vec![address.into()], ..Pod::default() }
     }
 
     fn open(objects: &NodeObjects, worker: usize, port: u16) {

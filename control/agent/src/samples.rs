@@ -6,12 +6,10 @@ use penstock_dataplane::worker::{Dataplane, DataplaneStatistics};
 
 use super::ports::OpenPorts;
 
-/// How often a sample is kept.
 pub(super) const INTERVAL: Duration = Duration::from_secs(1);
 /// How long a worker may go without a poll iteration: an idle worker wakes up four times a second.
 const STUCK: Duration = Duration::from_secs(3);
 
-/// All counters at one moment.
 #[derive(Clone, Debug)]
 pub(super) struct CounterSample {
     at: Instant,

@@ -19,21 +19,16 @@ const SHARED_FOR: Duration = Duration::from_millis(500);
 /// How long a scan waits for the one before it.
 const QUEUE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Connections by state.
 pub(super) type StateCounts = BTreeMap<&'static str, u64>;
-/// Counts of one walk of the table.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct TableCounts {
-    /// All connections.
     pub(super) by_state: StateCounts,
     /// Those to Services, by the cluster address and port that the client uses.
     pub(super) by_frontend: HashMap<FrontendKey, u64>,
 }
 
-/// Counts and when they were taken.
 type TimedCounts = (Instant, Arc<TableCounts>);
 
-/// Runs all scans.
 #[derive(Clone, Debug)]
 pub(super) struct TableScans {
     permit: Arc<Semaphore>,
@@ -42,7 +37,6 @@ pub(super) struct TableScans {
     shared: Duration,
 }
 
-/// Too many scans are queued.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("the connection table is busy with other requests; try again later")]
 pub(super) struct ScansBusy;

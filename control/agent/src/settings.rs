@@ -10,17 +10,13 @@ use super::config::{AttachSetting, Config, HostRouting, XdpMode};
 use super::connections::map_sizes;
 use crate::discovery::PortLimits;
 
-/// Where programs take pods' packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Attach {
-    /// By XDP.
     Xdp,
-    /// By tcx.
     Tcx,
 }
 
 impl Attach {
-    /// Its name in the configuration.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Xdp => "xdp",
@@ -38,7 +34,6 @@ pub(super) struct Settings<'c> {
     pub(super) not_tcx: Option<String>,
     /// The workers' cores, or why they cannot be used, which refuses the start.
     pub(super) cores: Result<Vec<u16>, String>,
-    /// The cores that this process may run on.
     pub(super) usable_cores: Vec<u16>,
     /// Whether each core has a worker, for the packets that it sends.
     pub(super) serves_each_core: bool,
@@ -113,7 +108,6 @@ impl<'c> Settings<'c> {
         if self.takes_long_packets() { u16::MAX.into() } else { self.config.umem.frame_size.largest_packet() }
     }
 
-    /// Limits of the pods that get a port.
     pub(super) fn port_limits(&self) -> PortLimits<'_> {
         PortLimits {
             node: self.config.node.as_str(),
@@ -142,7 +136,6 @@ pub(super) fn try_tcx(offloads: bool) -> Result<(), String> {
     loaded.map_err(|error| error.to_string())?.try_attaching().map_err(|error| error.to_string())
 }
 
-/// Cores as text.
 pub(super) fn list(cores: &[u16]) -> String {
     cores.iter().map(u16::to_string).collect::<Vec<_>>().join(", ")
 }

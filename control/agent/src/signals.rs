@@ -4,13 +4,10 @@ use std::io;
 
 use tokio::signal::unix::{self, SignalKind, signal};
 
-/// The request that a signal makes.
 pub(super) enum Signal {
     /// End; with the signal's name.
     Terminate(&'static str),
-    /// Print statistics.
     Statistics,
-    /// Reload the configuration.
     Reload,
 }
 

@@ -5,8 +5,8 @@ use std::io;
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 
+use crate::privileges;
 use penstock_policy::render::tables::{BuiltTables, TableJob};
-use penstock_privileges as privileges;
 use tokio::sync::mpsc as channel;
 
 /// The thread. It ends when this is dropped.

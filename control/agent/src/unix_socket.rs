@@ -8,35 +8,14 @@ use std::path::{Path, PathBuf};
 
 use tokio::net::UnixListener;
 
-/// Why the socket cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AdminSocketError {
-    /// Another daemon listens there.
     #[error("{key} = {}: another daemon listens there; stop it, or set another path", .path.display())]
-    Live {
-        /// The setting.
-        key: &'static str,
-        /// The path.
-        path: PathBuf,
-    },
-    /// The path is something other than a socket.
+    Live { key: &'static str, path: PathBuf },
     #[error("{key} = {}: not a socket; remove the file, or set another path", .path.display())]
-    NoSocket {
-        /// The setting.
-        key: &'static str,
-        /// The path.
-        path: PathBuf,
-    },
-    /// A system call failed.
+    NoSocket { key: &'static str, path: PathBuf },
     #[error("{key} = {}: cannot create it ({source}); set a path in a writable directory, or \"off\"", .path.display())]
-    System {
-        /// The setting.
-        key: &'static str,
-        /// The path.
-        path: PathBuf,
-        /// The error.
-        source: io::Error,
-    },
+    System { key: &'static str, path: PathBuf, source: io::Error },
 }
 
 /// A listening socket; its file is removed when this is dropped.

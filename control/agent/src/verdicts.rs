@@ -25,7 +25,6 @@ const RECORDS_PER_ROUND: usize = 2_000;
 /// Chunks of lines that may wait to be written.
 const WAITING_CHUNKS: usize = 32;
 
-/// Cannot open the file.
 #[derive(Debug, thiserror::Error)]
 #[error("verdict_log.output = {}: cannot open it ({source}); set a regular file that is writable, \"stdout\" or \"off\"", .path.display())]
 pub(super) struct VerdictLogError {
@@ -41,11 +40,9 @@ pub(super) struct VerdictWriter {
     is_on: bool,
     /// Packets without a record, by outcome, as of the last line that reported them.
     suppressed: Vec<(LoggedOutcome, u64)>,
-    /// Lines that were not written.
     unwritten: u64,
 }
 
-/// One line.
 #[derive(Serialize)]
 struct VerdictLine<'a> {
     time: String,
@@ -53,7 +50,6 @@ struct VerdictLine<'a> {
     outcome: &'static str,
     worker: usize,
     epoch: u32,
-    /// The port that it came in by.
     ingress: IngressPort<'a>,
     bytes: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -96,12 +92,10 @@ struct PolicyReason {
     egress_passed_by: Vec<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     ingress_passed_by: Vec<String>,
-    /// The policies that want it recorded.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     recorded_for: Vec<String>,
 }
 
-/// A line that counts missing lines.
 #[derive(Serialize)]
 struct SuppressedLine {
     time: String,
@@ -114,7 +108,6 @@ fn is_zero(port: &u16) -> bool {
 }
 
 impl VerdictWriter {
-    /// Starts as configured.
     pub(super) fn start(log: Arc<VerdictLog>, settings: &config::VerdictLog) -> Result<Self, VerdictLogError> {
         let mut verdicts = Self { log, writer: None, is_on: false, suppressed: Vec::new(), unwritten: 0 };
         verdicts.change(settings)?;
@@ -141,17 +134,14 @@ impl VerdictWriter {
         self.is_on
     }
 
-    /// Lines that could not be written.
     pub(super) fn unwritten(&self) -> u64 {
         self.unwritten
     }
 
-    /// The workers' new records.
     pub(super) fn take(&self) -> Vec<VerdictRecord> {
         std::iter::from_fn(|| self.log.take()).take(RECORDS_PER_ROUND).collect()
     }
 
-    /// The lines of these records.
     pub(super) fn lines(&self, names: &PacketNames<'_>, records: &[VerdictRecord]) -> Vec<String> {
         records.iter().map(|record| line(names, record)).collect()
     }

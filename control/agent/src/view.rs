@@ -19,7 +19,6 @@ use crate::rule_usage::RuleUsage;
 use crate::samples::{CounterSample, CounterSamples};
 use crate::trial::StagedCounters;
 
-/// The daemon's state.
 pub(crate) struct DaemonView<'a> {
     pub(crate) config: &'a Config,
     pub(crate) objects: &'a NodeObjects,
@@ -33,17 +32,14 @@ pub(crate) struct DaemonView<'a> {
     /// Set while the objects of an earlier run are in effect.
     pub(crate) stale: Option<StaleObjects>,
     pub(crate) samples: &'a CounterSamples,
-    /// The capture that runs.
     pub(crate) capture: Option<&'a RunningCapture>,
     /// Packets of captures that have ended.
     pub(crate) captured: CaptureCounts,
-    /// Verdict log lines that could not be written.
     pub(crate) unwritten: u64,
     /// Records of flows made and lost, if there are any.
     pub(crate) flow_records: Option<RecordTotals>,
     /// The changes that promotion of all that is staged would make.
     pub(crate) staged: &'a StagedCounters,
-    /// How often each rule decided.
     pub(crate) usage: &'a RuleUsage,
     pub(crate) started: Instant,
 }

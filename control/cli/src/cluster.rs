@@ -50,7 +50,6 @@ pub(super) struct OptionalManifestArgs {
 }
 
 impl OptionalManifestArgs {
-    /// Those that were given, if any.
     pub(super) fn given(&self) -> Option<ManifestArgs> {
         let Self { manifests, v1beta1, cluster_wide, staged } = self.clone();
         (!manifests.is_empty()).then_some(ManifestArgs { manifests, v1beta1, cluster_wide, staged })
@@ -58,7 +57,6 @@ impl OptionalManifestArgs {
 }
 
 impl ManifestArgs {
-    /// How they are read.
     pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
         let settings = convert::ConversionSettings { v1beta1: self.v1beta1, domain_names: true };
         Options { settings, unknown_fields, of_deployments: false }
@@ -69,7 +67,6 @@ impl ManifestArgs {
         if self.cluster_wide { RuleScope::ClusterWide } else { RuleScope::BothSides }
     }
 
-    /// Reads the manifests.
     pub(super) fn read(&self, unknown_fields: UnknownFields) -> Result<Manifests, Failure> {
         self.read_as(&self.options(unknown_fields))
     }
@@ -101,7 +98,6 @@ impl ManifestArgs {
         Ok(manifests)
     }
 
-    /// The policy of manifests that are read already.
     pub(super) fn engine_of(&self, manifests: &Manifests, scope: PodScope) -> Engine {
         let reading = if self.staged { PolicyReading::Promoted } else { PolicyReading::InForce };
         let mut engine = Engine::reading(EngineSettings { scope, reach: self.reach() }, reading);
@@ -132,7 +128,6 @@ impl ManifestArgs {
         }
     }
 
-    /// Whether v1beta1's objects have their meaning.
     pub(super) fn reads_v1beta1(&self) -> bool {
         self.v1beta1
     }
@@ -142,7 +137,6 @@ impl ManifestArgs {
         self.cluster_wide
     }
 
-    /// Whether standard input is among them.
     pub(super) fn use_standard_input(&self) -> bool {
         self.manifests.iter().any(|path| path == Path::new("-"))
     }

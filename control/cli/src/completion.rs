@@ -19,7 +19,6 @@ Examples:
   penstock completion bash > /etc/bash_completion.d/penstock
   source <(penstock completion zsh)")]
 pub(super) struct Args {
-    /// The shell
     shell: Shell,
 }
 

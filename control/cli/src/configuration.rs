@@ -23,7 +23,6 @@ impl ConfigArgs {
         ConfigLayers::new(&self.config, &self.settings).map_err(Failure::bad_input)
     }
 
-    /// Reads all layers.
     pub(super) fn load(&self) -> Result<LoadedConfig, Failure> {
         self.layers()?.load().map_err(Failure::bad_input)
     }

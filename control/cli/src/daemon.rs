@@ -17,12 +17,10 @@ pub(super) struct DaemonArgs {
 }
 
 impl DaemonArgs {
-    /// A client of it.
     pub(super) fn client(&self) -> Result<Client, Failure> {
         Client::new(&self.socket).map_err(|error| Failure::Failed(error.into()))
     }
 
-    /// Sends one query.
     pub(super) fn get<T: DeserializeOwned>(&self, path: &str, query: &impl Serialize) -> Result<T, Failure> {
         self.client()?.get(path, query).map_err(failure)
     }

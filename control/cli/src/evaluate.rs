@@ -112,7 +112,6 @@ struct ServiceAnswer<'a> {
 
 #[derive(Serialize, Debug)]
 struct BackendAnswer {
-    /// The pod or node, if it is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
     address: SocketAddr,

@@ -74,7 +74,6 @@ pub(super) enum InstallCommand {
 }
 
 impl Command {
-    /// Runs the subcommand.
     pub(super) fn run(self) -> Result<(), Failure> {
         match self {
             Self::Node(NodeCommand::Run(args)) => run::run(args),

@@ -78,7 +78,6 @@ fn page(name: &str, command: clap::Command, groups: &[Group]) -> io::Result<Vec<
     Ok(page)
 }
 
-/// The commands, by group.
 fn command_groups(groups: &[Group]) -> Roff {
     let mut roff = Roff::new();
     roff.control("SH", ["COMMANDS"]);

@@ -42,12 +42,10 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// Reads a length of time.
 pub(super) fn time(text: &str) -> Result<TimeSpan, String> {
     TimeSpan::try_from(text.to_owned()).map_err(|error| error.to_string())
 }
 
-/// A length of time in whole seconds.
 pub(super) fn seconds(time: TimeSpan) -> i64 {
     i64::try_from(time.duration().as_secs()).unwrap_or(i64::MAX)
 }

@@ -9,32 +9,27 @@ fn styled(text: impl Display, style: Style) -> String {
     text.if_supports_color(Stream::Stdout, |text| text.style(style)).to_string()
 }
 
-/// Something allowed.
 pub(super) fn good(text: impl Display) -> String {
     styled(text, Style::new().green())
 }
 
-/// Something denied or wrong.
 pub(super) fn bad(text: impl Display) -> String {
     styled(text, Style::new().red().bold())
 }
 
-/// Something mixed or doubtful.
 pub(super) fn mixed(text: impl Display) -> String {
     styled(text, Style::new().yellow())
 }
 
-/// Secondary text.
 pub(super) fn faint(text: impl Display) -> String {
     styled(text, Style::new().dimmed())
 }
 
-/// A heading.
 pub(super) fn strong(text: impl Display) -> String {
     styled(text, Style::new().bold())
 }
 
-/// The same styles for texts of [`penstock_policy`].
+/// These styles for texts of [`penstock_policy`].
 pub(super) struct ColouredText;
 
 impl TextStyle for ColouredText {

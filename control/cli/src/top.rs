@@ -40,7 +40,6 @@ pub(super) struct Args {
     interval: u64,
 }
 
-/// Sort order of ports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum SortOrder {
     #[default]
@@ -50,7 +49,6 @@ enum SortOrder {
     Name,
 }
 
-/// The state of the screen.
 struct View {
     status: Status,
     /// Drops a second by reason, since the look before.

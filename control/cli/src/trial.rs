@@ -88,7 +88,6 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     }
 }
 
-/// Most bytes of manifests that a daemon takes.
 const MAX_INPUT: u64 = 8 << 20;
 
 fn start(daemon: &DaemonArgs, manifests: &[PathBuf], input_bytes: Option<u64>) -> Result<(), Failure> {
@@ -113,7 +112,6 @@ fn read(manifests: &[PathBuf]) -> Result<Vec<TrialManifest>, Failure> {
     Ok(texts.into_iter().map(manifest).collect())
 }
 
-/// So many bytes of standard input.
 fn read_input(count: u64) -> Result<TrialManifest, Failure> {
     let mut text = String::new();
     match io::stdin().lock().take(count).read_to_string(&mut text) {

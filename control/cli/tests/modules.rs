@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const CRATES: [&str; 14] = [
+const CRATES: [&str; 13] = [
     "bench",
     "control/admin",
     "control/agent",
@@ -16,7 +16,6 @@ const CRATES: [&str; 14] = [
     "control/cni",
     "control/kubectl",
     "control/policy",
-    "control/privileges",
     "control/replay",
     "control/sources",
     "control/text",

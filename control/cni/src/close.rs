@@ -20,7 +20,6 @@ pub(crate) struct Veth {
     pub(crate) index: u32,
 }
 
-/// An interface cannot be closed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CloseError {
     #[error("{}: no BPF file system: mount one on the node (mount -t bpf bpf /sys/fs/bpf)", .0.display())]
@@ -100,7 +99,6 @@ fn is_pinned(root: &Path, veth: &Veth, pin: &str) -> Result<bool, CloseError> {
     Ok(bpf::is_of(&directory(root)?.join(format!("{pin}-{}", veth.index)), veth.index))
 }
 
-/// Whether interfaces can be closed on this node.
 pub(crate) fn check(root: &Path) -> Result<(), CloseError> {
     let existing = root.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
     match statfs(existing).is_ok_and(|found| found.filesystem_type() == BPF_FS_MAGIC) {

@@ -14,7 +14,6 @@ use crate::{Installation, Places};
 /// Name of the program and of its entry in a chain.
 const NAME: &str = "penstock-cni";
 
-/// The node's configuration cannot be changed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConflistError {
     #[error("{}: {source}", .path.display())]

@@ -38,7 +38,6 @@ struct NetworkConfig {
     /// How long ADD waits for the pod's policy to be in effect, in seconds; 0: not at all.
     #[serde(default = "default_wait")]
     wait_seconds: u64,
-    /// The result of the plugins before it.
     #[serde(default)]
     prev_result: Option<Value>,
 }

@@ -20,7 +20,6 @@ use super::cluster::{Cluster, ClusterError, Daemon, Fleet, Missing, PodName, Pod
 
 /// How long a connection to the API server may take.
 const CONNECT: Duration = Duration::from_secs(10);
-/// Objects in a page of a list.
 const PAGE: u32 = 500;
 /// Bytes that are kept of an output until they are read.
 const BUFFER: usize = 1 << 16;
@@ -58,7 +57,6 @@ pub(super) struct ClusterArgs {
     impersonate_group: Vec<String>,
 }
 
-/// A cluster by its API server.
 pub(super) struct ApiCluster {
     client: Client,
     args: ClusterArgs,
@@ -247,7 +245,6 @@ fn owned((resource, version): (&str, u64)) -> (String, u64) {
 }
 
 impl ApiCluster {
-    /// Why a command was not started.
     fn not_started(&self, daemon: &Daemon, error: &kube::Error) -> Problem {
         let pod = &daemon.pod;
         match error {
@@ -382,7 +379,6 @@ fn exit_code(status: Option<Status>, pod: &str) -> Result<i32, Problem> {
     }
 }
 
-/// All objects of a list.
 async fn pages<K>(api: &Api<K>, mut params: ListParams) -> Result<Vec<K>, kube::Error>
 where
     K: Clone + serde::de::DeserializeOwned + std::fmt::Debug,
@@ -401,7 +397,6 @@ where
 
 type ObjectMeta = k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
-/// The metadata of all objects of a list.
 async fn pages_of_metadata<K>(api: &Api<K>) -> Result<Vec<ObjectMeta>, kube::Error>
 where
     K: Clone + serde::de::DeserializeOwned + std::fmt::Debug,
@@ -438,7 +433,6 @@ fn refused(error: &kube::Error, verb: &str, resource: &str, place: &str) -> Clus
     }
 }
 
-/// An error of the client in one line.
 fn short(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) if !status.message.is_empty() => status.message.clone(),

@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::time::Duration;
 
 use futures_util::StreamExt;
+use penstock_text::number::json;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
@@ -13,19 +14,15 @@ use super::cluster::{Cluster, Daemon, Fleet, Missing, Problem, Running};
 
 /// Most bytes of an answer: connections and bundles of a large node are some 10 MB.
 const MAX_ANSWER: u64 = 256 << 20;
-/// Most bytes of standard error that are kept.
 pub(super) const MAX_ERRORS: u64 = 64 << 10;
 
-/// How to ask.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Asking {
     /// How long a node may take for its whole answer.
     pub(super) timeout: Duration,
-    /// Nodes that are asked at a time.
     pub(super) parallel: usize,
 }
 
-/// The output of a command.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Output {
     pub(super) code: i32,
@@ -42,11 +39,10 @@ pub(super) struct Answers<T> {
 
 /// A merged answer with the nodes that it does not cover, as JSON.
 #[derive(Serialize)]
-pub(super) struct WithMissing<'a, T> {
+struct WithMissing<'a, T> {
     #[serde(flatten)]
-    pub(super) answer: T,
-    /// The nodes that have not answered.
-    pub(super) missing: &'a [Missing],
+    answer: &'a T,
+    missing: &'a [Missing],
 }
 
 impl<T> Answers<T> {
@@ -65,7 +61,6 @@ impl<T> Answers<T> {
         })
     }
 
-    /// How many nodes were to answer.
     pub(super) fn all(&self) -> usize {
         self.answers.len() + self.missing.len()
     }
@@ -99,6 +94,29 @@ pub(super) fn lines(missing: &[Missing]) -> Vec<String> {
 pub(super) fn print<T>(text: &str, answers: &Answers<T>) -> Result<(), Failure> {
     io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)?;
     answers.completeness()
+}
+
+/// What `--json` prints; `on_a_line`: of a listing that is printed again and again.
+pub(super) fn whole_json<T: Serialize>(answer: &T, missing: &[Missing], on_a_line: bool) -> String {
+    let whole = WithMissing { answer, missing };
+    match on_a_line {
+        true => serde_json::to_string(&whole).expect("strings and numbers are JSON") + "\n",
+        false => json(&whole),
+    }
+}
+
+/// Prints a listing once more and waits: JSON as a further line, text for people in the place of the one before, with the nodes that
+/// are missing from it.
+pub(super) async fn print_again(text: &str, missing: &[Missing], is_json: bool, seconds: u64) -> io::Result<()> {
+    // From the top of an empty screen (ECMA-48: cursor to 1,1, then erase what is below).
+    let screen = match is_json {
+        true => text.to_owned(),
+        false => lines(missing).iter().fold(format!("\x1b[H\x1b[J{text}"), |screen, line| screen + line + "\n"),
+    };
+    let mut output = io::stdout();
+    output.write_all(screen.as_bytes()).and_then(|()| output.flush())?;
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
+    Ok(())
 }
 
 /// Asks each daemon of the fleet, and reads its answer.
@@ -215,12 +233,10 @@ pub(super) fn parsed<T: DeserializeOwned>(output: &Output) -> Result<T, Problem>
     from_json(succeeded(output, &[0])?)
 }
 
-/// Parses JSON.
 pub(super) fn from_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
     serde_json::from_slice(bytes).map_err(|error| Problem::Garbage(error.to_string()))
 }
 
-/// A command as its words.
 pub(super) fn words(command: &[&str]) -> Vec<String> {
     command.iter().map(|&word| word.to_owned()).collect()
 }

@@ -10,7 +10,6 @@ use std::str::FromStr;
 use serde::Serialize;
 use tokio::io::{AsyncRead, AsyncWrite};
 
-/// A cluster with daemons.
 pub(super) trait Cluster: Send + Sync {
     /// Finds the daemons, sorted by node.
     ///
@@ -45,9 +44,7 @@ pub(super) trait Cluster: Send + Sync {
 /// A daemon: the pod of Penstock that answers for a node.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Daemon {
-    /// Its node.
     pub(super) node: String,
-    /// Its pod.
     pub(super) pod: String,
 }
 
@@ -90,22 +87,16 @@ pub(super) struct Running {
 pub(super) type Reader = Pin<Box<dyn AsyncRead + Send>>;
 pub(super) type Writer = Pin<Box<dyn AsyncWrite + Send>>;
 
-/// Why a node has not answered.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub(super) enum Problem {
-    /// No pod of Penstock is on the node.
     #[error("no pod of Penstock is there; see what keeps the DaemonSet off this node, or leave it out with --node")]
     NoPod,
-    /// The pod does not run.
     #[error("{0}")]
     NotRunning(String),
-    /// The user may not.
     #[error("{0}")]
     Forbidden(String),
-    /// The connection failed or broke.
     #[error("{0}")]
     Unreachable(String),
-    /// No whole answer in time.
     #[error("no answer within {0} s; allow more with --request-timeout")]
     TimedOut(u64),
     /// The container runs, the daemon in it does not answer.
@@ -114,13 +105,10 @@ pub(super) enum Problem {
     /// The daemon's version does not know the command or an option of it.
     #[error("does not know this command or option ({0}): an older version; update Penstock on this node")]
     OldVersion(String),
-    /// The daemon refuses what it is asked.
     #[error("{0}")]
     Refused(String),
-    /// It tried, and failed.
     #[error("{0}")]
     Failed(String),
-    /// The answer is not understood.
     #[error("sent no valid answer ({0}); use the same version of Penstock here and there")]
     Garbage(String),
 }
@@ -148,15 +136,12 @@ impl Problem {
     }
 }
 
-/// A node that has not answered.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub(super) struct Missing {
     pub(super) node: String,
-    /// Its pod of Penstock, if it has one.
     pub(super) pod: Option<String>,
     /// One name from a closed set.
     pub(super) problem: &'static str,
-    /// The problem and its remedy.
     pub(super) message: String,
     #[serde(skip)]
     pub(super) is_bad_input: bool,
@@ -174,7 +159,6 @@ impl Missing {
     }
 }
 
-/// Why a cluster cannot be asked at all.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub(super) enum ClusterError {
     /// The user must change something: a line names the thing, the value and the remedy.
@@ -220,7 +204,6 @@ impl std::fmt::Display for PodName {
     }
 }
 
-/// Where a pod is.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct PodPlace {
     pub(super) node: String,
@@ -232,7 +215,6 @@ pub(super) struct PodPlace {
 /// The condition that is waited for.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Target {
-    /// All policies.
     AllPolicies,
     NetworkPolicy(PodName),
     ClusterNetworkPolicy(String),

@@ -11,7 +11,6 @@ use super::ask::{Asking, Output, ask_all, lines, print, succeeded, words};
 use super::cluster::{Cluster, Daemon, Problem};
 use super::folder;
 
-/// Most bytes of a node's bundle, unpacked.
 const MAX_BUNDLE: u64 = 1 << 30;
 
 /// Write the support bundles of all nodes, a folder each
@@ -35,7 +34,6 @@ pub(super) struct Args {
     directory: PathBuf,
 }
 
-/// A file of a bundle.
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct BundleFile {
     path: PathBuf,

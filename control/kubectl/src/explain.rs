@@ -4,11 +4,10 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use penstock_admin::types::Explanation;
-use penstock_text::number::json;
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, WithMissing, ask_all, parsed, print, words};
+use super::ask::{Answers, Asking, ask_all, parsed, print, whole_json, words};
 use super::cluster::{Cluster, PodName};
 
 /// Explain why a flow is allowed or denied, by the daemons that decide it
@@ -42,7 +41,6 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// A node's explanation.
 #[derive(Serialize)]
 struct NodeExplanation<'a> {
     node: &'a str,
@@ -90,7 +88,7 @@ fn is_allowed(answers: &Answers<Explanation>) -> bool {
 fn as_json(answers: &Answers<Explanation>) -> String {
     let nodes = answers.answers.iter();
     let nodes = nodes.map(|(daemon, explanation)| NodeExplanation { node: &daemon.node, explanation }).collect();
-    json(&WithMissing { answer: Merged { allowed: is_allowed(answers), nodes }, missing: &answers.missing })
+    whole_json(&Merged { allowed: is_allowed(answers), nodes }, &answers.missing, false)
 }
 
 fn text(answers: &Answers<Explanation>) -> String {
@@ -111,6 +109,7 @@ mod tests {
     use super::*;
     use crate::cluster::PodPlace;
     use crate::fake::{ASKING, FakeCluster, Reply};
+    use penstock_text::number::json;
 
     fn place(node: &str) -> PodPlace {
         PodPlace { node: node.to_owned(), addresses: Vec::new(), host_network: false }

@@ -12,14 +12,12 @@ use tokio::sync::oneshot;
 use super::ask::Asking;
 use super::cluster::{Cluster, ClusterError, Daemon, Fleet, Missing, PodName, PodPlace, Problem, Running, Target};
 
-/// The answer of a node to any command.
 #[derive(Clone, Debug)]
 pub(super) enum Reply {
     /// The exit code, standard output, standard error.
     Ends(i32, Vec<u8>, String),
     /// The same once standard input has had something.
     EndsAfterInput(i32, Vec<u8>, String),
-    /// Not started.
     Fails(Problem),
     /// Nothing, ever.
     Hangs,
@@ -35,7 +33,6 @@ impl Reply {
     }
 }
 
-/// The cluster.
 #[derive(Default)]
 pub(super) struct FakeCluster {
     /// By node, the replies in the order of the commands; the last stays.
@@ -43,12 +40,10 @@ pub(super) struct FakeCluster {
     pub(super) missing: Vec<Missing>,
     pub(super) pods: BTreeMap<String, PodPlace>,
     pub(super) versions: BTreeMap<String, u64>,
-    /// The questions: node and command.
     pub(super) asked: Mutex<Vec<(String, Vec<String>)>>,
     /// Standard input of each command that had one.
     pub(super) inputs: Arc<Mutex<Vec<Vec<u8>>>>,
     running: AtomicUsize,
-    /// The most commands that ran at a time.
     pub(super) most: AtomicUsize,
 }
 
@@ -118,7 +113,6 @@ impl Cluster for FakeCluster {
     }
 }
 
-/// The node `name` of problem `problem`.
 pub(super) fn missing(name: &str, problem: &Problem) -> Missing {
     Missing::new(name, Some("penstock-x"), problem)
 }

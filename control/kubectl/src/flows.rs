@@ -1,18 +1,16 @@
 //! `kubectl penstock flows`: the connections of all nodes.
 
 use std::collections::HashMap;
-use std::io::{self, Write};
 use std::net::IpAddr;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{ConnectionFlow, Flows};
 use penstock_text::flows::{Rates, insert, listed, table};
-use penstock_text::number::json;
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, WithMissing, ask_all, lines, parsed, print, words};
+use super::ask::{Answers, Asking, ask_all, parsed, print, print_again, whole_json, words};
 use super::cluster::{Cluster, Daemon};
 
 /// List the connections of all nodes
@@ -61,7 +59,6 @@ pub(super) struct Args {
     watch: Option<u64>,
 }
 
-/// A connection, and the node that lists it.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct NodeFlow {
     node: String,
@@ -72,10 +69,8 @@ struct NodeFlow {
     rate: Option<f64>,
 }
 
-/// The connections of all nodes.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct Merged {
-    /// How many match, on all nodes.
     matching: usize,
     /// Sorted by their ends, then by node.
     flows: Vec<NodeFlow>,
@@ -102,26 +97,14 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
         let answers: Answers<Flows> = ask_all(cluster, asking, fleet, |_| args.command(), None, parsed).await;
         let answers = answers.some()?;
         let merged = merge(&answers.answers, &mut rates, Instant::now());
-        let whole = WithMissing { answer: &merged, missing: &answers.missing };
-        let text = match (args.json, args.watch) {
-            (true, None) => json(&whole),
-            (true, Some(_)) => serde_json::to_string(&whole).expect("strings and numbers are JSON") + "\n",
-            (false, watch) => text(&merged, watch.is_some()),
+        let text = match args.json {
+            true => whole_json(&merged, &answers.missing, args.watch.is_some()),
+            false => text(&merged, args.watch.is_some()),
         };
         let Some(seconds) = args.watch else { return print(&text, &answers) };
-        // From the top of an empty screen (ECMA-48: cursor to 1,1, then erase what is below).
-        let screen = match args.json {
-            true => text,
-            false => format!(
-                "\x1b[H\x1b[J{text}{}",
-                lines(&answers.missing).iter().map(|line| format!("{line}\n")).collect::<String>()
-            ),
-        };
-        let mut output = io::stdout();
-        if let Err(error) = output.write_all(screen.as_bytes()).and_then(|()| output.flush()) {
+        if let Err(error) = print_again(&text, &answers.missing, args.json, seconds).await {
             return Failure::from_output(error);
         }
-        tokio::time::sleep(Duration::from_secs(seconds)).await;
     }
 }
 
@@ -174,6 +157,8 @@ fn text(merged: &Merged, with_rates: bool) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use penstock_admin::types::{FlowEnd, Traffic};
     use proptest::prelude::*;
 

@@ -76,7 +76,6 @@ enum Command {
     Dump(dump::Args),
 }
 
-/// Reads a length of time.
 fn time(text: &str) -> Result<Duration, String> {
     let wrong = || format!("{text:?} is not a length of time: write a number and s, m, h or d, such as 30s");
     let span: Span = text.parse().map_err(|_| wrong())?;

@@ -6,12 +6,11 @@ use std::time::Duration;
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{RuleUsage, Rules};
 use penstock_text::flows::insert;
-use penstock_text::number::json;
 use penstock_text::rules::{summary, table};
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, WithMissing, ask_all, parsed, print, words};
+use super::ask::{Answers, Asking, ask_all, parsed, print, whole_json, words};
 use super::cluster::{Cluster, Daemon};
 
 /// List the rules in effect with how often each decided a connection, summed over all nodes
@@ -40,16 +39,13 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// A rule on all nodes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 struct ClusterRule {
-    /// Nodes that have it.
     nodes: usize,
     #[serde(flatten)]
     usage: RuleUsage,
 }
 
-/// The rules of all nodes.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 struct Merged {
     /// The earliest of the nodes' times.
@@ -69,7 +65,7 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
     let all = merged.rules.len();
     let unknown = args.unused.map_or(0, |time| merged.retain_unused(time));
     let text = match args.json {
-        true => json(&WithMissing { answer: &merged, missing: &answers.missing }),
+        true => whole_json(&merged, &answers.missing, false),
         false => text(&merged, all, unknown),
     };
     print(&text, &answers)

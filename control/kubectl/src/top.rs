@@ -1,16 +1,14 @@
 //! `kubectl penstock top`: rates and load of all nodes.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write};
-use std::time::Duration;
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{PortRates, Status};
-use penstock_text::number::{json, percent, short};
+use penstock_text::number::{percent, short};
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, WithMissing, lines, print};
+use super::ask::{Answers, Asking, print, print_again, whole_json};
 use super::cluster::Cluster;
 use super::status;
 
@@ -42,39 +40,24 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// The load of one node, or of all.
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
 struct Load {
-    /// Workers.
     workers: usize,
     /// The sum of the shares of their time in which they moved packets.
     busy: f64,
-    /// The rates of all ports together.
-    rate: Rate,
+    rate: PortRates,
     connections: usize,
     /// Packets dropped since the start, by reason.
     drops: BTreeMap<String, u64>,
 }
 
-/// Packets and bytes per second.
-#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize)]
-struct Rate {
-    rx_packets: f64,
-    rx_bytes: f64,
-    tx_packets: f64,
-    tx_bytes: f64,
-    dropped_packets: f64,
-}
-
-/// A pod's rates.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct PodLoad {
     pod: String,
     node: String,
-    rate: Rate,
+    rate: PortRates,
 }
 
-/// All nodes.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct Merged {
     sum: Load,
@@ -88,25 +71,14 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
         let answers = status::ask(cluster, asking, cluster.daemons().await?).await.some()?;
         let mut merged = merge(&answers);
         merged.pods.truncate(args.pods);
-        let whole = WithMissing { answer: &merged, missing: &answers.missing };
-        let text = match (args.json, args.watch) {
-            (true, None) => json(&whole),
-            (true, Some(_)) => serde_json::to_string(&whole).expect("strings and numbers are JSON") + "\n",
-            (false, _) => text(&merged),
+        let text = match args.json {
+            true => whole_json(&merged, &answers.missing, args.watch.is_some()),
+            false => text(&merged),
         };
         let Some(seconds) = args.watch else { return print(&text, &answers) };
-        // From the top of an empty screen (ECMA-48: cursor to 1,1, then erase what is below).
-        let clear = if args.json { "" } else { "\x1b[H\x1b[J" };
-        let mut rest = String::new();
-        if !args.json {
-            lines(&answers.missing).iter().for_each(|line| rest += &format!("{line}\n"));
-        }
-        let mut output = io::stdout();
-        let written = output.write_all(format!("{clear}{text}{rest}").as_bytes()).and_then(|()| output.flush());
-        if let Err(error) = written {
+        if let Err(error) = print_again(&text, &answers.missing, args.json, seconds).await {
             return Failure::from_output(error);
         }
-        tokio::time::sleep(Duration::from_secs(seconds)).await;
     }
 }
 
@@ -115,11 +87,11 @@ fn merge(answers: &Answers<Status>) -> Merged {
     let mut pods = Vec::new();
     for (daemon, status) in &answers.answers {
         nodes.insert(daemon.node.clone(), Load::of(status));
-        pods.extend(status.ports.iter().filter_map(|port| {
-            let mut rate = Rate::default();
-            rate.add(&port.rate);
-            Some(PodLoad { pod: port.pod.clone()?, node: daemon.node.clone(), rate })
-        }));
+        pods.extend(
+            status.ports.iter().filter_map(|port| {
+                Some(PodLoad { pod: port.pod.clone()?, node: daemon.node.clone(), rate: port.rate })
+            }),
+        );
     }
     // From node to node in one order: sums of fractions depend on it.
     let mut sum = Load::default();
@@ -133,8 +105,8 @@ fn merge(answers: &Answers<Status>) -> Merged {
 
 impl Load {
     fn of(status: &Status) -> Self {
-        let mut rate = Rate::default();
-        status.ports.iter().for_each(|port| rate.add(&port.rate));
+        let mut rate = PortRates::default();
+        status.ports.iter().for_each(|port| rate += &port.rate);
         Self {
             workers: status.workers.len(),
             busy: status.workers.iter().map(|worker| worker.busy).sum(),
@@ -148,26 +120,15 @@ impl Load {
         self.workers += other.workers;
         self.busy += other.busy;
         self.connections += other.connections;
-        let Rate { rx_packets, rx_bytes, tx_packets, tx_bytes, dropped_packets } = other.rate;
-        self.rate.add(&PortRates { rx_packets, rx_bytes, tx_packets, tx_bytes, dropped_packets });
+        self.rate += &other.rate;
         for (reason, count) in &other.drops {
             *self.drops.entry(reason.clone()).or_default() += count;
         }
     }
 }
 
-impl Rate {
-    fn add(&mut self, other: &PortRates) {
-        self.rx_packets += other.rx_packets;
-        self.rx_bytes += other.rx_bytes;
-        self.tx_packets += other.tx_packets;
-        self.tx_bytes += other.tx_bytes;
-        self.dropped_packets += other.dropped_packets;
-    }
-
-    fn cells(&self) -> [String; 5] {
-        [self.rx_packets, self.tx_packets, self.rx_bytes * 8.0, self.tx_bytes * 8.0, self.dropped_packets].map(short)
-    }
+fn cells(rate: &PortRates) -> [String; 5] {
+    [rate.rx_packets, rate.tx_packets, rate.rx_bytes * 8.0, rate.tx_bytes * 8.0, rate.dropped_packets].map(short)
 }
 
 fn text(merged: &Merged) -> String {
@@ -178,7 +139,7 @@ fn text(merged: &Merged) -> String {
     let row = |name: &str, load: &Load| {
         let busy = if load.workers == 0 { 0.0 } else { load.busy / load.workers as f64 };
         let mut row = vec![name.to_owned(), load.workers.to_string(), percent(busy)];
-        row.extend(load.rate.cells());
+        row.extend(cells(&load.rate));
         row.push(load.connections.to_string());
         row
     };
@@ -188,7 +149,7 @@ fn text(merged: &Merged) -> String {
     let mut pods = vec![heading(&["POD", "NODE"], &[])];
     pods.extend(merged.pods.iter().map(|pod| {
         let names = [pod.pod.clone(), pod.node.clone()];
-        names.into_iter().chain(pod.rate.cells()).collect()
+        names.into_iter().chain(cells(&pod.rate)).collect()
     }));
     let drops: Vec<String> = merged.sum.drops.iter().map(|(reason, count)| format!("{reason} {count}")).collect();
     let drops = if drops.is_empty() { "nothing".to_owned() } else { drops.join(", ") };

@@ -6,15 +6,13 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use penstock_admin::types::{StagedChange, StagedVerdict, TrialStatus};
 use penstock_sources::manifest::read_texts;
-use penstock_text::number::json;
 use penstock_text::trial::text;
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, Output, WithMissing, ask_all, from_json, print, succeeded, words};
+use super::ask::{Answers, Asking, Output, ask_all, from_json, print, succeeded, whole_json, words};
 use super::cluster::{Cluster, Daemon, Problem};
 
-/// Most bytes of manifests that a daemon takes.
 const MAX_INPUT: usize = 8 << 20;
 
 /// Try policies on the live traffic of all nodes: what would change, without changing it
@@ -59,7 +57,6 @@ enum Action {
     Stop,
 }
 
-/// The answer of all nodes together.
 #[derive(Clone, PartialEq, Debug, Serialize)]
 struct Merged {
     /// Nodes that judge staged policies.
@@ -127,7 +124,7 @@ async fn status<C: Cluster>(cluster: &C, asking: Asking, as_json: bool) -> Resul
     let answers = ask_all(cluster, asking, fleet, command, None, read).await.some()?;
     let merged = merge(&answers.answers);
     let text = match as_json {
-        true => json(&WithMissing { answer: &merged, missing: &answers.missing }),
+        true => whole_json(&merged, &answers.missing, false),
         false => format!("{}judged on {} of {} nodes\n", text(&merged.status), merged.nodes, answers.all()),
     };
     print(&text, &answers)?;
@@ -210,6 +207,7 @@ fn earlier(one: Option<String>, other: Option<String>) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use penstock_admin::types::Traffic;
+    use penstock_text::number::json;
     use proptest::prelude::*;
 
     use super::*;

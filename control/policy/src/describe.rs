@@ -16,7 +16,6 @@ pub fn selector(selector: &Selector) -> String {
     selector.requirements.iter().map(requirement).collect::<Vec<_>>().join(",")
 }
 
-/// The pods that a selector matches.
 fn pods(found: &Selector) -> String {
     match found.requirements.is_empty() {
         true => "every pod".to_owned(),
@@ -56,7 +55,6 @@ fn block(block: &IpBlock) -> String {
     }
 }
 
-/// The peers of a rule.
 pub(crate) fn peers(peers: &Peers, namespace: Option<&str>) -> String {
     match peers {
         Peers::Every => "every peer".to_owned(),
@@ -65,7 +63,6 @@ pub(crate) fn peers(peers: &Peers, namespace: Option<&str>) -> String {
     }
 }
 
-/// A protocol.
 pub fn protocol(protocol: PortProtocol) -> &'static str {
     match protocol {
         PortProtocol::Tcp => "TCP",
@@ -85,7 +82,6 @@ fn port(port: &PolicyPort) -> String {
     }
 }
 
-/// The ports of a rule.
 pub(crate) fn ports(ports: &PolicyPorts) -> String {
     match ports {
         PolicyPorts::Every => "every port and protocol".to_owned(),
@@ -94,7 +90,6 @@ pub(crate) fn ports(ports: &PolicyPorts) -> String {
     }
 }
 
-/// An action, as what its rule does.
 pub fn action(action: RuleAction) -> &'static str {
     match action {
         RuleAction::Accept => "accepts",
@@ -103,7 +98,6 @@ pub fn action(action: RuleAction) -> &'static str {
     }
 }
 
-/// A direction.
 pub fn direction(direction: Direction) -> &'static str {
     match direction {
         Direction::Egress => "egress",

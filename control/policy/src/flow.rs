@@ -13,10 +13,8 @@ use crate::state::{ClusterState, PodOrNode};
 /// The source port of flows that users ask about; policies do not match on it.
 pub(crate) const ANY_SOURCE_PORT: u16 = 49152;
 
-/// One end of a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum FlowEndpoint {
-    /// A pod by namespace and name.
     Pod(ObjectKey),
     /// An address. If a pod has it, the endpoint is that pod.
     Address(IpAddr),
@@ -42,10 +40,8 @@ pub enum PortRef {
     Name(String),
 }
 
-/// Why there is no such flow.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FlowError {
-    /// Neither a pod's name nor an address.
     #[error(
         "{0:?} is not an endpoint: write NAMESPACE/POD, an address, or svc/NAMESPACE/SERVICE or a domain name as a destination"
     )]
@@ -53,30 +49,19 @@ pub enum FlowError {
     /// An IPv4-mapped IPv6 address, which no packet carries.
     #[error("{0} is an IPv4-mapped IPv6 address: write it as IPv4")]
     Mapped(IpAddr),
-    /// No pod has this name.
     #[error("pod {0} is unknown: correct its name, or use an address")]
     NoPod(ObjectKey),
-    /// The pod is Succeeded or Failed.
     #[error("pod {0} has finished: use a running pod, or an address")]
     Finished(ObjectKey),
-    /// The pod has no address.
     #[error("pod {0} has no address yet: set status.podIPs")]
     NoAddress(ObjectKey),
-    /// No Service has this name.
     #[error("Service {0} is unknown: correct its name, or add its manifest")]
     NoService(ObjectKey),
     /// The Service is headless, or of type ExternalName.
     #[error("Service {0} has no cluster address: ask about its pods")]
     NoClusterAddress(ObjectKey),
-    /// The Service has no such port.
     #[error("Service {service} has no port {port}: use one of its own, by number or by name")]
-    NoServicePort {
-        /// The Service.
-        service: ObjectKey,
-        /// The port.
-        port: String,
-    },
-    /// A Service where it is no destination.
+    NoServicePort { service: ObjectKey, port: String },
     #[error("Service {0} is no single end: use a pod or an address")]
     ServiceIsNoEnd(ObjectKey),
     /// A domain name where it is no destination of `explain`.
@@ -90,34 +75,21 @@ pub enum FlowError {
         "{0:?} is not a port: write PORT/PROTOCOL such as 80/TCP or http/TCP, or a protocol without ports such as ICMP"
     )]
     Port(String),
-    /// Neither a protocol's name nor its number.
     #[error("{0:?} is not a protocol: write TCP, UDP, SCTP, ICMP, ICMPv6 or a number up to 255")]
     Protocol(String),
-    /// The protocol before the port.
     #[error("{0:?} is not a port: write the port before its protocol, {1}")]
     Reversed(String, String),
-    /// A node where it is no end.
     #[error("{0} is no pod: write an address of node {1}{2}")]
     NodeIsNoEnd(ObjectKey, String, String),
-    /// A node that is not known.
     #[error("{0} is no pod, and no node {1} is known: use an address")]
     NoNode(ObjectKey, String),
-    /// A protocol with ports, without one.
     #[error("{0} needs a port: add its number, or its name on the destination pod")]
     PortMissing(Protocol),
-    /// A protocol without ports, with one.
     #[error("{0} has no ports: remove the port")]
     PortGiven(Protocol),
     /// The destination pod has no port of this name and protocol.
     #[error("{to} has no port named {name:?} for {protocol}: correct the name, or use the number")]
-    PortName {
-        /// The destination.
-        to: String,
-        /// The port's name.
-        name: String,
-        /// The protocol.
-        protocol: Protocol,
-    },
+    PortName { to: String, name: String, protocol: Protocol },
 }
 
 impl FromStr for FlowEndpoint {
@@ -191,17 +163,14 @@ impl ProtocolPort {
         }
     }
 
-    /// The protocol.
     pub fn protocol(&self) -> Protocol {
         self.protocol
     }
 
-    /// The port, where the protocol has ports.
     pub fn port(&self) -> Option<&PortRef> {
         self.port.as_ref()
     }
 
-    /// A numbered port.
     pub fn number(protocol: Protocol, number: u16) -> Self {
         Self { protocol, port: Some(PortRef::Number(number)) }
     }
@@ -279,7 +248,6 @@ fn flow(
     Ok(Flow { src: src.into(), dst: dst.into(), protocol, src_port, dst_port })
 }
 
-/// The addresses of an endpoint.
 pub fn addresses(state: &ClusterState, end: &FlowEndpoint) -> Result<Vec<IpAddr>, FlowError> {
     let key = match end {
         FlowEndpoint::Address(address) => return Ok(vec![*address]),

@@ -18,7 +18,6 @@ pub fn json(engine: &Engine) -> String {
     serde_json::to_string_pretty(&listing(engine)).expect("strings and numbers are JSON") + "\n"
 }
 
-/// The rule tables of the workers as text.
 pub fn text(engine: &Engine) -> String {
     listing(engine).to_text()
 }
@@ -170,7 +169,6 @@ fn ports(ports: &PortSpec) -> Option<Vec<String>> {
 }
 
 impl Listing {
-    /// The listing as text.
     fn to_text(&self) -> String {
         let mut text = String::new();
         // Writing to a string does not fail.

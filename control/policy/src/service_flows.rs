@@ -17,9 +17,7 @@ use crate::state::{ClusterState, PodOrNode};
 pub struct ServiceFlows {
     /// The Service's port: `shop/api:http`.
     pub name: String,
-    /// The address and port that the client uses.
     pub frontend: SocketAddr,
-    /// The flow as the client sends it.
     pub sent: Flow,
     /// The flow to each backend that a new connection may get.
     pub flows: Vec<Flow>,
@@ -37,7 +35,6 @@ pub enum Without {
 }
 
 impl Without {
-    /// In words.
     pub const fn describe(self) -> &'static str {
         match self {
             Self::Backend(WithoutBackend::Refused) => "no backend anywhere: refused",

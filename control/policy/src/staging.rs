@@ -8,10 +8,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::model::{Object, ObjectChange, ObjectRef, Staging};
 
-/// How an engine reads staged policies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum PolicyReading {
-    /// The policies that workers enforce.
     #[default]
     InForce,
     /// The policies that workers would enforce if everything that is staged were promoted.
@@ -25,20 +23,12 @@ pub enum StagedProblem {
     #[error(
         "{staged} is staged for {target}, which does not exist: it is judged as a new policy; correct the name, or use policy.penstock.dev/staged: \"true\""
     )]
-    NoTarget {
-        /// The staged policy.
-        staged: ObjectRef,
-        /// The policy that it names.
-        target: ObjectRef,
-    },
-    /// Another one is for the same policy.
+    NoTarget { staged: ObjectRef, target: ObjectRef },
     #[error("{staged} is staged for {target}, and so is {counts}, which counts: remove one of them")]
     SameTarget {
-        /// The staged policy that does not count.
         staged: ObjectRef,
         /// The one that does: the first by name.
         counts: ObjectRef,
-        /// The policy that both name.
         target: ObjectRef,
     },
 }

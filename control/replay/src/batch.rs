@@ -6,12 +6,10 @@ use penstock_dataplane::pipeline::{BATCH, Frames};
 
 use super::capture::Record;
 
-/// A packet of a batch.
 #[derive(Clone, Debug)]
 pub struct BatchedPacket {
     /// Its number in the capture, from 1.
     pub number: u64,
-    /// Its record in the capture.
     pub record: Record,
     /// Its frame's range in the batch's bytes; longer than what was captured if the frame was padded.
     pub range: Range<usize>,
@@ -31,13 +29,11 @@ impl PacketBatch {
         &mut self.bytes
     }
 
-    /// Whether it has no room for another packet.
     #[inline]
     pub fn is_full(&self) -> bool {
         self.packets.len() == BATCH
     }
 
-    /// Whether it has no packets.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.packets.is_empty()
@@ -50,25 +46,21 @@ impl PacketBatch {
         self.packets.push(BatchedPacket { number, record, range });
     }
 
-    /// Its packets.
     #[inline]
     pub fn packets(&self) -> &[BatchedPacket] {
         &self.packets
     }
 
-    /// A frame's bytes.
     #[inline]
     pub fn frame(&self, packet: &BatchedPacket) -> &[u8] {
         &self.bytes[packet.range.clone()]
     }
 
-    /// The bytes of all frames.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// A batch of one of its packets.
     pub(super) fn single(&self, packet: &BatchedPacket) -> Self {
         let bytes = self.frame(packet).to_vec();
         Self { packets: vec![BatchedPacket { range: 0..bytes.len(), ..*packet }], bytes }

@@ -24,10 +24,8 @@ pub const HOST: PortId = PortId(0);
 pub const UPLINK: PortId = PortId(1);
 const FIRST_POD: usize = 2;
 
-/// Why objects cannot be replayed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ClusterError {
-    /// The node is not in the manifests.
     #[error("--node {name}: the manifests have no Node of this name and no Pod on it; they have {known}")]
     UnknownNode {
         /// The name from `--node`.
@@ -35,12 +33,10 @@ pub enum ClusterError {
         /// The names in the manifests.
         known: String,
     },
-    /// More pods than port numbers.
     #[error("{0} pods exceed the replay's 65,534 ports: select the pods of one node with --node")]
     TooManyPods(usize),
 }
 
-/// The cluster at one time of a replay.
 pub struct ReplayCluster {
     engine: Engine,
     scope: PodScope,
@@ -49,9 +45,7 @@ pub struct ReplayCluster {
     names: FxHashMap<Address, Box<str>>,
     /// Names of Services, by the cluster address that is translated.
     service_names: FxHashMap<Address, Box<str>>,
-    /// Backends of all Services.
     backends: FxHashSet<Address>,
-    /// The addresses at which egress policy is postponed.
     postponed: Arc<AddressSet>,
     ports: FxHashMap<ObjectKey, PortId>,
     rules: RuleNames,
@@ -192,6 +186,7 @@ impl ReplayCluster {
                 mtu: u16::MAX,
                 interface: 0,
                 by_stack: false,
+                by_host: None,
                 bridge: 0,
                 addresses,
             };
@@ -216,7 +211,6 @@ impl ReplayCluster {
         Ok(forwarding)
     }
 
-    /// The tables for the pipeline.
     #[inline]
     pub fn snapshot(&self) -> &Snapshot {
         &self.snapshot
@@ -228,7 +222,6 @@ impl ReplayCluster {
         (&self.snapshot, &mut self.rules)
     }
 
-    /// The rules in effect so far.
     pub fn rules(&self) -> &RuleNames {
         &self.rules
     }
@@ -245,13 +238,11 @@ impl ReplayCluster {
         self.name(address).map_or_else(|| IpAddr::from(address).to_string(), str::to_owned)
     }
 
-    /// Whether packets to Services are translated.
     #[inline]
     pub fn translates(&self) -> bool {
         self.snapshot.services.is_some()
     }
 
-    /// Whether packets to this address are translated.
     #[inline]
     pub(super) fn is_service(&self, address: Address) -> bool {
         let is_known = |services: &ServiceSet| services.find(address, Protocol::TCP, 0) != Destination::NotService;
@@ -279,17 +270,14 @@ impl ReplayCluster {
         self.snapshot.services.as_ref()?.frontend(&key)
     }
 
-    /// The ports of all local pods.
     pub(super) fn pod_ports(&self) -> impl Iterator<Item = (&ObjectKey, PortId)> {
         self.ports.iter().map(|(pod, port)| (pod, *port))
     }
 
-    /// The port of a local pod.
     pub fn pod_port(&self, pod: &ObjectKey) -> Option<PortId> {
         self.ports.get(pod).copied()
     }
 
-    /// The objects.
     pub fn state(&self) -> &ClusterState {
         self.engine.state()
     }

@@ -20,9 +20,7 @@ use super::summary::grouped;
 pub struct Group {
     /// The client: a pod, a node or an address.
     pub src: String,
-    /// The server.
     pub dst: String,
-    /// Its protocol.
     pub protocol: String,
     /// Its destination port, where the protocol has ports.
     pub dport: Option<u16>,
@@ -32,7 +30,6 @@ pub struct Group {
     pub after: PacketVerdict,
 }
 
-/// The verdict on a packet, and the rule.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize)]
 pub struct PacketVerdict {
     /// `allow`, `deny` or `kernel`.
@@ -43,7 +40,6 @@ pub struct PacketVerdict {
     pub rule: Option<String>,
 }
 
-/// The counts of a group.
 #[derive(Clone, Debug, Default)]
 struct ChangeCount {
     connections: FxHashSet<u64>,
@@ -57,7 +53,6 @@ pub struct Comparison {
     groups: BTreeMap<Group, ChangeCount>,
 }
 
-/// One packet under one set of objects.
 pub(super) struct PacketOutcome<'a> {
     pub(super) cluster: &'a ReplayCluster,
     pub(super) decision: Decision,
@@ -83,16 +78,16 @@ impl PacketOutcome<'_> {
     }
 }
 
-/// What is decided of a packet under one set of objects.
+/// The decision on a packet under one set of objects.
 pub(super) struct Said {
     decision: Decision,
     rules: Rules,
-    /// Of its connection, in opening direction.
+    /// The flow of its connection, in opening direction.
     flow: Option<Flow>,
 }
 
 impl Said {
-    /// Of packet `index` of the player's last batch.
+    /// The decision on packet `index` of the player's last batch.
     pub(super) fn of(player: &mut Player, entry: EntryPoint, index: usize, frame: &[u8]) -> Self {
         let decision = player.decision(entry, index);
         let Ok(packet) = parse(frame) else { return Self { decision, rules: Rules::default(), flow: None } };
@@ -173,12 +168,10 @@ impl Comparison {
         count.bytes += u64::from(bytes);
     }
 
-    /// Whether nothing changes.
     pub fn is_empty(&self) -> bool {
         self.groups.is_empty()
     }
 
-    /// The changes, sorted by group.
     pub fn changes(&self) -> Vec<VerdictChange> {
         let changes = self.groups.iter().map(|(group, count)| VerdictChange {
             group: group.clone(),
@@ -193,12 +186,9 @@ impl Comparison {
 /// A group of connections and its counts. Serializes as the command's JSON.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct VerdictChange {
-    /// The connections.
     #[serde(flatten)]
     pub group: Group,
-    /// The number of connections.
     pub connections: u64,
-    /// The number of their packets.
     pub packets: u64,
     /// Bytes of these packets' frames on the wire.
     pub bytes: u64,
@@ -212,7 +202,6 @@ impl fmt::Display for PacketVerdict {
 }
 
 impl fmt::Display for Comparison {
-    /// As a table.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_empty() {
             return writeln!(f, "no connection's verdict changes");
@@ -221,7 +210,6 @@ impl fmt::Display for Comparison {
     }
 }
 
-/// Writes a table of changes.
 pub(super) fn write_changes(f: &mut fmt::Formatter<'_>, changes: &[VerdictChange]) -> fmt::Result {
     let head = ["source", "destination", "port", "before", "after", "connections", "packets", "bytes"];
     let rows = changes.iter().map(|VerdictChange { group, connections, packets, bytes }| {

@@ -16,7 +16,6 @@ use super::player::{ConnectionState, Decision, EntryPoint, Player};
 use super::run::{ReplayError, notes};
 use super::truncated::fill_up;
 
-/// A connection of a capture.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct CapturedConnection {
     /// In the direction of its first packet.
@@ -25,9 +24,7 @@ pub struct CapturedConnection {
     pub first_packet: FirstPacket,
     /// Whether a packet came back; of TCP one that does not refuse it.
     pub is_answered: bool,
-    /// The time of its first packet.
     pub first: Time,
-    /// The time of its last packet.
     pub last: Time,
 }
 
@@ -42,7 +39,6 @@ pub enum FirstPacket {
     MidStream,
 }
 
-/// Counts of what captures have.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CapturedConnections {
     /// The connections, by their first packet. The same flow opened again is another connection.
@@ -91,7 +87,6 @@ struct Reader {
     batch: PacketBatch,
     /// The packets of the batch share this: where they enter, and when, in the connection table's unit.
     key: Option<(EntryPoint, u64)>,
-    /// The latest connection of each flow.
     latest: FxHashMap<Flow, usize>,
     found: CapturedConnections,
 }

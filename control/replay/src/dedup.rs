@@ -20,7 +20,6 @@ struct SeenPacket {
     ttl: u8,
 }
 
-/// The packets of the last window.
 #[derive(Debug, Default)]
 pub(super) struct Deduplicator {
     recent: FxHashMap<u64, (Time, SeenPacket)>,

@@ -5,10 +5,8 @@ use std::collections::VecDeque;
 use super::capture::Record;
 use super::player::Decision;
 
-/// What is written of a packet.
 #[derive(Debug)]
 pub(super) struct PacketResult {
-    /// Its number in the capture.
     pub(super) number: u64,
     pub(super) record: Record,
     pub(super) decision: Decision,
@@ -25,7 +23,6 @@ impl PacketResult {
     }
 }
 
-/// The results that wait.
 #[derive(Debug, Default)]
 pub(super) struct InOrder {
     /// By number, beginning with a packet that is not decided.
@@ -37,7 +34,6 @@ impl InOrder {
     /// Bytes of results that may wait.
     const MOST: usize = 64 << 20;
 
-    /// Whether nothing waits.
     #[inline]
     pub(super) fn is_empty(&self) -> bool {
         self.waiting.is_empty()

@@ -88,6 +88,7 @@ mod tests {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            by_host: None,
             bridge: 0,
             addresses,
         };

@@ -18,19 +18,14 @@ use super::rules::Rules;
 pub(super) struct EvaluatedPacket<'a> {
     /// Its number in the capture, from 1.
     pub(super) number: u64,
-    /// When it was captured.
     pub(super) time: Time,
-    /// Its frame.
     pub(super) frame: &'a [u8],
     /// The parsed packet, if it could be parsed.
     pub(super) packet: Option<&'a Packet>,
-    /// The verdict.
     pub(super) decision: Decision,
-    /// Its relation to a connection.
     pub(super) connection_state: Option<ConnectionState>,
     /// The rules that allow its connection, or the one that denies it.
     pub(super) rules: Rules,
-    /// The part of a Service in it.
     pub(super) service: Option<ServicePacket>,
 }
 

@@ -37,7 +37,6 @@ impl ReplayObjects {
         Self { written: written.collect(), is_complete: true }
     }
 
-    /// References of all objects.
     pub(super) fn references(&self) -> impl Iterator<Item = &ObjectRef> {
         self.written.keys()
     }
@@ -57,7 +56,6 @@ impl ReplayObjects {
         self.written.values().map(|(object, _)| object.clone()).chain(derived).collect()
     }
 
-    /// The cluster addresses of their Services.
     pub(super) fn service_addresses(&self) -> impl Iterator<Item = Address> {
         let services = self.written.values().filter_map(|(object, _)| match object {
             Object::Service(service) => Some(service),

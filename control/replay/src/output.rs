@@ -10,13 +10,10 @@ use nix::fcntl::{AT_FDCWD, AtFlags, OFlag};
 use nix::unistd::linkat;
 use tempfile::NamedTempFile;
 
-/// An output that cannot be written.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: cannot be written: {cause}", file.display())]
 pub struct OutputError {
-    /// The file.
     pub file: PathBuf,
-    /// Why.
     pub cause: io::Error,
 }
 
@@ -89,7 +86,6 @@ impl Output {
         self.writer.write_all(bytes).map_err(|cause| self.error(cause))
     }
 
-    /// An error with the file's path.
     pub(super) fn error(&self, cause: io::Error) -> OutputError {
         OutputError { file: self.path.clone(), cause }
     }
@@ -117,7 +113,6 @@ fn sink(path: &Path) -> io::Result<Sink> {
     }
 }
 
-/// Prefix of the names of incomplete files.
 const PREFIX: &str = ".penstock-";
 
 fn directory(path: &Path) -> &Path {

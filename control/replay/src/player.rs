@@ -23,7 +23,6 @@ use super::kernel::{addresses, passed_to_kernel};
 use super::rules::Rules;
 use super::services::{BackendChoice, Reach, ServiceCounters, ShownBackends, TurnedDatagrams};
 
-/// Where a packet enters.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum EntryPoint {
     /// A worker receives it from this port.
@@ -36,31 +35,23 @@ pub enum EntryPoint {
     Kernel(ProgramOutcome),
 }
 
-/// The result for a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Decision {
-    /// It passed.
     Allow,
-    /// It was dropped.
     Deny(DropReason),
     /// It went to the kernel.
     Kernel(ProgramOutcome),
 }
 
-/// A packet's relation to a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum ConnectionState {
-    /// Opens one.
     New,
-    /// Belongs to one.
     Established,
     /// Is an ICMP error about one.
     Related,
-    /// Belongs to one that policy has revoked.
     Revoked,
 }
 
-/// One policy evaluation for a packet.
 #[derive(Clone, Copy, Debug)]
 struct PolicyEvaluation {
     index: usize,
@@ -103,7 +94,6 @@ impl Observer for VerdictObserver<'_> {
     }
 }
 
-/// Counts over a replay.
 #[derive(Clone, Debug)]
 pub struct PacketCounters {
     /// Packets that passed.
@@ -112,9 +102,7 @@ pub struct PacketCounters {
     pub denied: [u64; DropReason::COUNT],
     /// Packets that went to the kernel, by [`ProgramOutcome`].
     pub kernel: [u64; ProgramOutcome::COUNT],
-    /// Connections opened.
     pub connections: u64,
-    /// Connections revoked by a policy change.
     pub revoked: u64,
 }
 
@@ -148,12 +136,10 @@ pub struct Player {
     has_met_services: bool,
 }
 
-/// The part of a Service in a packet.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct ServicePacket {
     /// The Service's port; empty if there is none any more.
     pub(super) service: Arc<str>,
-    /// The backend, if it has one.
     pub(super) backend: Option<Backend>,
     /// If it opens a connection: what policy says of the backends that it may get.
     pub(super) reach: Option<Reach>,
@@ -196,18 +182,15 @@ impl Player {
         self
     }
 
-    /// The current cluster.
     #[inline]
     pub fn cluster(&self) -> &ReplayCluster {
         &self.cluster
     }
 
-    /// The connections to Services so far.
     pub(super) fn services(&self) -> &ServiceCounters {
         &self.services
     }
 
-    /// The counts so far.
     pub fn counters(&self) -> &PacketCounters {
         &self.counters
     }

@@ -12,37 +12,23 @@ use super::cluster::{HOST, ReplayCluster, UPLINK};
 /// An interface of the capture and its port: `veth1=shop/web`, `eth0=uplink`, `cni0=host`.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Mapping {
-    /// The interface's name in a pcapng capture.
     pub interface: String,
-    /// The port.
     pub port: PortName,
 }
 
-/// A port by its name.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PortName {
-    /// A local pod's.
     Pod(ObjectKey),
-    /// The host port.
     Host,
-    /// The uplink.
     Uplink,
 }
 
-/// Why a mapping is invalid.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum PortMappingError {
-    /// Not a mapping.
     #[error("--ports {0}: write INTERFACE=PORT, where PORT is NAMESPACE/POD, host or uplink")]
     Form(String),
-    /// The pod is not local.
     #[error("--ports {interface}={pod}: the node has no pod of this name; check its manifests, or --node")]
-    UnknownPod {
-        /// The interface.
-        interface: String,
-        /// The pod.
-        pod: ObjectKey,
-    },
+    UnknownPod { interface: String, pod: ObjectKey },
 }
 
 impl FromStr for Mapping {

@@ -22,7 +22,6 @@ use super::summary::grouped;
 /// Packets that are read ahead. A worker that processes a batch under the snapshot before may be so many packets behind.
 const READ_AHEAD: usize = 4096;
 
-/// The comment of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct RecordedVerdict {
     /// Why it was dropped; `None` if it passed.
@@ -35,10 +34,8 @@ pub(super) struct RecordedVerdict {
     translated: bool,
 }
 
-/// The way to treat a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Treatment {
-    /// Play it, and compare the verdict.
     Compare,
     /// Play it: it opened a connection, or moved its state. The node's state decided on it.
     Play,
@@ -48,7 +45,6 @@ enum Treatment {
     NodeState,
 }
 
-/// A packet that is to be played.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RecordedPacket {
     pub(super) verdict: RecordedVerdict,
@@ -77,7 +73,6 @@ pub(super) struct RecordedPackets {
     /// Read, and not played yet.
     ahead: BinaryHeap<Reverse<ReadPacket>>,
     is_read: bool,
-    /// Read so far.
     read: u64,
     /// Connections whose beginning was played, by their identifiers.
     known: FxHashSet<u64>,
@@ -116,7 +111,6 @@ impl RecordedPackets {
         }
     }
 
-    /// Packets that the capture lost.
     pub(super) fn lost(&self) -> u64 {
         self.bundle.lost()
     }
@@ -205,7 +199,6 @@ impl RecordedPackets {
         }
     }
 
-    /// Notes a packet of the next batch.
     pub(super) fn push(&mut self, packet: RecordedPacket) {
         self.batch.push(packet);
     }
@@ -250,12 +243,10 @@ impl RecordedPackets {
         true
     }
 
-    /// Where differences are listed.
     pub(super) fn differences(&mut self) -> &mut Comparison {
         &mut self.differences
     }
 
-    /// The result.
     pub(super) fn into_counts(self) -> RecordedCounts {
         RecordedCounts { differences: self.differences.changes(), ..self.counts }
     }
@@ -416,7 +407,6 @@ impl Ord for ReadPacket {
 }
 
 impl fmt::Display for RecordedCounts {
-    /// As a table.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "as the daemon decided  {:>13}", grouped(self.same))?;
         writeln!(f, "otherwise              {:>13}", grouped(self.different))?;

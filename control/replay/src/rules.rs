@@ -111,14 +111,12 @@ impl RuleNames {
         }
     }
 
-    /// Counts a connection that these rules decided.
     pub(super) fn hit(&mut self, rules: Rules) {
         for rule in [rules.egress, rules.ingress].into_iter().flatten() {
             self.connections[rule.0 as usize] += 1;
         }
     }
 
-    /// A rule's name.
     #[inline]
     pub fn name(&self, rule: RuleId) -> &str {
         self.names[rule.0 as usize].text()

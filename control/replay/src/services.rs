@@ -25,7 +25,6 @@ use serde::Serialize;
 use super::capture::{CaptureError, Captures, Time};
 use super::truncated::fill_up;
 
-/// How packets to Services are read.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct ServiceReading {
     /// Whether they are translated as workers do with `services.enabled`; otherwise the node's kernel does it, and egress policy is for
@@ -35,7 +34,6 @@ pub struct ServiceReading {
     pub blocks: Vec<IpNet>,
 }
 
-/// A client's address, port and protocol.
 type ClientPort = (Address, u16, Protocol);
 
 /// Backends that captures show: what a client's port that sends to a Service sends to other addresses.
@@ -97,11 +95,9 @@ impl ShownBackends {
 pub(super) struct BackendChoice {
     /// The packet's place in its batch.
     pub(super) index: usize,
-    /// Its flow, as the client sent it.
     pub(super) flow: Flow,
     /// The Service's port.
     pub(super) service: Arc<str>,
-    /// The backend that it gets.
     pub(super) backend: Backend,
     /// How many it may get.
     pub(super) backends: usize,
@@ -126,7 +122,6 @@ impl BackendChoice {
         Some(Self { index, flow: *flow, service, backend, backends, denied })
     }
 
-    /// The verdict of policy on all of them.
     pub(super) fn reach(&self) -> Reach {
         match self.denied.len() {
             0 => Reach::Allow,
@@ -139,7 +134,6 @@ impl BackendChoice {
 /// The verdict of policy on the backends of a Service.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Reach {
-    /// It allows each.
     Allow,
     /// It allows none.
     Deny,
@@ -163,7 +157,6 @@ impl Reach {
 pub struct ServiceCount {
     /// The port: `shop/api:http`.
     pub service: String,
-    /// Connections that policy allows to each backend.
     pub allow: u64,
     /// Connections that it allows to none.
     pub deny: u64,
@@ -178,13 +171,11 @@ pub struct ServiceCount {
 pub struct PartlyDenied {
     /// The client: a pod, or an address.
     pub client: String,
-    /// How many backends it may get.
     pub backends: usize,
     /// Those of them that policy denies it: pods or addresses, without their port.
     pub denied: Vec<String>,
 }
 
-/// Counts choices by the Service's port.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ServiceCounters(std::collections::BTreeMap<Arc<str>, ServiceCount>);
 

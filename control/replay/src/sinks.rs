@@ -11,25 +11,21 @@ use super::line::{EvaluatedPacket, VerdictLineWriter};
 use super::output::{Output, OutputError};
 use super::player::{Decision, EntryPoint, Player};
 
-/// The files to write.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct OutputPaths {
     /// Verdicts: one line of JSON per packet.
     pub verdicts: Option<PathBuf>,
-    /// A capture of the packets that passed.
     pub allowed: Option<PathBuf>,
-    /// A capture of the packets that were dropped.
     pub denied: Option<PathBuf>,
 }
 
-/// The files being written.
 #[derive(Default)]
 pub(super) struct Sinks {
     verdicts: Option<Output>,
     allowed: Option<CaptureSink>,
     denied: Option<CaptureSink>,
     lines: VerdictLineWriter,
-    /// Of the packet that is written.
+    /// The comment of the packet that is written now.
     comment: Vec<u8>,
     line: Vec<u8>,
     order: InOrder,
@@ -40,7 +36,6 @@ struct CaptureSink {
     writer: CaptureWriter<Vec<u8>>,
 }
 
-/// Bytes of text buffered before a write.
 const WRITE_SIZE: usize = 1 << 16;
 
 impl Sinks {
@@ -61,12 +56,10 @@ impl Sinks {
         })
     }
 
-    /// Whether no file is written.
     pub(super) fn is_empty(&self) -> bool {
         self.verdicts.is_none() && !self.writes_captures()
     }
 
-    /// Whether it needs the frames as captured.
     pub(super) fn writes_captures(&self) -> bool {
         self.allowed.is_some() || self.denied.is_some()
     }

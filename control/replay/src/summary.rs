@@ -13,80 +13,60 @@ use super::services::{PartlyDenied, ServiceCount};
 /// The counts of a replay. Serializes as the command's JSON.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Summary {
-    /// Packets of the captures.
     pub packets: u64,
     /// Duplicates among these, which count once; see `--dedup`.
     pub duplicates: u64,
     /// Packets among these that the snap length truncated, and that were padded for evaluation.
     pub filled_up: u64,
-    /// By verdict.
     pub verdicts: VerdictCounts,
-    /// Connections.
     pub connections: ConnectionCounts,
     /// Reasons of packets dropped or passed to the kernel; most first.
     pub reasons: Vec<ReasonCount>,
     /// Rules by the connections they decided or passed on, most first. A Deny counts each packet that it denies.
     pub rules: Vec<RuleHits>,
-    /// Rules that decided none.
     pub never_hit: Vec<String>,
     /// Connections to Services, by port; `None` if packets to Services were not translated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub services: Option<Vec<ServiceCount>>,
 }
 
-/// Packets by verdict.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct VerdictCounts {
-    /// Passed.
     pub allow: u64,
-    /// Dropped.
     pub deny: u64,
-    /// Passed to the kernel.
     pub kernel: u64,
 }
 
-/// Connections by what happened to them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 pub struct ConnectionCounts {
-    /// Opened.
     pub opened: u64,
-    /// Revoked later by a policy change.
     pub revoked: u64,
 }
 
-/// The packets with one reason.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct ReasonCount {
     /// The verdict: `deny` or `kernel`.
     pub verdict: &'static str,
-    /// Its name.
     pub reason: &'static str,
-    /// Packets.
     pub packets: u64,
 }
 
 /// The connections that a rule decided or passed on.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct RuleHits {
-    /// Its name.
     pub rule: String,
-    /// Connections.
     pub connections: u64,
 }
 
-/// Counts from reading packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct InputCounts {
-    /// Packets read.
     pub packets: u64,
-    /// Packets skipped as duplicates.
     pub duplicates: u64,
     /// Packets padded.
     pub filled_up: u64,
 }
 
 impl Summary {
-    /// The summary of a finished replay.
     pub fn new(input: InputCounts, player: &Player) -> Self {
         let counters = player.counters();
         let denied = DropReason::ALL.iter().map(|reason| (*reason, counters.denied[*reason as usize]));
@@ -116,7 +96,6 @@ impl Summary {
 }
 
 impl fmt::Display for Summary {
-    /// As a table.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut notes = String::new();
         for (count, what) in [(self.duplicates, "seen twice"), (self.filled_up, "cut by the snap length")] {

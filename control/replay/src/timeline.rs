@@ -26,41 +26,23 @@ use serde::Deserialize;
 use super::capture::Time;
 use super::objects::ReplayObjects;
 
-/// Why a timeline is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum TimelineError {
-    /// It cannot be read.
     #[error("{}: cannot be read: {cause}", file.display())]
-    Unreadable {
-        /// The file.
-        file: PathBuf,
-        /// Why.
-        cause: std::io::Error,
-    },
-    /// Not a timeline.
+    Unreadable { file: PathBuf, cause: std::io::Error },
     #[error("{}: is not a timeline: {problem}", file.display())]
-    Form {
-        /// The file.
-        file: PathBuf,
-        /// The mistake, and its place.
-        problem: String,
-    },
-    /// A step is invalid.
+    Form { file: PathBuf, problem: String },
     #[error("{}: step {step}: {problem}", file.display())]
     Step {
-        /// The file.
         file: PathBuf,
         /// Its number, from 1.
         step: usize,
-        /// The mistake.
         problem: String,
     },
-    /// Manifests of a step are invalid.
     #[error(transparent)]
     Manifests(#[from] ManifestErrors),
 }
 
-/// Steps in order of time.
 #[derive(Debug, Default)]
 pub struct Timeline {
     file: PathBuf,
@@ -76,7 +58,6 @@ struct TimelineStep {
     changes: Vec<ObjectChange>,
 }
 
-/// When a step applies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum StepTime {
     /// Nanoseconds after the first packet.
@@ -195,7 +176,6 @@ impl Timeline {
         self.service_addresses.iter().copied()
     }
 
-    /// The number of steps later than every packet.
     pub fn remaining(&self) -> usize {
         self.steps.len() - self.next
     }

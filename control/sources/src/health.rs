@@ -7,24 +7,17 @@ use std::time::{Duration, Instant};
 /// The kinds of objects that a source may provide.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum ObjectKind {
-    /// Namespaces.
     Namespace,
-    /// Nodes.
     Node,
-    /// Pods.
     Pod,
-    /// NetworkPolicies.
     NetworkPolicy,
     /// ClusterNetworkPolicies. A cluster that does not serve them has none.
     ClusterNetworkPolicy,
-    /// Services.
     Service,
-    /// EndpointSlices.
     EndpointSlice,
 }
 
 impl ObjectKind {
-    /// All kinds.
     pub const ALL: [Self; 7] = [
         Self::Namespace,
         Self::Node,
@@ -62,10 +55,8 @@ impl ObjectKind {
     }
 }
 
-/// Which kinds of objects a source follows.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum FollowedKinds {
-    /// All of them.
     #[default]
     All,
     /// All but EndpointSlices, which an API server is not asked for: no right to read them is needed. Without the right to read
@@ -74,7 +65,6 @@ pub enum FollowedKinds {
 }
 
 impl FollowedKinds {
-    /// Whether objects of this kind are followed.
     pub fn contains(self, kind: ObjectKind) -> bool {
         self == Self::All || kind != ObjectKind::EndpointSlice
     }
@@ -121,7 +111,6 @@ impl KindCounters {
     }
 }
 
-/// A source's health for one kind.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct KindHealth {
     /// All objects of the kind were read at least once. Stays true in an outage: known objects stay in effect.
@@ -132,11 +121,9 @@ pub struct KindHealth {
     pub last_sign: Option<Duration>,
     /// Events received, without bookmarks.
     pub events: u64,
-    /// Number of outages.
     pub outages: u64,
     /// Number of complete lists; each but the first is a resync.
     pub lists: u64,
-    /// Number of objects.
     pub objects: u64,
     /// Number of objects not fully understood. The log has the details of each.
     pub invalid: u64,
@@ -151,7 +138,6 @@ impl SourceHealth {
         Self { start: Instant::now(), followed, kinds: Default::default(), refused_files: AtomicU64::new(0) }
     }
 
-    /// The kinds that the source follows.
     pub fn followed(&self) -> FollowedKinds {
         self.followed
     }
@@ -162,7 +148,6 @@ impl SourceHealth {
         unread.map(|kind| (kind, self.kinds[kind as usize].failure().clone())).collect()
     }
 
-    /// The current health for a kind.
     pub fn of(&self, kind: ObjectKind) -> KindHealth {
         let counters = &self.kinds[kind as usize];
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -195,19 +180,16 @@ impl SourceHealth {
         self.refused_files.store(count as u64, Ordering::Relaxed);
     }
 
-    /// Records a sign of life.
     pub(super) fn sign(&self, kind: ObjectKind) {
         let milliseconds = self.start.elapsed().as_millis() as u64;
         self.kinds[kind as usize].last_sign.store(milliseconds + 1, Ordering::Relaxed);
     }
 
-    /// Records an event.
     pub(super) fn event(&self, kind: ObjectKind) {
         self.sign(kind);
         self.kinds[kind as usize].events.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Records a complete list of a kind.
     pub(super) fn listed(&self, kind: ObjectKind) {
         self.sign(kind);
         let counters = &self.kinds[kind as usize];
@@ -215,19 +197,16 @@ impl SourceHealth {
         counters.synced.store(true, Ordering::Relaxed);
     }
 
-    /// Records that changes arrive from now on.
     pub(super) fn connected(&self, kind: ObjectKind) {
         let counters = &self.kinds[kind as usize];
         counters.connected.store(true, Ordering::Relaxed);
         *counters.failure() = None;
     }
 
-    /// Records why a request failed.
     pub(super) fn failed(&self, kind: ObjectKind, reason: &str) {
         *self.kinds[kind as usize].failure() = Some(reason.to_owned());
     }
 
-    /// Records an outage.
     pub(super) fn lost(&self, kind: ObjectKind) {
         let counters = &self.kinds[kind as usize];
         counters.connected.store(false, Ordering::Relaxed);

@@ -27,12 +27,9 @@ use convert::ConversionSettings;
 use directory::{DirectoryChanges, ManifestDirectory};
 use manifest::ManifestError;
 
-/// Where objects come from.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Location {
-    /// A directory of manifests, watched.
     Manifests(PathBuf),
-    /// The API server of a cluster.
     ApiServer(Access),
 }
 
@@ -69,13 +66,11 @@ enum Backend {
     ApiServer(ApiServer),
 }
 
-/// Why a source cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     /// The manifest directory is missing or its manifests have errors.
     #[error(transparent)]
     Manifests(#[from] directory::DirectoryError),
-    /// The API server cannot be accessed.
     #[error(transparent)]
     ApiServer(#[from] api_server::ApiServerError),
 }
@@ -155,13 +150,11 @@ impl Source {
         }
     }
 
-    /// Its health, updated continuously.
     pub fn health(&self) -> Arc<SourceHealth> {
         Arc::clone(&self.health)
     }
 }
 
-/// The objects, for counting.
 #[derive(Debug, Default)]
 struct ObjectCount(FxHashSet<ObjectRef>);
 

@@ -139,13 +139,8 @@ fn pod(pod: &SuitePod) -> Pod {
         labels: pod.labels.clone(),
         node: Some("node".to_owned()),
         addresses: vec![pod.ip],
-        host_network: false,
-        finished: false,
-        controller: None,
-        other_interfaces: Vec::new(),
-        limits: Default::default(),
         ports: pod.ports.iter().map(port).collect(),
-        lifetime: Default::default(),
+        ..Pod::default()
     }
 }
 

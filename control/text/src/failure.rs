@@ -24,7 +24,6 @@ pub enum Failure {
 }
 
 impl Failure {
-    /// Bad input, as a one-line message.
     pub fn bad_input(problem: impl Display) -> Self {
         Self::BadInput(vec![problem.to_string()])
     }

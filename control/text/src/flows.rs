@@ -7,7 +7,6 @@ use indicatif::HumanBytes;
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{ConnectionFlow, FlowEnd, Flows, Traffic};
 
-/// The rate of each connection between two listings.
 #[derive(Debug, Default)]
 pub struct Rates {
     last: Option<Instant>,

@@ -10,13 +10,11 @@ pub fn text(rules: &Rules, all: usize, unknown: usize) -> String {
     align_columns(&table(&rules.rules)) + &summary(rules, all, unknown)
 }
 
-/// The rules as rows below a heading.
 pub fn table(rules: &[RuleUsage]) -> Vec<Vec<String>> {
     let heading = ["RULE", "POLICY", "ACTION", "HITS", "LAST HIT", "KNOWN SINCE"];
     std::iter::once(heading.map(str::to_owned).to_vec()).chain(rules.iter().map(row)).collect()
 }
 
-/// Says what is listed, and what is not.
 pub fn summary(rules: &Rules, all: usize, unknown: usize) -> String {
     let mut text = String::new();
     text += &match (rules.rules.len(), all) {

@@ -7,7 +7,6 @@ use penstock_admin::types::{StagedChange, StagedVerdict, TrialStatus};
 
 use crate::flows::amount;
 
-/// The state of a trial.
 pub fn text(status: &TrialStatus) -> String {
     let TrialStatus { staged, since, problems, live_judged, opening_judged, unrecorded, ungrouped, changes, .. } =
         status;

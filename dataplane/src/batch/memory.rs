@@ -2,14 +2,12 @@
 
 use super::{BATCH, Frames};
 
-/// A batch of frames in ordinary memory.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct MemoryFrames {
     frames: Vec<Vec<u8>>,
 }
 
 impl MemoryFrames {
-    /// An empty batch.
     pub fn new() -> Self {
         Self::default()
     }

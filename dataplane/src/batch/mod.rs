@@ -4,7 +4,6 @@ mod memory;
 
 pub use memory::MemoryFrames;
 
-/// Maximum frames in one batch.
 pub const BATCH: usize = 64;
 
 /// The frames of one batch, all received on one port.
@@ -14,7 +13,6 @@ pub trait Frames {
     /// Number of frames in the batch; at most [`BATCH`].
     fn len(&self) -> usize;
 
-    /// Whether the batch is empty.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -47,12 +45,7 @@ pub enum StackSender {
     Translated,
     /// This port's pod, to its own node or to a Service. The node has given the packet the address of what answers, another machine,
     /// and perhaps an address of its own as source, or has not translated it, and sends it out by this uplink.
-    Leaving {
-        /// The number of the pod's port.
-        port: u16,
-        /// The uplink's number.
-        uplink: u8,
-    },
+    Leaving { port: u16, uplink: u8 },
 }
 
 impl StackSender {

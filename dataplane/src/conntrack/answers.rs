@@ -26,7 +26,8 @@ pub(super) struct Repeats {
     events: [Word; EVENTS as usize],
 }
 
-/// `struct answer`: the key of the connection without the opener's port, the path, and the [`Verdict`].
+/// `struct answer`: the key of the connection, in which the opener's port says whether it traverses the node's stack in both directions, the path,
+/// and the [`Verdict`].
 #[repr(C, align(64))]
 struct Answer(SeqLock<Version, [AtomicU64; 7]>);
 

@@ -45,6 +45,7 @@ mod name;
 mod opener;
 mod origin;
 mod path;
+mod pressure;
 mod recover;
 #[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
 mod repeat;

@@ -54,12 +54,19 @@ impl ConnTable {
         shared.set_repeats(if is_wanted && self.is_taken_over() { ON | alone | until } else { 0 });
     }
 
-    /// A connection was opened by a packet of `question` between these interfaces under this epoch, for this owner: programs may open the next
-    /// ones that differ in the opener's port alone.
-    pub(super) fn leave_answer(&self, opened: &PreparedFlow, ends: (u32, u32), epoch: Epoch, owner: OwnerId) {
+    /// A connection was opened by a packet of `opened` between these interfaces under this epoch, for this owner, and traverses the node's stack
+    /// in both directions or not: programs may open the next ones that differ in the opener's port alone.
+    pub(super) fn leave_answer(
+        &self,
+        opened: &PreparedFlow,
+        (ends, via_host): ((u32, u32), bool),
+        epoch: Epoch,
+        owner: OwnerId,
+    ) {
         let Some(repeats) = self.repeats() else { return };
         let flow = opened.flow();
-        let question = PreparedFlow::new(&self.seed, &Flow { src_port: 0, ..flow });
+        // In place of the opener's port, so that both kinds have an answer of their own.
+        let question = PreparedFlow::new(&self.seed, &Flow { src_port: via_host.into(), ..flow });
         let path = Path::of_both_ways(opened.orientation, ends, epoch);
         // With one address at both ends the ports tell which is the lower.
         let may_have = flow.src != flow.dst && repeats.credit(owner).is_some();

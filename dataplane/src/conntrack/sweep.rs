@@ -26,7 +26,7 @@ pub struct SweepCursor {
 pub struct SweepResult {
     /// Entries examined, free ones included.
     pub examined: usize,
-    /// Connections removed by their timeout.
+    /// Connections removed by their timeout, or before it.
     pub expired: usize,
     /// Whether the sweep reached the end of the table and starts again.
     pub wrapped: bool,
@@ -73,7 +73,8 @@ pub(crate) struct ForwardedConnection {
 }
 
 impl ConnTable {
-    /// Removes expired connections among the next `steps` entries (rounded up to a whole group). Clears the epoch tag
+    /// Removes expired connections among the next `steps` entries (rounded up to a whole group), and of an owner whose share is
+    /// nearly used up those that have ended before their time. Clears the epoch tag
     /// of entries that are so far behind `epoch` that the tag may be reused; policy is evaluated again at their next
     /// packet.
     ///
@@ -86,7 +87,8 @@ impl ConnTable {
             let group = cursor.group % self.groups;
             for slot in self.occupied(group) {
                 let control = self.entry(slot).control();
-                swept.expired += usize::from(self.expire(slot, control, now));
+                let gives_way = || self.gives_way((slot, control), now) && self.end(slot, control);
+                swept.expired += usize::from(self.expire(slot, control, now) || gives_way());
                 if let Some(uses) = self.uses() {
                     uses[slot as usize].clear_stale(control.generation(), epoch);
                 }

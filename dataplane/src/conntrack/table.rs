@@ -213,8 +213,8 @@ impl ConnTable {
     /// this epoch, and sends it from the first interface to the second (0: the node's stack); the kernel's programs may
     /// forward the next ones of this direction as long as that is the epoch. `knows_answers`: asked for a packet that opens a
     /// connection, which traverses the node's stack or not, whether answers go back from the second interface to the first; then the
-    /// programs may forward these, too. `may_repeat`: asked after that, whether they may open the next connections that differ in the opener's
-    /// port alone. If the table [counts](Self::counts) nothing, it does nothing.
+    /// programs may forward these, too. `may_repeat`: asked after that, and for the same, whether they may open the next connections that differ
+    /// in the opener's port alone. If the table [counts](Self::counts) nothing, it does nothing.
     pub fn forwarded(
         &self,
         hashed: &PreparedFlow,
@@ -222,7 +222,7 @@ impl ConnTable {
         flags: TcpFlags,
         path: Option<((u32, u32), Epoch)>,
         knows_answers: impl FnOnce(bool) -> bool,
-        may_repeat: impl FnOnce() -> bool,
+        may_repeat: impl FnOnce(bool) -> bool,
     ) {
         let Some(uses) = self.uses() else { return };
         let Some((slot, control)) = self.lookup(hashed) else {
@@ -247,9 +247,9 @@ impl ConnTable {
         if is_taken {
             self.offloaded.insert(slot / LANES);
         }
-        let is_plain = !control.is_via_host() && !control.is_translated();
-        if is_taken && are_known && is_plain && self.repeats_for.is_some() && may_repeat() {
-            self.leave_answer(hashed, ends, snapshot, self.entry(slot).owner());
+        let (via_host, is_asked) = (control.is_via_host(), !control.is_translated() && self.repeats_for.is_some());
+        if is_taken && are_known && is_asked && may_repeat(via_host) {
+            self.leave_answer(hashed, (ends, via_host), snapshot, self.entry(slot).owner());
         }
     }
 
@@ -394,8 +394,13 @@ impl ConnTable {
         if control.is_frontend() {
             return self.partner((slot, control)).is_none();
         }
-        let timeout = self.timeout_ticks.of(protocol, self.current(protocol, (slot, control)));
-        age > timeout && self.kernel_age(slot, now).is_none_or(|age| age > timeout)
+        self.is_idle((slot, control), self.timeout_ticks.of(protocol, self.current(protocol, (slot, control))), now)
+    }
+
+    /// Whether neither a worker nor a program has had a packet of it for more than so many ticks.
+    #[inline]
+    pub(super) fn is_idle(&self, (slot, control): SlotRef, timeout: u32, now: Tick) -> bool {
+        control.tick().age(now) > timeout && self.kernel_age(slot, now).is_none_or(|age| age > timeout)
     }
 
     /// The changes that programs have recorded of a connection that is in a state in which they forward, or was when policy revoked it. What led to the
@@ -455,16 +460,18 @@ impl ConnTable {
     /// Removes the connection of `control` if it has expired. One that was updated or replaced since `control` was read
     /// stays: its control word differs.
     pub(super) fn expire(&self, slot: u32, control: ControlWord, now: Tick) -> bool {
-        let entry = self.entry(slot);
-        if !control.is_live() || !self.is_expired(entry.protocol(), (slot, control), now) {
-            return false;
-        }
-        let expired = entry.exchange(control, control.claimed()).is_ok();
-        if expired {
+        let is_over = control.is_live() && self.is_expired(self.entry(slot).protocol(), (slot, control), now);
+        is_over && self.end(slot, control)
+    }
+
+    /// Removes the connection of `control`, whose time is over, unless it has changed since.
+    pub(super) fn end(&self, slot: u32, control: ControlWord) -> bool {
+        let ended = self.entry(slot).exchange(control, control.claimed()).is_ok();
+        if ended {
             self.release(slot, control, Ending::Expired);
             self.counters.count(TableEvent::Expired);
         }
-        expired
+        ended
     }
 
     /// Frees an entry that this thread has claimed from the connection of `control`.

@@ -10,13 +10,11 @@ use std::str::FromStr;
 /// One instruction (`struct sock_filter` in linux/filter.h).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct FilterInstruction {
-    /// Operation.
     pub code: u16,
     /// Instructions to skip if the comparison holds.
     pub jump_if: u8,
     /// Instructions to skip if it does not.
     pub jump_else: u8,
-    /// Operand.
     pub k: u32,
 }
 
@@ -24,41 +22,25 @@ pub struct FilterInstruction {
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct FilterProgram(Vec<FilterInstruction>);
 
-/// A program that is not run.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FilterProgramError {
-    /// Not the text of a program.
     #[error(
         "{0:?} is not a filter program: write the number of instructions, then each as `code jt jf k`, separated by commas"
     )]
     NotAProgram(String),
-    /// Too many instructions.
     #[error("the filter program has {0} instructions, and at most {max} are run: write a shorter expression", max = FilterProgram::LONGEST)]
     TooLong(usize),
-    /// It does not end with a return.
     #[error("the filter program does not end with a return: compile it with libpcap (tcpdump -ddd)")]
     NoEnd,
     /// An operation that does not exist, or one of the kernel's extensions.
     #[error(
         "instruction {at} of the filter program has code {code:#x} and operand {k:#x}, which are not understood: compile it with libpcap for Ethernet (tcpdump -ddd -y EN10MB)"
     )]
-    NotUnderstood {
-        /// Its place, from 0.
-        at: usize,
-        /// Its code.
-        code: u16,
-        /// Its operand.
-        k: u32,
-    },
-    /// A jump beyond the last instruction.
+    NotUnderstood { at: usize, code: u16, k: u32 },
     #[error("instruction {at} of the filter program jumps beyond its end: compile it with libpcap (tcpdump -ddd)")]
-    Jump {
-        /// Its place, from 0.
-        at: usize,
-    },
+    Jump { at: usize },
 }
 
-/// Cells of the scratch memory.
 const CELLS: usize = 16;
 
 // The operations: class, then size and mode, or operation and source (linux/bpf_common.h).
@@ -105,7 +87,6 @@ const JGE: u16 = 0x30;
 const JSET: u16 = 0x40;
 
 impl FilterProgram {
-    /// Most instructions of a program.
     pub const LONGEST: usize = 1024;
 
     /// Checks a program: it consists of known operations, ends with a return, and leads nowhere else.
@@ -199,7 +180,6 @@ impl FilterInstruction {
     }
 }
 
-/// Where a load is from.
 fn place(code: u16, k: u32, x: u32) -> u32 {
     if matches!(code, LD_IND_W | LD_IND_H | LD_IND_B) { x.wrapping_add(k) } else { k }
 }

@@ -27,7 +27,6 @@ const PROTOCOLS: [u8; 8] = [4, 41, 47, 103, 108, 115, 137, 143];
 pub struct Encapsulation {
     /// UDP tunnel ports, sorted.
     ports: Vec<u16>,
-    /// Addresses of nodes.
     nodes: FxHashSet<Address>,
     /// Blocks whose addresses this node treats as its own.
     blocks: Vec<IpNet>,

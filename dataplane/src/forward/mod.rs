@@ -22,7 +22,6 @@ pub use encapsulation::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
 pub struct PortId(pub u16);
 
 impl PortId {
-    /// As an array index.
     #[inline]
     pub const fn index(self) -> usize {
         self.0 as usize
@@ -35,7 +34,6 @@ impl fmt::Display for PortId {
     }
 }
 
-/// Who is behind a port.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PortKind {
     /// The host side of a pod's veth: packets received on it must have one of the pod's source addresses.
@@ -47,10 +45,8 @@ pub enum PortKind {
     Uplink,
 }
 
-/// Port data for the packet path.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Port {
-    /// Who is behind it.
     pub kind: PortKind,
     /// Source MAC of frames sent on it.
     pub own_mac: Mac,
@@ -62,6 +58,9 @@ pub struct Port {
     pub interface: u32,
     /// Packets of a pod to another one of the node take the node's stack: others have filters on its interface there.
     pub by_stack: bool,
+    /// Where XDP serves a pod on whose interface others have filters: the port's number. Programs behind the host port send on what is for the pod, and
+    /// what it sends [by the node's stack](Self::by_stack), by that interface.
+    pub by_host: Option<PortId>,
     /// Index of the bridge that a pod's interface is a port of; 0: of none.
     pub bridge: u32,
     /// Allowed source addresses; empty for host and uplink ports, which may use any.
@@ -96,15 +95,12 @@ pub struct Forwarding {
     encapsulation_hint: encapsulation::Hint,
 }
 
-/// An address was assigned to two ports.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 #[error(
     "address {address} is on port {first} and on port {second}: one address belongs to one pod; correct the pods' status.podIPs"
 )]
 pub struct AddressTaken {
-    /// The address.
     pub address: Address,
-    /// The port that already has it.
     pub first: PortId,
     /// The port that it was to be assigned to.
     pub second: PortId,
@@ -116,7 +112,6 @@ impl Forwarding {
         Self { node: node.into_iter().collect(), ..Self::default() }
     }
 
-    /// Sets the blocks of Service addresses.
     #[must_use]
     pub fn with_services(self, blocks: &[IpNet]) -> Self {
         Self { services: blocks.to_vec(), ..self }
@@ -156,13 +151,11 @@ impl Forwarding {
         Ok(())
     }
 
-    /// The port with this identifier.
     #[inline]
     pub fn port(&self, id: PortId) -> Option<&Port> {
         self.ports.get(id.index())?.as_ref()
     }
 
-    /// The port into the node's own stack.
     #[inline]
     pub fn host(&self) -> Option<PortId> {
         self.host
@@ -191,7 +184,6 @@ impl Forwarding {
         self.local.get(&address).copied().flatten()
     }
 
-    /// The addresses of this node's pods.
     pub(crate) fn local_addresses(&self) -> &Arc<LocalAddresses> {
         &self.local
     }
@@ -202,19 +194,16 @@ impl Forwarding {
         self.node.iter().copied().find(|address| address.is_v4() == v4 && usable(address))
     }
 
-    /// Whether this is an address of the node.
     #[inline]
     pub fn is_node(&self, address: Address) -> bool {
         self.node.contains(&address)
     }
 
-    /// Whether this is an address of a Service.
     pub fn is_service(&self, address: Address) -> bool {
         let address = IpAddr::from(address);
         self.services.iter().any(|block| block.contains(&address))
     }
 
-    /// All ports with their identifiers, in order.
     pub fn ports(&self) -> impl Iterator<Item = (PortId, &Port)> {
         self.ports.iter().enumerate().filter_map(|(index, port)| Some((PortId(index as u16), port.as_ref()?)))
     }

@@ -34,7 +34,6 @@ impl FrameAccount {
 pub(crate) struct QueueSlot(u16);
 
 impl QueueSlot {
-    /// Number of possible slots.
     pub(crate) const COUNT: u16 = 0x4000;
 
     /// The slot with this number, which must be below [`QueueSlot::COUNT`].
@@ -44,7 +43,6 @@ impl QueueSlot {
     }
 }
 
-/// Owner of a frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum FrameOwner {
     /// None: it is in the pool or in a worker's cache.
@@ -120,7 +118,6 @@ impl FramePool {
         Self { frames: frames.into(), owners, free, shift: frame_size.trailing_zeros() }
     }
 
-    /// Number of frames.
     pub(crate) fn total(&self) -> u32 {
         self.frames.len() as u32
     }
@@ -167,7 +164,6 @@ impl FramePool {
         Some(frame)
     }
 
-    /// Frees a frame.
     pub(crate) fn release(&self, frame: &FrameDesc) {
         self.mark(frame, FrameOwner::Free);
         self.give_back(frame);
@@ -239,7 +235,6 @@ impl FrameCache {
         Some(frame)
     }
 
-    /// Frees a frame.
     #[inline]
     pub(crate) fn free(&mut self, frame: FrameDesc, pool: &FramePool) {
         pool.mark(&frame, FrameOwner::Free);
@@ -251,7 +246,6 @@ impl FrameCache {
         self.frames.push(frame);
     }
 
-    /// Returns all frames to the pool.
     pub(crate) fn empty_into(&mut self, pool: &FramePool) {
         for frame in self.frames.drain(..) {
             pool.give_back(&frame);

@@ -68,12 +68,10 @@ impl<'a> RxBatch<'a> {
         self.frames[index].has_more_frames()
     }
 
-    /// The frame at this index.
     pub(crate) fn frame(&self, index: usize) -> FrameDesc {
         self.frames[index]
     }
 
-    /// Total bytes of all frames.
     pub(crate) fn total_bytes(&self) -> u64 {
         self.frames.iter().map(|frame| frame.lengths().data() as u64).sum()
     }

@@ -15,14 +15,7 @@ pub enum UmemError {
     RingSize(u32),
     /// Too few frames to move a packet, or more than supported.
     #[error("frames = {frames}: must be from {least} (two rings of {ring_size}) to 16777216")]
-    Frames {
-        /// The configured number.
-        frames: u32,
-        /// The minimum number.
-        least: u32,
-        /// Entries of a ring.
-        ring_size: u32,
-    },
+    Frames { frames: u32, least: u32, ring_size: u32 },
     /// The kernel lacks AF_XDP.
     #[error("this kernel has no AF_XDP sockets ({0}): CONFIG_XDP_SOCKETS=y is needed")]
     NoAfXdp(io::Error),
@@ -33,91 +26,33 @@ pub enum UmemError {
     #[error(
         "no memory for a UMEM of {bytes} bytes ({source}): reduce frames or raise the limit of locked memory (ulimit -l)"
     )]
-    NoMemory {
-        /// Bytes requested.
-        bytes: u64,
-        /// Error of the kernel.
-        source: io::Error,
-    },
-    /// Any other error.
+    NoMemory { bytes: u64, source: io::Error },
     #[error("cannot make the UMEM: {step}: {source}")]
-    Kernel {
-        /// The failed step.
-        step: &'static str,
-        /// Error of the kernel.
-        source: io::Error,
-    },
+    Kernel { step: &'static str, source: io::Error },
 }
 
-/// A port could not be opened or closed.
 #[derive(Debug, thiserror::Error)]
 pub enum PortError {
-    /// The interface does not exist.
     #[error("interface {interface} does not exist in this network namespace: correct the name or create the interface")]
-    NoInterface {
-        /// Its name.
-        interface: String,
-    },
-    /// The interface is down.
+    NoInterface { interface: String },
     #[error("interface {interface} is down: set it up (ip link set dev {interface} up)")]
-    Down {
-        /// Its name.
-        interface: String,
-    },
-    /// Another socket uses the queue.
+    Down { interface: String },
     #[error("queue {queue} of interface {interface} is bound by another AF_XDP socket: end the process that holds it")]
-    QueueBusy {
-        /// Its name.
-        interface: String,
-        /// The queue.
-        queue: u32,
-    },
+    QueueBusy { interface: String, queue: u32 },
     /// The UMEM has too few free frames for another queue.
     #[error("interface {interface} needs {needed} frames for a queue, but {free} of {total} are free: raise frames")]
-    NoFrames {
-        /// The interface.
-        interface: String,
-        /// Frames that a queue needs.
-        needed: u32,
-        /// Free frames.
-        free: u32,
-        /// All frames.
-        total: u32,
-    },
-    /// All port numbers are used.
+    NoFrames { interface: String, needed: u32, free: u32, total: u32 },
     #[error("interface {interface}: no more than {max} ports can be open at once: close some first")]
-    TooManyPorts {
-        /// The interface.
-        interface: String,
-        /// Maximum number of ports.
-        max: usize,
-    },
-    /// The port is not open.
+    TooManyPorts { interface: String, max: usize },
     #[error("port {0} is not open: it was closed, or never opened")]
     NotOpen(PortId),
-    /// A worker involved has died.
     #[error("worker {0} is dead: restart the dataplane")]
     WorkerDied(usize),
     /// A dead worker has not closed the port's sockets in time.
     #[error(
         "port {port} of interface {interface} is not closed: worker {worker} died and still holds its socket; restart the dataplane"
     )]
-    NotClosed {
-        /// The port.
-        port: PortId,
-        /// Its interface.
-        interface: String,
-        /// The worker.
-        worker: usize,
-    },
-    /// Any other error.
+    NotClosed { port: PortId, interface: String, worker: usize },
     #[error("interface {interface}: {step}: {source}")]
-    Kernel {
-        /// The interface.
-        interface: String,
-        /// The failed step.
-        step: &'static str,
-        /// Error of the kernel.
-        source: io::Error,
-    },
+    Kernel { interface: String, step: &'static str, source: io::Error },
 }

@@ -40,7 +40,6 @@ impl FillTarget {
     /// A queue with bursts gets one of this many: if `n` queues use their maximum, `n / (BURST_SHARE + n)` of the
     /// frames are theirs.
     const BURST_SHARE: u32 = 4;
-    /// Packets between reviews.
     const REVIEW: u32 = 1024;
     /// Time without running that a worker's frames must cover: two ticks of a kernel with 250 Hz, until the next of
     /// which another thread may keep its core.

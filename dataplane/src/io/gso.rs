@@ -76,7 +76,6 @@ impl GsoSocket {
     }
 }
 
-/// Sends GSO packets on one interface.
 #[derive(Debug)]
 pub(crate) struct GsoPort {
     socket: Arc<GsoSocket>,

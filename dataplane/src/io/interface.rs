@@ -13,7 +13,6 @@ use super::PortError;
 const HEADROOM: u32 = 256;
 /// For packets of several frames (linux/if_xdp.h).
 const XDP_USE_SG: u16 = 16;
-/// Bytes of an Ethernet header.
 const ETHERNET: u32 = 14;
 
 /// The largest MTU whose packets fit into frames of this size, in bytes.
@@ -55,17 +54,11 @@ pub fn takes_long_packets() -> bool {
 /// Current properties of an interface in the calling thread's network namespace.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct InterfaceFacts {
-    /// Its name.
     pub name: String,
-    /// Its index.
     pub index: u32,
-    /// Its MTU.
     pub mtu: u32,
-    /// Whether it is up.
     pub up: bool,
-    /// Number of RX queues in use.
     pub queues: u32,
-    /// Number of TX queues in use.
     pub tx_queues: u32,
 }
 
@@ -175,7 +168,6 @@ const ETHTOOL_GFLAGS: u32 = 0x25;
 const ETHTOOL_GGRO: u32 = 0x2b;
 const ETH_FLAG_LRO: u32 = 1 << 15;
 
-/// A `struct ifreq`, reused for several requests.
 struct Request<'a> {
     control: &'a OwnedFd,
     // SAFETY-relevant: always holds a NUL-terminated name, which `new` put there.

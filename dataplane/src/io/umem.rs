@@ -19,23 +19,19 @@ pub enum HugePages {
     /// If enough are free; [`Umem::pages`] reports it.
     #[default]
     Auto,
-    /// Never.
     Never,
 }
 
 /// The kind of pages that the UMEM uses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pages {
-    /// Huge ones.
     Huge,
-    /// Ordinary ones.
     Ordinary,
 }
 
 /// Dimensions of the UMEM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct UmemConfig {
-    /// Number of frames.
     pub frames: u32,
     /// Bytes of a frame: 2048 or 4096.
     pub frame_size: u32,
@@ -43,7 +39,6 @@ pub struct UmemConfig {
     pub ring_size: u32,
     /// Whether its sockets take packets of several frames.
     pub long_packets: bool,
-    /// Kind of pages.
     pub huge_pages: HugePages,
 }
 
@@ -69,7 +64,6 @@ impl UmemConfig {
     }
 }
 
-/// The memory of the frames of all ports.
 #[derive(Debug)]
 pub struct Umem {
     xsk: xsk_rs::Umem,
@@ -140,12 +134,10 @@ impl Umem {
         Ok((xsk, frames, Pages::Ordinary))
     }
 
-    /// Its dimensions.
     pub fn config(&self) -> &UmemConfig {
         &self.config
     }
 
-    /// The kind of pages that it uses.
     pub fn pages(&self) -> Pages {
         self.pages
     }

@@ -14,7 +14,6 @@ use super::{FillTarget, FrameCache, FrameOwner, FramePool, GsoPort, PortError, Q
 use crate::batch::BATCH;
 use crate::packet::{JoinedSegments, LEAST_TO_JOIN, finish_open};
 
-/// Result of waking the kernel to send.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kick {
     /// The kernel has taken everything from the TX ring.
@@ -114,7 +113,6 @@ impl XskQueue {
         (self.sender, self.joins) = (Some(sender), joins);
     }
 
-    /// Sends packets that do not fit a frame.
     pub(crate) fn sender(&self) -> Option<Arc<GsoPort>> {
         self.sender.clone()
     }
@@ -161,7 +159,6 @@ impl XskQueue {
         self.filled < self.fill_target.allowed(pool.available())
     }
 
-    /// Frames being sent.
     pub(crate) fn outstanding(&self) -> u32 {
         self.outstanding
     }

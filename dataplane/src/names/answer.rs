@@ -47,7 +47,6 @@ impl DomainName {
         (!text.is_empty()).then(|| Self(text.into()))
     }
 
-    /// As text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -66,11 +65,9 @@ fn is_plain(byte: u8) -> bool {
 /// A question, and its number.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Question {
-    /// The number of the message.
     pub id: u16,
     /// The name; `None`: no host has such a name.
     pub name: Option<DomainName>,
-    /// The type of the records.
     pub rtype: u16,
 }
 

@@ -38,9 +38,7 @@ pub enum NameTime {
 pub struct LearntName {
     /// Until when it holds for new connections.
     pub expires: Moment,
-    /// The address.
     pub address: Address,
-    /// The name.
     pub name: DomainName,
 }
 
@@ -52,7 +50,6 @@ pub struct LearntNames {
     shared: Arc<Shared>,
 }
 
-/// Questions and streams that are not finished.
 #[derive(Debug, Default)]
 struct Heard {
     questions: Questions,
@@ -128,7 +125,6 @@ impl LearntNames {
         self.shared.changes.fetch_add(1, Relaxed);
     }
 
-    /// Records names that an earlier run has learnt.
     pub(super) fn restore(&self, names: impl IntoIterator<Item = LearntName>) {
         let mut learnt = self.write();
         names.into_iter().for_each(|name| self.record(&mut learnt, name));

@@ -7,9 +7,7 @@ use std::time::Duration;
 /// Bounds of what is kept. A *name* is one that was given for one address. Over a limit, what expires first is evicted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NameLimits {
-    /// Names of a pod.
     pub per_pod: usize,
-    /// Names of one address of a pod.
     pub per_address: usize,
     /// Names of all pods. Over it, each pod evicts its own only: no pod takes from another.
     pub total: usize,

@@ -15,9 +15,7 @@ const MOST: usize = 1024;
 pub struct DnsTalk {
     /// The resolver, by the address at which the pod asks it.
     pub resolver: Address,
-    /// The pod's address.
     pub pod: Address,
-    /// The pod's port.
     pub port: u16,
     /// By TCP.
     pub is_stream: bool,

@@ -17,7 +17,6 @@ pub struct Resolvers {
 }
 
 impl Resolvers {
-    /// Those with these addresses, and all in these blocks.
     pub fn new(addresses: impl IntoIterator<Item = Address>, blocks: impl IntoIterator<Item = IpNet>) -> Self {
         let addresses = Arc::new(addresses.into_iter().collect());
         Self { addresses, blocks: blocks.into_iter().collect(), are_all: false }
@@ -28,12 +27,10 @@ impl Resolvers {
         Self { are_all: true, ..Self::default() }
     }
 
-    /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         !self.are_all && self.addresses.is_empty() && self.blocks.is_empty()
     }
 
-    /// Whether the server at this address is one.
     pub fn contains(&self, address: Address) -> bool {
         let is_in_block = || {
             let address = IpAddr::from(address);

@@ -5,7 +5,6 @@ use rustc_hash::FxHashMap;
 /// A name in a rule.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum NamePattern {
-    /// This name alone.
     Name(Box<str>),
     /// Every name with one or more labels before this one, but not this one.
     Under(Box<str>),
@@ -50,7 +49,6 @@ impl NameRules {
         all
     }
 
-    /// Whether no rule has a name.
     pub fn is_empty(&self) -> bool {
         self.names.is_empty() && self.under.is_empty()
     }

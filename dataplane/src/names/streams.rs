@@ -12,12 +12,9 @@ const MOST: usize = 32;
 const MOST_LATER: usize = 64;
 const MOST_BYTES: usize = 1 << 16;
 
-/// Who sends a segment.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Side {
-    /// The pod asks.
     Pod,
-    /// The resolver answers.
     Resolver,
 }
 
@@ -28,15 +25,12 @@ pub struct DnsSegment<'a> {
     pub seq: u32,
     /// Whether it is a SYN, or a SYN-ACK.
     pub opens: bool,
-    /// Its data.
     pub data: &'a [u8],
 }
 
-/// The connections of a pod to resolvers.
 #[derive(Debug, Default)]
 pub(super) struct Streams(VecDeque<(DnsTalk, [Direction; 2])>);
 
-/// The bytes that one end sends.
 #[derive(Debug, Default)]
 struct Direction {
     /// The number of the next byte; `None`: not known, so that nothing is read.

@@ -19,10 +19,8 @@ pub struct NamedPod {
     pub addresses: Vec<IpAddr>,
 }
 
-/// A pod and what it has learnt.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PodNames {
-    /// The pod.
     pub pod: NamedPod,
     /// Its names, in the order in which they expire.
     pub names: Vec<LearntName>,
@@ -31,7 +29,6 @@ pub struct PodNames {
 /// Names that all pods have learnt, counted since the start.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct NameCounts {
-    /// Names that are kept, expired ones included.
     pub kept: u64,
     /// Names that answers gave, also those that were known.
     pub learnt: u64,
@@ -58,7 +55,6 @@ struct Pods {
 }
 
 impl NameTable {
-    /// An empty table with these limits.
     pub fn new(limits: NameLimits) -> Self {
         Self { pods: Mutex::default(), shared: Arc::new(Shared { limits, ..Shared::default() }) }
     }
@@ -117,7 +113,6 @@ impl NameTable {
         self.shared.changes.load(Relaxed)
     }
 
-    /// Counters.
     pub fn counts(&self) -> NameCounts {
         let Shared { names, learnt, evicted, not_understood, unasked, .. } = &*self.shared;
         let [kept, learnt, evicted, not_understood, unasked] =

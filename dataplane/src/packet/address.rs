@@ -40,7 +40,6 @@ impl Address {
         self.0
     }
 
-    /// Whether this is an IPv4 address.
     #[inline]
     pub const fn is_v4(self) -> bool {
         // In halves: a comparison of shifted 128-bit values takes twice the instructions.

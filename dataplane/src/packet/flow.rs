@@ -51,9 +51,7 @@ impl fmt::Debug for Protocol {
 /// Addresses, protocol and ports of one packet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Flow {
-    /// Source address.
     pub src: Address,
-    /// Destination address.
     pub dst: Address,
     /// Transport protocol, behind any IPv6 extension headers.
     pub protocol: Protocol,
@@ -65,7 +63,6 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// The flow of packets in the other direction.
     #[inline]
     pub const fn reversed(self) -> Self {
         Self { src: self.dst, dst: self.src, protocol: self.protocol, src_port: self.dst_port, dst_port: self.src_port }
@@ -113,7 +110,6 @@ pub struct FlowKey {
     pub low_port: u16,
     /// Port of the higher end, host byte order.
     pub high_port: u16,
-    /// Transport protocol.
     pub protocol: Protocol,
 }
 
@@ -146,7 +142,6 @@ pub enum Orientation {
 }
 
 impl Orientation {
-    /// The opposite direction.
     #[inline]
     pub const fn opposite(self) -> Self {
         match self {

@@ -180,7 +180,6 @@ mod tests {
     use etherparse::{IpHeaders, Ipv4Header, Ipv6Header, PacketBuilder, TcpHeader, TcpOptionElement};
     use proptest::prelude::*;
 
-    /// A segment as sent.
     #[derive(Clone)]
     struct Sent {
         v6: bool,

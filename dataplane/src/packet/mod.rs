@@ -20,7 +20,7 @@ pub use mac::Mac;
 pub use parse::{ETHERNET_LEN, Fragment, Layout, Packet, parse, quoted_flow};
 pub(crate) use parse::{parse_into, quoted_ends};
 pub(crate) use rewrite::LEAST as LEAST_TO_JOIN;
-pub use rewrite::{NextHop, OpenChecksum, finish_open, rewrite};
+pub use rewrite::{NextHop, OpenChecksum, TtlChange, finish_open, rewrite};
 pub(crate) use segment_size::limit_segment_size;
 pub(crate) use translate::can_translate;
 pub use translate::translate;

@@ -8,7 +8,6 @@ use super::transport::{SctpChunk, TcpFlags, TcpSegment, Transport};
 use super::{Address, Flow, Protocol, Sum, icmp};
 use crate::DropReason;
 
-/// Bytes of an Ethernet II header.
 pub const ETHERNET_LEN: usize = 14;
 /// Maximum number of IPv6 extension headers; legitimate senders do not need more.
 const MAX_EXTENSION_HEADERS: usize = 6;
@@ -55,12 +54,10 @@ impl Fragment {
         self.len
     }
 
-    /// Whether it carries nothing.
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether more fragments follow.
     pub const fn more(&self) -> bool {
         self.place.get() & 1 == 1
     }
@@ -94,14 +91,11 @@ pub struct Layout {
     pub end: u16,
 }
 
-/// A packet with validated headers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Packet {
     /// Addresses, protocol and ports. For an ICMP error the outer packet's addresses, without ports.
     pub flow: Flow,
-    /// Fields for the connection table.
     pub transport: Transport,
-    /// Offsets of its parts.
     pub layout: Layout,
     /// TTL or hop limit as received.
     pub ttl: u8,
@@ -110,7 +104,6 @@ pub struct Packet {
 }
 
 impl Packet {
-    /// Length of the IP packet in bytes.
     #[inline]
     pub fn ip_len(&self) -> u16 {
         self.layout.end - self.layout.network

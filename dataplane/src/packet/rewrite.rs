@@ -4,18 +4,39 @@ use super::checksum::{finish_partial, finish_sctp, updated};
 use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport, parse};
 use crate::packet::Mac;
 
-/// Rewriting of a forwarded frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NextHop {
     /// Destination MAC.
     pub peer: Mac,
     /// Source MAC.
     pub own: Mac,
-    /// Whether to decrement the TTL, as the node's hop. For a packet that crosses the host port the node's own stack
-    /// does it, before or after; between neighbours on a bridge nobody does.
-    pub decrement_ttl: bool,
+    /// What becomes of the TTL.
+    pub ttl: TtlChange,
     /// Who completes the checksum of a long TCP segment.
     pub open: OpenChecksum,
+}
+
+/// What forwarding makes of a packet's TTL or hop limit.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum TtlChange {
+    /// Nothing: the node's own stack decrements that of a packet which crosses the host port, before or after; between neighbours on a bridge nobody
+    /// does.
+    #[default]
+    Keep,
+    /// One less, as the node's hop. It is at least 2.
+    Decrement,
+    /// One more, since the node's stack takes it off again: between neighbours on a bridge, of whose packets it is asked. It is less than 255.
+    Increment,
+}
+
+impl TtlChange {
+    fn of(self, ttl: u8) -> u8 {
+        match self {
+            Self::Keep => ttl,
+            Self::Decrement => ttl - 1,
+            Self::Increment => ttl + 1,
+        }
+    }
 }
 
 /// Who completes a checksum that the sender of a long TCP segment left to its device. A GSO packet has a single
@@ -36,17 +57,17 @@ pub(crate) const LEAST: usize = ETHERNET_LEN + 40 + LONG as usize;
 
 /// Prepares a frame, parsed by [`parse`](fn@super::parse) as `packet`, for sending to `hop`.
 ///
-/// If the hop decrements the TTL, it must be at least 2; the caller has checked it.
+/// The caller has checked that the TTL can change so.
 #[inline(always)]
 pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
     frame[..6].copy_from_slice(&hop.peer.0);
     frame[6..12].copy_from_slice(&hop.own.0);
-    if hop.decrement_ttl {
+    if hop.ttl != TtlChange::Keep {
         let network = usize::from(packet.layout.network);
         if packet.flow.src.is_v4() {
-            decrement_ttl(&mut frame[network..network + 20]);
+            change_ttl(&mut frame[network..network + 20], hop.ttl);
         } else {
-            frame[network + 7] -= 1;
+            frame[network + 7] = hop.ttl.of(frame[network + 7]);
         }
     }
     let is_left = hop.open == OpenChecksum::Leave
@@ -71,13 +92,13 @@ pub fn finish_open(frame: &mut [u8]) {
     }
 }
 
-/// Decrements the TTL and updates the header checksum (RFC 1624).
+/// Changes the TTL and updates the header checksum (RFC 1624).
 #[inline]
-fn decrement_ttl(header: &mut [u8]) {
+fn change_ttl(header: &mut [u8], change: TtlChange) {
     let before = u16::from_be_bytes([header[8], header[9]]);
-    let after = before - 0x0100;
+    header[8] = change.of(header[8]);
+    let after = u16::from_be_bytes([header[8], header[9]]);
     let field = u16::from_be_bytes([header[10], header[11]]);
-    header[8] = (after >> 8) as u8;
     header[10..12].copy_from_slice(&updated(field, before, after).to_be_bytes());
 }
 
@@ -115,7 +136,7 @@ mod tests {
     const HOP: NextHop = NextHop {
         peer: Mac([2, 0, 0, 0, 0, 2]),
         own: Mac([2, 0, 0, 0, 0, 1]),
-        decrement_ttl: true,
+        ttl: TtlChange::Decrement,
         open: OpenChecksum::Finish,
     };
 
@@ -158,6 +179,8 @@ mod tests {
                 before[34 + if packet.flow.src.is_v4() { 0 } else { 20 }..],
                 "{name}"
             );
+            rewrite(&mut after, &reparsed, NextHop { ttl: TtlChange::Increment, ..HOP });
+            assert_eq!(after[12..], before[12..], "{name}: one more undoes one less");
         }
     }
 
@@ -213,7 +236,7 @@ mod tests {
     fn the_ttl_is_unchanged_for_another_hop() {
         for (name, before) in frames() {
             let mut after = before.clone();
-            rewrite(&mut after, &parse(&before).unwrap(), NextHop { decrement_ttl: false, ..HOP });
+            rewrite(&mut after, &parse(&before).unwrap(), NextHop { ttl: TtlChange::Keep, ..HOP });
             assert_eq!(after[12..], before[12..], "{name}");
         }
     }

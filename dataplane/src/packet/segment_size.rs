@@ -31,7 +31,6 @@ pub(crate) fn limit_segment_size(frame: &mut [u8], packet: &Packet, longest: u16
     tcp[CHECKSUM_AT..CHECKSUM_AT + 2].copy_from_slice(&updated(field, before, after).to_be_bytes());
 }
 
-/// Where the value of the option is.
 fn segment_size_at(tcp: &[u8]) -> Option<usize> {
     let end = usize::from(tcp.get(12)? >> 4) * 4;
     let options = tcp.get(..end)?;

@@ -5,20 +5,13 @@
 pub struct TcpFlags(pub u8);
 
 impl TcpFlags {
-    /// No more data from the sender.
     pub const FIN: Self = Self(0x01);
-    /// Synchronise sequence numbers.
     pub const SYN: Self = Self(0x02);
-    /// Reset the connection.
     pub const RST: Self = Self(0x04);
-    /// Push.
     pub const PSH: Self = Self(0x08);
-    /// The acknowledgement field is significant.
     pub const ACK: Self = Self(0x10);
-    /// The urgent pointer is significant.
     pub const URG: Self = Self(0x20);
 
-    /// Whether all bits of `flags` are set.
     #[inline]
     pub const fn contains(self, flags: Self) -> bool {
         self.0 & flags.0 == flags.0
@@ -34,13 +27,11 @@ impl TcpFlags {
 /// The TCP header fields that determine a connection's state. Numbers are in host byte order.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TcpSegment {
-    /// Sequence number.
     pub seq: u32,
     /// Acknowledgement number; meaningful with [`TcpFlags::ACK`].
     pub ack: u32,
     /// Window as in the header, unscaled.
     pub window: u16,
-    /// Control bits.
     pub flags: TcpFlags,
     /// Payload bytes; SYN and FIN are not counted.
     pub payload_len: u16,
@@ -60,21 +51,13 @@ impl TcpSegment {
 /// The first chunk of an SCTP packet, as far as it affects a connection's state (RFC 9260 section 3.2).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum SctpChunk {
-    /// Opens an association.
     Init,
-    /// Answers `Init`.
     InitAck,
-    /// Third step of the handshake.
     CookieEcho,
-    /// Fourth step of the handshake.
     CookieAck,
-    /// Starts a graceful shutdown.
     Shutdown,
-    /// Answers `Shutdown`.
     ShutdownAck,
-    /// Ends the association gracefully.
     ShutdownComplete,
-    /// Aborts the association.
     Abort,
     /// Data, acknowledgements, heartbeats and everything else.
     Other,
@@ -83,9 +66,7 @@ pub enum SctpChunk {
 /// Type of a packet for the connection table.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Transport {
-    /// A TCP segment.
     Tcp(TcpSegment),
-    /// A UDP datagram.
     Udp,
     /// An SCTP packet and the verification tag of its common header.
     Sctp {

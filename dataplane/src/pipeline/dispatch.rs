@@ -2,7 +2,7 @@
 
 use super::flows::Translation;
 use crate::forward::{PathPorts, Port, PortId, PortKind};
-use crate::packet::{Flow, NextHop, OpenChecksum, Packet, rewrite, translate};
+use crate::packet::{Flow, NextHop, OpenChecksum, Packet, TtlChange, rewrite, translate};
 use crate::tag;
 use crate::{DropReason, Snapshot};
 
@@ -124,14 +124,49 @@ fn by_uplink(
     let host = snapshot.forwarding.host().ok_or(DropReason::NoPort)?;
     let next = leaving.allows_next.then_some(flow.protocol);
     let peer = tag::to_uplink(leaving.uplink, leaving.pod, next);
-    Ok((host, NextHop { peer, own: tag::allowed(flow.dst_port, snapshot.epoch), decrement_ttl: false, open }))
+    Ok((host, NextHop { peer, own: tag::allowed(flow.dst_port, snapshot.epoch), ttl: TtlChange::Keep, open }))
 }
 
-/// Whether a bridge would forward a frame to this port, and no router.
+/// The way past filters that others have on a pod's interface, where XDP serves it: a program at the host veth sends on what has a tag.
 #[cold]
 #[inline(never)]
-fn is_bridged(from: &Port, to: &Port, frame: Option<&mut [u8]>) -> bool {
-    from.bridge == to.bridge && frame.is_some_and(|frame| tag::is_to_neighbour(frame, to.peer_mac))
+fn by_host(
+    snapshot: &Snapshot,
+    (from, to): (&Port, &Port),
+    egress: PortId,
+    hop: NextHop,
+) -> Result<(PortId, NextHop), DropReason> {
+    let tagged = match (to.by_host, from.by_host) {
+        (Some(pod), _) => Some((snapshot.forwarding.host().ok_or(DropReason::NoPort)?, tag::to_pod(pod))),
+        (None, Some(pod)) if from.by_stack && to.kind == PortKind::Host => Some((egress, tag::to_node_from(pod))),
+        (None, _) => None,
+    };
+    Ok(tagged.map_or((egress, hop), |(host, peer)| (host, NextHop { peer, own: tag::FROM, ..hop })))
+}
+
+/// Whether a bridge would forward a frame to the pod that it is for, and no router. `to`: the port by which it leaves.
+#[cold]
+#[inline(never)]
+fn is_bridged(snapshot: &Snapshot, (from, to): (&Port, &Port), packet: &Packet, frame: Option<&mut [u8]>) -> bool {
+    let receiver = match to.kind {
+        PortKind::Host => snapshot.next_hop(packet.flow.dst).and_then(|port| snapshot.forwarding.port(port)),
+        PortKind::Pod | PortKind::Uplink => Some(to),
+    };
+    let is_receivers = |frame: &mut [u8]| {
+        receiver.is_some_and(|to| from.bridge == to.bridge && tag::is_to_neighbour(frame, to.peer_mac))
+    };
+    frame.is_some_and(is_receivers)
+}
+
+/// What becomes of a packet's TTL. `by_stack`: it comes from the node's stack, or goes there.
+#[inline(always)]
+fn change_of_ttl(ttl: u8, by_stack: bool, is_bridged: bool) -> TtlChange {
+    match (by_stack, is_bridged) {
+        // Never 255, which says to receivers of some protocols that no router was on the way.
+        (true, true) if (1..254).contains(&ttl) => TtlChange::Increment,
+        (false, false) => TtlChange::Decrement,
+        _ => TtlChange::Keep,
+    }
 }
 
 /// The egress port of a packet, and what is rewritten for it. `frame`: as it came, unless it leaves with another flow.
@@ -156,12 +191,17 @@ fn way(
         // The node's stack sent it here because it belongs to a pod; returning it would create a loop.
         return Err(DropReason::NoPort);
     }
-    let decrement_ttl = !(from_host || to_host || (from.bridge != 0 && is_bridged(from, port, frame)));
-    if decrement_ttl && packet.ttl <= 1 {
+    let is_bridged = from.bridge != 0 && is_bridged(snapshot, (from, port), packet, frame);
+    let ttl = change_of_ttl(packet.ttl, from_host || to_host, is_bridged);
+    if ttl == TtlChange::Decrement && packet.ttl <= 1 {
         return Err(DropReason::TtlExpired);
     }
     if packet.ip_len() > port.mtu {
         return Err(DropReason::TooBig);
     }
-    Ok((egress, NextHop { peer: port.peer_mac, own: port.own_mac, decrement_ttl, open }))
+    let hop = NextHop { peer: port.peer_mac, own: port.own_mac, ttl, open };
+    if from.by_host.is_some() || port.by_host.is_some() {
+        return by_host(snapshot, (from, port), egress, hop);
+    }
+    Ok((egress, hop))
 }

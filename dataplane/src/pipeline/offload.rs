@@ -9,7 +9,7 @@ use crate::conntrack::{BY_NODE, ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
 use crate::names::NameTime;
 use crate::packet::{AddressScope, Flow, Packet, Protocol, TcpFlags, Transport};
-use crate::policy::FlowEnds;
+use crate::policy::{AddressEntry, FlowEnds};
 use crate::services::{Destination, ServiceSet};
 
 /// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
@@ -49,7 +49,13 @@ pub(super) fn offload(
             let is_shortened = flags.contains(TcpFlags::SYN) && is_longer(snapshot, sender, egress, longest);
             !is_shortened && path.is_some_and(|(ends, _)| knows_answers(snapshot, slot, ends, via_host))
         };
-        let may_repeat = || may_repeat(snapshot, &packet.flow, is_from_stack.then_some(slot.is_as_it_came));
+        let may_repeat = |via_host| {
+            if is_from_stack {
+                slot.is_as_it_came && may_repeat_forwarded(snapshot, &packet.flow, via_host)
+            } else {
+                !via_host && may_repeat_of_pod(snapshot, &packet.flow)
+            }
+        };
         connections.forwarded(&slot.hashed, packet.ip_len(), flags, path, knows_answers, may_repeat);
     }
 }
@@ -71,33 +77,50 @@ fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u
         && has_same_path(snapshot, &found)
 }
 
-/// Whether programs may open the next connections that differ from this one in the opener's port alone, under this snapshot: those of a pod,
-/// and of other machines to a pod. `is_as_it_came`: of a packet from the node's stack, whether the stack has forwarded it so. What has an
-/// address of a Service or of the node may be translated by the node, each time to another end, or be of the node itself; and what a domain name
-/// allows, the clock ends. What a policy wants recorded, or a pod's limit
-/// counts, a worker must see.
-fn may_repeat(snapshot: &Snapshot, flow: &Flow, is_as_it_came: Option<bool>) -> bool {
-    let ends = snapshot.policy.ends(flow);
-    let FlowEnds { src, dst } = ends;
-    let (services, forwarding) = (snapshot.services.as_ref(), &snapshot.forwarding);
+/// Whether programs may open the next connections of a pod that differ from this one in the opener's port alone, under this snapshot. To a Service's
+/// address that the node translates, the way into its stack is all that is decided here: policy for what answers is asked where the stack sends it,
+/// each time. What workers translate gets another end each time, and so may an address of the node, or be of the node itself.
+fn may_repeat_of_pod(snapshot: &Snapshot, flow: &Flow) -> bool {
+    let FlowEnds { src, dst } = snapshot.policy.ends(flow);
+    let is_nodes = dst.is_node() || snapshot.forwarding.is_node(flow.dst);
+    // Answers come back to the pod, so no node takes one for a tunnel's packet, whatever the opener's port is.
+    may_go_unseen(snapshot, flow)
+        && !(is_nodes || is_workers_service(snapshot, flow))
+        && src.is_pod()
+        && src.port().is_some()
+}
+
+/// The same of connections to a pod that the node's stack forwards with the source that they came with: those of other machines, and those of pods
+/// that the node has translated, which traverse the stack in both directions. What has an address of a Service or of the node as its source may be
+/// of the node itself.
+fn may_repeat_forwarded(snapshot: &Snapshot, flow: &Flow, via_host: bool) -> bool {
+    let FlowEnds { src, dst } = snapshot.policy.ends(flow);
+    let forwarding = &snapshot.forwarding;
+    let is_services = |end: &AddressEntry, address| end.is_service() || forwarding.is_service(address);
+    let is_nodes = |end: &AddressEntry, address| end.is_node() || forwarding.is_node(address);
+    let is_own = [(src, flow.src), (dst, flow.dst)]
+        .into_iter()
+        .any(|(end, address)| is_services(end, address) || is_nodes(end, address));
+    let ends_tunnels = flow.protocol == Protocol::UDP && snapshot.may_end_tunnels(flow.src);
+    may_go_unseen(snapshot, flow)
+        && !(is_own || ends_tunnels || is_workers_service(snapshot, flow))
+        && src.is_local_pod() == via_host
+        && dst.is_pod()
+        && dst.port().is_some()
+}
+
+/// Whether no worker needs to see each connection like this one: what a policy wants recorded, or a pod's limit counts, it must; and what a domain
+/// name allows, the clock ends.
+fn may_go_unseen(snapshot: &Snapshot, flow: &Flow) -> bool {
+    let (policy, ends) = (&snapshot.policy, snapshot.policy.ends(flow));
+    policy.names_of(flow.src).is_none() && !policy.may_record_allowed(ends) && !snapshot.limits.count(ends)
+}
+
+/// Whether workers translate what is sent to the destination of a flow, or refuse it.
+fn is_workers_service(snapshot: &Snapshot, flow: &Flow) -> bool {
     let is_found =
         |set: &ServiceSet| !matches!(set.find(flow.dst, flow.protocol, flow.dst_port), Destination::NotService);
-    let is_service = dst.is_service() || forwarding.is_service(flow.dst) || services.is_some_and(is_found);
-    let is_nodes = dst.is_node() || forwarding.is_node(flow.dst);
-    let is_seen = snapshot.policy.names_of(flow.src).is_some()
-        || snapshot.policy.may_record_allowed(ends)
-        || snapshot.limits.count(ends);
-    !(is_seen || is_service || is_nodes)
-        && match is_as_it_came {
-            // Answers come back to the pod, so no node takes one for a tunnel's packet, whatever the opener's port is.
-            None => src.is_pod() && src.port().is_some(),
-            Some(is_as_it_came) => {
-                let is_services = src.is_service() || forwarding.is_service(flow.src);
-                let is_plain = !(is_services || src.is_node() || forwarding.is_node(flow.src) || src.is_local_pod());
-                let ends_tunnels = flow.protocol == Protocol::UDP && snapshot.may_end_tunnels(flow.src);
-                is_as_it_came && is_plain && !ends_tunnels && dst.is_pod() && dst.port().is_some()
-            }
-        }
+    snapshot.services.as_ref().is_some_and(|set| snapshot.forwarding.is_service(flow.dst) || is_found(set))
 }
 
 /// The end of a path at this port, whose end is the source of this flow. `None`: the port has no interface that the programs know.
@@ -142,11 +165,10 @@ pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Durat
 /// connection follows changes of Services and of the node's addresses, so that only one between two pods' own addresses is
 /// sure to go where it went; and workers read what a pod asks of DNS, and the answers, whose rules have domain names.
 fn has_same_meaning(snapshot: &Snapshot, found: &ForwardedConnection, ends: &FlowEnds<'_>) -> bool {
-    let Flow { dst, dst_port, protocol, .. } = found.original;
-    let services = snapshot.services.as_ref();
-    let is_service = services.is_some_and(|set| !matches!(set.find(dst, protocol, dst_port), Destination::NotService));
     let reads_names = snapshot.policy.names_of(found.original.src).is_some();
-    !(is_service || found.is_translated || found.via_host || reads_names) && ends.src.is_pod() && ends.dst.is_pod()
+    !(is_workers_service(snapshot, &found.original) || found.is_translated || found.via_host || reads_names)
+        && ends.src.is_pod()
+        && ends.dst.is_pod()
 }
 
 /// Whether workers would admit and forward packets of both directions as before.

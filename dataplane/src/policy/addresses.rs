@@ -9,10 +9,8 @@ use crate::packet::Address;
 use super::peers::Identity;
 use super::{AddressSet, DirectionVerdict, EndpointId, NodeId};
 
-/// Owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum AddressOwner {
-    /// A pod's.
     Pod {
         /// Its class with respect to selectors.
         identity: Identity,
@@ -21,14 +19,12 @@ pub enum AddressOwner {
         /// The node on which it runs, if known.
         node: Option<NodeId>,
     },
-    /// The address of a node itself.
     Node(NodeId),
 }
 
 /// "None" in an [`AddressEntry`].
 pub(super) const NONE: u32 = u32::MAX;
 
-/// Where this node finds a pod's address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(crate) enum LocalAddress {
     /// Not at a pod of this node.
@@ -38,7 +34,6 @@ pub(crate) enum LocalAddress {
     Service,
     /// At a pod of this node that has no port (yet, or any more).
     Portless,
-    /// At the pod behind this port.
     At(PortId),
 }
 
@@ -56,7 +51,6 @@ pub(crate) struct AddressEntry {
 }
 
 impl AddressEntry {
-    /// An unknown address.
     pub(super) const UNKNOWN: Self = Self { identity: 0, endpoint: NONE, node: NONE, local: LocalAddress::No };
 
     /// The port of the local pod with this address.
@@ -96,7 +90,6 @@ impl AddressEntry {
         Self { local: if self.local == LocalAddress::Service { LocalAddress::No } else { self.local }, ..*self }
     }
 
-    /// Whether it is a node's own address.
     #[inline]
     pub(crate) const fn is_node(&self) -> bool {
         self.identity == 0 && self.node != NONE
@@ -112,7 +105,6 @@ impl AddressEntry {
         }
     }
 
-    /// The owner; `None` if it is not known.
     pub(super) fn owner(&self) -> Option<AddressOwner> {
         let some = |number: u32| (number != NONE).then_some(number);
         match NonZeroU32::new(self.identity) {
@@ -164,9 +156,7 @@ pub(super) struct AddressMap {
     shards: Arc<[Arc<[AddressSlot]>; SHARDS]>,
     /// Number of addresses with an owner.
     owned: usize,
-    /// The local addresses in it.
     local: Arc<LocalAddresses>,
-    /// The addresses of Services in it.
     services: Arc<AddressSet>,
 }
 
@@ -198,7 +188,6 @@ const fn slot_of(hash: u64, slots: usize) -> usize {
 }
 
 impl AddressMap {
-    /// The entry of an address.
     #[inline(always)]
     pub(super) fn find(&self, address: Address) -> &AddressEntry {
         let hash = hash(address);
@@ -217,12 +206,10 @@ impl AddressMap {
         &self.services
     }
 
-    /// Number of addresses with an owner.
     pub(super) fn owned(&self) -> usize {
         self.owned
     }
 
-    /// Sets or removes the owner of an address.
     pub(super) fn set_owner(&mut self, address: Address, owner: Option<AddressOwner>) {
         let before = *self.find(address);
         let mut after = before;
@@ -340,6 +327,7 @@ mod tests {
                 mtu: 1500,
                 interface: 0,
                 by_stack: false,
+                by_host: None,
                 bridge: 0,
                 addresses,
             };

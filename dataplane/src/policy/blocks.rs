@@ -8,18 +8,14 @@ use crate::packet::Address;
 
 use super::rows::{Row, RowsBuilder, RuleSet, RuleSweep};
 
-/// Addresses in `cidr` and in none of `except`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct AddressBlock {
-    /// The block.
     pub cidr: IpNet,
-    /// Excluded parts of it.
     pub except: Vec<IpNet>,
 }
 
 /// Marks an entry as a node index rather than a row.
 const NODE: u32 = 1 << 31;
-/// Maximum number of address bits per node.
 const MAX_STRIDE: u32 = 8;
 
 /// Blocks and excepts resolved into rows: a trie over the points of the address line at which the set of rules changes.
@@ -58,7 +54,6 @@ struct TrieNode {
 }
 
 impl Blocks {
-    /// The row of rules that contain this address.
     #[inline]
     pub(super) fn row(&self, address: Address) -> Row {
         let mut entry = self.root;

@@ -6,7 +6,6 @@ use super::EndpointId;
 use super::table::RuleTable;
 use super::tiers::TieredTable;
 
-/// Policy of one direction of an endpoint.
 #[derive(Clone, Debug)]
 pub enum EndpointPolicy {
     /// No policy applies to it in this direction: everything is allowed.
@@ -18,7 +17,6 @@ pub enum EndpointPolicy {
 }
 
 impl EndpointPolicy {
-    /// All rules, if there is a table.
     pub fn table(&self) -> Option<&RuleTable> {
         match self {
             Self::Open => None,
@@ -38,16 +36,12 @@ impl EndpointPolicy {
     }
 }
 
-/// Policy of both directions of an endpoint.
 #[derive(Clone, Debug)]
 pub struct Endpoint {
-    /// The flows that it may send.
     pub egress: EndpointPolicy,
-    /// The flows that it may receive.
     pub ingress: EndpointPolicy,
 }
 
-/// Endpoints per chunk.
 const CHUNK: usize = 32;
 
 type Chunk = [Option<Endpoint>; CHUNK];
@@ -65,13 +59,11 @@ impl Default for Endpoints {
 }
 
 impl Endpoints {
-    /// The endpoint of this number.
     #[inline]
     pub(super) fn find(&self, endpoint: u32) -> Option<&Endpoint> {
         self.chunks.get(endpoint as usize / CHUNK)?[endpoint as usize % CHUNK].as_ref()
     }
 
-    /// Sets or removes an endpoint.
     pub(super) fn set(&mut self, id: EndpointId, endpoint: Option<Endpoint>) {
         let (chunk, slot) = (id.0 as usize / CHUNK, id.0 as usize % CHUNK);
         if self.chunks.len() <= chunk {
@@ -84,12 +76,10 @@ impl Endpoints {
         Arc::make_mut(&mut Arc::make_mut(&mut self.chunks)[chunk])[slot] = endpoint;
     }
 
-    /// Number of endpoints.
     pub(super) fn len(&self) -> usize {
         self.iter().count()
     }
 
-    /// Every endpoint.
     pub(super) fn iter(&self) -> impl Iterator<Item = &Endpoint> {
         self.chunks.iter().flat_map(|chunk| chunk.iter().flatten())
     }

@@ -65,7 +65,6 @@ use addresses::{AddressMap, NONE};
 use endpoints::Endpoints;
 use tiers::{Given, TierOutcome};
 
-/// A set of addresses.
 pub type AddressSet = FxHashSet<Address>;
 
 /// Source and destination of a flow, as far as they are known.
@@ -176,13 +175,11 @@ impl PolicySet {
         }
     }
 
-    /// The entry of an address.
     #[inline(always)]
     pub(crate) fn find(&self, address: Address) -> &AddressEntry {
         self.addresses.find(address)
     }
 
-    /// The entries of both ends of a flow.
     #[inline]
     pub(crate) fn ends(&self, flow: &Flow) -> FlowEnds<'_> {
         FlowEnds { src: self.find(flow.src), dst: self.find(flow.dst) }
@@ -378,7 +375,6 @@ impl PolicySet {
         self.addresses.find(address).owner()
     }
 
-    /// An endpoint's policy.
     pub fn endpoint(&self, id: EndpointId) -> Option<&Endpoint> {
         self.endpoints.find(id.0)
     }
@@ -393,7 +389,6 @@ impl PolicySet {
         PolicySetUpdate { set: self.clone() }
     }
 
-    /// Size of the set.
     pub fn statistics(&self) -> PolicySetStatistics {
         let directions = self.endpoints.iter().flat_map(|endpoint| [&endpoint.egress, &endpoint.ingress]);
         let mut tables: Vec<&RuleTable> = directions.filter_map(EndpointPolicy::table).collect();
@@ -409,16 +404,11 @@ impl PolicySet {
     }
 }
 
-/// Size of a [`PolicySet`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct PolicySetStatistics {
-    /// Known addresses of pods and nodes.
     pub addresses: usize,
-    /// Endpoints enforced.
     pub endpoints: usize,
-    /// Distinct rule tables.
     pub tables: usize,
-    /// Rules in them.
     pub rules: usize,
     /// Approximate memory of the lookup structures, in bytes.
     pub bytes: usize,
@@ -434,7 +424,6 @@ fn exempt(end: &AddressEntry) -> DirectionVerdict {
     if end.endpoint == NONE { end.without_endpoint() } else { DirectionVerdict::Exempt }
 }
 
-/// The verdict of a tiered table.
 #[inline]
 fn tiered(outcome: TierOutcome, endpoint: u32, direction: Direction) -> DirectionVerdict {
     let rule = |rule| RuleRef { endpoint: EndpointId(endpoint), direction, rule };

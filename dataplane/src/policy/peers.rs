@@ -11,7 +11,6 @@ use super::rows::Row;
 #[repr(transparent)]
 pub struct Identity(pub NonZeroU32);
 
-/// Identities on one page.
 const PAGE: usize = 64;
 
 /// A two-level array indexed by identity. A change copies one page and the list of pages; the rest is shared.

@@ -6,19 +6,14 @@ use crate::packet::Protocol;
 
 use super::rows::{Row, RowsBuilder, RuleSet, RuleSweep};
 
-/// A protocol in a rule's ports.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum PortProtocol {
-    /// Transmission Control Protocol.
     Tcp,
-    /// User Datagram Protocol.
     Udp,
-    /// Stream Control Transmission Protocol.
     Sctp,
 }
 
 impl PortProtocol {
-    /// The protocol number in packets.
     pub const fn number(self) -> Protocol {
         match self {
             Self::Tcp => Protocol::TCP,
@@ -32,15 +27,11 @@ impl PortProtocol {
 /// first is empty.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct PortRange {
-    /// Protocol of the ports.
     pub protocol: PortProtocol,
-    /// First port.
     pub first: u16,
-    /// Last port.
     pub last: u16,
 }
 
-/// Entries per level.
 const FAN: usize = 256;
 /// Marks an entry of the upper level as a page index rather than a row for all of its ports.
 const PAGE: u32 = 1 << 31;

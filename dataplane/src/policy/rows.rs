@@ -6,7 +6,6 @@ use std::sync::Arc;
 
 use rustc_hash::{FxHashMap, FxHasher};
 
-/// Bits of a word.
 const WORD: usize = u64::BITS as usize;
 
 /// Index of a row within its [`Rows`]; below 2^31. Row 0 has no bit set.
@@ -20,7 +19,6 @@ pub struct RuleSet {
 }
 
 impl RuleSet {
-    /// Adds a rule.
     pub fn insert(&mut self, rule: u32) {
         let (place, bit) = (rule / u64::BITS, 1 << (rule % u64::BITS));
         match self.find(place) {
@@ -29,7 +27,6 @@ impl RuleSet {
         }
     }
 
-    /// Removes a rule.
     pub fn remove(&mut self, rule: u32) {
         let Ok(at) = self.find(rule / u64::BITS) else { return };
         self.words[at].1 &= !(1 << (rule % u64::BITS));
@@ -46,7 +43,6 @@ impl RuleSet {
         }
     }
 
-    /// Adds all rules of another set.
     pub fn union_with(&mut self, other: &Self) {
         if self.words.is_empty() {
             self.words.clone_from(&other.words);
@@ -75,7 +71,6 @@ impl RuleSet {
         }
     }
 
-    /// Whether it contains no rule.
     pub fn is_empty(&self) -> bool {
         self.words.is_empty()
     }
@@ -124,7 +119,6 @@ struct RowHead {
 /// Marks the offset of a wide row.
 const WIDE: u32 = 1 << 31;
 
-/// The row without rules.
 const NO_RULE: RowHead = RowHead { bits: [0; 2], places: [0; 2] };
 
 impl RowHead {
@@ -146,7 +140,6 @@ impl RowHead {
 struct CommonWords([(u32, u64); 2]);
 
 impl CommonWords {
-    /// The lowest rule.
     #[inline(always)]
     fn first(self) -> Option<u32> {
         let [first, second] = self.0;
@@ -154,7 +147,6 @@ impl CommonWords {
         lowest(place, bits)
     }
 
-    /// The lowest rule from `start` on.
     #[inline(always)]
     fn first_from(self, start: u32) -> Option<u32> {
         Self(self.0.map(|(place, bits)| (place, bits & from(place, start)))).first()
@@ -233,12 +225,10 @@ impl Rows {
         None
     }
 
-    /// Whether a row has this rule.
     pub(super) fn has(&self, row: Row, rule: u32) -> bool {
         self.word(&self.heads[row as usize], rule / u64::BITS) >> (rule % u64::BITS) & 1 == 1
     }
 
-    /// Chunks of a wide row.
     fn parts(&self) -> usize {
         self.width.div_ceil(WORD)
     }
@@ -271,7 +261,6 @@ impl Rows {
         if summary & bit == 0 { 0 } else { self.chunks[chunk + 1 + (summary & (bit - 1)).count_ones() as usize] }
     }
 
-    /// The rules of a row.
     pub(super) fn rules(&self, row: Row) -> RuleSet {
         let words = (0..self.width as u32).map(|place| (place, self.word(&self.heads[row as usize], place)));
         RuleSet { words: words.filter(|(_, word)| *word != 0).collect() }
@@ -425,7 +414,6 @@ pub(super) struct RuleSweep {
 }
 
 impl RuleSweep {
-    /// A range of this rule begins.
     pub(super) fn begin_range(&mut self, rule: u32) {
         let depth = self.depth.entry(rule).or_default();
         *depth += 1;
@@ -434,7 +422,6 @@ impl RuleSweep {
         }
     }
 
-    /// A range of this rule ends.
     pub(super) fn end_range(&mut self, rule: u32) {
         let depth = self.depth.get_mut(&rule).expect("a range ends that had begun");
         *depth -= 1;

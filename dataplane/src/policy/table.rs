@@ -37,7 +37,6 @@ impl RuleName {
         Arc::clone(&self.policy)
     }
 
-    /// The text that it displays as.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -53,29 +52,24 @@ impl fmt::Display for RuleName {
 /// given separately.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RuleSpec {
-    /// Origin of the rule.
     pub name: RuleName,
     /// Peers that match, besides the identities.
     pub peers: PeerSpec,
-    /// Destinations that match.
     pub ports: PortSpec,
 }
 
 /// The peers of a rule that are not given as identities.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PeerSpec {
-    /// Every address.
     Every,
     /// Pods, and addresses in blocks.
     AnyOf {
-        /// Whether every pod is a peer.
         every_pod: bool,
         /// Addresses that are peers, of pods or not.
         blocks: Vec<AddressBlock>,
     },
 }
 
-/// The ports of a rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum PortSpec {
     /// Every port of every protocol, and protocols without ports.
@@ -148,7 +142,6 @@ impl RuleTable {
         self.notes.as_deref()
     }
 
-    /// How often its rules decided.
     pub fn hits(&self) -> &Arc<RuleHits> {
         &self.hits
     }
@@ -213,12 +206,10 @@ impl RuleTable {
         self.rows.has(ports, rule)
     }
 
-    /// The name of a rule by its number.
     pub fn name(&self, rule: u32) -> Option<&RuleName> {
         self.names.get(rule as usize)
     }
 
-    /// Number of rules.
     pub fn rules(&self) -> usize {
         self.names.len()
     }

@@ -129,6 +129,7 @@ fn a_pod_with_a_port_is_denied_until_policy_knows_it() {
         mtu: 1500,
         interface: 0,
         by_stack: false,
+        by_host: None,
         bridge: 0,
         addresses,
     };

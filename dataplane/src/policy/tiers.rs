@@ -12,9 +12,7 @@ use super::table::RuleTable;
 /// The action of a rule on a flow that it matches.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum RuleAction {
-    /// Allows it.
     Accept,
-    /// Denies it.
     Deny,
     /// Leaves it to the next tier.
     Pass,
@@ -30,7 +28,6 @@ pub enum RuleAction {
 pub struct TieredTable {
     table: RuleTable,
     actions: Arc<[RuleAction]>,
-    /// The number of rules of the Admin tier.
     admin: u32,
     is_isolated: bool,
     /// Domain names of rules, which match besides the rows.
@@ -43,15 +40,12 @@ pub(super) type Given<'a> = Option<(&'a LearntNames, NameTime)>;
 /// The outcome of all tiers, with the number of the rule that decided.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum TierOutcome {
-    /// A rule accepts.
     Accepted(u32),
-    /// A rule denies.
     Denied(u32),
     /// NetworkPolicies isolate the endpoint, and none of their rules allows the flow.
     Isolated,
     /// NetworkPolicies isolate the endpoint, and the flow is between it and its own node.
     OwnNode,
-    /// No rule decided.
     Default,
 }
 
@@ -74,7 +68,6 @@ impl TieredTable {
         Self { names: (!names.is_empty()).then(|| Arc::new(names)), ..self }
     }
 
-    /// Whether a rule has domain names.
     #[inline]
     pub fn has_names(&self) -> bool {
         self.names.is_some()
@@ -85,12 +78,10 @@ impl TieredTable {
         Self { table: self.table.with_identities(changes), ..self.clone() }
     }
 
-    /// All rules, without their actions.
     pub fn table(&self) -> &RuleTable {
         &self.table
     }
 
-    /// Whether the rule is a NetworkPolicy's.
     pub(super) fn is_of_network_policy(&self, rule: u32) -> bool {
         self.is_isolated && rule >= self.admin
     }

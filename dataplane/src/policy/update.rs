@@ -62,7 +62,6 @@ impl PolicySetUpdate {
         self
     }
 
-    /// The new set.
     pub fn finish(self) -> PolicySet {
         self.set
     }

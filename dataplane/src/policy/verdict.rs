@@ -3,12 +3,9 @@
 use super::EndpointId;
 use crate::DropReason;
 
-/// Direction of an endpoint's policy.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum Direction {
-    /// Packets that the endpoint sends.
     Egress,
-    /// Packets that the endpoint receives.
     Ingress,
 }
 
@@ -16,11 +13,8 @@ pub enum Direction {
 /// returned it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct RuleRef {
-    /// Endpoint of the rule.
     pub endpoint: EndpointId,
-    /// Direction of the rule.
     pub direction: Direction,
-    /// Number of the rule in the table.
     pub rule: u32,
 }
 
@@ -52,7 +46,6 @@ pub enum DirectionVerdict {
 }
 
 impl DirectionVerdict {
-    /// Whether this direction allows the flow.
     #[inline]
     pub const fn is_allowed(&self) -> bool {
         !matches!(self, Self::Denied | Self::DeniedBy(_) | Self::NotReady)

@@ -16,10 +16,8 @@ use crate::conntrack::Timestamp;
 use crate::forward::{Forwarding, PathPorts, PortId, PortKind};
 use crate::packet::{Address, ETHERNET_LEN, Flow, Packet, Protocol, TcpFlags, TcpSegment, Transport};
 
-/// The answer when policy revokes a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum OnRevoke {
-    /// Its packets are dropped without a reply.
     #[default]
     Drop,
     /// Its ends are notified: TCP ends by a RST; senders of other protocols by the ICMP error "administratively
@@ -70,12 +68,10 @@ pub struct Replies {
     count: usize,
     /// By port; as many as the highest port that has sent something needs.
     budgets: Vec<PortBudget>,
-    /// The port and the time of the batch.
     batch: (PortId, Timestamp),
     suppressed: u64,
 }
 
-/// A reply frame and its egress port.
 #[derive(Clone)]
 struct Reply {
     bytes: [u8; LONGEST],
@@ -84,7 +80,6 @@ struct Reply {
 }
 
 impl Replies {
-    /// No replies yet.
     pub fn new(settings: ReplySettings) -> Self {
         let none = Reply { bytes: [0; LONGEST], length: 0, port: PortId(0) };
         Self {
@@ -165,7 +160,6 @@ impl Replies {
         self.settings.on_deny == OnDeny::Reject
     }
 
-    /// Tells the sender that policy denies its connection.
     #[cold]
     pub(crate) fn denied(&mut self, forwarding: &Forwarding, path_ports: PathPorts, frame: &[u8], packet: &Packet) {
         match packet.transport {

@@ -61,6 +61,7 @@ impl Node {
                         mtu,
                         interface: 0,
                         by_stack: false,
+                        by_host: None,
                         bridge: 0,
                         addresses,
                     },

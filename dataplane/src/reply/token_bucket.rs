@@ -12,7 +12,6 @@ pub(super) struct TokenBucket<const PER_SECOND: u64, const AT_ONCE: u64> {
 }
 
 impl<const PER_SECOND: u64, const AT_ONCE: u64> TokenBucket<PER_SECOND, AT_ONCE> {
-    /// Takes one token, if there is one now.
     pub(super) fn spend(&mut self, now: Timestamp) -> bool {
         let since = now.as_millis().saturating_sub(self.asked);
         self.asked = self.asked.max(now.as_millis());

@@ -13,7 +13,6 @@ use crate::reply::ReplySettings;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct CoreId(pub usize);
 
-/// How a worker waits for packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Polling {
     /// Spins for this long after the last packet, then sleeps until the next.
@@ -31,7 +30,6 @@ impl Default for Polling {
     }
 }
 
-/// Configuration of a dataplane.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Number of UMEM frames. Each queue of a port keeps 64 to `ring_size` of them for receiving, depending on its
@@ -54,15 +52,11 @@ pub struct Config {
     pub huge_pages: HugePages,
     /// The cores that workers are pinned to, one each.
     pub cores: Vec<CoreId>,
-    /// How workers wait for packets.
     pub polling: Polling,
     /// Scheduling priority of workers, if permitted.
     pub priority: Priority,
-    /// The connection table.
     pub connections: conntrack::Config,
-    /// How much of the pipeline runs.
     pub mode: PipelineMode,
-    /// Which drops get a reply.
     pub replies: ReplySettings,
     /// Original sources of what the node's stack translates; without, policy sees the node's address.
     pub sources: Option<Arc<dyn OriginalSources>>,

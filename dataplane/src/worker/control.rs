@@ -41,7 +41,6 @@ impl PortControl {
         self.shared.inboxes[worker].command();
     }
 
-    /// Ends all workers, and waits until they have.
     pub(super) fn halt(&self) {
         self.workers().for_each(|worker| self.send(worker, Command::Stop));
         for end in &self.ends {
@@ -289,7 +288,6 @@ impl PortControl {
         }
     }
 
-    /// Closes detached sockets and frees all their frames.
     pub(super) fn close_queues(&mut self, sockets: Vec<XskQueue>, open: Vec<OpenQueue>) {
         self.settle(sockets);
         self.reclaim(open);

@@ -10,11 +10,9 @@ const PERIOD: Duration = Duration::from_millis(4);
 /// the worker sleeps for so long. A queue with 256 free places outlasts it at 600,000 packets/s.
 const SHARE: Duration = Duration::from_micros(400);
 
-/// Tells when a worker has to sleep.
 #[derive(Debug)]
 pub(super) struct CoreSharing {
     ends: Instant,
-    /// How long it has slept in this period.
     asleep: Duration,
 }
 
@@ -23,7 +21,6 @@ impl CoreSharing {
         Self { ends: now + PERIOD, asleep: Duration::ZERO }
     }
 
-    /// How long the worker has to sleep now.
     #[inline]
     pub(super) fn due(&mut self, now: Instant) -> Option<Duration> {
         if now < self.ends {

@@ -51,7 +51,6 @@ pub struct Dataplane {
     retired: Mutex<Vec<Arc<Snapshot>>>,
     threads: Vec<JoinHandle<Vec<XskQueue>>>,
     cores: Vec<CoreId>,
-    /// Scheduling priority of each worker.
     priorities: Vec<Priority>,
     verdicts: Arc<VerdictLog>,
     /// Senders whose source the node's stack has translated.
@@ -238,12 +237,10 @@ impl Dataplane {
         }
     }
 
-    /// The last published snapshot.
     pub fn snapshot(&self) -> Arc<Snapshot> {
         self.shared.snapshot.load_full()
     }
 
-    /// All counters, read without stopping a worker.
     pub fn statistics(&self) -> DataplaneStatistics {
         let control = self.control();
         let running = self.shared.started.elapsed();
@@ -328,7 +325,6 @@ impl Dataplane {
         &self.cores
     }
 
-    /// The connection table shared by all workers.
     pub fn connections(&self) -> &Arc<ConnTable> {
         &self.connections
     }
@@ -461,7 +457,6 @@ fn share(umem: Umem, config: &Config) -> Result<WorkerShared, UmemError> {
 /// How much longer than it asks for a worker may sleep, in nanoseconds.
 const TIMER_SLACK: u64 = 1000;
 
-/// Arguments of a worker's thread.
 struct ThreadArguments {
     index: usize,
     core: CoreId,

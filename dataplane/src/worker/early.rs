@@ -8,12 +8,10 @@ use crate::packet::parse;
 use crate::pipeline::EarlyFragments;
 use crate::{DropReason, Snapshot};
 
-/// Bytes of memory for copies.
 const MEMORY: usize = 128 << 10;
 /// Maximum sleep in milliseconds while something is held: another worker may get its first fragment.
 pub(super) const SLEEP: u16 = 2;
 
-/// A copy.
 #[derive(Debug)]
 pub(super) struct EarlyPacket {
     pub(super) ingress: PortId,

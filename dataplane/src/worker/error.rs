@@ -4,13 +4,10 @@ use super::CoreId;
 use crate::conntrack::OpenError;
 use crate::io::UmemError;
 
-/// The dataplane could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// No core to run on.
     #[error("no core is given for a worker: name at least one (cores = [0])")]
     NoCores,
-    /// More workers than supported.
     #[error("{0} workers are too many: name at most {max} cores", max = super::MAX_WORKERS)]
     TooManyWorkers(usize),
     /// Two workers on one core would compete for it.
@@ -18,29 +15,17 @@ pub enum StartError {
     CoreTwice(CoreId),
     /// The core does not exist, or this process may not use it.
     #[error("core {} does not exist or is not open to this process: choose from {}", core.0, list(available))]
-    NoSuchCore {
-        /// The configured core.
-        core: CoreId,
-        /// The existing cores.
-        available: Vec<CoreId>,
-    },
+    NoSuchCore { core: CoreId, available: Vec<CoreId> },
     /// The UMEM could not be created.
     #[error(transparent)]
     Umem(#[from] UmemError),
-    /// The connection table could not be created.
     #[error(transparent)]
     Connections(#[from] OpenError),
     /// The thread that waits for the kernel's programs could not be started.
     #[error("cannot start the thread that waits for the kernel's programs: {0}")]
     Grace(std::io::Error),
-    /// A thread could not be started.
     #[error("cannot start the thread of worker {worker}: {source}")]
-    Thread {
-        /// Index of the worker.
-        worker: usize,
-        /// Error of the system.
-        source: std::io::Error,
-    },
+    Thread { worker: usize, source: std::io::Error },
 }
 
 fn list(cores: &[CoreId]) -> String {
@@ -51,10 +36,7 @@ fn list(cores: &[CoreId]) -> String {
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("worker {worker} on core {} died: {reason}; restart the dataplane", core.0)]
 pub struct WorkerDied {
-    /// Index of the worker.
     pub worker: usize,
-    /// Its core.
     pub core: CoreId,
-    /// The panic message.
     pub reason: String,
 }

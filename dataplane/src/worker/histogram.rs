@@ -65,7 +65,6 @@ fn bound(bucket: usize) -> Option<u64> {
     Some(u64::from(STEPS + step) << (octave - STEPS.ilog2()))
 }
 
-/// A copy of a duration histogram.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Histogram {
     counts: Vec<u64>,
@@ -73,12 +72,10 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// Number of values.
     pub fn count(&self) -> u64 {
         self.counts.iter().sum()
     }
 
-    /// Sum of all values.
     pub fn sum(&self) -> Duration {
         self.sum
     }

@@ -24,15 +24,12 @@ pub(crate) struct HandOff {
     pub(crate) ingress: PortId,
 }
 
-/// Frames held by a worker.
 #[derive(Clone, Debug)]
 pub(crate) struct HeldFrames {
     pub(crate) cached: u32,
-    /// The depths of its queues.
     pub(crate) queues: Vec<QueueDepth>,
 }
 
-/// How a worker reaches a new port.
 #[derive(Debug)]
 pub(crate) enum WorkerPath {
     /// By its own queues, of which there is at least one.
@@ -49,7 +46,6 @@ pub(crate) enum WorkerPath {
 
 /// A command of the control side. It is executed between two poll iterations, when the worker holds no packet.
 pub(crate) enum Command {
-    /// A port is open.
     Attach {
         port: PortId,
         path: WorkerPath,
@@ -58,16 +54,24 @@ pub(crate) enum Command {
         done: Sender<()>,
     },
     /// Nothing may be sent on this port any more.
-    Unroute { port: PortId, done: Sender<()> },
-    /// Detach the port's queues.
-    Detach { port: PortId, done: Sender<Vec<XskQueue>> },
-    /// Report the worker's frames.
-    Count { done: Sender<HeldFrames> },
+    Unroute {
+        port: PortId,
+        done: Sender<()>,
+    },
+    Detach {
+        port: PortId,
+        done: Sender<Vec<XskQueue>>,
+    },
+    Count {
+        done: Sender<HeldFrames>,
+    },
     /// Captures packets into this from now on, or no longer; returns what it captured into before.
-    Capture { tap: Option<Box<CaptureTap>>, done: Sender<Option<Box<CaptureTap>>> },
+    Capture {
+        tap: Option<Box<CaptureTap>>,
+        done: Sender<Option<Box<CaptureTap>>>,
+    },
     /// Panic, for tests.
     Panic,
-    /// End the worker.
     Stop,
 }
 
@@ -81,7 +85,6 @@ pub(crate) struct WorkerInbox {
 }
 
 impl WorkerInbox {
-    /// Capacity of the hand-off queue, in packets.
     pub(crate) const CAPACITY: usize = 4096;
 
     pub(crate) fn new() -> Result<Self, Errno> {

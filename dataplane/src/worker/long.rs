@@ -30,7 +30,6 @@ impl LongPacket {
         self.is_cut = false;
     }
 
-    /// Adds the next part of the packet.
     pub(super) fn push(&mut self, part: &[u8]) {
         let fits = part.len().min(LONGEST - self.bytes.len());
         self.bytes.extend_from_slice(&part[..fits]);
@@ -42,7 +41,6 @@ impl LongPacket {
         self.is_cut = true;
     }
 
-    /// Whether all of it is there.
     pub(super) fn is_whole(&self) -> bool {
         !self.is_cut
     }

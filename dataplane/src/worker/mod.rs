@@ -49,10 +49,8 @@ pub use statistics::{
 pub use verdicts::{LoggedEvaluation, LoggedOutcome, VerdictBudget, VerdictLog, VerdictRecord};
 pub use waiting::WaitingPackets;
 
-/// Maximum number of workers.
 pub const MAX_WORKERS: usize = 64;
 
-/// Maximum number of open ports.
 pub const MAX_PORTS: usize = 4096;
 
 #[cfg(test)]

@@ -18,10 +18,8 @@ const NAP: Duration = Duration::from_micros(50);
 /// Fewer packets than this during a nap end the moderation. Of transactions that are opened 32 at once, two or three fall into one.
 const WORTH: u32 = 6;
 
-/// Decides how a worker sleeps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moderation {
-    /// Short sleeps in a row.
     short_sleeps: u32,
     /// How many of them begin naps.
     many: u32,
@@ -38,7 +36,6 @@ impl Default for Moderation {
 }
 
 impl Moderation {
-    /// The worker received so many packets.
     #[inline]
     pub(super) fn received(&mut self, packets: u32) {
         if let Some(since_nap) = &mut self.since_nap {

@@ -14,9 +14,7 @@ use crate::io::{GsoPort, GsoSocket, QueueSlot, XskQueue};
 /// One queue of an open port.
 #[derive(Debug)]
 pub(super) struct OpenQueue {
-    /// The queue's number on its interface.
     pub(super) queue: u32,
-    /// The worker that owns it.
     pub(super) worker: usize,
     /// Marks its frames.
     pub(super) slot: QueueSlot,
@@ -26,7 +24,6 @@ pub(super) struct OpenQueue {
     pub(super) gso: Option<io::Result<Arc<GsoSocket>>>,
 }
 
-/// An open port.
 #[derive(Debug)]
 pub(super) struct OpenPort {
     pub(super) interface: String,
@@ -100,7 +97,6 @@ impl PortTable {
         self.ports.iter().enumerate().filter_map(|(index, port)| Some((PortId(index as u16), port.as_ref()?)))
     }
 
-    /// Allocates a slot for a new queue.
     pub(super) fn take_slot(&mut self) -> Option<QueueSlot> {
         self.free_slots.pop().or_else(|| {
             (self.slots_used < QueueSlot::COUNT).then(|| {
@@ -110,7 +106,6 @@ impl PortTable {
         })
     }
 
-    /// Returns a slot whose frames are free.
     pub(super) fn give_slot(&mut self, slot: QueueSlot) {
         self.free_slots.push(slot);
     }
@@ -132,6 +127,7 @@ mod tests {
                 mtu: 1500,
                 interface: 0,
                 by_stack: false,
+                by_host: None,
                 bridge: 0,
                 addresses: Vec::new(),
             };

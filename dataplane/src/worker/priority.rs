@@ -2,10 +2,8 @@
 
 use nix::libc;
 
-/// Scheduling priority of a worker.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
 pub enum Priority {
-    /// That of an ordinary thread.
     Ordinary,
     /// Nice -20, relative to threads of its own control group. Other groups get their share of the core in slices of a
     /// few milliseconds, which queues can buffer.
@@ -40,7 +38,7 @@ pub struct Hurry {
 }
 
 impl Hurry {
-    /// Of the calling thread.
+    /// Raises the calling thread.
     pub fn begin() -> Self {
         // SAFETY: no memory is passed; 0 means the calling thread. An error has the number of nice -1, which does no harm.
         let nice = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };

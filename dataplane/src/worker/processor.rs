@@ -70,7 +70,6 @@ pub(crate) struct PolicyProcessor {
     worker: usize,
 }
 
-/// Counts the rules that decide.
 struct RuleUsage<'a> {
     policy: &'a PolicySet,
     worker: usize,
@@ -107,7 +106,6 @@ impl Observer for (&mut Recorder, RuleUsage<'_>) {
     }
 }
 
-/// The sweep that removes expired connections.
 struct TableSweep {
     cursor: SweepCursor,
     last: Instant,

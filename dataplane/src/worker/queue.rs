@@ -32,7 +32,6 @@ pub(super) struct PortQueue {
     pub(super) listed: bool,
     /// Poll iterations without a packet since it became active.
     pub(super) quiet: Option<u16>,
-    /// Whether a received packet wakes the worker.
     watched: bool,
     /// Packets sent and batches received since it is watched.
     moved: u32,
@@ -175,7 +174,6 @@ impl PortQueue {
         self.unsent || self.xsk.outstanding() > 0 || self.xsk.wants_frames(pool)
     }
 
-    /// Counts a received batch.
     #[inline]
     pub(super) fn count_batch(&mut self) {
         self.moved = self.moved.saturating_add(1);

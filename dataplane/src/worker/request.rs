@@ -5,12 +5,10 @@ use std::time::Duration;
 use crate::forward::{Mac, PortId};
 use crate::tag;
 
-/// A request to open a port.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PortRequest {
     /// Its interface, in the calling thread's network namespace.
     pub interface: String,
-    /// How its packets reach the workers.
     pub path: PortPath,
     /// How long to wait for a queue that another socket uses: the kernel frees a queue some time after closing.
     pub patience: Duration,

@@ -497,7 +497,6 @@ impl<P: Processor> PacketPath<P> {
         self.early.forget(port, |ingress, length| state.count_drop(length, ingress, DropReason::PortGone));
     }
 
-    /// Sends the replies to what was received last.
     fn send_replies(&mut self, ingress: PortId) {
         if let Some(replies) = self.processor.replies() {
             self.state.counters().replies_suppressed.add(replies.take_suppressed());

@@ -11,7 +11,6 @@ use super::{WaitingPackets, WorkerDied};
 use crate::Snapshot;
 use crate::io::Umem;
 
-/// State shared by all threads.
 #[derive(Debug)]
 pub(super) struct WorkerShared {
     pub(super) umem: Umem,
@@ -19,13 +18,10 @@ pub(super) struct WorkerShared {
     pub(super) gso: bool,
     pub(super) waiting: Option<WaitingPackets>,
     pub(super) snapshot: Arc<ArcSwap<Snapshot>>,
-    /// By worker.
     pub(super) inboxes: Vec<WorkerInbox>,
-    /// By worker.
     pub(super) counters: Vec<WorkerCounters>,
     /// By worker: drops of packets whose ingress port is closed.
     pub(super) gone: Vec<PortCounters>,
     pub(super) started: Instant,
-    /// The first worker that died, if any.
     pub(super) died: OnceLock<WorkerDied>,
 }

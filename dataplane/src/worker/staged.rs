@@ -18,7 +18,6 @@ use crate::names::{Moment, NameTime};
 use crate::packet::Flow;
 use crate::policy::{EvaluationForm, PolicySet, PolicyVerdict, RuleName};
 
-/// Capacity of the queue, in records.
 const CAPACITY: usize = 4096;
 /// Records per worker and second. More tell a reader nothing: they are counted by group.
 const BUDGET: u32 = 2_000;
@@ -28,20 +27,15 @@ const BUDGET: u32 = 2_000;
 pub struct StagedSet {
     /// Which staged policies it is about, for the reader of the records.
     pub number: u64,
-    /// The policy in effect.
     pub present: PolicySet,
     /// The policy that would be in effect if everything that is staged were promoted.
     pub promoted: PolicySet,
 }
 
-/// A verdict with the rules that decided it.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct NamedVerdict {
-    /// The verdict of both directions.
     pub verdict: PolicyVerdict,
-    /// The rule that decided egress.
     pub egress_rule: Option<RuleName>,
-    /// The rule that decided ingress.
     pub ingress_rule: Option<RuleName>,
 }
 
@@ -53,12 +47,9 @@ impl NamedVerdict {
     }
 }
 
-/// Two verdicts that differ.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct VerdictChange {
-    /// The policy in effect.
     pub present: NamedVerdict,
-    /// The verdict that would be.
     pub promoted: NamedVerdict,
 }
 
@@ -88,7 +79,6 @@ pub struct StagedRecord {
     pub flow: Flow,
     /// Bytes received, Ethernet header included.
     pub bytes: usize,
-    /// The change.
     pub change: VerdictChange,
 }
 
@@ -102,7 +92,6 @@ pub struct StagedLog {
     workers: Box<[StagedCounters]>,
 }
 
-/// The counters of one worker.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct StagedCounters {
@@ -128,17 +117,14 @@ impl StagedLog {
         retired.retain(|old| Arc::strong_count(old) > 1);
     }
 
-    /// The sets that workers ask now.
     pub(super) fn set(&self) -> Guard<Option<Arc<StagedSet>>> {
         self.set.load()
     }
 
-    /// Takes the oldest record.
     pub fn take(&self) -> Option<StagedRecord> {
         self.queue.pop()
     }
 
-    /// Packets that the staged set was asked about.
     pub fn judged(&self) -> u64 {
         self.workers.iter().map(|counters| counters.judged.get()).sum()
     }
@@ -152,7 +138,6 @@ impl StagedLog {
 /// A worker's budget for records.
 #[derive(Default)]
 pub(super) struct StagedJudge {
-    /// When the budget was last refilled.
     filled: Option<Instant>,
     left: u32,
 }

@@ -21,13 +21,10 @@ use crate::tag::{self, FrameTag};
 const REFILL: u32 = 32;
 /// Poll iterations without a packet after which a queue is no longer polled in every iteration.
 const QUIET: u16 = 64;
-/// Maximum packets taken from other workers per iteration.
 const HAND_OFF_LIMIT: usize = 4 * BATCH;
 
-/// How to reach a port.
 #[derive(Clone, Copy, Default)]
 enum PortRoute {
-    /// The port is not open.
     #[default]
     Gone,
     /// Through a queue of this worker, by index.
@@ -36,7 +33,6 @@ enum PortRoute {
     Other(usize),
 }
 
-/// A worker's view of a port.
 #[derive(Clone, Default)]
 struct PortEntry {
     route: PortRoute,
@@ -70,12 +66,10 @@ pub(super) struct WorkerState {
     pub(super) waiting: WaitingSweep,
 }
 
-/// Result of one poll iteration.
 #[derive(Default)]
 pub(super) struct PollIteration {
     /// Packets were moved, or frames were completed.
     pub(super) busy: bool,
-    /// Packets received.
     pub(super) received: u32,
     /// The kernel does not accept packets to send.
     pub(super) stalled: bool,
@@ -152,7 +146,6 @@ impl WorkerState {
         }
     }
 
-    /// Queues a packet for sending on a port.
     #[inline]
     pub(super) fn forward(&mut self, frame: FrameDesc, port: PortId, ingress: PortId) {
         match self.ports.get(port.index()).map_or(PortRoute::Gone, |entry| entry.route) {
@@ -190,7 +183,6 @@ impl WorkerState {
         true
     }
 
-    /// Frees a frame whose packet was copied.
     pub(super) fn free(&mut self, frame: FrameDesc) {
         self.cache.free(frame, self.shared.umem.pool());
     }
@@ -309,7 +301,6 @@ impl WorkerState {
         self.queues.iter_mut().flatten().filter_map(|queue| queue.watch(epoll).err()).count() == 0
     }
 
-    /// Stops watching queues with high traffic.
     pub(super) fn unwatch_busy(&mut self, epoll: &Epoll) {
         self.queues.iter_mut().flatten().for_each(|queue| queue.unwatch_if_busy(epoll));
     }
@@ -394,7 +385,6 @@ impl WorkerState {
         index
     }
 
-    /// Whether frames of this queue carry tags.
     #[inline]
     pub(super) fn is_pair(&self, index: usize) -> bool {
         self.pair == Some(index)
@@ -442,7 +432,6 @@ impl WorkerState {
         }
     }
 
-    /// Stops sending packets on a port.
     pub(super) fn unroute(&mut self, port: PortId) {
         if let Some(entry) = self.ports.get_mut(port.index()) {
             *entry = PortEntry::default();
@@ -471,7 +460,6 @@ impl WorkerState {
         }
     }
 
-    /// Detaches all queues and releases all frames.
     pub(super) fn release_all(&mut self, scratch: &mut [FrameDesc; BATCH]) -> Vec<XskQueue> {
         self.drain_inbox(scratch);
         self.cache.empty_into(self.shared.umem.pool());

@@ -20,7 +20,6 @@ use crate::pipeline::{BATCH, DropReason, EvaluationReason, Frames, Observer, Ver
 use crate::policy::{Direction, EvaluationForm, PolicySet, PolicyVerdict, RuleName};
 use crate::{Epoch, Snapshot};
 
-/// Capacity of the queue, in records.
 const CAPACITY: usize = 4096;
 /// Outcomes with separate budgets: each drop reason, and an opened connection.
 const OUTCOMES: usize = DropReason::COUNT + 1;
@@ -32,17 +31,13 @@ const FOR_STAGED: u32 = 2;
 /// Evaluations are noted for records of denied connections.
 const FOR_DENIED: u32 = 4;
 
-/// Logged outcome of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum LoggedOutcome {
-    /// It opened a connection, which policy allows.
     Opened,
-    /// It was dropped.
     Dropped(DropReason),
 }
 
 impl LoggedOutcome {
-    /// All outcomes.
     pub fn all() -> impl Iterator<Item = Self> {
         std::iter::once(Self::Opened).chain(DropReason::ALL.iter().map(|&reason| Self::Dropped(reason)))
     }
@@ -63,20 +58,15 @@ impl LoggedOutcome {
     }
 }
 
-/// Record of one packet.
 #[derive(Clone, Debug)]
 pub struct VerdictRecord {
     /// When its batch was received.
     pub at: Instant,
-    /// Index of the worker.
     pub worker: usize,
-    /// Ingress port.
     pub ingress: PortId,
-    /// Epoch of the snapshot.
     pub epoch: Epoch,
     /// Bytes received, Ethernet header included.
     pub bytes: usize,
-    /// Outcome.
     pub outcome: LoggedOutcome,
     /// Its flow. If policy was evaluated, the evaluated flow, in the direction in which its connection was opened; `None`
     /// if the packet could not be parsed.
@@ -87,18 +77,13 @@ pub struct VerdictRecord {
     pub evaluation: Option<LoggedEvaluation>,
 }
 
-/// A logged policy evaluation.
 #[derive(Clone, Debug)]
 pub struct LoggedEvaluation {
     /// The evaluated flow, in the direction in which its connection was opened.
     pub flow: Flow,
-    /// The verdict of both directions.
     pub policy_verdict: PolicyVerdict,
-    /// Why policy was evaluated.
     pub evaluation_reason: EvaluationReason,
-    /// The rule that decided egress.
     pub egress_rule: Option<RuleName>,
-    /// The rule that decided ingress.
     pub ingress_rule: Option<RuleName>,
     /// The rules that passed egress on to the next tier, in order.
     pub egress_passes: Vec<RuleName>,
@@ -114,7 +99,6 @@ pub struct VerdictLog {
     queue: ArrayQueue<VerdictRecord>,
     /// Records per worker, outcome and second; 0 is off.
     budget: AtomicU32,
-    /// Whether opened connections are recorded.
     opened: AtomicU32,
     /// For what evaluations are noted: [`FOR_LOG`], [`FOR_STAGED`].
     noted: AtomicU32,
@@ -135,7 +119,6 @@ struct WorkerLogCounters {
     denied_missing: Counter,
 }
 
-/// Limits of the verdict log.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct VerdictBudget {
     /// Maximum records per worker, outcome and second; 0 turns the log off.
@@ -201,7 +184,6 @@ impl VerdictLog {
         self.note(FOR_DENIED, each_second > 0);
     }
 
-    /// Takes the oldest of these.
     pub fn take_denied(&self) -> Option<VerdictRecord> {
         self.denied.get()?.pop()
     }
@@ -212,7 +194,6 @@ impl VerdictLog {
         self.workers.iter().map(|counters| counters.denied_missing.get()).sum()
     }
 
-    /// Takes the oldest record.
     pub fn take(&self) -> Option<VerdictRecord> {
         self.queue.pop()
     }
@@ -222,17 +203,14 @@ impl VerdictLog {
         self.workers.iter().map(|counters| counters.suppressed[outcome.index()].get()).sum()
     }
 
-    /// Records lost because the reader was too slow.
     pub fn lost(&self) -> u64 {
         self.workers.iter().map(|counters| counters.lost.get()).sum()
     }
 }
 
-/// A worker's side of the log.
 pub(super) struct Recorder {
     log: Arc<VerdictLog>,
     worker: usize,
-    /// When the budget was last refilled.
     filled: Option<Instant>,
     left: [u32; OUTCOMES],
     denied_left: u32,
@@ -241,10 +219,8 @@ pub(super) struct Recorder {
     judge: StagedJudge,
 }
 
-/// A policy evaluation of the current batch.
 #[derive(Clone, Copy)]
 pub(super) struct EvaluatedFlow {
-    /// The frame.
     index: usize,
     /// The evaluated flow, in the direction in which its connection was opened.
     pub(super) flow: Flow,
@@ -395,7 +371,6 @@ impl Recorder {
         self.evaluated.iter().rev().find(|own| own.index == index)
     }
 
-    /// The staged policies, if there are any.
     pub(super) fn staged(&self) -> Guard<Option<Arc<StagedSet>>> {
         self.log.staged.set()
     }

@@ -38,7 +38,6 @@ impl Waiting {
 }
 
 impl WaitingPackets {
-    /// Bytes of an element.
     pub const ELEMENT: u32 = size_of::<Waiting>() as u32;
 
     /// Maps the array, which has so many elements.
@@ -83,7 +82,6 @@ impl WaitingSweep {
         Self { waiting, sent: Vec::new(), last: None }
     }
 
-    /// The counters, if there are any.
     #[inline]
     pub(super) fn packets(&self) -> Option<&WaitingPackets> {
         self.waiting.as_ref()
@@ -96,7 +94,6 @@ impl WaitingSweep {
         }
     }
 
-    /// Sweeps if it is time to.
     pub(super) fn sweep(&mut self, now: Instant) {
         let Some(waiting) = &self.waiting else { return };
         if self.last.is_some_and(|last| now.duration_since(last) < LONGEST_WAIT) {

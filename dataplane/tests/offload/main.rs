@@ -11,6 +11,7 @@ mod hits;
 mod mutations;
 mod repeat;
 mod states;
+mod translated;
 mod verifier;
 
 use std::net::IpAddr;
@@ -66,27 +67,29 @@ fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-/// Addresses of the two pods and of a machine outside, by family.
+/// Addresses of the two pods, of a machine outside, and of a Service that the node translates, by family.
 fn address(end: End, v4: bool) -> IpAddr {
     ip(match (end, v4) {
         (End::A, true) => "10.0.0.1",
         (End::B, true) => "10.0.0.2",
         (End::Outside, true) => "203.0.113.7",
-        (End::A, false) => "fd00::1",
+        (End::Service, true) => "10.97.0.9",
+        (End::A, false) => "fd00::a",
         (End::B, false) => "fd00::2",
         (End::Outside, false) => "2001:db8::7",
+        (End::Service, false) => "fd00:97::9",
     })
 }
 
-/// Cluster address of the Service whose only backend is this end.
+/// Cluster address of the Service that workers translate, whose only backend is this end.
 fn cluster_address(backend: End, v4: bool) -> IpAddr {
     ip(match (backend, v4) {
         (End::A, true) => "10.96.0.1",
         (End::B, true) => "10.96.0.2",
-        (End::Outside, true) => "10.96.0.7",
+        (End::Outside | End::Service, true) => "10.96.0.7",
         (End::A, false) => "fd00:96::1",
         (End::B, false) => "fd00:96::2",
-        (End::Outside, false) => "fd00:96::7",
+        (End::Outside | End::Service, false) => "fd00:96::7",
     })
 }
 
@@ -116,6 +119,8 @@ enum End {
     A,
     B,
     Outside,
+    /// What answers behind the node's stack, by a Service's address.
+    Service,
 }
 
 impl End {
@@ -123,8 +128,12 @@ impl End {
         match self {
             Self::A => A,
             Self::B => B,
-            Self::Outside => HOST,
+            Self::Outside | Self::Service => HOST,
         }
+    }
+
+    fn is_pod(self) -> bool {
+        self.port() != HOST
     }
 }
 
@@ -231,7 +240,7 @@ impl Node {
 
     fn interface(&self, end: End) -> u32 {
         match end {
-            End::Outside => 0,
+            End::Outside | End::Service => 0,
             end => self.veths[end.port().index() - 1].interface().index,
         }
     }
@@ -254,7 +263,7 @@ impl Node {
     fn snapshot_of(&self, epoch: Epoch, allowed: bool) -> Snapshot {
         let mut forwarding = Forwarding::new([ip("192.168.0.1").into()]);
         for (id, end) in [(HOST, End::Outside), (A, End::A), (B, End::B)] {
-            let is_pod = end != End::Outside;
+            let is_pod = end.is_pod();
             let addresses =
                 if is_pod { vec![address(end, true).into(), address(end, false).into()] } else { Vec::new() };
             let port = Port {
@@ -264,6 +273,7 @@ impl Node {
                 mtu: if is_pod { MTU } else { 65_535 },
                 interface: self.interface(end),
                 by_stack: false,
+                by_host: None,
                 bridge: if is_pod { self.bridges[id.index() - 1] } else { 0 },
                 addresses,
             };
@@ -285,6 +295,7 @@ impl Node {
             };
             update.set_endpoint(endpoint, Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
         }
+        update.set_services(&Arc::new([true, false].map(|v4| address(End::Service, v4).into()).into_iter().collect()));
         Snapshot::new(epoch, update.finish(), forwarding).with_services(Some(services()))
     }
 
@@ -321,12 +332,12 @@ impl Node {
     /// What the program does with it where it meets the frame: at the sending pod, or at the receiving one if the sender
     /// is outside. `None`: it is for a worker, or dropped.
     fn program(&self, from: End, to: End, frame: &[u8], segment: u32) -> Option<(u32, Vec<u8>)> {
-        let at = if from == End::Outside { to } else { from };
+        let at = if from.is_pod() { from } else { to };
         let before = self.programs.offloaded().unwrap();
         let sender = match (from, self.outside) {
             (End::A | End::B, _) => TriedSender::Pod,
-            (End::Outside, StackSender::Process) => TriedSender::Node,
-            (End::Outside, _) => TriedSender::Stack,
+            (_, StackSender::Process) => TriedSender::Node,
+            _ => TriedSender::Stack,
         };
         let tried = self.programs.try_frame(sender, self.interface(at), frame, segment).unwrap();
         let offloaded = self.programs.offloaded().unwrap() != before;
@@ -398,8 +409,8 @@ impl Sent {
 
     fn frame(&self) -> Vec<u8> {
         let ((from, src), (to, dst)) = self.ends();
-        let from_mac = if self.from == End::Outside { NODE_MAC } else { pod_mac(self.from.port()) };
-        let to_mac = if self.from == End::Outside { pod_mac(self.to.port()) } else { NODE_MAC };
+        let from_mac = if self.from.is_pod() { pod_mac(self.from.port()) } else { NODE_MAC };
+        let to_mac = if self.from.is_pod() { NODE_MAC } else { pod_mac(self.to.port()) };
         let ethernet = PacketBuilder::ethernet2(from_mac, to_mac);
         let builder = match (from, to) {
             (IpAddr::V4(from), IpAddr::V4(to)) => ethernet.ipv4(from.octets(), to.octets(), self.ttl),
@@ -489,7 +500,7 @@ fn assert_alike(node: &mut Node, of: Sent, frame: &[u8], done: &(u32, Vec<u8>), 
     let compared = |bytes: &[u8]| if frame == of.frame() { bytes.to_vec() } else { without_checksum(bytes.to_vec()) };
     let (by_worker, by_program) = (compared(&by_worker), compared(&done.1));
     match (of.from, egress) {
-        (End::Outside, _) | (_, HOST) => {
+        (End::Outside | End::Service, _) | (_, HOST) => {
             assert_eq!((done.0, &by_program[..12]), (NEXT, &frame[..12]), "{of:?}: between the same MACs");
             assert_eq!(by_worker[12..], by_program[12..], "{of:?}");
         }
@@ -515,7 +526,7 @@ fn assert_segmented_alike(node: &mut Node, packet: Sent, size: u16, now: Timesta
     let Verdict::Forward(egress) = verdict else {
         panic!("the program forwards what becomes segments that a worker drops: {verdict:?}: {packet:?}, {size}")
     };
-    let is_to_pod = packet.from != End::Outside && egress != HOST;
+    let is_to_pod = packet.from.is_pod() && egress != HOST;
     let from = if is_to_pod { 0 } else { 12 };
     assert_eq!(of_all_segments(&by_program)[from..], of_all_segments(&by_worker)[from..], "{packet:?}, {size}");
     assert!(!packet.v4 || headers::is_sound(&by_program), "{packet:?}, {size}");

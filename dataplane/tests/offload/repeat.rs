@@ -47,9 +47,10 @@ pub(crate) fn answer(node: &mut Node, there: Sent) {
     assert!(matches!(verdict, Verdict::Forward(_)), "{there:?}: {verdict:?}");
 }
 
-/// What programs repeat: of a pod, to another one of the node and to the outside, and from there. By IPv6 that one has the lower address.
+/// What programs repeat: of a pod, to another one of the node, to the outside and to a Service that the node translates, and from outside. By IPv6 the
+/// others have lower addresses.
 pub(crate) fn repeatable() -> Vec<Sent> {
-    [(End::A, End::B), (End::A, End::Outside), (End::Outside, End::B)]
+    [(End::A, End::B), (End::A, End::Outside), (End::A, End::Service), (End::Outside, End::B)]
         .into_iter()
         .flat_map(|ends| [(true, true), (false, true), (true, false), (false, false)].map(|form| (ends, form)))
         .map(|((from, to), (v4, tcp))| Sent { v4, ..sent(from, to, tcp, ACK) })

@@ -186,6 +186,7 @@ struct connection {
 	__u32 to_ifindex;    /* the interface of the other end, 0: the node's stack */
 	__u32 now;           /* in ticks */
 	__u32 only_plain;    /* of the caller: a translated connection is for a worker */
+	__u32 via_host;      /* of the caller: VIA_HOST, if one that the packet opens traverses the node's stack */
 };
 
 static __always_inline __u64 link_of(const struct table *table, __u32 slot)

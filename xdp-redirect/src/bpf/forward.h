@@ -2,6 +2,7 @@
 /* Forwards packets that need no worker, as a worker would. */
 #pragma once
 #include "host_routing.h"
+#include "pods.h"
 #include "repeat.h"
 #include "rewrite.h"
 #include "worker.h"
@@ -92,7 +93,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 
 	if (is_captured(iface) || !read_packet(skb, &packet) || !is_checksum_in_transport_header(skb, &packet))
 		return FOR_WORKER;
-	found = find_connection(&packet, skb->ifindex, 1, &connection, &decision);
+	found = find_connection(&packet, skb->ifindex, &connection, &decision);
 	if (!found)
 		return FOR_WORKER;
 	if (connection.to_ifindex) {
@@ -139,7 +140,11 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	if (is_captured(iface) || !read_packet(skb, &packet) || !is_checksum_in_transport_header(skb, &packet) ||
 	    longest_packet(skb, &packet) > iface->mtu)
 		return FOR_WORKER;
-	found = find_connection(&packet, origin->ingress, origin->ingress != BY_NODE && skb->ingress_ifindex, &connection, &decision);
+	found = look_up(&packet, origin->ingress, &connection) ? ESTABLISHED : 0;
+	if (!found && origin->ingress != BY_NODE && skb->ingress_ifindex) {
+		connection.via_host = is_translated_for_pod(origin) ? VIA_HOST : 0;
+		found = find_opening(&packet, 0, &connection, &decision);
+	}
 	if (!found || connection.to_ifindex != skb->ifindex || (found == OPENS && !open_connection(&packet, &decision, &connection)))
 		return FOR_WORKER;
 	rewritten = rewrite_for(skb, &packet, &connection, 0, 0);
@@ -178,7 +183,7 @@ static __always_inline int forward_from_uplink(struct __sk_buff *skb, const stru
 	length = longest_packet(skb, &packet);
 	if (length > iface->mtu || length > uplink->longest || !is_routed_to(skb, ifindex, length))
 		return FOR_STACK;
-	found = find_connection(&packet, 0, 1, &connection, &decision);
+	found = find_connection(&packet, 0, &connection, &decision);
 	if (!found || connection.to_ifindex != ifindex || (found == OPENS && !open_connection(&packet, &decision, &connection)))
 		return FOR_STACK;
 	if (rewrite(skb, &packet, iface, 0))

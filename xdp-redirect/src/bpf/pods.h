@@ -13,12 +13,23 @@ static __always_inline int belongs_to_other_pod(const struct in6_addr *address, 
 	return found && found->veth && found->veth != ifindex;
 }
 
-/* Whether this is a local pod's address, and the packet did not come in by that pod's interface. */
+/* Whether this is a local pod's address, and the packet did not come in by that pod's interface, nor by XDP from the workers. */
 static __always_inline int is_spoofed_pod(struct __sk_buff *skb, const struct in6_addr *from)
 {
 	const struct pod_interfaces *found = bpf_map_lookup_elem(&pod_addresses, from);
 
-	return found && (!skb->ingress_ifindex || (skb->ingress_ifindex != found->veth && skb->ingress_ifindex != found->stack));
+	if (!found || (skb->ingress_ifindex && (skb->ingress_ifindex == found->veth || skb->ingress_ifindex == found->stack)))
+		return 0;
+	return !beside_xdp || skb->ingress_ifindex != pairs.of_workers[0];
+}
+
+/* Whether the node forwards a pod's packet with its source to another end, or by another port, than the pod has sent it to. It then goes through the
+ * stack in both directions, as workers note (opens_via_host in dataplane/src/pipeline/track/open.rs). Of what the kernel does not track nobody knows. */
+static __always_inline int is_translated_for_pod(const struct origin *origin)
+{
+	const struct in6_addr from = origin->flow.from; /* Linux 6.1 takes no memory of a caller for the key of a map */
+
+	return origin->opens && !is_unchanged(origin) && bpf_map_lookup_elem(&pod_addresses, &from);
 }
 
 /* Whether a packet that the node's stack sends has the source of a local pod, now or before the node translated it, but did

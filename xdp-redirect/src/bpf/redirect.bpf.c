@@ -188,18 +188,10 @@ int penstock(struct xdp_md *ctx)
  * packets, which return because the node translated their destination, from packets with a spoofed source: those from
  * outside or out of a tunnel arrived on another interface, and those of a process on the node have 0. */
 #ifdef ASKS_THE_KERNEL
-/* Whether to_uplink (tcx.bpf.c) has sent it here, with its tag. */
-static __always_inline int is_tagged_by_to_uplink(struct __sk_buff *skb)
-{
-	__u8 tag[3];
-
-	return !bpf_skb_load_bytes(skb, 0, tag, sizeof(tag)) && tag[0] == 0x02 && tag[1] == 0xfa && tag[2] & LEAVING;
-}
-
 /* Writes into the Ethernet destination who sent a packet to the workers (dataplane/src/tag.rs). */
 static __always_inline int write_sender_tag(struct __sk_buff *skb, const struct origin *origin)
 {
-	__u8 tag[3] = { 0x02, 0xfa, FROM_NODE };
+	__u8 tag[3] = { LOCAL, TO_WORKER, FROM_NODE };
 
 	tag[2] |= sender_flags(skb, origin);
 	return bpf_skb_store_bytes(skb, 0, tag, sizeof(tag), 0) ? TC_ACT_SHOT : TC_ACT_OK;
@@ -215,8 +207,8 @@ int penstock_leave(struct __sk_buff *skb)
 	if (bpf_skb_load_bytes(skb, offsetof(struct ethhdr, h_proto), &kind, sizeof(kind)) ||
 	    (kind != bpf_htons(ETH_P_IP) && kind != bpf_htons(ETH_P_IPV6)))
 		return TC_ACT_OK; /* the workers only receive IP */
-	if (is_tagged_by_to_uplink(skb))
-		return TC_ACT_OK;
+	if (is_tagged(skb))
+		return TC_ACT_OK; /* a program of tcx.bpf.c has checked it */
 	if (!find_origin(skb, ETH_HLEN, kind == bpf_htons(ETH_P_IP), &origin) ||
 	    (!is_pods_own && bpf_map_lookup_elem(&local_pods, &origin.flow.from)) ||
 	    (!is_pods_own && origin.known && bpf_map_lookup_elem(&local_pods, &origin.source)))

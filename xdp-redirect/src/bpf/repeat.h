@@ -8,7 +8,10 @@
  * (`confirm_one` in dataplane/src/conntrack/insert.rs). Since the first step is a locked instruction, of two who insert at least one sees the
  * other's candidate; a program that sees one, whatever its state, gives up its own. So at most one entry of a key is ever confirmed.
  *
- * An entry of the same key whose connection has ended, and which counts for the same pod, is taken as it is: it needs no credit. */
+ * An entry of the same key whose connection has ended, and which counts for the same pod, is taken as it is: it needs no credit.
+ *
+ * What the node has translated opens a connection by two answers: of the pod and the Service's address at the pod's interface, and of the pod and what
+ * answers where the stack sends it there, which has a place of its own: two pods may also talk without a Service. */
 #pragma once
 #include "established.h"
 #include "liveness.h"
@@ -22,7 +25,7 @@
 
 struct answer {
 	__u64 version; /* odd while a worker writes it; 0: never written */
-	__u64 low[2], high[2], ports; /* the opener's port is 0 */
+	__u64 low[2], high[2], ports; /* the opener's port is 0, or 1 with VIA_HOST */
 	__u64 path, verdict;
 };
 
@@ -89,7 +92,8 @@ static __always_inline int has_ended(const struct table *table, const struct pac
 	__u32 state;
 	__u64 path;
 
-	if (!use || !entry || !IS_WRITTEN(control) || control & (TENTATIVE | REVOKED | VIA_HOST | TRANSLATION))
+	if (!use || !entry || !IS_WRITTEN(control) || control & (TENTATIVE | REVOKED | TRANSLATION) ||
+	    (control & VIA_HOST) != found->via_host)
 		return 0;
 	path = *(const volatile __u64 *)&use->path;
 	state = state_of(packet, control, path);
@@ -119,7 +123,7 @@ __noinline int find_answer(struct packet *packet, __u32 ingress, struct connecti
 		return 0;
 	direction = packet->direction & 1;
 	ports = packet->ports;
-	question = ports & ~(direction ? 0xffff0000ULL : 0xffffULL);
+	question = (ports & ~(direction ? 0xffff0000ULL : 0xffffULL)) | (found->via_host ? 1ULL : 0) << 16 * direction;
 	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
 	if (!table || !is_opening(packet) ||
 	    (found->slot != NO_SLOT && !has_ended(table, packet, found)) || !may_repeat(table, found->now))
@@ -153,16 +157,17 @@ __noinline int find_answer(struct packet *packet, __u32 ingress, struct connecti
 
 enum { ESTABLISHED = 1, OPENS = 2 }; /* otherwise the packet is for a worker */
 
-/* How a packet goes on without a worker: ESTABLISHED, as look_up says, or OPENS, if it may: open_connection then opens its connection. */
-static __always_inline int find_connection(struct packet *packet, __u32 ingress, int may_open, struct connection *connection,
-					   struct decision *decision)
+/* How a packet goes on of which look_up has found no connection: OPENS, if open_connection may open it. */
+static __always_inline int find_opening(struct packet *packet, __u32 ingress, struct connection *connection, struct decision *decision)
 {
-	if (look_up(packet, ingress, connection))
-		return ESTABLISHED;
-	if (!may_open)
-		return 0;
 	*decision = (struct decision){};
 	return find_answer(packet, ingress, connection, decision) ? OPENS : 0;
+}
+
+/* How a packet goes on without a worker: ESTABLISHED, as look_up says, or OPENS. */
+static __always_inline int find_connection(struct packet *packet, __u32 ingress, struct connection *connection, struct decision *decision)
+{
+	return look_up(packet, ingress, connection) ? ESTABLISHED : find_opening(packet, ingress, connection, decision);
 }
 
 struct claimed_entry { /* that this program has claimed, and nobody else writes */
@@ -370,8 +375,8 @@ __noinline int publish_candidate(struct packet *packet, struct decision *decisio
 	write_entry(&claimed, packet, before, candidate->now);
 	candidate->slot = slot;
 	/* SYN_SENT and UNREPLIED have one number. */
-	candidate->control = FREED(before) | UDP_UNREPLIED | (packet->direction & 1) << 5 | (__u64)candidate->now << 8 |
-			    (__u64)(VERDICT_EPOCH(decision->verdict) & EPOCH_MASK) << 30;
+	candidate->control = FREED(before) | UDP_UNREPLIED | (packet->direction & 1) << 5 | candidate->via_host |
+			    (__u64)candidate->now << 8 | (__u64)(VERDICT_EPOCH(decision->verdict) & EPOCH_MASK) << 30;
 	/* A locked instruction: find_other reads nothing older than this. */
 	__sync_val_compare_and_swap(&claimed.entry->control, before, candidate->control | TENTATIVE);
 	return is_new ? FREE_ENTRY : ENDED_ENTRY;

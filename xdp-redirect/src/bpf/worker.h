@@ -22,8 +22,7 @@ struct tag {
 	};
 } __attribute__((packed));
 
-#define LOCAL 0x02
-#define TO_WORKER 0xfa   /* `port`, `ifindex`: the pod at whose veth the frame was, or which sent it to `uplink` */
+/* TO_WORKER (origin.h): `port`, `ifindex`: the pod at whose veth the frame was, or which sent it to `uplink` */
 #define FROM_WORKER 0xfb /* `port`: the pod that it is for, or whose packet it is */
 #define NO_PORT 0xffff
 
@@ -112,19 +111,25 @@ static __always_inline int take_share(struct __sk_buff *skb, __u32 port)
 	return 1;
 }
 
+/* Makes a packet one for a worker, as that of the pod with the interface `ifindex`. */
+static __always_inline int write_tag(struct __sk_buff *skb, const struct interface *iface, __u32 ifindex, __u8 flags, __u8 uplink)
+{
+	const struct tag tag = {
+		.to_local = LOCAL, .to_kind = TO_WORKER, .port = bpf_htons(iface->port),
+		.from_local = LOCAL, .from_kind = TO_WORKER, .ifindex = bpf_htonl(ifindex), .uplink = uplink,
+		.flags = flags | (has_partial_checksum(skb) ? CHECKSUM_OPEN : 0),
+	};
+
+	return bpf_skb_store_bytes(skb, 0, &tag, sizeof(tag), 0);
+}
+
 /* Sends a packet to a worker as that of the pod with the interface `ifindex`. */
 static __always_inline int tag_for_worker(struct __sk_buff *skb, const struct interface *iface, __u32 ifindex, __u8 flags, __u8 uplink,
 					  __u32 outcome)
 {
-	struct tag tag = {
-		.to_local = LOCAL, .to_kind = TO_WORKER, .port = bpf_htons(iface->port),
-		.from_local = LOCAL, .from_kind = TO_WORKER, .ifindex = bpf_htonl(ifindex), .uplink = uplink,
-	};
-
 	if (!take_share(skb, iface->port))
 		return count(ifindex, SHARE_USED, TC_ACT_SHOT);
-	tag.flags = flags | (has_partial_checksum(skb) ? CHECKSUM_OPEN : 0);
-	if (bpf_skb_store_bytes(skb, 0, &tag, sizeof(tag), 0))
+	if (write_tag(skb, iface, ifindex, flags, uplink))
 		return count(ifindex, NOT_IP, TC_ACT_SHOT);
 	return count(ifindex, outcome, bpf_redirect(select_pair(skb), 0));
 }

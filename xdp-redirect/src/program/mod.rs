@@ -72,7 +72,6 @@ macro_rules! open {
     }};
 }
 
-/// The descriptors of a loaded skeleton.
 macro_rules! loaded {
     ($loaded:expr, $egress_check:expr) => {{
         let loaded = $loaded;

@@ -4,7 +4,7 @@ use std::io;
 
 use super::TcxPrograms;
 
-/// What keeps the packets that come in by an interface to the node's stack: `enum kept_by` in `src/bpf/kernel_network.h`.
+/// The reason that keeps the packets that come in by an interface to the node's stack: `enum kept_by` in `src/bpf/kernel_network.h`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum KeptBy {
     /// The setting, or workers that all packets go through.
@@ -59,7 +59,7 @@ impl KeptBy {
 }
 
 impl TcxPrograms {
-    /// What keeps packets of this family that come in by this interface, in the calling thread's network namespace, to the node's stack at this
+    /// The reason that keeps packets of this family that come in by this interface, in the calling thread's network namespace, to the node's stack at this
     /// moment; `None`: nothing. Each packet is asked about by itself, and may be kept for a reason of its own.
     pub fn kept_by(&self, interface: u32, v6: bool) -> io::Result<Option<KeptBy>> {
         let mut frame = [0; 54];

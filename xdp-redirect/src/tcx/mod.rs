@@ -60,8 +60,8 @@ pub struct TcxOptions {
     pub sources: Option<TranslatedSources>,
     /// The addresses of Services at which egress policy is postponed until the node has translated the packet.
     pub services: Option<ServiceAddresses>,
-    /// Whether XDP programs serve the pods, and of these programs only those on uplinks and at the host veth are attached, which is then the one
-    /// pair ([`TcxPrograms::set_sender`]).
+    /// Whether XDP programs take what pods send, and the host veth is the one pair. At a pod's veth then stands only the program on what it
+    /// gets past the node's routes, as by a bridge.
     pub beside_xdp: bool,
     /// Whether packets between pods and other machines pass the node's stack by, where nothing there has a say in them.
     pub host_routing: bool,
@@ -167,15 +167,18 @@ pub struct TriedFrame {
 /// The loaded programs and their maps.
 #[derive(Debug)]
 pub struct TcxPrograms {
-    from_pod: OwnedFd,
-    to_pod: OwnedFd,
+    /// On what a pod sends, and on what it gets.
+    at_pods: [(PinnedProgram, OwnedFd, libbpf_sys::bpf_attach_type); 2],
     from_worker: OwnedFd,
+    to_host: OwnedFd,
     to_uplink: OwnedFd,
     from_uplink: OwnedFd,
     what_keeps: OwnedFd,
     maps: Arc<Maps>,
     liveness: ProcessLiveness,
     pins: Option<Pins>,
+    /// [`TcxOptions::beside_xdp`].
+    beside_xdp: bool,
     /// Whether they take over links of an earlier process ([`TcxPrograms::take_over`]).
     is_live: AtomicBool,
 }
@@ -251,9 +254,12 @@ impl TcxPrograms {
         let program = |program: BorrowedFd<'_>| program.try_clone_to_owned().map_err(|error| failed(error.into()));
         let map = |map| MapHandle::try_from(map).map_err(failed);
         Ok(Self {
-            from_pod: program(loaded.progs.from_pod.as_fd())?,
-            to_pod: program(loaded.progs.to_pod.as_fd())?,
+            at_pods: [
+                (PinnedProgram::FromPod, program(loaded.progs.from_pod.as_fd())?, BPF_TCX_INGRESS),
+                (PinnedProgram::ToPod, program(loaded.progs.to_pod.as_fd())?, BPF_TCX_EGRESS),
+            ],
             from_worker: program(loaded.progs.from_worker.as_fd())?,
+            to_host: program(loaded.progs.to_host.as_fd())?,
             to_uplink: program(loaded.progs.to_uplink.as_fd())?,
             from_uplink: program(loaded.progs.from_uplink.as_fd())?,
             what_keeps: program(loaded.progs.what_keeps.as_fd())?,
@@ -274,14 +280,16 @@ impl TcxPrograms {
             }),
             liveness,
             pins: None,
-            is_live: AtomicBool::new(false),
+            beside_xdp: options.beside_xdp,
+            // By XDP nothing goes on without its daemon.
+            is_live: AtomicBool::new(options.beside_xdp),
         })
     }
 
     /// Whether the kernel attaches the programs: tried on an interface of a temporary network namespace where that can be
     /// made (CAP_SYS_ADMIN).
     pub fn try_attaching(&self) -> Result<(), AttachError> {
-        try_links([(self.from_pod.as_fd(), BPF_TCX_INGRESS), (self.to_pod.as_fd(), BPF_TCX_EGRESS)])
+        try_links(self.at_pods.each_ref().map(|(_, program, hook)| (program.as_fd(), *hook)))
     }
 
     /// Pins links from now on, so that they outlast the process.
@@ -318,11 +326,15 @@ impl TcxPrograms {
     }
 
     fn take_over_veth(&self, veth: &mut PodVeth) -> Result<(), AttachError> {
-        let programs = [(&self.from_pod, BPF_TCX_INGRESS), (&self.to_pod, BPF_TCX_EGRESS)];
-        for (link, (program, hook)) in veth.links.iter_mut().zip(programs) {
-            self.take_over_link(link, &veth.interface, program, hook)?;
+        for (link, (_, program, hook)) in veth.links.iter_mut().zip(self.at_pods()) {
+            self.take_over_link(link, &veth.interface, program, *hook)?;
         }
         Ok(())
+    }
+
+    /// The programs at a pod's veth: that for packets of the pod first, so that until all are attached, nothing that it sends passes.
+    fn at_pods(&self) -> &[(PinnedProgram, OwnedFd, libbpf_sys::bpf_attach_type)] {
+        if self.beside_xdp { &self.at_pods[1..] } else { &self.at_pods }
     }
 
     fn take_over_link(
@@ -352,7 +364,7 @@ impl TcxPrograms {
     /// become on a wire, or 0. For tests of what the programs decide.
     pub fn try_frame(&self, sender: TriedSender, interface: u32, frame: &[u8], segment: u32) -> io::Result<TriedFrame> {
         const LOOPBACK: u32 = 1;
-        let program = if sender == TriedSender::Pod { &self.from_pod } else { &self.to_pod };
+        let (_, program, _) = &self.at_pods[usize::from(sender != TriedSender::Pod)];
         let came_by = if sender == TriedSender::Stack { LOOPBACK } else { 0 };
         self.try_program(program, interface, came_by, frame, segment)
     }
@@ -404,7 +416,8 @@ impl TcxPrograms {
     /// The programs whose links are pinned: on what a pod sends, on what the node's stack sends to it, on what it sends to another
     /// machine, and on what another machine sends.
     pub(crate) fn pinned(&self) -> [BorrowedFd<'_>; 4] {
-        [self.from_pod.as_fd(), self.to_pod.as_fd(), self.to_uplink.as_fd(), self.from_uplink.as_fd()]
+        let [(_, from_pod, _), (_, to_pod, _)] = &self.at_pods;
+        [from_pod, to_pod, &self.to_uplink, &self.from_uplink].map(AsFd::as_fd)
     }
 
     /// As long as this socket is open in any process, [`TcxOptions::open_without_workers`] passes nothing.
@@ -422,10 +435,13 @@ impl TcxPrograms {
         self.pins.as_ref()
     }
 
-    /// Attaches to the node's end of a worker's pair: what the worker sends is delivered.
+    /// Attaches to the node's end of a worker's pair, or of the host veth: what the worker sends is delivered.
     pub fn attach_worker(&self, pair: &Interface) -> Result<WorkerPair, AttachError> {
-        let link = create_link(self.from_worker.as_fd(), pair, BPF_TCX_INGRESS)?;
-        Ok(WorkerPair { interface: pair.clone(), _link: link })
+        let mut links = vec![create_link(self.from_worker.as_fd(), pair, BPF_TCX_INGRESS)?];
+        if self.beside_xdp {
+            links.push(create_link(self.to_host.as_fd(), pair, BPF_TCX_EGRESS)?);
+        }
+        Ok(WorkerPair { interface: pair.clone(), _links: links })
     }
 
     /// Attaches to the node's end of a pod's veth, in the calling thread's network namespace. Everything except address
@@ -442,9 +458,9 @@ impl TcxPrograms {
         for (map, inner) in [(&self.maps.own_addresses, &own), (&self.maps.outcomes, &outcomes)] {
             map.update(&index, &inner.as_fd().as_raw_fd().to_ne_bytes(), MapFlags::ANY).map_err(kernel)?;
         }
-        // The program for packets of the pod first: until both are attached, nothing that it sends passes.
-        let from_pod = self.attach(interface, PinnedProgram::FromPod, &self.from_pod, BPF_TCX_INGRESS)?;
-        let to_pod = self.attach(interface, PinnedProgram::ToPod, &self.to_pod, BPF_TCX_EGRESS)?;
+        let attached =
+            self.at_pods().iter().map(|(pinned, program, hook)| self.attach(interface, *pinned, program, *hook));
+        let links = attached.collect::<Result<_, _>>()?;
         let mut veth = PodVeth {
             interface: interface.clone(),
             maps: Arc::clone(&self.maps),
@@ -452,7 +468,7 @@ impl TcxPrograms {
             outcomes,
             served: None,
             is_captured: false,
-            links: [from_pod, to_pod],
+            links,
             is_kept: false,
         };
         if self.is_live.load(Ordering::Relaxed) {
@@ -469,13 +485,18 @@ impl TcxPrograms {
         hook: libbpf_sys::bpf_attach_type,
     ) -> Result<TcxLink, AttachError> {
         let pinned = Pinned { program, interface: interface.index };
-        if let Some(pins) = &self.pins
+        if let Some(pins) = self.pins_of(program)
             && let Some(link) = pins.take(pinned)
         {
             let link = InterfaceLink::new(link, Some((pins.clone(), pinned)));
             return Ok(TcxLink { link, pinned, is_of_earlier: true });
         }
         Ok(TcxLink { link: self.new_link(interface, pinned, descriptor, hook)?, pinned, is_of_earlier: false })
+    }
+
+    /// Where links of this program are pinned. By XDP no pod sends without a daemon, so that at uplinks none outlasts it.
+    fn pins_of(&self, program: PinnedProgram) -> Option<&Pins> {
+        self.pins.as_ref().filter(|_| !(self.beside_xdp && program.is_at_uplink()))
     }
 
     fn new_link(
@@ -486,7 +507,7 @@ impl TcxPrograms {
         hook: libbpf_sys::bpf_attach_type,
     ) -> Result<InterfaceLink, AttachError> {
         let link = create_link(program.as_fd(), interface, hook)?;
-        let Some(pins) = &self.pins else { return Ok(InterfaceLink::new(link, None)) };
+        let Some(pins) = self.pins_of(pinned.program) else { return Ok(InterfaceLink::new(link, None)) };
         pins.pin(pinned, link.as_fd())
             .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
         Ok(InterfaceLink::new(link, Some((pins.clone(), pinned))))
@@ -597,7 +618,7 @@ impl ServedPort {
 #[derive(Debug)]
 pub struct WorkerPair {
     interface: Interface,
-    _link: OwnedFd,
+    _links: Vec<OwnedFd>,
 }
 
 impl WorkerPair {
@@ -607,7 +628,7 @@ impl WorkerPair {
     }
 }
 
-/// The node's end of a pod's veth with both programs attached. Dropping it detaches them.
+/// The node's end of a pod's veth with its programs attached. Dropping it detaches them.
 #[derive(Debug)]
 pub struct PodVeth {
     interface: Interface,
@@ -617,8 +638,8 @@ pub struct PodVeth {
     served: Option<ServedPort>,
     /// Whether workers must see all of its packets.
     is_captured: bool,
-    /// That of what the pod sends, and that of what the node's stack sends to it.
-    links: [TcxLink; 2],
+    /// That of what the pod sends, but beside XDP, and that of what the node's stack sends to it.
+    links: Vec<TcxLink>,
     is_kept: bool,
 }
 
@@ -699,7 +720,7 @@ impl PodVeth {
         }
     }
 
-    /// Counters of both programs, by outcome.
+    /// Counters of its programs, by outcome.
     pub fn outcomes(&self) -> Result<ProgramOutcomeCounts, libbpf_rs::Error> {
         ProgramOutcomeCounts::read(&self.outcomes)
     }

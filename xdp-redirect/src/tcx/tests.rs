@@ -1,7 +1,6 @@
 use super::*;
 use crate::ConnectionMapSizes;
 
-/// A group of connections.
 const SIZES: ConnectionMapSizes =
     ConnectionMapSizes { version: 1, table: 144, tags: (1, 64), entries: (32, 64), usage: (32, 32) };
 

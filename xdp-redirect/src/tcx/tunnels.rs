@@ -10,9 +10,7 @@ use crate::local_pods::key;
 /// A network of other nodes, in which senders of tunnel packets may be.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct RemoteNetwork {
-    /// Its address.
     pub address: IpAddr,
-    /// Bits of its prefix.
     pub length: u8,
 }
 

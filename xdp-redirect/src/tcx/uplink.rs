@@ -7,16 +7,15 @@ use std::sync::atomic::Ordering;
 use libbpf_rs::libbpf_sys::{BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 use libbpf_rs::{MapCore, MapFlags};
 
-use super::{Filtered, Maps, ServedPort, TcxLink, TcxMapError, TcxPrograms};
+use super::{Maps, TcxLink, TcxMapError, TcxPrograms};
 use crate::pins::PinnedProgram;
 use crate::{AttachError, Interface, LoadError};
 
-/// Bytes of an Ethernet header.
 const ETHERNET_HEADER: u32 = 14;
 
 /// The number by which workers know an uplink: as many as `MAX_UPLINKS` in `src/bpf/tcx_maps.h`.
 pub type UplinkNumber = u8;
-/// That of all uplinks for which there is no other: what workers let pass there is dropped.
+/// The number of all uplinks for which there is no other: what workers let pass there is dropped.
 pub const NO_UPLINK_NUMBER: UplinkNumber = UplinkNumber::MAX;
 
 /// An interface to other machines with its programs. Dropping it detaches them.
@@ -34,12 +33,10 @@ pub struct AttachedUplink {
 }
 
 impl AttachedUplink {
-    /// The interface.
     pub fn interface(&self) -> &Interface {
         &self.interface
     }
 
-    /// The number that it was attached with.
     pub fn number(&self) -> UplinkNumber {
         self.number
     }
@@ -121,19 +118,6 @@ impl TcxPrograms {
             self.take_over_uplink(&mut uplink)?;
         }
         Ok(uplink)
-    }
-
-    /// Names the port of the pod behind an interface that XDP programs serve, for what it sends by uplinks; `None`: it has none any more, and
-    /// what the node has translated of it is dropped there.
-    pub fn set_sender(&self, interface: u32, port: Option<u16>) -> Result<(), TcxMapError> {
-        let Some(port) = port else {
-            self.maps.interfaces_remove(interface);
-            return Ok(());
-        };
-        let sender =
-            ServedPort { port, node_mac: [0; 6], pod_mac: [0; 6], bridge: 0, mtu: 0, filtered: Filtered::default() };
-        let set = self.maps.interfaces.update(&interface.to_ne_bytes(), &sender.interface(false), MapFlags::ANY);
-        set.map_err(|source| TcxMapError { thing: format!("interface {interface}"), source })
     }
 
     pub(super) fn take_over_uplink(&self, uplink: &mut AttachedUplink) -> Result<(), AttachError> {

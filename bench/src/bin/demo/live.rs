@@ -20,12 +20,10 @@ const OLD: &str = "port: 8080";
 const NEW: &str = "port: 9090";
 const OLD_PORT: u16 = 8080;
 const NEW_PORT: u16 = 9090;
-/// Client of the connection.
 const CLIENT: &str = "shop/web";
 const SERVER: &str = "shop/api";
 /// Without a reply for this long, a connection counts as blocked.
 const SILENCE: Duration = Duration::from_secs(1);
-/// Timeout of every step.
 const LIMIT: Duration = Duration::from_secs(5);
 
 pub(crate) fn edit_while_connected(cluster: &Cluster, scratch: &ScratchDir, manifests: &Path) -> Result<()> {

@@ -21,9 +21,7 @@ use penstock_dataplane::worker::available_cores;
 
 use terminal::{bad, good, heading, step};
 
-/// Services on every site.
 const SERVICES: [EchoService; 3] = [EchoService::Tcp(8080), EchoService::Tcp(9090), EchoService::Udp(53)];
-/// Protocols of the probes.
 pub(crate) const PROTOCOLS: [Protocol; 4] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Icmp];
 
@@ -156,7 +154,6 @@ fn print(matrix: &Matrix) {
     matrix.summary().iter().for_each(|line| println!("{line}"));
 }
 
-/// Fails and lists every difference.
 pub(crate) fn compare(matrix: &Matrix) -> Result<()> {
     let differences = matrix.differences();
     if differences.is_empty() {

@@ -10,7 +10,6 @@ use owo_colors::{OwoColorize, Stream};
 use penstock_bench::cluster::Cluster;
 use penstock_bench::testbed::{Daemon, penstock_binary};
 
-/// Column of a step's duration.
 const TIME_COLUMN: usize = 48;
 
 pub(crate) fn heading(text: &str) {
@@ -47,7 +46,6 @@ fn seconds(time: Duration) -> String {
     format!("{:5.2} s", time.as_secs_f64())
 }
 
-/// A short duration in milliseconds.
 pub(crate) fn milliseconds(time: Duration) -> String {
     format!("{:.1} ms", time.as_secs_f64() * 1e3)
 }

@@ -25,10 +25,8 @@ pub(crate) struct Cell {
     _state: ScratchDir,
 }
 
-/// A node of it.
 pub(crate) struct CellNode {
     pub(crate) namespace: Namespace,
-    /// A folder of its own.
     pub(crate) state: PathBuf,
     /// BPF file system of its own, in that folder.
     _bpf: CleanupGuard,

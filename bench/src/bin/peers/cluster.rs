@@ -9,11 +9,9 @@ use http::Method;
 use penstock_bench::testbed::api_server::{Admin, ApiServer, Resource};
 use serde_json::{Value, json};
 
-/// A node of each cell.
 pub(crate) struct NodePlan {
     pub(crate) name: &'static str,
     pub(crate) address: Ipv4Addr,
-    /// Its pods' network.
     pub(crate) pods: &'static str,
 }
 
@@ -24,11 +22,9 @@ pub(crate) const NODES: [NodePlan; 3] = [
     NodePlan { name: "node-c", address: Ipv4Addr::new(192, 168, 50, 3), pods: "10.3.0.0/24" },
 ];
 
-/// A pod of each cell.
 pub(crate) struct PodPlan {
     pub(crate) name: &'static str,
     pub(crate) namespace: &'static str,
-    /// Index of its node.
     pub(crate) node: usize,
     pub(crate) address: Ipv4Addr,
     role: &'static str,
@@ -47,7 +43,6 @@ pub(crate) const STRANGER: usize = 2;
 /// See [`CLIENT`]. It is on the other node.
 pub(crate) const REMOTE: usize = 3;
 
-/// The pods.
 pub(crate) const PODS: [PodPlan; 4] = [
     PodPlan {
         name: "client",
@@ -102,7 +97,6 @@ pub(crate) const LOAD: u16 = 5001;
 /// The API server with the cluster in it.
 pub(crate) struct Cluster {
     pub(crate) server: ApiServer,
-    /// Policies now.
     policies: usize,
 }
 
@@ -132,7 +126,6 @@ impl Cluster {
         self.server.is_real()
     }
 
-    /// What the server calls itself.
     pub(crate) fn version(&self) -> String {
         let version = self.server.admin().call(Method::GET, "/version", &Value::Null);
         let version = version.ok().and_then(|it| it["gitVersion"].as_str().map(str::to_owned));

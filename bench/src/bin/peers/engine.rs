@@ -28,20 +28,16 @@ pub(crate) struct Engine {
     pub(crate) configuration: fn(&Place<'_>) -> String,
 }
 
-/// Where one runs.
 pub(crate) struct Place<'a> {
-    /// The node's name.
     pub(crate) node: &'a str,
     /// Leads to the API server, with all rights.
     pub(crate) kubeconfig: &'a Path,
-    /// A folder of this node's.
     pub(crate) state: &'a Path,
     /// Where its BPF file system has the node's part.
     pub(crate) pins: &'a Path,
 }
 
 impl Place<'_> {
-    /// Its configuration file.
     pub(crate) fn configuration(&self) -> PathBuf {
         self.state.join("configuration")
     }
@@ -49,15 +45,12 @@ impl Place<'_> {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Program {
-    /// Nothing enforces.
     None,
-    /// This project's own.
     Penstock,
     /// In the peers' folder.
     Peer(&'static str),
 }
 
-/// What the machine must have.
 enum Need {
     /// A program, and its Debian package.
     Tool(&'static str, &'static str),
@@ -133,7 +126,6 @@ impl PeersFolder {
 }
 
 impl Engine {
-    /// Whether anything enforces.
     pub(crate) fn enforces(&self) -> bool {
         self.program != Program::None
     }
@@ -143,7 +135,6 @@ impl Engine {
         matches!(self.program, Program::Peer(_))
     }
 
-    /// Why it cannot run here.
     pub(crate) fn missing(&self, peers: &PeersFolder) -> Option<String> {
         let program = self.program(peers).err().map(|error| format!("{error:#}"));
         let definitions = self.definitions(peers).err().map(|error| format!("{error:#}"));

@@ -72,7 +72,6 @@ struct Arguments {
     page: Option<PathBuf>,
 }
 
-/// Parameters of a run.
 struct Plan {
     policies: Vec<usize>,
     rounds: u32,

@@ -12,14 +12,12 @@ use serde_json::json;
 
 use crate::results::{Results, Section};
 
-/// A run with its results.
 pub(crate) struct Report {
     pub(crate) machine: Machine,
     pub(crate) server: String,
     pub(crate) rounds: u32,
     pub(crate) length: Duration,
     pub(crate) took: Duration,
-    /// Names and versions.
     pub(crate) engines: Vec<(&'static str, String)>,
     pub(crate) results: Results,
 }
@@ -53,7 +51,6 @@ fn between(text: &str, body: &str) -> Option<String> {
     Some([before, BORDERS[0], "\n", body, "\n", BORDERS[1], after].concat())
 }
 
-/// The page.
 pub(crate) fn markdown(report: &Report) -> String {
     "# Penstock beside other engines\n\n".to_owned() + &body(report)
 }

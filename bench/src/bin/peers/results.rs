@@ -38,11 +38,9 @@ impl Section {
     }
 }
 
-/// Something that is measured.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct Figure {
     pub(crate) section: Section,
-    /// Place in the section.
     pub(crate) order: usize,
     pub(crate) name: String,
     pub(crate) digits: usize,
@@ -50,20 +48,15 @@ pub(crate) struct Figure {
     pub(crate) absent: &'static str,
 }
 
-/// One measurement.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) enum Reading {
     Number(f64),
-    /// It did not happen.
     Absent,
-    /// So many of so many.
     Of(usize, usize),
 }
 
-/// Readings by round.
 type Rounds = BTreeMap<u32, Reading>;
 
-/// All of a run.
 #[derive(Default)]
 pub(crate) struct Results {
     /// By number of policies, figure and engine.
@@ -80,7 +73,6 @@ impl Results {
         self.readings.entry((policies, figure)).or_default().entry(engine).or_default().insert(round, reading);
     }
 
-    /// Numbers of policies with results.
     pub(crate) fn sizes(&self) -> Vec<usize> {
         let mut sizes: Vec<usize> = self.readings.keys().map(|(policies, _)| *policies).collect();
         sizes.dedup();
@@ -112,7 +104,6 @@ impl Results {
         Some(std::iter::once(header).chain(rows.into_iter().map(row)).collect())
     }
 
-    /// All readings, for programs.
     pub(crate) fn json(&self) -> Vec<Value> {
         let one = |((policies, figure), by_engine): (&(usize, Figure), &BTreeMap<&'static str, Rounds>)| {
             let engines: serde_json::Map<String, Value> = by_engine

@@ -34,7 +34,6 @@ pub(crate) struct Running<'a> {
 }
 
 impl<'a> Running<'a> {
-    /// Starts it on both nodes.
     pub(crate) fn start(
         engine: &'a Engine,
         cell: &'a Cell,

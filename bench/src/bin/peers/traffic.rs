@@ -12,10 +12,8 @@ use crate::cell::Cell;
 use crate::cluster::{CLIENT, LOAD, PODS, REMOTE, SERVER};
 use crate::running::Running;
 
-/// Bytes of a datagram's payload.
 const DATAGRAM: usize = 64;
 
-/// What is sent.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Load {
     Stream,
@@ -41,7 +39,6 @@ pub(crate) const TESTS: [Test; 5] = [
     Test { name: "UDP_STREAM, 64 bytes", rate: "k/s", cost: "µs", load: Load::Datagrams },
 ];
 
-/// Where to.
 pub(crate) const PLACES: [(&str, usize); 2] = [("same node", SERVER), ("other node", REMOTE)];
 
 /// A rate, and processor time for each unit of it, in the units that the test names.

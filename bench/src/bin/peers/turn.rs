@@ -16,7 +16,6 @@ use crate::traffic::{PLACES, TESTS, measure};
 /// How long an engine that enforces already may go on with what it does at its start.
 const SETTLE: Duration = Duration::from_secs(10);
 
-/// Whose turn it is.
 pub(crate) struct Turn {
     pub(crate) engine: &'static Engine,
     pub(crate) policies: usize,
@@ -25,7 +24,6 @@ pub(crate) struct Turn {
     pub(crate) patience: Duration,
 }
 
-/// Where a turn's readings go.
 struct Readings<'a> {
     turn: &'a Turn,
     results: &'a mut Results,

@@ -11,9 +11,7 @@ use anyhow::Result;
 use penstock_bench::load::{CoreTimes, pin, raise_priority};
 use penstock_bench::peers::Cores;
 
-/// Duration of a speed measurement.
 const LOOK: Duration = Duration::from_millis(2);
-/// Interval between speed measurements while waiting.
 const PAUSE: Duration = Duration::from_millis(8);
 /// Speed measurements at the start. The best one counts as full speed until a better one is seen.
 const FIRST_LOOKS: u32 = 50;
@@ -120,17 +118,14 @@ fn work() -> f64 {
 
 /// Shortest interval between two clock reads that counts as a gap.
 const GAP: Duration = Duration::from_millis(1);
-/// How long the threads spin.
 const SPIN: Duration = Duration::from_secs(1);
 
-/// Scheduling gaps of one thread.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct SchedulingGaps {
     count: u32,
     longest: Duration,
 }
 
-/// Reads the clock in a loop.
 fn spin() -> SchedulingGaps {
     let mut gaps = SchedulingGaps::default();
     let begin = Instant::now();

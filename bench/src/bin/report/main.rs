@@ -49,7 +49,6 @@ struct Arguments {
     output: PathBuf,
 }
 
-/// Parameters of the run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plan {
     pub(crate) length: Duration,

@@ -6,20 +6,17 @@ use std::time::Duration;
 pub(crate) use penstock_bench::figures::Samples;
 use penstock_bench::machine::Machine;
 
-/// Direction in which a metric improves.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Better {
     Higher,
     Lower,
 }
 
-/// A figure of a scenario.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub(crate) struct Metric {
     pub(crate) name: &'static str,
     pub(crate) unit: &'static str,
     pub(crate) better: Better,
-    /// Digits after the decimal point.
     pub(crate) digits: usize,
 }
 
@@ -45,11 +42,9 @@ pub(crate) struct CaseResult {
     pub(crate) speed: Samples,
     /// Why there are no samples, or fewer than expected.
     pub(crate) failure: Option<String>,
-    /// Number of failed attempts.
     pub(crate) failed: u32,
 }
 
-/// A scenario with its results.
 #[derive(Clone, Debug)]
 pub(crate) struct ScenarioResult {
     pub(crate) name: &'static str,
@@ -70,7 +65,6 @@ impl ScenarioResult {
     }
 }
 
-/// A whole run.
 #[derive(Clone, Debug)]
 pub(crate) struct Results {
     pub(crate) machine: Machine,
@@ -79,7 +73,6 @@ pub(crate) struct Results {
     pub(crate) repetitions: u32,
     pub(crate) took: Duration,
     pub(crate) scenarios: Vec<ScenarioResult>,
-    /// Each peer's description of itself.
     pub(crate) peers: BTreeMap<String, String>,
 }
 

@@ -24,7 +24,6 @@ const ATTEMPTS: u32 = 4;
 /// How long a case waits for undisturbed cores, each time.
 const WAIT: Duration = Duration::from_millis(500);
 
-/// Measures everything as often as planned.
 pub(crate) fn run(plan: &Plan, mut scenarios: Vec<Scenario>) -> Result<Results> {
     let (mut machine, started) = (Machine::look()?, Instant::now());
     if machine.load > BUSY {
@@ -94,7 +93,6 @@ fn is_turn_of_all(repetition: u32) -> bool {
     repetition % OTHERS_EACH == 1
 }
 
-/// Measurements of so many repetitions.
 fn steps(scenarios: &[Scenario], repetitions: u32) -> u64 {
     let cases = || scenarios.iter().flat_map(|scenario| scenario.cases.iter().map(|case| (scenario.name, &case.name)));
     let deciding = cases().filter(|(scenario, case)| decides(scenario, case)).count();

@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use anyhow::Result;
 use penstock_bench::peers::{ClusterSize, Cores, MissingTool, Peer, PeerTestbed};
 
-/// Specification of a testbed.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct TestbedSpec {
     pub(crate) peer: Peer,
@@ -14,9 +13,7 @@ pub(crate) struct TestbedSpec {
     pub(crate) mtu: u32,
 }
 
-/// Default number of policies.
 pub(crate) const POLICIES: usize = 100;
-/// Default MTU of pods.
 pub(crate) const MTU: u32 = 1500;
 
 /// Room for connections in a table that is filled.
@@ -73,7 +70,6 @@ impl TestbedSpec {
         Self { mtu, ..self }
     }
 
-    /// The peer's name in reports.
     pub(crate) fn peer_name(&self) -> &'static str {
         match &self.peer {
             peer if *peer == Peer::penstock_by_tcx(true) => "Penstock, tcx",
@@ -101,9 +97,7 @@ impl TestbedSpec {
 pub(crate) struct PeerTestbeds {
     cores: Cores,
     built: BTreeMap<TestbedSpec, Result<PeerTestbed, String>>,
-    /// By peer.
     pub(crate) descriptions: BTreeMap<String, String>,
-    /// Time that building took so far.
     pub(crate) building: Duration,
 }
 

@@ -2,7 +2,6 @@
 
 use crate::results::Results;
 
-/// Direction of a threshold.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Bound {
     AtLeast,
@@ -28,12 +27,10 @@ pub(crate) struct Threshold {
 /// Lowest and highest of what the repetitions gave.
 pub(crate) type Spread = [f64; 2];
 
-/// Result of a threshold.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) enum ThresholdResult {
     /// The ratio or difference, and whether it meets the threshold.
     Measured(f64, bool),
-    /// Why it was not measured.
     NotMeasured(String),
 }
 
@@ -78,7 +75,6 @@ impl Threshold {
 /// Two pods joined by a program that looks nothing up.
 const REDIRECT: &str = "tcx, redirect alone";
 
-/// All thresholds.
 pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_least("full pipeline with 10,000 policies against own raw AF_XDP forward, 64 bytes", "pps", "received", 0.92)
         .of("Penstock, 10,000 policies")
@@ -263,18 +259,15 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         .limited_by("100000: tcx, redirect alone"),
 ];
 
-/// Whether a threshold uses this case.
 pub(crate) fn uses_case(scenario: &str, case: &str) -> bool {
     THRESHOLDS.iter().any(|threshold| threshold.scenario == scenario && threshold.cases().any(|other| other == case))
 }
 
 impl Threshold {
-    /// The cases that it is about.
     fn cases(&self) -> impl Iterator<Item = &'static str> {
         std::iter::once(self.of).chain(self.against).chain(self.limit)
     }
 
-    /// Evaluates the threshold.
     pub(crate) fn evaluate(&self, results: &Results) -> ThresholdResult {
         match self.value(self.of, results) {
             Ok(value) => {

@@ -12,7 +12,6 @@ pub(crate) struct Rates {
     pub(crate) received: f64,
 }
 
-/// One measured configuration.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum SmokeCase {
     Penstock,
@@ -64,7 +63,6 @@ fn load() -> Option<f64> {
     std::fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
 }
 
-/// All measurements.
 #[derive(Default)]
 pub(crate) struct Report {
     measured: BTreeMap<SmokeCase, Vec<Rates>>,

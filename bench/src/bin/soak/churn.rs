@@ -8,17 +8,14 @@ use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 
 use crate::fixture::{Fixture, pod, policy};
 
-/// Interval of policy changes.
 const POLICY: Duration = Duration::from_millis(250);
 /// How long the churned pod exists, and how long it does not.
 const POD: Duration = Duration::from_millis(1500);
-/// Interval of probes.
 const PROBE: Duration = Duration::from_millis(500);
 /// The churned pod, and the last part of its addresses.
 const NAME: &str = "passing";
 const NUMBER: u8 = 77;
 
-/// State of the churn.
 pub(crate) struct Churn {
     next_policy: Duration,
     next_pod: Duration,
@@ -31,7 +28,6 @@ pub(crate) struct Churn {
     pub(crate) wrong: Vec<(Duration, Duration, String)>,
 }
 
-/// Client, server, protocol and expected result.
 const ASKED: [(&str, &str, Protocol, ProbeOutcome); 5] = [
     ("test/pod-0", "test/pod-1", Protocol::Tcp(8080), ProbeOutcome::Reached),
     ("test/pod-2", "test/pod-1", Protocol::Tcp(8080), ProbeOutcome::Silent),
@@ -55,7 +51,6 @@ impl Churn {
         }
     }
 
-    /// Runs the steps that are due.
     pub(crate) fn step(&mut self, fixture: &mut Fixture) -> Result<()> {
         let now = fixture.epoch.elapsed();
         if now >= self.next_policy {
@@ -118,7 +113,6 @@ impl Churn {
         Ok(())
     }
 
-    /// Restores the node's original pods.
     pub(crate) fn end(&mut self, fixture: &mut Fixture) -> Result<()> {
         if self.pod_is_there {
             self.turn_pod(fixture)?;

@@ -15,12 +15,10 @@ use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, ScratchDir, network_
 
 use crate::log;
 
-/// Permanent pods.
 const PODS: u8 = 6;
 /// Ports of datagrams that policy allows and denies.
 pub(crate) const ALLOWED: u16 = 7000;
 pub(crate) const DENIED: u16 = 7001;
-/// Timeout for a daemon to end.
 const END: Duration = Duration::from_secs(10);
 /// Packets in flight when the daemon is killed are lost; after the next start some arrive late.
 const UNDER_WAY: Duration = Duration::from_millis(10);
@@ -45,7 +43,6 @@ pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,
     pub(crate) epoch: Instant,
     pub(crate) outages: Vec<Outage>,
-    /// Warnings of the daemons so far.
     warnings: Vec<String>,
     scratch: ScratchDir,
     manifests: PathBuf,

@@ -9,7 +9,6 @@ use crate::fixture::Outage;
 use crate::sample::{Sample, Sampler};
 
 const SIZE: (u32, u32) = (1000, 900);
-/// Times without a daemon.
 const SHADE: RGBColor = RGBColor(0xe0, 0xc8, 0xc8);
 
 /// A line in a panel: its name and its value at a sample.

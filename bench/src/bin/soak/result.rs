@@ -15,7 +15,6 @@ const WARM_UP: Duration = Duration::from_secs(10);
 /// Fewer samples show no trend.
 const LEAST: usize = 12;
 
-/// One checked condition.
 struct Finding {
     good: bool,
     what: String,

@@ -14,7 +14,6 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Timeout for the traffic to drain at the end.
 const REST: Duration = Duration::from_secs(5);
 
-/// One sample.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sample {
     pub(crate) at: Duration,
@@ -33,9 +32,7 @@ pub(crate) struct Sampler {
     pub(crate) samples: Vec<Sample>,
     /// Losses counted by each daemon since it was in effect, by reason; policy denials are not losses.
     pub(crate) losses: Vec<BTreeMap<String, u64>>,
-    /// Losses counted until then.
     at_first: BTreeMap<String, u64>,
-    /// Frames missing at the end.
     pub(crate) frames_missing: i64,
     began: Instant,
     last: Instant,

@@ -13,7 +13,6 @@ use penstock_bench::probe::{EchoConnection, Site};
 
 use crate::fixture::{ALLOWED, DENIED, Fixture};
 
-/// Interval between datagrams of a stream.
 const PACE: Duration = Duration::from_millis(1);
 /// A connection that was silent for this long is broken: longer than any restart takes.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -27,7 +26,6 @@ struct Stream {
     receiver: JoinHandle<Vec<u64>>,
 }
 
-/// All running traffic.
 pub(crate) struct Streams {
     streams: Vec<Stream>,
     denied: (JoinHandle<Vec<u32>>, JoinHandle<Vec<u64>>),
@@ -37,7 +35,6 @@ pub(crate) struct Streams {
     ends: [Arc<AtomicBool>; 2],
 }
 
-/// Result of a stream.
 pub(crate) struct StreamResult {
     pub(crate) name: String,
     pub(crate) sent: u64,
@@ -46,7 +43,6 @@ pub(crate) struct StreamResult {
     pub(crate) lost: Vec<Duration>,
 }
 
-/// Result of all traffic.
 pub(crate) struct TrafficResult {
     pub(crate) streams: Vec<StreamResult>,
     pub(crate) denied_sent: u64,
@@ -145,7 +141,6 @@ impl Streams {
         taken
     }
 
-    /// Datagrams received so far.
     pub(crate) fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }

@@ -91,12 +91,10 @@ impl Admin {
         begun?.into_iter().try_for_each(|answer| answer.recv()?.map(drop))
     }
 
-    /// Replaces an object without its status.
     pub fn replace(&self, object: &Value) -> Result<()> {
         self.call(Method::PUT, &path_of(object)?, object).map(drop)
     }
 
-    /// Sets an object's status.
     pub fn set_status(&self, object: &Value) -> Result<()> {
         self.begin_status(object)?.recv()?.map(drop)
     }
@@ -106,7 +104,6 @@ impl Admin {
         self.delete_all(std::slice::from_ref(object))
     }
 
-    /// Deletes objects concurrently.
     pub fn delete_all(&self, objects: &[Value]) -> Result<()> {
         let begun: Result<Vec<_>> = objects
             .iter()

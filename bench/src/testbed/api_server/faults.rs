@@ -5,16 +5,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::Resource;
 
-/// Requests that a fault applies to.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Verb {
-    /// Lists, streamed ones included.
     List,
-    /// Watches.
     Watch,
 }
 
-/// A fault injected into one request.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Fault {
     /// Answers with this status code, and Retry-After in seconds if given. The body is plain text, as from an
@@ -36,7 +32,6 @@ pub enum Fault {
     Hang,
 }
 
-/// Faults that are still pending.
 #[derive(Debug, Default)]
 pub(super) struct Faults(Mutex<Planned>);
 
@@ -54,7 +49,6 @@ impl Faults {
         planned.remove(place).map(|(_, _, fault)| fault)
     }
 
-    /// Number of pending faults.
     pub(super) fn left(&self) -> usize {
         self.lock().len()
     }

@@ -33,7 +33,6 @@ const BOOKMARKS: Duration = Duration::from_millis(200);
 
 type Body = BoxBody<Bytes, io::Error>;
 
-/// The server. Dropping it stops it.
 pub struct FakeServer {
     state: Arc<ServerState>,
     address: SocketAddr,
@@ -52,19 +51,14 @@ struct ServerState {
     version: watch::Sender<u64>,
     tokens: Mutex<HashMap<String, Account>>,
     faults: Faults,
-    /// Whether streaming lists are supported.
     streams: bool,
-    /// Whether ClusterNetworkPolicies are defined.
     defines_cluster_policies: AtomicBool,
-    /// Rules of the shipped ClusterRole.
     role: Vec<role::Rule>,
     /// Resources that the role does not contain any more.
     revoked: Mutex<HashSet<Resource>>,
     /// Versions of EndpointSlices that are served. All have the objects as they were created.
     slice_versions: Mutex<Vec<&'static str>>,
-    /// List and watch requests, for counting.
     requests: Mutex<Vec<(Verb, Resource)>>,
-    /// Paths of those requests.
     paths: Mutex<BTreeSet<String>>,
 }
 
@@ -90,7 +84,6 @@ impl FakeServer {
         Ok(server)
     }
 
-    /// Its URL.
     pub fn url(&self) -> String {
         format!("http://{}", self.address)
     }
@@ -164,7 +157,6 @@ impl FakeServer {
         Ok(())
     }
 
-    /// Discards the history.
     pub fn compact(&self) {
         lock(&self.state.cluster).compact();
     }
@@ -289,7 +281,6 @@ fn resource_list(resource: Resource, version: &str) -> Value {
     })
 }
 
-/// A parsed request.
 struct ApiRequest {
     resource: Resource,
     namespace: Option<String>,
@@ -474,7 +465,6 @@ fn watch_response(
     Ok(stream_response(received))
 }
 
-/// One watch.
 struct Watcher {
     state: Arc<ServerState>,
     resource: Resource,

@@ -20,29 +20,21 @@ pub use in_process::FakeServer;
 use super::{Namespace, ScratchDir};
 use real::RealServer;
 
-/// The resources that Penstock reads.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Resource {
-    /// Namespaces.
     Namespaces,
-    /// Nodes.
     Nodes,
-    /// Pods.
     Pods,
-    /// NetworkPolicies.
     NetworkPolicies,
     /// ClusterNetworkPolicies, which a server serves only once they are defined.
     ClusterNetworkPolicies,
-    /// Services.
     Services,
-    /// EndpointSlices.
     EndpointSlices,
     /// Events, which Penstock writes and does not read.
     Events,
 }
 
 impl Resource {
-    /// All of them.
     pub const ALL: [Self; 8] = [
         Self::Namespaces,
         Self::Nodes,
@@ -59,12 +51,10 @@ impl Resource {
         self.api_version().split_once('/').map_or("", |(group, _)| group)
     }
 
-    /// The `apiVersion` of its objects.
     pub fn api_version(self) -> &'static str {
         self.api_versions()[0]
     }
 
-    /// The `kind` of its objects.
     pub fn kind(self) -> &'static str {
         match self {
             Self::Namespaces => "Namespace",
@@ -78,7 +68,6 @@ impl Resource {
         }
     }
 
-    /// Its path segment.
     pub fn path(self) -> &'static str {
         match self {
             Self::Namespaces => "namespaces",
@@ -92,7 +81,6 @@ impl Resource {
         }
     }
 
-    /// The resource of an object.
     pub fn of(object: &Value) -> Result<Self> {
         let kind = object["kind"].as_str().unwrap_or_default();
         let found = Self::ALL.into_iter().find(|resource| resource.kind() == kind);
@@ -119,14 +107,11 @@ impl Resource {
     }
 }
 
-/// An account.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Account {
-    /// An account with full rights.
     Admin,
     /// Penstock's service account, with only the rights of the shipped ClusterRole.
     Penstock,
-    /// An account without any right.
     Nobody,
 }
 
@@ -224,7 +209,6 @@ impl ApiServer {
         }
     }
 
-    /// Whether it is a real server.
     pub fn is_real(&self) -> bool {
         matches!(self.server, ServerKind::RealServer(_))
     }
@@ -247,12 +231,10 @@ impl ApiServer {
         port.with_context(|| format!("no port in {url}"))
     }
 
-    /// A client with full rights.
     pub fn admin(&self) -> &Admin {
         &self.admin
     }
 
-    /// The kubeconfig file of an account.
     pub fn kubeconfig(&self, account: Account) -> PathBuf {
         kubeconfig(self.scratch.path(), account)
     }

@@ -19,7 +19,6 @@ pub(super) struct Event {
     pub(super) object: Value,
 }
 
-/// All objects and their history.
 #[derive(Debug)]
 pub(super) struct ObjectStore {
     version: u64,
@@ -31,7 +30,6 @@ pub(super) struct ObjectStore {
     rest: HashMap<String, (u64, Vec<Value>)>,
 }
 
-/// A page of a list.
 pub(super) struct Page {
     pub(super) version: u64,
     pub(super) items: Vec<Value>,

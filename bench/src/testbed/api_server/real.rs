@@ -13,7 +13,6 @@ use nix::sys::signal::Signal;
 
 use crate::testbed::{CleanupGuard, Namespace, ScratchDir};
 
-/// Startup timeout.
 const START: Duration = Duration::from_secs(90);
 
 /// The two processes. Dropping it ends them.
@@ -100,7 +99,6 @@ impl RealServer {
         Ok(())
     }
 
-    /// Waits until a probe succeeds.
     pub(super) fn wait(&self, mut is_ready: impl FnMut() -> Result<()>) -> Result<()> {
         let deadline = Instant::now() + START;
         while let Err(error) = is_ready() {

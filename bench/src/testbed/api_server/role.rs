@@ -7,7 +7,6 @@ use serde_json::Value;
 
 use super::Resource;
 
-/// A rule of a ClusterRole.
 #[derive(Debug)]
 pub(super) struct Rule {
     groups: Vec<String>,

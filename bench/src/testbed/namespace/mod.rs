@@ -120,7 +120,6 @@ impl Namespace {
         })
     }
 
-    /// A UDP socket inside.
     pub fn udp(&self, at: impl ToSocketAddrs + Sync) -> io::Result<UdpSocket> {
         self.bind(|| UdpSocket::bind(&at))
     }
@@ -144,7 +143,6 @@ impl Namespace {
         }
     }
 
-    /// Starts a thread inside.
     pub fn spawn<T: Send + 'static>(
         &self,
         name: &str,
@@ -163,7 +161,6 @@ impl Namespace {
         setns(&self.inner.file, CloneFlags::CLONE_NEWNET).expect("a namespace that is held open can be entered");
     }
 
-    /// A command that will run inside.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
         let file = self.inner.file.clone();
@@ -218,7 +215,6 @@ impl Namespace {
             .with_context(|| format!("cannot set the sysctl {key} to {value} in {}", self.name()))
     }
 
-    /// Reads a sysctl of this namespace.
     pub fn sysctl(&self, key: &str) -> Result<String> {
         let value = self
             .run(|| fs::read_to_string(Path::new("/proc/sys").join(key)))

@@ -32,24 +32,18 @@ pub struct Netlink {
     handle: Handle,
 }
 
-/// Next hop of a route.
 #[derive(Clone, Copy, Debug)]
 pub enum RouteVia {
-    /// On-link.
     Link,
-    /// Through a gateway on the link.
     Gateway(IpAddr),
     /// Through a gateway on the link; packets of this machine use this source address.
     GatewayAs {
-        /// The gateway.
         gateway: IpAddr,
-        /// The source address.
         source: IpAddr,
     },
 }
 
 impl Netlink {
-    /// Opens a socket inside `namespace`.
     pub fn open(namespace: &Namespace) -> Result<Self> {
         namespace.run(Self::open_here).with_context(|| format!("cannot open netlink in {}", namespace.name()))
     }
@@ -69,7 +63,6 @@ impl Netlink {
         Ok(self.runtime.block_on(request)?)
     }
 
-    /// The index of an interface.
     pub fn index(&self, name: &str) -> Result<u32> {
         let mut links = self.handle.link().get().match_name(name).execute();
         match self.wait(links.try_next()).with_context(|| format!("no interface {name}"))? {
@@ -143,7 +136,6 @@ impl Netlink {
         self.wait(entry.execute()).with_context(|| format!("cannot add the forwarding entry of {machine}"))
     }
 
-    /// Adds a bridge, up.
     pub(crate) fn add_bridge(&self, name: &str) -> Result<u32> {
         self.wait(self.handle.link().add(LinkBridge::new(name).up().build()).execute())
             .with_context(|| format!("cannot add the bridge {name}"))?;
@@ -160,13 +152,11 @@ impl Netlink {
         self.wait(self.handle.link().change(message).execute())
     }
 
-    /// Sets an interface up.
     pub fn set_up(&self, index: u32) -> Result<()> {
         self.change(LinkUnspec::new_with_index(index).up().build())
             .with_context(|| format!("cannot set interface {index} up"))
     }
 
-    /// Sets an interface down.
     pub fn set_down(&self, index: u32) -> Result<()> {
         self.change(LinkUnspec::new_with_index(index).down().build())
             .with_context(|| format!("cannot set interface {index} down"))
@@ -178,7 +168,6 @@ impl Netlink {
             .with_context(|| format!("cannot set the MTU of interface {index} to {mtu}"))
     }
 
-    /// Removes an interface.
     pub fn remove(&self, index: u32) -> Result<()> {
         self.wait(self.handle.link().del(index).execute()).with_context(|| format!("cannot remove interface {index}"))
     }
@@ -201,7 +190,6 @@ impl Netlink {
         self.wait(request.execute()).with_context(|| format!("cannot remove the interfaces of group {group}"))
     }
 
-    /// Adds an address to an interface.
     pub fn add_address(&self, index: u32, address: IpNet) -> Result<()> {
         let mut request = self.handle.address().add(index, address.addr(), address.prefix_len());
         // Addresses of a testbed are distinct by construction; duplicate address detection would take a second for
@@ -269,7 +257,6 @@ impl Netlink {
         Ok(known.collect())
     }
 
-    /// The names of all interfaces.
     pub fn interface_names(&self) -> Result<Vec<String>> {
         Ok(self.links()?.iter().filter_map(name_of).collect())
     }

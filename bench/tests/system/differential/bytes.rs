@@ -175,12 +175,7 @@ pub(super) fn is_fragment(packet: &[u8]) -> bool {
     fragment(packet).is_some()
 }
 
-/// Whether a packet may belong to a connection that others have opened before, or be about one.
-pub(super) fn may_come_from_the_middle(packet: &[u8]) -> bool {
-    transport(packet).is_some_and(|(_, protocol, _)| is_of_connection(protocol))
-}
-
-/// The same of packets of a protocol.
+/// Whether a packet of this protocol may belong to a connection that others have opened before, or be about one.
 pub(super) fn is_of_connection(protocol: u8) -> bool {
     matches!(protocol, TCP | SCTP | ICMP | ICMPV6)
 }

@@ -168,8 +168,9 @@ impl Maker {
         what: String,
     ) {
         let hop = self.hop(from, to);
-        let is_last_hop = matches!(hop, Hop::Peer(_)) && ip.ttl < 2 && is_of_connection(ip.protocol);
-        let exception = is_last_hop.then_some("a TTL that ends in the node's stack, between two pods on a bridge");
+        let is_kept = (1..254).contains(&ip.ttl) || !matches!(hop, Hop::Peer(_)) || !is_of_connection(ip.protocol);
+        let exception =
+            (!is_kept).then_some("the longest TTL, or none, by the node's stack between two pods on a bridge");
         let exception = exception.or_else(|| exception_of(from, ip));
         let shot = Shot { from, hop, packet: ip.packet(payload), open_sum: None, exception };
         self.add(steps, ip, shot, what);

@@ -8,7 +8,7 @@ use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::load::PacketSocket;
 use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Outside, ScratchDir};
 
-use super::bytes::{may_come_from_the_middle, of_frame, without_choices};
+use super::bytes::{of_frame, without_choices};
 use super::scripts::{group_mac, is_of_node};
 use super::steps::{Act, Hop, Shot, Step};
 use super::{Event, HOST_PORT, NODE, Obstacle, Reference, Setting, Translator, WEB, service};
@@ -242,15 +242,11 @@ impl World {
                     // Of two ways over one bridge, which Penstock does not use.
                     continue;
                 }
-                let (mut bytes, about) = without_choices(packet, from_node, |number| is_open.contains(&number));
+                let (bytes, about) = without_choices(packet, from_node, |number| is_open.contains(&number));
                 let mut macs = [self.mac(*end, &frame[..6]), self.mac(*end, &frame[6..12])];
                 if self.setting.is_bridged && *end != Out {
-                    // Between two pods on a bridge Penstock sends with the bridge's address, which is written. And it asks the node's
-                    // stack, a router, whether it translates a connection whose beginning was not seen.
+                    // Between two pods on a bridge Penstock sends with the bridge's address, which is written.
                     macs[1] = MACS[3];
-                    if may_come_from_the_middle(&bytes) {
-                        without_hop(&mut bytes);
-                    }
                 }
                 *arrivals.entry(about).or_default().entry((*end, macs, bytes)).or_default() += 1;
             }
@@ -273,16 +269,6 @@ impl World {
 
 fn is_redirect(packet: &[u8]) -> bool {
     packet[0] == 0x45 && packet[9] == 1 && packet.get(20) == Some(&5)
-}
-
-/// Takes away what a router writes.
-fn without_hop(packet: &mut [u8]) {
-    if packet[0] >> 4 == 4 {
-        packet[8] = 0;
-        packet[10..12].fill(0);
-    } else {
-        packet[7] = 0;
-    }
 }
 
 /// Whether something expected of this packet has not arrived yet.

@@ -16,25 +16,18 @@ pub use trial::{StagedChange, StagedVerdict, TrialManifest, TrialPolicies, Trial
 /// `GET /v1/status`.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Status {
-    /// Penstock's version.
     pub version: String,
-    /// The node's name.
     pub node: String,
-    /// The daemon's process id.
     pub process: u32,
     /// How long it has been running, in seconds.
     pub uptime_seconds: f64,
-    /// NetworkPolicies in the cluster.
     pub policies: usize,
     /// The epoch that was published last.
     pub published: u32,
     /// Whether it is in effect on every worker.
     pub in_force: bool,
-    /// The workers.
     pub workers: Vec<WorkerStatus>,
-    /// The open ports.
     pub ports: Vec<PortStatus>,
-    /// The pods of this node.
     pub pods: Vec<PodStatus>,
     /// Packets that workers dropped by reason, of all ports, including closed ones.
     pub drops: BTreeMap<String, u64>,
@@ -43,7 +36,6 @@ pub struct Status {
     pub kernel_drops: BTreeMap<String, u64>,
     /// Where the frames of the UMEM are.
     pub frames: FrameCounts,
-    /// The connection table.
     pub connections: TableStatus,
     /// Interfaces to other machines, and whether packets of pods may pass the node's stack by there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -63,7 +55,6 @@ pub struct Status {
     /// Set while the objects of an earlier run are in effect, because the source has not been read yet.
     #[serde(default)]
     pub stale: Option<StaleObjects>,
-    /// The capture that runs.
     #[serde(default)]
     pub capture: Option<CaptureStatus>,
     /// Records of flows; `None` if there are none.
@@ -87,11 +78,9 @@ impl Status {
 /// An interface to other machines.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct HostRoutingStatus {
-    /// The interface.
     pub interface: String,
-    /// What keeps packets of IPv4 to the node's stack; `None`: nothing does.
+    /// The reason why packets of IPv4 go by the node's stack; `None`: they need not.
     pub ipv4_kept_by: Option<String>,
-    /// The same for IPv6.
     pub ipv6_kept_by: Option<String>,
 }
 
@@ -131,14 +120,12 @@ pub struct NamesQuery {
     pub pod: Option<String>,
     /// Only this name, or those that `*.NAME` matches.
     pub name: Option<String>,
-    /// At most this many.
     pub limit: Option<usize>,
 }
 
 /// `GET /v1/names`: the answer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Names {
-    /// How many match.
     pub matching: usize,
     /// The names, by pod, name and address.
     pub names: Vec<LearntName>,
@@ -153,15 +140,12 @@ pub struct Names {
 pub struct LearntName {
     /// The pod, `namespace/name`.
     pub pod: String,
-    /// The name.
     pub name: String,
-    /// The address.
     pub address: IpAddr,
     /// For how many more seconds the pod may open connections to it by the name; 0: it has expired, and counts for those that are open.
     pub seconds: u64,
 }
 
-/// Records of flows since the start.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct FlowRecordsStatus {
     /// Records made, by event: `end`, `interval`, `denied`.
@@ -174,14 +158,12 @@ pub struct FlowRecordsStatus {
     pub uncounted: u64,
 }
 
-/// A capture that runs.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct CaptureStatus {
     /// Seconds since it began.
     pub seconds: u64,
     /// The pod whose packets it wants; `None`: of all.
     pub pod: Option<String>,
-    /// Packets in it.
     pub packets: u64,
     /// Packets that it lost, because its reader is too slow.
     pub lost: u64,
@@ -192,11 +174,9 @@ pub struct CaptureStatus {
 pub struct StaleObjects {
     /// When they were recorded, as in RFC 3339.
     pub recorded: String,
-    /// How many there are.
     pub objects: usize,
 }
 
-/// State of the object source for one resource.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct SourceStatus {
     /// Whether all objects have been read at least once.
@@ -205,7 +185,6 @@ pub struct SourceStatus {
     pub connected: bool,
     /// Seconds since the last message from the source.
     pub last_sign_seconds: Option<f64>,
-    /// Objects known.
     pub objects: u64,
     /// Objects that are not understood, or only in part.
     pub invalid: u64,
@@ -217,12 +196,9 @@ pub struct SourceStatus {
     pub version: Option<u64>,
 }
 
-/// A worker.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct WorkerStatus {
-    /// Its number.
     pub worker: usize,
-    /// The core that it is pinned to.
     pub core: usize,
     /// The epoch in effect on it: it evaluates no packet under an older policy from now on.
     pub epoch: u32,
@@ -230,9 +206,7 @@ pub struct WorkerStatus {
     pub busy: f64,
     /// The share of its time in which it did not sleep, from 0 to 1.
     pub awake: f64,
-    /// Packets received per second.
     pub packets_per_second: f64,
-    /// Packets per batch.
     pub packets_per_batch: f64,
     /// Median duration of poll iterations with packets, in seconds, since the start.
     pub poll_iteration_median_seconds: Option<f64>,
@@ -242,12 +216,9 @@ pub struct WorkerStatus {
     pub handed_over: usize,
 }
 
-/// An open port.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct PortStatus {
-    /// Its number.
     pub port: u16,
-    /// Its interface.
     pub interface: String,
     /// `pod`, `host` or `uplink`.
     pub kind: String,
@@ -258,7 +229,6 @@ pub struct PortStatus {
     pub mode: String,
     /// Totals since the start.
     pub total: PortCounts,
-    /// Rates per second.
     pub rate: PortRates,
     /// Packets that came in here and were dropped, by reason.
     pub drops: BTreeMap<String, u64>,
@@ -266,7 +236,6 @@ pub struct PortStatus {
     pub kernel_drops: BTreeMap<String, u64>,
     /// Packets that the program on the interface has seen, by outcome.
     pub xdp: BTreeMap<String, u64>,
-    /// Frames in its rings.
     pub queue: RingDepth,
 }
 
@@ -282,7 +251,6 @@ fn with_kernel(drops: &BTreeMap<String, u64>, kernel: &BTreeMap<String, u64>) ->
     drops.clone().into_iter().chain(kernel).collect()
 }
 
-/// Packets and bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct PortCounts {
     /// Packets received: sent by the pod.
@@ -291,7 +259,6 @@ pub struct PortCounts {
     pub rx_bytes: u64,
     /// Packets sent: delivered to the pod.
     pub tx_packets: u64,
-    /// Bytes of those.
     pub tx_bytes: u64,
     /// Packets received and dropped, by a worker, or by the kernel because no frame or ring entry was free.
     pub dropped_packets: u64,
@@ -300,39 +267,39 @@ pub struct PortCounts {
 /// The same per second.
 #[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
 pub struct PortRates {
-    /// Packets received.
     pub rx_packets: f64,
-    /// Bytes received.
     pub rx_bytes: f64,
-    /// Packets sent.
     pub tx_packets: f64,
-    /// Bytes sent.
     pub tx_bytes: f64,
-    /// Packets dropped.
     pub dropped_packets: f64,
 }
 
-/// Frames in a port's rings.
+impl std::ops::AddAssign<&Self> for PortRates {
+    fn add_assign(&mut self, other: &Self) {
+        self.rx_packets += other.rx_packets;
+        self.rx_bytes += other.rx_bytes;
+        self.tx_packets += other.tx_packets;
+        self.tx_bytes += other.tx_bytes;
+        self.dropped_packets += other.dropped_packets;
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct RingDepth {
     /// With the kernel for receiving, or received and not yet read.
     pub receiving: u32,
-    /// Being sent.
     pub sending: u32,
     /// Entries of each ring, all queues together.
     pub size: u32,
 }
 
-/// A pod of this node.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct PodStatus {
     /// `namespace/name`.
     pub pod: String,
-    /// Its addresses.
     pub addresses: Vec<IpAddr>,
     /// Its interface; `None` while it is not attached.
     pub interface: Option<String>,
-    /// The number of its port.
     pub port: Option<u16>,
     /// The epoch of the last change of its own rules, addresses or port.
     pub changed: Option<u32>,
@@ -350,7 +317,6 @@ pub struct PodStatus {
     pub filtered: Option<String>,
     /// Its connections, which count against its quota of the table.
     pub connections: u32,
-    /// Limits of its connections, by its annotations.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub limits: Vec<ConnectionLimitStatus>,
 }
@@ -362,7 +328,6 @@ pub struct ConnectionLimitStatus {
     pub direction: String,
     /// Most that are opened in a second.
     pub each_second: Option<u32>,
-    /// Most that are open.
     pub most_open: Option<u32>,
     /// How many are open, where that is limited.
     pub open: Option<usize>,
@@ -375,9 +340,7 @@ pub struct ConnectionLimitStatus {
 /// Frames of the UMEM.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct FrameCounts {
-    /// Total.
     pub total: u32,
-    /// Not in use.
     pub free: u32,
     /// In fill rings, for the kernel to receive into.
     pub fill: u32,
@@ -385,18 +348,13 @@ pub struct FrameCounts {
     pub in_flight: u32,
 }
 
-/// The connection table.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct TableStatus {
-    /// Connections in it.
     pub entries: usize,
-    /// Connections that it has room for.
     pub capacity: usize,
-    /// Events of connections, by kind.
     pub events: BTreeMap<String, u64>,
 }
 
-/// Services that workers translate.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct ServicesStatus {
     /// Cluster addresses, each with a port and protocol.
@@ -417,7 +375,6 @@ pub struct ServicesStatus {
 pub struct FlowsQuery {
     /// Only connections with this pod or address on either end.
     pub end: Option<String>,
-    /// Only connections in this state.
     pub state: Option<String>,
     /// Only connections of this protocol: by name or number.
     pub protocol: Option<String>,
@@ -426,7 +383,6 @@ pub struct FlowsQuery {
     /// Only connections to this Service: `namespace/name`, or one of its cluster addresses.
     #[serde(default)]
     pub service: Option<String>,
-    /// List at most this many.
     pub limit: Option<usize>,
 }
 
@@ -439,7 +395,6 @@ pub struct Flows {
     pub flows: Vec<ConnectionFlow>,
 }
 
-/// A connection.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct ConnectionFlow {
     /// Its identifier, the same as in the verdict log.
@@ -460,7 +415,6 @@ pub struct ConnectionFlow {
     /// `attach = "xdp"`, unless there are records of flows.
     #[serde(default)]
     pub sent: Option<Traffic>,
-    /// Traffic of the other end.
     #[serde(default)]
     pub received: Option<Traffic>,
     /// The rule that allows the opener's egress under the current policy, or the verdict.
@@ -489,10 +443,8 @@ impl std::ops::AddAssign for Traffic {
     }
 }
 
-/// One end of a connection.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct FlowEnd {
-    /// The address.
     pub address: IpAddr,
     /// The port, or the identifier of an ICMP echo; 0 where the protocol has none.
     pub port: u16,
@@ -506,7 +458,6 @@ pub struct FlowEnd {
 pub struct ExplainQuery {
     /// The sender: `namespace/pod` or an address.
     pub from: String,
-    /// The receiver.
     pub to: String,
     /// `PORT/PROTOCOL`, or a protocol without ports.
     pub port: String,
@@ -515,9 +466,7 @@ pub struct ExplainQuery {
 /// `GET /v1/explain`: the answer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Explanation {
-    /// Whether the flow is allowed.
     pub allowed: bool,
-    /// The explanation, for people.
     pub text: String,
     /// The epoch that it is valid for.
     pub epoch: u32,
@@ -526,16 +475,12 @@ pub struct Explanation {
 /// `GET /v1/dump`.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Dump {
-    /// The files of the bundle.
     pub files: Vec<DumpFile>,
 }
 
-/// A file of a support bundle.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct DumpFile {
-    /// Its name.
     pub name: String,
-    /// Its text.
     pub content: String,
 }
 
@@ -550,9 +495,7 @@ pub struct ErrorBody {
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NewPod {
-    /// Its namespace.
     pub namespace: String,
-    /// Its name.
     pub name: String,
     /// Its addresses: at least one, at most [`NewPod::MOST_ADDRESSES`].
     pub addresses: Vec<IpAddr>,
@@ -564,15 +507,12 @@ pub struct NewPod {
 }
 
 impl NewPod {
-    /// Most addresses of a pod.
     pub const MOST_ADDRESSES: usize = 16;
-    /// Most interfaces of a pod.
     pub const MOST_INTERFACES: usize = 16;
     /// The longest wait for one answer, in milliseconds: less than a client waits for any.
     pub const LONGEST_WAIT: u64 = 10_000;
 }
 
-/// The answer to a [`NewPod`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct NewPodState {
     /// The thing that is awaited; nothing once its policy is in effect on every worker.

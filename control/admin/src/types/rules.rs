@@ -27,7 +27,6 @@ pub struct RuleUsage {
     pub index: usize,
     /// A hash of what it says: an edit makes it another rule.
     pub content: String,
-    /// Its action.
     pub action: String,
     /// Connections that it decided, on this node; of a Deny, packets.
     pub hits: u64,

@@ -9,17 +9,14 @@ use super::Traffic;
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrialRequest {
-    /// The manifests.
     pub manifests: Vec<TrialManifest>,
 }
 
-/// A manifest of a [`TrialRequest`].
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrialManifest {
     /// The file's name, for errors.
     pub name: String,
-    /// Its text.
     pub text: String,
 }
 
@@ -37,7 +34,6 @@ pub struct TrialPolicies {
 pub struct TrialStatus {
     /// The policies that are judged, each with what would happen to it; empty if nothing is staged.
     pub staged: Vec<String>,
-    /// Whether some of them are of files.
     pub from_files: bool,
     /// When these policies were first judged, as in RFC 3339; what is counted is counted from then on.
     pub since: Option<String>,
@@ -56,7 +52,6 @@ pub struct TrialStatus {
 }
 
 impl TrialStatus {
-    /// Whether anything would change.
     pub fn has_changes(&self) -> bool {
         !self.changes.is_empty() || self.unrecorded > 0 || self.ungrouped > 0
     }
@@ -69,7 +64,6 @@ pub struct StagedChange {
     pub from: String,
     /// Whom they are for; of connections to a Service its backend.
     pub to: String,
-    /// Their protocol.
     pub protocol: String,
     /// Their destination port; 0 where the protocol has none.
     pub port: u16,
@@ -93,16 +87,12 @@ pub struct StagedChange {
     pub bytes: u64,
     /// The earliest packet that is known, as in RFC 3339.
     pub first_seen: String,
-    /// The latest.
     pub last_seen: String,
-    /// One of them.
     pub example: String,
 }
 
-/// A verdict and what decided it.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct StagedVerdict {
-    /// Whether the connection passes.
     pub allowed: bool,
     /// The rules that decided, or why there is none.
     pub reason: String,

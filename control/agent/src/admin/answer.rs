@@ -28,7 +28,6 @@ impl DaemonView<'_> {
         self.objects.engine()
     }
 
-    /// The daemon's status.
     pub(crate) fn status(&self, counters: &LiveCounters) -> types::Status {
         let LiveCounters { sample: now, depths, .. } = counters;
         let before = self.samples.before(now);
@@ -246,7 +245,6 @@ impl DaemonView<'_> {
         owners.map(|owner| self.dataplane.connections().len_of(owner)).iter().sum()
     }
 
-    /// The data for a connection list.
     pub(crate) fn listing(&self, end: Option<&str>, service: Option<&str>) -> Result<FlowScan, String> {
         let addresses = end.map(|end| self.addresses(end)).transpose()?;
         let cluster_addresses = service.map(|service| self.cluster_addresses(service)).transpose()?;
@@ -316,7 +314,6 @@ impl DaemonView<'_> {
         }
     }
 
-    /// Why a flow is allowed or denied.
     pub(crate) fn explain(&self, query: &types::ExplainQuery) -> Result<types::Explanation, String> {
         let (from, to) = (query.from.parse(), query.to.parse());
         let text = |error: flow::FlowError| match error {

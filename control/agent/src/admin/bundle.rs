@@ -30,7 +30,6 @@ impl DaemonView<'_> {
     }
 }
 
-/// A file with this text.
 pub(super) fn text(name: &str, content: String) -> DumpFile {
     DumpFile { name: name.to_owned(), content }
 }
@@ -40,7 +39,6 @@ pub(super) fn file(name: &str, value: &impl Serialize) -> DumpFile {
     text(name, pretty(value) + "\n")
 }
 
-/// Indented JSON.
 fn pretty(value: &impl Serialize) -> String {
     serde_json::to_string_pretty(value).expect("strings and numbers are JSON")
 }

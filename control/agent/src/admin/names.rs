@@ -4,7 +4,6 @@ use penstock_admin::types::{LearntName, Names, NamesQuery};
 use penstock_dataplane::conntrack::Timestamp;
 use penstock_dataplane::names::{NamePattern, NameRules, NameTable, PodNames};
 
-/// The most names that are listed.
 const MOST: usize = 100_000;
 
 /// The names of a table that a query wants. Nobody waits for it but who asks: a table may be large.

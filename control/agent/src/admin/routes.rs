@@ -25,9 +25,7 @@ use crate::{metrics, scans};
 
 /// The most bytes of a request: manifests of a trial.
 const MOST_BYTES: usize = 8 << 20;
-/// Connections listed by default.
 const DEFAULT_LIMIT: usize = 1_000;
-/// The most connections that are listed.
 const MAX_LIMIT: usize = 100_000;
 
 /// A response other than 200.

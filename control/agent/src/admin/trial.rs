@@ -7,25 +7,14 @@ use penstock_admin::types::TrialRequest;
 use penstock_policy::model::Object;
 use penstock_sources::manifest::{ManifestErrors, Options, read_text};
 
-/// Why manifests are no trial.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TrialError {
-    /// A manifest has errors.
     #[error("{0}")]
     Manifests(#[from] ManifestErrors),
-    /// None has a policy.
     #[error("no NetworkPolicy or ClusterNetworkPolicy in {0}: name manifests with the policies to try")]
     NoPolicy(String),
-    /// Two say what becomes of one policy.
     #[error("{second} and {first} both say what becomes of {target}: remove one of them")]
-    Conflict {
-        /// The first of them.
-        first: String,
-        /// The second.
-        second: String,
-        /// The policy.
-        target: String,
-    },
+    Conflict { first: String, second: String, target: String },
 }
 
 /// The policies of the manifests, and the number of objects of other kinds.

@@ -36,7 +36,6 @@ use super::ports::CapturedPorts;
 pub(super) const INTERVAL: Duration = Duration::from_millis(5);
 /// How often the client hears of the capture, without packets too.
 const PROGRESS: Duration = Duration::from_secs(1);
-/// Chunks that may wait for the client.
 const WAITING_CHUNKS: usize = 8;
 /// Chunks that are made in one round, to keep the daemon's loop responsive.
 const CHUNKS_PER_ROUND: usize = 4;
@@ -48,7 +47,6 @@ const LAST_MESSAGE: Duration = Duration::from_secs(10);
 /// The client's end: chunks of messages.
 pub(super) type CaptureChunks = mpsc::Receiver<Vec<u8>>;
 
-/// A capture that runs.
 pub(super) struct RunningCapture {
     /// Without the pod.
     filter: CaptureFilter,
@@ -69,7 +67,6 @@ pub(super) struct RunningCapture {
     objects: ObjectsOfCapture,
 }
 
-/// The objects that go with the packets.
 pub(super) enum ObjectsOfCapture {
     /// None are asked for, or they are not taken yet.
     None,
@@ -79,7 +76,6 @@ pub(super) enum ObjectsOfCapture {
     Lost,
 }
 
-/// Knowledge of packets when they are passed on.
 #[derive(Default)]
 pub(super) struct NamedPackets {
     records: Vec<PacketRecord>,
@@ -127,22 +123,18 @@ impl RunningCapture {
         Ok((running, chunks))
     }
 
-    /// The pod that is asked for.
     pub(super) fn pod(&self) -> Option<&ObjectKey> {
         self.pod.as_ref()
     }
 
-    /// How much was captured so far.
     pub(super) fn counts(&self) -> CaptureCounts {
         CaptureCounts { lost: self.queue.lost(), ..self.counts }
     }
 
-    /// How long it runs.
     pub(super) fn age(&self) -> Duration {
         self.origin.0.elapsed()
     }
 
-    /// Whether the client is gone.
     pub(super) fn is_abandoned(&self) -> bool {
         self.chunks.is_closed()
     }
@@ -369,7 +361,6 @@ pub(super) struct NamedConnections {
     ports: HashMap<PortId, String>,
 }
 
-/// The rules of both ends, and the Service.
 #[derive(Clone)]
 struct Rules {
     egress: String,

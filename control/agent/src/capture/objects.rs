@@ -66,7 +66,6 @@ fn locked(kept: &Mutex<KeptChanges>) -> MutexGuard<'_, KeptChanges> {
 }
 
 impl ObjectStep {
-    /// Appends it to a stream of messages.
     pub(super) fn encode(&self, stream: &mut Vec<u8>) {
         let message = CaptureMessage::Changes { epoch: self.epoch.0, time: self.time };
         let mut array = vec![b'['];
@@ -88,7 +87,6 @@ impl ObjectStep {
 
 /// The objects that are in effect when a capture begins, as far as they are not sent yet, and then their changes.
 pub(in super::super) struct CapturedObjects {
-    /// Their epoch.
     pub(in super::super) epoch: Epoch,
     /// When that was, in nanoseconds since 1970.
     pub(in super::super) time: u64,
@@ -109,7 +107,6 @@ impl CapturedObjects {
         (subscriber, Self { epoch: now.epoch, time, rest: all.into_iter(), changes })
     }
 
-    /// The changes since the last call.
     pub(super) fn take_changes(&self) -> Result<Vec<ObjectStep>, TooManyChanges> {
         let mut kept = locked(&self.changes);
         if kept.waiting > MOST_WAITING {
@@ -176,7 +173,6 @@ mod tests {
         read
     }
 
-    /// Objects that a capture follows.
     struct Published {
         engine: Engine,
         subscriber: ObjectSubscriber,

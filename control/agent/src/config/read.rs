@@ -41,6 +41,9 @@ pub enum ConfigError {
     },
 }
 
+/// A key's path, and why its value does not fit.
+type Unfit<'a> = (Vec<&'a str>, InvalidValue);
+
 /// An error of one key.
 struct KeyError {
     /// The key, from the top level down with dots; empty for the whole file.
@@ -51,31 +54,38 @@ struct KeyError {
 impl Config {
     /// Checks values that depend on each other.
     fn consistent(self, values: &Table) -> Result<Self, KeyError> {
-        let wrong = |key: &[&str], why: InvalidValue| Err(key_error(values, key, &why.to_string()));
+        let checks: [fn(&Self) -> Option<Unfit<'_>>; 5] =
+            [Self::unfit_source, Self::unfit_sizes, Self::unfit_host_veth, Self::unfit_uplinks, Self::unfit_fail];
+        match checks.iter().find_map(|check| check(&self)) {
+            Some((key, why)) => Err(key_error(values, &key, &why.to_string())),
+            None => Ok(self),
+        }
+    }
+
+    fn unfit_source(&self) -> Option<Unfit<'_>> {
         let Source { manifests, kubeconfig, context, in_cluster, startup_taint } = &self.source;
         let given =
             [("manifests", manifests.is_some()), ("kubeconfig", kubeconfig.is_some()), ("in_cluster", *in_cluster)];
         let mut given = given.into_iter().filter_map(|(key, is_given)| is_given.then_some(key));
-        match (given.next(), given.next()) {
+        let (key, why) = match (given.next(), given.next()) {
             (None, _) => {
-                return wrong(&["source"], invalid!("no source; set manifests, kubeconfig or in_cluster = true"));
+                return Some((vec!["source"], invalid!("no source; set manifests, kubeconfig or in_cluster = true")));
             }
-            (Some(one), Some(two)) => {
-                return wrong(&["source", two], invalid!("source.{one} is also set; remove one of the two"));
-            }
+            (Some(one), Some(two)) => (two, invalid!("source.{one} is also set; remove one of the two")),
             (Some(_), None) if context.is_some() && kubeconfig.is_none() => {
-                return wrong(&["source", "context"], invalid!("a context needs a kubeconfig; set source.kubeconfig"));
+                ("context", invalid!("a context needs a kubeconfig; set source.kubeconfig"))
             }
             (Some("manifests"), None) if startup_taint.is_some() => {
-                return wrong(
-                    &["source", "startup_taint"],
-                    invalid!("manifests have no Node to change; remove it, or follow an API server"),
-                );
+                ("startup_taint", invalid!("manifests have no Node to change; remove it, or follow an API server"))
             }
-            (Some(_), None) => {}
-        }
+            (Some(_), None) => return None,
+        };
+        Some((vec!["source", key], why))
+    }
+
+    fn unfit_sizes(&self) -> Option<Unfit<'_>> {
         if self.umem.frames.is_some() && self.umem.memory.is_some() {
-            return wrong(&["umem", "frames"], invalid!("umem.memory is also set; remove one of the two"));
+            return Some((vec!["umem", "frames"], invalid!("umem.memory is also set; remove one of the two")));
         }
         // The host veth and one pod, each with a queue's rings filled.
         let least = 4 * self.umem.ring_size.entries();
@@ -84,47 +94,52 @@ impl Config {
                 Some(_) => ("frames", least.to_string()),
                 None => ("memory", format!("{}KiB", (least * self.umem.frame_size.bytes()).div_ceil(1024))),
             };
-            return wrong(&["umem", key], invalid!("too little for the rings of two ports; set at least {least}"));
+            return Some((vec!["umem", key], invalid!("too little for the rings of two ports; set at least {least}")));
         }
         if self.conntrack.entries < MIN_CONNECTIONS {
-            return wrong(&["conntrack", "entries"], invalid!("too few; set at least {MIN_CONNECTIONS}"));
+            return Some((vec!["conntrack", "entries"], invalid!("too few; set at least {MIN_CONNECTIONS}")));
         }
         if let Some(name) = self.conntrack.timeouts.keys().find(|name| !Timeouts::NAMES.contains(&name.as_str())) {
-            let names = Timeouts::NAMES.join(", ");
-            return wrong(&["conntrack", "timeouts", name], invalid!("unknown timeout; use one of: {names}"));
+            let why = invalid!("unknown timeout; use one of: {}", Timeouts::NAMES.join(", "));
+            return Some((vec!["conntrack", "timeouts", name], why));
         }
         if !(1..=MAX_CAPTURE_QUEUE).contains(&self.capture.queue) {
-            return wrong(&["capture", "queue"], invalid!("out of range; set 1 to {MAX_CAPTURE_QUEUE}"));
+            return Some((vec!["capture", "queue"], invalid!("out of range; set 1 to {MAX_CAPTURE_QUEUE}")));
         }
-        if let Some((key, why)) = self.flow_records.inconsistent() {
-            return wrong(&["flow_records", key], why);
-        }
-        if self.host_veth.node == self.host_veth.workers {
-            return wrong(&["host_veth", "node"], invalid!("both ends of the pair have this name; set two names"));
-        }
+        self.flow_records.inconsistent().map(|(key, why)| (vec!["flow_records", key], why))
+    }
+
+    fn unfit_host_veth(&self) -> Option<Unfit<'_>> {
+        let HostVeth { node, workers, table, rule } = &self.host_veth;
+        let (key, why) = if node == workers {
+            ("node", invalid!("both ends of the pair have this name; set two names"))
+        } else if matches!(table, 0 | 253..=255) {
+            ("table", invalid!("one of the kernel's own tables; set an unused number"))
+        } else if !HostVeth::RULES.contains(rule) {
+            ("rule", invalid!("not before the main table's rule; set 1 to 32765"))
+        } else {
+            return None;
+        };
+        Some((vec!["host_veth", key], why))
+    }
+
+    fn unfit_uplinks(&self) -> Option<Unfit<'_>> {
         let ends: [&InterfaceName; 2] = [&self.host_veth.node, &self.host_veth.workers];
         if let Some(name) = self.uplinks.iter().find(|name| ends.contains(name)) {
-            return wrong(&["uplinks"], invalid!("{name} is an end of the host veth; remove it from the list"));
+            return Some((vec!["uplinks"], invalid!("{name} is an end of the host veth; remove it from the list")));
         }
-        if let Some((_, name)) = self.uplinks.iter().enumerate().find(|(i, name)| self.uplinks[..*i].contains(name)) {
-            return wrong(&["uplinks"], invalid!("{name} is listed twice; list each uplink once"));
-        }
+        let mut names = self.uplinks.iter().enumerate();
+        let (_, name) = names.find(|(i, name)| self.uplinks[..*i].contains(name))?;
+        Some((vec!["uplinks"], invalid!("{name} is listed twice; list each uplink once")))
+    }
+
+    fn unfit_fail(&self) -> Option<Unfit<'_>> {
         if self.fail.mode == FailMode::Open && self.fail.on_exit == OnExit::Keep {
-            return wrong(
-                &["fail", "on_exit"],
-                invalid!("nothing is kept with fail.mode = \"open\"; remove one of them"),
-            );
+            let why = invalid!("nothing is kept with fail.mode = \"open\"; remove one of them");
+            return Some((vec!["fail", "on_exit"], why));
         }
-        if self.fail.repeat_answers.duration() > Fail::LONGEST_REPEATS {
-            return wrong(&["fail", "repeat_answers"], invalid!("too long; set at most \"5d\""));
-        }
-        if matches!(self.host_veth.table, 0 | 253..=255) {
-            return wrong(&["host_veth", "table"], invalid!("one of the kernel's own tables; set an unused number"));
-        }
-        if !HostVeth::RULES.contains(&self.host_veth.rule) {
-            return wrong(&["host_veth", "rule"], invalid!("not before the main table's rule; set 1 to 32765"));
-        }
-        Ok(self)
+        let is_long = self.fail.repeat_answers.duration() > Fail::LONGEST_REPEATS;
+        is_long.then(|| (vec!["fail", "repeat_answers"], invalid!("too long; set at most \"5d\"")))
     }
 }
 

@@ -16,25 +16,21 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
-use nix::unistd::{Pid, gettid};
 use penstock_dataplane::worker::{Dataplane, Hurry};
-use penstock_policy::engine::TranslatedBy;
-use penstock_policy::model::{Object, ObjectChange};
-use penstock_privileges as privileges;
+use penstock_policy::model::Object;
 use penstock_sources::api_server::PodNotEnforced;
 use penstock_xdp_redirect::Pins;
 use tokio::sync::mpsc;
 use tokio::time::MissedTickBehavior;
 
 use super::close_first::CloseFirstFds;
-use super::config::{Config, ConfigLayers, FailMode, LoadedConfig, Mode, OnExit};
+use super::config::{Config, ConfigLayers, FailMode, LoadedConfig, OnExit};
 use super::connections::{self, ClearingQueue};
 use super::flow_records::{FlowRecorder, Sinks};
 use super::handover::{Handover, HandoverListener, Predecessor};
 use super::last_good::RejectedConfig;
 use super::learnt_names::{self, LearntNamesFile};
 use super::node_path::NodePath;
-use super::objects::NodeObjects;
 use super::operation::{Listeners, Operation};
 use super::pod_bindings::PodBindings;
 use super::policy_thread::PolicyThread;
@@ -44,15 +40,16 @@ use super::publisher::Publisher;
 use super::recorded_objects::{ObjectFile, RecordedLines, StaleObjects};
 use super::settings::{Attach, Settings};
 use super::signals::{Signal, Signals};
-use super::trial::{TrialContext, TrialFeed};
+use super::trial::TrialFeed;
 use super::{RunError, StartMode, last_good, logging};
 use crate::discovery::{Events, Netlink, NetworkState};
+use crate::privileges;
 use problem_log::ProblemLog;
-use source::{OpenedSource, follow, node_writer, open_source};
+use source::{OpenedSource, first_objects, follow, node_writer, open_source};
 pub(super) use start::clear_pins;
 use start::{
-    Prepared, SharedMaps, leave_cores_to_workers, open_programs, other_threads, pins, pins_beside,
-    start_clearing_thread, start_dataplane,
+    Prepared, SharedMaps, log_start, open_programs, pins, pins_beside, start_clearing_thread, start_trial_thread,
+    start_workers,
 };
 
 /// How often the network is read without an event, to catch changes that no event reported.
@@ -68,10 +65,8 @@ const MAX_DEBOUNCE: Duration = Duration::from_millis(20);
 /// How long until a port whose queue is busy is tried again.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How a daemon ended that did not fail.
 pub(super) enum Ended {
     BySignal,
-    /// Another daemon takes over.
     HandedOver(Handover),
 }
 
@@ -118,7 +113,7 @@ pub(super) async fn run(
     let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, rejected, health, dataplane);
     let mut daemon = Daemon::start(settings, netlink, (objects, stale), prepared, tell_events, operation).await?;
     daemon.operation.ready = Some(ready);
-    // What has changed meanwhile is in the first policy, too.
+    // The first policy has all changes until now.
     let followed = follow(source, record, lines, stale.is_some(), Arc::clone(&daemon.publisher));
     let mut policy_thread = match followed {
         Ok(policy_thread) => policy_thread,
@@ -140,20 +135,7 @@ pub(super) async fn run(
         handover.tell_stopped();
     }
     policy_thread.end();
-    daemon.report();
-    daemon.write_verdicts();
-    daemon.count_use();
-    daemon.operation.usage.finish();
-    let leaves = match (&outcome, config.fail.on_exit) {
-        (Ok(Ended::BySignal), on_exit) => on_exit,
-        (Ok(Ended::HandedOver(_)), _) => OnExit::Keep,
-        (Err(_), _) => daemon.after_failure(),
-    };
-    if leaves == OnExit::Keep && !matches!(outcome, Ok(Ended::HandedOver(_))) {
-        warn_of_closed_pods(settings.attach);
-    }
-    let stopped = daemon.stop(leaves).await;
-    outcome.and_then(|ended| stopped.map(|()| ended))
+    daemon.finish(outcome).await
 }
 
 fn warn_of_closed_pods(attach: Attach) {
@@ -165,7 +147,6 @@ fn warn_of_closed_pods(attach: Attach) {
     }
 }
 
-/// What a daemon listens on.
 struct Sockets {
     listeners: Listeners,
     handovers: HandoverListener,
@@ -199,7 +180,6 @@ fn keep_as_last_good(layers: &ConfigLayers, loaded: &LoadedConfig) {
     }
 }
 
-/// Logs warnings; fails if there are errors.
 pub(super) fn fail_on_errors(findings: Vec<PreflightFinding>) -> Result<(), RunError> {
     let (errors, others): (Vec<_>, Vec<_>) = findings.into_iter().partition(|finding| finding.level == Level::Error);
     for finding in others.into_iter().filter(|finding| finding.level == Level::Warning) {
@@ -213,21 +193,6 @@ pub(super) fn fail_on_errors(findings: Vec<PreflightFinding>) -> Result<(), RunE
 }
 
 /// One line about what starts here. Not before the last check: what is refused is said in one line of its own.
-fn log_start(settings: &Settings<'_>) {
-    let config = settings.config;
-    tracing::info!(
-        target: logging::MILESTONES,
-        node = %config.node,
-        cores = ?settings.worker_cores(),
-        attach = settings.attach.name(),
-        source = config.source.location().to_string(),
-        admin = %config.admin.socket,
-        metrics = %config.metrics.listen,
-        "penstock {} starts",
-        env!("CARGO_PKG_VERSION")
-    );
-}
-
 struct Daemon<'a> {
     config: &'a Config,
     settings: &'a Settings<'a>,
@@ -280,47 +245,29 @@ impl<'a> Daemon<'a> {
     ) -> Result<Self, RunError> {
         let config = settings.config;
         let netstate = netlink.network_state().await.map_err(RunError::failed)?;
-        let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
         let initial = match stale {
             Some(_) => connections::without_moved_pods(config, &netstate, initial),
             None => initial,
         };
         let names = LearntNamesFile::open(config);
-        if let Some(names) = &names {
-            objects.learn_names(Arc::clone(names.table()));
-        }
-        objects.set_translated_by(if config.services.enabled { TranslatedBy::Workers } else { TranslatedBy::Kernel });
-        objects.count_use(settings.worker_cores().len());
-        objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
+        let objects = first_objects(settings, &netstate, initial, names.as_ref());
         // Only errors end the start. Other problems of a pod are logged later and may pass.
         let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
         let unfit = preflight::pods(settings, &netstate, bindings.follow(&netstate, &resolved.0), resolved.clone());
         fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
         log_start(settings);
-        if config.dataplane.mode == Mode::Forward {
-            tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
-        }
-        if let Some(after) = config.debug.worker_panics_after {
-            tracing::warn!("debug.worker_panics_after: a worker will panic after {:?}", after.duration());
-        }
         let is_beside = prepared.is_some();
         let pins = if is_beside { Some(pins_beside(config)?) } else { pins(config)? };
         let was_closed = pins.as_ref().is_some_and(|pins| !pins.links().is_empty());
         connections::make_directory(&config.conntrack.mapping)?;
-        let mut table_lock = None;
-        let prepared = match prepared {
-            Some(prepared) => prepared,
+        let (prepared, table_lock) = match prepared {
+            Some(prepared) => (prepared, None),
             None => {
-                table_lock = connections::lock(&config.conntrack.mapping, settings.offloads())?;
-                Prepared { maps: SharedMaps::open(settings, pins.as_ref())?, programs: None }
+                let table_lock = connections::lock(&config.conntrack.mapping, settings.offloads())?;
+                (Prepared { maps: SharedMaps::open(settings, pins.as_ref())?, programs: None }, table_lock)
             }
         };
-        // Threads that exist before the workers: manifest reader and API server client.
-        leave_cores_to_workers(settings, &other_threads());
-        let dataplane = start_dataplane(settings, &prepared.maps)?;
-        let services = prepared.maps.services.clone();
-        let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
-        leave_cores_to_workers(settings, &others);
+        let (dataplane, services) = (start_workers(settings, &prepared.maps)?, prepared.maps.services.clone());
         let operation = operation(&dataplane)?;
         let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
         let (programs, node_path) =
@@ -333,10 +280,7 @@ impl<'a> Daemon<'a> {
         let dataplane = Arc::new(dataplane);
         let publisher = Arc::new(Publisher::new(config, (objects, stale), services, &dataplane, clearing));
         let clearing_thread = start_clearing_thread(jobs, config, &dataplane, &publisher).map_err(RunError::failed)?;
-        let (trial, messages) = TrialFeed::new();
-        let context = TrialContext::new(config.node.as_str(), &dataplane, &publisher, &trial);
-        let trial_thread = context.start(messages).map_err(RunError::failed)?;
-        publisher.subscribe(|_| (trial.clone(), ()));
+        let (trial, trial_thread) = start_trial_thread(config, &dataplane, &publisher).map_err(RunError::failed)?;
         let records = sinks.map(|sinks| FlowRecorder::start(sinks, config, &dataplane, &publisher));
         let records = records.transpose().map_err(RunError::failed)?;
         let mut daemon = Self {
@@ -370,6 +314,24 @@ impl<'a> Daemon<'a> {
             Ok(()) => Ok(daemon),
             Err(error) => Err(daemon.abandon(error).await),
         }
+    }
+
+    /// Ends a run with this outcome, once no policy comes any more.
+    async fn finish(mut self, outcome: Result<Ended, RunError>) -> Result<Ended, RunError> {
+        self.report();
+        self.write_verdicts();
+        self.count_use();
+        self.operation.usage.finish();
+        let leaves = match (&outcome, self.config.fail.on_exit) {
+            (Ok(Ended::BySignal), on_exit) => on_exit,
+            (Ok(Ended::HandedOver(_)), _) => OnExit::Keep,
+            (Err(_), _) => self.after_failure(),
+        };
+        if leaves == OnExit::Keep && !matches!(outcome, Ok(Ended::HandedOver(_))) {
+            warn_of_closed_pods(self.settings.attach);
+        }
+        let stopped = self.stop(leaves).await;
+        outcome.and_then(|ended| stopped.map(|()| ended))
     }
 
     /// Ends a start that has failed with this error. If an earlier daemon left pods closed, that does not open them.

@@ -15,7 +15,6 @@ use crate::discovery::PodProblem;
 /// How long a problem that can pass by itself lasts before it is a warning.
 const LASTING: Duration = Duration::from_secs(10);
 
-/// The problems of this node's pods.
 #[derive(Debug, Default)]
 pub(super) struct ProblemLog {
     known: BTreeMap<PodProblem, KnownProblem>,
@@ -24,7 +23,6 @@ pub(super) struct ProblemLog {
 #[derive(Clone, Copy, Debug)]
 struct KnownProblem {
     since: Instant,
-    /// The level at which it was logged last.
     level: Level,
 }
 

@@ -55,7 +55,6 @@ impl Daemon<'_> {
         PacketNames { engine: inputs.objects.engine(), ports: &self.ports, epoch: inputs.epoch }
     }
 
-    /// Handles one event of the operation.
     pub(super) async fn operate(&mut self, next: OperationEvent) {
         match next {
             OperationEvent::Answer(StateQuery::Capture { query, answer }) => {
@@ -87,7 +86,6 @@ impl Daemon<'_> {
         }
     }
 
-    /// Reads how often rules decided so far.
     pub(super) fn count_use(&mut self) {
         let mut inputs = self.publisher.inputs();
         // Objects of an earlier run may not be all.
@@ -97,7 +95,6 @@ impl Daemon<'_> {
         self.operation.usage.add(counted, is_synced, Timestamp::now());
     }
 
-    /// Writes what the workers have recorded so far.
     pub(super) fn write_verdicts(&mut self) {
         let records = self.operation.verdicts.take();
         let mut lines = Vec::with_capacity(records.len());
@@ -108,7 +105,6 @@ impl Daemon<'_> {
         self.operation.verdicts.write(lines);
     }
 
-    /// Prints the statistics.
     pub(super) fn report(&self) {
         let mut text = report::statistics(
             &self.dataplane.statistics(),

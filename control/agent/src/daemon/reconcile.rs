@@ -15,10 +15,8 @@ use crate::RunError;
 use crate::coverage::{self, NotEnforced, PodCoverage};
 use crate::discovery::{PodProblem, has_network_on, pod_ports};
 use crate::node_context::NodeNetwork;
-use crate::settings::Attach;
 
 impl Daemon<'_> {
-    /// Reads the network state and reconciles with it.
     pub(super) async fn refresh(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
         if self.read_network_state().await { self.reconcile(why, seen).await } else { Ok(()) }
     }
@@ -66,7 +64,7 @@ impl Daemon<'_> {
         self.ports.retract();
         self.follow_capture();
         self.update_routes().await;
-        // What the daemon that runs has attached to since is taken later.
+        // Ports that the running daemon has attached to since are taken later.
         if !self.is_beside {
             self.note_not_enforced(&under_policy);
         }
@@ -99,7 +97,7 @@ impl Daemon<'_> {
             is_closed: &|link| self.ports.is_closed(link),
         };
         let mut found = coverage::of_pods(under_policy, &coverage);
-        if self.settings.attach == Attach::Xdp {
+        if !self.ports.watches_bridges() {
             let is_watched = |link| self.ports.has_programs(link);
             found.extend(coverage::of_bridges(under_policy, self.bindings.bindings(), &self.netstate, is_watched));
         }

@@ -4,23 +4,27 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use penstock_policy::model::Object;
+use penstock_policy::engine::TranslatedBy;
+use penstock_policy::model::{Object, ObjectChange};
 use penstock_sources::Source;
 use penstock_sources::api_server::{NodeWriter, PodNotEnforced, StartupTaint, pods_not_enforced};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::RunError;
 use crate::config::Config;
+use crate::discovery::NetworkState;
+use crate::learnt_names::LearntNamesFile;
+use crate::objects::NodeObjects;
 use crate::policy_thread::{FollowedChanges, PolicyThread};
 use crate::publisher::Publisher;
 use crate::recorded_objects::{ObjectFile, ObjectRecorder, RecordedLines, StaleObjects};
+use crate::settings::Settings;
 use crate::signals::{Signal, Signals};
 
 /// How long a start waits for the API server before it takes the objects of the last run. Pods are closed meanwhile; a server
 /// that is there lists all objects faster.
 const SOURCE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// A source, and the objects to start with.
 pub(super) struct OpenedSource {
     pub(super) source: Source,
     pub(super) objects: Vec<Object>,
@@ -84,4 +88,22 @@ pub(super) fn follow(
     let stale = are_stale.then(|| lines.references());
     let recorder = record.map(|file| ObjectRecorder::start(file, lines, are_stale)).transpose()?;
     PolicyThread::start(FollowedChanges { source, recorder, stale }, publisher)
+}
+
+/// The objects of this node to start with.
+pub(super) fn first_objects(
+    settings: &Settings<'_>,
+    netstate: &NetworkState,
+    initial: Vec<Object>,
+    names: Option<&LearntNamesFile>,
+) -> NodeObjects {
+    let config = settings.config;
+    let mut objects = NodeObjects::new(config.node.as_str(), &config.node_addresses);
+    if let Some(names) = names {
+        objects.learn_names(Arc::clone(names.table()));
+    }
+    objects.set_translated_by(if config.services.enabled { TranslatedBy::Workers } else { TranslatedBy::Kernel });
+    objects.count_use(settings.worker_cores().len());
+    objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
+    objects
 }

@@ -14,22 +14,66 @@ use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::pipeline::{self, OriginalSources};
 use penstock_dataplane::reply::{self, OnDeny, ReplySettings};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
-use penstock_privileges as privileges;
 use penstock_xdp_redirect::{
     ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, ServiceAddresses, TcxOptions, TcxPrograms,
     TranslatedSources, WaitingArray, quietly,
 };
 
-use crate::RunError;
 use crate::config::{
     Config, DenyAnswer, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan,
 };
 use crate::connections::{ClearingJobs, map_sizes};
 use crate::discovery::{HostVeth, HostVethError, Lifetime, Link, Netlink, NetworkState, WorkerPairs};
 use crate::node_path::NodePath;
-use crate::ports::{LeavingPrograms, Programs, interface};
+use crate::ports::{Programs, ProgramsBesideXdp, interface};
 use crate::publisher::Publisher;
 use crate::settings::{Attach, Settings};
+use crate::trial::{TrialContext, TrialFeed};
+use crate::{RunError, logging, privileges};
+
+pub(super) fn log_start(settings: &Settings<'_>) {
+    let config = settings.config;
+    tracing::info!(
+        target: logging::MILESTONES,
+        node = %config.node,
+        cores = ?settings.worker_cores(),
+        attach = settings.attach.name(),
+        source = config.source.location().to_string(),
+        admin = %config.admin.socket,
+        metrics = %config.metrics.listen,
+        "penstock {} starts",
+        env!("CARGO_PKG_VERSION")
+    );
+    if config.dataplane.mode == Mode::Forward {
+        tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
+    }
+    if let Some(after) = config.debug.worker_panics_after {
+        tracing::warn!("debug.worker_panics_after: a worker will panic after {:?}", after.duration());
+    }
+}
+
+/// Starts the workers, and moves the other threads off their cores.
+pub(super) fn start_workers(settings: &Settings<'_>, maps: &SharedMaps) -> Result<Dataplane, RunError> {
+    // Threads that exist before the workers: manifest reader and API server client.
+    leave_cores_to_workers(settings, &other_threads());
+    let dataplane = start_dataplane(settings, maps)?;
+    let others: Vec<Pid> = dataplane.other_threads().chain([gettid()]).collect();
+    leave_cores_to_workers(settings, &others);
+    Ok(dataplane)
+}
+
+/// Starts the thread that judges what is staged, once something is.
+pub(super) fn start_trial_thread(
+    config: &Config,
+    dataplane: &Arc<Dataplane>,
+    publisher: &Arc<Publisher>,
+) -> io::Result<(TrialFeed, JoinHandle<()>)> {
+    let (trial, messages) = TrialFeed::new();
+    let context = TrialContext::new(config.node.as_str(), dataplane, publisher, &trial);
+    let thread = context.start(messages)?;
+    publisher.subscribe(|_| (trial.clone(), ()));
+    Ok((trial, thread))
+}
 
 /// Starts the thread that removes connections of released addresses. It drops all capabilities and reads no clock.
 pub(super) fn start_clearing_thread(
@@ -108,7 +152,7 @@ pub(super) async fn open_programs(
         other => RunError::failed(other),
     };
     if settings.attach == Attach::Xdp {
-        let redirect = match pins {
+        let redirect = match pins.clone() {
             Some(pins) => Redirect::pinned(pins),
             None => Redirect::new(),
         };
@@ -118,12 +162,12 @@ pub(super) async fn open_programs(
             FailMode::Open => Lifetime::Daemon,
         };
         let host_veth = HostVeth::create(netlink, &config.host_veth, mtu, lifetime).await.map_err(failed)?;
-        let leaving = leaving_programs(config, host_veth.node(), &maps)
+        let beside = programs_beside_xdp(config, host_veth.node(), pins, &maps)
             .inspect_err(|error| {
                 tracing::warn!(%error, "the kernel has no tcx: EGRESS POLICY IS NOT ENFORCED on what pods send to their node or to a Service and it sends on to another one");
             })
             .ok();
-        return Ok((Programs::Xdp { redirect, leaving }, NodePath::HostVeth(Box::new(host_veth))));
+        return Ok((Programs::Xdp { redirect, beside }, NodePath::HostVeth(Box::new(host_veth))));
     }
     let pairs = match is_beside {
         true => WorkerPairs::create_beside(netlink, workers.len(), mtu).await,
@@ -153,19 +197,25 @@ pub(super) async fn open_programs(
     }
 }
 
-/// The programs on what leaves the node, beside XDP at pods: they send to the workers by the host veth.
-fn leaving_programs(config: &Config, host_veth: &Link, maps: &SharedMaps) -> anyhow::Result<LeavingPrograms> {
+/// The programs beside XDP, on what pods get and on what leaves the node: they send to the workers by the host veth.
+fn programs_beside_xdp(
+    config: &Config,
+    host_veth: &Link,
+    pins: Option<Pins>,
+    maps: &SharedMaps,
+) -> anyhow::Result<ProgramsBesideXdp> {
     let options = TcxOptions {
         open_without_workers: config.fail.mode == FailMode::Open,
+        sources: Some(maps.sources.clone()),
         services: Some(maps.services.clone()),
         beside_xdp: true,
         ..TcxOptions::default()
     };
     // Where the kernel has no tcx, which is said with the reason, XDP goes on without them.
-    let tcx = quietly(|| TcxPrograms::load(&options, None))?;
+    let tcx = quietly(|| TcxPrograms::load(&options, None))?.with_pins(pins);
     tcx.set_pairs(&[host_veth.index], &[])?;
     let host_veth = tcx.attach_worker(&interface(host_veth))?;
-    Ok(LeavingPrograms { tcx, host_veth })
+    Ok(ProgramsBesideXdp { tcx, host_veth })
 }
 
 fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Result<TcxPrograms, LoadError> {
@@ -234,7 +284,6 @@ impl SharedMaps {
         Ok(Some(Self { connections: Some(connections), sources, services, waiting }))
     }
 
-    /// The counters of packets that wait for workers.
     fn waiting(&self) -> Result<Option<WaitingPackets>, RunError> {
         let Some(array) = &self.waiting else { return Ok(None) };
         let mapped = array.descriptor().and_then(|array| WaitingPackets::map(&array, MAX_TCX_PORTS.into()));
@@ -276,7 +325,7 @@ fn connection_maps(settings: &Settings<'_>, pins: Option<&Pins>) -> Result<Optio
     Ok(Some(ConnectionMaps::open(pins, &sizes).map_err(RunError::bad_input)?))
 }
 
-pub(super) fn start_dataplane(settings: &Settings<'_>, maps: &SharedMaps) -> Result<Dataplane, RunError> {
+fn start_dataplane(settings: &Settings<'_>, maps: &SharedMaps) -> Result<Dataplane, RunError> {
     let config = settings.config;
     let mut connections = config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?;
     connections.ended = config.flow_records.queue();
@@ -381,7 +430,7 @@ const PAIR_RING: u32 = 4096;
 /// Moves these threads, and those that they start later, off the workers' cores if other cores are usable. On a
 /// worker's core a thread of ordinary priority gets a hundredth of the time under load: replacing 10,000 policies took
 /// more than six seconds.
-pub(super) fn leave_cores_to_workers(settings: &Settings<'_>, threads: &[Pid]) {
+fn leave_cores_to_workers(settings: &Settings<'_>, threads: &[Pid]) {
     let workers = settings.worker_cores();
     let mut others = CpuSet::new();
     for &core in settings.usable_cores.iter().filter(|core| !workers.contains(core)) {
@@ -395,7 +444,7 @@ pub(super) fn leave_cores_to_workers(settings: &Settings<'_>, threads: &[Pid]) {
 }
 
 /// The threads of this process except the calling one.
-pub(super) fn other_threads() -> Vec<Pid> {
+fn other_threads() -> Vec<Pid> {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let threads = tasks.filter_map(|task| task.file_name().to_str()?.parse().ok().map(Pid::from_raw));
     threads.filter(|thread| *thread != gettid()).collect()

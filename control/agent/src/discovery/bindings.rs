@@ -22,11 +22,8 @@ const MOST_TOLD: usize = 4096;
 /// The interface of a bridge that neighbours named first for a pod.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct FirstBinding {
-    /// Index of the interface.
     pub index: u32,
-    /// Its name.
     pub interface: String,
-    /// The pod.
     pub pod: ObjectKey,
 }
 
@@ -56,7 +53,6 @@ impl Bindings {
         Self { first: first.into_iter().map(|binding| (binding.index, binding)).collect(), ..Self::default() }
     }
 
-    /// The bindings that neighbours made.
     pub fn first(&self) -> impl Iterator<Item = &FirstBinding> {
         self.first.values()
     }
@@ -206,7 +202,6 @@ impl Bindings {
         }
     }
 
-    /// The interfaces of a pod.
     pub fn links_of(&self, pod: &ObjectKey) -> impl Iterator<Item = u32> {
         self.links.get(pod).into_iter().flatten().copied()
     }
@@ -256,7 +251,6 @@ impl Bindings {
     }
 }
 
-/// Those of these names that are veths.
 fn veths(netstate: &NetworkState, names: &[String]) -> Vec<u32> {
     let found = names.iter().filter_map(|name| netstate.link(name));
     found.filter(|link| link.veth).map(|link| link.index).collect()
@@ -274,19 +268,7 @@ mod tests {
     }
 
     fn pod(name: &str, address: &str) -> Pod {
-        Pod {
-            key: key(name),
-            labels: Default::default(),
-            node: Some("here".into()),
-            addresses: vec![address.parse().unwrap()],
-            host_network: false,
-            finished: false,
-            ports: Vec::new(),
-            lifetime: Default::default(),
-            controller: None,
-            other_interfaces: Vec::new(),
-            limits: Default::default(),
-        }
+        Pod { key: key(name), node: Some("here".into()), addresses: vec![address.parse().unwrap()], ..Pod::default() }
     }
 
     /// Ports of a bridge, and the address of the neighbour behind each.

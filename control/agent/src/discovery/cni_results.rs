@@ -17,13 +17,11 @@ use serde::Deserialize;
 
 /// Most bytes of a file. One of a pod has some kilobytes.
 const MOST_BYTES: u64 = 1 << 20;
-/// Most files of a directory that are read.
 const MOST_FILES: usize = 16_384;
 
 /// The result of plugins for one network of a pod.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CniResult {
-    /// The pod.
     pub pod: ObjectKey,
     /// Its sandbox: all networks of one sandbox are those of one pod.
     pub sandbox: String,
@@ -31,7 +29,6 @@ pub struct CniResult {
     pub inside: String,
     /// Names of the interfaces that plugins made on the node: the pod's veth, and what is not the pod's alone, such as a bridge.
     pub on_node: Vec<String>,
-    /// The pod's addresses of this network.
     pub addresses: BTreeSet<IpAddr>,
 }
 

@@ -46,6 +46,10 @@ pub struct PodRoute {
     pub enters_by: u32,
 }
 
+/// MAC address of the node's end, whose frames have it as source and destination, as it answers no ARP. One that the kernel draws could begin like a
+/// tag of the programs and workers (`struct tag` in xdp-redirect/src/bpf/worker.h).
+const NODE_MAC: [u8; 6] = [0x06, 0, 0, 0, 0, 1];
+
 /// How long the pair lives.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Lifetime {
@@ -290,7 +294,8 @@ fn details(message: &RouteMessage) -> Option<(IpAddr, Details)> {
 async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Link, HostVethError> {
     set_initial_sysctls(name, end)?;
     // No ARP on the node's end: it has no neighbours, and the workers take whatever it sends.
-    let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(end == End::Workers).up().build();
+    let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(end == End::Workers).up();
+    let up = if end == End::Node { up.address(NODE_MAC.to_vec()) } else { up }.build();
     let set = netlink.handle.link().set(up).execute().await;
     set.map_err(|error| NetlinkError::new(format!("cannot set {name} up"), error))?;
     netlink.link(name).await?.ok_or_else(|| HostVethError::Gone(name.to_owned()))

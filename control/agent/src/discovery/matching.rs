@@ -29,9 +29,7 @@ pub struct PodPort {
     pub bridge: Option<String>,
     /// Index of the interface by which its packets enter the node's stack: the host side, or its bridge.
     pub enters_by: u32,
-    /// The pod.
     pub pod: ObjectKey,
-    /// All addresses of the pod.
     pub addresses: BTreeSet<IpAddr>,
 }
 
@@ -83,10 +81,8 @@ pub fn pod_ports<'a>(
     (ports, problems)
 }
 
-/// Limits of the pods that get a port.
 #[derive(Clone, Copy, Debug)]
 pub struct PortLimits<'a> {
-    /// Their node.
     pub node: &'a str,
     /// The longest IP packet that a frame holds, in bytes.
     pub largest: u32,
@@ -158,16 +154,9 @@ mod tests {
     fn pod(name: &str, addresses: &[&str]) -> Pod {
         Pod {
             key: ObjectKey { namespace: "shop".into(), name: name.into() },
-            labels: Default::default(),
             node: Some("here".into()),
             addresses: addresses.iter().map(|text| text.parse().unwrap()).collect(),
-            host_network: false,
-            finished: false,
-            ports: Vec::new(),
-            lifetime: Default::default(),
-            controller: None,
-            other_interfaces: Vec::new(),
-            limits: Default::default(),
+            ..Pod::default()
         }
     }
 

@@ -32,12 +32,10 @@ use super::network_state::{HostRoute, Link, NetworkState, RemoteNetwork, Shaping
 /// include/uapi/linux/rtnetlink.h).
 pub(super) const PROTOCOL: RouteProtocol = RouteProtocol::Other(112);
 
-/// A netlink request that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("netlink: {what}: {error}")]
 pub struct NetlinkError {
     what: String,
-    /// The kernel's error.
     pub error: io::Error,
 }
 
@@ -63,11 +61,9 @@ impl NetlinkError {
 #[derive(Clone, Debug)]
 pub struct Netlink {
     pub(super) handle: Handle,
-    /// Addresses whose neighbour entries are awaited.
     awaited: Arc<DashSet<IpAddr>>,
 }
 
-/// Waits for changes of links, routes or addresses.
 #[derive(Clone, Debug)]
 pub struct Events {
     changed: Arc<Notify>,
@@ -221,7 +217,6 @@ impl Netlink {
         }
     }
 
-    /// The link with this name, if there is one.
     pub async fn link(&self, name: &str) -> Result<Option<Link>, NetlinkError> {
         let request = self.handle.link().get().match_name(name).execute();
         match collect(&format!("cannot read {name}"), request).await {
@@ -231,7 +226,6 @@ impl Netlink {
         }
     }
 
-    /// All routes of a family.
     pub(super) async fn routes(&self, family: AddressFamily) -> Result<Vec<RouteMessage>, NetlinkError> {
         let mut request = RouteMessage::default();
         request.header.address_family = family;
@@ -307,7 +301,6 @@ impl Netlink {
         replies.ok()?.first().map(link).map(|peer| peer.mac).filter(|&mac| mac != Mac::default())
     }
 
-    /// The neighbour table.
     async fn neighbours(&self) -> Result<Vec<Neighbour>, NetlinkError> {
         let messages = collect("cannot read the neighbours", self.handle.neighbours().get().execute()).await?;
         let known = messages.iter().filter_map(|message| Some((message.header.ifindex, neighbour(message)?)));
@@ -315,7 +308,6 @@ impl Netlink {
     }
 }
 
-/// An entry of the neighbour table.
 struct Neighbour {
     link: u32,
     address: IpAddr,

@@ -10,7 +10,6 @@ use penstock_xdp_redirect::Bridge;
 /// One read of the kernel's links, routes and addresses.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct NetworkState {
-    /// All links of the namespace, by interface index.
     pub links: BTreeMap<u32, Link>,
     /// Routes of the main table to single addresses without a gateway.
     pub routes: Vec<HostRoute>,
@@ -33,30 +32,24 @@ pub struct NetworkState {
     pub longest: Option<u32>,
 }
 
-/// A network interface.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Link {
     /// Its index in this namespace.
     pub index: u32,
-    /// Its name.
     pub name: String,
-    /// Its alias, where it has one.
     pub alias: Option<String>,
     /// Its Ethernet address; zero where it has none.
     pub mac: Mac,
     /// Its MTU in bytes, without the link header.
     pub mtu: u32,
-    /// Whether it is up.
     pub up: bool,
     /// Whether it is one end of a veth pair.
     pub veth: bool,
-    /// Whether it is a bridge.
     pub bridge: bool,
     /// The kernel's number here of the network namespace that its other end is in; `None` for this one.
     pub peer_namespace: Option<i32>,
     /// Index of its bridge, bond or other master.
     pub master: Option<u32>,
-    /// How many receive queues it has.
     pub queues: u32,
     /// The MAC address of a veth's peer in another network namespace.
     pub peer_mac: Option<Mac>,
@@ -88,7 +81,6 @@ impl Shaping {
 /// A network behind another machine.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct RemoteNetwork {
-    /// The network.
     pub network: IpNet,
     /// The machines that route it.
     pub gateways: Vec<IpAddr>,
@@ -99,15 +91,12 @@ pub struct RemoteNetwork {
 /// A route to one address directly behind a link, as ptp-like CNI plugins set it.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct HostRoute {
-    /// The address.
     pub destination: IpAddr,
-    /// Index of the link.
     pub link: u32,
 }
 
 #[cfg(test)]
 impl Link {
-    /// A pod's veth, for tests.
     pub(crate) fn veth(index: u32, name: &str) -> Self {
         Self {
             index,
@@ -128,7 +117,6 @@ impl Link {
 }
 
 impl NetworkState {
-    /// The link with this name.
     pub fn link(&self, name: &str) -> Option<&Link> {
         self.links.values().find(|link| link.name == name)
     }
@@ -156,17 +144,14 @@ impl NetworkState {
         self.routes.iter().any(|route| route.link == link)
     }
 
-    /// The bridge whose network contains this address.
     pub fn bridge_of(&self, address: IpAddr) -> Option<u32> {
         self.networks.iter().find(|(network, _)| network.contains(&address)).map(|&(_, bridge)| bridge)
     }
 
-    /// The master of a link.
     pub fn master_of(&self, link: &Link) -> Option<&Link> {
         link.master.and_then(|index| self.links.get(&index))
     }
 
-    /// A link's bridge, if it has one.
     pub fn bridge(&self, link: &Link) -> Option<Bridge> {
         let bridge = self.master_of(link).filter(|master| master.bridge)?;
         Some(Bridge { index: bridge.index, mac: bridge.mac.0 })

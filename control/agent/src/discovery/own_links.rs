@@ -11,30 +11,18 @@ use super::network_state::Link;
 /// Interface alias that marks both ends of a pair as Penstock's.
 pub(super) const ALIAS: &str = "penstock host veth";
 
-/// Why the host veth cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum HostVethError {
-    /// Another daemon has it.
     #[error("host_veth: another penstock runs in this network namespace; stop it first")]
     Running,
-    /// Another program's link has the name.
     #[error("host_veth: interface {0} exists and is not penstock's; delete it, or set another name under [host_veth]")]
     NameTaken(String),
-    /// The kernel rejected a request.
     #[error("host_veth: {0}")]
     Netlink(#[from] NetlinkError),
-    /// A setting of the pair cannot be written.
     #[error("host_veth: cannot set {sysctl}: {error}; make /proc/sys writable")]
-    Sysctl {
-        /// The setting.
-        sysctl: String,
-        /// The error.
-        error: io::Error,
-    },
-    /// Cannot create or enter the private netns.
+    Sysctl { sysctl: String, error: io::Error },
     #[error("host_veth: cannot create a network namespace for fail.mode = \"open\" ({0}); grant CAP_SYS_ADMIN")]
     PrivateNetns(#[source] io::Error),
-    /// The pair was deleted.
     #[error("host_veth: interface {0} is gone; restart penstock, and do not delete the interface")]
     Gone(String),
 }

@@ -11,146 +11,63 @@ pub enum PodProblem {
     #[error(
         "pod {pod}: no host route to {addresses}; waiting for the CNI plugin to set one, for its result, or for a neighbour on a bridge to answer; a pod without a veth on the node (macvlan, SR-IOV) cannot be served: keep policies off it"
     )]
-    NoRoute {
-        /// The pod.
-        pod: ObjectKey,
-        /// Its addresses.
-        addresses: String,
-    },
+    NoRoute { pod: ObjectKey, addresses: String },
     /// The route leads to something other than a veth.
     #[error("pod {pod}: the route to {address} leads to {link}, which is not a veth; only veth pairs are supported")]
-    NotVeth {
-        /// The pod.
-        pod: ObjectKey,
-        /// The address.
-        address: IpAddr,
-        /// The link's name.
-        link: String,
-    },
-    /// Its addresses are behind two interfaces.
+    NotVeth { pod: ObjectKey, address: IpAddr, link: String },
     #[error(
         "pod {pod}: its addresses are behind {first} and {second}; a pod has one interface: correct its podIPs or the routes"
     )]
-    TwoLinks {
-        /// The pod.
-        pod: ObjectKey,
-        /// One interface.
-        first: String,
-        /// The other.
-        second: String,
-    },
-    /// Two pods are behind one interface.
+    TwoLinks { pod: ObjectKey, first: String, second: String },
     #[error(
         "pods {first} and {second}: both are behind {link}; an interface has one pod: correct their podIPs or the routes"
     )]
-    TwoPods {
-        /// One pod.
-        first: ObjectKey,
-        /// The other.
-        second: ObjectKey,
-        /// The interface.
-        link: String,
-    },
-    /// Two pods claim one address.
+    TwoPods { first: ObjectKey, second: ObjectKey, link: String },
     #[error(
         "pods {first} and {second}: both have {address}; {first} gets it, because it is not terminating or started later: delete {second}, or correct its podIPs"
     )]
     AddressTaken {
-        /// The pod that owns it.
         first: ObjectKey,
         /// The other, which does not get it.
         second: ObjectKey,
-        /// The address.
         address: IpAddr,
     },
     /// Neighbours say that its address is behind an interface that is not its own.
     #[error(
         "pod {pod}: neighbours say that {address} is behind {link}, which is another pod's or not the first that they named; the binding stays as it is: somebody claims the pod's address, look at what runs behind {link}"
     )]
-    Claimed {
-        /// The pod.
-        pod: ObjectKey,
-        /// The address.
-        address: IpAddr,
-        /// The interface.
-        link: String,
-    },
+    Claimed { pod: ObjectKey, address: IpAddr, link: String },
     /// It has given its interface the MAC address of another pod on the bridge.
     #[error(
         "pod {pod}: behind {link} is the MAC address {mac} of another pod on the same bridge; the other pod keeps it: give the interface another address, and look at what runs in the pod"
     )]
-    MacTaken {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-        /// The MAC address.
-        mac: String,
-    },
+    MacTaken { pod: ObjectKey, link: String, mac: String },
     /// With `attach = "xdp"`: rules lead to the route to it.
     #[error(
         "pod {pod}: the route to it through {link} is not in the main table; with attach = \"xdp\" such pods are not served: set attach = \"tcx\""
     )]
-    OtherTable {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-    },
+    OtherTable { pod: ObjectKey, link: String },
     /// It has interfaces beside the one with its addresses.
     #[error(
         "pod {pod}: policy is not enforced on its other interfaces ({interfaces}); leave them out, or keep policies off the pod"
     )]
-    OtherInterfaces {
-        /// The pod.
-        pod: ObjectKey,
-        /// Their names in the pod.
-        interfaces: String,
-    },
+    OtherInterfaces { pod: ObjectKey, interfaces: String },
     /// A veth of the node that nobody has named leads to it, too.
     #[error(
         "pod {pod}: policy is not enforced on {link}, which leads to it beside its interface; take it away, or keep policies off the pod"
     )]
-    AnotherVeth {
-        /// The pod.
-        pod: ObjectKey,
-        /// Index of the veth.
-        index: u32,
-        /// Its name.
-        link: String,
-    },
-    /// Its interface is down.
+    AnotherVeth { pod: ObjectKey, index: u32, link: String },
     #[error("pod {pod}: {link} is down; set it up (ip link set {link} up)")]
-    Down {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-    },
-    /// The pod's Ethernet address is not known.
+    Down { pod: ObjectKey, link: String },
     #[error(
         "pod {pod}: the Ethernet address behind {link} is not known yet; waiting for the veth's other end or a neighbour entry"
     )]
-    NoMac {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-    },
+    NoMac { pod: ObjectKey, link: String },
     /// Its interface's MTU is larger than a frame. It is served all the same.
     #[error(
         "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds: of longer packets only those of established connections pass, by tcx; TCP is told to send shorter ones; lower the MTU to {largest}, or raise umem.frame_size"
     )]
-    TooLong {
-        /// The pod.
-        pod: ObjectKey,
-        /// The interface.
-        link: String,
-        /// Its MTU.
-        mtu: u32,
-        /// The most that a frame holds.
-        largest: u32,
-    },
+    TooLong { pod: ObjectKey, link: String, mtu: u32, largest: u32 },
 }
 
 impl PodProblem {
@@ -178,7 +95,6 @@ impl PodProblem {
         matches!(self, Self::NotVeth { .. } | Self::TooLong { .. } | Self::OtherTable { .. })
     }
 
-    /// The affected pods.
     pub fn pods(&self) -> impl Iterator<Item = &ObjectKey> {
         let (one, other) = match self {
             Self::TwoPods { first, second, .. } | Self::AddressTaken { first, second, .. } => (first, Some(second)),

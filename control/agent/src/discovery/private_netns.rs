@@ -31,7 +31,6 @@ impl PrivateNetns {
         Ok(private_netns)
     }
 
-    /// Its descriptor.
     pub(super) fn file(&self) -> &File {
         &self.inside
     }
@@ -52,7 +51,6 @@ impl Drop for NetnsGuard {
     }
 }
 
-/// The calling thread's namespace.
 fn namespace() -> io::Result<File> {
     File::open("/proc/thread-self/ns/net")
 }

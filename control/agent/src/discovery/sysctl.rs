@@ -16,12 +16,10 @@ pub struct Sysctl {
 }
 
 impl Sysctl {
-    /// A setting of IPv4.
     pub fn v4(interface: &str, name: &'static str) -> Self {
         Self { family: "ipv4", interface: interface.to_owned(), name }
     }
 
-    /// A setting of IPv6.
     pub fn v6(interface: &str, name: &'static str) -> Self {
         Self { family: "ipv6", interface: interface.to_owned(), name }
     }
@@ -31,7 +29,6 @@ impl Sysctl {
         fs::read_to_string(self.path()).ok()?.trim().parse().ok()
     }
 
-    /// Sets it.
     pub fn write(&self, value: i64) -> io::Result<()> {
         fs::write(self.path(), value.to_string())
     }

@@ -15,12 +15,10 @@ use super::own_links::{ALIAS, HostVethError, PAIR_NAMES, clear_pairs, lock};
 use super::sysctl::{Sysctl, Sysctls};
 use crate::config;
 
-/// A worker's pair.
 #[derive(Clone, Debug)]
 pub struct WorkerVeth {
     /// The end that programs put packets into, and where the worker's come out.
     pub node: Link,
-    /// The end with the worker's socket.
     pub worker: Link,
 }
 
@@ -70,12 +68,10 @@ impl WorkerPairs {
         self.pairs.iter().map(|pair| pair.node.index).collect()
     }
 
-    /// By worker.
     pub fn pairs(&self) -> &[WorkerVeth] {
         &self.pairs
     }
 
-    /// Removes the pairs.
     pub async fn remove(self) -> Result<(), HostVethError> {
         remove_all(&self.netlink, &self.pairs).await
     }

@@ -20,13 +20,10 @@ use tokio::time::{Sleep, sleep};
 const MOST: usize = 64;
 /// How long a connection lasts, whatever it does: a scrape of a large table takes a second.
 const LIFETIME: Duration = Duration::from_secs(30);
-/// Pause after a connection could not be accepted.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// A listening port whose connections are bounded.
 pub(super) struct BoundedListener {
     listener: TcpListener,
-    /// How long each connection lasts.
     lifetime: Duration,
     /// The open connections, oldest first.
     open: VecDeque<Weak<Ended>>,

@@ -29,7 +29,6 @@ const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=
 /// A listening port, not served yet.
 pub(super) struct MetricsListener(TcpListener);
 
-/// Cannot listen on the port.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "metrics.listen = {address}: cannot listen there ({source}); set a free port on an address of this node, or \"off\""
@@ -40,7 +39,6 @@ pub(super) struct ListenError {
 }
 
 impl MetricsListener {
-    /// Listens at `address`.
     pub(super) async fn listen(address: SocketAddr) -> Result<Self, ListenError> {
         TcpListener::bind(address).await.map(Self).map_err(|source| ListenError { address, source })
     }

@@ -26,7 +26,6 @@ pub(super) struct DeniedFlow {
     pub(super) rules: DecidingRules,
 }
 
-/// The sum over packets that are alike.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct DeniedPackets {
     pub(super) packets: u64,
@@ -75,7 +74,6 @@ impl DeniedFlows {
         true
     }
 
-    /// Takes all.
     pub(super) fn take(&mut self) -> Vec<(DeniedFlow, DeniedPackets)> {
         self.0.drain().collect()
     }

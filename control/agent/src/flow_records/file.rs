@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::private_file;
 
-/// Cannot open the file.
 #[derive(Debug, thiserror::Error)]
 #[error("flow_records.file = {}: cannot open it ({source}); set a file in a directory that exists and is writable, or \"off\"", .path.display())]
 pub(crate) struct RecordsFileError {
@@ -26,7 +25,6 @@ pub(super) struct RotatingFile {
     path: PathBuf,
     /// The length at which the file is renamed, in bytes.
     limit: u64,
-    /// How many files are kept.
     kept: u16,
     /// `None` after an error.
     open: Option<OpenFile>,

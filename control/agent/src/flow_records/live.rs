@@ -45,7 +45,6 @@ pub(super) struct Counted {
 }
 
 impl LiveConnections {
-    /// For walks at this interval.
     pub(super) fn new(interval: Duration) -> Self {
         let patience = SWEPT_WITHIN.as_millis().div_ceil(interval.as_millis().max(1));
         Self { patience: patience.try_into().unwrap_or(u32::MAX), ..Self::default() }
@@ -70,7 +69,6 @@ impl LiveConnections {
         (!is_known).then(|| self.interval(connection))
     }
 
-    /// The counts of one that has ended.
     pub(super) fn end(&mut self, connection: Counted) -> RecordedCounts {
         let (total, since) = self.advance(connection);
         if self.recorded.get(&connection.id).is_some_and(|last| last.begun == connection.begun) {
@@ -79,7 +77,6 @@ impl LiveConnections {
         counts(total, since)
     }
 
-    /// A walk of the table begins.
     pub(super) fn begin_walk(&mut self) {
         self.walk += 1;
     }

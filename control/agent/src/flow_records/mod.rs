@@ -29,12 +29,12 @@ use penstock_dataplane::packet::{Address, Flow, TcpFlags};
 use penstock_dataplane::worker::{Dataplane, VerdictLog};
 use penstock_policy::engine::Engine;
 use penstock_policy::state::ClusterState;
-use penstock_privileges as privileges;
 
 use super::config;
 use super::naming::{identifier, of_client, service, sides};
 use super::nonblocking_writer::NonBlockingWriter;
 use super::publisher::Publisher;
+use crate::privileges;
 use denied::{DeniedFlow, DeniedFlows, DeniedPackets};
 use file::{RecordsFileError, RotatingFile};
 use live::{Counted, LiveConnections};
@@ -42,9 +42,7 @@ use names::Names;
 use otlp::{OtlpError, OtlpSender};
 use record::{DecidingRules, FlowEvent, FlowRecord, RecordedEnd, RecordedVerdict, ended, flag_names};
 
-/// How often the workers' queues are emptied.
 const ROUND: Duration = Duration::from_millis(100);
-/// How often denied connections are recorded.
 const DENIED_INTERVAL: Duration = Duration::from_secs(5);
 /// How many records are made under one lock of the objects: policy waits for that many at most.
 const PORTION: usize = 200;
@@ -55,7 +53,6 @@ const WAITING_CHUNKS: usize = 64;
 /// How long the last records may take when the daemon ends.
 const LAST_RECORDS: Duration = Duration::from_millis(500);
 
-/// Records made, and lost.
 #[derive(Debug, Default)]
 pub(super) struct RecordCounters {
     made: [AtomicU64; FlowEvent::ALL.len()],
@@ -85,17 +82,14 @@ pub(super) struct FlowRecorder {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Where records go to.
 pub(super) struct Sinks {
     counters: Arc<RecordCounters>,
     /// `None` as well if it has no thread: every record counts as lost then.
     file: Option<NonBlockingWriter>,
     otlp: Option<OtlpSender>,
-    /// Whether each is configured.
     wanted: [bool; 2],
 }
 
-/// Where records are to go cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SinkError {
     #[error(transparent)]
@@ -140,7 +134,6 @@ impl Sinks {
     }
 }
 
-/// Starts the thread that writes the file.
 fn writer(file: RotatingFile) -> Option<NonBlockingWriter> {
     let failed = |error| tracing::error!(%error, "cannot write flow_records.file; records are lost until it can");
     NonBlockingWriter::new("flow-file", WAITING_CHUNKS, file, failed)
@@ -188,7 +181,6 @@ impl FlowRecorder {
         Ok(Self { counters, table, log, stop: Some(stop), thread: Some(thread) })
     }
 
-    /// Records made and lost since the start.
     pub(super) fn totals(&self) -> RecordTotals {
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let made = FlowEvent::ALL.map(|event| (event.name(), read(&self.counters.made[event as usize])));
@@ -214,7 +206,6 @@ impl Drop for FlowRecorder {
     }
 }
 
-/// The thread's state.
 struct RecordMaker {
     node: Arc<str>,
     interval: Duration,
@@ -249,7 +240,6 @@ impl Now {
     }
 }
 
-/// A connection that is open, or has ended.
 struct Connection {
     original: Flow,
     frontend: Option<Flow>,
@@ -268,7 +258,6 @@ enum Cause {
     Interval,
     /// It is open when the daemon ends.
     DaemonEnds,
-    /// It has ended.
     Ended(Ending),
 }
 

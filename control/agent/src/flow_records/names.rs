@@ -37,7 +37,6 @@ struct Owner {
 }
 
 impl Names {
-    /// Remembers that these pods have their addresses now.
     pub(super) fn read<'p>(&mut self, pods: impl Iterator<Item = &'p Pod>, now: Timestamp) {
         for pod in pods.filter(|pod| !pod.finished && !pod.host_network) {
             for &address in &pod.addresses {
@@ -68,7 +67,6 @@ impl Names {
         had_it.then(|| Arc::clone(&owner.identity))
     }
 
-    /// Forgets owners that were not seen for long.
     pub(super) fn forget(&mut self, now: Timestamp) {
         self.0.retain(|_, owners| owners.last.seen.plus(REMEMBERED) > now);
     }
@@ -115,16 +113,9 @@ mod tests {
     fn pod(name: &str) -> Pod {
         Pod {
             key: ObjectKey { namespace: "shop".into(), name: name.into() },
-            labels: Default::default(),
             node: Some("here".into()),
             addresses: vec![[10, 0, 0, 1].into()],
-            host_network: false,
-            finished: false,
-            ports: Vec::new(),
-            lifetime: Default::default(),
-            controller: None,
-            other_interfaces: Vec::new(),
-            limits: Default::default(),
+            ..Pod::default()
         }
     }
 

@@ -13,11 +13,9 @@ use serde::{Serialize, Serializer};
 /// The event that a record tells. `docs/operate/flow-records.md` describes each field for users.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct FlowRecord {
-    /// When it was made.
     #[serde(serialize_with = "rfc3339")]
     pub(crate) time: Time,
     pub(crate) event: FlowEvent,
-    /// The node whose daemon made it.
     #[serde(serialize_with = "text")]
     pub(crate) node: Arc<str>,
     /// The connection's identifier, as in `penstock flows` and the verdict log.
@@ -32,7 +30,6 @@ pub(crate) struct FlowRecord {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) service: Option<FlowEnd>,
     pub(crate) verdict: RecordedVerdict,
-    /// The drop reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reason: Option<&'static str>,
     #[serde(flatten)]
@@ -40,12 +37,10 @@ pub(crate) struct FlowRecord {
     /// The state, named as in nf_conntrack.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) state: Option<&'static str>,
-    /// How it ended.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) ended: Option<&'static str>,
     #[serde(flatten)]
     pub(crate) counts: Option<RecordedCounts>,
-    /// Packets that were denied.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) packets: Option<u64>,
     /// Flags of all TCP segments that workers forwarded.
@@ -59,11 +54,9 @@ pub(crate) struct FlowRecord {
     pub(crate) last: Time,
 }
 
-/// Why there is a record.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum FlowEvent {
-    /// The connection has ended.
     End,
     /// It is open at the end of an interval, or has sent something since its last record when the daemon ends.
     Interval,
@@ -83,7 +76,6 @@ impl FlowEvent {
     }
 }
 
-/// The verdict of policy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum RecordedVerdict {
@@ -144,7 +136,6 @@ pub(crate) struct RecordedCounts {
     pub(crate) received_since: Traffic,
 }
 
-/// An end of a flow.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize)]
 pub(crate) struct RecordedEnd {
     pub(crate) address: IpAddr,

@@ -4,40 +4,24 @@ use std::borrow::Cow;
 use std::fmt;
 
 use penstock_admin::printable::printable;
-use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeCounterValue, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
-/// The type of a metric family.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum FamilyType {
-    /// Only grows; the format adds `_total` to its name.
-    Counter,
-    /// A current value.
-    Gauge,
-    /// How often values fell into each bucket.
-    Histogram,
-}
-
-/// LabelPairs with their values.
 pub(super) type LabelPairs<'a> = [(&'a str, &'a str)];
 
-/// The same with values that are [printable]: interfaces may be called by anything but a slash and white space.
+/// Labels with values that are [printable]: interfaces may be called by anything but a slash and white space.
 fn written<'a>(labels: &LabelPairs<'a>) -> Vec<(&'a str, Cow<'a, str>)> {
     labels.iter().map(|&(name, value)| (name, printable(value))).collect()
 }
 
-/// How often values fell into each bucket.
 pub(super) struct Buckets {
-    /// Sum of all values.
     pub(super) sum: f64,
     /// Ascending upper bounds, each with the count of values up to it and above the previous one.
     pub(super) buckets: Vec<(f64, u64)>,
 }
 
-/// Writes families.
 pub(super) struct Exposition<'a>(DescriptorEncoder<'a>);
 
-/// Writes the members of one family.
 pub(super) struct FamilyWriter<'a>(MetricEncoder<'a>);
 
 impl<'a> Exposition<'a> {
@@ -45,50 +29,69 @@ impl<'a> Exposition<'a> {
         Self(encoder)
     }
 
-    /// Writes a family; `write` adds its members.
+    /// Writes a family; `write` adds its members. The format adds `_total` to a counter's name.
     pub(super) fn family(
         &mut self,
-        kind: FamilyType,
+        kind: MetricType,
         name: &str,
         help: &str,
         write: impl FnOnce(&mut FamilyWriter<'_>) -> fmt::Result,
     ) -> fmt::Result {
-        let kind = match kind {
-            FamilyType::Counter => MetricType::Counter,
-            FamilyType::Gauge => MetricType::Gauge,
-            FamilyType::Histogram => MetricType::Histogram,
-        };
         write(&mut FamilyWriter(self.0.encode_descriptor(name, help, None, kind)?))
     }
 
-    /// Writes a gauge without labels.
     pub(super) fn gauge(&mut self, name: &str, help: &str, value: f64) -> fmt::Result {
-        self.family(FamilyType::Gauge, name, help, |add| add.value(&[], value))
+        self.family(MetricType::Gauge, name, help, |add| add.value(&[], value))
     }
 
     /// Writes gauges that differ in one label.
-    pub(super) fn gauges(&mut self, name: &str, help: &str, label: &str, values: &[(&str, f64)]) -> fmt::Result {
-        self.family(FamilyType::Gauge, name, help, |add| {
-            values.iter().try_for_each(|(of, value)| add.value(&[(label, of)], *value))
+    pub(super) fn gauges(
+        &mut self,
+        name: &str,
+        help: &str,
+        label: &str,
+        values: impl IntoIterator<Item = (impl AsRef<str>, f64)>,
+    ) -> fmt::Result {
+        let mut values = values.into_iter();
+        self.family(MetricType::Gauge, name, help, |add| {
+            values.try_for_each(|(of, value)| add.value(&[(label, of.as_ref())], value))
         })
+    }
+
+    pub(super) fn counter(&mut self, name: &str, help: &str, count: u64) -> fmt::Result {
+        self.family(MetricType::Counter, name, help, |add| add.count(&[], count))
+    }
+
+    /// Writes counters that differ in one label.
+    pub(super) fn counters(
+        &mut self,
+        name: &str,
+        help: &str,
+        label: &str,
+        counts: impl IntoIterator<Item = (impl AsRef<str>, impl EncodeCounterValue)>,
+    ) -> fmt::Result {
+        self.family(MetricType::Counter, name, help, |add| add.counts(&[], label, counts))
     }
 }
 
 impl FamilyWriter<'_> {
-    /// A counter.
-    pub(super) fn count(&mut self, labels: &LabelPairs<'_>, count: u64) -> fmt::Result {
+    pub(super) fn count(&mut self, labels: &LabelPairs<'_>, count: impl EncodeCounterValue) -> fmt::Result {
         match labels {
             [] => self.0.encode_counter::<NoLabelSet, _, f64>(&count, None),
             _ => self.0.encode_family(&written(labels))?.encode_counter::<NoLabelSet, _, f64>(&count, None),
         }
     }
 
-    /// A counter of seconds.
-    pub(super) fn count_seconds(&mut self, labels: &LabelPairs<'_>, seconds: f64) -> fmt::Result {
-        self.0.encode_family(&written(labels))?.encode_counter::<NoLabelSet, _, f64>(&seconds, None)
+    /// Counters that differ in one more label.
+    pub(super) fn counts(
+        &mut self,
+        labels: &LabelPairs<'_>,
+        label: &str,
+        counts: impl IntoIterator<Item = (impl AsRef<str>, impl EncodeCounterValue)>,
+    ) -> fmt::Result {
+        counts.into_iter().try_for_each(|(of, count)| self.count(&[labels, &[(label, of.as_ref())]].concat(), count))
     }
 
-    /// A gauge.
     pub(super) fn value(&mut self, labels: &LabelPairs<'_>, value: f64) -> fmt::Result {
         match labels {
             [] => self.0.encode_gauge(&value),

@@ -13,7 +13,6 @@ pub(super) use scrape::Scrape;
 
 use super::scans::{ScansBusy, TableScans};
 
-/// Everything in the OpenMetrics text format.
 pub(super) async fn encode(mut scrape: Scrape, scans: &TableScans) -> Result<String, ScansBusy> {
     scrape.counts = scans.counts(&scrape.table).await?;
     scans.run(move || text_of(scrape)).await

@@ -8,7 +8,7 @@ use penstock_dataplane::pipeline::DropReason;
 use penstock_dataplane::services::{FrontendKey, ServiceSet};
 use penstock_dataplane::worker::DataplaneStatistics;
 
-use super::exposition::{Exposition, FamilyType};
+use super::exposition::Exposition;
 use crate::view::DaemonView;
 
 /// Drops of packets to Services. The first two are refused, by a RST or an ICMP error.
@@ -57,36 +57,22 @@ impl ServiceMetrics {
         let (used, all) = self.affinity;
         to.gauge("penstock_service_affinity_entries", "Clients with an entry in the table of affinity", used as f64)?;
         to.gauge("penstock_service_affinity_capacity", "Clients that the table of affinity has room for", all as f64)?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_service_connections_opened",
-            "Connections to Services that got a backend, by whether affinity chose it",
-            |add| {
-                add.count(&[("affinity", "true")], self.affinity_kept)?;
-                add.count(&[("affinity", "false")], self.translated.saturating_sub(self.affinity_kept))
-            },
-        )?;
-        to.family(
-            FamilyType::Counter,
+        let kept = [("true", self.affinity_kept), ("false", self.translated.saturating_sub(self.affinity_kept))];
+        let help = "Connections to Services that got a backend, by whether affinity chose it";
+        to.counters("penstock_service_connections_opened", help, "affinity", kept)?;
+        let total = statistics.total();
+        to.counters(
             "penstock_service_packets_refused",
             "Packets to Services that got no backend, by reason; they are in penstock_drops too",
-            |add| {
-                let total = statistics.total();
-                REASONS
-                    .into_iter()
-                    .try_for_each(|reason| add.count(&[("reason", reason.name())], total.dropped(reason)))
-            },
+            "reason",
+            REASONS.map(|reason| (reason.name(), total.dropped(reason))),
         )?;
-        to.family(
-            FamilyType::Gauge,
+        let named = self.named(connections);
+        to.gauges(
             "penstock_service_connections",
             "Connections in the table, by the Service's port: those with the most, and all others together",
-            |add| {
-                let named = self.named(connections);
-                largest(&named, self.most)
-                    .iter()
-                    .try_for_each(|(service, count)| add.value(&[("service", service)], *count as f64))
-            },
+            "service",
+            largest(&named, self.most).into_iter().map(|(service, count)| (service, count as f64)),
         )
     }
 

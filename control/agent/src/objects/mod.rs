@@ -41,7 +41,6 @@ pub(super) struct NodeObjects {
     policies: BTreeSet<ObjectRef>,
     /// Changes that the engine was given since they were last taken, if they are kept.
     kept: Option<Vec<ObjectChange>>,
-    /// Problems of Services that were logged.
     service_problems: BTreeSet<ServiceProblem>,
     new_pods: NewPods,
     deleted_policies: DeletedPolicies,
@@ -51,15 +50,12 @@ pub(super) struct NodeObjects {
     limits: PodConnectionLimits,
 }
 
-/// Effects of a batch of changes.
 pub(super) struct ChangeEffect {
     /// The compiled policy may differ.
     pub(super) policy: bool,
-    /// Pods of this node changed.
     pub(super) pods: bool,
     /// Addresses of this node or another changed.
     pub(super) nodes: bool,
-    /// Services changed.
     pub(super) services: bool,
 }
 
@@ -194,7 +190,6 @@ impl NodeObjects {
         self.names.as_ref()
     }
 
-    /// How often rules decided since the last call.
     pub(super) fn take_use(&mut self) -> Vec<RuleUse> {
         self.engine.take_use()
     }
@@ -241,7 +236,6 @@ impl NodeObjects {
         self.configured = configured.to_vec();
     }
 
-    /// The policy engine.
     pub(super) fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -302,12 +296,10 @@ impl NodeObjects {
         self.policies.len()
     }
 
-    /// All addresses of this node.
     pub(super) fn node_addresses(&self) -> &[IpAddr] {
         &self.addresses
     }
 
-    /// All addresses of other nodes.
     pub(super) fn other_nodes(&self) -> impl Iterator<Item = IpAddr> {
         self.others.values().flatten().copied()
     }

@@ -10,19 +10,7 @@ fn address(text: &str) -> IpAddr {
 fn pod(name: &str, node: &str) -> ObjectChange {
     let key = ObjectKey { namespace: "shop".into(), name: name.into() };
     let addresses = vec![address("10.1.1.5")];
-    ObjectChange::Set(Object::Pod(Pod {
-        key,
-        labels: Default::default(),
-        node: Some(node.into()),
-        addresses,
-        host_network: false,
-        finished: false,
-        ports: Vec::new(),
-        lifetime: Default::default(),
-        controller: None,
-        other_interfaces: Vec::new(),
-        limits: Default::default(),
-    }))
+    ObjectChange::Set(Object::Pod(Pod { key, node: Some(node.into()), addresses, ..Pod::default() }))
 }
 
 /// A policy that denies all ingress to the namespace's pods.

@@ -33,7 +33,7 @@ use closed_interfaces::ClosedInterfaces;
 pub(super) use closed_interfaces::interface;
 use open::{AttachedPort, OpenPortError, PodAttachment, mtu};
 use programs::OpenPair;
-pub(super) use programs::{InterfacePrograms, LeavingPrograms, Programs};
+pub(super) use programs::{InterfacePrograms, Programs, ProgramsBesideXdp};
 use uplinks::Uplinks;
 pub(super) use view::{PortRole, PortXdpCounters};
 
@@ -150,10 +150,11 @@ impl OpenPorts {
             mtu: mtu(node.mtu),
             interface: 0,
             by_stack: false,
+            by_host: None,
             bridge: 0,
             addresses: Vec::new(),
         };
-        let open = self.open(dataplane, workers, self.options(Role::Host), port)?;
+        let open = self.open(dataplane, workers, self.options(Role::Host), |_, _| port)?;
         self.permanent.push(open);
         Ok(())
     }
@@ -162,7 +163,7 @@ impl OpenPorts {
     /// the workers. `node` is the node's end of the pair; the calling thread is in the node's namespace.
     pub(super) fn check_sources(&self, node: &Link) -> Result<(), AttachError> {
         self.permanent.iter().try_for_each(|open| match &open.programs {
-            InterfacePrograms::Xdp(attached) => attached.check_sources_on(&interface(node)),
+            InterfacePrograms::Xdp { attached, .. } => attached.check_sources_on(&interface(node)),
             InterfacePrograms::Tcx { .. } | InterfacePrograms::Pairs(_) => Ok(()),
         })
     }
@@ -187,7 +188,7 @@ impl OpenPorts {
         for id in self.permanent.iter().map(|open| open.id).chain(pairs) {
             dataplane.each_descriptor(id, |file| first.hold(file))?;
         }
-        first.hold(self.programs.alive())
+        self.programs.alive().try_for_each(|socket| first.hold(socket))
     }
 
     /// Opens an uplink: packets for local pods come in by it; none is sent out by it.
@@ -199,10 +200,11 @@ impl OpenPorts {
             mtu: mtu(link.mtu),
             interface: 0,
             by_stack: false,
+            by_host: None,
             bridge: 0,
             addresses: Vec::new(),
         };
-        let open = self.open(dataplane, link, self.options(Role::Uplink), port)?;
+        let open = self.open(dataplane, link, self.options(Role::Uplink), |_, _| port)?;
         self.permanent.push(open);
         Ok(())
     }
@@ -229,7 +231,7 @@ impl OpenPorts {
         for pinned in pins.links() {
             let index = pinned.interface;
             // A daemon with the other `attach` has left it. It goes when this one's programs are there.
-            let is_foreign = self.programs.are_xdp() != matches!(pinned.program, PinnedProgram::Xdp(_));
+            let is_foreign = !self.programs.include(pinned.program);
             match netstate.links.get(&index).filter(|_| pinned.program.is_at_pod()) {
                 Some(_) if self.pods.contains_key(&index) || self.closed_interfaces.has(index) => {}
                 Some(link) => self.close(&interface(link), netstate),
@@ -254,7 +256,7 @@ impl OpenPorts {
 
     /// Tunnel packets of other nodes' pods that this node did not unwrap; `None` where no program sees them.
     pub(super) fn refused_tunnels(&self) -> Option<u64> {
-        self.programs.leaving()?.refused_tunnels().ok()
+        self.programs.tcx()?.refused_tunnels().ok()
     }
 
     /// Packets that programs forwarded without a worker: from pod to pod, from a pod to the node's stack, and from there
@@ -404,6 +406,11 @@ impl OpenPorts {
     /// Whether what the pod behind this interface sends and gets is dropped.
     pub(super) fn is_closed(&self, index: u32) -> bool {
         self.closed_interfaces.has(index) || self.pods.get(&index).is_some_and(|attachment| !attachment.served)
+    }
+
+    /// Whether programs see all that a bridge sends out by pods' interfaces, wherever it came in.
+    pub(super) fn watches_bridges(&self) -> bool {
+        self.programs.tcx().is_some()
     }
 
     /// Whether programs see all that comes in by an interface, because it is a pod's, or closed.

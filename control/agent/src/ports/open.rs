@@ -16,7 +16,7 @@ use penstock_xdp_redirect::{
 use super::OpenPorts;
 use super::closed_interfaces::interface;
 use super::programs::{InterfacePrograms, OpenPair, Programs};
-use crate::discovery::{Link, NetworkState, PodPort, WorkerVeth, keep_answering_arp};
+use crate::discovery::{Link, NetworkState, PodPort, Shaping, WorkerVeth, keep_answering_arp};
 
 /// Why an interface could not be made a port.
 #[derive(Debug, thiserror::Error)]
@@ -88,7 +88,7 @@ impl OpenPorts {
     ) -> Result<PodAttachment, OpenPortError> {
         let open = match self.programs {
             Programs::Xdp { .. } => {
-                let open = self.open(dataplane, link, options, forwarding_port(&port, None))?;
+                let open = self.open(dataplane, link, options, |id, programs| forwarding_port(&port, id, programs))?;
                 for name in std::iter::once(&port.name).chain(&port.bridge) {
                     // An interface that is gone already needs no setting.
                     if let Err(error) = keep_answering_arp(&mut self.settings, name, self.found_leftovers)
@@ -118,7 +118,7 @@ impl OpenPorts {
         let programs = self.attach(link, options)?;
         let request = PortRequest { path: PortPath::Pairs, ..PortRequest::new(link.name.as_str()) };
         match dataplane.open_port(&request) {
-            Ok(id) => Ok(AttachedPort { id, programs, port: forwarding_port(port, Some(id)) }),
+            Ok(id) => Ok(AttachedPort { id, port: forwarding_port(port, id, &programs), programs }),
             Err(error) => {
                 // A closed interface stays closed.
                 if self.closed_interfaces.closes() {
@@ -159,6 +159,7 @@ impl OpenPorts {
             mtu: mtu(near.mtu),
             interface: 0,
             by_stack: false,
+            by_host: None,
             bridge: 0,
             addresses: Vec::new(),
         };
@@ -171,7 +172,7 @@ impl OpenPorts {
         dataplane: &Dataplane,
         link: &Link,
         options: AttachOptions,
-        port: Port,
+        port: impl FnOnce(PortId, &InterfacePrograms) -> Port,
     ) -> Result<AttachedPort, OpenPortError> {
         let request = PortRequest { patience: self.busy_limit, ..PortRequest::new(link.name.as_str()) };
         let id = dataplane.open_port(&request)?;
@@ -184,7 +185,7 @@ impl OpenPorts {
         }
         let attached = self.attach(link, options).map_err(OpenPortError::from).and_then(|attached| {
             let given = match &attached {
-                InterfacePrograms::Xdp(attached) => dataplane.with_sockets(id, |sockets| {
+                InterfacePrograms::Xdp { attached, .. } => dataplane.with_sockets(id, |sockets| {
                     sockets.iter().try_for_each(|(queue, socket)| attached.set_socket(*queue, *socket))
                 }),
                 InterfacePrograms::Tcx { .. } | InterfacePrograms::Pairs(_) => Ok(Ok(())),
@@ -201,7 +202,7 @@ impl OpenPorts {
             }
         });
         match attached {
-            Ok(programs) => Ok(AttachedPort { id, programs, port }),
+            Ok(programs) => Ok(AttachedPort { id, port: port(id, &programs), programs }),
             Err(error) => {
                 if let Err(error) = dataplane.close_port(id) {
                     tracing::error!(interface = link.name, %error, "cannot close the port");
@@ -229,7 +230,7 @@ impl OpenPorts {
             None => {}
         }
         let attached = self.programs.attach(&interface(link), options)?;
-        if let InterfacePrograms::Xdp(attached) = &attached {
+        if let InterfacePrograms::Xdp { attached, .. } = &attached {
             log_mode(attached);
         }
         Ok(attached)
@@ -259,8 +260,7 @@ impl PodAttachment {
     }
 
     pub(super) fn take(&mut self, port: PodPort) {
-        let by_pairs = matches!(self.open.programs, InterfacePrograms::Tcx { .. }).then_some(self.open.id);
-        self.open.port = forwarding_port(&port, by_pairs);
+        self.open.port = forwarding_port(&port, self.open.id, &self.open.programs);
         self.last = port;
         self.served = true;
         self.update_programs();
@@ -293,16 +293,19 @@ fn log_mode(attached: &Attached) {
     }
 }
 
-/// `by_pairs`: its number if it is reached through the workers' pairs, where MAC addresses say which port a frame is for.
-fn forwarding_port(port: &PodPort, by_pairs: Option<PortId>) -> Port {
-    let (own_mac, peer_mac) = by_pairs.map_or((port.own_mac, port.peer_mac), |id| PortRequest::macs(Some(id)));
+/// A pod's port as workers know it. Through the workers' pairs MAC addresses say which port a frame is for.
+fn forwarding_port(port: &PodPort, id: PortId, programs: &InterfacePrograms) -> Port {
+    let by_pairs = matches!(programs, InterfacePrograms::Tcx { .. });
+    let (own_mac, peer_mac) = if by_pairs { PortRequest::macs(Some(id)) } else { (port.own_mac, port.peer_mac) };
+    let filters = programs.filters_that_hold(port.shaping);
     Port {
         kind: PortKind::Pod,
         own_mac,
         peer_mac,
         mtu: mtu(port.mtu),
         interface: port.link,
-        by_stack: by_pairs.is_some() && port.shaping.from_pod,
+        by_stack: filters.from_pod,
+        by_host: (filters != Shaping::default() && !by_pairs).then_some(id),
         bridge: if port.bridge.is_some() { port.enters_by } else { 0 },
         addresses: port.addresses.iter().copied().map(Address::from).collect(),
     }

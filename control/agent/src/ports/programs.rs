@@ -1,4 +1,5 @@
-//! The programs on interfaces, by `attach`: XDP on a pod's veth, or tcx there with XDP on the far ends of the workers' pairs.
+//! The programs on interfaces, by `attach`: XDP on what pods send, with tcx beside it where the kernel has that, or tcx on all with XDP on the
+//! far ends of the workers' pairs.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -8,20 +9,20 @@ use std::os::fd::BorrowedFd;
 use penstock_dataplane::forward::PortId;
 use penstock_xdp_redirect::{
     AttachError, AttachOptions, Attached, AttachedUplink, Entrances, Filtered, Interface, OwnAddressesError, Pinned,
-    PinnedProgram, Pins, PodVeth, ProgramOutcomeCounts, Redirect, ServedPort, TcxMapError, TcxPrograms, TrafficCount,
-    WorkerPair, XdpMode,
+    PinnedProgram, Pins, PodVeth, ProgramOutcomeCounts, Redirect, Role, ServedPort, TcxMapError, TcxPrograms,
+    TrafficCount, WorkerPair, XdpMode,
 };
 
-use crate::discovery::PodPort;
+use crate::discovery::{PodPort, Shaping};
 
 /// The loaded programs.
 pub(crate) enum Programs {
     /// `attach = "xdp"`.
     Xdp {
-        /// At pods' veths.
+        /// On what pods send.
         redirect: Redirect,
-        /// On what leaves the node, where the kernel has tcx.
-        leaving: Option<LeavingPrograms>,
+        /// Where the kernel has tcx.
+        beside: Option<ProgramsBesideXdp>,
     },
     /// `attach = "tcx"`.
     Tcx {
@@ -32,32 +33,42 @@ pub(crate) enum Programs {
     },
 }
 
-/// The tcx programs beside XDP: on uplinks, and at the node's end of the host veth.
-pub(crate) struct LeavingPrograms {
+/// The tcx programs beside XDP: on what pods get past the node's routes, on uplinks, and at the node's end of the host veth.
+pub(crate) struct ProgramsBesideXdp {
     pub(crate) tcx: TcxPrograms,
     pub(crate) host_veth: WorkerPair,
 }
 
 impl Programs {
-    /// Those on what leaves the node.
-    pub(super) fn leaving(&self) -> Option<&TcxPrograms> {
+    /// The tcx programs.
+    pub(super) fn tcx(&self) -> Option<&TcxPrograms> {
         match self {
-            Self::Xdp { leaving, .. } => leaving.as_ref().map(|leaving| &leaving.tcx),
+            Self::Xdp { beside, .. } => beside.as_ref().map(|beside| &beside.tcx),
             Self::Tcx { tcx, .. } => Some(tcx),
         }
     }
 
-    /// With XDP: index of the node's end of the host veth, if there are programs on what leaves the node.
+    /// With XDP: index of the node's end of the host veth, if it has tcx programs.
     pub(super) fn host_veth(&self) -> Option<u32> {
         match self {
-            Self::Xdp { leaving, .. } => leaving.as_ref().map(|leaving| leaving.host_veth.interface().index),
+            Self::Xdp { beside, .. } => beside.as_ref().map(|beside| beside.host_veth.interface().index),
             Self::Tcx { .. } => None,
         }
     }
 
-    /// Whether programs at pods' veths are XDP.
+    /// Whether programs on what pods send are XDP.
     pub(super) fn are_xdp(&self) -> bool {
         matches!(self, Self::Xdp { .. })
+    }
+
+    /// Whether these programs have such pins. A daemon with the other `attach` may have left others.
+    pub(super) fn include(&self, pinned: PinnedProgram) -> bool {
+        match (self, pinned) {
+            (Self::Xdp { .. }, PinnedProgram::Xdp(_)) => true,
+            (Self::Xdp { beside, .. }, PinnedProgram::ToPod) => beside.is_some(),
+            (Self::Xdp { .. }, _) => false,
+            (Self::Tcx { .. }, pinned) => !matches!(pinned, PinnedProgram::Xdp(_)),
+        }
     }
 
     /// The pins of the programs at pods' veths, if links are pinned.
@@ -68,12 +79,13 @@ impl Programs {
         }
     }
 
-    /// The socket whose closing tells programs that the process is gone.
-    pub(super) fn alive(&self) -> BorrowedFd<'_> {
-        match self {
-            Self::Xdp { redirect, .. } => redirect.alive(),
-            Self::Tcx { tcx, .. } => tcx.alive(),
-        }
+    /// The sockets whose closing tells programs that the process is gone.
+    pub(super) fn alive(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let by_xdp = match self {
+            Self::Xdp { redirect, .. } => Some(redirect.alive()),
+            Self::Tcx { .. } => None,
+        };
+        by_xdp.into_iter().chain(self.tcx().map(TcxPrograms::alive))
     }
 
     /// Attaches to a pod's veth, or with XDP to another interface. Until it is served everything is dropped.
@@ -83,15 +95,19 @@ impl Programs {
         options: AttachOptions,
     ) -> Result<InterfacePrograms, AttachError> {
         Ok(match self {
-            Self::Xdp { redirect, .. } => {
+            Self::Xdp { redirect, beside } => {
                 let attached = redirect.attach(interface, options)?;
+                let beside = beside.as_ref().filter(|_| options.role == Role::Pod);
+                let veth = beside.map(|beside| beside.tcx.attach_pod(interface)).transpose()?;
                 // penstock-cni closes new interfaces by tcx.
-                if let Some(pins) = redirect.pins() {
-                    for program in [PinnedProgram::FromPod, PinnedProgram::ToPod] {
-                        pins.remove(Pinned { program, interface: interface.index });
-                    }
+                let left = [PinnedProgram::FromPod, PinnedProgram::ToPod].into_iter();
+                for program in left.filter(|program| !self.include(*program)) {
+                    redirect
+                        .pins()
+                        .into_iter()
+                        .for_each(|pins| pins.remove(Pinned { program, interface: interface.index }));
                 }
-                InterfacePrograms::Xdp(attached)
+                InterfacePrograms::Xdp { attached, veth, options }
             }
             Self::Tcx { tcx, .. } => InterfacePrograms::Tcx { veth: tcx.attach_pod(interface)?, options },
         })
@@ -106,7 +122,7 @@ impl Programs {
         let Self::Tcx { tcx, .. } = self else { return Ok(()) };
         let veths = interfaces.into_iter().filter_map(|programs| match programs {
             InterfacePrograms::Tcx { veth, .. } => Some(veth),
-            InterfacePrograms::Xdp(_) | InterfacePrograms::Pairs(_) => None,
+            InterfacePrograms::Xdp { .. } | InterfacePrograms::Pairs(_) => None,
         });
         tcx.take_over(uplinks, veths)
     }
@@ -130,7 +146,7 @@ impl Programs {
         if let Self::Xdp { redirect, .. } = self {
             redirect.local_pods().insert(address, longest)?;
         }
-        Ok(self.leaving().map_or(Ok(()), |tcx| tcx.set_pod_address(address, by))?)
+        Ok(self.tcx().map_or(Ok(()), |tcx| tcx.set_pod_address(address, by))?)
     }
 
     /// Withdraws an address that is no local pod's any more.
@@ -138,7 +154,7 @@ impl Programs {
         if let Self::Xdp { redirect, .. } = self {
             redirect.local_pods().remove(address)?;
         }
-        Ok(self.leaving().map_or(Ok(()), |tcx| tcx.remove_pod_address(address))?)
+        Ok(self.tcx().map_or(Ok(()), |tcx| tcx.remove_pod_address(address))?)
     }
 }
 
@@ -160,7 +176,12 @@ impl fmt::Display for AttachMode {
 
 /// The programs on one interface. Dropping it detaches them.
 pub(crate) enum InterfacePrograms {
-    Xdp(Attached),
+    Xdp {
+        attached: Attached,
+        /// On what a pod gets, where the kernel has tcx.
+        veth: Option<PodVeth>,
+        options: AttachOptions,
+    },
     Tcx {
         veth: PodVeth,
         options: AttachOptions,
@@ -172,7 +193,7 @@ pub(crate) enum InterfacePrograms {
 impl InterfacePrograms {
     pub(crate) fn interface(&self) -> &Interface {
         match self {
-            Self::Xdp(attached) => attached.interface(),
+            Self::Xdp { attached, .. } => attached.interface(),
             Self::Tcx { veth, .. } => veth.interface(),
             Self::Pairs(interface) => interface,
         }
@@ -181,22 +202,24 @@ impl InterfacePrograms {
     /// The options that it was attached with, where they matter.
     pub(super) fn options(&self) -> Option<AttachOptions> {
         match self {
-            Self::Xdp(attached) => Some(attached.options()),
-            Self::Tcx { options, .. } => Some(*options),
+            Self::Xdp { options, .. } | Self::Tcx { options, .. } => Some(*options),
             Self::Pairs(_) => None,
         }
     }
 
     pub(crate) fn mode(&self) -> AttachMode {
         match self {
-            Self::Xdp(attached) => AttachMode::Xdp(attached.mode().clone()),
+            Self::Xdp { attached, .. } => AttachMode::Xdp(attached.mode().clone()),
             Self::Tcx { .. } | Self::Pairs(_) => AttachMode::Tcx,
         }
     }
 
     pub(crate) fn outcomes(&self) -> Option<ProgramOutcomeCounts> {
         match self {
-            Self::Xdp(attached) => attached.outcomes().ok(),
+            Self::Xdp { attached, veth, .. } => {
+                let received = veth.as_ref().and_then(|veth| veth.outcomes().ok()).unwrap_or_default();
+                attached.outcomes().ok().map(|sent| sent.and(received))
+            }
             Self::Tcx { veth, .. } => veth.outcomes().ok(),
             Self::Pairs(_) => Some(ProgramOutcomeCounts::default()),
         }
@@ -207,7 +230,7 @@ impl InterfacePrograms {
         match self {
             // Only if the kernel has no memory for the answer.
             Self::Tcx { veth, .. } => veth.offloaded().unwrap_or_default(),
-            Self::Xdp(_) | Self::Pairs(_) => Default::default(),
+            Self::Xdp { .. } | Self::Pairs(_) => Default::default(),
         }
     }
 
@@ -218,22 +241,37 @@ impl InterfacePrograms {
         addresses: &BTreeSet<IpAddr>,
     ) -> Result<(), OwnAddressesError> {
         match self {
-            Self::Xdp(attached) => attached.set_own_addresses(mac, addresses),
+            Self::Xdp { attached, .. } => attached.set_own_addresses(mac, addresses),
             Self::Tcx { veth, .. } => veth.set_own_addresses(mac, addresses),
             Self::Pairs(_) => Ok(()),
         }
     }
 
-    /// With tcx: its packets are those of this port from now on.
-    pub(super) fn serve(&mut self, port: PortId, mtu: u16, pod: &PodPort) -> Result<(), TcxMapError> {
+    /// The tcx programs of a pod's interface, with the options that it was attached with.
+    fn veth_mut(&mut self) -> Option<(&mut PodVeth, AttachOptions)> {
         match self {
-            Self::Tcx { veth, options } => {
-                let (node_mac, bridge) = options.bridge.map_or((pod.own_mac.0, 0), |bridge| (bridge.mac, bridge.index));
-                let filtered = Filtered { to_pod: pod.shaping.to_pod, from_pod: pod.shaping.from_pod };
-                let (port, pod_mac) = (port.0, pod.peer_mac.0);
-                veth.serve(&ServedPort { port, node_mac, pod_mac, bridge, mtu: mtu.into(), filtered })
-            }
-            Self::Xdp(_) | Self::Pairs(_) => Ok(()),
+            Self::Xdp { veth: Some(veth), options, .. } | Self::Tcx { veth, options } => Some((veth, *options)),
+            Self::Xdp { veth: None, .. } | Self::Pairs(_) => None,
+        }
+    }
+
+    /// To tcx programs its packets are those of this port from now on.
+    pub(super) fn serve(&mut self, port: PortId, mtu: u16, pod: &PodPort) -> Result<(), TcxMapError> {
+        let Shaping { to_pod, from_pod } = self.filters_that_hold(pod.shaping);
+        let Some((veth, options)) = self.veth_mut() else { return Ok(()) };
+        let (node_mac, bridge) = options.bridge.map_or((pod.own_mac.0, 0), |bridge| (bridge.mac, bridge.index));
+        let filtered = Filtered { to_pod, from_pod };
+        let (port, pod_mac) = (port.0, pod.peer_mac.0);
+        veth.serve(&ServedPort { port, node_mac, pod_mac, bridge, mtu: mtu.into(), filtered })
+    }
+
+    /// Those of others' queueing disciplines and filters on a pod's interface by which its packets can go. What a pod has sent would meet a generic
+    /// XDP program again on that way.
+    pub(super) fn filters_that_hold(&self, found: Shaping) -> Shaping {
+        match self {
+            Self::Xdp { veth: None, .. } | Self::Pairs(_) => Shaping::default(),
+            Self::Xdp { attached, .. } if *attached.mode() != XdpMode::Native => Shaping { from_pod: false, ..found },
+            Self::Xdp { .. } | Self::Tcx { .. } => found,
         }
     }
 
@@ -241,14 +279,17 @@ impl InterfacePrograms {
     pub(super) fn set_captured(&mut self, is_captured: bool) -> Result<(), TcxMapError> {
         match self {
             Self::Tcx { veth, .. } => veth.set_captured(is_captured),
-            Self::Xdp(_) | Self::Pairs(_) => Ok(()),
+            Self::Xdp { .. } | Self::Pairs(_) => Ok(()),
         }
     }
 
     /// Leaves pinned programs attached.
     pub(super) fn keep(self) {
         match self {
-            Self::Xdp(attached) => attached.keep(),
+            Self::Xdp { attached, veth, .. } => {
+                attached.keep();
+                veth.into_iter().for_each(PodVeth::keep);
+            }
             Self::Tcx { veth, .. } => veth.keep(),
             Self::Pairs(_) => {}
         }

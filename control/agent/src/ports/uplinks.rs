@@ -6,7 +6,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use ipnet::IpNet;
-use penstock_dataplane::forward::PortId;
 use penstock_xdp_redirect::{
     AttachError, AttachedUplink, KeptBy, NO_UPLINK_NUMBER, RemoteNetwork, TcxMapError, TcxPrograms, UplinkNumber,
 };
@@ -19,8 +18,6 @@ use crate::node_context::RefusedTunnels;
 #[derive(Default)]
 pub(super) struct Uplinks {
     attached: BTreeMap<u32, AttachedUplink>,
-    /// Beside XDP: the pods' interfaces, with their ports.
-    senders: BTreeMap<u32, PortId>,
     /// Interfaces that could not be attached, with what is said of them.
     failed: BTreeMap<u32, String>,
     /// Tunnel packets that the programs refuse.
@@ -30,7 +27,7 @@ pub(super) struct Uplinks {
 impl OpenPorts {
     /// Attaches to the node's interfaces to other machines.
     pub(crate) fn follow_uplinks(&mut self, netstate: &NetworkState) {
-        let Some(tcx) = self.programs.leaving() else { return };
+        let Some(tcx) = self.programs.tcx() else { return };
         // With XDP these are in another network namespace, or uplinks themselves.
         let permanent = self.permanent.iter().filter(|_| !self.programs.are_xdp());
         let own = permanent.map(|open| open.programs.interface().index).chain(self.programs.host_veth());
@@ -43,16 +40,12 @@ impl OpenPorts {
         };
         self.uplinks.follow_links(tcx, netstate.links.values().filter(is_uplink));
         self.uplinks.follow_longest(netstate.longest.unwrap_or(u32::MAX));
-        if self.programs.are_xdp() {
-            let served = self.pods.values().filter(|pod| pod.served);
-            self.uplinks.follow_senders(tcx, served.map(|pod| (pod.last.link, pod.open.id)).collect());
-        }
     }
 
     /// Has the programs refuse these tunnel packets.
     pub(crate) fn refuse_tunnels(&mut self, wanted: &Arc<RefusedTunnels>) {
         const THING: &str = "tunnel packets";
-        let Some(tcx) = self.programs.leaving().filter(|_| self.uplinks.tunnels != *wanted) else { return };
+        let Some(tcx) = self.programs.tcx().filter(|_| self.uplinks.tunnels != *wanted) else { return };
         match self.uplinks.refuse_tunnels(tcx, wanted) {
             Ok(()) => drop(self.untold.remove(THING)),
             // The next call tries again.
@@ -65,7 +58,7 @@ impl OpenPorts {
 
     /// Whether programs see all that leaves the node: otherwise egress policy must not be left to them.
     pub(crate) fn watches_uplinks(&self) -> bool {
-        self.programs.leaving().is_some() && self.uplinks.failed.is_empty()
+        self.programs.tcx().is_some() && self.uplinks.failed.is_empty()
     }
 }
 
@@ -149,18 +142,6 @@ impl Uplinks {
         before.ports.difference(&wanted.ports).try_for_each(|&port| tcx.set_tunnel_port(port, false))?;
         self.tunnels = Arc::clone(wanted);
         Ok(())
-    }
-
-    fn follow_senders(&mut self, tcx: &TcxPrograms, wanted: BTreeMap<u32, PortId>) {
-        for &interface in self.senders.keys().filter(|interface| !wanted.contains_key(interface)) {
-            let _ = tcx.set_sender(interface, None);
-        }
-        for (&interface, port) in wanted.iter().filter(|&(interface, port)| self.senders.get(interface) != Some(port)) {
-            if let Err(error) = tcx.set_sender(interface, Some(port.0)) {
-                tracing::error!(interface, %error, "what the node translates and sends on for this pod is dropped");
-            }
-        }
-        self.senders = wanted;
     }
 
     fn attach(&self, tcx: &TcxPrograms, link: &Link) -> Result<AttachedUplink, AttachError> {

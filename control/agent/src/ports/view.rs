@@ -82,9 +82,14 @@ impl OpenPorts {
     /// Which of a pod's packets others have filters for, and what becomes of these.
     pub(crate) fn filters_of(&self, pod: &ObjectKey) -> Option<String> {
         let attachment = self.pods.values().find(|attachment| attachment.served && attachment.last.pod == *pod)?;
-        let which = attachment.last.shaping.directions()?;
-        let outcome = if self.programs.are_xdp() { "pass beside these" } else { "take the way by these" };
-        Some(format!("{which}; its packets {outcome}"))
+        let found = attachment.last.shaping;
+        let which = found.directions()?;
+        let held = attachment.open.programs.filters_that_hold(found);
+        Some(match held.directions() {
+            None => format!("{which}; its packets pass beside these"),
+            Some(_) if held == found => format!("{which}; its packets take the way by these"),
+            Some(held) => format!("{which}; only {held} takes the way by these"),
+        })
     }
 
     /// The pod behind a port, if it is served.

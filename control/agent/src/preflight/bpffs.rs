@@ -5,7 +5,6 @@ use std::path::Path;
 
 use super::PreflightFinding;
 
-/// Where bpffs is by convention.
 const BPFFS: &str = "/sys/fs/bpf";
 
 /// A mount, from a line of /proc/PID/mountinfo (proc_pid_mountinfo(5)).
@@ -13,7 +12,6 @@ const BPFFS: &str = "/sys/fs/bpf";
 struct Mount {
     /// Unique among all mounts of the machine.
     id: String,
-    /// The file system's device number.
     device: String,
     is_bpf: bool,
     /// Mounts made below it are made at its peers, too.

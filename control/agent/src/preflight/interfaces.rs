@@ -5,10 +5,9 @@ use penstock_xdp_redirect::{ForeignProgram, LARGEST_NATIVE_MTU};
 
 use super::PreflightFinding;
 use crate::config::XdpMode;
-use crate::discovery::{ArpAnswers, Link, PodPort, SourceFilter};
-use crate::settings::{Attach, Settings};
+use crate::discovery::{ArpAnswers, Link, PodPort, Shaping, SourceFilter};
+use crate::settings::{Attach, Settings, try_tcx};
 
-/// A pod's interface that can be served.
 pub(super) fn pod(port: &PodPort, settings: &Settings<'_>) -> Vec<PreflightFinding> {
     let own = format!("pod {}: {}, MTU {}", port.pod, port.name, port.mtu);
     let interface = match Offloads::read(&port.name) {
@@ -16,22 +15,33 @@ pub(super) fn pod(port: &PodPort, settings: &Settings<'_>) -> Vec<PreflightFindi
         Err(_) => format!("{own}; cannot read its offloads"),
     };
     let mut findings = vec![PreflightFinding::ok(interface)];
-    findings.extend(shaping(port, settings.attach));
+    findings.extend(shaping(port, settings.attach, || filters_that_hold_by_xdp(settings, port.shaping)));
     findings.extend(for_xdp(port, settings, SourceFilter::of(&port.name)));
     findings
 }
 
-/// Names what others have set on the interface: limits of bandwidth, filters.
-fn shaping(port: &PodPort, attach: Attach) -> Option<PreflightFinding> {
+/// Names what others have set on the interface: limits of bandwidth, filters. `by_xdp`: which of them hold with XDP.
+fn shaping(port: &PodPort, attach: Attach, by_xdp: impl FnOnce() -> Shaping) -> Option<PreflightFinding> {
     let PodPort { name, pod, shaping, .. } = port;
     let which = shaping.directions()?;
     let found = format!("pod {pod}: {name} has a queueing discipline or filters of somebody else, for {which}");
-    Some(match attach {
-        Attach::Xdp => PreflightFinding::warning(format!(
-            "{found}: by XDP packets pass beside them, so that limits of bandwidth do not hold; set attach = \"tcx\""
+    let held = if attach == Attach::Xdp { by_xdp() } else { *shaping };
+    let beside = Shaping { to_pod: shaping.to_pod && !held.to_pod, from_pod: shaping.from_pod && !held.from_pod };
+    Some(match beside.directions() {
+        Some(beside) => PreflightFinding::warning(format!(
+            "{found}: by XDP {beside} passes beside them, so that limits of bandwidth do not hold; set attach = \"tcx\", which needs Linux 6.6"
         )),
-        Attach::Tcx => PreflightFinding::ok(format!("{found}: all its packets take the way by them, which is slower")),
+        None => PreflightFinding::ok(format!("{found}: all its packets take the way by them, which is slower")),
     })
+}
+
+/// Those by which packets can go with XDP: the tcx programs beside it send them there, and a generic XDP program takes what the pod sends again.
+fn filters_that_hold_by_xdp(settings: &Settings<'_>, found: Shaping) -> Shaping {
+    match (try_tcx(false), settings.config.xdp.mode) {
+        (Err(_), _) => Shaping::default(),
+        (Ok(()), XdpMode::Generic) => Shaping { from_pod: false, ..found },
+        (Ok(()), XdpMode::Native) => found,
+    }
 }
 
 /// Checks what matters to an XDP program on the pod's interface, and to none at its tcx hooks.
@@ -126,7 +136,6 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
-    use crate::discovery::Shaping;
     use crate::preflight::Level;
     use penstock_policy::model::ObjectKey;
 
@@ -189,18 +198,21 @@ mod tests {
     #[test]
     fn limits_that_others_set_on_a_pods_interface_are_named() {
         let with = |to_pod, from_pod| PodPort { shaping: Shaping { to_pod, from_pod }, ..port(1500) };
-        assert_eq!(shaping(&with(false, false), Attach::Xdp), None);
-        for (to_pod, from_pod, text) in [
-            (true, false, "for what it receives"),
-            (false, true, "for what it sends"),
-            (true, true, "sends and receives"),
+        let (none, all) = (Shaping::default(), Shaping { to_pod: true, from_pod: true });
+        let to_pod = Shaping { from_pod: false, ..all };
+        assert_eq!(shaping(&with(false, false), Attach::Xdp, Shaping::default), None);
+        for (of_pod, attach, held, level, texts) in [
+            ((true, false), Attach::Tcx, none, Level::Ok, ["for what it receives:", "slower"]),
+            ((false, true), Attach::Tcx, none, Level::Ok, ["for what it sends:", "slower"]),
+            ((true, true), Attach::Tcx, none, Level::Ok, ["for what it sends and receives:", "slower"]),
+            ((true, true), Attach::Xdp, all, Level::Ok, ["for what it sends and receives:", "slower"]),
+            ((true, false), Attach::Xdp, none, Level::Warning, ["by XDP what it receives passes", "set attach"]),
+            ((true, true), Attach::Xdp, none, Level::Warning, ["by XDP what it sends and receives", "set attach"]),
+            ((true, true), Attach::Xdp, to_pod, Level::Warning, ["by XDP what it sends passes", "set attach"]),
+            ((true, false), Attach::Xdp, to_pod, Level::Ok, ["for what it receives:", "slower"]),
         ] {
-            for (attach, level, more) in
-                [(Attach::Xdp, Level::Warning, "set attach"), (Attach::Tcx, Level::Ok, "slower")]
-            {
-                let found = shaping(&with(to_pod, from_pod), attach).unwrap();
-                assert!(found.level == level && found.line.contains(text) && found.line.contains(more), "{found:?}");
-            }
+            let found = shaping(&with(of_pod.0, of_pod.1), attach, || held).unwrap();
+            assert!(found.level == level && texts.iter().all(|text| found.line.contains(text)), "{found:?}");
         }
     }
 

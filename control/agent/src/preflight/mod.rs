@@ -21,10 +21,8 @@ use penstock_xdp_redirect::{
 use super::settings::{Attach, Settings, list, try_tcx};
 use crate::discovery::{Bindings, Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
 
-/// How much a finding matters.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Level {
-    /// As required.
     Ok,
     /// Works, with a limitation.
     Warning,
@@ -45,9 +43,7 @@ impl fmt::Display for Level {
 /// The result of one check: names the thing, its value and the remedy in one line.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PreflightFinding {
-    /// How much it matters.
     pub level: Level,
-    /// The result.
     pub line: String,
 }
 
@@ -97,7 +93,6 @@ fn source(location: &Location) -> Option<PreflightFinding> {
     })
 }
 
-/// Checks the calling thread's network namespace.
 pub(super) async fn network(settings: &Settings<'_>, netlink: &Netlink) -> Vec<PreflightFinding> {
     let config = settings.config;
     let mut findings = Vec::new();
@@ -161,22 +156,25 @@ pub(super) fn programs(settings: &Settings<'_>) -> Option<PreflightFinding> {
     let at = settings.config.fail.pins.display();
     let tags = Pins::at(&settings.config.fail.pins).ok()?.tags();
     let own = match settings.attach {
-        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok(([pod, ProgramTag::own(Role::Host)?], [None; 2]))),
-        Attach::Tcx => {
-            ProgramTag::own_tcx().map(|[from, to, leaving, coming]| ([from, to], [leaving, coming].map(Some)))
-        }
+        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok([pod, ProgramTag::own(Role::Host)?])),
+        Attach::Tcx => ProgramTag::own_tcx().map(|[from, to, ..]| [from, to]),
     };
-    let ([first, second], [third, fourth]) = match own {
+    let [first, second] = match own {
         Ok(own) => own,
         Err(error) => return Some(PreflightFinding::error(error.to_string())),
     };
+    // By XDP the kernel may not take them, and then has none.
+    let [from_pod, to_pod, to_uplink, from_uplink] = ProgramTag::own_tcx().map_or([None; 4], |own| own.map(Some));
     // This binary has no program for the other setting of `attach`.
     let own = |program| match (program, settings.attach) {
-        (PinnedProgram::Xdp(Role::Pod), Attach::Xdp) | (PinnedProgram::FromPod, Attach::Tcx) => Some(first),
-        (PinnedProgram::Xdp(_), Attach::Xdp) | (PinnedProgram::ToPod, Attach::Tcx) => Some(second),
-        (PinnedProgram::ToUplink, _) => third,
-        (PinnedProgram::FromUplink, _) => fourth,
-        (PinnedProgram::Xdp(_), Attach::Tcx) | (PinnedProgram::FromPod | PinnedProgram::ToPod, Attach::Xdp) => None,
+        (PinnedProgram::Xdp(Role::Pod), Attach::Xdp) => Some(first),
+        (PinnedProgram::Xdp(_), Attach::Xdp) => Some(second),
+        (PinnedProgram::ToPod, _) => to_pod,
+        (PinnedProgram::FromPod, Attach::Tcx) => from_pod,
+        (PinnedProgram::ToUplink, Attach::Tcx) => to_uplink,
+        (PinnedProgram::FromUplink, Attach::Tcx) => from_uplink,
+        (PinnedProgram::Xdp(_), Attach::Tcx)
+        | (PinnedProgram::FromPod | PinnedProgram::ToUplink | PinnedProgram::FromUplink, Attach::Xdp) => None,
     };
     for (pinned, tag) in &tags {
         let problem = match (tag, own(pinned.program)) {
@@ -211,14 +209,14 @@ pub(super) fn attachable(settings: &Settings<'_>) -> Vec<PreflightFinding> {
         Some(reason) => PreflightFinding::ok(format!("attach: xdp, not tcx ({reason})")),
         None => PreflightFinding::ok("attach: xdp"),
     };
-    std::iter::once(by_xdp).chain(source_check()).chain(leaving_programs()).collect()
+    std::iter::once(by_xdp).chain(source_check()).chain(programs_beside_xdp()).collect()
 }
 
-/// Beside XDP: why programs do not see what leaves the node, if they do not.
-fn leaving_programs() -> Option<PreflightFinding> {
+/// Beside XDP: why programs do not see what leaves the node, and what bridges send to pods, if they do not.
+fn programs_beside_xdp() -> Option<PreflightFinding> {
     try_tcx(false).err().map(|error| {
         PreflightFinding::warning(format!(
-            "attach = \"xdp\": egress policy is not evaluated for what answers where the node's kernel translates, a Service or a node port that leads to another node ({error}); use Linux 6.6 or later, or services.enabled for cluster addresses"
+            "attach = \"xdp\": egress policy is not evaluated for what answers where the node's kernel translates, a Service or a node port that leads to another node, nor any policy for what a pod gets from a port of its bridge that is no pod's ({error}); use Linux 6.6 or later, or services.enabled for cluster addresses"
         ))
     })
 }
@@ -255,7 +253,6 @@ pub(super) fn pods(
 
 /// Required capabilities, by their number in linux/capability.h.
 const NEEDED: [(u32, &str); 3] = [(12, "CAP_NET_ADMIN"), (13, "CAP_NET_RAW"), (BPF, "CAP_BPF")];
-/// CAP_BPF.
 const BPF: u32 = 39;
 /// CAP_SYS_ADMIN, which includes CAP_BPF.
 const SYS_ADMIN: u32 = 21;

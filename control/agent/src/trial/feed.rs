@@ -15,16 +15,16 @@ pub(super) enum TrialMessage {
     /// Something is staged: read the objects, beside this snapshot.
     Begin(Arc<Snapshot>),
     /// The engine was given these changes, and this snapshot is published.
-    Update { changes: Vec<ObjectChange>, snapshot: Arc<Snapshot> },
+    Update {
+        changes: Vec<ObjectChange>,
+        snapshot: Arc<Snapshot>,
+    },
     /// The policies of the trial from files; none ends it.
     Files(Vec<Object>),
-    /// Nothing is staged any more.
     End,
-    /// The question what would change.
     Status(oneshot::Sender<TrialStatus>),
 }
 
-/// The messages of a [`TrialFeed`].
 pub(in super::super) struct TrialMessages(pub(super) mpsc::Receiver<TrialMessage>);
 
 /// The sending end: of questions and policies from files, and of what is published, to which it subscribes.
@@ -48,7 +48,6 @@ impl TrialFeed {
         (Self { sender: Arc::new(Mutex::new(sender)), counters: Arc::default() }, TrialMessages(receiver))
     }
 
-    /// The thread's counters.
     pub(in super::super) fn counters(&self) -> &Arc<StagedCounters> {
         &self.counters
     }
@@ -60,12 +59,10 @@ impl TrialFeed {
         sender.send(TrialMessage::Files(policies));
     }
 
-    /// Passes a question on.
     pub(in super::super) fn ask(&self, answer: oneshot::Sender<TrialStatus>) {
         self.sender().send(TrialMessage::Status(answer));
     }
 
-    /// Ends the thread.
     pub(in super::super) fn end(&self) {
         self.sender().messages = None;
     }
@@ -105,7 +102,6 @@ impl Sender {
     }
 }
 
-/// Counts of what promotion would change, for metrics.
 #[derive(Debug, Default)]
 pub(in super::super) struct StagedCounters {
     policies: AtomicU64,
@@ -114,7 +110,6 @@ pub(in super::super) struct StagedCounters {
     opened: [AtomicU64; ChangeKind::ALL.len()],
 }
 
-/// The effect of promotion on a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(in super::super) enum ChangeKind {
     /// It passes, and would be denied.
@@ -128,7 +123,6 @@ pub(in super::super) enum ChangeKind {
 impl ChangeKind {
     pub(in super::super) const ALL: [Self; 3] = [Self::Denied, Self::Allowed, Self::Otherwise];
 
-    /// Its name in metrics.
     pub(in super::super) const fn name(self) -> &'static str {
         match self {
             Self::Denied => "denied",
@@ -141,7 +135,6 @@ impl ChangeKind {
 /// Connections by [`ChangeKind`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub(in super::super) struct ChangeTotals {
-    /// Those that are open.
     pub(in super::super) live: [u64; ChangeKind::ALL.len()],
     /// Those that were opened, or denied, since what is staged has changed.
     pub(in super::super) opened: [u64; ChangeKind::ALL.len()],

@@ -23,21 +23,18 @@ const LOGGED_GROUPS: usize = 20;
 /// The name of every end that is neither a pod nor a node.
 const OUTSIDE: &str = "outside";
 
-/// How a connection was seen.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Seen {
     /// It is open, and its ends have sent this; `None` where connections have no counters.
     Live([Option<Traffic>; 2]),
     /// A packet of this size opened it, or was denied.
     Packet {
-        /// The connection's number.
         connection: u64,
         /// Ethernet header included.
         bytes: usize,
     },
 }
 
-/// The groups.
 #[derive(Debug, Default)]
 pub(super) struct ChangeGroups {
     groups: BTreeMap<GroupKey, Group>,
@@ -67,14 +64,12 @@ struct Group {
     bytes: u64,
     first: Time,
     last: Time,
-    /// One connection of it.
     example: String,
     /// The policies that isolate the pod where no rule would allow it.
     isolating: Vec<String>,
 }
 
 impl ChangeGroups {
-    /// Adds a connection that would change.
     pub(super) fn add(&mut self, engine: &Engine, flow: &Flow, change: &VerdictChange, seen: Seen, at: Time) {
         let is_new = match seen {
             Seen::Packet { connection, .. } => self.remember(connection),
@@ -152,7 +147,6 @@ impl ChangeGroups {
         self.ungrouped.iter().sum()
     }
 
-    /// Sums over the groups.
     pub(super) fn totals(&self) -> ChangeTotals {
         let mut totals = ChangeTotals::default();
         for (key, group) in &self.groups {

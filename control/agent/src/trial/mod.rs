@@ -24,16 +24,15 @@ use penstock_dataplane::worker::{Dataplane, StagedSet, VerdictLog};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Object, ObjectChange, ObjectRef, Staging};
 use penstock_policy::staging::PolicyReading;
-use penstock_privileges as privileges;
 
 use super::naming::traffic;
 use super::publisher::Publisher;
+use crate::privileges;
 use feed::TrialMessage;
 use groups::{ChangeGroups, Seen};
 
 pub(super) use feed::{ChangeKind, ChangeTotals, StagedCounters, TrialFeed, TrialMessages};
 
-/// How often the workers' records are taken.
 const RECORDS_INTERVAL: Duration = Duration::from_millis(100);
 /// A walk of a full table takes a few hundred milliseconds of this thread: after changes there is one in this time.
 const WALK_INTERVAL: Duration = Duration::from_secs(2);
@@ -44,7 +43,6 @@ const PODS_PER_LOCK: usize = 500;
 
 /// The parts of the daemon that the thread needs.
 pub(super) struct TrialContext {
-    /// This node's name.
     pub(super) node: String,
     pub(super) publisher: Weak<Publisher>,
     pub(super) log: Arc<VerdictLog>,
@@ -54,7 +52,6 @@ pub(super) struct TrialContext {
 }
 
 impl TrialContext {
-    /// The parts of this daemon.
     pub(super) fn new(node: &str, dataplane: &Dataplane, publisher: &Arc<Publisher>, feed: &TrialFeed) -> Self {
         Self {
             node: node.to_owned(),
@@ -79,7 +76,6 @@ struct TrialThread {
     context: TrialContext,
     /// While something is staged.
     trial: Option<Trial>,
-    /// The policies of a trial from files.
     files: Vec<Object>,
 }
 
@@ -110,7 +106,6 @@ struct Trial {
     walked: Option<Instant>,
 }
 
-/// Requests of a round of messages.
 #[derive(Default)]
 struct Round {
     begins: Option<Arc<Snapshot>>,
@@ -262,7 +257,6 @@ impl Trial {
         }
     }
 
-    /// Sums up what the workers have recorded.
     fn take_records(&mut self, context: &TrialContext) {
         let now = (Instant::now(), Time::now());
         while let Some(record) = context.log.staged().take() {

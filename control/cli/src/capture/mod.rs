@@ -237,7 +237,6 @@ fn failure(error: CaptureError) -> Failure {
     }
 }
 
-/// Why a capture ended before its end.
 #[derive(Debug, thiserror::Error)]
 enum CaptureFailure {
     #[error("cannot write: {0}")]
@@ -255,16 +254,13 @@ impl CaptureFailure {
     }
 }
 
-/// The files of a capture.
 enum Output<'a, W: Write> {
     /// A file of packets, and the objects of a bundle.
     Packets(VerdictFile<BufWriter<W>>, Option<&'a mut BundleWriter>),
-    /// The daemon's messages.
     Messages(BufWriter<W>),
 }
 
 impl<W: Write> Output<'_, W> {
-    /// A file of packets.
     fn packets(output: W) -> io::Result<Self> {
         Ok(Self::Packets(VerdictFile::new(buffered(output))?, None))
     }

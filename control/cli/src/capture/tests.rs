@@ -59,13 +59,7 @@ fn pod(number: u8) -> Object {
         labels: [("app".to_owned(), number.to_string())].into(),
         node: Some("here".to_owned()),
         addresses: vec![address(number).into()],
-        host_network: false,
-        finished: false,
-        controller: None,
-        other_interfaces: Vec::new(),
-        limits: Default::default(),
-        ports: Vec::new(),
-        lifetime: Default::default(),
+        ..Pod::default()
     })
 }
 
@@ -138,6 +132,7 @@ fn snapshot(engine: &mut Engine, epoch: Epoch) -> Snapshot {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            by_host: None,
             bridge: 0,
             addresses,
         };
@@ -261,7 +256,6 @@ impl Workers {
         self.snapshots[0] = snapshot(&mut self.engine, self.snapshots[0].epoch.next());
     }
 
-    /// A packet between two pods.
     fn packet(&mut self, numbers: &mut Numbers) -> Decided {
         self.now += 1_000_000 * (1 + numbers.below(40));
         match numbers.below(2) {
@@ -356,7 +350,6 @@ fn begin(bundle: &mut BundleWriter, count: u64, epoch: Epoch, time: u64, midstre
     bundle.message(&CaptureMessage::Begin { node, objects: Some(objects) }, &[]).unwrap();
 }
 
-/// The same with these objects.
 fn begin_with(bundle: &mut BundleWriter, objects: &[Object], node: &Workers) {
     let pickup = match node.table.midstream_pickup() {
         MidStreamPickup::Until(end) => PickupInForce::Until(end.as_millis() * 1_000_000),
@@ -376,7 +369,6 @@ fn write_change(bundle: &mut BundleWriter, change: &ObjectChange, node: &Workers
     bundle.message(&message, &serde_json::to_vec(&[change]).unwrap()).unwrap();
 }
 
-/// Ends a file of one node.
 fn end<W: Write>(mut file: VerdictFile<W>, reason: &str) -> u64 {
     file.end(&[(CaptureCounts::default(), reason.to_owned())]).unwrap();
     file.packets()

@@ -20,7 +20,6 @@ use serde::Deserialize;
 use crate::Failure;
 use crate::daemon::failure;
 
-/// The input, read.
 #[derive(Default)]
 pub(super) struct Input {
     /// The flows, in the order of the files.
@@ -34,7 +33,6 @@ pub(super) struct Input {
 struct Entry {
     /// `penstock flows --json`: all connections at one time.
     flows: Option<Vec<Entry>>,
-    /// One connection of it.
     connection: Option<String>,
     from: Option<End>,
     to: Option<End>,
@@ -68,7 +66,6 @@ enum End {
     Name(String),
 }
 
-/// Why an entry is no flow.
 #[derive(Debug, thiserror::Error)]
 enum BadEntry {
     #[error(
@@ -100,7 +97,6 @@ pub(super) fn read(files: &[PathBuf], state: &ClusterState, objects: &[Object]) 
     Ok(input)
 }
 
-/// The connections of a running daemon.
 pub(super) fn read_live(socket: &Path, state: &ClusterState, input: &mut Input) -> Result<(), Failure> {
     let client = Client::new(socket).map_err(|error| Failure::Failed(error.into()))?;
     let query = FlowsQuery { limit: Some(usize::MAX), ..FlowsQuery::default() };
@@ -264,7 +260,6 @@ impl<'a> JsonReader<'a> {
     }
 }
 
-/// The meaning of a connection's state.
 fn of_state(state: &str) -> (Opening, Outcome) {
     match state {
         "PICKED_UP" => (Opening::Missing, Outcome::Passed),

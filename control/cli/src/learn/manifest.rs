@@ -11,15 +11,12 @@ use serde_json::{Map, Value, json};
 
 use super::yaml::Comments;
 
-/// A policy to print.
 pub(super) struct Manifest {
-    /// The object.
     pub(super) value: Value,
     /// The comment above its entries.
     pub(super) comments: Comments,
 }
 
-/// A learnt policy.
 pub(super) fn learned(state: &ClusterState, workloads: &Workloads, learned: &LearnedPolicy) -> Manifest {
     let NetworkPolicy { key, pod_selector, ingress, egress, .. } = &learned.policy;
     let mut comments = Comments::new();

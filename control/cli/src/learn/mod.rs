@@ -184,7 +184,6 @@ fn read(args: &Args, manifests: &Manifests, engine: &Engine) -> Result<Input, Fa
     Ok(input)
 }
 
-/// The learnt policies.
 fn learned(
     before: &Engine,
     workloads: &Workloads,

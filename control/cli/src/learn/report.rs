@@ -22,15 +22,12 @@ use super::manifest::{Manifest, connections, plural};
 /// The flows of which lists name at most so many.
 const LISTED: usize = 10;
 
-/// All that is said.
 pub(super) struct Report {
     /// Notes, one a line.
     pub(super) notes: Vec<String>,
     observed: usize,
-    /// How many flows the policies were learnt from.
     pub(super) learnt: usize,
     not_learnt: Vec<NotLearntLine>,
-    /// The part that becomes closed.
     pub(super) closed: Option<ClosedWays>,
     /// With --tighten: how many policies change.
     pub(super) changed: Option<usize>,
@@ -139,7 +136,6 @@ impl Report {
         some
     }
 
-    /// The comment above all policies.
     pub(super) fn head(&self, learnt: &[&LearnableFlow], tighten: bool) -> String {
         let mut evidence = Evidence { connections: learnt.len() as u64, seen: None };
         let times: Vec<SeenTimes> = learnt.iter().filter_map(|flow| flow.seen).collect();
@@ -153,7 +149,6 @@ impl Report {
         format!("# {what} {}.\n", connections(&evidence))
     }
 
-    /// Prints all of it on standard error.
     pub(super) fn print(&self) {
         self.lines().iter().for_each(|line| eprintln!("penstock: {}", Printable(line)));
     }
@@ -179,7 +174,6 @@ impl Report {
         lines
     }
 
-    /// Policies, evidence and report, for a program.
     pub(super) fn json(&self, written: &[Manifest]) -> String {
         let policies = written.iter().map(|one| json!({ "manifest": one.value, "comments": one.comments }));
         let closed = self.closed.map(|closed| {
@@ -247,7 +241,6 @@ fn end(engine: &Engine, address: Address) -> String {
     flow::name(engine.state(), address).map_or_else(|| address.to_string(), |name| format!("{name} ({address})"))
 }
 
-/// A flow as it was observed.
 fn observed(engine: &Engine, observed: &ObservedFlow) -> String {
     let end = |end: &ObservedEnd| {
         // The identifier of a query is no port.

@@ -87,7 +87,6 @@ fn block_of(peer: &Peer) -> Option<&IpBlock> {
     }
 }
 
-/// Networks with their indexes in a list.
 struct Networks(BTreeMap<IpNet, Vec<usize>>);
 
 impl FromIterator<(IpNet, usize)> for Networks {
@@ -125,7 +124,6 @@ mod tests {
         IpBlock { cidr: cidr.parse().unwrap(), except: except.iter().map(|net| net.parse().unwrap()).collect() }
     }
 
-    /// By peer and except.
     fn said(blocks: &[IpBlock]) -> Vec<(usize, Option<usize>)> {
         let peers: Vec<Peer> = blocks.iter().cloned().map(Peer::IpBlock).collect();
         let blocks = RuleBlocks::of(&peers);

@@ -60,7 +60,6 @@ impl LintObjects {
     }
 }
 
-/// Findings about missing, skipped or unknown objects.
 pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Finding>) {
     for ignored in &manifests.ignored {
         findings.push(Finding {

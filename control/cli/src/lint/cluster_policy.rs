@@ -12,7 +12,6 @@ use serde_json::Value;
 use super::cluster::LintObjects;
 use super::{Finding, FindingKind, selector};
 
-/// A rule with its place.
 #[derive(Clone, Copy)]
 struct PlacedRule<'a> {
     document: &'a Document,
@@ -175,7 +174,6 @@ impl PlacedRule<'_> {
         Finding::new(self.document, self.at(|rule| rule.path()), kind, message)
     }
 
-    /// Networks that can only mean Services.
     fn service_addresses(&self, world: &LintObjects, findings: &mut Vec<Finding>) {
         let Peers::AnyOf(peers) = &self.rule.matches.peers else { return };
         for (i, peer) in peers.iter().enumerate() {

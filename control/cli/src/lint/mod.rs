@@ -57,7 +57,6 @@ pub(super) struct Args {
     strict: bool,
 }
 
-/// The finding, as it ends the line.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum FindingKind {
     NeverMatches,
@@ -109,7 +108,6 @@ impl fmt::Display for FindingKind {
     }
 }
 
-/// One thing found.
 #[derive(Debug)]
 struct Finding {
     origin: Origin,
@@ -165,13 +163,11 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     }
 }
 
-/// Sorts findings by files and lines.
 fn sort(manifests: &Manifests, findings: &mut [Finding]) {
     let place = |origin: &Origin| manifests.documents.iter().position(|document| document.origin.file == origin.file);
     findings.sort_by_cached_key(|finding| (place(&finding.origin), finding.origin.clone()));
 }
 
-/// All findings in the manifests themselves.
 fn find(manifests: &Manifests, engine: &Engine, v1beta1: bool) -> Vec<Finding> {
     let world = cluster::LintObjects::new(manifests);
     let mut findings = Vec::new();

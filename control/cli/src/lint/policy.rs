@@ -12,12 +12,10 @@ use super::blocks::RuleBlocks;
 use super::cluster::LintObjects;
 use super::{Finding, FindingKind, blocks, selector};
 
-/// One direction of the policy under check.
 struct DirectionCheck<'a> {
     document: &'a Document,
     policy: &'a NetworkPolicy,
     world: &'a LintObjects,
-    /// The field of a rule's peers.
     peers: &'static str,
     is_ingress: bool,
 }
@@ -228,7 +226,6 @@ impl DirectionCheck<'_> {
         }
     }
 
-    /// The pods that are a peer.
     fn peers_of<'a>(&'a self, peer: &'a Peer) -> Box<dyn Iterator<Item = &'a Pod> + 'a> {
         match peer {
             Peer::Pods(pods) => Box::new(self.world.pods_in(&self.policy.key.namespace, pods)),

@@ -14,7 +14,6 @@ const MOST_RANGE_BITS: u8 = 20;
 #[derive(Debug, Default)]
 pub(super) struct Services {
     pub(super) ports: Vec<BackedPort>,
-    /// By cluster address its Service.
     addresses: BTreeMap<IpAddr, ObjectKey>,
     /// Addresses of pods, nodes and other endpoints.
     others: BTreeSet<IpAddr>,

@@ -12,13 +12,11 @@ use serde::Serialize;
 use super::rows::{Matrix, Row};
 
 const PAGE: &str = include_str!("page.html");
-/// Placeholder for the data in the page.
 const PLACE: &str = "\"MATRIX DATA\"";
 
 #[derive(Serialize)]
 struct Data {
     rows: Vec<PageRow>,
-    /// How many classes the rows are of.
     classes: usize,
     unseen: Vec<String>,
     ports: Vec<String>,

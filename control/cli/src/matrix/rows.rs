@@ -46,7 +46,6 @@ pub(super) enum Cell {
     Nothing,
 }
 
-/// The part of a cluster that is shown.
 pub(super) struct Matrix<'a> {
     pub(super) engine: &'a Engine,
     pub(super) rows: Vec<Row>,
@@ -55,7 +54,6 @@ pub(super) struct Matrix<'a> {
     pub(super) ports: Vec<ProtocolPort>,
     /// A pod of each class, and another if there is one.
     examples: Vec<(ObjectKey, Option<ObjectKey>)>,
-    /// The cells found for pairs of classes.
     cells: Vec<Option<Cell>>,
 }
 
@@ -141,7 +139,6 @@ impl<'a> Matrix<'a> {
     }
 }
 
-/// Why there is nothing to show.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum NoSuchRow {
     #[error("--namespace {0}: no pod is in it: correct its name")]
@@ -286,13 +283,7 @@ mod tests {
                     labels,
                     node: Some(format!("n{replica}")),
                     addresses: vec![[10, space, app, replica + 1].into()],
-                    host_network: false,
-                    finished: false,
-                    ports: Vec::new(),
-                    lifetime: Default::default(),
-                    controller: None,
-                    other_interfaces: Vec::new(),
-                    limits: Default::default(),
+                    ..Pod::default()
                 }));
             }
         }

@@ -17,11 +17,9 @@ use crate::style;
 enum Reach {
     /// Every backend that it may get is allowed.
     Every,
-    /// Some are.
     Partial,
     /// None is.
     No,
-    /// There is no backend for it.
     NoBackend,
     /// No address family in common.
     Nothing,

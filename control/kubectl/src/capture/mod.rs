@@ -170,11 +170,8 @@ impl Target {
     }
 }
 
-/// Which of the packets that come are written.
 struct Limits {
-    /// So many of all nodes together.
     packets: Option<u64>,
-    /// Between these addresses.
     between: Option<(Vec<IpAddr>, Vec<IpAddr>)>,
 }
 
@@ -191,7 +188,6 @@ fn create(path: &Path) -> Result<File, Failure> {
 }
 
 impl Args {
-    /// Which nodes to ask, and for what.
     async fn plan<C: Cluster>(&self, cluster: &C) -> Result<Plan, Failure> {
         if let (Some(from), Some(to)) = (&self.from, &self.to) {
             let (one, other) = (cluster.pod(from).await?, cluster.pod(to).await?);
@@ -201,7 +197,6 @@ impl Args {
         Ok(plan::of_pod(pod, cluster.pod(pod).await?))
     }
 
-    /// The program for the daemons.
     fn compiled(&self) -> Result<Option<String>, Failure> {
         match (&self.filter, &self.program) {
             (Some(expression), _) => filter::compile(expression).map(Some).map_err(Failure::bad_input),
@@ -248,12 +243,10 @@ impl Args {
     }
 }
 
-/// A capture that runs on several nodes.
 struct Capture {
     nodes: Vec<CapturingNode>,
     missing: Vec<Missing>,
     events: mpsc::Receiver<Event>,
-    /// Packets that are written.
     written: u64,
     /// Ends with this value.
     _tasks: JoinSet<()>,
@@ -263,16 +256,12 @@ struct CapturingNode {
     daemon: Daemon,
     stdin: Option<Writer>,
     began: bool,
-    /// Its counts so far.
     counts: CaptureCounts,
-    /// Why its daemon has ended the capture.
     reason: Option<String>,
-    /// How its command ended.
     ended: Option<Result<(), Problem>>,
 }
 
 impl Capture {
-    /// Starts captures on all nodes.
     async fn start<C: Cluster>(
         cluster: &C,
         asking: Asking,
@@ -302,7 +291,6 @@ impl Capture {
         Self { nodes, missing, events, written: 0, _tasks: tasks }
     }
 
-    /// Writes what comes until all nodes have ended.
     async fn run(&mut self, target: Target, args: &Args, limits: &Limits) -> io::Result<()> {
         let names: Vec<String> = self.nodes.iter().map(|node| node.daemon.node.clone()).collect();
         let (mut output, watched) = match target {

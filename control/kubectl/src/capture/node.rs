@@ -7,19 +7,15 @@ use tokio::sync::mpsc;
 use super::super::ask::{MAX_ERRORS, problem, read_all};
 use super::super::cluster::{Problem, Reader, Running};
 
-/// Bytes that are read at a time.
 const CHUNK: usize = 1 << 16;
 
-/// An event on a node, by its number.
 #[derive(Debug)]
 pub(super) enum Event {
-    /// A message, with the bytes that follow it.
     Message(usize, CaptureMessage, Vec<u8>),
     /// Nothing more comes of it.
     Ended(usize, Result<(), Problem>),
 }
 
-/// Follows a node's capture to its end.
 pub(super) async fn follow(node: usize, running: Running, events: mpsc::Sender<Event>) {
     let Running { stdin: _, stdout, stderr, status } = running;
     let messages = async { Ok(pass_on(node, stdout, &events).await) };

@@ -15,7 +15,6 @@ use super::merge::Merger;
 /// How long a packet waits for older ones of other nodes.
 const HOLD: Duration = Duration::from_secs(1);
 
-/// A packet of a node.
 #[derive(Debug)]
 pub(super) struct Packet {
     pub(super) record: PacketRecord,
@@ -30,7 +29,6 @@ pub(super) enum Output {
     Bundles(Vec<NodeBundle>),
 }
 
-/// A node's bundle.
 pub(super) struct NodeBundle {
     writer: BundleWriter,
     file: VerdictFile<BufWriter<File>>,
@@ -57,7 +55,6 @@ impl Output {
         Ok(Self::Bundles(nodes.iter().map(bundle).collect::<io::Result<_>>()?))
     }
 
-    /// Packets that are written.
     pub(super) fn packets(&self) -> u64 {
         match self {
             Self::Merged { file, .. } => file.packets(),
@@ -65,7 +62,6 @@ impl Output {
         }
     }
 
-    /// Packets of a node that are written.
     pub(super) fn packets_of(&self, node: usize) -> u64 {
         match self {
             Self::Merged { file, .. } => file.packets_of(node),
@@ -122,7 +118,6 @@ impl Output {
         if file.packets() > before { file.flush() } else { Ok(()) }
     }
 
-    /// Nothing more comes of a node.
     pub(super) fn ended(&mut self, node: usize) {
         if let Self::Merged { merger, .. } = self {
             merger.end(node);

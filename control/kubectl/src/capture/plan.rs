@@ -5,7 +5,6 @@ use std::net::IpAddr;
 
 use super::super::cluster::{PodName, PodPlace};
 
-/// A node, and what to capture there.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct Plan {
     /// By node, the options that only it gets; `None`: all nodes.

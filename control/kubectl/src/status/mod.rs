@@ -2,11 +2,10 @@
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::Status;
-use penstock_text::number::json;
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, WithMissing, ask_all, parsed, print, words};
+use super::ask::{Answers, Asking, ask_all, parsed, print, whole_json, words};
 use super::cluster::{Cluster, Daemon, Fleet};
 
 /// Show the daemons of all nodes: version, pods, and whether policy is in effect
@@ -31,7 +30,6 @@ pub(super) struct Args {
     json: bool,
 }
 
-/// A node's answer.
 #[derive(Serialize)]
 struct NodeStatus<'a> {
     node: &'a str,
@@ -39,7 +37,6 @@ struct NodeStatus<'a> {
     status: &'a Status,
 }
 
-/// All nodes' answers.
 #[derive(Serialize)]
 struct ClusterStatus<'a> {
     /// Whether every node has answered and has all its pods enforced.
@@ -53,7 +50,6 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
     print(&text, &answers)
 }
 
-/// Asks all daemons for their status.
 pub(super) async fn ask<C: Cluster>(cluster: &C, asking: Asking, fleet: Fleet) -> Answers<Status> {
     super::tell(fleet.note.as_deref());
     let command = |_: &Daemon| words(&["penstock", "status", "--json"]);
@@ -64,7 +60,7 @@ fn as_json(answers: &Answers<Status>) -> String {
     let nodes = answers.answers.iter();
     let nodes = nodes.map(|(daemon, status)| NodeStatus { node: &daemon.node, pod: &daemon.pod, status }).collect();
     let enforced = answers.missing.is_empty() && answers.answers.iter().all(|(_, status)| is_enforced(status));
-    json(&WithMissing { answer: ClusterStatus { enforced, nodes }, missing: &answers.missing })
+    whole_json(&ClusterStatus { enforced, nodes }, &answers.missing, false)
 }
 
 /// Whether all of a node is in effect, as far as its daemon knows the cluster.

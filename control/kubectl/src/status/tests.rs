@@ -1,4 +1,5 @@
 use penstock_admin::types::{PodStatus, SourceStatus};
+use penstock_text::number::json;
 
 use super::*;
 use crate::ask::problem;

@@ -19,7 +19,6 @@ use super::ask::Asking;
 use super::cluster::{Cluster, Daemon, PodName, Target};
 use super::status;
 
-/// Between two looks at all nodes.
 const PAUSE: Duration = Duration::from_millis(300);
 
 /// Wait until policy is in effect on every node
@@ -62,14 +61,12 @@ enum Condition {
     Enforced,
 }
 
-/// The state of a node.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum State {
     Enforced,
     /// Not yet, and why.
     NotYet(String),
-    /// It has not answered.
     Missing(String),
 }
 
@@ -77,11 +74,9 @@ enum State {
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Goal {
     versions: BTreeMap<String, u64>,
-    /// A pod and its node.
     pod: Option<(PodName, String)>,
 }
 
-/// Findings of earlier answers.
 #[derive(Debug, Default)]
 struct Seen(HashSet<(String, u32)>);
 

@@ -5,10 +5,8 @@ use std::net::IpAddr;
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 use penstock_dataplane::packet::Address;
 
-/// A block and what of it was seen.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Block {
-    /// The block.
     pub cidr: IpNet,
     /// How many of its addresses were seen, at least 1.
     pub seen: u64,
@@ -21,7 +19,6 @@ impl Block {
     }
 }
 
-/// Addresses that blocks may hold.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct BlockLimits {
     /// The most addresses that were not seen which a block may add.

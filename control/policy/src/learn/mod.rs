@@ -53,7 +53,6 @@ pub const UNSTABLE_LABELS: [&str; 11] = [
 /// How many addresses that were not seen a block may add unless set otherwise: with two seen, a block of 256.
 pub const WIDENING: u64 = 254;
 
-/// How to learn.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LearnSettings {
     /// Only policies of this namespace; flows without an end in it are left out.
@@ -85,7 +84,6 @@ impl Default for LearnSettings {
 }
 
 impl LearnSettings {
-    /// Whether a label identifies a workload.
     pub(crate) fn is_stable(&self, label: &str) -> bool {
         !self.unstable_labels.iter().any(|unstable| match unstable.strip_suffix('*') {
             Some(start) => label.starts_with(start),
@@ -93,7 +91,6 @@ impl LearnSettings {
         })
     }
 
-    /// Whether policies of a namespace are written.
     pub(crate) fn covers(&self, namespace: &str) -> bool {
         self.namespace.as_deref().is_none_or(|only| only == namespace)
     }
@@ -121,7 +118,6 @@ pub enum Opening {
     Missing,
 }
 
-/// The outcome of a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
     /// It was let through, and answered where its protocol answers.
@@ -130,52 +126,42 @@ pub enum Outcome {
     Silent,
     /// TCP without an answer, or refused: an attempt.
     Unanswered,
-    /// Policy denied it.
     Denied,
 }
 
-/// A connection that was observed.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ObservedFlow {
     /// Who opened it.
     pub from: ObservedEnd,
     /// The other end.
     pub to: ObservedEnd,
-    /// Its protocol.
     pub protocol: Protocol,
     /// How certain its direction is.
     pub opening: Opening,
-    /// Its outcome.
     pub outcome: Outcome,
-    /// When.
     pub seen: Option<SeenTimes>,
 }
 
 /// When something was seen, in nanoseconds of Unix time.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct SeenTimes {
-    /// First.
     pub first: u64,
     /// Last, not before the first.
     pub last: u64,
 }
 
-/// How much supports a part of a policy.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Evidence {
-    /// Connections.
     pub connections: u64,
     /// From the first to the last of those with a time.
     pub seen: Option<SeenTimes>,
 }
 
 impl Evidence {
-    /// One connection.
     pub(crate) fn one(seen: Option<SeenTimes>) -> Self {
         Self { connections: 1, seen }
     }
 
-    /// Adds other connections.
     pub(crate) fn add(&mut self, other: Self) {
         self.connections += other.connections;
         self.seen = match (self.seen, other.seen) {

@@ -16,7 +16,6 @@ use crate::state::{ClusterState, PodOrNode};
 
 use super::LearnableFlow;
 
-/// A flow that an engine denies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DeniedFlow {
     /// Its index among the flows that were asked about.

@@ -22,7 +22,6 @@ const FIRST_EPHEMERAL: u16 = 32768;
 /// One behind the system ports (RFC 6335 section 6), which no client gets.
 const FIRST_USER: u16 = 1024;
 
-/// A flow from which policies can be learnt.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LearnableFlow {
     /// The flow in its opening direction, as it was observed.
@@ -33,12 +32,10 @@ pub struct LearnableFlow {
     pub ends: Vec<Flow>,
     /// Whether policy judges the flow to the Service's cluster address, too.
     pub to_service_address: bool,
-    /// When it was seen.
     pub seen: Option<SeenTimes>,
 }
 
 impl LearnableFlow {
-    /// All flows that policy must allow.
     pub fn judged(&self) -> impl Iterator<Item = &Flow> {
         self.ends.iter().chain(self.to_service_address.then_some(&self.flow))
     }
@@ -61,7 +58,6 @@ pub enum NotLearnt {
     UnknownPod(String),
     /// Within the pod networks, but no pod has the address.
     PodNetwork(IpAddr),
-    /// Neither end is a pod.
     NoPod,
     /// Neither end has an address, or the two have none of one family.
     NoAddress,
@@ -71,9 +67,7 @@ pub enum NotLearnt {
     Protocol(Protocol),
     /// Port 0, which no port of a NetworkPolicy can be.
     PortZero,
-    /// A port that the Service does not have.
     NoServicePort(ObjectKey),
-    /// The Service has no backend for the client.
     NoBackend(ObjectKey),
     /// Neither end is in the namespace that is learnt.
     OtherNamespace,
@@ -115,25 +109,20 @@ impl fmt::Display for NotLearnt {
     }
 }
 
-/// Flows that are not learnt for one reason.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct UnusableFlows {
-    /// How many.
     pub count: u64,
     /// Index of the first among the observed flows.
     pub first: usize,
 }
 
-/// The result of resolving.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Resolution {
     /// Flows that can be learnt, in the order of the observed ones.
     pub learnable: Vec<LearnableFlow>,
-    /// How many cannot, by reason.
     pub not_learnt: BTreeMap<NotLearnt, UnusableFlows>,
 }
 
-/// Resolves observed flows.
 pub fn resolve(state: &ClusterState, observed: &[ObservedFlow], settings: &LearnSettings) -> Resolution {
     let mut resolver = Resolver::new(state, settings);
     resolver.note_destinations(observed);
@@ -158,7 +147,6 @@ struct Resolver<'a> {
     settings: &'a LearnSettings,
     /// Services by their addresses: those of the cluster, external ones, and load balancers'.
     services: FxHashMap<IpAddr, &'a Service>,
-    /// Ports of Services by their node port.
     node_ports: FxHashMap<(Protocol, u16), (&'a Service, &'a ServicePort)>,
     /// Where flows went to, on ports that clients do not get.
     destinations: FxHashSet<Destination>,

@@ -23,12 +23,9 @@ const DNS: u16 = 53;
 /// Longest name of an object (RFC 1123 subdomain), with room for a number behind it.
 const LONGEST_NAME: usize = 240;
 
-/// A policy for a workload.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct LearnedPolicy {
-    /// The policy.
     pub policy: NetworkPolicy,
-    /// The workload that it selects.
     pub workload: WorkloadId,
     /// Its ingress rules, in the policy's order.
     pub ingress: Vec<LearnedRule>,
@@ -45,40 +42,29 @@ pub struct LearnedRule {
     pub ports: Vec<(LearnedPort, Evidence)>,
 }
 
-/// A peer of a learnt rule.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum LearnedPeer {
-    /// The pods of a workload.
     Workload(WorkloadId),
-    /// The cluster address of a Service.
     ServiceAddress {
-        /// The Service.
         service: ObjectKey,
-        /// Its address.
         address: IpAddr,
     },
     /// The address of a node other than the pod's own.
     Node {
-        /// The node.
         node: String,
-        /// Its address.
         address: IpAddr,
     },
     /// A backend of a Service that is neither pod nor node.
     Backend {
-        /// The Service.
         service: ObjectKey,
-        /// Its address.
         address: IpAddr,
     },
     /// Addresses outside of the cluster.
     Outside(Block),
 }
 
-/// A port of a learnt rule.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct LearnedPort {
-    /// Its protocol.
     pub protocol: PortProtocol,
     /// Its number, or the name that all pods give to it.
     pub which: PortName,
@@ -86,10 +72,8 @@ pub struct LearnedPort {
     pub is_added: bool,
 }
 
-/// A port by number or by name.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum PortName {
-    /// Its number.
     Number(u16),
     /// Its name on every pod that it is a port of.
     Name(String),

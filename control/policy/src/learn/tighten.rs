@@ -14,7 +14,6 @@ use crate::state::{ClusterState, PodId, PodOrNode};
 
 use super::LearnableFlow;
 
-/// The parts of a policy that were used.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct PolicyUsage {
     /// Connections with an end in a pod that it selects, in a direction that it isolates.
@@ -25,10 +24,8 @@ pub struct PolicyUsage {
     pub egress: Vec<RuleUsage>,
 }
 
-/// The parts of a rule that were used.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct RuleUsage {
-    /// Connections that it allows.
     pub connections: u64,
     /// For each peer that it lists, the connections that it allows on one of the rule's ports.
     pub peers: Vec<u64>,

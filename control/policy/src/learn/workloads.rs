@@ -9,13 +9,11 @@ use crate::state::{ClusterState, PodId};
 
 use super::LearnSettings;
 
-/// Index of a workload in [`Workloads`].
 pub type WorkloadId = usize;
 
 /// The present pods of a namespace with equal stable labels.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Workload {
-    /// Their namespace.
     pub namespace: String,
     /// The labels that they have in common and that identify them.
     pub labels: Labels,
@@ -33,7 +31,6 @@ pub struct Workloads {
 }
 
 impl Workloads {
-    /// The workloads of the pods that policy sees.
     pub fn new(state: &ClusterState, settings: &LearnSettings) -> Self {
         let mut found: BTreeMap<(String, Labels), Vec<PodId>> = BTreeMap::new();
         for (id, pod) in state.pods().filter(|(id, _)| state.is_present(*id)) {
@@ -62,12 +59,10 @@ impl Workloads {
         self.by_pod.get(&pod).copied()
     }
 
-    /// A workload.
     pub fn get(&self, id: WorkloadId) -> &Workload {
         &self.all[id]
     }
 
-    /// All, in order.
     pub fn iter(&self) -> impl Iterator<Item = (WorkloadId, &Workload)> {
         self.all.iter().enumerate()
     }

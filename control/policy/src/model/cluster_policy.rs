@@ -8,25 +8,19 @@ use serde::{Deserialize, Serialize};
 
 use super::{PolicyNotes, Rule, Selector, Staging};
 
-/// A ClusterNetworkPolicy.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct ClusterNetworkPolicy {
-    /// Its name.
     pub name: String,
-    /// Its tier.
     pub tier: ClusterTier,
     /// Its place in the tier: lower numbers are evaluated first.
     pub priority: u16,
-    /// Which pods it selects.
     pub subject: Subject,
     /// Its ingress rules, in order.
     pub ingress: Vec<ClusterRule>,
     /// Its egress rules, in order.
     pub egress: Vec<ClusterRule>,
-    /// Whether it is in effect, or staged.
     #[serde(default, skip_serializing_if = "Staging::is_in_force")]
     pub staging: Staging,
-    /// How it wants its decisions reported.
     #[serde(default, skip_serializing_if = "PolicyNotes::is_empty")]
     pub notes: PolicyNotes,
 }
@@ -52,9 +46,7 @@ impl fmt::Display for ClusterTier {
 /// The pods to which a ClusterNetworkPolicy applies: both selectors must match.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct Subject {
-    /// Selects the namespaces.
     pub namespaces: Selector,
-    /// Selects the pods in them.
     pub pods: Selector,
 }
 
@@ -66,12 +58,9 @@ pub struct Subject {
 pub struct ClusterRule {
     /// Its name, for people; need not be unique.
     pub name: Option<String>,
-    /// Its action.
     #[serde(with = "RuleActionForm")]
     pub action: RuleAction,
-    /// The flows that it matches.
     pub matches: Rule,
-    /// Whether it is fully understood.
     pub is_understood: bool,
 }
 
@@ -86,7 +75,6 @@ impl DomainPattern {
         NamePattern::new(text).map(Self)
     }
 
-    /// For a rule table.
     pub fn pattern(&self) -> &NamePattern {
         &self.0
     }
@@ -121,7 +109,6 @@ impl From<DomainPattern> for String {
     }
 }
 
-/// A text that is no domain name.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{0:?} is not a domain name: write example.org or *.example.org")]
 pub struct NotADomainName(String);
@@ -141,7 +128,6 @@ impl ClusterNetworkPolicy {
     }
 }
 
-/// How a [`RuleAction`] is written.
 #[derive(Serialize, Deserialize)]
 #[serde(remote = "RuleAction")]
 enum RuleActionForm {

@@ -2,10 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Limits of a pod's connections.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct ConnectionLimits {
-    /// The limit of connections that it opens.
     #[serde(default)]
     pub egress: ConnectionLimit,
     /// The limit of connections that others open to it.
@@ -13,19 +11,16 @@ pub struct ConnectionLimits {
     pub ingress: ConnectionLimit,
 }
 
-/// Limits of connections in one direction.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct ConnectionLimit {
     /// Most that are opened in a second.
     #[serde(default)]
     pub each_second: Option<u32>,
-    /// Most that are open.
     #[serde(default)]
     pub open: Option<u32>,
 }
 
 impl ConnectionLimits {
-    /// Whether nothing is limited.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }

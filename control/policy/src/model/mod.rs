@@ -23,15 +23,11 @@ pub use penstock_dataplane::policy::RuleAction;
 pub use service::{AddressFamily, EndpointPort, EndpointSlice, Service, ServiceEndpoint, ServicePort, TargetPort};
 pub use staging::Staging;
 
-/// Labels of an object.
 pub type Labels = BTreeMap<String, String>;
 
-/// Namespace and name of an object.
-#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
 pub struct ObjectKey {
-    /// Its namespace.
     pub namespace: String,
-    /// Its name.
     pub name: String,
 }
 
@@ -41,10 +37,8 @@ impl fmt::Display for ObjectKey {
     }
 }
 
-/// A Namespace.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Namespace {
-    /// Its name.
     pub name: String,
     /// Its labels, `kubernetes.io/metadata.name` included.
     pub labels: Labels,
@@ -55,12 +49,9 @@ pub struct Namespace {
     pub terminating: bool,
 }
 
-/// A Node.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Node {
-    /// Its name.
     pub name: String,
-    /// Its labels.
     pub labels: Labels,
     /// The addresses that are the node itself: `status.addresses` of the InternalIP and ExternalIP kinds, and what else
     /// is known to be its own.
@@ -70,11 +61,9 @@ pub struct Node {
 }
 
 /// A Pod, reduced to what policy needs.
-#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct Pod {
-    /// Namespace and name.
     pub key: ObjectKey,
-    /// Its labels.
     pub labels: Labels,
     /// `spec.nodeName`, once it is scheduled.
     pub node: Option<String>,
@@ -95,7 +84,6 @@ pub struct Pod {
     /// about the pod's addresses.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub other_interfaces: Vec<String>,
-    /// How many connections it may have.
     #[serde(default, skip_serializing_if = "ConnectionLimits::is_empty")]
     pub limits: ConnectionLimits,
 }
@@ -106,7 +94,6 @@ pub struct Pod {
 pub struct Controller {
     /// Its kind, such as `Deployment`.
     pub kind: String,
-    /// Its name.
     pub name: String,
 }
 
@@ -135,14 +122,10 @@ pub struct PodLifetime {
     pub created: Option<i64>,
 }
 
-/// A named port of a pod's container.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct NamedPort {
-    /// Its name.
     pub name: String,
-    /// Its protocol.
     pub protocol: PortProtocol,
-    /// Its number, 1 to 65535.
     pub number: u16,
 }
 
@@ -152,18 +135,14 @@ pub enum PortProtocol {
     /// TCP, the default.
     #[default]
     Tcp,
-    /// UDP.
     Udp,
-    /// SCTP.
     Sctp,
 }
 
 /// A NetworkPolicy, `policyTypes` resolved.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct NetworkPolicy {
-    /// Namespace and name.
     pub key: ObjectKey,
-    /// Which pods of its namespace it selects.
     pub pod_selector: Selector,
     /// Whether it isolates the pods it selects. A policy of `extensions/v1beta1` does not: there only the namespace's
     /// annotation isolates, and policies add what is allowed.
@@ -172,10 +151,8 @@ pub struct NetworkPolicy {
     pub ingress: Option<Vec<Rule>>,
     /// Its egress rules, where it isolates for egress.
     pub egress: Option<Vec<Rule>>,
-    /// Whether it is in effect, or staged.
     #[serde(default, skip_serializing_if = "Staging::is_in_force")]
     pub staging: Staging,
-    /// How it wants its decisions reported.
     #[serde(default, skip_serializing_if = "PolicyNotes::is_empty")]
     pub notes: PolicyNotes,
 }
@@ -183,13 +160,10 @@ pub struct NetworkPolicy {
 /// One rule: matches a flow if a peer *and* a port match. A NetworkPolicy's rule allows what it matches.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Rule {
-    /// Which peers.
     pub peers: Peers,
-    /// Which ports.
     pub ports: PolicyPorts,
 }
 
-/// The peers of a rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Peers {
     /// None listed: every peer.
@@ -198,7 +172,6 @@ pub enum Peers {
     AnyOf(Vec<Peer>),
 }
 
-/// The ports of a rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum PolicyPorts {
     /// None listed: every port and every protocol, ICMP included.
@@ -207,7 +180,6 @@ pub enum PolicyPorts {
     AnyOf(Vec<PolicyPort>),
 }
 
-/// One peer of a rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Peer {
     /// `podSelector` alone: pods of the policy's own namespace.
@@ -216,12 +188,9 @@ pub enum Peer {
     Namespaces(Selector),
     /// Both: matching pods of matching namespaces.
     PodsInNamespaces {
-        /// Selects the namespaces.
         namespaces: Selector,
-        /// Selects the pods in them.
         pods: Selector,
     },
-    /// `ipBlock`.
     IpBlock(IpBlock),
     /// `networks` of a ClusterNetworkPolicy, host bits cleared.
     Networks(Vec<IpNet>),
@@ -241,23 +210,18 @@ pub struct IpBlock {
     pub except: Vec<IpNet>,
 }
 
-/// One port of a rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct PolicyPort {
-    /// Its protocol.
     pub protocol: PortProtocol,
-    /// The numbers that match.
     pub which: PortMatch,
 }
 
-/// Which port numbers match.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum PortMatch {
     /// No port listed: all of the protocol.
     Every,
     /// From first to last, both inclusive; a single number is a range of one.
     Range {
-        /// First number.
         first: u16,
         /// Last number, not below the first.
         last: u16,
@@ -273,30 +237,23 @@ pub struct Selector {
     pub requirements: Vec<Requirement>,
 }
 
-/// One requirement on a label.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct Requirement {
-    /// The label's key.
     pub key: String,
-    /// The condition.
     pub operator: LabelOperator,
 }
 
-/// The operator of a requirement, with its values.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum LabelOperator {
     /// Present, with one of these values (sorted, at least one).
     In(Vec<String>),
     /// Absent, or with none of these values (sorted, at least one).
     NotIn(Vec<String>),
-    /// Present.
     Exists,
-    /// Absent.
     DoesNotExist,
 }
 
 impl Selector {
-    /// Whether an object with these labels matches.
     pub fn matches(&self, labels: &Labels) -> bool {
         self.requirements.iter().all(|requirement| {
             let value = labels.get(&requirement.key);
@@ -316,50 +273,33 @@ impl Selector {
 pub enum ObjectChange {
     /// Created or replaced.
     Set(Object),
-    /// Deleted.
     Delete(ObjectRef),
 }
 
-/// Any object that the control plane keeps.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Object {
-    /// A Namespace.
     Namespace(Namespace),
-    /// A Node.
     Node(Node),
-    /// A Pod.
     Pod(Pod),
-    /// A NetworkPolicy.
     NetworkPolicy(NetworkPolicy),
-    /// A ClusterNetworkPolicy.
     ClusterNetworkPolicy(ClusterNetworkPolicy),
-    /// A Service.
     Service(Service),
-    /// An EndpointSlice.
     EndpointSlice(EndpointSlice),
 }
 
-/// Identifies any object.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum ObjectRef {
-    /// A Namespace by its name.
     Namespace(String),
-    /// A Node by its name.
     Node(String),
-    /// A Pod.
     Pod(ObjectKey),
-    /// A NetworkPolicy.
     NetworkPolicy(ObjectKey),
     /// A ClusterNetworkPolicy by its name.
     ClusterNetworkPolicy(String),
-    /// A Service.
     Service(ObjectKey),
-    /// An EndpointSlice.
     EndpointSlice(ObjectKey),
 }
 
 impl Object {
-    /// The reference that identifies this object.
     pub fn reference(&self) -> ObjectRef {
         match self {
             Self::Namespace(namespace) => ObjectRef::Namespace(namespace.name.clone()),

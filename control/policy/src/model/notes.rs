@@ -2,7 +2,6 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How a policy wants its decisions reported.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct PolicyNotes {
     /// Which of its decisions are written to the verdict log.
@@ -12,7 +11,6 @@ pub struct PolicyNotes {
 }
 
 impl PolicyNotes {
-    /// Whether it asks for nothing.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
@@ -24,21 +22,16 @@ pub enum PolicyLog {
     /// Nothing for its sake.
     #[default]
     Off,
-    /// Connections that it denies.
     Denied,
-    /// Connections that it allows.
     Allowed,
-    /// Both.
     All,
 }
 
 impl PolicyLog {
-    /// Whether connections that it denies are written.
     pub const fn has_denied(self) -> bool {
         matches!(self, Self::Denied | Self::All)
     }
 
-    /// Whether connections that it allows are written.
     pub const fn has_allowed(self) -> bool {
         matches!(self, Self::Allowed | Self::All)
     }

@@ -6,10 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{ObjectKey, PortProtocol, Selector};
 
-/// A Service.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Service {
-    /// Namespace and name.
     pub key: ObjectKey,
     /// When it was created, in seconds of Unix time; `None` in a manifest that does not say.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -30,12 +28,10 @@ pub struct Service {
     pub selector: Option<Selector>,
 }
 
-/// A port of a Service.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct ServicePort {
     /// Its name, by which EndpointSlices refer to it; empty if it is the only one.
     pub name: String,
-    /// Its protocol.
     pub protocol: PortProtocol,
     /// Its number at the cluster address.
     pub number: u16,
@@ -46,26 +42,19 @@ pub struct ServicePort {
     pub node_port: Option<u16>,
 }
 
-/// A Service's port at a pod.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum TargetPort {
-    /// This number.
     Number(u16),
-    /// The container port of this name.
     Name(String),
 }
 
-/// The family of an EndpointSlice's addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum AddressFamily {
-    /// IPv4.
     V4,
-    /// IPv6.
     V6,
 }
 
 impl AddressFamily {
-    /// The family of an address.
     pub const fn of(address: IpAddr) -> Self {
         match address {
             IpAddr::V4(_) => Self::V4,
@@ -85,7 +74,6 @@ impl AddressFamily {
 /// An EndpointSlice: some of the backends of a Service, of one family.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct EndpointSlice {
-    /// Namespace and name.
     pub key: ObjectKey,
     /// The Service in its namespace whose backends it lists: label `kubernetes.io/service-name`.
     pub service: Option<String>,
@@ -95,18 +83,13 @@ pub struct EndpointSlice {
     pub endpoints: Vec<ServiceEndpoint>,
 }
 
-/// A port of an EndpointSlice.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct EndpointPort {
-    /// The name of the Service's port.
     pub name: String,
-    /// Its protocol.
     pub protocol: PortProtocol,
-    /// Its number at the endpoints.
     pub number: u16,
 }
 
-/// One endpoint: a backend's address.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct ServiceEndpoint {
     /// Its address: the first one of a list whose entries are the same endpoint.
@@ -115,7 +98,6 @@ pub struct ServiceEndpoint {
     pub ready: bool,
     /// Answers, whether terminating or not.
     pub serving: bool,
-    /// Is terminating.
     pub terminating: bool,
     /// The node on which it runs, if it says so.
     pub node: Option<String>,

@@ -24,7 +24,6 @@ impl Staging {
         *self == Self::InForce
     }
 
-    /// Whether workers enforce the policy now.
     pub fn is_enforced(&self) -> bool {
         matches!(self, Self::InForce | Self::Deleted)
     }

@@ -20,12 +20,9 @@ use crate::state::{ClusterState, PodId, PodOrNode};
 
 use super::tables::{ExpandedRule, Expansion, Tables};
 
-/// The action of an entry.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Action {
-    /// Lets it pass.
     Permit,
-    /// Drops it.
     Deny,
 }
 
@@ -39,18 +36,14 @@ pub struct SixTuple {
     pub dst: Option<IpNet>,
     /// Protocol and destination ports.
     pub ports: Option<PortRange>,
-    /// Its action.
     pub action: Action,
 }
 
 /// The list of one direction of a pod to which policies apply. The first matching entry decides.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct AccessList {
-    /// The pod.
     pub pod: PodId,
-    /// The direction.
     pub direction: Direction,
-    /// The entries.
     pub entries: Vec<SixTuple>,
 }
 

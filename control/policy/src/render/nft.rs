@@ -19,7 +19,6 @@ use crate::state::{ClusterState, PodId};
 use super::acl::{own_addresses, own_node_addresses};
 use super::tables::{ExpandedRule, Tables};
 
-/// The name of the table, of family `inet`.
 pub const TABLE: &str = "penstock";
 
 /// An address family as nftables names it.
@@ -27,7 +26,6 @@ pub const TABLE: &str = "penstock";
 struct Family {
     /// Keyword of a match.
     word: &'static str,
-    /// Type of a set.
     set_type: &'static str,
     /// Suffix of names.
     tag: &'static str,
@@ -143,7 +141,6 @@ fn rule_lines(
     }
 }
 
-/// The address families that occur.
 fn families_of(peers: &[IpNet]) -> impl Iterator<Item = Family> {
     FAMILIES.into_iter().filter(|family| peers.iter().any(|net| family.has(&net.addr())))
 }

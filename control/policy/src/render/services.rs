@@ -24,12 +24,10 @@ use crate::state::ClusterState;
 pub struct ClientPlace {
     /// Its node; empty if unknown.
     pub node: String,
-    /// The zone of its node.
     pub zone: Option<String>,
 }
 
 impl ClientPlace {
-    /// On this node.
     pub fn on(node: &str, state: &ClusterState) -> Self {
         Self { node: node.to_owned(), zone: state.zone_of(node).map(str::to_owned) }
     }
@@ -115,9 +113,7 @@ fn candidates<'a>(
     found
 }
 
-/// Which endpoints are close enough to a client.
 enum Closeness<'a> {
-    /// All.
     Every,
     /// Those with a hint for this node.
     Node(&'a str),
@@ -159,17 +155,12 @@ impl<'a> Closeness<'a> {
 /// Something in Services that cannot be as written. The rest counts.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum ServiceProblem {
-    /// Two Services have one address and port.
     SharedAddress {
-        /// The Service that has it.
         first: ObjectKey,
         /// The Service that does not get it.
         second: ObjectKey,
-        /// The address.
         address: IpAddr,
-        /// The port.
         port: u16,
-        /// Its protocol.
         protocol: PortProtocol,
     },
 }
@@ -200,7 +191,6 @@ impl Claimant {
     }
 }
 
-/// The addresses and ports that a Service claims.
 #[derive(Debug)]
 struct Claimed {
     claimant: Claimant,
@@ -215,7 +205,6 @@ pub struct ServiceTables {
     claimed: FxHashMap<ObjectKey, Claimed>,
     /// By frontend the Services that claim it: the first one has it.
     claims: FxHashMap<FrontendKey, BTreeSet<Claimant>>,
-    /// Frontends that several Services claim.
     disputed: BTreeSet<FrontendKey>,
     set: ServiceSet,
 }
@@ -226,7 +215,6 @@ impl ServiceTables {
         Self { place: ClientPlace { node: node.to_owned(), zone: None }, ..Self::default() }
     }
 
-    /// The table after the last update.
     pub fn set(&self) -> &ServiceSet {
         &self.set
     }

@@ -35,14 +35,12 @@ use summary::PolicySummary;
 pub use peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
 pub use summary::{MOST_ENTRIES_IN_NAMESPACE, RulesSummary};
 
-/// Number of a policy in a [`ClusterState`].
 pub type PolicyId = u32;
 /// Number of a ClusterNetworkPolicy in a [`ClusterState`].
 pub type ClusterPolicyId = u32;
 /// Number of a node's name in a [`ClusterState`].
 pub type NodeNumber = u32;
 
-/// Everything that policy needs from a cluster.
 #[derive(Default, Debug)]
 pub struct ClusterState {
     namespaces: Registry<String, NamespaceRecord>,
@@ -51,7 +49,6 @@ pub struct ClusterState {
     policies: Registry<ObjectKey, PolicyRecord>,
     cluster_policies: Registry<String, ClusterPolicyRecord>,
     services: FxHashMap<ObjectKey, ServiceRecord>,
-    /// The Service of each EndpointSlice.
     slice_services: FxHashMap<ObjectKey, ObjectKey>,
     claims: FxHashMap<IpAddr, Claim>,
     index: PodIndex,
@@ -72,7 +69,6 @@ pub struct Outdated {
     pub addresses: FxHashSet<IpAddr>,
     /// Port names whose numbers changed.
     pub names: FxHashSet<(String, PortProtocol)>,
-    /// Whether labels or addresses of Nodes changed.
     pub nodes: bool,
 }
 
@@ -81,7 +77,6 @@ struct NamespaceRecord {
     /// Its labels; `None` while the Namespace is unknown.
     labels: Option<Labels>,
     default_deny_ingress: bool,
-    /// Whether the Namespace is being deleted.
     terminating: bool,
     selections: Vec<u32>,
     peer_sets: PeerSetIndex,
@@ -117,7 +112,6 @@ struct PodRecord {
     cluster_policies: Vec<ClusterPolicyId>,
 }
 
-/// A policy and the pods it selects.
 #[derive(Debug)]
 struct PolicyRecord {
     policy: Arc<NetworkPolicy>,
@@ -137,10 +131,8 @@ struct Claim {
     nodes: Vec<NodeNumber>,
 }
 
-/// The owner of an address.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PodOrNode {
-    /// A pod.
     Pod(PodId),
     /// A node, or its pods in the host network.
     Node(NodeNumber),
@@ -177,17 +169,14 @@ impl ClusterState {
         std::mem::take(&mut self.outdated_services)
     }
 
-    /// The number of a pod.
     pub fn find_pod(&self, key: &ObjectKey) -> Option<PodId> {
         self.pods.find(key)
     }
 
-    /// A pod by its number.
     pub fn pod(&self, pod: PodId) -> Option<&Pod> {
         self.pods.get(pod).map(|record| &record.pod)
     }
 
-    /// All pods.
     pub fn pods(&self) -> impl Iterator<Item = (PodId, &Pod)> {
         self.pods.iter().map(|(number, record)| (number, &record.pod))
     }
@@ -197,17 +186,14 @@ impl ClusterState {
         self.pods.get(pod).is_some_and(|record| is_present(&record.pod))
     }
 
-    /// The node that runs a pod.
     pub fn node_of(&self, pod: PodId) -> Option<NodeNumber> {
         self.pods.get(pod)?.node
     }
 
-    /// The number of a node's name.
     pub fn find_node(&self, name: &str) -> Option<NodeNumber> {
         self.nodes.find(name)
     }
 
-    /// A node's name by its number.
     pub fn node_name(&self, node: NodeNumber) -> Option<&str> {
         self.nodes.get(node).map(|record| record.name.as_str())
     }
@@ -218,12 +204,10 @@ impl ClusterState {
         policies.iter().map(|policy| (*policy, self.policies[*policy].revision))
     }
 
-    /// A policy by its number.
     pub fn policy(&self, policy: PolicyId) -> Option<&Arc<NetworkPolicy>> {
         self.policies.get(policy).map(|record| &record.policy)
     }
 
-    /// A policy by its name.
     pub fn find_policy(&self, key: &ObjectKey) -> Option<&Arc<NetworkPolicy>> {
         self.policies.find(key).and_then(|policy| self.policy(policy))
     }
@@ -253,12 +237,10 @@ impl ClusterState {
         self.revision
     }
 
-    /// All policies.
     pub(crate) fn policy_handles(&self) -> impl Iterator<Item = &Arc<NetworkPolicy>> {
         self.policies.iter().map(|(_, record)| &record.policy)
     }
 
-    /// All ClusterNetworkPolicies.
     pub(crate) fn cluster_policy_handles(&self) -> impl Iterator<Item = &Arc<ClusterNetworkPolicy>> {
         self.cluster_policies.iter().map(|(_, record)| &record.policy)
     }
@@ -304,12 +286,10 @@ impl ClusterState {
         self.namespaces.get(self.namespaces.find(name)?)?.labels.as_ref()
     }
 
-    /// Whether a namespace is being deleted.
     pub fn is_terminating(&self, name: &str) -> bool {
         self.namespaces.find(name).is_some_and(|namespace| self.namespaces[namespace].terminating)
     }
 
-    /// The owner of an address.
     pub fn owner(&self, address: &IpAddr) -> Option<PodOrNode> {
         let claim = self.claims.get(address)?;
         if let Some(node) = claim.nodes.last() {
@@ -320,7 +300,6 @@ impl ClusterState {
         pod.map(PodOrNode::Pod)
     }
 
-    /// Every address with an owner.
     pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, PodOrNode)> {
         self.claims.keys().filter_map(|address| Some((*address, self.owner(address)?)))
     }
@@ -411,7 +390,6 @@ impl ClusterState {
         }
     }
 
-    /// The numbers of objects and peer sets.
     pub fn statistics(&self) -> StateStatistics {
         StateStatistics {
             namespaces: self.namespaces.iter().filter(|(_, record)| record.labels.is_some()).count(),
@@ -482,19 +460,12 @@ impl ClusterState {
 /// The numbers of objects and peer sets in a [`ClusterState`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct StateStatistics {
-    /// Namespaces known.
     pub namespaces: usize,
-    /// Nodes known.
     pub nodes: usize,
-    /// Pods.
     pub pods: usize,
-    /// NetworkPolicies.
     pub policies: usize,
-    /// ClusterNetworkPolicies.
     pub cluster_policies: usize,
-    /// Services.
     pub services: usize,
-    /// Peer sets that rules use.
     pub peer_sets: usize,
 }
 

@@ -19,38 +19,29 @@ pub const NAMESPACE_UNKNOWN: PeerSetId = 0;
 /// The marks that the pods (or addresses) of a peer set have in common.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub enum PeerSet {
-    /// Pods of one namespace that match a selector.
     InNamespace {
-        /// The namespace's name.
         namespace: String,
-        /// Selects the pods.
         pods: Selector,
         /// A port that they must have.
         port: Option<NamedPort>,
     },
     /// Pods that match a selector, in namespaces that match another.
     InNamespaces {
-        /// Selects the namespaces.
         namespaces: Selector,
-        /// Selects the pods.
         pods: Selector,
         /// A port that they must have.
         port: Option<NamedPort>,
     },
-    /// All pods with this named port.
     Port(NamedPort),
     /// Addresses in a block, of pods with a named port.
     Block {
-        /// The block.
         block: IpBlock,
-        /// The port.
         port: NamedPort,
     },
     /// See [`NAMESPACE_UNKNOWN`].
     NamespaceUnknown,
 }
 
-/// A peer set and its members.
 #[derive(Debug)]
 pub(super) struct PeerSetRecord {
     pub(super) peer_set: PeerSet,
@@ -180,7 +171,6 @@ impl PodIndex {
         Some((sets().map(FxHashSet::len).sum(), sets().flatten().copied()))
     }
 
-    /// The pods with this port.
     pub(super) fn with_port(&self, port: &NamedPort) -> impl Iterator<Item = PodId> {
         let pods = self.ports.get(&port.name).and_then(|by_number| by_number.get(&(port.protocol, port.number)));
         pods.into_iter().flatten().copied()
@@ -212,7 +202,6 @@ fn remove<V: Eq + std::hash::Hash>(index: &mut Nested<V>, key: &str, value: &V, 
     last
 }
 
-/// All peer sets that rules use.
 #[derive(Debug)]
 pub(super) struct PeerSets {
     pub(super) registry: Registry<PeerSet, PeerSetRecord>,

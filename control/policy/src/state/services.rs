@@ -61,7 +61,6 @@ impl ClusterState {
         }
     }
 
-    /// A Service.
     pub fn service(&self, key: &ObjectKey) -> Option<&Arc<Service>> {
         self.services.get(key)?.service.as_ref()
     }
@@ -86,12 +85,10 @@ impl ClusterState {
         self.services.values().filter(|record| record.service.is_none()).flat_map(|record| record.slices.values())
     }
 
-    /// The zone of a node, by its label.
     pub fn zone_of(&self, node: &str) -> Option<&str> {
         let labels = &self.nodes.get(self.nodes.find(node)?)?.labels;
         labels.get(ZONE_LABEL).map(String::as_str).filter(|zone| !zone.is_empty())
     }
 }
 
-/// The label of a node with its zone.
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";

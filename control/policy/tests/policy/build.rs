@@ -61,13 +61,8 @@ pub(crate) fn pod(name: &str, text: &str, addresses: &[&str], ports: &[&str]) ->
         labels: labels(text),
         node: Some("n1".to_owned()),
         addresses: ips(addresses),
-        host_network: false,
-        finished: false,
         ports: ports.iter().map(port).collect(),
-        lifetime: Default::default(),
-        controller: None,
-        other_interfaces: Vec::new(),
-        limits: Default::default(),
+        ..Pod::default()
     }
 }
 

@@ -200,19 +200,7 @@ fn some_pod() -> impl Strategy<Value = Object> {
             let addresses = addresses.into_iter().map(|address| address.parse::<IpAddr>().unwrap()).collect();
             let node = node.map(str::to_owned);
             let lifetime = Default::default();
-            Object::Pod(Pod {
-                key,
-                labels,
-                node,
-                addresses,
-                host_network,
-                finished,
-                controller: None,
-                other_interfaces: Vec::new(),
-                limits: Default::default(),
-                ports,
-                lifetime,
-            })
+            Object::Pod(Pod { key, labels, node, addresses, host_network, finished, ports, lifetime, ..Pod::default() })
         },
     )
 }

@@ -41,7 +41,6 @@ const TIMELINE: &str = "timeline.jsonl";
 /// How far a packet's time may be outside of the capture's: clocks are set.
 const SLACK: u64 = 60 * SECOND;
 
-/// The kind of a bundle.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Manifest {
@@ -49,7 +48,6 @@ pub(super) struct Manifest {
     version: u32,
     /// The daemon's version.
     penstock: String,
-    /// The node's name.
     node: String,
     /// When the capture began and ended, in nanoseconds since 1970.
     began: u64,
@@ -62,9 +60,7 @@ pub(super) struct Manifest {
     /// Packets in `packets.pcapng`, and packets that fit the capture and are not in it.
     packets: u64,
     lost: u64,
-    /// Whether workers translated what pods sent to Services.
     services: bool,
-    /// The setting `service_cidrs`.
     service_cidrs: Vec<IpNet>,
     /// When a segment from the middle of a connection opened one. Not in version 1: at any time.
     #[serde(default)]
@@ -88,83 +84,47 @@ struct TimelineLine {
     changes: Vec<ObjectChange>,
 }
 
-/// Why a bundle cannot be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum BundleError {
     /// The directory is not there, or is no bundle.
     #[error("{}: is not a bundle: it has no {MANIFEST}; give a directory that penstock capture --bundle has written to its end", .0.display())]
     NoManifest(PathBuf),
-    /// A file cannot be read.
     #[error("{}: cannot be read ({cause}); copy the whole directory of the capture again", file.display())]
-    Unreadable {
-        /// The file.
-        file: PathBuf,
-        /// Why.
-        cause: io::Error,
-    },
-    /// The bundle is of a later version.
+    Unreadable { file: PathBuf, cause: io::Error },
     #[error("{}: version = {found}: this penstock reads versions 1 to {VERSION}; replay it with the penstock that wrote it, or a later one", file.display())]
-    Version {
-        /// The file.
-        file: PathBuf,
-        /// Its version.
-        found: u32,
-    },
-    /// A line is not what belongs there.
+    Version { file: PathBuf, found: u32 },
     #[error("{}: line {line}: {problem}; the file is damaged: copy the whole directory of the capture again", file.display())]
     Line {
-        /// The file.
         file: PathBuf,
         /// The line's number, from 1.
         line: usize,
-        /// The mistake.
         problem: String,
     },
     /// A file is shorter or longer than the manifest says.
     #[error("{}: has {found} {what}, and {MANIFEST} says {expected}; the file is cut or another's: copy the whole directory of the capture again", file.display())]
-    Count {
-        /// The file.
-        file: PathBuf,
-        /// The counts.
-        what: &'static str,
-        /// How many there are.
-        found: u64,
-        /// How many there should be.
-        expected: u64,
-    },
+    Count { file: PathBuf, what: &'static str, found: u64, expected: u64 },
     /// A packet's comment is not one of a daemon's capture.
     #[error("{}: packet {packet}: comment {comment:?} is not what a capture writes; use the bundle's own packets, with their comments", file.display())]
     Comment {
-        /// The file.
         file: PathBuf,
         /// The packet's number, from 1.
         packet: u64,
-        /// Its comment.
         comment: String,
     },
     /// A packet is of another time than the objects.
     #[error("{}: packet {packet}: {what} is outside of the bundle's {range}; use packets and objects of one capture", file.display())]
     OtherTime {
-        /// The file.
         file: PathBuf,
         /// The packet's number, from 1.
         packet: u64,
         /// Its epoch or time.
         what: String,
-        /// The extent of the bundle.
         range: String,
     },
-    /// The directory to write has files already.
     #[error("{}: is not empty; give the name of a directory that does not exist, or of an empty one", .0.display())]
     NotEmpty(PathBuf),
-    /// The directory or a file cannot be created.
     #[error("{}: cannot be created ({cause}); give a path that can be written", file.display())]
-    Uncreated {
-        /// The file.
-        file: PathBuf,
-        /// Why.
-        cause: io::Error,
-    },
+    Uncreated { file: PathBuf, cause: io::Error },
 }
 
 /// A bundle without its packets.
@@ -203,7 +163,6 @@ impl Bundle {
         Ok(Self { directory, manifest, objects: ReplayObjects::of_daemon(objects), timeline, last })
     }
 
-    /// The capture.
     pub(super) fn packets(&self) -> PathBuf {
         self.directory.join(PACKETS)
     }
@@ -213,12 +172,10 @@ impl Bundle {
         &self.manifest.node
     }
 
-    /// Whether workers translated what pods sent to Services.
     pub(super) fn services(&self) -> bool {
         self.manifest.services
     }
 
-    /// The setting `service_cidrs`.
     pub(super) fn service_cidrs(&self) -> &[IpNet] {
         &self.manifest.service_cidrs
     }
@@ -232,12 +189,10 @@ impl Bundle {
         }
     }
 
-    /// The epoch of the first objects.
     pub(super) fn first_epoch(&self) -> Epoch {
         Epoch(self.manifest.epoch)
     }
 
-    /// Packets that the capture lost.
     pub(super) fn lost(&self) -> u64 {
         self.manifest.lost
     }
@@ -255,7 +210,6 @@ impl Bundle {
         Ok(())
     }
 
-    /// That all packets were there.
     pub(super) fn check_count(&self, packets: u64) -> Result<(), BundleError> {
         count(&self.packets(), "packets", packets, self.manifest.packets)
     }

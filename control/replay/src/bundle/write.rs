@@ -10,7 +10,6 @@ use penstock_admin::capture::{CaptureMessage, ObjectsInForce};
 
 use super::{BundleError, MANIFEST, Manifest, OBJECTS, PACKETS, TIMELINE, VERSION};
 
-/// The first message about a capture.
 #[derive(Debug)]
 struct Start {
     node: String,

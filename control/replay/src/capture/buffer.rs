@@ -2,7 +2,6 @@
 
 use std::io::{self, Read};
 
-/// Bytes read at a time.
 const CHUNK: usize = 1 << 20;
 
 /// The longest record or block that is read whole. A packet has at most 256 KiB (libpcap's MAXIMUM_SNAPLEN); blocks with
@@ -25,13 +24,11 @@ impl Buffer {
         Self { input, bytes: vec![0; CHUNK], start: 0, end: 0, passed: 0, ended: false }
     }
 
-    /// The buffered bytes.
     #[inline]
     pub(super) fn available(&self) -> &[u8] {
         &self.bytes[self.start..self.end]
     }
 
-    /// Stream offset of [`Buffer::available`].
     pub(super) fn position(&self) -> u64 {
         self.passed
     }
@@ -64,7 +61,6 @@ impl Buffer {
         Ok(self.end >= count)
     }
 
-    /// Drops the first `count` buffered bytes.
     #[inline]
     pub(super) fn consume(&mut self, count: usize) {
         debug_assert!(count <= self.end - self.start, "consumes more than is buffered");

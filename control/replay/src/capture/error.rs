@@ -3,13 +3,10 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// A capture that cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {damage}", file.display())]
 pub struct CaptureError {
-    /// The file.
     pub file: PathBuf,
-    /// The mistake in it.
     pub damage: Damage,
 }
 
@@ -19,47 +16,29 @@ impl CaptureError {
     }
 }
 
-/// Why a capture cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Damage {
-    /// Opening or reading failed.
     #[error("cannot be read: {0}")]
     Unreadable(#[from] io::Error),
-    /// Neither format's magic number.
     #[error("is not a capture: use a pcap or pcapng file, as tcpdump and Wireshark write them")]
     NotACapture,
-    /// An unsupported link type.
     #[error(
         "link type {0} is not supported: capture on Ethernet (1), Linux cooked (113, 276) or raw IP (101, 228, 229)"
     )]
     LinkType(u32),
     /// A packet of an interface without a description block.
     #[error("the packet at byte {at} refers to interface {interface}, which no block describes: the file is damaged")]
-    Interface {
-        /// Offset of its block.
-        at: u64,
-        /// The interface number.
-        interface: u32,
-    },
-    /// An unsupported time resolution.
+    Interface { at: u64, interface: u32 },
     #[error(
         "interface {interface} has time resolution {resolution:#04x}: supported are 10^-0 to 10^-19 and 2^-0 to 2^-63"
     )]
-    Resolution {
-        /// The interface's number in its section.
-        interface: usize,
-        /// The option's value.
-        resolution: u8,
-    },
-    /// A record or block longer than the maximum.
+    Resolution { interface: usize, resolution: u8 },
     #[error("the record at byte {at} claims {length} bytes, more than any packet: the file is damaged there")]
     TooLong {
-        /// Its offset.
         at: u64,
         /// The length it claims.
         length: u64,
     },
-    /// An inconsistent record or block.
     #[error("no valid packet or block at byte {0}: the file is damaged there")]
     Malformed(u64),
 }

@@ -43,14 +43,12 @@ struct Pcap {
     interface: InterfaceId,
 }
 
-/// The current section of a pcapng file.
 #[derive(Default)]
 struct PcapNg {
     big_endian: bool,
     interfaces: Vec<InterfaceDescription>,
 }
 
-/// The result of one read step.
 enum ReadStep {
     Packet(Record),
     /// Something else, skipped.
@@ -111,7 +109,6 @@ impl CaptureFile {
         self.comment.as_deref().unwrap_or_default()
     }
 
-    /// Its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -157,7 +154,6 @@ impl CaptureFile {
     }
 }
 
-/// The uncompressed bytes of the file.
 fn uncompressed(mut file: impl Read + 'static) -> io::Result<Box<dyn Read>> {
     let mut magic = [0; 2];
     let mut filled = 0;

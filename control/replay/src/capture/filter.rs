@@ -6,27 +6,14 @@
 use std::io;
 use std::process::{Command, Stdio};
 
-/// Why an expression is not compiled.
 #[derive(Debug, thiserror::Error)]
 pub enum FilterError {
-    /// There is no tcpdump.
     #[error(
         "--filter {expression:?}: tcpdump, which compiles it, cannot be run ({source}); install it, or use --host, --port and --protocol"
     )]
-    NoCompiler {
-        /// The expression.
-        expression: String,
-        /// Why it does not run.
-        source: io::Error,
-    },
-    /// The expression is wrong.
+    NoCompiler { expression: String, source: io::Error },
     #[error("--filter {expression:?}: {message}; write an expression as in pcap-filter(7)")]
-    Wrong {
-        /// The expression.
-        expression: String,
-        /// The error that tcpdump prints.
-        message: String,
-    },
+    Wrong { expression: String, message: String },
 }
 
 /// An expression as a program: the number of instructions, then each as `code jt jf k`, separated by commas.

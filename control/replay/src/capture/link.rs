@@ -15,7 +15,6 @@ pub enum LinkType {
     RawIp,
 }
 
-/// Bytes of an Ethernet header.
 const ETHERNET: usize = 14;
 
 impl LinkType {
@@ -31,7 +30,6 @@ impl LinkType {
         }
     }
 
-    /// Bytes of the link-layer header.
     pub const fn header_len(self) -> usize {
         match self {
             Self::Ethernet => ETHERNET,

@@ -85,7 +85,6 @@ impl Captures {
         &self.interfaces
     }
 
-    /// The files.
     pub fn files(&self) -> &[CaptureFile] {
         &self.files
     }

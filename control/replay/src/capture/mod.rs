@@ -36,13 +36,11 @@ impl Time {
     }
 }
 
-/// Nanoseconds in a second.
 pub const SECOND: u64 = 1_000_000_000;
 
 /// A packet's record in a capture, besides its bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Record {
-    /// When it was captured.
     pub time: Time,
     /// Where it was captured: index of the interface among those of all files.
     pub interface: InterfaceId,
@@ -57,19 +55,15 @@ pub struct Record {
 pub struct InterfaceId(pub u32);
 
 impl InterfaceId {
-    /// As an array index.
     pub const fn index(self) -> usize {
         self.0 as usize
     }
 }
 
-/// An interface of a capture.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct CaptureInterface {
     /// The index of its file, from 0.
     pub file: usize,
-    /// Its name, if the capture has one.
     pub name: Option<String>,
-    /// The link layer of its packets.
     pub link: LinkType,
 }

@@ -21,7 +21,6 @@ pub struct VerdictFile<W: Write> {
 
 #[derive(Default)]
 struct Node {
-    /// As interfaces and comments have it.
     name: Option<String>,
     /// Packets that the comments have said to be lost.
     said: u64,
@@ -57,12 +56,10 @@ impl<W: Write> VerdictFile<W> {
         Ok(Self { writer: CaptureWriter::new(output)?, nodes, interfaces, numbers, packets: 0, last: Time::default() })
     }
 
-    /// Packets in the file.
     pub fn packets(&self) -> u64 {
         self.packets
     }
 
-    /// Packets of a node in the file.
     pub fn packets_of(&self, node: usize) -> u64 {
         self.nodes[node].packets
     }

@@ -25,7 +25,6 @@ const ISB_IFDROP: u16 = 5;
 const PADDING: [u8; 3] = [0; 3];
 
 impl<W: Write> CaptureWriter<W> {
-    /// Starts a file.
     pub fn new(mut output: W) -> io::Result<Self> {
         const APPLICATION: &str = concat!("penstock ", env!("CARGO_PKG_VERSION"));
         let length = 28 + option_len(APPLICATION.len()) + 4;
@@ -96,7 +95,6 @@ impl<W: Write> CaptureWriter<W> {
         self.output
     }
 
-    /// The output.
     pub(crate) fn output_mut(&mut self) -> &mut W {
         &mut self.output
     }

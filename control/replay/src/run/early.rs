@@ -9,7 +9,7 @@ use super::{PacketKey, Replay, ReplayError, ReplayRun};
 pub(super) struct EarlyPacket {
     /// As captured.
     original: PacketBatch,
-    /// What was decided under the first set, and under the second one.
+    /// The decisions under the first set and under the second one.
     said: [Option<Said>; 2],
 }
 

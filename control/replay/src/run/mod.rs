@@ -36,16 +36,13 @@ use super::timeline::{Timeline, TimelineError};
 use super::truncated::fill_up;
 use early::EarlyPacket;
 
-/// Inputs, settings and outputs of a replay.
 #[derive(Clone, Debug, Default)]
 pub struct ReplayOptions {
     /// A bundle that `penstock capture --bundle` has written; instead of captures, manifests, node, ports and timeline.
     pub bundle: Option<PathBuf>,
     /// Captures, merged by time.
     pub captures: Vec<PathBuf>,
-    /// Manifests of the cluster.
     pub manifests: Vec<PathBuf>,
-    /// How to read manifests.
     pub reading: manifest::Options,
     /// Whether one direction's allow applies cluster-wide.
     pub reach: RuleScope,
@@ -60,20 +57,15 @@ pub struct ReplayOptions {
     pub untranslated: bool,
     /// The blocks of cluster addresses, as the setting `service_cidrs`.
     pub service_cidrs: Vec<IpNet>,
-    /// Changes of manifests during the replay.
     pub timeline: Option<PathBuf>,
     /// A second set of manifests to compare with; empty for none. With a bundle they are objects that replace those of the same name in it.
     pub compare: Vec<PathBuf>,
-    /// Files to write.
     pub outputs: OutputPaths,
-    /// The connection table.
     pub connections: conntrack::Config,
 }
 
-/// The result of a replay.
 #[derive(Debug)]
 pub struct ReplayReport {
-    /// The counts.
     pub summary: Summary,
     /// The changes under the second set of manifests, if given.
     pub comparison: Option<Comparison>,
@@ -83,31 +75,22 @@ pub struct ReplayReport {
     pub notes: Vec<String>,
 }
 
-/// Why a replay failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ReplayError {
-    /// A capture cannot be read.
     #[error(transparent)]
     Capture(#[from] CaptureError),
-    /// A bundle cannot be read.
     #[error(transparent)]
     Bundle(#[from] BundleError),
-    /// Manifests are invalid.
     #[error(transparent)]
     Manifests(#[from] ManifestErrors),
-    /// The cluster cannot be replayed.
     #[error(transparent)]
     Cluster(#[from] ClusterError),
-    /// A port does not exist.
     #[error(transparent)]
     Port(#[from] PortMappingError),
-    /// The timeline is invalid.
     #[error(transparent)]
     Timeline(#[from] TimelineError),
-    /// A file cannot be written.
     #[error(transparent)]
     Output(#[from] OutputError),
-    /// The connection table cannot be created.
     #[error(transparent)]
     Connections(#[from] conntrack::OpenError),
 }
@@ -226,7 +209,6 @@ fn note_derived(services: usize, reading: &ServiceReading) -> Option<String> {
     reading.translates.then(|| format!("no EndpointSlices: derived those of {services} from selectors and ready pods"))
 }
 
-/// One set of objects and its player.
 struct ReplayRun {
     player: Player,
     ports: PortMap,
@@ -260,7 +242,6 @@ impl ReplayRun {
         self.player.entry_of_worker(port)
     }
 
-    /// Changes the objects.
     fn apply(&mut self, changes: Vec<ObjectChange>, options: &ReplayOptions) -> Result<(), ReplayError> {
         // Ports alone have changed, and packets say by which they came in.
         if changes.is_empty() {
@@ -272,7 +253,6 @@ impl ReplayRun {
     }
 }
 
-/// The ports of the captures' interfaces.
 fn port_map(options: &ReplayOptions, cluster: &ReplayCluster) -> Result<PortMap, PortMappingError> {
     match options.bundle {
         Some(_) => Ok(PortMap::of_daemon(cluster)),
@@ -305,7 +285,6 @@ struct Replay {
     key: Option<PacketKey>,
     /// Packets that are held, by number.
     early: FxHashMap<u64, EarlyPacket>,
-    /// Notes about the input.
     notes: Vec<String>,
     progress: ProgressDisplay,
 }
@@ -496,7 +475,6 @@ fn note_remaining(timeline: &Timeline) -> Option<String> {
     }
 }
 
-/// That a capture has lost packets.
 fn note_lost(lost: u64) -> Option<String> {
     (lost > 0)
         .then(|| format!("the capture has lost {lost} packets: verdicts on later ones of their connections may differ"))

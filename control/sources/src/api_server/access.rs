@@ -11,7 +11,6 @@ use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use tower::util::MapResponseLayer;
 
-/// Connection timeout.
 const CONNECT: Duration = Duration::from_secs(10);
 
 /// Where the API server's address and our credentials come from.
@@ -19,9 +18,7 @@ const CONNECT: Duration = Duration::from_secs(10);
 pub enum Access {
     /// The service account of the pod that this runs in.
     InCluster,
-    /// A kubeconfig file.
     Kubeconfig {
-        /// The file.
         path: PathBuf,
         /// The context in it; `None` takes its current one.
         context: Option<String>,
@@ -36,12 +33,7 @@ pub enum AccessError {
     NotInCluster(String),
     /// The file is not there, or not a kubeconfig with that context.
     #[error("source.kubeconfig: {path}: {reason}: correct the file or source.context", path = .path.display())]
-    Kubeconfig {
-        /// The file.
-        path: PathBuf,
-        /// The mistake in it.
-        reason: String,
-    },
+    Kubeconfig { path: PathBuf, reason: String },
     /// Its TLS settings or credentials are unusable.
     #[error("the API server's access data is unusable: {0}")]
     Unusable(String),
@@ -77,7 +69,6 @@ pub(super) struct RenewableClient {
 #[derive(Default)]
 struct RetryAfter(AtomicU64);
 
-/// A client and its generation.
 #[derive(Clone)]
 pub(super) struct CurrentClient {
     generation: u64,

@@ -32,7 +32,6 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// The delay after a failed connection attempt.
     pub(super) fn next_unreachable(&mut self) -> Duration {
         if self.failures > DOUBLINGS_UNREACHABLE {
             self.reset();
@@ -48,7 +47,6 @@ impl Backoff {
         self.step().max(requested.unwrap_or_default())
     }
 
-    /// Resets after a success.
     pub(super) fn reset(&mut self) {
         *self = Self::default();
     }

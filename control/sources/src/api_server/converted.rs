@@ -13,21 +13,16 @@ use crate::ObjectKind;
 use crate::convert::{self, ConversionSettings, V1Beta1EndpointSlice};
 use crate::typed;
 
-/// A converted object.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct ConvertedObject {
-    /// Its reference.
     pub(super) reference: ObjectRef,
     /// Its `resourceVersion`: larger is later (KEP-5504). `None` if it is not a number; such objects are taken in order of
     /// arrival.
     pub(super) version: Option<u64>,
-    /// Its `uid`.
     pub(super) uid: String,
-    /// Its content.
     pub(super) content: Interpretation,
 }
 
-/// Converts an object of one kind.
 pub(super) type Converter = fn(DynamicObject) -> ConvertedObject;
 
 pub(super) fn namespace(object: DynamicObject) -> ConvertedObject {
@@ -122,7 +117,6 @@ fn read<T: DeserializeOwned>(data: Value) -> Result<T, String> {
     typed::read(data).map(|(typed, _)| typed).map_err(|(field, wrong)| format!("{field}: {wrong}"))
 }
 
-/// Converts an object by its type.
 fn typed(
     object: DynamicObject,
     reference: ObjectRef,

@@ -26,14 +26,12 @@ use super::Shared;
 const MOST: usize = 256;
 /// Longest time until an Event is written, so that nodes do not all write at once.
 const SPREAD: Duration = Duration::from_secs(5);
-/// Pause after a failure.
 const PAUSE: Duration = Duration::from_secs(30);
 /// For one request.
 const LIMIT: Duration = Duration::from_secs(30);
 /// Longest note that a server accepts, in bytes.
 const LONGEST: usize = 1024;
 
-/// A problem of an object.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Problem {
     pub(super) reference: ObjectRef,
@@ -42,7 +40,6 @@ pub(super) struct Problem {
     pub(super) text: String,
 }
 
-/// Problems that no Event was written for yet.
 #[derive(Debug, Default)]
 pub(super) struct Problems(VecDeque<Problem>);
 
@@ -58,7 +55,6 @@ impl Problems {
         self.0.push_back(problem);
     }
 
-    /// Takes the oldest.
     pub(super) fn take(&mut self) -> Option<Problem> {
         self.0.pop_front()
     }
@@ -67,7 +63,6 @@ impl Problems {
 /// A pod of the node on which policy is not enforced, with the reason.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PodNotEnforced {
-    /// The pod.
     pub pod: ObjectKey,
     /// The reason with its remedy.
     pub reason: String,
@@ -102,7 +97,6 @@ pub(super) async fn write(shared: Arc<Shared>, node: String, mut pods: mpsc::Rec
     }
 }
 
-/// Why an Event was not written.
 #[derive(Debug, thiserror::Error)]
 enum WriteError {
     #[error("{0}: the account needs the verb create on events; apply ClusterRole penstock (configs/kubernetes)")]

@@ -19,7 +19,6 @@ use crate::typed;
 /// An object, as far as this version understands it.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Interpretation {
-    /// Fully understood.
     Full(Object),
     /// Partly understood. The rest of a policy allows nothing; the rest of a Service or EndpointSlice is left out.
     Restricted {
@@ -40,7 +39,6 @@ pub(super) enum Interpretation {
     },
 }
 
-/// A field and its problem.
 pub(super) type UnsupportedField = (FieldPath, String);
 
 pub(super) const UNKNOWN: &str = "is not a field that this version knows";

@@ -31,7 +31,6 @@ const PAGE: u32 = 500;
 const WATCH_TIME: std::ops::Range<u32> = 240..480;
 /// How often in a row a server must say that it does not serve a kind before its known objects are dropped.
 const ABSENT: u32 = 3;
-/// Pause after a short watch.
 const PAUSE: Duration = Duration::from_millis(200);
 /// The annotation of the bookmark that ends a streamed list (KEP-3157).
 const END_OF_LIST: &str = "k8s.io/initial-events-end";
@@ -40,7 +39,6 @@ const END_OF_LIST: &str = "k8s.io/initial-events-end";
 /// of its page, and the code that follows a kind is compiled once.
 type Objects = Api<DynamicObject>;
 
-/// Follows one kind.
 pub(super) struct KindFollower {
     kind: ObjectKind,
     shared: Arc<Shared>,
@@ -61,7 +59,6 @@ pub(super) struct KindFollower {
 
 /// A kind of which servers serve different versions, or none.
 pub(super) struct ServedKind {
-    /// Its group.
     pub(super) group: &'static str,
     /// Its versions, the preferred one first.
     pub(super) versions: &'static [&'static str],
@@ -93,7 +90,6 @@ impl KindFollower {
         }
     }
 
-    /// Follows the kind forever.
     pub(super) async fn run(mut self, resource: ApiResource, convert: Converter) {
         loop {
             let client = self.shared.client.get();
@@ -200,7 +196,6 @@ impl KindFollower {
         tokio::time::sleep(self.timeouts().look_again).await;
     }
 
-    /// Lists or watches once.
     async fn follow(&mut self, api: &Objects, convert: Converter) -> Result<(), RequestError> {
         let (start, watches) = (Instant::now(), self.resource_version.is_some());
         match self.resource_version.clone() {
@@ -271,7 +266,6 @@ impl KindFollower {
         }
     }
 
-    /// Watches from a version until the watch ends.
     async fn watch(&mut self, api: &Objects, version: &str, convert: Converter) -> Result<(), RequestError> {
         let started = within(self.timeouts().watch_start, api.watch(&watch_params(), version)).await?;
         let events = started.map_err(|error| RequestError::of(&error, self.kind))?;
@@ -321,7 +315,6 @@ impl KindFollower {
         }
     }
 
-    /// Processes one event.
     fn take(
         &mut self,
         event: WatchEvent<DynamicObject>,
@@ -363,7 +356,6 @@ impl KindFollower {
         Ok(())
     }
 
-    /// Completes a list.
     fn listed(&mut self, version: String) {
         let number = version.parse().unwrap_or(0);
         let is_first = {
@@ -379,7 +371,6 @@ impl KindFollower {
         self.shared.changed(self.kind);
     }
 
-    /// Records an event.
     fn event(&mut self, version: Option<String>, is_news: bool) {
         self.shared.health.event(self.kind);
         match is_news {
@@ -414,14 +405,12 @@ impl KindFollower {
         Some((self.shared.store().advance(self.kind, next.unwrap_or(0)), next.unwrap_or(0)))
     }
 
-    /// Marks the watch as healthy.
     fn mark_healthy(&mut self) {
         self.is_healthy = true;
         self.backoff.reset();
         self.shared.outages.recovered(self.kind);
     }
 
-    /// Reports a failure and waits.
     async fn fail(&mut self, failure: RequestError, client: &CurrentClient) {
         let was_healthy = std::mem::take(&mut self.is_healthy) && self.backoff.is_reset();
         if failure.discards_version() {
@@ -456,7 +445,6 @@ fn watch_params() -> WatchParams {
     WatchParams { timeout: Some(rand::rng().random_range(WATCH_TIME)), ..WatchParams::default() }
 }
 
-/// The result of a future, or a timeout.
 async fn within<F: Future>(limit: Duration, future: F) -> Result<F::Output, RequestError> {
     timeout(limit, future).await.map_err(|_| RequestError::Slow(limit))
 }

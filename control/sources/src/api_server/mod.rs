@@ -25,8 +25,8 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::api::networking::v1::NetworkPolicy;
 use kube::core::ApiResource;
+use penstock_dataplane::drop_capabilities;
 use penstock_policy::model::{Object, ObjectChange};
-use penstock_privileges as privileges;
 use tokio::runtime::Builder;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
@@ -43,7 +43,6 @@ use follow::{Absence, KindFollower, ServedKind};
 use outages::Outages;
 use store::Store;
 
-/// Changes within this time form one batch.
 const GATHER: Duration = Duration::from_millis(3);
 /// Interval of the log message about kinds not yet listed at start.
 const LOG_AWAITED: Duration = Duration::from_secs(10);
@@ -59,10 +58,8 @@ const ENDPOINT_SLICES: ServedKind =
 /// Why an API server cannot be a source. An unreachable server is not an error: the source waits for it.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiServerError {
-    /// No access to it.
     #[error(transparent)]
     Access(#[from] AccessError),
-    /// The thread cannot be started.
     #[error("API server: cannot start a thread: {0}")]
     Thread(std::io::Error),
 }
@@ -85,7 +82,6 @@ pub struct ApiServer {
 /// is not enforced.
 #[derive(Debug)]
 pub struct NodeWriter {
-    /// Its name.
     pub node: String,
     /// The taint that it removes from its Node object once it is ready.
     pub startup_taint: Option<StartupTaint>,
@@ -110,9 +106,7 @@ struct Batch {
 /// ApiServerTimeouts for an API server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ApiServerTimeouts {
-    /// One page of a list.
     pub page: Duration,
-    /// The start of a watch.
     pub watch_start: Duration,
     /// Between two objects of a streamed list. A server that does not support such lists never ends one.
     pub list_pause: Duration,
@@ -138,14 +132,12 @@ impl Default for ApiServerTimeouts {
     }
 }
 
-/// State shared by the followers of all kinds.
 struct Shared {
     timeouts: ApiServerTimeouts,
     client: RenewableClient,
     health: Arc<SourceHealth>,
     outages: Outages,
     store: Mutex<Store>,
-    /// Notified when there may be changes to send.
     news: Notify,
 }
 
@@ -164,7 +156,6 @@ impl Shared {
         self.store().take_problem()
     }
 
-    /// Reports the numbers of objects.
     fn count(&self, kind: ObjectKind) {
         let (objects, invalid) = self.store().count(kind);
         self.health.count(kind, objects, invalid);
@@ -178,7 +169,6 @@ impl Shared {
         }
     }
 
-    /// Notifies of changes in the store.
     fn changed(&self, kind: ObjectKind) {
         self.count(kind);
         self.news.notify_one();
@@ -273,7 +263,7 @@ impl Following {
         let Self { access, timeouts, health, writer, settings } = self;
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let body = move || {
-            privileges::drop_all();
+            drop_capabilities();
             runtime.block_on(async {
                 // A client must be built in the runtime that uses it.
                 let client = RenewableClient::new(&access).await;

@@ -7,7 +7,6 @@ use std::time::Instant;
 use super::request_error::RequestError;
 use crate::{ObjectKind, SourceHealth};
 
-/// The kinds that currently fail.
 #[derive(Debug)]
 pub(super) struct Outages {
     health: Arc<SourceHealth>,
@@ -16,10 +15,8 @@ pub(super) struct Outages {
 
 #[derive(Debug, Default)]
 struct CurrentOutage {
-    /// The last reported failure of each kind.
     kinds: BTreeMap<ObjectKind, String>,
     since: Option<Instant>,
-    /// The lines logged since the outage began.
     logged: Vec<String>,
 }
 
@@ -31,7 +28,6 @@ impl Outages {
         Self { health, outage: Mutex::default() }
     }
 
-    /// A kind fails.
     pub(super) fn failed(&self, kind: ObjectKind, failure: &RequestError) {
         let mut outage = self.lock();
         let text = failure.to_string();
@@ -53,7 +49,6 @@ impl Outages {
         }
     }
 
-    /// A kind is followed again.
     pub(super) fn recovered(&self, kind: ObjectKind) {
         self.health.connected(kind);
         let mut outage = self.lock();

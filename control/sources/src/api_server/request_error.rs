@@ -10,7 +10,6 @@ use crate::ObjectKind;
 /// The role that the manifests ship.
 pub(super) const ROLE: &str = "ClusterRole penstock (configs/kubernetes)";
 
-/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RequestError {
     /// 401: unknown credentials.
@@ -21,19 +20,13 @@ pub(super) enum RequestError {
         "403 Forbidden: {message}: the account needs the verbs get, list and watch on {resource}; bind it to {ROLE}{}",
         remedy_by_setting(resource)
     )]
-    Forbidden {
-        /// The resource requested.
-        resource: &'static str,
-        /// The server's message.
-        message: String,
-    },
+    Forbidden { resource: &'static str, message: String },
     /// The server does not serve the resource in any version that is understood.
     #[error(
         "the server serves {resource} neither as {versions}: use a server of Kubernetes 1.19 or later{}",
         remedy_by_setting(resource)
     )]
     NotServed {
-        /// The resource.
         resource: &'static str,
         /// The versions that are understood, joined by "nor".
         versions: String,
@@ -43,29 +36,14 @@ pub(super) enum RequestError {
     Gone(String),
     /// Another 4xx.
     #[error("{code}: {message}")]
-    Refused {
-        /// The status code.
-        code: u16,
-        /// The server's message.
-        message: String,
-    },
+    Refused { code: u16, message: String },
     /// 429 or 5xx.
     #[error("{code}: {message}: the server is overloaded or failing")]
-    Server {
-        /// The status code.
-        code: u16,
-        /// The server's message.
-        message: String,
-        /// Its Retry-After.
-        retry_after: Option<Duration>,
-    },
-    /// The connection failed.
+    Server { code: u16, message: String, retry_after: Option<Duration> },
     #[error("no connection: {0}: is the server up, and can it be reached from this node?")]
     Unreachable(String),
-    /// The connection broke.
     #[error("no connection: {0}: is the server up, and can it be reached from this node?")]
     Connection(String),
-    /// No answer within the timeout.
     #[error("no answer within {} s: is the server up, and can it be reached from this node?", .0.as_secs())]
     Slow(Duration),
     /// A watch ended right after it started.
@@ -73,10 +51,8 @@ pub(super) enum RequestError {
         "a watch ended right after it started: is the server shutting down, or is there a proxy that does not stream?"
     )]
     Closed,
-    /// A malformed answer.
     #[error("malformed answer: {0}: is this an API server?")]
     Malformed(String),
-    /// The access data is unusable.
     #[error(transparent)]
     Access(#[from] AccessError),
 }
@@ -101,7 +77,6 @@ impl RequestError {
         }
     }
 
-    /// Classifies an API status.
     pub(super) fn of_status(status: &Status, kind: ObjectKind) -> Self {
         let message = match status.message.trim() {
             "" => status.reason.clone(),
@@ -120,12 +95,10 @@ impl RequestError {
         }
     }
 
-    /// Whether no connection could be made.
     pub(super) fn is_unreachable(&self) -> bool {
         matches!(self, Self::Unreachable(_))
     }
 
-    /// The server's Retry-After.
     pub(super) fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Server { retry_after, .. } => *retry_after,
@@ -138,12 +111,10 @@ impl RequestError {
         matches!(self, Self::Gone(_) | Self::Refused { .. } | Self::Malformed(_))
     }
 
-    /// Whether an operator must act.
     pub(super) fn needs_operator(&self) -> bool {
         matches!(self, Self::Unauthorized(_) | Self::Forbidden { .. } | Self::NotServed { .. } | Self::Access(_))
     }
 
-    /// Whether a new client may help.
     pub(super) fn needs_new_client(&self) -> bool {
         !matches!(
             self,

@@ -16,7 +16,6 @@ use super::backoff::Backoff;
 /// For one request.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// A taint to remove from the own node.
 #[derive(Debug)]
 pub struct StartupTaint {
     /// Its key; the effect may be any.
@@ -25,7 +24,6 @@ pub struct StartupTaint {
     pub ready: oneshot::Receiver<()>,
 }
 
-/// Why it was not removed.
 #[derive(Debug, thiserror::Error)]
 enum RemoveError {
     #[error("{0}: the account needs the verbs get and patch on nodes; apply configs/kubernetes/startup-taint")]

@@ -57,7 +57,6 @@ fn isolates_ingress(text: &str) -> Result<bool, FieldError> {
     }
 }
 
-/// Converts a Node.
 pub fn node(node: &Node) -> Result<model::Node, FieldError> {
     let name = super::name(&node.metadata, names::dns_subdomain)?;
     let at = FieldPathRef::OBJECT;
@@ -78,7 +77,6 @@ pub fn node(node: &Node) -> Result<model::Node, FieldError> {
     Ok(model::Node { name, labels, addresses, status_addresses })
 }
 
-/// Converts a Pod.
 pub fn pod(pod: &Pod) -> Result<model::Pod, FieldError> {
     let key = super::key(&pod.metadata)?;
     let labels = super::labels(&pod.metadata)?;
@@ -118,7 +116,6 @@ fn controller(pod: &Pod) -> Option<model::Controller> {
     Some(model::Controller { kind: kind.to_owned(), name: name.to_owned() })
 }
 
-/// Most interfaces of a pod that are told.
 const MOST_INTERFACES: usize = 16;
 
 /// An entry of the annotation in which Multus and others note a pod's networks

@@ -21,7 +21,6 @@ use super::{ConversionSettings, FieldError, FieldPathRef, FieldProblem, names};
 
 /// The most rules of a direction, peers of a rule, and entries of a list.
 const MOST: usize = 25;
-/// The most characters of a rule's name.
 const RULE_NAME: usize = 100;
 /// The most characters of a network.
 const NETWORK: usize = 43;
@@ -60,7 +59,6 @@ struct PodsFields {
     pod_selector: Option<LabelSelector>,
 }
 
-/// An ingress rule.
 #[derive(serde::Deserialize, Debug)]
 pub(crate) struct IngressRule {
     name: Option<String>,
@@ -69,7 +67,6 @@ pub(crate) struct IngressRule {
     protocols: Option<Vec<Mapping<ProtocolFields>>>,
 }
 
-/// An egress rule.
 #[derive(serde::Deserialize, Debug)]
 pub(crate) struct EgressRule {
     name: Option<String>,
@@ -143,7 +140,6 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Mapping<T> {
     }
 }
 
-/// Which limits a policy must keep.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Strictness {
     /// All that the CustomResourceDefinition sets.
@@ -152,7 +148,6 @@ pub(crate) enum Strictness {
     Server,
 }
 
-/// Converts a ClusterNetworkPolicy of a manifest.
 pub fn cluster_network_policy(
     policy: &ClusterNetworkPolicy,
     settings: ConversionSettings,
@@ -180,12 +175,10 @@ pub fn cluster_network_policy(
     })
 }
 
-/// The name of a policy.
 pub(crate) fn cluster_policy_name(metadata: &ObjectMeta) -> Result<String, FieldError> {
     super::name(metadata, names::dns_subdomain)
 }
 
-/// The tier of a policy.
 pub(crate) fn tier(tier: Option<&str>, at: &FieldPathRef<'_>) -> Result<ClusterTier, FieldError> {
     match tier {
         Some("Admin") => Ok(ClusterTier::Admin),
@@ -195,14 +188,12 @@ pub(crate) fn tier(tier: Option<&str>, at: &FieldPathRef<'_>) -> Result<ClusterT
     }
 }
 
-/// The priority of a policy.
 pub(crate) fn priority(priority: Option<i64>, at: &FieldPathRef<'_>) -> Result<u16, FieldError> {
     let priority = priority.ok_or_else(|| at.invalid(FieldProblem::Missing("use 0 to 1000; lower comes first")))?;
     let valid = u16::try_from(priority).ok().filter(|valid| *valid <= HIGHEST_PRIORITY);
     valid.ok_or_else(|| at.invalid(FieldProblem::Priority(priority)))
 }
 
-/// The subject of a policy.
 pub(crate) fn subject(subject: Option<&SubjectFields>, at: &FieldPathRef<'_>) -> Result<Subject, FieldError> {
     let Some(SubjectFields { namespaces, pods }) = subject else {
         return Err(at.invalid(FieldProblem::Missing("set namespaces or pods")));
@@ -220,7 +211,6 @@ pub(crate) fn subject(subject: Option<&SubjectFields>, at: &FieldPathRef<'_>) ->
     }
 }
 
-/// The action of a rule.
 pub(crate) fn action(action: Option<&str>, at: &FieldPathRef<'_>) -> Result<RuleAction, FieldError> {
     match action {
         Some("Accept") => Ok(RuleAction::Accept),
@@ -231,7 +221,6 @@ pub(crate) fn action(action: Option<&str>, at: &FieldPathRef<'_>) -> Result<Rule
     }
 }
 
-/// Converts an ingress rule.
 pub(crate) fn ingress_rule(
     rule: &IngressRule,
     strictness: Strictness,
@@ -242,7 +231,6 @@ pub(crate) fn ingress_rule(
     finish(&rule.name, &rule.action, peers, &rule.protocols, strictness, at)
 }
 
-/// Converts an egress rule.
 pub(crate) fn egress_rule(
     rule: &EgressRule,
     strictness: Strictness,
@@ -463,7 +451,6 @@ fn one_of(fields: &[(&'static str, bool)], at: &FieldPathRef<'_>) -> Result<(), 
     }
 }
 
-/// Converts a list that may be absent.
 fn list<T, R>(
     entries: &Option<Vec<Mapping<T>>>,
     at: &FieldPathRef<'_>,
@@ -476,7 +463,6 @@ fn list<T, R>(
     entries.iter().enumerate().map(|(i, Mapping(entry))| convert(entry, &at.index(i))).collect()
 }
 
-/// Converts a list with at least one entry.
 fn at_least_one<T, R>(
     entries: &Option<Vec<Mapping<T>>>,
     strictness: Strictness,

@@ -6,18 +6,14 @@ use ipnet::IpNet;
 
 use super::path::{FieldPath, FieldPathRef};
 
-/// A field that makes its object invalid.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 #[error("{field}: {problem}")]
 pub struct FieldError {
-    /// The field's path.
     pub field: FieldPath,
-    /// Its problem.
     pub problem: FieldProblem,
 }
 
 impl FieldPathRef<'_> {
-    /// An error at this field.
     pub(crate) fn invalid(&self, problem: FieldProblem) -> FieldError {
         FieldError { field: self.path(), problem }
     }
@@ -26,20 +22,10 @@ impl FieldPathRef<'_> {
 /// The problem of a field: one line with value and remedy.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum FieldProblem {
-    /// A required field is missing.
     #[error("is missing: {0}")]
     Missing(&'static str),
-    /// A name with invalid syntax.
     #[error("{value:?} is not a valid {what}: {rule}")]
-    Name {
-        /// The name.
-        value: String,
-        /// The kind of name.
-        what: &'static str,
-        /// The syntax.
-        rule: &'static str,
-    },
-    /// Not an address.
+    Name { value: String, what: &'static str, rule: &'static str },
     #[error("{0:?} is not an IP address: write it as 10.0.0.1 or fd00::1")]
     Address(String),
     /// An address that no pod or node can have.
@@ -48,55 +34,29 @@ pub enum FieldProblem {
     /// An IPv4 address or block in IPv6's notation, which two address families could claim.
     #[error("{0:?} is an IPv4-mapped IPv6 address: write it as IPv4")]
     Mapped(String),
-    /// Not a block.
     #[error("{0:?} is not a CIDR block: write ADDRESS/PREFIX, such as 10.0.0.0/8 or fd00::/8")]
     Cidr(String),
-    /// An except that is not inside its block.
     #[error("{except} is not strictly inside cidr {cidr}: remove it, or name a smaller part of {cidr}")]
-    ExceptOutside {
-        /// The except.
-        except: IpNet,
-        /// Its block.
-        cidr: IpNet,
-    },
-    /// A peer without any of its three fields.
+    ExceptOutside { except: IpNet, cidr: IpNet },
     #[error("is an empty peer: set podSelector, namespaceSelector or ipBlock")]
     EmptyPeer,
-    /// A peer with a block and a selector.
     #[error("has both ipBlock and {0}: split them into two peers")]
     BlockBesideSelector(&'static str),
-    /// A port number out of range.
     #[error("{0} is not a port number: use 1 to 65535")]
     PortNumber(i32),
-    /// An endPort below its port.
     #[error("{end} is below port {port}: use {port} to 65535")]
-    EndBelowPort {
-        /// First port.
-        port: u16,
-        /// The endPort.
-        end: i32,
-    },
-    /// An endPort without a port.
+    EndBelowPort { port: u16, end: i32 },
     #[error("{0} has no port to start from: set port to a number")]
     EndWithoutPort(i32),
-    /// An endPort beside a named port.
     #[error("{end} is set with the named port {name:?}: a range needs a number as its port")]
-    EndWithName {
-        /// The endPort.
-        end: i32,
-        /// The port's name.
-        name: String,
-    },
+    EndWithName { end: i32, name: String },
     /// A protocol that a policy or a container port cannot name.
     #[error("{0:?} is not a port protocol: use TCP, UDP or SCTP")]
     Protocol(String),
-    /// A policy type that does not exist.
     #[error("{0:?} is not a policy type: use Ingress or Egress")]
     PolicyType(String),
-    /// An operator that does not exist.
     #[error("{0:?} is not an operator: use In, NotIn, Exists or DoesNotExist")]
     Operator(String),
-    /// `In` or `NotIn` without values.
     #[error("operator {0} needs at least one value")]
     NoValues(&'static str),
     /// `Exists` or `DoesNotExist` with values.
@@ -105,7 +65,6 @@ pub enum FieldProblem {
     /// The annotation of a namespace is not the JSON that the proposal defines.
     #[error("is not the isolation that v1beta1 defines ({0}): write {{\"ingress\":{{\"isolation\":\"DefaultDeny\"}}}}")]
     Annotation(String),
-    /// A field that v1beta1 did not have.
     #[error("is not part of extensions/v1beta1: write the policy as networking.k8s.io/v1")]
     NotInV1Beta1,
     /// A peer with both selectors, which v1beta1 did not have.
@@ -113,62 +72,31 @@ pub enum FieldProblem {
         "has podSelector beside namespaceSelector: extensions/v1beta1 takes exactly one, networking.k8s.io/v1 both"
     )]
     OneSelectorInV1Beta1,
-    /// Not exactly one of several fields is set.
     #[error("sets {set} of {}: set exactly one", .names.join(", "))]
-    NotExactlyOne {
-        /// How many are set.
-        set: usize,
-        /// The fields.
-        names: Vec<&'static str>,
-    },
+    NotExactlyOne { set: usize, names: Vec<&'static str> },
     /// A list with too few or too many entries.
     #[error("has {count} entries: use {least} to {most}")]
-    Entries {
-        /// How many it has.
-        count: usize,
-        /// The fewest.
-        least: usize,
-        /// The most.
-        most: usize,
-    },
-    /// A value that a set has already.
+    Entries { count: usize, least: usize, most: usize },
     #[error("{0:?} is in the list already: remove one")]
     Repeated(String),
-    /// A text that is too long.
     #[error("has {characters} characters: use at most {most}")]
-    TooLong {
-        /// Its characters.
-        characters: usize,
-        /// The most.
-        most: usize,
-    },
-    /// A tier that does not exist.
+    TooLong { characters: usize, most: usize },
     #[error("{0:?} is not a tier: use Admin or Baseline")]
     Tier(String),
-    /// A priority out of range.
     #[error("{0} is not a priority: use 0 to 1000; lower comes first")]
     Priority(i64),
-    /// An action that does not exist.
     #[error("{0:?} is not an action: use Accept, Deny or Pass")]
     Action(String),
-    /// A range that does not ascend.
     #[error("start {start} is not below end {end}: for one port use number")]
-    RangeOrder {
-        /// Its start.
-        start: u16,
-        /// Its end.
-        end: u16,
-    },
+    RangeOrder { start: u16, end: u16 },
     /// A peer that is no pod beside a named port.
     #[error("cannot stand beside destinationNamedPort, which only pods have: use tcp, udp or sctp with a number")]
     BesideNamedPort,
-    /// Not a domain name.
     #[error("{0:?} is not a domain name: write example.org or *.example.org")]
     DomainName(String),
     /// Domain names of a rule that does not accept.
     #[error("is for rules with action Accept only: use networks")]
     DomainNamesAction,
-    /// A second cluster address of a family.
     #[error("{second} is of the same family as {first}: a Service has at most one address of each")]
     SecondOfFamily {
         /// The address that counts.
@@ -178,44 +106,29 @@ pub enum FieldProblem {
     },
     /// An endpoint of another family than its EndpointSlice.
     #[error("{address} is not {family}, which is the addressType: put it into an EndpointSlice of its own family")]
-    OtherFamily {
-        /// The endpoint's address.
-        address: IpAddr,
-        /// The slice's family.
-        family: &'static str,
-    },
-    /// An address type that does not exist.
+    OtherFamily { address: IpAddr, family: &'static str },
     #[error("{0:?} is not an address type: use IPv4, IPv6 or FQDN")]
     AddressType(String),
-    /// A session affinity that does not exist.
     #[error("{0:?} is not a session affinity: use ClientIP or None")]
     Affinity(String),
-    /// An affinity's time out of range.
     #[error("{0} is not a time of session affinity: use 1 to 86400 seconds")]
     AffinitySeconds(i32),
-    /// Neither `true` nor `false`.
     #[error("{0:?} is neither \"true\" nor \"false\": write \"true\", or remove it")]
     Flag(String),
-    /// An annotation for policies that does not exist.
     #[error(
         "is not an annotation that this version knows: use staged, staged-for, staged-delete, log or deny-answer, or remove it"
     )]
     PolicyAnnotation,
-    /// An annotation for pods that does not exist.
     #[error(
         "is not an annotation of a pod that this version knows: use egress-connections-per-second, ingress-connections-per-second, egress-open-connections or ingress-open-connections, or remove it"
     )]
     PodAnnotation,
-    /// How many connections a pod may have.
     #[error("{0:?} is not a number of connections: use 1 to {1}, or remove it")]
     ConnectionLimit(String, u32),
-    /// Which decisions of a policy are logged.
     #[error("{0:?} is not what of a policy is logged: use denied, allowed or all")]
     PolicyLog(String),
-    /// The answer to what a policy denies.
     #[error("{0:?} is not an answer to what a policy denies: use none or reject")]
     DenyAnswer(String),
-    /// A policy that is staged for itself.
     #[error("{0:?} is the policy itself: give the staged policy another name, or use staged or staged-delete")]
     StagedForItself(String),
     /// A policy that is staged, and staged for deletion.

@@ -38,7 +38,6 @@ pub(crate) fn limits(meta: &ObjectMeta) -> Result<ConnectionLimits, FieldError> 
     Ok(limits)
 }
 
-/// The same metadata without these annotations.
 pub(crate) fn without_limits(mut meta: ObjectMeta) -> ObjectMeta {
     meta.annotations.iter_mut().for_each(|all| all.retain(|name, _| !name.starts_with(POLICY_ANNOTATIONS)));
     meta

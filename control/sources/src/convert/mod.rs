@@ -52,7 +52,6 @@ pub struct ConversionSettings {
     pub domain_names: bool,
 }
 
-/// The name of an object without a namespace.
 fn name(meta: &ObjectMeta, valid: fn(&str) -> Result<(), FieldProblem>) -> Result<String, FieldError> {
     let at = FieldPathRef::OBJECT;
     let at = at.field("metadata");
@@ -70,7 +69,6 @@ fn key(meta: &ObjectMeta) -> Result<ObjectKey, FieldError> {
     Ok(ObjectKey { namespace, name })
 }
 
-/// The labels of an object.
 fn labels(meta: &ObjectMeta) -> Result<penstock_policy::model::Labels, FieldError> {
     let at = FieldPathRef::OBJECT;
     let at = at.field("metadata");

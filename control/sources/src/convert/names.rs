@@ -23,7 +23,6 @@ pub fn is_label_key(key: &str) -> bool {
     }
 }
 
-/// The key of a label.
 pub(super) fn label_key(key: &str) -> Result<(), FieldProblem> {
     let rule = "use [DNS-PREFIX/]NAME, NAME of at most 63 letters, digits, '-', '_' and '.', with a letter or digit at both ends";
     check(key, "label key", rule, is_label_key(key))

@@ -6,7 +6,6 @@ use std::fmt;
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default)]
 pub struct FieldPath(Vec<PathElement>);
 
-/// One element of a [`FieldPath`].
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum PathElement {
     /// To a field, or to the value of a map's key.
@@ -16,7 +15,6 @@ pub enum PathElement {
 }
 
 impl FieldPath {
-    /// The elements from the object to the field.
     pub fn elements(&self) -> &[PathElement] {
         &self.0
     }
@@ -75,7 +73,6 @@ enum ElementRef<'a> {
 }
 
 impl<'a> FieldPathRef<'a> {
-    /// The object itself.
     pub const OBJECT: FieldPathRef<'static> = FieldPathRef { parent: None, step: ElementRef::Object };
 
     /// A field, or the value of a map's key.
@@ -83,12 +80,10 @@ impl<'a> FieldPathRef<'a> {
         FieldPathRef { parent: Some(self), step: ElementRef::Field(name) }
     }
 
-    /// An item of a list.
     pub fn index(&'a self, index: usize) -> FieldPathRef<'a> {
         FieldPathRef { parent: Some(self), step: ElementRef::Index(index) }
     }
 
-    /// The path to this field.
     pub fn path(&self) -> FieldPath {
         let mut path = self.parent.map(FieldPathRef::path).unwrap_or_default();
         match self.step {

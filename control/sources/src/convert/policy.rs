@@ -94,7 +94,6 @@ fn ports(ports: Option<&[NetworkPolicyPort]>, at: &FieldPathRef<'_>) -> Result<P
     }
 }
 
-/// A peer of a policy's rule.
 fn peer(peer: &NetworkPolicyPeer, at: &FieldPathRef<'_>) -> Result<Peer, FieldError> {
     let pods_at = at.field("podSelector");
     let namespaces_at = at.field("namespaceSelector");

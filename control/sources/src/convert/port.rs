@@ -7,7 +7,6 @@ use penstock_policy::model::{NamedPort, PolicyPort, PortMatch, PortProtocol};
 
 use super::{FieldError, FieldPathRef, FieldProblem, names};
 
-/// A port of a policy's rule.
 pub(super) fn policy_port(port: &NetworkPolicyPort, at: &FieldPathRef<'_>) -> Result<PolicyPort, FieldError> {
     let protocol = protocol(port.protocol.as_deref(), &at.field("protocol"))?;
     let port_at = at.field("port");
@@ -47,7 +46,6 @@ pub(super) fn container_port(port: &ContainerPort, at: &FieldPathRef<'_>) -> Res
     Ok(Some(NamedPort { name: name.to_owned(), protocol, number }))
 }
 
-/// A port's number.
 pub(super) fn number(number: i32, at: &FieldPathRef<'_>) -> Result<u16, FieldError> {
     match u16::try_from(number) {
         Ok(number) if number > 0 => Ok(number),

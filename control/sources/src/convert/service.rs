@@ -19,11 +19,9 @@ use super::{FieldError, FieldPathRef, FieldProblem, names, port};
 
 /// A Service with this label belongs to another proxy.
 const PROXY_LABEL: &str = "service.kubernetes.io/service-proxy-name";
-/// The Service of an EndpointSlice.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
 /// Default of `sessionAffinityConfig.clientIP.timeoutSeconds`.
 const AFFINITY_SECONDS: i32 = 10_800;
-/// Its maximum: a day.
 const MOST_AFFINITY_SECONDS: i32 = 86_400;
 
 /// An object and its parts that are not valid, which are left out of it.

@@ -10,8 +10,8 @@ use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use penstock_dataplane::drop_capabilities;
 use penstock_policy::model::Object;
-use penstock_privileges as privileges;
 use tokio::sync::mpsc as batches;
 
 pub use files::DirectoryChanges;
@@ -21,7 +21,6 @@ use super::manifest::{self, ManifestError, ManifestErrors, ManifestProblem, Opti
 use files::Files;
 use watch::{DirectoryWatch, Message};
 
-/// Batches that may wait for a slow reader.
 const WAITING_BATCHES: usize = 16;
 
 /// A watched directory of manifests. Dropping it stops watching.
@@ -38,28 +37,16 @@ pub struct ManifestDirectory {
     refused: usize,
 }
 
-/// Why a directory cannot be a source.
 #[derive(Debug, thiserror::Error)]
 pub enum DirectoryError {
     /// It does not exist or is not a directory.
     #[error("manifests: {path}: {reason}: set it to a readable directory", path = .path.display())]
-    NotADirectory {
-        /// The directory.
-        path: PathBuf,
-        /// The system's message.
-        reason: String,
-    },
+    NotADirectory { path: PathBuf, reason: String },
     /// Its manifests have errors, and there is no earlier valid state.
     #[error(transparent)]
     Manifests(#[from] ManifestErrors),
-    /// It cannot be watched.
     #[error("manifests: {path}: cannot be watched: {reason}", path = .path.display())]
-    Watch {
-        /// The directory.
-        path: PathBuf,
-        /// The system's message.
-        reason: String,
-    },
+    Watch { path: PathBuf, reason: String },
 }
 
 impl ManifestDirectory {
@@ -103,7 +90,7 @@ impl ManifestDirectory {
         let thread = thread::Builder::new()
             .name("manifests".to_owned())
             .spawn(move || {
-                privileges::drop_all();
+                drop_capabilities();
                 watch.run(files, &sender);
             })
             .map_err(|error| DirectoryError::Watch { path: path.to_owned(), reason: error.to_string() })?;
@@ -116,7 +103,6 @@ impl ManifestDirectory {
         self.refused
     }
 
-    /// Their errors.
     pub fn problems(&self) -> &[ManifestError] {
         &self.problems
     }
@@ -140,7 +126,6 @@ impl Drop for ManifestDirectory {
     }
 }
 
-/// Logs a batch's errors and fixes.
 fn log(batch: &DirectoryChanges) {
     for error in &batch.problems {
         tracing::warn!(

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use notify::event::{AccessKind, AccessMode, CreateKind, EventKind, ModifyKind};
 use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher};
-use penstock_privileges as privileges;
+use penstock_dataplane::without_capabilities;
 use tokio::sync::mpsc as batches;
 
 use super::files::{DirectoryChanges, Files, Written};
@@ -33,15 +33,11 @@ const PAUSE_OF_RETURN: Duration = Duration::from_millis(50);
 const LONGEST_RETURN: Duration = Duration::from_millis(500);
 /// A file open for writing this long is read anyway.
 const LONGEST_WRITE: Duration = Duration::from_secs(10);
-/// Interval of the check for lost events.
 const CHECK: Duration = Duration::from_secs(1);
 
-/// Messages to the watching thread.
 #[derive(Debug)]
 pub(super) enum Message {
-    /// A file event.
     Event(notify::Result<Event>),
-    /// The owner was dropped.
     Stop,
 }
 
@@ -52,7 +48,6 @@ fn stamp(data: &Metadata) -> Stamp {
     (data.dev(), data.ino(), data.size(), data.mtime(), data.mtime_nsec(), data.ctime(), data.ctime_nsec())
 }
 
-/// A directory that is watched.
 pub(super) struct DirectoryWatch {
     path: PathBuf,
     watcher: RecommendedWatcher,
@@ -76,7 +71,7 @@ impl DirectoryWatch {
     pub(super) fn new(path: &Path, messages: Sender<Message>, inbox: Receiver<Message>) -> notify::Result<Self> {
         // An error means that the thread has ended.
         let send = move |event| drop(messages.send(Message::Event(event)));
-        let watcher = privileges::run_without(move || notify::recommended_watcher(send))?;
+        let watcher = without_capabilities(move || notify::recommended_watcher(send))?;
         let mut watch = Self {
             path: path.to_owned(),
             watcher,
@@ -93,7 +88,6 @@ impl DirectoryWatch {
         Ok(watch)
     }
 
-    /// Reads every file for the first time.
     pub(super) fn read_all(&mut self, files: &mut Files) -> io::Result<()> {
         fs::metadata(&self.path)?;
         self.read(files, Instant::now())

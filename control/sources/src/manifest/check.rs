@@ -17,13 +17,10 @@ pub(crate) struct Conflict {
     pub(crate) first: usize,
     /// Index of the later one.
     pub(crate) second: usize,
-    /// The error as reported at the earlier one.
     pub(crate) at_first: ManifestError,
-    /// The error as reported at the later one.
     pub(crate) at_second: ManifestError,
 }
 
-/// An object in the checked sequence.
 #[derive(Clone, Copy)]
 struct CheckedObject<'a> {
     place: usize,

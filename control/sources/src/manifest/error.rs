@@ -10,7 +10,6 @@ use penstock_policy::model::ObjectRef;
 
 use super::super::convert::{FieldPath, FieldProblem};
 
-/// A location in a manifest file.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Origin {
     /// The file as given; `-` is standard input.
@@ -38,13 +37,11 @@ impl fmt::Display for Origin {
 /// An error in a manifest: one line with file, line, object and field.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ManifestError {
-    /// Where.
     pub origin: Origin,
     /// The object, as far as known: `NetworkPolicy shop/web`.
     pub object: Option<String>,
     /// The field; empty if the error is not about one field.
     pub field: FieldPath,
-    /// The problem.
     pub problem: ManifestProblem,
 }
 
@@ -65,16 +62,13 @@ impl fmt::Display for ManifestError {
     }
 }
 
-/// A problem in a manifest.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum ManifestProblem {
-    /// It cannot be read.
     #[error("cannot be read: {0}")]
     Unreadable(String),
     /// It was written in place, and has lost its end.
     #[error("is only the beginning of what it was, as after a write that failed; it counts once it stays so for {0} s")]
     CutOff(u64),
-    /// A directory without manifests.
     #[error("has no manifest: name a directory with *.yaml, *.yml or *.json files")]
     NoManifests,
     /// It is not YAML.
@@ -83,54 +77,26 @@ pub enum ManifestProblem {
     /// A document that is not an API object.
     #[error("is not a Kubernetes object: write a mapping with apiVersion and kind")]
     NotAnObject,
-    /// A supported kind in an unsupported version.
     #[error("{kind} of apiVersion {version} is not supported: use {remedy}")]
-    ApiVersion {
-        /// The kind.
-        kind: String,
-        /// The version found.
-        version: String,
-        /// The versions that are supported.
-        remedy: &'static str,
-    },
+    ApiVersion { kind: String, version: String, remedy: &'static str },
     /// A policy of a kind that is not supported: what it denies would count as allowed.
     #[error(
         "{kind} of apiVersion {version} is a kind of policy that is not understood: write it as a NetworkPolicy or ClusterNetworkPolicy, or keep it out of these manifests"
     )]
-    ForeignPolicy {
-        /// The kind.
-        kind: String,
-        /// Its group and version.
-        version: String,
-    },
-    /// A list whose items are not a list.
+    ForeignPolicy { kind: String, version: String },
     #[error("is not a list of objects")]
     NotAList,
-    /// A value of the wrong type.
     #[error("{0}")]
     Type(String),
     /// A field of a policy that this version does not know: it could mean anything.
     #[error("is not a field that this version knows: correct its spelling, or remove it")]
     UnknownField,
-    /// A field with a wrong value.
     #[error(transparent)]
     Invalid(#[from] FieldProblem),
-    /// Two objects of one kind and name.
     #[error("is defined twice, also at {other}: remove one, or rename it")]
-    Duplicate {
-        /// The other one.
-        other: Origin,
-    },
-    /// Two pods with one address.
+    Duplicate { other: Origin },
     #[error("address {address} is also that of {other} at {other_origin}: give each pod its own")]
-    SharedAddress {
-        /// The address.
-        address: IpAddr,
-        /// The other pod.
-        other: ObjectRef,
-        /// Its location.
-        other_origin: Origin,
-    },
+    SharedAddress { address: IpAddr, other: ObjectRef, other_origin: Origin },
 }
 
 /// All errors in a set of manifests; at least one.

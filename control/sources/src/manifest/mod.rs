@@ -29,12 +29,10 @@ use tree::YamlNode;
 /// `include/uapi/asm-generic/fcntl.h`
 const O_NONBLOCK: i32 = 0o4000;
 
-/// How to read manifests.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     /// Which objects to read beyond the stable API.
     pub settings: ConversionSettings,
-    /// How to treat unknown fields.
     pub unknown_fields: UnknownFields,
     /// Whether files may be of a folder that a cluster is deployed from: workloads stand for their pods, and what is no object is
     /// passed over.
@@ -52,7 +50,6 @@ pub enum UnknownFields {
     Note,
 }
 
-/// The result of reading manifests.
 #[derive(Debug, Default)]
 pub struct Manifests {
     /// The objects, in the order of files and documents.
@@ -85,7 +82,6 @@ impl Manifests {
         pods.collect()
     }
 
-    /// Adds what a file has.
     fn extend(&mut self, read: Self) {
         self.documents.extend(read.documents);
         self.ignored.extend(read.ignored);
@@ -103,14 +99,10 @@ impl Manifests {
     }
 }
 
-/// An object and its location.
 #[derive(Debug)]
 pub struct Document {
-    /// The object.
     pub object: Object,
-    /// Where it starts.
     pub origin: Origin,
-    /// Fields that this version does not know.
     pub unknown_fields: Vec<FieldPath>,
     /// Whether it stands for the pods of a workload.
     stands_in: bool,
@@ -134,10 +126,8 @@ impl Document {
     }
 }
 
-/// A skipped object of another kind.
 #[derive(Clone, Debug)]
 pub struct Ignored {
-    /// Where it starts.
     pub origin: Origin,
     /// Its kind and name: `Deployment shop/web`.
     pub object: String,
@@ -205,7 +195,6 @@ pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Res
     if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
 }
 
-/// A file to read.
 enum NamedFile {
     /// Files that a user names, who may name a pipe.
     Given(Arc<Path>),
@@ -228,7 +217,6 @@ impl NamedFile {
     }
 }
 
-/// The files that the paths name.
 fn files<P: AsRef<Path>>(paths: &[P], errors: &mut Vec<ManifestError>) -> Vec<NamedFile> {
     let mut files = Vec::new();
     for path in paths.iter().map(AsRef::as_ref) {
@@ -258,7 +246,6 @@ pub(crate) fn files_in(directory: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Whether a path has a manifest's extension.
 pub(crate) fn is_manifest(path: &Path) -> bool {
     let is_hidden = path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."));
     let extension = path.extension().and_then(|extension| extension.to_str());

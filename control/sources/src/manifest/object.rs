@@ -15,7 +15,6 @@ use super::tree::YamlNode;
 use super::workload::{pod_of, template_of};
 use super::{Document, Ignored, Manifests, Options, UnknownFields};
 
-/// The supported kinds.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum ManifestKind {
     Namespace,
@@ -35,7 +34,6 @@ impl ManifestKind {
     }
 }
 
-/// The declared type of a document.
 enum Declared {
     One(ManifestKind),
     /// A list; items without a type of their own have this kind.
@@ -46,7 +44,6 @@ enum Declared {
     Workload(&'static [&'static str]),
     /// No object at all, in a folder that may have such files.
     NoObject,
-    /// Another kind.
     Other,
 }
 
@@ -74,7 +71,6 @@ pub(super) struct DocumentReader<'a> {
 }
 
 impl DocumentReader<'_> {
-    /// A document of the file.
     pub(super) fn document(&mut self, tree: YamlNode) {
         if let Err(error) = self.any(tree, None) {
             self.errors.push(*error);
@@ -111,7 +107,6 @@ impl DocumentReader<'_> {
         }
     }
 
-    /// The declared type of a tree.
     fn declared(&self, tree: &YamlNode, in_list_of: Option<ManifestKind>) -> Result<Declared, Box<ManifestError>> {
         let text = |field| tree.get(field).and_then(YamlNode::as_str);
         if !tree.is_mapping() {

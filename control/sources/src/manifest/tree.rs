@@ -11,7 +11,6 @@ use serde_saphyr::{Spanned, UserMessageFormatter};
 
 use crate::convert::{FieldPath, PathElement};
 
-/// A value and its location.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct YamlNode {
     /// Line of the value's first character, from 1; 0 if unknown.
@@ -103,7 +102,6 @@ impl YamlNode {
         self.line
     }
 
-    /// The value of a mapping's key.
     pub(crate) fn get(&self, key: &str) -> Option<&YamlNode> {
         self.entry(key).map(|entry| &entry.value)
     }
@@ -115,7 +113,6 @@ impl YamlNode {
         }
     }
 
-    /// The text of a string.
     pub(crate) fn as_str(&self) -> Option<&str> {
         match &self.kind {
             NodeValue::Scalar(Value::String(text)) => Some(text),
@@ -140,7 +137,6 @@ impl YamlNode {
         self.get(key).is_some_and(|list| matches!(&list.kind, NodeValue::Sequence(items) if items.is_empty()))
     }
 
-    /// Whether this is a mapping.
     pub(crate) fn is_mapping(&self) -> bool {
         matches!(self.kind, NodeValue::Mapping(_))
     }
@@ -166,7 +162,6 @@ impl YamlNode {
         line
     }
 
-    /// The value at a path.
     pub(crate) fn at(&self, path: &FieldPath) -> Option<&YamlNode> {
         path.elements().iter().try_fold(self, |node, step| match (step, &node.kind) {
             (PathElement::Field(name), NodeValue::Mapping(_)) => node.get(name),

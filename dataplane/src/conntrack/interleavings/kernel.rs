@@ -36,7 +36,7 @@ fn take(table: &ConnTable, flow: &Flow, path: (u32, u32), epoch: u32) {
 /// The same; of the packet that opens a connection also the way of its answers, if the worker knows it.
 fn take_and(table: &ConnTable, flow: &Flow, path: (u32, u32), epoch: u32, knows_answers: bool) {
     let path = Some((path, Epoch(epoch)));
-    table.forwarded(&table.prepare(flow), 100, TcpFlags::default(), path, |_| knows_answers, || false);
+    table.forwarded(&table.prepare(flow), 100, TcpFlags::default(), path, |_| knows_answers, |_| false);
 }
 
 /// The flow with which a program sends on a packet of a translated connection; `None`: to a worker.

@@ -46,7 +46,7 @@ fn note(table: &ConnTable, flow: &Flow, what: Note, from: Orientation, now: Time
 fn open(table: &ConnTable, flow: &Flow, transport: &Transport, now: Timestamp) {
     insert(table, flow, transport, now).unwrap();
     let flags = if let Transport::Tcp(segment) = transport { segment.flags } else { TcpFlags::default() };
-    table.forwarded(&table.prepare(flow), 60, flags, None, |_| false, || false);
+    table.forwarded(&table.prepare(flow), 60, flags, None, |_| false, |_| false);
 }
 
 /// A handshake whose end a program has forwarded, too.

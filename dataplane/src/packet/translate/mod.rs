@@ -24,7 +24,6 @@ impl Change {
         self.0 = (sum & 0xffff) + (sum >> 16);
     }
 
-    /// Both changes.
     fn and(self, other: Self) -> Self {
         let sum = self.0 + other.0;
         Self((sum & 0xffff) + (sum >> 16))
@@ -43,7 +42,6 @@ impl Change {
     }
 }
 
-/// Where an IP header has its addresses.
 const SOURCE_V4: usize = 12;
 const SOURCE_V6: usize = 8;
 const CHECKSUM_V4: usize = 10;

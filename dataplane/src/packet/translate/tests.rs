@@ -4,7 +4,7 @@ use etherparse::{Icmpv4Header, Icmpv4Type, Icmpv6Header, Icmpv6Type, IpNumber, P
 use proptest::prelude::*;
 
 use super::*;
-use crate::packet::{Mac, NextHop, OpenChecksum, parse, rewrite};
+use crate::packet::{Mac, NextHop, OpenChecksum, TtlChange, parse, rewrite};
 
 fn address(v6: bool, number: u32) -> Address {
     if v6 {
@@ -127,7 +127,7 @@ proptest! {
         open[at..at + 2].copy_from_slice(&pseudo.to_be_bytes());
         translate(&mut open, &packet, &other, None);
         // As the last stage does.
-        let hop = NextHop { peer: Mac([2; 6]), own: Mac([1; 6]), decrement_ttl: false, open: OpenChecksum::Finish };
+        let hop = NextHop { peer: Mac([2; 6]), own: Mac([1; 6]), ttl: TtlChange::Keep, open: OpenChecksum::Finish };
         let packet = parse(&open).unwrap();
         rewrite(&mut open, &packet, hop);
         assert_same(&open, &frame(&other, &payload))?;

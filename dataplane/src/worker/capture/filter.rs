@@ -9,30 +9,23 @@ use crate::pipeline::Verdict;
 /// Which packets a capture has: those that fit every part that is set.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CaptureFilter {
-    /// Only packets from or to this pod.
     pub pod: Option<CapturedPod>,
     /// Only packets that pass (`true`), or that are dropped.
     pub allowed: Option<bool>,
-    /// Only packets that are dropped for this reason.
     pub reason: Option<DropReason>,
-    /// Only packets from or to this address.
     pub host: Option<Address>,
     /// Only packets from or to this port; of ICMP queries their identifier.
     pub port: Option<u16>,
-    /// Only packets of this protocol.
     pub protocol: Option<Protocol>,
     /// Only packets of the connection with this id; see [`ConnTable::connection_id`](crate::conntrack::ConnTable::connection_id).
     pub connection: Option<u64>,
-    /// Only packets that this program accepts.
     pub program: Option<FilterProgram>,
 }
 
-/// A pod whose packets are captured.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct CapturedPod {
     /// Its port: whatever it sends, with whatever addresses.
     pub port: Option<PortId>,
-    /// Its addresses.
     pub addresses: Vec<Address>,
 }
 
@@ -52,7 +45,6 @@ impl CaptureFilter {
         self.program.as_ref().is_none_or(|program| program.accepts(frame))
     }
 
-    /// Whether a packet fits.
     pub(super) fn fits(&self, seen: &SeenPacket) -> bool {
         let any = |fits: &dyn Fn(&Flow) -> bool| seen.flows.iter().flatten().any(fits);
         let is_allowed = matches!(seen.verdict, Verdict::Forward(_));

@@ -29,24 +29,18 @@ const MACS: usize = 12;
 /// A capture: which packets, and where their copies go.
 #[derive(Clone, Debug)]
 pub struct Capture {
-    /// Which packets.
     pub filter: Arc<CaptureFilter>,
     /// Where their copies go.
     pub queue: Arc<CaptureQueue>,
 }
 
-/// A packet of a capture.
 #[derive(Clone, Debug)]
 pub struct CapturedPacket {
     /// When its batch was received.
     pub at: Instant,
-    /// Index of the worker.
     pub worker: usize,
-    /// Ingress port.
     pub ingress: PortId,
-    /// The decision.
     pub verdict: Verdict,
-    /// Epoch of the snapshot.
     pub epoch: Epoch,
     /// Whether this is the packet as it leaves, with another flow than it came with. The packet as it came is before it.
     pub is_translated: bool,
@@ -123,12 +117,10 @@ impl CaptureQueue {
 #[derive(Clone, Copy, Default)]
 struct Received {
     flow: Option<Flow>,
-    /// Bytes of the frame.
     length: usize,
     fits_program: bool,
 }
 
-/// A worker's side of a capture.
 pub(crate) struct CaptureTap {
     capture: Capture,
     worker: usize,
@@ -147,7 +139,6 @@ pub(super) struct CapturedBatch<'a> {
 }
 
 impl CaptureTap {
-    /// For one worker.
     pub(super) fn new(capture: Capture, worker: usize) -> Self {
         let bytes = vec![0; BATCH * capture.queue.snap_length].into();
         Self { capture, worker, received: [Received::default(); BATCH], bytes }

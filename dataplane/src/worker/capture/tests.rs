@@ -44,6 +44,7 @@ fn snapshot(own_mac: impl Fn(PortId) -> Mac) -> Snapshot {
                     mtu: 1500,
                     interface: 0,
                     by_stack: false,
+                    by_host: None,
                     bridge: 0,
                     addresses,
                 },

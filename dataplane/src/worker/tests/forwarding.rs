@@ -199,7 +199,7 @@ fn drops_are_counted_by_reason_on_the_ingress_port() {
         let statistics = bench.dataplane.statistics();
         let traffic = statistics.port(a).unwrap().traffic;
         assert_eq!(traffic.dropped(DropReason::TxRingFull), 1000 - 512, "{:?}", traffic.drops().collect::<Vec<_>>());
-        // What was left in the ring is sent when the interface accepts packets again.
+        // The rest of the ring is sent when the interface accepts packets again.
         let at_b = Raw::open("bp");
         ip("link set dev b up");
         assert_eq!(at_b.count(512), 512);

@@ -38,6 +38,7 @@ pub(super) fn snapshot(epoch: u32, ports: [PortId; 2]) -> Snapshot {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            by_host: None,
             bridge: 0,
             addresses: vec![address],
         };

@@ -34,7 +34,6 @@ pub(crate) fn veth(name: &str) {
     veths(&[name.to_owned()]);
 }
 
-/// Creates many such pairs at once.
 pub(crate) fn veths(names: &[String]) {
     let mut batch =
         Command::new("ip").args(["-batch", "-"]).stdin(Stdio::piped()).spawn().expect("iproute2 is installed");

@@ -41,6 +41,7 @@ impl Pair {
             mtu: 1500,
             interface: 0,
             by_stack: false,
+            by_host: None,
             bridge: 0,
             addresses: Vec::new(),
         };

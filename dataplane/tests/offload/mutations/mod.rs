@@ -47,7 +47,8 @@ const fn equivalent(because: &'static str, of: Mutation) -> Mutation {
 const TABLE: &str = "conntrack_maps.h";
 const PACKET: &str = "packet.h";
 pub(crate) const LOOKUP: &str = "established.h";
-const FORWARD: &str = "forward.h";
+pub(crate) const FORWARD: &str = "forward.h";
+pub(crate) const PODS: &str = "pods.h";
 const REWRITE: &str = "rewrite.h";
 pub(crate) const REPEAT: &str = "repeat.h";
 
@@ -92,7 +93,8 @@ fn mutations() -> impl Iterator<Item = &'static Mutation> {
     MUTATIONS.into_iter().flatten()
 }
 
-const MUTATIONS: [&[Mutation]; 4] = [lookup::MUTATIONS, packets::MUTATIONS, opened::MUTATIONS, super::ended::MUTATIONS];
+const MUTATIONS: [&[Mutation]; 5] =
+    [lookup::MUTATIONS, packets::MUTATIONS, opened::MUTATIONS, super::ended::MUTATIONS, super::translated::MUTATIONS];
 
 /// What tests say of programs.
 enum Outcome {

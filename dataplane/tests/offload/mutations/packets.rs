@@ -173,8 +173,8 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         OF_STACK,
         "what the node itself sends opens a connection",
         FORWARD,
-        "origin->ingress != BY_NODE && skb->ingress_ifindex, &connection",
-        "1, &connection",
+        "if (!found && origin->ingress != BY_NODE && skb->ingress_ifindex) {",
+        "if (!found) {",
     ),
     equivalent(
         "frames of a test have a socket where they have no interface; the kernel itself sends without either",
@@ -182,16 +182,16 @@ pub(super) const MUTATIONS: &[Mutation] = &[
             OF_STACK,
             "what has not entered the node opens a connection",
             FORWARD,
-            "origin->ingress != BY_NODE && skb->ingress_ifindex, &connection",
-            "origin->ingress != BY_NODE, &connection",
+            "if (!found && origin->ingress != BY_NODE && skb->ingress_ifindex) {",
+            "if (!found && origin->ingress != BY_NODE) {",
         ),
     ),
     mutation(
         OF_STACK,
         "nothing from the stack opens a connection",
         FORWARD,
-        "origin->ingress != BY_NODE && skb->ingress_ifindex, &connection",
-        "0, &connection",
+        "if (!found && origin->ingress != BY_NODE && skb->ingress_ifindex) {",
+        "if (0) {",
     ),
     // How it leaves.
     mutation(

@@ -7,7 +7,6 @@ use penstock_bench::figures::table;
 use super::tables::{self, ReportPart};
 use crate::results::Results;
 
-/// The whole page.
 pub(crate) fn page(parts: &[ReportPart]) -> String {
     let mut text = "# Penstock: benchmark report\n".to_owned();
     for part in parts {

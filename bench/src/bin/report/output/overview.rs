@@ -63,7 +63,6 @@ const LINES: &[Line] = &[
     to_other_node("TCP_CRR to another node, 32 at once", "transactions", "TCP_CRR, 32 at once"),
 ];
 
-/// Whether a line shows this case.
 pub(crate) fn uses_case(scenario: &str, case: &str) -> bool {
     LINES.iter().any(|line| line.scenario == scenario && line.cases.contains(&Some(case)))
 }

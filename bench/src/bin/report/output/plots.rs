@@ -10,7 +10,6 @@ use crate::results::{Samples, ScenarioResult};
 
 const WIDTH: u32 = 900;
 const LINE: u32 = 24;
-/// Horizontal extent of the bars.
 const BARS: (i32, i32) = (330, 800);
 
 /// The plot of a scenario's first metric as SVG; `None` if nothing was measured.

@@ -5,14 +5,12 @@ use super::overview;
 use crate::results::{Better, CaseResult, Metric, Results, Samples, ScenarioResult};
 use crate::thresholds::{Bound, THRESHOLDS, ThresholdResult};
 
-/// A part of the report.
 #[derive(Clone, Debug)]
 pub(crate) enum ReportPart {
     Heading(String),
     Text(String),
     /// The first row is the header.
     Table(Vec<Vec<String>>),
-    /// The plot of a scenario.
     Plot(&'static str),
 }
 
@@ -107,7 +105,6 @@ pub(crate) fn thresholds(results: &Results) -> Vec<Vec<String>> {
     rows
 }
 
-/// How long the scenarios took.
 fn times(results: &Results) -> Vec<Vec<String>> {
     let header = ["scenario", "cases", "took, s"].map(str::to_owned).to_vec();
     let row = |scenario: &ScenarioResult| {

@@ -80,7 +80,6 @@ fn profiles(run: &Value) -> Vec<Vec<String>> {
     rows
 }
 
-/// Median and spread of a search.
 fn rate(found: &Value, unit: &str) -> String {
     let number = |key: &str| found[key].as_f64();
     match (number("median"), number("lowest"), number("highest")) {
@@ -90,7 +89,6 @@ fn rate(found: &Value, unit: &str) -> String {
     }
 }
 
-/// Average and maximum of every stream.
 fn latency(points: &Value) -> String {
     let Some(half) = points.as_array().into_iter().flatten().find(|point| point["share_of_ndr"] == 0.5) else {
         return String::new();

@@ -220,7 +220,6 @@ const OTHERS_OPEN: f64 = 1000.0;
 
 /// Packets a second of a flood from outside.
 const FLOOD: f64 = 100e3;
-/// Connections opened per second beside it.
 const OPENED: f64 = 200.0;
 
 const SHARES: &[Metric] = &[

@@ -18,7 +18,6 @@ const IO: &[Metric] = &[
     Metric::higher("bulk TCP, one stream", "Gb/s", 2),
 ];
 
-/// A variant of the default settings.
 #[derive(Clone, Copy)]
 struct IoVariant {
     name: &'static str,

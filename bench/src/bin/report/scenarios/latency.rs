@@ -11,7 +11,6 @@ use crate::Plan;
 use crate::results::Metric;
 use crate::testbeds::TestbedSpec;
 
-/// Probes a second beside the load.
 const PROBES: f64 = 5000.0;
 
 /// Peers whose no-drop rate is searched.

@@ -24,7 +24,6 @@ pub(crate) type KnownRates = BTreeMap<String, f64>;
 
 type Measure = Box<dyn FnMut(&mut PeerTestbed, &Plan, &mut KnownRates) -> Result<Vec<Option<f64>>>>;
 
-/// A measurement on several testbeds.
 pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) title: &'static str,
@@ -36,7 +35,6 @@ pub(crate) struct Scenario {
     pub(crate) cases: Vec<ScenarioCase>,
 }
 
-/// One testbed, measured in one way.
 pub(crate) struct ScenarioCase {
     pub(crate) name: String,
     pub(crate) spec: TestbedSpec,
@@ -57,7 +55,6 @@ impl ScenarioCase {
         Self { name: name.into(), ..self }
     }
 
-    /// To the pod of another node.
     pub(crate) fn with_other_node(self) -> Self {
         let name = format!("{}, to another node", self.name);
         self.with(TestbedSpec::other_node).named(name)
@@ -69,7 +66,6 @@ impl ScenarioCase {
 }
 
 impl Scenario {
-    /// The scenario before anything is measured.
     pub(crate) fn empty_result(&self) -> ScenarioResult {
         let cases = self.cases.iter().map(|case| CaseResult { name: case.name.clone(), ..CaseResult::default() });
         let Self { name, title, about, metrics, .. } = *self;

@@ -174,7 +174,6 @@ const BULK: &[Metric] = &[
 const CHANGES: f64 = 100.0;
 const CHANGES_IN_FORCE: &str = "changes in effect";
 const WORK_OF_A_CHANGE: &str = "a change, processor";
-/// The manifest that changes.
 const FILE: &str = "changing.yaml";
 
 /// Makes the pods' stacks segment what they send, or restores the default.

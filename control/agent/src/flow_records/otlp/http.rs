@@ -72,7 +72,6 @@ impl HttpExporter {
     }
 }
 
-/// The exporter's connection to the collector.
 #[derive(Debug)]
 struct CollectorClient {
     client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,

@@ -5,7 +5,6 @@ use opentelemetry_sdk::logs::SdkLogRecord;
 
 use crate::flow_records::record::{FlowEvent, FlowRecord, RecordedEnd};
 
-/// Fills in the log of a record.
 pub(super) fn fill_in(log: &mut SdkLogRecord, record: &FlowRecord) {
     log.set_event_name(match record.event {
         FlowEvent::End => "penstock.flow.end",

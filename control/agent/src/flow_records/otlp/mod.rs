@@ -22,7 +22,6 @@ use opentelemetry_otlp::ExporterBuildError;
 use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::error::OTelSdkResult;
 use opentelemetry_sdk::logs::{LogBatch, LogProcessor, SdkLogRecord, SdkLogger, SdkLoggerProvider};
-use penstock_privileges as privileges;
 use rustls::RootCertStore;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
@@ -32,32 +31,20 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 use self::http::HttpExporter;
 use super::record::FlowRecord;
 use crate::config;
+use crate::privileges;
 
 /// Batches that wait for the collector, of a portion of records each.
 const WAITING: usize = 64;
-/// How long a request may take.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// First and longest wait before a batch is sent again after the exporter has given up; doubled each time.
 const AGAIN: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
 /// How long the end waits for what is queued.
 const FLUSH: Duration = Duration::from_secs(1);
 
-/// The collector's settings cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OtlpError {
-    /// A file that is named there.
     #[error("flow_records.{key} = {}: {why}; {remedy}", .path.display())]
-    File {
-        /// The key.
-        key: &'static str,
-        /// The file.
-        path: PathBuf,
-        /// The mistake.
-        why: String,
-        /// The remedy.
-        remedy: &'static str,
-    },
-    /// The system has no certificates.
+    File { key: &'static str, path: PathBuf, why: String, remedy: &'static str },
     #[error(
         "flow_records.otlp: cannot read the certificates that the system trusts ({0}); set flow_records.otlp_ca_file"
     )]
@@ -65,22 +52,18 @@ pub(crate) enum OtlpError {
     /// The TLS library has refused the settings.
     #[error("flow_records.otlp: {0}; set flow_records.otlp_ca_file to certificates of X.509 version 3")]
     Tls(#[from] rustls::Error),
-    /// The exporter has.
     #[error("flow_records.otlp: {0}; set the URL of a collector, or \"off\"")]
     Exporter(#[from] ExporterBuildError),
-    /// There is no runtime to send in.
     #[error("flow_records.otlp: cannot start what sends records ({0}); the limit of open files may be too low")]
     Runtime(io::Error),
 }
 
 impl OtlpError {
-    /// A file of certificates cannot be used.
     fn certificates(path: &Path, why: String) -> Self {
         Self::File { key: "otlp_ca_file", path: path.to_owned(), why, remedy: "name a file of PEM certificates" }
     }
 }
 
-/// A batch was not taken.
 struct NotTaken {
     why: String,
     /// Whether it would not be taken another time, either.
@@ -204,7 +187,6 @@ impl Sending {
     }
 }
 
-/// Keeps what the logger emits, for the batch.
 #[derive(Debug)]
 struct Kept(Arc<Mutex<Vec<(SdkLogRecord, InstrumentationScope)>>>);
 

@@ -4,10 +4,11 @@ use std::fmt;
 
 use penstock_dataplane::names::NameCounts;
 use penstock_policy::model::ObjectKey;
+use prometheus_client::metrics::MetricType;
 
 use super::{RefusedConnections, Scrape};
 use crate::flow_records::RecordTotals;
-use crate::metrics::exposition::{Exposition, FamilyType};
+use crate::metrics::exposition::Exposition;
 use crate::trial::{ChangeKind, ChangeTotals};
 
 impl Scrape {
@@ -28,14 +29,14 @@ impl Scrape {
                 unasked,
             ),
         ] {
-            to.family(FamilyType::Counter, name, help, |add| add.count(&[], count))?;
+            to.counter(name, help, count)?;
         }
         Ok(())
     }
 
     pub(super) fn encode_limits(&self, to: &mut Exposition<'_>) -> fmt::Result {
         to.family(
-            FamilyType::Counter,
+            MetricType::Counter,
             "penstock_limited_connections_refused",
             "Packets that would have opened a connection beyond a limit of a pod's annotations",
             |add| {
@@ -57,50 +58,41 @@ impl Scrape {
     }
 
     pub(super) fn encode_staged(&self, to: &mut Exposition<'_>) -> fmt::Result {
-        to.family(
-            FamilyType::Gauge,
+        to.gauges(
             "penstock_rules",
             "Rules in effect that decided a connection within this time, and that never did",
-            |add| self.rules.iter().try_for_each(|(used, count)| add.value(&[("used", used)], *count as f64)),
+            "used",
+            self.rules.iter().map(|(used, count)| (*used, *count as f64)),
         )?;
         let (policies, unrecorded, ChangeTotals { live, opened }) = self.staged;
-        let each = |counts: [u64; 3]| ChangeKind::ALL.into_iter().map(ChangeKind::name).zip(counts);
+        let kinds = || ChangeKind::ALL.into_iter().map(ChangeKind::name);
         to.gauge("penstock_staged_policies", "Policies that are staged", policies as f64)?;
-        to.family(
-            FamilyType::Gauge,
+        to.gauges(
             "penstock_staged_connections",
             "Open connections that promotion of what is staged would change, by what would happen to them",
-            |add| each(live).try_for_each(|(kind, count)| add.value(&[("change", kind)], count as f64)),
+            "change",
+            kinds().zip(live.map(|count| count as f64)),
         )?;
-        to.family(
-            FamilyType::Gauge,
+        to.gauges(
             "penstock_staged_opened_connections",
             "Connections opened, or denied, since the present policies are staged, that promotion would change",
-            |add| each(opened).try_for_each(|(kind, count)| add.value(&[("change", kind)], count as f64)),
+            "change",
+            kinds().zip(opened.map(|count| count as f64)),
         )?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_staged_unrecorded",
-            "Packets whose verdict promotion would change, beyond what is recorded",
-            |add| add.count(&[], unrecorded),
-        )
+        let help = "Packets whose verdict promotion would change, beyond what is recorded";
+        to.counter("penstock_staged_unrecorded", help, unrecorded)
     }
 }
 
 pub(super) fn encode_flow_records(totals: &RecordTotals, to: &mut Exposition<'_>) -> fmt::Result {
-    to.family(FamilyType::Counter, "penstock_flow_records", "Records of flows that were made, by event", |add| {
-        totals.made.iter().try_for_each(|(event, count)| add.count(&[("event", event)], *count))
-    })?;
-    to.family(
-        FamilyType::Counter,
+    let (made, lost) = (totals.made.iter().copied(), totals.lost.iter().copied());
+    to.counters("penstock_flow_records", "Records of flows that were made, by event", "event", made)?;
+    to.counters(
         "penstock_flow_records_lost",
         "Ended connections and denied packets without a record, and records that were not written or sent",
-        |add| totals.lost.iter().try_for_each(|(at, count)| add.count(&[("at", at)], *count)),
+        "at",
+        lost,
     )?;
-    to.family(
-        FamilyType::Counter,
-        "penstock_flow_uncounted_packets",
-        "Forwarded packets that are in no connection's counts",
-        |add| add.count(&[], totals.uncounted),
-    )
+    let help = "Forwarded packets that are in no connection's counts";
+    to.counter("penstock_flow_uncounted_packets", help, totals.uncounted)
 }

@@ -8,18 +8,22 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use penstock_admin::capture::CaptureCounts;
+use penstock_dataplane::DropReason;
 use penstock_dataplane::conntrack::ConnTable;
 use penstock_dataplane::limits::{Limit, PodLimits, Refused};
 use penstock_dataplane::names::NameCounts;
 use penstock_dataplane::policy::{self, Direction};
-use penstock_dataplane::worker::{DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths};
+use penstock_dataplane::worker::{
+    DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths, Traffic, WorkerStatistics,
+};
 use penstock_policy::model::ObjectKey;
 use penstock_sources::{KindHealth, ObjectKind};
 use penstock_xdp_redirect::{KeptBy, TrafficCount};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::DescriptorEncoder;
+use prometheus_client::metrics::MetricType;
 
-use super::exposition::{Exposition, FamilyType};
+use super::exposition::{Buckets, Exposition, FamilyWriter, LabelPairs};
 use super::services::ServiceMetrics;
 use crate::flow_records::RecordTotals;
 use crate::ports::PortRole;
@@ -41,7 +45,7 @@ pub(crate) struct Scrape {
     offload_in_force: Option<u32>,
     /// From pod to pod, from a pod to the node's stack, and from there to a pod.
     offloaded: Option<[TrafficCount; 5]>,
-    /// Of each uplink and family, by what packets are kept to the node's stack.
+    /// The reason, by uplink and family, why packets go by the node's stack.
     kept_by: Vec<(String, &'static str, Option<KeptBy>)>,
     refused_tunnels: Option<u64>,
     cores: Vec<usize>,
@@ -69,7 +73,6 @@ pub(crate) struct Scrape {
     names: Option<NameCounts>,
     /// The refused connections of pods whose connections are limited.
     limits: Vec<RefusedConnections>,
-    /// How many rules have decided lately, and never.
     rules: Vec<(&'static str, u64)>,
     source: Vec<(ObjectKind, KindHealth)>,
     refused_files: u64,
@@ -111,7 +114,7 @@ struct VerdictLogCounts {
 /// Bucket bounds of the poll histogram, in nanoseconds: powers of two, where the workers' own buckets end.
 const POLL_BUCKETS: [u64; 8] = [1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24];
 
-/// What keeps packets between pods and other machines to the node's stack, by interface and family.
+/// The reasons why packets between pods and other machines go by the node's stack, by interface and family.
 fn kept_by(view: &DaemonView<'_>) -> Vec<(String, &'static str, Option<KeptBy>)> {
     let by_interface = view.ports.kept_by().into_iter();
     let families = |(interface, kept_by): (&str, [Option<KeptBy>; 2])| {
@@ -183,257 +186,232 @@ impl Scrape {
     }
 
     fn encode_ports(&self, to: &mut Exposition<'_>) -> fmt::Result {
-        to.family(
-            FamilyType::Counter,
-            "penstock_port_packets",
-            "Packets by direction, as the pod sees it, and verdict",
-            |add| {
-                self.each_port(|labels, port| {
-                    let (traffic, dropped) = (&port.traffic, port.traffic.dropped_packets());
-                    let sent = [("direction", "egress"), ("verdict", "forwarded")];
-                    add.count(&[labels, &sent].concat(), traffic.rx_packets.saturating_sub(dropped))?;
-                    add.count(&[labels, &[("direction", "egress"), ("verdict", "dropped")]].concat(), dropped)?;
-                    let received = [("direction", "ingress"), ("verdict", "forwarded")];
-                    add.count(&[labels, &received].concat(), traffic.tx_packets)
-                })
-            },
-        )?;
-        to.family(FamilyType::Counter, "penstock_port_bytes", "Bytes of those, Ethernet headers included", |add| {
-            self.each_port(|labels, port| {
-                let (traffic, dropped) = (&port.traffic, port.traffic.dropped_bytes);
-                let sent = [("direction", "egress"), ("verdict", "forwarded")];
-                add.count(&[labels, &sent].concat(), traffic.rx_bytes.saturating_sub(dropped))?;
-                add.count(&[labels, &[("direction", "egress"), ("verdict", "dropped")]].concat(), dropped)?;
-                let received = [("direction", "ingress"), ("verdict", "forwarded")];
-                add.count(&[labels, &received].concat(), traffic.tx_bytes)
-            })
-        })?;
-        to.family(
-            FamilyType::Counter,
+        // Received from the pod, dropped of it, and sent to it.
+        type Counts = fn(&Traffic) -> [u64; 3];
+        let traffic: [(&str, &str, Counts); 2] = [
+            ("penstock_port_packets", "Packets by direction, as the pod sees it, and verdict", |traffic| {
+                [traffic.rx_packets, traffic.dropped_packets(), traffic.tx_packets]
+            }),
+            ("penstock_port_bytes", "Bytes of those, Ethernet headers included", |traffic| {
+                [traffic.rx_bytes, traffic.dropped_bytes, traffic.tx_bytes]
+            }),
+        ];
+        for (name, help, counts) in traffic {
+            self.each_port(to, MetricType::Counter, name, help, |add, labels, port| {
+                let [received, dropped, sent] = counts(&port.traffic);
+                let egress = [labels, &[("direction", "egress")]].concat();
+                add.counts(&egress, "verdict", by_verdict(received, dropped))?;
+                add.count(&[labels, &[("direction", "ingress"), ("verdict", "forwarded")]].concat(), sent)
+            })?;
+        }
+        self.each_port(
+            to,
+            MetricType::Counter,
             "penstock_port_drops",
             "Packets that came in by a port and were dropped, by drop reason",
-            |add| {
-                self.each_port(|labels, port| {
-                    port.traffic.drops().try_for_each(|(reason, count)| {
-                        add.count(&[labels, &[("reason", reason.name())]].concat(), count)
-                    })
-                })
+            |add, labels, port| {
+                add.counts(labels, "reason", port.traffic.drops().map(|(reason, count)| (reason.name(), count)))
             },
         )?;
-        to.family(
-            FamilyType::Counter,
+        self.each_port(
+            to,
+            MetricType::Counter,
             "penstock_port_kernel_drops",
             "Packets that the kernel lost at a port's AF_XDP sockets (struct xdp_statistics), by reason",
-            |add| {
-                self.each_port(|labels, port| {
-                    port.kernel
-                        .iter()
-                        .try_for_each(|(reason, count)| add.count(&[labels, &[("reason", reason)]].concat(), count))
-                })
-            },
+            |add, labels, port| add.counts(labels, "reason", port.kernel.iter()),
         )?;
-        to.family(
-            FamilyType::Counter,
+        self.each_port(
+            to,
+            MetricType::Counter,
             "penstock_port_program",
             "Packets by what the program at the port did with them",
-            |add| {
-                self.each_port(|labels, port| {
-                    let named = self.ports.get(&port.port.0);
-                    let outcomes = named.iter().flat_map(|named| &named.outcomes);
-                    let mut outcomes = outcomes.map(|(outcome, count)| (outcome.as_str(), *count));
-                    outcomes
-                        .try_for_each(|(outcome, count)| add.count(&[labels, &[("outcome", outcome)]].concat(), count))
-                })
+            |add, labels, port| {
+                let named = self.ports.get(&port.port.0);
+                let outcomes = named.iter().flat_map(|named| &named.outcomes);
+                add.counts(labels, "outcome", outcomes.map(|(outcome, count)| (outcome, *count)))
             },
         )?;
-        to.family(FamilyType::Gauge, "penstock_port_queue_frames", "Frames in a port's rings", |add| {
-            self.each_port(|labels, port| {
+        self.each_port(
+            to,
+            MetricType::Gauge,
+            "penstock_port_queue_frames",
+            "Frames in a port's rings",
+            |add, labels, port| {
                 let of = || self.depths.queues.iter().filter(|queue| queue.port == port.port);
                 let receiving: u32 = of().map(|queue| queue.receiving).sum();
                 let sending: u32 = of().map(|queue| queue.sending).sum();
                 add.value(&[labels, &[("ring", "receiving")]].concat(), receiving.into())?;
                 add.value(&[labels, &[("ring", "sending")]].concat(), sending.into())
-            })
-        })
+            },
+        )
     }
 
-    fn each_port(&self, mut write: impl FnMut(&[(&str, &str)], &PortStatistics) -> fmt::Result) -> fmt::Result {
-        self.statistics.ports.iter().try_for_each(|port| {
-            let named = self.ports.get(&port.port.0);
-            let text = |get: fn(&PortLabels) -> &str| named.map_or("", get);
-            let kind = named.map_or(PortRole::Pod, |named| named.role).name();
-            let labels = [
-                ("interface", port.interface.as_str()),
-                ("kind", kind),
-                ("namespace", text(|named| &named.namespace)),
-                ("pod", text(|named| &named.pod)),
-            ];
-            write(&labels, port)
+    /// Writes a family; `write` adds the members of one port, whose labels it gets.
+    fn each_port(
+        &self,
+        to: &mut Exposition<'_>,
+        kind: MetricType,
+        name: &str,
+        help: &str,
+        write: impl Fn(&mut FamilyWriter<'_>, &LabelPairs<'_>, &PortStatistics) -> fmt::Result,
+    ) -> fmt::Result {
+        to.family(kind, name, help, |add| {
+            self.statistics.ports.iter().try_for_each(|port| {
+                let named = self.ports.get(&port.port.0);
+                let text = |get: fn(&PortLabels) -> &str| named.map_or("", get);
+                let kind = named.map_or(PortRole::Pod, |named| named.role).name();
+                let labels = [
+                    ("interface", port.interface.as_str()),
+                    ("kind", kind),
+                    ("namespace", text(|named| &named.namespace)),
+                    ("pod", text(|named| &named.pod)),
+                ];
+                write(add, &labels, port)
+            })
         })
     }
 
     fn encode_totals(&self, to: &mut Exposition<'_>) -> fmt::Result {
         let total = self.statistics.total();
-        let dropped = total.dropped_packets();
-        to.family(
-            FamilyType::Counter,
+        to.counters(
             "penstock_packets",
             "Packets that workers received, by verdict; closed ports included",
-            |add| {
-                add.count(&[("verdict", "forwarded")], total.rx_packets.saturating_sub(dropped))?;
-                add.count(&[("verdict", "dropped")], dropped)
-            },
+            "verdict",
+            by_verdict(total.rx_packets, total.dropped_packets()),
         )?;
-        to.family(FamilyType::Counter, "penstock_bytes", "Bytes of those, Ethernet headers included", |add| {
-            add.count(&[("verdict", "forwarded")], total.rx_bytes.saturating_sub(total.dropped_bytes))?;
-            add.count(&[("verdict", "dropped")], total.dropped_bytes)
-        })?;
-        to.family(
-            FamilyType::Counter,
+        to.counters(
+            "penstock_bytes",
+            "Bytes of those, Ethernet headers included",
+            "verdict",
+            by_verdict(total.rx_bytes, total.dropped_bytes),
+        )?;
+        to.counters(
             "penstock_drops",
             "Packets dropped by workers, by drop reason; closed ports included",
-            |add| {
-                let mut reasons = penstock_dataplane::DropReason::of_workers();
-                reasons.try_for_each(|reason| add.count(&[("reason", reason.name())], total.dropped(reason)))
-            },
+            "reason",
+            DropReason::of_workers().map(|reason| (reason.name(), total.dropped(reason))),
         )?;
-        to.family(
-            FamilyType::Counter,
+        to.counters(
             "penstock_kernel_drops",
             "Packets that the kernel lost at AF_XDP sockets, by reason; closed ports included",
-            |add| {
-                let all = self.statistics.total_kernel();
-                all.iter().try_for_each(|(reason, count)| add.count(&[("reason", reason)], count))
-            },
+            "reason",
+            self.statistics.total_kernel().iter(),
         )
     }
 
     fn encode_workers(&self, to: &mut Exposition<'_>) -> fmt::Result {
-        let workers = || self.statistics.workers.iter().enumerate();
-        let label = |worker: usize| worker.to_string();
-        to.family(
-            FamilyType::Counter,
-            "penstock_worker_busy_seconds",
-            "Time in which a worker moved packets; its rate is the busy share",
-            |add| {
-                workers().try_for_each(|(n, worker)| {
-                    add.count_seconds(&[("worker", &label(n))], worker.busy_iterations.sum().as_secs_f64())
-                })
-            },
-        )?;
-        to.family(FamilyType::Counter, "penstock_worker_asleep_seconds", "Time in which a worker slept", |add| {
-            workers()
-                .try_for_each(|(n, worker)| add.count_seconds(&[("worker", &label(n))], worker.asleep.as_secs_f64()))
-        })?;
-        to.family(FamilyType::Counter, "penstock_worker_batches", "Batches of packets received", |add| {
-            workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.batches))
-        })?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_worker_handed_over_packets",
-            "Packets handed to the worker that owns their port",
-            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.handed_over)),
-        )?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_worker_joined_segments",
-            "TCP segments sent merged with others as one GSO packet",
-            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.joined)),
-        )?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_worker_answers",
-            "ICMP errors and TCP resets that the node sent for dropped packets",
-            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.replies)),
-        )?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_worker_answers_withheld",
-            "ICMP errors and TCP resets not sent because of the rate limit",
-            |add| workers().try_for_each(|(n, worker)| add.count(&[("worker", &label(n))], worker.replies_suppressed)),
-        )?;
-        to.family(
-            FamilyType::Gauge,
+        let workers = &self.statistics.workers;
+        type Time = fn(&WorkerStatistics) -> Duration;
+        let times: [(&str, &str, Time); 2] = [
+            (
+                "penstock_worker_busy_seconds",
+                "Time in which a worker moved packets; its rate is the busy share",
+                |worker| worker.busy_iterations.sum(),
+            ),
+            ("penstock_worker_asleep_seconds", "Time in which a worker slept", |worker| worker.asleep),
+        ];
+        for (name, help, time) in times {
+            to.counters(name, help, "worker", numbered(workers.iter().map(|worker| time(worker).as_secs_f64())))?;
+        }
+        type Count = fn(&WorkerStatistics) -> u64;
+        let counts: [(&str, &str, Count); 5] = [
+            ("penstock_worker_batches", "Batches of packets received", |worker| worker.batches),
+            ("penstock_worker_handed_over_packets", "Packets handed to the worker that owns their port", |worker| {
+                worker.handed_over
+            }),
+            ("penstock_worker_joined_segments", "TCP segments sent merged with others as one GSO packet", |worker| {
+                worker.joined
+            }),
+            (
+                "penstock_worker_answers",
+                "ICMP errors and TCP resets that the node sent for dropped packets",
+                |worker| worker.replies,
+            ),
+            (
+                "penstock_worker_answers_withheld",
+                "ICMP errors and TCP resets not sent because of the rate limit",
+                |worker| worker.replies_suppressed,
+            ),
+        ];
+        for (name, help, count) in counts {
+            to.counters(name, help, "worker", numbered(workers.iter().map(count)))?;
+        }
+        to.gauges(
             "penstock_worker_waiting_packets",
             "Packets from other workers that wait for this one",
-            |add| {
-                self.depths
-                    .handed_over
-                    .iter()
-                    .enumerate()
-                    .try_for_each(|(n, waiting)| add.value(&[("worker", &label(n))], *waiting as f64))
-            },
+            "worker",
+            numbered(self.depths.handed_over.iter().map(|waiting| *waiting as f64)),
         )?;
-        to.family(FamilyType::Gauge, "penstock_worker_core", "The core that a worker is pinned to", |add| {
-            self.cores.iter().enumerate().try_for_each(|(n, core)| add.value(&[("worker", &label(n))], *core as f64))
-        })?;
-        to.family(FamilyType::Gauge, "penstock_worker_epoch", "The snapshot in effect on a worker", |add| {
-            self.in_force
-                .iter()
-                .enumerate()
-                .try_for_each(|(n, epoch)| add.value(&[("worker", &label(n))], (*epoch).into()))
-        })?;
-        to.family(
-            FamilyType::Gauge,
-            "penstock_offload_epoch",
-            "The snapshot in effect in the tcx programs, if they forward packets of established connections",
-            |add| self.offload_in_force.iter().try_for_each(|epoch| add.value(&[], (*epoch).into())),
+        to.gauges(
+            "penstock_worker_core",
+            "The core that a worker is pinned to",
+            "worker",
+            numbered(self.cores.iter().map(|core| *core as f64)),
         )?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_offloaded_packets",
-            "Packets that the tcx programs forwarded without a worker; port counters include them",
-            |add| {
-                let paths = ["pod_to_pod", "pod_to_stack", "stack_to_pod", "pod_to_uplink", "uplink_to_pod"];
-                let counts = self.offloaded.iter().flatten();
-                paths.iter().zip(counts).try_for_each(|(path, count)| add.count(&[("path", path)], count.packets))
-            },
+        to.gauges(
+            "penstock_worker_epoch",
+            "The snapshot in effect on a worker",
+            "worker",
+            numbered(self.in_force.iter().copied().map(f64::from)),
         )?;
+        self.encode_batches(to)
+    }
+
+    fn encode_batches(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        let workers = || self.statistics.workers.iter().enumerate();
         to.family(
-            FamilyType::Gauge,
-            "penstock_host_routing",
-            "Whether packets between pods and other machines may pass the node's stack by, and what keeps them to it",
-            |add| {
-                self.kept_by.iter().try_for_each(|(interface, family, kept_by)| {
-                    let labels = [
-                        ("interface", interface.as_str()),
-                        ("family", family),
-                        ("kept_by", kept_by.map_or("", KeptBy::name)),
-                    ];
-                    add.value(&labels, f64::from(u8::from(kept_by.is_none())))
-                })
-            },
-        )?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_tunnel_packets_refused",
-            "Tunnel packets of other nodes' pods to this node, which it would have unwrapped",
-            |add| self.refused_tunnels.iter().try_for_each(|count| add.count(&[], *count)),
-        )?;
-        to.family(
-            FamilyType::Histogram,
+            MetricType::Histogram,
             "penstock_worker_poll_iteration_seconds",
             "Duration of a worker's poll iterations with packets",
             |add| {
                 workers().try_for_each(|(n, worker)| {
-                    add.histogram(&[("worker", &label(n))], &poll_times(&worker.busy_iterations))
+                    add.histogram(&[("worker", &n.to_string())], &poll_times(&worker.busy_iterations))
                 })
             },
         )?;
-        to.family(FamilyType::Histogram, "penstock_worker_batch_packets", "Packets per batch", |add| {
+        to.family(MetricType::Histogram, "penstock_worker_batch_packets", "Packets per batch", |add| {
             workers().try_for_each(|(n, worker)| {
-                let packets: u64 = self
-                    .statistics
-                    .ports
-                    .iter()
-                    .filter_map(|port| port.by_worker.get(n))
-                    .map(|traffic| traffic.rx_packets)
-                    .sum();
+                let of_ports = self.statistics.ports.iter().filter_map(|port| port.by_worker.get(n));
+                let packets: u64 = of_ports.map(|traffic| traffic.rx_packets).sum();
                 let sizes = worker.batch_sizes.iter().enumerate();
                 let buckets = sizes.map(|(power, count)| (f64::from(1 << power), *count)).collect();
-                add.histogram(&[("worker", &label(n))], &super::exposition::Buckets { sum: packets as f64, buckets })
+                add.histogram(&[("worker", &n.to_string())], &Buckets { sum: packets as f64, buckets })
             })
         })
+    }
+
+    /// Packets that need no worker, or not the node's stack.
+    fn encode_programs(&self, to: &mut Exposition<'_>) -> fmt::Result {
+        to.family(
+            MetricType::Gauge,
+            "penstock_offload_epoch",
+            "The snapshot in effect in the tcx programs, if they forward packets of established connections",
+            |add| self.offload_in_force.iter().try_for_each(|epoch| add.value(&[], (*epoch).into())),
+        )?;
+        let paths = ["pod_to_pod", "pod_to_stack", "stack_to_pod", "pod_to_uplink", "uplink_to_pod"];
+        to.counters(
+            "penstock_offloaded_packets",
+            "Packets that the tcx programs forwarded without a worker; port counters include them",
+            "path",
+            paths.iter().zip(self.offloaded.iter().flatten().map(|count| count.packets)),
+        )?;
+        to.family(
+            MetricType::Gauge,
+            "penstock_host_routing",
+            "Whether packets between pods and other machines may pass the node's stack by, and what keeps them to it",
+            |add| {
+                self.kept_by.iter().try_for_each(|(interface, family, kept_by)| {
+                    let kept = ("kept_by", kept_by.map_or("", KeptBy::name));
+                    add.value(&[("interface", interface), ("family", family), kept], flag(kept_by.is_none()))
+                })
+            },
+        )?;
+        to.family(
+            MetricType::Counter,
+            "penstock_tunnel_packets_refused",
+            "Tunnel packets of other nodes' pods to this node, which it would have unwrapped",
+            |add| self.refused_tunnels.iter().try_for_each(|count| add.count(&[], *count)),
+        )
     }
 
     fn encode_source(&self, to: &mut Exposition<'_>) -> fmt::Result {
@@ -442,103 +420,81 @@ impl Scrape {
             "Manifests that are not applied; their last valid objects are in effect",
             self.refused_files as f64,
         )?;
-        let gauge = |get: fn(&KindHealth) -> f64| -> Vec<(&str, f64)> {
-            self.source.iter().map(|(kind, health)| (kind.resource(), get(health))).collect()
-        };
-        to.gauges(
-            "penstock_source_synced",
-            "Whether all objects of a kind have been read",
-            "resource",
-            &gauge(|health| f64::from(u8::from(health.synced))),
-        )?;
-        to.gauges(
-            "penstock_source_connected",
-            "Whether changes of a kind arrive as they happen",
-            "resource",
-            &gauge(|health| f64::from(u8::from(health.connected))),
-        )?;
-        to.gauges(
-            "penstock_source_objects",
-            "NodeObjects of a kind",
-            "resource",
-            &gauge(|health| health.objects as f64),
-        )?;
-        to.gauges(
-            "penstock_source_invalid_objects",
-            "NodeObjects among them that are not understood",
-            "resource",
-            &gauge(|health| health.invalid as f64),
-        )?;
-        to.family(
-            FamilyType::Gauge,
-            "penstock_source_last_sign_seconds",
-            "Seconds since the last message from the source for a kind",
-            |add| {
-                self.source.iter().try_for_each(|(kind, health)| match health.last_sign {
-                    Some(age) => add.value(&[("resource", kind.resource())], age.as_secs_f64()),
-                    None => Ok(()),
-                })
-            },
-        )?;
+        type Value = fn(&KindHealth) -> Option<f64>;
+        let values: [(&str, &str, Value); 5] = [
+            ("penstock_source_synced", "Whether all objects of a kind have been read", |health| {
+                Some(flag(health.synced))
+            }),
+            ("penstock_source_connected", "Whether changes of a kind arrive as they happen", |health| {
+                Some(flag(health.connected))
+            }),
+            ("penstock_source_objects", "Objects of a kind", |health| Some(health.objects as f64)),
+            ("penstock_source_invalid_objects", "Objects among them that are not understood", |health| {
+                Some(health.invalid as f64)
+            }),
+            (
+                "penstock_source_last_sign_seconds",
+                "Seconds since the last message from the source for a kind",
+                |health| health.last_sign.map(|age| age.as_secs_f64()),
+            ),
+        ];
+        let kinds = || self.source.iter().map(|(kind, health)| (kind.resource(), health));
+        for (name, help, value) in values {
+            to.gauges(name, help, "resource", kinds().filter_map(|(kind, health)| Some((kind, value(health)?))))?;
+        }
         type Count = fn(&KindHealth) -> u64;
         let counts: [(&str, &str, Count); 3] = [
             ("penstock_source_events", "Events of a kind", |health| health.events),
             ("penstock_source_outages", "How often the connection to the source was lost", |health| health.outages),
             ("penstock_source_lists", "How often all objects of a kind were read", |health| health.lists),
         ];
-        counts.into_iter().try_for_each(|(name, help, get)| {
-            to.family(FamilyType::Counter, name, help, |add| {
-                self.source
-                    .iter()
-                    .try_for_each(|(kind, health)| add.count(&[("resource", kind.resource())], get(health)))
-            })
-        })
+        for (name, help, count) in counts {
+            to.counters(name, help, "resource", kinds().map(|(kind, health)| (kind, count(health))))?;
+        }
+        Ok(())
     }
 
     fn encode_captures(&self, to: &mut Exposition<'_>) -> fmt::Result {
-        to.gauge("penstock_capture_running", "Whether a capture runs", f64::from(u8::from(self.is_capturing)))?;
+        to.gauge("penstock_capture_running", "Whether a capture runs", flag(self.is_capturing))?;
         let CaptureCounts { packets, lost, .. } = self.captured;
-        to.family(FamilyType::Counter, "penstock_capture_packets", "Packets of captures", |add| {
-            add.count(&[], packets)
-        })?;
+        to.counter("penstock_capture_packets", "Packets of captures", packets)?;
         let help = "Packets that captures lost because their reader was too slow";
-        to.family(FamilyType::Counter, "penstock_capture_lost_packets", help, |add| add.count(&[], lost))
+        to.counter("penstock_capture_lost_packets", help, lost)
     }
 
-    fn encode_rest(&self, to: &mut Exposition<'_>) -> fmt::Result {
+    fn encode_table(&self, to: &mut Exposition<'_>) -> fmt::Result {
         let frames = &self.depths.frames;
         to.gauges(
             "penstock_umem_frames",
             "Frames of the UMEM, by where they are",
             "state",
-            &[("free", frames.free.into()), ("fill", frames.fill.into()), ("in_flight", frames.in_flight.into())],
+            [("free", frames.free.into()), ("fill", frames.fill.into()), ("in_flight", frames.in_flight.into())],
         )?;
         to.gauge("penstock_umem_capacity_frames", "All frames of the UMEM", frames.total.into())?;
-        let states: Vec<(&str, f64)> =
-            self.counts.by_state.iter().map(|(state, count)| (*state, *count as f64)).collect();
-        to.gauges("penstock_connections", "Connections in the table, by state", "state", &states)?;
-        to.gauge(
-            "penstock_connections_capacity",
-            "Connections that the table has room for",
-            self.connections.capacity as f64,
-        )?;
-        to.gauge("penstock_connections_memory_bytes", "Memory of the connection table", self.connections.bytes as f64)?;
-        to.family(FamilyType::Counter, "penstock_connection_events", "Events of connections, by kind", |add| {
-            self.connections.events.iter().try_for_each(|(event, count)| add.count(&[("event", event)], *count))
-        })?;
+        let states = self.counts.by_state.iter().map(|(state, count)| (*state, *count as f64));
+        to.gauges("penstock_connections", "Connections in the table, by state", "state", states)?;
+        let TableMetrics { capacity, bytes, events } = &self.connections;
+        let help = "Connections that the table has room for";
+        to.gauge("penstock_connections_capacity", help, *capacity as f64)?;
+        to.gauge("penstock_connections_memory_bytes", "Memory of the connection table", *bytes as f64)?;
+        let events = events.iter().copied();
+        to.counters("penstock_connection_events", "Events of connections, by kind", "event", events)
+    }
+
+    fn encode_rest(&self, to: &mut Exposition<'_>) -> fmt::Result {
         to.gauge("penstock_policies", "NetworkPolicies in the cluster", self.policies as f64)?;
         to.gauges(
             "penstock_pods",
             "Pods of this node: known, attached to the workers, and those whose new tables are being built",
             "state",
-            &[("known", self.pods as f64), ("attached", self.attached as f64), ("building", self.building as f64)],
+            [("known", self.pods as f64), ("attached", self.attached as f64), ("building", self.building as f64)],
         )?;
         let [pods, node] = self.not_enforced.map(|count| count as f64);
         to.gauges(
             "penstock_not_enforced",
             "Where policy is not enforced: pods under policy that are neither served nor closed, and things of the node",
             "of",
-            &[("pods", pods), ("node", node)],
+            [("pods", pods), ("node", node)],
         )?;
         to.gauge("penstock_policy_addresses", "Addresses that the policy tables know", self.tables.addresses as f64)?;
         to.gauge("penstock_policy_tables", "Different rule tables", self.tables.tables as f64)?;
@@ -547,39 +503,43 @@ impl Scrape {
         to.gauge(
             "penstock_config_rejected",
             "1 if the configuration was refused and the last good one is in effect",
-            u8::from(self.config_rejected).into(),
+            flag(self.config_rejected),
         )?;
         to.gauge(
             "penstock_objects_stale",
             "1 while the objects of an earlier run are in effect, because the source has not been read yet",
-            u8::from(self.stale.is_some()).into(),
+            flag(self.stale.is_some()),
         )?;
         to.family(
-            FamilyType::Gauge,
+            MetricType::Gauge,
             "penstock_objects_recorded_timestamp_seconds",
             "When stale objects were recorded; absent if none are in effect",
             |add| self.stale.map_or(Ok(()), |stale| add.value(&[], stale.recorded.as_second() as f64)),
         )?;
         to.gauge("penstock_epoch", "The snapshot that was published last", self.published.into())?;
         to.gauge("penstock_uptime_seconds", "How long the daemon has been running", self.uptime.as_secs_f64())?;
-        to.family(
-            FamilyType::Counter,
+        to.counters(
             "penstock_verdict_log_suppressed",
             "Packets that the verdict log left out to stay in its budget, by outcome",
-            |add| {
-                self.verdicts
-                    .suppressed
-                    .iter()
-                    .try_for_each(|(outcome, count)| add.count(&[("outcome", outcome)], *count))
-            },
+            "outcome",
+            self.verdicts.suppressed.iter().copied(),
         )?;
-        to.family(
-            FamilyType::Counter,
-            "penstock_verdict_log_lost",
-            "Records of the verdict log that were lost because it was not read fast enough",
-            |add| add.count(&[], self.verdicts.lost),
-        )
+        let help = "Records of the verdict log that were lost because it was not read fast enough";
+        to.counter("penstock_verdict_log_lost", help, self.verdicts.lost)
     }
+}
+
+fn by_verdict(all: u64, dropped: u64) -> [(&'static str, u64); 2] {
+    [("forwarded", all.saturating_sub(dropped)), ("dropped", dropped)]
+}
+
+/// Values with their numbers, as text.
+fn numbered<T>(values: impl IntoIterator<Item = T>) -> impl Iterator<Item = (String, T)> {
+    values.into_iter().enumerate().map(|(number, value)| (number.to_string(), value))
+}
+
+fn flag(is_set: bool) -> f64 {
+    f64::from(u8::from(is_set))
 }
 
 fn refused(view: &DaemonView<'_>) -> Vec<RefusedConnections> {
@@ -602,6 +562,7 @@ impl Collector for Scrape {
         self.encode_totals(&mut to)?;
         self.encode_ports(&mut to)?;
         self.encode_workers(&mut to)?;
+        self.encode_programs(&mut to)?;
         self.encode_source(&mut to)?;
         if let Some(services) = &self.services {
             services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
@@ -611,11 +572,12 @@ impl Collector for Scrape {
         self.encode_staged(&mut to)?;
         self.encode_names(&mut to)?;
         self.encode_limits(&mut to)?;
+        self.encode_table(&mut to)?;
         self.encode_rest(&mut to)
     }
 }
 
-fn poll_times(histogram: &Histogram) -> super::exposition::Buckets {
+fn poll_times(histogram: &Histogram) -> Buckets {
     let limits = POLL_BUCKETS.map(Duration::from_nanos);
     let mut below = 0;
     let cumulative = histogram.shorter_than(&limits);
@@ -625,5 +587,5 @@ fn poll_times(histogram: &Histogram) -> super::exposition::Buckets {
         .map(|(limit, upto)| (limit.as_secs_f64(), upto - std::mem::replace(&mut below, upto)))
         .collect();
     buckets.push((f64::INFINITY, histogram.count() - below));
-    super::exposition::Buckets { sum: histogram.sum().as_secs_f64(), buckets }
+    Buckets { sum: histogram.sum().as_secs_f64(), buckets }
 }

@@ -12,26 +12,22 @@ use crate::state::NAMESPACE_UNKNOWN;
 
 use super::Tables;
 
-/// Expands rules of [`Tables`].
 #[derive(Debug)]
 pub struct Expansion<'a> {
     tables: &'a Tables,
     addresses: FxHashMap<u32, Vec<IpAddr>>,
 }
 
-/// An effective rule with its peers as addresses.
 #[derive(Clone, Debug)]
 pub struct ExpandedRule<'a> {
     /// The policy's rule it comes from.
     pub source: &'a RuleSource,
     /// The peers' addresses, sorted and disjoint; `None` for every address.
     pub peers: Option<Vec<IpNet>>,
-    /// Which destinations match.
     pub ports: &'a PortSpec,
 }
 
 impl Tables {
-    /// Prepares to expand rules.
     pub fn expand(&self) -> Expansion<'_> {
         let mut addresses: FxHashMap<u32, Vec<IpAddr>> = FxHashMap::default();
         for (address, identity) in self.identities.addresses() {

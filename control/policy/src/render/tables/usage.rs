@@ -7,16 +7,13 @@ use rustc_hash::FxHashMap;
 
 use crate::compile::{EffectiveRule, RuleSource};
 
-/// How often a rule decided.
 #[derive(Clone, Debug)]
 pub struct RuleUse {
     /// The rule, of the policy as it was when it was compiled.
     pub source: RuleSource,
-    /// Connections that it decided.
     pub hits: u64,
 }
 
-/// Counts as read of the tables.
 #[derive(Debug, Default)]
 pub(super) struct UsageCounts {
     workers: usize,

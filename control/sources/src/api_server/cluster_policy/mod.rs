@@ -16,10 +16,8 @@ use crate::convert::{
     self, ConversionSettings, EgressRule, FieldError, FieldPathRef, IngressRule, Mapping, Strictness, SubjectFields,
 };
 
-/// The fields of a spec.
 const KNOWN: [&str; 5] = ["tier", "priority", "subject", "ingress", "egress"];
 
-/// Interprets a policy from its metadata and spec.
 pub(super) fn policy(metadata: &ObjectMeta, spec: Option<&Value>, settings: ConversionSettings) -> Interpretation {
     staged(metadata, spec_of_policy(metadata, spec, settings))
 }
@@ -55,7 +53,6 @@ enum NotRead {
     Unusable(String),
 }
 
-/// Reads one policy.
 struct Reader {
     /// The first part that was not understood.
     problem: Option<String>,
@@ -133,7 +130,6 @@ impl Reader {
         Ok(rules)
     }
 
-    /// The most restrictive reading of a rule.
     fn narrowed(&mut self, name: Option<String>, action: RuleAction) -> ClusterRule {
         self.narrowed += 1;
         let (action, peers) = match action {

@@ -8,7 +8,6 @@ fn read(spec: Value) -> Interpretation {
     policy(&metadata, Some(&spec), ConversionSettings::default())
 }
 
-/// A policy with these egress rules.
 fn spec(egress: Value) -> Value {
     json!({ "tier": "Admin", "priority": 7, "subject": { "namespaces": {} }, "egress": egress })
 }

@@ -20,7 +20,6 @@ use crate::{FollowedKinds, ObjectKind};
 /// Deleted objects remembered for each kind, so that a late event does not bring one back.
 const DELETED_KEPT: usize = 10_000;
 
-/// The known objects of a cluster.
 #[derive(Debug)]
 pub(super) struct Store {
     followed: FollowedKinds,
@@ -37,7 +36,6 @@ pub(super) struct Store {
     problems: Problems,
 }
 
-/// The objects of one kind.
 #[derive(Debug, Default)]
 struct KindObjects {
     known: FxHashMap<ObjectRef, Known>,
@@ -48,7 +46,6 @@ struct KindObjects {
     invalid: usize,
 }
 
-/// A known object.
 #[derive(Clone, Copy, Debug)]
 struct Known {
     version: Option<u64>,
@@ -58,7 +55,6 @@ struct Known {
     problem_hash: Option<u64>,
 }
 
-/// An object of a list in progress.
 #[derive(Debug)]
 struct Listed {
     known: Known,
@@ -68,7 +64,6 @@ struct Listed {
     problem: Option<Problem>,
 }
 
-/// Recently deleted objects and their versions.
 #[derive(Debug, Default)]
 struct Deleted {
     versions: FxHashMap<ObjectRef, u64>,
@@ -87,7 +82,6 @@ impl Store {
         self.kinds[kind as usize].list = Some(FxHashMap::default());
     }
 
-    /// Adds an object to the list in progress.
     pub(super) fn list(&mut self, kind: ObjectKind, object: ConvertedObject) {
         let ConvertedObject { reference, version, uid, content } = object;
         let objects = &mut self.kinds[kind as usize];

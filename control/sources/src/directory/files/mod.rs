@@ -30,12 +30,10 @@ pub struct DirectoryChanges {
     pub fixed: Vec<PathBuf>,
     /// Files that count now though they have lost their end, or all they had.
     pub shortened: Vec<PathBuf>,
-    /// How many files are not applied now.
     pub refused: usize,
 }
 
 impl DirectoryChanges {
-    /// Whether there is nothing to report.
     pub fn is_empty(&self) -> bool {
         self.changes.is_empty() && self.problems.is_empty() && self.fixed.is_empty() && self.shortened.is_empty()
     }
@@ -53,7 +51,6 @@ struct File {
     cut: Option<Cut>,
     /// Its objects in effect.
     last_valid: Objects,
-    /// The errors reported last.
     reported: Vec<ManifestError>,
 }
 
@@ -65,7 +62,6 @@ struct Cut {
     since: Instant,
 }
 
-/// How a file got its contents.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Written {
     /// Into the same file: what is there may be a part.
@@ -74,7 +70,6 @@ pub(super) enum Written {
     Whole,
 }
 
-/// All files of a directory.
 #[derive(Debug)]
 pub(super) struct Files {
     options: Options,
@@ -136,17 +131,14 @@ impl Files {
         self.is_outdated = true;
     }
 
-    /// How many files are not applied.
     pub(super) fn refused(&self) -> usize {
         self.files.values().filter(|file| !file.reported.is_empty()).count()
     }
 
-    /// The known files.
     pub(super) fn paths(&self) -> impl Iterator<Item = &PathBuf> {
         self.files.keys()
     }
 
-    /// Removes a file and its objects.
     pub(super) fn remove(&mut self, path: &Path) {
         if let Some(file) = self.files.remove(path) {
             self.is_outdated = true;
@@ -299,13 +291,11 @@ impl Files {
 }
 
 impl File {
-    /// One without contents.
     fn new() -> Self {
         let none = Objects::default();
         Self { latest: Ok(none.clone()), text: String::new(), cut: None, last_valid: none, reported: Vec::new() }
     }
 
-    /// Takes valid contents.
     fn take(&mut self, objects: Objects, text: String) {
         (self.latest, self.text, self.cut) = (Ok(objects), text, None);
     }

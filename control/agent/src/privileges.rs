@@ -5,15 +5,10 @@
 //! privileged calls of a worker, which parses what pods send. Threads share their memory, so this is no full barrier;
 //! the barrier is that the process has no more than [`RUNTIME`]. No executed program gains any back (`no_new_privs`);
 //! the only one is the token plugin that a kubeconfig may name.
-//!
-//! Its own crate because both `penstock-agent` and `penstock-sources` start threads and must drop what those would
-//! inherit. It depends on neither.
-
-use std::thread;
-
 use caps::errors::CapsError;
 use caps::{CapSet, Capability, CapsHashSet};
 use nix::sys::resource::{RLIM_INFINITY, Resource, setrlimit};
+pub(crate) use penstock_dataplane::{drop_capabilities as drop_all, without_capabilities as run_without};
 
 /// Needed to start: the systemd unit and the DaemonSet grant these.
 pub const STARTUP: [Capability; 7] = [
@@ -61,20 +56,6 @@ pub fn drop_to_runtime() -> Result<(), CapsError> {
     limit_to(&RUNTIME)
 }
 
-/// Drops all capabilities of the calling thread and of those that it starts later. Cannot fail.
-pub fn drop_all() {
-    penstock_dataplane::drop_capabilities();
-}
-
-/// Runs `start` on a thread without capabilities, so that threads which a library starts in it have none.
-pub fn run_without<T: Send>(start: impl FnOnce() -> T + Send) -> T {
-    let run = || {
-        drop_all();
-        start()
-    };
-    thread::scope(|scope| scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-}
-
 fn limit_to(wanted: &[Capability]) -> Result<(), CapsError> {
     let permitted = caps::read(None, CapSet::Permitted)?;
     let left: CapsHashSet = wanted.iter().copied().filter(|capability| permitted.contains(capability)).collect();
@@ -84,6 +65,8 @@ fn limit_to(wanted: &[Capability]) -> Result<(), CapsError> {
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
 
     fn of_this_thread(set: CapSet) -> CapsHashSet {

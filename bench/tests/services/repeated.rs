@@ -1,0 +1,114 @@
+//! Connections to a Service that the node's kernel translates: those that repeat are opened by programs, where the pod sends them and behind the
+//! translation, and what they send to another machine needs no worker either.
+
+use penstock_bench::probe::{ProbeOutcome, Protocol};
+use penstock_bench::testbed::Attach;
+
+use crate::faults::repeated::{METRICS, metric, repeated};
+use crate::fixture::{pods, policy};
+use crate::services::service::{BackendPath, ServiceFixture, WEB, run, translate};
+
+/// The Service leads to `pod-1`, which admits only `pod-0`, or to `pod-2`, which admits nobody.
+const ONLY_POD_0: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
+const NOBODY: &str = "  ingress: []\n";
+const ROUNDS: u64 = 10;
+
+fn manifests(of_pod_1: &str) -> String {
+    pods(3) + &policy("served", "pod-1", of_pod_1) + &policy("closed", "pod-2", NOBODY)
+}
+
+fn start(backend: BackendPath) -> ServiceFixture {
+    let it = ServiceFixture::with(backend, |_, config| {
+        config.attach = Attach::Tcx;
+        config.offload = true;
+        config.metrics = Some(METRICS);
+        config.sections += "[fail]\non_exit = \"keep\"\n";
+    });
+    it.fixture.enforce(&manifests(ONLY_POD_0));
+    it
+}
+
+/// A pod opens a connection to the Service by each way: by TCP and UDP, in both families.
+fn open(it: &ServiceFixture, pod: &str, expected: ProbeOutcome, when: &str) {
+    for v6 in [false, true] {
+        for protocol in [Protocol::Tcp(WEB), Protocol::Udp(WEB)] {
+            assert_eq!(it.probe(pod, v6, protocol), expected, "{pod}, {protocol}, IPv6: {v6}, {when}");
+        }
+    }
+}
+
+/// Packets of pods, and those that the node's stack sends for them or to them, which workers have got.
+fn visits(it: &ServiceFixture) -> u64 {
+    ["redirected", "from_stack"]
+        .iter()
+        .flat_map(|outcome| ["pod-0", "pod-1", "pod-2"].map(|pod| (outcome, pod)))
+        .map(|(outcome, pod)| {
+            let labels =
+                format!("interface=\"veth-{pod}\",kind=\"pod\",namespace=\"test\",pod=\"{pod}\",outcome=\"{outcome}\"");
+            metric(&it.fixture, &format!("penstock_port_program_total{{{labels}}}"))
+        })
+        .sum()
+}
+
+#[test]
+fn repeated_connections_to_a_service_meet_no_worker() {
+    // Where a pod of the node answers, the stack sends it a connection of its own.
+    for (backend, entries) in [(BackendPath::Here, 2), (BackendPath::Elsewhere, 1)] {
+        let it = start(backend);
+        open(&it, "test/pod-0", ProbeOutcome::Reached, "at first");
+        let created = || metric(&it.fixture, "penstock_connection_events_total{event=\"created\"}");
+        let (before, opened, visited) = (repeated(&it.fixture, 0), created(), visits(&it));
+        for _ in 0..ROUNDS {
+            open(&it, "test/pod-0", ProbeOutcome::Reached, "again");
+        }
+        let expected = ROUNDS * 4 * entries;
+        let after = repeated(&it.fixture, before + expected);
+        let all = (after - before, created() - opened);
+        assert_eq!(all, (expected, expected), "{backend:?}: programs have opened all of them, and workers none");
+        // The probe ends a connection by a RST, which is a worker's. A SYN that comes again would be, too.
+        let (visited, resets) = (visits(&it) - visited, ROUNDS * 2 * entries);
+        assert!(
+            visited < resets + resets / 2,
+            "{backend:?}: {visited} packets met a worker, of which {resets} were RST"
+        );
+    }
+}
+
+#[test]
+fn a_repeated_connection_to_a_service_follows_policy_and_rules() {
+    let it = start(BackendPath::Here);
+    let node = it.fixture.cluster.node.namespace();
+    let lead_to = |pod: &str| {
+        run(node, "nft", &["flush", "ruleset"], "");
+        translate(node, it.fixture.site(pod));
+    };
+    for round in 0..2 {
+        open(&it, "test/pod-0", ProbeOutcome::Reached, &format!("allowed, round {round}"));
+        let before = repeated(&it.fixture, 0);
+        open(&it, "test/pod-0", ProbeOutcome::Reached, "again");
+        repeated(&it.fixture, before + 8);
+        open(&it, "test/pod-2", ProbeOutcome::Silent, "which pod-1 does not admit");
+        lead_to("test/pod-2");
+        open(&it, "test/pod-0", ProbeOutcome::Silent, "by another backend, which admits nobody");
+        lead_to("test/pod-1");
+        open(&it, "test/pod-0", ProbeOutcome::Reached, "by the first backend again");
+        it.fixture.enforce(&manifests(NOBODY));
+        open(&it, "test/pod-0", ProbeOutcome::Silent, "after a change of policy");
+        it.fixture.enforce(&manifests(ONLY_POD_0));
+    }
+}
+
+#[test]
+fn without_a_daemon_connections_to_a_service_repeat() {
+    for backend in [BackendPath::Here, BackendPath::Elsewhere] {
+        let mut it = start(backend);
+        open(&it, "test/pod-0", ProbeOutcome::Reached, "with a daemon");
+        // That programs may open connections is said within a second.
+        repeated(&it.fixture, 0);
+        it.fixture.kill();
+        for when in ["without a daemon", "and again"] {
+            open(&it, "test/pod-0", ProbeOutcome::Reached, when);
+            open(&it, "test/pod-2", ProbeOutcome::Silent, when);
+        }
+    }
+}
