@@ -85,6 +85,8 @@ test-arm64: setup ## Of the tests without privilege, those of the packet path an
 test-long: test ## Every test and those that take minutes: more interleavings, and whether the tests notice broken code of policy and of the tcx programs
 	LOOM_MAX_PREEMPTIONS=3 $(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings::concurrent_inserts_leave
 	SERVICES_CASES=600 $(CARGO) test --locked --workspace --test captures -- random::
+	PROPTEST_CASES=1000000 $(CARGO) test --locked --workspace --lib -- names::tests::a_mutated_answer
+	ANSWERED_NAMES=10000 $(CARGO) test --locked --workspace --test veths -- system::domain_names::no_first_packet
 	$(CARGO) test --locked --workspace --test veths -- --ignored --nocapture --skip faults::mends:: faults:: nodes:: on_cluster:: services::uplinks:: system::first_start:: system::differential::
 	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- --include-ignored --skip faults::mends::each
 	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test full_node

@@ -145,7 +145,8 @@ impl Fixture {
         self.save("all.yaml", yaml);
         self.daemon.log().wait_for_after(seen, "published", LIMIT).unwrap();
         let deadline = Instant::now() + LIMIT;
-        while !self.status().in_force {
+        let is_in_effect = |status: Status| status.in_force && !status.pods.iter().any(|pod| pod.building);
+        while !is_in_effect(self.status()) {
             assert!(Instant::now() < deadline, "the change is not in effect");
             std::thread::sleep(Duration::from_millis(2));
         }

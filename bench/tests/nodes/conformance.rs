@@ -101,6 +101,15 @@ pub(crate) fn wait_until_adopted(fixture: &Fixture, marks: &mut u32) {
             }
             assert!(Instant::now() < deadline, "node {node} does not follow:\n{}", fixture.logs());
         }
+        let is_left_aside = || {
+            let lines = daemon.log().lines();
+            let last = lines.iter().rev().find(|line| line.contains("left aside"));
+            last.is_some_and(|line| line.contains("tables are left aside"))
+        };
+        while is_left_aside() {
+            assert!(Instant::now() < deadline, "node {node} still builds tables:\n{}", fixture.logs());
+            thread::sleep(Duration::from_millis(1));
+        }
         let published = last_epoch(&daemon.log().lines(), "published: ");
         while last_epoch(&daemon.log().lines(), "in effect on all workers") < published {
             assert!(Instant::now() < deadline, "node {node}: {published:?} is not in effect:\n{}", fixture.logs());

@@ -28,9 +28,9 @@ use super::progress::EnforcementProgress;
 use super::recorded_objects::StaleObjects;
 use super::subscribers::{Subscriber, Subscribers, Update};
 
-/// Entries of tables that a change builds at once: so others wait for it for some tens of milliseconds at most. The largest are left
+/// Entries of tables that a change builds at once: so others wait for it for about ten milliseconds at most. The largest are left
 /// aside.
-const ENTRIES_AT_ONCE: usize = 2048;
+const ENTRIES_AT_ONCE: usize = 8192;
 /// Rules that are compiled between two changes.
 const RULES_AT_ONCE: usize = 256;
 
@@ -175,6 +175,7 @@ impl Publisher {
         let began = Instant::now();
         let ChangeEffect { policy, pods, nodes, services } = inputs.objects.apply(changes, &inputs.network.addresses);
         inputs.progress.times.compile.observe(began.elapsed().as_secs_f64());
+        self.note_left_aside(inputs, seen);
         inputs.objects.log_service_problems();
         // Even if a local pod has no port yet: from this snapshot on nobody else may use its address.
         let context_changed = (pods || nodes) && inputs.refresh_node_context(&self.encapsulation);
@@ -186,7 +187,6 @@ impl Publisher {
             tracing::debug!("no effect on the tables: {what}");
         }
         self.tell(inputs);
-        self.note_left_aside(inputs, seen);
         // A pod that is not served is closed if policy is about it from now on.
         if pods || (policy && inputs.progress.has_waiting()) {
             self.pods.notify_one();
@@ -251,7 +251,7 @@ impl Publisher {
     /// Takes tables that were left aside into effect.
     pub(super) fn take_tables(&self, built: BuiltTables) {
         let mut inputs = self.inputs();
-        let seen = inputs.left_aside.take().unwrap_or_else(Instant::now);
+        let seen = inputs.left_aside.unwrap_or_else(Instant::now);
         if inputs.objects.finish_tables(built) {
             self.publish(&mut inputs, "tables with many entries are built", seen);
             self.tell(&mut inputs);
@@ -259,10 +259,21 @@ impl Publisher {
         self.note_left_aside(&mut inputs, Instant::now());
     }
 
-    /// Notes since when tables are left aside, if some are, and wakes the policy thread.
+    /// Notes whether pods wait for tables, and since when; wakes the policy thread.
     fn note_left_aside(&self, inputs: &mut SnapshotInputs, seen: Instant) {
+        let pods = inputs.objects.engine().waiting_pods();
+        match (inputs.left_aside, pods) {
+            (None, 0) => {}
+            (Some(_), 0) => {
+                tracing::debug!("no table is left aside");
+                inputs.left_aside = None;
+            }
+            (before, _) => {
+                tracing::debug!(pods, "tables are left aside");
+                inputs.left_aside = before.or(Some(seen));
+            }
+        }
         if inputs.objects.engine().has_tables_to_prepare() {
-            inputs.left_aside.get_or_insert(seen);
             self.left_aside.notify_one();
         }
     }

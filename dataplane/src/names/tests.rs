@@ -90,6 +90,72 @@ fn texts(list: &[(&str, u64)]) -> Held {
     list.iter().map(|(text, seconds)| (text.to_string(), *seconds)).collect()
 }
 
+/// As unbound 1.17 and CoreDNS 1.15 have sent them: with names compressed or not, in the case of the question or another, with records of
+/// other sections, and EDNS.
+#[test]
+fn answers_of_unbound_and_coredns_are_read() {
+    const V4: [(&str, u64); 2] = [("198.51.100.7", 300), ("198.51.100.8", 300)];
+    let www = [("www.example.org", 1 << 60)];
+    let alias = [("alias.example.org", 300), ("www.example.org", 1 << 60)];
+    let later = [("198.51.100.7", 299), ("198.51.100.8", 299)];
+    type Case<'a> = (&'a str, &'a [(&'a str, u64)], &'a [(&'a str, u64)]);
+    let cases: [Case<'_>; 6] = [
+        (
+            "12348180000100020000000103577777076558616d706c65036f72670000010001c00c000100010000012c0004c6336408c00c00010001\
+             0000012c0004c633640700002904d0000000000000",
+            &www,
+            &V4,
+        ),
+        (
+            "12348180000100010000000003777777076578616d706c65036f726700001c0001c00c001c00010000012c001020010db8000000000000\
+             000000000007",
+            &www,
+            &[("2001:db8::7", 300)],
+        ),
+        (
+            "12348180000100030000000105616c696173076558616d706c65036f72670000010001c00c000500010000012c000603777777c012c02f\
+             000100010000012b0004c6336407c02f000100010000012b0004c633640800002904d0000000000000",
+            &alias,
+            &later,
+        ),
+        (
+            "12348500000100020001000103577777076558616d706c65036f7267000001000103777777076578616d706c65036f7267000001000100\
+             00012c0004c633640703777777076578616d706c65036f726700000100010000012c0004c6336408076578616d706c65036f7267000002\
+             00010000012c0010026e73076578616d706c65036f72670000002904d0000000000000",
+            &www,
+            &V4,
+        ),
+        (
+            "12348500000100010001000003777777076578616d706c65036f726700001c000103777777076578616d706c65036f726700001c000100\
+             00012c001020010db8000000000000000000000007076578616d706c65036f726700000200010000012c0010026e73076578616d706c65\
+             036f726700",
+            &www,
+            &[("2001:db8::7", 300)],
+        ),
+        (
+            "12348500000100030001000105616c696173076578616d706c65036f7267000001000105616c696173076578616d706c65036f72670000\
+             0500010000012c001103777777076578616d706c65036f72670003777777076578616d706c65036f726700000100010000012c0004c633\
+             640703777777076578616d706c65036f726700000100010000012c0004c6336408076578616d706c65036f726700000200010000012c00\
+             10026e73076578616d706c65036f72670000002904d0000000000000",
+            &alias,
+            &V4,
+        ),
+    ];
+    for (hex, names, addresses) in cases {
+        let wire: Vec<u8> =
+            (0..hex.len()).step_by(2).map(|place| u8::from_str_radix(&hex[place..place + 2], 16).unwrap()).collect();
+        let (_, answer) = read_answer(&wire).unwrap();
+        let sorted = |mut list: Held| {
+            list.sort();
+            list
+        };
+        let found = answer.names.iter().map(|(name, left)| (name.to_string(), left.as_secs().min(1 << 60))).collect();
+        assert_eq!(sorted(found), texts(names), "{hex}");
+        let found = answer.addresses.iter().map(|(address, left)| (address.to_string(), left.as_secs())).collect();
+        assert_eq!(sorted(found), texts(addresses), "{hex}");
+    }
+}
+
 #[test]
 fn an_answer_gives_its_addresses_for_each_alias() {
     let v6 = vec![0x20, 1, 0xd, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7];
