@@ -5,9 +5,10 @@ use std::io;
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 
-use crate::privileges;
 use penstock_policy::render::tables::{BuiltTables, TableJob};
 use tokio::sync::mpsc as channel;
+
+use crate::privileges;
 
 /// The thread. It ends when this is dropped.
 pub(super) struct TableBuilder {
