@@ -3,6 +3,7 @@
  * own node or to a Service may have got that end's address only here. */
 #pragma once
 #include "established.h"
+#include "liveness.h"
 #include "origin.h"
 #include "worker.h"
 
@@ -41,28 +42,38 @@ static __always_inline int needs_egress_check(const struct origin *origin)
 	       bpf_map_lookup_elem(&service_addresses, &origin->flow.to);
 }
 
-/* Whether a worker has allowed this pod to send there, under the epoch in effect. */
+/* Ticks, of half a second, for which that counts while there is a daemon: then a worker sees one packet, so that a rule which decides has hits. */
+#define ALLOWED_FOR 4
+
+static __always_inline __u32 tick_of_now(void)
+{
+	return bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
+}
+
+/* Whether a worker has just allowed this pod to send there, under the epoch in effect. */
 static __always_inline int is_egress_allowed(const struct origin *origin, const struct interface *iface)
 {
 	const struct destination destination = {
 		.to = origin->flow.to, .to_port = origin->flow.ports.to, .port = iface->port, .protocol = origin->flow.protocol,
 	};
-	const __u32 zero = 0, *allowed = offload && origin->known ? bpf_map_lookup_elem(&allowed_to_leave, &destination) : 0;
+	const struct allowed *allowed = offload && origin->known ? bpf_map_lookup_elem(&allowed_to_leave, &destination) : 0;
+	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 
-	return allowed && table && (__s32)(*allowed - *(const volatile __u32 *)&table->epoch) >= 0;
+	return allowed && table && (__s32)(allowed->epoch - *(const volatile __u32 *)&table->epoch) >= 0 &&
+	       (((tick_of_now() - allowed->tick) & TICK_MASK) < ALLOWED_FOR || !bpf_map_lookup_elem(&alive, &zero));
 }
 
 /* Caches for is_egress_allowed what the worker says in the tag of a packet that it has allowed. */
 static __always_inline void cache_egress_verdict(struct __sk_buff *skb, const struct tag *tag)
 {
 	struct destination destination = { .to_port = tag->to_port, .port = bpf_ntohs(tag->port) };
-	const __u32 epoch = bpf_ntohl(tag->epoch);
+	const struct allowed allowed = { .epoch = bpf_ntohl(tag->epoch), .tick = tick_of_now() };
 	struct sent_flow flow = {};
 
 	destination.protocol = tag->flags & ALLOWED_TCP ? IPPROTO_TCP : tag->flags & ALLOWED_UDP ? IPPROTO_UDP : IPPROTO_SCTP;
 	if (!read_addresses(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), &flow))
 		return;
 	destination.to = flow.to;
-	bpf_map_update_elem(&allowed_to_leave, &destination, &epoch, BPF_ANY);
+	bpf_map_update_elem(&allowed_to_leave, &destination, &allowed, BPF_ANY);
 }

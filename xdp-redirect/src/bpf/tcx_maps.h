@@ -147,12 +147,17 @@ struct destination { /* where to a pod may send on another machine, by policy */
 	__u32 protocol;
 };
 
-/* The epoch under which a worker has last allowed it, which programs write. A destination that made room for another is asked again. */
+struct allowed { /* what a worker has last said of it */
+	__u32 epoch; /* under which */
+	__u32 tick;  /* when */
+};
+
+/* Programs write it. A destination that made room for another is asked again. */
 struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, 16384);
 	__type(key, struct destination);
-	__type(value, __u32);
+	__type(value, struct allowed);
 } allowed_to_leave SEC(".maps");
 
 struct waiting { /* packets to workers; their difference waits (dataplane/src/worker/waiting.rs) */

@@ -98,8 +98,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         if packet.fragment.is_some() {
             self.connections.fragments().remember(packet, self.ingress, self.now);
         }
-        // An allowed name expires.
-        let allows_next = sent == packet.flow && policy.names_of(src).is_none();
+        // An allowed name expires, and what a policy wants recorded a worker must see.
+        let may_go_unseen = policy.names_of(src).is_none() && !policy.may_record_allowed(policy.ends(&flow));
+        let allows_next = sent == packet.flow && may_go_unseen;
         Ok(Leaving { uplink, pod, allows_next })
     }
 
