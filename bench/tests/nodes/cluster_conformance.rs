@@ -14,7 +14,7 @@ use penstock_bench::cluster::MultiNodeCluster;
 use penstock_bench::conformance::send_between;
 use penstock_bench::probe::{EchoServers, Site};
 use penstock_bench::testbed::api_server::{Account, ApiServer};
-use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, Namespace, Netlink, Node, Outside, Privileges, RouteVia};
+use penstock_bench::testbed::{Attach, Daemon, Namespace, Netlink, Node, Outside, Privileges, RouteVia};
 use serde_json::{Value, json};
 
 use crate::nodes::conformance::{documents, send, wait_until_adopted};
@@ -85,10 +85,13 @@ fn start(cases: &[&Case]) -> Fixture {
     // Pods of one network are on several nodes.
     wiring.layout.prefixes = (32, 128);
     let objects = documents(wired_nodes(all.nodes.keys()).chain(all.pod_manifests()));
-    let more = |config: &mut DaemonConfig| config.sections += "[log]\nlevel = \"debug\"\n";
-    Fixture::start_prepared(&objects, wiring, &all.services, more, |cluster, beyond| {
-        add_addresses(cluster, beyond, &all)
-    })
+    Fixture::start_prepared(
+        &objects,
+        wiring,
+        &all.services,
+        |_| {},
+        |cluster, beyond| add_addresses(cluster, beyond, &all),
+    )
 }
 
 /// Sends all rows of cases that share a cluster.

@@ -56,8 +56,7 @@ impl SuiteRunner {
         let mut wiring = Wiring::routed(true);
         // Pods of one network are on both nodes.
         wiring.layout.prefixes = (32, 128);
-        let fixture =
-            Fixture::start_with(&all, wiring, &SERVICES, |config| config.sections += "[log]\nlevel = \"debug\"\n");
+        let fixture = Fixture::start(&all, wiring, &SERVICES);
         Self { fixture, places, marks: 0 }
     }
 
@@ -110,18 +109,8 @@ pub(crate) fn wait_until_adopted(fixture: &Fixture, marks: &mut u32) {
             assert!(Instant::now() < deadline, "node {node} still builds tables:\n{}", fixture.logs());
             thread::sleep(Duration::from_millis(1));
         }
-        let published = last_epoch(&daemon.log().lines(), "published: ");
-        while last_epoch(&daemon.log().lines(), "in effect on all workers") < published {
-            assert!(Instant::now() < deadline, "node {node}: {published:?} is not in effect:\n{}", fixture.logs());
-            thread::sleep(Duration::from_millis(1));
-        }
     }
-}
-
-/// The epoch of the last line of a log that says this.
-fn last_epoch(lines: &[String], what: &str) -> Option<u32> {
-    let line = lines.iter().rev().find(|line| line.contains(what))?;
-    line.split_once(" epoch=")?.1.split(' ').next()?.parse().ok()
+    fixture.wait_until_in_effect();
 }
 
 /// Sends probes between the pods of a fixture; those that should get an answer and do not are sent again.

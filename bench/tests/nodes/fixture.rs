@@ -1,7 +1,8 @@
 //! Test fixture: nodes with pods from manifests, servers on all of them, and a daemon on each node.
 
 use std::path::PathBuf;
-use std::time::Duration;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use penstock_bench::cluster::{MultiNodeCluster, NodeLayout, read_objects};
@@ -54,6 +55,8 @@ impl Wiring {
         // them.
         let core = cores[number % cores.len()].0;
         config.sections += &format!("[workers]\ncores = [{core}]\npriority = \"realtime\"\n");
+        // That a change is in effect is said there.
+        config.sections += "[log]\nlevel = \"debug\"\n";
         config
     }
 }
@@ -133,12 +136,25 @@ impl Fixture {
         self.scratch.save(&self.manifests.join(file), content).unwrap();
     }
 
-    /// Saves a manifest that changes a policy and waits until every node has adopted it.
+    /// Saves a manifest that changes a policy and waits until it is in effect on every node.
     pub(crate) fn publish(&self, file: &str, content: &str) {
         let seen: Vec<usize> = self.daemons.iter().map(|daemon| daemon.log().len()).collect();
         self.save(file, content);
         for (daemon, seen) in self.daemons.iter().zip(seen) {
             daemon.log().wait_for_after(seen, "published: NetworkPolicy", Duration::from_secs(10)).unwrap();
+        }
+        self.wait_until_in_effect();
+    }
+
+    /// Until then programs go by what was published before.
+    pub(crate) fn wait_until_in_effect(&self) {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        for daemon in &self.daemons {
+            let published = last_epoch(&daemon.log().lines(), "published: ");
+            while last_epoch(&daemon.log().lines(), "in effect on all workers") < published {
+                assert!(Instant::now() < deadline, "{published:?} is not in effect:\n{}", self.logs());
+                sleep(Duration::from_millis(1));
+            }
         }
     }
 
@@ -197,4 +213,10 @@ fn start_on(node: &Node, config: &DaemonConfig) -> Daemon {
     let served = daemon.log().wait_for_after(0, &all, Duration::from_secs(10));
     assert!(served.is_ok(), "not all pods are served:\n{}", daemon.log().lines().join("\n"));
     daemon
+}
+
+/// The epoch of the last line of a log that says this.
+fn last_epoch(lines: &[String], what: &str) -> Option<u32> {
+    let line = lines.iter().rev().find(|line| line.contains(what))?;
+    line.split_once(" epoch=")?.1.split(' ').next()?.parse().ok()
 }
