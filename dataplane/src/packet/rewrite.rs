@@ -29,16 +29,6 @@ pub enum TtlChange {
     Increment,
 }
 
-impl TtlChange {
-    fn of(self, ttl: u8) -> u8 {
-        match self {
-            Self::Keep => ttl,
-            Self::Decrement => ttl - 1,
-            Self::Increment => ttl + 1,
-        }
-    }
-}
-
 /// Who completes a checksum that the sender of a long TCP segment left to its device. A GSO packet has a single
 /// checksum, and the kernel knows whether its receiver needs it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -62,13 +52,10 @@ pub(crate) const LEAST: usize = ETHERNET_LEN + 40 + LONG as usize;
 pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
     frame[..6].copy_from_slice(&hop.peer.0);
     frame[6..12].copy_from_slice(&hop.own.0);
-    if hop.ttl != TtlChange::Keep {
-        let network = usize::from(packet.layout.network);
-        if packet.flow.src.is_v4() {
-            change_ttl(&mut frame[network..network + 20], hop.ttl);
-        } else {
-            frame[network + 7] = hop.ttl.of(frame[network + 7]);
-        }
+    match hop.ttl {
+        TtlChange::Keep => {}
+        TtlChange::Decrement => add_to_ttl(frame, packet, -1),
+        TtlChange::Increment => increment_ttl(frame, packet),
     }
     let is_left = hop.open == OpenChecksum::Leave
         && matches!(&packet.transport, Transport::Tcp(segment) if segment.payload_len >= LONG);
@@ -92,14 +79,27 @@ pub fn finish_open(frame: &mut [u8]) {
     }
 }
 
-/// Changes the TTL and updates the header checksum (RFC 1624).
-#[inline]
-fn change_ttl(header: &mut [u8], change: TtlChange) {
+/// Changes the TTL, and with it the header checksum of IPv4 (RFC 1624).
+#[inline(always)]
+fn add_to_ttl(frame: &mut [u8], packet: &Packet, hops: i8) {
+    let network = usize::from(packet.layout.network);
+    if !packet.flow.src.is_v4() {
+        frame[network + 7] = frame[network + 7].wrapping_add_signed(hops);
+        return;
+    }
+    let header = &mut frame[network..network + 20];
     let before = u16::from_be_bytes([header[8], header[9]]);
-    header[8] = change.of(header[8]);
-    let after = u16::from_be_bytes([header[8], header[9]]);
+    let after = before.wrapping_add_signed(i16::from(hops) << 8);
     let field = u16::from_be_bytes([header[10], header[11]]);
+    header[8] = (after >> 8) as u8;
     header[10..12].copy_from_slice(&updated(field, before, after).to_be_bytes());
+}
+
+/// Apart from what most packets need.
+#[cold]
+#[inline(never)]
+fn increment_ttl(frame: &mut [u8], packet: &Packet) {
+    add_to_ttl(frame, packet, 1);
 }
 
 /// Completes a checksum that the sending stack left to its device. Fragments never have partial checksums: a stack

@@ -134,14 +134,15 @@ fn by_host(
     snapshot: &Snapshot,
     (from, to): (&Port, &Port),
     egress: PortId,
-    hop: NextHop,
+    (ttl, open): (TtlChange, OpenChecksum),
 ) -> Result<(PortId, NextHop), DropReason> {
     let tagged = match (to.by_host, from.by_host) {
         (Some(pod), _) => Some((snapshot.forwarding.host().ok_or(DropReason::NoPort)?, tag::to_pod(pod))),
         (None, Some(pod)) if from.by_stack && to.kind == PortKind::Host => Some((egress, tag::to_node_from(pod))),
         (None, _) => None,
     };
-    Ok(tagged.map_or((egress, hop), |(host, peer)| (host, NextHop { peer, own: tag::FROM, ..hop })))
+    let untagged = (egress, NextHop { peer: to.peer_mac, own: to.own_mac, ttl, open });
+    Ok(tagged.map_or(untagged, |(host, peer)| (host, NextHop { peer, own: tag::FROM, ttl, open })))
 }
 
 /// Whether a bridge would forward a frame to the pod that it is for, and no router. `to`: the port by which it leaves.
@@ -199,9 +200,8 @@ fn way(
     if packet.ip_len() > port.mtu {
         return Err(DropReason::TooBig);
     }
-    let hop = NextHop { peer: port.peer_mac, own: port.own_mac, ttl, open };
     if from.by_host.is_some() || port.by_host.is_some() {
-        return by_host(snapshot, (from, port), egress, hop);
+        return by_host(snapshot, (from, port), egress, (ttl, open));
     }
-    Ok((egress, hop))
+    Ok((egress, NextHop { peer: port.peer_mac, own: port.own_mac, ttl, open }))
 }
