@@ -119,7 +119,9 @@ fn meet(node: &mut Node, words: &Words, packet: Sent, frame: &[u8], forwarded: &
         return open_both_ways(node, words, packet, frame, &done);
     }
     forwarded.translated += u32::from(done.1[26..] != frame[26..]);
-    let answers = packet.tcp && packet.flags & SYN != 0 && known(node).iter().any(|it| it.ends_with("SYN_RECV"));
+    // The frame may have other flags than the packet that it was made of.
+    let flags = frame[if packet.v4 { 34 } else { 54 } + 13];
+    let answers = packet.tcp && flags & SYN != 0 && known(node).iter().any(|it| it.ends_with("SYN_RECV"));
     if packet.tcp && !answers {
         assert_alike(node, packet, frame, &done, now);
         return;
