@@ -120,8 +120,8 @@ fn meet(node: &mut Node, words: &Words, packet: Sent, frame: &[u8], forwarded: &
     }
     forwarded.translated += u32::from(done.1[26..] != frame[26..]);
     // The frame may have other flags than the packet that it was made of.
-    let flags = frame[if packet.v4 { 34 } else { 54 } + 13];
-    let answers = packet.tcp && flags & SYN != 0 && known(node).iter().any(|it| it.ends_with("SYN_RECV"));
+    let has_syn = || frame[if packet.v4 { 34 } else { 54 } + 13] & SYN != 0;
+    let answers = packet.tcp && has_syn() && known(node).iter().any(|it| it.ends_with("SYN_RECV"));
     if packet.tcp && !answers {
         assert_alike(node, packet, frame, &done, now);
         return;
