@@ -81,17 +81,8 @@ pub fn snapshot() -> Snapshot {
     let table = Arc::new(RuleTable::new(&[rule], []));
     for (number, address) in [(0, CLIENT), (1, SERVER)] {
         let address = Address::from_v4_bytes(address.octets());
-        let port = Port {
-            kind: PortKind::Pod,
-            own_mac: Mac([2, 0, 0, 0, 0, number]),
-            peer_mac: Mac([4, 0, 0, 0, 0, number]),
-            mtu: 1500,
-            interface: 0,
-            by_stack: false,
-            by_host: None,
-            bridge: 0,
-            addresses: vec![address],
-        };
+        let port =
+            Port::new(PortKind::Pod, Mac([2, 0, 0, 0, 0, number]), Mac([4, 0, 0, 0, 0, number]), 1500, vec![address]);
         forwarding.insert(PortId(number.into()), port).expect("a port that is free");
         let endpoint = EndpointId(number.into());
         let isolation = || EndpointPolicy::Isolated(Arc::clone(&table));

@@ -34,17 +34,7 @@ fn forwarding() -> Forwarding {
     let mut forwarding = Forwarding::new([]);
     let pods = PODS.map(|(id, address)| (id, PortKind::Pod, vec![ip(address).into()]));
     for (id, kind, addresses) in pods.into_iter().chain([(HOST, PortKind::Host, Vec::new())]) {
-        let port = Port {
-            kind,
-            own_mac: mac(id, 1),
-            peer_mac: mac(id, 2),
-            mtu: 1500,
-            interface: 0,
-            by_stack: false,
-            by_host: None,
-            bridge: 0,
-            addresses,
-        };
+        let port = Port::new(kind, mac(id, 1), mac(id, 2), 1500, addresses);
         forwarding.insert(id, port).unwrap();
     }
     forwarding

@@ -90,17 +90,7 @@ impl Node {
         for (id, kind, addresses) in ports {
             let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
             let addresses = addresses.iter().map(|text| ip(text).into()).collect();
-            let port = Port {
-                kind,
-                own_mac: mac(1),
-                peer_mac: mac(2),
-                mtu: 1500,
-                interface: 0,
-                by_stack: false,
-                by_host: None,
-                bridge: 0,
-                addresses,
-            };
+            let port = Port::new(kind, mac(1), mac(2), 1500, addresses);
             forwarding.insert(id, port).unwrap();
         }
         let mut update = PolicySet::default().update();

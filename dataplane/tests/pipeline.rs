@@ -49,22 +49,7 @@ fn forwarding() -> Forwarding {
         (FRESH, PortKind::Pod, 1500, &[FRESH4]),
     ] {
         let addresses = addresses.iter().map(|text| ip(text).into()).collect();
-        forwarding
-            .insert(
-                id,
-                Port {
-                    kind,
-                    own_mac: mac(id, 1),
-                    peer_mac: mac(id, 2),
-                    mtu,
-                    interface: 0,
-                    by_stack: false,
-                    by_host: None,
-                    bridge: 0,
-                    addresses,
-                },
-            )
-            .unwrap();
+        forwarding.insert(id, Port::new(kind, mac(id, 1), mac(id, 2), mtu, addresses)).unwrap();
     }
     forwarding
 }

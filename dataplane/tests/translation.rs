@@ -56,22 +56,7 @@ fn forwarding(node: &[&str]) -> Forwarding {
     ] {
         let addresses = addresses.iter().map(|text| ip(text).into()).collect();
         let (own_mac, peer_mac) = (Mac([2, 0, 0, 0, id.0 as u8, 1]), Mac([2, 0, 0, 0, id.0 as u8, 2]));
-        forwarding
-            .insert(
-                id,
-                Port {
-                    kind,
-                    own_mac,
-                    peer_mac,
-                    mtu,
-                    interface: 0,
-                    by_stack: false,
-                    by_host: None,
-                    bridge: 0,
-                    addresses,
-                },
-            )
-            .unwrap();
+        forwarding.insert(id, Port::new(kind, own_mac, peer_mac, mtu, addresses)).unwrap();
     }
     forwarding
 }

@@ -465,17 +465,7 @@ mod tests {
             owners.insert(ip(last), (key, interface));
             let addresses = vec![ip(last).into()];
             let mac = Default::default();
-            let behind = Port {
-                kind: PortKind::Pod,
-                own_mac: mac,
-                peer_mac: mac,
-                mtu: 1500,
-                interface: 0,
-                by_stack: false,
-                by_host: None,
-                bridge: 0,
-                addresses,
-            };
+            let behind = Port::new(PortKind::Pod, mac, mac, 1500, addresses);
             forwarding.insert(PortId(port), behind).unwrap();
         }
         (owners, forwarding)

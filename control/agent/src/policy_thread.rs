@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::privileges;
 use penstock_policy::model::{ObjectChange, ObjectRef};
 use penstock_sources::Source;
 use tokio::runtime::Builder;
@@ -16,6 +15,7 @@ use tokio::sync::{Notify, oneshot};
 use super::publisher::Publisher;
 use super::recorded_objects::{self, ObjectRecorder};
 use super::table_builder::TableBuilder;
+use crate::privileges;
 
 /// How often a snapshot that workers have not taken yet is checked for being in effect.
 const CHECK_INTERVAL: Duration = Duration::from_millis(1);

@@ -325,7 +325,7 @@ const MUTATIONS: &[Mutation] = &[
         "Stage::Building(_) => {}",
     ),
     mutation(
-        "aside: a pod is not looked at again after its turn",
+        "aside: a pod gets no newer tables after its turn",
         ASIDE,
         "        for pod in held {\n            self.assign_tables(state, pod, &mut pending);\n        }\n",
         "        drop(held);\n",

@@ -179,17 +179,7 @@ impl ReplayCluster {
         let mut insert = |id: PortId, kind, addresses: Vec<Address>| {
             let mac = |end| Mac([2, 0, 0, end, (id.0 >> 8) as u8, id.0 as u8]);
             // Captured packets may exceed a link's MTU: the kernel had not segmented them yet.
-            let port = Port {
-                kind,
-                own_mac: mac(1),
-                peer_mac: mac(2),
-                mtu: u16::MAX,
-                interface: 0,
-                by_stack: false,
-                by_host: None,
-                bridge: 0,
-                addresses,
-            };
+            let port = Port::new(kind, mac(1), mac(2), u16::MAX, addresses);
             forwarding.insert(id, port).expect("the state has one owner for each address");
         };
         insert(HOST, PortKind::Host, Vec::new());

@@ -81,17 +81,7 @@ mod tests {
         let mut forwarding = Forwarding::new([address(NODE)]);
         let addresses = vec![address(POD), address("10.0.0.1")];
         let mac = Mac::default();
-        let pod = Port {
-            kind: PortKind::Pod,
-            own_mac: mac,
-            peer_mac: mac,
-            mtu: 1500,
-            interface: 0,
-            by_stack: false,
-            by_host: None,
-            bridge: 0,
-            addresses,
-        };
+        let pod = Port::new(PortKind::Pod, mac, mac, 1500, addresses);
         forwarding.insert(PortId(0), pod).unwrap();
         forwarding
     }

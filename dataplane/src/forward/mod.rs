@@ -67,6 +67,13 @@ pub struct Port {
     pub addresses: Vec<Address>,
 }
 
+impl Port {
+    /// One whose packets workers forward all, on no bridge and with nobody's filters.
+    pub fn new(kind: PortKind, own_mac: Mac, peer_mac: Mac, mtu: u16, addresses: Vec<Address>) -> Self {
+        Self { kind, own_mac, peer_mac, mtu, interface: 0, by_stack: false, by_host: None, bridge: 0, addresses }
+    }
+}
+
 /// The ports towards the two ends of a packet.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct PathPorts {

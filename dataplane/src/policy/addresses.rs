@@ -320,17 +320,7 @@ mod tests {
         let mut forwarding = Forwarding::new([]).with_portless(portless);
         for (number, addresses) in (0..).zip(of_ports) {
             let mac = Mac::default();
-            let port = Port {
-                kind: PortKind::Pod,
-                own_mac: mac,
-                peer_mac: mac,
-                mtu: 1500,
-                interface: 0,
-                by_stack: false,
-                by_host: None,
-                bridge: 0,
-                addresses,
-            };
+            let port = Port::new(PortKind::Pod, mac, mac, 1500, addresses);
             forwarding.insert(PortId(number), port).unwrap();
         }
         forwarding

@@ -122,17 +122,7 @@ fn unknown_ends_are_denied() {
 fn a_pod_with_a_port_is_denied_until_policy_knows_it() {
     let mac = Mac::default();
     let addresses = [WEB, DB].map(address).to_vec();
-    let port = Port {
-        kind: PortKind::Pod,
-        own_mac: mac,
-        peer_mac: mac,
-        mtu: 1500,
-        interface: 0,
-        by_stack: false,
-        by_host: None,
-        bridge: 0,
-        addresses,
-    };
+    let port = Port::new(PortKind::Pod, mac, mac, 1500, addresses);
     let mut forwarding = Forwarding::new([]).with_portless([address(REMOTE)]);
     forwarding.insert(PortId(0), port).unwrap();
     let mut update = example().update();

@@ -51,22 +51,7 @@ impl Node {
         ] {
             let addresses = addresses.iter().map(|text| ip(text).into()).collect();
             let mac = |end| Mac([2, 0, 0, 0, id.0 as u8, end]);
-            forwarding
-                .insert(
-                    id,
-                    Port {
-                        kind,
-                        own_mac: mac(1),
-                        peer_mac: mac(2),
-                        mtu,
-                        interface: 0,
-                        by_stack: false,
-                        by_host: None,
-                        bridge: 0,
-                        addresses,
-                    },
-                )
-                .unwrap();
+            forwarding.insert(id, Port::new(kind, mac(1), mac(2), mtu, addresses)).unwrap();
         }
         let pipeline = Pipeline::new(connections, PipelineMode::Full).replying(settings);
         let now = Timestamp::from_millis(1_000_000);

@@ -120,17 +120,7 @@ mod tests {
         let mut forwarding = Forwarding::new([]);
         for &id in ids {
             let (own_mac, peer_mac) = (Mac::default(), Mac::default());
-            let port = Port {
-                kind: PortKind::Pod,
-                own_mac,
-                peer_mac,
-                mtu: 1500,
-                interface: 0,
-                by_stack: false,
-                by_host: None,
-                bridge: 0,
-                addresses: Vec::new(),
-            };
+            let port = Port::new(PortKind::Pod, own_mac, peer_mac, 1500, Vec::new());
             forwarding.insert(PortId(id), port).unwrap();
         }
         Snapshot { forwarding, ..Snapshot::default() }

@@ -267,15 +267,15 @@ impl Node {
             let addresses =
                 if is_pod { vec![address(end, true).into(), address(end, false).into()] } else { Vec::new() };
             let port = Port {
-                kind: if is_pod { PortKind::Pod } else { PortKind::Host },
-                own_mac: Mac(NODE_MAC),
-                peer_mac: Mac(pod_mac(id)),
-                mtu: if is_pod { MTU } else { 65_535 },
                 interface: self.interface(end),
-                by_stack: false,
-                by_host: None,
                 bridge: if is_pod { self.bridges[id.index() - 1] } else { 0 },
-                addresses,
+                ..Port::new(
+                    if is_pod { PortKind::Pod } else { PortKind::Host },
+                    Mac(NODE_MAC),
+                    Mac(pod_mac(id)),
+                    if is_pod { MTU } else { 65_535 },
+                    addresses,
+                )
             };
             forwarding.insert(id, port).unwrap();
         }

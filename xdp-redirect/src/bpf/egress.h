@@ -45,11 +45,6 @@ static __always_inline int needs_egress_check(const struct origin *origin)
 /* Ticks, of half a second, for which that counts while there is a daemon: then a worker sees one packet, so that a rule which decides has hits. */
 #define ALLOWED_FOR 4
 
-static __always_inline __u32 tick_of_now(void)
-{
-	return bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
-}
-
 /* Whether a worker has just allowed this pod to send there, under the epoch in effect. */
 static __always_inline int is_egress_allowed(const struct origin *origin, const struct interface *iface)
 {

@@ -14,6 +14,12 @@
 #include "conntrack_maps.h"
 #include "packet.h"
 
+/* The clock of the table, as Tick in dataplane/src/conntrack/time.rs. */
+static __always_inline __u32 tick_of_now(void)
+{
+	return bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
+}
+
 static __always_inline __u64 fold(__u64 a, __u64 b)
 {
 	__u64 a0 = (__u32)a, a1 = a >> 32, b0 = (__u32)b, b1 = b >> 32;
@@ -273,7 +279,7 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	found->nat_slot = NO_SLOT;
 	if (before & TRANSLATION)
 		slot = found->only_plain ? NO_SLOT : follow_link(table, packet, slot, found);
-	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
+	found->now = tick_of_now();
 	if (!entry || slot == NO_SLOT)
 		return 0;
 	/* Serial numbers as of RFC 1982; 0: not evaluated. */

@@ -124,7 +124,7 @@ __noinline int find_answer(struct packet *packet, __u32 ingress, struct connecti
 	direction = packet->direction & 1;
 	ports = packet->ports;
 	question = (ports & ~(direction ? 0xffff0000ULL : 0xffffULL)) | (found->via_host ? 1ULL : 0) << 16 * direction;
-	found->now = bpf_ktime_get_coarse_ns() / TICK_NANOSECONDS & TICK_MASK;
+	found->now = tick_of_now();
 	if (!table || !is_opening(packet) ||
 	    (found->slot != NO_SLOT && !has_ended(table, packet, found)) || !may_repeat(table, found->now))
 		return 0;

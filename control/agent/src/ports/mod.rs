@@ -143,17 +143,7 @@ impl OpenPorts {
         workers: &Link,
         node: &Link,
     ) -> Result<(), OpenPortError> {
-        let port = Port {
-            kind: PortKind::Host,
-            own_mac: workers.mac,
-            peer_mac: node.mac,
-            mtu: mtu(node.mtu),
-            interface: 0,
-            by_stack: false,
-            by_host: None,
-            bridge: 0,
-            addresses: Vec::new(),
-        };
+        let port = Port::new(PortKind::Host, workers.mac, node.mac, mtu(node.mtu), Vec::new());
         let open = self.open(dataplane, workers, self.options(Role::Host), |_, _| port)?;
         self.permanent.push(open);
         Ok(())
@@ -193,17 +183,7 @@ impl OpenPorts {
 
     /// Opens an uplink: packets for local pods come in by it; none is sent out by it.
     pub(super) fn open_uplink(&mut self, dataplane: &Dataplane, link: &Link) -> Result<(), OpenPortError> {
-        let port = Port {
-            kind: PortKind::Uplink,
-            own_mac: link.mac,
-            peer_mac: Default::default(),
-            mtu: mtu(link.mtu),
-            interface: 0,
-            by_stack: false,
-            by_host: None,
-            bridge: 0,
-            addresses: Vec::new(),
-        };
+        let port = Port::new(PortKind::Uplink, link.mac, Default::default(), mtu(link.mtu), Vec::new());
         let open = self.open(dataplane, link, self.options(Role::Uplink), |_, _| port)?;
         self.permanent.push(open);
         Ok(())

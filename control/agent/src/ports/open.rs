@@ -152,17 +152,7 @@ impl OpenPorts {
         let request = PortRequest { path: PortPath::NodeByPairs, ..PortRequest::new(near.name.as_str()) };
         let id = dataplane.open_port(&request)?;
         let (own_mac, peer_mac) = PortRequest::macs(None);
-        let port = Port {
-            kind: PortKind::Host,
-            own_mac,
-            peer_mac,
-            mtu: mtu(near.mtu),
-            interface: 0,
-            by_stack: false,
-            by_host: None,
-            bridge: 0,
-            addresses: Vec::new(),
-        };
+        let port = Port::new(PortKind::Host, own_mac, peer_mac, mtu(near.mtu), Vec::new());
         Ok(AttachedPort { id, programs: InterfacePrograms::Pairs(interface(near)), port })
     }
 

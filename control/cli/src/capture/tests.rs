@@ -125,17 +125,7 @@ fn snapshot(engine: &mut Engine, epoch: Epoch) -> Snapshot {
     for number in 0..PODS {
         let mac = Mac([2, 0, 0, 0, 0, number]);
         let addresses = vec![IpAddr::from(address(number)).into(), IpAddr::from(address6(number)).into()];
-        let port = Port {
-            kind: PortKind::Pod,
-            own_mac: mac,
-            peer_mac: mac,
-            mtu: 1500,
-            interface: 0,
-            by_stack: false,
-            by_host: None,
-            bridge: 0,
-            addresses,
-        };
+        let port = Port::new(PortKind::Pod, mac, mac, 1500, addresses);
         forwarding.insert(PortId(40 - u16::from(number)), port).unwrap();
     }
     engine.set_local(&forwarding);

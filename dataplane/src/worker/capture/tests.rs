@@ -34,22 +34,7 @@ fn snapshot(own_mac: impl Fn(PortId) -> Mac) -> Snapshot {
     for (id, address, number, ingress) in [(WEB, WEB4, 1, EndpointPolicy::Open), (DB, DB4, 2, nobody)] {
         let (own_mac, peer_mac) = (own_mac(id), Mac([2, 0, 0, 0, id.0 as u8, 2]));
         let addresses = vec![ip(address)];
-        forwarding
-            .insert(
-                id,
-                Port {
-                    kind: PortKind::Pod,
-                    own_mac,
-                    peer_mac,
-                    mtu: 1500,
-                    interface: 0,
-                    by_stack: false,
-                    by_host: None,
-                    bridge: 0,
-                    addresses,
-                },
-            )
-            .unwrap();
+        forwarding.insert(id, Port::new(PortKind::Pod, own_mac, peer_mac, 1500, addresses)).unwrap();
         let endpoint = Some(EndpointId(number));
         let owner = AddressOwner::Pod { identity: identity(number), endpoint, node: Some(NodeId(0)) };
         update.set_address(ip(address), Some(owner));

@@ -31,17 +31,7 @@ pub(super) fn snapshot(epoch: u32, ports: [PortId; 2]) -> Snapshot {
         let address = Address::from(IpAddr::from([10, 0, 0, index as u8 + 1]));
         let mac = |last| Mac([2, 0, 0, 0, index as u8, last]);
         let (own_mac, peer_mac) = (mac(1), mac(2));
-        let entry = Port {
-            kind: PortKind::Pod,
-            own_mac,
-            peer_mac,
-            mtu: 1500,
-            interface: 0,
-            by_stack: false,
-            by_host: None,
-            bridge: 0,
-            addresses: vec![address],
-        };
+        let entry = Port::new(PortKind::Pod, own_mac, peer_mac, 1500, vec![address]);
         forwarding.insert(port, entry).unwrap();
         let id = EndpointId(index as u32);
         let identity = Identity(NonZeroU32::new(index as u32 + 1).unwrap());

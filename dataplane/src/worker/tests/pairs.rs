@@ -34,17 +34,7 @@ impl Pair {
         let node = open("xp", PortPath::NodeByPairs);
         let mut forwarding = Forwarding::new([]);
         let (own_mac, peer_mac) = PortRequest::macs(None);
-        let host = Port {
-            kind: PortKind::Host,
-            own_mac,
-            peer_mac,
-            mtu: 1500,
-            interface: 0,
-            by_stack: false,
-            by_host: None,
-            bridge: 0,
-            addresses: Vec::new(),
-        };
+        let host = Port::new(PortKind::Host, own_mac, peer_mac, 1500, Vec::new());
         forwarding.insert(node, host).unwrap();
         bench.dataplane.publish(Snapshot { forwarding, epoch: Epoch(1), ..Snapshot::default() });
         let near = Raw::open("xp");

@@ -38,7 +38,7 @@ pub(super) struct Aside {
     /// Those whose rules are still to be compiled, and these rules.
     to_link: Vec<(u32, std::vec::IntoIter<RuleSource>)>,
     is_building: bool,
-    /// Pods that are to be looked at again after this turn.
+    /// Pods whose tables are chosen anew after this turn.
     pub(super) held: FxHashSet<PodId>,
     /// Tables that no endpoint uses, with what they have acquired and have not released yet.
     unused: Vec<(UnusedTable, Vec<Vec<PeerSetId>>)>,
