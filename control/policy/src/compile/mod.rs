@@ -125,21 +125,14 @@ impl TableKey {
 
     /// Finds what the policies' rules depend on besides themselves, and whether they are too many.
     fn complete(&mut self, state: &ClusterState, pod: PodId) {
-        let direction = self.direction;
-        let of_cluster = self.admin.iter().chain(&self.baseline);
-        let mut all: Vec<&RulesSummary> =
-            of_cluster.map(|(policy, _)| state.cluster_policy_summary(*policy, direction)).collect();
-        let isolating: Vec<&RulesSummary> =
-            self.isolation.iter().flatten().map(|(policy, _)| state.policy_summary(*policy, direction)).collect();
+        let isolating: Vec<&RulesSummary> = self.isolating(state).collect();
         let (in_namespace, of_pod) = (state.entries_in_namespace_of(pod), self.entries_of(state, &isolating));
         self.closed = match self.isolation {
             Some(_) if in_namespace > MOST_ENTRIES_IN_NAMESPACE => Some(TooManyEntries::OfNamespace(in_namespace)),
             Some(_) if of_pod > MOST_ENTRIES => Some(TooManyEntries::OfPod(of_pod)),
             _ => None,
         };
-        if self.closed.is_none() {
-            all.extend(isolating);
-        }
+        let all: Vec<&RulesSummary> = self.summaries(state).collect();
         self.entries = self.entries_of(state, &all);
         let wanted: BTreeSet<&(String, PortProtocol)> =
             all.iter().flat_map(|summary| summary.names.iter().map(|(name, _)| name)).collect();
@@ -147,6 +140,18 @@ impl TableKey {
         self.ports.sort_unstable();
         self.ports.dedup();
         self.nodes = all.iter().any(|summary| summary.nodes).then(|| state.node_revision());
+    }
+
+    /// Those of the NetworkPolicies, whether they allow anything or not.
+    fn isolating<'a>(&self, state: &'a ClusterState) -> impl Iterator<Item = &'a RulesSummary> {
+        self.isolation.iter().flatten().map(|(policy, _)| state.policy_summary(*policy, self.direction))
+    }
+
+    /// Those of all policies that may decide.
+    fn summaries<'a>(&self, state: &'a ClusterState) -> impl Iterator<Item = &'a RulesSummary> {
+        let of_cluster = self.admin.iter().chain(&self.baseline);
+        let of_cluster = of_cluster.map(|(policy, _)| state.cluster_policy_summary(*policy, self.direction));
+        of_cluster.chain(self.isolating(state).filter(|_| self.closed.is_none()))
     }
 
     /// On egress, a rule with a port's name has a part for each number of it.
@@ -246,11 +251,8 @@ pub fn peers_names(state: &ClusterState, key: &TableKey) -> Vec<(String, PortPro
     if key.direction == Direction::Ingress {
         return Vec::new();
     }
-    let isolating = key.isolation.iter().flatten().filter(|_| key.closed.is_none());
-    let summaries = isolating.map(|(policy, _)| state.policy_summary(*policy, key.direction));
-    let of_cluster = key.admin.iter().chain(&key.baseline);
-    let summaries = summaries.chain(of_cluster.map(|(policy, _)| state.cluster_policy_summary(*policy, key.direction)));
-    let mut names: Vec<_> = summaries.flat_map(|summary| summary.names.iter().map(|(name, _)| name.clone())).collect();
+    let mut names: Vec<_> =
+        key.summaries(state).flat_map(|summary| summary.names.iter().map(|(name, _)| name.clone())).collect();
     names.sort_unstable();
     names.dedup();
     names
