@@ -15,7 +15,7 @@ use crate::{AttachError, Interface, LoadError, OwnAddressesError, ProgramOutcome
 /// A pod as the programs must know it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ServedPort {
-    /// The number that workers know it by; below [`MAX_TCX_PORTS`].
+    /// The number that workers know it by; below [`MAX_TCX_PORTS`](super::MAX_TCX_PORTS).
     pub port: u16,
     /// MAC of the node towards the pod: that of the veth's end, or of the bridge that it is a port of.
     pub node_mac: [u8; 6],
