@@ -405,13 +405,19 @@ impl ConnTable {
 
     /// The changes that programs have recorded of a connection that is in a state in which they forward, or was when policy revoked it. What led to the
     /// state that workers have written since is not among it.
-    pub(super) fn noted(&self, protocol: Protocol, (slot, control): SlotRef) -> Noted {
+    #[inline]
+    pub(super) fn noted(&self, protocol: Protocol, place: SlotRef) -> Noted {
+        self.uses().map_or_else(Noted::default, |uses| self.noted_in(&uses[place.0 as usize], protocol, place))
+    }
+
+    /// [`ConnTable::noted`] where programs forward. Out of line, as few packets come here that they could have forwarded.
+    #[inline(never)]
+    fn noted_in(&self, kernel_use: &KernelUse, protocol: Protocol, (slot, control): SlotRef) -> Noted {
         const OPENED: u8 = TcpState::SynSent as u8;
         const _: () = assert!(OPENED == State::Unreplied.code());
         const ANSWERED: u8 = TcpState::SynReceived as u8;
         const ESTABLISHED: u8 = TcpState::Established as u8;
-        let Some(uses) = self.uses() else { return Noted::default() };
-        let noted = || uses[slot as usize].noted();
+        let noted = || kernel_use.noted();
         match (protocol, control.state()) {
             (Protocol::TCP, OPENED) => {
                 Some(noted()).filter(|it| it.answered && self.has_number((slot, control))).unwrap_or_default()

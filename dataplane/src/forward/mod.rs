@@ -72,6 +72,13 @@ impl Port {
     pub fn new(kind: PortKind, own_mac: Mac, peer_mac: Mac, mtu: u16, addresses: Vec<Address>) -> Self {
         Self { kind, own_mac, peer_mac, mtu, interface: 0, by_stack: false, by_host: None, bridge: 0, addresses }
     }
+
+    /// Whether what comes in by it goes straight to the port of its destination, as by a router: it is on no bridge, and nobody has
+    /// filters on it.
+    #[inline(always)]
+    pub(crate) const fn is_plain(&self) -> bool {
+        !self.by_stack && self.by_host.is_none() && self.bridge == 0
+    }
 }
 
 /// The ports towards the two ends of a packet.

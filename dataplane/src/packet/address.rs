@@ -61,11 +61,20 @@ impl Address {
         }
     }
 
-    /// Whether this is an IPv4 address whose first byte alone shows that its [`scope`](Self::scope) is
-    /// [`AddressScope::Routable`]: a fast check that is true for nearly all of them.
+    /// Whether these ends of a packet, which are of one family, are IPv4 addresses whose first bytes alone show that their
+    /// [`scope`](Self::scope) is [`AddressScope::Routable`]: a fast check that is true for nearly all of them.
     #[inline]
-    pub const fn is_plainly_routable(self) -> bool {
-        self.is_v4() && matches!(V4_SCOPES[(self.0 as u32 >> 24) as usize], AddressScope::Routable)
+    pub(crate) const fn are_plainly_routable(src: Self, dst: Self) -> bool {
+        src.is_v4()
+            && matches!(
+                (V4_SCOPES[src.first_v4_byte()], V4_SCOPES[dst.first_v4_byte()]),
+                (AddressScope::Routable, AddressScope::Routable)
+            )
+    }
+
+    #[inline]
+    const fn first_v4_byte(self) -> usize {
+        (self.0 as u32 >> 24) as usize
     }
 
     /// How far packets with this source or destination address may travel.

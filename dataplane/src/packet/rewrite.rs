@@ -1,7 +1,7 @@
 //! Changes of a frame by forwarding: MACs, TTL or hop limit, and partial checksums.
 
 use super::checksum::{finish_partial, finish_sctp, updated};
-use super::{ETHERNET_LEN, Packet, Protocol, Sum, Transport, parse};
+use super::{Address, ETHERNET_LEN, Packet, Protocol, Sum, Transport, parse};
 use crate::packet::Mac;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -50,17 +50,19 @@ pub(crate) const LEAST: usize = ETHERNET_LEN + 40 + LONG as usize;
 /// The caller has checked that the TTL can change so.
 #[inline(always)]
 pub fn rewrite(frame: &mut [u8], packet: &Packet, hop: NextHop) {
+    // Read before the frame is written: the compiler cannot know that the packet is not in it, and would read them again.
+    let ends = (packet.flow.src, packet.flow.dst);
     frame[..6].copy_from_slice(&hop.peer.0);
     frame[6..12].copy_from_slice(&hop.own.0);
     match hop.ttl {
         TtlChange::Keep => {}
-        TtlChange::Decrement => add_to_ttl(frame, packet, -1),
+        TtlChange::Decrement => add_to_ttl(frame, packet, ends.0, -1),
         TtlChange::Increment => increment_ttl(frame, packet),
     }
     let is_left = hop.open == OpenChecksum::Leave
         && matches!(&packet.transport, Transport::Tcp(segment) if segment.payload_len >= LONG);
     if !is_left {
-        finish_checksum(frame, packet);
+        finish_checksum(frame, packet, ends);
     }
 }
 
@@ -75,15 +77,15 @@ pub fn finish_open(frame: &mut [u8]) {
     if let Ok(packet) = parse(frame)
         && matches!(packet.transport, Transport::Tcp(_))
     {
-        finish_checksum(frame, &packet);
+        finish_checksum(frame, &packet, (packet.flow.src, packet.flow.dst));
     }
 }
 
 /// Changes the TTL, and with it the header checksum of IPv4 (RFC 1624).
 #[inline(always)]
-fn add_to_ttl(frame: &mut [u8], packet: &Packet, hops: i8) {
+fn add_to_ttl(frame: &mut [u8], packet: &Packet, src: Address, hops: i8) {
     let network = usize::from(packet.layout.network);
-    if !packet.flow.src.is_v4() {
+    if !src.is_v4() {
         frame[network + 7] = frame[network + 7].wrapping_add_signed(hops);
         return;
     }
@@ -99,29 +101,30 @@ fn add_to_ttl(frame: &mut [u8], packet: &Packet, hops: i8) {
 #[cold]
 #[inline(never)]
 fn increment_ttl(frame: &mut [u8], packet: &Packet) {
-    add_to_ttl(frame, packet, 1);
+    add_to_ttl(frame, packet, packet.flow.src, 1);
 }
 
 /// Completes a checksum that the sending stack left to its device. Fragments never have partial checksums: a stack
 /// completes the checksum before it fragments.
 #[inline(always)]
-fn finish_checksum(frame: &mut [u8], packet: &Packet) {
+fn finish_checksum(frame: &mut [u8], packet: &Packet, (src, dst): (Address, Address)) {
     if packet.fragment.is_some() {
         return;
     }
     let (start, end) = (usize::from(packet.layout.transport), usize::from(packet.layout.end));
     let transport = &mut frame[start..end];
-    let field_at = match packet.transport {
-        Transport::Tcp(_) => 16,
-        Transport::Udp => 6,
-        Transport::Sctp { .. } => {
+    let field_at = if let Transport::Udp = packet.transport {
+        6
+    } else if let Transport::Tcp(_) = packet.transport {
+        16
+    } else {
+        if let Transport::Sctp { .. } = packet.transport {
             finish_sctp(transport);
-            return;
         }
-        _ => return,
+        return;
     };
     let protocol: Protocol = packet.flow.protocol;
-    let pseudo = Sum::pseudo_header(packet.flow.src, packet.flow.dst, protocol, (end - start) as u16);
+    let pseudo = Sum::pseudo_header(src, dst, protocol, (end - start) as u16);
     finish_partial(transport, field_at, pseudo, protocol);
 }
 

@@ -20,7 +20,7 @@ pub(super) fn admit(snapshot: &Snapshot, port: &Port, frame: &[u8], packet: &mut
     } else if snapshot.would_be_decapsulated(packet) && snapshot.pod_port(dst).is_none() {
         return Err(DropReason::Encapsulation);
     }
-    if src.is_plainly_routable() && dst.is_plainly_routable() { Ok(()) } else { routable(port.kind, src, dst) }
+    if Address::are_plainly_routable(src, dst) { Ok(()) } else { routable(port.kind, src, dst) }
 }
 
 /// Whether a packet passes although its transport header cannot be read: no policy asks for it, and a router does not look at it. Not a part of

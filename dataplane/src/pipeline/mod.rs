@@ -125,6 +125,16 @@ struct AdmittedPacket {
     flows: Translation,
 }
 
+/// How the packets of a batch leave: what is the same for all of them.
+#[derive(Clone, Copy)]
+struct BatchForm {
+    open: OpenChecksum,
+    /// Bytes of the longest packet that a frame holds.
+    longest: u16,
+    /// Whether their port [is plain](Port::is_plain).
+    is_plain: bool,
+}
+
 /// Why a packet is dropped, with the data for its reply.
 #[derive(Clone, Copy)]
 struct DroppedPacket {
@@ -263,13 +273,13 @@ impl Pipeline {
             holds_early: self.holds_early,
             rng,
         };
+        let form = BatchForm { open: self.open, longest: self.longest, is_plain: port.is_plain() };
         for entry in &mut self.slots[..admitted] {
             let allowed = match self.mode {
                 PipelineMode::Full => tracker.track(entry),
                 PipelineMode::ForwardOnly => Ok(PacketPath::Direct),
             };
             let frame = tracker.frames.bytes(entry.index);
-            let form = (self.open, self.longest);
             verdicts[entry.index] =
                 dispatch_or_reply(&mut self.replies, snapshot, (ingress, port), frame, entry, form, allowed);
         }
@@ -293,7 +303,8 @@ impl Pipeline {
         verdicts: &mut [Verdict; BATCH],
     ) -> usize {
         let (mut admitted, mut located) = (0, 0);
-        for (index, verdict) in verdicts.iter_mut().enumerate().take(frames.len()) {
+        let count = frames.len().min(BATCH);
+        for (index, verdict) in verdicts[..count].iter_mut().enumerate() {
             let slot = &mut self.slots[admitted];
             match admit::admit(snapshot, port, frames.bytes(index), &mut slot.packet) {
                 Ok(()) => {
@@ -330,14 +341,14 @@ fn dispatch_or_reply(
     (ingress, port): (PortId, &Port),
     frame: &mut [u8],
     entry: &AdmittedPacket,
-    (open, longest): (OpenChecksum, u16),
+    BatchForm { open, longest, is_plain }: BatchForm,
     allowed: Result<PacketPath, DroppedPacket>,
 ) -> Verdict {
     let packet = &entry.packet;
     let dropped = match allowed {
         Ok(route) => {
             let dispatched = match entry.translation() {
-                None => dispatch::dispatch(snapshot, port, frame, packet, route, open),
+                None => dispatch::dispatch(snapshot, (port, is_plain), frame, packet, route, open),
                 Some(it) => dispatch::dispatch_translated(snapshot, port, frame, (packet, it), route, open),
             };
             match dispatched {
