@@ -2,14 +2,16 @@
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream, UdpSocket};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
+use penstock_bench::load::segments;
 use penstock_bench::probe::{ProbeOutcome, Protocol, Site};
 use penstock_bench::testbed::Attach;
+use socket2::{Domain, Socket, Type};
 
 use crate::faults::repeated::{METRICS, NOBODY, ONLY_POD_0, manifests, outcome, repeated};
 use crate::fixture::Fixture;
@@ -35,6 +37,7 @@ fn fixture() -> Fixture {
 }
 
 /// A datagram from a port of its own, and whether its answer came. Nobody sends one again.
+#[derive(Debug)]
 struct Question {
     asked: Instant,
     is_answered: bool,
@@ -179,6 +182,79 @@ fn a_crash_start_stop_or_takeover_loses_no_repeated_one() {
         fixture.daemon.log().lines().join("\n")
     );
     assert!(denied.iter().all(|question| !question.is_answered), "{:?}", unanswered(&parts, &denied));
+}
+
+/// Ports that come back.
+const FEW: usize = 40;
+
+/// Opens TCP connections one after another, which end by a RST, each from the next of a few ports. Tells when each began, and whether neither its
+/// SYN nor its question was sent again.
+fn reset_until(
+    from: &Site,
+    to: SocketAddr,
+    ends: &Arc<AtomicBool>,
+    connections: &Arc<Mutex<Vec<Question>>>,
+) -> JoinHandle<()> {
+    let (ended, from_address) = (Arc::clone(ends), from.address(to.is_ipv6()).unwrap());
+    let connections = Arc::clone(connections);
+    let connect = move || {
+        for number in 0.. {
+            if ended.load(Ordering::Relaxed) {
+                break;
+            }
+            let asked = Instant::now();
+            let socket = Socket::new(Domain::for_address(to), Type::STREAM, None).unwrap();
+            socket.set_reuse_address(true).unwrap();
+            socket.set_linger(Some(Duration::ZERO)).unwrap();
+            let port = FIRST_PORT - 1 - (number % FEW) as u16;
+            socket.bind(&SocketAddr::new(from_address, port).into()).unwrap();
+            socket.connect_timeout(&to.into(), LIMIT).unwrap();
+            let mut stream = TcpStream::from(socket);
+            stream.set_read_timeout(Some(LIMIT)).unwrap();
+            stream.write_all(&[0; 16]).unwrap();
+            stream.read_exact(&mut [0; 20]).unwrap();
+            let (_, retransmitted) = segments(&stream).unwrap();
+            connections.lock().unwrap().push(Question { asked, is_answered: retransmitted == 0 });
+            std::thread::sleep(INTERVAL);
+        }
+    };
+    from.namespace.spawn("connections", connect).unwrap()
+}
+
+/// A client that resets its connections, as load balancers and health checks do, has its ports back at once.
+#[test]
+fn without_a_daemon_a_port_comes_back_after_a_reset() {
+    let mut fixture = fixture();
+    let_repeat(&fixture);
+    let ends = Arc::new(AtomicBool::new(false));
+    let to = SocketAddr::new(address(&fixture).ip(), 8080);
+    let connections = Arc::default();
+    let thread = reset_until(fixture.site("test/pod-0"), to, &ends, &connections);
+    // Each port comes back.
+    let wait = || {
+        let (before, deadline) = (connections.lock().unwrap().len(), Instant::now() + LIMIT);
+        while connections.lock().unwrap().len() < before + 2 * FEW {
+            assert!(Instant::now() < deadline, "{:?}", connections.lock().unwrap().last());
+            std::thread::sleep(INTERVAL);
+        }
+    };
+    wait();
+    let mut parts: Vec<Part> = Vec::new();
+    for ends in [Signal::SIGKILL, Signal::SIGTERM] {
+        fixture.daemon.signal(ends).unwrap();
+        fixture.daemon.wait_until_ended(Duration::from_secs(30)).unwrap();
+        parts.push((if parts.is_empty() { "a crash" } else { "a stop" }, Instant::now()));
+        wait();
+        parts.push(("the start after it", Instant::now()));
+        fixture.restart();
+        let_repeat(&fixture);
+    }
+    ends.store(true, Ordering::Relaxed);
+    thread.join().expect("each connection opens");
+    let sent_again = unanswered(&parts, &connections.lock().unwrap());
+    println!("with segments that were sent again: {sent_again:?}");
+    // Where workers are there, a busy machine may let them wait for a second.
+    assert!(sent_again.iter().step_by(2).all(|(_, again, _)| *again == 0), "{sent_again:?}");
 }
 
 /// Until the next daemon has the node the last policy stands, as documented; from then on its own.

@@ -12,6 +12,7 @@ mod mutations;
 mod repeat;
 mod states;
 mod translated;
+mod unserved;
 mod verifier;
 
 use std::net::IpAddr;

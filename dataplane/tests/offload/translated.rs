@@ -380,7 +380,7 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         DIFFER,
         "an ended entry is taken whatever its way was",
         REPEAT,
-        " ||\n\t    (control & VIA_HOST) != found->via_host)",
+        " || (control & VIA_HOST) != found->via_host)",
         ")",
     ),
 ];

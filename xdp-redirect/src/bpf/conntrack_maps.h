@@ -65,6 +65,7 @@ struct {
 #define NO_SLOT 0xffffffff
 #define PORTS_MASK 0xffffffffffULL /* of `ports`, without the owner */
 #define OWNER_AT 40
+#define HELD_SYN (127ULL << 57) /* of `ports`, above the owner and a flag (dataplane/src/conntrack/entry.rs) */
 
 #define TICK_NANOSECONDS 512000000
 #define STREAM 4 /* ticks: a datagram of the opener this long after its first one opens a stream (conntrack/track.rs) */
@@ -93,6 +94,8 @@ enum state {
 	TCP_SYN_SENT = 2,
 	TCP_SYN_RECEIVED = 4,
 	TCP_ESTABLISHED = 5,
+	TCP_RESETTING = 6,
+	TCP_LAST_ACK = 9,
 	TCP_TIME_WAIT = 10,
 	TCP_CLOSE = 11,
 	FRONTEND = 15,

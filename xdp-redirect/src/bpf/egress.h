@@ -3,7 +3,6 @@
  * own node or to a Service may have got that end's address only here. */
 #pragma once
 #include "established.h"
-#include "liveness.h"
 #include "origin.h"
 #include "worker.h"
 
@@ -56,7 +55,7 @@ static __always_inline int is_egress_allowed(const struct origin *origin, const 
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 
 	return allowed && table && (__s32)(allowed->epoch - *(const volatile __u32 *)&table->epoch) >= 0 &&
-	       (((tick_of_now() - allowed->tick) & TICK_MASK) < ALLOWED_FOR || !bpf_map_lookup_elem(&alive, &zero));
+	       (((tick_of_now() - allowed->tick) & TICK_MASK) < ALLOWED_FOR || !is_served());
 }
 
 /* Caches for is_egress_allowed what the worker says in the tag of a packet that it has allowed. */

@@ -12,6 +12,7 @@
  * A packet that is not understood, or of which anything is in doubt, is for a worker. */
 #pragma once
 #include "conntrack_maps.h"
+#include "liveness.h"
 #include "packet.h"
 
 /* The clock of the table, as Tick in dataplane/src/conntrack/time.rs. */
@@ -149,6 +150,8 @@ static __always_inline int is_expected(const struct packet *packet, __u32 slot, 
 		return 0;
 	if (packet->protocol == IPPROTO_TCP) {
 		*timeout = state == TCP_ESTABLISHED ? 0 : 4;
+		if (packet->flags & ~(TCP_SYN | TCP_FIN))
+			return 0;
 		if (state == TCP_ESTABLISHED)
 			return !(packet->flags & TCP_SYN);
 		return is_next_of_handshake(packet, slot, control, state);
@@ -158,6 +161,52 @@ static __always_inline int is_expected(const struct packet *packet, __u32 slot, 
 		return state == UDP_ASSURED || state == UDP_REPLIED || state == UDP_UNREPLIED;
 	entry = entry_at(slot);
 	return entry && ((now - (__u32)entry->tracking[0]) & TICK_MASK) < STREAM;
+}
+
+/* Whether this SYN opens an unanswered connection once more, with the number of its first one. */
+static __always_inline int is_same_syn(const struct packet *packet, __u32 slot, __u64 control)
+{
+	const struct entry *entry = entry_at(slot);
+
+	return entry && packet->sequence + 1 == (__u32)entry->tracking[ORIGINAL(control)];
+}
+
+static __always_inline int have_both_finished(__u64 path)
+{
+	return path & FINISHED(0) && path & FINISHED(1);
+}
+
+/* Whether a segment that only a worker could place goes on with an allowed connection, since nobody serves the workers. Whoever gets it judges
+ * its numbers (RFC 9293 section 3.10.7, RFC 5961), and the entry stays as it is.
+ *
+ * A RST: without it a server keeps what its client has given up. A SYN or a SYN-ACK that is sent again. A SYN of a client that comes back to
+ * its port, while the entry does not know that its last connection has been reset: another machine's RST ends nothing here. Of a connection
+ * that is closing also all else. */
+static __always_inline int passes_unserved(const struct packet *packet, __u32 slot, __u64 control, __u32 state, __u64 path)
+{
+	const __u32 from_opener = packet->direction == ORIGINAL(control);
+
+	if (packet->protocol != IPPROTO_TCP || control & (TENTATIVE | REVOKED) || is_served())
+		return 0;
+	if (packet->flags & TCP_RST)
+		return 1;
+	if (!(packet->flags & TCP_SYN))
+		return state > TCP_ESTABLISHED;
+	if (packet->flags == TCP_SYN)
+		return !from_opener && (state == TCP_SYN_RECEIVED || state == TCP_ESTABLISHED);
+	if (packet->flags != OPENING_SYN || !from_opener || packet->length != packet->headers)
+		return 0;
+	if (state == TCP_ESTABLISHED)
+		return !have_both_finished(path);
+	return (state == TCP_SYN_SENT || state == TCP_SYN_RECEIVED) && is_same_syn(packet, slot, control);
+}
+
+/* The path after such a segment: a RST that a pod sends ends its own connection, as a FIN of each end would. */
+static __always_inline __u64 path_unserved(const struct packet *packet, __u32 state, __u64 path, __u32 ingress)
+{
+	const int ends = packet->flags & TCP_RST && state == TCP_ESTABLISHED && ingress && ingress != BY_NODE;
+
+	return ends ? path | FINISHED(0) | FINISHED(1) : path;
 }
 
 /* The path as it is after this packet: with the change of state that workers must know. */
@@ -264,7 +313,7 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 	const struct entry *entry;
-	__u32 epoch, slot, kind, direction, state;
+	__u32 epoch, slot, kind, direction, state, unserved;
 	__u64 before, path, updated;
 	struct kernel_use *use;
 
@@ -272,7 +321,7 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 		return 0;
 	epoch = *(const volatile __u32 *)&table->epoch;
 	found->slot = slot = find(table, packet, NO_SLOT, &found->control);
-	if (slot == NO_SLOT || packet->flags == OPENING_SYN)
+	if (slot == NO_SLOT || (packet->flags == OPENING_SYN && is_served()))
 		return 0;
 	entry = entry_at(slot);
 	before = found->control;
@@ -293,7 +342,13 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	if (!starts_at(path, direction, ingress) || PATH_EPOCH(path) != (EPOCH(found->control) & 0xffff))
 		return 0;
 	state = state_of(packet, found->control, path);
-	if (!is_expected(packet, slot, found->control, state, found->now, &kind) || kind > 4)
+	unserved = !is_expected(packet, slot, found->control, state, found->now, &kind);
+	if (unserved) {
+		if (!passes_unserved(packet, slot, found->control, state, path))
+			return 0;
+		kind = state == TCP_ESTABLISHED ? 0 : 4;
+	}
+	if (kind > 4) /* never */
 		return 0;
 	found->slot = slot;
 	found->to_ifindex = target_of(path, direction);
@@ -302,10 +357,10 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	/* With the same control word as before, all that was read is of one connection and verdict. */
 	if (control_of(entry) != before)
 		return 0;
-	if (packet->flags & TCP_SYN && !record_syn_ack(packet, slot))
+	if (!unserved && packet->flags & TCP_SYN && !record_syn_ack(packet, slot))
 		return 0;
 	/* A worker may just have withdrawn the path, or revoked the connection. To write it again would undo that. */
-	updated = path_after(packet, found->control, state, path);
+	updated = unserved ? path_unserved(packet, state, path, ingress) : path_after(packet, found->control, state, path);
 	return updated == path || __sync_val_compare_and_swap(&use->path, path, updated) == path;
 }
 

@@ -55,9 +55,7 @@ static __always_inline __u32 longest_packet(const struct __sk_buff *skb, const s
 /* Whether workers must see all packets of a pod, for a capture. It ends with their process, whatever the flag says. */
 static __always_inline int is_captured(const struct interface *iface)
 {
-	__u32 process = 0;
-
-	return iface->captured && bpf_map_lookup_elem(&alive, &process);
+	return iface->captured && is_served();
 }
 
 /* Sends a packet that policy has allowed to a pod. */

@@ -9,3 +9,11 @@ struct {
 	__type(key, __u32);
 	__type(value, __u32);
 } alive SEC(".maps");
+
+/* Whether a process serves the workers. */
+static __always_inline int is_served(void)
+{
+	__u32 process = 0;
+
+	return !!bpf_map_lookup_elem(&alive, &process);
+}

@@ -10,12 +10,13 @@ struct packet {
 	__u32 length;    /* of the IP packet, in bytes */
 	__u32 headers;   /* of IP and transport, in bytes */
 	__u8 protocol, is_v4, ttl;
-	__u8 flags; /* of a TCP segment, those beside ACK: SYN, FIN or none; of a SYN without ACK both */
+	__u8 flags; /* of a TCP segment, those beside ACK: SYN, FIN, RST or none; and ACK where it has none, as OPENING_SYN */
 	__u32 sequence, acknowledged; /* of a TCP segment */
 };
 
 #define TCP_DECIDES 0x17 /* FIN, SYN, RST and ACK */
 #define TCP_ACK 0x10
+#define TCP_RST 0x04
 #define TCP_SYN 0x02
 #define TCP_FIN 0x01
 #define OPENING_SYN (TCP_SYN | TCP_ACK) /* as flags of `struct packet`, which has ACK where the segment has not */
@@ -77,8 +78,8 @@ static __always_inline __u32 read_network(struct __sk_buff *skb, struct packet *
 	return sizeof(*ip6);
 }
 
-/* Reads a TCP segment with ACK that has no RST and at most one of SYN and FIN, or a SYN alone, or a UDP datagram. Returns its ports, or 0
- * for any other packet. */
+/* Reads a TCP segment with ACK and at most one of SYN and FIN, a SYN alone, a RST, or a UDP datagram. Returns its ports, or 0 for any other
+ * packet. */
 static __always_inline const struct ports *read_transport(struct __sk_buff *skb, struct packet *packet, __u32 network)
 {
 	const void *end = (void *)(long)skb->data_end;
@@ -92,7 +93,8 @@ static __always_inline const struct ports *read_transport(struct __sk_buff *skb,
 		if (header < 20 || header > length)
 			return 0;
 		packet->flags = (transport[13] & TCP_DECIDES) ^ TCP_ACK;
-		if (packet->flags != OPENING_SYN && (packet->flags & ~(TCP_SYN | TCP_FIN) || packet->flags == (TCP_SYN | TCP_FIN)))
+		if (packet->flags != OPENING_SYN && (packet->flags & ~TCP_ACK) != TCP_RST &&
+		    (packet->flags & ~(TCP_SYN | TCP_FIN) || packet->flags == (TCP_SYN | TCP_FIN)))
 			return 0;
 		packet->headers = network + header;
 		packet->sequence = bpf_ntohl(*(const __be32 *)(transport + 4));

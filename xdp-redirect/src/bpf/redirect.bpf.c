@@ -131,12 +131,11 @@ int penstock(struct xdp_md *ctx)
 	const struct ipv6hdr *ip6 = (void *)(eth + 1);
 	struct in6_addr to = {}, from = {};
 	const __u16 *max_length;
-	__u32 process = 0;
 	int has_header, action;
 	enum outcome outcome;
 
 	/* The process is gone, even if the kernel has not yet closed its sockets, which takes time for each. */
-	if (on_miss == XDP_PASS && !bpf_map_lookup_elem(&alive, &process))
+	if (on_miss == XDP_PASS && !is_served())
 		return count(NO_SOCKET, XDP_PASS);
 	if ((void *)(eth + 1) > end)
 		return count(NOT_IP, XDP_PASS);

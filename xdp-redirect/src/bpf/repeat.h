@@ -14,7 +14,6 @@
  * answers where the stack sends it there, which has a place of its own: two pods may also talk without a Service. */
 #pragma once
 #include "established.h"
-#include "liveness.h"
 
 #define ANSWERS 4096 /* in pairs, of which each question has one */
 #define PODS 4096
@@ -66,11 +65,10 @@ static __always_inline void *element_behind_groups(const struct table *table, __
 static __always_inline int may_repeat(const struct table *table, __u32 now)
 {
 	const __u32 until = *(const volatile __u32 *)&table->repeats;
-	__u32 process = 0;
 
 	if (!(until & REPEATS_ON) || ((until - now) & TICK_MASK) > TICK_MASK / 2)
 		return 0;
-	return !(until & REPEATS_WITH_DAEMON) || bpf_map_lookup_elem(&alive, &process);
+	return !(until & REPEATS_WITH_DAEMON) || is_served();
 }
 
 /* Whether such a packet opens a connection: a SYN alone, or a datagram. */
@@ -81,8 +79,20 @@ static __always_inline int is_opening(const struct packet *packet)
 	return packet->flags == OPENING_SYN && packet->length == packet->headers;
 }
 
+/* Whether a SYN opens another connection, since nobody serves the workers, which would have the other end decide: after a RST that it may not
+ * have accepted, or before the last acknowledgement, or with another number than the SYN before it, which its opener has given up. */
+static __always_inline int is_over_unserved(const struct packet *packet, __u32 slot, __u64 control, __u32 state)
+{
+	if (is_served())
+		return 0;
+	if (state == TCP_SYN_SENT || state == TCP_SYN_RECEIVED)
+		return !is_same_syn(packet, slot, control);
+	return state == TCP_RESETTING || state == TCP_LAST_ACK;
+}
+
 /* Whether the connection of an entry with the packet's key has ended, so that a worker would open another one in its place: both ends have
- * sent a FIN, or one a RST; of datagrams, nobody has sent one for as long as such a connection may be idle. */
+ * sent a FIN, or one a RST; of datagrams, nobody has sent one for as long as such a connection may be idle. One that policy has revoked ends
+ * with the next SYN, too, but a worker looks at it while there is one. */
 static __always_inline int has_ended(const struct table *table, const struct packet *packet, const struct connection *found)
 {
 	const __u32 slot = found->slot;
@@ -92,17 +102,20 @@ static __always_inline int has_ended(const struct table *table, const struct pac
 	__u32 state;
 	__u64 path;
 
-	if (!use || !entry || !IS_WRITTEN(control) || control & (TENTATIVE | REVOKED | TRANSLATION) ||
-	    (control & VIA_HOST) != found->via_host)
+	if (!use || !entry || !IS_WRITTEN(control) || control & (TENTATIVE | TRANSLATION) || (control & VIA_HOST) != found->via_host)
 		return 0;
 	path = *(const volatile __u64 *)&use->path;
 	state = state_of(packet, control, path);
 	if (packet->protocol != IPPROTO_TCP)
-		return !is_active(use, control, found->now, table->timeouts[(state - 1) & 3]);
+		return !(control & REVOKED) && !is_active(use, control, found->now, table->timeouts[(state - 1) & 3]);
+	if (control & REVOKED)
+		return !is_served();
 	if (state == TCP_TIME_WAIT || state == TCP_CLOSE)
 		return 1;
-	return state == TCP_ESTABLISHED && path & FINISHED(0) && path & FINISHED(1) &&
-	       (STATE(control) != TCP_SYN_SENT || IS_ANSWERED(entry->tracking[!ORIGINAL(control)]));
+	if (state == TCP_ESTABLISHED)
+		return have_both_finished(path) &&
+		       (STATE(control) != TCP_SYN_SENT || IS_ANSWERED(entry->tracking[!ORIGINAL(control)]));
+	return is_over_unserved(packet, slot, control, state);
 }
 
 /* Reads the answer to a packet of which look_up has `found` no connection, or one that has ended: `found` gets where it goes. `ingress`: the
@@ -224,8 +237,9 @@ static __always_inline __u32 claim_ended(const struct packet *packet, const stru
 {
 	struct entry *entry = (struct entry *)entry_at(ended->slot);
 
-	/* With the owner, and without the flags above it: no SYN is held, and no worker is about to clear the entry. */
-	if (!entry || entry->ports != (packet->ports | VERDICT_OWNER(decision->verdict) << OWNER_AT) ||
+	/* With the owner, and without the flag above it: no worker is about to clear the entry. A SYN that was held before (held_syn.rs) may have left
+	 * its bits, which are read only where a window says so. */
+	if (!entry || (entry->ports & ~HELD_SYN) != (packet->ports | VERDICT_OWNER(decision->verdict) << OWNER_AT) ||
 	    __sync_val_compare_and_swap(&entry->control, ended->control, CLAIMED_ANEW(ended->control)) != ended->control)
 		return NO_SLOT;
 	return ended->slot;
@@ -308,11 +322,7 @@ static __always_inline int take_one(__s64 *left)
  * had room for. */
 static __always_inline int take_credit(struct credit *credit)
 {
-	__u32 process = 0;
-
-	if (!credit)
-		return 0;
-	return take_one(&credit->left) || (!bpf_map_lookup_elem(&alive, &process) && take_one(&credit->alone));
+	return credit && (take_one(&credit->left) || (!is_served() && take_one(&credit->alone)));
 }
 
 static __always_inline void return_credit(const struct table *table, const struct decision *decision)

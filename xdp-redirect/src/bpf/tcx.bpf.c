@@ -49,9 +49,7 @@
 /* Whether no process serves the sockets, and policy is then not enforced, by setting. */
 static __always_inline int is_fail_open(void)
 {
-	__u32 process = 0;
-
-	return open_without_workers && !bpf_map_lookup_elem(&alive, &process);
+	return open_without_workers && !is_served();
 }
 
 /* Bytes of address resolution that must be readable: an IPv6 header and a neighbour message with its target. */

@@ -65,8 +65,8 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         OF_ENTRY,
         "states of a TCP connection that ends count",
         LOOKUP,
-        "if (state == TCP_ESTABLISHED)\n",
-        "if (state >= TCP_ESTABLISHED)\n",
+        "if (state == TCP_ESTABLISHED)\n\t\t\treturn !(packet",
+        "if (state >= TCP_ESTABLISHED)\n\t\t\treturn !(packet",
     ),
     mutation(
         OF_ENTRY,
@@ -145,7 +145,7 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         ANSWER,
         "the number of a SYN-ACK is not noted",
         LOOKUP,
-        "if (packet->flags & TCP_SYN && !record_syn_ack(packet, slot))\n\t\treturn 0;",
+        "if (!unserved && packet->flags & TCP_SYN && !record_syn_ack(packet, slot))\n\t\treturn 0;",
         "",
     ),
     mutation(
@@ -185,8 +185,8 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         OF_ENTRY,
         "the opener is the end with the lower address",
         LOOKUP,
-        "from_opener = packet->direction == ORIGINAL(control);",
-        "from_opener = !packet->direction;",
+        "from_opener = packet->direction == ORIGINAL(control);\n\tconst struct entry",
+        "from_opener = !packet->direction;\n\tconst struct entry",
     ),
     // The key.
     mutation(OF_ENTRY, "the lower address has half its bits", LOOKUP, "(entry->low[1] ^ packet->low[1])", "0ULL"),

@@ -40,7 +40,7 @@ pub(crate) const fn mutation(
     Mutation { noticed_by, breaks, file, from, to, equivalent: None }
 }
 
-const fn equivalent(because: &'static str, of: Mutation) -> Mutation {
+pub(crate) const fn equivalent(because: &'static str, of: Mutation) -> Mutation {
     Mutation { equivalent: Some(because), ..of }
 }
 
@@ -93,8 +93,14 @@ fn mutations() -> impl Iterator<Item = &'static Mutation> {
     MUTATIONS.into_iter().flatten()
 }
 
-const MUTATIONS: [&[Mutation]; 5] =
-    [lookup::MUTATIONS, packets::MUTATIONS, opened::MUTATIONS, super::ended::MUTATIONS, super::translated::MUTATIONS];
+const MUTATIONS: [&[Mutation]; 6] = [
+    lookup::MUTATIONS,
+    packets::MUTATIONS,
+    opened::MUTATIONS,
+    super::ended::MUTATIONS,
+    super::translated::MUTATIONS,
+    super::unserved::MUTATIONS,
+];
 
 /// What tests say of programs.
 enum Outcome {

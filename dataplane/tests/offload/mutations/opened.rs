@@ -12,15 +12,15 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         ALONE,
         "answers outlast a daemon that must run",
         REPEAT,
-        "return !(until & REPEATS_WITH_DAEMON) || bpf_map_lookup_elem(&alive, &process);",
+        "return !(until & REPEATS_WITH_DAEMON) || is_served();",
         "return 1;",
     ),
     mutation(
         ALONE,
         "no answer outlasts the daemon",
         REPEAT,
-        "return !(until & REPEATS_WITH_DAEMON) || bpf_map_lookup_elem(&alive, &process);",
-        "return !!bpf_map_lookup_elem(&alive, &process);",
+        "return !(until & REPEATS_WITH_DAEMON) || is_served();",
+        "return is_served();",
     ),
     mutation(
         OPENING,
