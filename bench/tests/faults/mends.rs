@@ -20,9 +20,12 @@ const EGRESS: &str = "egress.h";
 const NEIGHBOUR: &str = "neighbour.h";
 const TUNNEL: &str = "tunnel.h";
 const XDP: &str = "redirect.bpf.c";
+const HOST: &str = "host_routing.h";
+const KERNEL: &str = "kernel_network.h";
 
 const FUZZER: &str = "faults::fuzz::random_frames_for_a_minute_arrive_only_where_policy_allows";
 const TUNNELS: &str = "services::tunnels::a_node_unwraps_no_tunnel_packet_of_another_nodes_pod";
+const SAYS: &str = "system::host_routing::packets_pass_the_stack_by_until_somebody_has_a_say";
 /// Seconds that the fuzzer has for a mutant.
 const SECONDS: &str = "90";
 
@@ -213,6 +216,77 @@ const MUTANTS: &[Mutant] = &[
         file: NEIGHBOUR,
         from: "\treturn !(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3]) || bpf_map_lookup_elem(pod_macs, &sender);",
         to: "\treturn 1;",
+    },
+    // The way past the node's stack.
+    Mutant {
+        breaks: "past the stack the forward chain of IPv4 has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "net->nf.hooks_ipv4[PREROUTING] || net->nf.hooks_ipv4[FORWARD] || ",
+        to: "net->nf.hooks_ipv4[PREROUTING] || ",
+    },
+    Mutant {
+        breaks: "past the stack what masquerades has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "net->nf.hooks_ipv4[FORWARD] || net->nf.hooks_ipv4[POSTROUTING];",
+        to: "net->nf.hooks_ipv4[FORWARD];",
+    },
+    Mutant {
+        breaks: "past the stack the chain of what enters by IPv6 has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "return net->nf.hooks_ipv6[PREROUTING] || ",
+        to: "return ",
+    },
+    Mutant {
+        breaks: "past the stack a chain at an interface has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "if (bpf_core_field_exists(device->nf_hooks_ingress) && device->nf_hooks_ingress)\n\t\treturn 1;",
+        to: "",
+    },
+    Mutant {
+        breaks: "past the stack an IPsec policy has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "\tif (has_policies(net))\n\t\treturn BY_IPSEC;\n",
+        to: "",
+    },
+    Mutant {
+        breaks: "past the stack a filter of traffic control has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "return !!entry->miniq;",
+        to: "return 0;",
+    },
+    Mutant {
+        breaks: "past the stack a macvlan has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "return device->rx_handler || ",
+        to: "return ",
+    },
+    Mutant {
+        breaks: "past the stack a setting of priorities has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "return !net->ipv4.sysctl_ip_fwd_update_priority;",
+        to: "return 0;",
+    },
+    Mutant {
+        breaks: "past the stack the setting of the daemon has no say",
+        finder: Test("system::host_routing::with_the_setting_or_without_offload_all_goes_by_the_stack"),
+        file: KERNEL,
+        from: "\tif (!host_routing)\n\t\treturn BY_SETTING;\n",
+        to: "",
+    },
+    Mutant {
+        breaks: "past the stack the MTU of a route has no say",
+        finder: Test("system::host_routing::a_route_with_a_smaller_mtu_is_kept_to"),
+        file: HOST,
+        from: "struct bpf_fib_lookup route = { .tot_len = length };\n\tstruct bpf_redir_neigh",
+        to: "struct bpf_fib_lookup route = {};\n\tstruct bpf_redir_neigh",
     },
 ];
 

@@ -437,7 +437,7 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_FIELDS,
         "the entry of another owner is taken",
         REPEAT,
-        "if (!entry || (entry->ports & ~HELD_SYN) != (packet->ports | VERDICT_OWNER(decision->verdict) << OWNER_AT) ||",
+        "if (!entry || (entry->ports & ~HELD_SYN) != ports ||",
         "if (!entry ||",
     ),
     mutation(

@@ -2,7 +2,7 @@
 
 use super::entry::Words;
 use super::mutations::{LOOKUP, Mutation, REPEAT, equivalent, mutation};
-use super::repeat::{answer, flow_of, opening, repeatable};
+use super::repeat::{flow_of, opening, repeatable};
 use super::*;
 
 const RST: u8 = 4;
@@ -93,6 +93,7 @@ fn without_a_daemon_what_only_a_worker_could_place_passes() {
     for (there, cases) in connections().flat_map(|there| SEGMENTS.chunks(9).map(move |cases| (there, cases))) {
         in_namespace(|| {
             let mut node = Node::new();
+            node.repeat();
             let of = |number: usize| Sent { flow: number as u8, ..there };
             for (number, (what, segments, segment, _)) in cases.iter().enumerate() {
                 open_as_far_as(&mut node, of(number), *segments);
@@ -139,12 +140,13 @@ fn without_a_daemon_nothing_passes_that_policy_has_not_allowed() {
             });
         }
     }
-    // From another pod than the one that has the address.
+    // Where programs may open nothing, and from another pod than the one that has the address.
     in_namespace(|| {
         let mut node = Node::new();
         let there = sent(End::A, End::B, true, ACK);
         open_as_far_as(&mut node, there, 3);
         node.programs.forget_process().unwrap();
+        assert!(!opener(SYN).passes(&node, there));
         let reset = Sent { flags: RST | ACK, payload: 0, ..there }.frame();
         let tried = node.programs.try_frame(TriedSender::Pod, node.interface(End::B), &reset, 0).unwrap();
         assert_eq!(tried.frame[..2], TO_WORKER);
@@ -160,40 +162,44 @@ enum Opens {
     InItsPlace,
 }
 
+/// What became of the last connection of a port: how many segments of its handshake there were, and which RST came.
+const ENDINGS: &[(&str, usize, Option<Segment>, Opens)] = &[
+    ("reset", 3, Some(opener(RST | ACK)), Opens::InItsPlace),
+    ("lost", 3, None, Opens::WithinIt),
+    ("answered and given up", 2, None, Opens::InItsPlace),
+    ("unanswered and given up", 1, None, Opens::InItsPlace),
+    ("refused", 1, Some(other(RST | ACK)), Opens::InItsPlace),
+];
+
 #[test]
 fn without_a_daemon_a_port_that_comes_back_opens_again() {
     let again = Segment { is_renumbered: true, ..opener(SYN) };
     for there in connections().filter(|there| !is_to_service(*there)) {
-        for (what, segments, resets, expected) in [
-            ("reset", 3, Some(opener(RST | ACK)), Opens::InItsPlace),
-            ("lost", 3, None, Opens::WithinIt),
-            ("answered and given up", 2, None, Opens::InItsPlace),
-            ("unanswered and given up", 1, None, Opens::InItsPlace),
-            ("refused", 1, Some(other(RST | ACK)), Opens::InItsPlace),
-        ] {
-            in_namespace(|| {
-                let mut node = Node::new();
-                node.repeat();
-                answer(&mut node, there);
-                open_as_far_as(&mut node, there, segments);
-                node.programs.forget_process().unwrap();
-                assert!(resets.is_none_or(|reset| reset.passes(&node, there)), "{what}: {there:?}");
-                let words = Words::of(&node);
+        in_namespace(|| {
+            let mut node = Node::new();
+            node.repeat();
+            let of = |number: usize| Sent { flow: number as u8, ..there };
+            for (number, (_, segments, ..)) in ENDINGS.iter().enumerate() {
+                open_as_far_as(&mut node, of(number), *segments);
+            }
+            node.programs.forget_process().unwrap();
+            let words = Words::of(&node);
+            for (number, (what, segments, resets, expected)) in ENDINGS.iter().enumerate() {
+                let of = of(number);
+                assert!(resets.is_none_or(|reset| reset.passes(&node, of)), "{what}: {of:?}");
                 let generation = || {
-                    let of_flow = words.slots().into_iter().map(|slot| words.read(slot));
-                    of_flow
-                        .filter(|fields| fields.is_of(&flow_of(there)))
-                        .map(|fields| fields.generation())
-                        .collect::<Vec<_>>()
+                    let entries = words.slots().into_iter().map(|slot| words.read(slot));
+                    let mut of_flow = entries.filter(|fields| fields.is_of(&flow_of(of)));
+                    of_flow.next().expect("it is there").generation()
                 };
                 let before = generation();
-                assert!(again.passes(&node, there), "{what}: {there:?}");
+                assert!(again.passes(&node, of), "{what}: {of:?}");
                 // Another machine may send a RST that its connection does not accept.
-                let expected = if there.from == End::Outside && segments == 3 { Opens::WithinIt } else { expected };
+                let expected = if there.from == End::Outside && *segments == 3 { Opens::WithinIt } else { *expected };
                 let opens = if generation() == before { Opens::WithinIt } else { Opens::InItsPlace };
-                assert_eq!(opens, expected, "{what}: {there:?}");
-            });
-        }
+                assert_eq!(opens, expected, "{what}: {of:?}");
+            }
+        });
     }
 }
 
@@ -250,8 +256,15 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_PORTS,
         "a SYN passes on a connection that has ended",
         LOOKUP,
+        "return !have_both_finished(path) && may_repeat",
+        "return may_repeat",
+    ),
+    mutation(
+        UNALLOWED,
+        "a SYN passes on a connection where programs open none",
+        LOOKUP,
+        "return !have_both_finished(path) && may_repeat(table, found->now);",
         "return !have_both_finished(path);",
-        "return 1;",
     ),
     mutation(
         OF_PORTS,

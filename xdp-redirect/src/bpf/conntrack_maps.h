@@ -27,7 +27,7 @@ struct table {
 	__u64 identity[2], groups, boot[2], seed[6], names[2], checksum;
 	__u32 epoch;       /* entries that were last evaluated under an older one are for a worker */
 	__u32 timeouts[5]; /* in ticks: TCP established; UDP unreplied, replied, assured; TCP before it is established */
-	__u32 repeats;     /* until when programs may open connections by themselves (repeat.h) */
+	__u32 repeats;     /* until when programs may open connections by themselves (may_repeat) */
 };
 
 struct {
@@ -119,6 +119,10 @@ enum state {
 #define UNANSWERED(acknowledged) (UNKNOWN_SCALE | (acknowledged))
 #define WINDOW_FROM(next) ((next) | (__u64)((__u32)((next) + 4095) >> 12) << 32 | 16ULL << 52 | UNKNOWN_SCALE | 1ULL << 61)
 #define IS_ANSWERED(window) ((window) >> 52 & 31)
+
+/* Until when programs may repeat answers (`table.repeats`). */
+#define REPEATS_ON (1U << 31)
+#define REPEATS_WITH_DAEMON (1U << 30) /* alone */
 
 /* The links of translated connections (dataplane/src/conntrack/beside.rs) are behind the entries, eight to an element. */
 #define LINKS 8

@@ -176,39 +176,6 @@ static __always_inline int have_both_finished(__u64 path)
 	return path & FINISHED(0) && path & FINISHED(1);
 }
 
-/* Whether a segment that only a worker could place goes on with an allowed connection, since nobody serves the workers. Whoever gets it judges
- * its numbers (RFC 9293 section 3.10.7, RFC 5961), and the entry stays as it is.
- *
- * A RST: without it a server keeps what its client has given up. A SYN or a SYN-ACK that is sent again. A SYN of a client that comes back to
- * its port, while the entry does not know that its last connection has been reset: another machine's RST ends nothing here. Of a connection
- * that is closing also all else. */
-static __always_inline int passes_unserved(const struct packet *packet, __u32 slot, __u64 control, __u32 state, __u64 path)
-{
-	const __u32 from_opener = packet->direction == ORIGINAL(control);
-
-	if (packet->protocol != IPPROTO_TCP || control & (TENTATIVE | REVOKED) || is_served())
-		return 0;
-	if (packet->flags & TCP_RST)
-		return 1;
-	if (!(packet->flags & TCP_SYN))
-		return state > TCP_ESTABLISHED;
-	if (packet->flags == TCP_SYN)
-		return !from_opener && (state == TCP_SYN_RECEIVED || state == TCP_ESTABLISHED);
-	if (packet->flags != OPENING_SYN || !from_opener || packet->length != packet->headers)
-		return 0;
-	if (state == TCP_ESTABLISHED)
-		return !have_both_finished(path);
-	return (state == TCP_SYN_SENT || state == TCP_SYN_RECEIVED) && is_same_syn(packet, slot, control);
-}
-
-/* The path after such a segment: a RST that a pod sends ends its own connection, as a FIN of each end would. */
-static __always_inline __u64 path_unserved(const struct packet *packet, __u32 state, __u64 path, __u32 ingress)
-{
-	const int ends = packet->flags & TCP_RST && state == TCP_ESTABLISHED && ingress && ingress != BY_NODE;
-
-	return ends ? path | FINISHED(0) | FINISHED(1) : path;
-}
-
 /* The path as it is after this packet: with the change of state that workers must know. */
 static __always_inline __u64 path_after(const struct packet *packet, __u64 control, __u32 state, __u64 path)
 {
@@ -243,6 +210,51 @@ struct connection {
 	__u32 only_plain;    /* of the caller: a translated connection is for a worker */
 	__u32 via_host;      /* of the caller: VIA_HOST, if one that the packet opens traverses the node's stack */
 };
+
+/* Whether programs may repeat answers now: the daemon says so from time to time. */
+static __always_inline int may_repeat(const struct table *table, __u32 now)
+{
+	const __u32 until = *(const volatile __u32 *)&table->repeats;
+
+	if (!(until & REPEATS_ON) || ((until - now) & TICK_MASK) > TICK_MASK / 2)
+		return 0;
+	return !(until & REPEATS_WITH_DAEMON) || is_served();
+}
+
+/* Whether a segment that only a worker could place goes on with an allowed connection, since nobody serves the workers. Whoever gets it judges
+ * its numbers (RFC 9293 section 3.10.7, RFC 5961), and the entry stays as it is.
+ *
+ * A RST: without it a server keeps what its client has given up. A SYN or a SYN-ACK that is sent again. A SYN of a client that comes back to
+ * its port, where programs may open connections, and the entry does not know that the last one has been reset: another machine's RST ends
+ * nothing here. Of a connection that is closing also all else. */
+static __always_inline int passes_unserved(const struct table *table, const struct packet *packet, const struct connection *found, __u32 slot,
+					   __u32 state, __u64 path)
+{
+	const __u64 control = found->control;
+	const __u32 from_opener = packet->direction == ORIGINAL(control);
+
+	if (packet->protocol != IPPROTO_TCP || control & (TENTATIVE | REVOKED) || is_served())
+		return 0;
+	if (packet->flags & TCP_RST)
+		return 1;
+	if (!(packet->flags & TCP_SYN))
+		return state > TCP_ESTABLISHED;
+	if (packet->flags == TCP_SYN)
+		return !from_opener && (state == TCP_SYN_RECEIVED || state == TCP_ESTABLISHED);
+	if (packet->flags != OPENING_SYN || !from_opener || packet->length != packet->headers)
+		return 0;
+	if (state == TCP_ESTABLISHED)
+		return !have_both_finished(path) && may_repeat(table, found->now);
+	return (state == TCP_SYN_SENT || state == TCP_SYN_RECEIVED) && is_same_syn(packet, slot, control);
+}
+
+/* The path after such a segment: a RST that a pod sends ends its own connection, as a FIN of each end would. */
+static __always_inline __u64 path_unserved(const struct packet *packet, __u32 state, __u64 path, __u32 ingress)
+{
+	const int ends = packet->flags & TCP_RST && state == TCP_ESTABLISHED && ingress && ingress != BY_NODE;
+
+	return ends ? path | FINISHED(0) | FINISHED(1) : path;
+}
 
 static __always_inline __u64 link_of(const struct table *table, __u32 slot)
 {
@@ -344,7 +356,7 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	state = state_of(packet, found->control, path);
 	unserved = !is_expected(packet, slot, found->control, state, found->now, &kind);
 	if (unserved) {
-		if (!passes_unserved(packet, slot, found->control, state, path))
+		if (!passes_unserved(table, packet, found, slot, state, path))
 			return 0;
 		kind = state == TCP_ESTABLISHED ? 0 : 4;
 	}

@@ -43,10 +43,6 @@ struct events { /* before the words of the events, eight to an element */
 #define VERDICT_OWNER(verdict) ((verdict) >> 32 & 0xffff)
 #define VERDICT_ORIGINAL(verdict) ((verdict) >> 48 & 1)
 
-/* Until when programs may repeat answers (`table.repeats`). */
-#define REPEATS_ON (1U << 31)
-#define REPEATS_WITH_DAEMON (1U << 30) /* alone */
-
 #define EMPTY_PATH(control) GENERATION(control)
 #define IN_PLACE (1U << 31) /* of a connection that had ended */
 #define EVENT(position, slot, control) \
@@ -59,16 +55,6 @@ struct decision { /* that of an answer */
 static __always_inline void *element_behind_groups(const struct table *table, __u32 element)
 {
 	return (void *)entry_at(table->groups * ELEMENTS_OF_GROUP + element);
-}
-
-/* Whether programs may repeat answers now: the daemon says so from time to time. */
-static __always_inline int may_repeat(const struct table *table, __u32 now)
-{
-	const __u32 until = *(const volatile __u32 *)&table->repeats;
-
-	if (!(until & REPEATS_ON) || ((until - now) & TICK_MASK) > TICK_MASK / 2)
-		return 0;
-	return !(until & REPEATS_WITH_DAEMON) || is_served();
 }
 
 /* Whether such a packet opens a connection: a SYN alone, or a datagram. */
@@ -235,13 +221,15 @@ __noinline __u32 find_other(struct packet *packet, __u32 claimed)
 /* Claims the entry of a connection of the same key and owner that has ended, and which stays counted; NO_SLOT: it is another one by now. */
 static __always_inline __u32 claim_ended(const struct packet *packet, const struct decision *decision, const struct connection *ended)
 {
+	const __u64 ports = packet->ports | VERDICT_OWNER(decision->verdict) << OWNER_AT;
 	struct entry *entry = (struct entry *)entry_at(ended->slot);
 
-	/* With the owner, and without the flag above it: no worker is about to clear the entry. A SYN that was held before (held_syn.rs) may have left
-	 * its bits, which are read only where a window says so. */
-	if (!entry || (entry->ports & ~HELD_SYN) != (packet->ports | VERDICT_OWNER(decision->verdict) << OWNER_AT) ||
+	/* With the owner, and without the flag above it: no worker is about to clear the entry. */
+	if (!entry || (entry->ports & ~HELD_SYN) != ports ||
 	    __sync_val_compare_and_swap(&entry->control, ended->control, CLAIMED_ANEW(ended->control)) != ended->control)
 		return NO_SLOT;
+	/* A SYN that was held has left its bits, which are read only where a window says so. A worker that is late may write them once more. */
+	*(volatile __u64 *)&entry->ports = ports;
 	return ended->slot;
 }
 
