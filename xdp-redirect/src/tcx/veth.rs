@@ -1,4 +1,4 @@
-//! What is attached to a pod's veth.
+//! The programs at a pod's veth.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;

@@ -286,6 +286,7 @@ fn one_line(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::workers::DEFAULT_FRAMES;
     use super::super::*;
     use super::*;
 

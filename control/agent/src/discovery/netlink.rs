@@ -147,16 +147,7 @@ impl Netlink {
         let bridges: BTreeSet<u32> = links.values().filter(|link| link.bridge).map(|link| link.index).collect();
         let on_bridge =
             |link: &Link| link.peer_namespace.is_some() && link.master.is_some_and(|index| bridges.contains(&index));
-        let mut unknown = BTreeSet::new();
-        for message in &messages {
-            let Some(link) = links.get_mut(&message.header.index).filter(|link| link.veth) else { continue };
-            if link.peer_namespace.is_some() {
-                link.peer_mac = self.peer_mac(message).await;
-                if link.peer_mac.is_none() {
-                    unknown.insert(link.index);
-                }
-            }
-        }
+        let unknown = self.read_peer_macs(&messages, &mut links).await;
         let mut bridged = Vec::new();
         if !unknown.is_empty() || links.values().any(on_bridge) {
             let neighbours = self.neighbours().await?;
@@ -181,6 +172,22 @@ impl Netlink {
             remote,
             longest: all.iter().filter_map(mtu).min(),
         })
+    }
+
+    /// Fills in the MAC address at the other end of each veth that leads to another network namespace. Returns the veths whose other end
+    /// cannot be read.
+    async fn read_peer_macs(&self, messages: &[LinkMessage], links: &mut BTreeMap<u32, Link>) -> BTreeSet<u32> {
+        let mut unknown = BTreeSet::new();
+        for message in messages {
+            let Some(link) = links.get_mut(&message.header.index).filter(|link| link.veth) else { continue };
+            if link.peer_namespace.is_some() {
+                link.peer_mac = self.peer_mac(message).await;
+                if link.peer_mac.is_none() {
+                    unknown.insert(link.index);
+                }
+            }
+        }
+        unknown
     }
 
     /// The interfaces that have a queueing discipline or filters of somebody else. A kernel without traffic control has none.
