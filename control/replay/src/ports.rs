@@ -40,12 +40,7 @@ impl FromStr for Mapping {
         let port = match port {
             "host" => PortName::Host,
             "uplink" => PortName::Uplink,
-            pod => match pod.split_once('/') {
-                Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() => {
-                    PortName::Pod(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() })
-                }
-                _ => return Err(malformed()),
-            },
+            pod => PortName::Pod(ObjectKey::parse(pod).ok_or_else(malformed)?),
         };
         if interface.is_empty() { Err(malformed()) } else { Ok(Self { interface: interface.to_owned(), port }) }
     }

@@ -117,7 +117,6 @@ pub struct TcxMapError {
 /// Who sends a frame of [`TcxPrograms::try_frame`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TriedSender {
-    /// The pod.
     Pod,
     /// The node itself, to the pod.
     Node,
@@ -426,9 +425,7 @@ pub struct Entrances {
 /// Packets, as segments on a wire, and their bytes, Ethernet headers of long segments counted once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TrafficCount {
-    /// Packets.
     pub packets: u64,
-    /// Bytes.
     pub bytes: u64,
 }
 

@@ -135,7 +135,6 @@ impl TcxPrograms {
 }
 
 impl PodVeth {
-    /// The interface.
     pub fn interface(&self) -> &Interface {
         &self.interface
     }

@@ -226,7 +226,6 @@ impl TryFrom<Vec<u16>> for Cores {
 pub struct FrameSize(u32);
 
 impl FrameSize {
-    /// In bytes.
     pub const fn bytes(self) -> u32 {
         self.0
     }
@@ -295,7 +294,6 @@ impl MemorySize {
         Self(count << 20)
     }
 
-    /// In bytes.
     pub const fn bytes(self) -> u64 {
         self.0
     }
@@ -372,7 +370,6 @@ written_as_text!(TableMapping, "pattern": "^(off|/.*[^/])$");
 pub enum MidstreamPickup {
     /// For this long; never if zero.
     For(TimeSpan),
-    /// Always.
     Always,
 }
 
@@ -419,14 +416,9 @@ impl TryFrom<String> for Resolver {
         if let Ok(block) = text.parse::<IpNet>() {
             return Ok(Self::Block(block.trunc()));
         }
-        match text.split_once('/') {
-            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
-                Ok(Self::Service(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() }))
-            }
-            _ => Err(invalid!(
-                "not a DNS server; write a Service as NAMESPACE/NAME, an address, or a block such as 10.0.0.0/24"
-            )),
-        }
+        ObjectKey::parse(&text).map(Self::Service).ok_or_else(|| {
+            invalid!("not a DNS server; write a Service as NAMESPACE/NAME, an address, or a block such as 10.0.0.0/24")
+        })
     }
 }
 
@@ -448,7 +440,6 @@ written_as_text!(Resolver);
 pub struct TimeSpan(Duration);
 
 impl TimeSpan {
-    /// This many microseconds.
     pub const fn microseconds(count: u64) -> Self {
         Self(Duration::from_micros(count))
     }

@@ -362,21 +362,8 @@ async fn collect<T>(
 }
 
 fn link(message: &LinkMessage) -> Link {
-    let mut link = Link {
-        index: message.header.index,
-        name: String::new(),
-        alias: None,
-        mac: Mac::default(),
-        mtu: 0,
-        up: message.header.flags.contains(LinkFlags::Up),
-        veth: false,
-        bridge: false,
-        peer_namespace: None,
-        master: None,
-        queues: 1,
-        peer_mac: None,
-        shaping: Shaping::default(),
-    };
+    let (index, up) = (message.header.index, message.header.flags.contains(LinkFlags::Up));
+    let mut link = Link { index, up, queues: 1, ..Link::default() };
     for attribute in &message.attributes {
         match attribute {
             LinkAttribute::IfName(name) => link.name.clone_from(name),

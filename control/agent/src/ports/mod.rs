@@ -55,7 +55,6 @@ pub(super) enum CapturedPorts {
     Pod(ObjectKey),
 }
 
-/// All open ports.
 pub(super) struct OpenPorts {
     programs: Programs,
     on_miss: OnMiss,

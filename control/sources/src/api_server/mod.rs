@@ -102,7 +102,6 @@ struct Batch {
     versions: Option<Versions>,
 }
 
-/// ApiServerTimeouts for an API server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ApiServerTimeouts {
     pub page: Duration,
