@@ -196,9 +196,6 @@ impl Player {
     }
 
     /// Changes the cluster. Forgets the connections of addresses whose owner changed, as the daemon does.
-    ///
-    /// # Errors
-    /// There are too many pods.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> Result<(), ClusterError> {
         let changed_owner = self.cluster.apply(changes)?;
         if !changed_owner.is_empty() {

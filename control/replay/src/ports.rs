@@ -57,9 +57,6 @@ pub struct PortMap {
 
 impl PortMap {
     /// Resolves these mappings in the current cluster.
-    ///
-    /// # Errors
-    /// A pod does not exist.
     pub fn new(mappings: &[Mapping], cluster: &ReplayCluster) -> Result<Self, PortMappingError> {
         let mut by_name = FxHashMap::default();
         for Mapping { interface, port } in mappings {

@@ -29,9 +29,6 @@ impl Failure {
     }
 
     /// Prints an answer on standard output.
-    ///
-    /// # Errors
-    /// As [`Failure::from_output`].
     pub fn print(answer: impl AsRef<[u8]>) -> Result<(), Self> {
         io::stdout().write_all(answer.as_ref()).or_else(Self::from_output)
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use ipnet::IpNet;
 use penstock_dataplane::io::largest_mtu;
 use penstock_policy::model::ObjectKey;
-use penstock_sources::convert::is_label_key;
+use penstock_sources::convert::{is_dns_subdomain, is_label_key};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -70,13 +70,7 @@ impl TryFrom<String> for NodeName {
     type Error = InvalidValue;
 
     fn try_from(name: String) -> Result<Self, InvalidValue> {
-        let part = |part: &str| {
-            let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-            part.bytes().all(|byte| inner(byte) || byte == b'-')
-                && part.bytes().next().is_some_and(inner)
-                && part.bytes().next_back().is_some_and(inner)
-        };
-        if name.len() <= 253 && name.split('.').all(part) {
+        if is_dns_subdomain(&name) {
             Ok(Self(name))
         } else {
             Err(invalid!("not a node's name; set the metadata.name of this machine's Node object, such as worker-1"))

@@ -233,6 +233,15 @@ impl Netlink {
         }
     }
 
+    /// Deletes a link, unless it is gone.
+    pub(super) async fn delete_link(&self, link: &Link) -> Result<(), NetlinkError> {
+        let deleted = self.handle.link().del(link.index).execute().await;
+        match deleted.map_err(|error| NetlinkError::new(format!("cannot delete {}", link.name), error)) {
+            Err(error) if !error.is_gone() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
     pub(super) async fn routes(&self, family: AddressFamily) -> Result<Vec<RouteMessage>, NetlinkError> {
         let mut request = RouteMessage::default();
         request.header.address_family = family;
