@@ -103,10 +103,9 @@ pub(super) fn whole<'a, T: Serialize>(answer: &'a T, missing: &'a [Missing]) -> 
 /// are missing from it.
 pub(super) async fn print_again(text: &str, missing: &[Missing], is_json: bool, seconds: u64) -> io::Result<()> {
     let missing = if is_json { Vec::new() } else { lines(missing) };
+    let screen = missing.iter().fold(text.to_owned(), |screen, line| screen + line + "\n");
     let mut output = io::stdout();
-    output.write_all(text.as_bytes())?;
-    missing.iter().try_for_each(|line| writeln!(output, "{line}"))?;
-    output.flush()?;
+    output.write_all(screen.as_bytes()).and_then(|()| output.flush())?;
     tokio::time::sleep(Duration::from_secs(seconds)).await;
     Ok(())
 }
