@@ -84,7 +84,7 @@ impl Worker {
         self.decided.push((frame[0], verdict));
     }
 
-    /// What is decided of these, received in this order.
+    /// The decisions on these, received in this order.
     fn of(mut self, port: PortId, frames: &[&[u8]]) -> Vec<(u8, Verdict)> {
         frames.iter().for_each(|frame| self.receive(port, frame));
         self.decided

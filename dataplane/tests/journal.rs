@@ -66,7 +66,7 @@ struct Node {
     table: Arc<ConnTable>,
     snapshot: Snapshot,
     now: Timestamp,
-    /// What was forwarded, by the flow of the packets, as seen from outside.
+    /// The packets that were forwarded, by their flow, as seen from outside.
     forwarded: BTreeMap<String, Counts>,
     ended: Vec<EndedConnection>,
 }
@@ -115,7 +115,7 @@ impl Node {
         self.ended.extend(std::iter::from_fn(|| self.table.take_ended()));
     }
 
-    /// What the records say of each direction.
+    /// The sums of the records, by direction.
     fn recorded(&self) -> BTreeMap<String, Counts> {
         let mut recorded = BTreeMap::<String, Counts>::new();
         for ended in &self.ended {

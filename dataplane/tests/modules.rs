@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-/// What `lib.rs` exports of its modules.
+/// The modules of which `lib.rs` exports something.
 const EXPORTED: [(&str, &str); 3] = [("DropReason", "drop_reason"), ("Epoch", "snapshot"), ("Snapshot", "snapshot")];
 
 type Graph = BTreeMap<String, BTreeSet<String>>;

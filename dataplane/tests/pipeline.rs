@@ -593,7 +593,7 @@ fn a_flood_of_acks_never_evicts_what_both_ends_have_agreed_to() {
     let mut node = Node::with(Config { entries: 64, quota: Some(64), ..Config::default() }, PipelineMode::Full);
     let (there, back) = establish(&mut node);
     for port in 0..20_000 {
-        // Of nobody's connections: policy allows all of 203.0.113.0/24.
+        // They belong to no connection: policy allows all of 203.0.113.0/24.
         let from = format!("203.0.113.{}", port % 250);
         node.verdict(HOST, &segment(&from, DB4, (40000 + port / 250, 80), "A"));
     }

@@ -563,7 +563,7 @@ fn packets_by_the_node_to_another_machine_are_the_pods() {
             node.publish_egress(false);
             let denied = (Verdict::Drop(DropReason::EgressDenied), vec![(ip(A_IPS[v6]), ip(elsewhere[v6]))]);
             assert_eq!(node.evaluate(HOST, leaving(A), frame.clone()), denied, "from {source}");
-            // Of a port without a pod nothing is known.
+            // A port without a pod is not known.
             for port in [HOST, UPLINK, PortId(99)] {
                 let unknown = (Verdict::Drop(DropReason::NotReady), vec![]);
                 assert_eq!(node.evaluate(HOST, leaving(port), frame.clone()), unknown, "{port}");
@@ -672,7 +672,7 @@ fn a_translated_connection_is_reevaluated_for_its_client() {
     }
 }
 
-/// What was evaluated, and how.
+/// The flows that were evaluated, and how.
 #[derive(Default)]
 struct Noted(Vec<(Flow, PolicyVerdict, EvaluationForm)>);
 
@@ -683,7 +683,7 @@ impl Observer for Noted {
 }
 
 impl Node {
-    /// What is evaluated for a frame.
+    /// How a frame is evaluated.
     fn note(&mut self, port: PortId, sender: StackSender, frame: &[u8]) -> (Flow, PolicyVerdict, EvaluationForm) {
         let mut frames = OfStack(MemoryFrames::new(), sender);
         frames.0.push(frame.to_vec()).unwrap();

@@ -105,7 +105,7 @@ fn entry(case: &CorpusCase, interface: Option<&str>) -> EntryPoint {
 /// How long a fragment that comes before its first is held, in nanoseconds.
 const LONGEST_HOLD: u64 = 1_000_000_000;
 
-/// What replay and the oracle say of a case.
+/// Where replay and the oracle agree on a case, and where not.
 #[derive(Default)]
 pub(crate) struct Comparison {
     /// Packets on which both have a verdict.

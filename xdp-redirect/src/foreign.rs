@@ -19,9 +19,6 @@ pub struct ForeignProgram {
 impl ForeignProgram {
     /// The program on the interface with this index, in the calling thread's network namespace; `None` if there is none
     /// or it belongs to this crate (of a running or an earlier daemon).
-    ///
-    /// # Errors
-    /// The error of the kernel if the query fails.
     pub fn on(index: u32) -> io::Result<Option<Self>> {
         let interface = i32::try_from(index).map_err(io::Error::other)?;
         let mut id = 0;

@@ -114,7 +114,7 @@ pub fn datagrams_for(
             pin(core)?;
             let payload = vec![0x5a; bytes];
             while !ends.load(Ordering::Relaxed) {
-                // What is refused does not arrive, and so is not counted.
+                // A refused packet does not arrive, and so is not counted.
                 let _ = sender.send(&payload);
             }
             anyhow::Ok(())

@@ -99,7 +99,7 @@ pub fn datagram_transactions(ends: &TransactionEnds<'_>, clients: usize, length:
     })
 }
 
-/// Of a client with this number: how many transactions it has done, where the first word says when it stops and the second when they count.
+/// The client with this number returns how many transactions it has done; the first word says when it stops, and the second when they count.
 type Client = fn(&TransactionEnds<'_>, u16, &AtomicBool, &AtomicBool) -> Result<u64>;
 
 fn transactions_a_second(ends: &TransactionEnds<'_>, clients: usize, length: Duration, client: Client) -> Result<f64> {

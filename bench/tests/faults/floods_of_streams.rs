@@ -11,7 +11,7 @@ use penstock_bench::testbed::{Attach, Outside};
 
 use crate::fixture::{Fixture, pods, policy};
 
-/// What others may open to one pod: a quarter of the table.
+/// How many connections others may open to one pod: a quarter of the table.
 const SHARE: u16 = 2048;
 const TRIES: u32 = 100;
 /// On a busy machine an answer takes long. A first packet that is dropped is sent again after a second, and again: then the counters tell.

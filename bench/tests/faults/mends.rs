@@ -1,5 +1,5 @@
 //! Mutation test of the programs on real packets: takes out one mend at a time, and the frame fuzzer, or the test that is named, must find it.
-//! What the programs ask before they forward a packet by themselves has such a test in `dataplane/tests/offload`.
+//! Each check of the programs before they forward a packet by themselves has such a test in `dataplane/tests/offload`.
 //!
 //! Run by `make test-long`; `PENSTOCK_MUTATION=TEXT` takes only mutants with this in their name. The daemon must be built with
 //! `--workspace --features penstock-xdp-redirect/replaceable-programs --bin penstock`.
@@ -49,7 +49,7 @@ struct Mutant {
 }
 
 const MUTANTS: &[Mutant] = &[
-    // What the kernel has translated.
+    // The kernel has translated the packet.
     Mutant {
         breaks: "behind IPv6 options the node's translation is not seen",
         finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
@@ -130,7 +130,7 @@ const MUTANTS: &[Mutant] = &[
         from: "\tif (!find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !needs_egress_check(&origin))\n",
         to: "\tif (beside_xdp || !find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !needs_egress_check(&origin))\n",
     },
-    // What leaves is what was judged.
+    // A packet leaves as it was judged.
     Mutant {
         breaks: "the kernel writes a checksum wherever the pod says",
         finder: Fuzzer("offload: true"),
@@ -290,7 +290,7 @@ const MUTANTS: &[Mutant] = &[
     },
 ];
 
-/// What the finder says of a mutant.
+/// The finder's answer about a mutant.
 enum Outcome {
     Found,
     Missed,

@@ -14,7 +14,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 pub(crate) const METRICS: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 9464);
 pub(super) const ONLY_POD_0: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
 pub(super) const NOBODY: &str = "  ingress: []\n";
-/// What a pod gets of a table with 4096 entries, of which a quarter is its share: a sixteenth of that, and a quarter without a daemon.
+/// A pod's part of a table with 4096 entries, of which a quarter is its share: a sixteenth of that, and a quarter without a daemon.
 const CREDIT: usize = 64 + 256;
 const REPEATED: &str = "penstock_connection_events_total{event=\"repeated\"}";
 

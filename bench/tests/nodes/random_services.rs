@@ -126,7 +126,7 @@ impl Pair {
         Self { fixture, frontends }
     }
 
-    /// What pods do not find as policy says, and how many probes were answered and how many were not. A node port is judged at both ends
+    /// Where pods find something else than policy says, and how many probes were answered and how many were not. A node port is judged at both ends
     /// where both are on its node: another one sees the address of this.
     fn differences(&self, policies: &[String], number: usize) -> (Vec<String>, [usize; 2]) {
         // A change that every node notices.

@@ -200,7 +200,7 @@ fn ip(mut command: std::process::Command, arguments: &str) {
     assert!(status.success(), "ip {arguments}: {status}");
 }
 
-/// Of as many names as pass in some seconds, or as `ANSWERED_NAMES` says: each is another address, which the pod connects to at once.
+/// As many names as pass in some seconds, or as `ANSWERED_NAMES` says: each is another address, which the pod connects to at once.
 #[test]
 fn no_first_packet_after_an_answer_is_denied() {
     /// Most that a pod keeps.

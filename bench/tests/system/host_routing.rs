@@ -60,7 +60,7 @@ impl Network {
         EchoConnection::open(from, to, 8080, LIMIT).unwrap()
     }
 
-    /// What programs have forwarded: from pods, and to pods.
+    /// The packets that programs have forwarded: from pods, and to pods.
     fn ways(&self) -> [Ways; 2] {
         let deadline = Instant::now() + LIMIT;
         let page = loop {
@@ -82,7 +82,7 @@ impl Network {
 
     /// Whether what connections send and receive passes the stack by: all of it, or nothing.
     fn assert_ways(&self, connections: &[&EchoConnection], expected: [bool; 2], what: &str) {
-        // What is under way when something changes.
+        // Some packets are under way when something changes.
         connections.iter().for_each(|connection| connection.wait_for(2, LIMIT).unwrap());
         let before = self.ways();
         connections.iter().for_each(|connection| connection.wait_for(EXCHANGES, LIMIT).unwrap());
@@ -96,7 +96,7 @@ impl Network {
         }
     }
 
-    /// What the status says of the interface to the machine.
+    /// By the status: why packets of the interface to the machine go by the node's stack.
     fn kept_by(&self) -> [Option<String>; 2] {
         let interfaces = self.fixture.status().host_routing;
         let of = |one: &&HostRoutingStatus| one.interface == self.outside.interface();
@@ -115,9 +115,9 @@ struct Say {
     what: &'static str,
     begin: &'static str,
     end: &'static str,
-    /// What the status says of the interface to the machine.
+    /// By the status: why packets of the interface to the machine go by the node's stack.
     kept_by: Option<&'static str>,
-    /// Of which families.
+    /// For which families.
     families: [bool; 2],
     /// In what pods send, and what they receive.
     directions: [bool; 2],
@@ -243,7 +243,7 @@ fn packets_pass_the_stack_by_until_somebody_has_a_say() {
     }
 }
 
-/// What the node's tracking of connections has found invalid, beside rules that drop it.
+/// The node's tracking of connections finds none invalid, beside rules that drop what it does.
 #[test]
 fn connections_that_change_the_way_are_never_invalid() {
     let network = Network::new(&pods(1), "", true);

@@ -4,6 +4,7 @@
 //! line that looks like one of ours, or reorder what is shown.
 
 use std::borrow::Cow;
+use std::error::Error;
 use std::fmt::{self, Display, Write};
 
 /// Displays as one line: control characters, line breaks, and marks that change the direction of text are escaped, as in a
@@ -34,6 +35,20 @@ impl<W: Write> Write for Escaping<W> {
         }
         self.0.write_str(rest)
     }
+}
+
+/// An error with all its causes, in one line.
+pub fn with_causes(error: &dyn Error) -> String {
+    let (mut text, mut source) = (error.to_string(), error.source());
+    while let Some(cause) = source {
+        let said = cause.to_string();
+        // Many errors repeat their cause.
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        source = cause.source();
+    }
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
 /// Whether a character is none that one sees where it stands. The marks are those of UAX #9, section 2.

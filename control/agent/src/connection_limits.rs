@@ -54,6 +54,12 @@ impl PodConnectionLimits {
     }
 }
 
+/// The directions in which a pod's connections are limited, with their names.
+pub(super) fn limited(limits: &PodLimits) -> impl Iterator<Item = (&'static str, Direction)> {
+    let directions = [("egress", Direction::Egress), ("ingress", Direction::Ingress)];
+    directions.into_iter().filter(|(_, direction)| limits.limit(*direction) != Limit::default())
+}
+
 fn limit(ConnectionLimit { each_second, open }: ConnectionLimit) -> Limit {
     Limit { each_second, open }
 }

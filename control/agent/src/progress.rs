@@ -38,7 +38,7 @@ struct AwaitedSnapshot {
 }
 
 /// Tracks published snapshots until they are in effect.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct EnforcementProgress {
     pods: BTreeMap<ObjectKey, PublishedPod>,
     not_enforced: BTreeSet<NotEnforced>,
@@ -71,17 +71,6 @@ impl Default for StepTimes {
 }
 
 impl EnforcementProgress {
-    pub(super) fn new() -> Self {
-        Self {
-            pods: BTreeMap::new(),
-            not_enforced: BTreeSet::new(),
-            waiting: BTreeMap::new(),
-            awaited: VecDeque::new(),
-            programmed: false,
-            times: StepTimes::default(),
-        }
-    }
-
     /// Records that `epoch` was just published with this policy and these pods, for an event seen at `seen`.
     pub(super) fn published<'a>(
         &mut self,
@@ -232,7 +221,7 @@ mod tests {
 
     #[test]
     fn a_change_is_measured_though_later_ones_overtake_it() {
-        let mut progress = EnforcementProgress::new();
+        let mut progress = EnforcementProgress::default();
         publish(&mut progress, 1);
         assert!(progress.take_in_force(|_| true) && progress.is_programmed());
         for epoch in 2..=100 {
@@ -246,7 +235,7 @@ mod tests {
 
     #[test]
     fn untaken_snapshots_are_awaited_in_bounded_memory() {
-        let (mut progress, last) = (EnforcementProgress::new(), 2 * MOST_AWAITED as u32);
+        let (mut progress, last) = (EnforcementProgress::default(), 2 * MOST_AWAITED as u32);
         (1..=last).for_each(|epoch| publish(&mut progress, epoch));
         assert_eq!(progress.awaited.len(), MOST_AWAITED);
         assert!(!progress.take_in_force(|epoch| epoch.0 < last) && progress.is_awaiting());

@@ -92,7 +92,7 @@ impl Publisher {
             epoch: dataplane.connections().last_epoch(),
             left_aside: None,
             is_held: true,
-            progress: EnforcementProgress::new(),
+            progress: EnforcementProgress::default(),
             layout: PortLayout::default(),
             network: NodeNetwork::default(),
             node_context: NodeContext::default(),

@@ -15,6 +15,14 @@ pub(super) fn statistics(
     ports: &[PortXdpCounters],
     closed_interfaces: &[(String, ProgramOutcomeCounts)],
 ) -> String {
+    align_columns(&port_rows(statistics, ports, closed_interfaces)) + &align_columns(&worker_rows(statistics))
+}
+
+fn port_rows(
+    statistics: &DataplaneStatistics,
+    ports: &[PortXdpCounters],
+    closed_interfaces: &[(String, ProgramOutcomeCounts)],
+) -> Vec<Vec<String>> {
     let heading = ["PORT", "INTERFACE", "POD", "RX", "TX", "DROPPED", "BY CAUSE", "XDP"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     for counters in &statistics.ports {
@@ -56,7 +64,10 @@ pub(super) fn statistics(
             pairs(outcomes.iter()),
         ]);
     }
-    let mut text = align_columns(&rows);
+    rows
+}
+
+fn worker_rows(statistics: &DataplaneStatistics) -> Vec<Vec<String>> {
     let mut rows = vec![["WORKER", "BATCHES", "HANDED OVER", "JOINED", "SLEEPS", "AWAKE"].map(str::to_owned).to_vec()];
     for (worker, counters) in statistics.workers.iter().enumerate() {
         rows.push(vec![
@@ -68,8 +79,7 @@ pub(super) fn statistics(
             format!("{:.1} %", counters.awake_share() * 100.0),
         ]);
     }
-    text.push_str(&align_columns(&rows));
-    text
+    rows
 }
 
 pub(super) fn frames(frames: &FrameAccount) -> String {

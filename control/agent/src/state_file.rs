@@ -182,7 +182,7 @@ impl KeptFile {
         Self { file, name, written: Instant::now(), is_writing: Arc::default(), took: Arc::default() }
     }
 
-    /// What the last run has kept.
+    /// The value that the last run has kept.
     pub(crate) fn read_json<T: DeserializeOwned>(&self) -> Result<Option<T>, StateFileError> {
         self.file.as_ref().map_or(Ok(None), StateFile::read_json)
     }

@@ -1,7 +1,6 @@
 //! `penstock check`: whether a configuration is valid, and this machine can run it.
 
 use std::fmt::Display;
-use std::io::{self, Write};
 
 use penstock_admin::printable::Printable;
 use penstock_agent::CheckedSource;
@@ -79,5 +78,5 @@ fn checked(name: &str, loaded: &LoadedConfig, source: CheckedSource) -> Result<u
 fn print(findings: &[PreflightFinding]) -> Result<(), Failure> {
     let lines: String =
         findings.iter().map(|PreflightFinding { level, line }| format!("{level:<8} {}\n", Printable(line))).collect();
-    io::stdout().write_all(lines.as_bytes()).or_else(Failure::from_output)
+    Failure::print(lines)
 }

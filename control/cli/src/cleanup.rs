@@ -1,7 +1,5 @@
 //! `penstock cleanup`: removes what a daemon left behind.
 
-use std::io::{self, Write};
-
 use penstock_agent::{self as agent, CleanedUp, RunError};
 
 use super::Failure;
@@ -34,5 +32,5 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     })?;
     let host_veth = if host_veth { "the host veth" } else { "no host veth" };
     let answer = format!("removed: {programs} programs on interfaces, {host_veth}, {files} files\n");
-    io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
+    Failure::print(answer)
 }

@@ -1,7 +1,5 @@
 //! `penstock completion`: completions for a shell.
 
-use std::io::{self, Write};
-
 use clap::CommandFactory;
 use clap_complete::Shell;
 
@@ -25,5 +23,5 @@ pub(super) struct Args {
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, &mut super::Cli::command(), "penstock", &mut script);
-    io::stdout().write_all(&script).or_else(Failure::from_output)
+    Failure::print(&script)
 }

@@ -1,6 +1,5 @@
 //! `penstock dump`: a support bundle.
 
-use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -9,6 +8,7 @@ use anyhow::Context;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use penstock_admin::types::{Dump, DumpFile};
+use penstock_text::arguments::new_file;
 
 use super::Failure;
 use super::daemon::DaemonArgs;
@@ -47,22 +47,11 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         return write(&args.daemon.get("/v1/dump", &())?, &mut stdout).or_else(Failure::from_output);
     }
     let dump: Dump = args.daemon.get("/v1/dump", &())?;
-    let file = File::create_new(&args.file).map_err(|error| {
-        let name = args.file.display();
-        Failure::bad_input(match error.kind() {
-            io::ErrorKind::AlreadyExists => format!("{name}: exists already; give another name"),
-            io::ErrorKind::ReadOnlyFilesystem => {
-                format!("{name}: the file system is read-only; write to standard output (penstock dump - > FILE)")
-            }
-            _ => format!(
-                "{name}: cannot be created ({error}); give a path that can be written, or - for standard output"
-            ),
-        })
-    })?;
+    let file = new_file(&args.file)?;
     let written = write(&dump, file);
     written.with_context(|| format!("cannot write {}", args.file.display()))?;
     let answer = format!("{}: {} files\n", args.file.display(), dump.files.len());
-    io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
+    Failure::print(answer)
 }
 
 fn write(dump: &Dump, to: impl Write) -> io::Result<()> {

@@ -1,7 +1,5 @@
 //! `penstock explain`: why a flow is allowed or denied.
 
-use std::io::{self, Write as _};
-
 use penstock_admin::types::{ExplainQuery, Explanation};
 use penstock_policy::explain;
 use penstock_policy::flow::{FlowEndpoint, ProtocolPort};
@@ -64,7 +62,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
                 ExplainQuery { from: args.from.to_string(), to: args.to.to_string(), port: args.port.to_string() };
             let explanation: Explanation = args.daemon.get("/v1/explain", &query)?;
             if args.json {
-                return io::stdout().write_all(json(&explanation).as_bytes()).or_else(Failure::from_output);
+                return Failure::print(json(&explanation));
             }
             format!(
                 "{}\nby snapshot {} of the daemon at {}\n",
@@ -74,5 +72,5 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
             )
         }
     };
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+    Failure::print(text)
 }

@@ -4,9 +4,9 @@ use std::io::{self, Write};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use penstock_admin::types::{Flows, FlowsQuery};
+use penstock_admin::types::Flows;
+use penstock_text::arguments::{FlowArgs, ListingArgs};
 use penstock_text::flows::{Rates, text};
-use penstock_text::number::json;
 
 use super::Failure;
 use super::daemon::{DaemonArgs, failure};
@@ -44,59 +44,25 @@ Examples:
 pub(super) struct Args {
     #[command(flatten)]
     daemon: DaemonArgs,
-    /// Only connections from or to this pod (NAMESPACE/POD) or address
-    #[arg(long, visible_alias = "address", value_name = "END")]
-    pod: Option<String>,
-    /// Only connections in this state
-    #[arg(long, value_name = "STATE")]
-    state: Option<String>,
-    /// Only connections of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
-    #[arg(long, value_name = "PROTOCOL")]
-    protocol: Option<String>,
-    /// Only connections to this destination port; to a Service: to its backends' port
-    #[arg(long, value_name = "NUMBER")]
-    port: Option<u16>,
-    /// Only connections to this Service (NAMESPACE/NAME) or cluster address, where workers translate
-    #[arg(long, value_name = "SERVICE")]
-    service: Option<String>,
-    /// List at most this many
-    #[arg(long, value_name = "COUNT", default_value_t = 1000)]
-    limit: usize,
-    /// Print as JSON; with --watch one object per line
-    #[arg(long)]
-    json: bool,
-    /// List again every so many seconds, until interrupted
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    watch: Option<u64>,
+    #[command(flatten)]
+    flows: FlowArgs,
+    #[command(flatten)]
+    listing: ListingArgs,
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let query = FlowsQuery {
-        end: args.pod.clone(),
-        state: args.state.clone(),
-        protocol: args.protocol.clone(),
-        port: args.port,
-        service: args.service.clone(),
-        limit: Some(args.limit),
-    };
-    let client = args.daemon.client()?;
+    let Args { daemon, flows, listing } = args;
+    let (client, query) = (daemon.client()?, flows.query());
     let mut rates = Rates::default();
     loop {
         let flows: Flows = client.get("/v1/flows", &query).map_err(failure)?;
-        let text = match (args.json, args.watch) {
-            (true, None) => json(&flows),
-            (true, Some(_)) => serde_json::to_string(&flows).expect("strings and numbers are JSON") + "\n",
-            (false, None) => text(&flows, None),
-            // From the top of an empty screen (ECMA-48: cursor to 1,1, then erase what is below).
-            (false, Some(_)) => {
-                format!("\x1b[H\x1b[J{}", text(&flows, Some(&rates.since_last(&flows, Instant::now()))))
-            }
-        };
+        let rates = listing.watch.map(|_| rates.since_last(&flows, Instant::now()));
+        let text = listing.render(&flows, || text(&flows, rates.as_deref()));
         let mut output = io::stdout();
         if let Err(error) = output.write_all(text.as_bytes()).and_then(|()| output.flush()) {
             return Failure::from_output(error);
         }
-        match args.watch {
+        match listing.watch {
             Some(seconds) => thread::sleep(Duration::from_secs(seconds)),
             None => return Ok(()),
         }

@@ -1,7 +1,7 @@
 //! `penstock man`: manual pages, from what clap knows of the commands.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::PathBuf;
 
 use clap::CommandFactory;
@@ -38,7 +38,7 @@ pub(super) fn run(args: Args, groups: &[Group]) -> Result<(), Failure> {
         Failure::bad_input(format_args!("{directory}: cannot be written: {error}: name a directory that can"))
     })?;
     let answer = format!("{}: {} pages\n", args.directory.display(), pages.len());
-    io::stdout().write_all(answer.as_bytes()).or_else(Failure::from_output)
+    Failure::print(answer)
 }
 
 /// All pages, by name.

@@ -1,7 +1,5 @@
 //! `penstock names`: the domain names that pods of a running daemon have learnt.
 
-use std::io::{self, Write};
-
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{LearntName, Names, NamesQuery};
 use penstock_text::number::json;
@@ -45,7 +43,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let query = NamesQuery { pod: args.pod, name: args.name, limit: Some(args.limit) };
     let names: Names = args.daemon.get("/v1/names", &query)?;
     let text = if args.json { json(&names) } else { text(&names) };
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+    Failure::print(text)
 }
 
 fn text(names: &Names) -> String {

@@ -1,7 +1,6 @@
 //! `penstock render`: the policy of manifests in the forms that enforce it.
 
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
 
 use clap::ValueEnum;
 use penstock_policy::describe;
@@ -68,7 +67,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         Format::Acl => access_lists(&engine),
         Format::Nft => nft::render(engine.state(), engine.tables()),
     };
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+    Failure::print(text)
 }
 
 fn access_lists(engine: &Engine) -> String {

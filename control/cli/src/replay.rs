@@ -130,7 +130,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     if options.outputs.verdicts.as_deref() == Some(std::path::Path::new("-")) {
         io::stderr().write_all(text.as_bytes()).or_else(Failure::from_output)?;
     } else {
-        io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)?;
+        Failure::print(text)?;
     }
     let is_changed = report.comparison.is_some_and(|comparison| !comparison.is_empty());
     let is_otherwise = report.recorded.is_some_and(|recorded| recorded.different > 0);

@@ -1,7 +1,5 @@
 //! `penstock rules`: how often each rule of a running daemon decided.
 
-use std::io::{self, Write};
-
 use penstock_admin::types::Rules;
 use penstock_agent::config::TimeSpan;
 use penstock_text::number::json;
@@ -61,7 +59,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         rules.rules.retain(|rule| rule.is_unused(now, time));
     }
     let text = if args.json { json(&rules) } else { text(&rules, all, unknown) };
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+    Failure::print(text)
 }
 
 #[cfg(test)]

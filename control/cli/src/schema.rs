@@ -1,7 +1,5 @@
 //! `penstock schema`: the JSON schema of the configuration file.
 
-use std::io::{self, Write};
-
 use penstock_agent::config::schema;
 
 use super::Failure;
@@ -23,5 +21,5 @@ Examples:
 pub(super) struct Args {}
 
 pub(super) fn run(Args {}: Args) -> Result<(), Failure> {
-    io::stdout().write_all(json(&schema::schema()).as_bytes()).or_else(Failure::from_output)
+    Failure::print(json(&schema::schema()))
 }

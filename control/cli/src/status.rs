@@ -2,14 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::{self, Write as _};
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{
     CaptureStatus, ConnectionLimitStatus, FlowRecordsStatus, HostRoutingStatus, NamesStatus, NotEnforced, PodStatus,
     PortStatus, ServicesStatus, StaleObjects, Status,
 };
-use penstock_text::number::{json, percent, short};
+use penstock_text::number::{json, percent, short, uptime};
 
 use super::Failure;
 use super::daemon::DaemonArgs;
@@ -43,7 +42,7 @@ pub(super) struct Args {
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let status: Status = args.daemon.get("/v1/status", &())?;
     let text = if args.json { json(&status) } else { text(&status) };
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+    Failure::print(text)
 }
 
 fn text(status: &Status) -> String {
@@ -148,12 +147,7 @@ fn heading(status: &Status) -> String {
         true => style::good(format!("snapshot {published} is in effect on every worker")),
         false => style::mixed(format!("snapshot {published} is not in effect on every worker yet")),
     };
-    let uptime = status.uptime_seconds as u64;
-    let uptime = match uptime {
-        0..120 => format!("{uptime} s"),
-        120..7200 => format!("{} min", uptime / 60),
-        _ => format!("{} h", uptime / 3600),
-    };
+    let uptime = uptime(status.uptime_seconds);
     let node = style::strong(node);
     let mut text =
         format!("penstock {version} on {node}, process {process}, up {uptime}, {policies} policies; {force}\n");

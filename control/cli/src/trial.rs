@@ -1,7 +1,7 @@
 //! `penstock trial`: what staged policies would change, on a running daemon.
 
 use std::fmt::Write as _;
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -83,7 +83,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         Action::Status { daemon, json } => status(&daemon, json),
         Action::Stop { daemon } => {
             let TrialPolicies { .. } = daemon.client()?.delete("/v1/trial").map_err(failure)?;
-            print("stopped: no policies of files are judged\n")
+            Failure::print("stopped: no policies of files are judged\n")
         }
     }
 }
@@ -102,7 +102,7 @@ fn start(daemon: &DaemonArgs, manifests: &[PathBuf], input_bytes: Option<u64>) -
     if left_out > 0 {
         let _ = writeln!(text, "not used, of other kinds: {left_out}; pods and namespaces are those of the cluster");
     }
-    print(&text)
+    Failure::print(&text)
 }
 
 fn read(manifests: &[PathBuf]) -> Result<Vec<TrialManifest>, Failure> {
@@ -125,10 +125,6 @@ fn read_input(count: u64) -> Result<TrialManifest, Failure> {
 
 fn status(daemon: &DaemonArgs, as_json: bool) -> Result<(), Failure> {
     let status: TrialStatus = daemon.get("/v1/trial", &())?;
-    print(&if as_json { json(&status) } else { text(&status) })?;
+    Failure::print(&if as_json { json(&status) } else { text(&status) })?;
     if status.has_changes() { Err(Failure::Differs) } else { Ok(()) }
-}
-
-fn print(text: &str) -> Result<(), Failure> {
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
 }

@@ -4,7 +4,6 @@
 //! 1.20 has v4. It begins as a GET, so the server asks for `get` on pods/exec, and from Kubernetes 1.35 on for `create`, too.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt::Display;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -15,6 +14,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Status;
 use kube::api::{ApiResource, AttachParams, DynamicObject, GroupVersionKind, ListParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Api, Client, Config, ResourceExt};
+use penstock_admin::printable::with_causes;
 
 use super::cluster::{Cluster, ClusterError, Daemon, Fleet, Missing, PodName, PodPlace, Problem, Running, Target};
 
@@ -82,7 +82,7 @@ impl ApiCluster {
         let client = Client::try_from(config).map_err(|error| {
             ClusterError::BadInput(format!(
                 "kubeconfig: its TLS settings or credentials cannot be used: {}",
-                chain(&error)
+                with_causes(&error)
             ))
         })?;
         Ok(Self { client, args })
@@ -271,7 +271,7 @@ async fn configuration(args: &ClusterArgs) -> Result<Config, ClusterError> {
     let wrong = |file: &str, error: &dyn std::error::Error| {
         ClusterError::BadInput(format!(
             "kubeconfig {file}: {}; correct it, or give another with --kubeconfig or KUBECONFIG, and its context with --context",
-            chain(error)
+            with_causes(error)
         ))
     };
     let (kubeconfig, name) = match &args.kubeconfig {
@@ -436,22 +436,6 @@ fn refused(error: &kube::Error, verb: &str, resource: &str, place: &str) -> Clus
 fn short(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) if !status.message.is_empty() => status.message.clone(),
-        error => chain(error),
+        error => with_causes(error),
     }
-}
-
-/// An error with all its causes, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let said: &dyn Display = &cause;
-        let said = said.to_string();
-        // Many errors repeat their cause.
-        if !text.contains(&said) {
-            text = format!("{text}: {said}");
-        }
-        source = cause.source();
-    }
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

@@ -4,7 +4,6 @@ use std::io::{self, Write};
 use std::time::Duration;
 
 use futures_util::StreamExt;
-use penstock_text::number::json;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
@@ -37,7 +36,6 @@ pub(super) struct Answers<T> {
     pub(super) missing: Vec<Missing>,
 }
 
-/// A merged answer with the nodes that it does not cover, as JSON.
 #[derive(Serialize)]
 struct WithMissing<'a, T> {
     #[serde(flatten)]
@@ -92,27 +90,20 @@ pub(super) fn lines(missing: &[Missing]) -> Vec<String> {
 
 /// Prints the answer, then tells which nodes are missing from it.
 pub(super) fn print<T>(text: &str, answers: &Answers<T>) -> Result<(), Failure> {
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)?;
+    Failure::print(text)?;
     answers.completeness()
 }
 
-/// What `--json` prints; `on_a_line`: of a listing that is printed again and again.
-pub(super) fn whole_json<T: Serialize>(answer: &T, missing: &[Missing], on_a_line: bool) -> String {
-    let whole = WithMissing { answer, missing };
-    match on_a_line {
-        true => serde_json::to_string(&whole).expect("strings and numbers are JSON") + "\n",
-        false => json(&whole),
-    }
+/// A merged answer with the nodes that it does not cover, as `--json` prints it.
+pub(super) fn whole<'a, T: Serialize>(answer: &'a T, missing: &'a [Missing]) -> impl Serialize + 'a {
+    WithMissing { answer, missing }
 }
 
 /// Prints a listing once more and waits: JSON as a further line, text for people in the place of the one before, with the nodes that
 /// are missing from it.
 pub(super) async fn print_again(text: &str, missing: &[Missing], is_json: bool, seconds: u64) -> io::Result<()> {
-    // From the top of an empty screen (ECMA-48: cursor to 1,1, then erase what is below).
-    let screen = match is_json {
-        true => text.to_owned(),
-        false => lines(missing).iter().fold(format!("\x1b[H\x1b[J{text}"), |screen, line| screen + line + "\n"),
-    };
+    let missing = if is_json { Vec::new() } else { lines(missing) };
+    let screen = missing.iter().fold(text.to_owned(), |screen, line| screen + line + "\n");
     let mut output = io::stdout();
     output.write_all(screen.as_bytes()).and_then(|()| output.flush())?;
     tokio::time::sleep(Duration::from_secs(seconds)).await;

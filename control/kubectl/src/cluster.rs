@@ -18,9 +18,6 @@ pub(super) trait Cluster: Send + Sync {
     fn daemons(&self) -> impl Future<Output = Result<Fleet, ClusterError>> + Send;
 
     /// Runs a command in the daemon's container, with or without standard input.
-    ///
-    /// # Errors
-    /// It is not started.
     fn exec(
         &self,
         daemon: &Daemon,

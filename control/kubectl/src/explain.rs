@@ -4,10 +4,11 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 
 use penstock_admin::types::Explanation;
+use penstock_text::number::json;
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, ask_all, parsed, print, whole_json, words};
+use super::ask::{Answers, Asking, ask_all, parsed, print, whole, words};
 use super::cluster::{Cluster, PodName};
 
 /// Explain why a flow is allowed or denied, by the daemons that decide it
@@ -88,7 +89,7 @@ fn is_allowed(answers: &Answers<Explanation>) -> bool {
 fn as_json(answers: &Answers<Explanation>) -> String {
     let nodes = answers.answers.iter();
     let nodes = nodes.map(|(daemon, explanation)| NodeExplanation { node: &daemon.node, explanation }).collect();
-    whole_json(&Merged { allowed: is_allowed(answers), nodes }, &answers.missing, false)
+    json(&whole(&Merged { allowed: is_allowed(answers), nodes }, &answers.missing))
 }
 
 fn text(answers: &Answers<Explanation>) -> String {
@@ -109,7 +110,6 @@ mod tests {
     use super::*;
     use crate::cluster::PodPlace;
     use crate::fake::{ASKING, FakeCluster, Reply};
-    use penstock_text::number::json;
 
     fn place(node: &str) -> PodPlace {
         PodPlace { node: node.to_owned(), addresses: Vec::new(), host_network: false }

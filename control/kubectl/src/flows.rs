@@ -6,11 +6,12 @@ use std::time::Instant;
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{ConnectionFlow, Flows};
+use penstock_text::arguments::{FlowArgs, ListingArgs};
 use penstock_text::flows::{Rates, insert, listed, table};
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, ask_all, parsed, print, print_again, whole_json, words};
+use super::ask::{Answers, Asking, ask_all, parsed, print, print_again, whole, words};
 use super::cluster::{Cluster, Daemon};
 
 /// List the connections of all nodes
@@ -33,30 +34,10 @@ Examples:
   kubectl penstock flows --pod shop/db-0 --watch 5
   kubectl penstock flows --json | jq '.flows[] | select(.state == \"REVOKED\") | .node'")]
 pub(super) struct Args {
-    /// Only connections from or to this pod (NAMESPACE/POD) or address
-    #[arg(long, visible_alias = "address", value_name = "END")]
-    pod: Option<String>,
-    /// Only connections in this state
-    #[arg(long, value_name = "STATE")]
-    state: Option<String>,
-    /// Only connections of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
-    #[arg(long, value_name = "PROTOCOL")]
-    protocol: Option<String>,
-    /// Only connections to this destination port; to a Service: to its backends' port
-    #[arg(long, value_name = "NUMBER")]
-    port: Option<u16>,
-    /// Only connections to this Service (NAMESPACE/NAME) or cluster address, where workers translate
-    #[arg(long, value_name = "SERVICE")]
-    service: Option<String>,
-    /// List at most this many of each node
-    #[arg(long, value_name = "COUNT", default_value_t = 1000)]
-    limit: usize,
-    /// Print as JSON; with --watch one object per line
-    #[arg(long)]
-    json: bool,
-    /// List again every so many seconds, until interrupted
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    watch: Option<u64>,
+    #[command(flatten)]
+    flows: FlowArgs,
+    #[command(flatten)]
+    listing: ListingArgs,
 }
 
 #[derive(Clone, PartialEq, Debug, Serialize)]
@@ -87,6 +68,8 @@ impl NodeRates {
 }
 
 pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> Result<(), Failure> {
+    let Args { flows, listing } = args;
+    let command = [words(&["penstock", "flows", "--json"]), flows.options()].concat();
     let mut rates = NodeRates::default();
     let mut is_noted = false;
     loop {
@@ -94,37 +77,14 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
         if !std::mem::replace(&mut is_noted, true) {
             super::tell(fleet.note.as_deref());
         }
-        let answers: Answers<Flows> = ask_all(cluster, asking, fleet, |_| args.command(), None, parsed).await;
+        let answers: Answers<Flows> = ask_all(cluster, asking, fleet, |_| command.clone(), None, parsed).await;
         let answers = answers.some()?;
         let merged = merge(&answers.answers, &mut rates, Instant::now());
-        let text = match args.json {
-            true => whole_json(&merged, &answers.missing, args.watch.is_some()),
-            false => text(&merged, args.watch.is_some()),
-        };
-        let Some(seconds) = args.watch else { return print(&text, &answers) };
-        if let Err(error) = print_again(&text, &answers.missing, args.json, seconds).await {
+        let text = listing.render(&whole(&merged, &answers.missing), || text(&merged, listing.watch.is_some()));
+        let Some(seconds) = listing.watch else { return print(&text, &answers) };
+        if let Err(error) = print_again(&text, &answers.missing, listing.json, seconds).await {
             return Failure::from_output(error);
         }
-    }
-}
-
-impl Args {
-    fn command(&self) -> Vec<String> {
-        let mut command = words(&["penstock", "flows", "--json"]);
-        let port = self.port.map(|port| port.to_string());
-        let limit = Some(self.limit.to_string());
-        for (option, value) in [
-            ("pod", &self.pod),
-            ("state", &self.state),
-            ("protocol", &self.protocol),
-            ("port", &port),
-            ("service", &self.service),
-            ("limit", &limit),
-        ] {
-            // In one word, so that no value is an option.
-            command.extend(value.as_ref().map(|value| format!("--{option}={value}")));
-        }
-        command
     }
 }
 
@@ -190,17 +150,9 @@ mod tests {
     #[tokio::test]
     async fn filters_are_passed_on_as_they_are() {
         let cluster = FakeCluster::new([("a", vec![Reply::ok(r#"{"matching": 0, "flows": []}"#)])]);
-        let args = Args {
-            pod: Some("shop/web-1".to_owned()),
-            state: Some("--json".to_owned()),
-            protocol: None,
-            port: Some(80),
-            service: None,
-            limit: 7,
-            json: false,
-            watch: None,
-        };
-        run(&cluster, ASKING, args).await.unwrap();
+        let (pod, state) = (Some("shop/web-1".to_owned()), Some("--json".to_owned()));
+        let flows = FlowArgs { pod, state, port: Some(80), limit: 7, ..FlowArgs::default() };
+        run(&cluster, ASKING, Args { flows, listing: ListingArgs::default() }).await.unwrap();
         let expected = ["penstock", "flows", "--json", "--pod=shop/web-1", "--state=--json", "--port=80", "--limit=7"];
         assert_eq!(cluster.asked.lock().unwrap()[0].1, expected);
     }

@@ -6,11 +6,12 @@ use std::time::Duration;
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{RuleUsage, Rules};
 use penstock_text::flows::insert;
+use penstock_text::number::json;
 use penstock_text::rules::{summary, table};
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, ask_all, parsed, print, whole_json, words};
+use super::ask::{Answers, Asking, ask_all, parsed, print, whole, words};
 use super::cluster::{Cluster, Daemon};
 
 /// List the rules in effect with how often each decided a connection, summed over all nodes
@@ -65,7 +66,7 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
     let all = merged.rules.len();
     let unknown = args.unused.map_or(0, |time| merged.retain_unused(time));
     let text = match args.json {
-        true => whole_json(&merged, &answers.missing, false),
+        true => json(&whole(&merged, &answers.missing)),
         false => text(&merged, all, unknown),
     };
     print(&text, &answers)

@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{PortRates, Status};
+use penstock_text::arguments::ListingArgs;
 use penstock_text::number::{percent, short};
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, print, print_again, whole_json};
+use super::ask::{Answers, Asking, print, print_again, whole};
 use super::cluster::Cluster;
 use super::status;
 
@@ -32,12 +33,8 @@ pub(super) struct Args {
     /// Pods to list
     #[arg(long, value_name = "COUNT", default_value_t = 20)]
     pods: usize,
-    /// Show again every so many seconds, until interrupted
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    watch: Option<u64>,
-    /// Print as JSON; with --watch one object per line
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    listing: ListingArgs,
 }
 
 #[derive(Clone, PartialEq, Debug, Default, Serialize)]
@@ -67,16 +64,14 @@ struct Merged {
 }
 
 pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> Result<(), Failure> {
+    let Args { pods, listing } = args;
     loop {
         let answers = status::ask(cluster, asking, cluster.daemons().await?).await.some()?;
         let mut merged = merge(&answers);
-        merged.pods.truncate(args.pods);
-        let text = match args.json {
-            true => whole_json(&merged, &answers.missing, args.watch.is_some()),
-            false => text(&merged),
-        };
-        let Some(seconds) = args.watch else { return print(&text, &answers) };
-        if let Err(error) = print_again(&text, &answers.missing, args.json, seconds).await {
+        merged.pods.truncate(pods);
+        let text = listing.render(&whole(&merged, &answers.missing), || text(&merged));
+        let Some(seconds) = listing.watch else { return print(&text, &answers) };
+        if let Err(error) = print_again(&text, &answers.missing, listing.json, seconds).await {
             return Failure::from_output(error);
         }
     }

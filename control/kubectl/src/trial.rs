@@ -6,11 +6,12 @@ use std::path::PathBuf;
 use jiff::Timestamp;
 use penstock_admin::types::{StagedChange, StagedVerdict, TrialStatus};
 use penstock_sources::manifest::read_texts;
+use penstock_text::number::json;
 use penstock_text::trial::text;
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, Output, ask_all, from_json, print, succeeded, whole_json, words};
+use super::ask::{Answers, Asking, Output, ask_all, from_json, print, succeeded, whole, words};
 use super::cluster::{Cluster, Daemon, Problem};
 
 const MAX_INPUT: usize = 8 << 20;
@@ -124,7 +125,7 @@ async fn status<C: Cluster>(cluster: &C, asking: Asking, as_json: bool) -> Resul
     let answers = ask_all(cluster, asking, fleet, command, None, read).await.some()?;
     let merged = merge(&answers.answers);
     let text = match as_json {
-        true => whole_json(&merged, &answers.missing, false),
+        true => json(&whole(&merged, &answers.missing)),
         false => format!("{}judged on {} of {} nodes\n", text(&merged.status), merged.nodes, answers.all()),
     };
     print(&text, &answers)?;
@@ -207,7 +208,6 @@ fn earlier(one: Option<String>, other: Option<String>) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use penstock_admin::types::Traffic;
-    use penstock_text::number::json;
     use proptest::prelude::*;
 
     use super::*;

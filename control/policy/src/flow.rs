@@ -102,17 +102,14 @@ impl FromStr for FlowEndpoint {
                 _ => Ok(Self::Address(address)),
             };
         }
-        let key = |text: &str| match text.split_once('/') {
-            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
-                Some(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() })
-            }
-            _ => None,
-        };
-        let service = text.strip_prefix("svc/").and_then(key).map(Self::Service);
+        let service = text.strip_prefix("svc/").and_then(ObjectKey::parse).map(Self::Service);
         let is_number = |label: &str| label.bytes().all(|byte| byte.is_ascii_digit());
         let is_name = |name: &DomainName| name.as_str().rsplit_once('.').is_some_and(|(_, last)| !is_number(last));
         let name = || DomainName::new(text).filter(is_name).map(Self::Name);
-        service.or_else(|| key(text).map(Self::Pod)).or_else(name).ok_or_else(|| FlowError::Endpoint(text.to_owned()))
+        service
+            .or_else(|| ObjectKey::parse(text).map(Self::Pod))
+            .or_else(name)
+            .ok_or_else(|| FlowError::Endpoint(text.to_owned()))
     }
 }
 

@@ -86,9 +86,6 @@ impl ReplayCluster {
     }
 
     /// The same cluster with another treatment of its Services, which a new cluster leaves untranslated.
-    ///
-    /// # Errors
-    /// There are too many pods.
     pub fn with_services(mut self, services: ServiceReading) -> Result<Self, ClusterError> {
         self.services = services;
         self.update_rules()?;
@@ -97,9 +94,6 @@ impl ReplayCluster {
 
     /// Applies changes atomically. Returns the addresses whose owner changed: connections of the previous owner must not
     /// pass to the next one.
-    ///
-    /// # Errors
-    /// There are too many pods.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> Result<Vec<Address>, ClusterError> {
         self.engine.apply(changes);
         let before = std::mem::take(&mut self.names);

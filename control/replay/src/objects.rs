@@ -19,9 +19,6 @@ pub(super) struct ReplayObjects {
 
 impl ReplayObjects {
     /// Reads manifests.
-    ///
-    /// # Errors
-    /// They cannot be read, or are invalid.
     pub(super) fn read(paths: &[PathBuf], options: &Options) -> Result<Self, ManifestErrors> {
         let documents = read_manifests(paths, options)?.documents;
         let written = documents.into_iter().map(|document| {

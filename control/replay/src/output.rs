@@ -61,9 +61,6 @@ impl Output {
     }
 
     /// Writes the rest and gives the file its name.
-    ///
-    /// # Errors
-    /// The rest cannot be written.
     pub(super) fn complete(self) -> Result<(), OutputError> {
         let Self { path, writer } = self;
         let complete = || -> io::Result<()> {

@@ -196,9 +196,6 @@ impl Player {
     }
 
     /// Changes the cluster. Forgets the connections of addresses whose owner changed, as the daemon does.
-    ///
-    /// # Errors
-    /// There are too many pods.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> Result<(), ClusterError> {
         let changed_owner = self.cluster.apply(changes)?;
         if !changed_owner.is_empty() {
@@ -543,12 +540,15 @@ const SWEEP_EVERY: Duration = Duration::from_secs(10);
 /// Whether connection and policy allow the packet, even if it is dropped later.
 #[inline]
 fn is_let_through(verdict: Verdict) -> bool {
-    use DropReason::{HandOffFull, NoPort, PortGone, TooBig, TtlExpired, TxRingFull};
     match verdict {
         Verdict::Forward(_) => true,
-        Verdict::Drop(reason) => {
-            matches!(reason, TtlExpired | TooBig | NoPort | PortGone | TxRingFull | HandOffFull)
-        }
+        Verdict::Drop(reason) => leaves_connection(reason),
         Verdict::Early => false,
     }
+}
+
+/// Whether a packet that is dropped so has opened its connection, or belongs to it, all the same.
+pub(super) fn leaves_connection(reason: DropReason) -> bool {
+    use DropReason::{HandOffFull, NoPort, PortGone, TooBig, TtlExpired, TxRingFull};
+    matches!(reason, TtlExpired | TooBig | NoPort | PortGone | TxRingFull | HandOffFull)
 }

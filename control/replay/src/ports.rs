@@ -40,12 +40,7 @@ impl FromStr for Mapping {
         let port = match port {
             "host" => PortName::Host,
             "uplink" => PortName::Uplink,
-            pod => match pod.split_once('/') {
-                Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() => {
-                    PortName::Pod(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() })
-                }
-                _ => return Err(malformed()),
-            },
+            pod => PortName::Pod(ObjectKey::parse(pod).ok_or_else(malformed)?),
         };
         if interface.is_empty() { Err(malformed()) } else { Ok(Self { interface: interface.to_owned(), port }) }
     }
@@ -62,9 +57,6 @@ pub struct PortMap {
 
 impl PortMap {
     /// Resolves these mappings in the current cluster.
-    ///
-    /// # Errors
-    /// A pod does not exist.
     pub fn new(mappings: &[Mapping], cluster: &ReplayCluster) -> Result<Self, PortMappingError> {
         let mut by_name = FxHashMap::default();
         for Mapping { interface, port } in mappings {

@@ -4,8 +4,7 @@
 //! beginning the capture does not have; and those that were decided by the node's state, as a full table, or by what its kernel had
 //! translated.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeMap;
 use std::fmt;
 
 use penstock_dataplane::packet::{TcpFlags, Transport, parse};
@@ -16,7 +15,7 @@ use serde::Serialize;
 use super::bundle::{Bundle, BundleError};
 use super::capture::{CaptureError, Captures, Record};
 use super::compare::{Comparison, VerdictChange, write_changes};
-use super::player::Decision;
+use super::player::{Decision, leaves_connection};
 use super::summary::grouped;
 
 /// Packets that are read ahead. A worker that processes a batch under the snapshot before may be so many packets behind.
@@ -70,8 +69,9 @@ pub struct RecordedCounts {
 /// The packets of a bundle in the order of epochs, and what came of them.
 pub(super) struct RecordedPackets {
     bundle: Bundle,
-    /// Read, and not played yet.
-    ahead: BinaryHeap<Reverse<ReadPacket>>,
+    /// Read, and not played yet: by epoch, counted from the bundle's first, and place. Of two workers one may still process under the
+    /// snapshot before.
+    ahead: BTreeMap<(u32, u64), ReadPacket>,
     is_read: bool,
     read: u64,
     /// Connections whose beginning was played, by their identifiers.
@@ -84,11 +84,7 @@ pub(super) struct RecordedPackets {
     differences: Comparison,
 }
 
-/// Ordered by epoch and place: of two workers one may still process under the snapshot before.
 struct ReadPacket {
-    /// Epochs after the bundle's first.
-    epoch: u32,
-    place: u64,
     record: Record,
     frame: Vec<u8>,
     verdict: RecordedVerdict,
@@ -100,7 +96,7 @@ impl RecordedPackets {
     pub(super) fn new(bundle: Bundle) -> Self {
         Self {
             bundle,
-            ahead: BinaryHeap::new(),
+            ahead: BTreeMap::new(),
             is_read: false,
             read: 0,
             known: FxHashSet::default(),
@@ -125,7 +121,7 @@ impl RecordedPackets {
             while !self.is_read && self.ahead.len() < READ_AHEAD {
                 self.read_packet(captures)?;
             }
-            let Some(Reverse(packet)) = self.ahead.pop() else { return Ok(None) };
+            let Some((_, packet)) = self.ahead.pop_first() else { return Ok(None) };
             let is_compared = match self.treatment(&packet.verdict, packet.answers) {
                 Treatment::Compare => true,
                 Treatment::Play => {
@@ -160,7 +156,7 @@ impl RecordedPackets {
         if !verdict.translated {
             let epoch = verdict.epoch.0.wrapping_sub(self.bundle.first_epoch().0);
             let answers = is_answer_to_syn(&frame);
-            self.ahead.push(Reverse(ReadPacket { epoch, place: self.read, record, frame, verdict, answers }));
+            self.ahead.insert((epoch, self.read), ReadPacket { record, frame, verdict, answers });
         }
         Ok(())
     }
@@ -327,12 +323,6 @@ fn is_answer_to_syn(frame: &[u8]) -> bool {
     })
 }
 
-/// Whether a packet that is dropped so has opened its connection, or belongs to it, all the same.
-fn leaves_connection(reason: DropReason) -> bool {
-    use DropReason::{HandOffFull, NoPort, PortGone, TooBig, TtlExpired, TxRingFull};
-    matches!(reason, TtlExpired | TooBig | NoPort | PortGone | TxRingFull | HandOffFull)
-}
-
 /// Whether a packet is dropped so whatever connections there are, or because there is none.
 fn is_without_connection(reason: DropReason) -> bool {
     use DropReason as R;
@@ -377,32 +367,6 @@ fn is_without_connection(reason: DropReason) -> bool {
         | R::HandOffFull
         | R::PortGone
         | R::NotReady => false,
-    }
-}
-
-impl ReadPacket {
-    fn key(&self) -> (u32, u64) {
-        (self.epoch, self.place)
-    }
-}
-
-impl PartialEq for ReadPacket {
-    fn eq(&self, other: &Self) -> bool {
-        self.key() == other.key()
-    }
-}
-
-impl Eq for ReadPacket {}
-
-impl PartialOrd for ReadPacket {
-    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for ReadPacket {
-    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
-        self.key().cmp(&other.key())
     }
 }
 

@@ -43,9 +43,6 @@ pub(super) struct ShownBackends(FxHashMap<ClientPort, Vec<(Time, Backend)>>);
 impl ShownBackends {
     /// Reads captures for what ports that send to one of these addresses send elsewhere. A capture that is no regular file can be
     /// read only once, and shows nothing.
-    ///
-    /// # Errors
-    /// A capture cannot be read.
     pub(super) fn read(captures: &[PathBuf], services: &FxHashSet<Address>) -> Result<Self, CaptureError> {
         let is_regular = |path: &Path| path.metadata().is_ok_and(|file| file.is_file());
         if services.is_empty() || !captures.iter().all(|path| is_regular(path)) {

@@ -49,10 +49,7 @@ impl Sinks {
             verdicts: paths.verdicts.as_deref().map(Output::create).transpose()?,
             allowed: paths.allowed.as_ref().map(capture).transpose()?,
             denied: paths.denied.as_ref().map(capture).transpose()?,
-            lines: VerdictLineWriter::default(),
-            comment: Vec::new(),
-            line: Vec::new(),
-            order: InOrder::default(),
+            ..Self::default()
         })
     }
 

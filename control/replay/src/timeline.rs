@@ -230,10 +230,7 @@ fn reference(text: &str) -> Result<ObjectRef, String> {
         )
     };
     let (kind, name) = text.split_once(' ').ok_or_else(wrong)?;
-    let key = || {
-        let (namespace, name) = name.split_once('/').ok_or_else(wrong)?;
-        Ok(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() })
-    };
+    let key = || ObjectKey::parse(name).ok_or_else(wrong);
     match kind {
         "Namespace" => Ok(ObjectRef::Namespace(name.to_owned())),
         "Node" => Ok(ObjectRef::Node(name.to_owned())),

@@ -1,7 +1,7 @@
 //! How a command ends when it does not succeed.
 
 use std::fmt::Display;
-use std::io;
+use std::io::{self, Write};
 use std::process::ExitCode;
 
 use penstock_admin::printable::Printable;
@@ -26,6 +26,11 @@ pub enum Failure {
 impl Failure {
     pub fn bad_input(problem: impl Display) -> Self {
         Self::BadInput(vec![problem.to_string()])
+    }
+
+    /// Prints an answer on standard output.
+    pub fn print(answer: impl AsRef<[u8]>) -> Result<(), Self> {
+        io::stdout().write_all(answer.as_ref()).or_else(Self::from_output)
     }
 
     /// Writing the answer failed. A reader that has seen enough (`penstock … | head`) is no failure.

@@ -82,7 +82,6 @@ impl Default for Config {
 /// lost.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum MidStreamPickup {
-    /// Never.
     Never,
     /// Until this time, unless the table was [found](super::TableOrigin::Found): connections of a lost table continue.
     AfterLoss(Timestamp),
@@ -103,18 +102,10 @@ pub enum ConfigError {
     Entries(usize),
     /// A timeout is zero or too long.
     #[error("conntrack timeout {name} is {value:?}: choose from 1 s to {max} s", max = LONGEST_TIMEOUT.as_secs())]
-    Timeout {
-        /// Its name.
-        name: &'static str,
-        /// Its value.
-        value: Duration,
-    },
+    Timeout { name: &'static str, value: Duration },
     /// No timeout has this name.
     #[error("conntrack has no timeout {name:?}: it has {known}", known = Timeouts::NAMES.join(", "))]
-    UnknownTimeout {
-        /// The name.
-        name: String,
-    },
+    UnknownTimeout { name: String },
 }
 
 macro_rules! timeouts {

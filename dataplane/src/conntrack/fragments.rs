@@ -109,12 +109,12 @@ type Key = [u64; 5];
 const LAST: usize = 4;
 const PORT_SHIFT: u32 = 32;
 
-/// What all fragments of a datagram share, and the port that received them.
+/// The fields that all fragments of a datagram share, and the port that received them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DatagramKey(Key);
 
 impl DatagramKey {
-    /// Of a fragment; `port` is its ingress port.
+    /// The datagram of a fragment; `port` is its ingress port.
     pub fn of(fragment: &Packet, port: PortId) -> Option<Self> {
         key(fragment, port).map(Self)
     }

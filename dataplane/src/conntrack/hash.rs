@@ -101,7 +101,6 @@ pub struct PreparedFlow {
     pub(super) orientation: Orientation,
 }
 
-/// No hint.
 pub(super) const NO_HINT: u32 = u32::MAX;
 
 impl PreparedFlow {

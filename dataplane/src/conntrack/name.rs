@@ -33,7 +33,6 @@ impl ConnectionName {
 }
 
 impl Conn<'_> {
-    /// Its name.
     pub(crate) fn name(&self) -> ConnectionName {
         let (slot, control) = self.place();
         ConnectionName::new(slot, control.generation())

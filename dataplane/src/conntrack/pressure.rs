@@ -47,7 +47,7 @@ struct LastRoom {
 }
 
 impl LastRoom {
-    /// What remains of a timeout, in ticks.
+    /// The rest of a timeout, in ticks.
     fn shortened(self, timeout: u32) -> u32 {
         let (above, half) = (self.left.saturating_sub(self.of / 2), self.of - self.of / 2);
         let part = u64::from(timeout) * u64::from(above) / u64::from(half);

@@ -186,7 +186,6 @@ impl TcpState {
         Self::PickedUp,
     ];
 
-    /// Its name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::SynSent => "SYN_SENT",
@@ -221,7 +220,6 @@ impl SctpState {
         Self::PickedUp,
     ];
 
-    /// Its name.
     pub const fn name(self) -> &'static str {
         match self {
             Self::CookieWait => "COOKIE_WAIT",

@@ -43,7 +43,6 @@ pub struct ConnectionInfo {
     pub via_host: bool,
     /// Whose source the node's stack has translated: who opened it, `Some(None)` if that is not known.
     pub opener: Option<Option<Address>>,
-    /// Its state.
     pub state: State,
     /// Owner whose quota it counts against.
     pub owner: OwnerId,

@@ -10,13 +10,13 @@ pub struct NextHop {
     pub peer: Mac,
     /// Source MAC.
     pub own: Mac,
-    /// What becomes of the TTL.
+    /// Who has counted the hop.
     pub ttl: TtlChange,
     /// Who completes the checksum of a long TCP segment.
     pub open: OpenChecksum,
 }
 
-/// What forwarding makes of a packet's TTL or hop limit.
+/// The change of a packet's TTL or hop limit when it is forwarded.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum TtlChange {
     /// Nothing: the node's own stack decrements that of a packet which crosses the host port, before or after; between neighbours on a bridge nobody

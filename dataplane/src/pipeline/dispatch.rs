@@ -187,7 +187,7 @@ fn is_bridged(snapshot: &Snapshot, (from, to): (&Port, &Port), packet: &Packet, 
     frame.is_some_and(is_receivers)
 }
 
-/// What becomes of a packet's TTL. `by_stack`: it comes from the node's stack, or goes there.
+/// The change of a packet's TTL. `by_stack`: it comes from the node's stack, or goes there.
 #[inline(always)]
 fn change_of_ttl(ttl: u8, by_stack: bool, is_bridged: bool) -> TtlChange {
     match (by_stack, is_bridged) {
@@ -223,7 +223,7 @@ fn way(
     Ok((egress, hop))
 }
 
-/// What is rewritten of a packet that goes from one port straight to the other.
+/// The changes to a packet that goes from one port straight to the other.
 #[inline(always)]
 fn next_hop(
     (from, to): (&Port, &Port),

@@ -97,7 +97,6 @@ impl<T> EarlyFragments<T> {
         Some(self.held.remove(*from).item)
     }
 
-    /// Takes the oldest one.
     pub fn take_oldest(&mut self) -> Option<T> {
         (!self.held.is_empty()).then(|| self.held.remove(0).item)
     }

@@ -34,7 +34,6 @@ impl ServiceConnection {
         Some(Self { frontend: translated.frontend, inner: translated.connection.original_flow(), received })
     }
 
-    /// The backend.
     pub fn backend(&self) -> Backend {
         Backend { address: self.inner.dst, port: self.inner.dst_port }
     }

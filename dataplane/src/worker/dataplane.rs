@@ -103,11 +103,8 @@ impl Dataplane {
             huge_pages: config.huge_pages,
         })?;
         let connections = Arc::new(ConnTable::new(&config.connections)?);
-        let grace = connections
-            .is_shared()
-            .then(|| GraceThreads::start(&connections))
-            .transpose()
-            .map_err(StartError::Grace)?;
+        let grace = connections.is_shared().then(|| GraceThreads::start(&connections));
+        let grace = grace.transpose().map_err(StartError::Grace)?;
         let shared = Arc::new(share(umem, &config)?);
         let control = PortControl {
             shared: shared.clone(),

@@ -350,7 +350,7 @@ const OF_ANSWERING_SYN: &str = "ended::a_syn_of_the_answering_end_is_a_workers";
 const OF_ENDINGS: &str = "ended::an_ended_connection_leaves_its_entry_to_the_next";
 const HAS_ENDED: &str = "!IS_WRITTEN(control) || control & (TENTATIVE | TRANSLATION)";
 
-/// What of this a test must notice.
+/// Changes to the programs that a test here must notice.
 pub(crate) const MUTATIONS: &[Mutation] = &[
     mutation(
         OF_FIELDS,

@@ -54,7 +54,7 @@ fn a_stale_epoch_is_no_hit_across_the_wrap_of_its_numbers() {
                     );
                 }
             }
-            // What stays allowed needs no worker, and what does not is revoked, across the wrap too.
+            // A connection that stays allowed needs no worker, and one that does not is revoked, across the wrap too.
             forget(&node);
             node.publish(Epoch(start), true);
             opened.iter().for_each(|there| open(&mut node, *there, now));

@@ -1,4 +1,4 @@
-//! What the programs read of a packet's headers: a packet of an established connection passes only if each field allows it, and then as
+//! The fields that programs read of a packet's headers: a packet of an established connection passes only if each allows it, and then as
 //! a worker would send it on.
 
 use super::*;
@@ -81,7 +81,7 @@ const IPV6: &[Row] = &[
 /// Changes of what is behind the IP header, by its offset.
 type TransportRow = (&'static str, fn(&mut [u8]), bool);
 
-/// Of a segment with ten bytes.
+/// Changes to a segment with ten bytes.
 const TCP: &[TransportRow] = &[
     ("a header that is too short", |tcp| tcp[12] = 0x40, false),
     ("options", |tcp| tcp[12] = 0x60, true),
@@ -100,7 +100,7 @@ const TCP: &[TransportRow] = &[
     ("all flags", |tcp| tcp[13] = 0xff, false),
 ];
 
-/// Of a datagram with ten bytes.
+/// Changes to a datagram with ten bytes.
 const UDP: &[TransportRow] = &[
     ("shorter than its header", |udp| udp[4..6].copy_from_slice(&[0, 7]), false),
     ("without data", |udp| udp[4..6].copy_from_slice(&[0, 8]), true),

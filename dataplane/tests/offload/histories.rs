@@ -73,7 +73,7 @@ fn any_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What workers know of each connection. Two seconds make a stream of datagrams: the machine may be that slow.
+/// Each connection as workers know it. Two seconds make a stream of datagrams: the machine may be that slow.
 fn known(node: &Node) -> Vec<String> {
     let listed = node.pipeline.connections().iter(Timestamp::now());
     let name = |state: String| if state == "ASSURED" { "REPLIED".to_owned() } else { state };
@@ -84,14 +84,14 @@ fn known(node: &Node) -> Vec<String> {
     known
 }
 
-/// What was forwarded of a history.
+/// How many packets of a history were forwarded.
 #[derive(Default)]
 struct Forwarded {
     all: u32,
     translated: u32,
     /// Answers to a SYN.
     answers: u32,
-    /// What opened a connection.
+    /// Those that opened a connection.
     opened: u32,
     /// In the entry of one that had ended.
     in_place: u32,

@@ -145,7 +145,7 @@ fn only_a_captured_pods_packets_all_go_to_workers() {
         };
         assert_eq!(forwarded(&mut node), [true; 6]);
         node.veths[0].set_captured(true).unwrap();
-        // What A sends and gets; not what B and the node say to each other.
+        // A's packets and those to it; not those between B and the node.
         let of_others = [false, false, false, false, true, true];
         assert_eq!(forwarded(&mut node), of_others);
         node.veths[0].serve(&served(A, 0)).unwrap();

@@ -1,4 +1,4 @@
-//! What the kernel's programs forward without a worker, against what a worker does with the same packet: they share the
+//! Packets that the kernel's programs forward without a worker, against what a worker does with them: they share the
 //! connection table. Needs root; each test has a network namespace of its own, in which nothing is sent.
 
 mod captures;
@@ -120,7 +120,7 @@ enum End {
     A,
     B,
     Outside,
-    /// What answers behind the node's stack, by a Service's address.
+    /// A backend behind the node's stack, by a Service's address.
     Service,
 }
 
@@ -316,7 +316,7 @@ impl Node {
         kept
     }
 
-    /// What a worker does with a frame from this end, and the frame afterwards.
+    /// A worker's verdict on a frame from this end, and the frame afterwards.
     fn worker(&mut self, from: End, frame: &[u8], now: Timestamp) -> (Verdict, Vec<u8>) {
         let mut batch = OneFrame(frame.to_vec(), self.outside);
         let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
@@ -324,13 +324,13 @@ impl Node {
         (verdicts[0], batch.0)
     }
 
-    /// What a worker does with a packet of a handshake that has the numbers that it must have.
+    /// A worker's verdict on a packet of a handshake, with the numbers that it must have.
     fn handshake(&mut self, packet: Sent, flags: u8, from_opener: bool, now: Timestamp) -> Verdict {
         let frame = Sent { flags: if packet.tcp { flags } else { 0 }, payload: 0, ..packet }.frame();
         self.worker(packet.from, &in_step(frame, packet.tcp, flags, from_opener), now).0
     }
 
-    /// What the program does with it where it meets the frame: at the sending pod, or at the receiving one if the sender
+    /// The program's answer where it meets the frame: at the sending pod, or at the receiving one if the sender
     /// is outside. `None`: it is for a worker, or dropped.
     fn program(&self, from: End, to: End, frame: &[u8], segment: u32) -> Option<(u32, Vec<u8>)> {
         let at = if from.is_pod() { from } else { to };
@@ -358,7 +358,7 @@ fn forget(node: &Node) {
 /// Which flow between two ends a packet is of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Way {
-    /// Of a connection that A has opened, or the outside to B.
+    /// On a connection that A has opened, or the outside to B.
     Direct,
     /// The client's, to the Service of the other end.
     ToService,
@@ -510,7 +510,7 @@ fn assert_alike(node: &mut Node, of: Sent, frame: &[u8], done: &(u32, Vec<u8>), 
     }
 }
 
-/// What is alike in the headers of a long segment and of those that it becomes: not lengths, checksums and numbers.
+/// The parts that are alike in the headers of a long segment and of those that it becomes: not lengths, checksums and numbers.
 fn of_all_segments(frame: &[u8]) -> Vec<u8> {
     let parts: &[std::ops::Range<usize>] =
         if frame[12..14] == [8, 0] { &[0..16, 20..24, 26..38] } else { &[0..18, 20..58] };

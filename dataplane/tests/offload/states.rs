@@ -23,7 +23,7 @@ fn a_connection_that_the_kernel_forwards_does_not_expire() {
     });
 }
 
-/// What the table says was forwarded of the only connection.
+/// The packets of the only connection that were forwarded, by the table.
 fn counted(node: &Node) -> [Traffic; 2] {
     let listed: Vec<_> = node.pipeline.connections().iter(Timestamp::now()).collect();
     assert_eq!(listed.len(), 1, "{listed:?}");
@@ -61,7 +61,7 @@ fn a_connection_counts_traffic_of_workers_and_programs() {
                 }
             }
             assert_eq!(counted(&node), expected, "{there:?}");
-            // What is dropped is not counted. From the node's stack such a packet passes: the stack has counted its hop.
+            // A dropped packet is not counted. From the node's stack such a packet passes: the stack has counted its hop.
             if there.from != End::Outside {
                 let dropped = Sent { ttl: 1, ..there }.frame();
                 assert!(node.program(there.from, there.to, &dropped, 0).is_none());
@@ -137,7 +137,7 @@ fn half_open(node: &mut Node, there: Sent, now: Timestamp) {
     }
 }
 
-/// What is different in a TCP header.
+/// A change to a TCP header.
 type Change<'a> = &'a dyn Fn(&mut [u8]);
 
 #[test]

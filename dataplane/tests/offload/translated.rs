@@ -152,7 +152,7 @@ fn to_service(there: Sent) -> Vec<u8> {
     first(Sent { to: End::Service, ..there })
 }
 
-/// What clients open here.
+/// The packet with which clients open here.
 fn from_client(v4: bool, tcp: bool) -> Sent {
     Sent { v4, ..sent(End::A, End::B, tcp, ACK) }
 }
@@ -194,7 +194,7 @@ fn a_translated_connection_like_a_workers_meets_no_worker() {
     }
 }
 
-/// What is different, in the node and in the frame, and whether a program still sends it on.
+/// The change, in the node and in the frame, and whether a program still sends it on.
 type Case<'a> = (&'a str, Rules, &'a (dyn Fn(&mut Stack, Sent) + Sync), &'a (dyn Fn(&mut Vec<u8>) + Sync), bool);
 
 const NO_RULES: Rules = Rules { prerouting: "", postrouting: "", untracked: "" };
@@ -220,7 +220,7 @@ fn answer_outside(stack: &mut Stack, there: Sent) {
     answer(&mut stack.node, Sent { from: End::Outside, ..there });
 }
 
-/// What B has sent to the client's port, with the outside's address: the client answers it.
+/// B sends to the client's port, with the outside's address, and the client answers.
 fn ask_first(stack: &mut Stack, there: Sent) {
     let back = Sent { flags: SYN, payload: 0, flow: 2, ..there.back() };
     let mut frame = in_step(back.frame(), there.tcp, SYN, true);
@@ -337,7 +337,7 @@ const OPENS: &str = "translated::a_translated_connection_like_a_workers_meets_no
 const SAYS: &str = "translated::behind_the_nodes_translation_only_what_it_says_is_repeated";
 const DIFFER: &str = "translated::a_pods_connections_by_a_service_and_without_differ";
 
-/// What of this a test must notice.
+/// Changes to the programs that a test here must notice.
 pub(crate) const MUTATIONS: &[Mutation] = &[
     mutation(
         SAYS,

@@ -1,4 +1,4 @@
-//! What the kernel does before it accepts the programs.
+//! How much work the kernel has before it accepts the programs.
 
 use std::fs;
 
@@ -8,7 +8,7 @@ use super::{Node, in_namespace};
 /// (BPF_COMPLEXITY_LIMIT_INSNS in include/linux/bpf.h), and a version of the kernel may follow several times as many paths as another.
 const MOST: u64 = 120_000;
 
-/// Of each program that this process has open: fdinfo shows it since Linux 5.16.
+/// For each program that this process has open: fdinfo shows it since Linux 5.16.
 fn verified_instructions() -> Vec<u64> {
     let files = fs::read_dir("/proc/self/fdinfo").unwrap().flatten();
     // Another test's file may be gone by now.

@@ -57,7 +57,7 @@ fn verdicts(directory: &Path, (name, base): (&str, &str), parts: &[Part], is_unt
     // The clock of the changes begins with the first packet.
     let mut sent = vec![(0, "10.0.1.1:1 > 10.0.1.2:1 udp len=1".to_owned())];
     sent.extend(parts.iter().flat_map(|part| match part {
-        // What is left in a table of datagrams that have expired is no matter of policy.
+        // A table may still hold datagrams that have expired, which is no matter of policy.
         Part::Conversation(conversation) if conversation.is_tcp || !conversation.expires() => packets(conversation),
         Part::Conversation(_) | Part::Objects(..) => Vec::new(),
     }));
@@ -75,7 +75,7 @@ fn verdicts(directory: &Path, (name, base): (&str, &str), parts: &[Part], is_unt
     compare(&case)
 }
 
-/// What replay and the oracle say of a case.
+/// Where replay and the oracle agree on a case, and where not.
 pub(super) fn differences(seed: u64, base: &str, parts: &[Part], is_untranslated: bool) -> Comparison {
     let directory = tempfile::tempdir().unwrap();
     verdicts(directory.path(), (&format!("seed {seed}"), base), parts, is_untranslated)

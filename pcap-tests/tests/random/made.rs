@@ -151,7 +151,7 @@ impl Maker {
         self.0.random_ratio(1, count)
     }
 
-    /// What stays: a namespace, two nodes and their pods.
+    /// The objects that stay: a namespace, two nodes and their pods.
     fn base(&mut self) -> String {
         let mut yaml = String::from("{apiVersion: v1, kind: Namespace, metadata: {name: t, labels: {team: t}}}\n");
         for (name, number) in [("n1", 1), ("n2", 2)] {

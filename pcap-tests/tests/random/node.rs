@@ -32,7 +32,7 @@ pub(super) struct Packet {
     pub(super) words: Vec<(String, String)>,
 }
 
-/// What a packet meets that opens a connection in the node's stack.
+/// The rule that meets a packet which opens a connection in the node's stack.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Rule {
     /// No rule.

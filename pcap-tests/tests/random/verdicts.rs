@@ -23,7 +23,7 @@ const OWN_NODE: &str = "n1";
 /// The first sequence numbers of both sides.
 const FIRST: [u32; 2] = [100, 900];
 
-/// What a case has shown.
+/// The counts of a case.
 #[derive(Default, Debug)]
 pub(super) struct Found {
     /// Packets of clients that arrived, and that did not.
@@ -156,7 +156,7 @@ impl<'a> Talk<'a> {
     }
 }
 
-/// What must become of a client's packet.
+/// The way of a client's packet as it must be.
 struct Expected {
     rule: Rule,
     /// With which destination it arrives, if it does.
@@ -234,7 +234,7 @@ impl Play {
             let by_port = |service: &&Service| service.ports.iter().any(|port| port.node_port == Some(to.1));
             let is_node_port = |port: u16| port >= 30_000;
             match evaluator.services().find(|service| is_asked(service) || by_port(service)) {
-                // What it does not translate, or no more, it does not know.
+                // It does not know a connection that it does not translate, or no more.
                 None => true,
                 Some(_) if to.1 != 53 && !is_node_port(to.1) => true,
                 Some(service) => {
@@ -259,7 +259,7 @@ impl Play {
         !self.workers_translate || !matches!(of.to, Destination::Cluster(_))
     }
 
-    /// What must become of the client's next packet; `None` if it would be another conversation.
+    /// The way of the client's next packet as it must be; `None` if it would be another conversation.
     fn expect(&self, talk: &mut Talk<'_>) -> Option<Expected> {
         let flow = talk.flow;
         let backends = self.evaluator.backends(talk.of, &flow);

@@ -5,6 +5,7 @@
 //! veth pair ([`WorkerPair`]), and come back the same way.
 
 mod host_routing;
+mod maps;
 mod tunnels;
 mod uplink;
 mod veth;
@@ -20,6 +21,7 @@ pub use host_routing::KeptBy;
 use libbpf_rs::libbpf_sys::{BPF_TCX_EGRESS, BPF_TCX_INGRESS};
 use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
+use maps::{Maps, share_maps};
 pub use tunnels::RemoteNetwork;
 pub use uplink::{AttachedUplink, NO_UPLINK_NUMBER, UplinkNumber};
 use veth::TARGET;
@@ -115,7 +117,6 @@ pub struct TcxMapError {
 /// Who sends a frame of [`TcxPrograms::try_frame`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum TriedSender {
-    /// The pod.
     Pod,
     /// The node itself, to the pod.
     Node,
@@ -151,24 +152,6 @@ pub struct TcxPrograms {
     is_live: AtomicBool,
 }
 
-#[derive(Debug)]
-struct Maps {
-    interfaces: MapHandle,
-    targets: MapHandle,
-    own_addresses: MapHandle,
-    outcomes: MapHandle,
-    pod_addresses: MapHandle,
-    uplinks: MapHandle,
-    uplink_interfaces: MapHandle,
-    tunnel_ports: MapHandle,
-    remote_networks: MapHandle,
-    refused_tunnels: MapHandle,
-    offloaded: MapHandle,
-    offloaded_ports: MapHandle,
-    /// The programs' variables: `pairs` in `src/bpf/tcx_maps.h`.
-    pairs: MapHandle,
-}
-
 impl TcxPrograms {
     /// Loads the programs through the verifier, which takes two tenths of a second. Needs CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (or
     /// root), and Linux 6.6 for tcx. Before one is attached, they must know the workers: [`TcxPrograms::set_pairs`].
@@ -196,23 +179,10 @@ impl TcxPrograms {
         constants.host_routing = options.host_routing.into();
         constants.beside_xdp = options.beside_xdp.into();
         (constants.reads_connections, constants.casts_packets) = (functions.reads.into(), functions.casts.into());
-        if let Some(connections) = connections {
-            let [table, tags, entries, uses] = connections.handles();
-            open.maps.ct_table.reuse_fd(table.as_fd()).map_err(failed)?;
-            open.maps.ct_tags.reuse_fd(tags.as_fd()).map_err(failed)?;
-            open.maps.ct_entries.reuse_fd(entries.as_fd()).map_err(failed)?;
-            open.maps.ct_uses.reuse_fd(uses.as_fd()).map_err(failed)?;
-        }
-        if let Some((waiting, share)) = &options.waiting {
+        if let Some((_, share)) = &options.waiting {
             constants.share = *share;
-            open.maps.waiting.reuse_fd(waiting.0.as_fd()).map_err(failed)?;
         }
-        if let Some(sources) = &options.sources {
-            open.maps.sources.reuse_fd(sources.map().as_fd()).map_err(failed)?;
-        }
-        if let Some(services) = &options.services {
-            open.maps.service_addresses.reuse_fd(services.map().as_fd()).map_err(failed)?;
-        }
+        share_maps(&mut open.maps, options, connections).map_err(failed)?;
         let (own, outcomes) = (new_own_addresses().map_err(failed)?, new_outcomes().map_err(failed)?);
         open.maps.own_addresses.set_inner_map_fd(own.as_fd()).map_err(failed)?;
         open.maps.outcomes.set_inner_map_fd(outcomes.as_fd()).map_err(failed)?;
@@ -220,7 +190,6 @@ impl TcxPrograms {
         open.maps.alive.reuse_fd(liveness.map().as_fd()).map_err(failed)?;
         let loaded = open.load().map_err(failed)?;
         let program = |program: BorrowedFd<'_>| program.try_clone_to_owned().map_err(|error| failed(error.into()));
-        let map = |map| MapHandle::try_from(map).map_err(failed);
         Ok(Self {
             at_pods: [
                 (PinnedProgram::FromPod, program(loaded.progs.from_pod.as_fd())?, BPF_TCX_INGRESS),
@@ -231,21 +200,7 @@ impl TcxPrograms {
             to_uplink: program(loaded.progs.to_uplink.as_fd())?,
             from_uplink: program(loaded.progs.from_uplink.as_fd())?,
             what_keeps: program(loaded.progs.what_keeps.as_fd())?,
-            maps: Arc::new(Maps {
-                interfaces: map(&*loaded.maps.interfaces)?,
-                targets: map(&*loaded.maps.targets)?,
-                own_addresses: map(&*loaded.maps.own_addresses)?,
-                outcomes: map(&*loaded.maps.outcomes)?,
-                pod_addresses: map(&*loaded.maps.pod_addresses)?,
-                uplinks: map(&*loaded.maps.uplinks)?,
-                uplink_interfaces: map(&*loaded.maps.uplink_interfaces)?,
-                tunnel_ports: map(&*loaded.maps.tunnel_ports)?,
-                remote_networks: map(&*loaded.maps.remote_networks)?,
-                refused_tunnels: map(&*loaded.maps.refused_tunnels)?,
-                offloaded: map(&*loaded.maps.offloaded)?,
-                offloaded_ports: map(&*loaded.maps.offloaded_ports)?,
-                pairs: map(&*loaded.maps.bss)?,
-            }),
+            maps: Arc::new(Maps::of(&loaded.maps).map_err(failed)?),
             liveness,
             pins: None,
             beside_xdp: options.beside_xdp,
@@ -470,9 +425,7 @@ pub struct Entrances {
 /// Packets, as segments on a wire, and their bytes, Ethernet headers of long segments counted once.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct TrafficCount {
-    /// Packets.
     pub packets: u64,
-    /// Bytes.
     pub bytes: u64,
 }
 

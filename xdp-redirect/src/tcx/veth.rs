@@ -1,4 +1,4 @@
-//! What is attached to a pod's veth.
+//! The programs at a pod's veth.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -135,7 +135,6 @@ impl TcxPrograms {
 }
 
 impl PodVeth {
-    /// The interface.
     pub fn interface(&self) -> &Interface {
         &self.interface
     }

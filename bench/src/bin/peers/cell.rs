@@ -55,7 +55,7 @@ impl Cell {
         Ok(Self { _servers: servers, _relays: relays, sites, nodes, _state: state })
     }
 
-    /// What differs from what the policies say: between pods of a node and of two, by TCP and UDP, at either end.
+    /// Where probes contradict the policies: between pods of a node and of two, by TCP and UDP, at either end.
     pub(crate) fn differences(&self) -> Result<Vec<String>> {
         let mut probes = Vec::new();
         for &(from, to, port, _) in &CHECKS {
@@ -96,7 +96,7 @@ fn mount_bpf(place: PathBuf) -> Result<CleanupGuard> {
     mount(Some("bpf"), &place, Some("bpf"), MsFlags::empty(), None::<&str>)
         .with_context(|| format!("cannot mount a BPF file system at {}", place.display()))?;
     Ok(CleanupGuard::new(move || {
-        // What is still mounted goes with the machine's other mounts.
+        // A mount that stays goes with the machine's other mounts.
         let _ = umount2(&place, MntFlags::MNT_DETACH);
     }))
 }

@@ -1,4 +1,4 @@
-//! What passes while something changes: a policy, or the engine itself.
+//! Which connections pass while a policy changes, or the engine itself.
 
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ use crate::running::Running;
 
 /// How long a change of policy may take.
 const LIMIT: Duration = Duration::from_secs(10);
-/// What is looked at after it.
+/// How long connections are still tried after it.
 const AFTER: Duration = Duration::from_millis(700);
 /// How long nothing runs after a crash and after a stop.
 const AWAY: Duration = Duration::from_millis(1500);
 /// Between the attempts of changes of policy, and of disturbances.
 const ATTEMPTS: [Duration; 2] = [Duration::from_millis(2), Duration::from_millis(5)];
 
-/// What a change of policy did. Times are from when the API server was asked to save it.
+/// The effect of a change of policy. Times are from when the API server was asked to save it.
 pub(crate) struct ChangeOutcome {
     /// When the first connection was tried since which none has passed.
     pub(crate) denied: Option<Duration>,
@@ -49,7 +49,7 @@ pub(crate) fn change_policy(cluster: &Cluster, cell: &Cell) -> Result<ChangeOutc
     let points = series.end()?;
     let after: Vec<SeriesPoint> = points.into_iter().filter(|it| it.at >= saved && it.at < restored - OLDEST).collect();
     let (denied, late) = from_when_none_passes(&after);
-    // What lasts no longer than this was the end of the wait, not of the connections.
+    // A pause that ends sooner was the end of the wait, not of the connections.
     let denied = denied.filter(|&denied| denied + AFTER <= restored);
     Ok(ChangeOutcome {
         denied: denied.map(|at| at - saved),
@@ -92,7 +92,7 @@ fn establish(cell: &Cell) -> Result<EchoConnection> {
     }
 }
 
-/// What came of the connections that were tried in a part of a disturbance.
+/// The connections that were tried in a part of a disturbance.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Part {
     /// Allowed ones that did not pass, of how many.

@@ -216,7 +216,7 @@ fn node(plan: &NodePlan) -> Value {
         "metadata": {
             "name": plan.name,
             "labels": { "kubernetes.io/hostname": plan.name, "kubernetes.io/os": "linux" },
-            // What Calico's start-up container writes.
+            // Calico's start-up container writes this.
             "annotations": { "projectcalico.org/IPv4Address": format!("{address}/24") },
         },
         "spec": { "podCIDR": plan.pods, "podCIDRs": [plan.pods] },
@@ -260,7 +260,7 @@ fn policy(name: &str, peer: &Value, ports: &Value) -> Value {
     })
 }
 
-/// What is sent: between the pods of this role, on the ports of load, and on [`OPEN`].
+/// Allows the load: between the pods of this role, on the ports of load, and on [`OPEN`].
 fn allowing(open: bool) -> Value {
     let peer = json!({ "podSelector": { "matchLabels": { "role": "peer" } } });
     let mut ports = Vec::new();

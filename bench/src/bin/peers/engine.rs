@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use penstock_bench::peers::find;
 use penstock_bench::testbed::{Namespace, penstock_binary};
 
-/// What enforces policy on the nodes of a cell.
+/// An engine that enforces policy on the nodes of a cell.
 pub(crate) struct Engine {
     /// Name on the command line and in tables.
     pub(crate) name: &'static str,
@@ -56,7 +56,7 @@ enum Need {
     Tool(&'static str, &'static str),
     /// The kernel's `queue` statement of nftables (`CONFIG_NFT_QUEUE`).
     NftablesQueue,
-    /// What no testbed here has.
+    /// No testbed here has it.
     Elsewhere(&'static str),
 }
 
@@ -112,12 +112,12 @@ impl PeersFolder {
         Ok(path)
     }
 
-    /// What engines find in `/usr/lib`, if there is any of it.
+    /// The libraries that engines find in `/usr/lib`, if there are any.
     pub(crate) fn libraries(&self) -> Option<PathBuf> {
         self.0.as_ref().map(|folder| folder.join("lib")).filter(|path| path.is_dir())
     }
 
-    /// What the folder's file `VERSIONS` says of a program: a line of its name and its version.
+    /// A program's version, from its line in the folder's file `VERSIONS`.
     fn version(&self, name: &str) -> Option<String> {
         let text = std::fs::read_to_string(self.0.as_ref()?.join("VERSIONS")).ok()?;
         text.lines()

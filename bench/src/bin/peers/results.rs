@@ -44,7 +44,7 @@ pub(crate) struct Figure {
     pub(crate) order: usize,
     pub(crate) name: String,
     pub(crate) digits: usize,
-    /// What is said where there is no number because it did not happen.
+    /// The word for a number that is missing because it did not happen.
     pub(crate) absent: &'static str,
 }
 

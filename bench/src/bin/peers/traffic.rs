@@ -30,7 +30,7 @@ pub(crate) struct Test {
     load: Load,
 }
 
-/// What is measured, with netperf's names.
+/// The measurements, with netperf's names.
 pub(crate) const TESTS: [Test; 5] = [
     Test { name: "TCP_STREAM", rate: "Gb/s", cost: "ms/Gb", load: Load::Stream },
     Test { name: "TCP_RR", rate: "k/s", cost: "µs", load: Load::RoundTrips },

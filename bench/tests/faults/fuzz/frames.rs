@@ -32,7 +32,7 @@ pub(super) struct Macs {
 pub(super) struct Maker {
     pub(super) random: SmallRng,
     pub(super) macs: Macs,
-    /// Of the last datagram. None is used again soon: fragments of two, as the kernel also makes them of long ones, would be of one.
+    /// The last datagram's. None is used again soon: fragments of two, as the kernel also makes them of long ones, would be of one.
     identification: u32,
 }
 

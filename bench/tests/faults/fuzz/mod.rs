@@ -3,7 +3,7 @@
 //! Each payload has the number of its datagram in it, again and again, so that what arrives says who sent it, however it was changed, cut
 //! up or translated on the way. [`evaluator`] says what may arrive, without the code of policy.
 //!
-//! What finds each mend when it is taken out. *Mutant*: by `faults::mends`, which takes it out of the programs and asks the fuzzer, or the test that
+//! Who finds each mend when it is taken out? *Mutant*: `faults::mends`, which takes it out of the programs and asks the fuzzer, or the test that
 //! it names there; the rest was taken out of the daemon by hand.
 //!
 //! | mend | found by |

@@ -165,7 +165,7 @@ pub(super) fn fragment(packet: &[u8]) -> Option<(usize, &[u8])> {
     (more || place > 0).then(|| (place, &packet[from..]))
 }
 
-/// What a packet has of its datagram, and at which place.
+/// A packet's part of its datagram, and the place of that.
 pub(super) fn piece(packet: &[u8]) -> (usize, &[u8]) {
     let header = if packet[0] >> 4 == 4 { usize::from(packet[0] & 15) * 4 } else { 40 };
     fragment(packet).unwrap_or((0, &packet[header.min(packet.len())..]))

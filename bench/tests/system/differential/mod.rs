@@ -40,7 +40,7 @@ const HOST_PORT: u16 = 8088;
 /// Scripts of a round.
 const ROUND: usize = 40;
 
-/// What the node without a daemon does with connections.
+/// How the node without a daemon treats connections.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Reference {
     /// Nothing: no pod has a policy.
@@ -49,7 +49,7 @@ enum Reference {
     Tracked,
 }
 
-/// What gives packets other addresses.
+/// Who gives packets other addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Translator {
     Nobody,
@@ -98,7 +98,7 @@ impl Setting {
     }
 }
 
-/// What happens between packets.
+/// An event between packets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Event {
     /// Nothing, for longer than all timeouts.
@@ -106,11 +106,11 @@ enum Event {
     Restart,
     Kill,
     TakeOver,
-    /// Of the way to the machine: begins or ends.
+    /// An obstacle on the way to the machine begins or ends.
     OfWay(Obstacle),
 }
 
-/// What is in the way between pods and the machine, for all packets or for some.
+/// An obstacle between pods and the machine, for all packets or for some.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Obstacle {
     /// Rules that drop datagrams of DNS, both ways, and segments with data to the web's port.
@@ -246,7 +246,7 @@ fn compare(setting: Setting, seed: u64, rounds: usize, until: Option<Instant>) {
         if until.map_or(round >= rounds, |end| round > 0 && Instant::now() >= end) {
             break;
         }
-        // What a daemon forgets with its table, the kernel keeps.
+        // A daemon forgets connections with its table, and the kernel keeps them.
         let needs_table = setting.reference == Reference::Tracked || setting.translator == Translator::Workers;
         let is_eventful = !needs_table && (round % 4 == 3 || round + 1 == rounds);
         let mut events: Vec<Event> =
@@ -265,7 +265,7 @@ fn compare(setting: Setting, seed: u64, rounds: usize, until: Option<Instant>) {
             let failure = shrink(setting, &all, &differences);
             panic!("{setting:?}, DIFFERENTIAL_SEED={seed}, round {round}:\n{failure}\n\nthe daemon wrote:\n{log}");
         }
-        // What came before matters little, and takes memory.
+        // Earlier packets matter little, and take memory.
         if all.len() > 20_000 {
             all.drain(..10_000);
         }

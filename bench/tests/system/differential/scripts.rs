@@ -396,14 +396,14 @@ impl Maker {
             }
             _ => self.send(steps, (from, to), &ip, &payload, format!("protocol {protocol} length {length}")),
         }
-        // What a tunnel would take apart.
+        // A tunnel would take it apart.
         let is_tunnel = [47, 4, 41].contains(&protocol);
         if is_tunnel && from != Out && to == Out {
             except(steps, Some(TUNNELS));
         }
     }
 
-    /// What the node itself answers.
+    /// Asks for something that the node itself answers.
     pub(super) fn ask_the_node(&mut self, steps: &mut Vec<Step>) {
         let from = self.pick(&[Pod0, Pod1, Out]);
         let to: IpAddr = self.pick(&super::NODE).parse().unwrap();

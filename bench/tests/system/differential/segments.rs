@@ -25,7 +25,7 @@ impl Maker {
             let mut has_sent_syn = [false; 2];
             for (by, flags, length) in self.plan() {
                 if flags == SYN | ACK && has_sent_syn[by] {
-                    // Of a simultaneous open: the same SYN once more.
+                    // A simultaneous open sends the same SYN once more.
                     talk.next[by] = talk.next[by].wrapping_sub(1);
                 }
                 has_sent_syn[by] |= flags & SYN != 0;

@@ -32,14 +32,14 @@ pub(super) type Arrivals = BTreeMap<u16, BTreeMap<Arrival, usize>>;
 pub(super) struct World {
     cluster: Cluster,
     outside: Outside,
-    /// What is in the way to it now.
+    /// The obstacles on the way to it now.
     obstacles: BTreeSet<Obstacle>,
     daemon: Option<Daemon>,
     config: DaemonConfig,
     setting: Setting,
     wires: Vec<PacketSocket>,
     senders: Vec<VirtioSocket>,
-    /// Of the ends, and of the node towards them.
+    /// Addresses of the ends, and of the node towards them.
     own: Vec<[u8; 6]>,
     gateways: Vec<[u8; 6]>,
     _scratch: ScratchDir,
@@ -178,7 +178,7 @@ impl World {
         let header = shot.open_sum.map(|(start, offset)| VirtioHeader { start, offset, ..VirtioHeader::open() });
         let deadline = Instant::now() + LIMIT;
         while let Err(error) = self.senders[from].send(&header.unwrap_or_default(), &frame) {
-            // What is malformed is refused at once, in both worlds.
+            // A malformed packet is refused at once, in both worlds.
             let is_busy = matches!(error.raw_os_error(), Some(libc::ENOBUFS | libc::EAGAIN));
             if !is_busy {
                 return;
@@ -239,7 +239,7 @@ impl World {
                 let Some(packet) = of_frame(&frame) else { continue };
                 let from_node = is_of_node(&packet);
                 if from_node && is_redirect(&packet) {
-                    // Of two ways over one bridge, which Penstock does not use.
+                    // It comes from two ways over one bridge, which Penstock does not use.
                     continue;
                 }
                 let (bytes, about) = without_choices(packet, from_node, |number| is_open.contains(&number));
@@ -261,7 +261,7 @@ impl World {
         own.map_or(if mac[0] & 1 == 1 { "a group's" } else { "unknown" }, |own| MACS[own])
     }
 
-    /// What the daemon has written.
+    /// The daemon's log.
     pub(super) fn log(&self) -> String {
         self.daemon.as_ref().map(|daemon| daemon.log().lines().join("\n")).unwrap_or_default()
     }

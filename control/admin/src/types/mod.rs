@@ -389,7 +389,6 @@ pub struct FlowsQuery {
 /// `GET /v1/flows`: the answer.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Flows {
-    /// How many match.
     pub matching: usize,
     /// The listed connections, in no order.
     pub flows: Vec<ConnectionFlow>,

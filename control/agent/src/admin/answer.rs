@@ -7,9 +7,8 @@ use penstock_admin::types;
 use penstock_dataplane::Epoch;
 use penstock_dataplane::conntrack::{ConnectionInfo, OwnerId, Timestamp};
 use penstock_dataplane::forward::PortId;
-use penstock_dataplane::limits::{Limit, PodLimits};
+use penstock_dataplane::limits::PodLimits;
 use penstock_dataplane::names::{Moment, NameCounts};
-use penstock_dataplane::policy::Direction;
 use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths};
 use penstock_policy::engine::Engine;
 use penstock_policy::explain::{self, PlainText};
@@ -17,6 +16,7 @@ use penstock_policy::flow;
 use penstock_sources::ObjectKind;
 use penstock_xdp_redirect::KeptBy;
 
+use crate::connection_limits::limited;
 use crate::naming::{end, identifier, of_client, service, sides, traffic};
 use crate::ports::PortRole;
 use crate::query::FlowScan;
@@ -223,9 +223,7 @@ impl DaemonView<'_> {
     }
 
     fn limits(&self, limits: &PodLimits) -> Vec<types::ConnectionLimitStatus> {
-        let directions = [("egress", Direction::Egress), ("ingress", Direction::Ingress)];
-        let limited = directions.into_iter().filter(|(_, direction)| limits.limit(*direction) != Limit::default());
-        limited
+        limited(limits)
             .map(|(name, direction)| {
                 let (limit, refused) = (limits.limit(direction), limits.refused(direction));
                 types::ConnectionLimitStatus {

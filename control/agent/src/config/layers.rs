@@ -24,7 +24,6 @@ pub struct ConfigLayers {
     overrides: Vec<Override>,
 }
 
-/// A loaded configuration.
 #[derive(Clone, PartialEq, Debug)]
 pub struct LoadedConfig {
     /// The validated settings.
@@ -58,7 +57,6 @@ impl ConfigLayers {
         Ok(Self { file: path.to_owned(), overrides })
     }
 
-    /// The file.
     pub fn file(&self) -> &Path {
         &self.file
     }

@@ -12,6 +12,7 @@ mod operation;
 mod read;
 pub mod schema;
 mod values;
+mod workers;
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -35,6 +36,7 @@ pub use values::{
     Cores, FrameSize, InterfaceName, InterfacePattern, InvalidValue, MemorySize, MidstreamPickup, NodeName, Resolver,
     RingSize, TableMapping, TaintKey, TimeSpan,
 };
+pub use workers::{HugePages, Polling, Priority, Umem, Workers};
 
 /// The configuration of `penstock run`.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
@@ -71,7 +73,7 @@ pub struct Config {
     /// With `offload`: whether packets between pods and other machines pass the node's stack by.
     #[serde(default)]
     pub host_routing: HostRouting,
-    /// What happens to a new veth's packets before its pod is known.
+    /// Whether a new veth's packets pass before its pod is known.
     #[serde(default)]
     pub startup: StartupMode,
     /// Interfaces that the CNI plugin makes for pods: names, or a prefix and `*`.
@@ -112,10 +114,10 @@ pub struct Config {
     /// Which encapsulated packets pods may send to nodes.
     #[serde(default)]
     pub encapsulation: Encapsulation,
-    /// What applies while no daemon runs.
+    /// The rules while no daemon runs.
     #[serde(default)]
     pub fail: Fail,
-    /// What the workers do with packets.
+    /// The packet path.
     #[serde(default)]
     pub dataplane: Dataplane,
     /// Log level and format.
@@ -205,7 +207,7 @@ impl Source {
     }
 }
 
-/// What happens to packets from a new veth until its pod is known.
+/// Whether packets from a new veth pass until its pod is known.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum StartupMode {
@@ -302,13 +304,13 @@ pub enum HostRouting {
     Never,
 }
 
-/// What applies while no daemon runs (`[fail]`).
+/// The rules while no daemon runs (`[fail]`).
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Fail {
-    /// What happens to pods' packets after the daemon has died.
+    /// Whether pods' packets pass after the daemon has died.
     pub mode: FailMode,
-    /// What a daemon leaves when SIGTERM or SIGINT ends it.
+    /// How a daemon leaves the node when SIGTERM or SIGINT ends it.
     pub on_exit: OnExit,
     /// Directory of the pinned XDP links, in bpffs. bpffs is mounted at `/sys/fs/bpf` if it is not.
     pub pins: PathBuf,
@@ -333,7 +335,7 @@ impl Fail {
     pub(crate) const LONGEST_REPEATS: Duration = Duration::from_secs(5 * 86_400);
 }
 
-/// What happens to pods' packets after the daemon has died.
+/// Whether pods' packets pass after the daemon has died.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum FailMode {
@@ -344,7 +346,7 @@ pub enum FailMode {
     Open,
 }
 
-/// What a daemon leaves when SIGTERM or SIGINT ends it.
+/// How a daemon leaves the node when SIGTERM or SIGINT ends it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OnExit {
@@ -355,105 +357,8 @@ pub enum OnExit {
     Keep,
 }
 
-/// The worker threads (`[workers]`).
-#[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct Workers {
-    /// Cores, each with one worker pinned to it. Default: with `offload`, where the process may use all cores, one worker on each
-    /// core, for the packets that this core sends; otherwise one worker, on the last core that the process may use.
-    pub cores: Option<Cores>,
-    /// How a worker waits for packets.
-    pub polling: Polling,
-    /// How long an adaptive worker spins without a packet before it sleeps; up to four times as long while packets come soon after it
-    /// fell asleep. Default: with a worker on each core `"0s"`, otherwise `"50us"`.
-    pub spin: Option<TimeSpan>,
-    /// Scheduling priority of the workers.
-    pub priority: Priority,
-    /// Packets of a queue that one system call sends, on Linux 6.17 and later: 32 to `umem.ring_size`. Earlier kernels
-    /// send 32.
-    pub send_budget: u32,
-    /// Whether TCP segments of one connection that arrive together leave as one GSO packet.
-    pub gso: bool,
-}
-
-impl Default for Workers {
-    fn default() -> Self {
-        Self {
-            cores: None,
-            polling: Polling::Adaptive,
-            spin: None,
-            priority: Priority::Auto,
-            send_budget: 1024,
-            gso: true,
-        }
-    }
-}
-
-/// Scheduling priority of the workers.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Priority {
-    /// `"realtime"` with a worker on each core, otherwise `"nice"`.
-    Auto,
-    /// Before all ordinary threads, to which a worker leaves a tenth of its core.
-    RealTime,
-    /// Before the other threads of its control group.
-    Nice,
-}
-
-/// How a worker waits for packets.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Polling {
-    /// Spins while packets arrive, sleeps when none do.
-    #[default]
-    Adaptive,
-    /// Never sleeps: lowest delay, each core at 100 %.
-    Busy,
-}
-
-/// The memory of all frames (`[umem]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct Umem {
-    /// Number of frames, at least 4 times `ring_size`. Not together with `memory`.
-    #[schemars(extend("default" = DEFAULT_FRAMES))]
-    pub frames: Option<u32>,
-    /// Memory of all frames, instead of their number.
-    pub memory: Option<MemorySize>,
-    /// Bytes per frame: 2048 (packets up to 1778 bytes) or 4096 (up to 3826). From Linux 6.6 on longer packets take several frames.
-    pub frame_size: FrameSize,
-    /// Entries of each ring of a port, a power of two: the longest burst that a port holds until a worker polls it.
-    pub ring_size: RingSize,
-    /// Whether frames are in huge pages.
-    pub huge_pages: HugePages,
-}
-
-/// Number of frames if neither `frames` nor `memory` is given: enough for 110 pods.
-const DEFAULT_FRAMES: u32 = 12_288;
-
 /// Minimum entries of the connection table.
 const MIN_CONNECTIONS: u32 = 1_024;
-
-impl Umem {
-    /// The number of frames.
-    pub fn frame_count(&self) -> u32 {
-        let of_memory =
-            |memory: MemorySize| (memory.bytes() / u64::from(self.frame_size.bytes())).try_into().unwrap_or(u32::MAX);
-        self.frames.or(self.memory.map(of_memory)).unwrap_or(DEFAULT_FRAMES)
-    }
-}
-
-/// Whether huge pages are used.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum HugePages {
-    /// If enough of them are free.
-    #[default]
-    Auto,
-    /// No.
-    Never,
-}
 
 /// The connection table (`[conntrack]`).
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
@@ -472,7 +377,7 @@ pub struct Conntrack {
     /// both cases the last good configuration and the API server's objects. `"off"`: after a restart all connections are new,
     /// and neither is kept.
     pub mapping: TableMapping,
-    /// What happens to a connection that a policy change revokes.
+    /// Whether packets of a connection that a policy change revokes are answered.
     pub on_revoke: OnRevoke,
     /// How long an idle connection is kept, by state, under the names of the kernel's nf_conntrack settings: for
     /// example `{ tcp_timeout_established = "5d", udp_timeout = "30s" }`. Default: those of a node with kube-proxy.
@@ -527,7 +432,7 @@ impl Conntrack {
     }
 }
 
-/// What happens to a connection that a policy change revokes.
+/// Whether packets of a connection that a policy change revokes are answered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OnRevoke {
@@ -558,7 +463,7 @@ pub enum DenyAnswer {
     Reject,
 }
 
-/// What the workers do with a packet (`[dataplane]`).
+/// The packet path (`[dataplane]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Dataplane {
@@ -591,11 +496,11 @@ pub struct Log {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum LogLevel {
-    /// What ends the service or leaves a pod without network.
+    /// Faults that end the service or leave a pod without network.
     Error,
-    /// What an operator should check.
+    /// Conditions that an operator should check.
     Warn,
-    /// What changed.
+    /// Changes.
     #[default]
     Info,
     /// Each step.

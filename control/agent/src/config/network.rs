@@ -66,17 +66,17 @@ impl Default for HostVeth {
     }
 }
 
-/// What happens to encapsulated packets that pods send to nodes (`[encapsulation]`).
+/// Whether encapsulated packets of pods reach nodes (`[encapsulation]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Encapsulation {
-    /// What happens to tunnel packets from pods to nodes' addresses.
+    /// Whether tunnel packets from pods to nodes' addresses pass.
     pub from_pods: FromPods,
     /// UDP ports of tunnels, in addition to the well-known ports and those of this node's interfaces.
     pub ports: Vec<NonZeroU16>,
 }
 
-/// What happens to tunnel packets from pods to nodes' addresses.
+/// Whether tunnel packets from pods to nodes' addresses pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum FromPods {

@@ -18,7 +18,6 @@ pub enum ConfigError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// The error.
         error: std::io::Error,
     },
     /// A key that is set over the file is wrong.
@@ -44,7 +43,6 @@ pub enum ConfigError {
 /// A key's path, and why its value does not fit.
 type Unfit<'a> = (Vec<&'a str>, InvalidValue);
 
-/// An error of one key.
 struct KeyError {
     /// The key, from the top level down with dots; empty for the whole file.
     key: String,
@@ -286,6 +284,7 @@ fn one_line(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::workers::DEFAULT_FRAMES;
     use super::super::*;
     use super::*;
 

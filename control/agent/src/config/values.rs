@@ -8,7 +8,7 @@ use std::time::Duration;
 use ipnet::IpNet;
 use penstock_dataplane::io::largest_mtu;
 use penstock_policy::model::ObjectKey;
-use penstock_sources::convert::is_label_key;
+use penstock_sources::convert::{is_dns_subdomain, is_label_key};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -70,13 +70,7 @@ impl TryFrom<String> for NodeName {
     type Error = InvalidValue;
 
     fn try_from(name: String) -> Result<Self, InvalidValue> {
-        let part = |part: &str| {
-            let inner = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-            part.bytes().all(|byte| inner(byte) || byte == b'-')
-                && part.bytes().next().is_some_and(inner)
-                && part.bytes().next_back().is_some_and(inner)
-        };
-        if name.len() <= 253 && name.split('.').all(part) {
+        if is_dns_subdomain(&name) {
             Ok(Self(name))
         } else {
             Err(invalid!("not a node's name; set the metadata.name of this machine's Node object, such as worker-1"))
@@ -226,7 +220,6 @@ impl TryFrom<Vec<u16>> for Cores {
 pub struct FrameSize(u32);
 
 impl FrameSize {
-    /// In bytes.
     pub const fn bytes(self) -> u32 {
         self.0
     }
@@ -295,7 +288,6 @@ impl MemorySize {
         Self(count << 20)
     }
 
-    /// In bytes.
     pub const fn bytes(self) -> u64 {
         self.0
     }
@@ -372,7 +364,6 @@ written_as_text!(TableMapping, "pattern": "^(off|/.*[^/])$");
 pub enum MidstreamPickup {
     /// For this long; never if zero.
     For(TimeSpan),
-    /// Always.
     Always,
 }
 
@@ -419,14 +410,9 @@ impl TryFrom<String> for Resolver {
         if let Ok(block) = text.parse::<IpNet>() {
             return Ok(Self::Block(block.trunc()));
         }
-        match text.split_once('/') {
-            Some((namespace, name)) if !namespace.is_empty() && !name.is_empty() && !name.contains('/') => {
-                Ok(Self::Service(ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() }))
-            }
-            _ => Err(invalid!(
-                "not a DNS server; write a Service as NAMESPACE/NAME, an address, or a block such as 10.0.0.0/24"
-            )),
-        }
+        ObjectKey::parse(&text).map(Self::Service).ok_or_else(|| {
+            invalid!("not a DNS server; write a Service as NAMESPACE/NAME, an address, or a block such as 10.0.0.0/24")
+        })
     }
 }
 
@@ -448,7 +434,6 @@ written_as_text!(Resolver);
 pub struct TimeSpan(Duration);
 
 impl TimeSpan {
-    /// This many microseconds.
     pub const fn microseconds(count: u64) -> Self {
         Self(Duration::from_micros(count))
     }

@@ -31,6 +31,7 @@ use super::handover::{Handover, HandoverListener, Predecessor};
 use super::last_good::RejectedConfig;
 use super::learnt_names::{self, LearntNamesFile};
 use super::node_path::NodePath;
+use super::objects::NodeObjects;
 use super::operation::{Listeners, Operation};
 use super::pod_bindings::PodBindings;
 use super::policy_thread::PolicyThread;
@@ -48,8 +49,7 @@ use problem_log::ProblemLog;
 use source::{OpenedSource, first_objects, follow, node_writer, open_source};
 pub(super) use start::clear_pins;
 use start::{
-    Prepared, SharedMaps, log_start, open_programs, pins, pins_beside, start_clearing_thread, start_trial_thread,
-    start_workers,
+    Prepared, log_start, open_maps, open_programs, pins, start_clearing_thread, start_trial_thread, start_workers,
 };
 
 /// How often the network is read without an event, to catch changes that no event reported.
@@ -97,19 +97,13 @@ pub(super) async fn run(
     let (predecessor, prepared) = prepare_beside(settings, predecessor).await?;
     let sockets = match sockets {
         // It has them still.
-        None if predecessor.is_some() => None,
-        None => Some(Sockets::open(loaded).await?),
-        opened => opened,
+        None if predecessor.is_some() => Sockets { listeners: Listeners::closed(), handovers: None },
+        None => Sockets::open(loaded).await?,
+        Some(opened) => opened,
     };
-    let (listeners, handovers) = match sockets {
-        Some(Sockets { listeners, handovers }) => (listeners, Some(handovers)),
-        None => (Listeners::closed(), None),
-    };
+    let Sockets { listeners, handovers } = sockets;
     let (health, is_good, started) = (source.health(), rejected.is_none(), Instant::now());
-    let lines = match &record {
-        Some(_) => RecordedLines::of(&objects),
-        None => RecordedLines::default(),
-    };
+    let lines = record.as_ref().map(|_| RecordedLines::of(&objects)).unwrap_or_default();
     let operation = |dataplane: &Dataplane| Operation::start(listeners, layers, loaded, rejected, health, dataplane);
     let mut daemon = Daemon::start(settings, netlink, (objects, stale), prepared, tell_events, operation).await?;
     daemon.operation.ready = Some(ready);
@@ -149,14 +143,15 @@ fn warn_of_closed_pods(attach: Attach) {
 
 struct Sockets {
     listeners: Listeners,
-    handovers: HandoverListener,
+    /// `None` while another daemon has them.
+    handovers: Option<HandoverListener>,
 }
 
 impl Sockets {
     async fn open(loaded: &LoadedConfig) -> Result<Self, RunError> {
         let listeners = Listeners::open(loaded).await?;
         let handovers = HandoverListener::listen(&loaded.config.admin.socket).map_err(RunError::bad_input)?;
-        Ok(Self { listeners, handovers })
+        Ok(Self { listeners, handovers: Some(handovers) })
     }
 }
 
@@ -171,6 +166,38 @@ async fn prepare_beside(
     }
     predecessor.stop_workers().await?.released().await?;
     Ok((None, None))
+}
+
+/// All that is known before the node is touched.
+struct Known {
+    netstate: NetworkState,
+    names: Option<LearntNamesFile>,
+    objects: NodeObjects,
+    bindings: PodBindings,
+}
+
+impl Known {
+    /// Fails if a pod cannot be served as the settings are.
+    async fn read(
+        settings: &Settings<'_>,
+        netlink: &Netlink,
+        initial: Vec<Object>,
+        stale: Option<StaleObjects>,
+    ) -> Result<Self, RunError> {
+        let config = settings.config;
+        let netstate = netlink.network_state().await.map_err(RunError::failed)?;
+        let initial = match stale {
+            Some(_) => connections::without_moved_pods(config, &netstate, initial),
+            None => initial,
+        };
+        let names = LearntNamesFile::open(config);
+        let objects = first_objects(settings, &netstate, initial, names.as_ref());
+        // Only errors end the start. Other problems of a pod are logged later and may pass.
+        let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
+        let unfit = preflight::pods(settings, &netstate, bindings.follow(&netstate, &resolved.0), resolved.clone());
+        fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
+        Ok(Self { netstate, names, objects, bindings })
+    }
 }
 
 /// Keeps the configuration for a start with one that is refused.
@@ -192,7 +219,6 @@ pub(super) fn fail_on_errors(findings: Vec<PreflightFinding>) -> Result<(), RunE
     }
 }
 
-/// One line about what starts here. Not before the last check: what is refused is said in one line of its own.
 struct Daemon<'a> {
     config: &'a Config,
     settings: &'a Settings<'a>,
@@ -244,38 +270,17 @@ impl<'a> Daemon<'a> {
         operation: impl FnOnce(&Dataplane) -> Result<Operation, RunError>,
     ) -> Result<Self, RunError> {
         let config = settings.config;
-        let netstate = netlink.network_state().await.map_err(RunError::failed)?;
-        let initial = match stale {
-            Some(_) => connections::without_moved_pods(config, &netstate, initial),
-            None => initial,
-        };
-        let names = LearntNamesFile::open(config);
-        let objects = first_objects(settings, &netstate, initial, names.as_ref());
-        // Only errors end the start. Other problems of a pod are logged later and may pass.
-        let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
-        let unfit = preflight::pods(settings, &netstate, bindings.follow(&netstate, &resolved.0), resolved.clone());
-        fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
+        let Known { netstate, names, objects, bindings } = Known::read(settings, &netlink, initial, stale).await?;
         log_start(settings);
         let is_beside = prepared.is_some();
-        let pins = if is_beside { Some(pins_beside(config)?) } else { pins(config)? };
+        let (pins, prepared, table_lock) = open_maps(settings, prepared)?;
         let was_closed = pins.as_ref().is_some_and(|pins| !pins.links().is_empty());
-        connections::make_directory(&config.conntrack.mapping)?;
-        let (prepared, table_lock) = match prepared {
-            Some(prepared) => (prepared, None),
-            None => {
-                let table_lock = connections::lock(&config.conntrack.mapping, settings.offloads())?;
-                (Prepared { maps: SharedMaps::open(settings, pins.as_ref())?, programs: None }, table_lock)
-            }
-        };
         let (dataplane, services) = (start_workers(settings, &prepared.maps)?, prepared.maps.services.clone());
         let operation = operation(&dataplane)?;
         let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
         let (programs, node_path) =
             open_programs(settings, &netlink, &netstate, (dataplane.cores(), is_beside), pins, prepared).await?;
-        let mut ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers());
-        if is_beside {
-            ports.set_beside();
-        }
+        let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers(), is_beside);
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
         let publisher = Arc::new(Publisher::new(config, (objects, stale), services, &dataplane, clearing));

@@ -1,5 +1,6 @@
 //! Starts the daemon's parts as configured.
 
+use std::fs::File;
 use std::io;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -22,7 +23,7 @@ use penstock_xdp_redirect::{
 use crate::config::{
     Config, DenyAnswer, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan,
 };
-use crate::connections::{ClearingJobs, map_sizes};
+use crate::connections::{self, ClearingJobs, map_sizes};
 use crate::discovery::{HostVeth, HostVethError, Lifetime, Link, Netlink, NetworkState, WorkerPairs};
 use crate::node_path::NodePath;
 use crate::ports::{Programs, ProgramsBesideXdp, interface};
@@ -31,6 +32,7 @@ use crate::settings::{Attach, Settings};
 use crate::trial::{TrialContext, TrialFeed};
 use crate::{RunError, logging, privileges};
 
+/// Logs one line about what starts here. Not before the last check: what is refused is said in one line of its own.
 pub(super) fn log_start(settings: &Settings<'_>) {
     let config = settings.config;
     tracing::info!(
@@ -109,7 +111,7 @@ pub(super) fn pins(config: &Config) -> Result<Option<Pins>, RunError> {
 }
 
 /// The pins of the daemon that runs. It has them locked.
-pub(super) fn pins_beside(config: &Config) -> Result<Pins, RunError> {
+fn pins_beside(config: &Config) -> Result<Pins, RunError> {
     Pins::at(&config.fail.pins).map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))
 }
 
@@ -133,6 +135,23 @@ impl Prepared {
         let programs = load_tcx(settings, settings.worker_cores().len(), &maps).map_err(RunError::bad_input)?;
         Ok(Some(Self { maps, programs: Some(programs) }))
     }
+}
+
+/// The pins, and the maps: those that are prepared beside another daemon, which has the connection table locked; otherwise they are made,
+/// or found as an earlier daemon left them, and the table is locked.
+pub(super) fn open_maps(
+    settings: &Settings<'_>,
+    prepared: Option<Prepared>,
+) -> Result<(Option<Pins>, Prepared, Option<File>), RunError> {
+    let config = settings.config;
+    let pins = if prepared.is_some() { Some(pins_beside(config)?) } else { pins(config)? };
+    connections::make_directory(&config.conntrack.mapping)?;
+    if let Some(prepared) = prepared {
+        return Ok((pins, prepared, None));
+    }
+    let table_lock = connections::lock(&config.conntrack.mapping, settings.offloads())?;
+    let maps = SharedMaps::open(settings, pins.as_ref())?;
+    Ok((pins, Prepared { maps, programs: None }, table_lock))
 }
 
 /// Loads the programs, and makes the interfaces between the node's stack and the workers; beside those of a daemon that runs, if it is
@@ -262,7 +281,7 @@ pub(super) struct SharedMaps {
 }
 
 impl SharedMaps {
-    pub(super) fn open(settings: &Settings<'_>, pins: Option<&Pins>) -> Result<Self, RunError> {
+    fn open(settings: &Settings<'_>, pins: Option<&Pins>) -> Result<Self, RunError> {
         // Without its connection table nothing else is worth keeping.
         let lasting = pins.filter(|_| matches!(settings.config.conntrack.mapping, TableMapping::File(_)));
         let sources = TranslatedSources::open(lasting).map_err(RunError::bad_input)?;

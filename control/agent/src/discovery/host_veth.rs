@@ -22,7 +22,7 @@ use rtnetlink::{IpVersion, LinkUnspec, LinkVeth, RouteMessageBuilder};
 
 use super::netlink::{Netlink, NetlinkError, PROTOCOL, ip, table};
 use super::network_state::Link;
-use super::own_links::{ALIAS, HostVethError, clear_pairs, lock};
+use super::own_links::{ALIAS, HostVethError, bring_up, clear_pairs, lock, set_before_up};
 use super::private_netns::{NetnsGuard, PrivateNetns};
 use super::sysctl::{Sysctl, Sysctls};
 use crate::config;
@@ -296,9 +296,7 @@ async fn set_up(netlink: &Netlink, name: &str, end: End, mtu: u32) -> Result<Lin
     // No ARP on the node's end: it has no neighbours, and the workers take whatever it sends.
     let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(end == End::Workers).up();
     let up = if end == End::Node { up.address(NODE_MAC.to_vec()) } else { up }.build();
-    let set = netlink.handle.link().set(up).execute().await;
-    set.map_err(|error| NetlinkError::new(format!("cannot set {name} up"), error))?;
-    netlink.link(name).await?.ok_or_else(|| HostVethError::Gone(name.to_owned()))
+    bring_up(netlink, name, up).await
 }
 
 /// Brings the workers' end up in the private netns. On a thread of its own, since this thread also runs tasks that
@@ -330,14 +328,7 @@ fn set_initial_sysctls(name: &str, end: End) -> Result<(), HostVethError> {
             (Sysctl::v4(name, REDIRECTS.1), 0),
         ],
     };
-    let mut kept = Sysctls::default();
-    for (sysctl, value) in settings {
-        let name = sysctl.to_string();
-        kept.set(sysctl, value).map_err(|error| HostVethError::Sysctl { sysctl: name, error })?;
-    }
-    // The settings are deleted with the pair: nothing to restore.
-    kept.keep();
-    Ok(())
+    set_before_up(settings)
 }
 
 /// The setting that keeps the kernel from telling pods of a shorter way.
@@ -535,9 +526,7 @@ async fn clear(netlink: &Netlink, config: &config::HostVeth) -> Result<(), HostV
     }
     for name in [config.node.as_str(), config.workers.as_str()] {
         let Some(link) = netlink.link(name).await? else { continue };
-        let deleted = netlink.handle.link().del(link.index).execute().await;
-        let deleted = deleted.map_err(|error| NetlinkError::new(format!("cannot delete {name}"), error));
-        first_error = first_error.or(deleted.err().filter(|error| !error.is_gone()));
+        first_error = first_error.or(netlink.delete_link(&link).await.err());
     }
     first_error.map_or(Ok(()), |error| Err(error.into()))
 }

@@ -147,16 +147,7 @@ impl Netlink {
         let bridges: BTreeSet<u32> = links.values().filter(|link| link.bridge).map(|link| link.index).collect();
         let on_bridge =
             |link: &Link| link.peer_namespace.is_some() && link.master.is_some_and(|index| bridges.contains(&index));
-        let mut unknown = BTreeSet::new();
-        for message in &messages {
-            let Some(link) = links.get_mut(&message.header.index).filter(|link| link.veth) else { continue };
-            if link.peer_namespace.is_some() {
-                link.peer_mac = self.peer_mac(message).await;
-                if link.peer_mac.is_none() {
-                    unknown.insert(link.index);
-                }
-            }
-        }
+        let unknown = self.read_peer_macs(&messages, &mut links).await;
         let mut bridged = Vec::new();
         if !unknown.is_empty() || links.values().any(on_bridge) {
             let neighbours = self.neighbours().await?;
@@ -181,6 +172,22 @@ impl Netlink {
             remote,
             longest: all.iter().filter_map(mtu).min(),
         })
+    }
+
+    /// Fills in the MAC address at the other end of each veth that leads to another network namespace. Returns the veths whose other end
+    /// cannot be read.
+    async fn read_peer_macs(&self, messages: &[LinkMessage], links: &mut BTreeMap<u32, Link>) -> BTreeSet<u32> {
+        let mut unknown = BTreeSet::new();
+        for message in messages {
+            let Some(link) = links.get_mut(&message.header.index).filter(|link| link.veth) else { continue };
+            if link.peer_namespace.is_some() {
+                link.peer_mac = self.peer_mac(message).await;
+                if link.peer_mac.is_none() {
+                    unknown.insert(link.index);
+                }
+            }
+        }
+        unknown
     }
 
     /// The interfaces that have a queueing discipline or filters of somebody else. A kernel without traffic control has none.
@@ -223,6 +230,15 @@ impl Netlink {
             Ok(messages) => Ok(messages.first().map(link)),
             Err(error) if error.is_gone() => Ok(None),
             Err(error) => Err(error),
+        }
+    }
+
+    /// Deletes a link, unless it is gone.
+    pub(super) async fn delete_link(&self, link: &Link) -> Result<(), NetlinkError> {
+        let deleted = self.handle.link().del(link.index).execute().await;
+        match deleted.map_err(|error| NetlinkError::new(format!("cannot delete {}", link.name), error)) {
+            Err(error) if !error.is_gone() => Err(error),
+            _ => Ok(()),
         }
     }
 
@@ -355,21 +371,8 @@ async fn collect<T>(
 }
 
 fn link(message: &LinkMessage) -> Link {
-    let mut link = Link {
-        index: message.header.index,
-        name: String::new(),
-        alias: None,
-        mac: Mac::default(),
-        mtu: 0,
-        up: message.header.flags.contains(LinkFlags::Up),
-        veth: false,
-        bridge: false,
-        peer_namespace: None,
-        master: None,
-        queues: 1,
-        peer_mac: None,
-        shaping: Shaping::default(),
-    };
+    let (index, up) = (message.header.index, message.header.flags.contains(LinkFlags::Up));
+    let mut link = Link { index, up, queues: 1, ..Link::default() };
     for attribute in &message.attributes {
         match attribute {
             LinkAttribute::IfName(name) => link.name.clone_from(name),

@@ -32,7 +32,7 @@ pub struct NetworkState {
     pub longest: Option<u32>,
 }
 
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Link {
     /// Its index in this namespace.
     pub index: u32,

@@ -5,8 +5,11 @@ use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 
+use netlink_packet_route::link::LinkMessage;
+
 use super::netlink::{Netlink, NetlinkError};
 use super::network_state::Link;
+use super::sysctl::{Sysctl, Sysctls};
 
 /// Interface alias that marks both ends of a pair as Penstock's.
 pub(super) const ALIAS: &str = "penstock host veth";
@@ -47,13 +50,28 @@ pub(super) async fn clear_pairs(netlink: &Netlink, kept: &[u32]) -> Result<bool,
     let mut there = false;
     for link in ours {
         there = true;
-        let gone = netlink.handle.link().del(link.index).execute().await;
-        match gone.map_err(|error| NetlinkError::new(format!("cannot delete {}", link.name), error)) {
-            Err(error) if !error.is_gone() => return Err(error.into()),
-            _ => {}
-        }
+        netlink.delete_link(link).await?;
     }
     Ok(there)
+}
+
+/// Sets what must be set before an end of a pair comes up.
+pub(super) fn set_before_up(settings: impl IntoIterator<Item = (Sysctl, i64)>) -> Result<(), HostVethError> {
+    let mut kept = Sysctls::default();
+    for (sysctl, value) in settings {
+        let name = sysctl.to_string();
+        kept.set(sysctl, value).map_err(|error| HostVethError::Sysctl { sysctl: name, error })?;
+    }
+    // The settings are deleted with the pair: nothing to restore.
+    kept.keep();
+    Ok(())
+}
+
+/// Brings an end of a pair up.
+pub(super) async fn bring_up(netlink: &Netlink, name: &str, up: LinkMessage) -> Result<Link, HostVethError> {
+    let set = netlink.handle.link().set(up).execute().await;
+    set.map_err(|error| NetlinkError::new(format!("cannot set {name} up"), error))?;
+    netlink.link(name).await?.ok_or_else(|| HostVethError::Gone(name.to_owned()))
 }
 
 impl Link {

@@ -11,8 +11,8 @@ use rtnetlink::{LinkUnspec, LinkVeth};
 use super::host_veth::clear_host_veth;
 use super::netlink::{Netlink, NetlinkError};
 use super::network_state::Link;
-use super::own_links::{ALIAS, HostVethError, PAIR_NAMES, clear_pairs, lock};
-use super::sysctl::{Sysctl, Sysctls};
+use super::own_links::{ALIAS, HostVethError, PAIR_NAMES, bring_up, clear_pairs, lock, set_before_up};
+use super::sysctl::Sysctl;
 use crate::config;
 
 #[derive(Clone, Debug)]
@@ -79,11 +79,7 @@ impl WorkerPairs {
 
 async fn remove_all(netlink: &Netlink, pairs: &[WorkerVeth]) -> Result<(), HostVethError> {
     for pair in pairs {
-        let gone = netlink.handle.link().del(pair.node.index).execute().await;
-        match gone.map_err(|error| NetlinkError::new(format!("cannot delete {}", pair.node.name), error)) {
-            Err(error) if !error.is_gone() => return Err(error.into()),
-            _ => {}
-        }
+        netlink.delete_link(&pair.node).await?;
     }
     Ok(())
 }
@@ -118,16 +114,8 @@ async fn create(netlink: &Netlink, [node, far]: [String; 2], mtu: u32) -> Result
 }
 
 async fn set_up(netlink: &Netlink, name: &str, mtu: u32) -> Result<Link, HostVethError> {
-    let mut kept = Sysctls::default();
     // The stack sends nothing on a pair by itself, and takes workers' errors that have an address of the node.
-    for (sysctl, value) in [(Sysctl::v6(name, "disable_ipv6"), 1), (Sysctl::v4(name, "accept_local"), 1)] {
-        let named = sysctl.to_string();
-        kept.set(sysctl, value).map_err(|error| HostVethError::Sysctl { sysctl: named, error })?;
-    }
-    // The settings are deleted with the pair: nothing to restore.
-    kept.keep();
+    set_before_up([(Sysctl::v6(name, "disable_ipv6"), 1), (Sysctl::v4(name, "accept_local"), 1)])?;
     let up = LinkUnspec::new_with_name(name).mtu(mtu).alias(ALIAS).arp(false).up().build();
-    let set = netlink.handle.link().set(up).execute().await;
-    set.map_err(|error| NetlinkError::new(format!("cannot set {name} up"), error))?;
-    netlink.link(name).await?.ok_or_else(|| HostVethError::Gone(name.to_owned()))
+    bring_up(netlink, name, up).await
 }

@@ -55,7 +55,6 @@ pub(super) enum CapturedPorts {
     Pod(ObjectKey),
 }
 
-/// All open ports.
 pub(super) struct OpenPorts {
     programs: Programs,
     on_miss: OnMiss,
@@ -88,14 +87,21 @@ pub(super) struct OpenPorts {
     settings: Sysctls,
     /// Whether an earlier daemon may have changed the settings.
     found_leftovers: bool,
-    /// Whether another daemon runs, which has attached to pods' interfaces.
+    /// Whether another daemon runs. Until [`OpenPorts::take_over_programs`] only interfaces are touched that it has attached to: two would
+    /// attach to a new one.
     is_beside: bool,
 }
 
 impl OpenPorts {
     /// No ports yet. The interfaces in `netstate` existed before; an earlier daemon may have left its settings on them
     /// (`found_leftovers`).
-    pub(super) fn new(programs: Programs, config: &Config, netstate: &NetworkState, found_leftovers: bool) -> Self {
+    pub(super) fn new(
+        programs: Programs,
+        config: &Config,
+        netstate: &NetworkState,
+        found_leftovers: bool,
+        is_beside: bool,
+    ) -> Self {
         Self {
             programs,
             on_miss: match config.fail.mode {
@@ -120,14 +126,8 @@ impl OpenPorts {
             reserved: ReservedDescriptors::hold(),
             settings: Sysctls::default(),
             found_leftovers,
-            is_beside: false,
+            is_beside,
         }
-    }
-
-    /// Until [`OpenPorts::take_over_programs`] only interfaces are touched that the daemon which runs has attached to: two would attach to a
-    /// new one.
-    pub(super) fn set_beside(&mut self) {
-        self.is_beside = true;
     }
 
     /// Whether another daemon may be about to attach to this interface.

@@ -117,7 +117,7 @@ impl Uplinks {
         }
     }
 
-    /// What keeps packets that come in by each of them to the node's stack.
+    /// Why packets that come in by each of them go by the node's stack.
     pub(super) fn kept_by(&self, tcx: &TcxPrograms) -> Vec<(&str, [Option<KeptBy>; 2])> {
         let of = |uplink: &AttachedUplink, v6| {
             if !uplink.has_way() {

@@ -3,20 +3,18 @@
 #[cfg(test)]
 mod tests;
 
-use std::fs::File;
 use std::io::{self, BufWriter, IsTerminal, Write};
-use std::net::IpAddr;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use clap::ValueEnum;
 use penstock_admin::capture::{
     CaptureCounts, CaptureError, CaptureEvent, CaptureMessage, CaptureQuery, CaptureStream, DEFAULT_SOCKET, Verdict,
     encode,
 };
 use penstock_replay::bundle::BundleWriter;
 use penstock_replay::capture::{VerdictFile, filter};
+use penstock_text::arguments::{CaptureArgs, new_file};
 
 use super::Failure;
 
@@ -72,54 +70,17 @@ pub(super) struct Args {
     /// Only packets from or to this pod of the node (NAMESPACE/POD)
     #[arg(long, value_name = "POD")]
     pod: Option<String>,
-    /// Only packets with this verdict
-    #[arg(long, value_name = "VERDICT")]
-    verdict: Option<VerdictArg>,
-    /// Only packets that were dropped for this reason, such as ingress_denied
-    #[arg(long, value_name = "CAUSE")]
-    reason: Option<String>,
-    /// Only packets from or to this address
-    #[arg(long, value_name = "ADDRESS")]
-    host: Option<IpAddr>,
-    /// Only packets from or to this port
-    #[arg(long, value_name = "NUMBER")]
-    port: Option<u16>,
-    /// Only packets of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
-    #[arg(long, value_name = "PROTOCOL")]
-    protocol: Option<String>,
+    #[command(flatten)]
+    packets: CaptureArgs,
     /// Only packets of this connection, by the number that penstock flows shows
     #[arg(long, value_name = "NUMBER")]
     connection: Option<String>,
-    /// Only packets that a filter expression of libpcap accepts (pcap-filter(7)); tcpdump compiles it
-    #[arg(long, value_name = "EXPRESSION")]
-    filter: Option<String>,
-    /// The same compiled, where there is no tcpdump: what `tcpdump -ddd -y EN10MB EXPRESSION` prints elsewhere
-    #[arg(long, value_name = "PROGRAM", conflicts_with = "filter")]
-    program: Option<String>,
-    /// Bytes to keep of each packet, from 64 to 4096
-    #[arg(long, value_name = "BYTES")]
-    snaplen: Option<u32>,
-    /// End after so many packets
-    #[arg(long, value_name = "COUNT")]
-    packets: Option<u64>,
-    /// End after so many seconds, at most an hour
-    #[arg(long, value_name = "SECONDS")]
-    seconds: Option<u64>,
-    /// End after so many bytes of packets
-    #[arg(long, value_name = "COUNT")]
-    bytes: Option<u64>,
     /// End when standard input does, or has anything to read: for programs that run this at the other end of a connection
     #[arg(long)]
     end_with_input: bool,
     /// The daemon's capture socket (capture.socket of its configuration)
     #[arg(long, value_name = "PATH", default_value = DEFAULT_SOCKET)]
     socket: PathBuf,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum, Debug)]
-enum VerdictArg {
-    Allow,
-    Deny,
 }
 
 /// How long the daemon may be silent: it sends its progress each second.
@@ -136,7 +97,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
 
 fn run_file(output: &Path, socket: &Path, query: &CaptureQuery, end_with_input: bool) -> Result<(), Failure> {
     // Before the capture: a file that cannot be written is no reason to look at packets.
-    let file = create(output)?;
+    let file = new_file(output)?;
     let stream = open(socket, query, end_with_input).inspect_err(|_| _ = std::fs::remove_file(output))?;
     let written = Output::packets(file).map_err(CaptureFailure::Write);
     let ended = written.and_then(|mut written| capture(stream, &mut written).0);
@@ -193,41 +154,24 @@ fn open(socket: &Path, query: &CaptureQuery, end_with_input: bool) -> Result<Cap
 
 impl Args {
     fn query(&self) -> Result<CaptureQuery, Failure> {
+        let CaptureArgs { verdict, reason, host, port, protocol, filter, program, snaplen, packets, seconds, bytes } =
+            self.packets.clone();
         Ok(CaptureQuery {
             pod: self.pod.clone(),
-            verdict: self.verdict.map(|verdict| match verdict {
-                VerdictArg::Allow => Verdict::Allow,
-                VerdictArg::Deny => Verdict::Deny,
-            }),
-            reason: self.reason.clone(),
-            host: self.host,
-            port: self.port,
-            protocol: self.protocol.clone(),
+            verdict: verdict.map(Verdict::from),
+            reason,
+            host,
+            port,
+            protocol,
             connection: self.connection.clone(),
-            program: match (&self.filter, &self.program) {
-                (Some(expression), _) => Some(filter::compile(expression).map_err(Failure::bad_input)?),
-                (None, Some(program)) => Some(filter::in_one_line(program)),
-                (None, None) => None,
-            },
-            snap_length: self.snaplen,
-            packets: self.packets,
-            seconds: self.seconds,
-            bytes: self.bytes,
+            program: filter::program(filter.as_deref(), program.as_deref()).map_err(Failure::bad_input)?,
+            snap_length: snaplen,
+            packets,
+            seconds,
+            bytes,
             objects: self.bundle.is_some() || self.objects,
         })
     }
-}
-
-fn create(path: &Path) -> Result<File, Failure> {
-    File::create_new(path).map_err(|error| {
-        let name = path.display();
-        Failure::bad_input(match error.kind() {
-            io::ErrorKind::AlreadyExists => format!("{name}: exists already; give another name"),
-            _ => format!(
-                "{name}: cannot be created ({error}); give a path that can be written, or - for standard output"
-            ),
-        })
-    })
 }
 
 fn failure(error: CaptureError) -> Failure {

@@ -238,10 +238,7 @@ impl<'a> JsonReader<'a> {
                 Err(_) => (None, 0, Some(text)),
             },
         };
-        let pod = name
-            .as_deref()
-            .and_then(|name| name.split_once('/'))
-            .map(|(namespace, name)| ObjectKey { namespace: namespace.to_owned(), name: name.to_owned() });
+        let pod = name.as_deref().and_then(ObjectKey::parse);
         let node = name.as_deref().and_then(|name| name.strip_prefix("node:"));
         let address = address.or_else(|| self.node(node?));
         ObservedEnd { address, port: port.unwrap_or(number), pod }

@@ -6,7 +6,6 @@ mod owners;
 mod report;
 mod yaml;
 
-use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
@@ -163,7 +162,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         Format::Json => report.json(&written),
     };
     report.print();
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)?;
+    Failure::print(text)?;
     if would_be_denied { Err(Failure::Differs) } else { Ok(()) }
 }
 

@@ -10,7 +10,6 @@ mod services;
 mod usage;
 
 use std::fmt;
-use std::io::{self, Write as _};
 
 use penstock_admin::printable::Printable;
 use penstock_policy::engine::Engine;
@@ -156,7 +155,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         1 => format!("1 finding in {} objects\n", manifests.documents.len()),
         more => format!("{more} findings in {} objects\n", manifests.documents.len()),
     };
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)?;
+    Failure::print(text)?;
     match args.strict && !findings.is_empty() {
         true => Err(Failure::Failed(anyhow::anyhow!("findings: fix them, or omit --strict"))),
         false => Ok(()),

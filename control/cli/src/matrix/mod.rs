@@ -7,7 +7,6 @@ mod services;
 mod table;
 
 use std::fs;
-use std::io::{self, Write as _};
 use std::path::PathBuf;
 
 use penstock_policy::flow::{FlowEndpoint, ProtocolPort};
@@ -76,7 +75,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         }
         None => table::render(&mut matrix),
     };
-    io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output)
+    Failure::print(text)
 }
 
 fn pod(end: &FlowEndpoint) -> Result<ObjectKey, Failure> {

@@ -18,7 +18,6 @@ enum Reach {
     /// Every backend that it may get is allowed.
     Every,
     Partial,
-    /// None is.
     No,
     NoBackend,
     /// No address family in common.

@@ -7,7 +7,6 @@ mod plan;
 #[cfg(test)]
 mod tests;
 
-use std::fs::File;
 use std::io::{self, IsTerminal, Write};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,6 +15,7 @@ use std::time::Duration;
 
 use penstock_admin::capture::{CaptureCounts, CaptureMessage};
 use penstock_replay::capture::filter;
+use penstock_text::arguments::{CaptureArgs, new_file};
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio::signal::unix::{SignalKind, signal};
@@ -71,39 +71,8 @@ pub(super) struct Args {
     /// Only packets from or to this pod (NAMESPACE/POD), on its node
     #[arg(long, value_name = "POD")]
     pod: Option<PodName>,
-    /// Only packets with this verdict: allow or deny
-    #[arg(long, value_name = "VERDICT")]
-    verdict: Option<String>,
-    /// Only packets that were dropped for this reason, such as ingress_denied
-    #[arg(long, value_name = "CAUSE")]
-    reason: Option<String>,
-    /// Only packets from or to this address
-    #[arg(long, value_name = "ADDRESS")]
-    host: Option<IpAddr>,
-    /// Only packets from or to this port
-    #[arg(long, value_name = "NUMBER")]
-    port: Option<u16>,
-    /// Only packets of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
-    #[arg(long, value_name = "PROTOCOL")]
-    protocol: Option<String>,
-    /// Only packets that a filter expression of libpcap accepts (pcap-filter(7)); tcpdump compiles it here
-    #[arg(long, value_name = "EXPRESSION")]
-    filter: Option<String>,
-    /// The same compiled, where there is no tcpdump: what `tcpdump -ddd -y EN10MB EXPRESSION` prints elsewhere
-    #[arg(long, value_name = "PROGRAM", conflicts_with = "filter")]
-    program: Option<String>,
-    /// Bytes to keep of each packet, from 64 to 4096
-    #[arg(long, value_name = "BYTES")]
-    snaplen: Option<u32>,
-    /// End after so many packets of all nodes together
-    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..))]
-    packets: Option<u64>,
-    /// End after so many seconds, at most an hour
-    #[arg(long, value_name = "SECONDS")]
-    seconds: Option<u64>,
-    /// End on a node after so many bytes of its packets
-    #[arg(long, value_name = "COUNT")]
-    bytes: Option<u64>,
+    #[command(flatten)]
+    packets: CaptureArgs,
 }
 
 /// How long the nodes may take to end once they are asked to.
@@ -113,7 +82,8 @@ const TICK: Duration = Duration::from_millis(100);
 
 pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> Result<(), Failure> {
     let plan = args.plan(cluster).await?;
-    let program = args.compiled()?;
+    let CaptureArgs { filter, program, .. } = &args.packets;
+    let program = filter::program(filter.as_deref(), program.as_deref()).map_err(Failure::bad_input)?;
     let fleet = cluster.daemons().await?;
     let fleet = match &plan.nodes {
         Some(nodes) => fleet.only(&nodes.keys().cloned().collect()),
@@ -124,10 +94,10 @@ pub(super) async fn run<C: Cluster>(cluster: &C, asking: Asking, args: Args) -> 
     };
     // Before the capture: a file that cannot be written is no reason to look at packets.
     let target = Target::open(&args)?;
-    let command = |daemon: &Daemon| args.command(&plan, program.as_deref(), daemon);
+    let command = |daemon: &Daemon| args.command(&plan, program.clone(), daemon);
     let mut capture = Capture::start(cluster, asking, fleet, command).await;
-    let limits = Limits { packets: args.packets, between: plan.between };
-    let ended = if capture.nodes.is_empty() { Ok(()) } else { capture.run(target, &args, &limits).await };
+    let limits = Limits { packets: args.packets.packets, between: plan.between };
+    let ended = if capture.nodes.is_empty() { Ok(()) } else { capture.run(target, &limits).await };
     let is_empty = capture.written == 0;
     let answers = capture.answers();
     if answers.answers.is_empty() && is_empty {
@@ -159,7 +129,7 @@ impl Target {
             return Ok(Self::Bundles(directory.clone()));
         }
         if let Some(path) = args.file() {
-            return Ok(Self::Merged(Box::new(create(path)?), None));
+            return Ok(Self::Merged(Box::new(new_file(path)?), None));
         }
         if io::stdout().is_terminal() {
             return Err(Failure::bad_input(
@@ -175,18 +145,6 @@ struct Limits {
     between: Option<(Vec<IpAddr>, Vec<IpAddr>)>,
 }
 
-fn create(path: &Path) -> Result<File, Failure> {
-    File::create_new(path).map_err(|error| {
-        let name = path.display();
-        Failure::bad_input(match error.kind() {
-            io::ErrorKind::AlreadyExists => format!("{name}: exists already; give another name"),
-            _ => format!(
-                "{name}: cannot be created ({error}); give a path that can be written, or - for standard output"
-            ),
-        })
-    })
-}
-
 impl Args {
     async fn plan<C: Cluster>(&self, cluster: &C) -> Result<Plan, Failure> {
         if let (Some(from), Some(to)) = (&self.from, &self.to) {
@@ -195,13 +153,6 @@ impl Args {
         }
         let Some(pod) = &self.pod else { return Ok(Plan::default()) };
         Ok(plan::of_pod(pod, cluster.pod(pod).await?))
-    }
-
-    fn compiled(&self) -> Result<Option<String>, Failure> {
-        match (&self.filter, &self.program) {
-            (Some(expression), _) => filter::compile(expression).map(Some).map_err(Failure::bad_input),
-            (None, program) => Ok(program.clone()),
-        }
     }
 
     /// The file or directory that is written; `None`: standard output.
@@ -220,25 +171,11 @@ impl Args {
         };
     }
 
-    fn command(&self, plan: &Plan, program: Option<&str>, daemon: &Daemon) -> Vec<String> {
+    fn command(&self, plan: &Plan, program: Option<String>, daemon: &Daemon) -> Vec<String> {
         let mut command = words(&["penstock", "capture", "--messages", "--end-with-input"]);
         command.extend(self.bundle.as_ref().map(|_| "--objects".to_owned()));
         command.extend(plan.nodes.iter().filter_map(|nodes| nodes.get(&daemon.node)).flatten().cloned());
-        let text = |value: &Option<u64>| value.map(|value| value.to_string());
-        for (option, value) in [
-            ("verdict", self.verdict.clone()),
-            ("reason", self.reason.clone()),
-            ("host", self.host.map(|host| host.to_string())),
-            ("port", self.port.map(|port| port.to_string())),
-            ("protocol", self.protocol.clone()),
-            ("program", program.map(str::to_owned)),
-            ("snaplen", self.snaplen.map(|bytes| bytes.to_string())),
-            ("packets", text(&self.packets)),
-            ("seconds", text(&self.seconds)),
-            ("bytes", text(&self.bytes)),
-        ] {
-            command.extend(value.map(|value| format!("--{option}={value}")));
-        }
+        command.extend(self.packets.options(program));
         command
     }
 }
@@ -291,7 +228,7 @@ impl Capture {
         Self { nodes, missing, events, written: 0, _tasks: tasks }
     }
 
-    async fn run(&mut self, target: Target, args: &Args, limits: &Limits) -> io::Result<()> {
+    async fn run(&mut self, target: Target, limits: &Limits) -> io::Result<()> {
         let names: Vec<String> = self.nodes.iter().map(|node| node.daemon.node.clone()).collect();
         let (mut output, watched) = match target {
             Target::Merged(file, watched) => (Output::merged(file, &names)?, watched),
@@ -302,7 +239,7 @@ impl Capture {
             self.ask_to_end().await;
             return Err(error);
         }
-        output.drain(Duration::MAX, args.packets)?;
+        output.drain(Duration::MAX, limits.packets)?;
         self.written = output.packets();
         eprintln!("kubectl penstock: {}", self.summary(&output));
         let damages = output.end(&ends(&self.nodes), start.elapsed())?;

@@ -68,18 +68,12 @@ fn args(output: &Path) -> Args {
         from: None,
         to: None,
         pod: None,
-        verdict: None,
-        reason: None,
-        host: None,
-        port: None,
-        protocol: None,
-        filter: None,
-        program: None,
-        snaplen: None,
-        packets: None,
-        seconds: None,
-        bytes: None,
+        packets: CaptureArgs::default(),
     }
+}
+
+fn first(packets: u64) -> CaptureArgs {
+    CaptureArgs { packets: Some(packets), ..CaptureArgs::default() }
 }
 
 /// Time, interface's name and comment of each packet.
@@ -103,7 +97,7 @@ async fn packets_of_two_nodes_are_in_one_file_by_time_until_the_limit() {
         ("a", capturing("shop/web", &[10, 30, 50], 0)),
         ("b", capturing("shop/db", &[20, 40, 60], 7)),
     ]);
-    run(&cluster, ASKING, Args { packets: Some(5), ..args(&output) }).await.unwrap();
+    run(&cluster, ASKING, Args { packets: first(5), ..args(&output) }).await.unwrap();
     let found = read(&output);
     let times: Vec<u64> = found.iter().map(|(time, ..)| *time).collect();
     assert_eq!(times, [10, 20, 30, 40, 50]);
@@ -147,7 +141,7 @@ async fn a_node_without_a_capture_is_named_and_others_are_written() {
         ),
         ("f", vec![Reply::Ends(0, unfinished, String::new())]),
     ]);
-    let ended = run(&cluster, ASKING, Args { packets: Some(3), ..args(&output) }).await;
+    let ended = run(&cluster, ASKING, Args { packets: first(3), ..args(&output) }).await;
     let Err(Failure::Partial(lines)) = ended else { panic!("{ended:?}") };
     for (line, (node, part)) in lines.iter().zip([
         ("b", "no daemon offers captures there"),
@@ -237,7 +231,7 @@ async fn a_bundle_has_a_folder_for_each_node() {
         ("b", whole("shop/db", &[20, 40], 7)),
         ("c", vec![Reply::Ends(1, begun, refused.to_owned())]),
     ]);
-    let args = Args { output: None, bundle: Some(directory.clone()), packets: Some(4), ..args(&directory) };
+    let args = Args { output: None, bundle: Some(directory.clone()), packets: first(4), ..args(&directory) };
     let ended = run(&cluster, ASKING, args).await;
     let Err(Failure::Partial(lines)) = ended else { panic!("{ended:?}") };
     assert_eq!(lines, ["node c: connection broke"]);
@@ -263,7 +257,10 @@ async fn a_filter_is_compiled_here_and_a_wrong_one_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let output = folder.path().join("web.pcapng");
     let cluster = FakeCluster::new([("a", capturing("shop/web", &[10], 0))]);
-    let filtered = |expression: &str| Args { filter: Some(expression.to_owned()), packets: Some(1), ..args(&output) };
+    let filtered = |expression: &str| Args {
+        packets: CaptureArgs { filter: Some(expression.to_owned()), ..first(1) },
+        ..args(&output)
+    };
     let ended = run(&cluster, ASKING, filtered("tcp prot 80")).await;
     assert!(matches!(&ended, Err(Failure::BadInput(lines)) if lines[0].contains("tcp prot 80")), "{ended:?}");
     assert!(cluster.asked.lock().unwrap().is_empty() && !output.exists());

@@ -2,10 +2,11 @@
 
 use penstock_admin::table::align_columns;
 use penstock_admin::types::Status;
+use penstock_text::number::{json, uptime};
 use serde::Serialize;
 
 use super::Failure;
-use super::ask::{Answers, Asking, ask_all, parsed, print, whole_json, words};
+use super::ask::{Answers, Asking, ask_all, parsed, print, whole, words};
 use super::cluster::{Cluster, Daemon, Fleet};
 
 /// Show the daemons of all nodes: version, pods, and whether policy is in effect
@@ -60,7 +61,7 @@ fn as_json(answers: &Answers<Status>) -> String {
     let nodes = answers.answers.iter();
     let nodes = nodes.map(|(daemon, status)| NodeStatus { node: &daemon.node, pod: &daemon.pod, status }).collect();
     let enforced = answers.missing.is_empty() && answers.answers.iter().all(|(_, status)| is_enforced(status));
-    whole_json(&ClusterStatus { enforced, nodes }, &answers.missing, false)
+    json(&whole(&ClusterStatus { enforced, nodes }, &answers.missing))
 }
 
 /// Whether all of a node is in effect, as far as its daemon knows the cluster.
@@ -101,17 +102,11 @@ fn text(answers: &Answers<Status>) -> String {
 }
 
 fn row(daemon: &Daemon, status: &Status) -> Vec<String> {
-    let uptime = status.uptime_seconds as u64;
-    let uptime = match uptime {
-        0..120 => format!("{uptime} s"),
-        120..7200 => format!("{} min", uptime / 60),
-        _ => format!("{} h", uptime / 3600),
-    };
     let dropped: u64 = status.all_drops().values().sum();
     vec![
         daemon.node.clone(),
         status.version.clone(),
-        uptime,
+        uptime(status.uptime_seconds),
         status.policies.to_string(),
         status.published.to_string(),
         if status.in_force { "yes" } else { "not yet" }.to_owned(),

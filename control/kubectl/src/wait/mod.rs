@@ -5,7 +5,6 @@
 //! not read at the same instant.
 
 use std::collections::{BTreeMap, HashSet};
-use std::io::{self, Write};
 use std::time::Duration;
 
 use clap::ValueEnum;
@@ -41,10 +40,10 @@ Examples:
   kubectl apply -f db.yaml && kubectl penstock wait --for enforced networkpolicy/shop/db
   kubectl penstock wait --for enforced pod/shop/web-1 --json")]
 pub(super) struct Args {
-    /// What to wait for: networkpolicy/NAMESPACE/NAME, clusternetworkpolicy/NAME or pod/NAMESPACE/NAME; all policies without it
+    /// The object to wait for: networkpolicy/NAMESPACE/NAME, clusternetworkpolicy/NAME or pod/NAMESPACE/NAME; all policies without it
     #[arg(value_name = "OBJECT")]
     target: Option<Target>,
-    /// What is to be true of it
+    /// The condition to wait for
     #[arg(long = "for", value_name = "CONDITION")]
     condition: Condition,
     /// How long to wait at most
@@ -188,12 +187,12 @@ fn finish(target: &Target, timeout: Duration, states: &BTreeMap<String, State>, 
     if as_json {
         let object = target.to_string();
         let value = serde_json::json!({ "object": object, "enforced": enforced == states.len(), "nodes": states });
-        io::stdout().write_all(json(&value).as_bytes()).or_else(Failure::from_output)?;
+        Failure::print(json(&value))?;
     }
     if enforced == states.len() {
         if !as_json {
             let text = format!("{target}: enforced on {enforced} nodes\n");
-            return io::stdout().write_all(text.as_bytes()).or_else(Failure::from_output);
+            return Failure::print(text);
         }
         return Ok(());
     }

@@ -28,7 +28,6 @@ pub use provenance::{PeerKind, PolicyName, Provenance, RuleSource, SourcePolicy,
 /// The key on which the effective rules of one direction of a pod depend. Equal keys have equal rules.
 #[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub struct TableKey {
-    /// The direction.
     pub direction: Direction,
     /// The ClusterNetworkPolicies of the Admin tier that apply, in order, each with the revision of its last change.
     pub admin: Vec<(ClusterPolicyId, u64)>,
@@ -56,7 +55,6 @@ pub enum TooManyEntries {
     OfNamespace(usize),
 }
 
-/// One effective rule.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct EffectiveRule {
     /// The policy's rule it comes from; an egress rule with port names yields several, next to each other.

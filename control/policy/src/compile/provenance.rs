@@ -24,9 +24,7 @@ pub struct RuleSource {
 /// A policy of either kind.
 #[derive(Clone, Debug)]
 pub enum SourcePolicy {
-    /// A NetworkPolicy.
     Network(Arc<NetworkPolicy>),
-    /// A ClusterNetworkPolicy.
     Cluster(Arc<ClusterNetworkPolicy>),
 }
 
@@ -47,7 +45,6 @@ impl Eq for SourcePolicy {}
 pub enum Tier {
     /// ClusterNetworkPolicies of the Admin tier.
     Admin,
-    /// NetworkPolicies.
     NetworkPolicy,
     /// ClusterNetworkPolicies of the Baseline tier.
     Baseline,
@@ -77,19 +74,11 @@ impl fmt::Display for Tier {
 /// Displays as `<namespace>/<name>`, or `<tier>/<name>`: a namespace has no upper-case letter.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub enum PolicyName {
-    /// A ClusterNetworkPolicy.
-    Cluster {
-        /// Its tier.
-        tier: ClusterTier,
-        /// Its name.
-        name: String,
-    },
-    /// A NetworkPolicy.
+    Cluster { tier: ClusterTier, name: String },
     Network(ObjectKey),
 }
 
 impl PolicyName {
-    /// Its tier.
     pub fn tier(&self) -> Tier {
         match self {
             Self::Cluster { tier, .. } => (*tier).into(),
@@ -143,7 +132,6 @@ impl RuleSource {
         }
     }
 
-    /// The rule of a ClusterNetworkPolicy.
     pub fn cluster_rule(&self) -> Option<&ClusterRule> {
         match &self.policy {
             SourcePolicy::Network(_) => None,
@@ -194,7 +182,6 @@ impl RuleSource {
 /// peers or no ports, the index is 0.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Provenance {
-    /// The policy.
     pub policy: PolicyName,
     /// The direction of the rule.
     pub direction: Direction,
@@ -213,7 +200,6 @@ pub struct Provenance {
 pub enum PeerKind {
     /// No peers are given: every peer.
     All,
-    /// An `ipBlock`.
     IpBlock,
     /// A `podSelector` alone.
     PodSelector,

@@ -89,13 +89,11 @@ impl DirectionExplanation {
 /// The decision of one tier on a flow.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct TierStep {
-    /// The tier.
     pub tier: Tier,
     /// The decision.
     pub outcome: TierOutcome,
 }
 
-/// The outcome of one tier.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum TierOutcome {
     /// None of its policies applies to the pod in this direction.
@@ -106,7 +104,6 @@ pub enum TierOutcome {
     Rule {
         /// The rule's action.
         action: RuleAction,
-        /// The rule.
         rule: Provenance,
         /// The rule's name, if it has one.
         name: Option<String>,

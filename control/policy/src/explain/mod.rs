@@ -173,7 +173,35 @@ fn explain_direction(
         Direction::Ingress => ("ingress", ends.1, ends.0),
     };
     let name = explanation.pod.as_ref().map_or_else(|| own.to_owned(), ToString::to_string);
-    let verdict = match explanation.verdict {
+    let verdict = verdict(style, explanation);
+    line(text, &format!("\n{} of {name}: {verdict}", style.strong(&word)));
+    explanation.tiers.iter().for_each(|step| tier(text, style, step));
+    policies(text, engine, direction, explanation);
+    if let Some(provenance) = &explanation.rule {
+        let is_denied = matches!(explanation.verdict, DirectionVerdict::DeniedBy(_));
+        let shown = if is_denied { style.bad(provenance) } else { style.good(provenance) };
+        line(text, &format!("  rule     {shown}"));
+        describe_rule(text, engine, provenance);
+    }
+    for rule in &explanation.by_name {
+        line(text, &format!("  by name  {}", style.mixed(rule)));
+        describe_rule(text, engine, rule);
+        line(
+            text,
+            &format!("           accepts once a DNS answer has given {name} the address {peer} for one of these names"),
+        );
+    }
+    match &explanation.nearest {
+        Some(rule) => nearest(text, engine, style, rule, peer),
+        None if explanation.verdict == DirectionVerdict::Denied => {
+            line(text, "  nearest  these policies have no rules for it: denied by default")
+        }
+        None => {}
+    }
+}
+
+fn verdict(style: &dyn TextStyle, explanation: &DirectionExplanation) -> String {
+    match explanation.verdict {
         DirectionVerdict::Denied | DirectionVerdict::DeniedBy(_) => style.bad(&"denied"),
         DirectionVerdict::NotReady => format!("{}, its policies are not known yet", style.bad(&"denied")),
         DirectionVerdict::NotLocal if explanation.pod.is_some() => {
@@ -195,10 +223,12 @@ fn explain_direction(
         DirectionVerdict::AllowedByPeer(_) => {
             format!("{}, by a rule of the other direction, cluster-wide", style.good(&"allowed"))
         }
-    };
-    line(text, &format!("\n{} of {name}: {verdict}", style.strong(&word)));
-    explanation.tiers.iter().for_each(|step| tier(text, style, step));
-    // Where the Admin tier decides, NetworkPolicies are not evaluated.
+    }
+}
+
+/// The NetworkPolicies that select the pod. Where the Admin tier decides, they are not evaluated.
+fn policies(text: &mut String, engine: &Engine, direction: Direction, explanation: &DirectionExplanation) {
+    let word = describe::direction(direction);
     let is_by_admin = explanation.tiers.first().is_some_and(|step| step.outcome.is_final());
     for key in explanation.policies.iter().filter(|_| !is_by_admin) {
         let Some(policy) = find(engine, key) else { continue };
@@ -213,27 +243,6 @@ fn explain_direction(
     }
     if explanation.default_deny && !is_by_admin {
         line(text, "  policy   the DefaultDeny annotation of its namespace (isolates it)");
-    }
-    if let Some(provenance) = &explanation.rule {
-        let is_denied = matches!(explanation.verdict, DirectionVerdict::DeniedBy(_));
-        let shown = if is_denied { style.bad(provenance) } else { style.good(provenance) };
-        line(text, &format!("  rule     {shown}"));
-        describe_rule(text, engine, provenance);
-    }
-    for rule in &explanation.by_name {
-        line(text, &format!("  by name  {}", style.mixed(rule)));
-        describe_rule(text, engine, rule);
-        line(
-            text,
-            &format!("           accepts once a DNS answer has given {name} the address {peer} for one of these names"),
-        );
-    }
-    match &explanation.nearest {
-        Some(rule) => nearest(text, engine, style, rule, peer),
-        None if explanation.verdict == DirectionVerdict::Denied => {
-            line(text, "  nearest  these policies have no rules for it: denied by default")
-        }
-        None => {}
     }
 }
 

@@ -25,7 +25,6 @@ pub struct ClusterNetworkPolicy {
     pub notes: PolicyNotes,
 }
 
-/// The tier of a ClusterNetworkPolicy.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub enum ClusterTier {
     /// Evaluated before NetworkPolicy.

@@ -31,6 +31,15 @@ pub struct ObjectKey {
     pub name: String,
 }
 
+impl ObjectKey {
+    /// `namespace/name`, of which neither is empty or has another slash.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (namespace, name) = text.split_once('/')?;
+        let is_key = !namespace.is_empty() && !name.is_empty() && !name.contains('/');
+        is_key.then(|| Self { namespace: namespace.to_owned(), name: name.to_owned() })
+    }
+}
+
 impl fmt::Display for ObjectKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.namespace, self.name)

@@ -212,12 +212,12 @@ impl ClusterState {
         self.policies.find(key).and_then(|policy| self.policy(policy))
     }
 
-    /// What tables depend on in the rules of a policy.
+    /// The parts of a policy's rules that tables depend on.
     pub fn policy_summary(&self, policy: PolicyId, direction: Direction) -> &RulesSummary {
         self.policies[policy].summary.direction(direction)
     }
 
-    /// What tables depend on in the rules of a ClusterNetworkPolicy.
+    /// The parts of a ClusterNetworkPolicy's rules that tables depend on.
     pub fn cluster_policy_summary(&self, policy: ClusterPolicyId, direction: Direction) -> &RulesSummary {
         self.cluster_policies[policy].summary.direction(direction)
     }

@@ -1,4 +1,4 @@
-//! What tables depend on in the rules of a policy. It is read once for each version of the policy, so that a pod's table is
+//! The parts of a policy's rules that tables depend on. They are read once for each version of the policy, so that a pod's table is
 //! found without reading the rules again for each pod.
 
 use crate::model::{ClusterNetworkPolicy, NetworkPolicy, Peer, Peers, PolicyPorts, PortMatch, PortProtocol, Rule};
@@ -8,7 +8,7 @@ use penstock_dataplane::policy::Direction;
 /// The most entries that the NetworkPolicies of a namespace may have: rules, peers, excepts and ports of both directions.
 pub const MOST_ENTRIES_IN_NAMESPACE: usize = 1 << 19;
 
-/// What tables depend on in the rules of one direction of a policy.
+/// The parts of the rules of one direction of a policy that tables depend on.
 #[derive(Default, Debug)]
 pub struct RulesSummary {
     /// Rules, peers, excepts and ports.

@@ -12,7 +12,7 @@ const OTHER: &str = "10.0.0.2:8080";
 const REFUSED: Result<&[&str], WithoutBackend> = Err(WithoutBackend::Refused);
 const DROPPED: Result<&[&str], WithoutBackend> = Err(WithoutBackend::Dropped);
 
-/// What it is, the Service, its endpoints, and the backends that a new connection may get.
+/// A name, the Service, its endpoints, and the backends that a new connection may get.
 type Row = (&'static str, Service, Vec<ServiceEndpoint>, Result<&'static [&'static str], WithoutBackend>);
 
 fn check(rows: Vec<Row>) {

@@ -1,4 +1,4 @@
-//! What policies want recorded of what they decide.
+//! How policies ask for records of their decisions.
 
 use penstock_dataplane::policy::RuleAction;
 use penstock_policy::model::{Object, PolicyLog, PolicyNotes};

@@ -81,9 +81,6 @@ impl CaptureFile {
     }
 
     /// Reads a capture from any reader; errors name it `path`.
-    ///
-    /// # Errors
-    /// As those of [`CaptureFile::open`].
     pub fn read(
         path: &Path,
         input: impl Read + 'static,

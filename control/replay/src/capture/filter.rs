@@ -16,11 +16,19 @@ pub enum FilterError {
     Wrong { expression: String, message: String },
 }
 
+/// The program that was given, or that of an expression.
+///
+/// # Errors
+/// The expression is wrong, or there is no tcpdump.
+pub fn program(expression: Option<&str>, program: Option<&str>) -> Result<Option<String>, FilterError> {
+    expression.map(compile).transpose().map(|compiled| compiled.or_else(|| program.map(in_one_line)))
+}
+
 /// An expression as a program: the number of instructions, then each as `code jt jf k`, separated by commas.
 ///
 /// # Errors
 /// The expression is wrong, or there is no tcpdump.
-pub fn compile(expression: &str) -> Result<String, FilterError> {
+fn compile(expression: &str) -> Result<String, FilterError> {
     compile_by("tcpdump", expression)
 }
 
@@ -42,7 +50,7 @@ fn compile_by(tcpdump: &str, expression: &str) -> Result<String, FilterError> {
 }
 
 /// A program as tcpdump prints it, in one line.
-pub fn in_one_line(program: &str) -> String {
+fn in_one_line(program: &str) -> String {
     program.trim().lines().map(str::trim).collect::<Vec<_>>().join(",")
 }
 

@@ -20,9 +20,6 @@ struct PendingRecord {
 
 impl Captures {
     /// Opens all files.
-    ///
-    /// # Errors
-    /// A file cannot be read or is not a capture.
     pub fn open<P: AsRef<Path>>(paths: &[P]) -> Result<Self, CaptureError> {
         let mut interfaces = Vec::new();
         let mut files = Vec::new();
@@ -40,9 +37,6 @@ impl Captures {
     }
 
     /// Appends the next packet's frame to `frames` and returns its record; `None` at the end of all files.
-    ///
-    /// # Errors
-    /// A file cannot be read or is damaged.
     #[inline]
     pub fn next(&mut self, frames: &mut Vec<u8>) -> Result<Option<Record>, CaptureError> {
         match self.files.as_mut_slice() {

@@ -35,17 +35,11 @@ struct Interface {
 
 impl<W: Write> VerdictFile<W> {
     /// Starts the file of one daemon, node 0, whose name is in no packet.
-    ///
-    /// # Errors
-    /// It cannot be written.
     pub fn new(output: W) -> io::Result<Self> {
         Self::with_nodes(output, vec![Node::default()])
     }
 
     /// Starts the file of these nodes' daemons.
-    ///
-    /// # Errors
-    /// It cannot be written.
     pub fn of_nodes(output: W, names: impl IntoIterator<Item = String>) -> io::Result<Self> {
         let node = |name| Node { name: Some(name), ..Node::default() };
         Self::with_nodes(output, names.into_iter().map(node).collect())
@@ -65,9 +59,6 @@ impl<W: Write> VerdictFile<W> {
     }
 
     /// Writes a packet of a node, which has lost so many until then. The comment says how many since the packet before.
-    ///
-    /// # Errors
-    /// It cannot be written.
     pub fn packet(&mut self, node: usize, packet: &PacketRecord, frame: &[u8], lost: u64) -> io::Result<()> {
         let number = self.interface(node, packet);
         let of = &mut self.nodes[node];
@@ -112,18 +103,12 @@ impl<W: Write> VerdictFile<W> {
     }
 
     /// Passes on what is written so far.
-    ///
-    /// # Errors
-    /// It cannot be written.
     pub fn flush(&mut self) -> io::Result<()> {
         self.writer.flush()
     }
 
     /// Ends the file with each interface's packets. By node: what it has counted, and why it ended. What a node lost is not known
     /// by interface, and stands with its first.
-    ///
-    /// # Errors
-    /// It cannot be written.
     pub fn end(&mut self, ended: &[(CaptureCounts, String)]) -> io::Result<()> {
         for (node, (counts, _)) in ended.iter().enumerate() {
             if counts.lost > 0 && self.interfaces.iter().all(|interface| interface.node != node) {

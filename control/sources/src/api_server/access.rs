@@ -9,6 +9,7 @@ use http::{Response, header::RETRY_AFTER};
 use kube::client::ClientBuilder;
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+use penstock_admin::printable::with_causes;
 use tower::util::MapResponseLayer;
 
 const CONNECT: Duration = Duration::from_secs(10);
@@ -42,9 +43,9 @@ pub enum AccessError {
 impl Access {
     async fn read(&self) -> Result<Config, AccessError> {
         let mut config = match self {
-            Self::InCluster => Config::incluster().map_err(|error| AccessError::NotInCluster(super::chain(&error)))?,
+            Self::InCluster => Config::incluster().map_err(|error| AccessError::NotInCluster(with_causes(&error)))?,
             Self::Kubeconfig { path, context } => {
-                let wrong = |error| AccessError::Kubeconfig { path: path.clone(), reason: super::chain(&error) };
+                let wrong = |error| AccessError::Kubeconfig { path: path.clone(), reason: with_causes(&error) };
                 let options = KubeConfigOptions { context: context.clone(), ..KubeConfigOptions::default() };
                 let file = Kubeconfig::read_from(path).map_err(wrong)?;
                 Config::from_custom_kubeconfig(file, &options).await.map_err(wrong)?
@@ -112,7 +113,7 @@ impl RenewableClient {
 
 async fn build(access: &Access, retry_after: &Arc<RetryAfter>) -> Result<Client, AccessError> {
     let config = access.read().await?;
-    let builder = ClientBuilder::try_from(config).map_err(|error| AccessError::Unusable(super::chain(&error)))?;
+    let builder = ClientBuilder::try_from(config).map_err(|error| AccessError::Unusable(with_causes(&error)))?;
     let retry_after = Arc::clone(retry_after);
     Ok(builder.with_layer(&MapResponseLayer::new(move |response| retry_after.note(response))).build())
 }

@@ -15,6 +15,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, Time};
 use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::PostParams;
+use penstock_admin::printable::with_causes;
 use penstock_policy::model::{ObjectKey, ObjectRef};
 use rand::Rng;
 use tokio::sync::mpsc;
@@ -129,7 +130,7 @@ async fn write_one(shared: &Shared, problem: &Problem, node: &str) -> Result<(),
             Ok(())
         }
         Err(kube::Error::Api(status)) if status.code == 403 => Err(WriteError::Forbidden(status.message)),
-        Err(error) => Err(WriteError::Other(super::chain(&error))),
+        Err(error) => Err(WriteError::Other(with_causes(&error))),
     }
 }
 

@@ -16,7 +16,6 @@ mod startup_taint;
 mod store;
 
 use std::convert::Infallible;
-use std::fmt::Write;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -103,7 +102,6 @@ struct Batch {
     versions: Option<Versions>,
 }
 
-/// ApiServerTimeouts for an API server.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ApiServerTimeouts {
     pub page: Duration,
@@ -357,20 +355,4 @@ async fn send_changes(shared: Arc<Shared>, batches: mpsc::Sender<Batch>) {
             place.send(Batch { changes, versions });
         }
     }
-}
-
-/// An error with all its causes, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        let cause_text = cause.to_string();
-        // Many errors repeat their cause.
-        if !text.contains(&cause_text) {
-            // Writing to a string does not fail.
-            let _ = write!(text, ": {cause_text}");
-        }
-        source = cause.source();
-    }
-    text.split_whitespace().collect::<Vec<_>>().join(" ")
 }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use kube::core::Status;
+use penstock_admin::printable::with_causes;
 
 use super::access::AccessError;
 use crate::ObjectKind;
@@ -69,11 +70,11 @@ impl RequestError {
         match error {
             kube::Error::Api(status) => Self::of_status(status, kind),
             kube::Error::SerdeError(_) | kube::Error::FromUtf8(_) | kube::Error::LinesCodecMaxLineLengthExceeded => {
-                Self::Malformed(super::chain(error))
+                Self::Malformed(with_causes(error))
             }
-            kube::Error::Auth(error) => Self::Unauthorized(super::chain(error)),
-            other if is_of_connecting(other) => Self::Unreachable(super::chain(other)),
-            other => Self::Connection(super::chain(other)),
+            kube::Error::Auth(error) => Self::Unauthorized(with_causes(error)),
+            other if is_of_connecting(other) => Self::Unreachable(with_causes(other)),
+            other => Self::Connection(with_causes(other)),
         }
     }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use k8s_openapi::api::core::v1::{Node, Taint};
 use kube::Api;
 use kube::api::{Patch, PatchParams};
+use penstock_admin::printable::with_causes;
 use serde_json::json;
 use tokio::sync::oneshot;
 use tokio::time::{sleep, timeout};
@@ -38,7 +39,7 @@ impl From<kube::Error> for RemoveError {
     fn from(error: kube::Error) -> Self {
         match error {
             kube::Error::Api(status) if status.code == 403 => Self::Forbidden(status.message),
-            error => Self::Other(super::chain(&error)),
+            error => Self::Other(with_causes(&error)),
         }
     }
 }

@@ -28,7 +28,7 @@ pub(crate) use cluster_policy::{
 };
 pub use field_error::{FieldError, FieldProblem};
 pub(crate) use limits::{limits, without_limits};
-pub use names::is_label_key;
+pub use names::{is_dns_subdomain, is_label_key};
 pub(crate) use notes::notes;
 pub use path::{FieldPath, FieldPathRef, PathElement};
 pub use policy::network_policy;

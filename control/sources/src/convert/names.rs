@@ -58,8 +58,8 @@ fn is_dns_label(name: &str) -> bool {
     name.len() <= 63 && has_ends(name, inner) && name.bytes().all(|c| inner(c) || c == b'-')
 }
 
-// A part of a subdomain may be longer than a label: only the whole is limited there.
-fn is_dns_subdomain(name: &str) -> bool {
+/// Whether this is an RFC 1123 subdomain. A part may be longer than a label: only the whole is limited.
+pub fn is_dns_subdomain(name: &str) -> bool {
     let inner = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit();
     let part = |part: &str| has_ends(part, inner) && part.bytes().all(|c| inner(c) || c == b'-');
     name.len() <= 253 && name.split('.').all(part)

@@ -28,9 +28,6 @@ const MOST_AFFINITY_SECONDS: i32 = 86_400;
 pub(super) type Partly<T> = (T, Vec<FieldError>);
 
 /// Converts a Service.
-///
-/// # Errors
-/// Its name is not valid.
 pub fn service(service: &core::Service) -> Result<Partly<Service>, FieldError> {
     let key = super::key(&service.metadata)?;
     let mut wrong = Vec::new();
@@ -185,9 +182,6 @@ fn affinity(spec: &core::ServiceSpec, at: &FieldPathRef<'_>, wrong: &mut Vec<Fie
 }
 
 /// Converts an EndpointSlice. One of another `addressType` than an IP family has no endpoints.
-///
-/// # Errors
-/// Its name is not valid.
 pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> Result<Partly<EndpointSlice>, FieldError> {
     let key = super::key(&slice.metadata)?;
     let (mut wrong, at) = (Vec::new(), FieldPathRef::OBJECT);

@@ -43,9 +43,6 @@ struct Endpoint {
 }
 
 /// Converts an EndpointSlice of `discovery.k8s.io/v1beta1`.
-///
-/// # Errors
-/// Its name is not valid.
 pub fn v1beta1_endpoint_slice(slice: V1Beta1EndpointSlice) -> Result<Partly<model::EndpointSlice>, FieldError> {
     endpoint_slice(&discovery::EndpointSlice {
         metadata: slice.metadata,

@@ -19,7 +19,7 @@ fn counting_table() -> ConnTable {
     ConnTable::new(&Config { entries: 64, ended: 100, ..Config::default() }).unwrap()
 }
 
-/// What a program does with the answer to what a worker has admitted.
+/// A program forwards the answer to a packet that a worker has admitted.
 fn answer_by_program(table: &ConnTable, flow: &Flow, now: Timestamp) {
     let back = table.prepare(&flow.reversed());
     let (slot, _) = table.lookup(&back).unwrap();
@@ -34,7 +34,7 @@ fn answer_by_program(table: &ConnTable, flow: &Flow, now: Timestamp) {
     note(table, flow, Note::Answer, back.orientation, now);
 }
 
-/// What a program does with a packet of which it notes something.
+/// A program notes something of a packet.
 fn note(table: &ConnTable, flow: &Flow, what: Note, from: Orientation, now: Timestamp) {
     let (slot, _) = table.lookup(&table.prepare(flow)).unwrap();
     let kernel_use = &table.uses().unwrap()[slot as usize];

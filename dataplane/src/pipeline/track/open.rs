@@ -166,7 +166,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
 
 /// A connection that a packet opens, in the direction in which it is opened.
 pub(super) struct Opening<'a> {
-    /// What policy was asked.
+    /// The flow that policy was asked about.
     flow: Flow,
     ends: FlowEnds<'a>,
     /// Whether the packet's receiver has opened it.

@@ -181,7 +181,6 @@ impl CaptureTap {
             let sent = sent_flow(&received, verdict, frame);
             let evaluated = recorder.evaluated(index);
             let (original, frontend) = batch.connection_of(received.flow).unzip();
-            let frontend = frontend.flatten();
             let refused = received.flow.filter(|_| matches!(verdict, Verdict::Drop(_)));
             let of_connection = original.or(evaluated.map(|it| it.flow)).or(refused);
             let connection = of_connection.map(|flow| batch.connections.connection_id(&flow));
@@ -206,7 +205,7 @@ impl CaptureTap {
                 length: received.length,
                 bytes: Vec::new(),
                 original,
-                frontend,
+                frontend: frontend.flatten(),
                 connection,
                 evaluation: evaluated.map(|it| it.name(&batch.snapshot.policy)),
                 staged: evaluated.zip(staged.as_ref()).and_then(|(it, staged)| it.promoted(staged, batch.now)),

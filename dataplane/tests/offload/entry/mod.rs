@@ -1,4 +1,4 @@
-//! What the programs read of an entry of the table, of its path and of its links: a packet passes only if each part allows it.
+//! The parts that programs read of an entry of the table, of its path and of its links: a packet passes only if each part allows it.
 
 mod races;
 mod words;

@@ -34,7 +34,7 @@ pub(crate) const PATH_EPOCH_AT: u32 = 48;
 pub(crate) const END_BITS: usize = 21;
 pub(crate) const BY_NODE: u64 = 0x1f_ffff;
 
-/// What the programs read of a connection, and the words for all of them.
+/// The parts of a connection that programs read, and the words for all of them.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Fields {
     /// Control word, four words of addresses, ports with protocol, and tracking of each direction.
@@ -77,7 +77,7 @@ impl Fields {
         self.entry[0] = self.entry[0] & !(TICKS << TICK_AT) | tick << TICK_AT;
     }
 
-    /// What is alike in two entries of the same connection: neither its generation nor when it was used.
+    /// The parts that are alike in two entries of the same connection: neither its generation nor when it was used.
     pub(crate) fn lasting(mut self) -> Self {
         let began = self.tick();
         self.entry[0] &= !(TICKS << TICK_AT | GENERATIONS << GENERATION_AT);
@@ -185,7 +185,7 @@ impl Words {
         &Self::words(&self.entries)[(openers + element) * 8..][..8]
     }
 
-    /// What programs may still open for an owner.
+    /// How many connections programs may still open for an owner.
     pub(crate) fn credit(&self, owner: OwnerId) -> u64 {
         self.behind(ANSWERS + place_of_credit(owner))[0].load(Ordering::Acquire)
     }

@@ -103,7 +103,7 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         "return state == UDP_ASSURED || state == UDP_REPLIED || ",
         "return state == UDP_ASSURED || ",
     ),
-    // What programs have noted.
+    // The notes of programs.
     mutation(
         OF_ENTRY,
         "what was noted of an answer counts in any state",

@@ -102,7 +102,7 @@ const MUTATIONS: [&[Mutation]; 6] = [
     super::unserved::MUTATIONS,
 ];
 
-/// What tests say of programs.
+/// The tests' answer about changed programs.
 enum Outcome {
     Passed,
     /// This test fails.
@@ -122,7 +122,7 @@ fn run(objects: &[(&str, PathBuf)], tests: &[&str]) -> Outcome {
         // It may have ended.
         let _ = child.kill();
     }
-    // What a failed test has printed comes at the end.
+    // A failed test's output comes at the end.
     let printed: Vec<String> = lines.collect();
     let status = child.wait().expect("it was started");
     if printed.iter().any(|line| line.contains(NOT_LOADED)) {

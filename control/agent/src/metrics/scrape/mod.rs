@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use penstock_admin::capture::CaptureCounts;
 use penstock_dataplane::DropReason;
 use penstock_dataplane::conntrack::ConnTable;
-use penstock_dataplane::limits::{Limit, PodLimits, Refused};
+use penstock_dataplane::limits::{PodLimits, Refused};
 use penstock_dataplane::names::NameCounts;
-use penstock_dataplane::policy::{self, Direction};
+use penstock_dataplane::policy;
 use penstock_dataplane::worker::{
     DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths, Traffic, WorkerStatistics,
 };
@@ -25,6 +25,7 @@ use prometheus_client::metrics::MetricType;
 
 use super::exposition::{Buckets, Exposition, FamilyWriter, LabelPairs};
 use super::services::ServiceMetrics;
+use crate::connection_limits::limited;
 use crate::flow_records::RecordTotals;
 use crate::ports::PortRole;
 use crate::progress::StepTimes;
@@ -543,10 +544,8 @@ fn flag(is_set: bool) -> f64 {
 }
 
 fn refused(view: &DaemonView<'_>) -> Vec<RefusedConnections> {
-    let directions = [("egress", Direction::Egress), ("ingress", Direction::Ingress)];
     let of_pod = |(pod, limits): (&ObjectKey, &PodLimits)| {
-        let limited = directions.into_iter().filter(|(_, direction)| limits.limit(*direction) != Limit::default());
-        let refused = limited.map(|(name, direction)| RefusedConnections {
+        let refused = limited(limits).map(|(name, direction)| RefusedConnections {
             pod: pod.clone(),
             direction: name,
             refused: limits.refused(direction),

@@ -23,7 +23,7 @@ use super::{PendingUpdate, Tables, remove};
 const ENTRIES_A_TURN: usize = 1 << 16;
 
 /// The tables that are built beside the others.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Aside {
     /// Most entries of tables that are built in one update.
     at_once: usize,
@@ -100,18 +100,7 @@ impl TableJob {
 impl Aside {
     /// Whose tables have more than this many entries waits.
     pub(super) fn new(at_once: usize) -> Self {
-        Self {
-            at_once,
-            waiting: BTreeSet::new(),
-            begun: 0,
-            last: String::new(),
-            turn: Vec::new(),
-            to_link: Vec::new(),
-            is_building: false,
-            held: FxHashSet::default(),
-            unused: Vec::new(),
-            released: Vec::new(),
-        }
+        Self { at_once, ..Self::default() }
     }
 
     /// Has an endpoint wait, behind all others of its namespace, or not any more.

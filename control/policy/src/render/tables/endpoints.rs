@@ -61,7 +61,7 @@ impl EndpointRecord {
         Self { pod, owner, wanted: Sides::default(), served: None, waits_since: None, names: None }
     }
 
-    /// What it shows workers. A table that is not built yet denies.
+    /// The sides that workers see. A table that is not built yet denies.
     pub(super) fn in_effect(&self) -> Sides {
         self.served.unwrap_or(self.wanted)
     }

@@ -8,7 +8,6 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::state::{PeerSetId, Registry};
 
-/// An identity.
 #[derive(Debug)]
 struct IdentityRecord {
     /// Sorted.

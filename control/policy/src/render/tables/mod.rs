@@ -56,7 +56,7 @@ pub struct Tables {
     /// The tables whose rules name nodes.
     by_nodes: FxHashSet<u32>,
     usage: UsageCounts,
-    /// What is built beside the others; `None`: nothing.
+    /// The tables that are built beside the others; `None`: none.
     aside: Option<Aside>,
     /// The table of pods whose own is not built yet: it denies everything.
     unbuilt: EndpointPolicy,

@@ -70,7 +70,7 @@ pub(super) enum Written {
     Whole,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Files {
     options: Options,
     files: BTreeMap<PathBuf, File>,
@@ -86,14 +86,7 @@ pub(super) struct Files {
 
 impl Files {
     pub(super) fn new(options: Options) -> Self {
-        Self {
-            options,
-            files: BTreeMap::new(),
-            gone: Vec::new(),
-            kept: Objects::default(),
-            implied: Vec::new(),
-            is_outdated: false,
-        }
+        Self { options, ..Self::default() }
     }
 
     /// Sets a file's new contents, or the error of reading it.
