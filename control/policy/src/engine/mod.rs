@@ -24,7 +24,7 @@ use crate::model::{EndpointSlice, Object, ObjectChange, ObjectKey, Peer, Peers, 
 use crate::render::services::{ServiceProblem, ServiceTables};
 use crate::render::tables::{self, BuiltTables, PodScope, RuleUse, TableJob, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
-use crate::state::{self, ClusterState, MOST_ENTRIES_IN_NAMESPACE};
+use crate::state::{self, ClusterState, MOST_ENTRIES_IN_NAMESPACE, MOST_REACHED_FROM_NAMESPACE};
 
 pub use explain::{DirectionExplanation, Explanation, NearestRule, TierOutcome, TierStep};
 
@@ -294,8 +294,17 @@ impl Engine {
                 TooManyEntries::OfNamespace(entries) => format!(
                     "the NetworkPolicies of its namespace have {entries} rules, blocks, excepts and ports, more than {MOST_ENTRIES_IN_NAMESPACE}"
                 ),
+                TooManyEntries::Reached => format!(
+                    "the selectors in the NetworkPolicies of its namespace are to be evaluated more than {MOST_REACHED_FROM_NAMESPACE} times, once for each pod and namespace that they may match"
+                ),
             };
-            let remedy = format!("none of them allows any {direction}; write fewer rules, or larger blocks");
+            let remedy = match entries {
+                TooManyEntries::Reached => {
+                    "write fewer different selectors, with matchLabels that few pods have, and change one of the policies"
+                }
+                TooManyEntries::OfPod(_) | TooManyEntries::OfNamespace(_) => "write fewer rules, or larger blocks",
+            };
+            let remedy = format!("none of them allows any {direction}; {remedy}");
             Some((self.state.pod(pod)?.key.clone(), format!("{found}: {remedy}")))
         });
         closed.collect()
