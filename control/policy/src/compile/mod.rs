@@ -53,6 +53,8 @@ pub enum TooManyEntries {
     OfPod(usize),
     /// So many in its namespace, more than [`MOST_ENTRIES_IN_NAMESPACE`].
     OfNamespace(usize),
+    /// The selectors in its namespace reach more than [`MOST_REACHED_FROM_NAMESPACE`](crate::state::MOST_REACHED_FROM_NAMESPACE).
+    Reached,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -127,6 +129,9 @@ impl TableKey {
         let (in_namespace, of_pod) = (state.entries_in_namespace_of(pod), self.entries_of(state, &isolating));
         self.closed = match self.isolation {
             Some(_) if in_namespace > MOST_ENTRIES_IN_NAMESPACE => Some(TooManyEntries::OfNamespace(in_namespace)),
+            Some(_) if state.pod(pod).is_some_and(|pod| state.reaches_too_far(&pod.key.namespace)) => {
+                Some(TooManyEntries::Reached)
+            }
             Some(_) if of_pod > MOST_ENTRIES => Some(TooManyEntries::OfPod(of_pod)),
             _ => None,
         };

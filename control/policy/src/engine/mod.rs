@@ -294,8 +294,18 @@ impl Engine {
                 TooManyEntries::OfNamespace(entries) => format!(
                     "the NetworkPolicies of its namespace have {entries} rules, blocks, excepts and ports, more than {MOST_ENTRIES_IN_NAMESPACE}"
                 ),
+                TooManyEntries::Reached => format!(
+                    "the selectors in the NetworkPolicies of its namespace are to be evaluated more than {} times, once for each pod and namespace that they may match",
+                    self.state.most_reached_from_namespace()
+                ),
             };
-            let remedy = format!("none of them allows any {direction}; write fewer rules, or larger blocks");
+            let remedy = match entries {
+                TooManyEntries::Reached => {
+                    "write fewer different selectors, with matchLabels that few pods have, and change one of the policies"
+                }
+                TooManyEntries::OfPod(_) | TooManyEntries::OfNamespace(_) => "write fewer rules, or larger blocks",
+            };
+            let remedy = format!("none of them allows any {direction}; {remedy}");
             Some((self.state.pod(pod)?.key.clone(), format!("{found}: {remedy}")))
         });
         closed.collect()

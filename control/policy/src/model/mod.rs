@@ -267,8 +267,8 @@ impl Selector {
         self.requirements.iter().all(|requirement| {
             let value = labels.get(&requirement.key);
             match &requirement.operator {
-                LabelOperator::In(values) => value.is_some_and(|value| values.contains(value)),
-                LabelOperator::NotIn(values) => value.is_none_or(|value| !values.contains(value)),
+                LabelOperator::In(values) => value.is_some_and(|value| values.binary_search(value).is_ok()),
+                LabelOperator::NotIn(values) => value.is_none_or(|value| values.binary_search(value).is_err()),
                 LabelOperator::Exists => value.is_some(),
                 LabelOperator::DoesNotExist => value.is_none(),
             }

@@ -11,6 +11,7 @@ mod export;
 mod objects;
 mod peer_set;
 mod pods;
+mod reach;
 mod registry;
 mod services;
 mod summary;
@@ -22,17 +23,19 @@ use penstock_dataplane::policy::Direction;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::model::{
-    ClusterNetworkPolicy, Labels, NetworkPolicy, Object, ObjectChange, ObjectKey, ObjectRef, Pod, PortProtocol,
-    Selector,
+    ClusterNetworkPolicy, IpBlock, Labels, NamedPort, NetworkPolicy, Object, ObjectChange, ObjectKey, ObjectRef, Pod,
+    PortProtocol, Selector,
 };
 
 use cluster_policies::ClusterPolicyRecord;
 use peer_set::{NamespaceSelection, PeerSetIndex, PeerSetRecord, PeerSets, PodIndex};
+use reach::Reach;
 pub(crate) use registry::Registry;
 use services::ServiceRecord;
 use summary::PolicySummary;
 
 pub use peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
+pub use reach::MOST_REACHED_FROM_NAMESPACE;
 pub use summary::{MOST_ENTRIES_IN_NAMESPACE, RulesSummary};
 
 pub type PolicyId = u32;
@@ -78,12 +81,13 @@ struct NamespaceRecord {
     labels: Option<Labels>,
     default_deny_ingress: bool,
     terminating: bool,
-    selections: Vec<u32>,
+    selections: FxHashSet<u32>,
     peer_sets: PeerSetIndex,
     pods: FxHashSet<PodId>,
     policies: FxHashSet<PolicyId>,
     /// How many entries its policies have.
     entries: usize,
+    reach: Reach,
     /// The ClusterNetworkPolicies whose subjects may be in it.
     cluster_policies: FxHashSet<ClusterPolicyId>,
 }
@@ -162,6 +166,16 @@ impl ClusterState {
     /// The changes since the last call.
     pub fn take_outdated(&mut self) -> Outdated {
         std::mem::take(&mut self.outdated)
+    }
+
+    /// The addresses among them.
+    pub fn take_outdated_addresses(&mut self) -> FxHashSet<IpAddr> {
+        std::mem::take(&mut self.outdated.addresses)
+    }
+
+    /// Whether pods are among them.
+    pub fn has_outdated_pods(&self) -> bool {
+        !self.outdated.pods.is_empty()
     }
 
     /// The Services whose addresses or backends may have changed since the last call; one may no longer exist.
@@ -308,9 +322,8 @@ impl ClusterState {
     pub fn peer_sets_at(&self, pod: PodId, address: &IpAddr) -> Vec<PeerSetId> {
         let record = &self.pods[pod];
         let mut peer_sets = record.peer_sets.clone();
-        let blocks = self.peer_sets.blocks.iter();
-        let holding = blocks.filter(|(_, block, port)| block.contains(address) && record.pod.ports.contains(port));
-        peer_sets.extend(holding.map(|(peer_set, ..)| *peer_set));
+        let blocks = record.pod.ports.iter().filter_map(|port| self.peer_sets.blocks.get(port)).flatten();
+        peer_sets.extend(blocks.filter(|(_, block)| block.contains(address)).map(|(peer_set, _)| *peer_set));
         peer_sets.sort_unstable();
         peer_sets
     }
@@ -320,30 +333,41 @@ impl ClusterState {
         self.index.numbers(name, protocol)
     }
 
-    /// Adds a reference to a peer set. If the peer set is new, its members' addresses become outdated.
-    pub fn acquire(&mut self, peer_set: &PeerSet) -> PeerSetId {
-        if let Some(number) = self.peer_sets.registry.find(peer_set) {
-            self.peer_sets.registry[number].references += 1;
-            return number;
+    /// Adds a reference to a peer set, by a rule of a namespace's NetworkPolicy or of a ClusterNetworkPolicy. If the peer set is new,
+    /// its members' addresses become outdated. Returns its number, and for how many pods and namespaces it had to be evaluated.
+    pub fn acquire(&mut self, peer_set: &PeerSet, namespace: Option<&str>) -> (PeerSetId, usize) {
+        let (number, reached) = match self.peer_sets.registry.find(peer_set) {
+            Some(number) => (number, 0),
+            None => self.insert_peer_set(peer_set),
+        };
+        self.peer_sets.registry[number].references += 1;
+        if let Some(namespace) = namespace {
+            self.count_reach(namespace, number);
         }
-        let record = PeerSetRecord { peer_set: peer_set.clone(), references: 1, members: FxHashSet::default() };
+        (number, reached)
+    }
+
+    fn insert_peer_set(&mut self, peer_set: &PeerSet) -> (PeerSetId, usize) {
+        let record =
+            PeerSetRecord { peer_set: peer_set.clone(), references: 0, members: FxHashSet::default(), reached: 0 };
         let number = self.peer_sets.registry.insert(peer_set.clone(), record);
-        let members = match peer_set {
+        let (members, reached) = match peer_set {
             PeerSet::InNamespace { namespace, pods, port } => {
                 let namespace = self.namespace(namespace);
                 self.namespaces[namespace].peer_sets.insert(number, pods);
-                self.found_in(&self.namespaces[namespace].pods, pods, port.as_ref())
+                self.found_in(&FxHashSet::from_iter([namespace]), pods, port.as_ref())
             }
             PeerSet::InNamespaces { namespaces, pods, port } => {
-                let selection = self.acquire_selection(namespaces);
+                let (selection, evaluated) = self.acquire_selection(namespaces);
                 self.peer_sets.selections[selection].peer_sets.insert(number, pods);
-                self.found_in_selection(selection, pods, port.as_ref())
+                let namespaces = &self.peer_sets.selections[selection].namespaces;
+                let (found, reached) = self.found_in(namespaces, pods, port.as_ref());
+                (found, reached + evaluated)
             }
-            PeerSet::Port(port) => self.index.with_port(port).collect(),
+            PeerSet::Port(port) => (self.index.with_port(port).collect(), 0),
             PeerSet::Block { block, port } => {
-                self.peer_sets.blocks.push((number, block.clone(), port.clone()));
-                self.outdate_block(block);
-                Vec::new()
+                self.peer_sets.blocks.entry(port.clone()).or_default().insert(number, block.clone());
+                (Vec::new(), self.outdate_block(block, port))
             }
             PeerSet::NamespaceUnknown => unreachable!("this peer set always exists"),
         };
@@ -353,22 +377,30 @@ impl ClusterState {
             record.peer_sets.insert(place, number);
             self.outdated.addresses.extend(&record.pod.addresses);
         }
-        self.peer_sets.registry[number].members.extend(members);
-        number
+        let reached = reached + members.len();
+        let record = &mut self.peer_sets.registry[number];
+        record.members.extend(members);
+        record.reached = reached;
+        (number, reached)
     }
 
-    /// Drops one reference of [`ClusterState::acquire`].
-    pub fn release(&mut self, number: PeerSetId) {
+    /// Drops one reference of [`ClusterState::acquire`], which has been [discounted](ClusterState::discount_reach). The number of a peer
+    /// set without references stays in use until [`ClusterState::free_released`]. Returns how many members it had then.
+    pub fn release(&mut self, number: PeerSetId) -> usize {
         let record = &mut self.peer_sets.registry[number];
         record.references -= 1;
         if record.references > 0 {
-            return;
+            return 0;
         }
         let peer_set = record.peer_set.clone();
-        let record = self.peer_sets.registry.remove(&peer_set).expect("the peer set is known by its number");
+        let (_, record) = self.peer_sets.registry.withdraw(&peer_set).expect("the peer set is known by its number");
+        self.peer_sets.released.push(number);
+        let mut members = record.members.len();
         for pod in record.members {
             let record = &mut self.pods[pod];
-            record.peer_sets.retain(|peer_set| *peer_set != number);
+            if let Ok(place) = record.peer_sets.binary_search(&number) {
+                record.peer_sets.remove(place);
+            }
             self.outdated.addresses.extend(&record.pod.addresses);
         }
         match &peer_set {
@@ -378,15 +410,38 @@ impl ClusterState {
                 self.forget_if_empty(namespace);
             }
             PeerSet::InNamespaces { namespaces, pods, .. } => {
-                let selection = self.acquire_selection(namespaces);
+                let selection = self.peer_sets.selections.find(namespaces).expect("the peer set is in it");
                 self.peer_sets.selections[selection].peer_sets.remove(number, pods);
-                self.forget_selection_if_empty(selection);
+                members += self.forget_selection_if_empty(selection);
             }
-            PeerSet::Block { block, .. } => {
-                self.peer_sets.blocks.retain(|(peer_set, ..)| *peer_set != number);
-                self.outdate_block(block);
+            PeerSet::Block { block, port } => {
+                if let Some(blocks) = self.peer_sets.blocks.get_mut(port) {
+                    blocks.remove(&number);
+                    if blocks.is_empty() {
+                        self.peer_sets.blocks.remove(port);
+                    }
+                }
+                members += self.outdate_block(block, port);
             }
             PeerSet::Port(_) | PeerSet::NamespaceUnknown => {}
+        }
+        members
+    }
+
+    /// No address that has become outdated has the peer sets any more that were released.
+    pub fn free_released(&mut self) {
+        for number in std::mem::take(&mut self.peer_sets.released) {
+            self.peer_sets.registry.free(number);
+        }
+    }
+
+    /// The addresses in a peer set.
+    pub fn addresses_in(&self, number: PeerSetId) -> Vec<IpAddr> {
+        let record = &self.peer_sets.registry[number];
+        let of_pods = record.members.iter().flat_map(|pod| self.pods[*pod].pod.addresses.iter().copied());
+        match &record.peer_set {
+            PeerSet::Block { block, port } => self.addresses_in_block(block, port).0,
+            _ => of_pods.collect(),
         }
     }
 
@@ -421,9 +476,10 @@ impl ClusterState {
         }
     }
 
-    fn acquire_selection(&mut self, namespaces: &Selector) -> u32 {
+    /// The selection, and for how many namespaces it had to be evaluated.
+    fn acquire_selection(&mut self, namespaces: &Selector) -> (u32, usize) {
         if let Some(selection) = self.peer_sets.selections.find(namespaces) {
-            return selection;
+            return (selection, 0);
         }
         let found = self
             .namespaces
@@ -436,24 +492,37 @@ impl ClusterState {
             ..NamespaceSelection::default()
         };
         let number = self.peer_sets.selections.insert(namespaces.clone(), selection);
-        found.into_iter().for_each(|namespace| self.namespaces[namespace].selections.push(number));
-        number
+        for namespace in found {
+            self.namespaces[namespace].selections.insert(number);
+        }
+        (number, self.namespaces.len())
     }
 
-    fn forget_selection_if_empty(&mut self, number: u32) {
+    /// Returns how many namespaces it had then.
+    fn forget_selection_if_empty(&mut self, number: u32) -> usize {
         if !self.peer_sets.selections[number].peer_sets.is_empty() {
-            return;
+            return 0;
         }
         let selector = self.peer_sets.selections[number].selector.clone();
         let selection = self.peer_sets.selections.remove(&selector).expect("the selection is known by its number");
-        for namespace in selection.namespaces {
-            self.namespaces[namespace].selections.retain(|selection| *selection != number);
+        for namespace in &selection.namespaces {
+            self.namespaces[*namespace].selections.remove(&number);
         }
+        selection.namespaces.len()
     }
 
-    fn outdate_block(&mut self, block: &crate::model::IpBlock) {
-        let inside = self.claims.iter().filter(|(address, claim)| !claim.pods.is_empty() && block.contains(address));
-        self.outdated.addresses.extend(inside.map(|(address, _)| *address));
+    /// Returns how many addresses were looked at.
+    fn outdate_block(&mut self, block: &IpBlock, port: &NamedPort) -> usize {
+        let (inside, all) = self.addresses_in_block(block, port);
+        self.outdated.addresses.extend(inside);
+        all
+    }
+
+    /// The addresses in a block of pods with a port, among so many of such pods.
+    fn addresses_in_block(&self, block: &IpBlock, port: &NamedPort) -> (Vec<IpAddr>, usize) {
+        let all: Vec<IpAddr> =
+            self.index.with_port(port).flat_map(|pod| self.pods[pod].pod.addresses.iter().copied()).collect();
+        (all.iter().copied().filter(|address| block.contains(address)).collect(), all.len())
     }
 }
 

@@ -50,7 +50,7 @@ impl ClusterState {
             .selections
             .iter()
             .filter(|(_, selection)| labels.is_some_and(|labels| selection.selector.matches(labels)));
-        let selections: Vec<u32> = found.map(|(selection, _)| selection).collect();
+        let selections: FxHashSet<u32> = found.map(|(selection, _)| selection).collect();
         let before = std::mem::replace(&mut self.namespaces[number].selections, selections.clone());
         before.into_iter().for_each(|selection| {
             self.peer_sets.selections[selection].namespaces.remove(&number);
@@ -89,6 +89,7 @@ impl ClusterState {
         let selected: FxHashSet<PodId> =
             namespace.pods.iter().copied().filter(|pod| policy.pod_selector.matches(labels(pod))).collect();
         self.set_policy_summary(number, PolicySummary::of(&policy));
+        self.forgive_reach(self.policies[number].namespace);
         let record = &mut self.policies[number];
         (record.policy, record.revision, record.outlives) = (policy, self.revision, false);
         let before = std::mem::replace(&mut record.pods, selected.clone());
@@ -133,6 +134,7 @@ impl ClusterState {
         let before = std::mem::take(&mut self.policies[number].pods);
         self.reassign(number, &before, &FxHashSet::default());
         self.set_policy_summary(number, PolicySummary::default());
+        self.forgive_reach(self.policies[number].namespace);
         let record = self.policies.remove(key).expect("found above");
         self.namespaces[record.namespace].policies.remove(&number);
         self.forget_if_empty(&key.namespace);

@@ -49,36 +49,43 @@ pub(super) struct PeerSetRecord {
     pub(super) references: u32,
     /// Its pods; empty for a [`PeerSet::Block`], whose members are addresses.
     pub(super) members: FxHashSet<PodId>,
+    /// For how many pods and namespaces it was evaluated.
+    pub(super) reached: usize,
 }
 
 /// Peer sets indexed by a label that their members must have, so that a pod is tested only against candidates.
 #[derive(Default, Debug)]
 pub(super) struct PeerSetIndex {
     /// By key and value of a label that all members have.
-    anchored: FxHashMap<String, FxHashMap<String, Vec<PeerSetId>>>,
+    anchored: FxHashMap<String, FxHashMap<String, FxHashSet<PeerSetId>>>,
     /// Peer sets whose selector requires no specific label.
-    others: Vec<PeerSetId>,
+    others: FxHashSet<PeerSetId>,
 }
 
 impl PeerSetIndex {
     pub(super) fn insert(&mut self, peer_set: PeerSetId, pods: &Selector) {
         match anchor(pods) {
-            None => self.others.push(peer_set),
+            None => {
+                self.others.insert(peer_set);
+            }
             Some((key, values)) => {
                 let by_value = self.anchored.entry(key.to_owned()).or_default();
-                values.iter().for_each(|value| by_value.entry(value.clone()).or_default().push(peer_set));
+                for value in values {
+                    by_value.entry(value.clone()).or_default().insert(peer_set);
+                }
             }
         }
     }
 
     pub(super) fn remove(&mut self, peer_set: PeerSetId, pods: &Selector) {
         let Some((key, values)) = anchor(pods) else {
-            return self.others.retain(|other| *other != peer_set);
+            self.others.remove(&peer_set);
+            return;
         };
         let Some(by_value) = self.anchored.get_mut(key) else { return };
         for value in values {
             if let Some(peer_sets) = by_value.get_mut(value) {
-                peer_sets.retain(|other| *other != peer_set);
+                peer_sets.remove(&peer_set);
                 if peer_sets.is_empty() {
                     by_value.remove(value);
                 }
@@ -206,18 +213,21 @@ fn remove<V: Eq + std::hash::Hash>(index: &mut Nested<V>, key: &str, value: &V, 
 pub(super) struct PeerSets {
     pub(super) registry: Registry<PeerSet, PeerSetRecord>,
     pub(super) selections: Registry<Selector, NamespaceSelection>,
-    /// The peer sets of addresses.
-    pub(super) blocks: Vec<(PeerSetId, IpBlock, NamedPort)>,
+    /// The peer sets of addresses, by the port.
+    pub(super) blocks: FxHashMap<NamedPort, FxHashMap<PeerSetId, IpBlock>>,
+    /// Without references, but with a number that is still in use.
+    pub(super) released: Vec<PeerSetId>,
 }
 
 impl Default for PeerSets {
     fn default() -> Self {
         let mut registry = Registry::default();
         let unknown = PeerSet::NamespaceUnknown;
-        let record = PeerSetRecord { peer_set: unknown.clone(), references: 1, members: FxHashSet::default() };
+        let record =
+            PeerSetRecord { peer_set: unknown.clone(), references: 1, members: FxHashSet::default(), reached: 0 };
         let number = registry.insert(unknown, record);
         assert_eq!(number, NAMESPACE_UNKNOWN);
-        Self { registry, selections: Registry::default(), blocks: Vec::new() }
+        Self { registry, selections: Registry::default(), blocks: FxHashMap::default(), released: Vec::new() }
     }
 }
 

@@ -176,33 +176,22 @@ impl ClusterState {
         peer_sets
     }
 
-    /// The pods among these that match a selector, and have the port if one is given.
+    /// The pods of namespaces that match a selector, and have the port if one is given, found among so many. Tests either the pods
+    /// with a label that the selector requires or all pods of these namespaces, whichever are fewer.
     pub(super) fn found_in(
         &self,
-        pods: &FxHashSet<PodId>,
+        namespaces: &FxHashSet<u32>,
         selector: &Selector,
         port: Option<&NamedPort>,
-    ) -> Vec<PodId> {
-        pods.iter().copied().filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect()
-    }
-
-    /// The pods of a namespace selection that match a selector, and have the port if one is given. Tests either the pods
-    /// with a label that the selector requires or all pods of these namespaces, whichever are fewer.
-    pub(super) fn found_in_selection(
-        &self,
-        selection: u32,
-        selector: &Selector,
-        port: Option<&NamedPort>,
-    ) -> Vec<PodId> {
-        let namespaces = &self.peer_sets.selections[selection].namespaces;
+    ) -> (Vec<PodId>, usize) {
         let inside = || namespaces.iter().flat_map(|namespace| &self.namespaces[*namespace].pods).copied();
         let all: usize = namespaces.iter().map(|namespace| self.namespaces[*namespace].pods.len()).sum();
         match self.index.candidates(selector) {
-            Some((labelled, pods)) if labelled < all => pods
-                .filter(|pod| namespaces.contains(&self.pods[*pod].namespace))
-                .filter(|pod| is_member(&self.pods[*pod].pod, selector, port))
-                .collect(),
-            _ => inside().filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect(),
+            Some((labelled, pods)) if labelled < all => {
+                let inside = pods.filter(|pod| namespaces.contains(&self.pods[*pod].namespace));
+                (inside.filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect(), labelled)
+            }
+            _ => (inside().filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect(), all),
         }
     }
 

@@ -24,7 +24,7 @@ fn aside(at_once: usize) -> Engine {
 }
 
 /// Builds all that was left aside.
-fn finish(engine: &mut Engine) {
+pub(super) fn finish(engine: &mut Engine) {
     while engine.has_tables_to_prepare() {
         if let Some(job) = engine.prepare_tables(3) {
             engine.finish_tables(job.build());

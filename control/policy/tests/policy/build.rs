@@ -24,7 +24,11 @@ pub(crate) fn labels(text: &str) -> Labels {
 
 /// `a=b|c` In, `a!=b|c` NotIn, `a` Exists, `!a` DoesNotExist; all must hold.
 pub(crate) fn selector(text: &str) -> Selector {
-    let values = |text: &str| text.split('|').map(str::to_owned).collect();
+    let values = |text: &str| {
+        let mut values: Vec<String> = text.split('|').map(str::to_owned).collect();
+        values.sort();
+        values
+    };
     let requirement = |text: &str| match (text.split_once("!="), text.split_once('='), text.strip_prefix('!')) {
         (Some((key, list)), _, _) => Requirement { key: key.to_owned(), operator: LabelOperator::NotIn(values(list)) },
         (_, Some((key, list)), _) => Requirement { key: key.to_owned(), operator: LabelOperator::In(values(list)) },

@@ -2,8 +2,10 @@
 
 use penstock_policy::compile::MOST_ENTRIES;
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Object, ObjectChange};
-use penstock_policy::state::MOST_ENTRIES_IN_NAMESPACE;
+use penstock_policy::model::{
+    LabelOperator, Object, ObjectChange, Peer, Peers, PolicyPorts, Requirement, Rule, Selector,
+};
+use penstock_policy::state::{MOST_ENTRIES_IN_NAMESPACE, MOST_REACHED_FROM_NAMESPACE};
 
 use super::build::*;
 
@@ -77,6 +79,74 @@ fn a_namespace_with_too_many_entries_closes_its_own_pods() {
     assert!(closed[0].starts_with("shop/web: the NetworkPolicies of its namespace have 524289 rules,"), "{closed:?}");
     engine.apply([ObjectChange::Delete(long("shop/more", 0).reference())]);
     assert_eq!((allows(&engine, &queries), engine.closed_pods().len()), (vec![true, true, true], 0));
+}
+
+/// So many rules, each with a selector of its own for pods of every namespace, numbered from the first; every pod has to be tried.
+fn reaching(first: usize, rules: usize) -> Object {
+    let rule = |number: usize| {
+        let has = Requirement { key: format!("key-{number}"), operator: LabelOperator::Exists };
+        let pods = Selector { requirements: vec![has] };
+        let peer = Peer::PodsInNamespaces { namespaces: Selector::default(), pods };
+        Rule { peers: Peers::AnyOf(vec![peer]), ports: PolicyPorts::Every }
+    };
+    policy("shop/far", "app=web", Some((first..first + rules).map(rule).collect()), None)
+}
+
+#[test]
+fn a_namespace_whose_selectors_reach_too_far_is_closed() {
+    const PODS: usize = 4096;
+    let others = (0..PODS - 2).map(|number| {
+        let [a, b] = (number as u16).to_be_bytes();
+        Object::Pod(pod(&format!("many/pod-{number}"), "", &[format!("10.1.{a}.{b}").as_str()], &[]))
+    });
+    let of_web =
+        |namespace: &str| policy(&format!("{namespace}/web"), "app=web", Some(vec![rule(&[], &["tcp/80"])]), None);
+    let objects = [
+        namespace("shop", ""),
+        namespace("bank", ""),
+        namespace("many", ""),
+        Object::Pod(pod("shop/web", "app=web", &["10.0.1.1"], &[])),
+        Object::Pod(pod("bank/web", "app=web", &["10.0.2.1"], &[])),
+        of_web("shop"),
+        of_web("bank"),
+    ];
+    let start: Vec<Object> = objects.into_iter().chain(others).collect();
+    let queries = [("10.0.1.1", 80), ("10.0.2.1", 80)];
+    let most = MOST_REACHED_FROM_NAMESPACE / PODS;
+    for at_once in [None, Some(10)] {
+        let mut engine = Engine::new(EngineSettings::for_node("node"));
+        if let Some(at_once) = at_once {
+            engine.build_aside(at_once);
+        }
+        engine.apply(start.iter().cloned().map(|object| ObjectChange::Set(on_node(object))));
+        // The last has no selector in common with what is in effect until then, which does not count.
+        for (first, rules, is_open) in
+            [(0, most - 1, true), (1, most + 1, false), (0, most - 1, true), (most, most - 1, true)]
+        {
+            engine.apply([ObjectChange::Set(reaching(first, rules))]);
+            super::aside::finish(&mut engine);
+            let closed: Vec<String> =
+                engine.closed_pods().into_iter().map(|(pod, why)| format!("{pod}: {why}")).collect();
+            assert_eq!(
+                (allows(&engine, &queries), closed.is_empty()),
+                (vec![is_open, true], is_open),
+                "{rules} {closed:?}"
+            );
+            assert!(closed.iter().all(|closed| closed.starts_with("shop/web: the selectors")), "{closed:?}");
+        }
+        engine.apply([ObjectChange::Delete(reaching(0, 0).reference())]);
+        super::aside::finish(&mut engine);
+        assert_eq!((allows(&engine, &queries), engine.closed_pods().len()), (vec![true, true], 0));
+        assert_eq!(engine.statistics().0.peer_sets, 0, "all is released");
+    }
+}
+
+/// A pod of the node `node`, if it is one.
+fn on_node(object: Object) -> Object {
+    match object {
+        Object::Pod(pod) => Object::Pod(penstock_policy::model::Pod { node: Some("node".to_owned()), ..pod }),
+        other => other,
+    }
 }
 
 #[test]

@@ -4,23 +4,29 @@
 //! with what was in effect for them; a new pod is closed. They take turns, namespace by namespace. The rules of a turn are compiled
 //! a few at a time, between changes, and another thread builds the tables ([`TableJob`]). A pod whose turn it is keeps to it: what has
 //! changed for it meanwhile counts for its next turn, so that it gets the tables of some version however often its policies change.
+//!
+//! Peer sets that only tables of a turn use, or that no table uses any more, change the identities of the addresses in them a few at a
+//! time, too: before the turn's tables are built, and before the number of a released peer set is used again.
 
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use penstock_dataplane::policy::EndpointPolicy;
 use rustc_hash::FxHashSet;
 
-use crate::compile::{self, RuleSource, TableKey};
+use crate::compile::{self, EffectivePeers, RuleSource, TableKey};
 use crate::state::{ClusterState, NAMESPACE_UNKNOWN, PeerSetId, PodId};
 
-use super::endpoints::{EndpointRecord, Stage};
+use super::endpoints::{EndpointRecord, Stage, TableRecord};
 use super::identities::Members;
 use super::linked::LinkedRules;
 use super::{PendingUpdate, Tables, remove};
 
 /// Entries of the tables of a turn, unless those of one pod have more.
 const ENTRIES_A_TURN: usize = 1 << 16;
+/// As many evaluations of selectors, or peer sets of addresses, take as long as an entry.
+const REACHED_AN_ENTRY: usize = 8;
 
 /// The tables that are built beside the others.
 #[derive(Debug, Default)]
@@ -42,6 +48,8 @@ pub(super) struct Aside {
     pub(super) held: FxHashSet<PodId>,
     /// Tables that no endpoint uses, with what they have acquired and have not released yet.
     unused: Vec<(UnusedTable, Vec<Vec<PeerSetId>>)>,
+    /// Addresses whose identities are still those of before.
+    addresses: FxHashSet<IpAddr>,
     /// Those that have released all of it, as long as a snapshot has them.
     released: Vec<UnusedTable>,
 }
@@ -128,15 +136,20 @@ impl Aside {
     }
 
     /// Takes a table that is not used any more. Its number is in use until all is released.
-    pub(super) fn take_unused(&mut self, mut unused: UnusedTable) {
-        let peer_sets = unused.linked.take_peer_sets();
+    pub(super) fn take_unused(&mut self, mut unused: UnusedTable, state: &mut ClusterState) {
+        let peer_sets = unused.linked.take_peer_sets(state);
         self.unused.push((unused, peer_sets));
     }
 
     fn has_work(&self) -> bool {
         let has_turn = !(self.waiting.is_empty() && self.turn.is_empty());
         let may_build = has_turn || self.released.iter().any(UnusedTable::is_last);
-        !self.unused.is_empty() || (!self.is_building && may_build)
+        !self.unused.is_empty() || !self.addresses.is_empty() || (!self.is_building && may_build)
+    }
+
+    /// Whether every address has the identity of what is compiled.
+    pub(super) fn has_all_addresses(&self) -> bool {
+        self.addresses.is_empty()
     }
 }
 
@@ -157,10 +170,16 @@ impl Tables {
     }
 
     /// Leaves tables to be built aside, largest first, until few enough entries are left for this update.
-    pub(super) fn leave_aside(&self, pending: &mut PendingUpdate) {
+    pub(super) fn leave_aside(&self, state: &ClusterState, pending: &mut PendingUpdate) {
         let Some(aside) = &self.aside else { return };
-        let mut by_size: Vec<_> =
-            pending.to_build.iter().map(|table| (self.tables[*table].key.entries, *table)).collect();
+        let size = |table: u32| {
+            let key = &self.tables[table].key;
+            match key.entries {
+                few if few <= aside.at_once => few + most_reached(state, key) / REACHED_AN_ENTRY,
+                many => many,
+            }
+        };
+        let mut by_size: Vec<_> = pending.to_build.iter().map(|table| (size(*table), *table)).collect();
         by_size.sort_unstable();
         let mut sum = 0;
         for (entries, table) in by_size {
@@ -171,33 +190,76 @@ impl Tables {
         }
     }
 
+    /// The addresses that have the identity of before, and are in peer sets which tables of this turn share with tables that are built
+    /// at once.
+    pub(super) fn shared_with_turn(&self, state: &ClusterState, pending: &PendingUpdate) -> FxHashSet<IpAddr> {
+        let Some(aside) = self.aside.as_ref().filter(|aside| !aside.has_all_addresses()) else {
+            return FxHashSet::default();
+        };
+        let has_turn = |table: &u32| self.tables.get(*table).is_some_and(TableRecord::has_turn);
+        let used = pending.to_build.iter().flat_map(|table| self.tables[*table].linked.uses());
+        let used: FxHashSet<PeerSetId> = used.filter(|peer_set| *peer_set != NAMESPACE_UNKNOWN).collect();
+        let shared = used.into_iter().filter(|peer_set| self.by_peer_set[peer_set].iter().any(has_turn));
+        let addresses = shared.flat_map(|peer_set| state.addresses_in(peer_set));
+        addresses.filter(|address| aside.addresses.contains(address)).collect()
+    }
+
     /// Works on what is built aside: compiles up to this many rules, and gives the tables of a turn once all of theirs are. The policy
     /// stays the same.
     pub fn prepare(&mut self, state: &mut ClusterState, most: usize) -> Option<TableJob> {
         self.release_some(state, most);
         let aside = self.aside.as_mut()?;
         if !aside.is_building {
-            if aside.turn.is_empty() {
+            // What nobody uses any more goes first: a tenant that changes its policies without end has one version of them in memory.
+            if aside.turn.is_empty() && aside.unused.is_empty() {
                 self.begin_turn(state);
             }
             self.link_some(state, most);
         }
-        let addresses = state.take_outdated().addresses;
-        if !addresses.is_empty() {
-            self.publish_all(state, &addresses, &mut PendingUpdate::default());
-        }
+        self.identify_some(state, most);
         self.job()
+    }
+
+    /// Gives some of the addresses their identities, after all rules are compiled and released that may change them again.
+    fn identify_some(&mut self, state: &mut ClusterState, most: usize) {
+        let Some(aside) = &mut self.aside else { return };
+        aside.addresses.extend(state.take_outdated_addresses());
+        if !(aside.to_link.is_empty() && aside.unused.is_empty()) {
+            return;
+        }
+        let mut left = most * REACHED_AN_ENTRY;
+        let some: FxHashSet<IpAddr> = aside
+            .addresses
+            .extract_if(|address| {
+                let is_one = left > 0;
+                if is_one {
+                    left = left.saturating_sub(1 + state.peer_sets_of(address));
+                }
+                is_one
+            })
+            .collect();
+        let is_last = aside.addresses.is_empty();
+        if !some.is_empty() {
+            self.publish_all(state, &some, &mut PendingUpdate::default());
+        }
+        if is_last {
+            state.free_released();
+        }
     }
 
     fn release_some(&mut self, state: &mut ClusterState, most: usize) {
         let Some(aside) = &mut self.aside else { return };
-        for _ in 0..most {
+        let mut left = most * REACHED_AN_ENTRY;
+        while left > 0 {
+            left = left.saturating_sub(REACHED_AN_ENTRY);
             let Some((unused, peer_sets)) = aside.unused.last_mut() else { return };
             match peer_sets.pop() {
-                Some(of_rule) => of_rule.into_iter().for_each(|peer_set| {
-                    remove(&mut self.by_peer_set, &peer_set, unused.number);
-                    state.release(peer_set);
-                }),
+                Some(of_rule) => {
+                    for peer_set in of_rule {
+                        remove(&mut self.by_peer_set, &peer_set, unused.number);
+                        left = left.saturating_sub(state.release(peer_set));
+                    }
+                }
                 None => {
                     remove(&mut self.by_peer_set, &NAMESPACE_UNKNOWN, unused.number);
                     self.tables.free(unused.number);
@@ -237,7 +299,9 @@ impl Tables {
 
     fn link_some(&mut self, state: &mut ClusterState, most: usize) {
         let Some(aside) = &mut self.aside else { return };
-        for _ in 0..most {
+        let mut left = most * REACHED_AN_ENTRY;
+        while left > 0 {
+            left = left.saturating_sub(REACHED_AN_ENTRY);
             let Some((table, sources)) = aside.to_link.last_mut() else { return };
             let record = &mut self.tables[*table];
             let Some(source) = sources.next() else {
@@ -246,7 +310,7 @@ impl Tables {
                 continue;
             };
             let before = record.linked.rules.len();
-            record.linked.add(&source, &record.key, state);
+            left = left.saturating_sub(record.linked.add(&source, &record.key, state));
             for peer_set in record.linked.uses_from(before) {
                 self.by_peer_set.entry(peer_set).or_default().insert(*table);
             }
@@ -256,7 +320,7 @@ impl Tables {
     /// The tables of this turn, if all of their rules are compiled.
     fn job(&mut self) -> Option<TableJob> {
         let aside = self.aside.as_mut()?;
-        if aside.is_building || !aside.to_link.is_empty() {
+        if aside.is_building || !aside.to_link.is_empty() || !aside.has_all_addresses() {
             return None;
         }
         let unused: Vec<UnusedTable> = aside.released.extract_if(.., |unused| unused.is_last()).collect();
@@ -296,6 +360,20 @@ impl Tables {
         for pod in held {
             self.assign_tables(state, pod, &mut pending);
         }
-        self.settle(state, FxHashSet::default(), pending)
+        let is_changed = self.settle(state, FxHashSet::default(), pending);
+        self.close_what_reaches_too_far(state) || is_changed
     }
+}
+
+/// For how many pods the selectors of a key's rules are evaluated at most that no other rule has.
+fn most_reached(state: &ClusterState, key: &TableKey) -> usize {
+    let mut rules = Vec::new();
+    for source in compile::sources(state, key) {
+        compile::append_rules(state, key, &source, &mut rules);
+    }
+    let peer_sets = rules.iter().flat_map(|rule| match &rule.peers {
+        EffectivePeers::Every => &[],
+        EffectivePeers::AnyOf { peer_sets, .. } => peer_sets.as_slice(),
+    });
+    peer_sets.map(|peer_set| state.most_reached(peer_set)).sum()
 }

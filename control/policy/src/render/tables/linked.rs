@@ -30,20 +30,31 @@ impl LinkedRules {
         Self { notes: notes_of_isolation(key, state), ..Self::default() }
     }
 
-    /// Adds what follows from one of the key's rules, and acquires its peer sets.
-    pub(super) fn add(&mut self, source: &RuleSource, key: &TableKey, state: &mut ClusterState) {
-        let first = self.rules.len();
+    /// Adds what follows from one of the key's rules, and acquires its peer sets. Returns for how many pods and namespaces selectors had
+    /// to be evaluated. Once those of its namespace reach too far nothing is added: such a pod gets another table.
+    pub(super) fn add(&mut self, source: &RuleSource, key: &TableKey, state: &mut ClusterState) -> usize {
+        let namespace = source.namespace();
+        if namespace.is_some_and(|namespace| state.reaches_too_far(namespace)) {
+            return 0;
+        }
+        let (first, mut reached) = (self.rules.len(), 0);
         compile::append_rules(state, key, source, &mut self.rules);
         for (number, rule) in (first as u32..).zip(&self.rules[first..]) {
             let (every_pod, peer_sets) = match &rule.peers {
                 EffectivePeers::Every => (false, &[][..]),
                 EffectivePeers::AnyOf { every_pod, peer_sets, .. } => (*every_pod, peer_sets.as_slice()),
             };
-            self.peer_sets.push(peer_sets.iter().map(|peer_set| state.acquire(peer_set)).collect());
+            let acquired = peer_sets.iter().map(|peer_set| {
+                let (peer_set, evaluated) = state.acquire(peer_set, namespace);
+                reached += evaluated;
+                peer_set
+            });
+            self.peer_sets.push(acquired.collect());
             if every_pod {
                 self.every_pod.insert(number);
             }
         }
+        reached
     }
 
     /// Call it once all rules have been added.
@@ -51,8 +62,13 @@ impl LinkedRules {
         note_rules(&self.rules, &mut self.notes);
     }
 
-    /// The acquired peer sets, each as often as it is to be released.
-    pub(super) fn take_peer_sets(&mut self) -> Vec<Vec<PeerSetId>> {
+    /// The acquired peer sets, each as often as it is to be released. They do not count for their namespace any more.
+    pub(super) fn take_peer_sets(&mut self, state: &mut ClusterState) -> Vec<Vec<PeerSetId>> {
+        for (rule, peer_sets) in self.rules.iter().zip(&self.peer_sets) {
+            if let Some(namespace) = rule.source.namespace() {
+                peer_sets.iter().for_each(|peer_set| state.discount_reach(namespace, *peer_set));
+            }
+        }
         std::mem::take(&mut self.peer_sets)
     }
 

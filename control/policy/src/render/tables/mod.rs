@@ -147,7 +147,13 @@ impl Tables {
         for pod in pods {
             self.assign_tables(state, pod, &mut pending);
         }
-        self.settle(state, addresses, pending)
+        let is_changed = self.settle(state, addresses, pending);
+        self.close_what_reaches_too_far(state) || is_changed
+    }
+
+    /// Selectors are found to reach too far while their rules are compiled.
+    fn close_what_reaches_too_far(&mut self, state: &mut ClusterState) -> bool {
+        state.has_outdated_pods() && self.update(state)
     }
 
     /// Builds what is to be built at once, and publishes it.
@@ -157,16 +163,20 @@ impl Tables {
         mut addresses: FxHashSet<IpAddr>,
         mut pending: PendingUpdate,
     ) -> bool {
-        self.leave_aside(&mut pending);
+        self.leave_aside(state, &mut pending);
         self.serve(&mut pending);
         self.link(state, &mut pending);
-        // Linking acquires and releases peer sets; that outdates addresses, but no pod and no port name.
-        addresses.extend(state.take_outdated().addresses);
-        if addresses.is_empty() && pending.endpoints.is_empty() && pending.to_build.is_empty() {
-            return false;
+        // Linking acquires and releases peer sets; that outdates addresses.
+        addresses.extend(state.take_outdated_addresses());
+        addresses.extend(self.shared_with_turn(state, &pending));
+        let is_changed = !(addresses.is_empty() && pending.endpoints.is_empty() && pending.to_build.is_empty());
+        if is_changed {
+            self.publish_all(state, &addresses, &mut pending);
         }
-        self.publish_all(state, &addresses, &mut pending);
-        true
+        if self.aside.as_ref().is_none_or(Aside::has_all_addresses) {
+            state.free_released();
+        }
+        is_changed
     }
 
     /// Gives outdated addresses their identities, builds tables, and publishes everything.
@@ -308,7 +318,7 @@ impl Tables {
         }
         for unused in unused {
             match &mut self.aside {
-                Some(aside) => aside.take_unused(unused),
+                Some(aside) => aside.take_unused(unused, state),
                 None => self.release(unused, state),
             }
         }
@@ -332,7 +342,9 @@ impl Tables {
         for peer_set in linked.uses() {
             remove(&mut self.by_peer_set, &peer_set, number);
         }
-        linked.take_peer_sets().into_iter().flatten().for_each(|peer_set| state.release(peer_set));
+        for peer_set in linked.take_peer_sets(state).into_iter().flatten() {
+            state.release(peer_set);
+        }
         self.tables.free(number);
     }
 
