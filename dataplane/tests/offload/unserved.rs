@@ -119,11 +119,11 @@ type Prepare<'a> = &'a (dyn Fn(&mut Node) + Sync);
 fn without_a_daemon_nothing_passes_that_policy_has_not_allowed() {
     let changes: [(&str, Prepare<'_>); 3] = [
         ("revoked", &|node| {
-            node.next_epoch(false);
-            let there = sent(End::A, End::B, true, ACK);
-            let verdict = node.worker(End::A, &there.frame(), Timestamp::now()).0;
-            assert!(matches!(verdict, Verdict::Drop(_)), "{verdict:?}");
-            node.publish(Epoch(7), false);
+            let words = Words::of(node);
+            let [slot] = words.slots()[..] else { panic!("{:?}", words.slots()) };
+            let mut fields = words.read(slot);
+            fields.entry[0] |= 1 << 6;
+            words.write(slot, &fields);
         }),
         ("of an older policy", &|node| node.next_epoch(true)),
         ("no longer there", &|node| forget(node)),
