@@ -23,6 +23,7 @@ pub mod discovery;
 mod exporter;
 mod flow_records;
 mod handover;
+mod haste;
 pub mod last_good;
 mod learnt_names;
 pub mod logging;
