@@ -55,7 +55,8 @@ struct Case {
 
 fn run(arguments: &Arguments) -> Result<()> {
     let cores = Cores::first_two()?;
-    let peers: [(&str, fn() -> Peer); 5] = [
+    let peers: [(&str, fn() -> Peer); 6] = [
+        ("a program that looks nothing up", || Peer::Redirect),
         ("kernel routing", || Peer::Kernel),
         ("nftables", || Peer::Nftables),
         ("repeated, by programs", || Peer::penstock_by_tcx(true)),

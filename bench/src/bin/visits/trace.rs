@@ -149,10 +149,10 @@ const BOUNDARIES: [(&str, Boundary); 10] = [
         event.name == "sys_sendto" && trace.is_of_worker(event)
     }),
     ("AF_XDP's send, the pair", |_, event| event.is_received("penstock-w")),
-    ("the way to the server, its stack, up to the SYN-ACK", |_, event| {
+    ("the SYN's way to the server, its stack, up to the SYN-ACK", |_, event| {
         event.name == "net_dev_queue" && event.fields.contains("dev=eth0")
     }),
-    ("the SYN-ACK's way to the client", |trace, event| {
+    ("the SYN-ACK's way to the client, and the ACK's back", |trace, event| {
         event.name == "sys_sendto" && trace.is_of_worker(event) || event.name == "sys_connect"
     }),
     ("the worker, until it sleeps, and the client", |_, event| {
