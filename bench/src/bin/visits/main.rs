@@ -55,17 +55,17 @@ struct Case {
 
 fn run(arguments: &Arguments) -> Result<()> {
     let cores = Cores::first_two()?;
-    let peers: [(&str, fn() -> Peer); 6] = [
-        ("a program that looks nothing up", || Peer::Redirect),
-        ("kernel routing", || Peer::Kernel),
-        ("nftables", || Peer::Nftables),
-        ("repeated, by programs", || Peer::penstock_by_tcx(true)),
-        ("one visit", Peer::penstock_by_tcx_without_repeats),
-        ("all by workers", || Peer::penstock_by_tcx(false)),
+    let peers: [(&'static str, Peer); 6] = [
+        ("a program that looks nothing up", Peer::Redirect),
+        ("kernel routing", Peer::Kernel),
+        ("nftables", Peer::Nftables),
+        ("repeated, by programs", Peer::penstock_by_tcx(true)),
+        ("one visit", Peer::penstock_by_tcx_without_repeats()),
+        ("all by workers", Peer::penstock_by_tcx(false)),
     ];
     let mut cases = Vec::new();
     for (name, peer) in peers {
-        match PeerTestbed::build(&format!("visits{}", cases.len()), peer(), SIZE, 1500, cores) {
+        match PeerTestbed::build(&format!("visits{}", cases.len()), peer, SIZE, 1500, cores) {
             Ok(testbed) => cases.push((testbed, Case { name, ..Case::default() })),
             Err(error) if error.is::<MissingTool>() => println!("{name} is left out: {error:#}"),
             Err(error) => return Err(error.context(name)),

@@ -44,7 +44,11 @@ fn beside_busy_threads<T>(number: usize, work: impl FnOnce() -> Result<T>) -> Re
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for _ in 0..number {
-            scope.spawn(|| while !is_over.load(Ordering::Relaxed) {});
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    std::hint::spin_loop()
+                }
+            });
         }
         let result = work();
         is_over.store(true, Ordering::Relaxed);
