@@ -41,7 +41,7 @@ build-arm64: setup ## The same for arm64, from x86-64, in target/arm64/aarch64-u
 
 # What measures: the benchmarks' programs, and the daemon that they start.
 .PHONY: build-bench
-build-bench: build ## The programs of the benchmarks too: demo, report, peers, smoke, soak
+build-bench: build ## The programs of the benchmarks too: demo, report, peers, smoke, soak, visits
 	$(CARGO) build --release --locked -p penstock-bench --bins
 
 # The daemon and the demo as the tests build them: quick to compile, and each frame is accounted for.
@@ -130,9 +130,9 @@ image-arm64: build-arm64 ## The same for arm64, from x86-64
 	MACHINE=arm64 ./scripts/image "" $(IMAGE_ARCHIVE)
 
 # Builds what a cluster runs, then runs the tests in it. PENSTOCK_KUBE_PROXY_MODE=iptables: kube-proxy in that mode, not in nftables mode.
-IN_CLUSTER = ./scripts/setup $(CLUSTER_PACKAGES) && programs=$$(./scripts/kubernetes $(KUBERNETES) $(SUITES)) && \
-	images=$(abspath $(TARGET))/cluster-images && ./scripts/cluster-images $$images && \
-	./scripts/suite-images $$programs $$images/suites && PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$$images
+in_cluster = ./scripts/setup $(CLUSTER_PACKAGES) && programs=$$(./scripts/kubernetes $(1)) && images=$(abspath $(TARGET))/cluster-images && \
+	./scripts/cluster-images $$images && $(2) && PENSTOCK_KUBERNETES=$$programs PENSTOCK_IMAGES=$$images
+IN_CLUSTER = $(call in_cluster,$(KUBERNETES) $(SUITES),./scripts/suite-images $$programs $$images/suites)
 
 .PHONY: test-cluster
 test-cluster: build ## Penstock in a real cluster of two nodes on this machine   (Kubernetes is built once, then kept)
@@ -158,7 +158,8 @@ cluster: build ## That cluster, with Penstock in it, until Ctrl-C
 
 .PHONY: bench-cluster
 bench-cluster: build ## Round trips, throughput and new connections in that cluster, with Penstock and without
-	$(IN_CLUSTER) PENSTOCK_FIGURES=1 $(CARGO) test --locked --workspace --test cluster -- --include-ignored --nocapture
+	$(call in_cluster,$(KUBERNETES),mkdir -p $$images/suites) PENSTOCK_FIGURES=1 \
+		$(CARGO) test --release --locked -p penstock-bench --test cluster -- --include-ignored --nocapture
 
 .PHONY: test-kernels
 test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU, one on arm64; the systemd unit over a reboot   (JOBS=2 guests at a time)
@@ -235,6 +236,12 @@ bench-check: setup ## Instructions of the packet path's parts, counted by callgr
 bench-stages: setup ## Instructions and simulated cache misses of an established packet by stage, with 1 connection and with 100,000
 	@./scripts/setup valgrind binutils python3
 	./scripts/packet-cost
+
+.PHONY: bench-visits
+bench-visits: build-bench ## Where a new connection's time goes, part by part, and its instructions, counted in an emulated machine
+	@./scripts/setup nftables qemu-system-x86 debootstrap cpio kmod xz-utils
+	$(AS_ROOT) $(TARGET)/release/visits
+	$(AS_ROOT) ./scripts/visit-instructions trixie --connections 300 --rounds 3
 
 .PHONY: flamegraph
 flamegraph: build-bench ## Where the worker's time goes: target/bench/flamegraph.svg   (perf and inferno; root)

@@ -27,7 +27,7 @@ pub use search::{RateSearch, RateSearchResult};
 pub use sink::UdpSink;
 pub use streams::{connections_at, connections_for, datagrams_for, streams_for};
 pub use traffic::{FrameLengths, Traffic, UdpFrames};
-pub use transactions::{TransactionEnds, connected_transactions, datagram_transactions, round_trips};
+pub use transactions::{TransactionEnds, connected_transactions, datagram_transactions, handshakes, round_trips};
 pub use trial::{ProbeMode, ProbeStats, Trial, TrialResult, of_length};
 
 use anyhow::{Context, Result};

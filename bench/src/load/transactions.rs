@@ -99,6 +99,31 @@ pub fn datagram_transactions(ends: &TransactionEnds<'_>, clients: usize, length:
     })
 }
 
+/// The times from SYN to SYN-ACK, in nanoseconds: that many connections a second, one after the other, each from a port of its own.
+/// A SYN that comes again after a loss counts with its wait.
+pub fn handshakes(ends: &TransactionEnds<'_>, a_second: f64, length: Duration) -> Result<Histogram<u64>> {
+    let listeners = (0..SERVERS).map(|port| listen(ends, port)).collect::<Result<Vec<_>>>()?;
+    let asking = || -> Result<Histogram<u64>> {
+        ends.client_core.map_or(Ok(()), pin)?;
+        let (mut times, begin) = (Histogram::new(3)?, Instant::now());
+        for number in 0..(a_second * length.as_secs_f64()) as u32 {
+            let due = begin + Duration::from_secs_f64(f64::from(number) / a_second);
+            std::thread::sleep(due.saturating_duration_since(Instant::now()));
+            let port = number as u16 % SERVERS;
+            let address = SocketAddr::new(ends.address.ip(), ends.address.port() + port);
+            let start = Instant::now();
+            let client = TcpStream::connect(address).with_context(|| format!("cannot connect to {address}"))?;
+            times.record(start.elapsed().as_nanos() as u64)?;
+            // The handshake ends in the kernel: nobody is woken to accept.
+            drop((client, listeners[usize::from(port)].accept()));
+            ensure!(begin.elapsed() < length + 10 * LIMIT, "after {:?} {number} connections are open", begin.elapsed());
+        }
+        Ok(times)
+    };
+    std::thread::scope(|scope| scope.spawn(|| ends.from.run(asking)).join())
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
 /// The client with this number returns how many transactions it has done; the first word says when it stops, and the second when they count.
 type Client = fn(&TransactionEnds<'_>, u16, &AtomicBool, &AtomicBool) -> Result<u64>;
 

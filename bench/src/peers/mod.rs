@@ -7,6 +7,7 @@ mod full_table;
 mod huge_pages;
 mod nfqueue;
 mod openvswitch;
+mod peer;
 mod policy;
 mod redirect;
 mod testpmd;
@@ -15,7 +16,7 @@ mod tools;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use ipnet::IpNet;
@@ -28,12 +29,12 @@ use crate::load::{
     Flood, FloodPackets, FloodSources, Harness, ProbeMode, Traffic, Trial, TrialResult, UdpSink, pin, raise_priority,
     route_default_to,
 };
-use crate::testbed::{
-    Attach, Daemon, DaemonConfig, Namespace, Node, Outside, PacketCapture, Pod, RouteVia, ScratchDir, ServiceProcess,
-};
+use crate::testbed::{Daemon, Namespace, Node, Outside, PacketCapture, Pod, RouteVia, ScratchDir, ServiceProcess};
 
 pub use churn::{ChangeTimes, PodChurn, churn, times_until_in_force};
 use huge_pages::HugePages;
+pub use peer::{CONNECTIONS, Peer};
+use peer::{KEPT, MEMORY, daemon_config};
 pub use policy::{ClusterSize, NODE, further_policy, manifests, pod_name};
 pub use tools::{MissingTool, find};
 
@@ -52,88 +53,6 @@ impl Cores {
             bail!("generator and worker need a core each, and there is one core; run it where there are two");
         };
         Ok(Self { generator: generator.id, worker: worker.id })
-    }
-}
-
-#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub enum Peer {
-    Penstock {
-        /// Whether policy is enforced; otherwise everything is forwarded.
-        enforces: bool,
-        sections: String,
-    },
-    Kernel,
-    /// nftables with connection tracking, sets and verdict maps, as rendered by `penstock render --format nft`.
-    Nftables,
-    /// nftables with one rule per entry of `penstock render --format acl`, without connection tracking. Measured
-    /// packets match last.
-    Linear,
-    Iptables,
-    /// iptables that queues the first packets of a connection to a process (NFQUEUE) for a verdict.
-    Nfqueue,
-    /// Open vSwitch's userspace datapath with its connection tracker.
-    OpenVSwitch,
-    /// DPDK's testpmd over AF_XDP, which forwards without inspecting packets.
-    Testpmd,
-    /// A tcx program that redirects from one pod to the other and does nothing else.
-    Redirect,
-}
-
-impl Peer {
-    /// Penstock with its default configuration.
-    pub fn penstock() -> Self {
-        Self::Penstock { enforces: true, sections: String::new() }
-    }
-
-    /// The same by tcx. `offload`: whether its programs forward packets of established connections by themselves.
-    pub fn penstock_by_tcx(offload: bool) -> Self {
-        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload {offload}\n") }
-    }
-
-    /// The same beside rules of kube-proxy's form: the node translates Services.
-    pub fn penstock_beside_kube_proxy() -> Self {
-        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\n{BY_THE_NODE}") }
-    }
-
-    /// Whether the node's rules translate Services.
-    fn leaves_services_to_the_node(&self) -> bool {
-        !matches!(self, Self::Penstock { sections, .. } if !sections.contains(BY_THE_NODE))
-    }
-
-    /// The same, with one worker for all packets that the programs leave to workers. It is like those of the default, which share
-    /// their cores with pods.
-    pub fn penstock_by_tcx_with_one_worker() -> Self {
-        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\none worker\n{SHARES_ITS_CORE}") }
-    }
-
-    /// Penstock by tcx with room for this many connections, none of which expires during a run.
-    pub fn penstock_by_tcx_with_table(entries: usize) -> Self {
-        let timeouts = format!("timeouts = {{ udp_timeout = \"{KEPT}s\", udp_timeout_stream = \"{KEPT}s\" }}");
-        let sections = format!("attach tcx\noffload true\nconntrack entries = {entries}\nconntrack {timeouts}\n");
-        Self::Penstock { enforces: true, sections }
-    }
-
-    /// Penstock without policy and connection tracking.
-    pub fn forward() -> Self {
-        Self::Penstock { enforces: false, sections: String::new() }
-    }
-
-    /// The same by tcx: each packet goes through a worker's pair and back.
-    pub fn forward_by_tcx() -> Self {
-        Self::Penstock { enforces: false, sections: "attach tcx\noffload false\n".to_owned() }
-    }
-
-    pub fn enforces(&self) -> bool {
-        !matches!(self, Self::Kernel | Self::Testpmd | Self::Redirect | Self::Penstock { enforces: false, .. })
-    }
-
-    /// Whether it busy-polls, so that it must be stopped while another peer is measured.
-    fn always_polls(&self) -> bool {
-        match self {
-            Self::OpenVSwitch | Self::Testpmd => true,
-            Self::Penstock { sections, .. } => sections.contains("busy"),
-            _ => false,
-        }
     }
 }
 
@@ -328,6 +247,21 @@ impl PeerTestbed {
     /// A handle that reads the daemon's status, also during a measurement.
     pub fn status_reader(&self) -> StatusReader {
         StatusReader { socket: self.daemon().map(|_| self.scratch.path().join("admin.sock")) }
+    }
+
+    /// Ends the daemon and starts it again: the time until it is ready.
+    pub fn restart(&mut self) -> Result<Duration> {
+        let Peer::Penstock { sections, .. } = &self.peer else { bail!("this peer is no daemon") };
+        let config = daemon_config(&self.manifests, &self.scratch, self.size, "full", sections, self.cores);
+        match std::mem::replace(&mut self.running, RunningPeer::Rules) {
+            RunningPeer::Penstock(daemon) => drop(daemon.stop()?),
+            _ => bail!("the daemon has not started"),
+        }
+        let began = Instant::now();
+        let daemon = Daemon::start(self.node.namespace(), &config)?;
+        let took = began.elapsed();
+        self.running = RunningPeer::Penstock(Box::new(daemon));
+        Ok(took)
     }
 
     /// The daemon's status, if the peer is Penstock.
@@ -542,73 +476,9 @@ fn start(
     }
 }
 
-/// Settings of a worker that shares its core, which it has by default where each core has one.
-const SHARES_ITS_CORE: &str = "workers priority = \"realtime\"\nworkers spin = \"0s\"\n";
-
-fn daemon_config(
-    manifests: &Path,
-    scratch: &ScratchDir,
-    size: ClusterSize,
-    mode: &str,
-    sections: &str,
-    cores: Cores,
-) -> DaemonConfig {
-    let mut config = DaemonConfig::new(NODE, manifests);
-    let mut conntrack = String::new();
-    config.admin = Some(scratch.path().join("admin.sock"));
-    // By XDP each pod has frames of its own.
-    let by_tcx = sections.contains("attach tcx");
-    let memory = if size.pods > 8 && !by_tcx { 512 } else { MEMORY };
-    let worker = cores.worker;
-    // Where programs forward, the default: a worker on each core.
-    let mut workers = match sections.contains("offload true") && !sections.contains("one worker") {
-        true => String::new(),
-        false => format!("cores = [{worker}]\n"),
-    };
-    let mut umem = format!("memory = \"{memory}MiB\"\n");
-    let (mut xdp, mut capture) = (String::new(), String::new());
-    // Lines of the peer go into the sections written here.
-    for line in sections.lines() {
-        match line.split_once(' ') {
-            Some(("workers", line)) => workers += &format!("{line}\n"),
-            Some(("umem", line)) => umem += &format!("{line}\n"),
-            Some(("xdp", line)) => xdp += &format!("{line}\n"),
-            Some(("attach", _)) => config.attach = Attach::Tcx,
-            Some(("capture", _)) => {
-                capture = format!("[capture]\nsocket = \"{}\"\n", capture_socket(scratch).display())
-            }
-            Some(("offload", value)) => config.offload = value == "true",
-            Some(("conntrack", line)) => conntrack += &format!("{line}\n"),
-            _ => {}
-        }
-    }
-    // Every peer has room for the connections of every scenario, the kernel too, unless the peer says otherwise.
-    if conntrack.is_empty() {
-        conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
-    }
-    config.conntrack = format!("mapping = \"off\"\n{conntrack}");
-    let services = size.services > 0 && !sections.contains(BY_THE_NODE);
-    config.sections = format!(
-        "[services]\nenabled = {services}\n[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n{capture}"
-    );
-    config
-}
-
 fn capture_socket(scratch: &ScratchDir) -> PathBuf {
     scratch.path().join("capture.sock")
 }
-
-/// A line of a peer's sections: kube-proxy translates Services.
-const BY_THE_NODE: &str = "services by the node\n";
-
-/// MiB of a UMEM for a few pods.
-const MEMORY: usize = 64;
-
-/// Connections that every peer has room for.
-pub const CONNECTIONS: usize = 1 << 22;
-
-/// Seconds that idle UDP connections of a filled table are kept: longer than a run.
-const KEPT: u32 = 3 * 3600;
 
 fn v4(pod: &Pod) -> Result<IpAddr> {
     pod.address(false).with_context(|| format!("pod {} has no IPv4 address", pod.name()))

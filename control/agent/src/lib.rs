@@ -23,6 +23,7 @@ pub mod discovery;
 mod exporter;
 mod flow_records;
 mod handover;
+mod haste;
 pub mod last_good;
 mod learnt_names;
 pub mod logging;
@@ -253,6 +254,7 @@ pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
         let programs = daemon::clear_pins(&config.fail.pins)
             .map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
         let files = connections::remove_state(config, in_use)?;
+        haste::restore_after_kill();
         Ok(CleanedUp { programs, host_veth, files })
     })
 }

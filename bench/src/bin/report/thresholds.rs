@@ -145,6 +145,15 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     )
     .of("Penstock, tcx, one worker, 100 k SYNs a second")
     .against("Penstock, tcx, one worker, 0 k SYNs a second"),
+    at_most("from SYN to SYN-ACK by a worker, by tcx, p99, against kernel routing", "handshakes", "p99", 2.0)
+        .of("Penstock, tcx, by workers, 0 k SYNs a second")
+        .against("kernel routing, 0 k SYNs a second"),
+    at_most("the same beside another pod's SYN flood, against kernel routing beside it", "handshakes", "p99", 3.0)
+        .of("Penstock, tcx, by workers, 100 k SYNs a second")
+        .against("kernel routing, 100 k SYNs a second"),
+    at_most("seconds until a daemon is ready by tcx, 110 pods, beside eight busy threads", "start", "ready", 2.0)
+        .of("Penstock, tcx, as shipped, 8 busy threads"),
+    at_most("the same by XDP", "start", "ready", 2.0).of("Penstock, XDP, as shipped, 8 busy threads"),
     at_least("one UDP connection by tcx, 64 bytes, against kernel routing", "pps", "received", 1.15)
         .of("Penstock, tcx")
         .against("kernel routing")

@@ -28,6 +28,7 @@ use super::config::{Config, ConfigLayers, FailMode, LoadedConfig, OnExit};
 use super::connections::{self, ClearingQueue};
 use super::flow_records::{FlowRecorder, Sinks};
 use super::handover::{Handover, HandoverListener, Predecessor};
+use super::haste::Haste;
 use super::last_good::RejectedConfig;
 use super::learnt_names::{self, LearntNamesFile};
 use super::node_path::NodePath;
@@ -278,8 +279,11 @@ impl<'a> Daemon<'a> {
         let (dataplane, services) = (start_workers(settings, &prepared.maps)?, prepared.maps.services.clone());
         let operation = operation(&dataplane)?;
         let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
+        let haste = Haste::begin();
         let (programs, node_path) =
             open_programs(settings, &netlink, &netstate, (dataplane.cores(), is_beside), pins, prepared).await?;
+        // Threads that begin here stay.
+        drop(haste);
         let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers(), is_beside);
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
@@ -351,6 +355,7 @@ impl<'a> Daemon<'a> {
 
     /// Opens the host veth and the uplinks, then the pods' ports, and compiles policy. Programs of an earlier daemon, or one that runs, stay.
     async fn prepare(&mut self) -> Result<(), RunError> {
+        let _haste = Haste::begin();
         // Read again: now the host veth pair exists.
         self.netstate = self.netlink.network_state().await.map_err(RunError::failed)?;
         match &self.node_path {

@@ -47,8 +47,8 @@ pub(super) struct PodAttachment {
     pub(super) served: bool,
 }
 
-/// Threads that attach to pods' interfaces at a time. The kernel waits for a grace period up to four times for each interface
-/// (`tcx_entry_sync` in include/net/tcx.h, `maybe_wait_bpf_programs` in kernel/bpf/syscall.c), and one period serves all who wait.
+/// Threads that attach to pods' interfaces at a time. The kernel waits for a grace period up to four times for each interface: for maps one
+/// period serves all who wait (`maybe_wait_bpf_programs` in kernel/bpf/syscall.c), for programs one thread waits at a time ([`Haste`](crate::haste::Haste)).
 const ATTACHING: usize = 16;
 
 impl OpenPorts {

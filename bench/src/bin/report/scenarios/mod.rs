@@ -2,9 +2,11 @@
 
 mod captures;
 mod disturbances;
+mod handshakes;
 mod io;
 mod latency;
 mod services;
+mod start;
 mod tcp;
 mod throughput;
 mod transactions;
@@ -89,12 +91,14 @@ pub(crate) fn all() -> Vec<Scenario> {
         latency::no_drop_rates(),
         latency::round_trip(),
         latency::first_packet(),
+        handshakes::first_handshakes(),
         disturbances::updates(),
         disturbances::swap(),
         disturbances::flood(),
         disturbances::neighbours_flood(),
         disturbances::ack_flood(),
         disturbances::policy_churn(),
+        start::start(),
         captures::captures(),
         io::matrix(),
     ]

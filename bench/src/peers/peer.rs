@@ -1,0 +1,180 @@
+//! The peers, and the configuration of those that are Penstock.
+
+use std::path::Path;
+
+use crate::testbed::{Attach, DaemonConfig, ScratchDir};
+
+use super::{ClusterSize, Cores, NODE, capture_socket};
+
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum Peer {
+    Penstock {
+        /// Whether policy is enforced; otherwise everything is forwarded.
+        enforces: bool,
+        sections: String,
+    },
+    Kernel,
+    /// nftables with connection tracking, sets and verdict maps, as rendered by `penstock render --format nft`.
+    Nftables,
+    /// nftables with one rule per entry of `penstock render --format acl`, without connection tracking. Measured
+    /// packets match last.
+    Linear,
+    Iptables,
+    /// iptables that queues the first packets of a connection to a process (NFQUEUE) for a verdict.
+    Nfqueue,
+    /// Open vSwitch's userspace datapath with its connection tracker.
+    OpenVSwitch,
+    /// DPDK's testpmd over AF_XDP, which forwards without inspecting packets.
+    Testpmd,
+    /// A tcx program that redirects from one pod to the other and does nothing else.
+    Redirect,
+}
+
+impl Peer {
+    /// Penstock with its default configuration.
+    pub fn penstock() -> Self {
+        Self::Penstock { enforces: true, sections: String::new() }
+    }
+
+    /// The same by tcx. `offload`: whether its programs forward packets of established connections by themselves.
+    pub fn penstock_by_tcx(offload: bool) -> Self {
+        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload {offload}\n") }
+    }
+
+    /// The same beside rules of kube-proxy's form: the node translates Services.
+    pub fn penstock_beside_kube_proxy() -> Self {
+        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\n{BY_THE_NODE}") }
+    }
+
+    /// The same where no program opens a connection by itself: each first packet meets a worker.
+    pub fn penstock_by_tcx_without_repeats() -> Self {
+        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\n{WITHOUT_REPEATS}") }
+    }
+
+    /// The same, with one worker.
+    pub fn penstock_by_tcx_with_one_worker_without_repeats() -> Self {
+        let sections = format!("attach tcx\noffload true\none worker\n{SHARES_ITS_CORE}{WITHOUT_REPEATS}");
+        Self::Penstock { enforces: true, sections }
+    }
+
+    /// Penstock with room for as many connections as by default.
+    pub fn penstock_as_shipped(attach: Attach) -> Self {
+        let sections = match attach {
+            Attach::Tcx | Attach::Auto => "attach tcx\noffload true\n",
+            Attach::Xdp => "",
+        };
+        Self::Penstock { enforces: true, sections: format!("{sections}conntrack entries = {SHIPPED_CONNECTIONS}\n") }
+    }
+
+    /// Whether the node's rules translate Services.
+    pub(super) fn leaves_services_to_the_node(&self) -> bool {
+        !matches!(self, Self::Penstock { sections, .. } if !sections.contains(BY_THE_NODE))
+    }
+
+    /// The same, with one worker for all packets that the programs leave to workers. It is like those of the default, which share
+    /// their cores with pods.
+    pub fn penstock_by_tcx_with_one_worker() -> Self {
+        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\none worker\n{SHARES_ITS_CORE}") }
+    }
+
+    /// Penstock by tcx with room for this many connections, none of which expires during a run.
+    pub fn penstock_by_tcx_with_table(entries: usize) -> Self {
+        let timeouts = format!("timeouts = {{ udp_timeout = \"{KEPT}s\", udp_timeout_stream = \"{KEPT}s\" }}");
+        let sections = format!("attach tcx\noffload true\nconntrack entries = {entries}\nconntrack {timeouts}\n");
+        Self::Penstock { enforces: true, sections }
+    }
+
+    /// Penstock without policy and connection tracking.
+    pub fn forward() -> Self {
+        Self::Penstock { enforces: false, sections: String::new() }
+    }
+
+    /// The same by tcx: each packet goes through a worker's pair and back.
+    pub fn forward_by_tcx() -> Self {
+        Self::Penstock { enforces: false, sections: "attach tcx\noffload false\n".to_owned() }
+    }
+
+    pub fn enforces(&self) -> bool {
+        !matches!(self, Self::Kernel | Self::Testpmd | Self::Redirect | Self::Penstock { enforces: false, .. })
+    }
+
+    /// Whether it busy-polls, so that it must be stopped while another peer is measured.
+    pub(super) fn always_polls(&self) -> bool {
+        match self {
+            Self::OpenVSwitch | Self::Testpmd => true,
+            Self::Penstock { sections, .. } => sections.contains("busy"),
+            _ => false,
+        }
+    }
+}
+
+/// Settings of a worker that shares its core, which it has by default where each core has one.
+const SHARES_ITS_CORE: &str = "workers priority = \"realtime\"\nworkers spin = \"0s\"\n";
+
+/// A line of a peer's sections: the programs open no connection by themselves.
+const WITHOUT_REPEATS: &str = "key repeat_answers = false\n";
+
+pub(super) fn daemon_config(
+    manifests: &Path,
+    scratch: &ScratchDir,
+    size: ClusterSize,
+    mode: &str,
+    sections: &str,
+    cores: Cores,
+) -> DaemonConfig {
+    let mut config = DaemonConfig::new(NODE, manifests);
+    let mut conntrack = String::new();
+    config.admin = Some(scratch.path().join("admin.sock"));
+    // By XDP each pod has frames of its own.
+    let by_tcx = sections.contains("attach tcx");
+    let memory = if size.pods > 8 && !by_tcx { 512 } else { MEMORY };
+    let worker = cores.worker;
+    // Where programs forward, the default: a worker on each core.
+    let mut workers = match sections.contains("offload true") && !sections.contains("one worker") {
+        true => String::new(),
+        false => format!("cores = [{worker}]\n"),
+    };
+    let mut umem = format!("memory = \"{memory}MiB\"\n");
+    let (mut xdp, mut capture) = (String::new(), String::new());
+    // Lines of the peer go into the sections written here.
+    for line in sections.lines() {
+        match line.split_once(' ') {
+            Some(("workers", line)) => workers += &format!("{line}\n"),
+            Some(("umem", line)) => umem += &format!("{line}\n"),
+            Some(("xdp", line)) => xdp += &format!("{line}\n"),
+            Some(("attach", _)) => config.attach = Attach::Tcx,
+            Some(("capture", _)) => {
+                capture = format!("[capture]\nsocket = \"{}\"\n", capture_socket(scratch).display())
+            }
+            Some(("key", line)) => config.keys += &format!("{line}\n"),
+            Some(("offload", value)) => config.offload = value == "true",
+            Some(("conntrack", line)) => conntrack += &format!("{line}\n"),
+            _ => {}
+        }
+    }
+    // Every peer has room for the connections of every scenario, the kernel too, unless the peer says otherwise.
+    if conntrack.is_empty() {
+        conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
+    }
+    config.conntrack = format!("mapping = \"off\"\n{conntrack}");
+    let services = size.services > 0 && !sections.contains(BY_THE_NODE);
+    config.sections = format!(
+        "[services]\nenabled = {services}\n[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n{capture}"
+    );
+    config
+}
+
+/// A line of a peer's sections: kube-proxy translates Services.
+const BY_THE_NODE: &str = "services by the node\n";
+
+/// MiB of a UMEM for a few pods.
+pub(super) const MEMORY: usize = 64;
+
+/// The default of `conntrack.entries`.
+const SHIPPED_CONNECTIONS: usize = 1 << 19;
+
+/// Connections that every peer has room for.
+pub const CONNECTIONS: usize = 1 << 22;
+
+/// Seconds that idle UDP connections of a filled table are kept: longer than a run.
+pub(super) const KEPT: u32 = 3 * 3600;
