@@ -131,7 +131,7 @@ const REFUSED: usize = 13;
 
 #[test]
 #[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
-#[ignore = "takes minutes; make test-long runs it"]
+#[cfg_attr(conformance_data, ignore = "takes minutes; make test-long runs it")]
 fn every_row_of_cluster_policy_cases_holds_as_a_ruleset() {
     let suite = suite();
     let tally = run_all(suite.cases.iter().filter(|case| !case.may_refuse));
