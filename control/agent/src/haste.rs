@@ -44,11 +44,15 @@ impl ExpeditedGracePeriods {
     /// `None` where somebody else has it on already, or it may not be changed, as in a container.
     fn begin(setting: &Path, marker: &Path) -> Option<Self> {
         let before = fs::read_to_string(setting).ok()?;
-        if (before.trim() != "0" && !marker.exists()) || fs::write(marker, "").is_err() {
+        let is_left = marker.exists();
+        if (before.trim() != "0" && !is_left) || fs::write(marker, "").is_err() {
             return None;
         }
         if fs::write(setting, "1").is_err() {
-            let _ = fs::remove_file(marker);
+            // One that a killed daemon has left is for who may change the setting.
+            if !is_left {
+                let _ = fs::remove_file(marker);
+            }
             return None;
         }
         Some(Self { setting: setting.to_owned(), marker: marker.to_owned() })

@@ -236,6 +236,7 @@ const UNSERVED: &[(&str, bool, bool)] = &[
     ("no FIN of the higher end", true, false),
     ("the handshake is not over", true, false),
     ("not answered", true, false),
+    ("answered, without the number", true, false),
     ("SYN_RECV that nobody has confirmed", true, false),
     ("ESTABLISHED, one FIN", true, false),
     ("RESETTING", true, true),
@@ -398,8 +399,8 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_ENDINGS,
         "any entry is taken",
         REPEAT,
-        "(found->slot != NO_SLOT && !has_ended(table, packet, found)) || ",
-        "",
+        "opens = found->slot == NO_SLOT || has_ended(table, packet, ingress, found);",
+        "opens = 1;",
     ),
     mutation(
         OF_FIELDS,

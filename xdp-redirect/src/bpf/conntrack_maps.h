@@ -102,7 +102,7 @@ enum state {
 };
 
 /* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 or BY_NODE for the node's stack; whether a program has
- * forwarded the answer to a SYN or a datagram, the end of the handshake, and in which directions a FIN; in which directions packets take
+ * forwarded the answer to a SYN or a datagram, the end of the handshake, and in which directions a FIN (or without a daemon a RST, of both); in which directions packets take
  * the path; and the low bits of the epoch. */
 #define END(path, end) ((__u32)((path) >> ((end) ? 21 : 0)) & 0x1fffff)
 #define BY_NODE 0x1fffff /* of an address that nobody but the node may send with */

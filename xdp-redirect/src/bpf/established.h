@@ -6,8 +6,9 @@
  *
  * Programs and workers take no lock. An entry is one connection as long as the generation in its control word is the same, so whoever reads
  * an entry reads its control word first and last: what is read between two equal control words belongs to one connection and one verdict. That
- * holds where loads are not reordered; the loader allows it on x86-64 only. Whatever a program writes it writes by compare-and-swap,
- * of a word that no other connection in the same entry can have; if that fails, the packet is for a worker.
+ * holds where loads are not reordered; the loader allows it on x86-64 only. Whatever a program writes into an entry that it has not claimed
+ * (repeat.h) it writes by compare-and-swap, of a word that no other connection in the same entry can have; if that fails, the packet is for a
+ * worker.
  *
  * A packet that is not understood, or of which anything is in doubt, is for a worker. */
 #pragma once
@@ -211,41 +212,29 @@ struct connection {
 	__u32 via_host;      /* of the caller: VIA_HOST, if one that the packet opens traverses the node's stack */
 };
 
-/* Whether programs may repeat answers now: the daemon says so from time to time. */
-static __always_inline int may_repeat(const struct table *table, __u32 now)
-{
-	const __u32 until = *(const volatile __u32 *)&table->repeats;
-
-	if (!(until & REPEATS_ON) || ((until - now) & TICK_MASK) > TICK_MASK / 2)
-		return 0;
-	return !(until & REPEATS_WITH_DAEMON) || is_served();
-}
-
 /* Whether a segment that only a worker could place goes on with an allowed connection, since nobody serves the workers. Whoever gets it judges
  * its numbers (RFC 9293 section 3.10.7, RFC 5961), and the entry stays as it is.
  *
- * A RST: without it a server keeps what its client has given up. A SYN or a SYN-ACK that is sent again. A SYN of a client that comes back to
- * its port, where programs may open connections, and the entry does not know that the last one has been reset: another machine's RST ends
- * nothing here. Of a connection that is closing also all else. */
-static __always_inline int passes_unserved(const struct table *table, const struct packet *packet, const struct connection *found, __u32 slot,
-					   __u32 state, __u64 path)
+ * A RST: without it a server keeps what its client has given up. A SYN or a SYN-ACK that is sent again. An acknowledgement of a server that
+ * still has the port's last connection: the client answers it by a RST. Of a connection that is no longer established also all else. */
+static __always_inline int passes_unserved(const struct packet *packet, __u32 slot, __u64 control, __u32 state)
 {
-	const __u64 control = found->control;
 	const __u32 from_opener = packet->direction == ORIGINAL(control);
 
 	if (packet->protocol != IPPROTO_TCP || control & (TENTATIVE | REVOKED) || is_served())
 		return 0;
 	if (packet->flags & TCP_RST)
 		return 1;
-	if (!(packet->flags & TCP_SYN))
-		return state > TCP_ESTABLISHED;
-	if (packet->flags == TCP_SYN)
-		return !from_opener && (state == TCP_SYN_RECEIVED || state == TCP_ESTABLISHED);
-	if (packet->flags != OPENING_SYN || !from_opener || packet->length != packet->headers)
+	if (!(packet->flags & TCP_SYN) && state > TCP_ESTABLISHED)
+		return 1;
+	if (packet->length != packet->headers)
 		return 0;
-	if (state == TCP_ESTABLISHED)
-		return !have_both_finished(path) && may_repeat(table, found->now);
-	return (state == TCP_SYN_SENT || state == TCP_SYN_RECEIVED) && is_same_syn(packet, slot, control);
+	if (!packet->flags)
+		return !from_opener && state == TCP_SYN_SENT;
+	if (packet->flags == TCP_SYN)
+		return !from_opener && state <= TCP_ESTABLISHED;
+	return packet->flags == OPENING_SYN && from_opener && (state == TCP_SYN_SENT || state == TCP_SYN_RECEIVED) &&
+	       is_same_syn(packet, slot, control);
 }
 
 /* The path after such a segment: a RST that a pod sends ends its own connection, as a FIN of each end would. */
@@ -356,7 +345,7 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	state = state_of(packet, found->control, path);
 	unserved = !is_expected(packet, slot, found->control, state, found->now, &kind);
 	if (unserved) {
-		if (!passes_unserved(table, packet, found, slot, state, path))
+		if (!passes_unserved(packet, slot, found->control, state))
 			return 0;
 		kind = state == TCP_ESTABLISHED ? 0 : 4;
 	}

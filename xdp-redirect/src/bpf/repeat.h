@@ -57,6 +57,16 @@ static __always_inline void *element_behind_groups(const struct table *table, __
 	return (void *)entry_at(table->groups * ELEMENTS_OF_GROUP + element);
 }
 
+/* Whether programs may repeat answers now: the daemon says so from time to time. */
+static __always_inline int may_repeat(const struct table *table, __u32 now)
+{
+	const __u32 until = *(const volatile __u32 *)&table->repeats;
+
+	if (!(until & REPEATS_ON) || ((until - now) & TICK_MASK) > TICK_MASK / 2)
+		return 0;
+	return !(until & REPEATS_WITH_DAEMON) || is_served();
+}
+
 /* Whether such a packet opens a connection: a SYN alone, or a datagram. */
 static __always_inline int is_opening(const struct packet *packet)
 {
@@ -67,19 +77,20 @@ static __always_inline int is_opening(const struct packet *packet)
 
 /* Whether a SYN opens another connection, since nobody serves the workers, which would have the other end decide: after a RST that it may not
  * have accepted, or before the last acknowledgement, or with another number than the SYN before it, which its opener has given up. */
-static __always_inline int is_over_unserved(const struct packet *packet, __u32 slot, __u64 control, __u32 state)
+static __always_inline int is_over_unserved(const struct packet *packet, __u32 ingress, __u32 slot, __u64 control, __u32 state)
 {
 	if (is_served())
 		return 0;
+	/* Another machine's SYN may be forged, and would end the handshake of who has that address. */
 	if (state == TCP_SYN_SENT || state == TCP_SYN_RECEIVED)
-		return !is_same_syn(packet, slot, control);
+		return ingress && !is_same_syn(packet, slot, control);
 	return state == TCP_RESETTING || state == TCP_LAST_ACK;
 }
 
 /* Whether the connection of an entry with the packet's key has ended, so that a worker would open another one in its place: both ends have
  * sent a FIN, or one a RST; of datagrams, nobody has sent one for as long as such a connection may be idle. One that policy has revoked ends
  * with the next SYN, too, but a worker looks at it while there is one. */
-static __always_inline int has_ended(const struct table *table, const struct packet *packet, const struct connection *found)
+static __always_inline int has_ended(const struct table *table, const struct packet *packet, __u32 ingress, const struct connection *found)
 {
 	const __u32 slot = found->slot;
 	const __u64 control = found->control;
@@ -101,11 +112,31 @@ static __always_inline int has_ended(const struct table *table, const struct pac
 	if (state == TCP_ESTABLISHED)
 		return have_both_finished(path) &&
 		       (STATE(control) != TCP_SYN_SENT || IS_ANSWERED(entry->tracking[!ORIGINAL(control)]));
-	return is_over_unserved(packet, slot, control, state);
+	return is_over_unserved(packet, ingress, slot, control, state);
 }
 
+/* Whether a SYN goes on in the entry of a connection that nobody knows to be over, since nobody serves the workers: a client comes back to its
+ * port, and another machine's RST, or one that a worker had when it ended, has ended nothing here. Who answers judges its number, and the
+ * FINs of the last connection are not of this one. */
+static __always_inline int goes_on_unserved(const struct packet *packet, const struct connection *found)
+{
+	const __u32 slot = found->slot;
+	const __u64 control = found->control, finished = FINISHED(0) | FINISHED(1);
+	struct kernel_use *use = bpf_map_lookup_elem(&ct_uses, &slot);
+	__u64 path;
+
+	if (!use || packet->protocol != IPPROTO_TCP || control & (TENTATIVE | REVOKED | TRANSLATION) ||
+	    (control & VIA_HOST) != found->via_host || packet->direction != ORIGINAL(control) || is_served())
+		return 0;
+	path = *(const volatile __u64 *)&use->path;
+	return state_of(packet, control, path) == TCP_ESTABLISHED &&
+	       (!(path & finished) || __sync_val_compare_and_swap(&use->path, path, path & ~finished) == path);
+}
+
+enum { ESTABLISHED = 1, OPENS = 2 }; /* otherwise the packet is for a worker */
+
 /* Reads the answer to a packet of which look_up has `found` no connection, or one that has ended: `found` gets where it goes. `ingress`: the
- * interface that it comes from, 0: the node's stack, which forwards it as it came.
+ * interface that it comes from, 0: the node's stack, which forwards it as it came. Returns how the packet goes on.
  *
  * A worker makes the version odd, writes, and makes it even again. With the same even version before and after, all that was read is of one
  * answer.
@@ -115,7 +146,7 @@ __noinline int find_answer(struct packet *packet, __u32 ingress, struct connecti
 {
 	const __u32 zero = 0;
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
-	__u32 index, lane, direction;
+	__u32 index, lane, direction, opens, applies;
 	__u64 ports, question;
 
 	if (!packet || !found || !decision) /* never */
@@ -124,8 +155,10 @@ __noinline int find_answer(struct packet *packet, __u32 ingress, struct connecti
 	ports = packet->ports;
 	question = (ports & ~(direction ? 0xffff0000ULL : 0xffffULL)) | (found->via_host ? 1ULL : 0) << 16 * direction;
 	found->now = tick_of_now();
-	if (!table || !is_opening(packet) ||
-	    (found->slot != NO_SLOT && !has_ended(table, packet, found)) || !may_repeat(table, found->now))
+	if (!table || !is_opening(packet) || !may_repeat(table, found->now))
+		return 0;
+	opens = found->slot == NO_SLOT || has_ended(table, packet, ingress, found);
+	if (!opens && is_served())
 		return 0;
 	packet->ports = question;
 	index = home_of(hash_of(table, packet), ANSWERS);
@@ -147,20 +180,21 @@ __noinline int find_answer(struct packet *packet, __u32 ingress, struct connecti
 			found->control = 0;
 		found->nat_slot = NO_SLOT;
 		found->to_ifindex = target_of(decision->path, direction);
-		return *(const volatile __u64 *)&answer->version == version && VERDICT_ORIGINAL(decision->verdict) == direction &&
-		       END(decision->path, direction) == ingress &&
-		       (__s32)(VERDICT_EPOCH(decision->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;
+		applies = *(const volatile __u64 *)&answer->version == version && VERDICT_ORIGINAL(decision->verdict) == direction &&
+			  END(decision->path, direction) == ingress &&
+			  (__s32)(VERDICT_EPOCH(decision->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;
+		if (!applies)
+			return 0;
+		return opens ? OPENS : goes_on_unserved(packet, found) ? ESTABLISHED : 0;
 	}
 	return 0;
 }
-
-enum { ESTABLISHED = 1, OPENS = 2 }; /* otherwise the packet is for a worker */
 
 /* How a packet goes on of which look_up has found no connection: OPENS, if open_connection may open it. */
 static __always_inline int find_opening(struct packet *packet, __u32 ingress, struct connection *connection, struct decision *decision)
 {
 	*decision = (struct decision){};
-	return find_answer(packet, ingress, connection, decision) ? OPENS : 0;
+	return find_answer(packet, ingress, connection, decision);
 }
 
 /* How a packet goes on without a worker: ESTABLISHED, as look_up says, or OPENS. */

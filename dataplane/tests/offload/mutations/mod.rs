@@ -40,7 +40,7 @@ pub(crate) const fn mutation(
     Mutation { noticed_by, breaks, file, from, to, equivalent: None }
 }
 
-pub(crate) const fn equivalent(because: &'static str, of: Mutation) -> Mutation {
+const fn equivalent(because: &'static str, of: Mutation) -> Mutation {
     Mutation { equivalent: Some(because), ..of }
 }
 

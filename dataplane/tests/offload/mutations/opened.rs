@@ -1,25 +1,24 @@
 //! Mutations of connections that programs open.
 
 use super::{
-    ALONE, FLOOD, FULL, LOOKUP, Mutation, NO_ANSWER, OF_REPEATED, OPENED, OPENING, PAIR, REPEAT, WRITTEN, equivalent,
-    mutation,
+    ALONE, FLOOD, FULL, Mutation, NO_ANSWER, OF_REPEATED, OPENED, OPENING, PAIR, REPEAT, WRITTEN, equivalent, mutation,
 };
 
 pub(super) const MUTATIONS: &[Mutation] = &[
     // Connections that programs open.
-    mutation(OF_REPEATED, "answers count whatever the word says", LOOKUP, "!(until & REPEATS_ON) || ", ""),
-    mutation(OF_REPEATED, "answers count for ever", LOOKUP, " || ((until - now) & TICK_MASK) > TICK_MASK / 2)", ")"),
+    mutation(OF_REPEATED, "answers count whatever the word says", REPEAT, "!(until & REPEATS_ON) || ", ""),
+    mutation(OF_REPEATED, "answers count for ever", REPEAT, " || ((until - now) & TICK_MASK) > TICK_MASK / 2)", ")"),
     mutation(
         ALONE,
         "answers outlast a daemon that must run",
-        LOOKUP,
+        REPEAT,
         "return !(until & REPEATS_WITH_DAEMON) || is_served();",
         "return 1;",
     ),
     mutation(
         ALONE,
         "no answer outlasts the daemon",
-        LOOKUP,
+        REPEAT,
         "return !(until & REPEATS_WITH_DAEMON) || is_served();",
         "return is_served();",
     ),
@@ -113,7 +112,7 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         OF_REPEATED,
         "an answer of an older epoch counts",
         REPEAT,
-        " &&\n\t\t       (__s32)(VERDICT_EPOCH(decision->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;",
+        " &&\n\t\t\t  (__s32)(VERDICT_EPOCH(decision->verdict) - *(const volatile __u32 *)&table->epoch) >= 0;",
         ";",
     ),
     mutation(
