@@ -2,8 +2,9 @@
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, UdpSocket};
+use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use penstock_bench::probe::Site;
 use penstock_bench::testbed::{Attach, Outside, ServiceProcess};
@@ -127,12 +128,12 @@ const A: u8 = 1;
 const AAAA: u8 = 28;
 
 fn pods_reach_what_their_resolver_says(attach: Attach) {
-    let mut world = None;
+    let (mut world, mut state) = (None, PathBuf::new());
     let mut fixture = Fixture::of(&pods(1), |cluster, config| {
         world = Some(World::start(cluster.node.add_outside("outside").unwrap()));
-        let directory = config.manifests.parent().unwrap().display();
+        state = config.manifests.parent().unwrap().join("run");
         config.attach = attach;
-        config.conntrack = format!("mapping = \"{directory}/run/conntrack\"\nentries = 4096\n");
+        config.conntrack = format!("mapping = \"{}/conntrack\"\nentries = 4096\n", state.display());
         let resolver = world.as_ref().unwrap().addresses[0];
         config.sections += &format!("[domain_names]\nresolvers = [\"{resolver}\"]\nmin_ttl = \"1s\"\n");
     });
@@ -158,17 +159,34 @@ fn pods_reach_what_their_resolver_says(attach: Attach) {
     thread::sleep(left);
     assert!(is_denied(&pod, *v4), "expired");
     exchange(&mut stream);
+    let asked = SystemTime::now();
     resolve(&socket, *v4, "www.example.org", A);
+    let expires = Instant::now() + Duration::from_millis(1000 * SHORT + 500);
     exchange(&mut connect(&pod, *v4, TIMEOUT).expect("allowed after another answer"));
     let names = fixture.status().domain_names.expect("it is on");
     assert!(names.kept >= 4 && names.learnt >= 5 && names.not_understood == 0, "{names:?}");
-    // A second after a change the file is written. The next daemon knows the name that lasts, and no expired one.
-    thread::sleep(Duration::from_millis(1000 * SHORT + 500));
+    // A second after a change the file is written, later on a busy machine. The next daemon knows the name that lasts, and no expired one.
+    wait_until_written(&state, asked);
+    thread::sleep(expires.saturating_duration_since(Instant::now()));
     fixture.kill();
     fixture.restart();
     exchange(&mut connect(&pod, *v6, TIMEOUT).expect("learnt before the restart"));
     assert!(is_denied(&pod, *v4), "expired before the restart");
     exchange(&mut stream);
+}
+
+/// Waits until the daemon has written the names that pods have learnt since then.
+fn wait_until_written(folder: &Path, since: SystemTime) {
+    let deadline = Instant::now() + TIMEOUT;
+    let is_written = || {
+        let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let mut names = files.filter(|path| path.extension().is_some_and(|extension| extension == "names"));
+        names.any(|path| path.metadata().is_ok_and(|file| file.modified().unwrap() > since))
+    };
+    while !is_written() {
+        assert!(Instant::now() < deadline, "nothing is written to {}", folder.display());
+        thread::sleep(Duration::from_millis(50));
+    }
 }
 
 fn octets(address: IpAddr) -> Vec<u8> {
