@@ -13,7 +13,7 @@ use crate::packet::Orientation;
 /// | 0–20, 21–41 | index of the interface behind which the lower end is, and the higher one; 0 for the node's stack; [`BY_NODE`] |
 /// | 42 | a program has forwarded the answer to the opener's SYN or datagram |
 /// | 43 | a program has forwarded the acknowledgement that completes a TCP handshake |
-/// | 44, 45 | a program has forwarded a FIN from the lower end, the higher |
+/// | 44, 45 | a program has forwarded a FIN from the lower end, the higher; or, without a daemon, a RST of a pod: both |
 /// | 46, 47 | packets of this direction go on between these interfaces: from the lower end, the higher |
 /// | 48–63 | low bits of the epoch under which they do |
 ///
@@ -95,7 +95,7 @@ pub(super) struct Noted {
     pub(super) answered: bool,
     /// The acknowledgement that completes the handshake.
     pub(super) confirmed: bool,
-    /// A FIN from the lower end, from the higher one.
+    /// A FIN from the lower end, from the higher one; both for a RST that a pod sent without a daemon.
     pub(super) finished: [bool; 2],
 }
 

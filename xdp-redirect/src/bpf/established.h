@@ -213,7 +213,7 @@ struct connection {
 };
 
 /* Whether a segment that only a worker could place goes on with an allowed connection, since nobody serves the workers. Whoever gets it judges
- * its numbers (RFC 9293 section 3.10.7, RFC 5961), and the entry stays as it is.
+ * its numbers (RFC 9293 section 3.10.7, RFC 5961), and the entry stays as it is, but for path_unserved.
  *
  * A RST: without it a server keeps what its client has given up. A SYN or a SYN-ACK that is sent again. An acknowledgement of a server that
  * still has the port's last connection: the client answers it by a RST. Of a connection that is no longer established also all else. */
