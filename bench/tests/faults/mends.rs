@@ -20,7 +20,6 @@ const EGRESS: &str = "egress.h";
 const NEIGHBOUR: &str = "neighbour.h";
 const TUNNEL: &str = "tunnel.h";
 const XDP: &str = "redirect.bpf.c";
-const HOST: &str = "host_routing.h";
 const KERNEL: &str = "kernel_network.h";
 
 const FUZZER: &str = "faults::fuzz::random_frames_for_a_minute_arrive_only_where_policy_allows";
@@ -226,13 +225,6 @@ const MUTANTS: &[Mutant] = &[
         to: "net->nf.hooks_ipv4[PREROUTING] || ",
     },
     Mutant {
-        breaks: "past the stack what masquerades has no say",
-        finder: Test(SAYS),
-        file: KERNEL,
-        from: "net->nf.hooks_ipv4[FORWARD] || net->nf.hooks_ipv4[POSTROUTING];",
-        to: "net->nf.hooks_ipv4[FORWARD];",
-    },
-    Mutant {
         breaks: "past the stack the chain of what enters by IPv6 has no say",
         finder: Test(SAYS),
         file: KERNEL,
@@ -280,13 +272,6 @@ const MUTANTS: &[Mutant] = &[
         file: KERNEL,
         from: "\tif (!host_routing)\n\t\treturn BY_SETTING;\n",
         to: "",
-    },
-    Mutant {
-        breaks: "past the stack the MTU of a route has no say",
-        finder: Test("system::host_routing::a_route_with_a_smaller_mtu_is_kept_to"),
-        file: HOST,
-        from: "struct bpf_fib_lookup route = { .tot_len = length };\n\tstruct bpf_redir_neigh",
-        to: "struct bpf_fib_lookup route = {};\n\tstruct bpf_redir_neigh",
     },
 ];
 
