@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* The way between pods and other machines past the node's stack, for packets in which nothing on the node has a say (kernel_network.h). The route is
- * the node's own answer about each packet (bpf_fib_lookup), by all of its rules.
+ * the node's own answer (routes.h), by all of its rules.
  *
  * A packet that the stack would answer, fragment, drop, or wait with is for the stack: one with its last hop, one that is too long for the way,
  * or without a route or a neighbour that is known. */
 #pragma once
-#include "kernel_network.h"
 #include "origin.h"
 #include "rewrite.h"
+#include "routes.h"
 #include "worker.h"
 
 enum { FOR_STACK = -3 }; /* no action of a program: the node's stack forwards the packet */
@@ -56,22 +56,22 @@ static __always_inline int read_question(struct __sk_buff *skb, int is_v4, struc
 
 /* Whether the check of an IPv4 source passes (rp_filter, fib_validate_source in net/ipv4/fib_frontend.c): the node's route back to it leads to the
  * interface that it came in by. A loose check is taken for a strict one; the check asks rules otherwise than a packet. `asked`: about the
- * packet. */
-static __always_inline int passes_rp_filter(struct __sk_buff *skb, const struct bpf_fib_lookup *asked)
+ * packet; the answer takes its place. */
+static __always_inline int passes_rp_filter(struct __sk_buff *skb, struct bpf_fib_lookup *asked)
 {
 	const struct sk_buff___device *kernel = bpf_cast_to_kern_ctx(skb);
 	const struct net_device *device = kernel->dev;
 	const struct net *net = device->nd_net.net;
-	struct bpf_fib_lookup back = {
-		.family = FAMILY_INET, .ifindex = asked->ifindex, .tos = asked->tos, .l4_protocol = asked->l4_protocol,
-		.sport = asked->dport, .dport = asked->sport, .ipv4_src = asked->ipv4_dst, .ipv4_dst = asked->ipv4_src,
-	};
+	const struct ports ports = { asked->sport, asked->dport };
+	const __be32 from = asked->ipv4_src;
 
 	if (!net->ipv4.devconf_all->data[RP_FILTER] && !device->ip_ptr->cnf.data[RP_FILTER])
 		return 1;
-	return !net->ipv4.fib_has_custom_rules &&
-	       bpf_fib_lookup(skb, &back, sizeof(back), BPF_FIB_LOOKUP_SKIP_NEIGH) == BPF_FIB_LKUP_RET_SUCCESS &&
-	       back.ifindex == skb->ifindex;
+	asked->ipv4_src = asked->ipv4_dst;
+	asked->ipv4_dst = from;
+	asked->sport = ports.to;
+	asked->dport = ports.from;
+	return !net->ipv4.fib_has_custom_rules && find_route(skb, asked, 0, BPF_FIB_LOOKUP_SKIP_NEIGH) && asked->ifindex == skb->ifindex;
 }
 
 /* A hop limit that was rewritten in a packet whose checksum the NIC has computed (CHECKSUM_COMPLETE). IPv4's header checksum makes up for it. */
@@ -91,7 +91,7 @@ static __always_inline __u32 priority_of(__u8 tos)
  * what is verified once. `iface`: the pod's; `length`: of the longest packet that this one becomes. */
 __noinline int send_out(struct __sk_buff *skb, struct packet *packet, const struct interface *iface, __u32 length)
 {
-	struct bpf_fib_lookup route = { .tot_len = length };
+	struct bpf_fib_lookup route = {};
 	struct bpf_redir_neigh next = {};
 	const struct uplink *uplink;
 	struct sent_flow flow;
@@ -108,7 +108,7 @@ __noinline int send_out(struct __sk_buff *skb, struct packet *packet, const stru
 	if (!read_question(skb, packet->is_v4, &route))
 		return FOR_STACK;
 	tos = route.tos; /* the answer takes its place */
-	if (bpf_fib_lookup(skb, &route, sizeof(route), 0) != BPF_FIB_LKUP_RET_SUCCESS)
+	if (!find_route(skb, &route, length, 0))
 		return FOR_STACK;
 	ifindex = route.ifindex;
 	uplink = bpf_map_lookup_elem(&uplinks, &ifindex);
@@ -129,9 +129,12 @@ __noinline int send_out(struct __sk_buff *skb, struct packet *packet, const stru
 __noinline int is_routed_to(struct __sk_buff *skb, __u32 ifindex, __u32 length)
 {
 	const int is_v4 = skb->protocol == bpf_htons(ETH_P_IP);
-	struct bpf_fib_lookup route = { .tot_len = length };
+	struct bpf_fib_lookup route = {};
 
-	return read_question(skb, is_v4, &route) && (!is_v4 || passes_rp_filter(skb, &route)) &&
-	       bpf_fib_lookup(skb, &route, sizeof(route), BPF_FIB_LOOKUP_SKIP_NEIGH) == BPF_FIB_LKUP_RET_SUCCESS &&
-	       route.ifindex == ifindex;
+	if (is_v4) {
+		if (!read_question(skb, is_v4, &route) || !passes_rp_filter(skb, &route))
+			return 0;
+		route = (struct bpf_fib_lookup){};
+	}
+	return read_question(skb, is_v4, &route) && find_route(skb, &route, length, BPF_FIB_LOOKUP_SKIP_NEIGH) && route.ifindex == ifindex;
 }

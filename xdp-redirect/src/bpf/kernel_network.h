@@ -14,12 +14,20 @@ struct ipv4_devconf { int data[8]; };
 struct ipv6_devconf { __s32 disable_ipv6, forwarding; };
 struct in_device { struct ipv4_devconf cnf; };
 struct inet6_dev { struct ipv6_devconf cnf; };
+typedef struct { int counter; } atomic_t;
 struct netns_ipv4 {
 	struct ipv4_devconf *devconf_all;
 	_Bool fib_has_custom_rules;
 	__u8 sysctl_ip_fwd_update_priority;
+	atomic_t rt_genid;
 };
-struct netns_ipv6 { struct ipv6_devconf *devconf_all; };
+struct fib6_table { unsigned int fib_seq; };
+struct netns_ipv6 {
+	struct ipv6_devconf *devconf_all;
+	struct fib6_table *fib6_main_tbl, *fib6_local_tbl;
+	_Bool fib6_has_custom_rules;
+	atomic_t fib6_sernum;
+};
 struct net { struct netns_nf nf; struct netns_xfrm xfrm; struct netns_ipv4 ipv4; struct netns_ipv6 ipv6; };
 typedef struct { struct net *net; } possible_net_t;
 struct mini_Qdisc;

@@ -1,0 +1,95 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* The node's routes (bpf_fib_lookup). An answer stands for the flow that it was asked for until the node's routes, rules, or settings change, as
+ * it does for a socket of the node; and for one tick of the table's clock at most, since a neighbour, or what has been learnt about the MTU of
+ * the way, changes without that. */
+#pragma once
+#include "established.h"
+#include "kernel_network.h"
+
+#define ROUTE_BITS 10
+#define NO_TICK 0xffffffff /* above all of the clock */
+
+struct route {
+	struct bpf_fib_lookup question, answer;
+	__u32 version, tick;
+};
+
+/* By hash of the flow. A program is not interrupted by another one of its CPU. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1 << ROUTE_BITS);
+	__type(key, __u32);
+	__type(value, struct route);
+} routes SEC(".maps");
+
+/* Reads a number that each change of the node's routes increases (rt_cache_flush in net/ipv4/route.c; fib6_new_sernum and
+ * call_fib6_entry_notifiers in net/ipv6/ip6_fib.c). Returns 0 if there is none: IPv6 counts in each table, and rules may lead to any of them. */
+static __always_inline int read_routes_version(const struct net *net, int is_v4, __u32 *version)
+{
+	const struct netns_ipv6 *ip6 = &net->ipv6;
+
+	if (is_v4) {
+		if (!bpf_core_field_exists(net->ipv4.rt_genid))
+			return 0;
+		*version = net->ipv4.rt_genid.counter;
+		return 1;
+	}
+	if (!bpf_core_field_exists(ip6->fib6_sernum) || !bpf_core_field_exists(ip6->fib6_main_tbl->fib_seq) ||
+	    !bpf_core_field_exists(ip6->fib6_local_tbl) || ip6->fib6_has_custom_rules)
+		return 0;
+	*version = ip6->fib6_sernum.counter + ip6->fib6_main_tbl->fib_seq + ip6->fib6_local_tbl->fib_seq;
+	return 1;
+}
+
+static __always_inline __u32 place_of_route(const struct bpf_fib_lookup *question)
+{
+	const __u32 *from = question->ipv6_src, *to = question->ipv6_dst; /* the last of IPv6, the first of IPv4 */
+	const __u64 ends = (__u64)(from[0] ^ from[3]) << 32 | (to[0] ^ to[3]);
+	const __u64 ports = (__u64)question->sport << 16 | question->dport;
+
+	return ((ends ^ ports * 0xff51afd7ed558ccdULL) * 0x9e3779b97f4a7c15ULL) >> (64 - ROUTE_BITS);
+}
+
+static __always_inline int is_same_question(const struct bpf_fib_lookup *one, const struct bpf_fib_lookup *other)
+{
+	const __u64 *left = (const void *)one, *right = (const void *)other;
+	__u64 differs = 0;
+	__u32 i;
+
+	for (i = 0; i < sizeof(*one) / sizeof(*left); i++)
+		differs |= left[i] ^ right[i];
+	return !differs;
+}
+
+/* Asks as bpf_fib_lookup does, with these flags, about a packet of `length` bytes in the flow of `route`, where the answer is. Returns whether
+ * there is a route. Not static, as what is verified once. */
+__noinline int find_route(struct __sk_buff *skb, struct bpf_fib_lookup *route, __u32 length, __u32 flags)
+{
+	const struct sk_buff___device *kernel = bpf_cast_to_kern_ctx(skb);
+	struct route *known;
+	__u32 version = 0, place, now;
+	int has_version;
+
+	if (!route) /* never */
+		return 0;
+	has_version = read_routes_version(kernel->dev->nd_net.net, route->family == FAMILY_INET, &version);
+	place = place_of_route(route);
+	now = tick_of_now();
+	known = bpf_map_lookup_elem(&routes, &place);
+	if (!known) /* never */
+		return 0;
+	if (has_version && known->version == version && known->tick == now && length <= known->answer.mtu_result &&
+	    is_same_question(&known->question, route)) {
+		*route = known->answer;
+		return 1;
+	}
+	known->tick = NO_TICK;
+	known->question = *route;
+	route->tot_len = length;
+	if (bpf_fib_lookup(skb, route, sizeof(*route), flags) != BPF_FIB_LKUP_RET_SUCCESS)
+		return 0;
+	known->answer = *route;
+	known->version = version;
+	known->tick = has_version ? now : NO_TICK;
+	return 1;
+}
