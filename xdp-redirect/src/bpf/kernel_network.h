@@ -18,11 +18,13 @@ typedef struct { int counter; } atomic_t;
 struct netns_ipv4 {
 	struct ipv4_devconf *devconf_all;
 	_Bool fib_has_custom_rules;
-	__u8 sysctl_ip_fwd_update_priority;
+	__u8 sysctl_ip_fwd_update_priority, sysctl_fib_multipath_hash_policy;
 	atomic_t rt_genid;
 };
 struct fib6_table { unsigned int fib_seq; };
+struct netns_sysctl_ipv6 { __u8 multipath_hash_policy; };
 struct netns_ipv6 {
+	struct netns_sysctl_ipv6 sysctl;
 	struct ipv6_devconf *devconf_all;
 	struct fib6_table *fib6_main_tbl, *fib6_local_tbl;
 	_Bool fib6_has_custom_rules;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* The node's routes (bpf_fib_lookup). An answer stands for the flow that it was asked for until the node's routes, rules, or settings change, as
- * it does for a socket of the node; and for one tick of the table's clock at most, since a neighbour, or what has been learnt about the MTU of
- * the way, changes without that. */
+/* The node's routes (bpf_fib_lookup). An answer stands for what was asked, between two ends, until the node's routes, rules, or settings change,
+ * as it does for a socket of the node; and for one tick of the table's clock at most, since a neighbour, or what has been learnt about the MTU
+ * of the way, changes without that. */
 #pragma once
 #include "established.h"
 #include "kernel_network.h"
@@ -14,7 +14,7 @@ struct route {
 	__u32 version, tick;
 };
 
-/* By hash of the flow. A program is not interrupted by another one of its CPU. */
+/* By hash of the question. A program is not interrupted by another one of its CPU. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 1 << ROUTE_BITS);
@@ -39,6 +39,15 @@ static __always_inline int read_routes_version(const struct net *net, int is_v4,
 		return 0;
 	*version = ip6->fib6_sernum.counter + ip6->fib6_main_tbl->fib_seq + ip6->fib6_local_tbl->fib_seq;
 	return 1;
+}
+
+/* Whether ports may decide which route a packet takes: by rules, or among several next hops. */
+static __always_inline int are_routes_by_ports(const struct net *net, int is_v4)
+{
+	if (!is_v4)
+		return net->ipv6.fib6_has_custom_rules || net->ipv6.sysctl.multipath_hash_policy;
+	return net->ipv4.fib_has_custom_rules || (bpf_core_field_exists(net->ipv4.sysctl_fib_multipath_hash_policy) &&
+						  net->ipv4.sysctl_fib_multipath_hash_policy);
 }
 
 static __always_inline __u32 place_of_route(const struct bpf_fib_lookup *question)
@@ -66,15 +75,18 @@ static __always_inline int is_same_question(const struct bpf_fib_lookup *one, co
 __noinline int find_route(struct __sk_buff *skb, struct bpf_fib_lookup *route, __u32 length, __u32 flags)
 {
 	const struct sk_buff___device *kernel = bpf_cast_to_kern_ctx(skb);
+	const struct net *net = kernel->dev->nd_net.net;
+	const __u32 now = tick_of_now();
+	__u32 version = 0, place;
 	struct route *known;
-	__u32 version = 0, place, now;
 	int has_version;
 
 	if (!route) /* never */
 		return 0;
-	has_version = read_routes_version(kernel->dev->nd_net.net, route->family == FAMILY_INET, &version);
+	if (!are_routes_by_ports(net, route->family == FAMILY_INET))
+		route->sport = route->dport = 0;
+	has_version = read_routes_version(net, route->family == FAMILY_INET, &version);
 	place = place_of_route(route);
-	now = tick_of_now();
 	known = bpf_map_lookup_elem(&routes, &place);
 	if (!known) /* never */
 		return 0;
