@@ -90,8 +90,8 @@ impl PeerTestbed {
         let (from, to) = (node.pod(&pod_name(0))?, node.pod(&pod_name(1))?);
         let gateway = node.netlink().mac(from.interface())?;
         let harness = Harness::open(from, to, gateway)?;
-        let (running, description) =
-            start(&peer, &node, &manifests, &scratch, size, cores).with_context(|| format!("cannot set {label} up"))?;
+        let (running, description) = start(&peer, &node, outside.as_ref(), &manifests, &scratch, size, cores)
+            .with_context(|| format!("cannot set {label} up"))?;
         if size.services > 0 && peer.leaves_services_to_the_node() {
             filters::service(node.namespace(), scratch.path())?;
         }
@@ -439,6 +439,7 @@ fn other_node(node: &mut Node) -> Result<Outside> {
 fn start(
     peer: &Peer,
     node: &Node,
+    other: Option<&Outside>,
     manifests: &Path,
     scratch: &ScratchDir,
     size: ClusterSize,
@@ -472,7 +473,7 @@ fn start(
             let (service, description) = testpmd::start(node, scratch, cores)?;
             Ok((RunningPeer::Services(vec![service]), description))
         }
-        Peer::Redirect => redirect::start(node, scratch).map(rules),
+        Peer::Redirect => redirect::start(node, other, scratch).map(rules),
     }
 }
 

@@ -74,6 +74,7 @@ impl Threshold {
 
 /// Two pods joined by a program that looks nothing up.
 const REDIRECT: &str = "tcx, redirect alone";
+const REDIRECT_OUT: &str = "tcx, redirect alone, to another node";
 
 pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_least("full pipeline with 10,000 policies against own raw AF_XDP forward, 64 bytes", "pps", "received", 0.92)
@@ -225,6 +226,28 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
     at_least("TCP_CRR by tcx, 32 at once, against the same", "transactions", "TCP_CRR, 32 at once", 0.95)
         .of("Penstock, tcx")
         .against("nftables, sets + conntrack"),
+    at_least("one UDP connection by tcx to another node, 64 bytes, against kernel routing", "pps", "received", 1.15)
+        .of("Penstock, tcx, to another node")
+        .against("kernel routing, to another node")
+        .limited_by(REDIRECT_OUT),
+    at_least(
+        "TCP_CRR by tcx to another node, one at a time, against kernel routing",
+        "transactions",
+        "TCP_CRR, one at a time",
+        1.0,
+    )
+    .of("Penstock, tcx, to another node")
+    .against("kernel routing, to another node")
+    .limited_by(REDIRECT_OUT),
+    at_least(
+        "TCP_CRR by tcx to another node, 32 at once, against the same",
+        "transactions",
+        "TCP_CRR, 32 at once",
+        1.0,
+    )
+    .of("Penstock, tcx, to another node")
+    .against("kernel routing, to another node")
+    .limited_by(REDIRECT_OUT),
     at_least("one UDP connection by tcx to a Service against the same to its pod", "services", "received", 0.95)
         .of("Penstock, tcx, to its Service")
         .against("Penstock, tcx, to the pod"),

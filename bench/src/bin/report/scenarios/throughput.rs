@@ -82,6 +82,7 @@ pub(crate) fn one_connection() -> Scenario {
             plain(Peer::penstock_by_tcx(true)).with_other_node(),
             plain(Peer::Kernel).with_other_node(),
             plain(Peer::Nftables).with_other_node(),
+            plain(Peer::Redirect).with_other_node(),
         ],
     }
 }

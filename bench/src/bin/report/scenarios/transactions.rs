@@ -104,6 +104,7 @@ pub(crate) fn transactions() -> Scenario {
             case(Peer::penstock_by_tcx(true)).with_other_node(),
             case(Peer::Kernel).with_other_node(),
             case(Peer::Nftables).with_other_node(),
+            case(Peer::Redirect).with_other_node(),
         ],
     }
 }
