@@ -21,10 +21,12 @@ const NEIGHBOUR: &str = "neighbour.h";
 const TUNNEL: &str = "tunnel.h";
 const XDP: &str = "redirect.bpf.c";
 const KERNEL: &str = "kernel_network.h";
+const ROUTES: &str = "routes.h";
 
 const FUZZER: &str = "faults::fuzz::random_frames_for_a_minute_arrive_only_where_policy_allows";
 const TUNNELS: &str = "services::tunnels::a_node_unwraps_no_tunnel_packet_of_another_nodes_pod";
 const SAYS: &str = "system::host_routing::packets_pass_the_stack_by_until_somebody_has_a_say";
+const CHANGES: &str = "system::host_routing::a_change_of_routes_is_in_effect_for_the_next_packet";
 /// Seconds that the fuzzer has for a mutant.
 const SECONDS: &str = "90";
 
@@ -225,6 +227,20 @@ const MUTANTS: &[Mutant] = &[
         to: "net->nf.hooks_ipv4[PREROUTING] || ",
     },
     Mutant {
+        breaks: "past the stack the chain of what leaves by IPv4 has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: " || net->nf.hooks_ipv4[POSTROUTING];",
+        to: ";",
+    },
+    Mutant {
+        breaks: "past the stack the chain of what leaves by IPv6 has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: " || net->nf.hooks_ipv6[POSTROUTING];",
+        to: ";",
+    },
+    Mutant {
         breaks: "past the stack the chain of what enters by IPv6 has no say",
         finder: Test(SAYS),
         file: KERNEL,
@@ -272,6 +288,48 @@ const MUTANTS: &[Mutant] = &[
         file: KERNEL,
         from: "\tif (!host_routing)\n\t\treturn BY_SETTING;\n",
         to: "",
+    },
+    Mutant {
+        breaks: "past the stack a changed route of IPv4 is not seen",
+        finder: Test(CHANGES),
+        file: ROUTES,
+        from: "*version = net->ipv4.rt_genid.counter;",
+        to: "*version = 0;",
+    },
+    Mutant {
+        breaks: "past the stack a route of IPv6 that is gone is not seen",
+        finder: Test(CHANGES),
+        file: ROUTES,
+        from: "ip6->fib6_sernum.counter + ip6->fib6_main_tbl->fib_seq",
+        to: "ip6->fib6_sernum.counter",
+    },
+    Mutant {
+        breaks: "past the stack another next hop of IPv6 is not seen",
+        finder: Test(CHANGES),
+        file: ROUTES,
+        from: "ip6->fib6_sernum.counter + ip6->fib6_main_tbl->fib_seq",
+        to: "ip6->fib6_main_tbl->fib_seq",
+    },
+    Mutant {
+        breaks: "past the stack routes that a rule of IPv6 leads to are not seen",
+        finder: Test(CHANGES),
+        file: ROUTES,
+        from: "||\n\t    !bpf_core_field_exists(ip6->fib6_local_tbl) || ip6->fib6_has_custom_rules)",
+        to: "||\n\t    !bpf_core_field_exists(ip6->fib6_local_tbl))",
+    },
+    Mutant {
+        breaks: "past the stack a route is kept for ever",
+        finder: Test("system::host_routing::a_route_that_has_expired_is_not_taken"),
+        file: ROUTES,
+        from: " && known->tick == now && ",
+        to: " && known->tick != NO_TICK && ",
+    },
+    Mutant {
+        breaks: "past the stack a route is that of any flow in its place",
+        finder: Test("system::host_routing::each_of_many_addresses_has_its_own_route"),
+        file: ROUTES,
+        from: " &&\n\t    is_same_question(&known->question, route)) {",
+        to: ") {",
     },
 ];
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* The node's routes (bpf_fib_lookup). An answer stands for what was asked, between two ends, until the node's routes, rules, or settings change,
- * as it does for a socket of the node; and for one tick of the table's clock at most, since a neighbour, or what has been learnt about the MTU
- * of the way, changes without that. */
+ * as it does for a socket of the node; and for one tick of the table's clock at most, since a route may expire, and the MTU of the way be
+ * learnt, without that. */
 #pragma once
 #include "established.h"
 #include "kernel_network.h"
