@@ -45,6 +45,10 @@ impl ExpeditedGracePeriods {
     fn begin(setting: &Path, marker: &Path) -> Option<Self> {
         let before = fs::read_to_string(setting).ok()?;
         let is_left = marker.exists();
+        // With other paths set, nothing else is in this directory.
+        if let Some(directory) = marker.parent() {
+            fs::create_dir_all(directory).ok()?;
+        }
         if (before.trim() != "0" && !is_left) || fs::write(marker, "").is_err() {
             return None;
         }
@@ -75,7 +79,7 @@ mod tests {
     #[test]
     fn grace_periods_are_as_before_once_a_start_is_over() {
         let folder = tempfile::tempdir().unwrap();
-        let (setting, marker) = (folder.path().join("rcu_expedited"), folder.path().join("marker"));
+        let (setting, marker) = (folder.path().join("rcu_expedited"), folder.path().join("run/marker"));
         let begin = || ExpeditedGracePeriods::begin(&setting, &marker);
         assert!(begin().is_none(), "a kernel without it");
         let cases = [("0\n", false, "1", "0"), ("1\n", false, "1\n", "1\n"), ("1\n", true, "1", "0")];

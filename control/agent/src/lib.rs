@@ -77,6 +77,7 @@ use discovery::{Netlink, clear_leftovers};
 use last_good::{LastGood, RejectedConfig};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use objects::NodeObjects;
+use penstock_dataplane::worker::Hurry;
 use pod_bindings::PodBindings;
 use preflight::{Level, PreflightFinding};
 use recorded_objects::ObjectFile;
@@ -178,9 +179,12 @@ fn run_with(
     rejected: Option<RejectedConfig>,
     mode: StartMode,
 ) -> Result<(), RunError> {
+    let hurry = Hurry::begin();
     let settings = Settings::decide(&loaded.config);
     daemon::fail_on_errors(preflight::machine(&settings))?;
     privileges::drop_to_startup().context("privileges cannot be given up")?;
+    // Threads that begin from here on stay.
+    drop(hurry);
     if let Some(reason) = &settings.not_tcx {
         tracing::info!("attach: xdp, not tcx ({reason})");
     }

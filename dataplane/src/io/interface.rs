@@ -51,6 +51,13 @@ pub fn takes_long_packets() -> bool {
     })
 }
 
+/// Whether an interface in the calling thread's network namespace has an IPv4 address. Asks for this one alone: all addresses of a node come
+/// with all its interfaces, which takes the longer the more pods there are.
+pub fn has_ipv4_address(name: &str) -> bool {
+    let control = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None);
+    control.is_ok_and(|control| Request::new(&control, name).ask(libc::SIOCGIFADDR).is_ok())
+}
+
 /// Current properties of an interface in the calling thread's network namespace.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct InterfaceFacts {

@@ -185,6 +185,7 @@ impl Known {
         initial: Vec<Object>,
         stale: Option<StaleObjects>,
     ) -> Result<Self, RunError> {
+        let _hurry = Hurry::begin();
         let config = settings.config;
         let netstate = netlink.network_state().await.map_err(RunError::failed)?;
         let initial = match stale {
@@ -195,8 +196,8 @@ impl Known {
         let objects = first_objects(settings, &netstate, initial, names.as_ref());
         // Only errors end the start. Other problems of a pod are logged later and may pass.
         let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
-        let unfit = preflight::pods(settings, &netstate, bindings.follow(&netstate, &resolved.0), resolved.clone());
-        fail_on_errors(unfit.into_iter().filter(|finding| finding.level == Level::Error).collect())?;
+        let bound = bindings.follow(&netstate, &resolved.0);
+        fail_on_errors(preflight::unfit_pods(settings, &netstate, bound, resolved.clone()))?;
         Ok(Self { netstate, names, objects, bindings })
     }
 }

@@ -18,6 +18,7 @@ use futures_util::TryStreamExt;
 use netlink_packet_route::AddressFamily;
 use netlink_packet_route::route::{RouteAttribute, RouteMessage, RouteMetric, RouteScope};
 use netlink_packet_route::rule::{RuleAction, RuleAttribute, RuleMessage};
+use penstock_dataplane::io::has_ipv4_address;
 use rtnetlink::{IpVersion, LinkUnspec, LinkVeth, RouteMessageBuilder};
 
 use super::netlink::{Netlink, NetlinkError, PROTOCOL, ip, table};
@@ -396,11 +397,7 @@ impl SourceFilter {
     /// That of an interface in the calling thread's network namespace.
     pub fn of(interface: &str) -> Self {
         let setting = |name: &str| Sysctl::v4(name, "rp_filter").read().unwrap_or(0);
-        let addresses = nix::ifaddrs::getifaddrs().into_iter().flatten();
-        let is_v4 = |found: &nix::ifaddrs::InterfaceAddress| {
-            found.address.is_some_and(|address| address.as_sockaddr_in().is_some())
-        };
-        let has_address = addresses.filter(|found| found.interface_name == interface).any(|found| is_v4(&found));
+        let has_address = has_ipv4_address(interface);
         Self { all: setting("all"), own: setting(interface), has_address }
     }
 

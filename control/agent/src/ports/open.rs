@@ -10,7 +10,7 @@ use penstock_dataplane::io::PortError;
 use penstock_dataplane::packet::Address;
 use penstock_dataplane::worker::{Dataplane, PortPath, PortRequest};
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, Interface, ModeChoice, OnMiss, Role, SocketError, TcxMapError, XdpMode,
+    AttachError, AttachOptions, Interface, ModeChoice, OnMiss, Role, SocketError, TcxMapError, XdpMode,
 };
 
 use super::OpenPorts;
@@ -52,8 +52,8 @@ pub(super) struct PodAttachment {
 const ATTACHING: usize = 16;
 
 impl OpenPorts {
-    /// Attaches to new interfaces, many at once, and closes them: those of a whole node come at a start. By tcx alone; with XDP sockets come
-    /// first. What fails is tried again when its port is opened.
+    /// Attaches to new interfaces, many at once, and closes them: those of a whole node come at a start. What fails is tried again when its
+    /// port is opened.
     pub(super) fn attach_ahead(&mut self, netstate: &NetworkState, wanted: &BTreeMap<u32, PodPort>) {
         let is_new = |index: &&u32| {
             let is_attached = self.pods.contains_key(*index) || self.closed_interfaces.has(**index);
@@ -62,21 +62,29 @@ impl OpenPorts {
         let links = wanted.keys().filter(is_new).filter_map(|index| netstate.links.get(index));
         let new: Vec<(Interface, AttachOptions)> = links
             .map(|link| (interface(link), AttachOptions { bridge: netstate.bridge(link), ..self.options(Role::Pod) }))
+            .filter(|(_, options)| !self.programs.are_xdp() || self.stays_closed(options))
             .collect();
-        let Programs::Tcx { tcx, .. } = &self.programs else { return };
         if new.len() < 2 {
             return;
         }
+        let programs = &self.programs;
         let attach = |part: &[(Interface, AttachOptions)]| -> Vec<InterfacePrograms> {
-            let attached = part.iter().map(|(interface, options)| (tcx.attach_pod(interface), *options));
-            attached.filter_map(|(veth, options)| Some(InterfacePrograms::Tcx { veth: veth.ok()?, options })).collect()
+            part.iter().filter_map(|(interface, options)| programs.attach(interface, *options).ok()).collect()
         };
         let attached: Vec<InterfacePrograms> = thread::scope(|scope| {
             let parts = new.chunks(new.len().div_ceil(ATTACHING));
             let threads: Vec<_> = parts.map(|part| scope.spawn(move || attach(part))).collect();
             threads.into_iter().flat_map(|thread| thread.join().unwrap_or_default()).collect()
         });
-        attached.into_iter().for_each(|programs| self.closed_interfaces.put(programs));
+        for programs in attached {
+            log_mode(&programs);
+            self.closed_interfaces.put(programs);
+        }
+    }
+
+    /// Whether a pod's interface with these programs is closed while it has no socket, and stays so if it gets none.
+    fn stays_closed(&self, options: &AttachOptions) -> bool {
+        options.role == Role::Pod && self.closed_interfaces.closes() && options.on_miss == OnMiss::Drop
     }
 
     pub(super) fn open_pod(
@@ -184,7 +192,7 @@ impl OpenPorts {
                 Ok(()) => Ok(attached),
                 Err(error) => {
                     // A closed interface stays closed.
-                    if options.role == Role::Pod && self.closed_interfaces.closes() && options.on_miss == OnMiss::Drop {
+                    if self.stays_closed(&options) {
                         self.closed_interfaces.put(attached);
                     }
                     Err(error)
@@ -220,9 +228,7 @@ impl OpenPorts {
             None => {}
         }
         let attached = self.programs.attach(&interface(link), options)?;
-        if let InterfacePrograms::Xdp { attached, .. } = &attached {
-            log_mode(attached);
-        }
+        log_mode(&attached);
         Ok(attached)
     }
 }
@@ -258,7 +264,8 @@ impl PodAttachment {
 }
 
 /// Logs the consequences of generic mode, or of a mode other than configured.
-fn log_mode(attached: &Attached) {
+fn log_mode(programs: &InterfacePrograms) {
+    let InterfacePrograms::Xdp { attached, .. } = programs else { return };
     let (interface, wanted) = (attached.interface(), attached.options());
     match attached.mode() {
         XdpMode::Generic { because } => {

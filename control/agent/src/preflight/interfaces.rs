@@ -20,6 +20,11 @@ pub(super) fn pod(port: &PodPort, settings: &Settings<'_>) -> Vec<PreflightFindi
     findings
 }
 
+/// Whether the kernel answers the pod's ARP, where an XDP program is to be on the pod's interface.
+pub(super) fn answers_arp(port: &PodPort, settings: &Settings<'_>) -> Option<PreflightFinding> {
+    (settings.attach == Attach::Xdp).then(|| filter(port, SourceFilter::of(&port.name))).flatten()
+}
+
 /// Names what others have set on the interface: limits of bandwidth, filters. `by_xdp`: which of them hold with XDP.
 fn shaping(port: &PodPort, attach: Attach, by_xdp: impl FnOnce() -> Shaping) -> Option<PreflightFinding> {
     let PodPort { name, pod, shaping, .. } = port;

@@ -236,7 +236,28 @@ pub(super) fn pods(
     bindings: &Bindings,
     resolved_pods: (Vec<Pod>, BTreeSet<PodProblem>),
 ) -> Vec<PreflightFinding> {
-    let (pods, mut problems) = resolved_pods;
+    of_pods(settings, netstate, bindings, resolved_pods, interfaces::pod)
+}
+
+/// The errors among those. A start waits for them: nothing else is asked of the kernel.
+pub(super) fn unfit_pods(
+    settings: &Settings<'_>,
+    netstate: &NetworkState,
+    bindings: &Bindings,
+    resolved_pods: (Vec<Pod>, BTreeSet<PodProblem>),
+) -> Vec<PreflightFinding> {
+    let mut found = of_pods(settings, netstate, bindings, resolved_pods, interfaces::answers_arp);
+    found.retain(|finding| finding.level == Level::Error);
+    found
+}
+
+fn of_pods<F: IntoIterator<Item = PreflightFinding>>(
+    settings: &Settings<'_>,
+    netstate: &NetworkState,
+    bindings: &Bindings,
+    (pods, mut problems): (Vec<Pod>, BTreeSet<PodProblem>),
+    check: impl Fn(&PodPort, &Settings<'_>) -> F,
+) -> Vec<PreflightFinding> {
     let (ports, more) = pod_ports(netstate, bindings, &pods, settings.port_limits());
     problems.extend(more);
     let found = problems.iter().map(|problem| PreflightFinding::warning(problem.to_string()));
@@ -246,7 +267,7 @@ pub(super) fn pods(
             "uplinks: interface {} belongs to pod {}; remove it from the list",
             port.name, port.pod
         ))],
-        false => interfaces::pod(port, settings),
+        false => check(port, settings).into_iter().collect(),
     };
     found.chain(ports.values().flat_map(served)).collect()
 }
