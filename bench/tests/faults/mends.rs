@@ -22,6 +22,7 @@ const TUNNEL: &str = "tunnel.h";
 const XDP: &str = "redirect.bpf.c";
 const KERNEL: &str = "kernel_network.h";
 const ROUTES: &str = "routes.h";
+const ROUTING: &str = "host_routing.h";
 
 const FUZZER: &str = "faults::fuzz::random_frames_for_a_minute_arrive_only_where_policy_allows";
 const TUNNELS: &str = "services::tunnels::a_node_unwraps_no_tunnel_packet_of_another_nodes_pod";
@@ -288,6 +289,34 @@ const MUTANTS: &[Mutant] = &[
         file: KERNEL,
         from: "\tif (!host_routing)\n\t\treturn BY_SETTING;\n",
         to: "",
+    },
+    Mutant {
+        breaks: "past the stack the chain of what enters by IPv4 has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "return net->nf.hooks_ipv4[PREROUTING] || ",
+        to: "return ",
+    },
+    Mutant {
+        breaks: "past the stack an IPsec policy of what leaves has no say",
+        finder: Test(SAYS),
+        file: KERNEL,
+        from: "return net->xfrm.policy_count[POLICY_OUT] || ",
+        to: "return ",
+    },
+    Mutant {
+        breaks: "past the stack the source is not checked",
+        finder: Test("system::host_routing::what_comes_in_takes_the_routes_of_that_moment"),
+        file: ROUTING,
+        from: "(!read_question(skb, is_v4, &route) || !passes_rp_filter(skb, &route))",
+        to: "(!read_question(skb, is_v4, &route) || (passes_rp_filter(skb, &route), 0))",
+    },
+    Mutant {
+        breaks: "past the stack what comes in takes no route",
+        finder: Test("system::host_routing::what_comes_in_takes_the_routes_of_that_moment"),
+        file: ROUTING,
+        from: " && find_route(skb, &route, length, BPF_FIB_LOOKUP_SKIP_NEIGH) && route.ifindex == ifindex;",
+        to: ";",
     },
     Mutant {
         breaks: "past the stack a changed route of IPv4 is not seen",

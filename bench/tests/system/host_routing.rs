@@ -168,7 +168,15 @@ const SAYS: &[Say] = &[
         directions: [true, true],
     },
     Say {
-        what: "a chain of what enters",
+        what: "a chain of what enters by IPv4",
+        begin: "nft 'table ip says { chain p { type filter hook prerouting priority 0; }; }'",
+        end: "nft delete table ip says",
+        kept_by: NETFILTER,
+        families: [true, false],
+        directions: [true, true],
+    },
+    Say {
+        what: "a chain of what enters by IPv6",
         begin: "nft 'table ip6 says { chain p { type filter hook prerouting priority 0; }; }'",
         end: "nft delete table ip6 says",
         kept_by: NETFILTER,
@@ -186,6 +194,14 @@ const SAYS: &[Say] = &[
     Say {
         what: "an IPsec policy",
         begin: "ip xfrm policy add src 192.0.2.0/24 dst 192.0.2.0/24 dir fwd",
+        end: "ip xfrm policy flush",
+        kept_by: Some("IPsec policies"),
+        families: [true, true],
+        directions: [true, true],
+    },
+    Say {
+        what: "an IPsec policy of what leaves",
+        begin: "ip xfrm policy add src 192.0.2.0/24 dst 192.0.2.0/24 dir out",
         end: "ip xfrm policy flush",
         kept_by: Some("IPsec policies"),
         families: [true, true],
@@ -542,6 +558,53 @@ fn a_change_of_routes_is_in_effect_for_the_next_packet() {
             let number = crossroads.send();
             assert_eq!(crossroads.next(0), number, "{what}, undone, IPv6 {v6}");
         }
+    }
+}
+
+/// The way back to the source of what comes in, as the check of sources wants it, and the way to the pod.
+#[test]
+fn what_comes_in_takes_the_routes_of_that_moment() {
+    let mut crossroads = Crossroads::new(false);
+    let pod = crossroads.network.fixture.target("test/pod-0", false).1;
+    let to = (pod, crossroads.sender.local_addr().unwrap().port());
+    crossroads.sender.set_read_timeout(Some(LIMIT)).unwrap();
+    for (what, begin, end) in [
+        (
+            "the way back to the source leads elsewhere",
+            "IP route replace TO via B metric 10; echo 1 > /proc/sys/net/ipv4/conf/eth1/rp_filter",
+            "IP route replace TO via A metric 10; echo 0 > /proc/sys/net/ipv4/conf/eth1/rp_filter",
+        ),
+        (
+            "a blackhole is in the pod's place",
+            "ip route add blackhole POD table 7; ip rule add pref 50 lookup 7",
+            "ip rule del pref 50; ip route flush table 7",
+        ),
+    ] {
+        crossroads.run("IP route replace TO via A metric 10; IP route replace TO via B metric 20");
+        crossroads.warm_up();
+        let answer = |number: u8| crossroads.receivers[0].send_to(&[number], to).unwrap();
+        let next = || {
+            let mut number = [0];
+            crossroads.sender.recv(&mut number).unwrap_or_else(|error| panic!("{what}: {error}"));
+            number[0]
+        };
+        let deadline = Instant::now() + LIMIT;
+        loop {
+            let before = crossroads.network.ways()[1].past;
+            answer(1);
+            assert_eq!(next(), 1);
+            if crossroads.network.ways()[1].past > before {
+                break;
+            }
+            assert!(Instant::now() < deadline, "{what}: no datagram passes the stack by");
+        }
+        answer(2);
+        assert_eq!(next(), 2);
+        crossroads.run(&begin.replace("POD", &pod.to_string()));
+        answer(3);
+        crossroads.run(end);
+        answer(4);
+        assert_eq!(next(), 4, "{what}");
     }
 }
 
