@@ -12,9 +12,10 @@
 struct route {
 	struct bpf_fib_lookup question, answer;
 	__u32 version, tick;
+	__u32 sequence; /* odd while it is written: with PREEMPT_RT another program may come between on the same CPU */
 };
 
-/* By hash of the question. A program is not interrupted by another one of its CPU. */
+/* By hash of the question. */
 struct {
 	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
 	__uint(max_entries, 1 << ROUTE_BITS);
@@ -77,9 +78,9 @@ __noinline int find_route(struct __sk_buff *skb, struct bpf_fib_lookup *route, _
 	const struct sk_buff___device *kernel = bpf_cast_to_kern_ctx(skb);
 	const struct net *net = kernel->dev->nd_net.net;
 	const __u32 now = tick_of_now();
-	__u32 version = 0, place;
+	__u32 version = 0, place, sequence;
+	int has_version, is_written, is_found;
 	struct route *known;
-	int has_version;
 
 	if (!route) /* never */
 		return 0;
@@ -90,18 +91,27 @@ __noinline int find_route(struct __sk_buff *skb, struct bpf_fib_lookup *route, _
 	known = bpf_map_lookup_elem(&routes, &place);
 	if (!known) /* never */
 		return 0;
-	if (has_version && known->version == version && known->tick == now && length <= known->answer.mtu_result &&
+	sequence = *(volatile __u32 *)&known->sequence;
+	if (has_version && !(sequence & 1) && known->version == version && known->tick == now && length <= known->answer.mtu_result &&
 	    is_same_question(&known->question, route)) {
 		*route = known->answer;
-		return 1;
+		return *(volatile __u32 *)&known->sequence == sequence;
 	}
-	known->tick = NO_TICK;
-	known->question = *route;
+	is_written = has_version && !(sequence & 1) &&
+		     __sync_val_compare_and_swap(&known->sequence, sequence, sequence + 1) == sequence;
+	if (is_written) {
+		known->tick = NO_TICK;
+		known->question = *route;
+	}
 	route->tot_len = length;
-	if (bpf_fib_lookup(skb, route, sizeof(*route), flags) != BPF_FIB_LKUP_RET_SUCCESS)
-		return 0;
-	known->answer = *route;
-	known->version = version;
-	known->tick = has_version ? now : NO_TICK;
-	return 1;
+	is_found = bpf_fib_lookup(skb, route, sizeof(*route), flags) == BPF_FIB_LKUP_RET_SUCCESS;
+	if (is_written) {
+		if (is_found) {
+			known->answer = *route;
+			known->version = version;
+			known->tick = now;
+		}
+		__sync_fetch_and_add(&known->sequence, 1);
+	}
+	return is_found;
 }
