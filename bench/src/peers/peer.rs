@@ -57,13 +57,16 @@ impl Peer {
         Self::Penstock { enforces: true, sections }
     }
 
-    /// Penstock with room for as many connections as by default.
+    /// Penstock with room for as many frames and connections as by default.
     pub fn penstock_as_shipped(attach: Attach) -> Self {
         let sections = match attach {
             Attach::Tcx | Attach::Auto => "attach tcx\noffload true\n",
             Attach::Xdp => "",
         };
-        Self::Penstock { enforces: true, sections: format!("{sections}conntrack entries = {SHIPPED_CONNECTIONS}\n") }
+        Self::Penstock {
+            enforces: true,
+            sections: format!("{sections}{SHIPPED_FRAMES}conntrack entries = {SHIPPED_CONNECTIONS}\n"),
+        }
     }
 
     /// Whether the node's rules translate Services.
@@ -128,13 +131,14 @@ pub(super) fn daemon_config(
     // By XDP each pod has frames of its own.
     let by_tcx = sections.contains("attach tcx");
     let memory = if size.pods > 8 && !by_tcx { 512 } else { MEMORY };
+    let is_shipped = sections.contains(SHIPPED_FRAMES);
     let worker = cores.worker;
     // Where programs forward, the default: a worker on each core.
     let mut workers = match sections.contains("offload true") && !sections.contains("one worker") {
         true => String::new(),
         false => format!("cores = [{worker}]\n"),
     };
-    let mut umem = format!("memory = \"{memory}MiB\"\n");
+    let mut umem = if is_shipped { String::new() } else { format!("memory = \"{memory}MiB\"\n") };
     let (mut xdp, mut capture) = (String::new(), String::new());
     // Lines of the peer go into the sections written here.
     for line in sections.lines() {
@@ -166,6 +170,9 @@ pub(super) fn daemon_config(
 
 /// A line of a peer's sections: kube-proxy translates Services.
 const BY_THE_NODE: &str = "services by the node\n";
+
+/// A line of a peer's sections: as many frames as by default. By XDP the kernel takes memory for each of them and each pod.
+const SHIPPED_FRAMES: &str = "frames as shipped\n";
 
 /// MiB of a UMEM for a few pods.
 pub(super) const MEMORY: usize = 64;
