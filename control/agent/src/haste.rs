@@ -45,13 +45,12 @@ impl ExpeditedGracePeriods {
     fn begin(setting: &Path, marker: &Path) -> Option<Self> {
         let before = fs::read_to_string(setting).ok()?;
         let is_left = marker.exists();
-        // With other paths set, nothing else is in this directory.
-        if let Some(directory) = marker.parent() {
-            fs::create_dir_all(directory).ok()?;
-        }
-        if (before.trim() != "0" && !is_left) || fs::write(marker, "").is_err() {
+        if before.trim() != "0" && !is_left {
             return None;
         }
+        // With other paths set, nothing else is in this directory.
+        fs::create_dir_all(marker.parent()?).ok()?;
+        fs::write(marker, "").ok()?;
         if fs::write(setting, "1").is_err() {
             // One that a killed daemon has left is for who may change the setting.
             if !is_left {

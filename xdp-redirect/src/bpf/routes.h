@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* The node's routes (bpf_fib_lookup). An answer stands for what was asked, between two ends, until the node's routes, rules, or settings change,
- * as it does for a socket of the node; and for one tick of the table's clock at most, since a route may expire, and the MTU of the way be
- * learnt, without that. */
+ * as it does for a socket of the node; and for one tick of the table's clock at most. Some things change without that: a route expires, the MTU of
+ * the way is learnt, a neighbour that decides among several routes is gone, or IPv6 loses a route that it took although another comes before. */
 #pragma once
 #include "established.h"
 #include "kernel_network.h"
@@ -23,7 +23,7 @@ struct {
 	__type(value, struct route);
 } routes SEC(".maps");
 
-/* Reads a number that each change of the node's routes increases (rt_cache_flush in net/ipv4/route.c; fib6_new_sernum and
+/* Reads a number that changes of the node's routes increase (rt_cache_flush in net/ipv4/route.c; fib6_new_sernum and
  * call_fib6_entry_notifiers in net/ipv6/ip6_fib.c). Returns 0 if there is none: IPv6 counts in each table, and rules may lead to any of them. */
 static __always_inline int read_routes_version(const struct net *net, int is_v4, __u32 *version)
 {
@@ -55,9 +55,9 @@ static __always_inline __u32 place_of_route(const struct bpf_fib_lookup *questio
 {
 	const __u32 *from = question->ipv6_src, *to = question->ipv6_dst; /* the last of IPv6, the first of IPv4 */
 	const __u64 ends = (__u64)(from[0] ^ from[3]) << 32 | (to[0] ^ to[3]);
-	const __u64 ports = (__u64)question->sport << 16 | question->dport;
+	const __u64 flow = (__u64)question->flowinfo << 32 | (__u32)question->sport << 16 | question->dport;
 
-	return ((ends ^ ports * 0xff51afd7ed558ccdULL) * 0x9e3779b97f4a7c15ULL) >> (64 - ROUTE_BITS);
+	return ((ends ^ flow * 0xff51afd7ed558ccdULL) * 0x9e3779b97f4a7c15ULL) >> (64 - ROUTE_BITS);
 }
 
 static __always_inline int is_same_question(const struct bpf_fib_lookup *one, const struct bpf_fib_lookup *other)
@@ -71,8 +71,8 @@ static __always_inline int is_same_question(const struct bpf_fib_lookup *one, co
 	return !differs;
 }
 
-/* Asks as bpf_fib_lookup does, with these flags, about a packet of `length` bytes in the flow of `route`, where the answer is. Returns whether
- * there is a route. Not static, as what is verified once. */
+/* Asks as bpf_fib_lookup does, about a packet of `length` bytes in the flow of `route`, where the answer is. Returns whether there is a route.
+ * `flags`: the same for all that comes in by an interface, as they are no part of the question. Not static, as what is verified once. */
 __noinline int find_route(struct __sk_buff *skb, struct bpf_fib_lookup *route, __u32 length, __u32 flags)
 {
 	const struct sk_buff___device *kernel = bpf_cast_to_kern_ctx(skb);
