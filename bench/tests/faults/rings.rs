@@ -68,10 +68,11 @@ fn an_empty_fill_ring_costs_no_other_port_a_packet() {
     let after = fixture.port("test/pod-2");
     let received = after.total.rx_packets - before.total.rx_packets;
     let lost = kernel_lost(&after) - kernel_lost(&before);
-    // Those frames, and a few that arrived while the worker was being stopped and resumed.
+    // Those frames, and a few that arrived while the worker was being stopped and resumed; or a few less, if packets of the pod's own arrived between
+    // the two counters.
     let had = u64::from(before.queue.receiving);
     assert!((64..=RING).contains(&had), "{had} frames for receiving");
-    assert!((had..had + had / 2).contains(&received), "{received} of {sent} received, with {had} frames");
+    assert!((had - 4..had + had / 2).contains(&received), "{received} of {sent} received, with {had} frames");
     let logged = received + lost;
     assert!(
         (sent..sent + 8).contains(&logged),
