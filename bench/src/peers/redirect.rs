@@ -1,6 +1,6 @@
-//! Two pods joined by a program that does nothing but redirect: what any forwarder by tcx can reach at most on this machine.
+//! Two pods, or a pod and another machine, joined by a program that does nothing but redirect: what any forwarder by tcx can reach at most on this machine.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use anyhow::{Context, Result};
 
@@ -15,13 +15,8 @@ pub(super) fn start(node: &Node, other: Option<&Outside>, scratch: &ScratchDir) 
     let pods = [node.pod(&pod_name(0))?, node.pod(&pod_name(1))?];
     let source = scratch.path().join("redirect.bpf.c");
     std::fs::write(&source, PROGRAM)?;
-    attach(
-        node,
-        scratch,
-        pods[0].interface(),
-        pods[1],
-        &other.map(|other| leaving(node, other)).transpose()?.unwrap_or_default(),
-    )?;
+    let leaving = other.map(|other| leaving(node, other)).transpose()?.unwrap_or_default();
+    attach(node, scratch, pods[0].interface(), pods[1], &leaving)?;
     attach(node, scratch, pods[1].interface(), pods[0], &[])?;
     if let Some(other) = other {
         attach(node, scratch, other.interface(), pods[0], &[])?;
@@ -37,7 +32,7 @@ fn leaving(node: &Node, other: &Outside) -> Result<Vec<String>> {
     });
     let gateway = gateway.context("the node has no IPv4 address")?;
     let out = node.netlink().index(other.interface())?;
-    let as_read = |address: std::net::Ipv4Addr| u32::from_ne_bytes(address.octets());
+    let as_read = |address: Ipv4Addr| u32::from_ne_bytes(address.octets());
     Ok(vec![
         format!("-DREMOTE={}U", as_read(policy::REMOTE)),
         format!("-DGATEWAY={}U", as_read(gateway)),

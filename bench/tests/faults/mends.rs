@@ -27,7 +27,7 @@ const ROUTING: &str = "host_routing.h";
 const FUZZER: &str = "faults::fuzz::random_frames_for_a_minute_arrive_only_where_policy_allows";
 const TUNNELS: &str = "services::tunnels::a_node_unwraps_no_tunnel_packet_of_another_nodes_pod";
 const SAYS: &str = "system::host_routing::packets_pass_the_stack_by_until_somebody_has_a_say";
-const CHANGES: &str = "system::host_routing::a_change_of_routes_is_in_effect_for_the_next_packet";
+const CHANGES: &str = "system::host_routing::routes::a_change_of_routes_is_in_effect_for_the_next_packet";
 /// Seconds that the fuzzer has for a mutant.
 const SECONDS: &str = "90";
 
@@ -306,17 +306,17 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         breaks: "past the stack the source is not checked",
-        finder: Test("system::host_routing::what_comes_in_takes_the_routes_of_that_moment"),
+        finder: Test("system::host_routing::routes::what_comes_in_takes_the_routes_of_that_moment"),
         file: ROUTING,
-        from: "(!read_question(skb, is_v4, &route) || !passes_rp_filter(skb, &route))",
-        to: "(!read_question(skb, is_v4, &route) || (passes_rp_filter(skb, &route), 0))",
+        from: " &&\n\t       (!is_v4 || passes_rp_filter(skb, &route));",
+        to: ";",
     },
     Mutant {
         breaks: "past the stack what comes in takes no route",
-        finder: Test("system::host_routing::what_comes_in_takes_the_routes_of_that_moment"),
+        finder: Test("system::host_routing::routes::what_comes_in_takes_the_routes_of_that_moment"),
         file: ROUTING,
-        from: " && find_route(skb, &route, length, BPF_FIB_LOOKUP_SKIP_NEIGH) && route.ifindex == ifindex;",
-        to: ";",
+        from: " && find_route(skb, &route, length, BPF_FIB_LOOKUP_SKIP_NEIGH) && route.ifindex == ifindex &&",
+        to: " &&",
     },
     Mutant {
         breaks: "past the stack a changed route of IPv4 is not seen",
@@ -348,14 +348,14 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         breaks: "past the stack a route is kept for ever",
-        finder: Test("system::host_routing::a_route_that_has_expired_is_not_taken"),
+        finder: Test("system::host_routing::routes::a_route_that_has_expired_is_not_taken"),
         file: ROUTES,
         from: " && known->tick == now && ",
         to: " && known->tick != NO_TICK && ",
     },
     Mutant {
         breaks: "past the stack a route is that of any flow in its place",
-        finder: Test("system::host_routing::each_of_many_addresses_has_its_own_route"),
+        finder: Test("system::host_routing::routes::each_of_many_addresses_has_its_own_route"),
         file: ROUTES,
         from: " &&\n\t    is_same_question(&known->question, route)) {",
         to: ") {",

@@ -153,28 +153,28 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 }
 
 /* Sends a packet of another machine to its pod as the node's stack and to_pod would. Returns FOR_STACK where it does not. Whatever may keep it to
- * the stack is asked before its connection is looked up, which leaves a note that only the first to look leaves. `flow`: memory of the caller's, as
- * a program has little. */
-static __always_inline int forward_from_uplink(struct __sk_buff *skb, const struct uplink *uplink, struct sent_flow *flow)
+ * the stack is asked before its connection is looked up, which leaves a note that only the first to look leaves. */
+static __always_inline int forward_from_uplink(struct __sk_buff *skb, const struct uplink *uplink)
 {
 	struct connection connection = { .only_plain = 1 };
 	const struct pod_interfaces *pod;
 	const struct interface *iface;
 	struct decision decision;
+	struct sent_flow flow;
 	struct packet packet;
 	__u32 length, ifindex;
 	int found;
 
 	if (skb->vlan_present || skb->pkt_type || skb->mark || kept_by(skb) != BY_NOBODY ||
-	    !read_addresses(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), flow))
+	    !read_addresses(skb, ETH_HLEN, skb->protocol == bpf_htons(ETH_P_IP), &flow))
 		return FOR_STACK;
-	pod = bpf_map_lookup_elem(&pod_addresses, &flow->to);
+	pod = bpf_map_lookup_elem(&pod_addresses, &flow.to);
 	if (!pod)
 		return FOR_STACK;
 	ifindex = pod->veth;
 	iface = bpf_map_lookup_elem(&interfaces, &ifindex);
 	/* No other machine has a local pod's address. */
-	if (!iface || iface->bridge || is_captured(iface) || bpf_map_lookup_elem(&pod_addresses, &flow->from))
+	if (!iface || iface->bridge || is_captured(iface) || bpf_map_lookup_elem(&pod_addresses, &flow.from))
 		return FOR_STACK;
 	if (!read_packet(skb, &packet) || !is_checksum_in_transport_header(skb, &packet) || !is_routable(&packet))
 		return FOR_STACK;

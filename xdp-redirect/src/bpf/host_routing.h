@@ -55,23 +55,28 @@ static __always_inline int read_question(struct __sk_buff *skb, int is_v4, struc
 }
 
 /* Whether the check of an IPv4 source passes (rp_filter, fib_validate_source in net/ipv4/fib_frontend.c): the node's route back to it leads to the
- * interface that it came in by. A loose check is taken for a strict one; the check asks rules otherwise than a packet. `asked`: about the
- * packet; the answer takes its place. */
-static __always_inline int passes_rp_filter(struct __sk_buff *skb, struct bpf_fib_lookup *asked)
+ * interface that it came in by. A loose check is taken for a strict one; the check asks rules otherwise than a packet. `back`: memory of the
+ * caller's, as a program has little. */
+static __always_inline int passes_rp_filter(struct __sk_buff *skb, struct bpf_fib_lookup *back)
 {
 	const struct sk_buff___device *kernel = bpf_cast_to_kern_ctx(skb);
 	const struct net_device *device = kernel->dev;
 	const struct net *net = device->nd_net.net;
-	const struct ports ports = { asked->sport, asked->dport };
-	const __be32 from = asked->ipv4_src;
+	struct ports ports;
+	__be32 from;
 
 	if (!net->ipv4.devconf_all->data[RP_FILTER] && !device->ip_ptr->cnf.data[RP_FILTER])
 		return 1;
-	asked->ipv4_src = asked->ipv4_dst;
-	asked->ipv4_dst = from;
-	asked->sport = ports.to;
-	asked->dport = ports.from;
-	return !net->ipv4.fib_has_custom_rules && find_route(skb, asked, 0, BPF_FIB_LOOKUP_SKIP_NEIGH) && asked->ifindex == skb->ifindex;
+	*back = (struct bpf_fib_lookup){};
+	if (net->ipv4.fib_has_custom_rules || !read_question(skb, 1, back))
+		return 0;
+	ports = (struct ports){ .from = back->dport, .to = back->sport };
+	from = back->ipv4_dst;
+	back->ipv4_dst = back->ipv4_src;
+	back->ipv4_src = from;
+	back->sport = ports.from;
+	back->dport = ports.to;
+	return find_route(skb, back, 0, BPF_FIB_LOOKUP_SKIP_NEIGH) && back->ifindex == skb->ifindex;
 }
 
 /* A hop limit that was rewritten in a packet whose checksum the NIC has computed (CHECKSUM_COMPLETE). IPv4's header checksum makes up for it. */
@@ -131,10 +136,6 @@ __noinline int is_routed_to(struct __sk_buff *skb, __u32 ifindex, __u32 length)
 	const int is_v4 = skb->protocol == bpf_htons(ETH_P_IP);
 	struct bpf_fib_lookup route = {};
 
-	if (is_v4) {
-		if (!read_question(skb, is_v4, &route) || !passes_rp_filter(skb, &route))
-			return 0;
-		route = (struct bpf_fib_lookup){};
-	}
-	return read_question(skb, is_v4, &route) && find_route(skb, &route, length, BPF_FIB_LOOKUP_SKIP_NEIGH) && route.ifindex == ifindex;
+	return read_question(skb, is_v4, &route) && find_route(skb, &route, length, BPF_FIB_LOOKUP_SKIP_NEIGH) && route.ifindex == ifindex &&
+	       (!is_v4 || passes_rp_filter(skb, &route));
 }

@@ -26,8 +26,8 @@
  *   the node's stack ── to_host ──▶ host veth: that has come from a pod so
  *
  * The headers, in the order in which a packet needs them: tcx_maps.h (settings and maps), neighbour.h (address resolution), packet.h and
- * established.h (its connection), repeat.h (opening one), rewrite.h, forward.h, host_routing.h and routes.h (its way without a worker), worker.h (its way to one),
- * origin.h and pods.h (who sent it, behind the node's stack), egress.h and tunnel.h (other machines). */
+ * established.h (its connection), repeat.h (opening one), rewrite.h, forward.h, host_routing.h and routes.h (its way without a worker), worker.h
+ * (its way to one), origin.h and pods.h (who sent it, behind the node's stack), egress.h and tunnel.h (other machines). */
 #include <stddef.h>
 #include <linux/bpf.h>
 #include <linux/icmpv6.h>
@@ -248,7 +248,7 @@ int from_uplink(struct __sk_buff *skb)
 		return TC_ACT_UNSPEC; /* the next program */
 	uplink = bpf_map_lookup_elem(&uplinks, &ifindex);
 	if (host_routing && uplink && uplink->longest) {
-		action = forward_from_uplink(skb, uplink, &flow);
+		action = forward_from_uplink(skb, uplink);
 		if (action != FOR_STACK)
 			return action;
 	}

@@ -74,6 +74,7 @@ impl Threshold {
 
 /// Two pods joined by a program that looks nothing up.
 const REDIRECT: &str = "tcx, redirect alone";
+/// A pod and another machine joined by one.
 const REDIRECT_OUT: &str = "tcx, redirect alone, to another node";
 
 pub(crate) const THRESHOLDS: &[Threshold] = &[

@@ -57,7 +57,7 @@ pub(crate) fn one_connection() -> Scenario {
         about: "The generator has one core. Kernel peers do their work on it too, as on a node, since the sender's \
                 system call carries a packet to the receiver's socket; with RPS the kernel moves its part to the second core, \
                 which Penstock's worker has in its own cases. Open vSwitch and testpmd poll on that core. The core times \
-                tell what a packet costs either way. \"Redirect alone\" joins the two pods by a program that looks nothing up: \
+                tell what a packet costs either way. \"Redirect alone\" joins the two pods, or a pod and the other node, by a program that looks nothing up: \
                 what a forwarder by tcx can reach at most.",
         metrics: METRICS,
         cases: vec![
