@@ -36,7 +36,7 @@ use huge_pages::HugePages;
 pub use peer::{CONNECTIONS, Peer};
 use peer::{KEPT, MEMORY, daemon_config};
 pub use policy::{ClusterSize, NODE, further_policy, manifests, pod_name};
-pub use tools::{MissingTool, find};
+pub use tools::{MissingTool, find, find_in, search_path};
 
 /// The core of generator and receiver, and the forwarder's core where it has one of its own.
 #[derive(Clone, Copy, Debug)]

@@ -1,5 +1,6 @@
 //! The peers' programs and the packages that contain them.
 
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -22,11 +23,27 @@ impl fmt::Display for MissingTool {
 
 impl std::error::Error for MissingTool {}
 
-/// Finds a program, also in directories that are only in root's PATH.
+/// Finds a program in `PATH`, or in the directories that only root has in its `PATH`.
+///
+/// # Errors
+/// If no such directory holds it.
 pub fn find(program: &'static str, package: &'static str) -> Result<PathBuf, MissingTool> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let usual = ["/usr/sbin", "/sbin"].map(PathBuf::from);
-    let mut places = std::env::split_paths(&path).chain(usual).map(|directory| directory.join(program));
+    find_in(&search_path(), program, package)
+}
+
+/// `PATH`, followed by the directories that only root has in it.
+pub fn search_path() -> OsString {
+    let mut path = std::env::var_os("PATH").unwrap_or_default();
+    path.push(":/usr/sbin:/sbin");
+    path
+}
+
+/// Finds a program in the directories of `path`, separated as in `PATH`.
+///
+/// # Errors
+/// If none of them holds it.
+pub fn find_in(path: &OsStr, program: &'static str, package: &'static str) -> Result<PathBuf, MissingTool> {
+    let mut places = std::env::split_paths(path).map(|directory| directory.join(program));
     places.find(|file| file.is_file()).ok_or(MissingTool { program, package })
 }
 

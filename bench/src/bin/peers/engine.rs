@@ -1,9 +1,10 @@
 //! The engines: how each is started on a node, as its project installs it, and what it needs.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
-use penstock_bench::peers::find;
+use penstock_bench::peers::{find, find_in, search_path};
 use penstock_bench::testbed::{Namespace, penstock_binary};
 
 /// An engine that enforces policy on the nodes of a cell.
@@ -61,10 +62,11 @@ enum Need {
 }
 
 impl Need {
-    fn missing(&self) -> Option<String> {
+    /// Why it isn't met, if its programs are those in `path`.
+    fn missing(&self, path: &OsStr) -> Option<String> {
         match self {
             Self::Elsewhere(why) => Some((*why).to_owned()),
-            Self::Tool(program, package) => find(program, package).err().map(|missing| missing.to_string()),
+            Self::Tool(program, package) => find_in(path, program, package).err().map(|missing| missing.to_string()),
             Self::NftablesQueue => match has_nftables_queue() {
                 Ok(true) => None,
                 Ok(false) => Some("the kernel has no queue statement of nftables (CONFIG_NFT_QUEUE)".to_owned()),
@@ -136,12 +138,16 @@ impl Engine {
     }
 
     pub(crate) fn missing(&self, peers: &PeersFolder) -> Option<String> {
+        self.missing_in(&search_path(), peers)
+    }
+
+    fn missing_in(&self, path: &OsStr, peers: &PeersFolder) -> Option<String> {
         let program = self.program(peers).err().map(|error| format!("{error:#}"));
         let definitions = self.definitions(peers).err().map(|error| format!("{error:#}"));
         let library = self.library.and_then(|name| peers.folder(name, "the BPF programs").err());
         let library = library.map(|error| format!("{error:#}"));
         // First what no program would change.
-        self.needs.iter().find_map(Need::missing).or(program).or(definitions).or(library)
+        self.needs.iter().find_map(|need| need.missing(path)).or(program).or(definitions).or(library)
     }
 
     /// Its program; `None` where nothing enforces.
@@ -355,8 +361,23 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_there_is_named_with_its_place() {
-        let why = |folder: Option<&str>| ENGINES[4].missing(&PeersFolder(folder.map(PathBuf::from))).unwrap();
-        assert!(why(None).contains("PENSTOCK_PEERS"), "{}", why(None));
-        assert!(why(Some("/nowhere")).contains("bin/kube-router is not in the folder"), "{}", why(Some("/nowhere")));
+        let tools = tempfile::tempdir().unwrap();
+        let missing = |folder: Option<&str>| {
+            let peers = PeersFolder(folder.map(PathBuf::from));
+            ENGINES[4].missing_in(tools.path().as_os_str(), &peers).unwrap()
+        };
+        let cases = [
+            ("", None, "apt-get install iptables"),
+            ("iptables", None, "apt-get install ipset"),
+            ("ipset", None, "PENSTOCK_PEERS is not set"),
+            ("", Some("/nowhere"), "bin/kube-router is not in the folder"),
+        ];
+        for (installed, folder, expected) in cases {
+            if !installed.is_empty() {
+                std::fs::write(tools.path().join(installed), "").unwrap();
+            }
+            let reason = missing(folder);
+            assert!(reason.contains(expected), "{reason}");
+        }
     }
 }
