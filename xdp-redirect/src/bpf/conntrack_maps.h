@@ -73,7 +73,15 @@ struct {
 /* The control word (dataplane/src/conntrack/entry.rs). */
 #define STATE(control) ((control) & 15)
 #define TENTATIVE (1 << 4)
-#define ORIGINAL(control) ((control) >> 5 & 1)
+/* The direction as an index. In C the compiler may use another copy of the number, whose bounds verifiers up to Linux 6.5 don't know. */
+static __always_inline __u32 original_direction(__u64 control)
+{
+	__u64 direction = control >> 5;
+
+	asm volatile("%0 &= 1" : "+r"(direction));
+	return direction;
+}
+#define ORIGINAL(control) original_direction(control)
 #define REVOKED (1 << 6)
 #define VIA_HOST (1 << 7) /* its packets traverse the node's stack */
 #define TICK_MASK 0x3fffff

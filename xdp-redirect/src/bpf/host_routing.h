@@ -59,12 +59,17 @@ static __always_inline int read_question(struct __sk_buff *skb, int is_v4, struc
  * caller's, as a program has little. */
 static __always_inline int passes_rp_filter(struct __sk_buff *skb, struct bpf_fib_lookup *back)
 {
-	const struct sk_buff___device *kernel = bpf_cast_to_kern_ctx(skb);
-	const struct net_device *device = kernel->dev;
-	const struct net *net = device->nd_net.net;
+	const struct sk_buff___device *kernel;
+	const struct net_device *device;
+	const struct net *net;
 	struct ports ports;
 	__be32 from;
 
+	if (!casts_packets || !host_routing) /* never: kept_by() */
+		return 0;
+	kernel = bpf_cast_to_kern_ctx(skb);
+	device = kernel->dev;
+	net = device->nd_net.net;
 	if (!net->ipv4.devconf_all->data[RP_FILTER] && !device->ip_ptr->cnf.data[RP_FILTER])
 		return 1;
 	*back = (struct bpf_fib_lookup){};
@@ -110,7 +115,8 @@ __noinline int send_out(struct __sk_buff *skb, struct packet *packet, const stru
 	/* to_uplink, which the mark passes, asks about these. */
 	if (!read_addresses(skb, ETH_HLEN, packet->is_v4, &flow) || bpf_map_lookup_elem(&service_addresses, &flow.to))
 		return FOR_STACK;
-	if (!read_question(skb, packet->is_v4, &route))
+	/* Not packet->is_v4: a second read of it is another number to verifiers before Linux 6.6. */
+	if (!read_question(skb, skb->protocol == bpf_htons(ETH_P_IP), &route))
 		return FOR_STACK;
 	tos = route.tos; /* the answer takes its place */
 	if (!find_route(skb, &route, length, 0))

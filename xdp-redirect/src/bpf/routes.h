@@ -75,15 +75,17 @@ static __always_inline int is_same_question(const struct bpf_fib_lookup *one, co
  * `flags`: the same for all that comes in by an interface, as they are no part of the question. Not static, as what is verified once. */
 __noinline int find_route(struct __sk_buff *skb, struct bpf_fib_lookup *route, __u32 length, __u32 flags)
 {
-	const struct sk_buff___device *kernel = bpf_cast_to_kern_ctx(skb);
-	const struct net *net = kernel->dev->nd_net.net;
+	const struct sk_buff___device *kernel;
+	const struct net *net;
 	const __u32 now = tick_of_now();
 	__u32 version = 0, place, sequence;
 	int has_version, is_written, is_found;
 	struct route *known;
 
-	if (!route) /* never */
+	if (!casts_packets || !host_routing || !route) /* never: kept_by() */
 		return 0;
+	kernel = bpf_cast_to_kern_ctx(skb);
+	net = kernel->dev->nd_net.net;
 	if (!are_routes_by_ports(net, route->family == FAMILY_INET))
 		route->sport = route->dport = 0;
 	has_version = read_routes_version(net, route->family == FAMILY_INET, &version);
