@@ -4,8 +4,8 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
+use penstock_bench::rulesets::acl::{Action, SixTuple};
 use penstock_dataplane::packet::{Address, Flow, Protocol};
-use penstock_policy::render::acl::{Action, SixTuple};
 
 /// A first-match list of six-tuples, packed so that nearly every entry costs one comparison: fields that are equal in
 /// all entries are not compared.

@@ -250,7 +250,7 @@ fn linear(rounds: usize) -> bool {
     let mut engine = Engine::new(EngineSettings::for_all_pods());
     let policy = policy(0, "p".to_owned(), Selector::default(), Some(rules.collect()), None);
     engine.apply([namespace(0), Object::Pod(pod(0, 0, 0, 0)), policy].map(ObjectChange::Set));
-    let lists = penstock_policy::render::acl::render(engine.state(), engine.tables());
+    let lists = penstock_bench::rulesets::acl::render(engine.state(), engine.tables());
     let list = LinearList::new(&lists[0].entries);
     assert!((1_000..1_010).contains(&list.len()), "{} six-tuples", list.len());
     let mut number = numbers();

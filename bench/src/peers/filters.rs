@@ -8,15 +8,15 @@ use std::path::Path;
 use anyhow::Result;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange};
 use penstock_policy::engine::Engine;
-use penstock_policy::render::acl::{AccessList, Action, SixTuple};
-use penstock_policy::render::{acl, nft};
 
 use super::policy;
 use super::tools::{find, run, version};
 use crate::load::ALL_PORTS;
+use crate::rulesets::acl::{AccessList, Action, SixTuple};
+use crate::rulesets::{acl, nft};
 use crate::testbed::Namespace;
 
-/// Loads what `penstock render --format nft` prints.
+/// Loads the nftables ruleset with sets.
 pub(super) fn nftables(node: &Namespace, engine: &Engine, scratch: &Path) -> Result<String> {
     load(node, &nft::render(engine.state(), engine.tables()), scratch)
 }
@@ -51,8 +51,7 @@ fn load(node: &Namespace, ruleset: &str, scratch: &Path) -> Result<String> {
     version("nft", "--version")
 }
 
-/// Loads what `penstock render --format acl` prints, one rule per entry. Entries that match the measured packets come
-/// last.
+/// Loads the access lists, one rule per entry. Entries that match the measured packets come last.
 pub(super) fn linear(node: &Namespace, engine: &Engine, scratch: &Path) -> Result<String> {
     let (mut chains, mut jumps) = (String::new(), String::new());
     for (number, (address, list)) in lists(engine).into_iter().enumerate() {

@@ -14,9 +14,9 @@ pub enum Peer {
         sections: String,
     },
     Kernel,
-    /// nftables with connection tracking, sets and verdict maps, as rendered by `penstock render --format nft`.
+    /// nftables with connection tracking, sets and verdict maps.
     Nftables,
-    /// nftables with one rule per entry of `penstock render --format acl`, without connection tracking. Measured
+    /// nftables with one rule per entry of the access lists, without connection tracking. Measured
     /// packets match last.
     Linear,
     Iptables,

@@ -169,7 +169,7 @@ pub(super) fn write(scratch: &ScratchDir, size: ClusterSize) -> Result<std::path
     Ok(directory)
 }
 
-/// The engine that `penstock render` uses.
+/// The engine whose tables the workers read.
 pub(super) fn engine(directory: &std::path::Path) -> Result<Engine> {
     let documents = read_manifests(&[directory], &Options::default())?.documents;
     let mut engine = Engine::new(EngineSettings::for_node(NODE));

@@ -14,11 +14,11 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
 
-use crate::compile::{TableKey, Tier};
-use crate::model::RuleAction;
-use crate::state::{ClusterState, PodId, PodOrNode};
+use penstock_policy::compile::{TableKey, Tier};
+use penstock_policy::model::RuleAction;
+use penstock_policy::state::{ClusterState, PodId, PodOrNode};
 
-use super::tables::{ExpandedRule, Expansion, Tables};
+use penstock_policy::render::tables::{ExpandedRule, Expansion, Tables};
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Action {

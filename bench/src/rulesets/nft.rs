@@ -5,19 +5,19 @@
 //! drops it otherwise. A Pass of a ClusterNetworkPolicy goes to a second chain with the next tier, as does the end of the
 //! Admin tier. Peers are interval sets with excepts subtracted. Loading the text replaces the table atomically.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::net::IpAddr;
 
 use ipnet::IpNet;
 use penstock_dataplane::policy::{Direction, PortProtocol, PortRange, PortSpec};
-use rustc_hash::FxHashMap;
 
-use crate::compile::{TableKey, Tier};
-use crate::model::RuleAction;
-use crate::state::{ClusterState, PodId};
+use penstock_policy::compile::{TableKey, Tier};
+use penstock_policy::model::RuleAction;
+use penstock_policy::state::{ClusterState, PodId};
 
 use super::acl::{own_addresses, own_node_addresses};
-use super::tables::{ExpandedRule, Tables};
+use penstock_policy::render::tables::{ExpandedRule, Tables};
 
 pub const TABLE: &str = "penstock";
 
@@ -155,7 +155,7 @@ fn peer_end(direction: Direction) -> &'static str {
 /// The matches of a rule's ports, one for each protocol, each with a trailing blank; an empty one matches everything.
 fn port_matches(ports: &PortSpec) -> Vec<String> {
     let PortSpec::AnyOf(ranges) = ports else { return vec![String::new()] };
-    let mut by_protocol: FxHashMap<PortProtocol, Vec<&PortRange>> = FxHashMap::default();
+    let mut by_protocol: BTreeMap<PortProtocol, Vec<&PortRange>> = BTreeMap::new();
     for range in ranges {
         by_protocol.entry(range.protocol).or_default().push(range);
     }

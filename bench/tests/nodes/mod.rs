@@ -1,5 +1,5 @@
-//! One or several nodes: each a network namespace with pods and a daemon, joined by a router; and what `penstock render`
-//! prints for them, without a daemon. Needs root, `nft` and a built `penstock`.
+//! One or several nodes: each a network namespace with pods and a daemon, joined by a router. The same policy as an
+//! nftables ruleset, without a daemon. Needs root, `nft` and a built `penstock`.
 
 mod cluster_conformance;
 mod conformance;

@@ -1,5 +1,4 @@
-//! The ruleset of `penstock render --format nft`, loaded by `nft` and without a daemon: the same packets pass as `evaluate`
-//! says. The ruleset filters what a machine forwards, so every end is a namespace behind one machine: pods, and nodes
+//! An nftables ruleset of the same policy, loaded without a daemon: the same packets pass as `evaluate` says. The ruleset filters what a machine forwards, so every end is a namespace behind one machine: pods, and nodes
 //! and machines outside with all of their addresses.
 
 use std::cell::Cell;
@@ -7,15 +6,17 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::IpAddr;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use penstock_bench::cluster::read_objects;
 use penstock_bench::conformance::{self, PodPlacement, Suite, by_turns, send_between};
 use penstock_bench::expectation::{Expectation, PolicyOracle};
 use penstock_bench::matrix::Matrix;
 use penstock_bench::probe::{EchoServers, EchoService, Site};
-use penstock_bench::testbed::{Node, ScratchDir, penstock_binary};
-use penstock_policy::model::Object;
+use penstock_bench::rulesets::nft;
+use penstock_bench::testbed::{Node, ScratchDir};
+use penstock_policy::engine::{Engine, EngineSettings};
+use penstock_policy::model::{Object, ObjectChange};
 
 use crate::nodes::conformance::documents;
 use crate::nodes::fixture::{PROTOCOLS, SERVICES};
@@ -59,9 +60,9 @@ impl Filter {
     /// Renders manifests and loads the ruleset in the place of the one before. What that one had accepted would go on, and a
     /// probe may have the ports of an earlier one: so each ruleset has its own zone of conntrack.
     fn load(&self, manifests: &Path) {
-        let mut render = Command::new(penstock_binary().unwrap());
-        let rendered = render.args(["render", "--format", "nft", "--manifests"]).arg(manifests).output().unwrap();
-        assert!(rendered.status.success(), "{}", String::from_utf8_lossy(&rendered.stderr));
+        let mut engine = Engine::new(EngineSettings::for_all_pods());
+        engine.apply(read_objects(manifests).unwrap().into_iter().map(ObjectChange::Set));
+        let ruleset = nft::render(engine.state(), engine.tables());
         let mut nft = self.node.namespace().command("nft");
         let mut nft = nft.args(["-f", "-"]).stdin(Stdio::piped()).spawn().expect("nftables is installed");
         self.loaded.set(self.loaded.get() + 1);
@@ -70,9 +71,9 @@ impl Filter {
              priority raw;\n\t\tct zone set {}\n\t}}\n}}\n",
             self.loaded.get()
         );
-        let input = [zone.as_bytes(), &rendered.stdout].concat();
-        nft.stdin.take().expect("it reads the ruleset").write_all(&input).unwrap();
-        assert!(nft.wait().unwrap().success(), "nft refuses:\n{}", String::from_utf8_lossy(&rendered.stdout));
+        let input = zone + &ruleset;
+        nft.stdin.take().expect("it reads the ruleset").write_all(input.as_bytes()).unwrap();
+        assert!(nft.wait().unwrap().success(), "nft refuses:\n{ruleset}");
     }
 
     /// The same for some text of manifests.

@@ -132,11 +132,6 @@ impl ManifestArgs {
         self.v1beta1
     }
 
-    /// Whether a rule's action is honoured cluster-wide.
-    pub(super) fn is_cluster_wide(&self) -> bool {
-        self.cluster_wide
-    }
-
     pub(super) fn use_standard_input(&self) -> bool {
         self.manifests.iter().any(|path| path == Path::new("-"))
     }

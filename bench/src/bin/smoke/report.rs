@@ -44,9 +44,7 @@ pub(crate) fn introduce(cores: Cores) {
     println!("  Penstock's worker on core {}; counted is what reached the receiver's UDP sockets", cores.worker);
     println!("  kernel cases: as a node has it, all on the sender's core; and with RPS on the sender's veth, which");
     println!("  gives the forwarding core {} as Penstock has it", cores.worker);
-    println!(
-        "  (d) enforces the policy of (a) as penstock render --format nft writes it: conntrack, sets, verdict maps"
-    );
+    println!("  (d) enforces the policy of (a) as an nftables ruleset: conntrack, sets, verdict maps");
     println!("  each configuration was seen to pass an allowed packet first, and (a) and (d) to drop a denied one\n");
     if let Some(load) = load().filter(|load| *load > BUSY) {
         println!("  This machine is busy (load average {load:.1}): the figures below are unreliable.\n");

@@ -1,7 +1,5 @@
-//! Renders effective rules: bitmap tables for the workers, the table of Services, six-tuples, an nftables ruleset.
+//! Renders effective rules: bitmap tables for the workers, and the table of Services.
 
-pub mod acl;
 mod blocks;
-pub mod nft;
 pub mod services;
 pub mod tables;

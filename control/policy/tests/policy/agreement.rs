@@ -1,4 +1,4 @@
-//! On random clusters the tables, the six-tuples and the naive evaluator agree on every query.
+//! On random clusters the tables and the naive evaluator agree on every query.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -73,7 +73,7 @@ fn config(cases: u32) -> Config {
 }
 
 #[test]
-fn tables_six_tuples_and_naive_evaluator_agree_on_every_query() {
+fn the_tables_and_the_naive_evaluator_agree_on_every_query() {
     agree(TestRunner::new(config(150)));
 }
 

@@ -1,7 +1,7 @@
-//! The meaning of NetworkPolicy: examples for each clause, and random clusters on which three evaluators must agree.
+//! The meaning of NetworkPolicy: examples for each clause, and random clusters on which two evaluators must agree.
 //!
-//! The evaluators are the bitmap tables (the ones that the workers read), the flat six-tuple list, and a naive evaluator
-//! that reads the objects and shares no code with either.
+//! The evaluators are the bitmap tables that the workers read, and a naive evaluator that reads the objects and shares no
+//! code with them.
 
 mod agreement;
 mod aside;
@@ -16,7 +16,6 @@ mod learn_services;
 mod limits;
 mod naive;
 mod names;
-mod nft;
 mod notes;
 mod random;
 mod services;

@@ -66,7 +66,7 @@ fn method(results: &Results) -> String {
         "{} of {} repetitions of {:.2} s each, as many as the time was enough for, alternating between the cases of the first table and of the thresholds; the others were measured in the first one, and in each fourth after it. Figures are medians, followed by the lowest and the highest value; ratios are relative to the \
          first row of a table. Packets go from one pod to another of the same node, over veths between network namespaces. \
          Generator and receiver run on core {}, the forwarding process of a peer that has one on core {}. Every peer has \
-         the same policies from `penstock render`. Before the measurement it forwarded an allowed packet and its reply and, \
+         the same policies as a ruleset or access lists. Before the measurement it forwarded an allowed packet and its reply and, \
          if it enforces policy, dropped a denied packet. No NIC is involved: the figures compare peers and do not predict \
          the throughput of a NIC. The share of the cores' time that a hypervisor took away is shown for every case, and so \
          is the speed of the slower core relative to the highest speed seen: a core that shares its execution units with \
