@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use anyhow::Result;
@@ -12,7 +13,8 @@ use super::namespace::{Netlink, network_state};
 /// Namespaces and child processes of this process, the machine's links, addresses and routes, and objects pinned in the
 /// BPF file system for this process' namespaces. Two inventories, before and after, must not differ.
 ///
-/// Namespaces, processes and pinned objects of other processes are left out, since they may come and go meanwhile. So
+/// Namespaces, processes and pinned objects of other processes are left out, since they may come and go meanwhile, also where a
+/// namespace of theirs has the inode of one of this process that is gone. So
 /// are the objects that the kernel creates when a BPF file system is mounted (`maps.debug`, `progs.debug`:
 /// kernel/bpf/preload).
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -26,8 +28,9 @@ impl Inventory {
         let mut items: BTreeSet<String> = network_state(&Netlink::open_here()?)?.into_iter().collect();
         items.extend(own_namespaces().map(|name| format!("namespace {name}")));
         items.extend(own_children().map(|process| format!("process {process}")));
-        let own: BTreeSet<String> = made().into_iter().map(|inode| inode.to_string()).collect();
-        pinned(Path::new("/sys/fs/bpf"), &own, false, &mut items);
+        let (alive, used) = (own_inodes(), used_inodes());
+        let own = made().into_iter().filter(|inode| alive.contains(inode) || !used.contains(inode));
+        pinned(Path::new("/sys/fs/bpf"), &own.map(|inode| inode.to_string()).collect(), false, &mut items);
         Ok(Self { items })
     }
 
@@ -51,6 +54,18 @@ fn own_namespaces() -> impl Iterator<Item = String> {
     let entries = fs::read_dir(DIRECTORY).into_iter().flatten().flatten();
     let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
     names.filter(|name| owner(name) == Some(std::process::id()))
+}
+
+/// Inodes of the namespaces of this process that exist.
+fn own_inodes() -> BTreeSet<u64> {
+    own_namespaces().filter_map(|name| Some(fs::metadata(Path::new(DIRECTORY).join(name)).ok()?.ino())).collect()
+}
+
+/// Inodes of network namespaces that processes are in. The kernel gives the inode of one that is gone to a new one, which may be
+/// another process's.
+fn used_inodes() -> BTreeSet<u64> {
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes.filter_map(|process| Some(fs::metadata(process.path().join("ns/net")).ok()?.ino())).collect()
 }
 
 fn own_children() -> impl Iterator<Item = String> {

@@ -202,11 +202,14 @@ fn versions(cluster: &RealCluster) -> Result<String> {
     ))
 }
 
-/// As `git describe` names it.
+/// As `git describe` names it, `-dirty` if anything else than results has changed: a suite that ran before has written its own.
 fn commit() -> Result<String> {
-    let mut git = Command::new("git");
-    git.args(["-C", env!("CARGO_MANIFEST_DIR"), "describe", "--always", "--dirty", "--abbrev=12"]);
-    Ok(output(&mut git)?.trim().to_owned())
+    let git = |arguments: &[&str]| {
+        output(Command::new("git").args(["-C", concat!(env!("CARGO_MANIFEST_DIR"), "/..")]).args(arguments))
+    };
+    let changes = git(&["status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)docs/conformance"])?;
+    let mark = if changes.trim().is_empty() { "" } else { "-dirty" };
+    Ok(format!("{}{mark}", git(&["describe", "--always", "--abbrev=12"])?.trim()))
 }
 
 /// Runs these tests of the SIG's suite; returns its report.

@@ -60,7 +60,7 @@ pub(super) fn lock(mapping: &TableMapping, is_in_kernel: bool) -> Result<Option<
     match file.try_lock() {
         Ok(()) => {}
         Err(fs::TryLockError::WouldBlock) => {
-            return Err(RunError::bad_input(OpenError::InUse { path: path.clone() }));
+            return Err(RunError::Occupied(OpenError::InUse { path: path.clone() }.to_string()));
         }
         Err(fs::TryLockError::Error(error)) => return Err(unusable(error)),
     }
@@ -108,7 +108,7 @@ pub(super) fn lock_for_removal(config: &Config) -> Result<Vec<fs::File>, RunErro
         let Ok(file) = fs::File::open(&name) else { continue };
         match file.try_lock() {
             Ok(()) => locked.push(file),
-            Err(_) => return Err(RunError::bad_input(OpenError::InUse { path: name })),
+            Err(_) => return Err(RunError::Occupied(OpenError::InUse { path: name }.to_string())),
         }
     }
     Ok(locked)

@@ -120,6 +120,11 @@ async fn wait_for_end(path: Option<&Path>) -> Result<(), RunError> {
     Err(RunError::Failed(anyhow!("the daemon that took over is gone; start penstock again")))
 }
 
+/// Whether a daemon serves at the sockets beside this one.
+pub(super) fn is_daemon_running(admin: &SocketPath) -> bool {
+    path(admin).is_some_and(|path| net::UnixStream::connect(path).is_ok())
+}
+
 pub(super) struct Predecessor(PathBuf);
 
 impl Predecessor {

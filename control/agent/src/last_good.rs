@@ -1,12 +1,12 @@
-//! The last good configuration: that with which a daemon got ready last. It is kept in the state directory, and takes the
-//! place of one that is refused.
+//! The last good configuration: the file with which a daemon got ready last. It is kept in the state directory, and takes the
+//! place of one that is refused. The environment and the command line stay as they are now: a mistake in them is not hidden.
 
 use jiff::Timestamp;
 
 use crate::config::{ConfigError, ConfigLayers, LoadedConfig, TableMapping};
 use crate::state_file::{Identity, StateFile, StateFileError};
 
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Suffix of the file, after the name of the connection table's file.
 pub(crate) const SUFFIX: &str = ".config";
@@ -42,7 +42,7 @@ pub struct FileError(#[from] StateFileError);
 /// Keeps a configuration with which the daemon is ready. Does nothing without a state directory.
 pub(crate) fn keep(layers: &ConfigLayers, loaded: &LoadedConfig) -> Result<(), StateFileError> {
     match StateFile::beside(&loaded.config.conntrack.mapping, SUFFIX, identity(layers)) {
-        Some(file) => file.write([loaded.values.to_string().as_bytes()]),
+        Some(file) => file.write([loaded.file.to_string().as_bytes()]),
         None => Ok(()),
     }
 }
@@ -53,7 +53,7 @@ pub fn find(layers: &ConfigLayers) -> Result<Option<LastGood>, LastGoodError> {
     let mapping = mapping.and_then(|text| TableMapping::try_from(text).ok()).unwrap_or_default();
     let Some(file) = StateFile::beside(&mapping, SUFFIX, identity(layers)) else { return Ok(None) };
     let Some(stored) = file.read().map_err(FileError)? else { return Ok(None) };
-    let loaded = layers.without_overrides().parse(&String::from_utf8_lossy(&stored.content))?;
+    let loaded = layers.parse(&String::from_utf8_lossy(&stored.content))?;
     Ok(Some(LastGood { loaded, since: stored.written }))
 }
 
@@ -109,7 +109,7 @@ mod tests {
         let error = find(&ConfigLayers::new(&elsewhere, &["node=a".to_owned()]).unwrap()).unwrap_err().to_string();
         assert!(error.contains("penstock.toml, not "), "{error}");
         // As by a version that knew another key.
-        good.values.insert("unheard_of".into(), true.into());
+        good.file.insert("unheard_of".into(), true.into());
         keep(&layers, &good).unwrap();
         let error = find(&layers).unwrap_err().to_string();
         assert!(

@@ -68,13 +68,15 @@ use std::io;
 use std::time::Duration;
 
 use penstock_policy::model::ObjectChange;
+use penstock_sources::directory::unread_manifest;
 use penstock_sources::{Location, Source};
 
 use anyhow::Context;
 use config::{Config, ConfigLayers, LoadedConfig};
 use daemon::Ended;
 use discovery::{Netlink, clear_leftovers};
-use last_good::{LastGood, RejectedConfig};
+use exporter::MetricsListener;
+use last_good::{LastGood, LastGoodError, RejectedConfig};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use objects::NodeObjects;
 use penstock_dataplane::worker::Hurry;
@@ -83,6 +85,7 @@ use preflight::{Level, PreflightFinding};
 use recorded_objects::ObjectFile;
 use settings::Settings;
 use tokio::runtime::{Builder, Runtime};
+use unix_socket::AdminSocketError;
 
 /// How long `penstock check` waits for the API server to list all objects.
 const SOURCE_TIMEOUT: Duration = Duration::from_secs(15);
@@ -93,6 +96,9 @@ pub enum RunError {
     /// Configuration, manifests or machine are unfit. Each line names the thing, its value and the remedy.
     #[error("{}", .0.join("\n"))]
     BadInput(Vec<String>),
+    /// Another daemon has the node.
+    #[error("{0}")]
+    Occupied(String),
     /// The service could not start or could not continue.
     #[error("{0:#}")]
     Failed(#[from] anyhow::Error),
@@ -105,6 +111,15 @@ impl RunError {
 
     fn failed(error: impl std::error::Error + Send + Sync + 'static) -> Self {
         Self::Failed(error.into())
+    }
+}
+
+impl From<AdminSocketError> for RunError {
+    fn from(error: AdminSocketError) -> Self {
+        match error {
+            AdminSocketError::Live { .. } => Self::Occupied(error.to_string()),
+            other => Self::bad_input(other),
+        }
     }
 }
 
@@ -136,7 +151,7 @@ pub fn run(layers: &ConfigLayers, mode: StartMode) -> Result<(), RunError> {
 
 fn run_or_last_good(layers: &ConfigLayers, loaded: &LoadedConfig, mode: StartMode) -> Result<(), RunError> {
     match run_with(layers, loaded, None, mode) {
-        // The daemon was not ready yet.
+        // The daemon was not ready yet. One that found another daemon has nothing to correct.
         Err(RunError::BadInput(reasons)) => run_last_good(layers, Some(loaded), reasons, mode),
         ended => ended,
     }
@@ -149,9 +164,19 @@ fn run_last_good(
     reasons: Vec<String>,
     mode: StartMode,
 ) -> Result<(), RunError> {
-    let last_good = match last_good::find(layers) {
+    let found = last_good::find(layers);
+    let admin = refused.or(found.as_ref().ok().and_then(|found| Some(&found.as_ref()?.loaded)));
+    if mode == StartMode::Alone && admin.is_some_and(|it| handover::is_daemon_running(&it.config.admin.socket)) {
+        let running = "another daemon runs on this node, and continues".to_owned();
+        return Err(RunError::BadInput(reasons.into_iter().chain([running]).collect()));
+    }
+    let last_good = match found {
         Ok(Some(found)) if refused.is_none_or(|refused| refused.values != found.loaded.values) => found,
         Ok(_) => return Err(RunError::BadInput(reasons)),
+        // The mistake is in the environment or the command line, which the last good configuration has from now.
+        Err(LastGoodError::Config(error)) if reasons == [error.to_string()] => {
+            return Err(RunError::BadInput(reasons));
+        }
         Err(error) => return Err(RunError::BadInput(reasons.into_iter().chain([error.to_string()]).collect())),
     };
     let LastGood { loaded, since } = last_good;
@@ -216,7 +241,9 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
     if source == CheckedSource::Any || matches!(config.source.location(), Location::Manifests(_)) {
         runtime.block_on(read_source(config, &mut objects, &mut findings));
     }
+    findings.extend(objects.wrong_node().map(PreflightFinding::not_ready));
     runtime.block_on(async {
+        findings.extend(check_metrics_port(config).await);
         match Netlink::open(config.host_veth.table) {
             Err(error) => findings.push(PreflightFinding::error(error.to_string())),
             Ok((netlink, _)) => {
@@ -263,6 +290,18 @@ pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
     })
 }
 
+/// Checks that the metrics port is free, or in use while a daemon runs here.
+async fn check_metrics_port(config: &Config) -> Option<PreflightFinding> {
+    let address = config.metrics.listen.address()?;
+    Some(match MetricsListener::listen(address).await {
+        Ok(_) => PreflightFinding::ok(format!("metrics.listen: {address}")),
+        Err(error) if error.is_in_use() && handover::is_daemon_running(&config.admin.socket) => {
+            PreflightFinding::ok(format!("metrics.listen: {address}, in use while a daemon runs here"))
+        }
+        Err(error) => PreflightFinding::error(error.to_string()),
+    })
+}
+
 /// Reads all objects of the source, or what a start would take in their place. Problems with the source become findings: errors
 /// where a start would fail, or wait.
 async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut Vec<PreflightFinding>) {
@@ -279,11 +318,28 @@ async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut 
         Ok(source) => source,
         Err(error) => return findings.extend(error.to_string().lines().map(PreflightFinding::error)),
     };
-    findings.extend(source.problems().iter().map(|problem| {
-        PreflightFinding::warning(format!("source: {problem}; until then what its file had stays as in the last run"))
+    findings.extend(source.unread_files().iter().map(|file| {
+        PreflightFinding::warning(format!(
+            "source: {}: not read: manifests are *.yaml, *.yml and *.json; rename it if it is one",
+            file.display()
+        ))
+    }));
+    findings.extend(source.health().unreadable().map(|reason| {
+        PreflightFinding::not_ready(format!(
+            "source.manifests: {reason}; until then all objects stay as in the last run"
+        ))
     }));
     match tokio::time::timeout(SOURCE_TIMEOUT, source.first()).await {
         Ok(read) => {
+            let is_closed = read.iter().any(|object| unread_manifest(&object.reference()).is_some());
+            findings.extend(source.problems().iter().map(|problem| match is_closed {
+                true => PreflightFinding::not_ready(format!(
+                    "source: {problem}; until then the pods that its file may be about are closed"
+                )),
+                false => PreflightFinding::warning(format!(
+                    "source: {problem}; until then what its file had stays as in the last run"
+                )),
+            }));
             findings.push(PreflightFinding::ok(format!("source: {} objects", read.len())));
             objects.apply(read.into_iter().map(ObjectChange::Set), &[]);
         }

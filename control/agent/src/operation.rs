@@ -48,14 +48,12 @@ impl Listeners {
 }
 
 async fn serve(loaded: &LoadedConfig, handle: &QueryHandle) -> Result<Vec<AdminServer>, RunError> {
-    let listen = |socket: &SocketPath, key| {
-        socket.path().map(|path| AdminListener::listen(path, key)).transpose().map_err(RunError::bad_input)
-    };
+    let listen = |socket: &SocketPath, key| socket.path().map(|path| AdminListener::listen(path, key)).transpose();
     let admin = listen(&loaded.config.admin.socket, "admin.socket")?;
     let captures = listen(&loaded.config.capture.socket, "capture.socket")?;
     let new_pods = new_pods::path(&loaded.config.admin.socket);
     let new_pods = new_pods.map(|path| AdminListener::listen(&path, "admin.socket")).transpose();
-    let new_pods = new_pods.map_err(RunError::bad_input)?;
+    let new_pods = new_pods?;
     if let Some(address) = loaded.config.metrics.listen.address() {
         MetricsListener::listen(address).await.map_err(RunError::bad_input)?.serve(handle.clone());
     }

@@ -17,7 +17,7 @@ use super::configuration::ConfigArgs;
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
-  0  no errors; there may be warnings. With --or-last-good also if the last good configuration has none
+  0  no errors; there may be warnings. With --or-last-good also if a daemon starts all the same
   1  a check could not be made
   2  bad input: an error in the configuration, or a machine that cannot run it
 
@@ -28,7 +28,7 @@ Examples:
 pub(super) struct Args {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Accept errors if `penstock run` can start with the last good configuration instead
+    /// Accept errors with which `penstock run` starts: with the last good configuration instead, or without getting ready
     #[arg(long)]
     or_last_good: bool,
     /// Do not ask an API server, and so do not check pods' interfaces: `penstock run` waits for one that is away
@@ -41,7 +41,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let file = args.config.config.display().to_string();
     let source = if args.offline { CheckedSource::Manifests } else { CheckedSource::Any };
     let errors = match layers.load() {
-        Ok(loaded) => checked(&file, &loaded, source)?,
+        Ok(loaded) => checked(&file, &loaded, source, args.or_last_good)?,
         Err(error) if args.or_last_good => {
             print(&[PreflightFinding { level: Level::Error, line: error.to_string() }])?;
             1
@@ -61,18 +61,20 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let no_other = |reason: &dyn Display| Failure::bad_input(format_args!("{fix} ({reason})"));
     let last_good = last_good::find(&layers).map_err(|error| no_other(&error))?;
     let LastGood { loaded, since } = last_good.ok_or_else(|| no_other(&"there is no last good configuration"))?;
-    match checked(&format!("the last good configuration, in effect at {since}"), &loaded, source)? {
+    match checked(&format!("the last good configuration, in effect at {since}"), &loaded, source, true)? {
         0 => Ok(()),
         _ => Err(no_other(&"the last good configuration has errors, too")),
     }
 }
 
-/// Checks a configuration and prints what was found. Returns the number of errors.
-fn checked(name: &str, loaded: &LoadedConfig, source: CheckedSource) -> Result<usize, Failure> {
+/// Checks a configuration and prints what was found. Returns the number of errors; with `only_starts`, of those that keep a daemon from
+/// starting.
+fn checked(name: &str, loaded: &LoadedConfig, source: CheckedSource, only_starts: bool) -> Result<usize, Failure> {
     let findings = penstock_agent::check(&loaded.config, source).map_err(|error| Failure::Failed(error.into()))?;
     print(&[PreflightFinding { level: Level::Ok, line: name.to_owned() }])?;
     print(&findings)?;
-    Ok(findings.iter().filter(|finding| finding.level == Level::Error).count())
+    let least = if only_starts { Level::Error } else { Level::NotReady };
+    Ok(findings.iter().filter(|finding| finding.level >= least).count())
 }
 
 fn print(findings: &[PreflightFinding]) -> Result<(), Failure> {

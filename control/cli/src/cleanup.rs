@@ -28,6 +28,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let config = args.config.load()?.config;
     let CleanedUp { programs, host_veth, files } = agent::cleanup(&config).map_err(|error| match error {
         RunError::BadInput(lines) => Failure::BadInput(lines),
+        RunError::Occupied(line) => Failure::bad_input(line),
         RunError::Failed(error) => Failure::Failed(error),
     })?;
     let host_veth = if host_veth { "the host veth" } else { "no host veth" };

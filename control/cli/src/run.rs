@@ -45,6 +45,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let mode = if args.take_over { StartMode::TakeOver } else { StartMode::Alone };
     agent::run(&args.config.layers()?, mode).map_err(|error| match error {
         RunError::BadInput(lines) => Failure::BadInput(lines),
+        RunError::Occupied(line) => Failure::bad_input(line),
         RunError::Failed(error) => Failure::Failed(error),
     })
 }

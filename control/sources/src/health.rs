@@ -86,6 +86,8 @@ pub struct SourceHealth {
     kinds: [KindCounters; ObjectKind::ALL.len()],
     /// Manifests that are not applied.
     refused_files: AtomicU64,
+    /// Why the manifest directory can't be read.
+    unreadable: Mutex<Option<String>>,
 }
 
 #[derive(Debug, Default)]
@@ -135,7 +137,13 @@ pub struct KindHealth {
 impl SourceHealth {
     /// The health of a source of these kinds that has read nothing yet.
     pub fn new(followed: FollowedKinds) -> Self {
-        Self { start: Instant::now(), followed, kinds: Default::default(), refused_files: AtomicU64::new(0) }
+        Self {
+            start: Instant::now(),
+            followed,
+            kinds: Default::default(),
+            refused_files: AtomicU64::new(0),
+            unreadable: Mutex::default(),
+        }
     }
 
     pub fn followed(&self) -> FollowedKinds {
@@ -178,6 +186,28 @@ impl SourceHealth {
 
     pub(super) fn refuse_files(&self, count: usize) {
         self.refused_files.store(count as u64, Ordering::Relaxed);
+    }
+
+    /// Why the manifest directory can't be read, while it can't: the last good objects stay in effect.
+    pub fn unreadable(&self) -> Option<String> {
+        self.unreadable.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn set_unreadable(&self, reason: Option<String>) {
+        let before =
+            std::mem::replace(&mut *self.unreadable.lock().unwrap_or_else(PoisonError::into_inner), reason.clone());
+        for kind in self.followed.iter() {
+            match &reason {
+                Some(reason) => {
+                    if before.is_none() {
+                        self.lost(kind);
+                    }
+                    self.failed(kind, reason);
+                }
+                None if before.is_some() => self.connected(kind),
+                None => {}
+            }
+        }
     }
 
     pub(super) fn sign(&self, kind: ObjectKind) {

@@ -68,7 +68,7 @@ enum Backend {
 
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
-    /// The manifest directory is missing or its manifests have errors.
+    /// There is no manifest directory, or it can't be watched.
     #[error(transparent)]
     Manifests(#[from] directory::DirectoryError),
     #[error(transparent)]
@@ -78,10 +78,10 @@ pub enum SourceError {
 impl Source {
     /// Opens a source without waiting for an API server, which is asked for objects of the `followed` kinds. Manifests are
     /// read whole: what they contain is checked whether it is used or not; `last` are the objects of the last run, which stand for
-    /// what refused files had. A `writer` also writes at the API server.
+    /// what refused files had; without them pods that these may be about are closed. A `writer` also writes at the API server.
     ///
     /// # Errors
-    /// The manifests are missing or have errors, or there is no access to the API server.
+    /// The manifest directory is missing, or there is no access to the API server.
     pub async fn start(
         location: &Location,
         followed: FollowedKinds,
@@ -101,6 +101,7 @@ impl Source {
                     health.listed(kind);
                     health.connected(kind);
                 });
+                health.set_unreadable(directory.unreadable().map(str::to_owned));
                 let mut count = ObjectCount::default();
                 objects.iter().for_each(|object| count.set(object.reference()));
                 count.report(&health);
@@ -130,8 +131,9 @@ impl Source {
         match &mut self.backend {
             Backend::ApiServer(server) => server.next().await,
             Backend::Manifests { directory, count, .. } => {
-                let DirectoryChanges { changes, refused, .. } = directory.next().await?;
+                let DirectoryChanges { changes, refused, unreadable, .. } = directory.next().await?;
                 self.health.refuse_files(refused);
+                self.health.set_unreadable(unreadable);
                 changes.iter().for_each(|change| {
                     count.apply(change);
                     self.health.event(kind_of(change));
@@ -142,10 +144,18 @@ impl Source {
         }
     }
 
-    /// Manifests that were not applied when it was opened: the objects of the last run stand for them.
+    /// Manifests that were not applied when it was opened: the objects of the last run stand for them, or pods are closed.
     pub fn problems(&self) -> &[ManifestError] {
         match &self.backend {
             Backend::Manifests { directory, .. } => directory.problems(),
+            Backend::ApiServer(_) => &[],
+        }
+    }
+
+    /// Files of the manifest directory that are not read, for their extension.
+    pub fn unread_files(&self) -> &[PathBuf] {
+        match &self.backend {
+            Backend::Manifests { directory, .. } => directory.unread_files(),
             Backend::ApiServer(_) => &[],
         }
     }

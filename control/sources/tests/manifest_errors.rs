@@ -1,9 +1,10 @@
 //! Every error in an object is reported with file, line, object and field.
 
 use std::fs;
+use std::path::Path;
 
 use penstock_sources::convert::ConversionSettings;
-use penstock_sources::manifest::{Options, UnknownFields, read_manifests};
+use penstock_sources::manifest::{Options, UnknownFields, read_manifests, read_text};
 
 /// Reads one text as a file and returns its errors without the directory's name.
 fn errors(text: &str, options: Options) -> Vec<String> {
@@ -417,4 +418,80 @@ fn unknown_fields_without_effect_are_noted() {
     });
     let expected = [("metadata.lables", 3), ("spec.containers[0].imagine", 7), ("spec.ingress[0].form", 14)];
     assert_eq!(noted.collect::<Vec<_>>(), expected.map(|(field, line)| (field.to_owned(), line)));
+}
+
+/// Left out, each would take an object away that is enforced.
+#[test]
+fn a_misspelt_kind_or_version_is_an_error() {
+    let read = |version: &str, kind: &str| {
+        let text =
+            format!("{{apiVersion: '{version}', kind: '{kind}', metadata: {{name: x}}, spec: {{podSelector: {{}}}}}}");
+        read_text(Path::new("a.yaml"), &text, &Options::default())
+    };
+    let v1 = "networking.k8s.io/v1";
+    for (version, kind) in [
+        (v1, "NetworkPolcy"),
+        (v1, "NetworkPolicies"),
+        (v1, "networkpolicy"),
+        (v1, "NetworkPolicy "),
+        (v1, "Policy"),
+        (v1, "NetworkPolicyLst"),
+        ("networking.k8s.oi/v1", "NetworkPolicy"),
+        ("networking.k8s.oi/v1", "NetworkPolcy"),
+        ("networking/v1", "NetworkPolicy"),
+        ("networking.k8s.io/v2", "NetworkPolicy"),
+        ("networking.k8s.io", "NetworkPolicy"),
+        ("v1", "NetworkPolicy"),
+        ("policy.networking.k8s.io/v1alpha2", "ClusterNetworkPolicys"),
+        ("policy.networking.k8s.io/v1alpha2", "Policy"),
+        ("policy.networking.k8s.io/v1alpha9", "ClusterNetworkPolicy"),
+        ("v1", "pod"),
+        ("v1", "Pods"),
+        ("core/v1", "Pod"),
+        ("apps/v1", "Pod"),
+        ("v2", "Pod"),
+        ("v1", "Namspace"),
+        ("v1", "namespace"),
+        ("v1", "Nod"),
+        ("v1", "Lst"),
+        ("discovery.k8s.io/v1", "EndpointSlices"),
+    ] {
+        let errors = read(version, kind).expect_err(kind).to_string();
+        assert!(errors.starts_with("a.yaml:1: ") && !errors.contains('\n'), "{version} {kind}: {errors}");
+    }
+    for (version, kind) in [
+        (v1, "Ingress"),
+        (v1, "IngressList"),
+        (v1, "IngressClass"),
+        ("batch/v1", "Job"),
+        ("rbac.authorization.k8s.io/v1", "Role"),
+        ("v1", "Secret"),
+        ("v1", "ServiceAccount"),
+        ("apps/v1", "Deployment"),
+        ("example.org/v1", "Pool"),
+        ("serving.knative.dev/v1", "Service"),
+        ("gateway.networking.k8s.io/v1", "HTTPRoute"),
+        ("projectcalico.org/v3", "StagedNetworkPolicy"),
+    ] {
+        let read = read(version, kind).unwrap_or_else(|errors| panic!("{errors}"));
+        assert_eq!((read.documents.len(), read.ignored.len()), (0, 1), "{version} {kind}");
+    }
+}
+
+/// A label that nobody reads is a pod that its policy does not select.
+#[test]
+fn a_misspelt_field_of_metadata_is_an_error() {
+    for (text, field) in [
+        ("{apiVersion: v1, kind: Pod, metadata: {name: x, label: {a: b}}}", "metadata.label"),
+        ("{apiVersion: v1, kind: Namespace, metadata: {name: x, Labels: {a: b}}}", "metadata.Labels"),
+        ("{apiVersion: v1, kind: Pod, metadata: {name: x}, metdata: {labels: {a: b}}}", "metdata"),
+        ("{apiVersion: networking.k8s.io/v1, kind: NetworkPolicy, metadata: {name: x}, sepc: {}}", "sepc"),
+    ] {
+        let errors = read_text(Path::new("a.yaml"), text, &Options::default()).expect_err(text).to_string();
+        assert!(errors.contains(&format!(": {field}: is not a field")), "{errors}");
+    }
+    let newer = "{apiVersion: v1, kind: Pod, metadata: {name: x}, spec: {novel: 1}, status: {novel: 1}}";
+    assert!(read_text(Path::new("a.yaml"), newer, &Options::default()).is_ok(), "of a newer API");
+    let twice = "{apiVersion: v1, kind: Namespace, metadata: {name: x, name: y}}";
+    assert!(read_text(Path::new("a.yaml"), twice, &Options::default()).is_err());
 }

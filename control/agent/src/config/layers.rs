@@ -30,6 +30,8 @@ pub struct LoadedConfig {
     pub config: Config,
     /// All keys that are set, from any layer.
     pub values: Table,
+    /// The keys of the file alone.
+    pub file: Table,
 }
 
 impl ConfigLayers {
@@ -71,12 +73,13 @@ impl ConfigLayers {
     /// The same for a file with this text.
     pub(crate) fn parse(&self, text: &str) -> Result<LoadedConfig, ConfigError> {
         let text = ConfigText { path: &self.file, text, overrides: &self.overrides };
-        let mut values = text.table()?;
+        let file = text.table()?;
+        let mut values = file.clone();
         for Override { path, value, .. } in &self.overrides {
             set(&mut values, path, value.clone());
         }
         let config = text.config(&values)?;
-        Ok(LoadedConfig { config, values })
+        Ok(LoadedConfig { config, values, file })
     }
 
     /// The text at a key that the environment or the command line sets.
@@ -95,11 +98,6 @@ impl ConfigLayers {
             value.as_str().map(str::to_owned)
         };
         self.overridden(key).or_else(in_file)
-    }
-
-    /// The same file alone.
-    pub(crate) fn without_overrides(&self) -> Self {
-        Self::file_only(&self.file)
     }
 
     /// The file without other layers.

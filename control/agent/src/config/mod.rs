@@ -180,7 +180,7 @@ impl Config {
 #[serde(deny_unknown_fields, default)]
 #[schemars(transform = schema::exactly_one_source)]
 pub struct Source {
-    /// A directory of YAML and JSON manifests, watched. Exactly one of `manifests`, `kubeconfig` and `in_cluster` is set.
+    /// A directory of YAML and JSON manifests, watched with its subdirectories. Exactly one of `manifests`, `kubeconfig` and `in_cluster` is set.
     pub manifests: Option<PathBuf>,
     /// A kubeconfig file: follow the API server that it names.
     pub kubeconfig: Option<PathBuf>,

@@ -151,7 +151,7 @@ struct Sockets {
 impl Sockets {
     async fn open(loaded: &LoadedConfig) -> Result<Self, RunError> {
         let listeners = Listeners::open(loaded).await?;
-        let handovers = HandoverListener::listen(&loaded.config.admin.socket).map_err(RunError::bad_input)?;
+        let handovers = HandoverListener::listen(&loaded.config.admin.socket)?;
         Ok(Self { listeners, handovers: Some(handovers) })
     }
 }
@@ -285,7 +285,10 @@ impl<'a> Daemon<'a> {
             open_programs(settings, &netlink, &netstate, (dataplane.cores(), is_beside), pins, prepared).await?;
         // Threads that begin here stay.
         drop(haste);
-        let ports = OpenPorts::new(programs, config, &netstate, node_path.found_leftovers(), is_beside);
+        // An interface that nobody is known to have may be a pod's whose manifest can't be read.
+        let unknown = NetworkState::default();
+        let known = if objects.are_incomplete() { &unknown } else { &netstate };
+        let ports = OpenPorts::new(programs, config, known, node_path.found_leftovers(), is_beside);
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
         let publisher = Arc::new(Publisher::new(config, (objects, stale), services, &dataplane, clearing));
@@ -420,13 +423,16 @@ impl<'a> Daemon<'a> {
         self.ports.stop_waiting_for_queues();
         privileges::drop_to_runtime().map_err(RunError::failed)?;
         let inputs = self.publisher.inputs();
+        let problem = inputs.progress.not_enforced().iter().find(|one| one.pod.is_none());
         tracing::info!(
             target: logging::MILESTONES,
-            "ready: {} pods, {} policies, epoch {}{}",
+            "{}ready: {} pods, {} policies, epoch {}{}{}",
+            if problem.is_some() { "NOT " } else { "" },
             self.ports.pods(),
             inputs.objects.policies(),
             inputs.epoch.0,
-            if inputs.stale.is_some() { ", by the objects of the last run" } else { "" }
+            if inputs.stale.is_some() { ", by the objects of the last run" } else { "" },
+            problem.map(|problem| format!("; {}", problem.reason)).unwrap_or_default()
         );
         Ok(handovers)
     }
@@ -438,7 +444,7 @@ impl<'a> Daemon<'a> {
         self.pins_lock = pins(config)?;
         self.node_path.replace_others(&config.host_veth).await.map_err(RunError::failed)?;
         self.operation.listen().await?;
-        HandoverListener::listen(&config.admin.socket).map_err(RunError::bad_input)
+        Ok(HandoverListener::listen(&config.admin.socket)?)
     }
 
     /// Leaves the connection table to the next daemon: workers end, and nothing is published any more.

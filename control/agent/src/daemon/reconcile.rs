@@ -108,6 +108,10 @@ impl Daemon<'_> {
         });
         found.extend(unrouted);
         let mut inputs = self.publisher.inputs();
+        let manifests = self.operation.source.unreadable();
+        let manifests = manifests.map(|reason| format!("manifests: {reason}; the last good objects stay in effect"));
+        let of_node = inputs.objects.problems().into_iter().chain(manifests);
+        found.extend(of_node.map(|reason| NotEnforced { pod: None, reason }));
         let closed = inputs.objects.engine().closed_pods().into_iter();
         found
             .extend(closed.map(|(pod, reason)| NotEnforced { reason: format!("pod {pod}: {reason}"), pod: Some(pod) }));

@@ -167,7 +167,8 @@ pub(super) async fn open_programs(
     let config = settings.config;
     let mtu = pair_mtu(settings, netstate);
     let failed = |error| match error {
-        HostVethError::Running | HostVethError::NameTaken(_) => RunError::bad_input(error),
+        HostVethError::Running => RunError::Occupied(error.to_string()),
+        HostVethError::NameTaken(_) => RunError::bad_input(error),
         other => RunError::failed(other),
     };
     if settings.attach == Attach::Xdp {

@@ -1,5 +1,6 @@
 //! The metrics port's connections: a bounded number, each for a bounded time. Every user of the node can connect, and what is held
-//! open there must not take the descriptors that a new pod's programs need.
+//! open there must not take the descriptors that a new pod's programs need, nor keep the kubelet's probes away: connections of this
+//! machine's root have places of their own.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,7 +17,9 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Sleep, sleep};
 
-/// Most connections at a time. One more ends the oldest: so whoever only holds connections open keeps no probe away.
+use super::socket_owner::SocketOwners;
+
+/// Most connections at a time of root, and of all others. One more ends the oldest of the same kind.
 const MOST: usize = 64;
 /// How long a connection lasts, whatever it does: a scrape of a large table takes a second.
 const LIFETIME: Duration = Duration::from_secs(30);
@@ -25,24 +28,28 @@ const PAUSE: Duration = Duration::from_millis(100);
 pub(super) struct BoundedListener {
     listener: TcpListener,
     lifetime: Duration,
-    /// The open connections, oldest first.
-    open: VecDeque<Weak<Ended>>,
+    is_root: Box<dyn Fn(&TcpStream) -> bool + Send>,
+    /// The open connections of root, and of all others, oldest first.
+    open: [VecDeque<Weak<Ended>>; 2],
 }
 
 impl BoundedListener {
     pub(super) fn new(listener: TcpListener) -> Self {
-        Self { listener, lifetime: LIFETIME, open: VecDeque::new() }
+        let owners = SocketOwners::open();
+        let is_root = Box::new(move |client: &TcpStream| owners.client_of(client) == Some(0));
+        Self { listener, lifetime: LIFETIME, is_root, open: Default::default() }
     }
 
     fn bounded(&mut self, stream: TcpStream) -> BoundedStream {
-        self.open.retain(|connection| connection.strong_count() > 0);
-        if self.open.len() >= MOST
-            && let Some(oldest) = self.open.pop_front().and_then(|oldest| oldest.upgrade())
+        let open = &mut self.open[usize::from(!(self.is_root)(&stream))];
+        open.retain(|connection| connection.strong_count() > 0);
+        if open.len() >= MOST
+            && let Some(oldest) = open.pop_front().and_then(|oldest| oldest.upgrade())
         {
             oldest.end();
         }
         let ended = Arc::new(Ended::default());
-        self.open.push_back(Arc::downgrade(&ended));
+        open.push_back(Arc::downgrade(&ended));
         BoundedStream { stream, ended, lifetime: Box::pin(sleep(self.lifetime)) }
     }
 }
@@ -55,7 +62,9 @@ impl Listener for BoundedListener {
         loop {
             match self.listener.accept().await {
                 Ok((stream, from)) => return (self.bounded(stream), from),
-                // No descriptor is free, or the client is gone.
+                // The client is gone already.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                // No descriptor is free.
                 Err(_) => sleep(PAUSE).await,
             }
         }
@@ -148,6 +157,26 @@ mod tests {
             let read = tokio::time::timeout(Duration::from_secs(30), client.read(&mut [0; 999])).await;
             assert!(matches!(read, Ok(Ok(_) | Err(_))), "it is still open");
         }
+    }
+
+    #[tokio::test]
+    async fn connections_of_others_never_end_those_of_root() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let roots = TcpStream::connect(address).await.unwrap();
+        let port = roots.local_addr().unwrap().port();
+        let is_root = Box::new(move |client: &TcpStream| client.peer_addr().is_ok_and(|from| from.port() == port));
+        let mut bounded = BoundedListener { is_root, ..BoundedListener::new(listener) };
+        let (probe, _) = bounded.accept().await;
+        let (mut clients, mut others) = (Vec::new(), Vec::new());
+        for _ in 0..2 * MOST {
+            clients.push(TcpStream::connect(address).await.unwrap());
+            others.push(bounded.accept().await.0);
+        }
+        let is_over = |stream: &BoundedStream| stream.ended.is_over.load(Ordering::Acquire);
+        assert!(!is_over(&probe));
+        let ended: Vec<bool> = others.iter().map(is_over).collect();
+        assert_eq!(ended, [[true; MOST], [false; MOST]].concat());
     }
 
     #[tokio::test]

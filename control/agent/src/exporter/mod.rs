@@ -7,6 +7,7 @@
 //! | `/readyz` | 200 once all objects are read and policy is in effect on every worker; otherwise 503 and one line |
 
 mod connections;
+mod socket_owner;
 
 use std::io;
 use std::net::SocketAddr;
@@ -36,6 +37,12 @@ pub(super) struct MetricsListener(TcpListener);
 pub(super) struct ListenError {
     address: SocketAddr,
     source: io::Error,
+}
+
+impl ListenError {
+    pub(super) fn is_in_use(&self) -> bool {
+        self.source.kind() == io::ErrorKind::AddrInUse
+    }
 }
 
 impl MetricsListener {

@@ -16,6 +16,7 @@ use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, P
 use penstock_policy::render::services::ServiceProblem;
 use penstock_policy::render::tables::{BuiltTables, RuleUse, TableJob};
 use penstock_policy::state::PodOrNode;
+use penstock_sources::directory::unread_manifest;
 
 use super::config::Resolver;
 use super::connection_limits::{NewLimits, PodConnectionLimits};
@@ -267,6 +268,43 @@ impl NodeObjects {
             pods.push(pod);
         }
         (pods, problems)
+    }
+
+    /// Why objects are not enforced as they are meant: none is of this node, or manifests could not be read.
+    pub(super) fn problems(&self) -> Vec<String> {
+        let closed = self.policies.iter().filter_map(unread_manifest).map(|file| {
+            format!("manifest {file} is refused, and its last good objects are not known: the pods that it may be about are closed; correct it")
+        });
+        self.wrong_node().into_iter().chain(closed).collect()
+    }
+
+    /// Whether manifests could not be read, so that any interface may be a pod's.
+    pub(super) fn are_incomplete(&self) -> bool {
+        self.policies.iter().any(|policy| unread_manifest(policy).is_some())
+    }
+
+    /// If the source has other nodes, or pods of others, and nothing of this one: then its name is wrong, or it is not registered yet.
+    pub(super) fn wrong_node(&self) -> Option<String> {
+        const SHOWN: usize = 5;
+        if self.node_object.is_some() || !self.pods.is_empty() {
+            return None;
+        }
+        let (what, names): (_, BTreeSet<&str>) = match self.others.is_empty() {
+            false => ("there is no such Node, but", self.others.keys().map(String::as_str).collect()),
+            true => {
+                let pods = self.engine.state().pods().filter_map(|(_, pod)| pod.node.as_deref());
+                ("no pod is on this node, but there are pods on", pods.collect())
+            }
+        };
+        let more = if names.len() > SHOWN { ", …" } else { "" };
+        let shown: Vec<&str> = names.into_iter().take(SHOWN).collect();
+        (!shown.is_empty()).then(|| {
+            format!(
+                "node = \"{}\": {what} {}{more}: no pod of this machine is known, and all are open; set the name that the API server has for it",
+                self.node,
+                shown.join(", ")
+            )
+        })
     }
 
     /// The pods of this node that policy is about, in any direction.

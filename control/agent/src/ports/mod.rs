@@ -93,7 +93,7 @@ pub(super) struct OpenPorts {
 }
 
 impl OpenPorts {
-    /// No ports yet. The interfaces in `netstate` existed before; an earlier daemon may have left its settings on them
+    /// No ports yet. The interfaces in `netstate` existed before, and those that are no pod's stay open; an earlier daemon may have left its settings on them
     /// (`found_leftovers`).
     pub(super) fn new(
         programs: Programs,

@@ -26,6 +26,8 @@ pub enum Level {
     Ok,
     /// Works, with a limitation.
     Warning,
+    /// Runs, and does not get ready.
+    NotReady,
     /// Cannot run.
     Error,
 }
@@ -35,7 +37,7 @@ impl fmt::Display for Level {
         f.pad(match self {
             Self::Ok => "ok",
             Self::Warning => "warning",
-            Self::Error => "error",
+            Self::NotReady | Self::Error => "error",
         })
     }
 }
@@ -54,6 +56,10 @@ impl PreflightFinding {
 
     pub(super) fn warning(line: impl Into<String>) -> Self {
         Self { level: Level::Warning, line: line.into() }
+    }
+
+    pub(super) fn not_ready(line: impl Into<String>) -> Self {
+        Self { level: Level::NotReady, line: line.into() }
     }
 
     pub(super) fn error(line: impl Into<String>) -> Self {

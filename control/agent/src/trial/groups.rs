@@ -65,6 +65,8 @@ struct Group {
     first: Time,
     last: Time,
     example: String,
+    /// The flow of the example.
+    flow: Flow,
     /// The policies that isolate the pod where no rule would allow it.
     isolating: Vec<String>,
 }
@@ -95,6 +97,7 @@ impl ChangeGroups {
             first: at,
             last: at,
             example: ends(flow),
+            flow: *flow,
             isolating: isolating(engine, flow, change),
         };
         let group = self.groups.entry(key).or_insert_with(fresh);
@@ -135,6 +138,19 @@ impl ChangeGroups {
     /// Call after each walk, with how many connections there were.
     pub(super) fn walked(&mut self, connections: u64) {
         self.live_judged = connections;
+        self.groups.retain(|_, group| group.live + group.opened > 0);
+    }
+
+    /// Call when what is in effect, or what is staged, has changed: forgets groups that promotion would not change any more. Returns
+    /// whether none is left of some.
+    pub(super) fn forget_settled(&mut self, would_change: impl Fn(&Flow) -> bool) -> bool {
+        let had_some = !self.groups.is_empty();
+        self.groups.retain(|_, group| would_change(&group.flow));
+        let is_settled = had_some && self.groups.is_empty();
+        if is_settled {
+            (self.ungrouped, self.seen) = Default::default();
+        }
+        is_settled
     }
 
     /// Open connections at the last walk.

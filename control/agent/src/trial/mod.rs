@@ -19,6 +19,7 @@ use jiff::Timestamp as Time;
 use penstock_admin::types::TrialStatus;
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::conntrack::{ConnTable, State, Timestamp};
+use penstock_dataplane::packet::Flow;
 use penstock_dataplane::pipeline::{OriginalSources, evaluate_connection};
 use penstock_dataplane::worker::{Dataplane, StagedSet, VerdictLog};
 use penstock_policy::engine::{Engine, EngineSettings};
@@ -241,6 +242,10 @@ impl Trial {
         self.engine.set_local(&self.snapshot.forwarding);
         self.engine.set_services(self.snapshot.policy.services());
         let (present, promoted) = (self.snapshot.policy.clone(), self.engine.policy_set().clone());
+        let differ = |flow: &Flow| present.evaluate(flow).drop_reason() != promoted.evaluate(flow).drop_reason();
+        if self.groups.forget_settled(differ) {
+            self.unrecorded_before = context.log.staged().unrecorded();
+        }
         self.set = StagedSet { number: self.number, present, promoted };
         context.log.stage(Some(self.set.clone()));
         self.is_unwalked = true;

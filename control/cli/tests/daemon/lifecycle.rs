@@ -55,8 +55,9 @@ fn after_a_kill_pods_are_closed_until_the_next_daemon() {
 
         // One that cannot start opens nothing either.
         let manifests = fs::read_to_string(files.path("manifests/all.yaml")).unwrap();
-        files.save("all.yaml", "kind: Pod\nspec: 3\n");
+        fs::rename(files.path("manifests"), files.path("away")).unwrap();
         assert_eq!(output(files.command("run")).status.code(), Some(2));
+        fs::rename(files.path("away"), files.path("manifests")).unwrap();
         assert_eq!(reaches(&web, &db), [false; 2]);
         files.save("all.yaml", &manifests);
 
@@ -198,19 +199,38 @@ fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
 }
 
 #[test]
-fn check_refuses_what_a_start_refuses_and_nothing_else() {
+fn a_start_with_a_manifest_that_cannot_be_read_closes_its_pods() {
     on_a_node(|| {
         let state = tempfile::tempdir().unwrap();
-        let ([web, db], files) = two_pods(&format!("conntrack.mapping = \"{}/conntrack\"", state.path().display()));
+        let path = |name: &str| state.path().join(name).display().to_string();
+        let ([web, db], files) = two_pods(&format!(
+            "conntrack.mapping = \"{}\"\nadmin.socket = \"{}\"",
+            path("conntrack"),
+            path("admin.sock")
+        ));
         let (good, pipe) = (policy("db", "nobody"), files.path("manifests/pipe.yaml"));
-        let breaks: [(&str, &dyn Fn()); 2] = [
-            ("policies.yaml", &|| files.save("policies.yaml", "kind: Pod\nspec: 3\n")),
+        let (bad_policy, bad_kind) =
+            (policy("db", "web").replace("podSelector: {m", "podSelektor: {m"), good.replace("Policy", "Polcy"));
+        // Which way between the pods stays open if nothing is known of what the file had.
+        let breaks: [(&str, &dyn Fn()); 4] = [
+            ("policies.yaml", &|| files.save("policies.yaml", &bad_policy)),
+            ("policies.yaml", &|| files.save("policies.yaml", &bad_kind)),
+            ("policies.yaml", &|| files.save("policies.yaml", "a: [")),
             ("pipe.yaml", &|| nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap()),
         ];
-        let checked = |subcommand| {
-            let output = output(files.command(subcommand));
+        let checked = |options: &[&str]| {
+            let mut command = files.command("check");
+            command.args(options);
+            let output = output(command);
             (output.status.code(), String::from_utf8(output.stdout).unwrap())
         };
+        let ready = || {
+            let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_penstock"));
+            command.args(["ready", "--socket", &path("admin.sock")]);
+            output(command).status.success()
+        };
+        let line =
+            |said: &str, start: &str, end: &str| said.lines().any(|line| line.starts_with(start) && line.contains(end));
         for (broken, break_it) in breaks {
             files.save("policies.yaml", &good);
             let recorded = state.path().join("conntrack.objects");
@@ -219,18 +239,175 @@ fn check_refuses_what_a_start_refuses_and_nothing_else() {
             daemon.end(Signal::SIGTERM);
             assert!(recorded.exists(), "what is in effect is kept for the next start");
             break_it();
-            let (code, said) = checked("check");
-            let warning = |line: &str| line.starts_with("warning  source: ") && line.contains(broken);
-            assert!(code == Some(0) && said.lines().any(warning), "{broken}: {said}");
+            let (code, said) = checked(&[]);
+            assert!(code == Some(0) && line(&said, "warning  source: ", broken), "{broken}: {said}");
             let daemon = Daemon::start(&files);
             assert_eq!(reaches(&web, &db), [false; 2], "{broken}: the policy stays");
             daemon.end(Signal::SIGTERM);
+
             fs::remove_file(&recorded).unwrap();
-            for subcommand in ["check", "run"] {
-                assert_eq!(checked(subcommand).0, Some(2), "{broken}: nothing stands for it in {subcommand}");
-            }
+            let (code, said) = checked(&[]);
+            assert!(code == Some(2) && line(&said, "error    source: ", broken), "{broken}: {said}");
+            assert_eq!(checked(&["--or-last-good"]).0, Some(0), "{broken}: it starts all the same");
+            let daemon = Daemon::spawn(files.command("run"));
+            assert!(daemon.wait_for("ready: ").contains("NOT ready: "), "{broken}");
+            assert_eq!([reaches(&web, &db), reaches(&db, &web)], [[false; 2]; 2], "{broken}: closed");
+            assert!(!ready(), "{broken}");
             let _ = fs::remove_file(&pipe);
+            files.save("policies.yaml", &good);
+            daemon.wait_for("manifest is good again");
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while !ready() {
+                assert!(Instant::now() < deadline, "{broken}: it does not get ready");
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            assert_eq!([reaches(&web, &db), reaches(&db, &web)], [[false; 2], [true; 2]], "{broken}: corrected");
+            daemon.end(Signal::SIGTERM);
         }
+    });
+}
+
+#[test]
+fn a_pod_whose_manifest_cannot_be_read_is_closed() {
+    on_a_node(|| {
+        let ([web, db], files) = two_pods("");
+        files.save("all.yaml", &(NAMESPACE.to_owned() + &pod_manifest("web", web.addresses())));
+        files.save("db.yaml", &pod_manifest("db", (db.v4.as_str(), "fd00::zz")));
+        let daemon = Daemon::spawn(files.command("run"));
+        daemon.wait_for("ready: ");
+        assert_eq!([reaches(&web, &db), reaches(&db, &web)], [[false; 2]; 2]);
+        files.save("db.yaml", &pod_manifest("db", db.addresses()));
+        daemon.wait_for("published: Pod shop/db");
+        daemon.wait_for("published");
+        assert_eq!([reaches(&web, &db), reaches(&db, &web)], [[true; 2]; 2]);
+    });
+}
+
+#[test]
+fn a_wrong_node_name_is_an_error_of_check_and_run() {
+    on_a_node(|| {
+        let state = tempfile::tempdir().unwrap();
+        let socket = state.path().join("admin.sock").display().to_string();
+        let node = "apiVersion: v1\nkind: Node\nmetadata: {name: here}\n---\n";
+        for (objects, reason) in [("", "no pod is on this node, but there are pods on here"), (node, "no such Node")] {
+            let (_pods, files) = two_pods(&format!("admin.socket = \"{socket}\""));
+            files.save("node.yaml", objects);
+            let command = |subcommand: &str| {
+                let mut command = files.command(subcommand);
+                command.args(["--set", "node=typo"]);
+                command
+            };
+            let check = output(command("check"));
+            let said = String::from_utf8(check.stdout).unwrap();
+            assert!(check.status.code() == Some(2) && said.contains(reason), "{said}");
+            let daemon = Daemon::spawn(command("run"));
+            let said = daemon.wait_for("ready: ");
+            assert!(said.contains("NOT ready: ") && said.contains(reason), "{said}");
+            let status = |subcommand: &str| {
+                let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_penstock"));
+                command.args([subcommand, "--socket", &socket]).env("NO_COLOR", "1");
+                let output = output(command);
+                String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap()
+            };
+            assert!(status("ready").contains(reason) && status("status").contains(reason), "{}", status("status"));
+            // Its name is that of a Node that comes later.
+            files.save("node.yaml", &node.replace("here", "typo"));
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while !status("ready").is_empty() {
+                assert!(Instant::now() < deadline, "{}", status("ready"));
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            daemon.end(Signal::SIGTERM);
+        }
+    });
+}
+
+#[test]
+fn a_manifest_directory_that_is_gone_makes_the_node_unready() {
+    const METRICS: &str = "127.0.0.1:19469";
+    on_a_node(|| {
+        ip("link set lo up");
+        let ([web, db], files) = two_pods(&format!("metrics.listen = \"{METRICS}\""));
+        files.save("policies.yaml", &policy("db", "nobody"));
+        let daemon = Daemon::start(&files);
+        let is_ready_soon = |ready: bool| {
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while page(METRICS, "/readyz").starts_with("HTTP/1.0 200") != ready {
+                assert!(Instant::now() < deadline, "{}", page(METRICS, "/readyz"));
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        };
+        is_ready_soon(true);
+        let (manifests, away) = (files.path("manifests"), files.path("away"));
+        fs::rename(&manifests, &away).unwrap();
+        is_ready_soon(false);
+        let text = page(METRICS, "/readyz");
+        assert!(text.contains("manifests: ") && text.contains("No such file"), "{text}");
+        let connected = "penstock_source_connected{resource=\"networkpolicies\"}";
+        assert!(page(METRICS, "/metrics").contains(&format!("\n{connected} 0")));
+        assert_eq!(reaches(&web, &db), [false; 2], "the last good objects stay");
+        fs::create_dir(&manifests).unwrap();
+        std::thread::sleep(Duration::from_millis(1500));
+        assert_eq!(reaches(&web, &db), [false; 2], "another one without manifests changes nothing");
+        assert!(page(METRICS, "/readyz").contains("has no manifest any more"), "{}", page(METRICS, "/readyz"));
+        fs::remove_dir(&manifests).unwrap();
+        fs::rename(&away, &manifests).unwrap();
+        is_ready_soon(true);
+        assert!(page(METRICS, "/metrics").contains(&format!("\n{connected} 1")));
+        daemon.end(Signal::SIGTERM);
+    });
+}
+
+#[test]
+fn a_second_daemon_and_a_mistake_in_the_command_start_nothing() {
+    const METRICS: &str = "127.0.0.1:19469";
+    on_a_node(|| {
+        ip("link set lo up");
+        let state = tempfile::tempdir().unwrap();
+        let path = |name: &str| state.path().join(name).display().to_string();
+        let (_pods, files) = two_pods(&format!(
+            "conntrack.mapping = \"{}\"\nadmin.socket = \"{}\"\nmetrics.listen = \"{METRICS}\"",
+            path("conntrack"),
+            path("admin.sock")
+        ));
+        let with = |subcommand: &str, settings: &[&str]| {
+            let mut command = files.command(subcommand);
+            settings.iter().for_each(|setting| _ = command.args(["--set", setting]));
+            let output = output(command);
+            (
+                output.status.code(),
+                String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap(),
+            )
+        };
+        let mut command = files.command("run");
+        command.args(["--set", "log.level=debug"]);
+        let daemon = Daemon::spawn(command);
+        daemon.wait_for("ready: ");
+        page(METRICS, "/readyz");
+        // A daemon runs: nothing in a file has to be corrected.
+        for settings in [&[][..], &["log.level=warn"], &["umem.memory=48MiB"]] {
+            let (code, said) = with("run", settings);
+            assert!(code == Some(2) && said.contains("another daemon"), "{settings:?}: {said}");
+            assert!(!said.contains("correct ") && !said.contains("last good"), "{settings:?}: {said}");
+        }
+        let (_, said) = with("check", &[]);
+        assert!(said.contains("metrics.listen: 127.0.0.1:19469, in use while a daemon runs here"), "{said}");
+        daemon.end(Signal::SIGTERM);
+        // A mistake in the command: the previous run's settings do not take the place of it.
+        let (code, said) = with("run", &["log.levl=debug"]);
+        assert!(code == Some(2) && said.contains("--set log.levl"), "{said}");
+        assert!(!said.contains("starting with"), "{said}");
+        // One in the file: settings of the command are those given now.
+        let good = fs::read_to_string(files.path("penstock.toml")).unwrap();
+        fs::write(files.path("penstock.toml"), format!("{good}nonsense = 1\n")).unwrap();
+        let daemon = Daemon::start(&files);
+        let (.., said) = daemon.end(Signal::SIGTERM);
+        assert!(!said.contains("DEBUG"), "{said}");
+        fs::write(files.path("penstock.toml"), good).unwrap();
+        // Another program has the port.
+        let _held = std::net::TcpListener::bind(METRICS).unwrap();
+        let (code, said) = with("check", &[]);
+        assert!(code == Some(2) && said.contains("error    metrics.listen = 127.0.0.1:19469: cannot listen"), "{said}");
     });
 }
 

@@ -14,10 +14,10 @@ use penstock_dataplane::drop_capabilities;
 use penstock_policy::model::Object;
 use tokio::sync::mpsc as batches;
 
-pub use files::DirectoryChanges;
+pub use files::{DirectoryChanges, unread_manifest};
 
 use super::convert::ConversionSettings;
-use super::manifest::{self, ManifestError, ManifestErrors, ManifestProblem, Options};
+use super::manifest::{self, ManifestError, ManifestProblem, Options};
 use files::Files;
 use watch::{DirectoryWatch, Message};
 
@@ -26,7 +26,7 @@ const WAITING_BATCHES: usize = 16;
 /// A watched directory of manifests. Dropping it stops watching.
 ///
 /// A save is applied as a whole: one [`DirectoryChanges`] holds all its changes. Errors are logged once each; their files keep their
-/// last valid objects. If the directory disappears, all objects stay until it is back.
+/// last valid objects. If the directory disappears, or loses all of its manifests, all objects stay until it has some again.
 #[derive(Debug)]
 pub struct ManifestDirectory {
     batches: Option<batches::Receiver<DirectoryChanges>>,
@@ -35,6 +35,8 @@ pub struct ManifestDirectory {
     /// Errors of files that were refused when it was opened.
     problems: Vec<ManifestError>,
     refused: usize,
+    unreadable: Option<String>,
+    unread_files: Vec<PathBuf>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -42,20 +44,21 @@ pub enum DirectoryError {
     /// It does not exist or is not a directory.
     #[error("manifests: {path}: {reason}: set it to a readable directory", path = .path.display())]
     NotADirectory { path: PathBuf, reason: String },
-    /// Its manifests have errors, and there is no earlier valid state.
-    #[error(transparent)]
-    Manifests(#[from] ManifestErrors),
     #[error("manifests: {path}: cannot be watched: {reason}", path = .path.display())]
     Watch { path: PathBuf, reason: String },
 }
 
 impl ManifestDirectory {
     /// Reads all manifests of a directory and starts to watch it.
+    ///
+    /// # Errors
+    /// If there is no such directory, or it can't be watched.
     pub fn open(path: &Path, settings: ConversionSettings) -> Result<(Self, Vec<Object>), DirectoryError> {
         Self::open_after(path, settings, &|| None)
     }
 
-    /// The same, with the objects that were in effect in the last run, if they are known: they stand for what refused files had.
+    /// The same, with the objects that were in effect in the last run, if they are known: they stand for what refused files had. If they
+    /// are not known, the pods that refused files may be about are closed.
     pub fn open_after(
         path: &Path,
         settings: ConversionSettings,
@@ -73,18 +76,27 @@ impl ManifestDirectory {
             .read_all(&mut files)
             .map_err(|error| DirectoryError::NotADirectory { path: path.to_owned(), reason: error.to_string() })?;
         let batch = files.update(Instant::now());
+        log(&batch);
         if !batch.problems.is_empty() {
-            let Some(last) = last() else {
-                // Two conflicting objects are one error here, reported at the later one.
-                let errors = manifest::read_manifests(&[path], &options).err();
-                return Err(DirectoryError::Manifests(errors.unwrap_or(ManifestErrors(batch.problems))));
-            };
-            log(&batch);
-            tracing::warn!(objects = last.len(), "what these files had stays as it was in the last run");
-            files.keep(last);
-            files.update(Instant::now());
+            match last() {
+                Some(last) => {
+                    tracing::warn!(objects = last.len(), "what these files had stays as it was in the last run");
+                    files.keep(last);
+                    files.update(Instant::now());
+                }
+                None => {
+                    tracing::error!(
+                        "nothing is known of what these files had: the pods that it may be about are closed"
+                    );
+                    files.close_unread();
+                }
+            }
+        } else if files.is_empty()
+            && let Some(last) = last().filter(|last| !last.is_empty())
+        {
+            watch.lose(&mut files, last);
         }
-        let refused = files.refused();
+        let (refused, unreadable, unread_files) = (files.refused(), watch.unreadable(), watch.unread_files());
         let objects = files.objects().cloned().collect();
         let (sender, receiver) = batches::channel(WAITING_BATCHES);
         let thread = thread::Builder::new()
@@ -95,12 +107,23 @@ impl ManifestDirectory {
             })
             .map_err(|error| DirectoryError::Watch { path: path.to_owned(), reason: error.to_string() })?;
         let problems = batch.problems;
-        Ok((Self { batches: Some(receiver), messages, thread: Some(thread), problems, refused }, objects))
+        let batches = Some(receiver);
+        Ok((Self { batches, messages, thread: Some(thread), problems, refused, unreadable, unread_files }, objects))
     }
 
     /// How many files were refused when it was opened.
     pub fn refused(&self) -> usize {
         self.refused
+    }
+
+    /// Files that were not read for their extension when it was opened.
+    pub fn unread_files(&self) -> &[PathBuf] {
+        &self.unread_files
+    }
+
+    /// Why it could not be read when it was opened: the objects of the last run stand for all manifests.
+    pub fn unreadable(&self) -> Option<&str> {
+        self.unreadable.as_deref()
     }
 
     pub fn problems(&self) -> &[ManifestError] {
@@ -140,7 +163,7 @@ fn log(batch: &DirectoryChanges) {
         tracing::warn!(file = %file.display(), "manifest counts as it is: it stayed without the end that it had");
     }
     for file in &batch.fixed {
-        tracing::info!(file = %file.display(), "manifest is good again");
+        tracing::info!(file = %file.display(), "manifest is good again, or deleted");
     }
 }
 

@@ -19,10 +19,11 @@ use std::time::{Duration, Instant};
 use notify::event::{AccessKind, AccessMode, CreateKind, EventKind, ModifyKind};
 use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher};
 use penstock_dataplane::without_capabilities;
+use penstock_policy::model::Object;
 use tokio::sync::mpsc as batches;
 
 use super::files::{DirectoryChanges, Files, Written};
-use crate::manifest;
+use crate::manifest::{self, Found};
 
 /// A save is complete once its events pause this long …
 const PAUSE: Duration = Duration::from_millis(5);
@@ -34,6 +35,12 @@ const LONGEST_RETURN: Duration = Duration::from_millis(500);
 /// A file open for writing this long is read anyway.
 const LONGEST_WRITE: Duration = Duration::from_secs(10);
 const CHECK: Duration = Duration::from_secs(1);
+
+fn no_manifests() -> io::Error {
+    io::Error::other(
+        "has no manifest any more: restore them; to delete all objects, leave a file with a Namespace alone",
+    )
+}
 
 #[derive(Debug)]
 pub(super) enum Message {
@@ -58,6 +65,10 @@ pub(super) struct DirectoryWatch {
     parent_watched: bool,
     /// Why the directory cannot be listed, as reported.
     missing: Option<String>,
+    /// How many files were refused, and why the directory could not be listed, when a batch was sent last.
+    sent: (usize, Option<String>),
+    /// Files that are not read for their extension, as reported.
+    others: Vec<PathBuf>,
     stamps: BTreeMap<PathBuf, Stamp>,
     /// Files with unread events.
     changed: BTreeSet<PathBuf>,
@@ -79,6 +90,8 @@ impl DirectoryWatch {
             watched: None,
             parent_watched: false,
             missing: None,
+            sent: (0, None),
+            others: Vec::new(),
             stamps: BTreeMap::new(),
             changed: BTreeSet::new(),
             writing: BTreeMap::new(),
@@ -93,15 +106,36 @@ impl DirectoryWatch {
         self.read(files, Instant::now())
     }
 
+    /// Why the directory can't be listed.
+    pub(super) fn unreadable(&self) -> Option<String> {
+        self.missing.as_ref().map(|reason| format!("{}: {reason}", self.path.display()))
+    }
+
+    pub(super) fn unread_files(&self) -> Vec<PathBuf> {
+        self.others.clone()
+    }
+
+    /// For a start with a directory without manifests that had some: these objects stay.
+    pub(super) fn lose(&mut self, files: &mut Files, last: Vec<Object>) {
+        let error = no_manifests();
+        tracing::error!("{}", super::unreadable(&self.path, &error));
+        self.missing = Some(error.to_string());
+        files.keep_all(last);
+    }
+
     /// Sends a batch for each save until the receiver is gone.
     pub(super) fn run(mut self, mut files: Files, batches: &batches::Sender<DirectoryChanges>) {
+        self.sent = (files.refused(), self.unreadable());
         loop {
             match self.inbox.recv_timeout(self.until_due(Instant::now())) {
                 Ok(Message::Event(event)) => self.record(event),
                 Err(RecvTimeoutError::Timeout) => {
                     let batch = self.refresh(&mut files);
                     super::log(&batch);
-                    if !batch.is_empty() && batches.blocking_send(batch).is_err() {
+                    let state = (batch.refused, batch.unreadable.clone());
+                    let is_news = !batch.is_empty() || state != self.sent;
+                    self.sent = state;
+                    if is_news && batches.blocking_send(batch).is_err() {
                         return;
                     }
                 }
@@ -139,13 +173,13 @@ impl DirectoryWatch {
         }
         let mut concerns_us = event.need_rescan();
         for path in event.paths {
-            if path.parent() == Some(&self.path) {
+            if path != self.path && path.starts_with(&self.path) {
                 self.record_file(event.kind, &path, now);
                 concerns_us = true;
             }
             // A watched parent also reports events outside the directory.
             if path == self.path {
-                // DirectoryWatch it at once, to get its events.
+                // It is watched at once, to get its events.
                 self.follow();
                 concerns_us = true;
             }
@@ -199,13 +233,22 @@ impl DirectoryWatch {
         }
         let mut batch = files.update(Instant::now());
         batch.problems.append(&mut problems);
+        batch.unreadable = self.unreadable();
         tracing::trace!(had_events, changes = batch.changes.len(), "read the manifests");
         batch
     }
 
-    /// Reads the files that changed. A directory that cannot be listed changes nothing.
+    /// Reads the files that changed. A directory that cannot be listed, or has no manifest any more, changes nothing: its file system
+    /// may not be mounted.
     fn read(&mut self, files: &mut Files, now: Instant) -> io::Result<()> {
-        let present = manifest::files_in(&self.path)?;
+        let Found { manifests: present, others } = manifest::files_in(&self.path)?;
+        if present.is_empty() && files.has_objects() {
+            return Err(no_manifests());
+        }
+        for path in others.iter().filter(|path| !self.others.contains(path)) {
+            tracing::warn!(file = %path.display(), "not read: manifests are *.yaml, *.yml and *.json; rename it if it is one");
+        }
+        self.others = others;
         let changed = std::mem::take(&mut self.changed);
         self.writing.retain(|_, since| now.duration_since(*since) < LONGEST_WRITE);
         for path in &present {
@@ -251,7 +294,7 @@ impl DirectoryWatch {
         }
         let parent = self.path.parent().filter(|parent| *parent != OsStr::new("")).unwrap_or(Path::new(".")).to_owned();
         if found.is_some() {
-            self.watcher.watch(&self.path, RecursiveMode::NonRecursive)?;
+            self.watcher.watch(&self.path, RecursiveMode::Recursive)?;
             self.watched = found;
             if std::mem::take(&mut self.parent_watched) {
                 let _ = self.watcher.unwatch(&parent);

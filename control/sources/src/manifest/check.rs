@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use penstock_policy::model::{Namespace, Object, ObjectRef};
 use rustc_hash::FxHashMap;
 
-use super::error::{ManifestError, ManifestProblem, Origin};
+use super::error::{ManifestError, ManifestProblem, Origin, Scope};
 use crate::convert::{FieldPath, NAME_LABEL};
 
 /// Two objects that cannot coexist.
@@ -72,7 +72,12 @@ fn conflict(first: CheckedObject<'_>, second: CheckedObject<'_>, address: Option
             None => ManifestProblem::Duplicate { other: other.origin.clone() },
         };
         let object = Some(entry.object.reference().to_string());
-        ManifestError { origin: entry.origin.clone(), object, field: FieldPath::default(), problem }
+        let scope = match entry.object {
+            Object::NetworkPolicy(policy) => Scope::Namespace(policy.key.namespace.clone()),
+            Object::Pod(_) | Object::Service(_) | Object::EndpointSlice(_) => Scope::Nothing,
+            Object::Namespace(_) | Object::Node(_) | Object::ClusterNetworkPolicy(_) => Scope::Everything,
+        };
+        ManifestError { origin: entry.origin.clone(), object, field: FieldPath::default(), problem, scope }
     };
     let (at_first, at_second) = (error_at(first, second), error_at(second, first));
     Conflict { first: first.place, second: second.place, at_first, at_second }

@@ -34,6 +34,17 @@ impl fmt::Display for Origin {
     }
 }
 
+/// Which pods an object that can't be read may be about.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+pub enum Scope {
+    /// It restricts nothing: a pod without its object has a closed interface.
+    Nothing,
+    /// A policy of this namespace.
+    Namespace(String),
+    #[default]
+    Everything,
+}
+
 /// An error in a manifest: one line with file, line, object and field.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct ManifestError {
@@ -43,6 +54,7 @@ pub struct ManifestError {
     /// The field; empty if the error is not about one field.
     pub field: FieldPath,
     pub problem: ManifestProblem,
+    pub scope: Scope,
 }
 
 impl std::error::Error for ManifestError {}
@@ -84,11 +96,17 @@ pub enum ManifestProblem {
         "{kind} of apiVersion {version} is a kind of policy that is not understood: write it as a NetworkPolicy or ClusterNetworkPolicy, or keep it out of these manifests"
     )]
     ForeignPolicy { kind: String, version: String },
+    /// A kind that is close to one that is read, or an unknown one of a group that has policies.
+    #[error("{kind} of apiVersion {version} is not a known kind: {remedy}, or keep it out of these manifests")]
+    UnknownKind { kind: String, version: String, remedy: String },
+    /// It had objects.
+    #[error("has no object any more: restore its contents, or delete the file to delete its objects")]
+    NoObject,
     #[error("is not a list of objects")]
     NotAList,
     #[error("{0}")]
     Type(String),
-    /// A field of a policy that this version does not know: it could mean anything.
+    /// A field that this version does not know, in a policy or in metadata: it could mean anything.
     #[error("is not a field that this version knows: correct its spelling, or remove it")]
     UnknownField,
     #[error(transparent)]

@@ -10,9 +10,10 @@ mod object;
 mod tree;
 mod workload;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -20,7 +21,7 @@ use penstock_policy::model::{EndpointSlice, Object, ObjectKey};
 
 pub(crate) use check::{conflicts, implied_namespaces, owned_addresses};
 pub use derive::derive_endpoint_slices;
-pub use error::{ManifestError, ManifestErrors, ManifestProblem, Origin};
+pub use error::{ManifestError, ManifestErrors, ManifestProblem, Origin, Scope};
 
 use super::convert::{ConversionSettings, FieldPath};
 use object::DocumentReader;
@@ -135,7 +136,7 @@ pub struct Ignored {
     pub is_policy: bool,
 }
 
-/// Reads manifests. Each path is a file, a directory (its `*.yaml`, `*.yml` and `*.json`, sorted by name, without
+/// Reads manifests. Each path is a file, a directory (its `*.yaml`, `*.yml` and `*.json`, sorted by path, with those in its
 /// subdirectories) or `-` for standard input. Collects all errors, conflicts between objects included.
 pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<Manifests, ManifestErrors> {
     let mut manifests = Manifests::default();
@@ -178,6 +179,12 @@ pub fn read_text(name: &Path, text: &str, options: &Options) -> Result<Manifests
 
 /// Parses the text of one file; does not check for conflicts with other files.
 pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Result<Manifests, ManifestErrors> {
+    let (manifests, errors) = parse_readable(file, text, options);
+    if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
+}
+
+/// Parses the text of one file as far as it can be read.
+pub(crate) fn parse_readable(file: &Arc<Path>, text: &str, options: &Options) -> (Manifests, Vec<ManifestError>) {
     let mut manifests = Manifests::default();
     let mut errors = Vec::new();
     match tree::parse(text) {
@@ -186,13 +193,14 @@ pub(crate) fn parse_file(file: &Arc<Path>, text: &str, options: &Options) -> Res
             object: None,
             field: FieldPath::default(),
             problem: ManifestProblem::Syntax(malformed.message),
+            scope: Scope::Everything,
         }),
         Ok(trees) => {
             let mut reader = DocumentReader { file, options, manifests: &mut manifests, errors: &mut errors };
             trees.into_iter().for_each(|tree| reader.document(tree));
         }
     }
-    if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
+    (manifests, errors)
 }
 
 enum NamedFile {
@@ -225,31 +233,61 @@ fn files<P: AsRef<Path>>(paths: &[P], errors: &mut Vec<ManifestError>) -> Vec<Na
             continue;
         }
         match files_in(path) {
-            Ok(found) if found.is_empty() => errors.push(of_path(path, ManifestProblem::NoManifests)),
-            Ok(found) => files.extend(found.into_iter().map(|path| NamedFile::Found(Arc::from(path)))),
+            Ok(Found { manifests, .. }) if manifests.is_empty() => {
+                errors.push(of_path(path, ManifestProblem::NoManifests));
+            }
+            Ok(Found { manifests, .. }) => {
+                files.extend(manifests.into_iter().map(|path| NamedFile::Found(Arc::from(path))));
+            }
             Err(error) => errors.push(of_path(path, ManifestProblem::Unreadable(error.to_string()))),
         }
     }
     files
 }
 
-/// The manifests in a directory, sorted by name. Skips hidden files: editors keep drafts in them.
-pub(crate) fn files_in(directory: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    for entry in fs::read_dir(directory)? {
-        let path = entry?.path();
-        if is_manifest(&path) && !path.is_dir() {
-            files.push(path);
-        }
-    }
-    files.sort();
-    Ok(files)
+/// The files in a directory and its subdirectories, sorted by path.
+#[derive(Debug, Default)]
+pub(crate) struct Found {
+    pub(crate) manifests: Vec<PathBuf>,
+    /// Files whose extension is not that of a manifest.
+    pub(crate) others: Vec<PathBuf>,
 }
 
-pub(crate) fn is_manifest(path: &Path) -> bool {
-    let is_hidden = path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."));
+/// Lists the files in a directory. Skips hidden files and directories: editors keep drafts in them, git its data, and the
+/// kubelet what the links in the volume of a ConfigMap point to.
+///
+/// # Errors
+/// If the directory or one of its subdirectories can't be listed.
+pub(crate) fn files_in(directory: &Path) -> io::Result<Found> {
+    let mut found = Found::default();
+    let mut directories = vec![directory.to_owned()];
+    // A link may lead back to a directory above.
+    let mut seen = BTreeSet::new();
+    while let Some(directory) = directories.pop() {
+        let data = fs::metadata(&directory)?;
+        if !seen.insert((data.dev(), data.ino())) {
+            continue;
+        }
+        for entry in fs::read_dir(&directory)? {
+            let path = entry?.path();
+            if path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b".")) {
+                continue;
+            }
+            match path.is_dir() {
+                true => directories.push(path),
+                false if is_manifest(&path) => found.manifests.push(path),
+                false => found.others.push(path),
+            }
+        }
+    }
+    found.manifests.sort();
+    found.others.sort();
+    Ok(found)
+}
+
+fn is_manifest(path: &Path) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str());
-    !is_hidden && matches!(extension, Some("yaml" | "yml" | "json"))
+    extension.is_some_and(|extension| ["yaml", "yml", "json"].iter().any(|known| extension.eq_ignore_ascii_case(known)))
 }
 
 /// Reads a file of a directory. A pipe or a device there would hang its reader.
@@ -279,5 +317,5 @@ fn read_file(file: &Arc<Path>) -> Result<String, ManifestErrors> {
 
 pub(crate) fn of_path(path: &Path, problem: ManifestProblem) -> ManifestError {
     let origin = Origin { file: Arc::from(path), line: None };
-    ManifestError { origin, object: None, field: FieldPath::default(), problem }
+    ManifestError { origin, object: None, field: FieldPath::default(), problem, scope: Scope::Everything }
 }

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::super::convert::{self, FieldError, FieldPath, PathElement};
 use super::super::typed;
-use super::error::{ManifestError, ManifestProblem, Origin};
+use super::error::{ManifestError, ManifestProblem, Origin, Scope};
 use super::tree::YamlNode;
 use super::workload::{pod_of, template_of};
 use super::{Document, Ignored, Manifests, Options, UnknownFields};
@@ -38,7 +38,7 @@ enum Declared {
     One(ManifestKind),
     /// A list; items without a type of their own have this kind.
     List(Option<ManifestKind>),
-    /// A policy of a kind that is not supported, by itself or in a list.
+    /// A policy of a kind that is not supported or not known, by itself or in a list; or a kind that looks like a misspelt one.
     ForeignPolicy(ManifestProblem),
     /// An object that makes pods of the template at this place.
     Workload(&'static [&'static str]),
@@ -160,7 +160,7 @@ impl DocumentReader<'_> {
                 let (kind, version) = (kind.to_owned(), version.to_owned());
                 return Ok(Declared::ForeignPolicy(ManifestProblem::ForeignPolicy { kind, version }));
             }
-            _ => return Ok(Declared::Other),
+            _ => return Ok(unknown_kind(name, version).map_or(Declared::Other, Declared::ForeignPolicy)),
         };
         Ok(if is_list { Declared::List(Some(kind)) } else { Declared::One(kind) })
     }
@@ -237,9 +237,7 @@ impl DocumentReader<'_> {
         let (typed, unknown) = typed::read::<T>(value)
             .map_err(|(field, wrong)| self.error_at(tree, field, ManifestProblem::Type(wrong)))?;
         if self.options.unknown_fields == UnknownFields::Refuse
-            && kind.is_policy()
-            && let Some(field) =
-                unknown.iter().find(|field| field.elements().first() == Some(&PathElement::Field("spec".to_owned())))
+            && let Some(field) = unknown.iter().find(|field| is_misspelt(field, kind))
         {
             return Err(self.error_at(tree, field.clone(), ManifestProblem::UnknownField));
         }
@@ -259,7 +257,33 @@ impl DocumentReader<'_> {
 
     fn error_at(&self, tree: &YamlNode, field: FieldPath, problem: ManifestProblem) -> Box<ManifestError> {
         let object = tree.is_mapping().then(|| describe(tree));
-        Box::new(ManifestError { origin: Origin::new(self.file, tree.line_of(&field)), object, field, problem })
+        let origin = Origin::new(self.file, tree.line_of(&field));
+        Box::new(ManifestError { origin, object, field, problem, scope: scope(tree) })
+    }
+}
+
+/// Whether a field that the object's type doesn't have can only be a mistake: any field of a policy, and of other objects those
+/// beside `spec` and `status`. These two gain fields with each version of Kubernetes; a label below `metdata` is never read.
+fn is_misspelt(field: &FieldPath, kind: ManifestKind) -> bool {
+    match field.elements() {
+        [PathElement::Field(first), ..] if first == "spec" => kind.is_policy(),
+        [PathElement::Field(first), rest @ ..] => rest.is_empty() || first == "metadata",
+        _ => false,
+    }
+}
+
+/// Which pods an object that can't be read may be about.
+fn scope(tree: &YamlNode) -> Scope {
+    let text = |field| tree.get(field).and_then(YamlNode::as_str).unwrap_or_default();
+    let (version, kind) = (text("apiVersion"), text("kind"));
+    let namespace = tree.get("metadata").and_then(|metadata| metadata.get("namespace"));
+    match nearest(kind) {
+        Some("Pod" | "Service" | "EndpointSlice") => Scope::Nothing,
+        Some("NetworkPolicy") if is_policy_group(version) => match namespace {
+            None => Scope::Namespace("default".to_owned()),
+            Some(namespace) => namespace.as_str().map_or(Scope::Everything, |name| Scope::Namespace(name.to_owned())),
+        },
+        _ => Scope::Everything,
     }
 }
 
@@ -277,6 +301,72 @@ fn is_policy_group(version: &str) -> bool {
         Some((group, _)) => matches!(group, "networking.k8s.io" | "extensions"),
         None => true,
     }
+}
+
+/// The kinds that are read, each with a version of it.
+const READ_KINDS: [(&str, &str); 8] = [
+    ("Namespace", "v1"),
+    ("Node", "v1"),
+    ("Pod", "v1"),
+    ("Service", "v1"),
+    ("List", "v1"),
+    ("EndpointSlice", "discovery.k8s.io/v1"),
+    ("NetworkPolicy", "networking.k8s.io/v1"),
+    ("ClusterNetworkPolicy", "policy.networking.k8s.io/v1alpha2"),
+];
+
+/// Other kinds of networking.k8s.io and extensions.
+const BESIDE_NETWORK_POLICY: [&str; 10] = [
+    "Ingress",
+    "IngressClass",
+    "IPAddress",
+    "ServiceCIDR",
+    "ClusterCIDR",
+    "DaemonSet",
+    "Deployment",
+    "ReplicaSet",
+    "PodSecurityPolicy",
+    "Scale",
+];
+
+/// Kinds of Kubernetes whose short names are close to one that is read.
+const CLOSE_KINDS: [&str; 2] = ["Job", "Role"];
+
+/// A kind is taken for a misspelt one up to this edit distance.
+const MAX_TYPO: usize = 2;
+
+/// The kind that is read whose name is closest to this one's, in any case, of itself or of its list.
+fn nearest(kind: &str) -> Option<&'static str> {
+    let written = kind.to_ascii_lowercase();
+    let distance = |read: &str| {
+        let read = read.to_ascii_lowercase();
+        strsim::levenshtein(&written, &read).min(strsim::levenshtein(&written, &format!("{read}list")))
+    };
+    let near = READ_KINDS.iter().map(|(read, _)| (distance(read), *read)).filter(|(distance, _)| *distance <= MAX_TYPO);
+    near.min().map(|(_, read)| read)
+}
+
+/// Why a kind that is not read can't be left out: it may be a policy, or a misspelt name of something that is read. Left out, it
+/// would take an object away that is enforced.
+fn unknown_kind(kind: &str, version: &str) -> Option<ManifestProblem> {
+    let group = version.split_once('/').map_or("", |(group, _)| group);
+    // No other groups have names without a dot, or below k8s.io.
+    let is_kubernetes = !group.contains('.') || group.ends_with(".k8s.io");
+    let near = nearest(kind).filter(|near| {
+        let is_policy = near.ends_with("Policy") && !kind.starts_with("Staged");
+        is_policy || is_kubernetes && !CLOSE_KINDS.contains(&kind)
+    });
+    let single = kind.strip_suffix("List").unwrap_or(kind);
+    let may_be_policy = matches!(group, "networking.k8s.io" | "extensions") && !BESIDE_NETWORK_POLICY.contains(&single);
+    let remedy = match near {
+        Some(near) => {
+            let (_, version) = READ_KINDS.iter().find(|(read, _)| *read == near)?;
+            format!("write {near} of apiVersion {version} if that is meant")
+        }
+        None if may_be_policy => "correct its spelling".to_owned(),
+        None => return None,
+    };
+    Some(ManifestProblem::UnknownKind { kind: kind.to_owned(), version: version.to_owned(), remedy })
 }
 
 /// The name of an object, as far as known: `Pod shop/web-1`.

@@ -2,9 +2,11 @@
 //!
 //! Each file has its latest contents and its last valid objects. The objects in effect have no conflicts: of every file the
 //! latest contents if they are valid and do not conflict with other files, or else its last valid objects. A file that was written
-//! in place and is now the beginning of what it was, or empty, may be what a failed write has left: it counts once it stays so.
+//! in place and is now the beginning of what it was may be what a failed write has left: it counts once it stays so. One that had
+//! objects and has none any more is refused: whoever means it deletes the file.
 //!
-//! At a start there may be no valid objects of a file. Those of the last run stand for it then, until no file is refused.
+//! At a start there may be no valid objects of a file. Those of the last run stand for it then, until no file is refused. If the last
+//! run's are not known, a refused file has what can be read of it, and policies that close the pods that the rest may be about.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -12,9 +14,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use penstock_policy::model::{Object, ObjectChange, ObjectRef};
+use penstock_policy::model::{
+    ClusterNetworkPolicy, ClusterRule, ClusterTier, NetworkPolicy, Object, ObjectChange, ObjectKey, ObjectRef, Peers,
+    PolicyNotes, PolicyPorts, Rule, RuleAction, Selector, Staging, Subject,
+};
 
-use crate::manifest::{self, ManifestError, ManifestErrors, ManifestProblem, Manifests, Options, Origin};
+use crate::manifest::{self, ManifestError, ManifestErrors, ManifestProblem, Manifests, Options, Origin, Scope};
 
 /// A file that has lost its end must stay as it is for this long: longer than a write takes.
 pub(super) const STABLE: Duration = Duration::from_secs(10);
@@ -26,16 +31,31 @@ pub struct DirectoryChanges {
     pub changes: Vec<ObjectChange>,
     /// New errors. Their files keep their last valid objects.
     pub problems: Vec<ManifestError>,
-    /// Files whose errors are fixed.
+    /// Files whose errors are fixed, or that are deleted.
     pub fixed: Vec<PathBuf>,
-    /// Files that count now though they have lost their end, or all they had.
+    /// Files that count now though they have lost their end.
     pub shortened: Vec<PathBuf>,
     pub refused: usize,
+    /// Why the directory can't be read, while it can't: all objects stay as they are.
+    pub unreadable: Option<String>,
 }
 
 impl DirectoryChanges {
     pub fn is_empty(&self) -> bool {
         self.changes.is_empty() && self.problems.is_empty() && self.fixed.is_empty() && self.shortened.is_empty()
+    }
+}
+
+/// The names of policies that close what a refused file may be about begin with this, which no object of Kubernetes may have in
+/// its name. The path of the file follows.
+const CLOSING: &str = "unread:";
+
+/// The manifest that this policy stands for, if it is one that closes what a refused manifest may be about.
+pub fn unread_manifest(policy: &ObjectRef) -> Option<&str> {
+    match policy {
+        ObjectRef::NetworkPolicy(key) => key.name.strip_prefix(CLOSING),
+        ObjectRef::ClusterNetworkPolicy(name) => name.strip_prefix(CLOSING),
+        _ => None,
     }
 }
 
@@ -45,6 +65,8 @@ type Objects = Arc<[(Object, Origin)]>;
 struct File {
     /// Its latest contents.
     latest: Result<Objects, ManifestErrors>,
+    /// The objects of its latest contents that can be read, if others can't.
+    readable: Objects,
     /// The text of its last contents that were valid.
     text: String,
     /// Later contents that are the beginning of that text.
@@ -76,6 +98,8 @@ pub(super) struct Files {
     files: BTreeMap<PathBuf, File>,
     /// Objects of files deleted since the last [`Files::update`].
     gone: Vec<Objects>,
+    /// Refused files deleted since then.
+    gone_refused: Vec<PathBuf>,
     /// Objects of the last run, for files that have had no valid contents since.
     kept: Objects,
     /// Namespaces that objects use and no file defines.
@@ -99,11 +123,20 @@ impl Files {
     ) {
         self.is_outdated = true;
         let name: Arc<Path> = Arc::from(path);
-        let parsed = contents.and_then(|text| {
-            let objects = located(manifest::parse_file(&name, &text, &self.options)?);
-            Ok((objects, text))
-        });
         let file = self.files.entry(path.to_owned()).or_insert_with(File::new);
+        let parsed = contents.and_then(|text| {
+            let (manifests, mut errors) = manifest::parse_readable(&name, &text, &self.options);
+            let is_empty = errors.is_empty() && manifests.documents.is_empty() && manifests.ignored.is_empty();
+            if is_empty && !file.last_valid.is_empty() {
+                errors.push(manifest::of_path(path, ManifestProblem::NoObject));
+            }
+            let objects = located(manifests);
+            if errors.is_empty() {
+                return Ok((objects, text));
+            }
+            file.readable = objects;
+            Err(ManifestErrors(errors))
+        });
         match parsed {
             Ok((objects, text)) if written == Written::InPlace && file.has_lost(&objects, &text) => {
                 let since = file.cut.take().filter(|cut| cut.text == text).map_or(now, |cut| cut.since);
@@ -124,6 +157,47 @@ impl Files {
         self.is_outdated = true;
     }
 
+    /// For a start with files that are refused, when the objects of the last run are not known: refused files get what can be read of
+    /// them, and policies that close the pods that the rest may be about.
+    pub(super) fn close_unread(&mut self) {
+        let in_effect: Vec<Objects> = self.files.values().map(|file| Arc::clone(&file.last_valid)).collect();
+        let mut names: BTreeSet<ObjectRef> = in_files(&in_effect).map(Object::reference).collect();
+        let mut addresses: BTreeSet<IpAddr> =
+            in_files(&in_effect).flat_map(manifest::owned_addresses).copied().collect();
+        for (path, file) in self.files.iter_mut().filter(|(_, file)| !file.reported.is_empty()) {
+            let readable = file.latest.as_ref().unwrap_or(&file.readable);
+            let mut objects: Vec<(Object, Origin)> = Vec::new();
+            for (object, origin) in readable.iter() {
+                let owned = manifest::owned_addresses(object);
+                if !names.contains(&object.reference()) && !owned.iter().any(|address| addresses.contains(address)) {
+                    names.insert(object.reference());
+                    addresses.extend(owned);
+                    objects.push((object.clone(), origin.clone()));
+                }
+            }
+            let scopes: BTreeSet<&Scope> = file.reported.iter().map(|error| &error.scope).collect();
+            let closing = scopes.into_iter().filter_map(|scope| closing(scope, path));
+            objects.extend(closing.map(|policy| (policy, Origin { file: Arc::from(path.as_path()), line: None })));
+            file.last_valid = objects.into();
+        }
+        self.implied = manifest::implied_namespaces(self.written());
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.files.is_empty()
+    }
+
+    pub(super) fn has_objects(&self) -> bool {
+        !self.kept.is_empty() || self.files.values().any(|file| !file.last_valid.is_empty())
+    }
+
+    /// For a start with a directory that has lost its manifests: these objects stay until it has some.
+    pub(super) fn keep_all(&mut self, last: Vec<Object>) {
+        self.keep(last);
+        // The next file that is set decides.
+        self.is_outdated = false;
+    }
+
     pub(super) fn refused(&self) -> usize {
         self.files.values().filter(|file| !file.reported.is_empty()).count()
     }
@@ -135,6 +209,7 @@ impl Files {
     pub(super) fn remove(&mut self, path: &Path) {
         if let Some(file) = self.files.remove(path) {
             self.is_outdated = true;
+            self.gone_refused.extend((!file.reported.is_empty()).then(|| path.to_owned()));
             self.gone.push(file.last_valid);
         }
     }
@@ -145,6 +220,7 @@ impl Files {
         if !std::mem::take(&mut self.is_outdated) {
             return DirectoryChanges { refused: self.refused(), ..batch };
         }
+        batch.fixed.append(&mut self.gone_refused);
         let has_new_claims = self.has_new_claims();
         let (usable, mut errors) = if has_new_claims { self.usable() } else { (self.latest(), BTreeMap::new()) };
         let mut before: Vec<Objects> = std::mem::take(&mut self.gone);
@@ -286,17 +362,59 @@ impl Files {
 impl File {
     fn new() -> Self {
         let none = Objects::default();
-        Self { latest: Ok(none.clone()), text: String::new(), cut: None, last_valid: none, reported: Vec::new() }
+        Self {
+            latest: Ok(none.clone()),
+            readable: none.clone(),
+            text: String::new(),
+            cut: None,
+            last_valid: none,
+            reported: Vec::new(),
+        }
     }
 
     fn take(&mut self, objects: Objects, text: String) {
-        (self.latest, self.text, self.cut) = (Ok(objects), text, None);
+        (self.latest, self.readable, self.text, self.cut) = (Ok(objects), Objects::default(), text, None);
     }
 
     /// Whether these contents lack objects that the last valid ones had, and are the beginning of their text.
     fn has_lost(&self, objects: &Objects, text: &str) -> bool {
         let in_force = || self.last_valid.iter().map(|(object, _)| object);
         self.text.len() > text.len() && self.text.starts_with(text) && !in_force().eq(objects.iter().map(|(o, _)| o))
+    }
+}
+
+/// A policy that closes the pods of a scope, in the place of what can't be read of a file.
+fn closing(scope: &Scope, path: &Path) -> Option<Object> {
+    let name = format!("{CLOSING}{}", path.display());
+    match scope {
+        Scope::Nothing => None,
+        Scope::Namespace(namespace) => Some(Object::NetworkPolicy(NetworkPolicy {
+            key: ObjectKey { namespace: namespace.clone(), name },
+            pod_selector: Selector::default(),
+            isolates: true,
+            ingress: Some(Vec::new()),
+            egress: Some(Vec::new()),
+            staging: Staging::InForce,
+            notes: PolicyNotes::default(),
+        })),
+        Scope::Everything => {
+            let deny = ClusterRule {
+                name: None,
+                action: RuleAction::Deny,
+                matches: Rule { peers: Peers::Every, ports: PolicyPorts::Every },
+                is_understood: true,
+            };
+            Some(Object::ClusterNetworkPolicy(ClusterNetworkPolicy {
+                name,
+                tier: ClusterTier::Admin,
+                priority: 0,
+                subject: Subject::default(),
+                ingress: vec![deny.clone()],
+                egress: vec![deny],
+                staging: Staging::InForce,
+                notes: PolicyNotes::default(),
+            }))
+        }
     }
 }
 
