@@ -346,6 +346,29 @@ mod tests {
     }
 
     #[test]
+    fn what_promotion_would_not_change_any_more_is_forgotten() {
+        let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
+        let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);
+        for port in 80..83 {
+            groups.add(&engine, &flow(1, port), &closes, Seen::Packet { connection: port.into(), bytes: 60 }, at);
+        }
+        let ports = |groups: &ChangeGroups| groups.list().iter().map(|group| group.port).collect::<Vec<_>>();
+        assert!(!groups.forget_settled(|flow| flow.dst_port != 81), "others are left");
+        assert_eq!(ports(&groups), [80, 82]);
+        groups.ungrouped = [1, 1];
+        assert!(groups.forget_settled(|_| false), "the last ones");
+        assert_eq!((ports(&groups), groups.ungrouped()), (vec![], 0));
+        assert!(!groups.forget_settled(|_| false), "there were none");
+        // An open connection that is gone at the next walk.
+        groups.add(&engine, &flow(1, 80), &closes, Seen::Live([None; 2]), at);
+        groups.walked(1);
+        assert_eq!(ports(&groups), [80]);
+        groups.forget_live();
+        groups.walked(0);
+        assert_eq!(ports(&groups), [0; 0]);
+    }
+
+    #[test]
     fn groups_and_connections_are_bounded_and_the_rest_counted() {
         let (engine, mut groups, at) = (engine(), ChangeGroups::default(), Time::now());
         let closes = change(DirectionVerdict::Open, DirectionVerdict::Denied);

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use penstock_policy::model::{
-    ClusterNetworkPolicy, ClusterRule, ClusterTier, NetworkPolicy, Object, ObjectChange, ObjectKey, ObjectRef, Peers,
-    PolicyNotes, PolicyPorts, Rule, RuleAction, Selector, Staging, Subject,
+    ClusterNetworkPolicy, ClusterRule, ClusterTier, LabelOperator, NetworkPolicy, Object, ObjectChange, ObjectKey,
+    ObjectRef, Peers, PolicyNotes, PolicyPorts, Requirement, Rule, RuleAction, Selector, Staging, Subject,
 };
 
 use crate::manifest::{self, ManifestError, ManifestErrors, ManifestProblem, Manifests, Options, Origin, Scope};
@@ -176,8 +176,15 @@ impl Files {
                 }
             }
             let scopes: BTreeSet<&Scope> = file.reported.iter().map(|error| &error.scope).collect();
-            let closing = scopes.into_iter().filter_map(|scope| closing(scope, path));
-            objects.extend(closing.map(|policy| (policy, Origin { file: Arc::from(path.as_path()), line: None })));
+            // The widest are last.
+            let of_namespaces = scopes.iter().filter(|scope| matches!(scope, Scope::Namespace(_)));
+            let wanted: Vec<&Scope> = match scopes.last() {
+                Some(Scope::Namespace(_)) => of_namespaces.copied().collect(),
+                Some(widest) => vec![widest],
+                None => Vec::new(),
+            };
+            let origin = Origin { file: Arc::from(path.as_path()), line: None };
+            objects.extend(wanted.into_iter().map(|scope| (closing(scope, path), origin.clone())));
             file.last_valid = objects.into();
         }
         self.implied = manifest::implied_namespaces(self.written());
@@ -383,20 +390,27 @@ impl File {
     }
 }
 
-/// A policy that closes the pods of a scope, in the place of what can't be read of a file.
-fn closing(scope: &Scope, path: &Path) -> Option<Object> {
+/// A policy that closes the pods of a scope, in the place of what can't be read of a file. Without any it selects none, and tells of
+/// the file.
+fn closing(scope: &Scope, path: &Path) -> Object {
     let name = format!("{CLOSING}{}", path.display());
-    match scope {
-        Scope::Nothing => None,
-        Scope::Namespace(namespace) => Some(Object::NetworkPolicy(NetworkPolicy {
-            key: ObjectKey { namespace: namespace.clone(), name },
-            pod_selector: Selector::default(),
+    let in_namespace = |namespace: &str, pod_selector| {
+        Object::NetworkPolicy(NetworkPolicy {
+            key: ObjectKey { namespace: namespace.to_owned(), name: name.clone() },
+            pod_selector,
             isolates: true,
             ingress: Some(Vec::new()),
             egress: Some(Vec::new()),
             staging: Staging::InForce,
             notes: PolicyNotes::default(),
-        })),
+        })
+    };
+    match scope {
+        Scope::Nothing => {
+            let none = Requirement { key: "unread".to_owned(), operator: LabelOperator::In(Vec::new()) };
+            in_namespace("default", Selector { requirements: vec![none] })
+        }
+        Scope::Namespace(namespace) => in_namespace(namespace, Selector::default()),
         Scope::Everything => {
             let deny = ClusterRule {
                 name: None,
@@ -404,7 +418,7 @@ fn closing(scope: &Scope, path: &Path) -> Option<Object> {
                 matches: Rule { peers: Peers::Every, ports: PolicyPorts::Every },
                 is_understood: true,
             };
-            Some(Object::ClusterNetworkPolicy(ClusterNetworkPolicy {
+            Object::ClusterNetworkPolicy(ClusterNetworkPolicy {
                 name,
                 tier: ClusterTier::Admin,
                 priority: 0,
@@ -413,7 +427,7 @@ fn closing(scope: &Scope, path: &Path) -> Option<Object> {
                 egress: vec![deny],
                 staging: Staging::InForce,
                 notes: PolicyNotes::default(),
-            }))
+            })
         }
     }
 }

@@ -134,22 +134,24 @@ fn a_first_start_closes_what_refused_files_may_be_about() {
     };
     let (v1, shop, bad) = ("networking.k8s.io/v1", "name: p, namespace: shop", "{podSelektor: {}}");
     let in_shop = &["NetworkPolicy shop/unread:b.yaml"][..];
+    let in_default = &["NetworkPolicy default/unread:b.yaml"][..];
     let everywhere = &["ClusterNetworkPolicy unread:b.yaml"][..];
     let cases = [
         (policy(v1, "NetworkPolicy", shop, bad), in_shop),
         (policy(v1, "NetworkPolcy", shop, "{}"), in_shop),
-        (policy(v1, "NetworkPolicy", "name: p", bad), &["NetworkPolicy default/unread:b.yaml"]),
+        (policy(v1, "NetworkPolicy", "name: p", bad), in_default),
         (policy("policy.networking.k8s.io/v1alpha2", "ClusterNetworkPolicy", "name: p", bad), everywhere),
         (policy("policy.networking.k8s.io/v1alpha1", "AdminNetworkPolicy", "name: p", "{}"), everywhere),
         (policy(v1, "Something", shop, "{}"), everywhere),
         ("a: [".to_owned(), everywhere),
-        (pod("z", "10.0.0.999"), &[]),
-        (pod("x", "10.0.0.2"), &[]),
-        (pod("z", "10.0.0.1"), &[]),
+        (pod("z", "10.0.0.999"), in_default),
+        (pod("x", "10.0.0.2"), in_default),
+        (pod("z", "10.0.0.1"), in_default),
     ];
     for (text, closed) in cases {
         let mut files = files();
         set(&mut files, "a.yaml", &[("x", "10.0.0.1")]);
+        files.update(Instant::now());
         files.set(Path::new("b.yaml"), Ok(pod("y", "10.0.0.3") + &text), Written::Whole, Instant::now());
         assert_eq!(files.update(Instant::now()).refused, 1, "{text}");
         files.close_unread();
