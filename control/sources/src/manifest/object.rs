@@ -266,6 +266,7 @@ impl DocumentReader<'_> {
 /// beside `spec` and `status`. These two gain fields with each version of Kubernetes; a label below `metdata` is never read.
 fn is_misspelt(field: &FieldPath, kind: ManifestKind) -> bool {
     match field.elements() {
+        [PathElement::Field(first), ..] if first == "status" => false,
         [PathElement::Field(first), ..] if first == "spec" => kind.is_policy(),
         [PathElement::Field(first), rest @ ..] => rest.is_empty() || first == "metadata",
         _ => false,
