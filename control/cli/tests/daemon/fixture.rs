@@ -91,7 +91,7 @@ impl Daemon {
     /// The next line with this text in it.
     pub(crate) fn wait_for(&self, text: &str) -> String {
         let mut seen = Vec::new();
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(90);
         loop {
             match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
                 Ok(line) if line.contains(text) => return line,
@@ -198,10 +198,10 @@ pub(crate) fn assert_restored(before: &str) {
     assert!(more.is_empty() && less.is_empty(), "left behind: {more:#?}\ngone: {less:#?}");
 }
 
-/// The output of a command that is to end by itself. It gets 20 seconds.
+/// The output of a command that is to end by itself. It gets 90 seconds.
 pub(crate) fn output(mut command: Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(90);
     while child.try_wait().unwrap().is_none() {
         if Instant::now() > deadline {
             child.kill().unwrap();
