@@ -61,6 +61,8 @@ enum Ingress {
     Usual,
     /// Nothing.
     Nothing,
+    /// Nothing, and its egress policy allows nothing either.
+    NothingBothWays,
 }
 
 fn policy(ingress: Ingress) -> PolicySet {
@@ -86,7 +88,11 @@ fn policy(ingress: Ingress) -> PolicySet {
         Ingress::Usual => {
             RuleTable::new(&[from_web, from_world], [(identity(1), [0].into_iter().collect::<RuleSet>())])
         }
-        Ingress::Nothing => RuleTable::new(&[], []),
+        Ingress::Nothing | Ingress::NothingBothWays => RuleTable::new(&[], []),
+    };
+    let egress = match ingress {
+        Ingress::NothingBothWays => EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))),
+        Ingress::Usual | Ingress::Nothing => EndpointPolicy::Open,
     };
     let pod = |number| AddressOwner::Pod {
         identity: identity(number),
@@ -101,10 +107,7 @@ fn policy(ingress: Ingress) -> PolicySet {
     }
     update
         .set_endpoint(EndpointId(1), Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Open }))
-        .set_endpoint(
-            EndpointId(2),
-            Some(Endpoint { egress: EndpointPolicy::Open, ingress: EndpointPolicy::Isolated(Arc::new(table)) }),
-        );
+        .set_endpoint(EndpointId(2), Some(Endpoint { egress, ingress: EndpointPolicy::Isolated(Arc::new(table)) }));
     update.finish()
 }
 
@@ -543,32 +546,50 @@ fn between_ends_without_policy_no_state_is_asked_for() {
 }
 
 #[test]
-fn a_mid_stream_segment_opens_what_policy_allows_its_opener() {
+fn a_mid_stream_segment_opens_what_policy_allows_its_sender() {
     const OTHER4: &str = "198.51.100.1";
-    let dropped = Verdict::Drop(DropReason::IngressDenied);
-    // `db` accepts port 5432 from `web`, and everything from 203.0.113.0/24; it may send anything.
-    for (name, port, (from, src), (to, dst), expected, opener) in [
-        ("of the opener", WEB, (WEB4, 40000), (DB4, 5432), Verdict::Forward(HOST), WEB4),
-        ("of the answering end", DB, (DB4, 5432), (WEB4, 40000), Verdict::Forward(HOST), WEB4),
-        ("from outside", HOST, (WORLD4, 40000), (DB4, 80), Verdict::Forward(DB), WORLD4),
-        ("to the outside", DB, (DB4, 80), (WORLD4, 40000), Verdict::Forward(HOST), WORLD4),
-        ("of a client's own connection", DB, (DB4, 40000), (OTHER4, 80), Verdict::Forward(HOST), DB4),
-        ("an answer to it", HOST, (OTHER4, 80), (DB4, 40000), Verdict::Forward(DB), DB4),
-        ("of an opener that is denied", HOST, (OTHER4, 40000), (DB4, 5432), dropped, ""),
-        ("an answer to it", DB, (DB4, 5432), (OTHER4, 40000), dropped, ""),
-        ("port of no rule", WEB, (WEB4, 40000), (DB4, 80), dropped, ""),
-        ("an answer from there", DB, (DB4, 80), (WEB4, 40000), dropped, ""),
-        ("ports do not tell, this way", WEB, (WEB4, 50000), (DB4, 50001), Verdict::Forward(HOST), DB4),
-        ("ports do not tell, that way", DB, (DB4, 50001), (WEB4, 50000), Verdict::Forward(HOST), DB4),
+    // `db` accepts port 5432 from `web`, and everything from 203.0.113.0/24; it may send anything. Ports say nothing about the opener.
+    for (name, port, (from, src), (to, dst), expected) in [
+        ("of the opener", WEB, (WEB4, 40000), (DB4, 5432), Ok(HOST)),
+        ("from outside", HOST, (WORLD4, 40000), (DB4, 80), Ok(DB)),
+        ("to the outside", DB, (DB4, 80), (WORLD4, 40000), Ok(HOST)),
+        ("of a client's own connection", DB, (DB4, 40000), (OTHER4, 80), Ok(HOST)),
+        ("an answer to it: its opener may send", HOST, (OTHER4, 80), (DB4, 40000), Err(DropReason::IngressDenied)),
+        ("of an opener that is denied", HOST, (OTHER4, 40000), (DB4, 5432), Err(DropReason::IngressDenied)),
+        ("port of no rule", WEB, (WEB4, 40000), (DB4, 80), Err(DropReason::IngressDenied)),
+        ("high ports of no rule", WEB, (WEB4, 50000), (DB4, 50001), Err(DropReason::IngressDenied)),
+        ("low ports of no rule", WEB, (WEB4, 5000), (DB4, 5001), Err(DropReason::IngressDenied)),
     ] {
         let mut node = Node::new();
+        let expected = expected.map_or_else(Verdict::Drop, Verdict::Forward);
         assert_eq!(node.verdict(port, &segment(from, to, (src, dst), "A")), expected, "{name}");
-        let resets = node.pipeline.replies().take().count();
         let opened: Vec<_> = node.pipeline.connections().iter(node.now).map(|found| found.original.src).collect();
-        if expected == dropped {
-            assert_eq!((resets, opened.len()), (1, 0), "{name}: its sender hears of it");
-        } else {
-            assert_eq!((resets, opened), (0, vec![ip(opener).into()]), "{name}");
+        let sender = matches!(expected, Verdict::Forward(_)).then(|| ip(from).into());
+        assert_eq!(opened, Vec::from_iter(sender), "{name}");
+        assert_eq!(node.pipeline.replies().take().count(), 0, "{name}: its receiver may have opened it");
+    }
+}
+
+#[test]
+fn a_mid_stream_chunk_opens_what_policy_allows_its_sender() {
+    // Data and a heartbeat (RFC 9260 section 3.2), behind a header with a verification tag.
+    for (name, chunk) in [("DATA", 0), ("HEARTBEAT", 4)] {
+        for ports in [(80, 40_000), (40_000, 80), (40_000, 40_001), (80, 81)] {
+            let frame = |from: &str, to: &str| {
+                let [src, dst] = [ports.0, ports.1].map(u16::to_be_bytes);
+                let header = [src, dst, [0, 0], [0, 7], [0, 0], [0, 0], [chunk, 3], [0, 4]].concat();
+                let [from, to] = [from, to].map(|end| end.parse::<std::net::Ipv4Addr>().unwrap().octets());
+                let mut frame = Vec::new();
+                let packet = PacketBuilder::ethernet2([2; 6], [2; 6]).ipv4(from, to, 64);
+                packet.write(&mut frame, etherparse::IpNumber::SCTP, &header).unwrap();
+                frame
+            };
+            // `web` may not send SCTP to `db`, and `db` may send anything to `web`.
+            let mut node = Node::new();
+            let denied = Verdict::Drop(DropReason::IngressDenied);
+            assert_eq!(node.verdict(WEB, &frame(WEB4, DB4)), denied, "{name} {ports:?}");
+            assert!(node.pipeline.connections().is_empty(), "{name} {ports:?}");
+            assert_eq!(node.verdict(DB, &frame(DB4, WEB4)), Verdict::Forward(HOST), "{name} {ports:?}");
         }
     }
 }
@@ -577,6 +598,7 @@ fn a_mid_stream_segment_opens_what_policy_allows_its_opener() {
 fn only_a_segment_from_the_middle_is_refused_aloud() {
     for (flags, resets) in [("A", 1), ("FA", 1), ("S", 0), ("SA", 0), ("R", 0), ("RA", 0)] {
         let mut node = Node::new();
+        node.publish(Ingress::NothingBothWays);
         let verdict = node.verdict(WEB, &segment(WEB4, DB4, (40000, 80), flags));
         assert_eq!(verdict, Verdict::Drop(DropReason::IngressDenied), "{flags}");
         let frames: Vec<_> = node.pipeline.replies().take().map(|(port, frame)| (port, frame.to_vec())).collect();

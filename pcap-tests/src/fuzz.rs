@@ -6,13 +6,13 @@ use std::sync::Arc;
 
 use penstock_dataplane::conntrack::Config;
 use penstock_dataplane::forward::PortId;
-use penstock_dataplane::packet::parse;
+use penstock_dataplane::packet::{Packet, TcpFlags, Transport, parse};
 use penstock_dataplane::policy::RuleScope;
 use penstock_policy::model::{Object, ObjectChange};
 use penstock_replay::batch::PacketBatch;
 use penstock_replay::capture::{CaptureFile, InterfaceId, Record, Time};
 use penstock_replay::cluster::{HOST, ReplayCluster, UPLINK};
-use penstock_replay::player::{Decision, EntryPoint, Player};
+use penstock_replay::player::{ConnectionState, Decision, EntryPoint, Player};
 use penstock_replay::truncated::fill_up;
 use penstock_sources::manifest::{self, read_manifests};
 
@@ -98,7 +98,11 @@ impl FuzzNode {
                 Decision::Kernel(outcome) => panic!("a worker's frame was left to the kernel: {outcome}"),
             }
             if let Ok(packet) = parse(after) {
-                self.player.connection_state(EntryPoint::Port(port), index, &packet, after);
+                let (state, _) = self.player.connection_state(EntryPoint::Port(port), index, &packet, after);
+                if state == Some(ConnectionState::New) && !is_syn_ack(&packet) {
+                    let verdict = self.player.cluster().snapshot().policy.evaluate(&packet.flow);
+                    assert!(verdict.is_allowed(), "opened against policy for its sender: {packet:?}");
+                }
             }
             self.player.entry_point(None, before);
         }
@@ -113,6 +117,11 @@ impl FuzzNode {
         self.changed = 1 - self.changed;
         self.player.apply(changes.iter().cloned()).expect("no pod was added");
     }
+}
+
+/// Whether it may restart a connection in the direction of the SYN that it answers.
+fn is_syn_ack(packet: &Packet) -> bool {
+    matches!(packet.transport, Transport::Tcp(segment) if segment.flags.contains(TcpFlags::SYN.with(TcpFlags::ACK)))
 }
 
 /// Checks that a forwarded frame differs from the received one only in MACs, TTL and checksums.

@@ -199,7 +199,12 @@ fn a_pods_new_connections_do_not_evict_its_revoked_ones() {
     for port in ended.clone() {
         capture.open(&format!("web:{port}"), "open:80");
     }
-    capture.wait(10.0);
+    // A segment that the server never gets, and a RST behind it, which it does not accept.
+    for port in ended.clone() {
+        capture.add(&format!("web:{port} > open:80 tcp A P seq=1011 ack=5001 len=1"));
+        capture.add(&format!("web:{port} > open:80 tcp R seq=1012"));
+    }
+    capture.wait(8.0);
     for port in ended.clone() {
         capture.add(&format!("web:{port} > open:80 tcp A P seq=1011 ack=5001 len=10"));
     }

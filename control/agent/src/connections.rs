@@ -445,15 +445,8 @@ mod tests {
 
     fn enter(table: &ConnTable, flow: &Flow, owner: u16) {
         let (transport, hashed) = (&Transport::Udp, &table.prepare(flow));
-        let new = NewConnection {
-            hashed,
-            transport,
-            owner: OwnerId(owner),
-            is_answer: false,
-            via_host: false,
-            epoch: Epoch(1),
-            now: NOW,
-        };
+        let new =
+            NewConnection { hashed, transport, owner: OwnerId(owner), via_host: false, epoch: Epoch(1), now: NOW };
         assert!(table.insert(&new).is_ok());
     }
 

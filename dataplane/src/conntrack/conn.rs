@@ -7,7 +7,7 @@ use super::entry::{ControlWord, EpochTag, OwnerId, SlotRef, TableEntry, Tracking
 use super::hash::PreparedFlow;
 use super::journal::Ending;
 use super::path::Noted;
-use super::state::{State, TcpState};
+use super::state::{EvictionClass, State, TcpState};
 use super::table::ConnTable;
 use super::tcp::Window;
 use super::time::{TICK, Tick, Timestamp};
@@ -260,9 +260,11 @@ impl<'t> Conn<'t> {
         }
         let Some((state, known)) = self.known(tracked, now) else { return Some(Update::Removed) };
         if control.is_revoked() {
-            // A revoked connection stays while its ends retransmit. Its time is then newer than what programs forwarded before,
-            // so the windows say themselves that they are older. If another thread was faster, it did the same.
-            let _ = self.exchange(tracked, known, control.with(control.state(), now));
+            // Its time is then newer than the last packet that programs forwarded, so the windows say themselves that they
+            // are older. If another thread was faster, it did the same.
+            if self.stays_revoked_with(orientation) {
+                let _ = self.exchange(tracked, known, control.with(control.state(), now));
+            }
             return Some(if track::opens(transport) { Update::Opens } else { Update::Revoked });
         }
         let held = self.entry.held_syn();
@@ -279,6 +281,15 @@ impl<'t> Conn<'t> {
             PacketEffect::Open => Some(Update::Opens),
             PacketEffect::Restart(_) => Some(Update::Restarts),
         }
+    }
+
+    /// Whether a denied packet in this direction keeps the revoked entry: any packet of the answering side, which policy might
+    /// let open a connection by itself. The opener's packets keep it only if both sides had agreed to the connection. Otherwise
+    /// one machine with many addresses could fill a pod's quota with revoked entries, which are never evicted.
+    fn stays_revoked_with(&self, orientation: Orientation) -> bool {
+        let protocol = self.hashed.protocol();
+        let before = State::from_code(protocol, self.table.current(protocol, self.place()).state());
+        self.is_reply(orientation) || before.is_some_and(|state| state.eviction_class() == EvictionClass::Kept)
     }
 
     /// Its state and windows, as far as they are known. After segments that the kernel forwarded by itself, windows begin anew; not after a

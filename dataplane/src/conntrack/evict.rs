@@ -105,15 +105,15 @@ impl ConnTable {
         }
         let entry = self.entry(slot);
         let protocol = entry.protocol();
-        // A revoked connection ranks by its previous state: one that both sides had confirmed is kept while either may
-        // still send. Otherwise a packet of the answering side would open a connection in the other direction.
         let class = State::from_code(protocol, self.current(protocol, place).state())?.eviction_class();
         let (liveness, class) = match class {
             _ if self.is_expired(protocol, place, now) => (Liveness::Expired, EvictionClass::Closing),
             // The entry of its frontend is about to be inserted, perhaps here.
             _ if control.is_translated() && self.partner(place).is_none() => return None,
+            // Otherwise its pod could flood the table until the entry is gone, and the answering side's next packet
+            // would open a connection in the other direction.
+            _ if control.is_revoked() => return None,
             EvictionClass::Closing => (Liveness::Closing, class),
-            EvictionClass::Kept if control.is_revoked() => return None,
             EvictionClass::Unanswered | EvictionClass::Answered | EvictionClass::Kept => (Liveness::Open, class),
         };
         let age = control.tick().age(now);

@@ -17,15 +17,12 @@ use crate::packet::Transport;
 /// A connection to insert.
 #[derive(Clone, Copy, Debug)]
 pub struct NewConnection<'a> {
-    /// The prepared flow of the first packet; its direction becomes the original one, but for an [answer](Self::is_answer).
+    /// The prepared flow of the first packet; its direction becomes the original one.
     pub hashed: &'a PreparedFlow,
     /// The first packet.
     pub transport: &'a Transport,
     /// Owner whose quota it counts against.
     pub owner: OwnerId,
-    /// Whether the packet is of the answering side, of a connection that is picked up in mid-stream: the other direction is the
-    /// original one.
-    pub is_answer: bool,
     /// Whether its packets traverse the node's own stack, in both directions.
     pub via_host: bool,
     /// The snapshot under which policy allowed it.
@@ -84,7 +81,6 @@ impl ConnTable {
             return Err(InsertError::CannotOpen);
         };
         let contents = EntryContents { owner: new.owner, tracking };
-        let original = if new.is_answer { hashed.orientation.opposite() } else { hashed.orientation };
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
                 if control.is_translated() && self.partner((slot, control)).is_none() {
@@ -101,7 +97,7 @@ impl ConnTable {
             }
             let (slot, claimed) = self.make_room(new)?;
             let epoch = EpochTag::of(new.epoch);
-            let control = ControlWord::tentative(claimed, state.code(), original, epoch, now);
+            let control = ControlWord::tentative(claimed, state.code(), hashed.orientation, epoch, now);
             let control = control.with_via_host(new.via_host).with_translated(is_translated);
             if let Some(journal) = &self.journal {
                 journal.begin(slot, new.now);

@@ -133,6 +133,7 @@ impl ModelConnection {
     fn rank(&self, source: Address, now: u64) -> Option<EvictionRank> {
         let (liveness, class) = match self.state {
             _ if self.is_expired(now) => (0, 0),
+            _ if self.is_revoked => return None,
             State::Tcp(TcpState::Close) => (1, 0),
             State::Tcp(TcpState::SynSent) | State::Unreplied => (2, 0),
             State::Replied => (2, 1),
@@ -173,8 +174,11 @@ fn packet(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transpor
                 Expected::Invalid => assert_eq!(update, Update::Invalid),
                 Expected::Revoked => {
                     assert_eq!(update, Update::Revoked);
-                    known.last = model.millis;
-                    model.known.insert(key, known);
+                    // The opener alone keeps only what both sides had agreed to.
+                    if reply || known.state == State::Assured {
+                        known.last = model.millis;
+                        model.known.insert(key, known);
+                    }
                 }
                 Expected::Opens => {
                     assert_eq!(update, Update::Opens);
@@ -248,7 +252,7 @@ fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport
     let all = model.known.len();
     let is_full = owned >= model.limit(all);
     let epoch = Epoch(model.epoch);
-    let new = NewConnection { hashed: &hashed, transport, owner, is_answer: false, via_host: false, epoch, now };
+    let new = NewConnection { hashed: &hashed, transport, owner, via_host: false, epoch, now };
     let opens = !matches!(transport, Transport::EchoReply)
         && !matches!(transport, Transport::Tcp(segment) if segment.flags != TcpFlags::SYN);
     match table.insert(&new) {

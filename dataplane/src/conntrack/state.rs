@@ -109,7 +109,7 @@ impl State {
         }
     }
 
-    /// Its eviction class. [`State::Revoked`] has the class of its previous state.
+    /// Its eviction class.
     pub(super) const fn eviction_class(self) -> EvictionClass {
         match self {
             Self::Tcp(state) => match state {

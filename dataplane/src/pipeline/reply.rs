@@ -3,6 +3,7 @@
 use super::dispatch::{PacketPath, path_ports};
 use super::{AdmittedPacket, DroppedPacket};
 use crate::forward::{Forwarding, PathPorts, Port, PortId};
+use crate::names::NameTime;
 use crate::packet::{Packet, TcpFlags, Transport};
 use crate::reply::{IcmpError, Replies};
 use crate::{DropReason, Snapshot};
@@ -37,7 +38,7 @@ pub(super) fn reply(
             | DropReason::NoBackend
             | DropReason::NoServicePort
     );
-    if !has_reply && !is_refused && !is_rejected {
+    if !has_reply && !is_refused && !is_rejected || may_continue(snapshot, packet, &dropped) {
         return;
     }
     let leaving = leaving();
@@ -68,26 +69,36 @@ fn is_refused(packet: &Packet, dropped: &DroppedPacket) -> bool {
     let is_unknown = matches!(
         dropped.reason,
         DropReason::NoConnection
-            | DropReason::EgressDenied
-            | DropReason::ServiceDenied
-            | DropReason::IngressDenied
             | DropReason::TableFull
             | DropReason::QuotaExceeded
             | DropReason::ConnectionRate
             | DropReason::TooManyConnections
     );
-    is_unknown
+    (is_unknown || is_denied(dropped.reason))
         && segment.flags.contains(TcpFlags::ACK)
         && !segment.flags.contains(TcpFlags::SYN)
         && !matches!(dropped.route, PacketPath::ByUplink(_))
 }
 
+/// Whether policy denies a segment from the middle of an unknown connection that its receiver may have opened. The receiver's next
+/// segment brings such a connection back, and a RST would end it before.
+fn may_continue(snapshot: &Snapshot, packet: &Packet, dropped: &DroppedPacket) -> bool {
+    matches!(packet.transport, Transport::Tcp(_) | Transport::Sctp { .. })
+        && !packet.transport.may_open()
+        && is_denied(dropped.reason)
+        && snapshot.policy.evaluate_as_it_is(&packet.flow.reversed(), NameTime::Ever).is_allowed()
+}
+
+const fn is_denied(reason: DropReason) -> bool {
+    matches!(reason, DropReason::EgressDenied | DropReason::ServiceDenied | DropReason::IngressDenied)
+}
+
 /// Whether policy denies a connection of a sender that may be told: one in the cluster, since to all others a closed port looks as if
 /// nobody were there. What leaves the node has no connection here.
 fn is_rejected(snapshot: &Snapshot, packet: &Packet, dropped: &DroppedPacket) -> bool {
-    let is_denied =
-        matches!(dropped.reason, DropReason::EgressDenied | DropReason::ServiceDenied | DropReason::IngressDenied);
-    is_denied && !matches!(dropped.route, PacketPath::ByUplink(_)) && snapshot.policy.owner(packet.flow.src).is_some()
+    is_denied(dropped.reason)
+        && !matches!(dropped.route, PacketPath::ByUplink(_))
+        && snapshot.policy.owner(packet.flow.src).is_some()
 }
 
 fn mtu(forwarding: &Forwarding, path_ports: PathPorts, packet: &Packet) -> Option<u16> {

@@ -83,11 +83,6 @@ pub(super) enum Opener {
 }
 
 impl Opener {
-    /// Who opened a connection that the packet's receiver has opened, and is no node: itself.
-    pub(super) const fn of_answer() -> Self {
-        Self::Sender(StackSender::Unknown)
-    }
-
     /// Who opened a connection of the table.
     pub(super) fn of_connection(
         is_to_service: bool,

@@ -388,26 +388,11 @@ impl Oracle {
             PacketKind::Sctp { chunk, .. } => chunk != 1,
             _ => false,
         };
-        let opened = if picked_up { self.opened_before(seen.flow) } else { seen.flow };
-        let allowed = self.cluster.allows(&opened);
+        let allowed = self.cluster.allows(&seen.flow);
         if allowed && opens {
-            self.enter(TrackedConnection::new(opened, now, picked_up)).take(now, seen, is_free);
+            self.enter(TrackedConnection::new(seen.flow, now, picked_up)).take(now, seen, is_free);
         }
         allowed && (opens || is_free)
-    }
-
-    /// The flow of the first packet of a connection of which this is a later one: where the ports do not tell, as policy allows it.
-    fn opened_before(&self, flow: Flow) -> Flow {
-        let is_of_node = |address| self.cluster.node_of(address).is_some();
-        if is_of_node(flow.src) || is_of_node(flow.dst) {
-            return flow;
-        }
-        match (flow.sport >> 15, flow.dport >> 15) {
-            (1, 0) => flow,
-            (0, 1) => reversed(flow),
-            _ if self.cluster.allows(&flow) || !self.cluster.allows(&reversed(flow)) => flow,
-            _ => reversed(flow),
-        }
     }
 
     /// Inserts a connection, replacing any other between the same ports. Echo connections are separate for each

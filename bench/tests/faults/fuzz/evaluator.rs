@@ -127,8 +127,7 @@ fn behind(protocol: u8, port: u16) -> u16 {
 pub(super) fn passes(from: End, to: End, flow: &Flow) -> bool {
     let [_, destination] = flow.ports;
     may(from, (to, flow.to), flow.protocol, behind(flow.protocol, destination))
-        // A TCP connection may be picked up in mid-stream, by any port (docs/threat-model.md).
-        || (CLIENT.contains(&destination) || flow.protocol == TCP) && is_answer(from, to, flow)
+        || CLIENT.contains(&destination) && is_answer(from, to, flow)
 }
 
 /// Whether a packet of this flow may be an answer of `from` to what `to` has sent.

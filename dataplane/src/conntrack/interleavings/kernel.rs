@@ -54,15 +54,7 @@ fn leaves_with(table: &ConnTable, flow: &Flow) -> Option<Flow> {
 fn insert_to_service(table: &ConnTable, frontend: &Flow, inner: &Flow) -> Result<(), TranslatedInsertError> {
     let (hashed, frontend) = (table.prepare(inner), table.prepare(frontend));
     let (owner, epoch) = (OwnerId(1), Epoch(1));
-    let new = NewConnection {
-        hashed: &hashed,
-        transport: &Transport::Udp,
-        owner,
-        is_answer: false,
-        via_host: false,
-        epoch,
-        now: NOW,
-    };
+    let new = NewConnection { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch, now: NOW };
     table.insert_translated(&new, &frontend).map(drop)
 }
 
@@ -202,7 +194,6 @@ fn send_syn<'t>(table: &'t ConnTable, flow: &Flow, seq: u32) -> Conn<'t> {
         hashed: &hashed,
         transport: &transport,
         owner: OwnerId(1),
-        is_answer: false,
         via_host: false,
         epoch: Epoch(1),
         now: NOW,
@@ -494,10 +485,7 @@ fn admit(table: &ConnTable, flow: &Flow, syn: &Transport) {
         }
     }
     let (owner, epoch) = (OwnerId(1), Epoch(1));
-    let (is_answer, via_host) = (false, false);
-    table
-        .insert(&NewConnection { hashed: &hashed, transport: syn, owner, is_answer, via_host, epoch, now: NOW })
-        .unwrap();
+    table.insert(&NewConnection { hashed: &hashed, transport: syn, owner, via_host: false, epoch, now: NOW }).unwrap();
 }
 
 #[test]

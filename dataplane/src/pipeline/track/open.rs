@@ -5,7 +5,7 @@ use crate::DropReason;
 use crate::batch::{Frames, StackSender};
 use crate::conntrack::{Conn, InsertError, Insertion, NewConnection, OwnerId, TranslatedInsertError, Update};
 use crate::limits::Admission;
-use crate::packet::{Address, Flow, Packet, Transport};
+use crate::packet::{Address, Flow, Packet};
 use crate::pipeline::dispatch::PacketPath;
 use crate::pipeline::flows::{Translation, policy_flow};
 use crate::pipeline::sources::Opener;
@@ -16,45 +16,19 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// A packet without a connection: policy is evaluated, and a connection opened if allowed.
     #[inline(never)]
     pub(super) fn open(&mut self, entry: &AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
-        let opening = if is_from_the_middle(&entry.packet.transport) && !entry.is_translated {
-            self.evaluate_from_the_middle(&entry.packet.flow)?
-        } else {
-            self.evaluate_first(entry)?
-        };
+        let opening = self.evaluate_first(entry)?;
         self.insert(entry, &opening)
     }
 
-    /// Evaluates policy for a packet that opens a connection.
+    /// Evaluates policy for a packet that opens a connection, always in the packet's own direction. Nothing in a packet proves that its
+    /// receiver opened the connection: ports and flags are the sender's choice. If a segment of the answering end is denied, the
+    /// connection continues with its opener's next segment.
     pub(super) fn evaluate_first(&mut self, entry: &AdmittedPacket) -> Result<Opening<'a>, DropReason> {
         let flow = policy_flow(entry.inner(), entry.translation().map(|translation| &translation.frontend));
         let ends = self.snapshot.policy.ends(&flow);
         let opener = if entry.is_translated { Opener::ClientOfService } else { Opener::Sender(self.sender()) };
         let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
-        Ok(Opening { flow, ends, is_answer: false, opener: (asked.src != flow.src).then_some(asked.src) })
-    }
-
-    /// Evaluates policy for a packet from the middle of a connection that is not known: it is older than the table, or than its
-    /// timeout. Either end may have opened it. Ports tell mostly; where they do not, either direction may allow it. What the node
-    /// itself has an end of is known by the node.
-    #[cold]
-    fn evaluate_from_the_middle(&mut self, flow: &Flow) -> Result<Opening<'a>, DropReason> {
-        let (policy, sources) = (&self.snapshot.policy, self.sources);
-        let time = self.name_time(EvaluationReason::Opened);
-        let (there, back) = ((*flow, Opener::Sender(self.sender())), (flow.reversed(), Opener::of_answer()));
-        let allows = |(flow, opener): &(Flow, Opener)| {
-            opener.evaluate(policy, sources, flow, policy.ends(flow), time).1.is_allowed()
-        };
-        let ends = policy.ends(flow);
-        let is_answer = !ends.src.is_node()
-            && !ends.dst.is_node()
-            && match likely_opener(flow) {
-                Some(end) => end == End::Receiver,
-                None => !allows(&there) && allows(&back),
-            };
-        let (flow, opener) = if is_answer { back } else { there };
-        let ends = policy.ends(&flow);
-        let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
-        Ok(Opening { flow, ends, is_answer, opener: (asked.src != flow.src).then_some(asked.src) })
+        Ok(Opening { flow, ends, opener: (asked.src != flow.src).then_some(asked.src) })
     }
 
     /// Enters the connection that an allowed packet opens.
@@ -65,10 +39,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     ) -> Result<PacketPath, DroppedPacket> {
         let AdmittedPacket { packet, hashed, is_translated, .. } = entry;
         let sender = self.sender();
-        let Opening { flow, ends, is_answer, opener } = opening;
-        let of_packet = if *is_answer { FlowEnds { src: ends.dst, dst: ends.src } } else { *ends };
-        let via_host = !is_translated && self.opens_via_host(packet, of_packet, sender);
-        let route = match of_packet.dst.port() {
+        let Opening { flow, ends, opener } = opening;
+        let via_host = !is_translated && self.opens_via_host(packet, *ends, sender);
+        let route = match ends.dst.port() {
             _ if via_host && !self.from_host => PacketPath::ViaHost,
             Some(port) => PacketPath::At(port),
             None => PacketPath::Direct,
@@ -77,12 +50,11 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             hashed,
             transport: &packet.transport,
             owner: owner(*ends),
-            is_answer: *is_answer,
             via_host,
             epoch: self.snapshot.epoch,
             now: self.now,
         };
-        let counts = [!self.from_host || *is_answer, !self.is_nodes_own(flow, *opener)];
+        let counts = [!self.from_host, !self.is_nodes_own(flow, *opener)];
         let admission = self.snapshot.limits.admit(*ends, counts, self.connections, self.now)?;
         let must_be_tracked = admission.as_ref().is_some_and(Admission::is_listed);
         if let Some(translation) = entry.translation() {
@@ -169,33 +141,8 @@ pub(super) struct Opening<'a> {
     /// The flow that policy was asked about.
     flow: Flow,
     ends: FlowEnds<'a>,
-    /// Whether the packet's receiver has opened it.
-    is_answer: bool,
     /// Who has opened it, where the node's stack has translated that one's address.
     opener: Option<Address>,
-}
-
-/// Whether a packet belongs to a connection that others have opened before. Not what answers or ends one: nf_conntrack picks up
-/// none of these either (`tcp_new` in net/netfilter/nf_conntrack_proto_tcp.c).
-fn is_from_the_middle(transport: &Transport) -> bool {
-    matches!(transport, Transport::Tcp(_) | Transport::Sctp { .. }) && !transport.may_open()
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum End {
-    Sender,
-    Receiver,
-}
-
-/// The end that has probably opened a connection: of its ports one alone is such as Linux gives to a socket that connects
-/// (`ip_local_port_range`, 32768 to 60999 by default).
-const fn likely_opener(flow: &Flow) -> Option<End> {
-    const FIRST_LOCAL: u16 = 32_768;
-    match (flow.src_port >= FIRST_LOCAL, flow.dst_port >= FIRST_LOCAL) {
-        (true, false) => Some(End::Sender),
-        (false, true) => Some(End::Receiver),
-        _ => None,
-    }
 }
 
 /// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is opened to.

@@ -125,7 +125,6 @@ fn pass(table: &ConnTable, frame: &[u8]) -> (SegmentOutcome, Option<State>) {
             hashed: &hashed,
             transport: &packet.transport,
             owner: POD,
-            is_answer: false,
             via_host: false,
             epoch: Epoch(1),
             now: NOW,
