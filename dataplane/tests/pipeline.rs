@@ -61,6 +61,8 @@ enum Ingress {
     Usual,
     /// Nothing.
     Nothing,
+    /// As usual, and its egress policy allows nothing.
+    UsualAndNoEgress,
     /// Nothing, and its egress policy allows nothing either.
     NothingBothWays,
 }
@@ -85,13 +87,15 @@ fn policy(ingress: Ingress) -> PolicySet {
         ports: PortSpec::Every,
     };
     let table = match ingress {
-        Ingress::Usual => {
+        Ingress::Usual | Ingress::UsualAndNoEgress => {
             RuleTable::new(&[from_web, from_world], [(identity(1), [0].into_iter().collect::<RuleSet>())])
         }
         Ingress::Nothing | Ingress::NothingBothWays => RuleTable::new(&[], []),
     };
     let egress = match ingress {
-        Ingress::NothingBothWays => EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], []))),
+        Ingress::UsualAndNoEgress | Ingress::NothingBothWays => {
+            EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], [])))
+        }
         Ingress::Usual | Ingress::Nothing => EndpointPolicy::Open,
     };
     let pod = |number| AddressOwner::Pod {
@@ -567,6 +571,27 @@ fn a_mid_stream_segment_opens_what_policy_allows_its_sender() {
         let sender = matches!(expected, Verdict::Forward(_)).then(|| ip(from).into());
         assert_eq!(opened, Vec::from_iter(sender), "{name}");
         assert_eq!(node.pipeline.replies().take().count(), 0, "{name}: its receiver may have opened it");
+    }
+}
+
+#[test]
+fn a_connection_whose_server_was_seen_first_continues_under_policy() {
+    // The server's segment comes first, while policy lets both ends open connections.
+    for (client_may_open, expected) in
+        [(true, Verdict::Forward(HOST)), (false, Verdict::Drop(DropReason::IngressDenied))]
+    {
+        let mut node = Node::new();
+        let port = if client_may_open { 5432 } else { 80 };
+        let (server, client) = ((DB, DB4, WEB4, (port, 40000)), (WEB, WEB4, DB4, (40000, port)));
+        let send = |node: &mut Node, (from, src, dst, ports): (PortId, &str, &str, (u16, u16))| {
+            node.verdict(from, &segment(src, dst, ports, "A"))
+        };
+        assert_eq!(send(&mut node, server), Verdict::Forward(HOST));
+        node.publish(Ingress::UsualAndNoEgress);
+        assert_eq!(send(&mut node, server), Verdict::Drop(DropReason::ConnectionRevoked));
+        assert_eq!(send(&mut node, client), expected, "{client_may_open}");
+        let answered = send(&mut node, server);
+        assert_eq!(matches!(answered, Verdict::Forward(_)), client_may_open, "{answered:?}");
     }
 }
 

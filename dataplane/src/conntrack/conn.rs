@@ -265,7 +265,12 @@ impl<'t> Conn<'t> {
             if self.stays_revoked_with(orientation) {
                 let _ = self.exchange(tracked, known, control.with(control.state(), now));
             }
-            return Some(if track::opens(transport) { Update::Opens } else { Update::Revoked });
+            // The other end may have opened a connection whose beginning was not seen: its packets are evaluated in their own
+            // direction, as without an entry.
+            let is_other_opener = self.hashed.protocol() == Protocol::TCP
+                && self.is_reply(orientation)
+                && Window::are_from_the_middle(known);
+            return Some(if track::opens(transport) || is_other_opener { Update::Opens } else { Update::Revoked });
         }
         let held = self.entry.held_syn();
         match track::step(state, known, control.original(), orientation, transport, held, now) {

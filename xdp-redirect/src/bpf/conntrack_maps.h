@@ -126,6 +126,9 @@ enum state {
 #define UNKNOWN_SCALE (15ULL << 57)
 #define UNANSWERED(acknowledged) (UNKNOWN_SCALE | (acknowledged))
 #define WINDOW_FROM(next) ((next) | (__u64)((__u32)((next) + 4095) >> 12) << 32 | 16ULL << 52 | UNKNOWN_SCALE | 1ULL << 61)
+/* Of an opener whose SYN a program has read: with the largest scale, not with an unknown one, since workers take a connection without any known
+ * scale for one whose beginning was not seen. */
+#define WINDOW_FROM_SYN(next) (WINDOW_FROM(next) & ~(1ULL << 57))
 #define IS_ANSWERED(window) ((window) >> 52 & 31)
 
 /* Until when programs may repeat answers (`table.repeats`). */

@@ -314,7 +314,7 @@ static __always_inline void write_entry(const struct claimed_entry *claimed, con
 	claimed->use->packets[0] = claimed->use->packets[1] = 0;
 	claimed->use->used[0] = claimed->use->used[1] = 0;
 	if (packet->protocol == IPPROTO_TCP) {
-		entry->tracking[direction] = WINDOW_FROM((__u64)(__u32)(packet->sequence + 1));
+		entry->tracking[direction] = WINDOW_FROM_SYN((__u64)(__u32)(packet->sequence + 1));
 		entry->tracking[!direction] = UNANSWERED((__u64)(__u32)(packet->sequence + 1));
 	} else {
 		entry->tracking[0] = now;

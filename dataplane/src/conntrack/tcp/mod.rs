@@ -113,6 +113,11 @@ impl Window {
         word & !(u64::from(SEEN) << MARKS_AT)
     }
 
+    /// Whether these are the words of a connection whose beginning was not seen, so that either end may have opened it.
+    pub(super) fn are_from_the_middle([one, other]: [u64; 2]) -> bool {
+        is_from_the_middle(&Self::unpack(one), &Self::unpack(other))
+    }
+
     /// This word once a FIN of its side has bypassed us, acknowledged by the other side or not. A held SYN of the side will not
     /// be answered any more.
     pub(super) fn finished(word: u64, is_acked: bool) -> u64 {
