@@ -61,7 +61,6 @@ BY_XDP := services:: nodes::topologies nodes::reach nodes::overlay nodes::upgrad
 test: setup ## Every test but those that take minutes, those on real veths included
 	$(CARGO) test --workspace --locked --no-fail-fast
 	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- $(BY_XDP)
-	PENSTOCK_TEST_OFFLOAD=false $(CARGO) test --workspace --locked --no-fail-fast --test veths -- services::
 	@# The connection table's interleavings: the same code over loom's atomics.
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 

@@ -108,8 +108,15 @@ fn enter(table: &ConnTable, flow: &Flow, now: u64) {
     let now = Timestamp::from_millis(now);
     // Many owners, so that only the table's size limits the number of connections.
     let owner = OwnerId(flow.src_port);
-    let new =
-        NewConnection { hashed: &hashed, transport: &Transport::Udp, owner, via_host: false, epoch: Epoch(1), now };
+    let new = NewConnection {
+        hashed: &hashed,
+        transport: &Transport::Udp,
+        owner,
+        via_host: false,
+        opener: None,
+        epoch: Epoch(1),
+        now,
+    };
     assert!(matches!(table.insert(&new), Ok(Insertion::Created(_) | Insertion::Found(_))), "there is room");
 }
 
@@ -569,6 +576,7 @@ fn flood(settings: &Settings) -> Row {
             transport: &Transport::Udp,
             owner,
             via_host: false,
+            opener: None,
             epoch: Epoch(1),
             now: at,
         };
@@ -623,8 +631,15 @@ fn send_flood(table: &ConnTable, running: &AtomicBool) -> u64 {
         hashed.iter_mut().for_each(|hashed| table.locate(hashed));
         for hashed in &hashed {
             if table.find(hashed, now).is_none() {
-                let new =
-                    NewConnection { hashed, transport: &syn, owner: OwnerId(9), via_host: false, epoch: Epoch(1), now };
+                let new = NewConnection {
+                    hashed,
+                    transport: &syn,
+                    owner: OwnerId(9),
+                    via_host: false,
+                    opener: None,
+                    epoch: Epoch(1),
+                    now,
+                };
                 // Inserted, or rejected because the pod is at its quota: both are expected.
                 let _ = black_box(table.insert(&new).is_ok());
             }

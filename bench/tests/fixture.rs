@@ -44,18 +44,15 @@ pub(crate) struct Fixture {
 impl Fixture {
     /// The cluster of `configs/demo`, as the demo has it.
     pub(crate) fn demo() -> Self {
-        Self::demo_beside(ProxyMode::Iptables, true)
+        Self::demo_beside(ProxyMode::Iptables)
     }
 
-    /// The same beside kube-proxy in this mode; with `services.enabled` or without.
-    pub(crate) fn demo_beside(mode: ProxyMode, enabled: bool) -> Self {
+    /// The same beside kube-proxy in this mode.
+    pub(crate) fn demo_beside(mode: ProxyMode) -> Self {
         let scratch = ScratchDir::new().unwrap();
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/demo");
         let manifests = scratch.copy_in(&demo, "manifests").unwrap();
-        Self::start(scratch, manifests.clone(), |cluster, config| {
-            cluster.proxy_services(&manifests, mode).unwrap();
-            config.sections += &format!("[services]\nenabled = {enabled}\n");
-        })
+        Self::start(scratch, manifests.clone(), |cluster, _| cluster.proxy_services(&manifests, mode).unwrap())
     }
 
     /// A cluster of these manifests in one file, `all.yaml`; `more` runs before the daemon starts.

@@ -63,17 +63,6 @@ drop_reasons! {
     ServiceDenied = "service_denied",
     /// Denied by the ingress policy of the destination.
     IngressDenied = "ingress_denied",
-    /// The Service has no backend anywhere. The sender gets a RST or an ICMP error.
-    NoBackend = "no_backend",
-    /// The Service has backends, and none that this node may use (`internalTrafficPolicy: Local`).
-    NoLocalBackend = "no_local_backend",
-    /// A Service has the address, and none of its ports is this one. The sender gets a RST or an ICMP error.
-    NoServicePort = "no_service_port",
-    /// The address is inside `service_cidrs`, and no Service has it.
-    NoService = "no_service",
-    /// The same addresses and ports belong to another connection: of a Service's connection and one to its backend only
-    /// the first can be known.
-    FlowInUse = "flow_in_use",
     /// Its connection was revoked by policy.
     ConnectionRevoked = "connection_revoked",
     /// It belongs to no connection and cannot open one (a TCP segment, an echo reply, an ICMP error).
@@ -126,10 +115,6 @@ impl DropReason {
             Self::EgressDenied
                 | Self::ServiceDenied
                 | Self::IngressDenied
-                | Self::NoBackend
-                | Self::NoLocalBackend
-                | Self::NoServicePort
-                | Self::NoService
                 | Self::TableFull
                 | Self::QuotaExceeded
                 | Self::ConnectionRate

@@ -1,7 +1,7 @@
 //! Penstock's dataplane: everything that processes packets. It does not know Kubernetes.
 //!
 //! Path of a packet: `io` passes a batch of frames to a `worker`, which runs the [`pipeline`]: parse ([`packet`]),
-//! find the connection ([`conntrack`]), choose the backend of a Service ([`services`]), evaluate policy ([`policy`]),
+//! find the connection ([`conntrack`]), evaluate policy ([`policy`]),
 //! then rewrite and forward ([`forward`]). Tables of policy, Services and forwarding are one immutable [`Snapshot`].
 //!
 //! Sockets and workers are behind the feature `af-xdp`. Without it this is the packet core, which links no C library.
@@ -27,7 +27,6 @@ pub mod policy;
 mod prefetch;
 mod program_outcome;
 pub mod reply;
-pub mod services;
 mod snapshot;
 mod tag;
 #[cfg(feature = "af-xdp")]

@@ -276,7 +276,7 @@ mod tests {
         let flow = Flow { src, dst, protocol: Protocol::UDP, src_port: port, dst_port: 53 };
         let (hashed, transport) = (&table.prepare(&flow), &Transport::Udp);
         let owner = OwnerId::opens(1);
-        let new = NewConnection { hashed, transport, owner, via_host: false, epoch: Epoch(1), now };
+        let new = NewConnection { hashed, transport, owner, via_host: false, opener: None, epoch: Epoch(1), now };
         let Ok(Insertion::Created(connection)) = table.insert(&new) else { panic!("there is room") };
         connection.name()
     }

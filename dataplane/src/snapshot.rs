@@ -6,9 +6,8 @@ use crate::limits::LimitedPods;
 use crate::names::Resolvers;
 use crate::packet::{Address, Flow, Packet};
 use crate::policy::{AddressOwner, PolicySet};
-use crate::services::ServiceSet;
 
-/// Tables of policy, forwarding and Services at one time. Workers load it once per batch and never mix two snapshots.
+/// Tables of policy and forwarding at one time. Workers load it once per batch and never mix two snapshots.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct Snapshot {
@@ -16,8 +15,6 @@ pub struct Snapshot {
     pub epoch: Epoch,
     pub policy: PolicySet,
     pub forwarding: Forwarding,
-    /// Services that workers translate; `None` if the node's kernel translates them.
-    pub services: Option<ServiceSet>,
     pub limits: LimitedPods,
     /// Whose answers teach pods domain names.
     pub resolvers: Resolvers,
@@ -33,15 +30,9 @@ impl Snapshot {
             epoch,
             policy: update.finish(),
             forwarding,
-            services: None,
             limits: LimitedPods::default(),
             resolvers: Resolvers::default(),
         }
-    }
-
-    #[must_use]
-    pub fn with_services(self, services: Option<ServiceSet>) -> Self {
-        Self { services, ..self }
     }
 
     #[must_use]

@@ -17,7 +17,6 @@ use penstock_dataplane::policy::{
     AddressBlock, AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet,
     PortProtocol, PortRange, PortSpec, RuleAction, RuleName, RuleSpec, RuleTable, TieredTable,
 };
-use penstock_dataplane::services::{Backend, Frontend, FrontendKey, ServiceSet, WithoutBackend};
 
 const HOST: PortId = PortId(0);
 const WEB: PortId = PortId(1);
@@ -28,8 +27,6 @@ const WEB6: &str = "fd00::1";
 const DB4: &str = "10.0.0.2";
 const RESOLVER4: &str = "192.0.2.53";
 const RESOLVER6: &str = "2001:db8::53";
-/// A Service of the resolver, which listens on another port.
-const CLUSTER_DNS: &str = "10.96.0.10";
 const SITE4: &str = "203.0.113.7";
 const SITE6: &str = "2001:db8::7";
 
@@ -105,20 +102,9 @@ impl Node {
             update.set_endpoint(EndpointId(number), Some(Endpoint { egress, ingress: EndpointPolicy::Open }));
             update.set_names(EndpointId(number), has_names.then_some(names));
         }
-        let mut services = ServiceSet::default();
-        let key = FrontendKey {
-            address: ip(CLUSTER_DNS).into(),
-            protocol: penstock_dataplane::packet::Protocol::UDP,
-            port: 53,
-        };
-        let backends: Arc<[Backend]> = [Backend { address: ip(RESOLVER4).into(), port: 5353 }].into();
-        let (serving, without) = (backends.clone(), WithoutBackend::Refused);
-        let frontend = Frontend { name: "kube-system/dns".into(), backends, serving, without, affinity: None };
-        services.set(key, Some(Arc::new(frontend)));
         let epoch = self.snapshot.epoch.next();
-        let resolvers = [RESOLVER4, RESOLVER6, CLUSTER_DNS, DB4].map(|text| ip(text).into());
+        let resolvers = [RESOLVER4, RESOLVER6, DB4].map(|text| ip(text).into());
         self.snapshot = Snapshot::new(epoch, update.finish(), forwarding)
-            .with_services(Some(services))
             .with_resolvers(Resolvers::new(resolvers, ["198.51.100.0/25".parse().unwrap()]));
     }
 
@@ -290,16 +276,6 @@ fn junk_and_questions_from_a_resolver_are_counted_and_pass() {
         assert_eq!(node.table.counts().not_understood, number as u64 + 1);
     }
     assert!(!node.connects(WEB4, SITE4, 1));
-}
-
-#[test]
-fn an_answer_by_a_service_counts_whatever_its_backends_port() {
-    let mut node = Node::new("www.example.org");
-    assert!(
-        node.passes(WEB, udp((WEB4, 4000), (CLUSTER_DNS, 53), &question_of(&answer("www.example.org", 60, SITE4))))
-    );
-    assert!(node.passes(HOST, udp((RESOLVER4, 5353), (WEB4, 4000), &answer("www.example.org", 60, SITE4))));
-    assert!(node.connects(WEB4, SITE4, 1));
 }
 
 #[test]

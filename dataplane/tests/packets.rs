@@ -1,4 +1,4 @@
-//! The packet path in memory, by its public interface: parser, pipeline, translation, policy tables, names and journal. One test
+//! The packet path in memory, by its public interface: parser, pipeline, policy tables, names and journal. One test
 //! program, since each would link the same.
 
 mod early;
@@ -8,5 +8,4 @@ mod names;
 mod parse;
 mod pipeline;
 mod policy_set;
-mod translation;
 mod via_host;

@@ -125,7 +125,6 @@ impl CorpusCase {
             },
             reach: if self.script.cluster_wide { RuleScope::ClusterWide } else { RuleScope::BothSides },
             timeline,
-            untranslated: self.script.untranslated,
             service_cidrs: service_cidrs.collect(),
             ..ReplayOptions::default()
         }

@@ -30,8 +30,6 @@ pub struct CaseScript {
     /// Whether a rule's action applies cluster-wide.
     pub cluster_wide: bool,
     pub link: LinkLayer,
-    /// Whether cluster addresses are evaluated as they are.
-    pub untranslated: bool,
     /// The blocks of cluster addresses, as for the command's `--service-cidrs`.
     pub service_cidrs: Vec<String>,
     /// Timeline in TOML.
@@ -145,7 +143,6 @@ impl CaseScript {
             "node" => self.node = Some(value.to_owned()),
             "ports" => self.ports = value.split_whitespace().map(str::to_owned).collect(),
             "servicecidrs" => self.service_cidrs = value.split_whitespace().map(str::to_owned).collect(),
-            "untranslated" => self.untranslated = value == "yes",
             "dedup" => self.dedup = value == "yes",
             "v1beta1" => self.v1beta1 = value == "yes",
             "clusterwide" => self.cluster_wide = value == "yes",

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::PathBuf;
 
-use crate::oracle::connections::{EntryPoint, Oracle, flow_of};
+use crate::oracle::connections::{EntryPoint, Oracle};
 use crate::oracle::policy::ClusterObjects;
 use penstock_pcap_tests::{CorpusCase, cases, real, root};
 use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
@@ -124,9 +124,6 @@ pub(crate) fn compare(case: &CorpusCase) -> Comparison {
     oracle.cluster.node = case.script.node.clone();
     oracle.cluster.cluster_wide = case.script.cluster_wide;
     oracle.cluster.objects = objects(case, &[case.manifests()]);
-    oracle.cluster.translates = !case.script.untranslated;
-    oracle.cluster.service_blocks = case.script.service_cidrs.iter().map(|block| block.parse().unwrap()).collect();
-    oracle.translations.captured = case.packets().iter().filter_map(|(_, packet)| flow_of(&packet.frame)).collect();
     let mut steps = steps(case).into_iter().peekable();
     let (packets, mut now, mut found) = (case.packets(), 0, Comparison::default());
     // Later fragments without their first, by number: asked about again after each packet, as long as they may be held.

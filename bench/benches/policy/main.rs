@@ -8,7 +8,6 @@ mod beside;
 mod cluster;
 mod lookup;
 mod scale;
-mod services;
 
 use std::process::ExitCode;
 
@@ -28,14 +27,13 @@ fn main() -> ExitCode {
     let rounds = if smoke { 2 } else { 200 };
     // First, while the process has touched no other memory.
     let scale = scale::run(size);
-    let services = if smoke { services::run(100, 20, 2) } else { services::run(10_000, 2_000, 200) };
     let beside = beside::run(if smoke { beside::Load::SMOKE } else { beside::Load::FULL });
     let lookup = lookup::run(rounds);
     // A row that falls short is a result; only an aborted run is a failure.
     println!(
         "{} of {} rows meet their bounds",
-        scale.iter().chain(&services).chain(&beside).chain(&lookup).filter(|meets| **meets).count(),
-        scale.len() + services.len() + beside.len() + lookup.len()
+        scale.iter().chain(&beside).chain(&lookup).filter(|meets| **meets).count(),
+        scale.len() + beside.len() + lookup.len()
     );
     ExitCode::SUCCESS
 }

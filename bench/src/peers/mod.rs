@@ -92,7 +92,7 @@ impl PeerTestbed {
         let harness = Harness::open(from, to, gateway)?;
         let (running, description) = start(&peer, &node, outside.as_ref(), &manifests, &scratch, size, cores)
             .with_context(|| format!("cannot set {label} up"))?;
-        if size.services > 0 && peer.leaves_services_to_the_node() {
+        if size.services > 0 {
             filters::service(node.namespace(), scratch.path())?;
         }
         let mut testbed = Self { peer, node, outside, harness, running, manifests, description, size, cores, scratch };

@@ -41,11 +41,6 @@ impl Peer {
         Self::Penstock { enforces: true, sections: format!("attach tcx\noffload {offload}\n") }
     }
 
-    /// The same beside rules of kube-proxy's form: the node translates Services.
-    pub fn penstock_beside_kube_proxy() -> Self {
-        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\n{BY_THE_NODE}") }
-    }
-
     /// The same where no program opens a connection by itself: each first packet meets a worker.
     pub fn penstock_by_tcx_without_repeats() -> Self {
         Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\n{WITHOUT_REPEATS}") }
@@ -67,11 +62,6 @@ impl Peer {
             enforces: true,
             sections: format!("{sections}{SHIPPED_FRAMES}conntrack entries = {SHIPPED_CONNECTIONS}\n"),
         }
-    }
-
-    /// Whether the node's rules translate Services.
-    pub(super) fn leaves_services_to_the_node(&self) -> bool {
-        !matches!(self, Self::Penstock { sections, .. } if !sections.contains(BY_THE_NODE))
     }
 
     /// The same, with one worker for all packets that the programs leave to workers. It is like those of the default, which share
@@ -161,15 +151,10 @@ pub(super) fn daemon_config(
         conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
     }
     config.conntrack = format!("mapping = \"off\"\n{conntrack}");
-    let services = size.services > 0 && !sections.contains(BY_THE_NODE);
-    config.sections = format!(
-        "[services]\nenabled = {services}\n[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n{capture}"
-    );
+    config.sections =
+        format!("[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n{capture}");
     config
 }
-
-/// A line of a peer's sections: kube-proxy translates Services.
-const BY_THE_NODE: &str = "services by the node\n";
 
 /// A line of a peer's sections: as many frames as by default. By XDP the kernel takes memory for each of them and each pod.
 const SHIPPED_FRAMES: &str = "frames as shipped\n";

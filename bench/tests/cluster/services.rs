@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, bail};
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 
 use crate::real_cluster::RealCluster;
@@ -38,37 +38,6 @@ pub(crate) fn a_cluster_ip_reaches_its_pod(cluster: &mut RealCluster) -> Result<
     }
     rows.push((cluster.site("lab/builder"), "shop/web", web, tcp, false));
     expect(cluster, &rows)
-}
-
-/// With `services.enabled` workers translate, so that egress policy is for the pod that answers. kube-proxy stays for the node
-/// and for node ports.
-pub(crate) fn workers_translate_and_policy_is_for_the_backend(cluster: &mut RealCluster) -> Result<()> {
-    let ip = |namespace, name| cluster.cluster_ip(namespace, name);
-    let (near, far, web, empty) = (ip("ops", "near")?, ip("ops", "far")?, ip("shop", "web")?, ip("ops", "empty")?);
-    let (tcp, dns) = (Protocol::Tcp(80), Protocol::Udp(53));
-    let (first, outside) = (cluster.node(0), cluster.outside());
-    let node: IpAddr = cluster.nodes[0].number.address().parse()?;
-    let mut rows = Vec::new();
-    for from in ["shop/web", "lab/guest", "lab/builder"] {
-        let from = cluster.site(from);
-        for (to, address) in [("ops/monitor", near), ("ops/dash", far)] {
-            rows.extend([(from, to, address, tcp, true), (from, to, address, dns, true)]);
-        }
-    }
-    rows.extend([
-        (cluster.site("lab/builder"), "shop/web", web, tcp, false),
-        (cluster.site("shop/web"), "shop/web", web, tcp, true),
-        (cluster.site("lab/guest"), "shop/api", ip("shop", "api")?, tcp, false),
-        (&first, "ops/dash", far, tcp, true),
-        (&outside, "shop/web", node, Protocol::Tcp(30080), true),
-        (&outside, "shop/api", node, Protocol::Tcp(30082), false),
-    ]);
-    cluster.switch_all_on()?;
-    expect(cluster, &rows)?;
-    let target = (cluster.target("shop/web", false).0, empty);
-    let refused = probe::run_one(cluster.site("lab/guest"), target, tcp, RetryPolicy::default())?;
-    ensure!(refused == ProbeOutcome::Refused, "a Service without a backend: {refused}");
-    Ok(())
 }
 
 pub(crate) fn a_pod_reaches_itself_through_its_service(cluster: &mut RealCluster) -> Result<()> {

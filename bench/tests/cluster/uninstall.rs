@@ -3,7 +3,6 @@
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use serde_json::Value;
 
 use crate::documented;
 use crate::real_cluster::RealCluster;
@@ -60,13 +59,12 @@ pub(crate) fn helm_installs_changes_and_removes(cluster: &mut RealCluster) -> Re
 
     let configuration = std::fs::read_to_string(Path::new(&chart).join("penstock.toml"))?;
     let changed = Path::new(&chart).join("changed.toml");
-    std::fs::write(&changed, format!("{configuration}\n[services]\nenabled = true\n"))?;
+    std::fs::write(&changed, format!("{configuration}\n[admin]\ntrials = true\n"))?;
     let file = format!("config={}", changed.display());
     helm(&["upgrade", "penstock", &chart, "--set-file", &file, "--wait"])?;
     rolled_out("penstock")?;
     cluster.wait_for_penstock()?;
-    let status: Value = serde_json::from_str(&cluster.penstock(0, &["status", "--json"])?)?;
-    ensure!(status["services"].is_object(), "the changed configuration is not in effect: {status}");
+    cluster.penstock(0, &["trial", "status"]).context("the changed configuration is not in effect")?;
     expect_reached(cluster, "lab/guest", "shop/api", 8080, false)?;
 
     helm(&["upgrade", "penstock", &chart, "--reuse-values", "--set", "uninstall=true"])?;

@@ -143,7 +143,6 @@ fn the_role_allows_reading_seven_kinds_and_writing_events() {
         "/nodes",
         "/pods",
         "/services",
-        "discovery.k8s.io/endpointslices",
         "networking.k8s.io/networkpolicies",
         "policy.networking.k8s.io/clusternetworkpolicies",
     ];

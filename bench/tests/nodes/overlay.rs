@@ -9,7 +9,7 @@ use penstock_bench::cluster::read_objects;
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::{Matrix, MatrixEntry};
 use penstock_bench::probe::{self, EchoServers, Frontend, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{DaemonConfig, InterNodeLink, ProxyMode};
+use penstock_bench::testbed::{InterNodeLink, ProxyMode};
 
 use crate::nodes::fixture::{Fixture, PROTOCOLS, SERVICES, Wiring};
 
@@ -87,13 +87,9 @@ struct Overlay {
 }
 
 impl Overlay {
-    fn start(mode: ProxyMode, enabled: bool) -> Self {
+    fn start(mode: ProxyMode) -> Self {
         let wiring = Wiring { uplink: false, ..Wiring::tunnelled() };
-        let more: fn(&mut DaemonConfig) = match enabled {
-            true => |config| config.sections += "[services]\nenabled = true\n",
-            false => |_| {},
-        };
-        let fixture = Fixture::start_with(&(CLUSTER.to_owned() + &services()), wiring, &SERVICES, more);
+        let fixture = Fixture::start_with(&(CLUSTER.to_owned() + &services()), wiring, &SERVICES, |_| {});
         let services = fixture.nodes.proxy_services(&fixture.manifests, mode);
         let mut services = services.unwrap().remove(0);
         services.retain(|frontend| frontend.name.starts_with("Service/"));
@@ -223,21 +219,19 @@ fn carry(mut from: &TcpStream, mut to: &TcpStream) {
 }
 
 fn everything_holds(mode: ProxyMode) {
-    for enabled in [false, true] {
-        let overlay = Overlay::start(mode, enabled);
-        for (name, node) in &overlay.fixture.nodes.nodes {
-            for pod in node.pods() {
-                let mtu = pod.namespace().netlink().unwrap().mtu("eth0").unwrap();
-                assert_eq!(mtu, InterNodeLink::Vxlan.mtu(), "{} on {name}", pod.name());
-            }
+    let overlay = Overlay::start(mode);
+    for (name, node) in &overlay.fixture.nodes.nodes {
+        for pod in node.pods() {
+            let mtu = pod.namespace().netlink().unwrap().mtu("eth0").unwrap();
+            assert_eq!(mtu, InterNodeLink::Vxlan.mtu(), "{} on {name}", pod.name());
         }
-        let what = format!("kube-proxy {mode:?}, services.enabled = {enabled}");
-        overlay.assert_pods_find_what_policy_says(&what);
-        overlay.assert_node_ports_are_judged(&what);
-        overlay.assert_node_ports_of_the_own_node_are_judged(&what);
-        overlay.assert_pods_reach_outside_masqueraded(&what);
-        overlay.assert_bulk_arrives(&what);
     }
+    let what = format!("kube-proxy {mode:?}");
+    overlay.assert_pods_find_what_policy_says(&what);
+    overlay.assert_node_ports_are_judged(&what);
+    overlay.assert_node_ports_of_the_own_node_are_judged(&what);
+    overlay.assert_pods_reach_outside_masqueraded(&what);
+    overlay.assert_bulk_arrives(&what);
 }
 
 #[test]

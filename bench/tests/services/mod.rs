@@ -4,7 +4,6 @@
 //! As in the system tests: the real daemon on real veths, a separate node for each test.
 
 mod answering;
-mod beside;
 mod bridged;
 mod datagrams;
 mod kube_proxy;
@@ -17,4 +16,3 @@ mod tools;
 mod translated;
 mod tunnels;
 mod uplinks;
-mod workers;

@@ -1,4 +1,4 @@
-//! The tools say of a flow to a Service what its packets find, for each kind of Service's address, whoever translates.
+//! The tools say of a flow to a Service what its packets find, for each kind of Service's address.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -142,10 +142,9 @@ struct Asked {
 }
 
 impl Asked {
-    fn new(workers_translate: bool) -> Self {
+    fn new() -> Self {
         let mut outside = None;
         let fixture = Fixture::of(&pods(4), |cluster, config| {
-            config.sections += &format!("[services]\nenabled = {workers_translate}\n");
             let socket = config.manifests.with_file_name("capture.sock");
             config.sections += &format!("[capture]\nsocket = \"{}\"\n", socket.display());
             let node = cluster.node.addresses().to_vec();
@@ -275,7 +274,7 @@ impl Asked {
 
     /// `trial`, of an edit that allows nothing. Where the node translates to another one, a worker hears of the first packet to an address
     /// and port alone.
-    fn assert_a_trial_names_what_an_edit_cuts(&self, workers_translate: bool) {
+    fn assert_a_trial_names_what_an_edit_cuts(&self) {
         let edit = |of: &str| {
             policy(&format!("edit-{of}"), &format!("pod-{of}"), "  policyTypes: [Egress]\n").replace(
                 &format!("name: edit-{of}"),
@@ -283,8 +282,7 @@ impl Asked {
             )
         };
         self.fixture.save("all.yaml", &(pods(4) + &objects() + &edit("0") + &edit("2")));
-        let cut = [("test/pod-0", "test/pod-1"), ("test/pod-2", "test/far")];
-        let cut = if workers_translate { &cut[..] } else { &cut[..1] };
+        let cut = [("test/pod-0", "test/pod-1")];
         let until = std::time::Instant::now() + std::time::Duration::from_secs(30);
         loop {
             let ways = WAYS.iter().filter(|way| way.service.is_some() && way.port == 80 && way.to != EMPTY);
@@ -324,8 +322,9 @@ impl Asked {
     }
 }
 
-fn tools_agree_with_packets(workers_translate: bool) {
-    let asked = Asked::new(workers_translate);
+#[test]
+fn tools_agree_with_packets_where_the_node_translates() {
+    let asked = Asked::new();
     let (socket, bundle) =
         (asked.fixture.manifests.with_file_name("capture.sock"), asked.fixture.scratch.path().join("bundle"));
     let capture = PacketCapture::start_bundle(&socket, &bundle, &[]).unwrap();
@@ -379,18 +378,8 @@ fn tools_agree_with_packets(workers_translate: bool) {
     assert!(summary["recorded"]["same"].as_u64().unwrap() > 50, "{summary:#}");
     asked.assert_learnt_policies_allow_what_packets_found(&flows, &found);
     asked.assert_rules_that_decided_have_hits();
-    asked.assert_a_trial_names_what_an_edit_cuts(workers_translate);
+    asked.assert_a_trial_names_what_an_edit_cuts();
     asked.assert_tiers_keep_a_pod_from_itself();
-}
-
-#[test]
-fn tools_agree_with_packets_where_the_node_translates() {
-    tools_agree_with_packets(false);
-}
-
-#[test]
-fn tools_agree_with_packets_where_workers_translate() {
-    tools_agree_with_packets(true);
 }
 
 #[test]
@@ -401,14 +390,8 @@ fn a_daemon_without_endpoint_slices_goes_by_selectors() {
             + &service("near", &spec, None)
             + &policy("server", "pod-1", "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n")
     };
-    for (workers_translate, selector, expected) in [
-        (false, "selector: {app: pod-1},", ["allowed", "denied"]),
-        (false, "", ["unknown", "unknown"]),
-        (true, "selector: {app: pod-1},", ["denied", "denied"]),
-    ] {
-        let fixture = Fixture::of(&manifests(selector), |_, config| {
-            config.sections += &format!("[services]\nenabled = {workers_translate}\n");
-        });
+    for (selector, expected) in [("selector: {app: pod-1},", ["allowed", "denied"]), ("", ["unknown", "unknown"])] {
+        let fixture = Fixture::of(&manifests(selector), |_, _| {});
         let found = ["test/pod-0", "test/pod-2"].map(|client| {
             let mut command = Command::new(penstock_binary().unwrap());
             command.args(["explain", "--live", "--from", client, "--to", NEAR[0], "--port", "80"]);
@@ -416,6 +399,6 @@ fn a_daemon_without_endpoint_slices_goes_by_selectors() {
             let text = String::from_utf8(output.stdout).unwrap();
             text.split(':').next().unwrap_or_default().to_owned()
         });
-        assert_eq!(found, expected, "workers translate: {workers_translate}, {selector}");
+        assert_eq!(found, expected, "{selector}");
     }
 }

@@ -305,7 +305,7 @@ fn answers_by_tcp_and_of_a_cache_on_the_node_count() {
     assert!(names.has_resolver && names.unasked == 0 && names.not_understood == 0, "{names:?}");
 }
 
-/// Beside kube-proxy, and translated by workers. Another server's answers teach nothing.
+/// Beside kube-proxy. Another server's answers teach nothing.
 #[test]
 fn the_clusters_dns_is_known_by_its_service() {
     const CLUSTER_DNS: &str = "10.96.0.10";
@@ -319,40 +319,31 @@ fn the_clusters_dns_is_known_by_its_service() {
          addressType: IPv4\nports: [{{name: dns, port: 5353, protocol: UDP}}, {{name: dns-tcp, port: 5353, protocol: TCP}}]\n\
          endpoints: [{{addresses: [10.244.1.11], conditions: {{ready: true}}, nodeName: node}}]\n"
     );
-    for enabled in [false, true] {
-        let mut world = None;
-        let rules = policy(CLUSTER_DNS.parse().unwrap())
-            .replace(&format!("[{CLUSTER_DNS}/32]"), &format!("[{CLUSTER_DNS}/32, 10.244.1.11/32, 0.0.0.0/0]"));
-        let udp = |port| format!("{{udp: {{destinationPort: {{number: {port}}}}}}}");
-        let rules = rules.replace(&udp(53), &format!("{}, {}", udp(53), udp(5353)));
-        let fixture = Fixture::of(&(pods(2) + &service), |cluster, config| {
-            let outside = cluster.node.add_outside("outside").unwrap();
-            let v4 = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
-            let listener = outside.namespace().listen((v4, PORT)).unwrap();
-            thread::spawn(move || listener.incoming().for_each(drop));
-            cluster.proxy_services(&config.manifests, penstock_bench::testbed::ProxyMode::Iptables).unwrap();
-            config.sections += &format!("[services]\nenabled = {enabled}\n");
-            let record = format!("--host-record=www.example.org,{v4},600");
-            let stranger = dnsmasq(
-                outside.namespace().command("dnsmasq"),
-                53,
-                &[record.clone(), format!("--listen-address={v4}")],
-            );
-            world = Some((outside, v4, stranger, record));
-        });
-        fixture.enforce(&(pods(2) + &service + &rules));
-        let (_, v4, _, record) = world.as_ref().unwrap();
-        let (pod, dns) = (fixture.site("test/pod-0").clone(), fixture.site("test/pod-1").clone());
-        let _resolver = dnsmasq(
-            dns.namespace.command("dnsmasq"),
-            5353,
-            &[record.clone(), "--listen-address=10.244.1.11".to_owned()],
-        );
-        let socket = pod.namespace.udp((pod.address(false).unwrap(), 0)).unwrap();
-        socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
-        assert!(resolve(&socket, *v4, "www.example.org", A).ends_with(&octets(*v4)));
-        assert!(is_denied(&pod, *v4), "by a stranger's answer, services.enabled = {enabled}");
-        assert!(resolve(&socket, CLUSTER_DNS.parse().unwrap(), "www.example.org", A).ends_with(&octets(*v4)));
-        assert!(connect(&pod, *v4, TIMEOUT).is_some(), "by the cluster's, services.enabled = {enabled}");
-    }
+    let mut world = None;
+    let rules = policy(CLUSTER_DNS.parse().unwrap())
+        .replace(&format!("[{CLUSTER_DNS}/32]"), &format!("[{CLUSTER_DNS}/32, 10.244.1.11/32, 0.0.0.0/0]"));
+    let udp = |port| format!("{{udp: {{destinationPort: {{number: {port}}}}}}}");
+    let rules = rules.replace(&udp(53), &format!("{}, {}", udp(53), udp(5353)));
+    let fixture = Fixture::of(&(pods(2) + &service), |cluster, config| {
+        let outside = cluster.node.add_outside("outside").unwrap();
+        let v4 = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
+        let listener = outside.namespace().listen((v4, PORT)).unwrap();
+        thread::spawn(move || listener.incoming().for_each(drop));
+        cluster.proxy_services(&config.manifests, penstock_bench::testbed::ProxyMode::Iptables).unwrap();
+        let record = format!("--host-record=www.example.org,{v4},600");
+        let stranger =
+            dnsmasq(outside.namespace().command("dnsmasq"), 53, &[record.clone(), format!("--listen-address={v4}")]);
+        world = Some((outside, v4, stranger, record));
+    });
+    fixture.enforce(&(pods(2) + &service + &rules));
+    let (_, v4, _, record) = world.as_ref().unwrap();
+    let (pod, dns) = (fixture.site("test/pod-0").clone(), fixture.site("test/pod-1").clone());
+    let _resolver =
+        dnsmasq(dns.namespace.command("dnsmasq"), 5353, &[record.clone(), "--listen-address=10.244.1.11".to_owned()]);
+    let socket = pod.namespace.udp((pod.address(false).unwrap(), 0)).unwrap();
+    socket.set_read_timeout(Some(Duration::from_millis(500))).unwrap();
+    assert!(resolve(&socket, *v4, "www.example.org", A).ends_with(&octets(*v4)));
+    assert!(is_denied(&pod, *v4), "by a stranger's answer");
+    assert!(resolve(&socket, CLUSTER_DNS.parse().unwrap(), "www.example.org", A).ends_with(&octets(*v4)));
+    assert!(connect(&pod, *v4, TIMEOUT).is_some(), "by the cluster's");
 }

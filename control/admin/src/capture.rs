@@ -130,8 +130,6 @@ pub struct ObjectsInForce {
     /// When the capture began, in nanoseconds since 1970.
     pub time: u64,
     pub count: u64,
-    /// Whether workers translate what pods send to Services.
-    pub services: bool,
     pub service_cidrs: Vec<String>,
     /// When a segment from the middle of a connection opens one. A daemon that does not say it does so always.
     #[serde(default)]
@@ -162,16 +160,12 @@ pub struct CaptureCounts {
 pub struct PacketRecord {
     /// When its batch was received, in nanoseconds since 1970.
     pub time: u64,
-    /// The number of the port that it came in by; of a packet as it leaves, the one that it leaves by.
+    /// The number of the port that it came in by.
     pub port: u16,
     /// The name of what is behind that port: a pod's `namespace/name`, `node`, or an interface's name.
     pub interface: String,
     /// Bytes of the frame, of which not all may have been kept.
     pub length: u32,
-    /// Whether this is the packet as it leaves, with other addresses or ports than it came with; as it came it is the record
-    /// before.
-    #[serde(default, skip_serializing_if = "is_false")]
-    pub translated: bool,
     pub verdict: Verdict,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
@@ -183,9 +177,6 @@ pub struct PacketRecord {
     pub ingress: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub connection: Option<String>,
-    /// The Service that its connection is to, as its client knows it: name, or address and port.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub service: Option<String>,
     /// Whether policy was asked because the packet belongs to no connection yet: it opens one, or is denied.
     #[serde(default, skip_serializing_if = "is_false")]
     pub opens: bool,
@@ -432,13 +423,11 @@ mod tests {
             port: 3,
             interface: "shop/web".to_owned(),
             length,
-            translated: false,
             verdict: Verdict::Deny,
             reason: Some("ingress_denied".to_owned()),
             egress: None,
             ingress: Some("denied".to_owned()),
             connection: Some("00c0ffee00c0ffee".to_owned()),
-            service: None,
             opens: true,
             staged: Some(Box::new(StagedVerdict {
                 verdict: Verdict::Allow,

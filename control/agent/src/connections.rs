@@ -72,12 +72,12 @@ pub(super) fn lock(mapping: &TableMapping, is_in_kernel: bool) -> Result<Option<
 
 /// Sizes of the BPF maps of a table for this many connections.
 pub(super) fn map_sizes(connections: usize) -> ConnectionMapSizes {
-    let KernelMapSizes { groups, entries, with_links } = KernelMapSizes::of(connections);
+    let KernelMapSizes { groups, entries, with_openers } = KernelMapSizes::of(connections);
     ConnectionMapSizes {
         version: KernelMapSizes::VERSION,
         table: KernelMapSizes::TABLE,
         tags: (groups, KernelMapSizes::TAGS),
-        entries: (with_links, KernelMapSizes::ENTRY),
+        entries: (with_openers, KernelMapSizes::ENTRY),
         usage: (entries, KernelMapSizes::USE),
     }
 }
@@ -445,8 +445,15 @@ mod tests {
 
     fn enter(table: &ConnTable, flow: &Flow, owner: u16) {
         let (transport, hashed) = (&Transport::Udp, &table.prepare(flow));
-        let new =
-            NewConnection { hashed, transport, owner: OwnerId(owner), via_host: false, epoch: Epoch(1), now: NOW };
+        let new = NewConnection {
+            hashed,
+            transport,
+            owner: OwnerId(owner),
+            via_host: false,
+            opener: None,
+            epoch: Epoch(1),
+            now: NOW,
+        };
         assert!(table.insert(&new).is_ok());
     }
 

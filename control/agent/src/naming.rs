@@ -7,7 +7,6 @@ use penstock_dataplane::conntrack::{ConnectionInfo, Traffic};
 use penstock_dataplane::names::NameTime;
 use penstock_dataplane::packet::{Address, Flow};
 use penstock_dataplane::policy::{DirectionVerdict, PolicyVerdict};
-use penstock_dataplane::services::FrontendKey;
 use penstock_dataplane::worker::LoggedEvaluation;
 use penstock_policy::engine::Engine;
 use penstock_policy::flow;
@@ -37,33 +36,13 @@ pub(super) fn traffic(connection: &ConnectionInfo) -> [Option<types::Traffic>; 2
     connection.traffic.map_or([None; 2], |traffic| traffic.map(|direction| Some(sent(direction))))
 }
 
-/// The Service's end of a connection, as its client knows it.
-pub(super) fn service(engine: &Engine, frontend: &Flow) -> types::FlowEnd {
-    let &Flow { dst: address, dst_port: port, protocol, .. } = frontend;
-    let found = engine.service_set().frontend(&FrontendKey { address, protocol, port });
-    types::FlowEnd { address: address.into(), port, name: found.map(|frontend| frontend.name.to_string()) }
-}
-
-/// The Service of a connection whose client's packets have this flow: its port's name, otherwise its address and port.
-pub(super) fn service_name(engine: &Engine, frontend: &Flow) -> String {
-    let types::FlowEnd { address, port, name } = service(engine, frontend);
-    name.unwrap_or_else(|| std::net::SocketAddr::new(address, port).to_string())
-}
-
-/// The flow that policy is asked about: a pod that is its own backend has the Service's address on its side.
-pub(super) fn of_client(original: &Flow, frontend: Option<&Flow>) -> Flow {
-    let client = frontend.unwrap_or(original);
-    Flow { src: client.src, src_port: client.src_port, ..*original }
-}
-
 /// The rules that decide a connection under the current policy, or the verdict in words: the egress of the end that opened it, and
 /// the ingress of the other.
-pub(super) fn sides(engine: &Engine, original: &Flow, frontend: Option<&Flow>) -> (String, String) {
-    let original = of_client(original, frontend);
+pub(super) fn sides(engine: &Engine, original: &Flow) -> (String, String) {
     // As for the connection's next packet: names that it was allowed by may have expired.
-    let PolicyVerdict { egress, ingress } = engine.policy_set().evaluate_named(&original, NameTime::Ever);
+    let PolicyVerdict { egress, ingress } = engine.policy_set().evaluate_named(original, NameTime::Ever);
     let side = |side: DirectionVerdict| {
-        let rule = side.rule().and_then(|rule| engine.provenance(rule, &original));
+        let rule = side.rule().and_then(|rule| engine.provenance(rule, original));
         words(side, rule.map(|provenance| provenance.to_string()), "denied by a rule")
     };
     (side(egress), side(ingress))

@@ -39,8 +39,6 @@ pub(super) struct Publisher {
     inputs: Mutex<SnapshotInputs>,
     dataplane: Arc<Dataplane>,
     services: Vec<IpNet>,
-    /// Whether workers translate what pods send to Services.
-    translates: bool,
     encapsulation: Encapsulation,
     /// Whose answers teach pods domain names.
     resolvers: Vec<Resolver>,
@@ -98,7 +96,7 @@ impl Publisher {
             node_context: NodeContext::default(),
             connections: ConnectionOwners::new(&config.conntrack.mapping, clearing),
             postponed: PostponedAddresses::new(services),
-            service_addresses: objects.service_addresses(config.services.enabled),
+            service_addresses: objects.service_addresses(),
             resolvers: Resolvers::default(),
             subscribers: Subscribers::default(),
             objects,
@@ -110,7 +108,6 @@ impl Publisher {
             inputs: Mutex::new(inputs),
             dataplane: Arc::clone(dataplane),
             services: config.service_cidrs.clone(),
-            translates: config.services.enabled,
             encapsulation: config.encapsulation.clone(),
             resolvers: config.domain_names.resolvers.clone(),
             pods: Notify::new(),
@@ -176,10 +173,9 @@ impl Publisher {
         let ChangeEffect { policy, pods, nodes, services } = inputs.objects.apply(changes, &inputs.network.addresses);
         inputs.progress.times.compile.observe(began.elapsed().as_secs_f64());
         self.note_left_aside(inputs, seen);
-        inputs.objects.log_service_problems();
         // Even if a local pod has no port yet: from this snapshot on nobody else may use its address.
         let context_changed = (pods || nodes) && inputs.refresh_node_context(&self.encapsulation);
-        let services_changed = services && inputs.refresh_services(self.translates);
+        let services_changed = services && inputs.refresh_services();
         let resolvers_changed = services && inputs.objects.resolvers(&self.resolvers) != inputs.resolvers;
         if policy || context_changed || services_changed || resolvers_changed {
             self.publish(inputs, &what, seen);
@@ -352,8 +348,7 @@ impl Publisher {
         inputs.connections.take_over(self.dataplane.connections(), &forwarding);
         let served = inputs.layout.served(inputs.connections.owners());
         inputs.progress.published(inputs.epoch, &policy, served, seen);
-        let services = self.translates.then(|| inputs.objects.engine().service_set().clone());
-        let snapshot = Snapshot::new(inputs.epoch, policy, forwarding).with_services(services);
+        let snapshot = Snapshot::new(inputs.epoch, policy, forwarding);
         inputs.resolvers = inputs.objects.resolvers(&self.resolvers);
         self.dataplane.publish(snapshot.with_limits(limits).with_resolvers(inputs.resolvers.clone()));
         inputs.connections.published();
@@ -375,8 +370,8 @@ impl Publisher {
 
 impl SnapshotInputs {
     /// Reads the addresses of Services anew. Returns whether they changed.
-    fn refresh_services(&mut self, workers_translate: bool) -> bool {
-        let addresses = self.objects.service_addresses(workers_translate);
+    fn refresh_services(&mut self) -> bool {
+        let addresses = self.objects.service_addresses();
         let changed = addresses != self.service_addresses;
         self.service_addresses = addresses;
         changed

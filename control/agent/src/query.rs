@@ -25,10 +25,9 @@ const CAPACITY: usize = 64;
 /// A query to the daemon's loop, with the channel for its answer.
 pub(crate) enum StateQuery {
     Status(oneshot::Sender<Status>),
-    /// The connection table, and the addresses of `end` and `service`.
+    /// The connection table, and the addresses of `end`.
     Connections {
         end: Option<String>,
-        service: Option<String>,
         answer: oneshot::Sender<Result<FlowScan, String>>,
     },
     Describe {
@@ -76,8 +75,6 @@ pub(crate) struct FlowScan {
     pub(crate) table: Arc<ConnTable>,
     /// The addresses to list; `None` for all.
     pub(crate) addresses: Option<Vec<IpAddr>>,
-    /// The cluster addresses to which to list connections; `None` for all connections.
-    pub(crate) cluster_addresses: Option<Vec<IpAddr>>,
 }
 
 #[derive(Clone, Copy, Debug, thiserror::Error)]

@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use jiff::Timestamp;
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
-use penstock_sources::FollowedKinds;
 
 use crate::config::Config;
 use crate::privileges;
@@ -45,12 +44,8 @@ impl ObjectFile {
     /// start.
     pub(crate) fn of(config: &Config) -> Option<Self> {
         let location = config.source.location();
-        // Objects without EndpointSlices are not all objects for a daemon that translates: it would find no backends.
-        let mut origin = match config.services.followed_kinds() {
-            FollowedKinds::All => location.to_string(),
-            FollowedKinds::WithoutEndpointSlices => format!("{location}, without EndpointSlices"),
-        };
-        // And rules with domain names were read for a daemon that follows them.
+        let mut origin = location.to_string();
+        // Rules with domain names were read for a daemon that follows them.
         if config.domain_names.enabled {
             origin.push_str(", with domain names");
         }
@@ -403,21 +398,6 @@ mod tests {
         for bad in [&b"{\"Pod\": {}}"[..], b"{\"Unheard\": {}}", b"[]", &good[..good.len() - 1]] {
             file.0.write([&good[..], b"\n", bad]).unwrap();
             assert!(file.read().is_none(), "{}", String::from_utf8_lossy(bad));
-        }
-    }
-
-    #[test]
-    fn objects_without_services_do_not_serve_a_translating_daemon() {
-        let directory = tempfile::tempdir().unwrap();
-        let file = |enabled| {
-            let mut config = config(directory.path(), "here");
-            config.services.enabled = enabled;
-            ObjectFile::of(&config).unwrap()
-        };
-        let line = serde_json::to_vec(&pod("web", 5)).unwrap();
-        for (recorded, read) in [(false, false), (true, true), (false, true), (true, false)] {
-            file(recorded).0.write([&line[..]]).unwrap();
-            assert_eq!(file(read).read().is_some(), recorded == read, "recorded {recorded}, read {read}");
         }
     }
 

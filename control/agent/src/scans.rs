@@ -3,13 +3,11 @@
 //! A scan of a full table keeps a core busy for tens of milliseconds. Clients that ask for state counts share the last
 //! scan; lists differ per client and queue.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use penstock_dataplane::conntrack::{ConnTable, SctpState, State, TcpState, Timestamp};
-use penstock_dataplane::packet::Flow;
-use penstock_dataplane::services::FrontendKey;
 use tokio::sync::{Mutex, Semaphore};
 use tokio::task::spawn_blocking;
 use tokio::time::{Instant, timeout};
@@ -23,8 +21,6 @@ pub(super) type StateCounts = BTreeMap<&'static str, u64>;
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub(super) struct TableCounts {
     pub(super) by_state: StateCounts,
-    /// Those to Services, by the cluster address and port that the client uses.
-    pub(super) by_frontend: HashMap<FrontendKey, u64>,
 }
 
 type TimedCounts = (Instant, Arc<TableCounts>);
@@ -64,7 +60,7 @@ impl TableScans {
         scanned.await.map_err(|_| ScansBusy)
     }
 
-    /// How many connections there are, by state and by Service.
+    /// How many connections there are, by state.
     pub(super) async fn counts(&self, table: &Arc<ConnTable>) -> Result<Arc<TableCounts>, ScansBusy> {
         let table = Arc::clone(table);
         self.shared(move || count(&table)).await
@@ -85,12 +81,9 @@ impl TableScans {
 
 fn count(table: &ConnTable) -> TableCounts {
     let by_state: StateCounts = all_states().map(|state: State| (state.name(), 0)).collect();
-    let mut counts = TableCounts { by_state, ..TableCounts::default() };
+    let mut counts = TableCounts { by_state };
     for connection in table.iter(Timestamp::now()) {
         *counts.by_state.entry(connection.state.name()).or_default() += 1;
-        if let Some(Flow { dst: address, protocol, dst_port: port, .. }) = connection.frontend {
-            *counts.by_frontend.entry(FrontendKey { address, protocol, port }).or_default() += 1;
-        }
     }
     counts
 }
@@ -125,7 +118,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(5));
             now.fetch_sub(1, Ordering::SeqCst);
             let by_state = StateCounts::from([("ESTABLISHED", 1 + all.fetch_add(1, Ordering::SeqCst) as u64)]);
-            TableCounts { by_state, ..TableCounts::default() }
+            TableCounts { by_state }
         }
 
         fn most_and_all(&self) -> (usize, usize) {

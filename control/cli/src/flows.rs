@@ -19,8 +19,7 @@ use super::daemon::{DaemonArgs, failure};
 #[command(after_help = "\
 Columns:
   CONNECTION       the number that the verdict log has for it
-  TO               the other end; of a connection to a Service its backend
-  SERVICE          the Service's port, cluster address and port; only if there is such a connection
+  TO               the other end
   SENT, RECEIVED   packets and bytes of the end that opened it, and of the other; `-` with
                    `attach = \"xdp\"` or `offload = false`, where connections have counters only
                    while there are flow records
@@ -38,7 +37,6 @@ Exit codes:
 Examples:
   penstock flows
   penstock flows --pod shop/web-1 --protocol TCP --state ESTABLISHED
-  penstock flows --service kube-system/kube-dns
   penstock flows --state REVOKED --watch
   penstock flows --json | jq '.flows[] | select(.idle_seconds > 60)'")]
 pub(super) struct Args {

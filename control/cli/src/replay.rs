@@ -21,8 +21,8 @@ use super::cluster::ManifestArgs;
 /// or by the port that --ports gives for its interface. The verdict `kernel` is for what the XDP program leaves to the kernel:
 /// ARP, neighbour discovery, and on the uplink what is not for a local pod. Time is the capture's.
 ///
-/// If the manifests have Services, what pods send to them is translated, and policy evaluated for the backend: the one that the
-/// captures show, or else the first that policy denies, so that what passes would pass with any of them.
+/// The node's kernel translates what pods send to Services: a pod may send there, and its egress policy is for what answers, in the
+/// packets behind the translation.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:
@@ -56,10 +56,7 @@ pub(super) struct Args {
     /// Count a packet that was captured in two places once
     #[arg(long)]
     dedup: bool,
-    /// Evaluate packets to cluster addresses as they are; otherwise they are translated, if the manifests have Services
-    #[arg(long)]
-    no_services: bool,
-    /// Blocks of cluster addresses, as the setting service_cidrs: there, an address that no Service has is dropped
+    /// Blocks of cluster addresses, as the setting service_cidrs
     #[arg(long, value_name = "CIDR", num_args = 1.., value_delimiter = ',')]
     service_cidrs: Vec<ipnet::IpNet>,
     /// Write one JSON object per packet and line; - for standard output
@@ -83,8 +80,8 @@ pub(super) struct Args {
 }
 
 /// Options that a bundle makes needless.
-const NOT_WITH_BUNDLE: [&str; 9] =
-    ["manifests", "cluster_wide", "pcap", "node", "ports", "dedup", "no_services", "service_cidrs", "timeline"];
+const NOT_WITH_BUNDLE: [&str; 8] =
+    ["manifests", "cluster_wide", "pcap", "node", "ports", "dedup", "service_cidrs", "timeline"];
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 enum Format {
@@ -116,7 +113,6 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         node: args.node,
         ports: ports.collect::<Result<_, _>>().map_err(Failure::bad_input)?,
         dedup: args.dedup,
-        untranslated: args.no_services,
         service_cidrs: args.service_cidrs,
         timeline: args.timeline,
         compare: args.compare,

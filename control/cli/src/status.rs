@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{
     CaptureStatus, ConnectionLimitStatus, FlowRecordsStatus, HostRoutingStatus, NamesStatus, NotEnforced, PodStatus,
-    PortStatus, ServicesStatus, StaleObjects, Status,
+    PortStatus, StaleObjects, Status,
 };
 use penstock_text::number::{json, percent, short, uptime};
 
@@ -71,9 +71,6 @@ fn text(status: &Status) -> String {
     }
     let connections = &status.connections;
     line(&mut text, &format!("connections: {} of {}", connections.entries, connections.capacity));
-    if let Some(services) = &status.services {
-        line(&mut text, &services_line(services));
-    }
     if let Some(names) = &status.domain_names {
         line(&mut text, &names_line(names));
     }
@@ -106,14 +103,6 @@ fn limit_line(pod: &str, limit: &ConnectionLimitStatus) -> String {
         .map(|most| format!("{} of {most} open ({} refused)", limit.open.unwrap_or_default(), limit.refused_open));
     let both: Vec<String> = open.into_iter().chain(rate).collect();
     format!("pod {pod}: {} connections limited: {}", limit.direction, both.join(", "))
-}
-
-fn services_line(services: &ServicesStatus) -> String {
-    let ServicesStatus { frontends, without_backend, backends, affinity_entries, affinity_capacity } = services;
-    format!(
-        "services: {frontends} frontends ({without_backend} without a backend), {backends} backends, affinity of \
-         {affinity_entries} clients (room for {affinity_capacity})"
-    )
 }
 
 fn names_line(NamesStatus { kept, learnt, evicted, not_understood, unasked, has_resolver }: &NamesStatus) -> String {
@@ -292,21 +281,6 @@ mod tests {
         status.drops.clear();
         status.kernel_drops.clear();
         assert!(text(&status).ends_with("dropped since the start: nothing\n"));
-    }
-
-    #[test]
-    fn services_are_counted_where_workers_translate_them() {
-        let mut status: Status = serde_json::from_str(STATUS).unwrap();
-        assert!(!text(&status).contains("services:"));
-        status.services = Some(ServicesStatus {
-            frontends: 5,
-            without_backend: 1,
-            backends: 9,
-            affinity_entries: 3,
-            affinity_capacity: 65_536,
-        });
-        let line = "services: 5 frontends (1 without a backend), 9 backends, affinity of 3 clients (room for 65536)";
-        assert!(text(&status).lines().any(|shown| shown == line), "{}", text(&status));
     }
 
     #[test]

@@ -296,7 +296,6 @@ mod tests {
             frames: FrameCounts { total: 100, free: 75, fill: 25, in_flight: 0 },
             connections: TableStatus::default(),
             host_routing: Vec::new(),
-            services: None,
             domain_names: None,
             configuration_refused: Vec::new(),
             refused_files: 0,

@@ -109,8 +109,8 @@ fn a_bad_bundle_is_refused_with_file_value_and_remedy() {
         (removed("timeline.jsonl"), "timeline.jsonl: cannot be read (", "copy the whole directory"),
         (removed("packets.pcapng"), "packets.pcapng: cannot be read", ""),
         (
-            replaced("bundle.json", "\"version\": 2", "\"version\": 3, \"more\": []"),
-            "bundle.json: version = 3: this penstock reads versions 1 to 2; replay it with the penstock that wrote it",
+            replaced("bundle.json", "\"version\": 3", "\"version\": 4, \"more\": []"),
+            "bundle.json: version = 4: this penstock reads version 3; replay it with the penstock that wrote it",
             "",
         ),
         (replaced("bundle.json", "\"node\"", "\"knot\""), "bundle.json: line ", "unknown field `knot`"),
@@ -167,7 +167,7 @@ fn a_bad_bundle_is_refused_with_file_value_and_remedy() {
 #[test]
 fn a_bundle_has_what_replay_is_told_otherwise() {
     let directory = ReplayDirectory::new();
-    for options in [&["--node", "n1"][..], &["--pcap", "a.pcap"], &["--manifests", "cluster"], &["--no-services"]] {
+    for options in [&["--node", "n1"][..], &["--pcap", "a.pcap"], &["--manifests", "cluster"]] {
         let output = directory.replay(&[&["incident"], options].concat());
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(2) && error.contains("cannot be used with"), "{options:?}: {error}");
@@ -374,101 +374,20 @@ fn fields(output: &Output, names: &[&str]) -> Vec<String> {
     text(&output.stdout).lines().map(line).collect()
 }
 
+/// The node's kernel translates it: egress policy is for what answers.
 #[test]
-fn packets_to_a_service_are_evaluated_for_its_derived_backend() {
+fn packets_to_a_service_are_evaluated_behind_the_kernel() {
     let directory = ReplayDirectory::new();
     directory.write("cluster/service.yaml", SERVICE.as_bytes());
     directory.write("a.pcap", &asks_a_service());
     let arguments = ["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "-"];
     let output = directory.replay(&arguments);
-    let note = "penstock: no EndpointSlices: derived those of 1 Service from selectors and ready pods\n";
-    assert!(text(&output.stderr).starts_with(note), "{}", text(&output.stderr));
-    let of_service = |conn, src, dst, backends| {
-        format!("{src} {dst} allow {conn} shop-ingress-db-0 shop/names:dns shop/db 53 {backends}")
-    };
-    let names = ["src", "dst", "verdict", "conn", "rule", "service", "backend", "bport", "backends"];
-    let (web, service) = ("shop/web", "svc/shop/names");
-    let request = of_service("new", web, service, "allow");
-    let answer = of_service("established", service, web, "null");
-    assert_eq!(fields(&output, &names), [request.clone(), answer.clone(), request, answer]);
-    let summary = directory.replay(&["--manifests", "cluster", "--pcap", "a.pcap", "--summary", "json"]);
-    let summary: serde_json::Value = serde_json::from_slice(&summary.stdout).unwrap();
-    let counted = serde_json::json!([
-        { "service": "shop/names:dns", "allow": 2, "deny": 0, "partial": 0, "partly_denied": [] }
-    ]);
-    assert_eq!(summary["services"], counted);
-    assert_eq!(summary["connections"]["opened"], 2);
-
-    let as_they_are = directory.replay(&[&arguments[..], &["--no-services"]].concat());
-    assert!(!text(&as_they_are.stderr).contains("EndpointSlices"), "{}", text(&as_they_are.stderr));
-    let untranslated = "shop/web 10.96.0.10 allow new null absent absent absent absent";
-    assert_eq!(fields(&as_they_are, &names)[0], untranslated);
+    let expected = "shop/web 10.96.0.10 allow new null";
+    assert_eq!(fields(&output, &["src", "dst", "verdict", "conn", "rule"])[0], expected, "{}", text(&output.stderr));
 
     let wrong = directory.replay(&[&arguments[..], &["--service-cidrs", "10.96.0.0/99"]].concat());
     assert_eq!(wrong.status.code(), Some(2));
     assert!(text(&wrong.stderr).contains("10.96.0.0/99"), "{}", text(&wrong.stderr));
-}
-
-#[test]
-fn derived_backends_follow_the_pods_of_a_timeline() {
-    let directory = ReplayDirectory::new();
-    directory.write("cluster/service.yaml", SERVICE.as_bytes());
-    directory.write("a.pcap", &asks_a_service());
-    let pods = CLUSTER.replace("name: db,", "name: db2,").replace("10.0.0.2", "10.0.0.3");
-    let second = pods.split("---").find(|pod| pod.contains("db2")).unwrap();
-    directory.write("second.yaml", second.as_bytes());
-    directory.write("t.toml", b"[[step]]\nat = \"+5s\"\ndelete = [\"Pod shop/db\"]\napply = [\"second.yaml\"]\n");
-    let arguments = ["--manifests", "cluster", "--pcap", "a.pcap", "--verdicts", "-", "--timeline", "t.toml"];
-    let names = ["verdict", "backend"];
-    let expected = ["allow shop/db", "allow shop/db", "allow shop/db2", "allow shop/db2"];
-    assert_eq!(fields(&directory.replay(&arguments), &names), expected);
-    // An EndpointSlice that is written counts instead, from then on.
-    directory.write(
-        "slice.yaml",
-        br#"
-apiVersion: discovery.k8s.io/v1
-kind: EndpointSlice
-metadata: { namespace: shop, name: names-1, labels: { kubernetes.io/service-name: names } }
-addressType: IPv4
-ports: [{ name: dns, protocol: UDP, port: 54 }]
-endpoints: [{ addresses: [10.0.0.2], conditions: { ready: true } }]
-"#,
-    );
-    directory.write("t.toml", b"[[step]]\nat = \"+5s\"\napply = [\"slice.yaml\"]\n");
-    let names = ["verdict", "reason", "backend", "bport"];
-    let expected = [
-        "allow null shop/db 53",
-        "allow null shop/db 53",
-        "deny ingress_denied shop/db 54",
-        "deny no_connection absent absent",
-    ];
-    let found = fields(&directory.replay(&arguments), &names);
-    assert_eq!(found[..3], expected[..3]);
-    assert!(found[3].starts_with("deny no_connection"), "{}", found[3]);
-}
-
-#[test]
-fn a_comparison_finds_the_backend_that_a_policy_would_close() {
-    let directory = ReplayDirectory::new();
-    let second = CLUSTER.replace("name: db,", "name: db2,").replace("10.0.0.2", "10.0.0.3");
-    let second = second.split("---").find(|pod| pod.contains("db2")).unwrap();
-    let closed = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: { namespace: shop, name: db2 }\nspec:\n  \
-                  podSelector: { matchLabels: { tier: second } }\n";
-    let second = second.replace("app: db }", "app: db, tier: second }");
-    for (name, text) in [("cluster", ""), ("other", closed)] {
-        directory.write(&format!("{name}/pods.yaml"), CLUSTER.as_bytes());
-        directory.write(&format!("{name}/second.yaml"), second.as_bytes());
-        directory.write(&format!("{name}/service.yaml"), SERVICE.as_bytes());
-        directory.write(&format!("{name}/policy.yaml"), text.as_bytes());
-    }
-    directory.write("a.pcap", &asks_a_service());
-    let output = directory.replay(&["--manifests", "cluster", "--compare", "other", "--pcap", "a.pcap"]);
-    assert_eq!(output.status.code(), Some(3), "{}", text(&output.stderr));
-    let row = "shop/web  svc/shop/names  UDP/5353  allow   deny ingress_denied";
-    assert!(text(&output.stdout).contains(row), "{}", text(&output.stdout));
-    let denied = directory.replay(&["--manifests", "other", "--pcap", "a.pcap"]);
-    let line = "  shop/web to shop/names:dns: denied 1 of 2: shop/db2\n";
-    assert!(text(&denied.stdout).contains(line), "{}", text(&denied.stdout));
 }
 
 #[test]

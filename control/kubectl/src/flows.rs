@@ -30,7 +30,6 @@ Exit codes:
 Examples:
   kubectl penstock flows --pod shop/web-1
   kubectl penstock flows --pod shop/web-1 --protocol TCP --state ESTABLISHED
-  kubectl penstock flows --service kube-system/kube-dns --node worker-1
   kubectl penstock flows --pod shop/db-0 --watch 5
   kubectl penstock flows --json | jq '.flows[] | select(.state == \"REVOKED\") | .node'")]
 pub(super) struct Args {
@@ -132,7 +131,6 @@ mod tests {
             protocol: "TCP".to_owned(),
             from: end(from, 4000),
             to: end(to, port),
-            service: None,
             state: "ESTABLISHED".to_owned(),
             sent: Some(Traffic { packets: 1, bytes: 60 }),
             received: None,

@@ -1,12 +1,9 @@
-//! The workers' tables in readable form: each rule table once, numbered from 0, with the pods that use it; the ports of Services
-//! with their backends.
+//! The workers' tables in readable form: each rule table once, numbered from 0, with the pods that use it.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::net::{IpAddr, SocketAddr};
 
 use penstock_dataplane::policy::{Direction, PortRange, PortSpec};
-use penstock_dataplane::services::{Backend, WithoutBackend};
 use serde::Serialize;
 
 use crate::describe::{self, direction as word};
@@ -20,53 +17,6 @@ pub fn json(engine: &Engine) -> String {
 
 pub fn text(engine: &Engine) -> String {
     listing(engine).to_text()
-}
-
-/// The ports of Services at their cluster addresses as JSON, in order of address, port and protocol: what a connection of this
-/// node's pods may get there.
-pub fn services_json(engine: &Engine) -> String {
-    let mut frontends: Vec<_> = engine.service_set().iter().collect();
-    frontends.sort_by_key(|(key, _)| (key.address, key.port, key.protocol));
-    let listed = frontends.into_iter().map(|(key, frontend)| ListedFrontend {
-        service: &frontend.name,
-        address: key.address.into(),
-        port: key.port,
-        protocol: key.protocol.to_string(),
-        backends: ends(&frontend.backends),
-        serving: (frontend.serving != frontend.backends).then(|| ends(&frontend.serving)),
-        without_backend: frontend.backends.is_empty().then_some(match frontend.without {
-            WithoutBackend::Refused => "refused",
-            WithoutBackend::Dropped => "dropped",
-        }),
-        affinity_seconds: frontend.affinity.map(|affinity| affinity.seconds),
-    });
-    let listed: Vec<_> = listed.collect();
-    serde_json::to_string_pretty(&listed).expect("strings and numbers are JSON") + "\n"
-}
-
-fn ends(backends: &[Backend]) -> Vec<String> {
-    let end = |backend: &Backend| SocketAddr::new(IpAddr::from(backend.address), backend.port).to_string();
-    backends.iter().map(end).collect()
-}
-
-/// A Service's port at one of its addresses.
-#[derive(Serialize)]
-struct ListedFrontend<'a> {
-    service: &'a str,
-    address: IpAddr,
-    port: u16,
-    protocol: String,
-    /// Those that a new connection may get.
-    backends: Vec<String>,
-    /// All that serve, where these are others: elsewhere, or about to end.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    serving: Option<Vec<String>>,
-    /// The fate of a connection where there is none.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    without_backend: Option<&'static str>,
-    /// For how long a client keeps its backend, where it does.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    affinity_seconds: Option<u32>,
 }
 
 /// The tables, each once, and the pods that use them.

@@ -4,12 +4,11 @@ use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
 
 use penstock_dataplane::packet::Flow;
-use penstock_dataplane::services::WithoutBackend;
 
 use crate::engine::Engine;
 use crate::flow::{self, FlowEndpoint, FlowError, PortRef, ProtocolPort};
 use crate::model::{AddressFamily, ObjectKey, Service, ServicePort};
-use crate::render::services::{ClientPlace, port_name, protocol, select};
+use crate::render::services::{ClientPlace, WithoutBackend, port_name, protocol, select};
 use crate::state::{ClusterState, PodOrNode};
 
 /// A client's way to a Service's port.

@@ -3,20 +3,19 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use ipnet::IpNet;
 use penstock_dataplane::Snapshot;
 use penstock_dataplane::forward::{Encapsulation, Forwarding, Mac, Port, PortId, PortKind, WELL_KNOWN_TUNNEL_PORTS};
 use penstock_dataplane::names::Resolvers;
-use penstock_dataplane::packet::{Address, Flow, Protocol};
+use penstock_dataplane::packet::{Address, Flow};
 use penstock_dataplane::policy::{AddressSet, RuleScope};
-use penstock_dataplane::services::{Destination, Frontend, FrontendKey, ServiceSet};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Object, ObjectChange, ObjectKey, Service};
 use penstock_policy::render::tables::PodScope;
 use penstock_policy::state::{ClusterState, PodId, PodOrNode};
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 
 use super::rules::RuleNames;
-use super::services::ServiceReading;
 
 /// The host port: into the node's own stack.
 pub const HOST: PortId = PortId(0);
@@ -41,11 +40,8 @@ pub struct ReplayCluster {
     engine: Engine,
     scope: PodScope,
     snapshot: Snapshot,
-    services: ServiceReading,
+    service_cidrs: Vec<IpNet>,
     names: FxHashMap<Address, Box<str>>,
-    /// Names of Services, by the cluster address that is translated.
-    service_names: FxHashMap<Address, Box<str>>,
-    backends: FxHashSet<Address>,
     postponed: Arc<AddressSet>,
     ports: FxHashMap<ObjectKey, PortId>,
     rules: RuleNames,
@@ -73,10 +69,8 @@ impl ReplayCluster {
             engine,
             scope,
             snapshot: Snapshot::default(),
-            services: ServiceReading::default(),
+            service_cidrs: Vec::new(),
             names: FxHashMap::default(),
-            service_names: FxHashMap::default(),
-            backends: FxHashSet::default(),
             postponed: Arc::default(),
             ports: FxHashMap::default(),
             rules: RuleNames::default(),
@@ -85,9 +79,9 @@ impl ReplayCluster {
         Ok(cluster)
     }
 
-    /// The same cluster with another treatment of its Services, which a new cluster leaves untranslated.
-    pub fn with_services(mut self, services: ServiceReading) -> Result<Self, ClusterError> {
-        self.services = services;
+    /// The same cluster with these blocks of cluster addresses, as the setting `service_cidrs`.
+    pub fn with_service_cidrs(mut self, blocks: &[IpNet]) -> Result<Self, ClusterError> {
+        self.service_cidrs = blocks.to_vec();
         self.update_rules()?;
         Ok(self)
     }
@@ -111,17 +105,9 @@ impl ReplayCluster {
         self.engine.set_local(&forwarding);
         self.postponed = Arc::new(self.addresses_of_kernel());
         self.engine.set_services(&self.postponed);
-        let services = self.services.translates.then(|| self.engine.service_set().clone());
-        self.service_names.clear();
-        self.backends.clear();
-        for (key, frontend) in services.iter().flat_map(|services| services.iter()) {
-            let service = frontend.name.split(':').next().unwrap_or_default();
-            self.service_names.insert(key.address, format!("svc/{service}").into());
-            self.backends.extend(frontend.backends.iter().chain(&*frontend.serving).map(|backend| backend.address));
-        }
-        self.snapshot = Snapshot::new(epoch, self.engine.policy_set().clone(), forwarding).with_services(services);
         // A capture does not say which of its servers is the cluster's.
-        self.snapshot = std::mem::take(&mut self.snapshot).with_resolvers(Resolvers::all());
+        self.snapshot =
+            Snapshot::new(epoch, self.engine.policy_set().clone(), forwarding).with_resolvers(Resolvers::all());
         self.names = names(self.engine.state());
         self.rules.update_rules(&self.engine);
         Ok(())
@@ -146,8 +132,7 @@ impl ReplayCluster {
     fn addresses_of_kernel(&self) -> AddressSet {
         let services = self.engine.state().services();
         let addresses = |service: &Arc<Service>| {
-            let cluster = if self.services.translates { &[][..] } else { &service.addresses };
-            service.external.iter().chain(cluster).copied().map(Address::from).collect::<Vec<_>>()
+            service.external.iter().chain(&service.addresses).copied().map(Address::from).collect::<Vec<_>>()
         };
         services.flat_map(addresses).collect()
     }
@@ -169,7 +154,7 @@ impl ReplayCluster {
         // The objects do not describe the node's own tunnels.
         let encapsulation = Encapsulation::refused(WELL_KNOWN_TUNNEL_PORTS, nodes, []);
         let mut forwarding =
-            Forwarding::new(node).with_encapsulation(Arc::new(encapsulation)).with_services(&self.services.blocks);
+            Forwarding::new(node).with_encapsulation(Arc::new(encapsulation)).with_services(&self.service_cidrs);
         let mut insert = |id: PortId, kind, addresses: Vec<Address>| {
             let mac = |end| Mac([2, 0, 0, end, (id.0 >> 8) as u8, id.0 as u8]);
             // Captured packets may exceed a link's MTU: the kernel had not segmented them yet.
@@ -210,11 +195,10 @@ impl ReplayCluster {
         &self.rules
     }
 
-    /// The owner of an address: `namespace/name` of a pod, `node:name` of a node, `svc/namespace/name` of a Service whose
-    /// packets are translated.
+    /// The owner of an address: `namespace/name` of a pod, `node:name` of a node.
     #[inline]
     pub fn name(&self, address: Address) -> Option<&str> {
-        self.names.get(&address).or_else(|| self.service_names.get(&address)).map(|name| &**name)
+        self.names.get(&address).map(|name| &**name)
     }
 
     /// The owner of an address, or else the address.
@@ -222,36 +206,10 @@ impl ReplayCluster {
         self.name(address).map_or_else(|| IpAddr::from(address).to_string(), str::to_owned)
     }
 
-    #[inline]
-    pub fn translates(&self) -> bool {
-        self.snapshot.services.is_some()
-    }
-
-    #[inline]
-    pub(super) fn is_service(&self, address: Address) -> bool {
-        let is_known = |services: &ServiceSet| services.find(address, Protocol::TCP, 0) != Destination::NotService;
-        self.snapshot.services.as_ref().is_some_and(is_known)
-    }
-
     /// Whether the node's kernel translates what pods send to this address.
     #[inline]
     pub(super) fn is_postponed(&self, address: Address) -> bool {
         self.postponed.contains(&address)
-    }
-
-    /// Whether a Service has a backend with this address.
-    #[inline]
-    pub(super) fn is_backend(&self, address: Address) -> bool {
-        self.backends.contains(&address)
-    }
-
-    /// The Service's port that a client sends to with this flow; `None` for an address that the node has itself.
-    pub(super) fn frontend(&self, flow: &Flow) -> Option<&Arc<Frontend>> {
-        if self.snapshot.forwarding.is_node(flow.dst) {
-            return None;
-        }
-        let key = FrontendKey { address: flow.dst, protocol: flow.protocol, port: flow.dst_port };
-        self.snapshot.services.as_ref()?.frontend(&key)
     }
 
     pub(super) fn pod_ports(&self) -> impl Iterator<Item = (&ObjectKey, PortId)> {

@@ -2,7 +2,7 @@
 //!
 //! [`capture`] reads a packet as an Ethernet frame, [`player`] finds its ingress port and evaluates it in a [`batch`],
 //! `sinks` write the result. A [`cluster`] makes tables and ports from manifests, a [`timeline`] changes them during the
-//! replay, [`compare`] evaluates the same packets under a second one. [`services`] finds the backends of connections to Services.
+//! replay, [`compare`] evaluates the same packets under a second one.
 //! [`connections`] lists the connections of captures. A [`bundle`] has packets of a daemon with its objects; `recorded` compares
 //! with what the daemon decided.
 //!
@@ -30,7 +30,6 @@ mod ports;
 mod recorded;
 mod rules;
 mod run;
-pub mod services;
 mod sinks;
 pub mod summary;
 pub mod timeline;

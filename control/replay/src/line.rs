@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 use super::capture::{SECOND, Time};
 use super::cluster::ReplayCluster;
 use super::kernel::addresses;
-use super::player::{ConnectionState, Decision, ServicePacket};
+use super::player::{ConnectionState, Decision};
 use super::rules::Rules;
 
 /// A packet and its evaluation: the content of a line.
@@ -26,7 +26,6 @@ pub(super) struct EvaluatedPacket<'a> {
     pub(super) connection_state: Option<ConnectionState>,
     /// The rules that allow its connection, or the one that denies it.
     pub(super) rules: Rules,
-    pub(super) service: Option<ServicePacket>,
 }
 
 /// Writes lines. Caches text that repeats: the second of the time, and addresses.
@@ -93,28 +92,7 @@ impl VerdictLineWriter {
         }
         line.extend_from_slice(b",\"conn\":");
         quoted(evaluated.connection_state.map(ConnectionState::name), line);
-        if let Some(packet) = &evaluated.service {
-            self.service(packet, cluster, line);
-        }
         line.extend_from_slice(b"}\n");
-    }
-
-    /// The fields of a packet to or from a Service.
-    fn service(&mut self, packet: &ServicePacket, cluster: &ReplayCluster, line: &mut Vec<u8>) {
-        line.extend_from_slice(b",\"service\":");
-        // A name of Kubernetes, which needs no escape.
-        quoted(Some(&*packet.service).filter(|name| !name.is_empty()), line);
-        line.extend_from_slice(b",\"backend\":");
-        match packet.backend {
-            Some(backend) => {
-                self.address(backend.address, cluster, line);
-                line.extend_from_slice(b",\"bport\":");
-                decimal(u64::from(backend.port), line);
-            }
-            None => line.extend_from_slice(b"null,\"bport\":null"),
-        }
-        line.extend_from_slice(b",\"backends\":");
-        quoted(packet.reach.map(|reach| reach.name()), line);
     }
 
     /// RFC 3339 with nanoseconds.

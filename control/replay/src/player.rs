@@ -6,14 +6,12 @@ use std::time::Duration;
 use penstock_dataplane::ProgramOutcome;
 use penstock_dataplane::conntrack::{Config, ConnTable, DatagramKey, OpenError, SweepCursor, Timestamp};
 use penstock_dataplane::forward::{PortId, PortKind};
-use penstock_dataplane::names::{Moment, NameTime};
-use penstock_dataplane::packet::{Address, Flow, Packet, Transport, parse, quoted_flow, translate};
+use penstock_dataplane::names::NameTime;
+use penstock_dataplane::packet::{Address, Flow, Packet, Transport, parse, quoted_flow};
 use penstock_dataplane::pipeline::{
-    BATCH, DropReason, EarlyFragments, EvaluationReason, Frames, Observer, Pipeline, PipelineMode, ServiceConnection,
-    StackSender, Verdict,
+    BATCH, DropReason, EarlyFragments, EvaluationReason, Observer, Pipeline, PipelineMode, StackSender, Verdict,
 };
-use penstock_dataplane::policy::{Direction, EvaluationForm, PolicySet, PolicyVerdict};
-use penstock_dataplane::services::{Backend, Frontend};
+use penstock_dataplane::policy::{Direction, EvaluationForm, PolicyVerdict};
 use penstock_policy::model::ObjectChange;
 
 use super::batch::PacketBatch;
@@ -21,16 +19,11 @@ use super::capture::Time;
 use super::cluster::{ClusterError, HOST, ReplayCluster, UPLINK};
 use super::kernel::{addresses, passed_to_kernel};
 use super::rules::Rules;
-use super::services::{BackendChoice, Reach, ServiceCounters, ShownBackends, TurnedDatagrams};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum EntryPoint {
     /// A worker receives it from this port.
     Port(PortId),
-    /// A worker received it from this port with this flow, and the capture shows it behind its translation for a Service.
-    Turned(PortId, Flow),
-    /// A worker never receives it: it is an answer of a Service's port to a client that has no connection there.
-    Unasked,
     /// No worker receives it; the outcome says why.
     Kernel(ProgramOutcome),
 }
@@ -60,14 +53,9 @@ struct PolicyEvaluation {
     evaluation_reason: EvaluationReason,
 }
 
-/// Answers the pipeline's questions, and keeps what it tells, while it processes a batch.
+/// Keeps what the pipeline tells while it processes a batch.
 struct VerdictObserver<'a> {
     evaluations: &'a mut Vec<PolicyEvaluation>,
-    choices: &'a mut Vec<BackendChoice>,
-    shown: &'a ShownBackends,
-    policy: &'a PolicySet,
-    time: Time,
-    now: Timestamp,
 }
 
 impl Observer for VerdictObserver<'_> {
@@ -82,15 +70,6 @@ impl Observer for VerdictObserver<'_> {
     ) {
         let evaluation = PolicyEvaluation { index, flow: *flow, policy_verdict: *policy_verdict, evaluation_reason };
         self.evaluations.push(evaluation);
-    }
-
-    fn backend(&mut self, index: usize, flow: &Flow, frontend: &Frontend, last: Option<Backend>) -> Option<Backend> {
-        let (place, known) = ((index, self.time), (self.shown, self.policy));
-        let choice =
-            BackendChoice::new(place, (flow, frontend), last, known, NameTime::At(Moment(self.now.as_millis())))?;
-        let backend = choice.backend;
-        self.choices.push(choice);
-        Some(backend)
     }
 }
 
@@ -127,22 +106,6 @@ pub struct Player {
     verdicts: [Verdict; BATCH],
     evaluations: Vec<PolicyEvaluation>,
     counters: PacketCounters,
-    shown: Arc<ShownBackends>,
-    /// The last batch's.
-    choices: Vec<BackendChoice>,
-    services: ServiceCounters,
-    turned: TurnedDatagrams,
-    /// Whether a packet to or from a Service was met.
-    has_met_services: bool,
-}
-
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct ServicePacket {
-    /// The Service's port; empty if there is none any more.
-    pub(super) service: Arc<str>,
-    pub(super) backend: Option<Backend>,
-    /// If it opens a connection: what policy says of the backends that it may get.
-    pub(super) reach: Option<Reach>,
 }
 
 impl Player {
@@ -163,17 +126,7 @@ impl Player {
             verdicts: [Verdict::Drop(DropReason::NotReady); BATCH],
             evaluations: Vec::with_capacity(2 * BATCH),
             counters: PacketCounters::default(),
-            shown: Arc::default(),
-            choices: Vec::new(),
-            services: ServiceCounters::default(),
-            turned: TurnedDatagrams::default(),
-            has_met_services: false,
         })
-    }
-
-    /// Sets the backends that the captures show.
-    pub(super) fn showing(self, shown: Arc<ShownBackends>) -> Self {
-        Self { shown, ..self }
     }
 
     /// Holds fragments that come before their first, as a worker does. Otherwise they are dropped.
@@ -185,10 +138,6 @@ impl Player {
     #[inline]
     pub fn cluster(&self) -> &ReplayCluster {
         &self.cluster
-    }
-
-    pub(super) fn services(&self) -> &ServiceCounters {
-        &self.services
     }
 
     pub fn counters(&self) -> &PacketCounters {
@@ -208,9 +157,6 @@ impl Player {
     /// node sends to something other than a pod crosses no worker.
     #[inline]
     pub fn entry_point(&self, port: Option<PortId>, frame: &[u8]) -> EntryPoint {
-        if let Some(turned) = self.turned(frame) {
-            return turned;
-        }
         let forwarding = &self.cluster.snapshot().forwarding;
         let by_source = || addresses(frame).map_or(Ok(UPLINK), |(from, to)| self.port_by_source(from, to));
         let port = match port.map_or_else(by_source, Ok) {
@@ -242,42 +188,9 @@ impl Player {
         }
     }
 
-    /// Where a frame entered that the capture shows behind its translation, if it does. The interface of the capture is then
-    /// where the packet left. What the table has forgotten, or policy has denied, has no answer either.
-    fn turned(&self, frame: &[u8]) -> Option<EntryPoint> {
-        if !self.has_met_services {
-            return None;
-        }
-        let packet = parse(frame).ok().filter(|packet| !matches!(packet.transport, Transport::IcmpError { .. }))?;
-        let received = if packet.transport == Transport::LaterFragment {
-            self.turned.find(&packet)?
-        } else if let Some(connection) = ServiceConnection::find(&self.table, &packet.flow, self.now) {
-            connection.received?
-        } else {
-            let is_answer = self.cluster.frontend(&packet.flow.reversed()).is_some();
-            let is_known = self.table.find(&self.table.prepare(&packet.flow), self.now).is_some();
-            return (is_answer && !is_known).then_some(EntryPoint::Unasked);
-        };
-        let port = self.port_by_source(received.src, received.dst).ok()?;
-        Some(EntryPoint::Turned(port, received))
-    }
-
-    /// Whether the entry point of a frame depends on the packets before it, which then must be played first.
-    #[inline]
-    pub(super) fn depends_on_connections(&mut self, frame: &[u8]) -> bool {
-        if !self.cluster.translates() {
-            return false;
-        }
-        let Some((from, to)) = addresses(frame) else { return false };
-        let is_of_service = self.cluster.is_service(from) || self.cluster.is_service(to);
-        self.has_met_services |= is_of_service;
-        is_of_service || self.has_met_services && (self.cluster.is_backend(from) || self.cluster.is_backend(to))
-    }
-
     /// Evaluates a batch that entered at `entry` at `time`, and rewrites the packets that pass.
     pub fn play(&mut self, entry: EntryPoint, time: Time, batch: &mut PacketBatch) {
         self.evaluations.clear();
-        self.choices.clear();
         self.has_early = false;
         let port = match entry {
             EntryPoint::Kernel(outcome) => {
@@ -285,26 +198,10 @@ impl Player {
                 return;
             }
             EntryPoint::Port(port) => port,
-            EntryPoint::Unasked => {
-                self.verdicts.fill(Verdict::Drop(DropReason::NoConnection));
-                self.counters.denied[DropReason::NoConnection as usize] += batch.packets().len() as u64;
-                return;
-            }
-            EntryPoint::Turned(port, received) => {
-                self.turn_back(batch, received);
-                port
-            }
         };
         self.advance(time);
         let snapshot = self.cluster.snapshot();
-        let observer = &mut VerdictObserver {
-            evaluations: &mut self.evaluations,
-            choices: &mut self.choices,
-            shown: &self.shown,
-            policy: &snapshot.policy,
-            time,
-            now: self.now,
-        };
+        let observer = &mut VerdictObserver { evaluations: &mut self.evaluations };
         self.pipeline.process_batch(snapshot, self.now, port, batch, &mut self.verdicts, observer);
         for verdict in &self.verdicts[..batch.packets().len()] {
             match verdict {
@@ -316,20 +213,7 @@ impl Player {
         self.count_connections();
     }
 
-    /// Writes the flow with which a worker received them into packets that are captured behind their translation.
-    fn turn_back(&mut self, batch: &mut PacketBatch, received: Flow) {
-        for index in 0..batch.len() {
-            let frame = batch.bytes(index);
-            let Ok(packet) = parse(frame) else { continue };
-            self.turned.note(&packet, received);
-            translate(frame, &packet, &received, None);
-        }
-    }
-
     fn count_connections(&mut self) {
-        for choice in &self.choices {
-            self.services.count(choice, |address| self.cluster.display_name(address));
-        }
         let (snapshot, rules) = self.cluster.parts();
         for PolicyEvaluation { index, flow, policy_verdict, evaluation_reason } in &self.evaluations {
             match evaluation_reason {
@@ -361,7 +245,7 @@ impl Player {
     pub fn decision(&self, entry: EntryPoint, index: usize) -> Decision {
         match entry {
             EntryPoint::Kernel(outcome) => Decision::Kernel(outcome),
-            EntryPoint::Port(_) | EntryPoint::Turned(..) | EntryPoint::Unasked => match self.verdicts[index] {
+            EntryPoint::Port(_) => match self.verdicts[index] {
                 Verdict::Forward(_) => Decision::Allow,
                 Verdict::Drop(reason) => Decision::Deny(reason),
                 Verdict::Early => Decision::Deny(DropReason::Fragment),
@@ -383,7 +267,7 @@ impl Player {
 
     /// Holds a packet with this number, which entered at `entry`. Returns the one that is to be played again instead.
     pub(super) fn hold_early(&mut self, entry: EntryPoint, number: u64, frame: &[u8]) -> Option<u64> {
-        let (EntryPoint::Port(port) | EntryPoint::Turned(port, _)) = entry else { return Some(number) };
+        let EntryPoint::Port(port) = entry else { return Some(number) };
         let packet = parse(frame).ok();
         let datagram = packet.as_ref().and_then(|packet| Some((packet, DatagramKey::of(packet, port)?)));
         let Some((packet, datagram)) = datagram else { return Some(number) };
@@ -460,41 +344,18 @@ impl Player {
     /// The rules that allow a packet's connection: evaluates the policy again, in the connection's direction.
     fn rules_of(&mut self, packet: &Packet, frame: &[u8]) -> Rules {
         let Some(flow) = self.original_flow(packet, frame) else { return Rules::default() };
-        let to_service = ServiceConnection::find(&self.table, &flow, self.now);
         let (snapshot, rules) = self.cluster.parts();
-        let policy_verdict = match to_service {
-            Some(connection) => connection.evaluate(&snapshot.policy),
-            None => snapshot.policy.evaluate_named(&flow, NameTime::Ever),
-        };
+        let policy_verdict = snapshot.policy.evaluate_named(&flow, NameTime::Ever);
         rules.of(&snapshot.policy, &policy_verdict)
     }
 
-    /// The flow of the packet that opened this one's connection; of one to a Service as its client sent it.
+    /// The flow of the packet that opened this one's connection.
     pub fn original_flow(&self, packet: &Packet, frame: &[u8]) -> Option<Flow> {
         let found = match packet.transport {
             Transport::IcmpError { quoted_at } => self.table.related(&quoted_flow(frame, packet, quoted_at)?, self.now),
             _ => self.table.find(&self.table.prepare(&packet.flow), self.now),
         };
-        let flow = found?.original_flow();
-        Some(ServiceConnection::find(&self.table, &flow, self.now).map_or(flow, |connection| connection.frontend))
-    }
-
-    /// The part of a Service in packet `index` of the last batch. Valid until the next batch.
-    pub(super) fn service(&self, index: usize, packet: &Packet, frame: &[u8]) -> Option<ServicePacket> {
-        if !self.has_met_services {
-            return None;
-        }
-        let flow = self.original_flow(packet, frame).unwrap_or(packet.flow);
-        let choice = self.choices.iter().rfind(|choice| choice.index == index);
-        let connection = ServiceConnection::find(&self.table, &flow, self.now);
-        let sent = connection.map_or(flow, |connection| connection.frontend);
-        let frontend = self.cluster.frontend(&sent).or_else(|| self.cluster.frontend(&sent.reversed()));
-        let service = choice.map(|choice| &choice.service).or(frontend.map(|frontend| &frontend.name)).cloned();
-        if service.is_none() && connection.is_none() {
-            return None;
-        }
-        let backend = connection.map(|connection| connection.backend()).or(choice.map(|choice| choice.backend));
-        Some(ServicePacket { service: service.unwrap_or_default(), backend, reach: choice.map(BackendChoice::reach) })
+        Some(found?.original_flow())
     }
 
     /// Sets the clock to the capture's time; it never runs backwards.

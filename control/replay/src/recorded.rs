@@ -29,8 +29,6 @@ pub(super) struct RecordedVerdict {
     /// Whether it belonged to no connection yet.
     opens: bool,
     pub(super) epoch: Epoch,
-    /// Whether this is the packet as it left.
-    translated: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -152,12 +150,9 @@ impl RecordedPackets {
         let comment = captures.comment();
         let verdict = RecordedVerdict::parse(comment).ok_or_else(|| self.bundle.bad_comment(self.read, comment))?;
         self.bundle.check_packet(self.read, record.time, verdict.epoch)?;
-        // A packet that left a worker was decided as it came, and shows its backend alone.
-        if !verdict.translated {
-            let epoch = verdict.epoch.0.wrapping_sub(self.bundle.first_epoch().0);
-            let answers = is_answer_to_syn(&frame);
-            self.ahead.insert((epoch, self.read), ReadPacket { record, frame, verdict, answers });
-        }
+        let epoch = verdict.epoch.0.wrapping_sub(self.bundle.first_epoch().0);
+        let answers = is_answer_to_syn(&frame);
+        self.ahead.insert((epoch, self.read), ReadPacket { record, frame, verdict, answers });
         Ok(())
     }
 
@@ -180,14 +175,9 @@ impl RecordedPackets {
             None => true,
         };
         match verdict.dropped {
-            Some(
-                R::NotReady
-                | R::TableFull
-                | R::QuotaExceeded
-                | R::ConnectionRate
-                | R::TooManyConnections
-                | R::FlowInUse,
-            ) => Treatment::NodeState,
+            Some(R::NotReady | R::TableFull | R::QuotaExceeded | R::ConnectionRate | R::TooManyConnections) => {
+                Treatment::NodeState
+            }
             Some(reason) if is_without_connection(reason) => Treatment::Compare,
             _ if !is_known => Treatment::EarlierConnection,
             Some(R::TooBig | R::NoPort | R::TxRingFull | R::HandOffFull | R::PortGone) => Treatment::Play,
@@ -261,7 +251,7 @@ impl RecordedVerdict {
     /// The verdict in a comment; `None` if it is none of a capture.
     fn parse(comment: &str) -> Option<Self> {
         let (mut verdict, mut dropped, mut connection, mut epoch) = (None, None, None, None);
-        let (mut opens, mut translated) = (false, false);
+        let mut opens = false;
         for (key, value) in Parts(comment) {
             match key {
                 "verdict" => verdict = Some(value),
@@ -269,14 +259,13 @@ impl RecordedVerdict {
                 "connection" => connection = Some(u64::from_str_radix(value, 16).ok()?),
                 "epoch" => epoch = Some(Epoch(value.parse().ok()?)),
                 "opens" => opens = true,
-                "translated" => translated = true,
                 _ => {}
             }
         }
         if (verdict? == "allow") != dropped.is_none() {
             return None;
         }
-        Some(Self { dropped, connection, opens, epoch: epoch?, translated })
+        Some(Self { dropped, connection, opens, epoch: epoch? })
     }
 }
 
@@ -343,10 +332,6 @@ fn is_without_connection(reason: DropReason) -> bool {
         | R::EgressDenied
         | R::ServiceDenied
         | R::IngressDenied
-        | R::NoBackend
-        | R::NoLocalBackend
-        | R::NoServicePort
-        | R::NoService
         | R::NoConnection
         | R::Fragment
         | R::NoSocket
@@ -355,7 +340,6 @@ fn is_without_connection(reason: DropReason) -> bool {
         | R::NoMemory => true,
         R::TtlExpired
         | R::TooBig
-        | R::FlowInUse
         | R::ConnectionRevoked
         | R::InvalidState
         | R::TableFull
@@ -398,17 +382,11 @@ mod tests {
     fn a_comment_of_a_capture_is_read_and_another_is_refused() {
         let text = "verdict=allow egress=open ingress=\"a \\\"b\\\" reason=no_port\" connection=00c0ffee epoch=7 worker=1 opens";
         let read = RecordedVerdict::parse(text).unwrap();
-        let expected = RecordedVerdict {
-            dropped: None,
-            connection: Some(0x00c0_ffee),
-            opens: true,
-            epoch: Epoch(7),
-            translated: false,
-        };
+        let expected = RecordedVerdict { dropped: None, connection: Some(0x00c0_ffee), opens: true, epoch: Epoch(7) };
         assert_eq!(read, expected, "a rule's name is none of the rest");
-        let denied = RecordedVerdict::parse("verdict=deny reason=no_port epoch=8 worker=0 translated lost=3").unwrap();
+        let denied = RecordedVerdict::parse("verdict=deny reason=no_port epoch=8 worker=0 lost=3").unwrap();
         assert_eq!((denied.dropped, denied.connection), (Some(DropReason::NoPort), None));
-        assert!(denied.translated && !denied.opens);
+        assert!(!denied.opens);
         for wrong in [
             "",
             "shop-ingress-api-0",

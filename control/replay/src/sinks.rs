@@ -65,8 +65,7 @@ impl Sinks {
         self.lines.forget_names();
     }
 
-    /// Writes the last batch. `originals` holds its frames before processing, if captures are written or Services
-    /// translated.
+    /// Writes the last batch. `originals` holds its frames before processing, if captures are written.
     pub(super) fn write_verdict(
         &mut self,
         entry: EntryPoint,
@@ -75,15 +74,14 @@ impl Sinks {
         player: &mut Player,
         interfaces: &[CaptureInterface],
     ) -> Result<(), OutputError> {
-        let captured = if player.cluster().translates() { originals } else { batch };
-        for (index, member) in captured.packets().iter().enumerate() {
+        for (index, member) in batch.packets().iter().enumerate() {
             if player.is_early(index) {
                 self.order.wait_for(member.number);
                 continue;
             }
             let original = originals.packets().get(index).map_or(&[][..], |original| originals.frame(original));
             let original = &original[..original.len().min(member.record.captured as usize)];
-            self.write_packet((entry, index), member, (captured.frame(member), original), player, interfaces)?;
+            self.write_packet((entry, index), member, (batch.frame(member), original), player, interfaces)?;
         }
         Ok(())
     }
@@ -103,7 +101,6 @@ impl Sinks {
             Some(packet) => player.connection_state(entry, index, packet, frame),
             None => Default::default(),
         };
-        let service = packet.as_ref().and_then(|packet| player.service(index, packet, frame));
         let decision = player.decision(entry, index);
         let (number, record) = (member.number, member.record);
         let (mut comment, mut line) = (std::mem::take(&mut self.comment), std::mem::take(&mut self.line));
@@ -117,7 +114,7 @@ impl Sinks {
         }
         if self.verdicts.is_some() {
             let (time, packet) = (record.time, packet.as_ref());
-            let evaluated = EvaluatedPacket { number, time, frame, packet, decision, connection_state, rules, service };
+            let evaluated = EvaluatedPacket { number, time, frame, packet, decision, connection_state, rules };
             self.lines.write(&evaluated, player.cluster(), &mut line);
         }
         if self.order.is_empty() {

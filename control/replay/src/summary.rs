@@ -8,7 +8,6 @@ use penstock_dataplane::pipeline::DropReason;
 use serde::Serialize;
 
 use super::player::Player;
-use super::services::{PartlyDenied, ServiceCount};
 
 /// The counts of a replay. Serializes as the command's JSON.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
@@ -25,9 +24,6 @@ pub struct Summary {
     /// Rules by the connections they decided or passed on, most first. A Deny counts each packet that it denies.
     pub rules: Vec<RuleHits>,
     pub never_hit: Vec<String>,
-    /// Connections to Services, by port; `None` if packets to Services were not translated.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub services: Option<Vec<ServiceCount>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
@@ -90,7 +86,6 @@ impl Summary {
             reasons,
             rules: hit.into_iter().map(|(rule, connections)| RuleHits { rule: rule.to_owned(), connections }).collect(),
             never_hit: never.into_iter().map(|(rule, _)| rule.to_owned()).collect(),
-            services: player.cluster().translates().then(|| player.services().counts()),
         }
     }
 }
@@ -126,28 +121,8 @@ impl fmt::Display for Summary {
             writeln!(f, "\nrules never hit")?;
             self.never_hit.iter().try_for_each(|rule| writeln!(f, "  {rule}"))?;
         }
-        self.services.as_deref().map_or(Ok(()), |services| write_services(f, services))
+        Ok(())
     }
-}
-
-/// Connections to Services, by what policy says of their backends.
-fn write_services(f: &mut fmt::Formatter<'_>, services: &[ServiceCount]) -> fmt::Result {
-    if services.is_empty() {
-        return writeln!(f, "\nServices are translated; no packet opens a connection to one");
-    }
-    let width = services.iter().map(|count| count.service.len()).max().unwrap_or(0).max("service".len());
-    writeln!(f, "\n{:<width$}  {:>10}  {:>10}  {:>10}", "service", "allow", "partial", "deny")?;
-    for count in services {
-        let [allow, partial, deny] = [count.allow, count.partial, count.deny].map(grouped);
-        writeln!(f, "{:<width$}  {allow:>10}  {partial:>10}  {deny:>10}", count.service)?;
-    }
-    for count in services {
-        for PartlyDenied { client, backends, denied } in &count.partly_denied {
-            let (number, names) = (denied.len(), denied.join(", "));
-            writeln!(f, "  {client} to {}: denied {number} of {backends}: {names}", count.service)?;
-        }
-    }
-    Ok(())
 }
 
 fn columns(

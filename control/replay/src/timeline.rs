@@ -18,8 +18,7 @@
 use std::path::{Path, PathBuf};
 
 use penstock_dataplane::Epoch;
-use penstock_dataplane::packet::Address;
-use penstock_policy::model::{Object, ObjectChange, ObjectKey, ObjectRef};
+use penstock_policy::model::{ObjectChange, ObjectKey, ObjectRef};
 use penstock_sources::manifest::{ManifestErrors, Options};
 use serde::Deserialize;
 
@@ -48,8 +47,6 @@ pub struct Timeline {
     file: PathBuf,
     steps: Vec<TimelineStep>,
     next: usize,
-    /// Cluster addresses of the Services of all steps.
-    service_addresses: Vec<Address>,
 }
 
 #[derive(Debug)]
@@ -96,7 +93,6 @@ impl Timeline {
             .map_err(|cause| TimelineError::Unreadable { file: file.to_owned(), cause })?;
         let parsed: RawTimeline = toml::from_str(&text).map_err(|error| form(in_one_line(&error, &text)))?;
         let mut known = objects.clone();
-        let mut service_addresses = Vec::new();
         let mut steps: Vec<TimelineStep> = Vec::new();
         for (place, step) in parsed.step.into_iter().enumerate() {
             let wrong = |problem: String| TimelineError::Step { file: file.to_owned(), step: place + 1, problem };
@@ -108,25 +104,15 @@ impl Timeline {
                 TimelineProblem::Manifests(errors) => TimelineError::Manifests(errors),
                 TimelineProblem::Step(problem) => wrong(problem),
             })?;
-            service_addresses.extend(known.service_addresses());
             steps.push(TimelineStep { at, changes });
         }
-        Ok(Self { file: file.to_owned(), steps, next: 0, service_addresses })
+        Ok(Self { file: file.to_owned(), steps, next: 0 })
     }
 
     /// Changes in the order in which a daemon published them, each with the first epoch under which it is in effect.
     pub(super) fn of_epochs(file: &Path, steps: impl IntoIterator<Item = (Epoch, Vec<ObjectChange>)>) -> Self {
-        let mut service_addresses = Vec::new();
-        let steps = steps.into_iter().map(|(epoch, changes)| {
-            for change in &changes {
-                if let ObjectChange::Set(Object::Service(service)) = change {
-                    service_addresses.extend(service.addresses.iter().copied().map(Address::from));
-                }
-            }
-            TimelineStep { at: StepTime::Epoch(epoch), changes }
-        });
-        let steps = steps.collect();
-        Self { file: file.to_owned(), steps, next: 0, service_addresses }
+        let steps = steps.into_iter().map(|(epoch, changes)| TimelineStep { at: StepTime::Epoch(epoch), changes });
+        Self { file: file.to_owned(), steps: steps.collect(), next: 0 }
     }
 
     /// Resolves the steps relative to the first packet, which has this time.
@@ -169,11 +155,6 @@ impl Timeline {
         }
         self.next += 1;
         Some(std::mem::take(&mut step.changes))
-    }
-
-    /// The cluster addresses that Services have after any of the steps.
-    pub(super) fn service_addresses(&self) -> impl Iterator<Item = Address> {
-        self.service_addresses.iter().copied()
     }
 
     pub fn remaining(&self) -> usize {

@@ -25,12 +25,9 @@ pub struct FlowArgs {
     /// Only connections of this protocol: TCP, UDP, SCTP, ICMP, ICMPv6 or a number
     #[arg(long, value_name = "PROTOCOL")]
     pub protocol: Option<String>,
-    /// Only connections to this destination port; to a Service: to its backends' port
+    /// Only connections to this destination port
     #[arg(long, value_name = "NUMBER")]
     pub port: Option<u16>,
-    /// Only connections to this Service (NAMESPACE/NAME) or cluster address, where workers translate
-    #[arg(long, value_name = "SERVICE")]
-    pub service: Option<String>,
     /// List at most this many of a node
     #[arg(long, value_name = "COUNT", default_value_t = 1000)]
     pub limit: usize,
@@ -38,8 +35,8 @@ pub struct FlowArgs {
 
 impl FlowArgs {
     pub fn query(self) -> FlowsQuery {
-        let Self { pod: end, state, protocol, port, service, limit } = self;
-        FlowsQuery { end, state, protocol, port, service, limit: Some(limit) }
+        let Self { pod: end, state, protocol, port, limit } = self;
+        FlowsQuery { end, state, protocol, port, limit: Some(limit) }
     }
 
     /// As options of `penstock flows`.
@@ -49,7 +46,6 @@ impl FlowArgs {
             ("state", self.state.clone()),
             ("protocol", self.protocol.clone()),
             ("port", self.port.map(|port| port.to_string())),
-            ("service", self.service.clone()),
             ("limit", Some(self.limit.to_string())),
         ])
     }

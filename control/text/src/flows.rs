@@ -45,10 +45,6 @@ pub fn table(flows: &[ConnectionFlow], rates: Option<&[Option<f64>]>) -> Vec<Vec
     if let Some(rates) = rates {
         insert(&mut rows, 7, "RATE", rates.iter().map(|rate| rate.map_or_else(|| "-".to_owned(), bits_per_second)));
     }
-    if flows.iter().any(|flow| flow.service.is_some()) {
-        let services = flows.iter().map(|flow| flow.service.as_ref().map_or_else(|| "-".to_owned(), end));
-        insert(&mut rows, 4, "SERVICE", services);
-    }
     rows
 }
 
@@ -131,7 +127,6 @@ mod tests {
             protocol: "TCP".to_owned(),
             from: end("10.1.0.5", 40_000, Some("shop/web")),
             to: end("fd00::7", 80, None),
-            service: None,
             state: "ESTABLISHED".to_owned(),
             sent: Some(Traffic { packets: 1, bytes: 60 }),
             received: Some(Traffic { packets: 12, bytes: 5_000_000 }),
@@ -147,15 +142,6 @@ mod tests {
             "00c0ffee00c0ffee  TCP       shop/web 10.1.0.5:40000  [fd00::7]:80  ESTABLISHED  1 packet, 60 B  12 packets, 4.77 MiB  open    shop-ingress-db-0-all-0-0  3 s   40 s"
         );
         assert_eq!(lines[2], "1 of 2 connections; list more with --limit");
-        let to_service =
-            ConnectionFlow { service: Some(end("fd00:96::1", 443, Some("shop/api:http"))), ..flow.clone() };
-        let listed = text(&Flows { matching: 2, flows: vec![flow.clone(), to_service] }, None);
-        let columns: Vec<Vec<&str>> = listed
-            .lines()
-            .map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect())
-            .collect();
-        let found = [columns[0][4], columns[1][4], columns[2][4], columns[2][3]];
-        assert_eq!(found, ["SERVICE", "-", "shop/api:http [fd00:96::1]:443", "[fd00::7]:80"], "{listed}");
         let uncounted = ConnectionFlow { sent: None, received: None, ..flow };
         assert!(
             text(&Flows { matching: 1, flows: vec![uncounted] }, None).contains("ESTABLISHED  -     -         open")
@@ -174,7 +160,6 @@ mod tests {
                     protocol: "TCP".to_owned(),
                     from,
                     to,
-                    service: None,
                     state: "ESTABLISHED".to_owned(),
                     sent: bytes.and_then(counted),
                     received: bytes.and(counted(1000)),

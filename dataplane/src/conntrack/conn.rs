@@ -112,25 +112,9 @@ impl<'t> Conn<'t> {
         false
     }
 
-    /// Whether it is one of the two entries of a connection to a Service.
-    #[inline(always)]
-    pub(crate) fn is_translated(&self) -> bool {
-        self.control.is_translated()
-    }
-
     /// Its entry, as it was found.
     pub(super) fn place(&self) -> SlotRef {
         (self.slot, self.control)
-    }
-
-    /// Whether both are the same connection.
-    pub(crate) fn is_same(&self, other: &Self) -> bool {
-        self.slot == other.slot && self.control.is_same_generation(other.control)
-    }
-
-    /// The flow by which it was found.
-    pub(super) fn hashed(&self) -> &PreparedFlow {
-        &self.hashed
     }
 
     /// Its state when it was found or last updated through this handle.
@@ -349,7 +333,7 @@ impl<'t> Conn<'t> {
             let is_as_seen = self.refresh()
                 && self.control.state() == seen.state()
                 && self.control.is_revoked() == seen.is_revoked();
-            if is_as_seen && self.take(self.control, Ending::Replaced, None) {
+            if is_as_seen && self.take(self.control, Ending::Replaced) {
                 self.table.counters.count(TableEvent::Reopened);
                 return true;
             }
@@ -421,14 +405,9 @@ impl<'t> Conn<'t> {
 
     /// Removes it. False if it was already removed.
     pub fn remove(self) -> bool {
-        self.remove_as(Ending::Removed, None)
-    }
-
-    /// [`Conn::remove`] for this reason; of a translated one with its frontend flow.
-    pub(super) fn remove_as(self, ending: Ending, frontend: Option<Flow>) -> bool {
         let mut control = self.control;
         while control.is_same_generation(self.control) {
-            if self.take(control, ending, frontend) {
+            if self.take(control, Ending::Removed) {
                 self.table.counters.count(TableEvent::Removed);
                 return true;
             }
@@ -439,10 +418,10 @@ impl<'t> Conn<'t> {
 
     /// Removes it if its control word is still this one.
     #[inline]
-    fn take(&self, control: ControlWord, ending: Ending, frontend: Option<Flow>) -> bool {
+    fn take(&self, control: ControlWord, ending: Ending) -> bool {
         let taken = self.entry.exchange(control, control.claimed()).is_ok();
         if taken {
-            self.table.release_with((self.slot, control), ending, frontend);
+            self.table.release(self.slot, control, ending);
         }
         taken
     }

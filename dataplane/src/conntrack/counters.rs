@@ -56,10 +56,6 @@ events! {
     RefusedQuota = refused_quota,
     /// Packets that belong to no connection and cannot open one.
     RefusedCannotOpen = refused_cannot_open,
-    /// Connections to Services that got a backend. Each is one connection of two entries.
-    Translated = translated,
-    /// Those of them whose client kept the backend that it had, by affinity.
-    AffinityKept = affinity_kept,
     /// Connections that the kernel's programs opened by a worker's answer; they are among those inserted.
     Repeated = repeated,
     /// The same, but too many for the worker that counts them: it has missed these.

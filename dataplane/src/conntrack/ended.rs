@@ -9,7 +9,7 @@ use super::path::{Noted, Traffic};
 use super::state::State;
 use super::table::ConnTable;
 use super::time::{Tick, Timestamp};
-use crate::packet::{Flow, Orientation, TcpFlags};
+use crate::packet::{Orientation, TcpFlags};
 
 impl ConnTable {
     /// Takes the connection that ended first among those that were not taken yet. Always `None` without
@@ -43,20 +43,18 @@ impl ConnTable {
         (begun, flags)
     }
 
-    /// Notes that the connection of `control`, whose entry this thread has claimed, has ended. `frontend`: if it is known
-    /// already.
-    pub(super) fn note_end(&self, slot: u32, control: ControlWord, ending: Ending, frontend: Option<Flow>) {
+    /// Notes that the connection of `control`, whose entry this thread has claimed, has ended.
+    pub(super) fn note_end(&self, slot: u32, control: ControlWord, ending: Ending) {
         if let Some(journal) = &self.journal
             && control.is_live()
-            && !control.is_frontend()
-            && let Some(ended) = self.ended((slot, control), ending, frontend)
+            && let Some(ended) = self.ended((slot, control), ending)
         {
             journal.push(ended);
         }
     }
 
     #[cold]
-    fn ended(&self, (slot, control): SlotRef, ending: Ending, frontend: Option<Flow>) -> Option<EndedConnection> {
+    fn ended(&self, (slot, control): SlotRef, ending: Ending) -> Option<EndedConnection> {
         let EntrySnapshot { key, .. } = self.entry(slot).load_claimed(control)?;
         let key = key_of(&key);
         let original = control.original();
@@ -70,7 +68,6 @@ impl ConnTable {
         let later = |last: Tick, tick: Tick| if last.age(tick) > 0 { tick } else { last };
         Some(EndedConnection {
             original: key.flow(original),
-            frontend: frontend.or_else(|| self.frontend_at((slot, control))),
             via_host: control.is_via_host(),
             state: State::of(key.protocol, self.current(key.protocol, (slot, control)))?,
             ending,

@@ -89,7 +89,7 @@ impl EpochTag {
 /// | 8–29 | tick of the last packet |
 /// | 30–52 | tag of the epoch under which policy was last evaluated |
 /// | 53–62 | generation: number of times the entry was claimed |
-/// | 63 | translated: one of the two entries of a connection to a Service |
+/// | 63 | who opened it is kept beside the entry ([`super::opener`]) |
 ///
 /// The generation wraps after 2¹⁰ claims. A compare-and-swap delayed that long would also have to find the same state,
 /// epoch and tick to go wrong.
@@ -108,8 +108,8 @@ const EPOCH_AT: u32 = TICK_AT + Tick::BITS;
 const EPOCH: u64 = (EpochTag::MASK as u64) << EPOCH_AT;
 const GENERATION_AT: u32 = EPOCH_AT + EpochTag::BITS;
 const GENERATION: u64 = (1 << 10) - 1;
-const TRANSLATED: u64 = 1 << 63;
-const _: () = assert!(GENERATION_AT == 53 && GENERATION << GENERATION_AT & TRANSLATED == 0);
+const HAS_OPENER: u64 = 1 << 63;
+const _: () = assert!(GENERATION_AT == 53 && GENERATION << GENERATION_AT & HAS_OPENER == 0);
 
 /// A slot and the control word under which this thread saw or claimed it.
 pub(super) type SlotRef = (u32, ControlWord);
@@ -118,8 +118,6 @@ pub(super) type SlotRef = (u32, ControlWord);
 pub(super) const FREE: u8 = 0;
 /// State number of an entry that one thread is writing or clearing.
 pub(super) const CLAIMED: u8 = 1;
-/// State number of the entry of a translated connection's frontend: no connection has this state.
-pub(super) const FRONTEND: u8 = 15;
 
 impl ControlWord {
     /// A tentative connection in an entry claimed at this generation.
@@ -176,20 +174,14 @@ impl ControlWord {
         Self(if via_host { self.0 | VIA_HOST } else { self.0 & !VIA_HOST })
     }
 
-    /// Whether this is one of the two entries of a translated connection.
+    /// Whether who opened the connection is kept beside the entry.
     #[inline]
-    pub(super) const fn is_translated(self) -> bool {
-        self.0 & TRANSLATED != 0
+    pub(super) const fn has_opener(self) -> bool {
+        self.0 & HAS_OPENER != 0
     }
 
-    pub(super) const fn with_translated(self, translated: bool) -> Self {
-        Self(if translated { self.0 | TRANSLATED } else { self.0 & !TRANSLATED })
-    }
-
-    /// Whether this is the entry of a translated connection's frontend.
-    #[inline]
-    pub(super) const fn is_frontend(self) -> bool {
-        self.state() == FRONTEND
+    pub(super) const fn with_opener(self, has_opener: bool) -> Self {
+        Self(if has_opener { self.0 | HAS_OPENER } else { self.0 & !HAS_OPENER })
     }
 
     /// Whether the connection is in the state of this number and not revoked.
@@ -546,12 +538,10 @@ mod tests {
         assert!(!other.is_via_host() && by_host.is_via_host() && by_host.with_via_host(false) == other);
         assert!(by_host.with(5, tick).is_via_host() && !by_host.claimed().is_via_host());
         assert!(control.is_same_generation(other) && !control.is_same_generation(control.claimed()));
-        let translated = by_host.with_translated(true);
-        assert!(!by_host.is_translated() && translated.is_translated() && translated.with_translated(false) == by_host);
-        assert!(
-            translated.with(5, tick).with_verdict(epoch, true).is_translated() && !translated.claimed().is_translated()
-        );
-        assert_eq!(translated.generation(), 0x1f0);
+        let opened = by_host.with_opener(true);
+        assert!(!by_host.has_opener() && opened.has_opener() && opened.with_opener(false) == by_host);
+        assert!(opened.with(5, tick).with_verdict(epoch, true).has_opener() && !opened.claimed().has_opener());
+        assert_eq!(opened.generation(), 0x1f0);
         assert_eq!(ControlWord(u64::MAX).claimed_anew().generation(), 0, "the generation wraps");
     }
 

@@ -2,7 +2,7 @@
 
 use super::counters::TableEvent;
 use super::entry::{OwnerId, SlotRef};
-use super::hash::{PreparedFlow, alternate, home, key_of};
+use super::hash::{PreparedFlow, alternate, home};
 use super::journal::Ending;
 use super::state::{EvictionClass, State};
 use super::table::ConnTable;
@@ -24,16 +24,12 @@ impl ConnTable {
     pub(super) fn evict(&self, hashed: &PreparedFlow, owner: Option<OwnerId>, now: Tick) -> Option<SlotRef> {
         loop {
             let Candidate { place: (slot, control), liveness, class, .. } = self.victim(hashed, owner, now)?;
-            let partner = self.partner((slot, control)).filter(|_| control.is_frontend());
             if self.entry(slot).exchange(control, control.claimed()).is_ok() {
-                // Without its frontend's entry, a connection's packets would open another one.
                 let ending = match liveness {
                     Liveness::Expired => Ending::Expired,
                     Liveness::Closing | Liveness::Open => Ending::Evicted,
                 };
-                let frontend = || Some(key_of(&self.entry(slot).load_claimed(control)?.key).flow(control.original()));
-                partner.into_iter().for_each(|other| self.remove_entry(other, ending, frontend()));
-                self.note_end(slot, control, ending, None);
+                self.note_end(slot, control, ending);
                 self.forget(slot);
                 self.counters.count(match (liveness, class, owner) {
                     (Liveness::Expired, ..) => TableEvent::Expired,
@@ -90,26 +86,11 @@ impl ConnTable {
             return None;
         }
         let place = (slot, control);
-        if control.is_frontend() {
-            let lost = Candidate {
-                place,
-                liveness: Liveness::Expired,
-                class: EvictionClass::Closing,
-                source: Source::default(),
-                freshness: 0,
-            };
-            return match self.partner(place) {
-                Some(other) => Some(Candidate { place, ..self.candidate(other, now)? }),
-                None => Some(lost),
-            };
-        }
         let entry = self.entry(slot);
         let protocol = entry.protocol();
         let class = State::from_code(protocol, self.current(protocol, place).state())?.eviction_class();
         let (liveness, class) = match class {
             _ if self.is_expired(protocol, place, now) => (Liveness::Expired, EvictionClass::Closing),
-            // The entry of its frontend is about to be inserted, perhaps here.
-            _ if control.is_translated() && self.partner(place).is_none() => return None,
             // Otherwise its pod could flood the table until the entry is gone, and the answering side's next packet
             // would open a connection in the other direction.
             _ if control.is_revoked() => return None,

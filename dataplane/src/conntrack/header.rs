@@ -18,7 +18,7 @@ impl FileHeader {
     /// "penstock" in ASCII.
     const MAGIC: u64 = u64::from_be_bytes(*b"penstock");
     /// Version of the file format; increase it whenever the meaning of any bit changes.
-    pub(super) const VERSION: u64 = 6;
+    pub(super) const VERSION: u64 = 7;
 
     pub(super) fn new(groups: u32, seed: &Seed) -> io::Result<Self> {
         let mut words = [0; Self::WORDS];

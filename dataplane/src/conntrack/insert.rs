@@ -5,14 +5,13 @@ use super::conn::Conn;
 use super::counters::TableEvent;
 use super::entry::{ControlWord, EntryContents, EpochTag, OwnerId, SlotRef};
 use super::hash::{PreparedFlow, alternate, home};
-use super::journal::Ending;
 use super::sync::{Ordering, fence};
 use super::table::ConnTable;
 use super::tags::{LANES, bits};
 use super::time::Timestamp;
 use super::track;
 use crate::epoch::Epoch;
-use crate::packet::Transport;
+use crate::packet::{Address, Transport};
 
 /// A connection to insert.
 #[derive(Clone, Copy, Debug)]
@@ -25,6 +24,8 @@ pub struct NewConnection<'a> {
     pub owner: OwnerId,
     /// Whether its packets traverse the node's own stack, in both directions.
     pub via_host: bool,
+    /// Who opens it, where the node's stack has translated that one's address; `Some(None)` if nobody knows who it is.
+    pub opener: Option<Option<Address>>,
     /// The snapshot under which policy allowed it.
     pub epoch: Epoch,
     /// Current time.
@@ -63,15 +64,6 @@ impl ConnTable {
     /// # Errors
     /// Why it was rejected; each reason is counted.
     pub fn insert(&self, new: &NewConnection<'_>) -> Result<Insertion<'_>, InsertError> {
-        self.insert_flagged(new, false)
-    }
-
-    /// [`ConnTable::insert`], with the flag of translated connections or without.
-    pub(super) fn insert_flagged(
-        &self,
-        new: &NewConnection<'_>,
-        is_translated: bool,
-    ) -> Result<Insertion<'_>, InsertError> {
         let hashed = new.hashed;
         let now = new.now.tick();
         let midstream_pickup = self.allows_pickup(new.owner, new.now);
@@ -83,10 +75,6 @@ impl ConnTable {
         let contents = EntryContents { owner: new.owner, tracking };
         loop {
             if let Some((slot, control)) = self.lookup(hashed) {
-                if control.is_translated() && self.partner((slot, control)).is_none() {
-                    self.remove_entry((slot, control), Ending::Evicted, None);
-                    continue;
-                }
                 if !self.is_expired(hashed.protocol(), (slot, control), new.now.tick()) {
                     self.counters.count(TableEvent::Raced);
                     return Ok(Insertion::Found(Conn::new(self, hashed, slot, control)));
@@ -98,9 +86,12 @@ impl ConnTable {
             let (slot, claimed) = self.make_room(new)?;
             let epoch = EpochTag::of(new.epoch);
             let control = ControlWord::tentative(claimed, state.code(), hashed.orientation, epoch, now);
-            let control = control.with_via_host(new.via_host).with_translated(is_translated);
+            let control = control.with_via_host(new.via_host).with_opener(new.opener.is_some());
             if let Some(journal) = &self.journal {
                 journal.begin(slot, new.now);
+            }
+            if let Some(opener) = new.opener {
+                self.storage.openers()[slot as usize].set(opener);
             }
             self.publish((slot, control), hashed, contents);
             match self.confirm_one(hashed, (slot, control)) {
@@ -127,7 +118,7 @@ impl ConnTable {
     }
 
     /// A claimed entry for a new connection, counted for its owner.
-    pub(super) fn make_room(&self, new: &NewConnection<'_>) -> Result<SlotRef, InsertError> {
+    fn make_room(&self, new: &NewConnection<'_>) -> Result<SlotRef, InsertError> {
         let now = new.now.tick();
         let limit = self.limit();
         if self.count(new.owner) >= limit {
@@ -175,7 +166,7 @@ impl ConnTable {
     }
 
     /// Writes a connection into a claimed entry and publishes it to other inserts as tentative.
-    pub(super) fn publish(&self, (slot, control): SlotRef, hashed: &PreparedFlow, contents: EntryContents) {
+    fn publish(&self, (slot, control): SlotRef, hashed: &PreparedFlow, contents: EntryContents) {
         // The tag first: a thread that sees the written entry and scans the tags finds it.
         self.tags(slot / LANES).set(slot % LANES, hashed.tag());
         if let Some(uses) = self.uses() {
@@ -195,7 +186,7 @@ impl ConnTable {
     ///    had become live, and gave up p. P saw q live: it gave up p.
     ///
     /// No thread waits: one that finds another's candidate completes that insert instead.
-    pub(super) fn confirm_one(&self, hashed: &PreparedFlow, mut candidate: SlotRef) -> Option<SlotRef> {
+    fn confirm_one(&self, hashed: &PreparedFlow, mut candidate: SlotRef) -> Option<SlotRef> {
         'candidates: loop {
             // Between the publication of the candidate (ours, or another's that we have seen) and the scan.
             fence(Ordering::SeqCst);

@@ -26,24 +26,20 @@ pub enum Ending {
     Evicted,
     /// A packet has opened a new connection with the same addresses and ports.
     Replaced,
-    /// The backend that it was translated to is not the Service's any more.
-    BackendGone,
     /// A pod's address was released, or the packet that opened it could not be forwarded.
     Removed,
 }
 
 impl Ending {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Expired, Self::Evicted, Self::Replaced, Self::BackendGone, Self::Removed];
+    pub const ALL: [Self; 4] = [Self::Expired, Self::Evicted, Self::Replaced, Self::Removed];
 }
 
 /// A connection that has ended.
 #[derive(Clone, Copy, Debug)]
 pub struct EndedConnection {
-    /// The flow of the packet that opened it; of a connection to a Service that between client and backend.
+    /// The flow of the packet that opened it.
     pub original: Flow,
-    /// For a connection to a Service: the same packet's flow as the client sent it, to the cluster address.
-    pub frontend: Option<Flow>,
     /// Whether its packets traversed the node's own stack.
     pub via_host: bool,
     /// Its last state.

@@ -14,7 +14,7 @@ pub struct KernelMapFds {
     pub table: OwnedFd,
     /// `struct tags` of each group.
     pub tags: OwnedFd,
-    /// `struct entry` of each connection; behind them the links of translated ones, and openers, which only workers read.
+    /// `struct entry` of each connection; behind them their openers, which only workers read.
     pub entries: OwnedFd,
     /// `struct kernel_use` of each connection.
     pub uses: OwnedFd,

@@ -12,17 +12,13 @@
 //!   others leave free, within which it evicts its own connections; and one of what others open to it, where the source
 //!   that holds most gives first.
 //!
-//! A connection to a Service has two entries, one under each of its flows (`translation`).
-//!
 //! For a batch: [`ConnTable::prepare`] every packet, [`ConnTable::locate`] every packet, then [`ConnTable::find`] for
 //! each. On a hit, evaluate policy again unless it was [evaluated under the current epoch](Conn::is_evaluated_under),
 //! then [update](Conn::update) the connection. On a miss, evaluate policy and [insert](ConnTable::insert) the
 //! connection.
 
-mod affinity;
 #[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
 mod answers;
-mod beside;
 mod config;
 mod conn;
 mod counters;
@@ -61,14 +57,12 @@ mod tags;
 mod tcp;
 mod time;
 mod track;
-mod translation;
 mod victim;
 
 pub use config::{Config, ConfigError, MidStreamPickup, TableMemory, Timeouts};
 pub use conn::{Conn, Reevaluation, Update};
 pub use counters::ConnTableStatistics;
 pub use entry::OwnerId;
-pub(crate) use find::ConnPlace;
 pub use fragments::{DatagramKey, Fragments};
 pub use hash::PreparedFlow;
 pub use insert::{InsertError, Insertion, NewConnection};
@@ -84,7 +78,6 @@ pub(crate) use sweep::ForwardedConnection;
 pub use sweep::{ConnectionInfo, SweepCursor, SweepResult};
 pub use table::ConnTable;
 pub use time::Timestamp;
-pub(crate) use translation::{Translated, TranslatedInsertError};
 
 #[cfg(all(test, not(feature = "loom")))]
 mod model;

@@ -252,7 +252,7 @@ fn enter(table: &ConnTable, model: &mut Model, flow: Flow, transport: &Transport
     let all = model.known.len();
     let is_full = owned >= model.limit(all);
     let epoch = Epoch(model.epoch);
-    let new = NewConnection { hashed: &hashed, transport, owner, via_host: false, epoch, now };
+    let new = NewConnection { hashed: &hashed, transport, owner, via_host: false, opener: None, epoch, now };
     let opens = !matches!(transport, Transport::EchoReply)
         && !matches!(transport, Transport::Tcp(segment) if segment.flags != TcpFlags::SYN);
     match table.insert(&new) {

@@ -3,31 +3,38 @@
 
 use super::conn::Conn;
 use super::entry::SlotRef;
+use super::sync::{AtomicU64, Ordering, overwrite};
 use super::table::ConnTable;
 use crate::packet::Address;
 
-impl ConnTable {
-    /// Keeps who opened a connection that was just entered; `None` if the node has translated its source and nobody knows which it was.
-    pub(crate) fn set_opener(&self, connection: &Conn<'_>, opener: Option<Address>) {
-        let (slot, control) = connection.place();
-        let Some(place) = self.storage.openers().get(slot as usize) else { return };
-        place.set(opener.map_or(0, |address| address.bits()));
-        self.storage.links()[slot as usize].set_own(control);
+/// An address; it is that of the entry's connection only if the control word says so. Unspecified: it is not known.
+#[repr(transparent)]
+pub(super) struct Opener([AtomicU64; 2]);
+
+impl Opener {
+    /// Only for the thread that has claimed the entry. A reader that finds a word of it then finds the claim, too.
+    pub(super) fn set(&self, opener: Option<Address>) {
+        let bits = opener.map_or(0, |address| address.bits());
+        overwrite(&self.0[0], (bits >> 64) as u64, Ordering::Release);
+        overwrite(&self.0[1], bits as u64, Ordering::Release);
     }
 
+    fn get(&self) -> Option<Address> {
+        let [high, low] = [&self.0[0], &self.0[1]].map(|word| u128::from(word.load(Ordering::Acquire)));
+        let bits = high << 64 | low;
+        (bits != 0).then(|| Address::from_bits(bits))
+    }
+}
+
+impl ConnTable {
     /// Who opened a connection, if that is kept beside it.
     pub(crate) fn opener_of(&self, connection: &Conn<'_>) -> Option<Option<Address>> {
         self.opener_at(connection.place())
     }
 
     pub(super) fn opener_at(&self, (slot, control): SlotRef) -> Option<Option<Address>> {
-        let is_own = || self.storage.links().get(slot as usize).is_some_and(|link| link.is_own(control));
-        if !is_own() {
-            return None;
-        }
-        let bits = self.storage.openers()[slot as usize].bits();
+        let opener = self.storage.openers().get(slot as usize).filter(|_| control.has_opener())?.get();
         // Otherwise the next connection's may have been read.
-        let is_same = is_own() && self.entry(slot).control().is_same_generation(control);
-        is_same.then(|| (bits != 0).then(|| Address::from_bits(bits)))
+        self.entry(slot).control().is_same_generation(control).then_some(opener)
     }
 }

@@ -20,7 +20,7 @@ impl ConnTable {
     /// Whether this connection gives its entry back before its time, for the sake of its owner's credit.
     pub(super) fn gives_way(&self, (slot, control): SlotRef, now: Tick) -> bool {
         let entry = self.entry(slot);
-        if self.repeats_for.is_none() || !control.is_live() || control.is_frontend() || control.is_revoked() {
+        if self.repeats_for.is_none() || !control.is_live() || control.is_revoked() {
             return false;
         }
         let Some(room) = self.last_room(entry.owner()) else { return false };

@@ -22,7 +22,6 @@ impl ConnTable {
         tagged
             .chain(untagged.filter(|slot| self.tags(slot / LANES).free_lanes() >> (slot % LANES) & 1 == 1))
             .for_each(|slot| self.recover_entry(slot));
-        self.recover_translated();
     }
 
     /// The slots that an earlier process had claimed and not given a tag when it ended, or when this one looked.
@@ -55,8 +54,7 @@ impl ConnTable {
         let loaded = self.entry(slot).load()?;
         let hash = self.seed.hash(&loaded.key);
         let is_home = [home(hash, self.groups), alternate(hash, self.groups)].contains(&(slot / LANES));
-        let is_frontend = loaded.control.is_frontend() && loaded.control.is_translated();
-        let is_state = is_frontend || State::from_code(key_of(&loaded.key).protocol, loaded.control.state()).is_some();
+        let is_state = State::from_code(key_of(&loaded.key).protocol, loaded.control.state()).is_some();
         (loaded.control.is_live() && is_home && is_state).then_some(loaded)
     }
 

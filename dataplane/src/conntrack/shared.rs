@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use memmap2::{MmapMut, MmapOptions};
 
 use super::answers::Repeats;
-use super::beside::{Link, Opener};
 use super::config::TIMEOUTS;
 use super::entry::TableEntry;
 use super::groups::group_count;
 use super::header::FileHeader;
 use super::kernel_maps::KernelMaps;
+use super::opener::Opener;
 use super::path::KernelUse;
 use super::tags::{LANES, Tags};
 use crate::epoch::Epoch;
@@ -26,8 +26,8 @@ pub struct KernelMapSizes {
     pub groups: u32,
     /// Number of entries.
     pub entries: u32,
-    /// Number of elements of the array of entries: the entries, then their links and openers, and what programs need to open connections.
-    pub with_links: u32,
+    /// Number of elements of the array of entries: the entries, then their openers, and what programs need to open connections.
+    pub with_openers: u32,
 }
 
 impl KernelMapSizes {
@@ -46,22 +46,17 @@ impl KernelMapSizes {
     pub fn of(connections: usize) -> Self {
         let groups = group_count(connections);
         let entries = groups * LANES;
-        let behind = entries / LINKS + entries / OPENERS + Repeats::ELEMENTS;
-        Self { groups, entries, with_links: entries + behind }
+        Self { groups, entries, with_openers: entries + entries / OPENERS + Repeats::ELEMENTS }
     }
 }
 
-/// Links in an element of the array of entries.
-const LINKS: u32 = 8;
-/// Openers in one.
+/// Openers in an element of the array of entries.
 const OPENERS: u32 = 4;
 const _: () = assert!(
     cfg!(all(test, feature = "loom"))
-        || LINKS as usize * size_of::<Link>() == size_of::<TableEntry>()
-            && OPENERS as usize * size_of::<Opener>() == size_of::<TableEntry>(),
-    "links and openers fill whole elements"
+        || OPENERS as usize * size_of::<Opener>() == size_of::<TableEntry>() && LANES.is_multiple_of(OPENERS),
+    "openers of a group fill whole elements"
 );
-const _: () = assert!(cfg!(all(test, feature = "loom")) || LANES.is_multiple_of(LINKS), "so do those of a group");
 
 /// `struct table`.
 #[repr(C)]
@@ -95,7 +90,7 @@ impl SharedMaps {
             tags: map(&maps.0.tags, groups * size_of::<Tags>())?,
             entries: map(
                 &maps.0.entries,
-                entries * (size_of::<TableEntry>() + size_of::<Link>() + size_of::<Opener>()) + size_of::<Repeats>(),
+                entries * (size_of::<TableEntry>() + size_of::<Opener>()) + size_of::<Repeats>(),
             )?,
             uses: map(&maps.0.uses, entries * size_of::<KernelUse>())?,
             groups,
@@ -132,7 +127,7 @@ impl SharedMaps {
     /// The memory that programs need to open connections, behind the openers.
     #[inline]
     pub(super) fn repeats(&self) -> &Repeats {
-        let at = self.groups * LANES as usize * (size_of::<TableEntry>() + size_of::<Link>() + size_of::<Opener>());
+        let at = self.groups * LANES as usize * (size_of::<TableEntry>() + size_of::<Opener>());
         // SAFETY: the mapping contains it there ([`SharedMaps::open`]), aligned to 64 bytes as whole elements are, and any bit pattern is a
         // valid atomic.
         unsafe { &*self.entries.as_ptr().add(at).cast() }

@@ -35,10 +35,8 @@ pub struct SweepResult {
 /// A connection in a listing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct ConnectionInfo {
-    /// The flow of the packet that opened it; of a connection to a Service that between client and backend.
+    /// The flow of the packet that opened it.
     pub original: Flow,
-    /// For a connection to a Service: the same packet's flow as the client sent it, to the cluster address.
-    pub frontend: Option<Flow>,
     /// Whether its packets traverse the node's own stack.
     pub via_host: bool,
     /// Whose source the node's stack has translated: who opened it, `Some(None)` if that is not known.
@@ -67,8 +65,6 @@ pub(crate) struct ForwardedConnection {
     pub(crate) ends: [u32; 2],
     /// Whether its packets traverse the node's own stack.
     pub(crate) via_host: bool,
-    /// Whether workers gave it its destination, a Service's backend.
-    pub(crate) is_translated: bool,
 }
 
 impl ConnTable {
@@ -120,7 +116,6 @@ impl ConnTable {
             (control.is_live() && age <= lifetime).then_some(())?;
             Some(ConnectionInfo {
                 original: key.flow(control.original()),
-                frontend: if control.is_translated() { self.frontend_at((slot, control)) } else { None },
                 via_host: control.is_via_host(),
                 opener: self.opener_at((slot, control)),
                 state: State::of(key.protocol, current)?,
@@ -207,7 +202,6 @@ impl ConnTable {
             original: key.flow(original),
             ends: [ends[original as usize], ends[original.opposite() as usize]],
             via_host: control.is_via_host(),
-            is_translated: control.is_translated(),
         };
         // If it fails, a packet has just come, and has met a worker.
         let is_kept = is_kept(&found) && self.entry(slot).exchange(control, control.with_verdict(tag, true)).is_ok();

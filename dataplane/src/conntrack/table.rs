@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use crossbeam::utils::CachePadded;
 
-use super::affinity::AffinityTable;
 use super::config::{Config, MidStreamPickup, TimeoutTicks};
 use super::counters::{ConnTableStatistics, Counters, TableEvent};
 use super::entry::{ControlWord, EpochTag, OwnerId, SlotRef, TableEntry};
@@ -41,7 +40,6 @@ pub struct ConnTable {
     /// Number of connections of all owners. It may be off by the few that are being inserted or removed.
     total: CachePadded<AtomicU32>,
     fragments: Fragments,
-    affinities: AffinityTable,
     entries: u32,
     quota: u32,
     pub(super) midstream_pickup: MidStreamPickup,
@@ -95,7 +93,6 @@ impl ConnTable {
             owners: (0..OWNERS).map(|_| AtomicU32::new(0)).collect(),
             total: CachePadded::new(AtomicU32::new(0)),
             fragments: Fragments::new(),
-            affinities: AffinityTable::new(config.entries),
             entries: config.entries as u32,
             quota: config.quota(),
             midstream_pickup: config.midstream_pickup,
@@ -148,12 +145,11 @@ impl ConnTable {
         self.storage.entries().len()
     }
 
-    /// Bytes of the table: entries, tags, links and openers.
+    /// Bytes of the table: entries, tags and openers.
     pub fn memory(&self) -> usize {
         let uses = self.uses().map_or(0, size_of_val);
         let storage = &self.storage;
-        let beside = size_of_val(storage.links()) + size_of_val(storage.openers());
-        size_of_val(storage.entries()) + size_of_val(storage.tags()) + beside + uses
+        size_of_val(storage.entries()) + size_of_val(storage.tags()) + size_of_val(storage.openers()) + uses
     }
 
     /// Whether programs in the kernel read the table.
@@ -247,8 +243,8 @@ impl ConnTable {
         if is_taken {
             self.offloaded.insert(slot / LANES);
         }
-        let (via_host, is_asked) = (control.is_via_host(), !control.is_translated() && self.repeats_for.is_some());
-        if is_taken && are_known && is_asked && may_repeat(via_host) {
+        let via_host = control.is_via_host();
+        if is_taken && are_known && self.repeats_for.is_some() && may_repeat(via_host) {
             self.leave_answer(hashed, (ends, via_host), snapshot, self.entry(slot).owner());
         }
     }
@@ -281,17 +277,6 @@ impl ConnTable {
     /// Fragmented datagrams.
     pub fn fragments(&self) -> &Fragments {
         &self.fragments
-    }
-
-    /// Clients of Services with affinity that have an entry, valid or not any more, and how many can have one. Walks all
-    /// entries.
-    pub fn affinity_entries(&self) -> (usize, usize) {
-        self.affinities().usage()
-    }
-
-    /// Clients' backends of Services with affinity.
-    pub(crate) fn affinities(&self) -> &AffinityTable {
-        &self.affinities
     }
 
     /// Prepares a flow: hashes it and prefetches the tags of its group. With a batch, prepare all packets first, then
@@ -391,9 +376,6 @@ impl ConnTable {
         if age == 0 {
             return false;
         }
-        if control.is_frontend() {
-            return self.partner((slot, control)).is_none();
-        }
         self.is_idle((slot, control), self.timeout_ticks.of(protocol, self.current(protocol, (slot, control))), now)
     }
 
@@ -482,12 +464,7 @@ impl ConnTable {
 
     /// Frees an entry that this thread has claimed from the connection of `control`.
     pub(super) fn release(&self, slot: u32, control: ControlWord, ending: Ending) {
-        self.release_with((slot, control), ending, None);
-    }
-
-    /// [`ConnTable::release`] of a connection whose frontend flow may be known already.
-    pub(super) fn release_with(&self, (slot, control): SlotRef, ending: Ending, frontend: Option<Flow>) {
-        self.note_end(slot, control, ending, frontend);
+        self.note_end(slot, control, ending);
         self.forget(slot);
         self.entry(slot).free(control.claimed());
     }

@@ -9,7 +9,6 @@ mod mac;
 mod parse;
 mod rewrite;
 mod segment_size;
-mod translate;
 mod transport;
 
 pub use address::{Address, AddressScope};
@@ -22,6 +21,4 @@ pub(crate) use parse::{parse_into, quoted_ends};
 pub(crate) use rewrite::LEAST as LEAST_TO_JOIN;
 pub use rewrite::{NextHop, OpenChecksum, TtlChange, finish_open, rewrite};
 pub(crate) use segment_size::limit_segment_size;
-pub(crate) use translate::can_translate;
-pub use translate::translate;
 pub use transport::{SctpChunk, TcpFlags, TcpSegment, Transport};

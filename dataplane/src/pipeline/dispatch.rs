@@ -1,8 +1,7 @@
 //! Last stage: selects the egress port of an allowed packet.
 
-use super::flows::Translation;
 use crate::forward::{PathPorts, Port, PortId, PortKind};
-use crate::packet::{Flow, NextHop, OpenChecksum, Packet, TtlChange, rewrite, translate};
+use crate::packet::{Flow, NextHop, OpenChecksum, Packet, TtlChange, rewrite};
 use crate::tag;
 use crate::{DropReason, Snapshot};
 
@@ -31,15 +30,15 @@ pub(super) struct Leaving {
     pub(super) allows_next: bool,
 }
 
-/// The ports towards the two ends of a packet received on `ingress`: its destination, as it would leave, and its sender.
+/// The ports towards the two ends of a packet received on `ingress`: its destination and its sender.
 pub(super) fn path_ports(
     snapshot: &Snapshot,
     ingress: PortId,
     from: &Port,
-    (packet, leaving): (&Packet, &Packet),
+    packet: &Packet,
     route: PacketPath,
 ) -> PathPorts {
-    let forward = egress(snapshot, leaving, route);
+    let forward = egress(snapshot, packet, route);
     // If the node translates a sender's packets, the sender only knows the node's translation of the reply.
     let reply = if from.kind == PortKind::Host { Some(ingress) } else { snapshot.next_hop(packet.flow.src) };
     PathPorts { forward, reply }
@@ -98,41 +97,13 @@ fn dispatch_otherwise(
     route: PacketPath,
     open: OpenChecksum,
 ) -> Result<PortId, DropReason> {
-    let (egress, hop) = way(snapshot, from, (packet, Some(frame)), route, open)?;
+    let (egress, hop) = way(snapshot, from, packet, frame, route, open)?;
     rewrite(frame, packet, hop);
     Ok(egress)
 }
 
-/// [`dispatch`] for a packet that leaves with another flow than it came with.
-#[inline(never)]
-pub(super) fn dispatch_translated(
-    snapshot: &Snapshot,
-    from: &Port,
-    frame: &mut [u8],
-    (packet, translation): (&Packet, &Translation),
-    route: PacketPath,
-    open: OpenChecksum,
-) -> Result<PortId, DropReason> {
-    let leaving = translation.leaving(packet);
-    if from.by_stack && is_answer_to_pod(snapshot, from, &leaving, route) {
-        return dispatch_otherwise(snapshot, from, frame, packet, PacketPath::ViaHost, open);
-    }
-    let (egress, hop) = way(snapshot, from, (&leaving, None), route, open)?;
-    translate(frame, packet, &translation.out, translation.quote.as_ref());
-    rewrite(frame, &leaving, hop);
-    Ok(egress)
-}
-
-/// Whether a packet leaves with the address of a Service for a pod of the node. By the node's stack it goes as it came: that would
-/// take it for forged, and it comes back to a worker.
-#[cold]
-#[inline(never)]
-fn is_answer_to_pod(snapshot: &Snapshot, from: &Port, leaving: &Packet, route: PacketPath) -> bool {
-    !from.addresses.contains(&leaving.flow.src) && egress(snapshot, leaving, route) != via_host(snapshot)
-}
-
 /// The port by which a pod's packet gets to the filters that others have on the pod's interface: the node's stack, which brings
-/// it back to a worker if it is for another pod. A pod that is its own backend has an address there that is not its own.
+/// it back to a worker if it is for another pod.
 #[cold]
 #[inline(never)]
 fn by_stack(snapshot: &Snapshot, from: &Port, packet: &Packet, egress: PortId) -> PortId {
@@ -176,15 +147,12 @@ fn by_host(
 /// Whether a bridge would forward a frame to the pod that it is for, and no router. `to`: the port by which it leaves.
 #[cold]
 #[inline(never)]
-fn is_bridged(snapshot: &Snapshot, (from, to): (&Port, &Port), packet: &Packet, frame: Option<&mut [u8]>) -> bool {
+fn is_bridged(snapshot: &Snapshot, (from, to): (&Port, &Port), packet: &Packet, frame: &mut [u8]) -> bool {
     let receiver = match to.kind {
         PortKind::Host => snapshot.next_hop(packet.flow.dst).and_then(|port| snapshot.forwarding.port(port)),
         PortKind::Pod | PortKind::Uplink => Some(to),
     };
-    let is_receivers = |frame: &mut [u8]| {
-        receiver.is_some_and(|to| from.bridge == to.bridge && tag::is_to_neighbour(frame, to.peer_mac))
-    };
-    frame.is_some_and(is_receivers)
+    receiver.is_some_and(|to| from.bridge == to.bridge && tag::is_to_neighbour(frame, to.peer_mac))
 }
 
 /// The change of a packet's TTL. `by_stack`: it comes from the node's stack, or goes there.
@@ -198,12 +166,13 @@ fn change_of_ttl(ttl: u8, by_stack: bool, is_bridged: bool) -> TtlChange {
     }
 }
 
-/// The egress port of a packet, and what is rewritten for it. `frame`: as it came, unless it leaves with another flow.
+/// The egress port of a packet, and what is rewritten for it.
 #[inline(always)]
 fn way(
     snapshot: &Snapshot,
     from: &Port,
-    (packet, frame): (&Packet, Option<&mut [u8]>),
+    packet: &Packet,
+    frame: &mut [u8],
     route: PacketPath,
     open: OpenChecksum,
 ) -> Result<(PortId, NextHop), DropReason> {

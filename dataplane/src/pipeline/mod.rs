@@ -1,8 +1,8 @@
 //! From a batch of frames to a verdict for each: the path shared by workers, replay, benchmarks and the fuzzer. It
 //! needs no socket and no privilege.
 //!
-//! The stages are the modules in order: `admit` (parse, spoofing, scope), `translate` (Services), `track` (connection,
-//! otherwise policy), `dispatch` (port, MTU, rewrite). Each either passes the packet on or returns the [`DropReason`]; some drops get a
+//! The stages are the modules in order: `admit` (parse, spoofing, scope), `track` (connection, otherwise policy),
+//! `dispatch` (port, MTU, rewrite). Each either passes the packet on or returns the [`DropReason`]; some drops get a
 //! reply (`reply`). Where the kernel's programs read the connection table, `offload` then leaves them the next packets.
 //!
 //! Code that every packet executes is marked `inline(always)`, down to parser and connection table:
@@ -12,14 +12,11 @@
 mod admit;
 mod dispatch;
 mod early;
-mod flows;
 mod names;
 mod offload;
 mod reply;
-mod service;
 mod sources;
 mod track;
-mod translate;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,11 +25,7 @@ pub use crate::DropReason;
 pub use crate::batch::{BATCH, Frames, MemoryFrames, StackSender};
 use dispatch::PacketPath;
 pub use early::EarlyFragments;
-use flows::Translation;
 pub use offload::keep_offloaded;
-use rand::SeedableRng;
-use rand::rngs::StdRng;
-pub use service::{ServiceConnection, evaluate_backend};
 pub use sources::{OriginalSources, evaluate_connection};
 
 use crate::Snapshot;
@@ -41,7 +34,6 @@ use crate::forward::{Port, PortId, PortKind};
 use crate::packet::{Flow, OpenChecksum, Packet, TcpFlags, Transport, limit_segment_size};
 use crate::policy::{EvaluationForm, PolicyVerdict};
 use crate::reply::{Replies, ReplySettings};
-use crate::services::{Backend, Frontend};
 
 /// Packets that are parsed while a cache line is fetched from memory.
 const FETCH: usize = 16;
@@ -79,7 +71,7 @@ pub enum EvaluationReason {
 }
 
 /// Notified of every policy evaluation. Replay and logs implement it; workers without either use `()`, which costs
-/// nothing. Replay chooses backends, too: its results must not depend on chance.
+/// nothing.
 pub trait Observer {
     /// Policy was evaluated for `flow` (in the connection's original direction) and frame `index`, in this form.
     fn evaluated(
@@ -90,19 +82,6 @@ pub trait Observer {
         form: EvaluationForm,
         evaluation_reason: EvaluationReason,
     );
-
-    /// Names the backend of the connection to a Service that frame `index` opens, with this flow as its client sent it; `last`
-    /// is the one that the client's affinity asks for. `None`: the worker chooses at random.
-    #[inline(always)]
-    fn backend(
-        &mut self,
-        _index: usize,
-        _flow: &Flow,
-        _frontend: &Frontend,
-        _last: Option<Backend>,
-    ) -> Option<Backend> {
-        None
-    }
 }
 
 impl Observer for () {
@@ -115,14 +94,10 @@ impl Observer for () {
 struct AdmittedPacket {
     index: usize,
     packet: Packet,
-    /// The prepared flow: between client and backend once it is translated.
+    /// The prepared flow: of a later fragment that of its first one, once that is known.
     hashed: PreparedFlow,
-    /// Whether it leaves with another flow than it came with. It is beside what every packet touches; the flows are not.
-    is_translated: bool,
     /// Whether the node's stack has forwarded it with the source that it came with; valid only in a batch from there.
     is_as_it_came: bool,
-    /// Valid only if it is translated.
-    flows: Translation,
 }
 
 /// How the packets of a batch leave: what is the same for all of them.
@@ -166,22 +141,13 @@ pub struct Pipeline {
     longest: u16,
     sources: Option<Arc<dyn OriginalSources>>,
     holds_early: bool,
-    /// Chooses backends.
-    rng: StdRng,
 }
 
 impl Pipeline {
     /// A pipeline with the connection table shared by all workers.
     pub fn new(connections: Arc<ConnTable>, mode: PipelineMode) -> Self {
         let packet = Packet::default();
-        let slot = AdmittedPacket {
-            index: 0,
-            hashed: connections.prepare(&packet.flow),
-            packet,
-            is_translated: false,
-            is_as_it_came: false,
-            flows: Translation::default(),
-        };
+        let slot = AdmittedPacket { index: 0, hashed: connections.prepare(&packet.flow), packet, is_as_it_came: false };
         Self {
             connections,
             mode,
@@ -191,7 +157,6 @@ impl Pipeline {
             longest: u16::MAX,
             sources: None,
             holds_early: false,
-            rng: StdRng::from_os_rng(),
         }
     }
 
@@ -257,8 +222,7 @@ impl Pipeline {
         let admitted = self.admit_all(snapshot, port, frames, verdicts);
         let connections = &*self.connections;
         let from_host = port.kind == PortKind::Host;
-        let translates = port.kind == PortKind::Pod && snapshot.services.is_some();
-        let (sources, rng) = (self.sources.as_deref(), &mut self.rng);
+        let sources = self.sources.as_deref();
         let mut tracker = track::Tracker {
             frames,
             sources,
@@ -269,9 +233,7 @@ impl Pipeline {
             index: 0,
             observer,
             from_host,
-            translates,
             holds_early: self.holds_early,
-            rng,
         };
         let form = BatchForm { open: self.open, longest: self.longest, is_plain: port.is_plain() };
         for entry in &mut self.slots[..admitted] {
@@ -309,7 +271,6 @@ impl Pipeline {
             match admit::admit(snapshot, port, frames.bytes(index), &mut slot.packet) {
                 Ok(()) => {
                     slot.index = index;
-                    slot.is_translated = false;
                     slot.hashed = self.connections.prepare(&slot.packet.flow);
                     admitted += 1;
                     if admitted == located + 2 * FETCH {
@@ -346,27 +307,21 @@ fn dispatch_or_reply(
 ) -> Verdict {
     let packet = &entry.packet;
     let dropped = match allowed {
-        Ok(route) => {
-            let dispatched = match entry.translation() {
-                None => dispatch::dispatch(snapshot, (port, is_plain), frame, packet, route, open),
-                Some(it) => dispatch::dispatch_translated(snapshot, port, frame, (packet, it), route, open),
-            };
-            match dispatched {
-                Ok(egress) => {
-                    let opens =
-                        matches!(&packet.transport, Transport::Tcp(segment) if segment.flags.contains(TcpFlags::SYN));
-                    if opens && is_longer(snapshot, port, egress, longest) {
-                        limit_segment_size(frame, packet, longest);
-                    }
-                    return Verdict::Forward(egress);
+        Ok(route) => match dispatch::dispatch(snapshot, (port, is_plain), frame, packet, route, open) {
+            Ok(egress) => {
+                let opens =
+                    matches!(&packet.transport, Transport::Tcp(segment) if segment.flags.contains(TcpFlags::SYN));
+                if opens && is_longer(snapshot, port, egress, longest) {
+                    limit_segment_size(frame, packet, longest);
                 }
-                Err(reason) => DroppedPacket { route, ..reason.into() },
+                return Verdict::Forward(egress);
             }
-        }
+            Err(reason) => DroppedPacket { route, ..reason.into() },
+        },
         Err(dropped) if dropped.is_early => return Verdict::Early,
         Err(dropped) => dropped,
     };
-    reply::reply(replies, snapshot, (ingress, port), frame, entry, dropped);
+    reply::reply(replies, snapshot, (ingress, port), frame, packet, dropped);
     Verdict::Drop(dropped.reason)
 }
 

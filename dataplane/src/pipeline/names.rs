@@ -5,7 +5,7 @@ use crate::Snapshot;
 use crate::batch::Frames;
 use crate::conntrack::{ConnTable, PreparedFlow, Timestamp};
 use crate::names::{DnsSegment, DnsTalk, LearntNames, Moment, Side};
-use crate::packet::{Flow, Packet, Protocol, TcpFlags, Transport};
+use crate::packet::{Packet, Protocol, TcpFlags, Transport};
 
 /// The port of DNS servers.
 const DNS: u16 = 53;
@@ -29,7 +29,7 @@ pub(super) fn learn<F: Frames>(
     for slot in slots {
         let Verdict::Forward(_) = verdicts[slot.index] else { continue };
         let (names, side, flow) = match (answers_for(snapshot, slot), questions_of(snapshot, &slot.packet)) {
-            (Some(names), _) => (names, Side::Resolver, flow_out(slot).reversed()),
+            (Some(names), _) => (names, Side::Resolver, slot.packet.flow.reversed()),
             (None, Some(names)) => (names, Side::Pod, slot.packet.flow),
             (None, None) => continue,
         };
@@ -53,15 +53,10 @@ pub(super) fn learn<F: Frames>(
     }
 }
 
-/// The flow with which a packet leaves.
-fn flow_out(slot: &AdmittedPacket) -> Flow {
-    slot.translation().map_or(slot.packet.flow, |translation| translation.out)
-}
-
 /// The names of the pod for which this packet may be a DNS answer, if its rules have names: as the pod receives it, from the port of one
 /// of the cluster's resolvers. A fragment is none: its rest would be missing.
 pub(super) fn answers_for<'a>(snapshot: &'a Snapshot, slot: &AdmittedPacket) -> Option<&'a LearntNames> {
-    let flow = flow_out(slot);
+    let flow = &slot.packet.flow;
     let may_answer = flow.src_port == DNS && is_read(&slot.packet);
     if may_answer { snapshot.policy.names_of(flow.dst).filter(|_| snapshot.resolvers.contains(flow.src)) } else { None }
 }

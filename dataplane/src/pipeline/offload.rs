@@ -10,7 +10,6 @@ use crate::forward::{Port, PortKind};
 use crate::names::NameTime;
 use crate::packet::{AddressScope, Flow, Packet, Protocol, TcpFlags, Transport};
 use crate::policy::{AddressEntry, FlowEnds};
-use crate::services::{Destination, ServiceSet};
 
 /// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
 /// ones of its direction alike, and of one that opens a connection also the answers. They do so for TCP and UDP in states in which every such packet passes, and decide that for
@@ -70,7 +69,7 @@ fn is_dns(snapshot: &Snapshot, slot: &AdmittedPacket) -> bool {
 fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u32), via_host: bool) -> bool {
     let original = slot.hashed.flow();
     let answer = Packet { flow: original.reversed(), ..slot.packet };
-    let found = ForwardedConnection { original, ends: [from, to], via_host, is_translated: slot.is_translated };
+    let found = ForwardedConnection { original, ends: [from, to], via_host };
     [original.src, original.dst].iter().all(|address| address.scope() == AddressScope::Routable)
         && !snapshot.would_be_decapsulated(&answer)
         && names::questions_of(snapshot, &slot.packet).is_none()
@@ -79,15 +78,12 @@ fn knows_answers(snapshot: &Snapshot, slot: &AdmittedPacket, (from, to): (u32, u
 
 /// Whether programs may open the next connections of a pod that differ from this one in the opener's port alone, under this snapshot. To a Service's
 /// address that the node translates, the way into its stack is all that is decided here: policy for what answers is asked where the stack sends it,
-/// each time. What workers translate gets another end each time, and so may an address of the node, or be of the node itself.
+/// each time. An address of the node may get another end each time, or be of the node itself.
 fn may_repeat_of_pod(snapshot: &Snapshot, flow: &Flow) -> bool {
     let FlowEnds { src, dst } = snapshot.policy.ends(flow);
     let is_nodes = dst.is_node() || snapshot.forwarding.is_node(flow.dst);
     // Answers come back to the pod, so no node takes one for a tunnel's packet, whatever the opener's port is.
-    may_go_unseen(snapshot, flow)
-        && !(is_nodes || is_workers_service(snapshot, flow))
-        && src.is_pod()
-        && src.port().is_some()
+    may_go_unseen(snapshot, flow) && !is_nodes && src.is_pod() && src.port().is_some()
 }
 
 /// The same of connections to a pod that the node's stack forwards with the source that they came with: those of other machines, and those of pods
@@ -103,7 +99,7 @@ fn may_repeat_forwarded(snapshot: &Snapshot, flow: &Flow, via_host: bool) -> boo
         .any(|(end, address)| is_services(end, address) || is_nodes(end, address));
     let ends_tunnels = flow.protocol == Protocol::UDP && snapshot.may_end_tunnels(flow.src);
     may_go_unseen(snapshot, flow)
-        && !(is_own || ends_tunnels || is_workers_service(snapshot, flow))
+        && !(is_own || ends_tunnels)
         && src.is_local_pod() == via_host
         && dst.is_pod()
         && dst.port().is_some()
@@ -114,13 +110,6 @@ fn may_repeat_forwarded(snapshot: &Snapshot, flow: &Flow, via_host: bool) -> boo
 fn may_go_unseen(snapshot: &Snapshot, flow: &Flow) -> bool {
     let (policy, ends) = (&snapshot.policy, snapshot.policy.ends(flow));
     policy.names_of(flow.src).is_none() && !policy.may_record_allowed(ends) && !snapshot.limits.count(ends)
-}
-
-/// Whether workers translate what is sent to the destination of a flow, or refuse it.
-fn is_workers_service(snapshot: &Snapshot, flow: &Flow) -> bool {
-    let is_found =
-        |set: &ServiceSet| !matches!(set.find(flow.dst, flow.protocol, flow.dst_port), Destination::NotService);
-    snapshot.services.as_ref().is_some_and(|set| snapshot.forwarding.is_service(flow.dst) || is_found(set))
 }
 
 /// The end of a path at this port, whose end is the source of this flow. `None`: the port has no interface that the programs know.
@@ -162,13 +151,11 @@ pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Durat
 }
 
 /// Whether a worker would find nothing but policy to ask about the next datagram of a UDP connection. Unlike TCP's, such a
-/// connection follows changes of Services and of the node's addresses, so that only one between two pods' own addresses is
+/// connection follows changes of the node's addresses, so that only one between two pods' own addresses is
 /// sure to go where it went; and workers read what a pod asks of DNS, and the answers, whose rules have domain names.
 fn has_same_meaning(snapshot: &Snapshot, found: &ForwardedConnection, ends: &FlowEnds<'_>) -> bool {
     let reads_names = snapshot.policy.names_of(found.original.src).is_some();
-    !(is_workers_service(snapshot, &found.original) || found.is_translated || found.via_host || reads_names)
-        && ends.src.is_pod()
-        && ends.dst.is_pod()
+    !(found.via_host || reads_names) && ends.src.is_pod() && ends.dst.is_pod()
 }
 
 /// Whether workers would admit and forward packets of both directions as before.

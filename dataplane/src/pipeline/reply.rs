@@ -1,7 +1,7 @@
 //! Which drops get a reply, and which one.
 
+use super::DroppedPacket;
 use super::dispatch::{PacketPath, path_ports};
-use super::{AdmittedPacket, DroppedPacket};
 use crate::forward::{Forwarding, PathPorts, Port, PortId};
 use crate::names::NameTime;
 use crate::packet::{Packet, TcpFlags, Transport};
@@ -21,36 +21,25 @@ pub(super) fn reply(
     snapshot: &Snapshot,
     (ingress, port): (PortId, &Port),
     frame: &[u8],
-    entry: &AdmittedPacket,
+    packet: &Packet,
     dropped: DroppedPacket,
 ) {
     let forwarding = &snapshot.forwarding;
-    let packet = &entry.packet;
     let is_refused = is_refused(packet, &dropped);
-    let leaving = || entry.translation().map_or(*packet, |translation| translation.leaving(packet));
     let is_rejected = is_rejected(snapshot, packet, &dropped)
-        && snapshot.policy.answer_to_denied(&leaving().flow).unwrap_or(replies.reject_denied());
-    let has_reply = matches!(
-        dropped.reason,
-        DropReason::ConnectionRevoked
-            | DropReason::TtlExpired
-            | DropReason::TooBig
-            | DropReason::NoBackend
-            | DropReason::NoServicePort
-    );
+        && snapshot.policy.answer_to_denied(&packet.flow).unwrap_or(replies.reject_denied());
+    let has_reply =
+        matches!(dropped.reason, DropReason::ConnectionRevoked | DropReason::TtlExpired | DropReason::TooBig);
     if !has_reply && !is_refused && !is_rejected || may_continue(snapshot, packet, &dropped) {
         return;
     }
-    let leaving = leaving();
-    let path_ports = path_ports(snapshot, ingress, port, (packet, &leaving), dropped.route);
+    let path_ports = path_ports(snapshot, ingress, port, packet, dropped.route);
     match dropped.reason {
         DropReason::ConnectionRevoked => {
-            let next = dropped.revoked_at.map(|next| (leaving.flow, next));
-            replies.revoked(forwarding, path_ports, frame, packet, next);
+            replies.revoked(forwarding, path_ports, frame, packet, dropped.revoked_at);
         }
-        _ if is_refused => replies.refused(forwarding, path_ports, frame, packet),
+        _ if is_refused => replies.refused(forwarding, path_ports, packet),
         _ if is_rejected => replies.denied(forwarding, path_ports, frame, packet),
-        DropReason::NoBackend | DropReason::NoServicePort => replies.refused(forwarding, path_ports, frame, packet),
         DropReason::TtlExpired => replies.error(forwarding, path_ports, frame, packet, IcmpError::TtlExpired),
         DropReason::TooBig => {
             if let Some(mtu) = mtu(forwarding, path_ports, packet) {

@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use super::flows::policy_flow;
 use crate::batch::StackSender;
 use crate::conntrack::ConnectionInfo;
 use crate::names::NameTime;
@@ -76,8 +75,6 @@ fn evaluate_original(policy: &PolicySet, original: Flow, time: NameTime) -> Eval
 pub(super) enum Opener {
     /// The packet's sender; `Unknown` for one that did not come from the node's stack.
     Sender(StackSender),
-    /// A pod that the workers send on to a Service's backend.
-    ClientOfService,
     /// A known connection, whose source the node's stack has translated: what is kept beside it.
     Kept(Option<Address>),
 }
@@ -85,14 +82,10 @@ pub(super) enum Opener {
 impl Opener {
     /// Who opened a connection of the table.
     pub(super) fn of_connection(
-        is_to_service: bool,
         via_host: bool,
         ends: FlowEnds<'_>,
         kept: impl FnOnce() -> Option<Option<Address>>,
     ) -> Self {
-        if is_to_service {
-            return Self::ClientOfService;
-        }
         if !via_host || ends.src.is_local_pod() {
             return Self::Sender(StackSender::Unknown);
         }
@@ -114,10 +107,6 @@ impl Opener {
             Self::Sender(sender) => evaluate(policy, sources, flow, ends, sender, time),
             Self::Kept(Some(src)) => evaluate_original(policy, Flow { src, ..*flow }, time),
             Self::Kept(None) => (*flow, policy.evaluate_without_source(flow, ends), EvaluationForm::Unknown),
-            Self::ClientOfService if flow.src == flow.dst => {
-                (*flow, policy.evaluate_hairpin(flow, time), EvaluationForm::Hairpin)
-            }
-            Self::ClientOfService => (*flow, policy.evaluate_between(flow, ends, time), EvaluationForm::Plain),
         }
     }
 }
@@ -129,9 +118,9 @@ pub fn evaluate_connection(
     sources: Option<&dyn OriginalSources>,
     connection: &ConnectionInfo,
 ) -> (Flow, PolicyVerdict) {
-    let flow = policy_flow(connection.original, connection.frontend.as_ref());
-    let ends = policy.ends(&flow);
-    let opener = Opener::of_connection(connection.frontend.is_some(), connection.via_host, ends, || connection.opener);
-    let (flow, verdict, _) = opener.evaluate(policy, sources, &flow, ends, NameTime::Ever);
+    let flow = &connection.original;
+    let ends = policy.ends(flow);
+    let opener = Opener::of_connection(connection.via_host, ends, || connection.opener);
+    let (flow, verdict, _) = opener.evaluate(policy, sources, flow, ends, NameTime::Ever);
     (flow, verdict)
 }

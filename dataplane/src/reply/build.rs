@@ -21,8 +21,6 @@ const TTL: u8 = 64;
 pub enum IcmpError {
     /// Denied by policy (RFC 1812 section 5.2.7.1 code 13; RFC 4443 section 3.1 code 1).
     Prohibited,
-    /// Nobody serves at the destination port (RFC 792 code 3; RFC 4443 section 3.1 code 4).
-    PortUnreachable,
     /// TTL or hop limit expired in transit (RFC 792; RFC 4443 section 3.3).
     TtlExpired,
     /// The packet exceeds the MTU of the next link (RFC 1191; RFC 4443 section 3.2).
@@ -36,7 +34,6 @@ impl IcmpError {
     fn v4(self) -> Icmpv4Type {
         match self {
             Self::Prohibited => Icmpv4Type::DestinationUnreachable(icmpv4::DestUnreachableHeader::FilterProhibited),
-            Self::PortUnreachable => Icmpv4Type::DestinationUnreachable(icmpv4::DestUnreachableHeader::Port),
             Self::TtlExpired => Icmpv4Type::TimeExceeded(icmpv4::TimeExceededCode::TtlExceededInTransit),
             Self::TooBig { mtu } => {
                 let next_hop_mtu = mtu;
@@ -48,7 +45,6 @@ impl IcmpError {
     fn v6(self) -> Icmpv6Type {
         match self {
             Self::Prohibited => Icmpv6Type::DestinationUnreachable(icmpv6::DestUnreachableCode::Prohibited),
-            Self::PortUnreachable => Icmpv6Type::DestinationUnreachable(icmpv6::DestUnreachableCode::Port),
             Self::TtlExpired => Icmpv6Type::TimeExceeded(icmpv6::TimeExceededCode::HopLimitExceeded),
             Self::TooBig { mtu } => Icmpv6Type::PacketTooBig { mtu: mtu.into() },
         }

@@ -127,9 +127,8 @@ impl Replies {
 
     /// Replies to a packet of a revoked connection, if configured.
     ///
-    /// `next` is the flow with which the packet would leave, and the sequence number that its destination expects from its
-    /// source. It is given if this packet caused the revocation, so that the other end is notified too. Later packets notify
-    /// only their sender.
+    /// `next` is the sequence number that the packet's destination expects from its source. It is given if this packet caused
+    /// the revocation, so that the other end is notified too. Later packets notify only their sender.
     #[cold]
     pub(crate) fn revoked(
         &mut self,
@@ -137,7 +136,7 @@ impl Replies {
         path_ports: PathPorts,
         frame: &[u8],
         packet: &Packet,
-        next: Option<(Flow, u32)>,
+        next: Option<u32>,
     ) {
         if self.settings.on_revoke == OnRevoke::Drop {
             return;
@@ -149,9 +148,9 @@ impl Replies {
             return;
         }
         self.reset(forwarding, path_ports.reply, &packet.flow.reversed(), answer_to(&segment));
-        if let Some((leaving, next)) = next {
+        if let Some(next) = next {
             let acknowledged = segment.flags.contains(TcpFlags::ACK).then_some(segment.ack);
-            self.reset(forwarding, path_ports.forward, &leaving, (next, acknowledged));
+            self.reset(forwarding, path_ports.forward, &packet.flow, (next, acknowledged));
         }
     }
 
@@ -163,20 +162,19 @@ impl Replies {
     #[cold]
     pub(crate) fn denied(&mut self, forwarding: &Forwarding, path_ports: PathPorts, frame: &[u8], packet: &Packet) {
         match packet.transport {
-            Transport::Tcp(_) => self.refused(forwarding, path_ports, frame, packet),
+            Transport::Tcp(_) => self.refused(forwarding, path_ports, packet),
             _ => self.error(forwarding, path_ports, frame, packet, IcmpError::Prohibited),
         }
     }
 
-    /// Refuses a packet to a Service: nobody serves there.
+    /// Answers a TCP segment by a RST, unless it is one.
     #[cold]
-    pub(crate) fn refused(&mut self, forwarding: &Forwarding, path_ports: PathPorts, frame: &[u8], packet: &Packet) {
+    pub(crate) fn refused(&mut self, forwarding: &Forwarding, path_ports: PathPorts, packet: &Packet) {
         match packet.transport {
-            Transport::Tcp(segment) if segment.flags.contains(TcpFlags::RST) => {}
-            Transport::Tcp(segment) => {
+            Transport::Tcp(segment) if !segment.flags.contains(TcpFlags::RST) => {
                 self.reset(forwarding, path_ports.reply, &packet.flow.reversed(), answer_to(&segment));
             }
-            _ => self.error(forwarding, path_ports, frame, packet, IcmpError::PortUnreachable),
+            _ => {}
         }
     }
 

@@ -534,7 +534,7 @@ mod tests {
         let kept: Vec<_> = std::iter::from_fn(|| log.take_denied()).collect();
         assert_eq!((kept.len(), log.denied_missing()), (3, 7));
         assert!(kept.iter().all(|it| it.outcome == LoggedOutcome::Dropped(DropReason::IngressDenied)));
-        record(&mut recorder, start + Duration::from_secs(1), DropReason::NoBackend, 1);
+        record(&mut recorder, start + Duration::from_secs(1), DropReason::TableFull, 1);
         assert!(log.take_denied().is_some(), "a second later");
         log.keep_denied(0);
         assert!(!recorder.is_on() && log.suppressed(LoggedOutcome::Dropped(DropReason::IngressDenied)) == 0);

@@ -196,7 +196,7 @@ const OF_ANY: &[(&str, Change, bool)] = &[
     ("tentative", |of, _| of.entry[0] |= 1 << 4, false),
     ("revoked", |of, _| of.entry[0] |= 1 << 6, false),
     ("by the node's stack", |of, _| of.entry[0] |= 1 << 7, false),
-    ("translated", |of, _| of.entry[0] |= 1 << 63, false),
+    ("who opened it is kept beside it", |of, _| of.entry[0] |= 1 << 63, true),
     ("free", |of, _| of.set_state(0), false),
     ("claimed", |of, _| of.set_state(CLAIMED), false),
     ("of an older epoch", |of, _| of.set_evaluated(u64::from(of.epoch) - 1), true),
@@ -349,17 +349,11 @@ fn a_syn_of_the_answering_end_is_a_workers() {
 const OF_FIELDS: &str = "ended::an_entry_is_taken_only_if_each_of_its_fields_allows";
 const OF_ANSWERING_SYN: &str = "ended::a_syn_of_the_answering_end_is_a_workers";
 const OF_ENDINGS: &str = "ended::an_ended_connection_leaves_its_entry_to_the_next";
-const HAS_ENDED: &str = "!IS_WRITTEN(control) || control & (TENTATIVE | TRANSLATION)";
+const HAS_ENDED: &str = "!IS_WRITTEN(control) || control & TENTATIVE";
 
 /// Changes to the programs that a test here must notice.
 pub(crate) const MUTATIONS: &[Mutation] = &[
-    mutation(
-        OF_FIELDS,
-        "a tentative entry is taken",
-        REPEAT,
-        HAS_ENDED,
-        "!IS_WRITTEN(control) || control & TRANSLATION",
-    ),
+    mutation(OF_FIELDS, "a tentative entry is taken", REPEAT, HAS_ENDED, "!IS_WRITTEN(control)"),
     mutation(
         OF_FIELDS,
         "a revoked entry is taken while workers are served",
@@ -381,20 +375,7 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         " || (control & VIA_HOST) != found->via_host)",
         ")",
     ),
-    mutation(
-        OF_FIELDS,
-        "a translated entry is taken",
-        REPEAT,
-        HAS_ENDED,
-        "!IS_WRITTEN(control) || control & TENTATIVE",
-    ),
-    mutation(
-        OF_FIELDS,
-        "an entry that another one claims is taken",
-        REPEAT,
-        HAS_ENDED,
-        "control & (TENTATIVE | TRANSLATION)",
-    ),
+    mutation(OF_FIELDS, "an entry that another one claims is taken", REPEAT, HAS_ENDED, "control & TENTATIVE"),
     mutation(
         OF_ENDINGS,
         "any entry is taken",

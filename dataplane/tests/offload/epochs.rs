@@ -122,11 +122,7 @@ fn datagrams_with_a_changed_path_meet_a_worker() {
         let mut node = Node::new();
         let now = Timestamp::now();
         let to_pod = Sent { flow: 2, ..sent(End::A, End::B, false, 0) };
-        let elsewhere = [
-            sent(End::A, End::Outside, false, 0),
-            sent(End::Outside, End::B, false, 0),
-            to_service(End::A, End::B, false, 0),
-        ];
+        let elsewhere = [sent(End::A, End::Outside, false, 0), sent(End::Outside, End::B, false, 0)];
         for there in elsewhere.into_iter().chain([to_pod]) {
             open(&mut node, there, now);
             assert!(node.program(there.from, there.to, &there.frame(), 0).is_some(), "{there:?}");
@@ -136,44 +132,6 @@ fn datagrams_with_a_changed_path_meet_a_worker() {
             assert!(node.program(there.from, there.to, &there.frame(), 0).is_none(), "{there:?}");
         }
         assert!(node.program(to_pod.from, to_pod.to, &to_pod.frame(), 0).is_some());
-
-        // A Service gets the pod's address, as one of its external addresses.
-        let mut services = services();
-        let name = "shop/dns:udp".into();
-        let frontend = Frontend {
-            name,
-            backends: [].into(),
-            serving: [].into(),
-            without: WithoutBackend::Refused,
-            affinity: None,
-        };
-        let key = FrontendKey { address: address(End::B, true).into(), protocol: Protocol::UDP, port: 53 };
-        services.set(key, Some(Arc::new(frontend)));
-        let next = node.snapshot_of(node.snapshot.epoch.next(), true).with_services(Some(services));
-        assert_eq!(node.keep_and_publish(next), 0);
-        assert!(node.program(to_pod.from, to_pod.to, &to_pod.frame(), 0).is_none());
-    });
-}
-
-#[test]
-fn allowed_service_connections_need_no_worker_after_a_change() {
-    in_namespace(|| {
-        let mut node = Node::new();
-        let now = Timestamp::now();
-        let opened = CLIENTS.map(|(client, backend)| to_service(client, backend, true, ACK));
-        opened.iter().for_each(|there| open(&mut node, *there, now));
-        assert_eq!(node.next_epoch_keeping(true), 3, "a worker sees a pod's connection to itself once");
-        for there in &opened[..3] {
-            for packet in [*there, there.back()] {
-                let frame = packet.frame();
-                let done = node.program(packet.from, packet.to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
-                assert_alike(&mut node, packet, &frame, &done, now);
-            }
-        }
-        assert_eq!(node.next_epoch_keeping(false), 2, "B takes no more connections");
-        for (there, stays) in opened.into_iter().zip([false, true, true, false]) {
-            assert_eq!(node.program(there.from, there.to, &there.frame(), 0).is_some(), stays, "{there:?}");
-        }
     });
 }
 
@@ -214,11 +172,7 @@ fn a_connection_that_is_allowed_again_goes_on_from_either_side() {
         frame[at + 8..at + 12].copy_from_slice(&ack.to_be_bytes());
         frame
     };
-    let opened = [
-        sent(End::A, End::B, true, ACK),
-        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
-        to_service(End::A, End::B, true, ACK),
-    ];
+    let opened = [sent(End::A, End::B, true, ACK), Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) }];
     for (there, from_opener) in opened.into_iter().flat_map(|there| [(there, true), (there, false)]) {
         in_namespace(|| {
             let mut node = Node::new();

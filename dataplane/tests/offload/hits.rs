@@ -24,87 +24,15 @@ fn established_packets_pass_without_a_worker_both_ways() {
 }
 
 #[test]
-fn packets_to_a_service_are_translated_without_a_worker() {
-    in_namespace(|| {
-        let mut node = Node::new();
-        let now = Timestamp::now();
-        for (client, backend) in CLIENTS {
-            for (v4, tcp) in [(true, true), (false, true), (true, false), (false, false)] {
-                let there = Sent { v4, ..to_service(client, backend, tcp, ACK) };
-                assert!(node.program(client, backend, &there.frame(), 0).is_none(), "{there:?}: not open yet");
-                open(&mut node, there, now);
-                for packet in [there, there.back()] {
-                    let frame = packet.frame();
-                    let done = node.program(packet.from, packet.to, &frame, 0).unwrap_or_else(|| panic!("{packet:?}"));
-                    assert_ne!(done.1[26..], frame[26..], "addresses or ports differ");
-                    assert_alike(&mut node, packet, &frame, &done, now);
-                }
-                // The same flow without the Service is another connection.
-                let direct = Sent { way: Way::Direct, ..there };
-                if client == End::A && client != backend {
-                    assert!(node.program(client, backend, &direct.frame(), 0).is_none(), "{direct:?}");
-                }
-            }
-        }
-    });
-}
-
-#[test]
-fn a_translated_checksum_stays_as_right_or_wrong_as_it_is() {
-    in_namespace(|| {
-        let mut node = Node::new();
-        let now = Timestamp::now();
-        for (tcp, v4, checksum) in [
-            (false, true, 0_u16),
-            (false, true, 0x1234),
-            (false, false, 0x1234),
-            (true, true, 0x1234),
-            (true, false, 0x1234),
-        ] {
-            let there = Sent { v4, ..to_service(End::A, End::B, tcp, ACK) };
-            open(&mut node, there, now);
-            let packet = there.back();
-            let mut frame = packet.frame();
-            let at = if v4 { 34 } else { 54 } + if tcp { 16 } else { 6 };
-            frame[at..at + 2].copy_from_slice(&checksum.to_be_bytes());
-            let (_, by_program) = node.program(packet.from, packet.to, &frame, 0).unwrap();
-            let (_, by_worker) = node.worker(packet.from, &frame, now);
-            assert_eq!(by_program, by_worker, "{packet:?}");
-            assert_eq!(by_program[at..at + 2] == [0, 0], checksum == 0, "{packet:?}");
-        }
-    });
-}
-
-#[test]
-fn a_datagram_meets_a_worker_once_its_backends_change() {
-    in_namespace(|| {
-        let mut node = Node::new();
-        let now = Timestamp::now();
-        let there = to_service(End::A, End::B, false, 0);
-        open(&mut node, there, now);
-        let back = there.back();
-        assert!(node.program(back.from, back.to, &back.frame(), 0).is_some());
-        let mut snapshot = node.snapshot_of(node.snapshot.epoch.next(), true);
-        snapshot.services = Some(ServiceSet::default());
-        node.snapshot = snapshot;
-        node.pipeline.connections().publish_epoch(node.snapshot.epoch);
-        assert!(node.program(back.from, back.to, &back.frame(), 0).is_none());
-        let (_, by_worker) = node.worker(back.from, &back.frame(), now);
-        assert_eq!(by_worker[26..34], back.frame()[26..34], "the Service is gone: what answers is no Service any more");
-        assert!(node.program(there.from, there.to, &there.frame(), 0).is_none());
-    });
-}
-
-#[test]
 fn between_neighbours_on_a_bridge_no_hop_is_spent() {
     in_namespace(|| {
         let mut node = Node::new();
         let now = Timestamp::now();
-        let mut check = |bridges: [u32; 2], way: Way, v4: bool, to: [u8; 6], is_bridged: bool| {
+        let mut check = |bridges: [u32; 2], v4: bool, to: [u8; 6], is_bridged: bool| {
             node.bridge(bridges);
             for ttl in [64, 2, 1] {
                 forget(&node);
-                let opened = Sent { v4, way, ..sent(End::A, End::B, true, ACK) };
+                let opened = Sent { v4, ..sent(End::A, End::B, true, ACK) };
                 open(&mut node, opened, now);
                 let packet = Sent { ttl, ..opened };
                 let mut frame = packet.frame();
@@ -122,10 +50,9 @@ fn between_neighbours_on_a_bridge_no_hop_is_spent() {
         };
         for v4 in [true, false] {
             for (bridges, is_one) in [([5, 5], true), ([5, 6], false), ([5, 0], false), ([0, 0], false)] {
-                check(bridges, Way::Direct, v4, pod_mac(B), is_one);
-                check(bridges, Way::Direct, v4, NODE_MAC, false);
+                check(bridges, v4, pod_mac(B), is_one);
+                check(bridges, v4, NODE_MAC, false);
             }
-            check([5, 5], Way::ToService, v4, pod_mac(B), false);
         }
     });
 }

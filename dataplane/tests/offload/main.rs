@@ -38,7 +38,6 @@ use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortSpec, RuleName,
     RuleSpec, RuleTable,
 };
-use penstock_dataplane::services::{Backend, Frontend, FrontendKey, ServiceSet, WithoutBackend};
 use penstock_dataplane::{Epoch, Snapshot};
 use penstock_xdp_redirect::{
     ConnectionMapSizes, ConnectionMaps, Filtered, Interface, PodVeth, ServedPort, TcxOptions, TcxPrograms, TriedSender,
@@ -82,38 +81,8 @@ fn address(end: End, v4: bool) -> IpAddr {
     })
 }
 
-/// Cluster address of the Service that workers translate, whose only backend is this end.
-fn cluster_address(backend: End, v4: bool) -> IpAddr {
-    ip(match (backend, v4) {
-        (End::A, true) => "10.96.0.1",
-        (End::B, true) => "10.96.0.2",
-        (End::Outside | End::Service, true) => "10.96.0.7",
-        (End::A, false) => "fd00:96::1",
-        (End::B, false) => "fd00:96::2",
-        (End::Outside | End::Service, false) => "fd00:96::7",
-    })
-}
-
-/// Ports of Services, and of who answers.
-const SERVICE_PORT: u16 = 81;
+/// The port of who answers.
 const ANSWERING_PORT: u16 = 80;
-
-/// A Service of each end.
-fn services() -> ServiceSet {
-    let mut set = ServiceSet::default();
-    for (end, v4, protocol) in [End::A, End::B, End::Outside]
-        .into_iter()
-        .flat_map(|end| [(end, true), (end, false)])
-        .flat_map(|(end, v4)| [(end, v4, Protocol::TCP), (end, v4, Protocol::UDP)])
-    {
-        let key = FrontendKey { address: cluster_address(end, v4).into(), protocol, port: SERVICE_PORT };
-        let backends: Arc<[Backend]> = [Backend { address: address(end, v4).into(), port: ANSWERING_PORT }].into();
-        let (serving, without) = (backends.clone(), WithoutBackend::Refused);
-        let frontend = Frontend { name: "shop/api:http".into(), backends, serving, without, affinity: None };
-        set.set(key, Some(Arc::new(frontend)));
-    }
-    set
-}
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum End {
@@ -137,9 +106,6 @@ impl End {
         self.port() != HOST
     }
 }
-
-/// Whose Service which pods use: a pod's on this node, one elsewhere, and the client's own.
-const CLIENTS: [(End, End); 4] = [(End::A, End::B), (End::B, End::A), (End::A, End::Outside), (End::A, End::A)];
 
 fn everything() -> RuleSpec {
     RuleSpec { name: RuleName::new("test/policy", "everything"), peers: PeerSpec::Every, ports: PortSpec::Every }
@@ -204,12 +170,12 @@ const WITHOUT_DAEMON: Duration = Duration::from_secs(600);
 
 impl Node {
     fn new() -> Self {
-        let KernelMapSizes { groups, entries, with_links } = KernelMapSizes::of(ENTRIES);
+        let KernelMapSizes { groups, entries, with_openers } = KernelMapSizes::of(ENTRIES);
         let sizes = ConnectionMapSizes {
             version: KernelMapSizes::VERSION,
             table: KernelMapSizes::TABLE,
             tags: (groups, KernelMapSizes::TAGS),
-            entries: (with_links, KernelMapSizes::ENTRY),
+            entries: (with_openers, KernelMapSizes::ENTRY),
             usage: (entries, KernelMapSizes::USE),
         };
         let maps = ConnectionMaps::open(None, &sizes).unwrap();
@@ -297,7 +263,7 @@ impl Node {
             update.set_endpoint(endpoint, Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
         }
         update.set_services(&Arc::new([true, false].map(|v4| address(End::Service, v4).into()).into_iter().collect()));
-        Snapshot::new(epoch, update.finish(), forwarding).with_services(Some(services()))
+        Snapshot::new(epoch, update.finish(), forwarding)
     }
 
     fn next_epoch(&mut self, allowed: bool) {
@@ -355,25 +321,11 @@ fn forget(node: &Node) {
     node.pipeline.connections().remove_addresses(ends.as_flattened());
 }
 
-/// Which flow between two ends a packet is of.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Way {
-    /// On a connection that A has opened, or the outside to B.
-    Direct,
-    /// The client's, to the Service of the other end.
-    ToService,
-    /// The answering end's.
-    Answer,
-    /// The answering end's, where a pod is the backend of its own connection.
-    AnswerToService,
-}
-
 /// A packet in one of the directions of a flow between two ends.
 #[derive(Clone, Copy, Debug)]
 struct Sent {
     from: End,
     to: End,
-    way: Way,
     v4: bool,
     tcp: bool,
     /// Which of the flows between these ends.
@@ -390,22 +342,12 @@ impl Sent {
         let (from, to) = (address(self.from, self.v4), address(self.to, self.v4));
         let client = 1000 + u16::from(self.flow);
         let opens = matches!((self.from, self.to), (End::A, _) | (End::Outside, End::B));
-        match self.way {
-            Way::Direct if opens => ((from, client), (to, ANSWERING_PORT)),
-            Way::Direct | Way::Answer => ((from, ANSWERING_PORT), (to, client)),
-            Way::ToService => ((from, client), (cluster_address(self.to, self.v4), SERVICE_PORT)),
-            Way::AnswerToService => ((from, ANSWERING_PORT), (cluster_address(self.from, self.v4), client)),
-        }
+        if opens { ((from, client), (to, ANSWERING_PORT)) } else { ((from, ANSWERING_PORT), (to, client)) }
     }
 
     /// The packet in the other direction.
     fn back(self) -> Self {
-        let way = match self.way {
-            Way::ToService if self.from == self.to => Way::AnswerToService,
-            Way::ToService => Way::Answer,
-            way => way,
-        };
-        Self { from: self.to, to: self.from, way, ..self }
+        Self { from: self.to, to: self.from, ..self }
     }
 
     fn frame(&self) -> Vec<u8> {
@@ -438,12 +380,7 @@ const SYN: u8 = 2;
 const FIN: u8 = 1;
 
 fn sent(from: End, to: End, tcp: bool, flags: u8) -> Sent {
-    Sent { from, to, way: Way::Direct, v4: true, tcp, flow: 1, flags, ttl: 64, payload: 10 }
-}
-
-/// To the Service of `to`.
-fn to_service(from: End, to: End, tcp: bool, flags: u8) -> Sent {
-    Sent { way: Way::ToService, ..sent(from, to, tcp, flags) }
+    Sent { from, to, v4: true, tcp, flow: 1, flags, ttl: 64, payload: 10 }
 }
 
 /// Opens a connection by workers alone. Of datagrams a stream: whose packets need no worker, however slow the test runs.

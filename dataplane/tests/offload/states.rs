@@ -36,8 +36,6 @@ fn a_connection_counts_traffic_of_workers_and_programs() {
         sent(End::A, End::B, true, ACK),
         sent(End::A, End::B, false, 0),
         Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
-        to_service(End::A, End::B, true, ACK),
-        Sent { v4: false, ..to_service(End::A, End::A, false, 0) },
     ] {
         in_namespace(|| {
             let mut node = Node::new();
@@ -146,8 +144,6 @@ fn a_handshake_ends_without_a_worker_by_both_syns_numbers() {
         sent(End::A, End::B, true, ACK),
         sent(End::B, End::A, true, ACK),
         Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
-        to_service(End::A, End::B, true, ACK),
-        to_service(End::B, End::A, true, ACK),
     ] {
         in_namespace(|| {
             let mut node = Node::new();
@@ -213,11 +209,7 @@ fn a_reset_closes_a_handshake_that_a_program_completed() {
 
 #[test]
 fn a_close_without_a_worker_counts_for_workers() {
-    for there in [
-        sent(End::A, End::B, true, ACK),
-        Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
-        to_service(End::A, End::B, true, ACK),
-    ] {
+    for there in [sent(End::A, End::B, true, ACK), Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) }] {
         in_namespace(|| {
             let mut node = Node::new();
             let now = Timestamp::now();
@@ -286,14 +278,12 @@ fn by_program(node: &Node, packet: Sent, from_opener: bool, change: Change<'_>) 
 }
 
 /// Ends of connections, of which a worker knows where the answers go.
-fn openers() -> [Sent; 6] {
+fn openers() -> [Sent; 4] {
     [
         sent(End::A, End::B, true, ACK),
         sent(End::B, End::A, true, ACK),
         sent(End::A, End::Outside, true, ACK),
         Sent { v4: false, ..sent(End::Outside, End::B, true, ACK) },
-        to_service(End::A, End::B, true, ACK),
-        Sent { v4: false, ..to_service(End::B, End::A, true, ACK) },
     ]
 }
 
@@ -383,12 +373,11 @@ fn what_a_worker_would_not_send_back_alike_is_left_to_it() {
         node.pipeline = Pipeline::new(connections, PipelineMode::Full).with_longest(MTU - 1);
     };
     type Prepare<'a> = &'a (dyn Fn(&mut Node) + Sync);
-    let cases: [(&str, Prepare<'_>, Sent, bool); 6] = [
+    let cases: [(&str, Prepare<'_>, Sent, bool); 5] = [
         ("a tunnel to a node", &tunnel, sent(End::Outside, End::B, false, 0), false),
         ("no tunnel", &tunnel, Sent { flow: 2, ..sent(End::Outside, End::B, false, 0) }, true),
         ("TCP is told of a frame's length", &jumbo, sent(End::A, End::B, true, SYN), false),
         ("UDP is not", &jumbo, sent(End::A, End::B, false, 0), true),
-        ("a pod that is its own backend", &|_| (), to_service(End::A, End::A, true, SYN), false),
         ("another epoch", &|node| node.next_epoch(true), sent(End::A, End::B, true, SYN), true),
     ];
     for (what, prepare, there, passes) in cases {

@@ -46,14 +46,9 @@ impl Segment {
 
 const HANDSHAKE: [Segment; 3] = [opener(SYN), other(SYN | ACK), opener(ACK)];
 
-/// Connections that programs open, and one to a Service that workers translate.
+/// TCP connections that programs open.
 fn connections() -> impl Iterator<Item = Sent> {
-    let tcp = repeatable().into_iter().filter(|there| there.tcp);
-    tcp.chain([to_service(End::A, End::B, true, ACK)])
-}
-
-fn is_to_service(there: Sent) -> bool {
-    there.ends().1.1 == SERVICE_PORT
+    repeatable().into_iter().filter(|there| there.tcp)
 }
 
 /// Opens a connection as far as this many segments of its handshake.
@@ -187,7 +182,7 @@ const ENDINGS: &[(&str, usize, Option<Segment>, Opens)] = &[
 #[test]
 fn without_a_daemon_a_port_that_comes_back_opens_again() {
     let again = Segment { is_renumbered: true, ..opener(SYN) };
-    for there in connections().filter(|there| !is_to_service(*there)) {
+    for there in connections() {
         in_namespace(|| {
             let mut node = Node::new();
             node.repeat();

@@ -7,7 +7,6 @@ use etherparse::{Ipv6ExtensionSlice, NetSlice, SlicedPacket};
 
 use super::fragments::{Fragment, PassedDatagrams};
 use super::policy::{ClusterObjects, Flow};
-use super::services::{Target, Translations};
 
 /// The oracle's verdict on a packet; `None` if it has none.
 pub(crate) type OracleVerdict = Option<&'static str>;
@@ -50,17 +49,6 @@ pub(crate) struct Oracle {
     pub(crate) cluster: ClusterObjects,
     connections: HashMap<Flow, TrackedConnection>,
     datagrams: PassedDatagrams,
-    pub(crate) translations: Translations,
-    /// The backend that the current packet would get.
-    choice: Option<BackendChoice>,
-}
-
-/// A connection to a Service that its first packet asks for.
-struct BackendChoice {
-    frontend: Flow,
-    inner: Flow,
-    service: String,
-    has_affinity: bool,
 }
 
 /// The relevant fields of a packet.
@@ -136,135 +124,11 @@ impl Oracle {
         if unwrapped && is_of_pod && (self.cluster.node_of(dst).is_some() || is_group(dst) || is_on_link) {
             return Some("deny");
         }
-        let Some(seen) = self.translated(now, seen, src) else { return Some("deny") };
-        let dst = seen.flow.dst;
         let passes = self.fragment_or_packet_passes(now, &seen);
-        if passes {
-            self.keep(now);
-        } else {
-            self.choice = None;
-        }
         let to_pod = self.cluster.local_pod(dst).is_some();
         let from_host = self.entry(entry, src) == EntryPoint::Host;
         let spent = to_pod && !from_host && seen.ttl <= 1;
         Some(if passes && !spent { "allow" } else { "deny" })
-    }
-
-    /// A packet with its flow between client and backend, if it is of a Service; `None` if it is dropped before policy.
-    fn translated(&mut self, now: u64, mut seen: ParsedPacket, src: IpAddr) -> Option<ParsedPacket> {
-        if let PacketKind::Error(Some(quoted)) = &mut seen.kind {
-            // Who may send it is a matter of the addresses as they were captured; only the connection is found by others.
-            let may_send = quoted.src == seen.flow.dst && (self.cluster.local_pod(src).is_none() || quoted.dst == src);
-            if let Some(inner) = self.translations.known(*quoted).filter(|_| may_send) {
-                (*quoted, seen.flow.dst) = (inner, inner.src);
-                if self.cluster.local_pod(src).is_some() {
-                    seen.flow.src = inner.dst;
-                }
-            }
-            return Some(seen);
-        }
-        if seen.fragment.as_ref().is_some_and(|fragment| fragment.offset > 0) {
-            return Some(seen);
-        }
-        self.forget_expired(now);
-        self.end_lost(now, seen.flow);
-        if self.end_unserved(reversed(seen.flow)) {
-            return None;
-        }
-        if let Some(inner) = self.translations.known(seen.flow) {
-            seen.flow = inner;
-            return Some(seen);
-        }
-        let is_answer = matches!(self.cluster.target(&reversed(seen.flow)), Target::Port { .. });
-        if is_answer && self.find(now, &[seen.flow, reversed(seen.flow)]).is_none() {
-            return None;
-        }
-        if self.cluster.local_pod(src).is_none() {
-            return Some(seen);
-        }
-        // A known connection stays as it is, whatever Services there are by now.
-        if self.find(now, &[seen.flow, reversed(seen.flow)]).is_some() {
-            return Some(seen);
-        }
-        match self.cluster.target(&seen.flow) {
-            Target::Other => {}
-            Target::Nothing => return None,
-            Target::Port { name, eligible, affinity, .. } => {
-                let opens = match seen.kind {
-                    PacketKind::Tcp { flags, .. } => flags & 0x17 == 0x02,
-                    PacketKind::Sctp { chunk, .. } => chunk == 1,
-                    _ => true,
-                };
-                opens.then_some(())?;
-                seen.flow = self.choose(now, seen.flow, (name, affinity), eligible)?;
-            }
-        }
-        Some(seen)
-    }
-
-    /// Chooses a backend: what passes must pass with each of them.
-    fn choose(
-        &mut self,
-        now: u64,
-        frontend: Flow,
-        (service, affinity): (String, Option<u32>),
-        eligible: Vec<(IpAddr, u16)>,
-    ) -> Option<Flow> {
-        let to = |(dst, dport): (IpAddr, u16)| Flow { dst, dport, ..frontend };
-        let kept = self.translations.kept.get(&(frontend.src, service.clone())).copied();
-        let kept = kept
-            .filter(|(backend, at)| affinity.is_some_and(|age| now - at <= age.into()) && eligible.contains(backend));
-        let denied = eligible.iter().find(|backend| !self.cluster.allows(&to(**backend)));
-        let shown = self.translations.shown(&frontend, &eligible);
-        let first = shown.or(kept.map(|(backend, _)| backend)).or(denied.copied());
-        // The same ports belong to one connection with the backend at a time.
-        let free = |backend: &(IpAddr, u16)| self.find(now, &[to(*backend), reversed(to(*backend))]).is_none();
-        let inner = to(first.into_iter().chain(eligible.iter().copied()).find(free)?);
-        self.choice = Some(BackendChoice { frontend, inner, service, has_affinity: affinity.is_some() });
-        Some(inner)
-    }
-
-    /// The packet that asked for a connection has passed.
-    fn keep(&mut self, now: u64) {
-        let Some(BackendChoice { frontend, inner, service, has_affinity }) = self.choice.take() else { return };
-        self.translations.inner.insert(frontend, inner);
-        if has_affinity {
-            self.translations.kept.insert((frontend.src, service), ((inner.dst, inner.dport), now));
-        }
-    }
-
-    /// Ends a connection to a Service that is over, or whose datagrams must get another backend.
-    fn end_lost(&mut self, now: u64, flow: Flow) {
-        let Some(inner) = self.translations.inner.get(&flow).copied() else { return };
-        let is_lost = flow.protocol == 17
-            && match self.cluster.target(&flow) {
-                Target::Port { serving, .. } => !serving.contains(&(inner.dst, inner.dport)),
-                Target::Other | Target::Nothing => true,
-            };
-        if is_lost || self.find(now, &[inner, reversed(inner)]).is_none() {
-            self.translations.inner.remove(&flow);
-            self.connections.remove(&inner);
-        }
-    }
-
-    /// Forgets translations whose connection has expired.
-    fn forget_expired(&mut self, now: u64) {
-        let translations = std::mem::take(&mut self.translations.inner);
-        let is_live = |(_, inner): &(Flow, Flow)| self.find(now, &[*inner, reversed(*inner)]).is_some();
-        self.translations.inner = translations.into_iter().filter(is_live).collect();
-    }
-
-    /// Ends a flow of datagrams whose Service is gone, if this is it, as its client knows it or as its backend does. Returns whether it was.
-    fn end_unserved(&mut self, sent: Flow) -> bool {
-        let is_it = |frontend: &Flow, inner: &Flow| sent == *frontend || sent == *inner;
-        let known = self.translations.inner.iter().find(|(frontend, inner)| is_it(frontend, inner));
-        let Some((&frontend, &inner)) = known.filter(|_| sent.protocol == 17) else { return false };
-        let is_gone = !matches!(self.cluster.target(&frontend), Target::Port { .. });
-        if is_gone {
-            self.translations.inner.remove(&frontend);
-            self.connections.remove(&inner);
-        }
-        is_gone
     }
 
     /// Removes connections of these addresses, which have another owner.
@@ -326,11 +190,7 @@ impl Oracle {
     fn fragment_or_packet_passes(&mut self, now: u64, seen: &ParsedPacket) -> bool {
         let Some(fragment) = &seen.fragment else { return self.passes(now, seen) };
         if fragment.offset > 0 {
-            let Some(flow) = self.datagrams.flow_of(now, fragment) else {
-                let is_of_service = self.cluster.translates
-                    && self.cluster.service_blocks.iter().any(|block| block.contains(&seen.flow.dst));
-                return !is_of_service && self.cluster.is_free(&seen.flow);
-            };
+            let Some(flow) = self.datagrams.flow_of(now, fragment) else { return self.cluster.is_free(&seen.flow) };
             let found = self.find(now, &[flow, reversed(flow)]);
             return found.is_some_and(|found| self.connections[&found].allowed);
         }

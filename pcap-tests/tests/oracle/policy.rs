@@ -23,10 +23,6 @@ pub(crate) struct ClusterObjects {
     pub(crate) objects: Vec<Object>,
     pub(crate) node: Option<String>,
     pub(crate) cluster_wide: bool,
-    /// Whether pods' packets to Services are translated.
-    pub(crate) translates: bool,
-    /// Where only Services have addresses.
-    pub(crate) service_blocks: Vec<ipnet::IpNet>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -131,12 +127,10 @@ impl ClusterObjects {
         }
     }
 
-    /// Whether a Service that workers do not translate has this address, and no pod or node has it.
+    /// Whether a Service has this address, and no pod or node has it.
     pub(crate) fn is_a_service_alone(&self, address: IpAddr) -> bool {
         let has = |object: &Object| match object {
-            Object::Service(service) => {
-                service.external.contains(&address) || !self.translates && service.addresses.contains(&address)
-            }
+            Object::Service(service) => service.external.contains(&address) || service.addresses.contains(&address),
             _ => false,
         };
         self.objects.iter().any(has) && self.pod(address).is_none() && self.node_of(address).is_none()

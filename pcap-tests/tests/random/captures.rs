@@ -37,7 +37,7 @@ fn packets(conversation: &Conversation) -> Vec<(u64, String)> {
 }
 
 /// Compares the verdicts on a case; `directory` is for its files.
-fn verdicts(directory: &Path, (name, base): (&str, &str), parts: &[Part], is_untranslated: bool) -> Comparison {
+fn verdicts(directory: &Path, (name, base): (&str, &str), parts: &[Part]) -> Comparison {
     let state = |wanted: u64| {
         let objects = parts.iter().filter_map(|part| match part {
             Part::Objects(change, yaml) if *change == wanted => Some(yaml.as_str()),
@@ -68,7 +68,6 @@ fn verdicts(directory: &Path, (name, base): (&str, &str), parts: &[Part], is_unt
     }
     let mut script = CaseScript::parse(name, &text).unwrap();
     script.timeline = timeline;
-    script.untranslated = is_untranslated;
     script.service_cidrs = vec!["10.96.0.0/16".to_owned()];
     let case = CorpusCase { file: directory.join("random.case"), name: name.to_owned(), script };
     fs::write(case.capture_file(), case.capture()).unwrap();
@@ -76,7 +75,7 @@ fn verdicts(directory: &Path, (name, base): (&str, &str), parts: &[Part], is_unt
 }
 
 /// Where replay and the oracle agree on a case, and where not.
-pub(super) fn differences(seed: u64, base: &str, parts: &[Part], is_untranslated: bool) -> Comparison {
+pub(super) fn differences(seed: u64, base: &str, parts: &[Part]) -> Comparison {
     let directory = tempfile::tempdir().unwrap();
-    verdicts(directory.path(), (&format!("seed {seed}"), base), parts, is_untranslated)
+    verdicts(directory.path(), (&format!("seed {seed}"), base), parts)
 }

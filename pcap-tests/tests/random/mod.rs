@@ -1,4 +1,4 @@
-//! Services, policies and histories made at random: whoever translates, packets get the verdicts of an evaluator that is written apart.
+//! Services, policies and histories made at random: packets get the verdicts of an evaluator that is written apart.
 //!
 //! A failure prints its seed and the parts of its case that are enough for it. `SERVICES_SEED` repeats a seed, `SERVICES_CASES` sets how
 //! many there are.
@@ -38,14 +38,15 @@ fn fail(seed: u64, differences: &[String], base: &str, parts: &[Part], fails: im
     );
 }
 
-/// As captures of the clients' interfaces, replayed.
-fn replay_agrees(is_untranslated: bool) {
+/// As captures of the clients' interfaces.
+#[test]
+fn replay_agrees_with_the_oracle() {
     let (mut compared, mut silent) = (0, 0);
     for seed in seeds(12) {
         let (base, parts) = made::case(seed);
-        let found = captures::differences(seed, &base, &parts, is_untranslated);
+        let found = captures::differences(seed, &base, &parts);
         if !found.differences.is_empty() {
-            let again = |parts: &[Part]| captures::differences(seed, &base, parts, is_untranslated).differences;
+            let again = |parts: &[Part]| captures::differences(seed, &base, parts).differences;
             fail(seed, &found.differences, &base, &parts, again);
         }
         (compared, silent) = (compared + found.compared, silent + found.silent);
@@ -53,24 +54,15 @@ fn replay_agrees(is_untranslated: bool) {
     assert!(silent * 4 < compared, "{compared} compared, {silent} without an opinion");
 }
 
-#[test]
-fn replay_agrees_with_the_oracle_where_workers_translate() {
-    replay_agrees(false);
-}
-
-#[test]
-fn replay_agrees_with_the_oracle_where_the_node_translates() {
-    replay_agrees(true);
-}
-
 /// Through the pipeline, with a model of the node's stack around it.
-fn packets_agree(workers_translate: bool) {
+#[test]
+fn policy_is_for_who_answers_behind_the_nodes_translation() {
     let mut found = verdicts::Found::default();
     for seed in seeds(40) {
         let (base, parts) = made::case(seed);
-        let of_seed = verdicts::play(&base, &parts, workers_translate);
+        let of_seed = verdicts::play(&base, &parts);
         if !of_seed.differences.is_empty() {
-            let again = |parts: &[Part]| verdicts::play(&base, parts, workers_translate).differences;
+            let again = |parts: &[Part]| verdicts::play(&base, parts).differences;
             fail(seed, &of_seed.differences, &base, &parts, again);
         }
         found.add(&of_seed);
@@ -80,14 +72,4 @@ fn packets_agree(workers_translate: bool) {
         let is_enough = |count: u64| count > 200;
         assert!(is_enough(found.arrived) && is_enough(found.denied) && is_enough(found.answered), "{found:?}");
     }
-}
-
-#[test]
-fn policy_is_for_who_answers_where_workers_translate() {
-    packets_agree(true);
-}
-
-#[test]
-fn policy_is_for_who_answers_where_the_node_translates() {
-    packets_agree(false);
 }

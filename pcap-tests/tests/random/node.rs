@@ -9,11 +9,8 @@ use penstock_dataplane::conntrack::{Config, ConnTable, Timestamp};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::{self, Address};
 use penstock_dataplane::pipeline::{
-    BATCH, DropReason, EvaluationReason, Frames, Observer, OriginalSources, Pipeline, PipelineMode, StackSender,
-    Verdict,
+    BATCH, DropReason, Frames, OriginalSources, Pipeline, PipelineMode, StackSender, Verdict,
 };
-use penstock_dataplane::policy::{EvaluationForm, PolicyVerdict};
-use penstock_dataplane::services::{Backend, Frontend};
 use penstock_pcap_tests::packet::build;
 use penstock_pcap_tests::script::{PacketEnd, PacketLine};
 use penstock_replay::cluster::{HOST, ReplayCluster, UPLINK};
@@ -90,17 +87,6 @@ impl Frames for OneFrame {
     }
 }
 
-/// Gives a client the backend that the case has for it, if a worker may choose it.
-struct Chooser(Option<Backend>);
-
-impl Observer for Chooser {
-    fn evaluated(&mut self, _: usize, _: &packet::Flow, _: &PolicyVerdict, _: EvaluationForm, _: EvaluationReason) {}
-
-    fn backend(&mut self, _: usize, _: &packet::Flow, frontend: &Frontend, _: Option<Backend>) -> Option<Backend> {
-        self.0.filter(|backend| frontend.may_choose(backend))
-    }
-}
-
 pub(super) struct Node {
     pub(super) cluster: ReplayCluster,
     /// Addresses at which egress policy is postponed, as the program at the uplink has them.
@@ -129,10 +115,10 @@ impl Node {
         });
     }
 
-    /// A pod sends a packet. `rule` is for what it sends to, and a worker that translates takes the same backend.
+    /// A pod sends a packet. `rule` is for what it sends to.
     pub(super) fn send(&mut self, packet: &Packet, rule: Rule) -> Arrival {
         let port = self.pod_port(packet.flow.src).ok_or("no such pod")?;
-        match self.worker(port, StackSender::Unknown, packet, rule)? {
+        match self.worker(port, StackSender::Unknown, packet)? {
             (HOST, flow) => self.through_stack(&Packet { flow, ..packet.clone() }, rule, false),
             (_, flow) => Ok(flow),
         }
@@ -147,7 +133,7 @@ impl Node {
         let is_turned = self.tracked.iter().any(|it| it.answers == packet.flow && it.opened != reversed(it.answers));
         // The program at an uplink leaves what is translated to the kernel.
         if by_uplink && !is_of_node && !is_turned && !is_nodes(packet.flow.dst) {
-            return self.worker(UPLINK, StackSender::Unknown, packet, Rule::None).map(|(_, flow)| flow);
+            return self.worker(UPLINK, StackSender::Unknown, packet).map(|(_, flow)| flow);
         }
         self.through_stack(packet, Rule::None, is_of_node)
     }
@@ -157,21 +143,11 @@ impl Node {
     }
 
     /// Where a worker sends a packet, and with which flow.
-    fn worker(
-        &mut self,
-        port: PortId,
-        sender: StackSender,
-        packet: &Packet,
-        rule: Rule,
-    ) -> Result<(PortId, Flow), &'static str> {
-        let named = match rule {
-            Rule::To { backend: (address, port), .. } => Some(Backend { address: address.into(), port }),
-            Rule::None | Rule::Refuse => None,
-        };
+    fn worker(&mut self, port: PortId, sender: StackSender, packet: &Packet) -> Result<(PortId, Flow), &'static str> {
         let mut frame = OneFrame(frame_of(packet), sender);
         let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
         let (now, snapshot) = (Timestamp::from_millis(self.now / 1_000_000), self.cluster.snapshot());
-        self.pipeline.process_batch(snapshot, now, port, &mut frame, &mut verdicts, &mut Chooser(named));
+        self.pipeline.process_batch(snapshot, now, port, &mut frame, &mut verdicts, &mut ());
         match verdicts[0] {
             Verdict::Drop(reason) => Err(reason.name()),
             Verdict::Early => Err("early"),
@@ -226,7 +202,7 @@ impl Node {
                 () if came.src == leaves.src => StackSender::Untranslated,
                 () => StackSender::Forwarded,
             };
-            return match self.worker(HOST, sender, &packet, Rule::None)? {
+            return match self.worker(HOST, sender, &packet)? {
                 (HOST, _) => Err("a worker sends it back"),
                 (_, flow) => Ok(flow),
             };
@@ -237,7 +213,7 @@ impl Node {
             None => Ok(leaves),
             Some(PortId(port)) => {
                 let leaving = StackSender::Leaving { port, uplink: 1 };
-                self.worker(HOST, leaving, &packet, Rule::None).map(|(_, flow)| flow)
+                self.worker(HOST, leaving, &packet).map(|(_, flow)| flow)
             }
         }
     }

@@ -8,14 +8,13 @@ use std::path::Path;
 use penstock_dataplane::policy::RuleScope;
 use penstock_policy::model::{Object, ObjectChange, Service};
 use penstock_replay::cluster::ReplayCluster;
-use penstock_replay::services::ServiceReading;
 use penstock_sources::manifest::{Options, read_text};
 
 use super::made::{Conversation, Destination, Part, changes, time_of};
 use super::node::{Arrival, Node, Packet, Rule};
 use crate::oracle::connections::reversed;
 use crate::oracle::policy::{ClusterObjects, Flow};
-use crate::oracle::services::{Backend as End, Target};
+use crate::oracle::services::Backend as End;
 
 /// The blocks of cluster addresses.
 const BLOCKS: [&str; 2] = ["10.96.0.0/16", "fd00:96::/64"];
@@ -54,7 +53,6 @@ impl Evaluator {
         let of = |objects: Vec<Object>| ClusterObjects {
             objects,
             node: Some(OWN_NODE.to_owned()),
-            translates: true,
             ..ClusterObjects::default()
         };
         let is_plain = |object: &&Object| !matches!(object, Object::Service(_));
@@ -69,9 +67,8 @@ impl Evaluator {
     }
 
     /// The addresses at which egress policy is postponed.
-    fn postponed(&self, workers_translate: bool) -> HashSet<IpAddr> {
-        let cluster = |service: &Service| if workers_translate { Vec::new() } else { service.addresses.clone() };
-        self.services().flat_map(|service| [cluster(service), service.external.clone()].concat()).collect()
+    fn postponed(&self) -> HashSet<IpAddr> {
+        self.services().flat_map(|service| service.addresses.iter().chain(&service.external).copied()).collect()
     }
 
     /// The backends of the Service that is asked for with this flow, if it has what the client sends to: those for new connections, and
@@ -85,10 +82,8 @@ impl Evaluator {
             Destination::NodePort(_) => service.ports.iter().any(|port| port.node_port == Some(flow.dport)),
             _ => true,
         };
-        match self.objects.target(&Flow { dst, dport, ..*flow }) {
-            Target::Port { eligible, serving, .. } if has => Some((eligible, serving)),
-            _ => None,
-        }
+        let found = self.objects.backends_of(&Flow { dst, dport, ..*flow }).filter(|_| has)?;
+        Some((found.eligible, found.serving))
     }
 
     /// Whether a flow may pass that nothing translates.
@@ -166,20 +161,18 @@ struct Expected {
 struct Play {
     node: Node,
     evaluator: Evaluator,
-    workers_translate: bool,
     found: Found,
 }
 
 /// Plays a case.
-pub(super) fn play(base: &str, parts: &[Part], workers_translate: bool) -> Found {
+pub(super) fn play(base: &str, parts: &[Part]) -> Found {
     let states: Vec<Vec<Object>> = changes().map(|change| objects(base, parts, change)).collect();
     let cluster = ReplayCluster::new(states[0].iter().cloned(), Some(OWN_NODE), RuleScope::BothSides).unwrap();
-    let blocks = BLOCKS.map(|block| block.parse().unwrap()).into();
-    let services = ServiceReading { translates: workers_translate, blocks };
-    let node = Node::new(cluster.with_services(services).unwrap());
+    let blocks = BLOCKS.map(|block| block.parse().unwrap());
+    let node = Node::new(cluster.with_service_cidrs(&blocks).unwrap());
     let evaluator = Evaluator::new(&states[0]);
-    let mut play = Play { node, evaluator, workers_translate, found: Found::default() };
-    play.node.postponed = play.evaluator.postponed(workers_translate);
+    let mut play = Play { node, evaluator, found: Found::default() };
+    play.node.postponed = play.evaluator.postponed();
     let conversations = parts.iter().filter_map(|part| match part {
         Part::Conversation(conversation) => Some(conversation),
         Part::Objects(..) => None,
@@ -227,7 +220,7 @@ impl Play {
         let gone = before.iter().filter(is_gone).map(|object| ObjectChange::Delete(object.reference()));
         self.node.cluster.apply(gone.chain(after.iter().cloned().map(ObjectChange::Set))).unwrap();
         self.evaluator = Evaluator::new(after);
-        self.node.postponed = self.evaluator.postponed(self.workers_translate);
+        self.node.postponed = self.evaluator.postponed();
         let evaluator = &self.evaluator;
         self.node.forget(|to, by| {
             let is_asked = |service: &&Service| service.addresses.contains(&to.0) || service.external.contains(&to.0);
@@ -240,23 +233,19 @@ impl Play {
                 Some(service) => {
                     let dst = service.addresses.iter().find(|address| address.is_ipv6() == to.0.is_ipv6());
                     let flow = Flow { src: to.0, dst: *dst.unwrap(), protocol: 17, sport: 0, dport: 53 };
-                    matches!(evaluator.objects.target(&flow), Target::Port { serving, .. } if serving.contains(&by))
+                    evaluator.objects.backends_of(&flow).is_some_and(|found| found.serving.contains(&by))
                 }
             }
         });
     }
 
-    /// A flow of datagrams has lost its backend: in the kernel at once, for a worker at its next packet.
+    /// A flow of datagrams has lost its backend.
     fn forget(&self, talk: &mut Talk<'_>) {
-        let Some(seen) = talk.seen.filter(|_| !talk.of.is_tcp && self.is_by_kernel(talk.of)) else { return };
+        let Some(seen) = talk.seen.filter(|_| !talk.of.is_tcp) else { return };
         let backends = self.evaluator.backends(talk.of, &talk.flow);
         if backends.is_some_and(|(_, serving)| !serving.contains(&(seen.dst, seen.dport))) {
             (talk.seen, talk.is_answered) = (None, false);
         }
-    }
-
-    fn is_by_kernel(&self, of: &Conversation) -> bool {
-        !self.workers_translate || !matches!(of.to, Destination::Cluster(_))
     }
 
     /// The way of the client's next packet as it must be; `None` if it would be another conversation.
@@ -287,15 +276,14 @@ impl Play {
 
     /// The same for what no Service has.
     fn expect_untranslated(&self, talk: &Talk<'_>) -> Expected {
-        let (of, flow) = (talk.of, &talk.flow);
-        let is_in_block = matches!(of.to, Destination::Cluster(_) | Destination::OtherPort(_) | Destination::Nothing);
+        let flow = &talk.flow;
         let is_plain = self.evaluator.allows_plain(flow);
         let passes = match talk.is_invited {
             // Its connection is that of who has begun. What leaves for a Service's address is asked about as it is, too.
             true => {
                 self.evaluator.allows_plain(&reversed(*flow)) && (is_plain || !self.node.postponed.contains(&flow.dst))
             }
-            false => is_plain && !(self.workers_translate && is_in_block),
+            false => is_plain,
         };
         Expected { rule: Rule::None, at: passes.then_some((flow.dst, flow.dport)) }
     }
@@ -358,7 +346,7 @@ impl Play {
             false => self.evaluator.allows_plain(&asked),
         };
         let is_elsewhere = self.evaluator.objects.local_pod(seen.dst).is_none();
-        if !is_allowed && is_elsewhere && talk.by_service && self.is_by_kernel(talk.of) {
+        if !is_allowed && is_elsewhere && talk.by_service {
             // Answers of what another machine has been asked come by the node, which knows no policy.
             talk.is_over = true;
             return;

@@ -89,7 +89,6 @@ static __always_inline __u32 original_direction(__u64 control)
 #define EPOCH_MASK 0x7fffff
 #define EPOCH(control) ((control) >> 30 & EPOCH_MASK)
 #define GENERATION(control) ((control) >> 53 & 0x3ff)
-#define TRANSLATION (1ULL << 63) /* one of the two entries of a connection to a Service */
 #define IS_WRITTEN(control) (STATE(control) > 1)
 #define FREED(control) (GENERATION(control) << 53)
 #define CLAIMED_ANEW(free) (((GENERATION(free) + 1) & 0x3ff) << 53 | CLAIMED)
@@ -106,7 +105,6 @@ enum state {
 	TCP_LAST_ACK = 9,
 	TCP_TIME_WAIT = 10,
 	TCP_CLOSE = 11,
-	FRONTEND = 15,
 };
 
 /* The path (dataplane/src/conntrack/path.rs): the interface of each end, 0 or BY_NODE for the node's stack; whether a program has
@@ -135,9 +133,6 @@ enum state {
 #define REPEATS_ON (1U << 31)
 #define REPEATS_WITH_DAEMON (1U << 30) /* alone */
 
-/* The links of translated connections (dataplane/src/conntrack/beside.rs) are behind the entries, eight to an element. */
-#define LINKS 8
-#define LINK_TO(slot, control) ((slot) | GENERATION(control) << 32 | 1ULL << 63)
 
 static __always_inline const struct entry *entry_at(__u32 slot)
 {

@@ -201,15 +201,11 @@ static __always_inline int record_syn_ack(const struct packet *packet, __u32 slo
 
 /* The connection of a packet. It has slots, not addresses: these would be numbers behind a function that is verified by itself. */
 struct connection {
-	__u64 control;       /* of the entry with state and verdict */
-	__u64 nat_control;
-	__u32 slot;          /* of that entry; NO_SLOT: there is none */
-	__u32 nat_slot;      /* of a translated connection: the packet leaves with the key in this slot, otherwise NO_SLOT */
-	__u32 nat_direction; /* in which direction of that key */
-	__u32 to_ifindex;    /* the interface of the other end, 0: the node's stack */
-	__u32 now;           /* in ticks */
-	__u32 only_plain;    /* of the caller: a translated connection is for a worker */
-	__u32 via_host;      /* of the caller: VIA_HOST, if one that the packet opens traverses the node's stack */
+	__u64 control;    /* of its entry */
+	__u32 slot;       /* of that; NO_SLOT: there is none */
+	__u32 to_ifindex; /* the interface of the other end, 0: the node's stack */
+	__u32 now;        /* in ticks */
+	__u32 via_host;   /* of the caller: VIA_HOST, if one that the packet opens traverses the node's stack */
 };
 
 /* Whether a segment that only a worker could place goes on with an allowed connection, since nobody serves the workers. Whoever gets it judges
@@ -245,48 +241,6 @@ static __always_inline __u64 path_unserved(const struct packet *packet, __u32 st
 	return ends ? path | FINISHED(0) | FINISHED(1) : path;
 }
 
-static __always_inline __u64 link_of(const struct table *table, __u32 slot)
-{
-	const __u64 *links = (const void *)entry_at(table->groups * LANES + slot / LINKS);
-
-	return links ? *(const volatile __u64 *)&links[slot & (LINKS - 1)] : 0;
-}
-
-/* A connection to a Service has two entries, linked to each other: of the client and the Service, with the state FRONTEND, and of the client and
- * the backend, with the connection's state and verdict. For a packet found by one this finds the other, whose key it leaves with, and
- * returns the slot of the one with state and verdict, in whose direction the packet then is. NO_SLOT: the connection has ended, or the key
- * is another connection's.
- *
- * Either entry may be freed and taken again meanwhile. A link has the generation of the entry that it leads to, so links that name each
- * other belong to one connection; whoever writes the key compares nat_control once more (rewrite.h). */
-static __always_inline __u32 follow_link(const struct table *table, struct packet *packet, __u32 slot, struct connection *found)
-{
-	const __u64 control = found->control, link = link_of(table, slot);
-	const __u32 other = link, is_of_client = STATE(control) == FRONTEND;
-	const struct entry *entry;
-	__u64 leaving;
-
-	if (other >= table->groups * LANES || link_of(table, other) != LINK_TO(slot, control))
-		return NO_SLOT;
-	entry = entry_at(other);
-	if (!entry)
-		return NO_SLOT;
-	found->nat_slot = other;
-	found->nat_control = leaving = control_of(entry);
-	if (link != LINK_TO(other, leaving) || !(leaving & TRANSLATION) || !IS_WRITTEN(leaving) || (control | leaving) & TENTATIVE ||
-	    is_of_client == (STATE(leaving) == FRONTEND))
-		return NO_SLOT;
-	/* The client knows the Service alone, and the backend is found by its own address alone. */
-	if (is_of_client != (packet->direction == ORIGINAL(control)))
-		return NO_SLOT;
-	found->nat_direction = is_of_client ? ORIGINAL(leaving) : !ORIGINAL(leaving);
-	if (!is_of_client)
-		return slot;
-	packet->direction = ORIGINAL(leaving);
-	found->control = leaving;
-	return other;
-}
-
 /* Whether packets from `ingress` take this direction of a path. */
 static __always_inline int starts_at(__u64 path, __u32 direction, __u32 ingress)
 {
@@ -315,7 +269,7 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	const struct table *table = bpf_map_lookup_elem(&ct_table, &zero);
 	const struct entry *entry;
 	__u32 epoch, slot, kind, direction, state, unserved;
-	__u64 before, path, updated;
+	__u64 path, updated;
 	struct kernel_use *use;
 
 	if (!table || !packet || !found) /* never */
@@ -325,12 +279,8 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	if (slot == NO_SLOT || (packet->flags == OPENING_SYN && is_served()))
 		return 0;
 	entry = entry_at(slot);
-	before = found->control;
-	found->nat_slot = NO_SLOT;
-	if (before & TRANSLATION)
-		slot = found->only_plain ? NO_SLOT : follow_link(table, packet, slot, found);
 	found->now = tick_of_now();
-	if (!entry || slot == NO_SLOT)
+	if (!entry)
 		return 0;
 	/* Serial numbers as of RFC 1982; 0: not evaluated. */
 	if (!EPOCH(found->control) || (EPOCH(found->control) - epoch) & EPOCH_MASK & 0x400000)
@@ -351,12 +301,11 @@ __noinline int look_up(struct packet *packet, __u32 ingress, struct connection *
 	}
 	if (kind > 4) /* never */
 		return 0;
-	found->slot = slot;
 	found->to_ifindex = target_of(path, direction);
 	if (!is_active(use, found->control, found->now, table->timeouts[kind]))
 		return 0;
 	/* With the same control word as before, all that was read is of one connection and verdict. */
-	if (control_of(entry) != before)
+	if (control_of(entry) != found->control)
 		return 0;
 	if (!unserved && packet->flags & TCP_SYN && !record_syn_ack(packet, slot))
 		return 0;

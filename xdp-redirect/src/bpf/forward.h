@@ -87,7 +87,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	struct decision decision;
 	const struct ethhdr *eth;
 	struct packet packet;
-	int found, rewritten, action, bridged = 0;
+	int found, action, bridged = 0;
 
 	if (is_captured(iface) || !read_packet(skb, &packet) || !is_checksum_in_transport_header(skb, &packet))
 		return FOR_WORKER;
@@ -98,7 +98,7 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 		to = bpf_map_lookup_elem(&interfaces, &connection.to_ifindex);
 		if (!to || is_captured(to) || connection.control & VIA_HOST || iface->filtered & FILTERS_FROM_POD)
 			return FOR_WORKER;
-		bridged = iface->bridge == to->bridge && connection.nat_slot == NO_SLOT && is_to_bridge_neighbour(skb, iface);
+		bridged = iface->bridge == to->bridge && is_to_bridge_neighbour(skb, iface);
 		if ((packet.ttl <= 1 && !bridged) || longest_packet(skb, &packet) > to->mtu)
 			return FOR_WORKER;
 	} else {
@@ -110,12 +110,10 @@ static __always_inline int forward_from_pod(struct __sk_buff *skb, const struct 
 	}
 	if (found == OPENS && !open_connection(&packet, &decision, &connection))
 		return FOR_WORKER;
-	rewritten = rewrite_for(skb, &packet, &connection, to, bridged);
-	if (rewritten)
-		return rewritten == CONNECTION_ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
+	if (to && rewrite(skb, &packet, to, bridged))
+		return count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	if (!to) {
-		action = connection.nat_slot != NO_SLOT || connection.control & VIA_HOST ?
-				 FOR_STACK : send_out(skb, &packet, iface, longest_packet(skb, &packet));
+		action = connection.control & VIA_HOST ? FOR_STACK : send_out(skb, &packet, iface, longest_packet(skb, &packet));
 		count_offloaded(skb, &packet, &connection, iface, 0, action == FOR_STACK ? POD_TO_STACK : POD_TO_UPLINK);
 		return action == FOR_STACK ? TC_ACT_UNSPEC : action;
 	}
@@ -133,7 +131,7 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	struct connection connection = {};
 	struct decision decision;
 	struct packet packet;
-	int found, rewritten;
+	int found;
 
 	if (is_captured(iface) || !read_packet(skb, &packet) || !is_checksum_in_transport_header(skb, &packet) ||
 	    longest_packet(skb, &packet) > iface->mtu)
@@ -145,9 +143,6 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
 	}
 	if (!found || connection.to_ifindex != skb->ifindex || (found == OPENS && !open_connection(&packet, &decision, &connection)))
 		return FOR_WORKER;
-	rewritten = rewrite_for(skb, &packet, &connection, 0, 0);
-	if (rewritten)
-		return rewritten == CONNECTION_ENDED ? FOR_WORKER : count(skb->ifindex, NO_MEMORY, TC_ACT_SHOT);
 	count_offloaded(skb, &packet, &connection, 0, iface, STACK_TO_POD);
 	return TC_ACT_UNSPEC;
 }
@@ -156,7 +151,7 @@ static __always_inline int forward_to_pod(struct __sk_buff *skb, const struct in
  * the stack is asked before its connection is looked up, which leaves a note that only the first to look leaves. */
 static __always_inline int forward_from_uplink(struct __sk_buff *skb, const struct uplink *uplink)
 {
-	struct connection connection = { .only_plain = 1 };
+	struct connection connection = {};
 	const struct pod_interfaces *pod;
 	const struct interface *iface;
 	struct decision decision;

@@ -20,7 +20,7 @@
 /* Of the connections that each pod opens, and of those that others open to it (OwnerId in dataplane/src/conntrack/entry.rs). */
 #define CREDITS (2 * PODS)
 #define EVENTS 16384
-#define ELEMENTS_OF_GROUP (LANES + LANES / LINKS + LANES / 4) /* entries, links, openers; the rest is behind those of all groups */
+#define ELEMENTS_OF_GROUP (LANES + LANES / 4) /* entries, openers; the rest is behind those of all groups */
 
 struct answer {
 	__u64 version; /* odd while a worker writes it; 0: never written */
@@ -99,7 +99,7 @@ static __always_inline int has_ended(const struct table *table, const struct pac
 	__u32 state;
 	__u64 path;
 
-	if (!use || !entry || !IS_WRITTEN(control) || control & (TENTATIVE | TRANSLATION) || (control & VIA_HOST) != found->via_host)
+	if (!use || !entry || !IS_WRITTEN(control) || control & TENTATIVE || (control & VIA_HOST) != found->via_host)
 		return 0;
 	path = *(const volatile __u64 *)&use->path;
 	state = state_of(packet, control, path);
@@ -125,7 +125,7 @@ static __always_inline int goes_on_unserved(const struct packet *packet, const s
 	struct kernel_use *use = bpf_map_lookup_elem(&ct_uses, &slot);
 	__u64 path;
 
-	if (!use || packet->protocol != IPPROTO_TCP || control & (TENTATIVE | REVOKED | TRANSLATION) ||
+	if (!use || packet->protocol != IPPROTO_TCP || control & (TENTATIVE | REVOKED) ||
 	    (control & VIA_HOST) != found->via_host || packet->direction != ORIGINAL(control) || is_served())
 		return 0;
 	path = *(const volatile __u64 *)&use->path;
@@ -178,7 +178,6 @@ __noinline int find_answer(struct packet *packet, __u32 ingress, struct connecti
 		decision->verdict = *(const volatile __u64 *)&answer->verdict;
 		if (found->slot == NO_SLOT)
 			found->control = 0;
-		found->nat_slot = NO_SLOT;
 		found->to_ifindex = target_of(decision->path, direction);
 		applies = *(const volatile __u64 *)&answer->version == version && VERDICT_ORIGINAL(decision->verdict) == direction &&
 			  END(decision->path, direction) == ingress &&

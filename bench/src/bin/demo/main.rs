@@ -101,7 +101,7 @@ fn run() -> Result<()> {
         // Two workers if there are two cores: the two directions of a connection may then be on different workers that
         // share one table.
         let cores: Vec<String> = available_cores().iter().take(2).map(|core| core.0.to_string()).collect();
-        config.sections += &format!("[workers]\ncores = [{}]\n[services]\nenabled = true\n", cores.join(", "));
+        config.sections += &format!("[workers]\ncores = [{}]\n", cores.join(", "));
         let daemon = Daemon::start(cluster.node.namespace(), &config)?;
         let workers = if cores.len() > 1 { "two workers" } else { "one worker" };
         let command = format!("penstock run --config {}, {workers}", daemon.config().display());

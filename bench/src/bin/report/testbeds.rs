@@ -75,7 +75,6 @@ impl TestbedSpec {
         match &self.peer {
             peer if *peer == Peer::penstock_by_tcx(true) => "Penstock, tcx",
             peer if *peer == Peer::penstock_by_tcx(false) => "Penstock, tcx, all by workers",
-            peer if *peer == Peer::penstock_beside_kube_proxy() => "Penstock, tcx, beside kube-proxy",
             peer if *peer == Peer::penstock_by_tcx_with_one_worker() => "Penstock, tcx, one worker",
             peer if *peer == Peer::penstock_by_tcx_without_repeats() => "Penstock, tcx, by workers",
             peer if *peer == Peer::penstock_by_tcx_with_one_worker_without_repeats() => "Penstock, tcx, by one worker",

@@ -61,7 +61,6 @@ const ROUND: usize = 24;
 enum Translation {
     None,
     Kernel(ProxyMode),
-    Workers,
 }
 
 /// How a node is set up.
@@ -78,12 +77,9 @@ fn settings() -> Vec<Setting> {
     let mut all = Vec::new();
     for (attach, offload) in [(Attach::Tcx, true), (Attach::Tcx, false), (Attach::Xdp, false)] {
         for is_bridged in [false, true] {
-            for translation in [
-                Translation::None,
-                Translation::Kernel(ProxyMode::Iptables),
-                Translation::Kernel(ProxyMode::Nftables),
-                Translation::Workers,
-            ] {
+            for translation in
+                [Translation::None, Translation::Kernel(ProxyMode::Iptables), Translation::Kernel(ProxyMode::Nftables)]
+            {
                 all.push(Setting { attach, offload, is_bridged, translation });
             }
         }
@@ -183,7 +179,6 @@ impl World {
                 match setting.translation {
                     Translation::None => {}
                     Translation::Kernel(mode) => translate(cluster.node.namespace(), mode),
-                    Translation::Workers => config.sections += "[services]\nenabled = true\n",
                 }
                 outside = Some(machine);
             }),
@@ -401,7 +396,7 @@ fn random_frames_arrive_only_where_policy_allows_their_sender() {
     for (attach, offload, is_bridged, translation) in [
         (Attach::Tcx, true, false, Translation::Kernel(ProxyMode::Nftables)),
         (Attach::Tcx, true, true, Translation::Kernel(ProxyMode::Iptables)),
-        (Attach::Tcx, false, false, Translation::Workers),
+        (Attach::Tcx, false, false, Translation::Kernel(ProxyMode::Nftables)),
         (Attach::Xdp, false, false, Translation::Kernel(ProxyMode::Iptables)),
         (Attach::Xdp, false, true, Translation::None),
     ] {

@@ -57,8 +57,6 @@ enum Translator {
     Proxy(ProxyMode),
     /// Rules for a port of the node that is a pod's (`hostPort`), of the form of the CNI plugin portmap's.
     HostPort,
-    /// Workers for cluster addresses, on the node with a daemon, beside kube-proxy's rules.
-    Workers,
 }
 
 /// How both nodes are set up.
@@ -92,7 +90,6 @@ impl Setting {
     fn proxy(&self) -> Option<ProxyMode> {
         match self.translator {
             Translator::Proxy(mode) => Some(mode),
-            Translator::Workers => Some(ProxyMode::Nftables),
             Translator::Nobody | Translator::HostPort => None,
         }
     }
@@ -134,7 +131,7 @@ fn settings() -> Vec<Setting> {
     ] {
         for (is_bridged, mtu) in [(false, None), (true, None), (false, Some(9001))] {
             let modes = [ProxyMode::Iptables, ProxyMode::Nftables].map(Translator::Proxy);
-            let others = [Translator::Nobody, Translator::HostPort, Translator::Workers];
+            let others = [Translator::Nobody, Translator::HostPort];
             let plain = modes.into_iter().chain(others).map(|translator| (translator, Reference::Plain));
             let both = plain.chain([(Translator::Nobody, Reference::Tracked)]);
             all.extend(both.map(|(translator, reference)| Setting {
@@ -247,7 +244,7 @@ fn compare(setting: Setting, seed: u64, rounds: usize, until: Option<Instant>) {
             break;
         }
         // A daemon forgets connections with its table, and the kernel keeps them.
-        let needs_table = setting.reference == Reference::Tracked || setting.translator == Translator::Workers;
+        let needs_table = setting.reference == Reference::Tracked;
         let is_eventful = !needs_table && (round % 4 == 3 || round + 1 == rounds);
         let mut events: Vec<Event> =
             if is_eventful { EVENTS.choose_multiple(&mut maker.random, 2).copied().collect() } else { Vec::new() };
@@ -305,7 +302,6 @@ fn random_packets_arrive_as_on_a_plain_node() {
         (Attach::Tcx, PAST_STACK, false, Translator::Proxy(ProxyMode::Nftables), None),
         (Attach::Tcx, WORKERS, false, Translator::Proxy(ProxyMode::Iptables), Some(9001)),
         (Attach::Tcx, PAST_STACK, true, Translator::HostPort, None),
-        (Attach::Tcx, PAST_STACK, false, Translator::Workers, None),
     ];
     compare_each(settings, Reference::Plain);
 }
@@ -331,7 +327,6 @@ fn random_packets_for_a_minute_arrive_as_on_a_plain_node() {
     let is_asked = |setting: &Setting| match setting.translator {
         Translator::Nobody | Translator::Proxy(_) => true,
         Translator::HostPort => only.contains("HostPort"),
-        Translator::Workers => only.contains("Workers"),
     };
     let is_meant = |setting: &Setting| is_asked(setting) && format!("{setting:?}").contains(&only);
     let all: Vec<Setting> = settings().into_iter().filter(is_meant).collect();

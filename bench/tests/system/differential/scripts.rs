@@ -15,7 +15,6 @@ const ANOTHERS: &str = "ICMP errors about another's connections";
 const GROUPS: &str = "groups and links";
 const SOURCE_ROUTES: &str = "source routes";
 const REDIRECTS: &str = "ICMP redirects";
-const LATE: &str = "segments of no connection to a Service, where workers translate";
 const WRITTEN: &str = "options that routers act on";
 const WHOLE: &str = "headers of IPv6 fragments that are whole, which connection tracking takes away";
 const UNREADABLE: &str = "what cannot be read";
@@ -439,11 +438,9 @@ impl Maker {
             (Translator::HostPort, _) => (Out, (node, HOST_PORT), false),
             (_, 0) => (Pod0, (node, NODE_PORT), true),
             (_, 1) => (Out, (node, NODE_PORT), true),
-            // Workers give a pod that is its own backend another source than the kernel does.
-            (Translator::Proxy(_), 2) => (Pod1, (service(v6), WEB), true),
+            (_, 2) => (Pod1, (service(v6), WEB), true),
             _ => (Pod0, (service(v6), WEB), false),
         };
-        let is_by_worker = self.setting.translator == Translator::Workers && frontend.0 != node;
         let (port, client, backend) = (self.next_port(), from.address(v6), Pod1.address(v6));
         let (mut own, mut other): (u32, u32) = self.random.random();
         let plan: &[(bool, u8, usize)] = match self.random.random_range(0..4) {
@@ -483,7 +480,6 @@ impl Maker {
             if is_sent || !is_masqueraded {
                 let what = format!("TCP {port} flags {flags:#x} of a Service");
                 self.by_gateway(steps, ends, &ip, (tcp(ports, numbers, flags, 5000, &[], &payload), 16), what);
-                except(steps, (is_by_worker && plan[0].1 == ACK).then_some(LATE));
             }
         }
     }

@@ -192,8 +192,8 @@ impl Maker {
         what: String,
     ) {
         let is_open = self.one_in(4) && payload.len() > at + 1;
-        // The kernel's tracking reads checksums, and translates no packet with a wrong one; workers do.
-        let reads_sums = self.setting.reference == Reference::Tracked || self.setting.translator == Translator::Workers;
+        // The kernel's tracking reads checksums, and translates no packet with a wrong one.
+        let reads_sums = self.setting.reference == Reference::Tracked;
         let is_wrong = !reads_sums && !is_open && self.one_in(16);
         let mut payload = if payload.len() > at + 1 { ip.summed(payload, at, is_open) } else { payload };
         if is_wrong && payload.len() > at {

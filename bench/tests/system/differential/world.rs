@@ -11,7 +11,7 @@ use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Outside, ScratchD
 use super::bytes::{of_frame, without_choices};
 use super::scripts::{group_mac, is_of_node};
 use super::steps::{Act, Hop, Shot, Step};
-use super::{Event, HOST_PORT, NODE, Obstacle, Reference, Setting, Translator, WEB, service};
+use super::{Event, HOST_PORT, NODE, Obstacle, Reference, Setting, Translator};
 use crate::fixture::{pods, policy};
 use crate::forger::{VirtioHeader, VirtioSocket};
 use crate::system::no_policy::packets::End::{self, Outside as Out, Pod0, Pod1};
@@ -78,11 +78,6 @@ impl World {
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
         if setting.reference == Reference::Plain {
             config.conntrack += SHORT;
-        }
-        if setting.translator == Translator::Workers {
-            config.keys += "service_cidrs = [\"10.96.0.0/16\", \"fd00:10:96::/112\"]\n";
-            config.sections += "[services]\nenabled = true\n";
-            std::fs::write(manifests.join("service.yaml"), service_manifest()).unwrap();
         }
         // By it daemons take over.
         config.admin = Some(scratch.path().join("admin.sock"));
@@ -310,28 +305,5 @@ fn host_port() -> String {
         "table inet hostport {{\nchain entering {{ type nat hook prerouting priority dstnat;\n{}{}}}\n\
          chain leaving {{ type nat hook postrouting priority srcnat;\n{}{}}}\n}}\n",
         v4.0, v6.0, v4.1, v6.1
-    )
-}
-
-/// The Service whose backend is the second pod.
-fn service_manifest() -> String {
-    let [v4, v6] = [false, true].map(|v6| (service(v6), Pod1.address(v6)));
-    let slice = |family: &str, address| {
-        format!(
-            "---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
-             metadata: {{namespace: test, name: api-{}, labels: {{kubernetes.io/service-name: api}}}}\n\
-             addressType: {family}\nendpoints: [{{addresses: ['{address}']}}]\n\
-             ports: [{{name: web, protocol: TCP, port: 8080}}, {{name: dns, protocol: UDP, port: 53}}]\n",
-            family.to_lowercase()
-        )
-    };
-    format!(
-        "apiVersion: v1\nkind: Service\nmetadata: {{namespace: test, name: api}}\n\
-         spec:\n  clusterIPs: ['{}', '{}']\n  ports:\n\
-         \x20 - {{name: web, protocol: TCP, port: {WEB}}}\n  - {{name: dns, protocol: UDP, port: {WEB}}}\n{}{}",
-        v4.0,
-        v6.0,
-        slice("IPv4", v4.1),
-        slice("IPv6", v6.1)
     )
 }

@@ -40,9 +40,6 @@ pub struct Status {
     /// Interfaces to other machines, and whether packets of pods may pass the node's stack by there.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub host_routing: Vec<HostRoutingStatus>,
-    /// Services that workers translate; `None` if they do not.
-    #[serde(default)]
-    pub services: Option<ServicesStatus>,
     /// Domain names that pods have learnt; `None` if no policy of theirs has some, or these are not followed.
     #[serde(default)]
     pub domain_names: Option<NamesStatus>,
@@ -355,20 +352,6 @@ pub struct TableStatus {
     pub events: BTreeMap<String, u64>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
-pub struct ServicesStatus {
-    /// Cluster addresses, each with a port and protocol.
-    pub frontends: usize,
-    /// Those of them that have no backend for a new connection.
-    pub without_backend: usize,
-    /// Backends for new connections, of all frontends.
-    pub backends: usize,
-    /// Clients with an entry in the table of affinity, whether its time has passed or not.
-    pub affinity_entries: usize,
-    /// Clients that the table of affinity has room for.
-    pub affinity_capacity: usize,
-}
-
 /// `GET /v1/flows`: the query.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -378,11 +361,8 @@ pub struct FlowsQuery {
     pub state: Option<String>,
     /// Only connections of this protocol: by name or number.
     pub protocol: Option<String>,
-    /// Only connections to this destination port; of a connection to a Service that is the backend's.
+    /// Only connections to this destination port.
     pub port: Option<u16>,
-    /// Only connections to this Service: `namespace/name`, or one of its cluster addresses.
-    #[serde(default)]
-    pub service: Option<String>,
     pub limit: Option<usize>,
 }
 
@@ -402,12 +382,8 @@ pub struct ConnectionFlow {
     pub protocol: String,
     /// The end that opened it.
     pub from: FlowEnd,
-    /// The other end; of a connection to a Service its backend.
+    /// The other end.
     pub to: FlowEnd,
-    /// Where a connection leads to a Service: its cluster address and port, with the name of the Service's port, if there still is
-    /// one.
-    #[serde(default)]
-    pub service: Option<FlowEnd>,
     /// Its state, named as in nf_conntrack, or `REVOKED` if a policy change revoked it.
     pub state: String,
     /// Traffic of the end that opened it; `None` where connections have no counters: without `offload`, and with

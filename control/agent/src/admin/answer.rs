@@ -17,7 +17,7 @@ use penstock_sources::ObjectKind;
 use penstock_xdp_redirect::KeptBy;
 
 use crate::connection_limits::limited;
-use crate::naming::{end, identifier, of_client, service, sides, traffic};
+use crate::naming::{end, identifier, sides, traffic};
 use crate::ports::PortRole;
 use crate::query::FlowScan;
 use crate::samples::CounterSample;
@@ -54,7 +54,6 @@ impl DaemonView<'_> {
             },
             connections: self.connections(),
             host_routing: self.host_routing(),
-            services: self.config.services.enabled.then(|| self.services()),
             domain_names: self.objects.names().filter(|_| self.engine().policy_set().has_names()).map(|names| {
                 let NameCounts { kept, learnt, evicted, not_understood, unasked } = names.counts();
                 let has_resolver = self.has_resolver();
@@ -243,28 +242,9 @@ impl DaemonView<'_> {
         owners.map(|owner| self.dataplane.connections().len_of(owner)).iter().sum()
     }
 
-    pub(crate) fn listing(&self, end: Option<&str>, service: Option<&str>) -> Result<FlowScan, String> {
+    pub(crate) fn listing(&self, end: Option<&str>) -> Result<FlowScan, String> {
         let addresses = end.map(|end| self.addresses(end)).transpose()?;
-        let cluster_addresses = service.map(|service| self.cluster_addresses(service)).transpose()?;
-        Ok(FlowScan { table: self.dataplane.connections().clone(), addresses, cluster_addresses })
-    }
-
-    /// The addresses of a Service, by its name, or the address itself, which may be that of a Service that is gone.
-    fn cluster_addresses(&self, service: &str) -> Result<Vec<IpAddr>, String> {
-        if !self.config.services.enabled {
-            return Err(format!("Service {service}: workers do not translate Services; set services.enabled = true"));
-        }
-        if let Ok(address) = service.parse() {
-            return Ok(vec![address]);
-        }
-        let name = service.strip_prefix("svc/").unwrap_or(service);
-        match format!("svc/{name}").parse() {
-            Ok(flow::FlowEndpoint::Service(key)) => match self.engine().state().service(&key) {
-                Some(found) => Ok(found.addresses.clone()),
-                None => Err(flow::FlowError::NoService(key).to_string()),
-            },
-            _ => Err(format!("{service:?} is not a Service: write NAMESPACE/NAME, or its cluster address")),
-        }
+        Ok(FlowScan { table: self.dataplane.connections().clone(), addresses })
     }
 
     fn addresses(&self, end: &str) -> Result<Vec<IpAddr>, String> {
@@ -278,16 +258,15 @@ impl DaemonView<'_> {
         connections
             .iter()
             .map(|connection| {
-                let original = of_client(&connection.original, connection.frontend.as_ref());
-                let (egress, ingress) = sides(self.engine(), &connection.original, connection.frontend.as_ref());
+                let original = &connection.original;
+                let (egress, ingress) = sides(self.engine(), original);
                 let (src_port, dst_port) = original.shown_ports();
                 let [sent, received] = traffic(connection);
                 types::ConnectionFlow {
-                    connection: identifier(table.connection_id(&connection.original)),
+                    connection: identifier(table.connection_id(original)),
                     protocol: original.protocol.to_string(),
                     from: end(self.engine(), original.src, src_port),
                     to: end(self.engine(), original.dst, dst_port),
-                    service: connection.frontend.as_ref().map(|frontend| service(self.engine(), frontend)),
                     state: connection.state.name().to_owned(),
                     sent,
                     received,
@@ -300,26 +279,9 @@ impl DaemonView<'_> {
             .collect()
     }
 
-    fn services(&self) -> types::ServicesStatus {
-        let set = self.engine().service_set();
-        let (affinity_entries, affinity_capacity) = self.dataplane.connections().affinity_entries();
-        types::ServicesStatus {
-            frontends: set.len(),
-            without_backend: set.iter().filter(|(_, frontend)| frontend.backends.is_empty()).count(),
-            backends: set.iter().map(|(_, frontend)| frontend.backends.len()).sum(),
-            affinity_entries,
-            affinity_capacity,
-        }
-    }
-
     pub(crate) fn explain(&self, query: &types::ExplainQuery) -> Result<types::Explanation, String> {
         let (from, to) = (query.from.parse(), query.to.parse());
-        let text = |error: flow::FlowError| match error {
-            flow::FlowError::NoService(service) if !self.source.followed().contains(ObjectKind::Service) => format!(
-                "Service {service}: this daemon does not follow Services; set services.enabled = true, or ask with --manifests"
-            ),
-            error => error.to_string(),
-        };
+        let text = |error: flow::FlowError| error.to_string();
         let port = query.port.parse().map_err(text)?;
         let now = Moment(Timestamp::now().as_millis());
         let (allowed, text) =

@@ -17,15 +17,14 @@ impl DaemonView<'_> {
     pub(crate) fn dump(&self, config: &toml::Table, findings: &[PreflightFinding], counters: &LiveCounters) -> Dump {
         let preflight = findings.iter().map(|finding| format!("{:<8} {}\n", finding.level, finding.line));
         let (engine, status) = (self.objects.engine(), self.status(counters));
-        let services = status.services.is_some().then(|| text("services.json", listing::services_json(engine)));
-        let mut files = vec![
+        let files = vec![
             text("versions.txt", versions()),
             text("config.toml", config.to_string()),
             file("status.json", &status),
             text("policy.json", listing::json(engine)),
+            text("preflight.txt", preflight.collect()),
+            text("log.txt", logging::recent()),
         ];
-        files.extend(services);
-        files.extend([text("preflight.txt", preflight.collect()), text("log.txt", logging::recent())]);
         Dump { files }
     }
 }

@@ -1,7 +1,6 @@
 //! The admin API's paths. All are read-only, but for trials of policies from files, which the configuration must allow.
 
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 
 use axum::extract::rejection::JsonRejection;
 use axum::extract::{DefaultBodyLimit, Query, State};
@@ -157,8 +156,8 @@ async fn try_policies(
 
 async fn list(handle: &QueryHandle, query: &FlowsQuery) -> Result<Flows, HttpError> {
     let filter = Filter::new(query)?;
-    let (end, service) = (query.end.clone(), query.service.clone());
-    let listing = handle.query(|answer| StateQuery::Connections { end, service, answer }).await?;
+    let end = query.end.clone();
+    let listing = handle.query(|answer| StateQuery::Connections { end, answer }).await?;
     let listing = listing.map_err(HttpError::bad)?;
     let limit = query.limit.unwrap_or(DEFAULT_LIMIT).min(MAX_LIMIT);
     // A scan of a full table takes some ten milliseconds: not on the thread that publishes policies.
@@ -202,19 +201,12 @@ impl Filter {
 
     /// How many match, and the first `limit` of them.
     fn find(&self, listing: &FlowScan, limit: usize) -> (usize, Vec<ConnectionInfo>) {
-        let set = |addresses: &Option<Vec<IpAddr>>| -> Option<BTreeSet<Address>> {
-            addresses.as_ref().map(|addresses| addresses.iter().map(|&address| address.into()).collect())
-        };
-        let (addresses, services) = (set(&listing.addresses), set(&listing.cluster_addresses));
+        let addresses = listing.addresses.as_ref();
+        let addresses: Option<BTreeSet<Address>> =
+            addresses.map(|addresses| addresses.iter().map(|&address| address.into()).collect());
         let of = |connection: &ConnectionInfo| {
             let Flow { src, dst, .. } = connection.original;
-            // A pod that is its own backend has the Service's address on its side.
-            let frontend = connection.frontend.as_ref();
-            let client = frontend.map_or(src, |frontend| frontend.src);
-            let has_end = |addresses: &BTreeSet<Address>| [client, dst].iter().any(|end| addresses.contains(end));
-            let has_service =
-                |services: &BTreeSet<Address>| frontend.is_some_and(|frontend| services.contains(&frontend.dst));
-            addresses.as_ref().is_none_or(has_end) && services.as_ref().is_none_or(has_service)
+            addresses.as_ref().is_none_or(|addresses| [src, dst].iter().any(|end| addresses.contains(end)))
         };
         let (mut matching, mut found) = (0, Vec::new());
         for connection in

@@ -29,7 +29,7 @@ pub(super) use objects::CapturedObjects;
 use objects::ObjectStep;
 
 use super::config::Config;
-use super::naming::{PacketNames, evaluated_sides, identifier, service_name, sides};
+use super::naming::{PacketNames, evaluated_sides, identifier, sides};
 use super::ports::CapturedPorts;
 
 /// How often packets are passed on.
@@ -172,7 +172,6 @@ impl RunningCapture {
                 epoch: objects.epoch.0,
                 time: objects.time,
                 count: objects.left() as u64,
-                services: config.services.enabled,
                 service_cidrs: config.service_cidrs.iter().map(ToString::to_string).collect(),
                 midstream_pickup: pickup_in_force(pickup, Timestamp::now(), objects.time),
             }),
@@ -365,7 +364,6 @@ pub(super) struct NamedConnections {
 struct Rules {
     egress: String,
     ingress: String,
-    service: Option<String>,
 }
 
 impl NamedConnections {
@@ -391,41 +389,34 @@ impl NamedConnections {
     }
 
     fn record(&mut self, names: &PacketNames<'_>, packet: &CapturedPacket) -> PacketRecord {
-        let (verdict, reason, port) = match packet.verdict {
-            pipeline::Verdict::Forward(egress) if packet.is_translated => (Verdict::Allow, None, egress),
-            pipeline::Verdict::Forward(_) => (Verdict::Allow, None, packet.ingress),
-            pipeline::Verdict::Drop(reason) => (Verdict::Deny, Some(reason), packet.ingress),
+        let (verdict, reason) = match packet.verdict {
+            pipeline::Verdict::Forward(_) => (Verdict::Allow, None),
+            pipeline::Verdict::Drop(reason) => (Verdict::Deny, Some(reason)),
             // None of these is captured.
-            pipeline::Verdict::Early => (Verdict::Deny, Some(DropReason::Fragment), packet.ingress),
+            pipeline::Verdict::Early => (Verdict::Deny, Some(DropReason::Fragment)),
         };
         let rules = match &packet.evaluation {
             Some(evaluation) => {
                 let (egress, ingress) = evaluated_sides(evaluation);
-                let service = packet.frontend.as_ref().map(|frontend| service_name(names.engine, frontend));
-                Some(Rules { egress, ingress, service })
+                Some(Rules { egress, ingress })
             }
             // Policy was asked for an earlier packet.
             None if matches!(reason, None | Some(DropReason::ConnectionRevoked)) => self.rules(names, packet),
             None => None,
         };
-        let (egress, ingress, service) = match rules {
-            Some(rules) => (Some(rules.egress), Some(rules.ingress), rules.service),
-            None => (None, None, None),
-        };
+        let (egress, ingress) = rules.map(|rules| (rules.egress, rules.ingress)).unzip();
         PacketRecord {
             time: 0,
-            port: port.0,
-            interface: self.port_name(names, port),
+            port: packet.ingress.0,
+            interface: self.port_name(names, packet.ingress),
             length: packet.length as u32,
-            translated: packet.is_translated,
             verdict,
             reason: reason.map(|reason| reason.name().to_owned()),
             egress,
             ingress,
             connection: packet.connection.map(identifier),
-            service,
-            opens: !packet.is_translated && packet.evaluation.as_ref().is_some_and(is_of_opening),
-            staged: packet.staged.as_ref().filter(|_| !packet.is_translated).map(staged),
+            opens: packet.evaluation.as_ref().is_some_and(is_of_opening),
+            staged: packet.staged.as_ref().map(staged),
             epoch: packet.epoch.0,
             worker: packet.worker,
         }
@@ -445,12 +436,8 @@ impl NamedConnections {
     fn rules(&mut self, names: &PacketNames<'_>, packet: &CapturedPacket) -> Option<Rules> {
         let (connection, original) = (packet.connection?, packet.original?);
         let named = self.rules.entry(connection).or_insert_with(|| {
-            let (egress, ingress) = sides(names.engine, &original, packet.frontend.as_ref());
-            Rules {
-                egress,
-                ingress,
-                service: packet.frontend.as_ref().map(|frontend| service_name(names.engine, frontend)),
-            }
+            let (egress, ingress) = sides(names.engine, &original);
+            Rules { egress, ingress }
         });
         Some(named.clone())
     }

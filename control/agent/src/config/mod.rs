@@ -21,9 +21,9 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
+use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_sources::convert::ConversionSettings;
-use penstock_sources::{FollowedKinds, Location};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -48,8 +48,7 @@ pub struct Config {
     /// Addresses of this node, in addition to those on its interfaces and in its Node object.
     #[serde(default)]
     pub node_addresses: Vec<IpAddr>,
-    /// Address blocks of Services. What egress policy denies there is counted as `service_denied`; where workers translate
-    /// Services, packets to an address there that no Service has are dropped.
+    /// Address blocks of Services. What egress policy denies there is counted as `service_denied`.
     #[serde(default)]
     #[schemars(with = "Vec<String>")]
     pub service_cidrs: Vec<IpNet>,
@@ -105,9 +104,6 @@ pub struct Config {
     /// The veth pair into the node's network stack.
     #[serde(default)]
     pub host_veth: HostVeth,
-    /// Services.
-    #[serde(default)]
-    pub services: Services,
     /// Domain names in policies.
     #[serde(default)]
     pub domain_names: DomainNames,
@@ -216,24 +212,6 @@ pub enum StartupMode {
     Closed,
     /// The kernel forwards them, without policy.
     Open,
-}
-
-/// Services (`[services]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct Services {
-    /// Whether workers translate what pods send to cluster addresses, and evaluate policy for the backend. Otherwise the
-    /// node's kernel translates it, and egress policy is evaluated behind that, for what answers; with xdp before Linux 6.6
-    /// it sees the cluster address. With it, the service account must be allowed to read Services and EndpointSlices; without it, Services
-    /// alone are read.
-    pub enabled: bool,
-}
-
-impl Services {
-    /// The kinds of objects that these settings need.
-    pub fn followed_kinds(&self) -> FollowedKinds {
-        if self.enabled { FollowedKinds::All } else { FollowedKinds::WithoutEndpointSlices }
-    }
 }
 
 /// Domain names in policies (`[domain_names]`).
@@ -364,7 +342,7 @@ const MIN_CONNECTIONS: u32 = 1_024;
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Conntrack {
-    /// Connections that the table holds, allocated at start: about 82 bytes each, 118 where programs forward packets too.
+    /// Connections that the table holds, allocated at start: about 82 bytes each, 114 where programs forward packets too.
     #[schemars(range(min = MIN_CONNECTIONS))]
     pub entries: u32,
     /// Maximum connections that one pod opens, and as many that others open to it. Default: a quarter of `entries`.

@@ -103,9 +103,6 @@ impl Default for Capture {
 pub struct Metrics {
     /// Address and TCP port of `/metrics`, `/healthz` and `/readyz`; or `"off"`.
     pub listen: MetricsAddress,
-    /// For how many ports of Services connections are counted one by one, with `services.enabled`: those with the most
-    /// connections. All others are counted together.
-    pub services: u16,
 }
 
 /// An address with a port, or `"off"`.

@@ -130,9 +130,9 @@ impl Daemon<'_> {
                 let counters = self.counters();
                 drop(answer.send(self.view(&self.publisher.inputs()).status(&counters)));
             }
-            StateQuery::Connections { end, service, answer } => {
+            StateQuery::Connections { end, answer } => {
                 let inputs = self.publisher.inputs();
-                drop(answer.send(self.view(&inputs).listing(end.as_deref(), service.as_deref())));
+                drop(answer.send(self.view(&inputs).listing(end.as_deref())));
             }
             StateQuery::Describe { connections, answer } => drop(answer.send(self.describe(&connections))),
             StateQuery::Explain { query, answer } => {

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use penstock_policy::engine::TranslatedBy;
 use penstock_policy::model::{Object, ObjectChange};
-use penstock_sources::Source;
 use penstock_sources::api_server::{NodeWriter, PodNotEnforced, StartupTaint, pods_not_enforced};
+use penstock_sources::{FollowedKinds, Source};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::RunError;
@@ -49,9 +49,10 @@ pub(super) async fn open_source(
     record: Option<&ObjectFile>,
     signals: &mut Signals,
 ) -> Result<Option<OpenedSource>, RunError> {
-    let (location, followed) = (config.source.location(), config.services.followed_kinds());
+    let location = config.source.location();
     let last = || record.and_then(ObjectFile::read).map(|(_, objects)| objects);
-    let opened = Source::start(&location, followed, Some(writer), config.conversion(), &last).await;
+    let opened =
+        Source::start(&location, FollowedKinds::WithoutEndpointSlices, Some(writer), config.conversion(), &last).await;
     let mut source =
         opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
     let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));
@@ -102,7 +103,7 @@ pub(super) fn first_objects(
     if let Some(names) = names {
         objects.learn_names(Arc::clone(names.table()));
     }
-    objects.set_translated_by(if config.services.enabled { TranslatedBy::Workers } else { TranslatedBy::Kernel });
+    objects.set_translated_by(TranslatedBy::Kernel);
     objects.count_use(settings.worker_cores().len());
     objects.apply(initial.into_iter().map(ObjectChange::Set), &netstate.addresses);
     objects

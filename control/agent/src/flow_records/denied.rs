@@ -126,7 +126,7 @@ mod tests {
         let mut denied = DeniedFlows::default();
         let at = Time::from_second(1).unwrap();
         let mut add =
-            |port| denied.add_flow(&flow(1, 9, port), DropReason::NoBackend, DecidingRules::default(), None, at);
+            |port| denied.add_flow(&flow(1, 9, port), DropReason::TableFull, DecidingRules::default(), None, at);
         assert_eq!((1..=20_000).filter(|&port| add(port)).count(), MOST);
         assert!(add(1), "one that is known is counted");
     }

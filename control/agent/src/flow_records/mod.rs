@@ -31,7 +31,7 @@ use penstock_policy::engine::Engine;
 use penstock_policy::state::ClusterState;
 
 use super::config;
-use super::naming::{identifier, of_client, service, sides};
+use super::naming::{identifier, sides};
 use super::nonblocking_writer::NonBlockingWriter;
 use super::publisher::Publisher;
 use crate::privileges;
@@ -242,7 +242,6 @@ impl Now {
 
 struct Connection {
     original: Flow,
-    frontend: Option<Flow>,
     state: State,
     begun: Option<Timestamp>,
     traffic: [Traffic; 2],
@@ -263,14 +262,14 @@ enum Cause {
 
 impl Connection {
     fn open(info: &ConnectionInfo, cause: Cause) -> Self {
-        let ConnectionInfo { original, frontend, state, begun, traffic, flags, idle, .. } = *info;
-        Self { original, frontend, state, begun, traffic: traffic.unwrap_or_default(), flags, idle, cause }
+        let ConnectionInfo { original, state, begun, traffic, flags, idle, .. } = *info;
+        Self { original, state, begun, traffic: traffic.unwrap_or_default(), flags, idle, cause }
     }
 
     fn ended(connection: &EndedConnection, now: Timestamp) -> Self {
-        let EndedConnection { original, frontend, state, begun, traffic, flags, ending, .. } = *connection;
+        let EndedConnection { original, state, begun, traffic, flags, ending, .. } = *connection;
         let idle = connection.idle(now);
-        Self { original, frontend, state, begun, traffic, flags, idle, cause: Cause::Ended(ending) }
+        Self { original, state, begun, traffic, flags, idle, cause: Cause::Ended(ending) }
     }
 }
 
@@ -380,9 +379,8 @@ impl RecordMaker {
             Cause::Interval => self.live.interval(counted),
             Cause::DaemonEnds => self.live.news(counted)?,
         };
-        let (original, frontend) = (&connection.original, connection.frontend.as_ref());
-        let shown = of_client(original, frontend);
-        let (src_port, dst_port) = shown.shown_ports();
+        let original = &connection.original;
+        let (src_port, dst_port) = original.shown_ports();
         let ended = match connection.cause {
             Cause::Ended(ending) => Some(ended(ending, connection.state)),
             Cause::Interval | Cause::DaemonEnds => None,
@@ -390,18 +388,17 @@ impl RecordMaker {
         // Its rules have gone with its pod.
         let rules = match connection.cause {
             Cause::Ended(Ending::Removed) => DecidingRules::default(),
-            _ => DecidingRules::new(sides(engine, original, frontend)),
+            _ => DecidingRules::new(sides(engine, original)),
         };
         let mut end = |address, port| self.end(engine.state(), address, port, connection.begun, now);
         Some(FlowRecord {
             time: now.wall,
             event: if ended.is_some() { FlowEvent::End } else { FlowEvent::Interval },
-            from: end(shown.src, src_port),
-            to: end(shown.dst, dst_port),
+            from: end(original.src, src_port),
+            to: end(original.dst, dst_port),
             node: Arc::clone(&self.node),
             connection: Some(identifier(counted.id)),
-            protocol: shown.protocol.to_string(),
-            service: frontend.map(|frontend| service(engine, frontend)),
+            protocol: original.protocol.to_string(),
             verdict: match connection.state {
                 State::Revoked => RecordedVerdict::Revoked,
                 _ => RecordedVerdict::Allowed,
@@ -460,7 +457,6 @@ impl RecordMaker {
             node: Arc::clone(&self.node),
             connection: packets.connection.map(identifier),
             protocol: flow.protocol.to_string(),
-            service: None,
             verdict: RecordedVerdict::Denied,
             reason: Some(flow.reason.name()),
             rules: flow.rules.clone(),

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use jiff::Timestamp as Time;
-use penstock_admin::types::{FlowEnd, Traffic};
+use penstock_admin::types::Traffic;
 use penstock_dataplane::conntrack::{Ending, State, TcpState};
 use penstock_dataplane::packet::TcpFlags;
 use penstock_policy::model::Controller;
@@ -24,11 +24,8 @@ pub(crate) struct FlowRecord {
     pub(crate) protocol: String,
     /// The end that opened it, or tried to.
     pub(crate) from: RecordedEnd,
-    /// The other end; of a connection to a Service its backend.
+    /// The other end.
     pub(crate) to: RecordedEnd,
-    /// The Service's port, as the client knows it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) service: Option<FlowEnd>,
     pub(crate) verdict: RecordedVerdict,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reason: Option<&'static str>,
@@ -169,7 +166,6 @@ pub(crate) const fn ended(ending: Ending, state: State) -> &'static str {
         (_, Ending::Expired) => "expired",
         (_, Ending::Evicted) => "evicted",
         (_, Ending::Replaced) => "replaced",
-        (_, Ending::BackendGone) => "backend_gone",
         (_, Ending::Removed) => "pod_gone",
     }
 }
@@ -237,7 +233,6 @@ mod tests {
             (State::Tcp(TcpState::SynSent), Ending::Replaced, "replaced"),
             (State::Revoked, Ending::Expired, "revoked"),
             (State::Assured, Ending::Removed, "pod_gone"),
-            (State::Assured, Ending::BackendGone, "backend_gone"),
         ] {
             assert_eq!(ended(ending, state), expected, "{state:?} {ending:?}");
         }
@@ -280,7 +275,6 @@ mod tests {
             protocol: "TCP".into(),
             from: end.clone(),
             to: end.clone(),
-            service: Some(FlowEnd { address: end.address, port: 1, name: Some("shop/web:http".into()) }),
             verdict: RecordedVerdict::Allowed,
             reason: Some("ingress_denied"),
             rules: DecidingRules::new(("shop-egress-a-0".into(), "shop-ingress-a-0".into())),
@@ -308,6 +302,6 @@ mod tests {
         let mut shown = std::collections::BTreeSet::new();
         examples.for_each(|line| names(&serde_json::from_str(line).unwrap(), &mut shown));
         assert!(shown.is_subset(&has), "{shown:?} against {has:?}");
-        assert!(["ended", "packets", "workload", "service", "sent_since"].iter().all(|name| shown.contains(*name)));
+        assert!(["ended", "packets", "workload", "sent_since"].iter().all(|name| shown.contains(*name)));
     }
 }

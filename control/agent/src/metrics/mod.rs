@@ -4,7 +4,6 @@
 
 mod exposition;
 mod scrape;
-mod services;
 
 use prometheus_client::encoding::text;
 use prometheus_client::registry::Registry;

@@ -12,8 +12,7 @@ use penstock_dataplane::packet::Address;
 use penstock_dataplane::policy::{AddressSet, Direction, PolicySet};
 use penstock_policy::compile::table_key;
 use penstock_policy::engine::{Engine, EngineSettings, TranslatedBy};
-use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod, Service};
-use penstock_policy::render::services::ServiceProblem;
+use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
 use penstock_policy::render::tables::{BuiltTables, RuleUse, TableJob};
 use penstock_policy::state::PodOrNode;
 use penstock_sources::directory::unread_manifest;
@@ -42,7 +41,6 @@ pub(super) struct NodeObjects {
     policies: BTreeSet<ObjectRef>,
     /// Changes that the engine was given since they were last taken, if they are kept.
     kept: Option<Vec<ObjectChange>>,
-    service_problems: BTreeSet<ServiceProblem>,
     new_pods: NewPods,
     deleted_policies: DeletedPolicies,
     /// The domain names that pods learn, if these are followed.
@@ -73,7 +71,6 @@ impl NodeObjects {
             others: BTreeMap::new(),
             policies: BTreeSet::new(),
             kept: None,
-            service_problems: BTreeSet::new(),
             new_pods: NewPods::default(),
             deleted_policies: DeletedPolicies::default(),
             names: None,
@@ -193,15 +190,6 @@ impl NodeObjects {
 
     pub(super) fn take_use(&mut self) -> Vec<RuleUse> {
         self.engine.take_use()
-    }
-
-    /// Logs once what of the Services cannot be as written.
-    pub(super) fn log_service_problems(&mut self) {
-        let problems = self.engine.service_problems();
-        for problem in problems.difference(&self.service_problems) {
-            tracing::warn!("{problem}");
-        }
-        self.service_problems = problems;
     }
 
     /// Applies the addresses on the node's interfaces. Returns whether the policy may differ.
@@ -349,14 +337,10 @@ impl NodeObjects {
         addresses.filter(|address| !self.addresses.contains(address)).collect()
     }
 
-    /// The addresses of Services: external ones, and those in the cluster unless workers translate them.
-    pub(super) fn service_addresses(&self, workers_translate: bool) -> BTreeSet<IpAddr> {
+    /// The addresses of Services: those in the cluster, and external ones.
+    pub(super) fn service_addresses(&self) -> BTreeSet<IpAddr> {
         let services = self.engine.state().services();
-        let addresses = |service: &Arc<Service>| {
-            let cluster = if workers_translate { &[][..] } else { &service.addresses };
-            service.external.iter().chain(cluster).copied().collect::<Vec<_>>()
-        };
-        services.flat_map(addresses).collect()
+        services.flat_map(|service| service.external.iter().chain(&service.addresses).copied()).collect()
     }
 
     /// The DNS servers that these stand for; none, if nobody learns names.
@@ -372,8 +356,6 @@ impl NodeObjects {
                 Resolver::Service(key) => {
                     addresses
                         .extend(state.service(key).into_iter().flat_map(|it| it.addresses.iter().chain(&it.external)));
-                    let slices = state.endpoint_slices(key);
-                    addresses.extend(slices.flat_map(|slice| slice.endpoints.iter().map(|endpoint| &endpoint.address)));
                 }
             }
         }

@@ -124,9 +124,6 @@ pub(super) async fn network(settings: &Settings<'_>, netlink: &Netlink) -> Vec<P
         let fit = findings.iter().all(|finding| finding.level != Level::Error);
         findings.extend(kernel::one_sided_tracking(liberal.ok()).filter(|_| fit));
     }
-    if config.services.enabled {
-        findings.extend(netlink.link(IPVS_INTERFACE).await.ok().map(|found| service_proxy(found.is_some())));
-    }
     findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
         let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
         (path, fs::read_to_string(format!("/proc/sys/net/{path}")).ok())
@@ -137,21 +134,6 @@ pub(super) async fn network(settings: &Settings<'_>, netlink: &Netlink) -> Vec<P
         ));
     }
     findings
-}
-
-/// The interface to which kube-proxy in IPVS mode gives all cluster addresses (`defaultDummyDevice` in
-/// pkg/proxy/ipvs/proxier.go).
-const IPVS_INTERFACE: &str = "kube-ipvs0";
-
-/// Workers leave addresses that the node has itself to the node.
-fn service_proxy(is_ipvs: bool) -> PreflightFinding {
-    if is_ipvs {
-        PreflightFinding::warning(format!(
-            "services.enabled: kube-proxy runs in IPVS mode (interface {IPVS_INTERFACE}) and gives the node every cluster address, so that workers translate none of them; run it in nftables or iptables mode, or set services.enabled = false"
-        ))
-    } else {
-        PreflightFinding::ok("services.enabled: kube-proxy, if there is one, leaves cluster addresses to the workers")
-    }
 }
 
 /// Checks that the programs pinned for this network namespace, by a running or dead daemon, are this binary's.
@@ -222,7 +204,7 @@ pub(super) fn attachable(settings: &Settings<'_>) -> Vec<PreflightFinding> {
 fn programs_beside_xdp() -> Option<PreflightFinding> {
     try_tcx(false).err().map(|error| {
         PreflightFinding::warning(format!(
-            "attach = \"xdp\": egress policy is not evaluated for what answers where the node's kernel translates, a Service or a node port that leads to another node, nor any policy for what a pod gets from a port of its bridge that is no pod's ({error}); use Linux 6.6 or later, or services.enabled for cluster addresses"
+            "attach = \"xdp\": egress policy is not evaluated for what answers where the node's kernel translates, a Service or a node port that leads to another node, nor any policy for what a pod gets from a port of its bridge that is no pod's ({error}); use Linux 6.6 or later"
         ))
     })
 }
@@ -466,14 +448,6 @@ mod tests {
             assert_eq!(found.level, level);
             assert!(found.line.starts_with(line), "{found:?}");
         }
-    }
-
-    #[test]
-    fn kube_proxy_in_ipvs_mode_is_a_warning_with_its_remedy() {
-        let found = service_proxy(true);
-        assert_eq!(found.level, Level::Warning);
-        assert!(found.line.contains("kube-ipvs0") && found.line.contains("nftables or iptables mode"), "{found:?}");
-        assert_eq!(service_proxy(false).level, Level::Ok);
     }
 
     #[test]

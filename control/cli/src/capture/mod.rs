@@ -36,7 +36,6 @@ Comments:
                    open, exempt, default, denied, not here
   ingress=         the same for the ingress of the other end
   connection=      the number that penstock flows and the verdict log have for it
-  service=         the Service that the connection is to
   opens            the packet belonged to no connection yet: it opens one, or is denied
   translated       the packet as it leaves, with other addresses or ports than it came with
   lost=            packets before this one that are not in the capture

@@ -310,13 +310,11 @@ impl Workers {
             port: ingress.0,
             interface,
             length: frame.len() as u32,
-            translated: false,
             verdict: if dropped.is_some() { Named::Deny } else { Named::Allow },
             reason: dropped.map(|reason| reason.name().to_owned()),
             egress: None,
             ingress: Some("a \"rule\" of verdict=deny".to_owned()),
             connection: Some(format!("{connection:016x}")),
-            service: None,
             opens,
             staged: None,
             epoch: snapshot.epoch.0,
@@ -335,8 +333,8 @@ fn is_answer_to_syn(frame: &[u8]) -> bool {
 /// Begins a bundle as a daemon does that has so many objects.
 fn begin(bundle: &mut BundleWriter, count: u64, epoch: Epoch, time: u64, midstream_pickup: PickupInForce) {
     let (version, node) = ("0.0.0".to_owned(), "here".to_owned());
-    let (epoch, services, service_cidrs) = (epoch.0, false, Vec::new());
-    let objects = ObjectsInForce { version, epoch, time, count, services, service_cidrs, midstream_pickup };
+    let (epoch, service_cidrs) = (epoch.0, Vec::new());
+    let objects = ObjectsInForce { version, epoch, time, count, service_cidrs, midstream_pickup };
     bundle.message(&CaptureMessage::Begin { node, objects: Some(objects) }, &[]).unwrap();
 }
 

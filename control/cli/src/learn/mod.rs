@@ -76,7 +76,7 @@ pub(super) struct Args {
     /// Where pods' addresses are: one that no pod has is reported there, and not taken as outside
     #[arg(long, value_name = "CIDR", num_args = 1.., value_delimiter = ',')]
     pod_networks: Vec<IpNet>,
-    /// Do not allow the addresses of Services themselves: right where workers translate them (services.enabled)
+    /// Do not allow the addresses of Services themselves: right where egress policy is for what answers
     #[arg(long)]
     no_service_addresses: bool,
     /// Also learn TCP connections, and datagrams to Services, that nobody answered

@@ -13,7 +13,6 @@ use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::names::{NameTable, NameTime};
 use penstock_dataplane::packet::Flow;
 use penstock_dataplane::policy::{AddressSet, Direction, EvaluationForm, PolicySet, PolicyVerdict, RuleRef, RuleScope};
-use penstock_dataplane::services::ServiceSet;
 
 use crate::compile::{
     MOST_ENTRIES, Provenance, RuleSource, TooManyEntries, cluster_sources, compare, compare_by_name, network_sources,
@@ -21,7 +20,6 @@ use crate::compile::{
 use crate::derived_slices::derived_slices;
 use crate::describe;
 use crate::model::{EndpointSlice, Object, ObjectChange, ObjectKey, Peer, Peers, RuleAction, Service};
-use crate::render::services::{ServiceProblem, ServiceTables};
 use crate::render::tables::{self, BuiltTables, PodScope, RuleUse, TableJob, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
 use crate::state::{self, ClusterState, MOST_ENTRIES_IN_NAMESPACE};
@@ -54,7 +52,6 @@ impl EngineSettings {
 pub struct Engine {
     state: ClusterState,
     tables: Tables,
-    services: ServiceTables,
     staging: StagedPolicies,
     translated_by: TranslatedBy,
 }
@@ -67,8 +64,6 @@ pub enum TranslatedBy {
     /// The node's kernel. Egress policy is for what answers only at addresses of [`Engine::set_services`]; where no EndpointSlice is
     /// known, that is what Services' selectors find.
     Kernel,
-    /// Workers, what is for cluster addresses, and the node's kernel the rest.
-    Workers,
 }
 
 impl Engine {
@@ -79,15 +74,9 @@ impl Engine {
 
     /// An engine of an empty cluster that reads staged policies like this.
     pub fn reading(settings: EngineSettings, reading: PolicyReading) -> Self {
-        let node = match &settings.scope {
-            PodScope::Node(name) => name.as_str(),
-            PodScope::AllPods => "",
-        };
-        let services = ServiceTables::new(node);
         Self {
             state: ClusterState::default(),
             tables: Tables::new(settings.scope, settings.reach),
-            services,
             staging: StagedPolicies::new(reading),
             translated_by: TranslatedBy::Anyone,
         }
@@ -100,13 +89,9 @@ impl Engine {
 
     /// Whether egress policy of what is sent to this address of a Service is for what answers, and not for the address itself.
     pub(crate) fn is_judged_behind(&self, address: IpAddr) -> bool {
-        let is_postponed = || self.policy_set().services().contains(&address.into());
         match self.translated_by {
             TranslatedBy::Anyone => true,
-            TranslatedBy::Kernel => is_postponed(),
-            TranslatedBy::Workers => {
-                is_postponed() || self.state.services().any(|service| service.addresses.contains(&address))
-            }
+            TranslatedBy::Kernel => self.policy_set().services().contains(&address.into()),
         }
     }
 
@@ -121,8 +106,7 @@ impl Engine {
         Some(derived_slices(service, pods).into_iter().map(Arc::new).collect())
     }
 
-    /// Applies changes atomically: the next [`Engine::policy_set`] and [`Engine::service_set`] contain all of them. Returns
-    /// whether either may differ.
+    /// Applies changes atomically: the next [`Engine::policy_set`] contains all of them. Returns whether it may differ.
     pub fn apply(&mut self, changes: impl IntoIterator<Item = ObjectChange>) -> bool {
         for change in changes {
             self.staging.admit(change, |seen| self.state.apply(seen));
@@ -148,9 +132,7 @@ impl Engine {
     }
 
     fn update(&mut self) -> bool {
-        let services = self.state.take_outdated_services();
-        let has_other_services = self.services.update(&self.state, &services);
-        self.tables.update(&mut self.state) || has_other_services
+        self.tables.update(&mut self.state)
     }
 
     /// From now on leaves tables aside that have more entries than this: their pods keep what is in effect for them, and new pods are
@@ -188,17 +170,6 @@ impl Engine {
     /// The tables after the last change. A clone is cheap and does not change.
     pub fn policy_set(&self) -> &PolicySet {
         self.tables.policy_set()
-    }
-
-    /// The Services as clients of this node reach them, after the last change. A clone is cheap and does not change. For
-    /// all pods, no client is close to a backend.
-    pub fn service_set(&self) -> &ServiceSet {
-        self.services.set()
-    }
-
-    /// Services that cannot be as written, in order.
-    pub fn service_problems(&self) -> BTreeSet<ServiceProblem> {
-        self.services.problems()
     }
 
     /// Enters the ports of this node's pods into the map of addresses, so that a snapshot of the next

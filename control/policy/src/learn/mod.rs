@@ -63,8 +63,7 @@ pub struct LearnSettings {
     pub widening: u64,
     /// Where pods' addresses are: one without a pod is unknown there, and not outside.
     pub pod_networks: Vec<IpNet>,
-    /// Whether a flow to a Service's address allows that address, too. Policy sees it where the node translates,
-    /// and workers do not (`services.enabled`).
+    /// Whether a flow to a Service's address allows that address, too.
     pub service_addresses: bool,
     /// Whether to learn TCP connections, and datagrams to Services, that nobody answered.
     pub unanswered: bool,

@@ -6,12 +6,11 @@ use std::net::IpAddr;
 use std::rc::Rc;
 
 use penstock_dataplane::packet::{Flow, Protocol};
-use penstock_dataplane::services::Backend;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::flow::pod_at;
 use crate::model::{AddressFamily, ObjectKey, Pod, PortProtocol, Service, ServicePort};
-use crate::render::services::{ClientPlace, protocol, select};
+use crate::render::services::{Backend, ClientPlace, protocol, select};
 use crate::service_flows::as_asked;
 use crate::state::{ClusterState, PodOrNode};
 

@@ -60,7 +60,6 @@ pub struct ClusterState {
     /// Changes with the labels and addresses of Nodes.
     node_revision: u64,
     outdated: Outdated,
-    outdated_services: FxHashSet<ObjectKey>,
 }
 
 /// Parts that changes made outdated since the last call of [`ClusterState::take_outdated`].
@@ -176,11 +175,6 @@ impl ClusterState {
     /// Whether pods are among them.
     pub fn has_outdated_pods(&self) -> bool {
         !self.outdated.pods.is_empty()
-    }
-
-    /// The Services whose addresses or backends may have changed since the last call; one may no longer exist.
-    pub fn take_outdated_services(&mut self) -> FxHashSet<ObjectKey> {
-        std::mem::take(&mut self.outdated_services)
     }
 
     pub fn find_pod(&self, key: &ObjectKey) -> Option<PodId> {

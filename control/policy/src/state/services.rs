@@ -18,16 +18,12 @@ pub(super) struct ServiceRecord {
 impl ClusterState {
     pub(super) fn set_service(&mut self, service: Service) {
         let record = self.services.entry(service.key.clone()).or_default();
-        if record.service.as_deref() != Some(&service) {
-            self.outdated_services.insert(service.key.clone());
-            record.service = Some(Arc::new(service));
-        }
+        record.service = Some(Arc::new(service));
     }
 
     pub(super) fn delete_service(&mut self, key: &ObjectKey) {
         let Some(record) = self.services.get_mut(key) else { return };
         record.service = None;
-        self.outdated_services.insert(key.clone());
         self.forget_service_if_unknown(key);
     }
 
@@ -38,12 +34,8 @@ impl ClusterState {
         }
         let Some(service) = service else { return };
         self.slice_services.insert(slice.key.clone(), service.clone());
-        let record = self.services.entry(service.clone()).or_default();
-        let before = record.slices.get(&slice.key.name);
-        if before.is_none_or(|before| **before != slice) {
-            record.slices.insert(slice.key.name.clone(), Arc::new(slice));
-            self.outdated_services.insert(service);
-        }
+        let record = self.services.entry(service).or_default();
+        record.slices.insert(slice.key.name.clone(), Arc::new(slice));
     }
 
     pub(super) fn delete_endpoint_slice(&mut self, key: &ObjectKey) {
@@ -52,7 +44,6 @@ impl ClusterState {
             record.slices.remove(&key.name);
         }
         self.forget_service_if_unknown(&service);
-        self.outdated_services.insert(service);
     }
 
     fn forget_service_if_unknown(&mut self, key: &ObjectKey) {

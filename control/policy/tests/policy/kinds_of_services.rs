@@ -1,8 +1,8 @@
 //! Each difference between Services, and between their endpoints, that the API has, as kube-proxy of 1.37 treats it for the clients of one
 //! node (`CategorizeEndpoints` in its pkg/proxy/topology.go).
 
-use penstock_dataplane::services::WithoutBackend;
 use penstock_policy::model::{Object, Service, ServiceEndpoint};
+use penstock_policy::render::services::WithoutBackend;
 
 use super::build::selector;
 use super::services::{backends, endpoint, engine, frontend, node, service, set, slice};
@@ -18,7 +18,6 @@ type Row = (&'static str, Service, Vec<ServiceEndpoint>, Result<&'static [&'stat
 fn check(rows: Vec<Row>) {
     for (what, of, endpoints, expected) in rows {
         let mut engine = engine();
-        let seconds = of.affinity_seconds;
         engine.apply([
             set(node("n0", Some("east"))),
             set(Object::Service(of)),
@@ -29,7 +28,6 @@ fn check(rows: Vec<Row>) {
         let chosen: Vec<&str> = chosen.iter().map(String::as_str).collect();
         let shown = if chosen.is_empty() { Err(found.without) } else { Ok(&chosen[..]) };
         assert_eq!(shown, expected, "{what}");
-        assert_eq!(found.affinity.map(|affinity| affinity.seconds), seconds, "{what}");
     }
 }
 
@@ -68,12 +66,10 @@ fn kinds_of_services_have_the_backends_of_kube_proxy() {
     let both = || vec![own.clone(), other.clone()];
     // The endpoints' controller says ready of a pod that is not.
     let published = ServiceEndpoint { ready: true, ..unready(&other) };
-    let sticky = Service { affinity_seconds: Some(60), ..selected() };
     check(vec![
         ("by a selector", selected(), both(), Ok(&[OWN, OTHER])),
         ("without a selector", plain(), vec![other.clone()], Ok(&[OTHER])),
         ("endpoints of nobody", plain(), vec![endpoint("198.51.100.9")], Ok(&["198.51.100.9:8080"])),
-        ("sessionAffinity", sticky, both(), Ok(&[OWN, OTHER])),
         ("publishNotReadyAddresses", selected(), vec![published], Ok(&[OTHER])),
         ("an endpoint twice", selected(), vec![own.clone(), own.clone()], Ok(&[OWN])),
         ("a new pod with the address of one that ends", selected(), vec![own.clone(), leaving(&own)], Ok(&[OWN])),

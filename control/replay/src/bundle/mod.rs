@@ -31,7 +31,7 @@ use super::timeline::Timeline;
 pub use write::BundleWriter;
 
 /// The version of the form of a bundle.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 const MANIFEST: &str = "bundle.json";
 const PACKETS: &str = "packets.pcapng";
@@ -60,10 +60,8 @@ pub(super) struct Manifest {
     /// Packets in `packets.pcapng`, and packets that fit the capture and are not in it.
     packets: u64,
     lost: u64,
-    services: bool,
     service_cidrs: Vec<IpNet>,
-    /// When a segment from the middle of a connection opened one. Not in version 1: at any time.
-    #[serde(default)]
+    /// When a segment from the middle of a connection opened one.
     midstream_pickup: PickupInForce,
 }
 
@@ -91,7 +89,7 @@ pub enum BundleError {
     NoManifest(PathBuf),
     #[error("{}: cannot be read ({cause}); copy the whole directory of the capture again", file.display())]
     Unreadable { file: PathBuf, cause: io::Error },
-    #[error("{}: version = {found}: this penstock reads versions 1 to {VERSION}; replay it with the penstock that wrote it, or a later one", file.display())]
+    #[error("{}: version = {found}: this penstock reads version {VERSION}; replay it with the penstock that wrote it", file.display())]
     Version { file: PathBuf, found: u32 },
     #[error("{}: line {line}: {problem}; the file is damaged: copy the whole directory of the capture again", file.display())]
     Line {
@@ -142,7 +140,7 @@ impl Bundle {
     /// Reads a bundle's manifest and objects.
     ///
     /// # Errors
-    /// A file is missing, damaged, cut, or of a later version.
+    /// A file is missing, damaged, cut, or of another version.
     pub(super) fn read(directory: &Path) -> Result<Self, BundleError> {
         let manifest = Manifest::read(directory)?;
         let objects: Vec<Object> = lines(&directory.join(OBJECTS), "objects", manifest.objects)?;
@@ -160,7 +158,7 @@ impl Bundle {
         let steps = steps.into_iter().map(|step| (Epoch(step.epoch), step.changes));
         let timeline = Timeline::of_epochs(&file, steps);
         let directory = directory.to_owned();
-        Ok(Self { directory, manifest, objects: ReplayObjects::of_daemon(objects), timeline, last })
+        Ok(Self { directory, manifest, objects: objects.into_iter().collect(), timeline, last })
     }
 
     pub(super) fn packets(&self) -> PathBuf {
@@ -170,10 +168,6 @@ impl Bundle {
     /// The node whose pods are local.
     pub(super) fn node(&self) -> &str {
         &self.manifest.node
-    }
-
-    pub(super) fn services(&self) -> bool {
-        self.manifest.services
     }
 
     pub(super) fn service_cidrs(&self) -> &[IpNet] {
@@ -231,7 +225,7 @@ impl Manifest {
             Err(cause) => return Err(BundleError::Unreadable { file, cause }),
         };
         let ManifestVersion { version } = value(&file, 1, &content)?;
-        if !(1..=VERSION).contains(&version) {
+        if version != VERSION {
             return Err(BundleError::Version { file, found: version });
         }
         value(&file, 1, &content)

@@ -113,7 +113,6 @@ impl BundleWriter {
             changes: self.written.1,
             packets,
             lost,
-            services: start.objects.services,
             service_cidrs: start.service_cidrs,
             midstream_pickup: start.objects.midstream_pickup,
         };

@@ -141,7 +141,6 @@ fn comment(packet: &PacketRecord) -> String {
         ("staged", staged.map(|staged| staged.verdict.name())),
         ("staged_egress", staged.map(|staged| staged.egress.as_str())),
         ("staged_ingress", staged.map(|staged| staged.ingress.as_str())),
-        ("service", packet.service.as_deref()),
         ("connection", packet.connection.as_deref()),
     ];
     for (key, value) in parts.into_iter().filter_map(|(key, value)| Some((key, value?))) {
@@ -150,9 +149,6 @@ fn comment(packet: &PacketRecord) -> String {
     let _ = write!(text, " epoch={} worker={}", packet.epoch, packet.worker);
     if packet.opens {
         text.push_str(" opens");
-    }
-    if packet.translated {
-        text.push_str(" translated");
     }
     text
 }
@@ -169,13 +165,11 @@ mod tests {
             port,
             interface: interface.to_owned(),
             length: 60,
-            translated: false,
             verdict: Verdict::Allow,
             reason: None,
             egress: Some("open".to_owned()),
             ingress: Some("shop-db ingress rule 0".to_owned()),
             connection: Some("00c0ffee00c0ffee".to_owned()),
-            service: None,
             opens: false,
             staged: None,
             epoch: 7,
@@ -210,11 +204,6 @@ mod tests {
         assert!(comment(&would_be_denied).contains(part), "{}", comment(&would_be_denied));
         let would_pass = PacketRecord { staged: staged(Verdict::Allow), ..denied };
         assert!(comment(&would_pass).starts_with("verdict=deny reason=malformed staged=allow "));
-        let translated = PacketRecord { translated: true, service: Some("shop/db:sql".to_owned()), ..allowed };
-        assert!(
-            comment(&translated)
-                .ends_with(" service=shop/db:sql connection=00c0ffee00c0ffee epoch=7 worker=1 translated")
-        );
     }
 
     /// Time, interface's name, bytes captured and on the wire, and comment of each packet.

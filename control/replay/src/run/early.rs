@@ -40,16 +40,14 @@ impl Replay {
     #[cold]
     pub(super) fn hold_early(&mut self, key: PacketKey) -> Vec<(Side, u64)> {
         let mut evicted = Vec::new();
-        let is_translated = self.before.player.cluster().translates();
         for index in 0..self.batch.packets().len() {
             let entries = [key.before, key.after.unwrap_or(key.before)];
             let is_early = Self::SIDES.map(|side| self.side(side).is_some_and(|run| run.player.is_early(index)));
             if is_early == [false; 2] {
                 continue;
             }
-            let batch = if is_translated { &self.originals } else { &self.batch };
-            let member = &batch.packets()[index];
-            let (number, original) = (member.number, batch.single(member));
+            let member = &self.batch.packets()[index];
+            let (number, original) = (member.number, self.batch.single(member));
             let mut said = [None, None];
             for (side, entry) in Self::SIDES.into_iter().zip(entries) {
                 let frame = original.frame(&original.packets()[0]);

@@ -5,17 +5,16 @@ mod early;
 use std::collections::BTreeSet;
 use std::io::IsTerminal;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
-use penstock_dataplane::packet::{Address, parse};
+use penstock_dataplane::packet::parse;
 use penstock_dataplane::policy::RuleScope;
 use penstock_policy::model::{ObjectChange, ObjectRef};
 use penstock_sources::manifest::{self, ManifestErrors};
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashMap;
 
 use super::batch::PacketBatch;
 use super::bundle::{Bundle, BundleError};
@@ -29,7 +28,6 @@ use super::player::{Decision, EntryPoint, Player};
 use super::ports::{Mapping, PortMap, PortMappingError};
 use super::recorded::{RecordedCounts, RecordedError, RecordedPacket, RecordedPackets};
 use super::rules::Rules;
-use super::services::{ServiceReading, ShownBackends};
 use super::sinks::{OutputPaths, Sinks};
 use super::summary::{InputCounts, Summary};
 use super::timeline::{Timeline, TimelineError};
@@ -52,9 +50,6 @@ pub struct ReplayOptions {
     pub ports: Vec<Mapping>,
     /// Whether a packet captured at two places counts once.
     pub dedup: bool,
-    /// Whether packets to cluster addresses are evaluated as they are. Otherwise they are translated, if a manifest has a Service
-    /// with such an address.
-    pub untranslated: bool,
     /// The blocks of cluster addresses, as the setting `service_cidrs`.
     pub service_cidrs: Vec<IpNet>,
     pub timeline: Option<PathBuf>,
@@ -112,20 +107,11 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
     let (inputs, options) = ReplayInputs::read(options)?;
     let options = &options;
     let ReplayInputs { objects, timeline, other, recorded, fixed } = inputs;
-    let services: FxHashSet<Address> = if options.untranslated {
-        FxHashSet::default()
-    } else {
-        let compared = other.iter().flat_map(ReplayObjects::service_addresses);
-        objects.service_addresses().chain(compared).chain(timeline.service_addresses()).collect()
+    let before = ReplayRun::new(&objects, options)?;
+    let after = match &other {
+        Some(other) => Some((ReplayRun::new(other, options)?, Comparison::default())),
+        None => None,
     };
-    // A daemon that translates drops what is for none of its Services, too.
-    let translates = !options.untranslated && (recorded.is_some() || !services.is_empty());
-    let reading = ServiceReading { translates, blocks: options.service_cidrs.clone() };
-    let shown = Arc::new(ShownBackends::read(&options.captures, &services)?);
-    let new = |objects: &ReplayObjects| ReplayRun::new(objects, options, &reading, &shown);
-    let before = new(&objects)?;
-    let after = other.as_ref().map(|other| Ok::<_, ReplayError>((new(other)?, Comparison::default()))).transpose()?;
-    let derived: Vec<usize> = std::iter::once(&objects).chain(&other).map(|objects| objects.derived().1).collect();
     let captures = Captures::open(&options.captures)?;
     let captures = if recorded.is_some() { captures.with_comments() } else { captures };
     let sinks = Sinks::create(&options.outputs)?;
@@ -144,7 +130,6 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
         originals: PacketBatch::default(),
         key: None,
         early: FxHashMap::default(),
-        notes: derived.into_iter().filter_map(|derived| note_derived(derived, &reading)).collect(),
     };
     run.play_all(options)
 }
@@ -186,7 +171,6 @@ impl ReplayInputs {
         let options = ReplayOptions {
             captures: vec![bundle.packets()],
             node: Some(bundle.node().to_owned()),
-            untranslated: !bundle.services(),
             service_cidrs: bundle.service_cidrs().to_vec(),
             connections: conntrack::Config {
                 midstream_pickup: bundle.midstream_pickup(),
@@ -199,32 +183,17 @@ impl ReplayInputs {
     }
 }
 
-/// That EndpointSlices were derived, if they matter.
-fn note_derived(services: usize, reading: &ServiceReading) -> Option<String> {
-    let services = match services {
-        0 => return None,
-        1 => "1 Service".to_owned(),
-        services => format!("{services} Services"),
-    };
-    reading.translates.then(|| format!("no EndpointSlices: derived those of {services} from selectors and ready pods"))
-}
-
 struct ReplayRun {
     player: Player,
     ports: PortMap,
 }
 
 impl ReplayRun {
-    fn new(
-        objects: &ReplayObjects,
-        options: &ReplayOptions,
-        reading: &ServiceReading,
-        shown: &Arc<ShownBackends>,
-    ) -> Result<Self, ReplayError> {
+    fn new(objects: &ReplayObjects, options: &ReplayOptions) -> Result<Self, ReplayError> {
         let cluster = ReplayCluster::new(objects.all(), options.node.as_deref(), options.reach)?;
-        let cluster = cluster.with_services(reading.clone())?;
+        let cluster = cluster.with_service_cidrs(&options.service_cidrs)?;
         let ports = port_map(options, &cluster)?;
-        let player = Player::new(cluster, &options.connections)?.showing(Arc::clone(shown));
+        let player = Player::new(cluster, &options.connections)?;
         // The daemon has held what is in a bundle.
         let player = if options.bundle.is_none() { player.holding() } else { player };
         Ok(Self { player, ports })
@@ -285,7 +254,6 @@ struct Replay {
     key: Option<PacketKey>,
     /// Packets that are held, by number.
     early: FxHashMap<u64, EarlyPacket>,
-    notes: Vec<String>,
     progress: ProgressDisplay,
 }
 
@@ -309,9 +277,6 @@ impl Replay {
                 start = self.flush(start)?;
                 self.apply(changes, options)?;
             }
-            if self.depends_on_connections(start) {
-                start = self.flush(start)?;
-            }
             let key = self.key_of(&record, start);
             if self.batch.is_full() || self.key.is_some_and(|current| current != key) {
                 start = self.flush(start)?;
@@ -334,7 +299,7 @@ impl Replay {
             summary: Summary::new(self.input, &self.before.player),
             comparison: self.after.map(|(_, comparison)| comparison),
             recorded: self.recorded.map(RecordedPackets::into_counts),
-            notes: self.notes.into_iter().chain(notes(&self.captures)).chain(remaining).chain(lost).collect(),
+            notes: notes(&self.captures).into_iter().chain(remaining).chain(lost).collect(),
         })
     }
 
@@ -370,14 +335,6 @@ impl Replay {
         duplicate
     }
 
-    /// Whether where a packet enters depends on the packets before it.
-    #[inline]
-    fn depends_on_connections(&mut self, start: usize) -> bool {
-        let frame = &self.batch.bytes()[start..];
-        let of_second = self.after.as_mut().is_some_and(|(side, _)| side.player.depends_on_connections(frame));
-        self.before.player.depends_on_connections(frame) || of_second
-    }
-
     #[inline]
     fn key_of(&mut self, record: &Record, start: usize) -> PacketKey {
         let frame = &self.batch.bytes()[start..];
@@ -400,8 +357,7 @@ impl Replay {
         let Some(key) = self.key.filter(|_| !self.batch.is_empty()) else { return Ok(start) };
         let time = self.batch.packets()[0].record.time;
         self.try_early(time)?;
-        let is_translated = self.before.player.cluster().translates();
-        if self.sinks.writes_captures() || is_translated {
+        if self.sinks.writes_captures() {
             self.originals.copy_from(&self.batch);
         }
         match &mut self.after {
@@ -412,13 +368,11 @@ impl Replay {
                 copy.copy_from(&self.batch);
                 self.before.player.play(key.before, time, &mut self.batch);
                 after.player.play(entry, time, &mut copy);
-                let batch = if is_translated { &self.originals } else { &self.batch };
-                compare((&mut self.before.player, key.before), (&mut after.player, entry), batch, comparison);
+                compare((&mut self.before.player, key.before), (&mut after.player, entry), &self.batch, comparison);
             }
         }
         if let Some(recorded) = &mut self.recorded {
-            let batch = if is_translated { &self.originals } else { &self.batch };
-            compare_recorded(recorded, (&mut self.before.player, key.before), batch);
+            compare_recorded(recorded, (&mut self.before.player, key.before), &self.batch);
         }
         let evicted = if self.has_early() { self.hold_early(key) } else { Vec::new() };
         if !self.sinks.is_empty() {

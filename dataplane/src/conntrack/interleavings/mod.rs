@@ -71,6 +71,7 @@ fn insert<'t>(table: &'t ConnTable, flow: &Flow, epoch: u32, now: Timestamp) -> 
         transport: &Transport::Udp,
         owner: OwnerId(1),
         via_host: false,
+        opener: None,
         epoch: Epoch(epoch),
         now,
     })
@@ -375,6 +376,7 @@ fn concurrent_updates_of_both_directions_are_both_applied() {
                 transport: &transport,
                 owner: OwnerId(1),
                 via_host: false,
+                opener: None,
                 epoch: Epoch(1),
                 now: NOW,
             })

@@ -1,9 +1,9 @@
 //! Entries and tags of loom atomics; each run creates its own.
 
-use crate::conntrack::beside::{Link, Opener};
 use crate::conntrack::config::TableMemory;
 use crate::conntrack::entry::TableEntry;
 use crate::conntrack::hash::Seed;
+use crate::conntrack::opener::Opener;
 use crate::conntrack::origin::{OpenError, TableOrigin};
 use crate::conntrack::path::KernelUse;
 use crate::conntrack::shared::SharedMaps;
@@ -14,7 +14,6 @@ pub(in crate::conntrack) struct Storage {
     tags: Box<[Tags]>,
     /// Only of a table whose configuration names a file: fewer words, fewer interleavings.
     uses: Option<Box<[KernelUse]>>,
-    links: Box<[Link]>,
     /// No run asks who opened a connection.
     openers: [Opener; 0],
 }
@@ -30,8 +29,7 @@ impl Storage {
         let seed = Seed::from_words(&[3, 5, 7, 11, 13, 17, 19, 23].map(|n: u64| n.wrapping_mul(0x2545_f491_4f6c_dd1d)));
         let has_uses = matches!(memory, TableMemory::File(_));
         let uses = has_uses.then(|| (0..groups * LANES).map(|_| KernelUse::new()).collect());
-        let links = (0..groups * LANES).map(|_| Link::default()).collect();
-        Ok((Self { entries, tags, uses, links, openers: [] }, seed, TableOrigin::New))
+        Ok((Self { entries, tags, uses, openers: [] }, seed, TableOrigin::New))
     }
 
     pub(in crate::conntrack) fn entries(&self) -> &[TableEntry] {
@@ -44,10 +42,6 @@ impl Storage {
 
     pub(in crate::conntrack) fn uses(&self) -> Option<&[KernelUse]> {
         self.uses.as_deref()
-    }
-
-    pub(in crate::conntrack) fn links(&self) -> &[Link] {
-        &self.links
     }
 
     pub(in crate::conntrack) fn openers(&self) -> &[Opener] {

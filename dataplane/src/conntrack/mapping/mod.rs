@@ -1,6 +1,6 @@
 //! The memory of a table: anonymous, a file that outlasts the process, or BPF arrays that programs in the kernel read.
 //!
-//! A file is a page with the [`FileHeader`], the tags, the entries, then their links and openers. It is created under another name and renamed
+//! A file is a page with the [`FileHeader`], the tags, the entries, then their openers. It is created under another name and renamed
 //! when complete. Every change to the table is one atomic word and an entry describes itself, so the file is usable
 //! after a process died at any point; [`super::recover`] clears operations in progress.
 
@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 use memmap2::{MmapMut, MmapOptions};
 
-use super::beside::{Link, Opener};
 use super::config::TableMemory;
 use super::entry::TableEntry;
 use super::hash::Seed;
 use super::header::FileHeader;
 use super::kernel_maps::KernelMaps;
+use super::opener::Opener;
 use super::origin::{OpenError, TableOrigin, UnusableFile};
 use super::path::KernelUse;
 use super::shared::SharedMaps;
@@ -126,22 +126,13 @@ impl Storage {
         unsafe { std::slice::from_raw_parts(self.tags.as_ptr(), self.groups) }
     }
 
-    /// The link of each entry, behind the entries.
-    #[inline]
-    pub(super) fn links(&self) -> &[Link] {
-        let entries = self.groups * LANES as usize;
-        // SAFETY: the mapping contains this many links behind the entries (`table_len`, `KernelMapSizes::of`), aligned to
-        // 64 bytes, and any bit pattern is a valid atomic.
-        unsafe { std::slice::from_raw_parts(self.entries.as_ptr().add(entries).cast(), entries) }
-    }
-
-    /// The opener of each entry, behind the links.
+    /// The opener of each entry, behind the entries.
     #[inline]
     pub(super) fn openers(&self) -> &[Opener] {
-        let links = self.links();
-        // SAFETY: the mapping contains this many openers behind the links (`table_len`, `KernelMapSizes::of`), aligned to 64 bytes,
-        // and any bit pattern is a valid atomic.
-        unsafe { std::slice::from_raw_parts(links.as_ptr().add(links.len()).cast(), links.len()) }
+        let entries = self.groups * LANES as usize;
+        // SAFETY: the mapping contains this many openers behind the entries (`table_len`, `KernelMapSizes::of`), aligned to
+        // 64 bytes, and any bit pattern is a valid atomic.
+        unsafe { std::slice::from_raw_parts(self.entries.as_ptr().add(entries).cast(), entries) }
     }
 
     /// Packets that the kernel forwarded for each entry, if its programs read the table.
@@ -167,9 +158,9 @@ fn used_len(groups: u32) -> usize {
     groups as usize * (size_of::<Tags>() + LANES as usize * size_of::<TableEntry>())
 }
 
-/// Bytes of tags, entries, links and openers.
+/// Bytes of tags, entries and openers.
 fn table_len(groups: u32) -> usize {
-    used_len(groups) + groups as usize * LANES as usize * (size_of::<Link>() + size_of::<Opener>())
+    used_len(groups) + groups as usize * LANES as usize * size_of::<Opener>()
 }
 
 enum FileError {
@@ -208,7 +199,7 @@ fn map(file: &File, groups: u32) -> io::Result<MmapMut> {
 }
 
 /// Asks for huge pages, so that there are fewer translations to look up, and for the first `used` bytes now, so that no worker
-/// waits for a page to be cleared; what is behind them takes memory only where there are connections that are translated. If the kernel
+/// waits for a page to be cleared; openers take memory only where there are connections whose source is translated. If the kernel
 /// has none of the first kind or does not know the second wish (before 5.14), the table works all the same.
 fn advise(map: &MmapMut, used: usize) {
     let used = used.min(map.len());

@@ -53,7 +53,7 @@ pub(super) fn insert_for<'t>(
     now: Timestamp,
 ) -> Result<Insertion<'t>, InsertError> {
     let hashed = &table.prepare(flow);
-    table.insert(&NewConnection { hashed, transport, owner, via_host: false, epoch: Epoch(1), now })
+    table.insert(&NewConnection { hashed, transport, owner, via_host: false, opener: None, epoch: Epoch(1), now })
 }
 
 /// Connection `n` with an owner of its own, so that only the table's size limits their number.
@@ -457,6 +457,7 @@ fn a_flood_from_one_pod_does_not_affect_others() {
             transport: &syn,
             owner: flooder,
             via_host: false,
+            opener: None,
             epoch: Epoch(1),
             now: NOW,
         };
@@ -550,6 +551,7 @@ fn concurrent_threads_leave_a_consistent_table() {
                         transport: &Transport::Udp,
                         owner: owner(n),
                         via_host: false,
+                        opener: None,
                         epoch: Epoch(1),
                         now,
                     };

@@ -1,15 +1,12 @@
-//! After translation: an existing connection allows the packet, otherwise policy is evaluated.
+//! An existing connection allows the packet, otherwise policy is evaluated.
 
 mod open;
 
-use rand::rngs::StdRng;
-
 use super::dispatch::{Leaving, PacketPath};
-use super::flows::policy_flow;
 use super::sources::{Opener, OriginalSources};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};
 use crate::batch::{Frames, StackSender};
-use crate::conntrack::{Conn, ConnPlace, ConnTable, DatagramKey, Reevaluation, Timestamp, Update};
+use crate::conntrack::{Conn, ConnTable, DatagramKey, Reevaluation, Timestamp, Update};
 use crate::forward::PortId;
 use crate::names::{Moment, NameTime};
 use crate::packet::{Address, Flow, Packet, Transport, quoted_ends, quoted_flow};
@@ -28,11 +25,8 @@ pub(super) struct Tracker<'a, F, O> {
     pub(super) observer: &'a mut O,
     /// Whether the batch came from the node's own stack.
     pub(super) from_host: bool,
-    /// Whether packets of the batch to Services are translated.
-    pub(super) translates: bool,
     /// Whether fragments that are early are held.
     pub(super) holds_early: bool,
-    pub(super) rng: &'a mut StdRng,
 }
 
 impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
@@ -57,16 +51,12 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             Transport::IcmpError { quoted_at } => return self.related(entry, quoted_at),
             Transport::LaterFragment => return self.later_fragment(entry),
             // Between ends without policy, or it were not here.
-            Transport::Unreadable if self.is_to_service(&entry.packet.flow) => return Err(DropReason::Malformed.into()),
             Transport::Unreadable => return Ok(PacketPath::Direct),
             _ => {}
         }
-        let route = match self.connections.find_place(&entry.hashed, self.now) {
-            Some(place) if !place.is_translated() => {
-                self.follow(self.connections.connection(&entry.hashed, place), entry)?
-            }
-            None if !self.translates => self.open(entry)?,
-            found => self.track_to_service(found, entry)?,
+        let route = match self.connections.find(&entry.hashed, self.now) {
+            Some(connection) => self.follow(connection, entry)?,
+            None => self.open(entry)?,
         };
         if entry.packet.fragment.is_some() {
             self.connections.fragments().remember(&entry.packet, self.ingress, self.now);
@@ -121,22 +111,6 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         }
     }
 
-    /// A packet of a connection to a Service, or a pod's packet that may open one. Apart from the others, and called before
-    /// there is a [`Conn`]: with one for both, which the compiler would keep in memory, every packet takes forty
-    /// instructions more.
-    #[inline(never)]
-    fn track_to_service(
-        &mut self,
-        found: Option<ConnPlace>,
-        entry: &mut AdmittedPacket,
-    ) -> Result<PacketPath, DroppedPacket> {
-        let found = found.map(|place| self.connections.connection(&entry.hashed, place));
-        match self.translate(found, entry)? {
-            Some(connection) => self.follow(connection, entry),
-            None => self.open(entry),
-        }
-    }
-
     /// Whether a packet came to the node with an address of the node itself, or of a Service, for a pod that policy selects: it answers nothing
     /// that the pod has asked the node.
     #[inline(always)]
@@ -154,20 +128,11 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         let fragments = self.connections.fragments();
         let Some(flow) = fragments.flow_of(&entry.packet, self.ingress, self.now) else {
             // Its first fragment may come later, or another way.
-            let flow = &entry.packet.flow;
-            let is_free = !self.is_to_service(flow) && self.is_free(flow);
+            let is_free = self.is_free(&entry.packet.flow);
             return if is_free { Ok(PacketPath::Direct) } else { Err(self.without_flow(&entry.packet)) };
         };
         entry.hashed = self.connections.prepare(&flow);
-        let mut connection = self.connections.find(&entry.hashed, self.now).ok_or(DropReason::Fragment)?;
-        if connection.is_translated() {
-            let translated = self.connections.translated(&connection, self.now).ok_or(DropReason::Fragment)?;
-            // Only a whole packet finds another backend; until then the connection must stay as it is.
-            if self.has_lost_its_backend(&translated) {
-                return Err(DropReason::Fragment.into());
-            }
-            connection = self.set_flows(translated, entry)?;
-        }
+        let connection = self.connections.find(&entry.hashed, self.now).ok_or(DropReason::Fragment)?;
         self.follow(connection, entry)
     }
 
@@ -178,14 +143,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         DroppedPacket { is_early: self.holds_early && !has_first, ..DropReason::Fragment.into() }
     }
 
-    /// Whether workers translate a packet to this destination.
-    fn is_to_service(&self, flow: &Flow) -> bool {
-        self.translates && self.snapshot.forwarding.is_service(flow.dst)
-    }
-
     /// A packet of a known connection.
     #[inline(always)]
-    fn follow(&mut self, mut connection: Conn<'_>, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
+    fn follow(&mut self, mut connection: Conn<'_>, entry: &AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         if !connection.is_evaluated_under(self.snapshot.epoch) {
             return self.follow_again(connection, entry);
         }
@@ -203,17 +163,15 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         &mut self,
         update: Update,
         connection: Conn<'_>,
-        entry: &mut AdmittedPacket,
+        entry: &AdmittedPacket,
         route: PacketPath,
     ) -> Result<PacketPath, DroppedPacket> {
         let rejected = |reason: DropReason| Err(DroppedPacket { route, ..reason.into() });
         match update {
             Update::Accepted(_) => Ok(route),
-            Update::Invalid if self.is_free(&entry.inner()) => Ok(route),
+            Update::Invalid if self.is_free(&entry.packet.flow) => Ok(route),
             Update::Invalid => rejected(DropReason::InvalidState),
             Update::Revoked => rejected(DropReason::ConnectionRevoked),
-            // Ended within the same instant, or by an end that knows nothing of a Service: the sender will try again.
-            Update::Removed | Update::ReverseSyn if connection.is_translated() => rejected(DropReason::InvalidState),
             Update::Removed => self.open(entry),
             Update::Opens => self.open_in_place(connection, entry),
             Update::ReverseSyn => self.evaluate_reverse_syn(connection, entry).map(|()| route),
@@ -223,14 +181,10 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
 
     /// A packet that opens a connection in place of one that has ended or was revoked. Policy is evaluated first: if
     /// the old one were removed for a packet that is then denied, the next packet of its other side could bring it
-    /// back. A new connection to a Service chooses its backend again; one from a former backend is no Service's.
-    fn open_in_place(&mut self, old: Conn<'_>, entry: &mut AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
-        let orientation = entry.hashed.orientation();
-        if entry.is_translated {
-            self.open_anew(entry, &old)?;
-        }
+    /// back.
+    fn open_in_place(&mut self, old: Conn<'_>, entry: &AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         let opening = self.evaluate_first(entry)?;
-        if !old.replace(orientation, &entry.packet.transport, self.now) {
+        if !old.replace(entry.hashed.orientation(), &entry.packet.transport, self.now) {
             return Err(DropReason::InvalidState.into());
         }
         self.insert(entry, &opening)
@@ -249,9 +203,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
 
     /// A SYN-ACK by which both ends restart a connection that is still live in the table.
     fn restart(&mut self, mut connection: Conn<'_>, entry: &AdmittedPacket) -> Result<(), DroppedPacket> {
-        let frontend = entry.translation().map(|translation| &translation.frontend);
-        let flow = policy_flow(entry.inner().reversed(), frontend);
-        self.evaluate_opener(&connection, &flow, frontend.is_some(), EvaluationReason::Opened)?;
+        self.evaluate_opener(&connection, &entry.packet.flow.reversed(), EvaluationReason::Opened)?;
         let (orientation, transport) = (entry.hashed.orientation(), &entry.packet.transport);
         let restarted = connection.restart(self.snapshot.epoch, orientation, transport, self.now);
         if restarted { Ok(()) } else { Err(DropReason::InvalidState.into()) }
@@ -268,7 +220,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
                 // The pod now reaches this end through another address, from the same port. One that the node has not
                 // translated was on its way when the other pod got its port.
                 let may_be_translated = packet.transport.may_open() && self.sender() != StackSender::Unchanged;
-                if may_be_translated && self.is_pod(packet.flow.src) && !connection.is_translated() {
+                if may_be_translated && self.is_pod(packet.flow.src) {
                     connection.set_via_host(true);
                 }
             }
@@ -290,15 +242,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// the sequence number that the packet's destination expects.
     #[cold]
     #[inline(never)]
-    fn follow_again(
-        &mut self,
-        mut connection: Conn<'_>,
-        entry: &mut AdmittedPacket,
-    ) -> Result<PacketPath, DroppedPacket> {
-        if let Some(late) = entry.translation().filter(|translation| translation.is_late) {
-            let frontend = late.frontend;
-            return self.follow_late(connection, entry, &frontend);
-        }
+    fn follow_again(&mut self, mut connection: Conn<'_>, entry: &AdmittedPacket) -> Result<PacketPath, DroppedPacket> {
         let mut revoked_at = None;
         if self.reevaluate(&mut connection) == Reevaluation::Revoked
             && let Transport::Tcp(segment) = entry.packet.transport
@@ -312,24 +256,6 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         followed.map_err(|dropped| DroppedPacket { revoked_at, ..dropped })
     }
 
-    /// An answer of a backend that the connection has lost: it passes if policy still allows the connection. The connection stays
-    /// as it is, so that its client's next packet finds that it needs another backend, and answers alone do not keep it.
-    fn follow_late(
-        &mut self,
-        mut connection: Conn<'_>,
-        entry: &AdmittedPacket,
-        frontend: &Flow,
-    ) -> Result<PacketPath, DroppedPacket> {
-        let flow = policy_flow(connection.original_flow(), Some(frontend));
-        let is_allowed = !connection.is_revoked()
-            && self.evaluate_opener(&connection, &flow, true, EvaluationReason::Reevaluated).is_ok();
-        if is_allowed {
-            Ok(self.route_of(&mut connection, &entry.packet))
-        } else {
-            Err(DropReason::ConnectionRevoked.into())
-        }
-    }
-
     /// Whether no policy selects an end of this flow, so that its packets pass whatever their connection.
     #[cold]
     #[inline(never)]
@@ -340,7 +266,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// An ICMP error: it passes for a live connection, to the sender of the quoted packet. Routers send them, and the
     /// packet's destination; a pod is no router, so it may not send errors about other pods' connections.
     #[inline(never)]
-    fn related(&mut self, entry: &mut AdmittedPacket, quoted_at: u16) -> Result<PacketPath, DroppedPacket> {
+    fn related(&mut self, entry: &AdmittedPacket, quoted_at: u16) -> Result<PacketPath, DroppedPacket> {
         let (packet, frame) = (&entry.packet, self.frames.bytes(self.index));
         let (src, dst) = quoted_ends(frame, packet, quoted_at).ok_or(DropReason::NoConnection)?;
         let quoted = quoted_flow(frame, packet, quoted_at);
@@ -348,21 +274,10 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         if src != packet.flow.dst || !(is_router || dst == packet.flow.src) {
             return Err(DropReason::NoConnection.into());
         }
-        let connection = quoted.and_then(|quoted| Some((quoted, self.connections.related(&quoted, self.now)?)));
-        let Some((quoted, mut connection)) = connection else {
+        let Some(mut connection) = quoted.and_then(|quoted| self.connections.related(&quoted, self.now)) else {
             let is_free = self.is_free(&packet.flow);
             return if is_free { Ok(PacketPath::Direct) } else { Err(DropReason::NoConnection.into()) };
         };
-        if connection.is_translated() {
-            let translated = self.connections.translated(&connection, self.now).ok_or(DropReason::NoConnection)?;
-            // The client's next packet goes elsewhere: it need not hear of this backend.
-            if self.has_lost_its_backend(&translated) {
-                return Err(DropReason::NoConnection.into());
-            }
-            let flows = self.error_flows(packet, &quoted, &translated);
-            entry.set_translation(flows);
-            connection = translated.connection;
-        }
         if !connection.is_evaluated_under(self.snapshot.epoch) {
             self.reevaluate(&mut connection);
         }
@@ -382,10 +297,8 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// if that side had opened it, and might bring back what policy has revoked.
     #[cold]
     fn reevaluate(&mut self, connection: &mut Conn<'_>) -> Reevaluation {
-        let frontend = self.connections.frontend_of(connection);
-        let flow = policy_flow(connection.original_flow(), frontend.as_ref());
-        let allowed =
-            self.evaluate_opener(connection, &flow, frontend.is_some(), EvaluationReason::Reevaluated).is_ok();
+        let flow = connection.original_flow();
+        let allowed = self.evaluate_opener(connection, &flow, EvaluationReason::Reevaluated).is_ok();
         connection.set_verdict(self.snapshot.epoch, allowed)
     }
 
@@ -400,12 +313,11 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         &mut self,
         connection: &Conn<'_>,
         flow: &Flow,
-        is_to_service: bool,
         evaluation_reason: EvaluationReason,
     ) -> Result<(), DropReason> {
         let ends = self.snapshot.policy.ends(flow);
         let kept = || self.connections.opener_of(connection);
-        let opener = Opener::of_connection(is_to_service, connection.via_host(), ends, kept);
+        let opener = Opener::of_connection(connection.via_host(), ends, kept);
         self.evaluate(flow, ends, opener, evaluation_reason).map(drop)
     }
 

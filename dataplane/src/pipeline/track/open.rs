@@ -3,11 +3,10 @@
 use super::Tracker;
 use crate::DropReason;
 use crate::batch::{Frames, StackSender};
-use crate::conntrack::{Conn, InsertError, Insertion, NewConnection, OwnerId, TranslatedInsertError, Update};
+use crate::conntrack::{InsertError, Insertion, NewConnection, OwnerId, Update};
 use crate::limits::Admission;
 use crate::packet::{Address, Flow, Packet};
 use crate::pipeline::dispatch::PacketPath;
-use crate::pipeline::flows::{Translation, policy_flow};
 use crate::pipeline::sources::Opener;
 use crate::pipeline::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};
 use crate::policy::{AddressEntry, FlowEnds};
@@ -24,9 +23,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// receiver opened the connection: ports and flags are the sender's choice. If a segment of the answering end is denied, the
     /// connection continues with its opener's next segment.
     pub(super) fn evaluate_first(&mut self, entry: &AdmittedPacket) -> Result<Opening<'a>, DropReason> {
-        let flow = policy_flow(entry.inner(), entry.translation().map(|translation| &translation.frontend));
+        let flow = entry.packet.flow;
         let ends = self.snapshot.policy.ends(&flow);
-        let opener = if entry.is_translated { Opener::ClientOfService } else { Opener::Sender(self.sender()) };
+        let opener = Opener::Sender(self.sender());
         let asked = self.evaluate(&flow, ends, opener, EvaluationReason::Opened)?;
         Ok(Opening { flow, ends, opener: (asked.src != flow.src).then_some(asked.src) })
     }
@@ -37,10 +36,10 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         entry: &AdmittedPacket,
         opening: &Opening<'_>,
     ) -> Result<PacketPath, DroppedPacket> {
-        let AdmittedPacket { packet, hashed, is_translated, .. } = entry;
+        let AdmittedPacket { packet, hashed, .. } = entry;
         let sender = self.sender();
         let Opening { flow, ends, opener } = opening;
-        let via_host = !is_translated && self.opens_via_host(packet, *ends, sender);
+        let via_host = self.opens_via_host(packet, *ends, sender);
         let route = match ends.dst.port() {
             _ if via_host && !self.from_host => PacketPath::ViaHost,
             Some(port) => PacketPath::At(port),
@@ -51,31 +50,21 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             transport: &packet.transport,
             owner: owner(*ends),
             via_host,
+            opener: (sender == StackSender::Translated).then_some(*opener),
             epoch: self.snapshot.epoch,
             now: self.now,
         };
         let counts = [!self.from_host, !self.is_nodes_own(flow, *opener)];
         let admission = self.snapshot.limits.admit(*ends, counts, self.connections, self.now)?;
         let must_be_tracked = admission.as_ref().is_some_and(Admission::is_listed);
-        if let Some(translation) = entry.translation() {
-            let connection = self.open_translated(&new, translation, flow)?;
-            if let Some(admission) = admission {
-                admission.opened(connection.name());
-            }
-            return Ok(route);
-        }
         match self.connections.insert(&new) {
             Ok(Insertion::Created(connection)) => {
                 if let Some(admission) = admission {
                     admission.opened(connection.name());
                 }
-                if sender == StackSender::Translated {
-                    self.connections.set_opener(&connection, *opener);
-                }
                 Ok(route)
             }
             // Another worker was first, perhaps with a packet of the other direction.
-            Ok(Insertion::Found(connection)) if connection.is_translated() => Err(DropReason::FlowInUse.into()),
             Ok(Insertion::Found(mut connection)) => {
                 let route = self.route_of(&mut connection, packet);
                 match connection.update(hashed.orientation(), &packet.transport, self.now) {
@@ -114,25 +103,6 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     /// Whether the node itself opens a connection: its probes are nobody's limit.
     fn is_nodes_own(&self, flow: &Flow, opener: Option<Address>) -> bool {
         opener.is_none() && self.snapshot.forwarding.is_node(flow.src)
-    }
-
-    /// Enters a connection to a Service under both of its flows.
-    #[inline(never)]
-    fn open_translated(
-        &mut self,
-        new: &NewConnection<'_>,
-        translation: &Translation,
-        flow: &Flow,
-    ) -> Result<Conn<'a>, DroppedPacket> {
-        let frontend = self.connections.prepare(&translation.frontend);
-        let connection = self.connections.insert_translated(new, &frontend).map_err(|error| match error {
-            TranslatedInsertError::Other(error) => insert_drop_reason(error),
-            TranslatedInsertError::InUse => DropReason::FlowInUse,
-        })?;
-        if let Some(affinity) = &translation.affinity {
-            self.connections.remember_backend(flow.src, affinity, self.now);
-        }
-        Ok(connection)
     }
 }
 

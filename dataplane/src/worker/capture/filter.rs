@@ -33,8 +33,8 @@ pub struct CapturedPod {
 pub(super) struct SeenPacket {
     pub(super) ingress: PortId,
     pub(super) verdict: Verdict,
-    /// The flows that it shows, and that of its connection: as it came, as it leaves if that is another.
-    pub(super) flows: [Option<Flow>; 3],
+    /// Its flow, and that of its connection.
+    pub(super) flows: [Option<Flow>; 2],
     pub(super) connection: Option<u64>,
     pub(super) fits_program: bool,
 }

@@ -42,17 +42,13 @@ pub struct CapturedPacket {
     pub ingress: PortId,
     pub verdict: Verdict,
     pub epoch: Epoch,
-    /// Whether this is the packet as it leaves, with another flow than it came with. The packet as it came is before it.
-    pub is_translated: bool,
     /// Bytes of the frame, Ethernet header included.
     pub length: usize,
     /// The first of them, at most as many as the capture keeps.
     pub bytes: Vec<u8>,
-    /// The flow of the packet's connection, in the direction in which it was opened; of a connection to a Service that to
-    /// its backend. `None` if the table has none for the packet's own flow, as for an ICMP error.
+    /// The flow of the packet's connection, in the direction in which it was opened. `None` if the table has none for the
+    /// packet's own flow, as for an ICMP error.
     pub original: Option<Flow>,
-    /// The flow of the packet that opened a connection to a Service, as its client sent it.
-    pub frontend: Option<Flow>,
     /// Connection id, as in the verdict log ([`ConnTable::connection_id`]): of a dropped packet, that which its connection
     /// would have.
     pub connection: Option<u64>,
@@ -177,22 +173,19 @@ impl CaptureTap {
                 continue;
             }
             let received = self.received[index];
-            let frame = frames.bytes(index);
-            let sent = sent_flow(&received, verdict, frame);
             let evaluated = recorder.evaluated(index);
-            let (original, frontend) = batch.connection_of(received.flow).unzip();
+            let original = batch.connection_of(received.flow);
             let refused = received.flow.filter(|_| matches!(verdict, Verdict::Drop(_)));
             let of_connection = original.or(evaluated.map(|it| it.flow)).or(refused);
             let connection = of_connection.map(|flow| batch.connections.connection_id(&flow));
-            let filter = &self.capture.filter;
             let seen = SeenPacket {
                 ingress: batch.ingress,
                 verdict,
-                flows: [received.flow, sent, of_connection],
+                flows: [received.flow, of_connection],
                 connection,
-                fits_program: received.fits_program || sent.is_some() && filter.fits_program(frame),
+                fits_program: received.fits_program,
             };
-            if !filter.fits(&seen) {
+            if !self.capture.filter.fits(&seen) {
                 continue;
             }
             let packet = CapturedPacket {
@@ -201,23 +194,16 @@ impl CaptureTap {
                 ingress: batch.ingress,
                 verdict,
                 epoch: batch.snapshot.epoch,
-                is_translated: false,
                 length: received.length,
                 bytes: Vec::new(),
                 original,
-                frontend: frontend.flatten(),
                 connection,
                 evaluation: evaluated.map(|it| it.name(&batch.snapshot.policy)),
                 staged: evaluated.zip(staged.as_ref()).and_then(|(it, staged)| it.promoted(staged, batch.now)),
             };
-            let translated =
-                sent.map(|_| CapturedPacket { is_translated: true, length: frame.len(), ..packet.clone() });
             let snap_length = self.capture.queue.snap_length;
             let kept = &self.bytes[index * snap_length..][..received.length.min(snap_length)];
             self.push(packet, kept, has_macs);
-            if let Some(translated) = translated {
-                self.push(translated, frame, has_macs);
-            }
         }
     }
 
@@ -234,26 +220,10 @@ impl CaptureTap {
     }
 }
 
-/// The flow with which a packet leaves, if that is another than it came with.
-fn sent_flow(received: &Received, verdict: Verdict, frame: &[u8]) -> Option<Flow> {
-    match verdict {
-        Verdict::Drop(_) | Verdict::Early => None,
-        Verdict::Forward(_) => {
-            let sent = parse(frame).ok()?.flow;
-            (Some(sent) != received.flow).then_some(sent)
-        }
-    }
-}
-
 impl CapturedBatch<'_> {
-    /// The flow in which the packet's connection was opened, and that of its client if it is one to a Service.
-    fn connection_of(&self, flow: Option<Flow>) -> Option<(Flow, Option<Flow>)> {
-        let found = self.connections.find(&self.connections.prepare(&flow?), self.now)?;
-        if !found.is_translated() {
-            return Some((found.original_flow(), None));
-        }
-        let translated = self.connections.translated(&found, self.now)?;
-        Some((translated.connection.original_flow(), Some(translated.frontend)))
+    /// The flow in which the packet's connection was opened.
+    fn connection_of(&self, flow: Option<Flow>) -> Option<Flow> {
+        self.connections.find(&self.connections.prepare(&flow?), self.now).map(|found| found.original_flow())
     }
 }
 

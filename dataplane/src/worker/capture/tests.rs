@@ -12,23 +12,21 @@ use crate::forward::{Forwarding, Mac, Port, PortKind};
 use crate::packet::{Address, Protocol};
 use crate::pipeline::{Pipeline, PipelineMode};
 use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PolicySet, RuleTable};
-use crate::services::{Backend, Frontend, FrontendKey, ServiceSet, WithoutBackend};
 use crate::worker::{StagedSet, VerdictLog};
 
 const WEB: PortId = PortId(1);
 const DB: PortId = PortId(2);
 const WEB4: &str = "10.0.0.1";
 const DB4: &str = "10.0.0.2";
-const VIP4: &str = "10.96.0.10";
 
 fn ip(text: &str) -> Address {
     text.parse::<IpAddr>().unwrap().into()
 }
 
-/// Two pods: `web`, which is open, and `db`, which admits nobody. A Service whose only backend is `web`.
+/// Two pods: `web`, which is open, and `db`, which admits nobody.
 fn snapshot(own_mac: impl Fn(PortId) -> Mac) -> Snapshot {
     let identity = |number| Identity(NonZeroU32::new(number).unwrap());
-    let mut forwarding = Forwarding::new([]).with_services(&["10.96.0.0/16".parse().unwrap()]);
+    let mut forwarding = Forwarding::new([]);
     let mut update = PolicySet::default().update();
     let nobody = EndpointPolicy::Isolated(Arc::new(RuleTable::new(&[], [])));
     for (id, address, number, ingress) in [(WEB, WEB4, 1, EndpointPolicy::Open), (DB, DB4, 2, nobody)] {
@@ -40,18 +38,7 @@ fn snapshot(own_mac: impl Fn(PortId) -> Mac) -> Snapshot {
         update.set_address(ip(address), Some(owner));
         update.set_endpoint(EndpointId(number), Some(Endpoint { egress: EndpointPolicy::Open, ingress }));
     }
-    let mut services = ServiceSet::default();
-    let backend = Backend { address: ip(WEB4), port: 8080 };
-    let frontend = Frontend {
-        name: "test/web".into(),
-        backends: vec![backend].into(),
-        serving: vec![backend].into(),
-        affinity: None,
-        without: WithoutBackend::Refused,
-    };
-    let key = FrontendKey { address: ip(VIP4), protocol: Protocol::UDP, port: 53 };
-    services.set(key, Some(Arc::new(frontend)));
-    Snapshot::new(Epoch(5), update.finish(), forwarding).with_services(Some(services))
+    Snapshot::new(Epoch(5), update.finish(), forwarding)
 }
 
 fn real_mac(id: PortId) -> Mac {
@@ -130,12 +117,12 @@ fn packets_are_captured_as_they_came_with_what_was_decided() {
     bench.process(WEB, vec![denied.clone(), spoofed.clone(), vec![1; 10]]);
     bench.process(DB, vec![allowed.clone()]);
     let found = bench.captured();
-    let summary: Vec<_> = found.iter().map(|it| (it.ingress, it.verdict, it.bytes.clone(), it.is_translated)).collect();
+    let summary: Vec<_> = found.iter().map(|it| (it.ingress, it.verdict, it.bytes.clone())).collect();
     let expected = [
-        (WEB, Verdict::Drop(DropReason::IngressDenied), denied, false),
-        (WEB, Verdict::Drop(DropReason::SpoofedSource), spoofed, false),
-        (WEB, Verdict::Drop(DropReason::Truncated), vec![1; 10], false),
-        (DB, Verdict::Forward(WEB), allowed.clone(), false),
+        (WEB, Verdict::Drop(DropReason::IngressDenied), denied),
+        (WEB, Verdict::Drop(DropReason::SpoofedSource), spoofed),
+        (WEB, Verdict::Drop(DropReason::Truncated), vec![1; 10]),
+        (DB, Verdict::Forward(WEB), allowed.clone()),
     ];
     assert_eq!(summary, expected);
     assert_eq!(found.iter().map(|it| it.evaluation.is_some()).collect::<Vec<_>>(), [true, false, false, true]);
@@ -200,23 +187,6 @@ fn only_opening_packets_have_what_staged_policies_decide() {
     assert!(again.evaluation.is_some() && again.staged.is_none(), "{again:?}");
     bench.log.stage(None);
     assert_eq!(process(&mut bench, 3), [None; 4], "not any more");
-}
-
-#[test]
-fn a_translated_packet_is_captured_as_it_came_and_as_it_leaves() {
-    let filter = CaptureFilter { port: Some(53), ..CaptureFilter::default() };
-    let mut bench = Bench::new(filter, snapshot(real_mac), 16, 2048);
-    let (asked, other) = (udp((DB4, 1000), (VIP4, 53), b"question"), udp((DB4, 1000), (WEB4, 80), b"other"));
-    let sent = bench.process(DB, vec![asked.clone(), other]);
-    let answered = bench.process(WEB, vec![udp((WEB4, 8080), (DB4, 1000), b"answer")]);
-    let found = bench.captured();
-    let flows: Vec<_> = found.iter().map(|it| parse(&it.bytes).unwrap().flow).collect();
-    assert_eq!(found.iter().map(|it| it.is_translated).collect::<Vec<_>>(), [false, true, false, true]);
-    assert_eq!((&found[0].bytes, &found[1].bytes, &found[3].bytes), (&asked, &sent[0], &answered[0]));
-    assert_eq!((flows[1].dst, flows[1].dst_port, flows[3].src_port), (ip(WEB4), 8080, 53));
-    let (original, frontend) = (Some(flows[1]), Some(flows[0]));
-    assert!(found.iter().all(|it| (it.original, it.frontend) == (original, frontend)), "{found:?}");
-    assert!(found.iter().all(|it| it.connection == found[0].connection && it.connection.is_some()));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! The parts that programs read of an entry of the table, of its path and of its links: a packet passes only if each part allows it.
+//! The parts that programs read of an entry of the table and of its path: a packet passes only if each part allows it.
 
 mod races;
 mod words;
@@ -17,8 +17,8 @@ const OF_ANY: &[(&str, Change, bool)] = &[
     ("of another generation", |of, _| of.entry[0] ^= 1 << GENERATION_AT, true),
     ("free", |of, _| of.set_state(0), false),
     ("claimed", |of, _| of.set_state(CLAIMED), false),
-    ("a frontend without a Service", |of, _| of.set_state(FRONTEND), false),
-    ("translated without a link", |of, _| of.entry[0] |= TRANSLATED, false),
+    ("in a state that there is not", |of, _| of.set_state(15), false),
+    ("who opened it is kept beside it", |of, _| of.entry[0] |= HAS_OPENER, true),
     ("evaluated under the epoch before", |of, _| of.set_evaluated(u64::from(of.epoch) - 1), false),
     ("evaluated under the next epoch", |of, _| of.set_evaluated(u64::from(of.epoch) + 1), true),
     ("evaluated long ago", |of, _| of.epoch += 0x20_0000, false),
@@ -340,82 +340,6 @@ fn an_answer_to_a_syn_passes_only_if_each_field_allows_it() {
             }
         }
     });
-}
-
-/// In which directions packets of a connection to a Service pass after a change of the client's entry, of the other one, or of their
-/// links: from the client, and from the backend. A change that makes the other direction's packets those of another connection says
-/// nothing of them: `None`.
-type LinkedChange = fn(&mut Fields, &mut Fields);
-const OF_TRANSLATED: &[(&str, LinkedChange, [Option<bool>; 2])] = &[
-    ("as it is", |_, _| (), [Some(true); 2]),
-    ("the client's is tentative", |client, _| client.entry[0] |= TENTATIVE, [Some(false); 2]),
-    ("the other is tentative", |_, other| other.entry[0] |= TENTATIVE, [Some(false); 2]),
-    ("the other is revoked", |_, other| other.entry[0] |= REVOKED, [Some(false); 2]),
-    ("the client's is of the next connection", |client, _| client.entry[0] ^= 1 << GENERATION_AT, [Some(false); 2]),
-    ("the other is of the next connection", |_, other| other.entry[0] ^= 1 << GENERATION_AT, [Some(false); 2]),
-    ("the client's link names another entry", |client, _| client.link ^= 1, [Some(false); 2]),
-    ("the other's link names another entry", |_, other| other.link ^= 1, [Some(false); 2]),
-    ("the client's has no link", |client, _| client.link = 0, [Some(false); 2]),
-    ("the other has no link", |_, other| other.link = 0, [Some(false); 2]),
-    ("the client's link leads out of the table", |client, _| client.link |= 0xffff, [Some(false); 2]),
-    ("the client's is not translated", |client, _| client.entry[0] &= !TRANSLATED, [Some(false); 2]),
-    ("the other is not translated", |_, other| other.entry[0] &= !TRANSLATED, [Some(false), None]),
-    ("the client's is no frontend", |client, _| client.set_state(5), [Some(false); 2]),
-    ("both are frontends", |_, other| other.set_state(FRONTEND), [Some(false); 2]),
-    ("the client's is free", |client, _| client.set_state(0), [Some(false); 2]),
-    ("the other is claimed", |_, other| other.set_state(CLAIMED), [Some(false); 2]),
-    ("the client's was opened by the Service", |client, _| client.entry[0] ^= ORIGINAL, [Some(false), None]),
-    ("the other was opened by the backend", |_, other| other.entry[0] ^= ORIGINAL, [Some(false); 2]),
-    ("the other is of the epoch before", |_, other| other.set_evaluated(u64::from(other.epoch) - 1), [Some(false); 2]),
-    (
-        "the client's is of the epoch before",
-        |client, _| client.set_evaluated(u64::from(client.epoch) - 1),
-        [Some(true); 2],
-    ),
-];
-
-#[test]
-fn a_translated_packet_passes_only_if_both_entries_allow() {
-    in_namespace(|| {
-        let mut node = Node::new();
-        node.publish(Epoch(9), true);
-        let (words, now) = (Words::of(&node), Timestamp::now());
-        for (v4, tcp) in [(true, true), (false, true), (true, false), (false, false)] {
-            forget(&node);
-            let there = Sent { v4, ..to_service(End::A, End::B, tcp, ACK) };
-            open(&mut node, there, now);
-            let is_frontend = |slot: &usize| words.read(*slot).entry[0] & STATES == FRONTEND;
-            let (of_client, of_other): (Vec<usize>, Vec<usize>) = words.slots().into_iter().partition(is_frontend);
-            let slots = [of_client[0], of_other[0]];
-            for (what, change, passes) in OF_TRANSLATED {
-                let before = slots.map(|slot| words.read(slot));
-                let [mut client, mut other] = before;
-                change(&mut client, &mut other);
-                for (packet, passes) in [there, there.back()].into_iter().zip(passes) {
-                    words.write(slots[0], &client);
-                    words.write(slots[1], &other);
-                    let done = node.program(packet.from, packet.to, &packet.frame(), 0);
-                    slots.iter().zip(&before).for_each(|(&slot, fields)| words.write(slot, fields));
-                    assert!(passes.is_none_or(|passes| done.is_some() == passes), "{what}: {packet:?}: {done:?}");
-                }
-            }
-            assert_no_forged_answer(&node, there);
-        }
-    });
-}
-
-/// The client sends as if it were its Service; the backend, as if it were asked by itself.
-fn assert_no_forged_answer(node: &Node, there: Sent) {
-    let swapped = |packet: Sent| {
-        let mut frame = packet.frame();
-        let (from, size, ports) = if packet.v4 { (26, 4, 34) } else { (22, 16, 54) };
-        (0..size).for_each(|byte| frame.swap(from + byte, from + size + byte));
-        (0..2).for_each(|byte| frame.swap(ports + byte, ports + 2 + byte));
-        frame
-    };
-    for packet in [there, there.back()] {
-        assert!(node.program(packet.from, packet.to, &swapped(packet), 0).is_none(), "{packet:?}");
-    }
 }
 
 #[test]

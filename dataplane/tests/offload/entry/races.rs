@@ -90,49 +90,6 @@ fn a_packet_never_passes_by_the_entrys_last_verdict() {
     });
 }
 
-/// While a program translates a packet, its connection ends, and another one gets the entry that the packet leaves with.
-#[test]
-fn a_packet_never_leaves_with_the_entrys_next_flow() {
-    in_namespace(|| {
-        let mut node = Node::new();
-        let (words, now) = (Words::of(&node), Timestamp::now());
-        for v4 in [true, false] {
-            forget(&node);
-            let there = Sent { v4, ..to_service(End::A, End::B, true, ACK) };
-            open(&mut node, there, now);
-            let is_frontend = |slot: &usize| words.read(*slot).entry[0] & STATES == FRONTEND;
-            let (of_client, of_other): (Vec<usize>, Vec<usize>) = words.slots().into_iter().partition(is_frontend);
-            let (link, slot) = (words.link(of_client[0]), of_other[0]);
-            let (fields, entry) = (words.read(slot).entry, words.entry(slot));
-            // The backend has another port in the next connection.
-            let is_low = fields[5] & 0xffff == u64::from(ANSWERING_PORT);
-            let names = [fields[5], fields[5] ^ if is_low { 2 } else { 2 << 16 }];
-            let claims = AtomicU64::new(0);
-            let worker = || {
-                for (name, is_linked) in names.into_iter().zip([true, false]) {
-                    let control = of_next_generation(fields[0], &claims);
-                    entry[0].store(control & !STATES & !TRANSLATED | CLAIMED, Ordering::SeqCst);
-                    entry[5].store(name, Ordering::SeqCst);
-                    entry[0].store(control, Ordering::SeqCst);
-                    if is_linked {
-                        let generation = control >> GENERATION_AT & GENERATIONS;
-                        link.store(slot as u64 | generation << 32 | 1 << 63, Ordering::SeqCst);
-                    }
-                    // Long enough for a program to begin.
-                    (0..200).for_each(|_| std::hint::spin_loop());
-                }
-            };
-            let (frame, at) = (there.frame(), node.interface(End::A));
-            let port = if v4 { 36 } else { 56 };
-            beside(worker, RUNS, || {
-                let tried = node.programs.try_frame(TriedSender::Pod, at, &frame, 0).unwrap();
-                let left = u16::from_be_bytes([tried.frame[port], tried.frame[port + 1]]);
-                assert!(left == SERVICE_PORT || left == ANSWERING_PORT, "{left}: {there:?}");
-            });
-        }
-    });
-}
-
 /// A worker changes the path while a program forwards a FIN, and notes it there.
 #[test]
 fn a_fin_never_brings_back_a_path_that_a_worker_changed() {

@@ -21,9 +21,8 @@ pub(crate) const EPOCH_AT: u32 = 30;
 pub(crate) const EPOCHS: u64 = 0x7f_ffff;
 pub(crate) const GENERATION_AT: u32 = 53;
 pub(crate) const GENERATIONS: u64 = 0x3ff;
-pub(crate) const TRANSLATED: u64 = 1 << 63;
+pub(crate) const HAS_OPENER: u64 = 1 << 63;
 pub(crate) const CLAIMED: u64 = 1;
-pub(crate) const FRONTEND: u64 = 15;
 
 // The path, as `dataplane/src/conntrack/path.rs` has it.
 pub(crate) const ANSWERED: u64 = 1 << 42;
@@ -42,7 +41,6 @@ pub(crate) struct Fields {
     pub(crate) path: u64,
     /// By direction: bytes, and the tick of the last packet.
     pub(crate) used: [u64; 2],
-    pub(crate) link: u64,
     pub(crate) epoch: u32,
     pub(crate) timeouts: [u32; 5],
 }
@@ -85,7 +83,7 @@ impl Fields {
         if self.entry[5] >> 32 & 0xff == 17 && self.entry[6] == began {
             self.entry[6] = u64::MAX;
         }
-        Self { link: 0, ..self }
+        self
     }
 
     /// Whether it is of the connection of this flow.
@@ -145,7 +143,7 @@ impl Words {
         Self {
             table: map(table, 1, KernelMapSizes::TABLE),
             tags: map(tags, sizes.groups, KernelMapSizes::TAGS),
-            entries: map(entries, sizes.with_links, KernelMapSizes::ENTRY),
+            entries: map(entries, sizes.with_openers, KernelMapSizes::ENTRY),
             uses: map(uses, sizes.entries, KernelMapSizes::USE),
         }
     }
@@ -164,10 +162,6 @@ impl Words {
         &Self::words(&self.uses)[slot * 4..][..4]
     }
 
-    pub(crate) fn link(&self, slot: usize) -> &AtomicU64 {
-        &Self::words(&self.entries)[capacity() * 8 + slot]
-    }
-
     pub(crate) fn tag(&self, slot: usize) -> u64 {
         Self::words(&self.tags)[slot / 4].load(Ordering::Acquire) >> (slot % 4 * 16) & 0xffff
     }
@@ -180,9 +174,9 @@ impl Words {
 
     /// Element of what programs need to open connections: answers, then credit by owner.
     pub(crate) fn behind(&self, element: usize) -> &[AtomicU64] {
-        // Eight links are an element, and four openers.
-        let openers = capacity() + capacity() / 8 + capacity() / 4;
-        &Self::words(&self.entries)[(openers + element) * 8..][..8]
+        // Four openers are an element.
+        let first = capacity() + capacity() / 4;
+        &Self::words(&self.entries)[(first + element) * 8..][..8]
     }
 
     /// How many connections programs may still open for an owner.
@@ -228,7 +222,6 @@ impl Words {
             entry: std::array::from_fn(|word| load(&self.entry(slot)[word])),
             path: load(&self.usage(slot)[0]),
             used: std::array::from_fn(|direction| load(&self.usage(slot)[2 + direction])),
-            link: load(self.link(slot)),
             epoch: shared[0].load(Ordering::Acquire),
             timeouts: std::array::from_fn(|kind| shared[1 + kind].load(Ordering::Acquire)),
         }
@@ -239,7 +232,6 @@ impl Words {
         self.entry(slot).iter().zip(fields.entry).for_each(|(word, value)| store(word, value));
         store(&self.usage(slot)[0], fields.path);
         self.usage(slot)[2..].iter().zip(fields.used).for_each(|(word, value)| store(word, value));
-        store(self.link(slot), fields.link);
         self.shared()[0].store(fields.epoch, Ordering::Release);
         self.shared()[1..].iter().zip(fields.timeouts).for_each(|(word, value)| word.store(value, Ordering::Release));
     }

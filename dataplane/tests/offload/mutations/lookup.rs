@@ -1,8 +1,8 @@
 //! Mutations of the lookup of a connection.
 
 use super::{
-    ANSWER, CHANGED, CLOSED, COUNTS, GROUPS, HANDSHAKE, LATE_ANSWER, LINKS, LOOKUP, Mutation, OF_ANSWER, OF_ENTRY,
-    QUESTION, REREAD, TABLE, UNEXPIRED, WRAP, equivalent, mutation,
+    ANSWER, CHANGED, CLOSED, COUNTS, GROUPS, HANDSHAKE, LATE_ANSWER, LOOKUP, Mutation, OF_ANSWER, OF_ENTRY, QUESTION,
+    REREAD, TABLE, UNEXPIRED, WRAP, equivalent, mutation,
 };
 
 pub(super) const MUTATIONS: &[Mutation] = &[
@@ -239,7 +239,7 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         REREAD,
         "what is read need not belong together",
         LOOKUP,
-        "if (control_of(entry) != before)\n\t\treturn 0;",
+        "if (control_of(entry) != found->control)\n\t\treturn 0;",
         "",
     ),
     // Its path.
@@ -419,45 +419,4 @@ pub(super) const MUTATIONS: &[Mutation] = &[
     mutation(UNEXPIRED, "the time of use is not noted", LOOKUP, " | (found->now ? found->now : 1);", ";"),
     mutation(COUNTS, "packets are not counted", LOOKUP, "use->packets[direction] += packets;", ""),
     mutation(COUNTS, "bytes are not counted", LOOKUP, ">> 22) + packet->length) << 22", ">> 22)) << 22"),
-    // Translated connections.
-    equivalent(
-        "there is no word behind the links",
-        mutation(LINKS, "a link out of the table counts", LOOKUP, "if (other >= table->groups * LANES || ", "if ("),
-    ),
-    mutation(
-        LINKS,
-        "the entry that a packet leaves with need not be linked back",
-        LOOKUP,
-        "|| link_of(table, other) != LINK_TO(slot, control))",
-        ")",
-    ),
-    mutation(LINKS, "a link of an ended connection counts", LOOKUP, "if (link != LINK_TO(other, leaving) || ", "if ("),
-    mutation(
-        LINKS,
-        "a link has no generation",
-        TABLE,
-        "#define LINK_TO(slot, control) ((slot) | GENERATION(control) << 32 | 1ULL << 63)",
-        "#define LINK_TO(slot, control) ((slot) | (link & 0x3ffULL << 32) | 1ULL << 63)",
-    ),
-    mutation(LINKS, "an entry that is not translated is left with", LOOKUP, "!(leaving & TRANSLATION) || ", ""),
-    equivalent(
-        "the state is one in which no packet is certain",
-        mutation(LINKS, "an entry that is claimed is left with", LOOKUP, "!IS_WRITTEN(leaving) || ", ""),
-    ),
-    mutation(LINKS, "a tentative entry is left with", LOOKUP, "(control | leaving) & TENTATIVE", "control & TENTATIVE"),
-    mutation(LINKS, "a tentative frontend counts", LOOKUP, "(control | leaving) & TENTATIVE", "leaving & TENTATIVE"),
-    mutation(
-        LINKS,
-        "a client leaves by another frontend",
-        LOOKUP,
-        " ||\n\t    is_of_client == (STATE(leaving) == FRONTEND))",
-        ")",
-    ),
-    mutation(
-        LINKS,
-        "a client may send as its Service",
-        LOOKUP,
-        "if (is_of_client != (packet->direction == ORIGINAL(control)))\n\t\treturn NO_SLOT;",
-        "",
-    ),
 ];

@@ -1,8 +1,8 @@
 //! Mutations of headers, and how a packet leaves.
 
 use super::{
-    ANSWER, CAPTURED, CHECKSUM, FORWARD, HEADERS, LAST_HOP, LEFT, LENGTH, MAPPED, Mutation, NEIGHBOURS, NEXT_FLOW,
-    OF_ENTRY, OF_STACK, PACKET, REWRITE, TRANSLATED, equivalent, mutation,
+    ANSWER, BOTH_WAYS, CAPTURED, FORWARD, HEADERS, LAST_HOP, LEFT, LENGTH, MAPPED, Mutation, NEIGHBOURS, OF_ENTRY,
+    OF_STACK, PACKET, REWRITE, equivalent, mutation,
 };
 
 pub(super) const MUTATIONS: &[Mutation] = &[
@@ -90,13 +90,6 @@ pub(super) const MUTATIONS: &[Mutation] = &[
     mutation(LAST_HOP, "a packet's last hop counts", FORWARD, "(packet.ttl <= 1 && !bridged) || ", ""),
     mutation(NEIGHBOURS, "a neighbour's last hop is spent", FORWARD, "packet.ttl <= 1 && !bridged", "packet.ttl <= 1"),
     mutation(NEIGHBOURS, "neighbours are on any bridge", FORWARD, "iface->bridge == to->bridge && ", ""),
-    mutation(
-        NEIGHBOURS,
-        "a translated packet spends no hop",
-        FORWARD,
-        "connection.nat_slot == NO_SLOT && is_to_bridge_neighbour",
-        "is_to_bridge_neighbour",
-    ),
     mutation(NEIGHBOURS, "a bridge spends no hop", FORWARD, " && !is_mac(&iface->node_mac, eth->h_dest);", ";"),
     mutation(
         NEIGHBOURS,
@@ -202,38 +195,10 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         "sum",
     ),
     mutation(
-        TRANSLATED,
+        BOTH_WAYS,
         "an IPv6 packet's hops are not counted",
         REWRITE,
         "head.ip[3] -= bpf_htons(1); /* next header and hop limit, which is at least 2 */\n\t\treturn",
         "return",
-    ),
-    mutation(
-        NEXT_FLOW,
-        "an IPv4 packet leaves with the next connection's addresses",
-        REWRITE,
-        "change = write_flow(leaving, connection->nat_direction, head.addresses[0], head.addresses[1], head.ports, 2);\n\tif (control_of(leaving) != connection->nat_control)\n\t\treturn CONNECTION_ENDED;",
-        "change = write_flow(leaving, connection->nat_direction, head.addresses[0], head.addresses[1], head.ports, 2);",
-    ),
-    mutation(
-        NEXT_FLOW,
-        "an IPv6 packet leaves with the next connection's addresses",
-        REWRITE,
-        "change = write_flow(leaving, connection->nat_direction, head.addresses[0], head.addresses[1], head.ports, 8);\n\tif (control_of(leaving) != connection->nat_control)\n\t\treturn CONNECTION_ENDED;",
-        "change = write_flow(leaving, connection->nat_direction, head.addresses[0], head.addresses[1], head.ports, 8);",
-    ),
-    mutation(
-        CHECKSUM,
-        "a datagram without checksum gets one",
-        REWRITE,
-        "BPF_F_PSEUDO_HDR | (is_udp ? BPF_F_MARK_MANGLED_0 : 0)",
-        "BPF_F_PSEUDO_HDR",
-    ),
-    mutation(
-        CHECKSUM,
-        "ports are not in the checksum",
-        REWRITE,
-        "is_partial ? change.addresses : change.addresses + change.ports",
-        "change.addresses",
     ),
 ];

@@ -46,8 +46,7 @@ pub(crate) fn services() -> Scenario {
     Scenario {
         name: "services",
         title: "To a pod, and to a Service whose only backend it is",
-        about: "One UDP connection of 64 bytes, flat out; one TCP stream; new TCP connections. Penstock's workers translate \
-                cluster addresses, and its programs do so for established connections. With nftables the kernel does, by a \
+        about: "One UDP connection of 64 bytes, flat out; one TCP stream; new TCP connections. The node's kernel translates, by a \
                 map of addresses, a random choice and DNAT, as kube-proxy's nftables mode sets it up.",
         metrics: METRICS,
         cases: vec![

@@ -99,7 +99,6 @@ pub(crate) fn transactions() -> Scenario {
             case(Peer::Iptables),
             to_service(Peer::penstock_by_tcx(true)),
             to_service(Peer::Nftables),
-            to_service(Peer::penstock_beside_kube_proxy()),
             to_service(Peer::Kernel),
             case(Peer::penstock_by_tcx(true)).with_other_node(),
             case(Peer::Kernel).with_other_node(),

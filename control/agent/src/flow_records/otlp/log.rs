@@ -57,11 +57,6 @@ pub(super) fn attributes(record: &FlowRecord) -> Vec<(String, AnyValue)> {
             add(&k8s(&workload.kind.to_lowercase()), text(&workload.name));
         }
     }
-    if let Some(service) = &record.service {
-        add("penstock.service.name", some_text(service.name.as_deref()));
-        add("penstock.service.address", text(&service.address.to_string()));
-        add("penstock.service.port", number(service.port.into()));
-    }
     add("penstock.verdict", text(record.verdict.name()));
     add("penstock.reason", some_text(record.reason));
     add("penstock.egress.rule", some_text(record.rules.egress.as_deref()));

@@ -76,7 +76,6 @@ fn record(number: u64) -> FlowRecord {
         protocol: "TCP".into(),
         from: end(1, 40000, "web-1"),
         to: end(2, 5432, "db-0"),
-        service: None,
         verdict: RecordedVerdict::Allowed,
         reason: None,
         rules: DecidingRules::new(("open".into(), "shop-ingress-db-0-podSelector-0-0".into())),
@@ -254,11 +253,6 @@ fn the_dashboard_asks_only_for_fields_that_records_have() {
     // As Loki names attributes, those of the resource too.
     let stored = |name: &str| name.replace('.', "_");
     let all = FlowRecord {
-        service: Some(penstock_admin::types::FlowEnd {
-            address: [10, 96, 0, 1].into(),
-            port: 80,
-            name: Some("shop/web:http".into()),
-        }),
         reason: Some("ingress_denied"),
         packets: Some(1),
         first: Some("2026-01-01T00:00:09Z".parse().unwrap()),

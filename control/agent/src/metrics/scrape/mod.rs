@@ -24,7 +24,6 @@ use prometheus_client::encoding::DescriptorEncoder;
 use prometheus_client::metrics::MetricType;
 
 use super::exposition::{Buckets, Exposition, FamilyWriter, LabelPairs};
-use super::services::ServiceMetrics;
 use crate::connection_limits::limited;
 use crate::flow_records::RecordTotals;
 use crate::ports::PortRole;
@@ -62,7 +61,6 @@ pub(crate) struct Scrape {
     /// Filled in after the scan of the table.
     pub(super) counts: Arc<TableCounts>,
     /// Only if workers translate.
-    services: Option<ServiceMetrics>,
     verdicts: VerdictLogCounts,
     /// All zero if there are none.
     flow_records: RecordTotals,
@@ -165,7 +163,6 @@ impl Scrape {
             },
             table: Arc::clone(table),
             counts: Arc::default(),
-            services: view.config.services.enabled.then(|| ServiceMetrics::new(view)),
             verdicts: VerdictLogCounts {
                 suppressed: LoggedOutcome::all().map(|outcome| (outcome.name(), log.suppressed(outcome))).collect(),
                 lost: log.lost() + view.unwritten,
@@ -563,9 +560,6 @@ impl Collector for Scrape {
         self.encode_workers(&mut to)?;
         self.encode_programs(&mut to)?;
         self.encode_source(&mut to)?;
-        if let Some(services) = &self.services {
-            services.encode(&self.statistics, &self.counts.by_frontend, &mut to)?;
-        }
         self.encode_captures(&mut to)?;
         features::encode_flow_records(&self.flow_records, &mut to)?;
         self.encode_staged(&mut to)?;

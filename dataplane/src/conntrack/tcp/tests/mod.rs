@@ -126,6 +126,7 @@ fn pass(table: &ConnTable, frame: &[u8]) -> (SegmentOutcome, Option<State>) {
             transport: &packet.transport,
             owner: POD,
             via_host: false,
+            opener: None,
             epoch: Epoch(1),
             now: NOW,
         };
