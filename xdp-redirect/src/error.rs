@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::MINIMUM_KERNEL;
+use super::{Interface, MINIMUM_KERNEL};
 
 /// The program or one of its maps could not be loaded into the kernel.
 #[derive(Debug, thiserror::Error)]
@@ -58,9 +58,9 @@ pub enum AttachError {
     )]
     Filter { interface: String, source: libbpf_rs::Error },
     #[error(
-        "cannot attach to interface {interface} by tcx ({source}): Linux 6.6 or newer is needed, or attach = \"xdp\""
+        "cannot attach to interface {interface} ({source}): before Linux 6.6 the programs are filters, which need CONFIG_NET_SCH_INGRESS and CONFIG_NET_CLS_BPF (modprobe sch_ingress; modprobe cls_bpf)"
     )]
-    Tcx { interface: String, source: io::Error },
+    Tc { interface: String, source: io::Error },
     #[error(
         "cannot attach to interface {interface} in {mode} mode ({source}): try the other XDP mode, or a smaller MTU if it is above 3506"
     )]
@@ -70,6 +70,19 @@ pub enum AttachError {
         mode: &'static str,
         source: io::Error,
     },
+}
+
+impl AttachError {
+    /// An error of attaching a tc program.
+    pub(crate) fn tc(interface: &Interface, source: io::Error) -> Self {
+        let name = interface.name.clone();
+        match source.raw_os_error() {
+            Some(libc::EPERM | libc::EACCES) => Self::NotPermitted { interface: name },
+            Some(libc::ENODEV) => Self::NoInterface { name },
+            Some(libc::EINVAL) if interface.is_gone() => Self::NoInterface { name },
+            _ => Self::Tc { interface: name, source },
+        }
+    }
 }
 
 /// A socket could not be put into a port's map.

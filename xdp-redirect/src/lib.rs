@@ -23,8 +23,9 @@ mod tag;
 mod tcx;
 mod translated_sources;
 mod translation;
+mod xdp_attach;
 
-pub use attach::{Attached, XdpMode};
+pub use attach::{FilterWatch, filters_of_others};
 pub use connection_maps::{ConnectionMapSizes, ConnectionMaps, ConnectionMapsError};
 pub use error::{AttachError, LoadError, SocketError};
 pub use foreign::ForeignProgram;
@@ -43,6 +44,7 @@ pub use tcx::{
     UplinkNumber, WaitingArray, WorkerPair,
 };
 pub use translated_sources::TranslatedSources;
+pub use xdp_attach::{Attached, XdpMode};
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -64,9 +66,9 @@ fn replaceable_object(built_in: &'static [u8], variable: &str) -> &'static [u8] 
 /// drivers/net/veth.c). Above it the program runs in generic mode.
 pub const LARGEST_NATIVE_MTU: u32 = 4096 - 256 - 320 - 14;
 
-/// The first kernel version that can run a node: from it on, AF_XDP sockets share a UMEM between interfaces
-/// (`XDP_SHARED_UMEM`). XDP links are older (5.9), and what is younger is optional.
-pub const MINIMUM_KERNEL: (u32, u32) = (5, 10);
+/// The first kernel version that can run a node: from it on, the verifier accepts the tc programs. Before 5.12 it has no atomic operations
+/// that return a value, and before 5.13 no pointers as arguments of functions that are verified once.
+pub const MINIMUM_KERNEL: (u32, u32) = (5, 15);
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Role {
@@ -139,6 +141,11 @@ impl Interface {
             Ok(index) => Ok(Self { name: name.to_owned(), index }),
             Err(_) => Err(AttachError::NoInterface { name: name.to_owned() }),
         }
+    }
+
+    /// The kernel only returns "invalid argument" for an index without an interface.
+    fn is_gone(&self) -> bool {
+        nix::net::if_::if_nametoindex(self.name.as_str()) != Ok(self.index)
     }
 }
 

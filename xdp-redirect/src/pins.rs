@@ -9,7 +9,7 @@
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -19,8 +19,10 @@ use std::time::Duration;
 use libbpf_rs::libbpf_sys;
 use nix::mount::{MsFlags, mount};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
+use penstock_tc_filters::{Filters, Hook};
 
 use crate::Role;
+use crate::attach::Attachment;
 
 /// Conventional mount point of bpffs; mounted if missing.
 const BPFFS: &str = "/sys/fs/bpf";
@@ -80,6 +82,25 @@ impl PinnedProgram {
         }
     }
 
+    /// Its name as a filter, where the kernel has no tcx.
+    pub(crate) const fn filter(self) -> &'static str {
+        match self {
+            Self::FromPod => "penstock_from_pod",
+            Self::ToPod => "penstock_to_pod",
+            Self::ToUplink => "penstock_to_uplink",
+            Self::FromUplink => "penstock_from_uplink",
+            Self::Xdp(_) => "",
+        }
+    }
+
+    /// Its hook, if it is a filter.
+    const fn hook(self) -> Hook {
+        match self {
+            Self::ToPod | Self::ToUplink => Hook::Egress,
+            Self::FromPod | Self::FromUplink | Self::Xdp(_) => Hook::Ingress,
+        }
+    }
+
     /// Whether its interface is the node's end of a pod's veth.
     pub const fn is_at_pod(self) -> bool {
         matches!(self, Self::Xdp(Role::Pod) | Self::FromPod | Self::ToPod)
@@ -98,20 +119,20 @@ pub struct Pinned {
     pub interface: u32,
 }
 
-/// A link to an interface. Dropping it detaches the program, and unpins the link if it is pinned.
+/// An attached program. Dropping it detaches the program, and unpins its link if it is pinned.
 #[derive(Debug)]
 pub(crate) struct InterfaceLink {
-    pub(crate) link: OwnedFd,
+    pub(crate) attachment: Attachment,
     pub(crate) pin: Option<(Pins, Pinned)>,
     kept: bool,
 }
 
 impl InterfaceLink {
-    pub(crate) fn new(link: OwnedFd, pin: Option<(Pins, Pinned)>) -> Self {
-        Self { link, pin, kept: false }
+    pub(crate) fn new(attachment: Attachment, pin: Option<(Pins, Pinned)>) -> Self {
+        Self { attachment, pin, kept: false }
     }
 
-    /// Leaves the program attached when this is dropped, if the link is pinned.
+    /// Leaves the program attached when this is dropped, if it may outlast the process.
     pub(crate) fn keep(&mut self) {
         self.kept = self.pin.is_some();
     }
@@ -120,10 +141,10 @@ impl InterfaceLink {
 impl Drop for InterfaceLink {
     fn drop(&mut self) {
         if self.kept {
-            return;
+            return self.attachment.leave();
         }
-        // Closing the link would suffice if no recently forked child could hold a copy.
-        detach(&self.link);
+        // Closing a link would suffice if no recently forked child could hold a copy.
+        self.attachment.detach();
         if let Some((pins, pinned)) = &self.pin {
             pins.unlink(*pinned);
         }
@@ -204,24 +225,36 @@ impl Pins {
         DirBuilder::new().recursive(true).mode(0o700).create(&self.directory)
     }
 
-    /// All pinned links whose interfaces exist.
+    /// All pinned links whose interfaces exist, and all filters, which need no pin to outlast their process.
     pub fn links(&self) -> Vec<Pinned> {
+        self.pinned_links().chain(filters().into_iter().map(|(filter, _)| filter)).collect()
+    }
+
+    pub(crate) fn pinned_links(&self) -> impl Iterator<Item = Pinned> {
         let names = fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|entry| entry.file_name());
         let named = names.filter_map(|name| parse(name.to_str()?));
-        named.filter(|pinned| self.take(*pinned).is_some()).collect()
+        named.filter(|pinned| self.take(*pinned).is_some())
     }
 
-    /// Whether such a link is pinned, and its interface exists.
+    /// Whether there is such a link or filter, and its interface exists.
     pub fn has(&self, pinned: Pinned) -> bool {
+        let Pinned { program, interface } = pinned;
+        let list = || Filters::open().and_then(|filters| filters.list(interface, program.hook()));
         self.take(pinned).is_some()
+            || list().is_ok_and(|filters| filters.iter().any(|filter| filter.name == program.filter()))
     }
 
-    /// Removes a pinned link: the interface then has no program.
+    /// Removes a pinned link or a filter: the interface then has no program.
     pub fn remove(&self, pinned: Pinned) {
         if let Some(link) = self.take(pinned) {
-            detach(&link);
+            Attachment::Link(link).detach();
         }
         self.unlink(pinned);
+        let Pinned { program, interface } = pinned;
+        let removed = Filters::open().and_then(|from| from.remove(interface, program.hook(), program.filter()));
+        if let Err(error) = removed {
+            tracing::warn!(interface, filter = program.filter(), %error, "a filter could not be removed");
+        }
     }
 
     /// Removes the directories if nothing is pinned in them.
@@ -234,7 +267,9 @@ impl Pins {
         }
     }
 
-    pub(crate) fn pin(&self, pinned: Pinned, link: BorrowedFd<'_>) -> io::Result<()> {
+    /// Pins a link. A filter outlasts the process without.
+    pub(crate) fn pin(&self, pinned: Pinned, attachment: &Attachment) -> io::Result<()> {
+        let Attachment::Link(link) = attachment else { return Ok(()) };
         let path = self.path(pinned);
         let text = std::ffi::CString::new(path.as_os_str().as_bytes())?;
         // If it was empty, a process that started in another namespace may have removed it.
@@ -314,14 +349,18 @@ fn mount_bpffs(root: &Path) -> Result<(), PinError> {
         .map_err(|error| PinError::Mount { source: error.into() })
 }
 
-/// Detaches a link's program immediately, even if others hold the link.
-pub(crate) fn detach(link: &OwnedFd) {
-    // SAFETY: the descriptor is open, and is passed by value.
-    let result = unsafe { libbpf_sys::bpf_link_detach(link.as_raw_fd()) };
-    if result != 0 {
-        let error = io::Error::from_raw_os_error(-result);
-        tracing::debug!(%error, "the program was detached already");
-    }
+/// The filters of the calling thread's network namespace, with the tags of their programs.
+pub(crate) fn filters() -> Vec<(Pinned, [u8; 8])> {
+    let all = Filters::open().and_then(|filters| filters.all()).unwrap_or_else(|error| {
+        tracing::warn!(%error, "cannot list the filters of interfaces");
+        Vec::new()
+    });
+    let known = all.into_iter().filter_map(|(interface, hook, filter)| {
+        let is_it = |program: &PinnedProgram| program.filter() == filter.name && program.hook() == hook;
+        let program = PinnedProgram::ALL.into_iter().find(is_it)?;
+        Some((Pinned { program, interface }, filter.tag))
+    });
+    known.collect()
 }
 
 /// The kernel's information about an XDP or tcx link; `None` for another kind of link.

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use libbpf_rs::libbpf_sys;
 
-use crate::pins::{Pinned, Pins, link_info};
+use crate::pins::{Pinned, Pins, filters, link_info};
 use crate::program::{Program, SharedMaps};
 use crate::{AttachOptions, LoadError, Role, TcxOptions, TcxPrograms, quietly};
 
@@ -54,7 +54,7 @@ impl ProgramTag {
 }
 
 impl Pins {
-    /// The tag of the current program of each pinned link. Needs CAP_SYS_ADMIN, which the kernel requires for opening
+    /// The tag of the current program of each pinned link and of each filter. Needs CAP_SYS_ADMIN, which the kernel requires for opening
     /// programs by id.
     pub fn tags(&self) -> Vec<(Pinned, io::Result<ProgramTag>)> {
         let tag = |pinned| {
@@ -62,7 +62,8 @@ impl Pins {
             let info = link_info(&link).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
             ProgramTag::of(open(info.prog_id)?.as_fd())
         };
-        self.links().into_iter().map(|pinned| (pinned, tag(pinned))).collect()
+        let filters = filters().into_iter().map(|(pinned, tag)| (pinned, Ok(ProgramTag(tag))));
+        self.pinned_links().map(|pinned| (pinned, tag(pinned))).chain(filters).collect()
     }
 }
 

@@ -1,8 +1,8 @@
 //! Capabilities of the daemon, and when it drops them.
 //!
 //! The daemon starts with [`STARTUP`], whatever it was granted: memory, priority and namespaces need more once. When it
-//! is ready, the one thread that opens ports keeps [`RUNTIME`], and every other thread has none: the kernel then denies
-//! privileged calls of a worker, which parses what pods send. Threads share their memory, so this is no full barrier;
+//! is ready, the one thread that opens ports keeps [`RUNTIME`], and every other thread has none, but for the one that puts filters back
+//! where the kernel has no tcx: the kernel then denies privileged calls of a worker, which parses what pods send. Threads share their memory, so this is no full barrier;
 //! the barrier is that the process has no more than [`RUNTIME`]. No executed program gains any back (`no_new_privs`);
 //! the only one is the token plugin that a kubeconfig may name.
 use caps::errors::CapsError;
@@ -54,6 +54,11 @@ pub fn drop_to_startup() -> anyhow::Result<()> {
 /// Drops all but [`RUNTIME`] from the calling thread.
 pub fn drop_to_runtime() -> Result<(), CapsError> {
     limit_to(&RUNTIME)
+}
+
+/// Drops all but `CAP_NET_ADMIN` from the calling thread: enough to put a filter back.
+pub(crate) fn drop_to_filters() -> Result<(), CapsError> {
+    limit_to(&[Capability::CAP_NET_ADMIN])
 }
 
 fn limit_to(wanted: &[Capability]) -> Result<(), CapsError> {

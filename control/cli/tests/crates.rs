@@ -6,8 +6,10 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Who depends on whom among the crates of this project. Cargo itself refuses a circle.
-const DRAWN: [(&str, &[&str]); 10] = [
-    ("penstock-xdp-redirect", &["penstock-dataplane"]),
+const DRAWN: [(&str, &[&str]); 12] = [
+    ("penstock-tc-filters", &[]),
+    ("penstock-cni", &["penstock-admin", "penstock-tc-filters"]),
+    ("penstock-xdp-redirect", &["penstock-dataplane", "penstock-tc-filters"]),
     ("penstock-dataplane", &[]),
     ("penstock-policy", &["penstock-dataplane"]),
     ("penstock-sources", &["penstock-admin", "penstock-dataplane", "penstock-policy"]),

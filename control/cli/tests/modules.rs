@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const CRATES: [&str; 13] = [
+const CRATES: [&str; 14] = [
     "bench",
     "control/admin",
     "control/agent",
@@ -21,6 +21,7 @@ const CRATES: [&str; 13] = [
     "control/text",
     "dataplane",
     "pcap-tests",
+    "tc-filters",
     "xdp-redirect",
 ];
 

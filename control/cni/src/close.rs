@@ -1,4 +1,5 @@
-//! Closes an interface: a tcx program on each direction that drops everything, pinned where the daemon pins its own.
+//! Closes an interface: a tc program on each direction that drops everything, as a pinned tcx link where the daemon pins its own, or before
+//! Linux 6.6 as a filter with the name of the daemon's.
 //!
 //! The three bpf(2) commands are made here without libbpf, so that the plugin needs no library on the node: it runs there
 //! outside of any image.
@@ -6,12 +7,13 @@
 use std::ffi::CString;
 use std::fs::{self, DirBuilder};
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
+use penstock_tc_filters::{Filters, Hook, are_forced};
 
 /// The node's end of the pod's veth.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -28,20 +30,26 @@ pub(crate) enum CloseError {
     File { path: PathBuf, source: io::Error },
     #[error("cannot load the closing program: {0}; it needs CAP_BPF and CAP_NET_ADMIN")]
     Load(io::Error),
-    #[error("cannot close {interface}: {source}; tcx needs Linux 6.6")]
+    #[error(
+        "cannot close {interface}: {source}; the kernel needs tcx (Linux 6.6), or sch_ingress and cls_bpf (modprobe)"
+    )]
     Attach { interface: String, source: io::Error },
 }
 
-/// A direction, seen from the node's end: its attach type in `enum bpf_attach_type` (include/uapi/linux/bpf.h), and what the
-/// daemon calls the pin.
+/// A direction, seen from the node's end: its attach type in `enum bpf_attach_type` (include/uapi/linux/bpf.h), and the daemon's names for
+/// the pin and the filter.
 struct Direction {
     attach_type: u32,
+    hook: Hook,
     pin: &'static str,
+    filter: &'static str,
 }
 
 /// First the direction in which the pod sends: until both are closed, nothing that it sends passes.
-const DIRECTIONS: [Direction; 2] =
-    [Direction { attach_type: 46, pin: "from_pod" }, Direction { attach_type: 47, pin: "to_pod" }];
+const DIRECTIONS: [Direction; 2] = [
+    Direction { attach_type: 46, hook: Hook::Ingress, pin: "from_pod", filter: "penstock_from_pod" },
+    Direction { attach_type: 47, hook: Hook::Egress, pin: "to_pod", filter: "penstock_to_pod" },
+];
 
 /// The daemon's name for the pin of its XDP program, where `attach` is `xdp`.
 const XDP_PIN: &str = "pod";
@@ -51,6 +59,9 @@ pub(crate) fn close(root: &Path, veth: &Veth) -> Result<(), CloseError> {
     check(root)?;
     if is_pinned(root, veth, XDP_PIN)? {
         return Ok(());
+    }
+    if !has_tcx()? {
+        return close_by_filters(veth);
     }
     close_by_tcx(root, veth)?;
     // A daemon pins its XDP program, then removes these pins. If it did both before they were here, they must go.
@@ -71,7 +82,7 @@ fn close_by_tcx(root: &Path, veth: &Veth) -> Result<(), CloseError> {
     let directory = directory(root)?;
     let made = DirBuilder::new().recursive(true).mode(0o700).create(&directory);
     made.map_err(|source| CloseError::File { path: directory.clone(), source })?;
-    for Direction { attach_type, pin } in DIRECTIONS {
+    for Direction { attach_type, pin, .. } in DIRECTIONS {
         let failed = |source| CloseError::Attach { interface: veth.name.clone(), source };
         let path = directory.join(format!("{pin}-{}", veth.index));
         let program = bpf::load_dropping_program(attach_type).map_err(CloseError::Load)?;
@@ -89,10 +100,42 @@ fn close_by_tcx(root: &Path, veth: &Veth) -> Result<(), CloseError> {
     Ok(())
 }
 
-/// Whether both directions have a program that is pinned for this interface: the closing one, or the daemon's.
+/// The filters outlast this process.
+fn close_by_filters(veth: &Veth) -> Result<(), CloseError> {
+    let failed = |source| CloseError::Attach { interface: veth.name.clone(), source };
+    let filters = Filters::open().map_err(failed)?;
+    for direction in DIRECTIONS {
+        // The daemon's, which has seen the interface already.
+        if has_filter(&filters, veth, &direction).map_err(failed)? {
+            continue;
+        }
+        let program = bpf::load_dropping_program(direction.attach_type).map_err(CloseError::Load)?;
+        filters.put(veth.index, direction.hook, direction.filter, program.as_fd(), None).map_err(failed)?;
+    }
+    Ok(())
+}
+
+fn has_filter(filters: &Filters, veth: &Veth, direction: &Direction) -> io::Result<bool> {
+    Ok(filters.list(veth.index, direction.hook)?.iter().any(|filter| filter.name == direction.filter))
+}
+
+/// Whether the kernel has tcx: no interface has the index, and a kernel with tcx says just that.
+fn has_tcx() -> Result<bool, CloseError> {
+    let [Direction { attach_type, .. }, _] = DIRECTIONS;
+    let program = bpf::load_dropping_program(attach_type).map_err(CloseError::Load)?;
+    let refused = bpf::create_link(&program, i32::MAX.cast_unsigned(), attach_type).err();
+    Ok(!are_forced() && refused.is_none_or(|error| error.raw_os_error() != Some(libc::EINVAL)))
+}
+
+/// Whether both directions have a program: the closing one, or the daemon's.
 pub(crate) fn is_closed_or_served(root: &Path, veth: &Veth) -> Result<bool, CloseError> {
     let [from_pod, to_pod] = DIRECTIONS;
-    Ok(is_pinned(root, veth, XDP_PIN)? || is_pinned(root, veth, from_pod.pin)? && is_pinned(root, veth, to_pod.pin)?)
+    let failed = |source| CloseError::Attach { interface: veth.name.clone(), source };
+    let filters = Filters::open().map_err(failed)?;
+    let has = |direction: &Direction| -> Result<bool, CloseError> {
+        Ok(is_pinned(root, veth, direction.pin)? || has_filter(&filters, veth, direction).map_err(failed)?)
+    };
+    Ok(is_pinned(root, veth, XDP_PIN)? || has(&from_pod)? && has(&to_pod)?)
 }
 
 fn is_pinned(root: &Path, veth: &Veth, pin: &str) -> Result<bool, CloseError> {
@@ -107,17 +150,10 @@ pub(crate) fn check(root: &Path) -> Result<(), CloseError> {
     }
 }
 
-/// Whether interfaces can be closed on this node by this kernel: no interface has the index, and one with tcx says just that.
+/// Whether interfaces can be closed on this node by this kernel.
 pub(crate) fn try_closing(root: &Path) -> Result<(), CloseError> {
     check(root)?;
-    let [Direction { attach_type, .. }, _] = DIRECTIONS;
-    let program = bpf::load_dropping_program(attach_type).map_err(CloseError::Load)?;
-    match bpf::create_link(&program, i32::MAX.cast_unsigned(), attach_type) {
-        Err(source) if source.raw_os_error() != Some(libc::ENODEV) => {
-            Err(CloseError::Attach { interface: "interfaces".to_owned(), source })
-        }
-        _ => Ok(()),
-    }
+    has_tcx().map(drop)
 }
 
 /// Removes the pins of interfaces that are gone: without a daemon nobody else does.

@@ -40,7 +40,7 @@ pub use config::{Config, CoreId, Polling};
 pub use dataplane::{Dataplane, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;
-pub use priority::{Hurry, Priority};
+pub use priority::{Hurry, Priority, raise_priority};
 pub use request::{PortPath, PortRequest};
 pub use staged::{NamedVerdict, StagedLog, StagedRecord, StagedSet, VerdictChange};
 pub use statistics::{

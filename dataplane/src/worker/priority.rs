@@ -16,7 +16,7 @@ pub enum Priority {
 
 /// Raises the calling thread's priority as far as permitted; returns the priority reached. A worker's queues overflow
 /// while it waits for its core.
-pub(super) fn raise_priority(priority: Priority) -> Priority {
+pub fn raise_priority(priority: Priority) -> Priority {
     // SAFETY: the parameters live across the call; 0 means the calling thread (sched_setscheduler(2)).
     let real_time = || unsafe {
         let lowest = libc::sched_param { sched_priority: 1 };

@@ -13,7 +13,7 @@ mod veth;
 use std::io;
 use std::mem::MaybeUninit;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -27,15 +27,13 @@ pub use uplink::{AttachedUplink, NO_UPLINK_NUMBER, UplinkNumber};
 use veth::TARGET;
 pub use veth::{Filtered, PodVeth, ServedPort};
 
-use crate::attach::{is_gone, replace_program};
+use crate::attach::{Attachment, FilterWatch, Method, replace_program};
 use crate::connection_maps::ConnectionMaps;
 use crate::liveness::ProcessLiveness;
 use crate::local_pods::key;
-use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins, detach};
+use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins};
 use crate::translation::ConnectionFunctions;
-use crate::{
-    AttachError, Interface, LoadError, ProgramOutcome, ServiceAddresses, TranslatedSources, in_temporary_namespace,
-};
+use crate::{AttachError, Interface, LoadError, ProgramOutcome, ServiceAddresses, TranslatedSources};
 
 #[allow(missing_docs, unreachable_pub, dead_code, clippy::all, clippy::undocumented_unsafe_blocks)]
 mod skeleton {
@@ -146,6 +144,7 @@ pub struct TcxPrograms {
     maps: Arc<Maps>,
     liveness: ProcessLiveness,
     pins: Option<Pins>,
+    method: Method,
     /// [`TcxOptions::beside_xdp`].
     beside_xdp: bool,
     /// Whether they take over links of an earlier process ([`TcxPrograms::take_over`]).
@@ -176,7 +175,9 @@ impl TcxPrograms {
         // Not 0, which every packet has that nothing has marked.
         constants.passed = rand::random::<u32>() | 1;
         constants.offload = connections.is_some().into();
-        constants.host_routing = options.host_routing.into();
+        let method = Method::of_kernel();
+        // It reads the hooks' tcx entries to see whether others have filters there.
+        constants.host_routing = (options.host_routing && method.watch().is_none()).into();
         constants.beside_xdp = options.beside_xdp.into();
         (constants.reads_connections, constants.casts_packets) = (functions.reads.into(), functions.casts.into());
         if let Some((_, share)) = &options.waiting {
@@ -203,16 +204,22 @@ impl TcxPrograms {
             maps: Arc::new(Maps::of(&loaded.maps).map_err(failed)?),
             liveness,
             pins: None,
+            method,
             beside_xdp: options.beside_xdp,
             // By XDP nothing goes on without its daemon.
             is_live: AtomicBool::new(options.beside_xdp),
         })
     }
 
+    /// Where the kernel has no tcx: the filters, which somebody has to watch.
+    pub fn filter_watch(&self) -> Option<&Arc<FilterWatch>> {
+        self.method.watch()
+    }
+
     /// Whether the kernel attaches the programs: tried on an interface of a temporary network namespace where that can be
     /// made (CAP_SYS_ADMIN).
     pub fn try_attaching(&self) -> Result<(), AttachError> {
-        try_links(self.at_pods.each_ref().map(|(_, program, hook)| (program.as_fd(), *hook)))
+        self.method.try_attaching(self.at_pods.each_ref().map(|(_, program, hook)| (program.as_fd(), *hook)))
     }
 
     /// Pins links from now on, so that they outlast the process.
@@ -258,11 +265,20 @@ impl TcxPrograms {
         if !link.is_of_earlier {
             return Ok(());
         }
-        if let Err(error) = replace_program(&link.link.link, program) {
+        let earlier = match &link.link.attachment {
+            Attachment::Link(earlier) => earlier,
+            Attachment::Filter { .. } => {
+                // It takes the place of the filter with this name.
+                self.method.attach(program.as_fd(), interface, hook, link.pinned.program.filter())?;
+                link.is_of_earlier = false;
+                return Ok(());
+            }
+        };
+        if let Err(error) = replace_program(earlier, program) {
             tracing::warn!(%interface, %error, "the pinned tcx link cannot be taken over; a new one is made");
             let new = self.new_link(interface, link.pinned, program, hook)?;
             let mut earlier = std::mem::replace(&mut link.link, new);
-            detach(&earlier.link);
+            earlier.attachment.detach();
             // Its pin is the new one's.
             earlier.keep();
         }
@@ -348,10 +364,12 @@ impl TcxPrograms {
 
     /// Attaches to the node's end of a worker's pair, or of the host veth: what the worker sends is delivered.
     pub fn attach_worker(&self, pair: &Interface) -> Result<WorkerPair, AttachError> {
-        let mut links = vec![create_link(self.from_worker.as_fd(), pair, BPF_TCX_INGRESS)?];
+        let attach = |program: &OwnedFd, hook, name| self.method.attach(program.as_fd(), pair, hook, name);
+        let mut links = vec![attach(&self.from_worker, BPF_TCX_INGRESS, "penstock_from_worker")?];
         if self.beside_xdp {
-            links.push(create_link(self.to_host.as_fd(), pair, BPF_TCX_EGRESS)?);
+            links.push(attach(&self.to_host, BPF_TCX_EGRESS, "penstock_to_host")?);
         }
+        let links = links.into_iter().map(|attachment| InterfaceLink::new(attachment, None)).collect();
         Ok(WorkerPair { interface: pair.clone(), _links: links })
     }
 
@@ -363,10 +381,14 @@ impl TcxPrograms {
         hook: libbpf_sys::bpf_attach_type,
     ) -> Result<TcxLink, AttachError> {
         let pinned = Pinned { program, interface: interface.index };
+        let find = |pins: &Pins| match self.method {
+            Method::Tcx => pins.take(pinned).map(Attachment::Link),
+            Method::Clsact(_) => self.method.find_filter(interface.index, hook, program.filter()),
+        };
         if let Some(pins) = self.pins_of(program)
-            && let Some(link) = pins.take(pinned)
+            && let Some(attachment) = find(pins)
         {
-            let link = InterfaceLink::new(link, Some((pins.clone(), pinned)));
+            let link = InterfaceLink::new(attachment, Some((pins.clone(), pinned)));
             return Ok(TcxLink { link, pinned, is_of_earlier: true });
         }
         Ok(TcxLink { link: self.new_link(interface, pinned, descriptor, hook)?, pinned, is_of_earlier: false })
@@ -384,11 +406,11 @@ impl TcxPrograms {
         program: &OwnedFd,
         hook: libbpf_sys::bpf_attach_type,
     ) -> Result<InterfaceLink, AttachError> {
-        let link = create_link(program.as_fd(), interface, hook)?;
-        let Some(pins) = self.pins_of(pinned.program) else { return Ok(InterfaceLink::new(link, None)) };
-        pins.pin(pinned, link.as_fd())
+        let attachment = self.method.attach(program.as_fd(), interface, hook, pinned.program.filter())?;
+        let Some(pins) = self.pins_of(pinned.program) else { return Ok(InterfaceLink::new(attachment, None)) };
+        pins.pin(pinned, &attachment)
             .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
-        Ok(InterfaceLink::new(link, Some((pins.clone(), pinned))))
+        Ok(InterfaceLink::new(attachment, Some((pins.clone(), pinned))))
     }
 
     /// Marks this address as a local pod's, whose packets come in by these interfaces: by any other, or if the node itself
@@ -467,7 +489,7 @@ impl Maps {
 #[derive(Debug)]
 pub struct WorkerPair {
     interface: Interface,
-    _links: Vec<OwnedFd>,
+    _links: Vec<InterfaceLink>,
 }
 
 impl WorkerPair {
@@ -497,53 +519,6 @@ fn map_options() -> libbpf_sys::bpf_map_create_opts {
     libbpf_sys::bpf_map_create_opts {
         sz: size_of::<libbpf_sys::bpf_map_create_opts>() as libbpf_sys::size_t,
         ..Default::default()
-    }
-}
-
-/// Attaches a program as the first one of the hook, so that no other program can pass packets before it.
-fn create_link(
-    program: BorrowedFd<'_>,
-    interface: &Interface,
-    hook: libbpf_sys::bpf_attach_type,
-) -> Result<OwnedFd, AttachError> {
-    link(program, interface.index, hook).map_err(|source| {
-        let name = interface.name.clone();
-        match source.raw_os_error() {
-            Some(libc::EPERM | libc::EACCES) => AttachError::NotPermitted { interface: name },
-            Some(libc::ENODEV) => AttachError::NoInterface { name },
-            Some(libc::EINVAL) if is_gone(interface) => AttachError::NoInterface { name },
-            _ => AttachError::Tcx { interface: name, source },
-        }
-    })
-}
-
-fn link(program: BorrowedFd<'_>, interface: u32, hook: libbpf_sys::bpf_attach_type) -> io::Result<OwnedFd> {
-    let options = libbpf_sys::bpf_link_create_opts {
-        sz: size_of::<libbpf_sys::bpf_link_create_opts>() as libbpf_sys::size_t,
-        flags: libbpf_sys::BPF_F_BEFORE,
-        ..Default::default()
-    };
-    // SAFETY: the options live across the call and contain their own size; the rest is passed by value.
-    let result = unsafe { libbpf_sys::bpf_link_create(program.as_raw_fd(), interface as i32, hook, &options) };
-    // SAFETY: the call has just returned this descriptor, and nothing else owns it.
-    if result >= 0 { Ok(unsafe { OwnedFd::from_raw_fd(result) }) } else { Err(io::Error::from_raw_os_error(-result)) }
-}
-
-/// Whether the kernel attaches these programs at these hooks. That it loads them says nothing: one without tcx does, too.
-fn try_links(programs: [(BorrowedFd<'_>, libbpf_sys::bpf_attach_type); 2]) -> Result<(), AttachError> {
-    let tried = in_temporary_namespace(|loopback| {
-        programs.into_iter().try_for_each(|(program, hook)| create_link(program, loopback, hook).map(drop))
-    });
-    if let Some(result) = tried {
-        return result;
-    }
-    // No interface has this index. A kernel with tcx says that, any other one that there is no such hook.
-    let [(program, hook), _] = programs;
-    match link(program, i32::MAX as u32, hook) {
-        Err(error) if error.raw_os_error() != Some(libc::ENODEV) => {
-            Err(AttachError::Tcx { interface: "of any name".to_owned(), source: error })
-        }
-        _ => Ok(()),
     }
 }
 

@@ -19,11 +19,10 @@ fn the_tcx_programs_load_whichever_functions_the_kernel_has() {
 }
 
 #[test]
-fn a_kernel_that_loads_but_lacks_tcx_has_no_tcx() {
+fn programs_attach_as_tcx_links_and_as_filters() {
     let programs = TcxPrograms::load(&TcxOptions::default(), None).unwrap();
     programs.try_attaching().unwrap();
-    // As a kernel before 6.6 answers, which has not heard of the hook.
-    let (unknown, [from_pod, to_pod, ..]) = (libbpf_sys::bpf_attach_type::MAX, programs.pinned());
-    let refused = try_links([(from_pod, BPF_TCX_INGRESS), (to_pod, unknown)]).unwrap_err();
-    assert!(matches!(refused, AttachError::Tcx { .. }), "{refused}");
+    let [from_pod, to_pod, ..] = programs.pinned();
+    let filters = Method::Clsact(Arc::default());
+    filters.try_attaching([(from_pod, BPF_TCX_INGRESS), (to_pod, BPF_TCX_EGRESS)]).unwrap();
 }

@@ -205,6 +205,7 @@ pub(super) async fn open_programs(
             None => load_tcx(settings, workers.len(), &maps).map_err(RunError::bad_input)?,
         };
         let tcx = tcx.with_pins(pins);
+        watch_filters(&tcx, priority(settings))?;
         tcx.set_pairs(&indices, &cpus).map_err(RunError::failed)?;
         Ok(Programs::Tcx { tcx, xdp: Redirect::new().map_err(RunError::bad_input)? })
     };
@@ -238,6 +239,21 @@ fn programs_beside_xdp(
     Ok(ProgramsBesideXdp { tcx, host_veth })
 }
 
+/// Where programs are filters, which anybody may delete: a thread that puts them back at once.
+fn watch_filters(tcx: &TcxPrograms, priority: worker::Priority) -> Result<(), RunError> {
+    let Some(watch) = tcx.filter_watch() else { return Ok(()) };
+    let watcher = watch.watcher().map_err(RunError::failed)?;
+    let run = move || {
+        worker::raise_priority(priority);
+        if let Err(error) = privileges::drop_to_filters() {
+            tracing::error!(%error, "the thread that puts filters back keeps capabilities that it does not need");
+        }
+        watcher();
+    };
+    thread::Builder::new().name("filters".to_owned()).spawn(run).map_err(RunError::failed)?;
+    Ok(())
+}
+
 fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Result<TcxPrograms, LoadError> {
     let options = TcxOptions {
         workers,
@@ -261,10 +277,8 @@ fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Resul
 
 /// Removes all links that are pinned for this network namespace. Returns how many.
 pub(crate) fn clear_pins(root: &Path) -> Result<usize, PinError> {
-    if !root.is_dir() {
-        return Ok(0);
-    }
-    let pins = Pins::open(root)?;
+    // Filters need no pin.
+    let pins = if root.is_dir() { Pins::open(root)? } else { Pins::at(root)? };
     let links = pins.links();
     links.iter().for_each(|&pinned| pins.remove(pinned));
     pins.remove_connection_maps();

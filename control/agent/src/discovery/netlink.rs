@@ -22,6 +22,7 @@ use netlink_packet_route::route::{
 use netlink_packet_route::tc::{TcAttribute, TcHandle};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use penstock_dataplane::forward::Mac;
+use penstock_xdp_redirect::filters_of_others;
 use rtnetlink::packet_core::NetlinkPayload;
 use rtnetlink::{Handle, MulticastGroup, RouteMessageBuilder};
 use tokio::sync::Notify;
@@ -203,7 +204,11 @@ impl Netlink {
             let is_own = message.header.handle == TcHandle::UNSPEC;
             let shaping = found.entry(message.header.index.cast_unsigned()).or_default();
             match kind {
-                Some("clsact") => (shaping.to_pod, shaping.from_pod) = (true, true),
+                // Its filters may all be Penstock's.
+                Some("clsact") => {
+                    let others = filters_of_others(message.header.index.cast_unsigned());
+                    [shaping.from_pod, shaping.to_pod] = others.unwrap_or([true, true]);
+                }
                 Some("ingress") => shaping.from_pod = true,
                 Some(_) if !is_own && message.header.parent == TcHandle::ROOT => shaping.to_pod = true,
                 _ => {}

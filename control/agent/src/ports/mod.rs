@@ -239,6 +239,11 @@ impl OpenPorts {
         self.programs.tcx()?.refused_tunnels().ok()
     }
 
+    /// Filters that somebody deleted and that were put back; `None` where programs are tcx links.
+    pub(super) fn restored_filters(&self) -> Option<u64> {
+        Some(self.programs.filter_watch()?.restored())
+    }
+
     /// Packets that programs forwarded without a worker: from pod to pod, from a pod to the node's stack, and from there
     /// to a pod; past the stack, to another machine and from there. `None` with XDP.
     pub(super) fn offloaded(&self) -> Option<[TrafficCount; 5]> {
@@ -403,7 +408,12 @@ impl OpenPorts {
         let open = self.failed.iter().filter(|(index, _)| !self.closed_interfaces.has(**index));
         let of_pods = open.map(|(_, (pod, reason))| NotEnforced { pod: Some(pod.clone()), reason: reason.clone() });
         let untold = self.untold.values().chain(self.uplinks.problems());
-        of_pods.chain(untold.map(|reason| NotEnforced { pod: None, reason: reason.clone() }))
+        let filters = self.programs.filter_watch().map(|watch| watch.problems()).unwrap_or_default().into_iter();
+        let filters = filters.map(|(index, (interface, reason))| NotEnforced {
+            pod: self.pods.get(&index).map(|attachment| attachment.last.pod.clone()),
+            reason: format!("interface {interface}: {reason}"),
+        });
+        of_pods.chain(untold.map(|reason| NotEnforced { pod: None, reason: reason.clone() })).chain(filters)
     }
 
     /// From now on opening does not wait for a busy queue: [`OpenPorts::has_busy`] says that it must be tried again.

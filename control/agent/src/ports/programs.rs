@@ -8,9 +8,9 @@ use std::os::fd::BorrowedFd;
 
 use penstock_dataplane::forward::PortId;
 use penstock_xdp_redirect::{
-    AttachError, AttachOptions, Attached, AttachedUplink, Entrances, Filtered, Interface, OwnAddressesError, Pinned,
-    PinnedProgram, Pins, PodVeth, ProgramOutcomeCounts, Redirect, Role, ServedPort, TcxMapError, TcxPrograms,
-    TrafficCount, WorkerPair, XdpMode,
+    AttachError, AttachOptions, Attached, AttachedUplink, Entrances, FilterWatch, Filtered, Interface,
+    OwnAddressesError, Pinned, PinnedProgram, Pins, PodVeth, ProgramOutcomeCounts, Redirect, Role, ServedPort,
+    TcxMapError, TcxPrograms, TrafficCount, WorkerPair, XdpMode,
 };
 
 use crate::discovery::{PodPort, Shaping};
@@ -40,6 +40,11 @@ pub(crate) struct ProgramsBesideXdp {
 }
 
 impl Programs {
+    /// The filters, where the kernel has no tcx.
+    pub(super) fn filter_watch(&self) -> Option<&FilterWatch> {
+        self.tcx()?.filter_watch().map(|watch| &**watch)
+    }
+
     /// The tcx programs.
     pub(super) fn tcx(&self) -> Option<&TcxPrograms> {
         match self {

@@ -36,13 +36,13 @@ fn numbers(release: &str) -> impl Iterator<Item = u32> {
     release.split(|c: char| !c.is_ascii_digit()).map_while(|part| part.parse().ok())
 }
 
-/// AF_XDP sockets on several interfaces share one UMEM since 5.10: to try that takes two interfaces.
+/// The oldest kernel is the first whose verifier accepts the programs.
 fn version(release: &str) -> PreflightFinding {
     let (least_major, least_minor) = MINIMUM_KERNEL;
     let mut numbers = numbers(release);
     match (numbers.next(), numbers.next()) {
         (Some(major), Some(minor)) if (major, minor) < MINIMUM_KERNEL => PreflightFinding::error(format!(
-            "kernel {release}: its AF_XDP sockets cannot share a UMEM between interfaces; use {least_major}.{least_minor} or later"
+            "kernel {release}: its verifier does not accept the tc programs; use {least_major}.{least_minor} or later"
         )),
         (Some(_), Some(_)) => PreflightFinding::ok(format!("kernel {release}")),
         _ => PreflightFinding::warning(format!(
@@ -131,9 +131,9 @@ mod tests {
     #[test]
     fn a_too_old_kernel_is_an_error() {
         for (release, level, expected) in [
-            ("4.19.0-27-amd64", Level::Error, "kernel 4.19.0-27-amd64: its AF_XDP sockets cannot share"),
-            ("5.9.16", Level::Error, "kernel 5.9.16: "),
-            ("5.10.0-28-amd64", Level::Ok, "kernel 5.10.0-28-amd64"),
+            ("4.19.0-27-amd64", Level::Error, "kernel 4.19.0-27-amd64: its verifier does not accept"),
+            ("5.10.0-28-amd64", Level::Error, "kernel 5.10.0-28-amd64: "),
+            ("5.15.0-100-generic", Level::Ok, "kernel 5.15.0-100-generic"),
             ("6.17.1", Level::Ok, "kernel 6.17.1"),
             ("7.0-rc1", Level::Ok, "kernel 7.0-rc1"),
             ("unknown", Level::Warning, "kernel \"unknown\": unknown version"),

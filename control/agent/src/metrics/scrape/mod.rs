@@ -48,6 +48,7 @@ pub(crate) struct Scrape {
     /// The reason, by uplink and family, why packets go by the node's stack.
     kept_by: Vec<(String, &'static str, Option<KeptBy>)>,
     refused_tunnels: Option<u64>,
+    restored_filters: Option<u64>,
     cores: Vec<usize>,
     policies: usize,
     pods: usize,
@@ -148,6 +149,7 @@ impl Scrape {
             offloaded: view.ports.offloaded(),
             kept_by: kept_by(view),
             refused_tunnels: view.ports.refused_tunnels(),
+            restored_filters: view.ports.restored_filters(),
             cores: view.dataplane.cores().iter().map(|core| core.0).collect(),
             policies: view.objects.policies(),
             pods: view.objects.pods().filter(|pod| !pod.host_network && !pod.finished).count(),
@@ -409,6 +411,12 @@ impl Scrape {
             "penstock_tunnel_packets_refused",
             "Tunnel packets of other nodes' pods to this node, which it would have unwrapped",
             |add| self.refused_tunnels.iter().try_for_each(|count| add.count(&[], *count)),
+        )?;
+        to.family(
+            MetricType::Counter,
+            "penstock_filters_restored",
+            "Filters before Linux 6.6 that somebody deleted, with their qdisc or alone, and that were put back",
+            |add| self.restored_filters.iter().try_for_each(|count| add.count(&[], *count)),
         )
     }
 

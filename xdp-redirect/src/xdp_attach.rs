@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use libbpf_rs::query::ProgInfoIter;
 use libbpf_rs::{MapCore, MapFlags, libbpf_sys};
 
+use crate::attach::{Attachment, replace_program};
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins};
 use crate::program::{MAX_QUEUES, Program};
 use crate::{
@@ -69,7 +70,7 @@ impl Attached {
                 }
             },
         };
-        let link = InterfaceLink::new(link, None);
+        let link = InterfaceLink::new(Attachment::Link(link), None);
         Ok(Self { interface: interface.clone(), options, mode, program, link })
     }
 
@@ -86,7 +87,7 @@ impl Attached {
             match replace_program(&link, &program.fd) {
                 Ok(()) => {
                     let mode = mode_of(interface);
-                    let link = InterfaceLink::new(link, Some((pins.clone(), pinned)));
+                    let link = InterfaceLink::new(Attachment::Link(link), Some((pins.clone(), pinned)));
                     return Ok(Self { interface: interface.clone(), options, mode, program, link });
                 }
                 Err(error) => {
@@ -96,7 +97,7 @@ impl Attached {
             }
         }
         let mut attached = Self::attach(program, interface, options)?;
-        pins.pin(pinned, attached.link.link.as_fd())
+        pins.pin(pinned, &attached.link.attachment)
             .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
         attached.link.pin = Some((pins.clone(), pinned));
         Ok(attached)
@@ -176,14 +177,9 @@ fn refused(interface: &Interface, mode: &'static str, source: io::Error) -> Atta
             AttachError::Occupied { interface: interface_name, program: occupant(interface) }
         }
         Some(libc::EPERM | libc::EACCES) => AttachError::NotPermitted { interface: interface_name },
-        Some(libc::EINVAL | libc::ENODEV) if is_gone(interface) => AttachError::NoInterface { name: interface_name },
+        Some(libc::EINVAL | libc::ENODEV) if interface.is_gone() => AttachError::NoInterface { name: interface_name },
         _ => AttachError::Kernel { interface: interface_name, mode, source },
     }
-}
-
-/// The kernel only returns "invalid argument" for an index without an interface.
-pub(crate) fn is_gone(interface: &Interface) -> bool {
-    nix::net::if_::if_nametoindex(interface.name.as_str()) != Ok(interface.index)
 }
 
 /// `libbpf_rs`'s `attach_xdp` leaves the mode to the kernel; a link with a chosen mode needs the lower-level call.
@@ -202,12 +198,6 @@ fn create_link(program: &Program, interface: &Interface, flags: u32) -> io::Resu
         fd if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         error => Err(io::Error::from_raw_os_error(-error)),
     }
-}
-
-pub(crate) fn replace_program(link: &OwnedFd, program: &OwnedFd) -> io::Result<()> {
-    // SAFETY: both descriptors are open and passed by value; no options are given.
-    let result = unsafe { libbpf_sys::bpf_link_update(link.as_raw_fd(), program.as_raw_fd(), std::ptr::null()) };
-    if result == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(-result)) }
 }
 
 /// XDP mode of an interface's program.
