@@ -47,12 +47,24 @@ impl Fixture {
         Self::demo_beside(ProxyMode::Iptables)
     }
 
+    /// The same with a changed configuration.
+    pub(crate) fn demo_with(more: impl FnOnce(&mut DaemonConfig)) -> Self {
+        Self::demo_of(ProxyMode::Iptables, more)
+    }
+
     /// The same beside kube-proxy in this mode.
     pub(crate) fn demo_beside(mode: ProxyMode) -> Self {
+        Self::demo_of(mode, |_| {})
+    }
+
+    fn demo_of(mode: ProxyMode, more: impl FnOnce(&mut DaemonConfig)) -> Self {
         let scratch = ScratchDir::new().unwrap();
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../configs/demo");
         let manifests = scratch.copy_in(&demo, "manifests").unwrap();
-        Self::start(scratch, manifests.clone(), |cluster, _| cluster.proxy_services(&manifests, mode).unwrap())
+        Self::start(scratch, manifests.clone(), |cluster, config| {
+            cluster.proxy_services(&manifests, mode).unwrap();
+            more(config);
+        })
     }
 
     /// A cluster of these manifests in one file, `all.yaml`; `more` runs before the daemon starts.
@@ -98,6 +110,17 @@ impl Fixture {
     pub(crate) fn kill(&mut self) {
         self.daemon.signal(Signal::SIGKILL).unwrap();
         self.daemon.wait_until_ended(Duration::from_secs(30)).unwrap();
+    }
+
+    /// Stops the daemon and waits until it has ended.
+    pub(crate) fn stop(&mut self) {
+        self.daemon.signal(Signal::SIGTERM).unwrap();
+        self.daemon.wait_until_ended(Duration::from_secs(30)).unwrap();
+    }
+
+    /// What the daemon has in its environment.
+    pub(crate) fn environment(&self) -> Vec<(String, String)> {
+        self.config.environment.clone()
     }
 
     /// Changes the configuration of the next daemon.

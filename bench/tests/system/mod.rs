@@ -9,6 +9,7 @@ mod dashboards;
 mod differential;
 mod domain_names;
 mod early_fragments;
+mod filters;
 mod first_start;
 mod flow_records;
 mod forwarding;

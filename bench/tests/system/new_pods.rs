@@ -6,7 +6,6 @@ use std::net::IpAddr;
 use std::process::{Output, Stdio};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::penstock_binary;
 use serde_json::json;
@@ -44,6 +43,7 @@ fn add(fixture: &mut Fixture, wait_seconds: u64) -> (Output, Duration) {
         .node
         .namespace()
         .command(plugin)
+        .envs(fixture.environment())
         .env("CNI_COMMAND", "ADD")
         .env("CNI_ARGS", "IgnoreUnknown=1;K8S_POD_NAMESPACE=test;K8S_POD_NAME=new")
         .stdin(Stdio::piped())
@@ -106,11 +106,17 @@ fn a_new_pod_unknown_to_the_source_starts_closed() {
 
 #[test]
 fn without_a_daemon_a_new_pod_starts_closed_at_once() {
-    let mut fixture = Fixture::of(&pods(2), |_, _| {});
-    fixture.daemon.signal(Signal::SIGTERM).unwrap();
-    fixture.daemon.wait_until_ended(TIMEOUT).unwrap();
-    let (output, took) = add(&mut fixture, 60);
-    assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
-    assert!(took < TIMEOUT, "it did not wait: {took:?}");
-    assert_first(&fixture, "test/pod-1", false, ProbeOutcome::Silent);
+    // As tcx links, and as the filters that kernels before Linux 6.6 have.
+    for forced in [None, Some(("PENSTOCK_FORCE_CLSACT".to_owned(), "1".to_owned()))] {
+        let mut fixture = Fixture::of(&pods(2), |_, config| config.environment.extend(forced));
+        fixture.stop();
+        let (output, took) = add(&mut fixture, 60);
+        assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(took < TIMEOUT, "it did not wait: {took:?}");
+        assert_first(&fixture, "test/pod-1", false, ProbeOutcome::Silent);
+        // The daemon takes it over.
+        fixture.save("new.yaml", pod("new", ADDRESSES[0], ADDRESSES[1]).trim_start_matches("---\n"));
+        fixture.restart();
+        assert_first(&fixture, "test/pod-1", false, ProbeOutcome::Reached);
+    }
 }
