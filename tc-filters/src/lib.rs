@@ -100,15 +100,15 @@ impl Filters {
         let priority = (1..u16::MAX).find(|&priority| has_room(priority)).ok_or(io::ErrorKind::StorageFull)?;
         let preceded_by = found.iter().find(|filter| filter.priority < priority).cloned();
         let own = found.iter().find(|filter| filter.name == name);
-        let is_in_place = own.is_some() && own == found.iter().find(|filter| filter.priority == priority);
+        let is_in_place = own.is_some_and(|own| own.priority == priority) && !is_behind_others(&found, name, priority);
         if is_in_place && own.map(|own| own.program) == id {
             return Ok(Put { changed: false, preceded_by });
         }
         // One that is out of place goes when the new one is there.
+        let is_free = |handle: &u32| found.iter().all(|it| it.priority != priority || it.handle != *handle);
         let handle = match own {
             Some(own) if is_in_place => own.handle,
-            Some(own) if own.handle == HANDLE => HANDLE + 1,
-            _ => HANDLE,
+            _ => (HANDLE..).find(is_free).unwrap_or(HANDLE),
         };
         let flags = if is_in_place { NLM_F_CREATE } else { NLM_F_CREATE | NLM_F_EXCL };
         let info = u32::from(priority) << 16 | u32::from(ALL_PROTOCOLS);
@@ -208,6 +208,12 @@ impl Filters {
     }
 }
 
+/// Whether a filter of somebody else runs before ours, at this priority or a later one.
+pub fn is_behind_others(found: &[Filter], name: &str, priority: u16) -> bool {
+    let before = found.iter().take_while(|filter| filter.name != name);
+    before.filter(|filter| filter.priority >= priority).any(|filter| !filter.name.starts_with(PREFIX))
+}
+
 fn qdisc(kind: u16, flags: u16, interface: u32, name: &[u8]) -> Request {
     Request::new(kind, flags, interface, CLSACT & 0xffff_0000, CLSACT, 0).attribute(TCA_KIND, name)
 }
@@ -291,7 +297,7 @@ impl Events {
     }
 }
 
-/// Handle of our filter, and the next one while it is moved; others rarely choose such numbers.
+/// Handles of our filters begin here; others rarely choose such numbers.
 const HANDLE: u32 = 0x7065_6e00;
 const BPF: &str = "bpf";
 /// `ETH_P_ALL` in network order, as messages have it.

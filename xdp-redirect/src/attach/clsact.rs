@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use libbpf_rs::libbpf_sys;
-use penstock_tc_filters::{Events, Filters, Hook, Put};
+use penstock_tc_filters::{Events, Filters, Hook, Put, is_behind_others};
 
 use crate::{AttachError, Interface};
 
@@ -121,7 +121,7 @@ impl FilterWatch {
         let put = match filters.list(index, hook) {
             // Another process has taken the interface over.
             Ok(found) if found.iter().any(|filter| filter.name == *name && filter.program != *id) => return false,
-            Ok(found) if found.first().is_some_and(|filter| filter.name == *name) => {
+            Ok(found) if found.iter().any(|filter| filter.name == *name) && !is_behind_others(&found, name, 1) => {
                 Ok(Put { changed: false, preceded_by: None })
             }
             Ok(_) => filters.put(index, hook, name, program.as_fd(), Some(*id)),
