@@ -4,7 +4,6 @@ use std::net::SocketAddr;
 use std::process::Output;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::Signal;
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
 use penstock_bench::testbed::{Attach, DaemonConfig, penstock_binary};
 
@@ -13,6 +12,8 @@ use crate::fixture::{Fixture, pods, policy};
 const LIMIT: Duration = Duration::from_secs(20);
 /// cBPF that returns 0: TC_ACT_OK, with which no later filter runs.
 const ACCEPTING: &str = "protocol all bpf da bytecode 1,6\u{a0}0\u{a0}0\u{a0}0";
+/// A filter of another kind, with the same result.
+const CLASSIFYING: &str = "protocol all u32 match u32 0 0 flowid 1:1";
 /// As the CNI plugin `bandwidth` limits what a pod sends: it leaves by another interface.
 const DIVERTING: &str = "protocol all u32 match u32 0 0 action mirred egress redirect dev sent";
 
@@ -68,8 +69,7 @@ fn filters(fixture: &Fixture, interface: &str, hook: &str) -> Vec<String> {
         .map(|line| match line.split_whitespace().find(|word| word.starts_with("penstock_")) {
             Some(name) => name.to_owned(),
             None => {
-                word_after(line, "pref")
-                    + line.split_whitespace().find(|it| ["bpf", "u32", "matchall"].contains(it)).unwrap_or("")
+                word_after(line, "pref") + line.split_whitespace().find(|it| ["bpf", "u32"].contains(it)).unwrap_or("")
             }
         })
         .collect()
@@ -152,11 +152,11 @@ fn others_filters_run_behind_whenever_they_were_added() {
     let fixture = start(|fixture, interface| {
         on_node(fixture, &format!("tc qdisc add dev {interface} clsact"));
         on_node(fixture, &format!("tc filter add dev {interface} ingress prio 1 {ACCEPTING}"));
-        on_node(fixture, &format!("tc filter add dev {interface} egress prio 7 protocol all matchall action ok"));
+        on_node(fixture, &format!("tc filter add dev {interface} egress prio 7 {CLASSIFYING}"));
     });
     let interface = interface_of(&fixture, "test/pod-1");
     assert_eq!(filters(&fixture, &interface, "ingress"), ["penstock_from_pod", "1bpf"]);
-    assert_eq!(filters(&fixture, &interface, "egress"), ["penstock_to_pod", "7matchall"]);
+    assert_eq!(filters(&fixture, &interface, "egress"), ["penstock_to_pod", "7u32"]);
     assert_enforced(&fixture);
     on_node(&fixture, &format!("tc filter add dev {interface} ingress prio 1 {ACCEPTING}"));
     wait_until("ours is the first again", &fixture, || {
@@ -170,11 +170,11 @@ fn others_filters_run_behind_whenever_they_were_added() {
 fn a_filter_that_nothing_can_precede_is_reported_with_its_pod() {
     let fixture = start(|fixture, interface| {
         on_node(fixture, &format!("tc qdisc add dev {interface} clsact"));
-        on_node(fixture, &format!("tc filter add dev {interface} egress prio 1 protocol all matchall action ok"));
+        on_node(fixture, &format!("tc filter add dev {interface} egress prio 1 {CLASSIFYING}"));
     });
     let interface = interface_of(&fixture, "test/pod-1");
     let reported =
-        || fixture.status().not_enforced.iter().any(|one| one.reason.contains("a matchall filter of somebody else"));
+        || fixture.status().not_enforced.iter().any(|one| one.reason.contains("a u32 filter of somebody else"));
     wait_until("it is reported", &fixture, reported);
     let of_pod = fixture.status().not_enforced.into_iter().find(|one| one.pod.as_deref() == Some("test/pod-1"));
     assert!(of_pod.unwrap().reason.contains(&interface));
