@@ -71,7 +71,6 @@ fn known(node: &Node) -> Vec<String> {
 #[derive(Default)]
 struct Forwarded {
     all: u32,
-    translated: u32,
     /// Answers to a SYN.
     answers: u32,
     /// Those that opened a connection.
@@ -101,7 +100,6 @@ fn meet(node: &mut Node, words: &Words, packet: Sent, frame: &[u8], forwarded: &
         forwarded.in_place += u32::from(is_in_place);
         return open_both_ways(node, words, packet, frame, &done);
     }
-    forwarded.translated += u32::from(done.1[26..] != frame[26..]);
     // The frame may have other flags than the packet that it was made of.
     let has_syn = || frame[if packet.v4 { 34 } else { 54 } + 13] & SYN != 0;
     let answers = packet.tcp && has_syn() && known(node).iter().any(|it| it.ends_with("SYN_RECV"));
@@ -169,9 +167,8 @@ fn the_kernel_forwards_only_what_a_worker_would_and_alike() {
                 Ok(())
             })
             .unwrap();
-        let Forwarded { all, translated, answers, opened, in_place, long } = forwarded;
+        let Forwarded { all, answers, opened, in_place, long } = forwarded;
         assert!(all > 200, "only {all} packets of all passed without a worker");
-        assert!(translated > 100, "only {translated} packets of {all} were translated");
         assert!(answers > 50, "only {answers} answers to a SYN passed without a worker");
         assert!(opened > 20, "only {opened} connections were opened without a worker");
         assert!(in_place > 5, "only {in_place} of them in place of one that had ended");
