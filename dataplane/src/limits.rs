@@ -230,6 +230,16 @@ impl LimitedPods {
         Self((!pods.is_empty()).then(|| Arc::new(pods)))
     }
 
+    /// Whether the same pods have the same limits, which count the same connections.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        let pods = |limits: &Self| limits.0.as_ref().map_or(0, |pods| pods.len());
+        let mut own = self.0.iter().flat_map(|pods| pods.iter());
+        let is_others = |(port, limits): (&PortId, &Arc<PodLimits>)| {
+            other.of(Some(*port)).is_some_and(|other| std::ptr::eq(other, &**limits))
+        };
+        pods(self) == pods(other) && own.all(is_others)
+    }
+
     fn of(&self, port: Option<PortId>) -> Option<&PodLimits> {
         self.0.as_ref()?.get(&port?).map(Arc::as_ref)
     }

@@ -45,6 +45,17 @@ impl Snapshot {
         Self { resolvers, ..self }
     }
 
+    /// Whether workers read the same in both, except for the epoch. Tables are compared as what is shared, so that two
+    /// that became equal in different ways count as different.
+    pub fn is_same(&self, other: &Self) -> bool {
+        // By name, so that no new field is left out.
+        let Self { epoch: _, policy, forwarding, limits, resolvers } = self;
+        policy.is_same(&other.policy)
+            && *forwarding == other.forwarding
+            && limits.is_same(&other.limits)
+            && *resolvers == other.resolvers
+    }
+
     /// The port of the local pod with this address.
     #[inline(always)]
     pub(crate) fn pod_port(&self, address: Address) -> Option<PortId> {

@@ -66,6 +66,10 @@ const TESTS: [(&str, Test); 25] = [
     ),
     ("connections_outlast_a_killed_daemon", restarts::connections_outlast_a_killed_daemon),
     ("connections_outlast_a_rolling_restart", restarts::connections_outlast_a_rolling_restart),
+    (
+        "a_rolling_restart_loses_no_connection_of_slow_pairs",
+        restarts::a_rolling_restart_loses_no_connection_of_slow_pairs,
+    ),
     ("policy_is_in_force_after_a_restart_without_api_server", restarts::policy_is_in_force_without_api_server),
     ("a_wrong_configuration_leaves_the_last_good_one", restarts::a_wrong_configuration_leaves_the_last_good_one),
     ("connections_pass_while_a_daemon_takes_over", restarts::connections_pass_while_a_daemon_takes_over),

@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail, ensure};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use penstock_bench::load::segments;
-use penstock_bench::probe::EchoConnection;
+use penstock_bench::probe::{EchoConnection, Protocol, Series};
 use serde_json::Value;
 
 use crate::real_cluster::RealCluster;
@@ -91,6 +91,31 @@ pub(crate) fn connections_outlast_a_rolling_restart(cluster: &mut RealCluster) -
     expect_undisturbed(&connections)?;
     expect_reached(cluster, "shop/web", "shop/api", 8080, true)?;
     expect_reached(cluster, "lab/guest", "shop/api", 8080, false)
+}
+
+/// Pairs that open a connection every second or more seldom: nothing but what the programs repeat opens them while a node has no daemon.
+pub(crate) fn a_rolling_restart_loses_no_connection_of_slow_pairs(cluster: &mut RealCluster) -> Result<()> {
+    let pairs = [("shop/web", "shop/api"), ("ops/monitor", "shop/web"), ("ops/monitor", "ops/dash")];
+    let intervals = [Duration::from_secs(1), Duration::from_secs(3)];
+    let mut series = Vec::new();
+    for ((from, to), interval) in pairs.into_iter().flat_map(|pair| intervals.map(|interval| (pair, interval))) {
+        let identity = cluster.target(to, false).0 as usize;
+        let started = Series::start(cluster.site(from), cluster.site(to), identity, Protocol::Tcp(8080), interval)?;
+        let first = started.wait_for(Instant::now(), true, SILENCE)?;
+        ensure!(first.is_some(), "{from} does not reach {to} before the restart");
+        series.push((format!("{from} to {to}, each {interval:?}"), started));
+    }
+    let began = Instant::now();
+    cluster.kubectl(&["-n", "kube-system", "rollout", "restart", "daemonset/penstock"])?;
+    cluster.wait_for_penstock()?;
+    for (name, series) in series {
+        let points = series.end()?;
+        let during: Vec<_> = points.iter().filter(|point| point.at > began).collect();
+        let lost = during.iter().filter(|point| !point.reached).count();
+        eprintln!("{name}: {lost} of {} connections lost", during.len());
+        ensure!(lost == 0 && during.len() > 1, "{name}: {lost} of {} connections lost", during.len());
+    }
+    Ok(())
 }
 
 /// With the component `surge`: the new daemon starts beside the old one and takes over from it.

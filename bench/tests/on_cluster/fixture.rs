@@ -9,6 +9,9 @@ use penstock_bench::testbed::api_server::{Account, ApiServer};
 use penstock_bench::testbed::{Attach, Daemon, Node, Privileges, ScratchDir};
 use serde_json::{Value, json};
 
+/// From the change of a pod that is being deleted until the kubelet sends SIGTERM; longer than a daemon takes to publish a change.
+const KUBELET_DELAY: Duration = Duration::from_millis(500);
+
 pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,
     pub(crate) node: Node,
@@ -25,6 +28,7 @@ impl Fixture {
         let server = ApiServer::start(Some(node.namespace())).unwrap();
         server.admin().create(&namespace("test")).unwrap();
         server.admin().create(&node_object()).unwrap();
+        server.admin().create(&own_pod(true)).unwrap();
         let scratch = ScratchDir::new().unwrap();
         let mapping = scratch.path().join("conntrack").display().to_string();
         let toml = configuration(&server.kubeconfig(Account::Penstock), &mapping, sections);
@@ -40,6 +44,25 @@ impl Fixture {
         }
         fixture.server.admin().create(&policy("db", "web")).unwrap();
         fixture
+    }
+
+    /// Ends the daemon as a rollout does: its pod is being deleted, then the kubelet sends SIGTERM and reports the pod
+    /// as not ready, and deletes it once the daemon has ended.
+    pub(crate) fn delete_daemon(&self) {
+        let admin = self.server.admin();
+        admin.terminate(&own_pod(true)).unwrap();
+        std::thread::sleep(KUBELET_DELAY);
+        self.daemon.signal(Signal::SIGTERM).unwrap();
+        self.daemon.wait_until_ended(Duration::from_secs(30)).unwrap();
+        admin.set_status(&own_pod(false)).unwrap();
+        admin.delete(&own_pod(false)).unwrap();
+    }
+
+    /// The DaemonSet's next pod, and the daemon in it.
+    pub(crate) fn create_daemon(&mut self) {
+        self.server.admin().create(&own_pod(false)).unwrap();
+        self.restart();
+        self.server.admin().set_status(&own_pod(true)).unwrap();
     }
 
     /// Kills the daemon and waits until it has ended.
@@ -119,6 +142,23 @@ pub(crate) fn pod(name: &str, address: &str) -> Value {
         "metadata": { "namespace": "test", "name": name, "labels": { "app": name } },
         "spec": { "nodeName": "node", "containers": [{ "name": "main", "image": "example.invalid/test" }] },
         "status": { "phase": "Running", "podIP": address, "podIPs": [{ "ip": address }] },
+    })
+}
+
+/// The daemon's own pod, in the node's network.
+pub(crate) fn own_pod(ready: bool) -> Value {
+    let ready = if ready { "True" } else { "False" };
+    json!({
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "namespace": "test", "name": "penstock", "labels": { "app.kubernetes.io/name": "penstock" } },
+        "spec": {
+            "nodeName": "node", "hostNetwork": true,
+            "containers": [{ "name": "penstock", "image": "example.invalid/penstock" }],
+        },
+        "status": {
+            "phase": "Running", "podIP": "172.18.0.2", "podIPs": [{ "ip": "172.18.0.2" }],
+            "conditions": [{ "type": "Ready", "status": ready }],
+        },
     })
 }
 

@@ -4,8 +4,10 @@
 mod away;
 mod churn;
 mod enforced;
+mod epochs;
 mod fixture;
 mod killed;
+mod rollout;
 mod scale;
 mod stale;
 mod startup_taint;

@@ -83,7 +83,9 @@ impl EnforcementProgress {
         for (pod, port, addresses) in pods {
             let endpoint = endpoint_of(policy, addresses);
             let same = before.remove(pod).filter(|last| {
-                last.port == port && last.addresses == *addresses && is_same(last.endpoint.as_ref(), endpoint.as_ref())
+                last.port == port
+                    && last.addresses == *addresses
+                    && Endpoint::is_same(last.endpoint.as_ref(), endpoint.as_ref())
             });
             let since = same.map_or(epoch, |last| last.since);
             self.pods.insert(pod.clone(), PublishedPod { port, addresses: addresses.clone(), endpoint, since });
@@ -188,15 +190,6 @@ fn endpoint_of(policy: &PolicySet, addresses: &BTreeSet<IpAddr>) -> Option<Endpo
         _ => None,
     };
     policy.endpoint(addresses.iter().find_map(endpoint)?).cloned()
-}
-
-/// Whether both have the same rule tables. Equal tables are shared, so comparing pointers is enough.
-fn is_same(one: Option<&Endpoint>, other: Option<&Endpoint>) -> bool {
-    match (one, other) {
-        (Some(one), Some(other)) => one.egress.is_same(&other.egress) && one.ingress.is_same(&other.ingress),
-        (None, None) => true,
-        _ => false,
-    }
 }
 
 #[cfg(test)]

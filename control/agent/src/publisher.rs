@@ -330,27 +330,36 @@ impl Publisher {
         self.inputs().connections.end();
     }
 
+    /// Publishes the inputs under the next epoch, unless workers would read the same as before: an epoch ends what the
+    /// programs answer by themselves, and has each connection evaluated again.
     fn publish(&self, inputs: &mut SnapshotInputs, why: &str, seen: Instant) {
-        if !inputs.is_held {
-            inputs.epoch = inputs.epoch.next();
-        }
         let began = Instant::now();
+        let epoch = inputs.epoch.next();
         let wanted = inputs.owners();
         let admitted = inputs.connections.admit(&wanted);
         let forwarding = inputs.layout.forwarding(&inputs.node_context, &self.services, &wanted, admitted);
-        inputs.postpone(&self.dataplane);
+        inputs.postpone(epoch, &self.dataplane);
         let policy = inputs.objects.policy_set(&forwarding);
         if inputs.is_held {
             // It is compiled by now, so that what is published first does not wait for it.
             return;
         }
         let (limits, new_limits) = inputs.objects.limited_pods(&forwarding);
-        inputs.connections.take_over(self.dataplane.connections(), &forwarding);
-        let served = inputs.layout.served(inputs.connections.owners());
-        inputs.progress.published(inputs.epoch, &policy, served, seen);
-        let snapshot = Snapshot::new(inputs.epoch, policy, forwarding);
         inputs.resolvers = inputs.objects.resolvers(&self.resolvers);
-        self.dataplane.publish(snapshot.with_limits(limits).with_resolvers(inputs.resolvers.clone()));
+        let snapshot = Snapshot::new(epoch, policy, forwarding)
+            .with_limits(limits)
+            .with_resolvers(inputs.resolvers.clone());
+        // The first one is always published: until then workers have none, and drop everything.
+        let is_published = |last: &Snapshot| last.epoch != Epoch::default() && snapshot.is_same(last);
+        if is_published(&self.dataplane.snapshot()) {
+            tracing::debug!("workers read nothing of it: {why}");
+            return;
+        }
+        inputs.epoch = epoch;
+        inputs.connections.take_over(self.dataplane.connections(), &snapshot.forwarding);
+        let served = inputs.layout.served(inputs.connections.owners());
+        inputs.progress.published(epoch, &snapshot.policy, served, seen);
+        self.dataplane.publish(snapshot);
         inputs.connections.published();
         inputs.connections.count_open(new_limits);
         inputs.progress.times.publish.observe(began.elapsed().as_secs_f64());
@@ -378,10 +387,10 @@ impl SnapshotInputs {
     }
 
     /// Postpones egress policy at the addresses of Services, as far as the program on what leaves the node asks then.
-    fn postpone(&mut self, dataplane: &Dataplane) {
+    fn postpone(&mut self, epoch: Epoch, dataplane: &Dataplane) {
         let none = BTreeSet::new();
         let wanted = if self.network.watches_uplinks { &self.service_addresses } else { &none };
-        let postponed = self.postponed.update(wanted, self.epoch, |epoch| dataplane.is_in_force(epoch));
+        let postponed = self.postponed.update(wanted, epoch, |epoch| dataplane.is_in_force(epoch));
         self.objects.postpone_at(postponed);
     }
 

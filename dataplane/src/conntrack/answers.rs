@@ -3,11 +3,13 @@
 
 use std::sync::atomic::{AtomicI64, AtomicU64 as Word};
 
-use super::entry::OwnerId;
-use super::hash::{KeyWords, PreparedFlow, home};
+use super::entry::{EpochTag, OwnerId};
+use super::hash::{KeyWords, PreparedFlow, home, key_of};
+use super::path::{ForwardedConnection, Path};
 use super::seqlock::{Control, SeqLock};
 use super::sync::{AtomicU64, Ordering, overwrite};
 use crate::epoch::Epoch;
+use crate::packet::Orientation;
 
 /// Answers, in pairs: each question has one of a pair.
 const ANSWERS: u32 = 4096;
@@ -89,6 +91,19 @@ impl Verdict {
     const fn epoch(word: u64) -> Epoch {
         Epoch(word as u32)
     }
+
+    const fn owner(word: u64) -> OwnerId {
+        OwnerId((word >> 32) as u16)
+    }
+
+    const fn original(word: u64) -> Orientation {
+        if word >> 48 & 1 == 0 { Orientation::LowToHigh } else { Orientation::HighToLow }
+    }
+
+    /// The same under another epoch.
+    const fn renewed(word: u64, epoch: Epoch) -> u64 {
+        word >> 32 << 32 | epoch.0 as u64
+    }
 }
 
 impl Answer {
@@ -99,7 +114,11 @@ impl Answer {
     }
 
     fn read(&self) -> Option<[u64; 7]> {
-        self.0.read(self.0.control(), |words| std::array::from_fn(|word| words[word].load(Ordering::Relaxed)))
+        self.read_version(self.0.control())
+    }
+
+    fn read_version(&self, version: Version) -> Option<[u64; 7]> {
+        self.0.read(version, |words| std::array::from_fn(|word| words[word].load(Ordering::Relaxed)))
     }
 
     /// Whether another one may have its place: it is of an older epoch.
@@ -107,9 +126,33 @@ impl Answer {
         self.read().is_none_or(|words| Verdict::epoch(words[6]).is_before(epoch))
     }
 
+    /// Gives it this epoch if it has an older one and `is_kept`. An answer that a worker writes meanwhile stays as that worker has written it.
+    fn renew(&self, epoch: Epoch, is_kept: impl FnOnce(&ForwardedConnection, OwnerId) -> bool) -> bool {
+        let before = self.0.control();
+        let Some([k0, k1, k2, k3, k4, path, verdict]) = self.read_version(before) else { return false };
+        let (key, path, original) = ([k0, k1, k2, k3, k4], Path::from_word(path), Verdict::original(verdict));
+        let (flow, ends) = (key_of(&key).flow(original), path.ends());
+        let found = ForwardedConnection {
+            original: flow,
+            ends: [ends[original as usize], ends[original.opposite() as usize]],
+            // Stands for the opener's port (`leave_answer`).
+            via_host: flow.src_port != 0,
+        };
+        let is_renewed = Verdict::epoch(verdict).is_before(epoch) && is_kept(&found, Verdict::owner(verdict));
+        if is_renewed {
+            let (path, verdict) = (path.renewed(EpochTag::of(epoch)).word(), Verdict::renewed(verdict, epoch));
+            self.write_over(before, &[k0, k1, k2, k3, k4, path, verdict]);
+        }
+        is_renewed
+    }
+
     /// Writes it, unless another worker is about to.
     fn write(&self, words: &[u64; 7]) {
-        let before = self.0.control();
+        self.write_over(self.0.control(), words);
+    }
+
+    /// The same in place of what was written under this version, and of nothing else.
+    fn write_over(&self, before: Version, words: &[u64; 7]) {
         let (claimed, written) = (Version(before.0.wrapping_add(1)), Version(before.0.wrapping_add(2)));
         if before.0 & 1 == 0 && self.0.exchange(before, claimed).is_ok() {
             let store = |to: &[AtomicU64; 7]| {
@@ -144,6 +187,12 @@ impl Repeats {
                 outdated.unwrap_or(&pair[(question.hash & 1) as usize]).write(&words);
             }
         }
+    }
+
+    /// Gives this epoch to each answer with an older one that `is_kept`, asked with its connection, without the opener's port, and its
+    /// owner. Returns how many got it.
+    pub(super) fn renew(&self, epoch: Epoch, mut is_kept: impl FnMut(&ForwardedConnection, OwnerId) -> bool) -> usize {
+        self.answers.iter().filter(|answer| answer.renew(epoch, &mut is_kept)).count()
     }
 
     /// Forgets what an earlier process has left. Only while the programs open nothing.

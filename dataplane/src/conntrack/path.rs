@@ -4,7 +4,7 @@ use super::entry::EpochTag;
 use super::sync::{AtomicU32, AtomicU64, EXCHANGE, Ordering, overwrite};
 use super::time::Tick;
 use crate::epoch::Epoch;
-use crate::packet::Orientation;
+use crate::packet::{Flow, Orientation};
 
 /// Where a connection's packets come from and go to, in one word.
 ///
@@ -69,10 +69,41 @@ impl Path {
         Some(path.both_ways().0)
     }
 
+    /// From a word.
+    pub(super) const fn from_word(word: u64) -> Self {
+        Self(word)
+    }
+
+    pub(super) const fn word(self) -> u64 {
+        self.0
+    }
+
+    /// The interfaces of the lower end and the higher one.
+    pub(super) const fn ends(self) -> [u32; 2] {
+        const END: u32 = (1 << END_BITS) - 1;
+        [self.0 as u32 & END, (self.0 >> END_BITS) as u32 & END]
+    }
+
+    /// The same path under another epoch.
+    pub(super) const fn renewed(self, epoch: EpochTag) -> Self {
+        Self(self.0 & ((1 << EPOCH_AT) - 1) | epoch.low_bits() << EPOCH_AT)
+    }
+
     /// This path, taken in both directions.
     const fn both_ways(self) -> Self {
         Self(self.0 | 0b11 << TAKEN_AT)
     }
+}
+
+/// A connection that the kernel's programs forward, or open.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ForwardedConnection {
+    /// The flow of the packet that opened it.
+    pub(crate) original: Flow,
+    /// Interfaces of that packet's source and destination; 0 for the node's stack.
+    pub(crate) ends: [u32; 2],
+    /// Whether its packets traverse the node's own stack.
+    pub(crate) via_host: bool,
 }
 
 /// The forwarded packets of one connection, and the path by which the kernel's programs may. Workers write the path, the
@@ -183,17 +214,15 @@ impl KernelUse {
     /// The path if it was taken under this epoch, in either direction, with the interfaces of the lower end and the higher
     /// one.
     pub(super) fn path_under(&self, epoch: EpochTag) -> Option<(Path, [u32; 2])> {
-        let path = self.path.load(Ordering::Acquire);
-        let end = |at: u32| (path >> at) as u32 & ((1 << END_BITS) - 1);
-        let is_valid = path >> TAKEN_AT & 3 != 0 && path >> EPOCH_AT == epoch.low_bits();
-        is_valid.then(|| (Path(path), [end(0), end(END_BITS)]))
+        let path = Path(self.path.load(Ordering::Acquire));
+        let is_valid = path.0 >> TAKEN_AT & 3 != 0 && path.0 >> EPOCH_AT == epoch.low_bits();
+        is_valid.then(|| (path, path.ends()))
     }
 
     /// Makes this path one of another epoch, unless a worker has just changed it.
     pub(super) fn renew(&self, path: Path, epoch: EpochTag) {
-        let renewed = path.0 & ((1 << EPOCH_AT) - 1) | epoch.low_bits() << EPOCH_AT;
         // If it fails, the connection's next packet meets a worker.
-        let _ = self.path.compare_exchange(path.0, renewed, EXCHANGE, Ordering::Relaxed);
+        let _ = self.path.compare_exchange(path.0, path.renewed(epoch).0, EXCHANGE, Ordering::Relaxed);
     }
 
     /// Clears a path that was taken under an epoch so far behind `now` that its low bits may be reused.

@@ -14,7 +14,7 @@ use super::answers::{Credit, EVENTS, Event, Repeats, Verdict};
 use super::counters::TableEvent;
 use super::entry::{EntrySnapshot, OwnerId};
 use super::hash::{PreparedFlow, key_of};
-use super::path::Path;
+use super::path::{ForwardedConnection, Path};
 use super::shared::SharedMaps;
 use super::sync::Ordering;
 use super::table::ConnTable;
@@ -74,6 +74,18 @@ impl ConnTable {
             repeats.store(&question, path, Verdict::of(epoch, owner, &question));
             self.give_credit(repeats, owner);
         }
+    }
+
+    /// Gives answers that were left under an older epoch this one, where `is_kept` finds that a worker would give them again: pairs
+    /// that open a connection now and then need no worker for a change that is not about them, nor while no daemon runs. Call it
+    /// before [`ConnTable::publish_epoch`]. Returns how many are kept.
+    pub(crate) fn keep_answers(
+        &self,
+        epoch: Epoch,
+        is_kept: impl FnMut(&ForwardedConnection, OwnerId) -> bool,
+    ) -> usize {
+        // Those of the last process are not this one's.
+        self.repeats().filter(|_| self.is_taken_over()).map_or(0, |repeats| repeats.renew(epoch, is_kept))
     }
 
     /// Gives an owner credit if little is left, out of what it may have.

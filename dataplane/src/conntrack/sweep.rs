@@ -7,7 +7,7 @@ use super::ended::in_order;
 use super::entry::{EntrySnapshot, EpochTag, OwnerId};
 use super::hash::key_of;
 use super::journal::Ending;
-use super::path::{KernelUse, Traffic};
+use super::path::{ForwardedConnection, KernelUse, Traffic};
 use super::state::{State, TcpState};
 use super::table::ConnTable;
 use super::tags::{LANES, bits};
@@ -54,17 +54,6 @@ pub struct ConnectionInfo {
     pub begun: Option<Timestamp>,
     /// The flags of all TCP segments that workers forwarded, with [`Config::ended`](super::Config::ended).
     pub flags: TcpFlags,
-}
-
-/// A connection that the kernel's programs forward.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct ForwardedConnection {
-    /// The flow of the packet that opened it.
-    pub(crate) original: Flow,
-    /// Interfaces of that packet's source and destination; 0 for the node's stack.
-    pub(crate) ends: [u32; 2],
-    /// Whether its packets traverse the node's own stack.
-    pub(crate) via_host: bool,
 }
 
 impl ConnTable {

@@ -97,7 +97,7 @@ pub(crate) type LocalAddresses = FxHashMap<Address, Option<PortId>>;
 ///
 /// It is also the input from which a snapshot enters the ports of pods into its map of addresses
 /// ([`Snapshot::new`](crate::Snapshot::new)); workers read that map, and from here only ports.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Forwarding {
     ports: Vec<Option<Port>>,
     local: Arc<LocalAddresses>,

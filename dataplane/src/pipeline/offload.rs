@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::{AdmittedPacket, BATCH, Verdict, is_longer, names};
+use super::{AdmittedPacket, BATCH, Verdict, is_longer, names, track};
 use crate::Snapshot;
 use crate::conntrack::{BY_NODE, ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortKind};
@@ -148,6 +148,46 @@ pub fn keep_offloaded(connections: &ConnTable, snapshot: &Snapshot, limit: Durat
             verdict.drop_reason().is_none() && has_same_path(snapshot, found)
         },
     )
+}
+
+/// Keeps the answers by which the kernel's programs open connections, before the epoch of `snapshot` counts for them: those that a worker would
+/// give again under it. The others end, and the next connection like them meets a worker. Returns how many stay.
+pub fn keep_answers(connections: &ConnTable, snapshot: &Snapshot) -> usize {
+    connections.keep_answers(snapshot.epoch, |found, owner| {
+        let flow = &found.original;
+        let ends = snapshot.policy.ends(flow);
+        let is_of_pod = !matches!(found.ends[0], 0 | BY_NODE);
+        let may_repeat = if is_of_pod {
+            !found.via_host && may_repeat_of_pod(snapshot, flow)
+        } else {
+            may_repeat_forwarded(snapshot, flow, found.via_host)
+        };
+        may_repeat
+            && track::owner(ends) == owner
+            && !is_named(snapshot, flow)
+            && !may_be_tunnel(snapshot, flow)
+            && has_same_path(snapshot, found)
+            && is_path_of_ports(snapshot, found, ends)
+            && snapshot.policy.evaluate_between(flow, ends, NameTime::Never).drop_reason().is_none()
+    })
+}
+
+/// Whether a worker would send a connection between two pods of the node by the path that it has: past the node's stack only if
+/// nobody has filters there.
+fn is_path_of_ports(snapshot: &Snapshot, found: &ForwardedConnection, ends: FlowEnds<'_>) -> bool {
+    let is_direct = found.ends.iter().all(|&end| !matches!(end, 0 | BY_NODE));
+    let port = |end: &AddressEntry| end.port().and_then(|id| snapshot.forwarding.port(id));
+    !is_direct || [ends.src, ends.dst].into_iter().all(|end| port(end).is_some_and(|port| !port.by_stack))
+}
+
+/// Whether the rules of either end have domain names, so that workers may have to read what is asked or answered.
+fn is_named(snapshot: &Snapshot, flow: &Flow) -> bool {
+    [flow.src, flow.dst].into_iter().any(|end| snapshot.policy.names_of(end).is_some())
+}
+
+/// Whether a node may unwrap a datagram of a pod, which the pod may not send then. A worker decides it by the port.
+fn may_be_tunnel(snapshot: &Snapshot, flow: &Flow) -> bool {
+    flow.protocol == Protocol::UDP && snapshot.may_end_tunnels(flow.dst)
 }
 
 /// Whether a worker would find nothing but policy to ask about the next datagram of a UDP connection. Unlike TCP's, such a

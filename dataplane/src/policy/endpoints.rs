@@ -42,6 +42,17 @@ pub struct Endpoint {
     pub ingress: EndpointPolicy,
 }
 
+impl Endpoint {
+    /// Whether both have the same tables, or neither is there.
+    pub fn is_same(one: Option<&Self>, other: Option<&Self>) -> bool {
+        match (one, other) {
+            (Some(one), Some(other)) => one.egress.is_same(&other.egress) && one.ingress.is_same(&other.ingress),
+            (None, None) => true,
+            _ => false,
+        }
+    }
+}
+
 const CHUNK: usize = 32;
 
 type Chunk = [Option<Endpoint>; CHUNK];
@@ -64,7 +75,16 @@ impl Endpoints {
         self.chunks.get(endpoint as usize / CHUNK)?[endpoint as usize % CHUNK].as_ref()
     }
 
+    /// Whether this is an unchanged copy of the other.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.chunks, &other.chunks)
+    }
+
+    /// Sets an endpoint. If nothing differs, everything stays shared.
     pub(super) fn set(&mut self, id: EndpointId, endpoint: Option<Endpoint>) {
+        if Endpoint::is_same(self.find(id.0), endpoint.as_ref()) {
+            return;
+        }
         let (chunk, slot) = (id.0 as usize / CHUNK, id.0 as usize % CHUNK);
         if self.chunks.len() <= chunk {
             // Doubled, so that adding endpoints one by one copies each pointer only a few times.

@@ -384,6 +384,16 @@ impl PolicySet {
         self.direction(rule.endpoint, rule.direction)?.table()?.name(rule.rule)
     }
 
+    /// Whether every evaluation gives the same, by the same tables, as in the other set, of which this is a copy with changes that
+    /// have changed nothing. Two sets that became equal in different ways are not the same.
+    pub fn is_same(&self, other: &Self) -> bool {
+        let Self { addresses, endpoints, rule_scope, names } = self;
+        addresses.is_same(&other.addresses)
+            && endpoints.is_same(&other.endpoints)
+            && *rule_scope == other.rule_scope
+            && Arc::ptr_eq(names, &other.names)
+    }
+
     /// Starts the next set from this one, which stays unchanged.
     pub fn update(&self) -> PolicySetUpdate {
         PolicySetUpdate { set: self.clone() }

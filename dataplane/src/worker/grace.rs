@@ -1,6 +1,7 @@
 //! Brings the kernel's programs to a new snapshot, and waits until none forwards under an older epoch any more.
 //!
-//! First the connections that stay allowed get the new verdict ([`keep_offloaded`]), then the programs read the new epoch. A
+//! First the connections that stay allowed get the new verdict ([`keep_offloaded`]), and so do the answers by which the programs open
+//! connections ([`keep_answers`]); then the programs read the new epoch. A
 //! program that began before an epoch was published may have read the older one. To wait for these takes some milliseconds, which only the
 //! report that an epoch is in effect does: each program that begins later reads the new epoch.
 
@@ -17,7 +18,7 @@ use super::priority::{Priority, raise_priority};
 use crate::conntrack::ConnTable;
 use crate::epoch::Epoch;
 use crate::grace::wait_for_programs;
-use crate::pipeline::keep_offloaded;
+use crate::pipeline::{keep_answers, keep_offloaded};
 use crate::{Snapshot, drop_capabilities};
 
 /// Longest time that connections are evaluated before the programs read the new epoch: some ten thousand. The others meet a
@@ -108,6 +109,8 @@ fn bring_each(published: &Receiver<Arc<Snapshot>>, connections: &ConnTable, brou
             snapshot = next;
         }
         keep_offloaded(connections, &snapshot, KEEP_LIMIT);
+        // At most some thousand, in less than a millisecond.
+        keep_answers(connections, &snapshot);
         if connections.publish_epoch(snapshot.epoch) {
             // Fails only if the other thread has ended; then no epoch is reported as in effect.
             let _ = brought.send(snapshot.epoch);

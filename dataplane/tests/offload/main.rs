@@ -32,7 +32,7 @@ use penstock_dataplane::conntrack::{
 use penstock_dataplane::forward::{Forwarding, Mac, Port, PortId, PortKind};
 use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_dataplane::pipeline::{
-    BATCH, DropReason, Frames, Pipeline, PipelineMode, StackSender, Verdict, keep_offloaded,
+    BATCH, DropReason, Frames, Pipeline, PipelineMode, StackSender, Verdict, keep_answers, keep_offloaded,
 };
 use penstock_dataplane::policy::{
     AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, NodeId, PeerSpec, PolicySet, PortSpec, RuleName,
@@ -270,7 +270,7 @@ impl Node {
         self.publish(self.snapshot.epoch.next(), allowed);
     }
 
-    /// The same, after connections that stay allowed got the new verdict. Returns how many.
+    /// The same, after connections that stay allowed, and answers, got the new verdict. Returns how many connections.
     fn next_epoch_keeping(&mut self, allowed: bool) -> usize {
         self.keep_and_publish(self.snapshot_of(self.snapshot.epoch.next(), allowed))
     }
@@ -278,6 +278,7 @@ impl Node {
     fn keep_and_publish(&mut self, next: Snapshot) -> usize {
         self.snapshot = next;
         let kept = keep_offloaded(self.pipeline.connections(), &self.snapshot, Duration::from_secs(1));
+        keep_answers(self.pipeline.connections(), &self.snapshot);
         self.pipeline.connections().publish_epoch(self.snapshot.epoch);
         kept
     }

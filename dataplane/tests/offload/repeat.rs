@@ -4,6 +4,7 @@ use std::sync::atomic::AtomicBool;
 
 use penstock_dataplane::conntrack::OwnerId;
 use penstock_dataplane::forward::{Encapsulation, WELL_KNOWN_TUNNEL_PORTS};
+use penstock_dataplane::limits::{Limit, LimitedPods, PodLimits};
 use penstock_dataplane::pipeline::MemoryFrames;
 
 use super::entry::Words;
@@ -146,7 +147,7 @@ fn a_packet_opens_only_what_a_worker_has_opened_before() {
     let datagram = Sent { tcp: false, ..there };
     let out = sent(End::A, End::Outside, true, ACK);
     let nothing: Prepare<'_> = &|_, _| ();
-    let cases: [(&str, Sent, Prepare<'_>, Change<'_>, bool); 22] = [
+    let cases: [(&str, Sent, Prepare<'_>, Change<'_>, bool); 23] = [
         ("as it is", there, nothing, &|_| (), true),
         ("a datagram", datagram, nothing, &|_| (), true),
         ("to the outside", out, nothing, &|_| (), true),
@@ -164,7 +165,8 @@ fn a_packet_opens_only_what_a_worker_has_opened_before() {
         ("another MAC towards the node", out, nothing, &|frame| frame[5] ^= 1, false),
         ("another policy", there, &|node, _| node.next_epoch(true), &|_| (), false),
         ("a policy that denies it", there, &|node, _| node.next_epoch(false), &|_| (), false),
-        ("a change that keeps connections", there, &|node, _| _ = node.next_epoch_keeping(true), &|_| (), false),
+        ("a change that keeps connections", there, &|node, _| _ = node.next_epoch_keeping(true), &|_| (), true),
+        ("one that denies it", there, &|node, _| _ = node.next_epoch_keeping(false), &|_| (), false),
         ("a captured sender", there, &|node, _| node.veths[0].set_captured(true).unwrap(), &|_| (), false),
         ("a captured receiver", there, &|node, _| node.veths[1].set_captured(true).unwrap(), &|_| (), false),
         ("nobody says that programs may", there, &|node, _| may_repeat(node, false), &|_| (), false),
@@ -335,7 +337,87 @@ fn a_repeated_connection_meets_a_worker_after_a_change() {
                 assert_eq!(verdict, Verdict::Drop(DropReason::ConnectionRevoked));
             }
             let next = Sent { flow: 7, ..there };
-            assert!(node.opened_by_program(next).is_none(), "what was answered before counts no more");
+            assert_eq!(node.opened_by_program(next).is_some(), keeps, "what was answered before counts if it was kept");
+        });
+    }
+}
+
+/// A snapshot with other ports.
+fn with_ports(next: &Snapshot, node: &[&str], change: impl Fn(PortId, &mut Port) -> PortId) -> Snapshot {
+    let mut forwarding = Forwarding::new(node.iter().map(|address| ip(address).into()));
+    for (id, port) in next.forwarding.ports() {
+        let mut port = port.clone();
+        let id = change(id, &mut port);
+        forwarding.insert(id, port).unwrap();
+    }
+    Snapshot::new(next.epoch, next.policy.clone(), forwarding)
+}
+
+/// What the next snapshot is made of.
+type Next<'a> = &'a (dyn Fn(&Node, Snapshot) -> Snapshot + Sync);
+
+/// Whether a connection between these ends stays as it is.
+type Stays = fn(End, End) -> bool;
+
+#[test]
+fn an_answer_outlasts_each_change_under_which_a_worker_would_give_it_again() {
+    const NODE: &str = "192.168.0.1";
+    let swapped = |id: PortId| match id {
+        A => B,
+        B => A,
+        other => other,
+    };
+    let limits = |port: PortId| {
+        let limit = Limit { each_second: Some(1), open: None };
+        LimitedPods::new([(port, Arc::new(PodLimits::new(limit, limit)))])
+    };
+    let cases: [(&str, Next<'_>, Stays); 8] = [
+        ("nothing", &|_, next| next, |_, _| true),
+        ("B takes no more", &|node, next| node.snapshot_of(next.epoch, false), |_, to| to != End::B),
+        (
+            "the pods' interfaces are others",
+            &|_, next| {
+                let of = |id| next.forwarding.port(swapped(id)).unwrap().interface;
+                with_ports(&next, &[NODE], |id, port| {
+                    port.interface = of(id);
+                    id
+                })
+            },
+            |_, _| false,
+        ),
+        ("the pods' ports are others", &|_, next| with_ports(&next, &[NODE], |id, _| swapped(id)), |_, _| false),
+        (
+            "others filter at A's interface",
+            &|_, next| {
+                with_ports(&next, &[NODE], |id, port| {
+                    port.by_stack = id == A;
+                    id
+                })
+            },
+            |from, to| (from, to) != (End::A, End::B),
+        ),
+        (
+            "the machine outside is the node itself",
+            &|_, next| {
+                let outside = [true, false].map(|v4| address(End::Outside, v4).to_string());
+                with_ports(&next, &[NODE, &outside[0], &outside[1]], |id, _| id)
+            },
+            |from, to| ![from, to].contains(&End::Outside),
+        ),
+        ("A's connections are limited", &|_, next| next.with_limits(limits(A)), |from, _| from != End::A),
+        ("B's connections are limited", &|_, next| next.with_limits(limits(B)), |_, to| to != End::B),
+    ];
+    for (what, change, stays) in cases {
+        in_namespace(|| {
+            let mut node = Node::new();
+            node.repeat();
+            repeatable().into_iter().for_each(|there| answer(&mut node, there));
+            let next = node.snapshot_of(node.snapshot.epoch.next(), true);
+            node.keep_and_publish(change(&node, next));
+            for there in repeatable() {
+                let is_repeated = node.opened_by_program(Sent { flow: 7, ..there }).is_some();
+                assert_eq!(is_repeated, stays(there.from, there.to), "{what}: {there:?}");
+            }
         });
     }
 }

@@ -99,6 +99,12 @@ impl Admin {
         self.begin_status(object)?.recv()?.map(drop)
     }
 
+    /// Deletes a pod with a grace period, as everybody does: it is terminating from now on, and stays until its kubelet deletes it.
+    pub fn terminate(&self, pod: &Value) -> Result<()> {
+        let options = json!({ "apiVersion": "v1", "kind": "DeleteOptions", "gracePeriodSeconds": 30 });
+        self.call(Method::DELETE, &path_of(pod)?, &options).map(drop)
+    }
+
     /// Deletes an object immediately; a pod without its grace period.
     pub fn delete(&self, object: &Value) -> Result<()> {
         self.delete_all(std::slice::from_ref(object))

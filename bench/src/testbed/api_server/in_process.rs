@@ -372,6 +372,9 @@ async fn handle(
     let (code, answer) = match (method, object) {
         (Method::GET, _) if asked.name.is_none() => (200, list(&mut cluster, &asked)?),
         (Method::GET, _) => (200, cluster.get(&place)?),
+        (Method::DELETE, Some(options)) if options["gracePeriodSeconds"].as_u64().is_some_and(|grace| grace > 0) => {
+            (200, cluster.terminate(place, &options["gracePeriodSeconds"])?)
+        }
         (Method::DELETE, _) => (200, cluster.delete(&place)?),
         (Method::POST, Some(object)) => (201, cluster.create(place, object)?),
         (Method::PATCH, Some(patch)) => {

@@ -108,6 +108,14 @@ impl ObjectStore {
         Ok(object)
     }
 
+    /// Deletes an object with a grace period: it stays until it is deleted without one, as a pod does until its kubelet has ended it.
+    pub(super) fn terminate(&mut self, place: ObjectPath, grace: &Value) -> Result<Value, ApiError> {
+        let mut object = self.get(&place)?;
+        object["metadata"]["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
+        object["metadata"]["deletionGracePeriodSeconds"] = grace.clone();
+        Ok(self.put(place, "MODIFIED", object))
+    }
+
     /// Creates or replaces an object, status included.
     pub(super) fn set(&mut self, place: ObjectPath, object: Value) {
         let kind = if self.objects.contains_key(&place) { "MODIFIED" } else { "ADDED" };

@@ -2,6 +2,8 @@
 
 mod open;
 
+pub(super) use open::owner;
+
 use super::dispatch::{Leaving, PacketPath};
 use super::sources::{Opener, OriginalSources};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};

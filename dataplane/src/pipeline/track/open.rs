@@ -116,7 +116,7 @@ pub(super) struct Opening<'a> {
 }
 
 /// Owner for quotas: the local pod that opens the connection, otherwise the local pod that it is opened to.
-fn owner(ends: FlowEnds<'_>) -> OwnerId {
+pub(in crate::pipeline) fn owner(ends: FlowEnds<'_>) -> OwnerId {
     match (ends.src.port(), ends.dst.port()) {
         (Some(port), _) => OwnerId::opens(port.0),
         (None, Some(port)) => OwnerId::opened_to(port.0),
