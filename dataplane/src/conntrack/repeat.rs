@@ -1,5 +1,5 @@
-//! Connections that the kernel's programs open by themselves: like one that a worker has opened before, under a policy that has not
-//! changed (`xdp-redirect/src/bpf/repeat.h`).
+//! Connections that the kernel's programs open by themselves: like one that a worker has opened before, under a policy that still
+//! allows it (`xdp-redirect/src/bpf/repeat.h`).
 //!
 //! A worker that has admitted a connection, and knows the way of its answers, leaves its *answer* in shared memory: both ends, protocol, port
 //! of the answering end, interfaces and epoch. A program that finds it for a packet without a connection writes the connection into a

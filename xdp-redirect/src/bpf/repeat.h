@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* Opens a connection like one that a worker has opened before: the same ends, protocol and port of the answering end, from the same
- * interface, under a policy that has not changed. The worker has left its answer (dataplane/src/conntrack/answers.rs), and credit for the
+ * interface, under a policy that still allows it. The worker has left its answer (dataplane/src/conntrack/answers.rs), and credit for the
  * pod whose share it is: a program takes one of it for each connection, and with none left the packet is a worker's.
  *
  * Programs and workers may insert the same key at the same time, each into an entry of its own. So each first publishes its entry as a

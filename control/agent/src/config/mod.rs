@@ -65,7 +65,7 @@ pub struct Config {
     #[serde(default = "yes")]
     pub offload: bool,
     /// With `offload`: whether the programs also open connections, each like one that a worker has opened: between the same addresses, to the
-    /// same port, under a policy that has not changed. Not while connections must meet a worker each: with `flow_records`, a trial, or
+    /// same port, under a policy that still allows it. Not while connections must meet a worker each: with `flow_records`, a trial, or
     /// a verdict log of allowed ones.
     #[serde(default = "yes")]
     pub repeat_answers: bool,
