@@ -416,6 +416,9 @@ fn an_answer_outlasts_each_change_under_which_a_worker_would_give_it_again() {
             node.keep_and_publish(change(&node, next));
             for there in repeatable() {
                 let is_repeated = node.opened_by_program(Sent { flow: 7, ..there }).is_some();
+                // Its owner gets new credit.
+                node.hear();
+                forget(&node);
                 assert_eq!(is_repeated, stays(there.from, there.to), "{what}: {there:?}");
             }
         });
