@@ -13,14 +13,14 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// Longer than a daemon takes to gather changes and to publish them.
 const SETTLE: Duration = Duration::from_millis(250);
 
-type Change<'a> = &'a dyn Fn(&Fixture);
+type Change = fn(&Fixture);
 
 /// Changes of one kind of objects, which come to the daemon in order.
-struct Group<'a> {
-    kind: &'a str,
-    without_epoch: Vec<(&'a str, Change<'a>)>,
+struct Group {
+    kind: &'static str,
+    without_epoch: Vec<(&'static str, Change)>,
     /// These take one each.
-    with_epoch: Vec<(&'a str, Change<'a>)>,
+    with_epoch: Vec<(&'static str, Change)>,
 }
 
 /// Edits an object as the server has it.
@@ -59,6 +59,10 @@ fn published(fixture: &Fixture) -> usize {
 
 fn namespace() -> Value {
     json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "test" } })
+}
+
+fn web() -> Value {
+    pod("web", "10.244.1.10")
 }
 
 fn other_node() -> Value {
@@ -122,62 +126,61 @@ fn a_change_of_which_workers_read_nothing_takes_no_epoch() {
     let admin = fixture.server.admin();
     admin.create_all(&[other_node(), far(), service(), endpoint_slice(), by_namespace()]).unwrap();
     sleep(8 * SETTLE);
-    let web = pod("web", "10.244.1.10");
     let groups = [
         Group {
             kind: "Pod",
             without_epoch: vec![
-                ("the daemon's own pod is not ready", &|it| it.server.admin().set_status(&own_pod(false)).unwrap()),
-                ("the daemon's own pod is deleted", &|it| it.server.admin().terminate(&own_pod(true)).unwrap()),
-                ("a pod in the host network comes", &|it| it.server.admin().create(&in_host_network()).unwrap()),
-                ("its status changes", &|it| beat(it, &in_host_network())),
-                ("it goes", &|it| it.server.admin().delete(&in_host_network()).unwrap()),
-                ("a local pod's condition", &|it| beat(it, &web)),
-                ("a local pod's annotation", &|it| annotate(it, &web)),
-                ("a local pod's label that no selector reads", &|it| label(it, &web, "version", "2")),
-                ("a remote pod's condition", &|it| beat(it, &far())),
-                ("a remote pod's label that no selector reads", &|it| label(it, &far(), "version", "2")),
-                ("a remote pod is being deleted", &|it| it.server.admin().terminate(&far()).unwrap()),
+                ("the daemon's own pod is not ready", |it| it.server.admin().set_status(&own_pod(false)).unwrap()),
+                ("the daemon's own pod is deleted", |it| it.server.admin().terminate(&own_pod(true)).unwrap()),
+                ("a pod in the host network comes", |it| it.server.admin().create(&in_host_network()).unwrap()),
+                ("its status changes", |it| beat(it, &in_host_network())),
+                ("it goes", |it| it.server.admin().delete(&in_host_network()).unwrap()),
+                ("a local pod's condition", |it| beat(it, &web)),
+                ("a local pod's annotation", |it| annotate(it, &web)),
+                ("a local pod's label that no selector reads", |it| label(it, &web(), "version", "2")),
+                ("a remote pod's condition", |it| beat(it, &far())),
+                ("a remote pod's label that no selector reads", |it| label(it, &far(), "version", "2")),
+                ("a remote pod is being deleted", |it| it.server.admin().terminate(&far()).unwrap()),
             ],
             with_epoch: vec![
-                ("a remote pod's label that a selector reads", &|it| label(it, &far(), "app", "web")),
-                ("a local pod's label that a selector reads", &|it| label(it, &web, "app", "another")),
-                ("a remote pod goes", &|it| it.server.admin().delete(&far()).unwrap()),
+                ("a remote pod's label that a selector reads", |it| label(it, &far(), "app", "web")),
+                ("a local pod's label that a selector reads", |it| label(it, &web(), "app", "another")),
+                ("a remote pod goes", |it| it.server.admin().delete(&far()).unwrap()),
             ],
         },
         Group {
             kind: "Node",
             without_epoch: vec![
-                ("this node's heartbeat", &|it| beat(it, &node_object())),
-                ("this node's annotation", &|it| annotate(it, &node_object())),
-                ("this node's label that no selector reads", &|it| label(it, &node_object(), "zone", "a")),
-                ("another node's heartbeat", &|it| beat(it, &other_node())),
-                ("another node's label that no selector reads", &|it| label(it, &other_node(), "zone", "a")),
+                ("this node's heartbeat", |it| beat(it, &node_object())),
+                ("this node's annotation", |it| annotate(it, &node_object())),
+                ("this node's label that no selector reads", |it| label(it, &node_object(), "zone", "a")),
+                ("another node's heartbeat", |it| beat(it, &other_node())),
+                ("another node's label that no selector reads", |it| label(it, &other_node(), "zone", "a")),
             ],
-            with_epoch: vec![("another node's address", &|it| {
+            with_epoch: vec![("another node's address", |it| {
                 edit(it, &other_node(), |node| node["status"]["addresses"][0]["address"] = json!("172.18.0.4"));
             })],
         },
         Group {
             kind: "NetworkPolicy",
             without_epoch: vec![
-                ("an annotation", &|it| annotate(it, &policy("db", "web"))),
-                ("a staged policy", &|it| it.server.admin().create(&staged(policy("lab", "web"))).unwrap()),
-                ("a policy for no local pod", &|it| it.server.admin().create(&policy("far", "web")).unwrap()),
-                ("it goes", &|it| it.server.admin().delete(&policy("far", "web")).unwrap()),
+                ("an annotation", |it| annotate(it, &policy("db", "web"))),
+                ("a staged policy", |it| it.server.admin().create(&staged(policy("lab", "web"))).unwrap()),
+                ("a policy for no local pod", |it| it.server.admin().create(&policy("far", "web")).unwrap()),
+                ("it goes", |it| it.server.admin().delete(&policy("far", "web")).unwrap()),
             ],
             with_epoch: vec![
-                ("a policy for a local pod", &|it| it.server.admin().create(&policy("lab", "db")).unwrap()),
-                ("its rules", &|it| it.server.admin().replace(&policy("lab", "web")).unwrap()),
-                ("it goes", &|it| it.server.admin().delete(&policy("lab", "web")).unwrap()),
+                ("a policy for a local pod", |it| it.server.admin().create(&policy("lab", "db")).unwrap()),
+                ("its rules", |it| it.server.admin().replace(&policy("lab", "web")).unwrap()),
+                ("it goes", |it| it.server.admin().delete(&policy("lab", "web")).unwrap()),
             ],
         },
         Group {
             kind: "Service",
             without_epoch: vec![
-                ("an annotation", &|it| annotate(it, &service())),
-                ("a label", &|it| label(it, &service(), "tier", "back")),
-                ("its selector", &|it| {
+                ("an annotation", |it| annotate(it, &service())),
+                ("a label", |it| label(it, &service(), "tier", "back")),
+                ("its selector", |it| {
                     edit(it, &service(), |service| service["spec"]["selector"] = json!({ "app": "lab" }));
                 }),
             ],
@@ -186,11 +189,11 @@ fn a_change_of_which_workers_read_nothing_takes_no_epoch() {
         Group {
             kind: "EndpointSlice",
             without_epoch: vec![
-                ("an annotation", &|it| annotate(it, &endpoint_slice())),
-                ("an endpoint is not ready", &|it| {
+                ("an annotation", |it| annotate(it, &endpoint_slice())),
+                ("an endpoint is not ready", |it| {
                     edit(it, &endpoint_slice(), |slice| slice["endpoints"][0]["conditions"]["ready"] = json!(false));
                 }),
-                ("an endpoint is another", &|it| {
+                ("an endpoint is another", |it| {
                     edit(it, &endpoint_slice(), |slice| slice["endpoints"][0]["addresses"] = json!(["10.244.1.12"]));
                 }),
             ],
@@ -199,10 +202,10 @@ fn a_change_of_which_workers_read_nothing_takes_no_epoch() {
         Group {
             kind: "Namespace",
             without_epoch: vec![
-                ("an annotation", &|it| annotate(it, &namespace())),
-                ("a label that no selector reads", &|it| label(it, &namespace(), "team", "shop")),
+                ("an annotation", |it| annotate(it, &namespace())),
+                ("a label that no selector reads", |it| label(it, &namespace(), "team", "shop")),
             ],
-            with_epoch: vec![("a label that a selector reads", &|it| label(it, &namespace(), "team", "ops"))],
+            with_epoch: vec![("a label that a selector reads", |it| label(it, &namespace(), "team", "ops"))],
         },
     ];
     for Group { kind, without_epoch, with_epoch } in groups {
