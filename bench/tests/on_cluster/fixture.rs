@@ -9,8 +9,9 @@ use penstock_bench::testbed::api_server::{Account, ApiServer};
 use penstock_bench::testbed::{Attach, Daemon, Node, Privileges, ScratchDir};
 use serde_json::{Value, json};
 
-/// From the change of a pod that is being deleted until the kubelet sends SIGTERM; longer than a daemon takes to publish a change.
-const KUBELET_DELAY: Duration = Duration::from_millis(500);
+/// From the change of a pod that is being deleted until the kubelet sends SIGTERM, as seen on a node: longer than a daemon takes to publish a
+/// change, and too short for most pairs to open a connection meanwhile.
+const KUBELET_DELAY: Duration = Duration::from_millis(120);
 
 pub(crate) struct Fixture {
     pub(crate) daemon: Daemon,

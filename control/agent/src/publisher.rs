@@ -346,9 +346,8 @@ impl Publisher {
         }
         let (limits, new_limits) = inputs.objects.limited_pods(&forwarding);
         inputs.resolvers = inputs.objects.resolvers(&self.resolvers);
-        let snapshot = Snapshot::new(epoch, policy, forwarding)
-            .with_limits(limits)
-            .with_resolvers(inputs.resolvers.clone());
+        let snapshot =
+            Snapshot::new(epoch, policy, forwarding).with_limits(limits).with_resolvers(inputs.resolvers.clone());
         // The first one is always published: until then workers have none, and drop everything.
         let is_published = |last: &Snapshot| last.epoch != Epoch::default() && snapshot.is_same(last);
         if is_published(&self.dataplane.snapshot()) {
