@@ -28,7 +28,7 @@ static __always_inline int has_partial_checksum(struct __sk_buff *skb)
  * chooses where it writes (skb_partial_csum_set in net/core/skbuff.c), after all policy. */
 static __always_inline int is_checksum_in_transport_header(struct __sk_buff *skb, const struct packet *packet)
 {
-	const __u32 network = packet->is_v4 ? sizeof(struct iphdr) : sizeof(struct ipv6hdr);
+	const __u32 network = packet->is_v4 ? sizeof(struct iphdr) : sizeof(struct ipv6hdr) + packet->is_jumbo * sizeof(struct jumbo);
 	const struct sk_buff___sum *kernel = (void *)skb;
 	__u64 head, data;
 	__u16 start, offset;

@@ -22,7 +22,7 @@ static __always_inline int is_routable_address(const __u64 *address, int is_v4)
 
 static __always_inline int is_routable(const struct packet *packet)
 {
-	return packet->ttl > 1 && is_routable_address(packet->low, packet->is_v4) && is_routable_address(packet->high, packet->is_v4);
+	return packet->ttl > 1 && !packet->is_jumbo && is_routable_address(packet->low, packet->is_v4) && is_routable_address(packet->high, packet->is_v4);
 }
 
 /* Reads the question for the node's route of a packet without options that comes in by this interface. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* Reads the headers of a packet that a program may forward by itself: neither a fragment, nor with IP options or extension headers, and with
- * nothing in it that a worker would have to judge. Everything else is for a worker, which reads headers once more. */
+/* Reads the headers of a packet that a program may forward by itself: neither a fragment, nor with IP options or extension headers that its
+ * sender has chosen, and with nothing in it that a worker would have to judge. Everything else is for a worker, which reads headers once more. */
 #pragma once
 #include "addresses.h"
 
@@ -8,7 +8,8 @@ struct packet {
 	__u64 low[2], high[2], ports; /* as in struct entry, without an owner */
 	__u32 direction; /* 0: from the lower end */
 	__u32 length;    /* of the IP packet, in bytes */
-	__u32 headers;   /* of IP and transport, in bytes */
+	__u16 headers;   /* of IP and transport, in bytes; without the next, which no segment has */
+	__u8 is_jumbo;   /* a header with the length is between those of IPv6 and transport */
 	__u8 protocol, is_v4, ttl;
 	__u8 flags; /* of a TCP segment, those beside ACK: SYN, FIN, RST or none; and ACK where it has none, as OPENING_SYN */
 	__u32 sequence, acknowledged; /* of a TCP segment */
@@ -43,7 +44,33 @@ struct addresses {
 	__u64 from[2], to[2]; /* in numeric order, IPv4 as ::ffff:a.b.c.d */
 };
 
-/* Reads an IP header; returns its length in bytes, or 0 for a packet that is for a worker. */
+struct jumbo { /* the hop-by-hop header that the kernel gives an IPv6 packet it has joined (struct hop_jumbo_hdr in include/net/ipv6.h) */
+	__u8 next, length, type, size;
+	__be32 payload;
+};
+
+/* Reads the length of a TCP packet that is too long for the field in its IP header, where that is 0: the kernel has joined many segments, and
+ * knows its length by itself (skb_ip_totlen in include/linux/ip.h, ipv6_hop_jumbo in net/ipv6/exthdrs.c). `network`: bytes of the IP header.
+ * Returns these with those of a jumbo header, or 0 for a packet that is for a worker. */
+static __noinline __u32 read_joined(struct __sk_buff *skb, struct packet *packet, __u32 network)
+{
+	const struct jumbo *jumbo = (void *)(long)skb->data + ETH_HLEN + network;
+
+	packet->length = skb->len - ETH_HLEN;
+	if (!skb->gso_size)
+		return 0;
+	if (packet->protocol == IPPROTO_TCP)
+		return network;
+	if (packet->is_v4 || packet->protocol != IPPROTO_HOPOPTS || (const void *)(jumbo + 1) > (void *)(long)skb->data_end ||
+	    jumbo->next != IPPROTO_TCP || jumbo->length || jumbo->type != IPV6_TLV_JUMBO || jumbo->size != sizeof(jumbo->payload) ||
+	    bpf_ntohl(jumbo->payload) != packet->length - network)
+		return 0;
+	packet->protocol = IPPROTO_TCP;
+	packet->is_jumbo = 1;
+	return network + sizeof(*jumbo);
+}
+
+/* Reads an IP header; returns the length of the headers before that of transport in bytes, or 0 for a packet that is for a worker. */
 static __always_inline __u32 read_network(struct __sk_buff *skb, struct packet *packet, struct addresses *addresses)
 {
 	const void *data = (void *)(long)skb->data, *end = (void *)(long)skb->data_end;
@@ -51,6 +78,7 @@ static __always_inline __u32 read_network(struct __sk_buff *skb, struct packet *
 	const struct ipv6hdr *ip6 = data + ETH_HLEN;
 
 	packet->is_v4 = skb->protocol == bpf_htons(ETH_P_IP);
+	packet->is_jumbo = 0;
 	if (packet->is_v4) {
 		if ((const void *)(ip4 + 1) > end || *(const __u8 *)ip4 != 0x45 || ip4->frag_off & bpf_htons(0x3fff) ||
 		    !has_valid_checksum(ip4))
@@ -61,7 +89,7 @@ static __always_inline __u32 read_network(struct __sk_buff *skb, struct packet *
 		addresses->from[0] = addresses->to[0] = 0;
 		addresses->from[1] = 0xffff00000000ULL | bpf_ntohl(ip4->saddr);
 		addresses->to[1] = 0xffff00000000ULL | bpf_ntohl(ip4->daddr);
-		return sizeof(*ip4);
+		return packet->length ? sizeof(*ip4) : read_joined(skb, packet, sizeof(*ip4));
 	}
 	if ((const void *)(ip6 + 1) > end || (*(const __u8 *)ip6 & 0xf0) != 0x60)
 		return 0;
@@ -75,7 +103,7 @@ static __always_inline __u32 read_network(struct __sk_buff *skb, struct packet *
 	/* RFC 4942 section 2.2: mapped addresses must not appear on the wire. */
 	if ((!addresses->from[0] && addresses->from[1] >> 32 == 0xffff) || (!addresses->to[0] && addresses->to[1] >> 32 == 0xffff))
 		return 0;
-	return sizeof(*ip6);
+	return ip6->payload_len ? sizeof(*ip6) : read_joined(skb, packet, sizeof(*ip6));
 }
 
 /* Reads a TCP segment with ACK and at most one of SYN and FIN, a SYN alone, a RST, or a UDP datagram. Returns its ports, or 0 for any other
@@ -96,7 +124,7 @@ static __always_inline const struct ports *read_transport(struct __sk_buff *skb,
 		if (packet->flags != OPENING_SYN && (packet->flags & ~TCP_ACK) != TCP_RST &&
 		    (packet->flags & ~(TCP_SYN | TCP_FIN) || packet->flags == (TCP_SYN | TCP_FIN)))
 			return 0;
-		packet->headers = network + header;
+		packet->headers = network + header - packet->is_jumbo * sizeof(struct jumbo);
 		packet->sequence = bpf_ntohl(*(const __be32 *)(transport + 4));
 		packet->acknowledged = bpf_ntohl(*(const __be32 *)(transport + 8));
 	} else if (packet->protocol == IPPROTO_UDP) {

@@ -148,6 +148,14 @@ impl Netlink {
             .with_context(|| format!("cannot make interface {index} a port of {bridge}"))
     }
 
+    /// Lets an interface send and receive TCP packets of this many bytes, that is joined segments (BIG TCP), of both families.
+    pub fn set_longest_joined(&self, index: u32, bytes: u32) -> Result<()> {
+        use LinkAttribute::{GroIpv4MaxSize, GroMaxSize, GsoIpv4MaxSize, GsoMaxSize};
+        let mut message = LinkUnspec::new_with_index(index).build();
+        message.attributes.extend([GsoMaxSize(bytes), GsoIpv4MaxSize(bytes), GroMaxSize(bytes), GroIpv4MaxSize(bytes)]);
+        self.change(message).with_context(|| format!("cannot let interface {index} have packets of {bytes} bytes"))
+    }
+
     fn change(&self, message: LinkMessage) -> Result<()> {
         self.wait(self.handle.link().change(message).execute())
     }
