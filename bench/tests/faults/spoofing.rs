@@ -54,7 +54,7 @@ fn link_address(kind: u8, mac: [u8; 6]) -> Vec<u8> {
 
 /// All messages with which a pod can impersonate others; `own` and the others are of both families.
 fn spoofed_messages(forger: &Forger, own: [IpAddr; 2], others: &[[IpAddr; 2]], gateway: [IpAddr; 2]) -> Vec<Vec<u8>> {
-    let all: IpAddr = "ff02::1".parse().unwrap();
+    let [all, nobody]: [IpAddr; 2] = ["ff02::1", "::"].map(|address| address.parse().unwrap());
     let mut spoofed_messages = Vec::new();
     for [v4, v6] in others {
         for mac in [forger.mac, NOBODY] {
@@ -66,6 +66,27 @@ fn spoofed_messages(forger: &Forger, own: [IpAddr; 2], others: &[[IpAddr; 2]], g
             let tells = [&[0x60, 0, 0, 0][..], &bytes(*v6), &link_address(2, mac)].concat();
             spoofed_messages.push(discovery(forger, 136, *v6, all, &tells));
             spoofed_messages.push(discovery(forger, 136, own[1], gateway[1], &tells));
+            // Probes for the other's address, which keep it from taking it (RFC 5227, RFC 4862).
+            spoofed_messages.push(arp(forger, 1, mac, [0, 0, 0, 0].into(), *v4));
+            spoofed_messages.push(discovery(forger, 135, nobody, all, &[&[0; 4][..], &bytes(*v6)].concat()));
+        }
+    }
+    // Its own addresses with a MAC that is not its own, alone and behind its own; and options that nobody sends.
+    let (right, wrong, nonce) =
+        (|kind| link_address(kind, forger.mac), |kind| link_address(kind, NOBODY), [14, 1, 1, 2, 3, 4, 5, 6]);
+    for options in [
+        wrong(1),
+        wrong(2),
+        [right(1), wrong(1)].concat(),
+        [&nonce[..], &wrong(2)].concat(),
+        [&[1, 2][..], &forger.mac, &[0; 8]].concat(),
+        vec![1, 0, 0, 0, 0, 0, 0, 0],
+        [right(1), right(1), right(1), right(1), right(1)].concat(),
+        right(1)[..4].to_vec(),
+    ] {
+        for (kind, target) in [(133, None), (135, Some(gateway[1])), (136, Some(own[1]))] {
+            let rest = [&[0; 4][..], &target.map_or(Vec::new(), bytes), &options].concat();
+            spoofed_messages.push(discovery(forger, kind, own[1], all, &rest));
         }
     }
     spoofed_messages.push(arp(forger, 2, NOBODY, own[0], gateway[0]));
@@ -77,6 +98,27 @@ fn spoofed_messages(forger: &Forger, own: [IpAddr; 2], others: &[[IpAddr; 2]], g
     let redirect = [&[0; 4][..], &bytes(link_local), &bytes("2001:db8::1".parse().unwrap())].concat();
     spoofed_messages.push(discovery(forger, 137, link_local, gateway[1], &redirect));
     spoofed_messages
+}
+
+/// Messages of a pod about itself, as kernels send them.
+fn honest_messages(forger: &Forger, own: [IpAddr; 2], gateway: [IpAddr; 2]) -> Vec<Vec<u8>> {
+    let [all, nobody, link_local]: [IpAddr; 3] = ["ff02::1", "::", "fe80::5"].map(|address| address.parse().unwrap());
+    let about = |address, options: &[u8]| [&[0; 4][..], &bytes(address), options].concat();
+    let (source, target, nonce) = (link_address(1, forger.mac), link_address(2, forger.mac), [14, 1, 1, 2, 3, 4, 5, 6]);
+    vec![
+        arp(forger, 1, forger.mac, [0, 0, 0, 0].into(), own[0]),
+        arp(forger, 1, forger.mac, own[0], gateway[0]),
+        arp(forger, 2, forger.mac, own[0], gateway[0]),
+        discovery(forger, 133, own[1], all, &[&[0; 4][..], &source].concat()),
+        discovery(forger, 133, nobody, all, &[0; 4]),
+        discovery(forger, 135, nobody, all, &about(own[1], &[])),
+        discovery(forger, 135, nobody, all, &about(own[1], &nonce)),
+        discovery(forger, 135, nobody, all, &about(link_local, &nonce)),
+        discovery(forger, 135, own[1], all, &about(gateway[1], &source)),
+        discovery(forger, 135, link_local, all, &about(gateway[1], &[&source[..], &nonce].concat())),
+        discovery(forger, 136, own[1], all, &about(own[1], &target)),
+        discovery(forger, 136, own[1], all, &about(own[1], &[])),
+    ]
 }
 
 /// Addresses of a name in both families.
@@ -128,6 +170,11 @@ fn spoofed_arp_and_neighbour_discovery_are_dropped_and_counted() {
         .collect();
     assert!(poisoned.is_empty(), "{} neighbours, such as {:?}", poisoned.len(), poisoned.first());
     assert_eq!(network_state(node).unwrap(), state, "no address, no route, no router");
+    let honest = honest_messages(&forger, addresses(&fixture, "test/pod-2"), gateway);
+    honest.iter().for_each(|message| forger.send(message));
+    forger.send(&spoofed_messages[0]);
+    let later = count_to(&fixture, "test/pod-2", "forged_neighbour", forged + 1);
+    assert_eq!(later, forged + 1, "only the last of these is forged");
 }
 
 #[test]

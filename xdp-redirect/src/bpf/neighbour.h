@@ -6,6 +6,14 @@
 #pragma once
 #include "addresses.h"
 
+enum { /* ICMPv6 types */
+	ROUTER_SOLICITATION = 133,
+	ROUTER_ADVERTISEMENT = 134,
+	NEIGHBOUR_SOLICITATION = 135,
+	NEIGHBOUR_ADVERTISEMENT = 136,
+	REDIRECT = 137,
+};
+
 /* Each program defines whether this is the address of a pod that is served, and at another interface. */
 static __always_inline int belongs_to_other_pod(const struct in6_addr *address, __u32 ifindex);
 
@@ -44,7 +52,7 @@ static __always_inline int is_neighbour_discovery(void *ctx, __u32 ifindex, __u3
 
 	if (ip6->nexthdr != IPPROTO_ICMPV6 || ip6->hop_limit != 255 || (const void *)(icmp6 + 1) > end)
 		return 0;
-	if (icmp6->icmp6_type < 133 || icmp6->icmp6_type > 137)
+	if (icmp6->icmp6_type < ROUTER_SOLICITATION || icmp6->icmp6_type > REDIRECT)
 		return 0;
 	if ((to[0] == 0xff && (to[1] & 0x0f) == 2) || (to[0] == 0xfe && (to[1] & 0xc0) == 0x80))
 		return 1; /* link scope */
@@ -62,23 +70,21 @@ struct arp { /* of IPv4 over Ethernet (RFC 826) */
 	__u8 sender_mac[ETH_ALEN], sender[4], target_mac[ETH_ALEN], target[4];
 };
 
-/* A known pod must name itself as the sender, or nobody in a probe for a free address (RFC 5227). Otherwise each request
- * would create an arbitrary entry in the node's neighbour table, whose capacity all pods share. One that is not known yet may name any
- * address but that of a pod that is served. */
-static __always_inline int is_valid_arp(void *pod_macs, __u32 ifindex, const struct ethhdr *eth, const void *end)
+/* A known pod must name itself as the sender, or nobody in a probe for its own address (RFC 5227): a probe for another's keeps that one from
+ * taking it. Otherwise each request would create an arbitrary entry in the node's neighbour table, whose capacity all pods share. One that
+ * is not known yet may name any address but that of a pod that is served. */
+static __noinline int is_valid_arp(void *pod_macs, __u32 ifindex, const struct ethhdr *eth, const void *end)
 {
 	const struct arp *arp = (const void *)(eth + 1);
-	struct in6_addr sender = {};
-	const struct mac *mac = bpf_map_lookup_elem(pod_macs, &sender);
+	struct in6_addr claimed = {};
+	const struct mac *mac = bpf_map_lookup_elem(pod_macs, &claimed);
 
 	if ((const void *)(arp + 1) > end)
 		return !mac;
-	sender = v4_mapped(arp->sender);
+	claimed = v4_mapped(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3] ? arp->sender : arp->target);
 	if (!mac)
-		return !belongs_to_other_pod(&sender, ifindex);
-	if (!is_mac(mac, eth->h_source) || !is_mac(mac, arp->sender_mac))
-		return 0;
-	return !(arp->sender[0] | arp->sender[1] | arp->sender[2] | arp->sender[3]) || bpf_map_lookup_elem(pod_macs, &sender);
+		return !belongs_to_other_pod(&claimed, ifindex);
+	return is_mac(mac, eth->h_source) && is_mac(mac, arp->sender_mac) && bpf_map_lookup_elem(pod_macs, &claimed);
 }
 
 /* Whether a frame is from the pod's MAC, as far as that is known. A bridge sends to this port whatever is for a MAC that it has seen here. */
@@ -101,28 +107,52 @@ static __always_inline int is_own_address(void *pod_macs, const struct mac *mac,
 	       bpf_map_update_elem(pod_macs, &key, mac, BPF_NOEXIST) == 0;
 }
 
-/* No pod is a router, so it may neither advertise nor redirect. A known pod may solicit from its own address, or from none
- * to probe for a free one, and advertise only its own (RFC 4861 sections 4.3 and 4.4). */
-static __always_inline int is_valid_discovery(void *pod_macs, __u32 ifindex, const struct ethhdr *eth, const void *end)
+struct option { /* of neighbour discovery, in 8 bytes: an Ethernet address, or a nonce (RFC 4861 section 4.6, RFC 7527) */
+	__u8 type, length, mac[ETH_ALEN];
+};
+
+enum { SOURCE_MAC = 1, TARGET_MAC = 2, MAX_OPTIONS = 4 };
+
+/* Whether the options of a message name no other MAC than the pod's. One with more, or with longer options, is no pod's. */
+static __always_inline int has_own_macs(const struct mac *mac, const struct ipv6hdr *ip6, const struct option *options, const void *end)
+{
+	const __u32 fixed = (const void *)options - (const void *)(ip6 + 1), length = bpf_ntohs(ip6->payload_len);
+	__u32 i;
+
+	if (length < fixed || length > fixed + MAX_OPTIONS * sizeof(*options) || (length - fixed) % sizeof(*options))
+		return 0;
+#pragma unroll
+	for (i = 0; i < MAX_OPTIONS; i++) {
+		if (length <= fixed + i * sizeof(*options))
+			return 1;
+		if ((const void *)(options + i + 1) > end || options[i].length != 1)
+			return 0;
+		if ((options[i].type == SOURCE_MAC || options[i].type == TARGET_MAC) && !is_mac(mac, options[i].mac))
+			return 0;
+	}
+	return 1;
+}
+
+/* No pod is a router, so it may neither advertise nor redirect. A known pod may solicit from its own address, or from none to probe for its own, and
+ * advertise only its own, each with its own MAC (RFC 4861 sections 4.1, 4.3 and 4.4): a probe for another's address keeps that one
+ * from taking it (RFC 4862 section 5.4). */
+static __noinline int is_valid_discovery(void *pod_macs, __u32 ifindex, const struct ethhdr *eth, const void *end)
 {
 	const struct ipv6hdr *ip6 = (const void *)(eth + 1);
 	const struct icmp6hdr *icmp6 = (const void *)(ip6 + 1);
 	const struct in6_addr *target = (const void *)(icmp6 + 1);
-	struct in6_addr none = {};
+	struct in6_addr none = {}, from = ip6->saddr, claimed;
 	const struct mac *mac = bpf_map_lookup_elem(pod_macs, &none);
+	const int solicits_router = icmp6->icmp6_type == ROUTER_SOLICITATION;
 
-	if (icmp6->icmp6_type == 134 || icmp6->icmp6_type == 137)
+	if (icmp6->icmp6_type == ROUTER_ADVERTISEMENT || icmp6->icmp6_type == REDIRECT)
 		return 0;
-	if (!mac) {
-		struct in6_addr from = ip6->saddr, about = {};
-
-		if (icmp6->icmp6_type == 136 && (const void *)(target + 1) <= end)
-			about = *target;
-		return !belongs_to_other_pod(&from, ifindex) && !belongs_to_other_pod(&about, ifindex);
-	}
-	if (!is_mac(mac, eth->h_source))
+	if (!solicits_router && (const void *)(target + 1) > end)
 		return 0;
-	if (icmp6->icmp6_type == 136)
-		return (const void *)(target + 1) <= end && is_own_address(pod_macs, mac, &ip6->saddr) && is_own_address(pod_macs, mac, target);
-	return is_own_address(pod_macs, mac, &ip6->saddr); /* :: is in the map */
+	claimed = !solicits_router && (icmp6->icmp6_type == NEIGHBOUR_ADVERTISEMENT || is_same_address(&from, &none)) ? *target : from;
+	if (!mac)
+		return !belongs_to_other_pod(&from, ifindex) && !belongs_to_other_pod(&claimed, ifindex);
+	return is_mac(mac, eth->h_source) && is_own_address(pod_macs, mac, &from) /* :: is in the map */ &&
+	       is_own_address(pod_macs, mac, &claimed) &&
+	       has_own_macs(mac, ip6, solicits_router ? (const void *)target : (const void *)(target + 1), end);
 }

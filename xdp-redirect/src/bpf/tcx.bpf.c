@@ -52,8 +52,9 @@ static __always_inline int is_fail_open(void)
 	return open_without_workers && !is_served();
 }
 
-/* Bytes of address resolution that must be readable: an IPv6 header and a neighbour message with its target. */
-#define NEIGHBOUR_HEADERS (ETH_HLEN + sizeof(struct ipv6hdr) + sizeof(struct icmp6hdr) + sizeof(struct in6_addr))
+/* Bytes of address resolution that must be readable: an IPv6 header and a neighbour message with its target and options. */
+#define NEIGHBOUR_HEADERS \
+	(ETH_HLEN + sizeof(struct ipv6hdr) + sizeof(struct icmp6hdr) + sizeof(struct in6_addr) + MAX_OPTIONS * sizeof(struct option))
 
 static __always_inline int pull_headers(struct __sk_buff *skb)
 {
