@@ -123,7 +123,7 @@ __noinline int send_out(struct __sk_buff *skb, struct packet *packet, const stru
 		return FOR_STACK;
 	ifindex = route.ifindex;
 	uplink = bpf_map_lookup_elem(&uplinks, &ifindex);
-	if (!uplink || length > uplink->longest)
+	if (!uplink || length > uplink->longest || has_egress_hooks(skb, ifindex))
 		return FOR_STACK;
 	next.nh_family = route.family;
 	__builtin_memcpy(next.ipv6_nh, route.ipv6_dst, sizeof(next.ipv6_nh));
@@ -142,6 +142,6 @@ __noinline int is_routed_to(struct __sk_buff *skb, __u32 ifindex, __u32 length)
 	const int is_v4 = skb->protocol == bpf_htons(ETH_P_IP);
 	struct bpf_fib_lookup route = {};
 
-	return read_question(skb, is_v4, &route) && find_route(skb, &route, length, BPF_FIB_LOOKUP_SKIP_NEIGH) && route.ifindex == ifindex &&
-	       (!is_v4 || passes_rp_filter(skb, &route));
+	return !has_egress_hooks(skb, ifindex) && read_question(skb, is_v4, &route) &&
+	       find_route(skb, &route, length, BPF_FIB_LOOKUP_SKIP_NEIGH) && route.ifindex == ifindex && (!is_v4 || passes_rp_filter(skb, &route));
 }

@@ -30,7 +30,9 @@ struct netns_ipv6 {
 	_Bool fib6_has_custom_rules;
 	atomic_t fib6_sernum;
 };
-struct net { struct netns_nf nf; struct netns_xfrm xfrm; struct netns_ipv4 ipv4; struct netns_ipv6 ipv6; };
+struct hlist_node { struct hlist_node *next; };
+struct hlist_head { struct hlist_node *first; };
+struct net { struct hlist_head *dev_index_head; struct netns_nf nf; struct netns_xfrm xfrm; struct netns_ipv4 ipv4; struct netns_ipv6 ipv6; };
 typedef struct { struct net *net; } possible_net_t;
 struct mini_Qdisc;
 struct bpf_prog;
@@ -41,10 +43,12 @@ struct bpf_mprog_bundle { struct bpf_mprog_entry a; };
 struct tcx_entry { struct mini_Qdisc *miniq; struct bpf_mprog_bundle bundle; };
 struct net_device {
 	possible_net_t nd_net;
+	int ifindex;
+	struct hlist_node index_hlist;
 	struct in_device *ip_ptr;
 	struct inet6_dev *ip6_ptr;
 	struct bpf_mprog_entry *tcx_ingress;
-	struct nf_hook_entries *nf_hooks_ingress;
+	struct nf_hook_entries *nf_hooks_ingress, *nf_hooks_egress;
 	void *rx_handler;
 	__u64 priv_flags;
 };
@@ -70,6 +74,42 @@ static __always_inline int has_hooks(const struct net *net, const struct net_dev
 	if (is_v4)
 		return net->nf.hooks_ipv4[PREROUTING] || net->nf.hooks_ipv4[FORWARD] || net->nf.hooks_ipv4[POSTROUTING];
 	return net->nf.hooks_ipv6[PREROUTING] || net->nf.hooks_ipv6[FORWARD] || net->nf.hooks_ipv6[POSTROUTING];
+}
+
+#define NETDEV_HASHENTRIES 256  /* include/linux/netdevice.h */
+#define MAX_HASHED_DEVICES 16   /* with one hash; beyond them a device counts as one with hooks */
+
+/* Whether netfilter has a hook on packets that leave by this interface (family `netdev`, hook `egress`). The kernel skips it for a packet that a
+ * program redirects there (nf_skip_egress in net/core/dev.c). The device is looked up as __dev_get_by_index does. Not static, as what is verified once. */
+__noinline int has_egress_hooks(struct __sk_buff *skb, __u32 ifindex)
+{
+	const struct sk_buff___device *kernel;
+	const struct net_device *device = 0;
+	const struct hlist_head *heads;
+	const struct hlist_node *node;
+	const void *address;
+	const struct net *net;
+	__u32 i;
+
+	if (!bpf_core_field_exists(device->nf_hooks_egress))
+		return 0;
+	if (!casts_packets)
+		return 1;
+	kernel = bpf_cast_to_kern_ctx(skb);
+	net = kernel->dev->nd_net.net;
+	address = net->dev_index_head;
+	address += (ifindex & (NETDEV_HASHENTRIES - 1)) * sizeof(*heads);
+	heads = bpf_rdonly_cast(address, bpf_core_type_id_kernel(struct hlist_head));
+	node = heads->first;
+	for (i = 0; i < MAX_HASHED_DEVICES && node; i++) {
+		address = node;
+		device = bpf_rdonly_cast(address - __builtin_preserve_field_info(device->index_hlist, BPF_FIELD_BYTE_OFFSET),
+					 bpf_core_type_id_kernel(struct net_device));
+		if (device->ifindex == (int)ifindex)
+			return !!device->nf_hooks_egress;
+		node = node->next;
+	}
+	return 1;
 }
 
 static __always_inline int has_policies(const struct net *net)

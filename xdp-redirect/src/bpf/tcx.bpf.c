@@ -267,7 +267,9 @@ int from_uplink(struct __sk_buff *skb)
 SEC("tcx/ingress")
 int what_keeps(struct __sk_buff *skb)
 {
-	return kept_by(skb);
+	const int by = kept_by(skb);
+
+	return by == BY_NOBODY && has_egress_hooks(skb, skb->ifindex) ? BY_NETFILTER : by;
 }
 
 /* On packets that a worker sends, at the node's end of its pair. */

@@ -9,6 +9,7 @@ use penstock_bench::testbed::{Attach, Namespace, Outside};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
 
+mod hooks;
 mod routes;
 
 const LIMIT: Duration = Duration::from_secs(20);
@@ -203,6 +204,14 @@ const SAYS: &[Say] = &[
         directions: [false, true],
     },
     Say {
+        what: "a chain of what leaves by the interface",
+        begin: "nft 'table netdev says { chain e { type filter hook egress device eth1 priority 0; }; }'",
+        end: "nft delete table netdev says",
+        kept_by: NETFILTER,
+        families: [true, true],
+        directions: [true, false],
+    },
+    Say {
         what: "an IPsec policy",
         begin: "ip xfrm policy add src 192.0.2.0/24 dst 192.0.2.0/24 dir fwd",
         end: "ip xfrm policy flush",
@@ -310,20 +319,36 @@ fn connections_that_change_the_way_are_never_invalid() {
 }
 
 #[test]
-fn a_filter_on_a_pods_interface_has_its_say() {
+fn a_filter_or_chain_on_a_pods_interface_has_its_say() {
     let network = Network::new(&pods(1), "", true);
     let connection = network.open(true, false);
     let interface = network.fixture.cluster.node.pod("test/pod-0").unwrap().interface().to_owned();
-    network.assert_ways(&[&connection], [true, true], "without a filter");
-    shell(
-        network.node(),
-        &format!(
-            "tc qdisc add dev {interface} clsact; tc filter add dev {interface} ingress protocol all u32 match u32 0 0 flowid :1"
+    for (what, begin, end, is_past) in [
+        (
+            "a filter of what the pod sends",
+            "tc qdisc add dev POD clsact; tc filter add dev POD ingress protocol all u32 match u32 0 0 flowid :1",
+            "tc qdisc del dev POD clsact",
+            [false, true],
         ),
-    );
-    network.assert_ways(&[&connection], [false, true], "with a filter of what the pod sends");
-    shell(network.node(), &format!("tc qdisc del dev {interface} clsact"));
-    network.assert_ways(&[&connection], [true, true], "without it again");
+        (
+            "a chain of what the pod sends",
+            "nft 'table netdev says { chain i { type filter hook ingress device POD priority 0; }; }'",
+            "nft delete table netdev says",
+            [false, true],
+        ),
+        (
+            "a chain of what the pod gets",
+            "nft 'table netdev says { chain e { type filter hook egress device POD priority 0; }; }'",
+            "nft delete table netdev says",
+            [true, false],
+        ),
+    ] {
+        network.assert_ways(&[&connection], [true, true], &format!("without {what}"));
+        shell(network.node(), &begin.replace("POD", &interface));
+        network.assert_ways(&[&connection], is_past, what);
+        shell(network.node(), &end.replace("POD", &interface));
+    }
+    network.assert_ways(&[&connection], [true, true], "without any");
 }
 
 #[test]
