@@ -305,6 +305,37 @@ fn answers_by_tcp_and_of_a_cache_on_the_node_count() {
     assert!(names.has_resolver && names.unasked == 0 && names.not_understood == 0, "{names:?}");
 }
 
+/// Where the node doesn't have the cache's address, a machine may have it that the node's routes lead to.
+#[test]
+fn answers_from_the_caches_address_count_only_on_a_node_that_has_it() {
+    const CACHE: &str = "169.254.20.10";
+    let mut world = None;
+    let fixture = Fixture::of(&pods(1), |cluster, _| {
+        let outside = cluster.node.add_outside("outside").unwrap();
+        let v4 = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
+        let listener = outside.namespace().listen((v4, PORT)).unwrap();
+        thread::spawn(move || listener.incoming().for_each(drop));
+        ip(outside.namespace().command("ip"), &format!("address add {CACHE}/32 dev eth0"));
+        ip(cluster.node.namespace().command("ip"), &format!("route add {CACHE}/32 via {v4}"));
+        let arguments = [format!("--host-record=www.example.org,{v4},600"), format!("--listen-address={CACHE}")];
+        world = Some((v4, dnsmasq(outside.namespace().command("dnsmasq"), 53, &arguments), outside));
+    });
+    let (cache, v4) = (CACHE.parse().unwrap(), world.as_ref().unwrap().0);
+    let pod = fixture.site("test/pod-0").clone();
+    fixture.enforce(&(pods(1) + &policy(cache).replace("*.Example.org.", "www.example.org")));
+    let answer = resolve_by_tcp(&pod, cache, "www.example.org", A);
+    assert!(answer.ends_with(&octets(v4)), "the machine answers");
+    assert!(is_denied(&pod, v4), "what a machine says with the cache's address is learnt");
+    assert!(!fixture.status().domain_names.expect("it is on by default").has_resolver);
+    // From the moment on at which the node has the address, its answers count.
+    let node = fixture.cluster.node.namespace();
+    ip(node.command("ip"), &format!("route del {CACHE}/32"));
+    let seen = fixture.daemon.log().len();
+    ip(node.command("ip"), &format!("address add {CACHE}/32 dev lo"));
+    fixture.daemon.log().wait_for_after(seen, "published", Duration::from_secs(30)).unwrap();
+    assert!(fixture.status().domain_names.expect("it is on by default").has_resolver);
+}
+
 /// Beside kube-proxy. Another server's answers teach nothing.
 #[test]
 fn the_clusters_dns_is_known_by_its_service() {

@@ -17,7 +17,7 @@ use crate::discovery::{NetworkState, RemoteNetwork};
 pub(super) struct NodeNetwork {
     pub(super) addresses: Vec<IpAddr>,
     /// Other prefixes that the node accepts as its own.
-    local_prefixes: BTreeSet<IpNet>,
+    pub(super) local_prefixes: BTreeSet<IpNet>,
     tunnel_ports: BTreeSet<u16>,
     /// Whether programs see all that leaves the node.
     pub(super) watches_uplinks: bool,

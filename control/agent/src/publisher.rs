@@ -176,7 +176,7 @@ impl Publisher {
         // Even if a local pod has no port yet: from this snapshot on nobody else may use its address.
         let context_changed = (pods || nodes) && inputs.refresh_node_context(&self.encapsulation);
         let services_changed = services && inputs.refresh_services();
-        let resolvers_changed = services && inputs.objects.resolvers(&self.resolvers) != inputs.resolvers;
+        let resolvers_changed = services && self.find_resolvers(inputs) != inputs.resolvers;
         if policy || context_changed || services_changed || resolvers_changed {
             self.publish(inputs, &what, seen);
         } else {
@@ -221,7 +221,7 @@ impl Publisher {
         inputs.network = network;
         let context_changed = inputs.refresh_node_context(&self.encapsulation);
         let layout_changed = layout != inputs.layout;
-        if policy || layout_changed || context_changed {
+        if policy || layout_changed || context_changed || self.find_resolvers(inputs) != inputs.resolvers {
             inputs.layout = layout;
             self.publish(inputs, why, seen);
         }
@@ -325,6 +325,10 @@ impl Publisher {
         inputs.objects.keep_changes(inputs.subscribers.want_changes());
     }
 
+    fn find_resolvers(&self, inputs: &SnapshotInputs) -> Resolvers {
+        inputs.objects.resolvers(&self.resolvers, &inputs.network.local_prefixes)
+    }
+
     /// Takes no more work on the connection table.
     pub(super) fn end(&self) {
         self.inputs().connections.end();
@@ -345,7 +349,7 @@ impl Publisher {
             return;
         }
         let (limits, new_limits) = inputs.objects.limited_pods(&forwarding);
-        inputs.resolvers = inputs.objects.resolvers(&self.resolvers);
+        inputs.resolvers = self.find_resolvers(inputs);
         let snapshot =
             Snapshot::new(epoch, policy, forwarding).with_limits(limits).with_resolvers(inputs.resolvers.clone());
         // The first one is always published: until then workers have none, and drop everything.

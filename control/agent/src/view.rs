@@ -31,6 +31,8 @@ pub(crate) struct DaemonView<'a> {
     pub(crate) rejected: Option<&'a RejectedConfig>,
     /// Set while the objects of an earlier run are in effect.
     pub(crate) stale: Option<StaleObjects>,
+    /// Whether some server's answers count.
+    pub(crate) has_resolver: bool,
     pub(crate) samples: &'a CounterSamples,
     pub(crate) capture: Option<&'a RunningCapture>,
     /// Packets of captures that have ended.

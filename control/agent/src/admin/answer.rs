@@ -56,8 +56,7 @@ impl DaemonView<'_> {
             host_routing: self.host_routing(),
             domain_names: self.objects.names().filter(|_| self.engine().policy_set().has_names()).map(|names| {
                 let NameCounts { kept, learnt, evicted, not_understood, unasked } = names.counts();
-                let has_resolver = self.has_resolver();
-                types::NamesStatus { kept, learnt, evicted, not_understood, unasked, has_resolver }
+                types::NamesStatus { kept, learnt, evicted, not_understood, unasked, has_resolver: self.has_resolver }
             }),
             configuration_refused: self.rejected.map(|rejected| rejected.reasons.clone()).unwrap_or_default(),
             refused_files: self.source.refused_files(),
@@ -215,10 +214,6 @@ impl DaemonView<'_> {
             }
         })
         .collect()
-    }
-
-    fn has_resolver(&self) -> bool {
-        !self.objects.resolvers(&self.config.domain_names.resolvers).is_empty()
     }
 
     fn limits(&self, limits: &PodLimits) -> Vec<types::ConnectionLimitStatus> {

@@ -221,7 +221,8 @@ pub struct DomainNames {
     /// Whether `domainNames` of ClusterNetworkPolicies are understood. Workers then read what pods with such rules ask of DNS, and the answers;
     /// nothing else changes. Otherwise a rule with them is not understood, and accepts nothing.
     pub enabled: bool,
-    /// The DNS servers whose answers count: Services as `namespace/name`, addresses, and blocks of addresses.
+    /// The DNS servers whose answers count: Services as `namespace/name`, addresses, and blocks of addresses. An address after `local:` counts only
+    /// on nodes that have it.
     pub resolvers: Vec<Resolver>,
     /// An answer counts for at least this long, also if its TTL is shorter: for clients that try one address after the other.
     pub min_ttl: TimeSpan,
@@ -230,8 +231,8 @@ pub struct DomainNames {
 impl Default for DomainNames {
     fn default() -> Self {
         // NodeLocal DNSCache listens at this address of each node
-        // (https://kubernetes.io/docs/tasks/administer-cluster/nodelocaldns/).
-        let resolvers = ["kube-system/kube-dns", "169.254.20.10"];
+        // (https://kubernetes.io/docs/tasks/administer-cluster/nodelocaldns/). Where a node doesn't have it, anybody on the link may.
+        let resolvers = ["kube-system/kube-dns", "local:169.254.20.10"];
         Self {
             enabled: true,
             resolvers: resolvers.map(|text| Resolver::try_from(text.to_owned()).expect("a resolver")).to_vec(),

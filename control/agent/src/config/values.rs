@@ -398,7 +398,12 @@ pub enum Resolver {
     Service(ObjectKey),
     /// Those with an address of a block.
     Block(IpNet),
+    /// The one at this address, on a node that has it.
+    Local(IpAddr),
 }
+
+/// Before an address that only counts where the node has it.
+const LOCAL_RESOLVER: &str = "local:";
 
 impl TryFrom<String> for Resolver {
     type Error = InvalidValue;
@@ -407,11 +412,14 @@ impl TryFrom<String> for Resolver {
         if let Ok(address) = text.parse::<IpAddr>() {
             return Ok(Self::Block(address.into()));
         }
+        if let Some(Ok(address)) = text.strip_prefix(LOCAL_RESOLVER).map(str::parse) {
+            return Ok(Self::Local(address));
+        }
         if let Ok(block) = text.parse::<IpNet>() {
             return Ok(Self::Block(block.trunc()));
         }
         ObjectKey::parse(&text).map(Self::Service).ok_or_else(|| {
-            invalid!("not a DNS server; write a Service as NAMESPACE/NAME, an address, or a block such as 10.0.0.0/24")
+            invalid!("not a DNS server; write a Service as NAMESPACE/NAME, an address, a block such as 10.0.0.0/24, or local: and an address that counts only on nodes that have it")
         })
     }
 }
@@ -422,6 +430,7 @@ impl fmt::Display for Resolver {
             Self::Service(key) => key.fmt(f),
             Self::Block(block) if block.prefix_len() == block.max_prefix_len() => block.addr().fmt(f),
             Self::Block(block) => block.fmt(f),
+            Self::Local(address) => write!(f, "{LOCAL_RESOLVER}{address}"),
         }
     }
 }

@@ -38,6 +38,7 @@ impl Daemon<'_> {
             progress: &inputs.progress,
             source: &self.operation.source,
             stale: inputs.stale,
+            has_resolver: !inputs.resolvers.is_empty(),
             rejected: self.operation.rejected.as_ref(),
             samples: &self.operation.samples,
             capture: self.operation.capture.as_ref(),

@@ -442,8 +442,9 @@ fn local_prefix(message: &RouteMessage) -> Option<IpNet> {
         _ => None,
     });
     let network = IpNet::new(destination?, message.header.destination_prefix_length).ok()?;
+    // IPv4's link-local addresses are routed as any.
     let reachable = match network.addr() {
-        IpAddr::V4(v4) => !v4.is_loopback() && !v4.is_link_local(),
+        IpAddr::V4(v4) => !v4.is_loopback(),
         IpAddr::V6(v6) => !v6.is_loopback() && !v6.is_unicast_link_local(),
     };
     reachable.then_some(network)

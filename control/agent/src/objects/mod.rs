@@ -5,6 +5,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
+use ipnet::IpNet;
 use penstock_dataplane::forward::Forwarding;
 use penstock_dataplane::limits::LimitedPods;
 use penstock_dataplane::names::{NameTable, Resolvers};
@@ -343,8 +344,8 @@ impl NodeObjects {
         services.flat_map(|service| service.external.iter().chain(&service.addresses).copied()).collect()
     }
 
-    /// The DNS servers that these stand for; none, if nobody learns names.
-    pub(super) fn resolvers(&self, configured: &[Resolver]) -> Resolvers {
+    /// The DNS servers that these stand for on a node with these addresses; none, if nobody learns names.
+    pub(super) fn resolvers(&self, configured: &[Resolver], local: &BTreeSet<IpNet>) -> Resolvers {
         if self.names.is_none() {
             return Resolvers::default();
         }
@@ -353,6 +354,9 @@ impl NodeObjects {
         for resolver in configured {
             match resolver {
                 Resolver::Block(block) => blocks.push(*block),
+                Resolver::Local(address) => {
+                    addresses.extend(Some(address).filter(|_| local.contains(&(*address).into())))
+                }
                 Resolver::Service(key) => {
                     addresses
                         .extend(state.service(key).into_iter().flat_map(|it| it.addresses.iter().chain(&it.external)));
