@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
+use penstock_bench::cluster::Cluster;
 use penstock_bench::load::{PacketSocket, transfer};
 use penstock_bench::testbed::{Attach, Namespace};
 
@@ -134,5 +135,70 @@ fn a_connection_with_what_shares_a_pods_bridge_works() {
         let into = transfer(&neighbour.namespace, &site.namespace, address, BYTES).unwrap();
         let out = transfer(&site.namespace, &neighbour.namespace, neighbour.address.ip(), BYTES).unwrap();
         assert!(into.bytes >= BYTES && out.bytes >= BYTES, "{attach:?}: {into:?} {out:?}");
+    }
+}
+
+/// A pod that the node cannot find: it was there before the first daemon, no plugin has left a result, and it answers nobody who looks for its
+/// addresses. Its kernel has what others would tell it.
+fn hide(cluster: &mut Cluster, pod: &str) {
+    let silent = "nft 'table arp hidden { chain o { type filter hook output priority 0; drop; }; }'; \
+                  nft 'table ip6 hidden { chain o { type filter hook output priority 0; icmpv6 type nd-neighbor-advert drop; }; }'";
+    let namespace = cluster.node.pod(pod).unwrap().namespace();
+    assert!(namespace.command("sh").args(["-ec", silent]).status().unwrap().success());
+}
+
+/// Whether datagrams arrive from one place on the bridge at another, whose MAC the sender knows.
+fn arrives(from: &Place<'_>, to: &Place<'_>) -> bool {
+    let mac = to.namespace.netlink().unwrap().mac(to.interface).unwrap();
+    let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
+    let neighbour = format!("ip neigh replace {} dev {} lladdr {mac} nud permanent", to.address, from.interface);
+    assert!(from.namespace.command("sh").args(["-ec", &neighbour]).status().unwrap().success());
+    let receiver = to.namespace.udp((to.address, PORT)).unwrap();
+    receiver.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    let sender = from.namespace.udp((from.address, 0)).unwrap();
+    (0..3).for_each(|_| drop(sender.send_to(b"hidden", (to.address, PORT))));
+    receiver.recv(&mut [0; 9]).is_ok()
+}
+
+struct Place<'a> {
+    namespace: &'a Namespace,
+    interface: &'a str,
+    address: IpAddr,
+}
+
+#[test]
+fn a_pod_that_hides_on_a_bridge_is_closed_and_harms_no_other() {
+    const HIDDEN: &str = "test/pod-1";
+    let yaml = pods(3) + &policy("denied", "pod-1", "  policyTypes: [Ingress, Egress]\n");
+    let fixture = Fixture::bridged(&yaml, |cluster, _| hide(cluster, HIDDEN));
+    let place = |name, v6| {
+        let site = fixture.site(name);
+        Place { namespace: &site.namespace, interface: "eth0", address: site.address(v6).unwrap() }
+    };
+    let gateways = fixture.cluster.node.gateways();
+    let node = |v6| Place {
+        namespace: fixture.cluster.node.namespace(),
+        interface: "cni0",
+        address: if v6 { gateways.v6.into() } else { gateways.v4.into() },
+    };
+    let log = || fixture.daemon.log().lines().join("\n");
+    assert!(log().contains("ready: 2 pods"), "the others are found before the daemon is ready:\n{}", log());
+    for v6 in [false, true] {
+        let (hidden, other) = (place(HIDDEN, v6), place("test/pod-0", v6));
+        for (what, from, to) in
+            [("to a pod", &hidden, &other), ("from a pod", &other, &hidden), ("to the node", &hidden, &node(v6))]
+        {
+            assert!(!arrives(from, to), "{what}, IPv6 {v6}:\n{}", log());
+        }
+        assert!(arrives(&place("test/pod-2", v6), &other), "no policy is about these, IPv6 {v6}");
+    }
+    assert!(fixture.status().not_enforced.is_empty(), "{:?}", fixture.status().not_enforced);
+    // Without a policy on the bridge nobody need be found.
+    for (yaml, is_open) in [(pods(3), true), (yaml, false)] {
+        fixture.enforce(&yaml);
+        let deadline = Instant::now() + LIMIT;
+        while arrives(&place(HIDDEN, false), &node(false)) != is_open {
+            assert!(Instant::now() < deadline, "open: {is_open}:\n{}", log());
+        }
     }
 }

@@ -24,6 +24,19 @@ pub(crate) struct PodCoverage<'a> {
     pub(crate) is_served: &'a dyn Fn(&ObjectKey) -> bool,
     /// Whether an interface drops what no worker has seen.
     pub(crate) is_closed: &'a dyn Fn(u32) -> bool,
+    /// Whether a bridge may have pods' ports, by its index.
+    pub(crate) is_pod_bridge: &'a dyn Fn(u32) -> bool,
+    pub(crate) netstate: &'a NetworkState,
+}
+
+impl PodCoverage<'_> {
+    /// Whether a pod without an interface is behind a bridge whose ports of nobody are all closed.
+    fn is_hidden_and_closed(&self, pod: &Pod) -> bool {
+        let bridge = self.bindings.bridge_of_hidden(self.netstate, pod);
+        bridge.is_some_and(|bridge| {
+            (self.is_pod_bridge)(bridge) && self.bindings.unowned_ports(self.netstate, bridge).all(self.is_closed)
+        })
+    }
 }
 
 /// The pods under policy, of those that have a network of their own here, that are neither served nor closed.
@@ -38,7 +51,7 @@ pub(crate) fn of_pods<'a>(
         };
         let mut links = coverage.bindings.links_of(&pod.key).peekable();
         let is_closed = links.peek().is_some() && links.all(coverage.is_closed);
-        let is_covered = (coverage.is_served)(&pod.key) || is_closed;
+        let is_covered = (coverage.is_served)(&pod.key) || is_closed || coverage.is_hidden_and_closed(pod);
         for problem in coverage.lasting.iter().filter(|problem| problem.pods().any(|of| *of == pod.key)) {
             match problem {
                 PodProblem::Claimed { .. } | PodProblem::MacTaken { .. } => {}
@@ -133,6 +146,8 @@ mod tests {
             lasting: problems.iter().collect(),
             is_served: &is_served,
             is_closed: &is_closed,
+            is_pod_bridge: &|_| true,
+            netstate: &netstate,
         };
         let named = |pods: &[Pod]| -> Vec<String> {
             let found = of_pods(pods, &coverage);
@@ -151,6 +166,42 @@ mod tests {
         let mut leaving = pods.clone();
         leaving.iter_mut().for_each(|pod| pod.lifetime.leaving = true);
         assert!(named(&leaving).is_empty() && named(&[]).is_empty());
+    }
+
+    #[test]
+    fn a_pod_without_an_interface_is_covered_where_its_bridge_has_no_open_port_of_nobody() {
+        let on = |index: u32, master| Link { master, ..Link::veth(index, &format!("veth{index}")) };
+        let bridge = Link { bridge: true, veth: false, ..Link::veth(1, "cni0") };
+        let foreign = Link { peer_namespace: None, ..on(5, Some(1)) };
+        let links = [bridge, on(2, Some(1)), on(3, Some(1)), on(4, None), foreign];
+        let netstate = NetworkState {
+            links: links.into_iter().map(|link| (link.index, link)).collect(),
+            bridged: vec![HostRoute { destination: [10, 1, 1, 2].into(), link: 2 }],
+            networks: vec![("10.1.1.0/24".parse().unwrap(), 1)],
+            ..NetworkState::default()
+        };
+        let (hidden, elsewhere) = (pod("hidden", "10.1.1.9"), pod("elsewhere", "10.9.9.9"));
+        let mut bindings = Bindings::default();
+        bindings.update(Vec::new(), &netstate, &[pod("known", "10.1.1.2"), hidden.clone(), elsewhere.clone()]);
+        let no_route = |pod: &Pod| PodProblem::NoRoute { pod: pod.key.clone(), addresses: String::new() };
+        let problems = [no_route(&hidden), no_route(&elsewhere)];
+        for (what, closed, is_pod_bridge, expected) in [
+            ("the port of nobody is closed", 3, true, &["elsewhere"][..]),
+            ("it is open", 9, true, &["elsewhere", "hidden"]),
+            ("a bridge that has no pods by the configuration", 3, false, &["elsewhere", "hidden"]),
+        ] {
+            let coverage = PodCoverage {
+                bindings: &bindings,
+                lasting: problems.iter().collect(),
+                is_served: &|_| false,
+                is_closed: &|link| link == closed,
+                is_pod_bridge: &|_| is_pod_bridge,
+                netstate: &netstate,
+            };
+            let found = of_pods(&[hidden.clone(), elsewhere.clone()], &coverage);
+            let found: Vec<&str> = found.iter().map(|one| &*one.pod.as_ref().unwrap().name).collect();
+            assert_eq!(found, expected, "{what}");
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@ mod reconcile;
 mod source;
 mod start;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow};
 use penstock_dataplane::worker::{Dataplane, Hurry};
-use penstock_policy::model::Object;
+use penstock_policy::model::{Object, ObjectKey};
 use penstock_sources::api_server::PodNotEnforced;
 use penstock_xdp_redirect::Pins;
 use tokio::sync::mpsc;
@@ -44,7 +44,7 @@ use super::settings::{Attach, Settings};
 use super::signals::{Signal, Signals};
 use super::trial::TrialFeed;
 use super::{RunError, StartMode, last_good, logging};
-use crate::discovery::{Events, Netlink, NetworkState};
+use crate::discovery::{Events, Netlink, NetworkState, has_network_on};
 use crate::privileges;
 use problem_log::ProblemLog;
 use source::{OpenedSource, first_objects, follow, node_writer, open_source};
@@ -53,6 +53,9 @@ use start::{
     Prepared, log_start, open_maps, open_programs, pins, start_clearing_thread, start_trial_thread, start_workers,
 };
 
+/// How long a start waits for answers of pods on bridges, and how often it looks for them.
+const FIRST_ANSWERS: Duration = Duration::from_millis(300);
+const ANSWER_POLL: Duration = Duration::from_millis(20);
 /// How often the network is read without an event, to catch changes that no event reported.
 const RECONCILE_INTERVAL: Duration = Duration::from_secs(3);
 /// How often the workers are checked for a panic.
@@ -197,6 +200,9 @@ impl Known {
         // Only errors end the start. Other problems of a pod are logged later and may pass.
         let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
         let bound = bindings.follow(&netstate, &resolved.0);
+        let local = resolved.0.iter().filter(|pod| has_network_on(pod, config.node.as_str()));
+        let hidden = local.filter(|pod| bound.bridge_of_hidden(&netstate, pod).is_some());
+        reconcile::solicit(netlink, &netstate, hidden).await;
         fail_on_errors(preflight::unfit_pods(settings, &netstate, bound, resolved.clone()))?;
         Ok(Self { netstate, names, objects, bindings })
     }
@@ -250,6 +256,10 @@ struct Daemon<'a> {
     close_first: CloseFirstFds,
     /// The domain names that pods learn, if these are followed.
     names: Option<LearntNamesFile>,
+    /// Pods that may be behind any port of their bridge that belongs to nobody.
+    hidden: BTreeSet<ObjectKey>,
+    /// The first state is not reconciled yet.
+    is_starting: bool,
     /// Another daemon runs, and has the node.
     is_beside: bool,
     /// The next daemon has the connection table, and this one's workers have ended.
@@ -317,6 +327,8 @@ impl<'a> Daemon<'a> {
             records,
             close_first: CloseFirstFds::default(),
             names,
+            hidden: BTreeSet::new(),
+            is_starting: true,
             is_beside,
             has_left: false,
             was_closed,
@@ -362,6 +374,7 @@ impl<'a> Daemon<'a> {
         let _haste = Haste::begin();
         // Read again: now the host veth pair exists.
         self.netstate = self.netlink.network_state().await.map_err(RunError::failed)?;
+        self.wait_for_neighbours().await?;
         match &self.node_path {
             NodePath::HostVeth(host_veth) => {
                 let inside = host_veth.enter_workers_netns().map_err(RunError::failed)?;
@@ -382,7 +395,26 @@ impl<'a> Daemon<'a> {
             let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
             self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
         }
-        self.reconcile("first state", Instant::now()).await
+        self.reconcile("first state", Instant::now()).await?;
+        self.is_starting = false;
+        Ok(())
+    }
+
+    /// Waits until neighbours have named the interface of each pod on a bridge, but not for long. They were solicited before the programs were
+    /// loaded: the kernel does not know all pods that are older than the first start.
+    async fn wait_for_neighbours(&mut self) -> Result<(), RunError> {
+        let pods = self.publisher.inputs().objects.resolved_pods().0;
+        let end = Instant::now() + FIRST_ANSWERS;
+        loop {
+            let bindings = self.bindings.follow(&self.netstate, &pods);
+            let local = pods.iter().filter(|pod| has_network_on(pod, self.config.node.as_str()));
+            let mut hidden = local.filter(|pod| bindings.bridge_of_hidden(&self.netstate, pod).is_some());
+            if hidden.next().is_none() || Instant::now() > end {
+                return Ok(());
+            }
+            tokio::time::sleep(ANSWER_POLL).await;
+            self.netstate = self.netlink.network_state().await.map_err(RunError::failed)?;
+        }
     }
 
     /// From now on this daemon has the node. Its programs come first, so that packets for workers wait in its own rings until the connection table

@@ -13,8 +13,9 @@ use tracing::Level;
 use super::Daemon;
 use crate::RunError;
 use crate::coverage::{self, NotEnforced, PodCoverage};
-use crate::discovery::{PodProblem, has_network_on, pod_ports};
+use crate::discovery::{Netlink, NetworkState, PodProblem, has_network_on, pod_ports};
 use crate::node_context::NodeNetwork;
+use crate::ports::Unserved;
 
 impl Daemon<'_> {
     pub(super) async fn refresh(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
@@ -50,6 +51,7 @@ impl Daemon<'_> {
         self.bindings.keep();
         self.solicit_neighbours(&pods, &problems).await;
         self.log_problems(&pods, &problems);
+        self.follow_hidden_pods(&problems);
         self.ports.update(&self.dataplane, &self.netstate, wanted);
         let under_policy = self.close_unserved(&pods, &problems);
         let gone = self.ports.remove_gone(&self.netstate);
@@ -84,8 +86,37 @@ impl Daemon<'_> {
         let unserved: BTreeSet<&ObjectKey> = lasting.flat_map(PodProblem::pods).collect();
         let others = pods.iter().filter(|pod| unserved.contains(&pod.key) && !restricted.contains(&pod.key));
         let hopeless = others.flat_map(|pod| bindings.links_of(&pod.key)).collect();
-        self.ports.close_unserved(&self.netstate, &links, &hopeless);
+        let unowned = self.ports_of_hidden_pods(pods, &under_policy);
+        self.ports.close_unserved(&self.netstate, &Unserved { restricted: links, unowned, hopeless });
         under_policy
+    }
+
+    /// Pods without an interface are hidden at the start, which has waited for their neighbours, and later where that lasts.
+    fn follow_hidden_pods(&mut self, problems: &BTreeSet<PodProblem>) {
+        let is_without = |problem: &&PodProblem| matches!(problem, PodProblem::NoRoute { .. });
+        let without: BTreeSet<&ObjectKey> = problems.iter().filter(is_without).flat_map(PodProblem::pods).collect();
+        let lasting = self.problems.lasting().filter(is_without).flat_map(PodProblem::pods);
+        let mut hidden: BTreeSet<ObjectKey> = lasting.cloned().collect();
+        hidden.extend(without.into_iter().filter(|&pod| self.is_starting || self.hidden.contains(pod)).cloned());
+        self.hidden = hidden;
+    }
+
+    /// The ports that belong to no pod, of pods' bridges on which policy selects a pod and a pod's interface is not known. A pod may keep its own
+    /// unknown: it answers no ARP request, or with an address that nobody has. Other systems may have ports there, too, and are closed only
+    /// where this lasts.
+    fn ports_of_hidden_pods(&self, pods: &[Pod], under_policy: &[Pod]) -> BTreeSet<u32> {
+        let bindings = self.bindings.bindings();
+        let hidden = pods.iter().filter(|pod| self.hidden.contains(&pod.key) && !pod.lifetime.leaving);
+        let bridges: BTreeSet<u32> = hidden.filter_map(|pod| bindings.bridge_of_hidden(&self.netstate, pod)).collect();
+        let restricted = under_policy.iter().flat_map(|pod| &pod.addresses);
+        let restricted: BTreeSet<u32> = restricted.filter_map(|&address| self.netstate.bridge_of(address)).collect();
+        let bridges = bridges.intersection(&restricted).filter(|&&bridge| self.is_pod_bridge(bridge));
+        bridges.flat_map(|&bridge| bindings.unowned_ports(&self.netstate, bridge)).collect()
+    }
+
+    fn is_pod_bridge(&self, bridge: u32) -> bool {
+        let name = self.netstate.links.get(&bridge).map(|link| &link.name);
+        name.is_some_and(|name| self.config.pod_bridges.iter().any(|pattern| pattern.matches(name)))
     }
 
     /// Says what is not enforced: in the log when it is new, and to all who ask.
@@ -95,6 +126,8 @@ impl Daemon<'_> {
             lasting: self.problems.lasting().collect(),
             is_served: &|pod| self.ports.port_of(pod).is_some(),
             is_closed: &|link| self.ports.is_closed(link),
+            is_pod_bridge: &|bridge| self.is_pod_bridge(bridge),
+            netstate: &self.netstate,
         };
         let mut found = coverage::of_pods(under_policy, &coverage);
         if !self.ports.watches_bridges() {
@@ -154,13 +187,7 @@ impl Daemon<'_> {
     async fn solicit_neighbours(&self, pods: &[Pod], problems: &BTreeSet<PodProblem>) {
         let without_route = problems.iter().filter(|problem| matches!(problem, PodProblem::NoRoute { .. }));
         let without_route: BTreeSet<&ObjectKey> = without_route.flat_map(PodProblem::pods).collect();
-        for pod in pods.iter().filter(|pod| without_route.contains(&pod.key)) {
-            for &address in &pod.addresses {
-                if let Some(bridge) = self.netstate.bridge_of(address) {
-                    self.netlink.solicit(bridge, address).await;
-                }
-            }
-        }
+        solicit(&self.netlink, &self.netstate, pods.iter().filter(|pod| without_route.contains(&pod.key))).await;
     }
 
     /// Logs problems that are new, that last, and that are over.
@@ -174,5 +201,14 @@ impl Daemon<'_> {
             }
         }
         self.publisher.inputs().progress.note_problems(problems);
+    }
+}
+
+/// Has the kernel resolve the addresses of these pods on bridges.
+pub(super) async fn solicit(netlink: &Netlink, netstate: &NetworkState, pods: impl Iterator<Item = &Pod>) {
+    for &address in pods.flat_map(|pod| &pod.addresses) {
+        if let Some(bridge) = netstate.bridge_of(address) {
+            netlink.solicit(bridge, address).await;
+        }
     }
 }

@@ -229,6 +229,20 @@ impl Bindings {
             && !routed.any(|address| self.results.iter().any(|result| result.addresses.contains(&address)))
     }
 
+    /// The bridge of a pod that has no interface: by its address it is a port of this one.
+    pub fn bridge_of_hidden(&self, netstate: &NetworkState, pod: &Pod) -> Option<u32> {
+        let bridge = pod.addresses.iter().find_map(|&address| netstate.bridge_of(address))?;
+        self.links_of(&pod.key).next().is_none().then_some(bridge)
+    }
+
+    /// The ports of a bridge that lead to another network namespace and belong to no pod.
+    pub fn unowned_ports<'a>(&'a self, netstate: &'a NetworkState, bridge: u32) -> impl Iterator<Item = u32> + 'a {
+        let is_owned = |index| self.links.values().any(|links| links.contains(&index));
+        let ports = netstate.links.values().filter(move |link| link.master == Some(bridge));
+        let ports = ports.filter(|link| link.veth && link.peer_namespace.is_some()).map(|link| link.index);
+        ports.filter(move |&index| !is_owned(index))
+    }
+
     /// False claims of neighbours or MAC addresses.
     pub fn claims(&self) -> &BTreeSet<PodProblem> {
         &self.claims

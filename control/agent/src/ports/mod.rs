@@ -55,6 +55,17 @@ pub(super) enum CapturedPorts {
     Pod(ObjectKey),
 }
 
+/// Interfaces without a port that policy is about.
+#[derive(Debug, Default)]
+pub(super) struct Unserved {
+    /// Those of pods under policy.
+    pub(super) restricted: BTreeSet<u32>,
+    /// Those of nobody, one of which may be that of a pod without an interface.
+    pub(super) unowned: BTreeSet<u32>,
+    /// Those of pods that cannot be served and are under no policy.
+    pub(super) hopeless: BTreeSet<u32>,
+}
+
 pub(super) struct OpenPorts {
     programs: Programs,
     on_miss: OnMiss,
@@ -76,6 +87,8 @@ pub(super) struct OpenPorts {
     failed: BTreeMap<u32, (ObjectKey, String)>,
     /// Links that are closed because their pod is under policy and cannot be served.
     unserved: BTreeSet<u32>,
+    /// Ports of bridges that are closed because a pod without an interface may be behind them.
+    unowned: BTreeSet<u32>,
     /// Failures to tell the programs something, by the thing that it is about.
     untold: BTreeMap<String, String>,
     /// Links whose queue is held by another socket, and since when.
@@ -120,6 +133,7 @@ impl OpenPorts {
             retracted: BTreeSet::new(),
             failed: BTreeMap::new(),
             unserved: BTreeSet::new(),
+            unowned: BTreeSet::new(),
             untold: BTreeMap::new(),
             busy: BTreeMap::new(),
             busy_limit: BUSY_LIMIT,
@@ -366,25 +380,36 @@ impl OpenPorts {
         changed
     }
 
-    /// Closes `links` of pods that are under policy and not served. Those of `hopeless`, of pods that cannot be served and are under
-    /// none, are open.
-    pub(super) fn close_unserved(&mut self, netstate: &NetworkState, links: &BTreeSet<u32>, hopeless: &BTreeSet<u32>) {
+    /// Closes interfaces that are not served and must not be open. [`Unserved::hopeless`] are open.
+    pub(super) fn close_unserved(&mut self, netstate: &NetworkState, found: &Unserved) {
         self.unserved.retain(|index| netstate.links.contains_key(index) && !self.pods.contains_key(index));
-        for &index in links {
+        let needless: Vec<u32> = self.unowned.difference(&found.unowned).copied().collect();
+        for index in needless {
+            self.unowned.remove(&index);
+            if !found.restricted.contains(&index) {
+                self.reopen(index, "no pod is looked for behind it any more: open");
+            }
+        }
+        let closed = found.restricted.iter().map(|&index| (index, false));
+        for (index, is_unowned) in closed.chain(found.unowned.iter().map(|&index| (index, true))) {
             let is_attached = self.pods.contains_key(&index) || self.closed_interfaces.has(index);
             let is_open = !is_attached && !self.is_left_to_other(index);
             let Some(link) = netstate.links.get(&index).filter(|link| link.veth && is_open) else { continue };
             self.close(&interface(link), netstate);
             if self.closed_interfaces.has(index) {
-                self.unserved.insert(index);
+                if is_unowned { &mut self.unowned } else { &mut self.unserved }.insert(index);
             }
         }
-        for &index in hopeless.difference(links) {
+        for &index in found.hopeless.difference(&found.restricted) {
             self.unserved.remove(&index);
-            if let Some(programs) = self.closed_interfaces.take(index) {
-                self.closed_interfaces.ignore(index);
-                tracing::info!(interface = %programs.interface(), "its pod cannot be served, and no policy is about it: open");
-            }
+            self.reopen(index, "its pod cannot be served, and no policy is about it: open");
+        }
+    }
+
+    fn reopen(&mut self, index: u32, why: &'static str) {
+        if let Some(programs) = self.closed_interfaces.take(index) {
+            self.closed_interfaces.ignore(index);
+            tracing::info!(interface = %programs.interface(), "{why}");
         }
     }
 
