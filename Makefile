@@ -12,7 +12,7 @@ PACKAGES := clang llvm gcc libc6-dev libelf-dev zlib1g-dev m4 pkg-config make li
 
 # Everything is built as the caller. What needs privilege (namespaces, XDP, AF_XDP) is run as root: by sudo, if need be.
 ifneq ($(shell id -u),0)
-OF_TESTS := PENSTOCK_BIN,PENSTOCK_TEST_ATTACH,PENSTOCK_TEST_OFFLOAD,PENSTOCK_KUBERNETES,PENSTOCK_KUBE_PROXY_MODE,PENSTOCK_IMAGES,PENSTOCK_HELM
+OF_TESTS := PENSTOCK_BIN,PENSTOCK_TEST_OFFLOAD,PENSTOCK_KUBERNETES,PENSTOCK_KUBE_PROXY_MODE,PENSTOCK_IMAGES,PENSTOCK_HELM
 OF_TESTS := $(OF_TESTS),PENSTOCK_COLLECTOR,PENSTOCK_FIGURES,PENSTOCK_SUITES,PENSTOCK_RESULTS,PENSTOCK_STAY,PENSTOCK_MUTATION,KUBEBUILDER_ASSETS,TREX_DIR,KEEP,PENSTOCK_PEERS
 AS_ROOT := sudo --preserve-env=PATH,HOME,TERM,NO_COLOR,$(OF_TESTS)
 export CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER := $(AS_ROOT)
@@ -53,14 +53,9 @@ demo: setup ## A node in namespaces, real traffic, expected against observed   (
 # Tests on veths wait for packets more than they compute.
 export RUST_TEST_THREADS ?= $(shell echo $$(( 2 * $$(nproc) )))
 
-# The tests whose packets take another way by XDP, or if all of them meet a worker.
-BY_XDP := services:: nodes::topologies nodes::reach nodes::overlay nodes::upgrade system::policy system::forwarding system::connections \
-	system::transfer system::lifecycle faults::spoofing faults::forged faults::mutated faults::revoked faults::paths faults::restarts
-
 .PHONY: test
 test: setup ## Every test but those that take minutes, those on real veths included
 	$(CARGO) test --workspace --locked --no-fail-fast
-	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- $(BY_XDP)
 	@# The connection table's interleavings: the same code over loom's atomics.
 	$(CARGO) test --locked -p penstock-dataplane --features loom --lib conntrack::interleavings
 
@@ -87,8 +82,6 @@ test-long: test ## Every test and those that take minutes: more interleavings, a
 	PROPTEST_CASES=1000000 $(CARGO) test --locked --workspace --lib -- names::tests::a_mutated_answer
 	ANSWERED_NAMES=10000 $(CARGO) test --locked --workspace --test veths -- system::domain_names::no_first_packet
 	$(CARGO) test --locked --workspace --test veths -- --ignored --nocapture --skip faults::mends:: faults:: nodes:: on_cluster:: services::uplinks:: system::first_start:: system::differential::
-	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test veths -- --include-ignored --skip faults::mends::each
-	PENSTOCK_TEST_ATTACH=xdp $(CARGO) test --workspace --locked --no-fail-fast --test full_node
 	@./scripts/setup chromium
 	$(CARGO) test --locked --workspace --test command -- --ignored
 	$(CARGO) test --locked -p penstock-policy --test mutation -- --ignored --nocapture
@@ -103,8 +96,8 @@ fuzz: setup ## Frames and capture files of random bytes, a minute each   (FUZZ_S
 	@./scripts/fuzz
 
 .PHONY: soak
-soak: build-bench ## Mixed traffic, churn and restarts for SOAK_MINUTES=30, SOAK_ATTACH=auto; a plot and a verdict at the end
-	$(AS_ROOT) $(TARGET)/release/soak --minutes $(or $(SOAK_MINUTES),30) --attach $(or $(SOAK_ATTACH),auto)
+soak: build-bench ## Mixed traffic, churn and restarts for SOAK_MINUTES=30; a plot and a verdict at the end
+	$(AS_ROOT) $(TARGET)/release/soak --minutes $(or $(SOAK_MINUTES),30)
 
 .PHONY: test-apiserver
 test-apiserver: setup ## What follows an API server, against a real one: built once from Go modules, then kept

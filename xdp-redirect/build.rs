@@ -1,5 +1,4 @@
-//! Compiles the BPF programs with clang and generates skeletons: `redirect.bpf.c` once for pods' ports and once for the
-//! node's, and `tcx.bpf.c`.
+//! Compiles the BPF programs with clang and generates their skeletons.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
@@ -17,8 +16,7 @@ fn main() {
     if let Err(error) = Command::new(&clang).arg("--version").output() {
         fail(&format!("cannot run {clang} ({error}): install clang (Debian: apt-get install clang) or set CLANG"));
     }
-    compile(&clang, XDP, "pod", &[]);
-    compile(&clang, XDP, "node", &["-DASKS_THE_KERNEL"]);
+    compile(&clang, XDP, "redirect", &[]);
     // Compare-and-swap: Linux 5.12.
     compile(&clang, TCX, "tcx", &["-mcpu=v3"]);
 }
@@ -34,8 +32,7 @@ fn compile(clang: &str, source: &str, name: &str, arguments: &[&str]) {
     if let Err(error) = built {
         fail(&format!("cannot compile {source}: {error:#} (its headers are in Debian's linux-libc-dev)"));
     }
-    // The generated file has inner attributes, which only a module file may contain, hence the include by path in
-    // program/mod.rs.
+    // The generated file has inner attributes, which only a module file may contain, hence the include by path.
     assert!(fs::metadata(&out).is_ok_and(|meta| meta.len() > 0), "{} is empty", out.display());
     if env::var_os("CARGO_FEATURE_REPLACEABLE_PROGRAMS").is_some() {
         make_replaceable(&out, name);

@@ -7,21 +7,15 @@ use std::time::{Duration, Instant};
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::expectation::{Expectation, PolicyOracle};
 use penstock_bench::probe::{self, EchoServers, EchoService, Probe, ProbeOutcome, Protocol, RetryPolicy};
-use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, Privileges, ScratchDir};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir};
 use penstock_dataplane::worker::available_cores;
 
 /// The kubelet's default.
 const PODS: usize = 110;
 /// Pods are labelled by their index modulo this.
 const GROUPS: usize = 5;
-/// Limit for the process' resident memory, UMEM included and its executable not, and the kernel's memory for its sockets, in bytes. By XDP each pod has
-/// a socket, for which the kernel describes every UMEM frame.
-const fn most_memory(attach: Attach) -> u64 {
-    match attach {
-        Attach::Tcx => 150_000_000,
-        Attach::Xdp | Attach::Auto => 370_000_000,
-    }
-}
+/// Limit for the process' resident memory, UMEM included and its executable not, and the kernel's memory for its sockets, in bytes.
+const MAX_MEMORY: u64 = 150_000_000;
 /// Sources that send at the same time: each probe uses a socket or two.
 const AT_ONCE: usize = 10;
 /// How often the daemon is started once more if the rest of the machine seems to have taken memory meanwhile.
@@ -187,7 +181,7 @@ fn a_node_serves_110_pods_within_its_memory() {
     // Other processes allocate and free memory too: the smallest difference contains the least of it.
     let mut taken = taken.min(before.saturating_sub(kernels_own()));
     for _ in 0..AGAIN {
-        if peak + taken > most_memory(Attach::of_run()) {
+        if peak + taken > MAX_MEMORY {
             taken = taken.min(kernels_for_another_start(&cluster, &scratch));
         }
     }
@@ -204,6 +198,6 @@ fn a_node_serves_110_pods_within_its_memory() {
         differences[..differences.len().min(40)].join("\n")
     );
     assert!(allowed > 3000 && denied > 3000, "{allowed} allowed, {denied} denied");
-    assert!(peak + taken <= most_memory(Attach::of_run()), "{peak} bytes in memory, and {taken} of the kernel's");
+    assert!(peak + taken <= MAX_MEMORY, "{peak} bytes in memory, and {taken} of the kernel's");
     assert_eq!(status.code(), Some(0), "{}", log.join("\n"));
 }

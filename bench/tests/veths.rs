@@ -2,7 +2,7 @@
 //! starts `penstock run` in them and sends packets, beside the other tests. Needs root, and `penstock` beside this program or in
 //! `PENSTOCK_BIN`.
 //!
-//! Daemons attach as they do by default; `PENSTOCK_TEST_ATTACH` and `PENSTOCK_TEST_OFFLOAD` change that for a whole run.
+//! `PENSTOCK_TEST_OFFLOAD=false` has workers forward all packets for a whole run.
 
 mod api_server;
 mod demo;

@@ -1,10 +1,10 @@
-//! Outcomes of packets in the programs at the ports, as they count them.
+//! Outcomes of packets in the tc programs, as they count them.
 
 use crate::DropReason;
 
 macro_rules! outcomes {
     ($($(#[doc = $doc:literal])+ $variant:ident = $name:expr, $drop_reason:expr;)+) => {
-        /// The fate of a packet in an XDP or tcx program, and why. Numbered as `enum outcome` in
+        /// The fate of a packet in a tc program, and why. Numbered as `enum outcome` in
         /// `xdp-redirect/src/bpf/outcome.h`. A program that drops a packet has a [`DropReason`]; its outcome has the same name.
         #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
         #[repr(u8)]
@@ -30,9 +30,9 @@ macro_rules! outcomes {
 }
 
 outcomes! {
-    /// Redirected to the AF_XDP socket of its queue.
+    /// A packet of the pod, redirected to a worker.
     Redirected = "redirected", None;
-    /// Its queue has no socket: dropped, or passed, as `fail.mode` says.
+    /// No process serves the sockets: dropped, or passed, as `fail.mode` says.
     NoSocket = DropReason::NoSocket.name(), Some(DropReason::NoSocket);
     /// ARP: passed to the kernel.
     Arp = "arp", None;
@@ -40,30 +40,21 @@ outcomes! {
     NeighbourDiscovery = "neighbour_discovery", None;
     /// Not IP: passed to the kernel.
     NotIp = "not_ip", None;
-    /// On an uplink, not to a local pod: passed to the kernel. At a pod's veth, by tcx: for another port of its bridge, which has a copy; not
-    /// sent to this pod.
+    /// For another port of the pod's bridge, which has a copy; not sent to this pod.
     NotLocal = "not_local", None;
-    /// On a pod or host port, VLAN-tagged. Dropped, since the kernel would treat VLAN 0 as untagged.
+    /// VLAN-tagged: dropped, since the kernel would treat VLAN 0 as untagged.
     VlanTag = DropReason::VlanTag.name(), Some(DropReason::VlanTag);
-    /// On a pod's port, ARP or neighbour discovery in which the pod claims another's address or acts as a router.
+    /// ARP or neighbour discovery in which the pod claims another's address or acts as a router.
     ForgedNeighbour = DropReason::ForgedNeighbour.name(), Some(DropReason::ForgedNeighbour);
-    /// On an uplink, longer than a socket or the pod's link accepts: passed to the kernel, which segments it on the way
-    /// to the host port.
-    TooLong = "too_long", None;
-    /// On the node's end of the host port, with the source of a local pod, but not received from the workers.
+    /// Sent by the node's stack with the source of a local pod, but not received from that pod.
     SpoofedSource = DropReason::SpoofedSource.name(), Some(DropReason::SpoofedSource);
-    /// On an uplink, on a connection that the kernel translates: passed to it.
-    Translated = "translated", None;
-    /// On an uplink, unknown whether the kernel translates its connection (a fragment, or neither TCP nor UDP): passed
-    /// to it.
-    Undecided = "undecided", None;
-    /// At a pod's veth, by tcx: no worker serves the pod yet, or any more.
+    /// No worker serves the pod yet, or any more.
     NotReady = DropReason::NotReady.name(), Some(DropReason::NotReady);
-    /// At a pod's veth, by tcx: sent to the pod by the node's stack, and redirected to a worker.
+    /// Sent to the pod by the node's stack, and redirected to a worker.
     FromStack = "from_stack", None;
-    /// At a pod's veth, by tcx: the pod's share of the workers' queues is used up.
+    /// The pod's share of the workers' queues is used up.
     ShareUsed = DropReason::ShareUsed.name(), Some(DropReason::ShareUsed);
-    /// At a pod's veth, by tcx: the kernel had no memory for the headers that a program was to write.
+    /// The kernel had no memory for the headers that a program was to write.
     NoMemory = DropReason::NoMemory.name(), Some(DropReason::NoMemory);
 }
 

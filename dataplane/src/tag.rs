@@ -1,6 +1,6 @@
 //! Tags of frames on a worker's veth pair, which carries the packets of many ports: both Ethernet addresses say which.
 //!
-//! The tcx programs write the tags of frames to a worker and read those of frames from one; both sides replace both
+//! The tc programs write the tags of frames to a worker and read those of frames from one; both sides replace both
 //! addresses, so that no pod's bytes are ever taken for a tag (`struct tag` in `xdp-redirect/src/bpf/worker.h`).
 //!
 //! | bytes | to a worker | from a worker |
@@ -12,9 +12,6 @@
 //! | 4–5 | number of the pod's port, in network byte order | the same; `ffff`: none |
 //! | 6–7 | `02fa` | of what is [`allowed`] the port, in network byte order |
 //! | 8–11 | index of the interface at which the frame was, in network byte order | and the epoch, the same |
-//!
-//! With XDP at pods' veths, frames to workers on the host veth carry the first three bytes: which of them the node's stack forwarded. Those from
-//! workers have a tag where they leave by an uplink, and where others have filters on the pod's interface ([`crate::forward::Port::by_host`]).
 
 use crate::batch::StackSender;
 use crate::epoch::Epoch;
@@ -111,12 +108,7 @@ pub(crate) const fn to_pod(port: PortId) -> Mac {
 
 /// Destination address by which a frame from a worker goes to the node's stack, as received on the pair.
 pub(crate) const fn to_node() -> Mac {
-    to_node_from(NO_PORT)
-}
-
-/// Destination address by which a frame from a worker goes to the node's stack, as received from the pod behind this port.
-pub(crate) const fn to_node_from(port: PortId) -> Mac {
-    let [p, q] = port.0.to_be_bytes();
+    let [p, q] = NO_PORT.0.to_be_bytes();
     Mac([LOCAL, FROM_WORKER, TO_NODE, 0, p, q])
 }
 

@@ -310,35 +310,6 @@ fn packets_of_a_pod_with_filters_take_the_nodes_stack() {
 }
 
 #[test]
-fn where_xdp_serves_a_pod_a_tag_leads_past_its_filters() {
-    let (to_pod, to_node, from) = ([2, 0xfb, 0, 0, 0, A.0 as u8], [2, 0xfb, 1, 0, 0, A.0 as u8], [2, 0xfb, 0, 0, 0, 0]);
-    let mac = |port: PortId, end| [2, 0, 0, 0, port.0 as u8, end];
-    let (a, b, outside) = ((A_IPS[0], 1000), (B_IPS[0], 8080), ("203.0.113.7", 53));
-    for (by_stack, sent_to, by) in [(true, HOST, [to_node, from]), (false, B, [mac(B, 2), mac(B, 1)])] {
-        let mut node = Node::new();
-        let mut port = node.snapshot.forwarding.port(A).unwrap().clone();
-        (port.by_stack, port.by_host) = (by_stack, Some(A));
-        node.snapshot.forwarding.insert(A, port).unwrap();
-        let out = if by_stack { by } else { [mac(HOST, 2), mac(HOST, 1)] };
-        for (ingress, sender, frame, egress, macs, ttl) in [
-            (A, StackSender::Unknown, udp(a, b, 10), sent_to, by, if by_stack { 64 } else { 63 }),
-            (A, StackSender::Unknown, udp(a, outside, 10), HOST, out, 64),
-            (B, StackSender::Unknown, udp((B_IPS[0], 53), a, 10), HOST, [to_pod, from], 63),
-            (HOST, StackSender::Process, udp((NODE_IPS[0], 53), a, 10), HOST, [to_pod, from], 64),
-            (HOST, StackSender::Process, udp((NODE_IPS[0], 53), b, 10), B, [mac(B, 2), mac(B, 1)], 64),
-        ] {
-            let case = format!("{ingress} to {egress}, by stack {by_stack}");
-            let (verdict, frame) = node.forward(ingress, sender, frame);
-            assert_eq!(
-                (verdict, &frame[..12], frame[22]),
-                (Verdict::Forward(egress), macs.as_flattened(), ttl),
-                "{case}"
-            );
-        }
-    }
-}
-
-#[test]
 fn by_the_nodes_stack_no_hop_is_spent_between_neighbours() {
     let to_neighbour = [2, 0, 0, 0, A.0 as u8, 2];
     for (bridges, to, ttl, leaves_with) in [

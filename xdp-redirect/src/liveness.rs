@@ -9,7 +9,7 @@ use socket2::{Domain, Socket, Type};
 use crate::LoadError;
 
 /// A map with one socket that receives nothing. The kernel removes the socket when it is closed, however the process
-/// ends. All instances of the program check whether it is present ([`crate::OnMiss::Pass`]).
+/// ends. The programs check whether it is present.
 ///
 /// A port's own socket would not do: closing each takes the kernel an RCU grace period or two, so with a hundred ports
 /// the last ones are open seconds after the first.

@@ -1,4 +1,4 @@
-//! Counters of packets in the XDP and tcx programs, by outcome.
+//! Counters of packets in the tc programs, by outcome.
 
 use libbpf_rs::{MapCore, MapFlags};
 use penstock_dataplane::ProgramOutcome;
@@ -18,13 +18,6 @@ impl ProgramOutcomeCounts {
                 per_cpu.iter().filter_map(|value| Some(u64::from_ne_bytes(value.get(..8)?.try_into().ok()?))).sum();
         }
         Ok(total)
-    }
-
-    /// The packets of both.
-    #[must_use]
-    pub fn and(mut self, other: Self) -> Self {
-        self.0.iter_mut().zip(other.0).for_each(|(count, more)| *count += more);
-        self
     }
 
     /// Packets with this outcome.

@@ -1,8 +1,7 @@
 //! Pinned links: attachments that outlast their process.
 //!
-//! A link that is pinned in bpffs stays when its owner ends, and with it the program, whose sockets are then gone. The
-//! behaviour on a miss ([`crate::OnMiss`]) applies until the next process takes the link over, by replacing the old
-//! program with its own (`BPF_LINK_UPDATE`): the interface always has a program.
+//! A link that is pinned in bpffs stays when its owner ends, and with it the program, until the next process takes the link over, by
+//! replacing the old program with its own (`BPF_LINK_UPDATE`): the interface always has a program.
 //!
 //! Interface indices are only unique within a network namespace, so each namespace has a directory, named after its
 //! inode.
@@ -21,7 +20,6 @@ use nix::mount::{MsFlags, mount};
 use nix::sys::statfs::{BPF_FS_MAGIC, statfs};
 use penstock_tc_filters::{Filters, Hook};
 
-use crate::Role;
 use crate::attach::Attachment;
 
 /// Conventional mount point of bpffs; mounted if missing.
@@ -47,8 +45,6 @@ pub struct Pins {
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum PinnedProgram {
-    /// The XDP program in this role.
-    Xdp(Role),
     /// The tcx program on what a pod sends.
     FromPod,
     /// The tcx program on what the node's stack sends to a pod.
@@ -60,21 +56,10 @@ pub enum PinnedProgram {
 }
 
 impl PinnedProgram {
-    const ALL: [Self; 7] = [
-        Self::Xdp(Role::Pod),
-        Self::Xdp(Role::Host),
-        Self::Xdp(Role::Uplink),
-        Self::FromPod,
-        Self::ToPod,
-        Self::ToUplink,
-        Self::FromUplink,
-    ];
+    const ALL: [Self; 4] = [Self::FromPod, Self::ToPod, Self::ToUplink, Self::FromUplink];
 
     const fn name(self) -> &'static str {
         match self {
-            Self::Xdp(Role::Pod) => "pod",
-            Self::Xdp(Role::Host) => "host",
-            Self::Xdp(Role::Uplink) => "uplink",
             Self::FromPod => "from_pod",
             Self::ToPod => "to_pod",
             Self::ToUplink => "to_uplink",
@@ -89,7 +74,6 @@ impl PinnedProgram {
             Self::ToPod => "penstock_to_pod",
             Self::ToUplink => "penstock_to_uplink",
             Self::FromUplink => "penstock_from_uplink",
-            Self::Xdp(_) => "",
         }
     }
 
@@ -97,16 +81,16 @@ impl PinnedProgram {
     const fn hook(self) -> Hook {
         match self {
             Self::ToPod | Self::ToUplink => Hook::Egress,
-            Self::FromPod | Self::FromUplink | Self::Xdp(_) => Hook::Ingress,
+            Self::FromPod | Self::FromUplink => Hook::Ingress,
         }
     }
 
     /// Whether its interface is the node's end of a pod's veth.
     pub const fn is_at_pod(self) -> bool {
-        matches!(self, Self::Xdp(Role::Pod) | Self::FromPod | Self::ToPod)
+        matches!(self, Self::FromPod | Self::ToPod)
     }
 
-    /// Whether its interface leads to other machines, and it is a tcx program.
+    /// Whether its interface leads to other machines.
     pub const fn is_at_uplink(self) -> bool {
         matches!(self, Self::ToUplink | Self::FromUplink)
     }
@@ -363,27 +347,21 @@ pub(crate) fn filters() -> Vec<(Pinned, [u8; 8])> {
     known.collect()
 }
 
-/// The kernel's information about an XDP or tcx link; `None` for another kind of link.
+/// The kernel's information about a tcx link; `None` for another kind of link.
 pub(crate) fn link_info(link: &OwnedFd) -> Option<libbpf_sys::bpf_link_info> {
     let mut info = libbpf_sys::bpf_link_info::default();
     let mut length = size_of::<libbpf_sys::bpf_link_info>() as u32;
     let to = (&raw mut info).cast();
     // SAFETY: `to` points to `length` bytes that live across the call; the kernel writes at most `length`.
     let result = unsafe { libbpf_sys::bpf_obj_get_info_by_fd(link.as_raw_fd(), to, &mut length) };
-    let is_known = matches!(info.type_, libbpf_sys::BPF_LINK_TYPE_XDP | libbpf_sys::BPF_LINK_TYPE_TCX);
-    (result == 0 && is_known).then_some(info)
+    (result == 0 && info.type_ == libbpf_sys::BPF_LINK_TYPE_TCX).then_some(info)
 }
 
 /// Index of the interface that a link is attached to; `None` if that is gone or it is another kind of link.
 fn interface_of(link: &OwnedFd) -> Option<u32> {
     let info = link_info(link)?;
     // SAFETY: the kernel has filled in this part of the union according to the type; it is a plain number.
-    let index = unsafe {
-        match info.type_ {
-            libbpf_sys::BPF_LINK_TYPE_TCX => info.__bindgen_anon_1.tcx.ifindex,
-            _ => info.__bindgen_anon_1.xdp.ifindex,
-        }
-    };
+    let index = unsafe { info.__bindgen_anon_1.tcx.ifindex };
     (index != 0).then_some(index)
 }
 

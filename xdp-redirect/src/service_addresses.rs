@@ -7,7 +7,7 @@ use std::sync::Arc;
 use libbpf_rs::{ErrorKind, MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
 
 use crate::LoadError;
-use crate::local_pods::key;
+use crate::address_key;
 
 /// Capacity of the map, as `service_addresses` in `src/bpf/tcx_maps.h`.
 pub const MAX_SERVICE_ADDRESSES: u32 = 65_536;
@@ -54,13 +54,13 @@ impl ServiceAddresses {
     }
 
     pub fn insert(&self, address: IpAddr) -> Result<(), ServiceAddressError> {
-        let entered = self.map.update(&key(address), &1_u32.to_ne_bytes(), MapFlags::ANY);
+        let entered = self.map.update(&address_key(address), &1_u32.to_ne_bytes(), MapFlags::ANY);
         entered.map_err(|source| ServiceAddressError { address, source })
     }
 
     /// Removes an address. One that is missing is no error.
     pub fn remove(&self, address: IpAddr) -> Result<(), ServiceAddressError> {
-        match self.map.delete(&key(address)) {
+        match self.map.delete(&address_key(address)) {
             Err(source) if source.kind() != ErrorKind::NotFound => Err(ServiceAddressError { address, source }),
             _ => Ok(()),
         }

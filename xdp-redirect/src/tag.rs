@@ -1,7 +1,6 @@
 //! Program tags: the kernel's hash of a program's instructions, which identifies a program wherever it is attached.
 //!
-//! The constants that differ between ports are in a map and not part of the hash: all instances for pods have the same
-//! tag, and so have all others.
+//! The programs' constants are in a map, and not part of the hash.
 
 use std::fmt;
 use std::io;
@@ -10,8 +9,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use libbpf_rs::libbpf_sys;
 
 use crate::pins::{Pinned, Pins, filters, link_info};
-use crate::program::{Program, SharedMaps};
-use crate::{AttachOptions, LoadError, Role, TcxOptions, TcxPrograms, quietly};
+use crate::{LoadError, TcxOptions, TcxPrograms, quietly};
 
 /// A program's tag (`bpf_prog_info.tag`).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -24,16 +22,9 @@ impl fmt::Display for ProgramTag {
 }
 
 impl ProgramTag {
-    /// The tag of this binary's program for this role. The program is loaded for that, but not attached. Uplinks and
-    /// the host port have the same tag.
-    pub fn own(role: Role) -> Result<Self, LoadError> {
-        let program = Program::load(AttachOptions::new(role), &SharedMaps::create()?)?;
-        Self::of(program.fd.as_fd()).map_err(|error| LoadError::new("the program's tag", error.into()))
-    }
-
     /// The tags of this binary's tcx programs: on what a pod sends, what the node's stack sends to it, what that sends to another machine, and
     /// what another machine sends.
-    pub fn own_tcx() -> Result<[Self; 4], LoadError> {
+    pub fn own() -> Result<[Self; 4], LoadError> {
         let programs = quietly(|| TcxPrograms::load(&TcxOptions::default(), None))?;
         let tag = |program| Self::of(program).map_err(|error| LoadError::new("the program's tag", error.into()));
         let [from_pod, to_pod, to_uplink, from_uplink] = programs.pinned().map(tag);

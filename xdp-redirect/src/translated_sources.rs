@@ -7,7 +7,7 @@ use std::sync::Arc;
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
 
 use crate::LoadError;
-use crate::local_pods::key;
+use crate::address_key;
 use crate::pins::Pins;
 
 /// Capacity of the map, as `sources` in `src/bpf/origin.h`. The connection whose entry was used least recently makes
@@ -75,14 +75,14 @@ impl TranslatedSources {
 
     #[cfg(test)]
     fn note(&self, protocol: u8, from: SocketAddr, to: SocketAddr, source: IpAddr) {
-        self.map.update(&flow_key(protocol, from, to), &key(source), MapFlags::ANY).unwrap();
+        self.map.update(&flow_key(protocol, from, to), &address_key(source), MapFlags::ANY).unwrap();
     }
 }
 
 fn flow_key(protocol: u8, from: SocketAddr, to: SocketAddr) -> [u8; KEY] {
     let mut bytes = [0; KEY];
-    bytes[..16].copy_from_slice(&key(from.ip()));
-    bytes[16..32].copy_from_slice(&key(to.ip()));
+    bytes[..16].copy_from_slice(&address_key(from.ip()));
+    bytes[16..32].copy_from_slice(&address_key(to.ip()));
     bytes[32..34].copy_from_slice(&from.port().to_be_bytes());
     bytes[34..36].copy_from_slice(&to.port().to_be_bytes());
     bytes[36..].copy_from_slice(&u32::from(protocol).to_ne_bytes());

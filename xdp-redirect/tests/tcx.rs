@@ -560,48 +560,6 @@ fn pinned_programs_stay_and_the_next_process_takes_them_over() {
     });
 }
 
-#[test]
-fn beside_xdp_what_a_pod_gets_has_a_program_that_stays() {
-    in_namespace(|| {
-        let pins = Pins::open(Path::new("/sys/fs/bpf/penstock-test-beside")).unwrap();
-        let load = || {
-            let options = TcxOptions { beside_xdp: true, ..TcxOptions::default() };
-            let programs = TcxPrograms::load(&options, None).unwrap().with_pins(Some(pins.clone()));
-            programs.set_pairs(&[1], &[]).unwrap();
-            programs
-        };
-        ip("addr add 10.0.0.254/32 dev lo");
-        let pod = Pod::new(1);
-        let mac = node_mac(1).map(|byte| format!("{byte:02x}")).join(":");
-        ip(&format!("link set dev v1 address {mac}"));
-        let pinned = || pins.links().into_iter().map(|link| link.program).collect::<Vec<_>>();
-        let first = load();
-        let other = Pod::new(9);
-        let uplink = first.attach_uplink(&other.interface(), 0, true).unwrap();
-        first.attach_pod(&pod.interface()).unwrap().keep();
-        uplink.keep();
-        drop(first);
-        assert_eq!(pinned(), [PinnedProgram::ToPod], "XDP is on what it sends");
-        let (node, at) = (udp(IpAddr::from([10, 0, 0, 254])), pod.address());
-        let receiver = pod.run(move || udp(at));
-        receiver.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
-        let receives = || {
-            node.send_to(b"hello", (at, 4000)).unwrap();
-            receiver.recv_from(&mut [0; 16]).is_ok()
-        };
-        receiver.send_to(b"hello", "10.0.0.254:4000").unwrap();
-        assert!(node.recv_from(&mut [0; 16]).is_ok(), "what it sends is left to XDP");
-        assert!(!receives(), "closed while no process is there");
-        let next = load();
-        let veth = next.attach_pod(&pod.interface()).unwrap();
-        assert!(!receives(), "closed until it is served");
-        expect(&veth, ProgramOutcome::NotReady, 1);
-        drop(veth);
-        assert_eq!(pinned(), []);
-        pins.close();
-    });
-}
-
 /// An IPv6 datagram of the pod with this number to another one, with the MACs of `like`.
 fn ipv6_like(like: &[u8], from: u8, to: u8) -> Vec<u8> {
     let address = |number: u8| [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, number];

@@ -90,7 +90,7 @@ impl PeerTestbed {
         let (from, to) = (node.pod(&pod_name(0))?, node.pod(&pod_name(1))?);
         let gateway = node.netlink().mac(from.interface())?;
         let harness = Harness::open(from, to, gateway)?;
-        let (running, description) = start(&peer, &node, outside.as_ref(), &manifests, &scratch, size, cores)
+        let (running, description) = start(&peer, &node, outside.as_ref(), &manifests, &scratch, cores)
             .with_context(|| format!("cannot set {label} up"))?;
         if size.services > 0 {
             filters::service(node.namespace(), scratch.path())?;
@@ -252,7 +252,7 @@ impl PeerTestbed {
     /// Ends the daemon and starts it again: the time until it is ready.
     pub fn restart(&mut self) -> Result<Duration> {
         let Peer::Penstock { sections, .. } = &self.peer else { bail!("this peer is no daemon") };
-        let config = daemon_config(&self.manifests, &self.scratch, self.size, "full", sections, self.cores);
+        let config = daemon_config(&self.manifests, &self.scratch, "full", sections, self.cores);
         match std::mem::replace(&mut self.running, RunningPeer::Rules) {
             RunningPeer::Penstock(daemon) => drop(daemon.stop()?),
             _ => bail!("the daemon has not started"),
@@ -442,7 +442,6 @@ fn start(
     other: Option<&Outside>,
     manifests: &Path,
     scratch: &ScratchDir,
-    size: ClusterSize,
     cores: Cores,
 ) -> Result<(RunningPeer, String)> {
     let namespace = node.namespace();
@@ -450,7 +449,7 @@ fn start(
     match peer {
         Peer::Penstock { enforces, sections } => {
             let mode = if *enforces { "full" } else { "forward" };
-            let config = daemon_config(manifests, scratch, size, mode, sections, cores);
+            let config = daemon_config(manifests, scratch, mode, sections, cores);
             // The huge pages are taken when the daemon starts. Afterwards the pool may shrink again.
             let pages = sections.contains("huge_pages = \"auto\"").then(HugePages::reserve).transpose()?;
             let daemon = Daemon::start(namespace, &config)?;

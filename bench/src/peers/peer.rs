@@ -2,9 +2,9 @@
 
 use std::path::Path;
 
-use crate::testbed::{Attach, DaemonConfig, ScratchDir};
+use crate::testbed::{DaemonConfig, ScratchDir};
 
-use super::{ClusterSize, Cores, NODE, capture_socket};
+use super::{Cores, NODE, capture_socket};
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Peer {
@@ -38,42 +38,38 @@ impl Peer {
 
     /// The same by tcx. `offload`: whether its programs forward packets of established connections by themselves.
     pub fn penstock_by_tcx(offload: bool) -> Self {
-        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload {offload}\n") }
+        Self::Penstock { enforces: true, sections: format!("offload {offload}\n") }
     }
 
     /// The same where no program opens a connection by itself: each first packet meets a worker.
     pub fn penstock_by_tcx_without_repeats() -> Self {
-        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\n{WITHOUT_REPEATS}") }
+        Self::Penstock { enforces: true, sections: format!("offload true\n{WITHOUT_REPEATS}") }
     }
 
     /// The same, with one worker.
     pub fn penstock_by_tcx_with_one_worker_without_repeats() -> Self {
-        let sections = format!("attach tcx\noffload true\none worker\n{SHARES_ITS_CORE}{WITHOUT_REPEATS}");
+        let sections = format!("offload true\none worker\n{SHARES_ITS_CORE}{WITHOUT_REPEATS}");
         Self::Penstock { enforces: true, sections }
     }
 
     /// Penstock with room for as many frames and connections as by default.
-    pub fn penstock_as_shipped(attach: Attach) -> Self {
-        let sections = match attach {
-            Attach::Tcx | Attach::Auto => "attach tcx\noffload true\n",
-            Attach::Xdp => "",
-        };
+    pub fn penstock_as_shipped() -> Self {
         Self::Penstock {
             enforces: true,
-            sections: format!("{sections}{SHIPPED_FRAMES}conntrack entries = {SHIPPED_CONNECTIONS}\n"),
+            sections: format!("offload true\n{SHIPPED_FRAMES}conntrack entries = {SHIPPED_CONNECTIONS}\n"),
         }
     }
 
     /// The same, with one worker for all packets that the programs leave to workers. It is like those of the default, which share
     /// their cores with pods.
     pub fn penstock_by_tcx_with_one_worker() -> Self {
-        Self::Penstock { enforces: true, sections: format!("attach tcx\noffload true\none worker\n{SHARES_ITS_CORE}") }
+        Self::Penstock { enforces: true, sections: format!("offload true\none worker\n{SHARES_ITS_CORE}") }
     }
 
     /// Penstock by tcx with room for this many connections, none of which expires during a run.
     pub fn penstock_by_tcx_with_table(entries: usize) -> Self {
         let timeouts = format!("timeouts = {{ udp_timeout = \"{KEPT}s\", udp_timeout_stream = \"{KEPT}s\" }}");
-        let sections = format!("attach tcx\noffload true\nconntrack entries = {entries}\nconntrack {timeouts}\n");
+        let sections = format!("offload true\nconntrack entries = {entries}\nconntrack {timeouts}\n");
         Self::Penstock { enforces: true, sections }
     }
 
@@ -84,7 +80,7 @@ impl Peer {
 
     /// The same by tcx: each packet goes through a worker's pair and back.
     pub fn forward_by_tcx() -> Self {
-        Self::Penstock { enforces: false, sections: "attach tcx\noffload false\n".to_owned() }
+        Self::Penstock { enforces: false, sections: "offload false\n".to_owned() }
     }
 
     pub fn enforces(&self) -> bool {
@@ -110,7 +106,6 @@ const WITHOUT_REPEATS: &str = "key repeat_answers = false\n";
 pub(super) fn daemon_config(
     manifests: &Path,
     scratch: &ScratchDir,
-    size: ClusterSize,
     mode: &str,
     sections: &str,
     cores: Cores,
@@ -118,9 +113,6 @@ pub(super) fn daemon_config(
     let mut config = DaemonConfig::new(NODE, manifests);
     let mut conntrack = String::new();
     config.admin = Some(scratch.path().join("admin.sock"));
-    // By XDP each pod has frames of its own.
-    let by_tcx = sections.contains("attach tcx");
-    let memory = if size.pods > 8 && !by_tcx { 512 } else { MEMORY };
     let is_shipped = sections.contains(SHIPPED_FRAMES);
     let worker = cores.worker;
     // Where programs forward, the default: a worker on each core.
@@ -128,15 +120,13 @@ pub(super) fn daemon_config(
         true => String::new(),
         false => format!("cores = [{worker}]\n"),
     };
-    let mut umem = if is_shipped { String::new() } else { format!("memory = \"{memory}MiB\"\n") };
-    let (mut xdp, mut capture) = (String::new(), String::new());
+    let mut umem = if is_shipped { String::new() } else { format!("memory = \"{MEMORY}MiB\"\n") };
+    let mut capture = String::new();
     // Lines of the peer go into the sections written here.
     for line in sections.lines() {
         match line.split_once(' ') {
             Some(("workers", line)) => workers += &format!("{line}\n"),
             Some(("umem", line)) => umem += &format!("{line}\n"),
-            Some(("xdp", line)) => xdp += &format!("{line}\n"),
-            Some(("attach", _)) => config.attach = Attach::Tcx,
             Some(("capture", _)) => {
                 capture = format!("[capture]\nsocket = \"{}\"\n", capture_socket(scratch).display())
             }
@@ -151,12 +141,11 @@ pub(super) fn daemon_config(
         conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
     }
     config.conntrack = format!("mapping = \"off\"\n{conntrack}");
-    config.sections =
-        format!("[workers]\n{workers}[umem]\n{umem}[xdp]\n{xdp}[dataplane]\nmode = \"{mode}\"\n{capture}");
+    config.sections = format!("[workers]\n{workers}[umem]\n{umem}[dataplane]\nmode = \"{mode}\"\n{capture}");
     config
 }
 
-/// A line of a peer's sections: as many frames as by default. By XDP the kernel takes memory for each of them and each pod.
+/// A line of a peer's sections: as many frames as by default.
 const SHIPPED_FRAMES: &str = "frames as shipped\n";
 
 /// MiB of a UMEM for a few pods.

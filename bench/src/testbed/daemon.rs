@@ -24,9 +24,7 @@ const START: Duration = Duration::from_secs(60);
 pub struct DaemonConfig {
     pub node: String,
     pub manifests: PathBuf,
-    /// Where programs take pods' packets; [`Attach::of_run`] unless a test needs one of the two.
-    pub attach: Attach,
-    /// Whether tcx programs forward packets of established connections; not if `PENSTOCK_TEST_OFFLOAD` is `false`.
+    /// Whether programs forward packets of established connections; not if `PENSTOCK_TEST_OFFLOAD` is `false`.
     pub offload: bool,
     /// Further top-level keys, in TOML.
     pub keys: String,
@@ -41,37 +39,6 @@ pub struct DaemonConfig {
     pub environment: Vec<(String, String)>,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Attach {
-    /// As the daemon decides by itself.
-    Auto,
-    /// By XDP on their veths.
-    Xdp,
-    Tcx,
-}
-
-impl Attach {
-    /// That of this run of the tests: tcx, as a daemon decides by itself here, or what `PENSTOCK_TEST_ATTACH` says.
-    ///
-    /// # Panics
-    /// If that is neither `xdp` nor `tcx`.
-    pub fn of_run() -> Self {
-        match std::env::var("PENSTOCK_TEST_ATTACH").as_deref() {
-            Err(_) | Ok("tcx") => Self::Tcx,
-            Ok("xdp") => Self::Xdp,
-            Ok(other) => panic!("PENSTOCK_TEST_ATTACH={other}: write xdp or tcx"),
-        }
-    }
-
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Xdp => "xdp",
-            Self::Tcx => "tcx",
-        }
-    }
-}
-
 impl DaemonConfig {
     /// Defaults, with the memory that a few pods need, and without a connection table file, admin API
     /// and metrics.
@@ -79,7 +46,6 @@ impl DaemonConfig {
         Self {
             node: node.into(),
             manifests: manifests.into(),
-            attach: Attach::of_run(),
             offload: std::env::var("PENSTOCK_TEST_OFFLOAD").as_deref() != Ok("false"),
             keys: String::new(),
             conntrack: "mapping = \"off\"\n".into(),
@@ -91,15 +57,14 @@ impl DaemonConfig {
     }
 
     pub fn to_toml(&self) -> String {
-        let Self { node, manifests, attach, offload, keys, conntrack, sections, admin, metrics, environment: _ } = self;
+        let Self { node, manifests, offload, keys, conntrack, sections, admin, metrics, environment: _ } = self;
         let manifests = manifests.display();
         // Daemons of several nodes share a machine, so each has its own file or none.
         let admin = admin.as_ref().map_or_else(|| "off".into(), |path| path.display().to_string());
         let metrics = metrics.map_or_else(|| "off".into(), |address| address.to_string());
         format!(
-            "node = \"{node}\"\n{keys}\nattach = \"{}\"\noffload = {offload}\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n\
-             [admin]\nsocket = \"{admin}\"\n\n[metrics]\nlisten = \"{metrics}\"\n\n{sections}",
-            attach.name()
+            "node = \"{node}\"\n{keys}\noffload = {offload}\n[source]\nmanifests = \"{manifests}\"\n\n[conntrack]\n{conntrack}\n\
+             [admin]\nsocket = \"{admin}\"\n\n[metrics]\nlisten = \"{metrics}\"\n\n{sections}"
         )
     }
 }

@@ -25,7 +25,7 @@ mod scratch;
 pub use capture::{CapturedFrame, PacketCapture, read_packets};
 pub use cleanup::CleanupGuard;
 pub use control_group::ControlGroup;
-pub use daemon::{Attach, Daemon, DaemonConfig, Log, Privileges, penstock_binary};
+pub use daemon::{Daemon, DaemonConfig, Log, Privileges, penstock_binary};
 pub use inventory::Inventory;
 pub use kube_proxy::{
     KubeProxy, POD_NETWORKS, ProxiedPort, ProxiedService, ProxyMode, SERVICE_NETWORKS, ServiceProtocol,

@@ -87,9 +87,8 @@ const SUITES: [(&str, Test); 3] = [
 
 /// Tests of what is off by default. They switch it on, and leave it so: an update takes a kubelet half a minute. The first one sees the
 /// daemons start.
-const OFF_BY_DEFAULT: [(&str, Test); 5] = [
+const OFF_BY_DEFAULT: [(&str, Test); 4] = [
     ("a_ready_daemon_removes_the_startup_taint", whole::a_ready_daemon_removes_the_startup_taint),
-    ("uplinks_are_no_obstacle_beside_kube_proxy", whole::uplinks_are_no_obstacle_beside_kube_proxy),
     ("flow_records_name_pods_and_their_nodes", records::flow_records_name_pods_and_their_nodes),
     ("the_plugin_captures_and_tries_on_all_nodes", kubectl::the_plugin_captures_and_tries_on_all_nodes),
     (

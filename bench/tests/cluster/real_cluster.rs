@@ -190,7 +190,7 @@ impl RealCluster {
         let in_cluster = "in_cluster = true\n";
         let (before, after) = shipped.split_once(in_cluster).context("it follows the cluster's own API server")?;
         let text = format!(
-            "uplinks = [\"eth0\"]\n{before}{in_cluster}startup_taint = \"{STARTUP_TAINT}\"\n{after}\n\
+            "{before}{in_cluster}startup_taint = \"{STARTUP_TAINT}\"\n{after}\n\
              [capture]\nsocket = \"/run/penstock/capture.sock\"\n[admin]\ntrials = true\n\
              [flow_records]\nfile = {RECORDS:?}\ninterval = \"1s\"\notlp = \"http://{COLLECTOR}\"\n"
         );

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use penstock_bench::cluster::Cluster;
 use penstock_bench::load::{PacketSocket, transfer};
-use penstock_bench::testbed::{Attach, Namespace};
+use penstock_bench::testbed::Namespace;
 
 use crate::fixture::{Fixture, pods, policy};
 
@@ -21,14 +21,13 @@ struct Neighbour {
 
 impl Neighbour {
     /// Three pods, of which `pod-1` takes in nothing and `pod-2` what `pod-0` sends, and the machine.
-    fn beside_pods(attach: Attach) -> (Fixture, Self) {
+    fn beside_pods() -> (Fixture, Self) {
         let namespace = Namespace::new("neighbour").unwrap();
         let address = "10.244.1.200:4000".parse().unwrap();
         let of_a_pod = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
         let yaml =
             pods(3) + &policy("closed", "pod-1", "  policyTypes: [Ingress]\n") + &policy("one", "pod-2", of_a_pod);
-        let fixture = Fixture::bridged(&yaml, |cluster, config| {
-            config.attach = attach;
+        let fixture = Fixture::bridged(&yaml, |cluster, _| {
             let netlink = cluster.node.netlink();
             let index = netlink.add_veth("physical0", "eth0", &namespace, 1500).unwrap();
             netlink.set_controller(index, netlink.index("cni0").unwrap()).unwrap();
@@ -90,52 +89,46 @@ impl Neighbour {
 
 #[test]
 fn what_a_bridge_floods_arrives_once() {
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        let (fixture, neighbour) = Neighbour::beside_pods(attach);
-        let forget = || {
-            let node = fixture.cluster.node.namespace();
-            let arguments = ["link", "set", "cni0", "type", "bridge", "fdb_flush"];
-            assert!(node.command("ip").args(arguments).status().unwrap().success());
-        };
-        for (state, copies) in [
-            ("learnt", neighbour.copies(&fixture, "test/pod-0", || {})),
-            ("flooded", neighbour.copies(&fixture, "test/pod-0", forget)),
-        ] {
-            assert_eq!(copies, 1, "{attach:?}, {state}");
-        }
+    let (fixture, neighbour) = Neighbour::beside_pods();
+    let forget = || {
+        let node = fixture.cluster.node.namespace();
+        let arguments = ["link", "set", "cni0", "type", "bridge", "fdb_flush"];
+        assert!(node.command("ip").args(arguments).status().unwrap().success());
+    };
+    for (state, copies) in [
+        ("learnt", neighbour.copies(&fixture, "test/pod-0", || {})),
+        ("flooded", neighbour.copies(&fixture, "test/pod-0", forget)),
+    ] {
+        assert_eq!(copies, 1, "{state}");
     }
 }
 
 #[test]
 fn what_shares_a_pods_bridge_meets_policy_without_a_daemon_too() {
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        let (mut fixture, neighbour) = Neighbour::beside_pods(attach);
-        let assert_holds = |fixture: &Fixture, when: &str| {
-            neighbour.assert_denied(fixture, "test/pod-1", neighbour.address.ip(), &format!("{attach:?}, {when}"));
-            let forged = fixture.site("test/pod-0").address(false).unwrap();
-            neighbour.assert_denied(fixture, "test/pod-2", forged, &format!("{attach:?}, {when}, as another pod"));
-        };
-        for when in ["at first", "after a restart"] {
-            assert_eq!(neighbour.copies(&fixture, "test/pod-0", || {}), 1, "{attach:?}, {when}: no policy is about it");
-            assert!(fixture.status().not_enforced.is_empty(), "{attach:?}: {:?}", fixture.status().not_enforced);
-            assert_holds(&fixture, when);
-            fixture.kill();
-            assert_holds(&fixture, "without a daemon");
-            fixture.restart();
-        }
+    let (mut fixture, neighbour) = Neighbour::beside_pods();
+    let assert_holds = |fixture: &Fixture, when: &str| {
+        neighbour.assert_denied(fixture, "test/pod-1", neighbour.address.ip(), when);
+        let forged = fixture.site("test/pod-0").address(false).unwrap();
+        neighbour.assert_denied(fixture, "test/pod-2", forged, &format!("{when}, as another pod"));
+    };
+    for when in ["at first", "after a restart"] {
+        assert_eq!(neighbour.copies(&fixture, "test/pod-0", || {}), 1, "{when}: no policy is about it");
+        assert!(fixture.status().not_enforced.is_empty(), "{:?}", fixture.status().not_enforced);
+        assert_holds(&fixture, when);
+        fixture.kill();
+        assert_holds(&fixture, "without a daemon");
+        fixture.restart();
     }
 }
 
 #[test]
 fn a_connection_with_what_shares_a_pods_bridge_works() {
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        let (fixture, neighbour) = Neighbour::beside_pods(attach);
-        let site = fixture.site("test/pod-0");
-        let address = site.address(false).unwrap();
-        let into = transfer(&neighbour.namespace, &site.namespace, address, BYTES).unwrap();
-        let out = transfer(&site.namespace, &neighbour.namespace, neighbour.address.ip(), BYTES).unwrap();
-        assert!(into.bytes >= BYTES && out.bytes >= BYTES, "{attach:?}: {into:?} {out:?}");
-    }
+    let (fixture, neighbour) = Neighbour::beside_pods();
+    let site = fixture.site("test/pod-0");
+    let address = site.address(false).unwrap();
+    let into = transfer(&neighbour.namespace, &site.namespace, address, BYTES).unwrap();
+    let out = transfer(&site.namespace, &neighbour.namespace, neighbour.address.ip(), BYTES).unwrap();
+    assert!(into.bytes >= BYTES && out.bytes >= BYTES, "{into:?} {out:?}");
 }
 
 /// A pod that the node cannot find: it was there before the first daemon, no plugin has left a result, and it answers nobody who looks for its

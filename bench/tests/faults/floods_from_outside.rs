@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use penstock_admin::types::PortStatus;
 use penstock_bench::load::{Flood, FloodPackets, FloodSources, Generator, route_default_to};
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::{Attach, Outside};
+use penstock_bench::testbed::Outside;
 
 use crate::fixture::{Fixture, pods, policy};
 use crate::forger::kernel_lost;
@@ -214,7 +214,7 @@ fn host(fixture: &Fixture) -> PortStatus {
 /// Packets that the kernel dropped at the flood's and the flooded pod's ports: at the sockets, and on the links to them,
 /// whose queues are full while a worker does not run.
 fn lost_so_far(fixture: &Fixture) -> u64 {
-    let links = ["penstock-host", "penstock0", "veth-pod-0"];
+    let links = ["penstock-w0", "veth-pod-0"];
     let on_links: u64 = links.map(|link| fixture.cluster.node.netlink().tx_dropped(link).unwrap()).iter().sum();
     on_links + kernel_lost(&host(fixture)) + kernel_lost(&fixture.port("test/pod-0"))
 }
@@ -258,8 +258,6 @@ fn assert_withstands(scale: &Scale) {
         + &policy("of-1", "pod-1", "  policyTypes: [Egress]\n  egress: []\n");
     let fixture = Fixture::of(&yaml, |cluster, config| {
         outside = Some(cluster.node.add_outside("outside").unwrap());
-        // With tcx all ports share a pair, in which a flood takes room from others.
-        config.attach = Attach::Xdp;
         config.conntrack += scale.conntrack;
     });
     let outside = outside.unwrap();

@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use penstock_bench::load::segments;
 use penstock_bench::probe::{ProbeOutcome, Protocol, Site};
-use penstock_bench::testbed::Attach;
 use socket2::{Domain, Socket, Type};
 
 use crate::faults::repeated::{METRICS, NOBODY, ONLY_POD_0, manifests, outcome, repeated};
@@ -27,7 +26,6 @@ const WHILE: Duration = Duration::from_millis(500);
 /// Three pods, of which the second admits only the first.
 fn fixture() -> Fixture {
     Fixture::of(&manifests(ONLY_POD_0), |_, config| {
-        config.attach = Attach::Tcx;
         config.offload = true;
         config.metrics = Some(METRICS);
         let directory = config.manifests.parent().unwrap().display();

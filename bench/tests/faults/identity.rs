@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
-use penstock_bench::testbed::{Attach, Namespace};
+use penstock_bench::testbed::Namespace;
 use serde_json::json;
 
 use crate::fixture::{Fixture, pods, policy};
@@ -42,30 +42,28 @@ fn reaches(fixture: &Fixture, from: &str) -> ProbeOutcome {
 
 #[test]
 fn a_pod_with_its_neighbours_mac_and_address_stays_itself() {
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        let fixture = Fixture::bridged(&(pods(3) + &policies()), |_, config| config.attach = attach);
-        fixture.daemon.log().wait_for_after(0, "pods=3 ", LIMIT).unwrap();
-        assert_eq!(reaches(&fixture, "test/pod-0"), ProbeOutcome::Reached, "{attach:?}");
-        let (victim, evil) = (fixture.site("test/pod-0"), &fixture.site("test/pod-2").namespace);
-        let mac = victim.namespace.netlink().unwrap().mac("eth0").unwrap();
-        let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
-        let seen = fixture.daemon.log().len();
-        ip(evil, "link set eth0 down");
-        ip(evil, &format!("link set eth0 address {mac}"));
-        ip(evil, "link set eth0 up");
-        let address = victim.address(false).unwrap();
-        ip(evil, &format!("addr add {address}/24 dev eth0"));
-        ip(evil, "route replace default via 10.244.1.1");
-        // A neighbour that speaks keeps the kernel's entry, whatever the daemon makes of it.
-        fixture.daemon.log().wait_for_after(seen, "of another pod on the same bridge", LIMIT).unwrap();
-        let server = fixture.site("test/pod-1").address(false).unwrap();
-        assert!(!is_answered(evil, address, server), "{attach:?}: it sends as its neighbour");
-        assert_eq!(reaches(&fixture, "test/pod-0"), ProbeOutcome::Reached, "{attach:?}: the neighbour is cut off");
-        let status = fixture.status();
-        for (pod, of) in [("test/pod-0", "test/pod-0"), ("test/pod-2", "test/pod-2")] {
-            let interface = status.pods.iter().find(|one| one.pod == pod).unwrap().interface.clone();
-            assert_eq!(interface.as_deref(), Some(fixture.cluster.node.pod(of).unwrap().interface()), "{attach:?}");
-        }
+    let fixture = Fixture::bridged(&(pods(3) + &policies()), |_, _| {});
+    fixture.daemon.log().wait_for_after(0, "pods=3 ", LIMIT).unwrap();
+    assert_eq!(reaches(&fixture, "test/pod-0"), ProbeOutcome::Reached);
+    let (victim, evil) = (fixture.site("test/pod-0"), &fixture.site("test/pod-2").namespace);
+    let mac = victim.namespace.netlink().unwrap().mac("eth0").unwrap();
+    let mac = mac.map(|byte| format!("{byte:02x}")).join(":");
+    let seen = fixture.daemon.log().len();
+    ip(evil, "link set eth0 down");
+    ip(evil, &format!("link set eth0 address {mac}"));
+    ip(evil, "link set eth0 up");
+    let address = victim.address(false).unwrap();
+    ip(evil, &format!("addr add {address}/24 dev eth0"));
+    ip(evil, "route replace default via 10.244.1.1");
+    // A neighbour that speaks keeps the kernel's entry, whatever the daemon makes of it.
+    fixture.daemon.log().wait_for_after(seen, "of another pod on the same bridge", LIMIT).unwrap();
+    let server = fixture.site("test/pod-1").address(false).unwrap();
+    assert!(!is_answered(evil, address, server), "it sends as its neighbour");
+    assert_eq!(reaches(&fixture, "test/pod-0"), ProbeOutcome::Reached, "the neighbour is cut off");
+    let status = fixture.status();
+    for (pod, of) in [("test/pod-0", "test/pod-0"), ("test/pod-2", "test/pod-2")] {
+        let interface = status.pods.iter().find(|one| one.pod == pod).unwrap().interface.clone();
+        assert_eq!(interface.as_deref(), Some(fixture.cluster.node.pod(of).unwrap().interface()));
     }
 }
 
@@ -99,39 +97,36 @@ fn a_plugins_result_names_a_pods_interface_before_any_neighbour() {
 
 #[test]
 fn an_unknown_pod_cuts_nobody_off_by_arp() {
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        let mut fixture = Fixture::bridged(&(pods(2) + &policies()), |_, config| config.attach = attach);
-        fixture.daemon.log().wait_for_after(0, "pods=2 ", LIMIT).unwrap();
-        let victim = fixture.site("test/pod-0").address(false).unwrap();
-        // A bridge has the lowest MAC of its ports until it is given one: the new port must not change it.
-        let shown =
-            fixture.cluster.node.namespace().command("ip").args(["-o", "link", "show", "cni0"]).output().unwrap();
-        let shown = String::from_utf8(shown.stdout).unwrap();
-        let mac = shown.split_whitespace().skip_while(|word| *word != "link/ether").nth(1).unwrap();
-        ip(fixture.cluster.node.namespace(), &format!("link set cni0 address {mac}"));
-        let seen = fixture.daemon.log().len();
-        fixture.cluster.node.add_bridged_pod("test/new", &[victim], 1500).unwrap();
-        fixture.daemon.log().wait_for_after(seen, "closed until its pod is known", LIMIT).unwrap();
-        let new = fixture.cluster.node.pod("test/new").unwrap().namespace();
-        // Announces the address that it has, which is the victim's.
-        let deadline = Instant::now() + Duration::from_secs(3);
-        while Instant::now() < deadline {
-            let announced =
-                new.command("arping").args(["-U", "-c", "3", "-w", "1", "-I", "eth0", &victim.to_string()]).output();
-            if announced.is_err() {
-                // Without that command: each new neighbour is asked for with the pod's own address.
-                ip(new, "neigh flush dev eth0");
-                let socket = new.udp(SocketAddr::new(victim, 0)).unwrap();
-                socket.send_to(b"x", (IpAddr::from([10, 244, 1, 1]), 9)).unwrap();
-            }
-            assert_eq!(reaches(&fixture, "test/pod-0"), ProbeOutcome::Reached, "{attach:?}");
+    let mut fixture = Fixture::bridged(&(pods(2) + &policies()), |_, _| {});
+    fixture.daemon.log().wait_for_after(0, "pods=2 ", LIMIT).unwrap();
+    let victim = fixture.site("test/pod-0").address(false).unwrap();
+    // A bridge has the lowest MAC of its ports until it is given one: the new port must not change it.
+    let shown = fixture.cluster.node.namespace().command("ip").args(["-o", "link", "show", "cni0"]).output().unwrap();
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    let mac = shown.split_whitespace().skip_while(|word| *word != "link/ether").nth(1).unwrap();
+    ip(fixture.cluster.node.namespace(), &format!("link set cni0 address {mac}"));
+    let seen = fixture.daemon.log().len();
+    fixture.cluster.node.add_bridged_pod("test/new", &[victim], 1500).unwrap();
+    fixture.daemon.log().wait_for_after(seen, "closed until its pod is known", LIMIT).unwrap();
+    let new = fixture.cluster.node.pod("test/new").unwrap().namespace();
+    // Announces the address that it has, which is the victim's.
+    let deadline = Instant::now() + Duration::from_secs(3);
+    while Instant::now() < deadline {
+        let announced =
+            new.command("arping").args(["-U", "-c", "3", "-w", "1", "-I", "eth0", &victim.to_string()]).output();
+        if announced.is_err() {
+            // Without that command: each new neighbour is asked for with the pod's own address.
+            ip(new, "neigh flush dev eth0");
+            let socket = new.udp(SocketAddr::new(victim, 0)).unwrap();
+            socket.send_to(b"x", (IpAddr::from([10, 244, 1, 1]), 9)).unwrap();
         }
-        let node = fixture.cluster.node.namespace();
-        let socket = node.udp("0.0.0.0:0").unwrap();
-        socket.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
-        // The first datagram may be lost while the node resolves the address.
-        let is_answered = (0..10)
-            .any(|_| socket.send_to(b"x", SocketAddr::new(victim, PORT)).is_ok() && socket.recv(&mut [0; 99]).is_ok());
-        assert!(is_answered, "{attach:?}: the node does not reach the pod");
+        assert_eq!(reaches(&fixture, "test/pod-0"), ProbeOutcome::Reached);
     }
+    let node = fixture.cluster.node.namespace();
+    let socket = node.udp("0.0.0.0:0").unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(1))).unwrap();
+    // The first datagram may be lost while the node resolves the address.
+    let is_answered = (0..10)
+        .any(|_| socket.send_to(b"x", SocketAddr::new(victim, PORT)).is_ok() && socket.recv(&mut [0; 99]).is_ok());
+    assert!(is_answered, "the node does not reach the pod");
 }

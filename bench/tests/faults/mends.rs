@@ -19,7 +19,6 @@ const PODS: &str = "pods.h";
 const EGRESS: &str = "egress.h";
 const NEIGHBOUR: &str = "neighbour.h";
 const TUNNEL: &str = "tunnel.h";
-const XDP: &str = "redirect.bpf.c";
 const KERNEL: &str = "kernel_network.h";
 const ROUTES: &str = "routes.h";
 const ROUTING: &str = "host_routing.h";
@@ -54,7 +53,7 @@ const MUTANTS: &[Mutant] = &[
     // The kernel has translated the packet.
     Mutant {
         breaks: "behind IPv6 options the node's translation is not seen",
-        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
+        finder: Fuzzer("offload: true, is_bridged: false, translation: Kernel(Nftables)"),
         file: ORIGIN,
         from: "\tif (reads_connections)\n\t\tread_connection(skb, origin);",
         to: "\t__u8 next = 6;\n\tif (!is_v4)\n\t\tbpf_skb_load_bytes(skb, offset + offsetof(struct ipv6hdr, nexthdr), &next, 1);\n\
@@ -62,7 +61,7 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         breaks: "in later fragments the node's translation is not seen",
-        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
+        finder: Fuzzer("offload: true, is_bridged: false, translation: Kernel(Nftables)"),
         file: ORIGIN,
         from: "\tif (reads_connections)\n\t\tread_connection(skb, origin);",
         to: "\t__be16 place = 0;\n\tif (is_v4)\n\t\tbpf_skb_load_bytes(skb, offset + offsetof(struct iphdr, frag_off), &place, 2);\n\
@@ -70,7 +69,7 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         breaks: "what has no interface is the node's own",
-        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel(Nftables)"),
+        finder: Fuzzer("offload: true, is_bridged: false, translation: Kernel(Nftables)"),
         file: ORIGIN,
         from: "return !skb->ingress_ifindex && skb->sk;",
         to: "return !skb->ingress_ifindex;",
@@ -91,14 +90,14 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         breaks: "a machine outside answers as a Service's backend",
-        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: Kernel"),
+        finder: Fuzzer("offload: true, is_bridged: false, translation: Kernel"),
         file: PODS,
         from: "return origin->known && is_spoofed_pod(skb, &from);",
         to: "return 0;",
     },
     Mutant {
         breaks: "a machine outside sends as a pod",
-        finder: Fuzzer("Tcx, offload: true, is_bridged: false, translation: None"),
+        finder: Fuzzer("offload: true, is_bridged: false, translation: None"),
         file: PODS,
         from: "\tif (is_spoofed_pod(skb, &from))\n\t\treturn 1;",
         to: "",
@@ -112,7 +111,7 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         breaks: "no worker is asked about what the node sends on to another machine",
-        finder: Fuzzer("Tcx, offload: true, is_bridged: true, translation: Kernel"),
+        finder: Fuzzer("offload: true, is_bridged: true, translation: Kernel"),
         file: EGRESS,
         from: "return (is_opened && (!is_same_address(&origin->destination, &origin->flow.to) || \
                origin->ports.to != origin->flow.ports.to)) ||\n\t       bpf_map_lookup_elem",
@@ -125,13 +124,6 @@ const MUTANTS: &[Mutant] = &[
         from: "const int is_opened = (origin->known || origin->is_error) && origin->opens;",
         to: "const int is_opened = origin->known || origin->is_error;\n\n\tif (is_opened && !origin->opens)\n\t\treturn 0;",
     },
-    Mutant {
-        breaks: "beside XDP no worker is asked about what the node sends on",
-        finder: Fuzzer("Xdp, offload: false, is_bridged: false, translation: Kernel"),
-        file: PROGRAM,
-        from: "\tif (!find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !needs_egress_check(&origin))\n",
-        to: "\tif (beside_xdp || !find_origin(skb, uplink->header ? ETH_HLEN : 0, is_v4, &origin) || !needs_egress_check(&origin))\n",
-    },
     // A packet leaves as it was judged.
     Mutant {
         breaks: "the kernel writes a checksum wherever the pod says",
@@ -142,17 +134,10 @@ const MUTANTS: &[Mutant] = &[
     },
     Mutant {
         breaks: "a frame may have a VLAN tag",
-        finder: Fuzzer("Tcx, offload: false"),
+        finder: Fuzzer("offload: false"),
         file: PROGRAM,
         from: "if (skb->vlan_present || skb->protocol == bpf_htons(ETH_P_8021Q) || skb->protocol == bpf_htons(ETH_P_8021AD))",
         to: "if (skb->vlan_present)\n\t\treturn TC_ACT_UNSPEC;\n\tif (0)",
-    },
-    Mutant {
-        breaks: "a frame may have a VLAN tag by XDP",
-        finder: Fuzzer("Xdp"),
-        file: XDP,
-        from: "return uplink ? count(NOT_IP, XDP_PASS) : count(VLAN_TAG, XDP_DROP);",
-        to: "return count(NOT_IP, XDP_PASS);",
     },
     // Tunnels.
     Mutant {
@@ -193,14 +178,7 @@ const MUTANTS: &[Mutant] = &[
     // Who a pod is on a bridge.
     Mutant {
         breaks: "neighbour discovery to a port's MAC is routed",
-        finder: Fuzzer("Tcx, offload: true, is_bridged: true"),
-        file: NEIGHBOUR,
-        from: "\tif (bridge)\n\t\treturn stays_on_bridge(ctx, bridge, pods, ip6);",
-        to: "\tif (bridge)\n\t\treturn 1;",
-    },
-    Mutant {
-        breaks: "neighbour discovery to a port's MAC is routed by XDP",
-        finder: Fuzzer("Xdp, offload: false, is_bridged: true"),
+        finder: Fuzzer("offload: true, is_bridged: true"),
         file: NEIGHBOUR,
         from: "\tif (bridge)\n\t\treturn stays_on_bridge(ctx, bridge, pods, ip6);",
         to: "\tif (bridge)\n\t\treturn 1;",
@@ -406,7 +384,7 @@ fn every_mend_of_the_programs_occurs_exactly_once() {
 #[ignore = "takes a minute for each mutant; make test-long runs it"]
 fn each_mend_that_is_taken_out_of_the_programs_is_found() {
     let source = Source::new("mends");
-    let nothing = run(&[("PENSTOCK_TCX_OBJECT", PathBuf::from("/dev/null"))], Fuzzer("Tcx, offload: true"));
+    let nothing = run(&[("PENSTOCK_TCX_OBJECT", PathBuf::from("/dev/null"))], Fuzzer("offload: true"));
     let is_replaceable =
         matches!(nothing, Outcome::Broken(printed) if printed.contains("the daemon did not get ready"));
     assert!(is_replaceable, "the daemon is built without --features replaceable-programs: no mutant is loaded");

@@ -10,7 +10,6 @@ use nix::sys::signal::Signal;
 
 use penstock_bench::load::transfer_for;
 use penstock_bench::probe::{self, EchoConnection, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::Attach;
 
 use crate::faults::traffic::{ALLOWED, DENIED, Sniffer, Stream};
 use crate::fixture::{Fixture, pods, policy};
@@ -22,7 +21,6 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// Three pods, of which the second admits only the first. The connection table outlasts the daemon.
 fn fixture() -> Fixture {
     let fixture = Fixture::of(&pods(3), |_, config| {
-        config.attach = Attach::Tcx;
         config.offload = true;
         let directory = config.manifests.parent().unwrap().display();
         config.conntrack =

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use penstock_bench::cluster::Cluster;
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy, Site};
-use penstock_bench::testbed::Attach;
 
 use crate::faults::traffic::Sniffer;
 use crate::fixture::{Fixture, pods, policy};
@@ -31,7 +30,6 @@ fn fixture(fail: &str) -> Fixture {
 fn fixture_with(fail: &str, prepare: impl FnOnce(&mut Cluster)) -> Fixture {
     Fixture::of(&manifests(ONLY_POD_0), |cluster, config| {
         prepare(cluster);
-        config.attach = Attach::Tcx;
         config.offload = true;
         config.metrics = Some(METRICS);
         let directory = config.manifests.parent().unwrap().display();

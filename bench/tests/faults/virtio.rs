@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use etherparse::PacketBuilder;
-use penstock_bench::testbed::{Attach, Offload, Outside};
+use penstock_bench::testbed::{Offload, Outside};
 
 use crate::fixture::{Fixture, pods, policy};
 use crate::forger::{VirtioHeader, VirtioSocket};
@@ -47,58 +47,52 @@ fn steered(macs: [[u8; 6]; 2], from: IpAddr, to: IpAddr) -> (Vec<u8>, usize) {
 
 #[test]
 fn a_checksum_elsewhere_is_not_written_behind_policy() {
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        let allowed = format!("  policyTypes: [Egress]\n  egress: [{{ports: [{{port: {ALLOWED}, protocol: UDP}}]}}]\n");
-        let mut outside: Option<Outside> = None;
-        let fixture = Fixture::of(&(pods(1) + &policy("narrow", "pod-0", &allowed)), |cluster, config| {
-            config.attach = attach;
-            let machine = cluster.node.add_outside("outside").unwrap();
-            // A device that computes no checksums: the kernel writes them before it.
-            cluster.node.namespace().set_offload(machine.interface(), Offload::TxChecksum, false).unwrap();
-            if attach == Attach::Xdp {
-                config.keys = format!("uplinks = [\"{}\"]\n", machine.interface());
-            }
-            outside = Some(machine);
-        });
-        let outside = outside.unwrap();
-        let pod = fixture.site("test/pod-0");
-        let node = fixture.cluster.node.netlink();
-        let macs = [
-            pod.namespace.netlink().unwrap().mac("eth0").unwrap(),
-            node.mac(fixture.cluster.node.pod("test/pod-0").unwrap().interface()).unwrap(),
-        ];
-        let to = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
-        let from = pod.address(false).unwrap();
-        let bind = |port| {
-            let socket = outside.namespace().udp(SocketAddr::new(to, port)).unwrap();
-            socket.set_read_timeout(Some(WAIT)).unwrap();
-            socket
-        };
-        let (server, denied) = (bind(ALLOWED), bind(DENIED));
-        let client = pod.namespace.udp(SocketAddr::new(from, OWN)).unwrap();
-        client.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        // A connection that the programs forward by themselves.
-        server.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
-        for _ in 0..3 {
-            client.send_to(b"hello", SocketAddr::new(to, ALLOWED)).unwrap();
-            let (_, peer) = server.recv_from(&mut [0; 99]).unwrap();
-            server.send_to(b"back", peer).unwrap();
-            client.recv(&mut [0; 99]).unwrap();
-        }
-        let raw = VirtioSocket::open(&pod.namespace);
-        let (frame, transport) = steered(macs, from, to);
-        let send = |offset| {
-            let header = VirtioHeader { start: transport as u16, offset, ..VirtioHeader::open() };
-            raw.send(&header, &frame).unwrap();
-        };
-        for _ in 0..3 {
-            send(2);
-        }
-        assert!(denied.recv(&mut [0; 99]).is_err(), "{attach:?}: it reached the denied port");
-        // One in its place is written as ever.
-        send(6);
-        client.send_to(b"end", SocketAddr::new(to, ALLOWED)).unwrap();
-        let mut got = [0; 99];
-        while server.recv(&mut got).unwrap() != 3 {}
+    let allowed = format!("  policyTypes: [Egress]\n  egress: [{{ports: [{{port: {ALLOWED}, protocol: UDP}}]}}]\n");
+    let mut outside: Option<Outside> = None;
+    let fixture = Fixture::of(&(pods(1) + &policy("narrow", "pod-0", &allowed)), |cluster, _| {
+        let machine = cluster.node.add_outside("outside").unwrap();
+        // A device that computes no checksums: the kernel writes them before it.
+        cluster.node.namespace().set_offload(machine.interface(), Offload::TxChecksum, false).unwrap();
+        outside = Some(machine);
+    });
+    let outside = outside.unwrap();
+    let pod = fixture.site("test/pod-0");
+    let node = fixture.cluster.node.netlink();
+    let macs = [
+        pod.namespace.netlink().unwrap().mac("eth0").unwrap(),
+        node.mac(fixture.cluster.node.pod("test/pod-0").unwrap().interface()).unwrap(),
+    ];
+    let to = *outside.addresses().iter().find(|address| address.is_ipv4()).unwrap();
+    let from = pod.address(false).unwrap();
+    let bind = |port| {
+        let socket = outside.namespace().udp(SocketAddr::new(to, port)).unwrap();
+        socket.set_read_timeout(Some(WAIT)).unwrap();
+        socket
+    };
+    let (server, denied) = (bind(ALLOWED), bind(DENIED));
+    let client = pod.namespace.udp(SocketAddr::new(from, OWN)).unwrap();
+    client.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    // A connection that the programs forward by themselves.
+    server.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    for _ in 0..3 {
+        client.send_to(b"hello", SocketAddr::new(to, ALLOWED)).unwrap();
+        let (_, peer) = server.recv_from(&mut [0; 99]).unwrap();
+        server.send_to(b"back", peer).unwrap();
+        client.recv(&mut [0; 99]).unwrap();
     }
+    let raw = VirtioSocket::open(&pod.namespace);
+    let (frame, transport) = steered(macs, from, to);
+    let send = |offset| {
+        let header = VirtioHeader { start: transport as u16, offset, ..VirtioHeader::open() };
+        raw.send(&header, &frame).unwrap();
+    };
+    for _ in 0..3 {
+        send(2);
+    }
+    assert!(denied.recv(&mut [0; 99]).is_err(), "it reached the denied port");
+    // One in its place is written as ever.
+    send(6);
+    client.send_to(b"end", SocketAddr::new(to, ALLOWED)).unwrap();
+    let mut got = [0; 99];
+    while server.recv(&mut got).unwrap() != 3 {}
 }

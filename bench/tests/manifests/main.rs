@@ -253,7 +253,7 @@ fn the_cni_plugin_is_removed_from_where_it_was_installed() {
 fn uninstalling_reads_the_same_names_as_the_daemon() {
     let files = [directory().join("penstock.toml"), directory().join("uninstall/penstock.toml")];
     let [daemon, uninstall] = files.map(|file| Config::load(&file).unwrap());
-    assert_eq!((&uninstall.host_veth, &uninstall.fail.pins), (&daemon.host_veth, &daemon.fail.pins));
+    assert_eq!(&uninstall.fail.pins, &daemon.fail.pins);
     assert_eq!(uninstall.conntrack.mapping.to_string(), format!("/host{}", daemon.conntrack.mapping));
     assert_eq!(uninstall.admin.socket.to_string(), format!("/host{}", daemon.admin.socket));
     let image = |name: &str| {

@@ -14,7 +14,7 @@ use penstock_bench::cluster::MultiNodeCluster;
 use penstock_bench::conformance::send_between;
 use penstock_bench::probe::{EchoServers, Site};
 use penstock_bench::testbed::api_server::{Account, ApiServer};
-use penstock_bench::testbed::{Attach, Daemon, Namespace, Netlink, Node, Outside, Privileges, RouteVia};
+use penstock_bench::testbed::{Daemon, Namespace, Netlink, Node, Outside, Privileges, RouteVia};
 use serde_json::{Value, json};
 
 use crate::nodes::conformance::{documents, send, wait_until_adopted};
@@ -81,7 +81,7 @@ fn add_addresses(cluster: &MultiNodeCluster, beyond: &Outside, all: &Participant
 /// Three nodes with all that takes part in these cases.
 fn start(cases: &[&Case]) -> Fixture {
     let all = Participants::of(cases);
-    let mut wiring = Wiring::routed(true);
+    let mut wiring = Wiring::routed();
     // Pods of one network are on several nodes.
     wiring.layout.prefixes = (32, 128);
     let objects = documents(wired_nodes(all.nodes.keys()).chain(all.pod_manifests()));
@@ -153,9 +153,8 @@ impl FollowingNode {
         fake.define_cluster_policies(true);
         fake.put(objects).unwrap();
         let toml = format!(
-            "node = \"{NODE}\"\nattach = \"{}\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n\
+            "node = \"{NODE}\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n\
              [conntrack]\nmapping = \"off\"\n[log]\nlevel = \"debug\"\n[umem]\nmemory = \"64MiB\"\n",
-            Attach::of_run().name(),
             server.kubeconfig(Account::Penstock).display()
         );
         let daemon = Daemon::launch(node.namespace(), &toml, Privileges::All).unwrap();

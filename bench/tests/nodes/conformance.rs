@@ -53,7 +53,7 @@ impl SuiteRunner {
         let namespace = |name| json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}});
         let pods = pods.values().map(|pod| pod.object(&places));
         let all = nodes() + "---\n" + &documents(namespaces.into_iter().map(namespace).chain(pods));
-        let mut wiring = Wiring::routed(true);
+        let mut wiring = Wiring::routed();
         // Pods of one network are on both nodes.
         wiring.layout.prefixes = (32, 128);
         let fixture = Fixture::start(&all, wiring, &SERVICES);

@@ -18,38 +18,33 @@ pub(crate) const SERVICES: [EchoService; 4] =
 pub(crate) const PROTOCOLS: [Protocol; 5] =
     [Protocol::Tcp(8080), Protocol::Tcp(9090), Protocol::Udp(53), Protocol::Sctp(9090), Protocol::Icmp];
 
-/// How nodes are wired, and which interfaces are uplinks.
+/// How nodes are wired.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Wiring {
     pub(crate) layout: NodeLayout,
-    /// Whether the interface towards the other node is an uplink; otherwise the kernel routes packets received there.
-    pub(crate) uplink: bool,
 }
 
 impl Wiring {
     /// Routes to a pod network on each node.
-    pub(crate) fn routed(uplink: bool) -> Self {
-        Self { layout: NodeLayout { between: InterNodeLink::Routes, prefixes: (24, 64), bridged: false }, uplink }
+    pub(crate) fn routed() -> Self {
+        Self { layout: NodeLayout { between: InterNodeLink::Routes, prefixes: (24, 64), bridged: false } }
     }
 
     /// The same with the pods of each node on a bridge.
     pub(crate) fn bridged() -> Self {
-        let Self { layout, uplink } = Self::routed(true);
-        Self { layout: NodeLayout { bridged: true, ..layout }, uplink }
+        let Self { layout } = Self::routed();
+        Self { layout: NodeLayout { bridged: true, ..layout } }
     }
 
-    /// A tunnel between the nodes, which is their uplink.
+    /// A tunnel between the nodes.
     pub(crate) fn tunnelled() -> Self {
-        let Self { layout, uplink } = Self::routed(true);
-        Self { layout: NodeLayout { between: InterNodeLink::Vxlan, ..layout }, uplink }
+        let Self { layout } = Self::routed();
+        Self { layout: NodeLayout { between: InterNodeLink::Vxlan, ..layout } }
     }
 
     /// Configuration of a node's daemon; each worker has its own core as long as there are enough.
     pub(crate) fn config(self, number: usize, node: &str, manifests: &std::path::Path) -> DaemonConfig {
         let mut config = DaemonConfig::new(node, manifests);
-        if self.uplink {
-            config.keys = format!("uplinks = [\"{}\"]\n", self.layout.between.uplink());
-        }
         let cores = penstock_dataplane::worker::available_cores();
         // Senders, receivers and other tests' workers share the cores: a worker that wakes up must not wait for all of
         // them.

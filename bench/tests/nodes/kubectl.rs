@@ -41,7 +41,7 @@ fn answering(config: &mut DaemonConfig) {
 
 impl Setup {
     fn start() -> Self {
-        let fixture = Fixture::start_with(CLUSTER, Wiring::routed(true), &SERVICES, answering);
+        let fixture = Fixture::start_with(CLUSTER, Wiring::routed(), &SERVICES, answering);
         let server = ExecServer::start(served(fixture.manifests.parent().unwrap()));
         let scratch = ScratchDir::new().unwrap();
         std::fs::write(scratch.path().join("kubeconfig"), server.kubeconfig()).unwrap();

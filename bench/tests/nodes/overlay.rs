@@ -88,7 +88,7 @@ struct Overlay {
 
 impl Overlay {
     fn start(mode: ProxyMode) -> Self {
-        let wiring = Wiring { uplink: false, ..Wiring::tunnelled() };
+        let wiring = Wiring::tunnelled();
         let fixture = Fixture::start_with(&(CLUSTER.to_owned() + &services()), wiring, &SERVICES, |_| {});
         let services = fixture.nodes.proxy_services(&fixture.manifests, mode);
         let mut services = services.unwrap().remove(0);

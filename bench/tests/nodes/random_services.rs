@@ -116,7 +116,7 @@ impl Pair {
         // With the policies of its own.
         let cluster = CLUSTER.split("---\n").filter(|document| !document.contains("kind: NetworkPolicy"));
         let yaml = cluster.collect::<Vec<_>>().join("---\n") + services;
-        let wiring = Wiring { uplink: false, ..Wiring::tunnelled() };
+        let wiring = Wiring::tunnelled();
         let fixture = Fixture::start_with(&yaml, wiring, &SERVICES, |_| {});
         let frontends = fixture.nodes.proxy_services(&fixture.manifests, mode).unwrap();
         Self { fixture, frontends }

@@ -52,7 +52,7 @@ fn arrives(from: &Site, source: IpAddr, to: &Site) -> bool {
 
 #[test]
 fn every_address_of_a_pod_gets_its_policy_on_both_nodes() {
-    let fixture = Fixture::start(&pods_with_two_addresses(), Wiring::routed(true), &SERVICES);
+    let fixture = Fixture::start(&pods_with_two_addresses(), Wiring::routed(), &SERVICES);
     // As destinations.
     fixture.assert_as_expected(&fixture.matrix());
     // As sources.
@@ -104,19 +104,13 @@ fn bulk_arrives(wiring: Wiring, prepare: impl Fn(&Fixture)) {
 }
 
 #[test]
-fn bulk_between_nodes_is_unchanged_with_uplinks() {
-    bulk_arrives(Wiring::routed(true), |_| {});
-}
-
-#[test]
 fn bulk_between_nodes_is_unchanged_with_kernel_routing() {
-    bulk_arrives(Wiring::routed(false), |_| {});
+    bulk_arrives(Wiring::routed(), |_| {});
 }
 
-/// A tunnel has no XDP of its own: packets of the node's stack arrive unsegmented, and packets from the wire may have
-/// been coalesced (GRO). Neither fits into a frame.
+/// Packets from the wire may have been coalesced (GRO).
 #[test]
-fn bulk_between_nodes_is_unchanged_with_a_tunnel_as_uplink() {
+fn bulk_between_nodes_is_unchanged_through_a_routed_tunnel() {
     for gro in [false, true] {
         bulk_arrives(Wiring::tunnelled(), |fixture| {
             for (_, node) in &fixture.nodes.nodes {
@@ -124,9 +118,4 @@ fn bulk_between_nodes_is_unchanged_with_a_tunnel_as_uplink() {
             }
         });
     }
-}
-
-#[test]
-fn bulk_between_nodes_is_unchanged_through_a_routed_tunnel() {
-    bulk_arrives(Wiring { uplink: false, ..Wiring::tunnelled() }, |_| {});
 }

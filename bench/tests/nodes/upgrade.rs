@@ -23,7 +23,7 @@ fn kept(config: &mut DaemonConfig) {
 
 #[test]
 fn an_upgrade_of_the_daemon_loses_no_established_connection() {
-    let mut fixture = Fixture::start_with(CLUSTER, Wiring::routed(true), &SERVICES, kept);
+    let mut fixture = Fixture::start_with(CLUSTER, Wiring::routed(), &SERVICES, kept);
     // On one node, between two, from a node process and to one.
     let pairs = [("shop/web-a", "shop/db-a", 9090), ("shop/web-a", "shop/db-b", 8080), ("node-b", "shop/web-a", 8080)];
     let flows: Vec<EchoConnection> = (pairs.iter())

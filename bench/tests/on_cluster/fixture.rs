@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use penstock_bench::testbed::api_server::{Account, ApiServer};
-use penstock_bench::testbed::{Attach, Daemon, Node, Privileges, ScratchDir};
+use penstock_bench::testbed::{Daemon, Node, Privileges, ScratchDir};
 use serde_json::{Value, json};
 
 /// From the change of a pod that is being deleted until the kubelet sends SIGTERM, as seen on a node: longer than a daemon takes to publish a
@@ -118,9 +118,8 @@ fn launch(node: &Node, toml: &str) -> Daemon {
 /// daemon could use too. `mapping` is the connection table's file, or `off`.
 pub(crate) fn configuration(kubeconfig: &Path, mapping: &str, sections: &str) -> String {
     format!(
-        "node = \"node\"\nattach = \"{}\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n\
+        "node = \"node\"\n[source]\nkubeconfig = \"{}\"\n[admin]\nsocket = \"off\"\n\
          [conntrack]\nmapping = \"{mapping}\"\nentries = 65536\n{sections}",
-        Attach::of_run().name(),
         kubeconfig.display()
     )
 }

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::time::Duration;
 
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
-use penstock_bench::testbed::Attach;
 
 use crate::fixture::{Fixture, pods, policy};
 use crate::services::service::{WEB, service, translate};
@@ -17,8 +16,7 @@ fn a_service_to_the_same_bridge_is_judged_by_its_sender() {
         return;
     }
     let only_pod_0 = policy("served", "pod-1", "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n");
-    let fixture = Fixture::bridged(&(pods(3) + &only_pod_0), |cluster, config| {
-        config.attach = Attach::Tcx;
+    let fixture = Fixture::bridged(&(pods(3) + &only_pod_0), |cluster, _| {
         for setting in ["bridge-nf-call-iptables", "bridge-nf-call-ip6tables"] {
             cluster.node.namespace().set_sysctl(&format!("net/bridge/{setting}"), "1").unwrap();
         }

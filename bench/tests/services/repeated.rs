@@ -5,7 +5,6 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use penstock_bench::probe::{ProbeOutcome, Protocol};
-use penstock_bench::testbed::Attach;
 
 use crate::faults::repeated::{METRICS, metric, repeated};
 use crate::fixture::{pods, policy};
@@ -24,7 +23,6 @@ fn manifests(of_pod_1: &str) -> String {
 
 fn start(backend: BackendPath) -> ServiceFixture {
     let it = ServiceFixture::with(backend, |_, config| {
-        config.attach = Attach::Tcx;
         config.offload = true;
         config.metrics = Some(METRICS);
         config.sections += "[fail]\non_exit = \"keep\"\n";

@@ -72,11 +72,9 @@ pub(crate) enum BackendPath {
     Here,
     /// A machine elsewhere; the kernel routes its packets.
     Elsewhere,
-    /// The same, with replies through an uplink.
-    ByUplink,
 }
 
-pub(crate) const BACKENDS: [BackendPath; 3] = [BackendPath::Here, BackendPath::Elsewhere, BackendPath::ByUplink];
+pub(crate) const BACKENDS: [BackendPath; 2] = [BackendPath::Here, BackendPath::Elsewhere];
 
 /// A node with three pods and a Service whose backend is the last site.
 pub(crate) struct ServiceFixture {
@@ -95,12 +93,9 @@ impl ServiceFixture {
         let (mut outside, mut found) = (None, None);
         let fixture = Fixture::of(&(pods(3) + &policy("served", "pod-1", POLICY)), |cluster, config| {
             let machine = cluster.node.add_outside("outside").unwrap();
-            if let BackendPath::ByUplink = backend {
-                config.keys += &format!("uplinks = [\"{}\"]\n", machine.interface());
-            }
             let site = match backend {
                 BackendPath::Here => cluster.sites[cluster.site("test/pod-1").unwrap()].clone(),
-                BackendPath::Elsewhere | BackendPath::ByUplink => Site::from(&machine),
+                BackendPath::Elsewhere => Site::from(&machine),
             };
             translate(cluster.node.namespace(), &site);
             (outside, found) = (Some(machine), Some(site));

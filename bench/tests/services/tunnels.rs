@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use etherparse::{IpNumber, PacketBuilder};
 use penstock_bench::cluster::Cluster;
-use penstock_bench::testbed::{Attach, DaemonConfig, Namespace, Outside};
+use penstock_bench::testbed::{DaemonConfig, Namespace, Outside};
 
 use crate::fixture::{Fixture, pods, policy};
 use crate::forger::{Forger, count_to};
@@ -148,62 +148,60 @@ const ITS_POD: [&str; 2] = ["10.244.2.66", "fd00:10:244:2::66"];
 #[test]
 fn a_node_unwraps_no_tunnel_packet_of_another_nodes_pod() {
     let metrics = SocketAddr::from(([127, 0, 0, 1], 9469));
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        let (fixture, outside) = fixture_with(|cluster, config| {
-            (config.attach, config.metrics) = (attach, Some(metrics));
-            std::fs::write(config.manifests.join("outside.yaml"), OUTSIDE_NODE).unwrap();
-            for [network, gateway] in ITS_PODS {
-                run(cluster.node.namespace(), "ip", &["route", "add", network, "via", gateway], "");
-            }
-        });
-        let sockets = ReceiverSockets::open(&fixture);
-        let mut forger = Forger::outside(&fixture, &outside);
-        // The other node's own packets come out of the tunnel.
-        let deadline = Instant::now() + Duration::from_secs(30);
-        let node = address("198.51.100.2");
-        while sockets.heard() == 0 {
-            assert!(Instant::now() < deadline, "{attach:?}: nothing\n{}", fixture.statistics().join("\n"));
-            forger.send(&forger.udp((node, 5000), (address("198.51.100.1"), 8472), &vxlan(&fixture, false)));
-            std::thread::sleep(Duration::from_millis(20));
+    let (fixture, outside) = fixture_with(|cluster, config| {
+        config.metrics = Some(metrics);
+        std::fs::write(config.manifests.join("outside.yaml"), OUTSIDE_NODE).unwrap();
+        for [network, gateway] in ITS_PODS {
+            run(cluster.node.namespace(), "ip", &["route", "add", network, "via", gateway], "");
         }
-        let mut sent = 0;
-        let mut send = |frame: &[u8]| {
-            forger.send(frame);
-            sent += 1;
-        };
-        let here =
-            [["172.18.0.2", "fd00:172:18::2"], ["10.244.1.1", "fd00:10:244:1::1"], ["198.51.100.1", "fd00:51:100::1"]];
-        let of_outside = Forger::outside(&fixture, &outside);
-        for (v6, to) in here.iter().flat_map(|node| [(false, node[0]), (true, node[1])]) {
-            let (from, to) = (address(ITS_POD[usize::from(v6)]), address(to));
-            let datagram = of_outside.udp((from, 5000), (to, 8472), &vxlan(&fixture, v6));
-            send(&datagram);
-            send(&if v6 { behind_an_option(datagram) } else { first_fragment(datagram) });
-            [4, 41, 47].into_iter().for_each(|protocol| send(&of_protocol(&of_outside, from, to, protocol)));
-        }
-        let refused = || {
-            let page = fixture.http(metrics, "/metrics");
-            let line = page.lines().find_map(|line| line.strip_prefix("penstock_tunnel_packets_refused_total "));
-            line.expect("a counter").parse::<u64>().unwrap()
-        };
-        while refused() < sent {
-            assert!(Instant::now() < deadline, "{attach:?}: {} of {sent} refused", refused());
-            std::thread::sleep(Duration::from_millis(20));
-        }
-        assert_eq!((refused(), sockets.heard()), (sent, 0), "{attach:?}: something came out of the tunnel");
-        // A tunnel between pods is their own matter, and so is what else the other node's pods send to this node.
-        let site = fixture.site("test/pod-0");
-        let to = site.address(false).unwrap();
-        let pod = site.namespace.udp(SocketAddr::new(to, 8472)).unwrap();
-        pod.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
-        let from = address(ITS_POD[0]);
-        let is_heard = (0..50).any(|_| {
-            forger.send(&forger.udp((from, 5000), (to, 8472), b"to a pod"));
-            pod.recv(&mut [0; 16]).is_ok()
-        });
-        assert!(is_heard, "{attach:?}: {}", fixture.statistics().join("\n"));
-        assert_eq!(refused(), sent);
+    });
+    let sockets = ReceiverSockets::open(&fixture);
+    let mut forger = Forger::outside(&fixture, &outside);
+    // The other node's own packets come out of the tunnel.
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let node = address("198.51.100.2");
+    while sockets.heard() == 0 {
+        assert!(Instant::now() < deadline, "nothing\n{}", fixture.statistics().join("\n"));
+        forger.send(&forger.udp((node, 5000), (address("198.51.100.1"), 8472), &vxlan(&fixture, false)));
+        std::thread::sleep(Duration::from_millis(20));
     }
+    let mut sent = 0;
+    let mut send = |frame: &[u8]| {
+        forger.send(frame);
+        sent += 1;
+    };
+    let here =
+        [["172.18.0.2", "fd00:172:18::2"], ["10.244.1.1", "fd00:10:244:1::1"], ["198.51.100.1", "fd00:51:100::1"]];
+    let of_outside = Forger::outside(&fixture, &outside);
+    for (v6, to) in here.iter().flat_map(|node| [(false, node[0]), (true, node[1])]) {
+        let (from, to) = (address(ITS_POD[usize::from(v6)]), address(to));
+        let datagram = of_outside.udp((from, 5000), (to, 8472), &vxlan(&fixture, v6));
+        send(&datagram);
+        send(&if v6 { behind_an_option(datagram) } else { first_fragment(datagram) });
+        [4, 41, 47].into_iter().for_each(|protocol| send(&of_protocol(&of_outside, from, to, protocol)));
+    }
+    let refused = || {
+        let page = fixture.http(metrics, "/metrics");
+        let line = page.lines().find_map(|line| line.strip_prefix("penstock_tunnel_packets_refused_total "));
+        line.expect("a counter").parse::<u64>().unwrap()
+    };
+    while refused() < sent {
+        assert!(Instant::now() < deadline, "{} of {sent} refused", refused());
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!((refused(), sockets.heard()), (sent, 0), "something came out of the tunnel");
+    // A tunnel between pods is their own matter, and so is what else the other node's pods send to this node.
+    let site = fixture.site("test/pod-0");
+    let to = site.address(false).unwrap();
+    let pod = site.namespace.udp(SocketAddr::new(to, 8472)).unwrap();
+    pod.set_read_timeout(Some(Duration::from_millis(200))).unwrap();
+    let from = address(ITS_POD[0]);
+    let is_heard = (0..50).any(|_| {
+        forger.send(&forger.udp((from, 5000), (to, 8472), b"to a pod"));
+        pod.recv(&mut [0; 16]).is_ok()
+    });
+    assert!(is_heard, "{}", fixture.statistics().join("\n"));
+    assert_eq!(refused(), sent);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use penstock_bench::probe::{self, EchoServers, EchoService, ProbeOutcome, Protocol, RetryPolicy, Site};
 use penstock_bench::testbed::{
-    Attach, KubeProxy, Namespace, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol,
+    KubeProxy, Namespace, ProxiedPort, ProxiedService, ProxyMode, RouteVia, ServiceProtocol,
 };
 
 use crate::fixture::{Fixture, pods, policy};
@@ -159,45 +159,39 @@ const ADDRESSES: usize = 1_300;
 #[ignore = "sets up hundreds of interfaces, a minute; make test-long runs it"]
 fn beyond_what_workers_know_of_interfaces_node_ports_are_closed() {
     let many = |number: usize| format!("10.200.{}.{}", number / 250, number % 250 + 1);
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        let mut outside = None;
-        let yaml = pods(2) + &policy("none", "pod-1", "  policyTypes: [Egress]\n");
-        let fixture = Fixture::of(&yaml, |cluster, config| {
-            config.attach = attach;
-            let node = &mut cluster.node;
-            let interfaces =
-                (0..INTERFACES).map(|number| format!("link add b{number} type bridge\nlink set b{number} up\n"));
-            let addresses = (0..ADDRESSES).map(|number| format!("address add {}/32 dev lo\n", many(number)));
-            run(node.namespace(), "ip", &["-batch", "-"], &interfaces.chain(addresses).collect::<String>());
-            let machine = node.add_outside("outside").unwrap();
-            let backends = machine.addresses().iter().map(|&to| SocketAddr::new(to, 8080)).collect();
-            let number = NODE_PORTS[0];
-            let port = ProxiedPort { protocol: ServiceProtocol::Tcp, number, node_port: Some(number), backends };
-            let services = vec![ProxiedService {
-                name: "test/beyond".to_owned(),
-                addresses: vec![service(false)],
-                ports: vec![port],
-            }];
-            let own = node.addresses().iter().copied().chain([many(0), many(ADDRESSES - 1)].map(|text| address(&text)));
-            let proxy = KubeProxy { mode: ProxyMode::Nftables, node: own.collect(), services };
-            proxy.install(node.namespace()).unwrap();
-            outside = Some(machine);
-        });
-        let outside = Site::from(&outside.unwrap());
-        let machine = outside.address(false).unwrap();
-        let _server = EchoServers::start(&outside, OUTSIDE, &[EchoService::Tcp(8080)]).unwrap();
-        let reaches = |pod, to, port| {
-            probe::run_one(fixture.site(pod), (OUTSIDE, to), Protocol::Tcp(port), RetryPolicy::default()).unwrap()
-        };
-        let own = *fixture.cluster.node.addresses().iter().find(|address| address.is_ipv4()).unwrap();
-        for to in [own, address(&many(0)), address(&many(ADDRESSES - 1))] {
-            assert_eq!(reaches("test/pod-1", to, NODE_PORTS[0]), ProbeOutcome::Silent, "{attach:?}: by {to}");
-        }
-        assert_eq!(reaches("test/pod-1", machine, 8080), ProbeOutcome::Silent, "{attach:?}");
-        assert_eq!(reaches("test/pod-0", machine, 8080), ProbeOutcome::Reached, "{attach:?}");
-        let is_said = |line: &String| line.contains("more interfaces to other machines than workers know");
-        assert!(fixture.daemon.log().lines().iter().any(is_said), "{attach:?}");
+    let mut outside = None;
+    let yaml = pods(2) + &policy("none", "pod-1", "  policyTypes: [Egress]\n");
+    let fixture = Fixture::of(&yaml, |cluster, _| {
+        let node = &mut cluster.node;
+        let interfaces =
+            (0..INTERFACES).map(|number| format!("link add b{number} type bridge\nlink set b{number} up\n"));
+        let addresses = (0..ADDRESSES).map(|number| format!("address add {}/32 dev lo\n", many(number)));
+        run(node.namespace(), "ip", &["-batch", "-"], &interfaces.chain(addresses).collect::<String>());
+        let machine = node.add_outside("outside").unwrap();
+        let backends = machine.addresses().iter().map(|&to| SocketAddr::new(to, 8080)).collect();
+        let number = NODE_PORTS[0];
+        let port = ProxiedPort { protocol: ServiceProtocol::Tcp, number, node_port: Some(number), backends };
+        let services =
+            vec![ProxiedService { name: "test/beyond".to_owned(), addresses: vec![service(false)], ports: vec![port] }];
+        let own = node.addresses().iter().copied().chain([many(0), many(ADDRESSES - 1)].map(|text| address(&text)));
+        let proxy = KubeProxy { mode: ProxyMode::Nftables, node: own.collect(), services };
+        proxy.install(node.namespace()).unwrap();
+        outside = Some(machine);
+    });
+    let outside = Site::from(&outside.unwrap());
+    let machine = outside.address(false).unwrap();
+    let _server = EchoServers::start(&outside, OUTSIDE, &[EchoService::Tcp(8080)]).unwrap();
+    let reaches = |pod, to, port| {
+        probe::run_one(fixture.site(pod), (OUTSIDE, to), Protocol::Tcp(port), RetryPolicy::default()).unwrap()
+    };
+    let own = *fixture.cluster.node.addresses().iter().find(|address| address.is_ipv4()).unwrap();
+    for to in [own, address(&many(0)), address(&many(ADDRESSES - 1))] {
+        assert_eq!(reaches("test/pod-1", to, NODE_PORTS[0]), ProbeOutcome::Silent, "by {to}");
     }
+    assert_eq!(reaches("test/pod-1", machine, 8080), ProbeOutcome::Silent);
+    assert_eq!(reaches("test/pod-0", machine, 8080), ProbeOutcome::Reached);
+    let is_said = |line: &String| line.contains("more interfaces to other machines than workers know");
+    assert!(fixture.daemon.log().lines().iter().any(is_said));
 }
 
 /// How many packets a line of the statistics says were denied for their sender.

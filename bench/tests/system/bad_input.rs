@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::testbed::{Daemon, DaemonConfig, Outside, Privileges, ScratchDir, network_state};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir, network_state};
 
 use crate::fixture::{pod, pods};
 
@@ -13,7 +13,6 @@ struct UnstartedNode {
     config: DaemonConfig,
     privileges: Privileges,
     scratch: ScratchDir,
-    outside: Option<Outside>,
 }
 
 impl UnstartedNode {
@@ -24,7 +23,7 @@ impl UnstartedNode {
         std::fs::write(manifests.join("all.yaml"), pods(2)).unwrap();
         let cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
         let config = DaemonConfig::new(&cluster.name, &manifests);
-        Self { cluster, config, privileges: Privileges::All, scratch, outside: None }
+        Self { cluster, config, privileges: Privileges::All, scratch }
     }
 
     fn manifest(&self, name: &str, text: &str) {
@@ -42,21 +41,6 @@ const CASES: &[BadInput] = &[
         "a core that does not exist",
         |node| node.config.sections += "[workers]\ncores = [999]\n",
         &["workers.cores", "999"],
-    ),
-    (
-        "a missing interface",
-        |node| node.config.keys = "uplinks = [\"eth9\"]\n".into(),
-        &["uplinks", "eth9", "does not exist"],
-    ),
-    (
-        "an interface that is down",
-        |node| {
-            let outside = node.outside.insert(node.cluster.node.add_outside("outside").unwrap());
-            let netlink = node.cluster.node.netlink();
-            netlink.set_down(netlink.index(outside.interface()).unwrap()).unwrap();
-            node.config.keys = format!("uplinks = [\"{}\"]\n", outside.interface());
-        },
-        &["uplinks", "eth1", "is down", "set it up"],
     ),
     (
         "an address of two pods",

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use penstock_bench::probe::{EchoConnection, Site};
-use penstock_bench::testbed::{Attach, CapturedFrame, PacketCapture, penstock_binary, read_packets};
+use penstock_bench::testbed::{CapturedFrame, PacketCapture, penstock_binary, read_packets};
 use penstock_replay::capture::Captures;
 
 use crate::fixture::{Fixture, pod, pods, policy};
@@ -29,12 +29,11 @@ struct Offered {
 }
 
 impl Offered {
-    fn with(settings: &str, attach: Attach) -> Self {
+    fn with(settings: &str) -> Self {
         let mut socket = PathBuf::new();
         let fixture = Fixture::of(&(pods(3) + &policy("served", "pod-1", ONLY_POD_0)), |_, config| {
             let directory = config.manifests.parent().unwrap();
             socket = directory.join("capture.sock");
-            config.attach = attach;
             config.metrics = Some(METRICS);
             config.conntrack = format!("mapping = \"{}/run/conntrack\"\nentries = 4096\n", directory.display());
             config.sections += &format!("[capture]\nsocket = \"{}\"\n{settings}", socket.display());
@@ -43,7 +42,7 @@ impl Offered {
     }
 
     fn start() -> Self {
-        Self::with("", Attach::of_run())
+        Self::with("")
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -260,7 +259,7 @@ impl Offered {
 #[test]
 fn a_filter_and_limits_leave_out_the_rest() {
     // Beside the verdict log, which has the same packets.
-    let node = Offered::with("[verdict_log]\noutput = \"verdicts.jsonl\"\neach_second = 1000\n", Attach::of_run());
+    let node = Offered::with("[verdict_log]\noutput = \"verdicts.jsonl\"\neach_second = 1000\n");
     let [pod_0, pod_1, pod_2] = ["test/pod-0", "test/pod-1", "test/pod-2"].map(|name| node.site(name));
     let (from_0, from_2, _at_1) = (socket(pod_0, PORT), socket(pod_2, PORT), socket(pod_1, PORT));
     let expression = format!("udp dst port {PORT} and host {}", pod_2.address(false).unwrap());
@@ -336,7 +335,7 @@ fn each_limit_ends_a_capture_and_filters_leave_out_the_rest() {
 
 #[test]
 fn offloaded_connections_are_captured_and_go_back_afterwards() {
-    let mut node = Offered::with("", Attach::Tcx);
+    let mut node = Offered::with("");
     let flow = {
         let client = node.site("test/pod-0");
         let target = node.fixture.target("test/pod-1", false);
@@ -393,7 +392,7 @@ fn offloaded_connections_are_captured_and_go_back_afterwards() {
 
 #[test]
 fn a_capture_follows_its_pod_to_another_interface() {
-    let mut node = Offered::with("[workers]\ncores = [0, 1]\n", Attach::of_run());
+    let mut node = Offered::with("[workers]\ncores = [0, 1]\n");
     let (v4, v6) = ("10.244.1.77", "fd00:10:244:1::77");
     node.fixture.save("late.yaml", pod("late", v4, v6).trim_start_matches("---\n"));
     let deadline = Instant::now() + LIMIT;
@@ -447,7 +446,7 @@ fn a_capture_follows_its_pod_to_another_interface() {
 
 #[test]
 fn an_unread_capture_loses_only_packets_of_its_own() {
-    let node = Offered::with("queue = 8\n", Attach::of_run());
+    let node = Offered::with("queue = 8\n");
     let client = node.site("test/pod-0");
     let target = node.fixture.target("test/pod-1", false);
     let flow = EchoConnection::open(&client.namespace, target, 8080, LIMIT).unwrap();

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use penstock_bench::probe::Site;
-use penstock_bench::testbed::{Attach, Outside, ServiceProcess};
+use penstock_bench::testbed::{Outside, ServiceProcess};
 
 use crate::fixture::{Fixture, pods};
 
@@ -127,12 +127,12 @@ fn exchange(stream: &mut TcpStream) {
 const A: u8 = 1;
 const AAAA: u8 = 28;
 
-fn pods_reach_what_their_resolver_says(attach: Attach) {
+#[test]
+fn pods_reach_what_their_resolver_says() {
     let (mut world, mut state) = (None, PathBuf::new());
     let mut fixture = Fixture::of(&pods(1), |cluster, config| {
         world = Some(World::start(cluster.node.add_outside("outside").unwrap()));
         state = config.manifests.parent().unwrap().join("run");
-        config.attach = attach;
         config.conntrack = format!("mapping = \"{}/conntrack\"\nentries = 4096\n", state.display());
         let resolver = world.as_ref().unwrap().addresses[0];
         config.sections += &format!("[domain_names]\nresolvers = [\"{resolver}\"]\nmin_ttl = \"1s\"\n");
@@ -194,16 +194,6 @@ fn octets(address: IpAddr) -> Vec<u8> {
         IpAddr::V4(v4) => v4.octets().to_vec(),
         IpAddr::V6(v6) => v6.octets().to_vec(),
     }
-}
-
-#[test]
-fn pods_reach_what_their_resolver_says_with_xdp() {
-    pods_reach_what_their_resolver_says(Attach::Xdp);
-}
-
-#[test]
-fn pods_reach_what_their_resolver_says_with_tcx() {
-    pods_reach_what_their_resolver_says(Attach::Tcx);
 }
 
 /// A resolver in a namespace, with these arguments.

@@ -3,8 +3,6 @@
 use std::net::IpAddr;
 use std::time::Duration;
 
-use penstock_bench::testbed::Attach;
-
 use crate::fixture::{Fixture, pods, policy};
 use crate::forger::{Forger, count, count_to};
 
@@ -42,41 +40,36 @@ fn reversed(forger: &Forger, from: IpAddr, to: IpAddr, payload: &[u8], id: u16) 
 
 #[test]
 fn fragments_before_their_first_pass_where_policy_allows_it() {
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        let fixture = Fixture::of(&(pods(3) + &policy("only", "pod-1", ONLY_POD_0)), |_, config| {
-            config.attach = attach;
-        });
-        let (allowed, denied, to) =
-            (fixture.site("test/pod-0"), fixture.site("test/pod-2"), fixture.site("test/pod-1"));
-        let mut forgers = ["test/pod-0", "test/pod-2"].map(|pod| Forger::of(&fixture, pod));
-        let mut buffer = [0; 2 * LONG];
-        for v6 in [false, true] {
-            let there = to.address(v6).unwrap();
-            let sink = to.namespace.udp((there, PORT)).unwrap();
-            sink.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
-            let mut rounds = 0;
-            loop {
-                rounds += 1;
-                assert!(rounds < 6, "{attach:?}, v6 {v6}: {:#?}", fixture.statistics());
-                let payload = [rounds as u8; LONG];
-                let frames = reversed(&forgers[0], allowed.address(v6).unwrap(), there, &payload, rounds);
-                assert_eq!(frames.len(), 3);
-                frames.iter().for_each(|frame| forgers[0].send(frame));
-                // On a machine without time a fragment may be held for too long.
-                if sink.recv(&mut buffer).is_ok_and(|length| buffer[..length] == payload) {
-                    break;
-                }
+    let fixture = Fixture::of(&(pods(3) + &policy("only", "pod-1", ONLY_POD_0)), |_, _| {});
+    let (allowed, denied, to) = (fixture.site("test/pod-0"), fixture.site("test/pod-2"), fixture.site("test/pod-1"));
+    let mut forgers = ["test/pod-0", "test/pod-2"].map(|pod| Forger::of(&fixture, pod));
+    let mut buffer = [0; 2 * LONG];
+    for v6 in [false, true] {
+        let there = to.address(v6).unwrap();
+        let sink = to.namespace.udp((there, PORT)).unwrap();
+        sink.set_read_timeout(Some(Duration::from_secs(2))).unwrap();
+        let mut rounds = 0;
+        loop {
+            rounds += 1;
+            assert!(rounds < 6, "v6 {v6}: {:#?}", fixture.statistics());
+            let payload = [rounds as u8; LONG];
+            let frames = reversed(&forgers[0], allowed.address(v6).unwrap(), there, &payload, rounds);
+            assert_eq!(frames.len(), 3);
+            frames.iter().for_each(|frame| forgers[0].send(frame));
+            // On a machine without time a fragment may be held for too long.
+            if sink.recv(&mut buffer).is_ok_and(|length| buffer[..length] == payload) {
+                break;
             }
-            if rounds == 1 && !v6 {
-                assert_eq!(count(&fixture, "test/pod-0", "fragment"), 0, "none counts as dropped");
-            }
-            let frames = reversed(&forgers[1], denied.address(v6).unwrap(), there, &[9; LONG], 9);
-            frames.iter().for_each(|frame| forgers[1].send(frame));
-            let of_families = 1 + u64::from(v6);
-            assert_eq!(count_to(&fixture, "test/pod-2", "ingress_denied", of_families), of_families);
-            assert_eq!(count_to(&fixture, "test/pod-2", "fragment", 2 * of_families), 2 * of_families, "each once");
-            sink.set_nonblocking(true).unwrap();
-            assert!(sink.recv(&mut buffer).is_err(), "what policy denies does not arrive");
         }
+        if rounds == 1 && !v6 {
+            assert_eq!(count(&fixture, "test/pod-0", "fragment"), 0, "none counts as dropped");
+        }
+        let frames = reversed(&forgers[1], denied.address(v6).unwrap(), there, &[9; LONG], 9);
+        frames.iter().for_each(|frame| forgers[1].send(frame));
+        let of_families = 1 + u64::from(v6);
+        assert_eq!(count_to(&fixture, "test/pod-2", "ingress_denied", of_families), of_families);
+        assert_eq!(count_to(&fixture, "test/pod-2", "fragment", 2 * of_families), 2 * of_families, "each once");
+        sink.set_nonblocking(true).unwrap();
+        assert!(sink.recv(&mut buffer).is_err(), "what policy denies does not arrive");
     }
 }

@@ -5,7 +5,7 @@ use std::process::Output;
 use std::time::{Duration, Instant};
 
 use penstock_bench::probe::{self, ProbeOutcome, Protocol, RetryPolicy};
-use penstock_bench::testbed::{Attach, DaemonConfig, penstock_binary};
+use penstock_bench::testbed::{DaemonConfig, penstock_binary};
 
 use crate::fixture::{Fixture, pods, policy};
 
@@ -18,7 +18,6 @@ const CLASSIFYING: &str = "protocol all u32 match u32 0 0 flowid 1:1";
 const DIVERTING: &str = "protocol all u32 match u32 0 0 action mirred egress redirect dev sent";
 
 fn by_filters(config: &mut DaemonConfig) {
-    config.attach = Attach::Tcx;
     config.environment.push(("PENSTOCK_FORCE_CLSACT".into(), "1".into()));
 }
 

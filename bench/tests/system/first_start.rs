@@ -11,7 +11,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use penstock_admin::client::Client;
 use penstock_admin::types::Status;
 use penstock_bench::cluster::{Cluster, read_objects};
-use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, Namespace, Outside, ScratchDir};
+use penstock_bench::testbed::{Daemon, DaemonConfig, Namespace, Outside, ScratchDir};
 
 use crate::fixture::{pods, policy};
 
@@ -118,7 +118,7 @@ struct Node {
 }
 
 impl Node {
-    fn new(attach: Attach) -> Self {
+    fn new() -> Self {
         let scratch = ScratchDir::new().unwrap();
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests).unwrap();
@@ -126,7 +126,7 @@ impl Node {
         let mut cluster = Cluster::build(&read_objects(&manifests).unwrap()).unwrap();
         let outside = cluster.node.add_outside("outside").unwrap();
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
-        (config.attach, config.admin) = (attach, Some(scratch.path().join("admin.sock")));
+        config.admin = Some(scratch.path().join("admin.sock"));
         Self { cluster, outside, config, scratch }
     }
 
@@ -248,8 +248,8 @@ fn keep_busy(mut connections: Vec<Connection>, is_over: &AtomicBool) -> Result<u
     Ok(rounds)
 }
 
-fn none_breaks(attach: Attach, count: usize) {
-    let node = Node::new(attach);
+fn none_breaks(count: usize) {
+    let node = Node::new();
     let (busy, mut others): (Vec<_>, Vec<_>) =
         node.open(count).into_iter().partition(|connection| connection.kind == Kind::Busy);
     assert!(node.opens(OTHER), "nothing is denied");
@@ -269,17 +269,15 @@ fn none_breaks(attach: Attach, count: usize) {
         let (is_allowed, is_denied) = (node.opens(PORT), !node.opens(OTHER));
         is_over.store(true, Ordering::Relaxed);
         let rounds = busy.join().unwrap();
-        assert!(found.is_none() && rounds.is_ok(), "{attach:?}: {found:?} {rounds:?}\n{}", log());
-        assert!(is_allowed && is_denied, "{attach:?}: what policies allow, and what not: {is_allowed} {is_denied}");
-        println!("{attach:?}: {count} connections, {rounds:?} rounds of the busy ones");
+        assert!(found.is_none() && rounds.is_ok(), "{found:?} {rounds:?}\n{}", log());
+        assert!(is_allowed && is_denied, "what policies allow, and what not: {is_allowed} {is_denied}");
+        println!("{count} connections, {rounds:?} rounds of the busy ones");
     });
 }
 
 #[test]
 fn no_connection_breaks_on_the_day_of_installation() {
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        none_breaks(attach, 200);
-    }
+    none_breaks(200);
 }
 
 #[test]
@@ -287,7 +285,5 @@ fn no_connection_breaks_on_the_day_of_installation() {
 fn none_of_a_thousand_breaks_on_the_day_of_installation() {
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
     setrlimit(Resource::RLIMIT_NOFILE, most, most).unwrap();
-    for attach in [Attach::Tcx, Attach::Xdp] {
-        none_breaks(attach, 1000);
-    }
+    none_breaks(1000);
 }

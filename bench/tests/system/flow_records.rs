@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 use nix::sys::socket::{setsockopt, sockopt};
 use penstock_bench::cluster::Cluster;
 use penstock_bench::probe::Site;
-use penstock_bench::testbed::{Attach, DaemonConfig, ScratchDir, ServiceProcess};
+use penstock_bench::testbed::{DaemonConfig, ScratchDir, ServiceProcess};
 use serde_json::Value;
 
 use crate::fixture::{Fixture, pods, policy};
@@ -31,10 +31,6 @@ struct Recorded {
 }
 
 impl Recorded {
-    fn with(attach: Attach) -> Self {
-        Self::configured(|_, config| config.attach = attach)
-    }
-
     /// `more`: of the configuration, where the section of flow records is the last one.
     fn configured(more: impl FnOnce(&mut Cluster, &mut DaemonConfig)) -> Self {
         let mut file = PathBuf::new();
@@ -147,8 +143,9 @@ fn exchange((client, server): &mut (TcpStream, TcpStream), length: usize) {
     client.read_exact(&mut buffer[..6]).unwrap();
 }
 
-fn each_kind_of_flow_has_its_records(attach: Attach) {
-    let node = Recorded::with(attach);
+#[test]
+fn each_kind_of_flow_has_its_records() {
+    let node = Recorded::configured(|_, _| {});
     assert_eq!(std::fs::metadata(&node.file).unwrap().permissions().mode() & 0o777, 0o600);
 
     // Datagrams are counted to the byte: the IP and UDP headers, and what they carry.
@@ -229,18 +226,8 @@ fn each_kind_of_flow_has_its_records(attach: Attach) {
 }
 
 #[test]
-fn each_kind_of_flow_has_its_records_by_xdp() {
-    each_kind_of_flow_has_its_records(Attach::Xdp);
-}
-
-#[test]
-fn each_kind_of_flow_has_its_records_by_tcx() {
-    each_kind_of_flow_has_its_records(Attach::Tcx);
-}
-
-#[test]
 fn traffic_until_the_end_of_the_daemon_is_recorded() {
-    let node = Recorded::with(Attach::of_run());
+    let node = Recorded::configured(|_, _| {});
     let mut connection = connect(&node);
     let port = connection.0.local_addr().unwrap().port();
     exchange(&mut connection, 10_000);

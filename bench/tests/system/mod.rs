@@ -1,7 +1,6 @@
 //! The real daemon on real veths: every test builds a node of its own in network namespaces, starts
 //! `penstock run` in it and sends packets. Needs root and a built `penstock`.
 
-mod attach;
 mod bad_input;
 mod capture;
 mod connections;
@@ -26,4 +25,3 @@ mod privileges;
 mod rules;
 mod transfer;
 mod trial;
-mod xdp_mode;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
@@ -145,10 +145,8 @@ fn status_flows_and_metrics_match_the_packets() {
         assert_eq!(pod.connections > 0, name == "test/pod-0", "who opens a connection has it: {pod:?}");
         let port = status.ports.iter().find(|port| port.pod.as_deref() == Some(name)).unwrap();
         assert!(port.rate.rx_packets > 100.0 && port.total.tx_bytes > 100_000, "{port:?}");
-        // The socket is the port's own, or that of the worker's pair.
-        let of_socket =
-            if port.mode == "tcx" { status.ports.iter().find(|port| port.kind == "pair") } else { Some(port) };
-        let queue = &of_socket.unwrap().queue;
+        // The socket is that of the worker's pair.
+        let queue = &status.ports.iter().find(|port| port.kind == "pair").unwrap().queue;
         assert!(queue.receiving > 0 && queue.size >= queue.receiving, "{queue:?}");
     }
     assert_eq!(status.drops.get("ingress_denied"), Some(&3), "three attempts: {:?}", status.drops);
@@ -163,11 +161,10 @@ fn status_flows_and_metrics_match_the_packets() {
     assert_eq!((found.from.name.as_deref(), found.to.name.as_deref()), (Some("test/pod-0"), Some("test/pod-1")));
     assert_eq!((found.to.port, found.protocol.as_str(), found.egress.as_str()), (8080, "TCP", "open"));
     assert!(found.ingress.starts_with("test-ingress-only-0"), "{found:?}");
-    let is_tcx = status.ports.iter().any(|port| port.mode == "tcx");
     for sent in [found.sent, found.received] {
-        // Each message is a segment with at least its headers. Without programs that count there is no counter.
+        // Each message is a segment with at least its headers.
         let is_counted = sent.map(|sent| sent.packets >= 2_000 && sent.bytes >= 40 * sent.packets);
-        assert_eq!(is_counted, is_tcx.then_some(true), "{found:?}");
+        assert_eq!(is_counted, Some(true), "{found:?}");
     }
     assert_eq!(open.flows(&FlowsQuery { protocol: Some("SCTP".into()), ..Default::default() }).matching, 0);
 
@@ -179,7 +176,7 @@ fn status_flows_and_metrics_match_the_packets() {
     assert_eq!(sum(&metrics, "penstock_connections", &["state=\"ESTABLISHED\""]), 1.0);
     assert_eq!(sum(&metrics, "penstock_umem_capacity_frames", &[]), f64::from(frames.total));
     let iterations = sum(&metrics, "penstock_worker_poll_iteration_seconds_count", &[]);
-    // With tcx nearly all packets pass without a worker.
+    // Nearly all packets pass without a worker.
     let offloaded = sum(&metrics, "penstock_offloaded_packets_total", &[]);
     let busy = sum(&metrics, "penstock_worker_busy_seconds_total", &[]);
     assert!(iterations + offloaded >= 1_000.0 && busy > 0.0, "{iterations} {offloaded}");
@@ -198,12 +195,10 @@ fn a_log_line_says_what_starts_and_where_it_is_asked() {
     let version = String::from_utf8(output.stdout).unwrap();
     let status = open.status();
     let cores: Vec<_> = status.workers.iter().map(|worker| worker.core).collect();
-    let attach = DaemonConfig::new("", Path::new("")).attach.name();
     for part in [
         format!(" {} starts ", version.trim()),
         format!(" node={} ", open.fixture.cluster.name),
         format!(" cores={cores:?} "),
-        format!(" attach=\"{attach}\" "),
         format!(" source=\"manifests in {}\" ", open.fixture.manifests.display()),
         format!(" admin={} ", open.socket.display()),
         format!(" metrics={METRICS}"),

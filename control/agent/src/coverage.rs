@@ -1,10 +1,11 @@
 //! Names the pods on which policy is not enforced, and why. Every pod of this node is served or closed, or it is named here.
 
-use std::collections::{BTreeMap, BTreeSet};
+use crate::discovery::NetworkState;
+use std::collections::BTreeSet;
 
 use penstock_policy::model::{ObjectKey, Pod};
 
-use crate::discovery::{Bindings, NetworkState, PodProblem};
+use crate::discovery::{Bindings, PodProblem};
 
 /// Something that policy is about and that is not enforced.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -60,36 +61,6 @@ pub(crate) fn of_pods<'a>(
                 _ if is_covered => {}
                 _ => add(problem),
             }
-        }
-    }
-    found
-}
-
-/// With `attach = "xdp"`: the pods under policy whose bridge has a port without a program of ours. Programs are on what comes in by a port, and
-/// the bridge hands it to the others.
-pub(crate) fn of_bridges<'a>(
-    under_policy: impl IntoIterator<Item = &'a Pod>,
-    bindings: &Bindings,
-    netstate: &NetworkState,
-    is_watched: impl Fn(u32) -> bool,
-) -> BTreeSet<NotEnforced> {
-    let mut unwatched: BTreeMap<u32, Vec<&str>> = BTreeMap::new();
-    for link in netstate.links.values().filter(|link| !is_watched(link.index)) {
-        if let Some(bridge) = netstate.bridge(link) {
-            unwatched.entry(bridge.index).or_default().push(&link.name);
-        }
-    }
-    let mut found = BTreeSet::new();
-    for pod in under_policy.into_iter().filter(|pod| !pod.lifetime.leaving) {
-        let links = bindings.links_of(&pod.key).filter_map(|index| netstate.links.get(&index));
-        for (bridge, ports) in links.filter_map(|link| unwatched.get_key_value(&link.master?)) {
-            let bridge = netstate.links.get(bridge).map_or("", |bridge| &bridge.name);
-            let reason = format!(
-                "pod {}: with attach = \"xdp\" policy is not enforced on what comes to it from {}, which its bridge {bridge} has as a port beside pods; take it off the bridge, or set attach = \"tcx\"",
-                pod.key,
-                ports.join(", ")
-            );
-            found.insert(NotEnforced { pod: Some(pod.key.clone()), reason });
         }
     }
     found
@@ -202,34 +173,5 @@ mod tests {
             let found: Vec<&str> = found.iter().map(|one| &*one.pod.as_ref().unwrap().name).collect();
             assert_eq!(found, expected, "{what}");
         }
-    }
-
-    #[test]
-    fn a_pod_whose_bridge_others_share_is_named() {
-        let on = |index: u32, name: &str, master| Link { master, ..Link::veth(index, name) };
-        let bridge = |index, name: &str| Link { bridge: true, veth: false, ..Link::veth(index, name) };
-        let links = [
-            bridge(1, "cni0"),
-            bridge(2, "cni1"),
-            on(3, "veth3", Some(1)),
-            on(4, "veth4", Some(2)),
-            on(5, "veth5", None),
-            on(6, "closed6", Some(2)),
-            on(7, "eth7", Some(1)),
-            on(8, "tap8", Some(1)),
-        ];
-        let pods = [pod("shared", "10.1.1.3"), pod("alone", "10.1.1.4"), pod("routed", "10.1.1.5")];
-        let routes = (3..=5).map(|link| HostRoute { destination: format!("10.1.1.{link}").parse().unwrap(), link });
-        let links = links.into_iter().map(|link| (link.index, link)).collect();
-        let netstate = NetworkState { links, routes: routes.collect(), ..NetworkState::default() };
-        let mut bindings = Bindings::default();
-        bindings.update(Vec::new(), &netstate, &pods);
-        let found = of_bridges(&pods, &bindings, &netstate, |link| (3..=6).contains(&link));
-        let found: Vec<&NotEnforced> = found.iter().collect();
-        let [NotEnforced { pod: Some(named), reason }] = found[..] else { panic!("{found:?}") };
-        assert_eq!(*named, key("shared"));
-        assert!(reason.contains("from eth7, tap8, which its bridge cni0 has"), "{reason}");
-        assert!(of_bridges(&pods, &bindings, &netstate, |_| true).is_empty());
-        assert!(of_bridges(&[], &bindings, &netstate, |_| false).is_empty());
     }
 }

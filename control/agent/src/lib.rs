@@ -31,7 +31,6 @@ mod metrics;
 mod naming;
 mod new_pods;
 mod node_context;
-mod node_path;
 mod nonblocking_writer;
 mod objects;
 mod operation;
@@ -210,9 +209,6 @@ fn run_with(
     privileges::drop_to_startup().context("privileges cannot be given up")?;
     // Threads that begin from here on stay.
     drop(hurry);
-    if let Some(reason) = &settings.not_tcx {
-        tracing::info!("attach: xdp, not tcx ({reason})");
-    }
     let runtime = runtime().map_err(RunError::failed)?;
     logging::use_nonblocking_writers();
     let ended = runtime.block_on(daemon::run(layers, loaded, &settings, rejected, mode));
@@ -244,12 +240,12 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
     findings.extend(objects.wrong_node().map(PreflightFinding::not_ready));
     runtime.block_on(async {
         findings.extend(check_metrics_port(config).await);
-        match Netlink::open(config.host_veth.table) {
+        match Netlink::open() {
             Err(error) => findings.push(PreflightFinding::error(error.to_string())),
             Ok((netlink, _)) => {
-                findings.extend(preflight::network(&settings, &netlink).await);
+                findings.extend(preflight::network());
                 findings.extend(preflight::programs(&settings));
-                findings.extend(preflight::attachable(&settings));
+                findings.push(preflight::attachable(&settings));
                 match netlink.network_state().await {
                     Ok(netstate) => {
                         let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
@@ -269,8 +265,8 @@ pub fn check(config: &Config, source: CheckedSource) -> io::Result<Vec<Preflight
 pub struct CleanedUp {
     /// How many interfaces had a pinned program.
     pub programs: usize,
-    /// Whether the host veth pair or its rules existed.
-    pub host_veth: bool,
+    /// Whether there were workers' veth pairs.
+    pub worker_pairs: bool,
     /// How many files of the state directory: the connection table, what stands beside it, and the admin socket.
     pub files: usize,
 }
@@ -279,14 +275,14 @@ pub struct CleanedUp {
 /// `conntrack.mapping` and `admin.socket`. Fails while a daemon runs.
 pub fn cleanup(config: &Config) -> Result<CleanedUp, RunError> {
     runtime().map_err(RunError::failed)?.block_on(async {
-        let (netlink, _) = Netlink::open(config.host_veth.table).map_err(RunError::bad_input)?;
+        let (netlink, _) = Netlink::open().map_err(RunError::bad_input)?;
         let in_use = connections::lock_for_removal(config)?;
-        let host_veth = clear_leftovers(&netlink, &config.host_veth).await.map_err(RunError::bad_input)?;
+        let worker_pairs = clear_leftovers(&netlink).await.map_err(RunError::bad_input)?;
         let programs = daemon::clear_pins(&config.fail.pins)
             .map_err(|error| RunError::bad_input(format!("fail.pins: {error}")))?;
         let files = connections::remove_state(config, in_use)?;
         haste::restore_after_kill();
-        Ok(CleanedUp { programs, host_veth, files })
+        Ok(CleanedUp { programs, worker_pairs, files })
     })
 }
 

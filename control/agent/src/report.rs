@@ -7,12 +7,12 @@ use penstock_dataplane::io::FrameAccount;
 use penstock_dataplane::worker::DataplaneStatistics;
 use penstock_xdp_redirect::ProgramOutcomeCounts;
 
-use super::ports::{PortRole, PortXdpCounters};
+use super::ports::{PortOutcomes, PortRole};
 
 /// One table of the ports and of the interfaces that wait for their pod, and one of the workers.
 pub(super) fn statistics(
     statistics: &DataplaneStatistics,
-    ports: &[PortXdpCounters],
+    ports: &[PortOutcomes],
     closed_interfaces: &[(String, ProgramOutcomeCounts)],
 ) -> String {
     align_columns(&port_rows(statistics, ports, closed_interfaces)) + &align_columns(&worker_rows(statistics))
@@ -20,18 +20,17 @@ pub(super) fn statistics(
 
 fn port_rows(
     statistics: &DataplaneStatistics,
-    ports: &[PortXdpCounters],
+    ports: &[PortOutcomes],
     closed_interfaces: &[(String, ProgramOutcomeCounts)],
 ) -> Vec<Vec<String>> {
-    let heading = ["PORT", "INTERFACE", "POD", "RX", "TX", "DROPPED", "BY CAUSE", "XDP"];
+    let heading = ["PORT", "INTERFACE", "POD", "RX", "TX", "DROPPED", "BY CAUSE", "OUTCOMES"];
     let mut rows = vec![heading.map(str::to_owned).to_vec()];
     for counters in &statistics.ports {
         let port = ports.iter().find(|port| port.id == counters.port);
         let behind = match port {
-            Some(PortXdpCounters { pod: Some(pod), .. }) => pod.to_string(),
-            Some(PortXdpCounters { role: PortRole::Host, .. }) => "(node)".to_owned(),
-            Some(PortXdpCounters { role: PortRole::Uplink, .. }) => "(uplink)".to_owned(),
-            Some(PortXdpCounters { role: PortRole::Pair, .. }) => "(pair)".to_owned(),
+            Some(PortOutcomes { pod: Some(pod), .. }) => pod.to_string(),
+            Some(PortOutcomes { role: PortRole::Host, .. }) => "(node)".to_owned(),
+            Some(PortOutcomes { role: PortRole::Pair, .. }) => "(pair)".to_owned(),
             _ => "(no pod)".to_owned(),
         };
         let outcomes = port.and_then(|port| port.outcomes);

@@ -4,34 +4,16 @@ use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::{Pid, SysconfVar, sysconf};
 use penstock_dataplane::conntrack;
 use penstock_dataplane::io::takes_long_packets;
-use penstock_xdp_redirect::{ConnectionMaps, MAX_TCX_WORKERS, TcxOptions, TcxPrograms, quietly};
+use penstock_xdp_redirect::{ConnectionMaps, LARGEST_NATIVE_MTU, MAX_TCX_WORKERS, TcxOptions, TcxPrograms, quietly};
 
-use super::config::{AttachSetting, Config, HostRouting, XdpMode};
+use super::config::{Config, HostRouting};
 use super::connections::map_sizes;
 use crate::discovery::PortLimits;
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Attach {
-    Xdp,
-    Tcx,
-}
-
-impl Attach {
-    pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Xdp => "xdp",
-            Self::Tcx => "tcx",
-        }
-    }
-}
 
 /// A configuration, with what was decided for this start. Nothing of it changes while the daemon runs.
 #[derive(Clone, Debug)]
 pub(super) struct Settings<'c> {
     pub(super) config: &'c Config,
-    pub(super) attach: Attach,
-    /// Why programs do not attach by tcx, where the configuration leaves that open.
-    pub(super) not_tcx: Option<String>,
     /// The workers' cores, or why they cannot be used, which refuses the start.
     pub(super) cores: Result<Vec<u16>, String>,
     pub(super) usable_cores: Vec<u16>,
@@ -40,24 +22,19 @@ pub(super) struct Settings<'c> {
 }
 
 impl<'c> Settings<'c> {
-    /// Decides for this machine, which takes about a second where programs are tried. Changes nothing.
+    /// Decides for this machine. Changes nothing.
     pub(super) fn decide(config: &'c Config) -> Self {
         let set = sched_getaffinity(Pid::from_raw(0)).unwrap_or_default();
         let usable = (0..CpuSet::count()).filter(|&core| set.is_set(core).unwrap_or(false)).map(|core| core as u16);
         let online = sysconf(SysconfVar::_NPROCESSORS_ONLN).ok().flatten();
         let online = online.and_then(|online| usize::try_from(online).ok());
-        Self::of(config, choose_attach(config), usable.collect(), online)
+        Self::of(config, usable.collect(), online)
     }
 
     /// Decides for a machine with so many cores online, of which this process may run on some.
-    pub(super) fn of(
-        config: &'c Config,
-        (attach, not_tcx): (Attach, Option<String>),
-        usable_cores: Vec<u16>,
-        online: Option<usize>,
-    ) -> Self {
+    pub(super) fn of(config: &'c Config, usable_cores: Vec<u16>, online: Option<usize>) -> Self {
         let cores = Err(String::new());
-        let mut settings = Self { config, attach, not_tcx, cores, usable_cores, serves_each_core: false };
+        let mut settings = Self { config, cores, usable_cores, serves_each_core: false };
         // With cores of its own, or some that are others', the process does not know where pods run.
         settings.serves_each_core =
             config.workers.cores.is_none() && settings.offloads() && online == Some(settings.usable_cores.len());
@@ -89,7 +66,7 @@ impl<'c> Settings<'c> {
     /// Whether the kernel's programs forward packets of established connections. They read the connection table in an
     /// order that x86-64 keeps without barriers.
     pub(super) fn offloads(&self) -> bool {
-        self.config.offload && self.attach == Attach::Tcx && cfg!(target_arch = "x86_64")
+        self.config.offload && cfg!(target_arch = "x86_64")
     }
 
     /// Whether packets may pass the node's stack by, to other machines and from them.
@@ -97,35 +74,17 @@ impl<'c> Settings<'c> {
         self.offloads() && self.config.host_routing == HostRouting::Auto
     }
 
-    /// Whether workers take packets of several frames. In generic mode a pod's stack hands over what it would segment, which is no
-    /// packet.
-    pub(super) fn takes_long_packets(&self) -> bool {
-        takes_long_packets() && (self.attach == Attach::Tcx || self.config.xdp.mode == XdpMode::Native)
-    }
-
     /// Bytes of the longest packet that workers take: of several frames, where the kernel hands them over.
     pub(super) fn longest_packet(&self) -> u32 {
-        if self.takes_long_packets() { u16::MAX.into() } else { self.config.umem.frame_size.largest_packet() }
+        match takes_long_packets() {
+            true => u16::MAX.into(),
+            false => self.config.umem.frame_size.largest_packet().min(LARGEST_NATIVE_MTU),
+        }
     }
 
     pub(super) fn port_limits(&self) -> PortLimits<'_> {
-        PortLimits {
-            node: self.config.node.as_str(),
-            largest: self.longest_packet(),
-            main_table_only: self.attach == Attach::Xdp,
-        }
+        PortLimits { node: self.config.node.as_str(), largest: self.longest_packet() }
     }
-}
-
-/// Where programs take pods' packets; and why not by tcx, where the configuration leaves it open.
-fn choose_attach(config: &Config) -> (Attach, Option<String>) {
-    let reason = match config.attach {
-        AttachSetting::Xdp => return (Attach::Xdp, None),
-        AttachSetting::Tcx => None,
-        AttachSetting::Auto if !cfg!(target_arch = "x86_64") => Some("not on x86-64".to_owned()),
-        AttachSetting::Auto => try_tcx(config.offload).err(),
-    };
-    (if reason.is_some() { Attach::Xdp } else { Attach::Tcx }, reason)
 }
 
 /// Loads the tcx programs, attaches them to an interface that nobody uses, and removes them again.
@@ -149,15 +108,13 @@ mod tests {
     #[test]
     fn each_core_has_a_worker_if_programs_forward_on_all_cores() {
         let usable = vec![0, 1, 5];
-        for (attach, more, online, expected) in [
-            (Attach::Tcx, "", Some(3), Ok(vec![0, 1, 5])),
-            (Attach::Tcx, "", Some(4), Ok(vec![5])),
-            (Attach::Tcx, "", None, Ok(vec![5])),
-            (Attach::Tcx, "offload = false", Some(3), Ok(vec![5])),
-            (Attach::Xdp, "", Some(3), Ok(vec![5])),
-            (Attach::Tcx, "workers.cores = [1]", Some(3), Ok(vec![1])),
+        for (more, online, expected) in [
+            ("", Some(3), Ok(vec![0, 1, 5])),
+            ("", Some(4), Ok(vec![5])),
+            ("", None, Ok(vec![5])),
+            ("offload = false", Some(3), Ok(vec![5])),
+            ("workers.cores = [1]", Some(3), Ok(vec![1])),
             (
-                Attach::Tcx,
                 "workers.cores = [0, 999]",
                 Some(3),
                 Err("workers.cores: core 999 does not exist or is not available to this process; choose from 0, 1, 5"),
@@ -165,14 +122,14 @@ mod tests {
         ] {
             let text = format!("node = \"a\"\n{more}\n[source]\nmanifests = \"/tmp\"\n");
             let config = Config::parse(&text, Path::new("/tmp/penstock.toml")).unwrap();
-            let settings = Settings::of(&config, (attach, None), usable.clone(), online);
+            let settings = Settings::of(&config, usable.clone(), online);
             // Programs forward nothing on other machines.
             let expected = match expected {
                 Ok(cores) if cores.len() == usable.len() && !settings.offloads() => Ok(vec![5]),
                 expected => expected.map_err(str::to_owned),
             };
-            assert_eq!(settings.serves_each_core, expected.as_ref() == Ok(&usable), "{attach:?} {more} {online:?}");
-            assert_eq!(settings.cores, expected, "{attach:?} {more} {online:?}");
+            assert_eq!(settings.serves_each_core, expected.as_ref() == Ok(&usable), "{more} {online:?}");
+            assert_eq!(settings.cores, expected, "{more} {online:?}");
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::config::Config;
 use crate::flow_records::RecordTotals;
 use crate::last_good::RejectedConfig;
 use crate::objects::NodeObjects;
-use crate::ports::{OpenPorts, PortXdpCounters};
+use crate::ports::{OpenPorts, PortOutcomes};
 use crate::progress::EnforcementProgress;
 use crate::recorded_objects::StaleObjects;
 use crate::rule_usage::RuleUsage;
@@ -50,14 +50,14 @@ pub(crate) struct DaemonView<'a> {
 pub(crate) struct LiveCounters {
     pub(crate) sample: CounterSample,
     pub(crate) depths: QueueDepths,
-    pub(crate) ports: Vec<PortXdpCounters>,
+    pub(crate) ports: Vec<PortOutcomes>,
 }
 
 impl LiveCounters {
     pub(crate) fn read(dataplane: &Dataplane, ports: &OpenPorts) -> Self {
         // A dead worker does not answer; the health probe reports it.
         let depths = dataplane.depths().unwrap_or_default();
-        Self { sample: CounterSample::take(dataplane, ports), depths, ports: ports.xdp_counters() }
+        Self { sample: CounterSample::take(dataplane, ports), depths, ports: ports.outcomes() }
     }
 }
 

@@ -26,12 +26,12 @@ pub(super) struct Args {
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let config = args.config.load()?.config;
-    let CleanedUp { programs, host_veth, files } = agent::cleanup(&config).map_err(|error| match error {
+    let CleanedUp { programs, worker_pairs, files } = agent::cleanup(&config).map_err(|error| match error {
         RunError::BadInput(lines) => Failure::BadInput(lines),
         RunError::Occupied(line) => Failure::bad_input(line),
         RunError::Failed(error) => Failure::Failed(error),
     })?;
-    let host_veth = if host_veth { "the host veth" } else { "no host veth" };
-    let answer = format!("removed: {programs} programs on interfaces, {host_veth}, {files} files\n");
+    let pairs = if worker_pairs { "the workers' veth pairs" } else { "no veth pair" };
+    let answer = format!("removed: {programs} programs on interfaces, {pairs}, {files} files\n");
     Failure::print(answer)
 }

@@ -21,8 +21,8 @@ Columns:
   CONNECTION       the number that the verdict log has for it
   TO               the other end
   SENT, RECEIVED   packets and bytes of the end that opened it, and of the other; `-` with
-                   `attach = \"xdp\"` or `offload = false`, where connections have counters only
-                   while there are flow records
+                   `offload = false`, where connections have counters only while there are flow
+                   records
   RATE             with --watch: bits per second in both directions
   STATE            as in nf_conntrack (ESTABLISHED, SYN_SENT, TIME_WAIT), and REPLIED, ASSURED,
                    PICKED_UP (opened in mid-stream) and REVOKED (no longer allowed by policy)

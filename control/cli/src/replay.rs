@@ -17,8 +17,8 @@ use super::cluster::ManifestArgs;
 /// With a bundle (`penstock capture --bundle`) it evaluates each packet under the objects that were in effect for it, and compares
 /// with what the daemon decided. `--compare` then has objects of the same name in it replaced throughout, or adds them.
 ///
-/// A packet enters by the port of its source address: a local pod's port, the host veth for the node, otherwise the uplink;
-/// or by the port that --ports gives for its interface. The verdict `kernel` is for what the XDP program leaves to the kernel:
+/// A packet enters by the port of its source address: a local pod's port, otherwise the uplink;
+/// or by the port that --ports gives for its interface. The verdict `kernel` is for what the programs leave to the kernel:
 /// ARP, neighbour discovery, and on the uplink what is not for a local pod. Time is the capture's.
 ///
 /// The node's kernel translates what pods send to Services: a pod may send there, and its egress policy is for what answers, in the

@@ -187,7 +187,7 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
     let heading = [
         "PORT",
         "INTERFACE",
-        "XDP",
+        "PROGRAM",
         "POD",
         "RX/S",
         "TX/S",
@@ -202,7 +202,7 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
         vec![
             port.port.to_string(),
             port.interface.clone(),
-            port.mode.clone(),
+            port.program.clone(),
             behind,
             short(port.rate.rx_packets),
             short(port.rate.tx_packets),
@@ -264,7 +264,7 @@ mod tests {
             "port": 1, "interface": "veth-a", "kind": "pod", "pod": "test/a",
             "total": {"rx_packets": 9, "rx_bytes": 0, "tx_packets": 0, "tx_bytes": 0, "dropped_packets": 45},
             "rate": {"rx_packets": 0, "rx_bytes": 0, "tx_packets": 0, "tx_bytes": 0, "dropped_packets": 0},
-            "drops": {"ingress_denied": 3}, "kernel_drops": {"fill_ring_empty": 40, "rx_dropped": 2}, "xdp": {},
+            "drops": {"ingress_denied": 3}, "kernel_drops": {"fill_ring_empty": 40, "rx_dropped": 2}, "outcomes": {},
             "queue": {"receiving": 0, "sending": 0, "size": 0}}],
         "frames": {"total": 0, "free": 0, "fill": 0, "in_flight": 0},
         "connections": {"entries": 0, "capacity": 0, "events": {}}}"#;

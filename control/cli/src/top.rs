@@ -256,12 +256,12 @@ mod tests {
             interface: format!("veth-{pod}"),
             kind: "pod".to_owned(),
             pod: Some(format!("shop/{pod}")),
-            mode: "native".to_owned(),
+            program: "tcx".to_owned(),
             total: Default::default(),
             rate,
             drops: BTreeMap::new(),
             kernel_drops: BTreeMap::new(),
-            xdp: BTreeMap::new(),
+            outcomes: BTreeMap::new(),
             queue: Default::default(),
         }
     }

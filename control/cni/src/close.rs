@@ -51,30 +51,13 @@ const DIRECTIONS: [Direction; 2] = [
     Direction { attach_type: 47, hook: Hook::Egress, pin: "to_pod", filter: "penstock_to_pod" },
 ];
 
-/// The daemon's name for the pin of its XDP program, where `attach` is `xdp`.
-const XDP_PIN: &str = "pod";
-
-/// Closes an interface in this network namespace, unless a daemon has got there first.
+/// Closes an interface in this network namespace, unless a daemon has got there first. Each link ends with its pin.
 pub(crate) fn close(root: &Path, veth: &Veth) -> Result<(), CloseError> {
     check(root)?;
-    if is_pinned(root, veth, XDP_PIN)? {
-        return Ok(());
-    }
     if !has_tcx()? {
         return close_by_filters(veth);
     }
-    close_by_tcx(root, veth)?;
-    // A daemon pins its XDP program, then removes these pins. If it did both before they were here, they must go.
-    if is_pinned(root, veth, XDP_PIN)? {
-        for Direction { pin, .. } in DIRECTIONS {
-            let path = directory(root)?.join(format!("{pin}-{}", veth.index));
-            match fs::remove_file(&path) {
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                done => done.map_err(|source| CloseError::File { path, source })?,
-            }
-        }
-    }
-    Ok(())
+    close_by_tcx(root, veth)
 }
 
 /// Each link ends with its pin.
@@ -135,7 +118,7 @@ pub(crate) fn is_closed_or_served(root: &Path, veth: &Veth) -> Result<bool, Clos
     let has = |direction: &Direction| -> Result<bool, CloseError> {
         Ok(is_pinned(root, veth, direction.pin)? || has_filter(&filters, veth, direction).map_err(failed)?)
     };
-    Ok(is_pinned(root, veth, XDP_PIN)? || has(&from_pod)? && has(&to_pod)?)
+    Ok(has(&from_pod)? && has(&to_pod)?)
 }
 
 fn is_pinned(root: &Path, veth: &Veth, pin: &str) -> Result<bool, CloseError> {
@@ -198,8 +181,8 @@ mod bpf {
     const LINK_CREATE: u32 = 28;
     /// `BPF_PROG_TYPE_SCHED_CLS`.
     const SCHED_CLS: u32 = 3;
-    /// `BPF_LINK_TYPE_XDP`, `BPF_LINK_TYPE_TCX`.
-    const OF_INTERFACES: [u32; 2] = [6, 11];
+    /// `BPF_LINK_TYPE_TCX`.
+    const TCX_LINK: u32 = 11;
     /// `r0 = 2` (`TCX_DROP`), `exit`: `struct bpf_insn` as in Documentation/bpf/standardization/instruction-set.rst.
     const DROP: [u64; 2] = [2 << 32 | 0xb7, 0x95];
 
@@ -244,7 +227,7 @@ mod bpf {
         info: u64,
     }
 
-    /// The beginning of `struct bpf_link_info` for a link of XDP, and that of tcx but for its attach type.
+    /// The beginning of `struct bpf_link_info` for a link of tcx, without its attach type.
     #[repr(C)]
     #[derive(Default)]
     struct LinkInfo {
@@ -313,7 +296,7 @@ mod bpf {
         };
         // SAFETY: the kernel writes at most the given length to the structure, which outlives the call.
         unsafe { call(OBJ_GET_INFO, &attributes) }.ok()?;
-        OF_INTERFACES.contains(&info.link_type).then_some(info.interface)
+        (info.link_type == TCX_LINK).then_some(info.interface)
     }
 
     /// A command that returns a descriptor.

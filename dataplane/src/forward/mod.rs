@@ -54,13 +54,10 @@ pub struct Port {
     pub peer_mac: Mac,
     /// MTU: maximum length of an IP packet sent on it, in bytes, without the Ethernet header.
     pub mtu: u16,
-    /// Index of a pod's interface on the node, for the kernel's programs; 0 if they do not forward for it.
+    /// Index of a pod's interface on the node, for the kernel's programs; 0 of any other port.
     pub interface: u32,
     /// Packets of a pod to another one of the node take the node's stack: others have filters on its interface there.
     pub by_stack: bool,
-    /// Where XDP serves a pod on whose interface others have filters: the port's number. Programs behind the host port send on what is for the pod, and
-    /// what it sends [by the node's stack](Self::by_stack), by that interface.
-    pub by_host: Option<PortId>,
     /// Index of the bridge that a pod's interface is a port of; 0: of none.
     pub bridge: u32,
     /// Allowed source addresses; empty for host and uplink ports, which may use any.
@@ -70,14 +67,14 @@ pub struct Port {
 impl Port {
     /// One whose packets workers forward all, on no bridge and with nobody's filters.
     pub fn new(kind: PortKind, own_mac: Mac, peer_mac: Mac, mtu: u16, addresses: Vec<Address>) -> Self {
-        Self { kind, own_mac, peer_mac, mtu, interface: 0, by_stack: false, by_host: None, bridge: 0, addresses }
+        Self { kind, own_mac, peer_mac, mtu, interface: 0, by_stack: false, bridge: 0, addresses }
     }
 
     /// Whether what comes in by it goes straight to the port of its destination, as by a router: it is on no bridge, and nobody has
     /// filters on it.
     #[inline(always)]
     pub(crate) const fn is_plain(&self) -> bool {
-        !self.by_stack && self.by_host.is_none() && self.bridge == 0
+        !self.by_stack && self.bridge == 0
     }
 }
 

@@ -79,7 +79,7 @@ pub(super) fn dispatch(
     // Nearly every packet. What bridges and others' filters need is asked only where a port has them.
     if is_plain
         && let Some(egress) = egress
-        && let Some(to) = snapshot.forwarding.port(egress).filter(|to| to.by_host.is_none())
+        && let Some(to) = snapshot.forwarding.port(egress)
     {
         rewrite(frame, packet, next_hop((from, to), packet, false, open)?);
         return Ok(egress);
@@ -127,23 +127,6 @@ fn by_uplink(
     Ok((host, NextHop { peer, own: tag::allowed(flow.dst_port, snapshot.epoch), ttl: TtlChange::Keep, open }))
 }
 
-/// The way past filters that others have on a pod's interface, where XDP serves it: a program at the host veth sends on what has a tag.
-#[cold]
-#[inline(never)]
-fn by_host(
-    snapshot: &Snapshot,
-    (from, to): (&Port, &Port),
-    egress: PortId,
-    direct: NextHop,
-) -> Result<(PortId, NextHop), DropReason> {
-    let tagged = match (to.by_host, from.by_host) {
-        (Some(pod), _) => Some((snapshot.forwarding.host().ok_or(DropReason::NoPort)?, tag::to_pod(pod))),
-        (None, Some(pod)) if from.by_stack && to.kind == PortKind::Host => Some((egress, tag::to_node_from(pod))),
-        (None, _) => None,
-    };
-    Ok(tagged.map_or((egress, direct), |(host, peer)| (host, NextHop { peer, own: tag::FROM, ..direct })))
-}
-
 /// Whether a bridge would forward a frame to the pod that it is for, and no router. `to`: the port by which it leaves.
 #[cold]
 #[inline(never)]
@@ -185,11 +168,7 @@ fn way(
     }
     let port = snapshot.forwarding.port(egress).ok_or(DropReason::PortGone)?;
     let is_bridged = from.bridge != 0 && is_bridged(snapshot, (from, port), packet, frame);
-    let hop = next_hop((from, port), packet, is_bridged, open)?;
-    if from.by_host.is_some() || port.by_host.is_some() {
-        return by_host(snapshot, (from, port), egress, hop);
-    }
-    Ok((egress, hop))
+    Ok((egress, next_hop((from, port), packet, is_bridged, open)?))
 }
 
 /// The changes to a packet that goes from one port straight to the other.

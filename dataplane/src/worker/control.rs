@@ -164,7 +164,7 @@ impl PortControl {
                     .then(|| self.send_by(&mut socket, interface, joins));
                 let gso = opened.filter(|_| joins);
                 let worker = self.least_loaded(queue);
-                Ok((socket, OpenQueue { queue, worker, slot, socket: again, gso }))
+                Ok((socket, OpenQueue { worker, slot, socket: again, gso }))
             }
             Err(error) => {
                 self.shared.umem.pool().reclaim(slot);

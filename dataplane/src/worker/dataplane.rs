@@ -156,24 +156,20 @@ impl Dataplane {
 
     /// Opens a port: when this returns, its sockets are bound and have frames to receive into.
     ///
-    /// Afterwards put the sockets into the XDP program's map ([`Dataplane::with_sockets`]), and the port into a
-    /// snapshot. Its number does not occur in the last published snapshot.
+    /// Afterwards attach the XDP program to the socket of a pair ([`Dataplane::with_socket`]), and put the port into a snapshot. Its number does not occur in the last published snapshot.
     pub fn open_port(&self, request: &PortRequest) -> Result<PortId, PortError> {
         self.control().open(request)
     }
 
-    /// Passes the sockets of a port to a function, each with its queue number. Do not keep copies of the descriptors:
-    /// the sockets must be closed with the port, since frames of an open socket are not free.
-    pub fn with_sockets<R>(
-        &self,
-        port: PortId,
-        show: impl FnOnce(&[(u32, BorrowedFd<'_>)]) -> R,
-    ) -> Result<R, PortError> {
+    /// Passes the socket of a pair to a function. Do not keep copies of the descriptor: the socket must be closed with the port, since
+    /// frames of an open socket are not free.
+    ///
+    /// # Errors
+    /// The port is not open, or has no socket.
+    pub fn with_socket<R>(&self, port: PortId, show: impl FnOnce(BorrowedFd<'_>) -> R) -> Result<R, PortError> {
         let control = self.control();
-        let open = control.ports.get(port).ok_or(PortError::NotOpen(port))?;
-        let sockets: Vec<(u32, BorrowedFd<'_>)> =
-            open.queues.iter().map(|queue| (queue.queue, queue.socket.as_fd())).collect();
-        Ok(show(&sockets))
+        let queue = control.ports.get(port).and_then(|open| open.queues.first()).ok_or(PortError::NotOpen(port))?;
+        Ok(show(queue.socket.as_fd()))
     }
 
     /// Why TCP segments are not sent as GSO packets on this port, although enabled and possible with its one queue.

@@ -14,7 +14,6 @@ use crate::io::{GsoPort, GsoSocket, QueueSlot, XskQueue};
 /// One queue of an open port.
 #[derive(Debug)]
 pub(super) struct OpenQueue {
-    pub(super) queue: u32,
     pub(super) worker: usize,
     /// Marks its frames.
     pub(super) slot: QueueSlot,

@@ -12,8 +12,6 @@ static __always_inline int is_from_worker(const struct __sk_buff *skb)
 {
 	__u32 i;
 
-	if (beside_xdp)
-		return skb->mark == passed;
 	for (i = 0; i < MAX_WORKERS && i < workers; i++)
 		if (skb->ingress_ifindex == pairs.of_workers[i])
 			return 1;

@@ -14,21 +14,11 @@ struct nf_conn { struct nf_conntrack_tuple_hash tuplehash[2]; };
 struct sk_buff { unsigned long _nfct; }; /* include/linux/skbuff.h */
 #pragma clang attribute pop
 
-/* As in include/net/netfilter/nf_conntrack_bpf.h of Linux 5.18. Later ones are longer and accept this too. */
-struct bpf_ct_opts {
-	__s32 netns_id, error;
-	__u8 l4proto, dir, reserved[2];
-};
-
-extern struct nf_conn *bpf_xdp_ct_lookup(struct xdp_md *ctx, struct bpf_sock_tuple *tuple, __u32 tuple__sz,
-					 struct bpf_ct_opts *opts, __u32 opts__sz) __ksym __weak;
-extern void bpf_ct_release(struct nf_conn *connection) __ksym __weak;
 extern void *bpf_cast_to_kern_ctx(void *) __ksym __weak;
 
 /* Which of these the kernel has. The loader sets it: kernels before 6.4 refuse bpf_ksym_exists() of a function that they have
  * (check_pseudo_btf_id in kernel/bpf/verifier.c), and the result differs from one load to the next where connection tracking is a
  * module. */
-const volatile __u32 finds_connections = 0; /* bpf_xdp_ct_lookup and bpf_ct_release */
 const volatile __u32 reads_connections = 0; /* it describes the structures above */
 const volatile __u32 casts_packets = 0;     /* bpf_cast_to_kern_ctx */
 

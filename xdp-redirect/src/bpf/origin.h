@@ -147,16 +147,6 @@ static __always_inline int is_untranslated(const struct origin *origin)
 #define LOCAL 0x02
 #define TO_WORKER 0xfa
 
-/* Whether to_pod, to_uplink or to_host has made it a frame to a worker. What the node's stack sends there has the host veth's address in both places,
- * which begins otherwise (control/agent/src/discovery/host_veth.rs). */
-static __always_inline int is_tagged(struct __sk_buff *skb)
-{
-	__u8 macs[2 * ETH_ALEN];
-
-	return !bpf_skb_load_bytes(skb, 0, macs, sizeof(macs)) && macs[0] == LOCAL && macs[1] == TO_WORKER && macs[ETH_ALEN] == LOCAL &&
-	       macs[ETH_ALEN + 1] == TO_WORKER;
-}
-
 enum { /* flags of a frame to a worker, about a packet of the node's stack (dataplane/src/tag.rs) */
 	FROM_NODE = 2,         /* from the node's stack, otherwise from the pod */
 	LOCAL_PROCESS = 4,     /* sent by the node itself, not forwarded */

@@ -13,14 +13,12 @@ static __always_inline int belongs_to_other_pod(const struct in6_addr *address, 
 	return found && found->veth && found->veth != ifindex;
 }
 
-/* Whether this is a local pod's address, and the packet did not come in by that pod's interface, nor by XDP from the workers. */
+/* Whether this is a local pod's address, and the packet did not come in by that pod's interface. */
 static __always_inline int is_spoofed_pod(struct __sk_buff *skb, const struct in6_addr *from)
 {
 	const struct pod_interfaces *found = bpf_map_lookup_elem(&pod_addresses, from);
 
-	if (!found || (skb->ingress_ifindex && (skb->ingress_ifindex == found->veth || skb->ingress_ifindex == found->stack)))
-		return 0;
-	return !beside_xdp || skb->ingress_ifindex != pairs.of_workers[0];
+	return found && !(skb->ingress_ifindex && (skb->ingress_ifindex == found->veth || skb->ingress_ifindex == found->stack));
 }
 
 /* Whether the node forwards a pod's packet with its source to another end, or by another port, than the pod has sent it to. It then goes through the

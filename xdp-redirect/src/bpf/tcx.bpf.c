@@ -19,12 +19,6 @@
  *
  * A frame on a pair carries in its Ethernet addresses what the other side must know (struct tag in worker.h).
  *
- * Where XDP programs serve the pods (redirect.bpf.c), to_pod stands beside them, for what reaches a pod past the node's routes, as by a bridge:
- *
- *   a bridge ── to_pod ──▶ host veth ──▶ worker
- *   worker ──▶ host veth ── from_worker ──▶ pod, or the node's stack as if the pod's interface had brought it: past filters of somebody else there
- *   the node's stack ── to_host ──▶ host veth: that has come from a pod so
- *
  * The headers, in the order in which a packet needs them: tcx_maps.h (settings and maps), neighbour.h (address resolution), packet.h and
  * established.h (its connection), repeat.h (opening one), rewrite.h, forward.h, host_routing.h and routes.h (its way without a worker), worker.h
  * (its way to one), origin.h and pods.h (who sent it, behind the node's stack), egress.h and tunnel.h (other machines). */
@@ -166,39 +160,12 @@ int to_pod(struct __sk_buff *skb)
 		return count(ifindex, NOT_LOCAL, TC_ACT_SHOT);
 	if (is_spoofed(skb, &origin))
 		return count(ifindex, SPOOFED_SOURCE, TC_ACT_SHOT);
-	/* The node's own packets for its pods come by the host veth. To groups and the link no route leads there. */
-	if (beside_xdp && is_locally_generated(skb) && !bpf_map_lookup_elem(&pod_addresses, &origin.flow.to))
-		return TC_ACT_UNSPEC;
 	if (offload) {
 		action = forward_to_pod(skb, iface, &origin);
 		if (action != FOR_WORKER)
 			return action;
 	}
 	return redirect_to_worker(skb, iface, FROM_NODE | sender_flags(skb, &origin), FROM_STACK);
-}
-
-/* On packets that the node's stack sends to the workers, by XDP: at the node's end of the host veth, before penstock_leave (redirect.bpf.c). That
- * takes a local pod's source for its own only where the packet has come from the workers by the host veth. A pod whose interface has
- * filters of somebody else on what it sends has it come by that. */
-SEC("tcx/egress")
-int to_host(struct __sk_buff *skb)
-{
-	const struct pod_interfaces *sent_by;
-	const struct interface *iface;
-	struct origin origin = {};
-	__u32 ifindex;
-
-	if ((skb->protocol != bpf_htons(ETH_P_IP) && skb->protocol != bpf_htons(ETH_P_IPV6)) || skb->ingress_ifindex == skb->ifindex ||
-	    is_tagged(skb) || is_spoofed(skb, &origin))
-		return TC_ACT_UNSPEC; /* penstock_leave decides */
-	sent_by = bpf_map_lookup_elem(&pod_addresses, origin.known ? &origin.source : &origin.flow.from);
-	if (!sent_by)
-		return TC_ACT_UNSPEC;
-	ifindex = sent_by->veth;
-	iface = bpf_map_lookup_elem(&interfaces, &ifindex);
-	if (iface && iface->filtered & FILTERS_FROM_POD)
-		write_tag(skb, iface, ifindex, FROM_NODE | sender_flags(skb, &origin), 0);
-	return TC_ACT_UNSPEC;
 }
 
 /* On packets that the node's stack sends to another machine. Policy is for the end that answers: where the node has given the packet of a pod to
@@ -281,9 +248,8 @@ int from_worker(struct __sk_buff *skb)
 	struct tag tag;
 	__u32 port, *uplink;
 
-	if (bpf_skb_load_bytes(skb, 0, &tag, sizeof(tag)) || tag.to_local != LOCAL || tag.to_kind != FROM_WORKER ||
-	    (beside_xdp && !(tag.flags & TO_UPLINK) && (tag.from_local != LOCAL || tag.from_kind != FROM_WORKER)))
-		return beside_xdp ? TC_ACT_UNSPEC : TC_ACT_SHOT;
+	if (bpf_skb_load_bytes(skb, 0, &tag, sizeof(tag)) || tag.to_local != LOCAL || tag.to_kind != FROM_WORKER)
+		return TC_ACT_SHOT;
 	bpf_skb_change_type(skb, 0 /* PACKET_HOST */);
 	if (tag.flags & TO_NODE && tag.port == bpf_htons(NO_PORT))
 		return TC_ACT_OK;
@@ -294,8 +260,6 @@ int from_worker(struct __sk_buff *skb)
 			return TC_ACT_SHOT;
 		if (tag.flags & (ALLOWED_TCP | ALLOWED_UDP | ALLOWED_SCTP))
 			cache_egress_verdict(skb, &tag);
-		if (beside_xdp)
-			skb->mark = passed;
 		return bpf_redirect_neigh(*uplink, 0, 0, 0);
 	}
 	port = bpf_ntohs(tag.port);
@@ -308,9 +272,7 @@ int from_worker(struct __sk_buff *skb)
 		return TC_ACT_SHOT;
 	if (!(tag.flags & TO_NODE))
 		return send_to_pod(skb, target->ifindex, target->filtered);
-	/* By XDP nothing there takes it off. A native program does not see what is redirected to its interface. */
-	if (!beside_xdp)
-		skb->mark = passed;
+	skb->mark = passed;
 	return bpf_redirect(target->ifindex, BPF_F_INGRESS);
 }
 

@@ -15,7 +15,6 @@ const volatile __u32 passed = 0;               /* mark of a packet that goes on 
 const volatile __u32 share = 0;                /* most packets of a port that wait for workers; 0: any number */
 const volatile __u32 offload = 0;              /* forward packets of established connections without a worker */
 const volatile __u32 host_routing = 0;         /* between pods and other machines past the node's stack, where nothing has a say there */
-const volatile __u32 beside_xdp = 0;           /* XDP programs take what pods send: the one pair is the host veth, whose packets are the pods', too */
 
 volatile struct { /* interface indices of the node's ends of workers' pairs, set before the programs are attached */
 	__u32 of_workers[MAX_WORKERS];

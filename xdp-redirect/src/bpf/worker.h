@@ -111,8 +111,9 @@ static __always_inline int take_share(struct __sk_buff *skb, __u32 port)
 	return 1;
 }
 
-/* Makes a packet one for a worker, as that of the pod with the interface `ifindex`. */
-static __always_inline int write_tag(struct __sk_buff *skb, const struct interface *iface, __u32 ifindex, __u8 flags, __u8 uplink)
+/* Sends a packet to a worker as that of the pod with the interface `ifindex`. */
+static __always_inline int tag_for_worker(struct __sk_buff *skb, const struct interface *iface, __u32 ifindex, __u8 flags, __u8 uplink,
+					  __u32 outcome)
 {
 	const struct tag tag = {
 		.to_local = LOCAL, .to_kind = TO_WORKER, .port = bpf_htons(iface->port),
@@ -120,16 +121,9 @@ static __always_inline int write_tag(struct __sk_buff *skb, const struct interfa
 		.flags = flags | (has_partial_checksum(skb) ? CHECKSUM_OPEN : 0),
 	};
 
-	return bpf_skb_store_bytes(skb, 0, &tag, sizeof(tag), 0);
-}
-
-/* Sends a packet to a worker as that of the pod with the interface `ifindex`. */
-static __always_inline int tag_for_worker(struct __sk_buff *skb, const struct interface *iface, __u32 ifindex, __u8 flags, __u8 uplink,
-					  __u32 outcome)
-{
 	if (!take_share(skb, iface->port))
 		return count(ifindex, SHARE_USED, TC_ACT_SHOT);
-	if (write_tag(skb, iface, ifindex, flags, uplink))
+	if (bpf_skb_store_bytes(skb, 0, &tag, sizeof(tag), 0))
 		return count(ifindex, NOT_IP, TC_ACT_SHOT);
 	return count(ifindex, outcome, bpf_redirect(select_pair(skb), 0));
 }

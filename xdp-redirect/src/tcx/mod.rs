@@ -27,10 +27,10 @@ pub use uplink::{AttachedUplink, NO_UPLINK_NUMBER, UplinkNumber};
 use veth::TARGET;
 pub use veth::{Filtered, PodVeth, ServedPort};
 
+use crate::address_key;
 use crate::attach::{Attachment, FilterWatch, Method, replace_program};
 use crate::connection_maps::ConnectionMaps;
 use crate::liveness::ProcessLiveness;
-use crate::local_pods::key;
 use crate::pins::{InterfaceLink, Pinned, PinnedProgram, Pins};
 use crate::translation::ConnectionFunctions;
 use crate::{AttachError, Interface, LoadError, ProgramOutcome, ServiceAddresses, TranslatedSources};
@@ -61,9 +61,6 @@ pub struct TcxOptions {
     pub sources: Option<TranslatedSources>,
     /// The addresses of Services at which egress policy is postponed until the node has translated the packet.
     pub services: Option<ServiceAddresses>,
-    /// Whether XDP programs take what pods send, and the host veth is the one pair. At a pod's veth then stands only the program on what it
-    /// gets past the node's routes, as by a bridge.
-    pub beside_xdp: bool,
     /// Whether packets between pods and other machines pass the node's stack by, where nothing there has a say in them.
     pub host_routing: bool,
     /// Where programs count what they send to workers, and how many packets of a pod may wait there; more are dropped.
@@ -77,7 +74,6 @@ impl Default for TcxOptions {
             open_without_workers: false,
             sources: None,
             services: None,
-            beside_xdp: false,
             host_routing: false,
             waiting: None,
         }
@@ -137,7 +133,6 @@ pub struct TcxPrograms {
     /// On what a pod sends, and on what it gets.
     at_pods: [(PinnedProgram, OwnedFd, libbpf_sys::bpf_attach_type); 2],
     from_worker: OwnedFd,
-    to_host: OwnedFd,
     to_uplink: OwnedFd,
     from_uplink: OwnedFd,
     what_keeps: OwnedFd,
@@ -145,8 +140,6 @@ pub struct TcxPrograms {
     liveness: ProcessLiveness,
     pins: Option<Pins>,
     method: Method,
-    /// [`TcxOptions::beside_xdp`].
-    beside_xdp: bool,
     /// Whether they take over links of an earlier process ([`TcxPrograms::take_over`]).
     is_live: AtomicBool,
 }
@@ -178,7 +171,6 @@ impl TcxPrograms {
         let method = Method::of_kernel();
         // It reads the hooks' tcx entries to see whether others have filters there.
         constants.host_routing = (options.host_routing && method.watch().is_none()).into();
-        constants.beside_xdp = options.beside_xdp.into();
         (constants.reads_connections, constants.casts_packets) = (functions.reads.into(), functions.casts.into());
         if let Some((_, share)) = &options.waiting {
             constants.share = *share;
@@ -197,7 +189,6 @@ impl TcxPrograms {
                 (PinnedProgram::ToPod, program(loaded.progs.to_pod.as_fd())?, BPF_TCX_EGRESS),
             ],
             from_worker: program(loaded.progs.from_worker.as_fd())?,
-            to_host: program(loaded.progs.to_host.as_fd())?,
             to_uplink: program(loaded.progs.to_uplink.as_fd())?,
             from_uplink: program(loaded.progs.from_uplink.as_fd())?,
             what_keeps: program(loaded.progs.what_keeps.as_fd())?,
@@ -205,9 +196,7 @@ impl TcxPrograms {
             liveness,
             pins: None,
             method,
-            beside_xdp: options.beside_xdp,
-            // By XDP nothing goes on without its daemon.
-            is_live: AtomicBool::new(options.beside_xdp),
+            is_live: AtomicBool::new(false),
         })
     }
 
@@ -362,15 +351,10 @@ impl TcxPrograms {
         self.pins.as_ref()
     }
 
-    /// Attaches to the node's end of a worker's pair, or of the host veth: what the worker sends is delivered.
+    /// Attaches to the node's end of a worker's pair: what the worker sends is delivered.
     pub fn attach_worker(&self, pair: &Interface) -> Result<WorkerPair, AttachError> {
-        let attach = |program: &OwnedFd, hook, name| self.method.attach(program.as_fd(), pair, hook, name);
-        let mut links = vec![attach(&self.from_worker, BPF_TCX_INGRESS, "penstock_from_worker")?];
-        if self.beside_xdp {
-            links.push(attach(&self.to_host, BPF_TCX_EGRESS, "penstock_to_host")?);
-        }
-        let links = links.into_iter().map(|attachment| InterfaceLink::new(attachment, None)).collect();
-        Ok(WorkerPair { interface: pair.clone(), _links: links })
+        let link = self.method.attach(self.from_worker.as_fd(), pair, BPF_TCX_INGRESS, "penstock_from_worker")?;
+        Ok(WorkerPair { interface: pair.clone(), _link: InterfaceLink::new(link, None) })
     }
 
     fn attach(
@@ -385,18 +369,13 @@ impl TcxPrograms {
             Method::Tcx => pins.take(pinned).map(Attachment::Link),
             Method::Clsact(_) => self.method.find_filter(interface.index, hook, program.filter()),
         };
-        if let Some(pins) = self.pins_of(program)
+        if let Some(pins) = &self.pins
             && let Some(attachment) = find(pins)
         {
             let link = InterfaceLink::new(attachment, Some((pins.clone(), pinned)));
             return Ok(TcxLink { link, pinned, is_of_earlier: true });
         }
         Ok(TcxLink { link: self.new_link(interface, pinned, descriptor, hook)?, pinned, is_of_earlier: false })
-    }
-
-    /// Where links of this program are pinned. By XDP no pod sends without a daemon, so that at uplinks none outlasts it.
-    fn pins_of(&self, program: PinnedProgram) -> Option<&Pins> {
-        self.pins.as_ref().filter(|_| !(self.beside_xdp && program.is_at_uplink()))
     }
 
     fn new_link(
@@ -407,7 +386,7 @@ impl TcxPrograms {
         hook: libbpf_sys::bpf_attach_type,
     ) -> Result<InterfaceLink, AttachError> {
         let attachment = self.method.attach(program.as_fd(), interface, hook, pinned.program.filter())?;
-        let Some(pins) = self.pins_of(pinned.program) else { return Ok(InterfaceLink::new(attachment, None)) };
+        let Some(pins) = &self.pins else { return Ok(InterfaceLink::new(attachment, None)) };
         pins.pin(pinned, &attachment)
             .map_err(|source| AttachError::Pin { interface: interface.name.clone(), source })?;
         Ok(InterfaceLink::new(attachment, Some((pins.clone(), pinned))))
@@ -420,13 +399,13 @@ impl TcxPrograms {
         let mut value = [0; 8];
         value[..4].copy_from_slice(&veth.to_ne_bytes());
         value[4..].copy_from_slice(&stack.to_ne_bytes());
-        let set = self.maps.pod_addresses.update(&key(address), &value, MapFlags::ANY);
+        let set = self.maps.pod_addresses.update(&address_key(address), &value, MapFlags::ANY);
         set.map_err(|source| TcxMapError { thing: format!("address {address}"), source })
     }
 
     /// This address is no local pod's any more. Removing a missing address is not an error.
     pub fn remove_pod_address(&self, address: IpAddr) -> Result<(), TcxMapError> {
-        match self.maps.pod_addresses.delete(&key(address)) {
+        match self.maps.pod_addresses.delete(&address_key(address)) {
             Err(source) if source.kind() != libbpf_rs::ErrorKind::NotFound => {
                 Err(TcxMapError { thing: format!("address {address}"), source })
             }
@@ -489,7 +468,7 @@ impl Maps {
 #[derive(Debug)]
 pub struct WorkerPair {
     interface: Interface,
-    _links: Vec<InterfaceLink>,
+    _link: InterfaceLink,
 }
 
 impl WorkerPair {

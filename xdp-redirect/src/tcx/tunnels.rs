@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use libbpf_rs::{ErrorKind, MapCore, MapFlags};
 
 use super::{TcxMapError, TcxPrograms};
-use crate::local_pods::key;
+use crate::address_key;
 
 /// A network of other nodes, in which senders of tunnel packets may be.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
@@ -20,7 +20,7 @@ impl RemoteNetwork {
         let length = u32::from(self.length) + if self.address.is_ipv4() { 96 } else { 0 };
         let mut bytes = [0; 20];
         bytes[..4].copy_from_slice(&length.to_ne_bytes());
-        bytes[4..].copy_from_slice(&key(self.address));
+        bytes[4..].copy_from_slice(&address_key(self.address));
         bytes
     }
 

@@ -2,14 +2,13 @@
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use libbpf_rs::{MapCore, MapFlags, MapHandle, libbpf_sys};
+use libbpf_rs::{MapCore, MapFlags, MapHandle};
 
 use super::{Maps, TcxLink, TcxMapError, TcxPrograms, TrafficCount, new_outcomes, new_own_addresses, sums};
-use crate::pins::PinnedProgram;
 use crate::{AttachError, Interface, LoadError, OwnAddressesError, ProgramOutcomeCounts, own_addresses};
 
 /// A pod as the programs must know it.
@@ -82,7 +81,7 @@ pub struct PodVeth {
     served: Option<ServedPort>,
     /// Whether workers must see all of its packets.
     is_captured: bool,
-    /// That of what the pod sends, but beside XDP, and that of what the node's stack sends to it.
+    /// That of what the pod sends, and that of what the node's stack sends to it.
     links: Vec<TcxLink>,
     is_kept: bool,
 }
@@ -102,8 +101,9 @@ impl TcxPrograms {
         for (map, inner) in [(&self.maps.own_addresses, &own), (&self.maps.outcomes, &outcomes)] {
             map.update(&index, &inner.as_fd().as_raw_fd().to_ne_bytes(), MapFlags::ANY).map_err(kernel)?;
         }
+        // That for packets of the pod first: until both are attached, nothing that it sends passes.
         let attached =
-            self.at_pods().iter().map(|(pinned, program, hook)| self.attach(interface, *pinned, program, *hook));
+            self.at_pods.iter().map(|(pinned, program, hook)| self.attach(interface, *pinned, program, *hook));
         let links = attached.collect::<Result<_, _>>()?;
         let mut veth = PodVeth {
             interface: interface.clone(),
@@ -122,15 +122,10 @@ impl TcxPrograms {
     }
 
     pub(super) fn take_over_veth(&self, veth: &mut PodVeth) -> Result<(), AttachError> {
-        for (link, (_, program, hook)) in veth.links.iter_mut().zip(self.at_pods()) {
+        for (link, (_, program, hook)) in veth.links.iter_mut().zip(&self.at_pods) {
             self.take_over_link(link, &veth.interface, program, *hook)?;
         }
         Ok(())
-    }
-
-    /// The programs at a pod's veth: that for packets of the pod first, so that until all are attached, nothing that it sends passes.
-    fn at_pods(&self) -> &[(PinnedProgram, OwnedFd, libbpf_sys::bpf_attach_type)] {
-        if self.beside_xdp { &self.at_pods[1..] } else { &self.at_pods }
     }
 }
 

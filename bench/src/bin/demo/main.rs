@@ -16,7 +16,7 @@ use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::expectation::PolicyOracle;
 use penstock_bench::matrix::{self, Legend, Matrix};
 use penstock_bench::probe::{EchoServers, EchoService, Protocol};
-use penstock_bench::testbed::{Attach, CleanupGuard, Daemon, DaemonConfig, Inventory, ProxyMode, ScratchDir};
+use penstock_bench::testbed::{CleanupGuard, Daemon, DaemonConfig, Inventory, ProxyMode, ScratchDir};
 use penstock_dataplane::worker::available_cores;
 
 use terminal::{bad, good, heading, step};
@@ -96,7 +96,7 @@ fn run() -> Result<()> {
         Ok((servers, "TCP 8080, TCP 9090, UDP 53".to_owned()))
     })?;
     let daemon = step("Starting the daemon", || {
-        let mut config = DaemonConfig { attach: Attach::Auto, ..DaemonConfig::new(&cluster.name, &manifests) };
+        let mut config = DaemonConfig::new(&cluster.name, &manifests);
         config.admin = Some(admin.clone());
         // Two workers if there are two cores: the two directions of a connection may then be on different workers that
         // share one table.

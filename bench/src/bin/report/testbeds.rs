@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use penstock_bench::peers::{ClusterSize, Cores, MissingTool, Peer, PeerTestbed};
-use penstock_bench::testbed::Attach;
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) struct TestbedSpec {
@@ -78,8 +77,7 @@ impl TestbedSpec {
             peer if *peer == Peer::penstock_by_tcx_with_one_worker() => "Penstock, tcx, one worker",
             peer if *peer == Peer::penstock_by_tcx_without_repeats() => "Penstock, tcx, by workers",
             peer if *peer == Peer::penstock_by_tcx_with_one_worker_without_repeats() => "Penstock, tcx, by one worker",
-            peer if *peer == Peer::penstock_as_shipped(Attach::Tcx) => "Penstock, tcx, as shipped",
-            peer if *peer == Peer::penstock_as_shipped(Attach::Xdp) => "Penstock, XDP, as shipped",
+            peer if *peer == Peer::penstock_as_shipped() => "Penstock, tcx, as shipped",
             peer if *peer == Peer::penstock_by_tcx_with_table(FULL_TABLE) => "Penstock, tcx, full table",
             Peer::Nftables if self.size.open > 0 => "nftables, sets + conntrack, full table",
             peer if *peer == Peer::forward_by_tcx() => "Penstock, tcx, raw forward by workers",

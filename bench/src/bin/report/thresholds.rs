@@ -155,7 +155,6 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         .against("kernel routing, 100 k SYNs a second"),
     at_most("seconds until a daemon is ready by tcx, 110 pods, beside eight busy threads", "start", "ready", 2.0)
         .of("Penstock, tcx, as shipped, 8 busy threads"),
-    at_most("the same by XDP", "start", "ready", 2.0).of("Penstock, XDP, as shipped, 8 busy threads"),
     at_least("one UDP connection by tcx, 64 bytes, against kernel routing", "pps", "received", 1.15)
         .of("Penstock, tcx")
         .against("kernel routing")
@@ -168,10 +167,6 @@ pub(crate) const THRESHOLDS: &[Threshold] = &[
         .of("Penstock, tcx")
         .against("nftables, sets + conntrack")
         .limited_by(REDIRECT),
-    at_least("all by workers through their pairs, against XDP", "pps", "received", 0.65)
-        .of("Penstock, tcx, all by workers")
-        .against("Penstock")
-        .limited_by("Penstock, tcx, raw forward by workers"),
     at_least("bulk TCP by tcx, one stream, against kernel with GSO, MTU 1,500", "bulk", "one stream", 0.97)
         .of("Penstock, tcx")
         .against("kernel routing"),

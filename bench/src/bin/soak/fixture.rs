@@ -11,7 +11,7 @@ use penstock_admin::client::Client;
 use penstock_admin::types::Status;
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::probe::{EchoServers, EchoService, Site};
-use penstock_bench::testbed::{Attach, Daemon, DaemonConfig, ScratchDir, network_state};
+use penstock_bench::testbed::{Daemon, DaemonConfig, ScratchDir, network_state};
 
 use crate::log;
 
@@ -53,7 +53,7 @@ pub(crate) struct Fixture {
 
 impl Fixture {
     /// `is_last`: no other daemon follows this one.
-    pub(crate) fn start(is_last: bool, attach: Attach) -> Result<Self> {
+    pub(crate) fn start(is_last: bool) -> Result<Self> {
         let scratch = ScratchDir::new()?;
         let manifests = scratch.path().join("manifests");
         std::fs::create_dir(&manifests)?;
@@ -62,7 +62,6 @@ impl Fixture {
         let cluster = Cluster::build(&read_objects(&manifests)?)?;
         let before = network_state(cluster.node.netlink())?;
         let mut config = DaemonConfig::new(&cluster.name, &manifests);
-        config.attach = attach;
         config.admin = Some(scratch.path().join("admin.sock"));
         config.conntrack = format!(
             "mapping = \"{}/conntrack\"\nentries = 65536\nmidstream_pickup = \"0s\"\n",

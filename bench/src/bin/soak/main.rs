@@ -17,7 +17,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
-use penstock_bench::testbed::Attach;
 
 use churn::Churn;
 use fixture::Fixture;
@@ -36,26 +35,6 @@ struct Arguments {
     /// File of the plot.
     #[arg(long, default_value = "target/soak.svg")]
     plot: PathBuf,
-    /// Where programs take pods' packets; by default as the daemon decides.
-    #[arg(long, value_enum, default_value_t = AttachArgument::Auto)]
-    attach: AttachArgument,
-}
-
-#[derive(clap::ValueEnum, Clone, Copy, Debug)]
-enum AttachArgument {
-    Auto,
-    Tcx,
-    Xdp,
-}
-
-impl From<AttachArgument> for Attach {
-    fn from(argument: AttachArgument) -> Self {
-        match argument {
-            AttachArgument::Auto => Self::Auto,
-            AttachArgument::Tcx => Self::Tcx,
-            AttachArgument::Xdp => Self::Xdp,
-        }
-    }
 }
 
 /// Interval at which due steps are run.
@@ -78,11 +57,10 @@ fn run(arguments: &Arguments) -> Result<bool> {
     ensure!(arguments.minutes >= 0.5, "--minutes {}: less than half a minute shows no trend", arguments.minutes);
     let length = Duration::from_secs_f64(arguments.minutes * 60.0);
     let restart_every = length / (arguments.restarts + 1);
-    let mut fixture = Fixture::start(arguments.restarts == 0, arguments.attach.into())?;
+    let mut fixture = Fixture::start(arguments.restarts == 0)?;
     println!(
-        "Soak: {} minutes, attach {}, {} restarts of {}; the plot goes to {}",
+        "Soak: {} minutes, {} restarts of {}; the plot goes to {}",
         arguments.minutes,
-        Attach::from(arguments.attach).name(),
         arguments.restarts,
         penstock_bench::testbed::penstock_binary()?.display(),
         arguments.plot.display()

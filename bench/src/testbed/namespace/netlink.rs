@@ -288,11 +288,6 @@ impl Netlink {
         });
         statistics.with_context(|| format!("no statistics of interface {name}"))
     }
-
-    /// Whether an XDP program is attached to the interface, in any mode.
-    pub fn has_xdp(&self, name: &str) -> Result<bool> {
-        Ok(self.links()?.iter().any(|link| name_of(link).as_deref() == Some(name) && xdp_of(link).is_some()))
-    }
 }
 
 fn route(destination: IpNet, index: u32, via: RouteVia) -> Result<RouteMessage> {

@@ -12,8 +12,8 @@
 //! | the kernel's translation behind IPv6 options, and in later fragments | mutant: fuzzer |
 //! | local output is known by its socket; pieces of what the node cuts up have entered it | mutant: fuzzer, `services::answering` |
 //! | nobody outside sends as a pod, answers as a backend, or as the node | mutant: fuzzer, `services::answering` |
-//! | the same on an XDP uplink; what the node masquerades has no exemption of the node | fuzzer |
-//! | egress is asked behind the translation, at whatever address of the node, beside XDP, too | mutant: fuzzer |
+//! | what the node masquerades has no exemption of the node | fuzzer |
+//! | egress is asked behind the translation, at whatever address of the node | mutant: fuzzer |
 //! | programs at uplinks are pinned | `services::answering::without_a_daemon_no_node_port_leads_where_policy_denies` |
 //! | a masqueraded client is noted, and kept beside its connection | mutant: `services::masquerade`; `…::denying_a_masqueraded_client_ends_its_connections`, `penstock-dataplane via_host` |
 //! | tunnels from pods, at the sender's node and at the receiver's | fuzzer, `services::tunnels`; mutant: `services::tunnels` |
@@ -34,8 +34,7 @@ use std::time::{Duration, Instant};
 
 use penstock_bench::load::PacketSocket;
 use penstock_bench::testbed::{
-    Attach, KubeProxy, Namespace, Offload, Outside, ProxiedPort, ProxiedService, ProxyMode, ServiceProtocol,
-    masquerade_outside,
+    KubeProxy, Namespace, Offload, Outside, ProxiedPort, ProxiedService, ProxyMode, ServiceProtocol, masquerade_outside,
 };
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom;
@@ -66,7 +65,6 @@ enum Translation {
 /// How a node is set up.
 #[derive(Clone, Copy, Debug)]
 struct Setting {
-    attach: Attach,
     offload: bool,
     is_bridged: bool,
     translation: Translation,
@@ -75,12 +73,12 @@ struct Setting {
 /// All of them.
 fn settings() -> Vec<Setting> {
     let mut all = Vec::new();
-    for (attach, offload) in [(Attach::Tcx, true), (Attach::Tcx, false), (Attach::Xdp, false)] {
+    for offload in [true, false] {
         for is_bridged in [false, true] {
             for translation in
                 [Translation::None, Translation::Kernel(ProxyMode::Iptables), Translation::Kernel(ProxyMode::Nftables)]
             {
-                all.push(Setting { attach, offload, is_bridged, translation });
+                all.push(Setting { offload, is_bridged, translation });
             }
         }
     }
@@ -152,14 +150,14 @@ struct World {
 }
 
 impl World {
-    fn new(setting: Setting, mut random: SmallRng) -> Self {
+    fn new(setting: Setting, random: SmallRng) -> Self {
         let mut outside = None;
         let start = if setting.is_bridged { Fixture::bridged } else { Fixture::of };
         let fixture = start(
             &manifests(),
             Box::new(|cluster: &mut penstock_bench::cluster::Cluster, config: &mut _| {
                 let config: &mut penstock_bench::testbed::DaemonConfig = config;
-                (config.attach, config.offload) = (setting.attach, setting.offload);
+                config.offload = setting.offload;
                 config.keys += "node_addresses = [\"203.0.113.9\"]\n";
                 let machine = cluster.node.add_outside("outside").unwrap();
                 // A device that computes no checksums: the kernel writes them before it.
@@ -172,9 +170,6 @@ impl World {
                     // IPv6 answers for an address at its own interface alone.
                     let nodad = if far.contains(':') { " nodad" } else { "" };
                     ip(machine.namespace(), &format!("address add {far} dev eth0{nodad}"));
-                }
-                if setting.attach == Attach::Xdp && random.random() {
-                    config.keys += &format!("uplinks = [\"{}\"]\n", machine.interface());
                 }
                 match setting.translation {
                     Translation::None => {}
@@ -393,14 +388,12 @@ fn fuzz(setting: Setting, seed: u64, length: &Length) {
 
 #[test]
 fn random_frames_arrive_only_where_policy_allows_their_sender() {
-    for (attach, offload, is_bridged, translation) in [
-        (Attach::Tcx, true, false, Translation::Kernel(ProxyMode::Nftables)),
-        (Attach::Tcx, true, true, Translation::Kernel(ProxyMode::Iptables)),
-        (Attach::Tcx, false, false, Translation::Kernel(ProxyMode::Nftables)),
-        (Attach::Xdp, false, false, Translation::Kernel(ProxyMode::Iptables)),
-        (Attach::Xdp, false, true, Translation::None),
+    for (offload, is_bridged, translation) in [
+        (true, false, Translation::Kernel(ProxyMode::Nftables)),
+        (true, true, Translation::Kernel(ProxyMode::Iptables)),
+        (false, false, Translation::Kernel(ProxyMode::Nftables)),
     ] {
-        fuzz(Setting { attach, offload, is_bridged, translation }, 44, &Length::Rounds(48));
+        fuzz(Setting { offload, is_bridged, translation }, 44, &Length::Rounds(48));
     }
 }
 

@@ -17,7 +17,7 @@ use std::io::Write;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use penstock_bench::testbed::{Attach, Namespace, ProxyMode};
+use penstock_bench::testbed::{Namespace, ProxyMode};
 use rand::rngs::SmallRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
@@ -62,7 +62,6 @@ enum Translator {
 /// How both nodes are set up.
 #[derive(Clone, Copy, Debug)]
 struct Setting {
-    attach: Attach,
     offload: bool,
     /// Whether packets to other machines may pass the node's stack by.
     past_stack: bool,
@@ -123,19 +122,13 @@ const OBSTACLES: [Obstacle; 3] = [Obstacle::Rules, Obstacle::Blackhole, Obstacle
 
 fn settings() -> Vec<Setting> {
     let mut all = Vec::new();
-    for (attach, offload, past_stack) in [
-        (Attach::Tcx, true, true),
-        (Attach::Tcx, true, false),
-        (Attach::Tcx, false, false),
-        (Attach::Xdp, false, false),
-    ] {
+    for (offload, past_stack) in [(true, true), (true, false), (false, false)] {
         for (is_bridged, mtu) in [(false, None), (true, None), (false, Some(9001))] {
             let modes = [ProxyMode::Iptables, ProxyMode::Nftables].map(Translator::Proxy);
             let others = [Translator::Nobody, Translator::HostPort];
             let plain = modes.into_iter().chain(others).map(|translator| (translator, Reference::Plain));
             let both = plain.chain([(Translator::Nobody, Reference::Tracked)]);
             all.extend(both.map(|(translator, reference)| Setting {
-                attach,
                 offload,
                 past_stack,
                 is_bridged,
@@ -277,12 +270,9 @@ fn seed(default: u64) -> u64 {
 }
 
 /// Four rounds in each of these settings.
-fn compare_each(
-    settings: impl IntoIterator<Item = (Attach, [bool; 2], bool, Translator, Option<u32>)>,
-    reference: Reference,
-) {
-    for (attach, [offload, past_stack], is_bridged, translator, mtu) in settings {
-        let setting = Setting { attach, offload, past_stack, is_bridged, translator, mtu, reference };
+fn compare_each(settings: impl IntoIterator<Item = ([bool; 2], bool, Translator, Option<u32>)>, reference: Reference) {
+    for ([offload, past_stack], is_bridged, translator, mtu) in settings {
+        let setting = Setting { offload, past_stack, is_bridged, translator, mtu, reference };
         compare(setting, seed(45), 4, None);
     }
 }
@@ -295,13 +285,13 @@ const PAST_STACK: [bool; 2] = [true, true];
 #[test]
 fn random_packets_arrive_as_on_a_plain_node() {
     let settings = [
-        (Attach::Tcx, PAST_STACK, false, Translator::Nobody, None),
-        (Attach::Tcx, PROGRAMS, false, Translator::Nobody, None),
-        (Attach::Tcx, PAST_STACK, true, Translator::Nobody, None),
-        (Attach::Xdp, WORKERS, false, Translator::Nobody, None),
-        (Attach::Tcx, PAST_STACK, false, Translator::Proxy(ProxyMode::Nftables), None),
-        (Attach::Tcx, WORKERS, false, Translator::Proxy(ProxyMode::Iptables), Some(9001)),
-        (Attach::Tcx, PAST_STACK, true, Translator::HostPort, None),
+        (PAST_STACK, false, Translator::Nobody, None),
+        (PROGRAMS, false, Translator::Nobody, None),
+        (PAST_STACK, true, Translator::Nobody, None),
+        (WORKERS, false, Translator::Nobody, None),
+        (PAST_STACK, false, Translator::Proxy(ProxyMode::Nftables), None),
+        (WORKERS, false, Translator::Proxy(ProxyMode::Iptables), Some(9001)),
+        (PAST_STACK, true, Translator::HostPort, None),
     ];
     compare_each(settings, Reference::Plain);
 }
@@ -309,9 +299,9 @@ fn random_packets_arrive_as_on_a_plain_node() {
 #[test]
 fn allowed_connections_pass_what_the_kernels_tracking_does() {
     let settings = [
-        (Attach::Tcx, PAST_STACK, false, Translator::Nobody, None),
-        (Attach::Tcx, WORKERS, true, Translator::Nobody, None),
-        (Attach::Xdp, WORKERS, false, Translator::Nobody, Some(9001)),
+        (PAST_STACK, false, Translator::Nobody, None),
+        (WORKERS, true, Translator::Nobody, None),
+        (WORKERS, false, Translator::Nobody, Some(9001)),
     ];
     compare_each(settings, Reference::Tracked);
 }

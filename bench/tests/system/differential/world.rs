@@ -81,7 +81,7 @@ impl World {
         }
         // By it daemons take over.
         config.admin = Some(scratch.path().join("admin.sock"));
-        (config.attach, config.offload) = (setting.attach, setting.offload);
+        config.offload = setting.offload;
         config.keys += if setting.past_stack { "host_routing = \"auto\"\n" } else { "host_routing = \"never\"\n" };
         let wires = namespaces.iter().map(|namespace| PacketSocket::open(namespace).unwrap()).collect();
         let senders = namespaces.iter().map(|namespace| VirtioSocket::open(namespace)).collect();

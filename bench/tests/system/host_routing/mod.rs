@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use penstock_admin::types::HostRoutingStatus;
 use penstock_bench::probe::{EchoConnection, EchoServers, Site};
-use penstock_bench::testbed::{Attach, Namespace, Outside};
+use penstock_bench::testbed::{Namespace, Outside};
 
 use crate::fixture::{Fixture, SERVICES, pods, policy};
 
@@ -36,7 +36,7 @@ impl Network {
         let mut outside = None;
         let fixture = Fixture::of(yaml, |cluster, config| {
             outside = Some(cluster.node.add_outside("outside").unwrap());
-            (config.attach, config.offload) = (Attach::Tcx, offload);
+            config.offload = offload;
             config.metrics = Some(METRICS);
             config.keys += keys;
         });

@@ -217,13 +217,13 @@ pub struct WorkerStatus {
 pub struct PortStatus {
     pub port: u16,
     pub interface: String,
-    /// `pod`, `host` or `uplink`.
+    /// `pod`, `host` or `pair`.
     pub kind: String,
     /// The pod behind it, `namespace/name`.
     pub pod: Option<String>,
-    /// Where its XDP program runs: `native` or `generic`.
+    /// How its programs are attached: `tcx`, or `xdp` at a worker's pair.
     #[serde(default)]
-    pub mode: String,
+    pub program: String,
     /// Totals since the start.
     pub total: PortCounts,
     pub rate: PortRates,
@@ -231,8 +231,8 @@ pub struct PortStatus {
     pub drops: BTreeMap<String, u64>,
     /// Packets that the kernel lost at its sockets (`struct xdp_statistics`), by kind; each packet is in one kind only.
     pub kernel_drops: BTreeMap<String, u64>,
-    /// Packets that the program on the interface has seen, by outcome.
-    pub xdp: BTreeMap<String, u64>,
+    /// Packets that the programs on the interface have seen, by outcome.
+    pub outcomes: BTreeMap<String, u64>,
     pub queue: RingDepth,
 }
 
@@ -386,8 +386,8 @@ pub struct ConnectionFlow {
     pub to: FlowEnd,
     /// Its state, named as in nf_conntrack, or `REVOKED` if a policy change revoked it.
     pub state: String,
-    /// Traffic of the end that opened it; `None` where connections have no counters: without `offload`, and with
-    /// `attach = "xdp"`, unless there are records of flows.
+    /// Traffic of the end that opened it; `None` where connections have no counters: without `offload`,
+    /// unless there are records of flows.
     #[serde(default)]
     pub sent: Option<Traffic>,
     #[serde(default)]

@@ -156,12 +156,12 @@ impl DaemonView<'_> {
     }
 
     fn port_list(&self, counters: &LiveCounters, before: &CounterSample) -> Vec<types::PortStatus> {
-        let LiveCounters { sample: now, depths, ports: xdp_counters } = counters;
+        let LiveCounters { sample: now, depths, ports: by_port } = counters;
         let seconds = now.seconds_since(before);
         let ports = now.statistics.ports.iter();
         ports
             .map(|counters| {
-                let known = xdp_counters.iter().find(|port| port.id == counters.port);
+                let known = by_port.iter().find(|port| port.id == counters.port);
                 let total = counts(counters);
                 let earlier = before.statistics.port(counters.port).filter(|port| port.interface == counters.interface);
                 let drops = counters.traffic.drops().map(|(cause, count)| (cause.name().to_owned(), count));
@@ -171,12 +171,12 @@ impl DaemonView<'_> {
                     interface: counters.interface.clone(),
                     kind: known.map_or(PortRole::Pod, |port| port.role).name().to_owned(),
                     pod: known.and_then(|port| port.pod.as_ref()).map(ToString::to_string),
-                    mode: known.map_or_else(String::new, |port| port.mode.to_string()),
+                    program: known.map_or_else(String::new, |port| port.role.program().to_owned()),
                     rate: rates(&total, &earlier.map(counts).unwrap_or_default(), seconds),
                     total,
                     drops: drops.collect(),
                     kernel_drops: kernel_drops(&counters.kernel),
-                    xdp: outcomes
+                    outcomes: outcomes
                         .iter()
                         .flat_map(|outcomes| outcomes.iter())
                         .map(|(name, count)| (name.to_string(), count))

@@ -263,8 +263,8 @@ mod tests {
     fn changed_keys_are_listed() {
         let table = |text: &str| text.parse::<Table>().unwrap();
         let one = table("node = \"a\"\n[log]\nlevel = \"info\"\n[umem]\nmemory = \"1GiB\"\n");
-        let other = table("node = \"a\"\nuplinks = [\"eth0\"]\n[log]\nlevel = \"debug\"\n");
-        assert_eq!(changed_keys(&one, &other), ["log.level", "umem.memory", "uplinks"]);
+        let other = table("node = \"a\"\npod_bridges = [\"br0\"]\n[log]\nlevel = \"debug\"\n");
+        assert_eq!(changed_keys(&one, &other), ["log.level", "pod_bridges", "umem.memory"]);
         assert!(changed_keys(&one, &one).is_empty());
     }
 }

@@ -29,7 +29,7 @@ use serde::{Deserialize, Serialize};
 
 pub use flow_records::{FlowRecords, OtlpEndpoint, RecordsFile};
 pub use layers::{ConfigLayers, LoadedConfig, changed_keys};
-pub use network::{Encapsulation, FromPods, HostVeth, Xdp, XdpMode};
+pub use network::{Encapsulation, FromPods};
 pub use operation::{Admin, Capture, FaultInjection, Metrics, MetricsAddress, SocketPath, VerdictLog, VerdictOutput};
 pub use read::ConfigError;
 pub use values::{
@@ -52,15 +52,7 @@ pub struct Config {
     #[serde(default)]
     #[schemars(with = "Vec<String>")]
     pub service_cidrs: Vec<IpNet>,
-    /// With XDP: NICs and tunnel devices on which packets for local pods arrive. Needs Linux 5.18 with connection tracking, and
-    /// no rule that drops `ct state invalid`, as kube-proxy has one in iptables mode, and no masquerade of what pods send out of the
-    /// cluster. tcx does not use it.
-    #[serde(default)]
-    pub uplinks: Vec<InterfaceName>,
-    /// Where programs take pods' packets. `"tcx"` leaves packets whole and the node's routes as they are.
-    #[serde(default)]
-    pub attach: AttachSetting,
-    /// With `attach = "tcx"`: whether the programs forward packets of established connections by themselves. Otherwise all
+    /// Whether the programs forward packets of established connections by themselves. Otherwise all
     /// packets go through the workers. Only on x86-64.
     #[serde(default = "yes")]
     pub offload: bool,
@@ -92,18 +84,12 @@ pub struct Config {
     /// The memory of all frames.
     #[serde(default)]
     pub umem: Umem,
-    /// The XDP mode.
-    #[serde(default)]
-    pub xdp: Xdp,
     /// The connection table.
     #[serde(default)]
     pub conntrack: Conntrack,
     /// The answer to a denied connection.
     #[serde(default)]
     pub deny: Deny,
-    /// The veth pair into the node's network stack.
-    #[serde(default)]
-    pub host_veth: HostVeth,
     /// Domain names in policies.
     #[serde(default)]
     pub domain_names: DomainNames,
@@ -140,15 +126,13 @@ pub struct Config {
 }
 
 /// The top-level keys that are not sections.
-const KEYS: [&str; 10] = [
-    "attach",
+const KEYS: [&str; 8] = [
     "offload",
     "host_routing",
     "repeat_answers",
     "node",
     "node_addresses",
     "service_cidrs",
-    "uplinks",
     "pod_interfaces",
     "startup",
 ];
@@ -258,19 +242,6 @@ fn default_cni_results() -> Vec<PathBuf> {
     ["/var/lib/cni/results", "/var/lib/cni/multus/results"].map(PathBuf::from).to_vec()
 }
 
-/// Where programs take pods' packets.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum AttachSetting {
-    /// By tcx on x86-64, if the kernel accepts the programs; otherwise by XDP.
-    #[default]
-    Auto,
-    /// By tcx on their veths; Linux 6.6 or newer.
-    Tcx,
-    /// By XDP on their veths, with a socket for each.
-    Xdp,
-}
-
 /// Whether packets between pods and other machines pass the node's stack by.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
@@ -291,7 +262,7 @@ pub struct Fail {
     pub mode: FailMode,
     /// How a daemon leaves the node when SIGTERM or SIGINT ends it.
     pub on_exit: OnExit,
-    /// Directory of the pinned XDP links, in bpffs. bpffs is mounted at `/sys/fs/bpf` if it is not.
+    /// Directory of the pinned links, in bpffs. bpffs is mounted at `/sys/fs/bpf` if it is not.
     pub pins: PathBuf,
     /// How long the programs go on opening connections (`repeat_answers`) when no daemon runs, with mode `closed`: under the last policy, and
     /// for each pod a quarter of its share at most. At most `"5d"`; `"0s"`: not at all.
@@ -329,7 +300,7 @@ pub enum FailMode {
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum OnExit {
-    /// The node as it was: programs, routes and settings are removed or restored.
+    /// The node as it was: programs and interfaces of Penstock are removed.
     #[default]
     Restore,
     /// Everything, as after a crash with mode `closed`, for the next daemon: an upgrade opens nothing.

@@ -8,7 +8,7 @@ use toml::{Table, Value};
 
 use super::operation::MAX_CAPTURE_QUEUE;
 use super::values::{InvalidValue, invalid};
-use super::{Config, Fail, FailMode, HostVeth, InterfaceName, MIN_CONNECTIONS, OnExit, Source};
+use super::{Config, Fail, FailMode, MIN_CONNECTIONS, OnExit, Source};
 
 /// A configuration that cannot be used. One line: file, line, key, value, remedy.
 #[derive(Debug, thiserror::Error)]
@@ -52,8 +52,7 @@ struct KeyError {
 impl Config {
     /// Checks values that depend on each other.
     fn consistent(self, values: &Table) -> Result<Self, KeyError> {
-        let checks: [fn(&Self) -> Option<Unfit<'_>>; 5] =
-            [Self::unfit_source, Self::unfit_sizes, Self::unfit_host_veth, Self::unfit_uplinks, Self::unfit_fail];
+        let checks: [fn(&Self) -> Option<Unfit<'_>>; 3] = [Self::unfit_source, Self::unfit_sizes, Self::unfit_fail];
         match checks.iter().find_map(|check| check(&self)) {
             Some((key, why)) => Err(key_error(values, &key, &why.to_string())),
             None => Ok(self),
@@ -85,7 +84,7 @@ impl Config {
         if self.umem.frames.is_some() && self.umem.memory.is_some() {
             return Some((vec!["umem", "frames"], invalid!("umem.memory is also set; remove one of the two")));
         }
-        // The host veth and one pod, each with a queue's rings filled.
+        // Two queues with their rings filled.
         let least = 4 * self.umem.ring_size.entries();
         if self.umem.frame_count() < least {
             let (key, least) = match self.umem.frames {
@@ -105,30 +104,6 @@ impl Config {
             return Some((vec!["capture", "queue"], invalid!("out of range; set 1 to {MAX_CAPTURE_QUEUE}")));
         }
         self.flow_records.inconsistent().map(|(key, why)| (vec!["flow_records", key], why))
-    }
-
-    fn unfit_host_veth(&self) -> Option<Unfit<'_>> {
-        let HostVeth { node, workers, table, rule } = &self.host_veth;
-        let (key, why) = if node == workers {
-            ("node", invalid!("both ends of the pair have this name; set two names"))
-        } else if matches!(table, 0 | 253..=255) {
-            ("table", invalid!("one of the kernel's own tables; set an unused number"))
-        } else if !HostVeth::RULES.contains(rule) {
-            ("rule", invalid!("not before the main table's rule; set 1 to 32765"))
-        } else {
-            return None;
-        };
-        Some((vec!["host_veth", key], why))
-    }
-
-    fn unfit_uplinks(&self) -> Option<Unfit<'_>> {
-        let ends: [&InterfaceName; 2] = [&self.host_veth.node, &self.host_veth.workers];
-        if let Some(name) = self.uplinks.iter().find(|name| ends.contains(name)) {
-            return Some((vec!["uplinks"], invalid!("{name} is an end of the host veth; remove it from the list")));
-        }
-        let mut names = self.uplinks.iter().enumerate();
-        let (_, name) = names.find(|(i, name)| self.uplinks[..*i].contains(name))?;
-        Some((vec!["uplinks"], invalid!("{name} is listed twice; list each uplink once")))
     }
 
     fn unfit_fail(&self) -> Option<Unfit<'_>> {
@@ -321,7 +296,7 @@ mod tests {
             ("\nnode = 7\n", ":2: node = 7: invalid type: integer `7`, expected a string"),
             (
                 "nod = \"a\"\n",
-                ":1: nod: unknown key; remove it, or use one of: node, node_addresses, service_cidrs, uplinks",
+                ":1: nod: unknown key; remove it, or use one of: node, node_addresses, service_cidrs, offload",
             ),
         ];
         let with_least = [
@@ -355,15 +330,7 @@ mod tests {
                 "[conntrack]\nmapping = \"here\"\n",
                 ":5: conntrack.mapping = \"here\": not an absolute path of a file; set one on a tmpfs, or \"off\"",
             ),
-            (
-                "[host_veth]\nnode = \"a-name-too-long-for-linux\"\n",
-                ":5: host_veth.node = \"a-name-too-long-for-linux\": not an",
-            ),
-            ("[host_veth]\nnode = \"penstock0\"\n", ":5: host_veth.node = \"penstock0\": both ends of the pair"),
-            ("[host_veth]\ntable = 254\n", ":5: host_veth.table = 254: one of the kernel's own tables; set"),
-            ("[host_veth]\nrule = 0\n", ":5: host_veth.rule = 0: not before the main table's rule; set"),
             ("[log]\nlevel = \"loud\"\n", ":5: log.level = \"loud\": unknown value; use one of \"error\", \"warn\""),
-            ("[xdp]\nmode = \"fast\"\n", ":5: xdp.mode = \"fast\": unknown value; use \"native\" or \"generic\""),
             ("[admin]\nsocket = \"\"\n", ":5: admin.socket = \"\": no path; set one, or \"off\""),
             ("[capture]\nsocket = \"\"\n", ":5: capture.socket = \"\": no path; set one, or \"off\""),
             ("[capture]\nqueue = 0\n", ":5: capture.queue = 0: out of range; set 1 to 65536"),
@@ -380,8 +347,6 @@ mod tests {
                 "pod_interfaces = [\"*\"]\n",
                 ":1: pod_interfaces[0] = \"*\": not an interface name or pattern; set a name, or",
             ),
-            ("uplinks = [\"eth0\", \"eth0\"]\n", ":1: uplinks = [\"eth0\", \"eth0\"]: eth0 is listed twice"),
-            ("uplinks = [\"penstock0\"]\n", ":1: uplinks = [\"penstock0\"]: penstock0 is an end of the host veth"),
             (
                 "service_cidrs = [\"10.96.0.0/33\"]\n",
                 ":1: service_cidrs[0] = \"10.96.0.0/33\": invalid IP address syntax",

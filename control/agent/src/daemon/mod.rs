@@ -8,9 +8,8 @@ mod reconcile;
 mod source;
 mod start;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -31,7 +30,6 @@ use super::handover::{Handover, HandoverListener, Predecessor};
 use super::haste::Haste;
 use super::last_good::RejectedConfig;
 use super::learnt_names::{self, LearntNamesFile};
-use super::node_path::NodePath;
 use super::objects::NodeObjects;
 use super::operation::{Listeners, Operation};
 use super::pod_bindings::PodBindings;
@@ -40,11 +38,11 @@ use super::ports::OpenPorts;
 use super::preflight::{self, Level, PreflightFinding};
 use super::publisher::Publisher;
 use super::recorded_objects::{ObjectFile, RecordedLines, StaleObjects};
-use super::settings::{Attach, Settings};
+use super::settings::Settings;
 use super::signals::{Signal, Signals};
 use super::trial::TrialFeed;
 use super::{RunError, StartMode, last_good, logging};
-use crate::discovery::{Events, Netlink, NetworkState, has_network_on};
+use crate::discovery::{Events, Netlink, NetworkState, WorkerPairs, has_network_on};
 use crate::privileges;
 use problem_log::ProblemLog;
 use source::{OpenedSource, first_objects, follow, node_writer, open_source};
@@ -66,9 +64,6 @@ const DEBOUNCE: Duration = Duration::from_millis(2);
 /// do not keep a core busy, and policy does not wait for them long.
 const DEBOUNCE_FACTOR: u32 = 3;
 const MAX_DEBOUNCE: Duration = Duration::from_millis(20);
-/// How long until a port whose queue is busy is tried again.
-const RETRY_INTERVAL: Duration = Duration::from_millis(20);
-
 pub(super) enum Ended {
     BySignal,
     HandedOver(Handover),
@@ -85,8 +80,8 @@ pub(super) async fn run(
 ) -> Result<Ended, RunError> {
     let config = settings.config;
     let mut signals = Signals::listen().context("cannot listen to signals")?;
-    let (netlink, events) = Netlink::open(config.host_veth.table).map_err(RunError::bad_input)?;
-    fail_on_errors(preflight::network(settings, &netlink).await)?;
+    let (netlink, events) = Netlink::open().map_err(RunError::bad_input)?;
+    fail_on_errors(preflight::network())?;
     let predecessor = if mode == StartMode::TakeOver { Predecessor::find(&config.admin.socket) } else { None };
     let record = ObjectFile::of(config);
     // Before the source, which may take long to open; or once a daemon that runs has closed its own.
@@ -136,13 +131,10 @@ pub(super) async fn run(
     daemon.finish(outcome).await
 }
 
-fn warn_of_closed_pods(attach: Attach) {
-    match attach {
-        Attach::Xdp => tracing::warn!("pods' interfaces stay closed until the next start, or `penstock cleanup`"),
-        Attach::Tcx => tracing::warn!(
-            "pods' interfaces stay closed to new connections until the next start, or `penstock cleanup`; established ones go on"
-        ),
-    }
+fn warn_of_closed_pods() {
+    tracing::warn!(
+        "pods' interfaces stay closed to new connections until the next start, or `penstock cleanup`; established ones go on"
+    );
 }
 
 struct Sockets {
@@ -181,7 +173,6 @@ struct Known {
 }
 
 impl Known {
-    /// Fails if a pod cannot be served as the settings are.
     async fn read(
         settings: &Settings<'_>,
         netlink: &Netlink,
@@ -197,13 +188,11 @@ impl Known {
         };
         let names = LearntNamesFile::open(config);
         let objects = first_objects(settings, &netstate, initial, names.as_ref());
-        // Only errors end the start. Other problems of a pod are logged later and may pass.
         let (mut bindings, resolved) = (PodBindings::open(config), objects.resolved_pods());
         let bound = bindings.follow(&netstate, &resolved.0);
         let local = resolved.0.iter().filter(|pod| has_network_on(pod, config.node.as_str()));
         let hidden = local.filter(|pod| bound.bridge_of_hidden(&netstate, pod).is_some());
         reconcile::solicit(netlink, &netstate, hidden).await;
-        fail_on_errors(preflight::unfit_pods(settings, &netstate, bound, resolved.clone()))?;
         Ok(Self { netstate, names, objects, bindings })
     }
 }
@@ -242,14 +231,12 @@ struct Daemon<'a> {
     trial_thread: JoinHandle<()>,
     dataplane: Arc<Dataplane>,
     ports: OpenPorts,
-    node_path: NodePath,
+    pairs: WorkerPairs,
     problems: ProblemLog,
     /// Which interfaces are pods'.
     bindings: PodBindings,
     /// Pods on which policy is not enforced, for Events.
     tell_events: mpsc::Sender<PodNotEnforced>,
-    /// Pod addresses that the kernel did not route, with the reason that was logged.
-    unrouted: BTreeMap<IpAddr, String>,
     operation: Operation,
     /// If records of flows are wanted.
     records: Option<FlowRecorder>,
@@ -291,14 +278,14 @@ impl<'a> Daemon<'a> {
         let operation = operation(&dataplane)?;
         let sinks = Sinks::open(config).map_err(RunError::bad_input)?;
         let haste = Haste::begin();
-        let (programs, node_path) =
+        let (programs, pairs) =
             open_programs(settings, &netlink, &netstate, (dataplane.cores(), is_beside), pins, prepared).await?;
         // Threads that begin here stay.
         drop(haste);
         // An interface that nobody is known to have may be a pod's whose manifest can't be read.
         let unknown = NetworkState::default();
         let known = if objects.are_incomplete() { &unknown } else { &netstate };
-        let ports = OpenPorts::new(programs, config, known, node_path.found_leftovers(), is_beside);
+        let ports = OpenPorts::new(programs, config, known, is_beside);
         let (clearing, jobs) = ClearingQueue::new();
         let dataplane = Arc::new(dataplane);
         let publisher = Arc::new(Publisher::new(config, (objects, stale), services, &dataplane, clearing));
@@ -318,11 +305,10 @@ impl<'a> Daemon<'a> {
             trial_thread,
             dataplane,
             ports,
-            node_path,
+            pairs,
             problems: ProblemLog::default(),
             bindings,
             tell_events,
-            unrouted: BTreeMap::new(),
             operation,
             records,
             close_first: CloseFirstFds::default(),
@@ -353,7 +339,7 @@ impl<'a> Daemon<'a> {
             (Err(_), _) => self.after_failure(),
         };
         if leaves == OnExit::Keep && !matches!(outcome, Ok(Ended::HandedOver(_))) {
-            warn_of_closed_pods(self.settings.attach);
+            warn_of_closed_pods();
         }
         let stopped = self.stop(leaves).await;
         outcome.and_then(|ended| stopped.map(|()| ended))
@@ -363,38 +349,20 @@ impl<'a> Daemon<'a> {
     async fn abandon(self, error: RunError) -> RunError {
         let leaves = if self.was_closed { self.after_failure() } else { OnExit::Restore };
         if leaves == OnExit::Keep && !self.is_beside {
-            warn_of_closed_pods(self.settings.attach);
+            warn_of_closed_pods();
         }
         self.stop(leaves).await.unwrap_or_else(|error| tracing::error!(%error, "could not restore everything"));
         error
     }
 
-    /// Opens the host veth and the uplinks, then the pods' ports, and compiles policy. Programs of an earlier daemon, or one that runs, stay.
+    /// Opens the workers' pairs, then the pods' ports, and compiles policy. Programs of an earlier daemon, or one that runs, stay.
     async fn prepare(&mut self) -> Result<(), RunError> {
         let _haste = Haste::begin();
-        // Read again: now the host veth pair exists.
+        // Read again: now the pairs exist.
         self.netstate = self.netlink.network_state().await.map_err(RunError::failed)?;
         self.wait_for_neighbours().await?;
-        match &self.node_path {
-            NodePath::HostVeth(host_veth) => {
-                let inside = host_veth.enter_workers_netns().map_err(RunError::failed)?;
-                let opened = self.ports.open_host(&self.dataplane, host_veth.workers(), host_veth.node());
-                drop(inside);
-                opened.map_err(RunError::failed)?;
-                self.ports.check_sources(host_veth.node()).map_err(RunError::bad_input)?;
-            }
-            NodePath::Pairs(pairs) => {
-                self.ports.open_pairs(&self.dataplane, pairs.pairs()).map_err(RunError::bad_input)?;
-            }
-        }
+        self.ports.open_pairs(&self.dataplane, self.pairs.pairs()).map_err(RunError::bad_input)?;
         self.arrange_close_order().context("cannot duplicate a descriptor").map_err(RunError::Failed)?;
-        // With tcx the programs on pods' veths see what comes from outside.
-        let uplinks = if self.settings.attach == Attach::Xdp { &self.config.uplinks[..] } else { &[] };
-        for name in uplinks {
-            let link = self.netstate.link(name.as_str()).cloned();
-            let link = link.ok_or_else(|| RunError::bad_input(format!("uplinks: interface {name} does not exist")))?;
-            self.ports.open_uplink(&self.dataplane, &link).map_err(RunError::bad_input)?;
-        }
         self.reconcile("first state", Instant::now()).await?;
         self.is_starting = false;
         Ok(())
@@ -452,7 +420,6 @@ impl<'a> Daemon<'a> {
             }
             None => handovers.expect("it listens where no other daemon did"),
         };
-        self.ports.stop_waiting_for_queues();
         privileges::drop_to_runtime().map_err(RunError::failed)?;
         let inputs = self.publisher.inputs();
         let problem = inputs.progress.not_enforced().iter().find(|one| one.pod.is_none());
@@ -474,7 +441,7 @@ impl<'a> Daemon<'a> {
         let config = self.config;
         self.table_lock = connections::lock(&config.conntrack.mapping, self.settings.offloads())?;
         self.pins_lock = pins(config)?;
-        self.node_path.replace_others(&config.host_veth).await.map_err(RunError::failed)?;
+        self.pairs.replace_others().await.map_err(RunError::failed)?;
         self.operation.listen().await?;
         Ok(HandoverListener::listen(&config.admin.socket)?)
     }
@@ -491,13 +458,9 @@ impl<'a> Daemon<'a> {
     }
 
     /// With `fail.mode = "open"`, the kernel must open the node at once when the daemon dies. It then closes first what
-    /// the rest depends on: the private netns of the host veth, the socket in it, and before them the map that the
-    /// programs check.
+    /// the rest depends on: the pairs' sockets, and before them the socket that the programs check.
     fn arrange_close_order(&mut self) -> io::Result<()> {
         if self.config.fail.mode == FailMode::Open {
-            if let Some(namespace) = self.node_path.namespace() {
-                self.close_first.hold(namespace)?;
-            }
             self.ports.add_close_first(&self.dataplane, &mut self.close_first)?;
         }
         Ok(())
@@ -546,7 +509,6 @@ impl<'a> Daemon<'a> {
                 // Before pods and network: if those were always ready, nobody could query the daemon.
                 next = self.operation.next() => self.operate(next).await,
                 () = publisher.pods.notified() => self.refresh("pods", Instant::now()).await?,
-                () = tokio::time::sleep(RETRY_INTERVAL), if self.ports.has_busy() => self.reconcile("retry", Instant::now()).await?,
                 () = events.changed() => {
                     let seen = Instant::now();
                     tokio::time::sleep((DEBOUNCE_FACTOR * self.read_took).clamp(DEBOUNCE, MAX_DEBOUNCE)).await;
@@ -569,14 +531,13 @@ impl<'a> Daemon<'a> {
         }
     }
 
-    /// Ends all threads. Then either restores everything (rules, routes and the pair first, so that the kernel handles
-    /// the node's own traffic again) or leaves it to the next daemon, with programs that drop because they have no
+    /// Ends all threads. Then either restores everything, or leaves it to the next daemon, with programs that drop because they have no
     /// sockets.
     async fn stop(self, leaves: OnExit) -> Result<(), RunError> {
         let Self {
             dataplane,
             ports,
-            node_path,
+            pairs,
             close_first,
             publisher,
             clearing_thread,
@@ -602,10 +563,10 @@ impl<'a> Daemon<'a> {
             OnExit::Keep => {
                 ports.keep();
                 // The daemon that runs has its own.
-                if is_beside { node_path.remove().await } else { Ok(()) }
+                if is_beside { pairs.remove().await } else { Ok(()) }
             }
             OnExit::Restore => {
-                let removed = node_path.remove().await;
+                let removed = pairs.remove().await;
                 ports.restore();
                 removed
             }

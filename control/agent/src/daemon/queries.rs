@@ -107,11 +107,8 @@ impl Daemon<'_> {
     }
 
     pub(super) fn report(&self) {
-        let mut text = report::statistics(
-            &self.dataplane.statistics(),
-            &self.ports.xdp_counters(),
-            &self.ports.closed_interfaces(),
-        );
+        let mut text =
+            report::statistics(&self.dataplane.statistics(), &self.ports.outcomes(), &self.ports.closed_interfaces());
         // Workers that have left the table to another daemon are not asked.
         if !self.has_left {
             match self.dataplane.frames() {
@@ -190,7 +187,7 @@ impl Daemon<'_> {
 
     async fn dump(&self) -> (Dump, Scrape) {
         let mut findings = preflight::machine(self.settings);
-        findings.extend(preflight::network(self.settings, &self.netlink).await);
+        findings.extend(preflight::network());
         let resolved_pods = self.publisher.inputs().objects.resolved_pods();
         findings.extend(preflight::pods(self.settings, &self.netstate, self.bindings.bindings(), resolved_pods));
         let counters = self.counters();

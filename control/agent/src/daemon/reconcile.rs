@@ -1,7 +1,6 @@
-//! Reconciles ports, forwarding and the node's routes with pods and network.
+//! Reconciles ports and forwarding with pods and network.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::net::IpAddr;
+use std::collections::BTreeSet;
 use std::time::Instant;
 
 use penstock_dataplane::forward::PortId;
@@ -38,11 +37,11 @@ impl Daemon<'_> {
         }
     }
 
-    /// Brings ports, forwarding and routes in line with pods and network, in this order: a new pod's port is open
+    /// Brings ports and forwarding in line with pods and network, in this order: a new pod's port is open
     /// before the pod is published, and a gone pod's port is closed after a snapshot without it. Each step may wait for
     /// the kernel, so none runs while [`Publisher`](crate::publisher::Publisher) inputs are locked.
     pub(super) async fn reconcile(&mut self, why: &str, seen: Instant) -> Result<(), RunError> {
-        self.node_path.check(&self.netstate).map_err(RunError::failed)?;
+        self.pairs.check(&self.netstate).map_err(RunError::failed)?;
         let (pods, mut problems) = self.publisher.inputs().objects.resolved_pods();
         let bindings = self.bindings.follow(&self.netstate, &pods);
         self.ports.close_new_interfaces(&self.netstate, bindings);
@@ -65,7 +64,6 @@ impl Daemon<'_> {
         self.close_ports(gone);
         self.ports.retract();
         self.follow_capture();
-        self.update_routes().await;
         // Ports that the running daemon has attached to since are taken later.
         if !self.is_beside {
             self.note_not_enforced(&under_policy);
@@ -130,16 +128,7 @@ impl Daemon<'_> {
             netstate: &self.netstate,
         };
         let mut found = coverage::of_pods(under_policy, &coverage);
-        if !self.ports.watches_bridges() {
-            let is_watched = |link| self.ports.has_programs(link);
-            found.extend(coverage::of_bridges(under_policy, self.bindings.bindings(), &self.netstate, is_watched));
-        }
         found.extend(self.ports.not_enforced());
-        let unrouted = self.unrouted.iter().map(|(address, reason)| NotEnforced {
-            pod: self.ports.pod_with(*address).cloned(),
-            reason: format!("{address}: {reason}"),
-        });
-        found.extend(unrouted);
         let mut inputs = self.publisher.inputs();
         let manifests = self.operation.source.unreadable();
         let manifests = manifests.map(|reason| format!("manifests: {reason}; the last good objects stay in effect"));
@@ -166,20 +155,6 @@ impl Daemon<'_> {
                 Err(error) => tracing::error!(interface, port = %id, %error, "cannot close the port"),
             }
         }
-    }
-
-    async fn update_routes(&mut self) {
-        let rejected = match self.node_path.set_routes(&self.ports.pod_routes()).await {
-            Ok(rejected) => rejected,
-            Err(error) => return tracing::warn!(%error, "cannot read the node's routes; trying again"),
-        };
-        let rejected: BTreeMap<IpAddr, String> =
-            rejected.into_iter().map(|(address, error)| (address, error.to_string())).collect();
-        for (address, reason) in rejected.iter().filter(|(address, reason)| self.unrouted.get(address) != Some(reason))
-        {
-            tracing::error!(%address, reason, "cannot route this pod through the workers: the node reaches it past its policies; trying again");
-        }
-        self.unrouted = rejected;
     }
 
     /// Has the kernel send ARP or neighbour solicitations on bridges for pods that have no route and no neighbour

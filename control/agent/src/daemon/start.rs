@@ -11,12 +11,13 @@ use std::time::Duration;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
 use penstock_dataplane::conntrack::{KernelMapFds, KernelMaps, TableMemory};
+use penstock_dataplane::io::takes_long_packets;
 use penstock_dataplane::packet::{Address, Flow, Protocol};
 use penstock_dataplane::pipeline::{self, OriginalSources};
 use penstock_dataplane::reply::{self, OnDeny, ReplySettings};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
 use penstock_xdp_redirect::{
-    ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, Redirect, ServiceAddresses, TcxOptions, TcxPrograms,
+    ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, ServiceAddresses, TcxOptions, TcxPrograms,
     TranslatedSources, WaitingArray, quietly,
 };
 
@@ -24,11 +25,9 @@ use crate::config::{
     Config, DenyAnswer, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan,
 };
 use crate::connections::{self, ClearingJobs, map_sizes};
-use crate::discovery::{HostVeth, HostVethError, Lifetime, Link, Netlink, NetworkState, WorkerPairs};
-use crate::node_path::NodePath;
-use crate::ports::{Programs, ProgramsBesideXdp, interface};
+use crate::discovery::{Netlink, NetworkState, WorkerPairError, WorkerPairs};
 use crate::publisher::Publisher;
-use crate::settings::{Attach, Settings};
+use crate::settings::Settings;
 use crate::trial::{TrialContext, TrialFeed};
 use crate::{RunError, logging, privileges};
 
@@ -39,7 +38,6 @@ pub(super) fn log_start(settings: &Settings<'_>) {
         target: logging::MILESTONES,
         node = %config.node,
         cores = ?settings.worker_cores(),
-        attach = settings.attach.name(),
         source = config.source.location().to_string(),
         admin = %config.admin.socket,
         metrics = %config.metrics.listen,
@@ -127,7 +125,7 @@ impl Prepared {
     /// `None` if it has no such maps: they are made once it has stopped.
     pub(super) fn beside_another(settings: &Settings<'_>) -> Result<Option<Self>, RunError> {
         let config = settings.config;
-        if settings.attach != Attach::Tcx || config.fail.mode != FailMode::Closed {
+        if config.fail.mode != FailMode::Closed {
             return Ok(None);
         }
         let pins = pins_beside(config)?;
@@ -154,8 +152,7 @@ pub(super) fn open_maps(
     Ok((pins, Prepared { maps, programs: None }, table_lock))
 }
 
-/// Loads the programs, and makes the interfaces between the node's stack and the workers; beside those of a daemon that runs, if it is
-/// said so. On an error neither is left.
+/// Loads the programs, and creates the workers' pairs; under other names if another daemon runs. On an error neither is left.
 pub(super) async fn open_programs(
     settings: &Settings<'_>,
     netlink: &Netlink,
@@ -163,35 +160,16 @@ pub(super) async fn open_programs(
     (workers, is_beside): (&[CoreId], bool),
     pins: Option<Pins>,
     Prepared { maps, programs }: Prepared,
-) -> Result<(Programs, NodePath), RunError> {
-    let config = settings.config;
+) -> Result<(TcxPrograms, WorkerPairs), RunError> {
     let mtu = pair_mtu(settings, netstate);
     let failed = |error| match error {
-        HostVethError::Running => RunError::Occupied(error.to_string()),
-        HostVethError::NameTaken(_) => RunError::bad_input(error),
+        WorkerPairError::Running => RunError::Occupied(error.to_string()),
+        WorkerPairError::NameTaken(_) => RunError::bad_input(error),
         other => RunError::failed(other),
     };
-    if settings.attach == Attach::Xdp {
-        let redirect = match pins.clone() {
-            Some(pins) => Redirect::pinned(pins),
-            None => Redirect::new(),
-        };
-        let redirect = redirect.map_err(RunError::bad_input)?.with_sources(maps.sources.clone());
-        let lifetime = match config.fail.mode {
-            FailMode::Closed => Lifetime::Node,
-            FailMode::Open => Lifetime::Daemon,
-        };
-        let host_veth = HostVeth::create(netlink, &config.host_veth, mtu, lifetime).await.map_err(failed)?;
-        let beside = programs_beside_xdp(config, host_veth.node(), pins, &maps)
-            .inspect_err(|error| {
-                tracing::warn!(%error, "the kernel has no tcx: EGRESS POLICY IS NOT ENFORCED on what pods send to their node or to a Service and it sends on to another one");
-            })
-            .ok();
-        return Ok((Programs::Xdp { redirect, beside }, NodePath::HostVeth(Box::new(host_veth))));
-    }
     let pairs = match is_beside {
         true => WorkerPairs::create_beside(netlink, workers.len(), mtu).await,
-        false => WorkerPairs::create(netlink, &config.host_veth, workers.len(), mtu).await,
+        false => WorkerPairs::create(netlink, workers.len(), mtu).await,
     };
     let pairs = pairs.map_err(failed)?;
     let indices: Vec<u32> = pairs.pairs().iter().map(|pair| pair.node.index).collect();
@@ -199,7 +177,7 @@ pub(super) async fn open_programs(
         true => workers.iter().map(|core| core.0).collect(),
         false => Vec::new(),
     };
-    let load = || -> Result<Programs, RunError> {
+    let load = || -> Result<TcxPrograms, RunError> {
         let tcx = match programs {
             Some(programs) => programs,
             None => load_tcx(settings, workers.len(), &maps).map_err(RunError::bad_input)?,
@@ -207,36 +185,15 @@ pub(super) async fn open_programs(
         let tcx = tcx.with_pins(pins);
         watch_filters(&tcx, priority(settings))?;
         tcx.set_pairs(&indices, &cpus).map_err(RunError::failed)?;
-        Ok(Programs::Tcx { tcx, xdp: Redirect::new().map_err(RunError::bad_input)? })
+        Ok(tcx)
     };
     match load() {
-        Ok(programs) => Ok((programs, NodePath::Pairs(pairs))),
+        Ok(programs) => Ok((programs, pairs)),
         Err(error) => {
             pairs.remove().await.unwrap_or_else(|error| tracing::warn!(%error, "cannot remove the workers' pairs"));
             Err(error)
         }
     }
-}
-
-/// The programs beside XDP, on what pods get and on what leaves the node: they send to the workers by the host veth.
-fn programs_beside_xdp(
-    config: &Config,
-    host_veth: &Link,
-    pins: Option<Pins>,
-    maps: &SharedMaps,
-) -> anyhow::Result<ProgramsBesideXdp> {
-    let options = TcxOptions {
-        open_without_workers: config.fail.mode == FailMode::Open,
-        sources: Some(maps.sources.clone()),
-        services: Some(maps.services.clone()),
-        beside_xdp: true,
-        ..TcxOptions::default()
-    };
-    // Where the kernel has no tcx, which is said with the reason, XDP goes on without them.
-    let tcx = quietly(|| TcxPrograms::load(&options, None))?.with_pins(pins);
-    tcx.set_pairs(&[host_veth.index], &[])?;
-    let host_veth = tcx.attach_worker(&interface(host_veth))?;
-    Ok(ProgramsBesideXdp { tcx, host_veth })
 }
 
 /// Where programs are filters, which anybody may delete: a thread that puts them back at once.
@@ -260,9 +217,8 @@ fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Resul
         open_without_workers: settings.config.fail.mode == FailMode::Open,
         sources: Some(maps.sources.clone()),
         services: Some(maps.services.clone()),
-        beside_xdp: false,
         host_routing: settings.routes_past_stack(),
-        waiting: maps.waiting.clone().map(|waiting| (waiting, share_of_pod(settings))),
+        waiting: Some((maps.waiting.clone(), share_of_pod(settings))),
     };
     let load = |options: &TcxOptions| TcxPrograms::load(options, maps.connections.as_ref());
     if !options.host_routing {
@@ -292,7 +248,7 @@ pub(super) struct SharedMaps {
     connections: Option<ConnectionMaps>,
     sources: TranslatedSources,
     pub(super) services: ServiceAddresses,
-    waiting: Option<WaitingArray>,
+    waiting: WaitingArray,
 }
 
 impl SharedMaps {
@@ -302,7 +258,7 @@ impl SharedMaps {
         let sources = TranslatedSources::open(lasting).map_err(RunError::bad_input)?;
         let connections = connection_maps(settings, pins)?;
         let services = ServiceAddresses::create().map_err(RunError::bad_input)?;
-        Ok(Self { connections, sources, services, waiting: waiting_array(settings)? })
+        Ok(Self { connections, sources, services, waiting: waiting_array()? })
     }
 
     /// Those that another daemon has pinned, if they are as this one needs them.
@@ -314,20 +270,18 @@ impl SharedMaps {
         let sizes = map_sizes(config.conntrack.entries as usize);
         let found = ConnectionMaps::find(pins, &sizes).zip(TranslatedSources::find(pins));
         let Some((connections, sources)) = found else { return Ok(None) };
-        let (services, waiting) = (ServiceAddresses::create().map_err(RunError::bad_input)?, waiting_array(settings)?);
+        let (services, waiting) = (ServiceAddresses::create().map_err(RunError::bad_input)?, waiting_array()?);
         Ok(Some(Self { connections: Some(connections), sources, services, waiting }))
     }
 
-    fn waiting(&self) -> Result<Option<WaitingPackets>, RunError> {
-        let Some(array) = &self.waiting else { return Ok(None) };
-        let mapped = array.descriptor().and_then(|array| WaitingPackets::map(&array, MAX_TCX_PORTS.into()));
-        Ok(Some(mapped.map_err(RunError::failed)?))
+    fn waiting(&self) -> Result<WaitingPackets, RunError> {
+        let mapped = self.waiting.descriptor().and_then(|array| WaitingPackets::map(&array, MAX_TCX_PORTS.into()));
+        mapped.map_err(RunError::failed)
     }
 }
 
-fn waiting_array(settings: &Settings<'_>) -> Result<Option<WaitingArray>, RunError> {
-    let by_pairs = settings.attach == Attach::Tcx;
-    by_pairs.then(|| WaitingArray::create(WaitingPackets::ELEMENT)).transpose().map_err(RunError::bad_input)
+fn waiting_array() -> Result<WaitingArray, RunError> {
+    WaitingArray::create(WaitingPackets::ELEMENT).map_err(RunError::bad_input)
 }
 
 /// The senders that the programs note, for the workers.
@@ -384,11 +338,11 @@ fn start_dataplane(settings: &Settings<'_>, maps: &SharedMaps) -> Result<Datapla
         priority: priority(settings),
         tx_budget: config.workers.send_budget,
         gso: config.workers.gso,
-        long_packets: settings.takes_long_packets(),
+        long_packets: takes_long_packets(),
         connections,
         replies: replies(config),
         sources: Some(Arc::new(NotedSources(maps.sources.clone()))),
-        waiting: maps.waiting()?,
+        waiting: Some(maps.waiting()?),
         mode: match config.dataplane.mode {
             Mode::Full => pipeline::PipelineMode::Full,
             Mode::Forward => pipeline::PipelineMode::ForwardOnly,
@@ -445,11 +399,7 @@ const SPIN: Duration = Duration::from_micros(50);
 /// Entries of a ring. A worker's pair carries the packets of all pods: it may fill a third of the frames.
 fn ring_size(settings: &Settings<'_>) -> u32 {
     let config = settings.config;
-    let configured = config.umem.ring_size.entries();
-    match settings.attach {
-        Attach::Xdp => configured,
-        Attach::Tcx => configured.max(1 << (config.umem.frame_count() / 3).clamp(1, PAIR_RING).ilog2()),
-    }
+    config.umem.ring_size.entries().max(1 << (config.umem.frame_count() / 3).clamp(1, PAIR_RING).ilog2())
 }
 
 /// Most packets of one pod that wait in the workers' pairs. Where programs forward established connections, few packets need a
@@ -487,11 +437,11 @@ fn other_threads() -> Vec<Pid> {
 /// The pair's MTU: of any packet, where the kernel hands over those that are longer than a frame, since pods with a longer MTU may
 /// come. Otherwise the largest of the pods' interfaces, at least 1500, at most what a frame holds.
 fn pair_mtu(settings: &Settings<'_>, netstate: &NetworkState) -> u32 {
-    if settings.takes_long_packets() {
+    if takes_long_packets() {
         return settings.longest_packet();
     }
     let behind = netstate.behind();
     let pods = behind.values().filter_map(|index| netstate.links.get(index)).filter(|link| link.veth);
     let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);
-    largest.min(settings.config.umem.frame_size.largest_packet())
+    largest.min(settings.longest_packet())
 }

@@ -58,7 +58,7 @@ pub fn pod_ports<'a>(
             let link = netstate.links.get(&index)?.name.clone();
             Some(PodProblem::AnotherVeth { pod: pod.key.clone(), index, link })
         }));
-        let port = match pod_port(netstate, bindings, pod, limits) {
+        let port = match pod_port(netstate, bindings, pod) {
             Ok(port) => port,
             Err(problem) => {
                 problems.insert(problem);
@@ -86,8 +86,6 @@ pub struct PortLimits<'a> {
     pub node: &'a str,
     /// The longest IP packet that a frame holds, in bytes.
     pub largest: u32,
-    /// Whether the node's stack reaches its pods by the main table's routes alone.
-    pub main_table_only: bool,
 }
 
 /// Whether a pod has a network of its own on this node.
@@ -95,12 +93,7 @@ pub fn has_network_on(pod: &Pod, node: &str) -> bool {
     pod.node.as_deref() == Some(node) && !pod.host_network && !pod.finished && !pod.addresses.is_empty()
 }
 
-fn pod_port(
-    netstate: &NetworkState,
-    bindings: &Bindings,
-    pod: &Pod,
-    PortLimits { main_table_only, .. }: PortLimits<'_>,
-) -> Result<PodPort, PodProblem> {
+fn pod_port(netstate: &NetworkState, bindings: &Bindings, pod: &Pod) -> Result<PodPort, PodProblem> {
     let mut found: Option<&Link> = None;
     // A route outlives its link for a moment.
     for link in bindings.links_of(&pod.key).filter_map(|index| netstate.links.get(&index)) {
@@ -121,9 +114,6 @@ fn pod_port(
     let (pod_key, name) = (pod.key.clone(), link.name.clone());
     if !link.up {
         return Err(PodProblem::Down { pod: pod_key, link: name });
-    }
-    if main_table_only && link.master.is_none() && !netstate.is_in_main_table(link.index) {
-        return Err(PodProblem::OtherTable { pod: pod_key, link: name });
     }
     let Some(peer_mac) = bindings.mac(link.index) else { return Err(PodProblem::NoMac { pod: pod_key, link: name }) };
     let addresses = pod.addresses.iter().copied().collect();
@@ -160,7 +150,7 @@ mod tests {
         }
     }
 
-    const LIMITS: PortLimits<'static> = PortLimits { node: "here", largest: 1778, main_table_only: false };
+    const LIMITS: PortLimits<'static> = PortLimits { node: "here", largest: 1778 };
 
     fn ports_of(
         netstate: &NetworkState,
@@ -221,14 +211,11 @@ mod tests {
     }
 
     #[test]
-    fn another_tables_route_counts_if_the_nodes_routes_stay() {
+    fn another_tables_route_counts() {
         let routes = vec![HostRoute { destination: "10.1.1.5".parse().unwrap(), link: 7 }];
         let by_rules = NetworkState { other_routes: routes, ..netstate([link(7)], &[]) };
         let pods = [pod("a", &["10.1.1.5"])];
         assert_eq!(matched(&by_rules, &pods), (vec![(7, "a".into())], vec![]));
-        let (ports, problems) = ports_of(&by_rules, &pods, PortLimits { main_table_only: true, ..LIMITS });
-        assert!(ports.is_empty());
-        assert!(matches!(problems.first(), Some(PodProblem::OtherTable { .. })), "{problems:?}");
     }
 
     #[test]

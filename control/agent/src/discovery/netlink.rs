@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use dashmap::DashSet;
@@ -16,22 +16,17 @@ use netlink_packet_route::neighbour::{
     NeighbourAddress, NeighbourAttribute, NeighbourFlags, NeighbourMessage, NeighbourState,
 };
 use netlink_packet_route::route::{
-    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteProtocol, RouteType,
-    RouteVia,
+    RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteType, RouteVia,
 };
 use netlink_packet_route::tc::{TcAttribute, TcHandle};
 use netlink_packet_route::{AddressFamily, RouteNetlinkMessage};
 use penstock_dataplane::forward::Mac;
 use penstock_xdp_redirect::filters_of_others;
 use rtnetlink::packet_core::NetlinkPayload;
-use rtnetlink::{Handle, MulticastGroup, RouteMessageBuilder};
+use rtnetlink::{Handle, MulticastGroup};
 use tokio::sync::Notify;
 
 use super::network_state::{HostRoute, Link, NetworkState, RemoteNetwork, Shaping};
-
-/// Marks routes and rules as Penstock's (`rtm_protocol`; the kernel assigns no meaning to numbers from 5 on,
-/// include/uapi/linux/rtnetlink.h).
-pub(super) const PROTOCOL: RouteProtocol = RouteProtocol::Other(112);
 
 #[derive(Debug, thiserror::Error)]
 #[error("netlink: {what}: {error}")]
@@ -79,9 +74,7 @@ impl Events {
 
 impl Netlink {
     /// Opens sockets for requests and events; must be called within a tokio runtime.
-    ///
-    /// Routes of `own_table` are Penstock's own and raise no event.
-    pub fn open(own_table: u32) -> Result<(Self, Events), NetlinkError> {
+    pub fn open() -> Result<(Self, Events), NetlinkError> {
         let failed = |error| NetlinkError { what: "cannot open a socket".into(), error };
         let (connection, handle, _) = rtnetlink::new_connection().map_err(failed)?;
         tokio::spawn(connection);
@@ -102,9 +95,8 @@ impl Netlink {
         let awaited = netlink.awaited.clone();
         tokio::spawn(async move {
             while let Some((message, _)) = messages.next().await {
-                use RouteNetlinkMessage::{DelNeighbour, DelRoute, NewNeighbour, NewRoute};
+                use RouteNetlinkMessage::{DelNeighbour, NewNeighbour};
                 match message.payload {
-                    NetlinkPayload::InnerMessage(NewRoute(route) | DelRoute(route)) if table(&route) == own_table => {}
                     // Neighbour entries change all the time: only the awaited ones are events.
                     NetlinkPayload::InnerMessage(DelNeighbour(_)) => {}
                     NetlinkPayload::InnerMessage(NewNeighbour(entry)) => {
@@ -247,29 +239,10 @@ impl Netlink {
         }
     }
 
-    pub(super) async fn routes(&self, family: AddressFamily) -> Result<Vec<RouteMessage>, NetlinkError> {
+    async fn routes(&self, family: AddressFamily) -> Result<Vec<RouteMessage>, NetlinkError> {
         let mut request = RouteMessage::default();
         request.header.address_family = family;
         collect("cannot read the routes", self.handle.route().get(request).execute()).await
-    }
-
-    /// The node's source address for packets to `destination` through `link`, if it has one.
-    pub(super) async fn source_address(&self, destination: IpAddr, link: u32) -> Option<IpAddr> {
-        let request = match destination {
-            IpAddr::V4(v4) => {
-                RouteMessageBuilder::<Ipv4Addr>::new().destination_prefix(v4, 32).output_interface(link).build()
-            }
-            IpAddr::V6(v6) => {
-                RouteMessageBuilder::<Ipv6Addr>::new().destination_prefix(v6, 128).output_interface(link).build()
-            }
-        };
-        let replies = collect("cannot look up a route", self.handle.route().get(request).execute()).await.ok()?;
-        let source = replies.first()?.attributes.iter().find_map(|attribute| match attribute {
-            RouteAttribute::PrefSource(address) => ip(address),
-            _ => None,
-        });
-        // A link-local address is valid on its own link only.
-        source.filter(|source| !matches!(source, IpAddr::V6(v6) if v6.is_unicast_link_local()))
     }
 
     async fn all_routes(&self) -> Result<Vec<RouteMessage>, NetlinkError> {
@@ -416,7 +389,7 @@ fn neighbour(message: &NeighbourMessage) -> Option<(IpAddr, Mac)> {
 }
 
 /// The table of a route: the header's field holds only numbers up to 255.
-pub(super) fn table(route: &RouteMessage) -> u32 {
+fn table(route: &RouteMessage) -> u32 {
     let attribute = route.attributes.iter().find_map(|attribute| match attribute {
         RouteAttribute::Table(table) => Some(*table),
         _ => None,
@@ -562,7 +535,7 @@ fn gateway(attribute: &RouteAttribute) -> Option<IpAddr> {
 /// `RT_TABLE_LOCAL` in include/uapi/linux/rtnetlink.h.
 const LOCAL_TABLE: u32 = 255;
 
-/// A unicast route to one address that is directly behind a link, unless it is Penstock's own.
+/// A unicast route to one address that is directly behind a link.
 fn host_route(message: &RouteMessage) -> Option<HostRoute> {
     let header = &message.header;
     let host_prefix = match header.address_family {
@@ -571,7 +544,6 @@ fn host_route(message: &RouteMessage) -> Option<HostRoute> {
     };
     if header.destination_prefix_length != host_prefix
         || header.kind != RouteType::Unicast
-        || header.protocol == PROTOCOL
         || header.flags.contains(RouteFlags::Cloned)
         || table(message) == LOCAL_TABLE
     {

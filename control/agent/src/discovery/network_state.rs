@@ -139,11 +139,6 @@ impl NetworkState {
         self.routes.iter().chain(&self.other_routes).any(|route| route.link == link)
     }
 
-    /// Whether a route of the main table leads to this link.
-    pub fn is_in_main_table(&self, link: u32) -> bool {
-        self.routes.iter().any(|route| route.link == link)
-    }
-
     pub fn bridge_of(&self, address: IpAddr) -> Option<u32> {
         self.networks.iter().find(|(network, _)| network.contains(&address)).map(|&(_, bridge)| bridge)
     }

@@ -42,11 +42,6 @@ pub enum PodProblem {
         "pod {pod}: behind {link} is the MAC address {mac} of another pod on the same bridge; the other pod keeps it: give the interface another address, and look at what runs in the pod"
     )]
     MacTaken { pod: ObjectKey, link: String, mac: String },
-    /// With `attach = "xdp"`: rules lead to the route to it.
-    #[error(
-        "pod {pod}: the route to it through {link} is not in the main table; with attach = \"xdp\" such pods are not served: set attach = \"tcx\""
-    )]
-    OtherTable { pod: ObjectKey, link: String },
     /// It has interfaces beside the one with its addresses.
     #[error(
         "pod {pod}: policy is not enforced on its other interfaces ({interfaces}); leave them out, or keep policies off the pod"
@@ -65,7 +60,7 @@ pub enum PodProblem {
     NoMac { pod: ObjectKey, link: String },
     /// Its interface's MTU is larger than a frame. It is served all the same.
     #[error(
-        "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds: of longer packets only those of established connections pass, by tcx; TCP is told to send shorter ones; lower the MTU to {largest}, or raise umem.frame_size"
+        "pod {pod}: MTU {mtu} of {link} is more than the {largest} that a frame holds: of longer packets only those of established connections pass; TCP is told to send shorter ones; lower the MTU to {largest}, or raise umem.frame_size"
     )]
     TooLong { pod: ObjectKey, link: String, mtu: u32, largest: u32 },
 }
@@ -84,7 +79,6 @@ impl PodProblem {
             | Self::TooLong { .. }
             | Self::Claimed { .. }
             | Self::MacTaken { .. }
-            | Self::OtherTable { .. }
             | Self::OtherInterfaces { .. }
             | Self::AnotherVeth { .. } => false,
         }
@@ -92,7 +86,7 @@ impl PodProblem {
 
     /// Whether the pod cannot be served as it is wired.
     pub fn keeps_from_service(&self) -> bool {
-        matches!(self, Self::NotVeth { .. } | Self::TooLong { .. } | Self::OtherTable { .. })
+        matches!(self, Self::NotVeth { .. } | Self::TooLong { .. })
     }
 
     pub fn pods(&self) -> impl Iterator<Item = &ObjectKey> {
@@ -105,7 +99,6 @@ impl PodProblem {
             | Self::NoMac { pod, .. }
             | Self::Claimed { pod, .. }
             | Self::MacTaken { pod, .. }
-            | Self::OtherTable { pod, .. }
             | Self::OtherInterfaces { pod, .. }
             | Self::AnotherVeth { pod, .. }
             | Self::TooLong { pod, .. } => (pod, None),

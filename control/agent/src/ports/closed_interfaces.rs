@@ -4,9 +4,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-use penstock_xdp_redirect::{Interface, ProgramOutcomeCounts};
+use penstock_xdp_redirect::{Interface, PodVeth, ProgramOutcomeCounts};
 
-use super::programs::InterfacePrograms;
 use crate::config::{Config, InterfacePattern, StartupMode};
 use crate::discovery::{Link, NetworkState};
 
@@ -15,13 +14,12 @@ pub(super) struct ClosedInterfaces {
     startup: StartupMode,
     patterns: Vec<InterfacePattern>,
     bridges: Vec<InterfacePattern>,
-    uplinks: BTreeSet<String>,
     /// Interfaces that existed before the daemon, or turned out to be no pod's.
     ignored: BTreeSet<u32>,
     /// Interfaces that are no pod's by what is known now.
     nobodys: BTreeSet<u32>,
-    /// Since when each is closed, and by what.
-    closed: BTreeMap<u32, (Instant, InterfacePrograms)>,
+    /// Since when each is closed, with its programs.
+    closed: BTreeMap<u32, (Instant, PodVeth)>,
 }
 
 /// How late a pod's object may come that says that an interface is being made.
@@ -34,7 +32,6 @@ impl ClosedInterfaces {
             startup: config.startup,
             patterns: config.pod_interfaces.clone(),
             bridges: config.pod_bridges.clone(),
-            uplinks: config.uplinks.iter().map(|name| name.as_str().to_owned()).collect(),
             ignored: now.links.keys().copied().collect(),
             nobodys: BTreeSet::new(),
             closed: BTreeMap::new(),
@@ -64,7 +61,6 @@ impl ClosedInterfaces {
     fn may_be_pod_interface(&self, netstate: &NetworkState, link: &Link, named: &BTreeSet<String>) -> bool {
         link.veth
             && link.peer_namespace.is_some()
-            && !self.uplinks.contains(&link.name)
             && self.has_pod_master(netstate, link, named)
             && (named.contains(&link.name)
                 || self.patterns.iter().any(|pattern| pattern.matches(&link.name))
@@ -80,12 +76,12 @@ impl ClosedInterfaces {
     }
 
     /// Adds an interface that is closed now.
-    pub(super) fn put(&mut self, attached: InterfacePrograms) {
+    pub(super) fn put(&mut self, attached: PodVeth) {
         self.closed.insert(attached.interface().index, (Instant::now(), attached));
     }
 
     /// Removes and returns the programs of an interface that is about to be served.
-    pub(super) fn take(&mut self, index: u32) -> Option<InterfacePrograms> {
+    pub(super) fn take(&mut self, index: u32) -> Option<PodVeth> {
         self.closed.remove(&index).map(|(_, attached)| attached)
     }
 
@@ -133,21 +129,21 @@ impl ClosedInterfaces {
     /// Each closed interface with the counters of its program.
     pub(super) fn counters(&self) -> Vec<(String, ProgramOutcomeCounts)> {
         let all = self.closed.values().map(|(_, attached)| attached);
-        all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes()?))).collect()
+        all.filter_map(|attached| Some((attached.interface().name.clone(), attached.outcomes().ok()?))).collect()
     }
 
     /// The programs of all closed interfaces.
-    pub(super) fn attached_mut(&mut self) -> impl Iterator<Item = &mut InterfacePrograms> {
+    pub(super) fn attached_mut(&mut self) -> impl Iterator<Item = &mut PodVeth> {
         self.closed.values_mut().map(|(_, attached)| attached)
     }
 
     /// All programs that are attached.
-    pub(super) fn into_attached(self) -> impl Iterator<Item = InterfacePrograms> {
+    pub(super) fn into_attached(self) -> impl Iterator<Item = PodVeth> {
         self.closed.into_values().map(|(_, attached)| attached)
     }
 }
 
-/// The interface as the XDP loader names it.
+/// The interface as the loader of the programs names it.
 pub(crate) fn interface(link: &Link) -> Interface {
     Interface { name: link.name.clone(), index: link.index }
 }
@@ -164,7 +160,7 @@ mod tests {
     }
 
     fn waiting(keys: &str, before: &[Link]) -> ClosedInterfaces {
-        let text = format!("node = \"a\"\nuplinks = [\"veth-up\"]\n{keys}\n[source]\nmanifests = \"/tmp\"\n");
+        let text = format!("node = \"a\"\n{keys}\n[source]\nmanifests = \"/tmp\"\n");
         ClosedInterfaces::new(&Config::parse(&text, Path::new("/tmp/penstock.toml")).unwrap(), &netstate(before))
     }
 
@@ -177,7 +173,6 @@ mod tests {
             ("the bridge of pods has it", Link { master: Some(3), ..Link::veth(9, "vethabc") }, true),
             ("not a veth", Link { veth: false, ..Link::veth(9, "vethabc") }, false),
             ("another name", Link::veth(9, "tap0"), false),
-            ("an uplink", Link::veth(9, "veth-up"), false),
             ("it was there before", Link::veth(1, "veth1"), false),
         ];
         let found = waiting("", &[Link::veth(1, "veth1")]);

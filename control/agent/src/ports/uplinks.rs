@@ -27,26 +27,24 @@ pub(super) struct Uplinks {
 impl OpenPorts {
     /// Attaches to the node's interfaces to other machines.
     pub(crate) fn follow_uplinks(&mut self, netstate: &NetworkState) {
-        let Some(tcx) = self.programs.tcx() else { return };
-        // With XDP these are in another network namespace, or uplinks themselves.
-        let permanent = self.permanent.iter().filter(|_| !self.programs.are_xdp());
-        let own = permanent.map(|open| open.programs.interface().index).chain(self.programs.host_veth());
         let pairs = self.pairs.iter().flat_map(|pair| [pair.far.interface().index, pair.near.interface().index]);
         let pods = self.pods.values().flat_map(|pod| [pod.last.link, pod.last.enters_by]);
-        let known: BTreeSet<u32> = own.chain(pairs).chain(pods).collect();
+        let known: BTreeSet<u32> = pairs.chain(pods).collect();
         let is_uplink = |link: &&Link| {
             let is_own = known.contains(&link.index) || link.is_penstocks();
             link.up && link.name != "lo" && !is_own && !self.closed_interfaces.has(link.index)
         };
-        self.uplinks.follow_links(tcx, netstate.links.values().filter(is_uplink));
+        self.uplinks.follow_links(&self.programs, netstate.links.values().filter(is_uplink));
         self.uplinks.follow_longest(netstate.longest.unwrap_or(u32::MAX));
     }
 
     /// Has the programs refuse these tunnel packets.
     pub(crate) fn refuse_tunnels(&mut self, wanted: &Arc<RefusedTunnels>) {
         const THING: &str = "tunnel packets";
-        let Some(tcx) = self.programs.tcx().filter(|_| self.uplinks.tunnels != *wanted) else { return };
-        match self.uplinks.refuse_tunnels(tcx, wanted) {
+        if self.uplinks.tunnels == *wanted {
+            return;
+        }
+        match self.uplinks.refuse_tunnels(&self.programs, wanted) {
             Ok(()) => drop(self.untold.remove(THING)),
             // The next call tries again.
             Err(error) => {
@@ -58,7 +56,7 @@ impl OpenPorts {
 
     /// Whether programs see all that leaves the node: otherwise egress policy must not be left to them.
     pub(crate) fn watches_uplinks(&self) -> bool {
-        self.programs.tcx().is_some() && self.uplinks.failed.is_empty()
+        self.uplinks.failed.is_empty()
     }
 }
 

@@ -4,7 +4,7 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use penstock_xdp_redirect::{MINIMUM_KERNEL, TranslatedSources, panics_on_sends, reads_connections};
 
 use super::{PreflightFinding, bpffs, effective_capabilities};
-use crate::config::{Config, FailMode, OnExit, XdpMode};
+use crate::config::{Config, FailMode, OnExit};
 use crate::privileges;
 
 /// CAP_IPC_LOCK: exempt from RLIMIT_MEMLOCK.
@@ -27,7 +27,6 @@ pub(super) fn findings(config: &Config, permitted: bool) -> Vec<PreflightFinding
     let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(RLIM_INFINITY, |(soft, _)| soft);
     let unlimited = effective_capabilities() >> IPC_LOCK & 1 == 1 || limit == RLIM_INFINITY;
     findings.push(memlock(frames, (!unlimited).then_some(limit)));
-    findings.extend(mode(config.xdp.mode));
     findings
 }
 
@@ -76,36 +75,6 @@ fn masqueraded(is_known: bool) -> Option<PreflightFinding> {
     (!is_known).then(|| {
         PreflightFinding::warning(
             "masquerade: the kernel does not say who sent what the node gives its own address; pods under policy take that only where a rule allows every source; use Linux 5.19 or later with CONFIG_DEBUG_INFO_BTF and connection tracking (modprobe nf_conntrack), and restart penstock",
-        )
-    })
-}
-
-/// Uplinks hand packets to the workers past the kernel, so the programs must recognize connections that the kernel
-/// translates.
-pub(super) fn translation(can_be_found: bool) -> PreflightFinding {
-    match can_be_found {
-        true => PreflightFinding::ok("uplinks: the kernel reports which connections it translates"),
-        false => PreflightFinding::error(
-            "uplinks: the kernel does not report which connections it translates, and pods would get no answers from Services; use Linux 5.18 or later with CONFIG_DEBUG_INFO_BTF and connection tracking (modprobe nf_conntrack), or remove uplinks",
-        ),
-    }
-}
-
-/// On uplinks connection tracking sees only the pods' direction of a TCP connection that it does not translate, and
-/// calls its packets invalid. A rule that drops those would end the connection. kube-proxy has such a rule unless the
-/// kernel is set to be liberal (`KUBE-FORWARD` in pkg/proxy/iptables/proxier.go).
-pub(super) fn one_sided_tracking(liberal: Option<String>) -> Option<PreflightFinding> {
-    (liberal?.trim() == "0").then(|| {
-        PreflightFinding::warning(
-            "uplinks: connection tracking sees one direction of TCP only, and a rule that drops ct state invalid, such as kube-proxy's, would end connections; set net/netfilter/nf_conntrack_tcp_be_liberal to 1 (kube-proxy: conntrack.tcpBeLiberal), or remove uplinks",
-        )
-    })
-}
-
-fn mode(mode: XdpMode) -> Option<PreflightFinding> {
-    (mode == XdpMode::Generic).then(|| {
-        PreflightFinding::warning(
-            "xdp.mode = \"generic\": GSO packets of a pod's stack that are longer than a frame are lost, so that bulk TCP stalls; switch segmentation offload off in every pod (ethtool -K eth0 tso off gso off), or use \"native\"",
         )
     })
 }
@@ -168,37 +137,11 @@ mod tests {
     }
 
     #[test]
-    fn generic_mode_is_a_warning() {
-        assert_eq!(mode(XdpMode::Native), None);
-        let found = mode(XdpMode::Generic).unwrap();
-        assert_eq!(found.level, Level::Warning);
-        assert!(
-            found.line.starts_with("xdp.mode = \"generic\": ") && found.line.contains("ethtool -K eth0"),
-            "{found:?}"
-        );
-    }
-
-    #[test]
     fn a_kernel_that_hides_who_is_masqueraded_is_a_warning() {
         assert!(workers_read_sources(), "this kernel lets threads without capabilities read maps");
         assert_eq!(masqueraded(true), None);
         let found = masqueraded(false).unwrap();
         assert!(found.level == Level::Warning && found.line.contains("modprobe nf_conntrack"), "{found:?}");
-    }
-
-    #[test]
-    fn uplinks_without_the_kernels_translation_are_an_error() {
-        assert_eq!(translation(true).level, Level::Ok);
-        let found = translation(false);
-        assert_eq!(found.level, Level::Error);
-        assert!(found.line.contains("5.18") && found.line.contains("or remove uplinks"), "{found:?}");
-    }
-
-    #[test]
-    fn uplinks_with_rules_on_invalid_packets_are_a_warning() {
-        let found = one_sided_tracking(Some("0\n".into())).unwrap();
-        assert!(found.level == Level::Warning && found.line.contains("tcpBeLiberal"), "{found:?}");
-        assert_eq!((one_sided_tracking(Some("1\n".into())), one_sided_tracking(None)), (None, None));
     }
 
     #[test]

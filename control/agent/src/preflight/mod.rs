@@ -14,12 +14,10 @@ use nix::libc;
 use penstock_policy::model::Pod;
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
-use penstock_xdp_redirect::{
-    MINIMUM_KERNEL, PinnedProgram, Pins, ProgramTag, Role, can_find_translated, try_source_check,
-};
+use penstock_xdp_redirect::{MINIMUM_KERNEL, PinnedProgram, Pins, ProgramTag};
 
-use super::settings::{Attach, Settings, list, try_tcx};
-use crate::discovery::{Bindings, Link, Netlink, NetworkState, PodPort, PodProblem, Sysctl, pod_ports};
+use super::settings::{Settings, list, try_tcx};
+use crate::discovery::{Bindings, NetworkState, PodProblem, Sysctl, pod_ports};
 
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub enum Level {
@@ -99,35 +97,11 @@ fn source(location: &Location) -> Option<PreflightFinding> {
     })
 }
 
-pub(super) async fn network(settings: &Settings<'_>, netlink: &Netlink) -> Vec<PreflightFinding> {
-    let config = settings.config;
-    let mut findings = Vec::new();
-    for name in &config.uplinks {
-        let largest = config.umem.frame_size.largest_packet();
-        match netlink.link(name.as_str()).await {
-            Ok(found) => {
-                findings.push(uplink(name.as_str(), found.as_ref(), largest));
-                let served = found.iter().filter(|_| settings.attach == Attach::Xdp);
-                findings.extend(served.flat_map(interfaces::uplink));
-            }
-            Err(error) => findings.push(PreflightFinding::error(format!("uplinks: {name}: {error}; run as root"))),
-        }
-    }
-    if !config.uplinks.is_empty() && settings.attach == Attach::Tcx {
-        findings.push(PreflightFinding::ok(
-            "uplinks: not used with tcx: the programs on pods' veths see what comes from outside",
-        ));
-    } else if !config.uplinks.is_empty() {
-        let liberal = fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal");
-        findings.push(kernel::translation(can_find_translated()));
-        // After an error the start fails anyway.
-        let fit = findings.iter().all(|finding| finding.level != Level::Error);
-        findings.extend(kernel::one_sided_tracking(liberal.ok()).filter(|_| fit));
-    }
-    findings.extend(forwarding(["ipv4", "ipv6"].map(|family| {
-        let path = if family == "ipv4" { "ipv4/ip_forward" } else { "ipv6/conf/all/forwarding" };
-        (path, fs::read_to_string(format!("/proc/sys/net/{path}")).ok())
-    })));
+pub(super) fn network() -> Vec<PreflightFinding> {
+    let mut findings = forwarding(
+        ["ipv4/ip_forward", "ipv6/conf/all/forwarding"]
+            .map(|path| (path, fs::read_to_string(format!("/proc/sys/net/{path}")).ok())),
+    );
     if Sysctl::v4("all", "arp_filter").read() == Some(1) {
         findings.push(PreflightFinding::warning(
             "net/ipv4/conf/all/arp_filter = 1: ARP from pods may go unanswered; set it to 0, or set it on single interfaces only",
@@ -143,78 +117,40 @@ pub(super) fn programs(settings: &Settings<'_>) -> Option<PreflightFinding> {
     }
     let at = settings.config.fail.pins.display();
     let tags = Pins::at(&settings.config.fail.pins).ok()?.tags();
-    let own = match settings.attach {
-        Attach::Xdp => ProgramTag::own(Role::Pod).and_then(|pod| Ok([pod, ProgramTag::own(Role::Host)?])),
-        Attach::Tcx => ProgramTag::own_tcx().map(|[from, to, ..]| [from, to]),
-    };
-    let [first, second] = match own {
+    let [from_pod, to_pod, to_uplink, from_uplink] = match ProgramTag::own() {
         Ok(own) => own,
         Err(error) => return Some(PreflightFinding::error(error.to_string())),
     };
-    // By XDP the kernel may not take them, and then has none.
-    let [from_pod, to_pod, to_uplink, from_uplink] = ProgramTag::own_tcx().map_or([None; 4], |own| own.map(Some));
-    // This binary has no program for the other setting of `attach`.
-    let own = |program| match (program, settings.attach) {
-        (PinnedProgram::Xdp(Role::Pod), Attach::Xdp) => Some(first),
-        (PinnedProgram::Xdp(_), Attach::Xdp) => Some(second),
-        (PinnedProgram::ToPod, _) => to_pod,
-        (PinnedProgram::FromPod, Attach::Tcx) => from_pod,
-        (PinnedProgram::ToUplink, Attach::Tcx) => to_uplink,
-        (PinnedProgram::FromUplink, Attach::Tcx) => from_uplink,
-        (PinnedProgram::Xdp(_), Attach::Tcx)
-        | (PinnedProgram::FromPod | PinnedProgram::ToUplink | PinnedProgram::FromUplink, Attach::Xdp) => None,
+    let own = |program| match program {
+        PinnedProgram::FromPod => from_pod,
+        PinnedProgram::ToPod => to_pod,
+        PinnedProgram::ToUplink => to_uplink,
+        PinnedProgram::FromUplink => from_uplink,
     };
     for (pinned, tag) in &tags {
-        let problem = match (tag, own(pinned.program)) {
-            (Ok(tag), Some(own)) if *tag == own => continue,
-            (Ok(tag), Some(own)) => {
-                format!("differs from this binary's ({tag}, not {own}); restart penstock to replace it")
-            }
-            (Ok(_), None) => "belongs to another setting of attach; restart penstock to replace it".to_owned(),
-            (Err(error), _) => format!("cannot be read ({error}); run as root"),
+        let own = own(pinned.program);
+        let problem = match tag {
+            Ok(tag) if *tag == own => continue,
+            Ok(tag) => format!("differs from this binary's ({tag}, not {own}); restart penstock to replace it"),
+            Err(error) => format!("cannot be read ({error}); run as root"),
         };
         return Some(PreflightFinding::warning(format!(
             "{at}: the program on interface {} {problem}",
             pinned.interface
         )));
     }
-    let kind = if settings.attach == Attach::Tcx { "tcx" } else { "XDP" };
     Some(PreflightFinding::ok(match tags.len() {
-        0 => format!("{kind} programs: {first} and {second}; none is pinned"),
-        count => format!("{kind} programs: {first} and {second}, and so are all {count} that are pinned"),
+        0 => format!("tc programs: {from_pod} and {to_pod}; none is pinned"),
+        count => format!("tc programs: {from_pod} and {to_pod}, and so are all {count} that are pinned"),
     }))
 }
 
 /// Checks that the kernel accepts the programs that are attached.
-pub(super) fn attachable(settings: &Settings<'_>) -> Vec<PreflightFinding> {
-    if settings.attach == Attach::Tcx {
-        return vec![match try_tcx(settings.offloads()) {
-            Ok(()) => PreflightFinding::ok("attach: tcx; the kernel accepts the programs"),
-            Err(error) => PreflightFinding::error(format!("attach = \"tcx\": {error}; or write attach = \"xdp\"")),
-        }];
+pub(super) fn attachable(settings: &Settings<'_>) -> PreflightFinding {
+    match try_tcx(settings.offloads()) {
+        Ok(()) => PreflightFinding::ok("tc programs: the kernel accepts them"),
+        Err(error) => PreflightFinding::error(format!("tc programs: {error}")),
     }
-    let by_xdp = match &settings.not_tcx {
-        Some(reason) => PreflightFinding::ok(format!("attach: xdp, not tcx ({reason})")),
-        None => PreflightFinding::ok("attach: xdp"),
-    };
-    std::iter::once(by_xdp).chain(source_check()).chain(programs_beside_xdp()).collect()
-}
-
-/// Beside XDP: why programs do not see what leaves the node, and what bridges send to pods, if they do not.
-fn programs_beside_xdp() -> Option<PreflightFinding> {
-    try_tcx(false).err().map(|error| {
-        PreflightFinding::warning(format!(
-            "attach = \"xdp\": egress policy is not evaluated for what answers where the node's kernel translates, a Service or a node port that leads to another node, nor any policy for what a pod gets from a port of its bridge that is no pod's ({error}); use Linux 6.6 or later"
-        ))
-    })
-}
-
-/// Checks that the kernel accepts the program that verifies sources.
-fn source_check() -> Option<PreflightFinding> {
-    Some(match try_source_check()? {
-        Ok(()) => PreflightFinding::ok("source check: the kernel can verify sources of packets from the node's stack"),
-        Err(error) => PreflightFinding::error(error.to_string()),
-    })
 }
 
 /// Checks for each local pod whether its interface can be served.
@@ -222,42 +158,12 @@ pub(super) fn pods(
     settings: &Settings<'_>,
     netstate: &NetworkState,
     bindings: &Bindings,
-    resolved_pods: (Vec<Pod>, BTreeSet<PodProblem>),
-) -> Vec<PreflightFinding> {
-    of_pods(settings, netstate, bindings, resolved_pods, interfaces::pod)
-}
-
-/// The errors among those. A start waits for them: nothing else is asked of the kernel.
-pub(super) fn unfit_pods(
-    settings: &Settings<'_>,
-    netstate: &NetworkState,
-    bindings: &Bindings,
-    resolved_pods: (Vec<Pod>, BTreeSet<PodProblem>),
-) -> Vec<PreflightFinding> {
-    let mut found = of_pods(settings, netstate, bindings, resolved_pods, interfaces::answers_arp);
-    found.retain(|finding| finding.level == Level::Error);
-    found
-}
-
-fn of_pods<F: IntoIterator<Item = PreflightFinding>>(
-    settings: &Settings<'_>,
-    netstate: &NetworkState,
-    bindings: &Bindings,
     (pods, mut problems): (Vec<Pod>, BTreeSet<PodProblem>),
-    check: impl Fn(&PodPort, &Settings<'_>) -> F,
 ) -> Vec<PreflightFinding> {
     let (ports, more) = pod_ports(netstate, bindings, &pods, settings.port_limits());
     problems.extend(more);
     let found = problems.iter().map(|problem| PreflightFinding::warning(problem.to_string()));
-    let uplink = |name: &str| settings.config.uplinks.iter().any(|uplink| uplink.as_str() == name);
-    let served = |port: &PodPort| match uplink(&port.name) {
-        true => vec![PreflightFinding::error(format!(
-            "uplinks: interface {} belongs to pod {}; remove it from the list",
-            port.name, port.pod
-        ))],
-        false => check(port, settings).into_iter().collect(),
-    };
-    found.chain(ports.values().flat_map(served)).collect()
+    found.chain(ports.values().flat_map(interfaces::pod)).collect()
 }
 
 /// Required capabilities, by their number in linux/capability.h.
@@ -347,22 +253,6 @@ fn memory(settings: &Settings<'_>, available: Option<u64>) -> PreflightFinding {
     }
 }
 
-fn uplink(name: &str, found: Option<&Link>, largest: u32) -> PreflightFinding {
-    match found {
-        None => PreflightFinding::error(format!(
-            "uplinks: interface {name} does not exist; create it, or remove it from the list"
-        )),
-        Some(link) if !link.up => {
-            PreflightFinding::error(format!("uplinks: interface {name} is down; set it up (ip link set {name} up)"))
-        }
-        Some(link) if link.mtu > largest => PreflightFinding::warning(format!(
-            "uplinks: MTU {} of interface {name} is more than the {largest} that a frame holds: longer packets take the node's stack",
-            link.mtu
-        )),
-        Some(link) => PreflightFinding::ok(format!("uplinks: {name}, MTU {}", link.mtu)),
-    }
-}
-
 fn forwarding(settings: [(&str, Option<String>); 2]) -> Vec<PreflightFinding> {
     let finding = |(path, value): (&str, Option<String>)| match value?.trim() {
         "0" => Some(PreflightFinding::warning(format!(
@@ -423,31 +313,12 @@ mod tests {
     fn too_little_memory_is_an_error() {
         let memory = |more, available| {
             let config = config(more);
-            memory(&Settings::of(&config, (Attach::Xdp, None), vec![0], Some(1)), available)
+            memory(&Settings::of(&config, vec![0], Some(1)), available)
         };
         let found = memory("umem.memory = \"2GiB\"\nconntrack.entries = 262144", Some(1 << 30));
         assert_eq!(found.level, Level::Error);
         assert!(found.line.starts_with("umem and conntrack: need 2068 MiB, but only 1024 MiB available;"), "{found:?}");
         assert_eq!(memory("", None).level, Level::Ok);
-    }
-
-    #[test]
-    fn an_uplink_must_exist_be_up_and_fit() {
-        let good = Link { veth: false, queues: 4, ..Link::veth(2, "eth0") };
-        for (link, level, line) in [
-            (Some(good.clone()), Level::Ok, "uplinks: eth0, MTU 1500"),
-            (None, Level::Error, "uplinks: interface eth0 does not exist; create it"),
-            (Some(Link { up: false, ..good.clone() }), Level::Error, "uplinks: interface eth0 is down; set it up"),
-            (
-                Some(Link { mtu: 9000, ..good }),
-                Level::Warning,
-                "uplinks: MTU 9000 of interface eth0 is more than the 1778 that",
-            ),
-        ] {
-            let found = uplink("eth0", link.as_ref(), 1778);
-            assert_eq!(found.level, level);
-            assert!(found.line.starts_with(line), "{found:?}");
-        }
     }
 
     #[test]

@@ -26,7 +26,7 @@ impl Files {
             files.save(name, text);
         }
         let fixed = "umem.memory = \"32MiB\"\nconntrack.entries = 4096\nconntrack.mapping = \"off\"\nworkers.cores = [0]\n\
-                     attach = \"xdp\"\nadmin.socket = \"off\"\nmetrics.listen = \"off\"\n";
+                     admin.socket = \"off\"\nmetrics.listen = \"off\"\n";
         let fixed: String = fixed
             .lines()
             .filter(|line| !keys.contains(line.split(' ').next().unwrap()))

@@ -16,13 +16,6 @@ use crate::fixture::{
 };
 use crate::netns::{Pod, ip, node_state, on_a_node};
 
-/// The interfaces that have an XDP program.
-fn xdp_programs() -> Vec<String> {
-    let links = ip("-o link");
-    let with = links.lines().filter(|line| line.contains(" xdp"));
-    with.filter_map(|line| Some(line.split(": ").nth(1)?.to_owned())).collect()
-}
-
 /// Two pods that may reach each other, and the files of their node's daemon.
 fn two_pods(keys: &str) -> ([Pod; 2], Files) {
     // As a node is set, with reverse path filtering at its strictest.
@@ -47,9 +40,7 @@ fn after_a_kill_pods_are_closed_until_the_next_daemon() {
         assert_eq!(second.status.code(), Some(2));
         assert!(String::from_utf8_lossy(&second.stderr).contains("another penstock runs in this network namespace"));
         assert_eq!(reaches(&web, &db), [true; 2], "the first one goes on");
-        let attached = xdp_programs();
         daemon.end(Signal::SIGKILL);
-        assert_eq!(xdp_programs(), attached, "the programs stay");
         assert_eq!(reaches(&web, &db), [false; 2]);
         assert_eq!(reaches_node(&web), [false; 4]);
 
@@ -153,7 +144,6 @@ fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
         let bad = [
             (good.replace("[0]", "[\"0\"]"), "workers.cores"),
             (good.replace("[0]", "[999]"), "core 999 does not exist"),
-            (format!("{good}uplinks = [\"nowhere0\"]\n"), "interface nowhere0 does not exist"),
         ];
         // Nothing is known as good yet.
         fs::write(files.path("penstock.toml"), &bad[0].0).unwrap();
@@ -481,7 +471,7 @@ fn a_new_pod_is_closed_until_its_object_is_known() {
         assert_eq!(reaches_node(&late)[2..], [false; 2], "nothing of it reaches the node");
         daemon.signal(Signal::SIGUSR1);
         let line = daemon.wait_for("(not known yet)");
-        assert!(line.contains("veth8") && line.contains("no_socket"), "{line}");
+        assert!(line.contains("veth8") && line.contains("not_ready"), "{line}");
         files.save("late.yaml", &pod_manifest("late", late.addresses()));
         daemon.wait_for("attached");
         daemon.wait_for("published");
@@ -497,14 +487,14 @@ fn a_new_pod_is_closed_until_its_object_is_known() {
 }
 
 #[test]
-fn without_the_veth_pair_the_daemon_fails_and_pods_stay_closed() {
+fn without_a_workers_veth_pair_the_daemon_fails_and_pods_stay_closed() {
     on_a_node(|| {
         let ([web, db], files) = two_pods("log = { level = \"error\", format = \"json\" }");
         let before = node_state();
         let mut daemon = Daemon::start(&files);
-        ip("link del penstock-host");
+        ip("link del penstock-w0");
         assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
-        daemon.wait_for("penstock: host_veth: interface penstock-host is gone; restart penstock");
+        daemon.wait_for("penstock: worker pairs: interface penstock-w0 is gone; restart penstock");
         assert_eq!(reaches(&web, &db), [false; 2]);
         assert_eq!(output(files.command("cleanup")).status.code(), Some(0));
         assert_restored(&before);

@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32};
 
-use super::net::{Raw, frame, in_namespace, veth};
+use super::lifecycle::start;
+use super::net::in_namespace;
 use super::*;
 use crate::Epoch;
 
@@ -13,12 +14,12 @@ fn snapshot(epoch: u32) -> Snapshot {
 #[test]
 fn a_snapshot_is_in_effect_on_sleeping_workers_at_once() {
     in_namespace(|| {
-        let bench = Bench::start(config(&[0, 1]));
-        wait_until("both sleep", || bench.dataplane.statistics().workers.iter().all(|worker| worker.sleeps > 0));
+        let dataplane = start(config(&[0, 1]));
+        wait_until("both sleep", || dataplane.statistics().workers.iter().all(|worker| worker.sleeps > 0));
         for epoch in 1..100 {
-            bench.dataplane.publish(snapshot(epoch));
+            dataplane.publish(snapshot(epoch));
             // One that was just waking up may finish its poll iteration.
-            wait_until("in effect", || bench.dataplane.in_force() == [Epoch(epoch); 2]);
+            wait_until("in effect", || dataplane.in_force() == [Epoch(epoch); 2]);
         }
     });
 }
@@ -26,10 +27,10 @@ fn a_snapshot_is_in_effect_on_sleeping_workers_at_once() {
 #[test]
 fn a_worker_that_never_sleeps_reports_its_epoch_every_iteration() {
     in_namespace(|| {
-        let bench = Bench::start(Config { polling: Polling::Busy, ..config(&[0]) });
+        let dataplane = start(Config { polling: Polling::Busy, ..config(&[0]) });
         for epoch in 1..50 {
-            bench.dataplane.publish(snapshot(epoch));
-            wait_until("in effect", || bench.dataplane.in_force() == [Epoch(epoch)]);
+            dataplane.publish(snapshot(epoch));
+            wait_until("in effect", || dataplane.in_force() == [Epoch(epoch)]);
         }
     });
 }
@@ -66,27 +67,25 @@ impl Processor for Held {
 #[test]
 fn a_snapshot_is_in_effect_once_no_batch_uses_the_last_one() {
     in_namespace(|| {
-        veth("a");
         let held = Held::default();
         let dataplane = Dataplane::start_with(config(&[0]), |_, _| held.clone()).unwrap();
-        let bench = Bench { dataplane, redirect: Redirect::new().unwrap(), wires: Wires::new() };
-        let (_, _attached) = bench.open("a");
-        let sender = Raw::open("ap");
-        bench.dataplane.publish(snapshot(1));
+        let pair = Pair::of(dataplane, Wires::new());
+        let (dataplane, sender) = (&pair.dataplane, &pair.near);
+        dataplane.publish(snapshot(1));
         held.holds.store(true, Ordering::SeqCst);
-        sender.send_all(&[frame(0, 60)]);
+        sender.send_all(&pair.frames(0, 1));
         wait_until("it is evaluating", || held.inside.load(Ordering::SeqCst));
-        bench.dataplane.publish(snapshot(2));
+        dataplane.publish(snapshot(2));
         for _ in 0..100 {
-            assert_eq!(bench.dataplane.in_force(), [Epoch(1)]);
+            assert_eq!(dataplane.in_force(), [Epoch(1)]);
             thread::sleep(Duration::from_micros(100));
         }
         held.holds.store(false, Ordering::SeqCst);
-        wait_until("in effect", || bench.dataplane.in_force() == [Epoch(2)]);
+        wait_until("in effect", || dataplane.in_force() == [Epoch(2)]);
         assert_eq!(held.evaluated_under.load(Ordering::SeqCst), 1, "the current batch keeps its snapshot");
-        sender.send_all(&[frame(1, 60)]);
+        sender.send_all(&pair.frames(0, 1));
         wait_until("the next one under the new snapshot", || held.evaluated_under.load(Ordering::SeqCst) == 2);
-        let worker = &bench.dataplane.statistics().workers[0];
+        let worker = &dataplane.statistics().workers[0];
         assert_eq!(worker.batch_sizes[0], worker.batches, "each batch had one packet");
         assert!(worker.busy_iterations.sum() >= Duration::from_millis(10), "{:?}", worker.busy_iterations.sum());
     });

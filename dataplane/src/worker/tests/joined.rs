@@ -4,11 +4,10 @@ use std::net::IpAddr;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::net::{Raw, frame, in_namespace, veth};
+use super::net::{frame, in_namespace};
 use super::*;
 use crate::Epoch;
 use crate::conntrack::Timestamp;
-use crate::forward::{Forwarding, Mac, Port, PortKind};
 use crate::packet::Address;
 use crate::policy::{AddressOwner, Endpoint, EndpointId, EndpointPolicy, Identity, PolicySet};
 
@@ -29,8 +28,7 @@ pub(super) fn snapshot(epoch: u32, ports: [PortId; 2]) -> Snapshot {
     let mut update = PolicySet::default().update();
     for (index, port) in ports.into_iter().enumerate() {
         let address = Address::from(IpAddr::from([10, 0, 0, index as u8 + 1]));
-        let mac = |last| Mac([2, 0, 0, 0, index as u8, last]);
-        let (own_mac, peer_mac) = (mac(1), mac(2));
+        let (own_mac, peer_mac) = PortRequest::macs(Some(port));
         let entry = Port::new(PortKind::Pod, own_mac, peer_mac, 1500, vec![address]);
         forwarding.insert(port, entry).unwrap();
         let id = EndpointId(index as u32);
@@ -44,42 +42,32 @@ pub(super) fn snapshot(epoch: u32, ports: [PortId; 2]) -> Snapshot {
 #[test]
 fn allowed_packets_pass_rewritten_and_are_tracked() {
     in_namespace(|| {
-        veth("a");
-        veth("b");
-        let dataplane = Dataplane::start(config(&[0, 1])).unwrap();
-        let bench = Bench { dataplane, redirect: Redirect::new().unwrap(), wires: Wires::new() };
-        let (a, _a) = bench.open("a");
-        let (b, _b) = bench.open("b");
-        let (at_a, at_b) = (Raw::open("ap"), Raw::open("bp"));
-        // Before the first snapshot is published nothing passes, and nothing is lost.
-        let sent: Vec<_> = (0..=100).map(datagram).collect();
-        at_a.send_all(&sent[..1]);
-        assert_eq!(at_b.receive(Duration::from_millis(50)), None);
+        let dataplane = Dataplane::start(config(&[0])).unwrap();
+        let pair = Pair::of(dataplane, Wires::new());
+        let [a, b] = pair.ports;
+        // A snapshot without the ports: nothing passes.
+        pair.near.send_all(&[pair.tag(0, 0, datagram(0))]);
+        assert_eq!(pair.near.receive(Duration::from_millis(50)), None);
 
-        bench.dataplane.publish(snapshot(1, [a, b]));
-        at_a.send_all(&sent[1..]);
+        pair.dataplane.publish(snapshot(2, [a, b]));
+        let sent: Vec<_> = (1..=100).map(|number| pair.tag(0, 0, datagram(number))).collect();
+        pair.near.send_all(&sent);
         for sent in &sent {
-            let got = at_b.receive(PATIENCE).expect("it arrives");
-            assert_eq!(got[..12], [2, 0, 0, 0, 1, 2, 2, 0, 0, 0, 1, 1], "to the peer of b, from b");
+            let got = pair.near.receive(PATIENCE).expect("it arrives");
+            let (own, peer) = PortRequest::macs(Some(b));
+            assert_eq!(got[..12], [peer.0, own.0].concat(), "to the pod of b");
             assert_eq!((got[22], &got[26..]), (63, &sent[26..]), "one hop further, and otherwise as it was");
         }
-        let connections = bench.dataplane.connections();
+        let connections = pair.dataplane.connections();
         assert_eq!((connections.len(), connections.iter(Timestamp::now()).count()), (1, 1));
-
-        let statistics = bench.dataplane.statistics();
-        let traffic = statistics.port(a).unwrap().traffic;
+        let traffic = pair.traffic(a);
         assert_eq!(
             (traffic.rx_packets, traffic.dropped_packets()),
-            (101, 0),
+            (101, 1),
             "{:?}",
             traffic.drops().collect::<Vec<_>>()
         );
-        assert_eq!(statistics.port(b).unwrap().traffic.tx_packets, 101);
-
-        // A snapshot without the ports: nothing passes again.
-        bench.dataplane.publish(Snapshot { epoch: Epoch(2), ..Snapshot::default() });
-        at_a.send_all(&[datagram(101)]);
-        assert_eq!(at_b.receive(Duration::from_millis(50)), None);
-        assert_eq!(bench.account().in_flight, 0);
+        assert_eq!(pair.traffic(b).tx_packets, 100);
+        assert_eq!(pair.account().in_flight, 0);
     });
 }

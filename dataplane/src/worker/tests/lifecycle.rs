@@ -4,74 +4,63 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::Duration;
 
-use super::net::{Raw, frame, in_namespace, ip, veth, veths};
+use super::net::{frame, in_namespace, ip, veth};
 use super::*;
 use crate::io::PortError;
+
+pub(super) fn start(config: Config) -> Dataplane {
+    Dataplane::start_with(config, |_, _| Wires::new()).unwrap()
+}
 
 #[test]
 fn opening_and_closing_ports_under_traffic_leaks_no_frame() {
     in_namespace(|| {
-        veth("a");
-        veth("b");
-        let bench = Bench::start(config(&[0, 1]));
-        let (a, _a) = bench.open("a");
-        let (at_a, at_b) = (Raw::open("ap"), Raw::open("bp"));
-        let frames: Vec<_> = (0..64).map(|index| frame(index, 60)).collect();
+        let pair = Pair::with(config(&[0]));
+        let [a, b] = pair.ports;
+        veth("c");
+        let frames = pair.frames(0, 64);
         let mut arrived = 0;
         for round in 0..100 {
-            let (b, attached) = bench.open("b");
-            bench.wires.connect(a, b);
-            bench.wires.connect(b, a);
-            at_b.arrived();
-            at_a.send_all(&frames);
+            let request = PortRequest { path: PortPath::Pairs, ..PortRequest::new("c") };
+            let c = pair.dataplane.open_port(&request).unwrap();
+            pair.wires.connect(a, c);
+            pair.near.arrived();
+            pair.near.send_all(&frames);
             if round % 2 == 0 {
-                arrived += at_b.count(64);
+                arrived += pair.near.count(64);
             }
-            at_b.send_all(&frames);
-            // Closed while packets are in every ring and in transit between the workers.
-            drop(attached);
-            bench.dataplane.close_port(b).unwrap();
-            bench.wires.cut(a);
+            // Closed while packets are in every ring.
+            pair.dataplane.close_port(c).unwrap();
+            pair.wires.cut(a);
         }
         assert_eq!(arrived, 50 * 64, "every port forwarded");
-        let account = bench.account();
-        assert_eq!(account.free + account.fill, account.total);
-        assert_eq!(account.fill, 512, "those of port a alone");
-        let stopped = bench.dataplane.stop().unwrap();
+        pair.wires.connect(a, b);
+        wait_until("nothing moves", || pair.dataplane.frames().unwrap().in_flight == 0);
+        let account = pair.account();
+        assert_eq!((account.free + account.fill, account.fill), (account.total, 512));
+        let Pair { dataplane, attached, .. } = pair;
+        drop(attached);
+        let stopped = dataplane.stop().unwrap();
         assert_eq!(stopped.free, stopped.total);
     });
 }
 
 #[test]
-fn a_removed_interface_frees_its_frames_and_others_continue() {
+fn a_removed_pair_frees_its_frames_and_its_worker_sleeps() {
     in_namespace(|| {
-        for name in ["a", "b", "c"] {
-            veth(name);
-        }
-        let bench = Bench::start(config(&[0, 1]));
-        let (a, attached_a) = bench.open("a");
-        let (b, _b) = bench.open("b");
-        // The first port is closed first: later ones must not depend on it.
-        ip("link del dev a");
-        drop(attached_a);
-        bench.dataplane.close_port(a).unwrap();
-        assert!(matches!(bench.dataplane.close_port(a), Err(PortError::NotOpen(port)) if port == a));
-        let (c, _c) = bench.open("c");
-        bench.wires.connect(b, c);
-        let (at_b, at_c) = (Raw::open("bp"), Raw::open("cp"));
-        at_b.send_all(&(0..100).map(|index| frame(index, 60)).collect::<Vec<_>>());
-        assert_eq!(at_c.count(100), 100);
-        // One whose interface disappears under traffic, before it is closed.
-        ip("link del dev c");
-        at_b.send_all(&(0..100).map(|index| frame(index, 60)).collect::<Vec<_>>());
-        let rounds = || bench.dataplane.statistics().workers.iter().map(|worker| worker.rounds).sum::<u64>();
+        let pair = Pair::wired(config(&[0]));
+        pair.near.send_all(&pair.frames(0, 100));
+        assert_eq!(pair.near.count(100), 100);
+        ip("link del dev x");
+        let rounds = || pair.dataplane.statistics().workers.iter().map(|worker| worker.rounds).sum::<u64>();
         thread::sleep(Duration::from_millis(50));
         let before = rounds();
         thread::sleep(Duration::from_millis(100));
-        assert!(rounds() - before < 100, "the workers sleep in spite of it: {} rounds", rounds() - before);
-        bench.dataplane.close_port(c).unwrap();
-        let account = bench.account();
-        assert_eq!((account.fill, account.in_flight), (512, 0), "{account:?}");
+        assert!(rounds() - before < 100, "it sleeps in spite of it: {} rounds", rounds() - before);
+        pair.dataplane.close_port(pair.pair).unwrap();
+        assert!(matches!(pair.dataplane.close_port(pair.pair), Err(PortError::NotOpen(port)) if port == pair.pair));
+        let account = pair.account();
+        assert_eq!((account.fill, account.in_flight), (0, 0), "{account:?}");
     });
 }
 
@@ -96,13 +85,9 @@ fn ticks_of_workers(prefix: &str, before: &[(String, u64)]) -> Vec<(String, u64)
 fn idle_workers_sleep_and_busy_ones_do_not() {
     const WATCHED: Duration = Duration::from_secs(2);
     in_namespace(|| {
-        for name in ["a", "b", "c", "d"] {
-            veth(name);
-        }
         let mut quiet = config(&[0, 1]);
         quiet.thread_name = "idle".to_owned();
-        let bench = Bench::start(quiet);
-        let _ports: Vec<_> = ["a", "b", "c", "d"].map(|name| bench.open(name)).into();
+        let pair = Pair::with(quiet);
         thread::sleep(Duration::from_millis(100));
         let before = ticks_of_workers("idle", &[]);
         assert_eq!(before.len(), 2);
@@ -110,16 +95,16 @@ fn idle_workers_sleep_and_busy_ones_do_not() {
         let used = ticks_of_workers("idle", &before);
         let total: u64 = used.iter().map(|(_, ticks)| ticks).sum();
         assert!(total <= 6, "3% of a core are 6 ticks in 2 s: {used:?}");
-        let statistics = bench.dataplane.statistics();
+        let statistics = pair.dataplane.statistics();
         assert!(
             statistics.workers.iter().all(|worker| worker.awake_share() < 0.1 && worker.sleeps > 0),
             "{statistics:?}"
         );
-        drop(bench);
+        drop(pair);
 
-        let bench = Bench::start(Config { polling: Polling::Busy, ..config(&[0]) });
+        let dataplane = start(Config { polling: Polling::Busy, ..config(&[0]) });
         thread::sleep(Duration::from_millis(50));
-        let statistics = bench.dataplane.statistics();
+        let statistics = dataplane.statistics();
         assert_eq!(statistics.workers[0].sleeps, 0);
         assert!(statistics.workers[0].rounds > 1000, "{statistics:?}");
     });
@@ -129,13 +114,13 @@ fn idle_workers_sleep_and_busy_ones_do_not() {
 fn a_busy_realtime_worker_shares_its_core() {
     in_namespace(|| {
         for (priority, leaves) in [(Priority::RealTime, true), (Priority::Nice, false)] {
-            let bench = Bench::start(Config { polling: Polling::Busy, priority, ..config(&[0]) });
-            assert_eq!(bench.dataplane.priority(), priority);
+            let dataplane = start(Config { polling: Polling::Busy, priority, ..config(&[0]) });
+            assert_eq!(dataplane.priority(), priority);
             wait_until("it has run for some periods", || {
-                let worker = bench.dataplane.statistics().workers[0].clone();
+                let worker = dataplane.statistics().workers[0].clone();
                 worker.rounds > 1000 && worker.running > Duration::from_millis(100) && (worker.sleeps > 10 || !leaves)
             });
-            assert_eq!(bench.dataplane.statistics().workers[0].asleep > Duration::ZERO, leaves, "{priority:?}");
+            assert_eq!(dataplane.statistics().workers[0].asleep > Duration::ZERO, leaves, "{priority:?}");
         }
     });
 }
@@ -143,53 +128,38 @@ fn a_busy_realtime_worker_shares_its_core() {
 #[test]
 fn a_dead_worker_is_reported() {
     in_namespace(|| {
-        veth("a");
-        let bench = Bench::start(config(&[0]));
-        let (_, _a) = bench.open("a");
-        assert_eq!(bench.dataplane.failed(), None);
+        let pair = Pair::with(config(&[0]));
+        assert_eq!(pair.dataplane.failed(), None);
         let mut deadly = frame(0, 60);
         deadly[0] = 0xde;
-        Raw::open("ap").send_all(&[deadly]);
-        let deadline = Instant::now() + Duration::from_secs(2);
-        while bench.dataplane.failed().is_none() && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(1));
-        }
-        let died = bench.dataplane.failed().expect("the death is noticed");
+        pair.near.send_all(&[deadly]);
+        wait_until("the death is noticed", || pair.dataplane.failed().is_some());
+        let died = pair.dataplane.failed().unwrap();
         assert!(
             died.to_string().contains("worker 0 on core 0 died") && died.reason.contains("a deadly packet"),
             "{died}"
         );
-        veth("b");
-        assert!(matches!(bench.dataplane.open_port(&PortRequest::new("b")), Err(PortError::WorkerDied(0))));
-        assert_eq!(bench.dataplane.stop(), Err(died));
+        veth("c");
+        let request = PortRequest { path: PortPath::Pairs, ..PortRequest::new("c") };
+        assert!(matches!(pair.dataplane.open_port(&request), Err(PortError::WorkerDied(0))));
+        assert_eq!(pair.dataplane.stop(), Err(died));
     });
 }
 
 #[test]
-fn closing_a_dead_workers_port_closes_it_and_frees_its_frames() {
+fn closing_a_dead_workers_pair_closes_it_and_frees_its_frames() {
     in_namespace(|| {
-        ip("link add name a numtxqueues 2 numrxqueues 2 type veth peer name ap numtxqueues 2 numrxqueues 2");
-        ip("link set dev a up");
-        ip("link set dev ap up");
-        veth("b");
-        let bench = Bench::start(config(&[0, 1]));
-        // A queue on each worker, and a port on the one that survives.
-        let (a, attached_a) = bench.open("a");
-        let (b, attached_b) = bench.open("b");
-        let filled = bench.account().fill;
-        bench.dataplane.kill_worker(0);
-        wait_until("its death is noticed", || bench.dataplane.failed().is_some());
-        drop((attached_a, attached_b));
-        for port in [a, b] {
-            bench.dataplane.close_port(port).unwrap_or_else(|error| panic!("{error}"));
-        }
-        let census = bench.dataplane.census();
+        let Pair { dataplane, pair, attached, .. } = Pair::with(config(&[0, 1]));
+        let filled = dataplane.census().fill;
+        dataplane.kill_worker(0);
+        wait_until("its death is noticed", || dataplane.failed().is_some());
+        drop(attached);
+        dataplane.close_port(pair).unwrap_or_else(|error| panic!("{error}"));
+        let census = dataplane.census();
         assert_eq!((census.fill, census.in_flight), (0, 0), "of {filled}: {census:?}");
-        assert!(matches!(bench.dataplane.close_port(a), Err(PortError::NotOpen(_))));
-        // No descriptor of this process refers to the queues any more; the kernel's own work is waited for.
-        let other = Bench::start(config(&[1]));
-        other.open("a");
-        other.open("b");
+        assert!(matches!(dataplane.close_port(pair), Err(PortError::NotOpen(_))));
+        // No descriptor of this process refers to the queue any more; the kernel's own work is waited for.
+        open_pair(&start(config(&[1])));
     });
 }
 
@@ -221,31 +191,14 @@ impl Processor for SlowToEnd {
 #[test]
 fn closing_a_dead_workers_port_waits_for_its_thread() {
     in_namespace(|| {
-        veth("a");
+        veth("x");
         let ended = Arc::new(AtomicBool::new(false));
         let dataplane =
             Dataplane::start_with(config(&[0]), |_, _| SlowToEnd(Wires::new(), Arc::clone(&ended))).unwrap();
-        let port = dataplane.open_port(&PortRequest::new("a")).unwrap();
+        let (port, _attached) = open_pair(&dataplane);
         dataplane.kill_worker(0);
         dataplane.close_port(port).unwrap_or_else(|error| panic!("{error}"));
         assert!(ended.load(Ordering::SeqCst), "the thread still ends, with the port's sockets");
-    });
-}
-
-#[test]
-fn a_busy_queue_is_waited_for_until_the_timeout() {
-    in_namespace(|| {
-        veth("a");
-        let (bench, other) = (Bench::start(config(&[0])), Bench::start(config(&[1])));
-        let held = other.dataplane.open_port(&PortRequest::new("a")).unwrap();
-        let at_once = PortRequest { patience: Duration::ZERO, ..PortRequest::new("a") };
-        assert!(matches!(bench.dataplane.open_port(&at_once), Err(PortError::QueueBusy { .. })));
-        let patient = PortRequest { patience: Duration::from_secs(60), ..PortRequest::new("a") };
-        thread::scope(|scope| {
-            let opened = scope.spawn(|| bench.dataplane.open_port(&patient));
-            other.dataplane.close_port(held).unwrap();
-            opened.join().unwrap().unwrap();
-        });
     });
 }
 
@@ -263,55 +216,31 @@ fn invalid_requests_are_rejected_in_one_line_with_the_remedy() {
         rejected(Config { ring_size: 1000, ..config(&[0]) }, &["ring_size = 1000", "power of two"]);
         rejected(Config { frames: 100, ..config(&[0]) }, &["frames = 100", "1024"]);
 
-        let bench = Bench::start(Config { frames: 128, ring_size: 64, ..config(&[0]) });
+        let dataplane = start(Config { frames: 128, ring_size: 64, ..config(&[0]) });
+        let open = |interface: &str| {
+            let request = PortRequest { path: PortPath::PairOf(0), ..PortRequest::new(interface) };
+            dataplane.open_port(&request)
+        };
         let rejected = |interface: &str, parts: &[&str]| {
-            let error = bench.dataplane.open_port(&PortRequest::new(interface)).unwrap_err().to_string();
+            let error = open(interface).unwrap_err().to_string();
             assert!(!error.contains('\n') && parts.iter().all(|part| error.contains(part)), "{error}");
-            assert_eq!(bench.account().free, 128, "nothing is held after {error}");
+            assert_eq!(dataplane.census().free, 128, "nothing is held after {error}");
         };
         rejected("none", &["interface none", "does not exist"]);
         rejected("a-name-that-is-too-long", &["does not exist"]);
-        ip("link add name a type veth peer name ap");
-        rejected("a", &["interface a is down", "ip link set dev a up"]);
-        ip("link set dev a up");
-        let other = Bench::start(config(&[1]));
-        let held = other.dataplane.open_port(&PortRequest::new("a")).unwrap();
-        rejected("a", &["queue 0 of interface a", "another AF_XDP socket"]);
-        other.dataplane.close_port(held).unwrap();
-        for name in ["b", "c"] {
-            veth(name);
-        }
-        bench.open("a");
-        bench.open("b");
-        let error = bench.dataplane.open_port(&PortRequest::new("c")).unwrap_err().to_string();
-        assert!(error.contains("interface c needs 64 frames") && error.contains("of 128"), "{error}");
-    });
-}
-
-#[test]
-fn the_default_memory_suffices_for_110_pods() {
-    const PODS: usize = 110;
-    in_namespace(|| {
-        let name = |pod: usize| format!("pod{pod}");
-        veths(&(0..PODS).map(name).collect::<Vec<_>>());
-        let bench = Bench::start(Config { thread_name: "many".to_owned(), ..Config::default() });
-        let ports: Vec<_> = (0..PODS).map(|pod| bench.open(&name(pod))).collect();
-        let account = bench.account();
-        assert_eq!(account.total, 16_384);
-        // The first ports have more, and the last one still a batch; the rest is available for bursts.
-        assert!(account.fill > 110 * 64 && account.free > 2048, "{account:?}");
-        // Each sends to the next one.
-        for pod in 0..PODS {
-            bench.wires.connect(ports[pod].0, ports[(pod + 1) % PODS].0);
-        }
-        let raw: Vec<Raw> = (0..PODS).map(|pod| Raw::open(&format!("{}p", name(pod)))).collect();
-        let frames: Vec<_> = (0..20).map(|index| frame(index, 60)).collect();
-        raw.iter().for_each(|raw| raw.send_all(&frames));
-        assert!(raw.iter().all(|raw| raw.count(20) == 20), "all packets arrive at each");
-        let before = ticks_of_workers("many", &[]);
-        thread::sleep(Duration::from_secs(1));
-        let used = ticks_of_workers("many", &before);
-        assert!(used.iter().map(|(_, ticks)| ticks).sum::<u64>() <= 3, "3% of a core are 3 ticks in 1 s: {used:?}");
-        assert_eq!(bench.account().in_flight, 0);
+        ip("link add name x type veth peer name xp");
+        rejected("x", &["interface x is down", "ip link set dev x up"]);
+        ip("link set dev x up");
+        let other = start(config(&[1]));
+        let (held, attached) = open_pair(&other);
+        rejected("x", &["queue 0 of interface x", "another AF_XDP socket"]);
+        drop(attached);
+        other.close_port(held).unwrap();
+        open("x").unwrap();
+        veth("c");
+        open("c").unwrap();
+        veth("d");
+        let error = open("d").unwrap_err().to_string();
+        assert!(error.contains("interface d needs 64 frames") && error.contains("of 128"), "{error}");
     });
 }

@@ -7,18 +7,20 @@ mod lifecycle;
 mod net;
 mod pairs;
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use penstock_xdp_redirect::{AttachOptions, Attached, Interface, Redirect, Role};
+use penstock_xdp_redirect::{Interface, SocketRedirect};
 
 use super::processor::Processor;
 use super::*;
-use crate::forward::PortId;
+use crate::forward::{Forwarding, Port, PortId, PortKind};
 use crate::io::{FrameAccount, RxBatch};
 use crate::pipeline::{BATCH, DropReason, Frames, Verdict};
+use crate::tag::CHECKSUM_OPEN;
 use crate::{Epoch, Snapshot};
 
 /// Forwards all packets of a port to the port it is wired to, and marks their first byte.
@@ -82,46 +84,107 @@ fn config(cores: &[usize]) -> Config {
     }
 }
 
-struct Bench {
+/// A worker's pair `x` and `xp`, ports of the interfaces `a` and `b` on it, and the node's stack.
+struct Pair {
     dataplane: Dataplane,
-    redirect: Redirect,
     wires: Wires,
+    /// The node's end of the pair, in place of the tc programs.
+    near: net::Raw,
+    pair: PortId,
+    ports: [PortId; 2],
+    node: PortId,
+    attached: SocketRedirect,
 }
 
-impl Bench {
-    fn start(config: Config) -> Self {
+/// Opens the pair of worker 0 on `x`.
+fn open_pair(dataplane: &Dataplane) -> (PortId, SocketRedirect) {
+    let request = PortRequest { path: PortPath::PairOf(0), ..PortRequest::new("x") };
+    let pair = dataplane.open_port(&request).unwrap();
+    let attach = |socket: BorrowedFd<'_>| SocketRedirect::attach(&Interface::by_name("x").unwrap(), socket);
+    (pair, dataplane.with_socket(pair, attach).unwrap().unwrap())
+}
+
+impl Pair {
+    fn new() -> Self {
+        Self::with(config(&[0]))
+    }
+
+    fn with(config: Config) -> Self {
         let wires = Wires::new();
         let dataplane = Dataplane::start_with(config, |_, _| wires.clone()).unwrap();
+        Self::of(dataplane, wires)
+    }
+
+    fn of(dataplane: Dataplane, wires: Wires) -> Self {
+        ["x", "a", "b"].into_iter().for_each(net::veth);
+        let open =
+            |interface: &str, path| dataplane.open_port(&PortRequest { path, ..PortRequest::new(interface) }).unwrap();
+        let (pair, attached) = open_pair(&dataplane);
+        let ports = ["a", "b"].map(|interface| open(interface, PortPath::Pairs));
+        let node = open("xp", PortPath::NodeByPairs);
+        let mut forwarding = Forwarding::new([]);
+        let (own_mac, peer_mac) = PortRequest::macs(None);
+        let host = Port::new(PortKind::Host, own_mac, peer_mac, 1500, Vec::new());
+        forwarding.insert(node, host).unwrap();
         // Workers take nothing before.
-        dataplane.publish(Snapshot { epoch: crate::Epoch(1), ..Snapshot::default() });
-        Self { dataplane, redirect: Redirect::new().unwrap(), wires }
+        dataplane.publish(Snapshot { forwarding, epoch: Epoch(1), ..Snapshot::default() });
+        let near = net::Raw::open("xp");
+        Self { dataplane, wires, near, pair, ports, node, attached }
     }
 
-    /// Opens a port on an interface and redirects its packets to it.
-    fn open(&self, interface: &str) -> (PortId, Attached) {
-        let port = self.dataplane.open_port(&PortRequest::new(interface)).unwrap();
-        let interface = Interface::by_name(interface).unwrap();
-        let attached = self.redirect.attach(&interface, AttachOptions::new(Role::Pod)).unwrap();
-        let set = self.dataplane.with_sockets(port, |sockets| {
-            sockets.iter().try_for_each(|&(queue, socket)| attached.set_socket(queue, socket))
-        });
-        set.unwrap().unwrap();
-        (port, attached)
+    /// The same with the ports wired to each other.
+    fn wired(config: Config) -> Self {
+        let it = Self::with(config);
+        let [a, b] = it.ports;
+        it.wires.connect(a, b);
+        it.wires.connect(b, a);
+        it
     }
 
-    /// Sends frames into a port in portions that its rings can hold, each after the previous one was received.
-    fn feed(&self, port: PortId, sender: &net::Raw, frames: &[Vec<u8>]) {
-        let received = || self.dataplane.statistics().port(port).unwrap().traffic.rx_packets;
-        let mut wanted = received();
+    /// A frame as a program tags it, with this number in it.
+    fn frame(&self, port: usize, flags: u8, number: u8) -> Vec<u8> {
+        let mut frame = self.tag(port, flags, vec![0; 59]);
+        frame.push(number);
+        frame
+    }
+
+    /// Makes a frame one of this port.
+    fn tag(&self, port: usize, flags: u8, mut frame: Vec<u8>) -> Vec<u8> {
+        let interface = Interface::by_name(["a", "b"][port]).unwrap().index.to_be_bytes();
+        let [p, q] = self.ports[port].0.to_be_bytes();
+        frame[..8].copy_from_slice(&[2, 0xfa, CHECKSUM_OPEN | flags, 0, p, q, 2, 0xfa]);
+        frame[8..12].copy_from_slice(&interface);
+        frame[12..14].copy_from_slice(&[8, 0]);
+        frame
+    }
+
+    fn frames(&self, port: usize, count: u8) -> Vec<Vec<u8>> {
+        (0..count).map(|number| self.frame(port, 0, number)).collect()
+    }
+
+    fn traffic(&self, port: PortId) -> Traffic {
+        self.dataplane.statistics().port(port).unwrap().traffic
+    }
+
+    /// Waits until the pair has received so many packets.
+    fn wait_for(&self, packets: u64) {
+        wait_until("all are received", || self.traffic(self.pair).rx_packets >= packets);
+        assert_eq!(self.traffic(self.pair).rx_packets, packets);
+    }
+
+    /// Sends frames in portions that the rings can hold, each after the previous one was received.
+    fn feed(&self, frames: &[Vec<u8>]) {
         for portion in frames.chunks(100) {
-            sender.send_all(portion);
-            wanted += portion.len() as u64;
-            let deadline = Instant::now() + Duration::from_secs(10);
-            while received() < wanted {
-                assert!(Instant::now() < deadline, "{} of {wanted} packets were received", received());
-                thread::sleep(Duration::from_micros(200));
-            }
+            let wanted = self.traffic(self.pair).rx_packets + portion.len() as u64;
+            self.near.send_all(portion);
+            self.wait_for(wanted);
         }
+    }
+
+    /// The frames that come out of the pair: so many.
+    fn received(&self, count: usize) -> Vec<Vec<u8>> {
+        let next = || self.near.receive(Duration::from_secs(10)).expect("a frame comes out");
+        std::iter::repeat_with(next).filter(|frame| frame[0] == 0x42).take(count).collect()
     }
 
     /// The account at rest: balanced, and equal by rings and by frame owners.

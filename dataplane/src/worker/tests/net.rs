@@ -1,10 +1,10 @@
 //! veth pairs in a test's own network namespace, and raw sockets on their far ends.
 
-use std::io::{self, Write};
+use std::io;
 use std::mem::{size_of, zeroed};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::panic::resume_unwind;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,19 +31,9 @@ pub(crate) fn ip(arguments: &str) {
 
 /// Creates a veth pair `<name>` and `<name>p`, both up.
 pub(crate) fn veth(name: &str) {
-    veths(&[name.to_owned()]);
-}
-
-pub(crate) fn veths(names: &[String]) {
-    let mut batch =
-        Command::new("ip").args(["-batch", "-"]).stdin(Stdio::piped()).spawn().expect("iproute2 is installed");
-    let mut input = batch.stdin.take().unwrap();
-    for name in names {
-        writeln!(input, "link add name {name} type veth peer name {name}p").unwrap();
-        writeln!(input, "link set dev {name} up\nlink set dev {name}p up").unwrap();
-    }
-    drop(input);
-    assert!(batch.wait().unwrap().success(), "ip -batch: {names:?}");
+    ip(&format!("link add name {name} type veth peer name {name}p"));
+    ip(&format!("link set dev {name} up"));
+    ip(&format!("link set dev {name}p up"));
 }
 
 /// A raw socket on one interface: sends whole frames, and receives all that arrive there.

@@ -22,7 +22,7 @@ const DENIED: Captured = ("what is denied", &["--verdict", "deny"]);
 const ALL: Captured = ("all, 128 bytes each", &["--snaplen", "128"]);
 
 pub(crate) fn captures() -> Scenario {
-    let peers = [|| peer(""), || peer("attach tcx\noffload true\n")];
+    let peers = [|| peer(""), || peer("offload true\n")];
     let cases =
         peers.into_iter().flat_map(|peer| [None, Some(DENIED), Some(ALL)].map(|captured| case(peer(), captured)));
     Scenario {

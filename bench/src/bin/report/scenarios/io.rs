@@ -32,8 +32,6 @@ struct IoVariant {
 enum VethOffloads {
     /// As created.
     Default,
-    /// The pods' stacks segment what they send.
-    SegmentInStack,
     /// The pods' stacks coalesce received segments (GRO). On a veth this requires that the other end has no TSO
     /// (`veth_skb_is_eligible_for_gro` in drivers/net/veth.c).
     Gro,
@@ -52,10 +50,6 @@ impl VethOffloads {
         let namespace = pod.namespace();
         match self {
             Self::Default => Ok(()),
-            Self::SegmentInStack => {
-                namespace.set_offload("eth0", Offload::Tso, !so)?;
-                namespace.set_offload("eth0", Offload::Gso, !so)
-            }
             Self::Gro => {
                 node.set_offload(pod.interface(), Offload::Tso, !so)?;
                 namespace.set_offload("eth0", Offload::Gro, so)
@@ -77,7 +71,7 @@ const fn by_settings(name: &'static str, sections: &'static str) -> IoVariant {
     IoVariant { name, sections, mtu: MTU, offloads: VethOffloads::Default }
 }
 
-const VARIANTS: [IoVariant; 13] = [
+const VARIANTS: [IoVariant; 12] = [
     by_settings("defaults", ""),
     by_settings("polling = busy", "workers polling = \"busy\"\n"),
     by_settings("spin = 0", "workers spin = \"0us\"\n"),
@@ -87,10 +81,6 @@ const VARIANTS: [IoVariant; 13] = [
     by_settings("ring_size = 4096", "umem ring_size = 4096\n"),
     by_settings("frame_size = 4096", "umem frame_size = 4096\n"),
     by_settings("huge_pages = auto, with free ones", "umem huge_pages = \"auto\"\n"),
-    IoVariant {
-        offloads: VethOffloads::SegmentInStack,
-        ..by_settings("generic XDP, tso and gso of the pods off", "xdp mode = \"generic\"\n")
-    },
     IoVariant {
         mtu: LARGEST,
         ..by_settings("largest single frame: MTU 3,506, frame_size = 4096", "umem frame_size = 4096\n")
@@ -142,7 +132,7 @@ pub(crate) fn matrix() -> Scenario {
     Scenario {
         name: "io",
         title: "Ways of receiving and sending",
-        about: "One thing at a time, all else as it is by default: native XDP, MTU 1,500, frames of 2,048 bytes, rings of 1,024 \
+        about: "One thing at a time, all else as it is by default: MTU 1,500, frames of 2,048 bytes, rings of 1,024 \
                 which one system call sends whole, no huge pages free. One UDP connection, 64 bytes, flat out; what of the core is \
                 taken at 50 k packets a second; and bulk TCP.",
         metrics: IO,

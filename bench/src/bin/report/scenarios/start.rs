@@ -4,7 +4,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use penstock_bench::peers::{Peer, PeerTestbed};
-use penstock_bench::testbed::Attach;
 
 use super::{KnownRates, Scenario, ScenarioCase};
 use crate::Plan;
@@ -18,12 +17,12 @@ const BUSY: usize = 8;
 const METRICS: &[Metric] = &[Metric::lower("ready", "s", 2)];
 
 pub(crate) fn start() -> Scenario {
-    let case = |attach: Attach, busy: usize| {
+    let case = |busy: usize| {
         let measure = move |testbed: &mut PeerTestbed, _: &Plan, _: &mut KnownRates| {
             let ready = beside_busy_threads(busy, || testbed.restart())?;
             Ok(vec![Some(ready.as_secs_f64())])
         };
-        let case = ScenarioCase::of(Peer::penstock_as_shipped(attach), measure).with(|spec| spec.pods(PODS));
+        let case = ScenarioCase::of(Peer::penstock_as_shipped(), measure).with(|spec| spec.pods(PODS));
         let name = format!("{}, {busy} busy threads", case.spec.peer_name());
         case.named(name)
     };
@@ -33,10 +32,7 @@ pub(crate) fn start() -> Scenario {
         about: "A daemon of a node with 110 pods and 100 policies is ended and started again: the time until it says that it is ready. In half \
                 of the cases eight threads compute meanwhile, wherever the scheduler puts them, on two cores.",
         metrics: METRICS,
-        cases: [Attach::Tcx, Attach::Xdp]
-            .into_iter()
-            .flat_map(|attach| [0, BUSY].map(|busy| case(attach, busy)))
-            .collect(),
+        cases: [0, BUSY].map(case).into(),
     }
 }
 
