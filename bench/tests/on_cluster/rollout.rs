@@ -3,7 +3,6 @@
 use std::time::{Duration, Instant};
 
 use penstock_bench::probe::{EchoServers, EchoService, Protocol, Series, Site};
-use penstock_bench::testbed::Attach;
 
 use crate::on_cluster::fixture::{Fixture, policy};
 
@@ -19,8 +18,6 @@ type Change = fn(&Fixture);
 
 #[test]
 fn a_rollout_loses_no_connection_of_slow_pairs() {
-    // XDP's programs open no connection by themselves.
-    let may_lose = Attach::of_run() == Attach::Xdp;
     let mut fixture = Fixture::start("[fail]\non_exit = \"keep\"\n");
     let addresses = ["10.244.1.10", "10.244.1.11", "10.244.1.12"];
     for (name, address) in ["web", "db", "lab"].into_iter().zip(addresses) {
@@ -66,11 +63,7 @@ fn a_rollout_loses_no_connection_of_slow_pairs() {
             let points = series.end().unwrap();
             let during: Vec<_> = points.iter().filter(|point| point.at > began && point.at < ended).collect();
             let lost = during.iter().filter(|point| !point.reached).count();
-            assert!(
-                (lost == 0 || may_lose) && during.len() > 1,
-                "{what}: {name:?} lost {lost} of {}:\n{log}",
-                during.len()
-            );
+            assert!(lost == 0 && during.len() > 1, "{what}: {name:?} lost {lost} of {}:\n{log}", during.len());
         }
     }
 }

@@ -1,10 +1,7 @@
 //! Who opened a connection whose source the node's stack has translated: kept beside the entry as long as that is in use, so that policy
 //! is evaluated for the same opener whenever it changes.
 
-use super::conn::Conn;
-use super::entry::SlotRef;
 use super::sync::{AtomicU64, Ordering, overwrite};
-use super::table::ConnTable;
 use crate::packet::Address;
 
 /// An address; it is that of the entry's connection only if the control word says so. Unspecified: it is not known.
@@ -19,22 +16,9 @@ impl Opener {
         overwrite(&self.0[1], bits as u64, Ordering::Release);
     }
 
-    fn get(&self) -> Option<Address> {
+    pub(super) fn get(&self) -> Option<Address> {
         let [high, low] = [&self.0[0], &self.0[1]].map(|word| u128::from(word.load(Ordering::Acquire)));
         let bits = high << 64 | low;
         (bits != 0).then(|| Address::from_bits(bits))
-    }
-}
-
-impl ConnTable {
-    /// Who opened a connection, if that is kept beside it.
-    pub(crate) fn opener_of(&self, connection: &Conn<'_>) -> Option<Option<Address>> {
-        self.opener_at(connection.place())
-    }
-
-    pub(super) fn opener_at(&self, (slot, control): SlotRef) -> Option<Option<Address>> {
-        let opener = self.storage.openers().get(slot as usize).filter(|_| control.has_opener())?.get();
-        // Otherwise the next connection's may have been read.
-        self.entry(slot).control().is_same_generation(control).then_some(opener)
     }
 }
