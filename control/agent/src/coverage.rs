@@ -1,11 +1,10 @@
 //! Names the pods on which policy is not enforced, and why. Every pod of this node is served or closed, or it is named here.
 
-use crate::discovery::NetworkState;
 use std::collections::BTreeSet;
 
 use penstock_policy::model::{ObjectKey, Pod};
 
-use crate::discovery::{Bindings, PodProblem};
+use crate::discovery::{Bindings, NetworkState, PodProblem};
 
 /// Something that policy is about and that is not enforced.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
