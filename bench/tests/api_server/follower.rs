@@ -40,7 +40,7 @@ pub(crate) struct Follower {
 impl Follower {
     /// Follows a server with only the rights of the shipped ClusterRole.
     pub(crate) fn start(server: &ApiServer) -> Self {
-        Self::of_kinds(server, FollowedKinds::All)
+        Self::of_kinds(server, FollowedKinds::WithoutEndpointSlices)
     }
 
     /// The same, of these kinds.

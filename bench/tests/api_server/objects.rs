@@ -68,28 +68,6 @@ pub(crate) fn service(namespace: &str, name: &str, address: &str) -> Value {
     })
 }
 
-/// The one EndpointSlice of a Service, with one backend on the node `here`, in the form of this `apiVersion`.
-pub(crate) fn endpoint_slice(api_version: &str, namespace: &str, service: &str, address: &str) -> Value {
-    let place = match api_version {
-        "discovery.k8s.io/v1" => json!({ "nodeName": "here", "zone": "east" }),
-        _ => json!({
-            "topology": { "kubernetes.io/hostname": "here", "topology.kubernetes.io/zone": "east" },
-        }),
-    };
-    let mut endpoint = json!({ "addresses": [address], "conditions": { "ready": true } });
-    place.as_object().into_iter().flatten().for_each(|(field, value)| endpoint[field] = value.clone());
-    json!({
-        "apiVersion": api_version, "kind": "EndpointSlice",
-        "metadata": {
-            "namespace": namespace, "name": format!("{service}-1"),
-            "labels": { "kubernetes.io/service-name": service },
-        },
-        "addressType": "IPv4",
-        "ports": [{ "name": "", "port": 80, "protocol": "TCP" }],
-        "endpoints": [endpoint],
-    })
-}
-
 /// A small cluster: namespace `shop`, node `here`, pods `web`, `db` and `job`; only `web` may reach `db`.
 pub(crate) fn shop(server: &ApiServer) {
     let objects = [

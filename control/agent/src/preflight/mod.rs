@@ -317,7 +317,7 @@ mod tests {
         };
         let found = memory("umem.memory = \"2GiB\"\nconntrack.entries = 262144", Some(1 << 30));
         assert_eq!(found.level, Level::Error);
-        assert!(found.line.starts_with("umem and conntrack: need 2068 MiB, but only 1024 MiB available;"), "{found:?}");
+        assert!(found.line.starts_with("umem and conntrack: need 2077 MiB, but only 1024 MiB available;"), "{found:?}");
         assert_eq!(memory("", None).level, Level::Ok);
     }
 

@@ -202,7 +202,8 @@ mod tests {
         let value = json!({
             "apiVersion": "v1",
             "kind": "Namespace",
-            "metadata": { "name": "a", "annotations": labels, "finalizers": strings.to_vec(), "nested": [[], {}, [[1, "2"]], null, true],
+            "metadata": { "name": "a", "annotations": labels, "finalizers": strings.to_vec() },
+            "spec": { "nested": [[], {}, [[1, "2"]], null, true],
                 "true": { "1.5": [{ "b": 1, "a": [{ "c": {} }] }, { "from": [], "to": { "x": 1 } }] } },
         });
         let comments = Comments::from([

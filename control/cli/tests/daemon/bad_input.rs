@@ -38,7 +38,7 @@ fn bad_input_is_one_line_with_exit_code_2_and_leaves_nothing() {
         let before = node_state();
         let good = || NAMESPACE.to_owned() + &pod_manifest("web", pod.addresses());
         let cases = [
-            ("on_mis = \"drop\"", good(), "penstock.toml:10: on_mis: unknown key; remove it, or use one of: node,"),
+            ("on_mis = \"drop\"", good(), "penstock.toml:9: on_mis: unknown key; remove it, or use one of: node,"),
             (
                 "workers.cores = [999]",
                 good(),

@@ -18,15 +18,11 @@ pub(super) enum RequestError {
     Unauthorized(String),
     /// 403: missing permissions.
     #[error(
-        "403 Forbidden: {message}: the account needs the verbs get, list and watch on {resource}; bind it to {ROLE}{}",
-        remedy_by_setting(resource)
+        "403 Forbidden: {message}: the account needs the verbs get, list and watch on {resource}; bind it to {ROLE}"
     )]
     Forbidden { resource: &'static str, message: String },
     /// The server does not serve the resource in any version that is understood.
-    #[error(
-        "the server serves {resource} neither as {versions}: use a server of Kubernetes 1.19 or later{}",
-        remedy_by_setting(resource)
-    )]
+    #[error("the server serves {resource} neither as {versions}: use a server of Kubernetes 1.19 or later")]
     NotServed {
         resource: &'static str,
         /// The versions that are understood, joined by "nor".
@@ -56,12 +52,6 @@ pub(super) enum RequestError {
     Malformed(String),
     #[error(transparent)]
     Access(#[from] AccessError),
-}
-
-/// How a setting makes the right to read this resource needless.
-fn remedy_by_setting(resource: &str) -> &'static str {
-    let services = [ObjectKind::Service, ObjectKind::EndpointSlice].map(ObjectKind::resource);
-    if services.contains(&resource) { ", or set services.enabled = false, which needs no Services" } else { "" }
 }
 
 impl RequestError {

@@ -99,7 +99,7 @@ impl Fields {
     /// The window of a SYN's sender whose options were not read.
     pub(crate) fn widen(&mut self, direction: usize) {
         self.entry[6 + direction] &= !(31 << 52 | 15 << 57);
-        self.entry[6 + direction] |= 16 << 52 | 15 << 57;
+        self.entry[6 + direction] |= 16 << 52 | 14 << 57;
     }
 
     /// Evaluated under this epoch, and the path taken under it.
