@@ -43,14 +43,6 @@ const CASES: &[BadInput] = &[
         &["workers.cores", "999"],
     ),
     (
-        "an address of two pods",
-        |node| {
-            let twice = pod("twin", "10.244.1.10", "fd00:10:244:1::91");
-            node.manifest("twin.yaml", twice.trim_start_matches("---\n"));
-        },
-        &["10.244.1.10", "test/twin", "test/pod-0"],
-    ),
-    (
         "a directory that is not there",
         |node| node.config.manifests = "/nonexistent/manifests".into(),
         &["/nonexistent/manifests"],

@@ -9,7 +9,10 @@ use super::*;
 use crate::io::PortError;
 
 pub(super) fn start(config: Config) -> Dataplane {
-    Dataplane::start_with(config, |_, _| Wires::new()).unwrap()
+    let dataplane = Dataplane::start_with(config, |_, _| Wires::new()).unwrap();
+    // Workers take nothing before.
+    dataplane.publish(Snapshot { epoch: crate::Epoch(1), ..Snapshot::default() });
+    dataplane
 }
 
 #[test]

@@ -171,8 +171,8 @@ pub(super) const MUTATIONS: &[Mutation] = &[
         WRITTEN,
         "the next number is not written",
         REPEAT,
-        "WINDOW_FROM((__u64)(__u32)(packet->sequence + 1))",
-        "WINDOW_FROM((__u64)(__u32)(packet->sequence))",
+        "WINDOW_FROM_SYN((__u64)(__u32)(packet->sequence + 1))",
+        "WINDOW_FROM_SYN((__u64)(__u32)(packet->sequence))",
     ),
     mutation(
         WRITTEN,
