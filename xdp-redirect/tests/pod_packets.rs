@@ -100,7 +100,9 @@ fn ipv6(to: &str, next_header: u8, hop_limit: u8, payload: &[u8]) -> Vec<u8> {
 }
 
 fn icmpv6(to: &str, hop_limit: u8, kind: u8) -> Vec<u8> {
-    ipv6(to, 58, hop_limit, &[kind, 0, 0, 0, 0, 0, 0, 0])
+    let mut message = [0; 24];
+    message[0] = kind;
+    ipv6(to, 58, hop_limit, &message)
 }
 
 /// A destination-options header (RFC 8200 section 4.6) and a neighbour solicitation behind it.
@@ -222,6 +224,13 @@ fn arp(frame_mac: [u8; 6], sender_mac: [u8; 6], sender: [u8; 4]) -> Vec<u8> {
     frame
 }
 
+/// A probe for an address (RFC 5227 section 2.1.1).
+fn probe(target: [u8; 4]) -> Vec<u8> {
+    let mut frame = arp(POD_MAC, POD_MAC, [0; 4]);
+    frame[38..42].copy_from_slice(&target);
+    frame
+}
+
 /// Neighbour discovery of this type from an address, about a target.
 fn discovery(kind: u8, from: &str, target: &str) -> Vec<u8> {
     let mut message = vec![kind, 0, 0, 0, 0, 0, 0, 0];
@@ -238,7 +247,8 @@ fn a_known_pod_may_claim_its_own_addresses_alone() {
     stranger[6..12].copy_from_slice(&OTHER_MAC);
     let cases = [
         ("a request", arp(POD_MAC, POD_MAC, LOCAL_V4), true),
-        ("a probe", arp(POD_MAC, POD_MAC, [0; 4]), true),
+        ("a probe for its own address", probe(LOCAL_V4), true),
+        ("a probe for another address", probe(OTHER_V4), false),
         ("a request of another address", arp(POD_MAC, POD_MAC, OTHER_V4), false),
         ("a request for another MAC", arp(POD_MAC, OTHER_MAC, LOCAL_V4), false),
         ("a request in another's frame", arp(OTHER_MAC, POD_MAC, LOCAL_V4), false),
