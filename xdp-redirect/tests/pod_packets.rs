@@ -234,7 +234,10 @@ fn probe(target: [u8; 4]) -> Vec<u8> {
 /// Neighbour discovery of this type from an address, about a target.
 fn discovery(kind: u8, from: &str, target: &str) -> Vec<u8> {
     let mut message = vec![kind, 0, 0, 0, 0, 0, 0, 0];
-    message.extend(target.parse::<Ipv6Addr>().unwrap().octets());
+    // A router solicitation has no target (RFC 4861 section 4.1).
+    if kind != 133 {
+        message.extend(target.parse::<Ipv6Addr>().unwrap().octets());
+    }
     let mut frame = ipv6("ff02::1", 58, 255, &message);
     frame[22..38].copy_from_slice(&from.parse::<Ipv6Addr>().unwrap().octets());
     frame[6..12].copy_from_slice(&POD_MAC);
