@@ -182,14 +182,16 @@ fn leaves(it: &Answering, inside: &mut Forger, frame: &[u8], mark: &[u8], is_exp
 }
 
 /// The kernel tracks what comes with the address of a Service, whatever a worker says to it. What the pod sends back answers it then, as far
-/// as the kernel knows.
+/// as the kernel knows: it does for a worker only if the pod's ingress policy allows what came.
 #[test]
 fn who_sends_as_a_service_first_opens_no_way_back() {
     const MARK: &[u8] = b"secret";
     let it = Answering::new(true);
-    it.enforce(&egress("pod-0", "{podSelector: {}}", ""));
+    let closed = |pod: &str| policy(&format!("closed-{pod}"), pod, "  policyTypes: [Ingress]\n");
+    let inside = "{podSelector: {}}";
+    it.enforce(&(egress("pod-0", inside, "") + &closed("pod-0") + &egress("pod-2", inside, "")));
     for v6 in [false, true] {
-        for (pod, passes) in [("test/pod-0", false), ("test/pod-3", true)] {
+        for (pod, passes) in [("test/pod-0", false), ("test/pod-2", true), ("test/pod-3", true)] {
             let here = (it.fixture.site(pod).address(v6).unwrap(), 5000);
             let there = (address(BARE[usize::from(v6)]), 7777);
             let (mut inside, mut outside) = (Forger::of(&it.fixture, pod), Forger::outside(&it.fixture, &it.outside));
@@ -200,6 +202,66 @@ fn who_sends_as_a_service_first_opens_no_way_back() {
             let back = inside.udp(here, there, MARK);
             let found = leaves(&it, &mut inside, &back, MARK, passes);
             assert_eq!(found, passes, "{pod}, IPv6: {v6}\n{}", it.fixture.statistics().join("\n"));
+            // Another connection to there is the pod's own.
+            let other = inside.udp((here.0, 5001), there, b"another");
+            let is_free = pod == "test/pod-3";
+            let found = leaves(&it, &mut inside, &other, b"another", is_free);
+            assert_eq!(found, is_free, "{pod}, opened by itself, IPv6: {v6}\n{}", it.fixture.statistics().join("\n"));
+        }
+    }
+}
+
+/// Whoever may write a Service chooses its external addresses: a machine's, another node's, or those of a pod there.
+#[test]
+fn a_services_external_address_takes_nothing_from_who_has_it() {
+    let it = Answering::new(true);
+    let site = Site { addresses: it.machine.into(), ..Site::from(&it.outside) };
+    let [v4, v6] = it.machine;
+    let tenants = format!(
+        "---\napiVersion: v1\nkind: Service\nmetadata: {{namespace: evil, name: mine}}\n\
+         spec: {{externalIPs: [{v4}, \"{v6}\"], ports: [{{port: 9999}}]}}\n\
+         ---\napiVersion: v1\nkind: Service\nmetadata: {{namespace: evil, name: balanced}}\n\
+         spec: {{type: LoadBalancer, ports: [{{port: 9999}}]}}\nstatus: {{loadBalancer: {{ingress: [{{ip: {v4}}}, {{ip: \"{v6}\"}}]}}}}\n"
+    );
+    let of_pod = format!(
+        "---\napiVersion: v1\nkind: Pod\nmetadata: {{namespace: test, name: far, labels: {{app: far}}}}\n\
+         spec: {{nodeName: node-b, containers: []}}\nstatus: {{phase: Running, podIPs: [{{ip: {v4}}}, {{ip: \"{v6}\"}}]}}\n"
+    );
+    let of_node = format!(
+        "---\napiVersion: v1\nkind: Node\nmetadata: {{name: node-b}}\n\
+         status: {{addresses: [{{type: InternalIP, address: {v4}}}, {{type: InternalIP, address: \"{v6}\"}}]}}\n"
+    );
+    // Whom it may ask, and who may ask it.
+    let own = egress("pod-0", "{podSelector: {matchLabels: {app: pod-1}}}", "");
+    let mut turn = 0;
+    for (what, owner) in [("a machine", ""), ("a pod of another node", &of_pod), ("another node", &of_node)] {
+        for claims in ["", &tenants, ""] {
+            // Something changes each time, so that there is a snapshot to wait for.
+            turn += 1;
+            let other = egress("pod-3", "{podSelector: {}}", &format!("{{port: {turn}}}"));
+            it.enforce(&[&own, &other, owner, claims].concat());
+            for to in it.fixture.site("test/pod-0").addresses.clone() {
+                for protocol in [Protocol::Tcp(8080), Protocol::Udp(53)] {
+                    let patience = RetryPolicy { attempts: 3, ..RetryPolicy::default() };
+                    let pod = it.fixture.cluster.site("test/pod-0").unwrap() as u32;
+                    let outcome = probe::run_one(&site, (pod, to), protocol, patience).unwrap();
+                    let log = it.fixture.statistics().join("\n");
+                    assert_eq!(
+                        outcome,
+                        ProbeOutcome::Reached,
+                        "{what}, claimed: {}, {protocol}\n{log}",
+                        !claims.is_empty()
+                    );
+                }
+            }
+            // No way out for the pod, either.
+            for to in it.machine {
+                assert_eq!(
+                    it.probe("test/pod-0", (OUTSIDE, to), Protocol::Udp(53)),
+                    ProbeOutcome::Silent,
+                    "{what}: {to}"
+                );
+            }
         }
     }
 }

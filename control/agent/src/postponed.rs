@@ -15,7 +15,7 @@ pub(super) struct PostponedAddresses {
     program: ServiceAddresses,
     /// The addresses that the program has; of those that are no Service's any more, the first snapshot without them.
     entered: BTreeMap<IpAddr, Option<Epoch>>,
-    /// Addresses that could not be entered, which was logged.
+    /// Addresses that could not be entered; the first was logged.
     failed: BTreeSet<IpAddr>,
     tables: Arc<AddressSet>,
 }
@@ -25,42 +25,43 @@ impl PostponedAddresses {
         Self { program, entered: BTreeMap::new(), failed: BTreeSet::new(), tables: Arc::default() }
     }
 
-    /// The addresses for the snapshot of `epoch`, of those wanted. `is_in_force`: whether no worker reads a snapshot before this one.
-    pub(super) fn update(
-        &mut self,
-        wanted: &BTreeSet<IpAddr>,
-        epoch: Epoch,
-        is_in_force: impl Fn(Epoch) -> bool,
-    ) -> &Arc<AddressSet> {
-        let program = &self.program;
-        self.failed.retain(|address| wanted.contains(address));
+    /// The addresses for the snapshot of `epoch`, of those wanted.
+    pub(super) fn update(&mut self, wanted: &BTreeSet<IpAddr>, epoch: Epoch) -> &Arc<AddressSet> {
+        for (address, gone_since) in &mut self.entered {
+            *gone_since = if wanted.contains(address) { None } else { gone_since.or(Some(epoch)) };
+        }
+        let had_failed = !self.failed.is_empty();
+        self.failed.clear();
         for &address in wanted {
-            if let Some(gone_since) = self.entered.get_mut(&address) {
-                *gone_since = None;
+            if self.entered.contains_key(&address) {
                 continue;
             }
-            match program.insert(address) {
-                Ok(()) => {
-                    self.failed.remove(&address);
-                    self.entered.insert(address, None);
+            match self.program.insert(address) {
+                Ok(()) => _ = self.entered.insert(address, None),
+                Err(error) => {
+                    if self.failed.is_empty() && !had_failed {
+                        tracing::error!("{error}");
+                    }
+                    self.failed.insert(address);
                 }
-                Err(error) if self.failed.insert(address) => tracing::error!("{error}"),
-                Err(_) => {}
             }
         }
-        self.entered.retain(|address, gone_since| match *gone_since {
-            _ if wanted.contains(address) => true,
-            Some(gone) if is_in_force(gone) => program.remove(*address).is_err(),
-            known => {
-                *gone_since = known.or(Some(epoch));
-                true
-            }
-        });
-        let held = |address: &&IpAddr| self.entered.contains_key(*address);
-        let tables: AddressSet = wanted.iter().filter(held).copied().map(Address::from).collect();
+        let tables: AddressSet =
+            wanted.iter().filter(|address| !self.failed.contains(address)).copied().map(Address::from).collect();
         if tables != *self.tables {
             self.tables = Arc::new(tables);
         }
         &self.tables
+    }
+
+    /// Takes addresses out of the program that no worker postpones policy at any more: `is_in_force` says whether no worker reads a
+    /// snapshot before this one. Returns whether addresses that had no room may have it now.
+    pub(super) fn release(&mut self, is_in_force: impl Fn(Epoch) -> bool) -> bool {
+        let before = self.entered.len();
+        let program = &self.program;
+        self.entered.retain(|address, gone_since| {
+            gone_since.is_none_or(|gone| !is_in_force(gone) || program.remove(*address).is_err())
+        });
+        self.entered.len() < before && !self.failed.is_empty()
     }
 }

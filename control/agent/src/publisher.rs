@@ -68,8 +68,6 @@ pub(super) struct SnapshotInputs {
     node_context: NodeContext,
     connections: ConnectionOwners,
     postponed: PostponedAddresses,
-    /// The addresses of Services, as of the last change of one.
-    service_addresses: BTreeSet<IpAddr>,
     /// As of the last snapshot.
     pub(super) resolvers: Resolvers,
     subscribers: Subscribers,
@@ -96,7 +94,6 @@ impl Publisher {
             node_context: NodeContext::default(),
             connections: ConnectionOwners::new(&config.conntrack.mapping, clearing),
             postponed: PostponedAddresses::new(services),
-            service_addresses: objects.service_addresses(),
             resolvers: Resolvers::default(),
             subscribers: Subscribers::default(),
             objects,
@@ -173,9 +170,10 @@ impl Publisher {
         let ChangeEffect { policy, pods, nodes, services } = inputs.objects.apply(changes, &inputs.network.addresses);
         inputs.progress.times.compile.observe(began.elapsed().as_secs_f64());
         self.note_left_aside(inputs, seen);
+        let services_changed = inputs.objects.refresh_service_addresses();
+        inputs.objects.note_problems();
         // Even if a local pod has no port yet: from this snapshot on nobody else may use its address.
         let context_changed = (pods || nodes) && inputs.refresh_node_context(&self.encapsulation);
-        let services_changed = services && inputs.refresh_services();
         let resolvers_changed = services && self.find_resolvers(inputs) != inputs.resolvers;
         if policy || context_changed || services_changed || resolvers_changed {
             self.publish(inputs, &what, seen);
@@ -193,6 +191,7 @@ impl Publisher {
     pub(super) fn begin(&self, why: &str, seen: Instant) {
         let mut inputs = self.inputs();
         inputs.is_held = false;
+        inputs.objects.refresh_service_addresses();
         // Not before: what a daemon starts with is in effect as a whole, so that no connection is cut for a table that is still built.
         inputs.objects.build_aside(ENTRIES_AT_ONCE);
         // A daemon that ran until now has published more.
@@ -218,10 +217,13 @@ impl Publisher {
         let inputs = &mut *inputs;
         let policy = inputs.objects.apply_addresses(&network.addresses)
             || inputs.network.watches_uplinks != network.watches_uplinks;
+        let services_changed = inputs.objects.refresh_service_addresses();
+        inputs.objects.note_problems();
         inputs.network = network;
         let context_changed = inputs.refresh_node_context(&self.encapsulation);
         let layout_changed = layout != inputs.layout;
-        if policy || layout_changed || context_changed || self.find_resolvers(inputs) != inputs.resolvers {
+        let resolvers_changed = self.find_resolvers(inputs) != inputs.resolvers;
+        if policy || layout_changed || context_changed || services_changed || resolvers_changed {
             inputs.layout = layout;
             self.publish(inputs, why, seen);
         }
@@ -291,7 +293,12 @@ impl Publisher {
 
     /// Checks which published snapshots are in effect.
     pub(super) fn check_in_force(&self) {
-        self.inputs().progress.check_in_force(&self.dataplane);
+        let mut inputs = self.inputs();
+        inputs.progress.check_in_force(&self.dataplane);
+        if inputs.release_addresses(&self.dataplane) {
+            self.publish(&mut inputs, "addresses of Services have room", Instant::now());
+            self.tell(&mut inputs);
+        }
     }
 
     /// Subscribes what `begin` makes of what is published now: it is told of each update from then on.
@@ -367,7 +374,7 @@ impl Publisher {
         inputs.connections.count_open(new_limits);
         inputs.progress.times.publish.observe(began.elapsed().as_secs_f64());
         inputs.progress.wait_in_force(&self.dataplane);
-        if inputs.progress.is_awaiting() {
+        if inputs.release_addresses(&self.dataplane) || inputs.progress.is_awaiting() {
             self.awaited.notify_one();
         }
         tracing::info!(
@@ -381,20 +388,18 @@ impl Publisher {
 }
 
 impl SnapshotInputs {
-    /// Reads the addresses of Services anew. Returns whether they changed.
-    fn refresh_services(&mut self) -> bool {
-        let addresses = self.objects.service_addresses();
-        let changed = addresses != self.service_addresses;
-        self.service_addresses = addresses;
-        changed
-    }
-
     /// Postpones egress policy at the addresses of Services, as far as the program on what leaves the node asks then.
     fn postpone(&mut self, epoch: Epoch, dataplane: &Dataplane) {
         let none = BTreeSet::new();
-        let wanted = if self.network.watches_uplinks { &self.service_addresses } else { &none };
-        let postponed = self.postponed.update(wanted, epoch, |epoch| dataplane.is_in_force(epoch));
+        let wanted = if self.network.watches_uplinks { self.objects.service_addresses() } else { &none };
+        self.postponed.release(|epoch| dataplane.is_in_force(epoch));
+        let postponed = self.postponed.update(wanted, epoch);
         self.objects.postpone_at(postponed);
+    }
+
+    /// Takes addresses out of the program that no worker postpones policy at any more. Returns whether others wait for their room.
+    fn release_addresses(&mut self, dataplane: &Dataplane) -> bool {
+        self.postponed.release(|epoch| dataplane.is_in_force(epoch))
     }
 
     /// The tunnel packets that this node does not unwrap, as of the last snapshot.

@@ -80,6 +80,9 @@ fn text(status: &Status) -> String {
     if let Some(records) = &status.flow_records {
         line(&mut text, &records_line(records));
     }
+    for problem in &status.object_problems {
+        line(&mut text, &format!("objects: {problem}"));
+    }
     let drops = pairs(&status.all_drops());
     line(&mut text, &format!("dropped since the start: {}", if drops.is_empty() { "nothing" } else { &drops }));
     text

@@ -281,6 +281,7 @@ mod tests {
         };
         Status {
             not_enforced: Vec::new(),
+            object_problems: Vec::new(),
             version: "1".to_owned(),
             node: "worker-1".to_owned(),
             process: 1,

@@ -305,7 +305,7 @@ fn unknown_pod(state: &ClusterState, key: &ObjectKey) -> FlowError {
 pub fn service_at(state: &ClusterState, end: &FlowEndpoint) -> Option<ObjectKey> {
     let FlowEndpoint::Address(address) = end else { return None };
     let mut services = state.services();
-    let found = services.find(|service| service.addresses.contains(address) || service.external.contains(address))?;
+    let found = services.find(|service| state.is_address_of(service, address))?;
     Some(found.key.clone())
 }
 

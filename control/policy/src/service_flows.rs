@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 use penstock_dataplane::packet::Flow;
 
@@ -80,12 +81,15 @@ pub fn service_flows_at(engine: &Engine, from: &FlowEndpoint, to: IpAddr, port: 
     let state = engine.state();
     let sources = flow::addresses(state, from).ok()?;
     let src = *sources.iter().find(|src| src.is_ipv4() == to.is_ipv4())?;
-    let found = at_own_address(state, to, port).or_else(|| at_own_node(state, src, to, port))?;
+    let found = at_own_address(state, src, to, port).or_else(|| at_own_node(state, src, to, port))?;
     Some(flows(engine, src, &found))
 }
 
-fn at_own_address<'a>(state: &'a ClusterState, to: IpAddr, port: &ProtocolPort) -> Option<Frontend<'a>> {
-    let services = state.services().filter(|it| it.addresses.contains(&to) || it.external.contains(&to));
+fn at_own_address<'a>(state: &'a ClusterState, src: IpAddr, to: IpAddr, port: &ProtocolPort) -> Option<Frontend<'a>> {
+    // A load balancer on the nodes has their addresses: the client's own node translates, whoever else has it.
+    let is_of_node = is_own_node(state, src, to);
+    let is_its = |it: &&Arc<Service>| state.is_address_of(it, &to) || is_of_node && it.external.contains(&to);
+    let services = state.services().filter(is_its);
     let found = services.filter_map(|service| Some((service, service_port(service, port)?)));
     let (service, port) = found.min_by_key(|(service, _)| &service.key)?;
     Some(Frontend { service: as_asked(service, to), port: port.clone(), at: SocketAddr::new(to, port.number) })
@@ -93,14 +97,19 @@ fn at_own_address<'a>(state: &'a ClusterState, to: IpAddr, port: &ProtocolPort) 
 
 /// Another node translates its own node ports: policy here is for that node.
 fn at_own_node<'a>(state: &'a ClusterState, src: IpAddr, to: IpAddr, port: &ProtocolPort) -> Option<Frontend<'a>> {
-    let node = flow::pod_at(state, src)?.node.as_deref()?;
-    let is_own = matches!(state.owner(&to)?, PodOrNode::Node(of) if state.node_name(of) == Some(node));
-    let Some(PortRef::Number(number)) = port.port().filter(|_| is_own) else { return None };
+    let Some(PortRef::Number(number)) = port.port().filter(|_| is_own_node(state, src, to)) else { return None };
     let is_it = |it: &&ServicePort| it.node_port == Some(*number) && protocol(it.protocol) == port.protocol();
     let found = state.services().filter_map(|service| Some((service, service.ports.iter().find(is_it)?)));
     let (service, port) = found.min_by_key(|(service, _)| &service.key)?;
     let at = SocketAddr::new(to, *number);
     Some(Frontend { service: as_asked(service, to), port: port.clone(), at })
+}
+
+/// Whether an address is of the node on which the pod with the other address runs.
+fn is_own_node(state: &ClusterState, pod: IpAddr, address: IpAddr) -> bool {
+    let node = flow::pod_at(state, pod).and_then(|pod| pod.node.as_deref());
+    let Some(PodOrNode::Node(owner)) = state.owner(&address) else { return false };
+    node.is_some_and(|node| state.node_name(owner) == Some(node))
 }
 
 /// A Service as it is for what a pod sends to this address of it, or of the node: to another one than the cluster's any backend may answer,

@@ -27,6 +27,7 @@ const BLOCKS: &str = "dataplane/src/policy/blocks.rs";
 const TABLE: &str = "dataplane/src/policy/table.rs";
 const COMPILE: &str = "control/policy/src/compile/mod.rs";
 const MODEL: &str = "control/policy/src/model/mod.rs";
+const OWNERS: &str = "control/policy/src/state/owners.rs";
 const STATE: &str = "control/policy/src/state/mod.rs";
 const PODS: &str = "control/policy/src/state/pods.rs";
 const TABLES: &str = "control/policy/src/render/tables/mod.rs";
@@ -141,9 +142,21 @@ const MUTATIONS: &[Mutation] = &[
     mutation("7: a finished pod is found", STATE, "!pod.host_network && !pod.finished", "!pod.host_network"),
     mutation(
         "7: of two pods with one address the wrong one has it",
-        STATE,
-        "if outranks(&next, &best) { next } else { best }",
-        "if outranks(&next, &best) { best } else { next }",
+        OWNERS,
+        "if self.precedes(next, best) { next } else { best }",
+        "if self.precedes(next, best) { best } else { next }",
+    ),
+    mutation(
+        "a pod of another node has the address of one of this node",
+        OWNERS,
+        "(is_here, _) => is_here,",
+        "(is_here, _) => !is_here,",
+    ),
+    mutation(
+        "a Service's external address is for the Service though a pod has it",
+        OWNERS,
+        "service.external.iter().filter(|address| self.owner(address).is_none())",
+        "service.external.iter()",
     ),
     mutation("7: a namespace that is not known is found", PODS, "if namespace.labels.is_none() {", "if false {"),
     mutation("8: every node is exempt", POLICY, "(dst.is_node() && dst.node == src.node)))", "dst.is_node()))"),

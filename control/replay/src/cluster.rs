@@ -10,7 +10,7 @@ use penstock_dataplane::names::Resolvers;
 use penstock_dataplane::packet::{Address, Flow};
 use penstock_dataplane::policy::{AddressSet, RuleScope};
 use penstock_policy::engine::{Engine, EngineSettings};
-use penstock_policy::model::{Object, ObjectChange, ObjectKey, Service};
+use penstock_policy::model::{Object, ObjectChange, ObjectKey};
 use penstock_policy::render::tables::PodScope;
 use penstock_policy::state::{ClusterState, PodId, PodOrNode};
 use rustc_hash::FxHashMap;
@@ -103,7 +103,9 @@ impl ReplayCluster {
         let epoch = self.snapshot.epoch.next();
         let forwarding = self.forwarding()?;
         self.engine.set_local(&forwarding);
-        self.postponed = Arc::new(self.addresses_of_kernel());
+        // Egress policy is postponed there, as in a daemon.
+        let translated = self.engine.state().service_addresses();
+        self.postponed = Arc::new(translated.addresses.into_iter().map(Address::from).collect());
         self.engine.set_services(&self.postponed);
         // A capture does not say which of its servers is the cluster's.
         self.snapshot =
@@ -126,15 +128,6 @@ impl ReplayCluster {
             Some(PodOrNode::Node(node)) => is_here(state.node_name(node)),
             None => false,
         }
-    }
-
-    /// The Services' addresses that the node's kernel translates: egress policy is postponed there, as in a daemon.
-    fn addresses_of_kernel(&self) -> AddressSet {
-        let services = self.engine.state().services();
-        let addresses = |service: &Arc<Service>| {
-            service.external.iter().chain(&service.addresses).copied().map(Address::from).collect::<Vec<_>>()
-        };
-        services.flat_map(addresses).collect()
     }
 
     fn forwarding(&mut self) -> Result<Forwarding, ClusterError> {

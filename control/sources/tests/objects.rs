@@ -3,6 +3,7 @@
 
 mod cluster_conformance;
 mod conformance;
+mod linear;
 mod manifest_directory;
 mod manifest_errors;
 mod manifest_forms;

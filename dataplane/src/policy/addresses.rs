@@ -79,10 +79,10 @@ impl AddressEntry {
         self.identity != 0
     }
 
-    /// Whether a pod may send to a Service there. Not where a pod or a node has the address: that one is asked about.
+    /// Whether a pod may send to a Service there.
     #[inline]
     pub(crate) fn is_service(&self) -> bool {
-        self.local == LocalAddress::Service && self.identity == 0 && self.node == NONE
+        self.local == LocalAddress::Service
     }
 
     /// The same address as it is, without a Service.

@@ -279,10 +279,8 @@ impl Play {
         let flow = &talk.flow;
         let is_plain = self.evaluator.allows_plain(flow);
         let passes = match talk.is_invited {
-            // Its connection is that of who has begun. What leaves for a Service's address is asked about as it is, too.
-            true => {
-                self.evaluator.allows_plain(&reversed(*flow)) && (is_plain || !self.node.postponed.contains(&flow.dst))
-            }
+            // Its connection is that of who has begun.
+            true => self.evaluator.allows_plain(&reversed(*flow)),
             false => is_plain,
         };
         Expected { rule: Rule::None, at: passes.then_some((flow.dst, flow.dport)) }

@@ -60,6 +60,9 @@ pub struct Status {
     /// A pod or interface on which policy is not enforced, and why.
     #[serde(default)]
     pub not_enforced: Vec<NotEnforced>,
+    /// What objects claim that they do not get: addresses of this node's pods, or more than a namespace's share.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub object_problems: Vec<String>,
     /// State of the object source, by resource.
     #[serde(default)]
     pub source: BTreeMap<String, SourceStatus>,

@@ -15,7 +15,7 @@ use penstock_policy::compile::table_key;
 use penstock_policy::engine::{Engine, EngineSettings, TranslatedBy};
 use penstock_policy::model::{Node, Object, ObjectChange, ObjectKey, ObjectRef, Pod};
 use penstock_policy::render::tables::{BuiltTables, RuleUse, TableJob};
-use penstock_policy::state::PodOrNode;
+use penstock_policy::state::{PodOrNode, ServiceAddresses};
 use penstock_sources::directory::unread_manifest;
 
 use super::config::Resolver;
@@ -23,6 +23,9 @@ use super::connection_limits::{NewLimits, PodConnectionLimits};
 use super::deleted_policies::DeletedPolicies;
 use super::new_pods::{NewPods, TooManyNewPods};
 use crate::discovery::PodProblem;
+
+/// Up to this many claims of objects that are not met are named.
+const MAX_PROBLEMS: usize = 32;
 
 /// All objects, and which of them belong to this node.
 pub(super) struct NodeObjects {
@@ -42,6 +45,8 @@ pub(super) struct NodeObjects {
     policies: BTreeSet<ObjectRef>,
     /// Changes that the engine was given since they were last taken, if they are kept.
     kept: Option<Vec<ObjectChange>>,
+    service_addresses: ServiceAddresses,
+    problems: BTreeSet<String>,
     new_pods: NewPods,
     deleted_policies: DeletedPolicies,
     /// The domain names that pods learn, if these are followed.
@@ -72,6 +77,8 @@ impl NodeObjects {
             others: BTreeMap::new(),
             policies: BTreeSet::new(),
             kept: None,
+            service_addresses: ServiceAddresses::default(),
+            problems: BTreeSet::new(),
             new_pods: NewPods::default(),
             deleted_policies: DeletedPolicies::default(),
             names: None,
@@ -191,6 +198,31 @@ impl NodeObjects {
 
     pub(super) fn take_use(&mut self) -> Vec<RuleUse> {
         self.engine.take_use()
+    }
+
+    /// Notes what objects claim that they do not get, and logs what is new of it.
+    pub(super) fn note_problems(&mut self) {
+        let conflicts = self.engine.state().address_conflicts(MAX_PROBLEMS);
+        let left_out = self.service_addresses.left_out.iter().map(|(namespace, count)| {
+            format!(
+                "namespace {namespace}: {count} addresses of its Services or more are beyond its share: egress policy is for \
+                 these addresses themselves, not for the pods behind them: use fewer externalIPs"
+            )
+        });
+        let conflicts = conflicts.iter().map(ToString::to_string);
+        let problems = conflicts.chain(left_out).take(MAX_PROBLEMS).collect::<BTreeSet<_>>();
+        for problem in problems.difference(&self.problems) {
+            tracing::warn!("{problem}");
+        }
+        for problem in self.problems.difference(&problems) {
+            tracing::info!("resolved: {problem}");
+        }
+        self.problems = problems;
+    }
+
+    /// What objects claim that they do not get.
+    pub(super) fn problems(&self) -> &BTreeSet<String> {
+        &self.problems
     }
 
     /// Applies the addresses on the node's interfaces. Returns whether the policy may differ.
@@ -327,8 +359,10 @@ impl NodeObjects {
         &self.addresses
     }
 
+    /// The addresses of other nodes, but for those that a pod has.
     pub(super) fn other_nodes(&self) -> impl Iterator<Item = IpAddr> {
-        self.others.values().flatten().copied()
+        let is_nodes = |address: &IpAddr| matches!(self.engine.state().owner(address), Some(PodOrNode::Node(_)));
+        self.others.values().flatten().copied().filter(is_nodes)
     }
 
     /// The addresses of this node's pods, served or not.
@@ -338,10 +372,16 @@ impl NodeObjects {
         addresses.filter(|address| !self.addresses.contains(address)).collect()
     }
 
-    /// The addresses of Services: those in the cluster, and external ones.
-    pub(super) fn service_addresses(&self) -> BTreeSet<IpAddr> {
-        let services = self.engine.state().services();
-        services.flat_map(|service| service.external.iter().chain(&service.addresses).copied()).collect()
+    /// Reads the addresses of Services at which egress policy is postponed again, if they may have changed. Returns whether they have.
+    pub(super) fn refresh_service_addresses(&mut self) -> bool {
+        let Some(addresses) = self.engine.take_service_addresses() else { return false };
+        let is_changed = addresses.addresses != self.service_addresses.addresses;
+        self.service_addresses = addresses;
+        is_changed
+    }
+
+    pub(super) fn service_addresses(&self) -> &BTreeSet<IpAddr> {
+        &self.service_addresses.addresses
     }
 
     /// The DNS servers that these stand for on a node with these addresses; none, if nobody learns names.

@@ -19,7 +19,7 @@ use crate::model::{
     ClusterNetworkPolicy, ClusterRule, ClusterTier, IpBlock, NamedPort, NetworkPolicy, Peer, Peers, PolicyPort,
     PolicyPorts, PortMatch, PortProtocol, Rule, Selector,
 };
-use crate::state::{ClusterPolicyId, ClusterState, MOST_ENTRIES_IN_NAMESPACE, PeerSet, PodId, PolicyId, RulesSummary};
+use crate::state::{ClusterPolicyId, ClusterState, PeerSet, PodId, PolicyId, RulesSummary};
 
 pub use matching::{Mismatch, RuleComparison, compare, compare_by_name};
 pub(crate) use matching::{is_peer, is_port};
@@ -51,7 +51,8 @@ pub struct TableKey {
 pub enum TooManyEntries {
     /// So many in one direction of the pod, more than [`MOST_ENTRIES`].
     OfPod(usize),
-    /// So many in its namespace, more than [`MOST_ENTRIES_IN_NAMESPACE`].
+    /// So many in its namespace, or more than [`MOST_ENTRIES_IN_NAMESPACE`](crate::state::MOST_ENTRIES_IN_NAMESPACE) when a policy
+    /// came, whose rules are not kept.
     OfNamespace(usize),
     /// The selectors in its namespace reach more than [`MOST_REACHED_FROM_NAMESPACE`](crate::state::MOST_REACHED_FROM_NAMESPACE).
     Reached,
@@ -126,13 +127,14 @@ impl TableKey {
     /// Finds what the policies' rules depend on besides themselves, and whether they are too many.
     fn complete(&mut self, state: &ClusterState, pod: PodId) {
         let isolating: Vec<&RulesSummary> = self.isolating(state).collect();
-        let (in_namespace, of_pod) = (state.entries_in_namespace_of(pod), self.entries_of(state, &isolating));
-        self.closed = match self.isolation {
-            Some(_) if in_namespace > MOST_ENTRIES_IN_NAMESPACE => Some(TooManyEntries::OfNamespace(in_namespace)),
-            Some(_) if state.pod(pod).is_some_and(|pod| state.reaches_too_far(&pod.key.namespace)) => {
+        let of_pod = self.entries_of(state, &isolating);
+        self.closed = match (&self.isolation, state.too_many_entries(pod)) {
+            (None, _) => None,
+            (_, Some(in_namespace)) => Some(TooManyEntries::OfNamespace(in_namespace)),
+            _ if state.pod(pod).is_some_and(|pod| state.reaches_too_far(&pod.key.namespace)) => {
                 Some(TooManyEntries::Reached)
             }
-            Some(_) if of_pod > MOST_ENTRIES => Some(TooManyEntries::OfPod(of_pod)),
+            _ if of_pod > MOST_ENTRIES => Some(TooManyEntries::OfPod(of_pod)),
             _ => None,
         };
         let all: Vec<&RulesSummary> = self.summaries(state).collect();

@@ -22,7 +22,7 @@ use crate::describe;
 use crate::model::{EndpointSlice, Object, ObjectChange, ObjectKey, Peer, Peers, RuleAction, Service};
 use crate::render::tables::{self, BuiltTables, PodScope, RuleUse, TableJob, Tables};
 use crate::staging::{PolicyReading, StagedPolicies, StagedProblem};
-use crate::state::{self, ClusterState, MOST_ENTRIES_IN_NAMESPACE};
+use crate::state::{self, ClusterState, MOST_ENTRIES_IN_NAMESPACE, ServiceAddresses};
 
 pub use explain::{DirectionExplanation, Explanation, NearestRule, TierOutcome, TierStep};
 
@@ -74,8 +74,12 @@ impl Engine {
 
     /// An engine of an empty cluster that reads staged policies like this.
     pub fn reading(settings: EngineSettings, reading: PolicyReading) -> Self {
+        let state = match &settings.scope {
+            PodScope::Node(name) => ClusterState::of_node(name),
+            PodScope::AllPods => ClusterState::default(),
+        };
         Self {
-            state: ClusterState::default(),
+            state,
             tables: Tables::new(settings.scope, settings.reach),
             staging: StagedPolicies::new(reading),
             translated_by: TranslatedBy::Anyone,
@@ -172,6 +176,11 @@ impl Engine {
         self.tables.policy_set()
     }
 
+    /// The addresses of Services at which egress policy is for the end that answers, if they may have changed since the last call.
+    pub fn take_service_addresses(&mut self) -> Option<ServiceAddresses> {
+        self.state.take_service_addresses_changed().then(|| self.state.service_addresses())
+    }
+
     /// Enters the ports of this node's pods into the map of addresses, so that a snapshot of the next
     /// [`Engine::policy_set`] and this forwarding table copies only what differs from the one before.
     pub fn set_local(&mut self, forwarding: &Forwarding) {
@@ -263,7 +272,7 @@ impl Engine {
                     "its NetworkPolicies have {entries} rules, blocks, excepts and ports for {direction}, more than {MOST_ENTRIES}"
                 ),
                 TooManyEntries::OfNamespace(entries) => format!(
-                    "the NetworkPolicies of its namespace have {entries} rules, blocks, excepts and ports, more than {MOST_ENTRIES_IN_NAMESPACE}"
+                    "the NetworkPolicies of its namespace have {entries} rules, blocks, excepts, ports and selectors' values; up to {MOST_ENTRIES_IN_NAMESPACE} are kept"
                 ),
                 TooManyEntries::Reached => format!(
                     "the selectors in the NetworkPolicies of its namespace are to be evaluated more than {} times, once for each pod and namespace that they may match",
@@ -276,8 +285,20 @@ impl Engine {
                 }
                 TooManyEntries::OfPod(_) | TooManyEntries::OfNamespace(_) => "write fewer rules, or larger blocks",
             };
-            let remedy = format!("none of them allows any {direction}; {remedy}");
-            Some((self.state.pod(pod)?.key.clone(), format!("{found}: {remedy}")))
+            let key = &self.state.pod(pod)?.key;
+            let unkept = match entries {
+                TooManyEntries::OfNamespace(_) => self.state.unkept_policies(&key.namespace),
+                TooManyEntries::OfPod(_) | TooManyEntries::Reached => Vec::new(),
+            };
+            let then = match unkept.as_slice() {
+                [] => String::new(),
+                [one] => format!(", then change or delete {one}, whose rules were not kept"),
+                [one, others @ ..] => {
+                    format!(", then change or delete {one} and {} more, whose rules were not kept", others.len())
+                }
+            };
+            let remedy = format!("none of them allows any {direction}; {remedy}{then}");
+            Some((key.clone(), format!("{found}: {remedy}")))
         });
         closed.collect()
     }

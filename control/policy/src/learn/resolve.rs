@@ -155,7 +155,9 @@ struct Resolver<'a> {
 
 impl<'a> Resolver<'a> {
     fn new(state: &'a ClusterState, settings: &'a LearnSettings) -> Self {
+        let is_pods = |address: &IpAddr| matches!(state.owner(address), Some(PodOrNode::Pod(_)));
         let external = state.services().flat_map(|service| service.external.iter().map(move |at| (*at, &**service)));
+        let external = external.filter(|(address, _)| !is_pods(address));
         let cluster = state.services().flat_map(|service| service.addresses.iter().map(move |at| (*at, &**service)));
         let services = external.chain(cluster).collect();
         let ports = state.services().flat_map(|service| service.ports.iter().map(move |port| (&**service, port)));

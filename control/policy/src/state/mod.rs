@@ -3,12 +3,12 @@
 //! A [`ClusterState`] applies one change after another and records what each made outdated: pods whose policies may have
 //! changed, addresses whose owner or peer sets may have. Later stages process only these. No I/O, no clock; the result
 //! does not depend on the order of changes, but for the end of a namespace: policies that go while it is being deleted stay in effect
-//! for its pods until these are gone. Of two pods that claim one address, the one that [outranks](Pod::outranks)
-//! the other owns it.
+//! for its pods until these are gone. `owners.rs` says who of several claimants has an address.
 
 mod cluster_policies;
 mod export;
 mod objects;
+mod owners;
 mod peer_set;
 mod pods;
 mod reach;
@@ -16,6 +16,7 @@ mod registry;
 mod services;
 mod summary;
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -28,12 +29,16 @@ use crate::model::{
 };
 
 use cluster_policies::ClusterPolicyRecord;
+use owners::Claim;
 use peer_set::{NamespaceSelection, PeerSetIndex, PeerSetRecord, PeerSets, PodIndex};
 use reach::Reach;
 pub(crate) use registry::Registry;
 use services::ServiceRecord;
 use summary::PolicySummary;
 
+pub use owners::{
+    AddressConflict, MAX_EXTERNAL_ADDRESSES_IN_NAMESPACE, MAX_SERVICE_ADDRESSES, PodOrNode, ServiceAddresses,
+};
 pub use peer_set::{NAMESPACE_UNKNOWN, PeerSet, PeerSetId, PodId};
 pub use reach::MOST_REACHED_FROM_NAMESPACE;
 pub use summary::{MOST_ENTRIES_IN_NAMESPACE, RulesSummary};
@@ -53,13 +58,22 @@ pub struct ClusterState {
     cluster_policies: Registry<String, ClusterPolicyRecord>,
     services: FxHashMap<ObjectKey, ServiceRecord>,
     slice_services: FxHashMap<ObjectKey, ObjectKey>,
+    /// The node whose kernel and CNI plugins this process sees; `None`: no node's, or every one's.
+    own_node: Option<String>,
     claims: FxHashMap<IpAddr, Claim>,
+    /// The addresses with several claims.
+    disputed: BTreeSet<IpAddr>,
     index: PodIndex,
     peer_sets: PeerSets,
     revision: u64,
     /// Changes with the labels and addresses of Nodes.
     node_revision: u64,
     outdated: Outdated,
+    /// The addresses that Services name, with how many do.
+    named_by_services: FxHashMap<IpAddr, u32>,
+    /// Whether one of these, or who else claims it, has changed since the last call of
+    /// [`ClusterState::take_service_addresses_changed`].
+    service_addresses_changed: bool,
 }
 
 /// Parts that changes made outdated since the last call of [`ClusterState::take_outdated`].
@@ -86,6 +100,8 @@ struct NamespaceRecord {
     policies: FxHashSet<PolicyId>,
     /// How many entries its policies have.
     entries: usize,
+    /// The policies whose rules are not kept, since with them the namespace had too many entries when they came.
+    unkept: FxHashSet<PolicyId>,
     reach: Reach,
     /// The ClusterNetworkPolicies whose subjects may be in it.
     cluster_policies: FxHashSet<ClusterPolicyId>,
@@ -126,22 +142,19 @@ struct PolicyRecord {
     outlives: bool,
 }
 
-/// Who claims an address. A node takes precedence over a pod, so that no pod's status takes away what is exempt for its node;
-/// the last node over others, and a pod over those it outranks.
-#[derive(Default, Debug)]
-struct Claim {
-    pods: Vec<PodId>,
-    nodes: Vec<NodeNumber>,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum PodOrNode {
-    Pod(PodId),
-    /// A node, or its pods in the host network.
-    Node(NodeNumber),
+impl NamespaceRecord {
+    /// Whether its NetworkPolicies have too many entries, or had so when one of them came.
+    fn is_over_limit(&self) -> bool {
+        self.entries > MOST_ENTRIES_IN_NAMESPACE || !self.unkept.is_empty()
+    }
 }
 
 impl ClusterState {
+    /// An empty state as seen from this node.
+    pub fn of_node(name: &str) -> Self {
+        Self { own_node: Some(name.to_owned()), ..Self::default() }
+    }
+
     /// Applies one change and records what it made outdated.
     pub fn apply(&mut self, change: ObjectChange) {
         match change {
@@ -230,9 +243,19 @@ impl ClusterState {
         self.cluster_policies[policy].summary.direction(direction)
     }
 
-    /// How many entries the NetworkPolicies of a pod's namespace have.
-    pub fn entries_in_namespace_of(&self, pod: PodId) -> usize {
-        self.pods.get(pod).map_or(0, |record| self.namespaces[record.namespace].entries)
+    /// How many entries the NetworkPolicies of a pod's namespace have, if these are too many, or were when one of them came.
+    pub fn too_many_entries(&self, pod: PodId) -> Option<usize> {
+        let namespace = &self.namespaces[self.pods.get(pod)?.namespace];
+        namespace.is_over_limit().then_some(namespace.entries)
+    }
+
+    /// The NetworkPolicies of a namespace whose rules are not kept.
+    pub fn unkept_policies(&self, namespace: &str) -> Vec<&ObjectKey> {
+        let Some(number) = self.namespaces.find(namespace) else { return Vec::new() };
+        let mut keys: Vec<_> =
+            self.namespaces[number].unkept.iter().map(|policy| &self.policies[*policy].policy.key).collect();
+        keys.sort_unstable();
+        keys
     }
 
     /// Changes with the labels and addresses of Nodes.
@@ -296,20 +319,6 @@ impl ClusterState {
 
     pub fn is_terminating(&self, name: &str) -> bool {
         self.namespaces.find(name).is_some_and(|namespace| self.namespaces[namespace].terminating)
-    }
-
-    pub fn owner(&self, address: &IpAddr) -> Option<PodOrNode> {
-        let claim = self.claims.get(address)?;
-        if let Some(node) = claim.nodes.last() {
-            return Some(PodOrNode::Node(*node));
-        }
-        let outranks = |pod: &PodId, other: &PodId| self.pods[*pod].pod.outranks(&self.pods[*other].pod);
-        let pod = claim.pods.iter().copied().reduce(|best, next| if outranks(&next, &best) { next } else { best });
-        pod.map(PodOrNode::Pod)
-    }
-
-    pub fn addresses(&self) -> impl Iterator<Item = (IpAddr, PodOrNode)> {
-        self.claims.keys().filter_map(|address| Some((*address, self.owner(address)?)))
     }
 
     /// The peer sets of a pod's address, sorted.

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use rustc_hash::FxHashSet;
 
-use crate::model::{Namespace, NetworkPolicy, Node, ObjectKey};
+use crate::model::{Namespace, NetworkPolicy, Node, ObjectKey, Selector};
 
 use super::peer_set::PodId;
-use super::summary::PolicySummary;
+use super::summary::{PolicySummary, selector_entries};
 use super::{ClusterState, MOST_ENTRIES_IN_NAMESPACE, NodeNumber, NodeRecord, PolicyRecord};
 
 impl ClusterState {
@@ -84,11 +84,18 @@ impl ClusterState {
             }
         };
         self.revision += 1;
+        let summary = PolicySummary::of(&policy);
+        let others = self.namespaces[self.policies[number].namespace].entries - self.policies[number].summary.entries();
+        let is_kept = others + summary.entries() <= MOST_ENTRIES_IN_NAMESPACE;
+        let (policy, summary) = match is_kept {
+            true => (policy, summary),
+            false => (Arc::new(without_rules(&policy)), summary.without_names()),
+        };
         let namespace = &self.namespaces[self.policies[number].namespace];
         let labels = |pod: &PodId| &self.pods[*pod].pod.labels;
         let selected: FxHashSet<PodId> =
             namespace.pods.iter().copied().filter(|pod| policy.pod_selector.matches(labels(pod))).collect();
-        self.set_policy_summary(number, PolicySummary::of(&policy));
+        self.set_policy_summary(number, summary, is_kept);
         self.forgive_reach(self.policies[number].namespace);
         let record = &mut self.policies[number];
         (record.policy, record.revision, record.outlives) = (policy, self.revision, false);
@@ -96,14 +103,20 @@ impl ClusterState {
         self.reassign(number, &before, &selected);
     }
 
-    /// All pods of a namespace with too many entries are closed, so these follow what it has.
-    fn set_policy_summary(&mut self, number: u32, summary: PolicySummary) {
+    /// All pods of a namespace with too many entries are closed, so these follow what it has. They stay closed while the rules of a
+    /// policy are not kept.
+    fn set_policy_summary(&mut self, number: u32, summary: PolicySummary, is_kept: bool) {
         let record = &mut self.policies[number];
         let namespace = &mut self.namespaces[record.namespace];
-        let before = namespace.entries;
-        namespace.entries = before + summary.entries() - record.summary.entries();
+        let was_closed = namespace.is_over_limit();
+        namespace.entries = namespace.entries + summary.entries() - record.summary.entries();
         record.summary = summary;
-        if before.max(namespace.entries) > MOST_ENTRIES_IN_NAMESPACE {
+        if is_kept {
+            namespace.unkept.remove(&number);
+        } else {
+            namespace.unkept.insert(number);
+        }
+        if was_closed || namespace.is_over_limit() {
             self.outdated.pods.extend(&namespace.pods);
         }
     }
@@ -133,7 +146,7 @@ impl ClusterState {
         self.revision += 1;
         let before = std::mem::take(&mut self.policies[number].pods);
         self.reassign(number, &before, &FxHashSet::default());
-        self.set_policy_summary(number, PolicySummary::default());
+        self.set_policy_summary(number, PolicySummary::default(), true);
         self.forgive_reach(self.policies[number].namespace);
         let record = self.policies.remove(key).expect("found above");
         self.namespaces[record.namespace].policies.remove(&number);
@@ -208,5 +221,21 @@ impl ClusterState {
             let name = record.name.clone();
             self.nodes.remove(&name);
         }
+    }
+}
+
+/// A policy of a namespace with too many entries: it isolates as before, and allows nothing. If even its selector is long, it selects all
+/// pods of the namespace.
+fn without_rules(policy: &NetworkPolicy) -> NetworkPolicy {
+    const LONGEST: usize = 64;
+    let is_short = selector_entries(&policy.pod_selector) <= LONGEST;
+    NetworkPolicy {
+        key: policy.key.clone(),
+        pod_selector: if is_short { policy.pod_selector.clone() } else { Selector::default() },
+        ingress: policy.ingress.as_ref().map(|_| Vec::new()),
+        egress: policy.egress.as_ref().map(|_| Vec::new()),
+        isolates: policy.isolates,
+        staging: policy.staging.clone(),
+        notes: policy.notes.clone(),
     }
 }

@@ -1,7 +1,5 @@
 //! Pods: their addresses, peer sets and policies.
 
-use std::net::IpAddr;
-
 use rustc_hash::FxHashSet;
 
 use crate::model::{NamedPort, ObjectKey, Pod, Selector};
@@ -192,29 +190,6 @@ impl ClusterState {
                 (inside.filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect(), labelled)
             }
             _ => (inside().filter(|pod| is_member(&self.pods[*pod].pod, selector, port)).collect(), all),
-        }
-    }
-
-    /// Replaces the claims of one claimant; claims that stay keep their position.
-    pub(super) fn replace_claims(
-        &mut self,
-        old: &[IpAddr],
-        new: &[IpAddr],
-        claimants: fn(&mut super::Claim) -> &mut Vec<u32>,
-        claimant: u32,
-    ) {
-        for address in new.iter().filter(|address| !old.contains(address)) {
-            claimants(self.claims.entry(*address).or_default()).push(claimant);
-        }
-        for address in old.iter().filter(|address| !new.contains(address)) {
-            let Some(claim) = self.claims.get_mut(address) else { continue };
-            let claims = claimants(claim);
-            if let Some(place) = claims.iter().position(|other| *other == claimant) {
-                claims.remove(place);
-            }
-            if claim.pods.is_empty() && claim.nodes.is_empty() {
-                self.claims.remove(address);
-            }
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::model::{EndpointSlice, ObjectKey, Service};
 
-use super::ClusterState;
+use super::{ClusterState, MAX_EXTERNAL_ADDRESSES_IN_NAMESPACE};
 
 /// A Service and its EndpointSlices; either may be known before the other.
 #[derive(Default, Debug)]
@@ -16,14 +16,20 @@ pub(super) struct ServiceRecord {
 }
 
 impl ClusterState {
-    pub(super) fn set_service(&mut self, service: Service) {
+    pub(super) fn set_service(&mut self, mut service: Service) {
+        // One more than count shows that some do not.
+        service.external.truncate(MAX_EXTERNAL_ADDRESSES_IN_NAMESPACE + 1);
+        service.external.shrink_to_fit();
         let record = self.services.entry(service.key.clone()).or_default();
-        record.service = Some(Arc::new(service));
+        let service = Arc::new(service);
+        let before = record.service.replace(Arc::clone(&service));
+        self.count_named(before.as_deref(), Some(&service));
     }
 
     pub(super) fn delete_service(&mut self, key: &ObjectKey) {
         let Some(record) = self.services.get_mut(key) else { return };
-        record.service = None;
+        let before = record.service.take();
+        self.count_named(before.as_deref(), None);
         self.forget_service_if_unknown(key);
     }
 

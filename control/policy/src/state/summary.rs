@@ -1,11 +1,15 @@
 //! The parts of a policy's rules that tables depend on. They are read once for each version of the policy, so that a pod's table is
 //! found without reading the rules again for each pod.
 
-use crate::model::{ClusterNetworkPolicy, NetworkPolicy, Peer, Peers, PolicyPorts, PortMatch, PortProtocol, Rule};
+use crate::model::{
+    ClusterNetworkPolicy, LabelOperator, NetworkPolicy, Peer, Peers, PolicyPorts, PortMatch, PortProtocol, Requirement,
+    Rule, Selector,
+};
 
 use penstock_dataplane::policy::Direction;
 
-/// The most entries that the NetworkPolicies of a namespace may have: rules, peers, excepts and ports of both directions.
+/// The most entries that the NetworkPolicies of a namespace may have: rules, peers, excepts, ports and selectors' values of both
+/// directions. What is beyond is not kept.
 pub const MOST_ENTRIES_IN_NAMESPACE: usize = 1 << 19;
 
 /// The parts of the rules of one direction of a policy that tables depend on.
@@ -58,8 +62,20 @@ impl RulesSummary {
 fn entries(peer: &Peer) -> usize {
     match peer {
         Peer::IpBlock(block) => 1 + block.except.len(),
-        _ => 1,
+        Peer::Networks(networks) => networks.len().max(1),
+        Peer::DomainNames(names) => names.len().max(1),
+        Peer::Pods(selector) | Peer::Namespaces(selector) | Peer::Nodes(selector) => selector_entries(selector),
+        Peer::PodsInNamespaces { namespaces, pods } => selector_entries(namespaces) + selector_entries(pods) - 1,
     }
+}
+
+/// A selector counts by its values, and at least once.
+pub(super) fn selector_entries(selector: &Selector) -> usize {
+    let values = |requirement: &Requirement| match &requirement.operator {
+        LabelOperator::In(values) | LabelOperator::NotIn(values) => values.len().max(1),
+        LabelOperator::Exists | LabelOperator::DoesNotExist => 1,
+    };
+    selector.requirements.iter().map(values).sum::<usize>().max(1)
 }
 
 /// The summaries of both directions of a policy.
@@ -67,17 +83,26 @@ fn entries(peer: &Peer) -> usize {
 pub(super) struct PolicySummary {
     egress: RulesSummary,
     ingress: RulesSummary,
+    /// Those of the selector of a NetworkPolicy's pods, beyond the first.
+    selector: usize,
 }
 
 impl PolicySummary {
     pub(super) fn of(policy: &NetworkPolicy) -> Self {
         let rules = |rules: &Option<Vec<Rule>>| RulesSummary::of(rules.iter().flatten());
-        Self { egress: rules(&policy.egress), ingress: rules(&policy.ingress) }
+        let selector = selector_entries(&policy.pod_selector) - 1;
+        Self { egress: rules(&policy.egress), ingress: rules(&policy.ingress), selector }
     }
 
     pub(super) fn of_cluster(policy: &ClusterNetworkPolicy) -> Self {
         let egress = RulesSummary::of(policy.egress.iter().map(|rule| &rule.matches));
-        Self { egress, ingress: RulesSummary::of(policy.ingress.iter().map(|rule| &rule.matches)) }
+        Self { egress, ingress: RulesSummary::of(policy.ingress.iter().map(|rule| &rule.matches)), selector: 0 }
+    }
+
+    /// The same of a policy whose rules are not kept.
+    pub(super) fn without_names(self) -> Self {
+        let counts = |summary: RulesSummary| RulesSummary { entries: summary.entries, ..RulesSummary::default() };
+        Self { egress: counts(self.egress), ingress: counts(self.ingress), selector: self.selector }
     }
 
     pub(super) fn direction(&self, direction: Direction) -> &RulesSummary {
@@ -88,6 +113,6 @@ impl PolicySummary {
     }
 
     pub(super) fn entries(&self) -> usize {
-        self.egress.entries + self.ingress.entries
+        self.egress.entries + self.ingress.entries + self.selector
     }
 }

@@ -3,7 +3,7 @@
 use penstock_policy::compile::MOST_ENTRIES;
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{
-    LabelOperator, Object, ObjectChange, Peer, Peers, PolicyPorts, Requirement, Rule, Selector,
+    LabelOperator, NetworkPolicy, Object, ObjectChange, Peer, Peers, PolicyPorts, Requirement, Rule, Selector,
 };
 use penstock_policy::state::{MOST_ENTRIES_IN_NAMESPACE, MOST_REACHED_FROM_NAMESPACE};
 
@@ -79,6 +79,37 @@ fn a_namespace_with_too_many_entries_closes_its_own_pods() {
     assert!(closed[0].starts_with("shop/web: the NetworkPolicies of its namespace have 524289 rules,"), "{closed:?}");
     engine.apply([ObjectChange::Delete(long("shop/more", 0).reference())]);
     assert_eq!((allows(&engine, &queries), engine.closed_pods().len()), (vec![true, true, true], 0));
+}
+
+#[test]
+fn rules_beyond_the_limit_of_a_namespace_are_not_kept() {
+    const PEERS: usize = 1 << 17;
+    // Of blocks, of selectors, and of one selector's values.
+    let values = LabelOperator::In((0..PEERS).map(|number| format!("v{number}")).collect());
+    let of_values = Peer::Pods(Selector { requirements: vec![Requirement { key: "k".to_owned(), operator: values }] });
+    let long = |name: &str, peers: Vec<Peer>| {
+        policy(name, "app=web", Some(vec![Rule { peers: Peers::AnyOf(peers), ports: PolicyPorts::Every }]), None)
+    };
+    for peers in [vec![peer("10.0.0.0/8"); PEERS], vec![peer("pods app=db"); PEERS], vec![of_values]] {
+        let mut engine = Engine::new(EngineSettings::for_all_pods());
+        let base = [namespace("shop", ""), Object::Pod(pod("shop/web", "app=web", &["10.0.1.1"], &[]))];
+        let names: Vec<String> = (0..10).map(|number| format!("shop/long-{number}")).collect();
+        let all = names.iter().map(|name| long(name, peers.clone()));
+        engine.apply(base.into_iter().chain(all).map(ObjectChange::Set));
+        let kept = |engine: &Engine| {
+            let rules = |policy: &NetworkPolicy| policy.ingress.iter().flatten().count();
+            engine.state().policies().filter(|(policy, selected)| rules(policy) > 0 && *selected == 1).count()
+        };
+        assert_eq!((kept(&engine), engine.state().policies().count()), (3, 10), "three have fewer than the most");
+        let closed = || engine.closed_pods().into_iter().map(|(_, why)| why).collect::<Vec<_>>();
+        assert!(closed()[0].contains("shop/long-3 and 6 more, whose rules were not kept"), "{:?}", closed());
+        // Without most of them there is room, but not for what is not known any more.
+        engine.apply(names[1..9].iter().map(|name| ObjectChange::Delete(long(name, Vec::new()).reference())));
+        let closed = engine.closed_pods().into_iter().map(|(_, why)| why).collect::<Vec<_>>();
+        assert!(closed[0].ends_with("then change or delete shop/long-9, whose rules were not kept"), "{closed:?}");
+        engine.apply([ObjectChange::Set(long("shop/long-9", vec![peer("10.0.0.0/8")]))]);
+        assert_eq!((kept(&engine), engine.closed_pods().len()), (2, 0));
+    }
 }
 
 /// So many rules, each with a selector of its own for pods of every namespace, numbered from the first; every pod has to be tried.

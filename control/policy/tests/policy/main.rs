@@ -17,6 +17,7 @@ mod limits;
 mod naive;
 mod names;
 mod notes;
+mod owners;
 mod random;
 mod services;
 mod staged;

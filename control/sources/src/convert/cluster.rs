@@ -1,5 +1,6 @@
 //! Namespace, Node and Pod.
 
+use std::collections::HashSet;
 use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{Container, Namespace, Node, Pod};
@@ -7,6 +8,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use penstock_policy::model::{self, NamedPort, PodLifetime};
 use serde::Deserialize;
 
+use super::distinct::Distinct;
 use super::{ConversionSettings, FieldError, FieldPathRef, FieldProblem, names, port};
 
 /// The label with a namespace's name, which the API server sets.
@@ -62,18 +64,19 @@ pub fn node(node: &Node) -> Result<model::Node, FieldError> {
     let at = FieldPathRef::OBJECT;
     let status_at = at.field("status");
     let addresses_at = status_at.field("addresses");
-    let (mut addresses, mut status_addresses) = (Vec::new(), Vec::new());
+    let (mut addresses, mut status_addresses) = (Distinct::default(), Distinct::default());
     for (i, entry) in node.status.iter().flat_map(|status| &status.addresses).flatten().enumerate() {
         if matches!(entry.type_.as_str(), "InternalIP" | "ExternalIP") {
             let entry_at = addresses_at.index(i);
-            push_new(&mut addresses, unicast(&entry.address, &entry_at.field("address"))?);
+            addresses.push(unicast(&entry.address, &entry_at.field("address"))?);
         }
         // Most other kinds are names.
         if let Ok(address) = unicast(&entry.address, &addresses_at) {
-            push_new(&mut status_addresses, address);
+            status_addresses.push(address);
         }
     }
     let labels = super::labels(&node.metadata)?;
+    let (addresses, status_addresses) = (addresses.into_vec(), status_addresses.into_vec());
     Ok(model::Node { name, labels, addresses, status_addresses })
 }
 
@@ -159,16 +162,16 @@ fn addresses(pod: &Pod) -> Result<Vec<IpAddr>, FieldError> {
     let Some(status) = &pod.status else { return Ok(Vec::new()) };
     let at = FieldPathRef::OBJECT;
     let status_at = at.field("status");
-    let mut addresses = Vec::new();
+    let mut addresses = Distinct::default();
     let list_at = status_at.field("podIPs");
     for (i, entry) in status.pod_ips.iter().flatten().enumerate() {
         let entry_at = list_at.index(i);
-        push_new(&mut addresses, unicast(&entry.ip, &entry_at.field("ip"))?);
+        addresses.push(unicast(&entry.ip, &entry_at.field("ip"))?);
     }
     if let Some(text) = status.pod_ip.as_deref().filter(|text| !text.is_empty()) {
-        push_new(&mut addresses, unicast(text, &status_at.field("podIP"))?);
+        addresses.push(unicast(text, &status_at.field("podIP"))?);
     }
-    Ok(addresses)
+    Ok(addresses.into_vec())
 }
 
 /// The named ports of a pod's containers and sidecars (init containers that keep running). The first of a name and
@@ -177,16 +180,15 @@ fn named_ports(pod: &Pod) -> Result<Vec<NamedPort>, FieldError> {
     let Some(spec) = &pod.spec else { return Ok(Vec::new()) };
     let at = FieldPathRef::OBJECT;
     let spec_at = at.field("spec");
-    let mut found: Vec<NamedPort> = Vec::new();
+    let (mut found, mut names) = (Vec::new(), HashSet::new());
     let mut collect = |list: &'static str, i: usize, container: &Container| {
         let list_at = spec_at.field(list);
         let container_at = list_at.index(i);
         let ports_at = container_at.field("ports");
         for (i, port) in container.ports.iter().flatten().enumerate() {
             match port::container_port(port, &ports_at.index(i))? {
-                Some(port) if found.iter().any(|p| p.name == port.name && p.protocol == port.protocol) => {}
-                Some(port) => found.push(port),
-                None => {}
+                Some(port) if names.insert((port.name.clone(), port.protocol)) => found.push(port),
+                _ => {}
             }
         }
         Ok(())
@@ -213,12 +215,6 @@ pub(super) fn unicast(text: &str, at: &FieldPathRef<'_>) -> Result<IpAddr, Field
     match address.is_unspecified() || address.is_loopback() || address.is_multicast() || broadcast {
         true => Err(at.invalid(FieldProblem::NotUnicast(address))),
         false => Ok(address),
-    }
-}
-
-fn push_new(addresses: &mut Vec<IpAddr>, address: IpAddr) {
-    if !addresses.contains(&address) {
-        addresses.push(address);
     }
 }
 

@@ -6,6 +6,7 @@
 
 mod cluster;
 mod cluster_policy;
+mod distinct;
 mod field_error;
 mod limits;
 mod names;

@@ -3,6 +3,7 @@
 //! Parts of such an object that are not valid are left out and reported; the rest of it counts. The rules are those of
 //! `pkg/apis/core/validation` and `pkg/apis/discovery/validation`.
 
+use std::collections::HashSet;
 use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1 as core;
@@ -15,6 +16,7 @@ use penstock_policy::model::{
 };
 
 use super::cluster::unicast;
+use super::distinct::Distinct;
 use super::{FieldError, FieldPathRef, FieldProblem, names, port};
 
 /// A Service with this label belongs to another proxy.
@@ -93,7 +95,7 @@ fn cluster_addresses(spec: &core::ServiceSpec, at: &FieldPathRef<'_>, wrong: &mu
 /// `spec.externalIPs` and `status.loadBalancer.ingress[].ip`, each once. Not those that the load balancer keeps for itself (`ipMode: Proxy`):
 /// no node translates these.
 fn external_addresses(service: &core::Service, spec: &core::ServiceSpec, wrong: &mut Vec<FieldError>) -> Vec<IpAddr> {
-    let mut addresses: Vec<IpAddr> = Vec::new();
+    let mut addresses = Distinct::default();
     let at = FieldPathRef::OBJECT;
     let (spec_at, status_at) = (at.field("spec"), at.field("status"));
     let (externals_at, balancer_at) = (spec_at.field("externalIPs"), status_at.field("loadBalancer"));
@@ -101,7 +103,6 @@ fn external_addresses(service: &core::Service, spec: &core::ServiceSpec, wrong: 
     let balancer = service.status.as_ref().and_then(|status| status.load_balancer.as_ref());
     let ingress = balancer.and_then(|balancer| balancer.ingress.as_ref()).into_iter().flatten();
     let mut take = |text: &str, at: &FieldPathRef<'_>| match unicast(text, at) {
-        Ok(address) if addresses.contains(&address) => {}
         Ok(address) => addresses.push(address),
         Err(error) => wrong.push(error),
     };
@@ -113,26 +114,35 @@ fn external_addresses(service: &core::Service, spec: &core::ServiceSpec, wrong: 
             take(text, &ingress_at.index(i).field("ip"));
         }
     }
-    addresses
+    addresses.into_vec()
 }
 
 fn service_ports(spec: &core::ServiceSpec, at: &FieldPathRef<'_>, wrong: &mut Vec<FieldError>) -> Vec<ServicePort> {
     let mut ports: Vec<ServicePort> = Vec::new();
+    let (mut names, mut numbers) = (HashSet::new(), HashSet::new());
     for (i, given) in spec.ports.iter().flatten().enumerate() {
         let port_at = at.index(i);
-        match service_port(given, &port_at, &ports) {
-            Ok(port) => ports.push(port),
+        let is_new = |port: &ServicePort| {
+            let repeated = |field, text| Err(port_at.field(field).invalid(FieldProblem::Repeated(text)));
+            match (names.contains(&port.name), numbers.contains(&(port.number, port.protocol))) {
+                (true, _) => repeated("name", port.name.clone()),
+                (_, true) => repeated("port", port.number.to_string()),
+                _ => Ok(()),
+            }
+        };
+        match service_port(given, &port_at).and_then(|port| is_new(&port).map(|()| port)) {
+            Ok(port) => {
+                names.insert(port.name.clone());
+                numbers.insert((port.number, port.protocol));
+                ports.push(port);
+            }
             Err(error) => wrong.push(error),
         }
     }
     ports
 }
 
-fn service_port(
-    port: &core::ServicePort,
-    at: &FieldPathRef<'_>,
-    before: &[ServicePort],
-) -> Result<ServicePort, FieldError> {
+fn service_port(port: &core::ServicePort, at: &FieldPathRef<'_>) -> Result<ServicePort, FieldError> {
     let name = port.name.clone().unwrap_or_default();
     let number = port::number(port.port, &at.field("port"))?;
     let protocol = port::protocol(port.protocol.as_deref(), &at.field("protocol"))?;
@@ -150,12 +160,6 @@ fn service_port(
     let node_port = node_port.map(|number| port::number(number, &at.field("nodePort"))).transpose()?;
     if !name.is_empty() {
         names::dns_label(&name).map_err(|problem| at.field("name").invalid(problem))?;
-    }
-    if before.iter().any(|port| port.name == name) {
-        return Err(at.field("name").invalid(FieldProblem::Repeated(name)));
-    }
-    if before.iter().any(|port| (port.number, port.protocol) == (number, protocol)) {
-        return Err(at.field("port").invalid(FieldProblem::Repeated(number.to_string())));
     }
     Ok(ServicePort { name, protocol, number, target, node_port })
 }
@@ -215,7 +219,7 @@ fn endpoint_ports(
     at: &FieldPathRef<'_>,
     wrong: &mut Vec<FieldError>,
 ) -> Vec<EndpointPort> {
-    let mut ports: Vec<EndpointPort> = Vec::new();
+    let (mut ports, mut names) = (Vec::new(), HashSet::new());
     for (i, given) in slice.ports.iter().flatten().enumerate() {
         let port_at = at.index(i);
         // Without a number it means every port, which no Service's port does.
@@ -223,13 +227,16 @@ fn endpoint_ports(
         let name = given.name.clone().unwrap_or_default();
         let port = port::number(number, &port_at.field("port")).and_then(|number| {
             let protocol = port::protocol(given.protocol.as_deref(), &port_at.field("protocol"))?;
-            match ports.iter().any(|port| port.name == name) {
+            match names.contains(&name) {
                 true => Err(port_at.field("name").invalid(FieldProblem::Repeated(name.clone()))),
                 false => Ok(EndpointPort { name: name.clone(), protocol, number }),
             }
         });
         match port {
-            Ok(port) => ports.push(port),
+            Ok(port) => {
+                names.insert(name);
+                ports.push(port);
+            }
             Err(error) => wrong.push(error),
         }
     }

@@ -46,7 +46,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
                 Err(dropped) => Err(DroppedPacket { route, ..dropped }),
             };
         }
-        if self.has_nodes_source(&entry.packet.flow) {
+        if self.has_nodes_source(&entry.packet) {
             return Err(DropReason::SpoofedSource.into());
         }
         match entry.packet.transport {
@@ -77,6 +77,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         let addresses = self.snapshot.forwarding.port(pod).map_or(&[][..], |port| &port.addresses);
         // The node may have given it an address of its own.
         let src = *addresses.iter().find(is_own).ok_or(DropReason::NotReady)?;
+        if self.answers_connection(&sent)? {
+            return Ok(Leaving { uplink, pod, allows_next: false });
+        }
         let flow = Flow { src, ..sent };
         let policy = &self.snapshot.policy;
         let verdict = policy.evaluate_as_it_is(&flow, self.name_time(EvaluationReason::Opened));
@@ -96,6 +99,22 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         Ok(Leaving { uplink, pod, allows_next })
     }
 
+    /// Whether a flow answers a connection of the table, which the flow's receiver has opened.
+    ///
+    /// # Errors
+    /// Policy does not allow that connection any more.
+    fn answers_connection(&mut self, flow: &Flow) -> Result<bool, DropReason> {
+        let hashed = self.connections.prepare(flow);
+        let Some(mut connection) = self.connections.find(&hashed, self.now) else { return Ok(false) };
+        if !connection.is_reply(hashed.orientation()) {
+            return Ok(false);
+        }
+        if !connection.is_evaluated_under(self.snapshot.epoch) {
+            self.reevaluate(&mut connection);
+        }
+        if connection.is_revoked() { Err(DropReason::ConnectionRevoked) } else { Ok(true) }
+    }
+
     /// The flow that a packet which leaves the node belongs to, in the direction of its sender.
     fn leaving_flow(&mut self, packet: &Packet) -> Result<Flow, DroppedPacket> {
         match packet.transport {
@@ -113,14 +132,34 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         }
     }
 
-    /// Whether a packet came to the node with an address of the node itself, or of a Service, for a pod that policy selects: it answers nothing
-    /// that the pod has asked the node.
+    /// Whether a packet came to the node with an address of the node itself for a pod that policy selects, or answers such a pod with the
+    /// address of a Service: it answers nothing that the pod has asked the node.
     #[inline(always)]
-    fn has_nodes_source(&mut self, flow: &Flow) -> bool {
+    fn has_nodes_source(&mut self, packet: &Packet) -> bool {
         self.from_host
             && matches!(self.sender(), StackSender::Unchanged | StackSender::Untranslated)
-            && self.snapshot.has_nodes_source(flow)
-            && !self.is_free(flow)
+            && self.snapshot.has_nodes_source(&packet.flow)
+            && !self.is_free(&packet.flow)
+            && !self.is_of_sender(packet)
+    }
+
+    /// Whether a packet with another source than the node's belongs to a connection that its sender opens, or has opened. Who writes a
+    /// Service chooses its addresses: one may be a machine's, which other pods serve.
+    #[cold]
+    #[inline(never)]
+    fn is_of_sender(&mut self, packet: &Packet) -> bool {
+        let flow = match packet.transport {
+            _ if self.snapshot.forwarding.is_node(packet.flow.src) => return false,
+            Transport::IcmpError { .. } | Transport::Unreadable => return false,
+            Transport::LaterFragment => match self.connections.fragments().flow_of(packet, self.ingress, self.now) {
+                Some(flow) => flow,
+                // It waits for its first one.
+                None => return true,
+            },
+            _ => packet.flow,
+        };
+        let hashed = self.connections.prepare(&flow);
+        self.connections.find(&hashed, self.now).is_none_or(|known| !known.is_reply(hashed.orientation()))
     }
 
     /// A later fragment belongs to the connection of its first fragment, which has the ports.
