@@ -171,7 +171,7 @@ impl Publisher {
         inputs.progress.times.compile.observe(began.elapsed().as_secs_f64());
         self.note_left_aside(inputs, seen);
         let services_changed = inputs.objects.refresh_service_addresses();
-        inputs.objects.note_problems();
+        inputs.objects.note_unmet_claims();
         // Even if a local pod has no port yet: from this snapshot on nobody else may use its address.
         let context_changed = (pods || nodes) && inputs.refresh_node_context(&self.encapsulation);
         let resolvers_changed = services && self.find_resolvers(inputs) != inputs.resolvers;
@@ -218,7 +218,7 @@ impl Publisher {
         let policy = inputs.objects.apply_addresses(&network.addresses)
             || inputs.network.watches_uplinks != network.watches_uplinks;
         let services_changed = inputs.objects.refresh_service_addresses();
-        inputs.objects.note_problems();
+        inputs.objects.note_unmet_claims();
         inputs.network = network;
         let context_changed = inputs.refresh_node_context(&self.encapsulation);
         let layout_changed = layout != inputs.layout;

@@ -80,7 +80,7 @@ impl DaemonView<'_> {
                     reason: one.reason.clone(),
                 })
                 .collect(),
-            object_problems: self.objects.problems().iter().cloned().collect(),
+            object_problems: self.objects.unmet_claims().iter().cloned().collect(),
             source: followed.iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }

@@ -46,7 +46,7 @@ pub(super) struct NodeObjects {
     /// Changes that the engine was given since they were last taken, if they are kept.
     kept: Option<Vec<ObjectChange>>,
     service_addresses: ServiceAddresses,
-    problems: BTreeSet<String>,
+    unmet_claims: BTreeSet<String>,
     new_pods: NewPods,
     deleted_policies: DeletedPolicies,
     /// The domain names that pods learn, if these are followed.
@@ -78,7 +78,7 @@ impl NodeObjects {
             policies: BTreeSet::new(),
             kept: None,
             service_addresses: ServiceAddresses::default(),
-            problems: BTreeSet::new(),
+            unmet_claims: BTreeSet::new(),
             new_pods: NewPods::default(),
             deleted_policies: DeletedPolicies::default(),
             names: None,
@@ -201,7 +201,7 @@ impl NodeObjects {
     }
 
     /// Notes what objects claim that they do not get, and logs what is new of it.
-    pub(super) fn note_problems(&mut self) {
+    pub(super) fn note_unmet_claims(&mut self) {
         let conflicts = self.engine.state().address_conflicts(MAX_PROBLEMS);
         let left_out = self.service_addresses.left_out.iter().map(|(namespace, count)| {
             format!(
@@ -211,18 +211,18 @@ impl NodeObjects {
         });
         let conflicts = conflicts.iter().map(ToString::to_string);
         let problems = conflicts.chain(left_out).take(MAX_PROBLEMS).collect::<BTreeSet<_>>();
-        for problem in problems.difference(&self.problems) {
+        for problem in problems.difference(&self.unmet_claims) {
             tracing::warn!("{problem}");
         }
-        for problem in self.problems.difference(&problems) {
+        for problem in self.unmet_claims.difference(&problems) {
             tracing::info!("resolved: {problem}");
         }
-        self.problems = problems;
+        self.unmet_claims = problems;
     }
 
     /// What objects claim that they do not get.
-    pub(super) fn problems(&self) -> &BTreeSet<String> {
-        &self.problems
+    pub(super) fn unmet_claims(&self) -> &BTreeSet<String> {
+        &self.unmet_claims
     }
 
     /// Applies the addresses on the node's interfaces. Returns whether the policy may differ.

@@ -236,6 +236,6 @@ fn without_rules(policy: &NetworkPolicy) -> NetworkPolicy {
         egress: policy.egress.as_ref().map(|_| Vec::new()),
         isolates: policy.isolates,
         staging: policy.staging.clone(),
-        notes: policy.notes.clone(),
+        notes: policy.notes,
     }
 }
