@@ -5,7 +5,7 @@ use std::time::Duration;
 use penstock_bench::cluster::{Cluster, read_objects};
 use penstock_bench::testbed::{Daemon, DaemonConfig, Privileges, ScratchDir, network_state};
 
-use crate::fixture::{pod, pods};
+use crate::fixture::pods;
 
 /// A node whose daemon is not yet started.
 struct UnstartedNode {
