@@ -154,7 +154,7 @@ bench-cluster: build ## Round trips, throughput and new connections in that clus
 		$(CARGO) test --release --locked -p penstock-bench --test cluster -- --include-ignored --nocapture
 
 .PHONY: test-kernels
-test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's kernels from 5.10 on, in QEMU, one on arm64; the systemd unit over a reboot   (JOBS=2 guests at a time)
+test-kernels: setup ## `penstock check`, the daemon and the demo on Debian's kernels from 6.1 on, in QEMU, one on arm64; the systemd unit over a reboot   (JOBS=2 guests at a time)
 	@./scripts/setup qemu-system-x86 qemu-system-arm debootstrap cpio kmod xz-utils e2fsprogs $(PACKAGES_ARM64)
 	$(CARGO) build --locked -p penstock -p penstock-bench --bin penstock --bin demo
 	./scripts/build-arm64 build --locked -p penstock -p penstock-bench --bin penstock --bin demo
