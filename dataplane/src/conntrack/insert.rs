@@ -166,7 +166,7 @@ impl ConnTable {
     }
 
     /// Writes a connection into a claimed entry and publishes it to other inserts as tentative.
-    fn publish(&self, (slot, control): SlotRef, hashed: &PreparedFlow, contents: EntryContents) {
+    pub(super) fn publish(&self, (slot, control): SlotRef, hashed: &PreparedFlow, contents: EntryContents) {
         // The tag first: a thread that sees the written entry and scans the tags finds it.
         self.tags(slot / LANES).set(slot % LANES, hashed.tag());
         if let Some(uses) = self.uses() {
