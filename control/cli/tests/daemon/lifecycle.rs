@@ -301,7 +301,12 @@ fn a_wrong_node_name_is_an_error_of_check_and_run() {
                 let output = output(command);
                 String::from_utf8(output.stdout).unwrap() + &String::from_utf8(output.stderr).unwrap()
             };
-            assert!(status("ready").contains(reason) && status("status").contains(reason), "{}", status("status"));
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while !status("ready").contains(reason) {
+                assert!(Instant::now() < deadline, "{}", status("ready"));
+                std::thread::sleep(Duration::from_millis(50));
+            }
+            assert!(status("status").contains(reason), "{}", status("status"));
             // Its name is that of a Node that comes later.
             files.save("node.yaml", &node.replace("here", "typo"));
             let deadline = Instant::now() + Duration::from_secs(20);
