@@ -62,8 +62,13 @@ fn a_rollout_loses_no_connection_of_slow_pairs() {
         for (name, series) in series {
             let points = series.end().unwrap();
             let during: Vec<_> = points.iter().filter(|point| point.at > began && point.at < ended).collect();
-            let lost = during.iter().filter(|point| !point.reached).count();
-            assert!(lost == 0 && during.len() > 1, "{what}: {name:?} lost {lost} of {}:\n{log}", during.len());
+            let lost = during.iter().filter(|point| !point.reached);
+            let lost: Vec<_> = lost.map(|point| point.at - began).collect();
+            assert!(
+                lost.is_empty() && during.len() > 1,
+                "{what}: {name:?} of {} lost those {lost:?} after its deletion:\n{log}",
+                during.len()
+            );
         }
     }
 }
