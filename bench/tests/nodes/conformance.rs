@@ -1,5 +1,4 @@
-//! The cases of a NetworkPolicy conformance tool, with its expectations, as packets between pods of two nodes. Without its data the
-//! tests print a message and skip.
+//! The cases of a NetworkPolicy conformance tool, with its expectations, as packets between pods of two nodes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::thread;

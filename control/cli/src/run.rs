@@ -8,8 +8,9 @@ use super::configuration::ConfigArgs;
 /// Run the node service
 ///
 /// Enforces policy for the pods of this node until SIGINT or SIGTERM, in the network namespace that it is started in.
-/// At the end it restores what it changed on the node (a veth pair, routing rules, settings of pods' interfaces), unless
-/// fail.on_exit is "keep". After a crash, pods' interfaces drop everything until the next start, unless fail.mode is "open".
+/// At the end it restores the node (removes its veth pairs, routing rules and programs), unless fail.on_exit is "keep". After a
+/// crash, established connections go on, and new connections are dropped unless they repeat an allowed one, until the next
+/// start. With fail.mode "open" the kernel forwards everything instead.
 ///
 /// With --take-over, an established connection loses nothing where packets are taken by tcx. The daemon that ran before stays
 /// without workers until it is ended, and fails if this one is gone.

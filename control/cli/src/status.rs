@@ -18,8 +18,7 @@ use super::style;
 ///
 /// A pod is enforced once its own rules, and all that is known of its peers, are in effect on every worker: from then on no
 /// packet is evaluated under anything older. IN FORCE is the snapshot under which a worker evaluates. Rates are those of
-/// the last one or two seconds. RINGS has frames that wait to receive packets, and frames that are being sent. Clocks are those of
-/// the processor's time stamp counter per packet since the start, from one poll iteration in 64.
+/// the last one or two seconds. RINGS has frames that wait to receive packets, and frames that are being sent.
 #[derive(clap::Args, Debug)]
 #[command(after_help = "\
 Exit codes:

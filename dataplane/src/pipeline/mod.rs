@@ -129,7 +129,8 @@ impl From<DropReason> for DroppedPacket {
     }
 }
 
-/// Evaluates packets for one worker. It allocates nothing after construction, but for the budget of replies of a port that is new.
+/// Evaluates packets for one worker. After construction it allocates only for a port that is new (its budget of replies) and for a DNS
+/// answer that has an address of a name in a policy.
 pub struct Pipeline {
     connections: Arc<ConnTable>,
     mode: PipelineMode,

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* Looks packets up in the workers' connection table, and says which of them need no worker.
  *
- * Workers write entries; the programs read them, and count packets in `struct kernel_use`, as workers do. Of an entry they write one word: the
- * window of the end that answers a SYN.
+ * Workers write entries. The programs read them, and count packets in `struct kernel_use`, as workers do. Into the entry of a connection that
+ * a worker has opened they write one word: the window of the end that answers a SYN. Entries that they open themselves they write whole
+ * (repeat.h).
  *
  * Programs and workers take no lock. An entry is one connection as long as the generation in its control word is the same, so whoever reads
  * an entry reads its control word first and last: what is read between two equal control words belongs to one connection and one verdict. That

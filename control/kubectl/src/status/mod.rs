@@ -1,5 +1,7 @@
 //! `kubectl penstock status`: a line for each node.
 
+use std::collections::BTreeSet;
+
 use penstock_admin::table::align_columns;
 use penstock_admin::types::Status;
 use penstock_text::number::{json, uptime};
@@ -139,6 +141,11 @@ fn state(status: &Status) -> String {
     if waiting > 0 {
         wrong.push(format!("{waiting} pods without network"));
     }
+    let open: BTreeSet<_> = status.not_enforced.iter().filter_map(|one| one.pod.as_ref()).collect();
+    if !open.is_empty() {
+        wrong.push(format!("{} pods not enforced", open.len()));
+    }
+    wrong.extend(status.not_enforced.iter().filter(|one| one.pod.is_none()).map(|one| one.reason.clone()));
     if wrong.is_empty() { "ok".to_owned() } else { wrong.join("; ") }
 }
 

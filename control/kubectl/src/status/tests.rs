@@ -1,4 +1,4 @@
-use penstock_admin::types::{PodStatus, SourceStatus};
+use penstock_admin::types::{NotEnforced, PodStatus, SourceStatus};
 use penstock_text::number::json;
 
 use super::*;
@@ -47,6 +47,8 @@ async fn every_node_has_a_line_and_one_that_does_not_answer_is_named() {
         it.pods = vec![pod("shop/a", true), pod("shop/b", false)];
         it.in_force = false;
         it.source.insert("pods".to_owned(), SourceStatus::default());
+        let reason = "no interface is known for it".to_owned();
+        it.not_enforced = vec![NotEnforced { pod: Some("shop/c".to_owned()), reason }];
     });
     let mut cluster = FakeCluster::new([
         ("a", reply(&unready)),
@@ -66,7 +68,10 @@ async fn every_node_has_a_line_and_one_that_does_not_answer_is_named() {
     let text = text(&answers);
     let lines: Vec<Vec<&str>> =
         text.lines().map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect()).collect();
-    assert_eq!(lines[1], ["a", "0.1.0", "90 s", "2", "4", "not yet", "2", "1", "5", "3", "does not follow pods"]);
+    assert_eq!(
+        lines[1],
+        ["a", "0.1.0", "90 s", "2", "4", "not yet", "2", "1", "5", "3", "does not follow pods; 1 pods not enforced"]
+    );
     assert_eq!(lines[2], ["aa", "not running"]);
     assert_eq!(lines[3], ["b", "9.0.0", "90 s", "2", "4", "yes", "0", "0", "5", "3", "ok"]);
     let names = ["invalid answer", "timed out", "no daemon", "forbidden", "failed", "old version"];
