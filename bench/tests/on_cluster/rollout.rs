@@ -48,8 +48,9 @@ fn a_rollout_loses_no_connection_of_slow_pairs() {
                 ((pair, protocol, interval), series)
             })
             .collect();
+        let started = Instant::now();
         for (name, series) in &series {
-            let reached = series.wait_for(Instant::now(), true, LIMIT).unwrap();
+            let reached = series.wait_for(started, true, LIMIT).unwrap();
             assert!(reached.is_some(), "{what}: {name:?} before:\n{}", fixture.daemon.log().lines().join("\n"));
         }
         change(&fixture);
