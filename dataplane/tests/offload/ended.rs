@@ -247,6 +247,7 @@ const UNSERVED: &[(&str, bool, bool)] = &[
 const AGE: i64 = 500;
 const LONGER: u32 = 600;
 
+/// Of datagrams while a daemon runs; without one they take the entry in each of these cases.
 const OF_UDP: &[(&str, Change, bool)] = &[
     ("no way, and not expired", |of, _| (of.path, of.timeouts) = (7, [LONGER; 5]), false),
     ("of the other states not expired", |of, _| of.timeouts = [LONGER, LONGER, 1, LONGER, LONGER], true),
@@ -322,7 +323,9 @@ fn an_entry_is_taken_only_if_each_of_its_fields_allows() {
                 let done = node.opened_by_program(there);
                 let after = words.read(slot);
                 let unserved = UNSERVED.iter().find(|(name, ..)| name == what && there.tcp && !is_served);
-                let expected = unserved.map_or((*passes, *passes), |(_, passes, takes)| (*passes, *takes));
+                let of_udp = OF_UDP.iter().any(|(name, ..)| name == what && !there.tcp && !is_served);
+                let expected =
+                    unserved.map_or((*passes || of_udp, *passes || of_udp), |(_, passes, takes)| (*passes, *takes));
                 assert_eq!((done.is_some(), is_taken(&after)), expected, "{what}, served: {is_served}, {there:?}");
                 // Back to what a worker may clear.
                 words.write(slot, &Fields { timeouts, epoch: after.epoch, ..if expected.1 { after } else { before } });
@@ -365,8 +368,8 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_FIELDS,
         "a revoked datagram's entry is taken",
         REPEAT,
-        "return !(control & REVOKED) && !is_active",
-        "return !is_active",
+        "return !(control & REVOKED) &&\n\t\t       (!is_served() || !is_active",
+        "return (!is_served() || !is_active",
     ),
     mutation(
         OF_FIELDS,
@@ -387,8 +390,15 @@ pub(crate) const MUTATIONS: &[Mutation] = &[
         OF_FIELDS,
         "a datagram's entry is taken before it has expired",
         REPEAT,
-        "return !(control & REVOKED) && !is_active(use, control, found->now, table->timeouts[(state - 1) & 3]);",
-        "return !(control & REVOKED);",
+        " &&\n\t\t       (!is_served() || !is_active(use, control, found->now, table->timeouts[(state - 1) & 3]));",
+        ";",
+    ),
+    mutation(
+        OF_FIELDS,
+        "without a daemon a datagram waits for an entry to expire",
+        REPEAT,
+        "(!is_served() || !is_active",
+        "(!is_active",
     ),
     mutation(OF_FIELDS, "datagrams have one timeout", REPEAT, "table->timeouts[(state - 1) & 3]", "table->timeouts[1]"),
     mutation(OF_FIELDS, "TIME_WAIT is not ended", REPEAT, "state == TCP_TIME_WAIT || ", ""),

@@ -88,8 +88,8 @@ static __always_inline int is_over_unserved(const struct packet *packet, __u32 i
 }
 
 /* Whether the connection of an entry with the packet's key has ended, so that a worker would open another one in its place: both ends have
- * sent a FIN, or one a RST; of datagrams, nobody has sent one for as long as such a connection may be idle. One that policy has revoked ends
- * with the next SYN, too, but a worker looks at it while there is one. */
+ * sent a FIN, or one a RST; of datagrams, nobody has sent one for as long as such a connection may be idle, or nobody serves the workers. One
+ * that policy has revoked ends with the next SYN, too, but a worker looks at it while there is one. */
 static __always_inline int has_ended(const struct table *table, const struct packet *packet, __u32 ingress, const struct connection *found)
 {
 	const __u32 slot = found->slot;
@@ -103,8 +103,10 @@ static __always_inline int has_ended(const struct table *table, const struct pac
 		return 0;
 	path = *(const volatile __u64 *)&use->path;
 	state = state_of(packet, control, path);
+	/* Of datagrams, a port that comes back has an entry that only a worker could evaluate again, under a new policy or after a restart. */
 	if (packet->protocol != IPPROTO_TCP)
-		return !(control & REVOKED) && !is_active(use, control, found->now, table->timeouts[(state - 1) & 3]);
+		return !(control & REVOKED) &&
+		       (!is_served() || !is_active(use, control, found->now, table->timeouts[(state - 1) & 3]));
 	if (control & REVOKED)
 		return !is_served();
 	if (state == TCP_TIME_WAIT || state == TCP_CLOSE)
