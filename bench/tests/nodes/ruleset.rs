@@ -166,6 +166,7 @@ fn run_network_policies(share: usize) {
 }
 
 #[test]
+#[cfg_attr(not(conformance_data), ignore = "needs the conformance cases, see docs/promises.md")]
 fn a_sample_of_network_policy_cases_holds_as_a_ruleset() {
     run_network_policies(40);
 }

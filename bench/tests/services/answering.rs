@@ -302,7 +302,7 @@ fn outside_answers_neither_as_the_node_nor_as_a_service() {
     let node = it.fixture.cluster.node.namespace();
     // IPv4 would take no packet with an address of its own.
     for name in ["all", it.outside.interface()] {
-        run(node, "sysctl", &["-q", "-w", &format!("net.ipv4.conf.{name}.accept_local=1")], "");
+        run(node, "sh", &["-c", &format!("echo 1 > /proc/sys/net/ipv4/conf/{name}/accept_local")], "");
     }
     it.enforce(&(policy("closed", "pod-1", "  ingress: []\n") + &egress("pod-1", &blocks(it.machine), "")));
     for v6 in [false, true] {

@@ -65,13 +65,13 @@ const HOOKS: &[Hook] = &[
     },
     Hook {
         what: "an IPsec policy of what is forwarded",
-        begin: "ip xfrm policy add src ANY dst ANY proto udp dport 5300 dir fwd action block",
+        begin: "ip xfrm policy add src ANY dst ANY proto 17 dport 5300 dir fwd action block",
         end: "ip xfrm policy flush",
         is_followed: false,
     },
     Hook {
         what: "an IPsec policy of what leaves",
-        begin: "ip xfrm policy add src ANY dst ANY proto udp dport 5300 dir out action block",
+        begin: "ip xfrm policy add src ANY dst ANY proto 17 dport 5300 dir out action block",
         end: "ip xfrm policy flush",
         is_followed: false,
     },

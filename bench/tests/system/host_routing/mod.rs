@@ -261,7 +261,7 @@ const SAYS: &[Say] = &[
     },
     Say {
         what: "nothing: a rule that leads to the same route",
-        begin: "ip rule add pref 100 ipproto tcp lookup main; ip -6 rule add pref 100 ipproto tcp lookup main",
+        begin: "ip rule add pref 100 ipproto 6 lookup main; ip -6 rule add pref 100 ipproto 6 lookup main",
         end: "ip rule del pref 100; ip -6 rule del pref 100",
         kept_by: None,
         families: [false, false],
