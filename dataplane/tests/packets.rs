@@ -5,6 +5,7 @@ mod early;
 mod journal;
 mod modules;
 mod names;
+mod own_direction;
 mod parse;
 mod pipeline;
 mod policy_set;

@@ -26,7 +26,7 @@ use penstock_dataplane::{Epoch, Snapshot};
 pub(crate) const HOST: PortId = PortId(0);
 pub(crate) const A: PortId = PortId(1);
 pub(crate) const B: PortId = PortId(2);
-const UPLINK: PortId = PortId(3);
+pub(crate) const UPLINK: PortId = PortId(3);
 pub(crate) const A_IPS: [&str; 2] = ["10.0.0.1", "fd00::1"];
 pub(crate) const B_IPS: [&str; 2] = ["10.0.0.2", "fd00::2"];
 const GHOST: &str = "10.0.0.9";
@@ -123,7 +123,7 @@ impl Node {
     }
 
     /// The verdict on one frame, and how it leaves.
-    fn forward(&mut self, port: PortId, sender: StackSender, frame: Vec<u8>) -> (Verdict, Vec<u8>) {
+    pub(crate) fn forward(&mut self, port: PortId, sender: StackSender, frame: Vec<u8>) -> (Verdict, Vec<u8>) {
         let mut frames = OfStack(MemoryFrames::new(), sender);
         frames.0.push(frame).unwrap();
         let mut verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
@@ -133,7 +133,7 @@ impl Node {
     }
 }
 
-fn builder(from: &str, to: &str, ttl: u8) -> etherparse::PacketBuilderStep<etherparse::IpHeaders> {
+pub(crate) fn builder(from: &str, to: &str, ttl: u8) -> etherparse::PacketBuilderStep<etherparse::IpHeaders> {
     let ethernet = PacketBuilder::ethernet2([1; 6], [2; 6]);
     match (ip(from), ip(to)) {
         (IpAddr::V4(from), IpAddr::V4(to)) => ethernet.ipv4(from.octets(), to.octets(), ttl),
@@ -400,7 +400,7 @@ impl Frames for OfStack {
 }
 
 /// The node gives this machine's packets its own address.
-const CLIENT: [&str; 2] = ["203.0.113.7", "2001:db8::7"];
+pub(crate) const CLIENT: [&str; 2] = ["203.0.113.7", "2001:db8::7"];
 
 /// Connections from the node's port 40000 to `b` are the client's.
 #[derive(Debug)]
