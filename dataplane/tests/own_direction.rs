@@ -130,6 +130,8 @@ struct Sent {
     ports: (u16, u16),
     /// TCP's flags, the type of SCTP's first chunk, or ICMP's type.
     kind: u8,
+    /// Whether an ICMP error is about a packet to another than its sender.
+    quotes_other: bool,
 }
 
 fn sent() -> impl Strategy<Value = Sent> {
@@ -137,7 +139,8 @@ fn sent() -> impl Strategy<Value = Sent> {
     // TCP with only SYN or ACK, ICMP's queries and errors, or anything.
     let kind = prop_oneof![select(vec![0x02, 0x10, 0, 1, 3, 8, 128, 129]), any::<u8>()];
     let protocol = prop_oneof![select(vec![TCP, TCP, UDP, SCTP, 1]), select(vec![50, 253])];
-    (way(), any::<bool>(), protocol, (port(), port()), kind).prop_map(|(way, is_v6, protocol, ports, kind)| {
+    let parts = (way(), any::<bool>(), protocol, (port(), port()), kind, any::<bool>());
+    parts.prop_map(|(way, is_v6, protocol, ports, kind, quotes_other)| {
         // Of these alone the node knows the client.
         let (protocol, ports) = match (way, protocol) {
             (Way::Masqueraded, TCP | UDP | SCTP) => (protocol, (40_000, ports.1)),
@@ -145,7 +148,7 @@ fn sent() -> impl Strategy<Value = Sent> {
             (_, 1) if is_v6 => (58, ports),
             _ => (protocol, ports),
         };
-        Sent { way, is_v6, protocol, ports, kind }
+        Sent { way, is_v6, protocol, ports, kind, quotes_other }
     })
 }
 
@@ -183,9 +186,9 @@ impl Sent {
             SCTP => [&from[..], &to, &[0, 0, 0, u8::from(self.kind != 1), 0, 0, 0, 0, self.kind, 3, 0, 4]].concat(),
             // An error quotes a packet of its receiver, which was never sent.
             1 | 58 => {
-                let quoted = Self { protocol: UDP, ..self.clone() };
+                let receiver = if self.quotes_other { B_IPS[usize::from(self.is_v6)] } else { src };
                 let mut frame = Vec::new();
-                builder(dst, src, 64).udp(quoted.ports.1, quoted.ports.0).write(&mut frame, &[]).unwrap();
+                builder(dst, receiver, 64).udp(self.ports.1, self.ports.0).write(&mut frame, &[]).unwrap();
                 [&[self.kind, 0, 0, 0], &from[..], &to, &frame[14..]].concat()
             }
             _ => vec![0; 16],
@@ -205,8 +208,14 @@ impl Sent {
             Way::FromOutside { to_a: true, .. } => by(a_ingress, client),
             Way::FromOutside { to_a: false, .. } | Way::Masqueraded => by(b_ingress, client),
             Way::ToOutside { from_a: false } => by(b_egress, client),
+            // It is of the connection that it quotes, which no table has.
+            Way::Leaving { .. } if self.is_error() => !self.quotes_other && a_egress.allows(client, UDP, self.ports.1),
             Way::ToOutside { from_a: true } | Way::Leaving { .. } => by(a_egress, client),
         }
+    }
+
+    fn is_error(&self) -> bool {
+        matches!((self.protocol, self.kind), (1, 3 | 11 | 12) | (58, 1..=4))
     }
 
     /// Whether it may be the first that is seen of a connection: a SYN, or a segment from the middle as `nf_conntrack` picks it up.

@@ -120,8 +120,9 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         match packet.transport {
             Transport::IcmpError { quoted_at } => {
                 let quoted = quoted_flow(self.frames.bytes(self.index), packet, quoted_at);
-                let is_answer = |quoted: &Flow| quoted.src == packet.flow.dst;
-                let quoted = quoted.filter(is_answer).map(|quoted| quoted.reversed());
+                // The sender is an end of the connection, or the pod could report errors about others'.
+                let is_between = |quoted: &Flow| (quoted.src, quoted.dst) == (packet.flow.dst, packet.flow.src);
+                let quoted = quoted.filter(is_between).map(|quoted| quoted.reversed());
                 quoted.ok_or_else(|| DropReason::NoConnection.into())
             }
             Transport::LaterFragment => {
