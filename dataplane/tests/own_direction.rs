@@ -103,13 +103,23 @@ fn policies() -> impl Strategy<Value = Policies> {
 /// The way of a packet: where it enters, its ends, and whose policies are to allow which peers.
 #[derive(Clone, Copy, Debug)]
 enum Way {
-    Between { from_a: bool, by_stack: bool },
-    FromOutside { to_a: bool, by_uplink: bool },
-    ToOutside { from_a: bool },
+    Between {
+        from_a: bool,
+        by_stack: bool,
+    },
+    FromOutside {
+        to_a: bool,
+        by_uplink: bool,
+    },
+    ToOutside {
+        from_a: bool,
+    },
     /// The node has given a client's packet its own address.
     Masqueraded,
     /// It has sent a packet of `a` on to a machine outside, with this source.
-    Leaving { with_nodes_source: bool },
+    Leaving {
+        with_nodes_source: bool,
+    },
 }
 
 fn way() -> impl Strategy<Value = Way> {

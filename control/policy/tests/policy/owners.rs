@@ -29,10 +29,17 @@ fn service(name: &str, cluster: &[&str], external: &[&str]) -> Object {
 
 fn engine_here(objects: impl IntoIterator<Item = Object>) -> Engine {
     let mut engine = Engine::new(EngineSettings::for_node("here"));
-    engine.apply(objects.into_iter().map(ObjectChange::Set));
-    let postponed: AddressSet = engine.state().service_addresses().addresses.into_iter().map(Address::from).collect();
-    engine.set_services(&Arc::new(postponed));
+    apply(&mut engine, objects.into_iter().map(ObjectChange::Set));
     engine
+}
+
+/// Applies changes as the daemon does: the addresses of Services follow if the engine says that they may have changed.
+fn apply(engine: &mut Engine, changes: impl IntoIterator<Item = ObjectChange>) {
+    engine.apply(changes);
+    if let Some(found) = engine.take_service_addresses() {
+        let postponed: AddressSet = found.addresses.into_iter().map(Address::from).collect();
+        engine.set_services(&Arc::new(postponed));
+    }
 }
 
 fn owner(engine: &Engine, address: IpAddr) -> Option<String> {
@@ -150,26 +157,21 @@ fn others() -> Vec<Object> {
     of_pods.into_iter().chain(of_nodes).chain(rest).collect()
 }
 
-/// An object that a tenant or another node's kubelet may write, with addresses that others have.
+/// An object that a tenant or another node's kubelet may write, with addresses that others have: a tenant's Service any of them; a Pod
+/// or Node of another node this node's, its pods' and cluster IPs.
 fn adversarial() -> impl Strategy<Value = Object> {
+    let here = vec!["10.244.1.10", "10.244.1.11", "172.18.0.2", OTHER_SERVICES[0]];
     let known = PODS.iter().map(|pod| pod.2).chain(NODES.iter().map(|node| node.1));
     let known: Vec<&str> = known.chain(OTHER_SERVICES).chain(MACHINES).collect();
-    let addresses = prop::collection::vec(select(known), 0..5);
-    (addresses, 0..4_u8, 0..3_u8).prop_map(|(addresses, kind, number)| match kind {
+    let some = |of: Vec<&'static str>| prop::collection::vec(select(of), 0..5);
+    (some(known), some(here), 0..4_u8, 0..3_u8).prop_map(|(known, here, kind, number)| match kind {
         0 => {
             let lifetime = PodLifetime { leaving: false, started: Some(i64::MAX), created: Some(i64::MAX) };
-            let local: Vec<&str> = addresses.into_iter().filter(|at| at.starts_with("10.244.1.")).collect();
-            Object::Pod(Pod {
-                node: Some("evil-node".to_owned()),
-                lifetime,
-                ..pod(&format!("evil/p{number}"), "", &local, &[])
-            })
+            let claimed = pod(&format!("evil/p{number}"), "", &here, &[]);
+            Object::Pod(Pod { node: Some("evil-node".to_owned()), lifetime, ..claimed })
         }
-        1 => node(
-            &format!("evil-{number}"),
-            &addresses.into_iter().filter(|at| at.starts_with("10.")).collect::<Vec<_>>(),
-        ),
-        _ => service(&format!("evil/s{number}"), &[], &addresses),
+        1 => node(&format!("evil-{number}"), &here),
+        _ => service(&format!("evil/s{number}"), &[], &known),
     })
 }
 
@@ -191,15 +193,25 @@ fn known_of_others(engine: &Engine) -> (Vec<bool>, BTreeSet<IpAddr>) {
 proptest! {
     #[test]
     fn objects_of_tenants_and_other_nodes_change_nothing_for_others(
-        objects in prop::collection::vec(adversarial(), 1..6), goes_first in any::<bool>(),
+        objects in prop::collection::vec(adversarial(), 1..6),
+        mixed in Just(others()).prop_shuffle(),
+        position in any::<prop::sample::Index>(),
+        is_each_alone in any::<bool>(),
     ) {
         let before = known_of_others(&engine_here(others()));
         prop_assert_eq!(before.1.len(), OTHER_SERVICES.len());
-        let all = if goes_first { [objects.clone(), others()].concat() } else { [others(), objects.clone()].concat() };
-        let mut engine = engine_here(all);
+        let (first, last) = mixed.split_at(position.index(mixed.len() + 1));
+        let changes = [first, &objects, last].concat().into_iter().map(ObjectChange::Set);
+        let mut engine = engine_here([]);
+        if is_each_alone {
+            changes.for_each(|change| apply(&mut engine, [change]));
+        } else {
+            apply(&mut engine, changes);
+        }
         prop_assert_eq!(&known_of_others(&engine), &before);
-        engine.apply(objects.iter().map(|object| ObjectChange::Delete(object.reference())));
-        let postponed = engine.take_service_addresses().map(|it| it.addresses.len());
-        prop_assert!(postponed.is_none_or(|count| count == OTHER_SERVICES.len()));
+        apply(&mut engine, objects.iter().map(|object| ObjectChange::Delete(object.reference())));
+        prop_assert_eq!(&known_of_others(&engine), &before);
+        let services = engine.policy_set().services();
+        prop_assert!(ips(&MACHINES).into_iter().all(|address| !services.contains(&address.into())), "as before");
     }
 }
