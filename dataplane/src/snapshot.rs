@@ -62,6 +62,12 @@ impl Snapshot {
         self.policy.find(address).port()
     }
 
+    /// The address of this family that the pod of a port has.
+    pub(crate) fn own_address(&self, pod: PortId, is_v4: bool) -> Option<Address> {
+        let mut addresses = self.forwarding.port(pod)?.addresses.iter().copied();
+        addresses.find(|&address| address.is_v4() == is_v4 && self.pod_port(address) == Some(pod))
+    }
+
     /// Whether a node would decapsulate a packet from a pod, if its destination is not another pod of this node.
     #[inline(always)]
     pub(crate) fn would_be_decapsulated(&self, packet: &Packet) -> bool {

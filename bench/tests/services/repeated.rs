@@ -127,3 +127,19 @@ fn without_a_daemon_connections_to_a_service_repeat() {
         }
     }
 }
+
+#[test]
+fn a_stop_renews_what_policy_still_allows_to_leave_for_a_service() {
+    // The changes come after the pod's last packet, and the daemon stops before its next one.
+    for (change, expected) in [
+        (policy("unrelated", "pod-2", "  policyTypes: [Egress]\n"), ProbeOutcome::Reached),
+        (policy("denied", "pod-0", "  policyTypes: [Egress]\n"), ProbeOutcome::Silent),
+    ] {
+        let mut it = start(BackendPath::Elsewhere);
+        open(&it, "test/pod-0", ProbeOutcome::Reached, "with a daemon");
+        repeated(&it.fixture, 0);
+        it.fixture.enforce(&(manifests(ONLY_POD_0) + &change));
+        it.fixture.stop();
+        open(&it, "test/pod-0", expected, "without a daemon");
+    }
+}

@@ -25,7 +25,7 @@ pub use crate::DropReason;
 pub use crate::batch::{BATCH, Frames, MemoryFrames, StackSender};
 use dispatch::PacketPath;
 pub use early::EarlyFragments;
-pub use offload::{keep_answers, keep_offloaded};
+pub use offload::{keep_answers, keep_offloaded, may_leave};
 pub use sources::{OriginalSources, evaluate_connection};
 
 use crate::Snapshot;

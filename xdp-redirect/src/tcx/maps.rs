@@ -19,6 +19,7 @@ pub(super) struct Maps {
     pub(super) tunnel_ports: MapHandle,
     pub(super) remote_networks: MapHandle,
     pub(super) refused_tunnels: MapHandle,
+    pub(super) allowed_to_leave: MapHandle,
     pub(super) offloaded: MapHandle,
     pub(super) offloaded_ports: MapHandle,
     /// The programs' variables: `pairs` in `src/bpf/tcx_maps.h`.
@@ -38,6 +39,7 @@ impl Maps {
             tunnel_ports: MapHandle::try_from(&*maps.tunnel_ports)?,
             remote_networks: MapHandle::try_from(&*maps.remote_networks)?,
             refused_tunnels: MapHandle::try_from(&*maps.refused_tunnels)?,
+            allowed_to_leave: MapHandle::try_from(&*maps.allowed_to_leave)?,
             offloaded: MapHandle::try_from(&*maps.offloaded)?,
             offloaded_ports: MapHandle::try_from(&*maps.offloaded_ports)?,
             pairs: MapHandle::try_from(&*maps.bss)?,

@@ -23,7 +23,7 @@ use libbpf_rs::skel::{OpenSkel, SkelBuilder};
 use libbpf_rs::{MapCore, MapFlags, MapHandle, MapType, libbpf_sys};
 use maps::{Maps, share_maps};
 pub use tunnels::RemoteNetwork;
-pub use uplink::{AttachedUplink, NO_UPLINK_NUMBER, UplinkNumber};
+pub use uplink::{AttachedUplink, Destination, NO_UPLINK_NUMBER, UplinkNumber};
 use veth::TARGET;
 pub use veth::{Filtered, PodVeth, ServedPort};
 

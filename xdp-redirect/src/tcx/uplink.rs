@@ -1,6 +1,7 @@
 //! Interfaces to other machines: what a pod sent to its node or to a Service, and the node's stack sends on, goes to a worker first. What comes in
 //! there is dropped if it is a tunnel packet of another node's pod.
 
+use std::net::{IpAddr, Ipv6Addr};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -17,6 +18,56 @@ const ETHERNET_HEADER: u32 = 14;
 pub type UplinkNumber = u8;
 /// The number of all uplinks for which there is no other: what workers let pass there is dropped.
 pub const NO_UPLINK_NUMBER: UplinkNumber = UplinkNumber::MAX;
+
+/// A destination of a pod on another machine, as the node sends it on: `struct destination` in `src/bpf/tcx_maps.h`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Destination {
+    pub address: IpAddr,
+    pub to_port: u16,
+    /// The pod's, by its number.
+    pub port: u16,
+    pub protocol: u8,
+}
+
+impl Destination {
+    fn of_key(key: &[u8]) -> Option<Self> {
+        let (address, rest) = key.split_first_chunk()?;
+        let &[high, low, port_0, port_1, p0, p1, p2, p3] = rest else { return None };
+        Some(Self {
+            address: Ipv6Addr::from(*address).to_canonical(),
+            to_port: u16::from_be_bytes([high, low]),
+            port: u16::from_ne_bytes([port_0, port_1]),
+            protocol: u32::from_ne_bytes([p0, p1, p2, p3]).try_into().ok()?,
+        })
+    }
+}
+
+impl TcxPrograms {
+    /// Gives an epoch to the destinations that workers have allowed under older ones, where policy still allows them: until the next daemon
+    /// starts, no worker renews them. The rest stay closed.
+    ///
+    /// # Errors
+    /// The kernel doesn't write the map.
+    pub fn renew_allowed_to_leave(
+        &self,
+        epoch: u32,
+        is_allowed: impl Fn(&Destination) -> bool,
+    ) -> Result<(), TcxMapError> {
+        let map = &self.maps.allowed_to_leave;
+        let failed = |source| TcxMapError { thing: "destinations that pods may send to".to_owned(), source };
+        // The programs of uplinks go on to write: then the kernel may begin again with its first key.
+        for key in map.keys().take(map.max_entries() as usize) {
+            let is_kept = Destination::of_key(&key).is_some_and(|destination| is_allowed(&destination));
+            let value = if is_kept { map.lookup(&key, MapFlags::ANY).map_err(failed)? } else { None };
+            // `struct allowed`; the tick says nothing without a daemon.
+            if let Some(mut value) = value {
+                value[..4].copy_from_slice(&epoch.to_ne_bytes());
+                map.update(&key, &value, MapFlags::ANY).map_err(failed)?;
+            }
+        }
+        Ok(())
+    }
+}
 
 /// An interface to other machines with its programs. Dropping it detaches them.
 #[derive(Debug)]

@@ -561,6 +561,7 @@ impl<'a> Daemon<'a> {
         drop(publisher);
         let removed = match leaves {
             OnExit::Keep => {
+                ports.renew_allowed_to_leave(&dataplane.snapshot());
                 ports.keep();
                 // The daemon that runs has its own.
                 if is_beside { pairs.remove().await } else { Ok(()) }

@@ -6,8 +6,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use ipnet::IpNet;
+use penstock_dataplane::Snapshot;
+use penstock_dataplane::forward::PortId;
+use penstock_dataplane::packet::Protocol;
+use penstock_dataplane::pipeline::may_leave;
 use penstock_xdp_redirect::{
-    AttachError, AttachedUplink, KeptBy, NO_UPLINK_NUMBER, RemoteNetwork, TcxMapError, TcxPrograms, UplinkNumber,
+    AttachError, AttachedUplink, Destination, KeptBy, NO_UPLINK_NUMBER, RemoteNetwork, TcxMapError, TcxPrograms, UplinkNumber,
 };
 
 use super::{OpenPorts, interface};
@@ -51,6 +55,16 @@ impl OpenPorts {
                 let reason = format!("{error}; tunnel packets of other nodes' pods may be unwrapped here");
                 self.untold.insert(THING.to_owned(), reason);
             }
+        }
+    }
+
+    /// Renews the destinations on other machines that pods may send to by this snapshot, for the time without a daemon.
+    pub(crate) fn renew_allowed_to_leave(&self, snapshot: &Snapshot) {
+        let is_allowed = |to: &Destination| {
+            may_leave(snapshot, PortId(to.port), to.address.into(), Protocol(to.protocol), to.to_port)
+        };
+        if let Err(error) = self.programs.renew_allowed_to_leave(snapshot.epoch.0, is_allowed) {
+            tracing::warn!("{error}; pods may not reach Services on other nodes until the next daemon starts");
         }
     }
 

@@ -5,6 +5,7 @@ mod open;
 pub(super) use open::owner;
 
 use super::dispatch::{Leaving, PacketPath};
+use super::offload::may_leave_unseen;
 use super::sources::{Opener, OriginalSources};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};
 use crate::batch::{Frames, StackSender};
@@ -72,11 +73,8 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
     #[inline(never)]
     fn leave_by_uplink(&mut self, packet: &Packet, pod: PortId, uplink: u8) -> Result<Leaving, DroppedPacket> {
         let sent = self.leaving_flow(packet)?;
-        let is_own =
-            |address: &&Address| address.is_v4() == sent.src.is_v4() && self.snapshot.pod_port(**address) == Some(pod);
-        let addresses = self.snapshot.forwarding.port(pod).map_or(&[][..], |port| &port.addresses);
         // The node may have given it an address of its own.
-        let src = *addresses.iter().find(is_own).ok_or(DropReason::NotReady)?;
+        let src = self.snapshot.own_address(pod, sent.src.is_v4()).ok_or(DropReason::NotReady)?;
         if self.answers_connection(&sent)? {
             return Ok(Leaving { uplink, pod, allows_next: false });
         }
@@ -93,9 +91,7 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
         if packet.fragment.is_some() {
             self.connections.fragments().remember(packet, self.ingress, self.now);
         }
-        // An allowed name expires, and what a policy wants recorded a worker must see.
-        let may_go_unseen = policy.names_of(src).is_none() && !policy.may_record_allowed(policy.ends(&flow));
-        let allows_next = sent == packet.flow && may_go_unseen;
+        let allows_next = sent == packet.flow && may_leave_unseen(policy, &flow);
         Ok(Leaving { uplink, pod, allows_next })
     }
 
