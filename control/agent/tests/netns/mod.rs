@@ -4,6 +4,7 @@
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use nix::sched::{CloneFlags, setns, unshare};
 
@@ -15,6 +16,7 @@ pub(crate) fn on_a_node<T: Send>(test: impl FnOnce() -> T + Send) -> T {
         let run = || {
             unshare(CloneFlags::CLONE_NEWNET).expect("these tests need root: they make network namespaces");
             ip("link set lo up");
+            without_duplicate_detection();
             test()
         };
         scope.spawn(run).join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
@@ -54,6 +56,30 @@ pub(crate) fn attempt(command: &str) -> (bool, String) {
     // A command that succeeds may still warn, for example about another test's namespace that is being deleted.
     let text = if success { output.stdout } else { [output.stdout, output.stderr].concat() };
     (success, String::from_utf8_lossy(&text).into_owned())
+}
+
+/// Has interfaces that are made from now on in this thread's namespace take IPv6 addresses without duplicate address detection, which takes
+/// seconds (RFC 4862 section 5.4).
+fn without_duplicate_detection() {
+    for interfaces in ["all", "default"] {
+        std::fs::write(format!("/proc/sys/net/ipv6/conf/{interfaces}/accept_dad"), "0").unwrap();
+    }
+}
+
+/// Waits until an interface has a link-local address, without which the kernel solicits no neighbor, and each IPv6 address of the namespace
+/// its local route, without which nobody reaches it: the kernel adds both some time later (`addrconf_dad_work` in net/ipv6/addrconf.c).
+fn wait_for_addresses(namespace: &str, interface: &str) {
+    let lines = |command: &str| ip(&format!("{namespace}-6 {command}"));
+    let is_done = || {
+        let routes = lines("route show table local");
+        !lines(&format!("-o addr show dev {interface} scope link")).is_empty()
+            && routes.lines().filter(|line| line.starts_with("local")).count() >= lines("-o addr").lines().count()
+    };
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !is_done() {
+        assert!(Instant::now() < deadline, "{}", lines("addr"));
+        thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// A pod: a named namespace with `eth0`, whose other end is `veth` on the node.
@@ -123,12 +149,15 @@ impl Pod {
     fn wire(self, [length4, length6]: [u8; 2], rest: impl FnOnce(&Self)) -> Self {
         let Self { namespace, veth, v4, v6 } = &self;
         ip(&format!("netns add {namespace}"));
+        self.inside(without_duplicate_detection);
         ip(&format!("link add {veth} type veth peer name eth0 netns {namespace}"));
         ip(&format!("-n {namespace} addr add {v4}/{length4} dev eth0"));
         ip(&format!("-n {namespace} addr add {v6}/{length6} dev eth0 nodad"));
         ip(&format!("-n {namespace} link set eth0 up"));
         ip(&format!("-n {namespace} link set lo up"));
         rest(&self);
+        wait_for_addresses(&format!("-n {namespace} "), "eth0");
+        wait_for_addresses("", veth);
         self
     }
 
@@ -139,7 +168,6 @@ impl Pod {
     }
 
     /// Runs `inside` on a thread in the pod's namespace.
-    #[allow(dead_code, reason = "not every test binary sends from within pods")]
     pub(crate) fn inside<T: Send>(&self, inside: impl FnOnce() -> T + Send) -> T {
         thread::scope(|scope| {
             let run = || {

@@ -122,6 +122,15 @@ fn page(address: &str, path: &str) -> String {
     text
 }
 
+/// Waits until its policy is in effect, some milliseconds after it logs that it is ready.
+fn wait_until_ready(metrics: &str) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !page(metrics, "/readyz").starts_with("HTTP/1.0 200") {
+        assert!(Instant::now() < deadline, "{}", page(metrics, "/readyz"));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 #[test]
 fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
     const METRICS: &str = "127.0.0.1:19469";
@@ -155,7 +164,7 @@ fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
         fs::write(files.path("penstock.toml"), &good).unwrap();
         let daemon = Daemon::start(&files);
         assert!(page(METRICS, "/metrics").contains("\npenstock_config_rejected 0"));
-        assert!(page(METRICS, "/readyz").starts_with("HTTP/1.0 200"));
+        wait_until_ready(METRICS);
         daemon.end(Signal::SIGTERM);
         for (text, reason) in bad {
             fs::write(files.path("penstock.toml"), text).unwrap();
@@ -182,7 +191,7 @@ fn a_bad_configuration_leaves_the_last_good_one_and_says_so() {
         }
         fs::write(files.path("penstock.toml"), &good).unwrap();
         let daemon = Daemon::start(&files);
-        assert!(page(METRICS, "/readyz").starts_with("HTTP/1.0 200"), "good again");
+        wait_until_ready(METRICS);
         daemon.end(Signal::SIGTERM);
         assert_eq!(output(files.command("cleanup")).status.code(), Some(0));
     });
