@@ -29,8 +29,8 @@ pub use redirect::SocketRedirect;
 pub use service_addresses::{MAX_SERVICE_ADDRESSES, ServiceAddressError, ServiceAddresses};
 pub use tag::ProgramTag;
 pub use tcx::{
-    AttachedUplink, Destination, Entrances, Filtered, KeptBy, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER, PodVeth,
-    RemoteNetwork, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount, TriedFrame, TriedSender,
+    AttachedUplink, Destination, Entrances, Filtered, KeptBy, MAX_TCX_PORTS, MAX_TCX_WORKERS, NO_UPLINK_NUMBER,
+    PodVeth, RemoteNetwork, ServedPort, TcxMapError, TcxOptions, TcxPrograms, TrafficCount, TriedFrame, TriedSender,
     UplinkNumber, WaitingArray, WorkerPair,
 };
 pub use translated_sources::TranslatedSources;

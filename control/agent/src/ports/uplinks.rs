@@ -11,7 +11,8 @@ use penstock_dataplane::forward::PortId;
 use penstock_dataplane::packet::Protocol;
 use penstock_dataplane::pipeline::may_leave;
 use penstock_xdp_redirect::{
-    AttachError, AttachedUplink, Destination, KeptBy, NO_UPLINK_NUMBER, RemoteNetwork, TcxMapError, TcxPrograms, UplinkNumber,
+    AttachError, AttachedUplink, Destination, KeptBy, NO_UPLINK_NUMBER, RemoteNetwork, TcxMapError, TcxPrograms,
+    UplinkNumber,
 };
 
 use super::{OpenPorts, interface};
