@@ -122,7 +122,8 @@ fn every_test_that_a_page_names_exists() {
     let mut checked = 0;
     let mut missing = Vec::new();
     for page in pages::all() {
-        if !["docs/promises.md", "docs/threat-model.md"].map(Path::new).contains(&page.path.as_path()) {
+        let page_name = page.path.to_string_lossy();
+        if page_name != "docs/promises.md" && !page_name.starts_with("docs/threat-model") {
             continue;
         }
         for (line, code) in page.content().code {
