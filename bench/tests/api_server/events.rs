@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use penstock_bench::testbed::api_server::{ApiServer, Resource};
-use penstock_sources::{FollowedKinds, ObjectKind};
+use penstock_sources::ObjectKind;
 use serde_json::{Value, json};
 
 use crate::api_server::follower::Follower;
@@ -38,8 +38,7 @@ fn events(server: &ApiServer, followers: &mut [Follower], count: usize) -> Vec<V
 fn all_nodes_write_one_event_at_a_policy_that_is_not_understood() {
     let server = server();
     shop(&server);
-    let mut followers =
-        ["a", "b", "c"].map(|node| Follower::reporting(&server, FollowedKinds::WithoutEndpointSlices, Some(node)));
+    let mut followers = ["a", "b", "c"].map(|node| Follower::reporting(&server, Some(node)));
     server.admin().replace(&unknown("firstSelector")).unwrap();
     let first = events(&server, &mut followers, 1);
     server.admin().replace(&unknown("secondSelector")).unwrap();
@@ -58,7 +57,7 @@ fn all_nodes_write_one_event_at_a_policy_that_is_not_understood() {
         assert_eq!(event["metadata"]["namespace"], "shop");
     }
     // One that starts later finds what is said.
-    let mut late = [Follower::reporting(&server, FollowedKinds::WithoutEndpointSlices, Some("d"))];
+    let mut late = [Follower::reporting(&server, Some("d"))];
     late[0].listen(Duration::from_secs(6));
     assert_eq!(events(&server, &mut late, 2).len(), 2);
     assert_eq!(first[0]["metadata"]["name"], both[0]["metadata"]["name"]);
@@ -69,8 +68,8 @@ fn a_daemon_without_rights_to_events_follows_all_the_same() {
     let server = server();
     shop(&server);
     server.fake().unwrap().set_readable(Resource::Events, false);
-    let mut follower = Follower::reporting(&server, FollowedKinds::WithoutEndpointSlices, Some("a"));
-    let mut command = Follower::of_kinds(&server, FollowedKinds::WithoutEndpointSlices);
+    let mut follower = Follower::reporting(&server, Some("a"));
+    let mut command = Follower::start(&server);
     server.admin().replace(&unknown("firstSelector")).unwrap();
     let deadline = Instant::now() + Duration::from_secs(30);
     while follower.health(ObjectKind::NetworkPolicy).invalid == 0 {

@@ -9,7 +9,7 @@ use penstock_dataplane::packet::{Flow, Protocol};
 use penstock_policy::engine::{Engine, EngineSettings};
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use penstock_sources::api_server::{Access, ApiServer as Source, ApiServerTimeouts, NodeWriter, pods_not_enforced};
-use penstock_sources::{FollowedKinds, KindHealth, ObjectKind, SourceHealth, convert};
+use penstock_sources::{KindHealth, ObjectKind, SourceHealth, convert};
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -40,18 +40,13 @@ pub(crate) struct Follower {
 impl Follower {
     /// Follows a server with only the rights of the shipped ClusterRole.
     pub(crate) fn start(server: &ApiServer) -> Self {
-        Self::of_kinds(server, FollowedKinds::WithoutEndpointSlices)
-    }
-
-    /// The same, of these kinds.
-    pub(crate) fn of_kinds(server: &ApiServer, followed: FollowedKinds) -> Self {
-        Self::reporting(server, followed, None)
+        Self::reporting(server, None)
     }
 
     /// The same; as this node it writes Events.
-    pub(crate) fn reporting(server: &ApiServer, followed: FollowedKinds, node: Option<&str>) -> Self {
+    pub(crate) fn reporting(server: &ApiServer, node: Option<&str>) -> Self {
         let runtime = Builder::new_current_thread().enable_all().build().unwrap();
-        let health = Arc::new(SourceHealth::new(followed));
+        let health = Arc::new(SourceHealth::default());
         let access = Access::Kubeconfig { path: server.kubeconfig(Account::Penstock), context: None };
         let writer = node.map(|node| NodeWriter {
             node: node.to_owned(),
@@ -82,8 +77,7 @@ impl Follower {
     pub(crate) fn catch_up(&mut self, server: &ApiServer) -> usize {
         let before = self.batches;
         let deadline = Instant::now() + TIMEOUT;
-        let followed = self.health.followed();
-        let mut wanted = objects_of(server, followed);
+        let mut wanted = objects_of(server);
         while self.objects != wanted {
             assert!(
                 Instant::now() < deadline,
@@ -95,7 +89,7 @@ impl Follower {
             self.listen_once(Duration::from_millis(200));
             // A real server creates objects of its own at any time.
             if self.batches == logged {
-                wanted = objects_of(server, followed);
+                wanted = objects_of(server);
             }
         }
         self.batches - before
@@ -163,19 +157,8 @@ impl Follower {
     }
 }
 
-/// An EndpointSlice with its endpoints' nodes where the stable version has them.
-fn stable_slice(mut slice: Value) -> Value {
-    slice["apiVersion"] = Value::from(Resource::EndpointSlices.api_version());
-    for endpoint in slice["endpoints"].as_array_mut().into_iter().flatten() {
-        if endpoint["nodeName"].is_null() {
-            endpoint["nodeName"] = endpoint["topology"]["kubernetes.io/hostname"].clone();
-        }
-    }
-    slice
-}
-
-/// All objects of these kinds of a server, read independently.
-fn objects_of(server: &ApiServer, followed: FollowedKinds) -> BTreeMap<ObjectRef, Object> {
+/// All followed objects of a server, read independently.
+fn objects_of(server: &ApiServer) -> BTreeMap<ObjectRef, Object> {
     fn typed<T: DeserializeOwned>(value: Value) -> T {
         serde_json::from_value(value).expect("an object of its type")
     }
@@ -185,9 +168,6 @@ fn objects_of(server: &ApiServer, followed: FollowedKinds) -> BTreeMap<ObjectRef
         Resource::Nodes => convert::node(&typed(value)).map(Object::Node),
         Resource::Pods => convert::pod(&typed(value)).map(Object::Pod),
         Resource::Services => convert::service(&typed(value)).map(|(service, _)| Object::Service(service)),
-        Resource::EndpointSlices => {
-            convert::endpoint_slice(&typed(stable_slice(value))).map(|(slice, _)| Object::EndpointSlice(slice))
-        }
         Resource::NetworkPolicies => convert::network_policy(&typed(value)).map(Object::NetworkPolicy),
         Resource::ClusterNetworkPolicies => {
             convert::cluster_network_policy(&typed(value), convert::ConversionSettings::default())
@@ -195,8 +175,8 @@ fn objects_of(server: &ApiServer, followed: FollowedKinds) -> BTreeMap<ObjectRef
         }
         Resource::Events => unreachable!("they are not followed"),
     };
-    let is_followed = |resource: &Resource| followed.iter().any(|kind| kind.resource() == resource.path());
-    let all = Resource::ALL.into_iter().filter(is_followed).flat_map(|resource| {
+    let followed = Resource::ALL.into_iter().filter(|resource| *resource != Resource::Events);
+    let all = followed.flat_map(|resource| {
         let listed = match server.admin().list(resource) {
             Ok(listed) => listed,
             Err(error) if resource == Resource::ClusterNetworkPolicies => {

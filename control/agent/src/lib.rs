@@ -68,7 +68,7 @@ use std::time::Duration;
 
 use penstock_policy::model::ObjectChange;
 use penstock_sources::directory::unread_manifest;
-use penstock_sources::{FollowedKinds, Location, Source};
+use penstock_sources::{Location, Source};
 
 use anyhow::Context;
 use config::{Config, ConfigLayers, LoadedConfig};
@@ -309,13 +309,10 @@ async fn read_source(config: &Config, objects: &mut NodeObjects, findings: &mut 
     let recorded = ObjectFile::of(config);
     let last = || recorded.as_ref().and_then(ObjectFile::read);
     let of_last_run = || last().map(|(_, objects)| objects);
-    let mut source =
-        match Source::start(&location, FollowedKinds::WithoutEndpointSlices, None, config.conversion(), &of_last_run)
-            .await
-        {
-            Ok(source) => source,
-            Err(error) => return findings.extend(error.to_string().lines().map(PreflightFinding::error)),
-        };
+    let mut source = match Source::start(&location, None, config.conversion(), &of_last_run).await {
+        Ok(source) => source,
+        Err(error) => return findings.extend(error.to_string().lines().map(PreflightFinding::error)),
+    };
     findings.extend(source.unread_files().iter().map(|file| {
         PreflightFinding::warning(format!(
             "source: {}: not read: manifests are *.yaml, *.yml and *.json; rename it if it is one",

@@ -311,7 +311,6 @@ mod tests {
             }),
             Object::Service(Service {
                 key: key("web"),
-                created: None,
                 addresses: vec![[10, 96, 0, 1].into()],
                 ports: vec![
                     ServicePort {
@@ -331,7 +330,6 @@ mod tests {
                 ],
                 external: Vec::new(),
                 local_only: true,
-                affinity_seconds: Some(10_800),
                 selector: None,
             }),
             Object::EndpointSlice(EndpointSlice {

@@ -14,19 +14,11 @@ pub enum ObjectKind {
     /// ClusterNetworkPolicies. A cluster that does not serve them has none.
     ClusterNetworkPolicy,
     Service,
-    EndpointSlice,
 }
 
 impl ObjectKind {
-    pub const ALL: [Self; 7] = [
-        Self::Namespace,
-        Self::Node,
-        Self::Pod,
-        Self::NetworkPolicy,
-        Self::ClusterNetworkPolicy,
-        Self::Service,
-        Self::EndpointSlice,
-    ];
+    pub const ALL: [Self; 6] =
+        [Self::Namespace, Self::Node, Self::Pod, Self::NetworkPolicy, Self::ClusterNetworkPolicy, Self::Service];
 
     /// The `kind` in manifests.
     pub fn name(self) -> &'static str {
@@ -37,7 +29,6 @@ impl ObjectKind {
             Self::NetworkPolicy => "NetworkPolicy",
             Self::ClusterNetworkPolicy => "ClusterNetworkPolicy",
             Self::Service => "Service",
-            Self::EndpointSlice => "EndpointSlice",
         }
     }
 
@@ -50,28 +41,7 @@ impl ObjectKind {
             Self::NetworkPolicy => "networkpolicies",
             Self::ClusterNetworkPolicy => "clusternetworkpolicies",
             Self::Service => "services",
-            Self::EndpointSlice => "endpointslices",
         }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum FollowedKinds {
-    #[default]
-    All,
-    /// All but EndpointSlices, which an API server is not asked for: no right to read them is needed. Without the right to read
-    /// Services there are none.
-    WithoutEndpointSlices,
-}
-
-impl FollowedKinds {
-    pub fn contains(self, kind: ObjectKind) -> bool {
-        self == Self::All || kind != ObjectKind::EndpointSlice
-    }
-
-    /// The kinds, in the order of [`ObjectKind::ALL`].
-    pub fn iter(self) -> impl Iterator<Item = ObjectKind> {
-        ObjectKind::ALL.into_iter().filter(move |&kind| self.contains(kind))
     }
 }
 
@@ -82,7 +52,6 @@ pub(super) type Versions = [u64; ObjectKind::ALL.len()];
 #[derive(Debug)]
 pub struct SourceHealth {
     start: Instant,
-    followed: FollowedKinds,
     kinds: [KindCounters; ObjectKind::ALL.len()],
     /// Manifests that are not applied.
     refused_files: AtomicU64,
@@ -134,25 +103,21 @@ pub struct KindHealth {
     pub version: Option<u64>,
 }
 
-impl SourceHealth {
-    /// The health of a source of these kinds that has read nothing yet.
-    pub fn new(followed: FollowedKinds) -> Self {
+impl Default for SourceHealth {
+    fn default() -> Self {
         Self {
             start: Instant::now(),
-            followed,
             kinds: Default::default(),
             refused_files: AtomicU64::new(0),
             unreadable: Mutex::default(),
         }
     }
+}
 
-    pub fn followed(&self) -> FollowedKinds {
-        self.followed
-    }
-
-    /// The followed kinds that have not been read yet, each with the reason why its last request failed, if one did.
+impl SourceHealth {
+    /// The kinds that have not been read yet, each with the reason why its last request failed, if one did.
     pub fn awaited(&self) -> Vec<(ObjectKind, Option<String>)> {
-        let unread = self.followed.iter().filter(|&kind| !self.of(kind).synced);
+        let unread = ObjectKind::ALL.into_iter().filter(|&kind| !self.of(kind).synced);
         unread.map(|kind| (kind, self.kinds[kind as usize].failure().clone())).collect()
     }
 
@@ -174,9 +139,9 @@ impl SourceHealth {
         }
     }
 
-    /// Whether all followed kinds were read at least once.
+    /// Whether all kinds were read at least once.
     pub fn is_synced(&self) -> bool {
-        self.followed.iter().all(|kind| self.kinds[kind as usize].synced.load(Ordering::Relaxed))
+        ObjectKind::ALL.into_iter().all(|kind| self.kinds[kind as usize].synced.load(Ordering::Relaxed))
     }
 
     /// How many manifests are not applied; their last valid objects stay in effect.
@@ -196,7 +161,7 @@ impl SourceHealth {
     pub(super) fn set_unreadable(&self, reason: Option<String>) {
         let before =
             std::mem::replace(&mut *self.unreadable.lock().unwrap_or_else(PoisonError::into_inner), reason.clone());
-        for kind in self.followed.iter() {
+        for kind in ObjectKind::ALL.into_iter() {
             match &reason {
                 Some(reason) => {
                     if before.is_none() {
@@ -273,7 +238,7 @@ mod tests {
 
     #[test]
     fn an_outage_is_visible_and_keeps_the_source_synced() {
-        let health = SourceHealth::new(FollowedKinds::All);
+        let health = SourceHealth::default();
         assert_eq!(health.of(ObjectKind::Pod), KindHealth::default());
         health.listed(ObjectKind::Pod);
         health.connected(ObjectKind::Pod);
@@ -290,7 +255,7 @@ mod tests {
 
     #[test]
     fn a_version_without_changes_waits_for_those_before_it() {
-        let health = SourceHealth::new(FollowedKinds::All);
+        let health = SourceHealth::default();
         let version = |kind| health.of(kind).version;
         assert_eq!(version(ObjectKind::Pod), None);
         assert!(!health.unchanged(ObjectKind::Pod, 5, 6), "5 is on its way");
@@ -308,24 +273,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_followed_is_not_awaited() {
-        let services = [ObjectKind::Service, ObjectKind::EndpointSlice];
-        for (followed, awaited) in
-            [(FollowedKinds::All, &services[..]), (FollowedKinds::WithoutEndpointSlices, &services[..1])]
-        {
-            let health = SourceHealth::new(followed);
-            assert_eq!(health.awaited().len(), 5 + awaited.len(), "{followed:?}");
-            for kind in ObjectKind::ALL.into_iter().filter(|kind| !services.contains(kind)) {
-                health.listed(kind);
-            }
-            let kinds: Vec<ObjectKind> = health.awaited().into_iter().map(|(kind, _)| kind).collect();
-            assert_eq!((&kinds[..], health.is_synced()), (awaited, awaited.is_empty()), "{followed:?}");
-        }
-    }
-
-    #[test]
     fn the_reason_of_a_failure_is_known_until_the_kind_is_followed() {
-        let health = SourceHealth::new(FollowedKinds::All);
+        let health = SourceHealth::default();
         let reason = |health: &SourceHealth| health.awaited().into_iter().find_map(|(_, reason)| reason);
         health.failed(ObjectKind::Service, "403 Forbidden");
         assert_eq!(reason(&health).as_deref(), Some("403 Forbidden"));

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use penstock_policy::model::{Object, ObjectChange, ObjectRef};
 use rustc_hash::FxHashSet;
 
-pub use health::{FollowedKinds, KindHealth, ObjectKind, SourceHealth};
+pub use health::{KindHealth, ObjectKind, SourceHealth};
 
 use api_server::{Access, ApiServer, ApiServerTimeouts, NodeWriter};
 use convert::ConversionSettings;
@@ -76,23 +76,18 @@ pub enum SourceError {
 }
 
 impl Source {
-    /// Opens a source without waiting for an API server, which is asked for objects of the `followed` kinds. Manifests are
-    /// read whole: what they contain is checked whether it is used or not; `last` are the objects of the last run, which stand for
+    /// Opens a source without waiting for an API server. `last` are the objects of the last run, which stand for
     /// what refused files had; without them pods that these may be about are closed. A `writer` also writes at the API server.
     ///
     /// # Errors
     /// The manifest directory is missing, or there is no access to the API server.
     pub async fn start(
         location: &Location,
-        followed: FollowedKinds,
         writer: Option<NodeWriter>,
         settings: ConversionSettings,
         last: &dyn Fn() -> Option<Vec<Object>>,
     ) -> Result<Self, SourceError> {
-        let health = Arc::new(SourceHealth::new(match location {
-            Location::Manifests(_) => FollowedKinds::All,
-            Location::ApiServer(_) => followed,
-        }));
+        let health = Arc::new(SourceHealth::default());
         let backend = match location {
             Location::Manifests(path) => {
                 let (directory, objects) = ManifestDirectory::open_after(path, settings, last)?;
@@ -115,7 +110,7 @@ impl Source {
         Ok(Self { backend, health })
     }
 
-    /// All objects, once every followed kind is listed: the first call's answer. Partial state is never reported. Waits for
+    /// All objects, once every kind is listed: the first call's answer. Partial state is never reported. Waits for
     /// an API server, for any time; [`SourceHealth::awaited`] says why. Cancel-safe. If it is not called, an API server's
     /// objects are the first changes.
     pub async fn first(&mut self) -> Vec<Object> {
@@ -136,7 +131,7 @@ impl Source {
                 self.health.set_unreadable(unreadable);
                 changes.iter().for_each(|change| {
                     count.apply(change);
-                    self.health.event(kind_of(change));
+                    kind_of(change).into_iter().for_each(|kind| self.health.event(kind));
                 });
                 count.report(&self.health);
                 Some(changes)
@@ -185,32 +180,27 @@ impl ObjectCount {
     fn report(&self, health: &SourceHealth) {
         for kind in ObjectKind::ALL {
             // An object with an error is not counted: its file keeps the valid ones.
-            health.count(kind, self.0.iter().filter(|reference| kind_of_reference(reference) == kind).count(), 0);
+            health.count(kind, self.0.iter().filter(|reference| kind_of_reference(reference) == Some(kind)).count(), 0);
         }
     }
 }
 
-fn kind_of(change: &ObjectChange) -> ObjectKind {
+fn kind_of(change: &ObjectChange) -> Option<ObjectKind> {
     match change {
-        ObjectChange::Set(Object::Namespace(_)) => ObjectKind::Namespace,
-        ObjectChange::Set(Object::Node(_)) => ObjectKind::Node,
-        ObjectChange::Set(Object::Pod(_)) => ObjectKind::Pod,
-        ObjectChange::Set(Object::NetworkPolicy(_)) => ObjectKind::NetworkPolicy,
-        ObjectChange::Set(Object::ClusterNetworkPolicy(_)) => ObjectKind::ClusterNetworkPolicy,
-        ObjectChange::Set(Object::Service(_)) => ObjectKind::Service,
-        ObjectChange::Set(Object::EndpointSlice(_)) => ObjectKind::EndpointSlice,
+        ObjectChange::Set(object) => kind_of_reference(&object.reference()),
         ObjectChange::Delete(reference) => kind_of_reference(reference),
     }
 }
 
-fn kind_of_reference(reference: &ObjectRef) -> ObjectKind {
-    match reference {
+/// The kind of an object; `None` for an EndpointSlice, which only commands read.
+fn kind_of_reference(reference: &ObjectRef) -> Option<ObjectKind> {
+    Some(match reference {
         ObjectRef::Namespace(_) => ObjectKind::Namespace,
         ObjectRef::Node(_) => ObjectKind::Node,
         ObjectRef::Pod(_) => ObjectKind::Pod,
         ObjectRef::NetworkPolicy(_) => ObjectKind::NetworkPolicy,
         ObjectRef::ClusterNetworkPolicy(_) => ObjectKind::ClusterNetworkPolicy,
         ObjectRef::Service(_) => ObjectKind::Service,
-        ObjectRef::EndpointSlice(_) => ObjectKind::EndpointSlice,
-    }
+        ObjectRef::EndpointSlice(_) => return None,
+    })
 }

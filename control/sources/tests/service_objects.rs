@@ -50,17 +50,16 @@ fn a_service_has_its_cluster_addresses_ports_and_settings() {
             {"name": "dns", "protocol": "UDP", "port": 53},
         ],
         "selector": {"app": "api"}, "internalTrafficPolicy": "Local",
-        "sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 60}},
     }));
     assert!(wrong.is_empty(), "{wrong:?}");
     assert_eq!(found.addresses, ["10.96.0.10", "fd00:96::10"].map(address));
-    assert_eq!((found.local_only, found.affinity_seconds), (true, Some(60)));
+    assert!(found.local_only);
     let ports: Vec<_> = found.ports.iter().map(|port| (port.name.as_str(), port.protocol, port.number)).collect();
     assert_eq!(ports, [("http", PortProtocol::Tcp, 80), ("dns", PortProtocol::Udp, 53)]);
     assert_eq!(found.ports[0].target, TargetPort::Name("web".to_owned()));
     assert_eq!(found.ports[1].target, TargetPort::Number(53));
-    let plain = service(json!({"clusterIP": "10.96.0.1", "sessionAffinity": "ClientIP"})).0;
-    assert_eq!((plain.addresses, plain.affinity_seconds), (vec![address("10.96.0.1")], Some(10_800)));
+    let plain = service(json!({"clusterIP": "10.96.0.1"})).0;
+    assert_eq!((plain.addresses, plain.local_only), (vec![address("10.96.0.1")], false));
 }
 
 /// S1.
@@ -133,13 +132,6 @@ fn what_is_wrong_in_a_service_is_named_and_the_rest_counts() {
             "spec.ports[1].protocol: \"ICMP\"",
         ),
         (json!({"ports": [ok, {"name": "b", "port": 2, "targetPort": "A"}]}), 0, 1, "spec.ports[1].targetPort: \"A\""),
-        (json!({"sessionAffinity": "Cookie"}), 0, 0, "spec.sessionAffinity: \"Cookie\" is not a session affinity"),
-        (
-            json!({"sessionAffinity": "ClientIP", "sessionAffinityConfig": {"clientIP": {"timeoutSeconds": 0}}}),
-            0,
-            0,
-            "spec.sessionAffinityConfig.clientIP.timeoutSeconds: 0 is not a time",
-        ),
     ] {
         let (found, wrong) = service(spec.clone());
         assert_eq!((found.addresses.len(), found.ports.len(), wrong.len()), (addresses, ports, 1), "{spec} {wrong:?}");
@@ -199,50 +191,17 @@ fn a_manifest_with_a_fault_is_refused_with_file_line_and_field() {
     let found = read("apiVersion: v1\nkind: Service\nmetadata: {name: a}\nspec:\n  ports:\n  - port: 0\n").unwrap_err();
     assert_eq!(found, ["a.yaml:6: Service default/a: spec.ports[0].port: 0 is not a port number: use 1 to 65535"]);
     for (version, expected) in [
-        ("v2", "a.yaml:1: EndpointSlice default/a: apiVersion: EndpointSlice of apiVersion discovery.k8s.io/v2 is not"),
-        ("v1beta1", "a.yaml:4: EndpointSlice default/a: addressType: \"IP\" is not an address type"),
+        (
+            "v1beta1",
+            "a.yaml:1: EndpointSlice default/a: apiVersion: EndpointSlice of apiVersion discovery.k8s.io/v1beta1 is not",
+        ),
+        ("v1", "a.yaml:4: EndpointSlice default/a: addressType: \"IP\" is not an address type"),
     ] {
         let text = format!(
             "apiVersion: discovery.k8s.io/{version}\nkind: EndpointSlice\nmetadata: {{name: a}}\naddressType: IP\n"
         );
         let found = read(&text).unwrap_err();
         assert!(found.len() == 1 && found[0].starts_with(expected), "{found:?}");
-    }
-}
-
-/// The API server itself converts between the versions in this way (`pkg/apis/discovery/v1beta1/conversion.go`).
-#[test]
-fn an_endpoint_slice_of_v1beta1_means_what_the_stable_one_means() {
-    let manifest = |version: &str, endpoint: &str| {
-        let text = format!(
-            "apiVersion: discovery.k8s.io/{version}\nkind: EndpointSlice\n\
-             metadata: {{name: api-1, namespace: shop, labels: {{kubernetes.io/service-name: api}}}}\naddressType: IPv4\n\
-             ports: [{{name: http, port: 8080}}, {{name: dns, port: 53, protocol: UDP}}]\nendpoints: [{endpoint}]\n"
-        );
-        read(&text).unwrap().objects().find(|object| matches!(object, Object::EndpointSlice(_))).unwrap()
-    };
-    for (old, stable) in [
-        ("{addresses: [10.0.0.1]}", "{addresses: [10.0.0.1]}"),
-        ("{addresses: [10.0.0.1], topology: {kubernetes.io/hostname: n1}}", "{addresses: [10.0.0.1], nodeName: n1}"),
-        ("{addresses: [10.0.0.1], nodeName: n1}", "{addresses: [10.0.0.1], nodeName: n1}"),
-        (
-            "{addresses: [10.0.0.1], nodeName: n1, topology: {kubernetes.io/hostname: n2}}",
-            "{addresses: [10.0.0.1], nodeName: n1}",
-        ),
-        (
-            "{addresses: [10.0.0.1], topology: {topology.kubernetes.io/zone: east}}",
-            "{addresses: [10.0.0.1], zone: east}",
-        ),
-        (
-            "{addresses: [10.0.0.1], conditions: {ready: false, serving: true, terminating: true}}",
-            "{addresses: [10.0.0.1], conditions: {ready: false, serving: true, terminating: true}}",
-        ),
-        (
-            "{addresses: [10.0.0.1], hints: {forZones: [{name: east}]}, topology: {kubernetes.io/hostname: n1}}",
-            "{addresses: [10.0.0.1], hints: {forZones: [{name: east}]}, nodeName: n1}",
-        ),
-    ] {
-        assert_eq!(manifest("v1beta1", old), manifest("v1", stable), "{old}");
     }
 }
 

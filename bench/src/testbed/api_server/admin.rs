@@ -67,13 +67,9 @@ impl Admin {
         Ok(answered)
     }
 
-    /// All current objects of a resource, of the first version that the server serves.
+    /// All current objects of a resource.
     pub fn list(&self, resource: Resource) -> Result<Vec<Value>> {
-        let versions = resource.api_versions();
-        let mut lists =
-            versions.iter().map(|version| self.call(Method::GET, &resource.url(version, None, None), &Value::Null));
-        let first = lists.next().context("a resource without versions")?;
-        let list = first.or_else(|error| lists.find_map(Result::ok).ok_or(error))?;
+        let list = self.call(Method::GET, &resource.url(resource.api_version(), None, None), &Value::Null)?;
         Ok(list["items"].as_array().cloned().unwrap_or_default())
     }
 

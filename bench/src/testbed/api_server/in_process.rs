@@ -1,7 +1,7 @@
 //! A small API server inside this process, over HTTP: five resources with real list and watch semantics, bearer tokens,
 //! the rights of the shipped ClusterRole, and fault injection.
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -56,10 +56,7 @@ struct ServerState {
     role: Vec<role::Rule>,
     /// Resources that the role does not contain any more.
     revoked: Mutex<HashSet<Resource>>,
-    /// Versions of EndpointSlices that are served. All have the objects as they were created.
-    slice_versions: Mutex<Vec<&'static str>>,
     requests: Mutex<Vec<(Verb, Resource)>>,
-    paths: Mutex<BTreeSet<String>>,
 }
 
 impl FakeServer {
@@ -75,9 +72,7 @@ impl FakeServer {
             defines_cluster_policies: AtomicBool::new(false),
             role: role::shipped()?,
             revoked: Mutex::default(),
-            slice_versions: Mutex::new(vec![Resource::EndpointSlices.api_version()]),
             requests: Mutex::default(),
-            paths: Mutex::default(),
         });
         let server = Self { state, address: listener.local_addr()?, running: Mutex::default() };
         server.run(listener)?;
@@ -98,16 +93,6 @@ impl FakeServer {
     /// Sets whether ClusterNetworkPolicies are defined, as their CustomResourceDefinition does; they are not at first.
     pub fn define_cluster_policies(&self, defined: bool) {
         self.state.defines_cluster_policies.store(defined, Ordering::Relaxed);
-    }
-
-    /// Sets the `apiVersion`s of EndpointSlices that are served; the stable one alone at first.
-    pub fn serve_slices_as(&self, versions: &[&'static str]) {
-        *lock(&self.state.slice_versions) = versions.to_vec();
-    }
-
-    /// Whether objects were listed or watched at this path.
-    pub fn was_asked_for(&self, path: &str) -> bool {
-        lock(&self.state.paths).contains(path)
     }
 
     /// Takes the right to read a resource out of the role, or grants it again.
@@ -238,19 +223,12 @@ async fn serve(listener: TcpListener, state: Arc<ServerState>) {
 }
 
 async fn answer(state: Arc<ServerState>, request: Request<Incoming>) -> Result<Response<Body>, Infallible> {
-    let served = state.served_versions();
-    let path = request.uri().path().trim_start_matches("/apis/");
-    if let Some((resource, version)) = served.iter().find(|(_, version)| *version == path) {
-        return Ok(json_response(200, &resource_list(*resource, version)));
+    let defined = state.defines_cluster_policies.load(Ordering::Relaxed);
+    if defined && request.uri().path().trim_start_matches("/apis/") == Resource::ClusterNetworkPolicies.api_version() {
+        return Ok(json_response(200, &cluster_policies_resource()));
     }
-    // Kinds that no definition or version decides about are always served.
-    let is_served = |asked: &ApiRequest| match asked.resource {
-        Resource::ClusterNetworkPolicies | Resource::EndpointSlices => {
-            served.iter().any(|(resource, version)| *resource == asked.resource && path.starts_with(version))
-        }
-        _ => true,
-    };
-    let asked = ApiRequest::read(&request).filter(is_served);
+    let asked =
+        ApiRequest::read(&request).filter(|asked| defined || asked.resource != Resource::ClusterNetworkPolicies);
     let answered = match asked {
         Some(asked) => handle(&state, asked, request).await,
         None => Err((404, "NotFound", format!("no such path: {}", request.uri()))),
@@ -258,24 +236,13 @@ async fn answer(state: Arc<ServerState>, request: Request<Incoming>) -> Result<R
     Ok(answered.unwrap_or_else(|(code, reason, message)| json_response(code, &status(code, reason, &message))))
 }
 
-impl ServerState {
-    /// The versions of kinds that a server may serve or not.
-    fn served_versions(&self) -> Vec<(Resource, &'static str)> {
-        let defined = self.defines_cluster_policies.load(Ordering::Relaxed);
-        let cluster = Resource::ClusterNetworkPolicies;
-        let policies = defined.then(|| (cluster, cluster.api_version()));
-        let slices = lock(&self.slice_versions).clone().into_iter().map(|version| (Resource::EndpointSlices, version));
-        policies.into_iter().chain(slices).collect()
-    }
-}
-
-/// The answer of discovery for a group's version with one resource.
-fn resource_list(resource: Resource, version: &str) -> Value {
+/// The answer of discovery for the version of ClusterNetworkPolicies.
+fn cluster_policies_resource() -> Value {
+    let resource = Resource::ClusterNetworkPolicies;
     json!({
-        "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version,
+        "kind": "APIResourceList", "apiVersion": "v1", "groupVersion": resource.api_version(),
         "resources": [{
-            "name": resource.path(), "singularName": "", "kind": resource.kind(),
-            "namespaced": resource != Resource::ClusterNetworkPolicies,
+            "name": resource.path(), "singularName": "", "kind": resource.kind(), "namespaced": false,
             "verbs": ["get", "list", "watch"],
         }],
     })
@@ -292,13 +259,7 @@ struct ApiRequest {
 impl ApiRequest {
     fn read(request: &Request<Incoming>) -> Option<Self> {
         let path = request.uri().path().trim_matches('/');
-        let groups = [
-            "api/v1/",
-            "apis/networking.k8s.io/v1/",
-            "apis/discovery.k8s.io/v1/",
-            "apis/discovery.k8s.io/v1beta1/",
-            "apis/policy.networking.k8s.io/v1alpha2/",
-        ];
+        let groups = ["api/v1/", "apis/networking.k8s.io/v1/", "apis/policy.networking.k8s.io/v1alpha2/"];
         let rest = groups.into_iter().find_map(|group| path.strip_prefix(group))?;
         let mut parts: Vec<&str> = rest.split('/').collect();
         let namespace = match parts[..] {
@@ -353,7 +314,6 @@ async fn handle(
             let is_list = verb == "list" || asked.is("sendInitialEvents");
             let verb = if is_list { Verb::List } else { Verb::Watch };
             lock(&state.requests).push((verb, asked.resource));
-            lock(&state.paths).insert(request.uri().path().to_owned());
             state.faults.take(verb, asked.resource)
         }
         _ => None,

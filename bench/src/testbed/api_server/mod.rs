@@ -29,20 +29,18 @@ pub enum Resource {
     /// ClusterNetworkPolicies, which a server serves only once they are defined.
     ClusterNetworkPolicies,
     Services,
-    EndpointSlices,
     /// Events, which Penstock writes and does not read.
     Events,
 }
 
 impl Resource {
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 7] = [
         Self::Namespaces,
         Self::Nodes,
         Self::Pods,
         Self::NetworkPolicies,
         Self::ClusterNetworkPolicies,
         Self::Services,
-        Self::EndpointSlices,
         Self::Events,
     ];
 
@@ -51,17 +49,12 @@ impl Resource {
         self.api_version().split_once('/').map_or("", |(group, _)| group)
     }
 
-    pub fn api_version(self) -> &'static str {
-        self.api_versions()[0]
-    }
-
     pub fn kind(self) -> &'static str {
         match self {
             Self::Namespaces => "Namespace",
             Self::Nodes => "Node",
             Self::Pods => "Pod",
             Self::Services => "Service",
-            Self::EndpointSlices => "EndpointSlice",
             Self::Events => "Event",
             Self::NetworkPolicies => "NetworkPolicy",
             Self::ClusterNetworkPolicies => "ClusterNetworkPolicy",
@@ -74,7 +67,6 @@ impl Resource {
             Self::Nodes => "nodes",
             Self::Pods => "pods",
             Self::Services => "services",
-            Self::EndpointSlices => "endpointslices",
             Self::Events => "events",
             Self::NetworkPolicies => "networkpolicies",
             Self::ClusterNetworkPolicies => "clusternetworkpolicies",
@@ -87,14 +79,11 @@ impl Resource {
         found.with_context(|| format!("{kind:?} is none of the kinds that are served"))
     }
 
-    /// The `apiVersion`s under which servers have its objects, the stable one first.
-    pub fn api_versions(self) -> &'static [&'static str] {
+    pub fn api_version(self) -> &'static str {
         match self {
-            // Kubernetes 1.19 and 1.20 serve the second alone.
-            Self::EndpointSlices => &["discovery.k8s.io/v1", "discovery.k8s.io/v1beta1"],
-            Self::Namespaces | Self::Nodes | Self::Pods | Self::Services | Self::Events => &["v1"],
-            Self::NetworkPolicies => &["networking.k8s.io/v1"],
-            Self::ClusterNetworkPolicies => &["policy.networking.k8s.io/v1alpha2"],
+            Self::Namespaces | Self::Nodes | Self::Pods | Self::Services | Self::Events => "v1",
+            Self::NetworkPolicies => "networking.k8s.io/v1",
+            Self::ClusterNetworkPolicies => "policy.networking.k8s.io/v1alpha2",
         }
     }
 

@@ -32,7 +32,7 @@ impl DaemonView<'_> {
         let LiveCounters { sample: now, depths, .. } = counters;
         let before = self.samples.before(now);
         let in_force = self.dataplane.in_force();
-        let (total, followed) = (now.statistics.total(), self.source.followed());
+        let total = now.statistics.total();
         types::Status {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             node: self.config.node.to_string(),
@@ -81,7 +81,7 @@ impl DaemonView<'_> {
                 })
                 .collect(),
             object_problems: self.objects.unmet_claims().iter().cloned().collect(),
-            source: followed.iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
+            source: ObjectKind::ALL.into_iter().map(|kind| (kind.resource().to_owned(), self.kind(kind))).collect(),
         }
     }
 

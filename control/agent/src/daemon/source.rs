@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use penstock_policy::engine::TranslatedBy;
 use penstock_policy::model::{Object, ObjectChange};
+use penstock_sources::Source;
 use penstock_sources::api_server::{NodeWriter, PodNotEnforced, StartupTaint, pods_not_enforced};
-use penstock_sources::{FollowedKinds, Source};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::RunError;
@@ -51,8 +51,7 @@ pub(super) async fn open_source(
 ) -> Result<Option<OpenedSource>, RunError> {
     let location = config.source.location();
     let last = || record.and_then(ObjectFile::read).map(|(_, objects)| objects);
-    let opened =
-        Source::start(&location, FollowedKinds::WithoutEndpointSlices, Some(writer), config.conversion(), &last).await;
+    let opened = Source::start(&location, Some(writer), config.conversion(), &last).await;
     let mut source =
         opened.map_err(|error| RunError::BadInput(error.to_string().lines().map(str::to_owned).collect()))?;
     let mut patience = std::pin::pin!(tokio::time::sleep(SOURCE_PATIENCE));

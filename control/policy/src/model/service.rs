@@ -9,9 +9,6 @@ use super::{ObjectKey, PortProtocol, Selector};
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Service {
     pub key: ObjectKey,
-    /// When it was created, in seconds of Unix time; `None` in a manifest that does not say.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub created: Option<i64>,
     /// Its cluster addresses, of each family at most one. Empty if it is headless, of type ExternalName, or left to
     /// another proxy.
     pub addresses: Vec<IpAddr>,
@@ -22,8 +19,6 @@ pub struct Service {
     pub ports: Vec<ServicePort>,
     /// `internalTrafficPolicy: Local`: only backends of the client's node serve.
     pub local_only: bool,
-    /// `sessionAffinity: ClientIP`: how long a client keeps its backend after its last new connection, in seconds.
-    pub affinity_seconds: Option<u32>,
     /// The pods behind it, where EndpointSlices do not say; `None` without a selector.
     pub selector: Option<Selector>,
 }

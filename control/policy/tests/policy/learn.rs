@@ -211,7 +211,6 @@ fn ends(direction: Direction, flow: &Flow) -> (IpAddr, IpAddr) {
 pub(super) fn service(backends: &[&str]) -> Vec<Object> {
     let mut objects = vec![Object::Service(Service {
         key: key("a/svc"),
-        created: None,
         addresses: vec!["10.96.0.1".parse().unwrap(), "fd96::1".parse().unwrap()],
         ports: vec![ServicePort {
             name: String::new(),
@@ -222,7 +221,6 @@ pub(super) fn service(backends: &[&str]) -> Vec<Object> {
         }],
         external: Vec::new(),
         local_only: false,
-        affinity_seconds: None,
         selector: None,
     })];
     for (name, is_v4) in [("a/four", true), ("a/six", false)] {

@@ -17,12 +17,10 @@ use super::build::{ips, key, namespace, node, pod, policy, rule};
 fn service(name: &str, cluster: &[&str], external: &[&str]) -> Object {
     Object::Service(Service {
         key: key(name),
-        created: None,
         addresses: ips(cluster),
         external: ips(external),
         ports: Vec::new(),
         local_only: false,
-        affinity_seconds: None,
         selector: None,
     })
 }

@@ -34,12 +34,10 @@ fn port(name: &str, protocol: PortProtocol, number: u16) -> ServicePort {
 pub(crate) fn service(name: &str, number: u8, local_only: bool) -> Service {
     Service {
         key: key(name),
-        created: None,
         addresses: vec![address(&format!("10.96.0.{number}")), address(&format!("fd00:96::{number:x}"))],
         ports: vec![port("http", PortProtocol::Tcp, 80), port("dns", PortProtocol::Udp, 53)],
         external: Vec::new(),
         local_only,
-        affinity_seconds: None,
         selector: None,
     }
 }

@@ -10,7 +10,7 @@ use serde_json::Value;
 use super::cluster_policy;
 use super::fail_closed::{self, Interpretation};
 use crate::ObjectKind;
-use crate::convert::{self, ConversionSettings, V1Beta1EndpointSlice};
+use crate::convert::{self, ConversionSettings};
 use crate::typed;
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -94,17 +94,6 @@ pub(super) fn service(object: DynamicObject) -> ConvertedObject {
     })
 }
 
-/// Parts of an EndpointSlice that are not valid are left out. It is of either version: the items of a list do not say which. All that
-/// counts of a stable one is also in the older form.
-pub(super) fn endpoint_slice(object: DynamicObject) -> ConvertedObject {
-    let reference = ObjectRef::EndpointSlice(key(&object.metadata));
-    typed(object, reference, ObjectKind::EndpointSlice, |data, metadata| {
-        let mut slice: V1Beta1EndpointSlice = read(data)?;
-        slice.metadata = metadata;
-        Ok(convert::v1beta1_endpoint_slice(slice).map(|(slice, wrong)| (Object::EndpointSlice(slice), wrong)))
-    })
-}
-
 /// An object and its parts that are not valid.
 type PartlyConverted = Result<(Object, Vec<convert::FieldError>), convert::FieldError>;
 
@@ -148,7 +137,6 @@ fn unusable(invalid: &str, kind: ObjectKind) -> Interpretation {
         ObjectKind::Pod => "no selector matches it, and its packets are dropped on its node",
         ObjectKind::NetworkPolicy | ObjectKind::ClusterNetworkPolicy => "it selects nothing",
         ObjectKind::Service => "it has no address",
-        ObjectKind::EndpointSlice => "it has no endpoints",
     };
     Interpretation::Unusable { problem: format!("{invalid}; until then {meaning}") }
 }

@@ -57,22 +57,11 @@ pub(super) struct KindFollower {
     absent: u32,
 }
 
-/// A kind of which servers serve different versions, or none.
+/// A kind of which servers serve different versions, or none: then there are no objects of it.
 pub(super) struct ServedKind {
     pub(super) group: &'static str,
     /// Its versions, the preferred one first.
     pub(super) versions: &'static [&'static str],
-    /// The meaning of a server that serves none of them.
-    pub(super) absence: Absence,
-}
-
-/// The meaning of a server that does not serve a kind.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Absence {
-    /// There are no objects of it: a CustomResourceDefinition is not there.
-    NoObjects,
-    /// The kind cannot be followed, so nothing is reported until it can.
-    Failure,
 }
 
 impl KindFollower {
@@ -128,7 +117,6 @@ impl KindFollower {
                     self.absent = 0;
                     self.follow(&Api::all_with(client.client.clone(), &resource), convert).await
                 }
-                Ok(None) if kind.absence == Absence::Failure => Err(self.unserved(&kind)),
                 Ok(None) => {
                     self.not_served(&kind).await;
                     Ok(())
@@ -166,12 +154,6 @@ impl KindFollower {
             }
         }
         Ok(self.served.clone())
-    }
-
-    /// The server serves none of the versions, without which the source is not complete.
-    fn unserved(&self, kind: &ServedKind) -> RequestError {
-        let versions: Vec<String> = kind.versions.iter().map(|version| format!("{}/{version}", kind.group)).collect();
-        RequestError::NotServed { resource: self.kind.resource(), versions: versions.join(" nor ") }
     }
 
     /// The server does not serve the kind, so there are no objects of it. A server that has just started may not have

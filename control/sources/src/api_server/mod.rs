@@ -1,4 +1,4 @@
-//! The API server as a source: lists and watches every followed kind.
+//! The API server as a source: lists and watches every kind.
 //!
 //! Its own thread follows all of them, so that large responses do not delay other work. Known objects stay known while
 //! the server is unreachable.
@@ -38,7 +38,7 @@ use super::convert::ConversionSettings;
 use super::health::Versions;
 use super::{ObjectKind, SourceHealth};
 use access::RenewableClient;
-use follow::{Absence, KindFollower, ServedKind};
+use follow::{KindFollower, ServedKind};
 use outages::Outages;
 use store::Store;
 
@@ -48,11 +48,7 @@ const LOG_AWAITED: Duration = Duration::from_secs(10);
 
 /// ClusterNetworkPolicies; v1beta1 is announced with the same schema.
 const CLUSTER_POLICIES: ServedKind =
-    ServedKind { group: "policy.networking.k8s.io", versions: &["v1alpha2", "v1beta1"], absence: Absence::NoObjects };
-
-/// EndpointSlices: Kubernetes 1.19 and 1.20 serve v1beta1 alone, 1.25 and later v1 alone.
-const ENDPOINT_SLICES: ServedKind =
-    ServedKind { group: "discovery.k8s.io", versions: &["v1", "v1beta1"], absence: Absence::Failure };
+    ServedKind { group: "policy.networking.k8s.io", versions: &["v1alpha2", "v1beta1"] };
 
 /// Why an API server cannot be a source. An unreachable server is not an error: the source waits for it.
 #[derive(Debug, thiserror::Error)]
@@ -142,7 +138,7 @@ struct Shared {
 impl Shared {
     fn new(client: RenewableClient, timeouts: ApiServerTimeouts, health: Arc<SourceHealth>) -> Self {
         let outages = Outages::new(Arc::clone(&health));
-        let store = Mutex::new(Store::new(health.followed()));
+        let store = Mutex::new(Store::default());
         Self { timeouts, client, health, outages, store, news: Notify::new() }
     }
 
@@ -174,7 +170,7 @@ impl Shared {
 }
 
 impl ApiServer {
-    /// Follows the kinds of `health` at an API server, and does not wait for it. A `writer` also writes there. Of the settings, only
+    /// Follows an API server, and does not wait for it. A `writer` also writes there. Of the settings, only
     /// that for domain names has a meaning here.
     pub async fn start(
         access: &Access,
@@ -299,13 +295,7 @@ async fn run(
         false => converted::cluster_network_policy,
     };
     tasks.spawn(follower(ObjectKind::ClusterNetworkPolicy).run_while_served(CLUSTER_POLICIES, cluster_policy));
-    let services = follower(ObjectKind::Service);
-    if !shared.health.followed().contains(ObjectKind::EndpointSlice) {
-        tasks.spawn(services.run_while_allowed(erased::<core::Service>(), converted::service));
-    } else {
-        tasks.spawn(services.run(erased::<core::Service>(), converted::service));
-        tasks.spawn(follower(ObjectKind::EndpointSlice).run_while_served(ENDPOINT_SLICES, converted::endpoint_slice));
-    }
+    tasks.spawn(follower(ObjectKind::Service).run_while_allowed(erased::<core::Service>(), converted::service));
     tasks.spawn(send_changes(Arc::clone(&shared), batches));
     let startup_taint = writer.and_then(|NodeWriter { node, startup_taint, not_enforced }| {
         tasks.spawn(events::write(Arc::clone(&shared), node.clone(), not_enforced));

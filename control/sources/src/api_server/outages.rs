@@ -68,11 +68,10 @@ impl Outages {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::FollowedKinds;
 
     #[test]
     fn an_outage_counts_once_per_kind_and_is_logged_if_it_lasts() {
-        let health = Arc::new(SourceHealth::new(FollowedKinds::All));
+        let health = Arc::new(SourceHealth::default());
         let outages = Outages::new(Arc::clone(&health));
         let logged = || outages.lock().logged.len();
         let refused = |kind: ObjectKind| RequestError::Forbidden { resource: kind.resource(), message: String::new() };

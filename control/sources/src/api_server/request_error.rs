@@ -21,13 +21,6 @@ pub(super) enum RequestError {
         "403 Forbidden: {message}: the account needs the verbs get, list and watch on {resource}; bind it to {ROLE}"
     )]
     Forbidden { resource: &'static str, message: String },
-    /// The server does not serve the resource in any version that is understood.
-    #[error("the server serves {resource} neither as {versions}: use a server of Kubernetes 1.19 or later")]
-    NotServed {
-        resource: &'static str,
-        /// The versions that are understood, joined by "nor".
-        versions: String,
-    },
     /// 410: the requested resourceVersion is too old.
     #[error("410 Gone: {0}")]
     Gone(String),
@@ -103,18 +96,11 @@ impl RequestError {
     }
 
     pub(super) fn needs_operator(&self) -> bool {
-        matches!(self, Self::Unauthorized(_) | Self::Forbidden { .. } | Self::NotServed { .. } | Self::Access(_))
+        matches!(self, Self::Unauthorized(_) | Self::Forbidden { .. } | Self::Access(_))
     }
 
     pub(super) fn needs_new_client(&self) -> bool {
-        !matches!(
-            self,
-            Self::Gone(_)
-                | Self::Forbidden { .. }
-                | Self::NotServed { .. }
-                | Self::Refused { .. }
-                | Self::Server { .. }
-        )
+        !matches!(self, Self::Gone(_) | Self::Forbidden { .. } | Self::Refused { .. } | Self::Server { .. })
     }
 }
 

@@ -109,10 +109,6 @@ pub enum FieldProblem {
     OtherFamily { address: IpAddr, family: &'static str },
     #[error("{0:?} is not an address type: use IPv4, IPv6 or FQDN")]
     AddressType(String),
-    #[error("{0:?} is not a session affinity: use ClientIP or None")]
-    Affinity(String),
-    #[error("{0} is not a time of session affinity: use 1 to 86400 seconds")]
-    AffinitySeconds(i32),
     #[error("{0:?} is neither \"true\" nor \"false\": write \"true\", or remove it")]
     Flag(String),
     #[error(

@@ -15,7 +15,6 @@ mod path;
 mod policy;
 mod port;
 mod service;
-mod slice_v1beta1;
 mod staging;
 mod v1beta1;
 
@@ -34,7 +33,6 @@ pub(crate) use notes::notes;
 pub use path::{FieldPath, FieldPathRef, PathElement};
 pub use policy::network_policy;
 pub use service::{endpoint_slice, service};
-pub use slice_v1beta1::{V1Beta1EndpointSlice, v1beta1_endpoint_slice};
 pub use staging::POLICY_ANNOTATIONS;
 pub(crate) use staging::staging;
 pub use v1beta1::network_policy as v1beta1_network_policy;

@@ -22,9 +22,6 @@ use super::{FieldError, FieldPathRef, FieldProblem, names, port};
 /// A Service with this label belongs to another proxy.
 const PROXY_LABEL: &str = "service.kubernetes.io/service-proxy-name";
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
-/// Default of `sessionAffinityConfig.clientIP.timeoutSeconds`.
-const AFFINITY_SECONDS: i32 = 10_800;
-const MOST_AFFINITY_SECONDS: i32 = 86_400;
 
 /// An object and its parts that are not valid, which are left out of it.
 pub(super) type Partly<T> = (T, Vec<FieldError>);
@@ -39,7 +36,6 @@ pub fn service(service: &core::Service) -> Result<Partly<Service>, FieldError> {
     let spec_at = at.field("spec");
     let converted = Service {
         key,
-        created: service.metadata.creation_timestamp.as_ref().map(|time| time.0.as_second()),
         addresses: if has_label(&service.metadata, PROXY_LABEL) {
             Vec::new()
         } else {
@@ -48,7 +44,6 @@ pub fn service(service: &core::Service) -> Result<Partly<Service>, FieldError> {
         external: external_addresses(service, spec, &mut wrong),
         ports: service_ports(spec, &spec_at.field("ports"), &mut wrong),
         local_only: spec.internal_traffic_policy.as_deref() == Some("Local"),
-        affinity_seconds: affinity(spec, &spec_at, &mut wrong),
         selector: spec.selector.as_ref().filter(|labels| !labels.is_empty()).map(|labels| Selector {
             requirements: labels
                 .iter()
@@ -162,27 +157,6 @@ fn service_port(port: &core::ServicePort, at: &FieldPathRef<'_>) -> Result<Servi
         names::dns_label(&name).map_err(|problem| at.field("name").invalid(problem))?;
     }
     Ok(ServicePort { name, protocol, number, target, node_port })
-}
-
-/// How long `sessionAffinity: ClientIP` lasts.
-fn affinity(spec: &core::ServiceSpec, at: &FieldPathRef<'_>, wrong: &mut Vec<FieldError>) -> Option<u32> {
-    match spec.session_affinity.as_deref() {
-        Some("ClientIP") => {}
-        None | Some("" | "None") => return None,
-        Some(other) => {
-            wrong.push(at.field("sessionAffinity").invalid(FieldProblem::Affinity(other.to_owned())));
-            return None;
-        }
-    }
-    let config = spec.session_affinity_config.as_ref().and_then(|config| config.client_ip.as_ref());
-    let seconds = config.and_then(|config| config.timeout_seconds).unwrap_or(AFFINITY_SECONDS);
-    if (1..=MOST_AFFINITY_SECONDS).contains(&seconds) {
-        return Some(seconds as u32);
-    }
-    let config_at = at.field("sessionAffinityConfig");
-    let client_at = config_at.field("clientIP");
-    wrong.push(client_at.field("timeoutSeconds").invalid(FieldProblem::AffinitySeconds(seconds)));
-    Some(AFFINITY_SECONDS as u32)
 }
 
 /// Converts an EndpointSlice. One of another `addressType` than an IP family has no endpoints.

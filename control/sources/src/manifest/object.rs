@@ -25,7 +25,6 @@ enum ManifestKind {
     ClusterNetworkPolicy,
     Service,
     EndpointSlice,
-    EndpointSliceV1Beta1,
 }
 
 impl ManifestKind {
@@ -149,7 +148,6 @@ impl DocumentReader<'_> {
             }
             ("Service", "v1") => ManifestKind::Service,
             ("EndpointSlice", "discovery.k8s.io/v1") => ManifestKind::EndpointSlice,
-            ("EndpointSlice", "discovery.k8s.io/v1beta1") => ManifestKind::EndpointSliceV1Beta1,
             ("EndpointSlice", version) if version.starts_with("discovery.k8s.io/") => {
                 return unread("discovery.k8s.io/v1");
             }
@@ -187,9 +185,6 @@ impl DocumentReader<'_> {
             }
             ManifestKind::EndpointSlice => self.typed(&tree, kind, |o: &discovery::EndpointSlice| {
                 whole(convert::endpoint_slice(o)).map(Object::EndpointSlice)
-            }),
-            ManifestKind::EndpointSliceV1Beta1 => self.typed(&tree, kind, |o: &convert::V1Beta1EndpointSlice| {
-                whole(convert::v1beta1_endpoint_slice(o.clone())).map(Object::EndpointSlice)
             }),
         }?;
         let origin = self.origin(&tree);

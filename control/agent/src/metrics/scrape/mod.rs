@@ -177,7 +177,7 @@ impl Scrape {
             limits: refused(view),
             rules: view.usage.ages(jiff::Timestamp::now()),
             refused_files: view.source.refused_files(),
-            source: view.source.followed().iter().map(|kind| (kind, view.source.of(kind))).collect(),
+            source: ObjectKind::ALL.into_iter().map(|kind| (kind, view.source.of(kind))).collect(),
             config_rejected: view.rejected.is_some(),
             stale: view.stale,
             uptime: Instant::now().saturating_duration_since(view.started),

@@ -14,15 +14,14 @@ use rustc_hash::FxHashMap;
 use super::converted::ConvertedObject;
 use super::events::{Problem, Problems};
 use super::fail_closed::Interpretation;
+use crate::ObjectKind;
 use crate::health::Versions;
-use crate::{FollowedKinds, ObjectKind};
 
 /// Deleted objects remembered for each kind, so that a late event does not bring one back.
 const DELETED_KEPT: usize = 10_000;
 
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Store {
-    followed: FollowedKinds,
     kinds: [KindObjects; ObjectKind::ALL.len()],
     /// Changes not yet sent, with their sequence number.
     unsent: FxHashMap<ObjectRef, (u64, ObjectChange)>,
@@ -71,12 +70,6 @@ struct Deleted {
 }
 
 impl Store {
-    /// A store of these kinds that knows nothing yet.
-    pub(super) fn new(followed: FollowedKinds) -> Self {
-        let (kinds, unsent, hasher, problems, versions, sent) = Default::default();
-        Self { followed, kinds, unsent, sequence: 0, hasher, started: false, versions, sent, problems }
-    }
-
     /// Starts a list of all objects of a kind. Discards an incomplete one.
     pub(super) fn begin_list(&mut self, kind: ObjectKind) {
         self.kinds[kind as usize].list = Some(FxHashMap::default());
@@ -182,9 +175,9 @@ impl Store {
         true
     }
 
-    /// The followed kinds not listed yet.
+    /// The kinds not listed yet.
     pub(super) fn awaited(&self) -> Vec<ObjectKind> {
-        self.followed.iter().filter(|&kind| !self.kinds[kind as usize].is_listed).collect()
+        ObjectKind::ALL.into_iter().filter(|&kind| !self.kinds[kind as usize].is_listed).collect()
     }
 
     /// The number of objects of a kind, and how many of them are not fully understood.
@@ -194,7 +187,7 @@ impl Store {
     }
 
     /// The changes not yet sent: deletions, then namespaces, nodes, pods, policies, Services and EndpointSlices, each in order
-    /// of arrival. `None` without changes, or until all followed kinds are listed; the first result has all objects and may be empty.
+    /// of arrival. `None` without changes, or until all kinds are listed; the first result has all objects and may be empty.
     pub(super) fn take(&mut self) -> Option<Vec<ObjectChange>> {
         if !self.awaited().is_empty() || (self.started && self.unsent.is_empty()) {
             return None;

@@ -20,7 +20,7 @@ fn namespace(name: &str, version: u64) -> ConvertedObject {
 
 /// A store of which all kinds have been listed, the namespaces of `list` among them.
 fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<ObjectChange>) {
-    let mut store = Store::new(FollowedKinds::All);
+    let mut store = Store::default();
     let mut list = Some(list);
     for kind in ObjectKind::ALL {
         assert_eq!(store.take(), None, "nothing is sent before all kinds are listed");
@@ -35,19 +35,8 @@ fn listed(list: impl IntoIterator<Item = ConvertedObject>) -> (Store, Vec<Object
 }
 
 #[test]
-fn kinds_that_are_not_followed_are_not_awaited() {
-    let mut store = Store::new(FollowedKinds::WithoutEndpointSlices);
-    for kind in FollowedKinds::WithoutEndpointSlices.iter() {
-        assert_eq!(store.take(), None, "nothing is sent before {kind:?} is listed");
-        store.begin_list(kind);
-        store.end_list(kind);
-    }
-    assert_eq!((store.awaited(), store.take()), (Vec::new(), Some(Vec::new())));
-}
-
-#[test]
 fn a_version_goes_with_its_changes_or_behind_them() {
-    let mut store = Store::new(FollowedKinds::All);
+    let mut store = Store::default();
     let pods = ObjectKind::Pod as usize;
     assert_eq!(store.advance(ObjectKind::Pod, 4), 0);
     assert_eq!(store.take_versions(), None, "not all kinds are listed");
