@@ -41,8 +41,8 @@ build-arm64: setup ## The same for arm64, from x86-64, in target/arm64/aarch64-u
 
 # What measures: the benchmarks' programs, and the daemon that they start.
 .PHONY: build-bench
-build-bench: build ## The programs of the benchmarks too: demo, report, peers, smoke, soak, visits
-	$(CARGO) build --release --locked -p penstock-bench --bins
+build-bench: setup ## The programs of the benchmarks too: demo, report, peers, smoke, soak, visits
+	$(CARGO) build --release --locked -p penstock -p penstock-kubectl -p penstock-cni -p penstock-bench --bins
 
 # The daemon and the demo as the tests build them: quick to compile, and each frame is accounted for.
 .PHONY: demo

@@ -16,7 +16,7 @@ use netlink::{Message, Request, Socket, attributes};
 pub const PREFIX: &str = "penstock_";
 
 /// Tests set this variable of the environment, so that programs are filters also where the kernel has tcx.
-const FORCED: &str = "PENSTOCK_FORCE_CLSACT";
+const FORCED: &str = "FORCE_CLSACT";
 
 /// Whether a test wants filters where the kernel has tcx.
 pub fn are_forced() -> bool {

@@ -252,7 +252,7 @@ impl PeerTestbed {
     /// Ends the daemon and starts it again: the time until it is ready.
     pub fn restart(&mut self) -> Result<Duration> {
         let Peer::Penstock { sections, .. } = &self.peer else { bail!("this peer is no daemon") };
-        let config = daemon_config(&self.manifests, &self.scratch, "full", sections, self.cores);
+        let config = daemon_config(&self.manifests, &self.scratch, sections, self.cores);
         match std::mem::replace(&mut self.running, RunningPeer::Rules) {
             RunningPeer::Penstock(daemon) => drop(daemon.stop()?),
             _ => bail!("the daemon has not started"),
@@ -448,10 +448,12 @@ fn start(
     let rules = |description: String| (RunningPeer::Rules, description);
     match peer {
         Peer::Penstock { enforces, sections } => {
-            let mode = if *enforces { "full" } else { "forward" };
-            let config = daemon_config(manifests, scratch, mode, sections, cores);
+            let mut config = daemon_config(manifests, scratch, sections, cores);
+            if !enforces {
+                config.environment.push(("FORWARD_ONLY".to_owned(), "1".to_owned()));
+            }
             // The huge pages are taken when the daemon starts. Afterwards the pool may shrink again.
-            let pages = sections.contains("huge_pages = \"auto\"").then(HugePages::reserve).transpose()?;
+            let pages = sections.contains("huge pages").then(HugePages::reserve).transpose()?;
             let daemon = Daemon::start(namespace, &config)?;
             pages.map(HugePages::were_taken).transpose()?;
             Ok((RunningPeer::Penstock(Box::new(daemon)), format!("version {}", env!("CARGO_PKG_VERSION"))))

@@ -89,27 +89,17 @@ impl Peer {
 
     /// Whether it busy-polls, so that it must be stopped while another peer is measured.
     pub(super) fn always_polls(&self) -> bool {
-        match self {
-            Self::OpenVSwitch | Self::Testpmd => true,
-            Self::Penstock { sections, .. } => sections.contains("busy"),
-            _ => false,
-        }
+        matches!(self, Self::OpenVSwitch | Self::Testpmd)
     }
 }
 
 /// Settings of a worker that shares its core, which it has by default where each core has one.
-const SHARES_ITS_CORE: &str = "workers priority = \"realtime\"\nworkers spin = \"0s\"\n";
+const SHARES_ITS_CORE: &str = "workers priority = \"realtime\"\n";
 
 /// A line of a peer's sections: the programs open no connection by themselves.
-const WITHOUT_REPEATS: &str = "key repeat_answers = false\n";
+const WITHOUT_REPEATS: &str = "environment WITHOUT_REPEATS\n";
 
-pub(super) fn daemon_config(
-    manifests: &Path,
-    scratch: &ScratchDir,
-    mode: &str,
-    sections: &str,
-    cores: Cores,
-) -> DaemonConfig {
+pub(super) fn daemon_config(manifests: &Path, scratch: &ScratchDir, sections: &str, cores: Cores) -> DaemonConfig {
     let mut config = DaemonConfig::new(NODE, manifests);
     let mut conntrack = String::new();
     config.admin = Some(scratch.path().join("admin.sock"));
@@ -130,7 +120,7 @@ pub(super) fn daemon_config(
             Some(("capture", _)) => {
                 capture = format!("[capture]\nsocket = \"{}\"\n", capture_socket(scratch).display())
             }
-            Some(("key", line)) => config.keys += &format!("{line}\n"),
+            Some(("environment", name)) => config.environment.push((name.to_owned(), "1".to_owned())),
             Some(("offload", value)) => config.offload = value == "true",
             Some(("conntrack", line)) => conntrack += &format!("{line}\n"),
             _ => {}
@@ -141,7 +131,7 @@ pub(super) fn daemon_config(
         conntrack = format!("entries = {CONNECTIONS}\nquota = {CONNECTIONS}\n");
     }
     config.conntrack = format!("mapping = \"off\"\n{conntrack}");
-    config.sections = format!("[workers]\n{workers}[umem]\n{umem}[dataplane]\nmode = \"{mode}\"\n{capture}");
+    config.sections = format!("[workers]\n{workers}[umem]\n{umem}{capture}");
     config
 }
 

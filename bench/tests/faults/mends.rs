@@ -384,7 +384,7 @@ fn every_mend_of_the_programs_occurs_exactly_once() {
 #[ignore = "takes a minute for each mutant; make test-long runs it"]
 fn each_mend_that_is_taken_out_of_the_programs_is_found() {
     let source = Source::new("mends");
-    let nothing = run(&[("PENSTOCK_TCX_OBJECT", PathBuf::from("/dev/null"))], Fuzzer("offload: true"));
+    let nothing = run(&[("TCX_OBJECT", PathBuf::from("/dev/null"))], Fuzzer("offload: true"));
     let is_replaceable =
         matches!(nothing, Outcome::Broken(printed) if printed.contains("the daemon did not get ready"));
     assert!(is_replaceable, "the daemon is built without --features replaceable-programs: no mutant is loaded");

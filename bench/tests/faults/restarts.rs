@@ -44,18 +44,22 @@ fn no_packet_reaches_a_pod_between_a_kill_and_the_next_start() {
     }
 }
 
+/// The first worker panics two seconds after the daemon is ready.
+const PANICS: (&str, &str) = ("WORKER_PANICS_AFTER", "2000");
+
 /// A fixture in which `pod-1` admits only `pod-0`, with these further settings.
-fn only_pod_0(pods_of_it: u8, sections: &str) -> Fixture {
+fn only_pod_0(pods_of_it: u8, sections: &str, environment: &[(&str, &str)]) -> Fixture {
     let only = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
     Fixture::of(&(pods(pods_of_it) + &policy("only", "pod-1", only)), |_, config| {
         config.offload = false;
         config.sections.push_str(sections);
+        config.environment = environment.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect();
     })
 }
 
 #[test]
 fn a_worker_that_panics_ends_the_daemon_and_pods_stay_closed() {
-    let mut fixture = only_pod_0(3, "[debug]\nworker_panics_after = \"2s\"\n");
+    let mut fixture = only_pod_0(3, "", &[PANICS]);
     let epoch = Instant::now();
     let to = SocketAddr::new(fixture.site("test/pod-1").address(false).unwrap(), 7000);
     let sniffer = Sniffer::start(fixture.site("test/pod-1"), to);
@@ -73,7 +77,7 @@ fn a_worker_that_panics_ends_the_daemon_and_pods_stay_closed() {
     assert!(line.contains("died") && line.contains("restart"), "{line}");
     std::thread::sleep(Duration::from_millis(500));
     let starts = epoch.elapsed();
-    fixture.change_config(|config| config.sections = config.sections.replace("2s", "1h"));
+    fixture.change_config(|config| config.environment.clear());
     fixture.restart();
     std::thread::sleep(Duration::from_millis(300));
     let sent = streams.map(Stream::stop);
@@ -90,7 +94,7 @@ fn a_worker_that_panics_ends_the_daemon_and_pods_stay_closed() {
 
 #[test]
 fn with_fail_mode_open_a_worker_panic_leaves_pods_to_the_kernel() {
-    let fixture = only_pod_0(3, "[fail]\nmode = \"open\"\n[debug]\nworker_panics_after = \"2s\"\n");
+    let fixture = only_pod_0(3, "[fail]\nmode = \"open\"\n", &[PANICS]);
     let status = fixture.daemon.wait_until_ended(Duration::from_secs(20)).unwrap();
     assert_eq!(status.code(), Some(1), "{status}");
     let denied = (fixture.site("test/pod-2"), fixture.target("test/pod-1", false));
@@ -147,7 +151,7 @@ fn with_fail_mode_open_traffic_passes_within_100_ms_of_a_kill() {
 /// Shortest time after a kill until traffic passes.
 fn fail_open() -> Duration {
     // Enough pods that the kernel takes half a second to close the process' descriptors.
-    let mut fixture = only_pod_0(12, "[fail]\nmode = \"open\"\n");
+    let mut fixture = only_pod_0(12, "[fail]\nmode = \"open\"\n", &[]);
     let epoch = Instant::now();
     let (mut before_it_was_gone, mut soonest) = (0, Duration::MAX);
     for v6 in [false, true] {

@@ -135,7 +135,8 @@ fn pods_reach_what_their_resolver_says() {
         state = config.manifests.parent().unwrap().join("run");
         config.conntrack = format!("mapping = \"{}/conntrack\"\nentries = 4096\n", state.display());
         let resolver = world.as_ref().unwrap().addresses[0];
-        config.sections += &format!("[domain_names]\nresolvers = [\"{resolver}\"]\nmin_ttl = \"1s\"\n");
+        config.sections += &format!("[domain_names]\nresolvers = [\"{resolver}\"]\n");
+        config.environment.push(("MIN_TTL".into(), "1000".into()));
     });
     let World { outside, addresses: [v4, v6], .. } = world.as_ref().unwrap();
     let pod = fixture.site("test/pod-0").clone();

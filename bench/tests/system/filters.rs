@@ -18,7 +18,7 @@ const CLASSIFYING: &str = "protocol all u32 match u32 0 0 flowid 1:1";
 const DIVERTING: &str = "protocol all u32 match u32 0 0 action mirred egress redirect dev sent";
 
 fn by_filters(config: &mut DaemonConfig) {
-    config.environment.push(("PENSTOCK_FORCE_CLSACT".into(), "1".into()));
+    config.environment.push(("FORCE_CLSACT".into(), "1".into()));
 }
 
 /// `test/pod-1` takes TCP 8080 of `test/pod-0` alone, and sends nothing.

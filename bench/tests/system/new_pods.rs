@@ -107,7 +107,7 @@ fn a_new_pod_unknown_to_the_source_starts_closed() {
 #[test]
 fn without_a_daemon_a_new_pod_starts_closed_at_once() {
     // As tcx links, and as the filters that kernels before Linux 6.6 have.
-    for forced in [None, Some(("PENSTOCK_FORCE_CLSACT".to_owned(), "1".to_owned()))] {
+    for forced in [None, Some(("FORCE_CLSACT".to_owned(), "1".to_owned()))] {
         let mut fixture = Fixture::of(&pods(2), |_, config| config.environment.extend(forced));
         fixture.stop();
         let (output, took) = add(&mut fixture, 60);

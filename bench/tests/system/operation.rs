@@ -33,13 +33,17 @@ struct AdminFixture {
 
 impl AdminFixture {
     fn start(yaml: &str, sections: &str) -> Self {
+        Self::start_with(yaml, |config| config.sections.push_str(sections))
+    }
+
+    fn start_with(yaml: &str, change: impl FnOnce(&mut DaemonConfig)) -> Self {
         let files = ScratchDir::new().unwrap();
         let socket = files.path().join("admin.sock");
-        let sections = sections.replace("FILES", &files.path().display().to_string());
         let fixture = Fixture::of(yaml, |_, config| {
             config.admin = Some(socket.clone());
             config.metrics = Some(METRICS);
-            config.sections.push_str(&sections);
+            change(config);
+            config.sections = config.sections.replace("FILES", &files.path().display().to_string());
         });
         Self { fixture, socket, files }
     }
@@ -500,6 +504,26 @@ fn sighup_applies_what_can_change_and_reports_what_cannot() {
     let logged = daemon.log().wait_for_after(seen, "all settings stay", LIMIT).unwrap();
     assert!(logged.contains("node = 7"), "{logged}");
     assert!(open.status().in_force);
+}
+
+#[test]
+fn status_shows_the_rings_that_the_kernel_has() {
+    for (memory, entries) in [("8MiB", 1024), ("64MiB", 4096)] {
+        let open = AdminFixture::start_with(&pods(1), |config| {
+            config.sections = config.sections.replace("64MiB", memory);
+        });
+        let status = open.status();
+        let shown: Vec<u64> = status.ports.iter().map(|port| port.queue.size.into()).filter(|&it| it > 0).collect();
+        assert!(!shown.is_empty() && shown.iter().all(|&size| size == entries), "{memory}: {shown:?}");
+        // The kernel's rings are mapped: the longest have 16 bytes for each entry, behind a head in the first page.
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", status.process)).unwrap();
+        let rings = maps.lines().filter(|line| line.contains("socket:["));
+        let length = |line: &str| {
+            let (from, to) = line.split_once(' ').unwrap().0.split_once('-').unwrap();
+            u64::from_str_radix(to, 16).unwrap() - u64::from_str_radix(from, 16).unwrap()
+        };
+        assert_eq!(rings.map(length).max(), Some(16 * entries + 4096), "{memory}: {maps}");
+    }
 }
 
 #[test]

@@ -3,7 +3,7 @@
 
 use jiff::Timestamp;
 
-use crate::config::{ConfigError, ConfigLayers, LoadedConfig, TableMapping};
+use crate::config::{ConfigErrors, ConfigLayers, LoadedConfig, TableMapping};
 use crate::state_file::{Identity, StateFile, StateFileError};
 
 const VERSION: u32 = 2;
@@ -31,7 +31,7 @@ pub enum LastGoodError {
     #[error(transparent)]
     File(#[from] FileError),
     #[error("the last good configuration is refused, too: {0}")]
-    Config(#[from] ConfigError),
+    Config(#[from] ConfigErrors),
 }
 
 /// Why a file of the state directory is not used.

@@ -12,12 +12,15 @@ use serde::{Deserialize, Serialize};
 
 use crate::config::Config;
 use crate::state_file::{Identity, KeptFile, StateFile, StateFileError};
+use crate::testing;
 
 /// How often the file is written at most, if something has changed.
 pub(super) const INTERVAL: Duration = Duration::from_secs(1);
 /// How long names of the last run wait for their pods.
 const PATIENCE: Duration = Duration::from_secs(600);
 const VERSION: u32 = 1;
+/// An answer counts for at least this long, also if its TTL is shorter: for clients that try one address after the other.
+const MIN_TTL: Duration = Duration::from_secs(60);
 /// Suffix of the file, after the name of the connection table's file.
 pub(super) const SUFFIX: &str = ".names";
 
@@ -48,7 +51,7 @@ impl LearntNamesFile {
             let identity = Identity::new("learnt names", VERSION, config.node.as_str(), boot);
             StateFile::beside(&config.conntrack.mapping, SUFFIX, identity)
         });
-        Some(Self::of(file, config.domain_names.min_ttl.duration()))
+        Some(Self::of(file, testing::min_ttl().unwrap_or(MIN_TTL)))
     }
 
     fn of(file: Option<StateFile>, least: Duration) -> Self {

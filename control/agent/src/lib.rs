@@ -57,6 +57,7 @@ mod signals;
 mod state_file;
 mod subscribers;
 mod table_builder;
+mod testing;
 mod trial;
 mod unix_socket;
 mod verdicts;
@@ -142,7 +143,7 @@ pub fn run(layers: &ConfigLayers, mode: StartMode) -> Result<(), RunError> {
             logging::start(&loaded.config.log);
             run_or_last_good(layers, &loaded, mode)
         }
-        Err(error) => run_last_good(layers, None, vec![error.to_string()], mode),
+        Err(errors) => run_last_good(layers, None, errors.lines(), mode),
     };
     logging::finish();
     ended
@@ -173,7 +174,7 @@ fn run_last_good(
         Ok(Some(found)) if refused.is_none_or(|refused| refused.values != found.loaded.values) => found,
         Ok(_) => return Err(RunError::BadInput(reasons)),
         // The mistake is in the environment or the command line, which the last good configuration has from now.
-        Err(LastGoodError::Config(error)) if reasons == [error.to_string()] => {
+        Err(LastGoodError::Config(errors)) if reasons == errors.lines() => {
             return Err(RunError::BadInput(reasons));
         }
         Err(error) => return Err(RunError::BadInput(reasons.into_iter().chain([error.to_string()]).collect())),

@@ -42,11 +42,13 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let source = if args.offline { CheckedSource::Manifests } else { CheckedSource::Any };
     let errors = match layers.load() {
         Ok(loaded) => checked(&file, &loaded, source, args.or_last_good)?,
-        Err(error) if args.or_last_good => {
-            print(&[PreflightFinding { level: Level::Error, line: error.to_string() }])?;
-            1
+        Err(errors) if args.or_last_good => {
+            let findings = errors.lines().into_iter().map(|line| PreflightFinding { level: Level::Error, line });
+            let findings: Vec<_> = findings.collect();
+            print(&findings)?;
+            findings.len()
         }
-        Err(error) => return Err(Failure::bad_input(error)),
+        Err(errors) => return Err(Failure::BadInput(errors.lines())),
     };
     if errors == 0 {
         return Ok(());

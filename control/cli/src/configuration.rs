@@ -20,10 +20,10 @@ pub(super) struct ConfigArgs {
 impl ConfigArgs {
     /// The layers, not read yet.
     pub(super) fn layers(&self) -> Result<ConfigLayers, Failure> {
-        ConfigLayers::new(&self.config, &self.settings).map_err(Failure::bad_input)
+        ConfigLayers::new(&self.config, &self.settings).map_err(|errors| Failure::BadInput(errors.lines()))
     }
 
     pub(super) fn load(&self) -> Result<LoadedConfig, Failure> {
-        self.layers()?.load().map_err(Failure::bad_input)
+        self.layers()?.load().map_err(|errors| Failure::BadInput(errors.lines()))
     }
 }

@@ -1,5 +1,6 @@
 //! The command as its users run it, without a daemon. One test program, since each would link the same.
 
+mod ceilings;
 mod commands;
 mod crates;
 mod learn;

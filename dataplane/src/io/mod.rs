@@ -20,5 +20,5 @@ pub(crate) use fill::FillTarget;
 pub(crate) use gso::{GsoPort, GsoSocket, GsoSockets};
 pub(crate) use interface::longest_frame;
 pub use interface::{InterfaceFacts, Offloads, has_ipv4_address, largest_mtu, takes_long_packets};
-pub use umem::{HugePages, Pages, Umem, UmemConfig};
+pub use umem::{Pages, Umem, UmemConfig};
 pub(crate) use xsk::{Kick, XskQueue, XskStatistics};

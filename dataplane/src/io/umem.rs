@@ -13,15 +13,6 @@ use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
 
 use super::{FramePool, UmemError};
 
-/// Whether the UMEM uses huge pages.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum HugePages {
-    /// If enough are free; [`Umem::pages`] reports it.
-    #[default]
-    Auto,
-    Never,
-}
-
 /// The kind of pages that the UMEM uses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pages {
@@ -39,7 +30,6 @@ pub struct UmemConfig {
     pub ring_size: u32,
     /// Whether its sockets take packets of several frames.
     pub long_packets: bool,
-    pub huge_pages: HugePages,
 }
 
 const HUGE_PAGE: u64 = 2 << 20;
@@ -123,8 +113,7 @@ impl Umem {
             .expect("the sizes were checked");
         let count = NonZeroU32::new(config.frames).expect("the number of frames was checked");
         // munmap(2) requires whole huge pages, so a size that is not a multiple cannot use them.
-        if config.huge_pages == HugePages::Auto
-            && config.bytes().is_multiple_of(HUGE_PAGE)
+        if config.bytes().is_multiple_of(HUGE_PAGE)
             && let Ok((xsk, frames)) = xsk_rs::Umem::new(built, count, true)
         {
             return Ok((xsk, frames, Pages::Huge));

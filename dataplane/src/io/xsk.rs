@@ -59,14 +59,13 @@ pub(crate) struct XskQueue {
 
 impl XskQueue {
     /// Creates a socket, binds it to a queue of an interface in the calling thread's network namespace, and puts its
-    /// first frames into the fill ring. One wake-up shall send `budget` packets.
+    /// first frames into the fill ring.
     pub(crate) fn open(
         umem: &Umem,
         interface: &str,
         queue: u32,
         slot: QueueSlot,
         patience: Duration,
-        budget: u32,
     ) -> Result<Self, PortError> {
         let ring_size = umem.config().ring_size;
         let pool = umem.pool();
@@ -96,7 +95,7 @@ impl XskQueue {
         };
         // A child process must not keep the socket, and with it its frames, after it was closed here.
         let _ = fcntl(this.as_fd(), FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
-        this.raise_budget(budget);
+        this.raise_budget();
         let wanted = fill_target.allowed(pool.available()) as usize;
         let frames: Vec<FrameDesc> = std::iter::from_fn(|| pool.take_for(slot)).take(wanted).collect();
         // SAFETY: the frames belong to this UMEM and were free until now.
@@ -124,11 +123,11 @@ impl XskQueue {
 
     /// Lets one wake-up send more than 32 packets if the kernel has the option (Linux 6.17), and enlarges the send
     /// buffer accordingly. Without it everything is sent too, with more wake-ups.
-    fn raise_budget(&self, budget: u32) {
+    fn raise_budget(&self) {
         const XDP_MAX_TX_SKB_BUDGET: i32 = 9;
         let sndbuf = self.ring_size.saturating_mul(4096).min(i32::MAX as u32);
         let _ = self.set_option(libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, sndbuf);
-        let _ = self.set_option(libc::SOL_XDP, XDP_MAX_TX_SKB_BUDGET, budget.clamp(32, self.ring_size));
+        let _ = self.set_option(libc::SOL_XDP, XDP_MAX_TX_SKB_BUDGET, self.ring_size.min(1024));
     }
 
     fn set_option(&self, level: i32, option: i32, value: u32) -> io::Result<()> {
@@ -231,6 +230,11 @@ impl XskQueue {
         let Some(gso) = &self.sender else { return false };
         // SAFETY: as above.
         gso.send(joined, frames.iter().map(|frame| unsafe { umem.bytes(frame) })).is_ok()
+    }
+
+    /// Entries of each of its rings.
+    pub(crate) fn ring_size(&self) -> u32 {
+        self.ring_size
     }
 
     /// Frames in the TX ring that the kernel has not taken yet.

@@ -16,22 +16,28 @@ use crate::conntrack::Timestamp;
 use crate::forward::{Forwarding, PathPorts, PortId, PortKind};
 use crate::packet::{Address, ETHERNET_LEN, Flow, Packet, Protocol, TcpFlags, TcpSegment, Transport};
 
+/// Whether packets of a connection that a policy change revokes are answered.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[cfg_attr(feature = "settings", derive(serde::Serialize, serde::Deserialize, schemars::JsonSchema))]
+#[cfg_attr(feature = "settings", serde(rename_all = "lowercase"))]
 pub enum OnRevoke {
+    /// Its packets are dropped.
     #[default]
     Drop,
-    /// Its ends are notified: TCP ends by a RST; senders of other protocols by the ICMP error "administratively
-    /// prohibited".
+    /// Its packets are dropped, and answered: both ends of a TCP connection get a RST, other senders an ICMP error.
     Reset,
 }
 
 /// The answer to a packet that policy does not let open a connection.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[cfg_attr(feature = "settings", derive(serde::Serialize, serde::Deserialize, schemars::JsonSchema))]
+#[cfg_attr(feature = "settings", serde(rename_all = "lowercase"))]
 pub enum OnDeny {
-    /// It is dropped without a reply: its sender tries again until it gives up.
+    /// None: the client waits until it gives up, for TCP some two minutes.
     #[default]
+    #[cfg_attr(feature = "settings", serde(rename = "none"))]
     Drop,
-    /// A sender in the cluster gets a RST, or the ICMP error "administratively prohibited".
+    /// A RST for TCP, otherwise an ICMP error (administratively prohibited): the client fails at once.
     Reject,
 }
 

@@ -5,30 +5,13 @@ use std::time::Duration;
 
 use super::{Priority, WaitingPackets};
 use crate::conntrack;
-use crate::io::{HugePages, takes_long_packets};
+use crate::io::takes_long_packets;
 use crate::pipeline::{OriginalSources, PipelineMode};
 use crate::reply::ReplySettings;
 
 /// A CPU core by the kernel's number, as in `/proc/cpuinfo`.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct CoreId(pub usize);
-
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Polling {
-    /// Spins for this long after the last packet, then sleeps until the next.
-    Adaptive {
-        /// Spin time; zero sleeps immediately.
-        spin: Duration,
-    },
-    /// Always spins: lowest latency, 100 % of a core each.
-    Busy,
-}
-
-impl Default for Polling {
-    fn default() -> Self {
-        Self::Adaptive { spin: Duration::from_micros(50) }
-    }
-}
 
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -40,19 +23,15 @@ pub struct Config {
     pub frame_size: u32,
     /// Entries of each ring of a queue: a power of two.
     pub ring_size: u32,
-    /// Maximum packets of a queue that the kernel sends per wake-up, if it supports the option (Linux 6.17); otherwise,
-    /// and if this is lower, 32. Everything is sent in any case, with more wake-ups.
-    pub tx_budget: u32,
     /// Whether consecutive TCP segments that were received together and leave on the same port are sent as one GSO
     /// packet, if the port has one queue.
     pub gso: bool,
     /// Whether workers take packets of several frames; [`takes_long_packets`] of the kernel.
     pub long_packets: bool,
-    /// Whether the UMEM uses huge pages.
-    pub huge_pages: HugePages,
     /// The cores that workers are pinned to, one each.
     pub cores: Vec<CoreId>,
-    pub polling: Polling,
+    /// How long a worker spins without a packet before it sleeps; zero sleeps immediately.
+    pub spin: Duration,
     /// Scheduling priority of workers, if permitted.
     pub priority: Priority,
     pub connections: conntrack::Config,
@@ -73,12 +52,10 @@ impl Default for Config {
             frames: 16_384,
             frame_size: 2048,
             ring_size: 1024,
-            tx_budget: 1024,
             gso: true,
             long_packets: takes_long_packets(),
-            huge_pages: HugePages::Auto,
             cores: vec![CoreId(0)],
-            polling: Polling::default(),
+            spin: Duration::from_micros(50),
             priority: Priority::default(),
             connections: conntrack::Config::default(),
             mode: PipelineMode::Full,

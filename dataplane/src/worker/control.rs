@@ -149,7 +149,7 @@ impl PortControl {
         joins: bool,
         patience: Duration,
     ) -> Result<(XskQueue, OpenQueue), PortError> {
-        let bound = XskQueue::open(&self.shared.umem, interface, queue, slot, patience, self.shared.tx_budget);
+        let bound = XskQueue::open(&self.shared.umem, interface, queue, slot, patience);
         let opened = bound.and_then(|socket| {
             let again = socket.as_fd().try_clone_to_owned().map_err(|source| PortError::Kernel {
                 interface: interface.to_owned(),

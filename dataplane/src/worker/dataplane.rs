@@ -100,7 +100,6 @@ impl Dataplane {
             frame_size: config.frame_size,
             ring_size: config.ring_size,
             long_packets: config.long_packets,
-            huge_pages: config.huge_pages,
         })?;
         let connections = Arc::new(ConnTable::new(&config.connections)?);
         let grace = connections.is_shared().then(|| GraceThreads::start(&connections));
@@ -435,7 +434,6 @@ fn share(umem: Umem, config: &Config) -> Result<WorkerShared, UmemError> {
     let inboxes: Result<Vec<WorkerInbox>, _> = (0..workers).map(|_| WorkerInbox::new()).collect();
     Ok(WorkerShared {
         umem,
-        tx_budget: config.tx_budget,
         gso: config.gso,
         waiting: config.waiting.clone(),
         snapshot: Arc::new(ArcSwap::from_pointee(Snapshot::default())),
@@ -469,8 +467,8 @@ fn spawn<P: Processor>(
     let ThreadArguments { index, core, commands, begun, ending } = thread;
     let failed = |source| StartError::Thread { worker: index, source };
     let priority = config.priority;
-    let worker = Worker::new(index, shared.clone(), processor, commands, config.polling)
-        .map_err(|error| failed(error.into()))?;
+    let worker =
+        Worker::new(index, shared.clone(), processor, commands, config.spin).map_err(|error| failed(error.into()))?;
     let body = move || {
         let is_pinned = core_affinity::set_for_current(core_affinity::CoreId { id: core.0 });
         let priority = raise_priority(priority);

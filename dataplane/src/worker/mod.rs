@@ -36,7 +36,7 @@ mod verdicts;
 mod waiting;
 
 pub use capture::{Capture, CaptureFilter, CaptureQueue, CapturedPacket, CapturedPod};
-pub use config::{Config, CoreId, Polling};
+pub use config::{Config, CoreId};
 pub use dataplane::{Dataplane, available_cores};
 pub use error::{StartError, WorkerDied};
 pub use histogram::Histogram;

@@ -2,15 +2,21 @@
 
 use nix::libc;
 
+/// Scheduling priority of the workers.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Default)]
+#[cfg_attr(feature = "settings", derive(serde::Serialize, serde::Deserialize, schemars::JsonSchema))]
+#[cfg_attr(feature = "settings", serde(rename_all = "lowercase"))]
 pub enum Priority {
+    #[cfg_attr(feature = "settings", serde(skip))]
     Ordinary,
-    /// Nice -20, relative to threads of its own control group. Other groups get their share of the core in slices of a
-    /// few milliseconds, which queues can buffer.
+    /// Before the other threads of its control group.
+    //
+    // Nice -20. Other groups get their share of the core in slices of a few milliseconds, which queues can buffer.
     #[default]
     Nice,
-    /// SCHED_RR at the lowest real-time priority: before all ordinary threads, like the kernel's own packet processing. Such a
-    /// worker leaves them a tenth of its core.
+    /// Before all ordinary threads, to which a worker leaves a tenth of its core.
+    //
+    // SCHED_RR at the lowest real-time priority, like the kernel's own packet processing.
     RealTime,
 }
 

@@ -10,6 +10,7 @@ use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use xsk_rs::FrameDesc;
 
+use super::Priority;
 use super::core_sharing::CoreSharing;
 use super::early::{self, EarlyPacket, EarlyPackets};
 use super::inbox::Command;
@@ -21,7 +22,6 @@ use super::shared::WorkerShared;
 use super::spin::Spin;
 use super::state::{PollIteration, WorkerState};
 use super::waiting;
-use super::{Polling, Priority};
 use crate::batch::{BATCH, Frames};
 use crate::conntrack::Timestamp;
 use crate::forward::PortId;
@@ -52,7 +52,7 @@ pub(super) struct Worker<P> {
     commands: Receiver<Command>,
     epoll: Epoll,
     /// `None`: it never sleeps.
-    spin: Option<Spin>,
+    spin: Spin,
     moderation: Moderation,
     /// For a worker with real-time priority.
     core_sharing: Option<CoreSharing>,
@@ -78,23 +78,19 @@ impl<P: Processor> Worker<P> {
         shared: Arc<WorkerShared>,
         processor: P,
         commands: Receiver<Command>,
-        polling: Polling,
+        spin: Duration,
     ) -> Result<Self, Errno> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         epoll.add(shared.inboxes[index].wake_fd(), EpollEvent::new(EpollFlags::EPOLLIN, WAKE))?;
         let snapshot = Cache::new(shared.snapshot.clone());
         let state = WorkerState::new(index, shared.clone());
         let verdicts = [Verdict::Drop(DropReason::NotReady); BATCH];
-        let spin = match polling {
-            Polling::Adaptive { spin } => Some(Spin::new(spin)),
-            Polling::Busy => None,
-        };
         let early = EarlyPackets::new(longest_frame(shared.umem.config().frame_size));
         Ok(Self {
             path: PacketPath { state, processor, snapshot, verdicts, long: LongPacket::new(), early },
             commands,
             epoll,
-            spin,
+            spin: Spin::new(spin),
             moderation: Moderation::default(),
             core_sharing: None,
             shared,
@@ -143,22 +139,19 @@ impl<P: Processor> Worker<P> {
             }
             if iteration.busy {
                 self.moderation.received(iteration.received);
-                if let Some(spin) = &mut self.spin {
-                    spin.received(now.duration_since(last_busy));
-                }
+                self.spin.received(now.duration_since(last_busy));
                 last_busy = now;
                 busy_since = Some(now);
                 stalled_sleep = STALLED_SLEEP.0;
                 continue;
             }
             self.path.state.counters().empty_rounds.add(1);
-            match &mut self.spin {
-                Some(spin) if spin.is_over(now.duration_since(last_busy)) => {
-                    spin.slept();
-                    self.sleep(if iteration.stalled { stalled_sleep } else { self.longest_sleep() });
-                    stalled_sleep = (2 * stalled_sleep).min(STALLED_SLEEP.1);
-                }
-                _ => std::hint::spin_loop(),
+            if self.spin.is_over(now.duration_since(last_busy)) {
+                self.spin.slept();
+                self.sleep(if iteration.stalled { stalled_sleep } else { self.longest_sleep() });
+                stalled_sleep = (2 * stalled_sleep).min(STALLED_SLEEP.1);
+            } else {
+                std::hint::spin_loop();
             }
         }
     }

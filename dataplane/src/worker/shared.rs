@@ -14,7 +14,6 @@ use crate::io::Umem;
 #[derive(Debug)]
 pub(super) struct WorkerShared {
     pub(super) umem: Umem,
-    pub(super) tx_budget: u32,
     pub(super) gso: bool,
     pub(super) waiting: Option<WaitingPackets>,
     pub(super) snapshot: Arc<ArcSwap<Snapshot>>,

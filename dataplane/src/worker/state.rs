@@ -321,6 +321,7 @@ impl WorkerState {
             port: queue.port,
             receiving: queue.xsk.in_fill(),
             sending: queue.xsk.outstanding(),
+            ring: queue.xsk.ring_size(),
         };
         HeldFrames { cached: self.cache.len() as u32, queues: self.queues.iter().flatten().map(depth).collect() }
     }

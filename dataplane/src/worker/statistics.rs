@@ -195,6 +195,8 @@ pub struct QueueDepth {
     pub receiving: u32,
     /// Passed to the kernel for sending and not yet completed.
     pub sending: u32,
+    /// Entries of each of its rings.
+    pub ring: u32,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]

@@ -10,8 +10,7 @@ use libbpf_rs::libbpf_sys::API_HEADERS;
 const TCX: &str = "tcx.bpf.c";
 const XDP: &str = "redirect.bpf.c";
 /// Objects of the programs, the variables of the environment that name them, and arguments of the compiler, as in `xdp-redirect/build.rs`.
-const OBJECTS: [(&str, &str, &[&str]); 2] =
-    [(TCX, "PENSTOCK_TCX_OBJECT", &["-mcpu=v3"]), (XDP, "PENSTOCK_REDIRECT_OBJECT", &[])];
+const OBJECTS: [(&str, &str, &[&str]); 2] = [(TCX, "TCX_OBJECT", &["-mcpu=v3"]), (XDP, "REDIRECT_OBJECT", &[])];
 
 /// The folder of the programs' source.
 pub(crate) fn sources() -> PathBuf {

@@ -161,8 +161,13 @@ impl Namespace {
         setns(&self.inner.file, CloneFlags::CLONE_NEWNET).expect("a namespace that is held open can be entered");
     }
 
+    /// A command inside. It does not get the variables of tests, which would be unknown settings to a daemon.
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
+        let of_tests = std::env::vars_os().map(|(name, _)| name);
+        of_tests.filter(|name| name.to_string_lossy().starts_with("PENSTOCK_")).for_each(|name| {
+            command.env_remove(name);
+        });
         let file = self.inner.file.clone();
         let enter = move || setns(&file, CloneFlags::CLONE_NEWNET).map_err(std::io::Error::from);
         // SAFETY: between fork and exec the closure makes one system call on a descriptor that it owns; it

@@ -182,7 +182,7 @@ impl DaemonView<'_> {
                         .flat_map(|outcomes| outcomes.iter())
                         .map(|(name, count)| (name.to_string(), count))
                         .collect(),
-                    queue: queue(counters.port, &depths.queues, self.config.umem.ring_size.entries()),
+                    queue: queue(counters.port, &depths.queues),
                 }
             })
             .collect()
@@ -321,10 +321,10 @@ fn kernel_drops(kernel: &KernelDrops) -> BTreeMap<String, u64> {
     kernel.iter().filter(|(_, count)| *count > 0).map(|(name, count)| (name.to_owned(), count)).collect()
 }
 
-fn queue(port: PortId, depths: &[QueueDepth], ring: u32) -> types::RingDepth {
+fn queue(port: PortId, depths: &[QueueDepth]) -> types::RingDepth {
     depths.iter().filter(|depth| depth.port == port).fold(types::RingDepth::default(), |sum, depth| types::RingDepth {
         receiving: sum.receiving + depth.receiving,
         sending: sum.sending + depth.sending,
-        size: sum.size + ring,
+        size: sum.size + depth.ring,
     })
 }

@@ -37,6 +37,9 @@ pub(super) const INTERVAL: Duration = Duration::from_millis(5);
 /// How often the client hears of the capture, without packets too.
 const PROGRESS: Duration = Duration::from_secs(1);
 const WAITING_CHUNKS: usize = 8;
+/// Packets that wait for the reader of a capture; more are lost to the capture. Each takes as many bytes as the capture keeps of a
+/// packet, while it runs.
+const WAITING_PACKETS: usize = 4096;
 /// Chunks that are made in one round, to keep the daemon's loop responsive.
 const CHUNKS_PER_ROUND: usize = 4;
 /// Connections whose rules are remembered.
@@ -100,7 +103,7 @@ impl RunningCapture {
     ///
     /// # Errors
     /// A part of the query is not understood, or beyond a limit.
-    pub(super) fn new(query: &CaptureQuery, queue: u32) -> Result<(Self, CaptureChunks), String> {
+    pub(super) fn new(query: &CaptureQuery) -> Result<(Self, CaptureChunks), String> {
         let snap_length = limited(query.snap_length, "snap length", MIN_SNAP_LENGTH, MAX_SNAP_LENGTH)?;
         let seconds = limited(query.seconds, "seconds", 1, MAX_SECONDS)?;
         let now = Instant::now();
@@ -108,7 +111,7 @@ impl RunningCapture {
         let running = Self {
             filter: filter(query)?,
             pod: query.pod.as_deref().map(pod).transpose()?,
-            queue: Arc::new(CaptureQueue::new(queue as usize, snap_length as usize)),
+            queue: Arc::new(CaptureQueue::new(WAITING_PACKETS, snap_length as usize)),
             known_pod: None,
             packets: limited(query.packets, "packets", 1, MAX_PACKETS)?,
             bytes: limited(query.bytes, "bytes", 1, MAX_BYTES)?,
@@ -450,7 +453,7 @@ mod tests {
     use super::*;
 
     fn refused(query: CaptureQuery) -> String {
-        RunningCapture::new(&query, 16).err().expect("a query that is refused")
+        RunningCapture::new(&query).err().expect("a query that is refused")
     }
 
     #[test]
@@ -484,7 +487,7 @@ mod tests {
         let web = ObjectKey { namespace: "shop".into(), name: "web".into() };
         let here: IpAddr = "10.0.0.1".parse().unwrap();
         let pod_of = |address: IpAddr| (address == here).then(|| web.clone());
-        let ports = |query: CaptureQuery| RunningCapture::new(&query, 16).unwrap().0.ports(pod_of);
+        let ports = |query: CaptureQuery| RunningCapture::new(&query).unwrap().0.ports(pod_of);
         let pod = || Some("shop/web".to_owned());
         let of_pod = CapturedPorts::Pod(web.clone());
         let default = CaptureQuery::default;
@@ -500,7 +503,7 @@ mod tests {
     #[tokio::test]
     async fn a_capture_ends_at_its_limits_and_says_which() {
         let query = CaptureQuery { seconds: Some(1), ..CaptureQuery::default() };
-        let (mut running, mut chunks) = RunningCapture::new(&query, 16).unwrap();
+        let (mut running, mut chunks) = RunningCapture::new(&query).unwrap();
         let config =
             Config::parse("node = \"node-1\"\n[source]\nmanifests = \"/m\"\n", Path::new("/etc/penstock.toml"));
         running.begun(&config.unwrap(), MidStreamPickup::Always);

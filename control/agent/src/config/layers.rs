@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use toml::{Table, Value};
 
-use super::read::{ConfigError, ConfigText, Override};
-use super::{Config, KEYS};
+use super::Config;
+use super::read::{ConfigError, ConfigErrors, ConfigText, Override};
 
 /// Prefix of environment variables.
 const PREFIX: &str = "PENSTOCK_";
@@ -37,7 +37,7 @@ pub struct LoadedConfig {
 impl ConfigLayers {
     /// The file at `path`, over it this process's environment, and over that `settings`, each `KEY=VALUE` with a dot
     /// after the section, as in `umem.memory=1GiB`.
-    pub fn new(path: &Path, settings: &[String]) -> Result<Self, ConfigError> {
+    pub fn new(path: &Path, settings: &[String]) -> Result<Self, ConfigErrors> {
         // Names and values that are not UTF-8 cannot be settings.
         let text =
             std::env::vars_os().filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
@@ -50,7 +50,7 @@ impl ConfigLayers {
         path: &Path,
         environment: &[(String, String)],
         settings: &[String],
-    ) -> Result<Self, ConfigError> {
+    ) -> Result<Self, ConfigErrors> {
         let mut overrides: Vec<Override> =
             environment.iter().filter_map(|(name, value)| from_environment(name, value)).collect();
         for setting in settings {
@@ -64,14 +64,14 @@ impl ConfigLayers {
     }
 
     /// Reads the file and applies the other layers.
-    pub fn load(&self) -> Result<LoadedConfig, ConfigError> {
+    pub fn load(&self) -> Result<LoadedConfig, ConfigErrors> {
         let text = fs::read_to_string(&self.file)
             .map_err(|error| ConfigError::Unreadable { path: self.file.clone(), error })?;
         self.parse(&text)
     }
 
     /// The same for a file with this text.
-    pub(crate) fn parse(&self, text: &str) -> Result<LoadedConfig, ConfigError> {
+    pub(crate) fn parse(&self, text: &str) -> Result<LoadedConfig, ConfigErrors> {
         let text = ConfigText { path: &self.file, text, overrides: &self.overrides };
         let file = text.table()?;
         let mut values = file.clone();
@@ -108,12 +108,12 @@ impl ConfigLayers {
 
 impl Config {
     /// Reads and validates the file at `path` alone.
-    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+    pub fn load(path: &Path) -> Result<Self, ConfigErrors> {
         ConfigLayers::file_only(path).load().map(|loaded| loaded.config)
     }
 
     /// Validates `text` as if read from `path`: relative paths in it start at `path`'s directory.
-    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigErrors> {
         ConfigLayers::file_only(path).parse(text).map(|loaded| loaded.config)
     }
 }
@@ -131,13 +131,19 @@ fn set(table: &mut Table, path: &[String], value: Value) {
     }
 }
 
-/// A variable is a setting if it has a section or names a top-level key. Others with the prefix are not ours: a cluster
-/// sets `PENSTOCK_PORT` and the like in pods beside a Service of that name.
+/// Each variable with the prefix is a setting, except those that a kubelet sets in each pod for a Service with such a name.
 fn from_environment(name: &str, value: &str) -> Option<Override> {
     let key = name.strip_prefix(PREFIX)?.to_ascii_lowercase();
     let path: Vec<String> = key.split("__").map(str::to_owned).collect();
-    let known = path.iter().all(|part| !part.is_empty()) && (path.len() > 1 || KEYS.contains(&key.as_str()));
-    known.then(|| Override { origin: name.to_owned(), path, value: parse_value(value) })
+    (!is_service_link(&key)).then(|| Override { origin: name.to_owned(), path, value: parse_value(value) })
+}
+
+/// Whether a kubelet names a variable like this: `PENSTOCK_SERVICE_HOST`, `PENSTOCK_SERVICE_PORT_HTTP`, `PENSTOCK_PORT`,
+/// `PENSTOCK_PORT_9469_TCP_ADDR` (pkg/kubelet/envvars/envvars.go).
+fn is_service_link(key: &str) -> bool {
+    let key = format!("_{key}");
+    let of_port = key.rsplit_once("_port_").is_some_and(|(_, rest)| rest.starts_with(|c: char| c.is_ascii_digit()));
+    key.ends_with("_service_host") || key.contains("_service_port") || key.ends_with("_port") || of_port
 }
 
 fn from_flag(setting: &str) -> Result<Override, ConfigError> {
@@ -196,7 +202,7 @@ mod tests {
     const FILE: &str =
         "node = \"a\"\n[source]\nmanifests = \"/m\"\n[conntrack]\nentries = 2048\n[log]\nlevel = \"warn\"\n";
 
-    fn load(environment: &[(&str, &str)], settings: &[&str]) -> Result<LoadedConfig, ConfigError> {
+    fn load(environment: &[(&str, &str)], settings: &[&str]) -> Result<LoadedConfig, ConfigErrors> {
         let environment: Vec<_> =
             environment.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         let settings: Vec<String> = settings.iter().map(|&setting| setting.to_owned()).collect();
@@ -212,7 +218,9 @@ mod tests {
             ("PENSTOCK_WORKERS__CORES", "[0, 2]"),
             ("PENSTOCK_LOG__LEVEL", "debug"),
             ("PENSTOCK_SERVICE_HOST", "10.0.0.1"),
-            ("PENSTOCK_BIN", "/bin/penstock"),
+            ("PENSTOCK_SERVICE_PORT_HTTP", "80"),
+            ("PENSTOCK_PORT", "tcp://10.0.0.1:80"),
+            ("PENSTOCK_METRICS_PORT_9469_TCP_ADDR", "10.0.0.1"),
             ("HOME", "/root"),
         ];
         let config = load(&environment, &["log.level=error", "umem.memory = 64MiB"]).unwrap().config;
@@ -243,6 +251,8 @@ mod tests {
                 "PENSTOCK_UMEM__SIZE: umem.size: unknown key; remove it, or use one of",
             ),
             (&[("PENSTOCK_NOWHERE__SIZE", "3")], &[], "PENSTOCK_NOWHERE__SIZE: nowhere: unknown key; remove it"),
+            (&[("PENSTOCK_NODENAME", "b")], &[], "PENSTOCK_NODENAME: nodename: unknown key; remove it"),
+            (&[("PENSTOCK_UMEM_MEMORY", "1GiB")], &[], "PENSTOCK_UMEM_MEMORY: umem_memory: unknown key; remove it"),
             (&[], &["log.level=loud"], "--set log.level: log.level = \"loud\": unknown value; use one of \"error\""),
             (&[], &["log.level"], "--set log.level: not KEY=VALUE; write it such as"),
             (&[], &["=3"], "--set =3: not KEY=VALUE; write it such as"),

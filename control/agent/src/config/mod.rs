@@ -21,6 +21,7 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 use penstock_dataplane::conntrack;
+use penstock_dataplane::reply::{OnDeny, OnRevoke};
 use penstock_sources::Location;
 use penstock_sources::api_server::Access;
 use penstock_sources::convert::ConversionSettings;
@@ -30,13 +31,13 @@ use serde::{Deserialize, Serialize};
 pub use flow_records::{FlowRecords, OtlpEndpoint, RecordsFile};
 pub use layers::{ConfigLayers, LoadedConfig, changed_keys};
 pub use network::{Encapsulation, FromPods};
-pub use operation::{Admin, Capture, FaultInjection, Metrics, MetricsAddress, SocketPath, VerdictLog, VerdictOutput};
-pub use read::ConfigError;
+pub use operation::{Admin, Capture, Metrics, MetricsAddress, SocketPath, VerdictLog, VerdictOutput};
+pub use read::{ConfigError, ConfigErrors};
 pub use values::{
     Cores, FrameSize, InterfaceName, InterfacePattern, InvalidValue, MemorySize, MidstreamPickup, NodeName, Resolver,
-    RingSize, TableMapping, TaintKey, TimeSpan,
+    TableMapping, TaintKey, TimeSpan,
 };
-pub use workers::{HugePages, Polling, Priority, Umem, Workers};
+pub use workers::{Umem, Workers};
 
 /// The configuration of `penstock run`.
 #[derive(Clone, PartialEq, Eq, Debug, Deserialize, JsonSchema)]
@@ -56,11 +57,6 @@ pub struct Config {
     /// packets go through the workers. Only on x86-64.
     #[serde(default = "yes")]
     pub offload: bool,
-    /// With `offload`: whether the programs also open connections, each like one that a worker has opened: between the same addresses, to the
-    /// same port, under a policy that still allows it. Not while connections must meet a worker each: with `flow_records`, a trial, or
-    /// a verdict log of allowed ones.
-    #[serde(default = "yes")]
-    pub repeat_answers: bool,
     /// With `offload`: whether packets between pods and other machines pass the node's stack by.
     #[serde(default)]
     pub host_routing: HostRouting,
@@ -99,9 +95,6 @@ pub struct Config {
     /// The rules while no daemon runs.
     #[serde(default)]
     pub fail: Fail,
-    /// The packet path.
-    #[serde(default)]
-    pub dataplane: Dataplane,
     /// Log level and format.
     #[serde(default)]
     pub log: Log,
@@ -120,22 +113,7 @@ pub struct Config {
     /// Records of flows.
     #[serde(default)]
     pub flow_records: FlowRecords,
-    /// Fault injection.
-    #[serde(default)]
-    pub debug: FaultInjection,
 }
-
-/// The top-level keys that are not sections.
-const KEYS: [&str; 8] = [
-    "offload",
-    "host_routing",
-    "repeat_answers",
-    "node",
-    "node_addresses",
-    "service_cidrs",
-    "pod_interfaces",
-    "startup",
-];
 
 impl Config {
     /// How objects are read.
@@ -162,10 +140,8 @@ impl Config {
 pub struct Source {
     /// A directory of YAML and JSON manifests, watched with its subdirectories. Exactly one of `manifests`, `kubeconfig` and `in_cluster` is set.
     pub manifests: Option<PathBuf>,
-    /// A kubeconfig file: follow the API server that it names.
+    /// A kubeconfig file: follow the API server of its current context.
     pub kubeconfig: Option<PathBuf>,
-    /// A context of the kubeconfig. Default: its current context.
-    pub context: Option<String>,
     /// Whether to follow the API server of the cluster that this runs in, with the pod's service account.
     pub in_cluster: bool,
     /// The key of a taint of this machine's Node object, whatever its effect, that the daemon removes once policy is in effect on
@@ -178,9 +154,7 @@ impl Source {
     pub fn location(&self) -> Location {
         match (&self.manifests, &self.kubeconfig) {
             (Some(directory), _) => Location::Manifests(directory.clone()),
-            (None, Some(path)) => {
-                Location::ApiServer(Access::Kubeconfig { path: path.clone(), context: self.context.clone() })
-            }
+            (None, Some(path)) => Location::ApiServer(Access::Kubeconfig { path: path.clone(), context: None }),
             // `consistent` rejects a config without any of the three.
             (None, None) => Location::ApiServer(Access::InCluster),
         }
@@ -208,8 +182,6 @@ pub struct DomainNames {
     /// The DNS servers whose answers count: Services as `namespace/name`, addresses, and blocks of addresses. An address after `local:` counts only
     /// on nodes that have it.
     pub resolvers: Vec<Resolver>,
-    /// An answer counts for at least this long, also if its TTL is shorter: for clients that try one address after the other.
-    pub min_ttl: TimeSpan,
 }
 
 impl Default for DomainNames {
@@ -220,7 +192,6 @@ impl Default for DomainNames {
         Self {
             enabled: true,
             resolvers: resolvers.map(|text| Resolver::try_from(text.to_owned()).expect("a resolver")).to_vec(),
-            min_ttl: TimeSpan::microseconds(60_000_000),
         }
     }
 }
@@ -264,7 +235,7 @@ pub struct Fail {
     pub on_exit: OnExit,
     /// Directory of the pinned links, in bpffs. bpffs is mounted at `/sys/fs/bpf` if it is not.
     pub pins: PathBuf,
-    /// How long the programs go on opening connections (`repeat_answers`) when no daemon runs, with mode `closed`: under the last policy, and
+    /// How long the programs go on opening connections when no daemon runs, with mode `closed`: under the last policy, and
     /// for each pod a quarter of its share at most. At most `"5d"`; `"0s"`: not at all.
     pub repeat_answers: TimeSpan,
 }
@@ -382,54 +353,13 @@ impl Conntrack {
     }
 }
 
-/// Whether packets of a connection that a policy change revokes are answered.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum OnRevoke {
-    /// Its packets are dropped.
-    #[default]
-    Drop,
-    /// Its packets are dropped, and answered: both ends of a TCP connection get a RST, other senders an ICMP error.
-    Reset,
-}
-
 /// The answer to a denied connection (`[deny]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Deny {
     /// The answer to a packet of a pod or a node that policy does not let open a connection. Machines outside the cluster get none.
     /// A policy says otherwise for what it denies by the annotation `policy.penstock.dev/deny-answer`.
-    pub answer: DenyAnswer,
-}
-
-/// The answer to what policy denies.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum DenyAnswer {
-    /// None: the client waits until it gives up, for TCP some two minutes.
-    #[default]
-    None,
-    /// A RST for TCP, otherwise an ICMP error (administratively prohibited): the client fails at once.
-    Reject,
-}
-
-/// The packet path (`[dataplane]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct Dataplane {
-    /// How much of the packet path runs.
-    pub mode: Mode,
-}
-
-/// How much of the packet path runs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Deserialize, Serialize, JsonSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum Mode {
-    /// Policy, connection tracking, forwarding.
-    #[default]
-    Full,
-    /// Forwarding only, to measure it: **no policy is enforced**.
-    Forward,
+    pub answer: OnDeny,
 }
 
 /// Log level and format (`[log]`).

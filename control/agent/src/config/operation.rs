@@ -1,4 +1,4 @@
-//! Interfaces of a running daemon to its operator: `[admin]`, `[capture]`, `[metrics]`, `[verdict_log]`; and `[debug]`.
+//! Interfaces of a running daemon to its operator: `[admin]`, `[capture]`, `[metrics]`, `[verdict_log]`.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -9,7 +9,7 @@ use penstock_dataplane::worker::VerdictBudget;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use super::values::{InvalidValue, TimeSpan, invalid, written_as_text};
+use super::values::{InvalidValue, invalid, written_as_text};
 
 /// The admin API (`[admin]`).
 #[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
@@ -82,18 +82,11 @@ pub struct Capture {
     /// Path of the unix socket, at most 90 bytes, by which its owner alone gets copies of packets with what pods say to each
     /// other; or `"off"`.
     pub socket: SocketPath,
-    /// Packets that wait for the reader of a capture; more are lost to the capture. Each takes as many bytes as the capture
-    /// keeps of a packet, while it runs.
-    #[schemars(range(min = 1, max = MAX_CAPTURE_QUEUE))]
-    pub queue: u32,
 }
-
-/// Most packets that wait for the reader of a capture: 256 MiB of the longest frames.
-pub(super) const MAX_CAPTURE_QUEUE: u32 = 65_536;
 
 impl Default for Capture {
     fn default() -> Self {
-        Self { socket: SocketPath(None), queue: 4096 }
+        Self { socket: SocketPath(None) }
     }
 }
 
@@ -146,14 +139,6 @@ impl TryFrom<String> for MetricsAddress {
             },
         }
     }
-}
-
-/// Fault injection, for tests of what happens then (`[debug]`).
-#[derive(Clone, PartialEq, Eq, Debug, Default, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct FaultInjection {
-    /// How long after the daemon is ready the first worker panics, for tests. Default: never.
-    pub worker_panics_after: Option<TimeSpan>,
 }
 
 /// The log of single packets' verdicts (`[verdict_log]`).

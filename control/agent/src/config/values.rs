@@ -247,36 +247,6 @@ impl TryFrom<u32> for FrameSize {
     }
 }
 
-/// Entries of each of a queue's rings: a power of two (linux/if_xdp.h), here from 64 to 32768.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize, Serialize, JsonSchema)]
-#[serde(try_from = "u32")]
-#[schemars(extend("minimum" = 64, "maximum" = 32_768))]
-pub struct RingSize(u32);
-
-impl RingSize {
-    /// The number of entries.
-    pub const fn entries(self) -> u32 {
-        self.0
-    }
-}
-
-impl Default for RingSize {
-    fn default() -> Self {
-        Self(1024)
-    }
-}
-
-impl TryFrom<u32> for RingSize {
-    type Error = InvalidValue;
-
-    fn try_from(entries: u32) -> Result<Self, InvalidValue> {
-        match entries {
-            64..=32_768 if entries.is_power_of_two() => Ok(Self(entries)),
-            _ => Err(invalid!("not a power of two from 64 to 32768; set one, such as 1024")),
-        }
-    }
-}
-
 /// An amount of memory, written `256MiB`, `1GiB` or `4096KiB`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Deserialize)]
 #[serde(try_from = "String")]

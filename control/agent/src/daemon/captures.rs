@@ -20,7 +20,7 @@ impl Daemon<'_> {
         if let Some(abandoned) = self.operation.capture.take() {
             self.stop_capture(&abandoned);
         }
-        let (mut running, chunks) = RunningCapture::new(query, self.config.capture.queue)?;
+        let (mut running, chunks) = RunningCapture::new(query)?;
         if let Some(pod) = running.pod() {
             self.check_pod(pod)?;
         }

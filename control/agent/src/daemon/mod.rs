@@ -44,6 +44,7 @@ use super::trial::TrialFeed;
 use super::{RunError, StartMode, last_good, logging};
 use crate::discovery::{Events, Netlink, NetworkState, WorkerPairs, has_network_on};
 use crate::privileges;
+use crate::testing;
 use problem_log::ProblemLog;
 use source::{OpenedSource, first_objects, follow, node_writer, open_source};
 pub(super) use start::clear_pins;
@@ -481,14 +482,10 @@ impl<'a> Daemon<'a> {
         for ticks in [&mut reconcile, &mut heartbeat, &mut keep_names] {
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         }
-        let mut fault = self.config.debug.worker_panics_after.map(|after| Instant::now() + after.duration());
+        testing::inject_faults(&self.dataplane);
         loop {
             tokio::select! {
                 biased;
-                () = tokio::time::sleep_until(fault.unwrap_or_else(Instant::now).into()), if fault.is_some() => {
-                    fault = None;
-                    self.dataplane.kill_worker(0);
-                }
                 signal = signals.next() => match signal {
                     Signal::Terminate(name) => {
                         tracing::info!(signal = name, "ending");

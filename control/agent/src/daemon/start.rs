@@ -6,28 +6,25 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
 
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::unistd::{Pid, gettid};
 use penstock_dataplane::conntrack::{KernelMapFds, KernelMaps, TableMemory};
 use penstock_dataplane::io::takes_long_packets;
 use penstock_dataplane::packet::{Address, Flow, Protocol};
-use penstock_dataplane::pipeline::{self, OriginalSources};
-use penstock_dataplane::reply::{self, OnDeny, ReplySettings};
+use penstock_dataplane::pipeline::{OriginalSources, PipelineMode};
 use penstock_dataplane::worker::{self, CoreId, Dataplane, StartError, WaitingPackets};
 use penstock_xdp_redirect::{
     ConnectionMaps, LoadError, MAX_TCX_PORTS, PinError, Pins, ServiceAddresses, TcxOptions, TcxPrograms,
     TranslatedSources, WaitingArray, quietly,
 };
 
-use crate::config::{
-    Config, DenyAnswer, FailMode, HugePages, Mode, OnRevoke, Polling, Priority, TableMapping, TimeSpan,
-};
+use crate::config::{Config, FailMode, TableMapping};
 use crate::connections::{self, ClearingJobs, map_sizes};
 use crate::discovery::{Netlink, NetworkState, WorkerPairError, WorkerPairs};
 use crate::publisher::Publisher;
 use crate::settings::Settings;
+use crate::testing;
 use crate::trial::{TrialContext, TrialFeed};
 use crate::{RunError, logging, privileges};
 
@@ -44,11 +41,8 @@ pub(super) fn log_start(settings: &Settings<'_>) {
         "penstock {} starts",
         env!("CARGO_PKG_VERSION")
     );
-    if config.dataplane.mode == Mode::Forward {
-        tracing::warn!("dataplane.mode = \"forward\": NO POLICY IS ENFORCED; use this for benchmarks only");
-    }
-    if let Some(after) = config.debug.worker_panics_after {
-        tracing::warn!("debug.worker_panics_after: a worker will panic after {:?}", after.duration());
+    if settings.mode == PipelineMode::ForwardOnly {
+        tracing::warn!("FORWARD_ONLY: NO POLICY IS ENFORCED; use this for benchmarks only");
     }
 }
 
@@ -183,7 +177,7 @@ pub(super) async fn open_programs(
             None => load_tcx(settings, workers.len(), &maps).map_err(RunError::bad_input)?,
         };
         let tcx = tcx.with_pins(pins);
-        watch_filters(&tcx, priority(settings))?;
+        watch_filters(&tcx, settings.priority)?;
         tcx.set_pairs(&indices, &cpus).map_err(RunError::failed)?;
         Ok(tcx)
     };
@@ -218,7 +212,7 @@ fn load_tcx(settings: &Settings<'_>, workers: usize, maps: &SharedMaps) -> Resul
         sources: Some(maps.sources.clone()),
         services: Some(maps.services.clone()),
         host_routing: settings.routes_past_stack(),
-        waiting: Some((maps.waiting.clone(), share_of_pod(settings))),
+        waiting: Some((maps.waiting.clone(), settings.share_of_pod)),
     };
     let load = |options: &TcxOptions| TcxPrograms::load(options, maps.connections.as_ref());
     if !options.host_routing {
@@ -317,99 +311,27 @@ fn start_dataplane(settings: &Settings<'_>, maps: &SharedMaps) -> Result<Datapla
     let config = settings.config;
     let mut connections = config.conntrack.settings(config.fail.mode).map_err(RunError::bad_input)?;
     connections.ended = config.flow_records.queue();
-    connections.repeats = config.repeat_answers.then(|| config.fail.repeat_answers.duration());
+    connections.repeats = testing::repeats().then(|| config.fail.repeat_answers.duration());
     if let Some(maps) = &maps.connections {
         let [table, tags, entries, uses] = maps.descriptors().map_err(RunError::failed)?;
         connections.memory = TableMemory::Kernel(KernelMaps(Arc::new(KernelMapFds { table, tags, entries, uses })));
     }
     let parameters = worker::Config {
-        frames: config.umem.frame_count(),
-        frame_size: config.umem.frame_size.bytes(),
-        ring_size: ring_size(settings),
-        huge_pages: match config.umem.huge_pages {
-            HugePages::Auto => penstock_dataplane::io::HugePages::Auto,
-            HugePages::Never => penstock_dataplane::io::HugePages::Never,
-        },
-        cores: settings.worker_cores().iter().map(|&core| CoreId(core.into())).collect(),
-        polling: match config.workers.polling {
-            Polling::Adaptive => worker::Polling::Adaptive { spin: spin(settings) },
-            Polling::Busy => worker::Polling::Busy,
-        },
-        priority: priority(settings),
-        tx_budget: config.workers.send_budget,
-        gso: config.workers.gso,
-        long_packets: takes_long_packets(),
-        connections,
-        replies: replies(config),
         sources: Some(Arc::new(NotedSources(maps.sources.clone()))),
         waiting: Some(maps.waiting()?),
-        mode: match config.dataplane.mode {
-            Mode::Full => pipeline::PipelineMode::Full,
-            Mode::Forward => pipeline::PipelineMode::ForwardOnly,
-        },
-        ..Default::default()
+        ..settings.dataplane(connections)
     };
-    // Where only the default asks for more, a control group without real-time scheduling is nothing to warn of.
-    let wanted = if config.workers.priority == Priority::Auto { worker::Priority::Nice } else { parameters.priority };
     let dataplane = Dataplane::start(parameters).map_err(|error| match error {
         StartError::Thread { .. } | StartError::Grace(_) => RunError::failed(error),
         _ => RunError::bad_input(error),
     })?;
     let (has, reason) =
         (dataplane.priority(), "CAP_SYS_NICE, or a control group with real-time scheduling, is missing");
-    if has < wanted {
-        tracing::warn!(?wanted, ?has, "other threads may delay the workers, and packets be lost meanwhile: {reason}");
+    if has < settings.least_priority {
+        tracing::warn!(wanted = ?settings.least_priority, ?has, "other threads may delay the workers, and packets be lost meanwhile: {reason}");
     }
     Ok(dataplane)
 }
-
-/// The priority that a worker asks for. One that shares its core with pods is woken for their first packets, and would wait for a slice
-/// of whoever computes there.
-fn priority(settings: &Settings<'_>) -> worker::Priority {
-    match settings.config.workers.priority {
-        Priority::RealTime => worker::Priority::RealTime,
-        Priority::Auto if settings.serves_each_core => worker::Priority::RealTime,
-        Priority::Auto | Priority::Nice => worker::Priority::Nice,
-    }
-}
-
-/// Which drops get a reply.
-fn replies(config: &Config) -> ReplySettings {
-    ReplySettings {
-        on_revoke: match config.conntrack.on_revoke {
-            OnRevoke::Drop => reply::OnRevoke::Drop,
-            OnRevoke::Reset => reply::OnRevoke::Reset,
-        },
-        on_deny: match config.deny.answer {
-            DenyAnswer::None => OnDeny::Drop,
-            DenyAnswer::Reject => OnDeny::Reject,
-        },
-    }
-}
-
-/// How long a worker spins at first. One that shares its core with pods leaves it to them.
-fn spin(settings: &Settings<'_>) -> Duration {
-    let default = if settings.serves_each_core { Duration::ZERO } else { SPIN };
-    settings.config.workers.spin.map_or(default, TimeSpan::duration)
-}
-
-/// The spin time of workers with cores of their own.
-const SPIN: Duration = Duration::from_micros(50);
-
-/// Entries of a ring. A worker's pair carries the packets of all pods: it may fill a third of the frames.
-fn ring_size(settings: &Settings<'_>) -> u32 {
-    let config = settings.config;
-    config.umem.ring_size.entries().max(1 << (config.umem.frame_count() / 3).clamp(1, PAIR_RING).ilog2())
-}
-
-/// Most packets of one pod that wait in the workers' pairs. Where programs forward established connections, few packets need a
-/// worker, and the others wait the less for them. Otherwise a pod's bulk transfers go through a pair.
-fn share_of_pod(settings: &Settings<'_>) -> u32 {
-    ring_size(settings) / if settings.offloads() { 16 } else { 4 }
-}
-
-/// Most entries of a pair's ring that are not configured.
-const PAIR_RING: u32 = 4096;
 
 /// Moves these threads, and those that they start later, off the workers' cores if other cores are usable. On a
 /// worker's core a thread of ordinary priority gets a hundredth of the time under load: replacing 10,000 policies took
@@ -438,10 +360,10 @@ fn other_threads() -> Vec<Pid> {
 /// come. Otherwise the largest of the pods' interfaces, at least 1500, at most what a frame holds.
 fn pair_mtu(settings: &Settings<'_>, netstate: &NetworkState) -> u32 {
     if takes_long_packets() {
-        return settings.longest_packet();
+        return settings.longest_packet;
     }
     let behind = netstate.behind();
     let pods = behind.values().filter_map(|index| netstate.links.get(index)).filter(|link| link.veth);
     let largest = pods.map(|link| link.mtu).chain([1500]).max().unwrap_or(1500);
-    largest.min(settings.longest_packet())
+    largest.min(settings.longest_packet)
 }

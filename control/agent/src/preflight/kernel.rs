@@ -4,14 +4,15 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use penstock_xdp_redirect::{MINIMUM_KERNEL, TranslatedSources, panics_on_sends, reads_connections};
 
 use super::{PreflightFinding, bpffs, effective_capabilities};
-use crate::config::{Config, FailMode, OnExit};
+use crate::config::{FailMode, OnExit};
 use crate::privileges;
+use crate::settings::Settings;
 
 /// CAP_IPC_LOCK: exempt from RLIMIT_MEMLOCK.
 const IPC_LOCK: u32 = 14;
 
 /// All kernel checks; without privileges the version only, since the others would fail for that alone.
-pub(super) fn findings(config: &Config, permitted: bool) -> Vec<PreflightFinding> {
+pub(super) fn findings(settings: &Settings<'_>, permitted: bool) -> Vec<PreflightFinding> {
     let release = nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned());
     let release = release.unwrap_or_default();
     let mut findings = vec![version(&release)];
@@ -20,13 +21,12 @@ pub(super) fn findings(config: &Config, permitted: bool) -> Vec<PreflightFinding
         return findings;
     }
     findings.extend(masqueraded(reads_connections() && workers_read_sources()));
-    if config.fail.mode == FailMode::Closed || config.fail.on_exit == OnExit::Keep {
+    if settings.config.fail.mode == FailMode::Closed || settings.config.fail.on_exit == OnExit::Keep {
         findings.push(bpffs::finding(effective_capabilities() >> super::SYS_ADMIN & 1 == 1));
     }
-    let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.bytes());
     let limit = getrlimit(Resource::RLIMIT_MEMLOCK).map_or(RLIM_INFINITY, |(soft, _)| soft);
     let unlimited = effective_capabilities() >> IPC_LOCK & 1 == 1 || limit == RLIM_INFINITY;
-    findings.push(memlock(frames, (!unlimited).then_some(limit)));
+    findings.push(memlock(settings.umem_bytes(), (!unlimited).then_some(limit)));
     findings
 }
 

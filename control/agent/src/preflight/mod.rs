@@ -78,7 +78,7 @@ pub(super) fn machine(settings: &Settings<'_>) -> Vec<PreflightFinding> {
         Err(line) => PreflightFinding::error(line),
     });
     findings.push(memory(settings, available_memory()));
-    findings.extend(kernel::findings(config, permitted));
+    findings.extend(kernel::findings(settings, permitted));
     findings.extend(source(&config.source.location()));
     findings
 }
@@ -241,10 +241,9 @@ fn available_memory() -> Option<u64> {
 
 fn memory(settings: &Settings<'_>, available: Option<u64>) -> PreflightFinding {
     let config = settings.config;
-    let frames = u64::from(config.umem.frame_count()) * u64::from(config.umem.frame_size.bytes());
     // Programs that forward packets count them in a record of their own, and need more of the table in one piece.
     let connections = u64::from(config.conntrack.entries) * if settings.offloads() { 118 } else { 82 };
-    let needed = (frames + connections) >> 20;
+    let needed = (settings.umem_bytes() + connections) >> 20;
     match available.map(|bytes| bytes >> 20) {
         Some(available) if available < needed => PreflightFinding::error(format!(
             "umem and conntrack: need {needed} MiB, but only {available} MiB available; lower umem.memory or conntrack.entries"

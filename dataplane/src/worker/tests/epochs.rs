@@ -27,7 +27,7 @@ fn a_snapshot_is_in_effect_on_sleeping_workers_at_once() {
 #[test]
 fn a_worker_that_never_sleeps_reports_its_epoch_every_iteration() {
     in_namespace(|| {
-        let dataplane = start(Config { polling: Polling::Busy, ..config(&[0]) });
+        let dataplane = start(Config { spin: NEVER_SLEEPS, ..config(&[0]) });
         for epoch in 1..50 {
             dataplane.publish(snapshot(epoch));
             wait_until("in effect", || dataplane.in_force() == [Epoch(epoch)]);

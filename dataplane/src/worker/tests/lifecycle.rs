@@ -105,7 +105,7 @@ fn idle_workers_sleep_and_busy_ones_do_not() {
         );
         drop(pair);
 
-        let dataplane = start(Config { polling: Polling::Busy, ..config(&[0]) });
+        let dataplane = start(Config { spin: NEVER_SLEEPS, ..config(&[0]) });
         thread::sleep(Duration::from_millis(50));
         let statistics = dataplane.statistics();
         assert_eq!(statistics.workers[0].sleeps, 0);
@@ -117,7 +117,7 @@ fn idle_workers_sleep_and_busy_ones_do_not() {
 fn a_busy_realtime_worker_shares_its_core() {
     in_namespace(|| {
         for (priority, leaves) in [(Priority::RealTime, true), (Priority::Nice, false)] {
-            let dataplane = start(Config { polling: Polling::Busy, priority, ..config(&[0]) });
+            let dataplane = start(Config { spin: NEVER_SLEEPS, priority, ..config(&[0]) });
             assert_eq!(dataplane.priority(), priority);
             wait_until("it has run for some periods", || {
                 let worker = dataplane.statistics().workers[0].clone();

@@ -72,6 +72,9 @@ fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
+/// A spin time that no test outlasts.
+const NEVER_SLEEPS: Duration = Duration::from_secs(3600);
+
 /// A small dataplane with one worker per given core.
 fn config(cores: &[usize]) -> Config {
     Config {

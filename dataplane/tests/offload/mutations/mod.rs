@@ -158,7 +158,7 @@ fn every_mutated_part_of_the_programs_occurs_exactly_once() {
 #[ignore = "tests each broken version of the programs: some minutes"]
 fn the_tests_fail_for_each_broken_condition_of_the_programs() {
     let source = Source::new("mutations");
-    let nothing = run(&[("PENSTOCK_TCX_OBJECT", Path::new("/dev/null").to_owned())], &[MAPPED]);
+    let nothing = run(&[("TCX_OBJECT", Path::new("/dev/null").to_owned())], &[MAPPED]);
     assert!(
         matches!(nothing, Outcome::NotLoaded(_)),
         "built without --features replaceable-programs: no mutant is loaded"
