@@ -27,9 +27,9 @@ drop_reasons! {
     Truncated = "truncated",
     /// Invalid header field: version, header length, total length or source address.
     Malformed = "malformed",
-    /// Neither IPv4 nor IPv6; the XDP program passes these to the kernel, so a worker should not receive them.
+    /// Neither IPv4 nor IPv6; the programs pass these to the kernel, so a worker should not receive them.
     NotIp = "not_ip",
-    /// VLAN-tagged; the XDP program drops these on pods' ports, so a worker should not receive them. The kernel would
+    /// VLAN-tagged; the programs drop these on pods' ports, so a worker should not receive them. The kernel would
     /// treat VLAN 0 as untagged.
     VlanTag = "vlan_tag",
     /// Too many IPv6 extension headers, or an unknown one.
@@ -81,15 +81,13 @@ drop_reasons! {
     Fragment = "fragment",
     /// No port leads to the destination.
     NoPort = "no_port",
-    /// The TX ring of its egress port is full.
+    /// The TX ring of the worker's pair is full.
     TxRingFull = "tx_ring_full",
-    /// The hand-off queue to the worker that owns the egress port is full.
-    HandOffFull = "hand_off_full",
     /// Its port was closed while it was in transit.
     PortGone = "port_gone",
-    /// The port is known, but its pod or policies are not yet. At a pod's veth, by tcx: no worker serves the pod yet, or any more.
+    /// The port is known, but its pod or policies are not yet. At a pod's veth, by a program: no worker serves the pod yet, or any more.
     NotReady = "not_ready",
-    /// By a program: the queue of an AF_XDP program has no socket. The program drops the packet, or passes it, as `fail.mode` says.
+    /// By a program: no process serves the workers' sockets. The program drops the packet, or passes it, as `fail.mode` says.
     NoSocket = "no_socket",
     /// By a program: ARP or neighbour discovery in which the pod claims another's address or acts as a router.
     ForgedNeighbour = "forged_neighbour",

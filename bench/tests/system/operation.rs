@@ -149,9 +149,9 @@ fn status_flows_and_metrics_match_the_packets() {
         assert_eq!(pod.connections > 0, name == "test/pod-0", "who opens a connection has it: {pod:?}");
         let port = status.ports.iter().find(|port| port.pod.as_deref() == Some(name)).unwrap();
         assert!(port.rate.rx_packets > 100.0 && port.total.tx_bytes > 100_000, "{port:?}");
-        // The socket is that of the worker's pair.
-        let queue = &status.ports.iter().find(|port| port.kind == "pair").unwrap().queue;
-        assert!(queue.receiving > 0 && queue.size >= queue.receiving, "{queue:?}");
+    }
+    for worker in &status.workers {
+        assert!(worker.rings.receiving > 0 && worker.rings.size >= worker.rings.receiving, "{worker:?}");
     }
     assert_eq!(status.drops.get("ingress_denied"), Some(&3), "three attempts: {:?}", status.drops);
     let frames = status.frames;

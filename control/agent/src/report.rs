@@ -67,12 +67,11 @@ fn port_rows(
 }
 
 fn worker_rows(statistics: &DataplaneStatistics) -> Vec<Vec<String>> {
-    let mut rows = vec![["WORKER", "BATCHES", "HANDED OVER", "JOINED", "SLEEPS", "AWAKE"].map(str::to_owned).to_vec()];
+    let mut rows = vec![["WORKER", "BATCHES", "JOINED", "SLEEPS", "AWAKE"].map(str::to_owned).to_vec()];
     for (worker, counters) in statistics.workers.iter().enumerate() {
         rows.push(vec![
             worker.to_string(),
             counters.batches.to_string(),
-            counters.handed_over.to_string(),
             counters.joined.to_string(),
             counters.sleeps.to_string(),
             format!("{:.1} %", counters.awake_share() * 100.0),

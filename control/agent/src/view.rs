@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use penstock_admin::capture::CaptureCounts;
 use penstock_dataplane::Epoch;
-use penstock_dataplane::worker::{Dataplane, QueueDepths};
+use penstock_dataplane::worker::{Dataplane, RingDepths};
 use penstock_sources::SourceHealth;
 
 use crate::capture::RunningCapture;
@@ -49,7 +49,7 @@ pub(crate) struct DaemonView<'a> {
 /// Counters of the kernel and the workers. Reading them may take a moment.
 pub(crate) struct LiveCounters {
     pub(crate) sample: CounterSample,
-    pub(crate) depths: QueueDepths,
+    pub(crate) depths: RingDepths,
     pub(crate) ports: Vec<PortOutcomes>,
 }
 

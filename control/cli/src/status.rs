@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use penstock_admin::table::align_columns;
 use penstock_admin::types::{
     CaptureStatus, ConnectionLimitStatus, FlowRecordsStatus, HostRoutingStatus, NamesStatus, NotEnforced, PodStatus,
-    PortStatus, StaleObjects, Status,
+    PortStatus, RingDepth, StaleObjects, Status,
 };
 use penstock_text::number::{json, percent, short, uptime};
 
@@ -165,10 +165,10 @@ fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {
 }
 
 fn workers(status: &Status) -> Vec<Vec<String>> {
-    let heading =
-        ["WORKER", "CORE", "IN FORCE", "BUSY", "AWAKE", "PACKETS/S", "PER BATCH", "POLL P50", "P99", "WAITING"];
+    let heading = ["WORKER", "CORE", "IN FORCE", "BUSY", "AWAKE", "PACKETS/S", "PER BATCH", "POLL P50", "P99", "RINGS"];
     let time = |seconds: Option<f64>| seconds.map_or_else(String::new, |seconds| format!("{:.1} us", seconds * 1e6));
     let rows = status.workers.iter().map(|worker| {
+        let RingDepth { receiving, sending, size } = worker.rings;
         vec![
             worker.worker.to_string(),
             worker.core.to_string(),
@@ -179,26 +179,15 @@ fn workers(status: &Status) -> Vec<Vec<String>> {
             format!("{:.1}", worker.packets_per_batch),
             time(worker.poll_iteration_median_seconds),
             time(worker.poll_iteration_p99_seconds),
-            worker.handed_over.to_string(),
+            format!("{receiving}/{size} {sending}/{size}"),
         ]
     });
     std::iter::once(row(heading)).chain(rows).collect()
 }
 
 fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
-    let heading = [
-        "PORT",
-        "INTERFACE",
-        "PROGRAM",
-        "POD",
-        "RX/S",
-        "TX/S",
-        "RX BIT/S",
-        "TX BIT/S",
-        "DROPS/S",
-        "RINGS",
-        "DROPPED BY REASON",
-    ];
+    let heading =
+        ["PORT", "INTERFACE", "PROGRAM", "POD", "RX/S", "TX/S", "RX BIT/S", "TX BIT/S", "DROPS/S", "DROPPED BY REASON"];
     let rows = ports.iter().map(|port| {
         let behind = port.pod.clone().unwrap_or_else(|| format!("({})", port.kind));
         vec![
@@ -211,7 +200,6 @@ fn ports(ports: &[PortStatus]) -> Vec<Vec<String>> {
             short(port.rate.rx_bytes * 8.0),
             short(port.rate.tx_bytes * 8.0),
             short(port.rate.dropped_packets),
-            format!("{}/{} {}/{}", port.queue.receiving, port.queue.size, port.queue.sending, port.queue.size),
             pairs(&port.all_drops()),
         ]
     });
@@ -266,8 +254,7 @@ mod tests {
             "port": 1, "interface": "veth-a", "kind": "pod", "pod": "test/a",
             "total": {"rx_packets": 9, "rx_bytes": 0, "tx_packets": 0, "tx_bytes": 0, "dropped_packets": 45},
             "rate": {"rx_packets": 0, "rx_bytes": 0, "tx_packets": 0, "tx_bytes": 0, "dropped_packets": 0},
-            "drops": {"ingress_denied": 3}, "kernel_drops": {"fill_ring_empty": 40, "rx_dropped": 2}, "outcomes": {},
-            "queue": {"receiving": 0, "sending": 0, "size": 0}}],
+            "drops": {"ingress_denied": 3}, "kernel_drops": {"fill_ring_empty": 40, "rx_dropped": 2}, "outcomes": {}}],
         "frames": {"total": 0, "free": 0, "fill": 0, "in_flight": 0},
         "connections": {"entries": 0, "capacity": 0, "events": {}}}"#;
 

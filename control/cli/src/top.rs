@@ -223,7 +223,6 @@ fn port_table(ports: &[&PortStatus]) -> Table<'static> {
             short(port.rate.rx_bytes * 8.0),
             short(port.rate.tx_bytes * 8.0),
             short(port.rate.dropped_packets),
-            format!("{} {}", port.queue.receiving, port.queue.sending),
         ]);
         if port.rate.dropped_packets > 0.0 { row.yellow() } else { row }
     });
@@ -235,9 +234,8 @@ fn port_table(ports: &[&PortStatus]) -> Table<'static> {
         Constraint::Length(9),
         Constraint::Length(9),
         Constraint::Length(8),
-        Constraint::Length(11),
     ];
-    let heading = ["pod", "interface", "rx/s", "tx/s", "rx bit/s", "tx bit/s", "drops/s", "rings"];
+    let heading = ["pod", "interface", "rx/s", "tx/s", "rx bit/s", "tx bit/s", "drops/s"];
     Table::new(rows, widths).header(Row::new(heading).bold()).block(Block::bordered().title("ports"))
 }
 
@@ -262,7 +260,6 @@ mod tests {
             drops: BTreeMap::new(),
             kernel_drops: BTreeMap::new(),
             outcomes: BTreeMap::new(),
-            queue: Default::default(),
         }
     }
 
@@ -277,7 +274,7 @@ mod tests {
             packets_per_batch: 4.0,
             poll_iteration_median_seconds: None,
             poll_iteration_p99_seconds: None,
-            handed_over: 0,
+            rings: Default::default(),
         };
         Status {
             not_enforced: Vec::new(),

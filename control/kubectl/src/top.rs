@@ -166,7 +166,7 @@ mod tests {
                 "port": 1, "interface": "veth", "kind": "pod", "pod": pod,
                 "total": {"rx_packets": 0, "rx_bytes": 0, "tx_packets": 0, "tx_bytes": 0, "dropped_packets": 0},
                 "rate": {"rx_packets": rate, "rx_bytes": rate * 100.0, "tx_packets": 1.0, "tx_bytes": 0.0, "dropped_packets": 2.0},
-                "drops": {}, "kernel_drops": {}, "outcomes": {}, "queue": {"receiving": 0, "sending": 0, "size": 0}})
+                "drops": {}, "kernel_drops": {}, "outcomes": {}})
         });
         let ports = ports.map(|port| serde_json::from_value(port).unwrap()).collect();
         let status = status(|it| {

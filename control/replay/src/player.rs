@@ -410,6 +410,6 @@ fn is_let_through(verdict: Verdict) -> bool {
 
 /// Whether a packet that is dropped so has opened its connection, or belongs to it, all the same.
 pub(super) fn leaves_connection(reason: DropReason) -> bool {
-    use DropReason::{HandOffFull, NoPort, PortGone, TooBig, TtlExpired, TxRingFull};
-    matches!(reason, TtlExpired | TooBig | NoPort | PortGone | TxRingFull | HandOffFull)
+    use DropReason::{NoPort, PortGone, TooBig, TtlExpired, TxRingFull};
+    matches!(reason, TtlExpired | TooBig | NoPort | PortGone | TxRingFull)
 }

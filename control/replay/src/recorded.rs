@@ -180,7 +180,7 @@ impl RecordedPackets {
             }
             Some(reason) if is_without_connection(reason) => Treatment::Compare,
             _ if !is_known => Treatment::EarlierConnection,
-            Some(R::TooBig | R::NoPort | R::TxRingFull | R::HandOffFull | R::PortGone) => Treatment::Play,
+            Some(R::TooBig | R::NoPort | R::TxRingFull | R::PortGone) => Treatment::Play,
             _ => Treatment::Compare,
         }
     }
@@ -348,7 +348,6 @@ fn is_without_connection(reason: DropReason) -> bool {
         | R::TooManyConnections
         | R::NoPort
         | R::TxRingFull
-        | R::HandOffFull
         | R::PortGone
         | R::NotReady => false,
     }

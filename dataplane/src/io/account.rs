@@ -18,7 +18,7 @@ pub struct FrameAccount {
     pub free: u32,
     /// In a fill ring, or received and not yet read.
     pub fill: u32,
-    /// Being sent, or in transit to another worker.
+    /// With a worker, or being sent.
     pub in_flight: u32,
 }
 
@@ -50,8 +50,6 @@ pub(crate) enum FrameOwner {
     /// A worker that took it from its cache. Only debug builds mark it; a received frame stays marked as the queue's
     /// until it is passed on, so that it is found when the queue closes.
     Worker,
-    /// In transit from one worker to another.
-    HandOff,
     /// A queue, for receiving.
     Fill(QueueSlot),
     /// A queue, for sending.
@@ -65,8 +63,7 @@ impl FrameOwner {
     const fn encode(self) -> u16 {
         match self {
             Self::Free => 0,
-            Self::HandOff => 1,
-            Self::Worker => 2,
+            Self::Worker => 1,
             Self::Fill(slot) => FILL | slot.0,
             Self::Transmit(slot) => TRANSMIT | slot.0,
         }
@@ -75,8 +72,7 @@ impl FrameOwner {
     const fn decode(number: u16) -> Self {
         match number {
             0 => Self::Free,
-            1 => Self::HandOff,
-            2 => Self::Worker,
+            1 => Self::Worker,
             held if held & FILL != 0 => Self::Fill(QueueSlot(held & !FILL)),
             held => Self::Transmit(QueueSlot(held & !TRANSMIT)),
         }
@@ -89,8 +85,7 @@ impl FrameOwner {
             Self::Free => !matches!(self, Self::Free),
             Self::Worker => matches!(self, Self::Free),
             Self::Fill(_) => matches!(self, Self::Free | Self::Worker),
-            Self::HandOff => matches!(self, Self::Fill(_) | Self::Worker),
-            Self::Transmit(_) => matches!(self, Self::Fill(_) | Self::Worker | Self::HandOff),
+            Self::Transmit(_) => matches!(self, Self::Fill(_) | Self::Worker),
         }
     }
 }
@@ -192,7 +187,7 @@ impl FramePool {
             match FrameOwner::decode(owner.load(Ordering::Relaxed)) {
                 FrameOwner::Free => account.free += 1,
                 FrameOwner::Fill(_) => account.fill += 1,
-                FrameOwner::Worker | FrameOwner::HandOff | FrameOwner::Transmit(_) => account.in_flight += 1,
+                FrameOwner::Worker | FrameOwner::Transmit(_) => account.in_flight += 1,
             }
         }
         account
@@ -271,10 +266,8 @@ mod tests {
         let frame = pool.take_for(slot).unwrap();
         assert_eq!(pool.census(), FrameAccount { free: 0, fill: 1, ..free });
         assert!(pool.take_for(slot).is_none());
-        for owner in [FrameOwner::HandOff, FrameOwner::Transmit(slot)] {
-            pool.mark(&frame, owner);
-            assert_eq!(pool.census(), FrameAccount { free: 0, in_flight: 1, ..free });
-        }
+        pool.mark(&frame, FrameOwner::Transmit(slot));
+        assert_eq!(pool.census(), FrameAccount { free: 0, in_flight: 1, ..free });
         pool.release(&frame);
         assert_eq!((pool.census(), pool.available()), (free, 1));
     }
@@ -287,7 +280,6 @@ mod tests {
             (FrameOwner::Transmit(mine), 1),
             (FrameOwner::Fill(other), 0),
             (FrameOwner::Transmit(other), 0),
-            (FrameOwner::HandOff, 0),
             (FrameOwner::Worker, 0),
         ] {
             let frame = FrameCache::new().take(&pool).unwrap();
@@ -334,18 +326,16 @@ mod tests {
         };
         let (sent, again) = (FrameOwner::Transmit(slot), FrameOwner::Transmit(other));
         assert!(!is_detected(sent) && is_detected(FrameOwner::Fill(other)), "received");
-        pool.mark(&frame, FrameOwner::HandOff);
-        assert!(!is_detected(sent) && is_detected(FrameOwner::HandOff), "handed off");
         pool.mark(&frame, sent);
-        assert!(is_detected(again) && is_detected(FrameOwner::HandOff) && is_detected(FrameOwner::Fill(slot)), "sent");
+        assert!(is_detected(again) && is_detected(FrameOwner::Fill(slot)), "sent");
         pool.release(&frame);
-        assert!(is_detected(sent) && is_detected(FrameOwner::HandOff) && is_detected(FrameOwner::Free), "free");
+        assert!(is_detected(sent) && is_detected(FrameOwner::Free), "free");
     }
 
     proptest! {
         #[test]
         fn every_frame_owner_has_a_unique_number(one in 0..QueueSlot::COUNT, two in 0..QueueSlot::COUNT) {
-            let owners = |slot| [FrameOwner::Free, FrameOwner::HandOff, FrameOwner::Worker, FrameOwner::Fill(slot), FrameOwner::Transmit(slot)];
+            let owners = |slot| [FrameOwner::Free, FrameOwner::Worker, FrameOwner::Fill(slot), FrameOwner::Transmit(slot)];
             for a in owners(QueueSlot::new(one)) {
                 for b in owners(QueueSlot::new(two)) {
                     prop_assert_eq!(a.encode() == b.encode(), a == b);

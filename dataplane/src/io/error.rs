@@ -37,11 +37,10 @@ pub enum PortError {
     NoInterface { interface: String },
     #[error("interface {interface} is down: set it up (ip link set dev {interface} up)")]
     Down { interface: String },
-    #[error("queue {queue} of interface {interface} is bound by another AF_XDP socket: end the process that holds it")]
-    QueueBusy { interface: String, queue: u32 },
-    /// The UMEM has too few free frames for another queue.
-    #[error("interface {interface} needs {needed} frames for a queue, but {free} of {total} are free: raise frames")]
-    NoFrames { interface: String, needed: u32, free: u32, total: u32 },
+    #[error("interface {interface} is bound by another AF_XDP socket: end the process that holds it")]
+    Busy { interface: String },
+    #[error("worker {0} has a pair: close its port first")]
+    HasPair(usize),
     #[error("interface {interface}: no more than {max} ports can be open at once: close some first")]
     TooManyPorts { interface: String, max: usize },
     #[error("port {0} is not open: it was closed, or never opened")]

@@ -6,8 +6,7 @@
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use nix::errno::Errno;
 use nix::net::if_::if_nametoindex;
@@ -16,29 +15,8 @@ use nix::sys::socket::{AddressFamily, LinkAddr, MsgFlags, SockFlag, SockType, So
 use crate::batch::BATCH;
 use crate::packet::JoinedSegments;
 
-/// The open packet sockets by the inode of their network namespace, which it has as long as a socket is in it: one for all ports in it. Closing one takes the
-/// kernel an RCU grace period (`packet_release` in net/packet/af_packet.c). With a socket for each of a hundred ports
-/// it would take seconds until all sockets of a dead process are closed.
-#[derive(Debug, Default)]
-pub(crate) struct GsoSockets(Vec<(u64, Weak<GsoSocket>)>);
-
-impl GsoSockets {
-    /// The socket of the calling thread's network namespace. Needs CAP_NET_RAW, as AF_XDP does.
-    pub(crate) fn open(&mut self) -> io::Result<Arc<GsoSocket>> {
-        // SO_NETNS_COOKIE would do, too, but is younger than some kernels (5.14).
-        let namespace = std::fs::metadata("/proc/thread-self/ns/net")?.ino();
-        self.0.retain(|(_, socket)| socket.strong_count() > 0);
-        let known = self.0.iter().find(|(of, _)| *of == namespace).and_then(|(_, socket)| socket.upgrade());
-        if let Some(socket) = known {
-            return Ok(socket);
-        }
-        let socket = Arc::new(GsoSocket::open()?);
-        self.0.push((namespace, Arc::downgrade(&socket)));
-        Ok(socket)
-    }
-}
-
-/// A packet socket in a network namespace. It receives nothing.
+/// A packet socket, which receives nothing. All pairs share one: closing it takes the kernel an RCU grace period (`packet_release`
+/// in net/packet/af_packet.c).
 #[derive(Debug)]
 pub(crate) struct GsoSocket {
     socket: OwnedFd,
@@ -51,7 +29,8 @@ impl AsFd for GsoSocket {
 }
 
 impl GsoSocket {
-    fn open() -> io::Result<Self> {
+    /// In the calling thread's network namespace. Needs CAP_NET_RAW, as AF_XDP does.
+    pub(crate) fn open() -> io::Result<Self> {
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let socket = socket(AddressFamily::Packet, SockType::Raw, flags, None)?;
         let this = Self { socket };

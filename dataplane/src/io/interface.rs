@@ -65,8 +65,6 @@ pub struct InterfaceFacts {
     pub index: u32,
     pub mtu: u32,
     pub up: bool,
-    pub queues: u32,
-    pub tx_queues: u32,
 }
 
 impl InterfaceFacts {
@@ -85,9 +83,8 @@ impl InterfaceFacts {
         let mut request = Request::new(&control, name);
         let mtu = request.mtu().map_err(|error| failed("reading its MTU", error))?;
         let up = request.is_up().map_err(|error| failed("reading its flags", error))?;
-        let (queues, tx_queues) = request.queues();
         let index = nix::net::if_::if_nametoindex(name).map_err(|_| missing())?;
-        Ok(Self { name: name.to_owned(), index, mtu, up, queues, tx_queues })
+        Ok(Self { name: name.to_owned(), index, mtu, up })
     }
 
     /// Rejects an interface that is down. Of one whose packets may be longer than a frame, those are lost that are.
@@ -98,23 +95,6 @@ impl InterfaceFacts {
         }
     }
 }
-
-/// `struct ethtool_channels` of linux/ethtool.h.
-#[repr(C)]
-#[derive(Default)]
-struct Channels {
-    command: u32,
-    max_rx: u32,
-    max_tx: u32,
-    max_other: u32,
-    max_combined: u32,
-    rx: u32,
-    tx: u32,
-    other: u32,
-    combined: u32,
-}
-
-const ETHTOOL_GCHANNELS: u32 = 0x3c;
 
 /// Offloads of an interface's driver and stack; `None` if unknown.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -193,8 +173,7 @@ impl<'a> Request<'a> {
 
     fn ask(&mut self, question: libc::Ioctl) -> io::Result<()> {
         // SAFETY: all requests take a `struct ifreq`, which lives across the call. The only one that refers to further
-        // memory, SIOCETHTOOL, is made in `value` and `queues`, which first store a pointer to a live structure of the
-        // command's own type in it.
+        // memory, SIOCETHTOOL, is made in `value`, which first stores a pointer to a live structure of the command's own type in it.
         match unsafe { libc::ioctl(self.control.as_raw_fd(), question, &mut self.ifreq) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
@@ -219,15 +198,5 @@ impl<'a> Request<'a> {
         self.ifreq.ifr_ifru.ifru_data = (&raw mut value).cast();
         // The kernel writes the answer into `value`, which the request points to and which outlives the call.
         self.ask(libc::SIOCETHTOOL).ok().map(|()| value.data)
-    }
-
-    /// RX and TX queues; one of each if the driver does not report them.
-    fn queues(&mut self) -> (u32, u32) {
-        let mut channels = Channels { command: ETHTOOL_GCHANNELS, ..Channels::default() };
-        self.ifreq.ifr_ifru.ifru_data = (&raw mut channels).cast();
-        match self.ask(libc::SIOCETHTOOL) {
-            Ok(()) => ((channels.rx + channels.combined).max(1), (channels.tx + channels.combined).max(1)),
-            Err(_) => (1, 1),
-        }
     }
 }

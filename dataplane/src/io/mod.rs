@@ -1,12 +1,11 @@
-//! Frame I/O: the UMEM and its account, and the queues of a port.
+//! Frame I/O: the UMEM and its account, and the socket of a worker's pair.
 //!
-//! One [`Umem`] holds the frames of all ports, so a packet moves between ports and workers without copying. Every frame
-//! is in exactly one place at any time; the account says how many are where.
+//! One [`Umem`] holds the frames of all workers. Every frame is in exactly one place at any time; the account says how many
+//! are where.
 
 mod account;
 mod batch;
 mod error;
-mod fill;
 mod gso;
 mod interface;
 mod umem;
@@ -16,8 +15,7 @@ pub use account::FrameAccount;
 pub(crate) use account::{FrameCache, FrameOwner, FramePool, QueueSlot};
 pub use batch::RxBatch;
 pub use error::{PortError, UmemError};
-pub(crate) use fill::FillTarget;
-pub(crate) use gso::{GsoPort, GsoSocket, GsoSockets};
+pub(crate) use gso::{GsoPort, GsoSocket};
 pub(crate) use interface::longest_frame;
 pub use interface::{InterfaceFacts, Offloads, has_ipv4_address, largest_mtu, takes_long_packets};
 pub use umem::{Pages, Umem, UmemConfig};

@@ -1,8 +1,7 @@
-//! One AF_XDP socket: a queue of a port with its four rings.
+//! The AF_XDP socket of a worker's pair, with its four rings.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -10,7 +9,7 @@ use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use xsk_rs::{CompQueue, FillQueue, FrameDesc, RxQueue, Socket, TxQueue};
 
 use super::umem::{socket_config, system_error};
-use super::{FillTarget, FrameCache, FrameOwner, FramePool, GsoPort, PortError, QueueSlot, RxBatch, Umem};
+use super::{FrameCache, FrameOwner, FramePool, GsoPort, PortError, QueueSlot, RxBatch, Umem};
 use crate::batch::BATCH;
 use crate::packet::{JoinedSegments, LEAST_TO_JOIN, finish_open};
 
@@ -33,7 +32,7 @@ pub(crate) struct XskStatistics {
     pub(crate) invalid_descriptors: u64,
 }
 
-/// A socket bound to one queue of an interface. It belongs to one worker at a time: xsk-rs and libxdp serialise
+/// A socket bound to the one queue of an interface. It belongs to one worker at a time: xsk-rs and libxdp serialise
 /// closing, and everything else is owned by this value.
 #[derive(Debug)]
 pub(crate) struct XskQueue {
@@ -46,39 +45,29 @@ pub(crate) struct XskQueue {
     /// Frames in the fill ring, or received and not yet read.
     filled: u32,
     /// Target for that number.
-    fill_target: FillTarget,
+    fill_target: u32,
     /// Frames put into the TX ring and not yet seen in the completion ring.
     outstanding: u32,
     /// The kernel rejects the socket permanently: its interface is gone.
     dead: bool,
     /// For packets that do not fit a frame.
-    sender: Option<Arc<GsoPort>>,
+    sender: Option<GsoPort>,
     /// Whether TCP segments leave as GSO packets.
     joins: bool,
 }
 
 impl XskQueue {
-    /// Creates a socket, binds it to a queue of an interface in the calling thread's network namespace, and puts its
-    /// first frames into the fill ring.
+    /// Creates a socket, binds it to an interface in the calling thread's network namespace, and puts its first frames into
+    /// the fill ring: as many as are free, up to `fill_target`.
     pub(crate) fn open(
         umem: &Umem,
         interface: &str,
-        queue: u32,
         slot: QueueSlot,
-        patience: Duration,
+        fill_target: u32,
     ) -> Result<Self, PortError> {
         let ring_size = umem.config().ring_size;
         let pool = umem.pool();
-        let fill_target = FillTarget::new(ring_size);
-        if pool.available() < FillTarget::LEAST {
-            return Err(PortError::NoFrames {
-                interface: interface.to_owned(),
-                needed: FillTarget::LEAST,
-                free: pool.available(),
-                total: pool.total(),
-            });
-        }
-        let (tx, rx, fill, completion) = bind(umem, interface, queue, patience)?;
+        let (tx, rx, fill, completion) = bind(umem, interface)?;
         let mut this = Self {
             slot,
             rx,
@@ -96,8 +85,7 @@ impl XskQueue {
         // A child process must not keep the socket, and with it its frames, after it was closed here.
         let _ = fcntl(this.as_fd(), FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC));
         this.raise_budget();
-        let wanted = fill_target.allowed(pool.available()) as usize;
-        let frames: Vec<FrameDesc> = std::iter::from_fn(|| pool.take_for(slot)).take(wanted).collect();
+        let frames: Vec<FrameDesc> = std::iter::from_fn(|| pool.take_for(slot)).take(fill_target as usize).collect();
         // SAFETY: the frames belong to this UMEM and were free until now.
         let taken = unsafe { this.fill.produce(&frames) };
         for frame in &frames[taken..] {
@@ -108,12 +96,8 @@ impl XskQueue {
     }
 
     /// Lets it send packets that do not fit a frame, and TCP segments as GSO packets if it `joins` them.
-    pub(crate) fn send_by(&mut self, sender: Arc<GsoPort>, joins: bool) {
+    pub(crate) fn send_by(&mut self, sender: GsoPort, joins: bool) {
         (self.sender, self.joins) = (Some(sender), joins);
-    }
-
-    pub(crate) fn sender(&self) -> Option<Arc<GsoPort>> {
-        self.sender.clone()
     }
 
     /// Sends a packet that does not fit a frame. The TX ring must have been drained before.
@@ -153,11 +137,6 @@ impl XskQueue {
         self.filled
     }
 
-    /// Whether it has fewer frames for receiving than its target.
-    pub(crate) fn wants_frames(&self, pool: &FramePool) -> bool {
-        self.filled < self.fill_target.allowed(pool.available())
-    }
-
     pub(crate) fn outstanding(&self) -> u32 {
         self.outstanding
     }
@@ -168,20 +147,12 @@ impl XskQueue {
     }
 
     /// Reads up to a batch of received frames. The caller owns them from now on, though they are marked as the queue's
-    /// until they are passed on. `now` may be the start of the poll iteration.
+    /// until they are passed on.
     #[inline]
-    pub(crate) fn receive<'a>(
-        &mut self,
-        umem: &'a Umem,
-        frames: &'a mut [FrameDesc; BATCH],
-        now: Instant,
-    ) -> RxBatch<'a> {
+    pub(crate) fn receive<'a>(&mut self, umem: &'a Umem, frames: &'a mut [FrameDesc; BATCH]) -> RxBatch<'a> {
         // SAFETY: the ring's frames belong to the UMEM that the socket was created with.
         let count = unsafe { self.rx.consume(frames) };
-        if count > 0 {
-            self.filled -= count as u32;
-            self.fill_target.record(count as u32, now);
-        }
+        self.filled -= count as u32;
         // SAFETY: these were just taken from the RX ring, which never contains a frame twice.
         unsafe { RxBatch::new(umem, &mut frames[..count]) }
     }
@@ -295,7 +266,7 @@ impl XskQueue {
         pool: &FramePool,
     ) {
         loop {
-            let missing = self.fill_target.allowed(pool.available()).saturating_sub(self.filled);
+            let missing = self.fill_target - self.filled;
             if missing < least.max(1) {
                 return;
             }
@@ -373,27 +344,25 @@ impl XskQueue {
     }
 }
 
+/// How long to wait for an interface that another socket is bound to.
+const PATIENCE: Duration = Duration::from_secs(3);
+
 /// Creates and binds a socket. A recently closed queue is only free when the kernel's deferred work is done, which
 /// waits for a lock that all interface changes take (`xp_release_deferred` in net/xdp/xsk_buff_pool.c): so a busy queue
 /// is retried.
-fn bind(
-    umem: &Umem,
-    interface: &str,
-    queue: u32,
-    patience: Duration,
-) -> Result<(TxQueue, RxQueue, FillQueue, CompQueue), PortError> {
+fn bind(umem: &Umem, interface: &str) -> Result<(TxQueue, RxQueue, FillQueue, CompQueue), PortError> {
     let name = interface.parse().map_err(|_| PortError::NoInterface { interface: interface.to_owned() })?;
-    let deadline = Instant::now() + patience;
+    let deadline = Instant::now() + PATIENCE;
     let (tx, rx, rings) = loop {
         // SAFETY: libxdp loads no program, which is what sharing a UMEM and queue would need.
-        let result = unsafe { Socket::new(socket_config(umem.config().ring_size, false), umem.xsk(), &name, queue) };
+        let result = unsafe { Socket::new(socket_config(umem.config().ring_size, false), umem.xsk(), &name, 0) };
         match result {
             Ok(queues) => break queues,
             Err(error) => {
                 let source = system_error(&error);
                 match source.raw_os_error() {
                     Some(libc::EBUSY) if Instant::now() < deadline => thread::sleep(Duration::from_millis(5)),
-                    Some(libc::EBUSY) => return Err(PortError::QueueBusy { interface: interface.to_owned(), queue }),
+                    Some(libc::EBUSY) => return Err(PortError::Busy { interface: interface.to_owned() }),
                     Some(libc::ENODEV) => return Err(PortError::NoInterface { interface: interface.to_owned() }),
                     _ => {
                         return Err(PortError::Kernel {
@@ -408,6 +377,6 @@ fn bind(
     };
     match rings {
         Some((fill, completion)) => Ok((tx, rx, fill, completion)),
-        None => Err(PortError::QueueBusy { interface: interface.to_owned(), queue }),
+        None => Err(PortError::Busy { interface: interface.to_owned() }),
     }
 }

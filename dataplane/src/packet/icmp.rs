@@ -100,7 +100,7 @@ pub(super) fn v6(bytes: &[u8], flow: &mut Flow, at: u16) -> Result<Transport, Dr
         // Unreachable, packet too big, time exceeded, parameter problem.
         1..=4 => Ok(Transport::IcmpError { quoted_at: at + 8 }),
         137 => Err(DropReason::Redirect),
-        // RFC 4861: the XDP program passed valid ones to the kernel.
+        // RFC 4861: the programs passed valid ones to the kernel.
         133..=136 => Err(DropReason::InvalidDiscovery),
         _ => Ok(query(header, flow).unwrap_or(Transport::Other)),
     }

@@ -15,16 +15,14 @@ pub struct CoreId(pub usize);
 
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Number of UMEM frames. Each queue of a port keeps 64 to `ring_size` of them for receiving, depending on its
-    /// bursts, its packet rate and the free frames. Besides the frame itself the kernel allocates 128 bytes for each
-    /// frame and port.
+    /// Number of UMEM frames. Each pair keeps up to `ring_size` of them for receiving, all pairs together half of them. In addition to
+    /// the frame itself the kernel allocates 128 bytes for each frame and pair.
     pub frames: u32,
     /// Bytes of a frame: 2048 or 4096.
     pub frame_size: u32,
-    /// Entries of each ring of a queue: a power of two.
+    /// Entries of each ring of a pair's socket: a power of two.
     pub ring_size: u32,
-    /// Whether consecutive TCP segments that were received together and leave on the same port are sent as one GSO
-    /// packet, if the port has one queue.
+    /// Whether consecutive TCP segments that were received together and leave on the same port are sent as one GSO packet.
     pub gso: bool,
     /// Whether workers take packets of several frames; [`takes_long_packets`] of the kernel.
     pub long_packets: bool,

@@ -22,14 +22,14 @@ use super::request::PortRequest;
 use super::run::Worker;
 use super::shared::WorkerShared;
 use super::statistics::{
-    DataplaneStatistics, KernelDrops, PortCounters, PortStatistics, QueueDepths, Traffic, WorkerCounters,
+    DataplaneStatistics, KernelDrops, PortCounters, PortStatistics, RingDepths, Traffic, WorkerCounters,
     WorkerStatistics,
 };
 use super::verdicts::VerdictLog;
 use super::{Config, CoreId, MAX_WORKERS, StartError, WorkerDied};
 use crate::conntrack::ConnTable;
 use crate::forward::PortId;
-use crate::io::{FrameAccount, GsoSockets, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, largest_mtu};
+use crate::io::{FrameAccount, Pages, PortError, Umem, UmemConfig, UmemError, XskQueue, largest_mtu};
 use crate::pipeline::OriginalSources;
 use crate::{Epoch, Snapshot, drop_capabilities};
 
@@ -49,7 +49,7 @@ pub struct Dataplane {
     /// Snapshots that a worker may still use. They are dropped here, so that no worker has to free one. Behind a
     /// separate lock, so that publishing never waits for a port that is being opened.
     retired: Mutex<Vec<Arc<Snapshot>>>,
-    threads: Vec<JoinHandle<Vec<XskQueue>>>,
+    threads: Vec<JoinHandle<Option<XskQueue>>>,
     cores: Vec<CoreId>,
     priorities: Vec<Priority>,
     verdicts: Arc<VerdictLog>,
@@ -112,7 +112,7 @@ impl Dataplane {
             ports: PortTable::default(),
             closed: Traffic::default(),
             closed_kernel: KernelDrops::default(),
-            gso: GsoSockets::default(),
+            gso: None,
         };
         let mut this = Self {
             shared: shared.clone(),
@@ -153,9 +153,10 @@ impl Dataplane {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Opens a port: when this returns, its sockets are bound and have frames to receive into.
+    /// Opens a port: when this returns, all workers have it, and the socket of a pair is bound and has frames to receive into.
     ///
-    /// Afterwards attach the XDP program to the socket of a pair ([`Dataplane::with_socket`]), and put the port into a snapshot. Its number does not occur in the last published snapshot.
+    /// Afterwards attach the XDP program to the socket of a pair ([`Dataplane::with_socket`]), and put other ports into a snapshot.
+    /// Its number does not occur in the last published snapshot.
     pub fn open_port(&self, request: &PortRequest) -> Result<PortId, PortError> {
         self.control().open(request)
     }
@@ -167,32 +168,21 @@ impl Dataplane {
     /// The port is not open, or has no socket.
     pub fn with_socket<R>(&self, port: PortId, show: impl FnOnce(BorrowedFd<'_>) -> R) -> Result<R, PortError> {
         let control = self.control();
-        let queue = control.ports.get(port).and_then(|open| open.queues.first()).ok_or(PortError::NotOpen(port))?;
-        Ok(show(queue.socket.as_fd()))
+        let socket = control.ports.get(port).and_then(|open| open.socket.as_ref()).ok_or(PortError::NotOpen(port))?;
+        Ok(show(socket.descriptor.as_fd()))
     }
 
-    /// Why TCP segments are not sent as GSO packets on this port, although enabled and possible with its one queue.
-    pub fn gso_refused(&self, port: PortId) -> Option<String> {
-        let control = self.control();
-        control.ports.get(port)?.queues.iter().find_map(|queue| Some(queue.gso.as_ref()?.as_ref().err()?.to_string()))
-    }
-
-    /// Passes every file that the kernel must close before a port is completely gone; other ports of the network
-    /// namespace share the packet socket.
+    /// Passes every file that the kernel must close before a pair is completely gone; the pairs share the packet socket.
     pub fn each_descriptor<E>(
         &self,
         port: PortId,
         mut show: impl FnMut(BorrowedFd<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         let control = self.control();
-        let queues = control.ports.get(port).into_iter().flat_map(|open| &open.queues);
-        for queue in queues {
-            show(queue.socket.as_fd())?;
-            if let Some(Ok(gso)) = &queue.gso {
-                show(gso.as_fd())?;
-            }
+        if let Some(socket) = control.ports.get(port).and_then(|open| open.socket.as_ref()) {
+            show(socket.descriptor.as_fd())?;
         }
-        Ok(())
+        control.gso.iter().try_for_each(|gso| show(gso.as_fd()))
     }
 
     /// Closes a port; all its frames are free when this returns. Detach the XDP program and publish a snapshot without
@@ -258,7 +248,7 @@ impl Dataplane {
     }
 
     /// Queue depths; queries the workers like [`Dataplane::frames`].
-    pub fn depths(&self) -> Result<QueueDepths, PortError> {
+    pub fn depths(&self) -> Result<RingDepths, PortError> {
         self.control().depths()
     }
 
@@ -387,14 +377,13 @@ impl Dataplane {
         for thread in self.threads.drain(..) {
             sockets.extend(thread.join().unwrap_or_default());
         }
-        for inbox in &self.shared.inboxes {
-            while let Some(packet) = inbox.packets.pop() {
-                self.shared.umem.pool().release(&packet.frame);
+        control.settle(sockets);
+        let ids: Vec<PortId> = control.ports.iter().map(|(id, _)| id).collect();
+        for id in ids {
+            if let Some(port) = control.ports.remove(id) {
+                control.reclaim(id, port);
             }
         }
-        let ids: Vec<PortId> = control.ports.iter().map(|(id, _)| id).collect();
-        let open = ids.into_iter().filter_map(|id| control.ports.remove(id)).flat_map(|port| port.queues).collect();
-        control.close_queues(sockets, open);
     }
 }
 
@@ -463,7 +452,7 @@ fn spawn<P: Processor>(
     shared: Arc<WorkerShared>,
     processor: P,
     config: &Config,
-) -> Result<JoinHandle<Vec<XskQueue>>, StartError> {
+) -> Result<JoinHandle<Option<XskQueue>>, StartError> {
     let ThreadArguments { index, core, commands, begun, ending } = thread;
     let failed = |source| StartError::Thread { worker: index, source };
     let priority = config.priority;
@@ -476,15 +465,15 @@ fn spawn<P: Processor>(
         drop(begun);
         // For naps; ordinary threads may sleep 50 µs longer than they asked for.
         let _ = nix::sys::prctl::set_timerslack(TIMER_SLACK);
-        // Its input comes from pods, and its queues are opened for it: it needs no capabilities.
+        // Its input comes from pods, and its socket is opened for it: it needs no capabilities.
         drop_capabilities();
-        let queues = catch_unwind(AssertUnwindSafe(|| worker.run(priority))).unwrap_or_else(|panic| {
+        let socket = catch_unwind(AssertUnwindSafe(|| worker.run(priority))).unwrap_or_else(|panic| {
             let _ = shared.died.set(WorkerDied { worker: index, core, reason: reason(&*panic) });
-            Vec::new()
+            None
         });
-        // After a panic its sockets are closed by now.
+        // After a panic its socket is closed by now.
         drop(ending);
-        queues
+        socket
     };
     thread::Builder::new().name(format!("{}-{index}", config.thread_name)).spawn(body).map_err(failed)
 }

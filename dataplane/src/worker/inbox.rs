@@ -1,47 +1,33 @@
-//! A worker's inbox: packets handed off to it, commands, and wake-ups.
+//! A worker's inbox: commands and wake-ups.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 
 use crossbeam::channel::Sender;
-use crossbeam::queue::ArrayQueue;
 use nix::errno::Errno;
 use nix::sys::eventfd::{EfdFlags, EventFd};
-use xsk_rs::FrameDesc;
 
 use super::capture::CaptureTap;
-use super::statistics::{PortCounters, QueueDepth};
+use super::statistics::{PortCounters, RingDepth};
 use crate::forward::PortId;
-use crate::io::{GsoPort, XskQueue};
-
-/// A packet handed off to the worker that owns its egress port.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct HandOff {
-    pub(crate) frame: FrameDesc,
-    /// Egress port.
-    pub(crate) port: PortId,
-    /// Ingress port, on which a drop is counted.
-    pub(crate) ingress: PortId,
-}
+use crate::io::XskQueue;
 
 #[derive(Clone, Debug)]
 pub(crate) struct HeldFrames {
     pub(crate) cached: u32,
-    pub(crate) queues: Vec<QueueDepth>,
+    pub(crate) rings: RingDepth,
 }
 
 #[derive(Debug)]
 pub(crate) enum WorkerPath {
-    /// By its own queues, of which there is at least one.
-    Own(Vec<XskQueue>),
-    /// By handing packets off to this worker.
-    Other(usize),
-    /// It is the worker's pair, with this queue.
+    /// It is the worker's pair, with this socket.
     Pair(Box<XskQueue>),
-    /// A pod's port through the worker's pair: its packets were at the interface with this index.
-    PodThroughPair(u32),
-    /// The node's stack through the worker's pair.
-    NodeThroughPair,
+    /// It is another worker's pair: nothing is sent on it.
+    OtherPair,
+    /// A pod's port, through the worker's pair: its packets were at the interface with this index.
+    Pod(u32),
+    /// The node's stack, through the worker's pair.
+    Node,
 }
 
 /// A command of the control side. It is executed between two poll iterations, when the worker holds no packet.
@@ -49,7 +35,6 @@ pub(crate) enum Command {
     Attach {
         port: PortId,
         path: WorkerPath,
-        sender: Option<Arc<GsoPort>>,
         counters: Arc<PortCounters>,
         done: Sender<()>,
     },
@@ -60,7 +45,7 @@ pub(crate) enum Command {
     },
     Detach {
         port: PortId,
-        done: Sender<Vec<XskQueue>>,
+        done: Sender<Option<XskQueue>>,
     },
     Count {
         done: Sender<HeldFrames>,
@@ -78,18 +63,14 @@ pub(crate) enum Command {
 /// The inbox of one worker, with many producers and the worker as its only consumer.
 #[derive(Debug)]
 pub(crate) struct WorkerInbox {
-    pub(crate) packets: ArrayQueue<HandOff>,
     command_pending: AtomicBool,
     asleep: AtomicBool,
     wake_fd: EventFd,
 }
 
 impl WorkerInbox {
-    pub(crate) const CAPACITY: usize = 4096;
-
     pub(crate) fn new() -> Result<Self, Errno> {
         Ok(Self {
-            packets: ArrayQueue::new(Self::CAPACITY),
             command_pending: AtomicBool::new(false),
             asleep: AtomicBool::new(false),
             wake_fd: EventFd::from_flags(EfdFlags::EFD_NONBLOCK | EfdFlags::EFD_CLOEXEC)?,
@@ -101,11 +82,11 @@ impl WorkerInbox {
         &self.wake_fd
     }
 
-    /// Wakes the worker if it sleeps; call it after enqueuing something.
+    /// Wakes the worker if it sleeps.
     ///
-    /// Either this fence comes before the worker's in [`WorkerInbox::prepare_sleep`], and the worker sees what was
-    /// enqueued, or it comes after, and this thread sees that the worker sleeps. So no wake-up is lost.
-    pub(crate) fn wake(&self) {
+    /// Either this fence comes before the worker's in [`WorkerInbox::prepare_sleep`], and the worker sees the command, or it
+    /// comes after, and this thread sees that the worker sleeps. So no wake-up is lost.
+    fn wake(&self) {
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
             // It only fails if the counter would overflow, in which case it is already readable.
@@ -129,7 +110,7 @@ impl WorkerInbox {
     pub(crate) fn prepare_sleep(&self) -> bool {
         self.asleep.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
-        if self.packets.is_empty() && !self.command_pending.load(Ordering::Relaxed) {
+        if !self.command_pending.load(Ordering::Relaxed) {
             return true;
         }
         self.asleep.store(false, Ordering::Relaxed);
@@ -160,8 +141,8 @@ impl WorkerInbox {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::atomic::AtomicU32;
     use std::thread;
-    use std::time::{Duration, Instant};
 
     use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
     use std::os::fd::AsFd;
@@ -169,19 +150,19 @@ mod tests {
     #[test]
     fn no_wake_up_is_lost() {
         const ROUNDS: u32 = 20_000;
-        let inbox = Arc::new(WorkerInbox::new().unwrap());
+        let (inbox, sent) = (Arc::new(WorkerInbox::new().unwrap()), Arc::new(AtomicU32::new(0)));
         let sleeper = {
-            let inbox = inbox.clone();
+            let (inbox, sent) = (inbox.clone(), sent.clone());
             thread::spawn(move || {
                 let (mut seen, mut slept) = (0, 0);
                 while seen < ROUNDS {
-                    while inbox.packets.pop().is_some() {
-                        seen += 1;
+                    if inbox.take_command_pending() {
+                        seen = sent.load(Ordering::Relaxed);
                     }
                     if seen < ROUNDS && inbox.prepare_sleep() {
                         let mut fds = [PollFd::new(inbox.wake_fd().as_fd(), PollFlags::POLLIN)];
                         let signalled = poll(&mut fds, PollTimeout::from(5_000u16)).unwrap();
-                        assert_eq!(signalled, 1, "a wake-up was lost after {seen} packets");
+                        assert_eq!(signalled, 1, "a wake-up was lost after {seen} commands");
                         inbox.resume(true);
                         slept += 1;
                     }
@@ -189,14 +170,9 @@ mod tests {
                 slept
             })
         };
-        let packet = HandOff { frame: FrameDesc::default(), port: PortId(1), ingress: PortId(2) };
-        let deadline = Instant::now() + Duration::from_secs(60);
-        for number in 0..ROUNDS {
-            while inbox.packets.push(packet).is_err() {
-                assert!(Instant::now() < deadline && !sleeper.is_finished());
-                thread::yield_now();
-            }
-            inbox.wake();
+        for number in 1..=ROUNDS {
+            sent.store(number, Ordering::Relaxed);
+            inbox.command();
             if number % 64 == 0 {
                 thread::yield_now();
             }

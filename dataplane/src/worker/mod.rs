@@ -1,12 +1,10 @@
-//! The worker threads: one per core, each with the queues of its ports.
+//! The worker threads: one per core, each with the AF_XDP socket of its veth pair.
 //!
-//! [`Dataplane`] is the public interface. A worker's poll iteration: handle commands, take packets handed off by other
-//! workers, receive a batch from each of its queues and evaluate it, send everything for its own ports in one go per
-//! port, hand the rest off to the workers that own those ports, free completed frames, refill. Without work it spins
-//! for a while and then sleeps.
+//! [`Dataplane`] is the public interface. A worker's poll iteration: handle commands, receive a batch and evaluate it, send
+//! what passes, free completed frames, refill. Without work it spins for a while and then sleeps.
 //!
-//! Packets of a port come through queues of its own interface, or through each worker's veth pair, which carries the
-//! packets of many ports ([`PortPath`]).
+//! A pair carries the packets of all ports, and each worker has one: a packet leaves by the pair that it came by, and no
+//! worker needs another one ([`PortPath`]).
 
 mod capture;
 mod config;
@@ -44,7 +42,7 @@ pub use priority::{Hurry, Priority, raise_priority};
 pub use request::{PortPath, PortRequest};
 pub use staged::{NamedVerdict, StagedLog, StagedRecord, StagedSet, VerdictChange};
 pub use statistics::{
-    DataplaneStatistics, KernelDrops, PortStatistics, QueueDepth, QueueDepths, Traffic, WorkerStatistics,
+    DataplaneStatistics, KernelDrops, PortStatistics, RingDepth, RingDepths, Traffic, WorkerStatistics,
 };
 pub use verdicts::{LoggedEvaluation, LoggedOutcome, VerdictBudget, VerdictLog, VerdictRecord};
 pub use waiting::WaitingPackets;

@@ -1,7 +1,6 @@
-//! The control side's table of open ports: numbers, slots, sockets, and the worker of each queue.
+//! The control side's table of open ports: numbers, and the socket and worker of each pair.
 
 use std::collections::VecDeque;
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -9,50 +8,42 @@ use super::MAX_PORTS;
 use super::statistics::{KernelDrops, PortCounters};
 use crate::Snapshot;
 use crate::forward::PortId;
-use crate::io::{GsoPort, GsoSocket, QueueSlot, XskQueue};
+use crate::io::XskQueue;
 
-/// One queue of an open port.
+/// The socket of a worker's pair.
 #[derive(Debug)]
-pub(super) struct OpenQueue {
+pub(super) struct OpenSocket {
     pub(super) worker: usize,
-    /// Marks its frames.
-    pub(super) slot: QueueSlot,
-    /// A duplicate of the socket, to query it and to put it into a map while its worker uses it.
-    pub(super) socket: OwnedFd,
-    /// The GSO socket if enabled, or why it is not available.
-    pub(super) gso: Option<io::Result<Arc<GsoSocket>>>,
+    /// A duplicate of its descriptor, to query it and to put it into a map while its worker uses it.
+    pub(super) descriptor: OwnedFd,
 }
 
 #[derive(Debug)]
 pub(super) struct OpenPort {
     pub(super) interface: String,
-    pub(super) queues: Vec<OpenQueue>,
-    /// For packets that do not fit a frame; workers without a queue of the port send by it, too.
-    pub(super) sender: Option<Arc<GsoPort>>,
+    /// Of a pair. Its frames are marked by the port's number.
+    pub(super) socket: Option<OpenSocket>,
     /// By worker.
     pub(super) counters: Vec<Arc<PortCounters>>,
 }
 
 impl OpenPort {
-    /// Packets that the kernel dropped at its sockets until now.
+    /// Packets that the kernel dropped at its socket until now.
     pub(super) fn kernel_drops(&self) -> KernelDrops {
         let mut drops = KernelDrops::default();
-        for queue in &self.queues {
-            if let Ok(statistics) = XskQueue::statistics(queue.socket.as_fd()) {
-                drops.add(&statistics);
-            }
+        let statistics = self.socket.as_ref().map(|socket| XskQueue::statistics(socket.descriptor.as_fd()));
+        if let Some(Ok(statistics)) = statistics {
+            drops.add(&statistics);
         }
         drops
     }
 }
 
-/// Open ports by number, and the free numbers and slots.
+/// Open ports by number, and the free numbers.
 #[derive(Debug, Default)]
 pub(super) struct PortTable {
     ports: Vec<Option<OpenPort>>,
     retired: VecDeque<PortId>,
-    slots_used: u16,
-    free_slots: Vec<QueueSlot>,
 }
 
 impl PortTable {
@@ -95,19 +86,6 @@ impl PortTable {
     pub(super) fn iter(&self) -> impl Iterator<Item = (PortId, &OpenPort)> {
         self.ports.iter().enumerate().filter_map(|(index, port)| Some((PortId(index as u16), port.as_ref()?)))
     }
-
-    pub(super) fn take_slot(&mut self) -> Option<QueueSlot> {
-        self.free_slots.pop().or_else(|| {
-            (self.slots_used < QueueSlot::COUNT).then(|| {
-                self.slots_used += 1;
-                QueueSlot::new(self.slots_used - 1)
-            })
-        })
-    }
-
-    pub(super) fn give_slot(&mut self, slot: QueueSlot) {
-        self.free_slots.push(slot);
-    }
 }
 
 #[cfg(test)]
@@ -140,18 +118,12 @@ mod tests {
     }
 
     #[test]
-    fn ports_are_bounded_and_slots_are_distinct() {
+    fn ports_are_bounded() {
         let mut table = PortTable::default();
         let none = snapshot_with(&[]);
         for _ in 0..MAX_PORTS {
             assert!(table.vacant(&none).is_some());
         }
         assert_eq!(table.vacant(&none), None);
-        let (one, two) = (table.take_slot().unwrap(), table.take_slot().unwrap());
-        assert_ne!(one, two);
-        table.give_slot(one);
-        assert_eq!(table.take_slot(), Some(one));
-        while table.take_slot().is_some() {}
-        assert_eq!(table.slots_used, QueueSlot::COUNT);
     }
 }

@@ -1,4 +1,4 @@
-//! A queue owned by a worker, with the packets to be sent on it in this poll iteration.
+//! The socket of a worker's pair, with the packets to be sent on it in this poll iteration.
 
 use std::sync::Arc;
 
@@ -9,67 +9,45 @@ use xsk_rs::FrameDesc;
 use super::statistics::PortCounters;
 use crate::batch::BATCH;
 use crate::forward::PortId;
-use crate::io::{FrameCache, FramePool, Kick, Umem, XskQueue};
+use crate::io::{FrameCache, Kick, Umem, XskQueue};
 use crate::packet::JoinedSegments;
 
-/// Packets sent and batches received after which a watched queue is no longer watched until the worker sleeps. At that
+/// Packets sent and batches received after which a watched socket is no longer watched until the worker sleeps. At that
 /// number the cost of two system calls per packet is negligible.
 const BUSY: u32 = 256;
 
-/// A queue of one of a worker's ports, or of its pair.
-pub(super) struct PortQueue {
+pub(super) struct PairQueue {
+    /// The pair's own port.
     pub(super) port: PortId,
     pub(super) xsk: XskQueue,
     pub(super) counters: Arc<PortCounters>,
-    /// Packets to send in this iteration, with their ingress ports. At most a batch.
+    /// Packets to send in this iteration, with their ingress and egress ports. At most a batch.
     frames: Vec<FrameDesc>,
     ingress: Vec<PortId>,
-    /// On a pair: their egress ports, and what was sent on each, for those ports' counters.
-    pub(super) pair: Option<PairTraffic>,
+    egress: Vec<PortId>,
+    /// Egress ports and lengths of the frames sent since these were last counted.
+    pub(super) sent: Vec<(PortId, usize)>,
     /// The kernel must be woken: the TX ring contains packets that it has not taken.
     unsent: bool,
-    /// Whether it is on the list of queues with work left.
-    pub(super) listed: bool,
-    /// Poll iterations without a packet since it became active.
-    pub(super) quiet: Option<u16>,
     watched: bool,
     /// Packets sent and batches received since it is watched.
     moved: u32,
 }
 
-/// The ports of frames on a pair.
-pub(super) struct PairTraffic {
-    egress: Vec<PortId>,
-    sent: Vec<(PortId, usize)>,
-}
-
-impl PairTraffic {
-    pub(super) fn new() -> Self {
-        Self { egress: Vec::with_capacity(BATCH), sent: Vec::with_capacity(BATCH) }
-    }
-
-    /// The ports and lengths of the frames that were sent since the last call.
-    pub(super) fn take_sent(&mut self) -> impl Iterator<Item = (PortId, usize)> + '_ {
-        self.sent.drain(..)
-    }
-}
-
-impl PortQueue {
-    /// The event by which epoll names a queue.
+impl PairQueue {
+    /// The event by which epoll names the socket.
     pub(super) const READY: u64 = 1;
 
-    pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>, pair: Option<PairTraffic>) -> Self {
-        let (frames, ingress) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
+    pub(super) fn new(port: PortId, xsk: XskQueue, counters: Arc<PortCounters>) -> Self {
         Self {
             port,
             xsk,
             counters,
-            frames,
-            ingress,
-            pair,
+            frames: Vec::with_capacity(BATCH),
+            ingress: Vec::with_capacity(BATCH),
+            egress: Vec::with_capacity(BATCH),
+            sent: Vec::with_capacity(BATCH),
             unsent: false,
-            listed: false,
-            quiet: None,
             watched: false,
             moved: 0,
         }
@@ -80,9 +58,7 @@ impl PortQueue {
     pub(super) fn push(&mut self, frame: FrameDesc, port: PortId, ingress: PortId) -> bool {
         self.frames.push(frame);
         self.ingress.push(ingress);
-        if let Some(pair) = &mut self.pair {
-            pair.egress.push(port);
-        }
+        self.egress.push(port);
         self.frames.len() >= BATCH
     }
 
@@ -119,10 +95,8 @@ impl PortQueue {
         let bytes: usize = self.frames[..sent].iter().map(|frame| frame.lengths().data()).sum();
         self.counters.tx_packets.add(sent as u64);
         self.counters.tx_bytes.add(bytes as u64);
-        if let Some(pair) = &mut self.pair {
-            let ports = pair.egress.drain(..).zip(&self.frames).take(sent);
-            pair.sent.extend(ports.map(|(port, frame)| (port, frame.lengths().data())));
-        }
+        let ports = self.egress.drain(..).zip(&self.frames).take(sent);
+        self.sent.extend(ports.map(|(port, frame)| (port, frame.lengths().data())));
         rejected.extend(self.frames.drain(..).zip(self.ingress.drain(..)).skip(sent));
         left_joined
     }
@@ -168,12 +142,6 @@ impl PortQueue {
         Some(kick)
     }
 
-    /// Whether something is left to be sent, freed or refilled.
-    #[inline]
-    pub(super) fn has_more_to_do(&self, pool: &FramePool) -> bool {
-        self.unsent || self.xsk.outstanding() > 0 || self.xsk.wants_frames(pool)
-    }
-
     #[inline]
     pub(super) fn count_batch(&mut self) {
         self.moved = self.moved.saturating_add(1);
@@ -199,7 +167,7 @@ impl PortQueue {
 
     /// Returns the socket; no packet may be left to send.
     pub(super) fn into_xsk(self) -> XskQueue {
-        debug_assert!(self.frames.is_empty(), "a queue is given up between turns");
+        debug_assert!(self.frames.is_empty(), "a socket is given up between poll iterations");
         self.xsk
     }
 }

@@ -17,7 +17,7 @@ use super::inbox::Command;
 use super::long::LongPacket;
 use super::moderation::Moderation;
 use super::processor::Processor;
-use super::queue::PortQueue;
+use super::queue::PairQueue;
 use super::shared::WorkerShared;
 use super::spin::Spin;
 use super::state::{PollIteration, WorkerState};
@@ -35,16 +35,14 @@ use crate::{DropReason, Epoch, Snapshot};
 const LONGEST_SLEEP: u16 = 250;
 /// First and maximum sleep while the kernel does not accept packets to send, in milliseconds; doubled each time.
 const STALLED_SLEEP: (u16, u16) = (1, 32);
-/// Maximum sleep while the kernel has no room to watch one of the queues, in milliseconds.
+/// Maximum sleep while the kernel has no room to watch the socket, in milliseconds.
 const UNWATCHED_SLEEP: u16 = 1;
 /// Maximum sleep before the first snapshot, whose publishing wakes nobody, in milliseconds.
 const UNPUBLISHED_SLEEP: u16 = 1;
-/// The event by which epoll names the inbox's descriptor; for queues it is [`PortQueue::READY`].
-const WAKE: u64 = PortQueue::READY + 1;
+/// The event by which epoll names the inbox's descriptor; for the socket it is [`PairQueue::READY`].
+const WAKE: u64 = PairQueue::READY + 1;
 /// Poll iterations between housekeeping steps while packets arrive.
 const HOUSEKEEPING: u32 = 64;
-/// Poll iterations between polls of inactive queues while others are active.
-const POLL_ALL: u32 = 16;
 
 /// A worker: its packets' way, and its sleep logic.
 pub(super) struct Worker<P> {
@@ -98,16 +96,16 @@ impl<P: Processor> Worker<P> {
         })
     }
 
-    /// Moves packets until a stop command, with the priority that its thread has, then returns its queues.
-    pub(super) fn run(mut self, priority: Priority) -> Vec<XskQueue> {
+    /// Moves packets until a stop command, with the priority that its thread has, then returns its socket.
+    pub(super) fn run(mut self, priority: Priority) -> Option<XskQueue> {
         let mut last_busy = Instant::now();
         self.core_sharing = (priority == Priority::RealTime).then(|| CoreSharing::new(last_busy));
-        let (mut until_housekeeping, mut until_poll_all) = (HOUSEKEEPING, 0_u32);
+        let mut until_housekeeping = HOUSEKEEPING;
         let mut stalled_sleep = STALLED_SLEEP.0;
         let mut busy_since: Option<Instant> = None;
         loop {
             if self.path.state.inbox().take_command_pending() && !self.handle_commands() {
-                return self.path.state.release_all(&mut self.received);
+                return self.path.state.release_all();
             }
             // The only clock read of an iteration: the previous iteration ends where this one begins.
             let now = Instant::now();
@@ -125,15 +123,14 @@ impl<P: Processor> Worker<P> {
                 continue;
             }
             self.path.state.counters().set_epoch(epoch);
-            let iteration = self.poll_once(now, until_poll_all == 0);
+            let iteration = self.poll_once(now);
             until_housekeeping -= 1;
-            // After an iteration without work all queues are polled, so that none waits while the worker spins or
-            // before it sleeps.
-            until_poll_all = if iteration.busy { until_poll_all.checked_sub(1).unwrap_or(POLL_ALL) } else { 0 };
             if !iteration.busy || until_housekeeping == 0 {
                 let PacketPath { processor, snapshot, .. } = &mut self.path;
                 processor.housekeeping(snapshot.load(), now, iteration.busy);
-                self.path.state.unwatch_busy(&self.epoll);
+                if let Some(queue) = &mut self.path.state.queue {
+                    queue.unwatch_if_busy(&self.epoll);
+                }
                 self.path.state.waiting.sweep(now);
                 until_housekeeping = HOUSEKEEPING;
             }
@@ -173,49 +170,36 @@ impl<P: Processor> Worker<P> {
         }
     }
 
-    /// One poll iteration: over all queues if `all`, otherwise over the active ones.
-    fn poll_once(&mut self, now: Instant, all: bool) -> PollIteration {
-        let mut iteration = PollIteration { busy: self.path.state.take_handed_off() > 0, ..PollIteration::default() };
-        if all {
-            for index in 0..self.path.state.queues.len() {
-                iteration.received += self.receive(index, now);
-            }
-        } else {
-            for position in 0..self.path.state.active.len() {
-                iteration.received += self.receive(self.path.state.active[position], now);
-            }
-        }
-        iteration.busy |= iteration.received > 0;
+    fn poll_once(&mut self, now: Instant) -> PollIteration {
+        let received = self.receive(now);
+        let mut iteration = PollIteration { received, busy: received > 0, ..PollIteration::default() };
         if !self.path.early.is_empty() {
             iteration.busy |= self.path.try_early(now);
         }
-        self.path.state.deactivate_quiet();
         self.path.state.flush(&mut self.received, &mut iteration);
         self.path.state.counters().rounds.add(1);
         iteration
     }
 
-    /// Receives and processes one batch of one queue; returns its packets.
-    fn receive(&mut self, index: usize, now: Instant) -> u32 {
-        let state = &mut self.path.state;
-        let Some(queue) = state.queues[index].as_mut() else { return 0 };
-        let batch = queue.xsk.receive(&self.shared.umem, &mut self.received, now);
+    /// Receives and processes one batch; returns its packets.
+    fn receive(&mut self, now: Instant) -> u32 {
+        let Some(queue) = self.path.state.queue.as_mut() else { return 0 };
+        let batch = queue.xsk.receive(&self.shared.umem, &mut self.received);
         let count = batch.len();
         if count == 0 {
-            queue.quiet = queue.quiet.map(|iterations| iterations + 1);
             return 0;
         }
         // Counted first: meanwhile the headers are fetched from the sender's core.
         let parts = batch.parts();
         queue.counters.rx_packets.add((count - parts) as u64);
         queue.counters.rx_bytes.add(batch.total_bytes());
-        let ingress = queue.port;
-        state.counters().count_batch(count);
-        state.mark_active(index);
+        queue.count_batch();
+        let pair = queue.port;
+        self.path.state.counters().count_batch(count);
         if parts > 0 {
-            self.path.process_parts(batch, (index, ingress), now);
+            self.path.process_parts(batch, pair, now);
         } else {
-            self.path.process_whole(batch, (index, ingress), now);
+            self.path.process_tagged(batch, pair, now);
         }
         count as u32
     }
@@ -223,7 +207,8 @@ impl<P: Processor> Worker<P> {
     /// Sleeps until a packet arrives, the worker is woken, or this many milliseconds have passed; or naps.
     fn sleep(&mut self, longest: u16) {
         let nap = self.moderation.nap();
-        let is_watched = nap.is_some() || self.path.state.watch_all(&self.epoll);
+        let queue = self.path.state.queue.as_mut();
+        let is_watched = nap.is_some() || queue.is_none_or(|queue| queue.watch(&self.epoll).is_ok());
         if !self.path.state.inbox().prepare_sleep() {
             return;
         }
@@ -262,8 +247,8 @@ impl<P: Processor> Worker<P> {
     fn handle_commands(&mut self) -> bool {
         while let Ok(command) = self.commands.try_recv() {
             match command {
-                Command::Attach { port, path, sender, counters, done } => {
-                    self.path.state.attach(port, path, sender, counters);
+                Command::Attach { port, path, counters, done } => {
+                    self.path.state.attach(port, path, counters);
                     let _ = done.send(());
                 }
                 Command::Unroute { port, done } => {
@@ -273,11 +258,11 @@ impl<P: Processor> Worker<P> {
                 }
                 Command::Detach { port, done } => {
                     self.path.forget_early(port);
-                    let queues = self.path.state.detach(port, &mut self.received);
-                    for xsk in &queues {
-                        let _ = self.epoll.delete(xsk.as_fd());
+                    let socket = self.path.state.detach(port);
+                    if let Some(socket) = &socket {
+                        let _ = self.epoll.delete(socket.as_fd());
                     }
-                    let _ = done.send(queues);
+                    let _ = done.send(socket);
                 }
                 Command::Count { done } => {
                     self.path.state.flush(&mut self.received, &mut PollIteration::default());
@@ -296,27 +281,17 @@ impl<P: Processor> Worker<P> {
 }
 
 impl<P: Processor> PacketPath<P> {
-    /// Processes a batch of a queue, which is one of this port: each packet has a frame.
-    #[inline]
-    fn process_whole(&mut self, batch: RxBatch<'_>, (index, port): (usize, PortId), now: Instant) {
-        if self.state.is_pair(index) {
-            self.process_tagged(batch, port, now);
-        } else {
-            self.process(batch, port, now);
-        }
-    }
-
-    /// The same for a batch with packets that came in several frames; all in their order.
+    /// Processes a batch of a pair with packets that came in several frames; all in their order.
     #[cold]
     #[inline(never)]
-    fn process_parts(&mut self, mut batch: RxBatch<'_>, queue: (usize, PortId), now: Instant) {
+    fn process_parts(&mut self, mut batch: RxBatch<'_>, pair: PortId, now: Instant) {
         let umem = self.state.shared.clone();
         let mut packet = std::mem::take(&mut self.long);
         loop {
             let whole = batch.whole_at_start();
             let (run, mut rest) = batch.split(whole);
             if whole > 0 {
-                self.process_whole(run, queue, now);
+                self.process_tagged(run, pair, now);
             }
             if rest.is_empty() {
                 break;
@@ -330,7 +305,7 @@ impl<P: Processor> PacketPath<P> {
             }
             let mut frame = [FrameDesc::default()];
             while continues {
-                let Some(queue) = self.state.queues[queue.0].as_mut() else { break };
+                let Some(queue) = self.state.queue.as_mut() else { break };
                 let mut part = queue.xsk.receive_part(&umem.umem, &mut frame);
                 if part.is_empty() {
                     packet.cut();
@@ -339,25 +314,22 @@ impl<P: Processor> PacketPath<P> {
                 continues = part.continues(0);
                 self.state.take_part(&mut part, 0, &mut packet);
             }
-            self.process_long(&mut packet, queue, now);
+            self.process_long(&mut packet, pair, now);
             batch = rest.split(taken).1;
         }
         self.long = packet;
     }
 
     /// Evaluates a packet that came in several frames, and sends it on.
-    fn process_long(&mut self, packet: &mut LongPacket, (index, port): (usize, PortId), now: Instant) {
+    fn process_long(&mut self, packet: &mut LongPacket, pair: PortId, now: Instant) {
         let snapshot = self.snapshot.load();
         let length = packet.bytes(0).len();
-        let mut ingress = port;
-        if self.state.is_pair(index) {
-            let tag = FrameTag::read(packet.bytes(0));
-            self.state.count_waiting(tag.map(|tag| tag.port), 1);
-            let host = snapshot.forwarding.host();
-            ingress = tag.and_then(|tag| self.state.ingress_of(tag, host)).unwrap_or(port);
-            if ingress != port {
-                self.state.count_received(ingress, 1, length as u64);
-            }
+        let tag = FrameTag::read(packet.bytes(0));
+        self.state.count_waiting(tag.map(|tag| tag.port), 1);
+        let host = snapshot.forwarding.host();
+        let ingress = tag.and_then(|tag| self.state.ingress_of(tag, host)).unwrap_or(pair);
+        if ingress != pair {
+            self.state.count_received(ingress, 1, length as u64);
         }
         if !packet.is_whole() {
             return self.state.count_drop(length, ingress, DropReason::Malformed);
@@ -375,7 +347,7 @@ impl<P: Processor> PacketPath<P> {
         self.send_replies(ingress);
     }
 
-    /// Processes a batch of a pair: by port, those of one port in their order. Frames without the tag of an open port are
+    /// Processes a batch of a pair, in which each packet has a frame: by port, those of one port in their order. Frames without the tag of an open port are
     /// dropped as the pair's own.
     fn process_tagged(&mut self, mut batch: RxBatch<'_>, pair: PortId, now: Instant) {
         let host = self.snapshot.load().forwarding.host();

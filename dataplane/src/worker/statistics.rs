@@ -52,7 +52,6 @@ pub(crate) struct WorkerCounters {
     pub(crate) rounds: Counter,
     pub(crate) empty_rounds: Counter,
     pub(crate) batches: Counter,
-    pub(crate) handed_over: Counter,
     pub(crate) joined: Counter,
     pub(crate) replies: Counter,
     pub(crate) replies_suppressed: Counter,
@@ -142,8 +141,8 @@ impl Traffic {
     }
 }
 
-/// Packets that the kernel dropped at a port's sockets (`struct xdp_statistics` in linux/if_xdp.h), all queues
-/// together. Each packet is in one counter only.
+/// Packets that the kernel dropped at the socket of a pair (`struct xdp_statistics` in linux/if_xdp.h). Each packet is in
+/// one counter only.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct KernelDrops {
     /// Packets longer than a frame. The kernel's counter of this name has those of an empty fill ring, too.
@@ -188,23 +187,22 @@ impl KernelDrops {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct QueueDepth {
-    pub port: PortId,
-    /// In the fill ring, or received and not yet read. The maximum is the ring's size.
+/// Frames in the rings of a pair's socket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct RingDepth {
+    /// In the fill ring, or received and not yet read.
     pub receiving: u32,
     /// Passed to the kernel for sending and not yet completed.
     pub sending: u32,
-    /// Entries of each of its rings.
-    pub ring: u32,
+    /// Entries of each ring.
+    pub size: u32,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
-pub struct QueueDepths {
+pub struct RingDepths {
     pub frames: FrameAccount,
-    pub queues: Vec<QueueDepth>,
-    /// By worker: packets handed off to it that it has not taken yet.
-    pub handed_over: Vec<usize>,
+    /// By worker; of one without a pair, zeros.
+    pub workers: Vec<RingDepth>,
 }
 
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -223,8 +221,6 @@ pub struct WorkerStatistics {
     /// Poll iterations without work.
     pub empty_rounds: u64,
     pub batches: u64,
-    /// Packets handed off to another worker, which owns their port.
-    pub handed_over: u64,
     /// TCP segments that were sent joined in GSO packets.
     pub joined: u64,
     pub replies: u64,
@@ -232,7 +228,7 @@ pub struct WorkerStatistics {
     pub sleeps: u64,
     pub asleep: Duration,
     pub running: Duration,
-    /// Durations of poll iterations that moved packets: evaluated, sent, handed off. Their sum is the busy time.
+    /// Durations of poll iterations that moved packets: evaluated, sent. Their sum is the busy time.
     pub busy_iterations: Histogram,
     /// Batches by size: for each power of two from 1 up to [`BATCH`], those with at most as many packets, and more than
     /// the previous power.
@@ -253,7 +249,6 @@ impl WorkerStatistics {
             rounds: counters.rounds.get(),
             empty_rounds: counters.empty_rounds.get(),
             batches: counters.batches.get(),
-            handed_over: counters.handed_over.get(),
             joined: counters.joined.get(),
             replies: counters.replies.get(),
             replies_suppressed: counters.replies_suppressed.get(),

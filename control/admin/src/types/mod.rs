@@ -212,8 +212,9 @@ pub struct WorkerStatus {
     pub poll_iteration_median_seconds: Option<f64>,
     /// The 99th percentile of the same, in seconds.
     pub poll_iteration_p99_seconds: Option<f64>,
-    /// Packets from other workers that wait for it.
-    pub handed_over: usize,
+    /// Of its pair's socket.
+    #[serde(default)]
+    pub rings: RingDepth,
 }
 
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -236,7 +237,6 @@ pub struct PortStatus {
     pub kernel_drops: BTreeMap<String, u64>,
     /// Packets that the programs on the interface have seen, by outcome.
     pub outcomes: BTreeMap<String, u64>,
-    pub queue: RingDepth,
 }
 
 impl PortStatus {
@@ -289,7 +289,7 @@ pub struct RingDepth {
     /// With the kernel for receiving, or received and not yet read.
     pub receiving: u32,
     pub sending: u32,
-    /// Entries of each ring, all queues together.
+    /// Entries of each ring.
     pub size: u32,
 }
 

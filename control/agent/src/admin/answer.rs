@@ -9,7 +9,7 @@ use penstock_dataplane::conntrack::{ConnectionInfo, OwnerId, Timestamp};
 use penstock_dataplane::forward::PortId;
 use penstock_dataplane::limits::PodLimits;
 use penstock_dataplane::names::{Moment, NameCounts};
-use penstock_dataplane::worker::{KernelDrops, PortStatistics, QueueDepth, QueueDepths};
+use penstock_dataplane::worker::{KernelDrops, PortStatistics, RingDepth, RingDepths};
 use penstock_policy::engine::Engine;
 use penstock_policy::explain::{self, PlainText};
 use penstock_policy::flow;
@@ -120,7 +120,7 @@ impl DaemonView<'_> {
         &self,
         now: &CounterSample,
         before: &CounterSample,
-        depths: &QueueDepths,
+        depths: &RingDepths,
         in_force: &[Epoch],
     ) -> Vec<types::WorkerStatus> {
         let seconds = now.seconds_since(before);
@@ -150,14 +150,18 @@ impl DaemonView<'_> {
                         .quantile(0.5)
                         .map(|time| time.as_secs_f64()),
                     poll_iteration_p99_seconds: counters.busy_iterations.quantile(0.99).map(|time| time.as_secs_f64()),
-                    handed_over: depths.handed_over.get(worker).copied().unwrap_or(0),
+                    rings: {
+                        let RingDepth { receiving, sending, size } =
+                            depths.workers.get(worker).copied().unwrap_or_default();
+                        types::RingDepth { receiving, sending, size }
+                    },
                 }
             })
             .collect()
     }
 
     fn port_list(&self, counters: &LiveCounters, before: &CounterSample) -> Vec<types::PortStatus> {
-        let LiveCounters { sample: now, depths, ports: by_port } = counters;
+        let LiveCounters { sample: now, ports: by_port, .. } = counters;
         let seconds = now.seconds_since(before);
         let ports = now.statistics.ports.iter();
         ports
@@ -182,7 +186,6 @@ impl DaemonView<'_> {
                         .flat_map(|outcomes| outcomes.iter())
                         .map(|(name, count)| (name.to_string(), count))
                         .collect(),
-                    queue: queue(counters.port, &depths.queues),
                 }
             })
             .collect()
@@ -319,12 +322,4 @@ fn rates(now: &types::PortCounts, before: &types::PortCounts, seconds: f64) -> t
 
 fn kernel_drops(kernel: &KernelDrops) -> BTreeMap<String, u64> {
     kernel.iter().filter(|(_, count)| *count > 0).map(|(name, count)| (name.to_owned(), count)).collect()
-}
-
-fn queue(port: PortId, depths: &[QueueDepth]) -> types::RingDepth {
-    depths.iter().filter(|depth| depth.port == port).fold(types::RingDepth::default(), |sum, depth| types::RingDepth {
-        receiving: sum.receiving + depth.receiving,
-        sending: sum.sending + depth.sending,
-        size: sum.size + depth.ring,
-    })
 }

@@ -94,7 +94,7 @@ impl OpenPorts {
             Some(closed) => closed,
             None => self.programs.attach_pod(&interface(link))?,
         };
-        let request = PortRequest { path: PortPath::Pairs, ..PortRequest::new(link.name.as_str()) };
+        let request = PortRequest::new(link.name.as_str(), PortPath::Pod);
         let id = match dataplane.open_port(&request) {
             Ok(id) => id,
             Err(error) => {
@@ -119,7 +119,7 @@ impl OpenPorts {
         worker: usize,
         pair: &WorkerVeth,
     ) -> Result<OpenPair, OpenPortError> {
-        let request = PortRequest { path: PortPath::PairOf(worker), ..PortRequest::new(pair.worker.name.as_str()) };
+        let request = PortRequest::new(pair.worker.name.as_str(), PortPath::PairOf(worker));
         let id = dataplane.open_port(&request)?;
         let far = dataplane.with_socket(id, |socket| SocketRedirect::attach(&interface(&pair.worker), socket))??;
         Ok(OpenPair { id, far, near: self.programs.attach_worker(&interface(&pair.node))? })
@@ -127,7 +127,7 @@ impl OpenPorts {
 
     /// The node's stack as a port, through the workers' pairs.
     pub(super) fn open_node(&self, dataplane: &Dataplane, near: &Link) -> Result<NodePort, OpenPortError> {
-        let request = PortRequest { path: PortPath::NodeByPairs, ..PortRequest::new(near.name.as_str()) };
+        let request = PortRequest::new(near.name.as_str(), PortPath::Node);
         let id = dataplane.open_port(&request)?;
         let (own_mac, peer_mac) = PortRequest::macs(None);
         let port = Port::new(PortKind::Host, own_mac, peer_mac, mtu(near.mtu), Vec::new());

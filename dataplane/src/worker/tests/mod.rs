@@ -101,7 +101,7 @@ struct Pair {
 
 /// Opens the pair of worker 0 on `x`.
 fn open_pair(dataplane: &Dataplane) -> (PortId, SocketRedirect) {
-    let request = PortRequest { path: PortPath::PairOf(0), ..PortRequest::new("x") };
+    let request = PortRequest::new("x", PortPath::PairOf(0));
     let pair = dataplane.open_port(&request).unwrap();
     let attach = |socket: BorrowedFd<'_>| SocketRedirect::attach(&Interface::by_name("x").unwrap(), socket);
     (pair, dataplane.with_socket(pair, attach).unwrap().unwrap())
@@ -120,11 +120,10 @@ impl Pair {
 
     fn of(dataplane: Dataplane, wires: Wires) -> Self {
         ["x", "a", "b"].into_iter().for_each(net::veth);
-        let open =
-            |interface: &str, path| dataplane.open_port(&PortRequest { path, ..PortRequest::new(interface) }).unwrap();
+        let open = |interface: &str, path| dataplane.open_port(&PortRequest::new(interface, path)).unwrap();
         let (pair, attached) = open_pair(&dataplane);
-        let ports = ["a", "b"].map(|interface| open(interface, PortPath::Pairs));
-        let node = open("xp", PortPath::NodeByPairs);
+        let ports = ["a", "b"].map(|interface| open(interface, PortPath::Pod));
+        let node = open("xp", PortPath::Node);
         let mut forwarding = Forwarding::new([]);
         let (own_mac, peer_mac) = PortRequest::macs(None);
         let host = Port::new(PortKind::Host, own_mac, peer_mac, 1500, Vec::new());

@@ -14,7 +14,7 @@ use penstock_dataplane::limits::{PodLimits, Refused};
 use penstock_dataplane::names::NameCounts;
 use penstock_dataplane::policy;
 use penstock_dataplane::worker::{
-    DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, QueueDepths, Traffic, WorkerStatistics,
+    DataplaneStatistics, Histogram, LoggedOutcome, PortStatistics, RingDepth, RingDepths, Traffic, WorkerStatistics,
 };
 use penstock_policy::model::ObjectKey;
 use penstock_sources::{KindHealth, ObjectKind};
@@ -37,7 +37,7 @@ use crate::view::{DaemonView, LiveCounters};
 #[derive(Debug)]
 pub(crate) struct Scrape {
     statistics: DataplaneStatistics,
-    depths: QueueDepths,
+    depths: RingDepths,
     /// By port number: role, namespace and name of its pod, outcomes of its programs.
     ports: BTreeMap<u16, PortLabels>,
     published: u32,
@@ -230,19 +230,6 @@ impl Scrape {
                 let outcomes = named.iter().flat_map(|named| &named.outcomes);
                 add.counts(labels, "outcome", outcomes.map(|(outcome, count)| (outcome, *count)))
             },
-        )?;
-        self.each_port(
-            to,
-            MetricType::Gauge,
-            "penstock_port_queue_frames",
-            "Frames in a port's rings",
-            |add, labels, port| {
-                let of = || self.depths.queues.iter().filter(|queue| queue.port == port.port);
-                let receiving: u32 = of().map(|queue| queue.receiving).sum();
-                let sending: u32 = of().map(|queue| queue.sending).sum();
-                add.value(&[labels, &[("ring", "receiving")]].concat(), receiving.into())?;
-                add.value(&[labels, &[("ring", "sending")]].concat(), sending.into())
-            },
         )
     }
 
@@ -314,11 +301,8 @@ impl Scrape {
             to.counters(name, help, "worker", numbered(workers.iter().map(|worker| time(worker).as_secs_f64())))?;
         }
         type Count = fn(&WorkerStatistics) -> u64;
-        let counts: [(&str, &str, Count); 5] = [
+        let counts: [(&str, &str, Count); 4] = [
             ("penstock_worker_batches", "Batches of packets received", |worker| worker.batches),
-            ("penstock_worker_handed_over_packets", "Packets handed to the worker that owns their port", |worker| {
-                worker.handed_over
-            }),
             ("penstock_worker_joined_segments", "TCP segments sent merged with others as one GSO packet", |worker| {
                 worker.joined
             }),
@@ -336,12 +320,18 @@ impl Scrape {
         for (name, help, count) in counts {
             to.counters(name, help, "worker", numbered(workers.iter().map(count)))?;
         }
-        to.gauges(
-            "penstock_worker_waiting_packets",
-            "Packets from other workers that wait for this one",
-            "worker",
-            numbered(self.depths.handed_over.iter().map(|waiting| *waiting as f64)),
-        )?;
+        type Frames = fn(&RingDepth) -> u32;
+        let rings: [(&str, &str, Frames); 2] = [
+            (
+                "penstock_worker_receiving_frames",
+                "Frames that the kernel has for receiving, or that wait for the worker",
+                |rings| rings.receiving,
+            ),
+            ("penstock_worker_sending_frames", "Frames that the kernel has for sending", |rings| rings.sending),
+        ];
+        for (name, help, frames) in rings {
+            to.gauges(name, help, "worker", numbered(self.depths.workers.iter().map(|rings| frames(rings).into())))?;
+        }
         to.gauges(
             "penstock_worker_core",
             "The core that a worker is pinned to",
