@@ -15,12 +15,12 @@ fn fixture(gso: bool) -> Fixture {
     })
 }
 
-/// Segments that were sent joined with others: the fourth figure of a worker's row.
+/// Segments that were sent joined with others: the third figure of a worker's row.
 fn joined(fixture: &Fixture) -> u64 {
     let statistics = fixture.statistics();
     assert!(statistics.iter().any(|line| line.ends_with(": balanced")), "{statistics:?}");
     let rows = statistics.iter().skip_while(|line| !line.starts_with("WORKER")).skip(1);
-    let figures = rows.take_while(|line| !line.starts_with("frames")).filter_map(|row| row.split_whitespace().nth(3));
+    let figures = rows.take_while(|line| !line.starts_with("frames")).filter_map(|row| row.split_whitespace().nth(2));
     figures.map(|figure| figure.parse::<u64>().unwrap()).sum()
 }
 
