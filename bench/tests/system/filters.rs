@@ -197,6 +197,8 @@ fn a_limit_on_what_a_pod_sends_is_kept_behind_the_filter() {
     });
     let interface = interface_of(&fixture, "test/pod-1");
     assert_eq!(filters(&fixture, &interface, "ingress"), ["penstock_from_pod", "2u32"]);
+    let program = fixture.status().ports.into_iter().find(|port| port.interface == interface).map(|port| port.program);
+    assert_eq!(program.as_deref(), Some("clsact"));
     assert_eq!(filters(&fixture, &interface, "egress"), ["penstock_to_pod"]);
     let passed = |of: &str| {
         let shown = on_node(&fixture, &format!("tc -s qdisc show dev {of} root"));
@@ -207,6 +209,29 @@ fn a_limit_on_what_a_pod_sends_is_kept_behind_the_filter() {
     let before = [passed("sent"), passed(&interface)];
     assert_enforced(&fixture);
     assert!(passed("sent") > before[0] && passed(&interface) > before[1], "its packets meet both limits");
+}
+
+/// The CNI plugin `bandwidth` adds an `ingress` qdisc for the limit and fails if there is a `clsact` qdisc. The runtime then deletes the pod's
+/// sandbox.
+#[test]
+fn a_new_pod_is_closed_before_the_plugin_bandwidth_limits_it_unless_new_pods_are_open() {
+    let address = [10, 244, 1, 99].into();
+    for (startup, is_closed) in [("closed", true), ("open", false)] {
+        let mut fixture = Fixture::of(&manifests(), |_, config| {
+            by_filters(config);
+            config.keys += &format!("startup = \"{startup}\"\n");
+        });
+        let seen = fixture.daemon.log().len();
+        let interface = fixture.cluster.node.add_pod("test/new", &[address]).unwrap().interface().to_owned();
+        if is_closed {
+            fixture.daemon.log().wait_for_after(seen, "closed until its pod is known", LIMIT).unwrap();
+        }
+        let limited = run(&fixture, &format!("tc qdisc add dev {interface} handle ffff: ingress"));
+        assert_eq!(limited.status.success(), !is_closed, "{startup}: {}", String::from_utf8_lossy(&limited.stderr));
+        let mut ping = fixture.cluster.node.pod("test/new").unwrap().namespace().command("ping");
+        let reached = ping.args(["-c", "1", "-W", "1", "10.244.1.1"]).output().unwrap().status.success();
+        assert_eq!(reached, !is_closed, "{startup}");
+    }
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! A new daemon takes over from the one that runs (`penstock run --take-over`).
 //!
 //! For a moment two daemons are in one network namespace. The new one reads all objects, loads its programs, opens all ports and compiles
-//! all policy (`attach = "tcx"` with `offload`). Then it puts its programs in the place of the old one's, so that packets for workers wait in its own
+//! all policy (with tcx links and `offload`). Then it puts its programs in the place of the old one's, so that packets for workers wait in its own
 //! rings, and asks the old one, by a unix socket beside the admin socket. That one ends its workers and answers: from now on the connection table
 //! is the new one's, which publishes, and decides what waits. The old one then stops as a daemon does whose place another has taken,
 //! and answers once more when its listeners and files are free. Without programs that forward by themselves nothing can be prepared beside a daemon: then

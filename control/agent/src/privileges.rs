@@ -12,7 +12,7 @@ pub(crate) use penstock_dataplane::{drop_capabilities as drop_all, without_capab
 
 /// Needed to start: the systemd unit and the DaemonSet grant these.
 pub const STARTUP: [Capability; 7] = [
-    // Interfaces, routes, rules and their settings, and XDP programs on interfaces.
+    // Interfaces, their settings, and the programs on them.
     Capability::CAP_NET_ADMIN,
     // AF_XDP sockets.
     Capability::CAP_NET_RAW,

@@ -1,9 +1,8 @@
-//! Decides which packets the XDP program passes to the kernel: the rules of `xdp-redirect/src/bpf/redirect.bpf.c` in Rust.
+//! Decides which packets of a capture no worker evaluates: the rules of `xdp-redirect/src/bpf/tcx.bpf.c` in Rust.
 //!
-//! Differences: the program drops ARP and neighbour discovery with which a pod claims other addresses; here they go to the
-//! kernel like the rest, since policy applies to neither. What the program passes from an uplink because the kernel may
-//! translate it returns through the host port and is evaluated there; here it is evaluated at once. The program looks up
-//! in the kernel's routing table whether neighbour discovery of a global address is for the node; here the node's
+//! Differences: the programs drop ARP and neighbour discovery with which a pod claims other addresses; here they go to the
+//! kernel like the rest, since policy applies to neither. A packet from an uplink enters the node's stack and is evaluated when
+//! the stack sends it to a pod; here it is evaluated at once. The programs look up in the kernel's routing table whether neighbour discovery of a global address is for the node; here the node's
 //! addresses decide.
 
 use penstock_dataplane::ProgramOutcome;
@@ -16,8 +15,8 @@ const ARP: [u8; 2] = [0x08, 0x06];
 const VLAN: [u8; 2] = [0x81, 0x00];
 const SERVICE_VLAN: [u8; 2] = [0x88, 0xa8];
 
-/// Why a frame from a port of this kind goes to the kernel without a verdict; `None` if it goes to a worker. The program
-/// drops a frame with a VLAN tag on a pod's port; a worker would drop it too, so it goes there.
+/// Why a frame from a port of this kind goes to the kernel without a verdict; `None` if it goes to a worker. The programs
+/// drop a frame with a VLAN tag on a pod's port; a worker would drop it too, so it goes there.
 pub fn passed_to_kernel(forwarding: &Forwarding, kind: PortKind, frame: &[u8]) -> Option<ProgramOutcome> {
     let Some(ethertype) = frame.get(12..ETHERNET_LEN) else { return Some(ProgramOutcome::NotIp) };
     let is_uplink = kind == PortKind::Uplink;
@@ -102,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn exactly_what_the_xdp_program_passes_goes_to_the_kernel() {
+    fn exactly_the_frames_that_programs_pass_go_to_the_kernel() {
         use ProgramOutcome::{Arp, NeighbourDiscovery, NotIp, NotLocal};
         let (pod, host, uplink) = (PortKind::Pod, PortKind::Host, PortKind::Uplink);
         for (name, kind, frame, expected) in [

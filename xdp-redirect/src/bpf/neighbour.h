@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* Address resolution of a pod: which frames are part of it, and whether the pod claims only its own addresses. Shared by the XDP
- * and the tcx programs.
+/* Address resolution of a pod: which frames are part of it, and whether the pod claims only its own addresses.
  *
  * `pod_macs` is a map of one pod: its MAC by each of its addresses and by ::; empty while they are unknown. */
 #pragma once

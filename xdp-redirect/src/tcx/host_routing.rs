@@ -23,6 +23,8 @@ pub enum KeptBy {
     Sysctl,
     /// The interface has no Ethernet header.
     Header,
+    /// The programs are filters, not tcx links.
+    NoTcx,
     /// Something that this version does not know.
     Other,
 }
@@ -39,6 +41,7 @@ impl KeptBy {
             Self::Controller => "the bridge, bond, macvlan or VRF of the interface",
             Self::Sysctl => "settings of the kernel",
             Self::Header => "an interface without Ethernet header",
+            Self::NoTcx => "a kernel before Linux 6.6",
             Self::Other => "something unknown",
         }
     }
@@ -62,6 +65,9 @@ impl TcxPrograms {
     /// The reason that keeps packets of this family that come in by this interface, in the calling thread's network namespace, to the node's stack at this
     /// moment; `None`: nothing. Each packet is asked about by itself, and may be kept for a reason of its own.
     pub fn kept_by(&self, interface: u32, v6: bool) -> io::Result<Option<KeptBy>> {
+        if self.filter_watch().is_some() {
+            return Ok(Some(KeptBy::NoTcx));
+        }
         let mut frame = [0; 54];
         frame[12..14].copy_from_slice(&if v6 { [0x86, 0xdd] } else { [0x08, 0x00] });
         let tried = self.try_program(&self.what_keeps, interface, 0, &frame, 0)?;

@@ -225,7 +225,7 @@ pub struct PortStatus {
     pub kind: String,
     /// The pod behind it, `namespace/name`.
     pub pod: Option<String>,
-    /// How its programs are attached: `tcx`, or `xdp` at a worker's pair.
+    /// How its programs are attached: `tcx`, `clsact` before Linux 6.6, or `xdp` at a worker's pair.
     #[serde(default)]
     pub program: String,
     /// Totals since the start.

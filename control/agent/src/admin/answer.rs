@@ -176,7 +176,7 @@ impl DaemonView<'_> {
                     interface: counters.interface.clone(),
                     kind: known.map_or(PortRole::Pod, |port| port.role).name().to_owned(),
                     pod: known.and_then(|port| port.pod.as_ref()).map(ToString::to_string),
-                    program: known.map_or_else(String::new, |port| port.role.program().to_owned()),
+                    program: known.map_or_else(String::new, |port| port.program.to_owned()),
                     rate: rates(&total, &earlier.map(counts).unwrap_or_default(), seconds),
                     total,
                     drops: drops.collect(),

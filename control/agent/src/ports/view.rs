@@ -28,20 +28,14 @@ impl PortRole {
             Self::Pair => "pair",
         }
     }
-
-    /// How its programs are attached.
-    pub(crate) const fn program(self) -> &'static str {
-        match self {
-            Self::Pod | Self::Host => "tcx",
-            Self::Pair => "xdp",
-        }
-    }
 }
 
 /// A port with the counters of its programs.
 pub(crate) struct PortOutcomes {
     pub(crate) id: PortId,
     pub(crate) role: PortRole,
+    /// How its programs are attached.
+    pub(crate) program: &'static str,
     pub(crate) pod: Option<ObjectKey>,
     /// `None` if the kernel does not give them.
     pub(crate) outcomes: Option<ProgramOutcomeCounts>,
@@ -114,15 +108,18 @@ impl OpenPorts {
 
     /// Every port with its counters.
     pub(crate) fn outcomes(&self) -> Vec<PortOutcomes> {
+        let tc = if self.programs.filter_watch().is_some() { "clsact" } else { "tcx" };
         let pods = self.pods.values().map(|attachment| PortOutcomes {
             id: attachment.id,
             role: PortRole::Pod,
+            program: tc,
             pod: attachment.served.then(|| attachment.last.pod.clone()),
             outcomes: attachment.veth.outcomes().ok(),
         });
-        let own = self.node.iter().map(|node| (node.id, PortRole::Host));
-        let own = own.chain(self.pairs.iter().map(|pair| (pair.id, PortRole::Pair)));
-        let without_counters = |(id, role)| PortOutcomes { id, role, pod: None, outcomes: Some(Default::default()) };
+        let own = self.node.iter().map(|node| (node.id, PortRole::Host, tc));
+        let own = own.chain(self.pairs.iter().map(|pair| (pair.id, PortRole::Pair, "xdp")));
+        let without_counters =
+            |(id, role, program)| PortOutcomes { id, role, program, pod: None, outcomes: Some(Default::default()) };
         own.map(without_counters).chain(pods).collect()
     }
 }

@@ -214,9 +214,8 @@ pub(crate) fn bulk() -> Scenario {
     Scenario {
         name: "bulk",
         title: "Bulk TCP between two pods",
-        about: "What arrives of one stream, of eight and of 32, and what a gigabit of the one costs both cores. Native XDP on a veth turns segmentation offload of its other end \
-                off, so that Penstock's packets are as long as the MTU, except by tcx; the kernel's peers hand super-packets over unless that \
-                is turned off, too. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096. Another node is a namespace \
+        about: "What arrives of one stream, of eight and of 32, and what a gigabit of the one costs both cores. Where all packets go through workers, \
+                they are as long as the MTU; the programs and the kernel's peers hand super-packets over unless that is turned off. The largest single frame is an MTU of 3,506 bytes, with UMEM frames of 4,096. Another node is a namespace \
                 behind a veth of the node, where nothing enforces policy. In one case a policy of the receiver changes 100 times \
                 a second; after each change every connection is evaluated again. The same files are saved beside kernel routing, too, \
                 where nothing reads them, while a thread takes the processor for as long as Penstock took for its changes. \
