@@ -513,7 +513,7 @@ fn status_shows_the_rings_that_the_kernel_has() {
             config.sections = config.sections.replace("64MiB", memory);
         });
         let status = open.status();
-        let shown: Vec<u64> = status.ports.iter().map(|port| port.queue.size.into()).filter(|&it| it > 0).collect();
+        let shown: Vec<u64> = status.workers.iter().map(|worker| worker.rings.size.into()).collect();
         assert!(!shown.is_empty() && shown.iter().all(|&size| size == entries), "{memory}: {shown:?}");
         // The kernel's rings are mapped: the longest have 16 bytes for each entry, behind a head in the first page.
         let maps = std::fs::read_to_string(format!("/proc/{}/maps", status.process)).unwrap();

@@ -59,12 +59,7 @@ pub(crate) struct XskQueue {
 impl XskQueue {
     /// Creates a socket, binds it to an interface in the calling thread's network namespace, and puts its first frames into
     /// the fill ring: as many as are free, up to `fill_target`.
-    pub(crate) fn open(
-        umem: &Umem,
-        interface: &str,
-        slot: QueueSlot,
-        fill_target: u32,
-    ) -> Result<Self, PortError> {
+    pub(crate) fn open(umem: &Umem, interface: &str, slot: QueueSlot, fill_target: u32) -> Result<Self, PortError> {
         let ring_size = umem.config().ring_size;
         let pool = umem.pool();
         let (tx, rx, fill, completion) = bind(umem, interface)?;
