@@ -8,7 +8,7 @@ use penstock_bench::probe::{ProbeOutcome, Protocol};
 
 use crate::faults::repeated::{METRICS, metric, repeated};
 use crate::fixture::{pods, policy};
-use crate::services::service::{BackendPath, ServiceFixture, WEB, run, translate};
+use crate::services::service::{BackendPath, ServiceFixture, WEB, run, service, translate};
 
 /// The Service leads to `pod-1`, which admits only `pod-0`, or to `pod-2`, which admits nobody.
 const ONLY_POD_0: &str = "  ingress: [{from: [{podSelector: {matchLabels: {app: pod-0}}}]}]\n";
@@ -130,10 +130,15 @@ fn without_a_daemon_connections_to_a_service_repeat() {
 
 #[test]
 fn a_stop_renews_what_policy_still_allows_to_leave_for_a_service() {
+    // Allows the packet as the pod sends it, and not as it leaves.
+    let [v4, v6] = [false, true].map(service);
+    let only_service = format!(
+        "  policyTypes: [Egress]\n  egress: [{{to: [{{ipBlock: {{cidr: {v4}/32}}}}, {{ipBlock: {{cidr: '{v6}/128'}}}}]}}]\n"
+    );
     // The changes come after the pod's last packet, and the daemon stops before its next one.
     for (change, expected) in [
         (policy("unrelated", "pod-2", "  policyTypes: [Egress]\n"), ProbeOutcome::Reached),
-        (policy("denied", "pod-0", "  policyTypes: [Egress]\n"), ProbeOutcome::Silent),
+        (policy("denied", "pod-0", &only_service), ProbeOutcome::Silent),
     ] {
         let mut it = start(BackendPath::Elsewhere);
         open(&it, "test/pod-0", ProbeOutcome::Reached, "with a daemon");
