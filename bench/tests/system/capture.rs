@@ -30,6 +30,10 @@ struct Offered {
 
 impl Offered {
     fn with(settings: &str) -> Self {
+        Self::asked(settings, &[])
+    }
+
+    fn asked(settings: &str, environment: &[(&str, &str)]) -> Self {
         let mut socket = PathBuf::new();
         let fixture = Fixture::of(&(pods(3) + &policy("served", "pod-1", ONLY_POD_0)), |_, config| {
             let directory = config.manifests.parent().unwrap();
@@ -37,6 +41,7 @@ impl Offered {
             config.metrics = Some(METRICS);
             config.conntrack = format!("mapping = \"{}/run/conntrack\"\nentries = 4096\n", directory.display());
             config.sections += &format!("[capture]\nsocket = \"{}\"\n{settings}", socket.display());
+            config.environment = environment.iter().map(|(name, value)| ((*name).into(), (*value).into())).collect();
         });
         Self { fixture, socket }
     }
@@ -446,7 +451,7 @@ fn a_capture_follows_its_pod_to_another_interface() {
 
 #[test]
 fn an_unread_capture_loses_only_packets_of_its_own() {
-    let node = Offered::with("queue = 8\n");
+    let node = Offered::asked("", &[("CAPTURE_QUEUE", "8")]);
     let client = node.site("test/pod-0");
     let target = node.fixture.target("test/pod-1", false);
     let flow = EchoConnection::open(&client.namespace, target, 8080, LIMIT).unwrap();

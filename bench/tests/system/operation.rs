@@ -184,7 +184,7 @@ fn status_flows_and_metrics_match_the_packets() {
     let offloaded = sum(&metrics, "penstock_offloaded_packets_total", &[]);
     let busy = sum(&metrics, "penstock_worker_busy_seconds_total", &[]);
     assert!(iterations + offloaded >= 1_000.0 && busy > 0.0, "{iterations} {offloaded}");
-    assert_eq!(sum(&metrics, "penstock_source_synced", &[]), 7.0, "one for each kind of object");
+    assert_eq!(sum(&metrics, "penstock_source_synced", &[]), 6.0, "one for each kind of object");
     assert_eq!(open.page("/healthz"), ("HTTP/1.1 200 OK".to_owned(), "ok\n".to_owned()));
     assert_eq!(open.page("/readyz"), ("HTTP/1.1 200 OK".to_owned(), "ok\n".to_owned()));
 }

@@ -26,6 +26,11 @@ pub(super) fn min_ttl() -> Option<Duration> {
     asked("MIN_TTL")?.parse().ok().map(Duration::from_millis)
 }
 
+/// Packets that wait for the reader of a capture, if not the usual number.
+pub(super) fn capture_queue() -> Option<usize> {
+    asked("CAPTURE_QUEUE")?.parse().ok()
+}
+
 /// Makes the first worker panic, so many milliseconds after the daemon is ready.
 pub(super) fn inject_faults(dataplane: &Arc<Dataplane>) {
     let Some(after) = asked("WORKER_PANICS_AFTER").and_then(|text| text.parse().ok()) else { return };

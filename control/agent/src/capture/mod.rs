@@ -31,6 +31,7 @@ use objects::ObjectStep;
 use super::config::Config;
 use super::naming::{PacketNames, evaluated_sides, identifier, sides};
 use super::ports::CapturedPorts;
+use super::testing;
 
 /// How often packets are passed on.
 pub(super) const INTERVAL: Duration = Duration::from_millis(5);
@@ -111,7 +112,10 @@ impl RunningCapture {
         let running = Self {
             filter: filter(query)?,
             pod: query.pod.as_deref().map(pod).transpose()?,
-            queue: Arc::new(CaptureQueue::new(WAITING_PACKETS, snap_length as usize)),
+            queue: Arc::new(CaptureQueue::new(
+                testing::capture_queue().unwrap_or(WAITING_PACKETS),
+                snap_length as usize,
+            )),
             known_pod: None,
             packets: limited(query.packets, "packets", 1, MAX_PACKETS)?,
             bytes: limited(query.bytes, "bytes", 1, MAX_BYTES)?,

@@ -71,9 +71,8 @@ const fn by_settings(name: &'static str, sections: &'static str) -> IoVariant {
     IoVariant { name, sections, mtu: MTU, offloads: VethOffloads::Default }
 }
 
-const VARIANTS: [IoVariant; 7] = [
+const VARIANTS: [IoVariant; 6] = [
     by_settings("defaults", ""),
-    by_settings("gso = false", "workers gso = false\n"),
     by_settings("frame_size = 4096", "umem frame_size = 4096\n"),
     by_settings("with free huge pages", "huge pages\n"),
     IoVariant {
