@@ -9,8 +9,18 @@ use penstock_dataplane::DropReason;
 use crate::pages;
 
 /// Directories whose files pages name by their path.
-const SOURCES: [&str; 9] =
-    [".ci/", ".github/", "bench/", "configs/", "control/", "dataplane/", "pcap-tests/", "scripts/", "xdp-redirect/"];
+const SOURCES: [&str; 10] = [
+    ".ci/",
+    ".github/",
+    "bench/",
+    "configs/",
+    "control/",
+    "dataplane/",
+    "pcap-tests/",
+    "scripts/",
+    "tc-filters/",
+    "xdp-redirect/",
+];
 
 /// Whether a piece of code in a text is the path of a file or directory here; patterns and shortened ones are not.
 fn is_path(code: &str) -> bool {

@@ -10,6 +10,9 @@ use pulldown_cmark::{CodeBlockKind, Event, Options, Parser, Tag, TagEnd};
 /// The pages beside the book, by their paths from the root.
 const BESIDE: [&str; 5] = ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"];
 
+/// Folders with a README that are not crates.
+const FOLDERS: [&str; 4] = ["bench/src", "bench/tests", "configs", "control"];
+
 /// The top of the repository: the directory of `book.toml`.
 pub(crate) fn root() -> &'static Path {
     let here = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -43,9 +46,10 @@ pub(crate) struct Content {
     pub(crate) blocks: Vec<Block>,
 }
 
-/// Every page of the book and beside it.
+/// Every page of the book, every page next to it, and the READMEs of the folders.
 pub(crate) fn all() -> Vec<Page> {
     let mut paths: Vec<PathBuf> = BESIDE.iter().map(PathBuf::from).collect();
+    paths.extend(folders().map(|folder| folder.join("README.md")));
     collect(Path::new("docs"), &mut paths);
     paths.sort();
     paths
@@ -55,6 +59,14 @@ pub(crate) fn all() -> Vec<Page> {
             Page { path, text }
         })
         .collect()
+}
+
+/// The folders that have a README: every crate, and [`FOLDERS`].
+fn folders() -> impl Iterator<Item = PathBuf> {
+    let entries = ["", "control"].into_iter().flat_map(|parent| fs::read_dir(root().join(parent)).unwrap());
+    let crates = entries.map(|entry| entry.unwrap().path()).filter(|path| path.join("Cargo.toml").is_file());
+    let crates = crates.map(|path| path.strip_prefix(root()).unwrap().to_owned());
+    crates.chain(FOLDERS.iter().map(PathBuf::from))
 }
 
 fn collect(directory: &Path, found: &mut Vec<PathBuf>) {
