@@ -9,7 +9,7 @@ use crate::conntrack::{BY_NODE, ConnTable, ForwardedConnection};
 use crate::forward::{Port, PortId, PortKind};
 use crate::names::NameTime;
 use crate::packet::{Address, AddressScope, Flow, Packet, Protocol, TcpFlags, Transport};
-use crate::policy::{AddressEntry, FlowEnds, PolicySet};
+use crate::policy::{AddressEntry, FlowEnds};
 
 /// Counts each packet that is forwarded at its connection, and notes its path, so that the kernel's programs forward the next
 /// ones of its direction alike, and of one that opens a connection also the answers. They do so for TCP and UDP in states in which every such packet passes, and decide that for
@@ -172,18 +172,12 @@ pub fn keep_answers(connections: &ConnTable, snapshot: &Snapshot) -> usize {
     })
 }
 
-/// Whether no worker needs to see the next packets that a pod sends to a destination behind the node's translation, if policy allows this
-/// one: an allowed name expires, and workers record connections.
-pub(super) fn may_leave_unseen(policy: &PolicySet, flow: &Flow) -> bool {
-    policy.names_of(flow.src).is_none() && !policy.may_record_allowed(policy.ends(flow))
-}
-
 /// Whether the pod of this port may send to a destination on another machine, behind the node's translation, and no worker needs to see
 /// its packets.
 pub fn may_leave(snapshot: &Snapshot, pod: PortId, dst: Address, protocol: Protocol, dst_port: u16) -> bool {
     snapshot.own_address(pod, dst.is_v4()).is_some_and(|src| {
         let (policy, flow) = (&snapshot.policy, Flow { src, dst, protocol, src_port: 0, dst_port });
-        may_leave_unseen(policy, &flow) && policy.evaluate_as_it_is(&flow, NameTime::Never).is_allowed()
+        track::may_leave_unseen(policy, &flow) && policy.evaluate_as_it_is(&flow, NameTime::Never).is_allowed()
     })
 }
 

@@ -5,7 +5,6 @@ mod open;
 pub(super) use open::owner;
 
 use super::dispatch::{Leaving, PacketPath};
-use super::offload::may_leave_unseen;
 use super::sources::{Opener, OriginalSources};
 use super::{AdmittedPacket, DroppedPacket, EvaluationReason, Observer};
 use crate::batch::{Frames, StackSender};
@@ -13,7 +12,7 @@ use crate::conntrack::{Conn, ConnTable, DatagramKey, Reevaluation, Timestamp, Up
 use crate::forward::PortId;
 use crate::names::{Moment, NameTime};
 use crate::packet::{Address, Flow, Packet, Transport, quoted_ends, quoted_flow};
-use crate::policy::{EvaluationForm, FlowEnds};
+use crate::policy::{EvaluationForm, FlowEnds, PolicySet};
 use crate::{DropReason, Snapshot};
 
 /// The stage for one batch, with the current packet.
@@ -389,4 +388,10 @@ impl<'a, F: Frames, O: Observer> Tracker<'a, F, O> {
             Some(reason) => Err(reason),
         }
     }
+}
+
+/// Whether no worker needs to see the next packets that a pod sends to a destination behind the node's translation, if policy allows this
+/// one: an allowed name expires, and workers record connections.
+pub(super) fn may_leave_unseen(policy: &PolicySet, flow: &Flow) -> bool {
+    policy.names_of(flow.src).is_none() && !policy.may_record_allowed(policy.ends(flow))
 }
