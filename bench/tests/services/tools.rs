@@ -256,7 +256,7 @@ impl Asked {
         std::fs::write(bare.join("all.yaml"), others.collect::<Vec<_>>().join("---\n")).unwrap();
         std::fs::write(&file, flows).unwrap();
         let (bare_at, file) = (bare.to_str().unwrap(), file.to_str().unwrap());
-        let learnt = self.print(&["learn", "--from", file, "--manifests", bare_at, "--no-service-addresses"], "");
+        let learnt = self.print(&["learn", "--from", file, "--manifests", bare_at], "");
         std::fs::write(bare.join("learnt.yaml"), &learnt).unwrap();
         let by_learnt = self.evaluated(bare_at);
         // A pod and itself need no rule.

@@ -19,6 +19,9 @@ pub(super) struct ManifestArgs {
     /// Manifests, YAML or JSON: files, directories (*.yaml, *.yml, *.json in them), or - for standard input
     #[arg(long, value_name = "PATH", num_args = 1.., required = true)]
     pub(super) manifests: Vec<PathBuf>,
+    /// The namespace of objects that name none, as of kubectl and helm
+    #[arg(long = "namespace", value_name = "NAME", default_value = "default")]
+    default_namespace: String,
     /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, with their own semantics
     #[arg(long)]
     v1beta1: bool,
@@ -29,37 +32,12 @@ pub(super) struct ManifestArgs {
     /// this they are left out
     #[arg(long)]
     staged: bool,
-}
-
-/// The same, where they may also be left out.
-#[derive(clap::Args, Clone, Debug)]
-pub(super) struct OptionalManifestArgs {
-    /// Manifests, YAML or JSON: files, directories (*.yaml, *.yml, *.json in them), or - for standard input
-    #[arg(long, value_name = "PATH", num_args = 1..)]
-    manifests: Vec<PathBuf>,
-    /// Also read extensions/v1beta1 policies and namespaces' DefaultDeny annotation, with their own semantics
-    #[arg(long, requires = "manifests")]
-    v1beta1: bool,
-    /// A flow that a rule allows on one side is allowed on the other side too
-    #[arg(long, requires = "manifests")]
-    cluster_wide: bool,
-    /// Count staged policies as promoted (the annotations policy.penstock.dev/staged, staged-for and staged-delete); without
-    /// this they are left out
-    #[arg(long, requires = "manifests")]
-    staged: bool,
-}
-
-impl OptionalManifestArgs {
-    pub(super) fn given(&self) -> Option<ManifestArgs> {
-        let Self { manifests, v1beta1, cluster_wide, staged } = self.clone();
-        (!manifests.is_empty()).then_some(ManifestArgs { manifests, v1beta1, cluster_wide, staged })
-    }
 }
 
 impl ManifestArgs {
     pub(super) fn options(&self, unknown_fields: UnknownFields) -> Options {
         let settings = convert::ConversionSettings { v1beta1: self.v1beta1, domain_names: true };
-        Options { settings, unknown_fields, of_deployments: false }
+        Options { settings, unknown_fields, of_deployments: false, namespace: self.default_namespace.clone() }
     }
 
     /// Whether a rule's action is honoured cluster-wide.
@@ -77,8 +55,18 @@ impl ManifestArgs {
     }
 
     fn read_as(&self, options: &Options) -> Result<Manifests, Failure> {
-        read_manifests(&self.manifests, options)
-            .map_err(|errors| Failure::BadInput(errors.0.iter().map(ToString::to_string).collect()))
+        let manifests = read_manifests(&self.manifests, options)
+            .map_err(|errors| Failure::BadInput(errors.0.iter().map(ToString::to_string).collect()))?;
+        if manifests.documents.is_empty() && !manifests.ignored.iter().any(|ignored| ignored.is_policy) {
+            let paths: Vec<String> = self.manifests.iter().map(|path| path.display().to_string()).collect();
+            let others = manifests.ignored.len() + manifests.passed_over.len();
+            return Err(Failure::bad_input(format_args!(
+                "{}: no object that policy is about, and {others} others: name files with namespaces, pods or what makes \
+                 them, Services, or policies",
+                paths.join(", ")
+            )));
+        }
+        Ok(manifests)
     }
 
     /// The policy of the manifests, for the pods in scope.
@@ -137,8 +125,8 @@ impl ManifestArgs {
     }
 }
 
-/// Says which workloads stand for their pods, and what is no object, a line each.
-fn say_what_stands_in(manifests: &Manifests) {
+/// Says which workloads stand for their pods, and what is passed over, a line each.
+pub(super) fn say_what_stands_in(manifests: &Manifests) {
     let workloads = manifests.workloads();
     let some = |count: usize, names: &mut dyn Iterator<Item = String>| {
         let shown: Vec<String> = names.take(3).collect();
@@ -146,12 +134,18 @@ fn say_what_stands_in(manifests: &Manifests) {
         shown.join(", ") + &more
     };
     if !workloads.is_empty() {
-        let mut names = workloads.iter().map(|(kind, key)| format!("{key} (a {kind}'s pods)"));
+        let mut names = workloads.iter().map(|(kind, key)| match *kind {
+            "Pod" => format!("{key} (a Pod without a status)"),
+            kind => format!("{key} (a {kind}'s pods)"),
+        });
         eprintln!("penstock: stand for their pods, with addresses of their own: {}", some(workloads.len(), &mut names));
     }
-    if !manifests.no_objects.is_empty() {
-        let mut names = manifests.no_objects.iter().map(ToString::to_string);
-        eprintln!("penstock: passed over what is no object: {}", some(manifests.no_objects.len(), &mut names));
+    if !manifests.passed_over.is_empty() {
+        let mut names = manifests.passed_over.iter().map(ToString::to_string);
+        eprintln!(
+            "penstock: passed over, no object or a workload that was read before: {}",
+            some(manifests.passed_over.len(), &mut names)
+        );
     }
 }
 

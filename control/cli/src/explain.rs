@@ -7,7 +7,7 @@ use penstock_policy::render::tables::PodScope;
 use penstock_text::number::json;
 
 use super::Failure;
-use super::cluster::OptionalManifestArgs;
+use super::cluster::ManifestArgs;
 use super::daemon::DaemonArgs;
 use super::style::ColouredText;
 
@@ -27,10 +27,15 @@ Examples:
   penstock explain --manifests policies/ --from shop/web-1 --to 10.1.2.3 --port ICMP
   penstock explain --live --from shop/web-1 --to shop/db-0 --port 5432/TCP
   penstock explain --live --from shop/web-1 --to www.example.org --port 443/TCP")]
+#[command(mut_arg("manifests", |arg| arg.required(false)))]
+#[command(mut_arg("default_namespace", |arg| arg.requires("manifests")))]
+#[command(mut_arg("v1beta1", |arg| arg.requires("manifests")))]
+#[command(mut_arg("cluster_wide", |arg| arg.requires("manifests")))]
+#[command(mut_arg("staged", |arg| arg.requires("manifests")))]
 #[command(group(clap::ArgGroup::new("cluster").required(true).args(["live", "manifests"])))]
 pub(super) struct Args {
     #[command(flatten)]
-    manifests: OptionalManifestArgs,
+    manifests: ManifestArgs,
     /// Ask the running daemon of this node, which evaluates the sides of its own pods only
     #[arg(long)]
     live: bool,
@@ -52,12 +57,12 @@ pub(super) struct Args {
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
-    let text = match args.manifests.given() {
-        Some(manifests) => {
-            let engine = manifests.engine(PodScope::AllPods)?;
+    let text = match args.live {
+        false => {
+            let engine = args.manifests.engine(PodScope::AllPods)?;
             explain::text(&engine, &ColouredText, &args.from, &args.to, &args.port).map_err(Failure::bad_input)?.1
         }
-        None => {
+        true => {
             let query =
                 ExplainQuery { from: args.from.to_string(), to: args.to.to_string(), port: args.port.to_string() };
             let explanation: Explanation = args.daemon.get("/v1/explain", &query)?;

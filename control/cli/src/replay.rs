@@ -28,7 +28,7 @@ use super::cluster::ManifestArgs;
 Exit codes:
   0  done; with --compare: no verdict differs
   1  the output cannot be written
-  2  bad input: manifests, captures, or files that cannot be written
+  2  bad input: manifests, captures, or files that cannot be written; or not all of a capture could be evaluated
   3  with --compare: verdicts differ; with a bundle: the daemon decided otherwise
 
 Examples:
@@ -127,6 +127,9 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
         io::stderr().write_all(text.as_bytes()).or_else(Failure::from_output)?;
     } else {
         Failure::print(text)?;
+    }
+    if !report.unread.is_empty() {
+        return Err(Failure::BadInput(report.unread));
     }
     let is_changed = report.comparison.is_some_and(|comparison| !comparison.is_empty());
     let is_otherwise = report.recorded.is_some_and(|recorded| recorded.different > 0);

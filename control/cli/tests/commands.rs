@@ -210,16 +210,79 @@ fn lint_finds_the_mistakes_and_nothing_else() {
     for kind in ["[no-namespace]", "[no-node]"] {
         assert!(alone.contains(kind), "{alone}");
     }
-    let other = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: a}\n---\n\
+    let other = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: a}\n---\napiVersion: v1\nkind: Pod\nmetadata: {name: a}\nstatus: {phase: Pending}\n---\n\
                  apiVersion: v1\nkind: Namespace\nmetadata: {name: default, annotations: {net.beta.kubernetes.io/network-policy: x}}\n";
     let found = penstock_with(&["lint", "--manifests", "-"], other, &[]).out;
     for line in [
-        "standard input:1: ConfigMap default/a: is of a kind that is not read [not-read]",
         "standard input:5: Pod default/a: has no address: nothing matches it, and no policy is enforced for it [no-address]",
-        "standard input:11: Namespace default: metadata.annotations[net.beta.kubernetes.io/network-policy]: has no effect without --v1beta1 [no-effect]",
+        "standard input:12: Namespace default: metadata.annotations[net.beta.kubernetes.io/network-policy]: has no effect without --v1beta1 [no-effect]",
     ] {
         assert!(found.lines().any(|found| found == line), "{line}\n{found}");
     }
+    assert!(!found.contains("ConfigMap"), "what has nothing to do with policy is no finding: {found}");
+}
+
+#[test]
+fn nothing_read_is_a_failure() {
+    for input in ["", "# a comment\n", "{apiVersion: v1, kind: ConfigMap, metadata: {name: a}}", "values: 1\n"] {
+        for command in [
+            &["lint", "--strict"][..],
+            &["lint"],
+            &["matrix"],
+            &["explain", "--from", "::1", "--to", "::2", "--port", "ICMP"],
+        ] {
+            let found = penstock_with(&[command, &["--manifests", "-"]].concat(), input, &[]);
+            assert_eq!((found.code, found.out.as_str()), (2, ""), "{command:?} {input}");
+            assert!(found.error.starts_with("penstock: -: no object that policy is about, and "), "{}", found.error);
+        }
+    }
+}
+
+#[test]
+fn lint_finds_lists_that_became_null_and_addresses_of_load_balancers() {
+    let input = "apiVersion: networking.k8s.io/v1\nkind: NetworkPolicy\nmetadata: {name: a}\nspec:\n  podSelector: {}\n  ingress:\n  - from:\n\
+                 \x20   ports:\n  egress:\n  - to: [{ipBlock: {cidr: 203.0.113.7/32}}]\n  - to: [{ipBlock: {cidr: 203.0.113.8/32}}]\n\
+                 ---\n{apiVersion: v1, kind: Service, metadata: {name: s}, spec: {externalIPs: [203.0.113.7]}, status: {loadBalancer: {ingress: [{ip: 203.0.113.8}]}}}\n";
+    let found = penstock_with(&["lint", "--manifests", "-"], input, &[]).out;
+    for line in [
+        "input:7: NetworkPolicy default/a: spec.ingress[0].from: is empty, and so matches everything, as if it were not there [empty-list]",
+        "input:8: NetworkPolicy default/a: spec.ingress[0].ports: is empty, and so matches everything, as if it were not there [empty-list]",
+        "input:10: NetworkPolicy default/a: spec.egress[0].to[0].ipBlock: matches nothing: it is 203.0.113.7, of Service default/s, whose backends are evaluated instead; select them [service-address]",
+        "input:11: NetworkPolicy default/a: spec.egress[1].to[0].ipBlock: matches nothing: it is 203.0.113.8, of Service default/s, whose backends are evaluated instead; select them [service-address]",
+    ] {
+        assert!(found.contains(line), "{line}\n{found}");
+    }
+}
+
+/// As charts have them: two kinds of one name, labels that controllers add, no namespace, no status, the host network.
+#[test]
+fn questions_about_charts_are_answered_without_a_cluster() {
+    let workload = |kind: &str, name: &str, spec: &str| {
+        format!(
+            "{{apiVersion: apps/v1, kind: {kind}, metadata: {{name: {name}}}, spec: {{template: {{metadata: {{labels: {{is: {kind}}}}}, spec: {{{spec}}}}}}}}}\n---\n"
+        )
+    };
+    let input = [
+        workload("StatefulSet", "log", "containers: [{volumeMounts: 5, ports: [{name: in, containerPort: 24224}]}]"),
+        workload("DaemonSet", "log", "volumes: [{configMap: {defaultMode: 0644}}]"),
+        workload("DaemonSet", "exporter", "hostNetwork: yes"),
+        "{apiVersion: v1, kind: Pod, metadata: {name: bare, labels: {app: bare}}}\n---\n".to_owned(),
+        "{apiVersion: networking.k8s.io/v1, kind: NetworkPolicy, metadata: {name: p}, spec: {podSelector: {matchLabels: {statefulset.kubernetes.io/pod-name: log-0}}, \
+         ingress: [{from: [{podSelector: {matchLabels: {is: DaemonSet}}}], ports: [{port: in}]}]}}\n"
+            .to_owned(),
+    ]
+    .concat();
+    for (from, verdict) in [("log-daemonset", "allowed"), ("bare", "denied"), ("exporter", "denied")] {
+        let ends = ["--from", &format!("mon/{from}"), "--to", "mon/log-statefulset", "--port", "24224/TCP"];
+        let command = [&["explain", "--namespace", "mon", "--manifests", "-"][..], &ends].concat();
+        let found = penstock_with(&command, &input, &[]);
+        assert!(found.code == 0 && found.out.starts_with(verdict), "{from}: {}{}", found.out, found.error);
+    }
+    let matrix =
+        penstock_with(&["matrix", "--default-namespace", "mon", "--namespace", "mon", "--manifests", "-"], &input, &[]);
+    assert!(matrix.code == 0 && matrix.out.contains("bare"), "{}{}", matrix.out, matrix.error);
+    let lint = penstock_with(&["lint", "--manifests", "-"], &input, &[]);
+    assert!(lint.out.ends_with("\n1 finding in 5 objects\n") && lint.out.contains("[no-namespace]"), "{}", lint.out);
 }
 
 #[test]

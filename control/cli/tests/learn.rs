@@ -208,7 +208,7 @@ fn workloads_with_the_same_labels_are_said() {
             file(&directory, "pods.json", &json!({ "apiVersion": "v1", "kind": "List", "items": pods }).to_string());
         let outcome = learn(&opened("198.51.100.1", "10.2.0.1", 80), &[&pods], &[]);
         assert_eq!(outcome.code, 0, "{}", outcome.error);
-        let line = "namespace shop: ReplicaSet a, ReplicaSet b have the same labels app=a";
+        let line = "namespace shop: Deployment a, Deployment b have the same labels app=a";
         assert_eq!(outcome.error.contains(line), is_said, "{}", outcome.error);
     }
 }

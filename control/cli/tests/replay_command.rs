@@ -512,15 +512,101 @@ fn domain_names_match_by_the_captures_answers_until_expiry() {
 }
 
 #[test]
-fn a_truncated_capture_is_replayed_to_its_end_with_a_warning() {
+fn a_truncated_capture_is_replayed_to_its_end_and_is_bad_input() {
     let directory = ReplayDirectory::new();
     let whole = pcap(&[(0, 1, 53), (1, 1, 53)]);
     directory.write("cut.pcap", &whole[..whole.len() - 5]);
     let output = directory.replay(&["--manifests", "cluster", "--pcap", "cut.pcap", "--summary", "json"]);
-    assert_eq!(output.status.code(), Some(0));
-    assert!(text(&output.stderr).contains("cut.pcap: truncated inside a packet at byte 90: replayed up to there"));
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("cut.pcap: is cut off at byte 90: replayed up to there"));
     let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(summary["packets"], 1);
+}
+
+/// Also between two packets, where a plain file shows nothing.
+#[test]
+fn a_gzip_stream_without_its_end_is_bad_input() {
+    let directory = ReplayDirectory::new();
+    let mut encoder = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
+    std::io::Write::write_all(&mut encoder, &pcap(&[(0, 1, 53), (1, 1, 53)])).unwrap();
+    let whole = encoder.finish().unwrap();
+    for (end, packets) in [(whole.len(), 2), (whole.len() - 8, 2), (whole.len() - 1, 2)] {
+        directory.write("cut.pcap.gz", &whole[..end]);
+        let output = directory.replay(&["--manifests", "cluster", "--pcap", "cut.pcap.gz", "--summary", "json"]);
+        let summary: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(summary["packets"], packets);
+        assert_eq!(output.status.code(), Some(if end == whole.len() { 0 } else { 2 }), "{}", text(&output.stderr));
+        assert_eq!(text(&output.stderr).contains("cut.pcap.gz: is cut off at byte "), end < whole.len());
+    }
+}
+
+#[test]
+fn packets_that_are_not_evaluated_are_reported_and_are_bad_input() {
+    let directory = ReplayDirectory::new();
+    let frame = |outer: &[u8]| {
+        let captured = pcap(&[(0, 1, 53)]);
+        let ip = &captured[24 + 16 + 14..];
+        [&[2; 12][..], outer, ip].concat()
+    };
+    let block = |kind: u32, body: &[u8]| {
+        let length = 12 + body.len() as u32;
+        [&kind.to_le_bytes()[..], &length.to_le_bytes(), body, &length.to_le_bytes()].concat()
+    };
+    let section = block(0x0a0d_0d0a, &[&0x1a2b_3c4du32.to_le_bytes()[..], &[1, 0, 0, 0], &[0xff; 8]].concat());
+    let interface = block(1, &[1, 0, 0, 0, 0, 0, 0, 0]);
+    let packet = |kind: u32, frame: &[u8]| {
+        let length = (frame.len() as u32).to_le_bytes();
+        let padded = [frame, &[0; 3][..frame.len().next_multiple_of(4) - frame.len()]].concat();
+        block(kind, &[&[0; 12][..], &length, &length, &padded].concat())
+    };
+    let plain = frame(&[0x08, 0x00]);
+    for (name, packets, expected) in [
+        ("enhanced", packet(6, &plain), None),
+        ("obsolete", [packet(6, &plain), packet(2, &plain)].concat(), Some("1 packets are in obsolete packet blocks")),
+        (
+            "mpls",
+            packet(6, &frame(&[0x88, 0x47, 0, 0, 1, 64])),
+            Some("1 packets from outside are behind a VLAN tag, MPLS or PPPoE"),
+        ),
+        (
+            "pppoe",
+            packet(6, &frame(&[0x88, 0x64, 0x11, 0, 0, 1, 0, 50, 0, 0x21])),
+            Some("1 packets from outside are behind"),
+        ),
+    ] {
+        directory.write("a.pcapng", &[&section[..], &interface, &packets].concat());
+        let output = directory.replay(&["--manifests", "cluster", "--pcap", "a.pcapng"]);
+        assert_eq!(
+            output.status.code(),
+            Some(if expected.is_some() { 2 } else { 0 }),
+            "{name}: {}",
+            text(&output.stderr)
+        );
+        assert!(text(&output.stderr).contains(expected.unwrap_or_default()), "{name}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn a_tagged_frame_of_a_pod_is_dropped_as_by_the_daemon() {
+    let directory = ReplayDirectory::new();
+    const POD: [u8; 4] = [10, 0, 0, 1];
+    for (tags, source, expected) in [
+        (&[0x81, 0x00, 0x00, 0x07][..], POD, "deny vlan_tag"),
+        (&[0x81, 0x00, 0x00, 0x00], POD, "deny vlan_tag"),
+        (&[0x88, 0xa8, 0x00, 0x07, 0x81, 0x00, 0x00, 0x09], POD, "deny vlan_tag"),
+        (&[0x81, 0x00, 0x00, 0x07], [192, 0, 2, 9], "kernel not_ip"),
+    ] {
+        let mut file = pcap(&[(0, 1, 53)]);
+        let at = 24 + 16;
+        file[at + 14 + 12..at + 14 + 16].copy_from_slice(&source);
+        file.splice(at + 12..at + 12, tags.iter().copied());
+        for length in [at - 8, at - 4] {
+            file[length] += tags.len() as u8;
+        }
+        directory.write("tagged.pcap", &file);
+        let output = directory.replay(&["--manifests", "cluster", "--pcap", "tagged.pcap"]);
+        assert!(text(&output.stdout).contains(expected), "{tags:?}: {}", text(&output.stdout));
+    }
 }
 
 #[test]

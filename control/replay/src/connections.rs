@@ -13,7 +13,7 @@ use super::batch::PacketBatch;
 use super::capture::{Captures, Record, Time};
 use super::cluster::ReplayCluster;
 use super::player::{ConnectionState, Decision, EntryPoint, Player};
-use super::run::{ReplayError, notes};
+use super::run::{ReplayError, unread_parts};
 use super::truncated::fill_up;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -108,7 +108,7 @@ impl Reader {
             start = self.batch.bytes().len();
         }
         self.flush(start);
-        self.found.notes = notes(&self.captures);
+        self.found.notes = unread_parts(&self.captures);
         Ok(self.found)
     }
 

@@ -31,11 +31,33 @@ pub fn passed_to_kernel(forwarding: &Forwarding, kind: PortKind, frame: &[u8]) -
     (is_uplink && !is_for_pod()).then_some(ProgramOutcome::NotLocal)
 }
 
+/// Whether a frame carries a packet behind a header that nobody here takes off.
+pub(super) fn is_encapsulated(frame: &[u8]) -> bool {
+    const MPLS: [u8; 2] = [0x88, 0x47];
+    const PPPOE_SESSION: [u8; 2] = [0x88, 0x64];
+    frame
+        .get(12..ETHERNET_LEN)
+        .is_some_and(|ethertype| [VLAN, SERVICE_VLAN, MPLS, PPPOE_SESSION].iter().any(|known| known == ethertype))
+}
+
 /// Source and destination of a frame with a complete IP header, whatever else may be wrong with it.
 #[inline]
 pub fn addresses(frame: &[u8]) -> Option<(Address, Address)> {
-    let (header, ip) = frame.split_first_chunk::<ETHERNET_LEN>()?;
-    match [header[12], header[13]] {
+    addresses_behind(frame, 12)
+}
+
+/// The same of a frame that may have VLAN tags.
+pub fn addresses_behind_tags(frame: &[u8]) -> Option<(Address, Address)> {
+    let is_tag = |at: &usize| {
+        frame.get(*at..at + 2).is_some_and(|ethertype| [VLAN, SERVICE_VLAN].iter().any(|tag| tag == ethertype))
+    };
+    let ethertype = (12..).step_by(4).find(|at| !is_tag(at))?;
+    addresses_behind(frame, ethertype)
+}
+
+fn addresses_behind(frame: &[u8], ethertype: usize) -> Option<(Address, Address)> {
+    let (ethertype, ip) = frame.get(ethertype..)?.split_first_chunk::<2>()?;
+    match *ethertype {
         IPV4 => {
             let ip = ip.first_chunk::<20>()?;
             let address = |at: usize| Address::from_v4_bytes([ip[at], ip[at + 1], ip[at + 2], ip[at + 3]]);

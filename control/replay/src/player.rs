@@ -17,7 +17,7 @@ use penstock_policy::model::ObjectChange;
 use super::batch::PacketBatch;
 use super::capture::Time;
 use super::cluster::{ClusterError, HOST, ReplayCluster, UPLINK};
-use super::kernel::{addresses, passed_to_kernel};
+use super::kernel::{addresses_behind_tags, passed_to_kernel};
 use super::rules::Rules;
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -158,7 +158,7 @@ impl Player {
     #[inline]
     pub fn entry_point(&self, port: Option<PortId>, frame: &[u8]) -> EntryPoint {
         let forwarding = &self.cluster.snapshot().forwarding;
-        let by_source = || addresses(frame).map_or(Ok(UPLINK), |(from, to)| self.port_by_source(from, to));
+        let by_source = || addresses_behind_tags(frame).map_or(Ok(UPLINK), |(from, to)| self.port_by_source(from, to));
         let port = match port.map_or_else(by_source, Ok) {
             Ok(port) => port,
             Err(outcome) => {

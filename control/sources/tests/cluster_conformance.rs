@@ -145,7 +145,7 @@ fn read_with(objects: &[Value], settings: ConversionSettings) -> Result<Manifest
     let file = folder.path().join("all.yaml");
     let text: Vec<String> = objects.iter().map(ToString::to_string).collect();
     fs::write(&file, text.join("\n---\n")).expect("a writable folder");
-    let options = Options { unknown_fields: UnknownFields::Refuse, settings, of_deployments: false };
+    let options = Options { unknown_fields: UnknownFields::Refuse, settings, ..Options::default() };
     read_manifests(&[&file], &options)
 }
 

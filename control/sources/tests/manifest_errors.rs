@@ -7,12 +7,12 @@ use penstock_sources::convert::ConversionSettings;
 use penstock_sources::manifest::{Options, UnknownFields, read_manifests, read_text};
 
 /// Reads one text as a file and returns its errors without the directory's name.
-fn errors(text: &str, options: Options) -> Vec<String> {
+fn errors(text: &str, options: &Options) -> Vec<String> {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("a.yaml");
     fs::write(&file, text).unwrap();
     let prefix = format!("{}/", directory.path().display());
-    match read_manifests(&[&file], &options) {
+    match read_manifests(&[&file], options) {
         Ok(_) => Vec::new(),
         Err(errors) => errors.0.iter().map(|error| error.to_string().replace(&prefix, "")).collect(),
     }
@@ -24,7 +24,7 @@ fn marked_line(text: &str) -> usize {
 }
 
 /// Asserts the one error of a text: `a.yaml:MARKED LINE: object: rest`.
-fn assert_error(text: &str, object: &str, rest: &str, options: Options) {
+fn assert_error(text: &str, object: &str, rest: &str, options: &Options) {
     let found = errors(text, options);
     assert_eq!(found, [format!("a.yaml:{}: {object}{rest}", marked_line(text))], "{text}");
 }
@@ -204,7 +204,7 @@ fn a_policy_that_kubernetes_rejects_is_rejected_by_field() {
     ] {
         let indented: String = spec.lines().map(|line| format!("  {line}\n")).collect();
         let text = format!("{POLICY}spec:\n{indented}");
-        let found = errors(&text, Options::default());
+        let found = errors(&text, &Options::default());
         let line = marked_line(&text);
         let [found] = &found[..] else { panic!("{text}: {found:?}") };
         let expected = format!("a.yaml:{line}: NetworkPolicy shop/web: {field}: ");
@@ -264,9 +264,9 @@ fn other_invalid_objects_are_rejected_with_line_and_field() {
             "spec.containers[0].ports[0].protocol: \"HTTP\" is not a port protocol: use TCP, UDP or SCTP",
         ),
         (
-            "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  hostNetwork: yes # !\n",
+            "apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec:\n  hostNetwork: perhaps # !\n",
             "Pod default/a",
-            "spec.hostNetwork: invalid type: string \"yes\", expected a boolean",
+            "spec.hostNetwork: invalid type: string \"perhaps\", expected a boolean",
         ),
         (
             "apiVersion: v1\nkind: Node\nmetadata: {name: n}\nstatus:\n  addresses:\n  - type: Hostname\n    address: n\n  - type: InternalIP\n    address: n # !\n",
@@ -304,11 +304,11 @@ fn other_invalid_objects_are_rejected_with_line_and_field() {
             "items: is not a list of objects",
         ),
     ] {
-        assert_error(text, &format!("{object}: "), rest, Options::default());
+        assert_error(text, &format!("{object}: "), rest, &Options::default());
     }
-    let found = errors("- a\n", Options::default());
+    let found = errors("- a\n", &Options::default());
     assert_eq!(found, ["a.yaml:1: is not a Kubernetes object: write a mapping with apiVersion and kind"]);
-    let found = errors("a: 1\na: 2\n", Options::default());
+    let found = errors("a: 1\n b: 2\n", &Options::default());
     assert!(found[0].starts_with("a.yaml:2: is not valid YAML or JSON: "), "{found:?}");
 }
 
@@ -332,13 +332,13 @@ fn v1beta1_rejects_fields_of_v1() {
             "has podSelector beside namespaceSelector: extensions/v1beta1 takes exactly one, networking.k8s.io/v1 both",
         ),
     ] {
-        assert_error(&format!("{policy}{spec}"), "NetworkPolicy shop/web: ", &format!("{field}: {problem}"), options);
+        assert_error(&format!("{policy}{spec}"), "NetworkPolicy shop/web: ", &format!("{field}: {problem}"), &options);
     }
     let annotated = "apiVersion: v1\nkind: Namespace\nmetadata:\n  name: shop\n  annotations:\n    net.beta.kubernetes.io/network-policy: '{\"ingress\": {\"isolation\": \"Deny\"}}' # !\n";
-    let found = errors(annotated, options);
+    let found = errors(annotated, &options);
     let start = "a.yaml:6: Namespace shop: metadata.annotations[net.beta.kubernetes.io/network-policy]: is not the isolation that v1beta1 defines (unknown variant `Deny`";
     assert!(found.len() == 1 && found[0].starts_with(start), "{found:?}");
-    assert!(errors(annotated, Options::default()).is_empty(), "without the setting it is only an annotation");
+    assert!(errors(annotated, &Options::default()).is_empty(), "without the setting it is only an annotation");
 }
 
 #[test]
@@ -346,7 +346,7 @@ fn all_errors_of_all_objects_are_reported_together() {
     let text = format!(
         "{POLICY}spec: {{policyTypes: [x]}}\n---\na: 1\n---\napiVersion: v1\nkind: Pod\nmetadata: {{name: X}}\n"
     );
-    assert_eq!(errors(&text, Options::default()).len(), 3);
+    assert_eq!(errors(&text, &Options::default()).len(), 3);
 }
 
 #[test]
@@ -387,8 +387,8 @@ fn addresses_may_repeat_where_policy_ignores_them() {
         + &pod("c", "", "Failed")
         + &pod("d", "hostNetwork: true", "Running")
         + &pod("e", "hostNetwork: true", "Running");
-    assert_eq!(errors(&text, Options::default()), [""; 0]);
-    assert_eq!(errors(&(text + &pod("f", "", "Pending")), Options::default()).len(), 1);
+    assert_eq!(errors(&text, &Options::default()), [""; 0]);
+    assert_eq!(errors(&(text + &pod("f", "", "Pending")), &Options::default()).len(), 1);
 }
 
 #[test]

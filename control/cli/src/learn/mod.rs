@@ -33,7 +33,7 @@ use report::Report;
 /// which it was opened, and nothing else. What is printed is read back and evaluated together with the present policies: if
 /// it denies one of the flows, nothing is printed. What cannot be learnt, and what becomes closed, is on standard error.
 #[derive(clap::Args, Debug)]
-#[command(after_help = "\
+#[command(mut_arg("default_namespace", |arg| arg.long("default-namespace")), after_help = "\
 Exit codes:
   0  printed and proven; with --holdout: what was held out is allowed, too
   1  a flow would be denied: nothing is printed
@@ -76,9 +76,9 @@ pub(super) struct Args {
     /// Where pods' addresses are: one that no pod has is reported there, and not taken as outside
     #[arg(long, value_name = "CIDR", num_args = 1.., value_delimiter = ',')]
     pod_networks: Vec<IpNet>,
-    /// Do not allow the addresses of Services themselves: right where egress policy is for what answers
+    /// Also allow the addresses of Services themselves, for an engine that evaluates egress policy before translation
     #[arg(long)]
-    no_service_addresses: bool,
+    service_addresses: bool,
     /// Also learn TCP connections, and datagrams to Services, that nobody answered
     #[arg(long)]
     unanswered: bool,
@@ -109,7 +109,7 @@ impl Args {
             unstable_labels: self.unstable_labels.clone(),
             widening: self.widen,
             pod_networks: self.pod_networks.clone(),
-            service_addresses: !self.no_service_addresses,
+            service_addresses: self.service_addresses,
             unanswered: self.unanswered,
         }
     }
@@ -135,7 +135,7 @@ pub(super) fn run(args: Args) -> Result<(), Failure> {
     let resolution = resolve(before.state(), &input.flows, &settings);
     let workloads = Workloads::new(before.state(), &settings);
     let mut report = Report::new(&before, &input, &resolution);
-    report.notes.extend(owners::notes(&manifests, before.state(), &workloads));
+    report.notes.extend(owners::notes(before.state(), &workloads));
     if resolution.learnable.is_empty() {
         report.print();
         let count = input.flows.len();

@@ -61,16 +61,13 @@ impl LintObjects {
 }
 
 pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Finding>) {
-    for ignored in &manifests.ignored {
+    for ignored in manifests.ignored.iter().filter(|ignored| ignored.is_policy) {
         findings.push(Finding {
             origin: ignored.origin.clone(),
             object: ignored.object.clone(),
             field: FieldPath::default(),
             kind: FindingKind::NotRead,
-            message: match ignored.is_policy {
-                true => "is a policy of a kind that is not understood: every other command refuses it".to_owned(),
-                false => "is of a kind that is not read".to_owned(),
-            },
+            message: "is a policy of a kind that is not understood: every other command refuses it".to_owned(),
         });
     }
     for document in &manifests.documents {
@@ -100,7 +97,7 @@ pub(super) fn check(manifests: &Manifests, v1beta1: bool, findings: &mut Vec<Fin
                     "has no effect without --v1beta1",
                 ));
             }
-            Object::Pod(pod) if pod.addresses.is_empty() && !pod.finished => {
+            Object::Pod(pod) if pod.addresses.is_empty() && !pod.finished && !pod.host_network => {
                 let message = "has no address: nothing matches it, and no policy is enforced for it";
                 findings.push(Finding::new(document, FieldPath::default(), FindingKind::NoAddress, message));
             }

@@ -11,6 +11,8 @@ mod usage;
 
 use std::fmt;
 
+use clap::ValueEnum;
+use clap::builder::PossibleValue;
 use penstock_admin::printable::Printable;
 use penstock_policy::engine::Engine;
 use penstock_policy::model::Object;
@@ -21,7 +23,7 @@ use penstock_sources::manifest::{Document, Manifests, Origin, UnknownFields};
 
 use penstock_agent::config::TimeSpan;
 
-use super::cluster::{ManifestArgs, derive_endpoint_slices};
+use super::cluster::{ManifestArgs, derive_endpoint_slices, say_what_stands_in};
 use super::daemon::DaemonArgs;
 use super::{Failure, style};
 
@@ -37,7 +39,7 @@ use super::{Failure, style};
 Exit codes:
   0  checked; without --strict also if something is found
   1  with --strict: something is found
-  2  bad input: manifests that cannot be read or are not valid
+  2  bad input: manifests that cannot be read, are not valid, or have nothing that policy is about
 
 Examples:
   penstock lint --manifests policies/
@@ -56,7 +58,8 @@ pub(super) struct Args {
     strict: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// Printed in brackets: `never-matches`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 enum FindingKind {
     NeverMatches,
     SelectsNothing,
@@ -78,33 +81,6 @@ enum FindingKind {
     NoDns,
     NeverUsed,
     TooMany,
-}
-
-impl fmt::Display for FindingKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::NeverMatches => "never-matches",
-            Self::SelectsNothing => "selects-nothing",
-            Self::MatchesNothing => "matches-nothing",
-            Self::UnknownPort => "unknown-port",
-            Self::NoEffect => "no-effect",
-            Self::EmptyList => "empty-list",
-            Self::Shadowed => "shadowed",
-            Self::EqualPriority => "equal-priority",
-            Self::HostBits => "host-bits",
-            Self::UnknownField => "unknown-field",
-            Self::NoNamespace => "no-namespace",
-            Self::NoNode => "no-node",
-            Self::NoAddress => "no-address",
-            Self::NotRead => "not-read",
-            Self::ServiceAddress => "service-address",
-            Self::ServicePort => "service-port",
-            Self::ClosedPort => "closed-port",
-            Self::NoDns => "no-dns",
-            Self::NeverUsed => "never-used",
-            Self::TooMany => "too-many",
-        })
-    }
 }
 
 #[derive(Debug)]
@@ -134,12 +110,15 @@ impl fmt::Display for Finding {
         if !self.field.is_empty() {
             write!(f, "{}: ", style::strong(Printable(&self.field)))?;
         }
-        write!(f, "{} {}", Printable(&self.message), style::faint(format_args!("[{}]", self.kind)))
+        let kind = self.kind.to_possible_value();
+        let kind = kind.as_ref().map_or("", PossibleValue::get_name);
+        write!(f, "{} {}", Printable(&self.message), style::faint(format_args!("[{kind}]")))
     }
 }
 
 pub(super) fn run(args: Args) -> Result<(), Failure> {
     let mut manifests = args.manifests.read_deployments(UnknownFields::Note)?;
+    say_what_stands_in(&manifests);
     derive_endpoint_slices(&mut manifests);
     let engine = args.manifests.engine_of(&manifests, PodScope::AllPods);
     args.manifests.say_staged(&engine);

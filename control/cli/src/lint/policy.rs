@@ -69,8 +69,11 @@ impl DirectionCheck<'_> {
             (&peers_at, rule.peers == Peers::Every, rule.peers == Peers::AnyOf(Vec::new())),
             (&ports_at, rule.ports == PolicyPorts::Every, rule.ports == PolicyPorts::AnyOf(Vec::new())),
         ] {
-            let is_empty =
-                matches!(self.document.value(&list_at.path()), Some(Value::Array(items)) if items.is_empty());
+            // A list whose items were all commented out is null.
+            let is_empty = match self.document.value(&list_at.path()) {
+                Some(Value::Array(items)) => items.is_empty(),
+                value => value.is_some_and(|value| value.is_null()),
+            };
             if is_empty && every {
                 report(
                     list_at,

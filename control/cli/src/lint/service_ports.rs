@@ -36,7 +36,8 @@ impl Services {
         for object in objects {
             match object {
                 Object::Service(service) => {
-                    services.addresses.extend(service.addresses.iter().map(|address| (*address, service.key.clone())));
+                    let addresses = service.addresses.iter().chain(&service.external);
+                    services.addresses.extend(addresses.map(|address| (*address, service.key.clone())));
                     let ports = service.ports.iter().cloned().enumerate();
                     services.ports.extend(ports.map(|(index, port)| {
                         let backends = backends(objects, &service.key, &port);

@@ -24,7 +24,7 @@ use super::cluster::ManifestArgs;
 /// the pod may get are allowed. Pods of one namespace with equal labels that policy does not tell apart, such as the replicas of a
 /// Deployment, are one row and one column.
 #[derive(clap::Args, Debug)]
-#[command(after_help = "\
+#[command(mut_arg("default_namespace", |arg| arg.long("default-namespace")), after_help = "\
 Exit codes:
   0  shown
   1  the output cannot be written

@@ -17,16 +17,22 @@ pub(super) struct Buffer {
     /// Stream offset of `start`.
     passed: u64,
     ended: bool,
+    /// Whether it ended inside a gzip stream.
+    is_cut: bool,
 }
 
 impl Buffer {
     pub(super) fn new(input: Box<dyn Read>) -> Self {
-        Self { input, bytes: vec![0; CHUNK], start: 0, end: 0, passed: 0, ended: false }
+        Self { input, bytes: vec![0; CHUNK], start: 0, end: 0, passed: 0, ended: false, is_cut: false }
     }
 
     #[inline]
     pub(super) fn available(&self) -> &[u8] {
         &self.bytes[self.start..self.end]
+    }
+
+    pub(super) fn is_cut(&self) -> bool {
+        self.is_cut
     }
 
     pub(super) fn position(&self) -> u64 {
@@ -54,7 +60,7 @@ impl Buffer {
                 Ok(read) => self.end += read,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 // A truncated gzip stream ends there, like a truncated plain file.
-                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => self.ended = true,
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => (self.ended, self.is_cut) = (true, true),
                 Err(error) => return Err(error),
             }
         }

@@ -15,6 +15,9 @@ use super::error::{CaptureError, Damage};
 use super::interface_description::{self, InterfaceDescription, TimestampResolution};
 use super::{CaptureInterface, InterfaceId, LinkType, Record, Time};
 
+/// The type of the obsolete Packet Block (draft-ietf-opsawg-pcapng, appendix A).
+const PACKET_BLOCK: u32 = 2;
+
 /// A capture file, open for reading from its first packet to its last.
 pub struct CaptureFile {
     path: PathBuf,
@@ -22,6 +25,7 @@ pub struct CaptureFile {
     buffer: Buffer,
     format: Format,
     truncated_at: Option<u64>,
+    unread_packets: u64,
     read: Arc<AtomicU64>,
     /// The last packet's comment, if comments are wanted.
     comment: Option<String>,
@@ -51,6 +55,8 @@ struct PcapNg {
 
 enum ReadStep {
     Packet(Record),
+    /// A packet in an obsolete form.
+    UnreadPacket,
     /// Something else, skipped.
     Other,
     End,
@@ -92,7 +98,16 @@ impl CaptureFile {
         let input = uncompressed(CountingReader { input, read: Arc::clone(&read) });
         let mut buffer = Buffer::new(input.map_err(|unreadable| error(unreadable.into()))?);
         let format = format(&mut buffer, number, interfaces).map_err(error)?;
-        Ok(Self { path: path.to_owned(), number, buffer, format, truncated_at: None, read, comment: None })
+        Ok(Self {
+            path: path.to_owned(),
+            number,
+            buffer,
+            format,
+            truncated_at: None,
+            unread_packets: 0,
+            read,
+            comment: None,
+        })
     }
 
     /// Keeps the comments of packets from now on.
@@ -110,7 +125,12 @@ impl CaptureFile {
         &self.path
     }
 
-    /// The offset in the uncompressed capture at which the file ends inside a packet; known once the end is reached.
+    /// Packets so far in blocks that are not read: the Packet Block, which the Enhanced Packet Block has replaced.
+    pub fn unread_packets(&self) -> u64 {
+        self.unread_packets
+    }
+
+    /// The offset in the uncompressed capture at which the file ends inside a packet or a gzip stream; known once the end is reached.
     pub fn truncated_at(&self) -> Option<u64> {
         self.truncated_at
     }
@@ -140,9 +160,11 @@ impl CaptureFile {
             };
             match step {
                 Ok(ReadStep::Packet(record)) => return Ok(Some(record)),
+                Ok(ReadStep::UnreadPacket) => self.unread_packets += 1,
                 Ok(ReadStep::Other) => {}
                 Ok(ReadStep::End) => {
-                    self.truncated_at = (!self.buffer.available().is_empty()).then(|| self.buffer.position());
+                    let is_cut = self.buffer.is_cut() || !self.buffer.available().is_empty();
+                    self.truncated_at = is_cut.then(|| self.buffer.position());
                     return Ok(None);
                 }
                 Err(damage) => return Err(CaptureError::new(&self.path, damage)),
@@ -282,6 +304,7 @@ impl PcapNg {
                 self.interfaces.push(InterfaceDescription { id, link, snap_length: block.snaplen, clock });
                 ReadStep::Other
             }
+            Block::Unknown(block) if block.block_type == PACKET_BLOCK => ReadStep::UnreadPacket,
             _ => ReadStep::Other,
         };
         buffer.consume(length);

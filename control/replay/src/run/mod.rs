@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use ipnet::IpNet;
+use penstock_dataplane::ProgramOutcome;
 use penstock_dataplane::conntrack;
 use penstock_dataplane::packet::parse;
 use penstock_dataplane::policy::RuleScope;
@@ -22,6 +23,7 @@ use super::capture::{CaptureError, Captures, Record};
 use super::cluster::{ClusterError, HOST, ReplayCluster};
 use super::compare::{Comparison, PacketOutcome, compare};
 use super::dedup::Deduplicator;
+use super::kernel::is_encapsulated;
 use super::objects::ReplayObjects;
 use super::output::OutputError;
 use super::player::{Decision, EntryPoint, Player};
@@ -68,6 +70,8 @@ pub struct ReplayReport {
     pub recorded: Option<RecordedCounts>,
     /// Notes about the input for the user, one per line.
     pub notes: Vec<String>,
+    /// The packets that were not evaluated, and why, one reason a line.
+    pub unread: Vec<String>,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -126,6 +130,7 @@ pub fn run(options: &ReplayOptions) -> Result<ReplayReport, ReplayError> {
         sinks,
         dedup: options.dedup.then(Deduplicator::default),
         input: InputCounts::default(),
+        encapsulated: 0,
         batch: PacketBatch::default(),
         originals: PacketBatch::default(),
         key: None,
@@ -248,6 +253,8 @@ struct Replay {
     sinks: Sinks,
     dedup: Option<Deduplicator>,
     input: InputCounts,
+    /// Packets behind a header that is not evaluated.
+    encapsulated: u64,
     batch: PacketBatch,
     /// The batch before processing.
     originals: PacketBatch,
@@ -278,6 +285,9 @@ impl Replay {
                 self.apply(changes, options)?;
             }
             let key = self.key_of(&record, start);
+            if key.before == EntryPoint::Kernel(ProgramOutcome::NotIp) {
+                self.encapsulated += u64::from(is_encapsulated(&self.batch.bytes()[start..]));
+            }
             if self.batch.is_full() || self.key.is_some_and(|current| current != key) {
                 start = self.flush(start)?;
             }
@@ -299,7 +309,8 @@ impl Replay {
             summary: Summary::new(self.input, &self.before.player),
             comparison: self.after.map(|(_, comparison)| comparison),
             recorded: self.recorded.map(RecordedPackets::into_counts),
-            notes: notes(&self.captures).into_iter().chain(remaining).chain(lost).collect(),
+            notes: remaining.into_iter().chain(lost).collect(),
+            unread: unread_parts(&self.captures).into_iter().chain(note_encapsulated(self.encapsulated)).collect(),
         })
     }
 
@@ -412,13 +423,27 @@ fn compare_recorded(recorded: &mut RecordedPackets, (player, entry): (&mut Playe
 }
 
 /// Parts of the captures that could not be read.
-pub(super) fn notes(captures: &Captures) -> Vec<String> {
-    let files = captures.files().iter();
-    let truncated = files.filter_map(|file| {
-        let at = file.truncated_at()?;
-        Some(format!("{}: truncated inside a packet at byte {at}: replayed up to there", file.path().display()))
+pub(super) fn unread_parts(captures: &Captures) -> Vec<String> {
+    let parts = captures.files().iter().flat_map(|file| {
+        let path = file.path().display();
+        let cut = file.truncated_at().map(|at| format!("{path}: is cut off at byte {at}: replayed up to there"));
+        let unread = Some(file.unread_packets()).filter(|count| *count > 0).map(|count| {
+            format!(
+                "{path}: {count} packets are in obsolete packet blocks, which are not read: convert it with editcap"
+            )
+        });
+        [cut, unread].into_iter().flatten()
     });
-    truncated.collect()
+    parts.collect()
+}
+
+fn note_encapsulated(count: u64) -> Option<String> {
+    (count > 0).then(|| {
+        format!(
+            "{count} packets from outside are behind a VLAN tag, MPLS or PPPoE, and were not evaluated: capture on the \
+             interface that takes it off"
+        )
+    })
 }
 
 /// The part of the timeline that was not reached.

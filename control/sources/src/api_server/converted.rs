@@ -4,14 +4,13 @@ use k8s_openapi::api::core::v1 as core;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::core::DynamicObject;
 use penstock_policy::model::{Object, ObjectKey, ObjectRef};
-use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::cluster_policy;
 use super::fail_closed::{self, Interpretation};
 use crate::ObjectKind;
 use crate::convert::{self, ConversionSettings};
-use crate::typed;
+use crate::typed::{self, ApiType};
 
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) struct ConvertedObject {
@@ -102,7 +101,7 @@ fn whole(converted: Result<Object, convert::FieldError>) -> PartlyConverted {
 }
 
 /// Reads an object's fields as a type of the API, or says which of them has another type.
-fn read<T: DeserializeOwned>(data: Value) -> Result<T, String> {
+fn read<T: ApiType>(data: Value) -> Result<T, String> {
     typed::read(data).map(|(typed, _)| typed).map_err(|(field, wrong)| format!("{field}: {wrong}"))
 }
 

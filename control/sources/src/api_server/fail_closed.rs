@@ -169,7 +169,7 @@ fn convert(metadata: &ObjectMeta, spec: NetworkPolicySpec) -> Result<model::Netw
 
 /// Deserializes a value as an API type; an unknown field is an error.
 pub(super) fn strict<T: DeserializeOwned>(value: &Value) -> Result<T, UnsupportedField> {
-    let (read, unknown) = typed::read(value.clone())?;
+    let (read, unknown) = typed::read_whole(value.clone())?;
     match unknown.into_iter().next() {
         Some(field) => Err((field, UNKNOWN.to_owned())),
         None => Ok(read),

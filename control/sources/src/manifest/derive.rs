@@ -1,7 +1,5 @@
 //! EndpointSlices derived from selectors and pods, for manifests that have none.
 
-use std::collections::BTreeMap;
-
 use penstock_policy::derived_slices::derived_slices;
 use penstock_policy::model::{EndpointSlice, Object};
 
@@ -38,12 +36,6 @@ pub fn derive_endpoint_slices(objects: &[ObjectReadiness<'_>]) -> (Vec<EndpointS
 /// Whether the pod's status says that it is ready, or nothing about it: manifests are often written without a status.
 pub(super) fn is_ready(pod: &YamlNode) -> bool {
     let value = pod.get("status").map(YamlNode::to_value).unwrap_or_default();
-    let conditions = value["conditions"].as_array().cloned().unwrap_or_default();
-    let statuses: BTreeMap<String, String> = conditions
-        .iter()
-        .filter_map(|condition| {
-            Some((condition["type"].as_str()?.to_owned(), condition["status"].as_str()?.to_owned()))
-        })
-        .collect();
-    statuses.get("Ready").is_none_or(|status| status == "True")
+    let mut conditions = value["conditions"].as_array().into_iter().flatten();
+    conditions.find(|condition| condition["type"] == "Ready").is_none_or(|ready| ready["status"] == "True")
 }

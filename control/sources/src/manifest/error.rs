@@ -109,6 +109,9 @@ pub enum ManifestProblem {
     /// A field that this version does not know, in a policy or in metadata: it could mean anything.
     #[error("is not a field that this version knows: correct its spelling, or remove it")]
     UnknownField,
+    /// In a policy; elsewhere at the top, as where the `---` between two objects is missing, or in metadata.
+    #[error("is there twice, and only the last one would count: remove one, or write --- between two objects")]
+    Repeated,
     #[error(transparent)]
     Invalid(#[from] FieldProblem),
     #[error("is defined twice, also at {other}: remove one, or rename it")]

@@ -17,7 +17,7 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use penstock_policy::model::{EndpointSlice, Object, ObjectKey};
+use penstock_policy::model::{EndpointSlice, Object, ObjectKey, Pod};
 
 pub(crate) use check::{conflicts, implied_namespaces, owned_addresses};
 pub use derive::derive_endpoint_slices;
@@ -30,14 +30,16 @@ use tree::YamlNode;
 /// `include/uapi/asm-generic/fcntl.h`
 const O_NONBLOCK: i32 = 0o4000;
 
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Options {
     /// Which objects to read beyond the stable API.
     pub settings: ConversionSettings,
     pub unknown_fields: UnknownFields,
-    /// Whether files may be of a folder that a cluster is deployed from: workloads stand for their pods, and what is no object is
-    /// passed over.
+    /// Whether files may be of a folder that a cluster is deployed from: workloads, and pods without a status, stand for their pods;
+    /// what is no object is passed over.
     pub of_deployments: bool,
+    /// The namespace of objects that name none; `default` if it is empty.
+    pub namespace: String,
 }
 
 /// How to treat a kind of policy, and a field in a policy's spec, that this version does not know. Elsewhere an unknown field changes no meaning
@@ -57,10 +59,10 @@ pub struct Manifests {
     pub documents: Vec<Document>,
     /// Objects of other kinds.
     pub ignored: Vec<Ignored>,
-    /// Documents that are no objects, with [`Options::of_deployments`].
-    pub no_objects: Vec<Origin>,
-    /// Workloads, each as one of its pods, which are none of `documents` yet.
-    workloads: Vec<Document>,
+    /// Documents that are no objects, and repeated workloads, with [`Options::of_deployments`].
+    pub passed_over: Vec<Origin>,
+    /// Workloads, each as its pods, with their places, which are none of `documents` yet.
+    workloads: Vec<(Document, usize)>,
     /// EndpointSlices that no manifest has ([`Manifests::derive_endpoint_slices`]).
     derived: Vec<EndpointSlice>,
 }
@@ -73,20 +75,16 @@ impl Manifests {
         implied_namespaces(written()).into_iter().chain(written().cloned()).chain(derived)
     }
 
-    /// The workloads that stand for their pods: kind, and namespace and name.
+    /// The pods that workloads stand for, and those without a status: the kind of what makes them, and namespace and name.
     pub fn workloads(&self) -> Vec<(&str, &ObjectKey)> {
-        let stand_in = self.documents.iter().filter(|document| document.stands_in);
-        let pods = stand_in.filter_map(|document| match &document.object {
-            Object::Pod(pod) => Some((pod.controller.as_ref()?.kind.as_str(), &pod.key)),
-            _ => None,
-        });
-        pods.collect()
+        let pods = self.documents.iter().filter(|document| document.stands_in).filter_map(Document::pod);
+        pods.map(|pod| (pod.controller.as_ref().map_or("Pod", |it| it.kind.as_str()), &pod.key)).collect()
     }
 
     fn extend(&mut self, read: Self) {
         self.documents.extend(read.documents);
         self.ignored.extend(read.ignored);
-        self.no_objects.extend(read.no_objects);
+        self.passed_over.extend(read.passed_over);
         self.workloads.extend(read.workloads);
     }
 
@@ -111,6 +109,13 @@ pub struct Document {
 }
 
 impl Document {
+    fn pod(&self) -> Option<&Pod> {
+        match &self.object {
+            Object::Pod(pod) => Some(pod),
+            _ => None,
+        }
+    }
+
     /// For a pod: whether its status says that it is ready, or nothing about it.
     pub fn is_ready(&self) -> bool {
         derive::is_ready(&self.tree)
@@ -150,6 +155,11 @@ pub fn read_manifests<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<
             Err(ManifestErrors(of_file)) => errors.extend(of_file),
         }
     }
+    finish(manifests, errors)
+}
+
+/// Adds workloads, and checks for conflicts between objects.
+fn finish(mut manifests: Manifests, mut errors: Vec<ManifestError>) -> Result<Manifests, ManifestErrors> {
     workload::stand_in(&mut manifests);
     let objects = manifests.documents.iter().map(|document| (&document.object, &document.origin));
     errors.extend(conflicts(objects).into_iter().map(|conflict| conflict.at_second));
@@ -170,11 +180,8 @@ pub fn read_texts<P: AsRef<Path>>(paths: &[P]) -> Result<Vec<(Arc<Path>, String)
 
 /// Reads manifests from a text, as if a file of this name had it. Collects all errors, conflicts between objects included.
 pub fn read_text(name: &Path, text: &str, options: &Options) -> Result<Manifests, ManifestErrors> {
-    let mut manifests = parse_file(&Arc::from(name), text, options)?;
-    workload::stand_in(&mut manifests);
-    let objects = manifests.documents.iter().map(|document| (&document.object, &document.origin));
-    let errors: Vec<ManifestError> = conflicts(objects).into_iter().map(|conflict| conflict.at_second).collect();
-    if errors.is_empty() { Ok(manifests) } else { Err(ManifestErrors(errors)) }
+    let (manifests, errors) = parse_readable(&Arc::from(name), text, options);
+    finish(manifests, errors)
 }
 
 /// Parses the text of one file; does not check for conflicts with other files.
@@ -188,11 +195,14 @@ pub(crate) fn parse_readable(file: &Arc<Path>, text: &str, options: &Options) ->
     let mut manifests = Manifests::default();
     let mut errors = Vec::new();
     match tree::parse(text) {
-        Err(malformed) => errors.push(ManifestError {
-            origin: Origin::new(file, malformed.line.unwrap_or(0)),
+        Err(tree::Malformed { line, message }) => errors.push(ManifestError {
+            origin: Origin::new(file, line.unwrap_or(0)),
             object: None,
             field: FieldPath::default(),
-            problem: ManifestProblem::Syntax(malformed.message),
+            problem: ManifestProblem::Syntax(match text.contains("{{") {
+                true => format!("{message}; render a Helm template first, with helm template"),
+                false => message,
+            }),
             scope: Scope::Everything,
         }),
         Ok(trees) => {

@@ -1,18 +1,18 @@
 //! Converts a document to objects.
 
+use std::iter;
 use std::path::Path;
 use std::sync::Arc;
 
 use k8s_openapi::api::{core::v1 as core, discovery::v1 as discovery, networking::v1 as networking};
 use penstock_policy::model::{Controller, Object};
-use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::super::convert::{self, FieldError, FieldPath, PathElement};
-use super::super::typed;
+use super::super::typed::{self, ApiType};
 use super::error::{ManifestError, ManifestProblem, Origin, Scope};
 use super::tree::YamlNode;
-use super::workload::{pod_of, template_of};
+use super::workload::{pods_of, template_of};
 use super::{Document, Ignored, Manifests, Options, UnknownFields};
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -71,23 +71,39 @@ pub(super) struct DocumentReader<'a> {
 
 impl DocumentReader<'_> {
     pub(super) fn document(&mut self, tree: YamlNode) {
-        if let Err(error) = self.any(tree, None) {
-            self.errors.push(*error);
+        match tree.into_objects() {
+            Ok(objects) => self.items(objects, None),
+            Err(tree) => self.items(vec![tree], None),
+        }
+    }
+
+    /// Reads objects. An error in one does not hide errors in the next.
+    fn items(&mut self, items: Vec<YamlNode>, in_list_of: Option<ManifestKind>) {
+        for item in items {
+            if let Err(error) = self.any(item, in_list_of) {
+                self.errors.push(*error);
+            }
         }
     }
 
     fn any(&mut self, tree: YamlNode, in_list_of: Option<ManifestKind>) -> Result<(), Box<ManifestError>> {
-        match self.declared(&tree, in_list_of)? {
+        let declared = self.declared(&tree, in_list_of)?;
+        let is_policy = matches!(declared, Declared::One(kind) if kind.is_policy());
+        let of_metadata = || {
+            let field = tree.get("metadata")?.find_repeated(false)?;
+            let metadata = PathElement::Field("metadata".to_owned());
+            Some(iter::once(metadata).chain(field.elements().iter().cloned()).collect())
+        };
+        if !matches!(declared, Declared::NoObject)
+            && let Some(field) = tree.find_repeated(is_policy).or_else(of_metadata)
+        {
+            return Err(self.error_at(&tree, field, ManifestProblem::Repeated));
+        }
+        match declared {
             Declared::One(kind) => self.object(tree, kind),
             Declared::List(kind) => {
-                for item in
-                    tree.into_items_of("items").map_err(|tree| self.error(&tree, ITEMS, ManifestProblem::NotAList))?
-                {
-                    // An error in one item does not hide errors in the next.
-                    if let Err(error) = self.any(item, kind) {
-                        self.errors.push(*error);
-                    }
-                }
+                let items = tree.into_items_of("items");
+                self.items(items.map_err(|tree| self.error(&tree, ITEMS, ManifestProblem::NotAList))?, kind);
                 Ok(())
             }
             Declared::ForeignPolicy(problem) if self.options.unknown_fields == UnknownFields::Refuse => {
@@ -95,12 +111,16 @@ impl DocumentReader<'_> {
             }
             Declared::Workload(template) => self.workload(tree, template),
             Declared::NoObject => {
-                self.manifests.no_objects.push(self.origin(&tree));
+                self.manifests.passed_over.push(self.origin(&tree));
                 Ok(())
             }
             declared @ (Declared::Other | Declared::ForeignPolicy(_)) => {
                 let is_policy = matches!(declared, Declared::ForeignPolicy(_));
-                self.manifests.ignored.push(Ignored { origin: self.origin(&tree), object: describe(&tree), is_policy });
+                self.manifests.ignored.push(Ignored {
+                    origin: self.origin(&tree),
+                    object: self.describe(&tree),
+                    is_policy,
+                });
                 Ok(())
             }
         }
@@ -108,15 +128,18 @@ impl DocumentReader<'_> {
 
     fn declared(&self, tree: &YamlNode, in_list_of: Option<ManifestKind>) -> Result<Declared, Box<ManifestError>> {
         let text = |field| tree.get(field).and_then(YamlNode::as_str);
-        if !tree.is_mapping() {
-            return Err(self.error(tree, &[], ManifestProblem::NotAnObject));
-        }
         let (version, name) = match (text("apiVersion"), text("kind"), in_list_of) {
             (Some(version), Some(name), _) => (version, name),
             // The items of a typed list may omit their type.
             (None, None, Some(kind)) if tree.get("kind").is_none() => return Ok(Declared::One(kind)),
-            // Values of a chart, or a kustomization, which may leave out its type.
-            (None, None, None) if self.options.of_deployments => return Ok(Declared::NoObject),
+            // Values of a chart, a patch, or a kustomization, which may leave out its type. A chart itself has a version alone.
+            (version, None, _)
+                if self.options.of_deployments
+                    && tree.get("kind").is_none()
+                    && (version.is_none() || tree.get("spec").is_none()) =>
+            {
+                return Ok(Declared::NoObject);
+            }
             _ => return Err(self.error(tree, &[], ManifestProblem::NotAnObject)),
         };
         let (single, is_list) = name.strip_suffix("List").map_or((name, false), |single| (single, true));
@@ -143,9 +166,6 @@ impl DocumentReader<'_> {
             ("ClusterNetworkPolicy", version) if version.starts_with("policy.networking.k8s.io/") => {
                 return unread("policy.networking.k8s.io/v1alpha2");
             }
-            (kind, version) if self.options.of_deployments && !is_list && template_of(kind, version).is_some() => {
-                return Ok(Declared::Workload(template_of(kind, version).unwrap_or_default()));
-            }
             ("Service", "v1") => ManifestKind::Service,
             ("EndpointSlice", "discovery.k8s.io/v1") => ManifestKind::EndpointSlice,
             ("EndpointSlice", version) if version.starts_with("discovery.k8s.io/") => {
@@ -158,7 +178,11 @@ impl DocumentReader<'_> {
                 let (kind, version) = (kind.to_owned(), version.to_owned());
                 return Ok(Declared::ForeignPolicy(ManifestProblem::ForeignPolicy { kind, version }));
             }
-            _ => return Ok(unknown_kind(name, version).map_or(Declared::Other, Declared::ForeignPolicy)),
+            (kind, version) => {
+                let template = template_of(tree, kind, version).filter(|_| self.options.of_deployments && !is_list);
+                let other = || unknown_kind(name, version).map_or(Declared::Other, Declared::ForeignPolicy);
+                return Ok(template.map_or_else(other, Declared::Workload));
+            }
         };
         Ok(if is_list { Declared::List(Some(kind)) } else { Declared::One(kind) })
     }
@@ -188,49 +212,86 @@ impl DocumentReader<'_> {
             }),
         }?;
         let origin = self.origin(&tree);
-        self.manifests.documents.push(Document { object, origin, unknown_fields: unknown, stands_in: false, tree });
+        // `kubectl run --dry-run=client` writes an empty one.
+        let status = tree.get("status").map(YamlNode::to_value).unwrap_or_default();
+        let has_status = status.as_object().is_some_and(|status| !status.is_empty());
+        let stands_in = kind == ManifestKind::Pod && self.options.of_deployments && !has_status;
+        self.manifests.documents.push(Document { object, origin, unknown_fields: unknown, stands_in, tree });
         Ok(())
     }
 
-    /// A workload, as one of its pods.
+    /// A workload, as its pods.
     fn workload(&mut self, tree: YamlNode, template: &[&str]) -> Result<(), Box<ManifestError>> {
-        let kind = tree.get("kind").and_then(YamlNode::as_str).unwrap_or_default().to_owned();
-        let Some(value) = pod_of(&tree, template) else {
-            self.manifests.ignored.push(Ignored {
-                origin: self.origin(&tree),
-                object: describe(&tree),
-                is_policy: false,
-            });
-            return Ok(());
-        };
-        let wrong = |field, problem| self.error_at(&tree, field, problem);
-        let (typed, _) =
-            typed::read::<core::Pod>(value).map_err(|(field, error)| wrong(field, ManifestProblem::Type(error)))?;
-        let converted = convert::pod(&typed);
-        let mut pod =
-            converted.map_err(|FieldError { field, problem }| wrong(field, ManifestProblem::Invalid(problem)))?;
-        pod.controller = Some(Controller { kind, name: pod.key.name.clone() });
+        let kind = tree.get("kind").and_then(YamlNode::as_str).unwrap_or_default();
+        let pods = pods_of(&self.value(&tree), kind, template);
         let origin = self.origin(&tree);
-        let document = Document { object: Object::Pod(pod), origin, unknown_fields: Vec::new(), stands_in: true, tree };
-        self.manifests.workloads.push(document);
+        if pods.is_empty() {
+            let object = self.describe(&tree);
+            self.manifests.ignored.push(Ignored { origin: origin.clone(), object, is_policy: false });
+        }
+        for (place, value) in pods.into_iter().enumerate() {
+            let wrong = |field: FieldPath, problem| {
+                let template = template.iter().map(|name| PathElement::Field((*name).to_owned()));
+                let inside: FieldPath = template.chain(field.elements().iter().cloned()).collect();
+                self.error_at(&tree, if tree.at(&inside).is_some() { inside } else { field }, problem)
+            };
+            let (typed, _) =
+                typed::read::<core::Pod>(value).map_err(|(field, error)| wrong(field, ManifestProblem::Type(error)))?;
+            let converted = convert::pod(&typed);
+            let mut pod =
+                converted.map_err(|FieldError { field, problem }| wrong(field, ManifestProblem::Invalid(problem)))?;
+            pod.controller = Some(Controller { kind: kind.to_owned(), name: pod.key.name.clone() });
+            let (object, origin, tree) = (Object::Pod(pod), origin.clone(), tree.clone());
+            let document = Document { object, origin, unknown_fields: Vec::new(), stands_in: true, tree };
+            self.manifests.workloads.push((document, place));
+        }
         Ok(())
+    }
+
+    /// The object with the namespace that it gets, and the name that it may get.
+    fn value(&self, tree: &YamlNode) -> Value {
+        let mut value = tree.to_value();
+        if let Some(Value::Object(metadata)) = value.get_mut("metadata") {
+            let is_absent = |value: Option<&Value>| value.is_none_or(|value| value.is_null() || value == "");
+            if is_absent(metadata.get("namespace")) {
+                metadata.insert("namespace".to_owned(), self.default_namespace().into());
+            }
+            if let Some(prefix) = metadata.get("generateName").and_then(Value::as_str)
+                && self.options.of_deployments
+                && is_absent(metadata.get("name"))
+            {
+                let name = prefix.trim_end_matches('-').into();
+                metadata.insert("name".to_owned(), name);
+            }
+        }
+        value
+    }
+
+    fn default_namespace(&self) -> &str {
+        if self.options.namespace.is_empty() { "default" } else { &self.options.namespace }
     }
 
     /// Deserializes a tree as an API type and converts it; notes the fields that the type does not know.
-    fn typed<T: DeserializeOwned>(
+    fn typed<T: ApiType>(
         &self,
         tree: &YamlNode,
         kind: ManifestKind,
         convert: impl FnOnce(&T) -> Result<Object, FieldError>,
     ) -> Result<(Object, Vec<FieldPath>), Box<ManifestError>> {
-        let mut value = tree.to_value();
+        let mut value = self.value(tree);
         if let Value::Object(fields) = &mut value {
             // These are already checked, and the typed reader accepts only its own version.
             fields.remove("apiVersion");
             fields.remove("kind");
         }
+        // Who wants to know of all fields also gets those that policy doesn't need.
+        let noted = match self.options.unknown_fields {
+            UnknownFields::Note => typed::read_whole::<T>(value.clone()).ok().map(|(_, unknown)| unknown),
+            UnknownFields::Refuse => None,
+        };
         let (typed, unknown) = typed::read::<T>(value)
             .map_err(|(field, wrong)| self.error_at(tree, field, ManifestProblem::Type(wrong)))?;
+        let unknown = noted.unwrap_or(unknown);
         if self.options.unknown_fields == UnknownFields::Refuse
             && let Some(field) = unknown.iter().find(|field| is_misspelt(field, kind))
         {
@@ -251,9 +312,43 @@ impl DocumentReader<'_> {
     }
 
     fn error_at(&self, tree: &YamlNode, field: FieldPath, problem: ManifestProblem) -> Box<ManifestError> {
-        let object = tree.is_mapping().then(|| describe(tree));
+        let object = tree.is_mapping().then(|| self.describe(tree));
         let origin = Origin::new(self.file, tree.line_of(&field));
-        Box::new(ManifestError { origin, object, field, problem, scope: scope(tree) })
+        Box::new(ManifestError { origin, object, field, problem, scope: self.scope(tree) })
+    }
+
+    /// Which pods an object that can't be read may be about.
+    fn scope(&self, tree: &YamlNode) -> Scope {
+        let text = |field| tree.get(field).and_then(YamlNode::as_str).unwrap_or_default();
+        let (version, kind) = (text("apiVersion"), text("kind"));
+        let namespace = tree.get("metadata").and_then(|metadata| metadata.get("namespace"));
+        match nearest(kind) {
+            Some("Pod" | "Service" | "EndpointSlice") => Scope::Nothing,
+            Some("NetworkPolicy") if is_policy_group(version) => match namespace {
+                None => Scope::Namespace(self.default_namespace().to_owned()),
+                Some(namespace) => {
+                    namespace.as_str().map_or(Scope::Everything, |name| Scope::Namespace(name.to_owned()))
+                }
+            },
+            _ => Scope::Everything,
+        }
+    }
+
+    /// The name of an object, as far as known: `Pod shop/web-1`.
+    fn describe(&self, tree: &YamlNode) -> String {
+        let kind = tree.get("kind").and_then(YamlNode::as_str).unwrap_or("object");
+        let text = |field| tree.get("metadata").and_then(|meta| meta.get(field)).and_then(YamlNode::as_str);
+        let is_clustered = matches!(kind, "Namespace" | "Node" | "ClusterNetworkPolicy");
+        // Whether another engine's policy without a namespace belongs to the cluster is not known here.
+        let may_be_clustered = kind.ends_with("NetworkPolicy") && kind != "NetworkPolicy";
+        match (text("namespace"), text("name")) {
+            (Some(namespace), Some(name)) if !is_clustered => format!("{kind} {namespace}/{name}"),
+            (None, Some(name)) if !is_clustered && !may_be_clustered => {
+                format!("{kind} {}/{name}", self.default_namespace())
+            }
+            (_, Some(name)) => format!("{kind} {name}"),
+            (_, None) => format!("{kind} without a name"),
+        }
     }
 }
 
@@ -265,21 +360,6 @@ fn is_misspelt(field: &FieldPath, kind: ManifestKind) -> bool {
         [PathElement::Field(first), ..] if first == "spec" => kind.is_policy(),
         [PathElement::Field(first), rest @ ..] => rest.is_empty() || first == "metadata",
         _ => false,
-    }
-}
-
-/// Which pods an object that can't be read may be about.
-fn scope(tree: &YamlNode) -> Scope {
-    let text = |field| tree.get(field).and_then(YamlNode::as_str).unwrap_or_default();
-    let (version, kind) = (text("apiVersion"), text("kind"));
-    let namespace = tree.get("metadata").and_then(|metadata| metadata.get("namespace"));
-    match nearest(kind) {
-        Some("Pod" | "Service" | "EndpointSlice") => Scope::Nothing,
-        Some("NetworkPolicy") if is_policy_group(version) => match namespace {
-            None => Scope::Namespace("default".to_owned()),
-            Some(namespace) => namespace.as_str().map_or(Scope::Everything, |name| Scope::Namespace(name.to_owned())),
-        },
-        _ => Scope::Everything,
     }
 }
 
@@ -363,19 +443,4 @@ fn unknown_kind(kind: &str, version: &str) -> Option<ManifestProblem> {
         None => return None,
     };
     Some(ManifestProblem::UnknownKind { kind: kind.to_owned(), version: version.to_owned(), remedy })
-}
-
-/// The name of an object, as far as known: `Pod shop/web-1`.
-fn describe(tree: &YamlNode) -> String {
-    let kind = tree.get("kind").and_then(YamlNode::as_str).unwrap_or("object");
-    let text = |field| tree.get("metadata").and_then(|meta| meta.get(field)).and_then(YamlNode::as_str);
-    let is_clustered = matches!(kind, "Namespace" | "Node" | "ClusterNetworkPolicy");
-    // Whether another engine's policy without a namespace belongs to the cluster is not known here.
-    let may_be_clustered = kind.ends_with("NetworkPolicy") && kind != "NetworkPolicy";
-    match (text("namespace"), text("name")) {
-        (Some(namespace), Some(name)) if !is_clustered => format!("{kind} {namespace}/{name}"),
-        (None, Some(name)) if !is_clustered && !may_be_clustered => format!("{kind} default/{name}"),
-        (_, Some(name)) => format!("{kind} {name}"),
-        (_, None) => format!("{kind} without a name"),
-    }
 }

@@ -3,7 +3,8 @@
 //! The API's types have no line numbers, and an error must name one. So a document becomes this tree, the typed object is
 //! deserialized from it, and a field's path finds its line here. JSON is a subset of YAML and read the same way.
 
-use std::{fmt, mem};
+use std::collections::HashSet;
+use std::{fmt, iter, mem};
 
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
@@ -82,9 +83,12 @@ fn parse_yaml(text: &str) -> Result<Vec<YamlNode>, Malformed> {
             max_total_scalar_bytes: usize::MAX,
             max_recorded_anchor_events: 50_000,
         },
-        // YAML 1.2: `y`, `no` and `on` are strings. Where a string is needed, as in a name or a label, nothing else can be
-        // meant; where a boolean is needed, they are rejected.
+        // `y`, `no` and `on` are strings. Where a string is needed, as in a name or a label, nothing else can be meant; where a
+        // boolean is needed, they are booleans, as in YAML 1.1.
         strict_booleans: true,
+        // As kubectl reads them: `0644` is a file mode, and of a field that is there twice the last one counts.
+        legacy_octal_numbers: true,
+        duplicate_keys: serde_saphyr::DuplicateKeyPolicy::LastWins,
         with_snippet: false,
     };
     serde_saphyr::from_multiple_with_options::<YamlNode>(text, options).map_err(|error| {
@@ -108,7 +112,7 @@ impl YamlNode {
 
     fn entry(&self, key: &str) -> Option<&MappingEntry> {
         match &self.kind {
-            NodeValue::Mapping(entries) => entries.iter().find(|entry| entry.key == key),
+            NodeValue::Mapping(entries) => entries.iter().rfind(|entry| entry.key == key),
             _ => None,
         }
     }
@@ -124,11 +128,49 @@ impl YamlNode {
     /// sequence.
     pub(crate) fn into_items_of(mut self, key: &str) -> Result<Vec<YamlNode>, YamlNode> {
         let NodeValue::Mapping(entries) = &mut self.kind else { return Err(self) };
-        let found = entries.iter_mut().find(|entry| entry.key == key);
+        let found = entries.iter_mut().rfind(|entry| entry.key == key);
         match found.map(|entry| &mut entry.value.kind) {
             Some(NodeValue::Sequence(items)) => Ok(mem::take(items)),
             Some(NodeValue::Scalar(Value::Null)) => Ok(Vec::new()),
             _ => Err(self),
+        }
+    }
+
+    /// The items of a list of objects, each of which names its kind. Returns the node itself if it is something else.
+    pub(crate) fn into_objects(self) -> Result<Vec<YamlNode>, YamlNode> {
+        match self.kind {
+            NodeValue::Sequence(items) if items.iter().all(|item| item.get("kind").is_some()) => Ok(items),
+            kind => Err(Self { kind, ..self }),
+        }
+    }
+
+    /// The first field of a mapping that is there twice; with `deep` also inside of fields.
+    pub(crate) fn find_repeated(&self, deep: bool) -> Option<FieldPath> {
+        let below = |step: PathElement, node: &YamlNode| {
+            let inside = node.find_repeated(deep).filter(|_| deep)?;
+            Some(iter::once(step).chain(inside.elements().iter().cloned()).collect())
+        };
+        match &self.kind {
+            NodeValue::Scalar(_) => None,
+            NodeValue::Sequence(items) => {
+                items.iter().enumerate().find_map(|(i, item)| below(PathElement::Index(i), item))
+            }
+            NodeValue::Mapping(entries) => {
+                let mut seen = HashSet::new();
+                entries.iter().find_map(|MappingEntry { key, value, .. }| match seen.insert(key) {
+                    true => below(PathElement::Field(key.clone()), value),
+                    false => Some(iter::once(PathElement::Field(key.clone())).collect()),
+                })
+            }
+        }
+    }
+
+    /// Whether one of its keys or values is this text.
+    pub(crate) fn mentions(&self, text: &str) -> bool {
+        match &self.kind {
+            NodeValue::Scalar(value) => value == text,
+            NodeValue::Sequence(items) => items.iter().any(|item| item.mentions(text)),
+            NodeValue::Mapping(entries) => entries.iter().any(|entry| entry.key == text || entry.value.mentions(text)),
         }
     }
 
@@ -196,6 +238,9 @@ impl<'de> Deserialize<'de> for NodeValue {
     }
 }
 
+/// Below it a double holds each integer.
+const MAX_EXACT: f64 = 9_007_199_254_740_992.0;
+
 struct NodeVisitor;
 
 impl<'de> Visitor<'de> for NodeVisitor {
@@ -230,6 +275,10 @@ impl<'de> Visitor<'de> for NodeVisitor {
     }
 
     fn visit_f64<E: serde::de::Error>(self, value: f64) -> Result<NodeValue, E> {
+        // kubectl passes `80.0` and `1e3` on as 80 and 1000.
+        if value.fract() == 0.0 && value.abs() < MAX_EXACT {
+            return Ok(NodeValue::Scalar(Value::Number((value as i64).into())));
+        }
         let number =
             Number::from_f64(value).ok_or_else(|| E::custom(format_args!("{value} is not a finite number")))?;
         Ok(NodeValue::Scalar(Value::Number(number)))
@@ -335,17 +384,31 @@ b:
     }
 
     #[test]
-    fn scalars_have_the_types_of_yaml_1_2() {
+    fn scalars_have_the_types_that_kubectl_gives_them() {
         let trees = parse("[y, no, ON, true, ~, null, '5', 5, 1.5, 10.0.0.0/8, 2001-01-01, !!str 5, \"\"]").unwrap();
         let types = json!(["y", "no", "ON", true, null, null, "5", 5, 1.5, "10.0.0.0/8", "2001-01-01", "5", ""]);
         assert_eq!(trees[0].to_value(), types);
+        let trees = parse("[0644, 0o644, '0644', 0x1F4, 80.0, 1e3, -5, 1_000, 0]").unwrap();
+        assert_eq!(trees[0].to_value(), json!([420, 420, "0644", 500, 80, 1000, -5, 1000, 0]));
     }
 
     #[test]
     fn anchors_and_merges_are_resolved() {
-        let trees = parse("a: &x {k: v}\nb:\n  <<: *x\n  l: w\nc: *x\n").unwrap();
-        assert_eq!(trees[0].to_value(), json!({"a": {"k": "v"}, "b": {"l": "w", "k": "v"}, "c": {"k": "v"}}));
+        let trees = parse("a: &x {k: v}\nb:\n  <<: *x\n  l: w\nc: *x\nd:\n  k: own\n  <<: *x\n").unwrap();
+        let expected = json!({"a": {"k": "v"}, "b": {"l": "w", "k": "v"}, "c": {"k": "v"}, "d": {"k": "own"}});
+        assert_eq!(trees[0].to_value(), expected);
+        assert_eq!(trees[0].find_repeated(true), None);
         assert_eq!(trees[0].line_of(&path(&["c", "k"])), 5);
+    }
+
+    #[test]
+    fn of_a_repeated_field_the_last_counts_and_is_found() {
+        let trees = parse("a: 1\nb:\n- c: 2\n  c: 3\n").unwrap();
+        assert_eq!(trees[0].to_value(), json!({"a": 1, "b": [{"c": 3}]}));
+        assert_eq!(trees[0].find_repeated(true), Some(path(&["b", "0", "c"])));
+        assert_eq!(trees[0].line_of(&path(&["b", "0", "c"])), 4);
+        assert_eq!(trees[0].find_repeated(false), None);
+        assert_eq!(parse("a: 1\na: 2\n").unwrap()[0].find_repeated(false), Some(path(&["a"])));
     }
 
     #[test]
@@ -361,7 +424,6 @@ b:
     fn invalid_yaml_is_a_one_line_error_with_its_line() {
         let deep = format!("a: {}{}", "[".repeat(100_000), "]".repeat(100_000));
         for (text, line, says) in [
-            ("a: 1\nb: 2\na: 3\n", 3, "duplicate"),
             ("a: [1\nb: 2", 2, ":"),
             ("a:\n\tb: 1", 2, "tab"),
             ("a: 1\nb: .inf\n", 2, ".inf"),
