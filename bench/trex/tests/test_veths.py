@@ -73,9 +73,12 @@ class VethsTest(unittest.TestCase):
         settings = ['admin.socket=off', 'metrics.listen=off', 'conntrack.mapping=off', f'fail.pins=/sys/fs/bpf/{self.name}',
                     f'workers.cores=[{max(os.sched_getaffinity(0))}]', 'umem.memory=64MiB']
         words = [word for setting in settings for word in ('--set', setting)]
+        # The daemon refuses variables of its prefix that are no settings, such as this test's own.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith('PENSTOCK_')}
+        environment['NO_COLOR'] = '1'
         process = subprocess.Popen(
             [*within(f'{self.name}-node'), PENSTOCK, 'run', '--config', str(CONFIGS / 'penstock.toml'), *words],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, 'NO_COLOR': '1'})
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         watchdog = threading.Timer(LIMIT, process.kill)
         watchdog.start()
         self.addCleanup(watchdog.cancel)

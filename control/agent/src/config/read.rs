@@ -364,7 +364,7 @@ mod tests {
             ),
         ];
         let with_least = [
-            ("[workers]\ncorse = [1]\n", ":5: workers.corse: unknown key; remove it, or use one of: cores, priority"),
+            ("[workers]\ncorse = [1]\n", ":5: workers.corse: unknown key; remove it, or use one of: cores or priority"),
             ("[workers]\ncores = []\n", ":5: workers.cores = []: no core; list at least one"),
             ("[workers]\ncores = [1, 2,\n 1]\n", ":5: workers.cores = [1, 2, 1]: core 1 is listed twice"),
             ("[workers]\ncores = [-1]\n", ":5: workers.cores[0] = -1: invalid value: integer `-1`, expected u16"),
