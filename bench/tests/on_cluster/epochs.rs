@@ -96,15 +96,6 @@ fn service() -> Value {
     })
 }
 
-fn endpoint_slice() -> Value {
-    json!({
-        "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice",
-        "metadata": { "namespace": "test", "name": "db-1", "labels": { "kubernetes.io/service-name": "db" } },
-        "addressType": "IPv4", "ports": [{ "name": "", "port": 8080, "protocol": "TCP" }],
-        "endpoints": [{ "addresses": ["10.244.1.11"], "conditions": { "ready": true } }],
-    })
-}
-
 fn staged(mut policy: Value) -> Value {
     policy["metadata"]["name"] = json!("staged");
     policy["metadata"]["annotations"] = json!({ "policy.penstock.dev/staged": "true" });
@@ -124,7 +115,7 @@ fn a_change_of_which_workers_read_nothing_takes_no_epoch() {
     let fixture = Fixture::with_three_pods();
     fixture.daemon.log().wait_for_after(0, "pods=3 ", LIMIT).unwrap();
     let admin = fixture.server.admin();
-    admin.create_all(&[other_node(), far(), service(), endpoint_slice(), by_namespace()]).unwrap();
+    admin.create_all(&[other_node(), far(), service(), by_namespace()]).unwrap();
     sleep(8 * SETTLE);
     let groups = [
         Group {
@@ -182,19 +173,6 @@ fn a_change_of_which_workers_read_nothing_takes_no_epoch() {
                 ("a label", |it| label(it, &service(), "tier", "back")),
                 ("its selector", |it| {
                     edit(it, &service(), |service| service["spec"]["selector"] = json!({ "app": "lab" }));
-                }),
-            ],
-            with_epoch: vec![],
-        },
-        Group {
-            kind: "EndpointSlice",
-            without_epoch: vec![
-                ("an annotation", |it| annotate(it, &endpoint_slice())),
-                ("an endpoint is not ready", |it| {
-                    edit(it, &endpoint_slice(), |slice| slice["endpoints"][0]["conditions"]["ready"] = json!(false));
-                }),
-                ("an endpoint is another", |it| {
-                    edit(it, &endpoint_slice(), |slice| slice["endpoints"][0]["addresses"] = json!(["10.244.1.12"]));
                 }),
             ],
             with_epoch: vec![],
