@@ -17,7 +17,6 @@
 //! then [update](Conn::update) the connection. On a miss, evaluate policy and [insert](ConnTable::insert) the
 //! connection.
 
-#[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
 mod answers;
 mod config;
 mod conn;
@@ -43,7 +42,6 @@ mod origin;
 mod path;
 mod pressure;
 mod recover;
-#[cfg_attr(all(test, feature = "loom"), expect(dead_code, reason = "only `mapping` uses all of it"))]
 mod repeat;
 mod sctp;
 mod seqlock;
